@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""jls: loss scaling and bad-step skipping for JAX.
+
+Types, policies, pure functions, differentiation, optax, reading and setting:
+"""
+
+from jls._dynamic import dynamic as dynamic
+from jls._grad import grad as grad
+from jls._grad import value_and_grad as value_and_grad
+from jls._optax import loss_scaled as loss_scaled
+from jls._optax import skip_nonfinite as skip_nonfinite
+from jls._read import loss_scale as loss_scale
+from jls._read import metrics as metrics
+from jls._read import set_loss_scale as set_loss_scale
+from jls._scale import scale as scale
+from jls._scale import unscale as unscale
+from jls._static import static as static
+from jls._tree import all_finite as all_finite
+from jls._tree import select as select
+from jls._types import AdjustFn as AdjustFn
+from jls._types import InitFn as InitFn
+from jls._types import LossScaledState as LossScaledState
+from jls._types import LossScaler as LossScaler
+from jls._types import LossScaleState as LossScaleState
+
+__version__ = "0.1.0"

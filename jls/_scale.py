@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two linear maps of loss scaling and their dtype rule: at least float32."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jls._locate import locate
+from jls._tree import Tree, is_inexact, widen
+
+
+def scale(state: Any, tree: Tree) -> Tree:
+    """Returns `tree` times the loss scale, in at least float32.
+
+    Differentiable and linear. Scale a loss with it, or let `jls.value_and_grad` do so.
+
+    Args:
+      state: anything that carries exactly one loss scale.
+      tree: a loss, or any pytree. Leaves that are not floating point pass untouched.
+
+    Returns:
+      A pytree like `tree`; floating-point leaves narrower than float32 become float32.
+
+    Raises:
+      ValueError: if `state` carries no loss scale, or several.
+
+    Warns:
+      UserWarning: at trace time, for a float16 scalar and a scale that is traced or
+        greater than 2**15. JAX casts the cotangent, which is the scale, back to
+        float16, whose largest number is 65504.
+
+    Example:
+      >>> state = jls.static(1024.0).init()
+      >>> jls.scale(state, jnp.bfloat16(0.5))
+      Array(512., dtype=float32)
+
+    References:
+      Micikevicius et al., Mixed Precision Training, ICLR 2018, arXiv:1710.03740,
+      section 3.2.
+    """
+    loss_scale = locate(state).loss_scale
+    if any(_is_half_scalar(leaf) for leaf in jax.tree.leaves(tree)):
+        if isinstance(loss_scale, jax.core.Tracer) or loss_scale > 2.0**15:
+            warnings.warn(
+                "the loss is float16, so its gradient starts from the loss scale cast "
+                "to float16: a scale over 2**15 overflows on every step. Reduce the "
+                "loss in float32, e.g. losses.astype(jnp.float32).mean().",
+                stacklevel=2,
+            )
+    return jax.tree.map(lambda leaf: _apply(jnp.multiply, leaf, loss_scale), tree)
+
+
+def unscale(state: Any, tree: Tree) -> Tree:
+    """Returns `tree` divided by the loss scale, in at least float32.
+
+    Unscale with the state that scaled, before it is adjusted.
+
+    Args:
+      state: anything that carries exactly one loss scale.
+      tree: gradients. Leaves that are not floating point pass untouched.
+
+    Returns:
+      A pytree like `tree`; floating-point leaves narrower than float32 become float32.
+      With a scale that is a power of two the division is exact.
+
+    Raises:
+      ValueError: if `state` carries no loss scale, or several.
+
+    Example:
+      >>> state = jls.static(2.0**15).init()
+      >>> jls.unscale(state, {"w": jnp.float16(2**-14), "step": 3})
+      {'w': Array(1.8626451e-09, dtype=float32), 'step': 3}
+    """
+    loss_scale = locate(state).loss_scale
+    return jax.tree.map(lambda leaf: _apply(jnp.divide, leaf, loss_scale), tree)
+
+
+def _apply(op: Callable[..., Array], leaf: Any, loss_scale: Array) -> Any:
+    if not is_inexact(leaf):
+        return leaf
+    array = widen(leaf)
+    if jnp.iscomplexobj(array):
+        # Complex arithmetic would turn (inf + 1j) * (scale + 0j) into inf + NaN j.
+        factor = loss_scale.astype(array.real.dtype)
+        return lax.complex(op(array.real, factor), op(array.imag, factor))
+    return op(array, loss_scale.astype(array.dtype))
+
+
+def _is_half_scalar(leaf: Any) -> bool:
+    return getattr(leaf, "dtype", None) == jnp.float16 and jnp.shape(leaf) == ()

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pytree arithmetic that knows nothing of loss scaling: which leaves count, are they
+finite, which of two trees."""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+Tree = TypeVar("Tree")
+AxisName = str | tuple[str, ...] | None
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether JAX computes with `leaf`; functions, strings and float0 are only carried."""
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None:
+        return isinstance(leaf, bool | int | float | complex)
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic) and (
+        dtype != jax.dtypes.float0
+    )
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether `leaf` is real or complex floating point, of any width."""
+    if not is_array(leaf):
+        return False
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None:
+        return isinstance(leaf, float | complex)
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """`dtype`, or float32 where it is narrower; `promote_types` refuses 8-bit floats."""
+    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
+
+
+def widen(leaf: ArrayLike) -> Array:
+    """An inexact leaf in at least float32."""
+    array = jnp.asarray(leaf)
+    return array.astype(wide_dtype(array.dtype))
+
+
+def as_flag(name: str, flag: Any) -> Array:
+    """`flag` as `bool[]`, or an error that says what it should have been."""
+    if isinstance(flag, bool | np.bool_):
+        return jnp.asarray(flag)
+    dtype, shape = getattr(flag, "dtype", None), getattr(flag, "shape", None)
+    if dtype != jnp.bool_:
+        got = f"{type(flag).__name__} {flag!r}" if dtype is None else f"dtype {dtype}"
+        raise TypeError(
+            f"{name} must be one boolean, got {got}. jls.all_finite(grads) makes one."
+        )
+    if shape != ():
+        raise ValueError(
+            f"{name} must be a boolean of shape (), got shape {shape}. "
+            "Reduce it with jnp.all, or call the function under jax.vmap."
+        )
+    return jnp.asarray(flag)
+
+
+def agree(flags: Array, axis_name: AxisName) -> Array:
+    """`flags` and-ed over the devices of `axis_name`; one small collective."""
+    if axis_name is None or axis_name == ():
+        return flags
+    return lax.pmin(flags.astype(jnp.int32), axis_name).astype(jnp.bool_)
+
+
+def all_finite(tree: Any, axis_name: AxisName = None) -> Array:
+    """Returns whether no leaf of `tree` holds an inf or a NaN.
+
+    Looks at each element, never at a sum that could overflow by itself. Leaves that
+    are not floating point (None, int, bool, PRNG keys, float0, functions) count as
+    finite, and so does an empty tree.
+
+    Args:
+      tree: any pytree.
+      axis_name: the axis or axes of `shard_map`, `pmap` or `vmap` whose devices have to
+        agree. Under plain `jit` nothing is needed: sharded arrays are global there.
+
+    Returns:
+      `bool[]`, the same on every device of `axis_name`.
+
+    Raises:
+      NameError: if `axis_name` is not bound where this is called.
+
+    Example:
+      >>> jls.all_finite({"w": jnp.array([3e38, 3e38]), "n": 7, "b": None})
+      Array(True, dtype=bool)
+      >>> jls.all_finite([jnp.ones(3), jnp.array([1.0, jnp.nan])])
+      Array(False, dtype=bool)
+    """
+    finite = jnp.asarray(True)
+    for leaf in jax.tree.leaves(tree):
+        if is_inexact(leaf):
+            array = jnp.asarray(leaf)
+            # XLA has no `is-finite` for 8-bit floats.
+            array = widen(array) if array.dtype.itemsize == 1 else array
+            finite = finite & jnp.all(jnp.isfinite(array))
+    return agree(finite, axis_name)
+
+
+def select(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
+    """Returns `on_true` where `pred`, else `on_false`, bit for bit.
+
+    The way to roll back whatever a skipped step has touched and the optimizer does not
+    hold: batch statistics, averages, RNG counters. A NaN in the branch not taken has no
+    effect, and subnormal numbers stay.
+
+    Args:
+      pred: `bool[]`, a Python or a numpy bool.
+      on_true: any pytree.
+      on_false: a pytree of the same structure, shapes and dtypes.
+
+    Returns:
+      A pytree like `on_true`. Leaves that are no arrays are taken from `on_true`.
+
+    Raises:
+      TypeError: if `pred` is not boolean.
+      ValueError: if `pred` is not a scalar, or the trees differ in structure, in the
+        shape or dtype of a leaf, or in a leaf that is no array.
+
+    Example:
+      >>> old, new = {"mean": jnp.zeros(2)}, {"mean": jnp.array([1.0, jnp.inf])}
+      >>> jls.select(jls.all_finite(new), new, old)
+      {'mean': Array([0., 0.], dtype=float32)}
+    """
+    flag = as_flag("pred", pred)
+    paths, structure = jax.tree_util.tree_flatten_with_path(on_true)
+    others, other_structure = jax.tree.flatten(on_false)
+    if structure != other_structure:
+        raise ValueError(
+            "on_true and on_false must have the same structure, got "
+            f"{structure} and {other_structure}."
+        )
+
+    def choose(path, new, old):
+        where = f"on_true and on_false at '{jax.tree_util.keystr(path)}'"
+        if not (is_array(new) and is_array(old)):
+            # float0 and other arrays that only carry a shape have no values to differ.
+            if hasattr(new, "dtype") or new is old or new == old:
+                return new
+            raise ValueError(f"{where} are no arrays and differ: {new!r}, {old!r}.")
+        if jnp.shape(new) != jnp.shape(old):
+            raise ValueError(
+                f"{where} must have the same shape, "
+                f"got {jnp.shape(new)} and {jnp.shape(old)}."
+            )
+        # A Python number (the `step` of a new TrainState) takes the other's dtype.
+        dtypes = [leaf.dtype for leaf in (new, old) if hasattr(leaf, "dtype")]
+        if len(dtypes) == 2 and dtypes[0] != dtypes[1]:
+            raise ValueError(
+                f"{where} must have the same dtype, got {dtypes[0]} and {dtypes[1]}. "
+                "Cast one of them."
+            )
+        dtype = dtypes[0] if dtypes else None
+        return jnp.where(flag, jnp.asarray(new, dtype), jnp.asarray(old, dtype))
+
+    leaves = [choose(p, n, o) for (p, n), o in zip(paths, others, strict=True)]
+    return structure.unflatten(leaves)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The types that every other module speaks; no computation."""
+
+from typing import Any, NamedTuple, Protocol
+
+from jax import Array
+from jax import export as jax_export
+
+
+class LossScaleState(NamedTuple):
+    """A loss scale and the two counts that decide when it moves.
+
+    Example:
+      >>> jls.dynamic(2.0**10).init().loss_scale
+      Array(1024., dtype=float32)
+    """
+
+    loss_scale: Array  # f32[]
+    finite_count: Array  # i32[]  consecutive finite steps since the scale last changed
+    nonfinite_count: Array  # i32[]  non-finite steps counted towards the next backoff
+
+
+class InitFn(Protocol):
+    def __call__(self) -> LossScaleState:
+        """Returns the first state of a run: fresh buffers, strong dtypes."""
+        ...
+
+
+class AdjustFn(Protocol):
+    def __call__(
+        self, state: LossScaleState, grads_finite: Array | bool, /
+    ) -> LossScaleState:
+        """Returns the state after one step.
+
+        A pure function that may run under `jit`, `scan` and `vmap`; the structure
+        and dtypes of the state stay.
+
+        Args:
+          state: the state that scaled this step's loss.
+          grads_finite: `bool[]`, whether every gradient of the step is finite.
+        """
+        ...
+
+
+class LossScaler(NamedTuple):
+    """A policy: two pure functions. Write your own by filling the two fields.
+
+    The state is `LossScaleState`, or any `NamedTuple` of arrays with a field
+    `loss_scale` of type `f32[]`. Build the fields as `jax.tree_util.Partial` over
+    module-level functions and the policy is a pytree: it goes through `jit` and
+    `vmap` as an argument, and its hyperparameters change without a retrace.
+
+    Example:
+      >>> def adjust(state, grads_finite):
+      ...     scale = jnp.where(grads_finite, state.loss_scale, state.loss_scale / 8)
+      ...     return state._replace(loss_scale=scale)
+      >>> scaler = jls.LossScaler(jls.static(1024.0).init, adjust)
+      >>> scaler.adjust(scaler.init(), False).loss_scale
+      Array(128., dtype=float32)
+    """
+
+    init: InitFn
+    adjust: AdjustFn
+
+
+class LossScaledState(NamedTuple):
+    """State of `jls.loss_scaled`. The counters stop at the int32 maximum.
+
+    Example:
+      >>> optimizer = jls.loss_scaled(optax.sgd(0.1))
+      >>> optimizer.init(jnp.ones(3)).steps
+      Array(0, dtype=int32)
+    """
+
+    inner_state: Any  # the wrapped optimizer's state
+    scaler_state: LossScaleState
+    applied: Array  # bool[]  was the last step applied; False before the first
+    steps: Array  # i32[]   calls of update
+    skips: Array  # i32[]   of these, skipped
+    consecutive_skips: Array  # i32[]   skipped since the last applied step
+    nonfinite_losses: Array  # i32[]   skipped because the forward loss was not finite
+
+
+# Without these, `jax.export` refuses to serialize a train step that takes the states.
+for _type in (LossScaleState, LossScaledState):
+    jax_export.register_namedtuple_serialization(
+        _type, serialized_name=f"jls.{_type.__name__}"
+    )
