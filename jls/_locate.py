@@ -20,7 +20,7 @@ def is_wrapper_state(node: Any) -> bool:
 
 
 def find(state: Any, is_node: Callable[[Any], bool]) -> list[tuple[str, Any]]:
-    """Path and value of every node of `state` that `is_node` accepts, outermost only."""
+    """Path and value of each outermost node of `state` that `is_node` accepts."""
     nodes, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_node)
     return [(jax.tree_util.keystr(p), node) for p, node in nodes if is_node(node)]
 

@@ -19,10 +19,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array, lax
 
+from jls import _guard
+from jls._buffers import own
 from jls._dynamic import dynamic
 from jls._locate import find, is_wrapper_state
 from jls._static import static
@@ -30,18 +31,14 @@ from jls._tree import (
     AxisName,
     agree,
     all_finite,
-    is_array,
-    is_inexact,
     select,
-    wide_dtype,
-    widen,
 )
 from jls._types import LossScaledState, LossScaler
 
 
 def loss_scaled(
     inner: optax.GradientTransformation,
-    scaler: LossScaler = dynamic(),
+    scaler: LossScaler = dynamic(),  # noqa: B008, a tuple of pure functions
     *,
     axis_name: AxisName = None,
     check_updates: bool | None = None,
@@ -84,8 +81,10 @@ def loss_scaled(
       >>> params = jnp.zeros(2)
       >>> state = optimizer.init(params)
       >>> updates, state = optimizer.update(jnp.array([1.0, jnp.inf]), state, params)
-      >>> updates, state.applied, state.scaler_state.loss_scale
-      (Array([-0., -0.], dtype=float32), Array(False, dtype=bool), Array(512., dtype=float32))
+      >>> updates
+      Array([-0., -0.], dtype=float32)
+      >>> state.applied, jls.loss_scale(state)
+      (Array(False, dtype=bool), Array(512., dtype=float32))
     """
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
@@ -115,7 +114,7 @@ def loss_scaled(
             )
         _warn_of_half_params(params)
         return LossScaledState(
-            inner_state=_own(inner_state, params),
+            inner_state=own(inner_state, params),
             scaler_state=jax.tree.map(lambda x: jnp.array(x, copy=True), scaler.init()),
             applied=jnp.zeros((), jnp.bool_),
             steps=jnp.zeros((), jnp.int32),
@@ -128,36 +127,36 @@ def loss_scaled(
         flags = jnp.stack([all_finite(updates), all_finite(extra.get("value"))])
         grads_finite, loss_finite = agree(flags, axis_name)
         acceptable = grads_finite & loss_finite
-        kept = jax.tree.map(_no_update, updates), state.inner_state
-        checks = _narrow(params, updates) if check_updates is None else check_updates
-        # Measured on CPU in whole train steps: the branch is as fast as no guard at all
-        # and a select up to 1.4 times slower. Elsewhere a select: for a branch the host
-        # may have to read the flag, and the branches' constants fail shard_map's checks.
+        kept = jax.tree.map(_guard.no_update, updates), state.inner_state
+        checks = check_updates
+        if checks is None:
+            checks = _guard.is_narrow(updates if params is None else params)
+        # Measured on CPU in a whole train step: a branch is as fast as no guard at all,
+        # a select 1.4 times slower. Elsewhere a select, since the host may have to read
+        # the flag of a branch. (The branch not taken would fail shard_map's checks.)
         branches = axis_name is None and jax.default_backend() == "cpu"
 
         def step():
             # A rejected step runs too wherever this is no branch. It sees zeros: a line
             # search might never end on NaN.
-            grads = _zero_unless(acceptable, jax.tree.map(_widened, updates))
-            stepped = inner.update(
-                grads, state.inner_state, params, **_zero_unless(acceptable, extra)
+            grads, clean = _guard.zero_unless(
+                acceptable, (jax.tree.map(_guard.widened, updates), extra)
             )
-            stepped = (
-                _like("updates", stepped[0], kept[0]),
-                _like("state", stepped[1], kept[1]),
-            )
+            new_updates, new = inner.update(grads, state.inner_state, params, **clean)
+            new_updates = _guard.like("updates", new_updates, kept[0])
+            stepped = new_updates, _guard.like("state", new, kept[1])
             applied = acceptable
             if checks:
-                applied = acceptable & all_finite(stepped[0], axis_name)
+                applied = acceptable & all_finite(new_updates, axis_name)
             if checks or not branches:
                 stepped = select(applied, stepped, kept)
-            return applied, _arrays(stepped)
+            return applied, _guard.arrays(stepped)
 
         def skip():
-            return acceptable, _arrays(kept)
+            return acceptable, _guard.arrays(kept)
 
         applied, arrays = lax.cond(acceptable, step, skip) if branches else step()
-        new_updates, inner_state = _with_arrays(kept, arrays)
+        new_updates, inner_state = _guard.with_arrays(kept, arrays)
         adjusted = scaler.adjust(state.scaler_state, grads_finite)
         return new_updates, LossScaledState(
             inner_state=inner_state,
@@ -198,7 +197,7 @@ def skip_nonfinite(
       TypeError, ValueError: see `jls.loss_scaled`.
 
     Example:
-      >>> optimizer = jls.skip_nonfinite(optax.adam(1e-3))
+      >>> optimizer = jls.skip_nonfinite(optax.sgd(1e-3))
       >>> params = {"w": jnp.ones(2)}
       >>> state = optimizer.init(params)
       >>> _, state = optimizer.update({"w": jnp.full(2, jnp.nan)}, state, params)
@@ -210,79 +209,8 @@ def skip_nonfinite(
     )
 
 
-def _widened(leaf: Any) -> Any:
-    return widen(leaf) if is_inexact(leaf) else leaf
-
-
-def _no_update(leaf: Any) -> Any:
-    """What leaves a parameter as it is, bit for bit."""
-    if is_inexact(leaf):
-        dtype = wide_dtype(jnp.result_type(leaf))
-        zero = (
-            complex(-0.0, -0.0) if jnp.issubdtype(dtype, jnp.complexfloating) else -0.0
-        )
-        return jnp.full_like(leaf, zero, dtype=dtype)
-    is_number = is_array(leaf) and not jnp.issubdtype(
-        jnp.result_type(leaf), jax.dtypes.extended
-    )
-    return jnp.zeros_like(leaf) if is_number else leaf
-
-
-def _zero_unless(flag: Array, tree: Any) -> Any:
-    def choose(leaf):
-        if not is_inexact(leaf):
-            return leaf
-        return jnp.where(flag, leaf, jnp.zeros_like(leaf))
-
-    return jax.tree.map(choose, tree)
-
-
-def _like(name: str, new: Any, old: Any) -> Any:
-    """`new` in the dtypes of `old`, which a bfloat16 moment leaves on its first step."""
-    leaves, structure = jax.tree.flatten(new)
-    paths, old_structure = jax.tree_util.tree_flatten_with_path(old)
-    if structure != old_structure:
-        raise ValueError(
-            f"the inner optimizer must keep the structure of its {name}, but turned "
-            f"{old_structure} into {structure}. It cannot run in jax.lax.scan either."
-        )
-
-    def cast(path, leaf, reference):
-        if not is_array(reference):
-            return reference
-        dtype, shape = jnp.result_type(reference), jnp.shape(reference)
-        if jnp.shape(leaf) != shape:
-            raise ValueError(
-                f"the inner optimizer must keep the shapes of its {name}, but turned "
-                f"{shape} into {jnp.shape(leaf)} at '{jax.tree_util.keystr(path)}'."
-            )
-        return jnp.asarray(leaf).astype(dtype)
-
-    cast_leaves = [cast(p, x, r) for x, (p, r) in zip(leaves, paths, strict=True)]
-    return structure.unflatten(cast_leaves)
-
-
-def _arrays(tree: Any) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
-
-
-def _with_arrays(tree: Any, arrays: list[Any]) -> Any:
-    """`tree` with its array leaves replaced, in order."""
-    replacements = iter(arrays)
-    return jax.tree.map(lambda x: next(replacements) if is_array(x) else x, tree)
-
-
 def _increment_if(flag: Array, count: Array) -> Array:
     return jnp.where(flag, optax.safe_increment(count), count)
-
-
-def _narrow(params: Any, updates: Any) -> bool:
-    """Whether any parameter is narrower than float32; judged by gradients without."""
-    leaves = jax.tree.leaves(updates if params is None else params)
-    return any(
-        wide_dtype(x.dtype) != x.dtype
-        for x in map(jnp.asarray, filter(is_inexact, leaves))
-    )
 
 
 def _warn_of_half_params(params: Any) -> None:
@@ -300,32 +228,3 @@ def _warn_of_half_params(params: Any) -> None:
             "in the forward pass.",
             stacklevel=3,
         )
-
-
-def _own(tree: Any, params: Any) -> Any:
-    """`tree` as strongly typed arrays that share no buffer with `params` or each other.
-
-    Two leaves in one buffer cannot both be donated, nor a leaf in a caller's buffer.
-    """
-    taken = {_buffer(leaf) for leaf in jax.tree.leaves(params) if is_array(leaf)}
-
-    def own(leaf):
-        if not is_array(leaf):
-            return leaf
-        array = jnp.asarray(leaf)
-        array = array.astype(array.dtype)  # drops a weak type
-        if not isinstance(leaf, jax.Array) or _buffer(array) in taken:
-            array = jnp.array(array, copy=True)
-        taken.add(_buffer(array))
-        return array
-
-    return jax.tree.map(own, tree)
-
-
-def _buffer(leaf: Any) -> int:
-    """What tells buffers apart: the address, or under tracing the tracer."""
-    if isinstance(leaf, np.ndarray):
-        return leaf.__array_interface__["data"][0]
-    if isinstance(leaf, jax.core.Tracer) or not hasattr(leaf, "unsafe_buffer_pointer"):
-        return id(leaf)
-    return leaf.addressable_data(0).unsafe_buffer_pointer()

@@ -46,8 +46,8 @@ def metrics(state: Any) -> dict[str, Array]:
       state: anything that carries exactly one loss scale.
 
     Returns:
-      A flat dict: `loss_scale` (f32[], the next step's), `applied` (bool[], was the last
-      step applied), and the counts `steps`, `skips`, `consecutive_skips` and
+      A flat dict: `loss_scale` (f32[], the next step's), `applied` (bool[], was the
+      last step applied), and the counts `steps`, `skips`, `consecutive_skips` and
       `nonfinite_losses` (i32[]). Of a bare `LossScaleState` the `loss_scale` alone.
 
     Raises:

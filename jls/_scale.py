@@ -43,14 +43,14 @@ def scale(state: Any, tree: Tree) -> Tree:
       section 3.2.
     """
     loss_scale = locate(state).loss_scale
-    if any(_is_half_scalar(leaf) for leaf in jax.tree.leaves(tree)):
-        if isinstance(loss_scale, jax.core.Tracer) or loss_scale > 2.0**15:
-            warnings.warn(
-                "the loss is float16, so its gradient starts from the loss scale cast "
-                "to float16: a scale over 2**15 overflows on every step. Reduce the "
-                "loss in float32, e.g. losses.astype(jnp.float32).mean().",
-                stacklevel=2,
-            )
+    may_overflow = isinstance(loss_scale, jax.core.Tracer) or loss_scale > 2.0**15
+    if may_overflow and any(map(_is_half_scalar, jax.tree.leaves(tree))):
+        warnings.warn(
+            "the loss is float16, so its gradient starts from the loss scale cast to "
+            "float16: a scale over 2**15 overflows on every step. Reduce the loss in "
+            "float32, e.g. losses.astype(jnp.float32).mean().",
+            stacklevel=2,
+        )
     return jax.tree.map(lambda leaf: _apply(jnp.multiply, leaf, loss_scale), tree)
 
 
@@ -72,8 +72,8 @@ def unscale(state: Any, tree: Tree) -> Tree:
 
     Example:
       >>> state = jls.static(2.0**15).init()
-      >>> jls.unscale(state, {"w": jnp.float16(2**-14), "step": 3})
-      {'w': Array(1.8626451e-09, dtype=float32), 'step': 3}
+      >>> jls.unscale(state, [jnp.float16(2**-14), 3])
+      [Array(1.8626451e-09, dtype=float32), 3]
     """
     loss_scale = locate(state).loss_scale
     return jax.tree.map(lambda leaf: _apply(jnp.divide, leaf, loss_scale), tree)

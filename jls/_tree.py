@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pytree arithmetic that knows nothing of loss scaling: which leaves count, are they
-finite, which of two trees."""
+"""Pytree arithmetic that knows nothing of loss scaling.
+
+Which leaves count, are they finite, which of two trees.
+"""
 
 from typing import Any, TypeVar
 
@@ -15,7 +17,7 @@ AxisName = str | tuple[str, ...] | None
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether JAX computes with `leaf`; functions, strings and float0 are only carried."""
+    """Whether JAX computes with `leaf`; functions, strings, float0 are only carried."""
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
         return isinstance(leaf, bool | int | float | complex)
@@ -35,7 +37,7 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def wide_dtype(dtype: Any) -> Any:
-    """`dtype`, or float32 where it is narrower; `promote_types` refuses 8-bit floats."""
+    """`dtype`, or float32 if narrower; `promote_types` would refuse 8-bit floats."""
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers of a fresh state: its own, each one once, so that all can be donated."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jls._tree import is_array
+
+
+def own(tree: Any, params: Any) -> Any:
+    """`tree` as strongly typed arrays that share no buffer with `params` or each other.
+
+    Two leaves in one buffer cannot both be donated, nor a leaf in a caller's buffer.
+    """
+    taken = {_buffer(leaf) for leaf in jax.tree.leaves(params) if is_array(leaf)}
+
+    def own_leaf(leaf):
+        if not is_array(leaf):
+            return leaf
+        array = jnp.asarray(leaf)
+        array = array.astype(array.dtype)  # drops a weak type
+        if not isinstance(leaf, jax.Array) or _buffer(array) in taken:
+            array = jnp.array(array, copy=True)
+        taken.add(_buffer(array))
+        return array
+
+    return jax.tree.map(own_leaf, tree)
+
+
+def _buffer(leaf: Any) -> int:
+    """What tells buffers apart: the address, or under tracing the tracer."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.__array_interface__["data"][0]
+    if isinstance(leaf, jax.core.Tracer) or not hasattr(leaf, "unsafe_buffer_pointer"):
+        return id(leaf)
+    return leaf.addressable_data(0).unsafe_buffer_pointer()
