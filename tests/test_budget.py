@@ -1,0 +1,83 @@
+"""What a guarded step costs, in XLA's own deterministic figures, beside the peers."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+
+import jls
+from workloads import init_params, loss_fn, make_batch
+
+pytestmark = pytest.mark.standard_promotion
+
+ONE_PERCENT = 1.01
+
+
+def figures(fun, *args, donate=()):
+    compiled = jax.jit(fun, donate_argnums=donate).lower(*args).compile()
+    return {
+        "temporary": compiled.memory_analysis().temp_size_in_bytes,
+        "accessed": compiled.cost_analysis()["bytes accessed"],
+    }
+
+
+def assert_at_most(ours, theirs, params):
+    # A few scalars (the loss scale, the counters) are not what one percent is of.
+    scalars = 1024 * 4
+    for name in ("temporary", "accessed"):
+        assert ours[name] <= ONE_PERCENT * theirs[name] + scalars, (name, ours, theirs)
+
+
+@pytest.fixture(scope="module")
+def params():
+    params = init_params()
+    assert len(jax.tree.leaves(params)) == 50
+    return params
+
+
+@pytest.mark.parametrize("donate", [(), (1,)], ids=["kept", "donated"])
+def test_update_costs_at_most_apply_if_finite(params, donate):
+    inner = optax.adamw(1e-3)
+    ours = jls.loss_scaled(inner, jls.dynamic(1024.0))
+    theirs = optax.apply_if_finite(inner, max_consecutive_errors=100)
+    results = [
+        figures(optimizer.update, params, optimizer.init(params), params, donate=donate)
+        for optimizer in (ours, theirs)
+    ]
+    print(results)
+    assert_at_most(*results, params)
+
+
+@pytest.mark.parametrize("donate", [(0, 1)], ids=["donated"])
+def test_train_step_costs_at_most_flax_dynamic_scale(params, donate):
+    inner = optax.adamw(1e-3)
+    optimizer = jls.loss_scaled(inner, jls.dynamic(1024.0))
+
+    def ours(params, opt_state, batch):
+        loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    def flax_recipe(params, state, batch):
+        dynamic_scale, opt_state = state
+        grad_fn = dynamic_scale.value_and_grad(loss_fn)
+        dynamic_scale, is_finite, loss, grads = grad_fn(params, batch)
+        updates, new_opt_state = inner.update(grads, opt_state, params)
+        new_params = optax.apply_updates(params, updates)
+        select = partial(jax.tree.map, partial(jnp.where, is_finite))
+        opt_state = select(new_opt_state, opt_state)
+        return select(new_params, params), (dynamic_scale, opt_state), loss
+
+    batch = make_batch()
+    flax_state = DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(1024.0))
+    results = [
+        figures(ours, params, optimizer.init(params), batch, donate=donate),
+        figures(
+            flax_recipe, params, (flax_state, inner.init(params)), batch, donate=donate
+        ),
+    ]
+    print(results)
+    assert_at_most(*results, params)
