@@ -21,7 +21,8 @@ def own(tree: Any, params: Any) -> Any:
         if not is_array(leaf):
             return leaf
         array = jnp.asarray(leaf)
-        array = array.astype(array.dtype)  # drops a weak type
+        if getattr(array, "weak_type", False):
+            array = array.astype(array.dtype)
         if not isinstance(leaf, jax.Array) or _buffer(array) in taken:
             array = jnp.array(array, copy=True)
         taken.add(_buffer(array))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jls._locate import locate
 from jls._scale import scale, unscale
+from jls._tree import is_array
 
 
 def value_and_grad(
@@ -67,7 +68,7 @@ def value_and_grad(
       section 3.2.
     """
 
-    @functools.wraps(fun)
+    @_named_after(fun)
     def with_loss_scale(state, *args, **kwargs):
         scaler_state = locate(state)
 
@@ -112,12 +113,23 @@ def grad(
     """
     with_value = value_and_grad(fun, argnums, has_aux, transform=transform)
 
-    @functools.wraps(fun)
+    @_named_after(fun)
     def with_loss_scale(state, *args, **kwargs):
         value, grads = with_value(state, *args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
     return with_loss_scale
+
+
+def _named_after(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`functools.wraps` without `__wrapped__`: the signature has `state` before."""
+
+    def rename(wrapper):
+        functools.update_wrapper(wrapper, fun)
+        del wrapper.__wrapped__
+        return wrapper
+
+    return rename
 
 
 def _loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
@@ -128,10 +140,10 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
             f"got {type(result).__name__}."
         )
     loss, aux = result if has_aux else (result, None)
-    if isinstance(loss, tuple | list | dict) or loss is None:
+    if not is_array(loss):
         raise TypeError(
             "the loss function must return one real floating-point scalar, got "
-            f"{type(loss).__name__}. To return more, return (loss, aux) and set has_aux."
+            f"{type(loss).__name__}. Return more as (loss, aux), with has_aux=True."
         )
     if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise TypeError(

@@ -68,7 +68,8 @@ def like(name: str, new: Any, old: Any) -> Any:
                 f"the inner optimizer must keep the shapes of its {name}, but turned "
                 f"{shape} into {jnp.shape(leaf)} at '{jax.tree_util.keystr(path)}'."
             )
-        return jnp.asarray(leaf).astype(dtype)
+        is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
+        return leaf if is_key else jnp.asarray(leaf).astype(dtype)
 
     cast_leaves = [cast(p, x, r) for x, (p, r) in zip(leaves, paths, strict=True)]
     return structure.unflatten(cast_leaves)

@@ -29,9 +29,8 @@ def scale(state: Any, tree: Tree) -> Tree:
       ValueError: if `state` carries no loss scale, or several.
 
     Warns:
-      UserWarning: at trace time, for a float16 scalar and a scale that is traced or
-        greater than 2**15. JAX casts the cotangent, which is the scale, back to
-        float16, whose largest number is 65504.
+      UserWarning: at trace time, for a float16 scalar. JAX casts its cotangent, which
+        is the loss scale, back to float16, so a scale over 2**15 overflows.
 
     Example:
       >>> state = jls.static(1024.0).init()
@@ -43,11 +42,10 @@ def scale(state: Any, tree: Tree) -> Tree:
       section 3.2.
     """
     loss_scale = locate(state).loss_scale
-    may_overflow = isinstance(loss_scale, jax.core.Tracer) or loss_scale > 2.0**15
-    if may_overflow and any(map(_is_half_scalar, jax.tree.leaves(tree))):
+    if any(map(_is_half_scalar, jax.tree.leaves(tree))):
         warnings.warn(
             "the loss is float16, so its gradient starts from the loss scale cast to "
-            "float16: a scale over 2**15 overflows on every step. Reduce the loss in "
+            "float16: every step at a scale over 2**15 overflows. Reduce the loss in "
             "float32, e.g. losses.astype(jnp.float32).mean().",
             stacklevel=2,
         )

@@ -29,7 +29,7 @@ def number(name: str, value: Any) -> float | None:
     try:
         exact = float(value)
     except OverflowError:  # an int of more than 308 digits
-        exact = math.copysign(math.inf, value)
+        exact = math.inf if value > 0 else -math.inf
     with np.errstate(over="ignore"):
         return float(np.float32(exact))
 

@@ -1,0 +1,238 @@
+"""The laws that every policy obeys. A new policy is one more line in SCALERS."""
+
+import pickle
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+from jax.tree_util import Partial
+
+import jls
+
+GROWTH_INTERVAL = 3
+
+
+class LadderState(NamedTuple):
+    loss_scale: jax.Array
+    rung: jax.Array
+
+
+def _ladder_init(init_scale):
+    return LadderState(jnp.array(init_scale, jnp.float32), jnp.zeros((), jnp.int32))
+
+
+def _ladder_adjust(state, grads_finite, *, factor):
+    """A policy that a user might write: down by a factor, up again a rung at a time."""
+    factor = jnp.asarray(factor, jnp.float32)
+    up, down = state.loss_scale * 2, jnp.maximum(state.loss_scale / factor, 1.0)
+    return LadderState(
+        jnp.minimum(jnp.where(grads_finite, up, down), 2.0**20),
+        jnp.where(grads_finite, state.rung + 1, 0),
+    )
+
+
+def ladder(init_scale=8.0, factor=8.0):
+    return jls.LossScaler(
+        Partial(_ladder_init, init_scale=init_scale),
+        Partial(_ladder_adjust, factor=factor),
+    )
+
+
+SCALERS = {
+    "static": partial(jls.static, 8.0),
+    "dynamic": partial(jls.dynamic, 8.0, growth_interval=GROWTH_INTERVAL),
+    "dynamic_patient": partial(
+        jls.dynamic,
+        8.0,
+        growth_interval=GROWTH_INTERVAL,
+        backoff_interval=2,
+        min_scale=0.25,
+        max_scale=64.0,
+    ),
+    "user_written": ladder,
+}
+FLAGS = np.array([1, 1, 1, 0, 0, 1, 0, 0, 0, 1, 1, 1, 1, 1, 1], bool)
+
+
+@pytest.fixture(params=SCALERS)
+def scaler(request):
+    return SCALERS[request.param]()
+
+
+def loop(adjust, state, flags=FLAGS):
+    states = []
+    for flag in flags:
+        state = adjust(state, jnp.asarray(flag))
+        states.append(state)
+    return states
+
+
+def stacked(states):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+
+
+def assert_same(tree, other):
+    assert jax.tree.structure(tree) == jax.tree.structure(other)
+    jax.tree.map(np.testing.assert_array_equal, tree, other)
+
+
+def test_init_gives_a_scale_and_strong_arrays_in_buffers_of_their_own(scaler):
+    state = scaler.init()
+    assert state.loss_scale.dtype == jnp.float32
+    for leaf in jax.tree.leaves(state):
+        assert isinstance(leaf, jax.Array)
+        assert leaf.shape == ()
+        assert not leaf.weak_type
+    leaves = [*jax.tree.leaves(state), *jax.tree.leaves(scaler.init())]
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+
+
+def test_adjust_keeps_structure_dtypes_and_weak_types(scaler):
+    state = scaler.init()
+    after = jax.eval_shape(scaler.adjust, state, jnp.asarray(True))
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
+        assert (new.dtype, new.shape, new.weak_type) == (old.dtype, (), False)
+
+
+def test_one_trace_serves_a_whole_run(scaler):
+    traces = []
+
+    @jax.jit
+    def adjust(state, flag):
+        traces.append(1)
+        return scaler.adjust(state, flag)
+
+    loop(adjust, scaler.init(), [True] * (2 * GROWTH_INTERVAL) + [False])
+    assert len(traces) == 1
+
+
+def test_jit_equals_eager(scaler):
+    states = loop(scaler.adjust, scaler.init())
+    assert_same(loop(jax.jit(scaler.adjust), scaler.init()), states)
+
+
+def test_scan_equals_loop(scaler):
+    def step(state, flag):
+        state = scaler.adjust(state, flag)
+        return state, state
+
+    _, states = jax.jit(lambda s, f: jax.lax.scan(step, s, f))(scaler.init(), FLAGS)
+    assert_same(states, stacked(loop(scaler.adjust, scaler.init())))
+
+
+def test_vmap_equals_stack(scaler):
+    states = loop(scaler.adjust, scaler.init())
+    flags = jnp.asarray(np.resize([True, False], len(states)))
+    expected = [scaler.adjust(s, f) for s, f in zip(states, flags, strict=True)]
+    assert_same(jax.vmap(scaler.adjust)(stacked(states), flags), stacked(expected))
+
+
+def test_vmap_over_the_policy_itself_equals_stack(scaler):
+    scalers = [scaler, jax.tree.map(lambda x: x * 2, scaler)]
+    many = jax.tree.map(
+        lambda *leaves: jnp.stack(leaves), *jax.tree.map(jnp.asarray, scalers)
+    )
+
+    def run(scaler):
+        return scaler.adjust(scaler.adjust(scaler.init(), False), False)
+
+    assert_same(jax.vmap(run)(many), stacked([run(s) for s in scalers]))
+
+
+def test_tree_round_trip_is_the_identity_with_every_field_off_its_default(scaler):
+    state = jax.tree.map(lambda x: x + 3, scaler.init())
+    leaves, structure = jax.tree.flatten((scaler, state))
+    off = [leaf + 1 for leaf in leaves]
+    again, same = jax.tree.flatten(structure.unflatten(off))
+    assert (again, same) == (off, structure)
+    assert jax.tree.map(lambda _: None, state) == type(state)(*[None] * len(state))
+
+
+def test_hyperparameter_changes_through_a_jit_argument_without_a_retrace(scaler):
+    traces = []
+
+    @jax.jit
+    def adjust(scaler, state):
+        traces.append(1)
+        return scaler.adjust(state, False)
+
+    other = jax.tree.map(lambda x: x * 2, scaler)
+    states = [adjust(s, s.init()) for s in (scaler, other)]
+    assert len(traces) == 1
+    assert_same(states, [s.adjust(s.init(), False) for s in (scaler, other)])
+
+
+@pytest.mark.parametrize("flag", [False, np.bool_(False), np.array(False), "device"])
+def test_adjust_takes_python_numpy_and_device_flags(scaler, flag):
+    flag = jnp.asarray(False) if isinstance(flag, str) else flag
+    assert_same(scaler.adjust(scaler.init(), flag), scaler.adjust(scaler.init(), False))
+
+
+@pytest.mark.parametrize("name", [name for name in SCALERS if name != "user_written"])
+@pytest.mark.parametrize(
+    ("flag", "error", "message"),
+    [
+        (1, TypeError, "grads_finite must be one boolean, got int 1"),
+        (None, TypeError, "grads_finite must be one boolean, got NoneType None"),
+        (
+            np.float32(1.0),
+            TypeError,
+            "grads_finite must be one boolean, got dtype float32",
+        ),
+        (np.array([True]), ValueError, r"grads_finite must be .* got shape \(1,\)"),
+    ],
+)
+def test_adjust_refuses_what_is_no_flag(name, flag, error, message):
+    scaler = SCALERS[name]()
+    with pytest.raises(error, match=message):
+        scaler.adjust(scaler.init(), flag)
+    with pytest.raises(error, match=message):
+        jax.jit(lambda state: scaler.adjust(state, flag))(scaler.init())
+
+
+def test_policy_and_state_survive_pickle(scaler):
+    state = scaler.adjust(scaler.init(), True)
+    again, state_again = pickle.loads(pickle.dumps((scaler, state)))
+    assert_same(state_again, state)
+    assert_same(again.adjust(state_again, False), scaler.adjust(state, False))
+
+
+def test_state_survives_flax_serialization_and_numpy(scaler):
+    state = scaler.adjust(scaler.adjust(scaler.init(), True), False)
+    restored = serialization.from_bytes(scaler.init(), serialization.to_bytes(state))
+    assert_same(restored, state)
+    assert_same(jax.tree.map(np.asarray, state), state)
+
+
+@pytest.mark.standard_promotion
+def test_optax_tree_finds_and_sets_the_loss_scale(scaler):
+    state = jls.loss_scaled(optax.adam(1e-3), scaler).init(jnp.ones(2))
+    assert optax.tree.get(state, "loss_scale") == 8.0
+    changed = optax.tree.set(state, loss_scale=jnp.float32(2.0))
+    assert jls.loss_scale(changed) == 2.0
+
+
+def test_everything_else_works_with_the_policy(scaler):
+    optimizer = jls.loss_scaled(optax.sgd(0.5), scaler)
+    params = jnp.array([1.0, 2.0])
+
+    @jax.jit
+    def step(params, state, factor):
+        loss, grads = jls.value_and_grad(lambda p: jnp.sum(p * factor))(state, params)
+        updates, state = optimizer.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state
+
+    state = optimizer.init(params)
+    for factor in (2.0, jnp.nan, 1e38, 2.0):  # 1e38 overflows at any scale over 3
+        params, state = step(params, state, jnp.float32(factor))
+    assert params.tolist() == [-1.0, 0.0]
+    assert (state.steps, state.skips, state.nonfinite_losses) == (4, 2, 1)
+    flags = [True, False, True]  # the step of the non-finite loss is not counted
+    assert_same(state.scaler_state, loop(scaler.adjust, scaler.init(), flags)[-1])
+    assert_same(jls.set_loss_scale(state, 2.0).scaler_state.loss_scale, np.float32(2.0))
