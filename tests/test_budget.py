@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
+from workloads import init_params, loss_fn, make_batch
 
 import jls
-from workloads import init_params, loss_fn, make_batch
 
 pytestmark = pytest.mark.standard_promotion
 

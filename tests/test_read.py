@@ -1,0 +1,199 @@
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jls
+
+pytestmark = pytest.mark.standard_promotion
+
+PARAMS = {"w": jnp.ones(2)}
+
+
+class OwnState(NamedTuple):
+    params: dict
+    opt_state: tuple
+
+
+def optimizer():
+    return jls.loss_scaled(optax.adam(0.1), jls.dynamic(8.0, growth_interval=2))
+
+
+def bare():
+    return jls.dynamic(8.0).init()
+
+
+def wrapped():
+    return optimizer().init(PARAMS)
+
+
+def chained():
+    return optax.chain(optax.clip(1.0), optimizer(), optax.scale(2.0)).init(PARAMS)
+
+
+def injected():
+    make = optax.inject_hyperparams(lambda rate: optimizer())
+    return make(rate=0.1).init(PARAMS)
+
+
+def multi_steps():
+    return optax.MultiSteps(optimizer(), 2).init(PARAMS)
+
+
+def own():
+    return OwnState(PARAMS, chained())
+
+
+def train_state():
+    model = linen.Dense(2)
+    params = model.init(jax.random.key(0), jnp.ones((1, 2)))
+    return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer())
+
+
+def equinox_pair():
+    model = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    return model, optimizer().init(eqx.filter(model, eqx.is_array))
+
+
+def nnx_optimizer():
+    return nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optimizer(), wrt=nnx.Param)
+
+
+STATES = [
+    wrapped,
+    chained,
+    injected,
+    multi_steps,
+    own,
+    train_state,
+    equinox_pair,
+    nnx_optimizer,
+]
+
+
+@pytest.mark.parametrize("make", [bare, *STATES])
+def test_loss_scale_is_found_wherever_it_is(make):
+    scale = jls.loss_scale(make())
+    assert isinstance(scale, jax.Array)
+    assert (scale, scale.dtype, scale.shape) == (8.0, jnp.float32, ())
+
+
+@pytest.mark.parametrize("make", STATES)
+def test_metrics_are_device_scalars_under_fixed_names(make):
+    metrics = jls.metrics(make())
+    assert all(isinstance(value, jax.Array) for value in metrics.values())
+    assert jax.device_get(metrics) == {
+        "loss_scale": 8.0,
+        "applied": False,
+        "steps": 0,
+        "skips": 0,
+        "consecutive_skips": 0,
+        "nonfinite_losses": 0,
+    }
+
+
+def test_metrics_of_a_bare_state_are_the_loss_scale_alone():
+    assert jls.metrics(bare()) == {"loss_scale": 8.0}
+
+
+@pytest.mark.parametrize("make", [bare, *STATES])
+@pytest.mark.parametrize("value", [64, 64.0, np.float64(64), np.array([64]), "device"])
+def test_set_loss_scale_keeps_everything_but_the_scale_and_its_counts(make, value):
+    state = make()
+    structure = jax.tree.structure(state)
+    value = jnp.array([64.0]) if isinstance(value, str) else value
+    before = jax.tree.leaves(state)
+    changed = jls.set_loss_scale(state, value)
+    assert jax.tree.structure(changed) == structure
+    assert jls.loss_scale(changed) == 64.0
+    assert not jls.loss_scale(changed).weak_type
+    differ = [a is not b for a, b in zip(before, jax.tree.leaves(changed), strict=True)]
+    assert sum(differ) == 3  # loss_scale, finite_count, nonfinite_count
+
+
+def test_set_loss_scale_restarts_the_counts():
+    state = bare()._replace(finite_count=jnp.int32(5), nonfinite_count=jnp.int32(1))
+    assert jls.set_loss_scale(state, 4.0) == (4.0, 0, 0)
+    assert state.finite_count == 5
+
+
+def test_set_loss_scale_changes_an_nnx_optimizer_in_place():
+    optimizer = nnx_optimizer()
+    assert jls.set_loss_scale(optimizer, 2.0) is optimizer
+    assert jls.loss_scale(optimizer) == 2.0
+
+
+def test_set_loss_scale_does_not_retrace_nor_recompile():
+    traces = []
+
+    @jax.jit
+    def step(state):
+        traces.append(1)
+        return optimizer().update(PARAMS, state, PARAMS)[1]
+
+    mesh = Mesh(jax.devices()[:1], "i")
+    placed = jax.device_put(wrapped(), NamedSharding(mesh, PartitionSpec()))
+    for start in (wrapped(), placed):
+        state = step(step(start))
+        compiled = step._cache_size()
+        state = step(jls.set_loss_scale(state, 32.0))
+        assert step._cache_size() == compiled
+        assert jls.loss_scale(state) == 32.0
+    assert len(traces) == 2  # one for each placement
+
+
+def test_set_loss_scale_does_not_consult_the_policy_and_the_policy_goes_on():
+    state = jls.set_loss_scale(wrapped(), 2.0**126)
+    _, state = optimizer().update({"w": jnp.array([1.0, jnp.nan])}, state, PARAMS)
+    assert jls.loss_scale(state) == 2.0**125
+
+
+def test_set_loss_scale_under_jit_takes_a_traced_value():
+    state = jax.jit(jls.set_loss_scale)(wrapped(), jnp.float32(-1.0))
+    assert jls.loss_scale(state) == -1.0
+
+
+@pytest.mark.parametrize(
+    "value", [0, -1.0, float("nan"), float("inf"), 2.0**127, 1e-50, np.array(0.0)]
+)
+@pytest.mark.parametrize("make", [bare, nnx_optimizer])
+def test_set_loss_scale_out_of_range_is_a_value_error(make, value):
+    state = make()
+    with pytest.raises(ValueError, match="loss_scale must be finite, > 0 and <= 2"):
+        jls.set_loss_scale(state, value)
+    assert jls.loss_scale(state) == 8.0
+
+
+@pytest.mark.parametrize("value", [[], np.ones(2), jnp.ones((1, 1)), np.ones((0,))])
+def test_set_loss_scale_of_another_shape_is_an_error(value):
+    with pytest.raises((ValueError, TypeError), match="loss_scale must "):
+        jls.set_loss_scale(bare(), value)
+
+
+@pytest.mark.parametrize("value", ["8", None, True, 8j, [8.0], np.array(True), bare])
+def test_set_loss_scale_of_another_type_is_a_type_error(value):
+    with pytest.raises(TypeError, match="loss_scale must be a real number"):
+        jls.set_loss_scale(bare(), value)
+
+
+@pytest.mark.parametrize(
+    "read", [jls.loss_scale, jls.metrics, lambda state: jls.set_loss_scale(state, 8.0)]
+)
+def test_none_or_two_loss_scales_are_a_value_error_that_names_the_paths(read):
+    with pytest.raises(ValueError, match="must carry a loss scale, got tuple without"):
+        read(optax.adam(0.1).init(PARAMS))
+    two = OwnState(wrapped(), (chained(),))
+    with pytest.raises(ValueError, match=r"exactly one .* got 2: at '.params.scaler_s"):
+        read(two)
+
+
+def test_readers_work_under_jit_and_in_nnx_jit():
+    assert jax.jit(jls.loss_scale)(train_state()) == 8.0
+    assert nnx.jit(lambda opt: jls.metrics(opt)["loss_scale"])(nnx_optimizer()) == 8.0
