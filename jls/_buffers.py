@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jls._tree import is_array
 
@@ -35,6 +36,6 @@ def _buffer(leaf: Any) -> int:
     """What tells buffers apart: the address, or under tracing the tracer."""
     if isinstance(leaf, np.ndarray):
         return leaf.__array_interface__["data"][0]
-    if isinstance(leaf, jax.core.Tracer) or not hasattr(leaf, "unsafe_buffer_pointer"):
+    if isinstance(leaf, Tracer) or not hasattr(leaf, "unsafe_buffer_pointer"):
         return id(leaf)
     return leaf.addressable_data(0).unsafe_buffer_pointer()

@@ -139,7 +139,8 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
             "with has_aux=True the loss function must return the pair (loss, aux), "
             f"got {type(result).__name__}."
         )
-    loss, aux = result if has_aux else (result, None)
+    loss: Any = result[0] if has_aux else result
+    aux: Any = result[1] if has_aux else None
     if not is_array(loss):
         raise TypeError(
             "the loss function must return one real floating-point scalar, got "

@@ -31,6 +31,7 @@ from jls._tree import (
     AxisName,
     agree,
     all_finite,
+    check_axis_name,
     select,
 )
 from jls._types import LossScaledState, LossScaler
@@ -69,7 +70,8 @@ def loss_scaled(
       dtypes, widened to float32.
 
     Raises:
-      TypeError: if `inner`, `scaler` or `check_updates` is of another type.
+      TypeError: if `inner`, `scaler`, `axis_name` or `check_updates` is of another
+        type.
       ValueError: at `init`, if `inner` already contains a wrapper of jls; at `update`,
         if `inner` changes the structure or a shape of its state or of the updates.
 
@@ -101,6 +103,7 @@ def loss_scaled(
         raise TypeError(
             f"check_updates must be True, False or None, got {check_updates!r}."
         )
+    check_axis_name(axis_name)
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
@@ -164,10 +167,10 @@ def loss_scaled(
             inner_state=inner_state,
             scaler_state=select(loss_finite, adjusted, state.scaler_state),
             applied=applied,
-            steps=optax.safe_increment(state.steps),
+            steps=_increment_if(True, state.steps),
             skips=_increment_if(~applied, state.skips),
             consecutive_skips=jnp.where(
-                applied, 0, optax.safe_increment(state.consecutive_skips)
+                applied, 0, _increment_if(True, state.consecutive_skips)
             ),
             nonfinite_losses=_increment_if(~loss_finite, state.nonfinite_losses),
         )
@@ -211,8 +214,9 @@ def skip_nonfinite(
     )
 
 
-def _increment_if(flag: Array, count: Array) -> Array:
-    return jnp.where(flag, optax.safe_increment(count), count)
+def _increment_if(flag: Array | bool, count: Array) -> Array:
+    """`count + 1` where `flag`; stays at the int32 maximum instead of wrapping."""
+    return jnp.where(flag, jnp.asarray(optax.safe_increment(count)), count)
 
 
 def _warn_of_half_params(params: Any) -> None:

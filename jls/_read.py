@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading and setting the loss scale of a running job, wherever it is kept."""
 
-import numbers
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jls._locate import find, is_scaler_state, is_wrapper_state, locate, unwrapped
-from jls._validate import LARGEST
+from jls._validate import LARGEST, is_real, number
 
 State = TypeVar("State")
 
@@ -118,25 +118,15 @@ def set_loss_scale(state: State, value: ArrayLike) -> State:
 
 def _checked(value: Any) -> Array:
     """`value` as `f32[]` in a fresh buffer."""
-    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    dtype = value.dtype if is_array else None
-    if not (is_number or is_array) or (
-        dtype is not None
-        and not jnp.issubdtype(dtype, jnp.floating)
-        and not jnp.issubdtype(dtype, jnp.integer)
-    ):
-        got = f"dtype {dtype}" if is_array else f"{type(value).__name__} {value!r}"
-        raise TypeError(
-            f"loss_scale must be a real number or an array of one, got {got}."
-        )
-    if jnp.shape(value) not in ((), (1,)):
-        raise ValueError(
-            f"loss_scale must have shape () or (1,), got shape {jnp.shape(value)}."
-        )
-    if not isinstance(value, jax.core.Tracer):
-        rounded = np.asarray(value).astype(np.float32).item()
-        if not 0.0 < rounded <= LARGEST:
+    if not _is_real_array(value) and not is_real(value):
+        got = getattr(value, "dtype", None) or f"{type(value).__name__} {value!r}"
+        raise TypeError(f"loss_scale must be a real number or array, got {got}.")
+    shape = np.shape(value)
+    if shape not in ((), (1,)):
+        raise ValueError(f"loss_scale must have shape () or (1,), got shape {shape}.")
+    if not isinstance(value, Tracer):
+        exact = np.asarray(value).item() if _is_real_array(value) else value
+        if not 0.0 < (number("loss_scale", exact) or 0.0) <= LARGEST:
             raise ValueError(
                 "loss_scale must be finite, > 0 and <= 2**126 as float32, "
                 f"got {value!r}."
@@ -144,9 +134,15 @@ def _checked(value: Any) -> Array:
     return jnp.array(value, jnp.float32, copy=True).reshape(())
 
 
+def _is_real_array(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray | np.generic) and any(
+        jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer)
+    )
+
+
 def _placed_like(old: Any, new: Array) -> Array:
     """`new` on the devices of `old`: another placement would compile the step again."""
-    is_traced = isinstance(old, jax.core.Tracer) or isinstance(new, jax.core.Tracer)
+    is_traced = isinstance(old, Tracer) or isinstance(new, Tracer)
     if is_traced or not isinstance(old, jax.Array) or not old.committed:
         return new
     return jax.device_put(new, old.sharding)

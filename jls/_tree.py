@@ -65,11 +65,32 @@ def as_flag(name: str, flag: Any) -> Array:
     return jnp.asarray(flag)
 
 
+def check_axis_name(axis_name: Any) -> tuple[str, ...]:
+    """The names in `axis_name`, or an error that says what it should have been."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if axis_name is None:
+        return ()
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"axis_name must be a str, a tuple of str or None, got {axis_name!r}."
+        )
+    return names
+
+
 def agree(flags: Array, axis_name: AxisName) -> Array:
     """`flags` and-ed over the devices of `axis_name`; one small collective."""
-    if axis_name is None or axis_name == ():
+    names = check_axis_name(axis_name)
+    for name in names:
+        try:
+            lax.axis_size(name)
+        except NameError:
+            raise NameError(
+                f"axis_name {name!r} is not bound here. Call under jax.shard_map, "
+                "jax.pmap or jax.vmap with that axis; under plain jit leave it out."
+            ) from None
+    if not names:
         return flags
-    return lax.pmin(flags.astype(jnp.int32), axis_name).astype(jnp.bool_)
+    return lax.pmin(flags.astype(jnp.int32), names).astype(jnp.bool_)
 
 
 def all_finite(tree: Any, axis_name: AxisName = None) -> Array:
@@ -88,7 +109,8 @@ def all_finite(tree: Any, axis_name: AxisName = None) -> Array:
       `bool[]`, the same on every device of `axis_name`.
 
     Raises:
-      NameError: if `axis_name` is not bound where this is called.
+      TypeError: if `axis_name` is neither a string nor a tuple of strings.
+      NameError: if an axis of `axis_name` is not bound where this is called.
 
     Example:
       >>> jls.all_finite({"w": jnp.array([3e38, 3e38]), "n": 7, "b": None})

@@ -18,11 +18,16 @@ def is_unchecked(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray)
 
 
+def is_real(value: Any) -> bool:
+    """Whether `value` is a Python or numpy number, and no bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_)
+
+
 def number(name: str, value: Any) -> float | None:
     """`value` rounded to float32 as the device will; None for an array."""
     if is_unchecked(value):
         return None
-    if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
+    if not is_real(value):
         raise TypeError(
             f"{name} must be a real number, got {type(value).__name__} {value!r}."
         )
@@ -51,7 +56,7 @@ def interval(name: str, value: Any) -> None:
     """A count of optimizer steps, an integer that fits int32."""
     if is_unchecked(value):
         return
-    if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Integral):
+    if not (is_real(value) and hasattr(value, "__index__")):
         raise TypeError(
             f"{name} must be an integer, got {type(value).__name__} {value!r}."
         )

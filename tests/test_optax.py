@@ -216,6 +216,7 @@ def test_nested_wrappers_are_refused_at_init(wrapper):
         ),
         ((optax.sgd(0.5), jls.dynamic), {}, "scaler must be a jls.LossScaler"),
         ((optax.sgd(0.5),), {"check_updates": 1}, "check_updates must be True, False"),
+        ((optax.sgd(0.5),), {"axis_name": ["i"]}, "axis_name must be a str, a tuple"),
     ],
 )
 def test_arguments_of_another_type_are_a_type_error(args, kwargs, message):

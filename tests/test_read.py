@@ -161,7 +161,7 @@ def test_set_loss_scale_under_jit_takes_a_traced_value():
 
 
 @pytest.mark.parametrize(
-    "value", [0, -1.0, float("nan"), float("inf"), 2.0**127, 1e-50, np.array(0.0)]
+    "value", [0, -1.0, float("nan"), float("inf"), 10**400, 1e-50, np.array(2.0**127)]
 )
 @pytest.mark.parametrize("make", [bare, nnx_optimizer])
 def test_set_loss_scale_out_of_range_is_a_value_error(make, value):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compat import enable_x64
 
 import jls
 
@@ -36,7 +37,7 @@ def test_scale_and_unscale_compute_in_at_least_float32(dtype, wide):
 
 
 def test_float64_and_complex128_are_not_narrowed():
-    with jax.enable_x64(True):
+    with enable_x64(True):
         for dtype in (jnp.float64, jnp.complex128):
             x = jnp.asarray(1e300, dtype)
             assert jls.scale(STATE, x) == 1024e300

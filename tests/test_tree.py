@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compat import enable_x64
 
 import jls
 
@@ -61,7 +62,7 @@ def test_an_empty_tree_is_finite(tree):
 
 
 def test_all_finite_sees_float64():
-    with jax.enable_x64(True):
+    with enable_x64(True):
         assert jls.all_finite(jnp.float64(1e300))
         assert not jls.all_finite(jnp.array([1.0, jnp.nan], jnp.float64))
 
@@ -80,8 +81,16 @@ def test_all_finite_agrees_over_an_axis(axis_name):
 
 
 def test_unbound_axis_is_named():
-    with pytest.raises(NameError, match="no_such_axis"):
-        jls.all_finite(jnp.ones(2), axis_name="no_such_axis")
+    for axis_name in ("no_such_axis", ("i", "no_such_axis")):
+        finite = functools.partial(jls.all_finite, axis_name=axis_name)
+        with pytest.raises(NameError, match="axis_name 'no_such_axis' is not bound"):
+            jax.vmap(finite, axis_name="i")(jnp.ones(2))
+
+
+@pytest.mark.parametrize("axis_name", [["i"], 0, ("i", 1)])
+def test_axis_name_of_another_type_is_a_type_error(axis_name):
+    with pytest.raises(TypeError, match="axis_name must be a str, a tuple of str or"):
+        jls.all_finite(jnp.ones(2), axis_name=axis_name)
 
 
 @pytest.mark.parametrize("pred", [True, np.bool_(True), np.array(True), "device"])

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ids of the faults found in other libraries, and what their tests share.
+
+They come from a study that ran jmp (J), flax `DynamicScale` (F), MPX (M), optax (O),
+Keras (K), the spike skippers of MaxText and Levanter (P), several of them on sharded
+data (S), XLA itself (X), the exactness of scaling (E) and what users report (R).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+IDS = """
+J1 J1b J2 J3 J4 J4b J5 J6 J7 J7b J8 J8b J8c J8d J9 J10 J11 J11b J12 J13 J14 J15
+F1 F2 F3 F4 F5 F6 F7 F8 F9 F10 F11 F12 F13 F14  M1 M2 M3 M4 M5 M6 M7
+O1 O2 O3 O4 O5 O6 O7 O8 O9 O10  S1 S2 S3 S4 S4b S4d S5 S6 S7 S8
+K1 K2 K3 K4  P1 P2 P3 P4a  X1 X2 X3  E1 E2 E3 E4 E5 E6
+R1 R2 R3 R4 R5 R6 R7 R8 R9 R10 R11 R12 R13 R14 R15 R16
+"""
+
+NOT_APPLICABLE = {
+    "J11": "a scale that is no power of two rounds; `dynamic` says so",
+    "M6": "a mistake in a test of MPX",
+    "O3": "there is no user's condition here",
+    "E3": "two programs may be fused differently; not promised",
+    "E4": "a control; not promised",
+    "E5": "a control; not promised",
+    "E6": "as J11",
+    "R11": "Orbax's own: restore with a target",
+}
+
+either = pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+W = jnp.array([1.0, -2.0])
+ONE, NAN, INF = jnp.ones(2), jnp.array([1.0, jnp.nan]), jnp.array([jnp.inf, 1.0])
+
+
+def run(optimizer, params, all_grads, jit=jax.jit):
+    """The params and the state after a step with each of the gradients."""
+
+    @jit
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = optimizer.init(params)
+    for grads in all_grads:
+        params, state = step(params, state, grads)
+    return params, state
+
+
+def assert_identical(tree, other):
+    """Same structure, dtypes and bits."""
+    assert jax.tree.structure(tree) == jax.tree.structure(other)
+    for leaf, reference in zip(
+        jax.tree.leaves(tree), jax.tree.leaves(other), strict=True
+    ):
+        assert jnp.result_type(leaf) == jnp.result_type(reference)
+        assert np.asarray(leaf).tobytes() == np.asarray(reference).tobytes()

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tests that need eight devices; test_sharded.py runs them in a process of theirs.
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 pytest tests/sharded_program.py
+
+Device `d` sees the input d, so that the mean of the gradients is 3.5 and their sum 28.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import jls
+
+P = PartitionSpec
+DEVICES = np.array(jax.devices())
+MESH = Mesh(DEVICES, ("d",))
+GRID = Mesh(DEVICES.reshape(2, 4), ("a", "b"))
+X = jnp.arange(8.0)
+BAD = X.at[3].set(jnp.inf)
+checks = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no vma"])
+meshes = pytest.mark.parametrize(
+    ("mesh", "axis_name"),
+    [(MESH, "d"), (GRID, ("a", "b"))],
+    ids=["name", "tuple"],
+)
+
+
+def sharded(mesh, in_specs, out_specs, check_vma=True):
+    return functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=check_vma,
+    )
+
+
+def make(axis_name=None):
+    inner = optax.sgd(0.5, momentum=0.5)
+    return jls.loss_scaled(inner, jls.dynamic(8.0), axis_name=axis_name)
+
+
+def specs_of(state, split):
+    """Everything replicated but the arrays with an axis, which are split."""
+    return jax.tree.map(lambda leaf: split if jnp.ndim(leaf) else P(), state)
+
+
+def test_there_are_eight_devices():
+    assert jax.device_count() == 8
+
+
+@meshes
+@checks
+def test_replicas_skip_together_and_agree(mesh, axis_name, check_vma):
+    """S1, S2, S4, R12: shards decided apart, their scales and params drifted."""
+    optimizer = make(axis_name)
+    split = P(axis_name)
+
+    @jax.jit
+    @sharded(mesh, (P(), P(), split), (P(), P(), split), check_vma)
+    def step(w, state, x):
+        def loss_fn(w):
+            loss = jnp.sum(w * x)
+            return lax.pmean(loss, axis_name) if check_vma else loss
+
+        grads = jls.grad(loss_fn)(state, w)
+        if not check_vma:
+            grads = lax.pmean(grads, axis_name)
+        updates, state = optimizer.update(grads, state, w)
+        return optax.apply_updates(w, updates), state, jls.loss_scale(state)[None]
+
+    w = jnp.float32(1.0)
+    new, state, scales = step(w, optimizer.init(w), BAD)
+    assert new == w
+    assert state.skips == 1
+    assert scales.tolist() == [4.0] * 8
+    new, state, _ = step(new, state, X)
+    assert new == 1.0 - 0.5 * 3.5
+    for copies in (leaf.addressable_shards for leaf in jax.tree.leaves(state)):
+        assert len({np.asarray(copy.data).tobytes() for copy in copies}) == 1
+
+
+@meshes
+@checks
+def test_sharded_params_keep_their_own_gradients(mesh, axis_name, check_vma):
+    """S1, S5, R12: pmean averaged the gradients of different parameters."""
+    optimizer = make(axis_name)
+    split = P(axis_name)
+    w = jnp.ones(8)
+    specs = specs_of(optimizer.init(w), split)
+
+    @jax.jit
+    @sharded(mesh, (split, specs, split), (split, specs), check_vma)
+    def step(w, state, x):
+        grads = jls.grad(lambda w: jnp.sum(w * x))(state, w)
+        updates, state = optimizer.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    new, state = step(w, optimizer.init(w), BAD)
+    assert new.tolist() == w.tolist()
+    assert jax.tree.leaves(state.inner_state)[0].tolist() == [0.0] * 8
+    assert jls.loss_scale(state) == 4.0
+    new, state = step(new, state, X)
+    assert new.tolist() == (1.0 - 0.5 * X).tolist()
+
+
+@pytest.mark.parametrize("check_updates", [False, True])
+def test_updates_that_are_bad_on_one_shard_are_rejected_on_all(check_updates):
+    """S1: the second check has to agree as well."""
+    inner = optax.stateless(lambda updates, params: updates / params)
+    optimizer = jls.loss_scaled(
+        inner, jls.dynamic(8.0), axis_name="d", check_updates=check_updates
+    )
+    w = jnp.ones(8).at[3].set(0.0)
+    specs = specs_of(optimizer.init(w), P("d"))
+
+    @jax.jit
+    @sharded(MESH, (P("d"), specs), (P("d"), specs))
+    def step(w, state):
+        updates, state = optimizer.update(jnp.ones(1), state, w)
+        return updates, state
+
+    updates, state = step(w, optimizer.init(w))
+    assert state.applied == (not check_updates)
+    assert jnp.isfinite(updates).tolist() == [check_updates or d != 3 for d in range(8)]
+
+
+@checks
+def test_gradients_are_what_jax_makes_of_them(check_vma):
+    """flax S4d, S7: the pmean of axis_name was a no-op, gradients 8 times too big."""
+    state = jls.dynamic(8.0).init()
+
+    def gradient(differentiate, per_device):
+        @jax.jit
+        @sharded(MESH, (P(), P("d")), P("d"), check_vma)
+        def apply(w, x):
+            return differentiate(lambda w: jnp.sum(w * x) / per_device)(w)[None]
+
+        return apply(jnp.float32(1.0), X).tolist()
+
+    for per_device in (1.0, 8.0):
+        ours = gradient(lambda f: lambda w: jls.grad(f)(state, w), per_device)
+        assert ours == gradient(jax.grad, per_device)
+    if check_vma:
+        assert ours == [3.5] * 8
+
+
+def test_loss_stays_local_and_a_bad_one_counts_everywhere():
+    """flax S4b: the loss was not averaged, so its inf stayed on one device."""
+    optimizer = make("d")
+
+    @jax.jit
+    @sharded(MESH, (P(), P(), P("d")), (P(), P(), P("d")))
+    def step(w, state, x):
+        loss, grads = jls.value_and_grad(lambda w: jnp.sum(w + x))(state, w)
+        updates, state = optimizer.update(grads, state, w, value=loss)
+        return optax.apply_updates(w, updates), state, loss[None]
+
+    w = jnp.float32(1.0)
+    new, state, losses = step(w, optimizer.init(w), BAD)
+    assert losses.tolist() == (1.0 + BAD).tolist()
+    assert new == w
+    assert state.nonfinite_losses == 1
+    assert jls.loss_scale(state) == 8.0
+
+
+def test_sum_of_gradients_over_devices_is_in_float32():
+    """S6: a psum of scaled float16 gradients overflowed."""
+    state = jls.dynamic(2.0**4).init()
+
+    @jax.jit
+    @sharded(MESH, (P("d"), P("d")), P())
+    def total(w, x):
+        def loss_fn(w):
+            return jnp.sum((w * x).astype(jnp.float32))
+
+        return lax.psum(jls.grad(loss_fn)(state, w), "d")
+
+    half = jnp.float16
+    assert total(jnp.ones(8, half), jnp.full(8, 2000.0, half)).tolist() == [16000.0]
+    assert total(jnp.ones(8, half), jnp.full(8, 4000.0, half)).tolist() == [32000.0]
+
+
+@meshes
+def test_all_finite_is_one_flag_for_all_devices(mesh, axis_name):
+    """S8: a flag of sharded data cannot leave shard_map as replicated."""
+    flag = jax.jit(
+        sharded(mesh, P(axis_name), P())(lambda x: jls.all_finite(x, axis_name))
+    )
+    assert flag(X)
+    assert not flag(BAD)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_plain_jit_on_sharded_arrays_needs_no_axis_name(axis_type):
+    """S3: a control that worked."""
+    optimizer = make()
+    mesh = Mesh(DEVICES, ("d",), axis_types=(axis_type,))
+    split, whole = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
+    w = jax.device_put(jnp.ones(8), split)
+
+    @jax.jit
+    def step(w, state, x):
+        grads = jls.grad(lambda w: jnp.sum(w * x))(state, w)
+        updates, state = optimizer.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    with jax.set_mesh(mesh):
+        new, state = step(w, optimizer.init(w), jax.device_put(BAD, split))
+        assert new.tolist() == w.tolist()
+        assert new.sharding == split
+        assert state.applied.sharding.is_equivalent_to(whole, 0)
+        new, state = step(new, state, jax.device_put(X, split))
+    assert new.tolist() == (1.0 - 0.5 * X).tolist()
+    assert jls.loss_scale(state) == 4.0
+
+
+@pytest.mark.parametrize("axis_name", ["d", None])
+def test_run_scans_inside_shard_map(axis_name):
+    """R12: the carry stays replicated; averaged gradients need no axis_name."""
+    optimizer = make(axis_name)
+
+    @jax.jit
+    @sharded(MESH, (P(), P(), P(None, "d")), (P(), P()))
+    def train(w, state, xs):
+        def step(carry, x):
+            w, state = carry
+            grads = jls.grad(lambda w: lax.pmean(jnp.sum(w * x), "d"))(state, w)
+            updates, state = optimizer.update(grads, state, w)
+            return (optax.apply_updates(w, updates), state), None
+
+        return lax.scan(step, (w, state), xs)[0]
+
+    w = jnp.float32(1.0)
+    new, state = train(w, optimizer.init(w), jnp.stack([BAD, X]))
+    assert new == 1.0 - 0.5 * 3.5
+    assert state.skips == 1
+
+
+def test_decision_that_is_not_reduced_cannot_leave_shard_map():
+    """S1, S8: without axis_name on sharded gradients, JAX refuses the local scales."""
+    optimizer = make()
+    w = jnp.ones(8)
+    specs = specs_of(optimizer.init(w), P("d"))
+
+    @jax.jit
+    @sharded(MESH, (P("d"), specs), specs)
+    def step(w, state):
+        return optimizer.update(w, state, w)[1]
+
+    with pytest.raises(ValueError, match=r"loss_scale is P\(\)"):
+        step(w, optimizer.init(w))
+
+
+def test_pmap_replicas_agree():
+    """flax S4: pmap with axis_name."""
+    optimizer = make("d")
+
+    @functools.partial(jax.pmap, axis_name="d", in_axes=(None, None, 0))
+    def step(w, state, x):
+        grads = lax.pmean(jls.grad(lambda w: jnp.sum(w * x))(state, w), "d")
+        updates, state = optimizer.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    w = jnp.float32(1.0)
+    for x, new, scale in ((BAD, 1.0, 4.0), (X, 1.0 - 0.5 * 3.5, 8.0)):
+        news, states = step(w, optimizer.init(w), x)
+        assert news.tolist() == [new] * 8
+        assert states.scaler_state.loss_scale.tolist() == [scale] * 8
