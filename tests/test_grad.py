@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compat import enable_x64
 from flax import nnx
 
 import jls
@@ -95,7 +94,7 @@ def test_int_and_complex_arguments():
 
 
 def test_float64_gradients_are_not_narrowed():
-    with enable_x64(True):
+    with jax.enable_x64(True):
         loss, grads = jls.value_and_grad(lambda w: w * 1e300)(STATE, jnp.float64(1e-5))
         assert (loss.dtype, grads.dtype, grads) == (jnp.float64, jnp.float64, 1e300)
 

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compat import enable_x64
 from jax import lax
 from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
@@ -287,7 +286,7 @@ def test_complex_leaves_keep_their_imaginary_part(jit):
 
 def test_float64_leaves_are_not_narrowed():
     """flax F14: cast to float32, a finite 1e300 was an overflow."""
-    with enable_x64(True):
+    with jax.enable_x64(True):
         w = jnp.full(2, 1e300, jnp.float64)
         grads = jls.unscale(jls.dynamic(8.0).init(), w)
         assert grads.dtype == jnp.float64

@@ -377,22 +377,22 @@ def test_nnx_batch_norm_can_be_rolled_back():
 
     @nnx.jit
     def step(model, optimizer, x):
-        old = nnx.as_pure(nnx.state(model, nnx.BatchStat))
+        old = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
         differentiate = jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)
         _, grads = differentiate(optimizer, model, x)
         optimizer.update(model, grads)
-        new = nnx.as_pure(nnx.state(model, nnx.BatchStat))
+        new = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
         applied = jls.metrics(optimizer)["applied"]
         nnx.update(model, jls.select(applied, new, old))
 
-    before = jax.tree.map(jnp.copy, nnx.as_pure(nnx.state(model)))
+    before = jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(model)))
     x = jnp.array([[1.0, 2.0], [3.0, 5.0]])
     step(model, optimizer, x.at[0, 0].set(jnp.inf))
-    assert_identical(nnx.as_pure(nnx.state(model)), before)
+    assert_identical(nnx.to_pure_dict(nnx.state(model)), before)
     assert jls.loss_scale(optimizer) == 4.0
     step(model, optimizer, x)
     assert jls.metrics(optimizer)["applied"]
-    assert jls.all_finite(nnx.as_pure(nnx.state(model)))
+    assert jls.all_finite(nnx.to_pure_dict(nnx.state(model)))
     assert jnp.any(model.norm.mean.get_value() != before["norm"]["mean"])
 
 

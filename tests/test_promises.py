@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compat import enable_x64
 from flax import serialization
 
 import jls
@@ -328,7 +327,7 @@ def test_promise_07_every_leaf_kind_is_safe(wrap):
 
 
 def test_promise_07_complex_and_float64_are_never_narrowed():
-    with enable_x64(True):
+    with jax.enable_x64(True):
         optimizer = jls.loss_scaled(optax.sgd(1.0), jls.dynamic(8.0))
         params = {"d": jnp.float64(0.0), "z": jnp.complex128(0.0)}
         grads = {"d": jnp.float64(1e300), "z": jnp.complex128(1e300 + 1j)}

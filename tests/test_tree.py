@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compat import enable_x64
 
 import jls
 
@@ -62,7 +61,7 @@ def test_an_empty_tree_is_finite(tree):
 
 
 def test_all_finite_sees_float64():
-    with enable_x64(True):
+    with jax.enable_x64(True):
         assert jls.all_finite(jnp.float64(1e300))
         assert not jls.all_finite(jnp.array([1.0, jnp.nan], jnp.float64))
 
