@@ -12,6 +12,9 @@ import pytest
 
 import jls
 
+# Not for this process: one is for the type checker, one for eight devices.
+collect_ignore = ["tests/typing_api.py", "tests/sharded_program.py"]
+
 
 @pytest.fixture(autouse=True)
 def _promotion(request):

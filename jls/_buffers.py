@@ -11,12 +11,12 @@ from jax.core import Tracer
 from jls._tree import is_array
 
 
-def own(tree: Any, params: Any) -> Any:
-    """`tree` as strongly typed arrays that share no buffer with `params` or each other.
+def own(tree: Any, foreign: Any) -> Any:
+    """`tree` as strong arrays that share no buffer with `foreign` or each other.
 
     Two leaves in one buffer cannot both be donated, nor a leaf in a caller's buffer.
     """
-    taken = {_buffer(leaf) for leaf in jax.tree.leaves(params) if is_array(leaf)}
+    taken = {_buffer(leaf) for leaf in jax.tree.leaves(foreign) if is_array(leaf)}
 
     def own_leaf(leaf):
         if not is_array(leaf):

@@ -193,6 +193,12 @@ def test_inner_that_changes_its_structure_or_shapes_is_named():
             optimizer.update(GOOD, state, PARAMS)
 
 
+def test_policy_without_a_loss_scale_is_refused_at_init():
+    policy = jls.LossScaler(lambda: jnp.float32(8.0), lambda state, flag: state)
+    with pytest.raises(ValueError, match="state must carry a loss scale"):
+        jls.loss_scaled(optax.sgd(0.5), policy).init(PARAMS)
+
+
 @pytest.mark.parametrize("wrapper", [jls.loss_scaled, jls.skip_nonfinite])
 def test_nested_wrappers_are_refused_at_init(wrapper):
     optimizer = scaled(optax.chain(optax.clip(1.0), wrapper(optax.sgd(0.5))))
