@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""jls: loss scaling and bad-step skipping for JAX.
-
-Types, policies, pure functions, differentiation, optax, reading and setting:
-"""
+"""jls: loss scaling and bad-step skipping for JAX."""
 
 from jls._dynamic import dynamic as dynamic
 from jls._grad import grad as grad

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers of a fresh state: its own, each one once, so that all can be donated."""
+"""Buffers of a fresh state: each its own, for donation, and in its place."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jls._tree import is_array
 
@@ -30,6 +31,36 @@ def own(tree: Any, foreign: Any) -> Any:
         return array
 
     return jax.tree.map(own_leaf, tree)
+
+
+def placed_like(params: Any, state: Any) -> Any:
+    """`state` with its scalars on the devices of `params`.
+
+    A scalar that is left where JAX puts it comes back from the first step with the
+    placement of the parameters, and the second step would be compiled anew.
+    """
+    shardings = [
+        leaf.sharding
+        for leaf in jax.tree.leaves(params)
+        if _is_concrete(leaf) and leaf.committed
+    ]
+    if not shardings:
+        return state
+    home = shardings[0]
+    if isinstance(home, NamedSharding):
+        home = NamedSharding(home.mesh, PartitionSpec())
+    elif not home.is_fully_replicated:
+        return state
+
+    def place(leaf):
+        is_free = _is_concrete(leaf) and leaf.ndim == 0 and not leaf.committed
+        return jax.device_put(leaf, home) if is_free else leaf
+
+    return jax.tree.map(place, state)
+
+
+def _is_concrete(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
 
 
 def _buffer(leaf: Any) -> int:

@@ -25,16 +25,9 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from jls import _validate
+from jls._static import start_at
 from jls._tree import as_flag
 from jls._types import LossScaler, LossScaleState
-
-
-def _init(init_scale: ArrayLike) -> LossScaleState:
-    return LossScaleState(
-        loss_scale=jnp.array(init_scale, jnp.float32),
-        finite_count=jnp.zeros((), jnp.int32),
-        nonfinite_count=jnp.zeros((), jnp.int32),
-    )
 
 
 def _adjust(
@@ -49,7 +42,7 @@ def _adjust(
     max_scale: ArrayLike,
 ) -> LossScaleState:
     finite = as_flag("grads_finite", grads_finite)
-    loss_scale = state.loss_scale
+    loss_scale, finite_count, nonfinite_count = state
 
     def f32(value):
         return jnp.asarray(value, jnp.float32)
@@ -60,16 +53,16 @@ def _adjust(
 
     # Compared before counting, so that no count can wrap; `>=` since an interval may be
     # lowered during a run.
-    grow_due = state.finite_count >= jnp.asarray(growth_interval, jnp.int32) - 1
-    backoff_due = state.nonfinite_count >= jnp.asarray(backoff_interval, jnp.int32) - 1
+    grow_due = finite_count >= jnp.asarray(growth_interval, jnp.int32) - 1
+    backoff_due = nonfinite_count >= jnp.asarray(backoff_interval, jnp.int32) - 1
     return LossScaleState(
         loss_scale=jnp.where(
             finite,
             jnp.where(grow_due, grown, loss_scale),
             jnp.where(backoff_due, backed_off, loss_scale),
         ),
-        finite_count=jnp.where(finite & ~grow_due, state.finite_count + 1, 0),
-        nonfinite_count=jnp.where(finite | backoff_due, 0, state.nonfinite_count + 1),
+        finite_count=jnp.where(finite & ~grow_due, finite_count + 1, 0),
+        nonfinite_count=jnp.where(finite | backoff_due, 0, nonfinite_count + 1),
     )
 
 
@@ -126,36 +119,34 @@ def dynamic(
       Micikevicius et al., Mixed Precision Training, ICLR 2018, arXiv:1710.03740,
       section 3.2. The names are those of torch.amp.GradScaler.
     """
-    just_above, just_below = 1.0 + 2.0**-23, 1.0 - 2.0**-24
-    _validate.in_range(
+    just_above, just_below = 1.0 + 2.0**-23, 1.0 - 2.0**-24  # in float32
+    growth_factor = _validate.number(
         "growth_factor",
         growth_factor,
         "finite and > 1 in float32",
         just_above,
         2.0**126,
     )
-    _validate.in_range(
+    backoff_factor = _validate.number(
         "backoff_factor", backoff_factor, "in (0, 1) in float32", 2.0**-126, just_below
     )
-    _validate.interval("growth_interval", growth_interval)
-    _validate.interval("backoff_interval", backoff_interval)
-    scales = {"min_scale": min_scale, "init_scale": init_scale, "max_scale": max_scale}
-    checked = {name: _validate.scale_value(name, s) for name, s in scales.items()}
+    given = {"min_scale": min_scale, "init_scale": init_scale, "max_scale": max_scale}
+    scales = {name: _validate.scale_value(name, s) for name, s in given.items()}
     for low, high in itertools.combinations(scales, 2):
-        low_value, high_value = checked[low], checked[high]
-        if low_value is not None and high_value is not None and low_value > high_value:
+        checkable = not any(map(_validate.is_unchecked, (scales[low], scales[high])))
+        if checkable and scales[low] > scales[high]:
             raise ValueError(
-                f"{low} must be <= {high}, got {scales[low]!r} > {scales[high]!r}."
+                f"{low} must be <= {high}, got {given[low]!r} > {given[high]!r}."
             )
     return LossScaler(
-        Partial(_init, init_scale=init_scale),
+        Partial(start_at, loss_scale=scales["init_scale"]),
         Partial(
             _adjust,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            backoff_interval=backoff_interval,
-            min_scale=min_scale,
-            max_scale=max_scale,
+            growth_interval=_validate.interval("growth_interval", growth_interval),
+            backoff_interval=_validate.interval("backoff_interval", backoff_interval),
+            min_scale=scales["min_scale"],
+            max_scale=scales["max_scale"],
         ),
     )

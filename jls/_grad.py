@@ -45,7 +45,7 @@ def value_and_grad(
 
     Raises:
       TypeError: when called, if the loss is not real floating point, or not a pair
-        with `has_aux`.
+        with `has_aux`, or if `transform` is of another form.
       ValueError: when called, if the loss is not a scalar, or `state` carries no loss
         scale, or several.
 
@@ -69,7 +69,7 @@ def value_and_grad(
     """
 
     @_named_after(fun)
-    def with_loss_scale(state, *args, **kwargs):
+    def with_loss_scale(state, /, *args, **kwargs):
         scaler_state = locate(state)
 
         def scaled(*args, **kwargs):
@@ -80,7 +80,13 @@ def value_and_grad(
 
         options = {} if argnums == 0 else {"argnums": argnums}
         differentiated = transform(scaled, has_aux=True, **options)
-        (_, (loss, aux)), grads = differentiated(*args, **kwargs)
+        value, grads = differentiated(*args, **kwargs)
+        if not (isinstance(value, tuple) and len(value) == 2):
+            raise TypeError(
+                "transform must be of the form of jax.value_and_grad, and return "
+                f"((value, aux), grads) with has_aux=True, got {transform!r}."
+            )
+        _, (loss, aux) = value
         return ((loss, aux) if has_aux else loss), unscale(scaler_state, grads)
 
     return with_loss_scale
@@ -114,7 +120,7 @@ def grad(
     with_value = value_and_grad(fun, argnums, has_aux, transform=transform)
 
     @_named_after(fun)
-    def with_loss_scale(state, *args, **kwargs):
+    def with_loss_scale(state, /, *args, **kwargs):
         value, grads = with_value(state, *args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
@@ -122,10 +128,11 @@ def grad(
 
 
 def _named_after(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`functools.wraps` without `__wrapped__`: the signature has `state` before."""
+    """Like `functools.wraps`, without the signature: `state` comes first here."""
 
     def rename(wrapper):
-        functools.update_wrapper(wrapper, fun)
+        names = ("__module__", "__name__", "__qualname__", "__doc__")
+        functools.update_wrapper(wrapper, fun, assigned=names, updated=())
         del wrapper.__wrapped__
         return wrapper
 

@@ -11,8 +11,11 @@ from jls._types import LossScaledState
 
 
 def is_scaler_state(node: Any) -> bool:
-    """Whether `node` is a policy's state: a NamedTuple with a field `loss_scale`."""
-    return isinstance(node, tuple) and "loss_scale" in getattr(node, "_fields", ())
+    """Whether `node` is a policy's state: a NamedTuple with an array `loss_scale`."""
+    if "loss_scale" not in getattr(node, "_fields", ()):
+        return False
+    # In a NamedTuple of the user's, a field of that name may hold the policy's state.
+    return not isinstance(node.loss_scale, tuple)
 
 
 def is_wrapper_state(node: Any) -> bool:

@@ -21,10 +21,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
-from jax.core import Tracer
 
 from jls import _guard
-from jls._buffers import own
+from jls._buffers import own, placed_like
 from jls._dynamic import dynamic
 from jls._locate import find, is_wrapper_state, locate
 from jls._static import static
@@ -34,6 +33,7 @@ from jls._tree import (
     all_finite,
     check_axis_name,
     select,
+    widen,
 )
 from jls._types import LossScaledState, LossScaler
 
@@ -67,14 +67,15 @@ def loss_scaled(
       A transformation with state `LossScaledState`. Its `update` takes optax's extra
       argument `value`, the true loss: when that is not finite (on any device of
       `axis_name`) the step is skipped, the loss scale stays, since no scale can mend
-      it, and the step counts as a nonfinite loss. Updates come in the gradients'
-      dtypes, widened to float32.
+      it, and the step counts as a nonfinite loss. Updates come in the wider dtype of
+      gradient and parameter, at least float32. (`optax.apply_updates` turns subnormal
+      parameters to 0 on CPU whatever the update; `jls.select` does not.)
 
     Raises:
       TypeError: if `inner`, `scaler`, `axis_name` or `check_updates` is of another
         type.
       ValueError: at `init`, if `inner` already contains a wrapper of jls; at `update`,
-        if `inner` changes the structure or a shape of its state or of the updates.
+        if `inner` or `scaler` changes the structure or a shape of its state.
 
     Warns:
       UserWarning: at `init`, if a parameter is float16.
@@ -116,11 +117,16 @@ def loss_scaled(
                 f"state has one at '{nested[0][0]}': the step would be checked and the "
                 "scale adjusted twice. Keep the outermost wrapper."
             )
-        _warn_of_half_params(params)
         scaler_state = scaler.init()
-        locate(scaler_state)  # a policy of one's own may forget the loss scale
-        return LossScaledState(
+        if locate(scaler_state).loss_scale.dtype != jnp.float32:
+            raise ValueError(
+                "scaler.init must give a float32 loss_scale, got "
+                f"{scaler_state.loss_scale.dtype}."
+            )
+        _warn_of_half_params(params)
+        state = LossScaledState(
             inner_state=own(inner_state, params),
+            # A policy may hold on to the arrays that it returns: all are foreign.
             scaler_state=own(scaler_state, scaler_state),
             applied=jnp.zeros((), jnp.bool_),
             steps=jnp.zeros((), jnp.int32),
@@ -128,28 +134,32 @@ def loss_scaled(
             consecutive_skips=jnp.zeros((), jnp.int32),
             nonfinite_losses=jnp.zeros((), jnp.int32),
         )
+        return placed_like(params, state)
 
     def update(updates, state, params=None, **extra):
-        branches = axis_name is None and _branch_is_faster(updates)
+        branches = axis_name is None and _guard.branch_is_faster(updates)
         if branches:
             updates = _guard.materialized(updates)
         flags = jnp.stack([all_finite(updates), all_finite(extra.get("value"))])
         grads_finite, loss_finite = agree(flags, axis_name)
         acceptable = grads_finite & loss_finite
-        kept = jax.tree.map(_guard.no_update, updates), state.inner_state
+        kept = _guard.no_updates(updates, params), state.inner_state
         checks = check_updates
         if checks is None:
             checks = _guard.is_narrow(updates if params is None else params)
 
         def step():
-            # A rejected step runs too wherever this is no branch. It sees zeros: a line
+            # A rejected step runs too wherever this is no branch. It sees ones: a line
             # search might never end on NaN.
-            grads, clean = _guard.zero_unless(
-                acceptable, (jax.tree.map(_guard.widened, updates), extra)
+            grads, clean = _guard.ones_unless(
+                acceptable, (jax.tree.map(widen, updates), extra)
             )
             new_updates, new = inner.update(grads, state.inner_state, params, **clean)
-            new_updates = _guard.like("updates", new_updates, kept[0])
-            stepped = new_updates, _guard.like("state", new, kept[1])
+            new_updates = _guard.like(
+                "the inner optimizer's update", new_updates, kept[0]
+            )
+            new = _guard.like("the inner optimizer's state", new, kept[1])
+            stepped = new_updates, new
             applied = acceptable
             if checks:
                 applied = acceptable & all_finite(new_updates, axis_name)
@@ -160,9 +170,17 @@ def loss_scaled(
         def skip():
             return acceptable, _guard.arrays(kept)
 
-        applied, arrays = lax.cond(acceptable, step, skip) if branches else step()
+        try:
+            applied, arrays = lax.cond(acceptable, step, skip) if branches else step()
+        except TypeError as error:
+            error.add_note(
+                "Under jax.shard_map, pass axis_name= to jls.loss_scaled if the "
+                "gradients differ between devices: they have to decide together."
+            )
+            raise
         new_updates, inner_state = _guard.with_arrays(kept, arrays)
         adjusted = scaler.adjust(state.scaler_state, grads_finite)
+        adjusted = _guard.like("the scaler's state", adjusted, state.scaler_state)
         return new_updates, LossScaledState(
             inner_state=inner_state,
             scaler_state=select(loss_finite, adjusted, state.scaler_state),
@@ -212,17 +230,6 @@ def skip_nonfinite(
     return loss_scaled(
         inner, static(1.0), axis_name=axis_name, check_updates=check_updates
     )
-
-
-def _branch_is_faster(updates: Any) -> bool:
-    """Whether to step by `lax.cond` and not by a select.
-
-    Measured on CPU in a whole jitted train step, a branch is as fast as no guard at all
-    and a select twice as slow; eager, a branch is compiled on each call and ten times
-    slower. Elsewhere a select: the host may have to read the flag of a branch.
-    """
-    is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(updates))
-    return is_traced and jax.default_backend() == "cpu"
 
 
 def _increment_if(flag: Array | bool, count: Array) -> Array:

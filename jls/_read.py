@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jls._locate import find, is_scaler_state, is_wrapper_state, locate, unwrapped
-from jls._validate import LARGEST, is_real, number
+from jls._validate import is_real, scale_value
 
 State = TypeVar("State")
 
@@ -24,7 +24,8 @@ def loss_scale(state: Any) -> Array:
         state however nested, a Flax `TrainState`, an `nnx.Optimizer`.
 
     Returns:
-      `f32[]`, on the device; `float()` of it waits for the step.
+      `f32[]`, on the device; `float()` of it waits for the step. Outside of jit it is
+      the state's own buffer, which a step that donates the state deletes.
 
     Raises:
       ValueError: if `state` carries no loss scale, or several.
@@ -33,14 +34,15 @@ def loss_scale(state: Any) -> Array:
       >>> jls.loss_scale(jls.dynamic().init())
       Array(32768., dtype=float32)
     """
-    return locate(state).loss_scale
+    return jnp.asarray(locate(state).loss_scale)
 
 
 def metrics(state: Any) -> dict[str, Array]:
     """Returns what a logger wants to know, as scalars on the device.
 
     Fetch them with one `jax.device_get(...)` every so many steps, or return them from a
-    `jax.lax.scan` to stack them. No call waits for the device.
+    `jax.lax.scan` to stack them. No call waits for the device. Outside of jit they are
+    the state's own buffers: fetch them before a step that donates the state.
 
     Args:
       state: anything that carries exactly one loss scale.
@@ -80,8 +82,8 @@ def set_loss_scale(state: State, value: ArrayLike) -> State:
 
     Args:
       state: anything that carries exactly one loss scale.
-      value: a number, or an array of shape `()` or `(1,)`; finite, from above 0 to
-        2**126. Stored as float32 in a buffer of its own.
+      value: a number, or an array of shape `()` or `(1,)`; from 2**-126 to 2**126.
+        Stored as float32 in a buffer of its own.
 
     Returns:
       A state like `state`. An `nnx.Optimizer` is changed in place and returned.
@@ -97,12 +99,12 @@ def set_loss_scale(state: State, value: ArrayLike) -> State:
       Array(1024., dtype=float32)
     """
     new_scale = _checked(value)
-    locate(state)  # exactly one, or an error, before anything changes
+    scaler_state = locate(state)  # one, or an error, before anything changes
     ((_, node),) = find(state, is_scaler_state)
     fresh = {"loss_scale": new_scale}
     for count in ("finite_count", "nonfinite_count"):
         if count in node._fields:
-            fresh[count] = jnp.zeros((), jnp.int32)
+            fresh[count] = jnp.zeros((), jnp.result_type(getattr(scaler_state, count)))
     if hasattr(node.loss_scale, "set_value"):  # NNX: each leaf is a variable
         for name, new in fresh.items():
             variable = getattr(node, name)
@@ -124,14 +126,11 @@ def _checked(value: Any) -> Array:
     shape = np.shape(value)
     if shape not in ((), (1,)):
         raise ValueError(f"loss_scale must have shape () or (1,), got shape {shape}.")
-    if not isinstance(value, Tracer):
-        exact = np.asarray(value).item() if _is_real_array(value) else value
-        if not 0.0 < (number("loss_scale", exact) or 0.0) <= LARGEST:
-            raise ValueError(
-                "loss_scale must be finite, > 0 and <= 2**126 as float32, "
-                f"got {value!r}."
-            )
-    return jnp.array(value, jnp.float32, copy=True).reshape(())
+    if isinstance(value, Tracer):
+        return jnp.array(value, jnp.float32, copy=True).reshape(())
+    # Through the host: the value's device must not become that of the state.
+    exact = np.asarray(value).item() if _is_real_array(value) else value
+    return jnp.array(scale_value("loss_scale", exact), jnp.float32)
 
 
 def _is_real_array(value: Any) -> bool:

@@ -29,8 +29,8 @@ def scale(state: Any, tree: Tree) -> Tree:
       ValueError: if `state` carries no loss scale, or several.
 
     Warns:
-      UserWarning: at trace time, for a float16 scalar. JAX casts its cotangent, which
-        is the loss scale, back to float16, so a scale over 2**15 overflows.
+      UserWarning: at trace time, if `tree` is a float16 scalar. JAX casts its
+        cotangent, which is the loss scale, back to float16: over 2**15 it overflows.
 
     Example:
       >>> state = jls.static(1024.0).init()
@@ -42,7 +42,8 @@ def scale(state: Any, tree: Tree) -> Tree:
       section 3.2.
     """
     loss_scale = locate(state).loss_scale
-    if any(map(_is_half_scalar, jax.tree.leaves(tree))):
+    loss: Any = tree
+    if getattr(loss, "dtype", None) == jnp.float16 and jnp.shape(loss) == ():
         warnings.warn(
             "the loss is float16, so its gradient starts from the loss scale cast to "
             "float16: every step at a scale over 2**15 overflows. Reduce the loss in "
@@ -83,10 +84,6 @@ def _apply(op: Callable[..., Array], leaf: Any, loss_scale: Array) -> Any:
     array = widen(leaf)
     if jnp.iscomplexobj(array):
         # Complex arithmetic would turn (inf + 1j) * (scale + 0j) into inf + NaN j.
-        factor = loss_scale.astype(array.real.dtype)
+        factor = jnp.asarray(loss_scale, array.real.dtype)
         return lax.complex(op(array.real, factor), op(array.imag, factor))
-    return op(array, loss_scale.astype(array.dtype))
-
-
-def _is_half_scalar(leaf: Any) -> bool:
-    return getattr(leaf, "dtype", None) == jnp.float16 and jnp.shape(leaf) == ()
+    return op(array, jnp.asarray(loss_scale, array.dtype))

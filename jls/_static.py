@@ -11,7 +11,8 @@ from jls._tree import as_flag
 from jls._types import LossScaler, LossScaleState
 
 
-def _init(loss_scale: ArrayLike) -> LossScaleState:
+def start_at(loss_scale: ArrayLike) -> LossScaleState:
+    """The first state of a policy that keeps `LossScaleState`."""
     return LossScaleState(
         loss_scale=jnp.array(loss_scale, jnp.float32),
         finite_count=jnp.zeros((), jnp.int32),
@@ -46,5 +47,5 @@ def static(loss_scale: float = 1.0) -> LossScaler:
       >>> scaler.adjust(scaler.init(), False).loss_scale
       Array(128., dtype=float32)
     """
-    _validate.scale_value("loss_scale", loss_scale)
-    return LossScaler(Partial(_init, loss_scale=loss_scale), Partial(_adjust))
+    loss_scale = _validate.scale_value("loss_scale", loss_scale)
+    return LossScaler(Partial(start_at, loss_scale=loss_scale), Partial(_adjust))

@@ -41,15 +41,17 @@ def wide_dtype(dtype: Any) -> Any:
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
-def widen(leaf: ArrayLike) -> Array:
-    """An inexact leaf in at least float32."""
+def widen(leaf: Any) -> Any:
+    """An inexact leaf in at least float32; any other untouched."""
+    if not is_inexact(leaf):
+        return leaf
     array = jnp.asarray(leaf)
     return array.astype(wide_dtype(array.dtype))
 
 
 def as_flag(name: str, flag: Any) -> Array:
     """`flag` as `bool[]`, or an error that says what it should have been."""
-    if isinstance(flag, bool | np.bool_):
+    if isinstance(flag, bool):
         return jnp.asarray(flag)
     dtype, shape = getattr(flag, "dtype", None), getattr(flag, "shape", None)
     if dtype != jnp.bool_:
@@ -67,9 +69,9 @@ def as_flag(name: str, flag: Any) -> Array:
 
 def check_axis_name(axis_name: Any) -> tuple[str, ...]:
     """The names in `axis_name`, or an error that says what it should have been."""
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if axis_name is None:
         return ()
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not all(isinstance(name, str) for name in names):
         raise TypeError(
             f"axis_name must be a str, a tuple of str or None, got {axis_name!r}."
@@ -174,15 +176,35 @@ def select(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
                 f"{where} must have the same shape, "
                 f"got {jnp.shape(new)} and {jnp.shape(old)}."
             )
-        # A Python number (the `step` of a new TrainState) takes the other's dtype.
-        dtypes = [leaf.dtype for leaf in (new, old) if hasattr(leaf, "dtype")]
-        if len(dtypes) == 2 and dtypes[0] != dtypes[1]:
+        dtype = _common_dtype(new, old)
+        if dtype is None:
             raise ValueError(
-                f"{where} must have the same dtype, got {dtypes[0]} and {dtypes[1]}. "
-                "Cast one of them."
+                f"{where} must have the same dtype, got {_dtype_name(new)} and "
+                f"{_dtype_name(old)}. Cast one of them."
             )
-        dtype = dtypes[0] if dtypes else None
         return jnp.where(flag, jnp.asarray(new, dtype), jnp.asarray(old, dtype))
 
     leaves = [choose(p, n, o) for (p, n), o in zip(paths, others, strict=True)]
     return structure.unflatten(leaves)
+
+
+def _common_dtype(new: Any, old: Any) -> Any:
+    """The dtype of both, or None; a Python number may take that of an array.
+
+    The `step` of a new Flax `TrainState` is a Python number, after a step an array.
+    """
+    dtypes = {x.dtype for x in (new, old) if hasattr(x, "dtype")}
+    dtypes = dtypes or {jnp.asarray(new).dtype}
+    dtype = dtypes.pop()
+    kinds = [int] if jnp.issubdtype(dtype, jnp.integer) else [bool]
+    if jnp.issubdtype(dtype, jnp.inexact):
+        kinds = [int, float]
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        kinds = [int, float, complex]
+    numbers = [x for x in (new, old) if not hasattr(x, "dtype")]
+    fits = all(type(x) in kinds for x in numbers)
+    return dtype if fits and not dtypes else None
+
+
+def _dtype_name(leaf: Any) -> str:
+    return str(getattr(leaf, "dtype", f"Python {type(leaf).__name__}"))

@@ -71,6 +71,18 @@ def test_aux_and_keyword_arguments_pass_through():
     assert list(inspect.signature(fun).parameters) == ["state", "args", "kwargs"]
 
 
+def test_loss_function_may_have_an_argument_called_state():
+    def loss_fn(w, state):
+        return w * state
+
+    assert jls.grad(loss_fn)(STATE, jnp.float32(2.0), state=3.0) == 3.0
+
+
+def test_transform_of_another_form_is_refused():
+    with pytest.raises(TypeError, match="transform must be of the form"):
+        jls.grad(lambda w: w**2, transform=jax.grad)(STATE, jnp.float32(2.0))
+
+
 def test_argnums_do_not_count_the_state():
     def loss_fn(a, b, c):
         return a * b * c

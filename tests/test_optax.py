@@ -94,6 +94,29 @@ def test_extra_arguments_reach_the_inner_transformation():
     assert set(seen) == {"value", "marker", "n"}
 
 
+def test_python_numbers_among_the_extra_arguments_stay_python_numbers():
+    def update(updates, state, params=None, *, damping, **extra):
+        return (updates if damping > 0 else None), state
+
+    inner = optax.GradientTransformationExtraArgs(optax.sgd(0.5).init, update)
+    _, state = steps(scaled(inner), [GOOD], damping=0.5)
+    assert state.applied
+
+
+def test_inner_never_sees_what_is_not_finite_even_where_it_runs_on_a_bad_step():
+    seen = []
+
+    def update(updates, state, params=None, **extra):
+        seen.append(jls.all_finite((updates, extra)))
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(optax.sgd(0.5).init, update)
+    optimizer = scaled(inner)
+    state = optimizer.init(PARAMS)
+    optimizer.update(BAD, state, PARAMS, value=jnp.float32(jnp.nan), grad=BAD)
+    assert seen == [True]  # eager, every step runs
+
+
 def test_extra_arguments_are_dropped_for_an_inner_without():
     _, state = steps(scaled(optax.sgd(0.5)), [GOOD], value=jnp.float32(1.0))
     assert state.applied
@@ -184,8 +207,9 @@ def test_inner_that_changes_its_structure_or_shapes_is_named():
         )
 
     for new_state, message in [
-        ({"m": jnp.zeros(2)}, "must keep the structure of its state, but turned"),
-        ({"n": jnp.zeros(3)}, r"shapes of its state, but turned \(2,\) into \(3,\)"),
+        ({"m": jnp.zeros(2)}, "optimizer's state must keep its structure, but turned"),
+        ({"n": jnp.zeros(3)}, r"turned float32\[2\] into float32\[3\] at '\['n'\]'"),
+        ({"n": jnp.zeros(2, int)}, r"turned float32\[2\] into int32\[2\] at"),
     ]:
         optimizer = scaled(grows(new_state))
         state = optimizer.init(PARAMS)
@@ -193,10 +217,25 @@ def test_inner_that_changes_its_structure_or_shapes_is_named():
             optimizer.update(GOOD, state, PARAMS)
 
 
-def test_policy_without_a_loss_scale_is_refused_at_init():
-    policy = jls.LossScaler(lambda: jnp.float32(8.0), lambda state, flag: state)
-    with pytest.raises(ValueError, match="state must carry a loss scale"):
-        jls.loss_scaled(optax.sgd(0.5), policy).init(PARAMS)
+def test_faulty_policy_is_named():
+    state = jls.static(8.0).init()
+    for init, message in [
+        (lambda: jnp.float32(8.0), "state must carry a loss scale"),
+        (
+            lambda: state._replace(loss_scale=jnp.int32(8)),
+            "a float32 loss_scale",
+        ),
+    ]:
+        policy = jls.LossScaler(init, lambda state, flag: state)
+        with pytest.raises(ValueError, match=message):
+            jls.loss_scaled(optax.sgd(0.5), policy).init(PARAMS)
+
+    def adjust(state, grads_finite):
+        return state._replace(finite_count=jnp.float32(1.0))
+
+    optimizer = jls.loss_scaled(optax.sgd(0.5), jls.LossScaler(lambda: state, adjust))
+    with pytest.raises(ValueError, match=r"the scaler's state must keep .* kinds"):
+        optimizer.update(GOOD, optimizer.init(PARAMS), PARAMS)
 
 
 @pytest.mark.parametrize("wrapper", [jls.loss_scaled, jls.skip_nonfinite])
@@ -371,6 +410,33 @@ def test_update_is_differentiable():
         return jnp.sum(optimizer.update(2 * grads, optimizer.init(grads))[0])
 
     assert jax.grad(total)(jnp.ones(2)).tolist() == [-1.0, -1.0]
+
+
+@pytest.mark.standard_promotion
+def test_debug_nans_finds_no_nan_that_jls_made():
+    optimizer = scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(0.1)))
+    state = optimizer.init(PARAMS)
+    with jax.debug_nans(True):
+        _, state = optimizer.update(BAD, state, PARAMS)
+    assert not state.applied
+
+
+def test_updates_take_the_wider_dtype_of_gradient_and_parameter():
+    inner = optax.GradientTransformation(
+        lambda params: optax.EmptyState(),
+        lambda u, s, p=None: (
+            jax.tree.map(lambda g, x: g.astype(x.dtype) * x, u, p),
+            s,
+        ),
+    )
+    with jax.enable_x64(True):
+        params = {"z": jnp.complex64(1j), "d": jnp.float64(1e300), "h": jnp.bfloat16(2)}
+        grads = jax.tree.map(lambda _: jnp.float32(2.0), params)
+        optimizer = scaled(inner, check_updates=False)
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+        assert updates == {"z": 2j, "d": 2e300, "h": 4.0}
+        dtypes = jax.tree.map(lambda u: u.dtype.name, updates)
+        assert dtypes == {"z": "complex64", "d": "float64", "h": "float32"}
 
 
 def test_debug_nans_and_infs_do_not_trip_over_a_rejected_step():

@@ -173,27 +173,27 @@ NONFINITE_IN_FLOAT16 = {
 CANNOT = {
     "differentially_private_aggregate": (
         lambda: contrib.differentially_private_aggregate(1.0, 0.1, key=0),
-        "keep the shapes of its updates",
+        "optimizer's update must keep its shapes",
         "it takes a gradient per example; chain it before jls.loss_scaled",
     ),
     "dpsgd": (
         lambda: contrib.dpsgd(0.1, 1.0, 0.1, seed=0),
-        "keep the shapes of its updates",
+        "optimizer's update must keep its shapes",
         "it takes a gradient per example; chain its first part before jls.loss_scaled",
     ),
     "lookahead": (
         lambda: optax.lookahead(optax.sgd(0.1), 2, 0.5),
-        "keep the structure of its updates",
+        "optimizer's update must keep its structure",
         "its gradients are those of a half of its parameters; wrap its fast optimizer",
     ),
     "measure_with_ema": (
         lambda: optax.measure_with_ema(optax.tree.norm, 0.9),
-        "keep the structure of its updates",
+        "optimizer's update must keep its structure",
         "it returns a measurement in place of updates; it is made for optax.monitor",
     ),
     "monitor": (
         lambda: optax.monitor({"norm": optax.tree.norm}),
-        "keep the structure of its state",
+        "optimizer's state must keep its structure",
         "its state gains entries in the first update; jax.lax.scan refuses it too",
     ),
 }

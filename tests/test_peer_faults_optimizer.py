@@ -137,7 +137,7 @@ def test_half_precision_gradients_keep_the_state_dtypes(jit, inner, dtype):
 def test_inner_optimizer_that_changes_its_state_is_named(jit):
     """optax O5: monitor changes the structure of its state at the first update."""
     inner = optax.GradientTransformation(lambda _: (), lambda u, s, p=None: (u, (1.0,)))
-    with pytest.raises(ValueError, match="keep the structure of its state"):
+    with pytest.raises(ValueError, match="optimizer's state must keep its structure"):
         run(jls.loss_scaled(inner, jls.dynamic(8.0)), W, [ONE], jit)
 
 

@@ -149,6 +149,35 @@ def test_set_loss_scale_does_not_retrace_nor_recompile():
     assert len(traces) == 2  # one for each placement
 
 
+def test_one_compilation_serves_a_run_on_a_committed_device():
+    params = jax.device_put(PARAMS, jax.devices()[0])
+    opt = optimizer()
+    step = jax.jit(lambda params, state: opt.update(params, state, params)[1])
+    state = opt.init(params)
+    for _ in range(3):
+        state = step(params, state)
+    value = jax.device_put(jnp.float32(4.0), jax.devices()[0])
+    state = step(params, jls.set_loss_scale(state, value))
+    assert step._cache_size() == 1
+    assert jls.loss_scale(state) == 4.0
+
+
+def test_a_container_of_ones_own_may_call_a_field_loss_scale():
+    class Container(NamedTuple):
+        params: dict
+        loss_scale: jls.LossScaleState
+
+    assert jls.loss_scale(Container(PARAMS, bare())) == 8.0
+
+
+def test_a_state_of_python_numbers_works():
+    state = jls.LossScaleState(8.0, 0, 0)
+    assert isinstance(jls.loss_scale(state), jax.Array)
+    assert jls.scale(state, jnp.bfloat16(2.0)) == 16.0
+    adjusted = jls.dynamic(8.0).adjust(state, False)
+    assert adjusted == (4.0, 0, 0)
+
+
 def test_set_loss_scale_does_not_consult_the_policy_and_the_policy_goes_on():
     state = jls.set_loss_scale(wrapped(), 2.0**126)
     _, state = optimizer().update({"w": jnp.array([1.0, jnp.nan])}, state, PARAMS)
@@ -161,12 +190,12 @@ def test_set_loss_scale_under_jit_takes_a_traced_value():
 
 
 @pytest.mark.parametrize(
-    "value", [0, -1.0, float("nan"), float("inf"), 10**400, 1e-50, np.array(2.0**127)]
+    "value", [0, -1.0, float("nan"), float("inf"), 10**400, 1e-40, np.array(2.0**127)]
 )
 @pytest.mark.parametrize("make", [bare, nnx_optimizer])
 def test_set_loss_scale_out_of_range_is_a_value_error(make, value):
     state = make()
-    with pytest.raises(ValueError, match="loss_scale must be finite, > 0 and <= 2"):
+    with pytest.raises(ValueError, match="loss_scale must be from 2"):
         jls.set_loss_scale(state, value)
     assert jls.loss_scale(state) == 8.0
 

@@ -1,6 +1,7 @@
 """The laws that every policy obeys. A new policy is one more line in SCALERS."""
 
 import pickle
+from fractions import Fraction
 from functools import partial
 from typing import NamedTuple
 
@@ -166,6 +167,22 @@ def test_hyperparameter_changes_through_a_jit_argument_without_a_retrace(scaler)
     states = [adjust(s, s.init()) for s in (scaler, other)]
     assert len(traces) == 1
     assert_same(states, [s.adjust(s.init(), False) for s in (scaler, other)])
+
+
+def test_numbers_of_any_kind_make_the_same_policy():
+    traces = []
+
+    @jax.jit
+    def adjust(scaler, state):
+        traces.append(1)
+        return scaler.adjust(state, True)
+
+    for factor in (2.0, 4.0, 4, np.float32(4), Fraction(8, 2)):
+        policy = jls.dynamic(
+            8, growth_factor=factor, growth_interval=1, max_scale=2**40
+        )
+        assert adjust(policy, policy.init()).loss_scale == 8 * float(factor)
+    assert len(traces) == 1
 
 
 @pytest.mark.parametrize("flag", [False, np.bool_(False), np.array(False), "device"])

@@ -146,6 +146,24 @@ def test_select_refuses_what_is_no_predicate(pred, error):
 
 
 @pytest.mark.parametrize(
+    ("number", "array"),
+    [
+        (0.5, jnp.int32(1)),
+        (True, jnp.int32(1)),
+        (1, jnp.asarray(True)),
+        (2j, jnp.float32(1.0)),
+        (1, 2.0),
+    ],
+)
+def test_select_never_rounds_a_python_number(number, array):
+    if not isinstance(array, float):
+        with pytest.raises(ValueError, match=r"same dtype, got .*Python"):
+            jls.select(True, number, array)
+    assert jls.select(True, 1, jnp.float32(2.0)) == 1.0
+    assert jls.select(True, 2, 3).dtype == jnp.int32
+
+
+@pytest.mark.parametrize(
     ("new", "old", "message"),
     [
         ({"a": 1.0}, {"b": 1.0}, "must have the same structure"),
