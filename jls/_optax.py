@@ -117,17 +117,18 @@ def loss_scaled(
                 f"state has one at '{nested[0][0]}': the step would be checked and the "
                 "scale adjusted twice. Keep the outermost wrapper."
             )
+        # A policy may hold on to the arrays that it returns: all are foreign.
         scaler_state = scaler.init()
-        if locate(scaler_state).loss_scale.dtype != jnp.float32:
+        scaler_state = own(scaler_state, scaler_state)
+        dtype = locate(scaler_state).loss_scale.dtype
+        if dtype != jnp.float32:
             raise ValueError(
-                "scaler.init must give a float32 loss_scale, got "
-                f"{scaler_state.loss_scale.dtype}."
+                f"scaler.init must give a float32 loss_scale, got {dtype}."
             )
         _warn_of_half_params(params)
         state = LossScaledState(
             inner_state=own(inner_state, params),
-            # A policy may hold on to the arrays that it returns: all are foreign.
-            scaler_state=own(scaler_state, scaler_state),
+            scaler_state=scaler_state,
             applied=jnp.zeros((), jnp.bool_),
             steps=jnp.zeros((), jnp.int32),
             skips=jnp.zeros((), jnp.int32),
@@ -143,7 +144,8 @@ def loss_scaled(
         flags = jnp.stack([all_finite(updates), all_finite(extra.get("value"))])
         grads_finite, loss_finite = agree(flags, axis_name)
         acceptable = grads_finite & loss_finite
-        kept = _guard.no_updates(updates, params), state.inner_state
+        no_updates = _guard.no_updates(updates, params)
+        kept = no_updates, state.inner_state
         checks = check_updates
         if checks is None:
             checks = _guard.is_narrow(updates if params is None else params)
@@ -154,15 +156,13 @@ def loss_scaled(
             grads, clean = _guard.ones_unless(
                 acceptable, (jax.tree.map(widen, updates), extra)
             )
-            new_updates, new = inner.update(grads, state.inner_state, params, **clean)
-            new_updates = _guard.like(
-                "the inner optimizer's update", new_updates, kept[0]
-            )
-            new = _guard.like("the inner optimizer's state", new, kept[1])
-            stepped = new_updates, new
+            made, new = inner.update(grads, state.inner_state, params, **clean)
+            made = _guard.like("the inner optimizer's update", made, no_updates)
+            new = _guard.like("the inner optimizer's state", new, state.inner_state)
+            stepped = made, new
             applied = acceptable
             if checks:
-                applied = acceptable & all_finite(new_updates, axis_name)
+                applied = acceptable & all_finite(made, axis_name)
             if checks or not branches:
                 stepped = select(applied, stepped, kept)
             return applied, _guard.arrays(stepped)
@@ -170,14 +170,17 @@ def loss_scaled(
         def skip():
             return acceptable, _guard.arrays(kept)
 
-        try:
-            applied, arrays = lax.cond(acceptable, step, skip) if branches else step()
-        except TypeError as error:
-            error.add_note(
-                "Under jax.shard_map, pass axis_name= to jls.loss_scaled if the "
-                "gradients differ between devices: they have to decide together."
-            )
-            raise
+        if branches:
+            try:
+                applied, arrays = lax.cond(acceptable, step, skip)
+            except TypeError as error:
+                error.add_note(
+                    "Under jax.shard_map, pass axis_name= to jls.loss_scaled if the "
+                    "gradients differ between devices: they have to decide together."
+                )
+                raise
+        else:
+            applied, arrays = step()
         new_updates, inner_state = _guard.with_arrays(kept, arrays)
         adjusted = scaler.adjust(state.scaler_state, grads_finite)
         adjusted = _guard.like("the scaler's state", adjusted, state.scaler_state)

@@ -193,17 +193,18 @@ def _common_dtype(new: Any, old: Any) -> Any:
 
     The `step` of a new Flax `TrainState` is a Python number, after a step an array.
     """
-    dtypes = {x.dtype for x in (new, old) if hasattr(x, "dtype")}
-    dtypes = dtypes or {jnp.asarray(new).dtype}
-    dtype = dtypes.pop()
-    kinds = [int] if jnp.issubdtype(dtype, jnp.integer) else [bool]
-    if jnp.issubdtype(dtype, jnp.inexact):
-        kinds = [int, float]
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        kinds = [int, float, complex]
-    numbers = [x for x in (new, old) if not hasattr(x, "dtype")]
-    fits = all(type(x) in kinds for x in numbers)
-    return dtype if fits and not dtypes else None
+    arrays = [leaf for leaf in (new, old) if hasattr(leaf, "dtype")]
+    numbers = [leaf for leaf in (new, old) if not hasattr(leaf, "dtype")]
+    dtype, *others = {leaf.dtype for leaf in arrays or [jnp.asarray(new)]}
+    fitting = {
+        jnp.bool_: (bool,),
+        jnp.integer: (int,),
+        jnp.floating: (int, float),
+        jnp.complexfloating: (int, float, complex),
+    }
+    types = [t for kind, t in fitting.items() if jnp.issubdtype(dtype, kind)]
+    fits = all(type(number) in types[0] for number in numbers)
+    return dtype if fits and not others else None
 
 
 def _dtype_name(leaf: Any) -> str:

@@ -259,6 +259,35 @@ def test_decision_that_is_not_reduced_cannot_leave_shard_map():
         step(w, optimizer.init(w))
 
 
+def test_forgotten_axis_name_is_explained():
+    """S1: gradients that differ, and a state that does not."""
+    optimizer = make()
+    w = jnp.float32(1.0)
+
+    @jax.jit
+    @sharded(MESH, (P(), P("d")), P("d"))
+    def step(w, x):
+        grads = lax.pcast(w, "d", to="varying") * x[0]
+        return optimizer.update(grads, optimizer.init(w), w)[0][None]
+
+    with pytest.raises(TypeError) as caught:
+        step(w, X)
+    assert "pass axis_name= to jls.loss_scaled" in caught.value.__notes__[0]
+
+
+def test_a_run_on_a_mesh_compiles_once():
+    """Scalars of the state that start on one device come back on the mesh."""
+    home = NamedSharding(MESH, P("d"))
+    w = jax.device_put(jnp.ones(8), home)
+    optimizer = make()
+    step = jax.jit(lambda w, state: optimizer.update(w, state, w))
+    state = optimizer.init(w)
+    for _ in range(3):
+        _, state = step(w, state)
+    step(w, jls.set_loss_scale(state, jax.device_put(jnp.float32(4.0))))
+    assert step._cache_size() == 1
+
+
 def test_pmap_replicas_agree():
     """flax S4: pmap with axis_name."""
     optimizer = make("d")
