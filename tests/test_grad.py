@@ -105,6 +105,46 @@ def test_int_and_complex_arguments():
     assert grads == jax.grad(lambda z: jnp.sum(jnp.abs(z) ** 2))(jnp.array([3.0 + 4j]))
 
 
+def test_every_leaf_kind_passes_through():
+    tree = {
+        "w": jnp.ones(2),
+        "h": jnp.ones(2, jnp.bfloat16),
+        "f8": jnp.ones(2, jnp.float8_e5m2),
+        "z": jnp.ones(1, jnp.complex64),
+        "n": None,
+        "i": jnp.int32(3),
+        "b": jnp.asarray(True),
+        "k": jax.random.key(0),
+        "m": optax.MaskedNode(),
+        "s": jnp.tanh,  # what JAX cannot take, Equinox filters out
+    }
+
+    def loss_fn(tree):
+        inexact = [
+            tree[name].astype(jnp.complex64).real for name in ("w", "h", "f8", "z")
+        ]
+        return sum(jnp.sum(leaf) for leaf in inexact) * tree["i"].astype(jnp.float32)
+
+    fun = jls.value_and_grad(loss_fn, transform=eqx.filter_value_and_grad)
+    loss, grads = fun(STATE, tree)
+    assert loss == 21.0
+    assert {name: g.dtype.name for name, g in grads.items() if eqx.is_array(g)} == {
+        "w": "float32",
+        "h": "float32",
+        "f8": "float32",
+        "z": "complex64",
+    }
+    assert all(jnp.all(g == 3.0) for g in jax.tree.leaves(grads))
+
+    transform = functools.partial(jax.value_and_grad, allow_int=True)
+    del tree["s"]
+    for value_and_grad in both(jls.value_and_grad(loss_fn, transform=transform)):
+        _, grads = value_and_grad(STATE, tree)
+        assert grads["w"].tolist() == [3.0, 3.0]
+        assert {grads[name].dtype for name in "ibk"} == {jax.dtypes.float0}
+        assert (grads["n"], grads["m"]) == (None, optax.MaskedNode())
+
+
 def test_float64_gradients_are_not_narrowed():
     with jax.enable_x64(True):
         loss, grads = jls.value_and_grad(lambda w: w * 1e300)(STATE, jnp.float64(1e-5))

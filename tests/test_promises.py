@@ -291,6 +291,7 @@ def test_promise_07_every_leaf_kind_is_safe(wrap):
             "w": jnp.array([1.0, bad], jnp.float32),
             "z": jnp.array([1.0 + 1.0j]),
             "h": jnp.ones(2, jnp.bfloat16),
+            "f8": jnp.ones(2, jnp.float8_e4m3fn),
             "n": None,
             "i": jnp.int32(3),
             "b": jnp.asarray(True),
@@ -319,6 +320,7 @@ def test_promise_07_every_leaf_kind_is_safe(wrap):
     good = wrap(arrays_only)(grads(2.0), state)
     assert good["w"].tolist() == [1.0, 2.0]
     assert (good["h"].dtype, good["i"].item(), good["b"].item()) == ("float32", 3, True)
+    assert (good["f8"].dtype, good["f8"].tolist()) == ("float32", [1.0, 1.0])
     bad = wrap(arrays_only)(grads(np.nan), state)
     assert bad["w"].tolist() == [0.0, 0.0]
     assert (bad["i"].item(), bad["b"].item(), bad["n"]) == (0, False, None)
