@@ -20,7 +20,9 @@ pytestmark = [
     pytest.mark.standard_promotion,
     pytest.mark.filterwarnings(
         "ignore:.*parameters are float16:UserWarning",
-        "ignore:.*deprecated:DeprecationWarning",
+        # optax's own old names and arguments are tested as well.
+        "ignore:.(optimistic_adam|seed). is deprecated:DeprecationWarning",
+        "ignore:inject_stateful_hyperparams is deprecated:DeprecationWarning",
         # optax.lbfgs writes float32 gradients into a memory of the parameters' dtype.
         "ignore:scatter inputs have incompatible types:FutureWarning",
     ),
