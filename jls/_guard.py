@@ -20,8 +20,8 @@ def branch_is_faster(updates: Any) -> bool:
     """Whether to step by `lax.cond` and not by a select.
 
     Measured on CPU in a whole jitted train step of a transformer under adamw: a branch
-    takes 0.9 to 1.2 of the time without a guard, a select 1.3 to 1.9. Eager, a branch is
-    compiled on each call and ten times slower. On other platforms a select, not
+    takes 0.9 to 1.2 of the time without a guard, a select 1.3 to 1.9. Eager, a branch
+    is compiled on each call and ten times slower. On other platforms a select, not
     measured: the host may have to read the flag of a branch.
     """
     is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(updates))
