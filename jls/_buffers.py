@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jls._tree import is_array
+from jls._tree import is_array, is_concrete
 
 
 def own(tree: Any, foreign: Any) -> Any:
@@ -42,7 +42,7 @@ def placed_like(params: Any, state: Any) -> Any:
     shardings = [
         leaf.sharding
         for leaf in jax.tree.leaves(params)
-        if _is_concrete(leaf) and leaf.committed
+        if is_concrete(leaf) and leaf.committed
     ]
     if not shardings:
         return state
@@ -53,14 +53,10 @@ def placed_like(params: Any, state: Any) -> Any:
         return state
 
     def place(leaf):
-        is_free = _is_concrete(leaf) and leaf.ndim == 0 and not leaf.committed
+        is_free = is_concrete(leaf) and leaf.ndim == 0 and not leaf.committed
         return jax.device_put(leaf, home) if is_free else leaf
 
     return jax.tree.map(place, state)
-
-
-def _is_concrete(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
 
 
 def _buffer(leaf: Any) -> int:

@@ -98,7 +98,7 @@ def like(name: str, new: Any, old: Any) -> Any:
 
 
 def _kind(dtype: Any) -> Any:
-    """Numbers of one kind may be cast into each other, a real one to complex too."""
+    """Dtypes of one kind may be cast into each other; real and complex are one."""
     kinds = (jnp.bool_, jnp.integer, jnp.inexact)
     return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), dtype)
 

@@ -188,12 +188,14 @@ def loss_scaled(
             inner_state=inner_state,
             scaler_state=select(loss_finite, adjusted, state.scaler_state),
             applied=applied,
-            steps=_increment_if(True, state.steps),
-            skips=_increment_if(~applied, state.skips),
+            steps=_increment(state.steps),
+            skips=jnp.where(applied, state.skips, _increment(state.skips)),
             consecutive_skips=jnp.where(
-                applied, 0, _increment_if(True, state.consecutive_skips)
+                applied, 0, _increment(state.consecutive_skips)
             ),
-            nonfinite_losses=_increment_if(~loss_finite, state.nonfinite_losses),
+            nonfinite_losses=jnp.where(
+                loss_finite, state.nonfinite_losses, _increment(state.nonfinite_losses)
+            ),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -235,9 +237,9 @@ def skip_nonfinite(
     )
 
 
-def _increment_if(flag: Array | bool, count: Array) -> Array:
-    """`count + 1` where `flag`; stays at the int32 maximum instead of wrapping."""
-    return jnp.where(flag, jnp.asarray(optax.safe_increment(count)), count)
+def _increment(count: Array) -> Array:
+    """`count + 1`; stays at the int32 maximum instead of wrapping."""
+    return jnp.asarray(optax.safe_increment(count))
 
 
 def _warn_of_half_params(params: Any) -> None:

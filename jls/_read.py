@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jls._locate import find, is_scaler_state, is_wrapper_state, locate, unwrapped
+from jls._tree import is_concrete
 from jls._validate import is_real, scale_value
 
 State = TypeVar("State")
@@ -141,7 +142,6 @@ def _is_real_array(value: Any) -> bool:
 
 def _placed_like(old: Any, new: Array) -> Array:
     """`new` on the devices of `old`: another placement would compile the step again."""
-    is_traced = isinstance(old, Tracer) or isinstance(new, Tracer)
-    if is_traced or not isinstance(old, jax.Array) or not old.committed:
-        return new
-    return jax.device_put(new, old.sharding)
+    if is_concrete(new) and is_concrete(old) and old.committed:
+        return jax.device_put(new, old.sharding)
+    return new

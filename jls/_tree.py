@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 Tree = TypeVar("Tree")
@@ -24,6 +25,11 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic) and (
         dtype != jax.dtypes.float0
     )
+
+
+def is_concrete(leaf: Any) -> bool:
+    """Whether `leaf` is a JAX array in memory, not one that is being traced."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
 
 
 def is_inexact(leaf: Any) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ids of the faults found in other libraries, and what their tests share.
+"""The ids of the faults found in other libraries, and the inputs of their tests.
 
 They come from a study that ran jmp (J), flax `DynamicScale` (F), MPX (M), optax (O),
 Keras (K), the spike skippers of MaxText and Levanter (P), several of them on sharded
@@ -8,8 +8,6 @@ data (S), XLA itself (X), the exactness of scaling (E) and what users report (R)
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 
 IDS = """
@@ -34,27 +32,3 @@ NOT_APPLICABLE = {
 either = pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
 W = jnp.array([1.0, -2.0])
 ONE, NAN, INF = jnp.ones(2), jnp.array([1.0, jnp.nan]), jnp.array([jnp.inf, 1.0])
-
-
-def run(optimizer, params, all_grads, jit=jax.jit):
-    """The params and the state after a step with each of the gradients."""
-
-    @jit
-    def step(params, state, grads):
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    state = optimizer.init(params)
-    for grads in all_grads:
-        params, state = step(params, state, grads)
-    return params, state
-
-
-def assert_identical(tree, other):
-    """Same structure, dtypes and bits."""
-    assert jax.tree.structure(tree) == jax.tree.structure(other)
-    for leaf, reference in zip(
-        jax.tree.leaves(tree), jax.tree.leaves(other), strict=True
-    ):
-        assert jnp.result_type(leaf) == jnp.result_type(reference)
-        assert np.asarray(leaf).tobytes() == np.asarray(reference).tobytes()

@@ -8,20 +8,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from shared import both
 
 import jls
 
 STATE = jls.dynamic(2.0**12).init()
-
-
-def both(fun):
-    return [fun, jax.jit(fun)]
-
-
-def assert_close(tree, other):
-    assert jax.tree.structure(tree) == jax.tree.structure(other)
-    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
 
 
 def half_loss(w, x):

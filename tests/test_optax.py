@@ -1,5 +1,6 @@
 """The wrapper's own behaviour; what it promises is in test_promises.py."""
 
+import functools
 import warnings
 
 import jax
@@ -7,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import shared
+from shared import run
 
 import jls
 
@@ -20,24 +23,11 @@ def scaled(inner, **kwargs):
 
 
 def steps(optimizer, grads, params=PARAMS, **extra):
-    """Params and state after one jitted step for each of `grads`."""
-
-    @jax.jit
-    def step(params, state, grads):
-        updates, state = optimizer.update(grads, state, params, **extra)
-        return optax.apply_updates(params, updates), state
-
-    state = optimizer.init(params)
-    for g in grads:
-        params, state = step(params, state, g)
-    return params, state
+    return run(optimizer, params, grads, **extra)
 
 
-def assert_close(tree, other):
-    assert jax.tree.structure(tree) == jax.tree.structure(other)
-    # To one rounding: two programs may fuse, and so round, differently.
-    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
-        np.testing.assert_allclose(a, b, rtol=3e-7)
+# To one rounding: two programs may fuse, and so round, differently.
+assert_close = functools.partial(shared.assert_close, rtol=3e-7)
 
 
 def test_finite_steps_are_those_of_the_inner_optimizer():

@@ -19,7 +19,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
-from peer_faults import IDS, NAN, NOT_APPLICABLE, ONE, W, assert_identical, either, run
+from peer_faults import IDS, NAN, NOT_APPLICABLE, ONE, W, either
+from shared import assert_identical, run
 
 import jls
 

@@ -16,7 +16,8 @@ import optax
 import pytest
 from flax import nnx
 from jax import export, lax
-from peer_faults import INF, NAN, ONE, W, assert_identical, either, run
+from peer_faults import INF, NAN, ONE, W, either
+from shared import assert_identical, run
 
 import jls
 

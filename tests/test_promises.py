@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import serialization
+from shared import assert_identical
 
 import jls
 
@@ -44,19 +45,6 @@ def run(step, params, state, batches=BATCHES):
     for x in batches:
         params, state, _ = step(params, state, jnp.float32(x))
     return params, state
-
-
-def assert_same_bits(tree, other):
-    assert jax.tree.structure(tree) == jax.tree.structure(other)
-    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-
-def assert_close(tree, other):
-    assert jax.tree.structure(tree) == jax.tree.structure(other)
-    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
 @pytest.fixture(autouse=True, params=["branch", "select"])
@@ -118,7 +106,7 @@ def test_promise_03_a_bad_step_is_never_committed_however_many_there_are(bad):
 
     (new, state), applied = jax.lax.scan(step, (params, state), length=1000)
     assert not applied.any()
-    assert_same_bits(new, params)
+    assert_identical(new, params)
     assert (state.steps, state.skips, state.consecutive_skips) == (1000, 1000, 1000)
     assert jls.loss_scale(state) == 1.0
 
@@ -128,8 +116,8 @@ def test_promise_03_a_bad_loss_is_never_committed(wrap):
     state, grads = optimizer.init(params), make_params()
     updates, new = wrap(optimizer.update)(grads, state, params, value=jnp.nan)
     assert not new.applied
-    assert_same_bits(optax.apply_updates(params, updates), params)
-    assert_same_bits(new.scaler_state, state.scaler_state)
+    assert_identical(optax.apply_updates(params, updates), params)
+    assert_identical(new.scaler_state, state.scaler_state)
     assert new.nonfinite_losses == 1
 
 
@@ -146,8 +134,8 @@ def test_promise_04_a_skipped_step_is_atomic_and_bitwise(wrap):
     params, state = run(step, params, optimizer.init(params), [1.0, 2.0, 0.5])
     for bad in (np.nan, np.inf, np.inf):
         new_params, new_state = run(step, params, state, [bad])
-        assert_same_bits(new_params, params)
-        assert_same_bits(new_state.inner_state, state.inner_state)
+        assert_identical(new_params, params)
+        assert_identical(new_state.inner_state, state.inner_state)
     assert not new_state.applied
     assert np.signbit(params["b"]) == np.signbit(new_params["b"])
 
@@ -160,7 +148,7 @@ def test_promise_04_the_updates_of_a_skipped_step_are_minus_zero(wrap):
     for leaf in (updates["w"], updates["z"].real, updates["z"].imag):
         assert np.all(leaf == 0)
         assert np.signbit(leaf).all()
-    assert_same_bits(optax.apply_updates(params, updates), params)
+    assert_identical(optax.apply_updates(params, updates), params)
 
 
 def test_promise_05_one_decision_over_a_named_axis():
@@ -240,7 +228,7 @@ def test_promise_06_export_keeps_the_step_and_knows_the_states_of_jls():
     step = jax.jit(make_step(optimizer))
     args = (make_params(), optimizer.init(make_params()), jnp.float32(2.0))
     exported = jax.export.export(step)(*args)
-    assert_same_bits(exported.call(*args), step(*args))
+    assert_identical(exported.call(*args), step(*args))
     adjust = jax.export.export(jax.jit(jls.dynamic(8.0).adjust))
     state = jls.dynamic(8.0).init()
     again = jax.export.deserialize(adjust(state, np.bool_(False)).serialize())
@@ -355,7 +343,7 @@ def test_promise_08_powers_of_two_give_the_same_bits(exponent):
     at_one = optimizer.init(params)
     scaled = jls.set_loss_scale(at_one, 2.0**exponent)
     expected, _ = run(step, params, at_one, batches)
-    assert_same_bits(run(step, params, scaled, batches)[0], expected)
+    assert_identical(run(step, params, scaled, batches)[0], expected)
 
 
 def test_promise_09_the_scale_stays_within_its_bounds():
@@ -384,7 +372,7 @@ def test_promise_10_resume_from_bytes_pickle_and_numpy_is_exact():
         pickle.loads(pickle.dumps(saved)),
         jax.tree.map(np.asarray, saved),
     ):
-        assert_same_bits(run(step, *restored, BATCHES[3:]), expected)
+        assert_identical(run(step, *restored, BATCHES[3:]), expected)
 
 
 def test_promise_11_the_reported_loss_is_the_true_one_on_overflow_steps_too(wrap):

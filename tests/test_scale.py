@@ -5,14 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from shared import both
 
 import jls
 
 STATE = jls.static(1024.0).init()
-
-
-def both(fun):
-    return [fun, jax.jit(fun)]
 
 
 @pytest.mark.parametrize(

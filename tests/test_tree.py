@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from shared import both
 
 import jls
 
@@ -20,11 +21,6 @@ FLOATS = [
 
 def bits(x):
     return np.asarray(x).tobytes()
-
-
-def both(fun):
-    """`fun`, and `fun` jitted."""
-    return [fun, jax.jit(fun)]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -1,0 +1,43 @@
+"""What several test files do: run a function both ways, take steps, compare trees."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+
+def both(fun):
+    """`fun`, and `fun` jitted."""
+    return [fun, jax.jit(fun)]
+
+
+def run(optimizer, params, all_grads, jit=jax.jit, **extra):
+    """The params and the state after a step with each of the gradients."""
+
+    @jit
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    state = optimizer.init(params)
+    for grads in all_grads:
+        params, state = step(params, state, grads)
+    return params, state
+
+
+def _leaves(tree, other):
+    assert jax.tree.structure(tree) == jax.tree.structure(other)
+    return zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+
+
+def assert_identical(tree, other):
+    """Same structure, shapes, dtypes and bits."""
+    for leaf, reference in _leaves(tree, other):
+        assert jnp.result_type(leaf) == jnp.result_type(reference)
+        assert jnp.shape(leaf) == jnp.shape(reference)
+        assert np.asarray(leaf).tobytes() == np.asarray(reference).tobytes()
+
+
+def assert_close(tree, other, **tolerance):
+    for leaf, reference in _leaves(tree, other):
+        np.testing.assert_allclose(leaf, reference, **tolerance)
