@@ -9,9 +9,11 @@ from jls._optax import skip_nonfinite as skip_nonfinite
 from jls._read import loss_scale as loss_scale
 from jls._read import metrics as metrics
 from jls._read import set_loss_scale as set_loss_scale
+from jls._report import StepReport as StepReport
 from jls._scale import scale as scale
 from jls._scale import unscale as unscale
 from jls._static import static as static
+from jls._train_step import train_step as train_step
 from jls._tree import all_finite as all_finite
 from jls._tree import select as select
 from jls._types import AdjustFn as AdjustFn

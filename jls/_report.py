@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a train step reports: `StepReport`, and where its learning rate is found."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax import export as jax_export
+from jax.tree_util import DictKey
+
+from jls import _validate
+from jls._norms import global_norm
+
+
+class StepReport(NamedTuple):
+    """What the step made by `jls.train_step` says of itself; arrays on the device.
+
+    The order of the first seven is that of MindFormers' `MFTrainOneStepCell`, so that
+    its callbacks can be ported. `local_norm` holds norms here; there it holds squares.
+
+    Example:
+      >>> jls.StepReport._fields
+      ('loss', 'overflow', 'loss_scale', 'learning_rate', 'global_norm', 'local_norm',
+       'size', 'dropped')
+    """
+
+    loss: Array  # f32[]   the true forward loss, also on a skipped step
+    overflow: Array  # bool[]  was the step skipped
+    loss_scale: Array  # f32[]   that of the next step
+    learning_rate: Any  # f32[], a dict of f32[] by group, or None
+    global_norm: Array  # f32[]   of the true gradients, before clipping
+    local_norm: Any  # None, or a dict of f32[] by the path of the parameter
+    size: Any  # None, or a dict of i32[] by path: numbers of elements
+    dropped: Array  # i32[]   micro-batches left out of this step
+
+
+jax_export.register_namedtuple_serialization(
+    StepReport, serialized_name="jls.StepReport"
+)
+
+Rates = Mapping[str, Any] | Callable[[Array], Any] | float | None
+
+
+def local_norms(grads: Any) -> tuple[dict[str, Array], dict[str, Array]]:
+    """The L2 norm and the number of elements of each gradient, by path."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(grads)
+    norms = {_label(path): global_norm(leaf) for path, leaf in leaves}
+    sizes = {_label(path): jnp.asarray(leaf.size, jnp.int32) for path, leaf in leaves}
+    return norms, sizes
+
+
+def check_rates(given: Any) -> None:
+    """Raises unless `given` is None, a schedule, a number > 0, or a dict of these."""
+    for rate in given.values() if isinstance(given, Mapping) else [given]:
+        if not (rate is None or callable(rate)):
+            _validate.number(
+                "learning_rate", rate, "> 0 and finite", 2.0**-149, 2.0**127
+            )
+
+
+def learning_rates(given: Rates, count: Array, opt_state: Any) -> Any:
+    """The learning rate of the step: as given, or as `opt_state` has it, or None.
+
+    Args:
+      given: a schedule or a number, or a dict of them by group.
+      count: `i32[]`, steps applied before.
+      opt_state: after the step; `optax.inject_hyperparams` keeps the rate there.
+    """
+    if isinstance(given, Mapping):
+        return {name: _rate(rate, count) for name, rate in given.items()}
+    if given is not None:
+        return _rate(given, count)
+    flat, _ = jax.tree_util.tree_flatten_with_path(
+        opt_state, is_leaf=_has_learning_rate
+    )
+    found = [(path, node) for path, node in flat if _has_learning_rate(node)]
+    rates = [_rate(node.hyperparams["learning_rate"], count) for _, node in found]
+    if len(found) < 2:
+        return rates[0] if found else None
+    # optax.partition keeps its groups in a dict.
+    groups = [
+        "/".join(str(k.key) for k in p if isinstance(k, DictKey)) for p, _ in found
+    ]
+    if len(set(groups)) < len(groups):
+        groups = [jax.tree_util.keystr(path) for path, _ in found]
+    return dict(zip(groups, rates, strict=True))
+
+
+def _has_learning_rate(node: Any) -> bool:
+    return "learning_rate" in (getattr(node, "hyperparams", None) or ())
+
+
+def _rate(rate: Any, count: Array) -> Array:
+    value = jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
+    if value.shape != ():
+        raise ValueError(
+            f"learning_rate must be a number of shape (), got shape {value.shape}."
+        )
+    return value
+
+
+def _label(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
