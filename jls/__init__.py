@@ -2,6 +2,8 @@
 """jls: loss scaling and bad-step skipping for JAX."""
 
 from jls._dynamic import dynamic as dynamic
+from jls._ema import eval_params as eval_params
+from jls._ema import params_ema as params_ema
 from jls._grad import grad as grad
 from jls._grad import value_and_grad as value_and_grad
 from jls._optax import loss_scaled as loss_scaled
@@ -21,5 +23,6 @@ from jls._types import InitFn as InitFn
 from jls._types import LossScaledState as LossScaledState
 from jls._types import LossScaler as LossScaler
 from jls._types import LossScaleState as LossScaleState
+from jls._types import ParamsEmaState as ParamsEmaState
 
 __version__ = "0.1.0"

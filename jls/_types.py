@@ -81,8 +81,23 @@ class LossScaledState(NamedTuple):
     nonfinite_losses: Array  # i32[]   skipped because the forward loss was not finite
 
 
+class ParamsEmaState(NamedTuple):
+    """State of `jls.params_ema`. The count stops at the int32 maximum.
+
+    Example:
+      >>> state = jls.params_ema(0.999).init({"w": jnp.ones(2, jnp.float16)})
+      >>> state.ema
+      {'w': Array([1., 1.], dtype=float32)}
+    """
+
+    # Steps averaged. The name is that of optax's counts, and of a method of tuples.
+    count: Array  # i32[]  # pyright: ignore[reportIncompatibleMethodOverride]
+    weight: Array  # f32[]  in [0, 1], of what is averaged against an empty start
+    ema: Any  # like the parameters, in at least float32
+
+
 # Without these, `jax.export` refuses to serialize a train step that takes the states.
-for _type in (LossScaleState, LossScaledState):
+for _type in (LossScaleState, LossScaledState, ParamsEmaState):
     jax_export.register_namedtuple_serialization(
         _type, serialized_name=f"jls.{_type.__name__}"
     )

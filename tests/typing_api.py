@@ -35,6 +35,9 @@ assert_type(optimizer, optax.GradientTransformationExtraArgs)
 guarded = jls.skip_nonfinite(optax.sgd(0.1), check_updates=True)
 chained: optax.GradientTransformation = optax.chain(optimizer, guarded)
 opt_state = optimizer.init(params)
+averaged = optax.chain(optax.adamw(3e-4), jls.params_ema(0.999, debias=False))
+assert_type(jls.params_ema(lambda n: n / 9), optax.GradientTransformationExtraArgs)
+average: dict[str, jax.Array] = jls.eval_params(averaged.init(params))
 
 # Reading and setting.
 assert_type(jls.loss_scale(opt_state), jax.Array)
@@ -59,5 +62,7 @@ jls.dynamic(1.0, 2.0)  # pyright: ignore[reportCallIssue]
 jls.dynamic(growth_intervall=3)  # pyright: ignore[reportCallIssue]
 jls.static("8")  # pyright: ignore[reportArgumentType]
 jls.loss_scaled(optax.sgd(0.1), 8.0)  # pyright: ignore[reportArgumentType]
+jls.params_ema(0.9, False)  # pyright: ignore[reportCallIssue]
+jls.params_ema("0.9")  # pyright: ignore[reportArgumentType]
 scaler.adjust(True, state)  # pyright: ignore[reportArgumentType]
 state.scale  # pyright: ignore[reportAttributeAccessIssue]

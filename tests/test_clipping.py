@@ -1,0 +1,251 @@
+"""optax's own clipping, inside the wrapper: true gradients, in at least float32.
+
+Each test shows first what goes wrong without; the ids of the faults are those of
+peer_faults.py. Per-example clipping (`optax.per_example_global_norm_clip`) is left out:
+it reduces a batch of gradients, which no optimizer step does.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from peer_faults import INF, NAN, either
+from shared import assert_close, assert_identical, run
+
+import jls
+
+pytestmark = pytest.mark.standard_promotion
+
+W = jnp.array([1.0, -2.0, 0.5, 3.0])
+# Those that look at a norm, and what they make of a huge gradient on the params W.
+NORMS = {
+    "global norm": (optax.clip_by_global_norm(1.0), [0.5] * 4),
+    "block rms": (optax.clip_by_block_rms(0.25), [0.25] * 4),
+    "adaptive": (
+        optax.adaptive_grad_clip(0.25),
+        [0.125 * float(jnp.linalg.norm(W))] * 4,
+    ),
+}
+CLIPS = {name: clip for name, (clip, _) in NORMS.items()} | {"clip": optax.clip(0.5)}
+
+norms = pytest.mark.parametrize(("clip", "clipped"), NORMS.values(), ids=NORMS)
+clips = pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
+
+
+def bare(clip, grads, params=W, jit=jax.jit):
+    """What the clipping alone makes of the gradients."""
+    return jit(clip.update)(grads, clip.init(params), params)[0]
+
+
+def scaled(*inner, **kwargs):
+    scaler = jls.dynamic(8.0, growth_interval=2)
+    return jls.loss_scaled(optax.chain(*inner), scaler, **kwargs)
+
+
+def update(optimizer, grads, params=W, jit=jax.jit):
+    return jit(optimizer.update)(grads, optimizer.init(params), params)
+
+
+@either
+@norms
+def test_squares_that_overflow_float16_are_summed_in_float32(clip, clipped, jit):
+    """optax O6: 4 x 300, of norm 600, had the norm inf and a zero, finite update."""
+    grads = jnp.full(4, 300.0, jnp.float16)
+    peer = bare(clip, grads, W.astype(jnp.float16), jit)
+    assert peer.tolist() == [0.0] * 4
+    updates, state = update(scaled(clip, optax.sgd(1.0)), grads, jit=jit)
+    np.testing.assert_allclose(updates, -np.array(clipped), rtol=1e-6)
+    assert (updates.dtype, bool(state.applied)) == (jnp.float32, True)
+
+
+@either
+def test_every_leaf_of_a_float16_tree_counts_in_the_norm(jit):
+    """The squares of one leaf overflow, those of the other underflow in float16."""
+    params = {"big": jnp.zeros(4), "small": jnp.zeros(4)}
+    grads = {
+        "big": jnp.full(4, 300.0, jnp.float16),
+        "small": jnp.full(4, 2.0**-14, jnp.float16),
+    }
+    optimizer = scaled(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    updates, _ = update(optimizer, grads, params, jit)
+    np.testing.assert_allclose(updates["big"], -0.5, rtol=1e-6)
+    np.testing.assert_allclose(updates["small"], -(2.0**-14) / 600, rtol=1e-6)
+
+
+HIDING = {
+    "clip": (optax.clip(0.5), jnp.array([jnp.inf, 1.0])),
+    "zero_nans": (optax.zero_nans(), jnp.array([jnp.nan, 1.0])),
+    "global norm": (
+        optax.clip_by_global_norm(1.0),
+        jnp.array([300.0, 300.0], jnp.float16),
+    ),
+}
+
+
+@either
+@pytest.mark.parametrize(("clip", "grads"), HIDING.values(), ids=HIDING)
+def test_clipping_outside_hides_from_the_wrapper_what_inside_does_not(clip, grads, jit):
+    """optax O7, and MindFormers' pipeline cell: clipped first, and then checked."""
+    params = jnp.ones(2)
+    peer = optax.chain(clip, optax.apply_if_finite(optax.sgd(1.0), 5))
+    _, peer_state = update(peer, grads, params, jit)
+    assert peer_state[1].last_finite
+    outside = optax.chain(clip, scaled(optax.sgd(1.0)))
+    _, state = update(outside, grads, params, jit)
+    assert state[1].applied
+    assert jls.metrics(state)["skips"] == 0
+    _, state = update(scaled(clip, optax.sgd(1.0)), grads, params, jit)
+    is_overflow = not jnp.all(jnp.isfinite(grads))
+    assert state.applied == (not is_overflow)
+    assert jls.loss_scale(state) == (4.0 if is_overflow else 8.0)
+
+
+@either
+@clips
+@pytest.mark.parametrize("bad", [INF, -INF, NAN], ids=["inf", "-inf", "nan"])
+def test_no_clipping_makes_a_bad_step_a_good_one(bad, clip, jit):
+    """optax.clip makes 0.5 of an inf; a norm of inf makes 0 of all the others."""
+    params = jnp.array([1.0, -0.0])
+    peer = bare(clip, bad, params, jit)
+    assert jnp.any(jnp.isfinite(peer)) or jnp.any(jnp.isnan(bad))
+    inner = clip, optax.adamw(0.5)
+    new, state = run(scaled(*inner), params, [bad, bad], jit)
+    assert_identical(new, params)
+    assert_identical(state.inner_state, scaled(*inner).init(params).inner_state)
+    assert (state.skips, jls.loss_scale(state)) == (2, 2.0)
+
+
+@either
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_gradients_below_the_norm_stay_bit_for_bit(dtype, jit):
+    """MindFormers multiplies by max_norm / (max_norm + 1e-6): 0.3 becomes 0.29999971"""
+    grads = jnp.array([0.3, -0.7, 0.1, 1e-7], dtype)
+    wide = grads.astype(jnp.float32)
+    norm = jnp.linalg.norm(wide)
+    factor = 1.0 / (jnp.maximum(norm, 1.0) + 1e-6)
+    assert norm < 1.0
+    assert np.all(wide * factor != wide)
+    for max_norm in (1.0, float(np.nextafter(np.float32(norm), np.inf)) + 1e-6, 1e30):
+        clip = optax.clip_by_global_norm(max_norm)
+        updates, _ = update(scaled(clip, optax.scale(1.0)), grads, jit=jit)
+        assert_identical(updates, wide)
+    for clip in (
+        optax.clip(0.75),
+        optax.clip_by_block_rms(0.75),
+        optax.adaptive_grad_clip(0.75),
+    ):
+        updates, _ = update(scaled(clip, optax.scale(1.0)), grads, jit=jit)
+        assert_identical(updates, wide)
+
+
+@either
+@norms
+def test_a_norm_is_right_up_to_1_8e19_and_zero_above(clip, clipped, jit):
+    """Squares overflow float32 there: optax's norm is inf and the update 0.
+
+    Nothing is hidden from the wrapper, all gradients are finite: the step is applied,
+    and moves nothing. MindFormers does the same, at 1e30.
+    """
+    optimizer = scaled(clip, optax.sgd(1.0))
+    for huge in (1e9, 9e18):
+        updates, state = update(optimizer, jnp.full(4, huge), jit=jit)
+        np.testing.assert_allclose(updates, -np.array(clipped), rtol=1e-6)
+        assert state.applied
+    for too_huge in (1e19, 1e30):
+        grads = jnp.full(4, too_huge)
+        assert bare(clip, grads, jit=jit).tolist() == [0.0] * 4
+        params, state = run(optimizer, W, [grads], jit)
+        assert_identical(params, W)
+        assert (state.applied, state.skips, jls.all_finite(grads)) == (True, 0, True)
+
+
+@either
+def test_a_clip_by_value_before_keeps_the_norm_finite(jit):
+    """The way out for gradients over 1.8e19."""
+    clips = optax.clip(1e12), optax.clip_by_global_norm(1.0)
+    grads = jnp.array([1e30, -1e30, 1.0, 0.0])
+    updates, state = update(scaled(*clips, optax.sgd(1.0)), grads, jit=jit)
+    np.testing.assert_allclose(updates, [-(0.5**0.5), 0.5**0.5, 0, 0], atol=1e-6)
+    assert state.applied
+    moderate = jnp.array([3.0, 4.0, 0.0, 0.0])
+    updates, _ = update(scaled(*clips, optax.sgd(1.0)), moderate, jit=jit)
+    np.testing.assert_allclose(updates, [-0.6, -0.8, 0, 0], rtol=1e-6)
+
+
+X = jnp.array([3.0, -0.25, 0.125, 1.5])
+
+
+@either
+@clips
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("size", [2.0**-6, 1.0], ids=["below", "above"])
+def test_the_threshold_is_of_true_gradients_whatever_the_loss_scale(
+    size, dtype, clip, jit
+):
+    """Pain 5: a threshold of 1 on gradients times 2**15 left a 32768th of the update.
+
+    The same compiled step for both scales, hence the same bits.
+    """
+    x = (size * X / 4).astype(dtype)
+
+    def loss_fn(w):
+        return jnp.sum((w.astype(dtype) * x).astype(jnp.float32))
+
+    expected = bare(clip, x.astype(jnp.float32))
+    clipped_scaled = bare(clip, jax.grad(lambda w: 2.0**13 * loss_fn(w))(W))
+    assert not np.allclose(clipped_scaled / 2.0**13, expected, rtol=0.1)
+
+    optimizer = jls.loss_scaled(optax.chain(clip, optax.sgd(1.0)), jls.static(8.0))
+
+    @jit
+    def step(params, state):
+        grads = jls.grad(loss_fn)(state, params)
+        return optimizer.update(grads, state, params)[0]
+
+    state = optimizer.init(W)
+    updates = [step(W, jls.set_loss_scale(state, scale)) for scale in (2.0**3, 2.0**15)]
+    assert_identical(*updates)
+    assert_close(updates[0], -expected, rtol=1e-6)
+
+
+@either
+def test_a_max_norm_of_zero_moves_nothing(jit):
+    clip = optax.clip_by_global_norm(0.0)
+    params, state = run(scaled(clip, optax.sgd(1.0)), W, [X, 2 * X], jit)
+    assert_identical(params, W)
+    assert state.applied
+
+
+@either
+@pytest.mark.parametrize(
+    "clip", [optax.clip_by_global_norm(0.0), optax.clip_by_block_rms(0.0)]
+)
+def test_a_max_norm_of_zero_on_a_zero_gradient_needs_the_check_of_updates(clip, jit):
+    """0 / 0 inside of optax: a finite gradient, a NaN update."""
+    zeros = jnp.zeros(4)
+    assert np.all(np.isnan(bare(clip, zeros, jit=jit)))
+    checked = scaled(clip, optax.sgd(1.0), check_updates=True)
+    params, state = run(checked, W, [zeros], jit)
+    assert_identical(params, W)
+    assert (state.applied, state.skips) == (False, 1)
+    narrow = W.astype(jnp.bfloat16)  # checked unasked
+    params, state = run(scaled(clip, optax.sgd(1.0)), narrow, [zeros], jit)
+    assert_identical(params, narrow)
+    params, state = run(scaled(clip, optax.sgd(1.0)), W, [zeros], jit)
+    assert state.applied  # float32: as documented, only where it is asked for
+    assert np.all(np.isnan(params))
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_clipping_under_accumulation_is_of_the_mean(k):
+    """The norm is of the whole batch's gradient, and bad micro-batches do not count."""
+    clip = optax.clip_by_global_norm(1.0)
+    steps = optax.MultiSteps(optax.chain(clip, optax.sgd(1.0)), k)
+    optimizer = scaled(steps.gradient_transformation())
+    micro = [X.at[0].set(jnp.nan), 2 * X, *[0 * X] * (k - 1)]
+    params, state = run(optimizer, W, micro)
+    mean = 2 * X / k
+    expected = W - mean / jnp.maximum(1.0, jnp.linalg.norm(mean))
+    assert_close(params, expected, rtol=1e-6)
+    assert state.skips == 1
