@@ -15,60 +15,19 @@ Differs from `optax.apply_if_finite` in:
 """
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array, lax
 
-from jls import _guard
+from jls._advance import Guard, LossScaled, advance
 from jls._buffers import own, placed_like
 from jls._dynamic import dynamic
 from jls._locate import find, is_wrapper_state, locate
-from jls._norms import global_norm
 from jls._static import static
-from jls._tree import (
-    AxisName,
-    agree,
-    all_finite,
-    as_flag,
-    check_axis_name,
-    select,
-    widen,
-)
+from jls._tree import AxisName, check_axis_name
 from jls._types import LossScaledState, LossScaler
-
-
-class _LossScaled(optax.GradientTransformationExtraArgs):
-    """What `loss_scaled` returns, with a way to apply gradients in one go."""
-
-    apply_gradients: Callable[..., tuple[Any, Any, Array]]
-
-    def with_apply(self, apply_gradients: Callable[..., Any]) -> "_LossScaled":
-        self.apply_gradients = apply_gradients
-        return self
-
-
-def apply_gradients(
-    optimizer: optax.GradientTransformation,
-    grads: Any,
-    state: Any,
-    params: Any,
-    **extra: Any,
-) -> tuple[Any, Any, Array]:
-    """The new parameters, the new state, and the global norm of `grads`."""
-    if isinstance(optimizer, _LossScaled):
-        return optimizer.apply_gradients(grads, state, params, **extra)
-    optimizer = optax.with_extra_args_support(optimizer)
-    updates, new_state = optimizer.update(grads, state, params, **extra)
-    branches = _guard.branch_is_faster(grads)
-    return (
-        optax.apply_updates(params, updates),
-        new_state,
-        global_norm(grads, branches),
-    )
 
 
 def loss_scaled(
@@ -100,7 +59,9 @@ def loss_scaled(
       A transformation with state `LossScaledState`. Its `update` takes optax's extra
       argument `value`, the true loss: when that is not finite (on any device of
       `axis_name`) the step is skipped, the loss scale stays, since no scale can mend
-      it, and the step counts as a nonfinite loss. Updates come in the wider dtype of
+      it, and the step counts as a nonfinite loss. It also takes `overflow`, a flag for
+      gradients from which overflowing parts have been left out: the step is taken, and
+      the scale adjusts as after an overflow. Updates come in the wider dtype of
       gradient and parameter, at least float32. (`optax.apply_updates` turns subnormal
       parameters to 0 on CPU whatever the update; `jls.select` does not.)
 
@@ -170,85 +131,12 @@ def loss_scaled(
         )
         return placed_like(params, state)
 
-    def advance(updates, state, params, extra, *, apply):
-        """The updates, or if `apply` the new parameters and the norm; the next state.
-
-        Applied inside of the branch, the updates need no memory, and the norm is
-        computed once if the inner optimizer clips by it.
-        """
-        overflow = as_flag("overflow", extra.pop("overflow", False))
-        branches = axis_name is None and _guard.branch_is_faster(updates)
-        if branches:
-            updates = _guard.materialized(updates)
-        flags = all_finite(updates), all_finite(extra.get("value")), ~overflow
-        grads_finite, loss_finite, all_seen = agree(jnp.stack(flags), axis_name)
-        acceptable = grads_finite & loss_finite
-        no_updates = _guard.no_updates(updates, params)
-        kept = (params if apply else no_updates), state.inner_state
-        checks = check_updates
-        if checks is None:
-            checks = _guard.is_narrow(updates if params is None else params)
-
-        def norm(grads):
-            return global_norm(grads, branches) if apply else None
-
-        def step():
-            # A rejected step runs too wherever this is no branch. It sees ones: a line
-            # search might never end on NaN.
-            grads, clean = _guard.ones_unless(
-                acceptable, (jax.tree.map(widen, updates), extra)
-            )
-            made, new = inner.update(grads, state.inner_state, params, **clean)
-            made = _guard.like("the inner optimizer's update", made, no_updates)
-            new = _guard.like("the inner optimizer's state", new, state.inner_state)
-            applied = acceptable
-            if checks:
-                applied = acceptable & all_finite(made, axis_name)
-            stepped = (optax.apply_updates(params, made) if apply else made), new
-            if checks or not branches:
-                stepped = select(applied, stepped, kept)
-            seen = grads if branches else updates
-            return applied, _guard.arrays(stepped), norm(seen)
-
-        def skip():
-            return acceptable, _guard.arrays(kept), norm(updates)
-
-        if branches:
-            try:
-                applied, arrays, grad_norm = lax.cond(acceptable, step, skip)
-            except TypeError as error:
-                error.add_note(
-                    "Under jax.shard_map, pass axis_name= to jls.loss_scaled if the "
-                    "gradients differ between devices: they have to decide together."
-                )
-                raise
-        else:
-            applied, arrays, grad_norm = step()
-        made, inner_state = _guard.with_arrays(kept, arrays)
-        adjusted = scaler.adjust(state.scaler_state, grads_finite & all_seen)
-        adjusted = _guard.like("the scaler's state", adjusted, state.scaler_state)
-        new_state = LossScaledState(
-            inner_state=inner_state,
-            scaler_state=select(loss_finite, adjusted, state.scaler_state),
-            applied=applied,
-            steps=_increment(state.steps),
-            skips=jnp.where(applied, state.skips, _increment(state.skips)),
-            consecutive_skips=jnp.where(
-                applied, 0, _increment(state.consecutive_skips)
-            ),
-            nonfinite_losses=jnp.where(
-                loss_finite, state.nonfinite_losses, _increment(state.nonfinite_losses)
-            ),
-        )
-        return made, new_state, grad_norm
+    guard = Guard(inner, scaler, axis_name, check_updates)
 
     def update(updates, state, params=None, **extra):
-        return advance(updates, state, params, extra, apply=False)[:2]
+        return advance(guard, updates, state, params, extra, apply=False)[:2]
 
-    def apply_gradients(grads, state, params, **extra):
-        return advance(grads, state, params, extra, apply=True)
-
-    return _LossScaled(init, update).with_apply(apply_gradients)
+    return LossScaled(init, update).guarded_by(guard)
 
 
 def skip_nonfinite(
@@ -285,11 +173,6 @@ def skip_nonfinite(
     return loss_scaled(
         inner, static(1.0), axis_name=axis_name, check_updates=check_updates
     )
-
-
-def _increment(count: Array) -> Array:
-    """`count + 1`; stays at the int32 maximum instead of wrapping."""
-    return jnp.asarray(optax.safe_increment(count))
 
 
 def _warn_of_half_params(params: Any) -> None:

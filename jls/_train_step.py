@@ -16,10 +16,10 @@ from jax import Array
 
 from jls import _validate
 from jls._accumulate import accumulate
+from jls._advance import apply_gradients
 from jls._grad import value_and_grad
 from jls._guard import like
 from jls._locate import find, is_wrapper_state, unwrapped
-from jls._optax import apply_gradients
 from jls._report import Rates, StepReport, check_rates, learning_rates, local_norms
 from jls._tree import select
 from jls._types import LossScaledState

@@ -23,9 +23,14 @@ ORDER = [
     "_grad",
     "_guard",
     "_buffers",
+    "_norms",
+    "_advance",
     "_optax",
     "_ema",
     "_read",
+    "_accumulate",
+    "_report",
+    "_train_step",
     "__init__",
 ]
 PUBLIC = [name for name in vars(jls) if not name.startswith("_")]
@@ -55,7 +60,7 @@ def test_modules_import_only_leftwards():
 
 def test_only_what_optax_calls_imports_optax():
     users = [m for m in ORDER if any(n.split(".")[0] == "optax" for n in imports(m))]
-    assert users == ["_optax", "_ema"]
+    assert users == ["_advance", "_optax", "_ema"]
 
 
 def test_import_brings_in_nothing_but_the_runtime_dependencies():
@@ -104,6 +109,7 @@ def test_public_names_are_those_of_the_contract():
         "LossScaledState",
         "LossScaler",
         "ParamsEmaState",
+        "StepReport",
         "all_finite",
         "dynamic",
         "eval_params",
@@ -117,6 +123,7 @@ def test_public_names_are_those_of_the_contract():
         "set_loss_scale",
         "skip_nonfinite",
         "static",
+        "train_step",
         "unscale",
         "value_and_grad",
     ]

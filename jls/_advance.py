@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step of a guarded optimizer: check, step or skip, adjust, count."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+
+from jls import _guard
+from jls._norms import global_norm
+from jls._tree import AxisName, agree, all_finite, as_flag, select, widen
+from jls._types import LossScaledState, LossScaler
+
+
+class Guard(NamedTuple):
+    """What `jls.loss_scaled` was given."""
+
+    inner: optax.GradientTransformationExtraArgs
+    scaler: LossScaler
+    axis_name: AxisName
+    check_updates: bool | None
+
+
+class LossScaled(optax.GradientTransformationExtraArgs):
+    """What `jls.loss_scaled` returns: it can be told from what may be around it."""
+
+    guard: Guard
+
+    def guarded_by(self, guard: Guard) -> "LossScaled":
+        self.guard = guard
+        return self
+
+
+def advance(
+    guard: Guard,
+    updates: Any,
+    state: LossScaledState,
+    params: Any,
+    extra: dict[str, Any],
+    *,
+    apply: bool,
+) -> tuple[Any, LossScaledState, Any]:
+    """The updates, or if `apply` the new parameters and the norm; the next state.
+
+    Applied inside of the branch, the updates need no memory, and the norm is
+    computed once if the inner optimizer clips by it.
+    """
+    inner, scaler, axis_name, check_updates = guard
+    overflow = as_flag("overflow", extra.pop("overflow", False))
+    branches = axis_name is None and _guard.branch_is_faster(updates)
+    if branches:
+        updates = _guard.materialized(updates)
+    flags = all_finite(updates), all_finite(extra.get("value")), ~overflow
+    grads_finite, loss_finite, all_seen = agree(jnp.stack(flags), axis_name)
+    acceptable = grads_finite & loss_finite
+    no_updates = _guard.no_updates(updates, params)
+    kept = (params if apply else no_updates), state.inner_state
+    checks = check_updates
+    if checks is None:
+        watched = params
+        checks = _guard.is_narrow(updates if watched is None else watched)
+
+    def norm(grads):
+        return global_norm(grads, branches) if apply else None
+
+    def step():
+        # A rejected step runs too wherever this is no branch. It sees ones: a line
+        # search might never end on NaN.
+        grads, clean = _guard.ones_unless(
+            acceptable, (jax.tree.map(widen, updates), extra)
+        )
+        made, new = inner.update(grads, state.inner_state, params, **clean)
+        made = _guard.like("the inner optimizer's update", made, no_updates)
+        new = _guard.like("the inner optimizer's state", new, state.inner_state)
+        applied = acceptable
+        if checks:
+            applied = acceptable & all_finite(made, axis_name)
+        stepped = (optax.apply_updates(params, made) if apply else made), new
+        if checks or not branches:
+            stepped = select(applied, stepped, kept)
+        seen = grads if branches else updates
+        return applied, _guard.arrays(stepped), norm(seen)
+
+    def skip():
+        return acceptable, _guard.arrays(kept), norm(updates)
+
+    if branches:
+        try:
+            applied, arrays, grad_norm = lax.cond(acceptable, step, skip)
+        except TypeError as error:
+            error.add_note(
+                "Under jax.shard_map, pass axis_name= to jls.loss_scaled if the "
+                "gradients differ between devices: they have to decide together."
+            )
+            raise
+    else:
+        applied, arrays, grad_norm = step()
+    made, inner_state = _guard.with_arrays(kept, arrays)
+    adjusted = scaler.adjust(state.scaler_state, grads_finite & all_seen)
+    adjusted = _guard.like("the scaler's state", adjusted, state.scaler_state)
+    new_state = LossScaledState(
+        inner_state=inner_state,
+        scaler_state=select(loss_finite, adjusted, state.scaler_state),
+        applied=applied,
+        steps=_increment(state.steps),
+        skips=jnp.where(applied, state.skips, _increment(state.skips)),
+        consecutive_skips=jnp.where(applied, 0, _increment(state.consecutive_skips)),
+        nonfinite_losses=jnp.where(
+            loss_finite, state.nonfinite_losses, _increment(state.nonfinite_losses)
+        ),
+    )
+    return made, new_state, grad_norm
+
+
+def apply_gradients(
+    optimizer: optax.GradientTransformation,
+    grads: Any,
+    state: Any,
+    params: Any,
+    **extra: Any,
+) -> tuple[Any, Any, Array]:
+    """The new parameters, the new state, and the global norm of `grads`."""
+    if isinstance(optimizer, LossScaled):
+        return advance(optimizer.guard, grads, state, params, extra, apply=True)
+    optimizer = optax.with_extra_args_support(optimizer)
+    updates, state = optimizer.update(grads, state, params, **extra)
+    params = optax.apply_updates(params, updates)
+    return params, state, global_norm(grads, _guard.branch_is_faster(grads))
+
+
+def _increment(count: Array) -> Array:
+    """`count + 1`; stays at the int32 maximum instead of wrapping."""
+    return jnp.asarray(optax.safe_increment(count))
