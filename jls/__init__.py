@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """jls: loss scaling and bad-step skipping for JAX."""
 
+from jls import presets as presets
+from jls._adaptive import AdaptiveState as AdaptiveState
+from jls._adaptive import adaptive as adaptive
+from jls._cumulative import cumulative as cumulative
 from jls._dynamic import dynamic as dynamic
 from jls._ema import eval_params as eval_params
 from jls._ema import params_ema as params_ema
 from jls._grad import grad as grad
 from jls._grad import value_and_grad as value_and_grad
+from jls._hysteresis import hysteresis as hysteresis
 from jls._optax import loss_scaled as loss_scaled
 from jls._optax import skip_nonfinite as skip_nonfinite
 from jls._read import loss_scale as loss_scale

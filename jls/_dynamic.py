@@ -9,15 +9,13 @@
     N = growth_interval, M = backoff_interval, both counted consecutively
 
 Differs from other systems in:
-1. Flax <= 0.12.8 and DeepSpeed grow on finite step N + 1; here, in torch, jmp, Keras,
-   Paddle and MindSpore on step N.
+1. Flax up to 0.12.12 grows on finite step N + 1, DeepSpeed does so after an overflow;
+   here, in torch, jmp, Keras, Paddle and MindSpore on step N.
 2. torch, Paddle and Keras have neither floor nor cap, so their scale can reach 0 or
    inf; here it stays in [min_scale, max_scale].
 3. jmp, Flax and MindSpore raise a scale that is below the floor to the floor on an
    overflow; here an overflow never raises it.
 """
-
-import itertools
 
 import jax.numpy as jnp
 from jax import Array
@@ -25,6 +23,7 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from jls import _validate
+from jls._move import is_due, moved
 from jls._static import start_at
 from jls._tree import as_flag
 from jls._types import LossScaler, LossScaleState
@@ -34,35 +33,17 @@ def _adjust(
     state: LossScaleState,
     grads_finite: Array | bool,
     *,
-    growth_factor: ArrayLike,
-    backoff_factor: ArrayLike,
     growth_interval: ArrayLike,
     backoff_interval: ArrayLike,
-    min_scale: ArrayLike,
-    max_scale: ArrayLike,
+    **factors_and_bounds: ArrayLike,
 ) -> LossScaleState:
     finite = as_flag("grads_finite", grads_finite)
-    loss_scale, finite_count, nonfinite_count = state
-
-    def f32(value):
-        return jnp.asarray(value, jnp.float32)
-
-    grown = jnp.minimum(loss_scale * f32(growth_factor), f32(max_scale))
-    floored = jnp.maximum(loss_scale * f32(backoff_factor), f32(min_scale))
-    backed_off = jnp.minimum(loss_scale, floored)
-
-    # Compared before counting, so that no count can wrap; `>=` since an interval may be
-    # lowered during a run.
-    grow_due = finite_count >= jnp.asarray(growth_interval, jnp.int32) - 1
-    backoff_due = nonfinite_count >= jnp.asarray(backoff_interval, jnp.int32) - 1
+    up = finite & is_due(state.finite_count, growth_interval)
+    down = ~finite & is_due(state.nonfinite_count, backoff_interval)
     return LossScaleState(
-        loss_scale=jnp.where(
-            finite,
-            jnp.where(grow_due, grown, loss_scale),
-            jnp.where(backoff_due, backed_off, loss_scale),
-        ),
-        finite_count=jnp.where(finite & ~grow_due, finite_count + 1, 0),
-        nonfinite_count=jnp.where(finite | backoff_due, 0, nonfinite_count + 1),
+        loss_scale=moved(state.loss_scale, up, down, **factors_and_bounds),
+        finite_count=jnp.where(finite & ~up, state.finite_count + 1, 0),
+        nonfinite_count=jnp.where(finite | down, 0, state.nonfinite_count + 1),
     )
 
 
@@ -119,34 +100,15 @@ def dynamic(
       Micikevicius et al., Mixed Precision Training, ICLR 2018, arXiv:1710.03740,
       section 3.2. The names are those of torch.amp.GradScaler.
     """
-    just_above, just_below = 1.0 + 2.0**-23, 1.0 - 2.0**-24  # in float32
-    growth_factor = _validate.number(
-        "growth_factor",
-        growth_factor,
-        "finite and > 1 in float32",
-        just_above,
-        2.0**126,
+    first_scale, hyperparameters = _validate.policy(
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        backoff_interval=backoff_interval,
+        min_scale=min_scale,
+        max_scale=max_scale,
     )
-    backoff_factor = _validate.number(
-        "backoff_factor", backoff_factor, "in (0, 1) in float32", 2.0**-126, just_below
-    )
-    given = {"min_scale": min_scale, "init_scale": init_scale, "max_scale": max_scale}
-    scales = {name: _validate.scale_value(name, s) for name, s in given.items()}
-    for low, high in itertools.combinations(scales, 2):
-        checkable = not any(map(_validate.is_unchecked, (scales[low], scales[high])))
-        if checkable and scales[low] > scales[high]:
-            raise ValueError(
-                f"{low} must be <= {high}, got {given[low]!r} > {given[high]!r}."
-            )
     return LossScaler(
-        Partial(start_at, loss_scale=scales["init_scale"]),
-        Partial(
-            _adjust,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=_validate.interval("growth_interval", growth_interval),
-            backoff_interval=_validate.interval("backoff_interval", backoff_interval),
-            min_scale=scales["min_scale"],
-            max_scale=scales["max_scale"],
-        ),
+        Partial(start_at, loss_scale=first_scale), Partial(_adjust, **hyperparameters)
     )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of hyperparameters: Python and numpy numbers only, arrays pass unchecked."""
 
+import itertools
 import math
 import numbers
 from typing import Any
@@ -47,6 +48,18 @@ def scale_value(name: str, value: Any) -> Any:
     return number(name, value, "from 2**-126 to 2**126", SMALLEST, LARGEST)
 
 
+def raising_factor(name: str, value: Any) -> Any:
+    """A factor that raises a loss scale."""
+    just_above = 1.0 + 2.0**-23
+    return number(name, value, "finite and > 1 in float32", just_above, LARGEST)
+
+
+def lowering_factor(name: str, value: Any) -> Any:
+    """A factor that lowers a loss scale."""
+    just_below = 1.0 - 2.0**-24
+    return number(name, value, "in (0, 1) in float32", SMALLEST, just_below)
+
+
 def interval(name: str, value: Any) -> Any:
     """A count of optimizer steps, an integer that fits int32."""
     if is_unchecked(value):
@@ -58,3 +71,41 @@ def interval(name: str, value: Any) -> Any:
     if not 1 <= value < 2**31:
         raise ValueError(f"{name} must be from 1 to 2**31 - 1, got {value!r}.")
     return int(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """A switch that is read in Python."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, got {value!r}.")
+    return bool(value)
+
+
+def ascending(**given: Any) -> dict[str, Any]:
+    """Loss scales of which none is below one before it."""
+    scales = {name: scale_value(name, value) for name, value in given.items()}
+    for low, high in itertools.combinations(scales, 2):
+        checkable = not any(map(is_unchecked, (scales[low], scales[high])))
+        if checkable and scales[low] > scales[high]:
+            raise ValueError(
+                f"{low} must be <= {high}, got {given[low]!r} > {given[high]!r}."
+            )
+    return scales
+
+
+def policy(
+    *,
+    init_scale: Any,
+    growth_factor: Any,
+    backoff_factor: Any,
+    min_scale: Any,
+    max_scale: Any,
+    **intervals: Any,
+) -> tuple[Any, dict[str, Any]]:
+    """The first scale of a policy, and its hyperparameters by name."""
+    factors = {
+        "growth_factor": raising_factor("growth_factor", growth_factor),
+        "backoff_factor": lowering_factor("backoff_factor", backoff_factor),
+    }
+    scales = ascending(min_scale=min_scale, init_scale=init_scale, max_scale=max_scale)
+    steps = {name: interval(name, value) for name, value in intervals.items()}
+    return scales.pop("init_scale"), factors | scales | steps

@@ -1,9 +1,14 @@
 """What several test files do: run a function both ways, take steps, compare trees."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+# All 2**12 ways in which twelve steps can be finite or not.
+SEQUENCES = np.array(list(itertools.product([False, True], repeat=12)))
 
 
 def both(fun):
@@ -23,6 +28,29 @@ def run(optimizer, params, all_grads, jit=jax.jit, **extra):
     for grads in all_grads:
         params, state = step(params, state, grads)
     return params, state
+
+
+@jax.jit
+def trajectories(scaler, state, sequences):
+    """The state after each step, for each of the sequences of flags."""
+
+    def one(flags):
+        def step(state, flag):
+            state = scaler.adjust(state, flag)
+            return state, state
+
+        return jax.lax.scan(step, state, flags)[1]
+
+    return jax.vmap(one)(sequences)
+
+
+def assert_follows(scaler, rule, state=None, sequences=SEQUENCES):
+    """Each state of each run is what `rule(flags, first_scale)` yields."""
+    start = scaler.init() if state is None else state
+    ours = trajectories(scaler, start, sequences)
+    for sequence, *columns in zip(sequences, *map(np.asarray, ours), strict=True):
+        expected = rule(sequence.tolist(), float(start.loss_scale))
+        assert list(zip(*(c.tolist() for c in columns), strict=True)) == list(expected)
 
 
 def _leaves(tree, other):

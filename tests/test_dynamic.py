@@ -1,39 +1,19 @@
-import itertools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from shared import assert_follows
 
 import jls
 
-LENGTH = 12
-SEQUENCES = np.array(list(itertools.product([False, True], repeat=LENGTH)))
-
-
-@jax.jit
-def trajectories(scaler, state, sequences):
-    def one(flags):
-        def step(state, flag):
-            state = scaler.adjust(state, flag)
-            return state, state
-
-        return jax.lax.scan(step, state, flags)[1]
-
-    return jax.vmap(one)(sequences)
-
 
 def assert_follows_reference(state, **hyperparameters):
-    scaler = jls.dynamic(**hyperparameters)
-    start = scaler.init() if state is None else state
-    ours = trajectories(scaler, start, SEQUENCES)
-    init = float(start.loss_scale)
-    for sequence, *columns in zip(SEQUENCES, *map(np.asarray, ours), strict=True):
-        expected = reference.dynamic(
-            sequence, **(hyperparameters | {"init_scale": init})
+    def rule(flags, init_scale):
+        return reference.dynamic(
+            flags, **(hyperparameters | {"init_scale": init_scale})
         )
-        assert list(zip(*(c.tolist() for c in columns), strict=True)) == list(expected)
+
+    assert_follows(jls.dynamic(**hyperparameters), rule, state)
 
 
 @pytest.mark.parametrize("growth_interval", [1, 2, 3])

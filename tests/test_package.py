@@ -18,8 +18,15 @@ ORDER = [
     "_locate",
     "_scale",
     "_validate",
+    "_move",
     "_static",
     "_dynamic",
+    "_cumulative",
+    "_hysteresis",
+    "_adaptive",
+    "_late_growth",
+    "_mindformers",
+    "presets",
     "_grad",
     "_guard",
     "_buffers",
@@ -34,6 +41,7 @@ ORDER = [
     "__init__",
 ]
 PUBLIC = [name for name in vars(jls) if not name.startswith("_")]
+PUBLIC_MODULES = ["presets"]
 
 
 def modules():
@@ -49,6 +57,20 @@ def imports(module):
             yield from (f"jls.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.module
+
+
+def public_values():
+    """Name and value of all that users see, the functions of public modules too."""
+    for name in PUBLIC:
+        value = getattr(jls, name)
+        if not inspect.ismodule(value):
+            yield name, value
+            continue
+        assert name in PUBLIC_MODULES
+        assert inspect.getdoc(value), name
+        for inner, function in inspect.getmembers(value, inspect.isfunction):
+            if not inner.startswith("_"):
+                yield f"{name}.{inner}", function
 
 
 def test_modules_import_only_leftwards():
@@ -84,10 +106,7 @@ def test_modules_stay_within_their_size():
 
 
 def test_every_public_name_has_a_docstring_and_functions_an_example():
-    for name in PUBLIC:
-        value = getattr(jls, name)
-        if inspect.ismodule(value):
-            raise AssertionError(f"{name} is a module")
+    for name, value in public_values():
         if name in ("InitFn", "AdjustFn"):  # protocols: the docstring is on __call__
             assert inspect.getdoc(value.__call__)
             continue
@@ -103,6 +122,7 @@ def test_every_public_name_has_a_docstring_and_functions_an_example():
 
 def test_public_names_are_those_of_the_contract():
     assert sorted(PUBLIC) == [
+        "AdaptiveState",
         "AdjustFn",
         "InitFn",
         "LossScaleState",
@@ -110,14 +130,18 @@ def test_public_names_are_those_of_the_contract():
         "LossScaler",
         "ParamsEmaState",
         "StepReport",
+        "adaptive",
         "all_finite",
+        "cumulative",
         "dynamic",
         "eval_params",
         "grad",
+        "hysteresis",
         "loss_scale",
         "loss_scaled",
         "metrics",
         "params_ema",
+        "presets",
         "scale",
         "select",
         "set_loss_scale",
@@ -126,6 +150,21 @@ def test_public_names_are_those_of_the_contract():
         "train_step",
         "unscale",
         "value_and_grad",
+    ]
+
+
+def test_presets_are_those_of_the_contract():
+    functions = inspect.getmembers(jls.presets, inspect.isfunction)
+    assert [name for name, _ in functions if not name.startswith("_")] == [
+        "deepspeed",
+        "flax",
+        "keras",
+        "megatron",
+        "mindformers_adaptive",
+        "mindspore",
+        "paddle",
+        "paddle_doc",
+        "torch",
     ]
 
 

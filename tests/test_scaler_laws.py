@@ -55,6 +55,38 @@ SCALERS = {
         min_scale=0.25,
         max_scale=64.0,
     ),
+    "cumulative": partial(jls.cumulative, 8.0, growth_interval=GROWTH_INTERVAL),
+    "hysteresis": partial(jls.hysteresis, 8.0, growth_interval=GROWTH_INTERVAL),
+    "hysteresis_refilled_by_finite": partial(
+        jls.hysteresis, 8.0, growth_interval=GROWTH_INTERVAL, refill="finite"
+    ),
+    "adaptive": partial(jls.adaptive, 8.0, intervals=(1, 2, GROWTH_INTERVAL)),
+    "presets.torch": partial(jls.presets.torch, 8.0, growth_interval=GROWTH_INTERVAL),
+    "presets.paddle": partial(
+        jls.presets.paddle,
+        init_loss_scaling=8.0,
+        incr_every_n_steps=GROWTH_INTERVAL,
+        decr_every_n_nan_or_inf=2,
+    ),
+    "presets.paddle_doc": partial(
+        jls.presets.paddle_doc,
+        init_loss_scaling=8.0,
+        incr_every_n_steps=GROWTH_INTERVAL,
+    ),
+    "presets.mindspore": partial(jls.presets.mindspore, 8, 2, GROWTH_INTERVAL),
+    "presets.mindformers_adaptive": partial(
+        jls.presets.mindformers_adaptive, 8, 2, 2, GROWTH_INTERVAL, 1
+    ),
+    "presets.keras": partial(jls.presets.keras, 8.0, GROWTH_INTERVAL),
+    "presets.flax": partial(
+        jls.presets.flax, scale=8.0, growth_interval=GROWTH_INTERVAL
+    ),
+    "presets.deepspeed": partial(
+        jls.presets.deepspeed, 8.0, scale_window=GROWTH_INTERVAL
+    ),
+    "presets.megatron": partial(
+        jls.presets.megatron, 8.0, growth_interval=GROWTH_INTERVAL
+    ),
     "user_written": ladder,
 }
 FLAGS = np.array([1, 1, 1, 0, 0, 1, 0, 0, 0, 1, 1, 1, 1, 1, 1], bool)
