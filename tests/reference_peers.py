@@ -155,16 +155,13 @@ def flax(
     minimum_scale = 2.0**-126 if minimum_scale is None else minimum_scale
     scale, fin_steps = f32(scale), 0
     for finite in flags:
-        if not finite:
-            scale = max(f32(scale * f32(backoff_factor)), minimum_scale)
-        elif fin_steps == growth_interval:
+        grows = finite and fin_steps == growth_interval
+        if grows:
             largest = float(np.finfo(np.float32).max)
             scale = min(f32(scale * f32(growth_factor)), largest)
-        else:
-            fin_steps += 1
-            yield scale
-            continue
-        fin_steps = 0
+        elif not finite:
+            scale = max(f32(scale * f32(backoff_factor)), minimum_scale)
+        fin_steps = fin_steps + 1 if finite and not grows else 0
         yield scale
 
 
