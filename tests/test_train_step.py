@@ -682,3 +682,9 @@ def test_learning_rate_must_be_a_scalar():
     step = jls.train_step(linear_loss, learning_rate=lambda count: jnp.ones(2))
     with pytest.raises(ValueError, match=r"learning_rate must be .* got shape \(2,\)"):
         step(linear_state(), GOOD)
+
+
+def test_constant_schedule_must_be_positive():
+    step = jls.train_step(linear_loss, learning_rate=optax.constant_schedule(-0.5))
+    with pytest.raises(ValueError, match=r"learning_rate must be > 0 .*got -0.5"):
+        step(linear_state(), GOOD)
