@@ -151,6 +151,20 @@ def test_dropped_micro_batch_takes_its_statistics_with_it():
 
 
 @pytest.mark.parametrize("drop", ["window", "micro_batch"])
+def test_micro_batch_with_finite_gradients_and_a_nan_loss_is_bad_too(drop):
+    def loss_fn(state, batch):
+        return linear_loss(state, batch) + jax.lax.stop_gradient(jnp.log(batch[0, 0]))
+
+    step = jax.jit(jls.train_step(loss_fn, micro_batches=2, drop=drop))
+    start = linear_state((0.0, 0.0), optax.sgd(1.0))
+    state, report = step(start, jnp.array([[-1.0, 1.0], [2.0, 3.0]]))
+    assert report.loss_scale == 64.0
+    assert report.dropped == (drop == "micro_batch")
+    expected = [-2.0, -3.0] if drop == "micro_batch" else [0.0, 0.0]
+    assert state.params.tolist() == expected
+
+
+@pytest.mark.parametrize("drop", ["window", "micro_batch"])
 def test_nnx_accumulates_and_rolls_everything_back(drop):
     model, optimizer = make_nnx()
     step = nnx.jit(jls.train_step(nnx_loss, micro_batches=2, drop=drop))
