@@ -10,7 +10,11 @@ from jls._ema import eval_params as eval_params
 from jls._ema import params_ema as params_ema
 from jls._grad import grad as grad
 from jls._grad import value_and_grad as value_and_grad
+from jls._health import Health as Health
+from jls._health import UnhealthyError as UnhealthyError
+from jls._health import health as health
 from jls._hysteresis import hysteresis as hysteresis
+from jls._leaves import nonfinite_leaves as nonfinite_leaves
 from jls._optax import loss_scaled as loss_scaled
 from jls._optax import skip_nonfinite as skip_nonfinite
 from jls._read import loss_scale as loss_scale

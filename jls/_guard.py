@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from jls._tree import is_array, is_inexact, wide_dtype
+from jls._tree import is_array, is_inexact, wide_dtype, widen
 
 
 def branch_is_faster(updates: Any) -> bool:
@@ -55,6 +55,19 @@ def _no_update(update: Any, param: Any) -> Any:
         jnp.result_type(update), jax.dtypes.extended
     )
     return jnp.zeros_like(update) if is_number else update
+
+
+def became_nonfinite(new: Any, old: Any) -> Array:
+    """Whether an element of `new` is inf or NaN that was not so in `old`.
+
+    Some optimizers keep an inf on purpose, as the best value so far.
+    """
+    bad = jnp.asarray(False)
+    for leaf, before in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
+        if is_inexact(leaf):
+            lost = jnp.isfinite(widen(before)) & ~jnp.isfinite(widen(leaf))
+            bad = bad | jnp.any(lost)
+    return bad
 
 
 def ones_unless(flag: Array, tree: Any) -> Any:

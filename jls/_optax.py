@@ -26,7 +26,7 @@ from jls._buffers import own, placed_like
 from jls._dynamic import dynamic
 from jls._locate import find, is_wrapper_state, locate
 from jls._static import static
-from jls._tree import AxisName, check_axis_name
+from jls._tree import AxisName, check_axis_name, is_inexact
 from jls._types import LossScaledState, LossScaler
 
 
@@ -120,6 +120,7 @@ def loss_scaled(
                 f"scaler.init must give a float32 loss_scale, got {dtype}."
             )
         _warn_of_half_params(params)
+        count = sum(is_inexact(leaf) for leaf in jax.tree.leaves(params))
         state = LossScaledState(
             inner_state=own(inner_state, params),
             scaler_state=scaler_state,
@@ -128,6 +129,9 @@ def loss_scaled(
             skips=jnp.zeros((), jnp.int32),
             consecutive_skips=jnp.zeros((), jnp.int32),
             nonfinite_losses=jnp.zeros((), jnp.int32),
+            nonfinite_updates=jnp.zeros((), jnp.int32),
+            skip_reason=jnp.zeros((), jnp.int32),
+            nonfinite_leaves=jnp.zeros(count, jnp.bool_),
         )
         return placed_like(params, state)
 

@@ -63,6 +63,10 @@ class LossScaler(NamedTuple):
     adjust: AdjustFn
 
 
+# Why a step was skipped; the first before there is such a step.
+SKIP_REASONS = ("none", "gradients", "loss", "updates")
+
+
 class LossScaledState(NamedTuple):
     """State of `jls.loss_scaled`. The counters stop at the int32 maximum.
 
@@ -79,6 +83,9 @@ class LossScaledState(NamedTuple):
     skips: Array  # i32[]   of these, skipped
     consecutive_skips: Array  # i32[]   skipped since the last applied step
     nonfinite_losses: Array  # i32[]   skipped because the forward loss was not finite
+    nonfinite_updates: Array  # i32[]   skipped though gradients and loss were finite
+    skip_reason: Array  # i32[]   of the last skipped step, an index into SKIP_REASONS
+    nonfinite_leaves: Array  # bool[n]  of the last skipped step, by floating-point leaf
 
 
 class ParamsEmaState(NamedTuple):
