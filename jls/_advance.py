@@ -23,16 +23,6 @@ class Guard(NamedTuple):
     check_updates: bool | None
 
 
-class LossScaled(optax.GradientTransformationExtraArgs):
-    """What `jls.loss_scaled` returns: it can be told from what may be around it."""
-
-    guard: Guard
-
-    def guarded_by(self, guard: Guard) -> "LossScaled":
-        self.guard = guard
-        return self
-
-
 def advance(
     guard: Guard,
     updates: Any,
@@ -114,6 +104,22 @@ def advance(
     return made, new_state, grad_norm
 
 
+class GuardedUpdate:
+    """The update function of `jls.loss_scaled`: one that can be told from others."""
+
+    def __init__(self, guard: Guard):
+        self.guard = guard
+
+    def __call__(
+        self,
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        **extra: Any,
+    ) -> tuple[Any, LossScaledState]:
+        return advance(self.guard, updates, state, params, extra, apply=False)[:2]
+
+
 def apply_gradients(
     optimizer: optax.GradientTransformation,
     grads: Any,
@@ -122,8 +128,9 @@ def apply_gradients(
     **extra: Any,
 ) -> tuple[Any, Any, Array]:
     """The new parameters, the new state, and the global norm of `grads`."""
-    if isinstance(optimizer, LossScaled):
-        return advance(optimizer.guard, grads, state, params, extra, apply=True)
+    update = optimizer.update
+    if isinstance(update, GuardedUpdate):
+        return advance(update.guard, grads, state, params, extra, apply=True)
     optimizer = optax.with_extra_args_support(optimizer)
     updates, state = optimizer.update(grads, state, params, **extra)
     params = optax.apply_updates(params, updates)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jls._advance import Guard, LossScaled, advance
+from jls._advance import Guard, GuardedUpdate
 from jls._buffers import own, placed_like
 from jls._dynamic import dynamic
 from jls._locate import find, is_wrapper_state, locate
@@ -132,11 +132,7 @@ def loss_scaled(
         return placed_like(params, state)
 
     guard = Guard(inner, scaler, axis_name, check_updates)
-
-    def update(updates, state, params=None, **extra):
-        return advance(guard, updates, state, params, extra, apply=False)[:2]
-
-    return LossScaled(init, update).guarded_by(guard)
+    return optax.GradientTransformationExtraArgs(init, GuardedUpdate(guard))
 
 
 def skip_nonfinite(

@@ -55,9 +55,11 @@ def check_rates(given: Any) -> None:
     """Raises unless `given` is None, a schedule, a number > 0, or a dict of these."""
     for rate in given.values() if isinstance(given, Mapping) else [given]:
         if not (rate is None or callable(rate)):
-            _validate.number(
-                "learning_rate", rate, "> 0 and finite", 2.0**-149, 2.0**127
-            )
+            _check_rate(rate)
+
+
+def _check_rate(rate: Any) -> None:
+    _validate.number("learning_rate", rate, "> 0 and finite", 2.0**-149, 2.0**127)
 
 
 def learning_rates(given: Rates, count: Array, opt_state: Any) -> Any:
@@ -93,7 +95,10 @@ def _has_learning_rate(node: Any) -> bool:
 
 
 def _rate(rate: Any, count: Array) -> Array:
-    value = jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
+    if callable(rate):
+        rate = rate(count)
+        _check_rate(rate)  # a constant schedule gives a number back
+    value = jnp.asarray(rate, jnp.float32)
     if value.shape != ():
         raise ValueError(
             f"learning_rate must be a number of shape (), got shape {value.shape}."

@@ -24,6 +24,8 @@ from jls._report import Rates, StepReport, check_rates, learning_rates, local_no
 from jls._tree import select
 from jls._types import LossScaledState
 
+_FP8 = "_overwrite_with_gradient"  # the collection of Flax's fp8 layers
+
 
 def train_step(
     loss_fn: Callable[..., Any],
@@ -148,6 +150,12 @@ def train_step(
 
     def linen_step(state, batch):
         names = _carried_fields(state)
+        if isinstance(state.params, Mapping) and _FP8 in state.params:
+            raise ValueError(
+                f"params must hold parameters alone, got {_FP8!r} too. Their gradients "
+                "are their next values, neither scaled nor accumulated: write the step "
+                "by hand, with jls.scale(state, grads[...]) for them."
+            )
 
         def compute(params, carried, batch):
             result = loss_fn(state.replace(params=params, **carried), batch)

@@ -109,18 +109,18 @@ def test_sum_over_micro_batches_is_k_times_the_mean():
         assert_close(total, K * mean, rtol=1e-6)
 
 
-def test_float16_gradients_are_added_in_float32():
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_narrow_gradients_are_added_in_float32(dtype):
     def loss_fn(state, batch):
-        product = state.params.astype(jnp.float16) * batch.astype(jnp.float16)
+        product = state.params.astype(jnp.bfloat16) * batch.astype(jnp.bfloat16)
         return jnp.mean(jnp.sum(product, axis=1, dtype=jnp.float32))
 
-    # 2048 + 1 is 2048 in float16.
-    factors = jnp.array([[2048.0, 0.0], [1.0, 0.0]])
+    factors = jnp.array([[256.0, 0.0], [1.0, 0.0]])  # 256 + 1 is 256 in bfloat16
     step = jax.jit(jls.train_step(loss_fn, micro_batches=2, accumulation="sum"))
-    _, report = step(
-        linear_state(tx=jls.loss_scaled(optax.sgd(1.0), jls.static(2.0))), factors
-    )
-    assert report.global_norm == 2049.0
+    tx = jls.loss_scaled(optax.sgd(1.0), jls.static(2.0))
+    state = linear_state(tx=tx).replace(params=jnp.ones(2, dtype))
+    _, report = step(state, factors)
+    assert report.global_norm == 257.0
 
 
 @pytest.mark.parametrize("drop", ["window", "micro_batch"])
@@ -148,6 +148,20 @@ def test_dropped_micro_batch_takes_its_statistics_with_it():
     assert (report.overflow, report.dropped) == (False, 1)
     _, fields = linen_loss(make_state(), (x[::2], labels[::2]))
     assert_close(state.batch_stats, fields["batch_stats"], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("drop", ["window", "micro_batch"])
+def test_micro_batch_with_finite_gradients_and_a_nan_loss_is_bad_too(drop):
+    def loss_fn(state, batch):
+        return linear_loss(state, batch) + jax.lax.stop_gradient(jnp.log(batch[0, 0]))
+
+    step = jax.jit(jls.train_step(loss_fn, micro_batches=2, drop=drop))
+    start = linear_state((0.0, 0.0), optax.sgd(1.0))
+    state, report = step(start, jnp.array([[-1.0, 1.0], [2.0, 3.0]]))
+    assert report.loss_scale == 64.0
+    assert report.dropped == (drop == "micro_batch")
+    expected = [-2.0, -3.0] if drop == "micro_batch" else [0.0, 0.0]
+    assert state.params.tolist() == expected
 
 
 @pytest.mark.parametrize("drop", ["window", "micro_batch"])

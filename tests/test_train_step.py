@@ -613,6 +613,12 @@ def test_optimizer_without_a_wrapper_is_refused():
         jls.train_step(linear_loss)(linear_state(tx=optax.sgd(0.1)), GOOD)
 
 
+def test_fp8_values_among_the_params_are_refused():
+    state = linear_state().replace(params={"_overwrite_with_gradient": jnp.ones(2)})
+    with pytest.raises(ValueError, match="params must hold parameters alone"):
+        jls.train_step(linear_loss)(state, GOOD)
+
+
 def test_several_wrappers_are_refused():
     group = jls.loss_scaled(optax.sgd(0.1), SCALER())
     tx = optax.chain(group, group)
@@ -675,4 +681,10 @@ def test_nnx_refuses_aux_and_models_that_change_their_structure():
 def test_learning_rate_must_be_a_scalar():
     step = jls.train_step(linear_loss, learning_rate=lambda count: jnp.ones(2))
     with pytest.raises(ValueError, match=r"learning_rate must be .* got shape \(2,\)"):
+        step(linear_state(), GOOD)
+
+
+def test_constant_schedule_must_be_positive():
+    step = jls.train_step(linear_loss, learning_rate=optax.constant_schedule(-0.5))
+    with pytest.raises(ValueError, match=r"learning_rate must be > 0 .*got -0.5"):
         step(linear_state(), GOOD)
