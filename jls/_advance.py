@@ -88,6 +88,7 @@ def advance(
     else:
         applied, arrays, grad_norm = step()
     made, inner_state = _guard.with_arrays(kept, arrays)
+    _check_policy(scaler, state.scaler_state)
     adjusted = scaler.adjust(state.scaler_state, grads_finite & all_seen)
     adjusted = _guard.like("the scaler's state", adjusted, state.scaler_state)
     new_state = LossScaledState(
@@ -135,6 +136,18 @@ def apply_gradients(
     updates, state = optimizer.update(grads, state, params, **extra)
     params = optax.apply_updates(params, updates)
     return params, state, global_norm(grads, _guard.branch_is_faster(grads))
+
+
+def _check_policy(scaler: LossScaler, scaler_state: Any) -> None:
+    expected = jax.tree.structure(jax.eval_shape(scaler.init))
+    if jax.tree.structure(scaler_state) != expected:
+        raise ValueError(
+            "the state of the policy must be one that the policy has made: "
+            f"scaler.init gives {expected}, the optimizer's state carries "
+            f"{jax.tree.structure(scaler_state)}. To go on under another policy, "
+            "put a fresh state of it there: "
+            "opt_state._replace(scaler_state=scaler.init())."
+        )
 
 
 def _increment(count: Array) -> Array:
