@@ -99,9 +99,9 @@ def _split(batch: Any, micro_batches: int) -> Any:
         shape = jnp.shape(leaf)
         if not shape or shape[0] % micro_batches:
             raise ValueError(
-                f"micro_batches must divide the leading axis of each array of batch, "
-                f"got {micro_batches} for shape {shape} at "
-                f"'{jax.tree_util.keystr(path)}'. Drop or pad the last examples."
+                "micro_batches must divide the leading axis of each array of batch, "
+                f"got {micro_batches} for batch{jax.tree_util.keystr(path)} of shape "
+                f"{shape}. Drop or pad the last examples."
             )
         size = shape[0] // micro_batches
         strided = jnp.asarray(leaf).reshape(size, micro_batches, *shape[1:])

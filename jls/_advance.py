@@ -104,6 +104,7 @@ def advance(
     else:
         applied, good, arrays, grad_norm = step()
     made, inner_state = _guard.with_arrays(kept, arrays)
+    _check_policy(scaler, state.scaler_state)
     adjusted = scaler.adjust(state.scaler_state, grads_finite & all_seen)
     adjusted = _guard.like("the scaler's state", adjusted, state.scaler_state)
     reason = jnp.where(loss_finite, jnp.where(grads_finite, 3, 1), 2)
@@ -166,6 +167,18 @@ def _check_count(flags: Array, old: Array) -> None:
         raise ValueError(
             "updates must have as many floating-point leaves as the params of init, "
             f"got {flags.size} and {old.size}."
+        )
+
+
+def _check_policy(scaler: LossScaler, scaler_state: Any) -> None:
+    expected = jax.tree.structure(jax.eval_shape(scaler.init))
+    if jax.tree.structure(scaler_state) != expected:
+        raise ValueError(
+            "the state of the policy must be one that the policy has made: "
+            f"scaler.init gives {expected}, the optimizer's state carries "
+            f"{jax.tree.structure(scaler_state)}. To go on under another policy, "
+            "put a fresh state of it there: "
+            "opt_state._replace(scaler_state=scaler.init())."
         )
 
 

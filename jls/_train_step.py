@@ -204,10 +204,11 @@ def train_step(
             return linen_step(state, *args)
         if len(args) == 2 and hasattr(args[0], "wrt"):
             return nnx_step(state, *args)
+        types = ", ".join(type(x).__name__ for x in (state, *args))
         raise TypeError(
             "call step(state, batch) with a Flax TrainState, or "
             "step(model, optimizer, batch) with an NNX model and its nnx.Optimizer; "
-            f"got {', '.join(type(x).__name__ for x in (state, *args))}."
+            f"got {types}. A batch is one argument: (x, y), or a dict."
         )
 
     return step

@@ -197,10 +197,10 @@ def test_one_trace_of_the_loss_serves_all_micro_batches_and_steps():
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (jnp.ones((4, 2)), r"got 3 for shape \(4, 2\)"),
+        (jnp.ones((4, 2)), r"got 3 for batch of shape \(4, 2\)"),
         (
             {"x": jnp.ones((3, 2)), "y": jnp.float32(1)},
-            r"got 3 for shape \(\) at .*'y'",
+            r"got 3 for batch\['y'\] of shape \(\)",
         ),
         ((), "batch must hold an array"),
     ],

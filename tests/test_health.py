@@ -15,7 +15,7 @@ SCALER = jls.dynamic(8.0, growth_interval=2, min_scale=2.0, max_scale=32.0)
 
 
 def after(steps, scaler=SCALER, inner=None, **options):
-    """The state after steps written as: . good, o overflow, l bad loss, u bad update."""
+    """The state after steps: . good, o overflow, l bad loss, u bad update."""
     inner = inner or optax.stateless(lambda updates, _: jax.tree.map(jnp.sqrt, updates))
     optimizer = jls.loss_scaled(inner, scaler, check_updates=True, **options)
     grads = {".": 1.0, "l": 1.0, "o": jnp.inf, "u": -1.0}

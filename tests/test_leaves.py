@@ -11,12 +11,16 @@ import jls
 PARAMS = {
     "a": jnp.ones(2),
     "frozen": jnp.int32(3),
-    "layer": {"kernel": jnp.ones((2, 2)), "none": None, "z": jnp.ones(2) + 1j},
+    "layer": {"kernel": jnp.ones((2, 2)), "none": None, "z": jnp.full(2, 1 + 1j)},
 }
 
 
 def grads(**bad):
-    leaves = {"a": jnp.ones(2), "kernel": jnp.ones((2, 2)), "z": jnp.ones(2) + 1j} | bad
+    leaves = {
+        "a": jnp.ones(2),
+        "kernel": jnp.ones((2, 2)),
+        "z": jnp.full(2, 1 + 1j),
+    } | bad
     return {
         "a": leaves["a"],
         "frozen": np.zeros((), jax.dtypes.float0),
@@ -32,7 +36,10 @@ CASES = [
     ({"a": jnp.array([1.0, jnp.nan])}, ["a"]),
     ({"kernel": jnp.full((2, 2), -jnp.inf)}, ["layer/kernel"]),
     ({"z": jnp.array([1.0, complex(1, np.inf)])}, ["layer/z"]),
-    ({"a": jnp.full(2, jnp.inf), "z": jnp.full(2, jnp.nan + 0j)}, ["a", "layer/z"]),
+    (
+        {"a": jnp.full(2, jnp.inf), "z": jnp.full(2, complex(np.nan, 0))},
+        ["a", "layer/z"],
+    ),
 ]
 
 
@@ -43,9 +50,7 @@ def test_bad_gradients_of_the_last_skipped_step_are_named(
 ):
     monkeypatch.setattr("jls._guard.branch_is_faster", lambda _: platform == "branch")
     optimizer = jls.loss_scaled(identity(), jls.dynamic(8.0))
-    for update in (
-        both(optimizer.update)[1:] if platform == "branch" else both(optimizer.update)
-    ):
+    for update in both(optimizer.update):
         state = optimizer.init(PARAMS)
         assert jls.nonfinite_leaves(state, PARAMS) == []
         for step in (grads(), grads(**bad), grads()):  # it is remembered
@@ -93,7 +98,7 @@ def test_inner_state_that_becomes_nan_is_not_committed_either():
             _, state = step(params, optimizer.init(params), params)
             assert state.applied == (not checks)
             assert jnp.isfinite(state.inner_state["mean"]) == checks
-            assert state.nonfinite_updates == checks
+            assert bool(state.nonfinite_updates) == checks
 
 
 def test_nnx_parameters_are_named_by_their_path_in_the_model():
@@ -119,27 +124,19 @@ def test_flags_cost_no_more_than_the_check_itself():
     assert figure(finite_leaves) <= figure(jls.all_finite) + 1024
 
 
-@pytest.mark.parametrize(
-    ("state", "params", "message"),
-    [
-        ({}, PARAMS, "state must carry one state of jls.loss_scaled .* with 0 of them"),
-        ("state", {"a": jnp.ones(2)}, "got 1 floating-point leaves, the state knows 3"),
-        ("traced", PARAMS, "state must be concrete, got a traced one"),
-    ],
-)
-def test_bad_input_is_named(state, params, message):
-    optimizer = jls.loss_scaled(identity())
-    with pytest.raises(ValueError, match=message):
-        if state == "traced":
-            jax.jit(lambda: jls.nonfinite_leaves(optimizer.init(PARAMS), params))()
-        else:
-            given = optimizer.init(PARAMS) if state == "state" else state
-            jls.nonfinite_leaves(given, params)
+def test_bad_input_is_named():
+    state = jls.loss_scaled(identity()).init(PARAMS)
+    with pytest.raises(ValueError, match=r"one state of jls.loss_scaled .* 0 of them"):
+        jls.nonfinite_leaves({}, PARAMS)
+    with pytest.raises(ValueError, match="got 1 floating-point leaves, .* knows 3"):
+        jls.nonfinite_leaves(state, {"a": jnp.ones(2)})
+    with pytest.raises(ValueError, match="state must be concrete, got a traced one"):
+        jax.jit(lambda state: jls.nonfinite_leaves(state, PARAMS))(state)
 
 
 def test_updates_with_other_leaves_than_the_params_are_refused():
     optimizer = jls.loss_scaled(identity())
     with pytest.raises(
-        ValueError, match="as many floating-point leaves .* got 1 and 3"
+        ValueError, match=r"as many floating-point leaves .* got 1 and 3"
     ):
         optimizer.update({"a": jnp.ones(2)}, optimizer.init(PARAMS))

@@ -435,3 +435,16 @@ def test_debug_nans_and_infs_do_not_trip_over_a_rejected_step():
     with jax.debug_nans(True), jax.debug_infs(True):
         _, state = jax.jit(optimizer.update)(BAD, state, PARAMS)
     assert not state.applied
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(jls.dynamic, jls.adaptive), (jls.adaptive, jls.dynamic)]
+)
+def test_state_of_another_policy_is_refused_with_the_way_on(old, new):
+    params = jnp.ones(2)
+    before, after = (jls.loss_scaled(optax.sgd(0.1), make()) for make in (old, new))
+    state = before.init(params)
+    with pytest.raises(ValueError, match="must be one that the policy has made"):
+        after.update(params, state, params)
+    state = state._replace(scaler_state=new().init())
+    assert after.update(params, state, params)[1].applied

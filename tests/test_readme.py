@@ -1,14 +1,19 @@
 """The README's code runs, and says what it should."""
 
+import ast
+import functools
 import re
 import tomllib
 from pathlib import Path
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
 
 import jls
 
@@ -21,7 +26,12 @@ BLOCKS = {
     re.findall(r"^##+ (.*)$", TEXT[: match.start()], re.MULTILINE)[-1]: match[1]
     for match in re.finditer(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 }
-RECIPES = ["Flax Linen", "Flax NNX", "Equinox"]
+# Title of the recipe -> what moves on a good step, and must not on a bad one.
+RECIPES = {
+    "Flax Linen": ["params", "batch_stats"],
+    "Flax NNX": ["kernel", "mean", "var", "count"],
+    "Equinox": ["weight"],
+}
 
 
 def run(title):
@@ -35,6 +45,9 @@ def test_every_block_is_tested():
         "The main loop",
         "Plain JAX, without optax",
         "bfloat16 and float32: only the guard",
+        "Gradient accumulation",
+        "An average of the parameters",
+        "Clipping, and two traps of norms",
     }
     assert set(BLOCKS) == {*RECIPES, *others}
 
@@ -72,43 +85,59 @@ def test_diff_leads_from_plain_optax_to_the_main_loop():
 @pytest.mark.parametrize("title", RECIPES)
 def test_recipe_steps_and_rolls_everything_back_on_a_bad_batch(title):
     names = run(title)
-    if title == "Flax NNX":
-        from flax import nnx
+    train_step, x, y = names["train_step"], names["x"], names["y"]
 
-        args = [names["model"], names["optimizer"]]
+    def step(x):
+        """Whether the step says that it was skipped."""
+        if title == "Flax Linen":
+            names["state"], report = train_step(names["state"], (x, y))
+            return report.overflow
+        if title == "Flax NNX":
+            return train_step(names["model"], names["optimizer"], (x, y)).overflow
+        args = train_step(names["model"], names["opt_state"], x, y)
+        names["model"], names["opt_state"], _ = args
+        return not names["opt_state"].applied
 
-        def state():
-            return nnx.to_pure_dict(nnx.state(args[0])), args[1]
-
-        def step(x):
-            return names["train_step"](*args, x, names["y"])
-    else:
-        args = [names["state"]] if title == "Flax Linen" else None
-        args = args or [names["model"], names["opt_state"]]
-
-        def state():
-            if title == "Flax Linen":
-                return (args[0].params, args[0].batch_stats), args[0]
-            return args[0], args[1]
-
-        def step(x):
-            *args[:], loss = names["train_step"](*args, x, names["y"])
-            return loss
+    def carried():
+        if title == "Flax Linen":
+            return names["state"]
+        return names["optimizer" if title == "Flax NNX" else "opt_state"]
 
     def arrays():
-        return [
-            np.asarray(x) for x in jax.tree.leaves(state()[0]) if hasattr(x, "dtype")
-        ]
+        """Copies of all that a bad batch could touch, by path."""
+        if title == "Flax Linen":
+            state = names["state"]
+            tree = {name: getattr(state, name) for name in RECIPES[title]}
+            tree["opt_state"] = state.opt_state.inner_state
+        elif title == "Flax NNX":
+            opt_state = nnx.state(names["optimizer"].opt_state.inner_state)
+            tree = nnx.to_pure_dict(nnx.state(names["model"])), opt_state
+        else:
+            tree = names["model"], names["opt_state"].inner_state
+        leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+        return {
+            jax.tree_util.keystr(path): np.array(
+                jax.random.key_data(leaf)
+                if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+                else leaf
+            )
+            for path, leaf in leaves
+            if hasattr(leaf, "dtype")
+        }
 
-    assert jls.metrics(state()[1])["steps"] == 1
-    x = names["x"]
+    assert jls.metrics(carried())["steps"] == 1
     for bad, skips in [(x, 0), (x.at[0, 0].set(jnp.inf), 1), (x, 1)]:
         before = arrays()
-        step(bad)
-        moved = not all(map(np.array_equal, before, arrays()))
-        assert moved == (bad is x)
-        assert jls.metrics(state()[1])["skips"] == skips
-    assert all(np.isfinite(leaf).all() for leaf in arrays())
+        skipped = step(bad)
+        after = arrays()
+        moved = [p for p in before if not np.array_equal(before[p], after[p])]
+        if bad is x:
+            assert all(any(part in p for p in moved) for part in RECIPES[title])
+        else:
+            assert moved == []
+        assert skipped == (bad is not x)
+        assert jls.metrics(carried())["skips"] == skips
+    assert all(np.isfinite(leaf).all() for leaf in arrays().values())
 
 
 def test_plain_jax_recipe_steps_and_skips():
@@ -125,6 +154,160 @@ def test_guard_recipe_skips(capsys):
     names = run("bfloat16 and float32: only the guard")
     assert names["params"]["w"].tolist() == [1.0] * 3
     assert names["opt_state"].skips == 1
+
+
+def test_accumulation_recipe_leaves_out_the_bad_micro_batch(capsys):
+    names = run("Gradient accumulation")
+    assert capsys.readouterr().out == "False 1\n"
+    assert np.all(names["state"].params < 1)
+
+
+def test_average_recipe_averages_the_applied_steps(capsys):
+    names = run("An average of the parameters")
+    assert names["opt_state"].skips == 1
+    newest, average = (
+        x["w"] for x in (names["params"], jls.eval_params(names["opt_state"]))
+    )
+    assert np.all(newest < average)
+    assert np.all(average < 1)
+
+
+def test_clipping_recipe_shows_the_traps(capsys):
+    run("Clipping, and two traps of norms")
+    expected = re.findall(
+        r"print\(.*\)  # (.*)", BLOCKS["Clipping, and two traps of norms"]
+    )
+    printed = ", then ".join(capsys.readouterr().out.splitlines())
+    assert printed == ", then ".join(expected)
+
+
+# The tables.
+
+
+def table(title):
+    """The rows of the table in a section, without the heading and titles of groups."""
+    section = re.split(r"^##+ ", TEXT.split(f"\n## {title}\n")[1], flags=re.M)[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")][2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert all(len(row) == 2 for row in rows)
+    return [row for row in rows if row[1]]
+
+
+def code_in(cell):
+    return re.findall(r"`([^`]+)`", cell)
+
+
+MIGRATION = table("Coming from another system")
+NOT_NEEDED = {
+    "MindSpore `drop_overflow_update=True`, `get_drop_overflow_update` [7]",
+    "torch `is_enabled`; Paddle `is_enable`",
+}
+
+
+@pytest.fixture(scope="module")
+def namespace():
+    """The names that the cells of the migration table use."""
+    names = run("The main loop")
+    params, batch, loss_fn = names["params"], names["batch"], names["loss_fn"]
+    inner, scaler = optax.adamw(1e-3), jls.dynamic()
+    scaler_state = scaler.init()
+    optimizer = jls.loss_scaled(inner, scaler)
+    opt_state = optimizer.init(params)
+    loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, batch)
+    saved = flax.serialization.to_state_dict(opt_state)
+    labels = {"w1": "a", "w2": "b"}  # of the parameters, for optax.partition
+    losses, mask = jnp.ones(4), jnp.array([1.0, 1.0, 0.0, 0.0])
+
+    def state_loss(state, batch):
+        return loss_fn(state.params, batch)
+
+    state = TrainState.create(apply_fn=None, params=params, tx=optimizer)
+    step = jax.jit(jls.train_step(state_loss, local_norm=True))
+    report = step(state, batch)[1]
+    return names | locals() | {"flax": flax, "functools": functools}
+
+
+def value_of(code, names):
+    """Runs `code`; the value of an expression, or what a statement assigns."""
+    (statement,) = ast.parse(code).body
+    if isinstance(statement, ast.Expr):
+        return eval(code, names)
+    exec(code, names)
+    target = statement.targets[0]
+    assigned = target.elts if isinstance(target, ast.Tuple) else [target]
+    return [names[name.id] for name in assigned]
+
+
+def use(value, names):
+    """A policy adjusts, an optimizer steps, a train step runs."""
+    if isinstance(value, list):
+        for part in value:
+            use(part, names)
+    elif isinstance(value, jls.LossScaler):
+        value.adjust(value.init(), False)
+    elif isinstance(value, optax.GradientTransformation):
+        opt_state = value.init(names["params"])
+        _, opt_state = value.update(names["grads"], opt_state, names["params"])
+        assert jls.metrics(opt_state)["applied"]
+    elif getattr(value, "__qualname__", "").startswith("train_step."):
+        _, report = value(names["state"], names["batch"])
+        assert not report.overflow
+
+
+@pytest.mark.parametrize(("there", "ours"), MIGRATION, ids=[r[0] for r in MIGRATION])
+def test_what_the_migration_table_says_runs(there, ours, namespace):
+    codes = code_in(ours)
+    assert bool(codes) == (there not in NOT_NEEDED)
+    names = dict(namespace)
+    for code in codes:
+        use(value_of(code, names), names)
+
+
+@pytest.mark.parametrize("policy", [row[0] for row in table("Choosing a policy")])
+def test_policies_of_the_table_run(policy):
+    for code in code_in(policy):
+        use(value_of(code, {"jls": jls}), {})
+
+
+def test_policy_table_names_every_policy():
+    text = str(table("Choosing a policy"))
+    presets = [n for n in vars(jls.presets) if not n.startswith("_") and n.islower()]
+    presets = [n for n in presets if callable(getattr(jls.presets, n))]
+    for name in ("static", "dynamic", "hysteresis", "cumulative", "adaptive", *presets):
+        assert name in text
+
+
+# Every public method and argument of torch's and Paddle's GradScaler, of MindSpore's
+# loss scalers, managers and cells, and of MindFormers' cells.
+THEIRS = """
+scale unscale_ unscale step update minimize is_enable is_enabled state_dict
+load_state_dict get_scale get_growth_factor set_growth_factor get_backoff_factor
+set_backoff_factor get_growth_interval set_growth_interval is_use_dynamic_loss_scaling
+get_init_loss_scaling set_init_loss_scaling get_incr_ratio set_incr_ratio get_decr_ratio
+set_decr_ratio get_incr_every_n_steps set_incr_every_n_steps get_decr_every_n_nan_or_inf
+set_decr_every_n_nan_or_inf device init_scale growth_factor backoff_factor
+growth_interval enabled enable init_loss_scaling incr_ratio decr_ratio
+incr_every_n_steps decr_every_n_nan_or_inf use_dynamic_loss_scaling LossScaler
+StaticLossScaler DynamicLossScaler scale_value scale_factor scale_window adjust
+all_finite FixedLossScaleManager DynamicLossScaleManager get_loss_scale
+update_loss_scale get_update_cell drop_overflow_update get_drop_overflow_update
+DynamicLossScaleUpdateCell FixedLossScaleUpdateCell TrainOneStepWithLossScaleCell
+network optimizer scale_sense overflow set_sense_scale start_overflow_check
+get_overflow_status process_loss_scale MFTrainOneStepCell use_clip_grad max_grad_norm
+local_norm size calculate_per_token_loss use_skip_data_by_global_norm
+global_norm_spike_threshold AdaptiveLossScaleUpdateCell PmaAdamW
+"""
+
+
+def test_migration_table_has_every_name_of_the_other_systems():
+    words = {word for row in MIGRATION for word in re.findall(r"\w+", row[0])}
+    assert set(THEIRS.split()) - words == set()
+
+
+def test_notes_of_the_migration_table_are_those_that_it_refers_to():
+    section = TEXT.split("\n## Coming from another system\n")[1].split("\n## ")[0]
+    notes = re.findall(r"^(\d+)\. ", section, re.M)
+    assert notes == re.findall(r"\[(\d+)\] \|", section)
 
 
 def test_links_and_extras_exist():
