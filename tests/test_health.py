@@ -14,17 +14,24 @@ PARAMS = {"w": jnp.ones(2), "b": jnp.ones(1)}
 SCALER = jls.dynamic(8.0, growth_interval=2, min_scale=2.0, max_scale=32.0)
 
 
-def after(steps, scaler=SCALER, inner=None, **options):
+def make(scaler):
+    inner = optax.stateless(lambda updates, _: jax.tree.map(jnp.sqrt, updates))
+    optimizer = jls.loss_scaled(inner, scaler, check_updates=True)
+    return optimizer.init, jax.jit(optimizer.update)
+
+
+DEFAULT = make(SCALER)
+VALUES = {".": 1.0, "l": 1.0, "o": jnp.inf, "u": -1.0}
+
+
+def after(steps, scaler=None):
     """The state after steps: . good, o overflow, l bad loss, u bad update."""
-    inner = inner or optax.stateless(lambda updates, _: jax.tree.map(jnp.sqrt, updates))
-    optimizer = jls.loss_scaled(inner, scaler, check_updates=True, **options)
-    grads = {".": 1.0, "l": 1.0, "o": jnp.inf, "u": -1.0}
-    state = optimizer.init(PARAMS)
-    update = jax.jit(optimizer.update)
+    init, update = DEFAULT if scaler is None else make(scaler)
+    state = init(PARAMS)
     for step in steps:
-        tree = {"w": jnp.ones(2), "b": jnp.full(1, grads[step])}
+        grads = {"w": jnp.ones(2), "b": jnp.full(1, VALUES[step])}
         loss = jnp.float32(jnp.nan if step == "l" else 1.0)
-        _, state = update(tree, state, PARAMS, value=loss)
+        _, state = update(grads, state, PARAMS, value=loss)
     return state
 
 

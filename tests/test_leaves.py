@@ -128,7 +128,7 @@ def test_bad_input_is_named():
     state = jls.loss_scaled(identity()).init(PARAMS)
     with pytest.raises(ValueError, match=r"one state of jls.loss_scaled .* 0 of them"):
         jls.nonfinite_leaves({}, PARAMS)
-    with pytest.raises(ValueError, match="got 1 floating-point leaves, .* knows 3"):
+    with pytest.raises(ValueError, match=r"got 1 floating-point leaves, .* knows 3"):
         jls.nonfinite_leaves(state, {"a": jnp.ones(2)})
     with pytest.raises(ValueError, match="state must be concrete, got a traced one"):
         jax.jit(lambda state: jls.nonfinite_leaves(state, PARAMS))(state)

@@ -13,6 +13,7 @@ PACKAGE = Path(jls.__file__).parent
 ROOT = PACKAGE.parent
 # A module imports only from those before it.
 ORDER = [
+    "_repr",
     "_types",
     "_tree",
     "_locate",
