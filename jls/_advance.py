@@ -78,11 +78,13 @@ def advance(
         good = leaves_finite
         applied = acceptable
         if checks:
-            kept_well = ~_guard.became_nonfinite(new, state.inner_state)
-            made_finite = jnp.concatenate([kept_well[None], finite_leaves(made)])
-            made_finite = agree(made_finite, axis_name)
-            applied = acceptable & jnp.all(made_finite)
-            good = jnp.where(acceptable, made_finite[1:], leaves_finite)
+            # A NaN moment shows in its update. A NaN estimate of one number for all
+            # may not, as that of D-Adaptation does not at first.
+            numbers = [x for x in jax.tree.leaves(new) if jnp.ndim(x) == 0]
+            flags = [~_guard.has_nan(numbers)[None], finite_leaves(made)]
+            flags = agree(jnp.concatenate(flags), axis_name)
+            applied = acceptable & jnp.all(flags)
+            good = jnp.where(acceptable, flags[1:], leaves_finite)
         stepped = (optax.apply_updates(params, made) if apply else made), new
         if checks or not branches:
             stepped = select(applied, stepped, kept)

@@ -57,17 +57,16 @@ def _no_update(update: Any, param: Any) -> Any:
     return jnp.zeros_like(update) if is_number else update
 
 
-def became_nonfinite(new: Any, old: Any) -> Array:
-    """Whether an element of `new` is inf or NaN that was not so in `old`.
+def has_nan(tree: Any) -> Array:
+    """Whether a floating-point leaf holds a NaN.
 
-    Some optimizers keep an inf on purpose, as the best value so far.
+    Of a state no more is asked: some optimizers keep an inf on purpose, as the best
+    value so far.
     """
-    bad = jnp.asarray(False)
-    for leaf, before in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
-        if is_inexact(leaf):
-            lost = jnp.isfinite(widen(before)) & ~jnp.isfinite(widen(leaf))
-            bad = bad | jnp.any(lost)
-    return bad
+    flags = [
+        jnp.any(jnp.isnan(widen(x))) for x in jax.tree.leaves(tree) if is_inexact(x)
+    ]
+    return jnp.any(jnp.stack(flags)) if flags else jnp.asarray(False)
 
 
 def ones_unless(flag: Array, tree: Any) -> Any:

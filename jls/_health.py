@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from jls import _validate
 from jls._dynamic import dynamic
+from jls._guard import has_nan
 from jls._leaves import chosen, leaf_names, wrapper_in
 from jls._locate import unwrapped
 from jls._read import metrics
@@ -124,9 +124,7 @@ def health(
 
 @jax.jit
 def _is_poisoned(params: Any, inner_state: Any) -> Array:
-    # Some optimizers keep an inf on purpose, as the best value so far.
-    has_nan = [jnp.any(jnp.isnan(leaf)) for leaf in inner_state]
-    return ~all_finite(params) | jnp.any(jnp.stack([jnp.asarray(False), *has_nan]))
+    return ~all_finite(params) | has_nan(inner_state)
 
 
 def _poisoned(params: Any, inner_state: Any) -> Array:

@@ -51,9 +51,10 @@ def loss_scaled(
         to take the same decision. Only the decision is reduced: average the gradients
         yourself, before. Under plain `jit` nothing is needed.
       check_updates: True skips the step also when `inner` makes non-finite updates out
-        of finite gradients (a finite step for the scaler), for one more pass over
-        them. None does so when a parameter is narrower than float32, where an
-        optimizer's eps and moments underflow. False never.
+        of finite gradients, or a NaN in a scalar of its state (a finite step for the
+        scaler). Updates and new state are then read once more: on CPU a whole `adamw`
+        step moves 1.4 times the bytes. None does so when a parameter is narrower than
+        float32, where an optimizer's eps and moments underflow. False never.
 
     Returns:
       A transformation with state `LossScaledState`. Its `update` takes optax's extra
