@@ -43,6 +43,7 @@ def run(title):
 def test_every_block_is_tested():
     others = {
         "The main loop",
+        "What a healthy run looks like",
         "Plain JAX, without optax",
         "bfloat16 and float32: only the guard",
         "Gradient accumulation",
@@ -308,6 +309,12 @@ def test_notes_of_the_migration_table_are_those_that_it_refers_to():
     section = TEXT.split("\n## Coming from another system\n")[1].split("\n## ")[0]
     notes = re.findall(r"^(\d+)\. ", section, re.M)
     assert notes == re.findall(r"\[(\d+)\] \|", section)
+
+
+def test_health_says_what_the_readme_says(capsys):
+    run("What a healthy run looks like")
+    said = re.search(r"^```text\n(stalled.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)[1]
+    assert capsys.readouterr().out.split() == said.split()
 
 
 def test_links_and_extras_exist():
