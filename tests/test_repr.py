@@ -80,5 +80,6 @@ def test_repr_does_no_harm_to_what_is_no_scalar_in_memory(state):
 def test_policy_of_a_user_prints_its_functions():
     scaler = jls.LossScaler(jls.static().init, max)
     assert repr(scaler).endswith("adjust=<built-in function max>)")
-    assert repr(scaler).startswith("LossScaler(init=Partial(")
+    assert repr(scaler).startswith("LossScaler(init=")
+    assert "loss_scale=1.0" in repr(scaler)
     assert repr(jls.LossScaler(min, max)).startswith("LossScaler(init=<built-in")
