@@ -11,10 +11,10 @@ from jax import Array
 from jls import _validate
 from jls._dynamic import dynamic
 from jls._guard import has_nan
-from jls._leaves import chosen, leaf_names, wrapper_in
-from jls._locate import unwrapped
+from jls._leaves import chosen, wrapper_in
 from jls._read import metrics
-from jls._tree import all_finite, is_inexact, widen
+from jls._tally import inexact_leaves
+from jls._tree import all_finite
 from jls._types import SKIP_REASONS, LossScaler
 from jls._verdict import VERDICTS, sentence_of, verdict_of
 
@@ -110,7 +110,7 @@ def health(
     numbers["skip_reason"] = SKIP_REASONS[numbers["skip_reason"]]
     flags = numbers.pop("leaves")
     if params is not None:
-        numbers["nonfinite_leaves"] = chosen(leaf_names(params), flags)
+        numbers["nonfinite_leaves"] = chosen(params, flags)
     numbers["min_scale"], numbers["max_scale"] = _bounds(scaler)
 
     verdict = verdict_of(numbers, limit)
@@ -128,10 +128,7 @@ def _is_poisoned(params: Any, inner_state: Any) -> Array:
 
 
 def _poisoned(params: Any, inner_state: Any) -> Array:
-    trees = unwrapped((params, inner_state))
-    return _is_poisoned(
-        *([widen(x) for x in jax.tree.leaves(tree) if is_inexact(x)] for tree in trees)
-    )
+    return _is_poisoned(inexact_leaves(params)[1], inexact_leaves(inner_state)[1])
 
 
 def _bounds(scaler: LossScaler | None) -> tuple[float, float]:

@@ -7,7 +7,7 @@ import jax
 from jax.core import Tracer
 
 from jls._locate import find, is_wrapper_state, unwrapped
-from jls._tree import is_inexact
+from jls._tally import inexact_leaves
 from jls._types import LossScaledState
 
 
@@ -39,7 +39,7 @@ def nonfinite_leaves(state: Any, params: Any) -> list[str]:
       ['kernel']
     """
     flags = jax.device_get(wrapper_in(state).nonfinite_leaves)
-    return chosen(leaf_names(params), flags.tolist())
+    return chosen(params, flags.tolist())
 
 
 def wrapper_in(state: Any) -> LossScaledState:
@@ -59,16 +59,9 @@ def wrapper_in(state: Any) -> LossScaledState:
     return wrapper
 
 
-def leaf_names(params: Any) -> list[str]:
-    paths, _ = jax.tree_util.tree_flatten_with_path(unwrapped(params))
-    return [
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for path, leaf in paths
-        if is_inexact(leaf)
-    ]
-
-
-def chosen(names: list[str], flags: list[bool]) -> list[str]:
+def chosen(params: Any, flags: list[bool]) -> list[str]:
+    """The paths of the floating-point leaves of `params` whose flag is set."""
+    names, _ = inexact_leaves(params)
     if len(names) != len(flags):
         raise ValueError(
             "params must be the parameters that the optimizer was initialized with: "

@@ -104,7 +104,7 @@ def set_loss_scale(state: State, value: ArrayLike) -> State:
       >>> state.loss_scale
       Array(1024., dtype=float32)
     """
-    new_scale = _checked(value)
+    new_scale = checked_scale(value)
     scaler_state = locate(state)  # one, or an error, before anything changes
     ((_, node),) = find(state, is_scaler_state)
     fresh = {"loss_scale": new_scale}
@@ -124,8 +124,8 @@ def set_loss_scale(state: State, value: ArrayLike) -> State:
     )
 
 
-def _checked(value: Any) -> Array:
-    """`value` as `f32[]` in a fresh buffer."""
+def checked_scale(value: Any) -> Array:
+    """The loss scale `value` as `f32[]` in a fresh buffer."""
     if not _is_real_array(value) and not is_real(value):
         got = getattr(value, "dtype", None) or f"{type(value).__name__} {value!r}"
         raise TypeError(f"loss_scale must be a real number or array, got {got}.")
