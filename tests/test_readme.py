@@ -44,6 +44,7 @@ def test_every_block_is_tested():
     others = {
         "The main loop",
         "What a healthy run looks like",
+        "Underflow, which nobody sees",
         "Plain JAX, without optax",
         "bfloat16 and float32: only the guard",
         "Gradient accumulation",
@@ -315,6 +316,16 @@ def test_health_says_what_the_readme_says(capsys):
     run("What a healthy run looks like")
     said = re.search(r"^```text\n(stalled.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)[1]
     assert capsys.readouterr().out.split() == said.split()
+
+
+def test_underflow_block_prints_what_the_readme_says(capsys):
+    run("Underflow, which nobody sees")
+    printed = capsys.readouterr().out.splitlines()
+    block = BLOCKS["Underflow, which nobody sees"]
+    for line, promised in zip(printed, re.findall(r"# (.*)", block), strict=False):
+        assert promised.endswith(line)
+    table = re.search(r"^```text\n(1 of 2.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)[1]
+    assert printed[2:] == table.splitlines()
 
 
 def test_links_and_extras_exist():
