@@ -13,6 +13,7 @@ from jls._grad import value_and_grad as value_and_grad
 from jls._health import Health as Health
 from jls._health import UnhealthyError as UnhealthyError
 from jls._health import health as health
+from jls._history import History as History
 from jls._hysteresis import hysteresis as hysteresis
 from jls._leaves import nonfinite_leaves as nonfinite_leaves
 from jls._nonfinite import LeafReport as LeafReport
@@ -20,6 +21,7 @@ from jls._nonfinite import NonfiniteReport as NonfiniteReport
 from jls._nonfinite import nonfinite_report as nonfinite_report
 from jls._optax import loss_scaled as loss_scaled
 from jls._optax import skip_nonfinite as skip_nonfinite
+from jls._progress import progress as progress
 from jls._read import loss_scale as loss_scale
 from jls._read import metrics as metrics
 from jls._read import set_loss_scale as set_loss_scale

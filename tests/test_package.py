@@ -47,6 +47,12 @@ ORDER = [
     "_accumulate",
     "_report",
     "_train_step",
+    "_logged",
+    "_progress",
+    "_history_facts",
+    "_history_marks",
+    "_history_plot",
+    "_history",
     "__init__",
 ]
 PUBLIC = [name for name in vars(jls) if not name.startswith("_")]
@@ -134,6 +140,7 @@ def test_public_names_are_those_of_the_contract():
         "AdaptiveState",
         "AdjustFn",
         "Health",
+        "History",
         "InitFn",
         "LeafReport",
         "LossScaleState",
@@ -160,6 +167,7 @@ def test_public_names_are_those_of_the_contract():
         "nonfinite_report",
         "params_ema",
         "presets",
+        "progress",
         "scale",
         "select",
         "set_loss_scale",
