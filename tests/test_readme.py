@@ -44,6 +44,7 @@ def test_every_block_is_tested():
     others = {
         "The main loop",
         "What a healthy run looks like",
+        "A record of the run",
         "Underflow, which nobody sees",
         "Plain JAX, without optax",
         "bfloat16 and float32: only the guard",
@@ -326,6 +327,14 @@ def test_underflow_block_prints_what_the_readme_says(capsys):
         assert promised.endswith(line)
     table = re.search(r"^```text\n(1 of 2.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)[1]
     assert printed[2:] == table.splitlines()
+
+
+def test_record_of_the_run_prints_what_the_readme_says(capsys):
+    names = run("A record of the run")
+    progress, *summary = capsys.readouterr().out.splitlines()
+    assert progress == re.search(r"# (scale.*)", BLOCKS["A record of the run"])[1]
+    assert summary == names["history"].summary().splitlines()
+    assert names["history"]["loss_scale"].tolist() == [2.0**12, 2.0**13] + [2.0**12] * 2
 
 
 def test_links_and_extras_exist():
