@@ -27,6 +27,7 @@ from jax.typing import ArrayLike
 
 from jls import _validate
 from jls._move import is_due, moved
+from jls._repr import number, shown
 from jls._tree import as_flag
 from jls._types import LossScaler
 
@@ -44,6 +45,10 @@ class AdaptiveState(NamedTuple):
     nonfinite_count: Array  # i32[]  non-finite steps since the last growth, modulo 4
     growth_count: Array  # i32[]  growths since the interval last changed, modulo 4
     interval_index: Array  # i32[]  in `intervals`; -1 stands for an interval of 1
+
+    def __repr__(self) -> str:
+        fields = self._asdict().items()
+        return shown("AdaptiveState", **{name: number(x) for name, x in fields})
 
 
 jax_export.register_namedtuple_serialization(

@@ -10,7 +10,15 @@ from jax import Array, lax
 
 from jls import _guard
 from jls._norms import global_norm
-from jls._tree import AxisName, agree, all_finite, as_flag, select, widen
+from jls._tree import (
+    AxisName,
+    agree,
+    all_finite,
+    as_flag,
+    finite_leaves,
+    select,
+    widen,
+)
 from jls._types import LossScaledState, LossScaler
 
 
@@ -42,8 +50,11 @@ def advance(
     branches = axis_name is None and _guard.branch_is_faster(updates)
     if branches:
         updates = _guard.materialized(updates)
-    flags = all_finite(updates), all_finite(extra.get("value")), ~overflow
-    grads_finite, loss_finite, all_seen = agree(jnp.stack(flags), axis_name)
+    flags = jnp.stack([all_finite(extra.get("value")), ~overflow])
+    flags = agree(jnp.concatenate([flags, finite_leaves(updates)]), axis_name)
+    loss_finite, all_seen, leaves_finite = flags[0], flags[1], flags[2:]
+    _check_count(leaves_finite, state.nonfinite_leaves)
+    grads_finite = jnp.all(leaves_finite)
     acceptable = grads_finite & loss_finite
     no_updates = _guard.no_updates(updates, params)
     kept = (params if apply else no_updates), state.inner_state
@@ -64,21 +75,28 @@ def advance(
         made, new = inner.update(grads, state.inner_state, params, **clean)
         made = _guard.like("the inner optimizer's update", made, no_updates)
         new = _guard.like("the inner optimizer's state", new, state.inner_state)
+        good = leaves_finite
         applied = acceptable
         if checks:
-            applied = acceptable & all_finite(made, axis_name)
+            # A NaN moment shows in its update. A NaN estimate of one number for all
+            # may not, as that of D-Adaptation does not at first.
+            numbers = [x for x in jax.tree.leaves(new) if jnp.ndim(x) == 0]
+            flags = [~_guard.has_nan(numbers)[None], finite_leaves(made)]
+            flags = agree(jnp.concatenate(flags), axis_name)
+            applied = acceptable & jnp.all(flags)
+            good = jnp.where(acceptable, flags[1:], leaves_finite)
         stepped = (optax.apply_updates(params, made) if apply else made), new
         if checks or not branches:
             stepped = select(applied, stepped, kept)
         seen = grads if branches else updates
-        return applied, _guard.arrays(stepped), norm(seen)
+        return applied, good, _guard.arrays(stepped), norm(seen)
 
     def skip():
-        return acceptable, _guard.arrays(kept), norm(updates)
+        return acceptable, leaves_finite, _guard.arrays(kept), norm(updates)
 
     if branches:
         try:
-            applied, arrays, grad_norm = lax.cond(acceptable, step, skip)
+            applied, good, arrays, grad_norm = lax.cond(acceptable, step, skip)
         except TypeError as error:
             error.add_note(
                 "Under jax.shard_map, pass axis_name= to jls.loss_scaled if the "
@@ -86,11 +104,12 @@ def advance(
             )
             raise
     else:
-        applied, arrays, grad_norm = step()
+        applied, good, arrays, grad_norm = step()
     made, inner_state = _guard.with_arrays(kept, arrays)
     _check_policy(scaler, state.scaler_state)
     adjusted = scaler.adjust(state.scaler_state, grads_finite & all_seen)
     adjusted = _guard.like("the scaler's state", adjusted, state.scaler_state)
+    reason = jnp.where(loss_finite, jnp.where(grads_finite, 3, 1), 2)
     new_state = LossScaledState(
         inner_state=inner_state,
         scaler_state=select(loss_finite, adjusted, state.scaler_state),
@@ -101,6 +120,13 @@ def advance(
         nonfinite_losses=jnp.where(
             loss_finite, state.nonfinite_losses, _increment(state.nonfinite_losses)
         ),
+        nonfinite_updates=jnp.where(
+            applied | ~acceptable,
+            state.nonfinite_updates,
+            _increment(state.nonfinite_updates),
+        ),
+        skip_reason=jnp.where(applied, state.skip_reason, reason),
+        nonfinite_leaves=jnp.where(applied, state.nonfinite_leaves, ~good),
     )
     return made, new_state, grad_norm
 
@@ -136,6 +162,14 @@ def apply_gradients(
     updates, state = optimizer.update(grads, state, params, **extra)
     params = optax.apply_updates(params, updates)
     return params, state, global_norm(grads, _guard.branch_is_faster(grads))
+
+
+def _check_count(flags: Array, old: Array) -> None:
+    if flags.shape != old.shape:
+        raise ValueError(
+            "updates must have as many floating-point leaves as the params of init, "
+            f"got {flags.size} and {old.size}."
+        )
 
 
 def _check_policy(scaler: LossScaler, scaler_state: Any) -> None:

@@ -34,9 +34,9 @@ def own(tree: Any, foreign: Any) -> Any:
 
 
 def placed_like(params: Any, state: Any) -> Any:
-    """`state` with its scalars on the devices of `params`.
+    """`state` with its scalars and flags on the devices of `params`.
 
-    A scalar that is left where JAX puts it comes back from the first step with the
+    One that is left where JAX puts it comes back from the first step with the
     placement of the parameters, and the second step would be compiled anew.
     """
     shardings = [
@@ -53,8 +53,10 @@ def placed_like(params: Any, state: Any) -> Any:
         return state
 
     def place(leaf):
-        is_free = is_concrete(leaf) and leaf.ndim == 0 and not leaf.committed
-        return jax.device_put(leaf, home) if is_free else leaf
+        if not is_concrete(leaf) or leaf.committed:
+            return leaf
+        is_small = leaf.ndim == 0 or leaf.dtype == jnp.bool_
+        return jax.device_put(leaf, home) if is_small else leaf
 
     return jax.tree.map(place, state)
 

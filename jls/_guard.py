@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from jls._tree import is_array, is_inexact, wide_dtype
+from jls._tree import is_array, is_inexact, wide_dtype, widen
 
 
 def branch_is_faster(updates: Any) -> bool:
@@ -55,6 +55,18 @@ def _no_update(update: Any, param: Any) -> Any:
         jnp.result_type(update), jax.dtypes.extended
     )
     return jnp.zeros_like(update) if is_number else update
+
+
+def has_nan(tree: Any) -> Array:
+    """Whether a floating-point leaf holds a NaN.
+
+    Of a state no more is asked: some optimizers keep an inf on purpose, as the best
+    value so far.
+    """
+    flags = [
+        jnp.any(jnp.isnan(widen(x))) for x in jax.tree.leaves(tree) if is_inexact(x)
+    ]
+    return jnp.any(jnp.stack(flags)) if flags else jnp.asarray(False)
 
 
 def ones_unless(flag: Array, tree: Any) -> Any:

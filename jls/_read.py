@@ -50,8 +50,10 @@ def metrics(state: Any) -> dict[str, Array]:
 
     Returns:
       A flat dict: `loss_scale` (f32[], the next step's), `applied` (bool[], was the
-      last step applied), and the counts `steps`, `skips`, `consecutive_skips` and
-      `nonfinite_losses` (i32[]). Of a bare `LossScaleState` the `loss_scale` alone.
+      last step applied), and the counts `steps`, `skips`, `consecutive_skips`,
+      `nonfinite_losses` and `nonfinite_updates` (i32[]), and `skip_reason` (i32[], of
+      the last skipped step: 0 none yet, 1 gradients, 2 loss, 3 updates). Of a bare
+      `LossScaleState` the `loss_scale` alone.
 
     Raises:
       ValueError: if `state` carries no loss scale, or several.
@@ -60,7 +62,8 @@ def metrics(state: Any) -> dict[str, Array]:
       >>> state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))
       >>> {name: value.item() for name, value in jls.metrics(state).items()}
       {'loss_scale': 32768.0, 'applied': False, 'steps': 0, 'skips': 0, \
-'consecutive_skips': 0, 'nonfinite_losses': 0}
+'consecutive_skips': 0, 'nonfinite_losses': 0, 'nonfinite_updates': 0, \
+'skip_reason': 0}
     """
     values = {"loss_scale": loss_scale(state)}
     for _, wrapper in find(state, is_wrapper_state):
@@ -70,6 +73,8 @@ def metrics(state: Any) -> dict[str, Array]:
             "skips",
             "consecutive_skips",
             "nonfinite_losses",
+            "nonfinite_updates",
+            "skip_reason",
         ):
             values[name] = unwrapped(getattr(wrapper, name))
     return values
@@ -99,7 +104,7 @@ def set_loss_scale(state: State, value: ArrayLike) -> State:
       >>> state.loss_scale
       Array(1024., dtype=float32)
     """
-    new_scale = _checked(value)
+    new_scale = checked_scale(value)
     scaler_state = locate(state)  # one, or an error, before anything changes
     ((_, node),) = find(state, is_scaler_state)
     fresh = {"loss_scale": new_scale}
@@ -119,8 +124,8 @@ def set_loss_scale(state: State, value: ArrayLike) -> State:
     )
 
 
-def _checked(value: Any) -> Array:
-    """`value` as `f32[]` in a fresh buffer."""
+def checked_scale(value: Any) -> Array:
+    """The loss scale `value` as `f32[]` in a fresh buffer."""
     if not _is_real_array(value) and not is_real(value):
         got = getattr(value, "dtype", None) or f"{type(value).__name__} {value!r}"
         raise TypeError(f"loss_scale must be a real number or array, got {got}.")

@@ -126,14 +126,19 @@ def all_finite(tree: Any, axis_name: AxisName = None) -> Array:
       >>> jls.all_finite([jnp.ones(3), jnp.array([1.0, jnp.nan])])
       Array(False, dtype=bool)
     """
-    finite = jnp.asarray(True)
+    return agree(jnp.all(finite_leaves(tree)), axis_name)
+
+
+def finite_leaves(tree: Any) -> Array:
+    """Of each floating-point leaf, `bool[n]`, whether no element is inf or NaN."""
+    flags = []
     for leaf in jax.tree.leaves(tree):
         if is_inexact(leaf):
             array = jnp.asarray(leaf)
             # XLA has no `is-finite` for 8-bit floats.
             array = widen(array) if array.dtype.itemsize == 1 else array
-            finite = finite & jnp.all(jnp.isfinite(array))
-    return agree(finite, axis_name)
+            flags.append(jnp.all(jnp.isfinite(array)))
+    return jnp.stack(flags) if flags else jnp.ones(0, jnp.bool_)
 
 
 def select(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:

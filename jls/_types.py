@@ -6,6 +6,8 @@ from typing import Any, NamedTuple, Protocol
 from jax import Array
 from jax import export as jax_export
 
+from jls._repr import number, policy, shown
+
 
 class LossScaleState(NamedTuple):
     """A loss scale and the two counts that decide when it moves.
@@ -18,6 +20,10 @@ class LossScaleState(NamedTuple):
     loss_scale: Array  # f32[]
     finite_count: Array  # i32[]  consecutive finite steps since the scale last changed
     nonfinite_count: Array  # i32[]  non-finite steps counted towards the next backoff
+
+    def __repr__(self) -> str:
+        fields = self._asdict().items()
+        return shown("LossScaleState", **{name: number(x) for name, x in fields})
 
 
 class InitFn(Protocol):
@@ -62,6 +68,14 @@ class LossScaler(NamedTuple):
     init: InitFn
     adjust: AdjustFn
 
+    def __repr__(self) -> str:
+        known = policy(self.init, self.adjust)
+        return known or f"LossScaler(init={self.init!r}, adjust={self.adjust!r})"
+
+
+# Why a step was skipped; the first before there is such a step.
+SKIP_REASONS = ("none", "gradients", "loss", "updates")
+
 
 class LossScaledState(NamedTuple):
     """State of `jls.loss_scaled`. The counters stop at the int32 maximum.
@@ -79,6 +93,21 @@ class LossScaledState(NamedTuple):
     skips: Array  # i32[]   of these, skipped
     consecutive_skips: Array  # i32[]   skipped since the last applied step
     nonfinite_losses: Array  # i32[]   skipped because the forward loss was not finite
+    nonfinite_updates: Array  # i32[]   skipped though gradients and loss were finite
+    skip_reason: Array  # i32[]   of the last skipped step, an index into SKIP_REASONS
+    nonfinite_leaves: Array  # bool[n]  of the last skipped step, by floating-point leaf
+
+    def __repr__(self) -> str:
+        """All but `inner_state` and `nonfinite_leaves`, which may be long."""
+        return shown(
+            "LossScaledState",
+            inner_state="...",
+            scaler_state=self.scaler_state,
+            **{name: number(x) for name, x in self._asdict().items() if name in _SHORT},
+        )
+
+
+_SHORT = LossScaledState._fields[2:-1]
 
 
 class ParamsEmaState(NamedTuple):

@@ -49,7 +49,11 @@ def make(axis_name=None):
 
 def specs_of(state, split):
     """Everything replicated but the arrays with an axis, which are split."""
-    return jax.tree.map(lambda leaf: split if jnp.ndim(leaf) else P(), state)
+
+    def spec(leaf):  # the scalars and the flags are one for all
+        return P() if jnp.ndim(leaf) == 0 or leaf.dtype == jnp.bool_ else split
+
+    return jax.tree.map(spec, state)
 
 
 def test_there_are_eight_devices():

@@ -185,7 +185,7 @@ CANNOT = {
     ),
     "lookahead": (
         lambda: optax.lookahead(optax.sgd(0.1), 2, 0.5),
-        "optimizer's update must keep its structure",
+        "updates must have as many floating-point leaves",
         "its gradients are those of a half of its parameters; wrap its fast optimizer",
     ),
     "measure_with_ema": (

@@ -403,6 +403,8 @@ def test_promise_12_nothing_is_silent():
         "skips": 3,
         "consecutive_skips": 0,
         "nonfinite_losses": 2,
+        "nonfinite_updates": 0,
+        "skip_reason": 2,
     }
 
 

@@ -96,6 +96,8 @@ def test_metrics_are_device_scalars_under_fixed_names(make):
         "skips": 0,
         "consecutive_skips": 0,
         "nonfinite_losses": 0,
+        "nonfinite_updates": 0,
+        "skip_reason": 0,
     }
 
 

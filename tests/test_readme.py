@@ -43,6 +43,9 @@ def run(title):
 def test_every_block_is_tested():
     others = {
         "The main loop",
+        "What a healthy run looks like",
+        "A record of the run",
+        "Underflow, which nobody sees",
         "Plain JAX, without optax",
         "bfloat16 and float32: only the guard",
         "Gradient accumulation",
@@ -308,6 +311,30 @@ def test_notes_of_the_migration_table_are_those_that_it_refers_to():
     section = TEXT.split("\n## Coming from another system\n")[1].split("\n## ")[0]
     notes = re.findall(r"^(\d+)\. ", section, re.M)
     assert notes == re.findall(r"\[(\d+)\] \|", section)
+
+
+def test_health_says_what_the_readme_says(capsys):
+    run("What a healthy run looks like")
+    said = re.search(r"^```text\n(stalled.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)[1]
+    assert capsys.readouterr().out.split() == said.split()
+
+
+def test_underflow_block_prints_what_the_readme_says(capsys):
+    run("Underflow, which nobody sees")
+    printed = capsys.readouterr().out.splitlines()
+    block = BLOCKS["Underflow, which nobody sees"]
+    for line, promised in zip(printed, re.findall(r"# (.*)", block), strict=False):
+        assert promised.endswith(line)
+    table = re.search(r"^```text\n(1 of 2.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)[1]
+    assert printed[2:] == table.splitlines()
+
+
+def test_record_of_the_run_prints_what_the_readme_says(capsys):
+    names = run("A record of the run")
+    progress, *summary = capsys.readouterr().out.splitlines()
+    assert progress == re.search(r"# (scale.*)", BLOCKS["A record of the run"])[1]
+    assert summary == names["history"].summary().splitlines()
+    assert names["history"]["loss_scale"].tolist() == [2.0**12, 2.0**13] + [2.0**12] * 2
 
 
 def test_links_and_extras_exist():

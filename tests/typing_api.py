@@ -44,6 +44,13 @@ assert_type(jls.loss_scale(opt_state), jax.Array)
 assert_type(jls.metrics(opt_state), dict[str, jax.Array])
 assert_type(jls.set_loss_scale(state, 1024), jls.LossScaleState)
 
+# Looking closer.
+assert_type(jls.nonfinite_report(params), jls.NonfiniteReport)
+assert_type(jls.nonfinite_report(params).bad, tuple[jls.LeafReport, ...])
+assert_type(jls.underflow(opt_state, params, dtype=jnp.bfloat16), jls.Underflow)
+assert_type(jls.underflow(1024.0, params).total, jls.UnderflowShares)
+assert_type(jls.suggest_scale(params, headroom=2), jax.Array)
+
 # Differentiation.
 value_and_grad = jls.value_and_grad(lambda p: jnp.sum(p["w"]), has_aux=False)
 loss, grads = value_and_grad(opt_state, params)
@@ -64,5 +71,6 @@ jls.static("8")  # pyright: ignore[reportArgumentType]
 jls.loss_scaled(optax.sgd(0.1), 8.0)  # pyright: ignore[reportArgumentType]
 jls.params_ema(0.9, False)  # pyright: ignore[reportCallIssue]
 jls.params_ema("0.9")  # pyright: ignore[reportArgumentType]
+jls.suggest_scale(params, 2)  # pyright: ignore[reportCallIssue]
 scaler.adjust(True, state)  # pyright: ignore[reportArgumentType]
 state.scale  # pyright: ignore[reportAttributeAccessIssue]

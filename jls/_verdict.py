@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which verdict the numbers of a run lead to, and what it says to a newcomer.
+
+The verdicts, of which the first that holds is given:
+
+    poisoned           a parameter or the optimizer's state is not finite
+    stalled            more than max_consecutive_skips steps skipped in a row
+    non-finite loss    the last step was skipped for its forward loss
+    non-finite update  the last step was skipped for what the optimizer made of it
+    at floor           the last step overflowed, and the scale can go no lower
+    calibrating        no step applied yet: the scale is on its way down
+    recovering         the last step overflowed and the scale backed off
+    at ceiling         the scale can go no higher
+    ok                 none of these
+"""
+
+from typing import Any
+
+VERDICTS = (
+    "poisoned",
+    "stalled",
+    "non-finite loss",
+    "non-finite update",
+    "calibrating",
+    "at floor",
+    "recovering",
+    "at ceiling",
+    "ok",
+)
+
+
+def verdict_of(numbers: dict[str, Any], limit: int) -> str:
+    skipped = numbers["consecutive_skips"] > 0
+    scale, reason = numbers["loss_scale"], numbers["skip_reason"]
+    is_fixed = numbers["min_scale"] == numbers["max_scale"]
+    verdicts = {
+        "poisoned": numbers.get("poisoned", False),
+        "stalled": numbers["consecutive_skips"] > limit,
+        "non-finite loss": skipped and reason == "loss",
+        "non-finite update": skipped and reason == "updates",
+        "at floor": skipped and not is_fixed and scale <= numbers["min_scale"],
+        "calibrating": skipped and numbers["skips"] == numbers["steps"],
+        "recovering": skipped,
+        "at ceiling": not is_fixed and scale >= numbers["max_scale"],
+    }
+    return next((verdict for verdict, holds in verdicts.items() if holds), "ok")
+
+
+_SENTENCES = {
+    "poisoned": (
+        "a parameter or the optimizer's state is inf or NaN. No step can mend that: go "
+        "back to a checkpoint from before, and find out what changed it besides the "
+        "guarded update"
+    ),
+    "stalled": (
+        "the last {consecutive_skips} steps were all skipped, the last one for its "
+        "{skip_reason}, and nothing is being learnt; the loss scale is {loss_scale:g}. "
+        "{advice}"
+    ),
+    "non-finite loss": (
+        "the forward loss of the last step was inf or NaN, which no loss scale can "
+        "mend ({nonfinite_losses} of {steps} steps so far). Look at its batch, and at "
+        "log, exp, division and sums in 16 bits in the forward pass"
+    ),
+    "non-finite update": (
+        "the gradients of the last step were finite, but the optimizer made inf or NaN "
+        "of them ({nonfinite_updates} of {steps} steps so far). Keep parameters and "
+        "moments in float32, or raise the optimizer's eps"
+    ),
+    "calibrating": (
+        "all {steps} steps so far were skipped while the loss scale comes down, to "
+        "{loss_scale:g} now. That is normal for the first ten or so"
+    ),
+    "at floor": (
+        "the last step's gradients were inf or NaN, and the loss scale of "
+        "{loss_scale:g} is at its floor ({consecutive_skips} skipped in a row), so "
+        "that no lower scale will mend it. Look for what is too large, or for a square "
+        "root or a division at 0, in the backward pass; or lower min_scale"
+    ),
+    "recovering": (
+        "the last step overflowed and was skipped, {consecutive_skips} in a row; the "
+        "loss scale is {loss_scale:g}. {skips} of {steps} steps were skipped so far"
+    ),
+    "at ceiling": (
+        "the loss scale of {loss_scale:g} can grow no further. If gradients are still "
+        "too small for float16, raise max_scale"
+    ),
+    "ok": (
+        "{skips} of {steps} steps were skipped so far; the loss scale is {loss_scale:g}"
+    ),
+}
+
+_ADVICE = {
+    "none": "",
+    "gradients": (
+        "If the loss is finite, the backward pass overflows at any scale: look for "
+        "square roots and divisions at 0, and for an inf in a parameter"
+    ),
+    "loss": "Look at the batch and at the forward pass: the loss itself is inf or NaN",
+    "updates": "The optimizer makes inf or NaN of finite gradients",
+}
+
+
+def sentence_of(verdict: str, numbers: dict[str, Any]) -> str:
+    advice = _ADVICE[numbers["skip_reason"]]
+    sentence = _SENTENCES[verdict].format(**numbers, advice=advice).rstrip(" .")
+    bad = numbers.get("nonfinite_leaves")
+    if bad and numbers["consecutive_skips"]:
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        sentence += f". Not finite: {', '.join(bad[:3])}{more}"
+    return sentence + "."

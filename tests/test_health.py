@@ -1,0 +1,190 @@
+import itertools
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jls
+from jls._verdict import VERDICTS
+
+PARAMS = {"w": jnp.ones(2), "b": jnp.ones(1)}
+SCALER = jls.dynamic(8.0, growth_interval=2, min_scale=2.0, max_scale=32.0)
+
+
+def make(scaler):
+    inner = optax.stateless(lambda updates, _: jax.tree.map(jnp.sqrt, updates))
+    optimizer = jls.loss_scaled(inner, scaler, check_updates=True)
+    return optimizer.init, jax.jit(optimizer.update)
+
+
+DEFAULT = make(SCALER)
+VALUES = {".": 1.0, "l": 1.0, "o": jnp.inf, "u": -1.0}
+
+
+def after(steps, scaler=None):
+    """The state after steps: . good, o overflow, l bad loss, u bad update."""
+    init, update = DEFAULT if scaler is None else make(scaler)
+    state = init(PARAMS)
+    for step in steps:
+        grads = {"w": jnp.ones(2), "b": jnp.full(1, VALUES[step])}
+        loss = jnp.float32(jnp.nan if step == "l" else 1.0)
+        _, state = update(grads, state, PARAMS, value=loss)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("steps", "verdict", "words"),
+    [
+        ("", "ok", "0 of 0 steps were skipped"),
+        (".", "ok", "0 of 1 steps were skipped so far; the loss scale is 8."),
+        ("o", "calibrating", "all 1 steps so far were skipped .* to 4 now"),
+        ("o.", "ok", "1 of 2"),
+        (
+            ".o",
+            "recovering",
+            r"1 in a row; the loss scale is 4. 1 of 2 .*Not finite: b\.",
+        ),
+        (".ooo", "at floor", r"loss scale of 2 is at its floor \(3 skipped in a row\)"),
+        ("....", "at ceiling", "loss scale of 32 can grow no further"),
+        (".l", "non-finite loss", r"no loss scale can mend \(1 of 2 steps so far\)"),
+        ("l", "non-finite loss", "Look at its batch"),
+        (".u", "non-finite update", r"made inf or NaN of them \(1 of 2 steps"),
+        (".oooo", "stalled", "last 4 steps were all skipped, .* for its gradients"),
+        (".llll", "stalled", "for its loss, .* the loss itself is inf or NaN"),
+        (".uuuu", "stalled", "for its updates, .* optimizer makes inf or NaN"),
+    ],
+)
+def test_verdict_and_sentence(steps, verdict, words):
+    health = jls.health(after(steps), PARAMS, scaler=SCALER, max_consecutive_skips=3)
+    assert health.verdict == verdict
+    assert re.search(words, health.sentence), health.sentence
+    assert str(health) == f"{verdict}: {health.sentence}"
+    assert health.sentence.endswith(".")
+    assert "  " not in health.sentence
+
+
+def reference(steps, limit, floor, ceiling):
+    """The verdict in plain Python, from the steps themselves."""
+    scale, good, tail = 8.0, 0, 0
+    for step in steps:
+        tail = 0 if step == "." else tail + 1
+        if step in ".u":  # a bad update is a finite step for the scaler
+            good += 1
+            if good == 2:
+                scale, good = min(scale * 2, ceiling), 0
+        elif step == "o":
+            scale, good = max(scale / 2, floor), 0
+    if tail > limit:
+        return "stalled"
+    if tail and steps[-1] != "o":
+        return {"l": "non-finite loss", "u": "non-finite update"}[steps[-1]]
+    if tail and scale <= floor:
+        return "at floor"
+    if tail:
+        return "recovering" if "." in steps else "calibrating"
+    return "at ceiling" if scale >= ceiling else "ok"
+
+
+def test_all_short_runs_follow_the_reference():
+    for length in range(5):
+        for steps in itertools.product(".olu", repeat=length):
+            health = jls.health(after(steps), scaler=SCALER, max_consecutive_skips=3)
+            assert health.verdict == reference(steps, 3, 2.0, 32.0), steps
+
+
+@pytest.mark.parametrize(
+    ("params", "inner", "verdict"),
+    [
+        ({"w": jnp.array([1.0, jnp.nan]), "b": jnp.ones(1)}, None, "poisoned"),
+        ({"w": jnp.array([1.0, jnp.inf]), "b": jnp.ones(1)}, None, "poisoned"),
+        (PARAMS, {"mean": jnp.float32(jnp.nan)}, "poisoned"),
+        (PARAMS, {"best": jnp.float32(jnp.inf)}, "ok"),
+    ],
+)
+def test_poison_is_seen_where_the_parameters_are_given(params, inner, verdict):
+    state = after(".")._replace(inner_state=inner)
+    assert jls.health(state, params).verdict == verdict
+    assert jls.health(state).verdict == "ok"
+
+
+def test_bounds_without_a_policy_are_those_of_dynamic_and_static_has_none():
+    state = after(".o", jls.static(1.0))
+    assert jls.health(state, scaler=jls.static(1.0)).verdict == "recovering"
+    assert jls.health(state).verdict == "at floor"
+    scaler = jls.presets.deepspeed(init_scale=2.0, delayed_shift=1)
+    assert jls.health(after(".o", scaler), scaler=scaler).verdict == "at floor"
+
+
+def test_numbers_are_those_of_metrics_in_python():
+    state = after("..o")
+    numbers = jls.health(state, PARAMS, scaler=SCALER).numbers
+    metrics = {name: value.item() for name, value in jls.metrics(state).items()}
+    assert numbers == metrics | {
+        "skip_reason": "gradients",
+        "poisoned": False,
+        "nonfinite_leaves": ["b"],
+        "min_scale": 2.0,
+        "max_scale": 32.0,
+    }
+
+
+def test_raise_if_carries_the_verdict_and_warn_if_warns():
+    state = after(".o")
+    with pytest.raises(jls.UnhealthyError, match="recovering: the last step") as caught:
+        jls.health(state, raise_if=["stalled", "recovering"])
+    assert caught.value.health.numbers["skips"] == 1
+    with pytest.warns(UserWarning, match="recovering: the last step overflowed"):
+        jls.health(state, warn_if=("recovering",))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jls.health(state, raise_if=["stalled"], warn_if=["poisoned"])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"raise_if": ["dead"]}, ValueError, "raise_if must be verdicts out of"),
+        (
+            {"warn_if": "stalled"},
+            ValueError,
+            "warn_if must be verdicts .* got 'stalled'",
+        ),
+        (
+            {"max_consecutive_skips": 0},
+            ValueError,
+            "max_consecutive_skips must be from 1",
+        ),
+        ({"max_consecutive_skips": 2.0}, TypeError, "max_consecutive_skips must be an"),
+        ({"params": {"w": jnp.ones(2)}}, ValueError, "got 1 floating-point leaves"),
+    ],
+)
+def test_bad_options_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        jls.health(after("."), **options)
+
+
+def test_tracing_and_states_without_a_wrapper_are_refused():
+    with pytest.raises(ValueError, match="state must be concrete"):
+        jax.jit(lambda state: jls.health(state) and 0)(after("."))
+    with pytest.raises(ValueError, match="LossScaleState with 0 of them"):
+        jls.health(jls.dynamic().init())
+
+
+def test_verdicts_are_those_documented():
+    assert all(f'"{verdict}"' in jls.health.__doc__ for verdict in VERDICTS)
+
+
+def test_health_of_every_kind_of_state():
+    from flax import nnx
+    from flax.training.train_state import TrainState
+
+    tx = jls.loss_scaled(optax.sgd(0.1))
+    train_state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    assert jls.health(train_state, train_state.params).verdict == "ok"
+    assert jls.health(optimizer, nnx.state(model, nnx.Param)).verdict == "ok"
+    assert jls.health((train_state.opt_state, 3)).verdict == "ok"
