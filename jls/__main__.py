@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: `python -m jls` trains a network in float16, with jls and without.
 
+`python -m jls doctor` looks at the machine that it runs on.
+
 Flax, matplotlib, rich and scikit-learn are imported when the demo starts, so that
 `--help` and the advice how to install them work without them.
 """
 
 import argparse
+import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,20 +29,48 @@ examples:
   python -m jls
   python -m jls --seed 3 --output digits.svg
   python -m jls --steps 300 --no-plot
+  python -m jls doctor          # which dtype is fast here, and does the guard work
 
 It needs Flax, matplotlib, rich and scikit-learn: pip install "jls[demo]"
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the demo.
+    """Runs the demo, or the doctor.
 
     Args:
-      arguments: the command line without the program's name; None reads `sys.argv`.
+      arguments: the command line without the program's name; None reads `sys.argv`. It
+        may begin with `demo` or `doctor`; `demo` is what runs without.
 
     Raises:
-      SystemExit: with a sentence, if an argument is bad or a package is missing.
+      SystemExit: with a sentence, if an argument is bad or a package is missing; with
+        1, if the doctor finds that something does not hold.
     """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    command = arguments.pop(0) if arguments[:1] in (["demo"], ["doctor"]) else "demo"
+    (_run_doctor if command == "doctor" else _run_demo)(arguments)
+
+
+def _run_doctor(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m jls doctor",
+        description="Tries on this machine which dtype is fast, whether inf and NaN "
+        "are seen inside of jit, and what the guard costs; ends with advice. Exits "
+        "with 0 if all that jls relies on holds, else with 1.",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the findings as JSON"
+    )
+    options = parser.parse_args(arguments)
+    from jls import _doctor
+
+    findings = _doctor.examine()
+    print(json.dumps(findings, indent=2) if options.json else _doctor.report(findings))
+    if not findings["ok"]:
+        raise SystemExit(1)
+
+
+def _run_demo(arguments: list[str]) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
     if not options.no_plot:

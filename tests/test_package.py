@@ -47,6 +47,7 @@ ORDER = [
     "_accumulate",
     "_report",
     "_train_step",
+    "_doctor",
     "_logged",
     "_progress",
     "_history_facts",
@@ -97,7 +98,7 @@ def test_modules_import_only_leftwards():
 
 def test_only_what_optax_calls_imports_optax():
     users = [m for m in ORDER if any(n.split(".")[0] == "optax" for n in imports(m))]
-    assert users == ["_advance", "_optax", "_ema"]
+    assert users == ["_advance", "_optax", "_ema", "_doctor"]
 
 
 def test_import_brings_in_nothing_but_the_runtime_dependencies():
