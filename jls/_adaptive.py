@@ -21,17 +21,18 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
-from jax import export as jax_export
 from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from jls import _validate
 from jls._move import is_due, moved
-from jls._repr import number, shown
+from jls._repr import numbers, shown
+from jls._static import start_at
 from jls._tree import as_flag
-from jls._types import LossScaler
+from jls._types import LossScaler, exportable
 
 
+@exportable
 class AdaptiveState(NamedTuple):
     """State of `jls.adaptive`. `jls.set_loss_scale` restarts the first two counts.
 
@@ -47,20 +48,12 @@ class AdaptiveState(NamedTuple):
     interval_index: Array  # i32[]  in `intervals`; -1 stands for an interval of 1
 
     def __repr__(self) -> str:
-        fields = self._asdict().items()
-        return shown("AdaptiveState", **{name: number(x) for name, x in fields})
-
-
-jax_export.register_namedtuple_serialization(
-    AdaptiveState, serialized_name=f"jls.{AdaptiveState.__name__}"
-)
+        return shown("AdaptiveState", **numbers(self, self._fields))
 
 
 def _start(loss_scale: ArrayLike, interval_index: ArrayLike) -> AdaptiveState:
     return AdaptiveState(
-        loss_scale=jnp.array(loss_scale, jnp.float32),
-        finite_count=jnp.zeros((), jnp.int32),
-        nonfinite_count=jnp.zeros((), jnp.int32),
+        *start_at(loss_scale),
         growth_count=jnp.zeros((), jnp.int32),
         interval_index=jnp.array(interval_index, jnp.int32),
     )

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One step of a guarded optimizer: check, step or skip, adjust, count."""
 
-from typing import Any, NamedTuple
+import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +24,19 @@ from jls._tree import (
 from jls._types import LossScaledState, LossScaler
 
 
-class Guard(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Guard:
     """What `jls.loss_scaled` was given."""
 
     inner: optax.GradientTransformationExtraArgs
     scaler: LossScaler
     axis_name: AxisName
     check_updates: bool | None
+
+    @functools.cached_property
+    def scaler_structure(self) -> Any:
+        """That of the policy's states; looked up once, not in each eager step."""
+        return jax.tree.structure(jax.eval_shape(self.scaler.init))
 
 
 def advance(
@@ -45,7 +53,7 @@ def advance(
     Applied inside of the branch, the updates need no memory, and the norm is
     computed once if the inner optimizer clips by it.
     """
-    inner, scaler, axis_name, check_updates = guard
+    inner, scaler, axis_name = guard.inner, guard.scaler, guard.axis_name
     overflow = as_flag("overflow", extra.pop("overflow", False))
     branches = axis_name is None and _guard.branch_is_faster(updates)
     if branches:
@@ -58,7 +66,7 @@ def advance(
     acceptable = grads_finite & loss_finite
     no_updates = _guard.no_updates(updates, params)
     kept = (params if apply else no_updates), state.inner_state
-    checks = check_updates
+    checks = guard.check_updates
     if checks is None:
         watched = params
         checks = _guard.is_narrow(updates if watched is None else watched)
@@ -106,7 +114,7 @@ def advance(
     else:
         applied, good, arrays, grad_norm = step()
     made, inner_state = _guard.with_arrays(kept, arrays)
-    _check_policy(scaler, state.scaler_state)
+    _check_policy(guard.scaler_structure, state.scaler_state)
     adjusted = scaler.adjust(state.scaler_state, grads_finite & all_seen)
     adjusted = _guard.like("the scaler's state", adjusted, state.scaler_state)
     reason = jnp.where(loss_finite, jnp.where(grads_finite, 3, 1), 2)
@@ -172,8 +180,7 @@ def _check_count(flags: Array, old: Array) -> None:
         )
 
 
-def _check_policy(scaler: LossScaler, scaler_state: Any) -> None:
-    expected = jax.tree.structure(jax.eval_shape(scaler.init))
+def _check_policy(expected: Any, scaler_state: Any) -> None:
     if jax.tree.structure(scaler_state) != expected:
         raise ValueError(
             "the state of the policy must be one that the policy has made: "

@@ -7,13 +7,15 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from jls._demo_report import CONFIGURATIONS, Runs, percent, power_of_two
+from jls._demo_report import CONFIGURATIONS, Runs, percent
+from jls._history_marks import BLUE, RED
+from jls._logged import scale_text
 
 # Okabe and Ito's colours, and line styles too: clear to every eye, and in print.
 STYLES = (
     {"color": "#000000", "linestyle": "-", "linewidth": 3.5, "alpha": 0.35},
-    {"color": "#D55E00", "linestyle": "--", "linewidth": 1.8},
-    {"color": "#0072B2", "linestyle": "-", "linewidth": 1.3},
+    {"color": RED, "linestyle": "--", "linewidth": 1.8},
+    {"color": BLUE, "linestyle": "-", "linewidth": 1.3},
 )
 
 
@@ -46,7 +48,7 @@ def save(runs: Runs, output: Path) -> None:
         label=f"skipped step ({np.sum(skipped)})",
     )
     scale.set_yscale("log", base=2)
-    scale.yaxis.set_major_formatter(FuncFormatter(lambda y, _: power_of_two(y)))
+    scale.yaxis.set_major_formatter(FuncFormatter(lambda y, _: scale_text(y)))
     scale.margins(y=0.15)  # room for the marks under the line
     scale.set_ylabel("loss scale")
     scale.set_xlabel("step")

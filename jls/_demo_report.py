@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from jls import _demo
+from jls._logged import scale_text
 
 CONFIGURATIONS = (
     ("float32", jnp.float32, False),
@@ -65,7 +66,7 @@ def show(runs: Runs) -> None:
             percent(run.accuracy),
             f"{run.losses[-1]:.1e}",
             str(np.sum(~run.applied)) if scaled else "-",
-            power_of_two(run.scales[-1]) if scaled else "-",
+            scale_text(run.scales[-1]) if scaled else "-",
             percent(first_zeros(run)),
         )
     console = Console()
@@ -113,7 +114,7 @@ def sentence(runs: Runs) -> str:
     skips = int(np.sum(~runs.scaled.applied))
     return (
         f"{first} float16 with jls.loss_scaled {verdict}; its loss scale moved between "
-        f"{power_of_two(scales.min())} and {power_of_two(scales.max())}, and {skips} "
+        f"{scale_text(scales.min())} and {scale_text(scales.max())}, and {skips} "
         f"{'step' if skips == 1 else 'steps'} whose gradients overflowed "
         f"{'was' if skips == 1 else 'were'} skipped."
     )
@@ -130,14 +131,9 @@ def percent(share: float | None) -> str:
     return "-" if share is None or math.isnan(share) else f"{100 * share:.1f}%"
 
 
-def power_of_two(scale: float) -> str:
-    """`32768.0` as `2^15`."""
-    return f"2^{math.log2(scale):g}"
-
-
 def _record(run: _demo.Progress) -> str:
     record = f"loss {run.losses[-1]:.1e}"
     if len(run.scales):
         skips = np.sum(~run.applied)
-        record += f"  scale {power_of_two(run.scales[-1])}  skips {skips}"
+        record += f"  scale {scale_text(run.scales[-1])}  skips {skips}"
     return record

@@ -30,9 +30,8 @@ class LeafReport(NamedTuple):
     shape: tuple[int, ...]
     nans: int  # elements; a complex one with NaN and inf counts here
     infs: int
-    largest: (
-        float | None
-    )  # finite magnitude (complex: of a part); None if there is none
+    # The largest finite magnitude, of a complex leaf that of a part; None without one.
+    largest: float | None
 
     @property
     def finite(self) -> bool:

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from jls._locate import find, is_scaler_state, is_wrapper_state, locate, unwrapped
 from jls._tree import is_concrete
+from jls._types import SCALARS
 from jls._validate import is_real, scale_value
 
 State = TypeVar("State")
@@ -67,15 +68,7 @@ def metrics(state: Any) -> dict[str, Array]:
     """
     values = {"loss_scale": loss_scale(state)}
     for _, wrapper in find(state, is_wrapper_state):
-        for name in (
-            "applied",
-            "steps",
-            "skips",
-            "consecutive_skips",
-            "nonfinite_losses",
-            "nonfinite_updates",
-            "skip_reason",
-        ):
+        for name in SCALARS:
             values[name] = unwrapped(getattr(wrapper, name))
     return values
 

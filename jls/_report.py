@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax import export as jax_export
 from jax.tree_util import DictKey
 
 from jls import _validate
 from jls._norms import global_norm
+from jls._tally import inexact_leaves
+from jls._types import exportable
 
 
+@exportable
 class StepReport(NamedTuple):
     """What the step made by `jls.train_step` says of itself; arrays on the device.
 
@@ -36,18 +38,14 @@ class StepReport(NamedTuple):
     dropped: Array  # i32[]   micro-batches left out of this step
 
 
-jax_export.register_namedtuple_serialization(
-    StepReport, serialized_name="jls.StepReport"
-)
-
 Rates = Mapping[str, Any] | Callable[[Array], Any] | float | None
 
 
 def local_norms(grads: Any) -> tuple[dict[str, Array], dict[str, Array]]:
     """The L2 norm and the number of elements of each gradient, by path."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(grads)
-    norms = {_label(path): global_norm(leaf) for path, leaf in leaves}
-    sizes = {_label(path): jnp.asarray(leaf.size, jnp.int32) for path, leaf in leaves}
+    leaves = dict(zip(*inexact_leaves(grads), strict=True))
+    norms = {path: global_norm(leaf) for path, leaf in leaves.items()}
+    sizes = {path: jnp.asarray(leaf.size, jnp.int32) for path, leaf in leaves.items()}
     return norms, sizes
 
 
@@ -104,7 +102,3 @@ def _rate(rate: Any, count: Array) -> Array:
             f"learning_rate must be a number of shape (), got shape {value.shape}."
         )
     return value
-
-
-def _label(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -25,6 +25,11 @@ def number(value: Any) -> str:
     return _float(plain) if isinstance(plain, float) else repr(plain)
 
 
+def numbers(state: Any, names: tuple[str, ...]) -> dict[str, str]:
+    """The fields of that name as a person writes them."""
+    return {name: number(getattr(state, name)) for name in names}
+
+
 def policy(init: Any, adjust: Any) -> str | None:
     """A policy by its factory and its hyperparameters, if it is one of jls."""
     module = getattr(getattr(adjust, "func", None), "__module__", "")

@@ -149,7 +149,6 @@ def train_step(
         return new_params, new_opt_state, carried, report
 
     def linen_step(state, batch):
-        names = _carried_fields(state)
         if isinstance(state.params, Mapping) and _FP8 in state.params:
             raise ValueError(
                 f"params must hold parameters alone, got {_FP8!r} too. Their gradients "
@@ -164,7 +163,7 @@ def train_step(
             loss, fields = _loss_and_fields(result, carried)
             return loss, like("loss_fn's aux", carried | fields, carried)
 
-        carried = {name: getattr(state, name) for name in names}
+        carried = _carried_fields(state)
         params, opt_state, carried, report = advance(
             compute, state.tx, state.opt_state, state.params, carried, batch
         )
@@ -219,14 +218,14 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
 
 
-def _carried_fields(state: Any) -> list[str]:
+def _carried_fields(state: Any) -> dict[str, Any]:
     """The fields of a `TrainState` that a loss function may change."""
-    return [
-        field.name
+    return {
+        field.name: getattr(state, field.name)
         for field in dataclasses.fields(state)
         if field.metadata.get("pytree_node", True)
         and field.name not in ("step", "params", "opt_state")
-    ]
+    }
 
 
 def _loss_and_fields(result: Any, carried: dict[str, Any]) -> tuple[Any, Any]:

@@ -1,14 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The types that every other module speaks; no computation."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from jax import Array
 from jax import export as jax_export
 
-from jls._repr import number, policy, shown
+from jls._repr import numbers, policy, shown
+
+Type = TypeVar("Type", bound=type)
 
 
+def exportable(state_type: Type) -> Type:
+    """Lets `jax.export` serialize a function that takes or returns a `NamedTuple`."""
+    jax_export.register_namedtuple_serialization(
+        state_type, serialized_name=f"jls.{state_type.__name__}"
+    )
+    return state_type
+
+
+@exportable
 class LossScaleState(NamedTuple):
     """A loss scale and the two counts that decide when it moves.
 
@@ -22,8 +33,7 @@ class LossScaleState(NamedTuple):
     nonfinite_count: Array  # i32[]  non-finite steps counted towards the next backoff
 
     def __repr__(self) -> str:
-        fields = self._asdict().items()
-        return shown("LossScaleState", **{name: number(x) for name, x in fields})
+        return shown("LossScaleState", **numbers(self, self._fields))
 
 
 class InitFn(Protocol):
@@ -77,6 +87,7 @@ class LossScaler(NamedTuple):
 SKIP_REASONS = ("none", "gradients", "loss", "updates")
 
 
+@exportable
 class LossScaledState(NamedTuple):
     """State of `jls.loss_scaled`. The counters stop at the int32 maximum.
 
@@ -103,13 +114,15 @@ class LossScaledState(NamedTuple):
             "LossScaledState",
             inner_state="...",
             scaler_state=self.scaler_state,
-            **{name: number(x) for name, x in self._asdict().items() if name in _SHORT},
+            **numbers(self, SCALARS),
         )
 
 
-_SHORT = LossScaledState._fields[2:-1]
+# The fields of a LossScaledState that a logger wants to see.
+SCALARS = LossScaledState._fields[2:-1]
 
 
+@exportable
 class ParamsEmaState(NamedTuple):
     """State of `jls.params_ema`. The count stops at the int32 maximum.
 
@@ -123,10 +136,3 @@ class ParamsEmaState(NamedTuple):
     count: Array  # i32[]  # pyright: ignore[reportIncompatibleMethodOverride]
     weight: Array  # f32[]  in [0, 1], of what is averaged against an empty start
     ema: Any  # like the parameters, in at least float32
-
-
-# Without these, `jax.export` refuses to serialize a train step that takes the states.
-for _type in (LossScaleState, LossScaledState, ParamsEmaState):
-    jax_export.register_namedtuple_serialization(
-        _type, serialized_name=f"jls.{_type.__name__}"
-    )

@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax import export as jax_export
 
 from jls import _validate
 from jls._locate import locate
 from jls._read import checked_scale
 from jls._rounding import Edges, cuts, edges, is_finite, magnitudes
 from jls._tally import inexact_leaves, tally
+from jls._types import exportable
 
 
+@exportable
 class UnderflowShares(NamedTuple):
     """Which shares of some values meet which fate; no value meets two.
 
@@ -34,6 +35,7 @@ class UnderflowShares(NamedTuple):
     overflowed: Array  # f32[3]  finite, and rounded to inf
 
 
+@exportable
 class Underflow(NamedTuple):
     """What `jls.underflow` returns. Three numbers are for the three loss scales.
 
@@ -46,13 +48,6 @@ class Underflow(NamedTuple):
     total: UnderflowShares  # of all values of the tree
     leaves: dict[str, UnderflowShares]  # by the path of the leaf
     histogram: Array  # f32[254]  i: numbers of magnitudes from 2**(i-126) to 2**(i-125)
-
-
-# Without these, `jax.export` refuses to serialize a train step that returns them.
-for _type in (UnderflowShares, Underflow):
-    jax_export.register_namedtuple_serialization(
-        _type, serialized_name=f"jls.{_type.__name__}"
-    )
 
 
 def underflow(

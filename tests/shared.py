@@ -44,12 +44,14 @@ def trajectories(scaler, state, sequences):
     return jax.vmap(one)(sequences)
 
 
-def assert_follows(scaler, rule, state=None, sequences=SEQUENCES):
-    """Each state of each run is what `rule(flags, first_scale)` yields."""
+def assert_follows(make, rule, hyperparameters, state=None, sequences=SEQUENCES):
+    """Each state of each run of the policy is what its rule in plain Python yields."""
+    scaler = make(**hyperparameters)
     start = scaler.init() if state is None else state
     ours = trajectories(scaler, start, sequences)
+    first = {"init_scale": float(start.loss_scale)}
     for sequence, *columns in zip(sequences, *map(np.asarray, ours), strict=True):
-        expected = rule(sequence.tolist(), float(start.loss_scale))
+        expected = rule(sequence.tolist(), **(hyperparameters | first))
         assert list(zip(*(c.tolist() for c in columns), strict=True)) == list(expected)
 
 

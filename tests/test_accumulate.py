@@ -26,10 +26,8 @@ import jls
 pytestmark = pytest.mark.standard_promotion
 
 K = 3
-OVERFLOWS, NAN = (
-    1e37,
-    np.nan,
-)  # the loss of the first is finite, its scaled gradient not
+# The loss of the first is finite, its scaled gradient not.
+OVERFLOWS, NAN = 1e37, np.nan
 
 
 def batch_of(factors):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import reference
 from jax import export
-from shared import assert_follows
+from shared import SEQUENCES, assert_follows
 
 import jls
 
@@ -19,16 +19,9 @@ HYPERPARAMETERS = {
 }
 
 
-def assert_follows_reference(state=None, sequences=None, **changes):
+def assert_follows_reference(state=None, sequences=SEQUENCES, **changes):
     hyperparameters = HYPERPARAMETERS | changes
-    given = {} if sequences is None else {"sequences": sequences}
-
-    def rule(flags, init_scale):
-        return reference.adaptive(
-            flags, **(hyperparameters | {"init_scale": init_scale})
-        )
-
-    assert_follows(jls.adaptive(**hyperparameters), rule, state, **given)
+    assert_follows(jls.adaptive, reference.adaptive, hyperparameters, state, sequences)
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,7 @@ HYPERPARAMETERS = {
 
 def assert_follows_reference(state=None, **changes):
     hyperparameters = HYPERPARAMETERS | changes
-
-    def rule(flags, init_scale):
-        return reference.cumulative(
-            flags, **(hyperparameters | {"init_scale": init_scale})
-        )
-
-    assert_follows(jls.cumulative(**hyperparameters), rule, state)
+    assert_follows(jls.cumulative, reference.cumulative, hyperparameters, state)
 
 
 @pytest.mark.parametrize("growth_interval", [1, 2, 3])

@@ -8,12 +8,7 @@ import jls
 
 
 def assert_follows_reference(state, **hyperparameters):
-    def rule(flags, init_scale):
-        return reference.dynamic(
-            flags, **(hyperparameters | {"init_scale": init_scale})
-        )
-
-    assert_follows(jls.dynamic(**hyperparameters), rule, state)
+    assert_follows(jls.dynamic, reference.dynamic, hyperparameters, state)
 
 
 @pytest.mark.parametrize("growth_interval", [1, 2, 3])

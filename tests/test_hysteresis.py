@@ -21,13 +21,7 @@ HYPERPARAMETERS = {
 
 def assert_follows_reference(state=None, **changes):
     hyperparameters = HYPERPARAMETERS | changes
-
-    def rule(flags, init_scale):
-        return reference.hysteresis(
-            flags, **(hyperparameters | {"init_scale": init_scale})
-        )
-
-    assert_follows(jls.hysteresis(**hyperparameters), rule, state)
+    assert_follows(jls.hysteresis, reference.hysteresis, hyperparameters, state)
 
 
 @pytest.mark.parametrize("refill", ["growth", "finite"])

@@ -373,6 +373,18 @@ def test_local_norms_and_sizes_are_labelled_by_path():
     assert_close(report.global_norm, np.sqrt(sum(squares)), rtol=1e-5)
 
 
+def test_labels_that_would_collide_are_written_out():
+    params = {"a/b": jnp.full(1, 1.0), "a": {"b": jnp.full(1, 1.0)}}
+    tx = jls.loss_scaled(optax.sgd(0.1), SCALER())
+    state = Linear.create(apply_fn=None, params=params, tx=tx)
+
+    def loss_fn(state, batch):
+        return jnp.sum(3 * state.params["a/b"] + 4 * state.params["a"]["b"])
+
+    _, report = jls.train_step(loss_fn, local_norm=True)(state, GOOD)
+    assert report.local_norm == {"['a/b']": 3.0, "['a']['b']": 4.0}
+
+
 def test_nnx_labels_are_the_paths_in_the_model():
     model, optimizer = make_nnx()
     report = nnx.jit(jls.train_step(nnx_loss, local_norm=True))(
