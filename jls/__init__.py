@@ -4,6 +4,7 @@
 from jls import presets as presets
 from jls._adaptive import AdaptiveState as AdaptiveState
 from jls._adaptive import adaptive as adaptive
+from jls._cautious import cautious as cautious
 from jls._cumulative import cumulative as cumulative
 from jls._dynamic import dynamic as dynamic
 from jls._ema import eval_params as eval_params
@@ -16,6 +17,9 @@ from jls._health import health as health
 from jls._history import History as History
 from jls._hysteresis import hysteresis as hysteresis
 from jls._leaves import nonfinite_leaves as nonfinite_leaves
+from jls._log_max import LogMaxState as LogMaxState
+from jls._log_max import log_max as log_max
+from jls._magnitude import max_abs as max_abs
 from jls._nonfinite import LeafReport as LeafReport
 from jls._nonfinite import NonfiniteReport as NonfiniteReport
 from jls._nonfinite import nonfinite_report as nonfinite_report
@@ -38,6 +42,8 @@ from jls._types import InitFn as InitFn
 from jls._types import LossScaledState as LossScaledState
 from jls._types import LossScaler as LossScaler
 from jls._types import LossScaleState as LossScaleState
+from jls._types import MagnitudeAdjustFn as MagnitudeAdjustFn
+from jls._types import MagnitudeScaler as MagnitudeScaler
 from jls._types import ParamsEmaState as ParamsEmaState
 from jls._underflow import Underflow as Underflow
 from jls._underflow import UnderflowShares as UnderflowShares

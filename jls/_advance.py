@@ -11,6 +11,7 @@ import optax
 from jax import Array, lax
 
 from jls import _guard
+from jls._magnitude import agree_on_largest, leaf_magnitudes
 from jls._norms import global_norm
 from jls._tree import (
     AxisName,
@@ -21,7 +22,7 @@ from jls._tree import (
     select,
     widen,
 )
-from jls._types import LossScaledState, LossScaler
+from jls._types import LossScaledState, LossScaler, MagnitudeScaler
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,7 +30,7 @@ class Guard:
     """What `jls.loss_scaled` was given."""
 
     inner: optax.GradientTransformationExtraArgs
-    scaler: LossScaler
+    scaler: LossScaler | MagnitudeScaler
     axis_name: AxisName
     check_updates: bool | None
 
@@ -53,14 +54,14 @@ def advance(
     Applied inside of the branch, the updates need no memory, and the norm is
     computed once if the inner optimizer clips by it.
     """
-    inner, scaler, axis_name = guard.inner, guard.scaler, guard.axis_name
+    inner, axis_name = guard.inner, guard.axis_name
     overflow = as_flag("overflow", extra.pop("overflow", False))
     branches = axis_name is None and _guard.branch_is_faster(updates)
     if branches:
         updates = _guard.materialized(updates)
     flags = jnp.stack([all_finite(extra.get("value")), ~overflow])
-    flags = agree(jnp.concatenate([flags, finite_leaves(updates)]), axis_name)
-    loss_finite, all_seen, leaves_finite = flags[0], flags[1], flags[2:]
+    flags, observed = _observe(guard, flags, updates)
+    loss_finite, leaves_finite = flags[0], flags[2:]
     _check_count(leaves_finite, state.nonfinite_leaves)
     grads_finite = jnp.all(leaves_finite)
     acceptable = grads_finite & loss_finite
@@ -115,7 +116,7 @@ def advance(
         applied, good, arrays, grad_norm = step()
     made, inner_state = _guard.with_arrays(kept, arrays)
     _check_policy(guard.scaler_structure, state.scaler_state)
-    adjusted = scaler.adjust(state.scaler_state, grads_finite & all_seen)
+    adjusted = guard.scaler.adjust(state.scaler_state, observed)
     adjusted = _guard.like("the scaler's state", adjusted, state.scaler_state)
     reason = jnp.where(loss_finite, jnp.where(grads_finite, 3, 1), 2)
     new_state = LossScaledState(
@@ -170,6 +171,20 @@ def apply_gradients(
     updates, state = optimizer.update(grads, state, params, **extra)
     params = optax.apply_updates(params, updates)
     return params, state, global_norm(grads, _guard.branch_is_faster(grads))
+
+
+def _observe(guard: Guard, flags: Array, updates: Any) -> tuple[Array, Any]:
+    """`flags` of the loss, of overflow, and of each leaf; and what the policy sees.
+
+    All devices agree on both, by one collective.
+    """
+    if isinstance(guard.scaler, MagnitudeScaler):
+        sizes = [jnp.where(flags, jnp.float32(0.0), jnp.inf), leaf_magnitudes(updates)]
+        sizes = agree_on_largest(jnp.concatenate(sizes), guard.axis_name)
+        return sizes < jnp.inf, jnp.max(sizes[1:])
+    flags = jnp.concatenate([flags, finite_leaves(updates)])
+    flags = agree(flags, guard.axis_name)
+    return flags, jnp.all(flags[1:])
 
 
 def _check_count(flags: Array, old: Array) -> None:

@@ -85,8 +85,8 @@ def check_axis_name(axis_name: Any) -> tuple[str, ...]:
     return names
 
 
-def agree(flags: Array, axis_name: AxisName) -> Array:
-    """`flags` and-ed over the devices of `axis_name`; one small collective."""
+def bound_names(axis_name: AxisName) -> tuple[str, ...]:
+    """The names in `axis_name`, or an error that says which is not bound."""
     names = check_axis_name(axis_name)
     for name in names:
         try:
@@ -96,6 +96,12 @@ def agree(flags: Array, axis_name: AxisName) -> Array:
                 f"axis_name {name!r} is not bound here. Call under jax.shard_map, "
                 "jax.pmap or jax.vmap with that axis; under plain jit leave it out."
             ) from None
+    return names
+
+
+def agree(flags: Array, axis_name: AxisName) -> Array:
+    """`flags` and-ed over the devices of `axis_name`; one small collective."""
+    names = bound_names(axis_name)
     if not names:
         return flags
     return lax.pmin(flags.astype(jnp.int32), names).astype(jnp.bool_)

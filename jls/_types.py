@@ -83,6 +83,46 @@ class LossScaler(NamedTuple):
         return known or f"LossScaler(init={self.init!r}, adjust={self.adjust!r})"
 
 
+class MagnitudeAdjustFn(Protocol):
+    def __call__(
+        self, state: LossScaleState, largest: Array | float, /
+    ) -> LossScaleState:
+        """Returns the state after one step; see `AdjustFn`.
+
+        Args:
+          state: the state that scaled this step's loss.
+          largest: `f32[]`, the largest magnitude among the true gradients of the step,
+            as `jls.max_abs` gives it: inf if any of them is not finite.
+        """
+        ...
+
+
+class MagnitudeScaler(NamedTuple):
+    """A policy that sees how large the gradients are, not only whether they overflow.
+
+    As `LossScaler`, but its `adjust` takes one number in the place of the flag: the
+    largest magnitude, inf after an overflow. `jls.loss_scaled` tells the two by their
+    type and measures the magnitude, in the pass that checks for inf and NaN, only for a
+    policy that asks for it.
+
+    Example:
+      >>> def adjust(state, largest):  # keep the largest scaled gradient near 2**8
+      ...     scale = 2.0 ** (8 - jnp.ceil(jnp.log2(largest)))
+      ...     scale = jnp.where(jnp.isfinite(largest), scale, state.loss_scale / 2)
+      ...     return state._replace(loss_scale=jnp.clip(scale, 1.0, 2.0**24))
+      >>> scaler = jls.MagnitudeScaler(jls.static(1024.0).init, adjust)
+      >>> scaler.adjust(scaler.init(), jls.max_abs(jnp.array([0.5, -2.0]))).loss_scale
+      Array(128., dtype=float32)
+    """
+
+    init: InitFn
+    adjust: MagnitudeAdjustFn
+
+    def __repr__(self) -> str:
+        known = policy(self.init, self.adjust)
+        return known or f"MagnitudeScaler(init={self.init!r}, adjust={self.adjust!r})"
+
+
 # Why a step was skipped; the first before there is such a step.
 SKIP_REASONS = ("none", "gradients", "loss", "updates")
 

@@ -7,7 +7,10 @@ import numbers
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+from jls._rounding import edges
 
 # XLA flushes subnormal numbers to zero. These are the smallest normal float32, and the
 # largest power of two whose reciprocal is one: XLA turns `x / s` into `x * (1 / s)`.
@@ -71,6 +74,13 @@ def interval(name: str, value: Any) -> Any:
     if not 1 <= value < 2**31:
         raise ValueError(f"{name} must be from 1 to 2**31 - 1, got {value!r}.")
     return int(value)
+
+
+def limit(headroom: Any, dtype: Any) -> Any:
+    """The largest number of `dtype`, less `headroom` bits."""
+    edges(dtype)  # or an error
+    headroom = number("headroom", headroom, "from 0 to 126", 0.0, 126.0)
+    return float(jnp.finfo(dtype).max) / 2.0**headroom
 
 
 def flag(name: str, value: Any) -> bool:

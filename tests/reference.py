@@ -3,6 +3,8 @@
 numpy only rounds each product to float32, as the device does.
 """
 
+import math
+
 import numpy as np
 
 
@@ -125,3 +127,57 @@ def adaptive(
                 if growths == 3 and rung + 1 < len(intervals):
                     rung, growths = rung + 1, 0
         yield scale, good, bad, growths, rung
+
+
+def cautious(
+    magnitudes,
+    *,
+    init_scale,
+    growth_factor,
+    backoff_factor,
+    growth_interval,
+    backoff_interval,
+    min_scale,
+    max_scale,
+    headroom,
+):
+    """Yields (loss_scale, finite_count, nonfinite_count) after each step."""
+    scale, good, bad = init_scale, 0, 0
+    for largest in magnitudes:
+        if largest == math.inf:
+            good, bad = 0, bad + 1
+            if bad >= backoff_interval:
+                scale, bad = lower(scale, backoff_factor, min_scale), 0
+        else:
+            bad = 0
+            next_scale = higher(scale, growth_factor, max_scale)
+            would_be_finite = largest * next_scale * 2.0**headroom <= 65504.0
+            good = good + 1 if would_be_finite else 0
+            if good >= growth_interval:
+                scale, good = next_scale, 0
+        yield scale, good, bad
+
+
+def log_max(
+    magnitudes, *, init_scale, window, backoff_factor, min_scale, max_scale, headroom
+):
+    """Yields (loss_scale, finite_count, ceiling, previous_ceiling) after each step."""
+    scale, seen, before = init_scale, [], math.inf
+    steps = 0
+    for largest in magnitudes:
+        if largest == math.inf:
+            seen.append(float32(scale * float32(backoff_factor)))
+        elif largest > 0.0:
+            power = math.floor(math.log2(65504.0 / largest)) - headroom
+            seen.append(2.0**power)
+        ceiling = min(seen, default=math.inf)
+        known = min(ceiling, before)
+        proposed = 2 * scale if known == math.inf else known
+        proposed = min(max(proposed, min_scale), max_scale)
+        if largest == math.inf:
+            scale = min(scale, proposed)
+        else:
+            scale, steps = proposed, steps + 1
+            if steps >= window:
+                seen, before, steps = [], ceiling, 0
+        yield scale, steps, min(seen, default=math.inf), before

@@ -16,8 +16,10 @@ ORDER = [
     "_repr",
     "_types",
     "_tree",
+    "_magnitude",
     "_locate",
     "_scale",
+    "_rounding",
     "_validate",
     "_move",
     "_static",
@@ -26,6 +28,8 @@ ORDER = [
     "_hysteresis",
     "_adaptive",
     "_late_growth",
+    "_cautious",
+    "_log_max",
     "_mindformers",
     "presets",
     "_grad",
@@ -40,7 +44,6 @@ ORDER = [
     "_leaves",
     "_verdict",
     "_health",
-    "_rounding",
     "_nonfinite",
     "_underflow",
     "_suggest",
@@ -123,7 +126,11 @@ def test_modules_stay_within_their_size():
 
 def test_every_public_name_has_a_docstring_and_functions_an_example():
     for name, value in public_values():
-        if name in ("InitFn", "AdjustFn"):  # protocols: the docstring is on __call__
+        if name in (
+            "InitFn",
+            "AdjustFn",
+            "MagnitudeAdjustFn",
+        ):  # protocols: the docstring is on __call__
             assert inspect.getdoc(value.__call__)
             continue
         doc = inspect.getdoc(value)
@@ -144,9 +151,12 @@ def test_public_names_are_those_of_the_contract():
         "History",
         "InitFn",
         "LeafReport",
+        "LogMaxState",
         "LossScaleState",
         "LossScaledState",
         "LossScaler",
+        "MagnitudeAdjustFn",
+        "MagnitudeScaler",
         "NonfiniteReport",
         "ParamsEmaState",
         "StepReport",
@@ -155,14 +165,17 @@ def test_public_names_are_those_of_the_contract():
         "UnhealthyError",
         "adaptive",
         "all_finite",
+        "cautious",
         "cumulative",
         "dynamic",
         "eval_params",
         "grad",
         "health",
         "hysteresis",
+        "log_max",
         "loss_scale",
         "loss_scaled",
+        "max_abs",
         "metrics",
         "nonfinite_leaves",
         "nonfinite_report",

@@ -1,5 +1,6 @@
 """The laws that every policy obeys. A new policy is one more line in SCALERS."""
 
+import math
 import pickle
 from fractions import Fraction
 from functools import partial
@@ -42,6 +43,15 @@ def ladder(init_scale=8.0, factor=8.0):
         Partial(_ladder_init, init_scale=init_scale),
         Partial(_ladder_adjust, factor=factor),
     )
+
+
+def _magnitude_ladder_adjust(state, largest, *, factor):
+    return _ladder_adjust(state, jnp.isfinite(largest), factor=factor)
+
+
+def magnitude_ladder():
+    init, _ = ladder()
+    return jls.MagnitudeScaler(init, Partial(_magnitude_ladder_adjust, factor=8.0))
 
 
 SCALERS = {
@@ -87,14 +97,29 @@ SCALERS = {
     "presets.megatron": partial(
         jls.presets.megatron, 8.0, growth_interval=GROWTH_INTERVAL
     ),
+    "cautious": partial(jls.cautious, 8.0, growth_interval=GROWTH_INTERVAL),
+    "log_max": partial(jls.log_max, 8.0, window=2),
     "user_written": ladder,
+    "user_written_magnitude": magnitude_ladder,
 }
+OURS = [name for name in SCALERS if "user" not in name]
 FLAGS = np.array([1, 1, 1, 0, 0, 1, 0, 0, 0, 1, 1, 1, 1, 1, 1], bool)
 
 
 @pytest.fixture(params=SCALERS)
 def scaler(request):
     return SCALERS[request.param]()
+
+
+def seen(scaler, flag):
+    """What the policy sees of a step: the flag, or a magnitude of 2 or inf."""
+    if not isinstance(scaler, jls.MagnitudeScaler):
+        return flag
+    return jnp.where(flag, 2.0, jnp.inf)
+
+
+def adjust(scaler, state, flag):
+    return scaler.adjust(state, seen(scaler, flag))
 
 
 def loop(adjust, state, flags=FLAGS):
@@ -127,7 +152,7 @@ def test_init_gives_a_scale_and_strong_arrays_in_buffers_of_their_own(scaler):
 
 def test_adjust_keeps_structure_dtypes_and_weak_types(scaler):
     state = scaler.init()
-    after = jax.eval_shape(scaler.adjust, state, jnp.asarray(True))
+    after = jax.eval_shape(partial(adjust, scaler), state, jnp.asarray(True))
     assert jax.tree.structure(after) == jax.tree.structure(state)
     for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
         assert (new.dtype, new.shape, new.weak_type) == (old.dtype, (), False)
@@ -137,33 +162,35 @@ def test_one_trace_serves_a_whole_run(scaler):
     traces = []
 
     @jax.jit
-    def adjust(state, flag):
+    def traced(state, flag):
         traces.append(1)
-        return scaler.adjust(state, flag)
+        return adjust(scaler, state, flag)
 
-    loop(adjust, scaler.init(), [True] * (2 * GROWTH_INTERVAL) + [False])
+    loop(traced, scaler.init(), [True] * (2 * GROWTH_INTERVAL) + [False])
     assert len(traces) == 1
 
 
 def test_jit_equals_eager(scaler):
-    states = loop(scaler.adjust, scaler.init())
-    assert_same(loop(jax.jit(scaler.adjust), scaler.init()), states)
+    states = loop(partial(adjust, scaler), scaler.init())
+    assert_same(loop(jax.jit(partial(adjust, scaler)), scaler.init()), states)
 
 
 def test_scan_equals_loop(scaler):
     def step(state, flag):
-        state = scaler.adjust(state, flag)
+        state = adjust(scaler, state, flag)
         return state, state
 
     _, states = jax.jit(lambda s, f: jax.lax.scan(step, s, f))(scaler.init(), FLAGS)
-    assert_same(states, stacked(loop(scaler.adjust, scaler.init())))
+    assert_same(states, stacked(loop(partial(adjust, scaler), scaler.init())))
 
 
 def test_vmap_equals_stack(scaler):
-    states = loop(scaler.adjust, scaler.init())
+    states = loop(partial(adjust, scaler), scaler.init())
     flags = jnp.asarray(np.resize([True, False], len(states)))
-    expected = [scaler.adjust(s, f) for s, f in zip(states, flags, strict=True)]
-    assert_same(jax.vmap(scaler.adjust)(stacked(states), flags), stacked(expected))
+    expected = [adjust(scaler, s, f) for s, f in zip(states, flags, strict=True)]
+    assert_same(
+        jax.vmap(partial(adjust, scaler))(stacked(states), flags), stacked(expected)
+    )
 
 
 def test_vmap_over_the_policy_itself_equals_stack(scaler):
@@ -173,7 +200,7 @@ def test_vmap_over_the_policy_itself_equals_stack(scaler):
     )
 
     def run(scaler):
-        return scaler.adjust(scaler.adjust(scaler.init(), False), False)
+        return adjust(scaler, adjust(scaler, scaler.init(), False), False)
 
     assert_same(jax.vmap(run)(many), stacked([run(s) for s in scalers]))
 
@@ -191,21 +218,21 @@ def test_hyperparameter_changes_through_a_jit_argument_without_a_retrace(scaler)
     traces = []
 
     @jax.jit
-    def adjust(scaler, state):
+    def overflow(scaler, state):
         traces.append(1)
-        return scaler.adjust(state, False)
+        return adjust(scaler, state, False)
 
     other = jax.tree.map(lambda x: x * 2, scaler)
-    states = [adjust(s, s.init()) for s in (scaler, other)]
+    states = [overflow(s, s.init()) for s in (scaler, other)]
     assert len(traces) == 1
-    assert_same(states, [s.adjust(s.init(), False) for s in (scaler, other)])
+    assert_same(states, [adjust(s, s.init(), False) for s in (scaler, other)])
 
 
 def test_numbers_of_any_kind_make_the_same_policy():
     traces = []
 
     @jax.jit
-    def adjust(scaler, state):
+    def finite(scaler, state):
         traces.append(1)
         return scaler.adjust(state, True)
 
@@ -213,47 +240,49 @@ def test_numbers_of_any_kind_make_the_same_policy():
         policy = jls.dynamic(
             8, growth_factor=factor, growth_interval=1, max_scale=2**40
         )
-        assert adjust(policy, policy.init()).loss_scale == 8 * float(factor)
+        assert finite(policy, policy.init()).loss_scale == 8 * float(factor)
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("flag", [False, np.bool_(False), np.array(False), "device"])
-def test_adjust_takes_python_numpy_and_device_flags(scaler, flag):
-    flag = jnp.asarray(False) if isinstance(flag, str) else flag
-    assert_same(scaler.adjust(scaler.init(), flag), scaler.adjust(scaler.init(), False))
+@pytest.mark.parametrize("wrap", [lambda x: x, np.asarray, jnp.asarray])
+def test_adjust_takes_python_numpy_and_device_scalars(scaler, wrap):
+    is_magnitude = isinstance(scaler, jls.MagnitudeScaler)
+    for plain in (2.0, math.inf) if is_magnitude else (True, False):
+        ours = scaler.adjust(scaler.init(), wrap(plain))
+        assert_same(ours, adjust(scaler, scaler.init(), plain in (2.0, True)))
 
 
-@pytest.mark.parametrize("name", [name for name in SCALERS if name != "user_written"])
+@pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize(
-    ("flag", "error", "message"),
+    ("flag", "magnitude", "error", "got"),
     [
-        (1, TypeError, "grads_finite must be one boolean, got int 1"),
-        (None, TypeError, "grads_finite must be one boolean, got NoneType None"),
-        (
-            np.float32(1.0),
-            TypeError,
-            "grads_finite must be one boolean, got dtype float32",
-        ),
-        (np.array([True]), ValueError, r"grads_finite must be .* got shape \(1,\)"),
+        (1, 1, TypeError, "int 1"),
+        (None, None, TypeError, "NoneType None"),
+        (np.float32(1.0), True, TypeError, "(dtype float32|bool True)"),
+        (np.float32(1.0), np.bool_(True), TypeError, "(dtype float32|bool)"),
+        (np.array([True]), np.ones(1, np.float32), ValueError, r"shape \(1,\)"),
     ],
 )
-def test_adjust_refuses_what_is_no_flag(name, flag, error, message):
+def test_adjust_refuses_what_it_cannot_mean(name, flag, magnitude, error, got):
     scaler = SCALERS[name]()
-    with pytest.raises(error, match=message):
-        scaler.adjust(scaler.init(), flag)
-    with pytest.raises(error, match=message):
-        jax.jit(lambda state: scaler.adjust(state, flag))(scaler.init())
+    is_magnitude = isinstance(scaler, jls.MagnitudeScaler)
+    argument = magnitude if is_magnitude else flag
+    rule = "largest must" if is_magnitude else "grads_finite must"
+    with pytest.raises(error, match=f"{rule} .* got {got}"):
+        scaler.adjust(scaler.init(), argument)
+    with pytest.raises(error, match=f"{rule} .* got {got}"):
+        jax.jit(lambda state: scaler.adjust(state, argument))(scaler.init())
 
 
 def test_policy_and_state_survive_pickle(scaler):
-    state = scaler.adjust(scaler.init(), True)
+    state = adjust(scaler, scaler.init(), True)
     again, state_again = pickle.loads(pickle.dumps((scaler, state)))
     assert_same(state_again, state)
-    assert_same(again.adjust(state_again, False), scaler.adjust(state, False))
+    assert_same(adjust(again, state_again, False), adjust(scaler, state, False))
 
 
 def test_state_survives_flax_serialization_and_numpy(scaler):
-    state = scaler.adjust(scaler.adjust(scaler.init(), True), False)
+    state = adjust(scaler, adjust(scaler, scaler.init(), True), False)
     restored = serialization.from_bytes(scaler.init(), serialization.to_bytes(state))
     assert_same(restored, state)
     assert_same(jax.tree.map(np.asarray, state), state)
@@ -283,5 +312,7 @@ def test_everything_else_works_with_the_policy(scaler):
     assert params.tolist() == [-1.0, 0.0]
     assert (state.steps, state.skips, state.nonfinite_losses) == (4, 2, 1)
     flags = [True, False, True]  # the step of the non-finite loss is not counted
-    assert_same(state.scaler_state, loop(scaler.adjust, scaler.init(), flags)[-1])
+    assert_same(
+        state.scaler_state, loop(partial(adjust, scaler), scaler.init(), flags)[-1]
+    )
     assert_same(jls.set_loss_scale(state, 2.0).scaler_state.loss_scale, np.float32(2.0))

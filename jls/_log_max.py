@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loss scale computed from the largest gradient of the last steps.
+
+    finite            allowed = the largest power of two with
+                                largest * allowed <= the largest of dtype / 2**headroom
+    not finite        allowed = scale * backoff_factor
+    ceiling           the least `allowed` of this window, and that of the one before it
+    next scale        min(ceiling, previous_ceiling), within [min_scale, max_scale];
+                      never higher after an overflow
+    no gradient but 0 in both windows: next scale = min(2 * scale, max_scale)
+    a window          ends with its N-th finite step, N = window
+
+OpenSeq2Seq's LogMax fits a normal distribution to the logarithm of the largest gradient
+and predicts from its mean and deviation. Differs in:
+1. An overflow enters its averages of logarithms as the number 65536, and a step of
+   gradients that are all 0 as -inf, so that one such step sends the scale to an end of
+   its range for thousands of steps or for ever. Here nothing that is not finite enters,
+   but the scale at which it happened is known to be too high.
+2. Its averages forget by a half-life; here a gradient is known for N to 2 N steps.
+3. Its scale is any number; here it is a power of two, which scales without rounding.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.tree_util import Partial
+from jax.typing import ArrayLike
+
+from jls import _validate
+from jls._magnitude import as_magnitude
+from jls._move import is_due
+from jls._repr import numbers, shown
+from jls._rounding import INF
+from jls._types import MagnitudeScaler, exportable
+
+
+@exportable
+class LogMaxState(NamedTuple):
+    """State of `jls.log_max`. A ceiling is inf until there is a gradient but 0.
+
+    Example:
+      >>> jls.log_max(8.0).init().ceiling
+      Array(inf, dtype=float32)
+    """
+
+    loss_scale: Array  # f32[]
+    finite_count: Array  # i32[]  finite steps of the present window
+    ceiling: Array  # f32[]  the highest loss scale that all steps of the window allow
+    previous_ceiling: Array  # f32[]  that of the window before it
+
+    def __repr__(self) -> str:
+        return shown("LogMaxState", **numbers(self, self._fields))
+
+
+def _start(loss_scale: ArrayLike) -> LogMaxState:
+    return LogMaxState(
+        loss_scale=jnp.array(loss_scale, jnp.float32),
+        finite_count=jnp.zeros((), jnp.int32),
+        ceiling=jnp.array(jnp.inf, jnp.float32),
+        previous_ceiling=jnp.array(jnp.inf, jnp.float32),
+    )
+
+
+def _adjust(
+    state: LogMaxState,
+    largest: Array | float,
+    *,
+    window: ArrayLike,
+    backoff_factor: ArrayLike,
+    min_scale: ArrayLike,
+    max_scale: ArrayLike,
+    limit: ArrayLike,
+) -> LogMaxState:
+    def f32(value):
+        return jnp.asarray(value, jnp.float32)
+
+    largest = as_magnitude(largest)
+    finite = jnp.isfinite(largest)
+    scale = state.loss_scale
+    fitting = _power_of_two_below(f32(limit) / largest)
+    allowed = jnp.where(finite, fitting, scale * f32(backoff_factor))
+    ceiling = jnp.minimum(state.ceiling, allowed)
+    known = jnp.minimum(ceiling, state.previous_ceiling)
+    target = jnp.where(jnp.isinf(known), 2 * scale, known)
+    target = jnp.clip(target, f32(min_scale), f32(max_scale))
+    ends = finite & is_due(state.finite_count, window)
+    return LogMaxState(
+        # A scale that was set below the floor stays: an overflow never raises it.
+        loss_scale=jnp.where(finite, target, jnp.minimum(scale, target)),
+        finite_count=jnp.where(ends, 0, state.finite_count + finite.astype(jnp.int32)),
+        ceiling=jnp.where(ends, jnp.inf, ceiling),
+        previous_ceiling=jnp.where(ends, ceiling, state.previous_ceiling),
+    )
+
+
+def _power_of_two_below(value: Array) -> Array:
+    """The largest power of two that is not above `value` > 0; inf of inf."""
+    pattern = lax.bitcast_convert_type(value, jnp.uint32) & jnp.uint32(INF)
+    return lax.bitcast_convert_type(pattern, jnp.float32)
+
+
+def log_max(
+    init_scale: float = 1.0,
+    *,
+    window: int = 100,
+    backoff_factor: float = 0.5,
+    min_scale: float = 1.0,
+    max_scale: float = 2.0**24,
+    headroom: float = 2.0,
+    dtype: Any = jnp.float16,
+) -> MagnitudeScaler:
+    """Returns a policy that sets the loss scale from the largest gradients of late.
+
+    The scale is what `jls.suggest_scale` would give for the largest gradient of the
+    last `window` to 2 * `window` finite steps. It is right from the second step on, and
+    goes down as soon as gradients grow, before they overflow: a run without a skipped
+    step is the rule as long as gradients grow by less than 2**headroom from one step to
+    the next. It sees only the gradients of the parameters, as `jls.cautious` does; the
+    headroom has to cover those of the activations too.
+
+    The scale is computed anew in each step, so that one set by `jls.set_loss_scale`
+    lasts for one step.
+
+    Args:
+      init_scale: the first loss scale, in [min_scale, max_scale]. The first step finds
+        a better one, unless it overflows.
+      window: >= 1, finite steps; what is longer ago than two windows is forgotten.
+      backoff_factor: in (0, 1). After an overflow nothing is known but that the scale
+        was too high: this times the scale is the highest one for as long as a gradient
+        would be remembered.
+      min_scale: >= 2**-126.
+      max_scale: <= 2**126. Gradients that are all 0 double the scale up to here, since
+        all of them may have underflowed.
+      headroom: bits, from 0 to 126, to be left above the largest gradient.
+      dtype: in which the backward pass computes: a floating-point dtype of 8 to 32
+        bits.
+
+    Returns:
+      A `jls.MagnitudeScaler`, whose `adjust(state, largest)` takes `jls.max_abs` of the
+      true gradients. The scale is a power of two, if bounds and factor are.
+
+    Raises:
+      TypeError: if a number is not real, `window` not an integer, or `dtype` not
+        floating point.
+      ValueError: if one is out of range. Arrays and traced values are not checked.
+
+    Example:
+      >>> scaler = jls.log_max()
+      >>> state = scaler.init()
+      >>> for largest in (0.25, 0.025, 20.0, jnp.inf):  # float16 ends at 65504
+      ...     state = scaler.adjust(state, largest)
+      ...     print(state.loss_scale)
+      32768.0
+      32768.0
+      512.0
+      256.0
+
+    References:
+      Kuchaiev et al., Mixed-Precision Training for NLP and Speech Recognition with
+      OpenSeq2Seq, 2018, arXiv:1805.10387, for the idea.
+    """
+    scales = _validate.ascending(
+        min_scale=min_scale, init_scale=init_scale, max_scale=max_scale
+    )
+    hyperparameters = {
+        "window": _validate.interval("window", window),
+        "backoff_factor": _validate.lowering_factor("backoff_factor", backoff_factor),
+        "min_scale": scales["min_scale"],
+        "max_scale": scales["max_scale"],
+        "limit": _validate.limit(headroom, dtype),
+    }
+    return MagnitudeScaler(
+        Partial(_start, loss_scale=scales["init_scale"]),
+        Partial(_adjust, **hyperparameters),
+    )
