@@ -2,11 +2,12 @@
 """The loss scaling of other systems, step for step, under their argument names.
 
 Each function returns a `LossScaler` that moves the scale exactly as its namesake does,
-with the defaults of its namesake, and is used like any other policy:
+with the defaults of its namesake, and is used like any other policy::
 
     optimizer = jls.loss_scaled(optax.adamw(3e-4), jls.presets.torch())
 
 What no preset copies:
+
 1. A scale that reaches 0 or inf: it stays in [2**-126, 2**126], with a floor of the
    system's own if that is higher.
 2. A scale below the floor that jumps up to it on an overflow: it stays.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from code_blocks import blocks, execute
 from flax import nnx
 from flax.training.train_state import TrainState
 
@@ -23,8 +24,7 @@ ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
 # Title of the section -> its code.
 BLOCKS = {
-    re.findall(r"^##+ (.*)$", TEXT[: match.start()], re.MULTILINE)[-1]: match[1]
-    for match in re.finditer(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+    block.title: block.code for block in blocks(TEXT) if block.language == "python"
 }
 # Title of the recipe -> what moves on a good step, and must not on a bad one.
 RECIPES = {
@@ -35,9 +35,7 @@ RECIPES = {
 
 
 def run(title):
-    names = {"__name__": "readme"}
-    exec(compile(BLOCKS[title], f"README.md, {title}", "exec"), names)
-    return names
+    return execute(BLOCKS[title], f"README.md, {title}", {"__name__": "readme"})
 
 
 def test_every_block_is_tested():

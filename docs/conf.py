@@ -1,0 +1,145 @@
+"""How Sphinx builds this site: see the section "Contributing" of the README.
+
+Nothing is fetched and no notebook is run: their outputs are kept in the files.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+import re
+import runpy
+import shutil
+from pathlib import Path
+
+import matplotlib
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.transforms import SphinxTransform
+
+import jls
+
+DOCS = Path(__file__).parent
+
+project = "jls"
+author = "the authors of jls"
+project_copyright = "the authors of jls, Apache-2.0"
+version = release = jls.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+nitpicky = True
+# Names of other packages, which would need the network, and type variables.
+nitpick_ignore_regex = [("py:.*", r"(?!jls\.).*|jls\._.*")]
+
+nb_execution_mode = "off"
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+suppress_warnings = ["myst.header"]  # sections of the README begin at its levels
+
+default_role = "literal"  # docstrings have code in single backticks
+python_maximum_signature_line_length = 72
+autodoc_preserve_defaults = True
+autodoc_member_order = "bysource"
+autosummary_generate = False
+add_module_names = False
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+
+html_theme = "furo"
+html_title = f"jls {release}"
+html_static_path = ["static"]
+html_css_files = ["jls.css"]
+html_show_sphinx = False
+html_show_sourcelink = False
+pygments_dark_style = "github-dark"
+copybutton_exclude = ".linenos, .gp, .go"  # of a doctest, copies what was typed
+
+# A dtype with a shape, such as f32[]; a field of a record with its comment.
+DTYPE = re.compile(r"\b(bool|[fiu]\d+)\[\w*\]")
+FIELD = re.compile(r"    (?P<name>\w+): [^#]+?(?:  # (?P<comment>.*))?$")
+
+
+def copy_notebooks() -> None:
+    """Copies the notebooks here, since Sphinx reads one folder alone."""
+    target = DOCS / "notebooks"
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    for notebook in (DOCS.parent / "notebooks").glob("*.ipynb"):
+        shutil.copy2(notebook, target)
+
+
+def draw_picture() -> None:
+    """Runs the script that the page about healthy runs shows."""
+    matplotlib.use("Agg")
+    target = DOCS / "pictures"
+    target.mkdir(exist_ok=True)
+    with contextlib.redirect_stdout(None):
+        figure = runpy.run_path(str(DOCS / "healthy_run.py"))["figure"]
+    figure.savefig(target / "healthy_run.png", dpi=150)
+
+
+def fields_of(record: type) -> list[str]:
+    """A list of the fields of a record, with the comments that are on them."""
+    lines, above = [], []
+    for line in inspect.getsource(record).splitlines():
+        if line.startswith("    # "):
+            above.append(line.removeprefix("    # "))
+        elif field := FIELD.match(line):
+            aside = (field["comment"] or "").partition("  # ")[0]
+            says = DTYPE.sub(r"`\g<0>`", " ".join([aside, *above]))
+            lines.append(f"* **{field['name']}**: {says}".rstrip(": "))
+            above = []
+    return [".. rubric:: Fields", "", *lines, ""]
+
+
+PUBLIC = {name: value for name, value in vars(jls).items() if not name.startswith("_")}
+FIELDS = {
+    value: fields_of(value)
+    for value in PUBLIC.values()
+    if hasattr(value, "_fields") or dataclasses.is_dataclass(value)
+}
+for value in PUBLIC.values():
+    if not inspect.ismodule(value):
+        value.__module__ = "jls"  # where users find it, not where it is written
+
+
+def add_fields(app, what, name, obj, options, lines):
+    """Puts the fields of a record before its example."""
+    if what == "class" and obj in FIELDS:
+        place = lines.index("Example:")
+        lines[place:place] = FIELDS[obj]
+
+
+class LinkNames(SphinxTransform):
+    """Makes a link of each `jls.name` in code type: a wrong name is then an error."""
+
+    default_priority = 400
+
+    def apply(self, **kwargs):
+        for node in list(self.document.findall(nodes.literal)):
+            name = re.match(r"jls(\.\w+)+(?=\(|$)", node.astext())
+            if name and not isinstance(node.parent, nodes.reference | pending_xref):
+                link = pending_xref(
+                    refdomain="py",
+                    reftype="obj",
+                    reftarget=name[0],
+                    refdoc=self.env.docname,
+                    refspecific=False,
+                    refexplicit=True,
+                    refwarn=True,
+                )
+                node.replace_self(link)
+                link.append(node)
+
+
+def setup(app):
+    """Called by Sphinx."""
+    copy_notebooks()
+    draw_picture()
+    app.connect("autodoc-process-docstring", add_fields, priority=400)
+    app.add_transform(LinkNames)
