@@ -37,6 +37,9 @@ NotebookClient(notebook, timeout=90, resources={"metadata": {"path": folder}}).e
 nbformat.write(notebook, path)
 """
 
+# What shows a picture: pyplot, or a `jls.History` that is drawn in a cell's last line.
+SHOWS = re.compile(r"plt\.show\(\)|^\w+\.plot\(\)\Z", re.M)
+
 # What follows `%pip install` or the like.
 INSTALL = re.compile(r"[%!].*\binstall\b(.*)")
 
@@ -57,7 +60,7 @@ def check_outputs(notebook):
         assert "error" not in kinds
         assert "stderr" not in [output.get("name") for output in cell.outputs]
         images = [o for o in cell.outputs if "image/png" in o.get("data", {})]
-        assert len(images) == cell.source.count("plt.show()")
+        assert len(images) == len(SHOWS.findall(cell.source))
 
 
 def test_there_are_notebooks():
