@@ -9,7 +9,7 @@ from matplotlib.ticker import FuncFormatter
 
 from jls._demo_report import CONFIGURATIONS, Runs, percent
 from jls._history_marks import BLUE, RED
-from jls._logged import scale_text
+from jls._repr import scale_text
 
 # Okabe and Ito's colours, and line styles too: clear to every eye, and in print.
 STYLES = (

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from jls import _demo
-from jls._logged import scale_text
+from jls._repr import scale_text
 
 CONFIGURATIONS = (
     ("float32", jnp.float32, False),

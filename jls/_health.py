@@ -6,16 +6,19 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from jls import _validate
+from jls._advance import GuardedUpdate
 from jls._dynamic import dynamic
 from jls._guard import has_nan
 from jls._leaves import chosen, wrapper_in
 from jls._read import metrics
+from jls._suggest import too_small
 from jls._tally import inexact_leaves
 from jls._tree import all_finite
-from jls._types import SKIP_REASONS, LossScaler
+from jls._types import SKIP_REASONS, LossScaler, MagnitudeScaler
 from jls._verdict import VERDICTS, sentence_of, verdict_of
 
 
@@ -31,6 +34,15 @@ class Health(NamedTuple):
     verdict: str
     sentence: str
     numbers: dict[str, Any]
+
+    @property
+    def safe_to_save(self) -> bool:
+        """Whether a checkpoint may take the place of an older one.
+
+        False of a run that is poisoned, which shows only if `params` was given, or
+        stalled: it does not get better, and its older checkpoints may be what you need.
+        """
+        return self.verdict not in ("poisoned", "stalled")
 
     def __str__(self) -> str:
         return f"{self.verdict}: {self.sentence}"
@@ -53,8 +65,11 @@ def health(
     state: Any,
     params: Any = None,
     *,
-    scaler: LossScaler | None = None,
+    grads: Any = None,
+    scaler: LossScaler | MagnitudeScaler | None = None,
     max_consecutive_skips: int = 50,
+    max_small: float = 0.1,
+    dtype: Any = jnp.float16,
     raise_if: Iterable[str] = (),
     warn_if: Iterable[str] = (),
 ) -> Health:
@@ -67,23 +82,32 @@ def health(
       state: anything that carries one state of `jls.loss_scaled`.
       params: the parameters, to see whether a non-finite number is in them or in the
         optimizer's state. One pass over both on the device; None looks at neither.
-      scaler: the policy, which knows the bounds of the scale. None takes those of
-        `jls.dynamic()`, 1 and 2**24.
+      grads: true gradients of a recent step, to see whether they are too small for the
+        loss scale. Two passes over them on the device; None does not look.
+      scaler: the policy, which knows the bounds of the scale. None takes it from a
+        `TrainState` or an `nnx.Optimizer`; from a bare optimizer state, those of
+        `jls.dynamic()` are taken, 1 and 2**24, unless the scale is a fixed one.
       max_consecutive_skips: >= 1, how many steps skipped in a row are too many.
+      max_small: in [0, 1]. Of the gradients but 0, how large a share may be below the
+        smallest normal number of `dtype` once scaled.
+      dtype: in which the backward pass computes, of `grads`: a floating-point dtype of
+        8 to 32 bits.
       raise_if: verdicts for which to raise.
       warn_if: verdicts for which to warn.
 
     Returns:
       A `jls.Health`: `verdict` is one of "ok", "calibrating", "recovering", "at floor",
-      "at ceiling", "non-finite loss", "non-finite update", "stalled" and "poisoned";
-      `sentence` says what it means and what to do; `numbers` is what `jls.metrics`
-      says, as Python numbers, with the names of the bad parameters if `params` is
-      given.
+      "at ceiling", "underflow", "non-finite loss", "non-finite update", "stalled" and
+      "poisoned"; `sentence` says what it means and what to do; `numbers` is what
+      `jls.metrics` says, as Python numbers, with the names of the bad parameters if
+      `params` is given, and with the share of `small` gradients and the
+      `suggested_scale` if `grads` is.
 
     Raises:
       UnhealthyError: if the verdict is in `raise_if`.
+      TypeError: if `dtype` is not floating point, or a number of another type.
       ValueError: if `state` carries no such state, or several, if it is traced, or if
-        a name in `raise_if` or `warn_if` is no verdict.
+        a name in `raise_if` or `warn_if` is no verdict, or a number is out of range.
 
     Warns:
       UserWarning: if the verdict is in `warn_if`.
@@ -102,18 +126,31 @@ def health(
     _check_names("raise_if", raise_if)
     _check_names("warn_if", warn_if)
     limit = _validate.interval("max_consecutive_skips", max_consecutive_skips)
+    max_small = _validate.number("max_small", max_small, "from 0 to 1", 0.0, 1.0)
     wrapper = wrapper_in(state)
-    on_device = dict(metrics(wrapper), leaves=wrapper.nonfinite_leaves)
+    on_device = dict(
+        metrics(wrapper),
+        leaves=wrapper.nonfinite_leaves,
+        is_fixed=getattr(wrapper.scaler_state, "nonfinite_count", jnp.int32(0)) < 0,
+    )
     if params is not None:
         on_device["poisoned"] = _poisoned(params, wrapper.inner_state)
+    if grads is not None:
+        on_device |= too_small(wrapper, grads, dtype)
     numbers = {name: x.tolist() for name, x in jax.device_get(on_device).items()}
     numbers["skip_reason"] = SKIP_REASONS[numbers["skip_reason"]]
     flags = numbers.pop("leaves")
     if params is not None:
         numbers["nonfinite_leaves"] = chosen(params, flags)
-    numbers["min_scale"], numbers["max_scale"] = _bounds(scaler)
+    if numbers.pop("is_fixed"):
+        low = high = numbers["loss_scale"]
+    else:
+        low, high = _bounds(scaler or _scaler_in(state))
+    numbers["min_scale"], numbers["max_scale"] = low, high
+    if grads is not None:
+        numbers["dtype"] = jnp.dtype(dtype).name
 
-    verdict = verdict_of(numbers, limit)
+    verdict = verdict_of(numbers, limit, max_small)
     result = Health(verdict, sentence_of(verdict, numbers), numbers)
     if verdict in raise_if:
         raise UnhealthyError(result)
@@ -131,7 +168,13 @@ def _poisoned(params: Any, inner_state: Any) -> Array:
     return _is_poisoned(inexact_leaves(params)[1], inexact_leaves(inner_state)[1])
 
 
-def _bounds(scaler: LossScaler | None) -> tuple[float, float]:
+def _scaler_in(state: Any) -> LossScaler | MagnitudeScaler | None:
+    """That of the optimizer that a Flax `TrainState` or `nnx.Optimizer` carries."""
+    update = getattr(getattr(state, "tx", None), "update", None)
+    return update.guard.scaler if isinstance(update, GuardedUpdate) else None
+
+
+def _bounds(scaler: LossScaler | MagnitudeScaler | None) -> tuple[float, float]:
     """The floor and the ceiling of a policy; of a static one, equal."""
     adjust = dynamic().adjust if scaler is None else scaler.adjust
     keywords = getattr(adjust, "keywords", {})

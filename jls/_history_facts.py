@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jls._logged import Scalar, scale_text
+from jls._logged import Scalar
+from jls._repr import scale_text
 
 Columns = Mapping[str, Sequence[Scalar | None]]
 

@@ -23,7 +23,7 @@ from jls._history_marks import (
     draw_rug,
     thinned,
 )
-from jls._logged import scale_text
+from jls._repr import scale_text
 
 NORMS = "global_norm", "grad_norm"
 TICKS = 400  # more would be nearer to each other than one can see

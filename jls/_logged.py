@@ -73,9 +73,3 @@ def _widest(value: np.ndarray) -> np.ndarray:
     if jnp.issubdtype(value.dtype, jnp.floating):
         return value.astype(np.float64)
     return value if value.dtype.kind in "biu" else value.astype(np.int64)
-
-
-def scale_text(scale: float) -> str:
-    """`32768.0` as `2^15`; what is no power of two with four digits."""
-    mantissa, exponent = np.frexp(scale)
-    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:.4g}"

@@ -3,7 +3,8 @@
 
 from typing import Any
 
-from jls._logged import fetched, named, scale_text
+from jls._logged import fetched, named
+from jls._repr import scale_text
 
 
 def progress(metrics: Any, /, **more: Any) -> str:

@@ -103,7 +103,8 @@ def set_loss_scale(state: State, value: ArrayLike) -> State:
     fresh = {"loss_scale": new_scale}
     for count in ("finite_count", "nonfinite_count"):
         if count in node._fields:
-            fresh[count] = jnp.zeros((), jnp.result_type(getattr(scaler_state, count)))
+            # Below 0 they do not count yet, or never.
+            fresh[count] = jnp.minimum(getattr(scaler_state, count), 0)
     if hasattr(node.loss_scale, "set_value"):  # NNX: each leaf is a variable
         for name, new in fresh.items():
             variable = getattr(node, name)

@@ -49,3 +49,9 @@ def _float(value: float) -> str:
     mantissa, exponent = math.frexp(value)
     is_long = not 2.0**-3 <= value <= 2.0**10
     return f"2**{exponent - 1}" if mantissa == 0.5 and is_long else f"{value:g}"
+
+
+def scale_text(scale: float) -> str:
+    """`32768.0` as `2^15`; what is no power of two with four digits."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:.4g}"

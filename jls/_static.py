@@ -20,6 +20,11 @@ def start_at(loss_scale: ArrayLike) -> LossScaleState:
     )
 
 
+def _start(loss_scale: ArrayLike) -> LossScaleState:
+    # The mark of a fixed scale: without the policy, the state alone would not tell.
+    return start_at(loss_scale)._replace(nonfinite_count=jnp.full((), -1, jnp.int32))
+
+
 def _adjust(state: LossScaleState, grads_finite: Array | bool) -> LossScaleState:
     as_flag("grads_finite", grads_finite)
     return state
@@ -48,4 +53,4 @@ def static(loss_scale: float = 1.0) -> LossScaler:
       Array(128., dtype=float32)
     """
     loss_scale = _validate.scale_value("loss_scale", loss_scale)
-    return LossScaler(Partial(start_at, loss_scale=loss_scale), Partial(_adjust))
+    return LossScaler(Partial(_start, loss_scale=loss_scale), Partial(_adjust))

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jls import _validate
-from jls._rounding import edges, is_finite, magnitudes, normalized
+from jls._locate import locate
+from jls._rounding import Edges, cuts, edges, is_finite, magnitudes, normalized
 from jls._tally import inexact_leaves, tally
 
 _UNKNOWN = 2.0**15  # the `init_scale` of `jls.dynamic`
@@ -71,6 +72,31 @@ def suggest_scale(
     first = math.ldexp(fraction, 24)
     first = math.floor(first) + 1 if edge.ties_below else math.ceil(first)
     return _largest_fit(inexact_leaves(grads)[1], first, exponent)
+
+
+def too_small(state: Any, grads: Any, dtype: Any) -> dict[str, Array]:
+    """What tells whether `grads` are too small for the loss scale of `state`.
+
+    Returns:
+      small: `f32[]`, of the finite values but 0, the share below the smallest normal
+        number of `dtype` once scaled; 1 if all values are 0.
+      suggested_scale: `f32[]`, see `suggest_scale`.
+    """
+    leaves = inexact_leaves(grads)[1]
+    small = _small_share(leaves, locate(state).loss_scale, edges(dtype))
+    return {"small": small, "suggested_scale": suggest_scale(grads, dtype=dtype)}
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _small_share(leaves: list[Any], loss_scale: Array, ends: Edges) -> Array:
+    cut = cuts(ends.normal, loss_scale)
+    few = many = jnp.float32(0.0)
+    for leaf in leaves:
+        for pattern in magnitudes(leaf):
+            counts = is_finite(pattern) & (pattern > 0)
+            few += jnp.sum(counts & (pattern < cut), dtype=jnp.float32)
+            many += jnp.sum(counts, dtype=jnp.float32)
+    return jnp.where(many == 0, 1.0, few / jnp.maximum(many, 1.0))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -30,7 +30,8 @@ class LossScaleState(NamedTuple):
 
     loss_scale: Array  # f32[]
     finite_count: Array  # i32[]  consecutive finite steps since the scale last changed
-    nonfinite_count: Array  # i32[]  non-finite steps counted towards the next backoff
+    # Non-finite steps counted towards the next backoff; -1 of a fixed scale.
+    nonfinite_count: Array  # i32[]
 
     def __repr__(self) -> str:
         return shown("LossScaleState", **numbers(self, self._fields))
@@ -145,7 +146,8 @@ class LossScaledState(NamedTuple):
     consecutive_skips: Array  # i32[]   skipped since the last applied step
     nonfinite_losses: Array  # i32[]   skipped because the forward loss was not finite
     nonfinite_updates: Array  # i32[]   skipped though gradients and loss were finite
-    skip_reason: Array  # i32[]   of the last skipped step, an index into SKIP_REASONS
+    # Of the last skipped step: 0 none yet, 1 gradients, 2 loss, 3 updates.
+    skip_reason: Array  # i32[]
     nonfinite_leaves: Array  # bool[n]  of the last skipped step, by floating-point leaf
 
     def __repr__(self) -> str:

@@ -10,11 +10,14 @@ The verdicts, of which the first that holds is given:
     at floor           the last step overflowed, and the scale can go no lower
     calibrating        no step applied yet: the scale is on its way down
     recovering         the last step overflowed and the scale backed off
+    underflow          too many of the gradients are too small for the scale
     at ceiling         the scale can go no higher
     ok                 none of these
 """
 
 from typing import Any
+
+from jls._repr import scale_text
 
 VERDICTS = (
     "poisoned",
@@ -24,23 +27,26 @@ VERDICTS = (
     "calibrating",
     "at floor",
     "recovering",
+    "underflow",
     "at ceiling",
     "ok",
 )
 
 
-def verdict_of(numbers: dict[str, Any], limit: int) -> str:
+def verdict_of(numbers: dict[str, Any], limit: int, max_small: float) -> str:
     skipped = numbers["consecutive_skips"] > 0
     scale, reason = numbers["loss_scale"], numbers["skip_reason"]
     is_fixed = numbers["min_scale"] == numbers["max_scale"]
+    none_applied = numbers["skips"] == numbers["steps"]
     verdicts = {
         "poisoned": numbers.get("poisoned", False),
         "stalled": numbers["consecutive_skips"] > limit,
         "non-finite loss": skipped and reason == "loss",
         "non-finite update": skipped and reason == "updates",
         "at floor": skipped and not is_fixed and scale <= numbers["min_scale"],
-        "calibrating": skipped and numbers["skips"] == numbers["steps"],
+        "calibrating": skipped and not is_fixed and none_applied,
         "recovering": skipped,
+        "underflow": numbers.get("small", 0.0) > max_small,
         "at ceiling": not is_fixed and scale >= numbers["max_scale"],
     }
     return next((verdict for verdict, holds in verdicts.items() if holds), "ok")
@@ -54,7 +60,7 @@ _SENTENCES = {
     ),
     "stalled": (
         "the last {consecutive_skips} steps were all skipped, the last one for its "
-        "{skip_reason}, and nothing is being learnt; the loss scale is {loss_scale:g}. "
+        "{skip_reason}, and nothing is being learnt; the loss scale is {loss_scale}. "
         "{advice}"
     ),
     "non-finite loss": (
@@ -69,26 +75,37 @@ _SENTENCES = {
     ),
     "calibrating": (
         "all {steps} steps so far were skipped while the loss scale comes down, to "
-        "{loss_scale:g} now. That is normal for the first ten or so"
+        "{loss_scale} now. That is normal for the first ten or so"
     ),
     "at floor": (
         "the last step's gradients were inf or NaN, and the loss scale of "
-        "{loss_scale:g} is at its floor ({consecutive_skips} skipped in a row), so "
+        "{loss_scale} is at its floor ({consecutive_skips} skipped in a row), so "
         "that no lower scale will mend it. Look for what is too large, or for a square "
         "root or a division at 0, in the backward pass; or lower min_scale"
     ),
     "recovering": (
         "the last step overflowed and was skipped, {consecutive_skips} in a row; the "
-        "loss scale is {loss_scale:g}. {skips} of {steps} steps were skipped so far"
+        "loss scale is {loss_scale}. {skips} of {steps} steps were skipped so far"
+    ),
+    "underflow": (
+        "{small:.0%} of the gradients are too small for {dtype} at the loss scale of "
+        "{loss_scale}, and lose precision or vanish. {advice}"
     ),
     "at ceiling": (
-        "the loss scale of {loss_scale:g} can grow no further. If gradients are still "
+        "the loss scale of {loss_scale} can grow no further. If gradients are still "
         "too small for float16, raise max_scale"
     ),
     "ok": (
-        "{skips} of {steps} steps were skipped so far; the loss scale is {loss_scale:g}"
+        "{skips} of {steps} steps were skipped so far; the loss scale is {loss_scale}"
     ),
 }
+
+_FIXED = (
+    "the gradients of the last step were inf or NaN, and it was skipped, "
+    "{consecutive_skips} in a row; {skips} of {steps} steps were skipped so far. The "
+    "loss scale of {loss_scale} is a fixed one. If this goes on, look for what is too "
+    "large, or for a square root or a division at 0, in the backward pass"
+)
 
 _ADVICE = {
     "none": "",
@@ -102,10 +119,35 @@ _ADVICE = {
 
 
 def sentence_of(verdict: str, numbers: dict[str, Any]) -> str:
-    advice = _ADVICE[numbers["skip_reason"]]
-    sentence = _SENTENCES[verdict].format(**numbers, advice=advice).rstrip(" .")
+    is_fixed = numbers["min_scale"] == numbers["max_scale"]
+    template = _FIXED if verdict == "recovering" and is_fixed else _SENTENCES[verdict]
+    words = {"advice": _ADVICE[numbers["skip_reason"]], **numbers}
+    if verdict == "underflow":
+        words["advice"] = _advice_of_underflow(numbers)
+    words["loss_scale"] = _plain(numbers["loss_scale"])
+    sentence = template.format(**words).rstrip(" .")
     bad = numbers.get("nonfinite_leaves")
-    if bad and numbers["consecutive_skips"]:
+    # A loss that is not finite spoils all gradients: their names would say nothing.
+    if bad and numbers["consecutive_skips"] and numbers["skip_reason"] != "loss":
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         sentence += f". Not finite: {', '.join(bad[:3])}{more}"
     return sentence + "."
+
+
+def _advice_of_underflow(numbers: dict[str, Any]) -> str:
+    suggested = numbers["suggested_scale"]
+    if suggested > numbers["loss_scale"]:
+        return (
+            f"jls.suggest_scale proposes {_plain(suggested)}: set it by "
+            "jls.set_loss_scale, or let the policy grow sooner or further "
+            "(growth_interval, max_scale)"
+        )
+    return (
+        "A larger scale leaves no room for the largest ones: use bfloat16, or compute "
+        "in float32 what makes the smallest"
+    )
+
+
+def _plain(scale: float) -> str:
+    """A loss scale as a number if it is short, else as a power of two."""
+    return scale_text(scale) if "e" in f"{scale:g}" else f"{scale:g}"

@@ -4,8 +4,11 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
 
 import jls
 from jls._verdict import VERDICTS
@@ -110,12 +113,113 @@ def test_poison_is_seen_where_the_parameters_are_given(params, inner, verdict):
     assert jls.health(state).verdict == "ok"
 
 
-def test_bounds_without_a_policy_are_those_of_dynamic_and_static_has_none():
-    state = after(".o", jls.static(1.0))
-    assert jls.health(state, scaler=jls.static(1.0)).verdict == "recovering"
-    assert jls.health(state).verdict == "at floor"
+def test_bounds_without_a_policy_are_those_of_dynamic():
     scaler = jls.presets.deepspeed(init_scale=2.0, delayed_shift=1)
-    assert jls.health(after(".o", scaler), scaler=scaler).verdict == "at floor"
+    state = after(".o", scaler)
+    assert jls.health(state, scaler=scaler).verdict == "at floor"
+    assert jls.health(after(".ooo", jls.dynamic(8.0))).verdict == "at floor"
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0, 2.0**24])
+def test_a_fixed_scale_has_no_bounds_and_does_not_move(scale):
+    for scaler in (jls.static(scale), None):
+        state = after(".oo", jls.static(scale))
+        for changed in (state, jls.set_loss_scale(state, scale)):
+            health = jls.health(changed, scaler=scaler)
+            assert health.verdict == "recovering"
+            assert "is a fixed one. If this goes on" in health.sentence
+            assert "2 in a row; 2 of 3 steps" in health.sentence
+        assert jls.health(after("o", jls.static(scale))).verdict == "recovering"
+        assert jls.health(after(".", jls.static(scale))).verdict == "ok"
+
+
+def test_the_policy_is_found_in_a_train_state_and_an_nnx_optimizer():
+    scaler = jls.dynamic(16.0, min_scale=4.0)
+    optimizer = jls.loss_scaled(optax.sgd(0.1), scaler)
+    bad = jax.tree.map(lambda x: x * jnp.inf, PARAMS)
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=optimizer)
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    ours = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+    for _ in range(2):
+        assert jls.health(state).verdict == ("ok" if state.step == 0 else "calibrating")
+        state = state.apply_gradients(grads=bad)
+        params = nnx.state(model, nnx.Param)
+        ours.update(model, jax.tree.map(lambda x: x * jnp.inf, params))
+    assert jls.health(state).verdict == "at floor"
+    assert jls.health(ours).verdict == "at floor"
+    assert jls.health(state.opt_state).verdict == "calibrating"
+
+
+def test_large_scales_print_as_powers_of_two():
+    assert "loss scale is 2^22." in str(jls.health(after("", jls.dynamic(2.0**22))))
+    assert "loss scale is 32768." in str(jls.health(after("", jls.dynamic())))
+
+
+@pytest.mark.parametrize(
+    ("grads", "kwargs", "verdict", "words"),
+    [
+        (jnp.array([1.0, 1e-3, 0.0, jnp.nan]), {}, "ok", "loss scale is 8."),
+        # Below 2**-14 / 8, the smallest normal float16: one of four values but 0.
+        (
+            jnp.array([1.0, 1e-3, 1e-6, 1e-2, 0.0]),
+            {},
+            "underflow",
+            "^25% of the gradients are too small for float16 at the loss scale of 8, "
+            "and lose precision or vanish. jls.suggest_scale proposes 2048",
+        ),
+        (jnp.array([1.0, 1e-3, 1e-6, 1e-2, 0.0]), {"max_small": 0.25}, "ok", ""),
+        (jnp.array([1e-6, 1.0]), {"dtype": jnp.bfloat16}, "ok", ""),
+        (jnp.array([2000.0, 1e-6]), {}, "underflow", "use bfloat16, or compute in"),
+        (jnp.zeros(3), {}, "underflow", "100% of the gradients"),
+        ({"n": 3, "empty": jnp.ones(0)}, {}, "underflow", "100%"),
+    ],
+)
+def test_gradients_too_small_for_the_scale_are_an_underflow(
+    grads, kwargs, verdict, words
+):
+    health = jls.health(after("."), grads=grads, scaler=SCALER, **kwargs)
+    assert health.verdict == verdict
+    assert re.search(words, health.sentence), health.sentence
+
+
+def test_the_small_share_is_that_of_underflow():
+    rng = np.random.default_rng(0)
+    grads = np.exp2(rng.uniform(-30, 0, 1000)).astype(np.float32)
+    state = after(".")
+    shares = jls.underflow(state, grads).total
+    numbers = jls.health(state, grads=grads).numbers
+    expected = float(shares.vanished[1] + shares.subnormal[1])
+    assert numbers["small"] == pytest.approx(expected)
+    assert 0.1 < expected < 0.9
+    assert numbers["suggested_scale"] == jls.suggest_scale(grads)
+
+
+def test_a_skipped_step_comes_before_an_underflow_and_that_before_the_ceiling():
+    grads = jnp.full(3, 1e-9)
+    assert jls.health(after(".o"), grads=grads).verdict == "recovering"
+    assert jls.health(after("...."), scaler=SCALER).verdict == "at ceiling"
+    assert jls.health(after("...."), grads=grads, scaler=SCALER).verdict == "underflow"
+
+
+def test_a_bad_loss_blames_no_parameter():
+    init, update = DEFAULT
+    bad = {"w": jnp.full(2, jnp.nan), "b": jnp.full(1, jnp.nan)}
+    _, state = update(bad, init(PARAMS), PARAMS, value=jnp.float32(jnp.nan))
+    assert "Not finite" not in str(jls.health(state, PARAMS))
+
+
+@pytest.mark.parametrize(
+    ("steps", "params", "safe"),
+    [
+        (".o", PARAMS, True),
+        (".l", PARAMS, True),
+        (".oooo", PARAMS, False),
+        (".", {"w": jnp.full(2, jnp.nan), "b": jnp.ones(1)}, False),
+    ],
+)
+def test_safe_to_save_unless_poisoned_or_stalled(steps, params, safe):
+    health = jls.health(after(steps), params, scaler=SCALER, max_consecutive_skips=3)
+    assert health.safe_to_save is safe
 
 
 def test_numbers_are_those_of_metrics_in_python():
