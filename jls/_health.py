@@ -66,7 +66,8 @@ def health(
     Args:
       state: anything that carries one state of `jls.loss_scaled`.
       params: the parameters, to see whether a non-finite number is in them or in the
-        optimizer's state. One pass over both on the device; None looks at neither.
+        optimizer's state. One pass over both on the device; None looks at neither. Of
+        arrays that several processes share, every process has to call it then.
       scaler: the policy, which knows the bounds of the scale. None takes those of
         `jls.dynamic()`, 1 and 2**24.
       max_consecutive_skips: >= 1, how many steps skipped in a row are too many.
