@@ -5,6 +5,8 @@
     drop="micro_batch"  it is left out, and with it what it would have carried on; the
                         mean is over the rest
 
+Which one is left out is one decision for all devices, as is the step.
+
 What is added are true gradients in at least float32, so that a scale which changes
 between two steps harms nothing. What is left out is selected away: 0 times NaN is NaN.
 """
@@ -16,7 +18,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jls._tree import all_finite, select, wide_dtype, widen
+from jls._tree import (
+    AxisName,
+    agree,
+    all_finite,
+    select,
+    wide_dtype,
+    widen,
+)
 
 
 class Accumulated(NamedTuple):
@@ -36,6 +45,7 @@ def accumulate(
     micro_batches: int,
     accumulation: str,
     drop: str,
+    axis_name: AxisName = None,
 ) -> Accumulated:
     """Calls `grad_fn(carried, micro_batch)` on one after the other.
 
@@ -50,24 +60,21 @@ def accumulate(
     def body(carry, micro_batch):
         old, total = carry
         (loss, carried), grads = grad_fn(old, micro_batch)
-        counts = jnp.asarray(True)
+        finite = counts = jnp.asarray(True)
         if drop == "micro_batch":
-            counts = all_finite((loss, grads))
+            flags = jnp.stack([jnp.isfinite(loss), all_finite(grads)])
+            flags = agree(flags, axis_name)
+            finite, counts = flags[0], jnp.all(flags)
             grads = select(counts, grads, jax.tree.map(jnp.zeros_like, grads))
             carried = select(counts, carried, old)
         total = jax.tree.map(jnp.add, total, grads)
-        return (carried, total), (widen(loss), counts)
+        return (carried, total), (widen(loss), finite, counts)
 
     zeros = jax.tree.map(_zeros, params)
-    (carried, grads), (losses, counts) = lax.scan(
+    (carried, grads), (losses, finite, counts) = lax.scan(
         body, (carried, zeros), _split(batch, micro_batches)
     )
-    finite = jnp.isfinite(losses)
-    if drop == "micro_batch":
-        losses_counted = finite
-        losses = jnp.where(finite, losses, 0)
-    else:
-        losses_counted = counts
+    losses = jnp.where(finite, losses, 0)
 
     def reduce(total, counted):
         if accumulation == "mean":
@@ -76,7 +83,7 @@ def accumulate(
         return jnp.where(jnp.any(counted), total, jnp.nan)
 
     return Accumulated(
-        loss=reduce(jnp.sum(losses), losses_counted),
+        loss=reduce(jnp.sum(losses), finite),
         grads=jax.tree.map(lambda total: reduce(total, counts), grads),
         carried=carried,
         overflow=jnp.any(finite & ~counts),

@@ -56,9 +56,23 @@ def placed_like(params: Any, state: Any) -> Any:
         if not is_concrete(leaf) or leaf.committed:
             return leaf
         is_small = leaf.ndim == 0 or leaf.dtype == jnp.bool_
-        return jax.device_put(leaf, home) if is_small else leaf
+        return put(leaf, home) if is_small else leaf
 
     return jax.tree.map(place, state)
+
+
+def put(array: jax.Array, sharding: Any) -> jax.Array:
+    """`array`, which every process has, on the devices of `sharding`.
+
+    Over several processes through the host: in jax 0.10 to 0.12 `device_put` makes of
+    a JAX array one that cannot be saved if each process has one device, since its
+    `addressable_shards` raise.
+    """
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.extended)
+    if sharding.is_fully_addressable or is_key:
+        return jax.device_put(array, sharding)
+    host = np.asarray(array)
+    return jax.make_array_from_callback(host.shape, sharding, lambda at: host[at])
 
 
 def _buffer(leaf: Any) -> int:

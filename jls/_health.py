@@ -81,9 +81,11 @@ def health(
     Args:
       state: anything that carries one state of `jls.loss_scaled`.
       params: the parameters, to see whether a non-finite number is in them or in the
-        optimizer's state. One pass over both on the device; None looks at neither.
+        optimizer's state. One pass over both on the device; None looks at neither. Of
+        arrays that several processes share, every process has to call it then.
       grads: true gradients of a recent step, to see whether they are too small for the
-        loss scale. Two passes over them on the device; None does not look.
+        loss scale. Two passes over them on the device; None does not look. Likewise for
+        every process to call.
       scaler: the policy, which knows the bounds of the scale. None takes it from a
         `TrainState` or an `nnx.Optimizer`; from a bare optimizer state, those of
         `jls.dynamic()` are taken, 1 and 2**24, unless the scale is a fixed one.

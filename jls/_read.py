@@ -10,6 +10,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from jls._buffers import put
 from jls._locate import find, is_scaler_state, is_wrapper_state, locate, unwrapped
 from jls._tree import is_concrete
 from jls._types import SCALARS
@@ -142,5 +143,5 @@ def _is_real_array(value: Any) -> bool:
 def _placed_like(old: Any, new: Array) -> Array:
     """`new` on the devices of `old`: another placement would compile the step again."""
     if is_concrete(new) and is_concrete(old) and old.committed:
-        return jax.device_put(new, old.sharding)
+        return put(new, old.sharding)
     return new

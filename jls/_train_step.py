@@ -48,6 +48,12 @@ def train_step(
     statistics, RNG counters. `TrainState.step` and `nnx.Optimizer.step` count calls,
     skipped ones too; `jls.metrics(state)` has both counts.
 
+    Under `jax.shard_map` and `jax.pmap` the optimizer needs `axis_name=`. Gradients are
+    averaged by you: return `jax.lax.pmean(loss, axis_name)` from `loss_fn` under
+    `shard_map`, whose automatic sum does the rest; without its checks, and under
+    `pmap`, put the mean first inside the optimizer. Norms in the report are then those
+    of the device's own part of a parameter that is split.
+
     Args:
       loss_fn: for Linen `loss_fn(state, batch)`, where `state` is the `TrainState` with
         the parameters to differentiate in `state.params`; for NNX
@@ -113,6 +119,7 @@ def train_step(
     def advance(compute, optimizer, opt_state, params, carried, batch):
         """One step of the pure parts of a state; `compute` gives the loss."""
         wrapper = _wrapper_in(opt_state)
+        guard = getattr(optimizer.update, "guard", None)  # of jls.loss_scaled
         grad_fn = value_and_grad(compute, has_aux=True)
         made = accumulate(
             partial(grad_fn, wrapper.scaler_state, params),
@@ -122,6 +129,7 @@ def train_step(
             micro_batches=micro_batches,
             accumulation=accumulation,
             drop=drop,
+            axis_name=guard and guard.axis_name,
         )
         new_params, new_opt_state, global_norm = apply_gradients(
             optimizer,

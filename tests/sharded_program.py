@@ -7,12 +7,14 @@ Device `d` sees the input d, so that the mean of the gradients is 3.5 and their 
 """
 
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.train_state import TrainState
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -306,3 +308,181 @@ def test_pmap_replicas_agree():
         news, states = step(w, optimizer.init(w), x)
         assert news.tolist() == [new] * 8
         assert states.scaler_state.loss_scale.tolist() == [scale] * 8
+
+
+# jls.train_step: device d sees four examples of value d, the last of which may be bad.
+
+ROWS = jnp.repeat(X, 4)[:, None] * jnp.ones(8)
+OVERFLOW = ROWS.at[13, 0].set(2.0**15)  # in float16, on its way back; on device 3
+layouts = pytest.mark.parametrize("layout", ["replicated", "fsdp"])
+
+
+def half_loss(w, x):
+    return jnp.mean((x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32))
+
+
+def mean_over(axis_name):
+    """The user's mean, for where JAX does not add up: first inside the optimizer."""
+    return optax.stateless(lambda grads, params: lax.pmean(grads, axis_name))
+
+
+def train_state(axis_name, mean=None):
+    inner = optax.sgd(0.5, momentum=0.5)
+    if mean:
+        inner = optax.chain(mean, inner)
+    scaler = jls.dynamic(64.0, growth_interval=3)
+    tx = jls.loss_scaled(inner, scaler, axis_name=axis_name)
+    state = TrainState.create(apply_fn=None, params=jnp.ones(8), tx=tx)
+    return state.replace(step=jnp.int32(0))
+
+
+def reports_of_all(step):
+    def with_reports(state, x):
+        state, report = step(state, x)
+        return state, jax.tree.map(lambda leaf: leaf[None], report)
+
+    return with_reports
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+@meshes
+@checks
+@layouts
+def test_train_step_takes_one_decision(mesh, axis_name, check_vma, layout):
+    """Where the user's mean belongs: in the loss, if JAX adds up the gradients."""
+    is_split = layout == "fsdp"
+    split = P(axis_name)
+
+    def loss_fn(state, x):
+        w = state.params
+        loss = half_loss(lax.all_gather(w, axis_name, tiled=True) if is_split else w, x)
+        if check_vma:
+            return lax.pmean(loss, axis_name)
+        return loss / 8 if is_split else loss  # the gather's transpose adds up
+
+    by_hand = not (check_vma or is_split)
+    state = train_state(axis_name, mean_over(axis_name) if by_hand else None)
+    step = jls.train_step(loss_fn, micro_batches=2 if mesh is MESH else 1)
+    specs = specs_of(state, split if is_split else P())
+    step = jax.jit(
+        sharded(mesh, (specs, split), (specs, split), check_vma)(reports_of_all(step))
+    )
+    momentum, expected = 0.0, 1.0
+    for x, scale in (ROWS, 64.0), (OVERFLOW, 32.0), (ROWS, 32.0), (ROWS, 32.0):
+        before = bits((state.params, state.opt_state.inner_state))
+        state, reports = step(state, x)
+        after = bits((state.params, state.opt_state.inner_state))
+        is_bad = x is OVERFLOW
+        assert (before == after) == is_bad
+        assert reports.overflow.tolist() == [is_bad] * 8
+        assert reports.loss_scale.tolist() == [scale] * 8
+        assert jnp.all(jnp.isfinite(reports.loss))
+        if not is_bad:
+            momentum = 0.5 * momentum + 3.5
+            expected -= 0.5 * momentum
+        assert state.params.tolist() == [expected] * 8
+    assert state.opt_state.skips == 1
+    for copies in (x.addressable_shards for x in jax.tree.leaves(state.opt_state)):
+        if copies[0].data.shape == ():
+            assert len({np.asarray(copy.data).tobytes() for copy in copies}) == 1
+
+
+@checks
+def test_micro_batch_is_dropped_by_all_devices_or_by_none(check_vma):
+    """One dropped its own alone, or its flag could not leave the loop."""
+    odd = jnp.arange(32) % 2 == 1  # examples of the second micro-batch
+    x = jnp.where(odd[:, None], 2 * ROWS, ROWS)
+
+    def loss_fn(state, x):
+        loss = half_loss(state.params, x)
+        return loss / 8 if check_vma else loss  # JAX adds up, or nobody
+
+    state = train_state("d", None if check_vma else mean_over("d"))
+    step = jls.train_step(loss_fn, micro_batches=2, drop="micro_batch")
+    specs = specs_of(state, P())
+    step = jax.jit(
+        sharded(MESH, (specs, P("d")), (specs, P("d")), check_vma)(reports_of_all(step))
+    )
+    state, reports = step(state, x.at[13, 0].set(2.0**15))
+    assert reports.dropped.tolist() == [1] * 8
+    assert not reports.overflow.any()
+    assert reports.loss_scale.tolist() == [32.0] * 8
+    assert state.params.tolist() == [1.0 - 0.5 * 3.5] * 8
+    state, reports = step(state, x.at[13].set(jnp.inf))
+    assert reports.dropped.tolist() == [1] * 8
+    assert reports.loss_scale.tolist() == [32.0] * 8  # no scale mends a bad loss
+    assert jnp.all(jnp.isfinite(reports.loss))
+
+
+def test_gradients_of_a_local_loss_are_summed_by_jax_not_averaged():
+    """What the README warns of: jls leaves them as they come."""
+    state = train_state("d")
+    step = jls.train_step(lambda state, x: half_loss(state.params, x))
+    specs = specs_of(state, P())
+    step = jax.jit(
+        sharded(MESH, (specs, P("d")), (specs, P("d")))(reports_of_all(step))
+    )
+    state, _ = step(state, ROWS)
+    assert state.params.tolist() == [1.0 - 0.5 * 28.0] * 8
+
+
+def test_axes_that_stay_automatic_need_no_name():
+    """shard_map over one axis of two: jit decides for the other."""
+    optimizer = make("a")
+    w = jax.device_put(jnp.ones(8), NamedSharding(GRID, P("b")))
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=GRID,
+        in_specs=(P(), P(), P("a")),
+        out_specs=(P(), P()),
+        axis_names={"a"},
+    )
+    def step(w, state, x):
+        grads = jls.grad(lambda w: lax.pmean(jnp.sum(w * x[0]), "a"))(state, w)
+        updates, state = optimizer.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    x = jax.device_put(jnp.stack([X, X + 2]), NamedSharding(GRID, P("a", "b")))
+    new, state = step(w, optimizer.init(w), x.at[1, 5].set(jnp.inf))
+    assert new.tolist() == w.tolist()
+    assert jls.loss_scale(state) == 4.0
+    new, state = step(new, state, x)
+    assert new.tolist() == (1.0 - 0.5 * (X + 1)).tolist()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_train_step_under_pmap(micro_batches):
+    """The mean is inside the optimizer; each device holds a state of its own."""
+    state = train_state("d", mean_over("d"))
+    state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), state)
+
+    def loss_fn(state, x):
+        return half_loss(state.params, x)
+
+    step = jax.pmap(jls.train_step(loss_fn, micro_batches=micro_batches), axis_name="d")
+    for x, scale in (OVERFLOW, 32.0), (ROWS, 32.0), (OVERFLOW, 16.0):
+        before = bits((state.params, state.opt_state.inner_state))
+        state, report = step(state, x.reshape(8, 4, 8))
+        after = bits((state.params, state.opt_state.inner_state))
+        assert (before == after) == (x is OVERFLOW)
+        assert report.overflow.tolist() == [x is OVERFLOW] * 8
+        assert report.loss_scale.tolist() == [scale] * 8
+    assert state.params.tolist() == [[1.0 - 0.5 * 3.5] * 8] * 8
+    assert state.opt_state.skips.tolist() == [2] * 8
+
+
+@pytest.mark.standard_promotion
+def test_the_readme_s_block_skips_on_eight_devices(capsys):
+    text = Path(__file__).parents[1].joinpath("README.md").read_text()
+    section = text.split("### Many devices and processes")[1]
+    names = {}
+    exec(section.split("```python\n")[1].split("```")[0], names)
+    lines = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
+    assert lines == [["True", "32768.0"], ["False", "16384.0"]]
+    assert len(names["x"]) == 8
+    assert names["opt_state"].nonfinite_losses == 0

@@ -49,6 +49,7 @@ def test_every_block_is_tested():
         "Gradient accumulation",
         "An average of the parameters",
         "Clipping, and two traps of norms",
+        "Many devices and processes",
     }
     assert set(BLOCKS) == {*RECIPES, *others}
 
@@ -171,6 +172,15 @@ def test_average_recipe_averages_the_applied_steps(capsys):
     )
     assert np.all(newest < average)
     assert np.all(average < 1)
+
+
+def test_devices_recipe_skips_what_overflows_on_one_device(capsys):
+    """On one device here; on eight in sharded_program.py."""
+    names = run("Many devices and processes")
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.split()[1:] == ["True", "32768.0"]
+    assert second.split()[1:] == ["False", "16384.0"]
+    assert names["opt_state"].nonfinite_losses == 0
 
 
 def test_clipping_recipe_shows_the_traps(capsys):
