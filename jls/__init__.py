@@ -34,6 +34,7 @@ from jls._scale import scale as scale
 from jls._scale import unscale as unscale
 from jls._static import static as static
 from jls._suggest import suggest_scale as suggest_scale
+from jls._sync import check_in_sync as check_in_sync
 from jls._train_step import train_step as train_step
 from jls._tree import all_finite as all_finite
 from jls._tree import select as select

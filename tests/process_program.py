@@ -130,6 +130,7 @@ def train(optimizer, make_step, sharding):
             bad = jls.nonfinite_leaves(state, params)
     state = jls.set_loss_scale(state, 64.0)
     step(params, state, put(X, SPLIT))
+    jls.check_in_sync(state)
     return {
         "steps": seen,
         "state": as_hex(state._replace(inner_state=())),
@@ -159,6 +160,23 @@ def unbound_axis():
     return None
 
 
+def out_of_sync():
+    """What is said of states that differ between processes, and between devices."""
+    whole = optimizer_of().init({name: put(PARAMS[name], WHOLE) for name in PARAMS})
+    by_process = jls.set_loss_scale(jls.dynamic().init(), 8.0 * 2**RANK)
+    counts = [
+        jax.device_put(np.int32(5 if d.id == 1 else 0), d) for d in jax.local_devices()
+    ]
+    drifted = jax.make_array_from_single_device_arrays((), WHOLE, counts)
+    messages = []
+    for state in (by_process, whole._replace(steps=drifted)):
+        try:
+            jls.check_in_sync(state)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
 assert jax.process_count() == PROCESSES
 assert jax.local_device_count() == DEVICES
 found = {
@@ -166,6 +184,7 @@ found = {
     "fsdp": train(optimizer_of(), jitted, SPLIT),
     "shard_map": train(optimizer_of(axis_name="d"), mapped, SPLIT),
     "unbound": unbound_axis(),
+    "out of sync": out_of_sync(),
 }
 Path(sys.argv[5]).write_text(json.dumps(found))
 jax.distributed.shutdown()

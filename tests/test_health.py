@@ -194,6 +194,13 @@ def test_the_small_share_is_that_of_underflow():
     assert numbers["suggested_scale"] == jls.suggest_scale(grads)
 
 
+def test_the_edge_of_the_small_is_where_rounding_gives_a_normal_number():
+    edge = np.float32((2.0**-14 - 2.0**-25) / 8)  # a tie, which rounds up
+    for value, expected in ((edge, 0.0), (np.nextafter(edge, np.float32(0)), 0.5)):
+        grads = np.array([value, 1.0], np.float32)
+        assert jls.health(after("."), grads=grads).numbers["small"] == expected
+
+
 def test_a_skipped_step_comes_before_an_underflow_and_that_before_the_ceiling():
     grads = jnp.full(3, 1e-9)
     assert jls.health(after(".o"), grads=grads).verdict == "recovering"

@@ -123,6 +123,19 @@ def test_processes_say_what_was_wrong(processes):
         assert "axis_name 'rows' is not bound here" in seen["unbound"]
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_state_that_differs_is_named(processes):
+    rule = "must be the same on all devices, got"
+    scales = f"loss_scale {rule} 8 on process 0, 16 on process 1."
+    steps = f"steps {rule} 0 and 5 on devices of process 0"
+    for seen in run(processes):
+        *differ, drifted = seen["out of sync"]
+        assert len(differ) == processes - 1
+        assert all(message.startswith(scales) for message in differ)
+        assert drifted.startswith(steps)
+        assert ("0 on process 1" in drifted) == (processes == 2)
+
+
 def test_a_process_that_fails_is_quoted_and_keeps_nobody_waiting(tmp_path):
     """Of this harness: what if one of two dies, and the other waits for it?"""
     program = tmp_path / "fails.py"
