@@ -3,12 +3,13 @@
 
     finite            allowed = the largest power of two with
                                 largest * allowed <= the largest of dtype / 2**headroom
-    not finite        allowed = scale * backoff_factor
     ceiling           the least `allowed` of this window, and that of the one before it
-    next scale        min(ceiling, previous_ceiling), within [min_scale, max_scale];
-                      never higher after an overflow
-    no gradient but 0 in both windows: next scale = min(2 * scale, max_scale)
     a window          ends with its N-th finite step, N = window
+    not finite        overflow_ceiling = scale * backoff_factor
+    M finite steps    overflow_ceiling doubles, M = growth_interval
+    next scale        the least of the three ceilings, within [min_scale, max_scale];
+                      never higher after an overflow
+    no gradient but 0 in both windows: 2 * scale in the place of their ceilings
 
 OpenSeq2Seq's LogMax fits a normal distribution to the logarithm of the largest gradient
 and predicts from its mean and deviation. Differs in:
@@ -37,7 +38,7 @@ from jls._types import MagnitudeScaler, exportable
 
 @exportable
 class LogMaxState(NamedTuple):
-    """State of `jls.log_max`. A ceiling is inf until there is a gradient but 0.
+    """State of `jls.log_max`. A ceiling is inf until there is something to know.
 
     Example:
       >>> jls.log_max(8.0).init().ceiling
@@ -45,9 +46,11 @@ class LogMaxState(NamedTuple):
     """
 
     loss_scale: Array  # f32[]
-    finite_count: Array  # i32[]  finite steps of the present window
+    finite_count: Array  # i32[]  finite steps since overflow_ceiling last changed
+    window_count: Array  # i32[]  finite steps of the present window
     ceiling: Array  # f32[]  the highest loss scale that all steps of the window allow
     previous_ceiling: Array  # f32[]  that of the window before it
+    overflow_ceiling: Array  # f32[]  what is left of the last overflow
 
     def __repr__(self) -> str:
         return shown("LogMaxState", **numbers(self, self._fields))
@@ -57,8 +60,10 @@ def _start(loss_scale: ArrayLike) -> LogMaxState:
     return LogMaxState(
         loss_scale=jnp.array(loss_scale, jnp.float32),
         finite_count=jnp.zeros((), jnp.int32),
+        window_count=jnp.zeros((), jnp.int32),
         ceiling=jnp.array(jnp.inf, jnp.float32),
         previous_ceiling=jnp.array(jnp.inf, jnp.float32),
+        overflow_ceiling=jnp.array(jnp.inf, jnp.float32),
     )
 
 
@@ -67,6 +72,7 @@ def _adjust(
     largest: Array | float,
     *,
     window: ArrayLike,
+    growth_interval: ArrayLike,
     backoff_factor: ArrayLike,
     min_scale: ArrayLike,
     max_scale: ArrayLike,
@@ -78,19 +84,25 @@ def _adjust(
     largest = as_magnitude(largest)
     finite = jnp.isfinite(largest)
     scale = state.loss_scale
-    fitting = _power_of_two_below(f32(limit) / largest)
-    allowed = jnp.where(finite, fitting, scale * f32(backoff_factor))
-    ceiling = jnp.minimum(state.ceiling, allowed)
+    allowed = _power_of_two_below(f32(limit) / largest)
+    ceiling = jnp.where(finite, jnp.minimum(state.ceiling, allowed), state.ceiling)
     known = jnp.minimum(ceiling, state.previous_ceiling)
+    grows = finite & is_due(state.finite_count, growth_interval)
+    relaxed = jnp.where(grows, 2 * state.overflow_ceiling, state.overflow_ceiling)
+    overflow_ceiling = jnp.where(finite, relaxed, scale * f32(backoff_factor))
     target = jnp.where(jnp.isinf(known), 2 * scale, known)
+    target = jnp.minimum(target, overflow_ceiling)
     target = jnp.clip(target, f32(min_scale), f32(max_scale))
-    ends = finite & is_due(state.finite_count, window)
+    ends = finite & is_due(state.window_count, window)
+    counted = state.window_count + finite.astype(jnp.int32)
     return LogMaxState(
         # A scale that was set below the floor stays: an overflow never raises it.
         loss_scale=jnp.where(finite, target, jnp.minimum(scale, target)),
-        finite_count=jnp.where(ends, 0, state.finite_count + finite.astype(jnp.int32)),
+        finite_count=jnp.where(finite & ~grows, state.finite_count + 1, 0),
+        window_count=jnp.where(ends, 0, counted),
         ceiling=jnp.where(ends, jnp.inf, ceiling),
         previous_ceiling=jnp.where(ends, ceiling, state.previous_ceiling),
+        overflow_ceiling=overflow_ceiling,
     )
 
 
@@ -104,6 +116,7 @@ def log_max(
     init_scale: float = 1.0,
     *,
     window: int = 100,
+    growth_interval: int = 2000,
     backoff_factor: float = 0.5,
     min_scale: float = 1.0,
     max_scale: float = 2.0**24,
@@ -117,18 +130,20 @@ def log_max(
     goes down as soon as gradients grow, before they overflow: a run without a skipped
     step is the rule as long as gradients grow by less than 2**headroom from one step to
     the next. It sees only the gradients of the parameters, as `jls.cautious` does; the
-    headroom has to cover those of the activations too.
+    headroom has to cover those of the activations too. If it does not, there are
+    overflows, and the scale moves as that of `jls.dynamic` until they are over.
 
     The scale is computed anew in each step, so that one set by `jls.set_loss_scale`
     lasts for one step.
 
     Args:
       init_scale: the first loss scale, in [min_scale, max_scale]. The first step finds
-        a better one, unless it overflows.
+        a better one, unless it overflows; its own small gradients may underflow.
       window: >= 1, finite steps; what is longer ago than two windows is forgotten.
+      growth_interval: >= 1, finite steps after an overflow until a scale twice as high
+        is allowed, and so on.
       backoff_factor: in (0, 1). After an overflow nothing is known but that the scale
-        was too high: this times the scale is the highest one for as long as a gradient
-        would be remembered.
+        was too high: this times the scale is the highest one allowed.
       min_scale: >= 2**-126.
       max_scale: <= 2**126. Gradients that are all 0 double the scale up to here, since
         all of them may have underflowed.
@@ -165,6 +180,7 @@ def log_max(
     )
     hyperparameters = {
         "window": _validate.interval("window", window),
+        "growth_interval": _validate.interval("growth_interval", growth_interval),
         "backoff_factor": _validate.lowering_factor("backoff_factor", backoff_factor),
         "min_scale": scales["min_scale"],
         "max_scale": scales["max_scale"],

@@ -159,25 +159,34 @@ def cautious(
 
 
 def log_max(
-    magnitudes, *, init_scale, window, backoff_factor, min_scale, max_scale, headroom
+    magnitudes,
+    *,
+    init_scale,
+    window,
+    growth_interval,
+    backoff_factor,
+    min_scale,
+    max_scale,
+    headroom,
 ):
-    """Yields (loss_scale, finite_count, ceiling, previous_ceiling) after each step."""
-    scale, seen, before = init_scale, [], math.inf
-    steps = 0
+    """Yields the scale, both counts and the three ceilings after each step."""
+    scale, seen, before, overflow = init_scale, [], math.inf, math.inf
+    since, steps = 0, 0
     for largest in magnitudes:
         if largest == math.inf:
-            seen.append(float32(scale * float32(backoff_factor)))
-        elif largest > 0.0:
-            power = math.floor(math.log2(65504.0 / largest)) - headroom
-            seen.append(2.0**power)
+            overflow, since = float32(scale * float32(backoff_factor)), 0
+        else:
+            since, steps = since + 1, steps + 1
+            if since >= growth_interval:
+                overflow, since = float32(2 * overflow), 0
+            if largest > 0.0:
+                power = math.floor(math.log2(65504.0 / largest)) - headroom
+                seen.append(2.0**power)
         ceiling = min(seen, default=math.inf)
         known = min(ceiling, before)
-        proposed = 2 * scale if known == math.inf else known
+        proposed = min(2 * scale if known == math.inf else known, overflow)
         proposed = min(max(proposed, min_scale), max_scale)
-        if largest == math.inf:
-            scale = min(scale, proposed)
-        else:
-            scale, steps = proposed, steps + 1
-            if steps >= window:
-                seen, before, steps = [], ceiling, 0
-        yield scale, steps, min(seen, default=math.inf), before
+        scale = min(scale, proposed) if largest == math.inf else proposed
+        if steps >= window:
+            seen, before, steps = [], ceiling, 0
+        yield scale, since, steps, min(seen, default=math.inf), before, overflow

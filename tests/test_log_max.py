@@ -15,6 +15,7 @@ SEQUENCES = np.array(list(itertools.product(MAGNITUDES, repeat=6)), np.float32)
 DEFAULTS = {
     "init_scale": 8.0,
     "window": 2,
+    "growth_interval": 3,
     "backoff_factor": 0.5,
     "min_scale": 2.0,
     "max_scale": 2.0**24,
@@ -28,6 +29,8 @@ DEFAULTS = {
         {},
         {"window": 1},
         {"window": 3},
+        {"growth_interval": 1},
+        {"growth_interval": 2, "window": 1},
         {"headroom": 0.0},
         {"headroom": 1.0, "max_scale": 1024.0},
         {"backoff_factor": 0.25, "window": 3},
@@ -86,16 +89,17 @@ def test_a_gradient_is_forgotten_after_one_to_two_windows():
     assert scales == [1.0] * 5 + [64.0] * 3
 
 
-def test_an_overflow_leaves_nothing_but_a_lower_scale():
-    scaler = jls.log_max(window=2)
+def test_after_an_overflow_the_scale_comes_back_as_that_of_dynamic():
+    scaler = jls.log_max(window=2, growth_interval=3)
     state = scaler.adjust(scaler.init(), 1.0)
     usual = state.loss_scale
-    for _ in range(3):
+    for _ in range(2):
         state = scaler.adjust(state, jnp.nan)
-    assert state.loss_scale == usual / 8
-    for _ in range(4):
+    scales = [float(state.loss_scale / usual)]
+    for _ in range(8):
         state = scaler.adjust(state, 1.0)
-    assert state.loss_scale == usual
+        scales.append(float(state.loss_scale / usual))
+    assert scales == [0.25] * 3 + [0.5] * 3 + [1.0] * 3
 
 
 def test_zeros_alone_double_the_scale_up_to_the_cap():
