@@ -12,8 +12,10 @@ import pytest
 
 import jls
 
-# Not for this process: one is for the type checker, one for eight devices.
-collect_ignore = ["tests/typing_api.py", "tests/sharded_program.py"]
+# Not for this process: one is for the type checker, the others want devices or
+# processes of their own.
+collect_ignore = ["tests/typing_api.py"]
+collect_ignore_glob = ["tests/*_program.py"]
 
 
 @pytest.fixture(autouse=True)
