@@ -20,6 +20,8 @@ from jls._leaves import nonfinite_leaves as nonfinite_leaves
 from jls._log_max import LogMaxState as LogMaxState
 from jls._log_max import log_max as log_max
 from jls._magnitude import max_abs as max_abs
+from jls._migrate import unwrap_state as unwrap_state
+from jls._migrate import wrap_state as wrap_state
 from jls._nonfinite import LeafReport as LeafReport
 from jls._nonfinite import NonfiniteReport as NonfiniteReport
 from jls._nonfinite import nonfinite_report as nonfinite_report
@@ -49,5 +51,6 @@ from jls._types import ParamsEmaState as ParamsEmaState
 from jls._underflow import Underflow as Underflow
 from jls._underflow import UnderflowShares as UnderflowShares
 from jls._underflow import underflow as underflow
+from jls._upgrade import upgrade_state as upgrade_state
 
 __version__ = "0.1.0"

@@ -193,7 +193,7 @@ def select(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
                 f"{where} must have the same shape, "
                 f"got {jnp.shape(new)} and {jnp.shape(old)}."
             )
-        dtype = _common_dtype(new, old)
+        dtype = common_dtype(new, old)
         if dtype is None:
             raise ValueError(
                 f"{where} must have the same dtype, got {_dtype_name(new)} and "
@@ -205,7 +205,7 @@ def select(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
     return structure.unflatten(leaves)
 
 
-def _common_dtype(new: Any, old: Any) -> Any:
+def common_dtype(new: Any, old: Any) -> Any:
     """The dtype of both, or None; a Python number may take that of an array.
 
     The `step` of a new Flax `TrainState` is a Python number, after a step an array.

@@ -17,6 +17,7 @@ ORDER = [
     "_types",
     "_tree",
     "_magnitude",
+    "_branches",
     "_locate",
     "_scale",
     "_rounding",
@@ -38,6 +39,8 @@ ORDER = [
     "_norms",
     "_advance",
     "_optax",
+    "_migrate",
+    "_upgrade",
     "_ema",
     "_read",
     "_sync",
@@ -193,7 +196,10 @@ def test_public_names_are_those_of_the_contract():
         "train_step",
         "underflow",
         "unscale",
+        "unwrap_state",
+        "upgrade_state",
         "value_and_grad",
+        "wrap_state",
     ]
 
 

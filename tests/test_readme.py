@@ -49,6 +49,7 @@ def test_every_block_is_tested():
         "bfloat16 and float32: only the guard",
         "Gradient accumulation",
         "An average of the parameters",
+        "Checkpoints",
         "Clipping, and two traps of norms",
         "Many devices and processes",
     }
@@ -163,6 +164,14 @@ def test_accumulation_recipe_leaves_out_the_bad_micro_batch(capsys):
     names = run("Gradient accumulation")
     assert capsys.readouterr().out == "False 1\n"
     assert np.all(names["state"].params < 1)
+
+
+def test_checkpoint_recipe_keeps_the_last_good_one(capsys):
+    names = run("Checkpoints")
+    promised = re.search(r"# (poisoned.*)", BLOCKS["Checkpoints"])[1]
+    assert capsys.readouterr().out == f"{promised}\n"
+    assert names["run"]["params"]["w"].tolist() == [1.0, 1.0]
+    assert jls.loss_scale(names["run"]["opt_state"]) == 2.0**15
 
 
 def test_average_recipe_averages_the_applied_steps(capsys):
