@@ -18,7 +18,7 @@ from jls._read import metrics
 from jls._suggest import too_small
 from jls._tally import inexact_leaves
 from jls._tree import all_finite
-from jls._types import SKIP_REASONS, LossScaler, MagnitudeScaler
+from jls._types import FIXED, SKIP_REASONS, LossScaler, MagnitudeScaler
 from jls._verdict import VERDICTS, sentence_of, verdict_of
 
 
@@ -133,7 +133,7 @@ def health(
     on_device = dict(
         metrics(wrapper),
         leaves=wrapper.nonfinite_leaves,
-        is_fixed=getattr(wrapper.scaler_state, "nonfinite_count", jnp.int32(0)) < 0,
+        is_fixed=getattr(wrapper.scaler_state, "finite_count", jnp.int32(0)) == FIXED,
     )
     if params is not None:
         on_device["poisoned"] = _poisoned(params, wrapper.inner_state)

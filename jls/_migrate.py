@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jls._branches import at, branches, described, is_leaf
-from jls._buffers import own, placed_like
+from jls._buffers import own, placed_like, put
 from jls._locate import find, is_wrapper_state
 from jls._tree import is_array, is_concrete
 from jls._types import LossScaledState
@@ -100,7 +100,7 @@ def _arrived(value: Any, like: Any) -> Any:
     is_placed = is_concrete(value) and value.committed
     if is_placed or not (is_concrete(like) and like.committed):
         return value
-    return jax.device_put(value, like.sharding)
+    return put(jnp.asarray(value), like.sharding)
 
 
 def _check_alike(given: Any, wanted: Any, path: tuple[str, ...]) -> None:

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from jls import _validate
 from jls._tree import as_flag
-from jls._types import LossScaler, LossScaleState
+from jls._types import FIXED, LossScaler, LossScaleState
 
 
 def start_at(loss_scale: ArrayLike) -> LossScaleState:
@@ -21,8 +21,8 @@ def start_at(loss_scale: ArrayLike) -> LossScaleState:
 
 
 def _start(loss_scale: ArrayLike) -> LossScaleState:
-    # The mark of a fixed scale: without the policy, the state alone would not tell.
-    return start_at(loss_scale)._replace(nonfinite_count=jnp.full((), -1, jnp.int32))
+    # Without the policy, the state alone would not tell that its scale is a fixed one.
+    return start_at(loss_scale)._replace(finite_count=jnp.full((), FIXED, jnp.int32))
 
 
 def _adjust(state: LossScaleState, grads_finite: Array | bool) -> LossScaleState:

@@ -19,6 +19,11 @@ def exportable(state_type: Type) -> Type:
     return state_type
 
 
+# The finite_count of a fixed scale, which no other policy has. One that takes over such
+# a state grows two steps later, once.
+FIXED = -2
+
+
 @exportable
 class LossScaleState(NamedTuple):
     """A loss scale and the two counts that decide when it moves.
@@ -29,9 +34,9 @@ class LossScaleState(NamedTuple):
     """
 
     loss_scale: Array  # f32[]
-    finite_count: Array  # i32[]  consecutive finite steps since the scale last changed
-    # Non-finite steps counted towards the next backoff; -1 of a fixed scale.
-    nonfinite_count: Array  # i32[]
+    # Consecutive finite steps since the scale last changed; -2 of a fixed scale.
+    finite_count: Array  # i32[]
+    nonfinite_count: Array  # i32[]  non-finite steps counted towards the next backoff
 
     def __repr__(self) -> str:
         return shown("LossScaleState", **numbers(self, self._fields))

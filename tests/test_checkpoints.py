@@ -260,7 +260,7 @@ def save_or_go_back(manager, index, run):
     """As in docs/questions/checkpoints.md."""
     params, state, _ = run
     health = jls.health(state, params, max_consecutive_skips=2)
-    if health.verdict not in ("poisoned", "stalled"):
+    if health.safe_to_save:
         manager.save(index, args=ocp.args.StandardSave(run))
         return run, health.verdict
     manager.wait_until_finished()

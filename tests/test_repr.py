@@ -32,7 +32,7 @@ import jls
         ),
         (
             jax.tree.map(np.asarray, jls.static(3.0).init()),
-            "LossScaleState(loss_scale=3, finite_count=0, nonfinite_count=-1)",
+            "LossScaleState(loss_scale=3, finite_count=-2, nonfinite_count=0)",
         ),
         (
             jls.adaptive(8.0).init(),

@@ -113,7 +113,8 @@ def test_fields_of_states_are_only_ever_appended():
         "consecutive_skips nonfinite_losses",
         jls.AdaptiveState: "loss_scale finite_count nonfinite_count growth_count "
         "interval_index",
-        jls.LogMaxState: "loss_scale finite_count ceiling previous_ceiling",
+        jls.LogMaxState: "loss_scale finite_count window_count ceiling "
+        "previous_ceiling overflow_ceiling",
         jls.ParamsEmaState: "count weight ema",
     }
     assert set(ADDED) <= set(first)
