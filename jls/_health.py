@@ -15,7 +15,7 @@ from jls._leaves import chosen, wrapper_in
 from jls._read import metrics
 from jls._tally import inexact_leaves
 from jls._tree import all_finite
-from jls._types import SKIP_REASONS, LossScaler
+from jls._types import SKIP_REASONS, LossScaler, MagnitudeScaler
 from jls._verdict import VERDICTS, sentence_of, verdict_of
 
 
@@ -53,7 +53,7 @@ def health(
     state: Any,
     params: Any = None,
     *,
-    scaler: LossScaler | None = None,
+    scaler: LossScaler | MagnitudeScaler | None = None,
     max_consecutive_skips: int = 50,
     raise_if: Iterable[str] = (),
     warn_if: Iterable[str] = (),
@@ -82,6 +82,8 @@ def health(
 
     Raises:
       UnhealthyError: if the verdict is in `raise_if`.
+      TypeError: if `scaler` is no policy, `max_consecutive_skips` not an integer, or
+        `raise_if` or `warn_if` no sequence.
       ValueError: if `state` carries no such state, or several, if it is traced, or if
         a name in `raise_if` or `warn_if` is no verdict.
 
@@ -99,9 +101,10 @@ def health(
       calibrating: all 3 steps so far were skipped while the loss scale comes down, to
       128 now. That is normal for the first ten or so. Not finite: w.
     """
-    _check_names("raise_if", raise_if)
-    _check_names("warn_if", warn_if)
-    limit = _validate.interval("max_consecutive_skips", max_consecutive_skips)
+    raise_if = _checked_names("raise_if", raise_if)
+    warn_if = _checked_names("warn_if", warn_if)
+    limit = _validate.host_interval("max_consecutive_skips", max_consecutive_skips)
+    bounds = _bounds(scaler)
     wrapper = wrapper_in(state)
     on_device = dict(metrics(wrapper), leaves=wrapper.nonfinite_leaves)
     if params is not None:
@@ -111,7 +114,7 @@ def health(
     flags = numbers.pop("leaves")
     if params is not None:
         numbers["nonfinite_leaves"] = chosen(params, flags)
-    numbers["min_scale"], numbers["max_scale"] = _bounds(scaler)
+    numbers["min_scale"], numbers["max_scale"] = bounds
 
     verdict = verdict_of(numbers, limit)
     result = Health(verdict, sentence_of(verdict, numbers), numbers)
@@ -131,8 +134,13 @@ def _poisoned(params: Any, inner_state: Any) -> Array:
     return _is_poisoned(inexact_leaves(params)[1], inexact_leaves(inner_state)[1])
 
 
-def _bounds(scaler: LossScaler | None) -> tuple[float, float]:
+def _bounds(scaler: LossScaler | MagnitudeScaler | None) -> tuple[float, float]:
     """The floor and the ceiling of a policy; of a static one, equal."""
+    if not (scaler is None or isinstance(scaler, LossScaler | MagnitudeScaler)):
+        raise TypeError(
+            "scaler must be a jls.LossScaler, a jls.MagnitudeScaler or None, got "
+            f"{type(scaler).__name__} {scaler!r}."
+        )
     adjust = dynamic().adjust if scaler is None else scaler.adjust
     keywords = getattr(adjust, "keywords", {})
     keywords = getattr(keywords.get("adjust"), "keywords", keywords)
@@ -140,9 +148,13 @@ def _bounds(scaler: LossScaler | None) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _check_names(name: str, verdicts: Iterable[str]) -> None:
-    unknown = [verdict for verdict in verdicts if verdict not in VERDICTS]
-    if isinstance(verdicts, str) or unknown:
-        raise ValueError(
-            f"{name} must be verdicts out of {VERDICTS}, got {verdicts!r}."
-        )
+def _checked_names(name: str, verdicts: Iterable[str]) -> tuple[str, ...]:
+    rule = f"{name} must be verdicts out of {VERDICTS}, got {verdicts!r}."
+    try:
+        names = tuple(verdicts)  # an iterator can be asked only once
+    except TypeError:
+        raise TypeError(rule) from None
+    known = all(isinstance(name, str) and name in VERDICTS for name in names)
+    if isinstance(verdicts, str) or not known:
+        raise ValueError(rule)
+    return names
