@@ -66,6 +66,7 @@ def _adjust(
     intervals: tuple[ArrayLike, ...],
     **factors_and_bounds: ArrayLike,
 ) -> AdaptiveState:
+    _validate.policy_state(state, AdaptiveState)
     finite = as_flag("grads_finite", grads_finite)
     loss_scale, finite_count, nonfinite_count, growth_count, index = state
 
@@ -155,7 +156,8 @@ def adaptive(
 
 
 def _checked(intervals: Iterable[int]) -> tuple[int, ...]:
-    if isinstance(intervals, str) or not isinstance(intervals, Iterable):
+    is_many = isinstance(intervals, Iterable) and getattr(intervals, "ndim", 1)
+    if isinstance(intervals, str | bytes) or not is_many:
         raise TypeError(
             "intervals must be a sequence of integers, got "
             f"{type(intervals).__name__} {intervals!r}."
@@ -175,7 +177,7 @@ def _checked(intervals: Iterable[int]) -> tuple[int, ...]:
 def _place(init_interval: int | None, ladder: tuple[int, ...]) -> int:
     if init_interval is None:
         return 0
-    first = _validate.interval("init_interval", init_interval)
+    first = _validate.host_interval("init_interval", init_interval)
     if first not in ladder:
         raise ValueError(
             f"init_interval must be one of intervals, {ladder!r}, got {first!r}."

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from jls import _guard
+from jls import _guard, _validate
 from jls._magnitude import agree_on_largest, leaf_magnitudes
 from jls._norms import global_norm
 from jls._tree import (
@@ -55,6 +55,7 @@ def advance(
     computed once if the inner optimizer clips by it.
     """
     inner, axis_name = guard.inner, guard.axis_name
+    _validate.wrapper_state(state)
     overflow = as_flag("overflow", extra.pop("overflow", False))
     branches = axis_name is None and _guard.branch_is_faster(updates)
     if branches:

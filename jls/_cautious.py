@@ -34,6 +34,7 @@ def _adjust(
     limit: ArrayLike,
     **factors_and_bounds: Any,
 ) -> LossScaleState:
+    _validate.policy_state(state, LossScaleState)
     largest = as_magnitude(largest)
     finite = jnp.isfinite(largest)
     scale, always = state.loss_scale, jnp.asarray(True)

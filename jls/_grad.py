@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jls import _validate
 from jls._locate import locate
 from jls._scale import scale, unscale
 from jls._tree import is_array
@@ -44,7 +45,8 @@ def value_and_grad(
       not floating point pass untouched.
 
     Raises:
-      TypeError: when called, if the loss is not real floating point, or not a pair
+      TypeError: at once, if `fun` or `transform` is no function, or `has_aux` no bool;
+        when called, if the loss is not real floating point, or not a pair
         with `has_aux`, or if `transform` is of another form.
       ValueError: when called, if the loss is not a scalar, or `state` carries no loss
         scale, or several.
@@ -67,6 +69,9 @@ def value_and_grad(
       Micikevicius et al., Mixed Precision Training, ICLR 2018, arXiv:1710.03740,
       section 3.2.
     """
+    _validate.function("fun", fun)
+    _validate.function("transform", transform)
+    has_aux = _validate.flag("has_aux", has_aux)
 
     @_named_after(fun)
     def with_loss_scale(state, /, *args, **kwargs):

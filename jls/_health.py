@@ -107,7 +107,9 @@ def health(
 
     Raises:
       UnhealthyError: if the verdict is in `raise_if`.
-      TypeError: if `dtype` is not floating point, or a number of another type.
+      TypeError: if `scaler` is no policy, `max_consecutive_skips` not an integer,
+        `max_small` not a number known to Python, `dtype` not floating point, or
+        `raise_if` or `warn_if` no sequence.
       ValueError: if `state` carries no such state, or several, if it is traced, or if
         a name in `raise_if` or `warn_if` is no verdict, or a number is out of range.
 
@@ -125,10 +127,11 @@ def health(
       calibrating: all 3 steps so far were skipped while the loss scale comes down, to
       128 now. That is normal for the first ten or so. Not finite: w.
     """
-    _check_names("raise_if", raise_if)
-    _check_names("warn_if", warn_if)
-    limit = _validate.interval("max_consecutive_skips", max_consecutive_skips)
-    max_small = _validate.number("max_small", max_small, "from 0 to 1", 0.0, 1.0)
+    raise_if = _checked_names("raise_if", raise_if)
+    warn_if = _checked_names("warn_if", warn_if)
+    limit = _validate.host_interval("max_consecutive_skips", max_consecutive_skips)
+    max_small = _validate.host_number("max_small", max_small, "from 0 to 1", 0.0, 1.0)
+    low, high = _bounds(_scaler_in(state) if scaler is None else scaler)
     wrapper = wrapper_in(state)
     on_device = dict(
         metrics(wrapper),
@@ -146,8 +149,6 @@ def health(
         numbers["nonfinite_leaves"] = chosen(params, flags)
     if numbers.pop("is_fixed"):
         low = high = numbers["loss_scale"]
-    else:
-        low, high = _bounds(scaler or _scaler_in(state))
     numbers["min_scale"], numbers["max_scale"] = low, high
     if grads is not None:
         numbers["dtype"] = jnp.dtype(dtype).name
@@ -178,6 +179,11 @@ def _scaler_in(state: Any) -> LossScaler | MagnitudeScaler | None:
 
 def _bounds(scaler: LossScaler | MagnitudeScaler | None) -> tuple[float, float]:
     """The floor and the ceiling of a policy; of a static one, equal."""
+    if not (scaler is None or isinstance(scaler, LossScaler | MagnitudeScaler)):
+        raise TypeError(
+            "scaler must be a jls.LossScaler, a jls.MagnitudeScaler or None, got "
+            f"{type(scaler).__name__} {scaler!r}."
+        )
     adjust = dynamic().adjust if scaler is None else scaler.adjust
     keywords = getattr(adjust, "keywords", {})
     keywords = getattr(keywords.get("adjust"), "keywords", keywords)
@@ -185,9 +191,13 @@ def _bounds(scaler: LossScaler | MagnitudeScaler | None) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _check_names(name: str, verdicts: Iterable[str]) -> None:
-    unknown = [verdict for verdict in verdicts if verdict not in VERDICTS]
-    if isinstance(verdicts, str) or unknown:
-        raise ValueError(
-            f"{name} must be verdicts out of {VERDICTS}, got {verdicts!r}."
-        )
+def _checked_names(name: str, verdicts: Iterable[str]) -> tuple[str, ...]:
+    rule = f"{name} must be verdicts out of {VERDICTS}, got {verdicts!r}."
+    try:
+        names = tuple(verdicts)  # an iterator can be asked only once
+    except TypeError:
+        raise TypeError(rule) from None
+    known = all(isinstance(name, str) and name in VERDICTS for name in names)
+    if isinstance(verdicts, str) or not known:
+        raise ValueError(rule)
+    return names

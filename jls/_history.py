@@ -258,6 +258,10 @@ def _row_count(arrays: dict[str, np.ndarray]) -> int:
 def _opened(file: str | Path | TextIO, mode: str) -> Any:
     if isinstance(file, str | Path):
         return Path(file).open(mode, encoding="utf-8", newline="")
+    if not hasattr(file, "write" if mode == "w" else "read"):
+        raise TypeError(
+            f"file must be a path or an open text file, got {type(file).__name__}."
+        )
     return nullcontext(file)
 
 

@@ -39,6 +39,7 @@ def _adjust(
     hysteresis: ArrayLike,
     **factors_and_bounds: ArrayLike,
 ) -> LossScaleState:
+    _validate.policy_state(state, LossScaleState)
     finite = as_flag("grads_finite", grads_finite)
     up = finite & is_due(state.finite_count, growth_interval)
     down = ~finite & is_due(state.nonfinite_count, hysteresis)

@@ -81,6 +81,7 @@ def _adjust(
     def f32(value):
         return jnp.asarray(value, jnp.float32)
 
+    _validate.policy_state(state, LogMaxState)
     largest = as_magnitude(largest)
     finite = jnp.isfinite(largest)
     scale = state.loss_scale

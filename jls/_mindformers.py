@@ -49,9 +49,9 @@ def mindformers_adaptive(
         "loss_scale_value", loss_scale_value, "from 1 to 2**126", 1.0, highest
     )
     factor = _validate.raising_factor("scale_factor", scale_factor)
-    window = _validate.interval("scale_window", scale_window)
-    longest = _validate.interval("max_scale_window", max_scale_window)
-    shortest = _validate.interval("min_scale_window", min_scale_window)
+    window = _validate.host_interval("scale_window", scale_window)
+    longest = _validate.host_interval("max_scale_window", max_scale_window)
+    shortest = _validate.host_interval("min_scale_window", min_scale_window)
     if longest <= shortest:
         raise ValueError(
             "min_scale_window must be < max_scale_window, got "

@@ -68,7 +68,7 @@ def loss_scaled(
 
     Raises:
       TypeError: if `inner`, `scaler`, `axis_name` or `check_updates` is of another
-        type.
+        type; at `update`, if `state` is none of this wrapper.
       ValueError: at `init`, if `inner` already contains a wrapper of jls; at `update`,
         if `inner` or `scaler` changes the structure or a shape of its state.
 

@@ -40,6 +40,8 @@ def edges(dtype: Any) -> Edges:
         "dtype must be a floating-point dtype of 8 to 32 bits with a sign, such as "
         "jnp.float16, jnp.bfloat16 or jnp.float8_e5m2,"
     )
+    if isinstance(dtype, Array | np.ndarray):
+        raise TypeError(f"{rule} got an array of {dtype.dtype}: pass its dtype.")
     try:
         given = jnp.dtype(dtype)
     except TypeError:

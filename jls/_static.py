@@ -26,6 +26,7 @@ def _start(loss_scale: ArrayLike) -> LossScaleState:
 
 
 def _adjust(state: LossScaleState, grads_finite: Array | bool) -> LossScaleState:
+    _validate.policy_state(state, LossScaleState)
     as_flag("grads_finite", grads_finite)
     return state
 

@@ -60,12 +60,7 @@ def suggest_scale(
       Micikevicius et al., Mixed Precision Training, ICLR 2018, arXiv:1710.03740,
       section 3.2: a factor whose product with the largest gradient is below 65504.
     """
-    if _validate.is_unchecked(headroom):
-        raise TypeError(
-            "headroom must be a real number known before the function is traced, got "
-            f"{headroom!r}. Pass a Python number."
-        )
-    bits = _validate.number("headroom", headroom, "from 0 to 126", 0.0, 126.0)
+    bits = _validate.host_number("headroom", headroom, "from 0 to 126", 0.0, 126.0)
     edge = edges(dtype).overflow
     fraction, exponent = math.frexp(edge.value / 2.0**bits)
     # Significands from here on overflow at a scale with which smaller ones do not.

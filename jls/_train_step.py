@@ -109,9 +109,10 @@ def train_step(
       >>> state.params, report.overflow
       (Array([-0.5, -1. ], dtype=float32), Array(True, dtype=bool))
     """
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function, got {loss_fn!r}.")
-    micro_batches = _validate.interval("micro_batches", micro_batches)
+    _validate.function("loss_fn", loss_fn)
+    has_aux = _validate.flag("has_aux", has_aux)
+    local_norm = _validate.flag("local_norm", local_norm)
+    micro_batches = _validate.host_interval("micro_batches", micro_batches)
     _check_choice("accumulation", accumulation, ("mean", "sum"))
     _check_choice("drop", drop, ("window", "micro_batch"))
     check_rates(learning_rate)
@@ -222,7 +223,7 @@ def train_step(
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of hyperparameters: Python and numpy numbers only, arrays pass unchecked."""
+"""Checks of arguments. Of arrays only the dtype: their numbers may be unknown yet."""
 
 import itertools
 import math
 import numbers
+import operator
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls._rounding import edges
+from jls._types import LossScaledState
 
 # XLA flushes subnormal numbers to zero. These are the smallest normal float32, and the
 # largest power of two whose reciprocal is one: XLA turns `x / s` into `x * (1 / s)`.
@@ -30,7 +32,7 @@ def is_real(value: Any) -> bool:
 def number(name: str, value: Any, rule: str, low: float, high: float) -> Any:
     """`value` as the float32 that the device will see, which lies in [low, high]."""
     if is_unchecked(value):
-        return value
+        return _numeric(name, value)
     if not is_real(value):
         raise TypeError(
             f"{name} must be a real number, got {type(value).__name__} {value!r}."
@@ -44,6 +46,22 @@ def number(name: str, value: Any, rule: str, low: float, high: float) -> Any:
     if not low <= rounded <= high:
         raise ValueError(f"{name} must be {rule} (as float32), got {value!r}.")
     return rounded
+
+
+def host_number(name: str, value: Any, rule: str, low: float, high: float) -> float:
+    """`value` likewise, or an error if only the device knows it."""
+    if is_unchecked(value):
+        raise TypeError(
+            f"{name} must be a real number known before the function is traced, got "
+            f"{value!r}. Pass a Python number."
+        )
+    return number(name, value, rule, low, high)
+
+
+def _numeric(name: str, value: Any) -> Any:
+    if not any(jnp.issubdtype(value.dtype, x) for x in (jnp.floating, jnp.integer)):
+        raise TypeError(f"{name} must be a real number, got an array of {value.dtype}.")
+    return value
 
 
 def scale_value(name: str, value: Any) -> Any:
@@ -66,7 +84,7 @@ def lowering_factor(name: str, value: Any) -> Any:
 def interval(name: str, value: Any) -> Any:
     """A count of optimizer steps, an integer that fits int32."""
     if is_unchecked(value):
-        return value
+        return _numeric(name, value)
     if not (is_real(value) and hasattr(value, "__index__")):
         raise TypeError(
             f"{name} must be an integer, got {type(value).__name__} {value!r}."
@@ -76,11 +94,29 @@ def interval(name: str, value: Any) -> Any:
     return int(value)
 
 
+def host_interval(name: str, value: Any) -> int:
+    """As `interval`, for Python to count with: no tracer."""
+    if is_unchecked(value):
+        try:
+            value = operator.index(value)
+        except TypeError:
+            raise TypeError(
+                f"{name} must be an integer known before tracing, got an array of "
+                f"{value.dtype}{list(value.shape)}. Pass a Python number."
+            ) from None
+    return interval(name, value)
+
+
 def limit(headroom: Any, dtype: Any) -> Any:
     """The largest number of `dtype`, less `headroom` bits."""
     edges(dtype)  # or an error
     headroom = number("headroom", headroom, "from 0 to 126", 0.0, 126.0)
     return float(jnp.finfo(dtype).max) / 2.0**headroom
+
+
+def function(name: str, value: Any) -> None:
+    if not callable(value):
+        raise TypeError(f"{name} must be a function, got {value!r}.")
 
 
 def flag(name: str, value: Any) -> bool:
@@ -119,3 +155,21 @@ def policy(
     scales = ascending(min_scale=min_scale, init_scale=init_scale, max_scale=max_scale)
     steps = {name: interval(name, value) for name, value in intervals.items()}
     return scales.pop("init_scale"), factors | scales | steps
+
+
+def policy_state(state: Any, state_type: Any) -> None:
+    """Raises unless `state` has what a policy with such states reads."""
+    if not set(state_type._fields) <= set(getattr(state, "_fields", ())):
+        raise TypeError(
+            f"state must be the policy's own, a {state_type.__name__} as scaler.init() "
+            f"makes it, got {type(state).__name__}. Of the state of jls.loss_scaled, "
+            "pass opt_state.scaler_state."
+        )
+
+
+def wrapper_state(state: Any) -> None:
+    if not isinstance(state, LossScaledState):
+        raise TypeError(
+            "state must be a LossScaledState as the optimizer's init makes it, got "
+            f"{type(state).__name__}. The order is update(grads, state, params)."
+        )

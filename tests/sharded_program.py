@@ -17,6 +17,7 @@ import pytest
 from flax.training.train_state import TrainState
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from test_faults import test_promises_hold_on_all_devices_under_shard_map  # noqa: F401
 
 import jls
 

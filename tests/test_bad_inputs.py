@@ -1,0 +1,388 @@
+"""What each public function says to a wrong argument: a good error, or it takes it.
+
+Every argument of every function gets every value of VALUES, one at a time. Then either
+TAKES lists the value for the argument, and it is taken; or the error is one of ERRORS,
+and says the name of the argument.
+"""
+
+import inspect
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from test_scaler_laws import SCALERS
+
+import jls
+
+pytestmark = [
+    pytest.mark.standard_promotion,
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+ERRORS = (TypeError, ValueError, NameError, jls.UnhealthyError)
+
+
+class Odd:
+    pass
+
+
+VALUES = {
+    "None": None,
+    "text": "text",
+    "-1": -1,
+    "0": 0,
+    "2.5": 2.5,
+    "nan": math.nan,
+    "inf": math.inf,
+    "huge": 10**400,
+    "1j": 1j,
+    "True": True,
+    "list": [1, "a"],
+    "dict": {},
+    "object": Odd(),
+    "function": lambda: None,
+    "array": np.ones((2, 2)),
+    "vector": jnp.ones(3),
+    "key": jax.random.key(0),
+}
+# Traced values: names of dtypes.
+TRACED = ["float32", "int32", "bool"]
+ALL = {*VALUES, *TRACED}
+ARRAYS = {"array", "vector", "float32", "int32"}  # numbers, which are not checked
+
+params = {"w": jnp.ones(2), "b": jnp.ones(())}
+optimizer = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(8.0))
+opt_state = optimizer.init(params)
+scaler_state = jls.dynamic(8.0).init()
+history = jls.History()
+history.append({"loss": 1.0, "loss_scale": 2.0})
+
+
+def update(updates, state, params, value, overflow):
+    return optimizer.update(updates, state, params, value=value, overflow=overflow)
+
+
+def ema(params, decay, debias):
+    average = jls.params_ema(decay, debias=debias)
+    return average.update(params, average.init(params), params)
+
+
+def train_step(state, batch, **options):
+    return jls.train_step(**options)(state, batch)
+
+
+def state_loss(state, batch):
+    return jnp.sum(state.params["w"] * batch)
+
+
+def train_state():
+    return TrainState.create(apply_fn=None, params=params, tx=optimizer)
+
+
+def differentiated(state, **options):
+    return jls.value_and_grad(**options)(state, jnp.ones(2))
+
+
+def defaults(function, **required):
+    parameters = inspect.signature(function).parameters.values()
+    return {
+        p.name: required.get(p.name, p.default)
+        for p in parameters
+        if p.kind != p.VAR_KEYWORD
+    }
+
+
+def adjusting(scaler):
+    is_magnitude = isinstance(scaler, jls.MagnitudeScaler)
+    name, seen = ("largest", 1.0) if is_magnitude else ("grads_finite", True)
+
+    def adjust(state, **step):
+        return scaler.adjust(state, step[name])
+
+    return adjust, {"state": scaler.init(), name: seen}
+
+
+POLICIES = {
+    policy.__name__: policy
+    for policy in (
+        jls.static,
+        jls.dynamic,
+        jls.cumulative,
+        jls.hysteresis,
+        jls.adaptive,
+        jls.cautious,
+        jls.log_max,
+    )
+}
+PRESETS = {
+    f"presets.{name}": function
+    for name, function in inspect.getmembers(jls.presets, inspect.isfunction)
+    if not name.startswith("_")
+}
+REQUIRED = {
+    "init_scale": 2.5,
+    "loss_scale_value": 8.0,
+    "scale_value": 8.0,
+    "scale_factor": 2.0,
+    "scale_window": 20,
+}
+GRAD = {
+    "state": scaler_state,
+    "fun": lambda w: jnp.sum(w**2),
+    "argnums": 0,
+    "has_aux": False,
+    "transform": jax.value_and_grad,
+}
+WRAPPER = {"inner": optax.sgd(0.1), "axis_name": None, "check_updates": None}
+# Name -> a function, and arguments that it takes.
+CASES = {
+    **{n: (f, defaults(f, **REQUIRED)) for n, f in (POLICIES | PRESETS).items()},
+    "value_and_grad": (differentiated, GRAD),
+    "grad": (lambda state, **k: jls.grad(**k)(state, jnp.ones(2)), GRAD),
+    "loss_scaled": (jls.loss_scaled, WRAPPER | {"scaler": jls.dynamic()}),
+    "skip_nonfinite": (jls.skip_nonfinite, WRAPPER),
+    "update": (
+        update,
+        {
+            "updates": params,
+            "state": opt_state,
+            "params": params,
+            "value": 1.0,
+            "overflow": False,
+        },
+    ),
+    "scale": (jls.scale, {"state": scaler_state, "tree": params}),
+    "unscale": (jls.unscale, {"state": scaler_state, "tree": params}),
+    "all_finite": (jls.all_finite, {"tree": params, "axis_name": None}),
+    "max_abs": (jls.max_abs, {"tree": params, "axis_name": None}),
+    "select": (jls.select, {"pred": True, "on_true": params, "on_false": params}),
+    "loss_scale": (jls.loss_scale, {"state": scaler_state}),
+    "metrics": (jls.metrics, {"state": scaler_state}),
+    "set_loss_scale": (jls.set_loss_scale, {"state": scaler_state, "value": 2.0}),
+    "health": (
+        jls.health,
+        {
+            "state": opt_state,
+            "params": params,
+            "scaler": None,
+            "max_consecutive_skips": 3,
+            "raise_if": (),
+            "warn_if": (),
+        },
+    ),
+    "nonfinite_leaves": (
+        jls.nonfinite_leaves,
+        {"state": opt_state, "params": params},
+    ),
+    "nonfinite_report": (jls.nonfinite_report, {"tree": params}),
+    "underflow": (
+        jls.underflow,
+        defaults(jls.underflow, state=scaler_state, grads=params),
+    ),
+    "suggest_scale": (jls.suggest_scale, defaults(jls.suggest_scale, grads=params)),
+    "params_ema": (ema, {"params": params, "decay": 0.9, "debias": True}),
+    "eval_params": (jls.eval_params, {"state": jls.params_ema(0.9).init(params)}),
+    "progress": (
+        lambda metrics, **more: jls.progress(metrics, **more),
+        {"metrics": {"loss_scale": 2.0}, "loss": 1.0, "skips": 1},
+    ),
+    "History.append": (
+        lambda metrics, **k: jls.History().append(metrics, **k),
+        {"metrics": {"loss": 1.0}, "step": 1, "norm": 2.0},
+    ),
+    "History.plot": (history.plot, {"axes": None}),
+    "History.to_csv": (history.to_csv, {"file": "history.csv"}),
+    "History.from_csv": (jls.History.from_csv, {"file": "history.csv"}),
+    "train_step": (
+        train_step,
+        defaults(jls.train_step, loss_fn=state_loss)
+        | {"state": train_state(), "batch": jnp.ones(2)},
+    ),
+    **{
+        f"{name}.adjust": adjusting(make())
+        for name, make in SCALERS.items()
+        if "user" not in name
+    },
+}
+
+NUMBERS = {"2.5", *ARRAYS}
+FLAGS = {"True", "bool"}
+LOGGED = {"None", "-1", "0", "2.5", "nan", "inf", "True", "dict"}
+# What an argument takes, in all functions or in one; nothing, if it is not listed.
+TAKES = {
+    "init_scale": NUMBERS,
+    "loss_scale": NUMBERS,
+    "init_loss_scaling": NUMBERS,
+    "initial_scale": NUMBERS,
+    "scale": NUMBERS,
+    "scale_value": NUMBERS,
+    "loss_scale_value": NUMBERS,
+    "min_scale": NUMBERS,
+    "max_scale": NUMBERS,
+    "growth_factor": NUMBERS,
+    "scale_factor": NUMBERS,
+    "incr_ratio": NUMBERS,
+    "backoff_factor": ARRAYS,
+    "decr_ratio": ARRAYS,
+    "growth_interval": ARRAYS,
+    "backoff_interval": ARRAYS,
+    "hysteresis": ARRAYS,
+    "window": ARRAYS,
+    "scale_window": ARRAYS,
+    "delayed_shift": ARRAYS,
+    "dynamic_growth_steps": ARRAYS,
+    "incr_every_n_steps": ARRAYS,
+    "decr_every_n_nan_or_inf": ARRAYS,
+    "has_aux": {"True"},
+    "local_norm": {"True"},
+    "debias": {"True"},
+    "enable": {"True"},
+    "enabled": {"True"},
+    "use_dynamic_loss_scaling": {"True"},
+    "consecutive_hysteresis": {"True"},
+    "tree": ALL,  # a leaf of any kind
+    "grads": ALL,
+    "params": ALL,
+    "value": ALL,
+    "grads_finite": FLAGS,
+    "pred": FLAGS,
+    "overflow": FLAGS,
+    "raise_if": {"dict"},
+    "warn_if": {"dict"},
+    "largest": {"2.5", "nan", "inf", "float32"},
+    "check_updates": {"None", "True"},
+    "scaler": {"None"},
+    "headroom": {"0", "2.5", *ARRAYS},
+    ("adaptive", "intervals"): {"array", "vector"},
+    ("adaptive", "init_interval"): {"None"},
+    ("presets.flax", "minimum_scale"): {"None", "2.5", *ARRAYS},
+    ("presets.mindformers_adaptive", "scale_window"): set(),
+    ("value_and_grad", "has_aux"): set(),  # this loss function has none
+    ("grad", "has_aux"): set(),
+    ("train_step", "has_aux"): set(),
+    ("loss_scaled", "axis_name"): {"None", "text"},
+    ("skip_nonfinite", "axis_name"): {"None", "text"},
+    ("loss_scaled", "scaler"): set(),
+    ("all_finite", "axis_name"): {"None"},
+    ("max_abs", "axis_name"): {"None"},
+    ("set_loss_scale", "value"): {"2.5", "float32", "int32"},
+    ("health", "params"): {"None"},
+    ("nonfinite_leaves", "params"): set(),
+    ("nonfinite_report", "tree"): ALL - {"float32"},
+    ("underflow", "state"): {"2.5", "float32", "int32"},
+    ("underflow", "growth_factor"): {"2.5", "float32", "int32"},
+    ("underflow", "backoff_factor"): {"float32", "int32"},
+    ("suggest_scale", "headroom"): {"0", "2.5"},
+    ("params_ema", "params"): ALL - {"None", "huge"},
+    ("params_ema", "decay"): {"0", "array", "float32", "int32"},
+    ("progress", "metrics"): {"dict"},
+    ("progress", "loss"): LOGGED,
+    ("progress", "skips"): LOGGED,
+    ("History.append", "metrics"): {"dict"},
+    ("History.append", "step"): {"None", "-1", "0", "2.5", "True"},
+    ("History.append", "norm"): LOGGED,
+    ("History.plot", "axes"): {"None"},
+    ("History.to_csv", "file"): {"text"},
+    ("History.from_csv", "file"): {"text"},
+    ("train_step", "learning_rate"): {"None", "2.5", "dict", "float32", "int32"},
+}
+# What the error calls an argument, if not by its name.
+CALLED = {
+    ("set_loss_scale", "value"): "loss_scale",
+    ("underflow", "state"): "loss_scale|state",
+}
+# Where the error is another's, and why.
+LEFT = {
+    # A function of the user's raises, or what the user's function is given does.
+    ("value_and_grad", "fun", "function"),
+    ("value_and_grad", "transform", "function"),
+    ("grad", "fun", "function"),
+    ("grad", "transform", "function"),
+    ("params_ema", "decay", "function"),
+    ("train_step", "loss_fn", "function"),
+    ("train_step", "learning_rate", "function"),
+    ("train_step", "batch"),
+    # It is for `transform`, which may take more than jax does.
+    ("value_and_grad", "argnums"),
+    ("grad", "argnums"),
+    # Shapes of hyperparameters are not checked: one for each member of a vmap is fine.
+    ("underflow", "growth_factor", "array"),
+    ("underflow", "growth_factor", "vector"),
+    ("underflow", "backoff_factor", "array"),
+    ("underflow", "backoff_factor", "vector"),
+    ("params_ema", "decay", "vector"),
+    # JAX has no number for it.
+    ("params_ema", "params", "huge"),
+    # jax says that these are no numpy arrays.
+    *(("History.plot", "axes", label) for label in ("key", *TRACED)),
+    *(("health", "params", label) for label in TRACED),
+}
+
+
+def outcomes(function, arguments, name):
+    """Each value for the argument `name`, and what comes of it: None or an error."""
+
+    def call(value):
+        function(**arguments | {name: value})
+
+    for label, value in VALUES.items():
+        yield label, error_of(call, value)
+    for dtype in TRACED:
+        yield dtype, error_of(jax.make_jaxpr(call), jnp.ones((), dtype))
+
+
+def error_of(call, value):
+    try:
+        call(value)
+    except Exception as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_wrong_argument_is_taken_or_refused_by_name(case, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for file in ("history.csv", "text"):
+        history.to_csv(file)
+    function, arguments = CASES[case]
+    function(**arguments)
+    faults = []
+    for name in arguments:
+        taken = TAKES.get((case, name), TAKES.get(name, set()))
+        for label, error in outcomes(function, arguments, name):
+            if (case, name, label) in LEFT or (case, name) in LEFT:
+                continue
+            if error is None:
+                if label not in taken:
+                    faults.append(f"{name}={label} was taken")
+            elif label in taken or not isinstance(error, ERRORS):
+                faults.append(f"{name}={label}: {error!r:.150}")
+            elif not re.search(CALLED.get((case, name), name), str(error)):
+                faults.append(f"{name}={label} is not named: {error!r:.150}")
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("name", [name for name in SCALERS if "user" not in name])
+def test_policy_says_where_its_state_is_in_that_of_the_optimizer(name):
+    scaler = SCALERS[name]()
+    with pytest.raises(
+        TypeError, match=r"LossScaledState.*pass opt_state.scaler_state"
+    ):
+        scaler.adjust(opt_state, jnp.asarray(True))
+    with pytest.raises(TypeError, match=r"got tuple"):
+        scaler.adjust((opt_state, optax.EmptyState()), jnp.asarray(True))
+
+
+def test_verdicts_to_raise_for_may_be_an_iterator():
+    with pytest.raises(jls.UnhealthyError):
+        jls.health(opt_state, raise_if=iter(["ok"]))
+
+
+def test_every_public_function_is_here():
+    functions = {name for name, _ in inspect.getmembers(jls, inspect.isfunction)}
+    assert functions <= {case.split(".")[0] for case in CASES}
