@@ -15,6 +15,7 @@ from jls._dynamic import dynamic
 from jls._guard import has_nan
 from jls._leaves import chosen, wrapper_in
 from jls._read import metrics
+from jls._rounding import edges
 from jls._suggest import too_small
 from jls._tally import inexact_leaves
 from jls._tree import all_finite
@@ -131,6 +132,7 @@ def health(
     warn_if = _checked_names("warn_if", warn_if)
     limit = _validate.host_interval("max_consecutive_skips", max_consecutive_skips)
     max_small = _validate.host_number("max_small", max_small, "from 0 to 1", 0.0, 1.0)
+    edges(dtype)  # or an error, with and without `grads`
     low, high = _bounds(_scaler_in(state) if scaler is None else scaler)
     wrapper = wrapper_in(state)
     on_device = dict(

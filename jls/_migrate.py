@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jls._advance import GuardedUpdate
 from jls._branches import at, branches, described, is_leaf
 from jls._buffers import own, placed_like, put
 from jls._locate import find, is_wrapper_state
@@ -44,14 +45,14 @@ def wrap_state(optimizer: Any, inner_state: Any, params: Any) -> LossScaledState
       >>> opt_state.inner_state[0].trace["w"], jls.loss_scale(opt_state)
       (Array([1., 1.], dtype=float32), Array(1024., dtype=float32))
     """
-    state = optimizer.init(params)
-    if not is_wrapper_state(state):
+    if not isinstance(getattr(optimizer, "update", None), GuardedUpdate):
         raise TypeError(
-            "optimizer must be made by jls.loss_scaled or jls.skip_nonfinite, got one "
-            f"with a {type(state).__name__} for a state. If the wrapper is further "
-            "inside, e.g. in an optax.chain, call this with that part alone, and put "
-            "the result in its place."
+            "optimizer must be made by jls.loss_scaled or jls.skip_nonfinite, got "
+            f"another {type(optimizer).__name__}. If the wrapper is further inside, "
+            "e.g. in an optax.chain, call this with that part alone, and put the "
+            "result in its place."
         )
+    state = optimizer.init(params)
     _check_alike(inner_state, state.inner_state, ())
     moved = jax.tree.map(_arrived, inner_state, state.inner_state)
     moved = own(moved, (inner_state, params))

@@ -49,7 +49,7 @@ def upgrade_state(target: State, saved: Any) -> State:
       `saved`. Fields that the older jls did not have are those of `target`.
 
     Raises:
-      TypeError: if `target` has shapes in the place of arrays.
+      TypeError: if `target` is no state, or has shapes in the place of arrays.
       ValueError: if `saved` lacks anything else, has anything that `target` lacks, or
         differs in a shape or dtype. The message has the path, and what to do.
 
@@ -62,6 +62,11 @@ def upgrade_state(target: State, saved: Any) -> State:
       >>> state.steps, state.skip_reason
       (Array(7, dtype=int32), Array(0, dtype=int32))
     """
+    if is_leaf(jax.tree.structure(target)) and not is_array(target):
+        raise TypeError(
+            "target must be a new state, such as optimizer.init(params), got "
+            f"{described(target)}."
+        )
     return _upgraded(target, saved, ())
 
 

@@ -169,12 +169,26 @@ CASES = {
         {
             "state": opt_state,
             "params": params,
+            "grads": None,
             "scaler": None,
             "max_consecutive_skips": 3,
+            "max_small": 0.1,
+            "dtype": jnp.float16,
             "raise_if": (),
             "warn_if": (),
         },
     ),
+    "check_in_sync": (jls.check_in_sync, {"state": opt_state}),
+    "wrap_state": (
+        jls.wrap_state,
+        {
+            "optimizer": jls.loss_scaled(optax.adam(0.1)),
+            "inner_state": optax.adam(0.1).init(params),
+            "params": params,
+        },
+    ),
+    "unwrap_state": (jls.unwrap_state, {"state": opt_state}),
+    "upgrade_state": (jls.upgrade_state, {"target": opt_state, "saved": opt_state}),
     "nonfinite_leaves": (
         jls.nonfinite_leaves,
         {"state": opt_state, "params": params},
@@ -272,7 +286,10 @@ TAKES = {
     ("max_abs", "axis_name"): {"None"},
     ("set_loss_scale", "value"): {"2.5", "float32", "int32"},
     ("health", "params"): {"None"},
+    ("health", "max_small"): {"0"},
+    ("upgrade_state", "target"): set(),
     ("nonfinite_leaves", "params"): set(),
+    ("wrap_state", "params"): set(),
     ("nonfinite_report", "tree"): ALL - {"float32"},
     ("underflow", "state"): {"2.5", "float32", "int32"},
     ("underflow", "growth_factor"): {"2.5", "float32", "int32"},
@@ -295,6 +312,7 @@ TAKES = {
 CALLED = {
     ("set_loss_scale", "value"): "loss_scale",
     ("underflow", "state"): "loss_scale|state",
+    ("wrap_state", "params"): "inner_state",
 }
 # Where the error is another's, and why.
 LEFT = {
@@ -316,11 +334,14 @@ LEFT = {
     ("underflow", "backoff_factor", "array"),
     ("underflow", "backoff_factor", "vector"),
     ("params_ema", "decay", "vector"),
+    # The optimizer's own, of parameters that are none.
+    *(("wrap_state", "params", label) for label in ("text", "list", "object")),
+    ("wrap_state", "params", "function"),
     # JAX has no number for it.
     ("params_ema", "params", "huge"),
     # jax says that these are no numpy arrays.
     *(("History.plot", "axes", label) for label in ("key", *TRACED)),
-    *(("health", "params", label) for label in TRACED),
+    *(("health", name, label) for name in ("params", "grads") for label in TRACED),
 }
 
 
