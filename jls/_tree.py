@@ -152,7 +152,8 @@ def select(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
 
     The way to roll back whatever a skipped step has touched and the optimizer does not
     hold: batch statistics, averages, RNG counters. A NaN in the branch not taken has no
-    effect, and subnormal numbers stay.
+    effect, and subnormal numbers stay. (A NaN stays a NaN; which of the many it is, XLA
+    may change on a CPU in 8 and 16 bits.)
 
     Args:
       pred: `bool[]`, a Python or a numpy bool.

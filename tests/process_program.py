@@ -177,14 +177,15 @@ def out_of_sync():
     return messages
 
 
-assert jax.process_count() == PROCESSES
-assert jax.local_device_count() == DEVICES
-found = {
-    "data": train(optimizer_of(), jitted, WHOLE),
-    "fsdp": train(optimizer_of(), jitted, SPLIT),
-    "shard_map": train(optimizer_of(axis_name="d"), mapped, SPLIT),
-    "unbound": unbound_axis(),
-    "out of sync": out_of_sync(),
-}
-Path(sys.argv[5]).write_text(json.dumps(found))
-jax.distributed.shutdown()
+if __name__ == "__main__":
+    assert jax.process_count() == PROCESSES
+    assert jax.local_device_count() == DEVICES
+    found = {
+        "data": train(optimizer_of(), jitted, WHOLE),
+        "fsdp": train(optimizer_of(), jitted, SPLIT),
+        "shard_map": train(optimizer_of(axis_name="d"), mapped, SPLIT),
+        "unbound": unbound_axis(),
+        "out of sync": out_of_sync(),
+    }
+    Path(sys.argv[5]).write_text(json.dumps(found))
+    jax.distributed.shutdown()

@@ -34,9 +34,9 @@ def environment():
     return kept | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
 
 
-def start(program, numbers, folder):
+def start(program, numbers, folder, *more):
     rank = numbers[0]
-    arguments = [*map(str, numbers), str(folder / f"{rank}.json")]
+    arguments = [*map(str, numbers), str(folder / f"{rank}.json"), *more]
     with (folder / f"{rank}.log").open("wb") as log:
         return subprocess.Popen(
             [sys.executable, str(program), *arguments],
@@ -57,14 +57,14 @@ def wait(children):
 
 
 @functools.cache
-def outcome(processes, program=PROGRAM):
+def outcome(processes, program=PROGRAM, *more):
     """What each process has seen; a report instead, if one has failed."""
     with tempfile.TemporaryDirectory() as name:
         folder, port, children = Path(name), free_port(), []
         try:
             for rank in range(processes):
                 numbers = rank, processes, DEVICES // processes, port
-                children.append(start(program, numbers, folder))
+                children.append(start(program, numbers, folder, *more))
             wait(children)
             codes = [child.poll() for child in children]
         finally:
@@ -134,6 +134,18 @@ def test_a_state_that_differs_is_named(processes):
         assert all(message.startswith(scales) for message in differ)
         assert drifted.startswith(steps)
         assert ("0 on process 1" in drifted) == (processes == 2)
+
+
+def test_a_run_saved_by_two_processes_goes_on_in_one_and_in_four(tmp_path):
+    program = PROGRAM.with_name("process_restore_program.py")
+    uninterrupted = outcome(2, program, str(tmp_path))
+    assert isinstance(uninterrupted, list), uninterrupted
+    for processes in (1, 4):
+        resumed = outcome(processes, program, str(tmp_path))
+        assert isinstance(resumed, list), resumed
+        for found in resumed:
+            assert found == uninterrupted[0]
+            assert found["split"]
 
 
 def test_a_process_that_fails_is_quoted_and_keeps_nobody_waiting(tmp_path):
