@@ -1,0 +1,201 @@
+"""The command line: python -m benchmarks.
+
+Compiles, warms up and measures each contestant on each workload; prints tables, writes
+the figures as JSON and a picture. Compilation is timed apart from steps.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# torch may want some of the GPU's memory as well. Read when jax is imported.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import optax
+from rich.console import Console
+
+import jls
+from benchmarks import figures, plot, report, torch_adamw
+from benchmarks.contestants import ALL, FLOOR, MAIN, available
+from benchmarks.models import transformer_params
+from benchmarks.sizes import SIZES, Size
+from benchmarks.workloads import Workload, placed, workloads
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Runs what the command line asks for; returns what it writes as JSON."""
+    start = time.perf_counter()
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        if options.devices > 1:
+            jax.config.update("jax_num_cpu_devices", options.devices)
+            options.no_times = True  # steps in flight may wait for each other for ever
+    device = jax.default_backend()
+    if options.device not in (None, device):
+        parser.error(f"JAX finds no {options.device} here: its backend is {device}")
+    if options.devices > jax.device_count():
+        parser.error(f"--devices must be at most {jax.device_count()} here")
+    if options.rounds < 3:
+        parser.error("--rounds must be at least 3")
+    names = _chosen_contestants(parser, options.contestants)
+    sizes = options.sizes or ("quick" if options.quick else device)
+    if sizes not in SIZES:
+        sizes = "gpu"  # another accelerator
+    size = SIZES[sizes]
+    todo = [w for w in workloads(size) if options.workloads in w.name]
+    if options.quick:
+        options.no_torch = True
+        names = names if options.contestants else [n for n in names if n in MAIN]
+        todo = todo if options.workloads else [w for w in todo if w.quick]
+    if not todo:
+        parser.error(f"no workload has {options.workloads!r} in its name")
+    if options.list:
+        print("\n".join(workload.name for workload in todo))
+        return {}
+    minutes = options.minutes or (0.8 if options.quick else 8.0)
+    deadline = start + 60 * minutes
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    results: dict[str, Any] = {
+        "about": _about(sizes, options.devices),
+        "behaviour": {name: figures.behaviour(name) for name in names},
+        "workloads": {},
+        "torch": {},
+        "limits": [],
+    }
+    if not options.no_torch and torch_adamw.is_available(device):
+        results["torch"] = run_torch(size, device, options)
+    for i, workload in enumerate(todo):
+        left = deadline - time.perf_counter()
+        console.print(f"[{i + 1}/{len(todo)}] {workload.name}, {left:.0f} s left")
+        if left < 0:
+            console.print("Out of time: the rest is left out.")
+            break
+        share = left / (len(todo) - i)
+        one = run(workload, names, share, deadline, options)
+        results["workloads"][workload.name] = one
+        results["limits"] = report.limits(results)
+        results["about"]["seconds"] = time.perf_counter() - start
+        # After each workload, so that a run which is cut off leaves what it has.
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+    report.show(results, console)
+    console.print(f"Figures: {options.json}")
+    if not (options.no_plot or options.no_times):
+        plot.save(results, options.plot)
+        console.print(f"Picture: {options.plot}")
+    return results
+
+
+def run(
+    workload: Workload,
+    names: list[str],
+    share: float,
+    deadline: float,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """The figures of all contestants on one workload, in about `share` seconds."""
+    start = time.perf_counter()
+    problem = placed(workload.problem(), options.devices)
+    leaves = jax.tree.leaves(problem.params)
+    if workload.only and not options.contestants:
+        names = [name for name in names if name in workload.only]
+    results, contests = {}, {}
+    if jax.default_backend() != "cpu":
+        # Once in vain: whatever is compiled first also pays for choosing kernels.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            figures.Contest(workload, FLOOR, problem)
+    for name in names:
+        if name != FLOOR and time.perf_counter() > deadline:
+            results[name] = {"error": "out of time"}
+            continue
+        try:
+            contest = figures.Contest(workload, name, problem)
+            results[name] = contest.figures()
+            if not options.no_times:
+                contest.seconds_per_step(2)  # the first calls are not like the others
+                contests[name] = contest
+        # Another contestant may fit into memory, or take this dtype.
+        except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
+            results[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
+    if FLOOR in contests and time.perf_counter() < deadline:
+        seconds = max(0.0, share - (time.perf_counter() - start))
+        sample = 0.02 if options.quick else 0.1
+        samples = figures.measure(contests, seconds, options.rounds, sample)
+        for name, timed in figures.ratios(samples):
+            results[name] |= timed
+    return {
+        "leaves": len(leaves),
+        "parameters": sum(leaf.size for leaf in leaves),
+        "gradient_bytes": sum(leaf.nbytes for leaf in leaves),
+        "growth": workload.growth,
+        "least_reads": workload.least_reads,
+        "results": {name: results[name] for name in names},
+    }
+
+
+def run_torch(size: Size, device: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The ratios of torch, for the parameters of the updates alone."""
+    shapes = jax.eval_shape(lambda: transformer_params(*size.tree))
+    shapes = [leaf.shape for leaf in jax.tree.leaves(shapes)]
+    return torch_adamw.measure(shapes, device, 10.0, options.rounds)
+
+
+def _about(sizes: str, devices: int) -> dict[str, Any]:
+    return {
+        "device": jax.devices()[0].device_kind,
+        "devices": devices,
+        "platform": jax.default_backend(),
+        "sizes": sizes,
+        "jax": jax.__version__,
+        "optax": optax.__version__,
+        "jls": jls.__version__,
+        "seconds": 0.0,
+    }
+
+
+def _chosen_contestants(
+    parser: argparse.ArgumentParser, wanted: list[str] | None
+) -> list[str]:
+    here = available()
+    for name in wanted or []:
+        if name not in here:
+            parser.error(f"{name} cannot be imported here")
+    return [name for name in here if name == FLOOR or name in (wanted or here)]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a part of it, small, in about a minute")
+    add("--device", choices=["cpu", "gpu"], help="default: what JAX chooses")
+    add("--devices", type=int, default=1, metavar="N", help="data parallel")
+    add(
+        "--workloads", default="", metavar="TEXT", help="only those with it in the name"
+    )
+    add("--contestants", nargs="+", choices=list(ALL), help=f"and always {FLOOR}")
+    add("--list", action="store_true", help="say the names of the workloads, and stop")
+    add("--sizes", choices=list(SIZES), help="default: those of the device")
+    add(
+        "--minutes",
+        type=float,
+        help="stop after about so many (default: 8, quick: 0.8)",
+    )
+    add("--rounds", type=int, default=31, help="at most so many (default: 31, least 3)")
+    add("--no-times", action="store_true", help="only figures that need no run")
+    add("--no-torch", action="store_true", help="leave torch out")
+    add("--no-plot", action="store_true", help="draw no picture")
+    add("--json", type=Path, default=Path("benchmarks.json"), metavar="FILE")
+    add("--plot", type=Path, default=Path("benchmarks.png"), metavar="FILE")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""The contestants: one train step each, of the same model, optimizer and data.
+
+Each is what its documentation says. None but `jls` is told whether the loss is finite.
+What is compared: the step alone. Which of them guard how much is in the README's table.
+"""
+
+import importlib
+import warnings
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jls
+
+INIT_SCALE = 2.0**15
+
+
+class Rules(NamedTuple):
+    """What all dynamic loss scales of a workload have in common."""
+
+    growth_interval: int = 2000
+    # Start as the documentation shows, though that be with Python numbers: 2 traces.
+    as_documented: bool = False
+
+
+class Run(NamedTuple):
+    """A contestant on a workload; a state is whatever it carries but the parameters."""
+
+    init: Callable[[Any], Any]  # params -> state
+    step: Callable[[Any, Any, Any], tuple[Any, Any, Any]]
+    # (params, state, batch) -> (params, state, loss)
+
+
+def plain(optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules) -> Run:
+    """No scaling and no guard: the floor."""
+    del rules
+
+    def step(params, state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return Run(optimizer.init, step)
+
+
+def apply_if_finite(
+    optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules
+) -> Run:
+    """The guard of optax; it has no loss scale."""
+    return plain(optax.apply_if_finite(optimizer, 2**30), loss_fn, rules)
+
+
+def flax(optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules) -> Run:
+    """Flax's DynamicScale; parameters and optimizer state selected, as its examples."""
+    from flax.training.dynamic_scale import DynamicScale
+
+    def init(params):
+        scale, steps = INIT_SCALE, 0
+        if not rules.as_documented:
+            scale, steps = jnp.float32(scale), jnp.int32(steps)
+        numbers: dict[str, Any] = {"scale": scale, "fin_steps": steps}
+        interval = rules.growth_interval
+        return DynamicScale(growth_interval=interval, **numbers), optimizer.init(params)
+
+    def step(params, state, batch):
+        dynamic_scale, opt_state = state
+        grad_fn = dynamic_scale.value_and_grad(loss_fn)
+        dynamic_scale, is_finite, loss, grads = grad_fn(params, batch)
+        updates, new_opt_state = optimizer.update(grads, opt_state, params)
+        new_params = optax.apply_updates(params, updates)
+        select = partial(jax.tree.map, partial(jnp.where, is_finite))
+        opt_state = select(new_opt_state, opt_state)
+        return select(new_params, params), (dynamic_scale, opt_state), loss
+
+    return Run(init, step)
+
+
+def jmp(optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules) -> Run:
+    """The README of jmp: it selects the parameters, and not the optimizer's state."""
+    import jmp
+
+    def init(params):
+        # Not the object: `jax.jit(...).lower` cannot take that of jmp.
+        return (jnp.float32(INIT_SCALE), jnp.int32(0)), optimizer.init(params)
+
+    def step(params, state, batch):
+        counts, opt_state = state
+        loss_scale = jmp.DynamicLossScale(*counts, period=rules.growth_interval)
+
+        def scaled_loss_fn(params):
+            return loss_scale.scale(loss_fn(params, batch))
+
+        loss, grads = jax.value_and_grad(scaled_loss_fn)(params)
+        loss, grads = loss_scale.unscale((loss, grads))
+        grads_finite = jmp.all_finite(grads)
+        loss_scale = loss_scale.adjust(grads_finite)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        new_params = optax.apply_updates(params, updates)
+        params = jmp.select_tree(grads_finite, new_params, params)
+        counts = loss_scale.loss_scale, loss_scale.counter
+        return params, (counts, opt_state), loss
+
+    return Run(init, step)
+
+
+def mpx(optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules) -> Run:
+    """MPX, which casts the parameters itself, so that its gradients are float16."""
+    mpx: Any = _quietly_imported("mpx")
+    mpx.set_half_precision_datatype(jnp.float16)
+
+    def init(params):
+        return (jnp.float32(INIT_SCALE), jnp.int32(0)), optimizer.init(params)
+
+    def step(params, state, batch):
+        (loss_scale, counter), opt_state = state
+        scaling = mpx.DynamicLossScaling(
+            loss_scale,
+            jnp.ones((), jnp.float32),
+            period=rules.growth_interval,
+            counter=counter,
+        )
+        # The batch is closed over: as an argument it would be cast to float16 too.
+        grad_fn = mpx.filter_value_and_grad(lambda p: loss_fn(p, batch), scaling)
+        loss, scaling, grads_finite, grads = grad_fn(params)
+        params, opt_state = mpx.optimizer_update(
+            params, optimizer, opt_state, grads, grads_finite
+        )
+        return params, ((scaling.loss_scaling, scaling.counter), opt_state), loss
+
+    return Run(init, step)
+
+
+def ours(optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules) -> Run:
+    """jls, as the main loop of its README."""
+    guarded = jls.loss_scaled(
+        optimizer, jls.dynamic(INIT_SCALE, growth_interval=rules.growth_interval)
+    )
+
+    def step(params, state, batch):
+        loss, grads = jls.value_and_grad(loss_fn)(state, params, batch)
+        updates, state = guarded.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state, loss
+
+    return Run(guarded.init, step)
+
+
+ALL: dict[str, Callable[[optax.GradientTransformation, Any, Rules], Run]] = {
+    "optax": plain,
+    "jls": ours,  # second, since what comes last may be out of time
+    "apply_if_finite": apply_if_finite,
+    "flax": flax,
+    "jmp": jmp,
+    "mpx": mpx,
+}
+FLOOR = "optax"  # which all others are compared with; it always runs
+OURS = "jls"
+# All that some workloads compare, for the sake of time. For a thousand leaves, not even
+# Flax's: its chain of a thousand `and`s takes XLA minutes to compile on a CPU.
+MAIN = ["optax", "jls", "apply_if_finite", "flax"]
+FEW = ["optax", "jls", "apply_if_finite"]
+# They skip parameters and optimizer state, so that their cost can be compared.
+WHOLE = ["jls", "apply_if_finite", "flax", "mpx"]
+
+
+def available() -> list[str]:
+    """The contestants whose package can be imported, in order."""
+    modules = {"flax": "flax", "jmp": "jmp", "mpx": "mpx"}
+    return [name for name in ALL if _quietly_imported(modules.get(name, "jls"))]
+
+
+def _quietly_imported(name: str) -> ModuleType | None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            return None

@@ -1,0 +1,151 @@
+"""What is read of a compiled step, and what is measured of it."""
+
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks import contestants
+from benchmarks.contestants import FLOOR, Rules, Run
+from benchmarks.hlo import collectives, kernels
+from benchmarks.workloads import Problem, Workload
+
+LEAST_ROUNDS = 5  # also when time is short
+
+
+class Contest:
+    """One contestant on one workload: compiled, then stepped."""
+
+    def __init__(self, workload: Workload, name: str, problem: Problem):
+        make = contestants.ALL[name]
+        run = make(workload.optimizer, problem.loss_fn, workload.rules)
+        self.batches = workload.batches(problem, guarded=name != FLOOR)
+        # Copies, since donation destroys what it is given.
+        self.params = jax.tree.map(jnp.copy, problem.params)
+        sharding = jax.tree.leaves(self.params)[0].sharding
+        self.state = jax.device_put(run.init(self.params), sharding)
+        donated = (0, 1) if workload.donate else ()
+        start = time.perf_counter()
+        step = jax.jit(run.step, donate_argnums=donated, out_shardings=sharding)
+        lowered = step.lower(self.params, self.state, self.batches[0])
+        traced = time.perf_counter()
+        self.compiled = lowered.compile()
+        self.seconds = traced - start, time.perf_counter() - traced
+
+    def figures(self) -> dict[str, Any]:
+        """All that needs no run."""
+        cost: Any = self.compiled.cost_analysis()
+        memory: Any = self.compiled.memory_analysis()
+        hlo = self.compiled.as_text() or ""
+        return {
+            "bytes_accessed": int(cost["bytes accessed"]),
+            "temporary_bytes": int(memory.temp_size_in_bytes),
+            "peak_bytes": int(memory.peak_memory_in_bytes),
+            "kernels": kernels(hlo),
+            "collectives": collectives(hlo),
+            "trace_seconds": self.seconds[0],
+            "compile_seconds": self.seconds[1],
+        }
+
+    def seconds_per_step(self, cycles: int) -> float:
+        """Of whole cycles, until the last result is there."""
+        params, state, loss = self.params, self.state, None
+        start = time.perf_counter()
+        for _ in range(cycles):
+            for batch in self.batches:
+                params, state, loss = self.compiled(params, state, batch)
+        jax.block_until_ready((params, state, loss))
+        elapsed = time.perf_counter() - start
+        self.params, self.state = params, state
+        return elapsed / (cycles * len(self.batches))
+
+
+def measure(
+    contests: dict[str, Contest], seconds: float, max_rounds: int, sample: float
+) -> dict[str, list[float]]:
+    """Seconds per step of each contestant, in rounds; each steps once in each round.
+
+    Neighbours in time are compared with each other, so that a machine that is slow for
+    a while is slow for all. The order changes from round to round.
+    """
+    floor = contests[FLOOR]
+    cycles = round(sample / (floor.seconds_per_step(1) * len(floor.batches)))
+    names, samples = list(contests), {name: [] for name in contests}
+    start = time.perf_counter()
+    for i in range(max_rounds):
+        if i >= LEAST_ROUNDS and time.perf_counter() - start > seconds:
+            break
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
+            samples[name].append(contests[name].seconds_per_step(max(1, cycles)))
+    return samples
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """The median and the quartiles: half of all values lie between these."""
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": median, "q1": q1, "q3": q3}
+
+
+def behaviour(name: str) -> dict[str, Any]:
+    """Of a tiny step, for 50 steps from the documented start: traces, and transfers."""
+    traces = 0
+    problem = _tiny()
+    rules = Rules(growth_interval=5, as_documented=True)
+    run: Run = contestants.ALL[name](optax.adamw(1e-3), problem.loss_fn, rules)
+
+    def counted(params, state, batch):
+        nonlocal traces
+        traces += 1
+        return run.step(params, state, batch)
+
+    step = jax.jit(counted)
+    params, state = problem.params, run.init(problem.params)
+    for i in range(50):
+        bad = i % 20 == 10 and name != FLOOR
+        params, state, _ = step(params, state, problem.bad if bad else problem.good)
+    # On CPU the host reads the device's memory, and the guard has nothing to see.
+    quiet = None
+    if jax.default_backend() != "cpu":
+        with jax.transfer_guard_device_to_host("disallow"):
+            quiet = _raises_nothing(lambda: step(params, state, problem.good))
+    return {"traces_of_50_steps": traces, "no_transfer_to_host": quiet}
+
+
+def _raises_nothing(call: Any) -> bool:
+    try:
+        jax.block_until_ready(call())
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+def _tiny() -> Problem:
+    def loss_fn(w, batch):
+        x, boost = batch
+        return jnp.mean((x @ w.astype(jnp.float16)).astype(jnp.float32) ** 2) * boost
+
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)), jnp.float16)
+    good, bad = jnp.float32(1.0), jnp.float32(2.0**100)
+    return Problem(jnp.ones(8), loss_fn, (x, good), (x, bad))
+
+
+def ratios(samples: dict[str, list[float]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The time of each contestant and how it compares, pair by pair, with the floor."""
+    floor = samples[FLOOR]
+    for name, values in samples.items():
+        pairs = list(zip(values, floor, strict=True))
+        yield (
+            name,
+            {
+                "rounds": len(values),
+                "seconds_per_step": spread(values),
+                "ratio": spread([value / base for value, base in pairs]),
+                "extra_seconds": spread([value - base for value, base in pairs]),
+            },
+        )

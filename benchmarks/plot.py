@@ -1,0 +1,56 @@
+"""The picture of the figures."""
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.contestants import FLOOR
+from benchmarks.report import contestants_of
+
+
+def save(results: dict[str, Any], path: Path) -> None:
+    """Ratios as points with their quartiles, and the two curves of growth."""
+    names = contestants_of(results)
+    colours = {name: f"C{i}" for i, name in enumerate(names)}
+    workloads = results["workloads"]
+    rows = [name for name in workloads if workloads[name]["growth"] is None]
+    figure = Figure(figsize=(12, max(5.0, 2 + 0.5 * len(rows))), layout="constrained")
+    ratio, *growth = figure.subplot_mosaic(
+        [["ratio", "leaves"], ["ratio", "parameters"]], width_ratios=[2, 1]
+    ).values()
+    for i, name in enumerate(names):
+        shown = [
+            (row + 0.12 * (len(names) / 2 - i), one["ratio"])
+            for row, workload in zip(range(len(rows), 0, -1), rows, strict=True)
+            if "ratio" in (one := workloads[workload]["results"].get(name, {}))
+        ]
+        if name != FLOOR and shown:
+            medians = [one["median"] for _, one in shown]
+            below = [one["median"] - one["q1"] for _, one in shown]
+            above = [one["q3"] - one["median"] for _, one in shown]
+            heights = [height for height, _ in shown]
+            style = {"fmt": "o", "color": colours[name], "markersize": 4}
+            ratio.errorbar(medians, heights, xerr=[below, above], label=name, **style)
+    ratio.axvline(1.0, color="black", linewidth=0.8)
+    ratio.set_yticks(range(len(rows), 0, -1), rows)
+    ratio.set_ylim(0.4, len(rows) + 0.6)
+    ratio.set_xlabel("time of a step / plain optax: median and quartiles")
+    if ratio.get_legend_handles_labels()[0]:
+        ratio.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(names))
+    for axes, kind in zip(growth, ("leaves", "parameters"), strict=True):
+        points = [one for one in workloads.values() if one["growth"] == kind]
+        for name in names:
+            line = [
+                (one[kind], 1e6 * one["results"][name]["extra_seconds"]["median"])
+                for one in points
+                if name != FLOOR and "extra_seconds" in one["results"].get(name, {})
+            ]
+            if line:
+                axes.plot(*zip(*line, strict=True), "o-", color=colours[name])
+        axes.set_xscale("log")
+        axes.axhline(0.0, color="black", linewidth=0.8)
+        axes.set_xlabel(kind)
+        axes.set_ylabel("extra microseconds / step")
+    figure.suptitle(f"{results['about']['device']}, jax {results['about']['jax']}")
+    figure.savefig(path, dpi=120)

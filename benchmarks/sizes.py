@@ -1,0 +1,66 @@
+"""How large the workloads are: on a GPU, on a CPU, and for a look."""
+
+from typing import NamedTuple
+
+
+class Size(NamedTuple):
+    """A transformer is (width, layers, vocabulary)."""
+
+    tree: tuple[int, int, int]  # for updates alone
+    muon_tree: tuple[int, int, int]  # smaller where matrix products are slow
+    big_tree: tuple[int, int, int] | None
+    transformer: tuple[int, int, int]
+    tokens: tuple[int, int]  # batch, length
+    convnet: tuple[int, list[int], int]  # width, blocks, classes
+    images: tuple[int, int]  # batch, pixels
+    many_leaves: tuple[int, int]  # leaves, width
+    leaves: list[int]  # of a tree of `leaf_total` parameters
+    leaf_total: int
+    parameters: list[int]  # of a tree of 50 leaves
+
+
+GPU = Size(
+    tree=(512, 4, 8000),
+    muon_tree=(512, 4, 8000),
+    big_tree=(1024, 24, 24000),
+    transformer=(1024, 4, 16000),
+    tokens=(8, 512),
+    convnet=(64, [3, 4, 6, 3], 1000),
+    images=(64, 224),
+    many_leaves=(1000, 64),
+    leaves=[10, 100, 1000],
+    leaf_total=10**6,
+    parameters=[10**6, 10**7, 10**8],
+)
+CPU = GPU._replace(
+    muon_tree=(128, 4, 1000),
+    big_tree=None,
+    transformer=(128, 4, 1000),
+    tokens=(2, 32),
+    convnet=(16, [1, 1], 10),
+    images=(4, 32),
+    many_leaves=(1000, 16),
+    parameters=[10**6, 4 * 10**6, 16 * 10**6],
+)
+TINY = CPU._replace(
+    tree=(32, 2, 100),
+    muon_tree=(16, 1, 50),
+    transformer=(32, 1, 50),
+    tokens=(1, 8),
+    convnet=(4, [1], 4),
+    images=(1, 16),
+    many_leaves=(3, 8),
+    leaves=[1, 3],
+    leaf_total=1000,
+    parameters=[1000, 4000],
+)
+QUICK = CPU._replace(
+    tree=(128, 4, 1000),
+    muon_tree=(64, 2, 500),
+    transformer=(64, 1, 500),
+    many_leaves=(50, 16),
+    leaves=[10, 100],
+    leaf_total=10**5,
+    parameters=[10**5, 10**6],
+)
+SIZES = {"gpu": GPU, "cpu": CPU, "quick": QUICK, "tiny": TINY}

@@ -1,0 +1,172 @@
+"""The workloads: what is trained, with which optimizer, and how large it is.
+
+Not the full cross product: a list in which each dimension that matters is present.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks import models
+from benchmarks.contestants import FEW, MAIN, Rules
+from benchmarks.sizes import Size
+
+
+class Problem(NamedTuple):
+    """What is trained; `bad` is a batch on which the gradients overflow."""
+
+    params: Any
+    loss_fn: Callable[[Any, Any], Any]
+    good: Any
+    bad: Any
+
+
+def placed(problem: Problem, devices: int) -> Problem:
+    """`problem` with its parameters on each device, and its batch spread over all."""
+    if devices == 1:
+        return problem
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:devices]), ("data",))
+
+    def place(tree, is_batch):
+        def put(leaf):
+            shared = is_batch and leaf.ndim and leaf.shape[0] % devices == 0
+            spec = jax.P("data") if shared else jax.P()
+            return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, spec))
+
+        return jax.tree.map(put, tree)
+
+    # Gradients that are given are no batch: each device has them all.
+    is_batch = problem.loss_fn is not models.given_gradients
+    return problem._replace(
+        params=place(problem.params, False),
+        good=place(problem.good, is_batch),
+        bad=place(problem.bad, is_batch),
+    )
+
+
+class Workload(NamedTuple):
+    """A problem, an optimizer, and how steps follow each other."""
+
+    name: str
+    problem: Callable[[], Problem]
+    optimizer: optax.GradientTransformation
+    cycle: int = 1  # steps that belong together: all samples are whole cycles
+    overflows: bool = False  # the first step of each cycle is bad
+    donate: bool = True
+    # The fewest more reads of all gradients that a guard needs, for an update alone.
+    least_reads: int | None = None
+    only: list[str] | None = None  # these contestants, unless the user names them
+    quick: bool = False  # whether `--quick` has it
+    growth: str | None = None  # "leaves" or "parameters" if this is a point of a curve
+
+    def batches(self, problem: Problem, guarded: bool) -> list[Any]:
+        """The batches of one cycle. Without a guard all are good: the floor trains."""
+        bad = self.overflows and guarded
+        first = problem.bad if bad else problem.good
+        return [first, *[problem.good] * (self.cycle - 1)]
+
+    @property
+    def rules(self) -> Rules:
+        """With overflows the scale grows as often as it backs off, and stays around."""
+        return Rules(self.cycle // 2) if self.overflows else Rules()
+
+
+LEARNING_RATE = 1e-4
+ADAMW = optax.adamw(LEARNING_RATE)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
+MOMENTUM = optax.sgd(LEARNING_RATE, momentum=0.9)
+ADAFACTOR = optax.adafactor(LEARNING_RATE)
+MUON = optax.contrib.muon(LEARNING_RATE)
+ACCUMULATED = optax.MultiSteps(ADAMW, 8).gradient_transformation()
+
+
+def workloads(size: Size) -> Iterator[Workload]:
+    """The list, the most telling first, since a run may be out of time at the end."""
+
+    def tree(shape=size.tree):
+        return lambda: _update_only(models.transformer_params(*shape))
+
+    def transformer():
+        width, _, vocabulary = size.transformer
+        params = models.transformer_params(*size.transformer)
+        batch = models.transformer_batch(*size.tokens, vocabulary)
+        return _training(params, models.transformer_loss(max(1, width // 64)), batch)
+
+    def convnet():
+        batch = models.convnet_batch(*size.images, size.convnet[2])
+        params = models.convnet_params(*size.convnet)
+        return _training(params, models.convnet_loss, batch)
+
+    def many_leaves():
+        count, width = size.many_leaves
+        rng = np.random.default_rng(1)
+        inputs = jnp.asarray(rng.standard_normal((8, width), np.float32))
+        batch = inputs, jnp.asarray(rng.integers(0, width, 8), jnp.int32)
+        params = models.many_leaves_params(count, width)
+        return _training(params, models.many_leaves_loss, batch)
+
+    secondary: dict[str, Any] = {"only": MAIN}
+    bad: dict[str, Any] = {"cycle": 20, "overflows": True, **secondary}
+    accumulated: dict[str, Any] = {"cycle": 8, **secondary}
+    yield Workload("update adamw", tree(), ADAMW, least_reads=1, quick=True)
+    yield Workload("update clip + adamw", tree(), CLIPPED, least_reads=0, quick=True)
+    yield Workload("step transformer, clip + adamw", transformer, CLIPPED, quick=True)
+    yield Workload("step transformer, adamw", transformer, ADAMW)
+    yield Workload("update sgd momentum", tree(), MOMENTUM, least_reads=1)
+    yield Workload("update adafactor", tree(), ADAFACTOR, least_reads=0)
+    yield Workload("update muon", tree(size.muon_tree), MUON, least_reads=1)
+    yield Workload("step convnet, sgd momentum", convnet, MOMENTUM)
+    yield Workload("step transformer, 1 overflow in 20", transformer, ADAMW, **bad)
+    yield Workload(
+        "step transformer, accumulation over 8", transformer, ACCUMULATED, **accumulated
+    )
+    if size.big_tree:
+        big = tree(size.big_tree)
+        yield Workload("update adamw, big", big, ADAMW, least_reads=1, only=MAIN)
+    yield Workload("update adamw, 1 overflow in 20", tree(), ADAMW, **bad)
+    yield Workload(
+        "update adamw, accumulation over 8", tree(), ACCUMULATED, **accumulated
+    )
+    yield Workload("update adamw, not donated", tree(), ADAMW, donate=False)
+    for total in size.parameters:
+        problem = _even_tree(total, 50)
+        name = f"update adamw, {total:,} parameters"
+        yield Workload(name, problem, ADAMW, growth="parameters", **secondary)
+    for count in size.leaves:
+        problem = _even_tree(size.leaf_total, count)
+        name = f"update adamw, {count:,} leaves"
+        only = MAIN if count < 1000 else FEW
+        yield Workload(name, problem, ADAMW, quick=True, growth="leaves", only=only)
+    only = MAIN if size.many_leaves[0] < 1000 else FEW
+    yield Workload("step many leaves, adamw", many_leaves, ADAMW, only=only)
+
+
+def _training(params: Any, loss_fn: Any, batch: tuple[Any, Any]) -> Problem:
+    good, bad = jnp.asarray(models.GOOD), jnp.asarray(models.OVERFLOWING)
+    return Problem(params, loss_fn, (*batch, good), (*batch, bad))
+
+
+def _update_only(params: Any) -> Problem:
+    leaves, structure = jax.tree.flatten(params)
+    rng = np.random.default_rng(2)
+    grads = [models.normal(rng, *x.shape, fan_in=10**6) for x in leaves]
+    bad = [grads[0].at[(0,) * grads[0].ndim].set(jnp.inf), *grads[1:]]
+    return Problem(
+        params,
+        models.given_gradients,
+        structure.unflatten(grads),
+        structure.unflatten(bad),
+    )
+
+
+def _even_tree(total: int, leaves: int) -> Callable[[], Problem]:
+    def problem():
+        rng = np.random.default_rng(0)
+        leaf = total // leaves
+        return _update_only([models.normal(rng, leaf, fan_in=1) for _ in range(leaves)])
+
+    return problem
