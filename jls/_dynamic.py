@@ -62,7 +62,7 @@ def dynamic(
 
     The first steps of a run may be skipped while the scale comes down to what the
     gradients allow; later about one step in `growth_interval` is. For a run of a few
-    thousand steps a `growth_interval` of 100 to 200 finds the scale sooner.
+    thousand steps a `growth_interval` of 25 to 200 finds the scale sooner.
 
     Args:
       init_scale: the first loss scale, in [min_scale, max_scale].

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run's counters mean, in words, for a person at the host."""
 
+import math
 import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from jls._guard import has_nan
 from jls._leaves import chosen, wrapper_in
 from jls._read import metrics
 from jls._rounding import edges
+from jls._static import static
 from jls._suggest import too_small
 from jls._tally import inexact_leaves
 from jls._tree import all_finite
@@ -88,8 +90,9 @@ def health(
         loss scale. Two passes over them on the device; None does not look. Likewise for
         every process to call.
       scaler: the policy, which knows the bounds of the scale. None takes it from a
-        `TrainState` or an `nnx.Optimizer`; from a bare optimizer state, those of
-        `jls.dynamic()` are taken, 1 and 2**24, unless the scale is a fixed one.
+        `TrainState` or an `nnx.Optimizer` whose `tx` is made by `jls.loss_scaled`;
+        else the bounds are those of `jls.dynamic()`, 1 and 2**24, unless the state
+        says that the scale is a fixed one.
       max_consecutive_skips: >= 1, how many steps skipped in a row are too many.
       max_small: in [0, 1]. Of the gradients but 0, how large a share may be below the
         smallest normal number of `dtype` once scaled.
@@ -133,7 +136,7 @@ def health(
     limit = _validate.host_interval("max_consecutive_skips", max_consecutive_skips)
     max_small = _validate.host_number("max_small", max_small, "from 0 to 1", 0.0, 1.0)
     edges(dtype)  # or an error, with and without `grads`
-    low, high = _bounds(_scaler_in(state) if scaler is None else scaler)
+    _check_policy(scaler)
     wrapper = wrapper_in(state)
     on_device = dict(
         metrics(wrapper),
@@ -149,9 +152,8 @@ def health(
     flags = numbers.pop("leaves")
     if params is not None:
         numbers["nonfinite_leaves"] = chosen(params, flags)
-    if numbers.pop("is_fixed"):
-        low = high = numbers["loss_scale"]
-    numbers["min_scale"], numbers["max_scale"] = low, high
+    scaler = _scaler_in(state) if scaler is None else scaler
+    numbers["min_scale"], numbers["max_scale"] = _bounds(scaler, numbers)
     if grads is not None:
         numbers["dtype"] = jnp.dtype(dtype).name
 
@@ -179,17 +181,26 @@ def _scaler_in(state: Any) -> LossScaler | MagnitudeScaler | None:
     return update.guard.scaler if isinstance(update, GuardedUpdate) else None
 
 
-def _bounds(scaler: LossScaler | MagnitudeScaler | None) -> tuple[float, float]:
-    """The floor and the ceiling of a policy; of a static one, equal."""
+def _check_policy(scaler: Any) -> None:
     if not (scaler is None or isinstance(scaler, LossScaler | MagnitudeScaler)):
         raise TypeError(
             "scaler must be a jls.LossScaler, a jls.MagnitudeScaler or None, got "
             f"{type(scaler).__name__} {scaler!r}."
         )
+
+
+def _bounds(scaler: Any, numbers: dict[str, Any]) -> tuple[float, float]:
+    """The floor and the ceiling of a policy; of a fixed scale, equal."""
+    is_fixed = numbers.pop("is_fixed")
+    if scaler is not None:
+        is_fixed = getattr(scaler.adjust, "func", None) is static().adjust.func
+    if is_fixed:
+        return numbers["loss_scale"], numbers["loss_scale"]
     adjust = dynamic().adjust if scaler is None else scaler.adjust
     keywords = getattr(adjust, "keywords", {})
     keywords = getattr(keywords.get("adjust"), "keywords", keywords)
-    low, high = keywords.get("min_scale", 0.0), keywords.get("max_scale", 0.0)
+    # Of a policy of the user's own nothing is known.
+    low, high = keywords.get("min_scale", 0.0), keywords.get("max_scale", math.inf)
     return float(low), float(high)
 
 

@@ -5,7 +5,7 @@
                                 largest * allowed <= the largest of dtype / 2**headroom
     ceiling           the least `allowed` of this window, and that of the one before it
     a window          ends with its N-th finite step, N = window
-    not finite        overflow_ceiling = scale * backoff_factor
+    not finite        overflow_ceiling = the lesser of it and scale * backoff_factor
     M finite steps    overflow_ceiling doubles, M = growth_interval
     next scale        the least of the three ceilings, within [min_scale, max_scale];
                       never higher after an overflow
@@ -90,7 +90,10 @@ def _adjust(
     known = jnp.minimum(ceiling, state.previous_ceiling)
     grows = finite & is_due(state.finite_count, growth_interval)
     relaxed = jnp.where(grows, 2 * state.overflow_ceiling, state.overflow_ceiling)
-    overflow_ceiling = jnp.where(finite, relaxed, scale * f32(backoff_factor))
+    # XLA turns subnormal numbers to 0, from which no doubling leads back.
+    lowered = jnp.maximum(scale * f32(backoff_factor), _validate.SMALLEST)
+    lowered = jnp.minimum(state.overflow_ceiling, lowered)
+    overflow_ceiling = jnp.where(finite, relaxed, lowered)
     target = jnp.where(jnp.isinf(known), 2 * scale, known)
     target = jnp.minimum(target, overflow_ceiling)
     target = jnp.clip(target, f32(min_scale), f32(max_scale))
@@ -126,13 +129,15 @@ def log_max(
 ) -> MagnitudeScaler:
     """Returns a policy that sets the loss scale from the largest gradients of late.
 
-    The scale is what `jls.suggest_scale` would give for the largest gradient of the
-    last `window` to 2 * `window` finite steps. It is right from the second step on, and
-    goes down as soon as gradients grow, before they overflow: a run without a skipped
-    step is the rule as long as gradients grow by less than 2**headroom from one step to
-    the next. It sees only the gradients of the parameters, as `jls.cautious` does; the
+    The scale is what `jls.suggest_scale` would give, at the same headroom, for the
+    largest gradient of the last `window` to 2 * `window` finite steps. It is right from
+    the second step on, and goes down as soon as gradients grow, before they overflow: a
+    run without a skipped step is the rule as long as gradients grow by less than
+    2**headroom from one step to the next. It sees only the gradients of the parameters, as `jls.cautious` does; the
     headroom has to cover those of the activations too. If it does not, there are
-    overflows, and the scale moves as that of `jls.dynamic` until they are over.
+    overflows, and the scale moves as that of `jls.dynamic` until they are over. It sees
+    what reaches the wrapper: clip inside of it, and leave headroom where gradients are
+    averaged before.
 
     The scale is computed anew in each step, so that one set by `jls.set_loss_scale`
     lasts for one step.
@@ -154,7 +159,8 @@ def log_max(
 
     Returns:
       A `jls.MagnitudeScaler`, whose `adjust(state, largest)` takes `jls.max_abs` of the
-      true gradients. The scale is a power of two, if bounds and factor are.
+      true gradients. The scale is a power of two, if `init_scale`, bounds and factor
+      are.
 
     Raises:
       TypeError: if a number is not real, `window` not an integer, or `dtype` not

@@ -58,12 +58,15 @@ def agree_on_largest(magnitudes: Array, axis_name: AxisName) -> Array:
 def _magnitude(leaf: Any) -> Array:
     array = widen(leaf)
     parts = [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
-    # A maximum hands NaN on.
-    largest = jnp.max(
-        jnp.stack([jnp.max(jnp.abs(part), initial=0.0) for part in parts])
-    )
+    largest = jnp.max(jnp.stack(list(map(_largest, parts))))
     bounded = jnp.minimum(largest, float(np.finfo(np.float32).max)).astype(jnp.float32)
     return jnp.where(jnp.isfinite(largest), bounded, jnp.inf)
+
+
+def _largest(part: Array) -> Array:
+    # A maximum of many values loses NaN on XLA CPU (jax 0.10 and 0.12): it sees none.
+    sizes = jnp.where(jnp.isfinite(part), jnp.abs(part), jnp.inf)
+    return jnp.max(sizes, initial=0.0)
 
 
 def as_magnitude(largest: Any) -> Array:

@@ -74,24 +74,30 @@ def too_small(state: Any, grads: Any, dtype: Any) -> dict[str, Array]:
 
     Returns:
       small: `f32[]`, of the finite values but 0, the share below the smallest normal
-        number of `dtype` once scaled; 1 if all values are 0.
+        number of `dtype` once scaled.
+      all_zero: `bool[]`, whether there are values, and all of them are 0.
       suggested_scale: `f32[]`, see `suggest_scale`.
     """
     leaves = inexact_leaves(grads)[1]
-    small = _small_share(leaves, locate(state).loss_scale, edges(dtype))
-    return {"small": small, "suggested_scale": suggest_scale(grads, dtype=dtype)}
+    small, all_zero = _small_share(leaves, locate(state).loss_scale, edges(dtype))
+    suggested = suggest_scale(grads, dtype=dtype)
+    return {"small": small, "all_zero": all_zero, "suggested_scale": suggested}
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _small_share(leaves: list[Any], loss_scale: Array, ends: Edges) -> Array:
+def _small_share(
+    leaves: list[Any], loss_scale: Array, ends: Edges
+) -> tuple[Array, Array]:
     cut = cuts(ends.normal, loss_scale)
-    few = many = jnp.float32(0.0)
+    few = many = others = jnp.float32(0.0)
     for leaf in leaves:
         for pattern in magnitudes(leaf):
             counts = is_finite(pattern) & (pattern > 0)
             few += jnp.sum(counts & (pattern < cut), dtype=jnp.float32)
             many += jnp.sum(counts, dtype=jnp.float32)
-    return jnp.where(many == 0, 1.0, few / jnp.maximum(many, 1.0))
+            others += jnp.sum(~is_finite(pattern), dtype=jnp.float32)
+    size = sum(leaf.size for leaf in map(jnp.asarray, leaves))
+    return few / jnp.maximum(many, 1.0), (many + others == 0) & (size > 0)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jax.experimental import multihost_utils
 
 from jls._locate import find, is_scaler_state, is_wrapper_state, unwrapped
-from jls._tree import is_concrete
 from jls._types import SCALARS
 
 
@@ -45,18 +45,16 @@ def check_in_sync(state: Any) -> None:
             "jls.loss_scaled or jls.skip_nonfinite."
         )
     for path, leaf in scalars.items():
-        if not is_concrete(leaf):
+        if isinstance(leaf, Tracer):
             raise ValueError(
                 f"state must be concrete, got {leaf!r} at '{path}': call this outside "
                 "of jit, on the state that the step returned."
             )
-    held = jax.device_get(
-        [[shard.data for shard in leaf.addressable_shards] for leaf in scalars.values()]
-    )
+    held = jax.device_get([_copies(leaf) for leaf in scalars.values()])
     ours = np.array([_first_and_another(values) for values in held], np.int32)
     all_held = np.asarray(multihost_utils.process_allgather(ours))
     for i, (path, leaf) in enumerate(scalars.items()):
-        _check(path, all_held.reshape(-1, *ours.shape)[:, i].view(_kind(leaf)))
+        _check(path, all_held.reshape(-1, *ours.shape)[:, i], _kind(leaf))
 
 
 def _scalars(state: Any) -> dict[str, Array]:
@@ -71,6 +69,14 @@ def _scalars(state: Any) -> dict[str, Array]:
     return found
 
 
+def _copies(leaf: Any) -> list[Any]:
+    """What each device of this process holds; of a numpy array, that one."""
+    is_on_devices = isinstance(leaf, jax.Array)
+    return (
+        [shard.data for shard in leaf.addressable_shards] if is_on_devices else [leaf]
+    )
+
+
 def _kind(leaf: Any) -> Any:
     """The dtype of 32 bits that a scalar of a state fits into."""
     return np.float32 if np.issubdtype(leaf.dtype, np.floating) else np.int32
@@ -78,14 +84,16 @@ def _kind(leaf: Any) -> Any:
 
 def _first_and_another(values: list[np.ndarray]) -> tuple[int, int]:
     """The bits of the first value, and of one that differs from it, if any."""
+    values = [np.asarray(value) for value in values]
     bits = [int(value.astype(_kind(value)).view(np.int32)) for value in values]
     return bits[0], next((other for other in bits if other != bits[0]), bits[0])
 
 
-def _check(path: str, held: np.ndarray) -> None:
-    """Raises if not all processes hold one value: `held[process]` is two of its own."""
-    if (held == held[0, 0]).all():
+def _check(path: str, bits: np.ndarray, kind: Any) -> None:
+    """Raises if not all processes hold one value: `bits[process]` is two of its own."""
+    if (bits == bits[0, 0]).all():
         return
+    held = np.ascontiguousarray(bits).view(kind)
     texts = [
         f"{first:g} on process {i}"
         if first == other

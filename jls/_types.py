@@ -76,7 +76,7 @@ class LossScaler(NamedTuple):
       >>> def adjust(state, grads_finite):
       ...     scale = jnp.where(grads_finite, state.loss_scale, state.loss_scale / 8)
       ...     return state._replace(loss_scale=scale)
-      >>> scaler = jls.LossScaler(jls.static(1024.0).init, adjust)
+      >>> scaler = jls.LossScaler(jls.dynamic(1024.0).init, adjust)
       >>> scaler.adjust(scaler.init(), False).loss_scale
       Array(128., dtype=float32)
     """
@@ -116,7 +116,7 @@ class MagnitudeScaler(NamedTuple):
       ...     scale = 2.0 ** (8 - jnp.ceil(jnp.log2(largest)))
       ...     scale = jnp.where(jnp.isfinite(largest), scale, state.loss_scale / 2)
       ...     return state._replace(loss_scale=jnp.clip(scale, 1.0, 2.0**24))
-      >>> scaler = jls.MagnitudeScaler(jls.static(1024.0).init, adjust)
+      >>> scaler = jls.MagnitudeScaler(jls.dynamic(1024.0).init, adjust)
       >>> scaler.adjust(scaler.init(), jls.max_abs(jnp.array([0.5, -2.0]))).loss_scale
       Array(128., dtype=float32)
     """

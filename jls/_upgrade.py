@@ -10,6 +10,8 @@ new ones are only ever appended. A field that a checkpoint lacks starts as in a 
     nothing                 any other field          an error
     a field                 nothing                  an error: a newer jls, or another
                                                      optimizer or policy
+    another count           the mark of a fixed      the mark: older versions had none
+                            scale
 """
 
 from collections.abc import Mapping
@@ -21,9 +23,9 @@ import numpy as np
 from jax import Array
 
 from jls._branches import at, branches, described, is_leaf, listed
-from jls._locate import is_scaler_state, is_wrapper_state
+from jls._locate import is_scaler_state, is_wrapper_state, unwrapped
 from jls._tree import common_dtype, is_array, is_concrete
-from jls._types import LossScaledState
+from jls._types import FIXED, LossScaledState
 
 State = TypeVar("State")
 # The fields that were not there from the start; a test holds the types to this.
@@ -82,6 +84,8 @@ def _upgraded(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
             f"saved must have {described(target)} {at(path)}, as target has, got "
             f"{described(saved)}. {_OTHER}"
         )
+    if is_scaler_state(target) and _is_fixed(target):
+        parts = parts | {"finite_count": target.finite_count}
     _check_names(target, children, parts, path)
     new = [
         _upgraded(child, parts[name], (*path, name))
@@ -90,6 +94,11 @@ def _upgraded(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
         for name, child in children.items()
     ]
     return structure.unflatten(new)
+
+
+def _is_fixed(scaler_state: Any) -> bool:
+    count = getattr(unwrapped(scaler_state), "finite_count", None)
+    return is_array(count) and np.ndim(count) == 0 and int(count) == FIXED
 
 
 def _parts(saved: Any) -> dict[str, Any] | None:

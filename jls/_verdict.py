@@ -46,7 +46,7 @@ def verdict_of(numbers: dict[str, Any], limit: int, max_small: float) -> str:
         "at floor": skipped and not is_fixed and scale <= numbers["min_scale"],
         "calibrating": skipped and not is_fixed and none_applied,
         "recovering": skipped,
-        "underflow": numbers.get("small", 0.0) > max_small,
+        "underflow": numbers.get("all_zero") or numbers.get("small", 0.0) > max_small,
         "at ceiling": not is_fixed and scale >= numbers["max_scale"],
     }
     return next((verdict for verdict, holds in verdicts.items() if holds), "ok")
@@ -59,9 +59,8 @@ _SENTENCES = {
         "guarded update"
     ),
     "stalled": (
-        "the last {consecutive_skips} steps were all skipped, the last one for its "
-        "{skip_reason}, and nothing is being learnt; the loss scale is {loss_scale}. "
-        "{advice}"
+        "the last {consecutive_skips} steps were all skipped{because}, and nothing is "
+        "being learnt; the loss scale is {loss_scale}. {advice}"
     ),
     "non-finite loss": (
         "the forward loss of the last step was inf or NaN, which no loss scale can "
@@ -87,10 +86,7 @@ _SENTENCES = {
         "the last step overflowed and was skipped, {consecutive_skips} in a row; the "
         "loss scale is {loss_scale}. {skips} of {steps} steps were skipped so far"
     ),
-    "underflow": (
-        "{small:.0%} of the gradients are too small for {dtype} at the loss scale of "
-        "{loss_scale}, and lose precision or vanish. {advice}"
-    ),
+    "underflow": "{advice}",
     "at ceiling": (
         "the loss scale of {loss_scale} can grow no further. If gradients are still "
         "too small for float16, raise max_scale"
@@ -103,9 +99,10 @@ _SENTENCES = {
 _FIXED = (
     "the gradients of the last step were inf or NaN, and it was skipped, "
     "{consecutive_skips} in a row; {skips} of {steps} steps were skipped so far. The "
-    "loss scale of {loss_scale} is a fixed one. If this goes on, look for what is too "
-    "large, or for a square root or a division at 0, in the backward pass"
+    "loss scale of {loss_scale} is a fixed one. If this goes on, {lower}look for what "
+    "is too large, or for a square root or a division at 0, in the backward pass"
 )
+_LOWER = "lower it with jls.set_loss_scale or take jls.dynamic; else "
 
 _ADVICE = {
     "none": "",
@@ -119,32 +116,54 @@ _ADVICE = {
 
 
 def sentence_of(verdict: str, numbers: dict[str, Any]) -> str:
+    scale, reason = numbers["loss_scale"], numbers["skip_reason"]
     is_fixed = numbers["min_scale"] == numbers["max_scale"]
     template = _FIXED if verdict == "recovering" and is_fixed else _SENTENCES[verdict]
-    words = {"advice": _ADVICE[numbers["skip_reason"]], **numbers}
+    words = {
+        **numbers,
+        "loss_scale": _plain(scale),
+        "because": "" if reason == "none" else f", the last one for its {reason}",
+        "lower": _LOWER if scale > 1 else "",
+        "advice": _ADVICE[reason],
+    }
+    if verdict == "stalled" and reason == "gradients" and is_fixed and scale > 1:
+        words["advice"] = "Lower it with jls.set_loss_scale, or take jls.dynamic"
     if verdict == "underflow":
-        words["advice"] = _advice_of_underflow(numbers)
-    words["loss_scale"] = _plain(numbers["loss_scale"])
+        words["advice"] = _underflow(numbers, is_fixed)
     sentence = template.format(**words).rstrip(" .")
     bad = numbers.get("nonfinite_leaves")
-    # A loss that is not finite spoils all gradients: their names would say nothing.
-    if bad and numbers["consecutive_skips"] and numbers["skip_reason"] != "loss":
+    # A loss that is not finite spoils all gradients, and what is poisoned is no
+    # gradient: their names would say nothing.
+    are_to_blame = reason != "loss" and verdict != "poisoned"
+    if bad and numbers["consecutive_skips"] and are_to_blame:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         sentence += f". Not finite: {', '.join(bad[:3])}{more}"
     return sentence + "."
 
 
-def _advice_of_underflow(numbers: dict[str, Any]) -> str:
-    suggested = numbers["suggested_scale"]
-    if suggested > numbers["loss_scale"]:
+def _underflow(numbers: dict[str, Any], is_fixed: bool) -> str:
+    if numbers["all_zero"]:
         return (
-            f"jls.suggest_scale proposes {_plain(suggested)}: set it by "
-            "jls.set_loss_scale, or let the policy grow sooner or further "
-            "(growth_interval, max_scale)"
+            "all gradients are 0. Either all of them were too small for "
+            f"{numbers['dtype']}, or the loss does not depend on the parameters: "
+            "compute them once in float32 to see which"
         )
+    suggested, dtype = numbers["suggested_scale"], numbers["dtype"]
+    fact = (
+        f"{numbers['small']:.0%} of the gradients are too small for {dtype} at the "
+        f"loss scale of {_plain(numbers['loss_scale'])}, and lose precision or vanish. "
+    )
+    if suggested > numbers["loss_scale"]:
+        policy = ", or let the policy grow sooner or further "
+        policy += "(growth_interval, max_scale)"
+        return (
+            f"{fact}jls.suggest_scale proposes {_plain(suggested)}: set it by "
+            f"jls.set_loss_scale{'' if is_fixed else policy}"
+        )
+    other = "use bfloat16, or " if dtype != "bfloat16" else ""
     return (
-        "A larger scale leaves no room for the largest ones: use bfloat16, or compute "
-        "in float32 what makes the smallest"
+        f"{fact}A larger scale leaves no room for the largest ones: {other}compute in "
+        "float32 what makes the smallest"
     )
 
 

@@ -174,7 +174,8 @@ def log_max(
     since, steps = 0, 0
     for largest in magnitudes:
         if largest == math.inf:
-            overflow, since = float32(scale * float32(backoff_factor)), 0
+            lowered = max(float32(scale * float32(backoff_factor)), 2.0**-126)
+            overflow, since = min(overflow, lowered), 0
         else:
             since, steps = since + 1, steps + 1
             if since >= growth_interval:

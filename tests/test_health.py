@@ -133,6 +133,48 @@ def test_a_fixed_scale_has_no_bounds_and_does_not_move(scale):
         assert jls.health(after(".", jls.static(scale))).verdict == "ok"
 
 
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [(1.0, "goes on, look for"), (64.0, "goes on, lower it with jls.set_loss_scale")],
+)
+def test_a_fixed_scale_above_one_may_be_the_cause(scale, words):
+    state = after(".oo", jls.static(scale))
+    assert words in jls.health(state).sentence
+    stalled = str(jls.health(state, max_consecutive_skips=1))
+    assert ("Lower it with jls.set_loss_scale" in stalled) == (scale > 1)
+    assert ("at any scale" in stalled) == (scale == 1)
+    grads = jnp.array([1e-9, 1.0])
+    underflow = str(jls.health(after(".", jls.static(scale)), grads=grads))
+    assert "growth_interval" not in underflow
+    assert "set it by jls.set_loss_scale." in underflow
+
+
+def halved(state, grads_finite):
+    scale = jnp.where(grads_finite, state.loss_scale, state.loss_scale / 2)
+    return state._replace(loss_scale=scale)
+
+
+@pytest.mark.parametrize("make_first", [jls.static, jls.dynamic])
+def test_a_policy_of_ones_own_has_no_bounds(make_first):
+    own = jls.LossScaler(make_first(8.0).init, halved)
+    state = after(".o", own)
+    health = jls.health(state, scaler=own)
+    assert health.verdict == "recovering"
+    assert "fixed" not in health.sentence
+    assert health.numbers["max_scale"] == jnp.inf
+
+
+def test_a_reason_that_is_not_known_is_not_named():
+    state = after(".oo")._replace(skip_reason=jnp.int32(0))
+    sentence = jls.health(state, max_consecutive_skips=1).sentence
+    assert "2 steps were all skipped, and nothing is being learnt" in sentence
+
+
+def test_what_is_poisoned_is_not_what_the_last_step_was_skipped_for():
+    params = {"w": jnp.array([1.0, jnp.nan]), "b": jnp.ones(1)}
+    assert "Not finite" not in str(jls.health(after(".o"), params))
+
+
 def test_the_policy_is_found_in_a_train_state_and_an_nnx_optimizer():
     scaler = jls.dynamic(16.0, min_scale=4.0)
     optimizer = jls.loss_scaled(optax.sgd(0.1), scaler)
@@ -170,8 +212,16 @@ def test_large_scales_print_as_powers_of_two():
         (jnp.array([1.0, 1e-3, 1e-6, 1e-2, 0.0]), {"max_small": 0.25}, "ok", ""),
         (jnp.array([1e-6, 1.0]), {"dtype": jnp.bfloat16}, "ok", ""),
         (jnp.array([2000.0, 1e-6]), {}, "underflow", "use bfloat16, or compute in"),
-        (jnp.zeros(3), {}, "underflow", "100% of the gradients"),
-        ({"n": 3, "empty": jnp.ones(0)}, {}, "underflow", "100%"),
+        (jnp.full(3, 1e-9), {}, "underflow", "^100% of the gradients"),
+        (jnp.zeros(3), {}, "underflow", "^all gradients are 0. Either all of them"),
+        (jnp.full(3, jnp.nan), {}, "ok", ""),
+        ({"n": 3, "empty": jnp.ones(0)}, {}, "ok", ""),
+        (
+            jnp.array([1e-38, 1e38]),
+            {"dtype": jnp.bfloat16, "max_small": 0.0},
+            "ok",
+            "",
+        ),
     ],
 )
 def test_gradients_too_small_for_the_scale_are_an_underflow(

@@ -102,6 +102,23 @@ def test_after_an_overflow_the_scale_comes_back_as_that_of_dynamic():
     assert scales == [0.25] * 3 + [0.5] * 3 + [1.0] * 3
 
 
+def test_an_overflow_at_a_scale_set_by_hand_forgets_nothing():
+    scaler = jls.log_max(8.0, window=2)
+    state = scaler.adjust(scaler.adjust(scaler.init(), 1.0), jnp.inf)
+    ceiling = state.overflow_ceiling
+    state = scaler.adjust(jls.set_loss_scale(state, 2.0**30), jnp.inf)
+    assert state.overflow_ceiling == ceiling
+
+
+def test_the_lowest_floor_is_left_again():
+    scaler = jls.log_max(8.0, min_scale=2.0**-126, growth_interval=1)
+    state = jls.set_loss_scale(scaler.init(), 2.0**-126)
+    state = scaler.adjust(state, jnp.inf)
+    for _ in range(2):
+        state = scaler.adjust(state, 1.0)
+    assert state.loss_scale > 2.0**-126
+
+
 def test_zeros_alone_double_the_scale_up_to_the_cap():
     scaler = jls.log_max(8.0, max_scale=64.0, window=2)
     state, scales = scaler.init(), []

@@ -56,6 +56,33 @@ def test_max_abs_is_finite_exactly_if_all_finite():
         assert {bool(theirs) for _, theirs in finite} == {True, False}
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("shape", [(65, 64), (100_000,), (10, 1000), (3, 3, 64, 64)])
+def test_one_nan_among_many_is_seen(shape, dtype):
+    """XLA's maximum on a CPU loses it."""
+    many = jax.random.normal(jax.random.key(0), shape).astype(dtype)
+    for place in (0, 1234, many.size - 1):
+        bad = many.reshape(-1).at[place].set(jnp.nan).reshape(shape)
+        for check in both(jls.max_abs):
+            assert check(bad) == jnp.inf
+        assert jax.vmap(jls.max_abs)(jnp.stack([many, bad])).tolist()[1] == jnp.inf
+    assert jls.max_abs(jnp.full(shape, jnp.nan, dtype)) == jnp.inf
+    assert jls.max_abs(many) == jnp.max(jnp.abs(many)).astype(jnp.float32)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("scaler", [jls.cautious(8.0), jls.log_max(8.0)])
+def test_one_nan_among_many_is_never_committed(scaler, wrap):
+    optimizer = jls.loss_scaled(optax.sgd(0.5), scaler)
+    params = {"w": jnp.ones((65, 64)), "b": jnp.ones(3)}
+    grads = {"w": jnp.ones((65, 64)).at[7, 7].set(jnp.nan), "b": jnp.ones(3)}
+    updates, state = wrap(optimizer.update)(grads, optimizer.init(params), params)
+    assert not state.applied
+    assert state.nonfinite_leaves.tolist() == [False, True]
+    assert jls.all_finite(updates)
+    assert jls.loss_scale(state) == 4.0
+
+
 def test_devices_agree_on_the_largest():
     many = jnp.array([[1.0, -7.0], [2.0, 3.0]])
     agreed = jax.vmap(lambda x: jls.max_abs(x, "i"), axis_name="i")(many)

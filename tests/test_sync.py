@@ -1,5 +1,6 @@
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -12,6 +13,9 @@ def test_a_state_of_one_device_is_in_sync(wrap):
     state = jls.loss_scaled(optax.adam(0.1), jls.log_max(8.0)).init(jnp.ones(2))
     jls.check_in_sync(wrap(state))
     jls.check_in_sync(wrap(state.scaler_state))
+    jls.check_in_sync(wrap(jax.tree.map(np.asarray, state)))  # as Flax restores it
+    nan = state.scaler_state._replace(loss_scale=jnp.float32(jnp.nan))
+    jls.check_in_sync(wrap(nan))
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     jls.check_in_sync(
         nnx.Optimizer(model, jls.loss_scaled(optax.sgd(0.1)), wrt=nnx.Param)

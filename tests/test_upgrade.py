@@ -380,3 +380,12 @@ def test_pickle_of_an_older_version_is_an_error():
     data = pickle.dumps(Older())
     with pytest.raises(TypeError, match="nonfinite_updates"):
         pickle.loads(data)
+
+
+def test_a_fixed_scale_of_an_older_version_gets_its_mark():
+    optimizer = jls.skip_nonfinite(optax.sgd(0.1))
+    target = optimizer.init({"w": jnp.ones(2)})
+    saved = serialization.to_state_dict(target)
+    saved["scaler_state"]["finite_count"] = np.int32(0)
+    upgraded = jls.upgrade_state(target, saved)
+    assert_identical(upgraded, target)
