@@ -193,7 +193,8 @@ def _bounds(scaler: Any, numbers: dict[str, Any]) -> tuple[float, float]:
     """The floor and the ceiling of a policy; of a fixed scale, equal."""
     is_fixed = numbers.pop("is_fixed")
     if scaler is not None:
-        is_fixed = getattr(scaler.adjust, "func", None) is static().adjust.func
+        ours, fixed = (getattr(s.adjust, "func", s) for s in (scaler, static()))
+        is_fixed = ours is fixed
     if is_fixed:
         return numbers["loss_scale"], numbers["loss_scale"]
     adjust = dynamic().adjust if scaler is None else scaler.adjust

@@ -133,11 +133,13 @@ def log_max(
     largest gradient of the last `window` to 2 * `window` finite steps. It is right from
     the second step on, and goes down as soon as gradients grow, before they overflow: a
     run without a skipped step is the rule as long as gradients grow by less than
-    2**headroom from one step to the next. It sees only the gradients of the parameters, as `jls.cautious` does; the
-    headroom has to cover those of the activations too. If it does not, there are
-    overflows, and the scale moves as that of `jls.dynamic` until they are over. It sees
-    what reaches the wrapper: clip inside of it, and leave headroom where gradients are
-    averaged before.
+    2**headroom from one step to the next.
+
+    It sees only the gradients of the parameters, as `jls.cautious` does; the headroom
+    has to cover those of the activations too. If it does not, there are overflows, and
+    the scale moves as that of `jls.dynamic` until they are over. It sees what reaches
+    the wrapper: clip inside of it, and leave headroom where gradients are averaged
+    before.
 
     The scale is computed anew in each step, so that one set by `jls.set_loss_scale`
     lasts for one step.

@@ -97,7 +97,7 @@ def _upgraded(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
 
 
 def _is_fixed(scaler_state: Any) -> bool:
-    count = getattr(unwrapped(scaler_state), "finite_count", None)
+    count: Any = getattr(unwrapped(scaler_state), "finite_count", None)
     return is_array(count) and np.ndim(count) == 0 and int(count) == FIXED
 
 
