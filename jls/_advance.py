@@ -22,7 +22,7 @@ from jls._tree import (
     select,
     widen,
 )
-from jls._types import LossScaledState, LossScaler, MagnitudeScaler
+from jls._types import LossScaledState, MagnitudeScaler, Scaler
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class Guard:
     """What `jls.loss_scaled` was given."""
 
     inner: optax.GradientTransformationExtraArgs
-    scaler: LossScaler | MagnitudeScaler
+    scaler: Scaler
     axis_name: AxisName
     check_updates: bool | None
 
@@ -148,13 +148,15 @@ class GuardedUpdate:
         self.guard = guard
 
     def __call__(
-        self,
-        updates: Any,
-        state: Any,
-        params: Any = None,
-        **extra: Any,
+        self, updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, LossScaledState]:
         return advance(self.guard, updates, state, params, extra, apply=False)[:2]
+
+
+def guard_of(optimizer: Any) -> Guard | None:
+    """What `jls.loss_scaled` was given, if it made `optimizer`."""
+    update = getattr(optimizer, "update", None)
+    return update.guard if isinstance(update, GuardedUpdate) else None
 
 
 def apply_gradients(
@@ -165,9 +167,9 @@ def apply_gradients(
     **extra: Any,
 ) -> tuple[Any, Any, Array]:
     """The new parameters, the new state, and the global norm of `grads`."""
-    update = optimizer.update
-    if isinstance(update, GuardedUpdate):
-        return advance(update.guard, grads, state, params, extra, apply=True)
+    guard = guard_of(optimizer)
+    if guard:
+        return advance(guard, grads, state, params, extra, apply=True)
     optimizer = optax.with_extra_args_support(optimizer)
     updates, state = optimizer.update(grads, state, params, **extra)
     params = optax.apply_updates(params, updates)

@@ -19,8 +19,9 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from jls import _validate
+from jls._dynamic import after_step
 from jls._magnitude import as_magnitude
-from jls._move import is_due, moved
+from jls._move import f32, grown
 from jls._static import start_at
 from jls._types import LossScaleState, MagnitudeScaler
 
@@ -29,24 +30,14 @@ def _adjust(
     state: LossScaleState,
     largest: Array | float,
     *,
-    growth_interval: ArrayLike,
-    backoff_interval: ArrayLike,
     limit: ArrayLike,
-    **factors_and_bounds: Any,
+    **hyperparameters: ArrayLike,
 ) -> LossScaleState:
     _validate.policy_state(state, LossScaleState)
     largest = as_magnitude(largest)
-    finite = jnp.isfinite(largest)
-    scale, always = state.loss_scale, jnp.asarray(True)
-    next_scale = moved(scale, always, ~always, **factors_and_bounds)
-    fits = largest * next_scale <= jnp.asarray(limit, jnp.float32)
-    up = fits & is_due(state.finite_count, growth_interval)
-    down = ~finite & is_due(state.nonfinite_count, backoff_interval)
-    return LossScaleState(
-        loss_scale=moved(scale, up, down, **factors_and_bounds),
-        finite_count=jnp.where(fits & ~up, state.finite_count + 1, 0),
-        nonfinite_count=jnp.where(finite | down, 0, state.nonfinite_count + 1),
-    )
+    factor, cap = hyperparameters["growth_factor"], hyperparameters["max_scale"]
+    fits = largest * grown(state.loss_scale, factor, cap) <= f32(limit)
+    return after_step(state, jnp.isfinite(largest), fits, **hyperparameters)
 
 
 def cautious(

@@ -30,20 +30,28 @@ from jls._types import LossScaler, LossScaleState
 
 
 def _adjust(
+    state: LossScaleState, grads_finite: Array | bool, **hyperparameters: ArrayLike
+) -> LossScaleState:
+    _validate.policy_state(state, LossScaleState)
+    finite = as_flag("grads_finite", grads_finite)
+    return after_step(state, finite, finite, **hyperparameters)
+
+
+def after_step(
     state: LossScaleState,
-    grads_finite: Array | bool,
+    finite: Array,
+    counts: Array,
     *,
     growth_interval: ArrayLike,
     backoff_interval: ArrayLike,
     **factors_and_bounds: ArrayLike,
 ) -> LossScaleState:
-    _validate.policy_state(state, LossScaleState)
-    finite = as_flag("grads_finite", grads_finite)
-    up = finite & is_due(state.finite_count, growth_interval)
+    """The next state; a finite step that does not count restarts `finite_count`."""
+    up = counts & is_due(state.finite_count, growth_interval)
     down = ~finite & is_due(state.nonfinite_count, backoff_interval)
     return LossScaleState(
         loss_scale=moved(state.loss_scale, up, down, **factors_and_bounds),
-        finite_count=jnp.where(finite & ~up, state.finite_count + 1, 0),
+        finite_count=jnp.where(counts & ~up, state.finite_count + 1, 0),
         nonfinite_count=jnp.where(finite | down, 0, state.nonfinite_count + 1),
     )
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jls import _validate
-from jls._advance import GuardedUpdate
+from jls._advance import guard_of
 from jls._dynamic import dynamic
 from jls._guard import has_nan
 from jls._leaves import chosen, wrapper_in
@@ -21,7 +21,7 @@ from jls._static import static
 from jls._suggest import too_small
 from jls._tally import inexact_leaves
 from jls._tree import all_finite
-from jls._types import FIXED, SKIP_REASONS, LossScaler, MagnitudeScaler
+from jls._types import FIXED, SKIP_REASONS, Scaler
 from jls._verdict import VERDICTS, sentence_of, verdict_of
 
 
@@ -69,7 +69,7 @@ def health(
     params: Any = None,
     *,
     grads: Any = None,
-    scaler: LossScaler | MagnitudeScaler | None = None,
+    scaler: Scaler | None = None,
     max_consecutive_skips: int = 50,
     max_small: float = 0.1,
     dtype: Any = jnp.float16,
@@ -153,7 +153,8 @@ def health(
     if params is not None:
         numbers["nonfinite_leaves"] = chosen(params, flags)
     scaler = _scaler_in(state) if scaler is None else scaler
-    numbers["min_scale"], numbers["max_scale"] = _bounds(scaler, numbers)
+    bounds = _bounds(scaler, numbers.pop("is_fixed"), numbers["loss_scale"])
+    numbers["min_scale"], numbers["max_scale"] = bounds
     if grads is not None:
         numbers["dtype"] = jnp.dtype(dtype).name
 
@@ -175,28 +176,29 @@ def _poisoned(params: Any, inner_state: Any) -> Array:
     return _is_poisoned(inexact_leaves(params)[1], inexact_leaves(inner_state)[1])
 
 
-def _scaler_in(state: Any) -> LossScaler | MagnitudeScaler | None:
+def _scaler_in(state: Any) -> Scaler | None:
     """That of the optimizer that a Flax `TrainState` or `nnx.Optimizer` carries."""
-    update = getattr(getattr(state, "tx", None), "update", None)
-    return update.guard.scaler if isinstance(update, GuardedUpdate) else None
+    guard = guard_of(getattr(state, "tx", None))
+    return guard.scaler if guard else None
 
 
 def _check_policy(scaler: Any) -> None:
-    if not (scaler is None or isinstance(scaler, LossScaler | MagnitudeScaler)):
+    if not (scaler is None or isinstance(scaler, Scaler)):
         raise TypeError(
             "scaler must be a jls.LossScaler, a jls.MagnitudeScaler or None, got "
             f"{type(scaler).__name__} {scaler!r}."
         )
 
 
-def _bounds(scaler: Any, numbers: dict[str, Any]) -> tuple[float, float]:
+def _bounds(
+    scaler: Scaler | None, is_fixed: bool, loss_scale: float
+) -> tuple[float, float]:
     """The floor and the ceiling of a policy; of a fixed scale, equal."""
-    is_fixed = numbers.pop("is_fixed")
     if scaler is not None:
         ours, fixed = (getattr(s.adjust, "func", s) for s in (scaler, static()))
         is_fixed = ours is fixed
     if is_fixed:
-        return numbers["loss_scale"], numbers["loss_scale"]
+        return loss_scale, loss_scale
     adjust = dynamic().adjust if scaler is None else scaler.adjust
     keywords = getattr(adjust, "keywords", {})
     keywords = getattr(keywords.get("adjust"), "keywords", keywords)

@@ -37,15 +37,19 @@ def unwrapped(tree: Any) -> Any:
     )
 
 
+def without_loss_scale(state: Any) -> ValueError:
+    return ValueError(
+        f"state must carry a loss scale, got {type(state).__name__} without one. "
+        "Pass a LossScaleState, or the state of an optimizer made by "
+        "jls.loss_scaled or jls.skip_nonfinite."
+    )
+
+
 def locate(state: Any) -> Any:
     """The one policy state in `state`, or an error that says where there are two."""
     found = find(state, is_scaler_state)
     if not found:
-        raise ValueError(
-            f"state must carry a loss scale, got {type(state).__name__} without one. "
-            "Pass a LossScaleState, or the state of an optimizer made by "
-            "jls.loss_scaled or jls.skip_nonfinite."
-        )
+        raise without_loss_scale(state)
     if len(found) > 1:
         paths = ", ".join(f"'{path}'" for path, _ in found)
         raise ValueError(

@@ -30,7 +30,7 @@ from jax.typing import ArrayLike
 
 from jls import _validate
 from jls._magnitude import as_magnitude
-from jls._move import is_due
+from jls._move import f32, is_due
 from jls._repr import numbers, shown
 from jls._rounding import INF
 from jls._types import MagnitudeScaler, exportable
@@ -78,9 +78,6 @@ def _adjust(
     max_scale: ArrayLike,
     limit: ArrayLike,
 ) -> LogMaxState:
-    def f32(value):
-        return jnp.asarray(value, jnp.float32)
-
     _validate.policy_state(state, LogMaxState)
     largest = as_magnitude(largest)
     finite = jnp.isfinite(largest)

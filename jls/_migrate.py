@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jls._advance import GuardedUpdate
+from jls._advance import guard_of
 from jls._branches import at, branches, described, is_leaf
 from jls._buffers import own, placed_like, put
 from jls._locate import find, is_wrapper_state
@@ -45,7 +45,7 @@ def wrap_state(optimizer: Any, inner_state: Any, params: Any) -> LossScaledState
       >>> opt_state.inner_state[0].trace["w"], jls.loss_scale(opt_state)
       (Array([1., 1.], dtype=float32), Array(1024., dtype=float32))
     """
-    if not isinstance(getattr(optimizer, "update", None), GuardedUpdate):
+    if not guard_of(optimizer):
         raise TypeError(
             "optimizer must be made by jls.loss_scaled or jls.skip_nonfinite, got "
             f"another {type(optimizer).__name__}. If the wrapper is further inside, "

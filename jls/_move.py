@@ -6,6 +6,16 @@ from jax import Array
 from jax.typing import ArrayLike
 
 
+def f32(value: ArrayLike) -> Array:
+    """A hyperparameter as the device computes with it."""
+    return jnp.asarray(value, jnp.float32)
+
+
+def grown(loss_scale: Array, growth_factor: ArrayLike, max_scale: ArrayLike) -> Array:
+    """`loss_scale` one growth higher."""
+    return jnp.minimum(loss_scale * f32(growth_factor), f32(max_scale))
+
+
 def moved(
     loss_scale: Array,
     up: Array,
@@ -17,15 +27,11 @@ def moved(
     max_scale: ArrayLike,
 ) -> Array:
     """`loss_scale` one growth higher if `up`, one backoff lower if `down`."""
-
-    def f32(value):
-        return jnp.asarray(value, jnp.float32)
-
-    grown = jnp.minimum(loss_scale * f32(growth_factor), f32(max_scale))
     floored = jnp.maximum(loss_scale * f32(backoff_factor), f32(min_scale))
     # A scale that was set below the floor stays: an overflow never raises it.
     backed_off = jnp.minimum(loss_scale, floored)
-    return jnp.where(up, grown, jnp.where(down, backed_off, loss_scale))
+    higher = grown(loss_scale, growth_factor, max_scale)
+    return jnp.where(up, higher, jnp.where(down, backed_off, loss_scale))
 
 
 def is_due(count: Array, interval: ArrayLike) -> Array:

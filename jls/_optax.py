@@ -27,12 +27,12 @@ from jls._dynamic import dynamic
 from jls._locate import find, is_wrapper_state, locate
 from jls._static import static
 from jls._tree import AxisName, check_axis_name, is_inexact
-from jls._types import LossScaledState, LossScaler, MagnitudeScaler
+from jls._types import LossScaledState, Scaler
 
 
 def loss_scaled(
     inner: optax.GradientTransformation,
-    scaler: LossScaler | MagnitudeScaler = dynamic(),  # noqa: B008, a tuple of pure functions
+    scaler: Scaler = dynamic(),  # noqa: B008, a tuple of pure functions
     *,
     axis_name: AxisName = None,
     check_updates: bool | None = None,
@@ -91,7 +91,7 @@ def loss_scaled(
             f"got {type(inner).__name__} {inner!r}. Of an optax.MultiSteps, pass "
             "its gradient_transformation()."
         )
-    if not isinstance(scaler, LossScaler | MagnitudeScaler):
+    if not isinstance(scaler, Scaler):
         raise TypeError(
             "scaler must be a jls.LossScaler or a jls.MagnitudeScaler, e.g. "
             "jls.dynamic(), "

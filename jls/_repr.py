@@ -41,6 +41,12 @@ def policy(init: Any, adjust: Any) -> str | None:
     return shown(name, **{key: _keyword(value) for key, value in keywords.items()})
 
 
+def policy_shown(name: str, init: Any, adjust: Any) -> str:
+    """A policy likewise, or one of the user's own by its two functions."""
+    known = policy(init, adjust)
+    return known or shown(name, init=repr(init), adjust=repr(adjust))
+
+
 def _keyword(value: Any) -> str:
     return _float(value) if isinstance(value, float) else number(value)
 

@@ -9,7 +9,13 @@ from jax import Array
 from jax.core import Tracer
 from jax.experimental import multihost_utils
 
-from jls._locate import find, is_scaler_state, is_wrapper_state, unwrapped
+from jls._locate import (
+    find,
+    is_scaler_state,
+    is_wrapper_state,
+    unwrapped,
+    without_loss_scale,
+)
 from jls._types import SCALARS
 
 
@@ -39,11 +45,7 @@ def check_in_sync(state: Any) -> None:
     """
     scalars = _scalars(state)
     if not scalars:
-        raise ValueError(
-            f"state must carry a loss scale, got {type(state).__name__} without one. "
-            "Pass a LossScaleState, or the state of an optimizer made by "
-            "jls.loss_scaled or jls.skip_nonfinite."
-        )
+        raise without_loss_scale(state)
     for path, leaf in scalars.items():
         if isinstance(leaf, Tracer):
             raise ValueError(

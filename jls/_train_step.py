@@ -16,7 +16,7 @@ from jax import Array
 
 from jls import _validate
 from jls._accumulate import accumulate
-from jls._advance import apply_gradients
+from jls._advance import apply_gradients, guard_of
 from jls._grad import value_and_grad
 from jls._guard import like
 from jls._locate import find, is_wrapper_state, unwrapped
@@ -120,7 +120,7 @@ def train_step(
     def advance(compute, optimizer, opt_state, params, carried, batch):
         """One step of the pure parts of a state; `compute` gives the loss."""
         wrapper = _wrapper_in(opt_state)
-        guard = getattr(optimizer.update, "guard", None)  # of jls.loss_scaled
+        guard = guard_of(optimizer)
         grad_fn = value_and_grad(compute, has_aux=True)
         made = accumulate(
             partial(grad_fn, wrapper.scaler_state, params),

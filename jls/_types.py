@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from jax import Array
 from jax import export as jax_export
 
-from jls._repr import numbers, policy, shown
+from jls._repr import numbers, policy_shown, shown
 
 Type = TypeVar("Type", bound=type)
 
@@ -85,8 +85,7 @@ class LossScaler(NamedTuple):
     adjust: AdjustFn
 
     def __repr__(self) -> str:
-        known = policy(self.init, self.adjust)
-        return known or f"LossScaler(init={self.init!r}, adjust={self.adjust!r})"
+        return policy_shown("LossScaler", self.init, self.adjust)
 
 
 class MagnitudeAdjustFn(Protocol):
@@ -125,8 +124,10 @@ class MagnitudeScaler(NamedTuple):
     adjust: MagnitudeAdjustFn
 
     def __repr__(self) -> str:
-        known = policy(self.init, self.adjust)
-        return known or f"MagnitudeScaler(init={self.init!r}, adjust={self.adjust!r})"
+        return policy_shown("MagnitudeScaler", self.init, self.adjust)
+
+
+Scaler = LossScaler | MagnitudeScaler
 
 
 # Why a step was skipped; the first before there is such a step.

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jls._locate import is_wrapper_state
 from jls._rounding import edges
-from jls._types import LossScaledState
 
 # XLA flushes subnormal numbers to zero. These are the smallest normal float32, and the
 # largest power of two whose reciprocal is one: XLA turns `x / s` into `x * (1 / s)`.
@@ -168,7 +168,7 @@ def policy_state(state: Any, state_type: Any) -> None:
 
 
 def wrapper_state(state: Any) -> None:
-    if not isinstance(state, LossScaledState):
+    if not is_wrapper_state(state):
         raise TypeError(
             "state must be a LossScaledState as the optimizer's init makes it, got "
             f"{type(state).__name__}. The order is update(grads, state, params)."

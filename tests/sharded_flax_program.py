@@ -18,6 +18,7 @@ from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from shared import bits, is_placed_as
 
 import jls
 
@@ -41,18 +42,6 @@ def on_mesh(x):
 
 def smooth(x):
     return jnp.mean(jnp.sqrt(1.0 + (x.astype(jnp.float32) - 1.0) ** 2))
-
-
-def bits(tree):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
-
-
-def is_placed_as(tree, other):
-    leaves, others = jax.tree.leaves(tree), jax.tree.leaves(other)
-    return all(
-        a.sharding.is_equivalent_to(b.sharding, a.ndim)
-        for a, b in zip(leaves, others, strict=True)
-    )
 
 
 def is_one_for_all(state):

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from shared import bits, is_placed_as
 
 import jls
 from jls import _guard
@@ -210,18 +211,6 @@ def run(request):
     setup, _, _ = trained(*request.param)
     with jax.set_mesh(setup.mesh):
         yield request.param
-
-
-def is_placed_as(tree, other):
-    leaves, others = jax.tree.leaves(tree), jax.tree.leaves(other)
-    return all(
-        a.sharding.is_equivalent_to(b.sharding, a.ndim)
-        for a, b in zip(leaves, others, strict=True)
-    )
-
-
-def bits(tree):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
 def test_there_are_eight_devices():

@@ -17,6 +17,7 @@ import pytest
 from flax.training.train_state import TrainState
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from shared import bits
 from test_faults import test_promises_hold_on_all_devices_under_shard_map  # noqa: F401
 
 import jls
@@ -343,10 +344,6 @@ def reports_of_all(step):
         return state, jax.tree.map(lambda leaf: leaf[None], report)
 
     return with_reports
-
-
-def bits(tree):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
 @meshes

@@ -71,3 +71,15 @@ def assert_identical(tree, other):
 def assert_close(tree, other, **tolerance):
     for leaf, reference in _leaves(tree, other):
         np.testing.assert_allclose(leaf, reference, **tolerance)
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def is_placed_as(tree, other):
+    leaves, others = jax.tree.leaves(tree), jax.tree.leaves(other)
+    return all(
+        a.sharding.is_equivalent_to(b.sharding, a.ndim)
+        for a, b in zip(leaves, others, strict=True)
+    )

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-PROGRAMS = ["sharded_program.py", "sharded_jit_program.py", "sharded_flax_program.py"]
+PROGRAMS = [
+    "sharded_program.py",
+    "sharded_jit_program.py",
+    "sharded_flax_program.py",
+    "checkpoint_program.py",
+]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
