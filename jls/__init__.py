@@ -19,6 +19,7 @@ from jls._hysteresis import hysteresis as hysteresis
 from jls._leaves import nonfinite_leaves as nonfinite_leaves
 from jls._log_max import LogMaxState as LogMaxState
 from jls._log_max import log_max as log_max
+from jls._magnitude import all_finite as all_finite
 from jls._magnitude import max_abs as max_abs
 from jls._migrate import unwrap_state as unwrap_state
 from jls._migrate import wrap_state as wrap_state
@@ -38,7 +39,6 @@ from jls._static import static as static
 from jls._suggest import suggest_scale as suggest_scale
 from jls._sync import check_in_sync as check_in_sync
 from jls._train_step import train_step as train_step
-from jls._tree import all_finite as all_finite
 from jls._tree import select as select
 from jls._types import AdjustFn as AdjustFn
 from jls._types import InitFn as InitFn

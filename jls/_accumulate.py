@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jls._magnitude import all_finite
 from jls._tree import (
     AxisName,
     agree,
-    all_finite,
     select,
     wide_dtype,
     widen,

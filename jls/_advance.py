@@ -8,18 +8,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array, lax
+from jax import Array
 
 from jls import _guard, _validate
-from jls._magnitude import agree_on_largest, leaf_magnitudes
-from jls._norms import global_norm
+from jls._magnitude import agree_on_largest, all_finite, leaf_magnitudes
+from jls._norms import norm_of_step
+from jls._rollback import unless_taken_back
 from jls._tree import (
     AxisName,
     agree,
-    all_finite,
     as_flag,
-    finite_leaves,
     select,
+    varying_axes,
     widen,
 )
 from jls._types import LossScaledState, MagnitudeScaler, Scaler
@@ -51,71 +51,54 @@ def advance(
 ) -> tuple[Any, LossScaledState, Any]:
     """The updates, or if `apply` the new parameters and the norm; the next state.
 
-    Applied inside of the branch, the updates need no memory, and the norm is
-    computed once if the inner optimizer clips by it.
+    The norm costs nothing if the inner optimizer clips by it.
     """
     inner, axis_name = guard.inner, guard.axis_name
     _validate.wrapper_state(state)
     overflow = as_flag("overflow", extra.pop("overflow", False))
-    branches = axis_name is None and _guard.branch_is_faster(updates)
-    if branches:
-        updates = _guard.materialized(updates)
     flags = jnp.stack([all_finite(extra.get("value")), ~overflow])
     flags, observed = _observe(guard, flags, updates)
     loss_finite, leaves_finite = flags[0], flags[2:]
     _check_count(leaves_finite, state.nonfinite_leaves)
     grads_finite = jnp.all(leaves_finite)
     acceptable = grads_finite & loss_finite
+    _check_axes(acceptable, state.steps, axis_name)
     no_updates = _guard.no_updates(updates, params)
     kept = (params if apply else no_updates), state.inner_state
     checks = guard.check_updates
     if checks is None:
         watched = params
         checks = _guard.is_narrow(updates if watched is None else watched)
-
-    def norm(grads):
-        return global_norm(grads, branches) if apply else None
+    # A rejected step runs too. It sees ones: a line search might never end on NaN.
+    grads, clean = _guard.ones_unless(acceptable, (jax.tree.map(widen, updates), extra))
 
     def step():
-        # A rejected step runs too wherever this is no branch. It sees ones: a line
-        # search might never end on NaN.
-        grads, clean = _guard.ones_unless(
-            acceptable, (jax.tree.map(widen, updates), extra)
-        )
         made, new = inner.update(grads, state.inner_state, params, **clean)
         made = _guard.like("the inner optimizer's update", made, no_updates)
-        new = _guard.like("the inner optimizer's state", new, state.inner_state)
-        good = leaves_finite
-        applied = acceptable
-        if checks:
-            # A NaN moment shows in its update. A NaN estimate of one number for all
-            # may not, as that of D-Adaptation does not at first.
-            numbers = [x for x in jax.tree.leaves(new) if jnp.ndim(x) == 0]
-            flags = [~_guard.has_nan(numbers)[None], finite_leaves(made)]
-            flags = agree(jnp.concatenate(flags), axis_name)
-            applied = acceptable & jnp.all(flags)
-            good = jnp.where(acceptable, flags[1:], leaves_finite)
-        stepped = (optax.apply_updates(params, made) if apply else made), new
-        if checks or not branches:
-            stepped = select(applied, stepped, kept)
-        seen = grads if branches else updates
-        return applied, good, _guard.arrays(stepped), norm(seen)
+        return made, _guard.like("the inner optimizer's state", new, state.inner_state)
 
-    def skip():
-        return acceptable, leaves_finite, _guard.arrays(kept), norm(updates)
+    def stepped(made, new):
+        return (optax.apply_updates(params, made) if apply else made), new
 
-    if branches:
-        try:
-            applied, good, arrays, grad_norm = lax.cond(acceptable, step, skip)
-        except TypeError as error:
-            error.add_note(
-                "Under jax.shard_map, pass axis_name= to jls.loss_scaled if the "
-                "gradients differ between devices: they have to decide together."
-            )
-            raise
+    applied, good = acceptable, leaves_finite
+    if checks:
+        made, new = step()
+        # A NaN moment shows in its update. A NaN estimate of one number for all may
+        # not, as that of D-Adaptation does not at first.
+        numbers = [x for x in jax.tree.leaves(new) if jnp.ndim(x) == 0]
+        flags = [~_guard.has_nan(numbers)[None], leaf_magnitudes(made) < jnp.inf]
+        flags = agree(jnp.concatenate(flags), axis_name)
+        applied = acceptable & jnp.all(flags)
+        good = jnp.where(acceptable, flags[1:], leaves_finite)
+        made, inner_state = select(applied, stepped(made, new), kept)
     else:
-        applied, good, arrays, grad_norm = step()
-    made, inner_state = _guard.with_arrays(kept, arrays)
+        arrays = unless_taken_back(
+            acceptable,
+            lambda: _guard.arrays(stepped(*step())),
+            _guard.arrays(kept),
+        )
+        made, inner_state = _guard.with_arrays(kept, arrays)
+    grad_norm = norm_of_step(updates, grads, acceptable) if apply else None
     _check_policy(guard.scaler_structure, state.scaler_state)
     adjusted = guard.scaler.adjust(state.scaler_state, observed)
     adjusted = _guard.like("the scaler's state", adjusted, state.scaler_state)
@@ -173,7 +156,7 @@ def apply_gradients(
     optimizer = optax.with_extra_args_support(optimizer)
     updates, state = optimizer.update(grads, state, params, **extra)
     params = optax.apply_updates(params, updates)
-    return params, state, global_norm(grads, _guard.branch_is_faster(grads))
+    return params, state, norm_of_step(grads, grads, True)
 
 
 def _observe(guard: Guard, flags: Array, updates: Any) -> tuple[Array, Any]:
@@ -181,13 +164,11 @@ def _observe(guard: Guard, flags: Array, updates: Any) -> tuple[Array, Any]:
 
     All devices agree on both, by one collective.
     """
-    if isinstance(guard.scaler, MagnitudeScaler):
-        sizes = [jnp.where(flags, jnp.float32(0.0), jnp.inf), leaf_magnitudes(updates)]
-        sizes = agree_on_largest(jnp.concatenate(sizes), guard.axis_name)
-        return sizes < jnp.inf, jnp.max(sizes[1:])
-    flags = jnp.concatenate([flags, finite_leaves(updates)])
-    flags = agree(flags, guard.axis_name)
-    return flags, jnp.all(flags[1:])
+    sizes = [jnp.where(flags, jnp.float32(0.0), jnp.inf), leaf_magnitudes(updates)]
+    sizes = agree_on_largest(jnp.concatenate(sizes), guard.axis_name)
+    flags = sizes < jnp.inf
+    sees_magnitudes = isinstance(guard.scaler, MagnitudeScaler)
+    return flags, jnp.max(sizes[1:]) if sees_magnitudes else jnp.all(flags[1:])
 
 
 def _check_count(flags: Array, old: Array) -> None:
@@ -195,6 +176,16 @@ def _check_count(flags: Array, old: Array) -> None:
         raise ValueError(
             "updates must have as many floating-point leaves as the params of init, "
             f"got {flags.size} and {old.size}."
+        )
+
+
+def _check_axes(flag: Array, count: Array, axis_name: AxisName) -> None:
+    undecided = varying_axes(flag) - varying_axes(count)
+    if undecided:
+        raise ValueError(
+            "axis_name must name each axis of jax.shard_map over which gradients or "
+            f"loss differ, so that all devices decide as one: got {axis_name!r}, but "
+            f"they differ over {sorted(undecided)}. Pass axis_name= to jls.loss_scaled."
         )
 
 

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import optax
 
 from jls._grad import value_and_grad
+from jls._magnitude import all_finite
 from jls._optax import loss_scaled
-from jls._tree import all_finite, select
+from jls._tree import select
 
 # By how much a 16-bit matrix product has to be faster to be worth it.
 WORTH_IT = 1.3

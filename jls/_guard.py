@@ -10,31 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
-from jax.core import Tracer
+from jax import Array
 
 from jls._tree import is_array, is_inexact, wide_dtype, widen
-
-
-def branch_is_faster(updates: Any) -> bool:
-    """Whether to step by `lax.cond` and not by a select.
-
-    Measured on CPU in a whole jitted train step of a transformer under adamw: a branch
-    takes 0.9 to 1.2 of the time without a guard, a select 1.3 to 1.9. Eager, a branch
-    is compiled on each call and ten times slower. On other platforms a select, not
-    measured: the host may have to read the flag of a branch.
-    """
-    is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(updates))
-    return is_traced and jax.default_backend() == "cpu"
-
-
-def materialized(tree: Any) -> Any:
-    """`tree`, computed once: a branch needs its operands in memory.
-
-    Without, XLA may compute them a second time for the finite check, which costs 7 %
-    more bytes in a whole step on jax 0.12.
-    """
-    return with_arrays(tree, lax.optimization_barrier(arrays(tree)))
 
 
 def no_updates(updates: Any, params: Any) -> Any:

@@ -15,12 +15,12 @@ from jls._advance import guard_of
 from jls._dynamic import dynamic
 from jls._guard import has_nan
 from jls._leaves import chosen, wrapper_in
+from jls._magnitude import all_finite
 from jls._read import metrics
 from jls._rounding import edges
 from jls._static import static
 from jls._suggest import too_small
 from jls._tally import inexact_leaves
-from jls._tree import all_finite
 from jls._types import FIXED, SKIP_REASONS, Scaler
 from jls._verdict import VERDICTS, sentence_of, verdict_of
 

@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large the values of a tree are; tells as well whether all are finite."""
+"""How large the values of a tree are, and so whether all are finite: in one pass.
 
+As integers, the bits of floating-point numbers without their sign are in the order of
+the magnitudes, with inf above all finite numbers and NaN above inf. A maximum of
+integers cannot lose a NaN, as one of floats does on XLA CPU (jax 0.10 and 0.12).
+"""
+
+import functools
 from typing import Any
 
 import jax
@@ -9,6 +15,34 @@ import numpy as np
 from jax import Array, lax
 
 from jls._tree import AxisName, bound_names, is_inexact, widen
+
+
+def all_finite(tree: Any, axis_name: AxisName = None) -> Array:
+    """Returns whether no leaf of `tree` holds an inf or a NaN.
+
+    Looks at each element, never at a sum that could overflow by itself. Leaves that
+    are not floating point (None, int, bool, PRNG keys, float0, functions) count as
+    finite, and so does an empty tree.
+
+    Args:
+      tree: any pytree.
+      axis_name: the axis or axes of `shard_map`, `pmap` or `vmap` whose devices have to
+        agree. Under plain `jit` nothing is needed: sharded arrays are global there.
+
+    Returns:
+      `bool[]`, the same on every device of `axis_name`.
+
+    Raises:
+      TypeError: if `axis_name` is neither a string nor a tuple of strings.
+      NameError: if an axis of `axis_name` is not bound where this is called.
+
+    Example:
+      >>> jls.all_finite({"w": jnp.array([3e38, 3e38]), "n": 7, "b": None})
+      Array(True, dtype=bool)
+      >>> jls.all_finite([jnp.ones(3), jnp.array([1.0, jnp.nan])])
+      Array(False, dtype=bool)
+    """
+    return max_abs(tree, axis_name) < jnp.inf
 
 
 def max_abs(tree: Any, axis_name: AxisName = None) -> Array:
@@ -41,12 +75,12 @@ def max_abs(tree: Any, axis_name: AxisName = None) -> Array:
 
 def leaf_magnitudes(tree: Any) -> Array:
     """Of each floating-point leaf, `f32[n]`, the largest magnitude; inf for NaN too."""
-    return jnp.stack(
-        [
-            jnp.zeros((), jnp.float32),
-            *map(_magnitude, filter(is_inexact, jax.tree.leaves(tree))),
-        ]
-    )[1:]
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+    if not leaves:
+        return jnp.zeros(0)
+    # Put together first, so that what follows is no kernel for each leaf.
+    bits, is_over = map(jnp.stack, zip(*map(_largest, leaves), strict=True))
+    return jnp.where(is_over, jnp.inf, lax.bitcast_convert_type(bits, jnp.float32))
 
 
 def agree_on_largest(magnitudes: Array, axis_name: AxisName) -> Array:
@@ -55,18 +89,44 @@ def agree_on_largest(magnitudes: Array, axis_name: AxisName) -> Array:
     return lax.pmax(magnitudes, names) if names else magnitudes
 
 
-def _magnitude(leaf: Any) -> Array:
+@functools.partial(jax.jit, inline=True)
+def _largest(leaf: Any) -> tuple[Array, Array]:
+    """The bits of the largest magnitude, an `f32`; whether there is an inf or NaN."""
     array = widen(leaf)
-    parts = [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
-    largest = jnp.max(jnp.stack(list(map(_largest, parts))))
-    bounded = jnp.minimum(largest, float(np.finfo(np.float32).max)).astype(jnp.float32)
-    return jnp.where(jnp.isfinite(largest), bounded, jnp.inf)
+    if jnp.iscomplexobj(array):
+        real, imag = _largest(array.real), _largest(array.imag)
+        return jnp.maximum(real[0], imag[0]), real[1] | imag[1]
+    integer = jnp.int32 if array.dtype == jnp.float32 else jnp.int64
+    without_sign = jnp.asarray(jnp.iinfo(integer).max, integer)
+    inf = lax.bitcast_convert_type(jnp.asarray(jnp.inf, array.dtype), integer)
+    bits = lax.bitcast_convert_type(array, integer) & without_sign
+    most, is_over = _max_and_any(bits, inf)
+    if integer != jnp.int32:
+        largest = lax.bitcast_convert_type(most, array.dtype)
+        bounded = jnp.minimum(largest, float(np.finfo(np.float32).max)).astype(
+            jnp.float32
+        )
+        most = lax.bitcast_convert_type(bounded, jnp.int32)
+    return most, is_over
 
 
-def _largest(part: Array) -> Array:
-    # A maximum of many values loses NaN on XLA CPU (jax 0.10 and 0.12): it sees none.
-    sizes = jnp.where(jnp.isfinite(part), jnp.abs(part), jnp.inf)
-    return jnp.max(sizes, initial=0.0)
+def _max_and_any(bits: Array, inf: Array) -> tuple[Array, Array]:
+    """The largest of `bits`, and whether any is `inf` or more: one reduction of two.
+
+    XLA CPU makes three passes of the reduction of one large array, and one pass of that
+    of two: 2.3 ms and not 33 for 21 million numbers, where `jnp.isfinite` and `jnp.all`
+    take 10. What is spread over devices by `jit` it would gather for that.
+    """
+    zero = jnp.zeros((), bits.dtype)
+    if jax.default_backend() != "cpu" or jax.device_count() > 1:
+        most = jnp.max(bits, initial=zero)
+        return most, most >= inf
+
+    def join(a, b):
+        return jnp.maximum(a[0], b[0]), a[1] | b[1]
+
+    axes, false = tuple(range(bits.ndim)), jnp.asarray(False)
+    return lax.reduce((bits, bits >= inf), (zero, false), join, axes)
 
 
 def as_magnitude(largest: Any) -> Array:

@@ -12,20 +12,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from jls._tree import is_inexact, widen
 
 
-def global_norm(tree: Any, branches: bool = False) -> Array:
-    """The L2 norm over all leaves, `f32[]`; inf or NaN if a leaf is not finite.
-
-    With `branches` the second sum is in a branch, for where that is cheap.
-    """
-    leaves = [widen(leaf) for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+def global_norm(tree: Any) -> Array:
+    """The L2 norm over all leaves, `f32[]`; inf or NaN if a leaf is not finite."""
+    leaves = _floats(tree)
     norm = _norm(leaves)
-    if branches:
-        return lax.cond(jnp.isfinite(norm), lambda: norm, lambda: _careful_norm(leaves))
     return jnp.where(jnp.isfinite(norm), norm, _careful_norm(leaves))
+
+
+def norm_of_step(grads: Any, seen: Any, is_seen: ArrayLike) -> Array:
+    """That of `grads`, of which the optimizer has seen `seen`: the same, if `is_seen`.
+
+    An optimizer that clips needs the norm of what it sees, and XLA CPU computes it once
+    for both. Elsewhere the host might have to wait for the flag of a branch.
+    """
+    norm = _norm(_floats(seen))
+    if not isinstance(norm, Tracer) or jax.default_backend() != "cpu":
+        return global_norm(grads)
+    is_done = is_seen & jnp.isfinite(norm)
+    return lax.cond(is_done, lambda: norm, lambda: global_norm(grads))
+
+
+def _floats(tree: Any) -> list[Array]:
+    return [widen(leaf) for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
 
 
 def _careful_norm(leaves: list[Array]) -> Array:

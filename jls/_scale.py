@@ -2,7 +2,6 @@
 """The two linear maps of loss scaling and their dtype rule: at least float32."""
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,7 +49,7 @@ def scale(state: Any, tree: Tree) -> Tree:
             "float32, e.g. losses.astype(jnp.float32).mean().",
             stacklevel=2,
         )
-    return jax.tree.map(lambda leaf: _apply(jnp.multiply, leaf, loss_scale), tree)
+    return jax.tree.map(lambda leaf: _times(leaf, loss_scale), tree)
 
 
 def unscale(state: Any, tree: Tree) -> Tree:
@@ -64,7 +63,7 @@ def unscale(state: Any, tree: Tree) -> Tree:
 
     Returns:
       A pytree like `tree`; floating-point leaves narrower than float32 become float32.
-      With a scale that is a power of two the division is exact.
+      With a scale that is a power of two this is exact; any other is rounded twice.
 
     Raises:
       ValueError: if `state` carries no loss scale, or several.
@@ -75,15 +74,19 @@ def unscale(state: Any, tree: Tree) -> Tree:
       [Array(1.8626451e-09, dtype=float32), 3]
     """
     loss_scale = locate(state).loss_scale
-    return jax.tree.map(lambda leaf: _apply(jnp.divide, leaf, loss_scale), tree)
+    return jax.tree.map(lambda leaf: _times(leaf, loss_scale, inverse=True), tree)
 
 
-def _apply(op: Callable[..., Array], leaf: Any, loss_scale: Array) -> Any:
+def _times(leaf: Any, loss_scale: Array, inverse: bool = False) -> Any:
     if not is_inexact(leaf):
         return leaf
     array = widen(leaf)
+    factor = jnp.asarray(loss_scale, array.real.dtype)
+    if inverse:
+        # With a division XLA CPU would write the unscaled gradients to memory. Products
+        # it repeats wherever they are read.
+        factor = lax.reciprocal(factor)
     if jnp.iscomplexobj(array):
         # Complex arithmetic would turn (inf + 1j) * (scale + 0j) into inf + NaN j.
-        factor = jnp.asarray(loss_scale, array.real.dtype)
-        return lax.complex(op(array.real, factor), op(array.imag, factor))
-    return op(array, jnp.asarray(loss_scale, array.dtype))
+        return lax.complex(array.real * factor, array.imag * factor)
+    return array * factor

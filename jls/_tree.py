@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pytree arithmetic that knows nothing of loss scaling.
 
-Which leaves count, are they finite, which of two trees.
+Which leaves count, and which of two trees.
 """
 
 from typing import Any, TypeVar
@@ -99,52 +99,18 @@ def bound_names(axis_name: AxisName) -> tuple[str, ...]:
     return names
 
 
+def varying_axes(array: Array) -> frozenset[str]:
+    """The axes of `shard_map` over which `array` differs, where JAX keeps track."""
+    kind: Any = jax.typeof(array)
+    return kind.mat.varying if hasattr(kind, "mat") else kind.vma  # since jax 0.12
+
+
 def agree(flags: Array, axis_name: AxisName) -> Array:
     """`flags` and-ed over the devices of `axis_name`; one small collective."""
     names = bound_names(axis_name)
     if not names:
         return flags
     return lax.pmin(flags.astype(jnp.int32), names).astype(jnp.bool_)
-
-
-def all_finite(tree: Any, axis_name: AxisName = None) -> Array:
-    """Returns whether no leaf of `tree` holds an inf or a NaN.
-
-    Looks at each element, never at a sum that could overflow by itself. Leaves that
-    are not floating point (None, int, bool, PRNG keys, float0, functions) count as
-    finite, and so does an empty tree.
-
-    Args:
-      tree: any pytree.
-      axis_name: the axis or axes of `shard_map`, `pmap` or `vmap` whose devices have to
-        agree. Under plain `jit` nothing is needed: sharded arrays are global there.
-
-    Returns:
-      `bool[]`, the same on every device of `axis_name`.
-
-    Raises:
-      TypeError: if `axis_name` is neither a string nor a tuple of strings.
-      NameError: if an axis of `axis_name` is not bound where this is called.
-
-    Example:
-      >>> jls.all_finite({"w": jnp.array([3e38, 3e38]), "n": 7, "b": None})
-      Array(True, dtype=bool)
-      >>> jls.all_finite([jnp.ones(3), jnp.array([1.0, jnp.nan])])
-      Array(False, dtype=bool)
-    """
-    return agree(jnp.all(finite_leaves(tree)), axis_name)
-
-
-def finite_leaves(tree: Any) -> Array:
-    """Of each floating-point leaf, `bool[n]`, whether no element is inf or NaN."""
-    flags = []
-    for leaf in jax.tree.leaves(tree):
-        if is_inexact(leaf):
-            array = jnp.asarray(leaf)
-            # XLA has no `is-finite` for 8-bit floats.
-            array = widen(array) if array.dtype.itemsize == 1 else array
-            flags.append(jnp.all(jnp.isfinite(array)))
-    return jnp.stack(flags) if flags else jnp.ones(0, jnp.bool_)
 
 
 def select(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:

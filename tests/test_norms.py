@@ -4,16 +4,18 @@ import numpy as np
 import pytest
 from shared import assert_close
 
-from jls._norms import global_norm
+from jls._norms import global_norm, norm_of_step
 
 NORMS = [
     global_norm,
     jax.jit(global_norm),
-    jax.jit(lambda tree: global_norm(tree, branches=True)),
+    jax.jit(lambda tree: norm_of_step(tree, tree, True)),
+    jax.jit(lambda tree: norm_of_step(tree, jnp.ones(3), False)),
 ]
+NAMES = ["eager", "jit", "kept", "rejected"]
 
 
-@pytest.mark.parametrize("norm", NORMS, ids=["eager", "jit", "branch"])
+@pytest.mark.parametrize("norm", NORMS, ids=NAMES)
 @pytest.mark.parametrize("exponent", [-58, -10, 0, 30, 63, 64, 100, 126])
 def test_global_norm_is_right_wherever_float32_can_hold_it(norm, exponent):
     tree = {
@@ -27,7 +29,7 @@ def test_global_norm_is_right_wherever_float32_can_hold_it(norm, exponent):
     assert_close(norm(tree), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("norm", NORMS, ids=["eager", "jit", "branch"])
+@pytest.mark.parametrize("norm", NORMS, ids=NAMES)
 def test_global_norm_of_narrow_and_complex_leaves_is_taken_in_float32(norm):
     # 300**2 is inf in float16; optax.global_norm of this is.
     assert norm(jnp.full(4, 300, jnp.float16)) == 600.0
@@ -35,7 +37,7 @@ def test_global_norm_of_narrow_and_complex_leaves_is_taken_in_float32(norm):
     assert norm(jnp.array([3, 4], jnp.float8_e4m3fn)) == 5.0
 
 
-@pytest.mark.parametrize("norm", NORMS, ids=["eager", "jit", "branch"])
+@pytest.mark.parametrize("norm", NORMS, ids=NAMES)
 def test_global_norm_says_when_a_leaf_is_not_finite(norm):
     assert norm([jnp.ones(2), jnp.array([jnp.inf, 1.0])]) == jnp.inf
     assert jnp.isnan(norm([jnp.array([jnp.nan, jnp.inf])]))

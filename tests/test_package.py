@@ -37,6 +37,7 @@ ORDER = [
     "_guard",
     "_buffers",
     "_norms",
+    "_rollback",
     "_advance",
     "_optax",
     "_migrate",

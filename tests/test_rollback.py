@@ -1,0 +1,183 @@
+"""What is taken back where it is computed is what a select at the end takes back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from shared import assert_identical
+
+from jls._rollback import unless_taken_back
+
+OLD = [
+    jnp.array([1.0, -0.0, 3.0]),
+    jnp.array([4.0, 5.0, 6.0]),
+    jnp.int32(7),
+]
+
+
+def moments(mean, other, count):
+    """The update, here `other`, is computed from what is kept."""
+    mean = 0.5 * mean + 0.25 * other
+    count = count + 1
+    return [mean, mean / jnp.sqrt(count), count]
+
+
+def swapped(mean, other, count):
+    return [other, mean, count]
+
+
+def same_twice(mean, other, count):
+    new = mean * other
+    return [new, new, count - 1]
+
+
+def old_and_new(mean, other, count):
+    """One leaf becomes what another was, and that one changes."""
+    return [other, other * 2, count]
+
+
+def constants(mean, other, count):
+    return [jnp.zeros(3), other * jnp.array([1.0, 2.0, 3.0]), jnp.int32(5)]
+
+
+def in_a_branch(mean, other, count):
+    mean, other = lax.cond(
+        count > 5, lambda: (mean + other, other), lambda: (mean, mean - other)
+    )
+    return [mean, other + mean, count]
+
+
+def in_a_loop(mean, other, count):
+    def body(carry):
+        return carry[0] + 1, carry[1] * 0.5 + other
+
+    steps, mean = lax.while_loop(lambda carry: carry[0] < 3, body, (0, mean))
+    total, rows = lax.scan(lambda c, x: (c + x, c * x), jnp.float32(1.0), mean)
+    return [rows, other + total, count + steps]
+
+
+def in_a_jit(mean, other, count):
+    return jax.jit(moments)(mean, other, count)
+
+
+def not_a_number(mean, other, count):
+    return [mean / 0, other * jnp.nan, count * 0 - 1]
+
+
+@jax.custom_jvp
+def squared(x):
+    return x * x
+
+
+@squared.defjvp
+def _(primals, tangents):
+    return squared(*primals), 2 * primals[0] * tangents[0]
+
+
+def by_own_rule(mean, other, count):
+    return [squared(mean), squared(mean) + other, count]
+
+
+STEPS = [
+    moments,
+    swapped,
+    same_twice,
+    old_and_new,
+    constants,
+    in_a_branch,
+    in_a_loop,
+    in_a_jit,
+    not_a_number,
+    by_own_rule,
+]
+
+
+def guarded(step):
+    def run(flag, *old):
+        return unless_taken_back(flag, lambda: step(*old), old)
+
+    return run
+
+
+@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.parametrize("step", STEPS)
+def test_step_is_taken_whole_or_not_at_all(step, flag):
+    expected = jax.jit(step)(*OLD) if flag else OLD
+    for run in (jax.jit(guarded(step)), jax.jit(guarded(step), donate_argnums=(1, 2))):
+        assert_identical(run(jnp.asarray(flag), *map(jnp.copy, OLD)), expected)
+    eager = guarded(step)(jnp.asarray(flag), *OLD)
+    assert_identical(eager, step(*OLD) if flag else OLD)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_each_member_of_a_vmap_decides_for_itself(step):
+    flags = jnp.array([True, False, True])
+    many = jax.tree.map(lambda x: jnp.stack([x, x + 1, x - 1]), OLD)
+    results = jax.jit(jax.vmap(guarded(step)))(flags, *many)
+    expected = jax.jit(jax.vmap(step))(*many)
+    for i, flag in enumerate(flags):
+        of_one = [x[i] for x in (expected if flag else many)]
+        assert_identical([x[i] for x in results], of_one)
+
+
+def test_derivatives_go_through():
+    def loss(flag, mean, step):
+        return jnp.sum(step(flag, mean, *OLD[1:])[0] ** 2)
+
+    for step in (moments, in_a_branch, by_own_rule):
+        for flag in (True, False):
+            ours = jax.jit(jax.grad(lambda m, f=flag, s=step: loss(f, m, guarded(s))))
+            bare = jax.grad(
+                lambda m, f=flag, s=step: jnp.sum((s(m, *OLD[1:])[0] if f else m) ** 2)
+            )
+            np.testing.assert_allclose(ours(OLD[0]), bare(OLD[0]), rtol=1e-6)
+
+
+def test_keys_and_narrow_numbers_are_leaves_like_others():
+    old = [jax.random.key(3), jnp.bfloat16(2.0), jnp.float8_e5m2(0.5), jnp.bool_(True)]
+
+    def step(key, wide, narrow, flag):
+        return [jax.random.split(key)[0], wide * 3, narrow * narrow, ~flag]
+
+    for flag in (True, False):
+        new = jax.jit(guarded(step))(jnp.asarray(flag), *old)
+        expected = step(*old) if flag else old
+        data = [[jax.random.key_data(x[0]), *x[1:]] for x in (new, expected)]
+        assert_identical(*data)
+
+
+def test_effects_happen_once():
+    seen = []
+
+    def step(mean, other, count):
+        jax.debug.callback(lambda x: seen.append(int(x)), count)
+        return moments(mean, other, count)
+
+    jax.block_until_ready(jax.jit(guarded(step))(jnp.asarray(True), *OLD))
+    jax.effects_barrier()
+    assert seen == [7]
+
+
+def test_the_state_changes_in_place_and_is_read_once():
+    """What all this is for."""
+    args = [jnp.asarray(True), *jnp.ones((3, 1 << 16))]
+
+    def step(flag, grads, mean, param):
+        mean = 0.5 * mean + grads
+        return [mean, param - 0.125 * mean / (jnp.abs(mean) + 1)]
+
+    def ours(flag, *old):
+        return unless_taken_back(flag, lambda: step(flag, *old), old[1:])
+
+    def at_the_end(flag, *old):
+        new = step(flag, *old)
+        return [jnp.where(flag, x, y) for x, y in zip(new, old[1:], strict=True)]
+
+    def figures(run):
+        compiled = jax.jit(run, donate_argnums=(2, 3)).lower(*args).compile()
+        cost = compiled.cost_analysis()["bytes accessed"]
+        return np.array([cost, compiled.memory_analysis().temp_size_in_bytes])
+
+    assert np.all(figures(ours) <= figures(step) + 1024)
+    assert np.all(figures(at_the_end) > figures(step) + 1024)
