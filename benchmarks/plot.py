@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from benchmarks.contestants import FLOOR
 from benchmarks.report import contestants_of
@@ -20,19 +21,25 @@ def save(results: dict[str, Any], path: Path) -> None:
         [["ratio", "leaves"], ["ratio", "parameters"]], width_ratios=[2, 1]
     ).values()
     for i, name in enumerate(names):
-        shown = [
+        points = [
             (row + 0.12 * (len(names) / 2 - i), one["ratio"])
             for row, workload in zip(range(len(rows), 0, -1), rows, strict=True)
             if "ratio" in (one := workloads[workload]["results"].get(name, {}))
         ]
-        if name != FLOOR and shown:
-            medians = [one["median"] for _, one in shown]
-            below = [one["median"] - one["q1"] for _, one in shown]
-            above = [one["q3"] - one["median"] for _, one in shown]
-            heights = [height for height, _ in shown]
+        if name != FLOOR and points:
+            medians = [one["median"] for _, one in points]
+            below = [one["median"] - one["q1"] for _, one in points]
+            above = [one["q3"] - one["median"] for _, one in points]
+            heights = [height for height, _ in points]
             style = {"fmt": "o", "color": colours[name], "markersize": 4}
             ratio.errorbar(medians, heights, xerr=[below, above], label=name, **style)
     ratio.axvline(1.0, color="black", linewidth=0.8)
+    ratio.set_xscale("log")
+    ratio.xaxis.set_minor_locator(NullLocator())
+    ticks = [0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0]
+    low, high = ratio.get_xlim()
+    shown = [tick for tick in ticks if low <= tick <= high]
+    ratio.set_xticks(shown, [f"{tick:g}" for tick in shown])
     ratio.set_yticks(range(len(rows), 0, -1), rows)
     ratio.set_ylim(0.4, len(rows) + 0.6)
     ratio.set_xlabel("time of a step / plain optax: median and quartiles")
@@ -49,7 +56,11 @@ def save(results: dict[str, Any], path: Path) -> None:
             if line:
                 axes.plot(*zip(*line, strict=True), "o-", color=colours[name])
         axes.set_xscale("log")
+        axes.set_yscale("symlog", linthresh=100.0)  # an extra time may be below 0
         axes.axhline(0.0, color="black", linewidth=0.8)
+        axes.margins(y=0.1)
+        if axes.get_ylim()[0] > -100.0:
+            axes.set_ylim(bottom=0.0)
         axes.set_xlabel(kind)
         axes.set_ylabel("extra microseconds / step")
     figure.suptitle(f"{results['about']['device']}, jax {results['about']['jax']}")
