@@ -15,8 +15,8 @@ update from the moments, is computed from what was selected:
 
 Of a step that is kept, both are the same numbers. Of one that is taken back, nothing is
 left of either. Then moments change in place, in the passes of the bare optimizer: on a
-CPU a guarded Adam moves 11 times the bytes of the parameters, and the bare one 10; with
-selects at the end it is 16, with `lax.cond` 14.
+CPU a guarded AdamW moves 11 times the bytes of the parameters, the bare one 10. With
+selects at the end it would be 16, and with `lax.cond` too.
 """
 
 from collections.abc import Callable, Sequence
