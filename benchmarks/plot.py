@@ -16,10 +16,13 @@ def save(results: dict[str, Any], path: Path) -> None:
     colours = {name: f"C{i}" for i, name in enumerate(names)}
     workloads = results["workloads"]
     rows = [name for name in workloads if workloads[name]["growth"] is None]
+    kinds = ("leaves", "parameters")
+    curves = {k: [w for w in workloads.values() if w["growth"] == k] for k in kinds}
+    curves = {kind: points for kind, points in curves.items() if len(points) > 1}
     figure = Figure(figsize=(12, max(5.0, 2 + 0.5 * len(rows))), layout="constrained")
-    ratio, *growth = figure.subplot_mosaic(
-        [["ratio", "leaves"], ["ratio", "parameters"]], width_ratios=[2, 1]
-    ).values()
+    mosaic: Any = [["ratio", kind] for kind in curves] or [["ratio"]]
+    panels = figure.subplot_mosaic(mosaic, width_ratios=[2, 1][: len(mosaic[0])])
+    ratio = panels["ratio"]
     for i, name in enumerate(names):
         points = [
             (row + 0.12 * (len(names) / 2 - i), one["ratio"])
@@ -36,7 +39,7 @@ def save(results: dict[str, Any], path: Path) -> None:
     ratio.axvline(1.0, color="black", linewidth=0.8)
     ratio.set_xscale("log")
     ratio.xaxis.set_minor_locator(NullLocator())
-    ticks = [0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0]
+    ticks = [0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0]
     low, high = ratio.get_xlim()
     shown = [tick for tick in ticks if low <= tick <= high]
     ratio.set_xticks(shown, [f"{tick:g}" for tick in shown])
@@ -45,16 +48,22 @@ def save(results: dict[str, Any], path: Path) -> None:
     ratio.set_xlabel("time of a step / plain optax: median and quartiles")
     if ratio.get_legend_handles_labels()[0]:
         ratio.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(names))
-    for axes, kind in zip(growth, ("leaves", "parameters"), strict=True):
-        points = [one for one in workloads.values() if one["growth"] == kind]
+    for kind, points in curves.items():
+        axes = panels[kind]
         for name in names:
             line = [
-                (one[kind], 1e6 * one["results"][name]["extra_seconds"]["median"])
+                (one[kind], one["results"][name]["extra_seconds"])
                 for one in points
                 if name != FLOOR and "extra_seconds" in one["results"].get(name, {})
             ]
             if line:
-                axes.plot(*zip(*line, strict=True), "o-", color=colours[name])
+                low, middle, high = (
+                    [1e6 * seconds[q] for _, seconds in line]
+                    for q in ("q1", "median", "q3")
+                )
+                sizes = [size for size, _ in line]
+                axes.plot(sizes, middle, "o-", color=colours[name])
+                axes.fill_between(sizes, low, high, color=colours[name], alpha=0.2)
         axes.set_xscale("log")
         axes.set_yscale("symlog", linthresh=100.0)  # an extra time may be below 0
         axes.axhline(0.0, color="black", linewidth=0.8)

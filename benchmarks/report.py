@@ -1,5 +1,6 @@
 """What is said of the figures, in tables."""
 
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -27,10 +28,12 @@ def show(results: dict[str, Any], console: Console) -> None:
     )
     runs = [one for w in results["workloads"].values() for one in w["results"].values()]
     if any("ratio" in one for one in runs):
-        title = "Time of a step / plain optax: median (quartiles)"
-        console.print(_matrix(results, title, _ratio))
-        title = "Extra time of a step, microseconds: median (quartiles)"
-        console.print(_matrix(results, title, _extra))
+        wide = console.width >= 135
+        spread = "median (quartiles)" if wide else "median"
+        title = f"Time of a step / plain optax: {spread}"
+        console.print(_matrix(results, title, partial(_ratio, wide), FLOOR))
+        title = f"Extra time of a step, microseconds: {spread}"
+        console.print(_matrix(results, title, partial(_extra, wide), FLOOR))
     console.print(_matrix(results, "Bytes accessed, MB, by XLA's count", _bytes))
     console.print(_matrix(results, "Temporary / peak memory, MB", _memory))
     console.print(_matrix(results, "Kernels (and collectives) of a step", _kernels))
@@ -69,12 +72,13 @@ def not_least(results: dict[str, Any]) -> list[str]:
 
 
 def errors(results: dict[str, Any]) -> list[str]:
-    """Where a contestant did not run, and why."""
+    """Where a contestant did not run, or was not timed, and why."""
     return [
-        f"{name} did not run: {workload}, {one['error']}"
+        f"{name} {said}: {workload}, {one[field]}"
         for workload, figures in results["workloads"].items()
         for name, one in figures["results"].items()
-        if "error" in one
+        for field, said in (("error", "did not run"), ("no_times", "was not timed"))
+        if field in one
     ]
 
 
@@ -104,8 +108,10 @@ def limits(results: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _matrix(results: dict[str, Any], title: str, cell: Any) -> Table:
-    names = contestants_of(results)
+def _matrix(
+    results: dict[str, Any], title: str, cell: Any, without: str | None = None
+) -> Table:
+    names = [name for name in contestants_of(results) if name != without]
     table = Table(title=title, title_justify="left")
     table.add_column("workload")
     for name in names:
@@ -117,19 +123,20 @@ def _matrix(results: dict[str, Any], title: str, cell: Any) -> Table:
     return table
 
 
-def _ratio(one: dict[str, Any]) -> str:
-    return _text(one["ratio"]) if "ratio" in one else "-"
+def _ratio(wide: bool, one: dict[str, Any]) -> str:
+    return _text(one["ratio"], wide) if "ratio" in one else "-"
 
 
-def _extra(one: dict[str, Any]) -> str:
+def _extra(wide: bool, one: dict[str, Any]) -> str:
     if "extra_seconds" not in one:
         return "-"
     low, middle, high = (1e6 * one["extra_seconds"][q] for q in ("q1", "median", "q3"))
-    return f"{middle:.0f} ({low:.0f} to {high:.0f})"
+    return f"{middle:.0f} ({low:.0f} to {high:.0f})" if wide else f"{middle:.0f}"
 
 
-def _text(value: dict[str, float]) -> str:
-    return f"{value['median']:.3f} ({value['q1']:.2f}-{value['q3']:.2f})"
+def _text(value: dict[str, float], wide: bool = True) -> str:
+    quartiles = f" ({value['q1']:.2f}-{value['q3']:.2f})" if wide else ""
+    return f"{value['median']:.2f}{quartiles}"
 
 
 def _bytes(one: dict[str, Any]) -> str:

@@ -11,7 +11,12 @@ import optax
 from jax import Array
 
 from jls import _guard, _validate
-from jls._magnitude import agree_on_largest, all_finite, leaf_magnitudes
+from jls._magnitude import (
+    agree_on_largest,
+    all_finite,
+    finite_leaves,
+    leaf_magnitudes,
+)
 from jls._norms import norm_of_step
 from jls._rollback import unless_taken_back
 from jls._tree import (
@@ -86,7 +91,7 @@ def advance(
         # A NaN moment shows in its update. A NaN estimate of one number for all may
         # not, as that of D-Adaptation does not at first.
         numbers = [x for x in jax.tree.leaves(new) if jnp.ndim(x) == 0]
-        flags = [~_guard.has_nan(numbers)[None], leaf_magnitudes(made) < jnp.inf]
+        flags = [~_guard.has_nan(numbers)[None], finite_leaves(made)]
         flags = agree(jnp.concatenate(flags), axis_name)
         applied = acceptable & jnp.all(flags)
         good = jnp.where(acceptable, flags[1:], leaves_finite)
@@ -164,11 +169,13 @@ def _observe(guard: Guard, flags: Array, updates: Any) -> tuple[Array, Any]:
 
     All devices agree on both, by one collective.
     """
-    sizes = [jnp.where(flags, jnp.float32(0.0), jnp.inf), leaf_magnitudes(updates)]
-    sizes = agree_on_largest(jnp.concatenate(sizes), guard.axis_name)
-    flags = sizes < jnp.inf
-    sees_magnitudes = isinstance(guard.scaler, MagnitudeScaler)
-    return flags, jnp.max(sizes[1:]) if sees_magnitudes else jnp.all(flags[1:])
+    if isinstance(guard.scaler, MagnitudeScaler):
+        sizes = [jnp.where(flags, jnp.float32(0.0), jnp.inf), leaf_magnitudes(updates)]
+        sizes = agree_on_largest(jnp.concatenate(sizes), guard.axis_name)
+        return sizes < jnp.inf, jnp.max(sizes[1:])
+    flags = jnp.concatenate([flags, finite_leaves(updates)])
+    flags = agree(flags, guard.axis_name)
+    return flags, jnp.all(flags[1:])
 
 
 def _check_count(flags: Array, old: Array) -> None:

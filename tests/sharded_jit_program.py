@@ -296,10 +296,10 @@ def test_inner_state_is_placed_as_the_bare_optimizer_would_be(run):
 
 
 def assert_one_small_collective_more(layout, ours, bare):
-    """Magnitudes in one all-reduce, one for each leaf that is split; else nothing.
+    """Flags in one all-reduce, one for each leaf that is split; else nothing.
 
     XLA takes an all-reduce for each mesh axis over which a leaf is split, as it does
-    for a global norm: with two axes there are more of them, all of single numbers.
+    for a global norm: with two axes there are more of them, all of single flags.
     """
 
     def payload(found):
@@ -307,14 +307,14 @@ def assert_one_small_collective_more(layout, ours, bare):
 
     assert bare  # the pattern sees them
     splits = sum(axis is not None for spec in layout.params.values() for axis in spec)
-    sizes = {("all-reduce", "s32[]"): splits} if splits else {}
-    assert dict(payload(ours) - payload(bare)) == sizes
+    flags = {("all-reduce", "pred[]"): splits} if splits else {}
+    assert dict(payload(ours) - payload(bare)) == flags
     assert payload(bare) - payload(ours) == collections.Counter()
-    of_sizes = [items for _, items in ours if "s32[]" in items]
+    of_flags = [items for _, items in ours if "pred[]" in items]
     axes = {axis for spec in layout.params.values() for axis in spec if axis}
     if len(axes) < 2:
-        assert of_sizes == [["s32[]"] * 3] * len(axes)
-    assert len(of_sizes) < max(splits, 1)
+        assert of_flags == [["pred[]"] * 3] * len(axes)
+    assert len(of_flags) < max(splits, 1)
 
 
 def test_a_step_has_one_small_collective_more(run):

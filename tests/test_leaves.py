@@ -7,7 +7,7 @@ from flax import nnx
 from shared import both
 
 import jls
-from jls._magnitude import leaf_magnitudes
+from jls._magnitude import finite_leaves
 
 PARAMS = {
     "a": jnp.ones(2),
@@ -116,7 +116,7 @@ def test_flags_cost_no_more_than_the_check_itself():
     def figure(fun):
         return jax.jit(fun).lower(params).compile().cost_analysis()["bytes accessed"]
 
-    assert figure(leaf_magnitudes) <= figure(jls.all_finite) + 1024
+    assert figure(finite_leaves) <= figure(jls.all_finite) + 1024
 
 
 def test_bad_input_is_named():
