@@ -59,6 +59,9 @@ def cautious(
     the parameters overflow, instead of finding it anew by a skipped step every
     `growth_interval` steps. It sees only the gradients of the parameters: if those of
     the activations are larger by more than `headroom`, it overflows as `dynamic` does.
+    It sees what reaches the wrapper: clip inside of `jls.loss_scaled`, and leave
+    headroom where float16 gradients are summed or averaged before, over micro-batches
+    or devices.
 
     Args:
       init_scale: see `jls.dynamic`, as for the next six.

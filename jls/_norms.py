@@ -34,8 +34,10 @@ def norm_of_step(grads: Any, seen: Any, is_seen: ArrayLike) -> Array:
     norm = _norm(_floats(seen))
     if not isinstance(norm, Tracer) or jax.default_backend() != "cpu":
         return global_norm(grads)
+    pairs = zip(_floats(seen), _floats(grads), strict=True)
+    given = [jnp.where(is_seen, x, y) for x, y in pairs]
     is_done = is_seen & jnp.isfinite(norm)
-    return lax.cond(is_done, lambda: norm, lambda: global_norm(grads))
+    return lax.cond(is_done, lambda: norm, lambda: global_norm(given))
 
 
 def _floats(tree: Any) -> list[Array]:

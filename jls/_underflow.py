@@ -159,7 +159,8 @@ def _counts(pattern: Array, bounds: Array) -> Array:
 
 
 def _shares(counts: Array, size: int) -> UnderflowShares:
-    shares = counts / float(max(size, 1))
+    # Behind a barrier, so that leaves of other sizes share the compiled divisions.
+    shares = counts / lax.optimization_barrier(jnp.float32(max(size, 1)))
     zero, nonfinite = shares[:2]
     return UnderflowShares(zero, nonfinite, *shares[2:].reshape(3, 3))
 

@@ -43,8 +43,9 @@ def upgrade_state(target: State, saved: Any) -> State:
         as a new Flax `TrainState`; of an `nnx.Optimizer` its `opt_state`.
       saved: the same state as nested dicts, lists and arrays:
         `flax.serialization.msgpack_restore(bytes)`, a `to_state_dict`, or what Orbax
-        restores without a target. (From other devices, let Orbax give NumPy arrays:
-        docs/questions/checkpoints.md has the lines.)
+        restores without a target; or as the object itself, such as a `TrainState`.
+        (From other devices, let Orbax give NumPy arrays: docs/questions/checkpoints.md
+        has the lines.)
 
     Returns:
       As `target`, where its arrays are and in buffers of its own, with the values of
@@ -82,7 +83,7 @@ def _upgraded(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
     if parts is None:
         raise ValueError(
             f"saved must have {described(target)} {at(path)}, as target has, got "
-            f"{described(saved)}. {_OTHER}"
+            f"{described(saved)}. {_OTHER if is_array(saved) else _NO_TREE}"
         )
     if is_scaler_state(target) and _is_fixed(target):
         parts = parts | {"finite_count": target.finite_count}
@@ -103,15 +104,10 @@ def _is_fixed(scaler_state: Any) -> bool:
 
 def _parts(saved: Any) -> dict[str, Any] | None:
     """The parts of a saved node by name; None of a leaf."""
-    if saved is None:  # Orbax's word for a tuple without fields
-        return {}
-    if hasattr(saved, "_asdict"):
-        return saved._asdict()
-    if isinstance(saved, Mapping):
+    if isinstance(saved, Mapping):  # with keys of any kind
         return {str(name): part for name, part in saved.items()}
-    if isinstance(saved, list | tuple):
-        return {str(index): part for index, part in enumerate(saved)}
-    return None
+    children, structure = branches(saved)  # of None, Orbax's empty tuple, nothing
+    return None if is_leaf(structure) else children
 
 
 def _check_names(
@@ -135,7 +131,9 @@ def _check_names(
         for what, names in (("lacks", lacking), ("also has", unknown))
         if names
     ]
-    if is_wrapper_state(target) and not lacking:
+    if "opt_state" in unknown:
+        advice = "If target is the state of an optimizer: pass the opt_state of saved."
+    elif is_wrapper_state(target) and not lacking:
         advice = "A newer jls has saved it: install that version."
     elif is_wrapper_state(target):
         advice = (
@@ -162,6 +160,10 @@ def _check_names(
 
 
 _OTHER = "Make target with the optimizer and the parameters that were saved."
+_NO_TREE = (
+    "Pass nested dicts, lists and arrays; of an object, "
+    "flax.serialization.to_state_dict(object)."
+)
 
 
 def _value(target: Any, saved: Any, path: tuple[str, ...]) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of arguments. Of arrays only the dtype: their numbers may be unknown yet."""
+"""Checks of arguments. The numbers in arrays are not: they may be unknown yet."""
 
 import itertools
 import math
@@ -64,6 +64,15 @@ def _numeric(name: str, value: Any) -> Any:
     return value
 
 
+def _whole(name: str, value: Any) -> Any:
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(
+            f"{name} must be an integer, got an array of {value.dtype}. Convert it "
+            "with .astype(jnp.int32)."
+        )
+    return value
+
+
 def scale_value(name: str, value: Any) -> Any:
     """A loss scale that the arithmetic of every device can take."""
     return number(name, value, "from 2**-126 to 2**126", SMALLEST, LARGEST)
@@ -84,7 +93,7 @@ def lowering_factor(name: str, value: Any) -> Any:
 def interval(name: str, value: Any) -> Any:
     """A count of optimizer steps, an integer that fits int32."""
     if is_unchecked(value):
-        return _numeric(name, value)
+        return _whole(name, value)
     if not (is_real(value) and hasattr(value, "__index__")):
         raise TypeError(
             f"{name} must be an integer, got {type(value).__name__} {value!r}."

@@ -48,12 +48,14 @@ VALUES = {
     "function": lambda: None,
     "array": np.ones((2, 2)),
     "vector": jnp.ones(3),
+    "integers": jnp.arange(1, 3),
     "key": jax.random.key(0),
 }
 # Traced values: names of dtypes.
 TRACED = ["float32", "int32", "bool"]
 ALL = {*VALUES, *TRACED}
-ARRAYS = {"array", "vector", "float32", "int32"}  # numbers, which are not checked
+# Arrays of numbers, which are not checked.
+ARRAYS = {"array", "vector", "integers", "float32", "int32"}
 
 params = {"w": jnp.ones(2), "b": jnp.ones(())}
 optimizer = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(8.0))
@@ -243,15 +245,15 @@ TAKES = {
     "incr_ratio": NUMBERS,
     "backoff_factor": ARRAYS,
     "decr_ratio": ARRAYS,
-    "growth_interval": ARRAYS,
-    "backoff_interval": ARRAYS,
-    "hysteresis": ARRAYS,
-    "window": ARRAYS,
-    "scale_window": ARRAYS,
-    "delayed_shift": ARRAYS,
-    "dynamic_growth_steps": ARRAYS,
-    "incr_every_n_steps": ARRAYS,
-    "decr_every_n_nan_or_inf": ARRAYS,
+    "growth_interval": {"int32", "integers"},
+    "backoff_interval": {"int32", "integers"},
+    "hysteresis": {"int32", "integers"},
+    "window": {"int32", "integers"},
+    "scale_window": {"int32", "integers"},
+    "delayed_shift": {"int32", "integers"},
+    "dynamic_growth_steps": {"int32", "integers"},
+    "incr_every_n_steps": {"int32", "integers"},
+    "decr_every_n_nan_or_inf": {"int32", "integers"},
     "has_aux": {"True"},
     "local_norm": {"True"},
     "debias": {"True"},
@@ -272,7 +274,7 @@ TAKES = {
     "check_updates": {"None", "True"},
     "scaler": {"None"},
     "headroom": {"0", "2.5", *ARRAYS},
-    ("adaptive", "intervals"): {"array", "vector"},
+    ("adaptive", "intervals"): {"integers"},
     ("adaptive", "init_interval"): {"None"},
     ("presets.flax", "minimum_scale"): {"None", "2.5", *ARRAYS},
     ("presets.mindformers_adaptive", "scale_window"): set(),
@@ -331,9 +333,12 @@ LEFT = {
     # Shapes of hyperparameters are not checked: one for each member of a vmap is fine.
     ("underflow", "growth_factor", "array"),
     ("underflow", "growth_factor", "vector"),
+    ("underflow", "growth_factor", "integers"),
     ("underflow", "backoff_factor", "array"),
     ("underflow", "backoff_factor", "vector"),
+    ("underflow", "backoff_factor", "integers"),
     ("params_ema", "decay", "vector"),
+    ("params_ema", "decay", "integers"),
     # The optimizer's own, of parameters that are none.
     *(("wrap_state", "params", label) for label in ("text", "list", "object")),
     ("wrap_state", "params", "function"),

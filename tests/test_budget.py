@@ -81,7 +81,7 @@ def test_a_whole_step_costs_few_percent(workload):
     accessed, temporary, _ = figures_of(workload, OURS)
     bare_accessed, bare_temporary, _ = figures_of(workload, FLOOR)
     assert accessed <= 1.06 * bare_accessed
-    assert temporary <= 1.12 * bare_temporary
+    assert temporary <= 1.16 * bare_temporary
 
 
 def compiled_figures(step, *args):

@@ -1,8 +1,9 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from shared import assert_follows
+from shared import assert_follows, both
 
 import jls
 
@@ -149,6 +150,36 @@ def test_hyperparameter_of_another_type_is_a_type_error(name, value):
 def test_interval_that_is_no_integer_is_a_type_error(name, value):
     with pytest.raises(TypeError, match=f"{name} must be an integer, got "):
         jls.dynamic(**{name: value})
+
+
+NO_INTEGERS = [
+    np.array(2.0, np.float32),
+    jnp.float32(2.0),
+    jnp.array([2.0, 3.0]),
+    jnp.array(True),
+]
+
+
+@pytest.mark.parametrize("value", NO_INTEGERS)
+@pytest.mark.parametrize("name", ["growth_interval", "backoff_interval"])
+def test_interval_array_of_another_dtype_is_a_type_error(name, value):
+    rule = rf"{name} must be an integer, got an array of {value.dtype}\. .*astype"
+    for make in both(lambda x: jls.dynamic(8.0, **{name: x}).init()):
+        with pytest.raises(TypeError, match=rule):
+            make(value)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint32])
+def test_interval_arrays_of_any_integer_dtype_are_mapped_over(dtype):
+    intervals = np.array([1, 2], dtype)
+
+    def run(interval):
+        scaler = jls.dynamic(8.0, growth_interval=interval)
+        return scaler.adjust(scaler.init(), True).loss_scale
+
+    for mapped in both(jax.vmap(run)):
+        assert mapped(intervals).tolist() == [16.0, 8.0]
+    assert run(intervals[0].reshape(())) == 16.0  # numpy
 
 
 def test_numpy_scalars_are_numbers_and_arrays_pass_unchecked():

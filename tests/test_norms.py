@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,11 +8,17 @@ from shared import assert_close
 
 from jls._norms import global_norm, norm_of_step
 
+
+def ones_like(tree):
+    is_float = partial(jnp.issubdtype, arg2=jnp.inexact)
+    return jax.tree.map(lambda x: jnp.ones_like(x) if is_float(x.dtype) else x, tree)
+
+
 NORMS = [
     global_norm,
     jax.jit(global_norm),
     jax.jit(lambda tree: norm_of_step(tree, tree, True)),
-    jax.jit(lambda tree: norm_of_step(tree, jnp.ones(3), False)),
+    jax.jit(lambda tree: norm_of_step(tree, ones_like(tree), False)),
 ]
 NAMES = ["eager", "jit", "kept", "rejected"]
 

@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from shared import assert_identical
 
+import jls
 from jls._rollback import unless_taken_back
 
 OLD = [
@@ -132,6 +134,67 @@ def test_derivatives_go_through():
                 lambda m, f=flag, s=step: jnp.sum((s(m, *OLD[1:])[0] if f else m) ** 2)
             )
             np.testing.assert_allclose(ours(OLD[0]), bare(OLD[0]), rtol=1e-6)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("bad", [0, 1])
+def test_derivatives_through_a_rejected_step_are_finite(bad):
+    """Adam divides by 0 when it has not stepped yet: 0 times that would be NaN."""
+
+    def trained(learning_rate, b2):
+        optimizer = jls.loss_scaled(
+            optax.adam(learning_rate, b2=b2), jls.dynamic(8.0), check_updates=False
+        )
+        params = jnp.array([1.0, 2.0])
+        state = optimizer.init(params)
+        for i in range(3):
+            grads = jnp.full(2, jnp.nan) if i == bad else params
+            updates, state = optimizer.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return jnp.sum(params**2)
+
+    eager = jax.grad(trained, argnums=(0, 1))(0.1, 0.75)
+    assert all(np.isfinite(eager))
+    jitted = jax.jit(jax.grad(trained, argnums=(0, 1)))(0.1, 0.75)
+    np.testing.assert_allclose(jitted, eager, rtol=1e-5)
+
+
+@pytest.mark.standard_promotion
+def test_a_loop_until_convergence_never_sees_nan():
+    limit = 1000
+
+    def halved(updates, state, params=None):
+        def body(carry):
+            return carry[0] / 2, carry[1] + 1
+
+        def goes_on(carry):
+            return ~(jnp.max(jnp.abs(carry[0])) < 0.5) & (carry[1] < limit)
+
+        updates, count = lax.while_loop(goes_on, body, (updates, 0))
+        return updates, jnp.maximum(state, count)
+
+    inner = optax.chain(
+        optax.scale_by_adam(),
+        optax.GradientTransformation(lambda params: jnp.int32(0), halved),
+    )
+    counts = []
+
+    def counting(updates, state, params=None):
+        updates, state = inner.update(updates, state, params)
+        jax.debug.callback(lambda x: counts.append(int(x)), state[1])
+        return updates, state
+
+    for update in (inner.update, counting):
+        counted = optax.GradientTransformation(inner.init, update)
+        optimizer = jls.loss_scaled(counted, jls.dynamic(8.0), check_updates=False)
+        state = optimizer.init(jnp.ones(2))
+        step = jax.jit(optimizer.update)
+        _, state = step(jnp.full(2, jnp.nan), state, jnp.ones(2))
+        _, state = step(jnp.ones(2), state, jnp.ones(2))
+        assert 0 < state.inner_state[1] < limit
+    jax.effects_barrier()
+    assert len(counts) == 2
+    assert max(counts) < limit  # what the rejected step has seen, too
 
 
 def test_keys_and_narrow_numbers_are_leaves_like_others():

@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -156,6 +158,19 @@ def test_counts_over_uint32_keep_their_high_digit(monkeypatch):
     bounds = jnp.zeros((3, 3), jnp.uint32)
     counts = _underflow._counts(jnp.zeros(2, jnp.uint32), bounds)
     assert counts.tolist() == [3 * 2.0**32] * 11
+
+
+def test_leaves_of_other_sizes_share_the_kernels_that_divide():
+    """Else each of them is compiled anew for each size, for as long as the counting."""
+
+    def kernels(n):
+        grads = [jnp.ones((5 + i, 3)) for i in range(n)]
+        compiled = jax.jit(lambda g: jls.underflow(8.0, g)).lower(grads).compile()
+        names = r"%[\w.-]+|param_[\w.]+|, metadata=\{.*?\}"
+        bodies = re.sub(names, "", compiled.as_text()).split("\n\n")
+        return {body for body in bodies if re.search(r"\bdivide\(|\bmultiply\(", body)}
+
+    assert len(kernels(4)) <= len(kernels(2)) + 2  # 10 more without
 
 
 def test_no_values_have_no_shares():

@@ -172,14 +172,31 @@ def test_train_state_is_restored_with_its_step(tmp_path):
     state = target
     for _ in range(2):
         state = make.step(state, jnp.float32(1.0))
-        for form in list(forms(state, tmp_path / str(int(state.step))))[:3]:
+        raws = list(forms(state, tmp_path / str(int(state.step))))[:3]
+        for form in [*raws, state]:
             new = jls.upgrade_state(target, form)
             assert_identical(new, state)
             assert new.tx is target.tx
-    for form in list(forms(target, tmp_path))[:3]:
+    for form in [*list(forms(target, tmp_path))[:3], target]:
         new = jls.upgrade_state(state, form)  # a Python number into an array
         assert_identical(new.step, jnp.int32(0))
         assert jls.upgrade_state(target, form).step == 0
+
+
+def test_state_of_nnx_as_it_is_in_memory_is_restored():
+    tx = jls.loss_scaled(optax.adam(0.1), jls.dynamic(8.0))
+    optimizer = nnx.Optimizer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
+    optimizer.opt_state = jls.set_loss_scale(optimizer.opt_state, 32.0)
+    target = nnx.clone(optimizer).opt_state
+    target = jls.set_loss_scale(target, 4.0)
+    for saved in (optimizer.opt_state, nnx.state(optimizer)["opt_state"]):
+        new = jls.upgrade_state(target, saved)
+        assert jls.loss_scale(new) == 32.0
+        assert jax.tree.structure(new) == jax.tree.structure(target)
+    with pytest.raises(
+        ValueError, match=r"has opt_state, .*pass the opt_state of saved"
+    ):
+        jls.upgrade_state(target, optimizer)
 
 
 def test_keys_of_random_numbers_are_restored(tmp_path):
@@ -339,6 +356,17 @@ OTHER = r"Make target with the optimizer and the parameters that were saved\."
             np.ones(2), r"at the root, as target has, got float64", id="array"
         ),
         pytest.param(b"bytes", "at the root, as target has, got a bytes", id="bytes"),
+        pytest.param(
+            object(),
+            r"saved must have LossScaledState\(.* at the root, .* got a object\. Pass "
+            r"nested dicts, .* flax\.serialization\.to_state_dict\(object\)",
+            id="object",
+        ),
+        pytest.param(
+            RAW | {"scaler_state": object()},
+            "at 'scaler_state', .* got a object. Pass nested dicts",
+            id="object within",
+        ),
         pytest.param({}, r"lacks inner_state, .* jls\.wrap_state", id="nothing"),
     ],
 )
