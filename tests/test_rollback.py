@@ -156,7 +156,7 @@ def test_derivatives_through_a_rejected_step_are_finite(bad):
     eager = jax.grad(trained, argnums=(0, 1))(0.1, 0.75)
     assert all(np.isfinite(eager))
     jitted = jax.jit(jax.grad(trained, argnums=(0, 1)))(0.1, 0.75)
-    np.testing.assert_allclose(jitted, eager, rtol=1e-5)
+    np.testing.assert_allclose(jitted, eager, rtol=1e-3)
 
 
 @pytest.mark.standard_promotion
