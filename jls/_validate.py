@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of arguments. The numbers in arrays are not: they may be unknown yet."""
+"""Checks of arguments. Of arrays not the numbers, which may be unknown yet."""
 
 import itertools
 import math
