@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jls._tree import is_array, is_inexact, wide_dtype, widen
+from jls._tree import floats, is_array, is_inexact, wide_dtype, widen
 
 
 def no_updates(updates: Any, params: Any) -> Any:
@@ -41,9 +41,7 @@ def has_nan(tree: Any) -> Array:
     Of a state no more is asked: some optimizers keep an inf on purpose, as the best
     value so far.
     """
-    flags = [
-        jnp.any(jnp.isnan(widen(x))) for x in jax.tree.leaves(tree) if is_inexact(x)
-    ]
+    flags = [jnp.any(jnp.isnan(widen(leaf))) for leaf in floats(tree)]
     return jnp.any(jnp.stack(flags)) if flags else jnp.asarray(False)
 
 
@@ -105,5 +103,5 @@ def with_arrays(tree: Any, arrays: list[Any]) -> Any:
 
 def is_narrow(tree: Any) -> bool:
     """Whether any inexact leaf is narrower than float32."""
-    dtypes = [jnp.result_type(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
+    dtypes = [jnp.result_type(leaf) for leaf in floats(tree)]
     return any(wide_dtype(dtype) != dtype for dtype in dtypes)

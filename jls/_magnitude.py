@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jls._tree import AxisName, agree, bound_names, is_inexact, widen
+from jls._tree import AxisName, agree, bound_names, floats, is_inexact, widen
 
 
 def all_finite(tree: Any, axis_name: AxisName = None) -> Array:
@@ -77,15 +77,14 @@ def finite_leaves(tree: Any) -> Array:
     """Of each floating-point leaf, `bool[n]`, whether no element is inf or NaN."""
     if _reduces_two_at_once():
         return leaf_magnitudes(tree) < jnp.inf
-    leaves = _floats(tree)
     # XLA has no `is-finite` for 8-bit floats.
-    flags = [jnp.all(jnp.isfinite(widen(x))) for x in leaves]
+    flags = [jnp.all(jnp.isfinite(widen(x))) for x in floats(tree)]
     return jnp.stack(flags) if flags else jnp.ones(0, jnp.bool_)
 
 
 def leaf_magnitudes(tree: Any) -> Array:
     """Of each floating-point leaf, `f32[n]`, the largest magnitude; inf for NaN too."""
-    leaves = _floats(tree)
+    leaves = floats(tree)
     if not leaves:
         return jnp.zeros(0)
     # Put together first, so that what follows is no kernel for each leaf.
@@ -143,10 +142,6 @@ def _max_and_any(bits: Array, inf: Array) -> tuple[Array, Array]:
 
     axes, false = tuple(range(bits.ndim)), jnp.asarray(False)
     return lax.reduce((bits, bits >= inf), (zero, false), join, axes)
-
-
-def _floats(tree: Any) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
 
 
 def as_magnitude(largest: Any) -> Array:

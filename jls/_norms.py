@@ -15,12 +15,12 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jls._tree import is_inexact, widen
+from jls._tree import floats, widen
 
 
 def global_norm(tree: Any) -> Array:
     """The L2 norm over all leaves, `f32[]`; inf or NaN if a leaf is not finite."""
-    leaves = _floats(tree)
+    leaves = _wide(tree)
     norm = _norm(leaves)
     return jnp.where(jnp.isfinite(norm), norm, _careful_norm(leaves))
 
@@ -31,17 +31,18 @@ def norm_of_step(grads: Any, seen: Any, is_seen: ArrayLike) -> Array:
     An optimizer that clips needs the norm of what it sees, and XLA CPU computes it once
     for both. Elsewhere the host might have to wait for the flag of a branch.
     """
-    norm = _norm(_floats(seen))
+    norm = _norm(_wide(seen))
     if not isinstance(norm, Tracer) or jax.default_backend() != "cpu":
         return global_norm(grads)
-    pairs = zip(_floats(seen), _floats(grads), strict=True)
+    # Selected out here, since a branch needs in memory all that it reads.
+    pairs = zip(_wide(seen), _wide(grads), strict=True)
     given = [jnp.where(is_seen, x, y) for x, y in pairs]
     is_done = is_seen & jnp.isfinite(norm)
     return lax.cond(is_done, lambda: norm, lambda: global_norm(given))
 
 
-def _floats(tree: Any) -> list[Array]:
-    return [widen(leaf) for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+def _wide(tree: Any) -> list[Array]:
+    return [widen(leaf) for leaf in floats(tree)]
 
 
 def _careful_norm(leaves: list[Array]) -> Array:

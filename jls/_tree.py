@@ -42,6 +42,11 @@ def is_inexact(leaf: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
+def floats(tree: Any) -> list[Any]:
+    """The inexact leaves of `tree`."""
+    return [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+
+
 def wide_dtype(dtype: Any) -> Any:
     """`dtype`, or float32 if narrower; `promote_types` would refuse 8-bit floats."""
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
