@@ -31,9 +31,9 @@ NEW_FIELDS = ADDED[jls.LossScaledState]
 def read(name, form, tmp_path):
     """What a library restores without a target."""
     if form == "msgpack":
-        data = (FOLDER / f"{name}.msgpack").read_bytes()
+        data = (FOLDER / "before_0.1.0" / f"{name}.msgpack").read_bytes()
         return serialization.msgpack_restore(data)
-    with zipfile.ZipFile(FOLDER / f"{name}.orbax.zip") as file:
+    with zipfile.ZipFile(FOLDER / "before_0.1.0" / f"{name}.orbax.zip") as file:
         file.extractall(tmp_path / name)
     with ocp.PyTreeCheckpointer() as checkpointer:
         tree = checkpointer.metadata(tmp_path / name).item_metadata.tree
@@ -92,7 +92,7 @@ def test_without_the_upgrade_an_older_checkpoint_is_an_error(tmp_path):
     state = make.trained("dynamic")
     before = jax.tree.map(np.array, state)
     with pytest.raises(ValueError, match="nonfinite_updates"):
-        serialization.from_bytes(state, (FOLDER / "dynamic.msgpack").read_bytes())
+        serialization.from_bytes(state, (FOLDER / "before_0.1.0" / "dynamic.msgpack").read_bytes())
     read("dynamic", "orbax", tmp_path)
     with pytest.raises(ValueError, match="nonfinite_updates"):
         restored(tmp_path / "dynamic", state)
@@ -100,8 +100,8 @@ def test_without_the_upgrade_an_older_checkpoint_is_an_error(tmp_path):
 
 
 def test_fixtures_are_small():
-    files = [f for f in FOLDER.iterdir() if f.suffix in (".msgpack", ".zip")]
-    assert len(files) == 4
+    files = [f for f in FOLDER.rglob("*") if f.suffix in (".msgpack", ".zip")]
+    assert len(files) == 16
     assert all(file.stat().st_size < 20_000 for file in files)
 
 

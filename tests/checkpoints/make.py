@@ -15,8 +15,14 @@ from flax.training.train_state import TrainState
 import jls
 
 SCALERS = {
+    "static": jls.static(8.0),
     "dynamic": jls.dynamic(8.0, growth_interval=3),
+    "cumulative": jls.cumulative(8.0, growth_interval=3),
+    "hysteresis": jls.hysteresis(8.0, growth_interval=3),
     "adaptive": jls.adaptive(8.0, intervals=(2, 3)),
+    "cautious": jls.cautious(8.0, growth_interval=3),
+    "log_max": jls.log_max(8.0, growth_interval=3),
+    "deepspeed": jls.presets.deepspeed(8.0, scale_window=3),
 }
 PARAMS = {"layers": [jnp.array([0.5, -1.5]), jnp.ones(3)], "bias": jnp.float32(2.0)}
 GRADS = [1.0, jnp.inf, 2.0, jnp.nan, 3.0, 0.5, 1.0]
@@ -48,7 +54,8 @@ def trained(name):
 
 
 if __name__ == "__main__":
-    folder = Path(__file__).parent
+    folder = Path(__file__).parent / jls.__version__
+    folder.mkdir()
     for name in SCALERS:
         state = trained(name)
         (folder / f"{name}.msgpack").write_bytes(serialization.to_bytes(state))
