@@ -62,10 +62,10 @@ def _run_doctor(arguments: list[str]) -> None:
         "--json", action="store_true", help="print the findings as JSON"
     )
     options = parser.parse_args(arguments)
-    from jls import _doctor
+    from jls._cli import doctor
 
-    findings = _doctor.examine()
-    print(json.dumps(findings, indent=2) if options.json else _doctor.report(findings))
+    findings = doctor.examine()
+    print(json.dumps(findings, indent=2) if options.json else doctor.report(findings))
     if not findings["ok"]:
         raise SystemExit(1)
 
@@ -79,10 +79,10 @@ def _run_demo(arguments: list[str]) -> None:
     jax.config.update("jax_platforms", "cpu")
     save_plot = None
     try:
-        from jls import _demo_report
+        from jls._cli import demo_report
 
         if not options.no_plot:
-            from jls._demo_plot import save as save_plot
+            from jls._cli.demo_plot import save as save_plot
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in EXTRA:
             raise
@@ -91,8 +91,8 @@ def _run_demo(arguments: list[str]) -> None:
             'Install what it needs with: pip install "jls[demo]"\n'
             'or, from a checkout of jls: pip install -e ".[demo]"'
         ) from error
-    runs = _demo_report.train_all(options.steps, options.seed)
-    _demo_report.show(runs)
+    runs = demo_report.train_all(options.steps, options.seed)
+    demo_report.show(runs)
     if save_plot:
         save_plot(runs, options.output)
         print(f"\nPlot: {options.output}")

@@ -4,15 +4,15 @@
     w_t = d_t * w_(t-1) + (1 - d_t)
     a_t = a_(t-1) + (1 - d_t) / w_t * (p_t - a_(t-1))
 
-With `debias` w_0 is 0: nothing is averaged yet, and a_1 is p_1. Without, it is 1: the
-initial parameters count in full, and w stays 1.
+With `debias` w_0 is 0: nothing is averaged yet, and a_1 is p_1. Without it w_0 is 1:
+the initial parameters count in full, and w stays 1.
 
-Differs from `optax.ema` in: it averages parameters, not updates, which go on untouched.
+Differs from `optax.ema` in: it averages parameters, and passes the updates on.
 Differs from `optax.incremental_update` in: it sees whether the step was applied.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,26 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jls import _validate
-from jls._buffers import own
-from jls._locate import find, unwrapped
-from jls._tree import is_array, is_inexact, widen
-from jls._types import ParamsEmaState
+from jls._placement import own_buffers
+from jls._state import find
+from jls._tree import is_array, is_extended, is_inexact, read_variables, widen
+from jls._types import exportable
+
+
+@exportable
+class ParamsEmaState(NamedTuple):
+    """State of `jls.params_ema`. The count stops at the int32 maximum.
+
+    Example:
+      >>> state = jls.params_ema(0.999).init({"w": jnp.ones(2, jnp.float16)})
+      >>> state.ema
+      {'w': Array([1., 1.], dtype=float32)}
+    """
+
+    # Steps averaged. The name is that of optax's counts, and of a method of tuples.
+    count: Array  # i32[]  # pyright: ignore[reportIncompatibleMethodOverride]
+    weight: Array  # f32[]  in [0, 1], of the average so far against an empty start
+    ema: Any  # like the parameters, in at least float32
 
 
 def params_ema(
@@ -33,29 +49,29 @@ def params_ema(
     """Returns a transformation that keeps an average of the parameters to evaluate.
 
     Put it last inside the wrapper, where it sees the updates that will be applied. It
-    hands them on untouched and averages `optax.apply_updates(params, updates)`. A
-    skipped step leaves the average, its weight and its count bit for bit. Outside of
-    the wrapper a skipped step would count the unchanged parameters once more, and
-    before other transformations it would average parameters that nobody has.
+    passes them on and averages `optax.apply_updates(params, updates)`. A skipped step
+    leaves the average, its weight and its count as they were, bit for bit. Outside the
+    wrapper a skipped step would count the unchanged parameters once more; before other
+    transformations it would average parameters that nobody has.
 
     Args:
       decay: how much of the average one step keeps, in [0, 1) as float32: 0.999
-        averages over the last thousand steps or so. Or a schedule, which maps the
-        number of steps averaged so far (i32[], 0 at the first) to that.
-      debias: True leaves the initial parameters out: the average is the debiased one
-        of Adam, and after the first step those parameters exactly. False starts from
+        averages over the last thousand steps or so. Or a schedule of it, called with
+        the number of steps averaged so far (i32[], 0 at the first).
+      debias: True leaves the initial parameters out: the average is corrected as in
+        Adam, and after the first step it is exactly the parameters. False starts from
         the initial parameters.
 
     Returns:
-      A transformation with state `ParamsEmaState`, whose `update` needs `params`. The
-      average is in the dtype of the parameter, at least float32, and ready at any time:
-      before the first step it is the initial parameters. Leaves that are not floating
-      point (int, PRNG keys) are the newest ones. An element that becomes inf or NaN in
-      the parameters does not enter the average.
+      A transformation with state `jls.types.ParamsEmaState`, whose `update` needs
+      `params`. The average is in the dtype of the parameter, at least float32, and
+      ready at any time: before the first step it is the initial parameters. Leaves that
+      are not floating point (int, PRNG keys) are the newest ones. An element that
+      becomes inf or NaN in the parameters does not enter the average.
 
     Raises:
-      TypeError: if `decay` is neither a real number nor a function, or `debias` no
-        bool.
+      TypeError: if `decay` is neither a real number nor a function, or `debias` not
+        a bool.
       ValueError: if `decay` is out of range; arrays, traced values and what a schedule
         returns are not checked. At `update`, if `params` is missing.
 
@@ -79,14 +95,13 @@ def params_ema(
     if not callable(decay):
         just_below = 1.0 - 2.0**-24  # in float32
         decay = _validate.number("decay", decay, "in [0, 1)", 0.0, just_below)
-    if not isinstance(debias, bool):
-        raise TypeError(f"debias must be True or False, got {debias!r}.")
+    debias = _validate.flag("debias", debias)
 
     def init(params):
         return ParamsEmaState(
             count=jnp.zeros((), jnp.int32),
             weight=jnp.full((), 0.0 if debias else 1.0, jnp.float32),
-            ema=own(jax.tree.map(widen, params), params),
+            ema=own_buffers(jax.tree.map(widen, params), params),
         )
 
     def update(updates, state, params=None, **extra):
@@ -98,14 +113,14 @@ def params_ema(
         kept = jnp.asarray(decay(state.count) if callable(decay) else decay)
         kept = kept.astype(jnp.float32)
         weight = kept * state.weight + (1 - kept)
-        # Apart, for a schedule that begins with 1: there is nothing to keep yet.
+        # For a schedule that begins with 1: there is nothing to keep yet.
         is_first = state.weight == 0
         rate = jnp.where(is_first, 1, (1 - kept) / jnp.where(is_first, 1, weight))
 
         def average(old, param, update):
-            new = _applied(param, update)
+            new = _apply_update(param, update)
             if not is_inexact(old):
-                return own(new, param)
+                return own_buffers(new, param)
             new = widen(new)
             moved = old + rate.astype(old.dtype) * (new - old)
             moved = jnp.where(rate == 1, new, moved)  # exactly, whatever `old` is
@@ -124,20 +139,20 @@ def params_ema(
 def eval_params(state: Any) -> Any:
     """Returns the averaged parameters that a `jls.params_ema` in `state` keeps.
 
-    They are in at least float32. To evaluate in the dtypes of the parameters, cast:
+    They are in at least float32. To evaluate in the parameters' dtypes, cast them:
     `jax.tree.map(lambda a, p: a.astype(p.dtype), jls.eval_params(state), params)`.
     With Linen: `train_state.apply_fn({"params": jls.eval_params(train_state)}, x)`.
     With NNX, in a second model: `evaluated = nnx.clone(model)` and
     `nnx.update(evaluated, jls.eval_params(optimizer))`.
 
     Args:
-      state: anything that carries exactly one average: a `ParamsEmaState`, an optax
-        state however nested, a Flax `TrainState`, an `nnx.Optimizer`.
+      state: anything that carries exactly one average: a `jls.types.ParamsEmaState`, an
+        optax state however nested, a Flax `TrainState`, an `nnx.Optimizer`.
 
     Returns:
-      A tree like the parameters; of an `nnx.Optimizer` an `nnx.State` of arrays. Before
-      the first step, the initial parameters. Outside of jit they are the state's own
-      buffers, which a step that donates the state deletes: evaluate before it, or
+      A tree like the parameters; for an `nnx.Optimizer`, an `nnx.State` of arrays.
+      Before the first step, the initial parameters. Outside of jit they are the state's
+      own buffers, which a step that donates the state deletes: evaluate before it, or
       copy them (`jax.tree.map(jnp.copy, ...)`).
 
     Raises:
@@ -153,7 +168,7 @@ def eval_params(state: Any) -> Any:
         raise ValueError(
             "state must carry an average of the parameters, got "
             f"{type(state).__name__} without one. Pass the state of an optimizer with "
-            "jls.params_ema in it, last inside of jls.loss_scaled."
+            "jls.params_ema in it, last inside jls.loss_scaled."
         )
     if len(found) > 1:
         paths = ", ".join(f"'{path}'" for path, _ in found)
@@ -161,14 +176,12 @@ def eval_params(state: Any) -> Any:
             "state must carry exactly one average of the parameters, got "
             f"{len(found)}: at {paths}. Pass the part of the state that is meant."
         )
-    return unwrapped(found[0][1].ema)
+    return read_variables(found[0][1].ema)
 
 
-def _applied(param: Any, update: Any) -> Any:
+def _apply_update(param: Any, update: Any) -> Any:
     """`param` after the step; None, a mask or float0 for an update leave it alone."""
-    is_number = is_array(param) and not jnp.issubdtype(
-        jnp.result_type(param), jax.dtypes.extended
-    )
+    is_number = is_array(param) and not is_extended(param)
     return (
         optax.apply_updates(param, update) if is_number and is_array(update) else param
     )

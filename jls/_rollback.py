@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take back what a function computes, at the place where it is computed.
+"""Roll back what a function computes, at the place where it is computed.
 
 A select after an optimizer has made its whole step costs memory: the new moments and
 the old ones are needed at the same time, and what is computed from the new ones is
 computed from values that nobody keeps. XLA copies the old ones, or computes twice.
 
 Here the program of the optimizer is taken apart, and each value that becomes part of
-its state is selected as soon as it is there. Whatever is computed from it, as the
+its state is selected as soon as it is there. Whatever is computed from it, such as the
 update from the moments, is computed from what was selected:
 
     new_mu = b1 * mu + (1 - b1) * grads         mu = where(ok, b1 * mu + ..., mu)
     new_nu = ...                          ->    nu = where(ok, ..., nu)
     updates = new_mu / sqrt(new_nu)             updates = mu / sqrt(nu)
 
-Of a step that is kept, both are the same numbers. Of one that is taken back, none is
-left of either. Then moments change in place, in the passes of the bare optimizer: on a
-CPU a guarded AdamW moves 11 times the bytes of the parameters, the bare one 10. With
-selects at the end it would be 16, and with `lax.cond` too.
+In a step that is kept, both are the same numbers. In a step that is rolled back,
+nothing is left of either. The moments then change in place, in the passes of the bare
+optimizer: on a CPU a guarded AdamW moves 11 times the bytes of the parameters, the bare
+one 10. With selects at the end it would be 16, and with `lax.cond` too.
 
-What is computed from an old state may be NaN, as Adam's first bias correction. It is
+What is computed from an old state may be NaN, as Adam's first bias correction is. It is
 never kept, but two things could see it: a loop until convergence, which then might not
 end, and a derivative, since 0 times NaN is NaN. So a program with such loops, or with
 effects, is selected at the end, and so is what derivatives are taken of.
@@ -33,11 +33,25 @@ from jax import Array
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Literal
 
+from jls._tree import Tree, is_array
 
-def unless_taken_back(
+
+def roll_back_unless(flag: Array, fun: Callable[[], Tree], old: Tree) -> Tree:
+    """`fun()` where `flag`, else `old`: trees of one structure, shapes and dtypes.
+
+    Leaves that are not arrays are those of `old`.
+    """
+    arrays = iter(_select_arrays(flag, lambda: _arrays(fun()), _arrays(old)))
+    return jax.tree.map(lambda x: next(arrays) if is_array(x) else x, old)
+
+
+def _arrays(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
+
+
+def _select_arrays(
     flag: Array, fun: Callable[[], Sequence[Array]], old: Sequence[Array]
 ) -> list[Array]:
-    """`fun()` where `flag`, else `old`: arrays of the same shapes and dtypes."""
     if not isinstance(flag, Tracer):
         return _select(flag, fun(), old)
     traced = jax.make_jaxpr(fun)()

@@ -1,21 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two linear maps of loss scaling and their dtype rule: at least float32."""
+"""Scale and unscale, and differentiate in between: true loss and true gradients.
 
+Both maps are linear and compute in at least float32.
+"""
+
+import functools
 import warnings
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jls._locate import locate
-from jls._tree import Tree, is_inexact, widen
+from jls import _validate
+from jls._state import scaler_state_in
+from jls._tree import Tree, is_array, is_inexact, widen
+
+P = ParamSpec("P")
+Aux = TypeVar("Aux")
 
 
 def scale(state: Any, tree: Tree) -> Tree:
     """Returns `tree` times the loss scale, in at least float32.
 
-    Differentiable and linear. Scale a loss with it, or let `jls.value_and_grad` do so.
+    Differentiable and linear. Scale a loss with it, or let `jls.value_and_grad` do it.
 
     Args:
       state: anything that carries exactly one loss scale.
@@ -40,7 +49,7 @@ def scale(state: Any, tree: Tree) -> Tree:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, arXiv:1710.03740,
       section 3.2.
     """
-    loss_scale = locate(state).loss_scale
+    loss_scale = scaler_state_in(state).loss_scale
     loss: Any = tree
     if getattr(loss, "dtype", None) == jnp.float16 and jnp.shape(loss) == ():
         warnings.warn(
@@ -63,7 +72,7 @@ def unscale(state: Any, tree: Tree) -> Tree:
 
     Returns:
       A pytree like `tree`; floating-point leaves narrower than float32 become float32.
-      With a scale that is a power of two this is exact; any other is rounded twice.
+      Exact if the scale is a power of two; any other rounds twice.
 
     Raises:
       ValueError: if `state` carries no loss scale, or several.
@@ -73,7 +82,7 @@ def unscale(state: Any, tree: Tree) -> Tree:
       >>> jls.unscale(state, [jnp.float16(2**-14), 3])
       [Array(1.8626451e-09, dtype=float32), 3]
     """
-    loss_scale = locate(state).loss_scale
+    loss_scale = scaler_state_in(state).loss_scale
     return jax.tree.map(lambda leaf: _times(leaf, loss_scale, inverse=True), tree)
 
 
@@ -83,10 +92,193 @@ def _times(leaf: Any, loss_scale: Array, inverse: bool = False) -> Any:
     array = widen(leaf)
     factor = jnp.asarray(loss_scale, array.real.dtype)
     if inverse:
-        # With a division XLA CPU would write the unscaled gradients to memory. Products
-        # it repeats wherever they are read.
+        # XLA CPU would write the results of a division to memory. A product it repeats
+        # wherever the gradients are read.
         factor = lax.reciprocal(factor)
     if jnp.iscomplexobj(array):
         # Complex arithmetic would turn (inf + 1j) * (scale + 0j) into inf + NaN j.
         return lax.complex(array.real * factor, array.imag * factor)
     return array * factor
+
+
+@overload
+def value_and_grad(
+    fun: Callable[P, Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: Literal[False] = False,
+    *,
+    transform: Callable[..., Any] = jax.value_and_grad,
+) -> Callable[Concatenate[Any, P], tuple[Array, Any]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[P, tuple[Any, Aux]],
+    argnums: int | Sequence[int] = 0,
+    *,
+    has_aux: Literal[True],
+    transform: Callable[..., Any] = jax.value_and_grad,
+) -> Callable[Concatenate[Any, P], tuple[tuple[Array, Aux], Any]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[P, Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    transform: Callable[..., Any] = jax.value_and_grad,
+) -> Callable[Concatenate[Any, P], Any]: ...
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: Any = 0,
+    has_aux: bool = False,
+    *,
+    transform: Callable[..., Any] = jax.value_and_grad,
+) -> Callable[..., Any]:
+    """Returns a function that computes the loss and its gradients under a loss scale.
+
+    It multiplies the loss by the loss scale, differentiates, and divides the gradients
+    by it again, so that small ones do not vanish in float16 on the way. Nothing scaled
+    is visible: clip, log, average and accumulate the result as usual. It does not
+    adjust the scale; the optimizer made by `jls.loss_scaled` does.
+
+    Args:
+      fun: returns the loss, a real floating-point scalar, or `(loss, aux)`. Reduce a
+        float16 loss in float32.
+      argnums: which arguments of `fun` to differentiate, an int or a tuple of ints;
+        `state` is not counted.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      transform: the function that differentiates: `jax.value_and_grad`,
+        `nnx.value_and_grad`, `eqx.filter_value_and_grad`, or a `functools.partial` of
+        one. It is called as `transform(f, has_aux=True)`, with `argnums=` only when
+        that is not 0.
+
+    Returns:
+      `f(state, *args, **kwargs)` that returns `(loss, grads)`, or
+      `((loss, aux), grads)`. The loss is what `fun` returned, and finite whenever that
+      is, even if the gradients are not. Loss and gradients are in at least float32;
+      leaves that are not floating point pass untouched.
+
+    Raises:
+      TypeError: at once, if `fun` or `transform` is not a function, or `has_aux` not a
+        bool; when called, if the loss is not real floating point, or not a pair with
+        `has_aux`, or if `transform` is of another form.
+      ValueError: when called, if the loss is not a scalar, or `state` carries no loss
+        scale, or several.
+
+    Warns:
+      UserWarning: at trace time, for a float16 loss; see `jls.scale`.
+
+    Example:
+      >>> state = jls.dynamic(2.0**15).init()
+      >>> def loss_fn(w, x):
+      ...     return jnp.sum((w * x).astype(jnp.float32)) * 1e-6
+      >>> w = jnp.ones(2, jnp.float16)
+      >>> loss, grads = jls.value_and_grad(loss_fn)(state, w, jnp.float16(0.01))
+      >>> grads
+      Array([1.0004442e-08, 1.0004442e-08], dtype=float32)
+      >>> jax.grad(loss_fn)(w, jnp.float16(0.01))
+      Array([0., 0.], dtype=float16)
+
+    References:
+      Micikevicius et al., Mixed Precision Training, ICLR 2018, arXiv:1710.03740,
+      section 3.2.
+    """
+    _validate.function("fun", fun)
+    _validate.function("transform", transform)
+    has_aux = _validate.flag("has_aux", has_aux)
+
+    @_rename_like(fun)
+    def with_loss_scale(state, /, *args, **kwargs):
+        scaler_state = scaler_state_in(state)
+
+        def scaled(*args, **kwargs):
+            loss, aux = _loss_and_aux(fun(*args, **kwargs), has_aux)
+            # The true loss travels as aux: scaled and divided again it would be NaN
+            # whenever the scaled one overflows.
+            return scale(scaler_state, loss), (loss, aux)
+
+        options = {} if argnums == 0 else {"argnums": argnums}
+        differentiated = transform(scaled, has_aux=True, **options)
+        value, grads = differentiated(*args, **kwargs)
+        if not (isinstance(value, tuple) and len(value) == 2):
+            raise TypeError(
+                "transform must be of the form of jax.value_and_grad, and return "
+                f"((value, aux), grads) with has_aux=True, got {transform!r}."
+            )
+        _, (loss, aux) = value
+        loss = widen(loss)
+        return ((loss, aux) if has_aux else loss), unscale(scaler_state, grads)
+
+    return with_loss_scale
+
+
+def grad(
+    fun: Callable[P, Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    transform: Callable[..., Any] = jax.value_and_grad,
+) -> Callable[Concatenate[Any, P], Any]:
+    """Returns a function that computes gradients under a loss scale.
+
+    This is `jls.value_and_grad` without the value.
+
+    Args:
+      fun: returns the loss, or `(loss, aux)`.
+      argnums: which arguments of `fun` to differentiate; `state` is not counted.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      transform: of the form of `jax.value_and_grad`, not of `jax.grad`.
+
+    Returns:
+      `f(state, *args, **kwargs)` that returns `grads`, or `(grads, aux)`.
+
+    Example:
+      >>> state = jls.static(1024.0).init()
+      >>> jls.grad(lambda w: jnp.sum(w**2))(state, jnp.arange(3.0))
+      Array([0., 2., 4.], dtype=float32)
+    """
+    with_value = value_and_grad(fun, argnums, has_aux, transform=transform)
+
+    @_rename_like(fun)
+    def with_loss_scale(state, /, *args, **kwargs):
+        value, grads = with_value(state, *args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return with_loss_scale
+
+
+def _rename_like(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`functools.wraps` without the signature, since `state` comes first here."""
+
+    def rename(wrapper):
+        names = ("__module__", "__name__", "__qualname__", "__doc__")
+        functools.update_wrapper(wrapper, fun, assigned=names, updated=())
+        del wrapper.__wrapped__
+        return wrapper
+
+    return rename
+
+
+def _loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    """Splits what the loss function returned and checks the loss."""
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(
+            "with has_aux=True the loss function must return the pair (loss, aux), "
+            f"got {type(result).__name__}."
+        )
+    loss: Any = result[0] if has_aux else result
+    aux: Any = result[1] if has_aux else None
+    if not is_array(loss):
+        raise TypeError(
+            "the loss function must return one real floating-point scalar, got "
+            f"{type(loss).__name__}. Return more as (loss, aux), with has_aux=True."
+        )
+    if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise TypeError(
+            "the loss must be real floating point, got dtype "
+            f"{jnp.result_type(loss)}. Only such a loss has gradients to scale."
+        )
+    if jnp.shape(loss) != ():
+        raise ValueError(
+            f"the loss must be a scalar of shape (), got shape {jnp.shape(loss)}. "
+            "Reduce it in float32, e.g. losses.astype(jnp.float32).mean()."
+        )
+    return loss, aux

@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pytree arithmetic that knows nothing of loss scaling.
-
-Which leaves count, and which of two trees.
-"""
+"""Leaves of pytrees: which ones count, in which dtype, by which name."""
 
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
 Tree = TypeVar("Tree")
-AxisName = str | tuple[str, ...] | None
 
 
 def is_array(leaf: Any) -> bool:
@@ -42,9 +38,12 @@ def is_inexact(leaf: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def floats(tree: Any) -> list[Any]:
-    """The inexact leaves of `tree`."""
-    return [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+def is_extended(leaf: Any) -> bool:
+    """Whether `leaf` is of an extended dtype, such as a PRNG key: not a number."""
+    return jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.extended)
+
+
+# Dtypes.
 
 
 def wide_dtype(dtype: Any) -> Any:
@@ -58,6 +57,138 @@ def widen(leaf: Any) -> Any:
         return leaf
     array = jnp.asarray(leaf)
     return array.astype(wide_dtype(array.dtype))
+
+
+def is_narrow(tree: Any) -> bool:
+    """Whether any inexact leaf is narrower than float32."""
+    dtypes = [
+        jnp.result_type(leaf) for leaf in jax.tree.leaves(tree) if is_inexact(leaf)
+    ]
+    return any(wide_dtype(dtype) != dtype for dtype in dtypes)
+
+
+def common_dtype(new: Any, old: Any) -> Any:
+    """The dtype of both, or None; a Python number may take the dtype of an array.
+
+    The `step` of a new Flax `TrainState` is a Python number, after a step an array.
+    """
+    arrays = [leaf for leaf in (new, old) if hasattr(leaf, "dtype")]
+    numbers = [leaf for leaf in (new, old) if not hasattr(leaf, "dtype")]
+    dtype, *others = {leaf.dtype for leaf in arrays or [jnp.asarray(new)]}
+    fitting = {
+        jnp.bool_: (bool,),
+        jnp.integer: (int,),
+        jnp.floating: (int, float),
+        jnp.complexfloating: (int, float, complex),
+    }
+    types = [t for kind, t in fitting.items() if jnp.issubdtype(dtype, kind)]
+    fits = all(type(number) in types[0] for number in numbers)
+    return dtype if fits and not others else None
+
+
+def cast_like(name: str, new: Any, old: Any) -> Any:
+    """`new` in the dtypes of `old`, which bfloat16 moments leave on the first step."""
+    leaves, structure = jax.tree.flatten(new)
+    paths, old_structure = jax.tree_util.tree_flatten_with_path(old)
+    if structure != old_structure:
+        raise ValueError(
+            f"{name} must keep its structure, but turned {old_structure} into "
+            f"{structure}."
+        )
+
+    def cast(path, leaf, reference):
+        if not is_array(reference):
+            return reference
+        shape, dtype = jnp.shape(reference), jnp.result_type(reference)
+        new_shape, new_dtype = jnp.shape(leaf), jnp.result_type(leaf)
+        if (new_shape, _kind(new_dtype)) != (shape, _kind(dtype)):
+            raise ValueError(
+                f"{name} must keep its shapes and kinds of numbers, but turned "
+                f"{dtype}{list(shape)} into {new_dtype}{list(new_shape)} at "
+                f"'{jax.tree_util.keystr(path)}'."
+            )
+        return leaf if is_extended(reference) else jnp.asarray(leaf).astype(dtype)
+
+    cast_leaves = [cast(p, x, r) for x, (p, r) in zip(leaves, paths, strict=True)]
+    return structure.unflatten(cast_leaves)
+
+
+def _kind(dtype: Any) -> Any:
+    """Dtypes of one kind may be cast into each other; real and complex are one."""
+    kinds = (jnp.bool_, jnp.integer, jnp.inexact)
+    return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), dtype)
+
+
+# Partition.
+
+_FLOAT = object()  # stands where `partition` took a leaf
+
+
+def partition(tree: Any) -> tuple[list[Array], Any]:
+    """The inexact leaves in at least float32, in order; and the rest of the tree.
+
+    Done once on entry, so that whatever is computed with the numbers works on a list
+    and need not ask again which leaves count. `combine` puts the tree together.
+    """
+    floats = []
+
+    def take(leaf):
+        if not is_inexact(leaf):
+            return leaf
+        floats.append(widen(leaf))
+        return _FLOAT
+
+    rest = jax.tree.map(take, tree)
+    return floats, rest
+
+
+def combine(floats: list[Any], rest: Any) -> Any:
+    """The tree of `partition`, with `floats` in their places."""
+    values = iter(floats)
+    return jax.tree.map(lambda leaf: next(values) if leaf is _FLOAT else leaf, rest)
+
+
+def leaves_at_floats(tree: Any, rest: Any) -> list[Any]:
+    """The leaves of `tree`, which has the structure of `rest`, where floats were."""
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(rest), strict=True)
+    return [leaf for leaf, other in pairs if other is _FLOAT]
+
+
+# NNX, which keeps each leaf in a Variable. Known by a method, so that Flax need not be
+# imported.
+
+
+def is_variable(node: Any) -> bool:
+    """Whether `node` is an `nnx.Variable`."""
+    return hasattr(node, "get_value")
+
+
+def read_variables(tree: Any) -> Any:
+    """`tree` with the value of each `nnx.Variable` in its place."""
+    return jax.tree.map(
+        lambda node: node.get_value() if is_variable(node) else node,
+        tree,
+        is_leaf=is_variable,
+    )
+
+
+# Names.
+
+
+def named_floats(tree: Any) -> tuple[list[str], list[Any]]:
+    """The paths and the values of the floating-point leaves of `tree`."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_variable)
+    found = [(path, read_variables(leaf)) for path, leaf in flat]
+    found = [(path, leaf) for path, leaf in found if is_inexact(leaf)]
+    names = [
+        jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in found
+    ]
+    if len(set(names)) < len(names):  # {"a/b": x, "a": {"b": y}}
+        names = [jax.tree_util.keystr(path) for path, _ in found]
+    return names, [leaf for _, leaf in found]
+
+
+# Select.
 
 
 def as_flag(name: str, flag: Any) -> Array:
@@ -78,53 +209,13 @@ def as_flag(name: str, flag: Any) -> Array:
     return jnp.asarray(flag)
 
 
-def check_axis_name(axis_name: Any) -> tuple[str, ...]:
-    """The names in `axis_name`, or an error that says what it should have been."""
-    if axis_name is None:
-        return ()
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"axis_name must be a str, a tuple of str or None, got {axis_name!r}."
-        )
-    return names
-
-
-def bound_names(axis_name: AxisName) -> tuple[str, ...]:
-    """The names in `axis_name`, or an error that says which is not bound."""
-    names = check_axis_name(axis_name)
-    for name in names:
-        try:
-            lax.axis_size(name)
-        except NameError:
-            raise NameError(
-                f"axis_name {name!r} is not bound here. Call under jax.shard_map, "
-                "jax.pmap or jax.vmap with that axis; under plain jit leave it out."
-            ) from None
-    return names
-
-
-def varying_axes(array: Array) -> frozenset[str]:
-    """The axes of `shard_map` over which `array` differs, where JAX keeps track."""
-    kind: Any = jax.typeof(array)
-    return kind.mat.varying if hasattr(kind, "mat") else kind.vma  # since jax 0.12
-
-
-def agree(flags: Array, axis_name: AxisName) -> Array:
-    """`flags` and-ed over the devices of `axis_name`; one small collective."""
-    names = bound_names(axis_name)
-    if not names:
-        return flags
-    return lax.pmin(flags.astype(jnp.int32), names).astype(jnp.bool_)
-
-
 def select(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
     """Returns `on_true` where `pred`, else `on_false`, bit for bit.
 
-    The way to roll back whatever a skipped step has touched and the optimizer does not
+    Use it to roll back whatever a skipped step has touched and the optimizer does not
     hold: batch statistics, averages, RNG counters. A NaN in the branch not taken has no
-    effect, and subnormal numbers stay. (A NaN stays a NaN; which of the many it is, XLA
-    may change on a CPU in 8 and 16 bits.)
+    effect, and subnormal numbers are kept. (A NaN stays a NaN, but on a CPU XLA may
+    change its payload in 8 and 16 bits.)
 
     Args:
       pred: `bool[]`, a Python or a numpy bool.
@@ -132,12 +223,12 @@ def select(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
       on_false: a pytree of the same structure, shapes and dtypes.
 
     Returns:
-      A pytree like `on_true`. Leaves that are no arrays are taken from `on_true`.
+      A pytree like `on_true`. Leaves that are not arrays come from `on_true`.
 
     Raises:
       TypeError: if `pred` is not boolean.
       ValueError: if `pred` is not a scalar, or the trees differ in structure, in the
-        shape or dtype of a leaf, or in a leaf that is no array.
+        shape or dtype of a leaf, or in a leaf that is not an array.
 
     Example:
       >>> old, new = {"mean": jnp.zeros(2)}, {"mean": jnp.array([1.0, jnp.inf])}
@@ -159,7 +250,7 @@ def select(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
             # float0 and other arrays that only carry a shape have no values to differ.
             if hasattr(new, "dtype") or new is old or new == old:
                 return new
-            raise ValueError(f"{where} are no arrays and differ: {new!r}, {old!r}.")
+            raise ValueError(f"{where} are not arrays and differ: {new!r}, {old!r}.")
         if jnp.shape(new) != jnp.shape(old):
             raise ValueError(
                 f"{where} must have the same shape, "
@@ -175,25 +266,6 @@ def select(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
 
     leaves = [choose(p, n, o) for (p, n), o in zip(paths, others, strict=True)]
     return structure.unflatten(leaves)
-
-
-def common_dtype(new: Any, old: Any) -> Any:
-    """The dtype of both, or None; a Python number may take that of an array.
-
-    The `step` of a new Flax `TrainState` is a Python number, after a step an array.
-    """
-    arrays = [leaf for leaf in (new, old) if hasattr(leaf, "dtype")]
-    numbers = [leaf for leaf in (new, old) if not hasattr(leaf, "dtype")]
-    dtype, *others = {leaf.dtype for leaf in arrays or [jnp.asarray(new)]}
-    fitting = {
-        jnp.bool_: (bool,),
-        jnp.integer: (int,),
-        jnp.floating: (int, float),
-        jnp.complexfloating: (int, float, complex),
-    }
-    types = [t for kind, t in fitting.items() if jnp.issubdtype(dtype, kind)]
-    fits = all(type(number) in types[0] for number in numbers)
-    return dtype if fits and not others else None
 
 
 def _dtype_name(leaf: Any) -> str:

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types that every other module speaks; no computation."""
+"""The records that every other module uses: states, scalers, the report of a step."""
 
-from typing import Any, NamedTuple, Protocol, TypeVar
+import enum
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from jax import Array
 from jax import export as jax_export
 
-from jls._repr import numbers, policy_shown, shown
+from jls._text import format_fields, format_record, format_scaler
 
-Type = TypeVar("Type", bound=type)
+AnyType = TypeVar("AnyType", bound=type)
+StateT = TypeVar("StateT")
+InitT = TypeVar("InitT", covariant=True)
 
 
-def exportable(state_type: Type) -> Type:
+def exportable(state_type: AnyType) -> AnyType:
     """Lets `jax.export` serialize a function that takes or returns a `NamedTuple`."""
     jax_export.register_namedtuple_serialization(
         state_type, serialized_name=f"jls.{state_type.__name__}"
@@ -19,43 +22,50 @@ def exportable(state_type: Type) -> Type:
     return state_type
 
 
-# The finite_count of a fixed scale, which no other policy has. One that takes over such
-# a state grows two steps later, once.
-FIXED = -2
-
-
 @exportable
-class LossScaleState(NamedTuple):
+class ScalerState(NamedTuple):
     """A loss scale and the two counts that decide when it moves.
 
     Example:
-      >>> jls.dynamic(2.0**10).init().loss_scale
-      Array(1024., dtype=float32)
+      >>> jls.dynamic(2.0**10).init()
+      ScalerState(loss_scale=1024, finite_count=0, nonfinite_count=0)
     """
 
     loss_scale: Array  # f32[]
-    # Consecutive finite steps since the scale last changed; -2 of a fixed scale.
-    finite_count: Array  # i32[]
+    finite_count: Array  # i32[]  consecutive finite steps since the scale last changed
     nonfinite_count: Array  # i32[]  non-finite steps counted towards the next backoff
 
     def __repr__(self) -> str:
-        return shown("LossScaleState", **numbers(self, self._fields))
+        return format_record("ScalerState", **format_fields(self, self._fields))
 
 
-class InitFn(Protocol):
-    def __call__(self) -> LossScaleState:
+@exportable
+class StaticState(NamedTuple):
+    """A loss scale that never moves: the state of `jls.static`.
+
+    Example:
+      >>> jls.static(128.0).init()
+      StaticState(loss_scale=128)
+    """
+
+    loss_scale: Array  # f32[]
+
+    def __repr__(self) -> str:
+        return format_record("StaticState", **format_fields(self, self._fields))
+
+
+class InitFn(Protocol[InitT]):
+    def __call__(self) -> InitT:
         """Returns the first state of a run: fresh buffers, strong dtypes."""
         ...
 
 
-class AdjustFn(Protocol):
-    def __call__(
-        self, state: LossScaleState, grads_finite: Array | bool, /
-    ) -> LossScaleState:
+class AdjustFn(Protocol[StateT]):
+    def __call__(self, state: StateT, grads_finite: Array | bool, /) -> StateT:
         """Returns the state after one step.
 
-        A pure function that may run under `jit`, `scan` and `vmap`; the structure
-        and dtypes of the state stay.
+        A pure function that may run under `jit`, `scan` and `vmap`. It keeps the
+        structure and the dtypes of the state.
 
         Args:
           state: the state that scaled this step's loss.
@@ -64,74 +74,100 @@ class AdjustFn(Protocol):
         ...
 
 
-class LossScaler(NamedTuple):
-    """A policy: two pure functions. Write your own by filling the two fields.
+class LossScaler(NamedTuple, Generic[StateT]):
+    """A rule that moves the loss scale: two pure functions.
 
-    The state is `LossScaleState`, or any `NamedTuple` of arrays with a field
-    `loss_scale` of type `f32[]`. Build the fields as `jax.tree_util.Partial` over
-    module-level functions and the policy is a pytree: it goes through `jit` and
-    `vmap` as an argument, and its hyperparameters change without a retrace.
+    To write your own, fill the two fields. The state is a `ScalerState`, or any
+    `NamedTuple` of arrays with a field `loss_scale` of type `f32[]`. Build the fields
+    as `jax.tree_util.Partial` over module-level functions and the scaler is a pytree:
+    it goes through `jit` and `vmap` as an argument, and its hyperparameters change
+    without a retrace.
 
     Example:
       >>> def adjust(state, grads_finite):
       ...     scale = jnp.where(grads_finite, state.loss_scale, state.loss_scale / 8)
       ...     return state._replace(loss_scale=scale)
-      >>> scaler = jls.LossScaler(jls.dynamic(1024.0).init, adjust)
+      >>> scaler = jls.types.LossScaler(jls.dynamic(1024.0).init, adjust)
       >>> scaler.adjust(scaler.init(), False).loss_scale
       Array(128., dtype=float32)
     """
 
-    init: InitFn
-    adjust: AdjustFn
+    init: InitFn[StateT]
+    adjust: AdjustFn[StateT]
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """The numbers that the scaler was made with, by name.
+
+        Empty for functions of your own that are not a `Partial`.
+
+        Example:
+          >>> jls.dynamic(growth_interval=100).hyperparameters["growth_interval"]
+          100
+        """
+        return _keywords(self.init) | _keywords(self.adjust)
 
     def __repr__(self) -> str:
-        return policy_shown("LossScaler", self.init, self.adjust)
+        return format_scaler("LossScaler", *self, **self.hyperparameters)
 
 
-class MagnitudeAdjustFn(Protocol):
-    def __call__(
-        self, state: LossScaleState, largest: Array | float, /
-    ) -> LossScaleState:
+class MagnitudeAdjustFn(Protocol[StateT]):
+    def __call__(self, state: StateT, max_abs: Array | float, /) -> StateT:
         """Returns the state after one step; see `AdjustFn`.
 
         Args:
           state: the state that scaled this step's loss.
-          largest: `f32[]`, the largest magnitude among the true gradients of the step,
-            as `jls.max_abs` gives it: inf if any of them is not finite.
+          max_abs: `f32[]`, the largest magnitude among the true gradients of the step,
+            as `jls.max_abs` computes it: inf if any of them is not finite.
         """
         ...
 
 
-class MagnitudeScaler(NamedTuple):
-    """A policy that sees how large the gradients are, not only whether they overflow.
+class MagnitudeScaler(NamedTuple, Generic[StateT]):
+    """A scaler that sees how large the gradients are, not only whether they overflow.
 
-    As `LossScaler`, but its `adjust` takes one number in the place of the flag: the
-    largest magnitude, inf after an overflow. `jls.loss_scaled` tells the two by their
-    type and measures the magnitude, in the pass that checks for inf and NaN, only for a
-    policy that asks for it. A whole train step moves about 5 % more bytes then.
+    Like `LossScaler`, except that `adjust` takes a number instead of a flag: the
+    largest magnitude, which is inf after an overflow. `jls.loss_scaled` recognizes the
+    type, and takes the maximum in the pass that checks for inf and NaN.
 
     Example:
-      >>> def adjust(state, largest):  # keep the largest scaled gradient near 2**8
-      ...     scale = 2.0 ** (8 - jnp.ceil(jnp.log2(largest)))
-      ...     scale = jnp.where(jnp.isfinite(largest), scale, state.loss_scale / 2)
+      >>> def adjust(state, max_abs):  # keep the largest scaled gradient near 2**8
+      ...     scale = 2.0 ** (8 - jnp.ceil(jnp.log2(max_abs)))
+      ...     scale = jnp.where(jnp.isfinite(max_abs), scale, state.loss_scale / 2)
       ...     return state._replace(loss_scale=jnp.clip(scale, 1.0, 2.0**24))
-      >>> scaler = jls.MagnitudeScaler(jls.dynamic(1024.0).init, adjust)
+      >>> scaler = jls.types.MagnitudeScaler(jls.dynamic(1024.0).init, adjust)
       >>> scaler.adjust(scaler.init(), jls.max_abs(jnp.array([0.5, -2.0]))).loss_scale
       Array(128., dtype=float32)
     """
 
-    init: InitFn
-    adjust: MagnitudeAdjustFn
+    init: InitFn[StateT]
+    adjust: MagnitudeAdjustFn[StateT]
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """The numbers that the scaler was made with, by name; see `LossScaler`."""
+        return _keywords(self.init) | _keywords(self.adjust)
 
     def __repr__(self) -> str:
-        return policy_shown("MagnitudeScaler", self.init, self.adjust)
+        return format_scaler("MagnitudeScaler", *self, **self.hyperparameters)
 
 
 Scaler = LossScaler | MagnitudeScaler
 
 
-# Why a step was skipped; the first before there is such a step.
-SKIP_REASONS = ("none", "gradients", "loss", "updates")
+class SkipReason(enum.IntEnum):
+    """Why a step was skipped: the codes of `LossScaledState.skip_reason`.
+
+    Example:
+      >>> state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))
+      >>> jls.types.SkipReason(state.skip_reason)
+      <SkipReason.NONE: 0>
+    """
+
+    NONE = 0  # no step was skipped yet
+    GRADIENTS = 1  # a gradient was inf or NaN
+    LOSS = 2  # the forward loss was inf or NaN
+    UPDATES = 3  # an update was inf or NaN though gradients and loss were finite
 
 
 @exportable
@@ -145,42 +181,60 @@ class LossScaledState(NamedTuple):
     """
 
     inner_state: Any  # the wrapped optimizer's state
-    scaler_state: LossScaleState
-    applied: Array  # bool[]  was the last step applied; False before the first
-    steps: Array  # i32[]   calls of update
-    skips: Array  # i32[]   of these, skipped
-    consecutive_skips: Array  # i32[]   skipped since the last applied step
-    nonfinite_losses: Array  # i32[]   skipped because the forward loss was not finite
-    nonfinite_updates: Array  # i32[]   skipped though gradients and loss were finite
-    # Of the last skipped step: 0 none yet, 1 gradients, 2 loss, 3 updates.
-    skip_reason: Array  # i32[]
+    scaler_state: Any  # the scaler's state
+    applied: Array  # bool[]  whether the last step was applied; False before the first
+    steps: Array  # i32[]  calls of update
+    skips: Array  # i32[]  steps that were skipped
+    consecutive_skips: Array  # i32[]  steps skipped since the last applied one
+    nonfinite_losses: Array  # i32[]  skipped because the forward loss was not finite
+    nonfinite_updates: Array  # i32[]  skipped though gradients and loss were finite
+    skip_reason: Array  # i32[]  a SkipReason, of the last skipped step
     nonfinite_leaves: Array  # bool[n]  of the last skipped step, by floating-point leaf
 
     def __repr__(self) -> str:
-        """All but `inner_state` and `nonfinite_leaves`, which may be long."""
-        return shown(
+        """All fields but `inner_state` and `nonfinite_leaves`, which may be long."""
+        return format_record(
             "LossScaledState",
             inner_state="...",
             scaler_state=self.scaler_state,
-            **numbers(self, SCALARS),
+            **format_fields(self, SCALARS),
         )
 
 
 # The fields of a LossScaledState that a logger wants to see.
-SCALARS = LossScaledState._fields[2:-1]
+SCALARS = (
+    "applied",
+    "steps",
+    "skips",
+    "consecutive_skips",
+    "nonfinite_losses",
+    "nonfinite_updates",
+    "skip_reason",
+)
 
 
 @exportable
-class ParamsEmaState(NamedTuple):
-    """State of `jls.params_ema`. The count stops at the int32 maximum.
+class StepReport(NamedTuple):
+    """What a step made by `jls.train_step` reports; arrays on the device.
+
+    The order of the first seven is that of MindFormers' `MFTrainOneStepCell`, so that
+    its callbacks can be ported. `local_norm` holds norms; MindFormers holds squares.
 
     Example:
-      >>> state = jls.params_ema(0.999).init({"w": jnp.ones(2, jnp.float16)})
-      >>> state.ema
-      {'w': Array([1., 1.], dtype=float32)}
+      >>> jls.types.StepReport._fields
+      ('loss', 'skipped', 'loss_scale', 'learning_rate', 'global_norm', 'local_norm',
+       'size', 'dropped')
     """
 
-    # Steps averaged. The name is that of optax's counts, and of a method of tuples.
-    count: Array  # i32[]  # pyright: ignore[reportIncompatibleMethodOverride]
-    weight: Array  # f32[]  in [0, 1], of what is averaged against an empty start
-    ema: Any  # like the parameters, in at least float32
+    loss: Array  # f32[]  the true forward loss, also of a skipped step
+    skipped: Array  # bool[]  whether the step was skipped
+    loss_scale: Array  # f32[]  the loss scale of the next step
+    learning_rate: Any  # f32[], a dict of f32[] by group, or None
+    global_norm: Array  # f32[]  of the true gradients, before clipping
+    local_norm: Any  # None, or a dict of f32[] by the path of the parameter
+    size: Any  # None, or a dict of i32[] by path: numbers of elements
+    dropped: Array  # i32[]  micro-batches left out of this step
+
+
+def _keywords(function: Any) -> dict[str, Any]:
+    return dict(getattr(function, "keywords", {}))

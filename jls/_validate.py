@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of arguments. Of arrays not the numbers, which may be unknown yet."""
+"""Checks of arguments. The numbers in arrays are not checked: they may not be known."""
 
 import itertools
 import math
 import numbers
 import operator
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from jls._locate import is_wrapper_state
-from jls._rounding import edges
+from jls._bits import edges
+from jls._tree import is_inexact
+
+Word = TypeVar("Word", bound=str)
 
 # XLA flushes subnormal numbers to zero. These are the smallest normal float32, and the
 # largest power of two whose reciprocal is one: XLA turns `x / s` into `x * (1 / s)`.
@@ -25,7 +29,7 @@ def is_unchecked(value: Any) -> bool:
 
 
 def is_real(value: Any) -> bool:
-    """Whether `value` is a Python or numpy number, and no bool."""
+    """Whether `value` is a Python or numpy number, and not a bool."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_)
 
 
@@ -49,7 +53,7 @@ def number(name: str, value: Any, rule: str, low: float, high: float) -> Any:
 
 
 def host_number(name: str, value: Any, rule: str, low: float, high: float) -> float:
-    """`value` likewise, or an error if only the device knows it."""
+    """Like `number`, or an error if only the device knows the value."""
     if is_unchecked(value):
         raise TypeError(
             f"{name} must be a real number known before the function is traced, got "
@@ -104,7 +108,7 @@ def interval(name: str, value: Any) -> Any:
 
 
 def host_interval(name: str, value: Any) -> int:
-    """As `interval`, for Python to count with: no tracer."""
+    """Like `interval`, for Python to count with: not a tracer."""
     if is_unchecked(value):
         try:
             value = operator.index(value)
@@ -128,15 +132,26 @@ def function(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a function, got {value!r}.")
 
 
-def flag(name: str, value: Any) -> bool:
-    """A switch that is read in Python."""
+def flag(name: str, value: Any, otherwise: str = "") -> bool:
+    """A switch that Python reads; a message may offer something `otherwise`."""
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} must be True or False, got {value!r}.")
+        rule = f"True, False {otherwise}" if otherwise else "True or False"
+        raise TypeError(f"{name} must be {rule}, got {value!r}.")
     return bool(value)
 
 
+def choice(name: str, value: Word, choices: Sequence[str]) -> Word:
+    """One of a few words."""
+    rule = f"{name} must be one of {', '.join(map(repr, choices))}"
+    if not isinstance(value, str):
+        raise TypeError(f"{rule}, got {type(value).__name__} {value!r}.")
+    if value not in choices:
+        raise ValueError(f"{rule}, got {value!r}.")
+    return value
+
+
 def ascending(**given: Any) -> dict[str, Any]:
-    """Loss scales of which none is below one before it."""
+    """Loss scales in ascending order."""
     scales = {name: scale_value(name, value) for name, value in given.items()}
     for low, high in itertools.combinations(scales, 2):
         checkable = not any(map(is_unchecked, (scales[low], scales[high])))
@@ -147,7 +162,7 @@ def ascending(**given: Any) -> dict[str, Any]:
     return scales
 
 
-def policy(
+def hyperparameters(
     *,
     init_scale: Any,
     growth_factor: Any,
@@ -156,7 +171,7 @@ def policy(
     max_scale: Any,
     **intervals: Any,
 ) -> tuple[Any, dict[str, Any]]:
-    """The first scale of a policy, and its hyperparameters by name."""
+    """The first loss scale of a scaler, and its hyperparameters by name."""
     factors = {
         "growth_factor": raising_factor("growth_factor", growth_factor),
         "backoff_factor": lowering_factor("backoff_factor", backoff_factor),
@@ -166,19 +181,28 @@ def policy(
     return scales.pop("init_scale"), factors | scales | steps
 
 
-def policy_state(state: Any, state_type: Any) -> None:
-    """Raises unless `state` has what a policy with such states reads."""
+def scaler_state(state: Any, state_type: Any) -> None:
+    """Raises unless `state` has the fields that a scaler with such states reads."""
     if not set(state_type._fields) <= set(getattr(state, "_fields", ())):
         raise TypeError(
-            f"state must be the policy's own, a {state_type.__name__} as scaler.init() "
+            f"state must be the scaler's own, a {state_type.__name__} as scaler.init() "
             f"makes it, got {type(state).__name__}. Of the state of jls.loss_scaled, "
             "pass opt_state.scaler_state."
         )
 
 
-def wrapper_state(state: Any) -> None:
-    if not is_wrapper_state(state):
+def magnitude(value: Any) -> Array:
+    """`max_abs` as `f32[]`, or an error that says what it should have been."""
+    if not is_inexact(value) or jnp.iscomplexobj(value):
+        dtype = getattr(value, "dtype", None)
+        got = f"{type(value).__name__} {value!r}" if dtype is None else f"{dtype}"
         raise TypeError(
-            "state must be a LossScaledState as the optimizer's init makes it, got "
-            f"{type(state).__name__}. The order is update(grads, state, params)."
+            "max_abs must be one floating-point number, the largest magnitude of the "
+            f"gradients, got {got}. jls.max_abs(grads) makes one."
         )
+    if jnp.shape(value) != ():
+        raise ValueError(
+            f"max_abs must have shape (), got shape {jnp.shape(value)}. "
+            "Reduce it with jnp.max, or call the function under jax.vmap."
+        )
+    return jnp.asarray(value, jnp.float32)

@@ -1,32 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss scaling of other systems, step for step, under their argument names.
 
-Each function returns a `LossScaler` that moves the scale exactly as its namesake does,
-with the defaults of its namesake, and is used like any other policy::
+Each function returns a `jls.types.LossScaler` that moves the scale exactly as its
+namesake does, with the same defaults, and is used like any other scaler::
 
     optimizer = jls.loss_scaled(optax.adamw(3e-4), jls.presets.torch())
 
 What no preset copies:
 
-1. A scale that reaches 0 or inf: it stays in [2**-126, 2**126], with a floor of the
-   system's own if that is higher.
-2. A scale below the floor that jumps up to it on an overflow: it stays.
-3. An exception when an overflow comes at the floor, or after too many of them: the
-   step is skipped, and jls counts it.
-4. Setters and constructors that check nothing: a wrong argument is an error here.
-5. Steps that are not skipped since scaling is disabled: the guard always works.
+1. A scale that reaches 0 or inf: here it stays in [2**-126, 2**126], or above the
+   system's own floor if that is higher.
+2. A scale below the floor that jumps up to it on an overflow: here it stays.
+3. An exception after an overflow at the floor, or after too many of them: here the
+   step is skipped and counted.
+4. Setters and constructors that check nothing: here a wrong argument is an error.
+5. Steps that are not skipped because scaling is disabled: here bad steps always are.
 
-The last bit may differ where a factor is no float32 number, which torch applies in
-float64, and where a system divides by a factor that is no power of two, since jls
+The last bit may differ where a factor is not a float32 number, which torch applies in
+float64, and where a system divides by a factor that is not a power of two, since jls
 multiplies by the rounded reciprocal.
 """
 
-from collections.abc import Callable
+import warnings
 
-from jls import _cumulative, _dynamic, _hysteresis, _static, _validate
-from jls._late_growth import late_growth as _late_growth
-from jls._mindformers import mindformers_adaptive as mindformers_adaptive
-from jls._types import LossScaler
+import jax.numpy as jnp
+from jax import Array
+from jax.tree_util import Partial
+from jax.typing import ArrayLike
+
+from jls import _validate
+from jls._scalers import adaptive as _adaptive
+from jls._scalers import dynamic as _dynamic
+from jls._scalers import hysteresis as _hysteresis
+from jls._scalers import static as _static
+from jls._scalers.rule import start_at as _start_at
+from jls._tree import as_flag as _as_flag
+from jls._types import LossScaler, ScalerState
 
 _LOWEST, _HIGHEST = _validate.SMALLEST, _validate.LARGEST
 
@@ -38,7 +47,7 @@ def torch(
     growth_interval: int = 2000,
     enabled: bool = True,
 ) -> LossScaler:
-    """Returns the policy of PyTorch's `torch.amp.GradScaler`.
+    """Returns the scaler of PyTorch's `torch.amp.GradScaler`.
 
     torch has no floor, and its scale can reach 0; here it stops at 2**-126, and at
     2**126 above. The last bit may differ where a factor is no float32 number.
@@ -48,11 +57,11 @@ def torch(
       growth_factor: > 1.
       backoff_factor: in (0, 1).
       growth_interval: >= 1, consecutive finite steps before a growth.
-      enabled: False gives `jls.static(1.0)`, and the other arguments are not looked at.
-        A step that is not finite is skipped all the same, which torch does not do.
+      enabled: False gives `jls.static(1.0)`, whatever the other arguments are.
+        Non-finite steps are still skipped, which torch does not do.
 
     Returns:
-      A `LossScaler`.
+      A `jls.types.LossScaler`.
 
     Raises:
       TypeError: if an argument has the wrong type.
@@ -84,14 +93,14 @@ def paddle(
     decr_every_n_nan_or_inf: int = 1,
     use_dynamic_loss_scaling: bool = True,
 ) -> LossScaler:
-    """Returns the policy of `paddle.amp.GradScaler`, as its code (3.3.1) has it.
+    """Returns the scaler of `paddle.amp.GradScaler`, as in its code (3.3.1).
 
     Paddle's scale can reach 0, and grow to inf and stay there; here it stays in
     [2**-126, 2**126]. For the rule on its documentation page see `paddle_doc`.
 
     Args:
-      enable: False gives `jls.static(1.0)`, and the other arguments are not looked at.
-        A step that is not finite is skipped all the same, which Paddle does not do.
+      enable: False gives `jls.static(1.0)`, whatever the other arguments are.
+        Non-finite steps are still skipped, which Paddle does not do.
       init_loss_scaling: the first loss scale.
       incr_ratio: > 1.
       decr_ratio: in (0, 1).
@@ -100,7 +109,7 @@ def paddle(
       use_dynamic_loss_scaling: False gives `jls.static(init_loss_scaling)`.
 
     Returns:
-      A `LossScaler`.
+      A `jls.types.LossScaler`.
 
     Raises:
       TypeError: if an argument has the wrong type.
@@ -112,7 +121,7 @@ def paddle(
       Array(65536., dtype=float32)
     """
     return _paddle(
-        _dynamic.dynamic,
+        True,
         enable,
         init_loss_scaling,
         incr_ratio,
@@ -132,15 +141,15 @@ def paddle_doc(
     decr_every_n_nan_or_inf: int = 2,
     use_dynamic_loss_scaling: bool = True,
 ) -> LossScaler:
-    """Returns the policy that the documentation page of Paddle's GradScaler describes.
+    """Returns the scaler that the documentation page of Paddle's GradScaler describes.
 
-    Its defaults are other than the code's, and the non-finite steps that lead to a
-    backoff are accumulated: a finite step in between does not reset their number. As in
-    `paddle` the scale stays in [2**-126, 2**126].
+    Its defaults differ from the code's, and the non-finite steps that lead to a backoff
+    accumulate: a finite step in between does not reset their count. As with `paddle`,
+    the scale stays in [2**-126, 2**126].
 
     Args:
-      enable: False gives `jls.static(1.0)`, and the other arguments are not looked at.
-        A step that is not finite is skipped all the same, which Paddle does not do.
+      enable: False gives `jls.static(1.0)`, whatever the other arguments are.
+        Non-finite steps are still skipped, which Paddle does not do.
       init_loss_scaling: the first loss scale.
       incr_ratio: > 1.
       decr_ratio: in (0, 1).
@@ -149,7 +158,7 @@ def paddle_doc(
       use_dynamic_loss_scaling: False gives `jls.static(init_loss_scaling)`.
 
     Returns:
-      A `LossScaler`.
+      A `jls.types.LossScaler`.
 
     Raises:
       TypeError: if an argument has the wrong type.
@@ -164,7 +173,7 @@ def paddle_doc(
       Array(16384., dtype=float32)
     """
     return _paddle(
-        _cumulative.cumulative,
+        False,
         enable,
         init_loss_scaling,
         incr_ratio,
@@ -176,11 +185,11 @@ def paddle_doc(
 
 
 def mindspore(scale_value: float, scale_factor: float, scale_window: int) -> LossScaler:
-    """Returns the policy of `mindspore.amp.DynamicLossScaler`.
+    """Returns the scaler of `mindspore.amp.DynamicLossScaler`.
 
     Also that of `nn.DynamicLossScaleUpdateCell`, which can grow to inf; here the scale
     stops at 2**126. MindSpore backs off by a division, so that the last bit may differ
-    where `scale_factor` is no power of two.
+    where `scale_factor` is not a power of two.
 
     Args:
       scale_value: the first loss scale, >= 1, which is also the floor.
@@ -189,7 +198,7 @@ def mindspore(scale_value: float, scale_factor: float, scale_window: int) -> Los
       scale_window: >= 1, consecutive finite steps before a growth.
 
     Returns:
-      A `LossScaler`.
+      A `jls.types.LossScaler`.
 
     Raises:
       TypeError: if an argument has the wrong type.
@@ -211,21 +220,87 @@ def mindspore(scale_value: float, scale_factor: float, scale_window: int) -> Los
     )
 
 
+def mindformers_adaptive(
+    loss_scale_value: float,
+    scale_factor: float,
+    scale_window: int,
+    max_scale_window: int = 1000,
+    min_scale_window: int = 20,
+) -> LossScaler:
+    """Returns the scaler of MindFormers' `AdaptiveLossScaleUpdateCell`.
+
+    `jls.adaptive` with the ladder that MindFormers builds. Its scale can grow to inf;
+    here it stops at 2**126. A first scale below 1, which it accepts and raises to 1
+    on the first overflow, is an error here.
+
+    Args:
+      loss_scale_value: the first loss scale, >= 1, which is also the floor.
+      scale_factor: > 1; multiplies on a growth, and its reciprocal on a backoff.
+      scale_window: the first window. If it is not on the ladder, the shortest is taken,
+        as there, with a warning.
+      max_scale_window: the longest window. The ladder comes down from it by halves in
+        whole hundreds, then 50, then in steps of half of `min_scale_window`, until it
+        reaches `min_scale_window` or passes it. Python numbers, as the other two.
+      min_scale_window: >= 1 and below `max_scale_window`. The shortest window may be
+        shorter; one of 0 acts as 1.
+
+    Returns:
+      A `jls.types.LossScaler` whose state is a `jls.types.AdaptiveState`.
+
+    Raises:
+      TypeError: if an argument has the wrong type.
+      ValueError: if one is out of range.
+
+    Example:
+      >>> scaler = jls.presets.mindformers_adaptive(1024, 2, 20)
+      >>> scaler.hyperparameters["intervals"]
+      (20, 30, 40, 50, 100, 200, 500, 1000)
+    """
+    highest = _validate.LARGEST
+    scale = _validate.number(
+        "loss_scale_value", loss_scale_value, "from 1 to 2**126", 1.0, highest
+    )
+    factor = _validate.raising_factor("scale_factor", scale_factor)
+    window = _validate.host_interval("scale_window", scale_window)
+    longest = _validate.host_interval("max_scale_window", max_scale_window)
+    shortest = _validate.host_interval("min_scale_window", min_scale_window)
+    if longest <= shortest:
+        raise ValueError(
+            "min_scale_window must be < max_scale_window, got "
+            f"{min_scale_window!r} >= {max_scale_window!r}."
+        )
+    ladder = _ladder(longest, shortest)
+    if window not in ladder:
+        warnings.warn(
+            f"scale_window {window!r} is not one of {ladder}: the shortest is taken.",
+            stacklevel=2,
+        )
+        window = None
+    return _adaptive.adaptive(
+        scale,
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        intervals=ladder,
+        init_interval=window,
+        min_scale=1.0,
+        max_scale=highest,
+    )
+
+
 def keras(
     initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000
 ) -> LossScaler:
-    """Returns the policy of `keras.optimizers.LossScaleOptimizer` (Keras 3).
+    """Returns the scaler of `keras.optimizers.LossScaleOptimizer` (Keras 3).
 
     Keras has no bounds, and its scale can reach 0 or inf; here it stays in
     [2**-126, 2**126].
 
     Args:
-      initial_scale: the first loss scale.
-      dynamic_growth_steps: >= 1, consecutive finite steps before it doubles. On each
-        step that is not finite it halves.
+      initial_scale: the first loss scale. It halves on each non-finite step.
+      dynamic_growth_steps: >= 1, consecutive finite steps before it doubles.
 
     Returns:
-      A `LossScaler`.
+      A `jls.types.LossScaler`.
 
     Raises:
       TypeError: if an argument has the wrong type.
@@ -254,11 +329,11 @@ def flax(
     scale: float = 65536.0,
     minimum_scale: float | None = None,
 ) -> LossScaler:
-    """Returns the policy of `flax.training.dynamic_scale.DynamicScale`.
+    """Returns the scaler of `flax.training.dynamic_scale.DynamicScale`.
 
     The scale grows on finite step `growth_interval` + 1, as it does in all releases up
-    to 0.12.12 although the argument is documented otherwise. Pass one less for a Flax
-    that has mended it. Its cap is the largest float32 number; here it is 2**126.
+    to 0.12.12 although its documentation says otherwise. Pass one less for a Flax
+    that has fixed it. Its cap is the largest float32 number; here it is 2**126.
 
     Args:
       growth_factor: > 1.
@@ -269,7 +344,7 @@ def flax(
         Flax's default. (Flax's own None means no floor, and the scale can reach 0.)
 
     Returns:
-      A `LossScaler`.
+      A `jls.types.LossScaler`.
 
     Raises:
       TypeError: if an argument has the wrong type.
@@ -301,7 +376,7 @@ def deepspeed(
     delayed_shift: int = 2,
     consecutive_hysteresis: bool = False,
 ) -> LossScaler:
-    """Returns the policy of DeepSpeed's `DynamicLossScaler`.
+    """Returns the scaler of DeepSpeed's `DynamicLossScaler`.
 
     The defaults are those of the "fp16" section of its configuration. The first growth
     of a run and the first after an overflow come on finite step `scale_window` + 1, the
@@ -312,7 +387,7 @@ def deepspeed(
     Args:
       init_scale: the first loss scale; 2**initial_scale_power of the configuration.
       scale_factor: > 1; multiplies on a growth and divides on a backoff. DeepSpeed does
-        so in float64, so that the last bits may differ where it is no power of two.
+        so in float64, so the last bits may differ if it is not a power of two.
       scale_window: >= 1, finite steps before a growth; loss_scale_window of the
         configuration.
       min_scale: the floor, <= `init_scale`; min_loss_scale of the configuration.
@@ -322,7 +397,7 @@ def deepspeed(
         growth.
 
     Returns:
-      A `LossScaler`.
+      A `jls.types.LossScaler`.
 
     Raises:
       TypeError: if an argument has the wrong type.
@@ -340,17 +415,21 @@ def deepspeed(
     refilled_by_finite = _validate.flag(
         "consecutive_hysteresis", consecutive_hysteresis
     )
-    return _late_growth(
-        _hysteresis.hysteresis(
-            init_scale,
-            growth_factor=factor,
-            backoff_factor=1 / factor,
-            growth_interval=_validate.interval("scale_window", scale_window),
-            hysteresis=_validate.interval("delayed_shift", delayed_shift),
-            refill="finite" if refilled_by_finite else "growth",
-            min_scale=min_scale,
-            max_scale=_HIGHEST,
-        )
+    scaler = _hysteresis.hysteresis(
+        init_scale,
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        growth_interval=_validate.interval("scale_window", scale_window),
+        hysteresis=_validate.interval("delayed_shift", delayed_shift),
+        refill="finite" if refilled_by_finite else "growth",
+        min_scale=min_scale,
+        max_scale=_HIGHEST,
+    )
+    hyperparameters = scaler.hyperparameters
+    first_scale = hyperparameters.pop("init_scale")
+    return LossScaler(
+        Partial(_deepspeed_init, init_scale=first_scale),
+        Partial(_deepspeed_adjust, **hyperparameters),
     )
 
 
@@ -362,7 +441,7 @@ def megatron(
     growth_interval: int = 1000,
     hysteresis: int = 2,
 ) -> LossScaler:
-    """Returns the policy of Megatron-LM's `DynamicGradScaler`.
+    """Returns the scaler of Megatron-LM's `DynamicGradScaler`.
 
     The defaults are those of its command line. Megatron has no cap, and its scale can
     grow to inf; here it stops at 2**126.
@@ -377,7 +456,7 @@ def megatron(
       hysteresis: >= 1, the non-finite step since the last growth that first backs off.
 
     Returns:
-      A `LossScaler`.
+      A `jls.types.LossScaler`.
 
     Raises:
       TypeError: if an argument has the wrong type.
@@ -403,8 +482,24 @@ def megatron(
     )
 
 
+# DeepSpeed counts the steps between two: not the first finite one of a run, nor the
+# first after an overflow. So `finite_count` starts at -1 there.
+
+
+def _deepspeed_init(init_scale: ArrayLike) -> ScalerState:
+    return _start_at(init_scale)._replace(finite_count=jnp.full((), -1, jnp.int32))
+
+
+def _deepspeed_adjust(
+    state: ScalerState, grads_finite: Array | bool, **hyperparameters: ArrayLike
+) -> ScalerState:
+    finite = _as_flag("grads_finite", grads_finite)
+    state = _hysteresis.hysteresis_adjust(state, finite, **hyperparameters)
+    return state._replace(finite_count=jnp.where(finite, state.finite_count, -1))
+
+
 def _paddle(
-    policy: Callable[..., LossScaler],
+    consecutive: bool,
     enable: bool,
     init_loss_scaling: float,
     incr_ratio: float,
@@ -418,7 +513,7 @@ def _paddle(
     scale = _validate.scale_value("init_loss_scaling", init_loss_scaling)
     if not _validate.flag("use_dynamic_loss_scaling", use_dynamic_loss_scaling):
         return _static.static(scale)
-    return policy(
+    return _dynamic.dynamic(
         scale,
         growth_factor=_validate.raising_factor("incr_ratio", incr_ratio),
         backoff_factor=_validate.lowering_factor("decr_ratio", decr_ratio),
@@ -426,6 +521,18 @@ def _paddle(
         backoff_interval=_validate.interval(
             "decr_every_n_nan_or_inf", decr_every_n_nan_or_inf
         ),
+        consecutive=consecutive,
         min_scale=_LOWEST,
         max_scale=_HIGHEST,
     )
+
+
+def _ladder(longest: int, shortest: int) -> tuple[int, ...]:
+    window, ladder = float(longest), [longest]
+    while window > shortest:
+        if window > 100:
+            window = window // 200 * 100
+        else:
+            window -= 50 if window == 100 else shortest / 2
+        ladder.append(max(1, int(window)))
+    return tuple(reversed(ladder))

@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States across versions and optimizers: wrap, unwrap, upgrade.
+
+The rule for versions: a field that a checkpoint lacks starts as in a new run, if it is
+listed in ADDED. A field that was renamed is listed in RENAMED.
+
+    saved has           target has           then
+    the field           the field            the saved value
+    nothing             a field of ADDED     the target's value
+    nothing             any other field      an error
+    a field             nothing              an error: a newer jls, or another optimizer
+                                             or scaler
+    a static scale      a StaticState        the saved scale
+    a scale that moves  a StaticState        the target's scale
+    a static scale      a scale that moves   the target's scale and counts
+
+0.1.0 kept a static scale in the state of one that moves, with a finite_count of -2.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jls._placement import copy_like, own_buffers, place_like, place_scalars
+from jls._scalers.adaptive import AdaptiveState
+from jls._state import find, is_scaler_state, is_wrapper_state
+from jls._step import wrapper_of
+from jls._tree import common_dtype, is_array, is_concrete, is_variable, read_variables
+from jls._types import LossScaledState, StaticState
+
+State = TypeVar("State")
+# The fields that were not there from the start; a test holds the types to this.
+ADDED = {LossScaledState: ("nonfinite_updates", "skip_reason", "nonfinite_leaves")}
+# In 0.1.0 the foot of the ladder was -1, and the shortest interval 0.
+RENAMED = {AdaptiveState: {"interval_index": ("rung", lambda index: index + 1)}}
+
+
+def wrap_state(optimizer: Any, inner_state: Any, params: Any) -> LossScaledState:
+    """Returns the state with which a run that had no jls continues with it.
+
+    Moments, schedule counts and accumulators are those of `inner_state`; loss scale and
+    counters start as in a new run.
+
+    Args:
+      optimizer: the optimizer that the run had, wrapped by `jls.loss_scaled` or
+        `jls.skip_nonfinite`.
+      inner_state: the state of that optimizer before it was wrapped.
+      params: the parameters, as for `optimizer.init`.
+
+    Returns:
+      A `jls.types.LossScaledState` that shares no buffer with `inner_state` or
+      `params`. Arrays that are placed on devices stay there; others go where
+      `optimizer.init` puts them.
+
+    Raises:
+      TypeError: if `optimizer` was not made by jls, or has the wrapper further inside.
+      ValueError: if `inner_state` differs from what `optimizer` keeps inside, in the
+        structure, or in a shape or dtype. The message has the first path that differs.
+
+    Example:
+      >>> params = {"w": jnp.ones(2)}
+      >>> running = optax.sgd(0.1, momentum=0.9)
+      >>> _, opt_state = running.update(params, running.init(params), params)
+      >>> optimizer = jls.loss_scaled(running, jls.dynamic(1024.0))
+      >>> opt_state = jls.wrap_state(optimizer, opt_state, params)
+      >>> opt_state.inner_state[0].trace["w"], jls.loss_scale(opt_state)
+      (Array([1., 1.], dtype=float32), Array(1024., dtype=float32))
+    """
+    if not wrapper_of(optimizer):
+        raise TypeError(
+            "optimizer must be made by jls.loss_scaled or jls.skip_nonfinite, got "
+            f"another {type(optimizer).__name__}. If the wrapper is further inside, "
+            "e.g. in an optax.chain, call this with that part alone, and put the "
+            "result in its place."
+        )
+    state = optimizer.init(params)
+    _check_alike(inner_state, state.inner_state, ())
+    placed = jax.tree.map(_place, inner_state, state.inner_state)
+    owned = own_buffers(placed, (inner_state, params))
+    return place_scalars(state._replace(inner_state=owned), params)
+
+
+def unwrap_state(state: Any) -> Any:
+    """Returns `state` with the state of the bare optimizer in place of the wrapper's.
+
+    Use it to take jls out of a running job. Loss scale and counters are dropped.
+
+    Args:
+      state: anything that carries states of `jls.loss_scaled`: an optax state however
+        nested, a Flax `TrainState`, the `opt_state` of an `nnx.Optimizer`. A
+        `TrainState` keeps its `tx`: exchange it too,
+        `jls.unwrap_state(state).replace(tx=bare_optimizer)`.
+
+    Returns:
+      A state like `state`, in the same buffers: if it is donated, `state` must not be
+      used any more.
+
+    Raises:
+      ValueError: if `state` carries no state of `jls.loss_scaled`.
+
+    Example:
+      >>> optimizer = jls.loss_scaled(optax.sgd(0.1, momentum=0.9))
+      >>> state = optimizer.init(jnp.ones(2))
+      >>> jls.unwrap_state(state)
+      (TraceState(trace=Array([0., 0.], dtype=float32)), EmptyState())
+    """
+    if not find(state, is_wrapper_state):
+        raise ValueError(
+            "state must carry a state of jls.loss_scaled or jls.skip_nonfinite, got "
+            f"{type(state).__name__} without one. Is it unwrapped already? Of an "
+            "nnx.Optimizer, pass its opt_state."
+        )
+    return jax.tree.map(
+        lambda node: node.inner_state if is_wrapper_state(node) else node,
+        state,
+        is_leaf=is_wrapper_state,
+    )
+
+
+def upgrade_state(target: State, saved: Any) -> State:
+    """Returns a state that an older jls saved, converted to this version.
+
+    Checkpoint libraries restore into a `target` only what has its exact structure. Read
+    the checkpoint without one instead, and pass what you get to this function.
+
+    It also takes a run from a static scale to one that moves, or back: the scale then
+    starts as in `target`, and everything else goes on.
+
+    Args:
+      target: a new state: `optimizer.init(params)`, or anything that contains one, such
+        as a new Flax `TrainState`; of an `nnx.Optimizer` its `opt_state`.
+      saved: the same state as nested dicts, lists and arrays:
+        `flax.serialization.msgpack_restore(bytes)`, a `to_state_dict`, or what Orbax
+        restores without a target; or as the object itself, such as a `TrainState`.
+        (From other devices, let Orbax give NumPy arrays: docs/questions/checkpoints.md
+        has the lines.)
+
+    Returns:
+      A state like `target`, on the same devices and in buffers of its own, with the
+      values of `saved`. Fields that the older jls did not have are those of `target`.
+
+    Raises:
+      TypeError: if `target` is not a state, or has shapes in place of arrays.
+      ValueError: if `saved` lacks anything else, has anything that `target` lacks, or
+        differs in a shape or dtype. The message has the path, and what to do.
+
+    Example:
+      >>> optimizer = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(1024.0))
+      >>> params = {"w": jnp.ones(2)}
+      >>> saved = optimizer.init(params)._replace(steps=jnp.int32(7))._asdict()
+      >>> del saved["skip_reason"]  # as an older version would have it
+      >>> state = jls.upgrade_state(optimizer.init(params), saved)
+      >>> state.steps, state.skip_reason
+      (Array(7, dtype=int32), Array(0, dtype=int32))
+    """
+    if is_leaf(jax.tree.structure(target)) and not is_array(target):
+        raise TypeError(
+            "target must be a new state, such as optimizer.init(params), got "
+            f"{describe(target)}."
+        )
+    return _upgrade(target, saved, ())
+
+
+# Wrap.
+
+
+def _place(value: Any, like: Any) -> Any:
+    """`value`, moved to the devices of `like` unless it is committed."""
+    is_placed = is_concrete(value) and value.committed
+    return value if is_placed else place_like(value, like)
+
+
+def _check_alike(given: Any, wanted: Any, path: tuple[str, ...]) -> None:
+    """Raises for the first place where the two states differ."""
+    (children, form), (others, other_form) = branches(given), branches(wanted)
+    is_end = is_leaf(form)
+    if form != other_form or (is_end and _kind(given) != _kind(wanted)):
+        raise ValueError(
+            "inner_state must be the state of the optimizer that was wrapped, in "
+            f"structure, shapes and dtypes, but {format_path(path)} it has "
+            f"{describe(given)}, and the optimizer {describe(wanted)}. "
+            f"{_advice(given, wanted)}"
+        )
+    if not is_end:
+        for name, child in children.items():
+            _check_alike(child, others[name], (*path, name))
+
+
+def _kind(leaf: Any) -> Any:
+    """What two leaves must have in common; None if a leaf is not an array."""
+    return (jnp.shape(leaf), jnp.result_type(leaf)) if is_array(leaf) else None
+
+
+def _advice(given: Any, wanted: Any) -> str:
+    if find(given, is_wrapper_state):
+        return "It is a state of jls already: restore it as it is."
+    if is_variable(given):
+        return (
+            "Of an nnx.Optimizer: make the new one, then new.opt_state = "
+            "new.opt_state._replace(inner_state=old.opt_state)."
+        )
+    if is_array(given) and is_array(wanted) and jnp.shape(given) == jnp.shape(wanted):
+        return "Cast it to the dtype that the optimizer starts with."
+    if isinstance(given, list | dict) and isinstance(wanted, tuple):
+        return (
+            "A checkpoint that was read without a target has lost its structure: "
+            "jls.upgrade_state(bare_optimizer.init(params), saved) gives it back."
+        )
+    return "Wrap the same optimizer, and pass the parameters that it had."
+
+
+# Upgrade.
+
+
+def _upgrade(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
+    children, structure = branches(target)
+    if is_leaf(structure):
+        return _value(target, saved, path)
+    parts = _parts(saved)
+    if parts is None and is_variable(target):
+        parts = dict.fromkeys(children, saved)
+    if parts is None:
+        raise ValueError(
+            f"saved must have {describe(target)} {format_path(path)}, as target has, "
+            f"got {describe(saved)}. {_OTHER if is_array(saved) else _NO_TREE}"
+        )
+    if is_scaler_state(target):
+        parts = _translate(target, parts)
+        if parts is None:
+            return _copy(target)
+    _check_names(target, children, parts, path)
+    new = [
+        _upgrade(child, parts[name], (*path, name)) if name in parts else _copy(child)
+        for name, child in children.items()
+    ]
+    return structure.unflatten(new)
+
+
+def _translate(target: Any, parts: dict[str, Any]) -> dict[str, Any] | None:
+    """What this version would have saved; None if the scale starts as in `target`."""
+    is_static = isinstance(target, StaticState)
+    moves = "finite_count" in target._fields
+    if "loss_scale" not in parts or not (is_static or moves):
+        return parts
+    count = parts.get("finite_count")
+    was_static = set(parts) == {"loss_scale"} or _is_scalar(count, -2)
+    if was_static != is_static:
+        return None
+    if is_static:
+        return {"loss_scale": parts["loss_scale"]}
+    for old, (new, convert) in RENAMED.get(type(target), {}).items():
+        if old in parts:
+            parts = {**parts, new: convert(parts[old])}
+            del parts[old]
+    return parts
+
+
+def _is_scalar(leaf: Any, value: int) -> bool:
+    leaf = read_variables(leaf)
+    return is_array(leaf) and np.ndim(leaf) == 0 and int(leaf) == value
+
+
+def _copy(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: copy_like(leaf, leaf), tree)
+
+
+def _parts(saved: Any) -> dict[str, Any] | None:
+    """The parts of a saved node by name; None for a leaf."""
+    if isinstance(saved, Mapping):  # with keys of any kind
+        return {str(name): part for name, part in saved.items()}
+    children, structure = branches(saved)  # of None, Orbax's empty tuple, nothing
+    return None if is_leaf(structure) else children
+
+
+def _check_names(
+    target: Any, children: dict[str, Any], parts: dict[str, Any], path: tuple[str, ...]
+) -> None:
+    may_lack = ADDED.get(type(target), ())
+    lacking = [
+        name
+        for name, child in children.items()
+        if name not in parts and name not in may_lack and jax.tree.leaves(child)
+    ]
+    unknown = [
+        name
+        for name, part in parts.items()
+        if name not in children and jax.tree.leaves(part)
+    ]
+    if not lacking and not unknown:
+        return
+    differences = [
+        f"{what} {join_names(names)}"
+        for what, names in (("lacks", lacking), ("also has", unknown))
+        if names
+    ]
+    if "opt_state" in unknown:
+        advice = "If target is the state of an optimizer: pass the opt_state of saved."
+    elif is_wrapper_state(target) and not lacking:
+        advice = "A newer jls has saved it: install that version."
+    elif is_wrapper_state(target):
+        advice = (
+            "If it was saved without jls: jls.upgrade_state into the state of the bare "
+            "optimizer, then jls.wrap_state."
+        )
+    elif is_scaler_state(target):
+        advice = (
+            "It is the state of another scaler, or of a newer jls. To change the "
+            "scaler: make target with the scaler that was saved, then "
+            "opt_state._replace(scaler_state=scaler.init())."
+        )
+    elif {"inner_state", "scaler_state"} <= parts.keys():
+        advice = (
+            "It was saved with jls: make target with jls.loss_scaled, then "
+            "jls.unwrap_state."
+        )
+    else:
+        advice = _OTHER
+    raise ValueError(
+        f"saved must have what target has, but {format_path(path)}, in "
+        f"{type(target).__name__}, it {' and '.join(differences)}. {advice}"
+    )
+
+
+_OTHER = "Make target with the optimizer and the parameters that were saved."
+_NO_TREE = (
+    "Pass nested dicts, lists and arrays; of an object, "
+    "flax.serialization.to_state_dict(object)."
+)
+
+
+def _value(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
+    if isinstance(target, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"target must have arrays, got a jax.ShapeDtypeStruct {format_path(path)}. "
+            "Make it with optimizer.init(params)."
+        )
+    if not is_array(target):  # a function or a string: code, which is not saved
+        return target
+    fits = is_array(saved) and np.shape(saved) == np.shape(target)
+    dtype = common_dtype(saved, target) if fits else None
+    if dtype is None:
+        raise ValueError(
+            f"saved must have {describe(target)} {format_path(path)}, as target has, "
+            f"got {describe(saved)}. {_OTHER}"
+        )
+    if hasattr(saved, "dtype"):
+        return copy_like(saved, target)
+    if hasattr(target, "dtype"):
+        return copy_like(np.asarray(saved, dtype), target)
+    return saved  # Python numbers, such as the step of a new TrainState
+
+
+# One level of a tree by name, for walks that have to say where they are.
+
+
+def branches(node: Any) -> tuple[dict[str, Any], Any]:
+    """The children of `node` by name, and the structure that holds them.
+
+    A leaf, as `is_leaf` recognizes it, is its own child under the name "".
+    """
+    flat, structure = jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda child: child is not node
+    )
+    names = [jax.tree_util.keystr(path, simple=True) for path, _ in flat]
+    return dict(zip(names, [child for _, child in flat], strict=True)), structure
+
+
+def is_leaf(structure: Any) -> bool:
+    return structure == jax.tree.structure(0)
+
+
+def describe(node: Any) -> str:
+    """A node in a message: its type and names, or dtype and shape."""
+    if is_array(node):
+        dtype = getattr(node, "dtype", f"a Python {type(node).__name__}")
+        return f"{dtype} of shape {jnp.shape(node)}"
+    children, structure = branches(node)
+    if node is None:
+        return "None"
+    if is_leaf(structure):
+        return f"a {type(node).__name__}"
+    return f"{type(node).__name__}({join_names(list(children))})"
+
+
+def join_names(names: list[str]) -> str:
+    """The names, or as many as a message can hold."""
+    more = [f"and {len(names) - 8} more"] if len(names) > 8 else []
+    return ", ".join([*names[:8], *more])
+
+
+def format_path(path: tuple[str, ...]) -> str:
+    return f"at '{'/'.join(path)}'" if path else "at the root"

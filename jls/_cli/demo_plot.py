@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's plot: the losses, and under them the loss scale with its skips."""
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from jls._cli.demo_report import CONFIGURATIONS, Runs, percent
+from jls._monitor.history_plot import BLUE, RED
+from jls._text import format_scale
+
+# Okabe and Ito's colours, and line styles too: clear to every eye, and in print.
+STYLES = (
+    {"color": "#000000", "linestyle": "-", "linewidth": 3.5, "alpha": 0.35},
+    {"color": RED, "linestyle": "--", "linewidth": 1.8},
+    {"color": BLUE, "linestyle": "-", "linewidth": 1.3},
+)
+
+
+def save(runs: Runs, output: Path) -> None:
+    """Writes the plot; the ending of `output` says the format."""
+    # Not pyplot: it keeps figures in global state and may look for a display.
+    figure = Figure(figsize=(8, 6.5), layout="constrained")
+    losses, scale = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    steps = np.arange(1, len(runs.scaled.losses) + 1)
+    for (name, _, _), run, style in zip(CONFIGURATIONS, runs, STYLES, strict=True):
+        label = f"{name}: {percent(run.accuracy)} test accuracy"
+        losses.plot(steps, run.losses, label=label, **style)
+    losses.set_yscale("log")
+    losses.set_ylabel("training loss")
+    losses.set_title("One network on handwritten digits, trained three times")
+    losses.legend(loc="center right")
+
+    skipped = ~runs.scaled.applied
+    blue = STYLES[2]["color"]
+    scale.step(steps, runs.scaled.scales, where="post", color=blue, label="loss scale")
+    scale.plot(
+        steps[skipped],
+        np.full(np.sum(skipped), 0.05),
+        transform=scale.get_xaxis_transform(),
+        linestyle="none",
+        marker="|",
+        markersize=12,
+        markeredgewidth=1.8,
+        color=STYLES[1]["color"],
+        label=f"skipped step ({np.sum(skipped)})",
+    )
+    scale.set_yscale("log", base=2)
+    scale.yaxis.set_major_formatter(FuncFormatter(lambda y, _: format_scale(y)))
+    scale.margins(y=0.15)  # room for the marks under the line
+    scale.set_ylabel("loss scale")
+    scale.set_xlabel("step")
+    scale.set_title("The loss scale of jls.loss_scaled")
+    scale.legend(loc="upper left")
+    for axes in (losses, scale):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(output, dpi=150)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the demo prints: a bar for each run, a table, and what happened, in words."""
+
+import math
+import textwrap
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from jls._cli import demo
+from jls._text import format_scale
+
+CONFIGURATIONS = (
+    ("float32", jnp.float32, False),
+    ("float16, no scaling", jnp.float16, False),
+    ("float16, loss_scaled", jnp.float16, True),
+)
+CLOSE = 0.03  # test accuracies nearer than this count as the same
+
+
+class Runs(NamedTuple):
+    """The finished runs, in the order of `CONFIGURATIONS`."""
+
+    float32: demo.Progress
+    unscaled: demo.Progress
+    scaled: demo.Progress
+
+
+def train_all(steps: int, seed: int) -> Runs:
+    """Trains the three runs under a progress bar each."""
+    digits = demo.load(seed)
+    progress = Progress(
+        TextColumn("{task.description:<20}"),
+        BarColumn(bar_width=12),
+        TextColumn("{task.completed:>{task.fields[digits]}}/{task.total}"),
+        TextColumn("{task.fields[record]}"),
+    )
+    finished = []
+    with progress:
+        for name, dtype, scaled in CONFIGURATIONS:
+            bar = progress.add_task(
+                name, total=steps, digits=len(str(steps)), record="compiling"
+            )
+            so_far = None
+            for so_far in demo.train(dtype, scaled, digits, steps, seed):
+                progress.update(
+                    bar, completed=len(so_far.losses), record=_record(so_far)
+                )
+            finished.append(so_far)
+    return Runs(*finished)
+
+
+def show(runs: Runs) -> None:
+    """Prints the table and what happened."""
+    table = Table()
+    table.add_column("run", no_wrap=True)
+    for heading in ("test accuracy", "loss", "skips", "scale", "zeros"):
+        table.add_column(heading, justify="right")
+    for (name, _, scaled), run in zip(CONFIGURATIONS, runs, strict=True):
+        table.add_row(
+            name,
+            percent(run.accuracy),
+            f"{run.losses[-1]:.1e}",
+            str(np.sum(~run.applied)) if scaled else "-",
+            format_scale(run.scales[-1]) if scaled else "-",
+            percent(first_zeros(run)),
+        )
+    console = Console()
+    console.print()
+    console.print(table)
+    console.print(
+        "zeros: share of the first layer's gradients that are exactly zero, at its\n"
+        "first step (pixels that are blank in every image have no others)",
+        style="dim",
+    )
+    console.print()
+    text = textwrap.fill(sentence(runs), min(console.width, 88))
+    console.print(text, highlight=False)
+
+
+def sentence(runs: Runs) -> str:
+    """Says what happened, from the results alone."""
+    reference, unscaled, scaled = (run.accuracy or 0.0 for run in runs)
+    if reference < 0.5:
+        return (
+            f"After {len(runs.float32.losses)} steps float32 itself reads only "
+            f"{percent(reference)} of the test digits, so there is nothing to compare "
+            "yet: try more --steps."
+        )
+    if unscaled < reference - CLOSE:
+        first = (
+            f"float16 without scaling failed: it reads {percent(unscaled)} of the test "
+            f"digits, float32 {percent(reference)} (guessing gives 10%). At its first "
+            f"step {percent(first_zeros(runs.unscaled))} of the first layer's "
+            f"gradients were exactly zero, in float32 "
+            f"{percent(first_zeros(runs.float32))}."
+        )
+    else:
+        first = (
+            f"float16 without scaling kept up this time: it reads {percent(unscaled)} "
+            f"of the test digits, float32 {percent(reference)}."
+        )
+    if abs(scaled - reference) <= CLOSE:
+        verdict = f"matched float32 with {percent(scaled)}"
+    elif scaled > reference:
+        verdict = f"did better than float32 with {percent(scaled)}"
+    else:
+        verdict = f"did not match float32: it reads {percent(scaled)}"
+    scales = runs.scaled.scales
+    skips = int(np.sum(~runs.scaled.applied))
+    return (
+        f"{first} float16 with jls.loss_scaled {verdict}; its loss scale moved between "
+        f"{format_scale(scales.min())} and {format_scale(scales.max())}, and {skips} "
+        f"{'step' if skips == 1 else 'steps'} whose gradients overflowed "
+        f"{'was' if skips == 1 else 'were'} skipped."
+    )
+
+
+def first_zeros(run: demo.Progress) -> float:
+    """The share of zeros at the first step taken: a skipped one has NaN for zeros."""
+    taken = run.zeros[run.applied]
+    return float(taken[0]) if len(taken) else math.nan
+
+
+def percent(share: float | None) -> str:
+    """`0.9644` as `96.4%`."""
+    return "-" if share is None or math.isnan(share) else f"{100 * share:.1f}%"
+
+
+def _record(run: demo.Progress) -> str:
+    record = f"loss {run.losses[-1]:.1e}"
+    if len(run.scales):
+        skips = np.sum(~run.applied)
+        record += f"  scale {format_scale(run.scales[-1])}  skips {skips}"
+    return record

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step logs: scalars by name, fetched with one transfer, and columns of them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jls._types import StepReport
+
+Scalar = bool | int | float
+Columns = Mapping[str, Sequence[Scalar | None]]
+
+
+def flatten_metrics(metrics: Any, more: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given, by name; in dicts inside "a/b". None counts as not given."""
+    if isinstance(metrics, StepReport):
+        metrics = metrics._asdict()
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            "metrics must be a dict of scalars, such as jls.metrics(state), or a "
+            f"jls.StepReport, got {type(metrics).__name__}."
+        )
+    flat: dict[str, Any] = {}
+    _flatten((), {**metrics, **more}, flat)
+    return flat
+
+
+def _flatten(path: tuple[str, ...], value: Any, flat: dict[str, Any]) -> None:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            _flatten((*path, str(name)), inner, flat)
+    elif value is not None:
+        name = "/".join(path)
+        if name in flat:
+            raise ValueError(f"{name} must be given once, got it as a dict too.")
+        flat[name] = value
+
+
+def fetch(flat: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Each value on the host, after one transfer for all of them."""
+    for name, value in flat.items():
+        _check(name, value)
+    on_host = jax.device_get(dict(flat))
+    # In the order given: a transfer of a dict sorts its keys.
+    return {name: _widest(np.asarray(on_host[name])) for name in flat}
+
+
+def _check(name: str, value: Any) -> None:
+    if isinstance(value, Tracer):
+        raise ValueError(
+            f"{name} must be concrete, got a traced value: call this outside of jit, "
+            "on what the step returned."
+        )
+    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
+    if is_array or isinstance(value, Scalar):
+        dtype = value.dtype if is_array else np.asarray(value).dtype
+        if any(
+            jnp.issubdtype(dtype, kind)
+            for kind in (jnp.floating, jnp.integer, jnp.bool_)
+        ):
+            return
+    got = getattr(value, "dtype", None) or f"{type(value).__name__} {value!r}"
+    raise TypeError(
+        f"{name} must be a real number of at most 64 bits, or an array, got {got}."
+    )
+
+
+def _widest(value: np.ndarray) -> np.ndarray:
+    """`value` in a type that turns into Python's own numbers, exactly."""
+    if jnp.issubdtype(value.dtype, jnp.floating):
+        return value.astype(np.float64)
+    return value if value.dtype.kind in "biu" else value.astype(np.int64)
+
+
+# Columns.
+
+
+def as_array(values: Sequence[Scalar | None]) -> np.ndarray:
+    """A column as bool, integers or float64; as float64 with NaN if any is missing."""
+    types = {type(value) for value in values}
+    if len(types) == 1 and types <= {bool, int}:
+        return np.array(values)
+    return np.array([np.nan if x is None else x for x in values], np.float64)
+
+
+def column(columns: Columns, name: str) -> np.ndarray:
+    """A column, all NaN if there is none."""
+    return as_array(columns.get(name, [None] * len(columns["step"])))
+
+
+def skip_counts(columns: Columns) -> np.ndarray:
+    """How many steps were skipped since the row before; at the first row 0 or 1."""
+    # Before the first step `applied` is False, though nothing was skipped.
+    unapplied = (column(columns, "applied") == 0) & (column(columns, "steps") != 0)
+    counts = (unapplied | (column(columns, "skipped") == 1)).astype(np.int64)
+    # The counter knows of steps between the rows; back to less, it is another run's.
+    since = np.diff(column(columns, "skips").astype(np.float64))
+    counts[1:] = np.where(since >= 0, since, counts[1:])
+    return counts
+
+
+def moves(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where a loss scale is above, and where below, the one before it."""
+    change = np.diff(scales, prepend=scales[:1])
+    return change > 0, change < 0

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether all devices, of all processes, hold the same loss scale and counters."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+from jax.experimental import multihost_utils
+
+from jls._state import find, is_scaler_state, is_wrapper_state, no_loss_scale
+from jls._tree import read_variables
+from jls._types import SCALARS
+
+
+def check_in_sync(state: Any) -> None:
+    """Checks that all devices and processes hold the same loss scale and counters.
+
+    They do unless something outside jls has made them differ: processes that restored
+    different checkpoints, or `jax.shard_map(check_vma=False)` around a wrapper without
+    `axis_name`. From then on each takes its own decisions, and no jitted step can
+    notice. Call it on the host after a restore, and now and then.
+
+    Every process has to call it, since they exchange a few bytes each.
+
+    Args:
+      state: anything that carries states of jls.
+
+    Returns:
+      None, if all values agree.
+
+    Raises:
+      ValueError: if a value differs, with its name, the values, and where they are; or
+        if `state` is traced, or carries no state of jls.
+
+    Example:
+      >>> optimizer = jls.loss_scaled(optax.sgd(0.1))
+      >>> jls.check_in_sync(optimizer.init(jnp.ones(3)))
+    """
+    scalars = _scalars(state)
+    if not scalars:
+        raise no_loss_scale(state)
+    for path, leaf in scalars.items():
+        if isinstance(leaf, Tracer):
+            raise ValueError(
+                f"state must be concrete, got {leaf!r} at '{path}': call this outside "
+                "of jit, on the state that the step returned."
+            )
+    held = jax.device_get([_copies(leaf) for leaf in scalars.values()])
+    ours = np.array([_first_and_another(values) for values in held], np.int32)
+    all_held = np.asarray(multihost_utils.process_allgather(ours))
+    for i, (path, leaf) in enumerate(scalars.items()):
+        _check(path, all_held.reshape(-1, *ours.shape)[:, i], _kind(leaf))
+
+
+def _scalars(state: Any) -> dict[str, Array]:
+    """The scalars of jls in `state`, by path."""
+    found = {}
+    for kind, names in ((is_wrapper_state, SCALARS), (is_scaler_state, None)):
+        for path, node in find(state, kind):
+            node = read_variables(node)
+            for name in names or node._fields:
+                if np.ndim(getattr(node, name)) == 0:
+                    found[f"{path}.{name}".lstrip(".")] = getattr(node, name)
+    return found
+
+
+def _copies(leaf: Any) -> list[Any]:
+    """What each device of this process holds; a numpy array itself."""
+    is_on_devices = isinstance(leaf, jax.Array)
+    return (
+        [shard.data for shard in leaf.addressable_shards] if is_on_devices else [leaf]
+    )
+
+
+def _kind(leaf: Any) -> Any:
+    """The dtype of 32 bits that a scalar of a state fits into."""
+    return np.float32 if np.issubdtype(leaf.dtype, np.floating) else np.int32
+
+
+def _first_and_another(values: list[np.ndarray]) -> tuple[int, int]:
+    """The bits of the first value, and of one that differs from it, if any."""
+    values = [np.asarray(value) for value in values]
+    bits = [int(value.astype(_kind(value)).view(np.int32)) for value in values]
+    return bits[0], next((other for other in bits if other != bits[0]), bits[0])
+
+
+def _check(path: str, bits: np.ndarray, kind: Any) -> None:
+    """Raises if not all processes hold one value: `bits[process]` is two of its own."""
+    if (bits == bits[0, 0]).all():
+        return
+    held = np.ascontiguousarray(bits).view(kind)
+    texts = [
+        f"{first:g} on process {i}"
+        if first == other
+        else f"{first:g} and {other:g} on devices of process {i}"
+        for i, (first, other) in enumerate(held)
+    ]
+    raise ValueError(
+        f"{path} must be the same on all devices, got {', '.join(texts)}. Restore one "
+        "checkpoint on all processes; under jax.shard_map and jax.pmap, pass "
+        "axis_name= to jls.loss_scaled."
+    )

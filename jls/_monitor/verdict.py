@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which verdict the facts of a run lead to, and what it says to a newcomer.
+
+`TABLE` has the verdicts in the order in which they are tried: the first that holds is
+given.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
+
+from jls._text import format_scale
+from jls._types import SkipReason
+
+Verdict = Literal[
+    "poisoned",
+    "stalled",
+    "non-finite loss",
+    "non-finite update",
+    "at floor",
+    "calibrating",
+    "recovering",
+    "underflow",
+    "at ceiling",
+    "ok",
+]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of a run. None is what nobody has looked at."""
+
+    loss_scale: float
+    is_static: bool
+    min_scale: float | None
+    max_scale: float | None
+    applied: bool
+    steps: int
+    skips: int
+    consecutive_skips: int
+    nonfinite_losses: int
+    nonfinite_updates: int
+    skip_reason: SkipReason
+    nonfinite_leaves: list[str] | None = None  # of the last skipped step
+    poisoned: bool | None = None  # a parameter or moment is not finite
+    small: float | None = None  # share of the gradients below the smallest normal
+    all_zero: bool | None = None  # every gradient is
+    suggested_scale: float | None = None
+    dtype: str | None = None  # in which `small` was counted
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was skipped."""
+        return self.consecutive_skips > 0
+
+    @property
+    def scale(self) -> str:
+        """The loss scale as a number if it is short, else as a power of two."""
+        return _format(self.loss_scale)
+
+
+class Limits(NamedTuple):
+    """What the caller tolerates."""
+
+    consecutive_skips: int
+    small: float
+
+
+def judge(facts: Facts, limits: Limits) -> tuple[Verdict, str]:
+    """The first verdict of the table that holds, and its sentence."""
+    row = next(row for row in TABLE if row.holds(facts, limits))
+    sentence = row.sentence(facts).rstrip(" .")
+    bad = facts.nonfinite_leaves
+    # A loss that is not finite spoils all gradients, and what is poisoned is not a
+    # gradient: their names would say nothing.
+    are_to_blame = facts.skip_reason != SkipReason.LOSS and row.verdict != "poisoned"
+    if bad and facts.skipped and are_to_blame:
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        sentence += f". Not finite: {', '.join(bad[:3])}{more}"
+    return row.verdict, sentence + "."
+
+
+def _poisoned(facts: Facts) -> str:
+    return (
+        "a parameter or the optimizer's state is inf or NaN. No step can cure that: go "
+        "back to an earlier checkpoint, and find out what changed it besides the "
+        "guarded update"
+    )
+
+
+def _stalled(facts: Facts) -> str:
+    reason = facts.skip_reason
+    lowers = facts.is_static and facts.loss_scale > 1
+    if reason == SkipReason.GRADIENTS and lowers:
+        advice = "Lower it with jls.set_loss_scale, or use jls.dynamic"
+    else:
+        advice = {
+            SkipReason.NONE: "",
+            SkipReason.GRADIENTS: (
+                "If the loss is finite, the backward pass overflows at any scale: look "
+                "for square roots and divisions at 0, and for an inf in a parameter"
+            ),
+            SkipReason.LOSS: (
+                "Look at the batch and at the forward pass: the loss itself is inf or "
+                "NaN"
+            ),
+            SkipReason.UPDATES: "The optimizer makes inf or NaN of finite gradients",
+        }[reason]
+    because = f", the last one for its {reason.name.lower()}" if reason else ""
+    return (
+        f"the last {facts.consecutive_skips} steps were all skipped{because}, and "
+        f"nothing is being learned; the loss scale is {facts.scale}. {advice}"
+    )
+
+
+def _nonfinite_loss(facts: Facts) -> str:
+    return (
+        "the forward loss of the last step was inf or NaN, which no loss scale can "
+        f"cure ({facts.nonfinite_losses} of {_steps(facts)} so far). Look at its "
+        "batch, and at log, exp, division and sums in 16 bits in the forward pass"
+    )
+
+
+def _nonfinite_update(facts: Facts) -> str:
+    return (
+        "the gradients of the last step were finite, but the optimizer made inf or NaN "
+        f"of them ({facts.nonfinite_updates} of {_steps(facts)} so far). Keep "
+        "parameters and moments in float32, or raise the optimizer's eps"
+    )
+
+
+def _at_floor(facts: Facts) -> str:
+    return (
+        "the last step's gradients were inf or NaN, and the loss scale of "
+        f"{facts.scale} is at its floor ({facts.consecutive_skips} skipped in a row), "
+        "so no lower scale will help. Look for what is too large, or for a square root "
+        "or a division at 0, in the backward pass; or lower min_scale"
+    )
+
+
+def _calibrating(facts: Facts) -> str:
+    return (
+        f"all {_steps(facts)} so far were skipped while the loss scale comes down, to "
+        f"{facts.scale} now. That is normal for the first ten or so"
+    )
+
+
+def _recovering(facts: Facts) -> str:
+    if not facts.is_static:
+        return (
+            "the last step overflowed and was skipped, "
+            f"{facts.consecutive_skips} in a row; the loss scale is {facts.scale}. "
+            f"{_skips(facts)}"
+        )
+    lower = "lower it with jls.set_loss_scale or use jls.dynamic; else "
+    return (
+        "the gradients of the last step were inf or NaN, and it was skipped, "
+        f"{facts.consecutive_skips} in a row; {_skips(facts)}. The loss scale of "
+        f"{facts.scale} is static. If this goes on, "
+        f"{lower if facts.loss_scale > 1 else ''}look for what is too large, or for a "
+        "square root or a division at 0, in the backward pass"
+    )
+
+
+def _underflow(facts: Facts) -> str:
+    if facts.all_zero:
+        return (
+            "all gradients are 0. Either all of them were too small for "
+            f"{facts.dtype}, or the loss does not depend on the parameters: compute "
+            "them once in float32 to see which"
+        )
+    fact = (
+        f"{facts.small:.0%} of the gradients are too small for {facts.dtype} at the "
+        f"loss scale of {facts.scale}, and lose precision or vanish. "
+    )
+    suggested = facts.suggested_scale or 0.0
+    if suggested > facts.loss_scale:
+        grow = ", or let the scaler grow sooner or further (growth_interval, max_scale)"
+        return (
+            f"{fact}jls.suggest_scale proposes {_format(suggested)}: set it with "
+            f"jls.set_loss_scale{'' if facts.is_static else grow}"
+        )
+    other = "use bfloat16, or " if facts.dtype != "bfloat16" else ""
+    return (
+        f"{fact}A larger scale leaves no room for the largest ones: {other}compute in "
+        "float32 what makes the smallest"
+    )
+
+
+def _at_ceiling(facts: Facts) -> str:
+    return (
+        f"the loss scale of {facts.scale} can grow no further. If gradients are still "
+        "too small for float16, raise max_scale"
+    )
+
+
+def _ok(facts: Facts) -> str:
+    return f"{_skips(facts)}; the loss scale is {facts.scale}"
+
+
+def _is_at_floor(facts: Facts) -> bool:
+    return facts.min_scale is not None and facts.loss_scale <= facts.min_scale
+
+
+def _is_at_ceiling(facts: Facts) -> bool:
+    return facts.max_scale is not None and facts.loss_scale >= facts.max_scale
+
+
+def _is_underflow(facts: Facts, limits: Limits) -> bool:
+    return bool(facts.all_zero) or (facts.small or 0.0) > limits.small
+
+
+class Row(NamedTuple):
+    """A verdict: when it holds, and what it says."""
+
+    verdict: Verdict
+    holds: Callable[[Facts, Limits], bool]
+    sentence: Callable[[Facts], str]
+
+
+TABLE = (
+    # A parameter or the optimizer's state is not finite.
+    Row("poisoned", lambda f, _: bool(f.poisoned), _poisoned),
+    # Too many steps in a row were skipped.
+    Row("stalled", lambda f, m: f.consecutive_skips > m.consecutive_skips, _stalled),
+    # The last step was skipped for its forward loss, or for what the optimizer made.
+    Row(
+        "non-finite loss",
+        lambda f, _: f.skipped and f.skip_reason == SkipReason.LOSS,
+        _nonfinite_loss,
+    ),
+    Row(
+        "non-finite update",
+        lambda f, _: f.skipped and f.skip_reason == SkipReason.UPDATES,
+        _nonfinite_update,
+    ),
+    # The last step overflowed, and the scale can go no lower.
+    Row(
+        "at floor",
+        lambda f, _: f.skipped and not f.is_static and _is_at_floor(f),
+        _at_floor,
+    ),
+    # No step was applied yet: the scale is on its way down.
+    Row(
+        "calibrating",
+        lambda f, _: f.skipped and not f.is_static and f.skips == f.steps,
+        _calibrating,
+    ),
+    # The last step overflowed and the scale backed off.
+    Row("recovering", lambda f, _: f.skipped, _recovering),
+    # Too many of the gradients are too small for the scale.
+    Row("underflow", _is_underflow, _underflow),
+    # The scale can go no higher.
+    Row("at ceiling", lambda f, _: not f.is_static and _is_at_ceiling(f), _at_ceiling),
+    Row("ok", lambda f, _: True, _ok),
+)
+
+
+def _steps(facts: Facts) -> str:
+    return f"{facts.steps} step{'' if facts.steps == 1 else 's'}"
+
+
+def _skips(facts: Facts) -> str:
+    was = "was" if facts.skips == 1 else "were"
+    return f"{facts.skips} of {_steps(facts)} {was} skipped so far"
+
+
+def _format(scale: float) -> str:
+    return format_scale(scale) if "e" in f"{scale:g}" else f"{scale:g}"

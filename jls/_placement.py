@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives each leaf of a state its own buffer, on the devices where it belongs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jls._tree import is_array, is_concrete, is_extended
+
+
+def own_buffers(tree: Any, foreign: Any) -> Any:
+    """`tree` as strong arrays that share no buffer with `foreign` or each other.
+
+    Two leaves in one buffer cannot both be donated, nor a leaf in a caller's buffer.
+    """
+    taken = {_buffer(leaf) for leaf in jax.tree.leaves(foreign) if is_array(leaf)}
+
+    def own(leaf):
+        if not is_array(leaf):
+            return leaf
+        array = jnp.asarray(leaf)
+        if getattr(array, "weak_type", False):
+            array = array.astype(array.dtype)
+        if not isinstance(leaf, jax.Array) or _buffer(array) in taken:
+            array = jnp.array(array, copy=True)
+        taken.add(_buffer(array))
+        return array
+
+    return jax.tree.map(own, tree)
+
+
+def place_scalars(state: Any, params: Any) -> Any:
+    """`state` with its scalars and flags on the devices of `params`.
+
+    A scalar left where JAX puts it would come back from the first step with the
+    placement of the parameters, and the second step would compile again.
+    """
+    shardings = [
+        leaf.sharding
+        for leaf in jax.tree.leaves(params)
+        if is_concrete(leaf) and leaf.committed
+    ]
+    if not shardings:
+        return state
+    home = shardings[0]
+    if isinstance(home, NamedSharding):
+        home = NamedSharding(home.mesh, PartitionSpec())
+    elif not home.is_fully_replicated:
+        return state
+
+    def place(leaf):
+        if not is_concrete(leaf) or leaf.committed:
+            return leaf
+        is_small = leaf.ndim == 0 or leaf.dtype == jnp.bool_
+        return put(leaf, home) if is_small else leaf
+
+    return jax.tree.map(place, state)
+
+
+def place_like(array: Any, like: Any) -> Any:
+    """`array` on the devices of `like`, if that is committed to any."""
+    if isinstance(array, Tracer) or not (is_concrete(like) and like.committed):
+        return array
+    return put(jnp.asarray(array), like.sharding)
+
+
+def copy_like(value: Any, like: Any) -> Array:
+    """`value` in a buffer of its own, on the devices of `like` if it has any."""
+    if is_concrete(like) and like.committed:
+        # Two steps: on a CPU, device_put shares the memory of numpy arrays.
+        value = jax.device_put(value, like.sharding)
+    elif not is_extended(value):
+        value = np.asarray(value)  # which is on no device
+    return jnp.array(value, copy=True)
+
+
+def put(array: Array, sharding: Any) -> Array:
+    """`array`, which every process has, on the devices of `sharding`.
+
+    Over several processes through the host: in jax 0.10 to 0.12 `device_put` of a JAX
+    array gives one that cannot be saved if each process has one device, since its
+    `addressable_shards` raise.
+    """
+    if sharding.is_fully_addressable or is_extended(array):
+        return jax.device_put(array, sharding)
+    host = np.asarray(array)
+    return jax.make_array_from_callback(host.shape, sharding, lambda at: host[at])
+
+
+def _buffer(leaf: Any) -> int:
+    """Identifies a buffer: by its address, or under tracing by the tracer."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.__array_interface__["data"][0]
+    if isinstance(leaf, Tracer) or not hasattr(leaf, "unsafe_buffer_pointer"):
+        return id(leaf)
+    return leaf.addressable_data(0).unsafe_buffer_pointer()

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Growth and backoff, shared by all scalers: up to a cap, down to a floor."""
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from jls._types import ScalerState
+
+
+def start_at(init_scale: ArrayLike) -> ScalerState:
+    """The first state of a scaler that keeps a `ScalerState`."""
+    return ScalerState(
+        loss_scale=jnp.array(init_scale, jnp.float32),
+        finite_count=jnp.zeros((), jnp.int32),
+        nonfinite_count=jnp.zeros((), jnp.int32),
+    )
+
+
+def after_step(
+    state: ScalerState,
+    finite: Array,
+    counts: Array,
+    *,
+    growth_interval: ArrayLike,
+    backoff_interval: ArrayLike,
+    consecutive: ArrayLike,
+    **factors_and_bounds: ArrayLike,
+) -> ScalerState:
+    """The state after one step.
+
+    Args:
+      state: the state before.
+      finite: `bool[]`, whether the gradients are finite.
+      counts: `bool[]`, whether the step counts towards growth; a finite step that does
+        not restarts `finite_count`.
+      growth_interval: steps that count, before a growth.
+      backoff_interval: non-finite steps before a backoff.
+      consecutive: whether a finite step restarts `nonfinite_count`.
+      factors_and_bounds: see `move`.
+    """
+    up = counts & is_due(state.finite_count, growth_interval)
+    down = ~finite & is_due(state.nonfinite_count, backoff_interval)
+    kept = jnp.where(consecutive, 0, state.nonfinite_count)
+    bad = jnp.where(finite, kept, state.nonfinite_count + 1)
+    return ScalerState(
+        loss_scale=move(state.loss_scale, up, down, **factors_and_bounds),
+        finite_count=jnp.where(counts & ~up, state.finite_count + 1, 0),
+        nonfinite_count=jnp.where(down, 0, bad),
+    )
+
+
+def move(
+    loss_scale: Array,
+    up: Array,
+    down: Array,
+    *,
+    growth_factor: ArrayLike,
+    backoff_factor: ArrayLike,
+    min_scale: ArrayLike,
+    max_scale: ArrayLike,
+) -> Array:
+    """`loss_scale` one growth higher if `up`, one backoff lower if `down`."""
+    floored = jnp.maximum(loss_scale * f32(backoff_factor), f32(min_scale))
+    # A scale that was set below the floor stays: an overflow never raises it.
+    backed_off = jnp.minimum(loss_scale, floored)
+    higher = grow(loss_scale, growth_factor, max_scale)
+    return jnp.where(up, higher, jnp.where(down, backed_off, loss_scale))
+
+
+def grow(loss_scale: Array, growth_factor: ArrayLike, max_scale: ArrayLike) -> Array:
+    """`loss_scale` one growth higher."""
+    return jnp.minimum(loss_scale * f32(growth_factor), f32(max_scale))
+
+
+def is_due(count: Array, interval: ArrayLike) -> Array:
+    """Whether one step more than `count` fills `interval`.
+
+    Compared before counting, so that no count can wrap; with `>=`, since an interval
+    may be lowered during a run.
+    """
+    return count >= jnp.asarray(interval, jnp.int32) - 1
+
+
+def count_up(count: Array) -> Array:
+    """`count + 1`; stays at the int32 maximum."""
+    return jnp.minimum(count, jnp.iinfo(jnp.int32).max - 1) + 1
+
+
+def f32(value: ArrayLike) -> Array:
+    """A hyperparameter as the device computes with it."""
+    return jnp.asarray(value, jnp.float32)

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find, read and set the loss scale in any state: optax nests, Flax wraps."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from jls import _validate
+from jls._placement import place_like
+from jls._tree import is_variable, named_floats, read_variables
+from jls._types import SCALARS, LossScaledState
+
+State = TypeVar("State")
+
+
+# Find.
+
+
+def is_scaler_state(node: Any) -> bool:
+    """Whether `node` is a scaler's state: a NamedTuple with an array `loss_scale`."""
+    if "loss_scale" not in getattr(node, "_fields", ()):
+        return False
+    # In a NamedTuple of the user's, a field of that name may hold the scaler's state.
+    return not isinstance(node.loss_scale, tuple)
+
+
+def is_wrapper_state(node: Any) -> bool:
+    return isinstance(node, LossScaledState)
+
+
+def find(state: Any, is_node: Callable[[Any], bool]) -> list[tuple[str, Any]]:
+    """Path and value of each outermost node of `state` that `is_node` accepts."""
+    nodes, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_node)
+    return [(jax.tree_util.keystr(p), node) for p, node in nodes if is_node(node)]
+
+
+def scaler_state_in(state: Any) -> Any:
+    """The one scaler state in `state`, or an error that says where there are two."""
+    found = find(state, is_scaler_state)
+    if not found:
+        raise no_loss_scale(state)
+    if len(found) > 1:
+        paths = ", ".join(f"'{path}'" for path, _ in found)
+        raise ValueError(
+            f"state must carry exactly one loss scale, got {len(found)}: at {paths}. "
+            "Pass the part of the state that is meant."
+        )
+    scaler_state = read_variables(found[0][1])
+    shape = jnp.shape(scaler_state.loss_scale)
+    if shape != ():
+        raise ValueError(
+            f"loss_scale must have shape (), got shape {shape} at '{found[0][0]}'. If "
+            "jax.vmap stacked it: keep the loss scale outside of the vmap (one for all "
+            "examples), or vmap the whole train step (one state for each member)."
+        )
+    return scaler_state
+
+
+def wrapper_state_in(state: Any) -> LossScaledState:
+    """The one `LossScaledState` in `state`, or an error."""
+    found = find(state, is_wrapper_state)
+    if len(found) != 1:
+        raise ValueError(
+            "state must carry one state of jls.loss_scaled or jls.skip_nonfinite, got "
+            f"{type(state).__name__} with {len(found)} of them. Pass the part that is "
+            "meant."
+        )
+    return read_variables(found[0][1])
+
+
+def concrete_wrapper_state_in(state: Any) -> LossScaledState:
+    """Like `wrapper_state_in`, for functions of the host: not traced."""
+    wrapper = wrapper_state_in(state)
+    if isinstance(wrapper.steps, Tracer):
+        raise ValueError(
+            "state must be concrete, got a traced one: call this outside of jit, on "
+            "the state that the step returned."
+        )
+    return wrapper
+
+
+def optimizer_in(state: Any) -> Any:
+    """The optimizer in a Flax `TrainState` or `nnx.Optimizer`; None in other states."""
+    return getattr(state, "tx", None)
+
+
+def no_loss_scale(state: Any) -> ValueError:
+    return ValueError(
+        f"state must carry a loss scale, got {type(state).__name__} without one. "
+        "Pass a ScalerState, or the state of an optimizer made by "
+        "jls.loss_scaled or jls.skip_nonfinite."
+    )
+
+
+# Read.
+
+
+def loss_scale(state: Any) -> Array:
+    """Returns the loss scale that the next step will use.
+
+    Args:
+      state: anything that carries exactly one loss scale: a `jls.types.ScalerState`, an
+        optax state however nested, a Flax `TrainState`, an `nnx.Optimizer`.
+
+    Returns:
+      `f32[]`, on the device; `float()` of it waits for the step. Outside of jit it is
+      the state's own buffer, which a step that donates the state deletes.
+
+    Raises:
+      ValueError: if `state` carries no loss scale, or several.
+
+    Example:
+      >>> jls.loss_scale(jls.dynamic().init())
+      Array(32768., dtype=float32)
+    """
+    return jnp.asarray(scaler_state_in(state).loss_scale)
+
+
+def metrics(state: Any) -> dict[str, Array]:
+    """Returns what a logger wants to know, as scalars on the device.
+
+    Fetch them every so many steps with one `jax.device_get(...)`, or return them from a
+    `jax.lax.scan` to stack them. The call does not wait for the device. Outside of jit
+    the values are the state's own buffers: fetch them before a step that donates it.
+
+    Args:
+      state: anything that carries exactly one loss scale.
+
+    Returns:
+      A flat dict: `loss_scale` (f32[], of the next step), `applied` (bool[], whether
+      the last step was applied), the counts `steps`, `skips`, `consecutive_skips`,
+      `nonfinite_losses` and `nonfinite_updates` (i32[]), and `skip_reason` (i32[], a
+      `jls.types.SkipReason`). For a bare scaler state the `loss_scale` alone.
+
+    Raises:
+      ValueError: if `state` carries no loss scale, or several.
+
+    Example:
+      >>> state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))
+      >>> {name: value.item() for name, value in jls.metrics(state).items()}
+      {'loss_scale': 32768.0, 'applied': False, 'steps': 0, 'skips': 0, \
+'consecutive_skips': 0, 'nonfinite_losses': 0, 'nonfinite_updates': 0, \
+'skip_reason': 0}
+    """
+    values = {"loss_scale": loss_scale(state)}
+    for _, wrapper in find(state, is_wrapper_state):
+        for name in SCALARS:
+            values[name] = read_variables(getattr(wrapper, name))
+    return values
+
+
+def nonfinite_leaves(state: Any, params: Any) -> list[str]:
+    """Returns the names of the parameters that caused the last skip.
+
+    The state remembers them, at one bit each, until the next skipped step: those whose
+    gradient was inf or NaN, or whose update was if that is why the step was skipped.
+    There are none if only the loss was not finite.
+
+    Args:
+      state: anything that carries one state of `jls.loss_scaled`.
+      params: the parameters, for their names: the tree that `init` was given. With NNX,
+        `nnx.state(model, nnx.Param)`, or whatever else the optimizer is for.
+
+    Returns:
+      A list of paths such as "layer_0/kernel", in order; empty if there are none.
+
+    Raises:
+      ValueError: if `state` carries no such state, or several, if it is traced, or if
+        `params` has another number of floating-point leaves.
+
+    Example:
+      >>> optimizer = jls.loss_scaled(optax.sgd(0.1))
+      >>> params = {"kernel": jnp.ones(2), "bias": jnp.ones(2)}
+      >>> grads = {"kernel": jnp.array([1.0, jnp.nan]), "bias": jnp.ones(2)}
+      >>> _, state = optimizer.update(grads, optimizer.init(params), params)
+      >>> jls.nonfinite_leaves(state, params)
+      ['kernel']
+    """
+    flags = jax.device_get(concrete_wrapper_state_in(state).nonfinite_leaves)
+    return select_names(params, flags.tolist())
+
+
+def select_names(params: Any, flags: list[bool]) -> list[str]:
+    """The paths of the floating-point leaves of `params` whose flag is set."""
+    names, _ = named_floats(params)
+    if len(names) != len(flags):
+        raise ValueError(
+            "params must be the parameters that the optimizer was initialized with: "
+            f"got {len(names)} floating-point leaves, the state knows {len(flags)}."
+        )
+    return [name for name, is_bad in zip(names, flags, strict=True) if is_bad]
+
+
+# Set.
+
+
+def set_loss_scale(state: State, value: ArrayLike) -> State:
+    """Returns `state` with the loss scale set by hand and its counts restarted at 0.
+
+    Structure, dtypes and placement stay, so that a jitted step does not retrace. The
+    bounds of the scaler are not consulted: it goes on from the new scale.
+
+    Args:
+      state: anything that carries exactly one loss scale.
+      value: a number, or an array of shape `()` or `(1,)`; from 2**-126 to 2**126.
+        Stored as float32 in a buffer of its own.
+
+    Returns:
+      A state like `state`. An `nnx.Optimizer` is changed in place and returned.
+
+    Raises:
+      TypeError: if `value` is not a real number.
+      ValueError: if it has another shape or is out of range, or if `state` carries no
+        loss scale, or several. Traced values are not checked.
+
+    Example:
+      >>> state = jls.set_loss_scale(jls.dynamic().init(), 1024)
+      >>> state.loss_scale
+      Array(1024., dtype=float32)
+    """
+    new_scale = check_scale(value)
+    scaler_state = scaler_state_in(state)  # one, or an error, before anything changes
+    ((_, node),) = find(state, is_scaler_state)
+    fresh = {"loss_scale": new_scale}
+    for count in ("finite_count", "nonfinite_count"):
+        if count in node._fields:
+            # Below 0 steps do not count yet: see jls.presets.deepspeed.
+            fresh[count] = jnp.minimum(getattr(scaler_state, count), 0)
+    if is_variable(node.loss_scale):
+        for name, new in fresh.items():
+            variable = getattr(node, name)
+            variable.set_value(place_like(new, variable.get_value()))
+        return state
+    restarted = node._replace(
+        **{name: place_like(new, getattr(node, name)) for name, new in fresh.items()}
+    )
+    return jax.tree.map(
+        lambda x: restarted if is_scaler_state(x) else x, state, is_leaf=is_scaler_state
+    )
+
+
+def check_scale(value: Any) -> Array:
+    """The loss scale `value` as `f32[]` in a fresh buffer, or an error."""
+    if not _is_real_array(value) and not _validate.is_real(value):
+        got = getattr(value, "dtype", None) or f"{type(value).__name__} {value!r}"
+        raise TypeError(f"loss_scale must be a real number or array, got {got}.")
+    shape = np.shape(value)
+    if shape not in ((), (1,)):
+        raise ValueError(f"loss_scale must have shape () or (1,), got shape {shape}.")
+    if isinstance(value, Tracer):
+        return jnp.array(value, jnp.float32, copy=True).reshape(())
+    # Through the host: the value's device must not become that of the state.
+    exact = np.asarray(value).item() if _is_real_array(value) else value
+    return jnp.array(_validate.scale_value("loss_scale", exact), jnp.float32)
+
+
+def _is_real_array(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray | np.generic) and any(
+        jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer)
+    )

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How states, scalers and numbers print, on one line."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+
+def format_record(name: str, **fields: Any) -> str:
+    """`name(field=value, ...)`."""
+    return f"{name}({', '.join(f'{key}={value}' for key, value in fields.items())})"
+
+
+def format_number(value: Any) -> str:
+    """A scalar in memory as a person writes it; anything else as it prints itself."""
+    if isinstance(value, float):
+        return _format_float(value)
+    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
+    if not is_array or isinstance(value, Tracer) or value.shape != ():
+        return repr(value)
+    if isinstance(value, jax.Array) and value.is_deleted():
+        return "<donated>"
+    plain = value.item()
+    return _format_float(plain) if isinstance(plain, float) else repr(plain)
+
+
+def format_fields(state: Any, names: tuple[str, ...]) -> dict[str, str]:
+    """The named fields of `state`, formatted as numbers."""
+    return {name: format_number(getattr(state, name)) for name in names}
+
+
+def format_scaler(kind: str, init: Any, adjust: Any, **hyperparameters: Any) -> str:
+    """The call that made a scaler of jls; of any other scaler, its two functions."""
+    function = getattr(adjust, "func", None)
+    name = getattr(function, "__name__", "")
+    is_ours = getattr(function, "__module__", "").startswith("jls.")
+    if not (is_ours and name.endswith("_adjust")):
+        return format_record(kind, init=repr(init), adjust=repr(adjust))
+    values = {key: format_number(value) for key, value in hyperparameters.items()}
+    return format_record(name.removesuffix("_adjust").lstrip("_"), **values)
+
+
+def format_scale(scale: float) -> str:
+    """`32768.0` as `2^15`; with four digits if it is not a power of two."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:.4g}"
+
+
+def _format_float(value: float) -> str:
+    mantissa, exponent = math.frexp(value)
+    is_long = not 2.0**-3 <= value <= 2.0**10
+    return f"2**{exponent - 1}" if mantissa == 0.5 and is_long else f"{value:g}"

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accumulates the gradients of micro-batches, one after the other.
+
+    drop="step"         a bad micro-batch makes the result bad, and the step is skipped
+    drop="micro_batch"  it is left out, and so is what it would have carried on; the
+                        mean is over the others
+
+All devices leave out the same ones, as they skip the same steps.
+
+The gradients are true ones in at least float32, so a scale that changes between two
+steps does no harm. A micro-batch is left out by a select, since 0 times NaN is NaN.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jls._reduce import AxisName, agree, all_finite
+from jls._tree import select, wide_dtype, widen
+
+Accumulation = Literal["mean", "sum"]
+Drop = Literal["step", "micro_batch"]
+
+
+class Accumulated(NamedTuple):
+    loss: Array  # f32[]  with drop="micro_batch", of those whose loss is finite
+    grads: Any  # NaN if every micro-batch is left out
+    carried: Any  # what the last micro-batch that counts carried on
+    partial_overflow: Array  # bool[]  whether one with a finite loss is left out
+    dropped: Array  # i32[]  micro-batches left out
+
+
+def accumulate(
+    grad_fn: Callable[[Any, Any], Any],
+    params: Any,
+    carried: Any,
+    batch: Any,
+    *,
+    micro_batches: int,
+    accumulation: Accumulation,
+    drop: Drop,
+    axis_name: AxisName = None,
+) -> Accumulated:
+    """Calls `grad_fn(carried, micro_batch)` on each and adds up what it returns.
+
+    `grad_fn` returns `((loss, carried), grads)`, with gradients like `params`.
+    """
+    if micro_batches == 1:
+        (loss, carried), grads = grad_fn(carried, batch)
+        return Accumulated(
+            widen(loss), grads, carried, jnp.zeros((), jnp.bool_), jnp.int32(0)
+        )
+
+    def body(carry, micro_batch):
+        old, total = carry
+        (loss, carried), grads = grad_fn(old, micro_batch)
+        finite = counts = jnp.asarray(True)
+        if drop == "micro_batch":
+            flags = jnp.stack([jnp.isfinite(loss), all_finite(grads)])
+            flags = agree(flags, axis_name)
+            finite, counts = flags[0], jnp.all(flags)
+            grads = select(counts, grads, jax.tree.map(jnp.zeros_like, grads))
+            carried = select(counts, carried, old)
+        total = jax.tree.map(jnp.add, total, grads)
+        return (carried, total), (widen(loss), finite, counts)
+
+    zeros = jax.tree.map(_zeros, params)
+    (carried, grads), (losses, finite, counts) = lax.scan(
+        body, (carried, zeros), _split(batch, micro_batches)
+    )
+    losses = jnp.where(finite, losses, 0)
+
+    def reduce(total, counted):
+        if accumulation == "mean":
+            total = total / jnp.sum(counted).astype(total.real.dtype)
+        # Nothing is left: NaN, so that the step is skipped.
+        return jnp.where(jnp.any(counted), total, jnp.nan)
+
+    return Accumulated(
+        loss=reduce(jnp.sum(losses), finite),
+        grads=jax.tree.map(lambda total: reduce(total, counts), grads),
+        carried=carried,
+        partial_overflow=jnp.any(finite & ~counts),
+        dropped=jnp.sum(~counts, dtype=jnp.int32),
+    )
+
+
+def _zeros(param: Any) -> Array:
+    return jnp.zeros_like(param, dtype=wide_dtype(jnp.result_type(param)))
+
+
+def _split(batch: Any, micro_batches: int) -> Any:
+    """`batch` with a leading axis of k micro-batches: example i is in number i mod k.
+
+    Strided, so that a batch that is sharded over devices stays where it is.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
+
+    def split(path, leaf):
+        shape = jnp.shape(leaf)
+        if not shape or shape[0] % micro_batches:
+            raise ValueError(
+                "micro_batches must divide the leading axis of each array of batch, "
+                f"got {micro_batches} for batch{jax.tree_util.keystr(path)} of shape "
+                f"{shape}. Drop or pad the last examples."
+            )
+        size = shape[0] // micro_batches
+        strided = jnp.asarray(leaf).reshape(size, micro_batches, *shape[1:])
+        return jnp.swapaxes(strided, 0, 1)
+
+    if not leaves:
+        raise ValueError("batch must hold an array to split into micro_batches.")
+    return structure.unflatten([split(path, leaf) for path, leaf in leaves])

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adapter for Flax NNX: a model and its `nnx.Optimizer`, changed in place."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jls._train.parts import Parts
+from jls._tree import cast_like, read_variables
+from jls._types import StepReport
+
+
+def is_nnx(args: tuple[Any, ...]) -> bool:
+    """Whether a step was called with a model, an `nnx.Optimizer` and a batch."""
+    return len(args) == 3 and hasattr(args[1], "wrt")
+
+
+class NnxAdapter:
+    """Carries every variable of the model that the optimizer is not for."""
+
+    def __init__(
+        self, loss_fn: Callable[..., Any], has_aux: bool, model: Any, optimizer: Any
+    ):
+        if has_aux:
+            raise ValueError(
+                "has_aux must be False for an NNX model, which itself carries what is "
+                "to be kept or rolled back: assign it to an nnx.Variable of the model."
+            )
+        self._loss_fn, self._model, self._optimizer = loss_fn, model, optimizer
+        self._graph, *self._state = _nnx().split(model, optimizer.wrt, ...)
+        self.optimizer = optimizer.tx
+
+    def split(self) -> Parts:
+        params, carried = read_variables(self._state)
+        return Parts(params, read_variables(self._optimizer.opt_state), carried)
+
+    def loss(self, params: Any, carried: Any, batch: Any) -> tuple[Any, Any]:
+        copy = _nnx().merge(self._graph, params, carried)
+        loss = self._loss_fn(copy, batch)
+        after = read_variables(_nnx().split(copy, self._optimizer.wrt, ...)[2])
+        return loss, cast_like("loss_fn, which ran on the model,", after, carried)
+
+    def merge(self, parts: Parts, report: StepReport) -> StepReport:
+        nnx, optimizer = _nnx(), self._optimizer
+        nnx.update(self._model, parts.params, parts.carried)
+        nnx.update(optimizer.opt_state, nnx.state(parts.opt_state))
+        optimizer.step.set_value(optimizer.step.get_value() + 1)
+        return report
+
+
+def _nnx() -> Any:
+    """Flax is imported only where its objects are handled."""
+    from flax import nnx
+
+    return nnx
