@@ -1,8 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """jls: loss scaling and bad-step skipping for JAX."""
 
-# isort: off
+# The floors of the package. A module imports only from floors below its own; a folder
+# is one floor, and its modules also import from each other. A test reads this.
+#
+#   __main__
+#   _cli
+#   __init__
+#   types
+#   _wrapper _checkpoint _train _monitor
+#   _step _scale _ema presets
+#   _scalers _state
+#   _validate
+#   _types _reduce _bits _rollback _placement
+#   _tree _text
 
+# isort: off
 # The optimizer.
 from jls._wrapper import loss_scaled as loss_scaled
 from jls._wrapper import skip_nonfinite as skip_nonfinite

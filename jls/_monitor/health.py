@@ -61,7 +61,7 @@ class UnhealthyError(RuntimeError):
       True
     """
 
-    def __init__(self, health: Health):
+    def __init__(self, health: Health) -> None:
         super().__init__(str(health))
         self.health = health
 

@@ -45,7 +45,7 @@ class History:
       loss        0.5 first, 0.5 last, 0.5 best (step 1)
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._columns: dict[str, list[Scalar | None]] = {"step": []}
 
     def append(self, metrics: Any, /, *, step: Any = None, **more: Any) -> None:
