@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: `python -m jls` trains a network in float16, with jls and without.
 
-`python -m jls doctor` looks at the machine that it runs on.
+`python -m jls doctor` examines the machine that it runs on.
 
-Flax, matplotlib, rich and scikit-learn are imported when the demo starts, so that
-`--help` and the advice how to install them work without them.
+Flax, matplotlib, rich and scikit-learn are imported when the demo starts: `--help` and
+the advice on installing them work without them.
 """
 
 import argparse
@@ -20,16 +20,16 @@ EXTRA = {"flax", "matplotlib", "rich", "sklearn"}
 
 DESCRIPTION = """\
 Trains a small network on 1347 handwritten digits, three times: in float32, in float16
-without loss scaling, and in float16 with jls.loss_scaled. Shows how the loss, the loss
-scale and the skipped steps develop, then what each run reads of 450 digits it has not
-seen. On the CPU, in less than a minute; nothing is downloaded."""
+without loss scaling, and in float16 with jls.loss_scaled. Shows the loss, the loss
+scale and the skipped steps as they develop, then how well each run reads 450 digits
+that it has not seen. Runs on the CPU in less than a minute and downloads nothing."""
 
 EPILOG = """\
 examples:
   python -m jls
   python -m jls --seed 3 --output digits.svg
   python -m jls --steps 300 --no-plot
-  python -m jls doctor          # which dtype is fast here, and does the guard work
+  python -m jls doctor          # which dtype is fast here, and does jls work
 
 It needs Flax, matplotlib, rich and scikit-learn: pip install "jls[demo]"
 """
@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         may begin with `demo` or `doctor`; `demo` is what runs without.
 
     Raises:
-      SystemExit: with a sentence, if an argument is bad or a package is missing; with
-        1, if the doctor finds that something does not hold.
+      SystemExit: with a sentence if an argument is bad or a package is missing; with 1
+        if the doctor finds that something does not hold.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     command = arguments.pop(0) if arguments[:1] in (["demo"], ["doctor"]) else "demo"
@@ -54,9 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run_doctor(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m jls doctor",
-        description="Tries on this machine which dtype is fast, whether inf and NaN "
-        "are seen inside of jit, and what the guard costs; ends with advice. Exits "
-        "with 0 if all that jls relies on holds, else with 1.",
+        description="Times each dtype on this machine, checks that XLA detects inf and "
+        "NaN inside jit, and measures what a guarded step costs; ends with advice. "
+        "Exits with 0 if everything that jls relies on holds, else with 1.",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the findings as JSON"
@@ -75,7 +75,7 @@ def _run_demo(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     if not options.no_plot:
         _check_output(parser, options.output)
-    # The demo is about number formats, and these differ least between machines on CPU.
+    # The demo is about number formats, which differ least between machines on the CPU.
     jax.config.update("jax_platforms", "cpu")
     save_plot = None
     try:
@@ -148,7 +148,7 @@ def _integer_from(least: int):
 
 
 def _check_output(parser: argparse.ArgumentParser, output: Path) -> None:
-    """Refuses a file that could not be written, before half a minute of training."""
+    """Refuses a file that cannot be written, before half a minute of training."""
     if output.suffix not in (".png", ".svg", ".pdf"):
         parser.error(f"--output must end in .png, .svg or .pdf, got '{output}'")
     if not output.parent.is_dir():

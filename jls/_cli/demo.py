@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo's training: a deep sigmoid network on scikit-learn's handwritten digits.
 
-Chosen so that float16 fails, by ordinary means: a textbook network, Flax's default
-weights and the squared error that such networks were long trained with. A sigmoid's
-slope is at most 1/4, so six layers divide a gradient by thousands, and the mean over
-all images and classes by ten thousand more. What is left is below 2**-24, the smallest
-float16; float32 and a loss scale both keep it.
+Float16 fails here by ordinary means: a textbook network, Flax's default weights, and
+the squared error that such networks were long trained with. A sigmoid's slope is at
+most 1/4, so six layers divide a gradient by thousands, and the mean over all images and
+classes by ten thousand more. What is left is below 2**-24, the smallest float16;
+float32 and a loss scale both keep it.
 """
 
 from collections.abc import Callable, Iterator
@@ -144,7 +144,7 @@ def plain_step(loss_fn: Callable, optimizer: optax.GradientTransformation) -> St
 def scaled_step(
     loss_fn: Callable, optimizer: optax.GradientTransformationExtraArgs
 ) -> StepFn:
-    """Returns the same step with a loss scale: the first two lines differ."""
+    """Returns the same step with a loss scale; only the first two lines differ."""
 
     def step(params, opt_state, images, labels):
         loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, images, labels)

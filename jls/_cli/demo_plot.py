@@ -11,7 +11,7 @@ from jls._cli.demo_report import CONFIGURATIONS, Runs, percent
 from jls._monitor.history_plot import BLUE, RED
 from jls._text import format_scale
 
-# Okabe and Ito's colours, and line styles too: clear to every eye, and in print.
+# Okabe and Ito's colours, and line styles too: clear to every eye and in print.
 STYLES = (
     {"color": "#000000", "linestyle": "-", "linewidth": 3.5, "alpha": 0.35},
     {"color": RED, "linestyle": "--", "linewidth": 1.8},
@@ -20,7 +20,7 @@ STYLES = (
 
 
 def save(runs: Runs, output: Path) -> None:
-    """Writes the plot; the ending of `output` says the format."""
+    """Writes the plot, in the format of `output`'s suffix."""
     # Not pyplot: it keeps figures in global state and may look for a display.
     figure = Figure(figsize=(8, 6.5), layout="constrained")
     losses, scale = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))

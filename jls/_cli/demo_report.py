@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo prints: a bar for each run, a table, and what happened, in words."""
+"""What the demo prints: a bar for each run, a table, and what happened in words."""
 
 import math
 import textwrap
@@ -83,7 +83,7 @@ def show(runs: Runs) -> None:
 
 
 def sentence(runs: Runs) -> str:
-    """Says what happened, from the results alone."""
+    """What happened, judged by the results alone."""
     reference, unscaled, scaled = (run.accuracy or 0.0 for run in runs)
     if reference < 0.5:
         return (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `python -m jls doctor` finds out about this machine, by trying it."""
+"""`python -m jls doctor`: what this machine does well, found out by trying."""
 
 import functools
 import os
@@ -23,7 +23,7 @@ WORTH_IT = 1.3
 
 NOT_OK = (
     "Something that jls relies on does not hold here: look for fast-math in XLA_FLAGS, "
-    "and do not trust the guard before it does."
+    "and do not trust jls until it does."
 )
 
 CHECKS = (
@@ -37,7 +37,7 @@ CHECKS = (
 
 
 def examine() -> dict[str, Any]:
-    """All findings, as JSON can hold them."""
+    """All findings, ready for JSON."""
     on_cpu = jax.default_backend() == "cpu"
     speeds = _matmul_speeds(384 if on_cpu else 4096)
     checks = _checks()
@@ -55,7 +55,7 @@ def examine() -> dict[str, Any]:
 
 
 def advice(speeds: dict[str, float]) -> str:
-    """Which dtype, in one sentence."""
+    """Which dtype to use, in one sentence."""
     gains = {name: speed / speeds["float32"] for name, speed in speeds.items()}
     if gains["bfloat16"] >= max(WORTH_IT, 0.8 * gains["float16"]):
         return (
@@ -74,7 +74,7 @@ def advice(speeds: dict[str, float]) -> str:
 
 
 def report(findings: dict[str, Any]) -> str:
-    """The findings as a person reads them."""
+    """The findings for a person to read."""
     speeds = findings["matmul_gflops"]
     kinds = findings["devices"]
     lines = [
@@ -87,7 +87,7 @@ def report(findings: dict[str, Any]) -> str:
     for name, speed in speeds.items():
         ratio = speed / speeds["float32"]
         lines.append(f"  {name:9} {speed:10.0f} GFLOP/s   {ratio:5.2f} x float32")
-    lines += ["", "What jls relies on, inside of jit"]
+    lines += ["", "What jls relies on, inside jit"]
     for name, holds in findings["checks"].items():
         lines.append(f"  {'yes' if holds else 'NO ':4} {name}")
     lines += [
@@ -126,7 +126,7 @@ def _checks() -> dict[str, bool]:
 
 
 def _matmul_speeds(size: int) -> dict[str, float]:
-    """Billions of operations in a second, by dtype; measured in turns."""
+    """Billions of operations per second, by dtype; measured in turns."""
     product = jax.jit(lambda x: x @ x)
     matrices = {
         name: jnp.ones((size, size), name)
@@ -140,7 +140,7 @@ def _matmul_speeds(size: int) -> dict[str, float]:
 
 
 def _step_overhead(width: int) -> float:
-    """The time of a guarded step, in units of the bare one's; the median of turns."""
+    """The time of a guarded step relative to a bare one; the median of turns."""
     ratios = []
     bare, guarded = (_step_of(width, is_guarded) for is_guarded in (False, True))
     for _ in range(7):
@@ -149,7 +149,7 @@ def _step_overhead(width: int) -> float:
 
 
 def _step_of(width: int, is_guarded: bool) -> Callable[[], Any]:
-    """A jitted train step of a small network, with donated state, to be called."""
+    """A jitted train step of a small network, with donated state; call it to run it."""
     optimizer = optax.adamw(1e-3)
     optimizer = loss_scaled(optimizer) if is_guarded else optimizer
     keys = jax.random.split(jax.random.key(0), 5)
@@ -182,7 +182,7 @@ def _step_of(width: int, is_guarded: bool) -> Callable[[], Any]:
 
 
 def _seconds(call: Callable[[], Any], repeats: int = 5) -> float:
-    """How long a call takes once it is compiled; the shortest of several."""
+    """How long a compiled call takes; the shortest of several."""
     jax.block_until_ready(call())
     times = []
     for _ in range(repeats):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A record of a run at the host: append the metrics of a step, then read and plot."""
+"""A record of a run on the host: append the metrics of a step, then read and plot."""
 
 import csv
 from collections.abc import Iterator
@@ -56,13 +56,13 @@ class History:
 
         Args:
           metrics: a dict of scalars, such as `jls.metrics(state)`, or a
-            `jls.StepReport`. Values in dicts inside get keys such as
+            `jls.types.StepReport`. Values in nested dicts get keys such as
             "local_norm/layer/kernel"; None is left out. Or all of them stacked: arrays
-            of one dimension and the same length, a row for each element. (Of what
-            `jax.pmap` returns, give one device's.)
+            of one dimension and the same length, a row for each element. (From
+            `jax.pmap`, pass one device's.)
           step: the number of the step, or an array of numbers for stacked values. None
             takes "step" or else "steps" out of the metrics, or counts on by 1.
-          more: further values by name: `loss=loss`. They go before those of `metrics`.
+          more: further values by name: `loss=loss`. They override those of `metrics`.
 
         Raises:
           TypeError: if `metrics` is neither, or if a value is no real number.
@@ -171,9 +171,9 @@ class History:
     def summary(self) -> str:
         """Returns a few lines to print: the skips, the loss scale, the loss.
 
-        Skips are the run's own count if the metrics have one, else those of the rows. A
+        Skips are the run's own count if the metrics have it, else those of the rows. A
         growth or backoff is a row whose loss scale differs from the row before: append
-        `jls.metrics(state)` before the first step to see what that one does.
+        `jls.metrics(state)` before the first step to see what that step does.
 
         Returns:
           A text of up to six lines; `print` it.
@@ -187,9 +187,9 @@ class History:
     def plot(self, axes: Any = None) -> Any:
         """Draws loss, loss scale and gradient norm over the steps, one above the other.
 
-        Of "loss", "loss_scale" and "global_norm" (or "grad_norm") those that were
-        recorded. Ticks at the foot of a panel are skipped steps, triangles growths and
-        backoffs. Long runs are drawn as medians with their range.
+        It draws what was recorded of "loss", "loss_scale" and "global_norm" (or
+        "grad_norm"). Ticks at the foot of a panel are skipped steps; triangles are
+        growths and backoffs. Long runs are drawn as medians with their range.
 
         Args:
           axes: None makes a figure, which a notebook shows if it is a cell's last line,

@@ -16,13 +16,13 @@ Columns = Mapping[str, Sequence[Scalar | None]]
 
 
 def flatten_metrics(metrics: Any, more: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given, by name; in dicts inside "a/b". None counts as not given."""
+    """The given values by name, "a/b" for those in nested dicts; None is left out."""
     if isinstance(metrics, StepReport):
         metrics = metrics._asdict()
     if not isinstance(metrics, Mapping):
         raise TypeError(
             "metrics must be a dict of scalars, such as jls.metrics(state), or a "
-            f"jls.StepReport, got {type(metrics).__name__}."
+            f"jls.types.StepReport, got {type(metrics).__name__}."
         )
     flat: dict[str, Any] = {}
     _flatten((), {**metrics, **more}, flat)
@@ -41,11 +41,11 @@ def _flatten(path: tuple[str, ...], value: Any, flat: dict[str, Any]) -> None:
 
 
 def fetch(flat: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Each value on the host, after one transfer for all of them."""
+    """The values on the host, after one transfer for all of them."""
     for name, value in flat.items():
         _check(name, value)
     on_host = jax.device_get(dict(flat))
-    # In the order given: a transfer of a dict sorts its keys.
+    # In the given order: a transfer of a dict sorts its keys.
     return {name: _widest(np.asarray(on_host[name])) for name in flat}
 
 
@@ -70,7 +70,7 @@ def _check(name: str, value: Any) -> None:
 
 
 def _widest(value: np.ndarray) -> np.ndarray:
-    """`value` in a type that turns into Python's own numbers, exactly."""
+    """`value` in a type that converts exactly to Python's own numbers."""
     if jnp.issubdtype(value.dtype, jnp.floating):
         return value.astype(np.float64)
     return value if value.dtype.kind in "biu" else value.astype(np.int64)
@@ -97,7 +97,7 @@ def skip_counts(columns: Columns) -> np.ndarray:
     # Before the first step `applied` is False, though nothing was skipped.
     unapplied = (column(columns, "applied") == 0) & (column(columns, "steps") != 0)
     counts = (unapplied | (column(columns, "skipped") == 1)).astype(np.int64)
-    # The counter knows of steps between the rows; back to less, it is another run's.
+    # The counter knows of steps between the rows; if it is lower, the run is another.
     since = np.diff(column(columns, "skips").astype(np.float64))
     counts[1:] = np.where(since >= 0, since, counts[1:])
     return counts
