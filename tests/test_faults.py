@@ -252,7 +252,7 @@ def test_promises_hold_under_vmap(name, inner):
     ("name", "inner"), [("dynamic", "multi_steps"), ("cautious", "sgd")]
 )
 def test_promises_hold_on_all_devices_under_shard_map(name, inner):
-    """One device here; sharded_program.py has eight, with faults of their own."""
+    """One device here; tests/devices has eight, with faults of their own."""
     count = jax.device_count()
     mesh = Mesh(np.array(jax.devices()), "data")
     optimizer, step = make_step(SCALERS[name](), OPTIMIZERS[inner](), "data")

@@ -152,7 +152,7 @@ def test_promise_04_the_updates_of_a_skipped_step_are_minus_zero(wrap):
 
 
 def test_promise_05_one_decision_over_a_named_axis():
-    # The multi-device forms are in test_sharded.py; vmap binds an axis as they do.
+    # The multi-device forms are in tests/devices; vmap binds an axis as they do.
     optimizer = jls.loss_scaled(optax.sgd(1.0), jls.dynamic(8.0), axis_name="i")
     params = jnp.float32(1.0)
 

@@ -185,7 +185,7 @@ def test_average_recipe_averages_the_applied_steps(capsys):
 
 
 def test_devices_recipe_skips_what_overflows_on_one_device(capsys):
-    """On one device here; on eight in sharded_program.py."""
+    """On one device here; on eight in tests/devices."""
     names = run("Many devices and processes")
     first, second = capsys.readouterr().out.splitlines()
     assert first.split()[1:] == ["True", "32768.0"]

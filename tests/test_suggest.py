@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from rounding_reference import NARROW, fates, float32_of_every_kind
+from reference_rounding import NARROW, fates, float32_of_every_kind
 from shared import both
 
 import jls

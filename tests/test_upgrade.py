@@ -92,7 +92,9 @@ def test_without_the_upgrade_an_older_checkpoint_is_an_error(tmp_path):
     state = make.trained("dynamic")
     before = jax.tree.map(np.array, state)
     with pytest.raises(ValueError, match="nonfinite_updates"):
-        serialization.from_bytes(state, (FOLDER / "before_0.1.0" / "dynamic.msgpack").read_bytes())
+        serialization.from_bytes(
+            state, (FOLDER / "before_0.1.0" / "dynamic.msgpack").read_bytes()
+        )
     read("dynamic", "orbax", tmp_path)
     with pytest.raises(ValueError, match="nonfinite_updates"):
         restored(tmp_path / "dynamic", state)

@@ -1,7 +1,4 @@
-# SPDX-License-Identifier: Apache-2.0
-"""The tests that need eight devices; test_sharded.py runs them in a process of theirs.
-
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 pytest tests/sharded_program.py
+"""`shard_map` and `pmap` over eight devices: one decision for all of them.
 
 Device `d` sees the input d, so that the mean of the gradients is 3.5 and their sum 28.
 """
@@ -475,7 +472,7 @@ def test_train_step_under_pmap(micro_batches):
 
 @pytest.mark.standard_promotion
 def test_the_readme_s_block_skips_on_eight_devices(capsys):
-    text = Path(__file__).parents[1].joinpath("README.md").read_text()
+    text = Path(__file__).parents[2].joinpath("README.md").read_text()
     section = text.split("### Many devices and processes")[1]
     names = {}
     exec(section.split("```python\n")[1].split("```")[0], names)

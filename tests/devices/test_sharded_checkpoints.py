@@ -1,8 +1,4 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of sharded states; test_checkpoints.py runs it, with eight devices.
-
-XLA_FLAGS=--xla_force_host_platform_device_count=8 pytest tests/checkpoint_program.py
-"""
+"""Checkpoints of sharded states, restored onto this mesh or another."""
 
 import jax
 import jax.numpy as jnp
@@ -74,10 +70,6 @@ def assert_own(tree, *others):
     ours = pointers(tree)
     assert len(set(ours)) == len(ours)
     assert not set(ours) & set(pointers(others))
-
-
-def test_there_are_eight_devices():
-    assert jax.device_count() == 8
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])

@@ -1,11 +1,4 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Flax models that say themselves how they are split, on eight devices.
-
-    export XLA_FLAGS=--xla_force_host_platform_device_count=8
-    pytest tests/sharded_flax_program.py
-
-As the guides of Linen and NNX write it; test_sharded.py runs it in its own process.
-"""
+"""Flax models that say themselves how they are split, as its guides write it."""
 
 import functools
 

@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
+from shared import assert_follows, trajectories
 
 import jls
-from tests import reference
-from tests.shared import assert_follows, trajectories
 
 MAGNITUDES = (0.0, 1e-3, 1.0, 1.9995, 5000.0, math.inf)
 SEQUENCES = np.array(list(itertools.product(MAGNITUDES, repeat=6)), np.float32)

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rounding_reference import FATES, NARROW, fates, float32_of_every_kind
+from reference_rounding import FATES, NARROW, fates, float32_of_every_kind
 from shared import both
 
 from jls._rounding import cuts, edges, magnitudes, normalized

@@ -1,6 +1,6 @@
 """A run that is killed again and again ends in the bits of one that never was.
 
-Three kills by default; `JLS_KILLS=20 pytest tests/test_crash.py` for more.
+Three kills by default; `JLS_KILLS=20 pytest tests/processes` for more.
 """
 
 import os

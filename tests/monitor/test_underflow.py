@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from rounding_reference import FATES, NARROW, fates, float32_of_every_kind
+from reference_rounding import FATES, NARROW, fates, float32_of_every_kind
 from shared import assert_close, assert_identical, both
 
 import jls

@@ -4,10 +4,10 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
+from shared import assert_follows
 
 import jls
-from tests import reference
-from tests.shared import assert_follows
 
 # With scales of 2 to 64 and no headroom: nothing, far from an overflow, finite
 # at 16 but not at 32 (the second just so), at no scale above 2, and an overflow.

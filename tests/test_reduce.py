@@ -6,9 +6,9 @@ import optax
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from shared import assert_identical, both
 
 import jls
-from tests.shared import assert_identical, both
 
 
 @pytest.mark.parametrize(

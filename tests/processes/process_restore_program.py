@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run saved by some processes goes on in others; test_processes.py starts them.
 
-    python tests/process_restore_program.py RANK PROCESSES DEVICES PORT FILE FOLDER
+    python process_restore_program.py RANK PROCESSES DEVICES PORT FILE FOLDER
 
 With an empty FOLDER it trains half-way, saves there, and goes on to the end. Else it
 restores what is there and does the second half.

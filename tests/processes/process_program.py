@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One of several processes that train together; test_processes.py starts them.
 
-    python tests/process_program.py RANK PROCESSES DEVICES PORT FILE
+    python process_program.py RANK PROCESSES DEVICES PORT FILE
 
 Every process runs the same lines on its DEVICES host devices, and writes what it has
 seen to FILE. One of the examples overflows, on one device of one process.
