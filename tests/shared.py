@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+# Small params, and gradients for them.
+W = jnp.array([1.0, -2.0])
+ONE, NAN, INF = jnp.ones(2), jnp.array([1.0, jnp.nan]), jnp.array([jnp.inf, 1.0])
+
 # All 2**12 ways in which twelve steps can be finite or not.
 SEQUENCES = np.array(list(itertools.product([False, True], repeat=12)))
-
-
-def both(fun):
-    """`fun`, and `fun` jitted."""
-    return [fun, jax.jit(fun)]
 
 
 def run(optimizer, params, all_grads, jit=jax.jit, **extra):

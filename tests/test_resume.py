@@ -3,6 +3,7 @@
 import functools
 import pickle
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx, serialization
 from flax.training.train_state import TrainState
-from shared import assert_identical
+from shared import NAN, ONE, W, assert_identical, run
 from test_scaler_laws import SCALERS
 
 import jls
@@ -329,3 +330,17 @@ def test_broken_or_foreign_orbax_folder_leaves_the_state_alone(running, tmp_path
             with pytest.raises((ValueError, OSError)):
                 checkpointer.restore(tmp_path / name, run)
             assert_identical(run, before)
+
+
+@pytest.mark.standard_promotion
+def test_state_resumes_from_a_checkpoint_bitwise():
+    """jmp J12: invisible to flax.serialization, people saved the scale only."""
+    scaler = jls.dynamic(8.0, growth_interval=3, backoff_interval=2)
+    optimizer = jls.loss_scaled(optax.adam(0.5), scaler)
+    _, state = run(optimizer, W, [NAN, ONE, ONE])
+    saved = flax.serialization.to_bytes(state)
+    restored = flax.serialization.from_bytes(optimizer.init(W), saved)
+    assert_identical(jax.tree.map(jnp.asarray, restored), state)
+    update = jax.jit(optimizer.update)
+    assert_identical(update(ONE, restored, W), update(ONE, state, W))
+    assert_identical(pickle.loads(pickle.dumps(state)), state)

@@ -228,3 +228,85 @@ def test_none_or_two_loss_scales_are_a_value_error_that_names_the_paths(read):
 def test_readers_work_under_jit_and_in_nnx_jit():
     assert jax.jit(jls.loss_scale)(train_state()) == 8.0
     assert nnx.jit(lambda opt: jls.metrics(opt)["loss_scale"])(nnx_optimizer()) == 8.0
+
+
+# Which leaves were not finite ---------------------------------------------------------
+
+
+LAYERS = {
+    "a": jnp.ones(2),
+    "frozen": jnp.int32(3),
+    "layer": {"kernel": jnp.ones((2, 2)), "none": None, "z": jnp.full(2, 1 + 1j)},
+}
+
+
+def grads(**bad):
+    leaves = {
+        "a": jnp.ones(2),
+        "kernel": jnp.ones((2, 2)),
+        "z": jnp.full(2, 1 + 1j),
+    } | bad
+    return {
+        "a": leaves["a"],
+        "frozen": np.zeros((), jax.dtypes.float0),
+        "layer": {"kernel": leaves["kernel"], "none": None, "z": leaves["z"]},
+    }
+
+
+def identity():
+    return optax.stateless(lambda updates, params: updates)
+
+
+CASES = [
+    ({"a": jnp.array([1.0, jnp.nan])}, ["a"]),
+    ({"kernel": jnp.full((2, 2), -jnp.inf)}, ["layer/kernel"]),
+    ({"z": jnp.array([1.0, complex(1, np.inf)])}, ["layer/z"]),
+    (
+        {"a": jnp.full(2, jnp.inf), "z": jnp.full(2, complex(np.nan, 0))},
+        ["a", "layer/z"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("bad", "names"), CASES)
+def test_bad_gradients_of_the_last_skipped_step_are_named(jit_or_eager, bad, names):
+    optimizer = jls.loss_scaled(identity(), jls.dynamic(8.0))
+    update = jit_or_eager(optimizer.update)
+    state = optimizer.init(LAYERS)
+    assert jls.nonfinite_leaves(state, LAYERS) == []
+    for step in (grads(), grads(**bad), grads()):  # it is remembered
+        _, state = update(step, state, LAYERS)
+    assert jls.nonfinite_leaves(state, LAYERS) == names
+    _, state = update(grads(a=jnp.full(2, jnp.nan)), state, LAYERS)
+    assert jls.nonfinite_leaves(state, LAYERS) == ["a"]
+
+
+def test_step_skipped_for_its_loss_alone_names_no_parameter():
+    optimizer = jls.loss_scaled(identity(), jls.dynamic(8.0))
+    state = optimizer.init(LAYERS)
+    _, state = optimizer.update(grads(a=jnp.full(2, jnp.inf)), state, LAYERS)
+    _, state = optimizer.update(grads(), state, LAYERS, value=jnp.nan)
+    assert jls.nonfinite_leaves(state, LAYERS) == []
+    assert state.skip_reason == 2
+
+
+def test_nnx_parameters_are_named_by_their_path_in_the_model():
+    model = nnx.Sequential(
+        nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    )
+    optimizer = nnx.Optimizer(model, jls.loss_scaled(optax.sgd(0.1)), wrt=nnx.Param)
+    params = nnx.state(model, nnx.Param)
+    bad = jax.tree.map(jnp.ones_like, params)
+    bad.layers[0].bias.set_value(jnp.full(3, jnp.nan))
+    optimizer.update(model, bad)
+    assert jls.nonfinite_leaves(optimizer, params) == ["layers/0/bias"]
+
+
+def test_bad_input_of_nonfinite_leaves_is_named():
+    state = jls.loss_scaled(identity()).init(LAYERS)
+    with pytest.raises(ValueError, match=r"one state of jls.loss_scaled .* 0 of them"):
+        jls.nonfinite_leaves({}, LAYERS)
+    with pytest.raises(ValueError, match=r"got 1 floating-point leaves, .* knows 3"):
+        jls.nonfinite_leaves(state, {"a": jnp.ones(2)})
+    with pytest.raises(ValueError, match="state must be concrete, got a traced one"):
+        jax.jit(lambda state: jls.nonfinite_leaves(state, LAYERS))(state)

@@ -3,13 +3,14 @@
 import functools
 import warnings
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import shared
-from shared import run
+from shared import INF, NAN, ONE, W, assert_identical, run
 
 import jls
 
@@ -28,44 +29,6 @@ def steps(optimizer, grads, params=PARAMS, **extra):
 
 # To one rounding: two programs may fuse, and so round, differently.
 assert_close = functools.partial(shared.assert_close, rtol=3e-7)
-
-
-def test_finite_steps_are_those_of_the_inner_optimizer():
-    inner = optax.sgd(0.5, momentum=0.9)
-    params, state = steps(scaled(inner), [GOOD, BAD, GOOD])
-    expected, inner_state = steps(inner, [GOOD, GOOD])
-    assert_close(params, expected)
-    assert_close(state.inner_state, inner_state)
-
-
-def test_scale_grows_and_backs_off_and_counters_advance():
-    _, state = steps(scaled(optax.sgd(0.5)), [GOOD] * 3 + [BAD] * 2)
-    assert state.scaler_state == (4.0, 0, 0)
-    assert (state.steps, state.skips, state.consecutive_skips) == (5, 2, 2)
-    assert not state.applied
-    _, state = steps(scaled(optax.sgd(0.5)), [BAD, BAD, GOOD])
-    assert (state.skips, state.consecutive_skips, state.applied) == (2, 0, True)
-
-
-def test_applied_is_false_before_the_first_step():
-    assert not scaled(optax.sgd(0.5)).init(PARAMS).applied
-
-
-def test_works_under_strict_promotion_with_16_bit_gradients():
-    half = jax.tree.map(lambda g: g.astype(jnp.bfloat16), GOOD)
-    params, state = steps(scaled(optax.sgd(0.5)), [half])
-    assert_close(params, steps(optax.sgd(0.5), [GOOD])[0])
-    assert state.applied
-
-
-@pytest.mark.parametrize("value", [jnp.nan, -jnp.inf])
-def test_nonfinite_loss_keeps_the_whole_scaler_state(value):
-    optimizer = scaled(optax.sgd(0.5))
-    _, state = steps(optimizer, [GOOD, GOOD])
-    for grads in (GOOD, BAD):
-        _, new = optimizer.update(grads, state, PARAMS, value=jnp.float32(value))
-        assert_close(new.scaler_state, state.scaler_state)
-        assert (new.skips, new.nonfinite_losses, new.applied) == (1, 1, False)
 
 
 def test_extra_arguments_reach_the_inner_transformation():
@@ -93,20 +56,6 @@ def test_python_numbers_among_the_extra_arguments_stay_python_numbers():
     assert state.applied
 
 
-def test_inner_never_sees_what_is_not_finite_even_where_it_runs_on_a_bad_step():
-    seen = []
-
-    def update(updates, state, params=None, **extra):
-        seen.append(jls.all_finite((updates, extra)))
-        return updates, state
-
-    inner = optax.GradientTransformationExtraArgs(optax.sgd(0.5).init, update)
-    optimizer = scaled(inner)
-    state = optimizer.init(PARAMS)
-    optimizer.update(BAD, state, PARAMS, value=jnp.float32(jnp.nan), grad=BAD)
-    assert seen == [True]  # eager, every step runs
-
-
 def test_extra_arguments_are_dropped_for_an_inner_without():
     _, state = steps(scaled(optax.sgd(0.5)), [GOOD], value=jnp.float32(1.0))
     assert state.applied
@@ -116,50 +65,6 @@ def test_chain_passes_the_loss_down_to_the_wrapper():
     optimizer = optax.chain(scaled(optax.sgd(0.5)), optax.scale(2.0))
     _, state = steps(optimizer, [GOOD], value=jnp.float32(jnp.nan))
     assert jls.metrics(state)["nonfinite_losses"] == 1
-
-
-def divided_by_itself():
-    """Makes NaN updates of finite gradients, as Adam does whose eps underflows."""
-
-    def update(updates, state, params=None):
-        updates = jax.tree.map(lambda g: jnp.where(g == 0, g / g, -g), updates)
-        return updates, jax.tree.map(lambda s: s + 1, state)
-
-    return optax.GradientTransformation(lambda params: jnp.int32(0), update)
-
-
-ZERO = jax.tree.map(jnp.zeros_like, GOOD)
-
-
-@pytest.mark.parametrize("backend", ["cpu", "gpu"])
-@pytest.mark.parametrize(
-    ("dtype", "check_updates", "is_checked"),
-    [
-        (jnp.float32, True, True),
-        (jnp.float32, None, False),
-        (jnp.float32, False, False),
-        (jnp.bfloat16, None, True),
-        (jnp.bfloat16, False, False),
-    ],
-)
-def test_check_updates(dtype, check_updates, is_checked, backend, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
-    optimizer = scaled(divided_by_itself(), check_updates=check_updates)
-    with jax.numpy_dtype_promotion("standard"):
-        params, state = steps(optimizer, [GOOD, ZERO], params)
-    assert jls.all_finite(params) == is_checked
-    assert state.inner_state == (1 if is_checked else 2)
-    assert (state.applied, state.skips) == (not is_checked, int(is_checked))
-    assert state.scaler_state == (8.0, 2, 0)  # a finite step for the scaler
-
-
-def test_check_updates_judges_by_the_gradients_without_params():
-    optimizer = scaled(divided_by_itself())
-    state = optimizer.init(PARAMS)
-    half = jax.tree.map(lambda g: g.astype(jnp.bfloat16), ZERO)
-    assert not optimizer.update(half, state)[1].applied
-    assert optimizer.update(ZERO, state)[1].applied
 
 
 def test_float16_params_warn_once_at_init_and_name_the_leaf():
@@ -173,21 +78,6 @@ def test_float16_params_warn_once_at_init_and_name_the_leaf():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.update(params, state, params)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.standard_promotion
-@pytest.mark.filterwarnings("ignore:.*parameters are float16")
-def test_state_keeps_its_dtypes_where_apply_if_finite_raises(dtype):
-    params = {"w": jnp.ones(3, dtype)}
-    grads = [{"w": jnp.full(3, 0.5, dtype)}] * 2
-    inner = optax.adamw(0.1)
-    new, state = steps(scaled(inner), grads, params)
-    assert new["w"].dtype == dtype
-    for a, b in zip(
-        jax.tree.leaves(state), jax.tree.leaves(scaled(inner).init(params)), strict=True
-    ):
-        assert (a.dtype, a.weak_type) == (b.dtype, False)
 
 
 def test_inner_that_changes_its_structure_or_shapes_is_named():
@@ -364,79 +254,6 @@ def test_clip_inside_sees_true_gradients_in_float32():
     np.testing.assert_allclose(params, [-0.5] * 4, rtol=1e-6)
 
 
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize("backend", ["cpu", "gpu"])
-def test_line_search_ends_on_a_rejected_step(backend, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-
-    def loss_fn(params):
-        return jnp.sum((params - 3.0) ** 2)
-
-    optimizer = jls.loss_scaled(optax.lbfgs(), jls.static(8.0))
-
-    @jax.jit
-    def step(params, state, noise):
-        value, grad = jls.value_and_grad(loss_fn)(state, params)
-        value, grad = value + noise, grad + noise
-        updates, state = optimizer.update(
-            grad, state, params, value=value, grad=grad, value_fn=loss_fn
-        )
-        return optax.apply_updates(params, updates), state
-
-    params = jnp.zeros(2)
-    state = optimizer.init(params)
-    for noise in (0.0, jnp.nan, 0.0, jnp.inf, 0.0):
-        params, state = step(params, state, jnp.float32(noise))
-    assert state.skips == 2
-    np.testing.assert_allclose(params, 3.0, rtol=1e-3)
-    one = jax.vmap(step, (None, None, 0))(params, state, jnp.array([0.0, jnp.nan]))
-    assert one[1].applied.tolist() == [True, False]
-
-
-def test_update_is_differentiable():
-    optimizer = scaled(optax.sgd(0.5))
-
-    def total(grads):
-        return jnp.sum(optimizer.update(2 * grads, optimizer.init(grads))[0])
-
-    assert jax.grad(total)(jnp.ones(2)).tolist() == [-1.0, -1.0]
-
-
-@pytest.mark.standard_promotion
-def test_debug_nans_finds_no_nan_that_jls_made():
-    optimizer = scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(0.1)))
-    state = optimizer.init(PARAMS)
-    with jax.debug_nans(True):
-        _, state = optimizer.update(BAD, state, PARAMS)
-    assert not state.applied
-
-
-def test_updates_take_the_wider_dtype_of_gradient_and_parameter():
-    inner = optax.GradientTransformation(
-        lambda params: optax.EmptyState(),
-        lambda u, s, p=None: (
-            jax.tree.map(lambda g, x: g.astype(x.dtype) * x, u, p),
-            s,
-        ),
-    )
-    with jax.enable_x64(True):
-        params = {"z": jnp.complex64(1j), "d": jnp.float64(1e300), "h": jnp.bfloat16(2)}
-        grads = jax.tree.map(lambda _: jnp.float32(2.0), params)
-        optimizer = scaled(inner, check_updates=False)
-        updates, _ = optimizer.update(grads, optimizer.init(params), params)
-        assert updates == {"z": 2j, "d": 2e300, "h": 4.0}
-        dtypes = jax.tree.map(lambda u: u.dtype.name, updates)
-        assert dtypes == {"z": "complex64", "d": "float64", "h": "float32"}
-
-
-def test_debug_nans_and_infs_do_not_trip_over_a_rejected_step():
-    optimizer = scaled(optax.sgd(0.5, momentum=0.9))
-    state = optimizer.init(PARAMS)
-    with jax.debug_nans(True), jax.debug_infs(True):
-        _, state = jax.jit(optimizer.update)(BAD, state, PARAMS)
-    assert not state.applied
-
-
 @pytest.mark.parametrize(
     ("old", "new"), [(jls.dynamic, jls.adaptive), (jls.adaptive, jls.dynamic)]
 )
@@ -448,3 +265,99 @@ def test_state_of_another_policy_is_refused_with_the_way_on(old, new):
         after.update(params, state, params)
     state = state._replace(scaler_state=new().init())
     assert after.update(params, state, params)[1].applied
+
+
+# What went wrong elsewhere ------------------------------------------------------------
+
+
+def test_inner_optimizer_that_changes_its_state_is_named(jit_or_eager):
+    """optax O5: monitor changes the structure of its state at the first update."""
+    inner = optax.GradientTransformation(lambda _: (), lambda u, s, p=None: (u, (1.0,)))
+    with pytest.raises(ValueError, match="optimizer's state must keep its structure"):
+        run(jls.loss_scaled(inner, jls.dynamic(8.0)), W, [ONE], jit_or_eager)
+
+
+@pytest.mark.standard_promotion
+def test_accumulated_gradients_are_true_across_a_change_of_scale():
+    """optax O9: micro-gradients under 1024 and 2048 summed and divided by 2048."""
+    inner = optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
+    optimizer = jls.loss_scaled(inner, jls.dynamic(1024.0, growth_interval=1))
+
+    @jax.jit
+    def step(w, state):
+        grads = jls.grad(jnp.sum)(state, w)
+        updates, state = optimizer.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    w, state = step(*step(W, optimizer.init(W)))
+    assert jls.loss_scale(state) == 4096.0
+    assert w.tolist() == [0.0, -3.0]
+
+
+@pytest.mark.standard_promotion
+def test_accumulation_inside_recovers_from_a_bad_micro_batch():
+    """optax O10, R2: the accumulator kept the NaN, or the params never moved again."""
+    inner = optax.MultiSteps(optax.sgd(1.0), 4).gradient_transformation()
+    optimizer = jls.loss_scaled(inner, jls.dynamic(8.0))
+    micro_batches = [ONE, NAN, 2 * ONE, 2 * ONE, 3 * ONE]
+    params, state = run(optimizer, W, micro_batches)
+    assert params.tolist() == [-1.0, -4.0]
+    assert jls.loss_scale(state) == 4.0
+    params, _ = run(optimizer, W, micro_batches + 4 * [ONE])
+    assert params.tolist() == [-2.0, -5.0]
+
+
+@pytest.mark.standard_promotion
+def test_optimizer_that_holds_a_key_freezes_it():
+    """jmp J8b, O4: apply_if_finite and MultiSteps could not handle keys."""
+    noisy = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.5))
+    optimizer = jls.loss_scaled(noisy, jls.dynamic(8.0))
+    params, state = run(optimizer, W, [NAN, ONE])
+    expected, expected_state = run(optimizer, W, [ONE])
+    assert_identical(params, expected)
+    key, old = (optax.tree.get(s, "rng_key") for s in (state, expected_state))
+    assert_identical(jax.random.key_data(key), jax.random.key_data(old))
+
+
+@pytest.mark.standard_promotion
+def test_hyperparameters_can_be_injected_inside_and_outside():
+    """optax R15: a control that worked."""
+
+    def make(learning_rate):
+        return jls.loss_scaled(optax.adam(learning_rate), jls.dynamic(8.0))
+
+    outside = optax.inject_hyperparams(make)(learning_rate=0.5)
+    injected = optax.inject_hyperparams(optax.adam)(learning_rate=0.5)
+    inside = jls.loss_scaled(injected, jls.dynamic(8.0))
+    for optimizer in (outside, inside):
+        params, state = run(optimizer, W, [ONE, NAN])
+        np.testing.assert_allclose(params, W - 0.5, rtol=1e-5)
+        assert jls.loss_scale(state) == 4.0
+        assert optax.tree.get(state, "loss_scale") == 4.0
+        assert optax.tree.get(state, "learning_rate") == 0.5
+
+
+@pytest.mark.standard_promotion
+def test_equinox_module_goes_through_every_function():
+    """jmp R9: all_finite and select_tree raised on an Equinox MLP."""
+    model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+    optimizer = jls.loss_scaled(optax.adam(0.5), jls.dynamic(8.0))
+    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def step(model, state, x):
+        differentiate = jls.value_and_grad(
+            lambda model, x: jnp.sum(model(x) ** 2), transform=eqx.filter_value_and_grad
+        )
+        _, grads = differentiate(state, model, x)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, state = optimizer.update(grads, state, params)
+        return eqx.apply_updates(model, updates), state
+
+    same, state = step(model, state, INF)
+    assert eqx.tree_equal(same, model)
+    moved, state = step(model, state, ONE)
+    assert jls.all_finite(moved)
+    assert not eqx.tree_equal(moved, model)
+    assert eqx.tree_equal(jls.select(False, moved, model), model)
+    assert jls.scale(state, model).activation is model.activation

@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 from shared import assert_close, assert_identical
 from test_train_step import (
-    JIT,
     linear_loss,
     linear_state,
     linen_loss,
@@ -81,13 +80,12 @@ def test_all_windows_follow_the_reference(accumulation, drop):
             assert_close(state.params, expected, rtol=1e-6)
 
 
-@JIT
 @pytest.mark.parametrize("drop", ["window", "micro_batch"])
-def test_mean_over_micro_batches_is_that_of_the_batch(jit, drop):
+def test_mean_over_micro_batches_is_that_of_the_batch(jit_or_eager, drop):
     batch = jax.random.normal(jax.random.key(0), (12, 2))
     start = linear_state(inner=optax.adam(0.1))
-    whole, one = jit(jls.train_step(linear_loss))(start, batch)
-    split, four = jit(jls.train_step(linear_loss, micro_batches=4, drop=drop))(
+    whole, one = jit_or_eager(jls.train_step(linear_loss))(start, batch)
+    split, four = jit_or_eager(jls.train_step(linear_loss, micro_batches=4, drop=drop))(
         start, batch
     )
     assert_close(split.params, whole.params, rtol=1e-6)

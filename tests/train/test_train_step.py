@@ -14,7 +14,6 @@ import jls
 
 pytestmark = pytest.mark.standard_promotion
 
-JIT = pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
 SCALER = partial(jls.dynamic, 64.0, growth_interval=3)
 
 
@@ -150,8 +149,7 @@ def moved(tree, other):
 # What the step does, for Linen and for NNX.
 
 
-@JIT
-def test_linen_step_is_the_one_written_by_hand(jit):
+def test_linen_step_is_the_one_written_by_hand(jit_or_eager):
     def by_hand(state, batch):
         def loss_fn(params):
             return linen_loss(state.replace(params=params), batch)
@@ -169,8 +167,8 @@ def test_linen_step_is_the_one_written_by_hand(jit):
         return new, (loss, norm(grads))
 
     ours, theirs = make_state(), make_state()
-    step = jit(jls.train_step(linen_loss, has_aux=True))
-    other = jit(by_hand)
+    step = jit_or_eager(jls.train_step(linen_loss, has_aux=True))
+    other = jit_or_eager(by_hand)
     for seed in range(4):
         batch = make_batch(seed=seed)
         batch = spoiled(batch, 1e30) if seed == 2 else batch
@@ -202,11 +200,10 @@ def test_linen_skipped_step_leaves_all_but_the_count_of_calls():
     assert all(moved(contents(state)[:3], before[:3]))
 
 
-@JIT
-def test_skipped_step_keeps_params_that_an_addition_would_change(jit):
+def test_skipped_step_keeps_params_that_an_addition_would_change(jit_or_eager):
     # XLA flushes subnormal numbers when it adds, and -0.0 + 0.0 is 0.0.
     state = linear_state([-0.0, 1e-40])
-    step = jit(jls.train_step(linear_loss))
+    step = jit_or_eager(jls.train_step(linear_loss))
     state, report = step(state, jnp.array([[jnp.inf, 1.0]]))
     assert report.overflow
     assert_identical(np.asarray(state.params), np.float32([-0.0, 1e-40]))
@@ -292,10 +289,9 @@ def test_report_is_in_the_order_of_mindformers():
     )
 
 
-@JIT
-def test_report_of_a_good_and_of_a_bad_step(jit):
+def test_report_of_a_good_and_of_a_bad_step(jit_or_eager):
     # 2e37 times the scale of 64 overflows, the loss itself does not.
-    step = jit(jls.train_step(linear_loss, learning_rate=0.25))
+    step = jit_or_eager(jls.train_step(linear_loss, learning_rate=0.25))
     state, report = step(linear_state(), jnp.array([[3.0, 4.0]]))
     expected = jls.StepReport(
         loss=np.float32(11.0),
@@ -401,12 +397,11 @@ def test_nnx_labels_are_the_paths_in_the_model():
 
 
 @pytest.mark.parametrize("tx", ["wrapper", "in a chain"])
-@JIT
-def test_norms_do_not_overflow_on_the_way(jit, tx):
+def test_norms_do_not_overflow_on_the_way(jit_or_eager, tx):
     tx = jls.loss_scaled(optax.sgd(1e-30), jls.static(4.0))
     tx = optax.chain(tx) if tx == "in a chain" else tx
     state = linear_state(tx=tx)
-    step = jit(jls.train_step(linear_loss, local_norm=True))
+    step = jit_or_eager(jls.train_step(linear_loss, local_norm=True))
     state, report = step(state, jnp.array([[3e30, 4e30]]))
     assert not report.overflow
     assert_close(report.global_norm, 5e30, rtol=1e-6)
