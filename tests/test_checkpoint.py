@@ -10,6 +10,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx, serialization
 from flax.training.train_state import TrainState
-from shared import assert_close, assert_identical, run
+from shared import assert_identical, run
 from test_scaler_laws import SCALERS
 
 import jls
@@ -60,7 +61,7 @@ def pointers(*trees):
 def test_wrapped_state_goes_on_where_the_bare_one_was():
     params, bare = run(make_inner(), make_params(), GRADS)
     state = jls.wrap_state(make(), bare, params)
-    assert jax.tree.structure(state) == jax.tree.structure(make().init(params))
+    chex.assert_trees_all_equal_structs(state, make().init(params))
     assert_identical(state.inner_state, bare)
     assert_identical(
         state._replace(inner_state=()),
@@ -78,17 +79,15 @@ def test_wrapped_state_goes_on_where_the_bare_one_was():
 
 def test_wrapped_state_is_that_of_init_for_the_compiler():
     params, bare = run(make_inner(), make_params(), GRADS)
-    traces = []
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def traced(grads, state, params):
-        traces.append(1)
         return make().update(grads, state, params)
 
     traced(BAD, make().init(params), params)
     _, state = traced(BAD, jls.wrap_state(make(), bare, params), params)
     traced(BAD, state, params)
-    assert len(traces) == 1
 
 
 def test_wrapped_state_shares_no_buffer_with_what_it_was_given():
@@ -191,7 +190,7 @@ def test_wrap_names_the_wrong_optimizer():
 def test_unwrapped_state_goes_on_where_the_wrapped_one_was():
     params, state = run(make(), make_params(), [*GRADS, BAD])
     bare = jls.unwrap_state(state)
-    assert jax.tree.structure(bare) == jax.tree.structure(make_inner().init(params))
+    chex.assert_trees_all_equal_structs(bare, make_inner().init(params))
     for grads in GRADS:
         expected, state = step(make(), params, state, grads)
         params, bare = step(make_inner(), params, bare, grads)
@@ -317,7 +316,7 @@ def test_checkpoint_of_an_older_jls_goes_on(name, form, tmp_path):
     assert not set(NEW_FIELDS) & set(raw["opt_state"])
     target = checkpoints.fresh(name)
     state = jls.upgrade_state(target, raw)
-    assert jax.tree.structure(state) == jax.tree.structure(target)
+    chex.assert_trees_all_equal_structs(state, target)
     opt_state = state.opt_state
     # Bit for bit what is in the file; the new fields as at the start.
     for field in NEW_FIELDS:
@@ -333,8 +332,10 @@ def test_checkpoint_of_an_older_jls_goes_on(name, form, tmp_path):
     for grad in (1.0, jnp.inf, 2.0):
         state = checkpoints.step(state, jnp.float32(grad))
         reference = checkpoints.step(reference, jnp.float32(grad))
-    assert_close(state.params, reference.params, rtol=1e-5)
-    assert_close(jls.eval_params(state), jls.eval_params(reference), rtol=1e-5)
+    chex.assert_trees_all_close(state.params, reference.params, rtol=1e-5)
+    chex.assert_trees_all_close(
+        jls.eval_params(state), jls.eval_params(reference), rtol=1e-5
+    )
     assert_identical(jls.loss_scale(state), jls.loss_scale(reference))
     assert jls.metrics(state)["skips"] == 3
     assert jls.metrics(state)["skip_reason"] == 1
@@ -446,7 +447,7 @@ def test_state_of_nnx_as_it_is_in_memory_is_restored():
     for saved in (optimizer.opt_state, nnx.state(optimizer)["opt_state"]):
         new = jls.upgrade_state(target, saved)
         assert jls.loss_scale(new) == 32.0
-        assert jax.tree.structure(new) == jax.tree.structure(target)
+        chex.assert_trees_all_equal_structs(new, target)
     with pytest.raises(
         ValueError, match=r"has opt_state, .*pass the opt_state of saved"
     ):

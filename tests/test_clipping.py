@@ -5,12 +5,13 @@ test_peer_faults.py. Per-example clipping (`optax.per_example_global_norm_clip`)
 out: it reduces a batch of gradients, which no optimizer step does.
 """
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from shared import INF, NAN, ONE, assert_close, assert_identical, run
+from shared import INF, NAN, ONE, assert_identical, run
 
 import jls
 
@@ -201,7 +202,7 @@ def test_the_threshold_is_of_true_gradients_whatever_the_loss_scale(
     state = optimizer.init(W)
     updates = [step(W, jls.set_loss_scale(state, scale)) for scale in (2.0**3, 2.0**15)]
     assert_identical(*updates)
-    assert_close(updates[0], -expected, rtol=1e-6)
+    chex.assert_trees_all_close(updates[0], -expected, rtol=1e-6)
 
 
 def test_a_max_norm_of_zero_moves_nothing(jit_or_eager):
@@ -242,7 +243,7 @@ def test_clipping_under_accumulation_is_of_the_mean(k):
     params, state = run(optimizer, W, micro)
     mean = 2 * X / k
     expected = W - mean / jnp.maximum(1.0, jnp.linalg.norm(mean))
-    assert_close(params, expected, rtol=1e-6)
+    chex.assert_trees_all_close(params, expected, rtol=1e-6)
     assert state.skips == 1
 
 

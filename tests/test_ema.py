@@ -3,6 +3,7 @@
 import itertools
 import pickle
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ import optax
 import pytest
 from flax import linen, nnx, serialization
 from flax.training.train_state import TrainState
-from shared import assert_close, assert_identical, run
+from shared import assert_identical, run
 
 import jls
 
@@ -106,7 +107,7 @@ def test_average_is_that_of_optax_ema_over_the_params():
     state = ema.init(PARAMS)
     for params, average in zip(history[1:], averages[1:], strict=True):
         expected, state = ema.update(params, state)
-        assert_close(average, expected, rtol=1e-6)
+        chex.assert_trees_all_close(average, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -370,9 +371,9 @@ def test_leaves_that_are_not_floating_point_are_the_newest(jit_or_eager):
         return state
 
     state = ema.init(params)
-    assert jax.tree.structure(state.ema) == jax.tree.structure(params)
+    chex.assert_trees_all_equal_structs(state.ema, params)
     new = jit_or_eager(step)(updates, state, params)
-    assert jax.tree.structure(new) == jax.tree.structure(state)
+    chex.assert_trees_all_equal_structs(new, state)
     for old_leaf, leaf in zip(*map(jax.tree.leaves, (state, new)), strict=True):
         assert old_leaf.dtype == leaf.dtype
     average = new.ema
@@ -414,7 +415,7 @@ def test_masked_average_holds_the_masked_leaves_only():
     _, averages = trajectory(optimizer, PARAMS, GRADS)
     expected = trajectory(scaled(0.75, optax.sgd(0.5)), PARAMS, GRADS)[1]
     assert averages[-1]["b"] == optax.MaskedNode()
-    assert_close(averages[-1]["w"], expected[-1]["w"], rtol=1e-6)
+    chex.assert_trees_all_close(averages[-1]["w"], expected[-1]["w"], rtol=1e-6)
 
 
 # Programs -----------------------------------------------------------------------------
@@ -440,7 +441,7 @@ def test_scan_vmap_donation_and_a_loop_agree_with_one_trace():
     assert state_of(expected[1]).count == 5
     donated = jax.tree.map(jnp.copy, PARAMS)
     donated = loop(jax.jit(step, donate_argnums=(0, 1)), donated, all_grads)
-    assert_close(donated, expected, rtol=1e-6)
+    chex.assert_trees_all_close(donated, expected, rtol=1e-6)
 
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *all_grads)
     scanned, _ = jax.lax.scan(
@@ -448,7 +449,7 @@ def test_scan_vmap_donation_and_a_loop_agree_with_one_trace():
         (PARAMS, optimizer.init(PARAMS)),
         stacked,
     )
-    assert_close(scanned, expected, rtol=1e-6)
+    chex.assert_trees_all_close(scanned, expected, rtol=1e-6)
 
     # Two members, of which the second has a bad step less.
     members = [all_grads, [*GRADS[:2], GRADS[1], *all_grads[3:]]]
@@ -464,23 +465,22 @@ def test_scan_vmap_donation_and_a_loop_agree_with_one_trace():
     for i, grads in enumerate(members):
         member = jax.tree.map(lambda x, i=i: x[i], jls.eval_params(state))
         average = jls.eval_params(loop(jax.jit(step), PARAMS, grads)[1])
-        assert_close(member, average, rtol=1e-6)
+        chex.assert_trees_all_close(member, average, rtol=1e-6)
 
 
 def test_committed_params_do_not_retrace_the_second_step():
     params = jax.device_put(PARAMS, jax.devices()[0])
-    optimizer, traces = scaled(), []
+    optimizer = scaled()
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def step(params, state, grads):
-        traces.append(None)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     state = optimizer.init(params)
     for grads in GRADS:
         params, state = step(params, state, grads)
-    assert len(traces) == 1
     assert step._cache_size() == 1
 
 
@@ -564,7 +564,7 @@ def test_count_stops_at_the_int32_maximum_and_the_average_goes_on():
     expected = jax.tree.map(
         lambda a, p: (a + p) / 2, late.ema, optax.apply_updates(PARAMS, updates)
     )
-    assert_close(new[1].ema, expected, rtol=1e-6)
+    chex.assert_trees_all_close(new[1].ema, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("debias", [True, False])
@@ -645,7 +645,7 @@ def test_linen_train_state_evaluates_with_the_average():
     assert (y.shape, y.dtype) == ((2, 3), jnp.float32)
     assert not jnp.allclose(y, state.apply_fn({"params": state.params}, x))
     cast = jax.tree.map(lambda a, p: a.astype(p.dtype), average, state.params)
-    assert jax.tree.structure(cast) == jax.tree.structure(state.params)
+    chex.assert_trees_all_equal_structs(cast, state.params)
 
 
 class Net(nnx.Module):

@@ -2,6 +2,7 @@
 
 import pickle
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,7 +54,7 @@ def test_promise_01_a_visible_gradient_is_a_true_gradient(jit_or_eager):
     for scale in (2.0**-3, 8.0, 2.0**20):
         state = jls.static(scale).init()
         grads = jit_or_eager(jls.grad(loss_fn))(state, params, x)
-        jax.tree.map(np.testing.assert_array_equal, grads, expected)
+        chex.assert_trees_all_equal(grads, expected)
     half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
     grads = jit_or_eager(jls.grad(lambda p, x: loss_fn(p, x).astype(jnp.float32)))(
         jls.static(8.0).init(), half, jnp.float16(0.3)
@@ -157,12 +158,12 @@ def test_promise_05_one_decision_over_a_named_axis():
 
 
 def test_promise_06_one_trace_and_no_transfer_over_50_steps():
-    optimizer, traces = make(), []
+    optimizer = make()
     step = make_step(optimizer)
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def counted(params, state, x):
-        traces.append(1)
         return step(params, state, x)
 
     batches = [jnp.float32(BATCHES[i % len(BATCHES)]) for i in range(50)]
@@ -171,7 +172,6 @@ def test_promise_06_one_trace_and_no_transfer_over_50_steps():
         for x in batches:
             params, state, _ = counted(params, state, x)
             jls.metrics(state)
-    assert len(traces) == 1
     assert state.steps == 50
     assert 0 < state.skips < 50
 
@@ -201,14 +201,10 @@ def test_promise_06_scan_while_loop_vmap_and_donation_agree_with_a_loop():
     donated = run(jax.jit(step, donate_argnums=(0, 1)), *donated)
     compiled = jax.jit(step).lower(*start, batches[0]).compile()
     for result in (scanned, looped[1:], donated, run(compiled, *start)):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, 1e-6), result, expected
-        )
+        chex.assert_trees_all_close(result, expected, rtol=1e-6)
     for member in range(2):
         result = jax.tree.map(lambda x, m=member: x[m], vmapped)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, 1e-6), result, expected
-        )
+        chex.assert_trees_all_close(result, expected, rtol=1e-6)
 
 
 def test_promise_06_export_keeps_the_step_and_knows_the_states_of_jls():
@@ -252,7 +248,7 @@ def test_promise_06_the_state_is_strongly_typed_and_a_fixed_point_of_update():
     params = {"h": jnp.ones(2, jnp.bfloat16), "w": jnp.ones(2)}
     state = optimizer.init(params)
     updates, new = jax.eval_shape(optimizer.update, params, state, params)
-    assert jax.tree.structure(new) == jax.tree.structure(state)
+    chex.assert_trees_all_equal_structs(new, state)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(new), strict=True):
         assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, False)
     assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(jnp.float32)}

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -10,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from shared import assert_close, assert_identical
+from shared import assert_identical
 
 import jls
 from jls import _magnitude
@@ -219,7 +220,7 @@ def test_global_norm_is_right_wherever_float32_can_hold_it(norm, exponent):
         "count": jnp.int32(7),
     }
     expected = np.float32(np.sqrt(25 + 6 * 0.25) * 2.0 ** (exponent - 3))
-    assert_close(norm(tree), expected, rtol=1e-6)
+    chex.assert_trees_all_close(norm(tree), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=NAMES)
@@ -241,7 +242,7 @@ def test_global_norm_of_float64_is_a_float32():
     with jax.enable_x64(True):
         norm = global_norm([jnp.array([3e30, 4e30], jnp.float64), jnp.zeros(2)])
     assert norm.dtype == jnp.float32
-    assert_close(norm, np.float32(5e30), rtol=1e-6)
+    chex.assert_trees_all_close(norm, np.float32(5e30), rtol=1e-6)
 
 
 # Counts -------------------------------------------------------------------------------

@@ -2,6 +2,7 @@ import functools
 import inspect
 import warnings
 
+import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -300,9 +301,7 @@ def test_nnx_transform_keeps_batch_statistics_and_other_variables():
     fun = jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)
     our_loss, our_grads = fun(DYNAMIC, scaled, x)
     np.testing.assert_allclose(our_loss, loss, rtol=1e-6)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), our_grads, grads
-    )
+    chex.assert_trees_all_close(our_grads, grads, rtol=1e-7, atol=1e-6)
     assert np.array_equal(scaled.norm.mean[...], plain.norm.mean[...])
     assert not np.array_equal(scaled.norm.mean[...], np.zeros(2))
 
@@ -319,9 +318,7 @@ def test_equinox_transform():
     for value_and_grad in (fun, eqx.filter_jit(fun)):
         loss, our_grads = value_and_grad(DYNAMIC, model, x)
         np.testing.assert_allclose(loss, expected, rtol=1e-6)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), our_grads, grads
-        )
+        chex.assert_trees_all_close(our_grads, grads, rtol=1e-7, atol=1e-6)
 
 
 def test_composes_with_vmap_scan_checkpoint_and_second_derivatives():

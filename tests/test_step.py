@@ -2,12 +2,12 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import shared
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -29,7 +29,7 @@ def steps(optimizer, grads, params=PARAMS, **extra):
 
 
 # To one rounding: two programs may fuse, and so round, differently.
-assert_close = functools.partial(shared.assert_close, rtol=3e-7)
+assert_close = functools.partial(chex.assert_trees_all_close, rtol=3e-7)
 
 
 def test_finite_steps_are_those_of_the_inner_optimizer():
@@ -437,12 +437,11 @@ def test_loss_that_is_not_finite_is_seen():
 @pytest.mark.standard_promotion
 def test_a_run_traces_once():
     """jmp J5, F1, R3: the Python numbers of a first state cost a second trace."""
-    traces = []
     optimizer = jls.loss_scaled(optax.adam(0.5), jls.dynamic(8.0, growth_interval=2))
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def step(params, state, grads):
-        traces.append(None)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -450,7 +449,6 @@ def test_a_run_traces_once():
     for grads in (ONE, ONE, NAN, ONE, INF):
         params, state = step(params, state, grads)
     step(params, jls.set_loss_scale(state, 64), ONE)
-    assert len(traces) == 1
     assert_identical(
         jax.tree.map(jnp.zeros_like, optimizer.init(W)),
         jax.tree.map(jnp.zeros_like, state),
@@ -469,10 +467,7 @@ def test_half_precision_gradients_keep_the_state_dtypes(jit_or_eager, inner, dty
     optimizer = jls.loss_scaled(inner, jls.dynamic(8.0))
     grads = [ONE.astype(dtype), NAN.astype(dtype), ONE.astype(dtype)]
     params, state = run(optimizer, W, grads, jit_or_eager)
-    for new, old in zip(
-        jax.tree.leaves(state), jax.tree.leaves(optimizer.init(W)), strict=True
-    ):
-        assert new.dtype == old.dtype
+    chex.assert_trees_all_equal_dtypes(state, optimizer.init(W))
     assert state.skips == 1
     assert jnp.all(params < W)
 

@@ -3,13 +3,13 @@
 import functools
 import warnings
 
+import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import shared
 from shared import INF, NAN, ONE, W, assert_identical, run
 
 import jls
@@ -28,7 +28,7 @@ def steps(optimizer, grads, params=PARAMS, **extra):
 
 
 # To one rounding: two programs may fuse, and so round, differently.
-assert_close = functools.partial(shared.assert_close, rtol=3e-7)
+assert_close = functools.partial(chex.assert_trees_all_close, rtol=3e-7)
 
 
 def test_extra_arguments_reach_the_inner_transformation():
@@ -156,7 +156,7 @@ def test_skip_nonfinite_has_the_state_of_loss_scaled_and_a_scale_of_one():
     assert state.skips == 2
     assert_close(params, steps(optax.sgd(0.5, momentum=0.9), [GOOD])[0])
     other = scaled(optax.sgd(0.5, momentum=0.9)).init(PARAMS)
-    assert jax.tree.structure(state) == jax.tree.structure(other)
+    chex.assert_trees_all_equal_structs(state, other)
 
 
 # Composition: what sits inside freezes on a skip, what sits outside does not.

@@ -9,13 +9,14 @@ import functools
 import re
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from shared import assert_close, bits, is_placed_as
+from shared import bits, is_placed_as
 
 import jls
 
@@ -275,8 +276,8 @@ def test_exact_sums_give_the_step_of_one_device(run):
     assert [bool(state.applied) for _, state, _ in one[1:]] == APPLIED
     for (params, state, _), (params1, state1, _) in zip(ours, one, strict=True):
         close = {"rtol": 2.0**-22, "atol": 2.0**-24}
-        assert_close(params, params1, **close)
-        assert_close(state.inner_state, state1.inner_state, **close)
+        chex.assert_trees_all_close(params, params1, **close)
+        chex.assert_trees_all_close(state.inner_state, state1.inner_state, **close)
         assert bits(state._replace(inner_state=())) == bits(
             state1._replace(inner_state=())
         )

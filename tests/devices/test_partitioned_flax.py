@@ -2,9 +2,9 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -89,14 +89,8 @@ def test_linen_state_is_placed_as_with_the_bare_optimizer():
 def test_linen_trains_with_boxed_params():
     state, shardings = linen_state(GUARDED)
     start = state
-    traces = []
-
-    def loss_fn(state, x):
-        traces.append(1)
-        return linen_loss(state, x)
-
     step = jax.jit(
-        jls.train_step(loss_fn),
+        jls.train_step(chex.assert_max_traces(linen_loss, n=1)),
         in_shardings=(shardings, NamedSharding(MESH, P("data"))),
         out_shardings=(shardings, None),
     )
@@ -109,7 +103,6 @@ def test_linen_trains_with_boxed_params():
         assert (before == after) == (not applied)
         scales.append(float(report.loss_scale))
     assert scales == SCALES
-    assert len(traces) == 1
     assert is_placed_as(state, start)
     assert isinstance(state.params["Dense_0"]["kernel"], nn.Partitioned)
     assert jls.nonfinite_leaves(state, state.params) == [
@@ -125,10 +118,8 @@ def test_linen_trains_with_boxed_params():
         state1, _ = step1(state1, x)
     decisions = [s.opt_state._replace(inner_state=None) for s in (state, state1)]
     assert bits(decisions[0]) == bits(decisions[1])
-    for ours, one in zip(
-        jax.tree.leaves(state.params), jax.tree.leaves(state1.params), strict=True
-    ):
-        np.testing.assert_allclose(ours, one, atol=2e-3)
+    ours, one = nn.unbox(state.params), nn.unbox(state1.params)
+    chex.assert_trees_all_close(ours, one, atol=2e-3)
 
 
 def test_linen_state_of_an_eager_init_stays_in_its_place():

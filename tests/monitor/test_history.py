@@ -3,7 +3,6 @@ import io
 import math
 import subprocess
 import sys
-import time
 import warnings
 
 import jax
@@ -522,7 +521,7 @@ def test_plot_of_odd_scales(scales):
     stacked(loss_scale=scales).plot().savefig(io.BytesIO())
 
 
-def test_plot_of_a_long_run_has_few_marks_and_does_not_take_long():
+def test_plot_of_a_long_run_has_few_marks():
     n = 100_000
     rng = np.random.default_rng(0)
     skipped = np.arange(n) % 3 == 1
@@ -532,10 +531,8 @@ def test_plot_of_a_long_run_has_few_marks_and_does_not_take_long():
         overflow=skipped,
         global_norm=rng.lognormal(size=n),
     )
-    start = time.monotonic()
     figure = history.plot()
     figure.savefig(io.BytesIO(), dpi=100)
-    assert time.monotonic() - start < 20
     loss, scale, _ = figure.axes
     assert 200 < len(drawn(loss, "|")) <= 400
     assert 60 < len(drawn(scale, "^")) <= 120

@@ -1,3 +1,4 @@
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,7 +96,7 @@ def test_leaves_are_numbers_and_the_kind_of_refill_is_static():
     growth, finite = (jls.hysteresis(refill=refill) for refill in ("growth", "finite"))
     assert all(isinstance(leaf, int | float) for leaf in jax.tree.leaves(growth))
     assert jax.tree.structure(growth) != jax.tree.structure(finite)
-    assert jax.tree.structure(growth) == jax.tree.structure(jls.hysteresis(16.0))
+    chex.assert_trees_all_equal_structs(growth, jls.hysteresis(16.0))
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from shared import assert_close, assert_identical
+from shared import assert_identical
 from test_train_step import (
     linear_loss,
     linear_state,
@@ -77,7 +78,7 @@ def test_all_windows_follow_the_reference(accumulation, drop):
             assert_identical(state.params, start.params)
         else:
             expected = -np.float32([gradient, 2 * gradient])
-            assert_close(state.params, expected, rtol=1e-6)
+            chex.assert_trees_all_close(state.params, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("drop", ["window", "micro_batch"])
@@ -88,8 +89,10 @@ def test_mean_over_micro_batches_is_that_of_the_batch(jit_or_eager, drop):
     split, four = jit_or_eager(jls.train_step(linear_loss, micro_batches=4, drop=drop))(
         start, batch
     )
-    assert_close(split.params, whole.params, rtol=1e-6)
-    assert_close([four.loss, four.global_norm], [one.loss, one.global_norm], rtol=1e-5)
+    chex.assert_trees_all_close(split.params, whole.params, rtol=1e-6)
+    chex.assert_trees_all_close(
+        [four.loss, four.global_norm], [one.loss, one.global_norm], rtol=1e-5
+    )
 
 
 def test_sum_over_micro_batches_is_k_times_the_mean():
@@ -102,7 +105,7 @@ def test_sum_over_micro_batches_is_k_times_the_mean():
     }
     for name in ("loss", "global_norm"):
         mean, total = (getattr(reports[key], name) for key in ("mean", "sum"))
-        assert_close(total, K * mean, rtol=1e-6)
+        chex.assert_trees_all_close(total, K * mean, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -132,7 +135,9 @@ def test_batch_statistics_and_keys_go_through_the_micro_batches_in_turn(drop):
     batch = make_batch()
     state, _ = jax.jit(step)(make_state(), batch)
     carried = state.batch_stats, jax.random.key_data(state.key)
-    assert_close(carried, one_by_one(make_state(), batch), rtol=1e-3, atol=1e-4)
+    chex.assert_trees_all_close(
+        carried, one_by_one(make_state(), batch), rtol=1e-3, atol=1e-4
+    )
 
 
 def test_dropped_micro_batch_takes_its_statistics_with_it():
@@ -143,7 +148,9 @@ def test_dropped_micro_batch_takes_its_statistics_with_it():
     state, report = step(make_state(), (x.at[1, 0].set(jnp.nan), labels))
     assert (report.overflow, report.dropped) == (False, 1)
     _, fields = linen_loss(make_state(), (x[::2], labels[::2]))
-    assert_close(state.batch_stats, fields["batch_stats"], rtol=1e-3, atol=1e-4)
+    chex.assert_trees_all_close(
+        state.batch_stats, fields["batch_stats"], rtol=1e-3, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("drop", ["window", "micro_batch"])
@@ -177,17 +184,11 @@ def test_nnx_accumulates_and_rolls_everything_back(drop):
 
 
 def test_one_trace_of_the_loss_serves_all_micro_batches_and_steps():
-    traces = []
-
-    def loss_fn(state, batch):
-        traces.append(1)
-        return linear_loss(state, batch)
-
+    loss_fn = chex.assert_max_traces(linear_loss, n=1)
     step = jax.jit(jls.train_step(loss_fn, micro_batches=K), donate_argnums=0)
     state = linear_state()
     for factors in ([1, 1, 1], [1, OVERFLOWS, 1], [2, 2, 2], [1, 1, 1], [1, 1, 1]):
         state, _ = step(state, batch_of(factors))
-    assert len(traces) == 1
 
 
 @pytest.mark.parametrize(

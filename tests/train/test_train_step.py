@@ -1,5 +1,6 @@
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training import train_state
-from shared import assert_close, assert_identical
+from shared import assert_identical
 
 import jls
 
@@ -174,8 +175,10 @@ def test_linen_step_is_the_one_written_by_hand(jit_or_eager):
         batch = spoiled(batch, 1e30) if seed == 2 else batch
         ours, report = step(ours, batch)
         theirs, (loss, grad_norm) = other(theirs, batch)
-        assert_close(contents(ours), contents(theirs), rtol=1e-5, atol=1e-6)
-        assert_close(
+        chex.assert_trees_all_close(
+            contents(ours), contents(theirs), rtol=1e-5, atol=1e-6
+        )
+        chex.assert_trees_all_close(
             [report.loss, report.global_norm],
             [loss, grad_norm],
             rtol=1e-5,
@@ -251,8 +254,10 @@ def test_nnx_step_is_the_one_written_by_hand():
     for seed in range(3):
         batch = make_batch(seed=seed)
         report = step(*ours, batch)
-        assert_close(report.loss, by_hand(*theirs, batch), rtol=1e-5)
-        assert_close(nnx_contents(*ours), nnx_contents(*theirs), rtol=1e-5, atol=1e-6)
+        chex.assert_trees_all_close(report.loss, by_hand(*theirs, batch), rtol=1e-5)
+        chex.assert_trees_all_close(
+            nnx_contents(*ours), nnx_contents(*theirs), rtol=1e-5, atol=1e-6
+        )
 
 
 def test_nnx_step_trains_only_what_the_optimizer_is_for():
@@ -363,10 +368,10 @@ def test_local_norms_and_sizes_are_labelled_by_path():
         for layer, leaves in grads.items()
         for name, leaf in leaves.items()
     }
-    assert_close(report.local_norm, expected, rtol=1e-3, atol=1e-4)
+    chex.assert_trees_all_close(report.local_norm, expected, rtol=1e-3, atol=1e-4)
     assert report.size["Dense_0/kernel"] == 32
     squares = [local**2 for local in report.local_norm.values()]
-    assert_close(report.global_norm, np.sqrt(sum(squares)), rtol=1e-5)
+    chex.assert_trees_all_close(report.global_norm, np.sqrt(sum(squares)), rtol=1e-5)
 
 
 def test_labels_that_would_collide_are_written_out():
@@ -404,9 +409,9 @@ def test_norms_do_not_overflow_on_the_way(jit_or_eager, tx):
     step = jit_or_eager(jls.train_step(linear_loss, local_norm=True))
     state, report = step(state, jnp.array([[3e30, 4e30]]))
     assert not report.overflow
-    assert_close(report.global_norm, 5e30, rtol=1e-6)
-    assert_close(report.local_norm[""], 5e30, rtol=1e-6)
-    assert_close(state.params, np.float32([-2.0, -2.0]), rtol=1e-6)
+    chex.assert_trees_all_close(report.global_norm, 5e30, rtol=1e-6)
+    chex.assert_trees_all_close(report.local_norm[""], 5e30, rtol=1e-6)
+    chex.assert_trees_all_close(state.params, np.float32([-2.0, -2.0]), rtol=1e-6)
 
 
 def test_norm_is_that_before_clipping():
@@ -414,7 +419,7 @@ def test_norm_is_that_before_clipping():
     step = jax.jit(jls.train_step(linear_loss))
     state, report = step(linear_state((0.0, 0.0), inner), jnp.array([[3.0, 4.0]]))
     assert report.global_norm == 5.0
-    assert_close(state.params, np.float32([-0.6, -0.8]), rtol=1e-6)
+    chex.assert_trees_all_close(state.params, np.float32([-0.6, -0.8]), rtol=1e-6)
 
 
 # The learning rate.
@@ -446,7 +451,9 @@ def test_learning_rate_given_as_a_schedule_counts_applied_steps():
     before = state.params
     assert rates(step, state, [GOOD, BAD, GOOD, GOOD]) == [1.0, 0.5, 0.5, 0.25]
     after, _ = step(step(step(state, GOOD)[0], BAD)[0], GOOD)
-    assert_close(before - after.params, np.float32([1.5, 1.5]), rtol=1e-6)
+    chex.assert_trees_all_close(
+        before - after.params, np.float32([1.5, 1.5]), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
@@ -507,14 +514,9 @@ def test_learning_rate_of_an_nnx_optimizer_is_found():
 
 
 def test_one_trace_serves_a_donated_run_with_the_scale_set_from_the_host():
-    traces = []
-
-    def loss_fn(state, batch):
-        traces.append(1)
-        return linear_loss(state, batch)
-
+    loss_fn = chex.assert_max_traces(linear_loss, n=1)
     for scaler in (jls.static(64.0), SCALER()):
-        traces.clear()
+        chex.clear_trace_counter()
         step = jax.jit(jls.train_step(loss_fn), donate_argnums=0)
         tx = jls.loss_scaled(optax.adam(0.1), scaler)
         state, reports = linear_state(tx=tx), []
@@ -524,7 +526,6 @@ def test_one_trace_serves_a_donated_run_with_the_scale_set_from_the_host():
             reports.append(report)
             state = jls.set_loss_scale(state, value)
             assert jls.loss_scale(state) == float(np.squeeze(value))
-        assert len(traces) == 1
         # A report survives the donation of the state that it was made with.
         assert all(np.isfinite(jax.tree.leaves(report)).all() for report in reports)
         for value, error in [("8", TypeError), (None, TypeError), ([8.0], TypeError)]:
@@ -550,8 +551,8 @@ def test_scan_of_steps_equals_a_loop():
     last, reports = jax.jit(partial(jax.lax.scan, step))(state, batches)
     for batch, *expected in zip(batches, *reports[:3], strict=True):
         state, report = jax.jit(step)(state, batch)
-        assert_close(list(report[:3]), expected, rtol=1e-6)
-    assert_close(last.params, state.params, rtol=1e-6)
+        chex.assert_trees_all_close(list(report[:3]), expected, rtol=1e-6)
+    chex.assert_trees_all_close(last.params, state.params, rtol=1e-6)
     assert reports.overflow.tolist() == [False, True, False, False]
 
 
