@@ -223,8 +223,7 @@ def test_factors_are_those_of_the_policy_within_the_bounds():
     assert jls.underflow(2.0**-126, 1.0).loss_scale.tolist()[:2] == [2.0**-126] * 2
 
 
-def test_one_trace_serves_a_run_in_a_jitted_step_and_in_scan_and_vmap():
-
+def test_one_trace_serves_a_run_in_a_jitted_step_and_in_vmap_and_scan():
     @jax.jit
     @chex.assert_max_traces(n=1)
     def step(state, grads):

@@ -377,7 +377,7 @@ def test_new_hyperparameters_do_not_retrace(make):
     assert isinstance(make(2.0).init, Partial)
     for value in (2.0, 4.0, 8.0):
         assert first(make(value), x) == 1.5 * value
-    assert first(make(jnp.float32(16.0)), x) == 24.0
+    assert jls.scale(make(jnp.float32(16.0)).init(), x) == 24.0
 
 
 @pytest.mark.parametrize("loss_scale", [2.0**127, 2.0**-127, float("inf")])

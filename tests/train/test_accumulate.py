@@ -9,8 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from shared import assert_identical
-from test_train_step import (
+from models import (
     linear_loss,
     linear_state,
     linen_loss,
@@ -20,6 +19,7 @@ from test_train_step import (
     nnx_contents,
     nnx_loss,
 )
+from shared import assert_identical
 
 import jls
 
