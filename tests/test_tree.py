@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from shared import NAN, ONE, W, assert_identical
+from shared import NAN, ONE, W, assert_identical, bits
 
 import jls
 from jls._tally import inexact_leaves
@@ -17,10 +17,6 @@ FLOATS = [
     jnp.float8_e5m2,
     jnp.float8_e4m3fn,
 ]
-
-
-def bits(x):
-    return np.asarray(x).tobytes()
 
 
 @pytest.mark.parametrize("pred", [True, np.bool_(True), np.array(True), "device"])
