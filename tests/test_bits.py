@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from reference_rounding import FATES, NARROW, fates, float32_of_every_kind
 
-from jls._rounding import cuts, edges, magnitudes, normalized
+from jls._bits import cuts, edges, magnitudes, normalized
 
 
 @pytest.mark.parametrize("dtype", NARROW)

@@ -23,7 +23,7 @@ from shared import assert_identical, run
 from test_scaler_laws import SCALERS
 
 import jls
-from jls._upgrade import ADDED
+from jls._checkpoint import ADDED
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -276,7 +276,7 @@ sys.path.append(str(FOLDER))
 import make as checkpoints  # noqa: E402, how the files were made
 
 OLD = "dynamic", "adaptive"
-NEW_FIELDS = ADDED[jls.LossScaledState]
+NEW_FIELDS = ADDED[jls.types.LossScaledState]
 
 
 def read(name, form, tmp_path):
@@ -363,14 +363,14 @@ def test_fixtures_are_small():
 def test_fields_of_states_are_only_ever_appended():
     """As in 0.1.0, then those of ADDED in order: see the rule in jls/_upgrade.py."""
     first = {
-        jls.LossScaleState: "loss_scale finite_count nonfinite_count",
-        jls.LossScaledState: "inner_state scaler_state applied steps skips "
+        jls.types.ScalerState: "loss_scale finite_count nonfinite_count",
+        jls.types.LossScaledState: "inner_state scaler_state applied steps skips "
         "consecutive_skips nonfinite_losses",
-        jls.AdaptiveState: "loss_scale finite_count nonfinite_count growth_count "
+        jls.types.AdaptiveState: "loss_scale finite_count nonfinite_count growth_count "
         "interval_index",
-        jls.LogMaxState: "loss_scale finite_count window_count ceiling "
+        jls.types.RecentMaxState: "loss_scale finite_count window_count ceiling "
         "previous_ceiling overflow_ceiling",
-        jls.ParamsEmaState: "count weight ema",
+        jls.types.ParamsEmaState: "count weight ema",
     }
     assert set(ADDED) <= set(first)
     for state_type, names in first.items():
@@ -564,14 +564,14 @@ OTHER = r"Make target with the optimizer and the parameters that were saved\."
         ),
         pytest.param(
             raw_of(jls.loss_scaled(SGD, jls.adaptive()), PARAMS),
-            r"at 'scaler_state', in LossScaleState, it also has growth_count, "
+            r"at 'scaler_state', in ScalerState, it also has growth_count, "
             r"interval_index\. It is the state of another policy",
             id="another policy",
         ),
         pytest.param(
-            raw_of(jls.loss_scaled(SGD, jls.log_max()), PARAMS),
+            raw_of(jls.loss_scaled(SGD, jls.recent_max()), PARAMS),
             r"lacks nonfinite_count and also has .*ceiling.* another policy",
-            id="log_max",
+            id="recent_max",
         ),
         pytest.param(
             raw_of(jls.loss_scaled(optax.adam(0.1)), PARAMS),
@@ -604,7 +604,7 @@ OTHER = r"Make target with the optimizer and the parameters that were saved\."
         ),
         pytest.param(
             RAW | {"scaler_state": np.float32(8.0)},
-            r"saved must have LossScaleState\(.*\) at 'scaler_state', .* got float32",
+            r"saved must have ScalerState\(.*\) at 'scaler_state', .* got float32",
             id="a scale alone",
         ),
         pytest.param(
@@ -658,7 +658,7 @@ def test_pickle_of_an_older_version_is_an_error():
 
     class Older:  # pickled as a NamedTuple is: its type, and its fields
         def __reduce__(self):
-            return jls.LossScaledState, tuple(WRAPPED.init(PARAMS)[: -len(NEW_FIELDS)])
+            return jls.types.LossScaledState, tuple(WRAPPED.init(PARAMS)[: -len(NEW_FIELDS)])
 
     data = pickle.dumps(Older())
     with pytest.raises(TypeError, match="nonfinite_updates"):

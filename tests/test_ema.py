@@ -72,7 +72,7 @@ def trajectory(optimizer, params, all_grads, jit=jax.jit):
 
 
 def is_ema_state(node):
-    return isinstance(node, jls.ParamsEmaState)
+    return isinstance(node, jls.types.ParamsEmaState)
 
 
 def state_of(state):

@@ -41,7 +41,7 @@ STEPS = {
     "dynamic": (adamw, jls.dynamic(8.0, growth_interval=2)),
     "adaptive": (momentum, jls.adaptive(8.0, intervals=(1, 2, 3))),
     "cautious": (momentum, jls.cautious(8.0, growth_interval=2)),
-    "log_max": (momentum, jls.log_max(8.0, window=2)),
+    "recent_max": (momentum, jls.recent_max(8.0, window=2)),
     "multi_steps_and_ema": (windows, jls.dynamic(8.0, growth_interval=2)),
 }
 
@@ -175,7 +175,7 @@ def test_step_can_be_exported():
     args = NAN, optimizer.init(W), W
     exported = export.export(jax.jit(optimizer.update))(*args)
     assert exported.call(*args)[1].scaler_state.loss_scale == 4.0
-    for state_type in (jls.LossScaleState, jls.LossScaledState):
+    for state_type in (jls.types.ScalerState, jls.types.LossScaledState):
         with pytest.raises(ValueError, match=state_type.__name__):
             export.register_namedtuple_serialization(
                 state_type, serialized_name="registered.Twice"

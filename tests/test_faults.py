@@ -128,7 +128,7 @@ def has_no_nan(tree):
 
 
 def bounds(scaler):
-    keywords = scaler.adjust.keywords
+    keywords = scaler.hyperparameters
     keywords = getattr(keywords.get("adjust"), "keywords", keywords)
     return keywords.get("min_scale", 2.0**-126), keywords.get("max_scale", 2.0**126)
 
@@ -236,7 +236,7 @@ def test_promises_hold_in_a_loop_of_jitted_steps():
 
 
 @pytest.mark.parametrize(
-    ("name", "inner"), [("dynamic", "multi_steps"), ("log_max", "sgd")]
+    ("name", "inner"), [("dynamic", "multi_steps"), ("recent_max", "sgd")]
 )
 def test_promises_hold_under_vmap(name, inner):
     drawn = draw(np.random.default_rng(2), 100, 8)

@@ -167,7 +167,7 @@ def test_ladder_is_that_of_mindformers(longest, shortest):
     windows = reference_presets.mindformers_windows(longest, shortest)
     first = max(1, windows[0])
     scaler = presets.mindformers_adaptive(8, 2, first, longest, shortest)
-    ladder = scaler.adjust.keywords["intervals"]
+    ladder = scaler.hyperparameters["intervals"]
     assert ladder == tuple(max(1, window) for window in windows)
 
 

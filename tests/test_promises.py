@@ -226,8 +226,8 @@ def test_promise_06_every_leaf_of_a_state_has_a_buffer_of_its_own():
 
     inner = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
     shared = jnp.zeros((), jnp.int32)
-    shares = jls.LossScaler(
-        lambda: jls.LossScaleState(jnp.float32(8.0), shared, shared), lambda s, f: s
+    shares = jls.types.LossScaler(
+        lambda: jls.types.ScalerState(jnp.float32(8.0), shared, shared), lambda s, f: s
     )
     params = make_params()
     for make_state in (

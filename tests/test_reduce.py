@@ -16,9 +16,9 @@ from shared import assert_identical
 import jls
 from jls import _magnitude
 from jls._guard import ones_unless
-from jls._magnitude import finite_leaves
-from jls._norms import global_norm, norm_of_step
-from jls._tally import _combine, tally
+from jls._reduce import finite_leaves
+from jls._reduce import global_norm, norm_of_step
+from jls._reduce import _combine, tally
 
 # all_finite ---------------------------------------------------------------------------
 

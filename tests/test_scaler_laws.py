@@ -40,7 +40,7 @@ def _ladder_adjust(state, grads_finite, *, factor):
 
 
 def ladder(init_scale=8.0, factor=8.0):
-    return jls.LossScaler(
+    return jls.types.LossScaler(
         Partial(_ladder_init, init_scale=init_scale),
         Partial(_ladder_adjust, factor=factor),
     )
@@ -52,7 +52,7 @@ def _magnitude_ladder_adjust(state, largest, *, factor):
 
 def magnitude_ladder():
     init, _ = ladder()
-    return jls.MagnitudeScaler(init, Partial(_magnitude_ladder_adjust, factor=8.0))
+    return jls.types.MagnitudeScaler(init, Partial(_magnitude_ladder_adjust, factor=8.0))
 
 
 SCALERS = {
@@ -99,7 +99,7 @@ SCALERS = {
         jls.presets.megatron, 8.0, growth_interval=GROWTH_INTERVAL
     ),
     "cautious": partial(jls.cautious, 8.0, growth_interval=GROWTH_INTERVAL),
-    "log_max": partial(jls.log_max, 8.0, window=2),
+    "recent_max": partial(jls.recent_max, 8.0, window=2),
     "user_written": ladder,
     "user_written_magnitude": magnitude_ladder,
 }
@@ -114,7 +114,7 @@ def scaler(request):
 
 def seen(scaler, flag):
     """What the policy sees of a step: the flag, or a magnitude of 2 or inf."""
-    if not isinstance(scaler, jls.MagnitudeScaler):
+    if not isinstance(scaler, jls.types.MagnitudeScaler):
         return flag
     return jnp.where(flag, 2.0, jnp.inf)
 
@@ -242,7 +242,7 @@ def test_numbers_of_any_kind_make_the_same_policy():
 
 @pytest.mark.parametrize("wrap", [lambda x: x, np.asarray, jnp.asarray])
 def test_adjust_takes_python_numpy_and_device_scalars(scaler, wrap):
-    is_magnitude = isinstance(scaler, jls.MagnitudeScaler)
+    is_magnitude = isinstance(scaler, jls.types.MagnitudeScaler)
     for plain in (2.0, math.inf) if is_magnitude else (True, False):
         ours = scaler.adjust(scaler.init(), wrap(plain))
         chex.assert_trees_all_equal(
@@ -263,7 +263,7 @@ def test_adjust_takes_python_numpy_and_device_scalars(scaler, wrap):
 )
 def test_adjust_refuses_what_it_cannot_mean(name, flag, magnitude, error, got):
     scaler = SCALERS[name]()
-    is_magnitude = isinstance(scaler, jls.MagnitudeScaler)
+    is_magnitude = isinstance(scaler, jls.types.MagnitudeScaler)
     argument = magnitude if is_magnitude else flag
     rule = "largest must" if is_magnitude else "grads_finite must"
     with pytest.raises(error, match=f"{rule} .* got {got}"):

@@ -167,13 +167,13 @@ def test_one_compilation_serves_a_run_on_a_committed_device():
 def test_a_container_of_ones_own_may_call_a_field_loss_scale():
     class Container(NamedTuple):
         params: dict
-        loss_scale: jls.LossScaleState
+        loss_scale: jls.types.ScalerState
 
     assert jls.loss_scale(Container(PARAMS, bare())) == 8.0
 
 
 def test_a_state_of_python_numbers_works():
-    state = jls.LossScaleState(8.0, 0, 0)
+    state = jls.types.ScalerState(8.0, 0, 0)
     assert isinstance(jls.loss_scale(state), jax.Array)
     assert jls.scale(state, jnp.bfloat16(2.0)) == 16.0
     adjusted = jls.dynamic(8.0).adjust(state, False)

@@ -254,7 +254,7 @@ def test_updates_with_other_leaves_than_the_params_are_refused():
 # What the policy sees -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scaler", [jls.cautious(8.0), jls.log_max(8.0)])
+@pytest.mark.parametrize("scaler", [jls.cautious(8.0), jls.recent_max(8.0)])
 def test_one_nan_among_many_is_never_committed(scaler, jit_or_eager):
     optimizer = jls.loss_scaled(optax.sgd(0.5), scaler)
     params = {"w": jnp.ones((65, 64)), "b": jnp.ones(3)}
@@ -273,7 +273,7 @@ def keep(state, largest):
 
 
 def test_the_wrapper_hands_the_policy_the_largest_true_gradient(jit_or_eager):
-    scaler = jls.MagnitudeScaler(jls.static(8.0).init, keep)
+    scaler = jls.types.MagnitudeScaler(jls.static(8.0).init, keep)
     optimizer = jls.loss_scaled(optax.sgd(0.5), scaler)
     params = {"w": jnp.ones(2), "b": jnp.ones(())}
     update = jit_or_eager(optimizer.update)
@@ -288,14 +288,14 @@ def test_the_wrapper_hands_the_policy_the_largest_true_gradient(jit_or_eager):
     assert state.nonfinite_leaves.tolist() == [True, False]
     _, state = update(grads, state, params, value=jnp.nan)
     assert (jls.loss_scale(state), state.nonfinite_losses) == (jnp.inf, 1)  # kept
-    _, state = update(grads, state, params, overflow=jnp.array(True))
+    _, state = update(grads, state, params, partial_overflow=jnp.array(True))
     assert (jls.loss_scale(state), state.applied) == (jnp.inf, True)
     _, state = update(grads, state, params)
     assert jls.loss_scale(state) == 4.0
 
 
 def test_devices_of_an_axis_hand_the_policy_one_magnitude():
-    scaler = jls.MagnitudeScaler(jls.static(8.0).init, keep)
+    scaler = jls.types.MagnitudeScaler(jls.static(8.0).init, keep)
     optimizer = jls.loss_scaled(optax.sgd(0.5), scaler, axis_name="i")
     params = jnp.ones(2)
 

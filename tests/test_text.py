@@ -28,11 +28,11 @@ import jls
         ),
         (
             jls.dynamic(2.0**12).init(),
-            "LossScaleState(loss_scale=2**12, finite_count=0, nonfinite_count=0)",
+            "ScalerState(loss_scale=2**12, finite_count=0, nonfinite_count=0)",
         ),
         (
             jax.tree.map(np.asarray, jls.static(3.0).init()),
-            "LossScaleState(loss_scale=3, finite_count=-2, nonfinite_count=0)",
+            "ScalerState(loss_scale=3, finite_count=-2, nonfinite_count=0)",
         ),
         (
             jls.adaptive(8.0).init(),
@@ -41,7 +41,7 @@ import jls
         ),
         (
             jls.loss_scaled(optax.sgd(0.1, 0.9)).init(jnp.ones(3)),
-            "LossScaledState(inner_state=..., scaler_state=LossScaleState("
+            "LossScaledState(inner_state=..., scaler_state=ScalerState("
             "loss_scale=2**15, finite_count=0, nonfinite_count=0), applied=False, "
             "steps=0, skips=0, consecutive_skips=0, nonfinite_losses=0, "
             "nonfinite_updates=0, skip_reason=0)",
@@ -78,8 +78,8 @@ def test_repr_does_no_harm_to_what_is_no_scalar_in_memory(state):
 
 
 def test_policy_of_a_user_prints_its_functions():
-    scaler = jls.LossScaler(jls.static().init, max)
+    scaler = jls.types.LossScaler(jls.static().init, max)
     assert repr(scaler).endswith("adjust=<built-in function max>)")
     assert repr(scaler).startswith("LossScaler(init=")
     assert "loss_scale=1.0" in repr(scaler)
-    assert repr(jls.LossScaler(min, max)).startswith("LossScaler(init=<built-in")
+    assert repr(jls.types.LossScaler(min, max)).startswith("LossScaler(init=<built-in")

@@ -7,7 +7,7 @@ import pytest
 from shared import NAN, ONE, W, assert_identical, bits
 
 import jls
-from jls._tally import inexact_leaves
+from jls._reduce import named_floats
 
 FLOATS = [
     jnp.float16,
@@ -110,10 +110,10 @@ def test_select_refuses_trees_that_differ(new, old, message):
 
 def test_inexact_leaves_have_paths_that_are_told_apart():
     tree = {"a/b": 1.0, "a": {"b": jnp.ones(2), "n": 3}}
-    paths, leaves = inexact_leaves(tree)
+    paths, leaves = named_floats(tree)
     assert paths == ["['a']['b']", "['a/b']"]
     assert leaves[1] == 1.0
-    assert inexact_leaves({"a": [1.0, None, 2j]})[0] == ["a/0", "a/2"]
+    assert named_floats({"a": [1.0, None, 2j]})[0] == ["a/0", "a/2"]
 
 
 LEAVES = {

@@ -106,14 +106,14 @@ def test_faulty_policy_is_named():
             "a float32 loss_scale",
         ),
     ]:
-        policy = jls.LossScaler(init, lambda state, flag: state)
+        policy = jls.types.LossScaler(init, lambda state, flag: state)
         with pytest.raises(ValueError, match=message):
             jls.loss_scaled(optax.sgd(0.5), policy).init(PARAMS)
 
     def adjust(state, grads_finite):
         return state._replace(finite_count=jnp.float32(1.0))
 
-    optimizer = jls.loss_scaled(optax.sgd(0.5), jls.LossScaler(lambda: state, adjust))
+    optimizer = jls.loss_scaled(optax.sgd(0.5), jls.types.LossScaler(lambda: state, adjust))
     with pytest.raises(ValueError, match=r"the scaler's state must keep .* kinds"):
         optimizer.update(GOOD, optimizer.init(PARAMS), PARAMS)
 
@@ -137,9 +137,9 @@ def test_nested_wrappers_are_refused_at_init(wrapper):
         (
             (optax.sgd(0.5), 8.0),
             {},
-            "scaler must be a jls.LossScaler or .* got float 8.0",
+            "scaler must be a jls.types.LossScaler or .* got float 8.0",
         ),
-        ((optax.sgd(0.5), jls.dynamic), {}, "scaler must be a jls.LossScaler"),
+        ((optax.sgd(0.5), jls.dynamic), {}, "scaler must be a jls.types.LossScaler"),
         ((optax.sgd(0.5),), {"check_updates": 1}, "check_updates must be True, False"),
         ((optax.sgd(0.5),), {"axis_name": ["i"]}, "axis_name must be a str, a tuple"),
     ],

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from jls import _demo, _demo_report
+from jls._cli import demo, _demo_report
 from jls.__main__ import main
 
 INSTALL = 'pip install "jls[demo]"'
@@ -42,7 +42,7 @@ def test_the_demo_shows_float16_failing_and_jls_matching_float32(tmp_path):
         r"│ (float\S+(?: \S+)*) +│ +([\d.]+)% │ +\S+ │ +(\S+) │ +(\S+) │ +([\d.]+)% │",
         done.stdout,
     )
-    assert [row[0] for row in rows] == [row[0] for row in _demo_report.CONFIGURATIONS]
+    assert [row[0] for row in rows] == [row[0] for row in demo_report.CONFIGURATIONS]
     float32, unscaled, scaled = (float(row[1]) for row in rows)
     assert float32 > 93
     assert unscaled < 30
@@ -125,7 +125,7 @@ def test_importing_jls_imports_nothing_of_the_demo():
 
 
 def finished(accuracy, applied=(False, True, True), zeros=(0.0, 0.5, 0.6)):
-    return _demo.Progress(
+    return demo.Progress(
         losses=np.ones(3, np.float32),
         zeros=np.array(zeros, np.float32),
         scales=np.array([2.0**14, 2.0**15, 2.0**16], np.float32),
@@ -145,24 +145,24 @@ def finished(accuracy, applied=(False, True, True), zeros=(0.0, 0.5, 0.6)):
     ],
 )
 def test_the_sentence_says_what_the_results_say(accuracies, words):
-    text = _demo_report.sentence(_demo_report.Runs(*map(finished, accuracies)))
+    text = demo_report.sentence(demo_report.Runs(*map(finished, accuracies)))
     assert all(word in text for word in words), text
 
 
 def test_the_zeros_of_a_skipped_step_do_not_count():
-    assert _demo_report.first_zeros(finished(0.9)) == 0.5
+    assert demo_report.first_zeros(finished(0.9)) == 0.5
     none_taken = finished(0.9, applied=(False, False, False))
-    assert math.isnan(_demo_report.first_zeros(none_taken))
+    assert math.isnan(demo_report.first_zeros(none_taken))
 
 
 @pytest.mark.standard_promotion
 def test_the_same_seed_gives_the_same_run():
-    digits = _demo.load(3)
+    digits = demo.load(3)
     assert len(digits.test_labels) == 450
     assert np.bincount(np.asarray(digits.test_labels)).min() >= 43
 
     def losses():
-        (progress,) = _demo.train(np.float32, False, digits, 2, 3)
+        (progress,) = demo.train(np.float32, False, digits, 2, 3)
         return progress.losses
 
     np.testing.assert_array_equal(losses(), losses())

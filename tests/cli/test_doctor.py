@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from jls import _doctor
+from jls._cli import doctor
 from jls.__main__ import main
 
 pytestmark = pytest.mark.standard_promotion
@@ -25,7 +25,7 @@ def test_doctor_prints_what_a_person_can_act_on():
     assert (done.returncode, done.stderr) == (0, "")
     for words in ("float16", "GFLOP/s", "A guarded train step took", "Train in"):
         assert words in done.stdout
-    for check in _doctor.CHECKS:
+    for check in doctor.CHECKS:
         assert f"yes  {check}" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 88
 
@@ -41,12 +41,12 @@ def test_doctor_in_json_has_the_same_findings():
     assert list(findings["matmul_gflops"]) == ["float32", "bfloat16", "float16"]
     assert all(speed > 0 for speed in findings["matmul_gflops"].values())
     assert 0.2 < findings["step_overhead"] < 10
-    assert list(findings["checks"]) == list(_doctor.CHECKS)
+    assert list(findings["checks"]) == list(doctor.CHECKS)
 
 
-@pytest.mark.parametrize("broken", _doctor.CHECKS)
+@pytest.mark.parametrize("broken", doctor.CHECKS)
 def test_doctor_exits_with_1_if_a_check_fails(broken, monkeypatch, capsys):
-    checks = {name: name != broken for name in _doctor.CHECKS}
+    checks = {name: name != broken for name in doctor.CHECKS}
     monkeypatch.setattr(_doctor, "_checks", lambda: checks)
     monkeypatch.setattr(_doctor, "_step_overhead", lambda width: 1.0)
     with pytest.raises(SystemExit) as end:
@@ -58,8 +58,8 @@ def test_doctor_exits_with_1_if_a_check_fails(broken, monkeypatch, capsys):
 
 
 def test_checks_see_a_finite_check_that_is_blind(monkeypatch):
-    monkeypatch.setattr(_doctor, "all_finite", lambda tree: _doctor.jnp.asarray(True))
-    found = _doctor._checks()
+    monkeypatch.setattr(_doctor, "all_finite", lambda tree: doctor.jnp.asarray(True))
+    found = doctor._checks()
     assert [name for name, holds in found.items() if not holds] == [
         "an inf is seen",
         "a NaN is seen",
@@ -80,7 +80,7 @@ def test_checks_see_a_finite_check_that_is_blind(monkeypatch):
 )
 def test_advice_follows_from_the_speeds(bfloat16, float16, words):
     speeds = {"float32": 2.0, "bfloat16": 2.0 * bfloat16, "float16": 2.0 * float16}
-    assert f"Train in {words}" in _doctor.advice(speeds)
+    assert f"Train in {words}" in doctor.advice(speeds)
 
 
 def test_doctor_refuses_what_it_does_not_know(capsys):

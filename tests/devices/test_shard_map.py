@@ -464,7 +464,7 @@ def test_train_step_under_pmap(micro_batches):
         state, report = step(state, x.reshape(8, 4, 8))
         after = bits((state.params, state.opt_state.inner_state))
         assert (before == after) == (x is OVERFLOW)
-        assert report.overflow.tolist() == [x is OVERFLOW] * 8
+        assert report.skipped.tolist() == [x is OVERFLOW] * 8
         assert report.loss_scale.tolist() == [scale] * 8
     assert state.params.tolist() == [[1.0 - 0.5 * 3.5] * 8] * 8
     assert state.opt_state.skips.tolist() == [2] * 8

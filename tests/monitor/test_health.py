@@ -11,7 +11,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jls
-from jls._verdict import VERDICTS
+from jls._monitor.verdict import VERDICTS
 
 PARAMS = {"w": jnp.ones(2), "b": jnp.ones(1)}
 SCALER = jls.dynamic(8.0, growth_interval=2, min_scale=2.0, max_scale=32.0)
@@ -156,7 +156,7 @@ def halved(state, grads_finite):
 
 @pytest.mark.parametrize("make_first", [jls.static, jls.dynamic])
 def test_a_policy_of_ones_own_has_no_bounds(make_first):
-    own = jls.LossScaler(make_first(8.0).init, halved)
+    own = jls.types.LossScaler(make_first(8.0).init, halved)
     state = after(".o", own)
     health = jls.health(state, scaler=own)
     assert health.verdict == "recovering"
@@ -330,7 +330,7 @@ def test_bad_options_are_named(options, error, message):
 def test_tracing_and_states_without_a_wrapper_are_refused():
     with pytest.raises(ValueError, match="state must be concrete"):
         jax.jit(lambda state: jls.health(state) and 0)(after("."))
-    with pytest.raises(ValueError, match="LossScaleState with 0 of them"):
+    with pytest.raises(ValueError, match="ScalerState with 0 of them"):
         jls.health(jls.dynamic().init())
 
 

@@ -47,7 +47,7 @@ def report(**changes):
         "size": None,
         "dropped": jnp.int32(0),
     }
-    return jls.StepReport(**fields | changes)
+    return jls.types.StepReport(**fields | changes)
 
 
 def stacked(**columns):
@@ -326,7 +326,7 @@ def test_summary_of_reports_counts_their_overflows():
     history = jls.History()
     for overflow in (True, False, True, True, False, True):
         loss = math.nan if overflow else 0.5
-        history.append(report(overflow=overflow, loss=loss))
+        history.append(report(partial_overflow=overflow, loss=loss))
     assert "skipped     4 of 6 steps (66.7%), up to 2 in a row" in history.summary()
     assert "2^10 throughout" in history.summary()
     assert "nan first, nan last, 0.5 best (step 2); 4 inf or NaN" in history.summary()
@@ -388,7 +388,7 @@ def test_summary_of_little_says_little():
         ({"loss_scale": 1, "skips": 2}, "scale 2^0  skips 2"),
         ({"loss_scale": jnp.float32(0)}, "scale 0"),
         (report(), "loss 0.5  scale 2^10"),
-        (report(overflow=True, loss=math.inf), "loss inf  scale 2^10  skipped"),
+        (report(partial_overflow=True, loss=math.inf), "loss inf  scale 2^10  skipped"),
     ],
     ids=str,
 )
@@ -487,7 +487,7 @@ def test_plot_of_a_loss_that_is_not_all_positive_has_a_linear_axis():
 @pytest.mark.parametrize("overflow", [True, False])
 def test_plot_of_a_single_step(loss, overflow):
     history = jls.History()
-    history.append(report(loss=loss, overflow=overflow, global_norm=jnp.float32(loss)))
+    history.append(report(loss=loss, partial_overflow=overflow, global_norm=jnp.float32(loss)))
     figure = history.plot()
     figure.savefig(io.BytesIO())
     assert len(figure.axes) == 3
@@ -528,7 +528,7 @@ def test_plot_of_a_long_run_has_few_marks():
     history = stacked(
         loss=np.where(skipped, np.nan, rng.lognormal(size=n)),
         loss_scale=np.where(skipped, 4.0, 8.0),
-        overflow=skipped,
+        partial_overflow=skipped,
         global_norm=rng.lognormal(size=n),
     )
     figure = history.plot()

@@ -112,7 +112,7 @@ def test_count_at_the_int32_maximum_does_not_wrap():
 
 
 def test_setting_the_scale_restarts_the_counts_of_steps_and_keeps_the_interval():
-    state = jls.AdaptiveState(
+    state = jls.types.AdaptiveState(
         jnp.float32(8.0), jnp.int32(5), jnp.int32(2), jnp.int32(1), jnp.int32(3)
     )
     assert jls.set_loss_scale(state, 64.0) == (64.0, 0, 0, 1, 3)
@@ -125,7 +125,7 @@ def test_state_goes_through_export():
     again = export.deserialize(exported.serialize())
     after = again.call(state, jnp.asarray(True))
     assert after == scaler.adjust(state, True)
-    assert isinstance(after, jls.AdaptiveState)
+    assert isinstance(after, jls.types.AdaptiveState)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_state_goes_through_export():
 )
 def test_intervals_of_any_kind_make_the_same_policy(intervals):
     scaler = jls.adaptive(intervals=intervals)
-    ladder = scaler.adjust.keywords["intervals"]
+    ladder = scaler.hyperparameters["intervals"]
     assert [int(interval) for interval in ladder] == [20, 30]
     assert scaler.adjust(scaler.init(), True).finite_count == 1
 

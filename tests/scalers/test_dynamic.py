@@ -101,7 +101,7 @@ def test_interval_lowered_below_the_count_grows_on_the_next_finite_step():
 
 def test_counts_at_the_int32_maximum_do_not_wrap():
     largest = jnp.int32(2**31 - 1)
-    state = jls.LossScaleState(jnp.float32(8.0), largest, largest)
+    state = jls.types.ScalerState(jnp.float32(8.0), largest, largest)
     scaler = jls.dynamic(8.0, growth_interval=2**31 - 1, backoff_interval=2**31 - 1)
     assert scaler.adjust(state, True) == (16.0, 0, 0)
     assert scaler.adjust(state, False) == (4.0, 0, 0)
@@ -259,7 +259,7 @@ def test_a_growth_leaves_the_nonfinite_count():
 
 def test_cumulative_counts_at_the_int32_maximum_do_not_wrap():
     largest = jnp.int32(2**31 - 1)
-    state = jls.LossScaleState(jnp.float32(8.0), largest, largest)
+    state = jls.types.ScalerState(jnp.float32(8.0), largest, largest)
     scaler = jls.cumulative(8.0, growth_interval=2**31 - 1, backoff_interval=2**31 - 1)
     assert scaler.adjust(state, True) == (16.0, 0, largest)
     assert scaler.adjust(state, False) == (4.0, 0, 0)

@@ -78,7 +78,7 @@ def test_a_growth_at_the_cap_refills_too():
 
 
 def test_intervals_lowered_below_the_counts_act_on_the_next_step():
-    state = jls.LossScaleState(jnp.float32(8.0), jnp.int32(5), jnp.int32(5))
+    state = jls.types.ScalerState(jnp.float32(8.0), jnp.int32(5), jnp.int32(5))
     scaler = jls.hysteresis(8.0, growth_interval=2, hysteresis=2)
     assert scaler.adjust(state, True) == (16.0, 0, 0)
     assert scaler.adjust(state, False) == (4.0, 0, 6)
@@ -86,7 +86,7 @@ def test_intervals_lowered_below_the_counts_act_on_the_next_step():
 
 def test_counts_at_the_int32_maximum_do_not_wrap():
     largest = jnp.int32(2**31 - 1)
-    state = jls.LossScaleState(jnp.float32(8.0), largest, largest)
+    state = jls.types.ScalerState(jnp.float32(8.0), largest, largest)
     scaler = jls.hysteresis(8.0, growth_interval=2**31 - 1, hysteresis=2**31 - 1)
     assert scaler.adjust(state, True) == (16.0, 0, 0)
     assert scaler.adjust(state, False) == (4.0, 0, largest)

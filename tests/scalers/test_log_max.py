@@ -38,17 +38,17 @@ DEFAULTS = {
 )
 def test_every_short_run_follows_the_rule(changed):
     hyperparameters = DEFAULTS | changed
-    assert_follows(jls.log_max, reference.log_max, hyperparameters, sequences=SEQUENCES)
+    assert_follows(jls.recent_max, reference.recent_max, hyperparameters, sequences=SEQUENCES)
 
 
 @pytest.mark.parametrize("start", [0.5, 2.0**30])
 def test_a_scale_set_out_of_bounds_follows_the_rule(start):
-    state = jls.set_loss_scale(jls.log_max(**DEFAULTS).init(), start)
-    assert_follows(jls.log_max, reference.log_max, DEFAULTS, state, SEQUENCES)
+    state = jls.set_loss_scale(jls.recent_max(**DEFAULTS).init(), start)
+    assert_follows(jls.recent_max, reference.recent_max, DEFAULTS, state, SEQUENCES)
 
 
 def test_the_scale_is_the_one_that_suggest_scale_gives():
-    scaler = jls.log_max(max_scale=2.0**100, min_scale=2.0**-100, headroom=4.0)
+    scaler = jls.recent_max(max_scale=2.0**100, min_scale=2.0**-100, headroom=4.0)
     magnitudes = np.logspace(-20, 20, 400).astype(np.float32)
 
     def scale_after(largest):
@@ -60,7 +60,7 @@ def test_the_scale_is_the_one_that_suggest_scale_gives():
 
 
 def test_every_scale_leaves_the_headroom_and_is_a_power_of_two():
-    scaler = jls.log_max(min_scale=2.0**-100, headroom=3.0, window=3)
+    scaler = jls.recent_max(min_scale=2.0**-100, headroom=3.0, window=3)
     rng = np.random.default_rng(0)
     magnitudes = np.exp2(rng.uniform(-12, 12, (200, 30))).astype(np.float32)
     scales = np.asarray(trajectories(scaler, scaler.init(), magnitudes).loss_scale)
@@ -69,7 +69,7 @@ def test_every_scale_leaves_the_headroom_and_is_a_power_of_two():
 
 
 def test_gradients_that_grow_slower_than_the_headroom_never_overflow():
-    scaler = jls.log_max(window=2, headroom=4.0, max_scale=2.0**40, min_scale=2.0**-40)
+    scaler = jls.recent_max(window=2, headroom=4.0, max_scale=2.0**40, min_scale=2.0**-40)
     state, largest = scaler.adjust(scaler.init(), 1.0), 1.0
     rng = np.random.default_rng(1)
     for _ in range(100):
@@ -79,7 +79,7 @@ def test_gradients_that_grow_slower_than_the_headroom_never_overflow():
 
 
 def test_a_gradient_is_forgotten_after_one_to_two_windows():
-    scaler = jls.log_max(window=3)
+    scaler = jls.recent_max(window=3)
     state = scaler.adjust(scaler.init(), 100.0)
     low = state.loss_scale
     scales = []
@@ -90,7 +90,7 @@ def test_a_gradient_is_forgotten_after_one_to_two_windows():
 
 
 def test_after_an_overflow_the_scale_comes_back_as_that_of_dynamic():
-    scaler = jls.log_max(window=2, growth_interval=3)
+    scaler = jls.recent_max(window=2, growth_interval=3)
     state = scaler.adjust(scaler.init(), 1.0)
     usual = state.loss_scale
     for _ in range(2):
@@ -103,7 +103,7 @@ def test_after_an_overflow_the_scale_comes_back_as_that_of_dynamic():
 
 
 def test_an_overflow_at_a_scale_set_by_hand_forgets_nothing():
-    scaler = jls.log_max(8.0, window=2)
+    scaler = jls.recent_max(8.0, window=2)
     state = scaler.adjust(scaler.adjust(scaler.init(), 1.0), jnp.inf)
     ceiling = state.overflow_ceiling
     state = scaler.adjust(jls.set_loss_scale(state, 2.0**30), jnp.inf)
@@ -111,7 +111,7 @@ def test_an_overflow_at_a_scale_set_by_hand_forgets_nothing():
 
 
 def test_the_lowest_floor_is_left_again():
-    scaler = jls.log_max(8.0, min_scale=2.0**-126, growth_interval=1)
+    scaler = jls.recent_max(8.0, min_scale=2.0**-126, growth_interval=1)
     state = jls.set_loss_scale(scaler.init(), 2.0**-126)
     state = scaler.adjust(state, jnp.inf)
     for _ in range(2):
@@ -120,7 +120,7 @@ def test_the_lowest_floor_is_left_again():
 
 
 def test_zeros_alone_double_the_scale_up_to_the_cap():
-    scaler = jls.log_max(8.0, max_scale=64.0, window=2)
+    scaler = jls.recent_max(8.0, max_scale=64.0, window=2)
     state, scales = scaler.init(), []
     for _ in range(4):
         state = scaler.adjust(state, 0.0)
@@ -129,7 +129,7 @@ def test_zeros_alone_double_the_scale_up_to_the_cap():
 
 
 def test_subnormal_and_huge_magnitudes_do_no_harm():
-    scaler = jls.log_max(window=2)
+    scaler = jls.recent_max(window=2)
     for largest in (1e-45, 1e-39, 3e38):
         state = scaler.adjust(scaler.init(), np.float32(largest))
         assert 1.0 <= state.loss_scale <= 2.0**24
@@ -148,4 +148,4 @@ def test_subnormal_and_huge_magnitudes_do_no_harm():
 )
 def test_bad_hyperparameters_are_refused(kwargs, error, message):
     with pytest.raises(error, match=message):
-        jls.log_max(**kwargs)
+        jls.recent_max(**kwargs)

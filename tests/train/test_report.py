@@ -30,7 +30,7 @@ pytestmark = pytest.mark.standard_promotion
 
 
 def test_report_is_in_the_order_of_mindformers():
-    assert jls.StepReport._fields[:7] == (
+    assert jls.types.StepReport._fields[:7] == (
         "loss",
         "overflow",
         "loss_scale",
@@ -45,9 +45,9 @@ def test_report_of_a_good_and_of_a_bad_step(jit_or_eager):
     # 2e37 times the scale of 64 overflows, the loss itself does not.
     step = jit_or_eager(jls.train_step(linear_loss, learning_rate=0.25))
     state, report = step(linear_state(), jnp.array([[3.0, 4.0]]))
-    expected = jls.StepReport(
+    expected = jls.types.StepReport(
         loss=np.float32(11.0),
-        overflow=np.False_,
+        partial_overflow=np.False_,
         loss_scale=np.float32(64.0),
         learning_rate=np.float32(0.25),
         global_norm=np.float32(5.0),
@@ -60,7 +60,7 @@ def test_report_of_a_good_and_of_a_bad_step(jit_or_eager):
     _, report = step(linear_state(), jnp.array([[2e37, 0.0]]))
     bad = expected._replace(
         loss=np.float32(2e37),
-        overflow=np.True_,
+        partial_overflow=np.True_,
         loss_scale=np.float32(32.0),
         global_norm=np.float32(np.inf),
     )
@@ -73,7 +73,7 @@ def test_report_calls_a_nonfinite_loss_an_overflow_and_keeps_the_scale():
 
     step = jax.jit(jls.train_step(loss_fn))
     state, report = step(linear_state(), jnp.array([[3.0, 4.0]]))
-    assert report.overflow
+    assert report.skipped
     assert jnp.isnan(report.loss)
     assert report.global_norm == 5.0
     assert report.loss_scale == 64.0
@@ -155,7 +155,7 @@ def test_norms_do_not_overflow_on_the_way(jit_or_eager, tx):
     state = linear_state(tx=tx)
     step = jit_or_eager(jls.train_step(linear_loss, local_norm=True))
     state, report = step(state, jnp.array([[3e30, 4e30]]))
-    assert not report.overflow
+    assert not report.skipped
     chex.assert_trees_all_close(report.global_norm, 5e30, rtol=1e-6)
     chex.assert_trees_all_close(report.local_norm[""], 5e30, rtol=1e-6)
     chex.assert_trees_all_close(state.params, np.float32([-2.0, -2.0]), rtol=1e-6)
