@@ -1,4 +1,4 @@
-"""Every test runs under strict dtype promotion and without rank promotion.
+"""Every test and doctest runs under strict dtype promotion, without rank promotion.
 
 optax is not written for strict promotion (`optax.adam` is a TypeError there), so tests
 that drive more of it than `optax.sgd` carry the marker `standard_promotion`.
@@ -11,11 +11,6 @@ import optax
 import pytest
 
 import jls
-
-# Not for this process: one is for the type checker, the others want devices or
-# processes of their own.
-collect_ignore = ["tests/typing_api.py"]
-collect_ignore_glob = ["tests/*_program.py"]
 
 
 @pytest.fixture(autouse=True)

@@ -110,7 +110,7 @@ def adaptive(
     min_scale,
     max_scale,
 ):
-    """Yields the fields of `jls.AdaptiveState` after each step."""
+    """Yields the fields of `jls.types.AdaptiveState` after each step."""
     scale, good, bad, growths = init_scale, 0, 0, 0
     rung = intervals.index(init_interval)
     for finite in flags:
@@ -158,7 +158,7 @@ def cautious(
         yield scale, good, bad
 
 
-def log_max(
+def recent_max(
     magnitudes,
     *,
     init_scale,

@@ -1,19 +1,19 @@
-"""What several test files do: run a function both ways, take steps, compare trees."""
+"""What several test files do: take steps, follow a rule, compare bits."""
 
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+# Small params, and gradients for them.
+W = jnp.array([1.0, -2.0])
+ONE, NAN, INF = jnp.ones(2), jnp.array([1.0, jnp.nan]), jnp.array([jnp.inf, 1.0])
+
 # All 2**12 ways in which twelve steps can be finite or not.
 SEQUENCES = np.array(list(itertools.product([False, True], repeat=12)))
-
-
-def both(fun):
-    """`fun`, and `fun` jitted."""
-    return [fun, jax.jit(fun)]
 
 
 def run(optimizer, params, all_grads, jit=jax.jit, **extra):
@@ -55,22 +55,13 @@ def assert_follows(make, rule, hyperparameters, state=None, sequences=SEQUENCES)
         assert list(zip(*(c.tolist() for c in columns), strict=True)) == list(expected)
 
 
-def _leaves(tree, other):
-    assert jax.tree.structure(tree) == jax.tree.structure(other)
-    return zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
-
-
 def assert_identical(tree, other):
-    """Same structure, shapes, dtypes and bits."""
-    for leaf, reference in _leaves(tree, other):
+    """Same structure, shapes, dtypes and bits: to chex -0.0 and 0.0 are equal."""
+    chex.assert_trees_all_equal_structs(tree, other)
+    for leaf, reference in zip(*map(jax.tree.leaves, (tree, other)), strict=True):
         assert jnp.result_type(leaf) == jnp.result_type(reference)
         assert jnp.shape(leaf) == jnp.shape(reference)
         assert np.asarray(leaf).tobytes() == np.asarray(reference).tobytes()
-
-
-def assert_close(tree, other, **tolerance):
-    for leaf, reference in _leaves(tree, other):
-        np.testing.assert_allclose(leaf, reference, **tolerance)
 
 
 def bits(tree):

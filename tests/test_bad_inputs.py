@@ -66,7 +66,7 @@ history.append({"loss": 1.0, "loss_scale": 2.0})
 
 
 def update(updates, state, params, value, overflow):
-    return optimizer.update(updates, state, params, value=value, overflow=overflow)
+    return optimizer.update(updates, state, params, value=value, partial_overflow=overflow)
 
 
 def ema(params, decay, debias):
@@ -100,7 +100,7 @@ def defaults(function, **required):
 
 
 def adjusting(scaler):
-    is_magnitude = isinstance(scaler, jls.MagnitudeScaler)
+    is_magnitude = isinstance(scaler, jls.types.MagnitudeScaler)
     name, seen = ("largest", 1.0) if is_magnitude else ("grads_finite", True)
 
     def adjust(state, **step):
@@ -118,7 +118,7 @@ POLICIES = {
         jls.hysteresis,
         jls.adaptive,
         jls.cautious,
-        jls.log_max,
+        jls.recent_max,
     )
 }
 PRESETS = {

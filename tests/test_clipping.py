@@ -1,17 +1,17 @@
 """optax's own clipping, inside the wrapper: true gradients, in at least float32.
 
 Each test shows first what goes wrong without; the ids of the faults are those of
-peer_faults.py. Per-example clipping (`optax.per_example_global_norm_clip`) is left out:
-it reduces a batch of gradients, which no optimizer step does.
+test_peer_faults.py. Per-example clipping (`optax.per_example_global_norm_clip`) is left
+out: it reduces a batch of gradients, which no optimizer step does.
 """
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from peer_faults import INF, NAN, either
-from shared import assert_close, assert_identical, run
+from shared import INF, NAN, ONE, assert_identical, run
 
 import jls
 
@@ -47,20 +47,20 @@ def update(optimizer, grads, params=W, jit=jax.jit):
     return jit(optimizer.update)(grads, optimizer.init(params), params)
 
 
-@either
 @norms
-def test_squares_that_overflow_float16_are_summed_in_float32(clip, clipped, jit):
+def test_squares_that_overflow_float16_are_summed_in_float32(
+    clip, clipped, jit_or_eager
+):
     """optax O6: 4 x 300, of norm 600, had the norm inf and a zero, finite update."""
     grads = jnp.full(4, 300.0, jnp.float16)
-    peer = bare(clip, grads, W.astype(jnp.float16), jit)
+    peer = bare(clip, grads, W.astype(jnp.float16), jit_or_eager)
     assert peer.tolist() == [0.0] * 4
-    updates, state = update(scaled(clip, optax.sgd(1.0)), grads, jit=jit)
+    updates, state = update(scaled(clip, optax.sgd(1.0)), grads, jit=jit_or_eager)
     np.testing.assert_allclose(updates, -np.array(clipped), rtol=1e-6)
     assert (updates.dtype, bool(state.applied)) == (jnp.float32, True)
 
 
-@either
-def test_every_leaf_of_a_float16_tree_counts_in_the_norm(jit):
+def test_every_leaf_of_a_float16_tree_counts_in_the_norm(jit_or_eager):
     """The squares of one leaf overflow, those of the other underflow in float16."""
     params = {"big": jnp.zeros(4), "small": jnp.zeros(4)}
     grads = {
@@ -68,7 +68,7 @@ def test_every_leaf_of_a_float16_tree_counts_in_the_norm(jit):
         "small": jnp.full(4, 2.0**-14, jnp.float16),
     }
     optimizer = scaled(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
-    updates, _ = update(optimizer, grads, params, jit)
+    updates, _ = update(optimizer, grads, params, jit_or_eager)
     np.testing.assert_allclose(updates["big"], -0.5, rtol=1e-6)
     np.testing.assert_allclose(updates["small"], -(2.0**-14) / 600, rtol=1e-6)
 
@@ -83,42 +83,41 @@ HIDING = {
 }
 
 
-@either
 @pytest.mark.parametrize(("clip", "grads"), HIDING.values(), ids=HIDING)
-def test_clipping_outside_hides_from_the_wrapper_what_inside_does_not(clip, grads, jit):
+def test_clipping_outside_hides_from_the_wrapper_what_inside_does_not(
+    clip, grads, jit_or_eager
+):
     """optax O7, and MindFormers' pipeline cell: clipped first, and then checked."""
     params = jnp.ones(2)
     peer = optax.chain(clip, optax.apply_if_finite(optax.sgd(1.0), 5))
-    _, peer_state = update(peer, grads, params, jit)
+    _, peer_state = update(peer, grads, params, jit_or_eager)
     assert peer_state[1].last_finite
     outside = optax.chain(clip, scaled(optax.sgd(1.0)))
-    _, state = update(outside, grads, params, jit)
+    _, state = update(outside, grads, params, jit_or_eager)
     assert state[1].applied
     assert jls.metrics(state)["skips"] == 0
-    _, state = update(scaled(clip, optax.sgd(1.0)), grads, params, jit)
+    _, state = update(scaled(clip, optax.sgd(1.0)), grads, params, jit_or_eager)
     is_overflow = not jnp.all(jnp.isfinite(grads))
     assert state.applied == (not is_overflow)
     assert jls.loss_scale(state) == (4.0 if is_overflow else 8.0)
 
 
-@either
 @clips
 @pytest.mark.parametrize("bad", [INF, -INF, NAN], ids=["inf", "-inf", "nan"])
-def test_no_clipping_makes_a_bad_step_a_good_one(bad, clip, jit):
+def test_no_clipping_makes_a_bad_step_a_good_one(bad, clip, jit_or_eager):
     """optax.clip makes 0.5 of an inf; a norm of inf makes 0 of all the others."""
     params = jnp.array([1.0, -0.0])
-    peer = bare(clip, bad, params, jit)
+    peer = bare(clip, bad, params, jit_or_eager)
     assert jnp.any(jnp.isfinite(peer)) or jnp.any(jnp.isnan(bad))
     inner = clip, optax.adamw(0.5)
-    new, state = run(scaled(*inner), params, [bad, bad], jit)
+    new, state = run(scaled(*inner), params, [bad, bad], jit_or_eager)
     assert_identical(new, params)
     assert_identical(state.inner_state, scaled(*inner).init(params).inner_state)
     assert (state.skips, jls.loss_scale(state)) == (2, 2.0)
 
 
-@either
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_gradients_below_the_norm_stay_bit_for_bit(dtype, jit):
+def test_gradients_below_the_norm_stay_bit_for_bit(dtype, jit_or_eager):
     """MindFormers multiplies by max_norm / (max_norm + 1e-6): 0.3 becomes 0.29999971"""
     grads = jnp.array([0.3, -0.7, 0.1, 1e-7], dtype)
     wide = grads.astype(jnp.float32)
@@ -128,20 +127,19 @@ def test_gradients_below_the_norm_stay_bit_for_bit(dtype, jit):
     assert np.all(wide * factor != wide)
     for max_norm in (1.0, float(np.nextafter(np.float32(norm), np.inf)) + 1e-6, 1e30):
         clip = optax.clip_by_global_norm(max_norm)
-        updates, _ = update(scaled(clip, optax.scale(1.0)), grads, jit=jit)
+        updates, _ = update(scaled(clip, optax.scale(1.0)), grads, jit=jit_or_eager)
         assert_identical(updates, wide)
     for clip in (
         optax.clip(0.75),
         optax.clip_by_block_rms(0.75),
         optax.adaptive_grad_clip(0.75),
     ):
-        updates, _ = update(scaled(clip, optax.scale(1.0)), grads, jit=jit)
+        updates, _ = update(scaled(clip, optax.scale(1.0)), grads, jit=jit_or_eager)
         assert_identical(updates, wide)
 
 
-@either
 @norms
-def test_a_norm_is_right_up_to_1_8e19_and_zero_above(clip, clipped, jit):
+def test_a_norm_is_right_up_to_1_8e19_and_zero_above(clip, clipped, jit_or_eager):
     """Squares overflow float32 there: optax's norm is inf and the update 0.
 
     Nothing is hidden from the wrapper, all gradients are finite: the step is applied,
@@ -149,39 +147,37 @@ def test_a_norm_is_right_up_to_1_8e19_and_zero_above(clip, clipped, jit):
     """
     optimizer = scaled(clip, optax.sgd(1.0))
     for huge in (1e9, 9e18):
-        updates, state = update(optimizer, jnp.full(4, huge), jit=jit)
+        updates, state = update(optimizer, jnp.full(4, huge), jit=jit_or_eager)
         np.testing.assert_allclose(updates, -np.array(clipped), rtol=1e-6)
         assert state.applied
     for too_huge in (1e19, 1e30):
         grads = jnp.full(4, too_huge)
-        assert bare(clip, grads, jit=jit).tolist() == [0.0] * 4
-        params, state = run(optimizer, W, [grads], jit)
+        assert bare(clip, grads, jit=jit_or_eager).tolist() == [0.0] * 4
+        params, state = run(optimizer, W, [grads], jit_or_eager)
         assert_identical(params, W)
         assert (state.applied, state.skips, jls.all_finite(grads)) == (True, 0, True)
 
 
-@either
-def test_a_clip_by_value_before_keeps_the_norm_finite(jit):
+def test_a_clip_by_value_before_keeps_the_norm_finite(jit_or_eager):
     """The way out for gradients over 1.8e19."""
     clips = optax.clip(1e12), optax.clip_by_global_norm(1.0)
     grads = jnp.array([1e30, -1e30, 1.0, 0.0])
-    updates, state = update(scaled(*clips, optax.sgd(1.0)), grads, jit=jit)
+    updates, state = update(scaled(*clips, optax.sgd(1.0)), grads, jit=jit_or_eager)
     np.testing.assert_allclose(updates, [-(0.5**0.5), 0.5**0.5, 0, 0], atol=1e-6)
     assert state.applied
     moderate = jnp.array([3.0, 4.0, 0.0, 0.0])
-    updates, _ = update(scaled(*clips, optax.sgd(1.0)), moderate, jit=jit)
+    updates, _ = update(scaled(*clips, optax.sgd(1.0)), moderate, jit=jit_or_eager)
     np.testing.assert_allclose(updates, [-0.6, -0.8, 0, 0], rtol=1e-6)
 
 
 X = jnp.array([3.0, -0.25, 0.125, 1.5])
 
 
-@either
 @clips
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("size", [2.0**-6, 1.0], ids=["below", "above"])
 def test_the_threshold_is_of_true_gradients_whatever_the_loss_scale(
-    size, dtype, clip, jit
+    size, dtype, clip, jit_or_eager
 ):
     """Pain 5: a threshold of 1 on gradients times 2**15 left a 32768th of the update.
 
@@ -198,7 +194,7 @@ def test_the_threshold_is_of_true_gradients_whatever_the_loss_scale(
 
     optimizer = jls.loss_scaled(optax.chain(clip, optax.sgd(1.0)), jls.static(8.0))
 
-    @jit
+    @jit_or_eager
     def step(params, state):
         grads = jls.grad(loss_fn)(state, params)
         return optimizer.update(grads, state, params)[0]
@@ -206,33 +202,33 @@ def test_the_threshold_is_of_true_gradients_whatever_the_loss_scale(
     state = optimizer.init(W)
     updates = [step(W, jls.set_loss_scale(state, scale)) for scale in (2.0**3, 2.0**15)]
     assert_identical(*updates)
-    assert_close(updates[0], -expected, rtol=1e-6)
+    chex.assert_trees_all_close(updates[0], -expected, rtol=1e-6)
 
 
-@either
-def test_a_max_norm_of_zero_moves_nothing(jit):
+def test_a_max_norm_of_zero_moves_nothing(jit_or_eager):
     clip = optax.clip_by_global_norm(0.0)
-    params, state = run(scaled(clip, optax.sgd(1.0)), W, [X, 2 * X], jit)
+    params, state = run(scaled(clip, optax.sgd(1.0)), W, [X, 2 * X], jit_or_eager)
     assert_identical(params, W)
     assert state.applied
 
 
-@either
 @pytest.mark.parametrize(
     "clip", [optax.clip_by_global_norm(0.0), optax.clip_by_block_rms(0.0)]
 )
-def test_a_max_norm_of_zero_on_a_zero_gradient_needs_the_check_of_updates(clip, jit):
+def test_a_max_norm_of_zero_on_a_zero_gradient_needs_the_check_of_updates(
+    clip, jit_or_eager
+):
     """0 / 0 inside of optax: a finite gradient, a NaN update."""
     zeros = jnp.zeros(4)
-    assert np.all(np.isnan(bare(clip, zeros, jit=jit)))
+    assert np.all(np.isnan(bare(clip, zeros, jit=jit_or_eager)))
     checked = scaled(clip, optax.sgd(1.0), check_updates=True)
-    params, state = run(checked, W, [zeros], jit)
+    params, state = run(checked, W, [zeros], jit_or_eager)
     assert_identical(params, W)
     assert (state.applied, state.skips) == (False, 1)
     narrow = W.astype(jnp.bfloat16)  # checked unasked
-    params, state = run(scaled(clip, optax.sgd(1.0)), narrow, [zeros], jit)
+    params, state = run(scaled(clip, optax.sgd(1.0)), narrow, [zeros], jit_or_eager)
     assert_identical(params, narrow)
-    params, state = run(scaled(clip, optax.sgd(1.0)), W, [zeros], jit)
+    params, state = run(scaled(clip, optax.sgd(1.0)), W, [zeros], jit_or_eager)
     assert state.applied  # float32: as documented, only where it is asked for
     assert np.all(np.isnan(params))
 
@@ -247,5 +243,31 @@ def test_clipping_under_accumulation_is_of_the_mean(k):
     params, state = run(optimizer, W, micro)
     mean = 2 * X / k
     expected = W - mean / jnp.maximum(1.0, jnp.linalg.norm(mean))
-    assert_close(params, expected, rtol=1e-6)
+    chex.assert_trees_all_close(params, expected, rtol=1e-6)
     assert state.skips == 1
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("size", [4, 1000])
+def test_clipping_inside_sees_float32_gradients(size):
+    """optax O6, R8: squares overflowed in float16, the update was a finite 0."""
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    optimizer = jls.loss_scaled(inner, jls.dynamic(8.0))
+    w = jnp.zeros(size)
+    params, state = run(optimizer, w, [jnp.full(size, 300.0, jnp.float16)])
+    np.testing.assert_allclose(params, -(size**-0.5), rtol=1e-6)
+    assert state.applied
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize(
+    "mask", [optax.clip(1.0), optax.zero_nans(), optax.clip_by_global_norm(1.0)]
+)
+@pytest.mark.parametrize("bad", [NAN, INF], ids=["nan", "inf"])
+def test_what_hides_an_overflow_inside_does_not_hide_it_from_the_wrapper(mask, bad):
+    """optax O7, R8: clip made 1 of an inf, zero_nans 0 of a NaN, and nobody knew."""
+    optimizer = jls.loss_scaled(optax.chain(mask, optax.sgd(1.0)), jls.dynamic(8.0))
+    params, state = run(optimizer, ONE, [bad])
+    assert_identical(params, ONE)
+    assert state.skips == 1
+    assert jls.loss_scale(state) == 4.0

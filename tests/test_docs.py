@@ -69,7 +69,7 @@ def test_picture_shows_a_healthy_run(capsys):
 def test_verdicts_of_the_table_are_all_there_are():
     text = PAGES["questions/healthy_run.md"]
     rows = re.findall(r"^\| ([a-z -]+) \|", text, re.MULTILINE)
-    assert sorted(set(rows) - {"verdict"}) == sorted(jls._verdict.VERDICTS)
+    assert sorted(set(rows) - {"verdict"}) == sorted(jls._monitor.verdict.VERDICTS)
 
 
 def test_reference_has_every_public_name_once():

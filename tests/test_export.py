@@ -1,6 +1,7 @@
 """A whole train step through `jax.export`, and run in a process of its own."""
 
 import contextlib
+import importlib.util
 import json
 import pickle
 import subprocess
@@ -12,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from jax import export
-from shared import assert_identical
+from shared import NAN, W, assert_identical
 
 import jls
 
@@ -40,7 +41,7 @@ STEPS = {
     "dynamic": (adamw, jls.dynamic(8.0, growth_interval=2)),
     "adaptive": (momentum, jls.adaptive(8.0, intervals=(1, 2, 3))),
     "cautious": (momentum, jls.cautious(8.0, growth_interval=2)),
-    "log_max": (momentum, jls.log_max(8.0, window=2)),
+    "recent_max": (momentum, jls.recent_max(8.0, window=2)),
     "multi_steps_and_ema": (windows, jls.dynamic(8.0, growth_interval=2)),
 }
 
@@ -165,3 +166,20 @@ def test_step_can_be_exported_for_other_platforms():
     again = export.deserialize(exported.serialize())
     assert again.platforms == platforms
     assert_identical(again.call(start, np.float32(1.0)), step(start, np.float32(1.0)))
+
+
+def test_step_can_be_exported():
+    """flax F11, O8, J13: the state was not registered, so no export could be saved."""
+    inner = optax.GradientTransformation(lambda _: (), lambda u, s, p=None: (u, s))
+    optimizer = jls.loss_scaled(inner, jls.dynamic(8.0))
+    args = NAN, optimizer.init(W), W
+    exported = export.export(jax.jit(optimizer.update))(*args)
+    assert exported.call(*args)[1].scaler_state.loss_scale == 4.0
+    for state_type in (jls.types.ScalerState, jls.types.LossScaledState):
+        with pytest.raises(ValueError, match=state_type.__name__):
+            export.register_namedtuple_serialization(
+                state_type, serialized_name="registered.Twice"
+            )
+    if importlib.util.find_spec("flatbuffers"):
+        again = export.deserialize(exported.serialize())
+        assert_identical(again.call(*args), exported.call(*args))

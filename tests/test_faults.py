@@ -128,7 +128,7 @@ def has_no_nan(tree):
 
 
 def bounds(scaler):
-    keywords = scaler.adjust.keywords
+    keywords = scaler.hyperparameters
     keywords = getattr(keywords.get("adjust"), "keywords", keywords)
     return keywords.get("min_scale", 2.0**-126), keywords.get("max_scale", 2.0**126)
 
@@ -236,7 +236,7 @@ def test_promises_hold_in_a_loop_of_jitted_steps():
 
 
 @pytest.mark.parametrize(
-    ("name", "inner"), [("dynamic", "multi_steps"), ("log_max", "sgd")]
+    ("name", "inner"), [("dynamic", "multi_steps"), ("recent_max", "sgd")]
 )
 def test_promises_hold_under_vmap(name, inner):
     drawn = draw(np.random.default_rng(2), 100, 8)
@@ -252,7 +252,7 @@ def test_promises_hold_under_vmap(name, inner):
     ("name", "inner"), [("dynamic", "multi_steps"), ("cautious", "sgd")]
 )
 def test_promises_hold_on_all_devices_under_shard_map(name, inner):
-    """One device here; sharded_program.py has eight, with faults of their own."""
+    """One device here; tests/devices has eight, with faults of their own."""
     count = jax.device_count()
     mesh = Mesh(np.array(jax.devices()), "data")
     optimizer, step = make_step(SCALERS[name](), OPTIMIZERS[inner](), "data")

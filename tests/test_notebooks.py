@@ -7,7 +7,6 @@ import platform
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import nbformat
@@ -79,19 +78,16 @@ def test_it_runs_from_top_to_bottom(notebook, tmp_path):
     env.pop("MPLBACKEND", None)  # plots go where Jupyter puts them
     copy = tmp_path / "copy.ipynb"
     nbformat.write(notebook, copy)
-    start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", EXECUTE, str(copy), str(FOLDER)],
         capture_output=True,
         text=True,
         env=env,
     )
-    elapsed = time.monotonic() - start
     assert done.returncode == 0, done.stderr
     executed = nbformat.read(copy, as_version=4)
     assert executed.metadata.language_info.version == platform.python_version()
     check_outputs(executed)
-    assert elapsed < 180
 
 
 def test_the_stored_outputs_are_complete(notebook):

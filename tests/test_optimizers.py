@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
+from shared import bits
 
 import jls
 
@@ -308,10 +309,6 @@ def signature(tree):
     return jax.tree.map(
         lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), tree
     )
-
-
-def bits(tree):
-    return [leaf.tobytes() for leaf in jax.tree.leaves(tree)]
 
 
 def assert_skipped_and_stepped(history, pattern):

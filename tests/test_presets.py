@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference_peers
+import reference_presets
 from flax.training.dynamic_scale import DynamicScale
 from shared import SEQUENCES, trajectories
 
@@ -108,7 +108,7 @@ SWITCHES = ["enable", "enabled", "use_dynamic_loss_scaling", "consecutive_hyster
 
 def rule(name, flags, **kwargs):
     """What the system does, with its own defaults."""
-    return list(getattr(reference_peers, name)(flags, **kwargs))
+    return list(getattr(reference_presets, name)(flags, **kwargs))
 
 
 def loss_scales(scaler, flags):
@@ -164,10 +164,10 @@ def test_eager_steps_follow_the_rule_of_the_system(name, kwargs):
     [(1000, 20), (150, 20), (21, 20), (3, 1), (101, 100), (99, 98), (5000, 7), (2, 1)],
 )
 def test_ladder_is_that_of_mindformers(longest, shortest):
-    windows = reference_peers.mindformers_windows(longest, shortest)
+    windows = reference_presets.mindformers_windows(longest, shortest)
     first = max(1, windows[0])
     scaler = presets.mindformers_adaptive(8, 2, first, longest, shortest)
-    ladder = scaler.adjust.keywords["intervals"]
+    ladder = scaler.hyperparameters["intervals"]
     assert ladder == tuple(max(1, window) for window in windows)
 
 

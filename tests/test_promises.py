@@ -2,6 +2,7 @@
 
 import pickle
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,49 +48,37 @@ def run(step, params, state, batches=BATCHES):
     return params, state
 
 
-@pytest.fixture(autouse=True, params=["branch", "select"])
-def _strategy(request, monkeypatch):
-    """Both ways of skipping: a branch is what CPU gets, a select all the others."""
-    backend = "cpu" if request.param == "branch" else "gpu"
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-
-
-@pytest.fixture(params=["eager", "jit"])
-def wrap(request):
-    return jax.jit if request.param == "jit" else lambda fun: fun
-
-
-def test_promise_01_a_visible_gradient_is_a_true_gradient(wrap):
+def test_promise_01_a_visible_gradient_is_a_true_gradient(jit_or_eager):
     params, x = make_params(), jnp.float32(0.3)
     expected = jax.grad(loss_fn)(params, x)
     for scale in (2.0**-3, 8.0, 2.0**20):
         state = jls.static(scale).init()
-        grads = wrap(jls.grad(loss_fn))(state, params, x)
-        jax.tree.map(np.testing.assert_array_equal, grads, expected)
+        grads = jit_or_eager(jls.grad(loss_fn))(state, params, x)
+        chex.assert_trees_all_equal(grads, expected)
     half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
-    grads = wrap(jls.grad(lambda p, x: loss_fn(p, x).astype(jnp.float32)))(
+    grads = jit_or_eager(jls.grad(lambda p, x: loss_fn(p, x).astype(jnp.float32)))(
         jls.static(8.0).init(), half, jnp.float16(0.3)
     )
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
 
 
-def test_promise_01_the_wrapper_never_unscales(wrap):
+def test_promise_01_the_wrapper_never_unscales(jit_or_eager):
     optimizer = jls.loss_scaled(optax.sgd(1.0), jls.dynamic(8.0))
     params = jnp.ones(2)
     grads = jnp.array([0.25, -3.0])
-    updates, _ = wrap(optimizer.update)(grads, optimizer.init(params), params)
+    updates, _ = jit_or_eager(optimizer.update)(grads, optimizer.init(params), params)
     assert np.array_equal(updates, -grads)
 
 
-def test_promise_02_a_scale_that_changes_never_touches_older_gradients(wrap):
+def test_promise_02_a_scale_that_changes_never_touches_older_gradients(jit_or_eager):
     optimizer = jls.loss_scaled(optax.sgd(1.0), jls.dynamic(8.0, growth_interval=1))
     params = jnp.float32(1.0)
-    grad = wrap(jls.grad(lambda p: 3.0 * p))
+    grad = jit_or_eager(jls.grad(lambda p: 3.0 * p))
     state, grads, scales = optimizer.init(params), [], []
     for _ in range(4):
         scales.append(float(jls.loss_scale(state)))
         grads.append(float(grad(state, params)))
-        _, state = wrap(optimizer.update)(jnp.float32(1.0), state, params)
+        _, state = jit_or_eager(optimizer.update)(jnp.float32(1.0), state, params)
     assert scales == [8.0, 16.0, 32.0, 64.0]
     assert grads == [3.0] * 4
 
@@ -111,17 +100,17 @@ def test_promise_03_a_bad_step_is_never_committed_however_many_there_are(bad):
     assert jls.loss_scale(state) == 1.0
 
 
-def test_promise_03_a_bad_loss_is_never_committed(wrap):
+def test_promise_03_a_bad_loss_is_never_committed(jit_or_eager):
     optimizer, params = make(), make_params()
     state, grads = optimizer.init(params), make_params()
-    updates, new = wrap(optimizer.update)(grads, state, params, value=jnp.nan)
+    updates, new = jit_or_eager(optimizer.update)(grads, state, params, value=jnp.nan)
     assert not new.applied
     assert_identical(optax.apply_updates(params, updates), params)
     assert_identical(new.scaler_state, state.scaler_state)
     assert new.nonfinite_losses == 1
 
 
-def test_promise_04_a_skipped_step_is_atomic_and_bitwise(wrap):
+def test_promise_04_a_skipped_step_is_atomic_and_bitwise(jit_or_eager):
     inner = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.ema(0.9),
@@ -130,7 +119,7 @@ def test_promise_04_a_skipped_step_is_atomic_and_bitwise(wrap):
     )  # fmt: skip
     optimizer = jls.loss_scaled(inner, jls.dynamic(8.0, growth_interval=2))
     params = make_params()
-    step = wrap(make_step(optimizer))
+    step = jit_or_eager(make_step(optimizer))
     params, state = run(step, params, optimizer.init(params), [1.0, 2.0, 0.5])
     for bad in (np.nan, np.inf, np.inf):
         new_params, new_state = run(step, params, state, [bad])
@@ -140,11 +129,11 @@ def test_promise_04_a_skipped_step_is_atomic_and_bitwise(wrap):
     assert np.signbit(params["b"]) == np.signbit(new_params["b"])
 
 
-def test_promise_04_the_updates_of_a_skipped_step_are_minus_zero(wrap):
+def test_promise_04_the_updates_of_a_skipped_step_are_minus_zero(jit_or_eager):
     optimizer = jls.loss_scaled(optax.sgd(1.0), jls.dynamic(8.0))
     params = {"w": jnp.array([-0.0, 0.0, 1.0]), "z": jnp.array([complex(-0.0, -0.0)])}
     grads = {"w": jnp.array([jnp.nan, 0.0, 1.0]), "z": jnp.array([1.0 + 2.0j])}
-    updates, _ = wrap(optimizer.update)(grads, optimizer.init(params), params)
+    updates, _ = jit_or_eager(optimizer.update)(grads, optimizer.init(params), params)
     for leaf in (updates["w"], updates["z"].real, updates["z"].imag):
         assert np.all(leaf == 0)
         assert np.signbit(leaf).all()
@@ -152,7 +141,7 @@ def test_promise_04_the_updates_of_a_skipped_step_are_minus_zero(wrap):
 
 
 def test_promise_05_one_decision_over_a_named_axis():
-    # The multi-device forms are in test_sharded.py; vmap binds an axis as they do.
+    # The multi-device forms are in tests/devices; vmap binds an axis as they do.
     optimizer = jls.loss_scaled(optax.sgd(1.0), jls.dynamic(8.0), axis_name="i")
     params = jnp.float32(1.0)
 
@@ -169,12 +158,12 @@ def test_promise_05_one_decision_over_a_named_axis():
 
 
 def test_promise_06_one_trace_and_no_transfer_over_50_steps():
-    optimizer, traces = make(), []
+    optimizer = make()
     step = make_step(optimizer)
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def counted(params, state, x):
-        traces.append(1)
         return step(params, state, x)
 
     batches = [jnp.float32(BATCHES[i % len(BATCHES)]) for i in range(50)]
@@ -183,7 +172,6 @@ def test_promise_06_one_trace_and_no_transfer_over_50_steps():
         for x in batches:
             params, state, _ = counted(params, state, x)
             jls.metrics(state)
-    assert len(traces) == 1
     assert state.steps == 50
     assert 0 < state.skips < 50
 
@@ -213,14 +201,10 @@ def test_promise_06_scan_while_loop_vmap_and_donation_agree_with_a_loop():
     donated = run(jax.jit(step, donate_argnums=(0, 1)), *donated)
     compiled = jax.jit(step).lower(*start, batches[0]).compile()
     for result in (scanned, looped[1:], donated, run(compiled, *start)):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, 1e-6), result, expected
-        )
+        chex.assert_trees_all_close(result, expected, rtol=1e-6)
     for member in range(2):
         result = jax.tree.map(lambda x, m=member: x[m], vmapped)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, 1e-6), result, expected
-        )
+        chex.assert_trees_all_close(result, expected, rtol=1e-6)
 
 
 def test_promise_06_export_keeps_the_step_and_knows_the_states_of_jls():
@@ -242,8 +226,8 @@ def test_promise_06_every_leaf_of_a_state_has_a_buffer_of_its_own():
 
     inner = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
     shared = jnp.zeros((), jnp.int32)
-    shares = jls.LossScaler(
-        lambda: jls.LossScaleState(jnp.float32(8.0), shared, shared), lambda s, f: s
+    shares = jls.types.LossScaler(
+        lambda: jls.types.ScalerState(jnp.float32(8.0), shared, shared), lambda s, f: s
     )
     params = make_params()
     for make_state in (
@@ -264,13 +248,13 @@ def test_promise_06_the_state_is_strongly_typed_and_a_fixed_point_of_update():
     params = {"h": jnp.ones(2, jnp.bfloat16), "w": jnp.ones(2)}
     state = optimizer.init(params)
     updates, new = jax.eval_shape(optimizer.update, params, state, params)
-    assert jax.tree.structure(new) == jax.tree.structure(state)
+    chex.assert_trees_all_equal_structs(new, state)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(new), strict=True):
         assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, False)
     assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(jnp.float32)}
 
 
-def test_promise_07_every_leaf_kind_is_safe(wrap):
+def test_promise_07_every_leaf_kind_is_safe(jit_or_eager):
     float0 = np.zeros(2, jax.dtypes.float0)
     key = jax.random.key(0)
 
@@ -305,11 +289,11 @@ def test_promise_07_every_leaf_kind_is_safe(wrap):
         assert updates.pop("0") is float0
         return updates
 
-    good = wrap(arrays_only)(grads(2.0), state)
+    good = jit_or_eager(arrays_only)(grads(2.0), state)
     assert good["w"].tolist() == [1.0, 2.0]
     assert (good["h"].dtype, good["i"].item(), good["b"].item()) == ("float32", 3, True)
     assert (good["f8"].dtype, good["f8"].tolist()) == ("float32", [1.0, 1.0])
-    bad = wrap(arrays_only)(grads(np.nan), state)
+    bad = jit_or_eager(arrays_only)(grads(np.nan), state)
     assert bad["w"].tolist() == [0.0, 0.0]
     assert (bad["i"].item(), bad["b"].item(), bad["n"]) == (0, False, None)
     assert bad["m"] == optax.MaskedNode()
@@ -375,7 +359,9 @@ def test_promise_10_resume_from_bytes_pickle_and_numpy_is_exact():
         assert_identical(run(step, *restored, BATCHES[3:]), expected)
 
 
-def test_promise_11_the_reported_loss_is_the_true_one_on_overflow_steps_too(wrap):
+def test_promise_11_the_reported_loss_is_the_true_one_on_overflow_steps_too(
+    jit_or_eager,
+):
     optimizer, params = jls.loss_scaled(optax.sgd(0.5)), jnp.float32(3.0)
     state = jls.set_loss_scale(optimizer.init(params), 2.0**126)
 
@@ -383,7 +369,7 @@ def test_promise_11_the_reported_loss_is_the_true_one_on_overflow_steps_too(wrap
         loss, grads = jls.value_and_grad(lambda p: 100 * p)(state, params)
         return loss, optimizer.update(grads, state, params, value=loss)[1]
 
-    loss, new_state = wrap(step)(params, state)
+    loss, new_state = jit_or_eager(step)(params, state)
     assert loss == 300.0
     assert not new_state.applied
     assert new_state.nonfinite_losses == 0

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
-from shared import assert_identical
+from shared import NAN, ONE, W, assert_identical
 
 import jls
 from jls._rollback import unless_taken_back
@@ -244,3 +245,67 @@ def test_the_state_changes_in_place_and_is_read_once():
 
     assert np.all(figures(ours) <= figures(step) + 1024)
     assert np.all(figures(at_the_end) > figures(step) + 1024)
+
+
+# What the optimizer does not hold -----------------------------------------------------
+
+
+def test_select_rolls_back_what_the_optimizer_does_not_hold():
+    """flax F10: batch_stats of a NaN step stayed, and `step` advanced."""
+    optimizer = jls.loss_scaled(optax.sgd(0.5), jls.dynamic(8.0))
+
+    @jax.jit
+    def step(carry, x):
+        w, state, rest = carry
+        grads = jls.grad(lambda w: jnp.sum(w * x))(state, w)
+        updates, state = optimizer.update(grads, state, w)
+        new = {"mean": 0.9 * rest["mean"] + 0.1 * x, "step": rest["step"] + 1}
+        rest = jls.select(state.applied, new, rest)
+        return optax.apply_updates(w, updates), state, rest
+
+    carry = W, optimizer.init(W), {"mean": jnp.zeros(2), "step": 0}
+    clean, bad = step(carry, ONE), step(step(carry, NAN), ONE)
+    assert_identical((clean[0], clean[2]), (bad[0], bad[2]))
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.linear, self.norm = (
+            nnx.Linear(2, 2, rngs=rngs),
+            nnx.BatchNorm(2, rngs=rngs),
+        )
+
+    def __call__(self, x):
+        return self.norm(self.linear(x))
+
+
+@pytest.mark.standard_promotion
+def test_nnx_batch_norm_can_be_rolled_back():
+    """flax R5, R14: an inf input stayed in the mean of BatchNorm."""
+    model = Net()
+    tx = jls.loss_scaled(optax.adam(0.5), jls.dynamic(8.0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def loss_fn(model, x):
+        return jnp.mean(model(x) ** 3)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        old = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+        differentiate = jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)
+        _, grads = differentiate(optimizer, model, x)
+        optimizer.update(model, grads)
+        new = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+        applied = jls.metrics(optimizer)["applied"]
+        nnx.update(model, jls.select(applied, new, old))
+
+    before = jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(model)))
+    x = jnp.array([[1.0, 2.0], [3.0, 5.0]])
+    step(model, optimizer, x.at[0, 0].set(jnp.inf))
+    assert_identical(nnx.to_pure_dict(nnx.state(model)), before)
+    assert jls.loss_scale(optimizer) == 4.0
+    step(model, optimizer, x)
+    assert jls.metrics(optimizer)["applied"]
+    assert jls.all_finite(nnx.to_pure_dict(nnx.state(model)))
+    assert jnp.any(model.norm.mean.get_value() != before["norm"]["mean"])

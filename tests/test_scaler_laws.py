@@ -6,6 +6,7 @@ from fractions import Fraction
 from functools import partial
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,7 +40,7 @@ def _ladder_adjust(state, grads_finite, *, factor):
 
 
 def ladder(init_scale=8.0, factor=8.0):
-    return jls.LossScaler(
+    return jls.types.LossScaler(
         Partial(_ladder_init, init_scale=init_scale),
         Partial(_ladder_adjust, factor=factor),
     )
@@ -51,7 +52,7 @@ def _magnitude_ladder_adjust(state, largest, *, factor):
 
 def magnitude_ladder():
     init, _ = ladder()
-    return jls.MagnitudeScaler(init, Partial(_magnitude_ladder_adjust, factor=8.0))
+    return jls.types.MagnitudeScaler(init, Partial(_magnitude_ladder_adjust, factor=8.0))
 
 
 SCALERS = {
@@ -98,7 +99,7 @@ SCALERS = {
         jls.presets.megatron, 8.0, growth_interval=GROWTH_INTERVAL
     ),
     "cautious": partial(jls.cautious, 8.0, growth_interval=GROWTH_INTERVAL),
-    "log_max": partial(jls.log_max, 8.0, window=2),
+    "recent_max": partial(jls.recent_max, 8.0, window=2),
     "user_written": ladder,
     "user_written_magnitude": magnitude_ladder,
 }
@@ -113,7 +114,7 @@ def scaler(request):
 
 def seen(scaler, flag):
     """What the policy sees of a step: the flag, or a magnitude of 2 or inf."""
-    if not isinstance(scaler, jls.MagnitudeScaler):
+    if not isinstance(scaler, jls.types.MagnitudeScaler):
         return flag
     return jnp.where(flag, 2.0, jnp.inf)
 
@@ -134,11 +135,6 @@ def stacked(states):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
 
 
-def assert_same(tree, other):
-    assert jax.tree.structure(tree) == jax.tree.structure(other)
-    jax.tree.map(np.testing.assert_array_equal, tree, other)
-
-
 def test_init_gives_a_scale_and_strong_arrays_in_buffers_of_their_own(scaler):
     state = scaler.init()
     assert state.loss_scale.dtype == jnp.float32
@@ -153,26 +149,26 @@ def test_init_gives_a_scale_and_strong_arrays_in_buffers_of_their_own(scaler):
 def test_adjust_keeps_structure_dtypes_and_weak_types(scaler):
     state = scaler.init()
     after = jax.eval_shape(partial(adjust, scaler), state, jnp.asarray(True))
-    assert jax.tree.structure(after) == jax.tree.structure(state)
+    chex.assert_trees_all_equal_structs(after, state)
     for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
         assert (new.dtype, new.shape, new.weak_type) == (old.dtype, (), False)
 
 
 def test_one_trace_serves_a_whole_run(scaler):
-    traces = []
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def traced(state, flag):
-        traces.append(1)
         return adjust(scaler, state, flag)
 
     loop(traced, scaler.init(), [True] * (2 * GROWTH_INTERVAL) + [False])
-    assert len(traces) == 1
 
 
 def test_jit_equals_eager(scaler):
     states = loop(partial(adjust, scaler), scaler.init())
-    assert_same(loop(jax.jit(partial(adjust, scaler)), scaler.init()), states)
+    chex.assert_trees_all_equal(
+        loop(jax.jit(partial(adjust, scaler)), scaler.init()), states
+    )
 
 
 def test_scan_equals_loop(scaler):
@@ -181,14 +177,16 @@ def test_scan_equals_loop(scaler):
         return state, state
 
     _, states = jax.jit(lambda s, f: jax.lax.scan(step, s, f))(scaler.init(), FLAGS)
-    assert_same(states, stacked(loop(partial(adjust, scaler), scaler.init())))
+    chex.assert_trees_all_equal(
+        states, stacked(loop(partial(adjust, scaler), scaler.init()))
+    )
 
 
 def test_vmap_equals_stack(scaler):
     states = loop(partial(adjust, scaler), scaler.init())
     flags = jnp.asarray(np.resize([True, False], len(states)))
     expected = [adjust(scaler, s, f) for s, f in zip(states, flags, strict=True)]
-    assert_same(
+    chex.assert_trees_all_equal(
         jax.vmap(partial(adjust, scaler))(stacked(states), flags), stacked(expected)
     )
 
@@ -202,7 +200,7 @@ def test_vmap_over_the_policy_itself_equals_stack(scaler):
     def run(scaler):
         return adjust(scaler, adjust(scaler, scaler.init(), False), False)
 
-    assert_same(jax.vmap(run)(many), stacked([run(s) for s in scalers]))
+    chex.assert_trees_all_equal(jax.vmap(run)(many), stacked([run(s) for s in scalers]))
 
 
 def test_tree_round_trip_is_the_identity_with_every_field_off_its_default(scaler):
@@ -215,25 +213,24 @@ def test_tree_round_trip_is_the_identity_with_every_field_off_its_default(scaler
 
 
 def test_hyperparameter_changes_through_a_jit_argument_without_a_retrace(scaler):
-    traces = []
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def overflow(scaler, state):
-        traces.append(1)
         return adjust(scaler, state, False)
 
     other = jax.tree.map(lambda x: x * 2, scaler)
     states = [overflow(s, s.init()) for s in (scaler, other)]
-    assert len(traces) == 1
-    assert_same(states, [adjust(s, s.init(), False) for s in (scaler, other)])
+    chex.assert_trees_all_equal(
+        states, [adjust(s, s.init(), False) for s in (scaler, other)]
+    )
 
 
 def test_numbers_of_any_kind_make_the_same_policy():
-    traces = []
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def finite(scaler, state):
-        traces.append(1)
         return scaler.adjust(state, True)
 
     for factor in (2.0, 4.0, 4, np.float32(4), Fraction(8, 2)):
@@ -241,15 +238,16 @@ def test_numbers_of_any_kind_make_the_same_policy():
             8, growth_factor=factor, growth_interval=1, max_scale=2**40
         )
         assert finite(policy, policy.init()).loss_scale == 8 * float(factor)
-    assert len(traces) == 1
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, np.asarray, jnp.asarray])
 def test_adjust_takes_python_numpy_and_device_scalars(scaler, wrap):
-    is_magnitude = isinstance(scaler, jls.MagnitudeScaler)
+    is_magnitude = isinstance(scaler, jls.types.MagnitudeScaler)
     for plain in (2.0, math.inf) if is_magnitude else (True, False):
         ours = scaler.adjust(scaler.init(), wrap(plain))
-        assert_same(ours, adjust(scaler, scaler.init(), plain in (2.0, True)))
+        chex.assert_trees_all_equal(
+            ours, adjust(scaler, scaler.init(), plain in (2.0, True))
+        )
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -265,7 +263,7 @@ def test_adjust_takes_python_numpy_and_device_scalars(scaler, wrap):
 )
 def test_adjust_refuses_what_it_cannot_mean(name, flag, magnitude, error, got):
     scaler = SCALERS[name]()
-    is_magnitude = isinstance(scaler, jls.MagnitudeScaler)
+    is_magnitude = isinstance(scaler, jls.types.MagnitudeScaler)
     argument = magnitude if is_magnitude else flag
     rule = "largest must" if is_magnitude else "grads_finite must"
     with pytest.raises(error, match=f"{rule} .* got {got}"):
@@ -277,15 +275,17 @@ def test_adjust_refuses_what_it_cannot_mean(name, flag, magnitude, error, got):
 def test_policy_and_state_survive_pickle(scaler):
     state = adjust(scaler, scaler.init(), True)
     again, state_again = pickle.loads(pickle.dumps((scaler, state)))
-    assert_same(state_again, state)
-    assert_same(adjust(again, state_again, False), adjust(scaler, state, False))
+    chex.assert_trees_all_equal(state_again, state)
+    chex.assert_trees_all_equal(
+        adjust(again, state_again, False), adjust(scaler, state, False)
+    )
 
 
 def test_state_survives_flax_serialization_and_numpy(scaler):
     state = adjust(scaler, adjust(scaler, scaler.init(), True), False)
     restored = serialization.from_bytes(scaler.init(), serialization.to_bytes(state))
-    assert_same(restored, state)
-    assert_same(jax.tree.map(np.asarray, state), state)
+    chex.assert_trees_all_equal(restored, state)
+    chex.assert_trees_all_equal(jax.tree.map(np.asarray, state), state)
 
 
 @pytest.mark.standard_promotion
@@ -312,7 +312,9 @@ def test_everything_else_works_with_the_policy(scaler):
     assert params.tolist() == [-1.0, 0.0]
     assert (state.steps, state.skips, state.nonfinite_losses) == (4, 2, 1)
     flags = [True, False, True]  # the step of the non-finite loss is not counted
-    assert_same(
+    chex.assert_trees_all_equal(
         state.scaler_state, loop(partial(adjust, scaler), scaler.init(), flags)[-1]
     )
-    assert_same(jls.set_loss_scale(state, 2.0).scaler_state.loss_scale, np.float32(2.0))
+    chex.assert_trees_all_equal(
+        jls.set_loss_scale(state, 2.0).scaler_state.loss_scale, np.float32(2.0)
+    )

@@ -1,13 +1,13 @@
-import functools
-
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from shared import both
+from shared import NAN, ONE, W, assert_identical, bits
 
 import jls
+from jls._reduce import named_floats
 
 FLOATS = [
     jnp.float16,
@@ -19,95 +19,26 @@ FLOATS = [
 ]
 
 
-def bits(x):
-    return np.asarray(x).tobytes()
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_all_finite_sees_one_bad_element_of_any_float_dtype(dtype):
-    good = jnp.ones((2, 3), dtype)
-    bad = good.at[1, 2].set(jnp.asarray(jnp.nan).astype(dtype))
-    for all_finite in both(jls.all_finite):
-        assert all_finite({"a": good, "b": [good]})
-        assert not all_finite({"a": good, "b": [bad]})
-
-
-@pytest.mark.parametrize("value", [jnp.inf, -jnp.inf, jnp.nan])
-def test_all_finite_sees_inf_and_nan_of_either_part(value):
-    for all_finite in both(jls.all_finite):
-        assert not all_finite(jnp.array([1.0, value]))
-        assert not all_finite(jax.lax.complex(jnp.float32(1.0), jnp.float32(value)))
-
-
-def test_all_finite_never_sums():
-    for all_finite in both(jls.all_finite):
-        assert all_finite(jnp.full(1000, 3e38))
-        assert all_finite(jnp.full(1000, 65504.0, jnp.float16))
-
-
-def test_all_finite_of_python_numbers():
-    assert jls.all_finite([1.5, 2j, 7, True])
-    assert not jls.all_finite([1.5, float("nan")])
-    assert not jls.all_finite(complex(1.0, float("inf")))
-
-
-@pytest.mark.parametrize("tree", [None, [], {}, (None, {"a": []}), optax.MaskedNode()])
-def test_an_empty_tree_is_finite(tree):
-    assert jls.all_finite(tree)
-
-
-def test_all_finite_sees_float64():
-    with jax.enable_x64(True):
-        assert jls.all_finite(jnp.float64(1e300))
-        assert not jls.all_finite(jnp.array([1.0, jnp.nan], jnp.float64))
-
-
-@pytest.mark.parametrize("axis_name", ["i", ("i",), ("i", "j")])
-def test_all_finite_agrees_over_an_axis(axis_name):
-    values = jnp.ones((2, 3)).at[0, 1].set(jnp.inf)
-
-    def flags(values, axis_name):
-        finite = functools.partial(jls.all_finite, axis_name=axis_name)
-        return jax.vmap(jax.vmap(finite, axis_name="i"), axis_name="j")(values)
-
-    expected = [[False] * 3, [("j" not in axis_name)] * 3]
-    assert flags(values, axis_name).tolist() == expected
-    assert flags(values, None).tolist() == [[True, False, True], [True] * 3]
-
-
-def test_unbound_axis_is_named():
-    for axis_name in ("no_such_axis", ("i", "no_such_axis")):
-        finite = functools.partial(jls.all_finite, axis_name=axis_name)
-        with pytest.raises(NameError, match="axis_name 'no_such_axis' is not bound"):
-            jax.vmap(finite, axis_name="i")(jnp.ones(2))
-
-
-@pytest.mark.parametrize("axis_name", [["i"], 0, ("i", 1)])
-def test_axis_name_of_another_type_is_a_type_error(axis_name):
-    with pytest.raises(TypeError, match="axis_name must be a str, a tuple of str or"):
-        jls.all_finite(jnp.ones(2), axis_name=axis_name)
-
-
 @pytest.mark.parametrize("pred", [True, np.bool_(True), np.array(True), "device"])
 def test_select_takes_python_numpy_and_device_predicates(pred):
     pred = jnp.asarray(True) if isinstance(pred, str) else pred
     assert jls.select(pred, {"a": jnp.float32(2.0)}, {"a": jnp.float32(3.0)})["a"] == 2
 
 
-def test_select_is_bitwise_and_keeps_subnormals_and_minus_zero():
+def test_select_is_bitwise_and_keeps_subnormals_and_minus_zero(jit_or_eager):
     odd = jnp.array([1e-45, -0.0, jnp.nan, -jnp.inf], jnp.float32)
-    for select in both(jls.select):
-        for pred in (True, False):
-            trees = (odd, jnp.zeros(4)) if pred else (jnp.zeros(4), odd)
-            assert bits(select(jnp.asarray(pred), *trees)) == bits(odd)
+    select = jit_or_eager(jls.select)
+    for pred in (True, False):
+        trees = (odd, jnp.zeros(4)) if pred else (jnp.zeros(4), odd)
+        assert bits(select(jnp.asarray(pred), *trees)) == bits(odd)
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, jnp.int8, jnp.uint32, jnp.bool_])
-def test_select_keeps_every_dtype(dtype):
+def test_select_keeps_every_dtype(jit_or_eager, dtype):
     new, old = jnp.ones(3, dtype), jnp.zeros(3, dtype)
-    for select in both(jls.select):
-        chosen = select(jnp.asarray(False), new, old)
-        assert (chosen.dtype, bits(chosen)) == (old.dtype, bits(old))
+    select = jit_or_eager(jls.select)
+    chosen = select(jnp.asarray(False), new, old)
+    assert (chosen.dtype, bits(chosen)) == (old.dtype, bits(old))
 
 
 def test_select_carries_none_static_keys_and_float0():
@@ -175,3 +106,51 @@ def test_select_never_rounds_a_python_number(number, array):
 def test_select_refuses_trees_that_differ(new, old, message):
     with pytest.raises(ValueError, match=message):
         jls.select(True, new, old)
+
+
+def test_inexact_leaves_have_paths_that_are_told_apart():
+    tree = {"a/b": 1.0, "a": {"b": jnp.ones(2), "n": 3}}
+    paths, leaves = named_floats(tree)
+    assert paths == ["['a']['b']", "['a/b']"]
+    assert leaves[1] == 1.0
+    assert named_floats({"a": [1.0, None, 2j]})[0] == ["a/0", "a/2"]
+
+
+LEAVES = {
+    "int": jnp.int32(3),
+    "python int": 3,
+    "bool": jnp.array(True),
+    "key": jax.random.key(3),
+    "float0": np.zeros(2, jax.dtypes.float0),
+    "None": None,
+    "function": jax.nn.relu,
+    "string": "relu",
+    "MaskedNode": optax.MaskedNode(),
+}
+
+
+@pytest.mark.parametrize("leaf", LEAVES.values(), ids=LEAVES)
+def test_leaf_that_is_not_floating_point_passes_untouched(leaf):
+    """jmp J8, J8b, J8c, J8d, M5, O4: such leaves became floats or raised."""
+    state = jls.dynamic(8.0).init()
+    tree = {"leaf": leaf, "w": W}
+    for function, w in ((jls.scale, 8 * W), (jls.unscale, W / 8)):
+        result = function(state, tree)
+        assert result["leaf"] is leaf or result["leaf"] == leaf == ()
+        assert_identical(result["w"], w)
+    assert jls.all_finite(tree)
+    assert jls.select(False, tree, {"leaf": leaf, "w": ONE})["w"].tolist() == [1.0, 1.0]
+
+    optimizer = jls.loss_scaled(optax.identity(), jls.dynamic(8.0))
+    opt_state = optimizer.init(tree)
+    for w, applied in ((W, True), (NAN, False)):
+        updates, opt_state = optimizer.update({"leaf": leaf, "w": w}, opt_state, tree)
+        assert opt_state.applied == applied
+        chex.assert_trees_all_equal_structs(updates, tree)
+        assert updates["w"].tolist() == (w.tolist() if applied else [0.0, 0.0])
+
+
+def test_select_refuses_leaves_of_two_dtypes_by_name():
+    """jmp J8d: select_tree on bfloat16 and float32 was an error inside lax."""
+    with pytest.raises(ValueError, match=r"at '\['w'\]' must have the same dtype"):
+        jls.select(True, {"w": W}, {"w": W.astype(jnp.bfloat16)})

@@ -21,7 +21,7 @@ SCALERS = {
     "hysteresis": jls.hysteresis(8.0, growth_interval=3),
     "adaptive": jls.adaptive(8.0, intervals=(2, 3)),
     "cautious": jls.cautious(8.0, growth_interval=3),
-    "log_max": jls.log_max(8.0, growth_interval=3),
+    "recent_max": jls.recent_max(8.0, growth_interval=3),
     "deepspeed": jls.presets.deepspeed(8.0, scale_window=3),
 }
 PARAMS = {"layers": [jnp.array([0.5, -1.5]), jnp.ones(3)], "bias": jnp.float32(2.0)}

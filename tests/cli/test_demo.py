@@ -1,0 +1,168 @@
+import math
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jls._cli import demo, _demo_report
+from jls.__main__ import main
+
+INSTALL = 'pip install "jls[demo]"'
+
+
+def run(*arguments, code="", cwd=None):
+    """`python -m jls`, or Python code that ends in it."""
+    program = ["-c", code] if code else ["-m", "jls"]
+    return subprocess.run(
+        [sys.executable, *program, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=os.environ | {"COLUMNS": "88", "PYTHONIOENCODING": "utf-8"},
+    )
+
+
+def without(module):
+    """Code that runs `python -m jls` as if `module` were not installed."""
+    return (
+        f"import sys, runpy; sys.modules[{module!r}] = None; "
+        "runpy.run_module('jls', run_name='__main__', alter_sys=True)"
+    )
+
+
+def test_the_demo_shows_float16_failing_and_jls_matching_float32(tmp_path):
+    plot = tmp_path / "plot.png"
+    done = run("--output", str(plot))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    rows = re.findall(
+        r"│ (float\S+(?: \S+)*) +│ +([\d.]+)% │ +\S+ │ +(\S+) │ +(\S+) │ +([\d.]+)% │",
+        done.stdout,
+    )
+    assert [row[0] for row in rows] == [row[0] for row in demo_report.CONFIGURATIONS]
+    float32, unscaled, scaled = (float(row[1]) for row in rows)
+    assert float32 > 93
+    assert unscaled < 30
+    assert abs(scaled - float32) < 3
+    assert int(rows[2][2]) >= 1  # skips
+    assert float(rows[0][4]) < 20 < 90 < float(rows[1][4])  # zero gradients
+    assert "scaling failed" in done.stdout
+    assert "matched float32" in " ".join(done.stdout.split())
+    highest = re.search(r"2\^15\s+and\s+2\^(\d+)", done.stdout)
+    assert highest is not None, "the scale never grew"
+    assert int(highest[1]) > 15
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert str(plot) in done.stdout.replace("\n", "")
+
+
+def test_a_short_run_writes_its_plot_where_it_says(tmp_path):
+    done = run("--steps", "3", "--seed", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Plot: jls_demo.png" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["jls_demo.png"]
+    assert "try more --steps" in " ".join(done.stdout.split())
+
+
+def test_no_plot_writes_nothing_and_needs_no_matplotlib(tmp_path):
+    code = without("matplotlib")
+    done = run("--steps", "2", "--no-plot", code=code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Plot" not in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_names_every_option_and_needs_no_extra():
+    done = run("--help", code=without("flax"))
+    assert done.returncode == 0, done.stderr
+    for word in ("--steps", "--seed", "--output", "--no-plot", "examples:", INSTALL):
+        assert word in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 88
+
+
+@pytest.mark.parametrize("module", ["flax", "matplotlib"])
+def test_a_missing_package_is_answered_with_the_command_that_installs_it(module):
+    done = run(code=without(module))
+    assert done.returncode == 1
+    assert module in done.stderr
+    assert INSTALL in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps: must be a whole number from 1"),
+        (["--steps", "many"], "--steps: must be a whole number from 1"),
+        (["--seed", "-1"], "--seed: must be a whole number from 0"),
+        (["--output", "nowhere/plot.png"], "folder that does not exist: 'nowhere'"),
+        (["--output", "plot.xyz"], "--output must end in .png, .svg or .pdf"),
+        (["--output", "folder.png"], "--output is a folder"),
+    ],
+)
+def test_a_bad_argument_is_refused_before_training(
+    arguments, message, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "folder.png").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""
+
+
+def test_importing_jls_imports_nothing_of_the_demo():
+    code = (
+        "import sys, jls; "
+        "print([m for m in ('flax', 'matplotlib', 'rich', 'sklearn', 'jls._demo') "
+        "if m in sys.modules])"
+    )
+    assert run(code=code).stdout.strip() == "[]"
+
+
+def finished(accuracy, applied=(False, True, True), zeros=(0.0, 0.5, 0.6)):
+    return demo.Progress(
+        losses=np.ones(3, np.float32),
+        zeros=np.array(zeros, np.float32),
+        scales=np.array([2.0**14, 2.0**15, 2.0**16], np.float32),
+        applied=np.array(applied),
+        accuracy=accuracy,
+    )
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "words"),
+    [
+        ((0.95, 0.10, 0.94), ["scaling failed", "matched float32", "1 step whose"]),
+        ((0.95, 0.10, 0.40), ["scaling failed", "did not match float32"]),
+        ((0.95, 0.94, 0.95), ["kept up this time", "matched float32"]),
+        ((0.80, 0.10, 0.95), ["scaling failed", "better than float32"]),
+        ((0.20, 0.10, 0.95), ["try more --steps"]),
+    ],
+)
+def test_the_sentence_says_what_the_results_say(accuracies, words):
+    text = demo_report.sentence(demo_report.Runs(*map(finished, accuracies)))
+    assert all(word in text for word in words), text
+
+
+def test_the_zeros_of_a_skipped_step_do_not_count():
+    assert demo_report.first_zeros(finished(0.9)) == 0.5
+    none_taken = finished(0.9, applied=(False, False, False))
+    assert math.isnan(demo_report.first_zeros(none_taken))
+
+
+@pytest.mark.standard_promotion
+def test_the_same_seed_gives_the_same_run():
+    digits = demo.load(3)
+    assert len(digits.test_labels) == 450
+    assert np.bincount(np.asarray(digits.test_labels)).min() >= 43
+
+    def losses():
+        (progress,) = demo.train(np.float32, False, digits, 2, 3)
+        return progress.losses
+
+    np.testing.assert_array_equal(losses(), losses())

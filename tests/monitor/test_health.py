@@ -1,0 +1,351 @@
+import itertools
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jls
+from jls._monitor.verdict import VERDICTS
+
+PARAMS = {"w": jnp.ones(2), "b": jnp.ones(1)}
+SCALER = jls.dynamic(8.0, growth_interval=2, min_scale=2.0, max_scale=32.0)
+
+
+def make(scaler):
+    inner = optax.stateless(lambda updates, _: jax.tree.map(jnp.sqrt, updates))
+    optimizer = jls.loss_scaled(inner, scaler, check_updates=True)
+    return optimizer.init, jax.jit(optimizer.update)
+
+
+DEFAULT = make(SCALER)
+VALUES = {".": 1.0, "l": 1.0, "o": jnp.inf, "u": -1.0}
+
+
+def after(steps, scaler=None):
+    """The state after steps: . good, o overflow, l bad loss, u bad update."""
+    init, update = DEFAULT if scaler is None else make(scaler)
+    state = init(PARAMS)
+    for step in steps:
+        grads = {"w": jnp.ones(2), "b": jnp.full(1, VALUES[step])}
+        loss = jnp.float32(jnp.nan if step == "l" else 1.0)
+        _, state = update(grads, state, PARAMS, value=loss)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("steps", "verdict", "words"),
+    [
+        ("", "ok", "0 of 0 steps were skipped"),
+        (".", "ok", "0 of 1 steps were skipped so far; the loss scale is 8."),
+        ("o", "calibrating", "all 1 steps so far were skipped .* to 4 now"),
+        ("o.", "ok", "1 of 2"),
+        (
+            ".o",
+            "recovering",
+            r"1 in a row; the loss scale is 4. 1 of 2 .*Not finite: b\.",
+        ),
+        (".ooo", "at floor", r"loss scale of 2 is at its floor \(3 skipped in a row\)"),
+        ("....", "at ceiling", "loss scale of 32 can grow no further"),
+        (".l", "non-finite loss", r"no loss scale can mend \(1 of 2 steps so far\)"),
+        ("l", "non-finite loss", "Look at its batch"),
+        (".u", "non-finite update", r"made inf or NaN of them \(1 of 2 steps"),
+        (".oooo", "stalled", "last 4 steps were all skipped, .* for its gradients"),
+        (".llll", "stalled", "for its loss, .* the loss itself is inf or NaN"),
+        (".uuuu", "stalled", "for its updates, .* optimizer makes inf or NaN"),
+    ],
+)
+def test_verdict_and_sentence(steps, verdict, words):
+    health = jls.health(after(steps), PARAMS, scaler=SCALER, max_consecutive_skips=3)
+    assert health.verdict == verdict
+    assert re.search(words, health.sentence), health.sentence
+    assert str(health) == f"{verdict}: {health.sentence}"
+    assert health.sentence.endswith(".")
+    assert "  " not in health.sentence
+
+
+def reference(steps, limit, floor, ceiling):
+    """The verdict in plain Python, from the steps themselves."""
+    scale, good, tail = 8.0, 0, 0
+    for step in steps:
+        tail = 0 if step == "." else tail + 1
+        if step in ".u":  # a bad update is a finite step for the scaler
+            good += 1
+            if good == 2:
+                scale, good = min(scale * 2, ceiling), 0
+        elif step == "o":
+            scale, good = max(scale / 2, floor), 0
+    if tail > limit:
+        return "stalled"
+    if tail and steps[-1] != "o":
+        return {"l": "non-finite loss", "u": "non-finite update"}[steps[-1]]
+    if tail and scale <= floor:
+        return "at floor"
+    if tail:
+        return "recovering" if "." in steps else "calibrating"
+    return "at ceiling" if scale >= ceiling else "ok"
+
+
+def test_all_short_runs_follow_the_reference():
+    for length in range(5):
+        for steps in itertools.product(".olu", repeat=length):
+            health = jls.health(after(steps), scaler=SCALER, max_consecutive_skips=3)
+            assert health.verdict == reference(steps, 3, 2.0, 32.0), steps
+
+
+@pytest.mark.parametrize(
+    ("params", "inner", "verdict"),
+    [
+        ({"w": jnp.array([1.0, jnp.nan]), "b": jnp.ones(1)}, None, "poisoned"),
+        ({"w": jnp.array([1.0, jnp.inf]), "b": jnp.ones(1)}, None, "poisoned"),
+        (PARAMS, {"mean": jnp.float32(jnp.nan)}, "poisoned"),
+        (PARAMS, {"best": jnp.float32(jnp.inf)}, "ok"),
+    ],
+)
+def test_poison_is_seen_where_the_parameters_are_given(params, inner, verdict):
+    state = after(".")._replace(inner_state=inner)
+    assert jls.health(state, params).verdict == verdict
+    assert jls.health(state).verdict == "ok"
+
+
+def test_bounds_without_a_policy_are_those_of_dynamic():
+    scaler = jls.presets.deepspeed(init_scale=2.0, delayed_shift=1)
+    state = after(".o", scaler)
+    assert jls.health(state, scaler=scaler).verdict == "at floor"
+    assert jls.health(after(".ooo", jls.dynamic(8.0))).verdict == "at floor"
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0, 2.0**24])
+def test_a_fixed_scale_has_no_bounds_and_does_not_move(scale):
+    for scaler in (jls.static(scale), None):
+        state = after(".oo", jls.static(scale))
+        for changed in (state, jls.set_loss_scale(state, scale)):
+            health = jls.health(changed, scaler=scaler)
+            assert health.verdict == "recovering"
+            assert "is a fixed one. If this goes on" in health.sentence
+            assert "2 in a row; 2 of 3 steps" in health.sentence
+        assert jls.health(after("o", jls.static(scale))).verdict == "recovering"
+        assert jls.health(after(".", jls.static(scale))).verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [(1.0, "goes on, look for"), (64.0, "goes on, lower it with jls.set_loss_scale")],
+)
+def test_a_fixed_scale_above_one_may_be_the_cause(scale, words):
+    state = after(".oo", jls.static(scale))
+    assert words in jls.health(state).sentence
+    stalled = str(jls.health(state, max_consecutive_skips=1))
+    assert ("Lower it with jls.set_loss_scale" in stalled) == (scale > 1)
+    assert ("at any scale" in stalled) == (scale == 1)
+    grads = jnp.array([1e-9, 1.0])
+    underflow = str(jls.health(after(".", jls.static(scale)), grads=grads))
+    assert "growth_interval" not in underflow
+    assert "set it by jls.set_loss_scale." in underflow
+
+
+def halved(state, grads_finite):
+    scale = jnp.where(grads_finite, state.loss_scale, state.loss_scale / 2)
+    return state._replace(loss_scale=scale)
+
+
+@pytest.mark.parametrize("make_first", [jls.static, jls.dynamic])
+def test_a_policy_of_ones_own_has_no_bounds(make_first):
+    own = jls.types.LossScaler(make_first(8.0).init, halved)
+    state = after(".o", own)
+    health = jls.health(state, scaler=own)
+    assert health.verdict == "recovering"
+    assert "fixed" not in health.sentence
+    assert health.numbers["max_scale"] == jnp.inf
+
+
+def test_a_reason_that_is_not_known_is_not_named():
+    state = after(".oo")._replace(skip_reason=jnp.int32(0))
+    sentence = jls.health(state, max_consecutive_skips=1).sentence
+    assert "2 steps were all skipped, and nothing is being learnt" in sentence
+
+
+def test_what_is_poisoned_is_not_what_the_last_step_was_skipped_for():
+    params = {"w": jnp.array([1.0, jnp.nan]), "b": jnp.ones(1)}
+    assert "Not finite" not in str(jls.health(after(".o"), params))
+
+
+def test_the_policy_is_found_in_a_train_state_and_an_nnx_optimizer():
+    scaler = jls.dynamic(16.0, min_scale=4.0)
+    optimizer = jls.loss_scaled(optax.sgd(0.1), scaler)
+    bad = jax.tree.map(lambda x: x * jnp.inf, PARAMS)
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=optimizer)
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    ours = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+    for _ in range(2):
+        assert jls.health(state).verdict == ("ok" if state.step == 0 else "calibrating")
+        state = state.apply_gradients(grads=bad)
+        params = nnx.state(model, nnx.Param)
+        ours.update(model, jax.tree.map(lambda x: x * jnp.inf, params))
+    assert jls.health(state).verdict == "at floor"
+    assert jls.health(ours).verdict == "at floor"
+    assert jls.health(state.opt_state).verdict == "calibrating"
+
+
+def test_large_scales_print_as_powers_of_two():
+    assert "loss scale is 2^22." in str(jls.health(after("", jls.dynamic(2.0**22))))
+    assert "loss scale is 32768." in str(jls.health(after("", jls.dynamic())))
+
+
+@pytest.mark.parametrize(
+    ("grads", "kwargs", "verdict", "words"),
+    [
+        (jnp.array([1.0, 1e-3, 0.0, jnp.nan]), {}, "ok", "loss scale is 8."),
+        # Below 2**-14 / 8, the smallest normal float16: one of four values but 0.
+        (
+            jnp.array([1.0, 1e-3, 1e-6, 1e-2, 0.0]),
+            {},
+            "underflow",
+            "^25% of the gradients are too small for float16 at the loss scale of 8, "
+            "and lose precision or vanish. jls.suggest_scale proposes 2048",
+        ),
+        (jnp.array([1.0, 1e-3, 1e-6, 1e-2, 0.0]), {"max_small": 0.25}, "ok", ""),
+        (jnp.array([1e-6, 1.0]), {"dtype": jnp.bfloat16}, "ok", ""),
+        (jnp.array([2000.0, 1e-6]), {}, "underflow", "use bfloat16, or compute in"),
+        (jnp.full(3, 1e-9), {}, "underflow", "^100% of the gradients"),
+        (jnp.zeros(3), {}, "underflow", "^all gradients are 0. Either all of them"),
+        (jnp.full(3, jnp.nan), {}, "ok", ""),
+        ({"n": 3, "empty": jnp.ones(0)}, {}, "ok", ""),
+        (
+            jnp.array([1e-38, 1e38]),
+            {"dtype": jnp.bfloat16, "max_small": 0.0},
+            "ok",
+            "",
+        ),
+    ],
+)
+def test_gradients_too_small_for_the_scale_are_an_underflow(
+    grads, kwargs, verdict, words
+):
+    health = jls.health(after("."), grads=grads, scaler=SCALER, **kwargs)
+    assert health.verdict == verdict
+    assert re.search(words, health.sentence), health.sentence
+
+
+def test_the_small_share_is_that_of_underflow():
+    rng = np.random.default_rng(0)
+    grads = np.exp2(rng.uniform(-30, 0, 1000)).astype(np.float32)
+    state = after(".")
+    shares = jls.underflow(state, grads).total
+    numbers = jls.health(state, grads=grads).numbers
+    expected = float(shares.vanished[1] + shares.subnormal[1])
+    assert numbers["small"] == pytest.approx(expected)
+    assert 0.1 < expected < 0.9
+    assert numbers["suggested_scale"] == jls.suggest_scale(grads)
+
+
+def test_the_edge_of_the_small_is_where_rounding_gives_a_normal_number():
+    edge = np.float32((2.0**-14 - 2.0**-25) / 8)  # a tie, which rounds up
+    for value, expected in ((edge, 0.0), (np.nextafter(edge, np.float32(0)), 0.5)):
+        grads = np.array([value, 1.0], np.float32)
+        assert jls.health(after("."), grads=grads).numbers["small"] == expected
+
+
+def test_a_skipped_step_comes_before_an_underflow_and_that_before_the_ceiling():
+    grads = jnp.full(3, 1e-9)
+    assert jls.health(after(".o"), grads=grads).verdict == "recovering"
+    assert jls.health(after("...."), scaler=SCALER).verdict == "at ceiling"
+    assert jls.health(after("...."), grads=grads, scaler=SCALER).verdict == "underflow"
+
+
+def test_a_bad_loss_blames_no_parameter():
+    init, update = DEFAULT
+    bad = {"w": jnp.full(2, jnp.nan), "b": jnp.full(1, jnp.nan)}
+    _, state = update(bad, init(PARAMS), PARAMS, value=jnp.float32(jnp.nan))
+    assert "Not finite" not in str(jls.health(state, PARAMS))
+
+
+@pytest.mark.parametrize(
+    ("steps", "params", "safe"),
+    [
+        (".o", PARAMS, True),
+        (".l", PARAMS, True),
+        (".oooo", PARAMS, False),
+        (".", {"w": jnp.full(2, jnp.nan), "b": jnp.ones(1)}, False),
+    ],
+)
+def test_safe_to_save_unless_poisoned_or_stalled(steps, params, safe):
+    health = jls.health(after(steps), params, scaler=SCALER, max_consecutive_skips=3)
+    assert health.safe_to_save is safe
+
+
+def test_numbers_are_those_of_metrics_in_python():
+    state = after("..o")
+    numbers = jls.health(state, PARAMS, scaler=SCALER).numbers
+    metrics = {name: value.item() for name, value in jls.metrics(state).items()}
+    assert numbers == metrics | {
+        "skip_reason": "gradients",
+        "poisoned": False,
+        "nonfinite_leaves": ["b"],
+        "min_scale": 2.0,
+        "max_scale": 32.0,
+    }
+
+
+def test_raise_if_carries_the_verdict_and_warn_if_warns():
+    state = after(".o")
+    with pytest.raises(jls.UnhealthyError, match="recovering: the last step") as caught:
+        jls.health(state, raise_if=["stalled", "recovering"])
+    assert caught.value.health.numbers["skips"] == 1
+    with pytest.warns(UserWarning, match="recovering: the last step overflowed"):
+        jls.health(state, warn_if=("recovering",))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jls.health(state, raise_if=["stalled"], warn_if=["poisoned"])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"raise_if": ["dead"]}, ValueError, "raise_if must be verdicts out of"),
+        (
+            {"warn_if": "stalled"},
+            ValueError,
+            "warn_if must be verdicts .* got 'stalled'",
+        ),
+        (
+            {"max_consecutive_skips": 0},
+            ValueError,
+            "max_consecutive_skips must be from 1",
+        ),
+        ({"max_consecutive_skips": 2.0}, TypeError, "max_consecutive_skips must be an"),
+        ({"params": {"w": jnp.ones(2)}}, ValueError, "got 1 floating-point leaves"),
+    ],
+)
+def test_bad_options_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        jls.health(after("."), **options)
+
+
+def test_tracing_and_states_without_a_wrapper_are_refused():
+    with pytest.raises(ValueError, match="state must be concrete"):
+        jax.jit(lambda state: jls.health(state) and 0)(after("."))
+    with pytest.raises(ValueError, match="ScalerState with 0 of them"):
+        jls.health(jls.dynamic().init())
+
+
+def test_verdicts_are_those_documented():
+    assert all(f'"{verdict}"' in jls.health.__doc__ for verdict in VERDICTS)
+
+
+def test_health_of_every_kind_of_state():
+    from flax import nnx
+    from flax.training.train_state import TrainState
+
+    tx = jls.loss_scaled(optax.sgd(0.1))
+    train_state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    assert jls.health(train_state, train_state.params).verdict == "ok"
+    assert jls.health(optimizer, nnx.state(model, nnx.Param)).verdict == "ok"
+    assert jls.health((train_state.opt_state, 3)).verdict == "ok"

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One of several processes that train together; test_processes.py starts them.
+
+    python process_program.py RANK PROCESSES DEVICES PORT FILE
+
+Every process runs the same lines on its DEVICES host devices, and writes what it has
+seen to FILE. One of the examples overflows, on one device of one process.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+
+RANK, PROCESSES, DEVICES, PORT = map(int, sys.argv[1:5])
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", DEVICES)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(
+    f"127.0.0.1:{PORT}",
+    num_processes=PROCESSES,
+    process_id=RANK,
+    initialization_timeout=60,
+)
+
+import jax.numpy as jnp  # noqa: E402, only now may JAX look for devices
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from jax import lax  # noqa: E402
+from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
+
+import jls  # noqa: E402
+
+P = PartitionSpec
+MESH = jax.make_mesh((jax.device_count(),), ("d",), (AxisType.Auto,))
+SPLIT, WHOLE = NamedSharding(MESH, P("d")), NamedSharding(MESH, P())
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "b": np.zeros(4, np.float32),
+    "w": RNG.standard_normal((8, 4), np.float32),
+}
+X = RNG.standard_normal((16, 8), np.float32)
+# One number on the last device; of the gradients, one row on the last but one.
+BAD = X.copy()
+BAD[13, 5] = 3e4
+BATCHES = [X, X[::-1], BAD, -X, X]
+
+
+def put(array, sharding):
+    return jax.make_array_from_callback(array.shape, sharding, lambda at: array[at])
+
+
+def loss_fn(params, x):
+    half = {name: param.astype(jnp.float16) for name, param in params.items()}
+    y = (x.astype(jnp.float16) @ half["w"] + half["b"]).astype(jnp.float32)
+    return jnp.mean(jnp.sqrt(1.0 + (y - 1.0) ** 2))
+
+
+def optimizer_of(**options):
+    scaler = jls.dynamic(2.0**14, growth_interval=2)
+    return jls.loss_scaled(optax.adamw(1e-2), scaler, **options)
+
+
+def jitted(optimizer):
+    @jax.jit
+    def step(params, state, x):
+        loss, grads = jls.value_and_grad(loss_fn)(state, params, x)
+        updates, state = optimizer.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state, loss, grads
+
+    return step
+
+
+def mapped(optimizer):
+    """By hand: each device gathers what is split, the user takes the mean."""
+    specs = {"b": P(), "w": P("d")}
+    state = jax.eval_shape(optimizer.init, PARAMS)
+    state_specs = jax.tree.map(
+        lambda leaf: P("d") if leaf.shape == PARAMS["w"].shape else P(), state
+    )
+
+    @jax.jit
+    @jax.shard_map(
+        mesh=MESH,
+        in_specs=(specs, state_specs, P("d")),
+        out_specs=(specs, state_specs, P(), specs),
+    )
+    def step(params, state, x):
+        def mean_loss(params):
+            w = lax.all_gather(params["w"], "d", tiled=True)
+            return lax.pmean(loss_fn({"b": params["b"], "w": w}, x), "d")
+
+        loss, grads = jls.value_and_grad(mean_loss)(state, params)
+        updates, state = optimizer.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state, loss, grads
+
+    return step
+
+
+replicated = jax.jit(lambda tree: tree, out_shardings=WHOLE)
+
+
+def as_hex(tree):
+    return [np.asarray(leaf).tobytes().hex() for leaf in jax.tree.leaves(tree)]
+
+
+def local_bits(tree):
+    """What this process holds of `tree`."""
+    return [
+        np.asarray(shard.data).tobytes()
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+    ]
+
+
+def train(optimizer, make_step, sharding):
+    params = {name: put(array, sharding) for name, array in PARAMS.items()}
+    if sharding is SPLIT:
+        params["b"] = put(PARAMS["b"], WHOLE)  # too small to be split
+    state, step, seen = optimizer.init(params), make_step(optimizer), []
+    for x in BATCHES:
+        before = local_bits((params, state.inner_state))
+        params, state, loss, grads = step(params, state, put(x, SPLIT))
+        after = local_bits((params, state.inner_state))
+        numbers = {name: x.item() for name, x in jls.metrics(state).items()}
+        seen.append(numbers | {"loss": loss.item(), "moved": before != after})
+        if not numbers["applied"]:
+            report = jls.nonfinite_report(grads)
+            bad = jls.nonfinite_leaves(state, params)
+    state = jls.set_loss_scale(state, 64.0)
+    step(params, state, put(X, SPLIT))
+    jls.check_in_sync(state)
+    return {
+        "steps": seen,
+        "state": as_hex(state._replace(inner_state=())),
+        "params": as_hex(replicated(params)),
+        "inner_state": as_hex(replicated(state.inner_state)),
+        "placed": [
+            leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+            for leaf in state.inner_state[0].mu.values()
+        ],
+        "compiled": step._cache_size(),
+        "bad": bad,
+        "report": str(report),
+        "health": str(jls.health(state, params)),
+        # Without the parameters it reads numbers that every process has: one may ask.
+        "health of rank 0": str(jls.health(state)) if RANK == 0 else None,
+    }
+
+
+def unbound_axis():
+    params = put(PARAMS["w"], SPLIT)
+    optimizer = optimizer_of(axis_name="rows")
+    state = optimizer.init(params)
+    try:
+        jax.jit(optimizer.update)(params, state, params)
+    except NameError as error:
+        return str(error)
+    return None
+
+
+def out_of_sync():
+    """What is said of states that differ between processes, and between devices."""
+    whole = optimizer_of().init({name: put(PARAMS[name], WHOLE) for name in PARAMS})
+    by_process = jls.set_loss_scale(jls.dynamic().init(), 8.0 * 2**RANK)
+    counts = [
+        jax.device_put(np.int32(5 if d.id == 1 else 0), d) for d in jax.local_devices()
+    ]
+    drifted = jax.make_array_from_single_device_arrays((), WHOLE, counts)
+    messages = []
+    for state in (by_process, whole._replace(steps=drifted)):
+        try:
+            jls.check_in_sync(state)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+if __name__ == "__main__":
+    assert jax.process_count() == PROCESSES
+    assert jax.local_device_count() == DEVICES
+    found = {
+        "data": train(optimizer_of(), jitted, WHOLE),
+        "fsdp": train(optimizer_of(), jitted, SPLIT),
+        "shard_map": train(optimizer_of(axis_name="d"), mapped, SPLIT),
+        "unbound": unbound_axis(),
+        "out of sync": out_of_sync(),
+    }
+    Path(sys.argv[5]).write_text(json.dumps(found))
+    jax.distributed.shutdown()

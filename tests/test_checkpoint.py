@@ -1,0 +1,674 @@
+"""States that are wrapped, unwrapped and upgraded.
+
+jls comes into a running job and goes out of it, and the optimizer does not notice;
+checkpoints of an older jls become states of this one, and all others are an error.
+"""
+
+import functools
+import pickle
+import sys
+import zipfile
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx, serialization
+from flax.training.train_state import TrainState
+from shared import assert_identical, run
+from test_scaler_laws import SCALERS
+
+import jls
+from jls._checkpoint import ADDED
+
+pytestmark = pytest.mark.standard_promotion
+
+GRADS = [{"w": jnp.array([1.0, -2.0]), "b": jnp.float32(x)} for x in (1.0, 2.0, 3.0)]
+BAD = {"w": jnp.array([1.0, jnp.nan]), "b": jnp.float32(1.0)}
+
+
+def make_params():
+    return {"w": jnp.array([0.5, -1.5]), "b": jnp.float32(2.0)}
+
+
+@functools.cache
+def make_inner():
+    accumulated = optax.MultiSteps(optax.adamw(0.1), 2).gradient_transformation()
+    return optax.chain(optax.clip_by_global_norm(1.0), accumulated)
+
+
+@functools.cache
+def make():
+    return jls.loss_scaled(make_inner(), jls.dynamic(8.0, growth_interval=2))
+
+
+def step(optimizer, params, state, grads):
+    updates, state = jitted(optimizer.update)(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+jitted = functools.cache(jax.jit)
+
+
+def pointers(*trees):
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(trees)]
+
+
+def test_wrapped_state_goes_on_where_the_bare_one_was():
+    params, bare = run(make_inner(), make_params(), GRADS)
+    state = jls.wrap_state(make(), bare, params)
+    chex.assert_trees_all_equal_structs(state, make().init(params))
+    assert_identical(state.inner_state, bare)
+    assert_identical(
+        state._replace(inner_state=()),
+        make().init(())._replace(inner_state=(), nonfinite_leaves=jnp.zeros(2, bool)),
+    )
+    skipped, after_skip = step(make(), params, state, BAD)
+    assert_identical(skipped, params)
+    for grads in GRADS:
+        expected, bare = step(make_inner(), params, bare, grads)
+        params, after_skip = step(make(), params, after_skip, grads)
+        assert_identical(params, expected)
+        assert_identical(after_skip.inner_state, bare)
+    assert (after_skip.steps, after_skip.skips) == (4, 1)
+
+
+def test_wrapped_state_is_that_of_init_for_the_compiler():
+    params, bare = run(make_inner(), make_params(), GRADS)
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def traced(grads, state, params):
+        return make().update(grads, state, params)
+
+    traced(BAD, make().init(params), params)
+    _, state = traced(BAD, jls.wrap_state(make(), bare, params), params)
+    traced(BAD, state, params)
+
+
+def test_wrapped_state_shares_no_buffer_with_what_it_was_given():
+    def init(params):  # as optax.contrib.schedule_free does: the state is the params
+        return params, jnp.zeros(())
+
+    inner = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
+    params = make_params()
+    bare = inner.init(params)
+    state = jls.wrap_state(jls.loss_scaled(inner), bare, params)
+    assert len(set(pointers(state))) == len(pointers(state))
+    assert not set(pointers(state)) & set(pointers(params, bare))
+    twice = jnp.ones(2), jnp.ones(())
+    shared = jax.tree.map(lambda x: x, (params | {"w": twice[0]}, params["b"]))
+    state = jls.wrap_state(jls.loss_scaled(inner), shared, params)
+    assert len(set(pointers(state))) == len(pointers(state))
+    jax.tree.map(lambda leaf: leaf.delete(), state)
+    assert_identical(shared[0]["w"], twice[0])
+
+
+def test_wrap_takes_what_numpy_and_flax_restore():
+    params, bare = run(make_inner(), make_params(), GRADS)
+    data = serialization.to_bytes(bare)
+    restored = serialization.from_bytes(make_inner().init(params), data)
+    for given in (restored, jax.tree.map(np.asarray, bare)):
+        state = jls.wrap_state(make(), given, params)
+        assert_identical(state.inner_state, bare)
+        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
+    raw = serialization.msgpack_restore(data)
+    given = jls.upgrade_state(make_inner().init(params), raw)
+    assert_identical(jls.wrap_state(make(), given, params).inner_state, bare)
+
+
+def test_wrap_works_for_skip_nonfinite_and_every_kind_of_leaf():
+    def init(params):
+        return {"key": jax.random.key(3), "none": None, "n": jnp.int32(4), "p": params}
+
+    inner = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
+    optimizer = jls.skip_nonfinite(inner)
+    params = {"": jnp.ones(2, jnp.bfloat16), "c": {"": jnp.ones(1, jnp.complex64)}}
+    state = jls.wrap_state(optimizer, inner.init(params), params)
+    assert jls.loss_scale(state) == 1.0
+    assert state.inner_state["key"] == jax.random.key(3)
+    assert state.inner_state["none"] is None
+    assert_identical(state.inner_state["p"], params)
+
+
+def test_wrap_and_unwrap_work_traced(jit_or_eager):
+    """As a target for Orbax: jax.eval_shape of it."""
+    params, bare = run(make_inner(), make_params(), GRADS)
+    wrap = jit_or_eager(lambda bare, params: jls.wrap_state(make(), bare, params))
+    assert_identical(wrap(bare, params), jls.wrap_state(make(), bare, params))
+    unwrap = jit_or_eager(jls.unwrap_state)
+    assert_identical(unwrap(jls.wrap_state(make(), bare, params)), bare)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            optax.sgd(0.1).init,
+            r"at '1' it has EmptyState\(\), and .* MultiStepsState\(",
+        ),
+        (
+            lambda p: make_inner().init({"w": p["w"]}),
+            r"at '1/inner_opt_state/0/mu' it has dict\(w\), and .* dict\(b, w\)\. Wrap",
+        ),
+        (lambda p: make().init(p), "state of jls already"),
+        (
+            lambda p: serialization.to_state_dict(make_inner().init(p)),
+            r"at the root it has dict\(0, 1\), .* jls\.upgrade_state",
+        ),
+        (
+            lambda p: make_inner().init(p | {"w": jnp.ones(3)}),
+            r"'1/inner_opt_state/0/mu/w' it has float32 of shape \(3,\), and the "
+            r"optimizer float32 of shape \(2,\)",
+        ),
+        (
+            lambda p: make_inner().init(p | {"b": jnp.bfloat16(1.0)}),
+            r"'1/inner_opt_state/0/mu/b' it has bfloat16 .* Cast it",
+        ),
+        (lambda p: None, "at the root it has None"),
+        (lambda p: 3.0, r"at the root it has a Python float of shape \(\)"),
+    ],
+)
+def test_wrap_names_the_first_difference(given, message):
+    params = make_params()
+    with pytest.raises(ValueError, match=message):
+        jls.wrap_state(make(), given(params), params)
+
+
+def test_wrap_names_the_wrong_optimizer():
+    params = make_params()
+    chained = optax.chain(make(), optax.scale(1.0))
+    for optimizer in (make_inner(), chained):
+        with pytest.raises(TypeError, match=r"optimizer must be made by jls\.loss_"):
+            jls.wrap_state(optimizer, make_inner().init(params), params)
+
+
+def test_unwrapped_state_goes_on_where_the_wrapped_one_was():
+    params, state = run(make(), make_params(), [*GRADS, BAD])
+    bare = jls.unwrap_state(state)
+    chex.assert_trees_all_equal_structs(bare, make_inner().init(params))
+    for grads in GRADS:
+        expected, state = step(make(), params, state, grads)
+        params, bare = step(make_inner(), params, bare, grads)
+        assert_identical(params, expected)
+        assert_identical(bare, state.inner_state)
+
+
+def test_unwrap_reaches_every_wrapper_however_nested():
+    params = make_params()
+    labels = {"w": "a", "b": "b"}
+
+    def nested(wrap):
+        parts = {"a": wrap(optax.adam(0.1)), "b": wrap(optax.sgd(0.1, momentum=0.5))}
+        return optax.chain(optax.clip(1.0), optax.multi_transform(parts, labels))
+
+    state = nested(jls.loss_scaled).init(params)
+    assert_identical(jls.unwrap_state(state), nested(lambda inner: inner).init(params))
+
+
+def test_unwrap_names_what_has_no_wrapper():
+    for state in (optax.adam(0.1).init(jnp.ones(2)), jls.dynamic().init(), None):
+        with pytest.raises(ValueError, match=r"must carry a state of jls\.loss"):
+            jls.unwrap_state(state)
+
+
+def test_train_state_gets_the_wrapper_and_loses_it():
+    def fresh(tx):
+        return TrainState.create(apply_fn=None, params=make_params(), tx=tx)
+
+    bare, optimizer = make_inner(), make()
+    state = fresh(bare).apply_gradients(grads=GRADS[0])
+    reference = state
+    state = state.replace(
+        tx=optimizer,
+        opt_state=jls.wrap_state(optimizer, state.opt_state, state.params),
+    )
+    state = state.apply_gradients(grads=BAD).apply_gradients(grads=GRADS[1])
+    assert jls.metrics(state)["skips"] == 1
+    state = jls.unwrap_state(state).replace(tx=bare)
+    state = state.apply_gradients(grads=GRADS[2])
+    for grads in GRADS[1:]:
+        reference = reference.apply_gradients(grads=grads)
+    assert_identical(
+        (state.params, state.opt_state), (reference.params, reference.opt_state)
+    )
+    assert (state.step, reference.step) == (4, 3)
+
+
+def test_nnx_optimizer_gets_the_wrapper_and_loses_it():
+    def fresh(tx):
+        model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def update(model, optimizer, factor):
+        grads = jax.tree.map(lambda p: p * factor, nnx.state(model, nnx.Param))
+        optimizer.update(model, grads)
+
+    model, old = fresh(optax.adam(0.1))
+    reference, plain = fresh(optax.adam(0.1))
+    update(model, old, 1.0)
+    new = nnx.Optimizer(model, jls.loss_scaled(optax.adam(0.1)), wrt=nnx.Param)
+    params = nnx.state(model, nnx.Param)
+    with pytest.raises(ValueError, match=r"new\.opt_state\._replace"):
+        jls.wrap_state(jls.loss_scaled(optax.adam(0.1)), old.opt_state, params)
+    new.opt_state = new.opt_state._replace(inner_state=old.opt_state)
+    update(model, new, jnp.nan)
+    update(model, new, 1.0)
+    assert jls.metrics(new)["skips"] == 1
+    old = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    old.opt_state = jls.unwrap_state(new.opt_state)
+    update(model, old, 1.0)
+    for _ in range(3):
+        update(reference, plain, 1.0)
+    assert_identical(nnx.state(model), nnx.state(reference))
+    assert_identical(nnx.state(old.opt_state), nnx.state(plain.opt_state))
+
+
+# Checkpoints of an older jls ----------------------------------------------------------
+
+
+FOLDER = Path(__file__).parent / "checkpoints"
+sys.path.append(str(FOLDER))
+import make as checkpoints  # noqa: E402, how the files were made
+
+OLD = "dynamic", "adaptive"
+NEW_FIELDS = ADDED[jls.types.LossScaledState]
+
+
+def read(name, form, tmp_path):
+    """What a library restores without a target."""
+    if form == "msgpack":
+        data = (FOLDER / "before_0.1.0" / f"{name}.msgpack").read_bytes()
+        return serialization.msgpack_restore(data)
+    with zipfile.ZipFile(FOLDER / "before_0.1.0" / f"{name}.orbax.zip") as file:
+        file.extractall(tmp_path / name)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        tree = checkpointer.metadata(tmp_path / name).item_metadata.tree
+        as_numpy = jax.tree.map(
+            lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree
+        )
+        return checkpointer.restore(tmp_path / name, restore_args=as_numpy)
+
+
+def restored(folder, *target):
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(folder, *target)
+
+
+def saved(state, folder):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "saved", state)
+        checkpointer.wait_until_finished()
+    return folder / "saved"
+
+
+# Files of an older version.
+
+
+@pytest.mark.parametrize("form", ["msgpack", "orbax"])
+@pytest.mark.parametrize("name", OLD)
+def test_checkpoint_of_an_older_jls_goes_on(name, form, tmp_path):
+    raw = read(name, form, tmp_path)
+    assert not set(NEW_FIELDS) & set(raw["opt_state"])
+    target = checkpoints.fresh(name)
+    state = jls.upgrade_state(target, raw)
+    chex.assert_trees_all_equal_structs(state, target)
+    opt_state = state.opt_state
+    # Bit for bit what is in the file; the new fields as at the start.
+    for field in NEW_FIELDS:
+        assert_identical(getattr(opt_state, field), getattr(target.opt_state, field))
+    again = serialization.to_state_dict(state)
+    for field in NEW_FIELDS:
+        del again["opt_state"][field]
+    in_file = serialization.to_state_dict(raw)
+    assert_identical(jax.tree.leaves(again), jax.tree.leaves(in_file))
+    assert (opt_state.steps, opt_state.skips) == (7, 2)
+    # It goes on as the same run in this version does.
+    reference = checkpoints.trained(name)
+    for grad in (1.0, jnp.inf, 2.0):
+        state = checkpoints.step(state, jnp.float32(grad))
+        reference = checkpoints.step(reference, jnp.float32(grad))
+    chex.assert_trees_all_close(state.params, reference.params, rtol=1e-5)
+    chex.assert_trees_all_close(
+        jls.eval_params(state), jls.eval_params(reference), rtol=1e-5
+    )
+    assert_identical(jls.loss_scale(state), jls.loss_scale(reference))
+    assert jls.metrics(state)["skips"] == 3
+    assert jls.metrics(state)["skip_reason"] == 1
+
+
+def test_without_the_upgrade_an_older_checkpoint_is_an_error(tmp_path):
+    state = checkpoints.trained("dynamic")
+    before = jax.tree.map(np.array, state)
+    with pytest.raises(ValueError, match="nonfinite_updates"):
+        serialization.from_bytes(
+            state, (FOLDER / "before_0.1.0" / "dynamic.msgpack").read_bytes()
+        )
+    read("dynamic", "orbax", tmp_path)
+    with pytest.raises(ValueError, match="nonfinite_updates"):
+        restored(tmp_path / "dynamic", state)
+    assert_identical(state, before)
+
+
+def test_fixtures_are_small():
+    files = [f for f in FOLDER.rglob("*") if f.suffix in (".msgpack", ".zip")]
+    assert len(files) == 16
+    assert all(file.stat().st_size < 20_000 for file in files)
+
+
+def test_fields_of_states_are_only_ever_appended():
+    """As in 0.1.0, then those of ADDED in order: see the rule in jls/_upgrade.py."""
+    first = {
+        jls.types.ScalerState: "loss_scale finite_count nonfinite_count",
+        jls.types.LossScaledState: "inner_state scaler_state applied steps skips "
+        "consecutive_skips nonfinite_losses",
+        jls.types.AdaptiveState: "loss_scale finite_count nonfinite_count growth_count "
+        "interval_index",
+        jls.types.RecentMaxState: "loss_scale finite_count window_count ceiling "
+        "previous_ceiling overflow_ceiling",
+        jls.types.ParamsEmaState: "count weight ema",
+    }
+    assert set(ADDED) <= set(first)
+    for state_type, names in first.items():
+        assert state_type._fields == (*names.split(), *ADDED.get(state_type, ()))
+    types = {
+        value
+        for name, value in vars(jls).items()
+        if name.endswith("State") and isinstance(value, type)
+    }
+    assert types == set(first)
+
+
+# States of this version, in all forms in which a library gives them.
+
+
+def forms(state, folder):
+    yield serialization.msgpack_restore(serialization.to_bytes(state))
+    yield serialization.to_state_dict(state)
+    yield restored(saved(state, folder))
+    yield jax.tree.map(np.asarray, state)
+
+
+@pytest.mark.parametrize("name", SCALERS)
+def test_every_policy_is_restored_from_a_state_dict(name):
+    optimizer = jls.loss_scaled(optax.adamw(0.1), SCALERS[name]())
+    params = {"w": jnp.ones(2)}
+    _, state = optimizer.update(
+        {"w": jnp.array([1.0, 2.0])}, optimizer.init(params), params
+    )
+    raw = serialization.msgpack_restore(serialization.to_bytes(state))
+    assert_identical(jls.upgrade_state(optimizer.init(params), raw), state)
+    scaler_state = serialization.to_state_dict(state.scaler_state)
+    fresh_scaler = SCALERS[name]().init()
+    assert_identical(jls.upgrade_state(fresh_scaler, scaler_state), state.scaler_state)
+
+
+def test_every_kind_of_node_and_leaf_is_restored(tmp_path):
+    params = {
+        "list": [jnp.ones(2, jnp.bfloat16), jnp.full((1, 2), 2.0, jnp.float16)],
+        "tuple": (jnp.arange(3), None, ()),
+        "deep": {"a": {"": jnp.ones((), jnp.complex64)}, "b": {3: jnp.ones(1)}},
+    }
+    inner = optax.chain(optax.adamw(0.1), optax.masked(optax.sgd(0.1), lambda p: False))
+    optimizer = jls.loss_scaled(optax.chain(inner, jls.params_ema(0.5)))
+    with pytest.warns(UserWarning, match="float16"):
+        target = optimizer.init(params)
+    state = jax.tree.map(lambda leaf: leaf + 1 if leaf.dtype != bool else ~leaf, target)
+    for form in forms(state, tmp_path):
+        assert_identical(jls.upgrade_state(target, form), state)
+
+
+def test_train_state_is_restored_with_its_step(tmp_path):
+    target = checkpoints.fresh("dynamic")
+    state = target
+    for _ in range(2):
+        state = checkpoints.step(state, jnp.float32(1.0))
+        raws = list(forms(state, tmp_path / str(int(state.step))))[:3]
+        for form in [*raws, state]:
+            new = jls.upgrade_state(target, form)
+            assert_identical(new, state)
+            assert new.tx is target.tx
+    for form in [*list(forms(target, tmp_path))[:3], target]:
+        new = jls.upgrade_state(state, form)  # a Python number into an array
+        assert_identical(new.step, jnp.int32(0))
+        assert jls.upgrade_state(target, form).step == 0
+
+
+def test_state_of_nnx_as_it_is_in_memory_is_restored():
+    tx = jls.loss_scaled(optax.adam(0.1), jls.dynamic(8.0))
+    optimizer = nnx.Optimizer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
+    optimizer.opt_state = jls.set_loss_scale(optimizer.opt_state, 32.0)
+    target = nnx.clone(optimizer).opt_state
+    target = jls.set_loss_scale(target, 4.0)
+    for saved in (optimizer.opt_state, nnx.state(optimizer)["opt_state"]):
+        new = jls.upgrade_state(target, saved)
+        assert jls.loss_scale(new) == 32.0
+        chex.assert_trees_all_equal_structs(new, target)
+    with pytest.raises(
+        ValueError, match=r"has opt_state, .*pass the opt_state of saved"
+    ):
+        jls.upgrade_state(target, optimizer)
+
+
+def test_keys_of_random_numbers_are_restored(tmp_path):
+    inner = optax.GradientTransformation(
+        lambda p: {"key": jax.random.key(3)}, lambda u, s, p=None: (u, s)
+    )
+    optimizer = jls.loss_scaled(inner)
+    state = optimizer.init(jnp.ones(2))
+    state = state._replace(inner_state={"key": jax.random.key(7)})
+    target = optimizer.init(jnp.ones(2))
+    new = jls.upgrade_state(target, restored(saved(state, tmp_path)))
+    assert new.inner_state["key"] == jax.random.key(7)
+
+
+def test_nnx_optimizer_is_restored(tmp_path):
+    def start():
+        model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        tx = jls.loss_scaled(optax.adam(0.1), jls.dynamic(8.0, growth_interval=3))
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def update(model, optimizer, factor):
+        grads = jax.tree.map(lambda p: p * factor, nnx.state(model, nnx.Param))
+        optimizer.update(model, grads)
+
+    model, optimizer = start()
+    update(model, optimizer, 1.0)
+    update(model, optimizer, jnp.inf)
+    pure = nnx.to_pure_dict(nnx.state(optimizer))
+    raws = [
+        restored(saved(nnx.state(optimizer), tmp_path)),
+        serialization.msgpack_restore(
+            serialization.msgpack_serialize(serialization.to_state_dict(pure))
+        ),
+    ]
+    for raw in raws:
+        for field in NEW_FIELDS:
+            del raw["opt_state"][field]
+        other, again = start()
+        nnx.update(other, nnx.state(model))
+        again.opt_state = jls.upgrade_state(again.opt_state, raw["opt_state"])
+        assert jls.metrics(again)["skips"] == 1
+        assert jls.metrics(again)["skip_reason"] == 0
+        fork = nnx.clone(model), nnx.clone(optimizer)
+        update(*fork, 1.0)
+        update(other, again, 1.0)
+        assert_identical(nnx.state(other), nnx.state(fork[0]))
+        assert_identical(
+            nnx.state(again.opt_state.inner_state),
+            nnx.state(fork[1].opt_state.inner_state),
+        )
+
+
+def test_result_shares_no_buffer_and_can_be_donated():
+    optimizer = jls.loss_scaled(optax.adam(0.1), jls.dynamic(8.0))
+    params = jnp.ones((64, 64))
+    target, state = optimizer.init(params), optimizer.init(params)
+    raw = serialization.to_state_dict(jax.tree.map(np.asarray, state))
+    for field in NEW_FIELDS:
+        del raw[field]
+    on_device = jax.tree.map(jnp.asarray, raw)
+    for form in (raw, on_device):
+        new = jls.upgrade_state(target, form)
+        pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(new)]
+        foreign = [
+            x.unsafe_buffer_pointer() for x in jax.tree.leaves((target, on_device))
+        ]
+        foreign += [x.__array_interface__["data"][0] for x in jax.tree.leaves(raw)]
+        assert len(set(pointers)) == len(pointers)
+        assert not set(pointers) & set(foreign)
+        jax.jit(optimizer.update, donate_argnums=1)(params, new, params)
+    assert_identical(target, optimizer.init(params))
+    assert all(not leaf.weak_type for leaf in jax.tree.leaves(target))
+
+
+# What does not fit.
+
+
+def raw_of(optimizer, params):
+    return serialization.msgpack_restore(serialization.to_bytes(optimizer.init(params)))
+
+
+def without(raw, *names):
+    return {name: part for name, part in raw.items() if name not in names}
+
+
+SGD = optax.sgd(0.1, momentum=0.9)
+PARAMS = {"w": jnp.ones(2), "b": jnp.ones(1)}
+WRAPPED = jls.loss_scaled(SGD, jls.dynamic(8.0))
+RAW = raw_of(WRAPPED, PARAMS)
+OTHER = r"Make target with the optimizer and the parameters that were saved\."
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        pytest.param(
+            RAW | {"mood": np.float32(1.0)},
+            r"at the root, in LossScaledState, it also has mood\. A newer jls",
+            id="newer",
+        ),
+        pytest.param(
+            without(RAW, "skips", "skip_reason"),
+            r"in LossScaledState, it lacks skips\.",
+            id="a field of the first version",
+        ),
+        pytest.param(
+            raw_of(SGD, PARAMS),
+            r"lacks inner_state, scaler_state, applied, .*also has 0\. .*wrap_state",
+            id="saved without jls",
+        ),
+        pytest.param(
+            raw_of(jls.loss_scaled(SGD, jls.adaptive()), PARAMS),
+            r"at 'scaler_state', in ScalerState, it also has growth_count, "
+            r"interval_index\. It is the state of another policy",
+            id="another policy",
+        ),
+        pytest.param(
+            raw_of(jls.loss_scaled(SGD, jls.recent_max()), PARAMS),
+            r"lacks nonfinite_count and also has .*ceiling.* another policy",
+            id="recent_max",
+        ),
+        pytest.param(
+            raw_of(jls.loss_scaled(optax.adam(0.1)), PARAMS),
+            r"at 'inner_state/0', in TraceState, it lacks trace and also has count, "
+            rf"mu, nu\. {OTHER}",
+            id="another optimizer",
+        ),
+        pytest.param(
+            raw_of(WRAPPED, PARAMS | {"c": jnp.ones(2)}),
+            rf"'inner_state/0/trace', in dict, it also has c\. {OTHER}",
+            id="another parameter",
+        ),
+        pytest.param(
+            raw_of(WRAPPED, {"w": jnp.ones(3), "b": jnp.ones(1)}),
+            r"float32 of shape \(2,\) at 'inner_state/0/trace/w', as target has, got "
+            r"float32 of shape \(3,\)",
+            id="another shape",
+        ),
+        pytest.param(
+            RAW | {"steps": np.float32(1.0)},
+            r"int32 of shape \(\) at 'steps', as target has, got float32 of shape \(\)",
+            id="another dtype",
+        ),
+        pytest.param(RAW | {"steps": None}, "at 'steps', .* got None", id="None"),
+        pytest.param(RAW | {"steps": "7"}, "at 'steps', .* got a str", id="text"),
+        pytest.param(
+            RAW | {"nonfinite_leaves": np.zeros(3, bool)},
+            r"bool of shape \(2,\) at 'nonfinite_leaves'",
+            id="another number of leaves",
+        ),
+        pytest.param(
+            RAW | {"scaler_state": np.float32(8.0)},
+            r"saved must have ScalerState\(.*\) at 'scaler_state', .* got float32",
+            id="a scale alone",
+        ),
+        pytest.param(
+            np.ones(2), r"at the root, as target has, got float64", id="array"
+        ),
+        pytest.param(b"bytes", "at the root, as target has, got a bytes", id="bytes"),
+        pytest.param(
+            object(),
+            r"saved must have LossScaledState\(.* at the root, .* got a object\. Pass "
+            r"nested dicts, .* flax\.serialization\.to_state_dict\(object\)",
+            id="object",
+        ),
+        pytest.param(
+            RAW | {"scaler_state": object()},
+            "at 'scaler_state', .* got a object. Pass nested dicts",
+            id="object within",
+        ),
+        pytest.param({}, r"lacks inner_state, .* jls\.wrap_state", id="nothing"),
+    ],
+)
+def test_upgrade_names_what_does_not_fit_and_changes_nothing(saved, message):
+    target = WRAPPED.init(PARAMS)
+    before = jax.tree.map(np.array, target)
+    with pytest.raises(ValueError, match=message):
+        jls.upgrade_state(target, saved)
+    with pytest.raises(ValueError, match="target"):
+        jls.upgrade_state((target, 0), [saved, 0])
+    assert_identical(target, before)
+
+
+def test_a_policy_with_the_fields_of_another_is_told_apart():
+    """Those of `dynamic` are the first of `adaptive`: no reason to fill in the rest."""
+    target = jls.loss_scaled(SGD, jls.adaptive()).init(PARAMS)
+    with pytest.raises(ValueError, match="lacks growth_count, interval_index"):
+        jls.upgrade_state(target, RAW)
+
+
+def test_bare_target_for_a_wrapped_checkpoint_says_unwrap():
+    with pytest.raises(ValueError, match=r"saved with jls: .* jls\.unwrap_state"):
+        jls.upgrade_state(SGD.init(PARAMS), RAW)
+
+
+def test_target_of_shapes_is_an_error():
+    target = jax.eval_shape(WRAPPED.init, PARAMS)
+    with pytest.raises(TypeError, match="ShapeDtypeStruct at 'inner_state/0/trace/b'"):
+        jls.upgrade_state(target, RAW)
+
+
+def test_pickle_of_an_older_version_is_an_error():
+    """Why the documentation says that a pickle is for one version."""
+
+    class Older:  # pickled as a NamedTuple is: its type, and its fields
+        def __reduce__(self):
+            return jls.types.LossScaledState, tuple(WRAPPED.init(PARAMS)[: -len(NEW_FIELDS)])
+
+    data = pickle.dumps(Older())
+    with pytest.raises(TypeError, match="nonfinite_updates"):
+        pickle.loads(data)
+
+
+def test_a_fixed_scale_of_an_older_version_gets_its_mark():
+    optimizer = jls.skip_nonfinite(optax.sgd(0.1))
+    target = optimizer.init({"w": jnp.ones(2)})
+    saved = serialization.to_state_dict(target)
+    saved["scaler_state"]["finite_count"] = np.int32(0)
+    upgraded = jls.upgrade_state(target, saved)
+    assert_identical(upgraded, target)

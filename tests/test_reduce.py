@@ -1,0 +1,290 @@
+"""One pass over the leaves, and over the devices: finite, maxima, norms and counts."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from shared import assert_identical
+
+import jls
+from jls import _magnitude
+from jls._guard import ones_unless
+from jls._reduce import finite_leaves
+from jls._reduce import global_norm, norm_of_step
+from jls._reduce import _combine, tally
+
+# all_finite ---------------------------------------------------------------------------
+
+
+FLOATS = [
+    jnp.float16,
+    jnp.bfloat16,
+    jnp.float32,
+    jnp.complex64,
+    jnp.float8_e5m2,
+    jnp.float8_e4m3fn,
+]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_all_finite_sees_one_bad_element_of_any_float_dtype(jit_or_eager, dtype):
+    good = jnp.ones((2, 3), dtype)
+    bad = good.at[1, 2].set(jnp.asarray(jnp.nan).astype(dtype))
+    all_finite = jit_or_eager(jls.all_finite)
+    assert all_finite({"a": good, "b": [good]})
+    assert not all_finite({"a": good, "b": [bad]})
+
+
+@pytest.mark.parametrize("value", [jnp.inf, -jnp.inf, jnp.nan])
+def test_all_finite_sees_inf_and_nan_of_either_part(jit_or_eager, value):
+    all_finite = jit_or_eager(jls.all_finite)
+    assert not all_finite(jnp.array([1.0, value]))
+    assert not all_finite(jax.lax.complex(jnp.float32(1.0), jnp.float32(value)))
+
+
+def test_all_finite_never_sums(jit_or_eager):
+    all_finite = jit_or_eager(jls.all_finite)
+    assert all_finite(jnp.full(1000, 3e38))
+    assert all_finite(jnp.full(1000, 65504.0, jnp.float16))
+
+
+def test_all_finite_of_python_numbers():
+    assert jls.all_finite([1.5, 2j, 7, True])
+    assert not jls.all_finite([1.5, float("nan")])
+    assert not jls.all_finite(complex(1.0, float("inf")))
+
+
+@pytest.mark.parametrize("tree", [None, [], {}, (None, {"a": []}), optax.MaskedNode()])
+def test_an_empty_tree_is_finite(tree):
+    assert jls.all_finite(tree)
+
+
+def test_all_finite_sees_float64():
+    with jax.enable_x64(True):
+        assert jls.all_finite(jnp.float64(1e300))
+        assert not jls.all_finite(jnp.array([1.0, jnp.nan], jnp.float64))
+
+
+@pytest.mark.parametrize("axis_name", ["i", ("i",), ("i", "j")])
+def test_all_finite_agrees_over_an_axis(axis_name):
+    values = jnp.ones((2, 3)).at[0, 1].set(jnp.inf)
+
+    def flags(values, axis_name):
+        finite = functools.partial(jls.all_finite, axis_name=axis_name)
+        return jax.vmap(jax.vmap(finite, axis_name="i"), axis_name="j")(values)
+
+    expected = [[False] * 3, [("j" not in axis_name)] * 3]
+    assert flags(values, axis_name).tolist() == expected
+    assert flags(values, None).tolist() == [[True, False, True], [True] * 3]
+
+
+def test_unbound_axis_is_named():
+    for axis_name in ("no_such_axis", ("i", "no_such_axis")):
+        finite = functools.partial(jls.all_finite, axis_name=axis_name)
+        with pytest.raises(NameError, match="axis_name 'no_such_axis' is not bound"):
+            jax.vmap(finite, axis_name="i")(jnp.ones(2))
+
+
+@pytest.mark.parametrize("axis_name", [["i"], 0, ("i", 1)])
+def test_axis_name_of_another_type_is_a_type_error(axis_name):
+    with pytest.raises(TypeError, match="axis_name must be a str, a tuple of str or"):
+        jls.all_finite(jnp.ones(2), axis_name=axis_name)
+
+
+def test_flags_cost_one_read():
+    params = [jnp.ones((64, 64)) for _ in range(20)]
+    compiled = jax.jit(finite_leaves).lower(params).compile()
+    size = sum(leaf.nbytes for leaf in params)
+    assert size <= compiled.cost_analysis()["bytes accessed"] <= size + 1024
+
+
+# max_abs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ({}, 0.0),
+        ({"n": 7, "flag": True, "none": None, "key": jax.random.key(0)}, 0.0),
+        ([np.zeros((0, 3), np.float32), np.float32(-2.0)], 2.0),
+        ({"a": np.array([0.5, -3.0]), "b": np.float16([1.0])}, 3.0),
+        (np.array([3e38, -3e38], np.float32), np.float32(3e38)),
+        (np.array([1.0, np.nan], np.float32), np.inf),
+        ([np.array([-np.inf], np.float16), np.ones(2)], np.inf),
+        (np.array([3 + 4j, -5j], np.complex64), 5.0),
+        (np.array([complex(1.0, np.nan)], np.complex64), np.inf),
+        (np.array([-448.0], ml_dtypes.float8_e4m3fn), 448.0),
+        (np.array([np.nan], ml_dtypes.float8_e4m3fn), np.inf),
+        (np.array([1.5], ml_dtypes.bfloat16), 1.5),
+        (2.5, 2.5),
+    ],
+)
+def test_max_abs_is_the_largest_magnitude_or_inf(tree, expected):
+    arrays = jax.tree.map(
+        lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, tree
+    )
+    for value in (jls.max_abs(tree), jls.max_abs(arrays)):
+        assert_identical(value, np.float32(expected))
+    jitted = jax.jit(lambda: jls.max_abs(arrays))()
+    assert_identical(jitted, np.float32(expected))
+
+
+def test_a_float64_beyond_float32_is_finite():
+    with jax.enable_x64(True):
+        largest = np.float32(np.finfo(np.float32).max)
+        assert_identical(jls.max_abs(jnp.array([1e300])), largest)
+        assert jls.max_abs(jnp.array([1.0, jnp.inf])) == jnp.inf
+
+
+def test_max_abs_is_finite_exactly_if_all_finite(jit_or_eager):
+    rng = np.random.default_rng(0)
+    values = np.array([0.0, 1e-45, -1e-39, 1.0, 3e38, np.inf, -np.inf, np.nan])
+    trees = rng.choice(values, (500, 4), p=[0.18] * 5 + [0.03, 0.03, 0.04])
+    check = jit_or_eager(lambda t: (jnp.isfinite(jls.max_abs(t)), jls.all_finite(t)))
+    finite = [check(jnp.asarray(tree, jnp.float32)) for tree in trees]
+    assert all(ours == theirs for ours, theirs in finite)
+    assert {bool(theirs) for _, theirs in finite} == {True, False}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("shape", [(65, 64), (100_000,), (10, 1000), (3, 3, 64, 64)])
+def test_one_nan_among_many_is_seen(jit_or_eager, shape, dtype):
+    """XLA's maximum on a CPU loses it."""
+    many = jax.random.normal(jax.random.key(0), shape).astype(dtype)
+    for place in (0, 1234, many.size - 1):
+        bad = many.reshape(-1).at[place].set(jnp.nan).reshape(shape)
+        check = jit_or_eager(jls.max_abs)
+        assert check(bad) == jnp.inf
+        assert jax.vmap(jls.max_abs)(jnp.stack([many, bad])).tolist()[1] == jnp.inf
+    assert jls.max_abs(jnp.full(shape, jnp.nan, dtype)) == jnp.inf
+    assert jls.max_abs(many) == jnp.max(jnp.abs(many)).astype(jnp.float32)
+
+
+def test_devices_agree_on_the_largest():
+    many = jnp.array([[1.0, -7.0], [2.0, 3.0]])
+    agreed = jax.vmap(lambda x: jls.max_abs(x, "i"), axis_name="i")(many)
+    assert agreed.tolist() == [7.0, 7.0]
+    mesh = Mesh(jax.devices()[:1], "i")
+    check = jax.shard_map(
+        lambda x: jls.max_abs(x, "i"), mesh=mesh, in_specs=P("i"), out_specs=P()
+    )
+    assert check(many) == 7.0
+    with pytest.raises(NameError, match="axis_name 'j' is not bound"):
+        jls.max_abs(many, "j")
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("value", [2.5, -jnp.inf, jnp.nan])
+def test_both_forms_of_the_reduction_find_the_largest(value, at_once, monkeypatch):
+    """One is for a single CPU, the other for all else."""
+    monkeypatch.setattr(_magnitude, "_reduces_two_at_once", lambda: at_once)
+    bits = jnp.abs(jnp.array([[1.0, value], [0.0, 0.5]])).view(jnp.int32)
+    inf = jnp.float32(jnp.inf).view(jnp.int32)
+    most, is_over = _magnitude._max_and_any(bits, inf)
+    assert most == bits[0, 1]
+    assert is_over == (value != 2.5)
+
+
+# Norms --------------------------------------------------------------------------------
+
+
+def rejected(tree):
+    seen = ones_unless(jnp.asarray(False), tree)
+    return norm_of_step(tree, seen, False)
+
+
+NORMS = [
+    global_norm,
+    jax.jit(global_norm),
+    jax.jit(lambda tree: norm_of_step(tree, tree, True)),
+    jax.jit(rejected),
+]
+NAMES = ["eager", "jit", "kept", "rejected"]
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=NAMES)
+@pytest.mark.parametrize("exponent", [-58, -10, 0, 30, 63, 64, 100, 126])
+def test_global_norm_is_right_wherever_float32_can_hold_it(norm, exponent):
+    tree = {
+        "a": jnp.array([3.0, -4.0]) * 2.0 ** (exponent - 3),
+        "b": jnp.full((2, 3), 0.5) * 2.0 ** (exponent - 3),
+        "none": None,
+        "key": jax.random.key(0),
+        "count": jnp.int32(7),
+    }
+    expected = np.float32(np.sqrt(25 + 6 * 0.25) * 2.0 ** (exponent - 3))
+    chex.assert_trees_all_close(norm(tree), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=NAMES)
+def test_global_norm_of_narrow_and_complex_leaves_is_taken_in_float32(norm):
+    # 300**2 is inf in float16; optax.global_norm of this is.
+    assert norm(jnp.full(4, 300, jnp.float16)) == 600.0
+    assert norm([jnp.array([3e30 + 4e30j], jnp.complex64)]) == np.float32(5e30)
+    assert norm(jnp.array([3, 4], jnp.float8_e4m3fn)) == 5.0
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=NAMES)
+def test_global_norm_says_when_a_leaf_is_not_finite(norm):
+    assert norm([jnp.ones(2), jnp.array([jnp.inf, 1.0])]) == jnp.inf
+    assert jnp.isnan(norm([jnp.array([jnp.nan, jnp.inf])]))
+    assert norm([]) == 0.0
+
+
+def test_global_norm_of_float64_is_a_float32():
+    with jax.enable_x64(True):
+        norm = global_norm([jnp.array([3e30, 4e30], jnp.float64), jnp.zeros(2)])
+    assert norm.dtype == jnp.float32
+    chex.assert_trees_all_close(norm, np.float32(5e30), rtol=1e-6)
+
+
+# Counts -------------------------------------------------------------------------------
+
+
+BOTH = pytest.mark.parametrize("wraps_at", [1, 2**32], ids=["carried", "plain"])
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (0, 3), (2, 3, 5)])
+def test_tally_counts_masks_and_finds_maxima(wraps_at, shape):
+    x = np.random.default_rng(0).uniform(size=shape).astype(np.float32)
+    masks, keys = [x > 0.3, x > 0.6, x > 2], [x, 2 * x]
+    counts, maxima = jax.jit(tally, static_argnums=2)(masks, keys, wraps_at)
+    assert (counts.dtype, counts.shape) == (jnp.uint32, (3, 2))
+    assert counts.tolist() == [[0, int(mask.sum())] for mask in masks]
+    assert [float(m) for m in maxima] == [key.max(initial=0) for key in keys]
+    assert jax.jit(tally)([], keys)[1] == maxima
+
+
+@BOTH
+def test_tally_works_under_vmap(wraps_at):
+    x = jnp.arange(12.0).reshape(3, 4)
+    counts, (largest,) = jax.vmap(lambda row: tally([row > 4], [row], wraps_at))(x)
+    assert counts.tolist() == [[[0, 0]], [[0, 3]], [[0, 4]]]
+    assert largest.tolist() == [3.0, 7.0, 11.0]
+
+
+def test_partial_counts_are_added_with_their_carry():
+    numbers = [5, 2**31, 2**32 - 1, 2**32, 3 * 2**32 + 7, 2**40 + 2**31]
+    for a in numbers:
+        for b in numbers:
+            digits = [np.array([x >> 32, x % 2**32], np.uint32) for x in (a, b)]
+            high, low = _combine(1, 2, *(tuple(map(jnp.asarray, d)) for d in digits))
+            assert int(high) * 2**32 + int(low) == a + b
+
+
+def test_tally_of_a_leaf_of_2_to_33_elements_has_both_digits():
+    mask = jax.ShapeDtypeStruct((2**20, 2**13), jnp.bool_)
+    jaxpr = jax.make_jaxpr(lambda mask: tally([mask]))(mask)
+    (reduce,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reduce")
+    assert len(reduce.outvars) == 2
+    small = jax.make_jaxpr(lambda mask: tally([mask]))(jnp.zeros(3, bool))
+    (reduce,) = (eqn for eqn in small.eqns if "reduce" in eqn.primitive.name)
+    assert len(reduce.outvars) == 1

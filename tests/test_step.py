@@ -1,0 +1,543 @@
+"""One step: it is taken whole, or skipped whole, and the state says which."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from shared import INF, NAN, ONE, W, assert_identical, run
+
+import jls
+
+PARAMS = {"a": jnp.array([1.0, -2.0]), "b": jnp.float32(0.5)}
+GOOD = {"a": jnp.array([0.5, 0.25]), "b": jnp.float32(-1.0)}
+BAD = {"a": jnp.array([0.5, jnp.inf]), "b": jnp.float32(-1.0)}
+
+
+def scaled(inner, **kwargs):
+    return jls.loss_scaled(inner, jls.dynamic(8.0, growth_interval=3), **kwargs)
+
+
+def steps(optimizer, grads, params=PARAMS, **extra):
+    return run(optimizer, params, grads, **extra)
+
+
+# To one rounding: two programs may fuse, and so round, differently.
+assert_close = functools.partial(chex.assert_trees_all_close, rtol=3e-7)
+
+
+def test_finite_steps_are_those_of_the_inner_optimizer():
+    inner = optax.sgd(0.5, momentum=0.9)
+    params, state = steps(scaled(inner), [GOOD, BAD, GOOD])
+    expected, inner_state = steps(inner, [GOOD, GOOD])
+    assert_close(params, expected)
+    assert_close(state.inner_state, inner_state)
+
+
+def test_scale_grows_and_backs_off_and_counters_advance():
+    _, state = steps(scaled(optax.sgd(0.5)), [GOOD] * 3 + [BAD] * 2)
+    assert state.scaler_state == (4.0, 0, 0)
+    assert (state.steps, state.skips, state.consecutive_skips) == (5, 2, 2)
+    assert not state.applied
+    _, state = steps(scaled(optax.sgd(0.5)), [BAD, BAD, GOOD])
+    assert (state.skips, state.consecutive_skips, state.applied) == (2, 0, True)
+
+
+def test_applied_is_false_before_the_first_step():
+    assert not scaled(optax.sgd(0.5)).init(PARAMS).applied
+
+
+def test_works_under_strict_promotion_with_16_bit_gradients():
+    half = jax.tree.map(lambda g: g.astype(jnp.bfloat16), GOOD)
+    params, state = steps(scaled(optax.sgd(0.5)), [half])
+    assert_close(params, steps(optax.sgd(0.5), [GOOD])[0])
+    assert state.applied
+
+
+@pytest.mark.parametrize("value", [jnp.nan, -jnp.inf])
+def test_nonfinite_loss_keeps_the_whole_scaler_state(value):
+    optimizer = scaled(optax.sgd(0.5))
+    _, state = steps(optimizer, [GOOD, GOOD])
+    for grads in (GOOD, BAD):
+        _, new = optimizer.update(grads, state, PARAMS, value=jnp.float32(value))
+        assert_close(new.scaler_state, state.scaler_state)
+        assert (new.skips, new.nonfinite_losses, new.applied) == (1, 1, False)
+
+
+def test_inner_never_sees_what_is_not_finite_even_where_it_runs_on_a_bad_step():
+    seen = []
+
+    def update(updates, state, params=None, **extra):
+        seen.append(jls.all_finite((updates, extra)))
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(optax.sgd(0.5).init, update)
+    optimizer = scaled(inner)
+    state = optimizer.init(PARAMS)
+    optimizer.update(BAD, state, PARAMS, value=jnp.float32(jnp.nan), grad=BAD)
+    assert seen == [True]  # eager, every step runs
+
+
+def divided_by_itself():
+    """Makes NaN updates of finite gradients, as Adam does whose eps underflows."""
+
+    def update(updates, state, params=None):
+        updates = jax.tree.map(lambda g: jnp.where(g == 0, g / g, -g), updates)
+        return updates, jax.tree.map(lambda s: s + 1, state)
+
+    return optax.GradientTransformation(lambda params: jnp.int32(0), update)
+
+
+ZERO = jax.tree.map(jnp.zeros_like, GOOD)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "check_updates", "is_checked"),
+    [
+        (jnp.float32, True, True),
+        (jnp.float32, None, False),
+        (jnp.float32, False, False),
+        (jnp.bfloat16, None, True),
+        (jnp.bfloat16, False, False),
+    ],
+)
+def test_check_updates(dtype, check_updates, is_checked):
+    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    optimizer = scaled(divided_by_itself(), check_updates=check_updates)
+    with jax.numpy_dtype_promotion("standard"):
+        params, state = steps(optimizer, [GOOD, ZERO], params)
+    assert jls.all_finite(params) == is_checked
+    assert state.inner_state == (1 if is_checked else 2)
+    assert (state.applied, state.skips) == (not is_checked, int(is_checked))
+    assert state.scaler_state == (8.0, 2, 0)  # a finite step for the scaler
+
+
+def test_check_updates_judges_by_the_gradients_without_params():
+    optimizer = scaled(divided_by_itself())
+    state = optimizer.init(PARAMS)
+    half = jax.tree.map(lambda g: g.astype(jnp.bfloat16), ZERO)
+    assert not optimizer.update(half, state)[1].applied
+    assert optimizer.update(ZERO, state)[1].applied
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.standard_promotion
+@pytest.mark.filterwarnings("ignore:.*parameters are float16")
+def test_state_keeps_its_dtypes_where_apply_if_finite_raises(dtype):
+    params = {"w": jnp.ones(3, dtype)}
+    grads = [{"w": jnp.full(3, 0.5, dtype)}] * 2
+    inner = optax.adamw(0.1)
+    new, state = steps(scaled(inner), grads, params)
+    assert new["w"].dtype == dtype
+    for a, b in zip(
+        jax.tree.leaves(state), jax.tree.leaves(scaled(inner).init(params)), strict=True
+    ):
+        assert (a.dtype, a.weak_type) == (b.dtype, False)
+
+
+def test_update_is_differentiable():
+    optimizer = scaled(optax.sgd(0.5))
+
+    def total(grads):
+        return jnp.sum(optimizer.update(2 * grads, optimizer.init(grads))[0])
+
+    assert jax.grad(total)(jnp.ones(2)).tolist() == [-1.0, -1.0]
+
+
+@pytest.mark.standard_promotion
+def test_debug_nans_finds_no_nan_that_jls_made():
+    optimizer = scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(0.1)))
+    state = optimizer.init(PARAMS)
+    with jax.debug_nans(True):
+        _, state = optimizer.update(BAD, state, PARAMS)
+    assert not state.applied
+
+
+def test_updates_take_the_wider_dtype_of_gradient_and_parameter():
+    inner = optax.GradientTransformation(
+        lambda params: optax.EmptyState(),
+        lambda u, s, p=None: (
+            jax.tree.map(lambda g, x: g.astype(x.dtype) * x, u, p),
+            s,
+        ),
+    )
+    with jax.enable_x64(True):
+        params = {"z": jnp.complex64(1j), "d": jnp.float64(1e300), "h": jnp.bfloat16(2)}
+        grads = jax.tree.map(lambda _: jnp.float32(2.0), params)
+        optimizer = scaled(inner, check_updates=False)
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+        assert updates == {"z": 2j, "d": 2e300, "h": 4.0}
+        dtypes = jax.tree.map(lambda u: u.dtype.name, updates)
+        assert dtypes == {"z": "complex64", "d": "float64", "h": "float32"}
+
+
+def test_debug_nans_and_infs_do_not_trip_over_a_rejected_step():
+    optimizer = scaled(optax.sgd(0.5, momentum=0.9))
+    state = optimizer.init(PARAMS)
+    with jax.debug_nans(True), jax.debug_infs(True):
+        _, state = jax.jit(optimizer.update)(BAD, state, PARAMS)
+    assert not state.applied
+
+
+@pytest.mark.standard_promotion
+def test_line_search_ends_on_a_rejected_step():
+    def loss_fn(params):
+        return jnp.sum((params - 3.0) ** 2)
+
+    optimizer = jls.loss_scaled(optax.lbfgs(), jls.static(8.0))
+
+    @jax.jit
+    def step(params, state, noise):
+        value, grad = jls.value_and_grad(loss_fn)(state, params)
+        value, grad = value + noise, grad + noise
+        updates, state = optimizer.update(
+            grad, state, params, value=value, grad=grad, value_fn=loss_fn
+        )
+        return optax.apply_updates(params, updates), state
+
+    params = jnp.zeros(2)
+    state = optimizer.init(params)
+    for noise in (0.0, jnp.nan, 0.0, jnp.inf, 0.0):
+        params, state = step(params, state, jnp.float32(noise))
+    assert state.skips == 2
+    np.testing.assert_allclose(params, 3.0, rtol=1e-3)
+    one = jax.vmap(step, (None, None, 0))(params, state, jnp.array([0.0, jnp.nan]))
+    assert one[1].applied.tolist() == [True, False]
+
+
+def test_step_skipped_for_its_updates_names_those(jit_or_eager):
+    inner = optax.stateless(
+        lambda updates, params: {"a": updates["a"] / 0, "b": params["b"]}
+    )
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    optimizer = jls.loss_scaled(inner, jls.dynamic(8.0), check_updates=True)
+    update = jit_or_eager(optimizer.update)
+    _, state = update(params, optimizer.init(params), params)
+    assert jls.nonfinite_leaves(state, params) == ["a"]
+    assert (state.skip_reason, state.nonfinite_updates, state.skips) == (3, 1, 1)
+    assert jls.loss_scale(state) == 8.0
+
+
+def test_inner_state_that_becomes_nan_is_not_committed_either(jit_or_eager):
+    """As dadapt_adamw does in float16: finite updates, and a state for ever NaN."""
+
+    def update(updates, state, params=None):
+        return updates, {"mean": state["mean"] / 0, "best": state["best"]}
+
+    inner = optax.GradientTransformation(
+        lambda params: {"mean": jnp.zeros(()), "best": jnp.float32(jnp.inf)}, update
+    )
+    params = jnp.ones(2)
+    for checks in (True, False):
+        optimizer = jls.loss_scaled(inner, jls.dynamic(8.0), check_updates=checks)
+        step = jit_or_eager(optimizer.update)
+        _, state = step(params, optimizer.init(params), params)
+        assert state.applied == (not checks)
+        assert jnp.isfinite(state.inner_state["mean"]) == checks
+        assert bool(state.nonfinite_updates) == checks
+
+
+def test_updates_with_other_leaves_than_the_params_are_refused():
+    optimizer = scaled(optax.identity())
+    with pytest.raises(
+        ValueError, match=r"as many floating-point leaves .* got 1 and 2"
+    ):
+        optimizer.update({"a": jnp.ones(2)}, optimizer.init(PARAMS))
+
+
+# What the policy sees -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scaler", [jls.cautious(8.0), jls.recent_max(8.0)])
+def test_one_nan_among_many_is_never_committed(scaler, jit_or_eager):
+    optimizer = jls.loss_scaled(optax.sgd(0.5), scaler)
+    params = {"w": jnp.ones((65, 64)), "b": jnp.ones(3)}
+    grads = {"w": jnp.ones((65, 64)).at[7, 7].set(jnp.nan), "b": jnp.ones(3)}
+    updates, state = jit_or_eager(optimizer.update)(
+        grads, optimizer.init(params), params
+    )
+    assert not state.applied
+    assert state.nonfinite_leaves.tolist() == [False, True]
+    assert jls.all_finite(updates)
+    assert jls.loss_scale(state) == 4.0
+
+
+def keep(state, largest):
+    return state._replace(loss_scale=largest)
+
+
+def test_the_wrapper_hands_the_policy_the_largest_true_gradient(jit_or_eager):
+    scaler = jls.types.MagnitudeScaler(jls.static(8.0).init, keep)
+    optimizer = jls.loss_scaled(optax.sgd(0.5), scaler)
+    params = {"w": jnp.ones(2), "b": jnp.ones(())}
+    update = jit_or_eager(optimizer.update)
+    state = optimizer.init(params)
+    grads = {"w": jnp.array([0.25, -4.0]), "b": jnp.array(2.0)}
+    updates, state = update(grads, state, params)
+    assert (jls.loss_scale(state), state.applied) == (4.0, True)
+    assert updates["w"].tolist() == [-0.125, 2.0]
+    bad = grads | {"b": jnp.array(jnp.nan)}
+    _, state = update(bad, state, params)
+    assert (jls.loss_scale(state), state.skips) == (jnp.inf, 1)
+    assert state.nonfinite_leaves.tolist() == [True, False]
+    _, state = update(grads, state, params, value=jnp.nan)
+    assert (jls.loss_scale(state), state.nonfinite_losses) == (jnp.inf, 1)  # kept
+    _, state = update(grads, state, params, partial_overflow=jnp.array(True))
+    assert (jls.loss_scale(state), state.applied) == (jnp.inf, True)
+    _, state = update(grads, state, params)
+    assert jls.loss_scale(state) == 4.0
+
+
+def test_devices_of_an_axis_hand_the_policy_one_magnitude():
+    scaler = jls.types.MagnitudeScaler(jls.static(8.0).init, keep)
+    optimizer = jls.loss_scaled(optax.sgd(0.5), scaler, axis_name="i")
+    params = jnp.ones(2)
+
+    def step(grads, value):
+        state = optimizer.init(params)
+        return optimizer.update(grads, state, params, value=value)[1]
+
+    devices = jax.vmap(step, axis_name="i")
+    grads = jnp.array([[1.0, 2.0], [-5.0, 3.0]])
+    state = devices(grads, jnp.ones(2))
+    assert state.scaler_state.loss_scale.tolist() == [5.0, 5.0]
+    state = devices(grads.at[0, 1].set(jnp.inf), jnp.ones(2))
+    assert state.scaler_state.loss_scale.tolist() == [jnp.inf, jnp.inf]
+    assert state.applied.tolist() == [False, False]
+    state = devices(grads, jnp.array([1.0, jnp.nan]))
+    assert state.nonfinite_losses.tolist() == [1, 1]
+
+
+def test_agreement_takes_one_collective():
+    optimizer = jls.loss_scaled(optax.sgd(0.5), jls.cautious(), axis_name="i")
+    params = jnp.ones(4)
+
+    def step(grads, value):
+        state = optimizer.init(params)
+        return optimizer.update(grads, state, params, value=value)[0]
+
+    mesh = Mesh(jax.devices()[:1], "i")
+    spec = {"mesh": mesh, "in_specs": (P("i"), P()), "out_specs": P("i")}
+    jaxpr = str(jax.make_jaxpr(jax.shard_map(step, **spec))(params, jnp.ones(())))
+    assert jaxpr.count("pmax") == 1
+    assert not any(name in jaxpr for name in ("pmin", "psum", "all_gather"))
+
+
+# What went wrong elsewhere ------------------------------------------------------------
+
+
+def test_gradients_are_true_on_steps_that_move_the_scale(jit_or_eager):
+    """MPX M1: unscaled with the scale of the next step."""
+    scaler = jls.dynamic(8.0, growth_interval=2)
+    optimizer = jls.loss_scaled(optax.sgd(0.0), scaler)
+
+    @jit_or_eager
+    def step(params, state):
+        loss, grads = jls.value_and_grad(lambda w: jnp.sum(w**2))(state, params)
+        _, state = optimizer.update(grads, state, params)
+        return loss, grads, state
+
+    state = optimizer.init(W)
+    for scale in (8.0, 16.0, 16.0, 32.0):
+        loss, grads, state = step(W, state)
+        assert loss == 5.0
+        assert grads.tolist() == [2.0, -4.0]
+        assert jls.loss_scale(state) == scale
+
+
+def test_overflow_of_the_true_gradient_under_a_scale_below_one_is_seen():
+    """Keras K3: tested before unscaling, an inf got in."""
+    optimizer = jls.loss_scaled(optax.sgd(1.0), jls.dynamic(0.25, min_scale=2.0**-4))
+    state, w = optimizer.init(W), jnp.float32(0.5)
+
+    def loss_fn(w):
+        return w * jnp.float32(3e38) + w * jnp.float32(3e38)
+
+    loss, grads = jls.value_and_grad(loss_fn)(state, w)
+    assert jnp.isfinite(loss)
+    _, state = optimizer.update(jnp.stack([grads, grads]), state, W)
+    assert not state.applied
+    assert jls.loss_scale(state) == 0.125
+
+
+INNER = {
+    "sgd": optax.sgd(0.5, momentum=0.9),
+    "adamw": optax.adamw(0.5, weight_decay=0.1),
+    "ema, decay and schedule": optax.chain(
+        optax.ema(0.9),
+        optax.add_decayed_weights(0.1),
+        optax.scale_by_schedule(lambda n: -0.5 / (1 + n)),
+    ),
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
+def test_bad_steps_leave_no_trace_in_the_optimizer(jit_or_eager, inner):
+    """jmp J15, R6, R7, P1, P2, P3, P4a, R10: moments and windows kept the NaN."""
+    optimizer = jls.loss_scaled(inner, jls.dynamic(8.0))
+    params, state = run(optimizer, W, [NAN, ONE, INF, ONE], jit_or_eager)
+    expected, expected_state = run(optimizer, W, [ONE, ONE], jit_or_eager)
+    assert_identical(params, expected)
+    assert_identical(state.inner_state, expected_state.inner_state)
+    assert jls.loss_scale(state) == 2.0
+
+
+def test_skipped_updates_are_negative_zero():
+    """Levanter P4a: 0 times NaN is NaN."""
+    optimizer = jls.loss_scaled(optax.sgd(1.0), jls.dynamic(8.0))
+    updates, _ = jax.jit(optimizer.update)(NAN, optimizer.init(W), W)
+    assert_identical(updates, jnp.array([-0.0, -0.0]))
+
+
+def test_no_number_of_bad_steps_gets_one_committed():
+    """optax O1, R1: apply_if_finite gave in."""
+    optimizer = jls.loss_scaled(optax.sgd(0.5), jls.dynamic(8.0, min_scale=2.0))
+    params, state = run(optimizer, W, [NAN] * 50)
+    assert_identical(params, W)
+    assert state.consecutive_skips == 50
+    params, state = run(optimizer, W, [NAN] * 50 + [ONE])
+    assert params.tolist() == [0.5, -2.5]
+
+
+def test_clean_step_after_a_collapse_of_the_scale_is_finite():
+    """Keras K2: 127 NaN steps took the scale to 0, and then 0 / 0 the weight."""
+    scaler = jls.dynamic(1.0, growth_interval=1, min_scale=2.0**-126)
+    optimizer = jls.loss_scaled(optax.sgd(0.5), scaler)
+
+    @jax.jit
+    def step(carry, factor):
+        w, state = carry
+        grads = jls.grad(lambda w: jnp.sum(w * factor))(state, w)
+        updates, state = optimizer.update(grads, state, w)
+        return (optax.apply_updates(w, updates), state), state.applied
+
+    factors = jnp.array([jnp.nan] * 130 + [1.0])
+    (w, _), applied = lax.scan(step, (W, optimizer.init(W)), factors)
+    assert applied.tolist() == [False] * 130 + [True]
+    assert w.tolist() == [0.5, -2.5]
+
+
+def test_loss_that_is_not_finite_is_seen():
+    """MPX M7: a NaN loss with finite gradients went unseen."""
+    optimizer = jls.loss_scaled(optax.sgd(0.5), jls.dynamic(8.0, growth_interval=1))
+    update = jax.jit(optimizer.update)
+    updates, state = update(ONE, optimizer.init(W), W, value=jnp.float32(jnp.nan))
+    assert_identical(updates, jnp.array([-0.0, -0.0]))
+    assert state.nonfinite_losses == 1
+    assert jls.loss_scale(state) == 8.0
+
+
+@pytest.mark.standard_promotion
+def test_a_run_traces_once():
+    """jmp J5, F1, R3: the Python numbers of a first state cost a second trace."""
+    optimizer = jls.loss_scaled(optax.adam(0.5), jls.dynamic(8.0, growth_interval=2))
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = W, optimizer.init(W)
+    for grads in (ONE, ONE, NAN, ONE, INF):
+        params, state = step(params, state, grads)
+    step(params, jls.set_loss_scale(state, 64), ONE)
+    assert_identical(
+        jax.tree.map(jnp.zeros_like, optimizer.init(W)),
+        jax.tree.map(jnp.zeros_like, state),
+    )
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "inner",
+    [optax.adam(0.5), optax.adamw(0.5), optax.adam(0.5, mu_dtype=jnp.bfloat16)],
+    ids=["adam", "adamw", "mu_dtype"],
+)
+def test_half_precision_gradients_keep_the_state_dtypes(jit_or_eager, inner, dtype):
+    """optax O2: apply_if_finite was a TypeError of lax.cond."""
+    optimizer = jls.loss_scaled(inner, jls.dynamic(8.0))
+    grads = [ONE.astype(dtype), NAN.astype(dtype), ONE.astype(dtype)]
+    params, state = run(optimizer, W, grads, jit_or_eager)
+    chex.assert_trees_all_equal_dtypes(state, optimizer.init(W))
+    assert state.skips == 1
+    assert jnp.all(params < W)
+
+
+@pytest.mark.standard_promotion
+def test_updates_that_are_not_finite_are_not_committed_to_float16_params():
+    """optax R4: adam's eps is 0 in float16, and 0 / 0 of finite gradients is NaN."""
+    half_eps = optax.stateless(
+        lambda u, p: jax.tree.map(lambda u, p: u / (0 * p), u, p)
+    )
+    w = W.astype(jnp.float16)
+    for inner, applied in ((optax.adam(0.5), True), (half_eps, False)):
+        optimizer = jls.loss_scaled(inner, jls.dynamic(8.0, growth_interval=1))
+        with pytest.warns(UserWarning, match="are float16"):
+            params, state = run(optimizer, w, [jnp.zeros(2, jnp.float16)])
+        assert_identical(params, w)
+        assert state.applied == applied
+        assert jls.loss_scale(state) == 16.0
+
+
+def test_rejected_nan_inside_jit_does_not_trip_debug_nans():
+    """flax F13, R16: only outputs are checked, and none of them is NaN here."""
+    optimizer = jls.loss_scaled(optax.sgd(0.5), jls.dynamic(8.0))
+
+    @jax.jit
+    def step(w, state, x):
+        grads = jls.grad(lambda w: jnp.sum(w * x))(state, w)
+        updates, state = optimizer.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    state = optimizer.init(W)
+    x = jnp.array([1.0, jnp.inf])
+    with jax.debug_nans(True), jax.debug_infs(True):
+        w, state = step(W, state, x)
+    assert_identical(w, W)
+    assert state.skips == 1
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize(
+    ("jit", "inner", "steps"),
+    [
+        (jax.jit, optax.adam(0.1), 50),
+        (jax.jit, optax.sgd(0.1, momentum=0.9), 50),
+        (lambda f: f, optax.sgd(0.1, momentum=0.9), 3),
+    ],
+    ids=["adam", "sgd", "sgd, eager"],
+)
+def test_run_under_a_power_of_two_is_bitwise_the_run_under_another(jit, inner, steps):
+    """E1, E2: the same executable, and eager."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = [jax.random.normal(k, (4, 4)) for k in keys[:2]]
+    x = jax.random.normal(keys[2], (8, 4))
+    optimizer = jls.loss_scaled(inner, jls.static(2.0))
+
+    def loss_fn(params):
+        return jnp.mean((jnp.tanh(x @ params[0]) @ params[1] - x) ** 2)
+
+    @jit
+    def step(params, state):
+        grads = jls.grad(loss_fn)(state, params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def train(scale):
+        new, state = params, jls.set_loss_scale(optimizer.init(params), scale)
+        for _ in range(steps):
+            new, state = step(new, state)
+        return new
+
+    reference = train(1.0)
+    for exponent in (10, 24):
+        assert_identical(train(2.0**exponent), reference)

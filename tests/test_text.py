@@ -1,0 +1,85 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jls
+
+
+@pytest.mark.parametrize(
+    ("thing", "text"),
+    [
+        (
+            jls.dynamic(growth_interval=100, min_scale=2.0**-14),
+            "dynamic(loss_scale=2**15, growth_factor=2, backoff_factor=0.5, "
+            "min_scale=2**-14, max_scale=2**24, growth_interval=100, "
+            "backoff_interval=1)",
+        ),
+        (jls.static(48), "static(loss_scale=48)"),
+        (jls.static(jnp.float32(2.0**20)), "static(loss_scale=2**20)"),
+        (jls.static(65504.0), "static(loss_scale=65504)"),
+        (
+            jls.presets.deepspeed(),
+            "late_growth(hysteresis(loss_scale=2**16, growth_factor=2, "
+            "backoff_factor=0.5, min_scale=1, max_scale=2**126, growth_interval=1000, "
+            "hysteresis=2))",
+        ),
+        (
+            jls.dynamic(2.0**12).init(),
+            "ScalerState(loss_scale=2**12, finite_count=0, nonfinite_count=0)",
+        ),
+        (
+            jax.tree.map(np.asarray, jls.static(3.0).init()),
+            "ScalerState(loss_scale=3, finite_count=-2, nonfinite_count=0)",
+        ),
+        (
+            jls.adaptive(8.0).init(),
+            "AdaptiveState(loss_scale=8, finite_count=0, nonfinite_count=0, "
+            "growth_count=0, interval_index=0)",
+        ),
+        (
+            jls.loss_scaled(optax.sgd(0.1, 0.9)).init(jnp.ones(3)),
+            "LossScaledState(inner_state=..., scaler_state=ScalerState("
+            "loss_scale=2**15, finite_count=0, nonfinite_count=0), applied=False, "
+            "steps=0, skips=0, consecutive_skips=0, nonfinite_losses=0, "
+            "nonfinite_updates=0, skip_reason=0)",
+        ),
+    ],
+)
+def test_repr_says_what_a_person_wants_to_know(thing, text):
+    assert repr(thing) == text
+
+
+@pytest.mark.parametrize(
+    "state",
+    [jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3)), jls.adaptive().init()],
+    ids=["wrapper", "policy"],
+)
+def test_repr_does_no_harm_to_what_is_no_scalar_in_memory(state):
+    seen = []
+    jax.jit(lambda state: (seen.append(repr(state)), state)[1])(state)
+    assert "Tracer" in seen[0]
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), state)
+    for other in (
+        stacked,
+        jax.eval_shape(lambda: state),
+        jax.tree.map(lambda _: None, state),
+        jax.tree.map(lambda _: "a spec", state),
+        jax.tree.map(nnx.Variable, state),
+    ):
+        assert repr(other).startswith(type(state).__name__ + "(")
+    copy = jax.tree.map(jnp.copy, state)
+    jax.jit(lambda x: jax.tree.map(lambda y: ~y, x), donate_argnums=0)(
+        copy.nonfinite_count if hasattr(copy, "nonfinite_count") else copy.steps
+    )
+    assert "<donated>" in repr(copy)
+
+
+def test_policy_of_a_user_prints_its_functions():
+    scaler = jls.types.LossScaler(jls.static().init, max)
+    assert repr(scaler).endswith("adjust=<built-in function max>)")
+    assert repr(scaler).startswith("LossScaler(init=")
+    assert "loss_scale=1.0" in repr(scaler)
+    assert repr(jls.types.LossScaler(min, max)).startswith("LossScaler(init=<built-in")

@@ -1,0 +1,363 @@
+"""The wrapper's own behaviour; what it promises is in test_promises.py."""
+
+import functools
+import warnings
+
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from shared import INF, NAN, ONE, W, assert_identical, run
+
+import jls
+
+PARAMS = {"a": jnp.array([1.0, -2.0]), "b": jnp.float32(0.5)}
+GOOD = {"a": jnp.array([0.5, 0.25]), "b": jnp.float32(-1.0)}
+BAD = {"a": jnp.array([0.5, jnp.inf]), "b": jnp.float32(-1.0)}
+
+
+def scaled(inner, **kwargs):
+    return jls.loss_scaled(inner, jls.dynamic(8.0, growth_interval=3), **kwargs)
+
+
+def steps(optimizer, grads, params=PARAMS, **extra):
+    return run(optimizer, params, grads, **extra)
+
+
+# To one rounding: two programs may fuse, and so round, differently.
+assert_close = functools.partial(chex.assert_trees_all_close, rtol=3e-7)
+
+
+def test_extra_arguments_reach_the_inner_transformation():
+    seen = {}
+
+    def update(updates, state, params=None, **extra):
+        seen.update(extra)
+        return updates, state
+
+    init = optax.sgd(0.5).init
+    inner = optax.GradientTransformationExtraArgs(init, update)
+    optimizer, marker = scaled(inner), object()
+    state = optimizer.init(PARAMS)
+    optimizer.update(GOOD, state, PARAMS, value=jnp.float32(3.0), marker=marker, n=7)
+    assert (seen["marker"], seen["n"]) == (marker, 7)
+    assert set(seen) == {"value", "marker", "n"}
+
+
+def test_python_numbers_among_the_extra_arguments_stay_python_numbers():
+    def update(updates, state, params=None, *, damping, **extra):
+        return (updates if damping > 0 else None), state
+
+    inner = optax.GradientTransformationExtraArgs(optax.sgd(0.5).init, update)
+    _, state = steps(scaled(inner), [GOOD], damping=0.5)
+    assert state.applied
+
+
+def test_extra_arguments_are_dropped_for_an_inner_without():
+    _, state = steps(scaled(optax.sgd(0.5)), [GOOD], value=jnp.float32(1.0))
+    assert state.applied
+
+
+def test_chain_passes_the_loss_down_to_the_wrapper():
+    optimizer = optax.chain(scaled(optax.sgd(0.5)), optax.scale(2.0))
+    _, state = steps(optimizer, [GOOD], value=jnp.float32(jnp.nan))
+    assert jls.metrics(state)["nonfinite_losses"] == 1
+
+
+def test_float16_params_warn_once_at_init_and_name_the_leaf():
+    params = {"dense": {"kernel": jnp.ones(2, jnp.float16)}, "scale": jnp.ones(2)}
+    optimizer = scaled(optax.sgd(0.5))
+    with pytest.warns(UserWarning, match=r"'\['dense'\]\['kernel'\]'") as caught:
+        state = optimizer.init(params)
+    assert len(caught) == 1
+    assert "1 of 2 parameters are float16" in str(caught[0].message)
+    assert "Keep float32 master weights" in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.update(params, state, params)
+
+
+def test_inner_that_changes_its_structure_or_shapes_is_named():
+    def grows(new_state):
+        return optax.GradientTransformation(
+            lambda params: {"n": jnp.zeros(2)}, lambda u, s, p=None: (u, new_state)
+        )
+
+    for new_state, message in [
+        ({"m": jnp.zeros(2)}, "optimizer's state must keep its structure, but turned"),
+        ({"n": jnp.zeros(3)}, r"turned float32\[2\] into float32\[3\] at '\['n'\]'"),
+        ({"n": jnp.zeros(2, int)}, r"turned float32\[2\] into int32\[2\] at"),
+    ]:
+        optimizer = scaled(grows(new_state))
+        state = optimizer.init(PARAMS)
+        with pytest.raises(ValueError, match=message):
+            optimizer.update(GOOD, state, PARAMS)
+
+
+def test_faulty_policy_is_named():
+    state = jls.static(8.0).init()
+    for init, message in [
+        (lambda: jnp.float32(8.0), "state must carry a loss scale"),
+        (
+            lambda: state._replace(loss_scale=jnp.int32(8)),
+            "a float32 loss_scale",
+        ),
+    ]:
+        policy = jls.types.LossScaler(init, lambda state, flag: state)
+        with pytest.raises(ValueError, match=message):
+            jls.loss_scaled(optax.sgd(0.5), policy).init(PARAMS)
+
+    def adjust(state, grads_finite):
+        return state._replace(finite_count=jnp.float32(1.0))
+
+    optimizer = jls.loss_scaled(optax.sgd(0.5), jls.types.LossScaler(lambda: state, adjust))
+    with pytest.raises(ValueError, match=r"the scaler's state must keep .* kinds"):
+        optimizer.update(GOOD, optimizer.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("wrapper", [jls.loss_scaled, jls.skip_nonfinite])
+def test_nested_wrappers_are_refused_at_init(wrapper):
+    optimizer = scaled(optax.chain(optax.clip(1.0), wrapper(optax.sgd(0.5))))
+    with pytest.raises(ValueError, match=r"must not contain .* has one at '\[1\]'"):
+        optimizer.init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((0.5,), {}, "inner must be an optax.GradientTransformation, .* got float 0.5"),
+        (
+            (optax.MultiSteps(optax.sgd(0.5), 2),),
+            {},
+            r"its gradient_transformation\(\)",
+        ),
+        (
+            (optax.sgd(0.5), 8.0),
+            {},
+            "scaler must be a jls.types.LossScaler or .* got float 8.0",
+        ),
+        ((optax.sgd(0.5), jls.dynamic), {}, "scaler must be a jls.types.LossScaler"),
+        ((optax.sgd(0.5),), {"check_updates": 1}, "check_updates must be True, False"),
+        ((optax.sgd(0.5),), {"axis_name": ["i"]}, "axis_name must be a str, a tuple"),
+    ],
+)
+def test_arguments_of_another_type_are_a_type_error(args, kwargs, message):
+    with pytest.raises(TypeError, match=message):
+        jls.loss_scaled(*args, **kwargs)
+
+
+def test_skip_nonfinite_has_the_state_of_loss_scaled_and_a_scale_of_one():
+    guarded = jls.skip_nonfinite(optax.sgd(0.5, momentum=0.9))
+    params, state = steps(guarded, [GOOD, BAD, BAD])
+    assert jls.loss_scale(state) == 1.0
+    assert state.skips == 2
+    assert_close(params, steps(optax.sgd(0.5, momentum=0.9), [GOOD])[0])
+    other = scaled(optax.sgd(0.5, momentum=0.9)).init(PARAMS)
+    chex.assert_trees_all_equal_structs(state, other)
+
+
+# Composition: what sits inside freezes on a skip, what sits outside does not.
+
+
+@pytest.mark.standard_promotion
+def test_chain_inside_freezes_and_chain_outside_goes_on():
+    schedule = optax.scale_by_schedule(lambda count: -0.1 * (count + 1))
+    inside = scaled(optax.chain(optax.trace(0.9), schedule))
+    params, state = steps(inside, [GOOD, BAD])
+    assert state.inner_state[1].count == 1
+    assert_close(params, steps(inside, [GOOD])[0])
+
+    outside = optax.chain(scaled(optax.trace(0.9)), schedule)
+    _, state = steps(outside, [GOOD, BAD])
+    assert state[1].count == 2
+    weight_decay = optax.chain(scaled(optax.sgd(0.1)), optax.add_decayed_weights(-0.1))
+    params, _ = steps(weight_decay, [BAD])
+    np.testing.assert_allclose(params["a"], 0.9 * PARAMS["a"], rtol=1e-6)
+
+
+@pytest.mark.standard_promotion
+def test_multi_steps_inside_drops_the_bad_micro_batch_and_backs_off():
+    multi_steps = optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
+    params, state = steps(scaled(multi_steps), [GOOD, BAD, GOOD])
+    assert_close(params, steps(optax.sgd(1.0), [GOOD])[0])
+    assert state.inner_state.gradient_step == 1
+    assert state.scaler_state.loss_scale == 4.0
+    _, state = steps(scaled(multi_steps), [BAD] + [GOOD] * 8)
+    assert state.inner_state.gradient_step == 4
+
+
+@pytest.mark.standard_promotion
+def test_multi_steps_outside_needs_its_skip_function_and_hides_bad_steps():
+    plain = optax.MultiSteps(scaled(optax.sgd(1.0)), 2)
+    params, _ = steps(plain, [GOOD, BAD] + [GOOD] * 8)
+    assert_close(params, PARAMS)  # the accumulator holds a NaN for ever: 0 * inf
+    skipping = optax.MultiSteps(
+        scaled(optax.sgd(1.0)), 2, should_skip_update_fn=optax.skip_not_finite
+    )
+    params, state = steps(skipping, [GOOD, BAD, GOOD])
+    assert_close(params, steps(optax.sgd(1.0), [GOOD])[0])
+    assert jls.loss_scale(state) == 8.0  # never told of the overflow
+
+
+@pytest.mark.standard_promotion
+def test_inject_hyperparams_inside_and_outside():
+    inside = scaled(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
+    params, state = steps(inside, [GOOD, BAD])
+    assert_close(params, steps(optax.sgd(0.5), [GOOD])[0])
+    assert state.inner_state.hyperparams["learning_rate"] == 0.5
+
+    def make(learning_rate, growth_factor):
+        policy = jls.dynamic(8.0, growth_interval=1, growth_factor=growth_factor)
+        return jls.loss_scaled(optax.sgd(learning_rate), policy)
+
+    outside = optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)
+    _, state = steps(outside(learning_rate=0.5, growth_factor=4.0), [GOOD, BAD, GOOD])
+    assert jls.loss_scale(state) == 64.0
+    assert jls.metrics(state)["skips"] == 1
+
+
+@pytest.mark.standard_promotion
+def test_masked_and_multi_transform_inside_and_outside():
+    mask = {"a": True, "b": False}
+    for optimizer in (
+        scaled(optax.masked(optax.adam(0.1), mask)),
+        optax.masked(scaled(optax.adam(0.1)), mask),
+    ):
+        params, state = steps(optimizer, [GOOD, BAD])
+        assert jls.metrics(state)["skips"] == 1
+        assert_close(params["a"], steps(optax.adam(0.1), [GOOD])[0]["a"])
+
+    labels = {"a": "adam", "b": "sgd"}
+    parts = {"adam": optax.adam(0.1), "sgd": optax.sgd(0.1)}
+    params, state = steps(scaled(optax.multi_transform(parts, labels)), [GOOD, BAD])
+    assert_close(params, steps(optax.multi_transform(parts, labels), [GOOD])[0])
+    # Outside, each part decides for itself: the inf in `a` does not stop `b`.
+    parts = {name: scaled(part) for name, part in parts.items()}
+    optimizer = optax.multi_transform(parts, labels)
+    params, state = steps(optimizer, [BAD])
+    assert_close(params["a"], PARAMS["a"])
+    assert params["b"] != PARAMS["b"]
+    with pytest.raises(ValueError, match="exactly one loss scale, got 2"):
+        jls.loss_scale(state)
+
+
+@pytest.mark.standard_promotion
+def test_clip_inside_sees_true_gradients_in_float32():
+    # Squares of 300 overflow in float16, and optax's clip would make them all 0.
+    optimizer = scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
+    grads = jnp.full(4, 300.0, jnp.float16)
+    params, state = steps(optimizer, [grads], jnp.zeros(4))
+    assert state.applied
+    np.testing.assert_allclose(params, [-0.5] * 4, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(jls.dynamic, jls.adaptive), (jls.adaptive, jls.dynamic)]
+)
+def test_state_of_another_policy_is_refused_with_the_way_on(old, new):
+    params = jnp.ones(2)
+    before, after = (jls.loss_scaled(optax.sgd(0.1), make()) for make in (old, new))
+    state = before.init(params)
+    with pytest.raises(ValueError, match="must be one that the policy has made"):
+        after.update(params, state, params)
+    state = state._replace(scaler_state=new().init())
+    assert after.update(params, state, params)[1].applied
+
+
+# What went wrong elsewhere ------------------------------------------------------------
+
+
+def test_inner_optimizer_that_changes_its_state_is_named(jit_or_eager):
+    """optax O5: monitor changes the structure of its state at the first update."""
+    inner = optax.GradientTransformation(lambda _: (), lambda u, s, p=None: (u, (1.0,)))
+    with pytest.raises(ValueError, match="optimizer's state must keep its structure"):
+        run(jls.loss_scaled(inner, jls.dynamic(8.0)), W, [ONE], jit_or_eager)
+
+
+@pytest.mark.standard_promotion
+def test_accumulated_gradients_are_true_across_a_change_of_scale():
+    """optax O9: micro-gradients under 1024 and 2048 summed and divided by 2048."""
+    inner = optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
+    optimizer = jls.loss_scaled(inner, jls.dynamic(1024.0, growth_interval=1))
+
+    @jax.jit
+    def step(w, state):
+        grads = jls.grad(jnp.sum)(state, w)
+        updates, state = optimizer.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    w, state = step(*step(W, optimizer.init(W)))
+    assert jls.loss_scale(state) == 4096.0
+    assert w.tolist() == [0.0, -3.0]
+
+
+@pytest.mark.standard_promotion
+def test_accumulation_inside_recovers_from_a_bad_micro_batch():
+    """optax O10, R2: the accumulator kept the NaN, or the params never moved again."""
+    inner = optax.MultiSteps(optax.sgd(1.0), 4).gradient_transformation()
+    optimizer = jls.loss_scaled(inner, jls.dynamic(8.0))
+    micro_batches = [ONE, NAN, 2 * ONE, 2 * ONE, 3 * ONE]
+    params, state = run(optimizer, W, micro_batches)
+    assert params.tolist() == [-1.0, -4.0]
+    assert jls.loss_scale(state) == 4.0
+    params, _ = run(optimizer, W, micro_batches + 4 * [ONE])
+    assert params.tolist() == [-2.0, -5.0]
+
+
+@pytest.mark.standard_promotion
+def test_optimizer_that_holds_a_key_freezes_it():
+    """jmp J8b, O4: apply_if_finite and MultiSteps could not handle keys."""
+    noisy = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.5))
+    optimizer = jls.loss_scaled(noisy, jls.dynamic(8.0))
+    params, state = run(optimizer, W, [NAN, ONE])
+    expected, expected_state = run(optimizer, W, [ONE])
+    assert_identical(params, expected)
+    key, old = (optax.tree.get(s, "rng_key") for s in (state, expected_state))
+    assert_identical(jax.random.key_data(key), jax.random.key_data(old))
+
+
+@pytest.mark.standard_promotion
+def test_hyperparameters_can_be_injected_inside_and_outside():
+    """optax R15: a control that worked."""
+
+    def make(learning_rate):
+        return jls.loss_scaled(optax.adam(learning_rate), jls.dynamic(8.0))
+
+    outside = optax.inject_hyperparams(make)(learning_rate=0.5)
+    injected = optax.inject_hyperparams(optax.adam)(learning_rate=0.5)
+    inside = jls.loss_scaled(injected, jls.dynamic(8.0))
+    for optimizer in (outside, inside):
+        params, state = run(optimizer, W, [ONE, NAN])
+        np.testing.assert_allclose(params, W - 0.5, rtol=1e-5)
+        assert jls.loss_scale(state) == 4.0
+        assert optax.tree.get(state, "loss_scale") == 4.0
+        assert optax.tree.get(state, "learning_rate") == 0.5
+
+
+@pytest.mark.standard_promotion
+def test_equinox_module_goes_through_every_function():
+    """jmp R9: all_finite and select_tree raised on an Equinox MLP."""
+    model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+    optimizer = jls.loss_scaled(optax.adam(0.5), jls.dynamic(8.0))
+    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def step(model, state, x):
+        differentiate = jls.value_and_grad(
+            lambda model, x: jnp.sum(model(x) ** 2), transform=eqx.filter_value_and_grad
+        )
+        _, grads = differentiate(state, model, x)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, state = optimizer.update(grads, state, params)
+        return eqx.apply_updates(model, updates), state
+
+    same, state = step(model, state, INF)
+    assert eqx.tree_equal(same, model)
+    moved, state = step(model, state, ONE)
+    assert jls.all_finite(moved)
+    assert not eqx.tree_equal(moved, model)
+    assert eqx.tree_equal(jls.select(False, moved, model), model)
+    assert jls.scale(state, model).activation is model.activation

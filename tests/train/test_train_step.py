@@ -1,0 +1,338 @@
+"""One pure train step, for Linen, for NNX and for plain functions."""
+
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from models import (
+    BAD,
+    GOOD,
+    SCALER,
+    Module,
+    contents,
+    linear_loss,
+    linear_state,
+    linen_loss,
+    make_batch,
+    make_nnx,
+    make_state,
+    moved,
+    nnx_contents,
+    nnx_loss,
+    norm,
+    spoiled,
+)
+from shared import assert_identical
+
+import jls
+
+pytestmark = pytest.mark.standard_promotion
+
+
+def test_linen_step_is_the_one_written_by_hand(jit_or_eager):
+    def by_hand(state, batch):
+        def loss_fn(params):
+            return linen_loss(state.replace(params=params), batch)
+
+        grad_fn = jls.value_and_grad(loss_fn, has_aux=True)
+        (loss, fields), grads = grad_fn(state, state.params)
+        updates, opt_state = state.tx.update(
+            grads, state.opt_state, state.params, value=loss
+        )
+        params = optax.apply_updates(state.params, updates)
+        fields = jls.select(
+            opt_state.applied, fields, {name: getattr(state, name) for name in fields}
+        )
+        new = state.replace(params=params, opt_state=opt_state, **fields)
+        return new, (loss, norm(grads))
+
+    ours, theirs = make_state(), make_state()
+    step = jit_or_eager(jls.train_step(linen_loss, has_aux=True))
+    other = jit_or_eager(by_hand)
+    for seed in range(4):
+        batch = make_batch(seed=seed)
+        batch = spoiled(batch, 1e30) if seed == 2 else batch
+        ours, report = step(ours, batch)
+        theirs, (loss, grad_norm) = other(theirs, batch)
+        chex.assert_trees_all_close(
+            contents(ours), contents(theirs), rtol=1e-5, atol=1e-6
+        )
+        chex.assert_trees_all_close(
+            [report.loss, report.global_norm],
+            [loss, grad_norm],
+            rtol=1e-5,
+        )
+        assert_identical(jls.metrics(ours), jls.metrics(theirs))
+    assert ours.step == 4
+    assert jls.metrics(ours)["skips"] == 1
+
+
+def test_linen_skipped_step_leaves_all_but_the_count_of_calls():
+    step = jax.jit(jls.train_step(linen_loss, has_aux=True))
+    state, _ = step(make_state(), make_batch())
+    for value in (jnp.nan, jnp.inf, 1e30):
+        before, calls = contents(state), state.step
+        state, report = step(state, spoiled(make_batch(), value))
+        assert report.skipped
+        assert_identical(contents(state), before)
+        assert state.step == calls + 1
+    state, report = step(state, make_batch())
+    assert not report.skipped
+    assert all(moved(contents(state)[:3], before[:3]))
+
+
+def test_skipped_step_keeps_params_that_an_addition_would_change(jit_or_eager):
+    # XLA flushes subnormal numbers when it adds, and -0.0 + 0.0 is 0.0.
+    state = linear_state([-0.0, 1e-40])
+    step = jit_or_eager(jls.train_step(linear_loss))
+    state, report = step(state, jnp.array([[jnp.inf, 1.0]]))
+    assert report.skipped
+    assert_identical(np.asarray(state.params), np.float32([-0.0, 1e-40]))
+
+
+@pytest.mark.parametrize(
+    "jit",
+    [lambda f: f, nnx.jit, partial(nnx.jit, donate_argnums=(0, 1))],
+    ids=["eager", "jit", "donated"],
+)
+def test_nnx_step_changes_model_and_optimizer_or_leaves_them(jit):
+    model, optimizer = make_nnx()
+    step = jit(jls.train_step(nnx_loss))
+    for seed, value in enumerate([None, jnp.nan, None, jnp.inf, 1e30, None]):
+        batch = make_batch(seed=seed)
+        before = nnx_contents(model, optimizer)
+        report = step(
+            model, optimizer, batch if value is None else spoiled(batch, value)
+        )
+        after = nnx_contents(model, optimizer)
+        assert report.skipped == (value is not None)
+        if value is None:
+            kernel = before[0]["linear"]["kernel"], after[0]["linear"]["kernel"]
+            assert all(moved(*kernel))
+            count = after[0]["dropout"]["rngs"]["count"]
+            assert count == before[0]["dropout"]["rngs"]["count"] + 1
+            assert moved(before[0]["norm"]["mean"], after[0]["norm"]["mean"])
+        else:
+            assert_identical(after, before)
+    assert optimizer.step.get_value() == 6
+    metrics = jls.metrics(optimizer)
+    assert (metrics["steps"], metrics["skips"]) == (6, 3)
+
+
+def test_nnx_step_is_the_one_written_by_hand():
+    @nnx.jit
+    def by_hand(model, optimizer, batch):
+        grad_fn = jls.value_and_grad(nnx_loss, transform=nnx.value_and_grad)
+        loss, grads = grad_fn(optimizer, model, batch)
+        optimizer.update(model, grads, value=loss)
+        return loss
+
+    ours, theirs = make_nnx(), make_nnx()
+    step = nnx.jit(jls.train_step(nnx_loss))
+    for seed in range(3):
+        batch = make_batch(seed=seed)
+        report = step(*ours, batch)
+        chex.assert_trees_all_close(report.loss, by_hand(*theirs, batch), rtol=1e-5)
+        chex.assert_trees_all_close(
+            nnx_contents(*ours), nnx_contents(*theirs), rtol=1e-5, atol=1e-6
+        )
+
+
+def test_nnx_step_trains_only_what_the_optimizer_is_for():
+    class Frozen(nnx.Param):
+        pass
+
+    model = Module(nnx.Rngs(0))
+    model.linear.kernel = Frozen(model.linear.kernel.get_value())
+    wrt = nnx.All(nnx.Param, nnx.Not(Frozen))
+    tx = jls.loss_scaled(optax.sgd(0.5), SCALER())
+    optimizer = nnx.Optimizer(model, tx, wrt=wrt)
+    before = nnx_contents(model, optimizer)[0]
+    report = nnx.jit(jls.train_step(nnx_loss, local_norm=True))(
+        model, optimizer, make_batch()
+    )
+    after = nnx_contents(model, optimizer)[0]
+    assert_identical(after["linear"]["kernel"], before["linear"]["kernel"])
+    assert moved(after["linear"]["bias"], before["linear"]["bias"]) == [True]
+    assert "linear/kernel" not in report.local_norm
+
+
+# Running it: one trace, no transfer, loops, the host's hand on the scale.
+
+
+def test_one_trace_serves_a_donated_run_with_the_scale_set_from_the_host():
+    loss_fn = chex.assert_max_traces(linear_loss, n=1)
+    for scaler in (jls.static(64.0), SCALER()):
+        chex.clear_trace_counter()
+        step = jax.jit(jls.train_step(loss_fn), donate_argnums=0)
+        tx = jls.loss_scaled(optax.adam(0.1), scaler)
+        state, reports = linear_state(tx=tx), []
+        values = (128.0, 2, np.float32(8.0), jnp.ones((1,)), np.ones((), np.int32))
+        for value in values:
+            state, report = step(state, GOOD)
+            reports.append(report)
+            state = jls.set_loss_scale(state, value)
+            assert jls.loss_scale(state) == float(np.squeeze(value))
+        # A report survives the donation of the state that it was made with.
+        assert all(np.isfinite(jax.tree.leaves(report)).all() for report in reports)
+        for value, error in [("8", TypeError), (None, TypeError), ([8.0], TypeError)]:
+            with pytest.raises(error, match="loss_scale must be a real number"):
+                jls.set_loss_scale(state, value)
+        with pytest.raises(ValueError, match=r"loss_scale must have shape \(\) or"):
+            jls.set_loss_scale(state, jnp.ones(2))
+
+
+def test_step_makes_no_transfer():
+    step = jax.jit(jls.train_step(linen_loss, has_aux=True, local_norm=True))
+    state = jax.device_put(make_state())
+    batch = make_batch()
+    state, _ = step(state, batch)
+    with jax.transfer_guard("disallow"):
+        state, _ = step(state, batch)
+
+
+def test_scan_of_steps_equals_a_loop():
+    step = jls.train_step(linear_loss)
+    batches = jnp.array([[[1.0, 2.0]], [[jnp.inf, 1.0]], [[3.0, 4.0]], [[1.0, 1.0]]])
+    state = linear_state(inner=optax.adam(0.1)).replace(step=jnp.int32(0))
+    last, reports = jax.jit(partial(jax.lax.scan, step))(state, batches)
+    for batch, *expected in zip(batches, *reports[:3], strict=True):
+        state, report = jax.jit(step)(state, batch)
+        chex.assert_trees_all_close(list(report[:3]), expected, rtol=1e-6)
+    chex.assert_trees_all_close(last.params, state.params, rtol=1e-6)
+    assert reports.overflow.tolist() == [False, True, False, False]
+
+
+def test_vmap_gives_each_member_its_own_scale():
+    step = jls.train_step(linear_loss)
+    members = jax.vmap(lambda p: linear_state(p).replace(step=jnp.int32(0)))(
+        jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    )
+    batches = jnp.array([[[1.0, 1.0]], [[2e37, 1.0]]])
+    members, reports = jax.jit(jax.vmap(step))(members, batches)
+    assert reports.overflow.tolist() == [False, True]
+    assert reports.loss_scale.tolist() == [64.0, 32.0]
+    assert members.params.tolist() == [[0.5, 1.5], [3.0, 4.0]]
+
+
+def test_wrapper_within_a_chain_steps_and_skips_too():
+    tx = optax.chain(jls.loss_scaled(optax.sgd(1.0), SCALER()), optax.scale(0.5))
+    step = jax.jit(jls.train_step(linear_loss))
+    state, report = step(linear_state((0.0, 0.0), tx=tx), jnp.array([[3.0, 4.0]]))
+    assert report.global_norm == 5.0
+    assert state.params.tolist() == [-1.5, -2.0]
+    state, report = step(state, BAD)
+    assert report.skipped
+    assert state.params.tolist() == [-1.5, -2.0]
+
+
+def test_bfloat16_guard_makes_the_same_step():
+    tx = jls.skip_nonfinite(optax.sgd(0.5))
+    step = jax.jit(jls.train_step(linear_loss))
+    state, report = step(linear_state(tx=tx), jnp.ones((1, 2), jnp.bfloat16))
+    assert report.loss_scale == 1.0
+    assert state.params.tolist() == [0.5, 1.5]
+    state, report = step(state, BAD * jnp.inf)
+    assert report.skipped
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"micro_batches": 0}, ValueError, "micro_batches must be from 1 to .* got 0"),
+        ({"micro_batches": 2.0}, TypeError, "micro_batches must be an integer"),
+        ({"micro_batches": True}, TypeError, "micro_batches must be an integer"),
+        ({"accumulation": "max"}, ValueError, "accumulation must be one of .*'max'"),
+        ({"drop": None}, ValueError, "drop must be one of .*got None"),
+        ({"learning_rate": 0.0}, ValueError, "learning_rate must be > 0 .*got 0.0"),
+        ({"learning_rate": -1}, ValueError, "learning_rate must be > 0 .*got -1"),
+        ({"learning_rate": "1"}, TypeError, "learning_rate must be a real number"),
+        ({"learning_rate": {"a": -1}}, ValueError, "learning_rate must be > 0"),
+    ],
+)
+def test_bad_options_are_refused_at_once(options, error, message):
+    with pytest.raises(error, match=message):
+        jls.train_step(linear_loss, **options)
+
+
+def test_loss_function_must_be_one():
+    with pytest.raises(TypeError, match="loss_fn must be a function, got 3"):
+        jls.train_step(3)
+
+
+def test_optimizer_without_a_wrapper_is_refused():
+    with pytest.raises(ValueError, match="got a state with 0 such wrappers"):
+        jls.train_step(linear_loss)(linear_state(tx=optax.sgd(0.1)), GOOD)
+
+
+def test_fp8_values_among_the_params_are_refused():
+    state = linear_state().replace(params={"_overwrite_with_gradient": jnp.ones(2)})
+    with pytest.raises(ValueError, match="params must hold parameters alone"):
+        jls.train_step(linear_loss)(state, GOOD)
+
+
+def test_several_wrappers_are_refused():
+    group = jls.loss_scaled(optax.sgd(0.1), SCALER())
+    tx = optax.chain(group, group)
+    with pytest.raises(ValueError, match="once: got a state with 2 such wrappers"):
+        jls.train_step(linear_loss)(linear_state(tx=tx), GOOD)
+
+
+def test_multi_steps_around_the_wrapper_is_refused():
+    tx = optax.MultiSteps(jls.loss_scaled(optax.sgd(0.1), SCALER()), 2)
+    tx = tx.gradient_transformation()
+    with pytest.raises(
+        ValueError, match=r"MultiSteps must be inside of jls.loss_scaled"
+    ):
+        jls.train_step(linear_loss)(linear_state(tx=tx), GOOD)
+
+
+@pytest.mark.parametrize("args", [(), (GOOD, GOOD, GOOD), (GOOD, GOOD)])
+def test_wrong_arguments_of_the_step_are_named(args):
+    with pytest.raises(TypeError, match=r"call step\(state, batch\) .*got Linear"):
+        jls.train_step(linear_loss)(linear_state(), *args)
+
+
+@pytest.mark.parametrize(
+    ("aux", "error", "message"),
+    [
+        (None, ValueError, "a dict of new values for fields of the state"),
+        ({"accuracy": 1.0}, ValueError, r"got \['accuracy'\]. Add a field"),
+        ({"params": 1.0}, ValueError, r"got \['params'\]"),
+        ({"key": jnp.ones(2)}, ValueError, "loss_fn's aux must keep its shapes"),
+        ({"batch_stats": {}}, ValueError, "loss_fn's aux must keep its structure"),
+    ],
+)
+def test_aux_that_is_no_field_of_the_state_is_refused(aux, error, message):
+    def loss_fn(state, batch):
+        return linen_loss(state, batch)[0], aux
+
+    with pytest.raises(error, match=message):
+        jls.train_step(loss_fn, has_aux=True)(make_state(), make_batch())
+
+
+def test_missing_pair_is_named():
+    with pytest.raises(TypeError, match=r"must return the pair \(loss, fields\), got"):
+        jls.train_step(linear_loss, has_aux=True)(linear_state(), GOOD)
+
+
+def test_nnx_refuses_aux_and_models_that_change_their_structure():
+    model, optimizer = make_nnx()
+    with pytest.raises(ValueError, match="has_aux must be False for an NNX model"):
+        jls.train_step(nnx_loss, has_aux=True)(model, optimizer, make_batch())
+
+    def sowing(model, batch):
+        model.seen = nnx.Intermediate(batch[0])
+        return nnx_loss(model, batch)
+
+    with pytest.raises(ValueError, match="must keep its structure"):
+        jls.train_step(sowing)(model, optimizer, make_batch())
+    assert not hasattr(model, "seen")
