@@ -5,6 +5,7 @@ Nothing is fetched and no notebook is run: their outputs are kept in the files.
 
 import contextlib
 import dataclasses
+import enum
 import inspect
 import re
 import runpy
@@ -33,15 +34,15 @@ extensions = [
     "sphinx_copybutton",
 ]
 nitpicky = True
-# Names of other packages, which would need the network, and type variables.
+# Names of other packages, which would need the network, and private type variables.
 nitpick_ignore_regex = [("py:.*", r"(?!jls\.).*|jls\._.*")]
 
 nb_execution_mode = "off"
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
-suppress_warnings = ["myst.header"]  # sections of the README begin at its levels
+suppress_warnings = ["myst.header"]  # included README sections keep their levels
 
-default_role = "literal"  # docstrings have code in single backticks
+default_role = "literal"  # docstrings put code in single backticks
 python_maximum_signature_line_length = 72
 autodoc_preserve_defaults = True
 autodoc_member_order = "bysource"
@@ -59,13 +60,13 @@ html_show_sourcelink = False
 pygments_dark_style = "github-dark"
 copybutton_exclude = ".linenos, .gp, .go"  # of a doctest, copies what was typed
 
-# A dtype with a shape, such as f32[]; a field of a record with its comment.
+# A dtype with a shape, such as f32[]; a field, or a member of an enum, with its comment.
 DTYPE = re.compile(r"\b(bool|[fiu]\d+)\[\w*\]")
-FIELD = re.compile(r"    (?P<name>\w+): [^#]+?(?:  # (?P<comment>.*))?$")
+FIELD = re.compile(r"    (?P<name>\w+)(?:: | = )[^#]+?(?:  # (?P<comment>.*))?$")
 
 
 def copy_notebooks() -> None:
-    """Copies the notebooks here, since Sphinx reads one folder alone."""
+    """Copies the notebooks here, since Sphinx reads only this folder."""
     target = DOCS / "notebooks"
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
@@ -74,7 +75,7 @@ def copy_notebooks() -> None:
 
 
 def draw_picture() -> None:
-    """Runs the script that the page about healthy runs shows."""
+    """Runs the script shown on the page about healthy runs."""
     matplotlib.use("Agg")
     target = DOCS / "pictures"
     target.mkdir(exist_ok=True)
@@ -84,7 +85,7 @@ def draw_picture() -> None:
 
 
 def fields_of(record: type) -> list[str]:
-    """A list of the fields of a record, with the comments that are on them."""
+    """Lists the fields of a record with their comments."""
     lines, above = [], []
     for line in inspect.getsource(record).splitlines():
         if line.startswith("    # "):
@@ -94,35 +95,54 @@ def fields_of(record: type) -> list[str]:
             says = DTYPE.sub(r"`\g<0>`", " ".join([aside, *above]))
             lines.append(f"* **{field['name']}**: {says}".rstrip(": "))
             above = []
-    return [".. rubric:: Fields", "", *lines, ""]
+    title = "Members" if issubclass(record, enum.Enum) else "Fields"
+    return [f".. rubric:: {title}", "", *lines, ""]
 
 
-PUBLIC = {name: value for name, value in vars(jls).items() if not name.startswith("_")}
-FIELDS = {
-    value: fields_of(value)
-    for value in PUBLIC.values()
-    if hasattr(value, "_fields") or dataclasses.is_dataclass(value)
+def is_record(value: object) -> bool:
+    """Whether a class has fields, or members, to list."""
+    return inspect.isclass(value) and (
+        "_fields" in vars(value)  # not inherited
+        or dataclasses.is_dataclass(value)
+        or issubclass(value, enum.Enum)
+    )
+
+
+FIELDS = {}
+for module in (jls, jls.types):
+    for name, value in vars(module).items():
+        if name.startswith("_") or inspect.ismodule(value):
+            continue
+        if is_record(value):
+            FIELDS[value] = fields_of(value)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            value.__module__ = module.__name__  # where users find it
+
+
+# An alias has the docstring of its type, or none.
+ALIASES = {
+    "jls.types.Scaler": "Either kind of scaler, for annotations and `isinstance`.",
+    "jls.types.Verdict": "The verdicts of `jls.health`.",
 }
-for value in PUBLIC.values():
-    if not inspect.ismodule(value):
-        value.__module__ = "jls"  # where users find it, not where it is written
 
 
-def add_fields(app, what, name, obj, options, lines):
-    """Puts the fields of a record before its example."""
+def document(app, what, name, obj, options, lines):
+    """Puts the fields of a record before its example, and documents the aliases."""
+    if name in ALIASES:
+        lines[:] = [ALIASES[name], ""]
     if what == "class" and obj in FIELDS:
         place = lines.index("Example:")
         lines[place:place] = FIELDS[obj]
 
 
 class LinkNames(SphinxTransform):
-    """Makes a link of each `jls.name` in code type: a wrong name is then an error."""
+    """Links every `jls.name` set as code, and so makes a wrong name an error."""
 
     default_priority = 400
 
     def apply(self, **kwargs):
         for node in list(self.document.findall(nodes.literal)):
-            name = re.match(r"jls(\.\w+)+(?=\(|$)", node.astext())
+            name = re.match(r"jls(\.[a-zA-Z]\w*)+(?=\(|$)", node.astext())
             if name and not isinstance(node.parent, nodes.reference | pending_xref):
                 link = pending_xref(
                     refdomain="py",
@@ -141,5 +161,5 @@ def setup(app):
     """Called by Sphinx."""
     copy_notebooks()
     draw_picture()
-    app.connect("autodoc-process-docstring", add_fields, priority=400)
+    app.connect("autodoc-process-docstring", document, priority=400)
     app.add_transform(LinkNames)

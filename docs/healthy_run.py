@@ -11,8 +11,8 @@ def loss_fn(params, x):
     return jnp.mean((out - jnp.sin(3 * x)) ** 2)
 
 
-# A short run, hence a short growth_interval; the default is 2000. The first scale is
-# too large on purpose, to show how the run finds a better one.
+# A short run needs a short growth_interval; the default is 2000. The first scale is too
+# large on purpose, to show how the run finds a better one.
 optimizer = jls.loss_scaled(optax.adam(0.01), jls.dynamic(2.0**24, growth_interval=60))
 
 
@@ -38,5 +38,5 @@ carry, logged = jax.lax.scan(
 history.append(logged)  # one transfer for all 600 steps
 
 print(history.summary())
-print(jls.health(carry[1], carry[0]))
+print(jls.health(carry[1], carry[0], optimizer=optimizer))
 figure = history.plot()
