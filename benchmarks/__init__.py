@@ -1,1 +1,1 @@
-"""What a guarded step costs, beside plain optax and the peers: python -m benchmarks."""
+"""What a guarded step costs, compared with optax and peers: python -m benchmarks."""

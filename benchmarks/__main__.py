@@ -1,7 +1,7 @@
-"""Measures what a guarded train step costs, beside plain optax and other guards.
+"""Measures what a guarded train step costs, compared with plain optax and other guards.
 
 Compiles, warms up and steps each contestant on each workload; prints tables, writes the
-figures as JSON and a picture. Compilation is timed apart from steps.
+figures as JSON and a picture. Times compilation and steps separately.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from benchmarks.workloads import Workload, placed, workloads
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Runs what the command line asks for; returns what it writes as JSON."""
+    """Runs what the command line asks for; returns the figures that it writes."""
     start = time.perf_counter()
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         jax.config.update("jax_platforms", "cpu")
         if options.devices > 1:
             jax.config.update("jax_num_cpu_devices", options.devices)
-            options.no_times = True  # steps in flight may wait for each other for ever
+            options.no_times = True  # steps in flight may deadlock
     device = jax.default_backend()
     if options.device not in (None, device):
         parser.error(f"JAX finds no {options.device} here: its backend is {device}")
@@ -79,14 +79,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         left = deadline - time.perf_counter()
         console.print(f"[{i + 1}/{len(todo)}] {workload.name}, {left:.0f} s left")
         if left < 0:
-            console.print("Out of time: the rest is left out.")
+            console.print("Out of time: skipping the rest.")
             break
         share = left / (len(todo) - i)
         one = run(workload, names, share, deadline, options)
         results["workloads"][workload.name] = one
         results["limits"] = report.limits(results)
         results["about"]["seconds"] = time.perf_counter() - start
-        # After each workload, so that a run which is cut off leaves what it has.
+        # After each workload, so that an interrupted run leaves its figures.
         options.json.write_text(json.dumps(results, indent=2) + "\n")
     report.show(results, console)
     console.print(f"Figures: {options.json}")
@@ -111,7 +111,7 @@ def run(
         names = [name for name in names if name in workload.only]
     results, contests = {}, {}
     if jax.default_backend() != "cpu":
-        # Once in vain: whatever is compiled first also pays for choosing kernels.
+        # Once for nothing: the first compilation also pays for choosing kernels.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             figures.Contest(workload, FLOOR, problem)
     for name in names:
@@ -122,7 +122,7 @@ def run(
             contest = figures.Contest(workload, name, problem)
             results[name] = contest.figures()
             if not options.no_times:
-                contest.seconds_per_step(2)  # the first calls are not like the others
+                contest.seconds_per_step(2)  # warm up
                 contests[name] = contest
         # Another contestant may fit into memory, or take this dtype.
         except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
@@ -179,32 +179,32 @@ def _chosen_contestants(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     add = parser.add_argument
-    add("--quick", action="store_true", help="a part of it, small, in about a minute")
+    add("--quick", action="store_true", help="a few small workloads, in about a minute")
     add("--device", choices=["cpu", "gpu"], help="default: what JAX chooses")
     add(
         "--devices",
         type=int,
         default=1,
         metavar="N",
-        help="spread the batch over N (on CPU: no times)",
+        help="spread the batch over N devices (on CPU: no times)",
     )
     add(
         "--workloads",
         default="",
         metavar="TEXT",
-        help="the one of that name, or those with it in the name",
+        help="the workload of this name, or all whose name contains it",
     )
-    add("--contestants", nargs="+", choices=list(ALL), help=f"and always {FLOOR}")
-    add("--list", action="store_true", help="say the names of the workloads, and stop")
+    add("--contestants", nargs="+", choices=list(ALL), help=f"{FLOOR} always runs too")
+    add("--list", action="store_true", help="print the names of the workloads")
     add("--sizes", choices=list(SIZES), help="default: those of the device")
     add(
         "--minutes",
         type=float,
-        help="stop after about so many (default: 8, quick: 0.8)",
+        help="stop after about this many (default: 8, quick: 0.8)",
     )
-    add("--rounds", type=int, default=31, help="at most so many (default: 31, least 3)")
+    add("--rounds", type=int, default=31, help="default: 31, at least 3")
     add("--no-times", action="store_true", help="compile only, run nothing")
-    add("--no-torch", action="store_true", help="leave torch out")
+    add("--no-torch", action="store_true", help="do not run torch")
     add("--no-plot", action="store_true", help="draw no picture")
     add("--json", type=Path, default=Path("benchmarks.json"), metavar="FILE")
     add("--plot", type=Path, default=Path("benchmarks.png"), metavar="FILE")

@@ -1,7 +1,7 @@
 """The contestants: one train step each, of the same model, optimizer and data.
 
-Each is what its documentation says. None but `jls` is told whether the loss is finite.
-What is compared: the step alone. Which of them guard how much is in the README's table.
+Each follows its documentation. Only `jls` learns whether the loss is finite.
+Only the step is compared. The README has a table of how much each of them guards.
 """
 
 import importlib
@@ -24,12 +24,12 @@ class Rules(NamedTuple):
     """What all dynamic loss scales of a workload have in common."""
 
     growth_interval: int = 2000
-    # Start as the documentation shows, though that be with Python numbers: 2 traces.
+    # Start as the documentation shows, even with Python numbers, which take 2 traces.
     as_documented: bool = False
 
 
 class Run(NamedTuple):
-    """A contestant on a workload; a state is whatever it carries but the parameters."""
+    """A contestant on a workload; its state is all but the parameters."""
 
     init: Callable[[Any], Any]  # params -> state
     step: Callable[[Any, Any, Any], tuple[Any, Any, Any]]
@@ -56,7 +56,7 @@ def apply_if_finite(
 
 
 def flax(optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules) -> Run:
-    """Flax's DynamicScale; parameters and optimizer state selected, as its examples."""
+    """DynamicScale; selects parameters and optimizer state, as in Flax's examples."""
     from flax.training.dynamic_scale import DynamicScale
 
     def init(params):
@@ -81,11 +81,11 @@ def flax(optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules) ->
 
 
 def jmp(optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules) -> Run:
-    """The README of jmp: it selects the parameters, and not the optimizer's state."""
+    """As in jmp's README: selects the parameters, but not the optimizer's state."""
     import jmp
 
     def init(params):
-        # Not the object: `jax.jit(...).lower` cannot take that of jmp.
+        # Not the object: `jax.jit(...).lower` cannot take jmp's.
         return (jnp.float32(INIT_SCALE), jnp.int32(0)), optimizer.init(params)
 
     def step(params, state, batch):
@@ -109,7 +109,7 @@ def jmp(optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules) -> 
 
 
 def mpx(optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules) -> Run:
-    """MPX, which casts the parameters itself, so that its gradients are float16."""
+    """MPX, which casts the parameters itself: its gradients are float16."""
     mpx: Any = _quietly_imported("mpx")
     mpx.set_half_precision_datatype(jnp.float16)
 
@@ -136,7 +136,7 @@ def mpx(optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules) -> 
 
 
 def ours(optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules) -> Run:
-    """jls, as the main loop of its README."""
+    """jls, as in the main loop of its README."""
     guarded = jls.loss_scaled(
         optimizer, jls.dynamic(INIT_SCALE, growth_interval=rules.growth_interval)
     )
@@ -151,19 +151,19 @@ def ours(optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules) ->
 
 ALL: dict[str, Callable[[optax.GradientTransformation, Any, Rules], Run]] = {
     "optax": plain,
-    "jls": ours,  # second, since what comes last may be out of time
+    "jls": ours,  # second, since the last ones may run out of time
     "apply_if_finite": apply_if_finite,
     "flax": flax,
     "jmp": jmp,
     "mpx": mpx,
 }
-FLOOR = "optax"  # which all others are compared with; it always runs
+FLOOR = "optax"  # the baseline for all others; it always runs
 OURS = "jls"
-# All that some workloads compare, for the sake of time. For a thousand leaves, not even
+# All that some workloads compare, to save time. For a thousand leaves, not even
 # Flax's: its chain of a thousand `and`s takes XLA minutes to compile on a CPU.
 MAIN = ["optax", "jls", "apply_if_finite", "flax"]
 FEW = ["optax", "jls", "apply_if_finite"]
-# They skip parameters and optimizer state, so that their cost can be compared.
+# They protect parameters and optimizer state: their costs can be compared.
 WHOLE = ["jls", "apply_if_finite", "flax", "mpx"]
 
 

@@ -1,4 +1,4 @@
-"""What is read of a compiled step, and what is measured of it."""
+"""Figures of a step: read from the compiled program, and measured."""
 
 import statistics
 import time
@@ -15,7 +15,7 @@ from benchmarks.contestants import FLOOR, Rules, Run
 from benchmarks.hlo import collectives, kernels
 from benchmarks.workloads import Problem, Workload
 
-LEAST_ROUNDS = 5  # also when time is short
+LEAST_ROUNDS = 5  # even when time is short
 
 
 class Contest:
@@ -25,7 +25,7 @@ class Contest:
         make = contestants.ALL[name]
         run = make(workload.optimizer, problem.loss_fn, workload.rules)
         self.batches = workload.batches(problem, guarded=name != FLOOR)
-        # Copies, since donation destroys what it is given.
+        # Copies, since donation destroys its arguments.
         self.params = jax.tree.map(jnp.copy, problem.params)
         sharding = jax.tree.leaves(self.params)[0].sharding
         self.state = jax.device_put(run.init(self.params), sharding)
@@ -38,7 +38,7 @@ class Contest:
         self.seconds = traced - start, time.perf_counter() - traced
 
     def figures(self) -> dict[str, Any]:
-        """All that needs no run."""
+        """The figures that need no run."""
         cost: Any = self.compiled.cost_analysis()
         memory: Any = self.compiled.memory_analysis()
         hlo = self.compiled.as_text() or ""
@@ -53,7 +53,7 @@ class Contest:
         }
 
     def seconds_per_step(self, cycles: int) -> float:
-        """Of whole cycles, until the last result is there."""
+        """Times whole cycles, until the last result is there."""
         params, state, loss = self.params, self.state, None
         start = time.perf_counter()
         for _ in range(cycles):
@@ -93,7 +93,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def behaviour(name: str) -> dict[str, Any]:
-    """Of a tiny step, for 50 steps from the documented start: traces, and transfers."""
+    """Traces and transfers of 50 tiny steps from the documented start."""
     traces = 0
     problem = _tiny()
     rules = Rules(growth_interval=5, as_documented=True)
@@ -109,7 +109,7 @@ def behaviour(name: str) -> dict[str, Any]:
     for i in range(50):
         bad = i % 20 == 10 and name != FLOOR
         params, state, _ = step(params, state, problem.bad if bad else problem.good)
-    # On CPU the host reads the device's memory, and the guard has nothing to see.
+    # On CPU the host reads the device's memory, and the transfer guard sees nothing.
     quiet = None
     if jax.default_backend() != "cpu":
         with jax.transfer_guard_device_to_host("disallow"):

@@ -1,4 +1,4 @@
-"""What is counted in the text of a compiled program."""
+"""Counts instructions in the text of a compiled program."""
 
 import re
 
@@ -8,7 +8,7 @@ CALLED = re.compile(
     r"(?:to_apply|body|condition|true_computation|false_computation|"
     r"branch_computations)=\{?((?:%?[\w.-]+(?:, )?)+)"
 )
-# They move no data, or only say that something that was counted has come to its end.
+# They move no data, or only end an instruction that was counted at its start.
 FREE = {
     "parameter",
     "constant",
@@ -27,7 +27,7 @@ COLLECTIVES = re.compile(
 
 
 def kernels(hlo: str) -> int:
-    """Instructions that are launched one by one; those of all branches and loop bodies.
+    """Instructions that are launched one by one, in all branches and loop bodies.
 
     A fusion is one, and so is what a reduction applies to each element.
     """

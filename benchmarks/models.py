@@ -30,7 +30,7 @@ def half(tree: Any) -> Any:
 
 
 def boosted_cross_entropy(logits: Array, targets: Array, boost: Array) -> Array:
-    """The mean in float32. Its true value is finite under each boost."""
+    """The mean in float32. Its true value is finite with each boost."""
     logits = logits.astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     return losses.mean() * boost
@@ -83,7 +83,7 @@ def transformer_params(width: int, layers: int, vocabulary: int) -> Any:
 
 
 def transformer_loss(heads: int) -> Callable[[Any, Any], Array]:
-    """Of the next token; causal masks and positions are left out, they cost nothing."""
+    """Predicts the next token; no causal masks and positions, which cost nothing."""
 
     def attend(x, layer):
         batch, length, width = x.shape
@@ -111,7 +111,7 @@ def transformer_loss(heads: int) -> Callable[[Any, Any], Array]:
 
 
 def transformer_batch(size: int, length: int, vocabulary: int) -> tuple[Any, Any]:
-    """Random tokens, and those that follow."""
+    """Random tokens, and the tokens that follow."""
     tokens = np.random.default_rng(1).integers(0, vocabulary, (size, length + 1))
     tokens = jnp.asarray(tokens, jnp.int32)
     return tokens[:, :-1], tokens[:, 1:]
@@ -181,10 +181,10 @@ def many_leaves_params(leaves: int, width: int) -> Any:
 
 
 def many_leaves_loss(params: Any, batch: Any) -> Array:
-    """Each leaf is a layer of its own beside the others; their outputs are averaged."""
+    """Each leaf is a layer beside the others; their outputs are averaged."""
     x, targets, boost = batch
     x = x.astype(jnp.float16)
-    # One by one: to stack a thousand leaves takes XLA minutes to compile.
+    # One by one: XLA takes minutes to compile a stack of a thousand leaves.
     outputs = [jnp.tanh(x @ layer) for layer in half(params)]
     return boosted_cross_entropy(
         sum(outputs[1:], outputs[0]) * (8 / len(params)), targets, boost

@@ -1,4 +1,4 @@
-"""What is said of the figures, in tables."""
+"""Prints the figures as tables."""
 
 from functools import partial
 from typing import Any
@@ -9,12 +9,12 @@ from rich.table import Table
 from benchmarks.contestants import FLOOR, OURS, WHOLE
 
 MEGA = 1e6
-# A few scalars, the loss scale and the counters, are not what one percent is of.
+# Tolerated beside one percent: a few scalars, the loss scale and the counters.
 SCALARS = 4096
 
 
 def contestants_of(results: dict[str, Any]) -> list[str]:
-    """Their names, in order."""
+    """The names of the contestants, in order."""
     names = [name for one in results["workloads"].values() for name in one["results"]]
     return list(dict.fromkeys(names))
 
@@ -50,7 +50,7 @@ def show(results: dict[str, Any], console: Console) -> None:
 
 
 def not_least(results: dict[str, Any]) -> list[str]:
-    """Where jls takes over 1 % more than the least of those that skip as much as it."""
+    """Where jls needs over 1 % more than the best peer that skips as much."""
     lines = []
     for name, workload in results["workloads"].items():
         ours = workload["results"].get(OURS, {})
@@ -65,7 +65,7 @@ def not_least(results: dict[str, Any]) -> list[str]:
             least = min(peers, key=lambda peer: peers[peer])
             if ours[field] > 1.01 * peers[least] + SCALARS:
                 lines.append(
-                    f"jls is not the least: {name}, {field} {ours[field]:,}, "
+                    f"jls needs more: {name}, {field} {ours[field]:,}, "
                     f"{least} {peers[least]:,}"
                 )
     return lines
@@ -83,7 +83,7 @@ def errors(results: dict[str, Any]) -> list[str]:
 
 
 def limits(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """The least that a guard must move more, beside what each does."""
+    """The least extra bytes of a guard, beside those of each contestant."""
     rows = []
     for name, workload in results["workloads"].items():
         reads, figures = workload["least_reads"], workload["results"]

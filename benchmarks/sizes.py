@@ -1,4 +1,4 @@
-"""How large the workloads are: on a GPU, on a CPU, and for a look."""
+"""How large the workloads are: on a GPU, on a CPU, and for a quick run."""
 
 from typing import NamedTuple
 

@@ -13,7 +13,7 @@ from benchmarks.figures import spread
 
 
 def is_available(device: str) -> bool:
-    """Whether torch is there, with CUDA if `device` is a GPU."""
+    """Whether torch is installed, with CUDA if `device` is a GPU."""
     if importlib.util.find_spec("torch") is None:
         return False
     return device == "cpu" or _torch().cuda.is_available()
@@ -82,5 +82,5 @@ def measure(
 
 
 def _torch() -> Any:
-    """Imported only where it is wanted: it is large, and no extra of jls has it."""
+    """Imported only on demand: it is large, and no extra of jls installs it."""
     return importlib.import_module("torch")

@@ -1,6 +1,6 @@
 """The workloads: what is trained, with which optimizer, and how large it is.
 
-Not the full cross product: a list in which each dimension that matters is present.
+Not the full cross product: a list that covers each dimension that matters.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ def placed(problem: Problem, devices: int) -> Problem:
 
         return jax.tree.map(put, tree)
 
-    # Gradients that are given are no batch: each device has them all.
+    # Given gradients are not a batch: each device has them all.
     is_batch = problem.loss_fn is not models.given_gradients
     return problem._replace(
         params=place(problem.params, False),
@@ -54,13 +54,13 @@ class Workload(NamedTuple):
     name: str
     problem: Callable[[], Problem]
     optimizer: optax.GradientTransformation
-    cycle: int = 1  # steps that belong together: all samples are whole cycles
+    cycle: int = 1  # steps that belong together: a sample is one or more cycles
     overflows: bool = False  # the first step of each cycle is bad
     donate: bool = True
-    # The fewest more reads of all gradients that a guard needs, for an update alone.
+    # The fewest extra reads of all gradients that a guard needs, in an update alone.
     least_reads: int | None = None
     only: list[str] | None = None  # these contestants, unless the user names them
-    quick: bool = False  # whether `--quick` has it
+    quick: bool = False  # whether `--quick` runs it
     growth: str | None = None  # "leaves" or "parameters" if this is a point of a curve
 
     def batches(self, problem: Problem, guarded: bool) -> list[Any]:
@@ -71,7 +71,7 @@ class Workload(NamedTuple):
 
     @property
     def rules(self) -> Rules:
-        """With overflows the scale grows as often as it backs off, and stays around."""
+        """With overflows the scale grows as often as it backs off, and stays level."""
         return Rules(self.cycle // 2) if self.overflows else Rules()
 
 
@@ -85,7 +85,7 @@ ACCUMULATED = optax.MultiSteps(ADAMW, 8).gradient_transformation()
 
 
 def workloads(size: Size) -> Iterator[Workload]:
-    """The list, the most telling first, since a run may be out of time at the end."""
+    """The list, the most telling first, since a run may run out of time."""
 
     def tree(shape=size.tree):
         return lambda: _update_only(models.transformer_params(*shape))

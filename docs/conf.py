@@ -60,7 +60,7 @@ html_show_sourcelink = False
 pygments_dark_style = "github-dark"
 copybutton_exclude = ".linenos, .gp, .go"  # of a doctest, copies what was typed
 
-# A dtype with a shape, such as f32[]; a field, or a member of an enum, with its comment.
+# A dtype with a shape, such as f32[]; a field or an enum member with its comment.
 DTYPE = re.compile(r"\b(bool|[fiu]\d+)\[\w*\]")
 FIELD = re.compile(r"    (?P<name>\w+)(?:: | = )[^#]+?(?:  # (?P<comment>.*))?$")
 
