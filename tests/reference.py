@@ -31,37 +31,13 @@ def dynamic(
     backoff_interval,
     min_scale,
     max_scale,
+    consecutive=True,
 ):
     """Yields (loss_scale, finite_count, nonfinite_count) after each step."""
     scale, good, bad = init_scale, 0, 0
     for finite in flags:
         if finite:
-            good, bad = good + 1, 0
-            if good >= growth_interval:
-                scale, good = higher(scale, growth_factor, max_scale), 0
-        else:
-            good, bad = 0, bad + 1
-            if bad >= backoff_interval:
-                scale, bad = lower(scale, backoff_factor, min_scale), 0
-        yield scale, good, bad
-
-
-def cumulative(
-    flags,
-    *,
-    init_scale,
-    growth_factor,
-    backoff_factor,
-    growth_interval,
-    backoff_interval,
-    min_scale,
-    max_scale,
-):
-    """Yields (loss_scale, finite_count, nonfinite_count) after each step."""
-    scale, good, bad = init_scale, 0, 0
-    for finite in flags:
-        if finite:
-            good += 1
+            good, bad = good + 1, 0 if consecutive else bad
             if good >= growth_interval:
                 scale, good = higher(scale, growth_factor, max_scale), 0
         else:
@@ -112,19 +88,20 @@ def adaptive(
 ):
     """Yields the fields of `jls.types.AdaptiveState` after each step."""
     scale, good, bad, growths = init_scale, 0, 0, 0
-    rung = intervals.index(init_interval)
+    ladder = (1, *intervals)
+    rung = ladder.index(init_interval, 1)
     for finite in flags:
         if not finite:
             scale, good = lower(scale, backoff_factor, min_scale), 0
             bad = (bad + 1) % 4
-            if bad == 3 and rung > 0:
-                rung, bad, growths = -1, 0, 0
+            if bad == 3 and rung > 1:
+                rung, bad, growths = 0, 0, 0
         else:
             good += 1
-            if good >= (1 if rung < 0 else intervals[rung]):
+            if good >= ladder[rung]:
                 scale, good, bad = higher(scale, growth_factor, max_scale), 0, 0
                 growths = (growths + 1) % 4
-                if growths == 3 and rung + 1 < len(intervals):
+                if growths == 3 and rung + 1 < len(ladder):
                     rung, growths = rung + 1, 0
         yield scale, good, bad, growths, rung
 

@@ -65,8 +65,8 @@ history = jls.History()
 history.append({"loss": 1.0, "loss_scale": 2.0})
 
 
-def update(updates, state, params, value, overflow):
-    return optimizer.update(updates, state, params, value=value, partial_overflow=overflow)
+def update(updates, state, params, **extra):
+    return optimizer.update(updates, state, params, **extra)
 
 
 def ema(params, decay, debias):
@@ -101,7 +101,7 @@ def defaults(function, **required):
 
 def adjusting(scaler):
     is_magnitude = isinstance(scaler, jls.types.MagnitudeScaler)
-    name, seen = ("largest", 1.0) if is_magnitude else ("grads_finite", True)
+    name, seen = ("max_abs", 1.0) if is_magnitude else ("grads_finite", True)
 
     def adjust(state, **step):
         return scaler.adjust(state, step[name])
@@ -114,7 +114,6 @@ POLICIES = {
     for policy in (
         jls.static,
         jls.dynamic,
-        jls.cumulative,
         jls.hysteresis,
         jls.adaptive,
         jls.cautious,
@@ -155,7 +154,7 @@ CASES = {
             "state": opt_state,
             "params": params,
             "value": 1.0,
-            "overflow": False,
+            "partial_overflow": False,
         },
     ),
     "scale": (jls.scale, {"state": scaler_state, "tree": params}),
@@ -203,10 +202,6 @@ CASES = {
     "suggest_scale": (jls.suggest_scale, defaults(jls.suggest_scale, grads=params)),
     "params_ema": (ema, {"params": params, "decay": 0.9, "debias": True}),
     "eval_params": (jls.eval_params, {"state": jls.params_ema(0.9).init(params)}),
-    "progress": (
-        lambda metrics, **more: jls.progress(metrics, **more),
-        {"metrics": {"loss_scale": 2.0}, "loss": 1.0, "skips": 1},
-    ),
     "History.append": (
         lambda metrics, **k: jls.History().append(metrics, **k),
         {"metrics": {"loss": 1.0}, "step": 1, "norm": 2.0},
@@ -267,10 +262,10 @@ TAKES = {
     "value": ALL,
     "grads_finite": FLAGS,
     "pred": FLAGS,
-    "overflow": FLAGS,
+    "partial_overflow": FLAGS,
     "raise_if": {"dict"},
     "warn_if": {"dict"},
-    "largest": {"2.5", "nan", "inf", "float32"},
+    "max_abs": {"2.5", "nan", "inf", "float32"},
     "check_updates": {"None", "True"},
     "scaler": {"None"},
     "headroom": {"0", "2.5", *ARRAYS},
@@ -299,9 +294,6 @@ TAKES = {
     ("suggest_scale", "headroom"): {"0", "2.5"},
     ("params_ema", "params"): ALL - {"None", "huge"},
     ("params_ema", "decay"): {"0", "array", "float32", "int32"},
-    ("progress", "metrics"): {"dict"},
-    ("progress", "loss"): LOGGED,
-    ("progress", "skips"): LOGGED,
     ("History.append", "metrics"): {"dict"},
     ("History.append", "step"): {"None", "-1", "0", "2.5", "True"},
     ("History.append", "norm"): LOGGED,

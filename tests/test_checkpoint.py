@@ -658,7 +658,9 @@ def test_pickle_of_an_older_version_is_an_error():
 
     class Older:  # pickled as a NamedTuple is: its type, and its fields
         def __reduce__(self):
-            return jls.types.LossScaledState, tuple(WRAPPED.init(PARAMS)[: -len(NEW_FIELDS)])
+            return jls.types.LossScaledState, tuple(
+                WRAPPED.init(PARAMS)[: -len(NEW_FIELDS)]
+            )
 
     data = pickle.dumps(Older())
     with pytest.raises(TypeError, match="nonfinite_updates"):

@@ -174,7 +174,7 @@ def test_ladder_is_that_of_mindformers(longest, shortest):
 def test_window_that_is_not_on_the_ladder_warns_and_begins_with_the_shortest():
     with pytest.warns(UserWarning, match=r"scale_window 25 is not one of \(20, 30, "):
         scaler = presets.mindformers_adaptive(8, 2, 25)
-    assert scaler.init().interval_index == 0
+    assert scaler.init().rung == 1
     flags = np.ones(100, bool)
     kwargs = {"loss_scale_value": 8, "scale_factor": 2, "scale_window": 25}
     expected = rule("mindformers_adaptive", flags.tolist(), **kwargs)

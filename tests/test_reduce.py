@@ -14,11 +14,15 @@ from jax.sharding import PartitionSpec as P
 from shared import assert_identical
 
 import jls
-from jls import _magnitude
-from jls._guard import ones_unless
-from jls._reduce import finite_leaves
-from jls._reduce import global_norm, norm_of_step
-from jls._reduce import _combine, tally
+from jls import _reduce
+from jls._reduce import (
+    _add_digits,
+    count_true,
+    finite_leaves,
+    global_norm,
+    global_norm_once,
+)
+from jls._tree import partition
 
 # all_finite ---------------------------------------------------------------------------
 
@@ -184,10 +188,10 @@ def test_devices_agree_on_the_largest():
 @pytest.mark.parametrize("value", [2.5, -jnp.inf, jnp.nan])
 def test_both_forms_of_the_reduction_find_the_largest(value, at_once, monkeypatch):
     """One is for a single CPU, the other for all else."""
-    monkeypatch.setattr(_magnitude, "_reduces_two_at_once", lambda: at_once)
+    monkeypatch.setattr(_reduce, "_reduces_two_at_once", lambda: at_once)
     bits = jnp.abs(jnp.array([[1.0, value], [0.0, 0.5]])).view(jnp.int32)
     inf = jnp.float32(jnp.inf).view(jnp.int32)
-    most, is_over = _magnitude._max_and_any(bits, inf)
+    most, is_over = _reduce._max_and_any(bits, inf)
     assert most == bits[0, 1]
     assert is_over == (value != 2.5)
 
@@ -195,18 +199,22 @@ def test_both_forms_of_the_reduction_find_the_largest(value, at_once, monkeypatc
 # Norms --------------------------------------------------------------------------------
 
 
-def rejected(tree):
-    seen = ones_unless(jnp.asarray(False), tree)
-    return norm_of_step(tree, seen, False)
+def norm_of(tree):
+    return global_norm(partition(tree)[0])
 
 
-NORMS = [
-    global_norm,
-    jax.jit(global_norm),
-    jax.jit(lambda tree: norm_of_step(tree, tree, True)),
-    jax.jit(rejected),
-]
-NAMES = ["eager", "jit", "kept", "rejected"]
+def norm_of_applied(tree):
+    floats, _ = partition(tree)
+    return global_norm_once(floats, floats, True)
+
+
+def norm_of_skipped(tree):
+    floats, _ = partition(tree)
+    return global_norm_once(floats, [jnp.ones_like(x) for x in floats], False)
+
+
+NORMS = [norm_of, jax.jit(norm_of), jax.jit(norm_of_applied), jax.jit(norm_of_skipped)]
+NAMES = ["eager", "jit", "applied", "skipped"]
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=NAMES)
@@ -253,20 +261,20 @@ BOTH = pytest.mark.parametrize("wraps_at", [1, 2**32], ids=["carried", "plain"])
 
 @BOTH
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (0, 3), (2, 3, 5)])
-def test_tally_counts_masks_and_finds_maxima(wraps_at, shape):
+def test_count_true_counts_masks_and_finds_maxima(wraps_at, shape):
     x = np.random.default_rng(0).uniform(size=shape).astype(np.float32)
     masks, keys = [x > 0.3, x > 0.6, x > 2], [x, 2 * x]
-    counts, maxima = jax.jit(tally, static_argnums=2)(masks, keys, wraps_at)
+    counts, maxima = jax.jit(count_true, static_argnums=2)(masks, keys, wraps_at)
     assert (counts.dtype, counts.shape) == (jnp.uint32, (3, 2))
     assert counts.tolist() == [[0, int(mask.sum())] for mask in masks]
     assert [float(m) for m in maxima] == [key.max(initial=0) for key in keys]
-    assert jax.jit(tally)([], keys)[1] == maxima
+    assert jax.jit(count_true)([], keys)[1] == maxima
 
 
 @BOTH
-def test_tally_works_under_vmap(wraps_at):
+def test_count_true_works_under_vmap(wraps_at):
     x = jnp.arange(12.0).reshape(3, 4)
-    counts, (largest,) = jax.vmap(lambda row: tally([row > 4], [row], wraps_at))(x)
+    counts, (largest,) = jax.vmap(lambda row: count_true([row > 4], [row], wraps_at))(x)
     assert counts.tolist() == [[[0, 0]], [[0, 3]], [[0, 4]]]
     assert largest.tolist() == [3.0, 7.0, 11.0]
 
@@ -276,15 +284,15 @@ def test_partial_counts_are_added_with_their_carry():
     for a in numbers:
         for b in numbers:
             digits = [np.array([x >> 32, x % 2**32], np.uint32) for x in (a, b)]
-            high, low = _combine(1, 2, *(tuple(map(jnp.asarray, d)) for d in digits))
+            high, low = _add_digits(1, 2, *(tuple(map(jnp.asarray, d)) for d in digits))
             assert int(high) * 2**32 + int(low) == a + b
 
 
-def test_tally_of_a_leaf_of_2_to_33_elements_has_both_digits():
+def test_count_true_of_a_leaf_of_2_to_33_elements_has_both_digits():
     mask = jax.ShapeDtypeStruct((2**20, 2**13), jnp.bool_)
-    jaxpr = jax.make_jaxpr(lambda mask: tally([mask]))(mask)
+    jaxpr = jax.make_jaxpr(lambda mask: count_true([mask]))(mask)
     (reduce,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reduce")
     assert len(reduce.outvars) == 2
-    small = jax.make_jaxpr(lambda mask: tally([mask]))(jnp.zeros(3, bool))
+    small = jax.make_jaxpr(lambda mask: count_true([mask]))(jnp.zeros(3, bool))
     (reduce,) = (eqn for eqn in small.eqns if "reduce" in eqn.primitive.name)
     assert len(reduce.outvars) == 1

@@ -52,7 +52,9 @@ def _magnitude_ladder_adjust(state, largest, *, factor):
 
 def magnitude_ladder():
     init, _ = ladder()
-    return jls.types.MagnitudeScaler(init, Partial(_magnitude_ladder_adjust, factor=8.0))
+    return jls.types.MagnitudeScaler(
+        init, Partial(_magnitude_ladder_adjust, factor=8.0)
+    )
 
 
 SCALERS = {
@@ -66,7 +68,13 @@ SCALERS = {
         min_scale=0.25,
         max_scale=64.0,
     ),
-    "cumulative": partial(jls.cumulative, 8.0, growth_interval=GROWTH_INTERVAL),
+    "dynamic_not_consecutive": partial(
+        jls.dynamic,
+        8.0,
+        growth_interval=GROWTH_INTERVAL,
+        backoff_interval=2,
+        consecutive=False,
+    ),
     "hysteresis": partial(jls.hysteresis, 8.0, growth_interval=GROWTH_INTERVAL),
     "hysteresis_refilled_by_finite": partial(
         jls.hysteresis, 8.0, growth_interval=GROWTH_INTERVAL, refill="finite"

@@ -13,18 +13,18 @@ import jls
     [
         (
             jls.dynamic(growth_interval=100, min_scale=2.0**-14),
-            "dynamic(loss_scale=2**15, growth_factor=2, backoff_factor=0.5, "
+            "dynamic(init_scale=2**15, growth_factor=2, backoff_factor=0.5, "
             "min_scale=2**-14, max_scale=2**24, growth_interval=100, "
-            "backoff_interval=1)",
+            "backoff_interval=1, consecutive=True)",
         ),
         (jls.static(48), "static(loss_scale=48)"),
         (jls.static(jnp.float32(2.0**20)), "static(loss_scale=2**20)"),
         (jls.static(65504.0), "static(loss_scale=65504)"),
         (
             jls.presets.deepspeed(),
-            "late_growth(hysteresis(loss_scale=2**16, growth_factor=2, "
-            "backoff_factor=0.5, min_scale=1, max_scale=2**126, growth_interval=1000, "
-            "hysteresis=2))",
+            "deepspeed(init_scale=2**16, growth_factor=2, backoff_factor=0.5, "
+            "min_scale=1, max_scale=2**126, growth_interval=1000, hysteresis=2, "
+            "finite_refills=False)",
         ),
         (
             jls.dynamic(2.0**12).init(),
@@ -32,12 +32,12 @@ import jls
         ),
         (
             jax.tree.map(np.asarray, jls.static(3.0).init()),
-            "ScalerState(loss_scale=3, finite_count=-2, nonfinite_count=0)",
+            "StaticState(loss_scale=3)",
         ),
         (
             jls.adaptive(8.0).init(),
             "AdaptiveState(loss_scale=8, finite_count=0, nonfinite_count=0, "
-            "growth_count=0, interval_index=0)",
+            "growth_count=0, rung=1)",
         ),
         (
             jls.loss_scaled(optax.sgd(0.1, 0.9)).init(jnp.ones(3)),

@@ -7,7 +7,7 @@ import pytest
 from shared import NAN, ONE, W, assert_identical, bits
 
 import jls
-from jls._reduce import named_floats
+from jls._tree import named_floats
 
 FLOATS = [
     jnp.float16,
@@ -100,7 +100,7 @@ def test_select_never_rounds_a_python_number(number, array):
             {"a": jnp.ones(2, jnp.bfloat16)},
             r"'\['a'\]' must have the same dtype, got float32 and bfloat16",
         ),
-        ({"a": "relu"}, {"a": "tanh"}, r"'\['a'\]' are no arrays and differ: 'relu'"),
+        ({"a": "relu"}, {"a": "tanh"}, r"'\['a'\]' are not arrays and differ: 'relu'"),
     ],
 )
 def test_select_refuses_trees_that_differ(new, old, message):

@@ -113,7 +113,9 @@ def test_faulty_policy_is_named():
     def adjust(state, grads_finite):
         return state._replace(finite_count=jnp.float32(1.0))
 
-    optimizer = jls.loss_scaled(optax.sgd(0.5), jls.types.LossScaler(lambda: state, adjust))
+    optimizer = jls.loss_scaled(
+        optax.sgd(0.5), jls.types.LossScaler(lambda: state, adjust)
+    )
     with pytest.raises(ValueError, match=r"the scaler's state must keep .* kinds"):
         optimizer.update(GOOD, optimizer.init(PARAMS), PARAMS)
 

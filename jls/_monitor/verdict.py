@@ -140,9 +140,12 @@ def _at_floor(facts: Facts) -> str:
 
 
 def _calibrating(facts: Facts) -> str:
+    skipped = f"all {facts.steps} steps so far were skipped"
+    if facts.steps == 1:
+        skipped = "the first step was skipped"
     return (
-        f"all {_steps(facts)} so far were skipped while the loss scale comes down, to "
-        f"{facts.scale} now. That is normal for the first ten or so"
+        f"{skipped} while the loss scale comes down, to {facts.scale} now. That is "
+        "normal for the first ten or so"
     )
 
 
@@ -262,7 +265,7 @@ def _steps(facts: Facts) -> str:
 
 
 def _skips(facts: Facts) -> str:
-    was = "was" if facts.skips == 1 else "were"
+    was = "was" if 1 in (facts.skips, facts.steps) else "were"
     return f"{facts.skips} of {_steps(facts)} {was} skipped so far"
 
 

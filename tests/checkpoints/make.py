@@ -17,11 +17,13 @@ import jls
 SCALERS = {
     "static": jls.static(8.0),
     "dynamic": jls.dynamic(8.0, growth_interval=3),
-    "cumulative": jls.cumulative(8.0, growth_interval=3),
+    "cumulative": jls.dynamic(
+        8.0, growth_interval=3, backoff_interval=2, consecutive=False
+    ),
     "hysteresis": jls.hysteresis(8.0, growth_interval=3),
     "adaptive": jls.adaptive(8.0, intervals=(2, 3)),
     "cautious": jls.cautious(8.0, growth_interval=3),
-    "recent_max": jls.recent_max(8.0, growth_interval=3),
+    "log_max": jls.recent_max(8.0, growth_interval=3),
     "deepspeed": jls.presets.deepspeed(8.0, scale_window=3),
 }
 PARAMS = {"layers": [jnp.array([0.5, -1.5]), jnp.ones(3)], "bias": jnp.float32(2.0)}

@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from jls._cli import demo, _demo_report
 from jls.__main__ import main
+from jls._cli import demo, demo_report
 
 INSTALL = 'pip install "jls[demo]"'
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from jls._cli import doctor
 from jls.__main__ import main
+from jls._cli import doctor
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -47,8 +47,8 @@ def test_doctor_in_json_has_the_same_findings():
 @pytest.mark.parametrize("broken", doctor.CHECKS)
 def test_doctor_exits_with_1_if_a_check_fails(broken, monkeypatch, capsys):
     checks = {name: name != broken for name in doctor.CHECKS}
-    monkeypatch.setattr(_doctor, "_checks", lambda: checks)
-    monkeypatch.setattr(_doctor, "_step_overhead", lambda width: 1.0)
+    monkeypatch.setattr(doctor, "_checks", lambda: checks)
+    monkeypatch.setattr(doctor, "_step_overhead", lambda width: 1.0)
     with pytest.raises(SystemExit) as end:
         main(["doctor"])
     assert end.value.code == 1
@@ -58,7 +58,7 @@ def test_doctor_exits_with_1_if_a_check_fails(broken, monkeypatch, capsys):
 
 
 def test_checks_see_a_finite_check_that_is_blind(monkeypatch):
-    monkeypatch.setattr(_doctor, "all_finite", lambda tree: doctor.jnp.asarray(True))
+    monkeypatch.setattr(doctor, "all_finite", lambda tree: doctor.jnp.asarray(True))
     found = doctor._checks()
     assert [name for name, holds in found.items() if not holds] == [
         "an inf is seen",

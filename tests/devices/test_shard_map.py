@@ -371,7 +371,7 @@ def test_train_step_takes_one_decision(mesh, axis_name, check_vma, layout):
         after = bits((state.params, state.opt_state.inner_state))
         is_bad = x is OVERFLOW
         assert (before == after) == is_bad
-        assert reports.overflow.tolist() == [is_bad] * 8
+        assert reports.skipped.tolist() == [is_bad] * 8
         assert reports.loss_scale.tolist() == [scale] * 8
         assert jnp.all(jnp.isfinite(reports.loss))
         if not is_bad:
@@ -402,7 +402,7 @@ def test_micro_batch_is_dropped_by_all_devices_or_by_none(check_vma):
     )
     state, reports = step(state, x.at[13, 0].set(2.0**15))
     assert reports.dropped.tolist() == [1] * 8
-    assert not reports.overflow.any()
+    assert not reports.skipped.any()
     assert reports.loss_scale.tolist() == [32.0] * 8
     assert state.params.tolist() == [1.0 - 0.5 * 3.5] * 8
     state, reports = step(state, x.at[13].set(jnp.inf))

@@ -24,6 +24,7 @@ def make(scaler):
 
 
 DEFAULT = make(SCALER)
+OPTIMIZER = jls.loss_scaled(optax.sgd(0.1), SCALER)
 VALUES = {".": 1.0, "l": 1.0, "o": jnp.inf, "u": -1.0}
 
 
@@ -42,17 +43,17 @@ def after(steps, scaler=None):
     ("steps", "verdict", "words"),
     [
         ("", "ok", "0 of 0 steps were skipped"),
-        (".", "ok", "0 of 1 steps were skipped so far; the loss scale is 8."),
-        ("o", "calibrating", "all 1 steps so far were skipped .* to 4 now"),
+        (".", "ok", "0 of 1 step was skipped so far; the loss scale is 8."),
+        ("o", "calibrating", "the first step was skipped while .* to 4 now"),
         ("o.", "ok", "1 of 2"),
         (
             ".o",
             "recovering",
-            r"1 in a row; the loss scale is 4. 1 of 2 .*Not finite: b\.",
+            r"1 in a row; the loss scale is 4. 1 of 2 steps was .*Not finite: b\.",
         ),
         (".ooo", "at floor", r"loss scale of 2 is at its floor \(3 skipped in a row\)"),
         ("....", "at ceiling", "loss scale of 32 can grow no further"),
-        (".l", "non-finite loss", r"no loss scale can mend \(1 of 2 steps so far\)"),
+        (".l", "non-finite loss", r"no loss scale can cure \(1 of 2 steps so far\)"),
         ("l", "non-finite loss", "Look at its batch"),
         (".u", "non-finite update", r"made inf or NaN of them \(1 of 2 steps"),
         (".oooo", "stalled", "last 4 steps were all skipped, .* for its gradients"),
@@ -61,7 +62,9 @@ def after(steps, scaler=None):
     ],
 )
 def test_verdict_and_sentence(steps, verdict, words):
-    health = jls.health(after(steps), PARAMS, scaler=SCALER, max_consecutive_skips=3)
+    health = jls.health(
+        after(steps), PARAMS, optimizer=OPTIMIZER, max_consecutive_skips=3
+    )
     assert health.verdict == verdict
     assert re.search(words, health.sentence), health.sentence
     assert str(health) == f"{verdict}: {health.sentence}"
@@ -94,7 +97,9 @@ def reference(steps, limit, floor, ceiling):
 def test_all_short_runs_follow_the_reference():
     for length in range(5):
         for steps in itertools.product(".olu", repeat=length):
-            health = jls.health(after(steps), scaler=SCALER, max_consecutive_skips=3)
+            health = jls.health(
+                after(steps), optimizer=OPTIMIZER, max_consecutive_skips=3
+            )
             assert health.verdict == reference(steps, 3, 2.0, 32.0), steps
 
 
@@ -113,21 +118,43 @@ def test_poison_is_seen_where_the_parameters_are_given(params, inner, verdict):
     assert jls.health(state).verdict == "ok"
 
 
-def test_bounds_without_a_policy_are_those_of_dynamic():
-    scaler = jls.presets.deepspeed(init_scale=2.0, delayed_shift=1)
-    state = after(".o", scaler)
-    assert jls.health(state, scaler=scaler).verdict == "at floor"
-    assert jls.health(after(".ooo", jls.dynamic(8.0))).verdict == "at floor"
+@pytest.mark.parametrize(
+    ("scaler", "steps", "verdict"),
+    [
+        (jls.presets.deepspeed(init_scale=2.0, delayed_shift=1), ".o", "at floor"),
+        (jls.presets.megatron(), "", "ok"),
+        (jls.presets.mindspore(2**24, 2, 1000), ".", "ok"),
+        (jls.dynamic(2.0**25, max_scale=2.0**40), ".", "ok"),
+        (jls.dynamic(2.0**24), ".", "at ceiling"),
+        (jls.dynamic(0.5, min_scale=2.0**-20), ".o", "recovering"),
+        (jls.cautious(1.0), ".", "ok"),
+        (jls.cautious(1.0, backoff_interval=9), "o", "at floor"),
+        (jls.recent_max(2.0, min_scale=2.0), "o", "at floor"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_bounds_come_from_the_optimizer_or_are_not_known(scaler, steps, verdict):
+    state = after(steps, scaler)
+    optimizer = jls.loss_scaled(optax.sgd(0.1), scaler)
+    health = jls.health(state, optimizer=optimizer)
+    assert health.verdict == verdict
+    assert health.numbers["max_scale"] == scaler.hyperparameters["max_scale"]
+    # Of the state alone, or an optimizer with the wrapper inside it, nothing is said.
+    for unknown in (None, optax.chain(optimizer)):
+        health = jls.health(state, optimizer=unknown)
+        assert health.verdict in ("ok", "recovering", "calibrating")
+        assert health.numbers["min_scale"] is None
+        assert health.numbers["max_scale"] is None
 
 
 @pytest.mark.parametrize("scale", [1.0, 8.0, 2.0**24])
-def test_a_fixed_scale_has_no_bounds_and_does_not_move(scale):
-    for scaler in (jls.static(scale), None):
+def test_a_static_scale_has_no_bounds_and_does_not_move(scale):
+    for optimizer in (jls.loss_scaled(optax.sgd(0.1), jls.static(scale)), None):
         state = after(".oo", jls.static(scale))
         for changed in (state, jls.set_loss_scale(state, scale)):
-            health = jls.health(changed, scaler=scaler)
+            health = jls.health(changed, optimizer=optimizer)
             assert health.verdict == "recovering"
-            assert "is a fixed one. If this goes on" in health.sentence
+            assert "is static. If this goes on" in health.sentence
             assert "2 in a row; 2 of 3 steps" in health.sentence
         assert jls.health(after("o", jls.static(scale))).verdict == "recovering"
         assert jls.health(after(".", jls.static(scale))).verdict == "ok"
@@ -137,7 +164,7 @@ def test_a_fixed_scale_has_no_bounds_and_does_not_move(scale):
     ("scale", "words"),
     [(1.0, "goes on, look for"), (64.0, "goes on, lower it with jls.set_loss_scale")],
 )
-def test_a_fixed_scale_above_one_may_be_the_cause(scale, words):
+def test_a_static_scale_above_one_may_be_the_cause(scale, words):
     state = after(".oo", jls.static(scale))
     assert words in jls.health(state).sentence
     stalled = str(jls.health(state, max_consecutive_skips=1))
@@ -146,7 +173,7 @@ def test_a_fixed_scale_above_one_may_be_the_cause(scale, words):
     grads = jnp.array([1e-9, 1.0])
     underflow = str(jls.health(after(".", jls.static(scale)), grads=grads))
     assert "growth_interval" not in underflow
-    assert "set it by jls.set_loss_scale." in underflow
+    assert "set it with jls.set_loss_scale." in underflow
 
 
 def halved(state, grads_finite):
@@ -155,19 +182,20 @@ def halved(state, grads_finite):
 
 
 @pytest.mark.parametrize("make_first", [jls.static, jls.dynamic])
-def test_a_policy_of_ones_own_has_no_bounds(make_first):
+def test_a_scaler_of_ones_own_has_no_bounds(make_first):
     own = jls.types.LossScaler(make_first(8.0).init, halved)
     state = after(".o", own)
-    health = jls.health(state, scaler=own)
+    optimizer = jls.loss_scaled(optax.sgd(0.1), own)
+    health = jls.health(state, optimizer=optimizer)
     assert health.verdict == "recovering"
-    assert "fixed" not in health.sentence
-    assert health.numbers["max_scale"] == jnp.inf
+    assert "static" not in health.sentence
+    assert health.numbers["max_scale"] is None
 
 
 def test_a_reason_that_is_not_known_is_not_named():
     state = after(".oo")._replace(skip_reason=jnp.int32(0))
     sentence = jls.health(state, max_consecutive_skips=1).sentence
-    assert "2 steps were all skipped, and nothing is being learnt" in sentence
+    assert "2 steps were all skipped, and nothing is being learned" in sentence
 
 
 def test_what_is_poisoned_is_not_what_the_last_step_was_skipped_for():
@@ -175,7 +203,7 @@ def test_what_is_poisoned_is_not_what_the_last_step_was_skipped_for():
     assert "Not finite" not in str(jls.health(after(".o"), params))
 
 
-def test_the_policy_is_found_in_a_train_state_and_an_nnx_optimizer():
+def test_the_scaler_is_found_in_a_train_state_and_an_nnx_optimizer():
     scaler = jls.dynamic(16.0, min_scale=4.0)
     optimizer = jls.loss_scaled(optax.sgd(0.1), scaler)
     bad = jax.tree.map(lambda x: x * jnp.inf, PARAMS)
@@ -190,6 +218,8 @@ def test_the_policy_is_found_in_a_train_state_and_an_nnx_optimizer():
     assert jls.health(state).verdict == "at floor"
     assert jls.health(ours).verdict == "at floor"
     assert jls.health(state.opt_state).verdict == "calibrating"
+    assert jls.health(state.opt_state, optimizer=optimizer).verdict == "at floor"
+    assert jls.health(ours.opt_state, optimizer=ours).verdict == "at floor"
 
 
 def test_large_scales_print_as_powers_of_two():
@@ -227,7 +257,7 @@ def test_large_scales_print_as_powers_of_two():
 def test_gradients_too_small_for_the_scale_are_an_underflow(
     grads, kwargs, verdict, words
 ):
-    health = jls.health(after("."), grads=grads, scaler=SCALER, **kwargs)
+    health = jls.health(after("."), grads=grads, optimizer=OPTIMIZER, **kwargs)
     assert health.verdict == verdict
     assert re.search(words, health.sentence), health.sentence
 
@@ -254,8 +284,11 @@ def test_the_edge_of_the_small_is_where_rounding_gives_a_normal_number():
 def test_a_skipped_step_comes_before_an_underflow_and_that_before_the_ceiling():
     grads = jnp.full(3, 1e-9)
     assert jls.health(after(".o"), grads=grads).verdict == "recovering"
-    assert jls.health(after("...."), scaler=SCALER).verdict == "at ceiling"
-    assert jls.health(after("...."), grads=grads, scaler=SCALER).verdict == "underflow"
+    assert jls.health(after("...."), optimizer=OPTIMIZER).verdict == "at ceiling"
+    assert (
+        jls.health(after("...."), grads=grads, optimizer=OPTIMIZER).verdict
+        == "underflow"
+    )
 
 
 def test_a_bad_loss_blames_no_parameter():
@@ -275,16 +308,19 @@ def test_a_bad_loss_blames_no_parameter():
     ],
 )
 def test_safe_to_save_unless_poisoned_or_stalled(steps, params, safe):
-    health = jls.health(after(steps), params, scaler=SCALER, max_consecutive_skips=3)
+    health = jls.health(
+        after(steps), params, optimizer=OPTIMIZER, max_consecutive_skips=3
+    )
     assert health.safe_to_save is safe
 
 
 def test_numbers_are_those_of_metrics_in_python():
     state = after("..o")
-    numbers = jls.health(state, PARAMS, scaler=SCALER).numbers
+    numbers = jls.health(state, PARAMS, optimizer=OPTIMIZER).numbers
     metrics = {name: value.item() for name, value in jls.metrics(state).items()}
     assert numbers == metrics | {
-        "skip_reason": "gradients",
+        "skip_reason": jls.types.SkipReason.GRADIENTS,
+        "is_static": False,
         "poisoned": False,
         "nonfinite_leaves": ["b"],
         "min_scale": 2.0,
@@ -320,6 +356,7 @@ def test_raise_if_carries_the_verdict_and_warn_if_warns():
         ),
         ({"max_consecutive_skips": 2.0}, TypeError, "max_consecutive_skips must be an"),
         ({"params": {"w": jnp.ones(2)}}, ValueError, "got 1 floating-point leaves"),
+        ({"optimizer": SCALER}, TypeError, "optimizer must be what jls.loss_scaled"),
     ],
 )
 def test_bad_options_are_named(options, error, message):

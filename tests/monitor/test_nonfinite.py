@@ -8,7 +8,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jls
-from jls import _nonfinite
+from jls._monitor import nonfinite
 
 FLOATS = [
     jnp.float16,
@@ -191,13 +191,13 @@ def test_a_report_is_neither_true_nor_false():
 
 
 def test_one_call_and_one_transfer_serve_the_whole_tree(monkeypatch):
-    made, traced, jitted = [], [], _nonfinite._tallies
-    tally = _nonfinite.tally
+    made, traced, jitted = [], [], nonfinite._tallies
+    tally = nonfinite.count_true
     monkeypatch.setattr(
-        _nonfinite, "_tallies", lambda a: made.append(jitted(a)) or made[-1]
+        nonfinite, "_tallies", lambda a: made.append(jitted(a)) or made[-1]
     )
     monkeypatch.setattr(
-        _nonfinite, "tally", lambda *a: traced.append(None) or tally(*a)
+        nonfinite, "count_true", lambda *a: traced.append(None) or tally(*a)
     )
     tree = {"an": jnp.ones((3, 1, 7)), "uncommon": [jnp.ones(11, jnp.bfloat16)] * 2}
     for value in (1.0, jnp.nan, jnp.inf):
@@ -210,9 +210,9 @@ def test_one_call_and_one_transfer_serve_the_whole_tree(monkeypatch):
 
 def test_counts_over_int32_have_room():
     leaf = jax.ShapeDtypeStruct((2**17, 2**17), jnp.float32)
-    assert jax.eval_shape(_nonfinite._tallies, [leaf]).shape == (1, 6)
+    assert jax.eval_shape(nonfinite._tallies, [leaf]).shape == (1, 6)
     digits = np.array([2, 5, 1, 0, 0x3F800000, 0], np.uint32)
-    row = _nonfinite._row("w", leaf, digits)
+    row = nonfinite._row("w", leaf, digits)
     assert (row.nans, row.infs, row.largest) == (2 * 2**32 + 5, 2**32, 1.0)
 
 

@@ -10,7 +10,7 @@ from reference_rounding import FATES, NARROW, fates, float32_of_every_kind
 from shared import assert_identical
 
 import jls
-from jls import _underflow
+from jls._monitor import underflow
 
 POWERS = [2.0**k for k in (-126, -125, -100, -20, 0, 10, 15, 24, 100, 125, 126)]
 OTHERS = [3.0, 1 / 3, 1000.1, 65504.0, 1.1e-30, 7e37]
@@ -142,7 +142,7 @@ def test_the_histogram_is_the_same_in_groups(shape):
     x = np.random.default_rng(1).normal(size=shape).astype(np.float32).view(np.uint32)
     pattern = jnp.asarray(x & 0x7FFFFFFF)
     assert_identical(
-        _underflow._histogram(pattern, group_size=7), _underflow._histogram(pattern)
+        underflow._histogram(pattern, group_size=7), underflow._histogram(pattern)
     )
 
 
@@ -156,9 +156,9 @@ def test_counts_over_uint32_keep_their_high_digit(monkeypatch):
     def tally(masks):
         return jnp.tile(jnp.array([3, 5], jnp.uint32), (len(masks), 1)), []
 
-    monkeypatch.setattr(_underflow, "tally", tally)
+    monkeypatch.setattr(underflow, "count_true", tally)
     bounds = jnp.zeros((3, 3), jnp.uint32)
-    counts = _underflow._counts(jnp.zeros(2, jnp.uint32), bounds)
+    counts = underflow._counts(jnp.zeros(2, jnp.uint32), bounds)
     assert counts.tolist() == [3 * 2.0**32] * 11
 
 

@@ -86,8 +86,8 @@ def test_three_growths_climb_and_three_overflows_fall():
     # The finite step among the overflows is no growth, and does not reset their count.
     for flag in [True, True, True, False, False, True, False, True, True, True]:
         state = scaler.adjust(state, flag)
-        rungs.append(state.interval_index.item())
-    assert rungs == [0, 0, 1, 1, 1, 1, -1, -1, -1, 0]
+        rungs.append(state.rung.item())
+    assert rungs == [1, 1, 2, 2, 2, 2, 0, 0, 0, 1]
 
 
 def test_overflows_at_the_shortest_interval_do_not_fall():
@@ -95,7 +95,7 @@ def test_overflows_at_the_shortest_interval_do_not_fall():
     state = scaler.init()
     for _ in range(9):
         state = scaler.adjust(state, False)
-    assert state.interval_index == 0
+    assert state.rung == 1
     assert state.nonfinite_count == 9 % 4
 
 
@@ -133,8 +133,8 @@ def test_state_goes_through_export():
 )
 def test_intervals_of_any_kind_make_the_same_policy(intervals):
     scaler = jls.adaptive(intervals=intervals)
-    ladder = scaler.hyperparameters["intervals"]
-    assert [int(interval) for interval in ladder] == [20, 30]
+    given = scaler.hyperparameters["intervals"]
+    assert [int(interval) for interval in given] == [20, 30]
     assert scaler.adjust(scaler.init(), True).finite_count == 1
 
 

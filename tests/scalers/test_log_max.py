@@ -38,7 +38,9 @@ DEFAULTS = {
 )
 def test_every_short_run_follows_the_rule(changed):
     hyperparameters = DEFAULTS | changed
-    assert_follows(jls.recent_max, reference.recent_max, hyperparameters, sequences=SEQUENCES)
+    assert_follows(
+        jls.recent_max, reference.recent_max, hyperparameters, sequences=SEQUENCES
+    )
 
 
 @pytest.mark.parametrize("start", [0.5, 2.0**30])
@@ -69,7 +71,9 @@ def test_every_scale_leaves_the_headroom_and_is_a_power_of_two():
 
 
 def test_gradients_that_grow_slower_than_the_headroom_never_overflow():
-    scaler = jls.recent_max(window=2, headroom=4.0, max_scale=2.0**40, min_scale=2.0**-40)
+    scaler = jls.recent_max(
+        window=2, headroom=4.0, max_scale=2.0**40, min_scale=2.0**-40
+    )
     state, largest = scaler.adjust(scaler.init(), 1.0), 1.0
     rng = np.random.default_rng(1)
     for _ in range(100):

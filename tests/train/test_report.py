@@ -32,7 +32,7 @@ pytestmark = pytest.mark.standard_promotion
 def test_report_is_in_the_order_of_mindformers():
     assert jls.types.StepReport._fields[:7] == (
         "loss",
-        "overflow",
+        "skipped",
         "loss_scale",
         "learning_rate",
         "global_norm",
@@ -47,7 +47,7 @@ def test_report_of_a_good_and_of_a_bad_step(jit_or_eager):
     state, report = step(linear_state(), jnp.array([[3.0, 4.0]]))
     expected = jls.types.StepReport(
         loss=np.float32(11.0),
-        partial_overflow=np.False_,
+        skipped=np.False_,
         loss_scale=np.float32(64.0),
         learning_rate=np.float32(0.25),
         global_norm=np.float32(5.0),
@@ -60,14 +60,14 @@ def test_report_of_a_good_and_of_a_bad_step(jit_or_eager):
     _, report = step(linear_state(), jnp.array([[2e37, 0.0]]))
     bad = expected._replace(
         loss=np.float32(2e37),
-        partial_overflow=np.True_,
+        skipped=np.True_,
         loss_scale=np.float32(32.0),
         global_norm=np.float32(np.inf),
     )
     assert_identical(report, bad)
 
 
-def test_report_calls_a_nonfinite_loss_an_overflow_and_keeps_the_scale():
+def test_report_of_a_nonfinite_loss_says_skipped_and_keeps_the_scale():
     def loss_fn(state, batch):
         return linear_loss(state, batch) + jax.lax.stop_gradient(jnp.log(-batch[0, 0]))
 

@@ -205,7 +205,7 @@ def test_scan_of_steps_equals_a_loop():
         state, report = jax.jit(step)(state, batch)
         chex.assert_trees_all_close(list(report[:3]), expected, rtol=1e-6)
     chex.assert_trees_all_close(last.params, state.params, rtol=1e-6)
-    assert reports.overflow.tolist() == [False, True, False, False]
+    assert reports.skipped.tolist() == [False, True, False, False]
 
 
 def test_vmap_gives_each_member_its_own_scale():
@@ -215,7 +215,7 @@ def test_vmap_gives_each_member_its_own_scale():
     )
     batches = jnp.array([[[1.0, 1.0]], [[2e37, 1.0]]])
     members, reports = jax.jit(jax.vmap(step))(members, batches)
-    assert reports.overflow.tolist() == [False, True]
+    assert reports.skipped.tolist() == [False, True]
     assert reports.loss_scale.tolist() == [64.0, 32.0]
     assert members.params.tolist() == [[0.5, 1.5], [3.0, 4.0]]
 
