@@ -34,9 +34,11 @@ def format_fields(state: Any, names: tuple[str, ...]) -> dict[str, str]:
 
 def format_scaler(kind: str, init: Any, adjust: Any, **hyperparameters: Any) -> str:
     """The call that made a scaler of jls; of any other scaler, its two functions."""
-    function = getattr(adjust, "func", None)
+    function = adjust
+    while hasattr(function, "func"):
+        function = function.func
     name = getattr(function, "__name__", "")
-    is_ours = getattr(function, "__module__", "").startswith("jls.")
+    is_ours = (getattr(function, "__module__", None) or "").startswith("jls.")
     if not (is_ours and name.endswith("_adjust")):
         return format_record(kind, init=repr(init), adjust=repr(adjust))
     values = {key: format_number(value) for key, value in hyperparameters.items()}

@@ -81,7 +81,8 @@ class LossScaler(NamedTuple, Generic[StateT]):
     `NamedTuple` of arrays with a field `loss_scale` of type `f32[]`. Build the fields
     as `jax.tree_util.Partial` over module-level functions and the scaler is a pytree:
     it goes through `jit` and `vmap` as an argument, and its hyperparameters change
-    without a retrace.
+    without a retrace. (Do not borrow the `init` of `jls.static`: its `StaticState` says
+    that the scale never moves.)
 
     Example:
       >>> def adjust(state, grads_finite):
@@ -97,7 +98,7 @@ class LossScaler(NamedTuple, Generic[StateT]):
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """The numbers that the scaler was made with, by name.
+        """What the scaler computes with, by name: numbers, and switches if it has any.
 
         Empty for functions of your own that are not a `Partial`.
 
@@ -145,7 +146,7 @@ class MagnitudeScaler(NamedTuple, Generic[StateT]):
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """The numbers that the scaler was made with, by name; see `LossScaler`."""
+        """What the scaler computes with, by name; see `LossScaler`."""
         return _keywords(self.init) | _keywords(self.adjust)
 
     def __repr__(self) -> str:
@@ -237,4 +238,5 @@ class StepReport(NamedTuple):
 
 
 def _keywords(function: Any) -> dict[str, Any]:
-    return dict(getattr(function, "keywords", {}))
+    inner = getattr(function, "func", None)
+    return (_keywords(inner) if inner else {}) | getattr(function, "keywords", {})

@@ -22,6 +22,7 @@ multiplies by the rounded reciprocal.
 """
 
 import warnings
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -34,6 +35,7 @@ from jls._scalers import dynamic as _dynamic
 from jls._scalers import hysteresis as _hysteresis
 from jls._scalers import static as _static
 from jls._scalers.rule import start_at as _start_at
+from jls._scalers.rule import switch as _switch
 from jls._tree import as_flag as _as_flag
 from jls._types import LossScaler, ScalerState
 
@@ -415,21 +417,22 @@ def deepspeed(
     refilled_by_finite = _validate.flag(
         "consecutive_hysteresis", consecutive_hysteresis
     )
+    refill = "finite" if refilled_by_finite else "growth"
     scaler = _hysteresis.hysteresis(
         init_scale,
         growth_factor=factor,
         backoff_factor=1 / factor,
         growth_interval=_validate.interval("scale_window", scale_window),
         hysteresis=_validate.interval("delayed_shift", delayed_shift),
-        refill="finite" if refilled_by_finite else "growth",
+        refill=refill,
         min_scale=min_scale,
         max_scale=_HIGHEST,
     )
-    hyperparameters = scaler.hyperparameters
-    first_scale = hyperparameters.pop("init_scale")
+    numbers = scaler.hyperparameters
+    del numbers["refill"]
     return LossScaler(
-        Partial(_deepspeed_init, init_scale=first_scale),
-        Partial(_deepspeed_adjust, **hyperparameters),
+        Partial(_deepspeed_init, init_scale=numbers.pop("init_scale")),
+        Partial(_switch(_deepspeed_adjust, refill=refill), **numbers),
     )
 
 
@@ -491,7 +494,7 @@ def _deepspeed_init(init_scale: ArrayLike) -> ScalerState:
 
 
 def _deepspeed_adjust(
-    state: ScalerState, grads_finite: Array | bool, **hyperparameters: ArrayLike
+    state: ScalerState, grads_finite: Array | bool, **hyperparameters: Any
 ) -> ScalerState:
     finite = _as_flag("grads_finite", grads_finite)
     state = _hysteresis.hysteresis_adjust(state, finite, **hyperparameters)

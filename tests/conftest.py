@@ -8,8 +8,8 @@ import pytest
 
 DEVICES = Path(__file__).parent / "devices"
 
-# One is for the type checker, the others are started in processes of their own.
-collect_ignore = ["typing_api.py"]
+# One folder is for the type checkers, the programs are for processes of their own.
+collect_ignore = ["typing"]
 collect_ignore_glob = ["processes/*_program.py"]
 
 

@@ -9,6 +9,7 @@ import pickle
 import sys
 import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 import chex
 import jax
@@ -279,12 +280,12 @@ OLD = "dynamic", "adaptive"
 NEW_FIELDS = ADDED[jls.types.LossScaledState]
 
 
-def read(name, form, tmp_path):
+def read(name, form, tmp_path, version="before_0.1.0"):
     """What a library restores without a target."""
     if form == "msgpack":
-        data = (FOLDER / "before_0.1.0" / f"{name}.msgpack").read_bytes()
+        data = (FOLDER / version / f"{name}.msgpack").read_bytes()
         return serialization.msgpack_restore(data)
-    with zipfile.ZipFile(FOLDER / "before_0.1.0" / f"{name}.orbax.zip") as file:
+    with zipfile.ZipFile(FOLDER / version / f"{name}.orbax.zip") as file:
         file.extractall(tmp_path / name)
     with ocp.PyTreeCheckpointer() as checkpointer:
         tree = checkpointer.metadata(tmp_path / name).item_metadata.tree
@@ -306,7 +307,35 @@ def saved(state, folder):
     return folder / "saved"
 
 
-# Files of an older version.
+def raw_of(optimizer, params):
+    return serialization.msgpack_restore(serialization.to_bytes(optimizer.init(params)))
+
+
+def without(raw, *names):
+    return {name: part for name, part in raw.items() if name not in names}
+
+
+SGD = optax.sgd(0.1, momentum=0.9)
+PARAMS = {"w": jnp.ones(2), "b": jnp.ones(1)}
+WRAPPED = jls.loss_scaled(SGD, jls.dynamic(8.0))
+RAW = raw_of(WRAPPED, PARAMS)
+OTHER = r"Make target with the optimizer and the parameters that were saved\."
+
+
+# Files of older versions.
+
+
+def as_now(raw):
+    """What this version would have written, in plain Python."""
+    tree = serialization.to_state_dict(raw)
+    scaler_state = tree["opt_state"]["scaler_state"]
+    if "interval_index" in scaler_state:
+        # The foot of the ladder was -1.
+        scaler_state["rung"] = scaler_state.pop("interval_index") + 1
+    if scaler_state["finite_count"] == -2:
+        # What marked a static scale.
+        tree["opt_state"]["scaler_state"] = {"loss_scale": scaler_state["loss_scale"]}
+    return tree
 
 
 @pytest.mark.parametrize("form", ["msgpack", "orbax"])
@@ -324,8 +353,7 @@ def test_checkpoint_of_an_older_jls_goes_on(name, form, tmp_path):
     again = serialization.to_state_dict(state)
     for field in NEW_FIELDS:
         del again["opt_state"][field]
-    in_file = serialization.to_state_dict(raw)
-    assert_identical(jax.tree.leaves(again), jax.tree.leaves(in_file))
+    assert_identical(jax.tree.leaves(again), jax.tree.leaves(as_now(raw)))
     assert (opt_state.steps, opt_state.skips) == (7, 2)
     # It goes on as the same run in this version does.
     reference = checkpoints.trained(name)
@@ -339,6 +367,75 @@ def test_checkpoint_of_an_older_jls_goes_on(name, form, tmp_path):
     assert_identical(jls.loss_scale(state), jls.loss_scale(reference))
     assert jls.metrics(state)["skips"] == 3
     assert jls.metrics(state)["skip_reason"] == 1
+
+
+@pytest.mark.parametrize("name", checkpoints.SCALERS)
+def test_checkpoint_of_0_1_0_goes_on(name, tmp_path):
+    folder = FOLDER / "0.1.0"
+    raw = serialization.msgpack_restore((folder / f"{name}.msgpack").read_bytes())
+    target, reference = checkpoints.fresh(name), checkpoints.trained(name)
+    raws = [raw]
+    if (folder / f"{name}.orbax.zip").exists():
+        raws.append(read(name, "orbax", tmp_path, "0.1.0"))
+    for form in raws:
+        state = jls.upgrade_state(target, form)
+        chex.assert_trees_all_equal_structs(state, target)
+        leaves = jax.tree.leaves(serialization.to_state_dict(state))
+        assert_identical(leaves, jax.tree.leaves(as_now(raw)))
+        assert jls.metrics(state)["skips"] == 2
+        # It goes on as the same run in this version does.
+        for grad in (1.0, jnp.inf, 2.0):
+            state = checkpoints.step(state, jnp.float32(grad))
+        for grad in (1.0, jnp.inf, 2.0):
+            reference = checkpoints.step(reference, jnp.float32(grad))
+        chex.assert_trees_all_close(state.params, reference.params, rtol=1e-5)
+        assert_identical(state.opt_state.scaler_state, reference.opt_state.scaler_state)
+        reference = checkpoints.trained(name)
+
+
+@pytest.mark.parametrize(
+    ("saved", "target", "scale"),
+    [
+        (jls.static(64.0), jls.static(8.0), 64.0),  # set by hand, or by the code then
+        (jls.static(64.0), jls.dynamic(8.0), 8.0),
+        (jls.static(64.0), jls.adaptive(8.0), 8.0),
+        (jls.dynamic(2.0**16), jls.static(8.0), 8.0),
+        (jls.recent_max(2.0**16), jls.static(8.0), 8.0),
+        (jls.dynamic(2.0**16), jls.dynamic(8.0), 2.0**16),
+    ],
+)
+@pytest.mark.parametrize("version", ["0.1.0", "now"])
+def test_static_and_moving_scales_never_take_each_others(saved, target, scale, version):
+    raw = serialization.to_state_dict(jls.loss_scaled(SGD, saved).init(PARAMS))
+    raw["steps"] = np.int32(7)
+    if version == "0.1.0" and len(raw["scaler_state"]) == 1:
+        raw["scaler_state"] |= {
+            "finite_count": np.int32(-2),
+            "nonfinite_count": np.int32(0),
+        }
+    new = jls.loss_scaled(SGD, target).init(PARAMS)
+    state = jls.upgrade_state(new, raw)
+    assert jls.loss_scale(state) == scale
+    assert state.steps == 7
+    chex.assert_trees_all_equal_structs(state, new)
+    if scale == 8.0:
+        assert_identical(state.scaler_state, new.scaler_state)
+        pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((state, new))]
+        assert len(set(pointers)) == len(pointers)
+
+
+class Own(NamedTuple):
+    loss_scale: jax.Array
+
+
+def test_a_scaler_of_ones_own_with_a_scale_alone_keeps_it():
+    own = jls.types.LossScaler(lambda: Own(jnp.float32(8.0)), lambda state, flag: state)
+    optimizer = jls.loss_scaled(SGD, own)
+    saved = jls.set_loss_scale(optimizer.init(PARAMS), 64.0)
+    state = jls.upgrade_state(
+        optimizer.init(PARAMS), serialization.to_state_dict(saved)
+    )
+    assert_identical(state, saved)
 
 
 def test_without_the_upgrade_an_older_checkpoint_is_an_error(tmp_path):
@@ -361,13 +458,14 @@ def test_fixtures_are_small():
 
 
 def test_fields_of_states_are_only_ever_appended():
-    """As in 0.1.0, then those of ADDED in order: see the rule in jls/_upgrade.py."""
+    """As at first, then those of ADDED in order: see the rule in jls/_checkpoint.py."""
     first = {
+        jls.types.StaticState: "loss_scale",
         jls.types.ScalerState: "loss_scale finite_count nonfinite_count",
         jls.types.LossScaledState: "inner_state scaler_state applied steps skips "
         "consecutive_skips nonfinite_losses",
         jls.types.AdaptiveState: "loss_scale finite_count nonfinite_count growth_count "
-        "interval_index",
+        "rung",  # interval_index in 0.1.0
         jls.types.RecentMaxState: "loss_scale finite_count window_count ceiling "
         "previous_ceiling overflow_ceiling",
         jls.types.ParamsEmaState: "count weight ema",
@@ -377,7 +475,7 @@ def test_fields_of_states_are_only_ever_appended():
         assert state_type._fields == (*names.split(), *ADDED.get(state_type, ()))
     types = {
         value
-        for name, value in vars(jls).items()
+        for name, value in vars(jls.types).items()
         if name.endswith("State") and isinstance(value, type)
     }
     assert types == set(first)
@@ -529,21 +627,6 @@ def test_result_shares_no_buffer_and_can_be_donated():
 # What does not fit.
 
 
-def raw_of(optimizer, params):
-    return serialization.msgpack_restore(serialization.to_bytes(optimizer.init(params)))
-
-
-def without(raw, *names):
-    return {name: part for name, part in raw.items() if name not in names}
-
-
-SGD = optax.sgd(0.1, momentum=0.9)
-PARAMS = {"w": jnp.ones(2), "b": jnp.ones(1)}
-WRAPPED = jls.loss_scaled(SGD, jls.dynamic(8.0))
-RAW = raw_of(WRAPPED, PARAMS)
-OTHER = r"Make target with the optimizer and the parameters that were saved\."
-
-
 @pytest.mark.parametrize(
     ("saved", "message"),
     [
@@ -565,12 +648,12 @@ OTHER = r"Make target with the optimizer and the parameters that were saved\."
         pytest.param(
             raw_of(jls.loss_scaled(SGD, jls.adaptive()), PARAMS),
             r"at 'scaler_state', in ScalerState, it also has growth_count, "
-            r"interval_index\. It is the state of another policy",
-            id="another policy",
+            r"rung\. It is the state of another scaler",
+            id="another scaler",
         ),
         pytest.param(
             raw_of(jls.loss_scaled(SGD, jls.recent_max()), PARAMS),
-            r"lacks nonfinite_count and also has .*ceiling.* another policy",
+            r"lacks nonfinite_count and also has .*ceiling.* another scaler",
             id="recent_max",
         ),
         pytest.param(
@@ -635,10 +718,10 @@ def test_upgrade_names_what_does_not_fit_and_changes_nothing(saved, message):
     assert_identical(target, before)
 
 
-def test_a_policy_with_the_fields_of_another_is_told_apart():
+def test_a_scaler_with_the_fields_of_another_is_an_error():
     """Those of `dynamic` are the first of `adaptive`: no reason to fill in the rest."""
     target = jls.loss_scaled(SGD, jls.adaptive()).init(PARAMS)
-    with pytest.raises(ValueError, match="lacks growth_count, interval_index"):
+    with pytest.raises(ValueError, match="lacks growth_count, rung"):
         jls.upgrade_state(target, RAW)
 
 
@@ -667,10 +750,11 @@ def test_pickle_of_an_older_version_is_an_error():
         pickle.loads(data)
 
 
-def test_a_fixed_scale_of_an_older_version_gets_its_mark():
+def test_a_static_scale_from_before_0_1_0_is_the_targets():
+    """It had no mark, and looks like one that moves."""
     optimizer = jls.skip_nonfinite(optax.sgd(0.1))
     target = optimizer.init({"w": jnp.ones(2)})
     saved = serialization.to_state_dict(target)
-    saved["scaler_state"]["finite_count"] = np.int32(0)
-    upgraded = jls.upgrade_state(target, saved)
-    assert_identical(upgraded, target)
+    counts = {"finite_count": np.int32(0), "nonfinite_count": np.int32(0)}
+    saved["scaler_state"] |= counts
+    assert_identical(jls.upgrade_state(target, saved), target)

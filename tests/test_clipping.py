@@ -218,7 +218,7 @@ def test_a_max_norm_of_zero_moves_nothing(jit_or_eager):
 def test_a_max_norm_of_zero_on_a_zero_gradient_needs_the_check_of_updates(
     clip, jit_or_eager
 ):
-    """0 / 0 inside of optax: a finite gradient, a NaN update."""
+    """0 / 0 inside optax: a finite gradient, a NaN update."""
     zeros = jnp.zeros(4)
     assert np.all(np.isnan(bare(clip, zeros, jit=jit_or_eager)))
     checked = scaled(clip, optax.sgd(1.0), check_updates=True)

@@ -495,3 +495,27 @@ def test_vmapped_state_is_a_clear_error():
             function(states, W)
     with pytest.raises(ValueError, match=r"must have shape \(\).*jax.vmap"):
         jls.value_and_grad(jnp.sum)(states, W)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e5m2, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("has_aux", [True, False])
+def test_loss_is_in_at_least_float32_as_the_gradients_are(dtype, has_aux, jit_or_eager):
+    def loss_fn(w):
+        loss = jnp.sum(w.astype(jnp.float32)).astype(dtype)
+        return (loss, loss) if has_aux else loss
+
+    w = jnp.ones(3, dtype)
+    grad_fn = jit_or_eager(jls.value_and_grad(loss_fn, has_aux=has_aux))
+    loss, grads = grad_fn(jls.static(2.0).init(), w)
+    if has_aux:
+        loss, aux = loss
+        assert aux.dtype == dtype  # it is the caller's, and stays
+    assert (loss.dtype, grads.dtype) == (jnp.float32, jnp.float32)
+    assert loss == 3.0
+
+
+def test_loss_of_float64_stays():
+    with jax.enable_x64(True):
+        grad_fn = jls.value_and_grad(lambda w: jnp.sum(w) / 3)
+        loss, _ = grad_fn(jls.static(2.0).init(), jnp.ones(2, jnp.float64))
+    assert loss.dtype == jnp.float64

@@ -273,7 +273,7 @@ def test_adjust_refuses_what_it_cannot_mean(name, flag, magnitude, error, got):
     scaler = SCALERS[name]()
     is_magnitude = isinstance(scaler, jls.types.MagnitudeScaler)
     argument = magnitude if is_magnitude else flag
-    rule = "largest must" if is_magnitude else "grads_finite must"
+    rule = "max_abs must" if is_magnitude else "grads_finite must"
     with pytest.raises(error, match=f"{rule} .* got {got}"):
         scaler.adjust(scaler.init(), argument)
     with pytest.raises(error, match=f"{rule} .* got {got}"):
@@ -326,3 +326,33 @@ def test_everything_else_works_with_the_policy(scaler):
     chex.assert_trees_all_equal(
         jls.set_loss_scale(state, 2.0).scaler_state.loss_scale, np.float32(2.0)
     )
+
+
+def test_hyperparameters_are_what_the_scaler_computes_with(scaler):
+    given = scaler.hyperparameters
+    numbers = [x for x in given.values() if not isinstance(x, bool | str)]
+    assert sorted(map(str, jax.tree.leaves(numbers))) == sorted(
+        map(str, jax.tree.leaves(scaler))
+    )
+    given.clear()  # a copy
+    assert scaler.hyperparameters
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(jls.static, 4.0),
+        partial(jls.dynamic, 4.0, growth_interval=7, consecutive=False),
+        partial(jls.hysteresis, 4.0, hysteresis=3, refill="finite"),
+    ],
+)
+def test_hyperparameters_make_the_scaler_again(make):
+    again = make.func(**make().hyperparameters)
+    chex.assert_trees_all_equal(again, make())
+    assert repr(again) == repr(make())
+
+
+def test_functions_of_ones_own_have_no_hyperparameters():
+    for init in (jls.dynamic().init, lambda: None):
+        scaler = jls.types.LossScaler(init, lambda state, flag: state)
+        assert scaler.hyperparameters == dict(getattr(init, "keywords", {}))

@@ -13,18 +13,18 @@ import jls
     [
         (
             jls.dynamic(growth_interval=100, min_scale=2.0**-14),
-            "dynamic(init_scale=2**15, growth_factor=2, backoff_factor=0.5, "
-            "min_scale=2**-14, max_scale=2**24, growth_interval=100, "
-            "backoff_interval=1, consecutive=True)",
+            "dynamic(init_scale=2**15, consecutive=True, growth_factor=2, "
+            "backoff_factor=0.5, min_scale=2**-14, max_scale=2**24, "
+            "growth_interval=100, backoff_interval=1)",
         ),
         (jls.static(48), "static(loss_scale=48)"),
         (jls.static(jnp.float32(2.0**20)), "static(loss_scale=2**20)"),
         (jls.static(65504.0), "static(loss_scale=65504)"),
         (
             jls.presets.deepspeed(),
-            "deepspeed(init_scale=2**16, growth_factor=2, backoff_factor=0.5, "
-            "min_scale=1, max_scale=2**126, growth_interval=1000, hysteresis=2, "
-            "finite_refills=False)",
+            "deepspeed(init_scale=2**16, refill='growth', growth_factor=2, "
+            "backoff_factor=0.5, min_scale=1, max_scale=2**126, growth_interval=1000, "
+            "hysteresis=2)",
         ),
         (
             jls.dynamic(2.0**12).init(),

@@ -97,8 +97,8 @@ def test_inner_that_changes_its_structure_or_shapes_is_named():
             optimizer.update(GOOD, state, PARAMS)
 
 
-def test_faulty_policy_is_named():
-    state = jls.static(8.0).init()
+def test_faulty_scaler_is_named():
+    state = jls.dynamic(8.0).init()
     for init, message in [
         (lambda: jnp.float32(8.0), "state must carry a loss scale"),
         (
@@ -131,11 +131,8 @@ def test_nested_wrappers_are_refused_at_init(wrapper):
     ("args", "kwargs", "message"),
     [
         ((0.5,), {}, "inner must be an optax.GradientTransformation, .* got float 0.5"),
-        (
-            (optax.MultiSteps(optax.sgd(0.5), 2),),
-            {},
-            r"its gradient_transformation\(\)",
-        ),
+        ((optax.sgd,), {}, "inner must be .* or an object with init and update"),
+        ((optax.MultiSteps,), {}, "inner must be .* got type"),
         (
             (optax.sgd(0.5), 8.0),
             {},
@@ -158,7 +155,41 @@ def test_skip_nonfinite_has_the_state_of_loss_scaled_and_a_scale_of_one():
     assert state.skips == 2
     assert_close(params, steps(optax.sgd(0.5, momentum=0.9), [GOOD])[0])
     other = scaled(optax.sgd(0.5, momentum=0.9)).init(PARAMS)
+    assert isinstance(state.scaler_state, jls.types.StaticState)
+    other = other._replace(scaler_state=state.scaler_state)
     chex.assert_trees_all_equal_structs(state, other)
+
+
+class Halving:
+    """An optimizer of nobody's."""
+
+    def init(self, params):
+        return {"calls": jnp.zeros((), jnp.int32)}
+
+    def update(self, updates, state, params=None):
+        state = {"calls": state["calls"] + 1}
+        return jax.tree.map(lambda x: -x / 2, updates), state
+
+
+def test_inner_may_be_any_object_with_init_and_update(jit_or_eager):
+    optimizer = scaled(Halving())
+    state = optimizer.init(PARAMS)
+    update = jit_or_eager(optimizer.update)
+    updates, state = update(GOOD, state, PARAMS, value=jnp.float32(1.0))
+    assert_identical(updates, jax.tree.map(lambda x: -x / 2, GOOD))
+    _, state = update(BAD, state, PARAMS)
+    assert (state.inner_state["calls"], state.skips) == (1, 1)
+
+
+@pytest.mark.standard_promotion
+def test_multi_steps_goes_inside_as_it_is():
+    inner = optax.MultiSteps(optax.sgd(1.0, momentum=0.5), 2)
+    batches = [GOOD, BAD, GOOD, GOOD, GOOD]
+    params, state = steps(scaled(inner), batches)
+    other = scaled(inner.gradient_transformation())
+    assert_identical((params, state), steps(other, batches))
+    assert isinstance(state.inner_state, optax.MultiStepsState)
+    assert (state.inner_state.gradient_step, state.skips) == (2, 1)
 
 
 # Composition: what sits inside freezes on a skip, what sits outside does not.
@@ -259,11 +290,11 @@ def test_clip_inside_sees_true_gradients_in_float32():
 @pytest.mark.parametrize(
     ("old", "new"), [(jls.dynamic, jls.adaptive), (jls.adaptive, jls.dynamic)]
 )
-def test_state_of_another_policy_is_refused_with_the_way_on(old, new):
+def test_state_of_another_scaler_is_refused_with_the_way_on(old, new):
     params = jnp.ones(2)
     before, after = (jls.loss_scaled(optax.sgd(0.1), make()) for make in (old, new))
     state = before.init(params)
-    with pytest.raises(ValueError, match="must be one that the policy has made"):
+    with pytest.raises(ValueError, match="must be one that the scaler has made"):
         after.update(params, state, params)
     state = state._replace(scaler_state=new().init())
     assert after.update(params, state, params)[1].applied

@@ -179,15 +179,16 @@ def _is_poisoned(params: list[Any], inner_state: list[Any]) -> Array:
 
 def _scaler_of(optimizer: Any, state: Any) -> Scaler | None:
     """The scaler of the optimizer, or of the one that a Flax state carries."""
-    if optimizer is None:
-        wrapper = wrapper_of(optimizer_in(state))
-    elif callable(getattr(optimizer, "update", None)):
-        wrapper = wrapper_of(getattr(optimizer, "tx", optimizer))
-    else:
-        raise TypeError(
-            "optimizer must be what jls.loss_scaled or jls.skip_nonfinite returned, or "
-            f"None, got {type(optimizer).__name__} {optimizer!r}."
-        )
+    carrier = state if optimizer is None else optimizer
+    inner = optimizer_in(carrier)
+    if optimizer is not None and inner is None:
+        inner = optimizer
+        if not (hasattr(inner, "init") and hasattr(inner, "update")):
+            raise TypeError(
+                "optimizer must be what jls.loss_scaled or jls.skip_nonfinite "
+                f"returned, or None, got {type(optimizer).__name__} {optimizer!r}."
+            )
+    wrapper = wrapper_of(inner)
     return wrapper.scaler if wrapper else None
 
 

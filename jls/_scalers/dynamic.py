@@ -26,17 +26,21 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from jls import _validate
-from jls._scalers.rule import after_step, start_at
+from jls._scalers.rule import after_step, start_at, switch
 from jls._tree import as_flag
 from jls._types import LossScaler, ScalerState
 
 
 def dynamic_adjust(
-    state: ScalerState, grads_finite: Array | bool, **hyperparameters: ArrayLike
+    state: ScalerState,
+    grads_finite: Array | bool,
+    *,
+    consecutive: bool,
+    **hyperparameters: ArrayLike,
 ) -> ScalerState:
     _validate.scaler_state(state, ScalerState)
     finite = as_flag("grads_finite", grads_finite)
-    return after_step(state, finite, finite, **hyperparameters)
+    return after_step(state, finite, finite, consecutive=consecutive, **hyperparameters)
 
 
 def dynamic(
@@ -73,8 +77,8 @@ def dynamic(
     unscaling round.
 
     Returns:
-      A `jls.types.LossScaler`. Its hyperparameters are pytree leaves: pass it to a
-      jitted function as an argument and they change without a retrace.
+      A `jls.types.LossScaler`. Its numbers are pytree leaves: pass it to a jitted
+      function as an argument and they change without a retrace.
 
     Raises:
       TypeError: if a factor or bound is not a real number, an interval not an integer,
@@ -104,8 +108,8 @@ def dynamic(
         min_scale=min_scale,
         max_scale=max_scale,
     )
-    hyperparameters["consecutive"] = _validate.flag("consecutive", consecutive)
+    consecutive = _validate.flag("consecutive", consecutive)
     return LossScaler(
         Partial(start_at, init_scale=first_scale),
-        Partial(dynamic_adjust, **hyperparameters),
+        Partial(switch(dynamic_adjust, consecutive=consecutive), **hyperparameters),
     )

@@ -26,7 +26,7 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from jls import _validate
-from jls._scalers.rule import count_up, is_due, move, start_at
+from jls._scalers.rule import count_up, is_due, move, start_at, switch
 from jls._tree import as_flag
 from jls._types import LossScaler, ScalerState
 
@@ -39,19 +39,19 @@ def hysteresis_adjust(
     *,
     growth_interval: ArrayLike,
     hysteresis: ArrayLike,
-    finite_refills: ArrayLike,
+    refill: Refill,
     **factors_and_bounds: ArrayLike,
 ) -> ScalerState:
     _validate.scaler_state(state, ScalerState)
     finite = as_flag("grads_finite", grads_finite)
     up = finite & is_due(state.finite_count, growth_interval)
     down = ~finite & is_due(state.nonfinite_count, hysteresis)
-    refill = up | (finite & finite_refills)
+    refilled = finite if refill == "finite" else up
     bad = jnp.where(finite, state.nonfinite_count, count_up(state.nonfinite_count))
     return ScalerState(
         loss_scale=move(state.loss_scale, up, down, **factors_and_bounds),
         finite_count=jnp.where(finite & ~up, state.finite_count + 1, 0),
-        nonfinite_count=jnp.where(refill, 0, bad),
+        nonfinite_count=jnp.where(refilled, 0, bad),
     )
 
 
@@ -86,8 +86,7 @@ def hysteresis(
       max_scale: <= 2**126.
 
     Returns:
-      A `jls.types.LossScaler`, whose hyperparameters are pytree leaves; `refill` is
-      the leaf `finite_refills` there.
+      A `jls.types.LossScaler`, whose numbers are pytree leaves.
 
     Raises:
       TypeError: if a factor or bound is not a real number, an interval not an integer,
@@ -115,9 +114,7 @@ def hysteresis(
         min_scale=min_scale,
         max_scale=max_scale,
     )
-    # The leaves of a scaler are numbers, so that it can be an argument of `jit`.
-    hyperparameters["finite_refills"] = refill == "finite"
     return LossScaler(
         Partial(start_at, init_scale=first_scale),
-        Partial(hysteresis_adjust, **hyperparameters),
+        Partial(switch(hysteresis_adjust, refill=refill), **hyperparameters),
     )

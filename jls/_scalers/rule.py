@@ -1,11 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Growth and backoff, shared by all scalers: up to a cap, down to a floor."""
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
 from jls._types import ScalerState
+
+
+@dataclasses.dataclass(frozen=True)
+class Switched:
+    """`func` with switches set, which Python reads.
+
+    The leaves of a scaler are numbers. A switch belongs to its structure: equal ones
+    make equal structures, where a `functools.partial` equals nothing but itself.
+    """
+
+    func: Callable[..., Any]
+    switches: tuple[tuple[str, Any], ...]
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        return dict(self.switches)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.func(*args, **self.keywords, **kwargs)
+
+
+def switch(func: Callable[..., Any], **switches: Any) -> Switched:
+    return Switched(func, tuple(switches.items()))
 
 
 def start_at(init_scale: ArrayLike) -> ScalerState:
@@ -24,7 +51,7 @@ def after_step(
     *,
     growth_interval: ArrayLike,
     backoff_interval: ArrayLike,
-    consecutive: ArrayLike,
+    consecutive: bool,
     **factors_and_bounds: ArrayLike,
 ) -> ScalerState:
     """The state after one step.
@@ -41,7 +68,7 @@ def after_step(
     """
     up = counts & is_due(state.finite_count, growth_interval)
     down = ~finite & is_due(state.nonfinite_count, backoff_interval)
-    kept = jnp.where(consecutive, 0, state.nonfinite_count)
+    kept = 0 if consecutive else state.nonfinite_count
     bad = jnp.where(finite, kept, state.nonfinite_count + 1)
     return ScalerState(
         loss_scale=move(state.loss_scale, up, down, **factors_and_bounds),

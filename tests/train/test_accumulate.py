@@ -40,7 +40,7 @@ def reference(factors, accumulation, drop):
     """(gradient, loss finite, overflow, dropped) of the window, in plain Python."""
     bad = [f for f in factors if f in (OVERFLOWS,) or np.isnan(f)]
     loss_finite = not any(np.isnan(f) for f in factors)
-    if drop == "window":
+    if drop == "step":
         kept = [] if bad else factors
         overflow, dropped = False, 0
     else:
@@ -179,7 +179,7 @@ def test_nnx_accumulates_and_rolls_everything_back(drop):
     assert report.skipped
     assert_identical(nnx_contents(model, optimizer), before)
     report = step(model, optimizer, (x.at[0, 0].set(jnp.inf), labels))
-    assert report.skipped == (drop == "window")
+    assert report.skipped == (drop == "step")
     assert report.dropped == (drop == "micro_batch")
 
 

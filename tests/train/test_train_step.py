@@ -251,7 +251,7 @@ def test_bfloat16_guard_makes_the_same_step():
         ({"micro_batches": 2.0}, TypeError, "micro_batches must be an integer"),
         ({"micro_batches": True}, TypeError, "micro_batches must be an integer"),
         ({"accumulation": "max"}, ValueError, "accumulation must be one of .*'max'"),
-        ({"drop": None}, ValueError, "drop must be one of .*got None"),
+        ({"drop": None}, TypeError, "drop must be one of .*got NoneType None"),
         ({"learning_rate": 0.0}, ValueError, "learning_rate must be > 0 .*got 0.0"),
         ({"learning_rate": -1}, ValueError, "learning_rate must be > 0 .*got -1"),
         ({"learning_rate": "1"}, TypeError, "learning_rate must be a real number"),
@@ -290,7 +290,7 @@ def test_multi_steps_around_the_wrapper_is_refused():
     tx = optax.MultiSteps(jls.loss_scaled(optax.sgd(0.1), SCALER()), 2)
     tx = tx.gradient_transformation()
     with pytest.raises(
-        ValueError, match=r"MultiSteps must be inside of jls.loss_scaled"
+        ValueError, match=r"MultiSteps must be inside jls.loss_scaled"
     ):
         jls.train_step(linear_loss)(linear_state(tx=tx), GOOD)
 
