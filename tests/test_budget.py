@@ -50,6 +50,14 @@ MORE_PASSES = {
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _without_optimizing_machine_code():
+    """Half of the time to compile, after all that the figures are of."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @functools.cache
 def figures_of(workload, name):
     problem = WORKLOADS[workload].problem()
