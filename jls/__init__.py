@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """jls: loss scaling and bad-step skipping for JAX."""
 
-# The floors of the package. A module imports only from floors below its own; a folder
-# is one floor, and its modules also import from each other. A test reads this.
+# The floors of the package. A module imports only from lower floors; modules in one
+# folder may also import each other. A test reads this.
 #
 #   __main__
 #   _cli
@@ -42,19 +42,19 @@ from jls._monitor.health import health as health
 from jls._monitor.health import UnhealthyError as UnhealthyError
 from jls._monitor.history import History as History
 from jls._monitor.nonfinite import nonfinite_report as nonfinite_report
-from jls._state import nonfinite_leaves as nonfinite_leaves
+from jls._monitor.nonfinite import nonfinite_leaves as nonfinite_leaves
 from jls._monitor.underflow import underflow as underflow
 from jls._monitor.underflow import suggest_scale as suggest_scale
 from jls._monitor.sync import check_in_sync as check_in_sync
 
-# Functions, for those who do without optax.
+# Pure functions, for training loops without optax.
 from jls._scale import scale as scale
 from jls._scale import unscale as unscale
 from jls._reduce import all_finite as all_finite
 from jls._reduce import max_abs as max_abs
 from jls._tree import select as select
 
-# Checkpoints, and jls in a job that runs already.
+# Checkpoints, and adding jls to a running job.
 from jls._checkpoint import wrap_state as wrap_state
 from jls._checkpoint import unwrap_state as unwrap_state
 from jls._checkpoint import upgrade_state as upgrade_state

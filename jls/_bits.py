@@ -96,28 +96,32 @@ def cuts(edge: Edge, loss_scale: Array) -> Array:
     Exact for every scale that is a normal number: a long division of integers.
 
     Args:
-      edge: of `edges`.
+      edge: one of `edges(dtype)`.
       loss_scale: `f32[...]`.
 
     Returns:
-      `u32[...]`, patterns; that of inf where no finite magnitude is past the edge.
+      `u32[...]`, patterns; the pattern of inf where no finite magnitude is past it.
     """
     scale = lax.bitcast_convert_type(loss_scale, jnp.uint32)
     divisor, scale_exponent = normalized(scale)
     fraction, exponent = math.frexp(edge.value)
     dividend = jnp.uint32(int(math.ldexp(fraction, 25)))
-    quotient, rest = dividend // divisor, dividend % divisor
-    for _ in range(3):  # eight bits at a time, since a rest has 24
-        rest = rest << 8
-        quotient, rest = (quotient << 8) | (rest // divisor), rest % divisor
-    # Now edge / scale is quotient * 2**(exponent - scale_exponent - 26), and a bit.
+    quotient, remainder = dividend // divisor, dividend % divisor
+    for _ in range(3):  # eight bits at a time, since a remainder has 24
+        remainder = remainder << 8
+        quotient, remainder = (
+            (quotient << 8) | (remainder // divisor),
+            remainder % divisor,
+        )
+    # Now edge / scale is quotient * 2**(exponent - scale_exponent - 26), plus a
+    # fraction.
     has_26_bits = (quotient >> 25).astype(jnp.int32)
     biased = exponent - scale_exponent - 2 + has_26_bits + 127
     is_subnormal = biased < 1
     shift = 1 + has_26_bits + jnp.where(is_subnormal, 1 - biased, 0)
     shift = jnp.minimum(shift, 31).astype(jnp.uint32)
     kept = quotient >> shift
-    is_above = ((kept << shift) != quotient) | (rest != 0) | edge.ties_below
+    is_above = ((kept << shift) != quotient) | (remainder != 0) | edge.ties_below
     base = jnp.where(is_subnormal, 0, biased - 1).astype(jnp.uint32) << 23
     return jnp.minimum(base + kept + is_above.astype(jnp.uint32), jnp.uint32(INF))
 

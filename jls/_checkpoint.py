@@ -15,6 +15,7 @@ listed in ADDED. A field that was renamed is listed in RENAMED.
     a static scale      a scale that moves   the target's scale and counts
 
 0.1.0 kept a static scale in the state of one that moves, with a finite_count of -2.
+Before 0.1.0 nothing marked it: it is read as a scale that moves.
 """
 
 from collections.abc import Mapping
@@ -110,7 +111,7 @@ def unwrap_state(state: Any) -> Any:
     if not find(state, is_wrapper_state):
         raise ValueError(
             "state must carry a state of jls.loss_scaled or jls.skip_nonfinite, got "
-            f"{type(state).__name__} without one. Is it unwrapped already? Of an "
+            f"{type(state).__name__} without one. Is it unwrapped already? For an "
             "nnx.Optimizer, pass its opt_state."
         )
     return jax.tree.map(
@@ -131,7 +132,7 @@ def upgrade_state(target: State, saved: Any) -> State:
 
     Args:
       target: a new state: `optimizer.init(params)`, or anything that contains one, such
-        as a new Flax `TrainState`; of an `nnx.Optimizer` its `opt_state`.
+        as a new Flax `TrainState`; for an `nnx.Optimizer`, its `opt_state`.
       saved: the same state as nested dicts, lists and arrays:
         `flax.serialization.msgpack_restore(bytes)`, a `to_state_dict`, or what Orbax
         restores without a target; or as the object itself, such as a `TrainState`.
@@ -196,10 +197,10 @@ def _kind(leaf: Any) -> Any:
 
 def _advice(given: Any, wanted: Any) -> str:
     if find(given, is_wrapper_state):
-        return "It is a state of jls already: restore it as it is."
+        return "It is a state of jls already: restore it unchanged."
     if is_variable(given):
         return (
-            "Of an nnx.Optimizer: make the new one, then new.opt_state = "
+            "For an nnx.Optimizer: make the new one, then new.opt_state = "
             "new.opt_state._replace(inner_state=old.opt_state)."
         )
     if is_array(given) and is_array(wanted) and jnp.shape(given) == jnp.shape(wanted):
@@ -245,7 +246,7 @@ def _translate(target: Any, parts: dict[str, Any]) -> dict[str, Any] | None:
     moves = "finite_count" in target._fields
     if "loss_scale" not in parts or not (is_static or moves):
         return parts
-    count = parts.get("finite_count")
+    count = _unbox(parts.get("finite_count"))
     was_static = set(parts) == {"loss_scale"} or _is_scalar(count, -2)
     if was_static != is_static:
         return None
@@ -253,13 +254,18 @@ def _translate(target: Any, parts: dict[str, Any]) -> dict[str, Any] | None:
         return {"loss_scale": parts["loss_scale"]}
     for old, (new, convert) in RENAMED.get(type(target), {}).items():
         if old in parts:
-            parts = {**parts, new: convert(parts[old])}
+            parts = {**parts, new: convert(_unbox(parts[old]))}
             del parts[old]
     return parts
 
 
+def _unbox(part: Any) -> Any:
+    """The leaf in an `nnx.Variable`, or in what Orbax makes of one."""
+    is_box = isinstance(part, Mapping) and set(part) == {"value"}
+    return part["value"] if is_box else read_variables(part)
+
+
 def _is_scalar(leaf: Any, value: int) -> bool:
-    leaf = read_variables(leaf)
     return is_array(leaf) and np.ndim(leaf) == 0 and int(leaf) == value
 
 
@@ -271,7 +277,7 @@ def _parts(saved: Any) -> dict[str, Any] | None:
     """The parts of a saved node by name; None for a leaf."""
     if isinstance(saved, Mapping):  # with keys of any kind
         return {str(name): part for name, part in saved.items()}
-    children, structure = branches(saved)  # of None, Orbax's empty tuple, nothing
+    children, structure = branches(saved)  # None, and Orbax's empty tuple, have none
     return None if is_leaf(structure) else children
 
 
@@ -326,7 +332,7 @@ def _check_names(
 
 _OTHER = "Make target with the optimizer and the parameters that were saved."
 _NO_TREE = (
-    "Pass nested dicts, lists and arrays; of an object, "
+    "Pass nested dicts, lists and arrays; for an object, "
     "flax.serialization.to_state_dict(object)."
 )
 

@@ -174,7 +174,7 @@ def eval_params(state: Any) -> Any:
         paths = ", ".join(f"'{path}'" for path, _ in found)
         raise ValueError(
             "state must carry exactly one average of the parameters, got "
-            f"{len(found)}: at {paths}. Pass the part of the state that is meant."
+            f"{len(found)}: at {paths}. Pass the part that you mean."
         )
     return read_variables(found[0][1].ema)
 

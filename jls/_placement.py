@@ -82,9 +82,9 @@ def copy_like(value: Any, like: Any) -> Array:
 def put(array: Array, sharding: Any) -> Array:
     """`array`, which every process has, on the devices of `sharding`.
 
-    Over several processes through the host: in jax 0.10 to 0.12 `device_put` of a JAX
-    array gives one that cannot be saved if each process has one device, since its
-    `addressable_shards` raise.
+    Across several processes it goes through the host: in jax 0.10 to 0.12 `device_put`
+    of a JAX array gives one that cannot be saved if each process has one device, since
+    its `addressable_shards` raise.
     """
     if sharding.is_fully_addressable or is_extended(array):
         return jax.device_put(array, sharding)

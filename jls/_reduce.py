@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One pass over leaves, one collective over devices: finite, max_abs, norms, counts.
 
-The functions that take `floats` work on the list that `partition` makes: floating-point
-arrays of at least 32 bits.
+The functions that take `floats` work on a list of floating-point leaves. They widen one
+at a time, where they reduce it: eagerly, a wide copy of all of them would cost memory.
 
 Without their sign, the bits of floating-point numbers are integers in the order of the
 magnitudes, with inf above all finite numbers and NaN above inf. A maximum of integers
@@ -21,7 +21,7 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jls._tree import partition
+from jls._tree import floats_of, widen
 
 AxisName = str | tuple[str, ...] | None
 
@@ -75,7 +75,7 @@ def agree_on_max(magnitudes: Array, axis_name: AxisName) -> Array:
     return lax.pmax(magnitudes, names) if names else magnitudes
 
 
-# Finite, and how large.
+# Finiteness and magnitude.
 
 
 def all_finite(tree: Any, axis_name: AxisName = None) -> Array:
@@ -103,19 +103,18 @@ def all_finite(tree: Any, axis_name: AxisName = None) -> Array:
       >>> jls.all_finite([jnp.ones(3), jnp.array([1.0, jnp.nan])])
       Array(False, dtype=bool)
     """
-    floats, _ = partition(tree)
-    return agree(jnp.all(finite_leaves(floats)), axis_name)
+    return agree(jnp.all(finite_leaves(floats_of(tree))), axis_name)
 
 
 def max_abs(tree: Any, axis_name: AxisName = None) -> Array:
     """Returns the largest magnitude in `tree`, or inf if a value is inf or NaN.
 
-    The number that `jls.cautious` and `jls.recent_max` need of the true gradients. It
+    What `jls.cautious` and `jls.recent_max` need to know about the true gradients. It
     takes one pass over the data, and is finite if and only if `jls.all_finite(tree)`.
 
     Args:
-      tree: any pytree. Leaves that are not floating point do not count. Of a complex
-        value, the larger of its two parts counts.
+      tree: any pytree. Leaves that are not floating point do not count. A complex value
+        counts by the larger of its two parts.
       axis_name: see `jls.all_finite`.
 
     Returns:
@@ -131,19 +130,20 @@ def max_abs(tree: Any, axis_name: AxisName = None) -> Array:
       >>> jls.max_abs([jnp.array([1.0, jnp.nan])])
       Array(inf, dtype=float32)
     """
-    floats, _ = partition(tree)
-    return jnp.max(agree_on_max(leaf_magnitudes(floats), axis_name), initial=0.0)
+    magnitudes = leaf_magnitudes(floats_of(tree))
+    return jnp.max(agree_on_max(magnitudes, axis_name), initial=0.0)
 
 
-def finite_leaves(floats: Sequence[Array]) -> Array:
+def finite_leaves(floats: Sequence[Any]) -> Array:
     """For each leaf, `bool[n]`, whether all of its elements are finite."""
     if _reduces_two_at_once():
         return leaf_magnitudes(floats) < jnp.inf
-    flags = [jnp.all(jnp.isfinite(leaf)) for leaf in floats]
+    # XLA has no `is-finite` for 8-bit floats.
+    flags = [jnp.all(jnp.isfinite(widen(leaf))) for leaf in floats]
     return jnp.stack(flags) if flags else jnp.ones(0, jnp.bool_)
 
 
-def leaf_magnitudes(floats: Sequence[Array]) -> Array:
+def leaf_magnitudes(floats: Sequence[Any]) -> Array:
     """For each leaf, `f32[n]`, its largest magnitude; inf where it is not finite."""
     if not floats:
         return jnp.zeros(0)
@@ -152,25 +152,26 @@ def leaf_magnitudes(floats: Sequence[Array]) -> Array:
     return jnp.where(is_over, jnp.inf, lax.bitcast_convert_type(bits, jnp.float32))
 
 
-def any_nan(floats: Sequence[Array]) -> Array:
+def any_nan(floats: Sequence[Any]) -> Array:
     """Whether a leaf holds a NaN."""
-    flags = [jnp.any(jnp.isnan(leaf)) for leaf in floats]
+    flags = [jnp.any(jnp.isnan(widen(leaf))) for leaf in floats]
     return jnp.any(jnp.stack(flags)) if flags else jnp.asarray(False)
 
 
 @functools.partial(jax.jit, inline=True)
-def _max_bits(leaf: Array) -> tuple[Array, Array]:
+def _max_bits(leaf: Any) -> tuple[Array, Array]:
     """The bits of the largest magnitude, an `f32`; whether there is an inf or NaN."""
-    if jnp.iscomplexobj(leaf):
-        real, imag = _max_bits(leaf.real), _max_bits(leaf.imag)
+    array = widen(leaf)
+    if jnp.iscomplexobj(array):
+        real, imag = _max_bits(array.real), _max_bits(array.imag)
         return jnp.maximum(real[0], imag[0]), real[1] | imag[1]
-    integer = jnp.int32 if leaf.dtype == jnp.float32 else jnp.int64
+    integer = jnp.int32 if array.dtype == jnp.float32 else jnp.int64
     without_sign = jnp.asarray(jnp.iinfo(integer).max, integer)
-    inf = lax.bitcast_convert_type(jnp.asarray(jnp.inf, leaf.dtype), integer)
-    bits = lax.bitcast_convert_type(leaf, integer) & without_sign
+    inf = lax.bitcast_convert_type(jnp.asarray(jnp.inf, array.dtype), integer)
+    bits = lax.bitcast_convert_type(array, integer) & without_sign
     most, is_over = _max_and_any(bits, inf)
     if integer != jnp.int32:
-        largest = lax.bitcast_convert_type(most, leaf.dtype)
+        largest = lax.bitcast_convert_type(most, array.dtype)
         bounded = jnp.minimum(largest, float(np.finfo(np.float32).max)).astype(
             jnp.float32
         )
@@ -209,8 +210,9 @@ def _max_and_any(bits: Array, inf: Array) -> tuple[Array, Array]:
 # finite. Elements under 1e-19, whose squares vanish, count as 0.
 
 
-def global_norm(floats: Sequence[Array]) -> Array:
+def global_norm(floats: Sequence[Any]) -> Array:
     """The L2 norm over all leaves, `f32[]`; inf or NaN if a leaf is not finite."""
+    floats = list(map(widen, floats))
     norm = _norm(floats)
     return jnp.where(jnp.isfinite(norm), norm, _careful_norm(floats))
 
@@ -221,7 +223,7 @@ def global_norm_once(
     """The global norm of `floats`, without a pass where the optimizer clips by it.
 
     Args:
-      floats: the gradients.
+      floats: the gradients, in at least float32.
       seen: what the optimizer saw in their place. Where it clips, it computes the norm
         of these, and XLA CPU computes that once for both.
       is_same: whether the two are the same numbers.
@@ -261,7 +263,7 @@ def count_true(
 ) -> tuple[Array, list[Array]]:
     """How often each of `masks` is true, and the largest of each of `keys`, or 0.
 
-    In one reduction, since XLA would make a pass over the data for each of several.
+    In one reduction, since several would each cost a pass over the data.
 
     Args:
       masks: `bool[...]`, all of one shape.

@@ -6,8 +6,8 @@ the old ones are needed at the same time, and what is computed from the new ones
 computed from values that nobody keeps. XLA copies the old ones, or computes twice.
 
 Here the program of the optimizer is taken apart, and each value that becomes part of
-its state is selected as soon as it is there. Whatever is computed from it, such as the
-update from the moments, is computed from what was selected:
+its state is selected as soon as it is computed. Whatever is computed from it, such as
+the update from the moments, is computed from what was selected:
 
     new_mu = b1 * mu + (1 - b1) * grads         mu = where(ok, b1 * mu + ..., mu)
     new_nu = ...                          ->    nu = where(ok, ..., nu)
@@ -15,13 +15,13 @@ update from the moments, is computed from what was selected:
 
 In a step that is kept, both are the same numbers. In a step that is rolled back,
 nothing is left of either. The moments then change in place, in the passes of the bare
-optimizer: on a CPU a guarded AdamW moves 11 times the bytes of the parameters, the bare
+optimizer: on a CPU a wrapped AdamW moves 11 times the bytes of the parameters, the bare
 one 10. With selects at the end it would be 16, and with `lax.cond` too.
 
 What is computed from an old state may be NaN, as Adam's first bias correction is. It is
 never kept, but two things could see it: a loop until convergence, which then might not
 end, and a derivative, since 0 times NaN is NaN. So a program with such loops, or with
-effects, is selected at the end, and so is what derivatives are taken of.
+effects, is selected at the end, and so is anything that is differentiated.
 """
 
 from collections.abc import Callable, Sequence

@@ -34,7 +34,7 @@ def scale(state: Any, tree: Tree) -> Tree:
       A pytree like `tree`; floating-point leaves narrower than float32 become float32.
 
     Raises:
-      ValueError: if `state` carries no loss scale, or several.
+      ValueError: if `state` carries no loss scale, or several, or stacked ones.
 
     Warns:
       UserWarning: at trace time, if `tree` is a float16 scalar. JAX casts its
@@ -75,7 +75,7 @@ def unscale(state: Any, tree: Tree) -> Tree:
       Exact if the scale is a power of two; any other rounds twice.
 
     Raises:
-      ValueError: if `state` carries no loss scale, or several.
+      ValueError: if `state` carries no loss scale, or several, or stacked ones.
 
     Example:
       >>> state = jls.static(2.0**15).init()

@@ -13,8 +13,8 @@ from jax.typing import ArrayLike
 
 from jls import _validate
 from jls._placement import place_like
-from jls._tree import is_variable, named_floats, read_variables
-from jls._types import SCALARS, LossScaledState
+from jls._tree import is_variable, read_variables
+from jls._types import LOGGED_FIELDS, LossScaledState
 
 State = TypeVar("State")
 
@@ -49,14 +49,14 @@ def scaler_state_in(state: Any) -> Any:
         paths = ", ".join(f"'{path}'" for path, _ in found)
         raise ValueError(
             f"state must carry exactly one loss scale, got {len(found)}: at {paths}. "
-            "Pass the part of the state that is meant."
+            "Pass the part that you mean."
         )
     scaler_state = read_variables(found[0][1])
     shape = jnp.shape(scaler_state.loss_scale)
     if shape != ():
         raise ValueError(
             f"loss_scale must have shape (), got shape {shape} at '{found[0][0]}'. If "
-            "jax.vmap stacked it: keep the loss scale outside of the vmap (one for all "
+            "jax.vmap stacked it: keep the loss scale outside the vmap (one for all "
             "examples), or vmap the whole train step (one state for each member)."
         )
     return scaler_state
@@ -68,8 +68,8 @@ def wrapper_state_in(state: Any) -> LossScaledState:
     if len(found) != 1:
         raise ValueError(
             "state must carry one state of jls.loss_scaled or jls.skip_nonfinite, got "
-            f"{type(state).__name__} with {len(found)} of them. Pass the part that is "
-            "meant."
+            f"{type(state).__name__} with {len(found)} of them. Pass the part that you "
+            "mean."
         )
     return read_variables(found[0][1])
 
@@ -79,7 +79,7 @@ def concrete_wrapper_state_in(state: Any) -> LossScaledState:
     wrapper = wrapper_state_in(state)
     if isinstance(wrapper.steps, Tracer):
         raise ValueError(
-            "state must be concrete, got a traced one: call this outside of jit, on "
+            "state must be concrete, got a traced one: call this outside jit, on "
             "the state that the step returned."
         )
     return wrapper
@@ -150,51 +150,9 @@ def metrics(state: Any) -> dict[str, Array]:
     """
     values = {"loss_scale": loss_scale(state)}
     for _, wrapper in find(state, is_wrapper_state):
-        for name in SCALARS:
+        for name in LOGGED_FIELDS:
             values[name] = read_variables(getattr(wrapper, name))
     return values
-
-
-def nonfinite_leaves(state: Any, params: Any) -> list[str]:
-    """Returns the names of the parameters that caused the last skip.
-
-    The state remembers them, at one bit each, until the next skipped step: those whose
-    gradient was inf or NaN, or whose update was if that is why the step was skipped.
-    There are none if only the loss was not finite.
-
-    Args:
-      state: anything that carries one state of `jls.loss_scaled`.
-      params: the parameters, for their names: the tree that `init` was given. With NNX,
-        `nnx.state(model, nnx.Param)`, or whatever else the optimizer is for.
-
-    Returns:
-      A list of paths such as "layer_0/kernel", in order; empty if there are none.
-
-    Raises:
-      ValueError: if `state` carries no such state, or several, if it is traced, or if
-        `params` has another number of floating-point leaves.
-
-    Example:
-      >>> optimizer = jls.loss_scaled(optax.sgd(0.1))
-      >>> params = {"kernel": jnp.ones(2), "bias": jnp.ones(2)}
-      >>> grads = {"kernel": jnp.array([1.0, jnp.nan]), "bias": jnp.ones(2)}
-      >>> _, state = optimizer.update(grads, optimizer.init(params), params)
-      >>> jls.nonfinite_leaves(state, params)
-      ['kernel']
-    """
-    flags = jax.device_get(concrete_wrapper_state_in(state).nonfinite_leaves)
-    return select_names(params, flags.tolist())
-
-
-def select_names(params: Any, flags: list[bool]) -> list[str]:
-    """The paths of the floating-point leaves of `params` whose flag is set."""
-    names, _ = named_floats(params)
-    if len(names) != len(flags):
-        raise ValueError(
-            "params must be the parameters that the optimizer was initialized with: "
-            f"got {len(names)} floating-point leaves, the state knows {len(flags)}."
-        )
-    return [name for name, is_bad in zip(names, flags, strict=True) if is_bad]
 
 
 # Set.

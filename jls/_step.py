@@ -38,24 +38,28 @@ from jls._reduce import (
 from jls._rollback import roll_back_unless
 from jls._state import is_wrapper_state
 from jls._tree import (
+    Rest,
     as_flag,
     cast_like,
     combine,
+    floats_of,
     is_array,
     is_extended,
     is_inexact,
     is_narrow,
     leaves_at_floats,
+    map_rest,
     partition,
     select,
     wide_dtype,
+    widen,
 )
 from jls._types import LossScaledState, MagnitudeScaler, Scaler, SkipReason
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WrapperUpdate:
-    """The update function of `jls.loss_scaled`, with what that was given.
+    """The update function of `jls.loss_scaled`, with the arguments of that call.
 
     A class, so that `wrapper_of` recognizes it: Flax may rebuild the transformation
     from its two functions.
@@ -92,7 +96,7 @@ class WrapperUpdate:
             return optax.apply_updates(params, updates)
 
         made = _attempt(self, step, state, params, add, params)
-        norm = global_norm_once(step.grads, step.safe_grads, step.is_good)
+        norm = global_norm_once(step.grads, step.grads_or_ones, step.is_finite)
         return made.result, _count(self, step, made, state), norm
 
 
@@ -102,7 +106,7 @@ def wrapper_of(optimizer: Any) -> WrapperUpdate | None:
     return update if isinstance(update, WrapperUpdate) else None
 
 
-def apply_gradients(
+def update_and_apply(
     optimizer: optax.GradientTransformation,
     grads: Any,
     state: Any,
@@ -115,32 +119,33 @@ def apply_gradients(
         return wrapper.apply(grads, state, params, **extra)
     optimizer = optax.with_extra_args_support(optimizer)
     updates, state = optimizer.update(grads, state, params, **extra)
-    floats, _ = partition(grads)
-    return optax.apply_updates(params, updates), state, global_norm(floats)
+    return optax.apply_updates(params, updates), state, global_norm(floats_of(grads))
 
 
 class _Step(NamedTuple):
-    """What goes into a step, and what all devices have seen of it."""
+    """The inputs of a step, and what all devices observed."""
 
     grads: list[Array]  # the floating-point leaves, in at least float32
-    safe_grads: list[Array]  # the same, or ones if the step is skipped
-    rest: Any  # the tree without those leaves
+    grads_or_ones: list[Array]  # the same, or ones if they or the loss are not finite
+    rest: Rest  # the tree without those leaves
     checks_updates: bool
-    extra: dict[str, Any]  # for the inner optimizer, safe too
+    extra: dict[str, Any]  # for the inner optimizer; ones likewise
     no_updates: Any  # the updates of a skipped step
     loss_finite: Array  # bool[]
     leaves_finite: Array  # bool[n]  of the gradients
-    is_good: Array  # bool[]  whether both are finite
+    is_finite: Array  # bool[]  whether both are finite
     for_scaler: Array  # bool[] or f32[], what the scaler's `adjust` takes
 
 
 class _Attempt(NamedTuple):
-    """What came of a step."""
+    """The outcome of a step."""
 
     result: Any  # the updates or the new parameters; rolled back if it was skipped
     inner_state: Any  # rolled back likewise
     applied: Array  # bool[]
-    leaves_good: Array  # bool[n]  of the gradients or, if they are finite, the updates
+    leaves_finite: (
+        Array  # bool[n]  of the gradients or, if they are finite, the updates
+    )
 
 
 def _observe(
@@ -149,33 +154,34 @@ def _observe(
     _check_state(state)
     partial_overflow = extra.pop("partial_overflow", False)
     overflowed = as_flag("partial_overflow", partial_overflow)
-    grads, rest = partition(updates)
+    floats, rest = partition(updates)
     flags = jnp.stack([all_finite(extra.get("value")), ~overflowed])
     # All devices agree on the flags and on what the scaler sees, by one collective.
     if isinstance(wrapper.scaler, MagnitudeScaler):
         flags = jnp.where(flags, jnp.float32(0.0), jnp.inf)
-        sizes = jnp.concatenate([flags, leaf_magnitudes(grads)])
+        sizes = jnp.concatenate([flags, leaf_magnitudes(floats)])
         sizes = agree_on_max(sizes, wrapper.axis_name)
         flags, for_scaler = sizes < jnp.inf, jnp.max(sizes[1:])
     else:
-        flags = jnp.concatenate([flags, finite_leaves(grads)])
+        flags = jnp.concatenate([flags, finite_leaves(floats)])
         flags = agree(flags, wrapper.axis_name)
         for_scaler = jnp.all(flags[1:])
     loss_finite, leaves_finite = flags[0], flags[2:]
     _check_count(leaves_finite, state.nonfinite_leaves)
-    is_good = jnp.all(leaves_finite) & loss_finite
-    _check_axes(is_good, state.steps, wrapper.axis_name)
+    is_finite = jnp.all(leaves_finite) & loss_finite
+    _check_axes(is_finite, state.steps, wrapper.axis_name)
+    grads = list(map(widen, floats))
     # A skipped step runs too. It sees ones: a line search might never end on NaN.
     return _Step(
         grads=grads,
-        safe_grads=[jnp.where(is_good, x, jnp.ones_like(x)) for x in grads],
+        grads_or_ones=[jnp.where(is_finite, x, jnp.ones_like(x)) for x in grads],
         rest=rest,
         checks_updates=_checks_updates(wrapper, updates, params),
-        extra=_ones_unless(is_good, extra),
+        extra=_ones_unless(is_finite, extra),
         no_updates=_no_updates(updates, grads, rest, params),
         loss_finite=loss_finite,
         leaves_finite=leaves_finite,
-        is_good=is_good,
+        is_finite=is_finite,
         for_scaler=for_scaler,
     )
 
@@ -195,12 +201,12 @@ def _attempt(
       step: what was observed.
       state: the state before.
       params: the parameters, or None.
-      finish: makes the result of the updates.
+      finish: turns the updates into the result.
       unfinished: the result of a step that is skipped.
     """
 
     def run():
-        grads = combine(step.safe_grads, step.rest)
+        grads = combine(step.grads_or_ones, step.rest)
         made, new = wrapper.inner.update(grads, state.inner_state, params, **step.extra)
         made = cast_like("the inner optimizer's update", made, step.no_updates)
         new = cast_like("the inner optimizer's state", new, state.inner_state)
@@ -212,19 +218,19 @@ def _attempt(
 
     old = unfinished, state.inner_state
     if not step.checks_updates:
-        new = roll_back_unless(step.is_good, run_and_finish, old)
-        return _Attempt(*new, step.is_good, step.leaves_finite)
+        new = roll_back_unless(step.is_finite, run_and_finish, old)
+        return _Attempt(*new, step.is_finite, step.leaves_finite)
     made, new = run()
     updates_finite = finite_leaves(leaves_at_floats(made, step.rest))
-    # A NaN moment shows in its update. A NaN estimate of one number for all may not, as
-    # that of D-Adaptation does not at first. An inf is kept on purpose by some.
-    scalars, _ = partition([x for x in jax.tree.leaves(new) if jnp.ndim(x) == 0])
+    # A NaN moment shows in its update. A NaN in a scalar shared by all parameters may
+    # not, as at first in D-Adaptation. Some optimizers keep an inf on purpose.
+    scalars = [x for x in floats_of(new) if jnp.ndim(x) == 0]
     flags = jnp.concatenate([~any_nan(scalars)[None], updates_finite])
     flags = agree(flags, wrapper.axis_name)
-    applied = step.is_good & jnp.all(flags)
+    applied = step.is_finite & jnp.all(flags)
     new = select(applied, (finish(made), new), old)
-    leaves_good = jnp.where(step.is_good, flags[1:], step.leaves_finite)
-    return _Attempt(*new, applied, leaves_good)
+    leaves_finite = jnp.where(step.is_finite, flags[1:], step.leaves_finite)
+    return _Attempt(*new, applied, leaves_finite)
 
 
 def _count(
@@ -235,7 +241,7 @@ def _count(
     adjusted = wrapper.scaler.adjust(state.scaler_state, step.for_scaler)
     adjusted = cast_like("the scaler's state", adjusted, state.scaler_state)
     applied, loss_finite = made.applied, step.loss_finite
-    bad_updates = step.is_good & ~applied
+    bad_updates = step.is_finite & ~applied
     gradients, loss, updates = SkipReason.GRADIENTS, SkipReason.LOSS, SkipReason.UPDATES
     reason = jnp.where(bad_updates, updates.value, gradients.value)
     reason = jnp.where(loss_finite, reason, loss.value)
@@ -253,7 +259,9 @@ def _count(
             bad_updates, _increment(state.nonfinite_updates), state.nonfinite_updates
         ),
         skip_reason=jnp.where(applied, state.skip_reason, reason),
-        nonfinite_leaves=jnp.where(applied, state.nonfinite_leaves, ~made.leaves_good),
+        nonfinite_leaves=jnp.where(
+            applied, state.nonfinite_leaves, ~made.leaves_finite
+        ),
     )
 
 
@@ -263,14 +271,14 @@ def _checks_updates(wrapper: WrapperUpdate, updates: Any, params: Any) -> bool:
     return wrapper.check_updates
 
 
-def _no_updates(updates: Any, grads: list[Array], rest: Any, params: Any) -> Any:
+def _no_updates(updates: Any, grads: list[Array], rest: Rest, params: Any) -> Any:
     """What leaves `params` as they are: -0.0, in the wider dtype of either tree."""
     same = jax.tree.structure(params) == jax.tree.structure(updates)
     targets = leaves_at_floats(params, rest) if same else grads
 
     def zero(grad, target):
         leaves = [leaf for leaf in (grad, target) if is_inexact(leaf)]
-        # numpy's rule: the one of JAX refuses under strict promotion.
+        # numpy's rule: JAX's rule raises under strict promotion.
         dtype = np.result_type(*(wide_dtype(jnp.result_type(leaf)) for leaf in leaves))
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
         value = complex(-0.0, -0.0) if is_complex else -0.0
@@ -281,7 +289,7 @@ def _no_updates(updates: Any, grads: list[Array], rest: Any, params: Any) -> Any
         return jnp.zeros_like(leaf) if is_number else leaf
 
     zeros = [zero(*pair) for pair in zip(grads, targets, strict=True)]
-    return combine(zeros, jax.tree.map(zero_rest, rest))
+    return combine(zeros, map_rest(zero_rest, rest))
 
 
 def _ones_unless(flag: Array, extra: dict[str, Any]) -> dict[str, Any]:
@@ -330,9 +338,9 @@ def _check_axes(flag: Array, count: Array, axis_name: AxisName) -> None:
 def _check_scaler_state(expected: Any, scaler_state: Any) -> None:
     if jax.tree.structure(scaler_state) != expected:
         raise ValueError(
-            "the scaler's state must be one that the scaler has made: "
+            "the scaler's state must be one that this scaler made: "
             f"scaler.init gives {expected}, the optimizer's state carries "
             f"{jax.tree.structure(scaler_state)}. To go on under another scaler, "
-            "put a fresh state of it there: "
+            "replace it with a fresh one: "
             "opt_state._replace(scaler_state=scaler.init())."
         )

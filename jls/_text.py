@@ -33,9 +33,9 @@ def format_fields(state: Any, names: tuple[str, ...]) -> dict[str, str]:
 
 
 def format_scaler(kind: str, init: Any, adjust: Any, **hyperparameters: Any) -> str:
-    """The call that made a scaler of jls; of any other scaler, its two functions."""
+    """A rule of jls by name, with its hyperparameters; any other by its functions."""
     function = adjust
-    while hasattr(function, "func"):
+    while callable(getattr(function, "func", None)):
         function = function.func
     name = getattr(function, "__name__", "")
     is_ours = (getattr(function, "__module__", None) or "").startswith("jls.")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leaves of pytrees: which ones count, in which dtype, by which name."""
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ def wide_dtype(dtype: Any) -> Any:
 
 
 def widen(leaf: Any) -> Any:
-    """An inexact leaf in at least float32; any other untouched."""
+    """An inexact leaf in at least float32; any other leaf unchanged."""
     if not is_inexact(leaf):
         return leaf
     array = jnp.asarray(leaf)
@@ -61,9 +62,7 @@ def widen(leaf: Any) -> Any:
 
 def is_narrow(tree: Any) -> bool:
     """Whether any inexact leaf is narrower than float32."""
-    dtypes = [
-        jnp.result_type(leaf) for leaf in jax.tree.leaves(tree) if is_inexact(leaf)
-    ]
+    dtypes = [jnp.result_type(leaf) for leaf in floats_of(tree)]
     return any(wide_dtype(dtype) != dtype for dtype in dtypes)
 
 
@@ -121,41 +120,54 @@ def _kind(dtype: Any) -> Any:
 
 # Partition.
 
-_FLOAT = object()  # stands where `partition` took a leaf
+_FLOAT = object()  # marks the place of a leaf that `partition` took out
 
 
-def partition(tree: Any) -> tuple[list[Array], Any]:
-    """The inexact leaves in at least float32, in order; and the rest of the tree.
+class Rest(NamedTuple):
+    """A tree without its inexact leaves: flat, since no node could hold the marks."""
+
+    leaves: list[Any]
+    structure: Any
+
+
+def floats_of(tree: Any) -> list[Any]:
+    """The inexact leaves of `tree`, in order."""
+    return [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+
+
+def partition(tree: Any) -> tuple[list[Any], Rest]:
+    """The inexact leaves of `tree`, in order, and the rest of it.
 
     Done once on entry, so that whatever is computed with the numbers works on a list
     and need not ask again which leaves count. `combine` puts the tree together.
     """
-    floats = []
-
-    def take(leaf):
-        if not is_inexact(leaf):
-            return leaf
-        floats.append(widen(leaf))
-        return _FLOAT
-
-    rest = jax.tree.map(take, tree)
-    return floats, rest
+    leaves, structure = jax.tree.flatten(tree)
+    rest = [_FLOAT if is_inexact(leaf) else leaf for leaf in leaves]
+    return floats_of(leaves), Rest(rest, structure)
 
 
-def combine(floats: list[Any], rest: Any) -> Any:
+def combine(floats: list[Any], rest: Rest) -> Any:
     """The tree of `partition`, with `floats` in their places."""
     values = iter(floats)
-    return jax.tree.map(lambda leaf: next(values) if leaf is _FLOAT else leaf, rest)
+    return rest.structure.unflatten(
+        [next(values) if leaf is _FLOAT else leaf for leaf in rest.leaves]
+    )
 
 
-def leaves_at_floats(tree: Any, rest: Any) -> list[Any]:
+def leaves_at_floats(tree: Any, rest: Rest) -> list[Any]:
     """The leaves of `tree`, which has the structure of `rest`, where floats were."""
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(rest), strict=True)
+    pairs = zip(jax.tree.leaves(tree), rest.leaves, strict=True)
     return [leaf for leaf, other in pairs if other is _FLOAT]
 
 
-# NNX, which keeps each leaf in a Variable. Known by a method, so that Flax need not be
-# imported.
+def map_rest(function: Callable[[Any], Any], rest: Rest) -> Rest:
+    """`rest` with `function` of each leaf that is left."""
+    leaves = [leaf if leaf is _FLOAT else function(leaf) for leaf in rest.leaves]
+    return rest._replace(leaves=leaves)
+
+
+# NNX, which keeps each leaf in a Variable. Recognized by a method, to avoid importing
+# Flax.
 
 
 def is_variable(node: Any) -> bool:

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The records that every other module uses: states, scalers, the report of a step."""
 
+import dataclasses
 import enum
+import functools
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from jax import Array
@@ -74,6 +77,25 @@ class AdjustFn(Protocol[StateT]):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class Switched:
+    """`func` with its switches bound, which are static: Python reads them.
+
+    The leaves of a scaler are numbers. A switch belongs to its structure: equal ones
+    make equal structures, where a `functools.partial` equals nothing but itself.
+    """
+
+    func: Callable[..., Any]
+    switches: tuple[tuple[str, Any], ...]
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        return dict(self.switches)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.func(*args, **self.keywords, **kwargs)
+
+
 class LossScaler(NamedTuple, Generic[StateT]):
     """A rule that moves the loss scale: two pure functions.
 
@@ -100,7 +122,8 @@ class LossScaler(NamedTuple, Generic[StateT]):
     def hyperparameters(self) -> dict[str, Any]:
         """What the scaler computes with, by name: numbers, and switches if it has any.
 
-        Empty for functions of your own that are not a `Partial`.
+        The names are the rule's own: most are arguments of the function that made the
+        scaler. Empty for functions of your own that are not a `Partial`.
 
         Example:
           >>> jls.dynamic(growth_interval=100).hyperparameters["growth_interval"]
@@ -198,12 +221,12 @@ class LossScaledState(NamedTuple):
             "LossScaledState",
             inner_state="...",
             scaler_state=self.scaler_state,
-            **format_fields(self, SCALARS),
+            **format_fields(self, LOGGED_FIELDS),
         )
 
 
 # The fields of a LossScaledState that a logger wants to see.
-SCALARS = (
+LOGGED_FIELDS = (
     "applied",
     "steps",
     "skips",
@@ -227,7 +250,7 @@ class StepReport(NamedTuple):
        'size', 'dropped')
     """
 
-    loss: Array  # f32[]  the true forward loss, also of a skipped step
+    loss: Array  # f32[] or wider, the true forward loss, also of a skipped step
     skipped: Array  # bool[]  whether the step was skipped
     loss_scale: Array  # f32[]  the loss scale of the next step
     learning_rate: Any  # f32[], a dict of f32[] by group, or None
@@ -238,5 +261,9 @@ class StepReport(NamedTuple):
 
 
 def _keywords(function: Any) -> dict[str, Any]:
-    inner = getattr(function, "func", None)
-    return (_keywords(inner) if inner else {}) | getattr(function, "keywords", {})
+    if not isinstance(function, functools.partial | Switched):
+        return {}
+    inner = _keywords(function.func)
+    # Numbers first, then switches; what is bound last counts.
+    bound = dict(function.keywords)
+    return bound | {key: x for key, x in inner.items() if key not in bound}

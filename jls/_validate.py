@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of arguments. The numbers in arrays are not checked: they may not be known."""
+"""Checks of arguments. Values inside arrays are not checked; they may be traced."""
 
 import itertools
 import math
@@ -181,12 +181,13 @@ def hyperparameters(
     return scales.pop("init_scale"), factors | scales | steps
 
 
-def scaler_state(state: Any, state_type: Any) -> None:
+def scaler_state(state: Any, state_type: Any, exact: bool = False) -> None:
     """Raises unless `state` has the fields that a scaler with such states reads."""
-    if not set(state_type._fields) <= set(getattr(state, "_fields", ())):
+    fields, needed = set(getattr(state, "_fields", ())), set(state_type._fields)
+    if not (fields == needed if exact else fields >= needed):
         raise TypeError(
             f"state must be the scaler's own, a {state_type.__name__} as scaler.init() "
-            f"makes it, got {type(state).__name__}. Of the state of jls.loss_scaled, "
+            f"makes it, got {type(state).__name__}. For a state of jls.loss_scaled, "
             "pass opt_state.scaler_state."
         )
 

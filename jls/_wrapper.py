@@ -11,6 +11,7 @@ Differs from `optax.apply_if_finite` in:
 `_step` has the table of what a step does.
 """
 
+import inspect
 import warnings
 from typing import Any, Protocol
 
@@ -54,7 +55,7 @@ def loss_scaled(
     axis_name: AxisName = None,
     check_updates: bool | None = None,
 ) -> LossScaledTransformation:
-    """Returns `inner`, made to skip non-finite steps and to adjust the loss scale.
+    """Wraps `inner` so that it skips non-finite steps and adjusts the loss scale.
 
     It takes true gradients, as `jls.value_and_grad` returns them, and never unscales. A
     skipped step is atomic: `inner`'s state stays bit for bit and the updates are -0.0,
@@ -63,7 +64,7 @@ def loss_scaled(
 
     Args:
       inner: any optax transformation, or an object with `init` and `update` such as
-        `optax.MultiSteps`. Extra arguments of `update` reach it.
+        `optax.MultiSteps`. Extra arguments of `update` reach it if it takes any.
       scaler: how the loss scale moves.
       axis_name: the axis or axes of `shard_map` or `pmap` over which all devices have
         to take the same decision. Only the decision is reduced: average the gradients
@@ -158,7 +159,7 @@ def skip_nonfinite(
     axis_name: AxisName = None,
     check_updates: bool | None = None,
 ) -> LossScaledTransformation:
-    """Returns `inner`, made to skip non-finite steps, without loss scaling.
+    """Wraps `inner` so that it skips non-finite steps, without loss scaling.
 
     For bfloat16 and float32 runs, which need no loss scale. It is `jls.loss_scaled`
     with a static scale of 1, with the same counters, and `jls.value_and_grad` works
@@ -189,8 +190,6 @@ def skip_nonfinite(
 
 
 def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
-    if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
     functions = (getattr(inner, name, None) for name in ("init", "update"))
     if isinstance(inner, type) or not all(map(callable, functions)):
         raise TypeError(
@@ -199,7 +198,14 @@ def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
             f"{type(inner).__name__} {inner!r}."
         )
     if not isinstance(inner, optax.GradientTransformation):
-        inner = optax.GradientTransformation(inner.init, inner.update)
+        parameters = inspect.signature(inner.update).parameters.values()
+        takes_extra = any(p.kind == p.VAR_KEYWORD for p in parameters)
+        kind = (
+            optax.GradientTransformationExtraArgs
+            if takes_extra
+            else optax.GradientTransformation
+        )
+        inner = kind(inner.init, inner.update)
     return optax.with_extra_args_support(inner)
 
 

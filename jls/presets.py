@@ -16,18 +16,18 @@ What no preset copies:
 4. Setters and constructors that check nothing: here a wrong argument is an error.
 5. Steps that are not skipped because scaling is disabled: here bad steps always are.
 
-The last bit may differ where a factor is not a float32 number, which torch applies in
+The last bit may differ where a factor is not exact in float32, which torch applies in
 float64, and where a system divides by a factor that is not a power of two, since jls
 multiplies by the rounded reciprocal.
 """
 
-import warnings
-from typing import Any
+import warnings as _warnings
+from typing import Any as _Any
 
-import jax.numpy as jnp
-from jax import Array
-from jax.tree_util import Partial
-from jax.typing import ArrayLike
+import jax.numpy as _jnp
+from jax import Array as _Array
+from jax.tree_util import Partial as _Partial
+from jax.typing import ArrayLike as _ArrayLike
 
 from jls import _validate
 from jls._scalers import adaptive as _adaptive
@@ -37,7 +37,8 @@ from jls._scalers import static as _static
 from jls._scalers.rule import start_at as _start_at
 from jls._scalers.rule import switch as _switch
 from jls._tree import as_flag as _as_flag
-from jls._types import LossScaler, ScalerState
+from jls._types import LossScaler as _LossScaler
+from jls._types import ScalerState as _ScalerState
 
 _LOWEST, _HIGHEST = _validate.SMALLEST, _validate.LARGEST
 
@@ -48,11 +49,11 @@ def torch(
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
     enabled: bool = True,
-) -> LossScaler:
+) -> _LossScaler:
     """Returns the scaler of PyTorch's `torch.amp.GradScaler`.
 
     torch has no floor, and its scale can reach 0; here it stops at 2**-126, and at
-    2**126 above. The last bit may differ where a factor is no float32 number.
+    2**126 above. The last bit may differ where a factor is not exact in float32.
 
     Args:
       init_scale: the first loss scale.
@@ -94,7 +95,7 @@ def paddle(
     incr_every_n_steps: int = 2000,
     decr_every_n_nan_or_inf: int = 1,
     use_dynamic_loss_scaling: bool = True,
-) -> LossScaler:
+) -> _LossScaler:
     """Returns the scaler of `paddle.amp.GradScaler`, as in its code (3.3.1).
 
     Paddle's scale can reach 0, and grow to inf and stay there; here it stays in
@@ -142,7 +143,7 @@ def paddle_doc(
     incr_every_n_steps: int = 1000,
     decr_every_n_nan_or_inf: int = 2,
     use_dynamic_loss_scaling: bool = True,
-) -> LossScaler:
+) -> _LossScaler:
     """Returns the scaler that the documentation page of Paddle's GradScaler describes.
 
     Its defaults differ from the code's, and the non-finite steps that lead to a backoff
@@ -186,12 +187,14 @@ def paddle_doc(
     )
 
 
-def mindspore(scale_value: float, scale_factor: float, scale_window: int) -> LossScaler:
+def mindspore(
+    scale_value: float, scale_factor: float, scale_window: int
+) -> _LossScaler:
     """Returns the scaler of `mindspore.amp.DynamicLossScaler`.
 
-    Also that of `nn.DynamicLossScaleUpdateCell`, which can grow to inf; here the scale
-    stops at 2**126. MindSpore backs off by a division, so that the last bit may differ
-    where `scale_factor` is not a power of two.
+    It is also the rule of `nn.DynamicLossScaleUpdateCell`, which can grow to inf; here
+    the scale stops at 2**126. MindSpore backs off by a division, so the last bit may
+    differ if `scale_factor` is not a power of two.
 
     Args:
       scale_value: the first loss scale, >= 1, which is also the floor.
@@ -228,7 +231,7 @@ def mindformers_adaptive(
     scale_window: int,
     max_scale_window: int = 1000,
     min_scale_window: int = 20,
-) -> LossScaler:
+) -> _LossScaler:
     """Returns the scaler of MindFormers' `AdaptiveLossScaleUpdateCell`.
 
     `jls.adaptive` with the ladder that MindFormers builds. Its scale can grow to inf;
@@ -239,10 +242,10 @@ def mindformers_adaptive(
       loss_scale_value: the first loss scale, >= 1, which is also the floor.
       scale_factor: > 1; multiplies on a growth, and its reciprocal on a backoff.
       scale_window: the first window. If it is not on the ladder, the shortest is taken,
-        as there, with a warning.
+        as in MindFormers, with a warning.
       max_scale_window: the longest window. The ladder comes down from it by halves in
         whole hundreds, then 50, then in steps of half of `min_scale_window`, until it
-        reaches `min_scale_window` or passes it. Python numbers, as the other two.
+        reaches `min_scale_window` or passes it. A Python number, like the other two.
       min_scale_window: >= 1 and below `max_scale_window`. The shortest window may be
         shorter; one of 0 acts as 1.
 
@@ -258,9 +261,8 @@ def mindformers_adaptive(
       >>> scaler.hyperparameters["intervals"]
       (20, 30, 40, 50, 100, 200, 500, 1000)
     """
-    highest = _validate.LARGEST
     scale = _validate.number(
-        "loss_scale_value", loss_scale_value, "from 1 to 2**126", 1.0, highest
+        "loss_scale_value", loss_scale_value, "from 1 to 2**126", 1.0, _HIGHEST
     )
     factor = _validate.raising_factor("scale_factor", scale_factor)
     window = _validate.host_interval("scale_window", scale_window)
@@ -273,7 +275,7 @@ def mindformers_adaptive(
         )
     ladder = _ladder(longest, shortest)
     if window not in ladder:
-        warnings.warn(
+        _warnings.warn(
             f"scale_window {window!r} is not one of {ladder}: the shortest is taken.",
             stacklevel=2,
         )
@@ -285,13 +287,13 @@ def mindformers_adaptive(
         intervals=ladder,
         init_interval=window,
         min_scale=1.0,
-        max_scale=highest,
+        max_scale=_HIGHEST,
     )
 
 
 def keras(
     initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000
-) -> LossScaler:
+) -> _LossScaler:
     """Returns the scaler of `keras.optimizers.LossScaleOptimizer` (Keras 3).
 
     Keras has no bounds, and its scale can reach 0 or inf; here it stays in
@@ -330,7 +332,7 @@ def flax(
     growth_interval: int = 2000,
     scale: float = 65536.0,
     minimum_scale: float | None = None,
-) -> LossScaler:
+) -> _LossScaler:
     """Returns the scaler of `flax.training.dynamic_scale.DynamicScale`.
 
     The scale grows on finite step `growth_interval` + 1, as it does in all releases up
@@ -377,7 +379,7 @@ def deepspeed(
     min_scale: float = 1.0,
     delayed_shift: int = 2,
     consecutive_hysteresis: bool = False,
-) -> LossScaler:
+) -> _LossScaler:
     """Returns the scaler of DeepSpeed's `DynamicLossScaler`.
 
     The defaults are those of the "fp16" section of its configuration. The first growth
@@ -430,9 +432,9 @@ def deepspeed(
     )
     numbers = scaler.hyperparameters
     del numbers["refill"]
-    return LossScaler(
-        Partial(_deepspeed_init, init_scale=numbers.pop("init_scale")),
-        Partial(_switch(_deepspeed_adjust, refill=refill), **numbers),
+    return _LossScaler(
+        _Partial(_deepspeed_init, init_scale=numbers.pop("init_scale")),
+        _Partial(_switch(_deepspeed_adjust, refill=refill), **numbers),
     )
 
 
@@ -443,7 +445,7 @@ def megatron(
     backoff_factor: float = 0.5,
     growth_interval: int = 1000,
     hysteresis: int = 2,
-) -> LossScaler:
+) -> _LossScaler:
     """Returns the scaler of Megatron-LM's `DynamicGradScaler`.
 
     The defaults are those of its command line. Megatron has no cap, and its scale can
@@ -489,16 +491,16 @@ def megatron(
 # first after an overflow. So `finite_count` starts at -1 there.
 
 
-def _deepspeed_init(init_scale: ArrayLike) -> ScalerState:
-    return _start_at(init_scale)._replace(finite_count=jnp.full((), -1, jnp.int32))
+def _deepspeed_init(init_scale: _ArrayLike) -> _ScalerState:
+    return _start_at(init_scale)._replace(finite_count=_jnp.full((), -1, _jnp.int32))
 
 
 def _deepspeed_adjust(
-    state: ScalerState, grads_finite: Array | bool, **hyperparameters: Any
-) -> ScalerState:
+    state: _ScalerState, grads_finite: _Array | bool, **hyperparameters: _Any
+) -> _ScalerState:
     finite = _as_flag("grads_finite", grads_finite)
     state = _hysteresis.hysteresis_adjust(state, finite, **hyperparameters)
-    return state._replace(finite_count=jnp.where(finite, state.finite_count, -1))
+    return state._replace(finite_count=_jnp.where(finite, state.finite_count, -1))
 
 
 def _paddle(
@@ -510,7 +512,7 @@ def _paddle(
     incr_every_n_steps: int,
     decr_every_n_nan_or_inf: int,
     use_dynamic_loss_scaling: bool,
-) -> LossScaler:
+) -> _LossScaler:
     if not _validate.flag("enable", enable):
         return _static.static(1.0)
     scale = _validate.scale_value("init_loss_scaling", init_loss_scaling)

@@ -1,4 +1,4 @@
-"""The rules of the policies in plain Python, for the tests to compare with.
+"""The rules of the scalers in plain Python, for the tests to compare with.
 
 numpy only rounds each product to float32, as the device does.
 """

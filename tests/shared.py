@@ -45,7 +45,7 @@ def trajectories(scaler, state, sequences):
 
 
 def assert_follows(make, rule, hyperparameters, state=None, sequences=SEQUENCES):
-    """Each state of each run of the policy is what its rule in plain Python yields."""
+    """Each state of each run of the scaler is what its rule in plain Python yields."""
     scaler = make(**hyperparameters)
     start = scaler.init() if state is None else state
     ours = trajectories(scaler, start, sequences)

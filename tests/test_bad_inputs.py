@@ -109,9 +109,9 @@ def adjusting(scaler):
     return adjust, {"state": scaler.init(), name: seen}
 
 
-POLICIES = {
-    policy.__name__: policy
-    for policy in (
+FACTORIES = {
+    scaler.__name__: scaler
+    for scaler in (
         jls.static,
         jls.dynamic,
         jls.hysteresis,
@@ -142,7 +142,7 @@ GRAD = {
 WRAPPER = {"inner": optax.sgd(0.1), "axis_name": None, "check_updates": None}
 # Name -> a function, and arguments that it takes.
 CASES = {
-    **{n: (f, defaults(f, **REQUIRED)) for n, f in (POLICIES | PRESETS).items()},
+    **{n: (f, defaults(f, **REQUIRED)) for n, f in (FACTORIES | PRESETS).items()},
     "value_and_grad": (differentiated, GRAD),
     "grad": (lambda state, **k: jls.grad(**k)(state, jnp.ones(2)), GRAD),
     "loss_scaled": (jls.loss_scaled, WRAPPER | {"scaler": jls.dynamic()}),
@@ -387,7 +387,7 @@ def test_wrong_argument_is_taken_or_refused_by_name(case, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", [name for name in SCALERS if "user" not in name])
-def test_policy_says_where_its_state_is_in_that_of_the_optimizer(name):
+def test_scaler_says_where_its_state_is_in_that_of_the_optimizer(name):
     scaler = SCALERS[name]()
     with pytest.raises(
         TypeError, match=r"LossScaledState.*pass opt_state.scaler_state"

@@ -98,7 +98,7 @@ def compiled_figures(step, *args):
     return cost, compiled.memory_analysis().temp_size_in_bytes
 
 
-def test_a_policy_that_sees_magnitudes_costs_no_more():
+def test_a_scaler_that_sees_magnitudes_costs_no_more():
     problem = WORKLOADS["step transformer, adamw"].problem()
     found = []
     for scaler in (jls.dynamic(1024.0), jls.cautious(1024.0)):

@@ -424,6 +424,35 @@ def test_static_and_moving_scales_never_take_each_others(saved, target, scale, v
         assert len(set(pointers)) == len(pointers)
 
 
+@pytest.mark.parametrize("boxed", [True, False], ids=["orbax", "raw"])
+@pytest.mark.parametrize(
+    ("saved", "target", "expected"),
+    [
+        ((8.0, -2, 0), jls.static(1.0), (8.0,)),
+        ((8.0, -2, 0), jls.dynamic(4.0), (4.0, 0, 0)),
+        ((8.0, 5, 1), jls.dynamic(4.0), (8.0, 5, 1)),
+        ((8.0, 5, 1), jls.static(4.0), (4.0,)),
+        ((8.0, 5, 1, 2, -1), jls.adaptive(4.0), (8.0, 5, 1, 2, 0)),
+    ],
+)
+def test_scaler_state_of_an_nnx_optimizer_of_0_1_0(saved, target, expected, boxed):
+    """Orbax writes {"value": x} for each variable of NNX."""
+    names = "loss_scale", "finite_count", "nonfinite_count", "growth_count"
+    raw = dict(zip((*names, "interval_index"), saved, strict=False))
+    raw = {
+        name: np.asarray(x, np.float32 if name == "loss_scale" else np.int32)
+        for name, x in raw.items()
+    }
+    if boxed:
+        raw = {name: {"value": x} for name, x in raw.items()}
+    tx = jls.loss_scaled(optax.adam(0.1), target)
+    optimizer = nnx.Optimizer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
+    state = jls.upgrade_state(optimizer.opt_state.scaler_state, raw)
+    values = tuple(leaf.get_value().item() for leaf in state)
+    assert values == expected
+    assert type(state) is type(target.init())
+
+
 class Own(NamedTuple):
     loss_scale: jax.Array
 
@@ -492,7 +521,7 @@ def forms(state, folder):
 
 
 @pytest.mark.parametrize("name", SCALERS)
-def test_every_policy_is_restored_from_a_state_dict(name):
+def test_every_scaler_is_restored_from_a_state_dict(name):
     optimizer = jls.loss_scaled(optax.adamw(0.1), SCALERS[name]())
     params = {"w": jnp.ones(2)}
     _, state = optimizer.update(

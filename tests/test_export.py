@@ -36,7 +36,7 @@ def windows():
     return optax.chain(inner.gradient_transformation(), jls.params_ema(0.9))
 
 
-# Name -> the inner optimizer and the policy.
+# Name -> the inner optimizer and the scaler.
 STEPS = {
     "dynamic": (adamw, jls.dynamic(8.0, growth_interval=2)),
     "adaptive": (momentum, jls.adaptive(8.0, intervals=(1, 2, 3))),

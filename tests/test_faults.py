@@ -40,9 +40,9 @@ STEPS = 400
 
 
 def pairs():
-    """Each policy with one optimizer, `dynamic` with all of them.
+    """Each scaler with one optimizer, `dynamic` with all of them.
 
-    Policies that differ in numbers only take the same one: they share their program.
+    Scalers that differ in numbers only take the same one: they share their program.
     """
     structures = [jax.tree.structure(make()) for make in SCALERS.values()]
     names = list(OPTIMIZERS)
@@ -179,7 +179,7 @@ def make_step(scaler, inner, axis_name=None):
             & (scale >= low)
             & (scale <= high),
             "an overflow raises no scale": grads_finite | (scale <= old_scale),
-            "a bad loss keeps the policy's state": loss_finite
+            "a bad loss keeps the scaler's state": loss_finite
             | same_bits(new.scaler_state, state.scaler_state),
             "steps": new.steps == state.steps + 1,
             "skips": new.skips == state.skips + skipped,
@@ -274,7 +274,7 @@ def test_promises_hold_on_all_devices_under_shard_map(name, inner):
     assert {0, 1, 2} <= set(reasons.ravel().tolist())
 
 
-def test_ten_thousand_steps_are_taken_and_all_policies_and_optimizers_seen():
+def test_ten_thousand_steps_are_taken_and_all_scalers_and_optimizers_seen():
     taken = list(pairs())
     assert len(taken) * STEPS >= 10_000
     assert {name for name, _ in taken} == set(SCALERS)

@@ -260,7 +260,7 @@ def value_of(code, names):
 
 
 def use(value, names):
-    """A policy adjusts, an optimizer steps, a train step runs."""
+    """A scaler adjusts, an optimizer steps, a train step runs."""
     if isinstance(value, list):
         for part in value:
             use(part, names)
@@ -286,18 +286,18 @@ def test_what_the_migration_table_says_runs(there, ours, namespace):
         use(value_of(code, names), names)
 
 
-@pytest.mark.parametrize("policy", [row[0] for row in table("Choosing a scaler")])
-def test_policies_of_the_table_run(policy):
-    for code in code_in(policy):
+@pytest.mark.parametrize("scaler", [row[0] for row in table("Choosing a scaler")])
+def test_scalers_of_the_table_run(scaler):
+    for code in code_in(scaler):
         use(value_of(code, {"jls": jls}), {})
 
 
-def test_policy_table_names_every_policy():
+def test_scaler_table_names_every_scaler():
     text = str(table("Choosing a scaler"))
     presets = [n for n in vars(jls.presets) if not n.startswith("_") and n.islower()]
     presets = [n for n in presets if callable(getattr(jls.presets, n))]
-    policies = ["static", "dynamic", "hysteresis", "adaptive"]
-    for name in (*policies, "cautious", "recent_max", *presets):
+    scalers = ["static", "dynamic", "hysteresis", "adaptive"]
+    for name in (*scalers, "cautious", "recent_max", *presets):
         assert name in text
 
 
@@ -370,8 +370,8 @@ def test_waste_table_is_the_one_that_the_notebook_has_measured():
     section = TEXT.split("\n### What each scaler wastes\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     assert lines == measured.splitlines()
-    for policy in code_in("".join(row.split("|")[1] for row in lines)):
-        use(value_of(policy, {"jls": jls}), {})
+    for scaler in code_in("".join(row.split("|")[1] for row in lines)):
+        use(value_of(scaler, {"jls": jls}), {})
 
 
 def test_links_and_extras_exist():

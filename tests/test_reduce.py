@@ -22,7 +22,7 @@ from jls._reduce import (
     global_norm,
     global_norm_once,
 )
-from jls._tree import partition
+from jls._tree import floats_of, widen
 
 # all_finite ---------------------------------------------------------------------------
 
@@ -196,20 +196,32 @@ def test_both_forms_of_the_reduction_find_the_largest(value, at_once, monkeypatc
     assert is_over == (value != 2.5)
 
 
+def test_no_wide_copy_of_a_whole_tree_is_made(monkeypatch):
+    seen = []
+    max_bits = _reduce._max_bits
+    monkeypatch.setattr(
+        _reduce, "_max_bits", lambda leaf: seen.append(leaf.dtype) or max_bits(leaf)
+    )
+    tree = [jnp.ones(4, jnp.bfloat16), jnp.ones(4, jnp.float16)]
+    assert jls.all_finite(tree)
+    assert jls.max_abs(tree) == 1.0
+    assert set(seen) == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}
+
+
 # Norms --------------------------------------------------------------------------------
 
 
 def norm_of(tree):
-    return global_norm(partition(tree)[0])
+    return global_norm(floats_of(tree))
 
 
 def norm_of_applied(tree):
-    floats, _ = partition(tree)
+    floats = list(map(widen, floats_of(tree)))
     return global_norm_once(floats, floats, True)
 
 
 def norm_of_skipped(tree):
-    floats, _ = partition(tree)
+    floats = list(map(widen, floats_of(tree)))
     return global_norm_once(floats, [jnp.ones_like(x) for x in floats], False)
 
 

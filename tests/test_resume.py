@@ -124,7 +124,7 @@ def test_resume_is_exact_without_a_retrace(name, inner, tmp_path):
 
 
 def test_resume_from_orbax_is_exact_without_a_retrace(tmp_path):
-    """All policies in one folder: each call of Orbax is slow.
+    """All scalers in one folder: each call of Orbax is slow.
 
     So is compiling for what it restores, which is committed to its device. Go on with
     one of each type of state.

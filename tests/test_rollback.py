@@ -1,4 +1,4 @@
-"""What is taken back where it is computed is what a select at the end takes back."""
+"""What is rolled back where it is computed is what a select at the end rolls back."""
 
 import jax
 import jax.numpy as jnp
@@ -139,7 +139,7 @@ def test_derivatives_go_through():
 
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("bad", [0, 1])
-def test_derivatives_through_a_rejected_step_are_finite(bad):
+def test_derivatives_through_a_skipped_step_are_finite(bad):
     """Adam divides by 0 when it has not stepped yet: 0 times that would be NaN."""
 
     def trained(learning_rate, b2):
@@ -195,7 +195,7 @@ def test_a_loop_until_convergence_never_sees_nan():
         assert 0 < state.inner_state[1] < limit
     jax.effects_barrier()
     assert len(counts) == 2
-    assert max(counts) < limit  # what the rejected step has seen, too
+    assert max(counts) < limit  # what the skipped step has seen, too
 
 
 def test_keys_and_narrow_numbers_are_leaves_like_others():

@@ -1,4 +1,4 @@
-"""The laws that every policy obeys. A new policy is one more line in SCALERS."""
+"""The laws that every scaler obeys. A new scaler is one more line in SCALERS."""
 
 import math
 import pickle
@@ -30,7 +30,7 @@ def _ladder_init(init_scale):
 
 
 def _ladder_adjust(state, grads_finite, *, factor):
-    """A policy that a user might write: down by a factor, up again a rung at a time."""
+    """A scaler that a user might write: down by a factor, up again a rung at a time."""
     factor = jnp.asarray(factor, jnp.float32)
     up, down = state.loss_scale * 2, jnp.maximum(state.loss_scale / factor, 1.0)
     return LadderState(
@@ -121,7 +121,7 @@ def scaler(request):
 
 
 def seen(scaler, flag):
-    """What the policy sees of a step: the flag, or a magnitude of 2 or inf."""
+    """What the scaler sees of a step: the flag, or a magnitude of 2 or inf."""
     if not isinstance(scaler, jls.types.MagnitudeScaler):
         return flag
     return jnp.where(flag, 2.0, jnp.inf)
@@ -199,7 +199,7 @@ def test_vmap_equals_stack(scaler):
     )
 
 
-def test_vmap_over_the_policy_itself_equals_stack(scaler):
+def test_vmap_over_the_scaler_itself_equals_stack(scaler):
     scalers = [scaler, jax.tree.map(lambda x: x * 2, scaler)]
     many = jax.tree.map(
         lambda *leaves: jnp.stack(leaves), *jax.tree.map(jnp.asarray, scalers)
@@ -234,7 +234,7 @@ def test_hyperparameter_changes_through_a_jit_argument_without_a_retrace(scaler)
     )
 
 
-def test_numbers_of_any_kind_make_the_same_policy():
+def test_numbers_of_any_kind_make_the_same_scaler():
 
     @jax.jit
     @chex.assert_max_traces(n=1)
@@ -242,10 +242,10 @@ def test_numbers_of_any_kind_make_the_same_policy():
         return scaler.adjust(state, True)
 
     for factor in (2.0, 4.0, 4, np.float32(4), Fraction(8, 2)):
-        policy = jls.dynamic(
+        scaler = jls.dynamic(
             8, growth_factor=factor, growth_interval=1, max_scale=2**40
         )
-        assert finite(policy, policy.init()).loss_scale == 8 * float(factor)
+        assert finite(scaler, scaler.init()).loss_scale == 8 * float(factor)
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, np.asarray, jnp.asarray])
@@ -280,7 +280,7 @@ def test_adjust_refuses_what_it_cannot_mean(name, flag, magnitude, error, got):
         jax.jit(lambda state: scaler.adjust(state, argument))(scaler.init())
 
 
-def test_policy_and_state_survive_pickle(scaler):
+def test_scaler_and_state_survive_pickle(scaler):
     state = adjust(scaler, scaler.init(), True)
     again, state_again = pickle.loads(pickle.dumps((scaler, state)))
     chex.assert_trees_all_equal(state_again, state)
@@ -304,7 +304,7 @@ def test_optax_tree_finds_and_sets_the_loss_scale(scaler):
     assert jls.loss_scale(changed) == 2.0
 
 
-def test_everything_else_works_with_the_policy(scaler):
+def test_everything_else_works_with_the_scaler(scaler):
     optimizer = jls.loss_scaled(optax.sgd(0.5), scaler)
     params = jnp.array([1.0, 2.0])
 

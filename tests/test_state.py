@@ -180,7 +180,7 @@ def test_a_state_of_python_numbers_works():
     assert adjusted == (4.0, 0, 0)
 
 
-def test_set_loss_scale_does_not_consult_the_policy_and_the_policy_goes_on():
+def test_set_loss_scale_does_not_consult_the_scaler_and_the_scaler_goes_on():
     state = jls.set_loss_scale(wrapped(), 2.0**126)
     _, state = optimizer().update({"w": jnp.array([1.0, jnp.nan])}, state, PARAMS)
     assert jls.loss_scale(state) == 2.0**125

@@ -1,4 +1,4 @@
-"""One step: it is taken whole, or skipped whole, and the state says which."""
+"""One step: applied or skipped, atomically, and the state says which."""
 
 import functools
 
@@ -177,7 +177,7 @@ def test_updates_take_the_wider_dtype_of_gradient_and_parameter():
         assert dtypes == {"z": "complex64", "d": "float64", "h": "float32"}
 
 
-def test_debug_nans_and_infs_do_not_trip_over_a_rejected_step():
+def test_debug_nans_and_infs_do_not_trip_over_a_skipped_step():
     optimizer = scaled(optax.sgd(0.5, momentum=0.9))
     state = optimizer.init(PARAMS)
     with jax.debug_nans(True), jax.debug_infs(True):
@@ -186,7 +186,7 @@ def test_debug_nans_and_infs_do_not_trip_over_a_rejected_step():
 
 
 @pytest.mark.standard_promotion
-def test_line_search_ends_on_a_rejected_step():
+def test_line_search_ends_on_a_skipped_step():
     def loss_fn(params):
         return jnp.sum((params - 3.0) ** 2)
 
@@ -251,7 +251,7 @@ def test_updates_with_other_leaves_than_the_params_are_refused():
         optimizer.update({"a": jnp.ones(2)}, optimizer.init(PARAMS))
 
 
-# What the policy sees -----------------------------------------------------------------
+# What the scaler sees -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scaler", [jls.cautious(8.0), jls.recent_max(8.0)])
@@ -272,7 +272,7 @@ def keep(state, largest):
     return state._replace(loss_scale=largest)
 
 
-def test_the_wrapper_hands_the_policy_the_largest_true_gradient(jit_or_eager):
+def test_the_wrapper_hands_the_scaler_the_largest_true_gradient(jit_or_eager):
     scaler = jls.types.MagnitudeScaler(jls.static(8.0).init, keep)
     optimizer = jls.loss_scaled(optax.sgd(0.5), scaler)
     params = {"w": jnp.ones(2), "b": jnp.ones(())}
@@ -294,7 +294,7 @@ def test_the_wrapper_hands_the_policy_the_largest_true_gradient(jit_or_eager):
     assert jls.loss_scale(state) == 4.0
 
 
-def test_devices_of_an_axis_hand_the_policy_one_magnitude():
+def test_devices_of_an_axis_hand_the_scaler_one_magnitude():
     scaler = jls.types.MagnitudeScaler(jls.static(8.0).init, keep)
     optimizer = jls.loss_scaled(optax.sgd(0.5), scaler, axis_name="i")
     params = jnp.ones(2)
@@ -488,7 +488,7 @@ def test_updates_that_are_not_finite_are_not_committed_to_float16_params():
         assert jls.loss_scale(state) == 16.0
 
 
-def test_rejected_nan_inside_jit_does_not_trip_debug_nans():
+def test_skipped_nan_inside_jit_does_not_trip_debug_nans():
     """flax F13, R16: only outputs are checked, and none of them is NaN here."""
     optimizer = jls.loss_scaled(optax.sgd(0.5), jls.dynamic(8.0))
 

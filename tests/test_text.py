@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,18 +15,18 @@ import jls
     [
         (
             jls.dynamic(growth_interval=100, min_scale=2.0**-14),
-            "dynamic(init_scale=2**15, consecutive=True, growth_factor=2, "
-            "backoff_factor=0.5, min_scale=2**-14, max_scale=2**24, "
-            "growth_interval=100, backoff_interval=1)",
+            "dynamic(init_scale=2**15, growth_factor=2, backoff_factor=0.5, "
+            "min_scale=2**-14, max_scale=2**24, growth_interval=100, "
+            "backoff_interval=1, consecutive=True)",
         ),
         (jls.static(48), "static(loss_scale=48)"),
         (jls.static(jnp.float32(2.0**20)), "static(loss_scale=2**20)"),
         (jls.static(65504.0), "static(loss_scale=65504)"),
         (
             jls.presets.deepspeed(),
-            "deepspeed(init_scale=2**16, refill='growth', growth_factor=2, "
-            "backoff_factor=0.5, min_scale=1, max_scale=2**126, growth_interval=1000, "
-            "hysteresis=2)",
+            "deepspeed(init_scale=2**16, growth_factor=2, backoff_factor=0.5, "
+            "min_scale=1, max_scale=2**126, growth_interval=1000, hysteresis=2, "
+            "refill='growth')",
         ),
         (
             jls.dynamic(2.0**12).init(),
@@ -55,7 +57,7 @@ def test_repr_says_what_a_person_wants_to_know(thing, text):
 @pytest.mark.parametrize(
     "state",
     [jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3)), jls.adaptive().init()],
-    ids=["wrapper", "policy"],
+    ids=["wrapper", "scaler"],
 )
 def test_repr_does_no_harm_to_what_is_no_scalar_in_memory(state):
     seen = []
@@ -77,9 +79,26 @@ def test_repr_does_no_harm_to_what_is_no_scalar_in_memory(state):
     assert "<donated>" in repr(copy)
 
 
-def test_policy_of_a_user_prints_its_functions():
+def test_scaler_of_a_user_prints_its_functions():
     scaler = jls.types.LossScaler(jls.static().init, max)
     assert repr(scaler).endswith("adjust=<built-in function max>)")
     assert repr(scaler).startswith("LossScaler(init=")
     assert "loss_scale=1.0" in repr(scaler)
     assert repr(jls.types.LossScaler(min, max)).startswith("LossScaler(init=<built-in")
+
+
+class Odd:
+    """A callable with attributes that look like those of a partial."""
+
+    func = None
+    keywords = "none"
+
+    def __call__(self, *args):
+        return args[0]
+
+
+def test_scaler_of_odd_functions_prints_them():
+    for functions in ((Odd(), Odd()), (functools.partial(max, 1), Odd().__call__)):
+        scaler = jls.types.LossScaler(*functions)
+        assert repr(scaler).startswith("LossScaler(init=")
+        assert scaler.hyperparameters == {}

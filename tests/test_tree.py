@@ -7,7 +7,7 @@ import pytest
 from shared import NAN, ONE, W, assert_identical, bits
 
 import jls
-from jls._tree import named_floats
+from jls._tree import combine, leaves_at_floats, named_floats, partition
 
 FLOATS = [
     jnp.float16,
@@ -108,7 +108,7 @@ def test_select_refuses_trees_that_differ(new, old, message):
         jls.select(True, new, old)
 
 
-def test_inexact_leaves_have_paths_that_are_told_apart():
+def test_floats_have_paths_that_differ():
     tree = {"a/b": 1.0, "a": {"b": jnp.ones(2), "n": 3}}
     paths, leaves = named_floats(tree)
     assert paths == ["['a']['b']", "['a/b']"]
@@ -154,3 +154,43 @@ def test_select_refuses_leaves_of_two_dtypes_by_name():
     """jmp J8d: select_tree on bfloat16 and float32 was an error inside lax."""
     with pytest.raises(ValueError, match=r"at '\['w'\]' must have the same dtype"):
         jls.select(True, {"w": W}, {"w": W.astype(jnp.bfloat16)})
+
+
+@jax.tree_util.register_pytree_node_class
+class Strict:
+    """A node that holds nothing but arrays, as many of users' own do."""
+
+    def __init__(self, x, n):
+        self.x, self.n = jnp.asarray(x), n
+
+    def tree_flatten(self):
+        return (self.x, self.n), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_partition_and_combine_are_inverse_and_build_no_node_in_between():
+    tree = {
+        "a": [Strict(jnp.ones(2, jnp.float16), 3), None, 2.0],
+        "b": (jnp.arange(2),),
+    }
+    floats, rest = partition(tree)
+    assert [jnp.result_type(x) for x in floats] == [jnp.float16, jnp.float32]
+    assert_identical(jax.tree.leaves(combine(floats, rest)), jax.tree.leaves(tree))
+    assert jax.tree.structure(combine(floats, rest)) == jax.tree.structure(tree)
+    assert leaves_at_floats({"a": [Strict(5, 6), None, 7], "b": (8,)}, rest) == [5, 7]
+
+
+def test_nodes_that_take_arrays_alone_go_through_a_step(jit_or_eager):
+    params = {"layer": Strict(jnp.ones(2), jnp.ones(3))}
+    assert jls.all_finite(params)
+    assert jls.max_abs(params) == 1.0
+    optimizer = jls.loss_scaled(optax.sgd(0.5))
+    update = jit_or_eager(optimizer.update)
+    updates, state = update(params, optimizer.init(params), params)
+    assert_identical(updates["layer"].x, jnp.full(2, -0.5))
+    updates, state = update(jax.tree.map(lambda x: x * jnp.inf, params), state, params)
+    assert_identical(updates["layer"].n, jnp.full(3, -0.0))
+    assert state.skips == 1

@@ -106,9 +106,9 @@ def test_faulty_scaler_is_named():
             "a float32 loss_scale",
         ),
     ]:
-        policy = jls.types.LossScaler(init, lambda state, flag: state)
+        scaler = jls.types.LossScaler(init, lambda state, flag: state)
         with pytest.raises(ValueError, match=message):
-            jls.loss_scaled(optax.sgd(0.5), policy).init(PARAMS)
+            jls.loss_scaled(optax.sgd(0.5), scaler).init(PARAMS)
 
     def adjust(state, grads_finite):
         return state._replace(finite_count=jnp.float32(1.0))
@@ -181,8 +181,35 @@ def test_inner_may_be_any_object_with_init_and_update(jit_or_eager):
     assert (state.inner_state["calls"], state.skips) == (1, 1)
 
 
+class Watching(Halving):
+    """It takes the loss, as some of optax do."""
+
+    def update(self, updates, state, params=None, *, value=0.0, **extra):
+        updates, state = super().update(updates, state, params)
+        return jax.tree.map(lambda x: x * value, updates), state
+
+
+def test_extra_arguments_reach_an_inner_object_that_takes_them(jit_or_eager):
+    optimizer = scaled(Watching())
+    update = jit_or_eager(optimizer.update)
+    value = jnp.float32(2.0)
+    updates, _ = update(GOOD, optimizer.init(PARAMS), PARAMS, value=value, other=3)
+    assert_identical(updates, jax.tree.map(lambda x: -x, GOOD))
+
+
 @pytest.mark.standard_promotion
-def test_multi_steps_goes_inside_as_it_is():
+def test_extra_arguments_reach_what_is_inside_multi_steps():
+    inner = optax.MultiSteps(
+        optax.GradientTransformationExtraArgs(Watching().init, Watching().update), 1
+    )
+    optimizer = scaled(inner)
+    value = jnp.float32(2.0)
+    updates, _ = optimizer.update(GOOD, optimizer.init(PARAMS), PARAMS, value=value)
+    assert_identical(updates, jax.tree.map(lambda x: -x, GOOD))
+
+
+@pytest.mark.standard_promotion
+def test_multi_steps_goes_inside_unchanged():
     inner = optax.MultiSteps(optax.sgd(1.0, momentum=0.5), 2)
     batches = [GOOD, BAD, GOOD, GOOD, GOOD]
     params, state = steps(scaled(inner), batches)
@@ -243,8 +270,8 @@ def test_inject_hyperparams_inside_and_outside():
     assert state.inner_state.hyperparams["learning_rate"] == 0.5
 
     def make(learning_rate, growth_factor):
-        policy = jls.dynamic(8.0, growth_interval=1, growth_factor=growth_factor)
-        return jls.loss_scaled(optax.sgd(learning_rate), policy)
+        scaler = jls.dynamic(8.0, growth_interval=1, growth_factor=growth_factor)
+        return jls.loss_scaled(optax.sgd(learning_rate), scaler)
 
     outside = optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)
     _, state = steps(outside(learning_rate=0.5, growth_factor=4.0), [GOOD, BAD, GOOD])
@@ -294,7 +321,7 @@ def test_state_of_another_scaler_is_refused_with_the_way_on(old, new):
     params = jnp.ones(2)
     before, after = (jls.loss_scaled(optax.sgd(0.1), make()) for make in (old, new))
     state = before.init(params)
-    with pytest.raises(ValueError, match="must be one that the scaler has made"):
+    with pytest.raises(ValueError, match="must be one that this scaler made"):
         after.update(params, state, params)
     state = state._replace(scaler_state=new().init())
     assert after.update(params, state, params)[1].applied

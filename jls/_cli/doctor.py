@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m jls doctor`: what this machine does well, found out by trying."""
+"""`python -m jls doctor`: what this machine does well, as measured."""
 
 import functools
 import os

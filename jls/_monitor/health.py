@@ -12,6 +12,7 @@ from jax import Array
 
 from jls import _validate
 from jls._bits import edges
+from jls._monitor.nonfinite import select_names
 from jls._monitor.underflow import measure_small
 from jls._monitor.verdict import VERDICTS, Facts, Limits, Verdict, judge
 from jls._reduce import any_nan, finite_leaves
@@ -20,10 +21,9 @@ from jls._state import (
     concrete_wrapper_state_in,
     metrics,
     optimizer_in,
-    select_names,
 )
 from jls._step import wrapper_of
-from jls._tree import named_floats, widen
+from jls._tree import named_floats
 from jls._types import LossScaledState, Scaler, SkipReason, StaticState
 
 
@@ -78,7 +78,7 @@ def health(
     raise_if: Iterable[Verdict] = (),
     warn_if: Iterable[Verdict] = (),
 ) -> Health:
-    """Returns how the run is, in words; on the host, with one small transfer.
+    """Returns a verdict on the run, in words; on the host, with one small transfer.
 
     Call it every so many steps, and before you keep a checkpoint. It waits for the step
     that made `state`.
@@ -91,9 +91,10 @@ def health(
       grads: true gradients of a recent step, to see whether they are too small for the
         loss scale. Two passes over them on the device; None does not look. Every
         process has to make the call here too.
-      optimizer: what `jls.loss_scaled` returned, which knows the bounds of the scale.
-        None takes it from a `TrainState` or an `nnx.Optimizer`. Without it, health does
-        not know the bounds, and never says "at floor" or "at ceiling".
+      optimizer: what `jls.loss_scaled` returned, which knows the bounds of the scale;
+        or an `nnx.Optimizer` with it. None takes it from `state` if that is a
+        `TrainState` or an `nnx.Optimizer`. Without it, health does not know the bounds,
+        and never says "at floor" or "at ceiling".
       max_consecutive_skips: >= 1, how many steps skipped in a row are too many.
       max_small: the tolerated share, in [0, 1], of nonzero gradients that are below the
         smallest normal number of `dtype` once scaled.
@@ -106,14 +107,16 @@ def health(
       A `jls.types.Health`: `verdict` is one of "ok", "calibrating", "recovering", "at
       floor", "at ceiling", "underflow", "non-finite loss", "non-finite update",
       "stalled" and "poisoned"; `sentence` says what it means and what to do; `numbers`
-      holds what `jls.metrics` returns as Python numbers, and the bounds of the scale,
-      which are None if they are not known; with `params`, also the names of the
-      parameters that caused the last skip; with `grads`, also the share of `small`
-      gradients and the `suggested_scale`.
+      holds what `jls.metrics` returns as Python numbers (`skip_reason` as a
+      `jls.types.SkipReason`), whether the scale `is_static`, and its bounds, which are
+      None if they are not known; with `params`, also whether the run is `poisoned` and
+      the names of the parameters that caused the last skip; with `grads`, also the
+      share of `small` gradients in `dtype`, whether they are `all_zero`, and the
+      `suggested_scale`.
 
     Raises:
       UnhealthyError: if the verdict is in `raise_if`.
-      TypeError: if `optimizer` is not an optimizer, `max_consecutive_skips` not an
+      TypeError: if `optimizer` was not made by jls, `max_consecutive_skips` not an
         integer, `max_small` not a number known to Python, `dtype` not floating point,
         or `raise_if` or `warn_if` not a sequence.
       ValueError: if `state` carries no such state, or several, if it is traced, or if
@@ -173,37 +176,37 @@ def _poisoned(params: Any, inner_state: Any) -> Array:
 @jax.jit
 def _is_poisoned(params: list[Any], inner_state: list[Any]) -> Array:
     # Some optimizers keep an inf in their state on purpose, as the best value so far.
-    bad_params = ~jnp.all(finite_leaves([widen(leaf) for leaf in params]))
-    return bad_params | any_nan([widen(leaf) for leaf in inner_state])
+    return ~jnp.all(finite_leaves(params)) | any_nan(inner_state)
 
 
 def _scaler_of(optimizer: Any, state: Any) -> Scaler | None:
     """The scaler of the optimizer, or of the one that a Flax state carries."""
-    carrier = state if optimizer is None else optimizer
-    inner = optimizer_in(carrier)
-    if optimizer is not None and inner is None:
-        inner = optimizer
-        if not (hasattr(inner, "init") and hasattr(inner, "update")):
-            raise TypeError(
-                "optimizer must be what jls.loss_scaled or jls.skip_nonfinite "
-                f"returned, or None, got {type(optimizer).__name__} {optimizer!r}."
-            )
-    wrapper = wrapper_of(inner)
-    return wrapper.scaler if wrapper else None
+    if optimizer is None:
+        wrapper = wrapper_of(optimizer_in(state))
+        return wrapper.scaler if wrapper else None
+    wrapper = wrapper_of(optimizer) or wrapper_of(optimizer_in(optimizer))
+    if not wrapper:
+        raise TypeError(
+            "optimizer must be what jls.loss_scaled or jls.skip_nonfinite returned, or "
+            f"None, got {type(optimizer).__name__} {optimizer!r}. If the wrapper is "
+            "further inside, e.g. in an optax.chain, pass that part."
+        )
+    return wrapper.scaler
 
 
 def _describe_scale(
     scaler: Scaler | None, wrapper: LossScaledState, loss_scale: float
 ) -> dict[str, Any]:
-    """Whether the scale is static, and its bounds, or None where they are not known."""
+    """Whether the scale can never move, and its bounds; None if they are not known."""
     static = isinstance(wrapper.scaler_state, StaticState)
-    static = is_static(scaler) if scaler else static
-    if static:
+    if is_static(scaler) if scaler else static:
         return {"is_static": True, "min_scale": loss_scale, "max_scale": loss_scale}
     known = scaler.hyperparameters if scaler else {}
-    bounds = {name: known.get(name) for name in ("min_scale", "max_scale")}
-    bounds = {name: x if x is None else float(x) for name, x in bounds.items()}
-    return {"is_static": False, **bounds}
+    low, high = (known.get(name) for name in ("min_scale", "max_scale"))
+    if low is None or high is None:
+        return {"is_static": False, "min_scale": None, "max_scale": None}
+    low, high = float(low), float(high)
+    return {"is_static": low == high, "min_scale": low, "max_scale": high}
 
 
 def _check_verdicts(name: str, verdicts: Iterable[Verdict]) -> tuple[Verdict, ...]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jls._monitor.record import (
     Columns,
-    Scalar,
+    Number,
     as_array,
     fetch,
     flatten_metrics,
@@ -26,7 +26,7 @@ class History:
 
     Rows need not have the same keys: a value that is missing is None in a row, NaN in a
     column and nothing in a CSV file. `len` is the number of rows; iterating gives them
-    as dicts, and `pandas.DataFrame(dict(history))` is a table of pandas.
+    as dicts, and `pandas.DataFrame(dict(history))` makes a pandas table.
 
     Example:
       >>> optimizer = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(1024.0))
@@ -46,7 +46,7 @@ class History:
     """
 
     def __init__(self) -> None:
-        self._columns: dict[str, list[Scalar | None]] = {"step": []}
+        self._columns: dict[str, list[Number | None]] = {"step": []}
 
     def append(self, metrics: Any, /, *, step: Any = None, **more: Any) -> None:
         """Appends a step, or the steps that `jax.lax.scan` stacked.
@@ -61,11 +61,11 @@ class History:
             of one dimension and the same length, a row for each element. (From
             `jax.pmap`, pass one device's.)
           step: the number of the step, or an array of numbers for stacked values. None
-            takes "step" or else "steps" out of the metrics, or counts on by 1.
+            takes "step" or else "steps" out of the metrics, or continues by 1.
           more: further values by name: `loss=loss`. They override those of `metrics`.
 
         Raises:
-          TypeError: if `metrics` is neither, or if a value is no real number.
+          TypeError: if `metrics` is neither, or if a value is not a real number.
           ValueError: if a value is traced, if it has another length than the others or
             several dimensions, if a step is not finite, or if there is no value at all.
             Nothing is appended then.
@@ -92,11 +92,11 @@ class History:
                 raise ValueError(f"step must be finite, got {number!r}.")
         self._extend(values, count)
 
-    def _next_steps(self, count: int) -> list[Scalar]:
+    def _next_steps(self, count: int) -> list[Number]:
         last = (self._columns["step"] or [0])[-1] or 0
         return [last + i for i in range(1, count + 1)]
 
-    def _extend(self, values: dict[str, list[Scalar | None]], count: int) -> None:
+    def _extend(self, values: dict[str, list[Number | None]], count: int) -> None:
         rows = len(self)
         for name in values:
             self._columns.setdefault(name, [None] * rows)
@@ -114,7 +114,7 @@ class History:
     def __contains__(self, name: object) -> bool:
         return name in self._columns
 
-    def __iter__(self) -> Iterator[dict[str, Scalar | None]]:
+    def __iter__(self) -> Iterator[dict[str, Number | None]]:
         for row in zip(*self._columns.values(), strict=True):
             yield dict(zip(self._columns, row, strict=True))
 
@@ -252,7 +252,7 @@ class History:
           A `History` with the same columns and rows, to which more can be appended.
 
         Raises:
-          ValueError: if there is no column "step", or if a cell is no number.
+          ValueError: if there is no column "step", or if a cell is not a number.
 
         Example:
           >>> import io
@@ -308,7 +308,7 @@ def _opened(file: str | Path | TextIO, mode: str) -> Any:
     return nullcontext(file)
 
 
-def _parsed(name: str, text: str) -> Scalar | None:
+def _parsed(name: str, text: str) -> Number | None:
     if text in ("", "True", "False"):
         return {"": None, "True": True, "False": False}[text]
     for kind in (int, float):
@@ -322,7 +322,7 @@ def _parsed(name: str, text: str) -> Scalar | None:
 # Summary.
 
 
-def _format_step(step: Scalar) -> str:
+def _format_step(step: Number) -> str:
     return f"{step:.0f}" if step == round(step) else f"{step:g}"
 
 

@@ -26,12 +26,12 @@ from jls._text import format_scale
 BLACK, BLUE, GREEN, RED = "#000000", "#0072B2", "#009E73", "#D55E00"
 POINTS = 2000  # a line of more is drawn as at most this many medians with their range
 NORMS = "global_norm", "grad_norm"
-TICKS = 400  # more would be nearer to each other than one can see
+TICKS = 400  # more would be too close together to see
 MARKS = 120
 
 
 class _Shown(Figure):
-    """A figure that a notebook shows, also where nobody has imported pyplot."""
+    """A figure that a notebook shows even if pyplot was never imported."""
 
     def _repr_png_(self) -> bytes:
         buffer = io.BytesIO()
@@ -115,7 +115,7 @@ def _draw_loss(panel: Axes, columns: Columns, steps: np.ndarray) -> None:
     losses = column(columns, "loss")
     _draw_line(panel, steps, losses)
     # A skipped step has its tick already. One with a bad loss and no tick was either
-    # applied, which is grave, or nobody recorded whether it was.
+    # applied, which is serious, or nobody recorded whether it was.
     is_known = np.array([value is not None for value in columns["loss"]])
     bad = is_known & ~np.isfinite(losses) & (skip_counts(columns) == 0)
     if bad.any():

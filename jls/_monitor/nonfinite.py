@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A table of the leaves that are not finite."""
+"""Which leaves are not finite: a table, and the names that a state remembers."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from jls._bits import magnitudes
 from jls._reduce import count_true
+from jls._state import concrete_wrapper_state_in
 from jls._tree import named_floats, widen
 
 _SHOWN = 20  # rows of the table; a loss that is NaN spoils every leaf
@@ -58,7 +59,7 @@ class NonfiniteReport:
 
     @property
     def finite(self) -> bool:
-        """Whether every leaf is, as `jls.all_finite` says of the tree."""
+        """Whether every leaf is finite, like `jls.all_finite(tree)`."""
         return not self.bad
 
     def __bool__(self) -> bool:
@@ -183,3 +184,45 @@ def _aligned(rows: list[LeafReport]) -> list[str]:
         )
         for line in lines
     ]
+
+
+def nonfinite_leaves(state: Any, params: Any) -> list[str]:
+    """Returns the names of the parameters that caused the last skip.
+
+    The state remembers them, at one bit each, until the next skipped step: those whose
+    gradient was inf or NaN, or whose update was if that is why the step was skipped.
+    There are none if only the loss was not finite.
+
+    Args:
+      state: anything that carries one state of `jls.loss_scaled`.
+      params: the parameters, for their names: the tree that `init` was given. With NNX,
+        `nnx.state(model, nnx.Param)`, or whatever the optimizer updates.
+
+    Returns:
+      A list of paths such as "layer_0/kernel", in order; empty if there are none.
+
+    Raises:
+      ValueError: if `state` carries no such state, or several, if it is traced, or if
+        `params` has another number of floating-point leaves.
+
+    Example:
+      >>> optimizer = jls.loss_scaled(optax.sgd(0.1))
+      >>> params = {"kernel": jnp.ones(2), "bias": jnp.ones(2)}
+      >>> grads = {"kernel": jnp.array([1.0, jnp.nan]), "bias": jnp.ones(2)}
+      >>> _, state = optimizer.update(grads, optimizer.init(params), params)
+      >>> jls.nonfinite_leaves(state, params)
+      ['kernel']
+    """
+    flags = jax.device_get(concrete_wrapper_state_in(state).nonfinite_leaves)
+    return select_names(params, flags.tolist())
+
+
+def select_names(params: Any, flags: list[bool]) -> list[str]:
+    """The paths of the floating-point leaves of `params` whose flag is set."""
+    names, _ = named_floats(params)
+    if len(names) != len(flags):
+        raise ValueError(
+            "params must be the parameters that the optimizer was initialized with: "
+            f"got {len(names)} floating-point leaves, the state knows {len(flags)}."
+        )
+    return [name for name, is_bad in zip(names, flags, strict=True) if is_bad]

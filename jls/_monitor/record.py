@@ -11,8 +11,8 @@ from jax.core import Tracer
 
 from jls._types import StepReport
 
-Scalar = bool | int | float
-Columns = Mapping[str, Sequence[Scalar | None]]
+Number = bool | int | float
+Columns = Mapping[str, Sequence[Number | None]]
 
 
 def flatten_metrics(metrics: Any, more: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,11 +52,11 @@ def fetch(flat: Mapping[str, Any]) -> dict[str, np.ndarray]:
 def _check(name: str, value: Any) -> None:
     if isinstance(value, Tracer):
         raise ValueError(
-            f"{name} must be concrete, got a traced value: call this outside of jit, "
+            f"{name} must be concrete, got a traced value: call this outside jit, "
             "on what the step returned."
         )
     is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
-    if is_array or isinstance(value, Scalar):
+    if is_array or isinstance(value, Number):
         dtype = value.dtype if is_array else np.asarray(value).dtype
         if any(
             jnp.issubdtype(dtype, kind)
@@ -79,7 +79,7 @@ def _widest(value: np.ndarray) -> np.ndarray:
 # Columns.
 
 
-def as_array(values: Sequence[Scalar | None]) -> np.ndarray:
+def as_array(values: Sequence[Number | None]) -> np.ndarray:
     """A column as bool, integers or float64; as float64 with NaN if any is missing."""
     types = {type(value) for value in values}
     if len(types) == 1 and types <= {bool, int}:

@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 
 from jls._state import find, is_scaler_state, is_wrapper_state, no_loss_scale
 from jls._tree import read_variables
-from jls._types import SCALARS
+from jls._types import LOGGED_FIELDS
 
 
 def check_in_sync(state: Any) -> None:
@@ -57,7 +57,7 @@ def check_in_sync(state: Any) -> None:
 def _scalars(state: Any) -> dict[str, Array]:
     """The scalars of jls in `state`, by path."""
     found = {}
-    for kind, names in ((is_wrapper_state, SCALARS), (is_scaler_state, None)):
+    for kind, names in ((is_wrapper_state, LOGGED_FIELDS), (is_scaler_state, None)):
         for path, node in find(state, kind):
             node = read_variables(node)
             for name in names or node._fields:
@@ -87,7 +87,7 @@ def _first_and_another(values: list[np.ndarray]) -> tuple[int, int]:
 
 
 def _check(path: str, bits: np.ndarray, kind: Any) -> None:
-    """Raises if not all processes hold one value: `bits[process]` is two of its own."""
+    """Raises unless all processes hold one value; `bits[i]` has two of process i."""
     if (bits == bits[0, 0]).all():
         return
     held = np.ascontiguousarray(bits).view(kind)

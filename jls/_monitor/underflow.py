@@ -133,7 +133,7 @@ def suggest_scale(
 ) -> Array:
     """Returns the largest power of two that scales `grads` without an overflow.
 
-    At that loss scale, the largest magnitude in `grads` times 2**headroom still is
+    At that loss scale, the largest magnitude in `grads` times 2**headroom is still
     finite in `dtype`. Calibrate a run with it instead of waiting for a dynamic scale to
     find its level, one skipped step or 2000 finite ones at a time:
     `opt_state = jls.set_loss_scale(opt_state, jls.suggest_scale(grads))`.

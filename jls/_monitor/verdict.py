@@ -29,7 +29,7 @@ VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of a run. None is what nobody has looked at."""
+    """What is known of a run; None if not looked at."""
 
     loss_scale: float
     is_static: bool
@@ -85,7 +85,7 @@ def _poisoned(facts: Facts) -> str:
     return (
         "a parameter or the optimizer's state is inf or NaN. No step can cure that: go "
         "back to an earlier checkpoint, and find out what changed it besides the "
-        "guarded update"
+        "wrapped optimizer"
     )
 
 
@@ -105,7 +105,9 @@ def _stalled(facts: Facts) -> str:
                 "Look at the batch and at the forward pass: the loss itself is inf or "
                 "NaN"
             ),
-            SkipReason.UPDATES: "The optimizer makes inf or NaN of finite gradients",
+            SkipReason.UPDATES: (
+                "The optimizer turns finite gradients into inf or NaN updates"
+            ),
         }[reason]
     because = f", the last one for its {reason.name.lower()}" if reason else ""
     return (
@@ -124,8 +126,8 @@ def _nonfinite_loss(facts: Facts) -> str:
 
 def _nonfinite_update(facts: Facts) -> str:
     return (
-        "the gradients of the last step were finite, but the optimizer made inf or NaN "
-        f"of them ({facts.nonfinite_updates} of {_steps(facts)} so far). Keep "
+        "the gradients of the last step were finite, but the optimizer turned them "
+        f"into inf or NaN ({facts.nonfinite_updates} of {_steps(facts)} so far). Keep "
         "parameters and moments in float32, or raise the optimizer's eps"
     )
 
@@ -143,6 +145,11 @@ def _calibrating(facts: Facts) -> str:
     skipped = f"all {facts.steps} steps so far were skipped"
     if facts.steps == 1:
         skipped = "the first step was skipped"
+    if facts.min_scale is None:
+        return (
+            f"{skipped}; the loss scale is {facts.scale}. If it is still coming down, "
+            "that is normal for the first ten or so"
+        )
     return (
         f"{skipped} while the loss scale comes down, to {facts.scale} now. That is "
         "normal for the first ten or so"
@@ -160,7 +167,7 @@ def _recovering(facts: Facts) -> str:
     return (
         "the gradients of the last step were inf or NaN, and it was skipped, "
         f"{facts.consecutive_skips} in a row; {_skips(facts)}. The loss scale of "
-        f"{facts.scale} is static. If this goes on, "
+        f"{facts.scale} is static, and never moves. If this goes on, "
         f"{lower if facts.loss_scale > 1 else ''}look for what is too large, or for a "
         "square root or a division at 0, in the backward pass"
     )
@@ -186,8 +193,8 @@ def _underflow(facts: Facts) -> str:
         )
     other = "use bfloat16, or " if facts.dtype != "bfloat16" else ""
     return (
-        f"{fact}A larger scale leaves no room for the largest ones: {other}compute in "
-        "float32 what makes the smallest"
+        f"{fact}A larger scale leaves no room for the largest ones: {other}compute the "
+        "part with the smallest ones in float32"
     )
 
 

@@ -8,10 +8,10 @@
     the 3rd of them   above the shortest interval: down to the foot, both counts 0
     the foot          an interval of 1, below those that are given
 
-The rule of MindFormers' AdaptiveLossScaleUpdateCell, of which these are worth knowing:
-a finite step does not reset nonfinite_count, an overflow does not reset growth_count,
-and where the third has no effect (growths at the longest interval, overflows at the
-shortest) the count goes on from 3 to 0, so that another four are needed. Differs in:
+The rule of MindFormers' AdaptiveLossScaleUpdateCell. Worth knowing about it: a finite
+step does not reset nonfinite_count, an overflow does not reset growth_count, and where
+the third has no effect (growths at the longest interval, overflows at the shortest) the
+count wraps from 3 to 0, so four more are needed. Differs in:
 1. It has no cap; here the scale stops at max_scale.
 2. It raises a scale below 1 to 1 on an overflow; here an overflow never raises it.
 """

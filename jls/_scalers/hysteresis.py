@@ -5,7 +5,7 @@
     the N-th of them  scale = min(scale * growth_factor, max_scale), finite_count = 0
     not finite        finite_count = 0, nonfinite_count + 1
     the H-th of them  scale = min(scale, max(scale * backoff_factor, min_scale)),
-    and each after it the same; the count goes on
+    and so does each one after it; the count keeps growing
     refill            nonfinite_count = 0: on a growth, or on any finite step
     N = growth_interval, H = hysteresis
 

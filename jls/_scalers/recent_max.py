@@ -15,9 +15,9 @@ OpenSeq2Seq's LogMax fits a normal distribution to the logarithm of the largest 
 and predicts from its mean and deviation. Differs in:
 1. An overflow enters its averages of logarithms as the number 65536, and a step of
    gradients that are all 0 as -inf, so that one such step sends the scale to an end of
-   its range for thousands of steps or for ever. Here nothing that is not finite enters,
-   but the scale at which it happened is known to be too high.
-2. Its averages forget by a half-life; here a gradient is known for N to 2 N steps.
+   its range for thousands of steps or for ever. Here only finite values enter; an
+   overflow records that its scale was too high.
+2. Its averages forget by a half-life; here a gradient is remembered for N to 2 N steps.
 3. Its scale is any number; here it is a power of two, which scales without rounding.
 """
 
@@ -107,7 +107,7 @@ def recent_max_adjust(
 
 
 def _power_of_two_below(value: Array) -> Array:
-    """The largest power of two that is not above `value` > 0; inf of inf."""
+    """The largest power of two that is not above `value` > 0; inf for inf."""
     pattern = lax.bitcast_convert_type(value, jnp.uint32) & jnp.uint32(INF)
     return lax.bitcast_convert_type(pattern, jnp.float32)
 
@@ -146,8 +146,8 @@ def recent_max(
       window: >= 1, finite steps; what happened more than two windows ago is forgotten.
       growth_interval: >= 1, finite steps after an overflow until a scale twice as high
         is allowed, and so on.
-      backoff_factor: in (0, 1). After an overflow all that is known is that the scale
-        was too high: this times the scale is the highest one allowed.
+      backoff_factor: in (0, 1). After an overflow we know only that the scale was too
+        high: this times the scale is the highest one allowed.
       min_scale: >= 2**-126.
       max_scale: <= 2**126. Gradients that are all 0 double the scale up to here, since
         all of them may have underflowed.
@@ -160,8 +160,8 @@ def recent_max(
       factor are.
 
     Raises:
-      TypeError: if a number is not real, `window` not an integer, or `dtype` not
-        floating point.
+      TypeError: if a number is not real, an interval not an integer, or `dtype`
+        not floating point.
       ValueError: if one is out of range. Arrays and traced values are not checked.
 
     Example:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Growth and backoff, shared by all scalers: up to a cap, down to a floor."""
+"""What the scalers share: the first state, growth and backoff, counts, switches."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,29 +8,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jls._types import ScalerState
-
-
-@dataclasses.dataclass(frozen=True)
-class Switched:
-    """`func` with switches set, which Python reads.
-
-    The leaves of a scaler are numbers. A switch belongs to its structure: equal ones
-    make equal structures, where a `functools.partial` equals nothing but itself.
-    """
-
-    func: Callable[..., Any]
-    switches: tuple[tuple[str, Any], ...]
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        return dict(self.switches)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.func(*args, **self.keywords, **kwargs)
+from jls._types import ScalerState, Switched
 
 
 def switch(func: Callable[..., Any], **switches: Any) -> Switched:
+    """`func` with static switches bound."""
     return Switched(func, tuple(switches.items()))
 
 
@@ -47,7 +28,7 @@ def start_at(init_scale: ArrayLike) -> ScalerState:
 def after_step(
     state: ScalerState,
     finite: Array,
-    counts: Array,
+    counts_towards_growth: Array,
     *,
     growth_interval: ArrayLike,
     backoff_interval: ArrayLike,
@@ -59,13 +40,14 @@ def after_step(
     Args:
       state: the state before.
       finite: `bool[]`, whether the gradients are finite.
-      counts: `bool[]`, whether the step counts towards growth; a finite step that does
-        not restarts `finite_count`.
+      counts_towards_growth: `bool[]`; a finite step that does not count restarts
+        `finite_count`.
       growth_interval: steps that count, before a growth.
       backoff_interval: non-finite steps before a backoff.
       consecutive: whether a finite step restarts `nonfinite_count`.
       factors_and_bounds: see `move`.
     """
+    counts = counts_towards_growth
     up = counts & is_due(state.finite_count, growth_interval)
     down = ~finite & is_due(state.nonfinite_count, backoff_interval)
     kept = 0 if consecutive else state.nonfinite_count

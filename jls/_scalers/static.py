@@ -18,7 +18,7 @@ def static_init(loss_scale: ArrayLike) -> StaticState:
 
 
 def static_adjust(state: StaticState, grads_finite: Array | bool) -> StaticState:
-    _validate.scaler_state(state, StaticState)
+    _validate.scaler_state(state, StaticState, exact=True)
     as_flag("grads_finite", grads_finite)
     return state
 

@@ -72,6 +72,6 @@ def _loss_and_fields(result: Any, carried: dict[str, Any]) -> tuple[Any, Any]:
         raise ValueError(
             "loss_fn's aux must be a dict of new values for fields of the state, of "
             f"{list(carried)}, got {got}. Add a field to your TrainState for what the "
-            "step is to carry on."
+            "step should carry over."
         )
     return loss, dict(fields)

@@ -15,15 +15,15 @@ def is_nnx(args: tuple[Any, ...]) -> bool:
 
 
 class NnxAdapter:
-    """Carries every variable of the model that the optimizer is not for."""
+    """Carries every variable of the model that the optimizer does not update."""
 
     def __init__(
         self, loss_fn: Callable[..., Any], has_aux: bool, model: Any, optimizer: Any
     ):
         if has_aux:
             raise ValueError(
-                "has_aux must be False for an NNX model, which itself carries what is "
-                "to be kept or rolled back: assign it to an nnx.Variable of the model."
+                "has_aux must be False for an NNX model, whose own variables hold what "
+                "a skipped step rolls back: assign it to an nnx.Variable of the model."
             )
         self._loss_fn, self._model, self._optimizer = loss_fn, model, optimizer
         self._graph, *self._state = _nnx().split(model, optimizer.wrt, ...)

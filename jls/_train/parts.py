@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model library has to say of itself, for `jls.train_step`."""
+"""What `jls.train_step` needs from a model library."""
 
 from typing import Any, NamedTuple, Protocol
 

@@ -6,8 +6,8 @@ parameters, the optimizer's state, and what the model carries from step to step,
 batch statistics and RNG counters. Only the counts of calls go on: `TrainState.step` and
 `nnx.Optimizer.step`.
 
-`take_step` is the pure step. What a library calls the parts of its state, its adapter
-knows: `linen`, `nnx`.
+`take_step` is the pure step. An adapter knows where its library keeps each part of the
+state: `linen`, `nnx`.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from jax import Array
 from jls import _validate
 from jls._scale import value_and_grad
 from jls._state import find, is_wrapper_state
-from jls._step import apply_gradients, wrapper_of
+from jls._step import update_and_apply, wrapper_of
 from jls._train.accumulate import Accumulation, Drop, accumulate
 from jls._train.linen import LinenAdapter, is_linen
 from jls._train.nnx import NnxAdapter, is_nnx
@@ -181,7 +181,7 @@ def train_step(
 def take_step(
     adapter: Adapter, batch: Any, options: Options
 ) -> tuple[Parts, StepReport]:
-    """The parts of a state after one step, and what to report of it."""
+    """The parts of a state after one step, and the report."""
     optimizer = adapter.optimizer
     params, opt_state, carried = adapter.split()
     before = _wrapper_state_in(opt_state)
@@ -197,7 +197,7 @@ def take_step(
         drop=options.drop,
         axis_name=wrapper.axis_name if wrapper else None,
     )
-    new_params, new_opt_state, global_norm = apply_gradients(
+    new_params, new_opt_state, global_norm = update_and_apply(
         optimizer,
         made.grads,
         opt_state,
@@ -263,6 +263,6 @@ def _is_multi_steps(node: Any) -> bool:
 
 
 def _applied_before(opt_state: Any, before: LossScaledState) -> Array:
-    """How many optimizer steps were applied; with `MultiSteps`, whole windows."""
+    """How many optimizer steps were applied; `MultiSteps` counts accumulated ones."""
     windows = find(opt_state, _is_multi_steps)
     return windows[0][1].gradient_step if windows else before.steps - before.skips

@@ -55,10 +55,14 @@ def after(steps, scaler=None):
         ("....", "at ceiling", "loss scale of 32 can grow no further"),
         (".l", "non-finite loss", r"no loss scale can cure \(1 of 2 steps so far\)"),
         ("l", "non-finite loss", "Look at its batch"),
-        (".u", "non-finite update", r"made inf or NaN of them \(1 of 2 steps"),
+        (".u", "non-finite update", r"turned them into inf or NaN \(1 of 2 steps"),
         (".oooo", "stalled", "last 4 steps were all skipped, .* for its gradients"),
         (".llll", "stalled", "for its loss, .* the loss itself is inf or NaN"),
-        (".uuuu", "stalled", "for its updates, .* optimizer makes inf or NaN"),
+        (
+            ".uuuu",
+            "stalled",
+            "for its updates, .* optimizer turns finite gradients into inf",
+        ),
     ],
 )
 def test_verdict_and_sentence(steps, verdict, words):
@@ -139,12 +143,36 @@ def test_bounds_come_from_the_optimizer_or_are_not_known(scaler, steps, verdict)
     health = jls.health(state, optimizer=optimizer)
     assert health.verdict == verdict
     assert health.numbers["max_scale"] == scaler.hyperparameters["max_scale"]
-    # Of the state alone, or an optimizer with the wrapper inside it, nothing is said.
-    for unknown in (None, optax.chain(optimizer)):
-        health = jls.health(state, optimizer=unknown)
-        assert health.verdict in ("ok", "recovering", "calibrating")
-        assert health.numbers["min_scale"] is None
-        assert health.numbers["max_scale"] is None
+    # The state alone does not know them.
+    health = jls.health(state)
+    assert health.verdict in ("ok", "recovering", "calibrating")
+    assert health.numbers["min_scale"] is None
+    assert health.numbers["max_scale"] is None
+
+
+def test_without_bounds_nothing_is_said_of_where_the_scale_goes():
+    state = after("ooo", jls.dynamic(8.0))  # at its floor, which nobody knows
+    sentence = jls.health(state).sentence
+    assert "the loss scale is 1. If it is still coming down" in sentence
+    optimizer = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(8.0))
+    assert jls.health(state, optimizer=optimizer).verdict == "at floor"
+
+
+@pytest.mark.parametrize(
+    "optimizer", [optax.sgd(0.1), optax.chain(OPTIMIZER), OPTIMIZER.update, {}]
+)
+def test_an_optimizer_without_the_wrapper_is_an_error(optimizer):
+    with pytest.raises(TypeError, match=r"optimizer must be what jls.* pass that part"):
+        jls.health(after("."), optimizer=optimizer)
+
+
+def test_a_scale_with_equal_bounds_never_moves():
+    scaler = jls.dynamic(8.0, min_scale=8.0, max_scale=8.0)
+    optimizer = jls.loss_scaled(optax.sgd(0.1), scaler)
+    assert jls.health(after("..", scaler), optimizer=optimizer).verdict == "ok"
+    health = jls.health(after(".o", scaler), optimizer=optimizer)
+    assert health.verdict == "recovering"
+    assert "never moves" in health.sentence
 
 
 @pytest.mark.parametrize("scale", [1.0, 8.0, 2.0**24])
@@ -154,7 +182,7 @@ def test_a_static_scale_has_no_bounds_and_does_not_move(scale):
         for changed in (state, jls.set_loss_scale(state, scale)):
             health = jls.health(changed, optimizer=optimizer)
             assert health.verdict == "recovering"
-            assert "is static. If this goes on" in health.sentence
+            assert "is static, and never moves. If this goes on" in health.sentence
             assert "2 in a row; 2 of 3 steps" in health.sentence
         assert jls.health(after("o", jls.static(scale))).verdict == "recovering"
         assert jls.health(after(".", jls.static(scale))).verdict == "ok"
@@ -231,7 +259,7 @@ def test_large_scales_print_as_powers_of_two():
     ("grads", "kwargs", "verdict", "words"),
     [
         (jnp.array([1.0, 1e-3, 0.0, jnp.nan]), {}, "ok", "loss scale is 8."),
-        # Below 2**-14 / 8, the smallest normal float16: one of four values but 0.
+        # Below 2**-14 / 8, the smallest normal float16: one of four nonzero values.
         (
             jnp.array([1.0, 1e-3, 1e-6, 1e-2, 0.0]),
             {},
@@ -241,7 +269,7 @@ def test_large_scales_print_as_powers_of_two():
         ),
         (jnp.array([1.0, 1e-3, 1e-6, 1e-2, 0.0]), {"max_small": 0.25}, "ok", ""),
         (jnp.array([1e-6, 1.0]), {"dtype": jnp.bfloat16}, "ok", ""),
-        (jnp.array([2000.0, 1e-6]), {}, "underflow", "use bfloat16, or compute in"),
+        (jnp.array([2000.0, 1e-6]), {}, "underflow", "use bfloat16, or compute the"),
         (jnp.full(3, 1e-9), {}, "underflow", "^100% of the gradients"),
         (jnp.zeros(3), {}, "underflow", "^all gradients are 0. Either all of them"),
         (jnp.full(3, jnp.nan), {}, "ok", ""),

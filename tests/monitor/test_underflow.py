@@ -215,7 +215,7 @@ def test_the_scale_comes_from_any_state_or_is_given():
     assert_identical(jls.underflow(jls.static(64.0).init(), grads), expected)
 
 
-def test_factors_are_those_of_the_policy_within_the_bounds():
+def test_factors_are_those_of_the_scaler_within_the_bounds():
     up_down = {"growth_factor": 8.0, "backoff_factor": 0.25}
     scales = jls.underflow(4.0, jnp.ones(2), **up_down).loss_scale
     assert scales.tolist() == [1.0, 4.0, 32.0]

@@ -131,7 +131,7 @@ def test_state_goes_through_export():
 @pytest.mark.parametrize(
     "intervals", [[20, 30], np.array([20, 30]), range(20, 40, 10), jnp.array([20, 30])]
 )
-def test_intervals_of_any_kind_make_the_same_policy(intervals):
+def test_intervals_of_any_kind_make_the_same_scaler(intervals):
     scaler = jls.adaptive(intervals=intervals)
     given = scaler.hyperparameters["intervals"]
     assert [int(interval) for interval in given] == [20, 30]

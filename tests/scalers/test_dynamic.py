@@ -312,7 +312,7 @@ TRIPS = {
 
 
 @pytest.mark.parametrize("trip", TRIPS.values(), ids=TRIPS)
-def test_policy_keeps_its_bounds_through_a_pytree_round_trip(trip):
+def test_scaler_keeps_its_bounds_through_a_pytree_round_trip(trip):
     """jmp J1, J1b, R9: the floor went back to 1 and an overflow raised the scale."""
     bounded = jls.dynamic(8.0, growth_interval=1, min_scale=4.0, max_scale=16.0)
     assert scales_of(trip(bounded), [False] * 3) == [4.0, 4.0, 4.0]
@@ -321,7 +321,7 @@ def test_policy_keeps_its_bounds_through_a_pytree_round_trip(trip):
 
 
 @pytest.mark.parametrize("number", [jnp.float16, np.float16, float, int])
-def test_policy_takes_a_first_scale_of_any_type(jit_or_eager, number):
+def test_scaler_takes_a_first_scale_of_any_type(jit_or_eager, number):
     """jmp J2, R9: DynamicLossScale(float16(2**15)) could not adjust."""
     scaler = jls.dynamic(number(2**15), growth_interval=1)
     state = jit_or_eager(scaler.adjust)(scaler.init(), jnp.asarray(True))
@@ -337,7 +337,7 @@ def test_adjust_takes_any_boolean(flag):
 
 
 @pytest.mark.parametrize("scaler", [jls.dynamic(8.0, growth_interval=2)])
-def test_policy_and_state_can_be_lowered_and_mapped_to_anything(scaler):
+def test_scaler_and_state_can_be_lowered_and_mapped_to_anything(scaler):
     """jmp J6, J13, M4: checks inside tree_unflatten refused AOT, None and specs."""
 
     def adjust(scaler, state, finite):
@@ -407,7 +407,7 @@ def test_scale_stays_a_power_of_two():
     assert max(scales) == 2.0**24
 
 
-def test_policy_may_be_fixed_and_have_any_factors():
+def test_scale_may_be_static_and_factors_any():
     """Keras K4: no fixed scale, no other factor than 2, no bounds."""
     assert scales_of(jls.static(8.0), [True, False]) == [8.0, 8.0]
     scaler = jls.dynamic(

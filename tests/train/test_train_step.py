@@ -289,9 +289,7 @@ def test_several_wrappers_are_refused():
 def test_multi_steps_around_the_wrapper_is_refused():
     tx = optax.MultiSteps(jls.loss_scaled(optax.sgd(0.1), SCALER()), 2)
     tx = tx.gradient_transformation()
-    with pytest.raises(
-        ValueError, match=r"MultiSteps must be inside jls.loss_scaled"
-    ):
+    with pytest.raises(ValueError, match=r"MultiSteps must be inside jls.loss_scaled"):
         jls.train_step(linear_loss)(linear_state(tx=tx), GOOD)
 
 
