@@ -4,6 +4,8 @@ optax is not written for strict promotion (`optax.adam` is a TypeError there), s
 that drive more of it than `optax.sgd` carry the marker `standard_promotion`.
 """
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,10 @@ import optax
 import pytest
 
 import jls
+
+# Each worker has a core: to split a compilation over threads costs a quarter more.
+_FLAGS = os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_cpu_parallel_codegen_split_count=1"
 
 
 @pytest.fixture(autouse=True)
