@@ -229,9 +229,7 @@ def test_metrics_must_be_a_dict_or_a_report(metrics):
 
 
 def test_a_traced_value_is_named():
-    with pytest.raises(
-        ValueError, match=r"loss must be concrete.*call this outside"
-    ):
+    with pytest.raises(ValueError, match=r"loss must be concrete.*call this outside"):
         jax.jit(lambda x: jls.History().append({"loss": x}))(1.0)
 
 
