@@ -1,5 +1,6 @@
 """What several test files do: take steps, follow a rule, compare bits."""
 
+import functools
 import itertools
 
 import chex
@@ -8,9 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import jls
+
 # Small params, and gradients for them.
 W = jnp.array([1.0, -2.0])
 ONE, NAN, INF = jnp.ones(2), jnp.array([1.0, jnp.nan]), jnp.array([jnp.inf, 1.0])
+PARAMS = {"a": jnp.array([1.0, -2.0]), "b": jnp.float32(0.5)}
+GOOD = {"a": jnp.array([0.5, 0.25]), "b": jnp.float32(-1.0)}
+BAD = {"a": jnp.array([0.5, jnp.inf]), "b": jnp.float32(-1.0)}
+
+# The floating-point dtypes that gradients may have, without those of x64.
+FLOATS = [
+    jnp.float16,
+    jnp.bfloat16,
+    jnp.float32,
+    jnp.complex64,
+    jnp.float8_e5m2,
+    jnp.float8_e4m3fn,
+]
 
 # All 2**12 ways in which twelve steps can be finite or not.
 SEQUENCES = np.array(list(itertools.product([False, True], repeat=12)))
@@ -28,6 +44,18 @@ def run(optimizer, params, all_grads, jit=jax.jit, **extra):
     for grads in all_grads:
         params, state = step(params, state, grads)
     return params, state
+
+
+def scaled(inner, **kwargs):
+    return jls.loss_scaled(inner, jls.dynamic(8.0, growth_interval=3), **kwargs)
+
+
+def steps(optimizer, grads, params=PARAMS, **extra):
+    return run(optimizer, params, grads, **extra)
+
+
+# To one rounding: two programs may fuse, and so round, differently.
+assert_close = functools.partial(chex.assert_trees_all_close, rtol=3e-7)
 
 
 @jax.jit

@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from shared import assert_identical
+from shared import FLOATS, assert_identical
 
 import jls
 from jls import _reduce
@@ -25,16 +25,6 @@ from jls._reduce import (
 from jls._tree import floats_of, widen
 
 # all_finite ---------------------------------------------------------------------------
-
-
-FLOATS = [
-    jnp.float16,
-    jnp.bfloat16,
-    jnp.float32,
-    jnp.complex64,
-    jnp.float8_e5m2,
-    jnp.float8_e4m3fn,
-]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

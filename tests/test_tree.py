@@ -4,19 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from shared import NAN, ONE, W, assert_identical, bits
+from shared import FLOATS, NAN, ONE, W, assert_identical, bits
 
 import jls
 from jls._tree import combine, leaves_at_floats, named_floats, partition
-
-FLOATS = [
-    jnp.float16,
-    jnp.bfloat16,
-    jnp.float32,
-    jnp.complex64,
-    jnp.float8_e5m2,
-    jnp.float8_e4m3fn,
-]
 
 
 @pytest.mark.parametrize("pred", [True, np.bool_(True), np.array(True), "device"])

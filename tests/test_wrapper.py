@@ -1,6 +1,5 @@
 """The wrapper's own behaviour; what it promises is in test_promises.py."""
 
-import functools
 import warnings
 
 import chex
@@ -10,25 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from shared import INF, NAN, ONE, W, assert_identical, run
+from shared import (
+    BAD,
+    GOOD,
+    INF,
+    NAN,
+    ONE,
+    PARAMS,
+    W,
+    assert_close,
+    assert_identical,
+    run,
+    scaled,
+    steps,
+)
 
 import jls
-
-PARAMS = {"a": jnp.array([1.0, -2.0]), "b": jnp.float32(0.5)}
-GOOD = {"a": jnp.array([0.5, 0.25]), "b": jnp.float32(-1.0)}
-BAD = {"a": jnp.array([0.5, jnp.inf]), "b": jnp.float32(-1.0)}
-
-
-def scaled(inner, **kwargs):
-    return jls.loss_scaled(inner, jls.dynamic(8.0, growth_interval=3), **kwargs)
-
-
-def steps(optimizer, grads, params=PARAMS, **extra):
-    return run(optimizer, params, grads, **extra)
-
-
-# To one rounding: two programs may fuse, and so round, differently.
-assert_close = functools.partial(chex.assert_trees_all_close, rtol=3e-7)
 
 
 def test_extra_arguments_reach_the_inner_transformation():

@@ -6,19 +6,12 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from shared import FLOATS
 
 import jls
 from jls._monitor import nonfinite
 
-FLOATS = [
-    jnp.float16,
-    jnp.bfloat16,
-    jnp.float32,
-    jnp.complex64,
-    jnp.float8_e5m2,
-    jnp.float8_e4m3fn,
-    jnp.float8_e4m3fnuz,
-]
+DTYPES = [*FLOATS, jnp.float8_e4m3fnuz]
 
 
 def reference(array):
@@ -33,7 +26,7 @@ def reference(array):
     return int(np.isnan(values).sum()), int(is_inf.sum()), largest
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (4, 3, 2)])
 def test_a_row_counts_as_numpy_does(dtype, shape):
     rng = np.random.default_rng(0)
@@ -51,7 +44,7 @@ def test_a_row_counts_as_numpy_does(dtype, shape):
 
 
 def test_every_pattern_of_the_narrow_floats_is_counted_right():
-    for dtype in FLOATS:
+    for dtype in DTYPES:
         size = jnp.dtype(dtype).itemsize
         if size > 2:
             continue
