@@ -229,7 +229,7 @@ def _upgrade(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
             f"got {describe(saved)}. {_OTHER if is_array(saved) else _NO_TREE}"
         )
     if is_scaler_state(target):
-        parts = _translate(target, parts)
+        parts = _translate(target, saved, parts)
         if parts is None:
             return _copy(target)
     _check_names(target, children, parts, path)
@@ -240,33 +240,38 @@ def _upgrade(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
     return structure.unflatten(new)
 
 
-def _translate(target: Any, parts: dict[str, Any]) -> dict[str, Any] | None:
+def _translate(target: Any, saved: Any, parts: dict[str, Any]) -> dict[str, Any] | None:
     """What this version would have saved; None if the scale starts as in `target`."""
     is_static = isinstance(target, StaticState)
     moves = "finite_count" in target._fields
-    if "loss_scale" not in parts or not (is_static or moves):
+    if "loss_scale" not in parts or not (
+        is_static or moves or isinstance(saved, StaticState)
+    ):
         return parts
-    count = _unbox(parts.get("finite_count"))
-    was_static = set(parts) == {"loss_scale"} or _is_scalar(count, -2)
-    if was_static != is_static:
+    if _was_static(saved, parts) != is_static:
         return None
     if is_static:
         return {"loss_scale": parts["loss_scale"]}
     for old, (new, convert) in RENAMED.get(type(target), {}).items():
-        if old in parts:
-            parts = {**parts, new: convert(_unbox(parts[old]))}
+        value = _unbox(parts.get(old))
+        if is_array(value):  # anything else is an error further on
+            parts = {**parts, new: convert(value)}
             del parts[old]
     return parts
+
+
+def _was_static(saved: Any, parts: dict[str, Any]) -> bool:
+    if hasattr(saved, "_fields"):  # an object, whose type says it
+        return isinstance(saved, StaticState)
+    count = _unbox(parts.get("finite_count"))
+    marked = is_array(count) and np.size(count) > 0 and np.all(np.asarray(count) == -2)
+    return bool(marked) or set(parts) == {"loss_scale"}
 
 
 def _unbox(part: Any) -> Any:
     """The leaf in an `nnx.Variable`, or in what Orbax makes of one."""
     is_box = isinstance(part, Mapping) and set(part) == {"value"}
     return part["value"] if is_box else read_variables(part)
-
-
-def _is_scalar(leaf: Any, value: int) -> bool:
-    return is_array(leaf) and np.ndim(leaf) == 0 and int(leaf) == value
 
 
 def _copy(tree: Any) -> Any:

@@ -13,6 +13,7 @@ Differs from `optax.apply_if_finite` in:
 
 import inspect
 import warnings
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -197,16 +198,27 @@ def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
             "an object with init and update, got "
             f"{type(inner).__name__} {inner!r}."
         )
-    if not isinstance(inner, optax.GradientTransformation):
-        parameters = inspect.signature(inner.update).parameters.values()
-        takes_extra = any(p.kind == p.VAR_KEYWORD for p in parameters)
-        kind = (
-            optax.GradientTransformationExtraArgs
-            if takes_extra
-            else optax.GradientTransformation
-        )
-        inner = kind(inner.init, inner.update)
-    return optax.with_extra_args_support(inner)
+    if isinstance(inner, optax.GradientTransformation):
+        return optax.with_extra_args_support(inner)
+    update = _taking_extra_arguments(inner.update)
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _taking_extra_arguments(update: Callable[..., Any]) -> Callable[..., Any]:
+    """`update`, called with those extra arguments that its signature has."""
+    try:
+        parameters = inspect.signature(update).parameters
+    except ValueError:  # a built-in function may have none
+        parameters = {}
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+
+    def update_with_extra(updates, state, params=None, **extra):
+        taken = {
+            name: x for name, x in extra.items() if takes_all or name in parameters
+        }
+        return update(updates, state, params, **taken)
+
+    return update_with_extra
 
 
 def _warn_of_half_params(params: Any) -> None:

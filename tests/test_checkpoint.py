@@ -453,8 +453,50 @@ def test_scaler_state_of_an_nnx_optimizer_of_0_1_0(saved, target, expected, boxe
     assert type(state) is type(target.init())
 
 
+@pytest.mark.parametrize(
+    ("target", "scales", "counts"),
+    [
+        (jls.static(1024.0), [2.0, 4.0, 8.0], None),
+        (jls.dynamic(512.0), [512.0] * 3, [0, 0, 0]),
+    ],
+)
+def test_static_states_of_an_ensemble_of_0_1_0(target, scales, counts):
+    """`jax.vmap` over seeds stacks them."""
+    optimizer = jls.loss_scaled(SGD, target)
+    new = jax.vmap(lambda i: optimizer.init({"w": jnp.ones(2) * i}))(jnp.arange(3.0))
+    raw = serialization.to_state_dict(new)
+    raw["scaler_state"] = {
+        "loss_scale": np.array([2.0, 4.0, 8.0], np.float32),
+        "finite_count": np.full(3, -2, np.int32),
+        "nonfinite_count": np.zeros(3, np.int32),
+    }
+    state = jls.upgrade_state(new, raw).scaler_state
+    assert state.loss_scale.tolist() == scales
+    if counts:
+        assert state.finite_count.tolist() == counts
+
+
 class Own(NamedTuple):
     loss_scale: jax.Array
+
+
+def test_a_scale_of_ones_own_that_moves_is_not_taken_for_a_static_one():
+    moving = jls.types.LossScaler(lambda: Own(jnp.float32(2.0**16)), lambda s, f: s)
+    own, guarded = jls.loss_scaled(SGD, moving), jls.skip_nonfinite(SGD)
+    saved = own.init(PARAMS)
+    assert jls.loss_scale(jls.upgrade_state(guarded.init(PARAMS), saved)) == 1.0
+    saved = guarded.init(PARAMS)
+    assert jls.loss_scale(jls.upgrade_state(own.init(PARAMS), saved)) == 2.0**16
+
+
+@pytest.mark.parametrize("index", [None, "1", np.array([1, 2], np.int32)])
+def test_an_index_that_is_no_number_is_named(index):
+    optimizer = jls.loss_scaled(SGD, jls.adaptive())
+    raw = serialization.to_state_dict(optimizer.init(PARAMS))
+    del raw["scaler_state"]["rung"]
+    raw["scaler_state"]["interval_index"] = index
+    with pytest.raises(ValueError, match=r"scaler_state.*(interval_index|rung)"):
+        jls.upgrade_state(optimizer.init(PARAMS), raw)
 
 
 def test_a_scaler_of_ones_own_with_a_scale_alone_keeps_it():

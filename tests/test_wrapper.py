@@ -193,6 +193,21 @@ def test_extra_arguments_reach_an_inner_object_that_takes_them(jit_or_eager):
     assert_identical(updates, jax.tree.map(lambda x: -x, GOOD))
 
 
+class Naming(Halving):
+    """It names what it takes."""
+
+    def update(self, updates, state, params=None, *, value):
+        return Watching().update(updates, state, params, value=value)
+
+
+def test_extra_arguments_reach_an_inner_object_that_names_them():
+    optimizer = scaled(Naming())
+    value = jnp.float32(2.0)
+    state = optimizer.init(PARAMS)
+    updates, _ = optimizer.update(GOOD, state, PARAMS, value=value, other=3)
+    assert_identical(updates, jax.tree.map(lambda x: -x, GOOD))
+
+
 @pytest.mark.standard_promotion
 def test_extra_arguments_reach_what_is_inside_multi_steps():
     inner = optax.MultiSteps(

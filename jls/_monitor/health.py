@@ -4,7 +4,7 @@
 import dataclasses
 import warnings
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jls._state import (
     optimizer_in,
 )
 from jls._step import wrapper_of
-from jls._tree import named_floats
+from jls._tree import is_array, named_floats
 from jls._types import LossScaledState, Scaler, SkipReason, StaticState
 
 
@@ -119,8 +119,9 @@ def health(
       TypeError: if `optimizer` was not made by jls, `max_consecutive_skips` not an
         integer, `max_small` not a number known to Python, `dtype` not floating point,
         or `raise_if` or `warn_if` not a sequence.
-      ValueError: if `state` carries no such state, or several, if it is traced, or if
-        a name in `raise_if` or `warn_if` is not a verdict, or a number is out of range.
+      ValueError: if `state` carries no such state, or several, if it is traced, if
+        `optimizer` is of another kind than the one that made it, if a name in
+        `raise_if` or `warn_if` is not a verdict, or a number is out of range.
 
     Warns:
       UserWarning: if the verdict is in `warn_if`.
@@ -141,8 +142,8 @@ def health(
     limit = _validate.host_interval("max_consecutive_skips", max_consecutive_skips)
     max_small = _validate.host_number("max_small", max_small, "from 0 to 1", 0.0, 1.0)
     edges(dtype)  # or an error, with and without `grads`
-    scaler = _scaler_of(optimizer, state)
     wrapper = concrete_wrapper_state_in(state)
+    scaler = _scaler_of(optimizer, state, wrapper)
 
     on_device = dict(metrics(wrapper), leaves=wrapper.nonfinite_leaves)
     if params is not None:
@@ -179,7 +180,9 @@ def _is_poisoned(params: list[Any], inner_state: list[Any]) -> Array:
     return ~jnp.all(finite_leaves(params)) | any_nan(inner_state)
 
 
-def _scaler_of(optimizer: Any, state: Any) -> Scaler | None:
+def _scaler_of(
+    optimizer: Any, state: Any, wrapper_state: LossScaledState
+) -> Scaler | None:
     """The scaler of the optimizer, or of the one that a Flax state carries."""
     if optimizer is None:
         wrapper = wrapper_of(optimizer_in(state))
@@ -190,6 +193,12 @@ def _scaler_of(optimizer: Any, state: Any) -> Scaler | None:
             "optimizer must be what jls.loss_scaled or jls.skip_nonfinite returned, or "
             f"None, got {type(optimizer).__name__} {optimizer!r}. If the wrapper is "
             "further inside, e.g. in an optax.chain, pass that part."
+        )
+    made = jax.tree.structure(wrapper_state.scaler_state)
+    if made != wrapper.scaler_structure:
+        raise ValueError(
+            "optimizer must be the one that made state: its scaler's states are "
+            f"{wrapper.scaler_structure}, and state carries {made}."
         )
     return wrapper.scaler
 
@@ -203,10 +212,14 @@ def _describe_scale(
         return {"is_static": True, "min_scale": loss_scale, "max_scale": loss_scale}
     known = scaler.hyperparameters if scaler else {}
     low, high = (known.get(name) for name in ("min_scale", "max_scale"))
-    if low is None or high is None:
+    if not (_is_number(low) and _is_number(high)):
         return {"is_static": False, "min_scale": None, "max_scale": None}
     low, high = float(low), float(high)
     return {"is_static": low == high, "min_scale": low, "max_scale": high}
+
+
+def _is_number(bound: Any) -> TypeGuard[float]:
+    return is_array(bound) and jnp.ndim(bound) == 0
 
 
 def _check_verdicts(name: str, verdicts: Iterable[Verdict]) -> tuple[Verdict, ...]:

@@ -166,6 +166,30 @@ def test_an_optimizer_without_the_wrapper_is_an_error(optimizer):
         jls.health(after("."), optimizer=optimizer)
 
 
+@pytest.mark.parametrize(
+    ("made", "given"),
+    [
+        (jls.dynamic(8.0), jls.static(1.0)),
+        (jls.static(1.0), jls.dynamic()),
+        (jls.dynamic(8.0), jls.adaptive()),
+    ],
+)
+def test_an_optimizer_of_another_kind_is_an_error(made, given):
+    optimizer = jls.loss_scaled(optax.sgd(0.1), given)
+    with pytest.raises(ValueError, match="optimizer must be the one that made state"):
+        jls.health(after(".", made), optimizer=optimizer)
+
+
+@pytest.mark.parametrize("bound", ["low", None, jnp.ones(2)])
+def test_bounds_that_are_no_numbers_are_not_known(bound):
+    adjust = jax.tree_util.Partial(lambda s, flag, min_scale, max_scale: s)
+    adjust.keywords.update(min_scale=bound, max_scale=8.0)
+    scaler = jls.types.LossScaler(jls.dynamic(8.0).init, adjust)
+    optimizer = jls.loss_scaled(optax.sgd(0.1), scaler)
+    health = jls.health(after("."), optimizer=optimizer)
+    assert (health.verdict, health.numbers["max_scale"]) == ("ok", None)
+
+
 def test_a_scale_with_equal_bounds_never_moves():
     scaler = jls.dynamic(8.0, min_scale=8.0, max_scale=8.0)
     optimizer = jls.loss_scaled(optax.sgd(0.1), scaler)
