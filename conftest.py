@@ -15,8 +15,9 @@ import pytest
 import jls
 
 # Each worker has a core: to split a compilation over threads costs a quarter more.
-_FLAGS = os.environ.get("XLA_FLAGS", "")
-os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_cpu_parallel_codegen_split_count=1"
+_FLAG = "--xla_cpu_parallel_codegen_split_count=1"
+_FLAGS = os.environ.get("XLA_FLAGS", "").split()
+os.environ["XLA_FLAGS"] = " ".join([*(flag for flag in _FLAGS if flag != _FLAG), _FLAG])
 
 
 @pytest.fixture(autouse=True)

@@ -184,7 +184,7 @@ class SkipReason(enum.IntEnum):
 
     Example:
       >>> state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))
-      >>> jls.types.SkipReason(state.skip_reason)
+      >>> jls.types.SkipReason(int(state.skip_reason))
       <SkipReason.NONE: 0>
     """
 

@@ -611,7 +611,7 @@ def test_none_or_two_averages_are_an_error_that_names_them():
     with pytest.raises(ValueError, match=r"LossScaledState without one.*params_ema"):
         jls.eval_params(state)
     two = optax.chain(jls.params_ema(0.9), jls.params_ema(0.99)).init(PARAMS)
-    message = r"exactly one average.*got 2: at '\[0\]', '\[1\]'.*part of the state"
+    message = r"exactly one average.*got 2: at '\[0\]', '\[1\]'.*part that you mean"
     with pytest.raises(ValueError, match=message):
         jls.eval_params(two)
     assert_identical(jls.eval_params(two[1]), PARAMS)
