@@ -4,6 +4,7 @@ optax is not written for strict promotion (`optax.adam` is a TypeError there), s
 that drive more of it than `optax.sgd` carry the marker `standard_promotion`.
 """
 
+import gc
 import os
 
 import jax
@@ -18,6 +19,10 @@ import jls
 _FLAG = "--xla_cpu_parallel_codegen_split_count=1"
 _FLAGS = os.environ.get("XLA_FLAGS", "").split()
 os.environ["XLA_FLAGS"] = " ".join([*(flag for flag in _FLAGS if flag != _FLAG), _FLAG])
+
+
+# Tracing makes garbage fast, and each collection looks at all that JAX has cached.
+gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)
