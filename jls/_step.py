@@ -143,9 +143,7 @@ class _Attempt(NamedTuple):
     result: Any  # the updates or the new parameters; rolled back if it was skipped
     inner_state: Any  # rolled back likewise
     applied: Array  # bool[]
-    leaves_finite: (
-        Array  # bool[n]  of the gradients or, if they are finite, the updates
-    )
+    leaves_finite: Array  # bool[n]  of the gradients or, if those are, of the updates
 
 
 def _observe(

@@ -83,6 +83,16 @@ def assert_follows(make, rule, hyperparameters, state=None, sequences=SEQUENCES)
         assert list(zip(*(c.tolist() for c in columns), strict=True)) == list(expected)
 
 
+def assert_follows_eagerly(make, rule, hyperparameters, flags):
+    """The same of one run, without a jit."""
+    scaler = make(**hyperparameters)
+    state, ours = scaler.init(), []
+    for flag in flags:
+        state = scaler.adjust(state, flag)
+        ours.append(tuple(field.item() for field in state))
+    assert ours == list(rule(flags, **hyperparameters))
+
+
 def assert_identical(tree, other):
     """Same structure, shapes, dtypes and bits: to chex -0.0 and 0.0 are equal."""
     chex.assert_trees_all_equal_structs(tree, other)

@@ -47,14 +47,13 @@ def after_step(
       consecutive: whether a finite step restarts `nonfinite_count`.
       factors_and_bounds: see `move`.
     """
-    counts = counts_towards_growth
-    up = counts & is_due(state.finite_count, growth_interval)
+    up = counts_towards_growth & is_due(state.finite_count, growth_interval)
     down = ~finite & is_due(state.nonfinite_count, backoff_interval)
     kept = 0 if consecutive else state.nonfinite_count
     bad = jnp.where(finite, kept, state.nonfinite_count + 1)
     return ScalerState(
         loss_scale=move(state.loss_scale, up, down, **factors_and_bounds),
-        finite_count=jnp.where(counts & ~up, state.finite_count + 1, 0),
+        finite_count=jnp.where(counts_towards_growth & ~up, state.finite_count + 1, 0),
         nonfinite_count=jnp.where(down, 0, bad),
     )
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import reference
 from jax import export
-from shared import SEQUENCES, assert_follows
+from shared import SEQUENCES, assert_follows, assert_follows_eagerly
 
 import jls
 
@@ -72,12 +72,7 @@ def test_all_sequences_follow_the_reference_from_outside_the_bounds(start):
 
 def test_eager_steps_follow_the_reference():
     flags = [True, True, True, True, False, False, False, True, True, True, False, True]
-    scaler = jls.adaptive(**HYPERPARAMETERS)
-    state, ours = scaler.init(), []
-    for flag in flags:
-        state = scaler.adjust(state, flag)
-        ours.append(tuple(field.item() for field in state))
-    assert ours == list(reference.adaptive(flags, **HYPERPARAMETERS))
+    assert_follows_eagerly(jls.adaptive, reference.adaptive, HYPERPARAMETERS, flags)
 
 
 def test_three_growths_climb_and_three_overflows_fall():

@@ -9,7 +9,7 @@ import reference
 from jax import lax
 from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
-from shared import assert_follows
+from shared import assert_follows, assert_follows_eagerly
 
 import jls
 
@@ -72,12 +72,7 @@ def test_eager_steps_follow_the_reference():
         "max_scale": 16.0,
     }
     flags = [True] * 5 + [False] * 9 + [True, False, False, True, True]
-    scaler = jls.dynamic(**hyperparameters)
-    state, ours = scaler.init(), []
-    for flag in flags:
-        state = scaler.adjust(state, flag)
-        ours.append(tuple(field.item() for field in state))
-    assert ours == list(reference.dynamic(flags, **hyperparameters))
+    assert_follows_eagerly(jls.dynamic, reference.dynamic, hyperparameters, flags)
 
 
 def test_overflow_never_raises_a_scale_below_the_floor():
@@ -245,12 +240,7 @@ def test_not_consecutive_all_sequences_follow_the_reference_from_outside_the_bou
 
 def test_not_consecutive_eager_steps_follow_the_reference():
     flags = [False, True, True, False, True, False, False, True]
-    scaler = jls.dynamic(**NOT_CONSECUTIVE)
-    state, ours = scaler.init(), []
-    for flag in flags:
-        state = scaler.adjust(state, flag)
-        ours.append(tuple(field.item() for field in state))
-    assert ours == list(reference.dynamic(flags, **NOT_CONSECUTIVE))
+    assert_follows_eagerly(jls.dynamic, reference.dynamic, NOT_CONSECUTIVE, flags)
 
 
 def test_a_growth_leaves_the_nonfinite_count():

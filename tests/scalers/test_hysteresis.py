@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from shared import assert_follows
+from shared import assert_follows, assert_follows_eagerly
 
 import jls
 
@@ -54,12 +54,7 @@ def test_all_sequences_follow_the_reference_from_outside_the_bounds(start):
 def test_eager_steps_follow_the_reference(refill):
     hyperparameters = HYPERPARAMETERS | {"refill": refill}
     flags = [False, True, False, False, True, True, False, False]
-    scaler = jls.hysteresis(**hyperparameters)
-    state, ours = scaler.init(), []
-    for flag in flags:
-        state = scaler.adjust(state, flag)
-        ours.append(tuple(field.item() for field in state))
-    assert ours == list(reference.hysteresis(flags, **hyperparameters))
+    assert_follows_eagerly(jls.hysteresis, reference.hysteresis, hyperparameters, flags)
 
 
 def test_every_overflow_backs_off_once_the_budget_is_spent():
