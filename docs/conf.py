@@ -5,6 +5,7 @@ Nothing is fetched and no notebook is run: their outputs are kept in the files.
 
 import contextlib
 import dataclasses
+import difflib
 import enum
 import inspect
 import re
@@ -38,7 +39,6 @@ nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(?!jls\.).*|jls\._.*")]
 
 nb_execution_mode = "off"
-myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.header"]  # included README sections keep their levels
 
@@ -82,6 +82,19 @@ def draw_picture() -> None:
     with contextlib.redirect_stdout(None):
         figure = runpy.run_path(str(DOCS / "healthy_run.py"))["figure"]
     figure.savefig(target / "healthy_run.png", dpi=150)
+
+
+def write_diffs() -> None:
+    """Writes what jls changes in each of the examples."""
+    target, examples = DOCS / "diffs", DOCS.parent / "examples"
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    for program in sorted(examples.glob("*.py")):
+        old, new = examples / "plain" / program.name, program
+        texts = (path.read_text(encoding="utf-8").splitlines() for path in (old, new))
+        names = (str(path.relative_to(DOCS.parent)) for path in (old, new))
+        diff = difflib.unified_diff(*texts, *names, lineterm="")
+        (target / f"{program.stem}.diff").write_text("\n".join(diff), encoding="utf-8")
 
 
 def fields_of(record: type) -> list[str]:
@@ -161,5 +174,6 @@ def setup(app):
     """Called by Sphinx."""
     copy_notebooks()
     draw_picture()
+    write_diffs()
     app.connect("autodoc-process-docstring", document, priority=400)
     app.add_transform(LinkNames)

@@ -10,6 +10,7 @@
 #   types
 #   _wrapper _checkpoint _train _monitor
 #   _step _scale _ema presets
+#   _mistakes
 #   _scalers _state
 #   _validate
 #   _types _reduce _bits _rollback _placement
@@ -20,6 +21,7 @@
 from jls._wrapper import loss_scaled as loss_scaled
 from jls._wrapper import skip_nonfinite as skip_nonfinite
 from jls._train.step import train_step as train_step
+from jls._train.apply import apply_gradients as apply_gradients
 from jls._scale import value_and_grad as value_and_grad
 from jls._scale import grad as grad
 
@@ -36,6 +38,7 @@ from jls import presets as presets
 from jls._state import loss_scale as loss_scale
 from jls._state import set_loss_scale as set_loss_scale
 from jls._state import metrics as metrics
+from jls._state import host_metrics as host_metrics
 
 # Monitoring, on the host.
 from jls._monitor.health import health as health
@@ -45,7 +48,9 @@ from jls._monitor.nonfinite import nonfinite_report as nonfinite_report
 from jls._monitor.nonfinite import nonfinite_leaves as nonfinite_leaves
 from jls._monitor.underflow import underflow as underflow
 from jls._monitor.underflow import suggest_scale as suggest_scale
+from jls._monitor.check import check_step as check_step
 from jls._monitor.sync import check_in_sync as check_in_sync
+from jls._types import JlsWarning as JlsWarning
 
 # Pure functions, for training loops without optax.
 from jls._scale import scale as scale

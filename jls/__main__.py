@@ -8,6 +8,7 @@ the advice on installing them work without them.
 """
 
 import argparse
+import difflib
 import json
 import os
 import sys
@@ -15,6 +16,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+
+from jls import __version__
+
+COMMANDS = ("demo", "doctor")
+
+USAGE = """\
+python -m jls [demo] [--steps N] [--seed N] [--output FILE] [--no-plot]
+       python -m jls doctor [--json]
+       python -m jls --help | --version"""
 
 EXTRA = {"flax", "matplotlib", "rich", "sklearn"}
 
@@ -47,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if the doctor finds that something does not hold.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    command = arguments.pop(0) if arguments[:1] in (["demo"], ["doctor"]) else "demo"
+    command = arguments.pop(0) if arguments[:1] and arguments[0] in COMMANDS else "demo"
     (_run_doctor if command == "doctor" else _run_demo)(arguments)
 
 
@@ -73,6 +83,12 @@ def _run_doctor(arguments: list[str]) -> None:
 def _run_demo(arguments: list[str]) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.command:
+        near = difflib.get_close_matches(options.command, COMMANDS)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        parser.error(
+            f"the command must be demo or doctor, got {options.command!r}.{meant}"
+        )
     if not options.no_plot:
         _check_output(parser, options.output)
     # The demo is about number formats, which differ least between machines on the CPU.
@@ -101,10 +117,14 @@ def _run_demo(arguments: list[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jls",
+        usage=USAGE,
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    # What is left of the commands: one that there is not.
+    parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("--version", action="version", version=f"jls {__version__}")
     parser.add_argument(
         "--steps",
         type=_integer_from(1),
@@ -161,4 +181,9 @@ def _check_output(parser: argparse.ArgumentParser, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("\nStopped.", file=sys.stderr, flush=True)
+        # At once: the interpreter may crash at its end while XLA still computes.
+        os._exit(130)

@@ -18,23 +18,26 @@ listed in ADDED. A field that was renamed is listed in RENAMED.
 Before 0.1.0 nothing marked it: it is read as a scale that moves.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jls import _validate
 from jls._placement import copy_like, own_buffers, place_like, place_scalars
 from jls._scalers.adaptive import AdaptiveState
 from jls._state import find, is_scaler_state, is_wrapper_state
 from jls._step import wrapper_of
 from jls._tree import common_dtype, is_array, is_concrete, is_variable, read_variables
-from jls._types import LossScaledState, StaticState
+from jls._types import LOGGED_FIELDS, LossScaledState, StaticState
 
 State = TypeVar("State")
 # The fields that were not there from the start; a test holds the types to this.
 ADDED = {LossScaledState: ("nonfinite_updates", "skip_reason", "nonfinite_leaves")}
+_COUNTS = tuple(name for name in LOGGED_FIELDS if name != "applied")
+_SCALES = _validate.SMALLEST, _validate.LARGEST
 # In 0.1.0 the foot of the ladder was -1, and the shortest interval 0.
 RENAMED = {AdaptiveState: {"interval_index": ("rung", lambda index: index + 1)}}
 
@@ -145,8 +148,9 @@ def upgrade_state(target: State, saved: Any) -> State:
 
     Raises:
       TypeError: if `target` is not a state, or has shapes in place of arrays.
-      ValueError: if `saved` lacks anything else, has anything that `target` lacks, or
-        differs in a shape or dtype. The message has the path, and what to do.
+      ValueError: if `saved` lacks anything else, has anything that `target` lacks,
+        differs in a shape or dtype, or has a loss scale or a count that no run has. The
+        message has the path, and what to do.
 
     Example:
       >>> optimizer = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(1024.0))
@@ -232,6 +236,10 @@ def _upgrade(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
         parts = _translate(target, saved, parts)
         if parts is None:
             return _copy(target)
+        _check_values(parts, ("loss_scale",), path, "2^-126 to 2^126", *_SCALES)
+    if is_wrapper_state(target):
+        parts = _without_empty_flags(parts)
+        _check_values(parts, _COUNTS, path, "0 to 2^31 - 1", 0, 2**31 - 1)
     _check_names(target, children, parts, path)
     new = [
         _upgrade(child, parts[name], (*path, name)) if name in parts else _copy(child)
@@ -272,6 +280,36 @@ def _unbox(part: Any) -> Any:
     """The leaf in an `nnx.Variable`, or in what Orbax makes of one."""
     is_box = isinstance(part, Mapping) and set(part) == {"value"}
     return part["value"] if is_box else read_variables(part)
+
+
+def _without_empty_flags(parts: dict[str, Any]) -> dict[str, Any]:
+    """0.1.0 had no flag where there was no parameter; now there is always one."""
+    flags = _unbox(parts.get("nonfinite_leaves"))
+    is_empty = is_array(flags) and np.size(flags) == 0
+    names = [name for name in parts if not (is_empty and name == "nonfinite_leaves")]
+    return {name: parts[name] for name in names}
+
+
+def _check_values(
+    parts: dict[str, Any],
+    names: Sequence[str],
+    path: tuple[str, ...],
+    rule: str,
+    low: float,
+    high: float,
+) -> None:
+    """Raises for a number that no run can have."""
+    for name in names:
+        value = _unbox(parts.get(name))
+        if not jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.number):
+            continue  # missing, or an error further on
+        numbers = np.asarray(value)
+        if not np.all((low <= numbers) & (numbers <= high)):
+            raise ValueError(
+                f"saved must have a number from {rule} {format_path((*path, name))}, "
+                f"got {numbers}. No run can go on from there: take another checkpoint, "
+                "or write what target has there."
+            )
 
 
 def _copy(tree: Any) -> Any:
@@ -360,8 +398,20 @@ def _value(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
     if hasattr(saved, "dtype"):
         return copy_like(saved, target)
     if hasattr(target, "dtype"):
-        return copy_like(np.asarray(saved, dtype), target)
+        return copy_like(_as_array(saved, dtype, path), target)
     return saved  # Python numbers, such as the step of a new TrainState
+
+
+def _as_array(number: Any, dtype: Any, path: tuple[str, ...]) -> np.ndarray:
+    """A Python number as an array, or an error where it does not fit."""
+    try:
+        with np.errstate(over="raise"):
+            return np.asarray(number, dtype)
+    except (OverflowError, FloatingPointError):
+        raise ValueError(
+            f"saved must have a number that fits into {dtype} {format_path(path)}, got "
+            f"{number}. {_OTHER}"
+        ) from None
 
 
 # One level of a tree by name, for walks that have to say where they are.

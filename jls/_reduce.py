@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.core import Tracer
-from jax.typing import ArrayLike
+from jax.export import is_symbolic_dim
 
 from jls._tree import floats_of, widen
 
@@ -205,51 +204,38 @@ def _max_and_any(bits: Array, inf: Array) -> tuple[Array, Array]:
 
 
 # Norms. The square of a float32 over 1.8e19 is inf: so is `optax.global_norm` then, and
-# clipping divides by it. Here the squares are summed a second time, of values so much
-# smaller that no finite sum overflows, and that sum counts where the first one is not
-# finite. Elements under 1e-19, whose squares vanish, count as 0.
+# clipping divides by it. That of one below 1e-23 is 0. Here the values are divided by a
+# power of two near the largest of them, which changes no digit.
 
 
 def global_norm(floats: Sequence[Any]) -> Array:
     """The L2 norm over all leaves, `f32[]`; inf or NaN if a leaf is not finite."""
     floats = list(map(widen, floats))
-    norm = _norm(floats)
-    return jnp.where(jnp.isfinite(norm), norm, _careful_norm(floats))
+    if _reduces_two_at_once():
+        # The check for finiteness has found the largest: XLA does that only once.
+        largest = jnp.max(leaf_magnitudes(floats), initial=0.0)
+        power = _power_of_two_below(largest)
+        return _norm(floats, lax.reciprocal(power)) * power
+    norm = _norm(floats, jnp.float32(1.0))
+    # 2**64 squares of the largest number times this have a finite sum.
+    tiny = jnp.float32(2.0**-96)
+    return jnp.where(jnp.isfinite(norm), norm, _norm(floats, tiny) / tiny)
 
 
-def global_norm_once(
-    floats: Sequence[Array], seen: Sequence[Array], is_same: ArrayLike
-) -> Array:
-    """The global norm of `floats`, without a pass where the optimizer clips by it.
-
-    Args:
-      floats: the gradients, in at least float32.
-      seen: what the optimizer saw in their place. Where it clips, it computes the norm
-        of these, and XLA CPU computes that once for both.
-      is_same: whether the two are the same numbers.
-    """
-    norm = _norm(seen)
-    # Elsewhere the host might have to wait for the flag of a branch.
-    if not isinstance(norm, Tracer) or jax.default_backend() != "cpu":
-        return global_norm(floats)
-    # Selected out here, since a branch needs in memory all that it reads.
-    pairs = zip(seen, floats, strict=True)
-    given = [jnp.where(is_same, x, y) for x, y in pairs]
-    is_done = is_same & jnp.isfinite(norm)
-    return lax.cond(is_done, lambda: norm, lambda: global_norm(given))
+def _power_of_two_below(magnitude: Array) -> Array:
+    """One whose reciprocal is normal; for 0, and beyond the ends, the nearest."""
+    bits = lax.bitcast_convert_type(magnitude, jnp.int32)
+    exponent = lax.bitcast_convert_type(bits & jnp.int32(0x7F800000), jnp.float32)
+    return jnp.clip(exponent, 2.0**-126, 2.0**126)
 
 
-def _careful_norm(floats: Sequence[Array]) -> Array:
-    tiny = 2.0**-96  # 2**64 squares of the largest number times this have a finite sum
-    return _norm([leaf * tiny for leaf in floats]) / tiny
-
-
-def _norm(floats: Sequence[Array]) -> Array:
+def _norm(floats: Sequence[Array], factor: Array) -> Array:
+    """The norm of the products with `factor`."""
     total = jnp.zeros((), jnp.float32)
     for leaf in floats:
         for part in (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,):
-            # As in optax.global_norm, so that XLA computes the two only once.
-            total += jnp.sum(jnp.square(part)).astype(jnp.float32)
+            squares = jnp.square(part * factor.astype(part.dtype))
+            total += jnp.sum(squares).astype(jnp.float32)
     return jnp.sqrt(total)
 
 
@@ -269,14 +255,16 @@ def count_true(
       masks: `bool[...]`, all of one shape.
       keys: numbers >= 0 of that shape.
       wraps_at: from how many elements on the counts are carried into a second digit.
-        That costs ten times as much, since XLA does not vectorize it.
+        That costs ten times as much, since XLA does not vectorize it. A symbolic number
+        of `jax.export` may be as large.
 
     Returns:
       `u32[n, 2]`, the counts in base 2**32, high digit first; and the maxima.
     """
     shape = [*masks, *keys][0].shape
     lows = tuple(mask.astype(jnp.uint32) for mask in masks)
-    has_highs = math.prod(shape) >= wraps_at
+    size = math.prod(shape)
+    has_highs = is_symbolic_dim(size) or size >= wraps_at
     highs = tuple(map(jnp.zeros_like, lows)) if has_highs else ()
     n, m = len(highs), len(highs) + len(lows)
     operands = (*highs, *lows, *keys)

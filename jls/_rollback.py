@@ -19,9 +19,10 @@ optimizer: on a CPU a wrapped AdamW moves 11 times the bytes of the parameters, 
 one 10. With selects at the end it would be 16, and with `lax.cond` too.
 
 What is computed from an old state may be NaN, as Adam's first bias correction is. It is
-never kept, but two things could see it: a loop until convergence, which then might not
-end, and a derivative, since 0 times NaN is NaN. So a program with such loops, or with
-effects, is selected at the end, and so is anything that is differentiated.
+never kept, but some could see it: a loop until convergence, which then might not end; a
+function of the host, which may raise; foreign code; and a derivative, since 0 times NaN
+is NaN. So a program with any of these, or with effects, is selected at the end, and so
+is anything that is differentiated.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,23 +55,30 @@ def _select_arrays(
 ) -> list[Array]:
     if not isinstance(flag, Tracer):
         return _select(flag, fun(), old)
-    traced = jax.make_jaxpr(fun)()
+    # The compiled step keeps the functions below: they must not hold on to tracers.
+    jaxpr, consts = _trace(fun)
 
     def at_the_end(flag, consts, old):
-        return _select(flag, eval_jaxpr(traced.jaxpr, consts), old)
+        return _select(flag, eval_jaxpr(jaxpr, consts), old)
 
-    if traced.effects or _loops(traced):
-        return at_the_end(flag, traced.consts, old)
+    if jaxpr.effects or _might_see_nan(jaxpr):
+        return at_the_end(flag, consts, old)
 
     @jax.custom_jvp
     def where_made(flag, consts, old):
-        return _select_where_made(traced.jaxpr, flag, consts, old)
+        return _select_where_made(jaxpr, flag, consts, old)
 
     @where_made.defjvp
     def _(primals, tangents):
         return jax.jvp(at_the_end, primals, tangents)
 
-    return where_made(flag, traced.consts, list(old))
+    return where_made(flag, consts, list(old))
+
+
+def _trace(fun: Callable[[], Sequence[Array]]) -> tuple[Any, list[Array]]:
+    """The program of `fun`, and the arrays that it takes from outside."""
+    traced = jax.make_jaxpr(fun)()
+    return traced.jaxpr, list(traced.consts)
 
 
 def _select(flag: Array, new: Sequence[Array], old: Sequence[Array]) -> list[Array]:
@@ -108,8 +116,12 @@ def _is_variable(atom: Any) -> bool:
     return not isinstance(atom, Literal)
 
 
-def _loops(jaxpr: Any) -> bool:
-    """Whether a program holds, however deep, a loop that decides by itself to end."""
+# Loops that decide by themselves when to end, host functions, foreign code.
+_WATCHFUL = ("while", "pure_callback", "ffi_call", "buffer_callback")
+
+
+def _might_see_nan(jaxpr: Any) -> bool:
+    """Whether a program holds, however deep, what a NaN on its way would change."""
 
     def holds_programs(value):
         return hasattr(value, "eqns")
@@ -117,6 +129,6 @@ def _loops(jaxpr: Any) -> bool:
     for equation in jaxpr.eqns:
         values = jax.tree.leaves([*equation.params.values()], is_leaf=holds_programs)
         inner = filter(holds_programs, values)
-        if equation.primitive.name == "while" or any(map(_loops, inner)):
+        if equation.primitive.name in _WATCHFUL or any(map(_might_see_nan, inner)):
             return True
     return False

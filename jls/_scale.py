@@ -5,7 +5,6 @@ Both maps are linear and compute in at least float32.
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
@@ -13,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jls import _validate
-from jls._state import scaler_state_in
+from jls import _mistakes, _validate
+from jls._state import refuse_multi_steps_around, scaler_state_in
+from jls._text import describe
 from jls._tree import Tree, is_array, is_inexact, widen
 
 P = ParamSpec("P")
@@ -37,7 +37,7 @@ def scale(state: Any, tree: Tree) -> Tree:
       ValueError: if `state` carries no loss scale, or several, or stacked ones.
 
     Warns:
-      UserWarning: at trace time, if `tree` is a float16 scalar. JAX casts its
+      JlsWarning: at trace time, if `tree` is a float16 scalar. JAX casts its
         cotangent, which is the loss scale, back to float16: over 2**15 it overflows.
 
     Example:
@@ -52,13 +52,14 @@ def scale(state: Any, tree: Tree) -> Tree:
     loss_scale = scaler_state_in(state).loss_scale
     loss: Any = tree
     if getattr(loss, "dtype", None) == jnp.float16 and jnp.shape(loss) == ():
-        warnings.warn(
+        _mistakes.warn(
             "the loss is float16, so its gradient starts from the loss scale cast to "
             "float16: every step at a scale over 2**15 overflows. Reduce the loss in "
-            "float32, e.g. losses.astype(jnp.float32).mean().",
-            stacklevel=2,
+            "float32, e.g. losses.astype(jnp.float32).mean()."
         )
-    return jax.tree.map(lambda leaf: _times(leaf, loss_scale), tree)
+    scaled = jax.tree.map(lambda leaf: _times(leaf, loss_scale), tree)
+    _mistakes.note_scaled(scaled)
+    return scaled
 
 
 def unscale(state: Any, tree: Tree) -> Tree:
@@ -157,14 +158,18 @@ def value_and_grad(
       leaves that are not floating point pass untouched.
 
     Raises:
-      TypeError: at once, if `fun` or `transform` is not a function, or `has_aux` not a
-        bool; when called, if the loss is not real floating point, or not a pair with
-        `has_aux`, or if `transform` is of another form.
-      ValueError: when called, if the loss is not a scalar, or `state` carries no loss
-        scale, or several.
+      TypeError: at once, if `fun` or `transform` is not a function, `argnums` no
+        integers, or `has_aux` not a bool; when called, if the parameters or the loss
+        are not floating point, if what `fun` returns is not a pair with `has_aux`, or
+        if `transform` is of another form.
+      ValueError: when called, if the loss is not a scalar, if `state` carries no loss
+        scale, or several, or comes after the parameters, or if its wrapper is inside an
+        `optax.MultiSteps`, which would keep a NaN for ever.
 
     Warns:
-      UserWarning: at trace time, for a float16 loss; see `jls.scale`.
+      JlsWarning: at trace time, for a float16 loss (see `jls.scale`); if the loss comes
+        from `jls.scale`; or if the parameters are arguments of a jitted function but
+        the state is not, so that its scale could never move.
 
     Example:
       >>> state = jls.dynamic(2.0**15).init()
@@ -182,15 +187,27 @@ def value_and_grad(
       section 3.2.
     """
     _validate.function("fun", fun)
+    _mistakes.check_loss_function(fun)
     _validate.function("transform", transform)
+    if transform is jax.value_and_grad:  # others may take more
+        _mistakes.check_argnums(argnums)
     has_aux = _validate.flag("has_aux", has_aux)
 
     @_rename_like(fun)
     def with_loss_scale(state, /, *args, **kwargs):
+        _mistakes.check_order(state, args)
         scaler_state = scaler_state_in(state)
+        refuse_multi_steps_around(state)
+        trained = _mistakes.differentiated(args, argnums)
+        if transform is jax.value_and_grad:
+            _mistakes.check_differentiable(trained)
+        _mistakes.warn_of_stale_state(scaler_state, trained)
 
         def scaled(*args, **kwargs):
-            loss, aux = _loss_and_aux(fun(*args, **kwargs), has_aux)
+            with _mistakes.scaled_within() as made:
+                result = fun(*args, **kwargs)
+            loss, aux = _loss_and_aux(result, has_aux)
+            _mistakes.warn_of_scaled_loss(loss, made)
             # The true loss travels as aux: scaled and divided again it would be NaN
             # whenever the scaled one overflows.
             return scale(scaler_state, loss), (loss, aux)
@@ -262,14 +279,15 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(
             "with has_aux=True the loss function must return the pair (loss, aux), "
-            f"got {type(result).__name__}."
+            f"got {describe(result)}."
         )
     loss: Any = result[0] if has_aux else result
     aux: Any = result[1] if has_aux else None
     if not is_array(loss):
         raise TypeError(
             "the loss function must return one real floating-point scalar, got "
-            f"{type(loss).__name__}. Return more as (loss, aux), with has_aux=True."
+            f"{describe(loss)}. Return more as (loss, aux), with has_aux=True. If the "
+            "function is differentiated already, pass the undecorated one."
         )
     if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise TypeError(

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
@@ -40,9 +41,32 @@ def find(state: Any, is_node: Callable[[Any], bool]) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(p), node) for p, node in nodes if is_node(node)]
 
 
+def find_scaler_states(state: Any) -> list[tuple[str, Any]]:
+    """Path and value of each scaler's state in `state`.
+
+    A wrapper keeps it in the field `scaler_state`. In a NamedTuple of parameters one
+    may be called `loss_scale` too: neither these nor their moments are states.
+    """
+    if hasattr(state, "tx") and hasattr(state, "params"):  # a Flax TrainState
+        state = state.replace(params=None)
+    found = []
+    for path, node in find(state, lambda x: is_wrapper_state(x) or is_scaler_state(x)):
+        if is_wrapper_state(node):
+            inner = find(node.scaler_state, is_scaler_state)
+            found += [(f"{path}.scaler_state{end}", part) for end, part in inner]
+        else:
+            found.append((path, node))
+    return found
+
+
 def scaler_state_in(state: Any) -> Any:
     """The one scaler state in `state`, or an error that says where there are two."""
-    found = find(state, is_scaler_state)
+    return read_variables(_scaler_node_in(state))
+
+
+def _scaler_node_in(state: Any) -> Any:
+    """The same, with the `nnx.Variable`s that an `nnx.Optimizer` keeps it in."""
+    found = find_scaler_states(state)
     if not found:
         raise no_loss_scale(state)
     if len(found) > 1:
@@ -51,15 +75,15 @@ def scaler_state_in(state: Any) -> Any:
             f"state must carry exactly one loss scale, got {len(found)}: at {paths}. "
             "Pass the part that you mean."
         )
-    scaler_state = read_variables(found[0][1])
-    shape = jnp.shape(scaler_state.loss_scale)
+    ((path, node),) = found
+    shape = jnp.shape(read_variables(node.loss_scale))
     if shape != ():
         raise ValueError(
-            f"loss_scale must have shape (), got shape {shape} at '{found[0][0]}'. If "
+            f"loss_scale must have shape (), got shape {shape} at '{path}'. If "
             "jax.vmap stacked it: keep the loss scale outside the vmap (one for all "
             "examples), or vmap the whole train step (one state for each member)."
         )
-    return scaler_state
+    return node
 
 
 def wrapper_state_in(state: Any) -> LossScaledState:
@@ -83,6 +107,21 @@ def concrete_wrapper_state_in(state: Any) -> LossScaledState:
             "the state that the step returned."
         )
     return wrapper
+
+
+def refuse_multi_steps_around(state: Any) -> None:
+    """Raises if an `optax.MultiSteps` in `state` has a wrapper inside."""
+    for _, around in find(state, is_multi_steps_state):
+        if find(around, is_wrapper_state):
+            raise ValueError(
+                "optax.MultiSteps must be inside jls.loss_scaled, got it outside, "
+                "where a NaN stays in its accumulator for ever. Write "
+                "jls.loss_scaled(optax.MultiSteps(optimizer, k))."
+            )
+
+
+def is_multi_steps_state(node: Any) -> bool:
+    return isinstance(node, optax.MultiStepsState)
 
 
 def optimizer_in(state: Any) -> Any:
@@ -155,6 +194,40 @@ def metrics(state: Any) -> dict[str, Array]:
     return values
 
 
+def host_metrics(state: Any) -> dict[str, float | int | bool]:
+    """Returns what `jls.metrics` does, as Python numbers, with one transfer.
+
+    For print, `json.dumps` and loggers, on the host. It waits for the step that made
+    `state`: call it every so many steps, and before a step that donates the state.
+
+    Args:
+      state: anything that carries exactly one loss scale.
+
+    Returns:
+      A flat dict of Python numbers by the names of `jls.metrics`. `skip_reason` is an
+      int, which every logger takes: `jls.types.SkipReason(number).name` has its name.
+
+    Raises:
+      ValueError: if `state` carries no loss scale, or several, or is traced.
+
+    Example:
+      >>> state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))
+      >>> jls.host_metrics(state)
+      {'loss_scale': 32768.0, 'applied': False, 'steps': 0, 'skips': 0,
+       'consecutive_skips': 0, 'nonfinite_losses': 0, 'nonfinite_updates': 0,
+       'skip_reason': 0}
+    """
+    values = metrics(state)
+    if any(isinstance(value, Tracer) for value in values.values()):
+        raise ValueError(
+            "state must be concrete, got a traced one: call jls.host_metrics outside "
+            "jit, on the state that the step returned. Inside use jls.metrics."
+        )
+    on_host = jax.device_get(values)
+    # In the order of metrics: a transfer of a dict sorts its keys.
+    return {name: on_host[name].item() for name in values}
+
+
 # Set.
 
 
@@ -183,8 +256,8 @@ def set_loss_scale(state: State, value: ArrayLike) -> State:
       Array(1024., dtype=float32)
     """
     new_scale = check_scale(value)
-    scaler_state = scaler_state_in(state)  # one, or an error, before anything changes
-    ((_, node),) = find(state, is_scaler_state)
+    node = _scaler_node_in(state)  # one, or an error, before anything changes
+    scaler_state = read_variables(node)
     fresh = {"loss_scale": new_scale}
     for count in ("finite_count", "nonfinite_count"):
         if count in node._fields:
@@ -199,7 +272,7 @@ def set_loss_scale(state: State, value: ArrayLike) -> State:
         **{name: place_like(new, getattr(node, name)) for name, new in fresh.items()}
     )
     return jax.tree.map(
-        lambda x: restarted if is_scaler_state(x) else x, state, is_leaf=is_scaler_state
+        lambda x: restarted if x is node else x, state, is_leaf=lambda x: x is node
     )
 
 

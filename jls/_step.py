@@ -7,13 +7,16 @@
     not finite  either      -        keeps its state  is kept  skip, nonfinite loss
     finite      finite      bad      keeps its state  adjusts  skip, nonfinite update
 
-Updates are bad if they are checked and one is not finite. For the scaler that is a
-finite step.
+Updates are bad if they are checked and one is not finite, or makes a finite parameter
+overflow in its own dtype, or if a scalar of the inner state is NaN. For the scaler that
+is a finite step.
 """
 
+import contextvars
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +26,7 @@ import numpy as np
 import optax
 from jax import Array
 
+from jls._mistakes import check_value, foreign_state_named, warn_of_misspelt_value
 from jls._reduce import (
     AxisName,
     agree,
@@ -31,12 +35,11 @@ from jls._reduce import (
     any_nan,
     finite_leaves,
     global_norm,
-    global_norm_once,
     leaf_magnitudes,
     varying_axes,
 )
 from jls._rollback import roll_back_unless
-from jls._state import is_wrapper_state
+from jls._state import is_wrapper_state, wrapper_state_in
 from jls._tree import (
     Rest,
     as_flag,
@@ -49,12 +52,19 @@ from jls._tree import (
     is_narrow,
     leaves_at_floats,
     map_rest,
+    named_floats,
     partition,
     select,
     wide_dtype,
     widen,
 )
-from jls._types import LossScaledState, MagnitudeScaler, Scaler, SkipReason
+from jls._types import (
+    JlsWarning,
+    LossScaledState,
+    MagnitudeScaler,
+    Scaler,
+    SkipReason,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,18 +96,54 @@ class WrapperUpdate:
     def apply(
         self, grads: Any, state: Any, params: Any, **extra: Any
     ) -> tuple[Any, LossScaledState, Array]:
-        """Returns the new parameters, the next state and the global norm of `grads`.
-
-        The norm costs nothing if the inner optimizer clips by it.
-        """
+        """Returns the new parameters, the next state and the global norm of `grads`."""
         step = _observe(self, grads, state, params, extra)
 
-        def add(updates):
-            return optax.apply_updates(params, updates)
+        def apply(updates):
+            return apply_updates(params, updates)
 
-        made = _attempt(self, step, state, params, add, params)
-        norm = global_norm_once(step.grads, step.grads_or_ones, step.is_finite)
-        return made.result, _count(self, step, made, state), norm
+        made = _attempt(self, step, state, params, apply, params)
+        return made.result, _count(self, step, made, state), global_norm(step.grads)
+
+
+class Reached(NamedTuple):
+    """A wrapper somewhere in an optimizer, and the parameters that it is for."""
+
+    wrapper: WrapperUpdate
+    names: list[str]  # of the floating-point leaves
+
+
+# The wrappers that were reached since someone asked; see `reach_wrappers`.
+_REACHED: contextvars.ContextVar[list[Reached] | None]
+_REACHED = contextvars.ContextVar("_REACHED", default=None)
+
+
+def report_wrapper(wrapper: WrapperUpdate, params: Any) -> None:
+    """Called by a wrapper's `init`: lets `reach_wrappers` see it."""
+    reached = _REACHED.get()
+    if reached is not None:
+        reached.append(Reached(wrapper, named_floats(params)[0]))
+
+
+def reach_wrappers(optimizer: Any, params: Any) -> list[Reached]:
+    """The wrappers in `optimizer`, however deep: in a chain, a partition, ...
+
+    Its `init` is traced, and each wrapper in it reports itself. A wrapper that is
+    outermost is found without that.
+    """
+    outermost = wrapper_of(optimizer)
+    if outermost:
+        return [Reached(outermost, named_floats(params)[0])]
+    reached: list[Reached] = []
+    token = _REACHED.set(reached)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", JlsWarning)  # given at the real `init`
+            # A new function each time: JAX would not trace a known one again.
+            jax.eval_shape(lambda params: optimizer.init(params), params)
+    finally:
+        _REACHED.reset(token)
+    return reached
 
 
 def wrapper_of(optimizer: Any) -> WrapperUpdate | None:
@@ -118,8 +164,54 @@ def update_and_apply(
     if wrapper:
         return wrapper.apply(grads, state, params, **extra)
     optimizer = optax.with_extra_args_support(optimizer)
-    updates, state = optimizer.update(grads, state, params, **extra)
-    return optax.apply_updates(params, updates), state, global_norm(floats_of(grads))
+    updates, new_state = optimizer.update(grads, state, params, **extra)
+    new_params = apply_updates(params, updates)
+    for inside, _ in reach_wrappers(optimizer, params)[:1]:
+        if _checks_updates(inside, grads, params):
+            old = params, state
+            new_params, new_state = _keep_if_finite(inside, old, new_params, new_state)
+    return new_params, new_state, global_norm(floats_of(grads))
+
+
+def _keep_if_finite(
+    wrapper: WrapperUpdate, old: tuple[Any, Any], new_params: Any, new_state: Any
+) -> tuple[Any, Any]:
+    """The new parameters and state, or the old ones if what is outside spoils them.
+
+    A wrapper inside an outer chain sees only its own updates. If a finite parameter
+    would be stored as inf or NaN, the whole step counts as a nonfinite update.
+    """
+    params, state = old
+    pairs = zip(floats_of(params), floats_of(new_params), strict=True)
+    stored = [jnp.where(jnp.isfinite(widen(x)), widen(y), 0) for x, y in pairs]
+    is_kept = agree(jnp.all(finite_leaves(stored)), wrapper.axis_name)
+
+    def skipped(old, new):
+        if not is_wrapper_state(old):
+            return old
+        return new._replace(
+            inner_state=old.inner_state,
+            applied=jnp.zeros_like(new.applied),
+            skips=_increment(old.skips),
+            consecutive_skips=_increment(old.consecutive_skips),
+            nonfinite_updates=_increment(old.nonfinite_updates),
+            skip_reason=jnp.full_like(new.skip_reason, SkipReason.UPDATES.value),
+        )
+
+    was_applied = wrapper_state_in(new_state).applied
+    taken_back = jax.tree.map(skipped, state, new_state, is_leaf=is_wrapper_state)
+    return select(is_kept | ~was_applied, (new_params, new_state), (params, taken_back))
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """`optax.apply_updates`, also where JAX promotes nothing, as with 8-bit floats."""
+    wide_params, wide_updates = jax.tree.map(widen, (params, updates))
+    applied = optax.apply_updates(wide_params, wide_updates)
+    return jax.tree.map(
+        lambda new, old: new.astype(jnp.result_type(old)) if is_inexact(old) else new,
+        applied,
+        params,
+    )
 
 
 class _Step(NamedTuple):
@@ -131,6 +223,7 @@ class _Step(NamedTuple):
     checks_updates: bool
     extra: dict[str, Any]  # for the inner optimizer; ones likewise
     no_updates: Any  # the updates of a skipped step
+    integers: list[Any]  # the paths of the leaves that are integers
     loss_finite: Array  # bool[]
     leaves_finite: Array  # bool[n]  of the gradients
     is_finite: Array  # bool[]  whether both are finite
@@ -152,6 +245,9 @@ def _observe(
     _check_state(state)
     partial_overflow = extra.pop("partial_overflow", False)
     overflowed = as_flag("partial_overflow", partial_overflow)
+    check_value(extra.get("value"))
+    inner_state = state.inner_state
+    warn_of_misspelt_value(wrapper.inner.update, updates, inner_state, params, extra)
     floats, rest = partition(updates)
     flags = jnp.stack([all_finite(extra.get("value")), ~overflowed])
     # All devices agree on the flags and on what the scaler sees, by one collective.
@@ -176,7 +272,8 @@ def _observe(
         rest=rest,
         checks_updates=_checks_updates(wrapper, updates, params),
         extra=_ones_unless(is_finite, extra),
-        no_updates=_no_updates(updates, grads, rest, params),
+        no_updates=_no_updates(grads, rest, params),
+        integers=_integer_paths(updates, rest),
         loss_finite=loss_finite,
         leaves_finite=leaves_finite,
         is_finite=is_finite,
@@ -204,22 +301,24 @@ def _attempt(
     """
 
     def run():
-        grads = combine(step.grads_or_ones, step.rest)
-        made, new = wrapper.inner.update(grads, state.inner_state, params, **step.extra)
-        made = cast_like("the inner optimizer's update", made, step.no_updates)
-        new = cast_like("the inner optimizer's state", new, state.inner_state)
+        grads, inner_state = combine(step.grads_or_ones, step.rest), state.inner_state
+        with foreign_state_named(wrapper.inner.init, inner_state, params):
+            made, new = wrapper.inner.update(grads, inner_state, params, **step.extra)
+        name, integers = "the inner optimizer's", step.integers
+        made = cast_like(f"{name} update", made, step.no_updates, integers)
+        new = cast_like(f"{name} state", new, inner_state, integers)
         return made, new
 
     def run_and_finish():
         made, new = run()
         return finish(made), new
 
-    old = unfinished, state.inner_state
+    old = unfinished, _clone_keys(state.inner_state)
     if not step.checks_updates:
         new = roll_back_unless(step.is_finite, run_and_finish, old)
         return _Attempt(*new, step.is_finite, step.leaves_finite)
     made, new = run()
-    updates_finite = finite_leaves(leaves_at_floats(made, step.rest))
+    updates_finite = finite_leaves(_kept_if_finite(made, params, step.rest))
     # A NaN moment shows in its update. A NaN in a scalar shared by all parameters may
     # not, as at first in D-Adaptation. Some optimizers keep an inf on purpose.
     scalars = [x for x in floats_of(new) if jnp.ndim(x) == 0]
@@ -239,12 +338,13 @@ def _count(
     adjusted = wrapper.scaler.adjust(state.scaler_state, step.for_scaler)
     adjusted = cast_like("the scaler's state", adjusted, state.scaler_state)
     applied, loss_finite = made.applied, step.loss_finite
+    flags = ~made.leaves_finite if made.leaves_finite.size else state.nonfinite_leaves
     bad_updates = step.is_finite & ~applied
     gradients, loss, updates = SkipReason.GRADIENTS, SkipReason.LOSS, SkipReason.UPDATES
     reason = jnp.where(bad_updates, updates.value, gradients.value)
     reason = jnp.where(loss_finite, reason, loss.value)
     return LossScaledState(
-        inner_state=made.inner_state,
+        inner_state=_clone_keys(made.inner_state),
         scaler_state=select(loss_finite, adjusted, state.scaler_state),
         applied=applied,
         steps=_increment(state.steps),
@@ -257,10 +357,22 @@ def _count(
             bad_updates, _increment(state.nonfinite_updates), state.nonfinite_updates
         ),
         skip_reason=jnp.where(applied, state.skip_reason, reason),
-        nonfinite_leaves=jnp.where(
-            applied, state.nonfinite_leaves, ~made.leaves_finite
-        ),
+        nonfinite_leaves=jnp.where(applied, state.nonfinite_leaves, flags),
     )
+
+
+def _clone_keys(tree: Any) -> Any:
+    """`tree`, with keys that `jax.debug_key_reuse` takes for new.
+
+    A skip returns the keys that its step has used, and uses them again.
+    """
+
+    def clone(leaf):
+        dtype = getattr(leaf, "dtype", None)
+        is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+        return jax.random.clone(leaf) if is_key else leaf
+
+    return jax.tree.map(clone, tree)
 
 
 def _checks_updates(wrapper: WrapperUpdate, updates: Any, params: Any) -> bool:
@@ -269,10 +381,36 @@ def _checks_updates(wrapper: WrapperUpdate, updates: Any, params: Any) -> bool:
     return wrapper.check_updates
 
 
-def _no_updates(updates: Any, grads: list[Array], rest: Rest, params: Any) -> Any:
+def _targets(params: Any, rest: Rest) -> list[Any] | None:
+    """The parameters that the gradients are for; None if they cannot be told."""
+    is_known = jax.tree.structure(params) == rest.structure
+    return leaves_at_floats(params, rest) if is_known else None
+
+
+def _kept_if_finite(made: Any, params: Any, rest: Rest) -> list[Array]:
+    """For each update an array that is finite where the update may be kept.
+
+    That is what the update makes of its parameter, if both are finite: a parameter may
+    be a mask of -inf. Else it is the update.
+    """
+    updates, targets = leaves_at_floats(made, rest), _targets(params, rest)
+    if targets is None:
+        return updates
+
+    def judged(update, param):
+        if not is_inexact(param):
+            return update
+        stored = widen(apply_updates(param, update)).astype(update.dtype)
+        are_finite = jnp.isfinite(widen(param)) & jnp.isfinite(update)
+        return jnp.where(are_finite, stored, update)
+
+    return list(map(judged, updates, targets))
+
+
+def _no_updates(grads: list[Array], rest: Rest, params: Any) -> Any:
     """What leaves `params` as they are: -0.0, in the wider dtype of either tree."""
-    same = jax.tree.structure(params) == jax.tree.structure(updates)
-    targets = leaves_at_floats(params, rest) if same else grads
+    targets = _targets(params, rest)
+    targets = grads if targets is None else targets
 
     def zero(grad, target):
         leaves = [leaf for leaf in (grad, target) if is_inexact(leaf)]
@@ -280,7 +418,10 @@ def _no_updates(updates: Any, grads: list[Array], rest: Rest, params: Any) -> An
         dtype = np.result_type(*(wide_dtype(jnp.result_type(leaf)) for leaf in leaves))
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
         value = complex(-0.0, -0.0) if is_complex else -0.0
-        return jnp.full_like(grad, value, dtype=dtype)
+        # Like the parameter, since gradients may still differ between devices, or have
+        # an axis of examples.
+        like = target if is_array(target) else grad
+        return jnp.full_like(like, value, dtype=dtype)
 
     def zero_rest(leaf):
         is_number = is_array(leaf) and not is_extended(leaf)
@@ -288,6 +429,18 @@ def _no_updates(updates: Any, grads: list[Array], rest: Rest, params: Any) -> An
 
     zeros = [zero(*pair) for pair in zip(grads, targets, strict=True)]
     return combine(zeros, map_rest(zero_rest, rest))
+
+
+def _integer_paths(updates: Any, rest: Rest) -> list[Any]:
+    """The paths of the integers, which get no update: it would not be an integer."""
+    if not any(map(_is_integer, rest.leaves)):
+        return []
+    flat, _ = jax.tree_util.tree_flatten_with_path(updates)
+    return [path for path, leaf in flat if _is_integer(leaf)]
+
+
+def _is_integer(leaf: Any) -> bool:
+    return is_array(leaf) and not (is_inexact(leaf) or is_extended(leaf))
 
 
 def _ones_unless(flag: Array, extra: dict[str, Any]) -> dict[str, Any]:
@@ -316,10 +469,13 @@ def _check_state(state: Any) -> None:
 
 
 def _check_count(flags: Array, old: Array) -> None:
-    if flags.shape != old.shape:
+    # Without a leaf the state has one flag all the same, in 0.1.0 none.
+    if flags.size != old.size and (flags.size or old.size > 1):
         raise ValueError(
             "updates must have as many floating-point leaves as the params of init, "
-            f"got {flags.size} and {old.size}."
+            f"got {flags.size} and {old.size}. An optimizer that keeps a copy of the "
+            "params beside them goes outside: optax.lookahead(jls.loss_scaled(...), "
+            "...)."
         )
 
 

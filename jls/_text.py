@@ -14,6 +14,16 @@ def format_record(name: str, **fields: Any) -> str:
     return f"{name}({', '.join(f'{key}={value}' for key, value in fields.items())})"
 
 
+def describe(value: Any) -> str:
+    """What `value` is, for an error: never the numbers of an array."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if isinstance(value, jax.Array | np.ndarray) and shape is not None:
+        return f"{dtype}[{','.join(map(str, shape))}]"
+    name = type(value).__name__
+    text = "" if isinstance(value, dict | list | tuple | set) else repr(value)
+    return f"{name} {text}" if 0 < len(text) <= 60 and "\n" not in text else name
+
+
 def format_number(value: Any) -> str:
     """A scalar in memory as a person writes it; anything else as it prints itself."""
     if isinstance(value, float):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leaves of pytrees: which ones count, in which dtype, by which name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -85,8 +85,18 @@ def common_dtype(new: Any, old: Any) -> Any:
     return dtype if fits and not others else None
 
 
-def cast_like(name: str, new: Any, old: Any) -> Any:
-    """`new` in the dtypes of `old`, which bfloat16 moments leave on the first step."""
+def cast_like(
+    name: str, new: Any, old: Any, integers: Sequence[tuple[Any, ...]] = ()
+) -> Any:
+    """`new` in the dtypes of `old`, which bfloat16 moments leave on the first step.
+
+    Args:
+      name: of both, for messages.
+      new: a tree.
+      old: a tree of the same structure, shapes and kinds of numbers.
+      integers: the paths of integer parameters. In a leaf whose path ends with one, an
+        integer that became a float stays the old one.
+    """
     leaves, structure = jax.tree.flatten(new)
     paths, old_structure = jax.tree_util.tree_flatten_with_path(old)
     if structure != old_structure:
@@ -100,22 +110,31 @@ def cast_like(name: str, new: Any, old: Any) -> Any:
             return reference
         shape, dtype = jnp.shape(reference), jnp.result_type(reference)
         new_shape, new_dtype = jnp.shape(leaf), jnp.result_type(leaf)
-        if (new_shape, _kind(new_dtype)) != (shape, _kind(dtype)):
-            raise ValueError(
-                f"{name} must keep its shapes and kinds of numbers, but turned "
-                f"{dtype}{list(shape)} into {new_dtype}{list(new_shape)} at "
-                f"'{jax.tree_util.keystr(path)}'."
-            )
-        return leaf if is_extended(reference) else jnp.asarray(leaf).astype(dtype)
+        if shape == new_shape and _fits(new_dtype, dtype):
+            is_key = is_extended(reference)
+            return leaf if is_key else jnp.asarray(leaf).astype(dtype)
+        ends = (path[len(path) - len(end) :] == end for end in integers)
+        if not is_inexact(reference) and is_inexact(leaf) and any(ends):
+            return reference
+        raise ValueError(
+            f"{name} must keep its shapes and kinds of numbers, but turned "
+            f"{dtype}{list(shape)} into {new_dtype}{list(new_shape)} at "
+            f"'{jax.tree_util.keystr(path)}'."
+        )
 
     cast_leaves = [cast(p, x, r) for x, (p, r) in zip(leaves, paths, strict=True)]
     return structure.unflatten(cast_leaves)
 
 
-def _kind(dtype: Any) -> Any:
-    """Dtypes of one kind may be cast into each other; real and complex are one."""
-    kinds = (jnp.bool_, jnp.integer, jnp.inexact)
-    return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), dtype)
+def _fits(dtype: Any, wanted: Any) -> bool:
+    """Whether numbers of `dtype` are numbers of the kind of `wanted`, as reals are."""
+    kinds = [jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating]
+    (kind, wanted_kind) = (
+        next((kind for kind in kinds if jnp.issubdtype(x, kind)), x)
+        for x in (dtype, wanted)
+    )
+    is_real = kind == jnp.floating
+    return kind == wanted_kind or (is_real and wanted_kind == jnp.complexfloating)
 
 
 # Partition.

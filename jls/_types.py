@@ -17,6 +17,17 @@ StateT = TypeVar("StateT")
 InitT = TypeVar("InitT", covariant=True)
 
 
+class JlsWarning(UserWarning):
+    """The category of every warning of jls.
+
+    `warnings.simplefilter("ignore", jls.JlsWarning)` silences them all.
+
+    Example:
+      >>> issubclass(jls.JlsWarning, UserWarning)
+      True
+    """
+
+
 def exportable(state_type: AnyType) -> AnyType:
     """Lets `jax.export` serialize a function that takes or returns a `NamedTuple`."""
     jax_export.register_namedtuple_serialization(
@@ -191,7 +202,7 @@ class SkipReason(enum.IntEnum):
     NONE = 0  # no step was skipped yet
     GRADIENTS = 1  # a gradient was inf or NaN
     LOSS = 2  # the forward loss was inf or NaN
-    UPDATES = 3  # an update was inf or NaN though gradients and loss were finite
+    UPDATES = 3  # gradients and loss were finite, but not what would have been kept
 
 
 @exportable
@@ -239,7 +250,7 @@ LOGGED_FIELDS = (
 
 @exportable
 class StepReport(NamedTuple):
-    """What a step made by `jls.train_step` reports; arrays on the device.
+    """What `jls.train_step` and `jls.apply_gradients` report; arrays on the device.
 
     The order of the first seven is that of MindFormers' `MFTrainOneStepCell`, so that
     its callbacks can be ported. `local_norm` holds norms; MindFormers holds squares.
@@ -247,17 +258,21 @@ class StepReport(NamedTuple):
     Example:
       >>> jls.types.StepReport._fields
       ('loss', 'skipped', 'loss_scale', 'learning_rate', 'global_norm', 'local_norm',
-       'size', 'dropped')
+       'size', 'dropped', 'aux', 'skip_reason')
     """
 
-    loss: Array  # f32[] or wider, the true forward loss, also of a skipped step
+    loss: Any  # f32[] or wider, the true forward loss, also of a skipped step; or None
     skipped: Array  # bool[]  whether the step was skipped
     loss_scale: Array  # f32[]  the loss scale of the next step
     learning_rate: Any  # f32[], a dict of f32[] by group, or None
     global_norm: Array  # f32[]  of the true gradients, before clipping
     local_norm: Any  # None, or a dict of f32[] by the path of the parameter
-    size: Any  # None, or a dict of i32[] by path: numbers of elements
+    size: (
+        Any  # None, or a dict by path: numbers of elements, i32[]; f32[] from 2**31 on
+    )
     dropped: Array  # i32[]  micro-batches left out of this step
+    aux: Any  # what the loss function returned for it, or None
+    skip_reason: Array  # i32[]  a SkipReason; 0 if this step was applied
 
 
 def _keywords(function: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from jls._bits import edges
+from jls._text import describe
 from jls._tree import is_inexact
 
 Word = TypeVar("Word", bound=str)
@@ -85,13 +86,13 @@ def scale_value(name: str, value: Any) -> Any:
 def raising_factor(name: str, value: Any) -> Any:
     """A factor that raises a loss scale."""
     just_above = 1.0 + 2.0**-23
-    return number(name, value, "finite and > 1 in float32", just_above, LARGEST)
+    return number(name, value, "finite and > 1", just_above, LARGEST)
 
 
 def lowering_factor(name: str, value: Any) -> Any:
     """A factor that lowers a loss scale."""
     just_below = 1.0 - 2.0**-24
-    return number(name, value, "in (0, 1) in float32", SMALLEST, just_below)
+    return number(name, value, "in (0, 1)", SMALLEST, just_below)
 
 
 def interval(name: str, value: Any) -> Any:
@@ -129,14 +130,14 @@ def limit(headroom: Any, dtype: Any) -> Any:
 
 def function(name: str, value: Any) -> None:
     if not callable(value):
-        raise TypeError(f"{name} must be a function, got {value!r}.")
+        raise TypeError(f"{name} must be a function, got {describe(value)}.")
 
 
 def flag(name: str, value: Any, otherwise: str = "") -> bool:
     """A switch that Python reads; a message may offer something `otherwise`."""
     if not isinstance(value, bool | np.bool_):
         rule = f"True, False {otherwise}" if otherwise else "True or False"
-        raise TypeError(f"{name} must be {rule}, got {value!r}.")
+        raise TypeError(f"{name} must be {rule}, got {describe(value)}.")
     return bool(value)
 
 

@@ -12,7 +12,6 @@ Differs from `optax.apply_if_finite` in:
 """
 
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -21,12 +20,14 @@ import jax.numpy as jnp
 import optax
 
 from jls import _validate
+from jls._mistakes import warn
 from jls._placement import own_buffers, place_scalars
 from jls._reduce import AxisName, check_axis_name
 from jls._scalers.dynamic import dynamic
 from jls._scalers.static import static
 from jls._state import find, is_wrapper_state, scaler_state_in
-from jls._step import WrapperUpdate
+from jls._step import WrapperUpdate, report_wrapper
+from jls._text import describe
 from jls._tree import is_inexact
 from jls._types import LossScaledState, Scaler
 
@@ -70,11 +71,14 @@ def loss_scaled(
       axis_name: the axis or axes of `shard_map` or `pmap` over which all devices have
         to take the same decision. Only the decision is reduced: average the gradients
         yourself, before. Under plain `jit` nothing is needed.
-      check_updates: True also skips the step if `inner` makes non-finite updates out of
-        finite gradients, or a NaN in a scalar of its state (a finite step for the
-        scaler). Updates and new state are then read once more: on a CPU, a whole train
-        step of a small transformer moves 1.4 times the bytes. None does so if a
-        parameter is narrower than float32, where an optimizer's eps and moments
+      check_updates: True also skips the step (a finite one for the scaler) if `inner`
+        makes, out of finite gradients, an update that is not finite, or one with which
+        a finite parameter overflows in its own dtype, or a NaN in a scalar of its
+        state. A mask of -inf among the parameters may stay one. Without `params`, and
+        for what is chained after the wrapper, only the updates can be judged that the
+        wrapper returns. Updates and new state are then read once more: on a CPU, a
+        whole train step of a small transformer moves 1.4 times the bytes. None does so
+        if a parameter is narrower than float32, where an optimizer's eps and moments
         underflow. False never does.
 
     Returns:
@@ -90,12 +94,16 @@ def loss_scaled(
 
     Raises:
       TypeError: if `inner`, `scaler`, `axis_name` or `check_updates` is of another
-        type; at `update`, if `state` is not a state of this wrapper.
+        type; at `update`, if `state` is not a state of this wrapper, or `value` not a
+        floating-point number.
       ValueError: at `init`, if `inner` already contains a wrapper of jls; at `update`,
-        if `inner` or `scaler` changes the structure or a shape of its state.
+        if `value` is no scalar, if `state` was made by another inner optimizer, or if
+        `inner` or `scaler` changes the structure or a shape of its state.
 
     Warns:
-      UserWarning: at `init`, if a parameter is float16.
+      JlsWarning: at `init`, if a parameter is float16 or bfloat16; at `update`, when
+        traced, if it gets no `value` but an extra argument of nearly that name, or one
+        called `loss`, which `inner` does not use.
 
     Example:
       >>> optimizer = jls.loss_scaled(optax.sgd(1.0), jls.dynamic(1024.0))
@@ -109,15 +117,17 @@ def loss_scaled(
     """
     inner = _as_transformation(inner)
     if not isinstance(scaler, Scaler):
+        of_ours = f"static({scaler!r})" if _validate.is_real(scaler) else "dynamic()"
         raise TypeError(
             "scaler must be a jls.types.LossScaler or a jls.types.MagnitudeScaler, "
-            f"e.g. jls.dynamic(), got {type(scaler).__name__} {scaler!r}."
+            f"e.g. jls.{of_ours}, got {describe(scaler)}."
         )
     if check_updates is not None:
         check_updates = _validate.flag("check_updates", check_updates, "or None")
     check_axis_name(axis_name)
 
     def init(params):
+        report_wrapper(update, params)
         inner_state = inner.init(params)
         nested = find(inner_state, is_wrapper_state)
         if nested:
@@ -146,7 +156,8 @@ def loss_scaled(
             nonfinite_losses=jnp.zeros((), jnp.int32),
             nonfinite_updates=jnp.zeros((), jnp.int32),
             skip_reason=jnp.zeros((), jnp.int32),
-            nonfinite_leaves=jnp.zeros(count, jnp.bool_),
+            # At least one: Orbax saves no array without elements.
+            nonfinite_leaves=jnp.zeros(max(count, 1), jnp.bool_),
         )
         return place_scalars(state, params)
 
@@ -195,8 +206,7 @@ def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     if isinstance(inner, type) or not all(map(callable, functions)):
         raise TypeError(
             "inner must be an optax.GradientTransformation, e.g. optax.adamw(3e-4), or "
-            "an object with init and update, got "
-            f"{type(inner).__name__} {inner!r}."
+            f"an object with init and update, got {describe(inner)}."
         )
     if isinstance(inner, optax.GradientTransformation):
         return optax.with_extra_args_support(inner)
@@ -221,18 +231,22 @@ def _taking_extra_arguments(update: Callable[..., Any]) -> Callable[..., Any]:
     return update_with_extra
 
 
+# By dtype of 16 bits: below which part of a parameter an update is rounded away.
+_VANISHES = {"float16": "1/4000", "bfloat16": "1/512"}
+
+
 def _warn_of_half_params(params: Any) -> None:
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
-    half = [
-        jax.tree_util.keystr(path)
-        for path, leaf in leaves
-        if getattr(leaf, "dtype", None) == jnp.float16
-    ]
-    if half:
-        warnings.warn(
-            f"{len(half)} of {len(leaves)} parameters are float16, first '{half[0]}'. "
-            "Updates smaller than half a unit in the last place, about 1/4000 of the "
-            "parameter, vanish. Keep float32 master weights and cast them to float16 "
-            "in the forward pass.",
-            stacklevel=3,
-        )
+    for dtype, part in _VANISHES.items():
+        half = [
+            jax.tree_util.keystr(path)
+            for path, leaf in leaves
+            if str(getattr(leaf, "dtype", None)) == dtype
+        ]
+        if half:
+            warn(
+                f"{len(half)} of {len(leaves)} parameters are {dtype}, first "
+                f"'{half[0]}'. Updates smaller than half a unit in the last place, "
+                f"about {part} of the parameter, vanish. Keep float32 master weights "
+                f"and cast them to {dtype} in the forward pass."
+            )

@@ -37,6 +37,7 @@ from jls._scalers import static as _static
 from jls._scalers.rule import start_at as _start_at
 from jls._scalers.rule import switch as _switch
 from jls._tree import as_flag as _as_flag
+from jls._types import JlsWarning as _JlsWarning
 from jls._types import LossScaler as _LossScaler
 from jls._types import ScalerState as _ScalerState
 
@@ -277,6 +278,7 @@ def mindformers_adaptive(
     if window not in ladder:
         _warnings.warn(
             f"scale_window {window!r} is not one of {ladder}: the shortest is taken.",
+            _JlsWarning,
             stacklevel=2,
         )
         window = None
@@ -380,13 +382,14 @@ def deepspeed(
     delayed_shift: int = 2,
     consecutive_hysteresis: bool = False,
 ) -> _LossScaler:
-    """Returns the scaler of DeepSpeed's `DynamicLossScaler`.
+    """Returns the scaler of DeepSpeed's `DynamicLossScaler`, since 0.17.1.
 
     The defaults are those of the "fp16" section of its configuration. The first growth
     of a run and the first after an overflow come on finite step `scale_window` + 1, the
-    next ones `scale_window` steps apart. DeepSpeed has no cap; here the scale stops at
-    2**126. On an overflow at the floor it raises an exception; here the scale stays,
-    and the step is skipped and counted.
+    next ones `scale_window` steps apart. (Before 0.17.1, of June 2025, they came on
+    finite step `scale_window`, as with `jls.hysteresis`.) DeepSpeed has no cap; here
+    the scale stops at 2**126. On an overflow at the floor it raises an exception; here
+    the scale stays, and the step is skipped and counted.
 
     Args:
       init_scale: the first loss scale; 2**initial_scale_power of the configuration.

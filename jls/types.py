@@ -7,6 +7,7 @@ your own, fill a `LossScaler` or a `MagnitudeScaler`; the rest is for annotation
 """
 
 from jls._ema import ParamsEmaState as ParamsEmaState
+from jls._monitor.check import StepCheck as StepCheck
 from jls._monitor.health import Health as Health
 from jls._monitor.nonfinite import LeafReport as LeafReport
 from jls._monitor.nonfinite import NonfiniteReport as NonfiniteReport
@@ -15,6 +16,8 @@ from jls._monitor.underflow import UnderflowShares as UnderflowShares
 from jls._monitor.verdict import Verdict as Verdict
 from jls._scalers.adaptive import AdaptiveState as AdaptiveState
 from jls._scalers.recent_max import RecentMaxState as RecentMaxState
+from jls._train.step import CarryingTrainStep as CarryingTrainStep
+from jls._train.step import PlainTrainStep as PlainTrainStep
 from jls._train.step import TrainStep as TrainStep
 from jls._types import AdjustFn as AdjustFn
 from jls._types import InitFn as InitFn

@@ -168,3 +168,15 @@ def recent_max(
         if steps >= window:
             seen, before, steps = [], ceiling, 0
         yield scale, since, steps, min(seen, default=math.inf), before, overflow
+
+
+def stored(param, update, dtype):
+    """The parameter after an update, in its own dtype."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return (np.float32(param) + np.float32(update)).astype(dtype)
+
+
+def may_be_stored(param, update, dtype):
+    """Whether a step that is checked may give a parameter of `dtype` this update."""
+    overflows = math.isfinite(param) and not np.isfinite(stored(param, update, dtype))
+    return math.isfinite(update) and not overflows

@@ -78,6 +78,20 @@ def train_step(state, batch, **options):
     return jls.train_step(**options)(state, batch)
 
 
+@jax.jit
+def right_step(params, opt_state, batch):
+    loss, grads = jls.value_and_grad(lambda params: jnp.sum(params["w"] * batch))(
+        opt_state, params
+    )
+    return jls.apply_gradients(optimizer, grads, opt_state, params, value=loss)
+
+
+def check_step(**options):
+    # Its first argument is positional only in spirit: the others are the step's.
+    batch = jnp.ones(2)
+    return jls.check_step(options.pop("step"), params, opt_state, batch, **options)
+
+
 def state_loss(state, batch):
     return jnp.sum(state.params["w"] * batch)
 
@@ -164,6 +178,7 @@ CASES = {
     "select": (jls.select, {"pred": True, "on_true": params, "on_false": params}),
     "loss_scale": (jls.loss_scale, {"state": scaler_state}),
     "metrics": (jls.metrics, {"state": scaler_state}),
+    "host_metrics": (jls.host_metrics, {"state": scaler_state}),
     "set_loss_scale": (jls.set_loss_scale, {"state": scaler_state, "value": 2.0}),
     "health": (
         jls.health,
@@ -172,6 +187,7 @@ CASES = {
             "params": params,
             "grads": None,
             "optimizer": None,
+            "carried": None,
             "max_consecutive_skips": 3,
             "max_small": 0.1,
             "dtype": jnp.float16,
@@ -214,6 +230,17 @@ CASES = {
         defaults(jls.train_step, loss_fn=state_loss)
         | {"state": train_state(), "batch": jnp.ones(2)},
     ),
+    "apply_gradients": (
+        jls.apply_gradients,
+        {
+            "optimizer": optimizer,
+            "grads": params,
+            "opt_state": opt_state,
+            "params": params,
+            "value": None,
+        },
+    ),
+    "check_step": (check_step, {"step": right_step, "carried_args": None}),
     **{
         f"{name}.adjust": adjusting(make())
         for name, make in SCALERS.items()
@@ -260,7 +287,7 @@ TAKES = {
     "tree": ALL,  # a leaf of any kind
     "grads": ALL,
     "params": ALL,
-    "value": ALL,
+    "value": {"None", "2.5", "nan", "inf", "float32"},
     "grads_finite": FLAGS,
     "pred": FLAGS,
     "partial_overflow": FLAGS,
@@ -277,6 +304,11 @@ TAKES = {
     ("value_and_grad", "has_aux"): set(),  # this loss function has none
     ("grad", "has_aux"): set(),
     ("train_step", "has_aux"): set(),
+    ("train_step", "carries"): set(),
+    ("apply_gradients", "grads"): set(),
+    ("apply_gradients", "params"): set(),
+    ("check_step", "carried_args"): {"None"},
+    ("train_step", "optimizer"): {"None"},
     ("loss_scaled", "axis_name"): {"None", "text"},
     ("skip_nonfinite", "axis_name"): {"None", "text"},
     ("loss_scaled", "scaler"): set(),
@@ -284,6 +316,8 @@ TAKES = {
     ("max_abs", "axis_name"): {"None"},
     ("set_loss_scale", "value"): {"2.5", "float32", "int32"},
     ("health", "params"): {"None"},
+    ("health", "carried"): set(VALUES),
+    ("health", "grads"): set(VALUES),
     ("health", "max_small"): {"0"},
     ("upgrade_state", "target"): set(),
     ("nonfinite_leaves", "params"): set(),
@@ -306,6 +340,7 @@ TAKES = {
 # What the error calls an argument, if not by its name.
 CALLED = {
     ("set_loss_scale", "value"): "loss_scale",
+    ("apply_gradients", "opt_state"): "got a state",
     ("underflow", "state"): "loss_scale|state",
     ("wrap_state", "params"): "inner_state",
 }
@@ -318,6 +353,7 @@ LEFT = {
     ("grad", "transform", "function"),
     ("params_ema", "decay", "function"),
     ("train_step", "loss_fn", "function"),
+    ("check_step", "step", "function"),
     ("train_step", "learning_rate", "function"),
     ("train_step", "batch"),
     # It is for `transform`, which may take more than jax does.
@@ -339,7 +375,6 @@ LEFT = {
     ("params_ema", "params", "huge"),
     # jax says that these are no numpy arrays.
     *(("History.plot", "axes", label) for label in ("key", *TRACED)),
-    *(("health", name, label) for name in ("params", "grads") for label in TRACED),
 }
 
 
@@ -399,7 +434,7 @@ def test_scaler_says_where_its_state_is_in_that_of_the_optimizer(name):
 
 def test_verdicts_to_raise_for_may_be_an_iterator():
     with pytest.raises(jls.UnhealthyError):
-        jls.health(opt_state, raise_if=iter(["ok"]))
+        jls.health(opt_state, raise_if=iter(["no step"]))
 
 
 def test_every_public_function_is_here():

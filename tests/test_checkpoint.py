@@ -122,6 +122,7 @@ def test_wrap_takes_what_numpy_and_flax_restore():
     assert_identical(jls.wrap_state(make(), given, params).inner_state, bare)
 
 
+@pytest.mark.filterwarnings("ignore:.*parameters are bfloat16")
 def test_wrap_works_for_skip_nonfinite_and_every_kind_of_leaf():
     def init(params):
         return {"key": jax.random.key(3), "none": None, "n": jnp.int32(4), "p": params}
@@ -777,6 +778,34 @@ def test_result_shares_no_buffer_and_can_be_donated():
             id="object within",
         ),
         pytest.param({}, r"lacks inner_state, .* jls\.wrap_state", id="nothing"),
+        *[
+            pytest.param(
+                RAW | {"scaler_state": RAW["scaler_state"] | {"loss_scale": scale}},
+                r"2\^-126 to 2\^126 at 'scaler_state/loss_scale', got .*target has",
+                id=f"a scale of {scale!r}",
+            )
+            for scale in (
+                np.float32(np.nan),
+                np.float32(0.0),
+                np.float32(-8.0),
+                np.float32(np.inf),
+                0.0,
+                1e300,
+            )
+        ],
+        *[
+            pytest.param(
+                RAW | {"steps": count},
+                r"from 0 to 2\^31 - 1 at 'steps', got .*target has",
+                id=f"a count of {count!r}",
+            )
+            for count in (2**40, 2**70, -5, np.int32(-1))
+        ],
+        pytest.param(
+            RAW | {"scaler_state": RAW["scaler_state"] | {"finite_count": 2**40}},
+            rf"fits into int32 at 'scaler_state/finite_count', got 1099.* {OTHER}",
+            id="a count of a scaler",
+        ),
     ],
 )
 def test_upgrade_names_what_does_not_fit_and_changes_nothing(saved, message):
@@ -787,6 +816,35 @@ def test_upgrade_names_what_does_not_fit_and_changes_nothing(saved, message):
     with pytest.raises(ValueError, match="target"):
         jls.upgrade_state((target, 0), [saved, 0])
     assert_identical(target, before)
+
+
+def test_a_number_that_its_dtype_cannot_hold_is_named():
+    target = {"x": jnp.ones((), jnp.float16), "y": jnp.zeros((), jnp.int8)}
+    assert jls.upgrade_state(target, {"x": 3.0, "y": 7}) == {"x": 3.0, "y": 7}
+    with pytest.raises(ValueError, match=r"fits into float16 at 'x', got 1e\+300"):
+        jls.upgrade_state(target, {"x": 1e300, "y": 7})
+    with pytest.raises(ValueError, match="fits into int8 at 'y', got 300"):
+        jls.upgrade_state(target, {"x": 3.0, "y": 300})
+
+
+def test_state_without_parameters_can_be_saved_everywhere(tmp_path, jit_or_eager):
+    for i, tree in enumerate(({"frozen": jnp.arange(2)}, {"free": None}, {})):
+        optimizer = jls.loss_scaled(optax.sgd(0.1, momentum=0.9))
+        state = optimizer.init(tree)
+        update = jit_or_eager(optimizer.update)
+        _, state = update(tree, state, tree, value=jnp.nan)
+        assert (state.skips, jls.nonfinite_leaves(state, tree)) == (1, [])
+        assert jls.health(state, tree).numbers["skips"] == 1
+        raw = restored(saved(state, tmp_path / str(i)))
+        assert_identical(jls.upgrade_state(optimizer.init(tree), raw), state)
+        # As 0.1.0 had it.
+        empty = state._replace(nonfinite_leaves=jnp.zeros(0, bool))
+        fresh = optimizer.init(tree)
+        for form in (serialization.to_state_dict(empty), empty):
+            assert_identical(jls.upgrade_state(fresh, form), state)
+        _, new = update(tree, empty, tree)
+        assert (new.applied, new.nonfinite_leaves.shape) == (True, (0,))
+        assert jls.nonfinite_leaves(empty, tree) == []
 
 
 def test_a_scaler_with_the_fields_of_another_is_an_error():

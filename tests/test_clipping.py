@@ -215,6 +215,7 @@ def test_a_max_norm_of_zero_moves_nothing(jit_or_eager):
 @pytest.mark.parametrize(
     "clip", [optax.clip_by_global_norm(0.0), optax.clip_by_block_rms(0.0)]
 )
+@pytest.mark.filterwarnings("ignore:.*parameters are bfloat16")
 def test_a_max_norm_of_zero_on_a_zero_gradient_needs_the_check_of_updates(
     clip, jit_or_eager
 ):

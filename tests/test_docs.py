@@ -2,6 +2,8 @@
 
 import ast
 import inspect
+import itertools
+import json
 import re
 from pathlib import Path
 from typing import get_args
@@ -94,3 +96,15 @@ def test_code_in_running_text_names_what_exists():
             for node in ast.walk(ast.parse(code.replace("...", "None"))):
                 if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "jls":
                     assert hasattr(jls, node.attr), (page, code)
+
+
+def test_formulas_need_no_network():
+    """TeX in dollars would be rendered by MathJax, from the network."""
+    texts = dict(PAGES)
+    for path in (DOCS.parent / "notebooks").glob("*.ipynb"):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        markdown = [cell["source"] for cell in cells if cell["cell_type"] == "markdown"]
+        texts[path.name] = "".join(itertools.chain.from_iterable(markdown))
+    for page, text in texts.items():
+        prose = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+        assert not re.search(r"\$[^$\n]+\$", prose), page

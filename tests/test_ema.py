@@ -275,6 +275,7 @@ def _differ(tree, other):
 # Leaves and dtypes --------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*parameters are bfloat16")
 def test_narrow_params_are_averaged_in_float32(jit_or_eager):
     """In bfloat16 the average of a slow decay would never move."""
     params = jnp.array([1.0, -256.0], jnp.bfloat16)
@@ -291,6 +292,7 @@ def test_narrow_params_are_averaged_in_float32(jit_or_eager):
     assert_identical(small, params)  # what bfloat16 would make of the first step
 
 
+@pytest.mark.filterwarnings("ignore:.*parameters are bfloat16")
 def test_what_is_averaged_are_the_rounded_params():
     """Master weights are not invented: the average is of what the model ran with."""
     params = jnp.array([256.0, -256.0], jnp.bfloat16)
@@ -493,6 +495,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("make", [averaged, scaled])
+@pytest.mark.filterwarnings("ignore:.*parameters are bfloat16")
 def test_average_shares_no_buffer_with_the_params(make, jit_or_eager):
     optimizer = make(0.0, optax.identity())  # the average is equal to the params
 
@@ -617,6 +620,7 @@ def test_none_or_two_averages_are_an_error_that_names_them():
     assert_identical(jls.eval_params(two[1]), PARAMS)
 
 
+@pytest.mark.filterwarnings("ignore:.*parameters are bfloat16")
 def test_linen_train_state_evaluates_with_the_average():
     model = linen.Dense(3, param_dtype=jnp.bfloat16)
     x = jnp.array([[1.0, -2.0], [0.5, 3.0]])
@@ -723,7 +727,7 @@ def test_any_number_below_one_is_a_decay(decay):
 
 
 def test_bad_debias_is_named():
-    with pytest.raises(TypeError, match="debias must be True or False, got 1"):
+    with pytest.raises(TypeError, match="debias must be True or False, got int 1"):
         jls.params_ema(0.9, debias=1)
 
 

@@ -18,7 +18,10 @@ from test_scaler_laws import SCALERS
 
 import jls
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [
+    pytest.mark.standard_promotion,
+    pytest.mark.filterwarnings("ignore:.*parameters are bfloat16"),
+]
 
 NAN, INF = float("nan"), float("inf")
 FAULTS = [NAN, INF, -INF, 1e38, -1e38, 1e-40, -0.0, 0.0]
@@ -220,7 +223,8 @@ def test_promises_hold_at_every_step(inner):
         counts = np.bincount(reasons, minlength=4)
         assert counts.sum() == STEPS == state.steps
         assert (counts[:3] > 20).all(), name  # applied, bad gradients, bad loss
-        assert counts[3] < STEPS / 10, name  # bad updates
+        # Bad updates; SGD takes bfloat16 to the end of its range, and leaves it there.
+        assert counts[3] < STEPS / (3 if inner == "sgd" else 10), name
 
 
 def test_promises_hold_in_a_loop_of_jitted_steps():
@@ -247,6 +251,7 @@ def test_promises_hold_under_vmap(name, inner):
     assert {0, 1, 2} <= set(reasons.ravel().tolist())
 
 
+@pytest.mark.filterwarnings("ignore:.*parameters are bfloat16")  # also elsewhere
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(
     ("name", "inner"), [("dynamic", "multi_steps"), ("cautious", "sgd")]

@@ -22,7 +22,14 @@ FLOORS = [line.split() for line in re.findall(r"^#   (\S.*)$", SOURCE, re.MULTIL
 PUBLIC = [name for name in vars(jls) if not name.startswith("_")]
 PUBLIC_MODULES = ["presets", "types"]
 # The docstring of a protocol is on its call; an alias has none.
-PROTOCOLS = ["InitFn", "AdjustFn", "MagnitudeAdjustFn", "TrainStep"]
+PROTOCOLS = [
+    "InitFn",
+    "AdjustFn",
+    "MagnitudeAdjustFn",
+    "TrainStep",
+    "PlainTrainStep",
+    "CarryingTrainStep",
+]
 ALIASES = ["Scaler", "Verdict"]
 
 
@@ -138,15 +145,19 @@ def test_every_public_name_has_a_docstring_and_functions_an_example(name):
 def test_public_names_are_those_of_the_contract():
     assert sorted(PUBLIC) == [
         "History",
+        "JlsWarning",
         "UnhealthyError",
         "adaptive",
         "all_finite",
+        "apply_gradients",
         "cautious",
         "check_in_sync",
+        "check_step",
         "dynamic",
         "eval_params",
         "grad",
         "health",
+        "host_metrics",
         "hysteresis",
         "loss_scale",
         "loss_scaled",
@@ -179,6 +190,7 @@ def test_types_are_those_of_the_contract():
     assert sorted(names) == [
         "AdaptiveState",
         "AdjustFn",
+        "CarryingTrainStep",
         "Health",
         "InitFn",
         "LeafReport",
@@ -189,11 +201,13 @@ def test_types_are_those_of_the_contract():
         "MagnitudeScaler",
         "NonfiniteReport",
         "ParamsEmaState",
+        "PlainTrainStep",
         "RecentMaxState",
         "Scaler",
         "ScalerState",
         "SkipReason",
         "StaticState",
+        "StepCheck",
         "StepReport",
         "TrainStep",
         "Underflow",

@@ -243,6 +243,7 @@ def test_promise_06_every_leaf_of_a_state_has_a_buffer_of_its_own():
         assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
 
 
+@pytest.mark.filterwarnings("ignore:.*parameters are bfloat16")
 def test_promise_06_the_state_is_strongly_typed_and_a_fixed_point_of_update():
     optimizer = make()
     params = {"h": jnp.ones(2, jnp.bfloat16), "w": jnp.ones(2)}
@@ -254,6 +255,7 @@ def test_promise_06_the_state_is_strongly_typed_and_a_fixed_point_of_update():
     assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.filterwarnings("ignore:.*parameters are bfloat16")
 def test_promise_07_every_leaf_kind_is_safe(jit_or_eager):
     float0 = np.zeros(2, jax.dtypes.float0)
     key = jax.random.key(0)

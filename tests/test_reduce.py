@@ -20,9 +20,8 @@ from jls._reduce import (
     count_true,
     finite_leaves,
     global_norm,
-    global_norm_once,
 )
-from jls._tree import floats_of, widen
+from jls._tree import floats_of
 
 # all_finite ---------------------------------------------------------------------------
 
@@ -205,22 +204,11 @@ def norm_of(tree):
     return global_norm(floats_of(tree))
 
 
-def norm_of_applied(tree):
-    floats = list(map(widen, floats_of(tree)))
-    return global_norm_once(floats, floats, True)
-
-
-def norm_of_skipped(tree):
-    floats = list(map(widen, floats_of(tree)))
-    return global_norm_once(floats, [jnp.ones_like(x) for x in floats], False)
-
-
-NORMS = [norm_of, jax.jit(norm_of), jax.jit(norm_of_applied), jax.jit(norm_of_skipped)]
-NAMES = ["eager", "jit", "applied", "skipped"]
+NORMS, NAMES = [norm_of, jax.jit(norm_of)], ["eager", "jit"]
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=NAMES)
-@pytest.mark.parametrize("exponent", [-58, -10, 0, 30, 63, 64, 100, 126])
+@pytest.mark.parametrize("exponent", [-120, -58, -10, 0, 30, 63, 64, 100, 126])
 def test_global_norm_is_right_wherever_float32_can_hold_it(norm, exponent):
     tree = {
         "a": jnp.array([3.0, -4.0]) * 2.0 ** (exponent - 3),

@@ -223,6 +223,55 @@ def test_effects_happen_once():
     assert seen == [7]
 
 
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_host_function_never_sees_a_state_that_is_not_kept(is_nested, jit_or_eager):
+    def host(mean):
+        if not np.isfinite(mean).all():
+            raise ValueError("the host saw what is not kept")
+        return np.asarray(mean)
+
+    def ask(mean):
+        shape = jax.ShapeDtypeStruct(mean.shape, mean.dtype)
+        return jax.pure_callback(host, shape, mean)
+
+    ask = jax.jit(ask) if is_nested else ask
+
+    def step(mean, other, count):
+        count = count + 1
+        return [mean, ask(other / jnp.sqrt(count)), count]
+
+    old = [*OLD[:2], jnp.int32(0)]
+    for flag in (False, True):
+        new = jit_or_eager(guarded(step))(jnp.asarray(flag), *old)
+        assert_identical(new, jax.jit(step)(*old) if flag else old)
+
+
+def test_foreign_code_gets_no_state_that_is_not_kept():
+    """What it does with a NaN is not known: it is selected at the end."""
+
+    def step(mean, other, count):
+        count = count + 1
+        shape = jax.ShapeDtypeStruct(mean.shape, mean.dtype)
+        foreign = jax.ffi.ffi_call("unknown", shape)
+        return [mean, foreign(other / jnp.sqrt(count)), count]
+
+    jaxpr = jax.make_jaxpr(guarded(step))(jnp.asarray(True), *OLD)
+    assert "custom_jvp_call" not in str(jaxpr)
+    jaxpr = jax.make_jaxpr(guarded(moments))(jnp.asarray(True), *OLD)
+    assert "custom_jvp_call" in str(jaxpr)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("inner", [optax.sgd(0.1), optax.adamw(0.1)])
+def test_no_tracer_outlives_its_trace(inner):
+    optimizer = jls.loss_scaled(inner, jls.dynamic(8.0))
+    with jax.checking_leaks():
+        state = optimizer.init(W)
+        _, state = jax.jit(optimizer.update)(ONE, state, W)
+        jax.jit(jax.grad(lambda w: optimizer.update(w, state, W)[0].sum()))(W)
+    assert state.applied
+
+
 def test_the_state_changes_in_place_and_is_read_once():
     """What all this is for."""
     args = [jnp.asarray(True), *jnp.ones((3, 1 << 16))]

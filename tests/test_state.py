@@ -1,5 +1,7 @@
+import json
 from typing import NamedTuple
 
+import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from shared import assert_identical
 
 import jls
 
@@ -310,3 +313,65 @@ def test_bad_input_of_nonfinite_leaves_is_named():
         jls.nonfinite_leaves(state, {"a": jnp.ones(2)})
     with pytest.raises(ValueError, match="state must be concrete, got a traced one"):
         jax.jit(lambda state: jls.nonfinite_leaves(state, LAYERS))(state)
+
+
+class Scales(NamedTuple):
+    """Parameters, one of which has the name that a scaler's state has."""
+
+    loss_scale: jax.Array
+    w: jax.Array
+
+
+def test_a_parameter_called_loss_scale_is_none(jit_or_eager):
+    params = Scales(jnp.ones(2), jnp.ones(3))
+    tx = jls.loss_scaled(optax.adam(0.1), jls.dynamic(64.0))
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+
+    @jit_or_eager
+    def step(state):
+        loss, grads = jls.value_and_grad(lambda p: jnp.sum(p.w**2))(state, state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    state, loss = step(state)
+    assert loss == 3.0
+    for carrier in (state, state.opt_state, state.opt_state.scaler_state):
+        assert jls.loss_scale(carrier) == 64.0
+        assert jls.metrics(carrier)["loss_scale"] == 64.0
+        changed = jls.set_loss_scale(carrier, 8.0)
+        assert jls.loss_scale(changed) == 8.0
+        chex.assert_trees_all_equal_structs(carrier, changed)
+    moved = jls.set_loss_scale(state, 8.0)
+    assert_identical(moved.params, state.params)
+    assert_identical(moved.opt_state.inner_state, state.opt_state.inner_state)
+    assert jls.health(state.opt_state, state.params).verdict == "ok"
+    jls.check_in_sync(state)
+
+
+def test_two_scales_are_still_an_error_beside_a_wrapper():
+    two = (wrapped(), bare())
+    with pytest.raises(ValueError, match=r"got 2: at '\[0\].scaler_state', '\[1\]'"):
+        jls.loss_scale(two)
+
+
+@pytest.mark.parametrize("make", [bare, wrapped, chained, injected, train_state])
+def test_host_metrics_are_those_of_metrics_after_one_transfer(make, monkeypatch):
+    state, device_get, transfers = make(), jax.device_get, []
+
+    def counted(tree):
+        transfers.append(tree)
+        return device_get(tree)
+
+    monkeypatch.setattr(jax, "device_get", counted)
+    numbers = jls.host_metrics(state)
+    assert len(transfers) == 1
+    assert list(numbers) == list(jls.metrics(state))
+    assert {type(x) for x in numbers.values()} <= {bool, int, float}
+    assert json.loads(json.dumps(numbers)) == jax.device_get(jls.metrics(state))
+    assert numbers["loss_scale"] == 8.0
+
+
+def test_host_metrics_of_a_traced_state_names_the_one_for_jit():
+    with pytest.raises(ValueError, match=r"outside jit.*Inside use jls.metrics"):
+        jax.jit(lambda state: jls.host_metrics(state) and 0)(wrapped())
+    with pytest.raises(ValueError, match="must carry a loss scale"):
+        jls.host_metrics({"w": jnp.ones(2)})

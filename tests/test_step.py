@@ -1,12 +1,16 @@
 """One step: applied or skipped, atomically, and the state says which."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference
 from jax import lax
+from jax.experimental import checkify
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from shared import (
@@ -25,6 +29,7 @@ from shared import (
 )
 
 import jls
+from jls._step import apply_updates, update_and_apply
 
 
 def test_finite_steps_are_those_of_the_inner_optimizer():
@@ -92,6 +97,7 @@ def divided_by_itself():
 ZERO = jax.tree.map(jnp.zeros_like, GOOD)
 
 
+@pytest.mark.filterwarnings("ignore:.*parameters are bfloat16")
 @pytest.mark.parametrize(
     ("dtype", "check_updates", "is_checked"),
     [
@@ -113,6 +119,95 @@ def test_check_updates(dtype, check_updates, is_checked):
     assert state.scaler_state == (8.0, 2, 0)  # a finite step for the scaler
 
 
+# From these inner optimizers make updates, since no gradient may be inf.
+MADE = [0.0, -1.0, 15.0, 17.0, 1e5, -1e5, 3.4e38, -3.4e38, jnp.inf, -jnp.inf, jnp.nan]
+by_table = optax.stateless(lambda rows, _: jnp.array(MADE)[rows.astype(jnp.int32)])
+
+
+@pytest.mark.filterwarnings("ignore:.*parameters are")
+@pytest.mark.parametrize(
+    "dtype",
+    [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float8_e5m2, jnp.float8_e4m3fn],
+)
+@pytest.mark.filterwarnings("ignore:.*parameters are float16")
+def test_a_parameter_never_overflows_in_its_own_dtype(dtype, jit_or_eager):
+    info = jnp.finfo(dtype)
+    values = [0.0, -2.0, float(info.max), float(info.min), float(info.smallest_normal)]
+    values += [-jnp.inf, jnp.nan]  # a mask of -inf may stay one
+    params = jnp.array(values).astype(dtype)
+    rows = jnp.repeat(jnp.arange(float(len(MADE))), params.size)
+    params = jnp.tile(params, len(MADE))
+    wide = np.asarray(params, np.float32)
+    made = np.array(MADE)[np.asarray(rows, int)]
+    pairs = list(zip(wide.tolist(), made.tolist(), strict=True))
+    expected = [reference.may_be_stored(*pair, np.dtype(dtype)) for pair in pairs]
+    sums = np.array([reference.stored(*pair, np.dtype(dtype)) for pair in pairs])
+    kept = np.where(expected, sums, np.asarray(params))
+    optimizer = scaled(by_table, check_updates=True)
+
+    def step(param, row):  # each element is a run of its own
+        state = optimizer.init(param)
+        updates, made = optimizer.update(row, state, param)
+        stored, applied, _ = update_and_apply(optimizer, row, state, param)
+        return updates, made.applied, stored, applied.applied
+
+    updates, made, stored, applied = jit_or_eager(jax.vmap(step))(params, rows)
+    assert made.tolist() == applied.tolist() == expected
+    assert 0 < sum(expected) < len(expected)
+    is_number = ~np.isnan(wide)  # the payload of a NaN may change
+    for new in stored, apply_updates(params, updates):
+        assert_identical(np.asarray(new)[is_number], kept[is_number])
+
+
+def test_what_cannot_be_seen_is_not_judged():
+    """Without params, or if they are not what is updated: the updates alone."""
+    optimizer = scaled(optax.identity(), check_updates=True)
+    largest = jnp.full(2, jnp.finfo(jnp.float32).max)
+    state = optimizer.init(largest)
+    assert not optimizer.update(largest, state, largest)[1].applied
+    assert optimizer.update(largest, state)[1].applied
+    assert optimizer.update(largest, state, {"of": largest})[1].applied
+    never = scaled(optax.identity(), check_updates=False)
+    assert never.update(largest, state, largest)[1].applied
+
+
+@pytest.mark.standard_promotion
+def test_updates_are_applied_bit_for_bit_as_optax_does():
+    numbers = np.concatenate(
+        [np.float32(2.0) ** np.arange(-149, 128), [0.0, np.inf, np.nan, 3.4e38, 65504]]
+    )
+    numbers = np.concatenate([numbers, -numbers]).astype(np.float32)
+    params, updates = (jnp.array(x.ravel()) for x in np.meshgrid(numbers, numbers[::7]))
+    trees = {
+        str(dtype): (params.astype(dtype), updates.astype(update_dtype))
+        for dtype in (jnp.float16, jnp.bfloat16, jnp.float32)
+        for update_dtype in (jnp.float32, dtype)
+    }
+    trees |= {
+        "none": (None, None),
+        "no update": (None, jnp.ones(2)),
+        "complex": (jnp.array([1 + 2j]), jnp.array([3.0])),
+        "integer": (jnp.array([1, 2]), jnp.array([0.5, -1.5])),
+        "flag": (jnp.array([True]), jnp.array([0.0])),
+        "number": (1.0, jnp.float32(2.0)),
+    }
+    for name, (param, update) in trees.items():
+        expected = optax.apply_updates({"x": param}, {"x": update})
+        assert_identical(apply_updates({"x": param}, {"x": update}), expected), name
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e5m2, jnp.float8_e4m3fn])
+def test_parameters_of_8_bits_train(dtype, jit_or_eager):
+    params = jnp.array([1.0, -2.0]).astype(dtype)
+    optimizer = scaled(optax.sgd(0.5))
+    state = optimizer.init(params)
+    step = jit_or_eager(functools.partial(update_and_apply, optimizer))
+    for grads, expected in ((NAN, [1.0, -2.0]), (ONE, [0.5, -2.5])):
+        params, state, _ = step(grads, state, params)
+        assert params.dtype == dtype
+        assert params.tolist() == expected
+
+
 def test_check_updates_judges_by_the_gradients_without_params():
     optimizer = scaled(divided_by_itself())
     state = optimizer.init(PARAMS)
@@ -123,7 +218,8 @@ def test_check_updates_judges_by_the_gradients_without_params():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.standard_promotion
-@pytest.mark.filterwarnings("ignore:.*parameters are float16")
+@pytest.mark.filterwarnings("ignore:.*parameters are b?float16")
+@pytest.mark.filterwarnings("ignore:.*parameters are bfloat16")
 def test_state_keeps_its_dtypes_where_apply_if_finite_raises(dtype):
     params = {"w": jnp.ones(3, dtype)}
     grads = [{"w": jnp.full(3, 0.5, dtype)}] * 2
@@ -154,6 +250,7 @@ def test_debug_nans_finds_no_nan_that_jls_made():
     assert not state.applied
 
 
+@pytest.mark.filterwarnings("ignore:.*parameters are bfloat16")
 def test_updates_take_the_wider_dtype_of_gradient_and_parameter():
     inner = optax.GradientTransformation(
         lambda params: optax.EmptyState(),
@@ -244,6 +341,132 @@ def test_updates_with_other_leaves_than_the_params_are_refused():
         ValueError, match=r"as many floating-point leaves .* got 1 and 2"
     ):
         optimizer.update({"a": jnp.ones(2)}, optimizer.init(PARAMS))
+
+
+# Leaves of all kinds ------------------------------------------------------------------
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("check_updates", [True, False])
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.sgd(0.5),
+        optax.sgd(0.5, momentum=0.9),
+        optax.adam(0.5),
+        optax.adamw(0.5, weight_decay=0.1),
+        optax.identity(),
+    ],
+    ids=["sgd", "momentum", "adam", "adamw", "identity"],
+)
+def test_integers_with_integer_gradients_stay(inner, check_updates, jit_or_eager):
+    """They come from `tree.map(jnp.zeros_like, params)`."""
+    large = jnp.array([2**24 + 1, -3])  # a float32 could not hold it
+    params = {"a": W, "n": {"i": large, "flag": jnp.array(True)}}
+    grads = jax.tree.map(jnp.zeros_like, params) | {"a": ONE}
+    optimizer = scaled(inner, check_updates=check_updates)
+    new, state = run(optimizer, params, [grads, grads], jit_or_eager)
+    alone, _ = run(inner, W, [ONE, ONE], jit_or_eager)
+    assert_close(new["a"], alone)
+    assert_identical(new["n"], params["n"])
+    chex.assert_trees_all_equal_dtypes(state, optimizer.init(params))
+    assert state.skips == 0
+
+
+def test_a_count_that_becomes_a_float_is_refused_beside_integer_parameters():
+    def update(updates, state, params=None):
+        return updates, {"count": state["count"] + jnp.float32(0.5)}
+
+    inner = optax.GradientTransformation(lambda _: {"count": jnp.int32(0)}, update)
+    params = {"a": W, "i": jnp.int32(3)}
+    grads = {"a": ONE, "i": jnp.int32(0)}
+    optimizer = scaled(inner)
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        pytest.raises(ValueError, match=r"int32\[\] into float32\[\] at '\['count'\]'"),
+    ):
+        optimizer.update(grads, optimizer.init(params), params)
+
+
+def test_nothing_real_becomes_complex_without_a_word(jit_or_eager):
+    def refuses(update, match):
+        inner = optax.GradientTransformation(lambda _: {"m": jnp.zeros(2)}, update)
+        optimizer = scaled(inner)
+        step = jit_or_eager(optimizer.update)
+        with pytest.raises(ValueError, match=match):
+            step(W, optimizer.init(W), W)
+
+    turned = r"turned float32\[2\] into complex64\[2\] at "
+    complex_one = jnp.ones(2, jnp.complex64)
+    refuses(lambda u, s, p: (complex_one, s), f"optimizer's update .* {turned}''")
+    refuses(lambda u, s, p: (u, {"m": complex_one}), f"state .* {turned}'\\['m'\\]'")
+
+
+def test_a_complex_state_may_be_given_real_numbers(jit_or_eager):
+    start = {"m": jnp.ones(2, jnp.complex64)}
+    inner = optax.GradientTransformation(
+        lambda _: start, lambda u, s, p: (u, {"m": jnp.array([3.0, 4.0])})
+    )
+    _, state = run(scaled(inner), W, [ONE], jit_or_eager)
+    assert_identical(state.inner_state, {"m": jnp.array([3, 4], jnp.complex64)})
+
+
+@pytest.mark.standard_promotion
+def test_lookahead_goes_outside(jit_or_eager):
+    params = optax.LookaheadParams.init_synced(W)
+    inside = scaled(optax.lookahead(optax.adam(0.5), 2, 0.5))
+    with pytest.raises(ValueError, match=r"optax\.lookahead\(jls\.loss_scaled"):
+        inside.update(ONE, inside.init(params), params)
+    outside = optax.lookahead(scaled(optax.adam(0.5)), 2, 0.5)
+    new, state = run(outside, params, [ONE, NAN, ONE, ONE], jit_or_eager)
+    assert jls.all_finite((new, state))
+    assert jls.metrics(state)["skips"] == 1
+
+
+@pytest.mark.parametrize("check_updates", [True, False])
+def test_a_key_that_a_step_uses_and_a_skip_keeps_is_not_used_twice(
+    check_updates, jit_or_eager
+):
+    def update(updates, state, params=None):
+        noise, key = jax.random.split(state["key"])
+        return updates + jax.random.normal(noise, updates.shape), {"key": key}
+
+    inner = optax.GradientTransformation(lambda _: {"key": jax.random.key(0)}, update)
+    optimizer = scaled(inner, check_updates=check_updates)
+    step = jit_or_eager(optimizer.update)
+    state = optimizer.init(W)
+    with jax.debug_key_reuse(True):
+        for grads in (ONE, NAN, ONE):
+            _, state = step(grads, state, W)
+    assert state.skips == 1
+    key = inner.init(W)["key"]
+    for _ in range(2):
+        key = jax.random.split(key)[1]
+    assert jax.random.key_data(state.inner_state["key"]).tolist() == (
+        jax.random.key_data(key).tolist()
+    )
+
+
+@pytest.mark.standard_promotion
+def test_checkify_sees_no_division_by_zero_where_updates_are_checked():
+    """Where they are not, a skipped first step of Adam divides by its old count."""
+    for check_updates in (True, False):
+        optimizer = scaled(optax.adam(0.1), check_updates=check_updates)
+        checked = checkify.checkify(jax.jit(optimizer.update), checkify.float_checks)
+        error, (_, state) = checked(NAN, optimizer.init(W), W)
+        assert state.skips == 1
+        assert ("division by zero" in str(error.get())) == (not check_updates)
+
+
+@pytest.mark.standard_promotion
+def test_sam_without_extra_arguments_takes_a_loss():
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=False)
+    optimizer = scaled(optax.GradientTransformation(sam.init, sam.update))
+    state = optimizer.init(W)
+    _, state = optimizer.update(ONE, state, W, value=jnp.float32(1.0))
+    assert state.applied
+    _, state = optimizer.update(ONE, state, W, value=jnp.float32(jnp.nan))
+    assert state.nonfinite_losses == 1
 
 
 # What the scaler sees -----------------------------------------------------------------

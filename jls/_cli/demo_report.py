@@ -19,6 +19,12 @@ CONFIGURATIONS = (
     ("float16, no scaling", jnp.float16, False),
     ("float16, loss_scaled", jnp.float16, True),
 )
+HEADINGS = ("test accuracy", "loss", "skips", "scale", "zeros")
+NOTE = (
+    "zeros: share of the first layer's gradients that are exactly zero, at its first "
+    "step (pixels that are blank in every image have no others)"
+)
+WIDE = 78  # columns of a terminal in which everything fits side by side
 CLOSE = 0.03  # test accuracies nearer than this count as the same
 
 
@@ -33,11 +39,15 @@ class Runs(NamedTuple):
 def train_all(steps: int, seed: int) -> Runs:
     """Trains the three runs under a progress bar each."""
     digits = demo.load(seed)
+    console = Console()
+    is_wide = console.width >= WIDE
+    bar_column = [BarColumn(bar_width=12)] if is_wide else []
     progress = Progress(
         TextColumn("{task.description:<20}"),
-        BarColumn(bar_width=12),
+        *bar_column,
         TextColumn("{task.completed:>{task.fields[digits]}}/{task.total}"),
         TextColumn("{task.fields[record]}"),
+        console=console,
     )
     finished = []
     with progress:
@@ -48,7 +58,7 @@ def train_all(steps: int, seed: int) -> Runs:
             so_far = None
             for so_far in demo.train(dtype, scaled, digits, steps, seed):
                 progress.update(
-                    bar, completed=len(so_far.losses), record=_record(so_far)
+                    bar, completed=len(so_far.losses), record=_record(so_far, is_wide)
                 )
             finished.append(so_far)
     return Runs(*finished)
@@ -56,40 +66,53 @@ def train_all(steps: int, seed: int) -> Runs:
 
 def show(runs: Runs) -> None:
     """Prints the table and what happened."""
-    table = Table()
-    table.add_column("run", no_wrap=True)
-    for heading in ("test accuracy", "loss", "skips", "scale", "zeros"):
-        table.add_column(heading, justify="right")
-    for (name, _, scaled), run in zip(CONFIGURATIONS, runs, strict=True):
-        table.add_row(
-            name,
-            percent(run.accuracy),
-            f"{run.losses[-1]:.1e}",
-            str(np.sum(~run.applied)) if scaled else "-",
-            format_scale(run.scales[-1]) if scaled else "-",
-            percent(first_zeros(run)),
-        )
     console = Console()
+    width = min(console.width, 88)
+    rows = [
+        (name, *_values(run, scaled))
+        for (name, _, scaled), run in zip(CONFIGURATIONS, runs, strict=True)
+    ]
+    table = [("run", *HEADINGS), *rows]
+    if console.width < WIDE:  # a column for each run instead of a row
+        table = [*zip(*table, strict=True)]
     console.print()
-    console.print(table)
-    console.print(
-        "zeros: share of the first layer's gradients that are exactly zero, at its\n"
-        "first step (pixels that are blank in every image have no others)",
-        style="dim",
+    console.print(_as_table(table))
+    console.print(textwrap.fill(NOTE, width), style="dim", highlight=False)
+    console.print()
+    console.print(textwrap.fill(sentence(runs), width), highlight=False)
+
+
+def _values(run: demo.Progress, scaled: bool) -> tuple[str, ...]:
+    """What the table says of a run, in the order of `HEADINGS`."""
+    return (
+        percent(run.accuracy),
+        f"{run.losses[-1]:.1e}",
+        str(np.sum(~run.applied)) if scaled else "-",
+        format_scale(run.scales[-1]) if scaled else "-",
+        percent(first_zeros(run)),
     )
-    console.print()
-    text = textwrap.fill(sentence(runs), min(console.width, 88))
-    console.print(text, highlight=False)
+
+
+def _as_table(rows: list[tuple[str, ...]]) -> Table:
+    """The first row is the head."""
+    table = Table()
+    table.add_column(rows[0][0], no_wrap=True)
+    for heading in rows[0][1:]:
+        table.add_column(heading, justify="right")
+    for row in rows[1:]:
+        table.add_row(*row)
+    return table
 
 
 def sentence(runs: Runs) -> str:
     """What happened, judged by the results alone."""
     reference, unscaled, scaled = (run.accuracy or 0.0 for run in runs)
+    steps = len(runs.float32.losses)
     if reference < 0.5:
         return (
-            f"After {len(runs.float32.losses)} steps float32 itself reads only "
-            f"{percent(reference)} of the test digits, so there is nothing to compare "
-            "yet: try more --steps."
+            f"After {steps} {'step' if steps == 1 else 'steps'} float32 itself reads "
+            f"only {percent(reference)} of the test digits, so there is nothing to "
+            "compare yet: try more --steps."
         )
     if unscaled < reference - CLOSE:
         first = (
@@ -131,9 +154,9 @@ def percent(share: float | None) -> str:
     return "-" if share is None or math.isnan(share) else f"{100 * share:.1f}%"
 
 
-def _record(run: demo.Progress) -> str:
+def _record(run: demo.Progress, is_wide: bool) -> str:
     record = f"loss {run.losses[-1]:.1e}"
     if len(run.scales):
-        skips = np.sum(~run.applied)
-        record += f"  scale {format_scale(run.scales[-1])}  skips {skips}"
+        record += f"  scale {format_scale(run.scales[-1])}"
+        record += f"  skips {np.sum(~run.applied)}" if is_wide else ""
     return record

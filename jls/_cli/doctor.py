@@ -21,6 +21,9 @@ from jls._wrapper import loss_scaled
 # By how much a 16-bit matrix product has to be faster to be worth it.
 WORTH_IT = 1.3
 
+# How often a wrapped step is timed against a bare one.
+TURNS = 7
+
 NOT_OK = (
     "Something that jls relies on does not hold here: look for fast-math in XLA_FLAGS, "
     "and do not trust jls until it does."
@@ -41,6 +44,7 @@ def examine() -> dict[str, Any]:
     on_cpu = jax.default_backend() == "cpu"
     speeds = _matmul_speeds(384 if on_cpu else 4096)
     checks = _checks()
+    overheads = _step_overheads(128 if on_cpu else 2048)
     return {
         "jax": jax.__version__,
         "backend": jax.default_backend(),
@@ -48,7 +52,8 @@ def examine() -> dict[str, Any]:
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "matmul_gflops": speeds,
         "checks": checks,
-        "step_overhead": _step_overhead(128 if on_cpu else 2048),
+        "step_overhead": median(overheads),
+        "step_overhead_range": [min(overheads), max(overheads)],
         "advice": advice(speeds),
         "ok": all(checks.values()),
     }
@@ -90,10 +95,15 @@ def report(findings: dict[str, Any]) -> str:
     lines += ["", "What jls relies on, inside jit"]
     for name, holds in findings["checks"].items():
         lines.append(f"  {'yes' if holds else 'NO ':4} {name}")
+    low, high = findings["step_overhead_range"]
+    overhead = (
+        f"A wrapped train step took about {findings['step_overhead']:.2f} x the time "
+        f"of a bare one ({low:.2f} to {high:.2f} in {TURNS} turns; five small layers, "
+        "adamw)."
+    )
     lines += [
         "",
-        f"A guarded train step took {findings['step_overhead']:.2f} x the time of a "
-        "bare one (five small layers, adamw).",
+        textwrap.fill(overhead, 80),
         "",
         textwrap.fill(findings["advice"], 80),
     ]
@@ -139,19 +149,16 @@ def _matmul_speeds(size: int) -> dict[str, float]:
     return {name: 2 * size**3 / min(taken) / 1e9 for name, taken in times.items()}
 
 
-def _step_overhead(width: int) -> float:
-    """The time of a guarded step relative to a bare one; the median of turns."""
-    ratios = []
-    bare, guarded = (_step_of(width, is_guarded) for is_guarded in (False, True))
-    for _ in range(7):
-        ratios.append(_seconds(guarded, 3) / _seconds(bare, 3))
-    return median(ratios)
+def _step_overheads(width: int) -> list[float]:
+    """The time of a wrapped step relative to a bare one, in each of the turns."""
+    bare, wrapped = (_step_of(width, is_wrapped) for is_wrapped in (False, True))
+    return [_seconds(wrapped, 3) / _seconds(bare, 3) for _ in range(TURNS)]
 
 
-def _step_of(width: int, is_guarded: bool) -> Callable[[], Any]:
+def _step_of(width: int, is_wrapped: bool) -> Callable[[], Any]:
     """A jitted train step of a small network, with donated state; call it to run it."""
     optimizer = optax.adamw(1e-3)
-    optimizer = loss_scaled(optimizer) if is_guarded else optimizer
+    optimizer = loss_scaled(optimizer) if is_wrapped else optimizer
     keys = jax.random.split(jax.random.key(0), 5)
     params = [jax.random.normal(key, (width, width)) / width**0.5 for key in keys]
     carry = params, optimizer.init(params)
@@ -165,7 +172,7 @@ def _step_of(width: int, is_guarded: bool) -> Callable[[], Any]:
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state):
-        if is_guarded:
+        if is_wrapped:
             loss, grads = value_and_grad(loss_fn)(state, params)
             updates, state = optimizer.update(grads, state, params, value=loss)
         else:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run's counters mean, in words, for a person at the host."""
 
-import dataclasses
+import itertools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 
 from jls import _validate
 from jls._bits import edges
@@ -21,10 +22,11 @@ from jls._state import (
     concrete_wrapper_state_in,
     metrics,
     optimizer_in,
+    refuse_multi_steps_around,
 )
-from jls._step import wrapper_of
-from jls._tree import is_array, named_floats
-from jls._types import LossScaledState, Scaler, SkipReason, StaticState
+from jls._step import Reached, reach_wrappers, wrapper_of
+from jls._tree import is_array, is_variable, named_floats
+from jls._types import JlsWarning, LossScaledState, Scaler, SkipReason, StaticState
 
 
 class Health(NamedTuple):
@@ -33,7 +35,7 @@ class Health(NamedTuple):
     Example:
       >>> state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))
       >>> jls.health(state).verdict
-      'ok'
+      'no step'
     """
 
     verdict: Verdict
@@ -44,10 +46,11 @@ class Health(NamedTuple):
     def safe_to_save(self) -> bool:
         """Whether a checkpoint may replace an older one.
 
-        False if the run is stalled, or poisoned, which shows only if `params` was
-        given: it will not get better, and you may need the older checkpoint.
+        False if the run is stalled, has a bad scale, or is poisoned, which shows only
+        if `params` or `carried` was given: it will not get better by itself, and you
+        may need the older checkpoint.
         """
-        return self.verdict not in ("poisoned", "stalled")
+        return self.verdict not in ("poisoned", "bad scale", "stalled")
 
     def __str__(self) -> str:
         return f"{self.verdict}: {self.sentence}"
@@ -72,6 +75,7 @@ def health(
     *,
     grads: Any = None,
     optimizer: Any = None,
+    carried: Any = None,
     max_consecutive_skips: int = 50,
     max_small: float = 0.1,
     dtype: Any = jnp.float16,
@@ -86,15 +90,23 @@ def health(
     Args:
       state: anything that carries one state of `jls.loss_scaled`.
       params: the parameters, to see whether an inf or NaN is in them or in the
-        optimizer's state. One pass over both on the device; None looks at neither. If
-        several processes share the arrays, every process has to make the call.
+        optimizer's state, where an inf counts in arrays of the shape of a parameter:
+        optimizers keep an inf in scalars on purpose, such as the best loss so far. Or
+        an NNX model, whose parameters are then what the optimizer updates (its `wrt`;
+        `nnx.Param` if no `nnx.Optimizer` is given), and whose other variables count as
+        carried. One pass over them on the device; None does not look. If several
+        processes share the arrays, every process has to make the call.
       grads: true gradients of a recent step, to see whether they are too small for the
         loss scale. Two passes over them on the device; None does not look. Every
         process has to make the call here too.
       optimizer: what `jls.loss_scaled` returned, which knows the bounds of the scale;
-        or an `nnx.Optimizer` with it. None takes it from `state` if that is a
+        or an optimizer that has it inside, such as an `optax.chain`, for which `params`
+        are needed; or an `nnx.Optimizer`. None takes it from `state` if that is a
         `TrainState` or an `nnx.Optimizer`. Without it, health does not know the bounds,
         and never says "at floor" or "at ceiling".
+      carried: what else goes from step to step, such as batch statistics or an average
+        of the parameters, to see whether an inf or NaN is in it: any pytree. An inf in
+        a scalar does not count. One pass over it; None does not look.
       max_consecutive_skips: >= 1, how many steps skipped in a row are too many.
       max_small: the tolerated share, in [0, 1], of nonzero gradients that are below the
         smallest normal number of `dtype` once scaled.
@@ -104,27 +116,31 @@ def health(
       warn_if: verdicts for which to warn.
 
     Returns:
-      A `jls.types.Health`: `verdict` is one of "ok", "calibrating", "recovering", "at
-      floor", "at ceiling", "underflow", "non-finite loss", "non-finite update",
-      "stalled" and "poisoned"; `sentence` says what it means and what to do; `numbers`
-      holds what `jls.metrics` returns as Python numbers (`skip_reason` as a
-      `jls.types.SkipReason`), whether the scale `is_static`, and its bounds, which are
-      None if they are not known; with `params`, also whether the run is `poisoned` and
-      the names of the parameters that caused the last skip; with `grads`, also the
+      A `jls.types.Health`: `verdict` is one of "ok", "no step", "calibrating",
+      "recovering", "at floor", "at ceiling", "underflow", "non-finite loss",
+      "non-finite update", "bad scale", "stalled" and "poisoned"; `sentence` says what
+      it means and what to do; `numbers` holds what `jls.host_metrics` returns
+      (`skip_reason` as a `jls.types.SkipReason`), whether the scale `is_static`, and
+      its bounds, which are None if they are not known; with `params` or `carried`, also
+      whether the run is `poisoned` and the `poisoned_leaves`, names in lists by the
+      tree that they are in ("params", "opt_state", "carried"); with `params`, also the
+      names of the `nonfinite_leaves` that caused the last skip; with `grads`, also the
       share of `small` gradients in `dtype`, whether they are `all_zero`, and the
       `suggested_scale`.
 
     Raises:
       UnhealthyError: if the verdict is in `raise_if`.
-      TypeError: if `optimizer` was not made by jls, `max_consecutive_skips` not an
-        integer, `max_small` not a number known to Python, `dtype` not floating point,
-        or `raise_if` or `warn_if` not a sequence.
-      ValueError: if `state` carries no such state, or several, if it is traced, if
-        `optimizer` is of another kind than the one that made it, if a name in
-        `raise_if` or `warn_if` is not a verdict, or a number is out of range.
+      TypeError: if `optimizer` was not made by jls, or has the wrapper inside and
+        `params` is None; if `max_consecutive_skips` is not an integer, `max_small` not
+        a number known to Python, `dtype` not floating point, or `raise_if` or `warn_if`
+        not a sequence.
+      ValueError: if `state` carries no such state, or several, or one inside an
+        `optax.MultiSteps`, if an array is traced, if `optimizer` is of another kind
+        than the one that made it, if `params` has another number of leaves, if a name
+        in `raise_if` or `warn_if` is not a verdict, or a number is out of range.
 
     Warns:
-      UserWarning: if the verdict is in `warn_if`.
+      JlsWarning: if the verdict is in `warn_if`.
 
     Example:
       >>> optimizer = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(1024.0))
@@ -143,64 +159,152 @@ def health(
     max_small = _validate.host_number("max_small", max_small, "from 0 to 1", 0.0, 1.0)
     edges(dtype)  # or an error, with and without `grads`
     wrapper = concrete_wrapper_state_in(state)
-    scaler = _scaler_of(optimizer, state, wrapper)
+    refuse_multi_steps_around(state)
+    for name, tree in {"params": params, "grads": grads, "carried": carried}.items():
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
+            raise ValueError(
+                f"{name} must be concrete, got traced arrays: call this outside jit, "
+                "on what the step returned."
+            )
+    is_nnx = hasattr(state, "wrt") or _is_nnx_model(params)
+    if _is_nnx_model(params):
+        params, others = _split_model(params, state, optimizer)
+        carried = others if carried is None else (carried, others)
+    reached = _reached_in(optimizer, state, params, wrapper)
+    scaler = reached.wrapper.scaler if reached else None
 
-    on_device = dict(metrics(wrapper), leaves=wrapper.nonfinite_leaves)
-    if params is not None:
-        on_device["poisoned"] = _poisoned(params, wrapper.inner_state)
+    on_device: dict[str, Any] = dict(metrics(wrapper), leaves=wrapper.nonfinite_leaves)
+    watched = _watch(params, wrapper.inner_state, carried)
+    on_device["bad"] = {tree: flags for tree, (_, flags) in watched.items()}
     if grads is not None:
         on_device |= measure_small(wrapper, grads, dtype)
-    numbers = {name: x.tolist() for name, x in jax.device_get(on_device).items()}
+    numbers = jax.tree.map(lambda x: x.tolist(), jax.device_get(on_device))
     numbers["skip_reason"] = SkipReason(numbers["skip_reason"])
-    flags = numbers.pop("leaves")
+    flags, bad = numbers.pop("leaves"), numbers.pop("bad")
+    if watched:
+        numbers["poisoned_leaves"] = {
+            tree: list(itertools.compress(names, bad[tree]))
+            for tree, (names, _) in watched.items()
+        }
     if params is not None:
-        numbers["nonfinite_leaves"] = select_names(params, flags)
+        names = reached.names if reached else named_floats(params)[0]
+        numbers["nonfinite_leaves"] = select_names(names, flags)
     if grads is not None:
         numbers["dtype"] = jnp.dtype(dtype).name
-    scale = _describe_scale(scaler, wrapper, numbers["loss_scale"])
+    numbers |= _describe_scale(scaler, wrapper, numbers["loss_scale"])
 
-    facts = Facts(**numbers, **scale)
-    known = {name: x for name, x in dataclasses.asdict(facts).items() if x is not None}
-    bounds = {name: scale[name] for name in ("min_scale", "max_scale")}
-    result = Health(*judge(facts, Limits(limit, max_small)), known | bounds)
+    facts = Facts(**numbers, all_leaves_nonfinite=all(flags), is_nnx=is_nnx)
+    if watched:
+        numbers["poisoned"] = facts.poisoned
+    result = Health(*judge(facts, Limits(limit, max_small)), numbers)
     if result.verdict in raise_if:
         raise UnhealthyError(result)
     if result.verdict in warn_if:
-        warnings.warn(str(result), stacklevel=2)
+        warnings.warn(str(result), JlsWarning, stacklevel=2)
     return result
 
 
-def _poisoned(params: Any, inner_state: Any) -> Array:
-    return _is_poisoned(named_floats(params)[1], named_floats(inner_state)[1])
+# NNX, recognized without importing Flax.
+
+
+def _is_nnx_model(params: Any) -> bool:
+    """Whether `params` are `nnx.Module`s, not an `nnx.State` of what is trained."""
+    leaves = jax.tree.leaves(params, is_leaf=is_variable)
+    return any(map(is_variable, leaves)) and not hasattr(params, "to_pure_dict")
+
+
+def _split_model(model: Any, state: Any, optimizer: Any) -> tuple[Any, Any]:
+    """What the optimizer updates of a model, and its other variables."""
+    from flax import nnx
+
+    wrt = getattr(state, "wrt", None) or getattr(optimizer, "wrt", None) or nnx.Param
+    _, params, others = nnx.split(model, wrt, ...)
+    return params, others
+
+
+# Poison.
+
+
+def _watch(
+    params: Any, inner_state: Any, carried: Any
+) -> dict[str, tuple[list[str], Array]]:
+    """By tree: the names of its leaves, and which of them are poisoned, `bool[n]`."""
+    watched = {}
+    if params is not None:
+        # All optimizers of optax that keep an inf on purpose keep it in a scalar.
+        shapes = {jnp.shape(leaf) for leaf in named_floats(params)[1]} - {()}
+        watched["params"] = _flag(params, lambda _: False)
+        watched["opt_state"] = _flag(
+            inner_state, lambda leaf: jnp.shape(leaf) not in shapes
+        )
+    if carried is not None:
+        # A scalar may be the best loss so far, which starts at inf.
+        watched["carried"] = _flag(carried, lambda leaf: jnp.ndim(leaf) == 0)
+    return watched
+
+
+def _flag(tree: Any, may_be_inf: Callable[[Any], bool]) -> tuple[list[str], Array]:
+    """The names of the leaves of a tree, and which of them are poisoned."""
+    finite, others = {}, {}
+    for name, leaf in zip(*named_floats(tree), strict=True):
+        (others if may_be_inf(leaf) else finite)[name] = leaf
+    flags = _poisoned([*finite.values()], [*others.values()])
+    return [*finite, *others], flags
 
 
 @jax.jit
-def _is_poisoned(params: list[Any], inner_state: list[Any]) -> Array:
-    # Some optimizers keep an inf in their state on purpose, as the best value so far.
-    return ~jnp.all(finite_leaves(params)) | any_nan(inner_state)
+def _poisoned(leaves: list[Any], may_be_inf: list[Any]) -> Array:
+    """`bool[n]`, whether each holds a NaN, or an inf unless it may."""
+    is_nan = [any_nan([leaf]) for leaf in may_be_inf]
+    return jnp.concatenate([~finite_leaves(leaves), jnp.array(is_nan, jnp.bool_)])
 
 
-def _scaler_of(
-    optimizer: Any, state: Any, wrapper_state: LossScaledState
-) -> Scaler | None:
-    """The scaler of the optimizer, or of the one that a Flax state carries."""
+# The scale.
+
+
+def _reached_in(
+    optimizer: Any, state: Any, params: Any, wrapper_state: LossScaledState
+) -> Reached | None:
+    """The wrapper of the optimizer, or of the one that a Flax state carries."""
+    params = getattr(state, "params", None) if params is None else params
     if optimizer is None:
-        wrapper = wrapper_of(optimizer_in(state))
-        return wrapper.scaler if wrapper else None
-    wrapper = wrapper_of(optimizer) or wrapper_of(optimizer_in(optimizer))
-    if not wrapper:
+        reached = _reach(optimizer_in(state), params)
+        return reached[0] if len(reached) == 1 else None
+    reached = _reach(optimizer_in(optimizer) or optimizer, params)
+    if not reached:
+        further_inside = (
+            " If the wrapper is further inside, e.g. in an optax.chain, pass the "
+            "parameters too: jls.health(opt_state, params, optimizer=optimizer)."
+        )
         raise TypeError(
             "optimizer must be what jls.loss_scaled or jls.skip_nonfinite returned, or "
-            f"None, got {type(optimizer).__name__} {optimizer!r}. If the wrapper is "
-            "further inside, e.g. in an optax.chain, pass that part."
+            f"have it inside, got {type(optimizer).__name__}."
+            f"{further_inside if params is None else ''}"
         )
     made = jax.tree.structure(wrapper_state.scaler_state)
-    if made != wrapper.scaler_structure:
+    fitting = [one for one in reached if one.wrapper.scaler_structure == made]
+    if not fitting:
         raise ValueError(
             "optimizer must be the one that made state: its scaler's states are "
-            f"{wrapper.scaler_structure}, and state carries {made}."
+            f"{reached[0].wrapper.scaler_structure}, and state carries {made}."
         )
-    return wrapper.scaler
+    if len(fitting) > 1:  # each for a part of the parameters
+        size = wrapper_state.nonfinite_leaves.size
+        fitting = [one for one in fitting if len(one.names) == size]
+    if len(fitting) != 1:
+        raise ValueError(
+            "optimizer must have one wrapper that may have made state, got "
+            f"{len(fitting)}. Pass the one that did, and its part of params."
+        )
+    return fitting[0]
+
+
+def _reach(optimizer: Any, params: Any) -> list[Reached]:
+    """The wrappers in `optimizer`; without `params` only an outermost one is found."""
+    if wrapper_of(optimizer):
+        return reach_wrappers(optimizer, params)
+    can_look = callable(getattr(optimizer, "init", None)) and params is not None
+    return reach_wrappers(optimizer, params) if can_look else []
 
 
 def _describe_scale(

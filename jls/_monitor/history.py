@@ -57,7 +57,8 @@ class History:
         Args:
           metrics: a dict of scalars, such as `jls.metrics(state)`, or a
             `jls.types.StepReport`. Values in nested dicts get keys such as
-            "local_norm/layer/kernel"; None is left out. Or all of them stacked: arrays
+            "local_norm/layer/kernel"; None is left out, and so is what in a report's
+            `aux` is no scalar. Or all of them stacked: arrays
             of one dimension and the same length, a row for each element. (From
             `jax.pmap`, pass one device's.)
           step: the number of the step, or an array of numbers for stacked values. None

@@ -214,15 +214,15 @@ def nonfinite_leaves(state: Any, params: Any) -> list[str]:
       ['kernel']
     """
     flags = jax.device_get(concrete_wrapper_state_in(state).nonfinite_leaves)
-    return select_names(params, flags.tolist())
+    return select_names(named_floats(params)[0], flags.tolist())
 
 
-def select_names(params: Any, flags: list[bool]) -> list[str]:
-    """The paths of the floating-point leaves of `params` whose flag is set."""
-    names, _ = named_floats(params)
-    if len(names) != len(flags):
+def select_names(names: list[str], flags: list[bool]) -> list[str]:
+    """Those of the names of parameters whose flag is set."""
+    # Without a leaf the state has one flag all the same, in 0.1.0 none.
+    if len(flags) != len(names) and (names or len(flags) > 1):
         raise ValueError(
             "params must be the parameters that the optimizer was initialized with: "
             f"got {len(names)} floating-point leaves, the state knows {len(flags)}."
         )
-    return [name for name, is_bad in zip(names, flags, strict=True) if is_bad]
+    return [name for name, is_bad in zip(names, flags, strict=False) if is_bad]

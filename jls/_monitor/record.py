@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jls._tree import is_array
 from jls._types import StepReport
 
 Number = bool | int | float
@@ -18,7 +19,7 @@ Columns = Mapping[str, Sequence[Number | None]]
 def flatten_metrics(metrics: Any, more: Mapping[str, Any]) -> dict[str, Any]:
     """The given values by name, "a/b" for those in nested dicts; None is left out."""
     if isinstance(metrics, StepReport):
-        metrics = metrics._asdict()
+        metrics = {**metrics._asdict(), "aux": None, **_numbers_in_aux(metrics)}
     if not isinstance(metrics, Mapping):
         raise TypeError(
             "metrics must be a dict of scalars, such as jls.metrics(state), or a "
@@ -27,6 +28,16 @@ def flatten_metrics(metrics: Any, more: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     _flatten((), {**metrics, **more}, flat)
     return flat
+
+
+def _numbers_in_aux(report: StepReport) -> dict[str, Any]:
+    """What in aux is a number for each step, by name; not logits and the like."""
+    flat, _ = jax.tree_util.tree_flatten_with_path({"aux": report.aux})
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in flat
+        if is_array(leaf) and np.shape(leaf) == np.shape(report.skipped)
+    }
 
 
 def _flatten(path: tuple[str, ...], value: Any, flat: dict[str, Any]) -> None:

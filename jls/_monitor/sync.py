@@ -9,7 +9,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.experimental import multihost_utils
 
-from jls._state import find, is_scaler_state, is_wrapper_state, no_loss_scale
+from jls._state import find, find_scaler_states, is_wrapper_state, no_loss_scale
 from jls._tree import read_variables
 from jls._types import LOGGED_FIELDS
 
@@ -57,12 +57,13 @@ def check_in_sync(state: Any) -> None:
 def _scalars(state: Any) -> dict[str, Array]:
     """The scalars of jls in `state`, by path."""
     found = {}
-    for kind, names in ((is_wrapper_state, LOGGED_FIELDS), (is_scaler_state, None)):
-        for path, node in find(state, kind):
-            node = read_variables(node)
-            for name in names or node._fields:
-                if np.ndim(getattr(node, name)) == 0:
-                    found[f"{path}.{name}".lstrip(".")] = getattr(node, name)
+    wrappers = [(*pair, LOGGED_FIELDS) for pair in find(state, is_wrapper_state)]
+    scalers = [(*pair, pair[1]._fields) for pair in find_scaler_states(state)]
+    for path, node, names in wrappers + scalers:
+        node = read_variables(node)
+        for name in names:
+            if np.ndim(getattr(node, name)) == 0:
+                found[f"{path}.{name}".lstrip(".")] = getattr(node, name)
     return found
 
 

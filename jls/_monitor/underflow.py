@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.export import is_symbolic_dim
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jls import _validate
 from jls._bits import Edges, cuts, edges, is_finite, magnitudes, normalized
@@ -241,13 +243,20 @@ def _histogram(pattern: Array, group_size: int = 2**31) -> Array:
     # Zero goes where inf and NaN are, which are cut off.
     zero = jnp.uint32(255)
     bins = jnp.where(pattern == 0, zero, jnp.maximum(pattern >> 23, jnp.uint32(1)))
-    groups = pattern.size // group_size + 1
+    # A symbolic size of `jax.export` is less than 2**35.
+    is_known = not is_symbolic_dim(pattern.size)
+    groups = pattern.size // group_size + 1 if is_known else 16
     if groups > 1:
-        axis = max(range(pattern.ndim), key=lambda i: pattern.shape[i])
+        lengths = [math.inf if is_symbolic_dim(n) else n for n in pattern.shape]
+        axis = lengths.index(max(lengths))
         position = lax.broadcasted_iota(jnp.uint32, pattern.shape, axis)
-        bins += position // (pattern.shape[axis] // groups + 1) * 256
-    # Not indexed by group and bin: with two indices XLA takes six times as long.
-    counts = jnp.zeros(groups * 256, jnp.uint32).at[bins].add(jnp.uint32(1))
+        width = jnp.asarray(pattern.shape[axis] // groups + 1, jnp.uint32)
+        bins += position // width * 256
+    # Not indexed by group and bin: with two indices XLA takes six times as long. On an
+    # explicit mesh the devices add up what they have counted.
+    home = NamedSharding(jax.typeof(pattern).sharding.mesh, PartitionSpec())
+    counts = jnp.zeros(groups * 256, jnp.uint32)
+    counts = counts.at[bins].add(jnp.uint32(1), out_sharding=home)
     return counts.reshape(groups, 256).astype(jnp.float32).sum(0)[1:255]
 
 

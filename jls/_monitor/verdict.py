@@ -6,6 +6,7 @@ given.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
@@ -14,6 +15,7 @@ from jls._types import SkipReason
 
 Verdict = Literal[
     "poisoned",
+    "bad scale",
     "stalled",
     "non-finite loss",
     "non-finite update",
@@ -21,6 +23,7 @@ Verdict = Literal[
     "calibrating",
     "recovering",
     "underflow",
+    "no step",
     "at ceiling",
     "ok",
 ]
@@ -42,12 +45,19 @@ class Facts:
     nonfinite_losses: int
     nonfinite_updates: int
     skip_reason: SkipReason
-    nonfinite_leaves: list[str] | None = None  # of the last skipped step
-    poisoned: bool | None = None  # a parameter or moment is not finite
+    all_leaves_nonfinite: bool = False  # of the gradients of the last skipped step
+    nonfinite_leaves: list[str] | None = None  # of the last skipped step, by name
+    poisoned_leaves: dict[str, list[str]] | None = None  # names by the tree they are in
+    is_nnx: bool = False  # the state or the parameters are those of an NNX model
     small: float | None = None  # share of the gradients below the smallest normal
     all_zero: bool | None = None  # every gradient is
     suggested_scale: float | None = None
     dtype: str | None = None  # in which `small` was counted
+
+    @property
+    def poisoned(self) -> bool:
+        """Whether inf or NaN is where no step will take it away."""
+        return any((self.poisoned_leaves or {}).values())
 
     @property
     def skipped(self) -> bool:
@@ -76,16 +86,55 @@ def judge(facts: Facts, limits: Limits) -> tuple[Verdict, str]:
     # gradient: their names would say nothing.
     are_to_blame = facts.skip_reason != SkipReason.LOSS and row.verdict != "poisoned"
     if bad and facts.skipped and are_to_blame:
-        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-        sentence += f". Not finite: {', '.join(bad[:3])}{more}"
-    return row.verdict, sentence + "."
+        sentence += f". Not finite: {_some(bad)}"
+    return row.verdict, sentence if sentence.endswith("?") else f"{sentence}."
+
+
+# By the tree that inf or NaN is in: its name in a sentence, how it gets there, and what
+# to do about it.
+_POISON = {
+    "params": (
+        "the parameters",
+        "Either the optimizer made it out of finite gradients, a step that "
+        "jls.loss_scaled(..., check_updates=True) skips, or something else changed the "
+        "parameters",
+    ),
+    "opt_state": (
+        "the optimizer's state",
+        "The optimizer made it out of finite gradients, or it was restored so. In "
+        "float32 the square of a gradient over 1.8e19 is inf: clip gradients inside "
+        "jls.loss_scaled, before the moments",
+    ),
+    "carried": (
+        "the carried state",
+        "The forward pass makes it, or a skipped step that does not roll it back: use "
+        "jls.train_step, or jls.select(applied, new, old). What is inf on purpose, "
+        "leave out of carried",
+    ),
+}
 
 
 def _poisoned(facts: Facts) -> str:
+    found = {
+        tree: names for tree, names in (facts.poisoned_leaves or {}).items() if names
+    }
+    places = [f"{_POISON[tree][0]} ({_some(names)})" for tree, names in found.items()]
+    # Parameters spoil the moments, and moments the parameters: the first is advised on.
+    advice = [_POISON[tree][1] for tree in found]
+    if "params" in found:
+        advice = [_POISON[tree][1] for tree in found if tree != "opt_state"]
     return (
-        "a parameter or the optimizer's state is inf or NaN. No step can cure that: go "
-        "back to an earlier checkpoint, and find out what changed it besides the "
-        "wrapped optimizer"
+        f"inf or NaN is in {' and in '.join(places)}. No step can cure that: go back "
+        f"to an earlier checkpoint. {'. '.join(advice)}"
+    )
+
+
+def _bad_scale(facts: Facts) -> str:
+    return (
+        f"the loss scale is {facts.scale}, but must be finite and above 0. Set it with "
+        "opt_state = jls.set_loss_scale(opt_state, value), and find out where it came "
+        "from: a checkpoint, or a jls.set_loss_scale inside jit, where values are not "
+        "checked"
     )
 
 
@@ -100,6 +149,7 @@ def _stalled(facts: Facts) -> str:
             SkipReason.GRADIENTS: (
                 "If the loss is finite, the backward pass overflows at any scale: look "
                 "for square roots and divisions at 0, and for an inf in a parameter"
+                f"{_other_causes(facts)}"
             ),
             SkipReason.LOSS: (
                 "Look at the batch and at the forward pass: the loss itself is inf or "
@@ -127,8 +177,9 @@ def _nonfinite_loss(facts: Facts) -> str:
 def _nonfinite_update(facts: Facts) -> str:
     return (
         "the gradients of the last step were finite, but the optimizer turned them "
-        f"into inf or NaN ({facts.nonfinite_updates} of {_steps(facts)} so far). Keep "
-        "parameters and moments in float32, or raise the optimizer's eps"
+        "into inf or NaN, or into an update too large for its parameter's dtype "
+        f"({facts.nonfinite_updates} of {_steps(facts)} so far). Keep parameters and "
+        "moments in float32, or raise the optimizer's eps"
     )
 
 
@@ -138,6 +189,33 @@ def _at_floor(facts: Facts) -> str:
         f"{facts.scale} is at its floor ({facts.consecutive_skips} skipped in a row), "
         "so no lower scale will help. Look for what is too large, or for a square root "
         "or a division at 0, in the backward pass; or lower min_scale"
+        f"{_other_causes(facts)}"
+    )
+
+
+def _other_causes(facts: Facts) -> str:
+    """What else makes gradients inf or NaN again and again, as far as it may be."""
+    causes = ""
+    if not facts.is_static:
+        causes += (
+            ". Or the gradients were scaled by another state: give jls.value_and_grad "
+            "the newest one"
+        )
+    return causes + _untold_loss(facts)
+
+
+def _untold_loss(facts: Facts) -> str:
+    """A NaN loss that was not told looks like gradients that are all bad."""
+    looks_so = (
+        facts.skip_reason == SkipReason.GRADIENTS
+        and facts.nonfinite_losses == 0
+        and facts.all_leaves_nonfinite
+    )
+    if not looks_so:
+        return ""
+    return (
+        ". All gradients were inf or NaN: if the loss was too, pass value=loss to the "
+        "optimizer's update, which then keeps the loss scale"
     )
 
 
@@ -169,7 +247,7 @@ def _recovering(facts: Facts) -> str:
         f"{facts.consecutive_skips} in a row; {_skips(facts)}. The loss scale of "
         f"{facts.scale} is static, and never moves. If this goes on, "
         f"{lower if facts.loss_scale > 1 else ''}look for what is too large, or for a "
-        "square root or a division at 0, in the backward pass"
+        f"square root or a division at 0, in the backward pass{_untold_loss(facts)}"
     )
 
 
@@ -198,15 +276,37 @@ def _underflow(facts: Facts) -> str:
     )
 
 
+def _no_step(facts: Facts) -> str:
+    if facts.is_nnx:
+        lost = (
+            "their updates were lost: compile the step with nnx.jit, or return model "
+            "and optimizer from jax.jit"
+        )
+    else:
+        lost = "this is not the state that the last one returned"
+    return (
+        "no step was made yet, so there is nothing to judge; the loss scale is "
+        f"{facts.scale}. If you ran steps, {lost}"
+    )
+
+
 def _at_ceiling(facts: Facts) -> str:
+    never = (
+        ". No step was ever skipped: were these gradients made by jls.value_and_grad?"
+        if facts.skips == 0
+        else ""
+    )
     return (
         f"the loss scale of {facts.scale} can grow no further. If gradients are still "
-        "too small for float16, raise max_scale"
+        f"too small for float16, raise max_scale{never}"
     )
 
 
 def _ok(facts: Facts) -> str:
-    return f"{_skips(facts)}; the loss scale is {facts.scale}"
+    low = facts.min_scale if facts.min_scale is not None else 1.0
+    has_sunk = not facts.is_static and facts.loss_scale <= low
+    hint = _untold_loss(facts) if has_sunk else ""
+    return f"{_skips(facts)}; the loss scale is {facts.scale}{hint}"
 
 
 def _is_at_floor(facts: Facts) -> bool:
@@ -230,8 +330,10 @@ class Row(NamedTuple):
 
 
 TABLE = (
-    # A parameter or the optimizer's state is not finite.
-    Row("poisoned", lambda f, _: bool(f.poisoned), _poisoned),
+    # A parameter, a moment or something carried is not finite.
+    Row("poisoned", lambda f, _: f.poisoned, _poisoned),
+    # No loss can be scaled by this.
+    Row("bad scale", lambda f, _: not 0 < f.loss_scale < math.inf, _bad_scale),
     # Too many steps in a row were skipped.
     Row("stalled", lambda f, m: f.consecutive_skips > m.consecutive_skips, _stalled),
     # The last step was skipped for its forward loss, or for what the optimizer made.
@@ -261,6 +363,8 @@ TABLE = (
     Row("recovering", lambda f, _: f.skipped, _recovering),
     # Too many of the gradients are too small for the scale.
     Row("underflow", _is_underflow, _underflow),
+    # There is nothing to judge.
+    Row("no step", lambda f, _: f.steps == 0, _no_step),
     # The scale can go no higher.
     Row("at ceiling", lambda f, _: not f.is_static and _is_at_ceiling(f), _at_ceiling),
     Row("ok", lambda f, _: True, _ok),
@@ -274,6 +378,12 @@ def _steps(facts: Facts) -> str:
 def _skips(facts: Facts) -> str:
     was = "was" if 1 in (facts.skips, facts.steps) else "were"
     return f"{facts.skips} of {_steps(facts)} {was} skipped so far"
+
+
+def _some(names: list[str]) -> str:
+    """The first three names; a tree that is one leaf has none."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(name or "(tree)" for name in names[:3]) + more
 
 
 def _format(scale: float) -> str:

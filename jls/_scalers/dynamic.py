@@ -13,8 +13,8 @@ since the last backoff add up. That is what the documentation of Paddle's GradSc
 says ("accumulated"); Paddle's code counts consecutively.
 
 Differs from other systems in:
-1. Flax up to 0.12.12 grows on finite step N + 1, and DeepSpeed does after an overflow;
-   here, as in torch, jmp, Keras, Paddle and MindSpore, it is step N.
+1. Flax up to 0.12.12 grows on finite step N + 1, and DeepSpeed since 0.17.1 does after
+   an overflow; here, as in torch, jmp, Keras, Paddle and MindSpore, it is step N.
 2. torch, Paddle and Keras have neither floor nor cap, so their scale can reach 0 or
    inf; here it stays in [min_scale, max_scale].
 3. jmp, Flax and MindSpore raise a scale that is below the floor to the floor on an
@@ -71,7 +71,8 @@ def dynamic(
       consecutive: whether those have to be consecutive. False counts all since the
         last backoff: neither a finite step nor a growth restarts their count.
       min_scale: >= 2**-126. May be below 1, for a loss that is itself too large.
-      max_scale: <= 2**126.
+      max_scale: <= 2**126. A scale above it, from a run with another bound or set by
+        hand, comes down to it instead of growing.
 
     Factors and bounds that are not powers of two are allowed, but then scaling and
     unscaling round.

@@ -15,7 +15,8 @@ them in:
 2. They raise a scale that is below the floor to the floor on an overflow; here an
    overflow never raises it.
 3. DeepSpeed raises an exception on an overflow at the floor; here the scale stays.
-4. DeepSpeed grows on finite step N + 1 after an overflow: see `jls.presets.deepspeed`.
+4. DeepSpeed since 0.17.1 grows on finite step N + 1 after an overflow: see
+   `jls.presets.deepspeed`.
 """
 
 from typing import Literal, get_args

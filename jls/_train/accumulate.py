@@ -29,6 +29,7 @@ class Accumulated(NamedTuple):
     loss: Array  # f32[]  with drop="micro_batch", of those whose loss is finite
     grads: Any  # NaN if every micro-batch is left out
     carried: Any  # what the last micro-batch that counts carried on
+    aux: Any  # of each micro-batch, stacked; with one, its own
     partial_overflow: Array  # bool[]  whether one with a finite loss is left out
     dropped: Array  # i32[]  micro-batches left out
 
@@ -46,17 +47,16 @@ def accumulate(
 ) -> Accumulated:
     """Calls `grad_fn(carried, micro_batch)` on each and adds up what it returns.
 
-    `grad_fn` returns `((loss, carried), grads)`, with gradients like `params`.
+    `grad_fn` returns `((loss, (carried, aux)), grads)`, with gradients like `params`.
     """
     if micro_batches == 1:
-        (loss, carried), grads = grad_fn(carried, batch)
-        return Accumulated(
-            widen(loss), grads, carried, jnp.zeros((), jnp.bool_), jnp.int32(0)
-        )
+        (loss, (carried, aux)), grads = grad_fn(carried, batch)
+        false, zero = jnp.zeros((), jnp.bool_), jnp.zeros((), jnp.int32)
+        return Accumulated(widen(loss), grads, carried, aux, false, zero)
 
     def body(carry, micro_batch):
         old, total = carry
-        (loss, carried), grads = grad_fn(old, micro_batch)
+        (loss, (carried, aux)), grads = grad_fn(old, micro_batch)
         finite = counts = jnp.asarray(True)
         if drop == "micro_batch":
             flags = jnp.stack([jnp.isfinite(loss), all_finite(grads)])
@@ -65,10 +65,10 @@ def accumulate(
             grads = select(counts, grads, jax.tree.map(jnp.zeros_like, grads))
             carried = select(counts, carried, old)
         total = jax.tree.map(jnp.add, total, grads)
-        return (carried, total), (widen(loss), finite, counts)
+        return (carried, total), (widen(loss), finite, counts, aux)
 
     zeros = jax.tree.map(_zeros, params)
-    (carried, grads), (losses, finite, counts) = lax.scan(
+    (carried, grads), (losses, finite, counts, aux) = lax.scan(
         body, (carried, zeros), _split(batch, micro_batches)
     )
     losses = jnp.where(finite, losses, 0)
@@ -83,6 +83,7 @@ def accumulate(
         loss=reduce(jnp.sum(losses), finite),
         grads=jax.tree.map(lambda total: reduce(total, counts), grads),
         carried=carried,
+        aux=aux,
         partial_overflow=jnp.any(finite & ~counts),
         dropped=jnp.sum(~counts, dtype=jnp.int32),
     )

@@ -4,7 +4,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from jls._train.parts import Parts
+from jls._train.parts import Made, Parts, unpack
 from jls._tree import cast_like, read_variables
 from jls._types import StepReport
 
@@ -18,26 +18,33 @@ class NnxAdapter:
     """Carries every variable of the model that the optimizer does not update."""
 
     def __init__(
-        self, loss_fn: Callable[..., Any], has_aux: bool, model: Any, optimizer: Any
+        self,
+        loss_fn: Callable[..., Any],
+        carries: bool,
+        has_aux: bool,
+        model: Any,
+        optimizer: Any,
     ):
-        if has_aux:
+        if carries:
             raise ValueError(
-                "has_aux must be False for an NNX model, whose own variables hold what "
+                "carries must be False for an NNX model, whose own variables hold what "
                 "a skipped step rolls back: assign it to an nnx.Variable of the model."
             )
-        self._loss_fn, self._model, self._optimizer = loss_fn, model, optimizer
+        self._loss_fn, self._has_aux = loss_fn, has_aux
+        self._model, self._optimizer = model, optimizer
         self._graph, *self._state = _nnx().split(model, optimizer.wrt, ...)
         self.optimizer = optimizer.tx
 
     def split(self) -> Parts:
         params, carried = read_variables(self._state)
-        return Parts(params, read_variables(self._optimizer.opt_state), carried)
+        return Parts(params, None, read_variables(self._optimizer.opt_state), carried)
 
-    def loss(self, params: Any, carried: Any, batch: Any) -> tuple[Any, Any]:
+    def call(self, params: Any, overwritten: Any, carried: Any, batch: Any) -> Made:
         copy = _nnx().merge(self._graph, params, carried)
-        loss = self._loss_fn(copy, batch)
+        made = unpack(self._loss_fn(copy, batch), False, self._has_aux, None)
         after = read_variables(_nnx().split(copy, self._optimizer.wrt, ...)[2])
-        return loss, cast_like("loss_fn, which ran on the model,", after, carried)
+        after = cast_like("loss_fn, which ran on the model,", after, carried)
+        return made._replace(carried=after)
 
     def merge(self, parts: Parts, report: StepReport) -> StepReport:
         nnx, optimizer = _nnx(), self._optimizer

@@ -20,8 +20,13 @@ def local_norms(grads: Any) -> tuple[dict[str, Array], dict[str, Array]]:
     """The L2 norm and the number of elements of each gradient, by path."""
     leaves = dict(zip(*named_floats(grads), strict=True))
     norms = {path: global_norm([leaf]) for path, leaf in leaves.items()}
-    sizes = {path: jnp.asarray(leaf.size, jnp.int32) for path, leaf in leaves.items()}
-    return norms, sizes
+    return norms, {path: _size(leaf) for path, leaf in leaves.items()}
+
+
+def _size(leaf: Any) -> Array:
+    """`i32[]`, or `f32[]` from 2**31 elements on."""
+    fits = jnp.size(leaf) < 2**31
+    return jnp.asarray(jnp.size(leaf), jnp.int32 if fits else jnp.float32)
 
 
 def check_rates(given: Any) -> None:

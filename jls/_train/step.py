@@ -7,27 +7,43 @@ batch statistics and RNG counters. Only the counts of calls go on: `TrainState.s
 `nnx.Optimizer.step`.
 
 `take_step` is the pure step. An adapter knows where its library keeps each part of the
-state: `linen`, `nnx`.
+state: `plain`, `linen`, `nnx`.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar, get_args, overload
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    get_args,
+    overload,
+)
 
+import jax
+import jax.numpy as jnp
 import optax
-from jax import Array
 
 from jls import _validate
 from jls._scale import value_and_grad
-from jls._state import find, is_wrapper_state
-from jls._step import update_and_apply, wrapper_of
+from jls._step import reach_wrappers
 from jls._train.accumulate import Accumulation, Drop, accumulate
+from jls._train.apply import (
+    apply_and_report,
+    check_optimizer,
+    inner_wrapper_state,
+)
 from jls._train.linen import LinenAdapter, is_linen
 from jls._train.nnx import NnxAdapter, is_nnx
 from jls._train.parts import Adapter, Parts
-from jls._train.rates import Rates, check_rates, learning_rates, local_norms
+from jls._train.plain import PlainAdapter
+from jls._train.rates import Rates, check_rates, local_norms
 from jls._tree import select
-from jls._types import LossScaledState, StepReport
+from jls._types import SkipReason, StepReport
 
 
 class _TrainState(Protocol):
@@ -51,17 +67,44 @@ class _NnxOptimizer(Protocol):
 
 
 _StateT = TypeVar("_StateT", bound=_TrainState)
+_Params = TypeVar("_Params")
+_OptState = TypeVar("_OptState")
+_Carried = TypeVar("_Carried")
 
 
 class TrainStep(Protocol):
-    """What `jls.train_step` returns."""
+    """What `jls.train_step` returns without an optimizer, for Flax."""
 
     @overload
-    def __call__(self, state: _StateT, batch: Any, /) -> tuple[_StateT, StepReport]: ...
+    def __call__(
+        self, state: _StateT, batch: Any, /, **kwargs: Any
+    ) -> tuple[_StateT, StepReport]: ...
     @overload
     def __call__(
-        self, model: Any, optimizer: _NnxOptimizer, batch: Any, /
+        self, model: Any, optimizer: _NnxOptimizer, batch: Any, /, **kwargs: Any
     ) -> StepReport: ...
+
+
+class PlainTrainStep(Protocol):
+    """What `jls.train_step` returns with an optimizer."""
+
+    def __call__(
+        self, params: _Params, opt_state: _OptState, batch: Any, /, **kwargs: Any
+    ) -> tuple[_Params, _OptState, StepReport]: ...
+
+
+class CarryingTrainStep(Protocol):
+    """What `jls.train_step` returns with an optimizer and `carries=True`."""
+
+    def __call__(
+        self,
+        params: _Params,
+        opt_state: _OptState,
+        carried: _Carried,
+        batch: Any,
+        /,
+        **kwargs: Any,
+    ) -> tuple[_Params, _OptState, _Carried, StepReport]: ...
 
 
 class Options(NamedTuple):
@@ -74,22 +117,68 @@ class Options(NamedTuple):
     local_norm: bool
 
 
+class _Options(TypedDict, total=False):
+    has_aux: bool
+    learning_rate: Rates
+    micro_batches: int
+    accumulation: Accumulation
+    drop: Drop
+    local_norm: bool
+
+
+@overload
 def train_step(
     loss_fn: Callable[..., Any],
+    optimizer: None = None,
+    *,
+    carries: bool = False,
+    **options: Unpack[_Options],
+) -> TrainStep: ...
+@overload
+def train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    carries: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> PlainTrainStep: ...
+@overload
+def train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    carries: Literal[True],
+    **options: Unpack[_Options],
+) -> CarryingTrainStep: ...
+def train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation | None = None,
     *,
     has_aux: bool = False,
+    carries: bool = False,
     learning_rate: Rates = None,
     micro_batches: int = 1,
     accumulation: Accumulation = "mean",
     drop: Drop = "step",
     local_norm: bool = False,
-) -> TrainStep:
-    """Returns a train step for Flax that scales the loss and skips bad steps.
+) -> Any:
+    """Returns a whole train step that scales the loss and skips bad steps.
 
-    For Linen it is `step(state, batch) -> (state, report)`, where `state` is a
-    `TrainState` whose `tx` was made by `jls.loss_scaled`; jit it with
-    `jax.jit(step, donate_argnums=0)`. For NNX it is `step(model, optimizer, batch) ->
-    report`, which changes model and optimizer in place; jit it with `nnx.jit(step)`.
+    For plain pytrees, Haiku and Equinox, which need `optimizer`, and with `carries`::
+
+      params, opt_state, report = step(params, opt_state, batch)
+      params, opt_state, carried, report = step(params, opt_state, carried, batch)
+
+    For a Flax Linen `TrainState`, and for Flax NNX, which hold their optimizers::
+
+      state, report = step(state, batch)
+      report = step(model, optimizer, batch)
+
+    `loss_fn` takes `(params, batch)`, `(params, carried, batch)`, `(state, batch)` or
+    `(model, batch)`, and the step's keyword arguments (`rng=`, `step=`) as they are.
+    The step is a pure function, except for NNX: there it changes model and optimizer in
+    place. Jit it with `jax.jit`, NNX with `nnx.jit`, an Equinox model with
+    `equinox.filter_jit`; donate what it returns anew.
 
     A skipped step leaves everything as it was, bit for bit: parameters, optimizer
     state, batch statistics, RNG counters. `TrainState.step` and `nnx.Optimizer.step`
@@ -99,15 +188,25 @@ def train_step(
     average the gradients: return `jax.lax.pmean(loss, axis_name)` from `loss_fn` under
     `shard_map`, whose automatic sum does the rest; without its checks, and under
     `pmap`, put the mean first inside the optimizer. If a parameter is split, the norms
-    in the report are of the device's own part.
+    in the report are of the device's own part. (`jax.shard_map` takes no keyword
+    arguments: wrap the step there.)
 
     Args:
-      loss_fn: for Linen `loss_fn(state, batch)`, where `state` is the `TrainState` with
-        the parameters to differentiate in `state.params`; for NNX
-        `loss_fn(model, batch)`. Returns the loss, a real floating-point scalar.
-      has_aux: Linen only: `loss_fn` returns `(loss, fields)`, where `fields` is a dict
-        of new values for fields of the state, e.g. `{"batch_stats": ...}`. A skipped
-        step drops them.
+      loss_fn: returns the loss, a real floating-point scalar; with `has_aux` and
+        `carries` more. Linen's takes the `TrainState` with the parameters to
+        differentiate in `state.params`. An Equinox model is differentiated by its
+        floating-point arrays; its optimizer is initialized with
+        `optimizer.init(equinox.filter(model, equinox.is_inexact_array))`.
+      optimizer: made by `jls.loss_scaled` or `jls.skip_nonfinite`, or one that contains
+        one such wrapper; None for Flax.
+      has_aux: `loss_fn` returns `(loss, aux)`: metrics, logits, any pytree of arrays.
+        It comes back as `report.aux`, untouched, also on a skipped step. With k
+        micro-batches it is stacked to `[k, ...]`.
+      carries: `loss_fn` returns `(loss, carried)`, or `(loss, carried, aux)` with
+        `has_aux`: the next value of what the model carries from step to step, such as
+        Haiku's state. A skipped step keeps the old one. For Linen it is a dict of new
+        values for fields of the `TrainState`, e.g. `{"batch_stats": ...}`; NNX needs
+        none, since a model's variables are carried anyway.
       learning_rate: for the report: a schedule or a number > 0, or a dict of them by
         group. A schedule is called with the count of steps applied before. None looks
         for `optax.inject_hyperparams` in the optimizer's state.
@@ -133,32 +232,47 @@ def train_step(
       `global_norm` is the L2 norm of the true gradients before clipping, which does
       not overflow on the way; not finite if they are not;
       `local_norm` and `size` are dicts by the path of the parameter, or None;
-      `dropped` counts micro-batches left out.
+      `dropped` counts micro-batches left out;
+      `aux` is what `loss_fn` returned for it, or None;
+      `skip_reason` is a `jls.types.SkipReason`, 0 if the step was applied.
 
     Raises:
       TypeError, ValueError: at once for a bad option; when the step is traced, if the
-        state's optimizer was not made by jls or is inside an `optax.MultiSteps` (which
-        would keep a NaN for ever: put it inside), if `micro_batches` does not divide
-        the batch, or if `loss_fn` returns something else.
+        optimizer was not made by jls or is inside an `optax.MultiSteps` (which would
+        keep a NaN for ever: put it inside), if `micro_batches` does not divide the
+        batch, or if `loss_fn` returns something else.
 
     Example:
+      >>> optimizer = jls.loss_scaled(optax.sgd(0.5), jls.dynamic(1024.0))
+      >>> def loss_fn(params, batch):
+      ...     return jnp.sum(params * batch)
+      >>> step = jax.jit(jls.train_step(loss_fn, optimizer))
+      >>> params = jnp.ones(2)
+      >>> opt_state = optimizer.init(params)
+      >>> params, opt_state, report = step(params, opt_state, jnp.array([3.0, 4.0]))
+      >>> params, report.global_norm
+      (Array([-0.5, -1. ], dtype=float32), Array(5., dtype=float32))
+      >>> params, opt_state, report = step(params, opt_state, jnp.array([3.0, 2e38]))
+      >>> params, report.skipped
+      (Array([-0.5, -1. ], dtype=float32), Array(True, dtype=bool))
+
+      With Flax, model and optimizer come together:
+
       >>> from flax.training.train_state import TrainState
-      >>> tx = jls.loss_scaled(optax.sgd(0.5), jls.dynamic(1024.0))
       >>> state = TrainState.create(
-      ...     apply_fn=lambda params, x: params * x, params=jnp.ones(2), tx=tx
+      ...     apply_fn=lambda params, x: params * x, params=jnp.ones(2), tx=optimizer
       ... )
       >>> def loss_fn(state, batch):
       ...     return jnp.sum(state.apply_fn(state.params, batch))
-      >>> step = jax.jit(jls.train_step(loss_fn, learning_rate=0.5))
-      >>> state, report = step(state, jnp.array([3.0, 4.0]))
-      >>> state.params, report.global_norm
-      (Array([-0.5, -1. ], dtype=float32), Array(5., dtype=float32))
-      >>> state, report = step(state, jnp.array([3.0, 2e38]))
-      >>> state.params, report.skipped
-      (Array([-0.5, -1. ], dtype=float32), Array(True, dtype=bool))
+      >>> state, report = jax.jit(jls.train_step(loss_fn))(state, jnp.array([3.0, 4.0]))
+      >>> state.params
+      Array([-0.5, -1. ], dtype=float32)
     """
     _validate.function("loss_fn", loss_fn)
+    if optimizer is not None:
+        check_optimizer(optimizer)
     has_aux = _validate.flag("has_aux", has_aux)
+    carries = _validate.flag("carries", carries)
     _validate.choice("accumulation", accumulation, get_args(Accumulation))
     _validate.choice("drop", drop, get_args(Drop))
     check_rates(learning_rate)
@@ -170,9 +284,10 @@ def train_step(
         local_norm=_validate.flag("local_norm", local_norm),
     )
 
-    def step(*args):
-        adapter, batch = _adapt(loss_fn, has_aux, args)
-        parts, report = take_step(adapter, batch, options)
+    def step(*args, **kwargs):
+        loss = partial(loss_fn, **kwargs)
+        adapter = _adapt(loss, optimizer, carries, has_aux, args)
+        parts, report = take_step(adapter, args[-1], options)
         return adapter.merge(parts, report)
 
     return step
@@ -182,87 +297,112 @@ def take_step(
     adapter: Adapter, batch: Any, options: Options
 ) -> tuple[Parts, StepReport]:
     """The parts of a state after one step, and the report."""
-    optimizer = adapter.optimizer
-    params, opt_state, carried = adapter.split()
-    before = _wrapper_state_in(opt_state)
-    wrapper = wrapper_of(optimizer)
-    grad_fn = value_and_grad(adapter.loss, has_aux=True)
+    params, overwritten, opt_state, carried = adapter.split()
+    scaler_state = inner_wrapper_state(opt_state).scaler_state
+
+    def loss(params, overwritten, carried, batch):
+        made = adapter.call(params, overwritten, carried, batch)
+        return made.loss, (made.carried, made.aux)
+
+    transform = _differentiate
+    differentiated: Any = value_and_grad(loss, has_aux=True, transform=transform)
+    before = overwritten, carried
     made = accumulate(
-        partial(grad_fn, before.scaler_state, params),
+        lambda carried, part: differentiated(scaler_state, params, carried, part),
         params,
-        carried,
+        before,
         batch,
         micro_batches=options.micro_batches,
         accumulation=options.accumulation,
         drop=options.drop,
-        axis_name=wrapper.axis_name if wrapper else None,
+        axis_name=_axis_name(adapter.optimizer, params, options),
     )
-    new_params, new_opt_state, global_norm = update_and_apply(
-        optimizer,
+    new_params, new_opt_state, report = apply_and_report(
+        adapter.optimizer,
         made.grads,
         opt_state,
         params,
-        value=made.loss,
-        partial_overflow=made.partial_overflow,
+        options.learning_rate,
+        {"value": made.loss, "partial_overflow": made.partial_overflow},
     )
-    after = _wrapper_state_in(new_opt_state)
-    count = _applied_before(opt_state, before)
     norms, sizes = local_norms(made.grads) if options.local_norm else (None, None)
-    report = StepReport(
-        loss=made.loss,
-        skipped=~after.applied,
-        loss_scale=after.scaler_state.loss_scale,
-        learning_rate=learning_rates(options.learning_rate, count, new_opt_state),
-        global_norm=global_norm,
+    report = report._replace(
         local_norm=norms,
         size=sizes,
-        dropped=made.dropped,
+        dropped=_dropped(made, report, options),
+        aux=made.aux,
     )
-    new_carried = select(after.applied, made.carried, carried)
-    return Parts(new_params, new_opt_state, new_carried), report
+    after = select(~report.skipped, made.carried, before)
+    return Parts(new_params, after[0], new_opt_state, after[1]), report
+
+
+def _differentiate(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """`jax.value_and_grad`, which carries on what its "gradient" overwrites.
+
+    Flax's fp8 layers return new scales and histories in the place of gradients. They
+    are not linear in the loss, so they must not be unscaled.
+    """
+    differentiated = jax.value_and_grad(fun, argnums=(0, 1), has_aux=has_aux)
+
+    def run(params, carried, batch):
+        value, (grads, overwritten) = differentiated(params, *carried, batch)
+        scaled, (loss, (carried, aux)) = value
+        return (scaled, (loss, ((overwritten, carried), aux))), grads
+
+    return run
+
+
+def _axis_name(optimizer: Any, params: Any, options: Options) -> Any:
+    """The axis over which all devices must leave out the same micro-batches."""
+    if options.drop == "step" or options.micro_batches == 1:
+        return None
+    reached = reach_wrappers(optimizer, params)
+    return reached[0].wrapper.axis_name if reached else None
+
+
+def _dropped(made: Any, report: StepReport, options: Options) -> Any:
+    if options.drop == "step" or options.micro_batches > 1:
+        return made.dropped
+    # The one micro-batch is the step.
+    reasons = jnp.array([SkipReason.GRADIENTS, SkipReason.LOSS], jnp.int32)
+    return jnp.any(report.skip_reason == reasons).astype(jnp.int32)
 
 
 def _adapt(
-    loss_fn: Callable[..., Any], has_aux: bool, args: tuple[Any, ...]
-) -> tuple[Adapter, Any]:
-    """The adapter for what the step was called with, and the batch."""
-    if is_linen(args):
-        state, batch = args
-        return LinenAdapter(loss_fn, has_aux, state), batch
-    if is_nnx(args):
-        model, optimizer, batch = args
-        return NnxAdapter(loss_fn, has_aux, model, optimizer), batch
+    loss_fn: Callable[..., Any],
+    optimizer: Any,
+    carries: bool,
+    has_aux: bool,
+    args: tuple[Any, ...],
+) -> Adapter:
+    """The adapter for what the step was called with; the last is the batch."""
+    is_flax = is_linen(args) or is_nnx(args)
+    if optimizer is not None and not is_flax and len(args) == 3 + carries:
+        return PlainAdapter(loss_fn, optimizer, carries, has_aux, args[:-1])
+    if optimizer is None and is_linen(args):
+        return LinenAdapter(loss_fn, carries, has_aux, args[0])
+    if optimizer is None and is_nnx(args):
+        return NnxAdapter(loss_fn, carries, has_aux, *args[:-1])
     types = ", ".join(type(x).__name__ for x in args)
-    raise TypeError(
+    raise TypeError(f"{_form(optimizer, carries, is_flax)}; got {types}. {_BATCH}")
+
+
+def _form(optimizer: Any, carries: bool, is_flax: bool) -> str:
+    """How the step is to be called, as far as its arguments tell."""
+    if optimizer is not None and is_flax:
+        return (
+            "leave optimizer out for Flax, whose TrainState and nnx.Optimizer hold it: "
+            "jls.train_step(loss_fn)"
+        )
+    if optimizer is not None:
+        carried = "carried, " if carries else ""
+        return f"call step(params, opt_state, {carried}batch)"
+    return (
         "call step(state, batch) with a Flax TrainState, or "
-        "step(model, optimizer, batch) with an NNX model and its nnx.Optimizer; "
-        f"got {types}. A batch is one argument: (x, y), or a dict."
+        "step(model, optimizer, batch) with an NNX model and its nnx.Optimizer. For "
+        "step(params, opt_state, batch), pass the optimizer: "
+        "jls.train_step(loss_fn, optimizer)"
     )
 
 
-def _wrapper_state_in(opt_state: Any) -> LossScaledState:
-    """The state of the one wrapper in `opt_state`, not inside a `MultiSteps`."""
-    found = [node for _, node in find(opt_state, is_wrapper_state)]
-    if len(found) != 1:
-        raise ValueError(
-            "the optimizer must be made by jls.loss_scaled or jls.skip_nonfinite, "
-            f"once: got a state with {len(found)} such wrappers."
-        )
-    for _, around in find(opt_state, _is_multi_steps):
-        if find(around, is_wrapper_state):
-            raise ValueError(
-                "optax.MultiSteps must be inside jls.loss_scaled, got it outside, "
-                "where a NaN stays in its accumulator for ever. Write "
-                "jls.loss_scaled(optax.MultiSteps(optimizer, k))."
-            )
-    return found[0]
-
-
-def _is_multi_steps(node: Any) -> bool:
-    return isinstance(node, optax.MultiStepsState)
-
-
-def _applied_before(opt_state: Any, before: LossScaledState) -> Array:
-    """How many optimizer steps were applied; `MultiSteps` counts accumulated ones."""
-    windows = find(opt_state, _is_multi_steps)
-    return windows[0][1].gradient_step if windows else before.steps - before.skips
+_BATCH = "A batch is one argument: (x, y), or a dict."

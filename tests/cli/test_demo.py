@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+import jls
 from jls.__main__ import main
 from jls._cli import demo, demo_report
 
@@ -77,7 +78,8 @@ def test_no_plot_writes_nothing_and_needs_no_matplotlib(tmp_path):
 def test_help_names_every_option_and_needs_no_extra():
     done = run("--help", code=without("flax"))
     assert done.returncode == 0, done.stderr
-    for word in ("--steps", "--seed", "--output", "--no-plot", "examples:", INSTALL):
+    words = ("--steps", "--seed", "--output", "--no-plot", "--version", "examples:")
+    for word in (*words, "python -m jls doctor [--json]", INSTALL):
         assert word in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 88
 
@@ -100,6 +102,9 @@ def test_a_missing_package_is_answered_with_the_command_that_installs_it(module)
         (["--output", "nowhere/plot.png"], "folder that does not exist: 'nowhere'"),
         (["--output", "plot.xyz"], "--output must end in .png, .svg or .pdf"),
         (["--output", "folder.png"], "--output is a folder"),
+        (["doctr"], "must be demo or doctor, got 'doctr'. Did you mean doctor?"),
+        (["train"], "must be demo or doctor, got 'train'."),
+        (["demo", "doctor"], "must be demo or doctor, got 'doctor'."),
     ],
 )
 def test_a_bad_argument_is_refused_before_training(
@@ -113,6 +118,46 @@ def test_a_bad_argument_is_refused_before_training(
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.out == ""
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"jls {jls.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [("demo", "sklearn"), ("demo", "jls._cli.demo"), ("doctor", "jls._cli.doctor")],
+)
+def test_an_interrupt_ends_in_one_line(command, module):
+    code = (
+        "import sys, runpy\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *rest):\n"
+        f"        if name == {module!r}: raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "runpy.run_module('jls', run_name='__main__', alter_sys=True)"
+    )
+    done = run(command, code=code)
+    assert (done.returncode, done.stderr.strip()) == (130, "Stopped.")
+
+
+@pytest.mark.parametrize("width", [60, 77, 78, 120])
+def test_the_table_fits_the_terminal(width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    runs = demo_report.Runs(*map(finished, (0.95, 0.10, 0.94)))
+    demo_report.show(runs)
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= width
+    assert "…" not in printed
+    for text in ("95.0%", "2^16", "50.0%", "test accuracy", "loss_scaled", "1.0e+00"):
+        assert text in printed
+    wide, narrow = (demo_report._record(runs.scaled, flag) for flag in (True, False))
+    assert wide == "loss 1.0e+00  scale 2^16  skips 1"
+    assert len(f"{'':20} 1200/1200 {narrow}") <= 60
+    assert len(f"{'':20} {'':12} 1200/1200 {wide}") <= demo_report.WIDE
 
 
 def test_importing_jls_imports_nothing_of_the_demo():

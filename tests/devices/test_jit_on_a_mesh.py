@@ -366,3 +366,22 @@ def test_axis_name_of_the_mesh_is_not_bound_under_plain_jit(run):
     optimizer = jls.loss_scaled(optax.sgd(0.1), axis_name="data")
     with pytest.raises(NameError, match="axis_name 'data' is not bound"):
         jax.jit(optimizer.update)(params, optimizer.init(params), params)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("a", "b"), P(None, "b"), P(("a", "b")), P()])
+def test_gradients_on_a_mesh_are_measured_as_on_one_device(axis_type, spec):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(axis_type,) * 2)
+    values = np.random.RandomState(0).standard_cauchy((16, 8)).astype(np.float32)
+    on_mesh = jax.device_put(values * 1e-7, NamedSharding(mesh, spec))
+
+    def measured(grads):
+        return jls.underflow(64.0, grads), jls.suggest_scale(grads)
+
+    expected = measured(jnp.asarray(values * 1e-7))
+    for run in (measured, jax.jit(measured)):
+        found = run(on_mesh)
+        assert bits(found) == bits(expected)
+        with jax.set_mesh(mesh):
+            assert bits(run(on_mesh)) == bits(expected)
+        assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(found))

@@ -14,7 +14,7 @@ import pytest
 from flax.training.train_state import TrainState
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from shared import bits
+from shared import assert_identical, bits
 from test_faults import test_promises_hold_on_all_devices_under_shard_map  # noqa: F401
 
 import jls
@@ -324,6 +324,29 @@ def mean_over(axis_name):
     return optax.stateless(lambda grads, params: lax.pmean(grads, axis_name))
 
 
+@pytest.mark.parametrize("check_updates", [False, True])
+@meshes
+@checks
+def test_mean_may_come_first_inside(mesh, axis_name, check_vma, check_updates):
+    """The updates of a skip are -0.0 on all devices, as the parameters are one."""
+    inner = optax.chain(mean_over(axis_name), optax.sgd(0.5))
+    optimizer = jls.loss_scaled(
+        inner, jls.dynamic(8.0), axis_name=axis_name, check_updates=check_updates
+    )
+
+    @jax.jit
+    @sharded(mesh, (P(), P(), P(axis_name)), (P(), P()), check_vma)
+    def step(w, state, x):
+        return optimizer.update(x, state, w)
+
+    w = jnp.ones(1)
+    updates, state = step(w, optimizer.init(w), BAD)
+    assert_identical(updates, jnp.array([-0.0]))
+    assert state.skips == 1
+    updates, state = step(w, state, X)
+    assert updates.tolist() == [-0.5 * 3.5]
+
+
 def train_state(axis_name, mean=None):
     inner = optax.sgd(0.5, momentum=0.5)
     if mean:
@@ -384,8 +407,9 @@ def test_train_step_takes_one_decision(mesh, axis_name, check_vma, layout):
             assert len({np.asarray(copy.data).tobytes() for copy in copies}) == 1
 
 
+@pytest.mark.parametrize("is_deep", [False, True], ids=["outermost", "in a chain"])
 @checks
-def test_micro_batch_is_dropped_by_all_devices_or_by_none(check_vma):
+def test_micro_batch_is_dropped_by_all_devices_or_by_none(check_vma, is_deep):
     """One dropped its own alone, or its flag could not leave the loop."""
     odd = jnp.arange(32) % 2 == 1  # examples of the second micro-batch
     x = jnp.where(odd[:, None], 2 * ROWS, ROWS)
@@ -395,6 +419,9 @@ def test_micro_batch_is_dropped_by_all_devices_or_by_none(check_vma):
         return loss / 8 if check_vma else loss  # JAX adds up, or nobody
 
     state = train_state("d", None if check_vma else mean_over("d"))
+    if is_deep:
+        tx = optax.chain(state.tx, optax.scale(1.0))
+        state = state.replace(tx=tx, opt_state=tx.init(state.params))
     step = jls.train_step(loss_fn, micro_batches=2, drop="micro_batch")
     specs = specs_of(state, P())
     step = jax.jit(
@@ -468,6 +495,56 @@ def test_train_step_under_pmap(micro_batches):
         assert report.loss_scale.tolist() == [scale] * 8
     assert state.params.tolist() == [[1.0 - 0.5 * 3.5] * 8] * 8
     assert state.opt_state.skips.tolist() == [2] * 8
+
+
+def carrying(w, seen, x):
+    """The mean of what all devices saw goes on to the next step."""
+    loss = half_loss(w, x)
+    return loss, lax.pmean(jnp.mean(x), "d"), {"local loss": loss[None]}
+
+
+@checks
+def test_plain_step_carries_and_reports_aux_on_all_devices(check_vma):
+    def loss_fn(w, seen, x):
+        loss, seen, aux = carrying(w, seen, x)
+        return (lax.pmean(loss, "d") if check_vma else loss), seen, aux
+
+    tx = train_state("d", None if check_vma else mean_over("d")).tx
+    plain = jls.train_step(loss_fn, tx, carries=True, has_aux=True)
+
+    def step(w, opt_state, seen, x):
+        *state, report = plain(w, opt_state, seen, x)
+        return (*state, report.skipped, report.aux)
+
+    w, seen = jnp.ones(8), jnp.float32(0.0)
+    specs = P(), specs_of(tx.init(w), P()), P()
+    step = jax.jit(
+        sharded(MESH, (*specs, P("d")), (*specs, P(), P("d")), check_vma)(step)
+    )
+    state = w, tx.init(w), seen
+    *state, skipped, aux = step(*state, ROWS)
+    assert not skipped
+    assert state[2] == 3.5
+    assert aux["local loss"].shape == (8,)
+    *state, skipped, aux = step(*state, OVERFLOW)
+    assert skipped
+    assert state[2] == 3.5
+    assert jls.loss_scale(state[1]) == 32.0
+
+
+def test_plain_step_under_pmap():
+    tx = train_state("d", mean_over("d")).tx
+    step = jls.train_step(carrying, tx, carries=True, has_aux=True)
+    step = jax.pmap(step, axis_name="d")
+    w = jnp.ones(8)
+    state = jax.tree.map(
+        lambda leaf: jnp.stack([leaf] * 8), (w, tx.init(w), jnp.float32(0.0))
+    )
+    for x, mean in (ROWS, 3.5), (2 * OVERFLOW, 3.5), (2 * ROWS, 7.0):
+        *state, report = step(*state, x.reshape(8, 4, 8))
+        assert report.skipped.tolist() == [mean == 3.5 and x is not ROWS] * 8
+        assert state[2].tolist() == [mean] * 8
+        assert report.aux["local loss"].shape == (8, 1)
 
 
 @pytest.mark.standard_promotion

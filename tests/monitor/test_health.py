@@ -42,7 +42,7 @@ def after(steps, scaler=None):
 @pytest.mark.parametrize(
     ("steps", "verdict", "words"),
     [
-        ("", "ok", "0 of 0 steps were skipped"),
+        ("", "no step", "no step was made yet, .*loss scale is 8. If you ran steps"),
         (".", "ok", "0 of 1 step was skipped so far; the loss scale is 8."),
         ("o", "calibrating", "the first step was skipped while .* to 4 now"),
         ("o.", "ok", "1 of 2"),
@@ -52,10 +52,11 @@ def after(steps, scaler=None):
             r"1 in a row; the loss scale is 4. 1 of 2 steps was .*Not finite: b\.",
         ),
         (".ooo", "at floor", r"loss scale of 2 is at its floor \(3 skipped in a row\)"),
-        ("....", "at ceiling", "loss scale of 32 can grow no further"),
+        ("....", "at ceiling", "32 can grow no further.*made by jls.value_and_grad.$"),
+        ("..u...", "at ceiling", "32 can grow no further. .*, raise max_scale.$"),
         (".l", "non-finite loss", r"no loss scale can cure \(1 of 2 steps so far\)"),
         ("l", "non-finite loss", "Look at its batch"),
-        (".u", "non-finite update", r"turned them into inf or NaN \(1 of 2 steps"),
+        (".u", "non-finite update", r"or into an update too large .* \(1 of 2 steps"),
         (".oooo", "stalled", "last 4 steps were all skipped, .* for its gradients"),
         (".llll", "stalled", "for its loss, .* the loss itself is inf or NaN"),
         (
@@ -72,7 +73,7 @@ def test_verdict_and_sentence(steps, verdict, words):
     assert health.verdict == verdict
     assert re.search(words, health.sentence), health.sentence
     assert str(health) == f"{verdict}: {health.sentence}"
-    assert health.sentence.endswith(".")
+    assert health.sentence.endswith((".", "?"))
     assert "  " not in health.sentence
 
 
@@ -95,6 +96,8 @@ def reference(steps, limit, floor, ceiling):
         return "at floor"
     if tail:
         return "recovering" if "." in steps else "calibrating"
+    if not steps:
+        return "no step"
     return "at ceiling" if scale >= ceiling else "ok"
 
 
@@ -126,7 +129,7 @@ def test_poison_is_seen_where_the_parameters_are_given(params, inner, verdict):
     ("scaler", "steps", "verdict"),
     [
         (jls.presets.deepspeed(init_scale=2.0, delayed_shift=1), ".o", "at floor"),
-        (jls.presets.megatron(), "", "ok"),
+        (jls.presets.megatron(), ".", "ok"),
         (jls.presets.mindspore(2**24, 2, 1000), ".", "ok"),
         (jls.dynamic(2.0**25, max_scale=2.0**40), ".", "ok"),
         (jls.dynamic(2.0**24), ".", "at ceiling"),
@@ -162,8 +165,15 @@ def test_without_bounds_nothing_is_said_of_where_the_scale_goes():
     "optimizer", [optax.sgd(0.1), optax.chain(OPTIMIZER), OPTIMIZER.update, {}]
 )
 def test_an_optimizer_without_the_wrapper_is_an_error(optimizer):
-    with pytest.raises(TypeError, match=r"optimizer must be what jls.* pass that part"):
+    message = r"optimizer must be what jls.* pass the parameters too: jls.health\(opt_"
+    with pytest.raises(TypeError, match=message):
         jls.health(after("."), optimizer=optimizer)
+
+
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), OPTIMIZER.update, {}])
+def test_that_parameters_are_missing_is_said_only_where_they_are(optimizer):
+    with pytest.raises(TypeError, match=r"or have it inside, got \w+\.$"):
+        jls.health(after("."), PARAMS, optimizer=optimizer)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +273,8 @@ def test_the_scaler_is_found_in_a_train_state_and_an_nnx_optimizer():
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     ours = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
     for _ in range(2):
-        assert jls.health(state).verdict == ("ok" if state.step == 0 else "calibrating")
+        expected = "no step" if state.step == 0 else "calibrating"
+        assert jls.health(state).verdict == expected
         state = state.apply_gradients(grads=bad)
         params = nnx.state(model, nnx.Param)
         ours.update(model, jax.tree.map(lambda x: x * jnp.inf, params))
@@ -374,6 +385,7 @@ def test_numbers_are_those_of_metrics_in_python():
         "skip_reason": jls.types.SkipReason.GRADIENTS,
         "is_static": False,
         "poisoned": False,
+        "poisoned_leaves": {"params": [], "opt_state": []},
         "nonfinite_leaves": ["b"],
         "min_scale": 2.0,
         "max_scale": 32.0,
@@ -428,13 +440,13 @@ def test_verdicts_are_those_documented():
 
 
 def test_health_of_every_kind_of_state():
-    from flax import nnx
-    from flax.training.train_state import TrainState
-
     tx = jls.loss_scaled(optax.sgd(0.1))
     train_state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    train_state = train_state.apply_gradients(grads=PARAMS)
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer.update(model, nnx.state(model, nnx.Param))
     assert jls.health(train_state, train_state.params).verdict == "ok"
     assert jls.health(optimizer, nnx.state(model, nnx.Param)).verdict == "ok"
+    assert jls.health(optimizer, model).verdict == "ok"
     assert jls.health((train_state.opt_state, 3)).verdict == "ok"

@@ -46,6 +46,8 @@ def report(**changes):
         "local_norm": {"layer/kernel": jnp.float32(2.0)},
         "size": None,
         "dropped": jnp.int32(0),
+        "aux": None,
+        "skip_reason": jnp.int32(0),
     }
     return jls.types.StepReport(**fields | changes)
 
@@ -122,6 +124,17 @@ def test_keys_may_come_and_go():
     assert [row["loss"] is None for row in history] == [False, True, False]
 
 
+def test_history_takes_the_scalars_of_aux_and_leaves_out_the_rest():
+    history = jls.History()
+    aux = {"accuracy": jnp.float32(0.5), "logits": jnp.ones((2, 3)), "name": "a"}
+    history.append(report(aux=aux))
+    assert history["aux/accuracy"].tolist() == [0.5]
+    assert not {"aux", "aux/logits", "aux/name"} & set(history.keys())
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), report(aux=aux["accuracy"]))
+    history.append(stacked)
+    assert history["aux"].tolist()[1:] == [0.5, 0.5]
+
+
 def test_a_report_is_recorded_with_its_dicts_flat():
     history = jls.History()
     history.append(report(), epoch=7)
@@ -136,6 +149,7 @@ def test_a_report_is_recorded_with_its_dicts_flat():
             "global_norm": 3.0,
             "local_norm/layer/kernel": 2.0,
             "dropped": 0,
+            "skip_reason": 0,
             "epoch": 7,
         }
     ]

@@ -152,6 +152,25 @@ def test_leaves_of_more_elements_than_int32_are_taken():
     assert arrays.leaves["w"].vanished.shape == (3,)
 
 
+def test_sizes_may_be_symbolic():
+    """Under `jax.export`, where nobody knows whether a count needs a second digit."""
+    (n,) = jax.export.symbolic_shape("n")
+
+    def measured(state, grads):
+        report = jls.underflow(state, grads)
+        return report.total, report.leaves, report.histogram, jls.suggest_scale(grads)
+
+    values = jnp.asarray(np.random.RandomState(0).standard_cauchy(3 * 40), jnp.float32)
+    state, leaf = jls.static(16.0).init(), values.reshape(3, 40) * 2.0**-24
+    grads = {"x": leaf, "y": leaf[0]}
+    shapes = {
+        "x": jax.ShapeDtypeStruct((3, n), jnp.float32),
+        "y": jax.ShapeDtypeStruct((n,), jnp.float32),
+    }
+    exported = jax.export.export(jax.jit(measured))(state, shapes)
+    assert_identical(exported.call(state, grads), jax.jit(measured)(state, grads))
+
+
 def test_counts_over_uint32_keep_their_high_digit(monkeypatch):
     def tally(masks):
         return jnp.tile(jnp.array([3, 5], jnp.uint32), (len(masks), 1)), []

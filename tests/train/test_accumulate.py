@@ -131,7 +131,7 @@ def test_batch_statistics_and_keys_go_through_the_micro_batches_in_turn(drop):
             state = state.replace(**fields)
         return state.batch_stats, jax.random.key_data(state.key)
 
-    step = jls.train_step(linen_loss, has_aux=True, micro_batches=2, drop=drop)
+    step = jls.train_step(linen_loss, carries=True, micro_batches=2, drop=drop)
     batch = make_batch()
     state, _ = jax.jit(step)(make_state(), batch)
     carried = state.batch_stats, jax.random.key_data(state.key)
@@ -143,7 +143,7 @@ def test_batch_statistics_and_keys_go_through_the_micro_batches_in_turn(drop):
 def test_dropped_micro_batch_takes_its_statistics_with_it():
     x, labels = make_batch()
     step = jax.jit(
-        jls.train_step(linen_loss, has_aux=True, micro_batches=2, drop="micro_batch")
+        jls.train_step(linen_loss, carries=True, micro_batches=2, drop="micro_batch")
     )
     state, report = step(make_state(), (x.at[1, 0].set(jnp.nan), labels))
     assert (report.skipped, report.dropped) == (False, 1)

@@ -25,6 +25,7 @@ from models import (
 from shared import assert_identical
 
 import jls
+from jls._train.rates import local_norms
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -54,6 +55,8 @@ def test_report_of_a_good_and_of_a_bad_step(jit_or_eager):
         local_norm=None,
         size=None,
         dropped=np.int32(0),
+        aux=None,
+        skip_reason=np.int32(0),
     )
     assert_identical(report, expected)
     assert_identical(np.asarray(state.params), np.float32([-0.5, 0.0]))
@@ -63,6 +66,7 @@ def test_report_of_a_good_and_of_a_bad_step(jit_or_eager):
         skipped=np.True_,
         loss_scale=np.float32(32.0),
         global_norm=np.float32(np.inf),
+        skip_reason=np.int32(jls.types.SkipReason.GRADIENTS),
     )
     assert_identical(report, bad)
 
@@ -90,8 +94,16 @@ def test_report_shows_the_scale_of_the_next_step():
     assert scales == [64.0, 64.0, 128.0, 64.0, 64.0]
 
 
+def test_sizes_that_int32_cannot_hold_are_reported_as_floats():
+    largest = jax.ShapeDtypeStruct((2**31 - 1,), jnp.float32)
+    larger = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float32)
+    _, sizes = jax.eval_shape(local_norms, {"a": largest, "b": larger})
+    dtypes = jax.tree.map(lambda size: size.dtype.name, sizes)
+    assert dtypes == {"a": "int32", "b": "float32"}
+
+
 def test_local_norms_and_sizes_are_labelled_by_path():
-    report = jax.jit(jls.train_step(linen_loss, has_aux=True, local_norm=True))(
+    report = jax.jit(jls.train_step(linen_loss, carries=True, local_norm=True))(
         make_state(), make_batch()
     )[1]
     grads = jls.grad(

@@ -15,6 +15,7 @@ from models import (
     SCALER,
     Module,
     contents,
+    cross_entropy,
     linear_loss,
     linear_state,
     linen_loss,
@@ -52,7 +53,7 @@ def test_linen_step_is_the_one_written_by_hand(jit_or_eager):
         return new, (loss, norm(grads))
 
     ours, theirs = make_state(), make_state()
-    step = jit_or_eager(jls.train_step(linen_loss, has_aux=True))
+    step = jit_or_eager(jls.train_step(linen_loss, carries=True))
     other = jit_or_eager(by_hand)
     for seed in range(4):
         batch = make_batch(seed=seed)
@@ -73,7 +74,7 @@ def test_linen_step_is_the_one_written_by_hand(jit_or_eager):
 
 
 def test_linen_skipped_step_leaves_all_but_the_count_of_calls():
-    step = jax.jit(jls.train_step(linen_loss, has_aux=True))
+    step = jax.jit(jls.train_step(linen_loss, carries=True))
     state, _ = step(make_state(), make_batch())
     for value in (jnp.nan, jnp.inf, 1e30):
         before, calls = contents(state), state.step
@@ -188,7 +189,7 @@ def test_one_trace_serves_a_donated_run_with_the_scale_set_from_the_host():
 
 
 def test_step_makes_no_transfer():
-    step = jax.jit(jls.train_step(linen_loss, has_aux=True, local_norm=True))
+    step = jax.jit(jls.train_step(linen_loss, carries=True, local_norm=True))
     state = jax.device_put(make_state())
     batch = make_batch()
     state, _ = step(state, batch)
@@ -264,7 +265,7 @@ def test_bad_options_are_refused_at_once(options, error, message):
 
 
 def test_loss_function_must_be_one():
-    with pytest.raises(TypeError, match="loss_fn must be a function, got 3"):
+    with pytest.raises(TypeError, match="loss_fn must be a function, got int 3"):
         jls.train_step(3)
 
 
@@ -273,10 +274,112 @@ def test_optimizer_without_a_wrapper_is_refused():
         jls.train_step(linear_loss)(linear_state(tx=optax.sgd(0.1)), GOOD)
 
 
-def test_fp8_values_among_the_params_are_refused():
-    state = linear_state().replace(params={"_overwrite_with_gradient": jnp.ones(2)})
-    with pytest.raises(ValueError, match="params must hold parameters alone"):
-        jls.train_step(linear_loss)(state, GOOD)
+def with_logits(model, batch):
+    x, labels = batch
+    logits = model(x)
+    return cross_entropy(logits, labels), logits
+
+
+def nnx_metrics():
+    return nnx.MultiMetric(
+        loss=nnx.metrics.Average("loss"), accuracy=nnx.metrics.Accuracy()
+    )
+
+
+def test_nnx_metrics_are_updated_from_the_report():
+    model, optimizer = make_nnx()
+    metrics = nnx_metrics()
+    inner = jls.train_step(with_logits, has_aux=True)
+
+    @nnx.jit
+    def step(model, optimizer, metrics, batch):
+        report = inner(model, optimizer, batch)
+        metrics.update(loss=report.loss, logits=report.aux, labels=batch[1])
+        return report
+
+    for seed in range(2):
+        report = step(model, optimizer, metrics, make_batch(seed=seed))
+        assert report.aux.shape == (16, 3)
+    values = metrics.compute()
+    assert np.isfinite(values["loss"])
+    assert 0 < values["accuracy"] <= 1
+
+
+def test_metrics_within_the_model_are_rolled_back():
+    class Counting(Module):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.metrics = nnx_metrics()
+
+    def loss_fn(model, batch):
+        loss, logits = with_logits(model, batch)
+        model.metrics.update(loss=loss, logits=logits, labels=batch[1])
+        return loss
+
+    model = Counting(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(
+        model, jls.loss_scaled(optax.adam(0.01), SCALER()), wrt=nnx.Param
+    )
+    step = nnx.jit(jls.train_step(loss_fn))
+    for value in (1.0, jnp.nan, 1.0):
+        report = step(model, optimizer, spoiled(make_batch(), value))
+        assert report.skipped == np.isnan(value)
+    assert model.metrics.accuracy.count[...] == 32
+
+
+@pytest.mark.parametrize("form", ["returned", "merged", "cached"])
+def test_nnx_steps_without_nnx_jit_train_where_updates_are_kept(form):
+    model, optimizer = make_nnx()
+    step = jls.train_step(nnx_loss)
+
+    @jax.jit
+    def returned(model, optimizer, batch):
+        report = step(model, optimizer, batch)
+        return model, optimizer, report
+
+    @jax.jit
+    def merged(graph, state, batch):
+        model, optimizer = nnx.merge(graph, state)
+        report = step(model, optimizer, batch)
+        return nnx.state((model, optimizer)), report
+
+    cached = nnx.cached_partial(nnx.jit(step), model, optimizer)
+    losses = []
+    for seed in range(5):
+        batch = make_batch(seed=seed)
+        batch = spoiled(batch) if seed == 2 else batch
+        if form == "returned":
+            model, optimizer, report = returned(model, optimizer, batch)
+        elif form == "merged":
+            state, report = merged(*nnx.split((model, optimizer)), batch)
+            nnx.update((model, optimizer), state)
+        else:
+            report = cached(batch)
+        losses.append(float(report.loss))
+    expected_model, expected_optimizer = make_nnx()
+    usual = nnx.jit(step)
+    for seed in range(5):
+        batch = make_batch(seed=seed)
+        batch = spoiled(batch) if seed == 2 else batch
+        report = usual(expected_model, expected_optimizer, batch)
+    assert jls.metrics(optimizer)["steps"] == 5
+    chex.assert_trees_all_close(
+        nnx_contents(model, optimizer),
+        nnx_contents(expected_model, expected_optimizer),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_keyword_arguments_reach_every_micro_batch(jit_or_eager):
+    def loss_fn(state, batch, *, factor):
+        return factor * linear_loss(state, batch)
+
+    state, batch = linear_state(), jnp.array([[3.0, 4.0], [1.0, 2.0]])
+    for micro_batches in (1, 2):
+        step = jit_or_eager(jls.train_step(loss_fn, micro_batches=micro_batches))
+        _, report = step(state, batch, factor=jnp.float32(2.0))
+        np.testing.assert_allclose(report.loss, 2 * linear_loss(state, batch))
 
 
 def test_several_wrappers_are_refused():
@@ -300,32 +403,53 @@ def test_wrong_arguments_of_the_step_are_named(args):
 
 
 @pytest.mark.parametrize(
-    ("aux", "error", "message"),
+    ("fields", "error", "message"),
     [
         (None, ValueError, "a dict of new values for fields of the state"),
         ({"accuracy": 1.0}, ValueError, r"got \['accuracy'\]. Add a field"),
         ({"params": 1.0}, ValueError, r"got \['params'\]"),
-        ({"key": jnp.ones(2)}, ValueError, "loss_fn's aux must keep its shapes"),
-        ({"batch_stats": {}}, ValueError, "loss_fn's aux must keep its structure"),
+        ({"key": jnp.ones(2)}, ValueError, "what loss_fn carries must keep its shapes"),
+        (
+            {"batch_stats": {}},
+            ValueError,
+            "what loss_fn carries must keep its structure",
+        ),
     ],
 )
-def test_aux_that_is_no_field_of_the_state_is_refused(aux, error, message):
+def test_what_is_no_field_of_the_state_cannot_be_carried(fields, error, message):
     def loss_fn(state, batch):
-        return linen_loss(state, batch)[0], aux
+        return linen_loss(state, batch)[0], fields
 
     with pytest.raises(error, match=message):
-        jls.train_step(loss_fn, has_aux=True)(make_state(), make_batch())
+        jls.train_step(loss_fn, carries=True)(make_state(), make_batch())
 
 
-def test_missing_pair_is_named():
-    with pytest.raises(TypeError, match=r"must return the pair \(loss, fields\), got"):
-        jls.train_step(linear_loss, has_aux=True)(linear_state(), GOOD)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"carries": True}, r"with carries=True .* \(loss, carried\), got"),
+        ({"has_aux": True}, r"with has_aux=True .* \(loss, aux\), got"),
+        (
+            {"has_aux": True, "carries": True},
+            r"carries=True and has_aux=True .* \(loss, carried, aux\), got",
+        ),
+    ],
+)
+def test_what_the_loss_function_must_return_is_named(options, message):
+    with pytest.raises(TypeError, match=message):
+        jls.train_step(linear_loss, **options)(linear_state(), GOOD)
 
 
-def test_nnx_refuses_aux_and_models_that_change_their_structure():
+def test_aux_that_names_fields_of_the_state_gets_a_warning():
+    step = jls.train_step(linen_loss, has_aux=True)
+    with pytest.warns(jls.JlsWarning, match=r"'batch_stats', 'key'.*carries=True"):
+        step(make_state(), make_batch())
+
+
+def test_nnx_refuses_carries_and_models_that_change_their_structure():
     model, optimizer = make_nnx()
-    with pytest.raises(ValueError, match="has_aux must be False for an NNX model"):
-        jls.train_step(nnx_loss, has_aux=True)(model, optimizer, make_batch())
+    with pytest.raises(ValueError, match="carries must be False for an NNX model"):
+        jls.train_step(nnx_loss, carries=True)(model, optimizer, make_batch())
 
     def sowing(model, batch):
         model.seen = nnx.Intermediate(batch[0])

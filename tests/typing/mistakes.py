@@ -52,9 +52,11 @@ jls.value_and_grad(loss_fn, params, batch)  # type: ignore[call-overload]  # pyr
 jls.grad(loss_fn)(params, opt_state, batch)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 # Choices.
-jls.train_step(loss_fn, drop="batch")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-jls.train_step(loss_fn, accumulation="average")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-jls.train_step(loss_fn, micro_batches="4")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+jls.train_step(loss_fn, drop="batch")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+jls.train_step(loss_fn, accumulation="average")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+jls.train_step(loss_fn, micro_batches="4")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+jls.train_step(loss_fn, optax.sgd(0.1), carry=True)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
+jls.train_step(loss_fn, optimizer)(params, batch)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 jls.health(opt_state, raise_if=["staled"])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
 jls.health(opt_state, warn_if=["at the floor"])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
 jls.suggest_scale(params, 2)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]

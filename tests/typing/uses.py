@@ -92,7 +92,19 @@ grads = jls.grad(loss_fn, argnums=(0, 1))(opt_state, params, batch)
 model_grads = jls.value_and_grad(lambda p: p, transform=nnx.value_and_grad)(state, 1.0)
 
 
-# A train step, for Linen and for NNX.
+# A train step, for pure functions.
+plain_step = jls.train_step(loss_fn, optimizer, micro_batches=2)
+new_params, new_state, plain_report = plain_step(params, opt_state, batch, rng=1)
+assert_type(new_params, dict[str, jax.Array])
+assert_type(new_state, LossScaledState)
+assert_type(plain_report, StepReport)
+carrying_step = jls.train_step(loss_fn, optimizer, carries=True, has_aux=True)
+assert_type(carrying_step(params, opt_state, 1.5, batch)[2], float)
+applied = jls.apply_gradients(optimizer, params, opt_state, params, value=loss)
+assert_type(applied[2], StepReport)
+
+
+# For Linen and for NNX.
 class State(TrainState):  # type: ignore[no-untyped-call]
     batch_stats: Any
 

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes that can be told while a step is traced, each with the line to write.
+
+None of these checks may cry wolf: what a right program may do as well is not looked at.
+"""
+
+import contextlib
+import contextvars
+import difflib
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jls._state import find_scaler_states
+from jls._text import describe
+from jls._tree import is_inexact, is_variable
+from jls._types import JlsWarning, StaticState
+
+_LIBRARIES = {"jls", "jax", "optax", "flax", "equinox"}
+
+
+def warn(message: str) -> None:
+    """Warns at the line of the user's program that led here."""
+    level, frame = 1, sys._getframe()
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, JlsWarning, stacklevel=level)
+
+
+# Of `value_and_grad`.
+
+
+def check_loss_function(fun: Any) -> None:
+    """Raises if Equinox differentiates `fun` already."""
+    kind = type(fun)
+    if kind.__module__.startswith("equinox") and "Grad" in kind.__name__:
+        raise TypeError(
+            "fun must be the loss function itself, got one that Equinox differentiates "
+            "already. Pass the undecorated function: jls.value_and_grad(loss_fn, "
+            "transform=eqx.filter_value_and_grad)."
+        )
+
+
+def check_argnums(argnums: Any) -> None:
+    numbers = argnums if isinstance(argnums, tuple | list) else (argnums,)
+    if not all(isinstance(number, int | np.integer) for number in numbers):
+        raise TypeError(
+            f"argnums must be an integer or several, got {describe(argnums)}. The "
+            "arguments go to the function that is returned: "
+            "jls.value_and_grad(loss_fn)(opt_state, params, batch)."
+        )
+
+
+def differentiated(args: tuple[Any, ...], argnums: Any) -> list[Any]:
+    """The arguments that `argnums` names; an `nnx.DiffState` has a number in it."""
+    chosen = argnums if isinstance(argnums, tuple | list) else (argnums,)
+    numbers = [getattr(one, "argnum", one) for one in chosen]
+    return [args[n] for n in numbers if -len(args) <= n < len(args)]
+
+
+def check_order(state: Any, args: tuple[Any, ...]) -> None:
+    """Raises if the parameters were passed first, and the state after them."""
+    if args and not find_scaler_states(state) and find_scaler_states(args[0]):
+        raise ValueError(
+            f"state must come first, got {type(state).__name__} before "
+            f"{type(args[0]).__name__}. The order is f(opt_state, params, ...)."
+        )
+
+
+def check_differentiable(args: list[Any]) -> None:
+    """Raises, before `jax.value_and_grad` does, unless all leaves are inexact."""
+    for arg in args:
+        leaves, _ = jax.tree_util.tree_flatten_with_path(arg)
+        bad = next((pair for pair in leaves if not is_inexact(pair[1])), None)
+        if bad is None:
+            continue
+        what = f"{describe(bad[1])} at '{jax.tree_util.keystr(bad[0])}'"
+        raise TypeError(
+            "the first argument after state holds the parameters, which must be "
+            f"floating point, got {type(arg).__name__} with {what}. {_instead(arg)}"
+        )
+
+
+def _instead(arg: Any) -> str:
+    if any(map(is_variable, jax.tree.leaves(arg, is_leaf=is_variable))):
+        return (
+            "For an NNX model pass the transform: "
+            "jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)."
+        )
+    if any(base.__module__.startswith("equinox") for base in type(arg).__mro__):
+        return (
+            "For an Equinox model pass the transform: "
+            "jls.value_and_grad(loss_fn, transform=eqx.filter_value_and_grad)."
+        )
+    if hasattr(arg, "tx"):
+        return "Of a TrainState pass the parameters: f(state, state.params, ...)."
+    return "Write f(state, params, batch), or choose other arguments with argnums=."
+
+
+def warn_of_stale_state(scaler_state: Any, args: list[Any]) -> None:
+    """Warns if a jitted function has the loss scale in it, as a constant."""
+    is_constant = not isinstance(scaler_state.loss_scale, Tracer)
+    if not is_constant or isinstance(scaler_state, StaticState):
+        return
+    if any(map(_is_argument_of_jit, jax.tree.leaves(args))):
+        warn(
+            "the parameters are arguments of a jitted function, but the state is not: "
+            "its loss scale is compiled in and will never move. Pass the state to the "
+            "jitted function too, e.g. step(params, opt_state, batch). If it shall not "
+            "move, use jls.static."
+        )
+
+
+def _is_argument_of_jit(leaf: Any) -> bool:
+    """Whether `leaf` is traced by a jit: not by grad, vmap, scan or shard_map."""
+    if not isinstance(leaf, Tracer):
+        return False
+    frame = getattr(leaf._trace, "frame", None)  # no public name says it
+    return getattr(getattr(frame, "debug_info", None), "traced_for", "") == "jit"
+
+
+# What `jls.scale` returned while a loss function runs.
+_SCALED: contextvars.ContextVar[list[Any] | None]
+_SCALED = contextvars.ContextVar("_SCALED", default=None)
+
+
+def note_scaled(result: Any) -> None:
+    """Called by `jls.scale`: lets `scaled_within` see what it returns."""
+    scaled = _SCALED.get()
+    if scaled is not None:
+        scaled.append(result)
+
+
+@contextlib.contextmanager
+def scaled_within() -> Iterator[list[Any]]:
+    """Yields the list of what `jls.scale` returns in the block."""
+    scaled: list[Any] = []
+    token = _SCALED.set(scaled)
+    try:
+        yield scaled
+    finally:
+        _SCALED.reset(token)
+
+
+def warn_of_scaled_loss(loss: Any, scaled: list[Any]) -> None:
+    """Warns if `loss` is the very array that `jls.scale` returned."""
+    if any(loss is one for one in scaled):
+        warn(
+            "the loss function returned what jls.scale made, and jls.value_and_grad "
+            "scales it once more. Return the true loss, without jls.scale."
+        )
+
+
+# Of the optimizer's `update`.
+
+
+def check_value(value: Any) -> None:
+    """Raises unless `value` can be a loss; None is one that is not told."""
+    if value is None:
+        return
+    if not is_inexact(value) or jnp.iscomplexobj(value):
+        raise TypeError(
+            "value must be the true loss, one real floating-point number, or None, got "
+            f"{describe(value)}. Write optimizer.update(grads, opt_state, params, "
+            "value=loss)."
+        )
+    if jnp.shape(value) != ():
+        raise ValueError(
+            f"value must be the true loss, a scalar of shape (), got shape "
+            f"{jnp.shape(value)}. Reduce it in float32."
+        )
+
+
+_WORDS_FOR_A_LOSS = ("loss", "losses", "loss_value", "val", "vals")
+
+
+def warn_of_misspelt_value(
+    update: Callable[..., Any], grads: Any, state: Any, params: Any, extra: dict
+) -> None:
+    """Warns of an extra argument that does nothing where `value` seems to be meant.
+
+    Most of optax takes any extra argument, so no signature says which ones are used.
+    One that is used leaves its mark in the program.
+    """
+    if "value" in extra:
+        return
+    for name in filter(_may_be_value, extra):
+        if not is_inexact(extra[name]):
+            continue
+
+        def with_loss(loss, name=name):
+            return update(grads, state, params, **extra | {name: loss})
+
+        try:
+            program = jax.make_jaxpr(with_loss)(extra[name]).jaxpr
+        except Exception:  # it will be raised where the step is taken
+            return
+        read = [atom for equation in program.eqns for atom in equation.invars]
+        if not any(program.invars[0] is atom for atom in read + program.outvars):
+            warn(
+                f"the optimizer's update got {name}=, which the wrapped optimizer does "
+                "not use, and no value=. If it is the loss, write value=loss: only so "
+                "is a step skipped for its loss, with the loss scale kept."
+            )
+
+
+def _may_be_value(name: str) -> bool:
+    is_near = difflib.get_close_matches(name.lower(), ["value"], cutoff=0.8)
+    return bool(is_near) or name.lower() in _WORDS_FOR_A_LOSS
+
+
+@contextlib.contextmanager
+def foreign_state_named(
+    init: Callable[[Any], Any], inner_state: Any, params: Any
+) -> Iterator[None]:
+    """Names a state of another optimizer as the cause of what fails in the block."""
+    try:
+        yield
+    except Exception as error:
+        made, got = _made_by(init, params), _kinds(jax.tree.structure(inner_state))
+        if made is None or made == got:
+            raise
+        raise ValueError(
+            "state must be one that this optimizer made, got one of another optimizer: "
+            f"it holds {', '.join(got) or 'no state'} where this one makes "
+            f"{', '.join(made) or 'no state'}. Pass what this optimizer's init made."
+        ) from error
+
+
+def _made_by(init: Callable[[Any], Any], params: Any) -> list[str] | None:
+    """The kinds of states that `init` makes; None if it cannot be asked."""
+    try:
+        return _kinds(jax.tree.structure(jax.eval_shape(init, params)))
+    except Exception:  # whatever stands in the way, such as params that are None
+        return None
+
+
+def _kinds(structure: Any) -> list[str]:
+    """The names of the NamedTuples in a structure, in order."""
+    node_type, _ = structure.node_data() or (None, None)
+    inner = [kind for child in structure.children() for kind in _kinds(child)]
+    if node_type is None or not hasattr(node_type, "_fields"):
+        return inner
+    return [node_type.__name__, *inner]

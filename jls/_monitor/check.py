@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jls.check_step`: injects faults into a step and names the mistakes it finds."""
+
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jls import _validate
+from jls._monitor.check_args import Arguments, Path, take_apart, tokens, unbind
+from jls._monitor.check_carried import Scale, find_scales
+from jls._monitor.check_faults import STUCK, try_all
+from jls._monitor.check_good_steps import CODES, Code
+from jls._monitor.check_runs import Runner
+from jls._state import is_scaler_state
+
+CarriedArgs = Mapping[int | str, Iterable[str]] | Iterable[int | str] | None
+
+RUNS = 32
+
+
+class StepCheck(NamedTuple):
+    """What `jls.check_step` says: the mistakes that it found, and what it saw.
+
+    `print` it: the table has a row for each check, and the line to write where one is
+    broken.
+
+    Example:
+      >>> check = jls.types.StepCheck(broken=(), not_tried={}, seen={})
+      >>> check.ok
+      True
+    """
+
+    broken: tuple[Code, ...]  # the codes of the mistakes
+    not_tried: dict[str, str]  # a code, or the path of an array, and the reason
+    seen: dict[Code, str]  # what showed each mistake, by code
+
+    @property
+    def ok(self) -> bool:
+        """Whether no mistake was found."""
+        return not self.broken
+
+    def raise_if_broken(self) -> None:
+        """Raises an `AssertionError` with the table if a mistake was found.
+
+        For a test of the step: `jls.check_step(step, *args).raise_if_broken()`.
+        """
+        if self.broken:
+            raise AssertionError(str(self))
+
+    def __str__(self) -> str:
+        lines = [_headline(self.broken, self.not_tried.get("frozen", ""))]
+        for code in CODES:
+            if code in self.broken:
+                lines += _row(code, "BROKEN", self.seen.get(code, ""))
+                lines += _row("", "write", WRITE[code])
+            elif code in self.not_tried:
+                lines += _row(code, "not tried", self.not_tried[code])
+            else:
+                lines += _row(code, "ok", RIGHT[code])
+        for name, reason in self.not_tried.items():
+            if name not in CODES:
+                lines += _row("", "not tried", f"a fault in {name}: {reason}")
+        return "\n".join(lines)
+
+
+RIGHT: dict[Code, str] = {
+    "no step": "a good step changes what the step carries",
+    "retraced": "the third good step was not compiled again",
+    "host sync": "the step reads no value at the host",
+    "not scaled": "the gradients follow the loss scale",
+    "scale leaks": "the result does not depend on the loss scale",
+    "nan committed": "no inf or NaN was kept, and no overflow hidden",
+    "not atomic": "a skipped step changed nothing",
+    "loss not told": "a loss that is inf or NaN left the scale alone",
+    "frozen": "after a bad step, good ones train on",
+    "out of sync": "all devices hold the same",
+}
+
+_LEAVE_OUT = (
+    "State that shall move in a bad step too is left out by the fields that count: "
+    'jls.check_step(..., carried_args={"state": ["params", "opt_state"]})'
+)
+
+WRITE: dict[Code, str] = {
+    "no step": (
+        "step = nnx.jit(jls.train_step(loss_fn)); under jax.jit return model and "
+        "optimizer from the step, and use what it returns"
+    ),
+    "retraced": (
+        "step = jax.jit(train_step) once, outside the loop; numbers that change go in "
+        "as arrays"
+    ),
+    "host sync": (
+        "return the value from the step, and read it every so many steps: "
+        "jls.metrics(opt_state), one jax.device_get"
+    ),
+    "not scaled": (
+        "loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, batch), with the "
+        "opt_state that the step was given"
+    ),
+    "scale leaks": (
+        "jls.value_and_grad(loss_fn) alone: it scales and unscales; no jls.scale in "
+        "the loss, no jls.unscale after it, clipping inside: "
+        "jls.loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), inner))"
+    ),
+    "nan committed": (
+        "new = jls.select(opt_state.applied, new, old) for what the optimizer does not "
+        "hold; no jnp.nan_to_num and no optax.clip before jls.loss_scaled sees the "
+        f"gradients. {_LEAVE_OUT}"
+    ),
+    "not atomic": (
+        "new = jls.select(opt_state.applied, new, old) for what the optimizer does not "
+        "hold; weight decay and averages inside: "
+        f"jls.loss_scaled(optax.chain(inner, jls.params_ema(0.999))). {_LEAVE_OUT}"
+    ),
+    "loss not told": (
+        "updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)"
+    ),
+    "frozen": (
+        "jls.loss_scaled(optax.MultiSteps(inner, k)), accumulation inside; and "
+        "jls.select(opt_state.applied, new, old) for other state"
+    ),
+    "out of sync": (
+        'jls.loss_scaled(inner, axis_name="data"), and grads = jax.lax.pmean(grads, '
+        '"data") before the update'
+    ),
+}
+
+
+def check_step(
+    step: Callable[..., Any],
+    *args: Any,
+    carried_args: CarriedArgs = None,
+    **kwargs: Any,
+) -> StepCheck:
+    """Runs a train step with faults injected, and names the mistakes in it.
+
+    For a step written by hand, before a long run or in a test. It runs the step some
+    twenty times, on copies: your arguments stay as they are, also if the step donates
+    them. An inf in the loss scale, other loss scales, and NaN in the batch show whether
+    gradients are scaled by the right state and unscaled once, whether a bad step is
+    skipped and leaves nothing behind, and whether training goes on after it. A right
+    step is never called broken; some mistakes do not show, and what could not be tried
+    is said.
+
+    Args:
+      step: the function that you call in the loop: jitted or not, of plain pytrees,
+        Linen, NNX or Equinox. It takes its state as arguments, and returns the new
+        state in any order or nesting; NNX objects it may change in place.
+      *args: its arguments, with a batch that it can step on.
+      carried_args: which arguments come back, if that is not what their shapes say:
+        positions and keyword names, or a dict of them with the fields that count, to
+        leave out such as running metrics. None finds out.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      A `jls.types.StepCheck`. `broken` has the codes of the mistakes: "no step",
+      "retraced", "host sync", "not scaled", "scale leaks", "nan committed", "not
+      atomic", "loss not told", "frozen", "out of sync". `not_tried` says what could not
+      be tried, and why; `ok` is whether none is broken; `str()` is a table for people,
+      with the line to write; `raise_if_broken()` is for tests.
+
+    Raises:
+      TypeError: if `step` is not a function, or `carried_args` of another type.
+      ValueError: if no argument carries a loss scale (a step that closes over its state
+        cannot be checked), if the step does not return the state, or if it is skipped
+        at every loss scale.
+      Exception: what the step itself raises, with a note that says in which trial.
+
+    Example:
+      >>> optimizer = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(1024.0))
+      >>> @jax.jit
+      ... def step(params, opt_state, x):
+      ...     grads = jax.grad(lambda params: jnp.mean((x @ params) ** 2))(params)
+      ...     updates, opt_state = optimizer.update(grads, opt_state, params)
+      ...     return optax.apply_updates(params, updates), opt_state
+      >>> params = jnp.ones(3)
+      >>> jls.check_step(step, params, optimizer.init(params), jnp.ones((4, 3))).broken
+      ('not scaled',)
+    """
+    _validate.function("step", step)
+    step, bound = unbind(step)
+    args = (*bound, *args)
+    arguments = take_apart(step, args, kwargs)
+    named = _named(carried_args, arguments, len(bound))
+    scales = _find_scales(args, kwargs, arguments)
+    runner = Runner(step, arguments, scales, named, RUNS)
+    with jax.debug_nans(False):  # NaN is what the faults are made of
+        findings = try_all(runner, arguments.leaves)
+    broken = tuple(sorted(findings.broken, key=CODES.index))
+    return StepCheck(broken, findings.not_tried, findings.broken)
+
+
+def _find_scales(
+    args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments
+) -> list[Scale]:
+    nodes: list[Path] = []
+    flat, _ = jax.tree_util.tree_flatten_with_path(
+        (args, kwargs), is_leaf=is_scaler_state
+    )
+    for path, node in flat:
+        if is_scaler_state(node):
+            kind, key, *inner = path
+            name = arguments.names[key.idx] if kind.idx == 0 else str(key.key)
+            nodes.append((name, *tokens(inner)))
+    scales = find_scales(arguments.items, nodes)
+    if not scales:
+        types = ", ".join(type(x).__name__ for x in (*args, *kwargs.values()))
+        raise ValueError(
+            "one argument of the step must carry a loss scale, got "
+            f"{types or 'no arguments'}. Pass the arguments of the step after it: "
+            "jls.check_step(step, params, opt_state, batch). A step that closes over "
+            "its state cannot be checked: make the state an argument."
+        )
+    return scales
+
+
+def _named(
+    carried_args: CarriedArgs, arguments: Arguments, bound: int
+) -> dict[str, tuple[str, ...] | None] | None:
+    """The names of the carried arguments, with the fields that count."""
+    if carried_args is None:
+        return None
+    rule = (
+        "carried_args must be positions and names of arguments, or a dict of them with "
+        f"the fields that count, got {carried_args!r}."
+    )
+    is_text_or_array = isinstance(carried_args, str | jax.Array | np.ndarray)
+    if is_text_or_array or not isinstance(carried_args, Iterable):
+        raise TypeError(rule)
+    named: dict[str, tuple[str, ...] | None] = {}
+    for key in carried_args:
+        if isinstance(key, bool) or not isinstance(key, int | str):
+            raise TypeError(rule)
+        fields = carried_args[key] if isinstance(carried_args, Mapping) else None
+        if isinstance(key, int):
+            positions = arguments.names[bound:]
+            if not 0 <= key < len(positions):
+                raise ValueError(
+                    f"carried_args must be positions below {len(positions)}, got {key}."
+                )
+            key = positions[key]
+        if key not in {item.path[0] for item in arguments.items}:
+            raise ValueError(f"carried_args must name arguments, got {key!r}.")
+        named[key] = None if fields is None else tuple(fields)
+    return named
+
+
+def _headline(broken: tuple[Code, ...], not_going_on: str) -> str:
+    if not broken and not_going_on.startswith(STUCK):
+        return f"jls.check_step found no mistake, but {not_going_on}."
+    if not broken:
+        return "jls.check_step found no mistake."
+    count = "1 mistake" if len(broken) == 1 else f"{len(broken)} mistakes"
+    return f"jls.check_step found {count}: {', '.join(broken)}."
+
+
+def _row(code: str, verdict: str, text: str) -> list[str]:
+    """A row of the table; the text goes on below itself."""
+    head = f"{code:<14} {verdict:<10} "
+    return textwrap.wrap(
+        text,
+        width=88,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of a step as a flat list of leaves, and back; NNX objects too.
+
+Every run of `jls.check_step` gets arguments of its own: the step may donate them, and
+it may change NNX objects, dicts and numpy arrays in place.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jls._types import StepReport
+
+Path = tuple[str, ...]
+REPORT = "StepReport"  # the kind of what jls itself returned beside the state
+
+
+class Item(NamedTuple):
+    """A leaf of the arguments, or of what the step returned."""
+
+    path: Path  # of an argument: its name comes first
+    value: Any
+    kind: str  # the type of its nnx.Variable, REPORT, or ""
+
+
+class Arguments(NamedTuple):
+    """The arguments of a step, taken apart."""
+
+    names: list[str]  # of the positional ones
+    items: list[Item]
+    rebuild: Callable[[Sequence[Any]], "Call"]
+    in_place: frozenset[str]  # names of the arguments that the step changes in place
+
+    @property
+    def leaves(self) -> list[Any]:
+        return [item.value for item in self.items]
+
+
+class Call(NamedTuple):
+    """Arguments that are ready for one call."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    read: Callable[[], list[Item]]  # what is in the NNX objects by now
+
+
+def take_apart(
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Arguments:
+    """The leaves of the arguments by path, and a function that makes new arguments."""
+    names = _argument_names(step, len(args))
+    tree = (args, dict(kwargs))
+    flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_nnx)
+    paths = [(_argument(path, names), *tokens(path[2:])) for path, _ in flat]
+    is_object = [is_nnx(leaf) for _, leaf in flat]
+    plain = [
+        Item(path, leaf, "")
+        for path, (_, leaf), nnx in zip(paths, flat, is_object, strict=True)
+        if not nnx
+    ]
+    prefixes = [path for path, nnx in zip(paths, is_object, strict=True) if nnx]
+    objects = [leaf for (_, leaf), nnx in zip(flat, is_object, strict=True) if nnx]
+    graph, state, variables = _split(objects, prefixes)
+    state_structure = jax.tree.structure(state)
+
+    def rebuild(leaves: Sequence[Any]) -> Call:
+        copies = list(map(copy, leaves))
+        values = iter(copies[: len(plain)])
+        new_state = jax.tree.unflatten(state_structure, copies[len(plain) :])
+        new = _nnx().merge(graph, new_state) if objects else []
+        clones = iter(new)
+        whole = [next(clones) if nnx else next(values) for nnx in is_object]
+        new_args, new_kwargs = jax.tree.unflatten(structure, whole)
+        return Call(new_args, new_kwargs, lambda: _alive(_split(new, prefixes)[2]))
+
+    modules = zip(prefixes, objects, strict=True)
+    in_place = frozenset(path[0] for path, x in modules if _is_trained(x))
+    return Arguments(names, plain + variables, rebuild, in_place)
+
+
+def _alive(items: list[Item]) -> list[Item]:
+    """Those that the step has not donated."""
+    return [
+        item
+        for item in items
+        if not (isinstance(item.value, jax.Array) and item.value.is_deleted())
+    ]
+
+
+def items_of(tree: Any) -> list[Item]:
+    """The leaves of what a step returned, by path."""
+
+    def is_end(node: Any) -> bool:
+        return is_nnx(node) or isinstance(node, StepReport)
+
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_end)
+    items = []
+    for path, leaf in flat:
+        if is_nnx(leaf):
+            items += _split([leaf], [tokens(path)])[2]
+        elif isinstance(leaf, StepReport):
+            inner, _ = jax.tree_util.tree_flatten_with_path(leaf)
+            items += [Item(tokens((*path, *more)), x, REPORT) for more, x in inner]
+        else:
+            items.append(Item(tokens(path), leaf, ""))
+    return items
+
+
+def unbind(step: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The step without the NNX objects that `nnx.cached_partial` bound, and those.
+
+    It would change them, and they are the caller's.
+    """
+    if isinstance(step, functools.partial) and not step.keywords:
+        return step.func, step.args
+    inner = getattr(step, "__wrapped__", None)
+    if inner is not None and inspect.isfunction(step):
+        bound = inspect.getclosurevars(step).nonlocals.get("cached_args")
+        if isinstance(bound, tuple) and any(
+            map(is_nnx, jax.tree.leaves(bound, is_leaf=is_nnx))
+        ):
+            return inner, bound
+    return step, ()
+
+
+def copy(leaf: Any) -> Any:
+    """A leaf in a buffer of its own, on the devices where it is."""
+    if isinstance(leaf, jax.Array):
+        return jnp.array(leaf, copy=True)
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
+def _argument_names(step: Callable[..., Any], count: int) -> list[str]:
+    """The names of the positional arguments, as far as the step tells them."""
+    try:
+        parameters = list(inspect.signature(step).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    named = [
+        p.name
+        for p in parameters
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return [named[i] if i < len(named) else f"argument {i}" for i in range(count)]
+
+
+def _argument(path: Any, names: list[str]) -> str:
+    is_keyword, key = path[0].idx == 1, path[1]
+    return str(key.key) if is_keyword else names[key.idx]
+
+
+def tokens(path: Any) -> Path:
+    """The keys of a path of JAX, as text."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+# NNX, if the program uses it.
+
+
+def is_nnx(node: Any) -> bool:
+    """Whether `node` is an NNX object or a Variable."""
+    nnx = _nnx()
+    return nnx is not None and isinstance(node, nnx.Pytree | nnx.Variable)
+
+
+def _is_trained(node: Any) -> bool:
+    """Metrics and random streams are the step's own affair."""
+    nnx = _nnx()
+    return isinstance(node, nnx.Module | nnx.Optimizer)
+
+
+def _nnx() -> Any:
+    return sys.modules.get("flax.nnx")
+
+
+def _split(objects: list[Any], prefixes: list[Path]) -> tuple[Any, Any, list[Item]]:
+    """The graph and the state of NNX objects together, and the leaves of that state."""
+    if not objects:
+        return None, None, []
+    nnx = _nnx()
+    graph, state = nnx.split(objects)
+    flat, _ = jax.tree_util.tree_flatten_with_path(
+        state, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )
+    items = []
+    for path, node in flat:
+        kind = type(node).__name__ if isinstance(node, nnx.Variable) else ""
+        number, *inner = path
+        place = (*prefixes[number.key], *tokens(inner))
+        items += [Item(place, leaf, kind) for leaf in jax.tree.leaves(node)]
+    return graph, state, items

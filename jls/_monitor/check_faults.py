@@ -1,0 +1,618 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trials of `jls.check_step`: good steps, then one fault at a time.
+
+    good steps      the scale is lowered until none is skipped; then on, until the
+                    parameters have moved: each fault is injected at that point
+    scales          the present one and three lower ones, and four near 1; inf, and
+                    2**126, where float16 overflows
+    batch           NaN in one element of an array that is not carried
+    afterwards      good steps, until the parameters move again
+
+A right step is never called broken: where something else could explain what was seen,
+nothing is said.
+"""
+
+import contextlib
+import inspect
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jls._monitor.check_args import Path
+from jls._monitor.check_carried import (
+    Scale,
+    as_numbers,
+    as_numpy,
+    has_fp8,
+    own_leaves,
+    same,
+)
+from jls._monitor.check_good_steps import (
+    CODES,
+    Base,
+    Code,
+    Findings,
+    always_compiles,
+    is_switched_off,
+    near_one_of,
+    take_good_steps,
+)
+from jls._monitor.check_runs import (
+    Leaves,
+    OutOfRunsError,
+    Run,
+    Runner,
+    may_take_fault,
+    planted,
+    reads_on_host,
+)
+from jls._text import format_scale
+from jls._tree import is_array, is_extended, is_inexact
+
+HUGE = 2.0**126  # the largest scale that `jls.set_loss_scale` takes
+
+STUCK = "the parameters did not move"
+
+Exempt = Mapping[int, tuple[int, ...]]  # the planted elements, by leaf
+NONE: Exempt = {}
+
+
+class Fault(NamedTuple):
+    """A run with a fault."""
+
+    what: str
+    run: Run
+    scale: Scale | None  # where the fault was, if in a loss scale
+    exempt: Exempt
+
+
+def try_all(runner: Runner, start: Leaves) -> Findings:
+    """Runs the trials one after the other, until no run is left."""
+    findings, good = Findings(), list[Run]()
+    base = take_good_steps(runner, start, good, findings)
+    if "no step" in findings.broken:
+        _leave_out_the_rest(findings, "a good step does not change all that it should")
+        return findings
+    if always_compiles(good):
+        _leave_out_the_rest(findings, "every call compiles")
+        return findings
+    if base is None:
+        audit = Audit(runner, Base(start, good[0], 1), good, findings)
+        params = set(runner.groups.param_leaves)
+        some = "some of " if any(params & runner.changed(run) for run in good) else ""
+        audit.silent = f"{some}{STUCK} in {len(good)} good steps"
+    else:
+        runner.left += 2 * base.window
+        audit = Audit(runner, base, good, findings)
+        audit.repeat()
+    for scale in runner.scales:
+        audit.try_leaks(scale)
+    for scale in runner.scales:
+        audit.try_overflow(scale)
+    audit.find_loss()
+    audit.try_batch()
+    audit.judge()
+    if base is None:
+        findings.leave_out("frozen", audit.silent)
+    else:
+        audit.try_going_on()
+    audit.compare_devices()
+    _find_host_sync(runner, start, findings)
+    return findings
+
+
+def _find_host_sync(runner: Runner, leaves: Leaves, findings: Findings) -> None:
+    """Traces the step three times: reading every so many steps is right."""
+    how = ""
+    for _ in range(3):
+        calls = list[None]()
+        with _noting_device_get(calls):
+            read, seen = reads_on_host(runner, leaves)
+        if read is None:
+            findings.leave_out("host sync", seen)
+            return
+        if not read and not calls:
+            return
+        how = seen or "jax.device_get"
+    findings.add("host sync", f"the step reads a value of the device ({how})")
+
+
+@contextlib.contextmanager
+def _noting_device_get(calls: list[None]) -> Iterator[None]:
+    """Notes calls of `jax.device_get` with a tracer, which it gives back as it is."""
+    code = inspect.unwrap(jax.device_get).__code__
+    before = sys.getprofile()
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code is code:
+            arguments = jax.tree.leaves(list(frame.f_locals.values()))
+            calls.extend(None for x in arguments if isinstance(x, Tracer))
+
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+def _leave_out_the_rest(findings: Findings, reason: str) -> None:
+    for code in CODES:
+        findings.leave_out(code, reason)
+
+
+class Audit:
+    """The faults, from one point, and what they show."""
+
+    def __init__(
+        self, runner: Runner, base: Base, good: list[Run], findings: Findings
+    ) -> None:
+        self.runner, self.base, self.good = runner, base, good
+        self.findings = findings
+        self.items = runner.arguments.items
+        self.faults: list[Fault] = []
+        self.losses: list[Path] = []  # scalars of the outputs, one of them the loss
+        self.own = own_leaves(runner.scales)
+        self.silent = ""  # why results cannot be compared with those of a good step
+
+    def repeat(self) -> None:
+        """The good step once more: does it give the same?"""
+        again = self._try(self.base.leaves, "a good step, repeated")
+        compared = self.runner.carried.compared
+        if again is None or not self._is_same(again, self.base.right, compared):
+            self.silent = (
+                "two equal calls gave different results (random numbers of the host?)"
+            )
+
+    def _try(self, leaves: Leaves, trial: str, of: Sequence[str] = ()) -> Run | None:
+        """A run, or None and the reason why what it is for is not tried."""
+        try:
+            return self.runner.run(leaves, trial)
+        except OutOfRunsError:
+            reason = "no run was left"
+        except Exception as error:
+            reason = f"the step raised {type(error).__name__} in {trial}"
+        for name in of:
+            self.findings.leave_out(name, reason)
+        return None
+
+    def _is_same(self, run: Run, other: Run, leaves: Any) -> bool:
+        return all(same(run.after[i], other.after[i]) for i in leaves)
+
+    def _state_floats(self) -> list[int]:
+        """Carried floating-point leaves that are not jls's own."""
+        leaves = self.runner.carried.compared - self.own
+        return [i for i in sorted(leaves) if is_inexact(self.items[i].value)]
+
+    # Through the loss scale.
+
+    def try_leaks(self, scale: Scale) -> None:
+        """Whether the result depends on the loss scale."""
+        code: Code = "scale leaks"
+        if is_switched_off(self.base.leaves, scale):
+            self.findings.leave_out(code, "the scale is static and 1")
+            return
+        if self.silent:
+            self.findings.leave_out(code, self.silent)
+            return
+        present = as_numpy(self.base.leaves[scale.at])
+        near_one = near_one_of(self.base.leaves, scale)
+        tops = [present] if np.all(near_one == present) else [present, near_one]
+        single = set[str]()  # groups of one element that leak at the first place
+        for top in tops:
+            runs = []
+            for part in (1.0, 0.5, 0.25, 0.125):
+                if top is present and part == 1.0:
+                    runs.append(self.base.right)
+                    continue
+                leaves = self.runner.set_scale(self.base.leaves, scale, top * part)
+                run = self._try(leaves, "another loss scale", of=[code])
+                if run is None:
+                    return
+                runs.append(run)
+            if any(self.runner.any_skipped(run) for run in runs):
+                continue
+            for name, group in self.runner.groups.all.items():
+                if self._leaks(runs, group):
+                    is_single = self.runner.vector(runs[0].after, group).size == 1
+                    if is_single and name not in single:
+                        # Its gradient may be a few quanta of float16 by chance.
+                        single.add(name)
+                        continue
+                    low, high = (format_scale(float(np.max(top * x))) for x in (0.5, 1))
+                    self.findings.add(
+                        code,
+                        f"{name} came out otherwise at a loss scale of {high} than at "
+                        f"{low}, though no gradient overflowed or vanished",
+                    )
+                    return
+
+    def _leaks(self, runs: list[Run], group: list[int]) -> bool:
+        """Whether a group follows a power of the scale, for the most part.
+
+        Gradients that vanish at a low scale change the result too: but they cannot do
+        so in proportion, four times in a row.
+        """
+        vectors = [self.runner.vector(run.after, group) for run in runs]
+        if not all(np.isfinite(x).all() for x in vectors):
+            return False
+        change = _norm(vectors[0] - self.runner.vector(self.base.leaves, group))
+        gaps = [high - low for high, low in itertools.pairwise(vectors)]
+        if _norm(gaps[0]) <= 0.4 * change:
+            return False
+        return any(
+            all(
+                _norm(high - ratio * low) <= 0.05 * _norm(high)
+                for high, low in itertools.pairwise(gaps)
+            )
+            for ratio in (0.25, 0.5, 2, 4)
+        )
+
+    def try_overflow(self, scale: Scale) -> None:
+        """An infinite loss scale, and the largest finite one."""
+        at_inf = self._try_scale(scale, math.inf)
+        if at_inf is not None:
+            self._judge_not_scaled(scale, at_inf)
+        at_huge = self._try_scale(scale, HUGE)
+        for run in (at_inf, at_huge):
+            if run is not None:
+                self._judge_applied(scale, run)
+
+    def _try_scale(self, scale: Scale, value: float) -> Run | None:
+        leaves = self.runner.set_scale(self.base.leaves, scale, value)
+        text = "inf" if value == math.inf else format_scale(value)
+        what = f"a loss scale of {text}"
+        run = self._try(leaves, what, of=["not scaled", "not atomic"])
+        if run is not None:
+            self.faults.append(Fault(what, run, scale, NONE))
+        return run
+
+    def _judge_not_scaled(self, scale: Scale, run: Run) -> None:
+        code: Code = "not scaled"
+        if is_switched_off(self.base.leaves, scale):
+            self.findings.leave_out(code, "the scale is static and 1")
+        elif self.silent:
+            self.findings.leave_out(code, self.silent)
+        elif not self.runner.any_skipped(run) and self._is_same(
+            run, self.base.right, self._state_floats()
+        ):
+            where = f" in {scale.name}" if len(self.runner.scales) > 1 else ""
+            self.findings.add(
+                code,
+                f"with the loss scale{where} at inf the step came out as before: its "
+                "gradients were not scaled by that state",
+            )
+
+    def _judge_applied(self, scale: Scale, run: Run) -> None:
+        """A step whose gradients overflowed, and which nobody told of it."""
+        told = self.runner.backed_off(run, scale)
+        if scale.counters:
+            told = told or self.runner.counted(run, scale, "skips") > 0
+        leaks = "scale leaks" in self.findings.broken
+        # The gradients of fp8 layers are clipped, rightly.
+        if told or leaks or self.silent or has_fp8(self.items):
+            return
+        # A bare static scale never tells: `jls.select` may have kept the parameters.
+        if scale.is_static and not scale.counters and not self._moved(run):
+            return
+        vector = self.runner.vector
+        for name, group in self.runner.groups.all.items():
+            right = vector(self.base.right.after, group)
+            change = _norm(right - vector(self.base.leaves, group))
+            wrong = _norm(vector(run.after, group) - right)
+            if change and not wrong <= 0.5 * change:
+                self.findings.add(
+                    "nan committed",
+                    f"a step whose gradients overflowed was applied, and {name} came "
+                    "out wrong: something outside the wrapper cleaned or clipped them",
+                )
+                return
+
+    # Through the batch.
+
+    def find_loss(self) -> None:
+        """Finds the loss among the outputs: a scalar that no loss scale makes inf.
+
+        Of several any may be a metric, or the loss of other data: then all count.
+        """
+        shapes = [(), np.shape(self.base.leaves[self.runner.scales[0].at])]
+        runs = [self.base.right, *(fault.run for fault in self.faults)]
+        scalars = [
+            item.path
+            for item in self.base.right.outputs
+            if is_inexact(item.value)
+            and np.shape(item.value) in shapes
+            and all(_is_finite(_output(run, item.path)) for run in runs)
+        ]
+        named = [path for path in scalars if path and path[-1] == "loss"]
+        alike = [p for p in scalars if p and "loss" in p[-1]]
+        plain = [p for p in scalars if all(key.isdigit() for key in p)]
+        self.losses = named or alike or plain
+        if not self.losses:
+            self.findings.leave_out("loss not told", "the step returns no loss")
+
+    def try_batch(self) -> None:
+        """NaN in each array that is not carried; in a parameter if there is none."""
+        leaves, carried = self.base.leaves, self.runner.carried.leaves
+        batch = [
+            i
+            for i, leaf in enumerate(leaves)
+            if i not in carried and self._is_input(i) and may_take_fault(leaf)
+        ]
+        for i in batch or self.runner.groups.param_leaves[:1]:
+            path = "/".join(self.items[i].path)
+            index = (0,) * np.ndim(leaves[i])
+            faulty = [*leaves[:i], planted(leaves[i]), *leaves[i + 1 :]]
+            run = self._try(faulty, f"NaN in {path}", of=[path])
+            if run is not None:
+                exempt = {i: index} if i in carried else NONE
+                self.faults.append(Fault(f"NaN in {path}", run, None, exempt))
+
+    def _is_input(self, i: int) -> bool:
+        """Not a part of an argument that is carried, such as a field left out."""
+        carried = {self.items[k].path[0] for k in self.runner.carried.leaves}
+        return self.items[i].path[0] not in carried
+
+    # What the faults show.
+
+    def judge(self) -> None:
+        for fault in self.faults:
+            self._judge_nonfinite(fault)
+            self._judge_atomic(fault)
+            self._judge_loss(fault)
+        if not any(self.runner.all_skipped(fault.run) for fault in self.faults):
+            self.findings.leave_out("not atomic", "no fault made the step skip")
+        if not any(self._loss_is_bad(fault.run) for fault in self.faults):
+            self.findings.leave_out(
+                "loss not told", "no fault made the loss inf or NaN"
+            )
+
+    def _loss_is_bad(self, run: Run) -> bool:
+        """Whether the loss was inf or NaN, whichever of the candidates it is."""
+        bad = [not _is_finite(_output(run, path)) for path in self.losses]
+        return bool(bad) and all(bad) and self._reached_training(run)
+
+    def _reached_training(self, run: Run) -> bool:
+        """Whether a fault in the batch did more than spoil a metric."""
+        if self.runner.any_skipped(run):
+            return True
+        params = self.runner.groups.param_leaves
+        return not self.silent and not self._is_same(run, self.base.right, params)
+
+    def _judge_nonfinite(self, fault: Fault) -> None:
+        if self.losses:
+            values = [_output(fault.run, path) for path in self.losses]
+            if all(map(_is_finite, values)) or not self._reached_training(fault.run):
+                return
+        elif fault.exempt:
+            return
+        bad = self.runner.nonfinite(fault.run, fault.exempt)
+        bad -= self.runner.nonfinite(self.base.right)
+        if bad:
+            self.findings.add(
+                "nan committed",
+                f"after {fault.what} an inf or NaN stayed in {self.runner.names(bad)}",
+            )
+
+    def _judge_atomic(self, fault: Fault) -> None:
+        if not self.runner.all_skipped(fault.run):
+            return
+        if self._has_lookahead():
+            self.findings.leave_out(
+                "not atomic",
+                "optax.lookahead, outside, moves parameters in skipped steps too",
+            )
+            return
+        bad = {
+            i
+            for i in self.runner.changed(fault.run, fault.exempt)
+            if i in self._state_floats() and not self._may_move(fault.run, i)
+        }
+        if bad:
+            self.findings.add(
+                "not atomic",
+                f"{fault.what}: the step was skipped, but it changed "
+                f"{self.runner.names(bad)}",
+            )
+
+    def _has_lookahead(self) -> bool:
+        """Whether `optax.lookahead` is around the wrapper, where it belongs."""
+        return any("steps_since_sync" in item.path for item in self.items)
+
+    def _may_move(self, run: Run, i: int) -> bool:
+        """What no gradient moves: a count, a schedule, the state of a simulation.
+
+        It moved as it does in a good step, and is neither a parameter nor like one.
+        Rounding alone is no move either: weights that are normalized in each step.
+        """
+        old, new, right = (
+            as_numpy(x[i]) for x in (run.before, run.after, self.base.right.after)
+        )
+        if old.ndim == 0 and bool(new == old + 1):
+            return True
+        groups = self.runner.groups
+        # More trees than wrappers: one of them has as many leaves by chance.
+        is_clear = len(groups.params) <= len(self.runner.scales)
+        trees = groups.all if is_clear else groups.others
+        trained = {k for group in trees.values() for k in group}
+        if (old.ndim == 0 or i not in trained) and same(new, right):
+            return True
+        return _is_rounding(old, new)
+
+    def _judge_loss(self, fault: Fault) -> None:
+        wrappers = [x for x in self.runner.scales if x.counters and not x.is_static]
+        if not wrappers:
+            self.findings.leave_out(
+                "loss not told", "only a wrapper with a scale that moves is told"
+            )
+        elif self._has_lookahead():
+            self.findings.leave_out(
+                "loss not told", "optax.lookahead, outside, does not pass value= on"
+            )
+        elif self._loss_is_bad(fault.run):
+            called = any(self.runner.counted(fault.run, x, "steps") for x in wrappers)
+            counts = [
+                self.runner.counted(fault.run, x, "nonfinite_losses")
+                for x in self.runner.scales
+                if x.counters
+            ]
+            if called and not any(counts):
+                self.findings.add(
+                    "loss not told",
+                    f"after {fault.what} the loss was not finite, but the optimizer "
+                    "took the step for an overflow, or applied it",
+                )
+
+    # Afterwards.
+
+    def try_going_on(self) -> None:
+        """Good steps after a bad one: do the parameters move again?"""
+        code: Code = "frozen"
+        bad = [fault for fault in self.faults if self._did_harm(fault.run)]
+        if not bad:
+            self.findings.leave_out(code, "no fault had an effect")
+        in_scale = [fault for fault in bad if fault.scale]
+        in_batch = [fault for fault in bad if not fault.scale]
+        for fault in in_scale[:1] + in_batch[:1]:
+            leaves = self.runner.put_back(fault.run.after, self.base.leaves)
+            for i in fault.exempt:
+                leaves[i] = self.base.leaves[i]
+            for _ in range(self.base.window + 1):
+                run = self._try(leaves, f"a good step after {fault.what}", of=[code])
+                if run is None:
+                    return
+                if self._moved(run):
+                    break
+                leaves = self.runner.put_back(run.after, self.base.leaves)
+            else:
+                self._add_frozen(fault)
+
+    def _did_harm(self, run: Run) -> bool:
+        skipped = self.runner.any_skipped(run)
+        return skipped or bool(self.runner.nonfinite(run))
+
+    def _moved(self, run: Run) -> bool:
+        """Whether any parameter is other than before."""
+        params = self.runner.groups.param_leaves
+        return any(not same(run.before[i], run.after[i]) for i in params)
+
+    def _add_frozen(self, fault: Fault) -> None:
+        kept = self.runner.nonfinite(fault.run, fault.exempt)
+        cause = f": {self.runner.names(kept)} kept an inf or NaN" if kept else ""
+        self.findings.add(
+            "frozen",
+            f"after {fault.what} no good step moved the parameters any more{cause}",
+        )
+
+    # Devices.
+
+    def compare_devices(self) -> None:
+        """Whether all devices hold the same, of what they hold together."""
+        code: Code = "out of sync"
+        devices = {
+            device
+            for i in self.runner.carried.leaves
+            if isinstance(self.base.right.after[i], jax.Array)
+            for device in self.base.right.after[i].sharding.device_set
+        }
+        if len(devices) < 2:
+            self.findings.leave_out(code, "all that is carried is on one device")
+            return
+        stacked = self._stacked()
+        if stacked is None:
+            self.findings.leave_out(code, "each device has parameters of its own")
+        if self._add_parted(_copies_differ, self.runner.carried.compared):
+            return
+        if stacked and self._part_in_a_good_step(stacked):
+            self.findings.leave_out(
+                code, "each device seems to train a model of its own"
+            )
+        elif stacked:
+            self._add_parted(_rows_differ, stacked & self.runner.carried.compared)
+
+    def _add_parted(
+        self, differs: Callable[[Any], bool], leaves: Iterable[int]
+    ) -> bool:
+        """Adds what devices hold differently after the first run in which they do."""
+        for what, run in [
+            *(("a good step", run) for run in self.good),
+            *((fault.what, fault.run) for fault in self.faults),
+        ]:
+            bad = {i for i in leaves if differs(run.after[i])}
+            if bad:
+                self.findings.add(
+                    "out of sync",
+                    f"after {what} devices hold different values of "
+                    f"{self.runner.names(bad)}",
+                )
+                return True
+        return False
+
+    def _part_in_a_good_step(self, stacked: set[int]) -> bool:
+        """Whether copies part where nothing was skipped: other seeds or rates.
+
+        Gradients of which no mean was taken look the same.
+        """
+        return any(
+            _rows_differ(run.after[i])
+            for run in self.good
+            if not self.runner.any_skipped(run)
+            for i in stacked - self.own
+        )
+
+    def _stacked(self) -> set[int] | None:
+        """What `pmap` stacked, one copy a device; None if the copies never agreed."""
+        if np.ndim(self.base.leaves[self.runner.scales[0].at]) == 0:
+            return set()
+        groups = self.runner.groups
+        if any(_rows_differ(self.good[0].before[i]) for i in groups.param_leaves):
+            return None
+        return {i for x in groups.all.values() for i in x} | self.own
+
+
+def _output(run: Run, path: tuple[str, ...]) -> Any:
+    return next((x.value for x in run.outputs if x.path == path), None)
+
+
+def _is_finite(value: Any) -> bool:
+    return value is not None and bool(np.isfinite(as_numpy(value)).all())
+
+
+def _is_rounding(old: np.ndarray, new: np.ndarray) -> bool:
+    """Whether two arrays differ by 4 units in the last place at most; narrow ones 1."""
+    eps = float(jnp.finfo(old.dtype).eps)
+    most = 4 * eps if eps < 1e-5 else eps
+    x, y = as_numbers(old), as_numbers(new)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return same(old, new) or bool(np.all(np.abs(x - y) <= most * np.abs(x)))
+
+
+def _norm(vector: np.ndarray) -> float:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return float(np.linalg.norm(vector))
+
+
+def _copies_differ(leaf: Any) -> bool:
+    """Whether devices hold different bits of the same part of an array."""
+    if not isinstance(leaf, jax.Array):
+        return False
+    if is_extended(leaf):
+        leaf = jax.random.key_data(leaf)
+    first: dict[str, bytes] = {}
+    for shard in leaf.addressable_shards:
+        bits = np.asarray(shard.data).tobytes()
+        if first.setdefault(str(shard.index), bits) != bits:
+            return True
+    return False
+
+
+def _rows_differ(leaf: Any) -> bool:
+    rows = as_numpy(leaf) if is_array(leaf) else np.zeros(1)
+    return any(not same(rows[0], row) for row in rows[1:])

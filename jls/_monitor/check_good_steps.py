@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The good steps of `jls.check_step`, which lead to where faults are injected."""
+
+import dataclasses
+import itertools
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+
+from jls._monitor.check_carried import Scale, as_numpy, own_leaves, same
+from jls._monitor.check_runs import Leaves, Run, Runner
+from jls._text import format_scale
+
+Code = Literal[
+    "no step",
+    "retraced",
+    "host sync",
+    "not scaled",
+    "scale leaks",
+    "nan committed",
+    "not atomic",
+    "loss not told",
+    "frozen",
+    "out of sync",
+]
+CODES: tuple[Code, ...] = get_args(Code)
+
+MOST_STEPS = 16  # good steps until the parameters have to move
+LOWER = (4, 4, 4, 4, 8, 8, 16)  # by how many powers of two, one try after the other
+
+
+@dataclasses.dataclass
+class Findings:
+    """What the trials have shown so far."""
+
+    broken: dict[Code, str] = dataclasses.field(default_factory=dict)
+    not_tried: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def add(self, code: Code, seen: str) -> None:
+        self.broken.setdefault(code, seen)
+        self.not_tried.pop(code, None)
+
+    def leave_out(self, code: str, reason: str) -> None:
+        if code not in self.broken:
+            self.not_tried.setdefault(code, reason)
+
+
+class Base(NamedTuple):
+    """The point at which faults are injected."""
+
+    leaves: Leaves
+    right: Run  # the good step from here
+    window: int  # good steps from one move of the parameters to the next
+
+
+def take_good_steps(
+    runner: Runner, start: Leaves, good: list[Run], findings: Findings
+) -> Base | None:
+    """Good steps until the parameters have moved, None if they never do.
+
+    Every run is added to `good`. No fault makes sense if nothing is carried, or if
+    every call compiles: then all codes are in `findings`.
+    """
+    good.append(runner.run(start, "the first good step"))
+    if not runner.changed(good[0]):
+        findings.add("no step", "a good step changed nothing that the step carries")
+        return None
+    start = _calibrate(runner, start, good)
+    base = _walk(runner, start, good, MOST_STEPS)
+    if base is None and not always_compiles(good):
+        near_one = start
+        for scale in runner.scales:
+            near_one = runner.set_scale(near_one, scale, near_one_of(start, scale))
+        if any(not same(near_one[x.at], start[x.at]) for x in runner.scales):
+            # Updates that were divided by the scale once more may be too small.
+            good.append(runner.run(near_one, "a good step at a loss scale near 1"))
+            base = _walk(runner, near_one, good, 2)
+    for _ in range(3 - max(_places(good))):
+        good.append(runner.run(runner.put_back(good[-1].after, start), "a good step"))
+    if base is not None and _keeps_the_old_state(runner, good):
+        findings.add(
+            "no step",
+            "the parameters moved, but nothing in the optimizer state did: the step "
+            "seems to return the old state",
+        )
+    later = [
+        place
+        for place, run in zip(_places(good), good, strict=True)
+        if run.compiled and place > 2
+    ]
+    if later:
+        findings.add("retraced", f"good step {later[0]} compiled the step once more")
+    return base
+
+
+def always_compiles(good: list[Run]) -> bool:
+    return all(run.compiled for run in good) and max(_places(good)) >= 3
+
+
+def _keeps_the_old_state(runner: Runner, good: list[Run]) -> bool:
+    """Whether no good step changed an optimizer state that counts its calls."""
+    scales = runner.scales
+    own = own_leaves(scales)
+    kept = own | {i for group in runner.groups.others.values() for i in group}
+    if not all(x.counters for x in scales) or not own <= runner.carried.leaves:
+        return False
+    for run in good:
+        is_new_elsewhere = any("steps" in item.path for item in run.outputs)
+        if is_new_elsewhere or kept & runner.changed(run):
+            return False
+    return True
+
+
+def _places(good: list[Run]) -> list[int]:
+    """For each run its place in its series: 1, and more for what went on from it.
+
+    With the types and places that a step returns it may be compiled once more; each
+    try at another loss scale begins at the caller's arguments again.
+    """
+    places = [1]
+    for last, run in itertools.pairwise(good):
+        old, new = last.after, run.before
+        went_on = any(
+            a is b for a, b, c in zip(old, new, last.before, strict=True) if a is not c
+        )
+        places.append(places[-1] + 1 if went_on else 1)
+    return places
+
+
+def _walk(runner: Runner, start: Leaves, good: list[Run], most: int) -> Base | None:
+    """Good steps from `start`, of which the last run was the first, until two moved.
+
+    The second one is taken, since moments are 0 in the first.
+    """
+    base, leaves, waited = None, start, 1
+    for number in range(1, most + 1):
+        run = good[-1]
+        if number > 1 and runner.any_skipped(run):
+            break
+        if runner.moved(run):
+            window = max(waited, base.window if base else 1)
+            base, waited = Base(leaves, run, window), 0
+            if number > 1:
+                break
+        if number == most or always_compiles(good):
+            break
+        leaves, waited = runner.put_back(run.after, start), waited + 1
+        good.append(runner.run(leaves, f"good step {number + 1}"))
+    return base
+
+
+def _calibrate(runner: Runner, start: Leaves, good: list[Run]) -> Leaves:
+    """Lowers each loss scale at which the last step was skipped, until none is."""
+    for bits in LOWER:
+        skipped = [x for x in runner.scales if runner.was_skipped(good[-1], x)]
+        for scale in skipped:
+            if scale.counters and runner.counted(good[-1], scale, "nonfinite_losses"):
+                raise ValueError(
+                    "the loss of these arguments must be finite, but the step was "
+                    "skipped for its loss. Pass a good batch."
+                )
+        skipped = [x for x in skipped if not is_switched_off(start, x)]
+        if not skipped:
+            break
+        for scale in skipped:
+            lower = np.maximum(as_numpy(start[scale.at]) * 2.0**-bits, 2.0**-126)
+            start = runner.set_scale(start, scale, lower)
+        good.append(runner.run(start, "a good step at a lower loss scale"))
+    skipped = [x for x in runner.scales if runner.was_skipped(good[-1], x)]
+    if skipped:
+        scales = ", ".join(_format(start, scale) for scale in skipped)
+        raise ValueError(
+            "the step must not be skipped at every loss scale, but was with these "
+            f"arguments, last at {scales}. Pass a good batch; "
+            "jls.nonfinite_leaves(opt_state, params) names the bad gradients."
+        )
+    return start
+
+
+def near_one_of(leaves: Leaves, scale: Scale) -> np.ndarray:
+    """From 2 to 4, or the present scale if that is lower, and of its mantissa.
+
+    The scales of one comparison differ by powers of two, which are exact.
+    """
+    present = as_numpy(leaves[scale.at])
+    return np.minimum(4.0 * np.frexp(present)[0], present)
+
+
+def is_switched_off(leaves: Leaves, scale: Scale) -> bool:
+    """Whether the scale is that of `jls.skip_nonfinite`."""
+    return scale.is_static and bool(np.all(as_numpy(leaves[scale.at]) == 1))
+
+
+def _format(leaves: Leaves, scale: Scale) -> str:
+    return format_scale(float(as_numpy(leaves[scale.at]).flat[0]))

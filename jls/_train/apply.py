@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Apply gradients, or skip the step, and report: the second half of a train step."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from jls._state import (
+    find,
+    is_multi_steps_state,
+    is_wrapper_state,
+    refuse_multi_steps_around,
+)
+from jls._step import update_and_apply
+from jls._train.plain import restore, trainable
+from jls._train.rates import Rates, learning_rates
+from jls._types import LossScaledState, SkipReason, StepReport
+
+
+def apply_gradients(
+    optimizer: optax.GradientTransformation,
+    grads: Any,
+    opt_state: Any,
+    params: Any,
+    *,
+    value: Any = None,
+    **extra: Any,
+) -> tuple[Any, Any, StepReport]:
+    """Applies true gradients to the parameters, or skips the step; and reports.
+
+    For those who make the gradients themselves, with `jls.value_and_grad` or otherwise:
+    `optimizer.update` and `optax.apply_updates` in one. Where updates are checked, it
+    checks the very parameters that it returns.
+
+    Args:
+      optimizer: made by `jls.loss_scaled` or `jls.skip_nonfinite`, or one that contains
+        one such wrapper, e.g. an `optax.chain`.
+      grads: true gradients, of the structure of `params`, of any floating-point dtype.
+        Those of an Equinox model have None where the model has no floating-point array.
+      opt_state: what `optimizer.init(params)` or the last step returned.
+      params: the parameters. They keep their dtypes.
+      value: the true loss, a real floating-point scalar. If it is not finite, the step
+        is skipped for it, and the loss scale stays. None if it is not known.
+      **extra: for `optimizer.update`, e.g. `partial_overflow=`.
+
+    Returns:
+      The new parameters, the new state, and a `jls.types.StepReport`; see
+      `jls.train_step`. Its `loss` is `value`, its `aux` None, its `dropped` 0. A
+      skipped step leaves parameters and inner state as they were, bit for bit.
+
+    Raises:
+      ValueError: if the optimizer was not made by jls, or is inside an
+        `optax.MultiSteps`, or if the structures differ.
+      TypeError: if it is no optimizer.
+      TypeError, ValueError: see `jls.loss_scaled`.
+
+    Example:
+      >>> optimizer = jls.loss_scaled(optax.sgd(0.5), jls.dynamic(1024.0))
+      >>> params = jnp.ones(2)
+      >>> opt_state = optimizer.init(params)
+      >>> grads = jnp.array([3.0, 4.0])
+      >>> params, opt_state, report = jls.apply_gradients(
+      ...     optimizer, grads, opt_state, params
+      ... )
+      >>> params, report.global_norm
+      (Array([-0.5, -1. ], dtype=float32), Array(5., dtype=float32))
+    """
+    check_optimizer(optimizer)
+    if value is not None:
+        extra["value"] = value
+    trained = trainable(params)
+    structure = jax.tree.structure(grads)
+    if structure == jax.tree.structure(trained):
+        new, opt_state, report = apply_and_report(
+            optimizer, grads, opt_state, trained, None, extra
+        )
+        return restore(new, params), opt_state, report
+    # `optax.lookahead` takes the gradients of its fast parameters.
+    fast = params.fast if isinstance(params, optax.LookaheadParams) else params
+    if structure != jax.tree.structure(fast):
+        raise ValueError(
+            "grads and params must have the same structure, got "
+            f"{structure} and {jax.tree.structure(fast)}."
+        )
+    return apply_and_report(optimizer, grads, opt_state, params, None, extra)
+
+
+def apply_and_report(
+    optimizer: optax.GradientTransformation,
+    grads: Any,
+    opt_state: Any,
+    params: Any,
+    learning_rate: Rates,
+    extra: dict[str, Any],
+) -> tuple[Any, Any, StepReport]:
+    """`apply_gradients` with a learning rate for the report."""
+    before = inner_wrapper_state(opt_state)
+    new_params, new_opt_state, global_norm = update_and_apply(
+        optimizer, grads, opt_state, params, **extra
+    )
+    after = inner_wrapper_state(new_opt_state)
+    count = _applied_before(opt_state, before)
+    report = StepReport(
+        loss=extra.get("value"),
+        skipped=~after.applied,
+        loss_scale=after.scaler_state.loss_scale,
+        learning_rate=learning_rates(learning_rate, count, new_opt_state),
+        global_norm=global_norm,
+        local_norm=None,
+        size=None,
+        dropped=jnp.zeros((), jnp.int32),
+        aux=None,
+        skip_reason=jnp.where(after.applied, SkipReason.NONE.value, after.skip_reason),
+    )
+    return new_params, new_opt_state, report
+
+
+def check_optimizer(optimizer: Any) -> None:
+    functions = (getattr(optimizer, name, None) for name in ("init", "update"))
+    if not all(map(callable, functions)):
+        raise TypeError(
+            "optimizer must be made by jls.loss_scaled or jls.skip_nonfinite, got "
+            f"{type(optimizer).__name__} {optimizer!r}."
+        )
+
+
+def inner_wrapper_state(opt_state: Any) -> LossScaledState:
+    """The state of the one wrapper in `opt_state`, not inside a `MultiSteps`."""
+    found = [node for _, node in find(opt_state, is_wrapper_state)]
+    if len(found) != 1:
+        raise ValueError(
+            "the optimizer must be made by jls.loss_scaled or jls.skip_nonfinite, "
+            f"once: got a state with {len(found)} such wrappers."
+        )
+    refuse_multi_steps_around(opt_state)
+    return found[0]
+
+
+def _applied_before(opt_state: Any, before: LossScaledState) -> Array:
+    """How many optimizer steps were applied; `MultiSteps` counts accumulated ones."""
+    windows = find(opt_state, is_multi_steps_state)
+    return windows[0][1].gradient_step if windows else before.steps - before.skips

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adapter for pure functions: plain pytrees, Haiku, Equinox."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from jls._train.parts import Made, Parts, unpack
+from jls._tree import cast_like, is_array, is_inexact
+from jls._types import StepReport
+
+
+class PlainAdapter:
+    """Differentiates by the floating-point arrays; everything else stays as it is.
+
+    An Equinox model also holds functions and integers. As `equinox.filter` does it, the
+    optimizer sees None in their places.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        optimizer: optax.GradientTransformation,
+        carries: bool,
+        has_aux: bool,
+        state: tuple[Any, ...],
+    ):
+        self._loss_fn, self._carries, self._has_aux = loss_fn, carries, has_aux
+        self._params, self._opt_state, *self._carried = state
+        self.optimizer = optimizer
+
+    def split(self) -> Parts:
+        params = trainable(self._params)
+        if params is not self._params:
+            _check_initialized(self.optimizer, self._opt_state, params)
+        carried = self._carried[0] if self._carries else None
+        return Parts(params, None, self._opt_state, carried)
+
+    def call(self, params: Any, overwritten: Any, carried: Any, batch: Any) -> Made:
+        model = restore(params, self._params)
+        if not self._carries:
+            result = self._loss_fn(model, batch)
+            return unpack(result, False, self._has_aux, None)
+        # A copy of the tree, since `equinox.nn.State` can be read only once.
+        copy = jax.tree.map(lambda leaf: leaf, carried)
+        result = self._loss_fn(model, copy, batch)
+        made = unpack(result, True, self._has_aux, None)
+        after = cast_like("what loss_fn carries", made.carried, carried)
+        return made._replace(carried=after)
+
+    def merge(self, parts: Parts, report: StepReport) -> tuple[Any, ...]:
+        params = restore(parts.params, self._params)
+        carried = [parts.carried] if self._carries else []
+        return params, parts.opt_state, *carried, report
+
+
+def trainable(params: Any) -> Any:
+    """`params` with None for what cannot be trained; itself if there is nothing."""
+    if all(map(_is_trainable, jax.tree.leaves(params))):
+        return params
+    return jax.tree.map(lambda leaf: leaf if _is_trainable(leaf) else None, params)
+
+
+def restore(trained: Any, params: Any) -> Any:
+    """`params` with the leaves of `trained`, where that is not None."""
+    if jax.tree.structure(trained) == jax.tree.structure(params):
+        return trained
+    new = iter(jax.tree.leaves(trained))
+    return jax.tree.map(lambda x: next(new) if _is_trainable(x) else x, params)
+
+
+def _is_trainable(leaf: Any) -> bool:
+    return is_array(leaf) and hasattr(leaf, "dtype") and is_inexact(leaf)
+
+
+def _check_initialized(optimizer: Any, opt_state: Any, params: Any) -> None:
+    expected = jax.tree.structure(jax.eval_shape(optimizer.init, params))
+    if jax.tree.structure(opt_state) != expected:
+        raise ValueError(
+            "opt_state must be made from the floating-point arrays of params alone, "
+            "since the others have no gradients: "
+            "optimizer.init(eqx.filter(params, eqx.is_inexact_array)) for Equinox, or "
+            "a tree with None in the places of the others."
+        )

@@ -1,0 +1,763 @@
+"""`jls.check_step` names each planted mistake, and calls no right step broken."""
+
+import functools
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import right_steps
+import steps
+from code_blocks import blocks, execute
+from flax import nnx
+from right_steps import RIGHT
+from shared import bits
+from steps import BATCH, PLACES, X, plain, plain_loss, plain_params, wrap
+
+import jls
+from jls._monitor.check_good_steps import CODES
+
+# The mistakes that are planted here are warned of too, but for those of right steps.
+pytestmark = [
+    pytest.mark.standard_promotion,
+    pytest.mark.filterwarnings("ignore::jls.JlsWarning"),
+]
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def check(step, args, kwargs=None):
+    return jls.check_step(step, *args, **(kwargs or {}))
+
+
+# Right steps.
+
+
+def test_there_are_many_right_steps():
+    assert len(RIGHT) >= 40
+
+
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.filterwarnings("error")
+def test_right_step_is_not_called_broken(name):
+    result = check(*RIGHT[name]())
+    assert result.ok, str(result)
+    assert result.broken == ()
+    # Most codes are tried: an audit that looks at nothing calls nothing broken.
+    assert len(result.not_tried) <= 4
+
+
+# The README's recipes with a step, and how each is called.
+RECIPES = {
+    "The main loop": "train_step, params, opt_state, batch",
+    "Flax Linen": "train_step, state, (x, y)",
+    "Flax NNX": "train_step, model, optimizer, (x, y)",
+    "Equinox": "train_step, model, opt_state, (x, y)",
+    "Plain JAX, without optax": "train_step, w, state, jnp.ones((8, 4))",
+    "Gradient accumulation": "step, w, opt_state, jnp.ones((8, 3))",
+    "Many devices and processes": "train_step, params, opt_state, x",
+}
+
+
+@pytest.mark.parametrize("title", RECIPES)
+def test_recipe_of_the_readme_is_not_called_broken(title, capsys):
+    found = blocks((ROOT / "README.md").read_text(encoding="utf-8"))
+    block = next(x for x in found if x.title == title and x.language == "python")
+    names = execute(block.code, title, {"__name__": "recipe"})
+    result = eval(f"jls.check_step({RECIPES[title]})", names)
+    assert result.ok, str(result)
+
+
+# Mistakes that every library can make.
+
+GRADIENTS = {
+    "jax.value_and_grad": (steps.unscaled_gradients, "not scaled"),
+    "another state": (steps.foreign_gradients, "not scaled"),
+    "unscaled twice": (steps.twice_unscaled, "scale leaks"),
+    "scaled twice": (steps.twice_scaled, "scale leaks"),
+    "never unscaled": (steps.never_unscaled, "scale leaks"),
+    "clipped while scaled": (steps.clipped_while_scaled, "scale leaks"),
+    "nan_to_num": (steps.cleaned, "nan committed"),
+}
+TOLD = {"nothing": steps.tell_nothing, "valeu=": steps.misspell}
+
+
+@pytest.mark.parametrize("library", PLACES)
+@pytest.mark.parametrize("mistake", GRADIENTS)
+def test_mistake_in_the_gradients_is_named(library, mistake):
+    gradients, code = GRADIENTS[mistake]
+    assert check(*PLACES[library](gradients)).broken == (code,)
+
+
+@pytest.mark.parametrize("library", PLACES)
+@pytest.mark.parametrize("told", TOLD)
+def test_loss_that_the_optimizer_is_not_told_is_named(library, told):
+    assert check(*PLACES[library](tell=TOLD[told])).broken == ("loss not told",)
+
+
+@pytest.mark.parametrize("library", PLACES)
+def test_weight_decay_outside_is_not_atomic(library):
+    result = check(*PLACES[library](wrap=steps.decay_outside))
+    assert result.broken == ("not atomic",)
+
+
+@pytest.mark.parametrize("library", PLACES)
+def test_accumulation_outside_is_frozen(library):
+    gradients = steps.with_the_scale_alone
+    result = check(*PLACES[library](gradients, wrap=steps.accumulate_outside))
+    assert "frozen" in result.broken
+    assert "acc_grads" in result.seen["frozen"]
+    assert set(result.broken) <= {"frozen", "nan committed", "not atomic"}
+
+
+# Mistakes in the gradients, further.
+
+
+@pytest.mark.parametrize("inner", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)])
+@pytest.mark.parametrize(
+    "mistake", ["unscaled twice", "scaled twice", "never unscaled"]
+)
+def test_leak_is_seen_with_other_optimizers(inner, mistake):
+    gradients, code = GRADIENTS[mistake]
+    assert code in check(*plain(gradients, inner=inner)).broken
+
+
+def test_leak_that_is_too_small_to_move_the_parameters_is_seen_near_1():
+    step, (params, opt_state, batch) = plain(
+        steps.twice_unscaled, inner=optax.sgd(1e-3)
+    )
+    opt_state = jls.set_loss_scale(opt_state, 2.0**20)
+    result = check(step, (params, opt_state, batch))
+    assert result.broken == ("scale leaks",)
+
+
+def test_leak_that_clipping_hides_at_the_present_scale_is_seen_near_1():
+    inner = optax.chain(optax.clip_by_global_norm(10.0), optax.sgd(0.1))
+    result = check(*plain(steps.never_unscaled, inner=inner))
+    assert result.broken == ("scale leaks",)
+    assert "scale of 2^1 than at 2^0" in result.seen["scale leaks"]
+
+
+def one_weight(gradients, seed, size):
+    """A step with one weight, whose float16 gradients vanish near a scale of 1."""
+    optimizer = jls.loss_scaled(optax.sgd(1.0), jls.dynamic(2.0**10))
+    y = size * jax.random.normal(jax.random.key(seed), (5,))
+
+    @jax.jit
+    def step(w, opt_state, y):
+        def loss_fn(w):
+            ones = jnp.ones(5, jnp.float16)
+            return jnp.sum((ones * w.astype(jnp.float16)).astype(jnp.float32) * y)
+
+        loss, grads = gradients(opt_state, loss_fn, w, jax.value_and_grad)
+        updates, opt_state = optimizer.update(grads, opt_state, w, value=loss)
+        return optax.apply_updates(w, updates), opt_state, loss
+
+    w = jnp.zeros(1)
+    return step, (w, optimizer.init(w), y)
+
+
+@pytest.mark.parametrize("seed", [513, 1558, 1626, 1847])
+def test_gradient_of_a_few_quanta_is_no_leak(seed):
+    assert check(*one_weight(steps.right_gradients, seed, 2.0**-24)).ok
+
+
+def test_leak_in_one_weight_is_seen():
+    step = one_weight(steps.twice_unscaled, 0, 1.0)
+    assert check(*step).broken == ("scale leaks",)
+
+
+def test_overflow_that_an_elementwise_clip_outside_hides_is_seen():
+    optimizer = optax.chain(optax.clip(10.0), wrap(optax.sgd(0.1)))
+
+    @jax.jit
+    def step(w, opt_state, x):
+        def loss_fn(w):
+            return jnp.mean((x.astype(jnp.float16) @ w.astype(jnp.float16)) * 1.0)
+
+        def widened(w):
+            return loss_fn(w).astype(jnp.float32)
+
+        loss, grads = jls.value_and_grad(widened)(opt_state, w)
+        updates, opt_state = optimizer.update(grads, opt_state, w, value=loss)
+        return optax.apply_updates(w, updates), opt_state, loss
+
+    w = jnp.ones(4)
+    result = check(step, (w, optimizer.init(w), jnp.abs(X) + 1))
+    assert result.broken == ("nan committed",)
+
+
+def test_two_scales_are_tried_alone():
+    step, (g, d, g_state, d_state, y) = RIGHT["two_losses_with_two_scales"]()
+
+    @jax.jit
+    def crossed(g, d, g_state, d_state, y):
+        # The second loss is scaled by the state of the first.
+        lent = d_state._replace(scaler_state=steps.SCALER.init())
+        g, d, g_state, new, *losses = step(g, d, g_state, lent, y)
+        scaler_state = steps.SCALER.adjust(d_state.scaler_state, new.applied)
+        return g, d, g_state, new._replace(scaler_state=scaler_state), *losses
+
+    result = check(crossed, (g, d, g_state, d_state, y))
+    assert result.broken == ("not scaled",)
+    assert "d_state" in result.seen["not scaled"]
+
+
+# What a bad step leaves behind.
+
+
+def average_outside(params, average, opt_state, batch, *, step):
+    params, opt_state, loss = step(params, opt_state, batch)
+    average = optax.incremental_update(params, average, 0.1)
+    return params, average, opt_state, loss
+
+
+def test_average_outside_is_not_atomic():
+    step, (params, opt_state, batch) = plain()
+    average = jax.tree.map(lambda p: p + 1, params)
+    outer = jax.jit(functools.partial(average_outside, step=step))
+    result = check(outer, (params, average, opt_state, batch))
+    assert result.broken == ("not atomic",)
+    assert "average/w1, average/w2" in result.seen["not atomic"]
+    text = " ".join(str(result).split())
+    assert 'carried_args={"state": ["params", "opt_state"]}' in text
+
+
+def test_parameter_that_is_one_array_is_carried():
+    """Its place is not taken by a moment, which has the same form."""
+    optimizer = steps.decay_outside(optax.adam(1e-2))
+
+    @jax.jit
+    def step(w, opt_state, x):
+        loss, grads = jls.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(opt_state, w)
+        updates, opt_state = optimizer.update(grads, opt_state, w, value=loss)
+        return opt_state, optax.apply_updates(w, updates), loss
+
+    w = jnp.ones(4)
+    result = check(step, (w, optimizer.init(w), X))
+    assert result.broken == ("not atomic",)
+    assert result.seen["not atomic"].endswith("it changed w")
+
+
+def test_linen_batch_statistics_without_select_are_committed():
+    @jax.jit
+    def step(state, batch):
+        def loss_fn(params):
+            return right_steps.statistics_loss(state, params, batch)
+
+        (loss, new), grads = jls.value_and_grad(loss_fn, has_aux=True)(
+            state.opt_state, state.params
+        )
+        updates, opt_state = state.tx.update(
+            grads, state.opt_state, state.params, value=loss
+        )
+        params = optax.apply_updates(state.params, updates)
+        return state.replace(params=params, opt_state=opt_state, **new), loss
+
+    state = right_steps.statistics_state(wrap(optax.adam(1e-2)))
+    result = check(step, (state, BATCH))
+    assert set(result.broken) == {"nan committed", "not atomic"}
+    assert "batch_stats" in result.seen["nan committed"]
+    assert "batch_stats" in result.seen["not atomic"]
+
+
+def test_nnx_batch_statistics_without_select_are_committed():
+    step, _ = steps.nnx_step()
+    result = check(step, right_steps.nnx_arguments())
+    assert set(result.broken) == {"nan committed", "not atomic"}
+    assert "model/norm/mean" in result.seen["nan committed"]
+
+
+def test_equinox_state_without_select_is_committed():
+    def gradients(model, opt_state, batch):
+        return jls.value_and_grad(
+            lambda m: steps.equinox_loss(m, batch), transform=eqx.filter_value_and_grad
+        )(opt_state, model)
+
+    _, (model, opt_state, batch) = steps.equinox()
+    optimizer = wrap(optax.adam(1e-2))
+
+    @eqx.filter_jit
+    def step(model, mean, opt_state, batch):
+        loss, grads = gradients(model, opt_state, batch)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        mean = {"x": 0.9 * mean["x"] + 0.1 * batch["x"].mean(0)}
+        return eqx.apply_updates(model, updates), mean, opt_state, loss
+
+    result = check(step, (model, {"x": jnp.zeros(4)}, opt_state, batch))
+    assert set(result.broken) == {"nan committed", "not atomic"}
+
+
+def test_flax_apply_gradients_drops_the_loss():
+    @jax.jit
+    def step(state, batch):
+        loss, grads = jls.value_and_grad(
+            lambda params: steps.linen_loss(state, params, batch)
+        )(state.opt_state, state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    result = check(step, (steps.linen_state(wrap(optax.adam(1e-2))), BATCH))
+    assert result.broken == ("loss not told",)
+
+
+def test_bare_scaler_without_select_commits():
+    scaler = jls.dynamic(2.0**10)
+
+    @jax.jit
+    def step(w, state, x):
+        def loss_fn(w):
+            return jnp.mean((x @ w) ** 2)
+
+        loss, grads = jls.value_and_grad(loss_fn)(state, w)
+        state = scaler.adjust(state, jls.all_finite(grads))
+        return w - 0.1 * grads, state, loss
+
+    result = check(step, (jnp.ones(4), scaler.init(), X))
+    assert set(result.broken) == {"nan committed", "not atomic", "frozen"}
+    assert "w kept an inf or NaN" in result.seen["frozen"]
+
+
+def test_bare_scaler_is_told_with_the_gradients_scaled():
+    def gradients(state, loss_fn, w):
+        return loss_fn(w), jax.grad(lambda w: jls.scale(state, loss_fn(w)))(w)
+
+    assert "scale leaks" in check(*right_steps.bare(gradients)).broken
+
+
+def test_scaler_that_is_never_told_of_an_overflow():
+    scaler = jls.dynamic(2.0**10)
+
+    @jax.jit
+    def step(w, state, x):
+        loss, grads = jls.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state, w)
+        grads = jnp.nan_to_num(grads, posinf=0.0, neginf=0.0)
+        return w - 0.1 * grads, scaler.adjust(state, True), loss
+
+    result = check(step, (jnp.ones(4), scaler.init(), X))
+    assert result.broken == ("nan committed",)
+
+
+# No step, retraced, host sync.
+
+
+def test_nnx_updates_that_jax_jit_loses_are_no_step():
+    step = jax.jit(jls.train_step(steps.nnx_loss))
+    result = check(step, right_steps.nnx_arguments())
+    assert result.broken == ("no step",)
+    assert set(result.not_tried) == set(CODES) - {"no step"}
+    assert "nnx.jit" in str(result)
+
+
+def test_plain_step_that_returns_what_it_got_is_no_step():
+    @jax.jit
+    def step(params, opt_state, batch):
+        return params, opt_state, plain_loss(params, batch)
+
+    args = plain()[1]
+    assert check(step, args).broken == ("no step",)
+
+
+def test_old_state_that_comes_back_is_no_step():
+    step, args = plain()
+
+    @jax.jit
+    def forgets(params, opt_state, batch):
+        params, _, loss = step(params, opt_state, batch)
+        return params, opt_state, loss
+
+    result = check(forgets, args)
+    assert result.broken == ("no step",)
+    assert "the old state" in result.seen["no step"]
+
+
+def test_updates_that_are_never_applied_are_in_the_headline():
+    step, args = plain()
+
+    @jax.jit
+    def forgets(params, opt_state, batch):
+        _, opt_state, loss = step(params, opt_state, batch)
+        return params, opt_state, loss
+
+    headline = str(check(forgets, args)).splitlines()[0]
+    assert "no mistake, but the parameters did not move in 18 good steps." in headline
+
+
+@pytest.mark.parametrize("library", PLACES)
+def test_jit_in_each_call_is_retraced(library):
+    step, args = PLACES[library]()
+    jit = {"nnx": nnx.jit, "equinox": eqx.filter_jit}.get(library, jax.jit)
+    inner = step.__wrapped__
+    runs = []
+
+    def compiles(*args):
+        runs.append(args)
+        return jit(lambda *args: inner(*args))(*args)
+
+    result = check(compiles, args)
+    assert result.broken == ("retraced",)
+    assert len(runs) == 4  # an early end
+    assert "not scaled" in result.not_tried
+
+
+def test_step_that_retraces_now_and_then_is_tried_all_the_same():
+    step, args = plain(steps.unscaled_gradients)
+    calls = []
+
+    def now_and_then(*args):
+        calls.append(args)
+        chosen = jax.jit(lambda *a: step.__wrapped__(*a)) if len(calls) == 4 else step
+        return chosen(*args)
+
+    assert check(now_and_then, args).broken == ("retraced", "not scaled")
+
+
+@pytest.mark.parametrize(
+    ("library", "read"),
+    [
+        *((library, float) for library in PLACES),
+        ("plain", lambda x: x.item()),
+        ("plain", np.asarray),
+        ("plain", jax.device_get),
+    ],
+    ids=[*PLACES, "item", "numpy", "device_get"],
+)
+def test_value_read_at_the_host_is_named(library, read):
+    step, args = PLACES[library]()
+
+    def reads(*args):
+        result = step(*args)
+        read(result if library == "nnx" else result[-1])
+        return result
+
+    assert check(reads, args).broken == ("host sync",)
+
+
+@pytest.mark.parametrize("every", [3, 5, 7, 10, 20])
+def test_value_read_now_and_then_is_no_sync(every):
+    step, args = plain()
+    calls = []
+
+    def reads(*args):
+        result = step(*args)
+        calls.append(None)
+        if len(calls) % every == 0:
+            float(result[-1])
+        return result
+
+    # Wherever the count of calls is when the step is traced.
+    for _ in range(3):
+        calls.append(None)
+        assert check(reads, args).ok
+
+
+def test_text_with_a_value_is_not_taken_for_right():
+    step, args = plain()
+
+    def reads(*args):
+        result = step(*args)
+        f"{result[-1]:.3f}"
+        return result
+
+    result = check(reads, args)
+    assert "host sync" in {*result.broken, *result.not_tried}
+
+
+def test_reading_of_numpy_arrays_is_no_sync():
+    step, (params, opt_state, batch) = plain()
+    batch = jax.tree.map(np.asarray, batch)
+
+    def prepares(params, opt_state, batch):
+        assert float(batch["x"].max()) != 0
+        return step(params, opt_state, batch)
+
+    assert check(prepares, (params, opt_state, batch)).ok
+
+
+# What cannot be told.
+
+
+def test_random_numbers_of_the_host_are_told_apart():
+    step, (params, opt_state, batch) = plain(steps.twice_unscaled)
+    random = np.random.default_rng(0)
+
+    def augmented(params, opt_state, batch):
+        noise = random.normal(size=batch["x"].shape).astype(np.float32)
+        return step(params, opt_state, {**batch, "x": batch["x"] + noise})
+
+    result = check(augmented, (params, opt_state, batch))
+    assert result.ok
+    assert "random" in result.not_tried["scale leaks"]
+    assert "random" in result.not_tried["not scaled"]
+
+
+def test_static_scale_of_1_is_not_tried():
+    result = check(*RIGHT["skip_nonfinite_in_bfloat16"]())
+    assert "static" in result.not_tried["not scaled"]
+    assert "static" in result.not_tried["scale leaks"]
+    assert "scale that moves" in result.not_tried["loss not told"]
+
+
+def test_step_without_a_loss_is_told():
+    step, args = plain(tell=steps.tell_nothing)
+    quiet = jax.jit(lambda *args: step(*args)[:2])
+    result = check(quiet, args)
+    assert result.ok
+    assert result.not_tried["loss not told"] == "the step returns no loss"
+
+
+def test_parameters_that_never_move_are_told():
+    result = check(*plain(steps.twice_unscaled, inner=optax.sgd(0.0)))
+    assert result.ok
+    assert "did not move in 18 good steps" in result.not_tried["scale leaks"]
+
+
+def test_arrays_for_which_no_run_is_left_are_named():
+    step, (params, opt_state, batch) = plain()
+    more = {f"unused{i:02}": jnp.ones(2) for i in range(40)}
+    outer = jax.jit(
+        lambda params, opt_state, batch, more: step(params, opt_state, batch)
+    )
+    result = check(outer, (params, opt_state, batch, more))
+    assert result.ok
+    assert result.not_tried["more/unused39"] == "no run was left"
+    assert "a fault in more/unused39: no run was left" in " ".join(str(result).split())
+
+
+def test_at_most_32_runs_and_two_windows():
+    step, args = plain(inner=optax.MultiSteps(optax.adam(1e-2), 4))
+    runs = []
+
+    def counted(*args):
+        runs.append(None)
+        return step(*args)
+
+    assert check(counted, args).ok
+    assert len(runs) <= 32 + 2 * 4
+
+
+def test_step_is_compiled_as_often_as_it_needs_by_itself():
+    traces = []
+    step, args = plain()
+
+    def traced(*args):
+        traces.append(None)
+        return step.__wrapped__(*args)
+
+    check(jax.jit(traced), args)
+    assert len(traces) == 1
+
+
+# Carried arguments.
+
+
+def test_metrics_that_a_bad_step_spoils_can_be_left_out():
+    step, (params, opt_state, batch) = plain()
+
+    @jax.jit
+    def whole(run, batch):
+        params, opt_state, loss = step(run["params"], run["opt"], batch)
+        total = {"loss": run["total"]["loss"] + loss}
+        return {"params": params, "opt": opt_state, "total": total}, loss
+
+    run = {"params": params, "opt": opt_state, "total": {"loss": jnp.zeros(())}}
+    result = check(whole, (run, batch))
+    assert "nan committed" in result.broken
+    assert "run/total/loss" in result.seen["nan committed"]
+    for key in (0, "run"):
+        assert jls.check_step(
+            whole, run, batch, carried_args={key: ["params", "opt"]}
+        ).ok
+
+
+def test_predictions_shaped_like_targets_are_not_carried():
+    step, (params, opt_state, batch) = plain()
+
+    @jax.jit
+    def predicts(params, opt_state, x, y):
+        params, opt_state, loss = step(params, opt_state, {"x": x, "y": y})
+        return params, opt_state, loss, steps.predict(params, x).astype(jnp.float32)
+
+    assert check(predicts, (params, opt_state, batch["x"], batch["y"])).ok
+
+
+def test_nearest_of_two_trees_that_look_alike_is_carried():
+    step, args = RIGHT["gradients_come_back_too"]()
+    result = check(step, args)
+    assert result.ok
+    assert "frozen" not in result.not_tried
+
+
+def test_arguments_stay_as_they_are_also_if_donated():
+    step, args = plain(donate_argnums=(0, 1))
+    before = bits(args)
+    jls.check_step(step, *args)
+    assert bits(args) == before  # and none of them is deleted
+    assert not any(x.is_deleted() for x in jax.tree.leaves(args))
+
+
+def test_nnx_objects_stay_as_they_are():
+    step, args = RIGHT["nnx_train_step"]()
+    before = bits(right_steps.nnx_values(args[:2]))
+    jls.check_step(step, *args)
+    assert bits(right_steps.nnx_values(args[:2])) == before
+
+
+def test_objects_bound_by_cached_partial_stay_as_they_are():
+    model, optimizer, batch = right_steps.nnx_arguments()
+    jitted = nnx.jit(jls.train_step(steps.nnx_loss))
+    before = bits(right_steps.nnx_values((model, optimizer)))
+    assert jls.check_step(nnx.cached_partial(jitted, model, optimizer), batch).ok
+    assert bits(right_steps.nnx_values((model, optimizer))) == before
+
+
+def test_numpy_arrays_and_dicts_stay_as_they_are():
+    step, (params, opt_state, batch) = plain()
+    batch = jax.tree.map(np.array, batch)
+
+    def careless(params, opt_state, batch):
+        result = step(params, opt_state, dict(batch))
+        batch["x"] *= 0
+        batch["more"] = 1
+        return result
+
+    jls.check_step(careless, params, opt_state, batch)
+    assert batch.keys() == {"x", "y"}
+    np.testing.assert_array_equal(batch["x"], X)
+
+
+def test_nothing_is_raised_where_jax_looks_for_nan():
+    with jax.debug_nans(True):
+        assert check(*plain()).ok
+
+
+# Calibration.
+
+
+def test_scale_is_lowered_until_the_step_is_not_skipped():
+    step, (params, opt_state, batch) = plain(steps.twice_unscaled)
+    opt_state = jls.set_loss_scale(opt_state, 2.0**60)
+    assert check(step, (params, opt_state, batch)).broken == ("scale leaks",)
+
+
+def test_step_that_is_skipped_at_every_scale_is_an_error():
+    @jax.jit
+    def step(params, opt_state, batch):
+        loss, grads = jls.value_and_grad(plain_loss)(opt_state, params, batch)
+        grads = jax.tree.map(lambda g: g * jnp.nan, grads)
+        updates, opt_state = wrap(optax.sgd(0.1)).update(
+            grads, opt_state, params, value=loss
+        )
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params = plain_params()
+    args = params, wrap(optax.sgd(0.1)).init(params), BATCH
+    with pytest.raises(ValueError, match="must not be skipped at every loss scale"):
+        check(step, args)
+
+
+def test_batch_with_a_bad_loss_is_an_error():
+    step, (params, opt_state, batch) = plain()
+    bad = {**batch, "x": batch["x"].at[0, 0].set(jnp.nan)}
+    with pytest.raises(ValueError, match="the loss of these arguments must be finite"):
+        check(step, (params, opt_state, bad))
+
+
+# Errors.
+
+
+def test_step_that_does_not_run_raises_its_error_with_the_trial():
+    def step(params, opt_state, batch):
+        raise KeyError("of the step")
+
+    with pytest.raises(KeyError, match="of the step") as caught:
+        check(step, plain()[1])
+    assert any("the first good step" in note for note in caught.value.__notes__)
+
+
+def test_step_that_raises_in_a_fault_is_not_called_broken():
+    step, args = plain()
+
+    def stops(*args):
+        result = step(*args)
+        if not jnp.isfinite(result[2]):
+            raise FloatingPointError
+        return result
+
+    result = check(stops, args)
+    assert result.broken == ("host sync",)
+    assert "raised FloatingPointError" in result.not_tried["argument 2/x"]
+
+
+def test_arguments_without_a_loss_scale_are_an_error():
+    step, (params, opt_state, batch) = plain()
+    with pytest.raises(ValueError, match="closes over its state") as caught:
+        jls.check_step(lambda batch: step(params, opt_state, batch), batch)
+    assert "got dict" in str(caught.value)
+    with pytest.raises(ValueError, match="got no arguments"):
+        jls.check_step(lambda: None)
+
+
+def test_step_that_does_not_return_its_state_is_an_error():
+    step, args = plain()
+
+    def loss_only(params, opt_state, batch):
+        return step(params, opt_state, batch)[2]
+
+    with pytest.raises(ValueError, match="'opt_state', which holds the loss scale"):
+        check(loss_only, args)
+
+
+@pytest.mark.parametrize(
+    ("carried_args", "error", "match"),
+    [
+        ("params", TypeError, "must be positions and names"),
+        (1, TypeError, "must be positions and names"),
+        ([0.5], TypeError, "must be positions and names"),
+        ([7], ValueError, "positions below 3, got 7"),
+        (["no"], ValueError, "must name arguments, got 'no'"),
+        ([0, 1, 2], ValueError, "of 'batch', which carried_args names"),
+    ],
+)
+def test_bad_carried_args_are_errors(carried_args, error, match):
+    step, args = plain()
+    with pytest.raises(error, match=match):
+        jls.check_step(step, *args, carried_args=carried_args)
+
+
+def test_step_must_be_a_function():
+    with pytest.raises(TypeError, match="step must be a function"):
+        jls.check_step(3)
+
+
+# The text.
+
+
+def test_table_of_a_right_step():
+    text = str(check(*plain()))
+    assert text.startswith("jls.check_step found no mistake.\n")
+    rows = text.splitlines()[1:]
+    assert [row.split("  ")[0] for row in rows] == list(CODES)
+    assert all(len(row) <= 88 for row in rows)
+    assert text.count(" ok ") == 9
+    assert rows[-1].endswith("not tried  all that is carried is on one device")
+
+
+def test_table_of_a_broken_step_has_the_line_to_write():
+    result = check(*plain(steps.unscaled_gradients, tell=steps.tell_nothing))
+    text = " ".join(str(result).split())
+    assert text.startswith(
+        "jls.check_step found 2 mistakes: not scaled, loss not told."
+    )
+    assert "not scaled BROKEN with the loss scale at inf the step came out" in text
+    assert "write loss, grads = jls.value_and_grad(loss_fn)(opt_state, params" in text
+    assert "optimizer.update(grads, opt_state, params, value=loss)" in text
+
+
+def test_raise_if_broken_is_for_tests():
+    check(*plain()).raise_if_broken()
+    with pytest.raises(AssertionError, match="loss not told  BROKEN"):
+        check(*plain(tell=steps.tell_nothing)).raise_if_broken()
