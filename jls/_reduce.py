@@ -3,15 +3,11 @@
 
 The functions that take `floats` work on a list of floating-point leaves. They widen one
 at a time, where they reduce it: eagerly, a wide copy of all of them would cost memory.
-
-Without their sign, the bits of floating-point numbers are integers in the order of the
-magnitudes, with inf above all finite numbers and NaN above inf. A maximum of integers
-cannot lose a NaN, as one of floats does on XLA CPU (jax 0.10 and 0.12).
 """
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -135,20 +131,18 @@ def max_abs(tree: Any, axis_name: AxisName = None) -> Array:
 
 def finite_leaves(floats: Sequence[Any]) -> Array:
     """For each leaf, `bool[n]`, whether all of its elements are finite."""
-    if _reduces_two_at_once():
-        return leaf_magnitudes(floats) < jnp.inf
-    # XLA has no `is-finite` for 8-bit floats.
-    flags = [jnp.all(jnp.isfinite(widen(leaf))) for leaf in floats]
-    return jnp.stack(flags) if flags else jnp.ones(0, jnp.bool_)
+    if not floats:
+        return jnp.ones(0, jnp.bool_)
+    totals, has_nan = _totals(list(floats))
+    return jnp.isfinite(totals) & ~has_nan
 
 
 def leaf_magnitudes(floats: Sequence[Any]) -> Array:
     """For each leaf, `f32[n]`, its largest magnitude; inf where it is not finite."""
     if not floats:
         return jnp.zeros(0)
-    # Stacked first, so that what follows is not a kernel for each leaf.
-    bits, is_over = map(jnp.stack, zip(*map(_max_bits, floats), strict=True))
-    return jnp.where(is_over, jnp.inf, lax.bitcast_convert_type(bits, jnp.float32))
+    largest, has_nan = _largest(list(floats))
+    return jnp.where(has_nan, jnp.inf, largest)
 
 
 def any_nan(floats: Sequence[Any]) -> Array:
@@ -157,69 +151,185 @@ def any_nan(floats: Sequence[Any]) -> Array:
     return jnp.any(jnp.stack(flags)) if flags else jnp.asarray(False)
 
 
-@functools.partial(jax.jit, inline=True)
-def _max_bits(leaf: Any) -> tuple[Array, Array]:
-    """The bits of the largest magnitude, an `f32`; whether there is an inf or NaN."""
+# Which reduction is best differs by platform, and the program decides, not the host.
+#
+# XLA CPU writes an array to memory before it reduces it, unless two are reduced
+# together. XLA TPU fuses a sum, and no other reduction, with the norm of clipping and
+# what else reads the gradients. On GPU any will do.
+
+
+@jax.jit
+def _totals(floats: list[Array]) -> tuple[Array, Array]:
+    """For each leaf an `f32`, not finite if it holds inf, and whether it holds NaN."""
+    return lax.platform_dependent(
+        lax.stop_gradient(floats),
+        cpu=_each(_max_and_nan),
+        tpu=_each(_tiny_sum_of_squares),
+        default=_each_together(_tiny_sum_of_squares),
+    )
+
+
+@jax.jit
+def _largest(floats: list[Array]) -> tuple[Array, Array]:
+    """For each leaf its largest magnitude, an `f32`, and whether it holds NaN."""
+    return lax.platform_dependent(
+        lax.stop_gradient(floats),
+        cpu=_each(_max_and_nan),
+        tpu=_each(_max_of_bits),
+        default=_each_together(_max_of_bits),
+    )
+
+
+def _each(reduce_leaf: Callable[[Array], tuple[Array, Array]]) -> Callable[..., Any]:
+    """`reduce_leaf` of each leaf, stacked, so that nothing follows for each alone."""
+
+    def reduce_each(floats):
+        numbers, flags = zip(*map(reduce_leaf, floats), strict=True)
+        return jnp.stack(numbers), jnp.stack(flags)
+
+    return reduce_each
+
+
+# Small leaves of one type are reduced together on GPU and TPU, this many at a time:
+# else each would be a kernel. More together take XLA longer to compile.
+_SMALL, _TOGETHER = 2**16, 32
+
+
+def _each_together(
+    reduce_leaf: Callable[[Array], tuple[Array, Array]],
+) -> Callable[..., Any]:
+    """As `_each`, with fewer kernels where there are many small leaves."""
+
+    def reduce_each(floats):
+        groups = _groups(floats)
+        found = [_reduced(reduce_leaf, [floats[i] for i in group]) for group in groups]
+        numbers, flags = (jnp.concatenate(x) for x in zip(*found, strict=True))
+        order = np.argsort([i for group in groups for i in group])
+        if np.all(np.diff(order) == 1):
+            return numbers, flags
+        return numbers[order], flags[order]
+
+    return reduce_each
+
+
+def _groups(floats: list[Array]) -> list[list[int]]:
+    """The places of leaves that are reduced together."""
+    groups: dict[Any, list[list[int]]] = {}
+    for i, leaf in enumerate(floats):
+        is_small = not is_symbolic_dim(leaf.size) and leaf.size <= _SMALL
+        of_type = groups.setdefault(jax.typeof(leaf) if is_small else i, [[]])
+        if len(of_type[-1]) == _TOGETHER:
+            of_type.append([])
+        of_type[-1].append(i)
+    return [group for of_type in groups.values() for group in of_type]
+
+
+def _reduced(
+    reduce_leaf: Callable[[Array], tuple[Array, Array]], leaves: list[Array]
+) -> tuple[Array, Array]:
+    if len(leaves) == 1:
+        number, flag = reduce_leaf(leaves[0])
+        return number[None], flag[None]
+    return jax.vmap(reduce_leaf)(jnp.stack(leaves))
+
+
+def _parts(leaf: Any) -> list[Array]:
+    """The real parts of `leaf` as float32; what is beyond its range is the largest."""
     array = widen(leaf)
-    if jnp.iscomplexobj(array):
-        real, imag = _max_bits(array.real), _max_bits(array.imag)
-        return jnp.maximum(real[0], imag[0]), real[1] | imag[1]
-    integer = jnp.int32 if array.dtype == jnp.float32 else jnp.int64
-    without_sign = jnp.asarray(jnp.iinfo(integer).max, integer)
-    inf = lax.bitcast_convert_type(jnp.asarray(jnp.inf, array.dtype), integer)
-    bits = lax.bitcast_convert_type(array, integer) & without_sign
-    most, is_over = _max_and_any(bits, inf)
-    if integer != jnp.int32:
-        largest = lax.bitcast_convert_type(most, array.dtype)
-        bounded = jnp.minimum(largest, float(np.finfo(np.float32).max)).astype(
-            jnp.float32
-        )
-        most = lax.bitcast_convert_type(bounded, jnp.int32)
-    return most, is_over
+    parts = [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
+    if parts[0].dtype == jnp.float32:
+        return parts
+    most = float(np.finfo(np.float32).max)
+
+    def narrow(part):
+        return jnp.where(jnp.isfinite(part), jnp.clip(part, -most, most), part)
+
+    return [narrow(part).astype(jnp.float32) for part in parts]
 
 
-def _reduces_two_at_once() -> bool:
-    """Whether reducing two arrays together is faster than reducing one.
-
-    XLA CPU reduces one large array in two or three passes, and a pair of arrays in a
-    single pass: 2.3 ms for 21 million numbers, where their maximum alone takes 33, and
-    `jnp.isfinite` with `jnp.all` 10. But it would gather arrays that `jit` has spread
-    over several devices.
-    """
-    return jax.default_backend() == "cpu" and jax.device_count() == 1
-
-
-def _max_and_any(bits: Array, inf: Array) -> tuple[Array, Array]:
-    """The largest of `bits`, and whether any is `inf` or more."""
-    zero = jnp.zeros((), bits.dtype)
-    if not _reduces_two_at_once():
-        most = jnp.max(bits, initial=zero)
-        return most, most >= inf
+@functools.partial(jax.jit, inline=True)
+def _max_and_nan(leaf: Array) -> tuple[Array, Array]:
+    """By a maximum of floats, which loses NaN on XLA CPU (jax 0.10 and 0.12)."""
 
     def join(a, b):
-        return jnp.maximum(a[0], b[0]), a[1] | b[1]
+        return lax.max(a[0], b[0]), lax.bitwise_or(a[1], b[1])
 
-    axes, false = tuple(range(bits.ndim)), jnp.asarray(False)
-    return lax.reduce((bits, bits >= inf), (zero, false), join, axes)
+    start = most, has_nan = jnp.float32(0.0), jnp.asarray(False)
+    for part in _parts(leaf):
+        size = lax.abs(part)
+        axes = tuple(range(size.ndim))
+        one, flag = lax.reduce((size, size != size), start, join, axes)
+        most, has_nan = lax.max(most, one), lax.bitwise_or(has_nan, flag)
+    return most, has_nan
+
+
+@functools.partial(jax.jit, inline=True)
+def _max_of_bits(leaf: Array) -> tuple[Array, Array]:
+    """Without their sign, the bits of floats are integers in order, NaN above inf."""
+    without_sign, inf = jnp.int32(0x7FFFFFFF), jnp.int32(0x7F800000)
+    most = jnp.int32(0)
+    for part in _parts(leaf):
+        bits = lax.bitcast_convert_type(part, jnp.int32) & without_sign
+        most = lax.max(most, jnp.max(bits, initial=0))
+    return lax.bitcast_convert_type(most, jnp.float32), most > inf
+
+
+# 2**64 squares of the largest number times this have a finite sum.
+_TINY = np.float32(2.0**-96)
+
+
+@functools.partial(jax.jit, inline=True)
+def _tiny_sum_of_squares(leaf: Array) -> tuple[Array, Array]:
+    """Finite if and only if all elements are.
+
+    XLA turns `(x * 2**40) * 2**-96` into `x * 2**-56`, which could be finite where
+    `x * 2**40` is not. `lax.abs` keeps the two apart.
+    """
+    total = jnp.float32(0.0)
+    for part in _parts(leaf):
+        total += jnp.sum(jnp.square(lax.abs(part) * _TINY))
+    return total, total != total
 
 
 # Norms. The square of a float32 over 1.8e19 is inf: so is `optax.global_norm` then, and
-# clipping divides by it. That of one below 1e-23 is 0. Here the values are divided by a
-# power of two near the largest of them, which changes no digit.
+# clipping divides by it. That of one below 1e-23 is 0.
 
 
 def global_norm(floats: Sequence[Any]) -> Array:
     """The L2 norm over all leaves, `f32[]`; inf or NaN if a leaf is not finite."""
-    floats = list(map(widen, floats))
-    if _reduces_two_at_once():
-        # The check for finiteness has found the largest: XLA does that only once.
-        largest = jnp.max(leaf_magnitudes(floats), initial=0.0)
-        power = _power_of_two_below(largest)
-        return _norm(floats, lax.reciprocal(power)) * power
-    norm = _norm(floats, jnp.float32(1.0))
-    # 2**64 squares of the largest number times this have a finite sum.
-    tiny = jnp.float32(2.0**-96)
-    return jnp.where(jnp.isfinite(norm), norm, _norm(floats, tiny) / tiny)
+    if not floats:
+        return jnp.float32(0.0)
+    return _global_norm(list(floats))
+
+
+@jax.jit
+def _global_norm(floats: list[Array]) -> Array:
+    return lax.platform_dependent(
+        floats,
+        cpu=_norm_of_scaled,
+        tpu=functools.partial(_norm_or_norm_of_tiny, _each),
+        default=functools.partial(_norm_or_norm_of_tiny, _each_together),
+    )
+
+
+def _norm_of_scaled(floats: list[Array]) -> Array:
+    """One sum, after division by a power of two near the largest magnitude.
+
+    That changes no digit, and the check for finiteness has found the largest.
+    """
+    largest, _ = _each(_max_and_nan)(lax.stop_gradient(floats))
+    power = _power_of_two_below(jnp.max(largest))
+    parts = [part for leaf in floats for part in _parts(leaf)]
+    return _norm([part * lax.reciprocal(power) for part in parts]) * power
+
+
+def _norm_or_norm_of_tiny(each: Any, floats: list[Array]) -> Array:
+    """Two sums, which the check for finiteness and clipping have made already."""
+    norm = jnp.sqrt(
+        sum(jnp.sum(jnp.square(x)) for leaf in floats for x in _parts(leaf))
+    )
+    totals, _ = each(_tiny_sum_of_squares)(floats)
+    return jnp.where(jnp.isfinite(norm), norm, jnp.sqrt(jnp.sum(totals)) / _TINY)
 
 
 def _power_of_two_below(magnitude: Array) -> Array:
@@ -229,14 +339,9 @@ def _power_of_two_below(magnitude: Array) -> Array:
     return jnp.clip(exponent, 2.0**-126, 2.0**126)
 
 
-def _norm(floats: Sequence[Array], factor: Array) -> Array:
-    """The norm of the products with `factor`."""
-    total = jnp.zeros((), jnp.float32)
-    for leaf in floats:
-        for part in (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,):
-            squares = jnp.square(part * factor.astype(part.dtype))
-            total += jnp.sum(squares).astype(jnp.float32)
-    return jnp.sqrt(total)
+def _norm(floats: Sequence[Array]) -> Array:
+    parts = [part for leaf in floats for part in _parts(leaf)]
+    return jnp.sqrt(sum(jnp.sum(jnp.square(part)) for part in parts))
 
 
 # Counts.

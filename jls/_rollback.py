@@ -18,15 +18,17 @@ nothing is left of either. The moments then change in place, in the passes of th
 optimizer: on a CPU a wrapped AdamW moves 11 times the bytes of the parameters, the bare
 one 10. With selects at the end it would be 16, and with `lax.cond` too.
 
-What is computed from an old state may be NaN, as Adam's first bias correction is. It is
-never kept, but some could see it: a loop until convergence, which then might not end; a
-function of the host, which may raise; foreign code; and a derivative, since 0 times NaN
-is NaN. So a program with any of these, or with effects, is selected at the end, and so
-is anything that is differentiated.
+What is computed from bad gradients or an old state may be NaN, as Adam's first bias
+correction is. It is never kept, but some could see it: a loop until convergence, which
+then might not end; a function of the host, which may raise; foreign code; and a
+derivative, since 0 times NaN is NaN. So a program with any of these, or with effects,
+gets ones in the place of bad inputs and is selected at the end, and so is anything that
+is differentiated. All others get their inputs as they are. Only then does XLA see that
+the norm of clipping and the check read the same gradients, and reads them once.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,73 +38,151 @@ from jax.extend.core import Literal
 
 from jls._tree import Tree, is_array
 
+Arrays = Sequence[Array]
 
-def roll_back_unless(flag: Array, fun: Callable[[], Tree], old: Tree) -> Tree:
-    """`fun()` where `flag`, else `old`: trees of one structure, shapes and dtypes.
+
+def roll_back_unless(
+    flag: Array, fun: Callable[[Arrays], Tree], inputs: Arrays, old: Tree
+) -> Tree:
+    """`fun(inputs)` where `flag`, else `old`: trees of one structure, shapes, dtypes.
 
     Leaves that are not arrays are those of `old`.
+
+    Args:
+      flag: `bool[]`.
+      fun: what must not see `inputs` that are not finite, if they could do harm there.
+      inputs: floating-point arrays, finite where `flag`.
+      old: the tree before.
     """
-    arrays = iter(_select_arrays(flag, lambda: _arrays(fun()), _arrays(old)))
+    arrays = iter(_rolled_back(flag, fun, inputs, _arrays(old)))
     return jax.tree.map(lambda x: next(arrays) if is_array(x) else x, old)
+
+
+def call(flag: Array, fun: Callable[[Arrays], Tree], inputs: Arrays) -> Tree:
+    """`fun(inputs)`; where not `flag`, of some inputs or other, to be rolled back."""
+    if not isinstance(flag, Tracer):
+        return fun(_or_ones(flag, inputs))
+    program, consts = _trace(fun, inputs)
+
+    def of_ones(flag, inputs, consts):
+        return program.run(_or_ones(flag, inputs), consts)
+
+    def as_they_are(flag, inputs, consts):
+        del flag
+        return program.run(inputs, consts)
+
+    run = of_ones if program.is_watchful else _with_derivative(as_they_are, of_ones)
+    return program.tree(run(flag, list(inputs), consts))
+
+
+def _rolled_back(
+    flag: Array, fun: Callable[[Arrays], Any], inputs: Arrays, old: Arrays
+) -> Arrays:
+    if not isinstance(flag, Tracer):
+        return _select(flag, _arrays(fun(_or_ones(flag, inputs))), old)
+    program, consts = _trace(fun, inputs)
+
+    def at_the_end(flag, inputs, consts, old):
+        return _select(flag, program.run(_or_ones(flag, inputs), consts), old)
+
+    def where_made(flag, inputs, consts, old):
+        return _select_where_made(program.jaxpr, flag, [*consts, *inputs], old)
+
+    run = (
+        at_the_end if program.is_watchful else _with_derivative(where_made, at_the_end)
+    )
+    return run(flag, list(inputs), consts, list(old))
+
+
+class _Program(NamedTuple):
+    """A function, traced. A compiled step keeps it, so it must not hold tracers."""
+
+    jaxpr: Any  # of what the function takes from outside, and of its inputs
+    tree: Callable[[Arrays], Any]  # what the function returns, from its arrays
+    is_watchful: bool
+
+    def run(self, inputs: Arrays, consts: Arrays) -> list[Array]:
+        return eval_jaxpr(self.jaxpr, [], *consts, *inputs)
+
+
+def _trace(
+    fun: Callable[[Arrays], Any], inputs: Arrays
+) -> tuple[_Program, list[Array]]:
+    """The program of `fun`, and the arrays that it takes from outside."""
+    structures = []
+
+    def arrays_of(inputs):
+        leaves, structure = jax.tree.flatten(fun(inputs))
+        rest = [None if is_array(leaf) else leaf for leaf in leaves]
+        structures.append((structure, rest, [is_array(leaf) for leaf in leaves]))
+        return [leaf for leaf in leaves if is_array(leaf)]
+
+    traced = jax.make_jaxpr(arrays_of)(list(inputs))
+    ((structure, rest, are_arrays),) = structures
+
+    def tree(arrays):
+        values = iter(arrays)
+        pairs = zip(rest, are_arrays, strict=True)
+        return structure.unflatten([next(values) if is_it else x for x, is_it in pairs])
+
+    opened = traced.jaxpr
+    invars = [*opened.constvars, *opened.invars]
+    program = _Program(
+        jaxpr=opened.replace(constvars=[], invars=invars),
+        tree=tree,
+        is_watchful=bool(opened.effects) or _might_see_nan(opened),
+    )
+    return program, list(traced.consts)
+
+
+def _with_derivative(
+    fun: Callable[..., Any], like: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`fun`, differentiated as if it were `like`."""
+    fun = jax.custom_jvp(fun)
+    fun.defjvp(lambda primals, tangents: jax.jvp(like, primals, tangents))
+    return fun
 
 
 def _arrays(tree: Any) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
 
 
-def _select_arrays(
-    flag: Array, fun: Callable[[], Sequence[Array]], old: Sequence[Array]
-) -> list[Array]:
-    if not isinstance(flag, Tracer):
-        return _select(flag, fun(), old)
-    # The compiled step keeps the functions below: they must not hold on to tracers.
-    jaxpr, consts = _trace(fun)
-
-    def at_the_end(flag, consts, old):
-        return _select(flag, eval_jaxpr(jaxpr, consts), old)
-
-    if jaxpr.effects or _might_see_nan(jaxpr):
-        return at_the_end(flag, consts, old)
-
-    @jax.custom_jvp
-    def where_made(flag, consts, old):
-        return _select_where_made(jaxpr, flag, consts, old)
-
-    @where_made.defjvp
-    def _(primals, tangents):
-        return jax.jvp(at_the_end, primals, tangents)
-
-    return where_made(flag, consts, list(old))
+def _or_ones(flag: Array, inputs: Arrays) -> list[Array]:
+    return [jnp.where(flag, x, jnp.ones_like(x)) for x in inputs]
 
 
-def _trace(fun: Callable[[], Sequence[Array]]) -> tuple[Any, list[Array]]:
-    """The program of `fun`, and the arrays that it takes from outside."""
-    traced = jax.make_jaxpr(fun)()
-    return traced.jaxpr, list(traced.consts)
-
-
-def _select(flag: Array, new: Sequence[Array], old: Sequence[Array]) -> list[Array]:
+def _select(flag: Array, new: Arrays, old: Arrays) -> list[Array]:
     return [jnp.where(flag, x, y) for x, y in zip(new, old, strict=True)]
 
 
 def _select_where_made(
-    jaxpr: Any, flag: Array, consts: Sequence[Array], old: Sequence[Array]
+    jaxpr: Any, flag: Array, arguments: Arrays, old: Arrays
 ) -> list[Array]:
-    values = dict(zip(jaxpr.constvars, consts, strict=True))
+    values = dict(zip(jaxpr.invars, arguments, strict=True))
     olds = {
         variable: x
         for variable, x in zip(jaxpr.outvars, old, strict=True)
         if _is_variable(variable) and variable not in values
     }
-    for equation in jaxpr.eqns:
-        inputs = list(dict.fromkeys(filter(_is_variable, equation.invars)))
-        alone = jaxpr.replace(
-            constvars=[], invars=inputs, outvars=equation.outvars, eqns=[equation]
-        )
-        made = eval_jaxpr(alone, [], *(values[variable] for variable in inputs))
-        for variable, x in zip(equation.outvars, made, strict=True):
+
+    def run(equations):
+        made = [variable for equation in equations for variable in equation.outvars]
+        read = [atom for equation in equations for atom in equation.invars]
+        inputs = [x for x in dict.fromkeys(filter(_is_variable, read)) if x in values]
+        part = jaxpr.replace(invars=inputs, outvars=made, eqns=equations)
+        results = eval_jaxpr(part, [], *(values[variable] for variable in inputs))
+        for variable, x in zip(made, results, strict=True):
             is_kept = variable in olds
             values[variable] = jnp.where(flag, x, olds[variable]) if is_kept else x
+
+    waiting = []
+    for equation in jaxpr.eqns:
+        waiting.append(equation)
+        if not olds.keys().isdisjoint(equation.outvars):
+            run(waiting)
+            waiting = []
+    run(waiting)
 
     def selected(output, x):
         value = values[output] if _is_variable(output) else output.val

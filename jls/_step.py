@@ -38,7 +38,7 @@ from jls._reduce import (
     leaf_magnitudes,
     varying_axes,
 )
-from jls._rollback import roll_back_unless
+from jls._rollback import call, roll_back_unless
 from jls._state import is_wrapper_state, wrapper_state_in
 from jls._tree import (
     Rest,
@@ -218,10 +218,9 @@ class _Step(NamedTuple):
     """The inputs of a step, and what all devices observed."""
 
     grads: list[Array]  # the floating-point leaves, in at least float32
-    grads_or_ones: list[Array]  # the same, or ones if they or the loss are not finite
     rest: Rest  # the tree without those leaves
     checks_updates: bool
-    extra: dict[str, Any]  # for the inner optimizer; ones likewise
+    extra: dict[str, Any]  # for the inner optimizer
     no_updates: Any  # the updates of a skipped step
     integers: list[Any]  # the paths of the leaves that are integers
     loss_finite: Array  # bool[]
@@ -265,13 +264,11 @@ def _observe(
     is_finite = jnp.all(leaves_finite) & loss_finite
     _check_axes(is_finite, state.steps, wrapper.axis_name)
     grads = list(map(widen, floats))
-    # A skipped step runs too. It sees ones: a line search might never end on NaN.
     return _Step(
         grads=grads,
-        grads_or_ones=[jnp.where(is_finite, x, jnp.ones_like(x)) for x in grads],
         rest=rest,
         checks_updates=_checks_updates(wrapper, updates, params),
-        extra=_ones_unless(is_finite, extra),
+        extra=extra,
         no_updates=_no_updates(grads, rest, params),
         integers=_integer_paths(updates, rest),
         loss_finite=loss_finite,
@@ -299,25 +296,28 @@ def _attempt(
       finish: turns the updates into the result.
       unfinished: the result of a step that is skipped.
     """
+    arguments, with_arguments = _guarded(step.extra)
+    inputs, inner_state = [*step.grads, *arguments], state.inner_state
 
-    def run():
-        grads, inner_state = combine(step.grads_or_ones, step.rest), state.inner_state
+    def run(inputs):
+        grads = combine(inputs[: len(step.grads)], step.rest)
+        extra = with_arguments(inputs[len(step.grads) :])
         with foreign_state_named(wrapper.inner.init, inner_state, params):
-            made, new = wrapper.inner.update(grads, inner_state, params, **step.extra)
+            made, new = wrapper.inner.update(grads, inner_state, params, **extra)
         name, integers = "the inner optimizer's", step.integers
         made = cast_like(f"{name} update", made, step.no_updates, integers)
         new = cast_like(f"{name} state", new, inner_state, integers)
         return made, new
 
-    def run_and_finish():
-        made, new = run()
+    def run_and_finish(inputs):
+        made, new = run(inputs)
         return finish(made), new
 
     old = unfinished, _clone_keys(state.inner_state)
     if not step.checks_updates:
-        new = roll_back_unless(step.is_finite, run_and_finish, old)
+        new = roll_back_unless(step.is_finite, run_and_finish, inputs, old)
         return _Attempt(*new, step.is_finite, step.leaves_finite)
-    made, new = run()
+    made, new = call(step.is_finite, run, inputs)
     updates_finite = finite_leaves(_kept_if_finite(made, params, step.rest))
     # A NaN moment shows in its update. A NaN in a scalar shared by all parameters may
     # not, as at first in D-Adaptation. Some optimizers keep an inf on purpose.
@@ -325,7 +325,7 @@ def _attempt(
     flags = jnp.concatenate([~any_nan(scalars)[None], updates_finite])
     flags = agree(flags, wrapper.axis_name)
     applied = step.is_finite & jnp.all(flags)
-    new = select(applied, (finish(made), new), old)
+    new = select(applied, (finish(made), _clone_keys(new)), old)
     leaves_finite = jnp.where(step.is_finite, flags[1:], step.leaves_finite)
     return _Attempt(*new, applied, leaves_finite)
 
@@ -339,7 +339,8 @@ def _count(
     adjusted = cast_like("the scaler's state", adjusted, state.scaler_state)
     applied, loss_finite = made.applied, step.loss_finite
     flags = ~made.leaves_finite if made.leaves_finite.size else state.nonfinite_leaves
-    bad_updates = step.is_finite & ~applied
+    never = jnp.zeros_like(applied)
+    bad_updates = step.is_finite & ~applied if step.checks_updates else never
     gradients, loss, updates = SkipReason.GRADIENTS, SkipReason.LOSS, SkipReason.UPDATES
     reason = jnp.where(bad_updates, updates.value, gradients.value)
     reason = jnp.where(loss_finite, reason, loss.value)
@@ -443,16 +444,23 @@ def _is_integer(leaf: Any) -> bool:
     return is_array(leaf) and not (is_inexact(leaf) or is_extended(leaf))
 
 
-def _ones_unless(flag: Array, extra: dict[str, Any]) -> dict[str, Any]:
-    """`extra` with ones for inexact leaves unless `flag`; zeros might be divided by."""
+def _guarded(extra: dict[str, Any]) -> tuple[list[Array], Callable[..., Any]]:
+    """The floats in `extra` that may be bad, and a function that puts them back.
 
-    def choose(leaf):
-        # A finite Python number stays one: the inner optimizer may branch on it.
-        if not is_inexact(leaf) or (isinstance(leaf, float) and math.isfinite(leaf)):
-            return leaf
-        return jnp.where(flag, leaf, jnp.ones_like(leaf))
+    A finite Python number stays one: the inner optimizer may branch on it.
+    """
+    leaves, structure = jax.tree.flatten(extra)
+    are_guarded = [
+        is_inexact(leaf) and not (isinstance(leaf, float) and math.isfinite(leaf))
+        for leaf in leaves
+    ]
 
-    return jax.tree.map(choose, extra)
+    def put_back(values):
+        values, pairs = iter(values), zip(leaves, are_guarded, strict=True)
+        return structure.unflatten([next(values) if flag else x for x, flag in pairs])
+
+    pairs = zip(leaves, are_guarded, strict=True)
+    return [jnp.asarray(leaf) for leaf, flag in pairs if flag], put_back
 
 
 def _increment(count: Array) -> Array:

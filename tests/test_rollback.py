@@ -98,7 +98,7 @@ STEPS = [
 
 def guarded(step):
     def run(flag, *old):
-        return roll_back_unless(flag, lambda: step(*old), list(old))
+        return roll_back_unless(flag, lambda _: step(*old), [], list(old))
 
     return run
 
@@ -281,7 +281,7 @@ def test_the_state_changes_in_place_and_is_read_once():
         return [mean, param - 0.125 * mean / (jnp.abs(mean) + 1)]
 
     def ours(flag, *old):
-        return roll_back_unless(flag, lambda: step(flag, *old), list(old[1:]))
+        return roll_back_unless(flag, lambda _: step(flag, *old), [], list(old[1:]))
 
     def at_the_end(flag, *old):
         new = step(flag, *old)
