@@ -258,7 +258,7 @@ def _max_and_nan(leaf: Array) -> tuple[Array, Array]:
     for part in _parts(leaf):
         size = lax.abs(part)
         axes = tuple(range(size.ndim))
-        one, flag = lax.reduce((size, size != size), start, join, axes)
+        one, flag = lax.reduce((size, part != part), start, join, axes)
         most, has_nan = lax.max(most, one), lax.bitwise_or(has_nan, flag)
     return most, has_nan
 
@@ -315,12 +315,17 @@ def _global_norm(floats: list[Array]) -> Array:
 def _norm_of_scaled(floats: list[Array]) -> Array:
     """One sum, after division by a power of two near the largest magnitude.
 
-    That changes no digit, and the check for finiteness has found the largest.
+    That changes no digit, and the check for finiteness has found the largest: XLA sees
+    that, if both use all that it has found.
     """
-    largest, _ = _each(_max_and_nan)(lax.stop_gradient(floats))
-    power = _power_of_two_below(jnp.max(largest))
+    largest, has_nan = _each(_max_and_nan)(lax.stop_gradient(floats))
+    largest = jnp.max(jnp.where(has_nan, jnp.inf, largest))
+    power = _power_of_two_below(largest)
     parts = [part for leaf in floats for part in _parts(leaf)]
-    return _norm([part * lax.reciprocal(power) for part in parts]) * power
+    # Where it is inf or NaN it stays so. Without the select XLA CPU would write the
+    # reciprocal to memory for each element.
+    scaled = [jnp.where(largest < jnp.inf, x * lax.reciprocal(power), x) for x in parts]
+    return _norm(scaled) * power
 
 
 def _norm_or_norm_of_tiny(each: Any, floats: list[Array]) -> Array:
