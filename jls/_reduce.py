@@ -164,8 +164,8 @@ def _totals(floats: list[Array]) -> tuple[Array, Array]:
     return lax.platform_dependent(
         lax.stop_gradient(floats),
         cpu=_each(_max_and_nan),
-        tpu=_each(_tiny_sum_of_squares),
-        default=_each_together(_tiny_sum_of_squares),
+        tpu=_each(_tiny_sum),
+        default=_each_together(_tiny_sum),
     )
 
 
@@ -274,20 +274,16 @@ def _max_of_bits(leaf: Array) -> tuple[Array, Array]:
     return lax.bitcast_convert_type(most, jnp.float32), most > inf
 
 
-# 2**64 squares of the largest number times this have a finite sum.
-_TINY = np.float32(2.0**-96)
-
-
 @functools.partial(jax.jit, inline=True)
-def _tiny_sum_of_squares(leaf: Array) -> tuple[Array, Array]:
-    """Finite if and only if all elements are.
+def _tiny_sum(leaf: Array) -> tuple[Array, Array]:
+    """A sum that is finite if and only if all elements are, for up to 2**60 of them.
 
-    XLA turns `(x * 2**40) * 2**-96` into `x * 2**-56`, which could be finite where
+    XLA turns `(x * 2**40) * 2**-64` into `x * 2**-24`, which could be finite where
     `x * 2**40` is not. `lax.abs` keeps the two apart.
     """
     total = jnp.float32(0.0)
     for part in _parts(leaf):
-        total += jnp.sum(jnp.square(lax.abs(part) * _TINY))
+        total += jnp.sum(lax.abs(part) * np.float32(2.0**-64))
     return total, total != total
 
 
@@ -307,8 +303,7 @@ def _global_norm(floats: list[Array]) -> Array:
     return lax.platform_dependent(
         floats,
         cpu=_norm_of_scaled,
-        tpu=functools.partial(_norm_or_norm_of_tiny, _each),
-        default=functools.partial(_norm_or_norm_of_tiny, _each_together),
+        default=_norm_or_norm_of_tiny,
     )
 
 
@@ -328,13 +323,17 @@ def _norm_of_scaled(floats: list[Array]) -> Array:
     return _norm(scaled) * power
 
 
-def _norm_or_norm_of_tiny(each: Any, floats: list[Array]) -> Array:
-    """Two sums, which the check for finiteness and clipping have made already."""
-    norm = jnp.sqrt(
-        sum(jnp.sum(jnp.square(x)) for leaf in floats for x in _parts(leaf))
-    )
-    totals, _ = each(_tiny_sum_of_squares)(floats)
-    return jnp.where(jnp.isfinite(norm), norm, jnp.sqrt(jnp.sum(totals)) / _TINY)
+def _norm_or_norm_of_tiny(floats: list[Array]) -> Array:
+    """Two sums beside each other: clipping has made the first already."""
+    norm, tiny, least = _norm(floats), np.float32(2.0**-96), np.float32(2.0**-60)
+
+    def shrunk(part):
+        size = lax.abs(part) * tiny
+        # Or else XLA might turn the square of a product into a product of squares.
+        return jnp.where(size < least, least, size)
+
+    parts = [shrunk(part) for leaf in floats for part in _parts(leaf)]
+    return jnp.where(norm < jnp.inf, norm, _norm(parts) / tiny)
 
 
 def _power_of_two_below(magnitude: Array) -> Array:

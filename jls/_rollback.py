@@ -24,7 +24,7 @@ then might not end; a function of the host, which may raise; foreign code; and a
 derivative, since 0 times NaN is NaN. So a program with any of these, or with effects,
 gets ones in the place of bad inputs and is selected at the end, and so is anything that
 is differentiated. All others get their inputs as they are. Only then does XLA see that
-the norm of clipping and the check read the same gradients, and reads them once.
+the norm of clipping and the check read the same gradients, and read them once.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Literal
 
@@ -68,8 +68,7 @@ def call(flag: Array, fun: Callable[[Arrays], Tree], inputs: Arrays) -> Tree:
         return program.run(_or_ones(flag, inputs), consts)
 
     def as_they_are(flag, inputs, consts):
-        del flag
-        return program.run(inputs, consts)
+        return program.run(_as_they_are(flag, inputs), consts)
 
     run = of_ones if program.is_watchful else _with_derivative(as_they_are, of_ones)
     return program.tree(run(flag, list(inputs), consts))
@@ -86,6 +85,7 @@ def _rolled_back(
         return _select(flag, program.run(_or_ones(flag, inputs), consts), old)
 
     def where_made(flag, inputs, consts, old):
+        inputs = _as_they_are(flag, inputs)
         return _select_where_made(program.jaxpr, flag, [*consts, *inputs], old)
 
     run = (
@@ -150,6 +150,20 @@ def _arrays(tree: Any) -> list[Any]:
 
 def _or_ones(flag: Array, inputs: Arrays) -> list[Array]:
     return [jnp.where(flag, x, jnp.ones_like(x)) for x in inputs]
+
+
+def _as_they_are(flag: Array, inputs: Arrays) -> Arrays:
+    """`inputs`, but on a CPU ones in the place of bad ones.
+
+    XLA CPU hands sums to a library, and writes what is added up to memory for it. It
+    does not where there is a select.
+    """
+
+    def same(flag, inputs):
+        return inputs
+
+    inputs = list(inputs)
+    return inputs and lax.platform_dependent(flag, inputs, cpu=_or_ones, default=same)
 
 
 def _select(flag: Array, new: Arrays, old: Arrays) -> list[Array]:
