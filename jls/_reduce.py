@@ -164,8 +164,8 @@ def _totals(floats: list[Array]) -> tuple[Array, Array]:
     return lax.platform_dependent(
         lax.stop_gradient(floats),
         cpu=_each(_max_and_nan),
-        tpu=_each(_tiny_sum),
-        default=_each_together(_tiny_sum),
+        tpu=_each(_tiny_sum_of_squares),
+        default=_each_together(_tiny_sum_of_squares),
     )
 
 
@@ -274,16 +274,22 @@ def _max_of_bits(leaf: Array) -> tuple[Array, Array]:
     return lax.bitcast_convert_type(most, jnp.float32), most > inf
 
 
-@functools.partial(jax.jit, inline=True)
-def _tiny_sum(leaf: Array) -> tuple[Array, Array]:
-    """A sum that is finite if and only if all elements are, for up to 2**60 of them.
+# 2**64 squares of the largest number times this have a finite sum.
+_TINY = np.float32(2.0**-96)
 
-    XLA turns `(x * 2**40) * 2**-64` into `x * 2**-24`, which could be finite where
-    `x * 2**40` is not. `lax.abs` keeps the two apart.
+
+@functools.partial(jax.jit, inline=True)
+def _tiny_sum_of_squares(leaf: Array) -> tuple[Array, Array]:
+    """Finite if and only if all elements are; the larger ones alone count.
+
+    XLA turns `(x * 2**40) * 2**-96` into `x * 2**-56`, which could be finite where
+    `x * 2**40` is not, and the square of a product into a product of squares, which
+    could overflow. `lax.abs` and the select keep them apart.
     """
-    total = jnp.float32(0.0)
+    total, least = jnp.float32(0.0), np.float32(2.0**-60)
     for part in _parts(leaf):
-        total += jnp.sum(lax.abs(part) * np.float32(2.0**-64))
+        size = lax.abs(part) * _TINY
+        total += jnp.sum(jnp.square(jnp.where(size < least, least, size)))
     return total, total != total
 
 
@@ -303,7 +309,8 @@ def _global_norm(floats: list[Array]) -> Array:
     return lax.platform_dependent(
         floats,
         cpu=_norm_of_scaled,
-        default=_norm_or_norm_of_tiny,
+        tpu=functools.partial(_norm_or_norm_of_tiny, _each),
+        default=functools.partial(_norm_or_norm_of_tiny, _each_together),
     )
 
 
@@ -323,17 +330,10 @@ def _norm_of_scaled(floats: list[Array]) -> Array:
     return _norm(scaled) * power
 
 
-def _norm_or_norm_of_tiny(floats: list[Array]) -> Array:
-    """Two sums beside each other: clipping has made the first already."""
-    norm, tiny, least = _norm(floats), np.float32(2.0**-96), np.float32(2.0**-60)
-
-    def shrunk(part):
-        size = lax.abs(part) * tiny
-        # Or else XLA might turn the square of a product into a product of squares.
-        return jnp.where(size < least, least, size)
-
-    parts = [shrunk(part) for leaf in floats for part in _parts(leaf)]
-    return jnp.where(norm < jnp.inf, norm, _norm(parts) / tiny)
+def _norm_or_norm_of_tiny(each: Any, floats: list[Array]) -> Array:
+    """Two sums, which clipping and the check for finiteness have made already."""
+    norm, (totals, _) = _norm(floats), each(_tiny_sum_of_squares)(floats)
+    return jnp.where(norm < jnp.inf, norm, jnp.sqrt(jnp.sum(totals)) / _TINY)
 
 
 def _power_of_two_below(magnitude: Array) -> Array:

@@ -176,8 +176,8 @@ def test_devices_agree_on_the_largest():
 
 FORMS = {
     "cpu": _reduce._each(_reduce._max_and_nan),
-    "tpu": _reduce._each(_reduce._tiny_sum),
-    "gpu": _reduce._each_together(_reduce._tiny_sum),
+    "tpu": _reduce._each(_reduce._tiny_sum_of_squares),
+    "gpu": _reduce._each_together(_reduce._tiny_sum_of_squares),
     "tpu magnitudes": _reduce._each(_reduce._max_of_bits),
     "gpu magnitudes": _reduce._each_together(_reduce._max_of_bits),
 }
@@ -253,7 +253,7 @@ def norm_of(tree):
 def norm_of_gpu(tree):
     """The form that the platforms have which are not here."""
     floats = floats_of(tree)
-    return _norm_or_norm_of_tiny(floats) if floats else 0.0
+    return _norm_or_norm_of_tiny(_reduce._each_together, floats) if floats else 0.0
 
 
 NORMS = [norm_of, jax.jit(norm_of), jax.jit(norm_of_gpu)]
