@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from benchmarks.contestants import ALL, FLOOR, Run
 from benchmarks.hlo import Program
@@ -40,7 +41,10 @@ def abstract(make: Callable[[], Problem]) -> Problem:
 def compile_step(
     workload: Workload, name: str, problem: Problem, target: Target, where: Placement
 ) -> Compiled:
-    """One contestant on one workload, compiled as its first step would be."""
+    """One contestant on one workload, compiled as its first step would be.
+
+    Seconds are CPU time, of all threads: what else the machine does hardly counts.
+    """
     make = (workload.contestants or ALL)[name]
     run = make(workload.optimizer, problem.loss_fn, workload.rules)
     batch = workload.batches(problem, guarded=name != FLOOR)[0]
@@ -53,9 +57,9 @@ def compile_step(
             where.sharded_batch(batch),
         )
         lowered, traced = _traced(run, args, (0, 1) if workload.donate else ())
-        start = time.perf_counter()
+        start = time.process_time()
         compiled = lowered.compile()
-        seconds = time.perf_counter() - start
+        seconds = time.process_time() - start
     program = Program(compiled.as_text() or "")
     cost: Any = compiled.cost_analysis() or {}
     memory: Any = compiled.memory_analysis()
@@ -78,6 +82,12 @@ def compile_step(
     return Compiled(figures, program)
 
 
+def warm_up(where: Placement) -> None:
+    """Compiles for nothing: the first time also pays for loading the compiler."""
+    x = where.sharded(jax.ShapeDtypeStruct((1024, 1024), jnp.float32))
+    jax.jit(lambda x: jnp.tanh(x @ x)).lower(x).compile()
+
+
 def _traced(run: Run, args: Any, donated: tuple[int, ...]) -> tuple[Any, float]:
     """The step, lowered, and the seconds that takes when nothing is cached."""
     seconds, lowered = [], None
@@ -89,9 +99,9 @@ def _traced(run: Run, args: Any, donated: tuple[int, ...]) -> tuple[Any, float]:
         )
         jax.clear_caches()
         gc.collect()
-        start = time.perf_counter()
+        start = time.process_time()
         lowered = step.lower(*args)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
         if sum(seconds) > 10.0:
             break
     return lowered, min(seconds)
@@ -103,7 +113,7 @@ def what_only_one_launches(one: Program, other: Program) -> list[str]:
     named = {(kernel.kind, kernel.shapes): kernel for kernel in one.launched}
     ordered = sorted(more, key=lambda key: -named[key].bytes * more[key])
     return [
-        f"{more[key]} x {key[0]} {key[1]} ({named[key].operation}), "
+        f"{more[key]} x {key[0]} ({named[key].operation}) {key[1]}: "
         f"{more[key] * named[key].bytes:,} bytes"
         for key in ordered
     ]

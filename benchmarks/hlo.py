@@ -64,7 +64,7 @@ class Kernel(NamedTuple):
     """What is launched, and how often in one step."""
 
     kind: str
-    shapes: str  # of operands and result
+    shapes: str  # of operands and result, but for scalars
     operation: str  # what the framework called it; for the reader only
     bytes: int  # of one launch
     times: int
@@ -151,7 +151,9 @@ class Program:
             called = one.called()
             if one.kind == "while":
                 trips = TRIPS.search(one.attributes)
-                yield from self._walk(called["body"][0], times * int(trips[1] if trips else 1))
+                yield from self._walk(
+                    called["body"][0], times * int(trips[1] if trips else 1)
+                )
                 if not trips:
                     yield from self._walk(called["condition"][0], times)
             elif one.kind == "conditional":
@@ -178,7 +180,7 @@ class Program:
         named = OPERATION.search(one.attributes)
         return Kernel(
             one.kind,
-            f"{', '.join(map(_short, operands))} -> {_short(result)}",
+            f"{_counted(operands)} -> {_counted([result])}",
             named[1] if named else "",
             self._moved(one, inside, result),
             times,
@@ -200,7 +202,7 @@ class Program:
             for name in part.operands:
                 users.setdefault(name, []).append(part)
         parameters = {
-            int(re.match(r"\d+", part.attributes)[0]): part.name
+            int(part.attributes.partition(")")[0]): part.name
             for part in body.values()
             if part.kind == "parameter"
         }
@@ -289,10 +291,16 @@ def _is_free(one: Instruction) -> bool:
     return one.kind in FREE or ends or bool(target and target[1] in FREE)
 
 
-def _short(shape: str) -> str:
-    """Without layouts."""
-    shape = re.sub(r"/\*.*?\*/", "", shape)
-    return re.sub(r"\{[^{}]*\}", "", shape)
+def _counted(shapes: list[str]) -> str:
+    """The arrays in any order, without layouts and scalars: 3 f32[8,128], f16[8]."""
+    arrays = Counter(
+        f"{dtype}[{sizes}]"
+        for shape in shapes
+        for dtype, sizes in ARRAY.findall(shape)
+        if sizes
+    )
+    named = [f"{count} {name}" if count > 1 else name for name, count in arrays.items()]
+    return ", ".join(sorted(named)) or "scalars"
 
 
 def _size(kernels: list[Kernel]) -> tuple[int, int]:

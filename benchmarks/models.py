@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.core import Tracer
 
 GOOD, OVERFLOWING = np.float32(1.0), np.float32(2.0**100)
 
@@ -29,8 +30,8 @@ class _Zeros:
 
 
 def generator(seed: int) -> Any:
-    """numpy's random numbers, or zeros while JAX traces the caller."""
-    traced = isinstance(jnp.zeros(()), jax.core.Tracer)
+    """Random numbers of numpy, or zeros while JAX traces the caller."""
+    traced = isinstance(jnp.zeros(()), Tracer)
     return _Zeros() if traced else np.random.default_rng(seed)
 
 

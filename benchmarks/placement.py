@@ -20,7 +20,9 @@ class Placement(NamedTuple):
 
     def sharded(self, tree: Any) -> Any:
         """The tree of shapes, each with its sharding. Moments follow parameters."""
-        return jax.tree.map(lambda leaf: self._placed(leaf, self.split(leaf.shape)), tree)
+        return jax.tree.map(
+            lambda leaf: self._placed(leaf, self.split(leaf.shape)), tree
+        )
 
     def sharded_batch(self, tree: Any) -> Any:
         """The batch, split along its leading axis over the data axis."""
@@ -61,7 +63,9 @@ def split(shape: tuple[int, ...], counts: dict[str, int]) -> P:
     spec: list[str | None] = [None] * len(shape)
     if np.prod(shape, dtype=np.int64) >= LEAST_SPLIT:
         for name, count in counts.items():
-            free = [i for i, size in enumerate(shape) if not spec[i] and size % count == 0]
+            free = [
+                i for i, size in enumerate(shape) if not spec[i] and size % count == 0
+            ]
             if free:
                 spec[max(free, key=lambda i: shape[i])] = name
     return P(*spec)

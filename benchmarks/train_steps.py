@@ -148,7 +148,9 @@ def nnx(make_step: Callable[[Any, Rules], Any], guard: Any = None) -> Make:
         from flax import nnx
 
         tx = optimizer if guard is None else guard(optimizer, rules)
-        step_of_model = make_step(lambda model, batch: loss_fn(_arrays(model), batch), rules)
+        step_of_model = make_step(
+            lambda model, batch: loss_fn(_arrays(model), batch), rules
+        )
         graphs = []
 
         def init(params):
