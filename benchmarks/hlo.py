@@ -11,7 +11,7 @@ INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\(")
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
 CALLED = re.compile(
     r"(to_apply|calls|body|condition|true_computation|false_computation|"
-    r"branch_computations)=\{?((?:%?[\w.-]+(?:, )?)+)"
+    r"branch_computations)=(\{[^}]*\}|%?[\w.-]+)"
 )
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 TARGET = re.compile(r'custom_call_target="(\w+)"')
@@ -79,13 +79,13 @@ class Kernel(NamedTuple):
 class Program:
     """A compiled program.
 
-    Each launched instruction reads its operands and writes its result. A fusion is one,
-    whatever happens inside; of an operand that it only slices or gathers from, it reads
-    that part, and of one that it updates in place, nothing. Caches are ignored, and a
-    scatter counts as if it read and wrote all. The body of a loop counts as often as it
-    is known to run, else once; of a conditional the larger branch counts. An
-    asynchronous instruction counts once: it reads at its start, and writes what its end
-    returns.
+    Each launched instruction reads its operands, each once, and writes its result. A
+    fusion is one, whatever happens inside; of an operand that it only slices or gathers
+    from, it reads that part, and of one that it updates in place, nothing. Caches are
+    ignored, and a scatter counts as if it read and wrote all. The body of a loop counts
+    as often as it is known to run, else once; of a conditional the larger branch
+    counts. An asynchronous instruction counts once: it reads at its start, and writes
+    what its end returns.
     """
 
     def __init__(self, text: str):

@@ -38,7 +38,7 @@ def plain_optax(
     def step(params, state, batch):
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         updates, state = optimizer.update(grads, state, params)
-        report = loss, optax.global_norm(grads)
+        report = loss, optax.tree.norm(grads)
         return optax.apply_updates(params, updates), state, report
 
     return Run(optimizer.init, step)
@@ -66,7 +66,7 @@ def plain_flax(
         new_params = optax.apply_updates(params, updates)
         select = partial(jax.tree.map, partial(jnp.where, is_finite))
         opt_state = select(new_state, opt_state)
-        report = loss, optax.global_norm(grads)
+        report = loss, optax.tree.norm(grads)
         return select(new_params, params), (scale, opt_state), report
 
     return Run(init, step)
@@ -114,7 +114,7 @@ def _linen_optax(loss_fn, rules):
 
     def run(state, scale, batch):
         loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
-        report = loss, optax.global_norm(grads)
+        report = loss, optax.tree.norm(grads)
         return state.apply_gradients(grads=grads), scale, report
 
     return run
@@ -133,7 +133,7 @@ def _linen_flax(loss_fn, rules):
             opt_state=select(new.opt_state, state.opt_state),
             params=select(new.params, state.params),
         )
-        return new, scale, (loss, optax.global_norm(grads))
+        return new, scale, (loss, optax.tree.norm(grads))
 
     return run
 
@@ -187,7 +187,7 @@ def _nnx_optax(loss_fn, rules):
     def run(model, optimizer, scale, batch):
         loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
         optimizer.update(model, grads)
-        return scale, (loss, optax.global_norm(grads))
+        return scale, (loss, optax.tree.norm(grads))
 
     return run
 
@@ -211,7 +211,7 @@ def _nnx_flax(loss_fn, rules):
         after = nnx.state((model, optimizer))
         kept = jax.tree.map(partial(jnp.where, is_finite), after, before)
         nnx.update((model, optimizer), kept)
-        return scale, (loss, optax.global_norm(grads))
+        return scale, (loss, optax.tree.norm(grads))
 
     return run
 
