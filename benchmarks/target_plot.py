@@ -20,14 +20,15 @@ MARKERS = {"jls": "D", "apply_if_finite": "o", "flax": "s", "jmp": "v", "mpx": "
 
 
 def save(results: dict[str, Any], path: Path) -> bool:
-    """Dots: extra bytes for each parameter, by workload and contestant.
+    """Dots: extra bytes for each parameter on one chip, by workload and contestant.
 
     Returns whether there was anything to draw.
     """
     workloads = {
         name: one
         for name, one in results["workloads"].items()
-        if any(extra_bytes(one, n) is not None for n in one["results"] if n != FLOOR)
+        if one["chips"] == 1
+        and any(extra_bytes(one, n) is not None for n in one["results"] if n != FLOOR)
     }
     names = [name for name in contestants_of(results) if name != FLOOR]
     if not workloads or not names:

@@ -78,7 +78,22 @@ def extra_bytes(workload: dict[str, Any], name: str) -> float | None:
     mine = results.get(name, {}).get("bytes_accessed")
     if bare is None or mine is None:
         return None
-    return (mine - bare) / workload["parameters"] * workload["chips"]
+    return (mine - bare) / workload["parameters"]
+
+
+def more_collectives(workload: dict[str, Any], name: str) -> str:
+    """What a contestant sends beyond plain optax: "+2 all-reduce (+64 bytes)"."""
+    results = workload["results"]
+    bare = results.get(FLOOR, {}).get("collectives", {})
+    mine = results.get(name, {}).get("collectives", {})
+    none = {"count": 0, "bytes": 0}
+    said = []
+    for kind in sorted({*bare, *mine}):
+        one, other = mine.get(kind, none), bare.get(kind, none)
+        if one != other:
+            count, size = one["count"] - other["count"], one["bytes"] - other["bytes"]
+            said.append(f"{count:+} {kind} ({size:+,} bytes)")
+    return ", ".join(said) or ("" if name == FLOOR else "none")
 
 
 def not_least(name: str, workload: dict[str, Any]) -> list[Worse]:
@@ -185,6 +200,7 @@ def _collectives(workloads: dict[str, Any], title: str) -> Table:
     table.add_column("contestant")
     for heading in ("MB moved", "extra", "kernels", "temporary MB", *sorted(kinds)):
         table.add_column(heading, justify="right")
+    table.add_column("collectives beyond plain optax")
     for name, contestant, one in _figures(workloads):
         if "error" in one:
             table.add_row(name, contestant, "-")
@@ -196,12 +212,14 @@ def _collectives(workloads: dict[str, Any], title: str) -> Table:
             *("" if contestant != FLOOR else name, contestant),
             *(f"{one['bytes_accessed'] / MEGA:,.0f}", extra, str(one["kernels"])),
             f"{one['temporary_bytes'] / MEGA:,.0f}",
-            *[
-                f"{x['count']} ({x['bytes'] / MEGA:,.3f} MB)" if x else ""
-                for x in found
-            ],
+            *[_collective(one) for one in found],
+            more_collectives(workloads[name], contestant),
         )
     return table
+
+
+def _collective(one: dict[str, int] | None) -> str:
+    return f"{one['count']} ({one['bytes'] / MEGA:,.0f} MB)" if one else ""
 
 
 def _gb(size: float) -> str:

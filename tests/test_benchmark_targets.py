@@ -342,10 +342,10 @@ def test_what_does_not_compile_leaves_the_other_rows(
 
 
 def test_what_does_not_fit_says_by_how_much(here):
-    small = targets.TARGETS["t4"]._replace(memory=1000)
+    tiny = targets.TARGETS["t4"]._replace(memory=1000)
     where = placement.whole(jax.devices("cpu")[:1])
     problem = compiled.abstract(small)
-    one = compiled.compile_step(WORKLOADS["adamw"], "optax", problem, small, where)
+    one = compiled.compile_step(WORKLOADS["adamw"], "optax", problem, tiny, where)
     assert one.figures["too_large_by"] == one.figures["total_bytes"] - 1000
     workload = {"parameters": 1, "chips": 1, "results": {"optax": one.figures}}
     about = {"memory": 1000, "device": "Tesla T4"}
@@ -386,6 +386,24 @@ def test_where_jls_is_not_the_least_the_report_says_so():
         "    and 1 more kinds: --explain",
     ]
     assert target_report.lines(results, explain=True)[-1] == "    d"
+
+
+def test_collectives_beyond_plain_optax():
+    def one(count, size):
+        figures = {"bytes_accessed": 10**9, "kernels": 5, "temporary_bytes": 0}
+        return figures | {
+            "collectives": {"all-reduce": {"count": count, "bytes": size}}
+        }
+
+    results = {"optax": one(3, 10**6), "jls": one(4, 10**6 + 4), "flax": one(3, 10**6)}
+    workload = {"parameters": 10, "chips": 4, "results": results}
+    more = [target_report.more_collectives(workload, name) for name in results]
+    assert more == ["", "+1 all-reduce (+4 bytes)", "none"]
+    table = target_report.tables(
+        {"about": {"device": "TPU", "how": "compiled"}, "workloads": {"a": workload}}
+    )[0]
+    row = [list(column.cells)[1] for column in table.columns]
+    assert row == ["", "jls", "1,000", "+0.00 %", "5", "0", "4 (1 MB)", more[1]]
 
 
 def test_a_target_must_be_known_and_its_compiler_installed(capsys, monkeypatch):
