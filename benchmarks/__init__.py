@@ -5,7 +5,7 @@ import sys
 
 if any(argument.startswith("--target") for argument in sys.argv[1:]):
     # Compile for chips that are not here. Read when jax and libtpu are imported; the
-    # last five keep libtpu from looking for its chips, and quiet.
+    # last six keep libtpu from looking for its chips, and quiet.
     for _name, _value in {
         "JAX_PLATFORMS": "cpu",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -14,5 +14,6 @@ if any(argument.startswith("--target") for argument in sys.argv[1:]):
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",
         "TPU_STDERR_LOG_LEVEL": "3",
         "TPU_MIN_LOG_LEVEL": "3",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
     }.items():
         os.environ[_name] = _value

@@ -19,10 +19,10 @@ TRACES = 3  # the fastest counts
 
 
 class Compiled(NamedTuple):
-    """The figures, and the program that they are of."""
+    """The figures, and the program that they are of, where it can be read."""
 
     figures: dict[str, Any]
-    program: Program
+    program: Program | None
 
 
 def abstract(make: Callable[[], Problem]) -> Problem:
@@ -60,7 +60,8 @@ def compile_step(
         start = time.process_time()
         compiled = lowered.compile()
         seconds = time.process_time() - start
-    program = Program(compiled.as_text() or "")
+    program = _program(compiled)
+    counted = program.bytes if program else 0
     cost: Any = compiled.cost_analysis() or {}
     memory: Any = compiled.memory_analysis()
     total = memory.argument_size_in_bytes + memory.output_size_in_bytes
@@ -68,12 +69,12 @@ def compile_step(
     estimate = cost.get("optimal_seconds", 0.0)
     figures = {
         # Where the compiler does not say, the program does.
-        "bytes_accessed": int(cost.get("bytes accessed", 0)) or program.bytes,
-        "kernels": program.kernels,
+        "bytes_accessed": int(cost.get("bytes accessed", 0)) or counted,
+        "kernels": program.kernels if program else None,
         "temporary_bytes": int(memory.temp_size_in_bytes),
         "total_bytes": int(total),
         "optimal_seconds": estimate if estimate > 0 else None,
-        "collectives": program.collectives,
+        "collectives": program.collectives if program else {},
         "trace_seconds": traced,
         "compile_seconds": seconds,
     }
@@ -105,6 +106,16 @@ def _traced(run: Run, args: Any, donated: tuple[int, ...]) -> tuple[Any, float]:
         if sum(seconds) > 10.0:
             break
     return lowered, min(seconds)
+
+
+def _program(compiled: Any) -> Program | None:
+    """None where libtpu is newer than jaxlib, which then cannot read some programs."""
+    try:
+        return Program(compiled.as_text() or "")
+    except jax.errors.JaxRuntimeError:
+        if not compiled.cost_analysis():
+            raise
+        return None
 
 
 def what_only_one_launches(one: Program, other: Program) -> list[str]:

@@ -124,8 +124,9 @@ def run_workload(
     if worse:
         peer = worse[0].peer
         ours, theirs = compiled[OURS].program, compiled[peer].program
-        lines = what_only_one_launches(ours, theirs)
-        one["only_jls"] = {"beside": peer, "kernels": lines}
+        if ours and theirs:
+            lines = what_only_one_launches(ours, theirs)
+            one["only_jls"] = {"beside": peer, "kernels": lines}
     return one
 
 

@@ -59,7 +59,12 @@ def lines(results: dict[str, Any], explain: bool = False) -> list[str]:
             said.append(f"    Only jls launches, beside {only['beside']}:")
             said += [f"    {line}" for line in shown]
             said += [f"    and {more} more kinds: --explain"] if more else []
-    for name, contestant, one in _figures(results["workloads"]):
+    figures = _figures(results["workloads"])
+    if any(one.get("kernels", 0) is None for _, _, one in figures):
+        said.append(
+            "?: this libtpu is newer than jaxlib, which cannot read its program"
+        )
+    for name, contestant, one in figures:
         if "too_large_by" in one:
             said.append(
                 f"{name}, {contestant}: does not fit: needs {_gb(one['total_bytes'])}, "
@@ -110,9 +115,9 @@ def not_least(name: str, workload: dict[str, Any]) -> list[Worse]:
         peers = {
             peer: one[field]
             for peer, one in results.items()
-            if peer in WHOLE and peer != OURS and field in one
+            if peer in WHOLE and peer != OURS and one.get(field) is not None
         }
-        if not peers or field not in ours:
+        if not peers or ours.get(field) is None:
             continue
         least = min(peers, key=lambda peer: peers[peer])
         if ours[field] > factor * peers[least] + more:
@@ -155,7 +160,7 @@ def _costs(workloads: dict[str, Any], title: str) -> Table:
                 else f"{extra:+.2f}"
             )
             temporary = one["temporary_bytes"] / MEGA
-            cells.append(f"{first}; {one['kernels']}; {temporary:,.0f}")
+            cells.append(f"{first}; {_kernels(one)}; {temporary:,.0f}")
         table.add_row(name, *cells)
     return table
 
@@ -210,12 +215,16 @@ def _collectives(workloads: dict[str, Any], title: str) -> Table:
         found = [one["collectives"].get(kind) for kind in sorted(kinds)]
         table.add_row(
             *("" if contestant != FLOOR else name, contestant),
-            *(f"{one['bytes_accessed'] / MEGA:,.0f}", extra, str(one["kernels"])),
+            *(f"{one['bytes_accessed'] / MEGA:,.0f}", extra, _kernels(one)),
             f"{one['temporary_bytes'] / MEGA:,.0f}",
             *[_collective(one) for one in found],
             more_collectives(workloads[name], contestant),
         )
     return table
+
+
+def _kernels(one: dict[str, Any]) -> str:
+    return "?" if one["kernels"] is None else f"{one['kernels']}"
 
 
 def _collective(one: dict[str, int] | None) -> str:
