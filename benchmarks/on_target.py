@@ -28,8 +28,10 @@ from benchmarks.targets import TARGETS, MissingCompilerError, Target
 from benchmarks.workloads import Workload
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "optax", "flax", "jls")
+# How libtpu says so: of temporary memory alone, or of all.
 OUT_OF_MEMORY = re.compile(
-    r"Used (\S+) of (\S+) hbm\. Exceeded hbm capacity by (\S+?)\.?\s"
+    r"required for (HLO temporaries) \(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)|"
+    r"Used ([\d.]+)G of ([\d.]+)G hbm"
 )
 # What is compiled for many chips.
 MANY_CHIPS = ("adamw", "clip + adamw")
@@ -168,8 +170,12 @@ def shortened(error: Exception) -> str:
     """One line. Out of memory says by how much."""
     text = str(error)
     if found := OUT_OF_MEMORY.search(text):
-        needs, has, more = found.groups()
-        return f"does not fit: needs {needs} of {has}, {more} too much"
+        needs, has = float(found[2] or found[4]), float(found[3] or found[5])
+        what = "its temporary memory" if found[1] else "it"
+        return (
+            f"does not fit: {what} needs {needs} GiB, {needs - has:.2f} GiB more than "
+            f"there are"
+        )
     return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"[:300]
 
 

@@ -176,13 +176,26 @@ def test_what_does_not_fit_says_by_how_much(here):
     about = {"memory": 1000, "device": "Tesla T4"}
     (said,) = target_report.lines({"about": about, "workloads": {"adamw": workload}})
     assert "adamw, optax: does not fit: needs 0.00 GB, 0.00 GB more than" in said
-    said = on_target.shortened(
-        RuntimeError(
-            "XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
-            "Used 17.5G of 15.75G hbm. Exceeded hbm capacity by 1.75G.\n\nTotal"
-        )
-    )
-    assert said == "does not fit: needs 17.5G of 15.75G, 1.75G too much"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "Ran out of memory in memory space hbm. Used 17.5G of 15.75G hbm. Exceeded",
+            "does not fit: it needs 17.5 GiB, 1.75 GiB more than there are",
+        ),
+        (
+            "CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for "
+            "HLO temporaries (32.00G) exceeds available HBM (15.75G). HLO module: jit",
+            "does not fit: its temporary memory needs 32.0 GiB, 16.25 GiB more than "
+            "there are",
+        ),
+        ("first\nsecond", "RuntimeError: first"),
+    ],
+)
+def test_an_error_is_one_line(text, said):
+    assert on_target.shortened(RuntimeError(text)) == said
 
 
 def test_where_jls_is_not_the_least_the_report_says_so():
