@@ -34,11 +34,11 @@ def save(results: dict[str, Any], path: Path) -> bool:
     if not workloads or not names:
         return False
     rows = list(workloads)
-    figure = Figure(figsize=(11, 2.2 + 0.52 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(11, 2.2 + 0.58 * len(rows)), layout="constrained")
     axes: Any = figure.add_subplot()
     for i, name in enumerate(names):
         # jls is drawn last, on top; the others beside each other.
-        shift = 0.22 * (i - (len(names) - 1) / 2)
+        shift = 0.27 * (i - (len(names) - 1) / 2)
         points = [
             (extra, row + shift)
             for row, one in enumerate(workloads.values())
@@ -48,7 +48,7 @@ def save(results: dict[str, Any], path: Path) -> bool:
             axes.plot(
                 *zip(*points, strict=True),
                 MARKERS.get(name, "o"),
-                **{"color": COLOURS.get(name), "label": name, "markersize": 9},
+                **{"color": COLOURS.get(name), "label": name, "markersize": 8},
                 **{"markeredgecolor": "white", "markeredgewidth": 0.8},
                 zorder=4 if name == OURS else 3,
             )

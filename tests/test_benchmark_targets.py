@@ -186,8 +186,8 @@ def test_what_does_not_fit_says_by_how_much(here):
             "does not fit: it needs 17.5 GiB, 1.75 GiB more than there are",
         ),
         (
-            "CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for "
-            "HLO temporaries (32.00G) exceeds available HBM (15.75G). HLO module: jit",
+            "CompileTimeHbmOom: Ran out of memory on HBM, the total memory required "
+            "for HLO temporaries (32.00G) exceeds available HBM (15.75G). HLO",
             "does not fit: its temporary memory needs 32.0 GiB, 16.25 GiB more than "
             "there are",
         ),
