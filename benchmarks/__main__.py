@@ -111,6 +111,10 @@ def _on_targets(
     parser: argparse.ArgumentParser, options: argparse.Namespace
 ) -> dict[str, Any]:
     """The figures by target, of what is compiled and not run."""
+    if options.device or options.devices > 1:
+        parser.error("--target runs nothing: --chips takes the place of --devices")
+    if any(chips < 1 or chips & (chips - 1) for chips in options.chips):
+        parser.error("--chips must be powers of two")
     jax.config.update("jax_platforms", "cpu")
     names = _chosen_contestants(parser, options.contestants)
     listed = [one[0] for one in on_target.chosen(options)]

@@ -287,6 +287,21 @@ def test_many_chips_have_all_meshes(tmp_path, capsys):
     assert "clip + adamw, fsdp x tensor, 16 chips" in names
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--target", "v5e", "--chips", "6"], "--chips must be powers of two"),
+        (["--target", "v5e", "--device", "cpu"], "--target runs nothing"),
+        (["--target", "v5e", "--workloads", "nothing"], "no workload has 'nothing'"),
+        (["--chips", "4"], "--chips needs --target"),
+    ],
+)
+def test_options_that_do_not_go_together(options, said, capsys):
+    with pytest.raises(SystemExit):
+        main(options)
+    assert said in capsys.readouterr().err
+
+
 def test_a_tpu_without_a_tpu(monkeypatch):
     pytest.importorskip("libtpu")
     for name, value in ENVIRONMENT.items():
