@@ -98,7 +98,7 @@ def more_collectives(workload: dict[str, Any], name: str) -> str:
         if one != other:
             count, size = one["count"] - other["count"], one["bytes"] - other["bytes"]
             said.append(f"{count:+} {kind} ({size:+,} bytes)")
-    return ", ".join(said) or ("" if name == FLOOR else "none")
+    return ", ".join(said) or "none"
 
 
 def not_least(name: str, workload: dict[str, Any]) -> list[Worse]:
@@ -197,38 +197,41 @@ def _compilation(workloads: dict[str, Any], title: str) -> Table:
 
 
 def _collectives(workloads: dict[str, Any], title: str) -> Table:
-    kinds = {
-        kind for _, _, one in _figures(workloads) for kind in one.get("collectives", {})
-    }
     table = Table(title=title, title_justify="left")
     table.add_column("workload")
     table.add_column("contestant")
-    for heading in ("MB moved", "extra", "kernels", "temporary MB", *sorted(kinds)):
+    for heading in ("MB", "extra", "kernels", "temporary MB"):
         table.add_column(heading, justify="right")
-    table.add_column("collectives beyond plain optax")
+    table.add_column("collectives; of the others, those beyond plain optax")
     for name, contestant, one in _figures(workloads):
         if "error" in one:
             table.add_row(name, contestant, "-")
             continue
-        bare = workloads[name]["results"].get(FLOOR, {}).get("bytes_accessed")
-        extra = f"{100 * (one['bytes_accessed'] / bare - 1):+.2f} %" if bare else "-"
-        found = [one["collectives"].get(kind) for kind in sorted(kinds)]
+        results = workloads[name]["results"]
+        bare = results.get(FLOOR, {}).get("bytes_accessed")
+        floor = contestant == FLOOR
         table.add_row(
-            *("" if contestant != FLOOR else name, contestant),
-            *(f"{one['bytes_accessed'] / MEGA:,.0f}", extra, _kernels(one)),
-            f"{one['temporary_bytes'] / MEGA:,.0f}",
-            *[_collective(one) for one in found],
-            more_collectives(workloads[name], contestant),
+            *(
+                name if floor else "",
+                contestant,
+                f"{one['bytes_accessed'] / MEGA:,.0f}",
+            ),
+            f"{100 * (one['bytes_accessed'] / bare - 1):+.2f} %" if bare else "-",
+            *(_kernels(one), f"{one['temporary_bytes'] / MEGA:,.0f}"),
+            _sent(one) if floor else more_collectives(workloads[name], contestant),
         )
     return table
 
 
+def _sent(one: dict[str, Any]) -> str:
+    found = one["collectives"].items()
+    return ", ".join(
+        f"{x['count']} {kind} ({x['bytes'] / MEGA:,.0f} MB)" for kind, x in found
+    )
+
+
 def _kernels(one: dict[str, Any]) -> str:
     return "?" if one["kernels"] is None else f"{one['kernels']}"
-
-
-def _collective(one: dict[str, int] | None) -> str:
-    return f"{one['count']} ({one['bytes'] / MEGA:,.0f} MB)" if one else ""
 
 
 def _gb(size: float) -> str:
