@@ -22,10 +22,11 @@ import optax
 from rich.console import Console
 
 import jls
-from benchmarks import figures, plot, report, torch_adamw
+from benchmarks import figures, markdown, on_target, rank, report, torch_adamw
 from benchmarks.contestants import ALL, FLOOR, MAIN, available
 from benchmarks.models import transformer_params
 from benchmarks.sizes import SIZES, Size
+from benchmarks.targets import TARGETS, MissingCompilerError
 from benchmarks.workloads import Workload, placed, workloads
 
 
@@ -34,6 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     start = time.perf_counter()
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.markdown:
+        print("\n\n".join(map(markdown.tables, options.markdown)))
+        return {}
+    if options.target:
+        return _on_targets(parser, options)
     if options.device == "cpu":
         jax.config.update("jax_platforms", "cpu")
         if options.devices > 1:
@@ -42,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     device = jax.default_backend()
     if options.device not in (None, device):
         parser.error(f"JAX finds no {options.device} here: its backend is {device}")
+    if options.chips != [1]:
+        parser.error("--chips needs --target")
     if options.devices > jax.device_count():
         parser.error(f"--devices must be at most {jax.device_count()} here")
     if options.rounds < 3:
@@ -65,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         return {}
     minutes = options.minutes or (0.8 if options.quick else 8.0)
     deadline = start + 60 * minutes
-    console = Console() if sys.stdout.isatty() else Console(width=140)
+    console = _console()
     results: dict[str, Any] = {
         "about": _about(sizes, options.devices),
         "behaviour": {name: figures.behaviour(name) for name in names},
@@ -85,15 +93,44 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         one = run(workload, names, share, deadline, options)
         results["workloads"][workload.name] = one
         results["limits"] = report.limits(results)
+        rank.add(results)
         results["about"]["seconds"] = time.perf_counter() - start
         # After each workload, so that an interrupted run leaves its figures.
         options.json.write_text(json.dumps(results, indent=2) + "\n")
     report.show(results, console)
     console.print(f"Figures: {options.json}")
     if not (options.no_plot or options.no_times):
+        from benchmarks import plot  # it takes a second to import matplotlib
+
         plot.save(results, options.plot)
         console.print(f"Picture: {options.plot}")
     return results
+
+
+def _on_targets(
+    parser: argparse.ArgumentParser, options: argparse.Namespace
+) -> dict[str, Any]:
+    """The figures by target, of what is compiled and not run."""
+    if options.device or options.devices > 1:
+        parser.error("--target runs nothing: --chips takes the place of --devices")
+    if any(chips < 1 or chips & (chips - 1) for chips in options.chips):
+        parser.error("--chips must be powers of two")
+    jax.config.update("jax_platforms", "cpu")
+    names = _chosen_contestants(parser, options.contestants)
+    listed = [one[0] for one in on_target.chosen(options)]
+    if not listed:
+        parser.error(f"no workload has {options.workloads!r} in its name")
+    if options.list:
+        print("\n".join(listed))
+        return {}
+    try:
+        return on_target.run_all(options, names, _console())
+    except MissingCompilerError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+
+
+def _console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=140)
 
 
 def run(
@@ -181,6 +218,27 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--quick", action="store_true", help="a few small workloads, in about a minute")
     add("--device", choices=["cpu", "gpu"], help="default: what JAX chooses")
+    add(
+        "--target",
+        choices=[*TARGETS, "all"],
+        help="compile for this chip, which need not be here; run nothing",
+    )
+    add(
+        "--chips",
+        type=int,
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="with --target: so many chips, in three kinds of meshes",
+    )
+    add("--explain", action="store_true", help="all kernels that only jls launches")
+    add(
+        "--markdown",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="print the figures of these JSON files as Markdown; run nothing",
+    )
     add(
         "--devices",
         type=int,

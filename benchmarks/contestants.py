@@ -135,11 +135,15 @@ def mpx(optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules) -> 
     return Run(init, step)
 
 
-def ours(optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules) -> Run:
+def ours(
+    optimizer: optax.GradientTransformation,
+    loss_fn: Any,
+    rules: Rules,
+    check_updates: bool | None = None,
+) -> Run:
     """jls, as in the main loop of its README."""
-    guarded = jls.loss_scaled(
-        optimizer, jls.dynamic(INIT_SCALE, growth_interval=rules.growth_interval)
-    )
+    scaler = jls.dynamic(INIT_SCALE, growth_interval=rules.growth_interval)
+    guarded = jls.loss_scaled(optimizer, scaler, check_updates=check_updates)
 
     def step(params, state, batch):
         loss, grads = jls.value_and_grad(loss_fn)(state, params, batch)
@@ -149,7 +153,8 @@ def ours(optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules) ->
     return Run(guarded.init, step)
 
 
-ALL: dict[str, Callable[[optax.GradientTransformation, Any, Rules], Run]] = {
+Make = Callable[[optax.GradientTransformation, Any, Rules], Run]
+ALL: dict[str, Make] = {
     "optax": plain,
     "jls": ours,  # second, since the last ones may run out of time
     "apply_if_finite": apply_if_finite,

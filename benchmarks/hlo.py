@@ -1,14 +1,22 @@
-"""Counts instructions in the text of a compiled program."""
+"""Reads the text of a compiled program: what it launches, and what that moves."""
 
 import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cached_property
+from typing import NamedTuple
 
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
-INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = .*? ([a-z][\w-]*)\(")
+INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\(")
+ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
 CALLED = re.compile(
-    r"(?:to_apply|body|condition|true_computation|false_computation|"
-    r"branch_computations)=\{?((?:%?[\w.-]+(?:, )?)+)"
+    r"(to_apply|calls|body|condition|true_computation|false_computation|"
+    r"branch_computations)=(\{[^}]*\}|%?[\w.-]+)"
 )
-# They move no data, or only end an instruction that was counted at its start.
+TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+TARGET = re.compile(r'custom_call_target="(\w+)"')
+OPERATION = re.compile(r'op_name="[^"]*?([^"/]+)"')
+# They move no data.
 FREE = {
     "parameter",
     "constant",
@@ -19,44 +27,281 @@ FREE = {
     "partition-id",
     "replica-id",
     "opt-barrier",
+    # And these custom calls:
+    "AllocateBuffer",
+    "ConcatBitcast",
 }
-COLLECTIVES = re.compile(
-    r" (?:all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|"
-    r"collective-broadcast)(?:-start)?\("
-)
+COLLECTIVES = {
+    "all-reduce",
+    "all-gather",
+    "all-to-all",
+    "reduce-scatter",
+    "collective-permute",
+    "collective-broadcast",
+    "ragged-all-to-all",
+}
+# They run beside the kernels, on a TPU to bring data onto the chip ahead of time.
+BACKGROUND = {"copy-start", "slice-start"}
 
 
-def kernels(hlo: str) -> int:
-    """Instructions that are launched one by one, in all branches and loop bodies.
+class Instruction(NamedTuple):
+    """One line of a computation."""
 
-    A fusion is one, and so is what a reduction applies to each element.
+    name: str
+    kind: str
+    shape: str
+    operands: list[str]
+    attributes: str  # all that follows the opening parenthesis
+    is_root: bool
+
+    def called(self) -> dict[str, list[str]]:
+        """The computations that it calls, by how it calls them."""
+        found = CALLED.findall(self.attributes)
+        return {how: re.findall(r"[\w.-]+", names) for how, names in found}
+
+
+class Kernel(NamedTuple):
+    """What is launched, and how often in one step."""
+
+    kind: str
+    shapes: str  # of operands and result, but for scalars
+    operation: str  # what the framework called it; for the reader only
+    bytes: int  # of one launch
+    times: int
+    collectives: dict[str, int]  # largest bytes in or out, by kind
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether it counts as a kernel: copies in the background do not."""
+        return self.kind not in BACKGROUND
+
+
+class Program:
+    """A compiled program.
+
+    Each launched instruction reads its operands, each once, and writes its result. A
+    fusion is one, whatever happens inside; of an operand that it only slices or gathers
+    from, it reads that part, and of one that it updates in place, nothing. Caches are
+    ignored, and a scatter counts as if it read and wrote all. The body of a loop counts
+    as often as it is known to run, else once; of a conditional the larger branch
+    counts. An asynchronous instruction counts once: it reads at its start, and writes
+    what its end returns.
     """
-    bodies: dict[str, list[str]] = {}
-    entry = current = ""
-    for line in hlo.splitlines():
-        if start := COMPUTATION.match(line):
-            current = start[2]
-            bodies[current] = []
-            entry = current if start[1] else entry
-        elif current:
-            bodies[current].append(line)
 
-    def count(name: str) -> int:
+    def __init__(self, text: str):
+        self.computations: dict[str, dict[str, Instruction]] = {}
+        self.entry = current = ""
+        for line in text.splitlines():
+            if start := COMPUTATION.match(line):
+                current = start[2]
+                self.computations[current] = {}
+                self.entry = current if start[1] else self.entry
+            elif current and (found := INSTRUCTION.match(line)):
+                operands = _operands(line[found.end() :])
+                one = Instruction(
+                    *(found[2], found[4], found[3]),
+                    operands,
+                    line[found.end() :],
+                    bool(found[1]),
+                )
+                self.computations[current][one.name] = one
+
+    @cached_property
+    def launched(self) -> list[Kernel]:
+        """What a step launches, in the order of the program."""
+        return list(self._walk(self.entry, 1))
+
+    @property
+    def kernels(self) -> int:
+        """How many kernels a step launches."""
+        return sum(one.times for one in self.launched if one.is_launched)
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes they read and write."""
+        return sum(one.times * one.bytes for one in self.launched)
+
+    @property
+    def collectives(self) -> dict[str, dict[str, int]]:
+        """How often devices wait for each other, and for how many bytes, by kind."""
+        found: dict[str, dict[str, int]] = {}
+        for one in self.launched:
+            for kind, size in one.collectives.items():
+                entry = found.setdefault(kind, {"count": 0, "bytes": 0})
+                entry["count"] += one.times
+                entry["bytes"] += one.times * size
+        return dict(sorted(found.items()))
+
+    def signatures(self) -> Counter[tuple[str, str]]:
+        """How often each (kind, shapes) is launched."""
+        counts: Counter[tuple[str, str]] = Counter()
+        for one in self.launched:
+            if one.is_launched:
+                counts[one.kind, one.shapes] += one.times
+        return counts
+
+    def _walk(self, computation: str, times: int) -> Iterator[Kernel]:
+        inside = self.computations.get(computation, {})
+        ends = {
+            one.operands[0]: one
+            for one in inside.values()
+            if one.kind.endswith("-done") and one.operands
+        }
+        for one in inside.values():
+            called = one.called()
+            if one.kind == "while":
+                trips = TRIPS.search(one.attributes)
+                yield from self._walk(
+                    called["body"][0], times * int(trips[1] if trips else 1)
+                )
+                if not trips:
+                    yield from self._walk(called["condition"][0], times)
+            elif one.kind == "conditional":
+                branches = [
+                    list(self._walk(name, times))
+                    for how, names in called.items()
+                    for name in names
+                ]
+                yield from max(branches, key=_size)
+            elif one.kind == "call":
+                yield from self._walk(called["to_apply"][0], times)
+            elif not _is_free(one):
+                yield self._kernel(one, inside, ends, times)
+
+    def _kernel(
+        self,
+        one: Instruction,
+        inside: dict[str, Instruction],
+        ends: dict[str, Instruction],
+        times: int,
+    ) -> Kernel:
+        operands = [inside[name].shape for name in one.operands if name in inside]
+        result = ends.get(one.name, one).shape
+        named = OPERATION.search(one.attributes)
+        return Kernel(
+            one.kind,
+            f"{_counted(operands)} -> {_counted([result])}",
+            named[1] if named else "",
+            self._moved(one, inside, result),
+            times,
+            dict(self._collectives(one, operands, result)),
+        )
+
+    def _moved(
+        self, one: Instruction, inside: dict[str, Instruction], result: str
+    ) -> int:
+        """The bytes that one launch reads and writes."""
+        shapes = {name: inside[name].shape for name in one.operands if name in inside}
+        if one.kind != "fusion":
+            read = (_read(name, shape, [one]) for name, shape in shapes.items())
+            return sum(read) + _written(one, shapes, result)
+        body = self.computations.get(one.called().get("calls", [""])[0], {})
         total = 0
-        for line in bodies.get(name, []):
-            found = INSTRUCTION.match(line)
-            kind = found[1] if found else "parameter"
-            if kind in ("call", "while", "conditional"):
-                called = CALLED.findall(line)
-                names = [n.strip().lstrip("%") for c in called for n in c.split(",")]
-                total += sum(count(n) for n in names)
-            elif kind not in FREE and not kind.endswith("-done"):
-                total += 1
-        return total
+        users: dict[str, list[Instruction]] = {}
+        for part in body.values():
+            for name in part.operands:
+                users.setdefault(name, []).append(part)
+        parameters = {
+            int(part.attributes.partition(")")[0]): part.name
+            for part in body.values()
+            if part.kind == "parameter"
+        }
+        for i, name in enumerate(one.operands):
+            if name in shapes:
+                parameter = parameters.get(i, "")
+                total += _read(parameter, shapes[name], users.get(parameter, []))
+        roots = [part for part in body.values() if part.is_root]
+        if roots and roots[0].kind == "tuple":
+            roots = [body[name] for name in roots[0].operands]
+        if not roots:
+            return total + array_bytes(result)
+        inner = {name: part.shape for name, part in body.items()}
+        return total + sum(_written(root, inner, root.shape) for root in roots)
 
-    return count(entry)
+    def _collectives(
+        self, one: Instruction, operands: list[str], result: str
+    ) -> Iterator[tuple[str, int]]:
+        """It may be one itself, or have one inside, as fusions on a TPU."""
+        kind = one.kind.removesuffix("-start")
+        if kind in COLLECTIVES:
+            yield kind, max(sum(map(array_bytes, operands)), array_bytes(result))
+        if kind not in ("fusion", "async"):
+            return
+        for name in one.called().get("calls", []):
+            inside = self.computations.get(name, {})
+            for part in inside.values():
+                shapes = [inside[x].shape for x in part.operands if x in inside]
+                yield from self._collectives(part, shapes, part.shape)
 
 
-def collectives(hlo: str) -> int:
-    """Instructions in which devices wait for each other."""
-    return len(COLLECTIVES.findall(hlo))
+def array_bytes(shape: str) -> int:
+    """The bytes of all arrays in a shape, which may be a nested tuple."""
+    return sum(
+        (_bits(dtype) * _elements(sizes) + 7) // 8
+        for dtype, sizes in ARRAY.findall(shape)
+    )
+
+
+def _read(name: str, shape: str, users: list[Instruction]) -> int:
+    """What `users` read of the array `name`."""
+    parts = 0
+    for user in users:
+        first = user.operands[:1] == [name] and user.operands.count(name) == 1
+        if first and user.kind in ("slice", "dynamic-slice", "gather"):
+            parts += array_bytes(user.shape)
+        elif not (first and user.kind == "dynamic-update-slice"):
+            return array_bytes(shape)
+    return min(parts, array_bytes(shape))
+
+
+def _written(one: Instruction, shapes: dict[str, str], result: str) -> int:
+    """All of the result, or what is updated of it in place."""
+    if one.kind == "dynamic-update-slice":
+        return array_bytes(shapes.get(one.operands[1], result))
+    return array_bytes(result)
+
+
+def _bits(dtype: str) -> int:
+    if dtype == "pred":
+        return 8
+    digits = re.match(r"[a-z]+(\d+)", dtype)  # f32, bf16, s4, c64, f8e4m3fn
+    return int(digits[1]) if digits else 0  # a token
+
+
+def _elements(sizes: str) -> int:
+    total = 1
+    for size in re.findall(r"\d+", sizes):
+        total *= int(size)
+    return total
+
+
+def _operands(text: str) -> list[str]:
+    """The names before the closing parenthesis."""
+    depth = 1
+    for i, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return re.findall(r"%([\w.-]+)", text[:i])
+    return []
+
+
+def _is_free(one: Instruction) -> bool:
+    target = TARGET.search(one.attributes) if one.kind == "custom-call" else None
+    ends = one.kind.endswith(("-done", "-update"))
+    return one.kind in FREE or ends or bool(target and target[1] in FREE)
+
+
+def _counted(shapes: list[str]) -> str:
+    """The arrays in any order, without layouts and scalars: 3 f32[8,128], f16[8]."""
+    arrays = Counter(
+        f"{dtype}[{sizes}]"
+        for shape in shapes
+        for dtype, sizes in ARRAY.findall(shape)
+        if sizes
+    )
+    named = [f"{count} {name}" if count > 1 else name for name, count in arrays.items()]
+    return ", ".join(sorted(named)) or "scalars"
+
+
+def _size(kernels: list[Kernel]) -> tuple[int, int]:
+    return sum(one.times * one.bytes for one in kernels), len(kernels)

@@ -13,11 +13,29 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.core import Tracer
 
 GOOD, OVERFLOWING = np.float32(1.0), np.float32(2.0**100)
 
 
-def normal(rng: np.random.Generator, *shape: int, fan_in: int | None = None) -> Array:
+class _Zeros:
+    """Draws nothing: under `jax.eval_shape` only shapes matter, of any size."""
+
+    def standard_normal(self, size: Any, dtype: Any) -> Any:
+        return jnp.zeros(size, dtype)
+
+    def integers(self, low: int, high: int, size: Any) -> Any:
+        del low, high
+        return jnp.zeros(size, jnp.int32)
+
+
+def generator(seed: int) -> Any:
+    """Random numbers of numpy, or zeros while JAX traces the caller."""
+    traced = isinstance(jnp.zeros(()), Tracer)
+    return _Zeros() if traced else np.random.default_rng(seed)
+
+
+def normal(rng: Any, *shape: int, fan_in: int | None = None) -> Array:
     """Random weights of variance 1 / fan_in; drawn by numpy, which compiles nothing."""
     fan_in = math.prod(shape[:-1]) if fan_in is None else fan_in
     values = rng.standard_normal(shape, np.float32)
@@ -61,7 +79,7 @@ given_gradients.defvjp(_forward, _backward)
 
 def transformer_params(width: int, layers: int, vocabulary: int) -> Any:
     """Eight leaves in each layer, and two embeddings."""
-    rng = np.random.default_rng(0)
+    rng = generator(0)
 
     def layer():
         return {
@@ -112,14 +130,14 @@ def transformer_loss(heads: int) -> Callable[[Any, Any], Array]:
 
 def transformer_batch(size: int, length: int, vocabulary: int) -> tuple[Any, Any]:
     """Random tokens, and the tokens that follow."""
-    tokens = np.random.default_rng(1).integers(0, vocabulary, (size, length + 1))
+    tokens = generator(1).integers(0, vocabulary, (size, length + 1))
     tokens = jnp.asarray(tokens, jnp.int32)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def convnet_params(width: int, blocks: list[int], classes: int) -> Any:
     """Bottleneck blocks as in ResNet-50, `blocks` of them in each stage."""
-    rng = np.random.default_rng(0)
+    rng = generator(0)
     channels = width
 
     def block(inputs, inner, outputs):
@@ -169,14 +187,14 @@ def convnet_loss(params: Any, batch: Any) -> Array:
 
 def convnet_batch(size: int, pixels: int, classes: int) -> tuple[Any, Any]:
     """Random images and classes."""
-    rng = np.random.default_rng(1)
+    rng = generator(1)
     images = rng.standard_normal((size, pixels, pixels, 3), np.float32)
     return jnp.asarray(images), jnp.asarray(rng.integers(0, classes, size), jnp.int32)
 
 
 def many_leaves_params(leaves: int, width: int) -> Any:
     """A matrix in each leaf."""
-    rng = np.random.default_rng(0)
+    rng = generator(0)
     return [normal(rng, width, width) for _ in range(leaves)]
 
 

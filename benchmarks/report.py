@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import rank
 from benchmarks.contestants import FLOOR, OURS, WHOLE
 
 MEGA = 1e6
@@ -26,27 +27,36 @@ def show(results: dict[str, Any], console: Console) -> None:
         f"{about['device']}, jax {about['jax']}, optax {about['optax']}, "
         f"sizes: {about['sizes']}, {about['seconds']:.0f} s"
     )
-    runs = [one for w in results["workloads"].values() for one in w["results"].values()]
-    if any("ratio" in one for one in runs):
-        wide = console.width >= 135
-        spread = "median (quartiles)" if wide else "median"
-        title = f"Time of a step / plain optax: {spread}"
-        console.print(_matrix(results, title, partial(_ratio, wide), FLOOR))
-        title = f"Extra time of a step, microseconds: {spread}"
-        console.print(_matrix(results, title, partial(_extra, wide), FLOOR))
-    console.print(_matrix(results, "Bytes accessed, MB, by XLA's count", _bytes))
-    console.print(_matrix(results, "Temporary / peak memory, MB", _memory))
-    console.print(_matrix(results, "Kernels (and collectives) of a step", _kernels))
-    console.print(_matrix(results, "Tracing + compilation, s", _compilation))
-    console.print(_behaviour(results))
-    if results["limits"]:
-        console.print(_limits(results))
+    for table in tables(results, console.width >= 135):
+        console.print(table)
     for name, one in results["torch"].items():
         if isinstance(one, dict):
             ratio = _text(one["ratio"])
             console.print(f"torch AdamW {name}: with / without GradScaler {ratio}")
+    if ranked := rank.line(results):
+        console.print(ranked)
     for line in [*not_least(results), *errors(results)]:
         console.print(line)
+
+
+def tables(results: dict[str, Any], wide: bool = True) -> list[Table]:
+    """All tables; wide ones have quartiles."""
+    made = []
+    runs = [one for w in results["workloads"].values() for one in w["results"].values()]
+    if any("ratio" in one for one in runs):
+        spread = "median (quartiles)" if wide else "median"
+        title = f"Time of a step / plain optax: {spread}"
+        made.append(_matrix(results, title, partial(_ratio, wide), FLOOR))
+        title = f"Extra time of a step, microseconds: {spread}"
+        made.append(_matrix(results, title, partial(_extra, wide), FLOOR))
+    made.append(_matrix(results, "Bytes accessed, MB, by XLA's count", _bytes))
+    made.append(_matrix(results, "Temporary / peak memory, MB", _memory))
+    made.append(_matrix(results, "Kernels (and collectives) of a step", _kernels))
+    made.append(_matrix(results, "Tracing + compilation, s", _compilation))
+    made.append(_behaviour(results))
+    if results["limits"]:
+        made.append(_limits(results))
+    return made
 
 
 def not_least(results: dict[str, Any]) -> list[str]:

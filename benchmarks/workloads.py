@@ -4,6 +4,7 @@ Not the full cross product: a list that covers each dimension that matters.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 import optax
 
 from benchmarks import models
-from benchmarks.contestants import FEW, MAIN, Rules
+from benchmarks.contestants import FEW, MAIN, Make, Rules
 from benchmarks.sizes import Size
 
 
@@ -60,6 +61,7 @@ class Workload(NamedTuple):
     # The fewest extra reads of all gradients that a guard needs, in an update alone.
     least_reads: int | None = None
     only: list[str] | None = None  # these contestants, unless the user names them
+    contestants: dict[str, Make] | None = None  # in the place of the usual ones
     quick: bool = False  # whether `--quick` runs it
     growth: str | None = None  # "leaves" or "parameters" if this is a point of a curve
 
@@ -94,20 +96,12 @@ def workloads(size: Size) -> Iterator[Workload]:
         width, _, vocabulary = size.transformer
         params = models.transformer_params(*size.transformer)
         batch = models.transformer_batch(*size.tokens, vocabulary)
-        return _training(params, models.transformer_loss(max(1, width // 64)), batch)
+        return training(params, models.transformer_loss(max(1, width // 64)), batch)
 
     def convnet():
         batch = models.convnet_batch(*size.images, size.convnet[2])
         params = models.convnet_params(*size.convnet)
-        return _training(params, models.convnet_loss, batch)
-
-    def many_leaves():
-        count, width = size.many_leaves
-        rng = np.random.default_rng(1)
-        inputs = jnp.asarray(rng.standard_normal((8, width), np.float32))
-        batch = inputs, jnp.asarray(rng.integers(0, width, 8), jnp.int32)
-        params = models.many_leaves_params(count, width)
-        return _training(params, models.many_leaves_loss, batch)
+        return training(params, models.convnet_loss, batch)
 
     secondary: dict[str, Any] = {"only": MAIN}
     bad: dict[str, Any] = {"cycle": 20, "overflows": True, **secondary}
@@ -142,17 +136,28 @@ def workloads(size: Size) -> Iterator[Workload]:
         only = MAIN if count < 1000 else FEW
         yield Workload(name, problem, ADAMW, quick=True, growth="leaves", only=only)
     only = MAIN if size.many_leaves[0] < 1000 else FEW
-    yield Workload("step many leaves, adamw", many_leaves, ADAMW, only=only)
+    leaves = partial(many_leaves, *size.many_leaves)
+    yield Workload("step many leaves, adamw", leaves, ADAMW, only=only)
 
 
-def _training(params: Any, loss_fn: Any, batch: tuple[Any, Any]) -> Problem:
+def many_leaves(count: int, width: int) -> Problem:
+    """A train step of a model of many small leaves."""
+    rng = models.generator(1)
+    inputs = jnp.asarray(rng.standard_normal((8, width), np.float32))
+    batch = inputs, jnp.asarray(rng.integers(0, width, 8), jnp.int32)
+    params = models.many_leaves_params(count, width)
+    return training(params, models.many_leaves_loss, batch)
+
+
+def training(params: Any, loss_fn: Any, batch: tuple[Any, Any]) -> Problem:
+    """A train step, whose batch also says whether the gradients overflow."""
     good, bad = jnp.asarray(models.GOOD), jnp.asarray(models.OVERFLOWING)
     return Problem(params, loss_fn, (*batch, good), (*batch, bad))
 
 
 def _update_only(params: Any) -> Problem:
     leaves, structure = jax.tree.flatten(params)
-    rng = np.random.default_rng(2)
+    rng = models.generator(2)
     grads = [models.normal(rng, *x.shape, fan_in=10**6) for x in leaves]
     bad = [grads[0].at[(0,) * grads[0].ndim].set(jnp.inf), *grads[1:]]
     return Problem(
@@ -165,7 +170,7 @@ def _update_only(params: Any) -> Problem:
 
 def _even_tree(total: int, leaves: int) -> Callable[[], Problem]:
     def problem():
-        rng = np.random.default_rng(0)
+        rng = models.generator(0)
         leaf = total // leaves
         return _update_only([models.normal(rng, leaf, fan_in=1) for _ in range(leaves)])
 

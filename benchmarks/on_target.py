@@ -1,0 +1,201 @@
+"""Compiles workloads and contestants for targets; runs nothing."""
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from benchmarks import target_report
+from benchmarks.compiled import (
+    Compiled,
+    abstract,
+    compile_step,
+    warm_up,
+    what_only_one_launches,
+)
+from benchmarks.contestants import ALL, FLOOR, OURS
+from benchmarks.placement import MESHES, Placement, whole
+from benchmarks.target_workloads import SIZE, TINY, target_workloads
+from benchmarks.targets import TARGETS, MissingCompilerError, Target
+from benchmarks.workloads import Workload
+
+PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "optax", "flax", "jls")
+# How libtpu says so: of temporary memory alone, or of all.
+OUT_OF_MEMORY = re.compile(
+    r"required for (HLO temporaries) \(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)|"
+    r"Used ([\d.]+)G of ([\d.]+)G hbm"
+)
+# What is compiled for many chips.
+MANY_CHIPS = ("adamw", "clip + adamw")
+
+
+def run_all(
+    options: argparse.Namespace, names: list[str], console: Console
+) -> dict[str, Any]:
+    """The figures by target; those whose compiler is missing are left out."""
+    chosen = list(TARGETS) if options.target == "all" else [options.target]
+    several = len(chosen) > 1
+    results = {}
+    for name in chosen:
+        target = TARGETS[name]
+        try:
+            target.check()
+        except MissingCompilerError as error:
+            if not several:
+                raise
+            console.print(f"Skipped {error}", markup=False)
+            continue
+        where = path_for(options.json, "benchmarks.json", name, several)
+        results[name] = run(target, options, names, console, where)
+        target_report.show(results[name], console, options.explain)
+        console.print(f"Figures: {where}")
+        if not options.no_plot:
+            from benchmarks import target_plot
+
+            picture = path_for(options.plot, "benchmarks.png", name, several)
+            if target_plot.save(results[name], picture):
+                console.print(f"Picture: {picture}")
+    return results
+
+
+def path_for(given: Path, default: str, target: str, several: bool) -> Path:
+    """The path given for one target; else with the name of the target in it."""
+    if given != Path(default) and not several:
+        return given
+    return given.with_name(f"{given.stem}_{target}{given.suffix}")
+
+
+def run(
+    target: Target,
+    options: argparse.Namespace,
+    names: list[str],
+    console: Console,
+    where: Path,
+) -> dict[str, Any]:
+    """Compiles all that was asked for; writes the figures after each workload."""
+    start = time.perf_counter()
+    results: dict[str, Any] = {"about": about(target), "workloads": {}}
+    todo = list(chosen(options))
+    for i, (name, workload, chips, mesh) in enumerate(todo):
+        seconds = time.perf_counter() - start
+        console.print(f"[{i + 1}/{len(todo)}] {target.name}: {name}", highlight=False)
+        if options.minutes and seconds > 60 * options.minutes:
+            console.print("Out of time: skipping the rest.")
+            break
+        devices = target.devices(chips)
+        placement = MESHES[mesh](devices) if mesh else whole(devices)
+        if i == 0:
+            warm_up(placement)
+        mine = contestants(workload, names, bool(options.contestants))
+        one = run_workload(workload, mine, target, placement)
+        results["workloads"][name] = {"chips": chips, "mesh": mesh, **one}
+        results["about"]["seconds"] = time.perf_counter() - start
+        where.write_text(json.dumps(results, indent=2) + "\n")
+    return results
+
+
+def run_workload(
+    workload: Workload, names: list[str], target: Target, placement: Placement
+) -> dict[str, Any]:
+    """The figures of all contestants, and what only jls launches where it has more."""
+    problem = abstract(workload.problem)
+    leaves = jax.tree.leaves(problem.params)
+    compiled: dict[str, Compiled] = {}
+    results: dict[str, Any] = {}
+    for name in names:
+        try:
+            compiled[name] = compile_step(workload, name, problem, target, placement)
+            results[name] = compiled[name].figures
+        # The others may compile: whatever it is, it is one row.
+        except Exception as error:
+            results[name] = {"error": shortened(error)}
+    one = {
+        "parameters": sum(leaf.size for leaf in leaves),
+        "leaves": len(leaves),
+        "results": results,
+    }
+    worse = target_report.not_least("", one)
+    if worse:
+        peer = worse[0].peer
+        ours, theirs = compiled[OURS].program, compiled[peer].program
+        if ours and theirs:
+            lines = what_only_one_launches(ours, theirs)
+            one["only_jls"] = {"beside": peer, "kernels": lines}
+    return one
+
+
+def chosen(
+    options: argparse.Namespace,
+) -> Iterator[tuple[str, Workload, int, str | None]]:
+    """The name, the workload, the number of chips, and the mesh if there are many."""
+    size = TINY if options.sizes == "tiny" else SIZE
+    for chips in options.chips:
+        batch, length = size.tokens
+        tokens = (max(batch, chips), length)  # a sequence for each chip
+        listed = list(target_workloads(size._replace(tokens=tokens)))
+        for mesh in [None] if chips == 1 else MESHES:
+            for workload in listed:
+                name = workload.name
+                if mesh and name in MANY_CHIPS:
+                    name = f"{name}, {mesh}, {chips} chips"
+                elif mesh:
+                    continue
+                wanted = workload.quick if options.quick else True
+                if _is_named(options.workloads, name, listed) and wanted:
+                    yield name, workload, chips, mesh
+
+
+def _is_named(text: str, name: str, listed: list[Workload]) -> bool:
+    exact = any(one.name == text for one in listed)
+    return name == text if exact and "chips" not in name else text in name
+
+
+def contestants(workload: Workload, names: list[str], named: bool) -> list[str]:
+    """Those that this workload compares, or those that the user named."""
+    mine = [name for name in names if name in (workload.contestants or ALL)]
+    if workload.only and not named:
+        mine = [name for name in mine if name in workload.only]
+    return sorted(mine, key=lambda name: name != FLOOR)
+
+
+def shortened(error: Exception) -> str:
+    """One line. Out of memory says by how much."""
+    text = str(error)
+    if found := OUT_OF_MEMORY.search(text):
+        needs, has = float(found[2] or found[4]), float(found[3] or found[5])
+        what = "its temporary memory" if found[1] else "it"
+        return (
+            f"does not fit: {what} needs {needs} GiB, {needs - has:.2f} GiB more than "
+            f"there are"
+        )
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"[:300]
+
+
+def about(target: Target) -> dict[str, Any]:
+    """What was compiled for what, with versions."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    import jls
+
+    return {
+        "how": "compiled, not run",
+        "target": target.name,
+        "device": target.chip,
+        "kind": target.kind,
+        "memory": target.memory,
+        "versions": versions | {"jls": jls.__version__},
+        "python": platform.python_version(),
+        "seconds": 0.0,
+    }
