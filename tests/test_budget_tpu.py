@@ -1,0 +1,53 @@
+"""What a guarded step costs on a TPU, beside the peers: compiled there, not run.
+
+Needs libtpu (`pip install -e ".[tpu-aot]"`), and no TPU.
+"""
+
+import functools
+
+import pytest
+
+from benchmarks import ENVIRONMENT, compiled, placement, target_workloads
+from benchmarks.contestants import FLOOR, OURS
+from benchmarks.targets import TARGETS
+
+pytest.importorskip("libtpu")
+pytestmark = pytest.mark.standard_promotion
+
+# One layer, to compile fast; too large for the memory on the chip, to tell the truth.
+SHAPE, TOKENS = (2560, 1, 12000), (4, 512)
+WORKLOADS = {
+    one.name: one
+    for one in target_workloads.target_workloads(target_workloads.TINY)
+    if one.name in ("adamw", "clip + adamw")
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet_libtpu(monkeypatch):
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+@functools.cache
+def figures_of(workload, name):
+    target = TARGETS["v5e"]
+    problem = compiled.abstract(lambda: target_workloads.transformer(SHAPE, TOKENS))
+    where = placement.whole(target.devices(1))
+    done = compiled.compile_step(WORKLOADS[workload], name, problem, target, where)
+    return done.figures
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_no_peer_moves_fewer_bytes_or_needs_less_memory(workload):
+    ours = figures_of(workload, OURS)
+    for peer in ("apply_if_finite", "flax"):
+        theirs = figures_of(workload, peer)
+        assert ours["bytes_accessed"] <= 1.001 * theirs["bytes_accessed"], peer
+        assert ours["temporary_bytes"] <= 1.01 * theirs["temporary_bytes"], peer
+
+
+def test_with_clipping_the_check_costs_no_pass():
+    ours, bare = (figures_of("clip + adamw", name) for name in (OURS, FLOOR))
+    parameters = 79e6 + 61e6
+    assert ours["bytes_accessed"] <= bare["bytes_accessed"] + 1.0 * parameters
