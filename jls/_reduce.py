@@ -181,11 +181,11 @@ def _largest(floats: list[Array]) -> tuple[Array, Array]:
 
 
 def _each(reduce_leaf: Callable[[Array], tuple[Array, Array]]) -> Callable[..., Any]:
-    """`reduce_leaf` of each leaf, stacked, so that nothing follows for each alone."""
+    """`reduce_leaf` of each leaf, joined, so that nothing follows for each alone."""
 
     def reduce_each(floats):
         numbers, flags = zip(*map(reduce_leaf, floats), strict=True)
-        return jnp.stack(numbers), jnp.stack(flags)
+        return lax.concatenate(numbers, 0), lax.concatenate(flags, 0)
 
     return reduce_each
 
@@ -203,7 +203,7 @@ def _each_together(
     def reduce_each(floats):
         groups = _groups(floats)
         found = [_reduced(reduce_leaf, [floats[i] for i in group]) for group in groups]
-        numbers, flags = (jnp.concatenate(x) for x in zip(*found, strict=True))
+        numbers, flags = (lax.concatenate(x, 0) for x in zip(*found, strict=True))
         order = np.argsort([i for group in groups for i in group])
         if np.all(np.diff(order) == 1):
             return numbers, flags
@@ -228,9 +228,9 @@ def _reduced(
     reduce_leaf: Callable[[Array], tuple[Array, Array]], leaves: list[Array]
 ) -> tuple[Array, Array]:
     if len(leaves) == 1:
-        number, flag = reduce_leaf(leaves[0])
-        return number[None], flag[None]
-    return jax.vmap(reduce_leaf)(jnp.stack(leaves))
+        return reduce_leaf(leaves[0])
+    numbers, flags = jax.vmap(reduce_leaf)(jnp.stack(leaves))
+    return numbers[:, 0], flags[:, 0]
 
 
 def _parts(leaf: Any) -> list[Array]:
@@ -247,7 +247,7 @@ def _parts(leaf: Any) -> list[Array]:
     return [narrow(part).astype(jnp.float32) for part in parts]
 
 
-@functools.partial(jax.jit, inline=True)
+@jax.jit
 def _max_and_nan(leaf: Array) -> tuple[Array, Array]:
     """By a maximum of floats, which loses NaN on XLA CPU (jax 0.10 and 0.12)."""
 
@@ -260,10 +260,10 @@ def _max_and_nan(leaf: Array) -> tuple[Array, Array]:
         axes = tuple(range(size.ndim))
         one, flag = lax.reduce((size, part != part), start, join, axes)
         most, has_nan = lax.max(most, one), lax.bitwise_or(has_nan, flag)
-    return most, has_nan
+    return most[None], has_nan[None]
 
 
-@functools.partial(jax.jit, inline=True)
+@jax.jit
 def _max_of_bits(leaf: Array) -> tuple[Array, Array]:
     """Without their sign, the bits of floats are integers in order, NaN above inf."""
     without_sign, inf = jnp.int32(0x7FFFFFFF), jnp.int32(0x7F800000)
@@ -271,14 +271,14 @@ def _max_of_bits(leaf: Array) -> tuple[Array, Array]:
     for part in _parts(leaf):
         bits = lax.bitcast_convert_type(part, jnp.int32) & without_sign
         most = lax.max(most, jnp.max(bits, initial=0))
-    return lax.bitcast_convert_type(most, jnp.float32), most > inf
+    return lax.bitcast_convert_type(most, jnp.float32)[None], (most > inf)[None]
 
 
 # 2**64 squares of the largest number times this have a finite sum.
 _TINY = np.float32(2.0**-96)
 
 
-@functools.partial(jax.jit, inline=True)
+@jax.jit
 def _tiny_sum_of_squares(leaf: Array) -> tuple[Array, Array]:
     """Finite if and only if all elements are; the larger ones alone count.
 
@@ -290,7 +290,7 @@ def _tiny_sum_of_squares(leaf: Array) -> tuple[Array, Array]:
     for part in _parts(leaf):
         size = lax.abs(part) * _TINY
         total += jnp.sum(jnp.square(jnp.where(size < least, least, size)))
-    return total, total != total
+    return total[None], (total != total)[None]
 
 
 # Norms. The square of a float32 over 1.8e19 is inf: so is `optax.global_norm` then, and

@@ -149,7 +149,7 @@ def _arrays(tree: Any) -> list[Any]:
 
 
 def _or_ones(flag: Array, inputs: Arrays) -> list[Array]:
-    return [jnp.where(flag, x, jnp.ones_like(x)) for x in inputs]
+    return [_where(flag, x, lax.full_like(x, 1)) for x in inputs]
 
 
 def _as_they_are(flag: Array, inputs: Arrays) -> Arrays:
@@ -167,7 +167,12 @@ def _as_they_are(flag: Array, inputs: Arrays) -> Arrays:
 
 
 def _select(flag: Array, new: Arrays, old: Arrays) -> list[Array]:
-    return [jnp.where(flag, x, y) for x, y in zip(new, old, strict=True)]
+    return [_where(flag, x, y) for x, y in zip(new, old, strict=True)]
+
+
+def _where(flag: Array, new: Array, old: Any) -> Array:
+    """`jnp.where` for one flag and one dtype, which takes JAX less time to trace."""
+    return lax.select_n(flag, jnp.asarray(old, new.dtype), new)
 
 
 def _select_where_made(
@@ -188,7 +193,7 @@ def _select_where_made(
         results = eval_jaxpr(part, [], *(values[variable] for variable in inputs))
         for variable, x in zip(made, results, strict=True):
             is_kept = variable in olds
-            values[variable] = jnp.where(flag, x, olds[variable]) if is_kept else x
+            values[variable] = _where(flag, x, olds[variable]) if is_kept else x
 
     waiting = []
     for equation in jaxpr.eqns:
@@ -201,7 +206,7 @@ def _select_where_made(
     def selected(output, x):
         value = values[output] if _is_variable(output) else output.val
         is_done = _is_variable(output) and olds.get(output) is x
-        return value if is_done else jnp.where(flag, value, x)
+        return value if is_done else _where(flag, jnp.asarray(value), x)
 
     return [selected(*pair) for pair in zip(jaxpr.outvars, old, strict=True)]
 
@@ -210,8 +215,10 @@ def _is_variable(atom: Any) -> bool:
     return not isinstance(atom, Literal)
 
 
-# Loops that decide by themselves when to end, host functions, foreign code.
-_WATCHFUL = ("while", "pure_callback", "ffi_call", "buffer_callback")
+# Loops that decide by themselves when to end, host functions, foreign code, and what
+# some platforms compute by such a loop.
+_WATCHFUL = {"while", "pure_callback", "ffi_call", "buffer_callback"}
+_WATCHFUL |= {"svd", "eigh", "eig", "schur"}
 
 
 def _might_see_nan(jaxpr: Any) -> bool:

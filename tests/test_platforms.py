@@ -89,7 +89,7 @@ def test_an_optimizer_gets_gradients_as_they_are_where_nothing_could_harm_it():
     optimizer = jls.loss_scaled(optax.clip_by_global_norm(1.0), jls.dynamic(8.0))
     grads, state = jnp.ones(5), optimizer.init(jnp.ones(5))
     traced = jax.jit(optimizer.update).trace(grads, state)
-    select = re.compile(r"call @_where\w*\(.*: \(tensor<i1>, tensor<5xf32>, ")
+    select = re.compile(r"stablehlo\.select .*: tensor<i1>, tensor<5xf32>")
     selects = {
         platform: len(select.findall(text))
         for platform in ("cpu", "cuda", "tpu")
