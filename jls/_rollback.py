@@ -16,15 +16,18 @@ the update from the moments, is computed from what was selected:
 In a step that is kept, both are the same numbers. In a step that is rolled back,
 nothing is left of either. The moments then change in place, in the passes of the bare
 optimizer: on a CPU a wrapped AdamW moves 11 times the bytes of the parameters, the bare
-one 10. With selects at the end it would be 16, and with `lax.cond` too.
+one 10. With selects at the end it would be 16, and with `lax.cond` too. XLA for GPU and
+TPU does the same by itself, so there the selects are at the end: on a TPU that moves a
+byte less for each parameter.
 
 What is computed from bad gradients or an old state may be NaN, as Adam's first bias
 correction is. It is never kept, but some could see it: a loop until convergence, which
 then might not end; a function of the host, which may raise; foreign code; and a
 derivative, since 0 times NaN is NaN. So a program with any of these, or with effects,
 gets ones in the place of bad inputs and is selected at the end, and so is anything that
-is differentiated. All others get their inputs as they are. Only then does XLA see that
-the norm of clipping and the check read the same gradients, and read them once.
+is differentiated. All others get their inputs as they are on GPU and TPU. Only then does
+XLA see that the norm of clipping and the check read the same gradients, and read them
+once.
 """
 
 from collections.abc import Callable, Sequence

@@ -51,3 +51,32 @@ def test_with_clipping_the_check_costs_no_pass():
     ours, bare = (figures_of("clip + adamw", name) for name in (OURS, FLOOR))
     parameters = 79e6 + 61e6
     assert ours["bytes_accessed"] <= bare["bytes_accessed"] + 1.0 * parameters
+
+
+LAYOUTS = {
+    "data": (placement.whole, 0),
+    "fsdp": (placement.fsdp, 1),
+    "fsdp x tensor": (placement.fsdp_tensor, 2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_devices_agree_in_one_small_all_reduce_for_each_axis(layout):
+    """Of the numbers of the leaves: none where parameters are whole, no all-gather."""
+    target = TARGETS["v5e"]
+    make, axes = LAYOUTS[layout]
+    problem = compiled.abstract(
+        lambda: target_workloads.transformer((512, 1, 512), (8, 64))
+    )
+    ours, bare = (
+        compiled.compile_step(
+            WORKLOADS["clip + adamw"], name, problem, target, make(target.devices(4))
+        ).figures["collectives"]
+        for name in (OURS, FLOOR)
+    )
+    more = {
+        kind: ours[kind]["count"] - bare.get(kind, {"count": 0})["count"]
+        for kind in ours
+    }
+    assert more.pop("all-reduce", 0) <= axes
+    assert not any(more.values()), more
