@@ -25,9 +25,10 @@ correction is. It is never kept, but some could see it: a loop until convergence
 then might not end; a function of the host, which may raise; foreign code; and a
 derivative, since 0 times NaN is NaN. So a program with any of these, or with effects,
 gets ones in the place of bad inputs and is selected at the end, and so is anything that
-is differentiated. All others get their inputs as they are on GPU and TPU. Only then does
-XLA see that the norm of clipping and the check read the same gradients, and read them
-once.
+is differentiated. All others get their inputs as they are on GPU and TPU: only then XLA
+sees that the norm of clipping and the check read the same gradients, and reads them
+once. XLA CPU hands sums to a library, and writes what is added up to memory for it; not
+where there is a select.
 """
 
 from collections.abc import Callable, Sequence
@@ -85,15 +86,20 @@ def _rolled_back(
     program, consts = _trace(fun, inputs)
 
     def at_the_end(flag, inputs, consts, old):
-        return _select(flag, program.run(_or_ones(flag, inputs), consts), old)
+        return _select(flag, program.run(inputs, consts), old)
+
+    def at_the_end_of_ones(flag, inputs, consts, old):
+        return at_the_end(flag, _or_ones(flag, inputs), consts, old)
 
     def where_made(flag, inputs, consts, old):
-        inputs = _as_they_are(flag, inputs)
-        return _select_where_made(program.jaxpr, flag, [*consts, *inputs], old)
+        arguments = [*consts, *_or_ones(flag, inputs)]
+        return _select_where_made(program.jaxpr, flag, arguments, old)
 
-    run = (
-        at_the_end if program.is_watchful else _with_derivative(where_made, at_the_end)
-    )
+    def by_platform(*arguments):
+        return lax.platform_dependent(*arguments, cpu=where_made, default=at_the_end)
+
+    safe = at_the_end_of_ones if program.is_watchful else None
+    run = safe or _with_derivative(by_platform, like=at_the_end_of_ones)
     return run(flag, list(inputs), consts, list(old))
 
 
@@ -156,11 +162,7 @@ def _or_ones(flag: Array, inputs: Arrays) -> list[Array]:
 
 
 def _as_they_are(flag: Array, inputs: Arrays) -> Arrays:
-    """`inputs`, but on a CPU ones in the place of bad ones.
-
-    XLA CPU hands sums to a library, and writes what is added up to memory for it. It
-    does not where there is a select.
-    """
+    """`inputs`, but on a CPU ones in the place of bad ones."""
 
     def same(flag, inputs):
         return inputs
