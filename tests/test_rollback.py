@@ -154,7 +154,6 @@ INNERS = {
     "adafactor": optax.adafactor(0.1),
     "muon": optax.contrib.muon(0.1),
     "lbfgs": optax.scale_by_lbfgs(),
-    "galore": optax.contrib.galore(0.1, rank=1),
 }
 
 
