@@ -175,8 +175,9 @@ def _select(flag: Array, new: Arrays, old: Arrays) -> list[Array]:
     return [_where(flag, x, y) for x, y in zip(new, old, strict=True)]
 
 
-def _where(flag: Array, new: Array, old: Any) -> Array:
+def _where(flag: Array, new: Any, old: Any) -> Array:
     """`jnp.where` for one flag and one dtype, which takes JAX less time to trace."""
+    new = jnp.asarray(new)  # a literal of the program may be a Python number
     return lax.select_n(flag, jnp.asarray(old, new.dtype), new)
 
 
@@ -211,7 +212,7 @@ def _select_where_made(
     def selected(output, x):
         value = values[output] if _is_variable(output) else output.val
         is_done = _is_variable(output) and olds.get(output) is x
-        return value if is_done else _where(flag, jnp.asarray(value), x)
+        return value if is_done else _where(flag, value, x)
 
     return [selected(*pair) for pair in zip(jaxpr.outvars, old, strict=True)]
 
