@@ -133,7 +133,7 @@ def finite_leaves(floats: Sequence[Any]) -> Array:
     """For each leaf, `bool[n]`, whether all of its elements are finite."""
     if not floats:
         return jnp.ones(0, jnp.bool_)
-    totals, has_nan = _totals(list(floats))
+    totals, has_nan = _reduced_leaves(list(floats), _tiny_sum_of_squares)
     return jnp.isfinite(totals) & ~has_nan
 
 
@@ -141,7 +141,7 @@ def leaf_magnitudes(floats: Sequence[Any]) -> Array:
     """For each leaf, `f32[n]`, its largest magnitude; inf where it is not finite."""
     if not floats:
         return jnp.zeros(0)
-    largest, has_nan = _largest(list(floats))
+    largest, has_nan = _reduced_leaves(list(floats), _max_of_bits)
     return jnp.where(has_nan, jnp.inf, largest)
 
 
@@ -158,25 +158,17 @@ def any_nan(floats: Sequence[Any]) -> Array:
 # what else reads the gradients. On GPU any will do.
 
 
-@jax.jit
-def _totals(floats: list[Array]) -> tuple[Array, Array]:
-    """For each leaf an `f32`, not finite if it holds inf, and whether it holds NaN."""
+@functools.partial(jax.jit, static_argnums=1)
+def _reduced_leaves(floats: list[Array], elsewhere: Any) -> tuple[Array, Array]:
+    """What `elsewhere` makes of each leaf, `f32[n]` and `bool[n]`; not on a CPU.
+
+    There it is the largest magnitude and whether there is a NaN, which tell as much.
+    """
     return lax.platform_dependent(
         lax.stop_gradient(floats),
         cpu=_each(_max_and_nan),
-        tpu=_each(_tiny_sum_of_squares),
-        default=_each_together(_tiny_sum_of_squares),
-    )
-
-
-@jax.jit
-def _largest(floats: list[Array]) -> tuple[Array, Array]:
-    """For each leaf its largest magnitude, an `f32`, and whether it holds NaN."""
-    return lax.platform_dependent(
-        lax.stop_gradient(floats),
-        cpu=_each(_max_and_nan),
-        tpu=_each(_max_of_bits),
-        default=_each_together(_max_of_bits),
+        tpu=_each(elsewhere),
+        default=_each_together(elsewhere),
     )
 
 

@@ -40,7 +40,7 @@ from jax import Array, lax
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Literal
 
-from jls._tree import Tree, is_array
+from jls._tree import Rest, Tree, combine, is_array, partition
 
 Arrays = Sequence[Array]
 
@@ -75,7 +75,7 @@ def call(flag: Array, fun: Callable[[Arrays], Tree], inputs: Arrays) -> Tree:
         return program.run(_as_they_are(flag, inputs), consts)
 
     run = of_ones if program.is_watchful else _with_derivative(as_they_are, of_ones)
-    return program.tree(run(flag, list(inputs), consts))
+    return combine(run(flag, list(inputs), consts), program.rest)
 
 
 def _rolled_back(
@@ -107,7 +107,7 @@ class _Program(NamedTuple):
     """A function, traced. A compiled step keeps it, so it must not hold tracers."""
 
     jaxpr: Any  # of what the function takes from outside, and of its inputs
-    tree: Callable[[Arrays], Any]  # what the function returns, from its arrays
+    rest: Rest  # of what the function returns, without its arrays
     is_watchful: bool
 
     def run(self, inputs: Arrays, consts: Arrays) -> list[Array]:
@@ -118,27 +118,20 @@ def _trace(
     fun: Callable[[Arrays], Any], inputs: Arrays
 ) -> tuple[_Program, list[Array]]:
     """The program of `fun`, and the arrays that it takes from outside."""
-    structures = []
+    rests = []
 
     def arrays_of(inputs):
-        leaves, structure = jax.tree.flatten(fun(inputs))
-        rest = [None if is_array(leaf) else leaf for leaf in leaves]
-        structures.append((structure, rest, [is_array(leaf) for leaf in leaves]))
-        return [leaf for leaf in leaves if is_array(leaf)]
+        arrays, rest = partition(fun(inputs), is_array)
+        rests.append(rest)
+        return arrays
 
     traced = jax.make_jaxpr(arrays_of)(list(inputs))
-    ((structure, rest, are_arrays),) = structures
-
-    def tree(arrays):
-        values = iter(arrays)
-        pairs = zip(rest, are_arrays, strict=True)
-        return structure.unflatten([next(values) if is_it else x for x, is_it in pairs])
-
+    (rest,) = rests
     opened = traced.jaxpr
     invars = [*opened.constvars, *opened.invars]
     program = _Program(
         jaxpr=opened.replace(constvars=[], invars=invars),
-        tree=tree,
+        rest=rest,
         is_watchful=bool(opened.effects) or _might_see_nan(opened),
     )
     return program, list(traced.consts)

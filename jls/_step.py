@@ -296,12 +296,13 @@ def _attempt(
       finish: turns the updates into the result.
       unfinished: the result of a step that is skipped.
     """
-    arguments, with_arguments = _guarded(step.extra)
-    inputs, inner_state = [*step.grads, *arguments], state.inner_state
+    arguments, other = partition(step.extra, _may_be_bad)
+    inputs = [*step.grads, *map(jnp.asarray, arguments)]
+    inner_state = state.inner_state
 
     def run(inputs):
         grads = combine(inputs[: len(step.grads)], step.rest)
-        extra = with_arguments(inputs[len(step.grads) :])
+        extra = combine(inputs[len(step.grads) :], other)
         with foreign_state_named(wrapper.inner.init, inner_state, params):
             made, new = wrapper.inner.update(grads, inner_state, params, **extra)
         name, integers = "the inner optimizer's", step.integers
@@ -444,23 +445,9 @@ def _is_integer(leaf: Any) -> bool:
     return is_array(leaf) and not (is_inexact(leaf) or is_extended(leaf))
 
 
-def _guarded(extra: dict[str, Any]) -> tuple[list[Array], Callable[..., Any]]:
-    """The floats in `extra` that may be bad, and a function that puts them back.
-
-    A finite Python number stays one: the inner optimizer may branch on it.
-    """
-    leaves, structure = jax.tree.flatten(extra)
-    are_guarded = [
-        is_inexact(leaf) and not (isinstance(leaf, float) and math.isfinite(leaf))
-        for leaf in leaves
-    ]
-
-    def put_back(values):
-        values, pairs = iter(values), zip(leaves, are_guarded, strict=True)
-        return structure.unflatten([next(values) if flag else x for x, flag in pairs])
-
-    pairs = zip(leaves, are_guarded, strict=True)
-    return [jnp.asarray(leaf) for leaf, flag in pairs if flag], put_back
+def _may_be_bad(leaf: Any) -> bool:
+    """Not a finite Python number: the inner optimizer may branch on it."""
+    return is_inexact(leaf) and not (isinstance(leaf, float) and math.isfinite(leaf))
 
 
 def _increment(count: Array) -> Array:

@@ -139,11 +139,11 @@ def _fits(dtype: Any, wanted: Any) -> bool:
 
 # Partition.
 
-_FLOAT = object()  # marks the place of a leaf that `partition` took out
+_TAKEN = object()  # marks the place of a leaf that `partition` took out
 
 
 class Rest(NamedTuple):
-    """A tree without its inexact leaves: flat, since no node could hold the marks."""
+    """A tree without the leaves taken out: flat, since no node could hold the marks."""
 
     leaves: list[Any]
     structure: Any
@@ -154,34 +154,36 @@ def floats_of(tree: Any) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
 
 
-def partition(tree: Any) -> tuple[list[Any], Rest]:
-    """The inexact leaves of `tree`, in order, and the rest of it.
+def partition(
+    tree: Any, is_taken: Callable[[Any], bool] = is_inexact
+) -> tuple[list[Any], Rest]:
+    """The inexact leaves of `tree`, or those that `is_taken`, and the rest of it.
 
     Done once on entry, so that whatever is computed with the numbers works on a list
     and need not ask again which leaves count. `combine` puts the tree together.
     """
     leaves, structure = jax.tree.flatten(tree)
-    rest = [_FLOAT if is_inexact(leaf) else leaf for leaf in leaves]
-    return floats_of(leaves), Rest(rest, structure)
+    rest = [_TAKEN if is_taken(leaf) else leaf for leaf in leaves]
+    return [leaf for leaf in leaves if is_taken(leaf)], Rest(rest, structure)
 
 
 def combine(floats: list[Any], rest: Rest) -> Any:
     """The tree of `partition`, with `floats` in their places."""
     values = iter(floats)
     return rest.structure.unflatten(
-        [next(values) if leaf is _FLOAT else leaf for leaf in rest.leaves]
+        [next(values) if leaf is _TAKEN else leaf for leaf in rest.leaves]
     )
 
 
 def leaves_at_floats(tree: Any, rest: Rest) -> list[Any]:
     """The leaves of `tree`, which has the structure of `rest`, where floats were."""
     pairs = zip(jax.tree.leaves(tree), rest.leaves, strict=True)
-    return [leaf for leaf, other in pairs if other is _FLOAT]
+    return [leaf for leaf, other in pairs if other is _TAKEN]
 
 
 def map_rest(function: Callable[[Any], Any], rest: Rest) -> Rest:
     """`rest` with `function` of each leaf that is left."""
-    leaves = [leaf if leaf is _FLOAT else function(leaf) for leaf in rest.leaves]
+    leaves = [leaf if leaf is _TAKEN else function(leaf) for leaf in rest.leaves]
     return rest._replace(leaves=leaves)
 
 
