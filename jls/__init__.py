@@ -10,7 +10,7 @@
 #   types
 #   _wrapper _checkpoint _train _monitor
 #   _step _scale _ema presets
-#   _mistakes
+#   _mistakes _spikes
 #   _scalers _state
 #   _validate
 #   _types _reduce _bits _rollback _placement
@@ -33,6 +33,9 @@ from jls._scalers.adaptive import adaptive as adaptive
 from jls._scalers.cautious import cautious as cautious
 from jls._scalers.recent_max import recent_max as recent_max
 from jls import presets as presets
+
+# Bad steps that are finite.
+from jls._spikes import spikes as spikes
 
 # The loss scale of a running job.
 from jls._state import loss_scale as loss_scale

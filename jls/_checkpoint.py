@@ -13,6 +13,8 @@ listed in ADDED. A field that was renamed is listed in RENAMED.
     a static scale      a StaticState        the saved scale
     a scale that moves  a StaticState        the target's scale
     a static scale      a scale that moves   the target's scale and counts
+    no spike policy     a spike policy       the target's: a new warm-up
+    a spike policy      none                 an error that says how to drop it
 
 0.1.0 kept a static scale in the state of one that moves, with a finite_count of -2.
 Before 0.1.0 nothing marked it: it is read as a scale that moves.
@@ -35,7 +37,16 @@ from jls._types import LOGGED_FIELDS, LossScaledState, StaticState
 
 State = TypeVar("State")
 # The fields that were not there from the start; a test holds the types to this.
-ADDED = {LossScaledState: ("nonfinite_updates", "skip_reason", "nonfinite_leaves")}
+ADDED = {
+    LossScaledState: (
+        "nonfinite_updates",
+        "skip_reason",
+        "nonfinite_leaves",
+        "spikes",
+        "spike_state",
+    )
+}
+_SPIKES = "spikes", "spike_state"
 _COUNTS = tuple(name for name in LOGGED_FIELDS if name != "applied")
 _SCALES = _validate.SMALLEST, _validate.LARGEST
 # In 0.1.0 the foot of the ladder was -1, and the shortest interval 0.
@@ -131,7 +142,8 @@ def upgrade_state(target: State, saved: Any) -> State:
     the checkpoint without one instead, and pass what you get to this function.
 
     It also takes a run from a static scale to one that moves, or back: the scale then
-    starts as in `target`, and everything else goes on.
+    starts as in `target`, and everything else goes on. A run without a spike policy
+    goes on under one, which warms up first.
 
     Args:
       target: a new state: `optimizer.init(params)`, or anything that contains one, such
@@ -239,6 +251,7 @@ def _upgrade(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
         _check_values(parts, ("loss_scale",), path, "2^-126 to 2^126", *_SCALES)
     if is_wrapper_state(target):
         parts = _without_empty_flags(parts)
+        parts = _check_spikes(target, parts, path)
         _check_values(parts, _COUNTS, path, "0 to 2^31 - 1", 0, 2**31 - 1)
     _check_names(target, children, parts, path)
     new = [
@@ -288,6 +301,30 @@ def _without_empty_flags(parts: dict[str, Any]) -> dict[str, Any]:
     is_empty = is_array(flags) and np.size(flags) == 0
     names = [name for name in parts if not (is_empty and name == "nonfinite_leaves")]
     return {name: parts[name] for name in names}
+
+
+def _check_spikes(
+    target: LossScaledState, parts: dict[str, Any], path: tuple[str, ...]
+) -> dict[str, Any]:
+    """`parts`; without the fields of a spike policy where there was none."""
+    saved = parts.get("spike_state")
+    if not jax.tree.leaves(saved):
+        return {name: part for name, part in parts.items() if name not in _SPIKES}
+    if _shapes(saved) != _shapes(target.spike_state):
+        other = "another one" if jax.tree.leaves(target.spike_state) else "none"
+        raise ValueError(
+            f"saved must be of the spike policy of target {format_path(path)}, but it "
+            f"was saved with spikes=, and target has {other}. Make target with the "
+            "policy that was saved, jls.loss_scaled(..., spikes=...), or leave what it "
+            "has seen behind: delete 'spikes' and 'spike_state' from saved, or of an "
+            "object saved._replace(spikes=(), spike_state=())."
+        )
+    return parts
+
+
+def _shapes(tree: Any) -> list[tuple[int, ...]]:
+    """The shapes of a policy's arrays, in the order of their names."""
+    return sorted(jnp.shape(leaf) for leaf in jax.tree.leaves(read_variables(tree)))
 
 
 def _check_values(

@@ -34,8 +34,10 @@ def own_buffers(tree: Any, foreign: Any) -> Any:
     return jax.tree.map(own, tree)
 
 
-def place_scalars(state: Any, params: Any) -> Any:
+def place_scalars(state: Any, params: Any, larger_too: bool = False) -> Any:
     """`state` with its scalars and flags on the devices of `params`.
+
+    And all of its other arrays, if `larger_too`.
 
     A scalar left where JAX puts it would come back from the first step with the
     placement of the parameters, and the second step would compile again.
@@ -57,7 +59,7 @@ def place_scalars(state: Any, params: Any) -> Any:
         if not is_concrete(leaf) or leaf.committed:
             return leaf
         is_small = leaf.ndim == 0 or leaf.dtype == jnp.bool_
-        return put(leaf, home) if is_small else leaf
+        return put(leaf, home) if is_small or larger_too else leaf
 
     return jax.tree.map(place, state)
 

@@ -314,28 +314,29 @@ def _norm_of_scaled(floats: list[Array]) -> Array:
     """
     largest, has_nan = _each(_max_and_nan)(lax.stop_gradient(floats))
     largest = jnp.max(jnp.where(has_nan, jnp.inf, largest))
-    power = _power_of_two_below(largest)
+    power = power_of_two_below(largest)
     parts = [part for leaf in floats for part in _parts(leaf)]
     # Where it is inf or NaN it stays so. Without the select XLA CPU would write the
     # reciprocal to memory for each element.
     scaled = [jnp.where(largest < jnp.inf, x * lax.reciprocal(power), x) for x in parts]
-    return _norm(scaled) * power
+    return norm_of_squares(scaled) * power
 
 
 def _norm_or_norm_of_tiny(each: Any, floats: list[Array]) -> Array:
     """Two sums, which clipping and the check for finiteness have made already."""
-    norm, (totals, _) = _norm(floats), each(_tiny_sum_of_squares)(floats)
+    norm, (totals, _) = norm_of_squares(floats), each(_tiny_sum_of_squares)(floats)
     return jnp.where(norm < jnp.inf, norm, jnp.sqrt(jnp.sum(totals)) / _TINY)
 
 
-def _power_of_two_below(magnitude: Array) -> Array:
+def power_of_two_below(magnitude: Array) -> Array:
     """One whose reciprocal is normal; for 0, and beyond the ends, the nearest."""
     bits = lax.bitcast_convert_type(magnitude, jnp.int32)
     exponent = lax.bitcast_convert_type(bits & jnp.int32(0x7F800000), jnp.float32)
     return jnp.clip(exponent, 2.0**-126, 2.0**126)
 
 
-def _norm(floats: Sequence[Array]) -> Array:
+def norm_of_squares(floats: Sequence[Array]) -> Array:
+    """The L2 norm, as clipping computes it; inf if a square overflows."""
     parts = [part for leaf in floats for part in _parts(leaf)]
     return jnp.sqrt(sum(jnp.sum(jnp.square(part)) for part in parts))
 

@@ -46,7 +46,11 @@ Arrays = Sequence[Array]
 
 
 def roll_back_unless(
-    flag: Array, fun: Callable[[Arrays], Tree], inputs: Arrays, old: Tree
+    flag: Array,
+    fun: Callable[[Arrays], Tree],
+    inputs: Arrays,
+    old: Tree,
+    is_finite: Array | None = None,
 ) -> Tree:
     """`fun(inputs)` where `flag`, else `old`: trees of one structure, shapes, dtypes.
 
@@ -55,44 +59,63 @@ def roll_back_unless(
     Args:
       flag: `bool[]`.
       fun: what must not see `inputs` that are not finite, if they could do harm there.
-      inputs: floating-point arrays, finite where `flag`.
+      inputs: floating-point arrays.
       old: the tree before.
+      is_finite: `bool[]`, whether all `inputs` are; None if that is what `flag` says.
     """
-    arrays = iter(_rolled_back(flag, fun, inputs, _arrays(old)))
+    is_finite = flag if is_finite is None else is_finite
+    arrays = iter(_rolled_back(flag, is_finite, fun, inputs, _arrays(old)))
     return jax.tree.map(lambda x: next(arrays) if is_array(x) else x, old)
 
 
-def call(flag: Array, fun: Callable[[Arrays], Tree], inputs: Arrays) -> Tree:
-    """`fun(inputs)`; where not `flag`, of some inputs or other, to be rolled back."""
-    if not isinstance(flag, Tracer):
-        return fun(_or_ones(flag, inputs))
+def call(is_finite: Array, fun: Callable[[Arrays], Tree], inputs: Arrays) -> Tree:
+    """`fun(inputs)`; if they are not finite, of some or other, to be rolled back."""
+    if not isinstance(is_finite, Tracer):
+        return fun(_or_ones(is_finite, inputs))
     program, consts = _trace(fun, inputs)
 
-    def of_ones(flag, inputs, consts):
-        return program.run(_or_ones(flag, inputs), consts)
+    def of_ones(is_finite, inputs, consts):
+        return program.run(_or_ones(is_finite, inputs), consts)
 
-    def as_they_are(flag, inputs, consts):
-        return program.run(_as_they_are(flag, inputs), consts)
+    def as_they_are(is_finite, inputs, consts):
+        return program.run(as_seen(is_finite, inputs), consts)
 
     run = of_ones if program.is_watchful else _with_derivative(as_they_are, of_ones)
-    return combine(run(flag, list(inputs), consts), program.rest)
+    return combine(run(is_finite, list(inputs), consts), program.rest)
+
+
+def as_seen(is_finite: Array, inputs: Arrays) -> Arrays:
+    """`inputs` as most functions see them: on a CPU, ones in the place of bad ones."""
+    if not isinstance(is_finite, Tracer):
+        return _or_ones(is_finite, inputs)
+
+    def same(is_finite, inputs):
+        return inputs
+
+    arguments = is_finite, list(inputs)
+    return inputs and lax.platform_dependent(*arguments, cpu=_or_ones, default=same)
 
 
 def _rolled_back(
-    flag: Array, fun: Callable[[Arrays], Any], inputs: Arrays, old: Arrays
+    flag: Array,
+    is_finite: Array,
+    fun: Callable[[Arrays], Any],
+    inputs: Arrays,
+    old: Arrays,
 ) -> Arrays:
     if not isinstance(flag, Tracer):
-        return _select(flag, _arrays(fun(_or_ones(flag, inputs))), old)
+        return _select(flag, _arrays(fun(_or_ones(is_finite, inputs))), old)
     program, consts = _trace(fun, inputs)
 
-    def at_the_end(flag, inputs, consts, old):
+    def at_the_end(flag, is_finite, inputs, consts, old):
         return _select(flag, program.run(inputs, consts), old)
 
-    def at_the_end_of_ones(flag, inputs, consts, old):
-        return at_the_end(flag, _or_ones(flag, inputs), consts, old)
+    def at_the_end_of_ones(flag, is_finite, inputs, consts, old):
+        ones = _or_ones(is_finite, inputs)
+        return at_the_end(flag, is_finite, ones, consts, old)
 
-    def where_made(flag, inputs, consts, old):
-        arguments = [*consts, *_or_ones(flag, inputs)]
+    def where_made(flag, is_finite, inputs, consts, old):
+        arguments = [*consts, *_or_ones(is_finite, inputs)]
         return _select_where_made(program.jaxpr, flag, arguments, old)
 
     def by_platform(*arguments):
@@ -100,7 +123,7 @@ def _rolled_back(
 
     safe = at_the_end_of_ones if program.is_watchful else None
     run = safe or _with_derivative(by_platform, like=at_the_end_of_ones)
-    return run(flag, list(inputs), consts, list(old))
+    return run(flag, is_finite, list(inputs), consts, list(old))
 
 
 class _Program(NamedTuple):
@@ -150,18 +173,8 @@ def _arrays(tree: Any) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
 
 
-def _or_ones(flag: Array, inputs: Arrays) -> list[Array]:
-    return [_where(flag, x, lax.full_like(x, 1)) for x in inputs]
-
-
-def _as_they_are(flag: Array, inputs: Arrays) -> Arrays:
-    """`inputs`, but on a CPU ones in the place of bad ones."""
-
-    def same(flag, inputs):
-        return inputs
-
-    inputs = list(inputs)
-    return inputs and lax.platform_dependent(flag, inputs, cpu=_or_ones, default=same)
+def _or_ones(is_finite: Array, inputs: Arrays) -> list[Array]:
+    return [_where(is_finite, x, lax.full_like(x, 1)) for x in inputs]
 
 
 def _select(flag: Array, new: Arrays, old: Arrays) -> list[Array]:

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from jls import _validate
 from jls._placement import place_like
 from jls._tree import is_variable, read_variables
-from jls._types import LOGGED_FIELDS, LossScaledState
+from jls._types import JUDGED_FIELDS, LossScaledState, SpikeState, logged_fields
 
 State = TypeVar("State")
 
@@ -175,7 +175,11 @@ def metrics(state: Any) -> dict[str, Array]:
       A flat dict: `loss_scale` (f32[], of the next step), `applied` (bool[], whether
       the last step was applied), the counts `steps`, `skips`, `consecutive_skips`,
       `nonfinite_losses` and `nonfinite_updates` (i32[]), and `skip_reason` (i32[], a
-      `jls.types.SkipReason`). For a bare scaler state the `loss_scale` alone.
+      `jls.types.SkipReason`). For a bare scaler state the `loss_scale` alone. With a
+      spike policy also the count `spikes` of steps skipped as such (i32[]), and with
+      that of `jls.spikes` or a preset `spikes_found`, skipped or let through (i32[]);
+      and of the last step that was judged `judged_loss`, `limit_loss`, `judged_norm`
+      and `limit_norm` (f32[]; a limit is inf while nothing is judged).
 
     Raises:
       ValueError: if `state` carries no loss scale, or several.
@@ -188,9 +192,15 @@ def metrics(state: Any) -> dict[str, Array]:
 'skip_reason': 0}
     """
     values = {"loss_scale": loss_scale(state)}
-    for _, wrapper in find(state, is_wrapper_state):
-        for name in LOGGED_FIELDS:
-            values[name] = read_variables(getattr(wrapper, name))
+    for _, node in find(state, is_wrapper_state):
+        wrapper = read_variables(node)
+        for name in logged_fields(wrapper):
+            values[name] = getattr(wrapper, name)
+        spikes = wrapper.spike_state
+        if isinstance(spikes, SpikeState):
+            values["spikes_found"] = spikes.found
+            for name in JUDGED_FIELDS:
+                values[name] = getattr(spikes, name)
     return values
 
 

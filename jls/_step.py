@@ -6,10 +6,12 @@
     finite      not finite  -        keeps its state  adjusts  skip
     not finite  either      -        keeps its state  is kept  skip, nonfinite loss
     finite      finite      bad      keeps its state  adjusts  skip, nonfinite update
+    either is a spike       -        keeps its state  adjusts  skip, spike
 
 Updates are bad if they are checked and one is not finite, or makes a finite parameter
-overflow in its own dtype, or if a scalar of the inner state is NaN. For the scaler that
-is a finite step.
+overflow in its own dtype, or if a scalar of the inner state is NaN. A spike is a finite
+step whose loss or gradient norm the spike policy wants to skip. For the scaler both are
+finite steps.
 """
 
 import contextvars
@@ -24,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array
+from jax import Array, lax
 
 from jls._mistakes import check_value, foreign_state_named, warn_of_misspelt_value
 from jls._reduce import (
@@ -36,9 +38,10 @@ from jls._reduce import (
     finite_leaves,
     global_norm,
     leaf_magnitudes,
+    norm_of_squares,
     varying_axes,
 )
-from jls._rollback import call, roll_back_unless
+from jls._rollback import as_seen, call, roll_back_unless
 from jls._state import is_wrapper_state, wrapper_state_in
 from jls._tree import (
     Rest,
@@ -64,6 +67,7 @@ from jls._types import (
     MagnitudeScaler,
     Scaler,
     SkipReason,
+    SpikePolicy,
 )
 
 
@@ -79,17 +83,25 @@ class WrapperUpdate:
     scaler: Scaler
     axis_name: AxisName
     check_updates: bool | None
+    spikes: SpikePolicy | None = None
 
     @functools.cached_property
     def scaler_structure(self) -> Any:
         """The structure of the scaler's states; an eager step does not look it up."""
         return jax.tree.structure(jax.eval_shape(self.scaler.init))
 
+    @functools.cached_property
+    def spike_structure(self) -> Any:
+        """The structure of the spike policy's states; of () without one."""
+        init = self.spikes.init if self.spikes else tuple
+        return jax.tree.structure(jax.eval_shape(init))
+
     def __call__(
         self, updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, LossScaledState]:
         """Returns the updates and the next state, as optax's `update` does."""
         step = _observe(self, updates, state, params, extra)
+        step = _judge(self, step, state, _norm_of_clipping)
         made = _attempt(self, step, state, params, lambda made: made, step.no_updates)
         return made.result, _count(self, step, made, state)
 
@@ -98,12 +110,14 @@ class WrapperUpdate:
     ) -> tuple[Any, LossScaledState, Array]:
         """Returns the new parameters, the next state and the global norm of `grads`."""
         step = _observe(self, grads, state, params, extra)
+        norm = global_norm(step.grads)
+        step = _judge(self, step, state, lambda step: norm)
 
         def apply(updates):
             return apply_updates(params, updates)
 
         made = _attempt(self, step, state, params, apply, params)
-        return made.result, _count(self, step, made, state), global_norm(step.grads)
+        return made.result, _count(self, step, made, state), norm
 
 
 class Reached(NamedTuple):
@@ -196,6 +210,7 @@ def _keep_if_finite(
             consecutive_skips=_increment(old.consecutive_skips),
             nonfinite_updates=_increment(old.nonfinite_updates),
             skip_reason=jnp.full_like(new.skip_reason, SkipReason.UPDATES.value),
+            spike_state=old.spike_state,
         )
 
     was_applied = wrapper_state_in(new_state).applied
@@ -227,6 +242,17 @@ class _Step(NamedTuple):
     leaves_finite: Array  # bool[n]  of the gradients
     is_finite: Array  # bool[]  whether both are finite
     for_scaler: Array  # bool[] or f32[], what the scaler's `adjust` takes
+    spike_state: Any = ()  # the spike policy's next state, if the step counts for it
+    is_spike: Array | None = (
+        None  # bool[]  a finite step to skip; None without a policy
+    )
+
+    @property
+    def is_wanted(self) -> Array:
+        """Whether the step is to be applied, as far as gradients and loss tell."""
+        return (
+            self.is_finite if self.is_spike is None else self.is_finite & ~self.is_spike
+        )
 
 
 class _Attempt(NamedTuple):
@@ -278,6 +304,36 @@ def _observe(
     )
 
 
+def _judge(
+    wrapper: WrapperUpdate,
+    step: _Step,
+    state: LossScaledState,
+    norm_of: Callable[[_Step], Array],
+) -> _Step:
+    """Asks the spike policy, if there is one."""
+    policy, old = wrapper.spikes, state.spike_state
+    _check_spike_state(wrapper.spike_structure, old)
+    if policy is None:
+        return step
+    # All devices judge the same numbers: the largest of any device.
+    signals = [norm_of(step), *floats_of(step.extra.get("value"))]
+    signals = jnp.stack([jnp.asarray(x, jnp.float32) for x in signals])
+    signals = agree_on_max(lax.stop_gradient(signals), wrapper.axis_name)
+    loss = signals[1] if signals.size > 1 else None
+    judged, skip = policy.judge(old, loss, signals[0])
+    name = "the spike policy's"
+    skip = as_flag(f"{name} skip", skip)
+    return step._replace(
+        spike_state=cast_like(f"{name} state", judged, old),
+        is_spike=step.is_finite & skip,
+    )
+
+
+def _norm_of_clipping(step: _Step) -> Array:
+    """The norm that a clip inside computes too: XLA then computes it once."""
+    return norm_of_squares(as_seen(step.is_finite, step.grads))
+
+
 def _attempt(
     wrapper: WrapperUpdate,
     step: _Step,
@@ -316,8 +372,9 @@ def _attempt(
 
     old = unfinished, _clone_keys(state.inner_state)
     if not step.checks_updates:
-        new = roll_back_unless(step.is_finite, run_and_finish, inputs, old)
-        return _Attempt(*new, step.is_finite, step.leaves_finite)
+        wanted, is_finite = step.is_wanted, step.is_finite
+        new = roll_back_unless(wanted, run_and_finish, inputs, old, is_finite)
+        return _Attempt(*new, wanted, step.leaves_finite)
     made, new = call(step.is_finite, run, inputs)
     updates_finite = finite_leaves(_kept_if_finite(made, params, step.rest))
     # A NaN moment shows in its update. A NaN in a scalar shared by all parameters may
@@ -325,7 +382,7 @@ def _attempt(
     scalars = [x for x in floats_of(new) if jnp.ndim(x) == 0]
     flags = jnp.concatenate([~any_nan(scalars)[None], updates_finite])
     flags = agree(flags, wrapper.axis_name)
-    applied = step.is_finite & jnp.all(flags)
+    applied = step.is_wanted & jnp.all(flags)
     new = select(applied, (finish(made), _clone_keys(new)), old)
     leaves_finite = jnp.where(step.is_finite, flags[1:], step.leaves_finite)
     return _Attempt(*new, applied, leaves_finite)
@@ -339,12 +396,21 @@ def _count(
     adjusted = wrapper.scaler.adjust(state.scaler_state, step.for_scaler)
     adjusted = cast_like("the scaler's state", adjusted, state.scaler_state)
     applied, loss_finite = made.applied, step.loss_finite
-    flags = ~made.leaves_finite if made.leaves_finite.size else state.nonfinite_leaves
     never = jnp.zeros_like(applied)
-    bad_updates = step.is_finite & ~applied if step.checks_updates else never
-    gradients, loss, updates = SkipReason.GRADIENTS, SkipReason.LOSS, SkipReason.UPDATES
-    reason = jnp.where(bad_updates, updates.value, gradients.value)
-    reason = jnp.where(loss_finite, reason, loss.value)
+    is_spike = never if step.is_spike is None else step.is_spike
+    bad_updates = step.is_wanted & ~applied if step.checks_updates else never
+    flags = ~made.leaves_finite if made.leaves_finite.size else state.nonfinite_leaves
+    keeps_flags = applied | is_spike
+    reason = jnp.where(
+        bad_updates, SkipReason.UPDATES.value, SkipReason.GRADIENTS.value
+    )
+    reason = jnp.where(loss_finite, reason, SkipReason.LOSS.value)
+    spikes, spike_state = state.spikes, state.spike_state
+    if step.is_spike is not None:
+        reason = jnp.where(is_spike, SkipReason.SPIKE.value, reason)
+        spikes = jnp.where(is_spike, _increment(spikes), spikes)
+        # What is skipped for another reason leaves no trace.
+        spike_state = select(keeps_flags, step.spike_state, spike_state)
     return LossScaledState(
         inner_state=_clone_keys(made.inner_state),
         scaler_state=select(loss_finite, adjusted, state.scaler_state),
@@ -359,7 +425,9 @@ def _count(
             bad_updates, _increment(state.nonfinite_updates), state.nonfinite_updates
         ),
         skip_reason=jnp.where(applied, state.skip_reason, reason),
-        nonfinite_leaves=jnp.where(applied, state.nonfinite_leaves, flags),
+        nonfinite_leaves=jnp.where(keeps_flags, state.nonfinite_leaves, flags),
+        spikes=spikes,
+        spike_state=spike_state,
     )
 
 
@@ -482,6 +550,21 @@ def _check_axes(flag: Array, count: Array, axis_name: AxisName) -> None:
             f"loss differ, so that all devices decide as one: got {axis_name!r}, but "
             f"they differ over {sorted(undecided)}. Pass axis_name= to jls.loss_scaled."
         )
+
+
+def _check_spike_state(expected: Any, spike_state: Any) -> None:
+    if jax.tree.structure(spike_state) == expected:
+        return
+    if not jax.tree.leaves(spike_state):
+        what = "none, so it was made without spikes=. To go on from it: opt_state = "
+        write = "jls.upgrade_state(optimizer.init(params), opt_state)"
+    else:
+        what = f"{jax.tree.structure(spike_state)}. To go on without one: opt_state = "
+        write = "opt_state._replace(spikes=(), spike_state=())"
+    raise ValueError(
+        "the state must carry what the optimizer's spike policy made, "
+        f"{expected}, got {what}{write}."
+    )
 
 
 def _check_scaler_state(expected: Any, scaler_state: Any) -> None:

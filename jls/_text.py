@@ -42,17 +42,24 @@ def format_fields(state: Any, names: tuple[str, ...]) -> dict[str, str]:
     return {name: format_number(getattr(state, name)) for name in names}
 
 
-def format_scaler(kind: str, init: Any, adjust: Any, **hyperparameters: Any) -> str:
-    """A rule of jls by name, with its hyperparameters; any other by its functions."""
-    function = adjust
+def format_rule(kind: str, functions: Any, **hyperparameters: Any) -> str:
+    """A rule of jls by name, with its hyperparameters; any other by its functions.
+
+    Args:
+      kind: the type of the rule.
+      functions: the rule, a NamedTuple of functions; the last has its name.
+      hyperparameters: what the rule computes with.
+    """
+    function = functions[-1]
     while callable(getattr(function, "func", None)):
         function = function.func
-    name = getattr(function, "__name__", "")
+    name, _, suffix = getattr(function, "__name__", "").rpartition("_")
     is_ours = (getattr(function, "__module__", None) or "").startswith("jls.")
-    if not (is_ours and name.endswith("_adjust")):
-        return format_record(kind, init=repr(init), adjust=repr(adjust))
+    if not (is_ours and suffix == functions._fields[-1]):
+        reprs = {field: repr(f) for field, f in functions._asdict().items()}
+        return format_record(kind, **reprs)
     values = {key: format_number(value) for key, value in hyperparameters.items()}
-    return format_record(name.removesuffix("_adjust").lstrip("_"), **values)
+    return format_record(name.lstrip("_"), **values)
 
 
 def format_scale(scale: float) -> str:

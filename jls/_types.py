@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from jax import Array
 from jax import export as jax_export
 
-from jls._text import format_fields, format_record, format_scaler
+from jls._text import format_fields, format_record, format_rule
 
 AnyType = TypeVar("AnyType", bound=type)
 StateT = TypeVar("StateT")
@@ -143,7 +143,7 @@ class LossScaler(NamedTuple, Generic[StateT]):
         return _keywords(self.init) | _keywords(self.adjust)
 
     def __repr__(self) -> str:
-        return format_scaler("LossScaler", *self, **self.hyperparameters)
+        return format_rule("LossScaler", self, **self.hyperparameters)
 
 
 class MagnitudeAdjustFn(Protocol[StateT]):
@@ -184,10 +184,93 @@ class MagnitudeScaler(NamedTuple, Generic[StateT]):
         return _keywords(self.init) | _keywords(self.adjust)
 
     def __repr__(self) -> str:
-        return format_scaler("MagnitudeScaler", *self, **self.hyperparameters)
+        return format_rule("MagnitudeScaler", self, **self.hyperparameters)
 
 
 Scaler = LossScaler | MagnitudeScaler
+
+
+class JudgeFn(Protocol[StateT]):
+    def __call__(
+        self, state: StateT, loss: Array | None, norm: Array, /
+    ) -> tuple[StateT, Array | bool]:
+        """Returns the next state, and whether to skip the step.
+
+        A pure function that may run under `jit`, `scan` and `vmap`. It keeps the
+        structure, the shapes and the dtypes of the state. What it returns counts on
+        steps with finite gradients and a finite loss alone: no NaN can enter the state.
+
+        Args:
+          state: the state before the step.
+          loss: `f32[]`, the true loss; None if `update` gets no `value`.
+          norm: `f32[]`, the global L2 norm of the true gradients, before clipping.
+        """
+        ...
+
+
+class SpikePolicy(NamedTuple, Generic[StateT]):
+    """A rule that skips finite steps that are far out of line: two pure functions.
+
+    `jls.spikes` makes one. To write your own, fill the two fields; the state is any
+    pytree of arrays. Nothing bounds how many steps your own rule skips: if no accepted
+    step can move its limit, a lasting rise of the loss or the norm freezes the run.
+    Then `jls.health` says "stalled".
+
+    Example:
+      >>> def judge(state, loss, norm):  # three times the smallest loss so far
+      ...     return jnp.minimum(state, loss), loss > 3 * state
+      >>> policy = jls.types.SpikePolicy(lambda: jnp.float32(jnp.inf), judge)
+      >>> optimizer = jls.skip_nonfinite(optax.sgd(0.1), spikes=policy)
+      >>> state = optimizer.init(jnp.ones(2))
+      >>> for loss in [1.0, 2.9, 3.1]:
+      ...     _, state = optimizer.update(jnp.ones(2), state, value=jnp.float32(loss))
+      >>> state.spikes, state.applied
+      (Array(1, dtype=int32), Array(False, dtype=bool))
+    """
+
+    init: InitFn[StateT]
+    judge: JudgeFn[StateT]
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """What the policy computes with, by name; see `LossScaler`."""
+        return _keywords(self.init) | _keywords(self.judge)
+
+    def __repr__(self) -> str:
+        return format_rule("SpikePolicy", self, **self.hyperparameters)
+
+
+@exportable
+class SpikeState(NamedTuple):
+    """State of `jls.spikes`, and of the presets like it.
+
+    Row 0 is of the losses, row 1 of the norms. A loss that is not given counts as 0,
+    and is not judged. A limit is inf while nothing is judged.
+
+    Example:
+      >>> jls.spikes(window=4, budget=2).init()
+      SpikeState(tokens=2, found=0, judged_loss=0, limit_loss=inf, judged_norm=0,
+       limit_norm=inf)
+    """
+
+    seen: Array  # f32[2, window]  the last values that were kept
+    # i32[2]  there are min(kept, window) of them; the next goes to kept % window
+    kept: Array
+    tokens: Array  # f32[]  how many steps may be skipped now
+    found: Array  # i32[]  spikes so far, skipped or let through
+    judged_loss: Array  # f32[]  the last loss that was judged
+    limit_loss: Array  # f32[]  what it was held against
+    judged_norm: Array  # f32[]  the last gradient norm that was judged
+    limit_norm: Array  # f32[]  what it was held against
+    steady_share: Array  # f32[]  no steady run has a larger share of spikes
+
+    def __repr__(self) -> str:
+        """All fields but the window, and what follows from the policy."""
+        fields = ("tokens", "found", *JUDGED_FIELDS)
+        return format_record("SpikeState", **format_fields(self, fields))
+
+
+JUDGED_FIELDS = "judged_loss", "limit_loss", "judged_norm", "limit_norm"
 
 
 class SkipReason(enum.IntEnum):
@@ -203,6 +286,7 @@ class SkipReason(enum.IntEnum):
     GRADIENTS = 1  # a gradient was inf or NaN
     LOSS = 2  # the forward loss was inf or NaN
     UPDATES = 3  # gradients and loss were finite, but not what would have been kept
+    SPIKE = 4  # all was finite, but loss or gradient norm were far out of line
 
 
 @exportable
@@ -224,15 +308,18 @@ class LossScaledState(NamedTuple):
     nonfinite_losses: Array  # i32[]  skipped because the forward loss was not finite
     nonfinite_updates: Array  # i32[]  skipped though gradients and loss were finite
     skip_reason: Array  # i32[]  a SkipReason, of the last skipped step
-    nonfinite_leaves: Array  # bool[n]  of the last skipped step, by floating-point leaf
+    # bool[n]  by floating-point leaf, of the last step skipped for inf or NaN
+    nonfinite_leaves: Array
+    spikes: Any = ()  # i32[]  steps skipped by the spike policy; () without one
+    spike_state: Any = ()  # the spike policy's state; () without one
 
     def __repr__(self) -> str:
-        """All fields but `inner_state` and `nonfinite_leaves`, which may be long."""
+        """All fields but those that may be long."""
         return format_record(
             "LossScaledState",
             inner_state="...",
             scaler_state=self.scaler_state,
-            **format_fields(self, LOGGED_FIELDS),
+            **format_fields(self, logged_fields(self)),
         )
 
 
@@ -248,6 +335,12 @@ LOGGED_FIELDS = (
 )
 
 
+def logged_fields(state: LossScaledState) -> tuple[str, ...]:
+    """The same, with what there is only under a spike policy."""
+    has_policy = not isinstance(state.spikes, tuple)
+    return (*LOGGED_FIELDS, "spikes") if has_policy else LOGGED_FIELDS
+
+
 @exportable
 class StepReport(NamedTuple):
     """What `jls.train_step` and `jls.apply_gradients` report; arrays on the device.
@@ -258,7 +351,7 @@ class StepReport(NamedTuple):
     Example:
       >>> jls.types.StepReport._fields
       ('loss', 'skipped', 'loss_scale', 'learning_rate', 'global_norm', 'local_norm',
-       'size', 'dropped', 'aux', 'skip_reason')
+       'size', 'dropped', 'aux', 'skip_reason', 'limit_loss', 'limit_norm')
     """
 
     loss: Any  # f32[] or wider, the true forward loss, also of a skipped step; or None
@@ -273,6 +366,10 @@ class StepReport(NamedTuple):
     dropped: Array  # i32[]  micro-batches left out of this step
     aux: Any  # what the loss function returned for it, or None
     skip_reason: Array  # i32[]  a SkipReason; 0 if this step was applied
+    limit_loss: Any = (
+        None  # f32[]  above it, the loss is a spike; None without jls.spikes
+    )
+    limit_norm: Any = None  # f32[]  above it, global_norm is one
 
 
 def _keywords(function: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from jls._state import find, is_wrapper_state, scaler_state_in
 from jls._step import WrapperUpdate, report_wrapper
 from jls._text import describe
 from jls._tree import is_inexact
-from jls._types import LossScaledState, Scaler
+from jls._types import LossScaledState, Scaler, SpikePolicy
 
 
 class _InitFn(Protocol):
@@ -56,6 +56,7 @@ def loss_scaled(
     *,
     axis_name: AxisName = None,
     check_updates: bool | None = None,
+    spikes: SpikePolicy | None = None,
 ) -> LossScaledTransformation:
     """Wraps `inner` so that it skips non-finite steps and adjusts the loss scale.
 
@@ -80,6 +81,9 @@ def loss_scaled(
         whole train step of a small transformer moves 1.4 times the bytes. None does so
         if a parameter is narrower than float32, where an optimizer's eps and moments
         underflow. False never does.
+      spikes: a policy that also skips finite steps that are far out of line, such as
+        `jls.spikes()`. It needs the loss as `value`, or judges the gradient norm alone.
+        None skips no finite step.
 
     Returns:
       A transformation with state `jls.types.LossScaledState`. Its `update` takes
@@ -93,12 +97,13 @@ def loss_scaled(
       update; `jls.select` does not.)
 
     Raises:
-      TypeError: if `inner`, `scaler`, `axis_name` or `check_updates` is of another
-        type; at `update`, if `state` is not a state of this wrapper, or `value` not a
-        floating-point number.
+      TypeError: if `inner`, `scaler`, `axis_name`, `check_updates` or `spikes` is of
+        another type; at `update`, if `state` is not a state of this wrapper, or
+        `value` not a floating-point number.
       ValueError: at `init`, if `inner` already contains a wrapper of jls; at `update`,
-        if `value` is no scalar, if `state` was made by another inner optimizer, or if
-        `inner` or `scaler` changes the structure or a shape of its state.
+        if `value` is no scalar, if `state` was made by another inner optimizer, or with
+        other `spikes`, or if `inner`, `scaler` or `spikes` changes the structure or a
+        shape of its state.
 
     Warns:
       JlsWarning: at `init`, if a parameter is float16 or bfloat16; at `update`, when
@@ -124,6 +129,11 @@ def loss_scaled(
         )
     if check_updates is not None:
         check_updates = _validate.flag("check_updates", check_updates, "or None")
+    if spikes is not None and not isinstance(spikes, SpikePolicy):
+        raise TypeError(
+            "spikes must be a jls.types.SpikePolicy, e.g. jls.spikes(), or None, got "
+            f"{describe(spikes)}."
+        )
     check_axis_name(axis_name)
 
     def init(params):
@@ -146,6 +156,14 @@ def loss_scaled(
             )
         _warn_of_half_params(params)
         count = sum(is_inexact(leaf) for leaf in jax.tree.leaves(params))
+        with_spikes = {}
+        if spikes is not None:
+            spike_state = spikes.init()
+            spike_state = own_buffers(spike_state, spike_state)
+            with_spikes = {
+                "spikes": jnp.zeros((), jnp.int32),
+                "spike_state": place_scalars(spike_state, params, larger_too=True),
+            }
         state = LossScaledState(
             inner_state=own_buffers(inner_state, params),
             scaler_state=scaler_state,
@@ -158,10 +176,11 @@ def loss_scaled(
             skip_reason=jnp.zeros((), jnp.int32),
             # At least one: Orbax saves no array without elements.
             nonfinite_leaves=jnp.zeros(max(count, 1), jnp.bool_),
+            **with_spikes,
         )
         return place_scalars(state, params)
 
-    update = WrapperUpdate(inner, scaler, axis_name, check_updates)
+    update = WrapperUpdate(inner, scaler, axis_name, check_updates, spikes)
     return LossScaledTransformation(init, update)
 
 
@@ -170,6 +189,7 @@ def skip_nonfinite(
     *,
     axis_name: AxisName = None,
     check_updates: bool | None = None,
+    spikes: SpikePolicy | None = None,
 ) -> LossScaledTransformation:
     """Wraps `inner` so that it skips non-finite steps, without loss scaling.
 
@@ -181,6 +201,7 @@ def skip_nonfinite(
       inner: see `jls.loss_scaled`.
       axis_name: see `jls.loss_scaled`.
       check_updates: see `jls.loss_scaled`.
+      spikes: see `jls.loss_scaled`.
 
     Returns:
       A transformation with state `jls.types.LossScaledState`.
@@ -197,7 +218,11 @@ def skip_nonfinite(
       Array(1, dtype=int32)
     """
     return loss_scaled(
-        inner, static(1.0), axis_name=axis_name, check_updates=check_updates
+        inner,
+        static(1.0),
+        axis_name=axis_name,
+        check_updates=check_updates,
+        spikes=spikes,
     )
 
 

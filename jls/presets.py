@@ -6,6 +6,9 @@ namesake does, with the same defaults, and is used like any other scaler::
 
     optimizer = jls.loss_scaled(optax.adamw(3e-4), jls.presets.torch())
 
+Those named after spikes are spike policies, for `jls.loss_scaled(..., spikes=...)`:
+see the end.
+
 What no preset copies:
 
 1. A scale that reaches 0 or inf: here it stays in [2**-126, 2**126], or above the
@@ -21,6 +24,7 @@ float64, and where a system divides by a factor that is not a power of two, sinc
 multiplies by the rounded reciprocal.
 """
 
+import math as _math
 import warnings as _warnings
 from typing import Any as _Any
 
@@ -29,7 +33,7 @@ from jax import Array as _Array
 from jax.tree_util import Partial as _Partial
 from jax.typing import ArrayLike as _ArrayLike
 
-from jls import _validate
+from jls import _spikes, _validate
 from jls._scalers import adaptive as _adaptive
 from jls._scalers import dynamic as _dynamic
 from jls._scalers import hysteresis as _hysteresis
@@ -40,6 +44,8 @@ from jls._tree import as_flag as _as_flag
 from jls._types import JlsWarning as _JlsWarning
 from jls._types import LossScaler as _LossScaler
 from jls._types import ScalerState as _ScalerState
+from jls._types import SpikePolicy as _SpikePolicy
+from jls._types import SpikeState as _SpikeState
 
 _LOWEST, _HIGHEST = _validate.SMALLEST, _validate.LARGEST
 
@@ -544,3 +550,183 @@ def _ladder(longest: int, shortest: int) -> tuple[int, ...]:
             window -= 50 if window == 100 else shortest / 2
         ladder.append(max(1, int(window)))
     return tuple(reversed(ladder))
+
+
+# Spikes: steps that are finite and far out of line. What these systems do with NaN is
+# not copied: it never enters a window.
+
+
+def levanter_spikes(
+    window: int = 128, sigmas: float = 6.0
+) -> _SpikePolicy[_SpikeState]:
+    """Returns the spike policy of Levanter's `SkipStepConfig`.
+
+    A step is skipped if its loss or its gradient norm is above mean + sigmas *
+    max(deviation, 1e-6) over the last `window` values, from `window // 2` values on.
+    Skipped values enter the window too: after one spike a second one of half its size
+    passes for a whole window. There is no budget; `jls.spikes` has one.
+
+    Args:
+      window: >= 2, Levanter's `rolling_interval_length`.
+      sigmas: > 0 and finite, Levanter's `sigma_factor`.
+
+    Returns:
+      A `jls.types.SpikePolicy`. Pass the loss, which Levanter demands, as `value=`.
+
+    Raises:
+      TypeError: if an argument has the wrong type.
+      ValueError: if one is out of range.
+
+    Example:
+      >>> jls.presets.levanter_spikes()
+      levanter_spikes(budget=inf, window=128, sigmas=6, warmup=64)
+    """
+    judge = _levanter_spikes_judge
+    return _windowed(judge, window, sigmas, lambda size: max(2, size // 2))
+
+
+def maxtext_spikes(window: int = 128, sigmas: float = 6.0) -> _SpikePolicy[_SpikeState]:
+    """Returns the spike policy of MaxText's `skip_step_on_spikes`.
+
+    A step is skipped if its loss or its gradient norm is above mean + sigmas *
+    deviation (with n - 1) over the last `window` values, from `window // 2 - 1` values
+    on. Skipped values enter the window too, and there is no budget. MaxText judges the
+    norm of the clipped gradients, which hides what clipping has cut; here it is the
+    true one.
+
+    Args:
+      window: >= 2, MaxText's `skip_step_interval`.
+      sigmas: > 0 and finite, MaxText's `skip_step_scaling_factor`.
+
+    Returns:
+      A `jls.types.SpikePolicy`. Pass the loss as `value=`.
+
+    Raises:
+      TypeError: if an argument has the wrong type.
+      ValueError: if one is out of range.
+
+    Example:
+      >>> jls.presets.maxtext_spikes()
+      maxtext_spikes(budget=inf, window=128, sigmas=6, warmup=63)
+    """
+    judge = _maxtext_spikes_judge
+    return _windowed(judge, window, sigmas, lambda size: max(2, size // 2) - 1)
+
+
+def olmo_spikes(window: int = 128, sigmas: float = 6.0) -> _SpikePolicy[_SpikeState]:
+    """Returns the spike policy of OLMo-core's `SkipStepOptimizer`.
+
+    The rule of `maxtext_spikes`, which comes from it. With a window below 6 OLMo-core
+    skips the second step too, whatever it is, since the deviation of one value is NaN;
+    here it does not.
+
+    Args:
+      window: >= 2, OLMo-core's `rolling_interval_length`.
+      sigmas: > 0 and finite, OLMo-core's `sigma_factor`.
+
+    Returns:
+      A `jls.types.SpikePolicy`. Pass the loss as `value=`.
+
+    Raises:
+      TypeError: if an argument has the wrong type.
+      ValueError: if one is out of range.
+
+    Example:
+      >>> jls.presets.olmo_spikes(sigmas=7.0).hyperparameters["sigmas"]
+      7.0
+    """
+    return maxtext_spikes(window, sigmas)
+
+
+def spike_limit(
+    max_norm: float | None, max_loss: float | None = None
+) -> _SpikePolicy[_SpikeState]:
+    """Returns a spike policy with constant limits.
+
+    A step is skipped if its gradient norm is above `max_norm`, or its loss above
+    `max_loss`. That is Megatron's `grad_norm_skip_threshold`, MindFormers'
+    `global_norm_spike_threshold` with `use_skip_data_by_global_norm`, and a constant
+    `drop_norm` of axlearn. (MindFormers and `optax.skip_large_updates` skip at the
+    limit itself too.)
+
+    No skipped step moves the limit, and there is no budget: if the norms of a run
+    settle above it, the run freezes, and `jls.health` says "stalled".
+
+    Args:
+      max_norm: > 0, or None for no limit.
+      max_loss: > 0, or None for no limit.
+
+    Returns:
+      A `jls.types.SpikePolicy`.
+
+    Raises:
+      TypeError: if an argument has the wrong type.
+      ValueError: if one is out of range, or both are None.
+
+    Example:
+      >>> policy = jls.presets.spike_limit(10.0)
+      >>> optimizer = jls.skip_nonfinite(optax.sgd(0.1), spikes=policy)
+      >>> params = jnp.zeros(2)
+      >>> state = optimizer.init(params)
+      >>> updates, state = optimizer.update(jnp.array([8.0, 8.0]), state, params)
+      >>> state.applied, state.spike_state.judged_norm
+      (Array(False, dtype=bool), Array(11.313708, dtype=float32))
+    """
+    if max_norm is None and max_loss is None:
+        raise ValueError(
+            "max_norm or max_loss must be a number > 0, got None for both."
+        )
+    limits = {
+        "max_norm": _spikes.check_limit("max_norm", max_norm),
+        "max_loss": _spikes.check_limit("max_loss", max_loss),
+    }
+    init = _Partial(_switch(_spikes.spikes_init, window=1), budget=_math.inf)
+    return _SpikePolicy(init, _Partial(_spike_limit_judge, **limits))
+
+
+def _windowed(
+    judge: _Any, window: _Any, sigmas: _Any, warmup: _Any
+) -> _SpikePolicy[_SpikeState]:
+    size = _spikes.check_window(window)
+    numbers = {"sigmas": _spikes.check_sigmas(sigmas), "warmup": warmup(size)}
+    init = _Partial(_switch(_spikes.spikes_init, window=size), budget=_math.inf)
+    return _SpikePolicy(init, _Partial(judge, **numbers))
+
+
+def _levanter_spikes_judge(
+    state: _SpikeState,
+    loss: _Array | None,
+    norm: _Array,
+    *,
+    sigmas: _ArrayLike,
+    warmup: _ArrayLike,
+) -> tuple[_SpikeState, _Array]:
+    window = _spikes.window_of(state)
+    deviation = _jnp.maximum(window.deviation, 1e-6 / window.unit)
+    limit = window.limit(sigmas, deviation, warmup)
+    return _spikes.decide(state, loss, norm, limit, sigmas=sigmas, skipped_enter=True)
+
+
+def _maxtext_spikes_judge(
+    state: _SpikeState,
+    loss: _Array | None,
+    norm: _Array,
+    *,
+    sigmas: _ArrayLike,
+    warmup: _ArrayLike,
+) -> tuple[_SpikeState, _Array]:
+    window = _spikes.window_of(state, fewer=1)
+    limit = window.limit(sigmas, window.deviation, warmup)
+    return _spikes.decide(state, loss, norm, limit, sigmas=sigmas, skipped_enter=True)
+
+
+def _spike_limit_judge(
+    state: _SpikeState,
+    loss: _Array | None,
+    norm: _Array,
+    *,
+    max_norm: _ArrayLike,
+    max_loss: _ArrayLike,
+) -> tuple[_SpikeState, _Array]:
+    limit = _jnp.stack([_spikes.f32(max_loss), _spikes.f32(max_norm)])
+    return _spikes.decide(state, loss, norm, limit)

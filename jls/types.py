@@ -21,6 +21,7 @@ from jls._train.step import PlainTrainStep as PlainTrainStep
 from jls._train.step import TrainStep as TrainStep
 from jls._types import AdjustFn as AdjustFn
 from jls._types import InitFn as InitFn
+from jls._types import JudgeFn as JudgeFn
 from jls._types import LossScaledState as LossScaledState
 from jls._types import LossScaler as LossScaler
 from jls._types import MagnitudeAdjustFn as MagnitudeAdjustFn
@@ -28,6 +29,8 @@ from jls._types import MagnitudeScaler as MagnitudeScaler
 from jls._types import Scaler as Scaler
 from jls._types import ScalerState as ScalerState
 from jls._types import SkipReason as SkipReason
+from jls._types import SpikePolicy as SpikePolicy
+from jls._types import SpikeState as SpikeState
 from jls._types import StaticState as StaticState
 from jls._types import StepReport as StepReport
 from jls._wrapper import LossScaledTransformation as LossScaledTransformation

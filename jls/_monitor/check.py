@@ -35,7 +35,7 @@ class StepCheck(NamedTuple):
 
     broken: tuple[Code, ...]  # the codes of the mistakes
     not_tried: dict[str, str]  # a code, or the path of an array, and the reason
-    seen: dict[Code, str]  # what showed each mistake, by code
+    seen: dict[Code, str]  # what showed each mistake, or is to be noted, by code
 
     @property
     def ok(self) -> bool:
@@ -51,19 +51,20 @@ class StepCheck(NamedTuple):
             raise AssertionError(str(self))
 
     def __str__(self) -> str:
-        lines = [_headline(self.broken, self.not_tried.get("frozen", ""))]
+        rows: list[tuple[str, str, str]] = []
         for code in CODES:
             if code in self.broken:
-                lines += _row(code, "BROKEN", self.seen.get(code, ""))
-                lines += _row("", "write", WRITE[code])
+                rows.append((code, "BROKEN", self.seen.get(code, "")))
+                rows.append(("", "write", WRITE[code]))
             elif code in self.not_tried:
-                lines += _row(code, "not tried", self.not_tried[code])
-            else:
-                lines += _row(code, "ok", RIGHT[code])
+                rows.append((code, "not tried", self.not_tried[code]))
+            elif code != "spike not skipped" or code in self.seen:
+                rows.append((code, "ok", RIGHT[code] + self.seen.get(code, "")))
         for name, reason in self.not_tried.items():
             if name not in CODES:
-                lines += _row("", "not tried", f"a fault in {name}: {reason}")
-        return "\n".join(lines)
+                rows.append(("", "not tried", f"a fault in {name}: {reason}"))
+        headline = _headline(self.broken, self.not_tried.get("frozen", ""))
+        return "\n".join([headline, *_table(rows)])
 
 
 RIGHT: dict[Code, str] = {
@@ -77,6 +78,7 @@ RIGHT: dict[Code, str] = {
     "loss not told": "a loss that is inf or NaN left the scale alone",
     "frozen": "after a bad step, good ones train on",
     "out of sync": "all devices hold the same",
+    "spike not skipped": "a step far out of line was skipped",
 }
 
 _LEAVE_OUT = (
@@ -127,6 +129,10 @@ WRITE: dict[Code, str] = {
         'jls.loss_scaled(inner, axis_name="data"), and grads = jax.lax.pmean(grads, '
         '"data") before the update'
     ),
+    "spike not skipped": (
+        "updates, opt_state = optimizer.update(grads, opt_state, params, value=loss) "
+        "with the true gradients, and keep all of the opt_state that it returns"
+    ),
 }
 
 
@@ -159,9 +165,10 @@ def check_step(
     Returns:
       A `jls.types.StepCheck`. `broken` has the codes of the mistakes: "no step",
       "retraced", "host sync", "not scaled", "scale leaks", "nan committed", "not
-      atomic", "loss not told", "frozen", "out of sync". `not_tried` says what could not
-      be tried, and why; `ok` is whether none is broken; `str()` is a table for people,
-      with the line to write; `raise_if_broken()` is for tests.
+      atomic", "loss not told", "frozen", "out of sync", and under `jls.spikes` "spike
+      not skipped". `not_tried` says what could not be tried, and why; `ok` is whether
+      none is broken; `str()` is a table for people, with the line to write;
+      `raise_if_broken()` is for tests.
 
     Raises:
       TypeError: if `step` is not a function, or `carried_args` of another type.
@@ -191,7 +198,7 @@ def check_step(
     with jax.debug_nans(False):  # NaN is what the faults are made of
         findings = try_all(runner, arguments.leaves)
     broken = tuple(sorted(findings.broken, key=CODES.index))
-    return StepCheck(broken, findings.not_tried, findings.broken)
+    return StepCheck(broken, findings.not_tried, findings.notes | findings.broken)
 
 
 def _find_scales(
@@ -258,14 +265,18 @@ def _headline(broken: tuple[Code, ...], not_going_on: str) -> str:
     return f"jls.check_step found {count}: {', '.join(broken)}."
 
 
-def _row(code: str, verdict: str, text: str) -> list[str]:
-    """A row of the table; the text goes on below itself."""
-    head = f"{code:<14} {verdict:<10} "
-    return textwrap.wrap(
-        text,
-        width=88,
-        initial_indent=head,
-        subsequent_indent=" " * len(head),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+def _table(rows: list[tuple[str, str, str]]) -> list[str]:
+    """The lines of a table; a text goes on below itself."""
+    width = max(14, *(len(code) for code, _, _ in rows))
+    lines = []
+    for code, verdict, text in rows:
+        head = f"{code:<{width}} {verdict:<10} "
+        lines += textwrap.wrap(
+            text,
+            width=88,
+            initial_indent=head,
+            subsequent_indent=" " * len(head),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return lines

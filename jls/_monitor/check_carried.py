@@ -31,6 +31,7 @@ class Scale(NamedTuple):
     counters: dict[str, int]  # leaves of the wrapper around it, by name; {} if bare
     own: frozenset[int]  # all leaves that are jls's own
     fields: dict[str, int]  # leaves of the scaler's state, by name
+    spikes: dict[str, int]  # leaves of the spike policy's state, by name; {} if none
 
     @property
     def is_static(self) -> bool:
@@ -431,6 +432,12 @@ def find_scales(items: Sequence[Item], nodes: Iterable[Path]) -> list[Scale]:
         counters = {name[-1]: i for i, name in enumerate(names) if name[:-1] == around}
         if "skips" not in counters or "steps" not in counters:
             counters = {}
+        policy = (*around, "spike_state")
+        spikes = {
+            "/".join(name[len(policy) :]): i
+            for i, name in enumerate(names)
+            if counters and name[: len(policy)] == policy
+        }
         if "loss_scale" in fields:
             scales.append(
                 Scale(
@@ -438,8 +445,9 @@ def find_scales(items: Sequence[Item], nodes: Iterable[Path]) -> list[Scale]:
                     fields["loss_scale"],
                     frozenset(state),
                     counters,
-                    frozenset(state) | frozenset(counters.values()),
+                    frozenset([*state, *counters.values(), *spikes.values()]),
                     fields,
+                    spikes,
                 )
             )
     return scales

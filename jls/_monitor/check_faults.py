@@ -50,12 +50,14 @@ from jls._monitor.check_runs import (
     OutOfRunsError,
     Run,
     Runner,
+    filled,
     may_take_fault,
     planted,
     reads_on_host,
 )
 from jls._text import format_scale
 from jls._tree import is_array, is_extended, is_inexact
+from jls._types import SpikeState
 
 HUGE = 2.0**126  # the largest scale that `jls.set_loss_scale` takes
 
@@ -79,10 +81,11 @@ def try_all(runner: Runner, start: Leaves) -> Findings:
     findings, good = Findings(), list[Run]()
     base = take_good_steps(runner, start, good, findings)
     if "no step" in findings.broken:
-        _leave_out_the_rest(findings, "a good step does not change all that it should")
+        reason = "a good step does not change all that it should"
+        _leave_out_the_rest(runner, findings, reason)
         return findings
     if always_compiles(good):
-        _leave_out_the_rest(findings, "every call compiles")
+        _leave_out_the_rest(runner, findings, "every call compiles")
         return findings
     if base is None:
         audit = Audit(runner, Base(start, good[0], 1), good, findings)
@@ -98,6 +101,9 @@ def try_all(runner: Runner, start: Leaves) -> Findings:
     for scale in runner.scales:
         audit.try_overflow(scale)
     audit.find_loss()
+    for scale in runner.scales:
+        if scale.spikes:
+            audit.try_spike(scale)
     audit.try_batch()
     audit.judge()
     if base is None:
@@ -143,9 +149,11 @@ def _noting_device_get(calls: list[None]) -> Iterator[None]:
         sys.setprofile(before)
 
 
-def _leave_out_the_rest(findings: Findings, reason: str) -> None:
+def _leave_out_the_rest(runner: Runner, findings: Findings, reason: str) -> None:
+    has_policy = any(scale.spikes for scale in runner.scales)
     for code in CODES:
-        findings.leave_out(code, reason)
+        if has_policy or code != "spike not skipped":
+            findings.leave_out(code, reason)
 
 
 class Audit:
@@ -314,6 +322,48 @@ class Audit:
                     "out wrong: something outside the wrapper cleaned or clipped them",
                 )
                 return
+
+    # Through the spike policy.
+
+    def try_spike(self, scale: Scale) -> None:
+        """The good step after a window of far lower losses and norms: a spike."""
+        code: Code = "spike not skipped"
+        at, after = scale.spikes, self.base.right.after
+        if not set(SpikeState._fields) <= at.keys():
+            self.findings.leave_out(code, "the spike policy is not one of jls")
+            return
+        values = {name: as_numpy(after[i]).astype(np.float32) for name, i in at.items()}
+        loss, norm, seen = (values[x] for x in ("judged_loss", "judged_norm", "seen"))
+        if seen.shape[-1] < 2:
+            self.findings.leave_out(code, "the limits of the spike policy are constant")
+            return
+        if not np.all(values["tokens"] > 0):
+            self.findings.leave_out(code, "the spike policy has no budget left, or 0")
+            return
+        if not np.all(norm > 0) or not self.runner.counted(
+            self.base.right, scale, "steps"
+        ):
+            self.findings.leave_out(code, "a good step has no gradient to judge")
+            return
+        lower = np.stack([loss - 1024 * (1 + np.abs(loss)), norm / 1024], axis=-1)
+        leaves = list(self.base.leaves)
+        for name, value in {
+            "seen": np.repeat(lower[..., None], seen.shape[-1], axis=-1),
+            "kept": seen.shape[-1],
+            "tokens": np.maximum(values["tokens"], 1),
+        }.items():
+            leaves[at[name]] = filled(leaves[at[name]], value)
+        run = self._try(leaves, "a window of far lower losses and norms", of=[code])
+        if run is None:
+            return
+        if not self.runner.counted(run, scale, "spikes"):
+            self.findings.add(
+                code, "a step far above all that the spike policy had seen was applied"
+            )
+        elif np.any(values["kept"][..., 0] == 0):
+            self.findings.notes[code] = "; the loss is not judged, pass value=loss"
+        else:
+            self.findings.notes[code] = ""
 
     # Through the batch.
 

@@ -22,6 +22,7 @@ Code = Literal[
     "loss not told",
     "frozen",
     "out of sync",
+    "spike not skipped",
 ]
 CODES: tuple[Code, ...] = get_args(Code)
 
@@ -35,6 +36,7 @@ class Findings:
 
     broken: dict[Code, str] = dataclasses.field(default_factory=dict)
     not_tried: dict[str, str] = dataclasses.field(default_factory=dict)
+    notes: dict[Code, str] = dataclasses.field(default_factory=dict)  # on what is right
 
     def add(self, code: Code, seen: str) -> None:
         self.broken.setdefault(code, seen)

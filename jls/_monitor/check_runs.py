@@ -140,10 +140,10 @@ class Runner:
     def set_scale(self, leaves: Leaves, scale: Scale, value: Any) -> Leaves:
         """`leaves` with another loss scale, and the count of finite steps at 0."""
         new = list(leaves)
-        new[scale.at] = _filled(leaves[scale.at], value)
+        new[scale.at] = filled(leaves[scale.at], value)
         count = scale.fields.get("finite_count")
         if count is not None:  # below 0 steps do not count yet
-            new[count] = _filled(leaves[count], np.minimum(as_numpy(leaves[count]), 0))
+            new[count] = filled(leaves[count], np.minimum(as_numpy(leaves[count]), 0))
         return new
 
     def put_back(self, leaves: Leaves, base: Leaves) -> Leaves:
@@ -233,7 +233,7 @@ def _is_new(old: Any, new: Any, exempt: tuple[int, ...] | None) -> bool:
     return bool(found.any())
 
 
-def _filled(leaf: Any, value: Any) -> Any:
+def filled(leaf: Any, value: Any) -> Any:
     """`value` in the shape, the dtype and on the devices of `leaf`."""
     return like(np.broadcast_to(np.asarray(value), np.shape(leaf)), leaf)
 

@@ -26,7 +26,14 @@ from jls._state import (
 )
 from jls._step import Reached, reach_wrappers, wrapper_of
 from jls._tree import is_array, is_variable, named_floats
-from jls._types import JlsWarning, LossScaledState, Scaler, SkipReason, StaticState
+from jls._types import (
+    JlsWarning,
+    LossScaledState,
+    Scaler,
+    SkipReason,
+    SpikeState,
+    StaticState,
+)
 
 
 class Health(NamedTuple):
@@ -117,16 +124,19 @@ def health(
 
     Returns:
       A `jls.types.Health`: `verdict` is one of "ok", "no step", "calibrating",
-      "recovering", "at floor", "at ceiling", "underflow", "non-finite loss",
-      "non-finite update", "bad scale", "stalled" and "poisoned"; `sentence` says what
-      it means and what to do; `numbers` holds what `jls.host_metrics` returns
+      "recovering", "spike", "spiking", "at floor", "at ceiling", "underflow",
+      "non-finite loss", "non-finite update", "bad scale", "stalled" and "poisoned";
+      `sentence` says what it means and what to do; `numbers` holds what
+      `jls.host_metrics` returns
       (`skip_reason` as a `jls.types.SkipReason`), whether the scale `is_static`, and
       its bounds, which are None if they are not known; with `params` or `carried`, also
       whether the run is `poisoned` and the `poisoned_leaves`, names in lists by the
       tree that they are in ("params", "opt_state", "carried"); with `params`, also the
       names of the `nonfinite_leaves` that caused the last skip; with `grads`, also the
       share of `small` gradients in `dtype`, whether they are `all_zero`, and the
-      `suggested_scale`.
+      `suggested_scale`; under `jls.spikes` or a preset like it, also the `tokens` that
+      are left, the `steady_share` of spikes that no steady run exceeds, and whether the
+      loss was never given.
 
     Raises:
       UnhealthyError: if the verdict is in `raise_if`.
@@ -178,6 +188,7 @@ def health(
     on_device["bad"] = {tree: flags for tree, (_, flags) in watched.items()}
     if grads is not None:
         on_device |= measure_small(wrapper, grads, dtype)
+    on_device |= _observe_spikes(wrapper.spike_state)
     numbers = jax.tree.map(lambda x: x.tolist(), jax.device_get(on_device))
     numbers["skip_reason"] = SkipReason(numbers["skip_reason"])
     flags, bad = numbers.pop("leaves"), numbers.pop("bad")
@@ -257,6 +268,22 @@ def _poisoned(leaves: list[Any], may_be_inf: list[Any]) -> Array:
     """`bool[n]`, whether each holds a NaN, or an inf unless it may."""
     is_nan = [any_nan([leaf]) for leaf in may_be_inf]
     return jnp.concatenate([~finite_leaves(leaves), jnp.array(is_nan, jnp.bool_)])
+
+
+# Spikes.
+
+
+def _observe_spikes(state: Any) -> dict[str, Any]:
+    """What a policy of jls knows; nothing is claimed of others."""
+    if not isinstance(state, SpikeState):
+        return {}
+    losses, norms = state.kept
+    judges_by_window = state.seen.shape[1] > 1
+    return {
+        "tokens": state.tokens,
+        "steady_share": state.steady_share,
+        "loss_never_given": (losses == 0) & (norms > 0) & judges_by_window,
+    }
 
 
 # The scale.

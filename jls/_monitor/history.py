@@ -17,6 +17,7 @@ from jls._monitor.record import (
     flatten_metrics,
     moves,
     skip_counts,
+    spike_counts,
 )
 from jls._text import format_scale
 
@@ -190,7 +191,8 @@ class History:
 
         It draws what was recorded of "loss", "loss_scale" and "global_norm" (or
         "grad_norm"). Ticks at the foot of a panel are skipped steps; triangles are
-        growths and backoffs. Long runs are drawn as medians with their range.
+        growths and backoffs; diamonds are skipped spikes, and a dashed line is the
+        limit of `jls.spikes`. Long runs are drawn as medians with their range.
 
         Args:
           axes: None makes a figure, which a notebook shows if it is a cell's last line,
@@ -364,7 +366,10 @@ def _skips(columns: Columns) -> tuple[str, bool]:
         rows = _lengths(counts > 0)
     share = f" ({total / of:.1%})" if of else ""
     in_a_row = f", up to {max(1, rows.max()):.0f} in a row" if total else ""
-    return f"{total} of {of} steps{share}{in_a_row}", bool(rows[-1] > 0)
+    counted = _known(columns, "spikes")
+    spikes = int(counted[-1] if counted.size else spike_counts(columns).sum())
+    as_spikes = f"; {_count(spikes, 'spike')} among them" if spikes else ""
+    return f"{total} of {of} steps{share}{in_a_row}{as_spikes}", bool(rows[-1] > 0)
 
 
 def _lengths(flags: np.ndarray) -> np.ndarray:

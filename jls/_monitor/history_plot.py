@@ -19,11 +19,12 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
-from jls._monitor.record import Columns, column, moves, skip_counts
+from jls._monitor.record import Columns, column, moves, skip_counts, spike_counts
 from jls._text import format_scale
 
 # Okabe and Ito's colours; the marks differ in shape too, for print in grey.
 BLACK, BLUE, GREEN, RED = "#000000", "#0072B2", "#009E73", "#D55E00"
+PURPLE = "#AA4499"  # of Tol's, far enough from the red
 POINTS = 2000  # a line of more is drawn as at most this many medians with their range
 NORMS = "global_norm", "grad_norm"
 TICKS = 400  # more would be too close together to see
@@ -61,14 +62,19 @@ def plot(columns: Columns, axes: Any = None) -> Figure:
     steps = column(columns, "step").astype(np.float64)
     low, high = steps.min(), steps.max()
     margin = 0.02 * (high - low) or 0.5
-    counts = skip_counts(columns)
+    spikes = spike_counts(columns)
+    others = skip_counts(columns) - spikes
     for panel, (name, draw) in zip(given, panels, strict=True):
         panel.set_xlim(low - margin, high + margin)
         draw(panel, columns, steps)
-        if counts.any():
-            # Explained once, in the first panel.
-            label = f"skipped steps ({np.sum(counts)})" if panel is given[0] else None
-            _draw_rug(panel, steps[counts > 0], TICKS, 0.045, "|", RED, 9, label)
+        for counts, word, style in (
+            (others, "skipped steps", ("|", RED, 9)),
+            (spikes, "skipped spikes", ("D", PURPLE, 4)),
+        ):
+            if counts.any():
+                # Explained once, in the first panel.
+                label = f"{word} ({np.sum(counts)})" if panel is given[0] else None
+                _draw_rug(panel, steps[counts > 0], TICKS, 0.045, *style, label)
         panel.set_ylabel(name)
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
@@ -114,6 +120,7 @@ def _panels(columns: Columns) -> list[tuple[str, Draw]]:
 def _draw_loss(panel: Axes, columns: Columns, steps: np.ndarray) -> None:
     losses = column(columns, "loss")
     _draw_line(panel, steps, losses)
+    _draw_limit(panel, steps, column(columns, "limit_loss"))
     # A skipped step has its tick already. One with a bad loss and no tick was either
     # applied, which is serious, or nobody recorded whether it was.
     is_known = np.array([value is not None for value in columns["loss"]])
@@ -126,6 +133,18 @@ def _draw_loss(panel: Axes, columns: Columns, steps: np.ndarray) -> None:
 def _draw_norm(panel: Axes, columns: Columns, steps: np.ndarray) -> None:
     name = next(name for name in NORMS if name in columns)
     _draw_line(panel, steps, column(columns, name))
+    _draw_limit(panel, steps, column(columns, "limit_norm"))
+
+
+def _draw_limit(panel: Axes, steps: np.ndarray, limits: np.ndarray) -> None:
+    """Above which a value is a spike, where it is judged; as far as the panel goes."""
+    limits = np.where(np.isfinite(limits), limits, np.nan)
+    if np.isnan(limits).all():
+        return
+    at = _thin(steps, POINTS)
+    label = "limit of spikes"
+    panel.set_ylim(panel.get_ylim())  # a limit far above the values does not count
+    panel.plot(steps[at], limits[at], "--", color="gray", linewidth=1, label=label)
 
 
 def _draw_scale(panel: Axes, columns: Columns, steps: np.ndarray) -> None:

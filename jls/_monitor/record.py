@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jls._tree import is_array
-from jls._types import StepReport
+from jls._types import SkipReason, StepReport
 
 Number = bool | int | float
 Columns = Mapping[str, Sequence[Number | None]]
@@ -112,6 +112,16 @@ def skip_counts(columns: Columns) -> np.ndarray:
     since = np.diff(column(columns, "skips").astype(np.float64))
     counts[1:] = np.where(since >= 0, since, counts[1:])
     return counts
+
+
+def spike_counts(columns: Columns) -> np.ndarray:
+    """How many of the skipped steps were skipped by a spike policy, as far as known."""
+    skips = skip_counts(columns)
+    counts = np.where(column(columns, "skip_reason") == SkipReason.SPIKE, skips, 0)
+    if "spikes" in columns:
+        since = np.diff(column(columns, "spikes").astype(np.float64))
+        counts[1:] = np.where(since >= 0, since, counts[1:])
+    return np.minimum(counts, skips)
 
 
 def moves(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 
 from jls._state import find, find_scaler_states, is_wrapper_state, no_loss_scale
 from jls._tree import read_variables
-from jls._types import LOGGED_FIELDS
+from jls._types import logged_fields
 
 
 def check_in_sync(state: Any) -> None:
@@ -57,14 +57,18 @@ def check_in_sync(state: Any) -> None:
 def _scalars(state: Any) -> dict[str, Array]:
     """The scalars of jls in `state`, by path."""
     found = {}
-    wrappers = [(*pair, LOGGED_FIELDS) for pair in find(state, is_wrapper_state)]
-    scalers = [(*pair, pair[1]._fields) for pair in find_scaler_states(state)]
-    for path, node, names in wrappers + scalers:
-        node = read_variables(node)
-        for name in names:
-            if np.ndim(getattr(node, name)) == 0:
-                found[f"{path}.{name}".lstrip(".")] = getattr(node, name)
-    return found
+    for path, node in find(state, is_wrapper_state):
+        wrapper = read_variables(node)
+        for name in logged_fields(wrapper):
+            found[f"{path}.{name}"] = getattr(wrapper, name)
+        flat, _ = jax.tree_util.tree_flatten_with_path(wrapper.spike_state)
+        for end, leaf in flat:
+            found[f"{path}.spike_state{jax.tree_util.keystr(end)}"] = leaf
+    for path, node in find_scaler_states(state):
+        for name, leaf in read_variables(node)._asdict().items():
+            found[f"{path}.{name}"] = leaf
+    scalars = {path: leaf for path, leaf in found.items() if np.ndim(leaf) == 0}
+    return {path.lstrip("."): leaf for path, leaf in scalars.items()}
 
 
 def _copies(leaf: Any) -> list[Any]:

@@ -21,6 +21,8 @@ Verdict = Literal[
     "non-finite update",
     "at floor",
     "calibrating",
+    "spiking",
+    "spike",
     "recovering",
     "underflow",
     "no step",
@@ -53,6 +55,16 @@ class Facts:
     all_zero: bool | None = None  # every gradient is
     suggested_scale: float | None = None
     dtype: str | None = None  # in which `small` was counted
+    spikes: int | None = None  # steps skipped by a spike policy
+    # Of the state of `jls.spikes` and presets:
+    spikes_found: int | None = None  # skipped or let through
+    judged_loss: float = 0.0
+    limit_loss: float = math.inf
+    judged_norm: float = 0.0
+    limit_norm: float = math.inf
+    tokens: float = math.inf
+    steady_share: float = 1.0
+    loss_never_given: bool = False
 
     @property
     def poisoned(self) -> bool:
@@ -63,6 +75,11 @@ class Facts:
     def skipped(self) -> bool:
         """Whether the last step was skipped."""
         return self.consecutive_skips > 0
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether it was skipped for what a lower scale may cure."""
+        return self.skipped and self.skip_reason != SkipReason.SPIKE
 
     @property
     def scale(self) -> str:
@@ -84,7 +101,8 @@ def judge(facts: Facts, limits: Limits) -> tuple[Verdict, str]:
     bad = facts.nonfinite_leaves
     # A loss that is not finite spoils all gradients, and what is poisoned is not a
     # gradient: their names would say nothing.
-    are_to_blame = facts.skip_reason != SkipReason.LOSS and row.verdict != "poisoned"
+    others = SkipReason.LOSS, SkipReason.SPIKE
+    are_to_blame = facts.skip_reason not in others and row.verdict != "poisoned"
     if bad and facts.skipped and are_to_blame:
         sentence += f". Not finite: {_some(bad)}"
     return row.verdict, sentence if sentence.endswith("?") else f"{sentence}."
@@ -158,8 +176,14 @@ def _stalled(facts: Facts) -> str:
             SkipReason.UPDATES: (
                 "The optimizer turns finite gradients into inf or NaN updates"
             ),
+            SkipReason.SPIKE: (
+                f"{_over(facts)}. No skipped step moves the limit of this spike "
+                "policy: use jls.spikes() with a budget, or raise the limit"
+            ),
         }[reason]
     because = f", the last one for its {reason.name.lower()}" if reason else ""
+    if reason == SkipReason.SPIKE:
+        because = ", the last one as a spike"
     return (
         f"the last {facts.consecutive_skips} steps were all skipped{because}, and "
         f"nothing is being learned; the loss scale is {facts.scale}. {advice}"
@@ -234,6 +258,45 @@ def _calibrating(facts: Facts) -> str:
     )
 
 
+def _spiking(facts: Facts) -> str:
+    spent = ""
+    if facts.tokens < 1 and facts.spikes:
+        spent = ". The budget is spent: spikes are let through for now"
+    return (
+        f"{facts.spikes_found} of {_steps(facts)} were spikes, more than any steady "
+        f"run has ({facts.spikes} skipped). That is no bad batch, but an unstable run: "
+        "lower the learning rate or beta2, or add QK-norm or z-loss. Skipping will not "
+        f"cure it{spent}"
+    )
+
+
+def _spike(facts: Facts) -> str:
+    spent = ""
+    if facts.tokens < 1:
+        spent = (
+            ". The budget is spent: further spikes are let through, and the limit "
+            "follows if this is a new level"
+        )
+    return (
+        f"the last step was skipped: {_over(facts)} ({facts.spikes} of "
+        f"{_steps(facts)} so far){spent}"
+    )
+
+
+def _over(facts: Facts) -> str:
+    """Which signal was over its limit, as far as it is known."""
+    signals = {
+        "loss": (facts.judged_loss, facts.limit_loss),
+        "gradient norm": (facts.judged_norm, facts.limit_norm),
+    }
+    texts = [
+        f"its {name} of {value:.4g} was over the limit of {limit:.4g}"
+        for name, (value, limit) in signals.items()
+        if value > limit
+    ]
+    return " and ".join(texts) or "the spike policy wanted it"
+
+
 def _recovering(facts: Facts) -> str:
     if not facts.is_static:
         return (
@@ -306,6 +369,14 @@ def _ok(facts: Facts) -> str:
     low = facts.min_scale if facts.min_scale is not None else 1.0
     has_sunk = not facts.is_static and facts.loss_scale <= low
     hint = _untold_loss(facts) if has_sunk else ""
+    if facts.spikes_found:
+        counts = f"{facts.spikes_found} found, {facts.spikes} skipped"
+        hint = f". Spikes: {counts}{hint}"
+    if facts.loss_never_given:
+        hint += (
+            ". Spikes are judged by the gradient norm alone: pass value=loss to the "
+            "optimizer's update to judge the loss too"
+        )
     return f"{_skips(facts)}; the loss scale is {facts.scale}{hint}"
 
 
@@ -315,6 +386,12 @@ def _is_at_floor(facts: Facts) -> bool:
 
 def _is_at_ceiling(facts: Facts) -> bool:
     return facts.max_scale is not None and facts.loss_scale >= facts.max_scale
+
+
+def _is_spiking(facts: Facts) -> bool:
+    """Whether more steps are spikes than in a steady run, by more than chance."""
+    found = facts.spikes_found or 0
+    return found - 2 * math.sqrt(found) > facts.steady_share * facts.steps
 
 
 def _is_underflow(facts: Facts, limits: Limits) -> bool:
@@ -350,14 +427,22 @@ TABLE = (
     # The last step overflowed, and the scale can go no lower.
     Row(
         "at floor",
-        lambda f, _: f.skipped and not f.is_static and _is_at_floor(f),
+        lambda f, _: f.overflowed and not f.is_static and _is_at_floor(f),
         _at_floor,
     ),
     # No step was applied yet: the scale is on its way down.
     Row(
         "calibrating",
-        lambda f, _: f.skipped and not f.is_static and f.skips == f.steps,
+        lambda f, _: f.overflowed and not f.is_static and f.skips == f.steps,
         _calibrating,
+    ),
+    # More steps are spikes than chance can explain.
+    Row("spiking", lambda f, _: _is_spiking(f), _spiking),
+    # The last step was skipped for its loss or norm, which were finite.
+    Row(
+        "spike",
+        lambda f, _: f.skipped and f.skip_reason == SkipReason.SPIKE,
+        _spike,
     ),
     # The last step overflowed and the scale backed off.
     Row("recovering", lambda f, _: f.skipped, _recovering),

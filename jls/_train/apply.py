@@ -17,7 +17,7 @@ from jls._state import (
 from jls._step import update_and_apply
 from jls._train.plain import restore, trainable
 from jls._train.rates import Rates, learning_rates
-from jls._types import LossScaledState, SkipReason, StepReport
+from jls._types import LossScaledState, SkipReason, SpikeState, StepReport
 
 
 def apply_gradients(
@@ -103,6 +103,7 @@ def apply_and_report(
     )
     after = inner_wrapper_state(new_opt_state)
     count = _applied_before(opt_state, before)
+    judged = after.spike_state if isinstance(after.spike_state, SpikeState) else None
     report = StepReport(
         loss=extra.get("value"),
         skipped=~after.applied,
@@ -114,6 +115,8 @@ def apply_and_report(
         dropped=jnp.zeros((), jnp.int32),
         aux=None,
         skip_reason=jnp.where(after.applied, SkipReason.NONE.value, after.skip_reason),
+        limit_loss=judged and judged.limit_loss,
+        limit_norm=judged and judged.limit_norm,
     )
     return new_params, new_opt_state, report
 

@@ -234,7 +234,9 @@ def train_step(
       `local_norm` and `size` are dicts by the path of the parameter, or None;
       `dropped` counts micro-batches left out;
       `aux` is what `loss_fn` returned for it, or None;
-      `skip_reason` is a `jls.types.SkipReason`, 0 if the step was applied.
+      `skip_reason` is a `jls.types.SkipReason`, 0 if the step was applied;
+      `limit_loss` and `limit_norm` are what loss and norm were held against under
+      `jls.spikes`, None without it.
 
     Raises:
       TypeError, ValueError: at once for a bad option; when the step is traced, if the

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Skips finite steps that are far out of line, and can never skip many.
+
+For the loss and for the gradient norm, over the last `window` values that were kept:
+
+    limit   mean + sigmas * max(deviation, |mean| / 512), once `warmup` values are there
+    over    a value is above its limit, or the norm above max_norm
+    skip    over, and a token is left
+    tokens  start at `budget`; a skip takes one, any other step gives budget / window
+            back, up to `budget`
+    kept    what is not skipped enters the window; what is not finite never does
+
+Of any T steps at most budget + T * budget / window are skipped. So no new level freezes
+a run: when the tokens are spent, its values enter the window, and the limit follows.
+
+OLMo-core, Levanter and MaxText have a rule of this kind. Differs in:
+1. There, skipped values enter the window, so that one spike hides the next for a whole
+   window, and a run of spikes ends only because the window is full of them. Here they
+   stay out, and the tokens bound their number.
+2. There, one NaN in the window makes every limit NaN until it has left.
+3. There, a loss that was constant, as one in bfloat16 often is, is a spike when it
+   rises by a unit in the last place. Here a deviation counts as at least a 512th of the
+   mean.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.tree_util import Partial
+from jax.typing import ArrayLike
+
+from jls import _validate
+from jls._reduce import power_of_two_below
+from jls._scalers.rule import count_up, f32, switch
+from jls._types import SpikePolicy, SpikeState
+
+
+def spikes(
+    window: int = 128,
+    sigmas: float = 6.0,
+    *,
+    budget: float | None = 4,
+    warmup: int | None = None,
+    max_norm: float | None = None,
+) -> SpikePolicy[SpikeState]:
+    """Returns a policy that skips steps whose loss or gradient norm is far out of line.
+
+    For `jls.loss_scaled(..., spikes=...)` and `jls.skip_nonfinite(..., spikes=...)`. A
+    step is a spike if its loss, or the global norm of its true gradients before
+    clipping, is above the mean of the last `window` kept ones by more than `sigmas`
+    deviations. It is skipped as any bad step is, except that the loss scale adjusts as
+    after a finite step. Pass the loss to `update` as `value=loss`, or only the norm is
+    judged; `jls.train_step` does.
+
+    It is a seat belt: it pays against single bad batches and hardware faults, not
+    against a model that is unstable. docs/questions/spikes.md has the evidence.
+
+    Args:
+      window: >= 2, how many kept steps the mean and the deviation are of.
+      sigmas: > 0 and finite. The deviation counts as at least a 512th of the mean. No
+        steady signal exceeds its own mean by 6 deviations in more than 1 of 37 steps,
+        whatever its distribution (Cantelli's inequality: 1 / (1 + sigmas**2)).
+      budget: >= 1, how many steps may be skipped at once; as many again for each
+        window. When it is spent, spikes are let through and enter the window. 0 skips
+        nothing and only counts; it misses more of a burst, since what is let through
+        raises the limit. None has no bound: a lasting rise then freezes the run.
+      warmup: from 2 to `window`, how many values there must be before one is judged.
+        None is `max(2, window // 2)`.
+      max_norm: > 0, a norm above it is a spike, from the first step on. None has no
+        such bound.
+
+    Returns:
+      A `jls.types.SpikePolicy` with a `jls.types.SpikeState` of 8 * `window` bytes and
+      a few more. A signal that was 0 throughout its window is not judged.
+
+    Raises:
+      TypeError: if an argument is of another type.
+      ValueError: if one is out of range.
+
+    Example:
+      >>> policy = jls.spikes(window=8)
+      >>> optimizer = jls.skip_nonfinite(optax.sgd(0.1), spikes=policy)
+      >>> params = jnp.zeros(2)
+      >>> state = optimizer.init(params)
+      >>> for size in [1.0, 1.1, 0.9, 1.0, 50.0, 1.0]:
+      ...     grads = jnp.full(2, size)
+      ...     updates, state = optimizer.update(grads, state, params)
+      ...     print(state.applied, end=" ")
+      True True True True False True
+      >>> state.spikes
+      Array(1, dtype=int32)
+    """
+    window = check_window(window)
+    allowed, half = _budget(budget), max(2, window // 2)
+    return SpikePolicy(
+        Partial(switch(spikes_init, window=window), budget=allowed),
+        Partial(
+            spikes_judge,
+            sigmas=check_sigmas(sigmas),
+            budget=allowed,
+            warmup=half if warmup is None else _warmup(warmup, window),
+            max_norm=check_limit("max_norm", max_norm),
+        ),
+    )
+
+
+def spikes_init(window: int, budget: ArrayLike) -> SpikeState:
+    return SpikeState(
+        seen=jnp.zeros((2, window), jnp.float32),
+        kept=jnp.zeros(2, jnp.int32),
+        tokens=jnp.array(budget, jnp.float32),
+        found=jnp.zeros((), jnp.int32),
+        judged_loss=jnp.zeros((), jnp.float32),
+        limit_loss=jnp.array(jnp.inf, jnp.float32),
+        judged_norm=jnp.zeros((), jnp.float32),
+        limit_norm=jnp.array(jnp.inf, jnp.float32),
+        steady_share=jnp.ones((), jnp.float32),
+    )
+
+
+def spikes_judge(
+    state: SpikeState,
+    loss: Array | None,
+    norm: Array,
+    *,
+    sigmas: ArrayLike,
+    budget: ArrayLike,
+    warmup: ArrayLike,
+    max_norm: ArrayLike,
+) -> tuple[SpikeState, Array]:
+    window = window_of(state)
+    least = jnp.abs(window.mean) / 512
+    limit = window.limit(sigmas, jnp.maximum(window.deviation, least), warmup)
+    limit = jnp.where(window.is_silent, jnp.inf, limit).at[1].min(f32(max_norm))
+    return decide(state, loss, norm, limit, sigmas=sigmas, budget=budget)
+
+
+# What the presets in `jls.presets` are made of too.
+
+
+class Window(NamedTuple):
+    """Mean and deviation of the kept values, in units of a power of two near them.
+
+    So that no square over- or underflows, and norms times 2**k give the same decisions.
+    """
+
+    size: Array  # i32[2]
+    unit: Array  # f32[2]
+    mean: Array  # f32[2]
+    deviation: Array  # f32[2]
+    is_silent: Array  # bool[2]  all values are 0
+
+    def limit(self, sigmas: ArrayLike, deviation: Array, warmup: ArrayLike) -> Array:
+        """The limits, `f32[2]`; inf for a signal that is not judged yet."""
+        limit = self.unit * (self.mean + f32(sigmas) * deviation)
+        has_enough = self.size >= jnp.asarray(warmup, jnp.int32)
+        return jnp.where(has_enough, limit, jnp.inf)
+
+
+def window_of(state: SpikeState, fewer: int = 0) -> Window:
+    """What the kept values say; the squares are divided by their number - `fewer`."""
+    size = state.seen.shape[1]
+    count = jnp.minimum(state.kept, size)
+    is_kept = _places(size) < count[:, None]
+    seen = jnp.where(is_kept, state.seen, 0)
+    most = jnp.max(jnp.abs(seen), axis=1)
+    unit = power_of_two_below(most)
+    scaled = seen * (1 / unit)[:, None]
+    mean = jnp.sum(scaled, axis=1) / f32(jnp.maximum(count, 1))
+    off = jnp.where(is_kept, scaled - mean[:, None], 0)
+    variance = jnp.sum(off * off, axis=1) / f32(jnp.maximum(count - fewer, 1))
+    return Window(count, unit, mean, jnp.sqrt(variance), most == 0)
+
+
+def decide(
+    state: SpikeState,
+    loss: Array | None,
+    norm: Array,
+    limit: Array,
+    *,
+    sigmas: ArrayLike | None = None,
+    budget: ArrayLike = math.inf,
+    skipped_enter: bool = False,
+) -> tuple[SpikeState, Array]:
+    """The next state, and whether to skip.
+
+    Args:
+      state: the state before.
+      loss: `f32[]` or None.
+      norm: `f32[]`.
+      limit: `f32[2]`, over which a value is a spike.
+      sigmas: by how many deviations; None if the limits are constant.
+      budget: see `spikes`.
+      skipped_enter: whether a value that is skipped enters the window all the same.
+    """
+    is_given = np.array([loss is not None, True])
+    values = jnp.stack([jnp.zeros_like(norm) if loss is None else loss, norm])
+    limit = jnp.where(is_given, limit, jnp.inf)
+    is_over = jnp.any(values > limit)
+    skip = is_over & (state.tokens >= 1)
+    size = state.seen.shape[1]
+    refilled = jnp.minimum(state.tokens + f32(budget) / size, f32(budget))
+    enters = is_given & (skipped_enter | ~skip)
+    here = enters[:, None] & (_places(size) == (state.kept % size)[:, None])
+    most = jnp.finfo(jnp.float32).max
+    # From 2 * size back to size, which is as full, so that it never overflows.
+    kept = jnp.where(state.kept == 2 * size - 1, size, state.kept + 1)
+    # Cantelli's bound holds for each of the signals.
+    share = 1.0 if sigmas is None else float(is_given.sum()) / (1 + f32(sigmas) ** 2)
+    return SpikeState(
+        seen=jnp.where(here, jnp.clip(values, -most, most)[:, None], state.seen),
+        kept=jnp.where(enters, kept, state.kept),
+        tokens=jnp.where(skip, state.tokens - 1, refilled),
+        found=jnp.where(is_over, count_up(state.found), state.found),
+        judged_loss=values[0],
+        limit_loss=limit[0],
+        judged_norm=values[1],
+        limit_norm=limit[1],
+        steady_share=f32(share),
+    ), skip
+
+
+def _places(size: int) -> Array:
+    return lax.broadcasted_iota(jnp.int32, (2, size), 1)
+
+
+# Arguments.
+
+
+def check_window(window: Any) -> int:
+    window = _validate.host_interval("window", window)
+    if window < 2:
+        raise ValueError(f"window must be from 2 to 2**31 - 1, got {window!r}.")
+    return window
+
+
+def check_sigmas(sigmas: Any) -> Any:
+    return _validate.number(
+        "sigmas", sigmas, "finite and > 0", _validate.SMALLEST, _validate.LARGEST
+    )
+
+
+def check_limit(name: str, limit: Any) -> Any:
+    """A limit > 0; None has none."""
+    if limit is None:
+        return math.inf
+    most = float(np.finfo(np.float32).max)
+    return _validate.number(name, limit, "> 0, or None", _validate.SMALLEST, most)
+
+
+def _budget(budget: Any) -> Any:
+    if budget is None or (_validate.is_real(budget) and budget == math.inf):
+        return math.inf
+    rule = "0, or >= 1, or None"
+    number = _validate.number("budget", budget, rule, 0.0, _validate.LARGEST)
+    if not _validate.is_unchecked(number) and 0 < number < 1:
+        raise ValueError(f"budget must be {rule}, got {budget!r}.")
+    return number
+
+
+def _warmup(warmup: Any, window: int) -> Any:
+    steps = _validate.interval("warmup", warmup)
+    if not _validate.is_unchecked(steps) and not 2 <= steps <= window:
+        raise ValueError(f"warmup must be from 2 to window, {window}, got {warmup!r}.")
+    return steps
