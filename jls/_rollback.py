@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.core import Tracer, eval_jaxpr
+from jax.core import eval_jaxpr
 from jax.extend.core import Literal
 
 from jls._tree import Rest, Tree, combine, is_array, partition
@@ -45,12 +45,35 @@ from jls._tree import Rest, Tree, combine, is_array, partition
 Arrays = Sequence[Array]
 
 
+class Prepared(NamedTuple):
+    """A function with its inputs; traced once, unless nothing is."""
+
+    fun: Callable[[Arrays], Any]
+    inputs: Arrays  # floating-point arrays
+    program: "_Program | None"
+    consts: Arrays  # what the program takes from outside
+
+    @property
+    def sums_squares(self) -> bool:
+        """Whether it sums the squares of an input, as clipping by the norm does."""
+        program = self.program
+        return program is not None and _sums_squares(program.jaxpr, len(self.inputs))
+
+
+def prepare(fun: Callable[[Arrays], Any], inputs: Arrays, is_traced: bool) -> Prepared:
+    """Gets `fun` ready to be rolled back.
+
+    Args:
+      fun: what must not see `inputs` that are not finite, if they could do harm there.
+      inputs: floating-point arrays.
+      is_traced: whether any of the flags that are to come is.
+    """
+    traced = _trace(fun, inputs) if is_traced else (None, [])
+    return Prepared(fun, inputs, *traced)
+
+
 def roll_back_unless(
-    flag: Array,
-    fun: Callable[[Arrays], Tree],
-    inputs: Arrays,
-    old: Tree,
-    is_finite: Array | None = None,
+    flag: Array, is_finite: Array, prepared: Prepared, old: Tree
 ) -> Tree:
     """`fun(inputs)` where `flag`, else `old`: trees of one structure, shapes, dtypes.
 
@@ -58,21 +81,19 @@ def roll_back_unless(
 
     Args:
       flag: `bool[]`.
-      fun: what must not see `inputs` that are not finite, if they could do harm there.
-      inputs: floating-point arrays.
+      is_finite: `bool[]`, whether all inputs are; true wherever `flag` is.
+      prepared: `fun` and its inputs.
       old: the tree before.
-      is_finite: `bool[]`, whether all `inputs` are; None if that is what `flag` says.
     """
-    is_finite = flag if is_finite is None else is_finite
-    arrays = iter(_rolled_back(flag, is_finite, fun, inputs, _arrays(old)))
+    arrays = iter(_rolled_back(flag, is_finite, prepared, _arrays(old)))
     return jax.tree.map(lambda x: next(arrays) if is_array(x) else x, old)
 
 
-def call(is_finite: Array, fun: Callable[[Arrays], Tree], inputs: Arrays) -> Tree:
+def call(is_finite: Array, prepared: Prepared) -> Any:
     """`fun(inputs)`; if they are not finite, of some or other, to be rolled back."""
-    if not isinstance(is_finite, Tracer):
+    fun, inputs, program, consts = prepared
+    if program is None:
         return fun(_or_ones(is_finite, inputs))
-    program, consts = _trace(fun, inputs)
 
     def of_ones(is_finite, inputs, consts):
         return program.run(_or_ones(is_finite, inputs), consts)
@@ -86,8 +107,6 @@ def call(is_finite: Array, fun: Callable[[Arrays], Tree], inputs: Arrays) -> Tre
 
 def as_seen(is_finite: Array, inputs: Arrays) -> Arrays:
     """`inputs` as most functions see them: on a CPU, ones in the place of bad ones."""
-    if not isinstance(is_finite, Tracer):
-        return _or_ones(is_finite, inputs)
 
     def same(is_finite, inputs):
         return inputs
@@ -97,15 +116,11 @@ def as_seen(is_finite: Array, inputs: Arrays) -> Arrays:
 
 
 def _rolled_back(
-    flag: Array,
-    is_finite: Array,
-    fun: Callable[[Arrays], Any],
-    inputs: Arrays,
-    old: Arrays,
+    flag: Array, is_finite: Array, prepared: Prepared, old: Arrays
 ) -> Arrays:
-    if not isinstance(flag, Tracer):
+    fun, inputs, program, consts = prepared
+    if program is None:
         return _select(flag, _arrays(fun(_or_ones(is_finite, inputs))), old)
-    program, consts = _trace(fun, inputs)
 
     def at_the_end(flag, is_finite, inputs, consts, old):
         return _select(flag, program.run(inputs, consts), old)
@@ -244,4 +259,24 @@ def _might_see_nan(jaxpr: Any) -> bool:
         inner = filter(holds_programs, values)
         if equation.primitive.name in _WATCHFUL or any(map(_might_see_nan, inner)):
             return True
+    return False
+
+
+# What a square is computed with; 0 is added for the imaginary part of a real number.
+_OF_SQUARES = {"square", "mul", "integer_pow", "add", "real", "imag"}
+_OF_SQUARES |= {"broadcast_in_dim"}
+
+
+def _sums_squares(jaxpr: Any, count: int) -> bool:
+    """Whether squares of one of the last `count` inputs are summed over all axes."""
+    known = set(jaxpr.invars[len(jaxpr.invars) - count :])
+    for equation in jaxpr.eqns:
+        read = set(filter(_is_variable, equation.invars))
+        if not read <= known:
+            continue
+        name, axes = equation.primitive.name, equation.params.get("axes")
+        if name == "reduce_sum" and len(axes) == len(equation.invars[0].aval.shape):
+            return True
+        if name in _OF_SQUARES:
+            known |= set(equation.outvars)
     return False

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax
+from jax.core import Tracer
 
 from jls._mistakes import check_value, foreign_state_named, warn_of_misspelt_value
 from jls._reduce import (
@@ -41,7 +42,7 @@ from jls._reduce import (
     norm_of_squares,
     varying_axes,
 )
-from jls._rollback import as_seen, call, roll_back_unless
+from jls._rollback import as_seen, call, prepare, roll_back_unless
 from jls._state import is_wrapper_state, wrapper_state_in
 from jls._tree import (
     Rest,
@@ -101,7 +102,6 @@ class WrapperUpdate:
     ) -> tuple[Any, LossScaledState]:
         """Returns the updates and the next state, as optax's `update` does."""
         step = _observe(self, updates, state, params, extra)
-        step = _judge(self, step, state, _norm_of_clipping)
         made = _attempt(self, step, state, params, lambda made: made, step.no_updates)
         return made.result, _count(self, step, made, state)
 
@@ -111,12 +111,11 @@ class WrapperUpdate:
         """Returns the new parameters, the next state and the global norm of `grads`."""
         step = _observe(self, grads, state, params, extra)
         norm = global_norm(step.grads)
-        step = _judge(self, step, state, lambda step: norm)
 
         def apply(updates):
             return apply_updates(params, updates)
 
-        made = _attempt(self, step, state, params, apply, params)
+        made = _attempt(self, step, state, params, apply, params, norm)
         return made.result, _count(self, step, made, state), norm
 
 
@@ -262,6 +261,14 @@ class _Attempt(NamedTuple):
     inner_state: Any  # rolled back likewise
     applied: Array  # bool[]
     leaves_finite: Array  # bool[n]  of the gradients or, if those are, of the updates
+    verdict: "_Verdict"
+
+
+class _Verdict(NamedTuple):
+    """What the spike policy says of a step; nothing without one."""
+
+    spike_state: Any  # its next state, if the step counts for it
+    is_spike: Array  # bool[]  a finite step to skip
 
 
 def _observe(
@@ -304,36 +311,6 @@ def _observe(
     )
 
 
-def _judge(
-    wrapper: WrapperUpdate,
-    step: _Step,
-    state: LossScaledState,
-    norm_of: Callable[[_Step], Array],
-) -> _Step:
-    """Asks the spike policy, if there is one."""
-    policy, old = wrapper.spikes, state.spike_state
-    _check_spike_state(wrapper.spike_structure, old)
-    if policy is None:
-        return step
-    # All devices judge the same numbers: the largest of any device.
-    signals = [norm_of(step), *floats_of(step.extra.get("value"))]
-    signals = jnp.stack([jnp.asarray(x, jnp.float32) for x in signals])
-    signals = agree_on_max(lax.stop_gradient(signals), wrapper.axis_name)
-    loss = signals[1] if signals.size > 1 else None
-    judged, skip = policy.judge(old, loss, signals[0])
-    name = "the spike policy's"
-    skip = as_flag(f"{name} skip", skip)
-    return step._replace(
-        spike_state=cast_like(f"{name} state", judged, old),
-        is_spike=step.is_finite & skip,
-    )
-
-
-def _norm_of_clipping(step: _Step) -> Array:
-    """The norm that a clip inside computes too: XLA then computes it once."""
-    return norm_of_squares(as_seen(step.is_finite, step.grads))
-
-
 def _attempt(
     wrapper: WrapperUpdate,
     step: _Step,
@@ -341,6 +318,7 @@ def _attempt(
     params: Any,
     finish: Callable[[Any], Any],
     unfinished: Any,
+    norm: Array | None = None,
 ) -> _Attempt:
     """Runs the inner optimizer, and rolls back if the step must not be applied.
 
@@ -351,6 +329,7 @@ def _attempt(
       params: the parameters, or None.
       finish: turns the updates into the result.
       unfinished: the result of a step that is skipped.
+      norm: the global norm of the gradients, if it is known already.
     """
     arguments, other = partition(step.extra, _may_be_bad)
     inputs = [*step.grads, *map(jnp.asarray, arguments)]
@@ -371,21 +350,52 @@ def _attempt(
         return finish(made), new
 
     old = unfinished, _clone_keys(state.inner_state)
+    is_finite = step.is_finite
+    is_traced = any(
+        isinstance(x, Tracer) for x in jax.tree.leaves((is_finite, state.spike_state))
+    )
+    fun = run if step.checks_updates else run_and_finish
+    prepared = prepare(fun, inputs, is_traced)
+    if norm is None and wrapper.spikes is not None:
+        # As a clip inside computes it, if there is one: XLA then computes it once.
+        has_clip = prepared.sums_squares
+        grads = as_seen(is_finite, step.grads) if has_clip else step.grads
+        norm = norm_of_squares(grads)
+    verdict = _judge(wrapper, step, state, norm)
+    is_wanted = is_finite & ~verdict.is_spike if wrapper.spikes else is_finite
     if not step.checks_updates:
-        wanted, is_finite = step.is_wanted, step.is_finite
-        new = roll_back_unless(wanted, run_and_finish, inputs, old, is_finite)
-        return _Attempt(*new, wanted, step.leaves_finite)
-    made, new = call(step.is_finite, run, inputs)
+        new = roll_back_unless(is_wanted, is_finite, prepared, old)
+        return _Attempt(*new, is_wanted, step.leaves_finite, verdict)
+    made, new = call(is_finite, prepared)
     updates_finite = finite_leaves(_kept_if_finite(made, params, step.rest))
     # A NaN moment shows in its update. A NaN in a scalar shared by all parameters may
     # not, as at first in D-Adaptation. Some optimizers keep an inf on purpose.
     scalars = [x for x in floats_of(new) if jnp.ndim(x) == 0]
     flags = jnp.concatenate([~any_nan(scalars)[None], updates_finite])
     flags = agree(flags, wrapper.axis_name)
-    applied = step.is_wanted & jnp.all(flags)
+    applied = is_wanted & jnp.all(flags)
     new = select(applied, (finish(made), _clone_keys(new)), old)
-    leaves_finite = jnp.where(step.is_finite, flags[1:], step.leaves_finite)
-    return _Attempt(*new, applied, leaves_finite)
+    leaves_finite = jnp.where(is_finite, flags[1:], step.leaves_finite)
+    return _Attempt(*new, applied, leaves_finite, verdict)
+
+
+def _judge(
+    wrapper: WrapperUpdate, step: _Step, state: LossScaledState, norm: Array | None
+) -> _Verdict:
+    """Asks the spike policy, if there is one."""
+    policy, old = wrapper.spikes, state.spike_state
+    _check_spike_state(wrapper.spike_structure, old)
+    if policy is None:
+        return _Verdict(old, jnp.zeros_like(step.is_finite))
+    # All devices judge the same numbers: the largest of any device.
+    signals = [norm, *floats_of(step.extra.get("value"))]
+    signals = jnp.stack([jnp.asarray(x).astype(jnp.float32) for x in signals])
+    signals = agree_on_max(lax.stop_gradient(signals), wrapper.axis_name)
+    loss = signals[1] if signals.size > 1 else None
+    judged, skip = policy.judge(old, loss, signals[0])
+    name = "the spike policy's"
+    skip = as_flag(f"{name} skip", skip)
+    return _Verdict(cast_like(f"{name} state", judged, old), step.is_finite & skip)
 
 
 def _count(
@@ -396,21 +406,20 @@ def _count(
     adjusted = wrapper.scaler.adjust(state.scaler_state, step.for_scaler)
     adjusted = cast_like("the scaler's state", adjusted, state.scaler_state)
     applied, loss_finite = made.applied, step.loss_finite
-    never = jnp.zeros_like(applied)
-    is_spike = never if step.is_spike is None else step.is_spike
-    bad_updates = step.is_wanted & ~applied if step.checks_updates else never
+    spike_state, is_spike = made.verdict
     flags = ~made.leaves_finite if made.leaves_finite.size else state.nonfinite_leaves
-    keeps_flags = applied | is_spike
-    reason = jnp.where(
-        bad_updates, SkipReason.UPDATES.value, SkipReason.GRADIENTS.value
-    )
-    reason = jnp.where(loss_finite, reason, SkipReason.LOSS.value)
-    spikes, spike_state = state.spikes, state.spike_state
-    if step.is_spike is not None:
+    never = jnp.zeros_like(applied)
+    bad_updates = step.is_finite & ~applied if step.checks_updates else never
+    gradients, loss, updates = SkipReason.GRADIENTS, SkipReason.LOSS, SkipReason.UPDATES
+    reason = jnp.where(bad_updates, updates.value, gradients.value)
+    reason = jnp.where(loss_finite, reason, loss.value)
+    counts, spikes = applied, state.spikes
+    if wrapper.spikes is not None:
+        # What is skipped for another reason leaves no trace in the policy's state.
+        counts, bad_updates = applied | is_spike, bad_updates & ~is_spike
         reason = jnp.where(is_spike, SkipReason.SPIKE.value, reason)
         spikes = jnp.where(is_spike, _increment(spikes), spikes)
-        # What is skipped for another reason leaves no trace.
-        spike_state = select(keeps_flags, step.spike_state, spike_state)
+        spike_state = select(counts, spike_state, state.spike_state)
     return LossScaledState(
         inner_state=_clone_keys(made.inner_state),
         scaler_state=select(loss_finite, adjusted, state.scaler_state),
@@ -425,7 +434,7 @@ def _count(
             bad_updates, _increment(state.nonfinite_updates), state.nonfinite_updates
         ),
         skip_reason=jnp.where(applied, state.skip_reason, reason),
-        nonfinite_leaves=jnp.where(keeps_flags, state.nonfinite_leaves, flags),
+        nonfinite_leaves=jnp.where(counts, state.nonfinite_leaves, flags),
         spikes=spikes,
         spike_state=spike_state,
     )

@@ -10,7 +10,7 @@ from jax import lax
 from shared import NAN, ONE, W, assert_identical
 
 import jls
-from jls._rollback import roll_back_unless
+from jls._rollback import prepare, roll_back_unless
 
 OLD = [
     jnp.array([1.0, -0.0, 3.0]),
@@ -98,7 +98,8 @@ STEPS = [
 
 def guarded(step):
     def run(flag, *old):
-        return roll_back_unless(flag, lambda _: step(*old), [], list(old))
+        prepared = prepare(lambda _: step(*old), [], is_traced=True)
+        return roll_back_unless(flag, flag, prepared, list(old))
 
     return run
 
@@ -342,7 +343,8 @@ def test_the_state_changes_in_place_and_is_read_once():
         return [mean, param - 0.125 * mean / (jnp.abs(mean) + 1)]
 
     def ours(flag, *old):
-        return roll_back_unless(flag, lambda _: step(flag, *old), [], list(old[1:]))
+        prepared = prepare(lambda _: step(flag, *old), [], is_traced=True)
+        return roll_back_unless(flag, flag, prepared, list(old[1:]))
 
     def at_the_end(flag, *old):
         new = step(flag, *old)
