@@ -199,10 +199,12 @@ def decide(
     is_given = np.array([loss is not None, True])
     values = jnp.stack([jnp.zeros_like(norm) if loss is None else loss, norm])
     limit = jnp.where(is_given, limit, jnp.inf)
-    is_over = jnp.any(values > limit)
-    skip = is_over & (state.tokens >= 1)
     size = state.seen.shape[1]
-    refilled = jnp.minimum(state.tokens + f32(budget) / size, f32(budget))
+    # In parts of a token that add up exactly: a skip costs `size` of them.
+    parts = jnp.round(state.tokens * size * 1024) / 1024
+    is_over = jnp.any(values > limit)
+    skip = is_over & (parts >= size)
+    refilled = jnp.minimum(parts + f32(budget), f32(budget) * size)
     enters = is_given & (skipped_enter | ~skip)
     here = enters[:, None] & (_places(size) == (state.kept % size)[:, None])
     most = jnp.finfo(jnp.float32).max
@@ -213,7 +215,7 @@ def decide(
     return SpikeState(
         seen=jnp.where(here, jnp.clip(values, -most, most)[:, None], state.seen),
         kept=jnp.where(enters, kept, state.kept),
-        tokens=jnp.where(skip, state.tokens - 1, refilled),
+        tokens=jnp.where(skip, parts - size, refilled) / size,
         found=jnp.where(is_over, count_up(state.found), state.found),
         judged_loss=values[0],
         limit_loss=limit[0],
@@ -244,15 +246,19 @@ def check_sigmas(sigmas: Any) -> Any:
 
 
 def check_limit(name: str, limit: Any) -> Any:
-    """A limit > 0; None has none."""
-    if limit is None:
+    """A limit > 0; None and inf are none."""
+    if _is_none(limit):
         return math.inf
     most = float(np.finfo(np.float32).max)
     return _validate.number(name, limit, "> 0, or None", _validate.SMALLEST, most)
 
 
+def _is_none(bound: Any) -> bool:
+    return bound is None or (_validate.is_real(bound) and bound == math.inf)
+
+
 def _budget(budget: Any) -> Any:
-    if budget is None or (_validate.is_real(budget) and budget == math.inf):
+    if _is_none(budget):
         return math.inf
     rule = "0, or >= 1, or None"
     number = _validate.number("budget", budget, rule, 0.0, _validate.LARGEST)

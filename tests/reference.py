@@ -4,6 +4,7 @@ numpy only rounds each product to float32, as the device does.
 """
 
 import math
+from fractions import Fraction
 
 import numpy as np
 
@@ -180,3 +181,44 @@ def may_be_stored(param, update, dtype):
     """Whether a step that is checked may give a parameter of `dtype` this update."""
     overflows = math.isfinite(param) and not np.isfinite(stored(param, update, dtype))
     return math.isfinite(update) and not overflows
+
+
+def _over(values, given, seen, count, judged_from, limit_of):
+    """Whether a value is above the limit that the kept ones before it give."""
+    over = False
+    for row in given:
+        kept = seen[row][-count:]
+        if len(kept) >= judged_from:
+            over |= values[row] > limit_of(kept)
+    return over
+
+
+def _deviation(kept, mean, fewer=0):
+    total = sum((x - mean) ** 2 for x in kept)
+    return math.sqrt(total / max(len(kept) - fewer, 1))
+
+
+def spikes(signals, *, window, sigmas, budget=4, warmup=None, max_norm=math.inf):
+    """Yields (skip, found, tokens) for each pair of a loss, or None, and a norm."""
+    budget = math.inf if budget is None else budget
+    warmup = max(2, window // 2) if warmup is None else warmup
+    refill = budget / window if budget == math.inf else Fraction(budget) / window
+    seen, found, tokens = ([], []), 0, budget
+
+    def limit_of(kept):
+        mean = sum(kept) / len(kept)
+        if not any(kept):
+            return math.inf
+        return mean + sigmas * max(_deviation(kept, mean), abs(mean) / 512)
+
+    for values in signals:
+        given = [row for row in (0, 1) if values[row] is not None]
+        over = _over(values, given, seen, window, warmup, limit_of)
+        over |= values[1] > max_norm
+        skip = over and tokens >= 1
+        found += over
+        tokens = tokens - 1 if skip else min(tokens + refill, budget)
+        if not skip:
+            for row in given:
+                seen[row].append(values[row])
+        yield skip, found, float(tokens)

@@ -215,3 +215,43 @@ def megatron(
                 growth_tracker, hysteresis_tracker = 0, hysteresis
                 scale = f32(scale * f32(growth_factor))
         yield scale
+
+
+# Spikes: whether each pair of a loss and a norm is skipped.
+
+
+def _mean_and_deviation(values, fewer):
+    mean = sum(values) / len(values)
+    squares = sum((x - mean) ** 2 for x in values)
+    return mean, (squares / max(len(values) - fewer, 1)) ** 0.5
+
+
+def levanter_spikes(signals, window, sigmas):
+    for t, pair in enumerate(signals):
+        skip = False
+        for row in (0, 1):
+            past = [one[row] for one in signals[max(0, t - window) : t]]
+            if len(past) >= max(2, window // 2):
+                mean, deviation = _mean_and_deviation(past, 0)
+                skip |= pair[row] > mean + sigmas * max(deviation, 1e-6)
+        yield skip
+
+
+def maxtext_spikes(signals, window, sigmas):
+    for t, pair in enumerate(signals):
+        skip = False
+        for row in (0, 1):
+            past = [one[row] for one in signals[max(0, t - window) : t]]
+            if t + 1 >= max(2, window // 2):
+                mean, deviation = _mean_and_deviation(past, 1)
+                skip |= pair[row] - mean > sigmas * deviation
+        yield skip
+
+
+olmo_spikes = maxtext_spikes
+
+
+def spike_limit(signals, max_norm, max_loss):
+    for loss, norm in signals:
+        skip = max_norm is not None and norm > max_norm
+        yield skip or (max_loss is not None and loss > max_loss)

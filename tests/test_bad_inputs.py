@@ -145,6 +145,7 @@ REQUIRED = {
     "scale_value": 8.0,
     "scale_factor": 2.0,
     "scale_window": 20,
+    "max_norm": 2.5,
 }
 GRAD = {
     "state": scaler_state,
@@ -153,10 +154,16 @@ GRAD = {
     "has_aux": False,
     "transform": jax.value_and_grad,
 }
-WRAPPER = {"inner": optax.sgd(0.1), "axis_name": None, "check_updates": None}
+WRAPPER = {
+    "inner": optax.sgd(0.1),
+    "axis_name": None,
+    "check_updates": None,
+    "spikes": None,
+}
 # Name -> a function, and arguments that it takes.
 CASES = {
     **{n: (f, defaults(f, **REQUIRED)) for n, f in (FACTORIES | PRESETS).items()},
+    "spikes": (jls.spikes, defaults(jls.spikes)),
     "value_and_grad": (differentiated, GRAD),
     "grad": (lambda state, **k: jls.grad(**k)(state, jnp.ones(2)), GRAD),
     "loss_scaled": (jls.loss_scaled, WRAPPER | {"scaler": jls.dynamic()}),
@@ -295,6 +302,21 @@ TAKES = {
     "warn_if": {"dict"},
     "max_abs": {"2.5", "nan", "inf", "float32"},
     "check_updates": {"None", "True"},
+    "sigmas": NUMBERS,
+    "max_norm": {"None", "inf", *NUMBERS},
+    "max_loss": {"None", "inf", *NUMBERS},
+    "budget": {"None", "0", "inf", *NUMBERS},
+    "warmup": {"None", "int32", "integers"},
+    ("loss_scaled", "spikes"): {"None"},
+    ("skip_nonfinite", "spikes"): {"None"},
+    ("presets.spike_limit", "max_norm"): {"inf", *NUMBERS},
+    **{
+        (name, "window"): set()  # a shape
+        for name in (
+            "spikes",
+            *(f"presets.{x}_spikes" for x in ("levanter", "maxtext", "olmo")),
+        )
+    },
     ("health", "optimizer"): {"None"},
     "headroom": {"0", "2.5", *ARRAYS},
     ("adaptive", "intervals"): {"integers"},

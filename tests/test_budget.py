@@ -191,3 +191,41 @@ def test_step_with_clipping_and_report_costs_less_than_one_written_by_hand():
     (accessed, temporary), (theirs_accessed, theirs_temporary) = found
     assert accessed <= 0.95 * theirs_accessed, found
     assert temporary <= theirs_temporary + SCALARS
+
+
+SPIKES_INNER = {
+    "clip": (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), 0),
+    "no clip": (optax.sgd(0.1, momentum=0.9), 1),
+}
+# The window, and what is computed from it.
+OF_WINDOW = 65536
+
+
+@pytest.mark.parametrize("inner", SPIKES_INNER)
+@pytest.mark.parametrize("form", ["update", "train_step"])
+def test_spikes_cost_nothing_beside_a_clip_and_one_read_without(inner, form):
+    problem = WORKLOADS["step transformer, adamw"].problem()
+    transformation, reads = SPIKES_INNER[inner]
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(problem.params))
+    found = []
+    for policy in (None, jls.spikes()):
+        tx = jls.loss_scaled(transformation, jls.dynamic(1024.0), spikes=policy)
+
+        def by_hand(params, opt_state, grads, loss, tx=tx):
+            updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+            return optax.apply_updates(params, updates), opt_state
+
+        opt_state = tx.init(problem.params)
+        if form == "update":
+            args = problem.params, opt_state, problem.params, jnp.float32(1.0)
+            found.append(compiled_figures(by_hand, *args))
+        else:
+            step = jls.train_step(problem.loss_fn, tx)
+            args = problem.params, opt_state, problem.good
+            found.append(compiled_figures(step, *args))
+            reads = 0
+    (plain, plain_memory), (ours, memory) = found
+    assert ours <= plain + reads * size + OF_WINDOW
+    # The decision needs the whole norm, until when gradients have to stay.
+    kept = 0 if inner == "clip" or form == "update" else size
+    assert memory <= plain_memory + kept + OF_WINDOW

@@ -278,7 +278,10 @@ sys.path.append(str(FOLDER))
 import make as checkpoints  # noqa: E402, how the files were made
 
 OLD = "dynamic", "adaptive"
-NEW_FIELDS = ADDED[jls.types.LossScaledState]
+# Those of a spike policy are nothing without one.
+NEW_FIELDS = [
+    field for field in ADDED[jls.types.LossScaledState] if not field.startswith("spike")
+]
 
 
 def read(name, form, tmp_path, version="before_0.1.0"):
@@ -541,6 +544,8 @@ def test_fields_of_states_are_only_ever_appended():
         jls.types.RecentMaxState: "loss_scale finite_count window_count ceiling "
         "previous_ceiling overflow_ceiling",
         jls.types.ParamsEmaState: "count weight ema",
+        jls.types.SpikeState: "seen kept tokens found judged_loss limit_loss "
+        "judged_norm limit_norm steady_share",
     }
     assert set(ADDED) <= set(first)
     for state_type, names in first.items():
@@ -871,7 +876,7 @@ def test_pickle_of_an_older_version_is_an_error():
     class Older:  # pickled as a NamedTuple is: its type, and its fields
         def __reduce__(self):
             return jls.types.LossScaledState, tuple(
-                WRAPPED.init(PARAMS)[: -len(NEW_FIELDS)]
+                WRAPPED.init(PARAMS)[: -len(ADDED[jls.types.LossScaledState])]
             )
 
     data = pickle.dumps(Older())
@@ -887,3 +892,85 @@ def test_a_static_scale_from_before_0_1_0_is_the_targets():
     counts = {"finite_count": np.int32(0), "nonfinite_count": np.int32(0)}
     saved["scaler_state"] |= counts
     assert_identical(jls.upgrade_state(target, saved), target)
+
+
+# A spike policy.
+
+
+def with_spikes(policy, *sizes, state=None):
+    """The optimizer, and its state after steps with gradients of these sizes."""
+    optimizer = jls.loss_scaled(
+        optax.sgd(0.1, momentum=0.9), jls.dynamic(8.0), spikes=policy
+    )
+    params = {"w": jnp.ones(2)}
+    state = optimizer.init(params) if state is None else state
+    for size in sizes:
+        grads = {"w": jnp.full(2, size)}
+        _, state = optimizer.update(grads, state, params, value=jnp.float32(size))
+    return optimizer, state
+
+
+SIZES = [1.0, 1.1, 0.9, 1.0, 50.0, 60.0, 1.0, 2.0, 70.0]
+
+
+@pytest.mark.parametrize("at", [2, 5, 6, 9], ids=lambda at: f"after {at}")
+def test_a_run_with_spikes_goes_on_in_its_warm_up_and_with_half_spent_tokens(
+    at, tmp_path
+):
+    policy = jls.spikes(8, budget=2)
+    _, whole = with_spikes(policy, *SIZES)
+    assert whole.spikes > 1
+    _, state = with_spikes(policy, *SIZES[:at])
+    target = with_spikes(policy)[1]
+    for form in forms(state, tmp_path):
+        restored_state = jls.upgrade_state(target, form)
+        assert_identical(restored_state, state)
+        _, resumed = with_spikes(policy, *SIZES[at:], state=restored_state)
+        assert_identical(resumed, whole)
+
+
+def test_a_state_without_spikes_warms_up_under_a_policy(tmp_path):
+    _, state = with_spikes(None, 1.0, 2.0)
+    _, target = with_spikes(jls.spikes(8))
+    for form in forms(state, tmp_path):
+        new = jls.upgrade_state(target, form)
+        assert_identical(new.inner_state, state.inner_state)
+        assert_identical(new.spike_state, target.spike_state)
+        assert (new.steps, new.spikes) == (2, 0)
+    # As 0.1.0 saved it: without the fields.
+    raw = serialization.to_state_dict(state)
+    del raw["spikes"], raw["spike_state"]
+    assert_identical(jls.upgrade_state(target, raw), new)
+
+
+@pytest.mark.parametrize("policy", [None, jls.spikes(16), jls.presets.spike_limit(9.0)])
+def test_a_state_of_another_spike_policy_says_what_to_do(policy, tmp_path):
+    _, state = with_spikes(jls.spikes(8), 1.0, 2.0)
+    _, target = with_spikes(policy)
+    for form in forms(state, tmp_path):
+        with pytest.raises(ValueError, match="delete 'spikes' and 'spike_state'"):
+            jls.upgrade_state(target, form)
+    raw = serialization.to_state_dict(state)
+    del raw["spikes"], raw["spike_state"]
+    dropped = state._replace(spikes=(), spike_state=())
+    for form in (raw, dropped):
+        assert jls.upgrade_state(target, form).steps == 2
+
+
+def test_a_policy_with_a_state_of_its_own_is_restored(tmp_path):
+    policy = jls.types.SpikePolicy(
+        lambda: {"most": jnp.float32(9.0), "n": jnp.int32(0)},
+        lambda state, loss, norm: (state | {"n": state["n"] + 1}, norm > state["most"]),
+    )
+    _, state = with_spikes(policy, 1.0, 20.0)
+    assert (state.spikes, state.spike_state["n"]) == (1, 2)
+    for form in forms(state, tmp_path):
+        assert_identical(jls.upgrade_state(with_spikes(policy)[1], form), state)
+
+
+def test_wrap_and_unwrap_with_spikes():
+    params = {"w": jnp.ones(2)}
+    optimizer, fresh = with_spikes(jls.spikes(8))
+    inner = optax.sgd(0.1, momentum=0.9).init(params)
+    assert_identical(jls.wrap_state(optimizer, inner, params), fresh)
+    assert_identical(jls.unwrap_state(fresh), inner)

@@ -93,7 +93,11 @@ SMALL = [
         for h in (1, 2, 3)
     ],
 ]
-NAMES = sorted(name for name, _ in inspect.getmembers(presets, inspect.isfunction))
+NAMES = sorted(
+    name
+    for name, _ in inspect.getmembers(presets, inspect.isfunction)
+    if "spike" not in name
+)
 NAMES = [name for name in NAMES if not name.startswith("_")]
 REQUIRED = {
     "mindspore": {"scale_value": 1024, "scale_factor": 2, "scale_window": 1000},
@@ -385,3 +389,86 @@ def test_keras_itself_moves_so(flags, steps, monkeypatch, tmp_path):
         weights, state = step(state, [grad], weights)
         theirs.append(float(state[place]))
     assert loss_scales(presets.keras(**kwargs), flags)[0].tolist() == theirs
+
+
+# Spike policies: which of the steps are skipped.
+
+
+def signals(seed, count, length):
+    """Losses and norms with spikes, bursts and new levels; no two alike."""
+    rng = np.random.default_rng(seed)
+    values = rng.lognormal(0.0, 0.3, (2, count, length))
+    values *= np.where(rng.random(values.shape) < 0.05, rng.uniform(3, 1e4), 1.0)
+    level = np.where(np.arange(length) < rng.integers(length, size=(count, 1)), 1, 3.0)
+    losses, norms = np.float32(values * level)
+    return losses - 2, norms
+
+
+@jax.jit
+def skips(policy, losses, norms):
+    def one(losses, norms):
+        def step(state, pair):
+            return policy.judge(state, *pair)
+
+        return jax.lax.scan(step, policy.init(), (losses, norms))[1]
+
+    return jax.vmap(one)(losses, norms)
+
+
+WINDOWED = ["levanter_spikes", "maxtext_spikes", "olmo_spikes"]
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize(("window", "sigmas"), [(6, 1.5), (16, 3.0), (33, 6.0)])
+def test_spike_policies_follow_the_rules_in_plain_python(name, window, sigmas):
+    losses, norms = signals(window, 112, 80)
+    ours = np.asarray(skips(getattr(presets, name)(window, sigmas), losses, norms))
+    assert ours.any()
+    rule = getattr(reference_presets, name)
+    for i, pairs in enumerate(zip(losses.tolist(), norms.tolist(), strict=True)):
+        expected = list(rule(list(zip(*pairs, strict=True)), window, sigmas))
+        assert ours[i].tolist() == expected
+
+
+@pytest.mark.parametrize(("norm", "loss"), [(3.0, None), (None, 2.0), (3.0, 2.0)])
+def test_spike_limits_are_constant(norm, loss):
+    losses, norms = signals(0, 50, 40)
+    ours = np.asarray(skips(presets.spike_limit(norm, loss), losses, norms))
+    assert 0 < ours.mean() < 1
+    for i, pairs in enumerate(zip(losses.tolist(), norms.tolist(), strict=True)):
+        pairs = list(zip(*pairs, strict=True))
+        assert ours[i].tolist() == list(
+            reference_presets.spike_limit(pairs, norm, loss)
+        )
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), "3"])
+@pytest.mark.parametrize("name", ["max_norm", "max_loss"])
+def test_spike_limits_must_be_positive_numbers(name, value):
+    error = TypeError if isinstance(value, str) else ValueError
+    with pytest.raises(error, match=name):
+        presets.spike_limit(**({"max_norm": 1.0} | {name: value}))
+    with pytest.raises(ValueError, match="None for both"):
+        presets.spike_limit(None)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_windows_of_spikes_are_checked(name):
+    with pytest.raises(ValueError, match="window must be from 2"):
+        getattr(presets, name)(1)
+    with pytest.raises(ValueError, match="sigmas must be finite and > 0"):
+        getattr(presets, name)(8, 0)
+
+
+@pytest.mark.parametrize("window", [2, 3, 5])
+def test_olmo_differs_below_a_window_of_6_as_documented(window):
+    ours = skips(presets.olmo_spikes(window), np.ones((1, 2)), np.array([[1.0, 1.0]]))
+    assert not ours.any()
+
+
+def test_a_second_spike_hides_behind_the_first_as_in_the_systems():
+    norms = np.random.default_rng(1).normal(1.0, 0.1, (1, 200))
+    norms[0, [150, 180]] = 50.0, 20.0
+    for name in WINDOWED:
+        ours = skips(getattr(presets, name)(), np.ones((1, 200)), norms)
+        assert np.nonzero(np.asarray(ours)[0])[0].tolist() == [150]

@@ -557,3 +557,74 @@ def test_the_readme_s_block_skips_on_eight_devices(capsys):
     assert lines == [["True", "32768.0"], ["False", "16384.0"]]
     assert len(names["x"]) == 8
     assert names["opt_state"].nonfinite_losses == 0
+
+
+# Spikes.
+
+
+@meshes
+@checks
+@pytest.mark.parametrize("drop_axis", [False, True], ids=["", "without a loss"])
+def test_a_spike_on_one_device_skips_the_step_on_all(
+    mesh, axis_name, check_vma, drop_axis
+):
+    """Unreduced: the worst device decides. Nothing else is averaged or compared."""
+    inner = optax.sgd(0.5, momentum=0.5)
+    optimizer = jls.skip_nonfinite(inner, axis_name=axis_name, spikes=jls.spikes(4))
+    split = P(mesh.axis_names)
+    params = jnp.ones(8)
+    state = jax.eval_shape(optimizer.init, jnp.ones(1))
+    specs = jax.tree.map(
+        lambda leaf: split if leaf.shape == (1,) and leaf.dtype != bool else P(), state
+    )
+
+    def init(params):
+        return optimizer.init(params)
+
+    def step(params, state, grads, loss):
+        extra = {} if drop_axis else {"value": loss[0]}
+        updates, state = optimizer.update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    make = sharded(mesh, (split,), specs, check_vma)(init)
+    run = sharded(mesh, (split, specs, split, split), (split, specs), check_vma)(step)
+    state, run = jax.jit(make)(params), jax.jit(run)
+    for wild in [None, None, None, None, 3, None]:
+        before = params, state.inner_state
+        grads = X + 1 if wild is None else (X + 1).at[wild].set(1e4)
+        params, state = run(params, state, grads, jnp.ones(8))
+        assert bool(state.applied) == (wild is None)
+        if wild is not None:
+            assert_identical(before, (params, state.inner_state))
+            assert state.spike_state.judged_norm == 1e4
+    assert state.spikes == 1
+    for leaf in jax.tree.leaves(state.spike_state):
+        assert leaf.sharding.is_fully_replicated
+
+
+def test_a_spike_under_plain_jit_on_a_mesh_is_one_decision():
+    sharding = NamedSharding(Mesh(DEVICES, ("d",)), P("d"))
+    params = jax.device_put(jnp.ones(8), sharding)
+    optimizer = jls.skip_nonfinite(optax.sgd(0.5), spikes=jls.spikes(4))
+    state, whole = optimizer.init(params), optimizer.init(jnp.ones(8))
+    step = jax.jit(optimizer.update)
+    for size in [1.0, 1.1, 0.9, 1.0, 50.0, 1.0]:
+        grads = jnp.full(8, size)
+        _, state = step(jax.device_put(grads, sharding), state, params)
+        _, whole = step(grads, whole, jnp.ones(8))
+        assert state.applied == whole.applied
+        assert state.spike_state.judged_norm == whole.spike_state.judged_norm
+    assert state.spikes == 1
+    assert step._cache_size() == 2  # one for each placement
+
+
+@pytest.mark.filterwarnings("ignore:.*pmap")
+def test_a_spike_under_pmap_is_one_decision():
+    optimizer = jls.skip_nonfinite(optax.sgd(0.5), axis_name="d", spikes=jls.spikes(4))
+    params = jnp.ones((8, 2))
+    state = jax.pmap(optimizer.init)(params)
+    step = jax.pmap(optimizer.update, axis_name="d")
+    for wild in [False, False, False, True, False]:
+        grads = jnp.ones((8, 2)).at[5].mul(100.0 if wild else 1.0)
+        _, state = step(grads, state, params)
+        assert state.applied.tolist() == [not wild] * 8

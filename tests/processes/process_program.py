@@ -160,6 +160,30 @@ def unbound_axis():
     return None
 
 
+def spiking():
+    """Whether the steps are applied: gradients of one process are a spike."""
+    optimizer = jls.skip_nonfinite(
+        optax.sgd(0.1), axis_name="d", spikes=jls.spikes(window=4)
+    )
+    params = put(np.zeros(MESH.size, np.float32), SPLIT)
+    state = jax.jit(optimizer.init, out_shardings=WHOLE)(jnp.zeros(1))
+
+    @jax.jit
+    @jax.shard_map(mesh=MESH, in_specs=(P("d"), P(), P("d")), out_specs=(P("d"), P()))
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    applied = []
+    for wild in (False, False, False, True, False):
+        grads = np.ones(MESH.size, np.float32)
+        grads[-1] = 1e3 if wild else 1.0
+        params, state = step(params, state, put(grads, SPLIT))
+        applied.append(bool(state.applied))
+    jls.check_in_sync(state)
+    return applied, as_hex(state.spike_state)
+
+
 def out_of_sync():
     """What is said of states that differ between processes, and between devices."""
     whole = optimizer_of().init({name: put(PARAMS[name], WHOLE) for name in PARAMS})
@@ -185,6 +209,7 @@ if __name__ == "__main__":
         "fsdp": train(optimizer_of(), jitted, SPLIT),
         "shard_map": train(optimizer_of(axis_name="d"), mapped, SPLIT),
         "unbound": unbound_axis(),
+        "spiking": spiking(),
         "out of sync": out_of_sync(),
     }
     Path(sys.argv[5]).write_text(json.dumps(found))

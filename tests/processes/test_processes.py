@@ -123,6 +123,13 @@ def test_processes_say_what_was_wrong(processes):
         assert "axis_name 'rows' is not bound here" in seen["unbound"]
 
 
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_processes_take_one_decision_on_a_spike(processes):
+    (single,) = run(1)
+    assert single["spiking"][0] == [True, True, True, False, True]
+    assert all(seen["spiking"] == single["spiking"] for seen in run(processes))
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_state_that_differs_is_named(processes):
     rule = "must be the same on all devices, got"
