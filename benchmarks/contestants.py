@@ -139,11 +139,11 @@ def ours(
     optimizer: optax.GradientTransformation,
     loss_fn: Any,
     rules: Rules,
-    check_updates: bool | None = None,
+    **options: Any,
 ) -> Run:
-    """jls, as in the main loop of its README."""
+    """jls, as in the main loop of its README, with these options of the wrapper."""
     scaler = jls.dynamic(INIT_SCALE, growth_interval=rules.growth_interval)
-    guarded = jls.loss_scaled(optimizer, scaler, check_updates=check_updates)
+    guarded = jls.loss_scaled(optimizer, scaler, **options)
 
     def step(params, state, batch):
         loss, grads = jls.value_and_grad(loss_fn)(state, params, batch)

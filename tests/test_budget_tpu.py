@@ -4,20 +4,26 @@ Needs libtpu (`pip install -e ".[tpu-aot]"`), and no TPU.
 """
 
 import functools
+from functools import partial
 
 import pytest
 
 from benchmarks import ENVIRONMENT, compiled, placement, target_workloads
-from benchmarks.contestants import FLOOR, OURS
+from benchmarks.contestants import ALL, FLOOR, OURS
+from benchmarks.contestants import ours as by_hand
 from benchmarks.targets import TARGETS
+from jls import spikes
 
 pytest.importorskip("libtpu")
 pytestmark = pytest.mark.standard_promotion
 
 # One layer, to compile fast; too large for the memory on the chip, to tell the truth.
 SHAPE, TOKENS = (2560, 1, 12000), (4, 512)
+SPIKES = "jls with spikes"
 WORKLOADS = {
-    one.name: one
+    one.name: one._replace(
+        contestants={**ALL, SPIKES: partial(by_hand, spikes=spikes())}
+    )
     for one in target_workloads.target_workloads(target_workloads.TINY)
     if one.name in ("adamw", "clip + adamw")
 }
@@ -51,6 +57,13 @@ def test_no_peer_moves_fewer_bytes_or_needs_less_memory(workload):
 def test_with_clipping_the_check_costs_no_pass():
     ours, bare = (figures_of("clip + adamw", name) for name in (OURS, FLOOR))
     assert ours["bytes_accessed"] <= bare["bytes_accessed"]
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_spikes_read_the_gradients_no_more_often(workload):
+    plain, ours = (figures_of(workload, name) for name in (OURS, SPIKES))
+    assert ours["bytes_accessed"] <= 1.001 * plain["bytes_accessed"]
+    assert ours["temporary_bytes"] <= 1.01 * plain["temporary_bytes"]
 
 
 LAYOUTS = {
