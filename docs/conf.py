@@ -1,13 +1,15 @@
-"""How Sphinx builds this site: see the section "Contributing" of the README.
+"""How Sphinx builds this site: see the end of getting_started.md.
 
 Nothing is fetched and no notebook is run: their outputs are kept in the files.
 """
 
+import base64
 import contextlib
 import dataclasses
 import difflib
 import enum
 import inspect
+import json
 import re
 import runpy
 import shutil
@@ -40,7 +42,7 @@ nitpick_ignore_regex = [("py:.*", r"(?!jls\.).*|jls\._.*")]
 
 nb_execution_mode = "off"
 myst_heading_anchors = 3
-suppress_warnings = ["myst.header"]  # included README sections keep their levels
+myst_enable_extensions = ["colon_fence"]
 
 default_role = "literal"  # docstrings put code in single backticks
 python_maximum_signature_line_length = 72
@@ -55,6 +57,7 @@ html_theme = "furo"
 html_title = f"jls {release}"
 html_static_path = ["static"]
 html_css_files = ["jls.css"]
+html_js_files = ["jls.js"]
 html_show_sphinx = False
 html_show_sourcelink = False
 pygments_dark_style = "github-dark"
@@ -72,6 +75,33 @@ def copy_notebooks() -> None:
     target.mkdir()
     for notebook in (DOCS.parent / "notebooks").glob("*.ipynb"):
         shutil.copy2(notebook, target)
+
+
+# The cell of each notebook whose picture stands for it.
+PICTURES = {
+    "01_quickstart": "underflow",
+    "02_migrate": "cell-26",
+    "03_my_loss_is_nan": "causes-plot",
+    "04_scalers": "own",
+    "05_monitoring": "runs-plot",
+    "06_scale_out": "drift",
+}
+
+
+def copy_pictures() -> None:
+    """Takes a picture out of each notebook, for the page that lists them."""
+    target = DOCS / "pictures"
+    target.mkdir(exist_ok=True)
+    for notebook in (DOCS.parent / "notebooks").glob("*.ipynb"):
+        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+        (cell,) = (x for x in cells if x.get("id") == PICTURES[notebook.stem])
+        (png,) = (
+            output["data"]["image/png"]
+            for output in cell["outputs"]
+            if "image/png" in output.get("data", {})
+        )
+        picture = target / f"{notebook.stem}.png"
+        picture.write_bytes(base64.b64decode("".join(png)))
 
 
 def draw_picture() -> None:
@@ -173,6 +203,7 @@ class LinkNames(SphinxTransform):
 def setup(app):
     """Called by Sphinx."""
     copy_notebooks()
+    copy_pictures()
     draw_picture()
     write_diffs()
     app.connect("autodoc-process-docstring", document, priority=400)
