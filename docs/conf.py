@@ -200,6 +200,41 @@ class LinkNames(SphinxTransform):
                 link.append(node)
 
 
+class LinkNotes(SphinxTransform):
+    """Links [1] in a table to the first note of the numbered list after it."""
+
+    default_priority = 400
+
+    def apply(self, **kwargs):
+        tables, wanted = [], nodes.table | nodes.enumerated_list
+        for node in list(self.document.findall(lambda node: isinstance(node, wanted))):
+            if isinstance(node, nodes.table):
+                tables.append(node)
+                continue
+            for table in tables:
+                self.link(table, node)
+            tables = []
+
+    def link(self, table, notes):
+        for text in list(table.findall(nodes.Text)):
+            parts = re.split(r"(\[\d+\])", text)
+            if len(parts) == 1 or isinstance(text.parent, nodes.literal):
+                continue
+            linked = []
+            for part in parts:
+                number = re.fullmatch(r"\[(\d+)\]", part)
+                if not number:
+                    linked.append(nodes.Text(part))
+                    continue
+                note = notes[int(number[1]) - 1]
+                if not note["ids"]:
+                    note["ids"] = [self.document.set_id(note, suggested_prefix="note")]
+                linked.append(
+                    nodes.reference("", part, refid=note["ids"][0], internal=True)
+                )
+            text.parent.replace(text, linked)
+
+
 def setup(app):
     """Called by Sphinx."""
     copy_notebooks()
@@ -208,3 +243,4 @@ def setup(app):
     write_diffs()
     app.connect("autodoc-process-docstring", document, priority=400)
     app.add_transform(LinkNames)
+    app.add_transform(LinkNotes)

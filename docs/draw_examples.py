@@ -58,6 +58,7 @@ def draw_run(loss, scale, skipped):
     _, (top, bottom) = plt.subplots(2, sharex=True, figsize=(7, 3.2))
     top.plot(steps, loss, color=BLUE, linewidth=1)
     top.set(yscale="log", ylabel="loss")
+    top.yaxis.set_minor_formatter(mpl.ticker.NullFormatter())
     bottom.step(steps, scale, color=BLUE, where="post")
     bottom.set_yscale("log", base=2)
     bottom.set(ylabel="loss scale", xlabel="step")
@@ -65,7 +66,7 @@ def draw_run(loss, scale, skipped):
     label = f"skipped steps ({len(where)})"
     floor = bottom.get_xaxis_transform()
     bottom.vlines(where, 0, 0.12, ORANGE, transform=floor, label=label)
-    bottom.legend(loc="lower right", frameon=False)
+    bottom.legend(loc="upper left", frameon=False)
 
 
 def draw_ppo(train, seeds=3, updates=150):

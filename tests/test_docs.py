@@ -123,7 +123,7 @@ def test_no_page_is_cut_out_of_the_readme():
 def test_first_page_leads_newcomers_migrants_and_the_worried():
     doors = PAGES["index.md"].split("{container} door\n")[1:]
     titles = [re.match(r"\*\*(.*)\*\*", door)[1] for door in doors]
-    assert titles == ["New here", "Migrating", "Worried"]
+    assert titles == ["New here?", "Migrating?", "Worried?"]
     for door, page in zip(
         doors,
         ["getting_started", "coming_from", "questions/where_is_my_mistake"],

@@ -1,12 +1,16 @@
-// On a phone the rows of a table stand one below the other (jls.css): each cell then
-// needs the title of its column.
+// Marks what jls.css needs to know about a table. On a phone the cells of a row stand one
+// below the other; with three columns or more each then needs the title of its column.
 document.addEventListener("DOMContentLoaded", () => {
   for (const table of document.querySelectorAll("article table.docutils")) {
     const titles = [...table.querySelectorAll("thead th")].map((th) => th.textContent);
     for (const row of table.querySelectorAll("tbody tr")) {
-      [...row.cells].forEach((cell, i) => {
-        cell.dataset.title = titles[i] ?? "";
-      });
+      const [first, ...others] = row.cells;
+      for (const cell of others) {
+        cell.classList.toggle("blank", !cell.textContent.trim());
+        if (others.length > 1) cell.dataset.title = titles[cell.cellIndex];
+      }
+      const isTitle = others.every((cell) => cell.classList.contains("blank"));
+      row.classList.toggle("title", isTitle);
     }
   }
 });
