@@ -25,8 +25,8 @@ import jls
 DOCS = Path(__file__).parent
 
 project = "jls"
-author = "the authors of jls"
-project_copyright = "the authors of jls, Apache-2.0"
+author = "The jls developers"
+project_copyright = "The jls developers, Apache-2.0"
 version = release = jls.__version__
 
 extensions = [
