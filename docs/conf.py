@@ -74,7 +74,10 @@ def copy_notebooks() -> None:
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
     for notebook in (DOCS.parent / "notebooks").glob("*.ipynb"):
-        shutil.copy2(notebook, target)
+        content = json.loads(notebook.read_text(encoding="utf-8"))
+        # Cells may hold lines such as `!pip`, which are no Python.
+        content["metadata"]["language_info"]["pygments_lexer"] = "ipython3"
+        (target / notebook.name).write_text(json.dumps(content), encoding="utf-8")
 
 
 # The cell of each notebook whose picture stands for it.
