@@ -88,6 +88,7 @@ PICTURES = {
     "04_scalers": "own",
     "05_monitoring": "runs-plot",
     "06_scale_out": "drift",
+    "07_spikes": "see",
 }
 
 
