@@ -1,7 +1,7 @@
 """The contestants: one train step each, of the same model, optimizer and data.
 
 Each follows its documentation. Only `jls` learns whether the loss is finite.
-Only the step is compared. The README has a table of how much each of them guards.
+Only the step is compared. docs/comparison.md says how much each of them guards.
 """
 
 import importlib

@@ -1,13 +1,15 @@
-"""How Sphinx builds this site: see the section "Contributing" of the README.
+"""How Sphinx builds this site: see the end of getting_started.md.
 
 Nothing is fetched and no notebook is run: their outputs are kept in the files.
 """
 
+import base64
 import contextlib
 import dataclasses
 import difflib
 import enum
 import inspect
+import json
 import re
 import runpy
 import shutil
@@ -23,8 +25,8 @@ import jls
 DOCS = Path(__file__).parent
 
 project = "jls"
-author = "the authors of jls"
-project_copyright = "the authors of jls, Apache-2.0"
+author = "The jls developers"
+project_copyright = "The jls developers, Apache-2.0"
 version = release = jls.__version__
 
 extensions = [
@@ -40,7 +42,7 @@ nitpick_ignore_regex = [("py:.*", r"(?!jls\.).*|jls\._.*")]
 
 nb_execution_mode = "off"
 myst_heading_anchors = 3
-suppress_warnings = ["myst.header"]  # included README sections keep their levels
+myst_enable_extensions = ["colon_fence"]
 
 default_role = "literal"  # docstrings put code in single backticks
 python_maximum_signature_line_length = 72
@@ -55,6 +57,7 @@ html_theme = "furo"
 html_title = f"jls {release}"
 html_static_path = ["static"]
 html_css_files = ["jls.css"]
+html_js_files = ["jls.js"]
 html_show_sphinx = False
 html_show_sourcelink = False
 pygments_dark_style = "github-dark"
@@ -71,7 +74,38 @@ def copy_notebooks() -> None:
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
     for notebook in (DOCS.parent / "notebooks").glob("*.ipynb"):
-        shutil.copy2(notebook, target)
+        content = json.loads(notebook.read_text(encoding="utf-8"))
+        # Cells may hold lines such as `!pip`, which are no Python.
+        content["metadata"]["language_info"]["pygments_lexer"] = "ipython3"
+        (target / notebook.name).write_text(json.dumps(content), encoding="utf-8")
+
+
+# The cell of each notebook whose picture stands for it.
+PICTURES = {
+    "01_quickstart": "underflow",
+    "02_migrate": "cell-26",
+    "03_my_loss_is_nan": "causes-plot",
+    "04_scalers": "own",
+    "05_monitoring": "runs-plot",
+    "06_scale_out": "drift",
+    "07_spikes": "see",
+}
+
+
+def copy_pictures() -> None:
+    """Takes a picture out of each notebook, for the page that lists them."""
+    target = DOCS / "pictures"
+    target.mkdir(exist_ok=True)
+    for notebook in (DOCS.parent / "notebooks").glob("*.ipynb"):
+        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+        (cell,) = (x for x in cells if x.get("id") == PICTURES[notebook.stem])
+        (png,) = (
+            output["data"]["image/png"]
+            for output in cell["outputs"]
+            if "image/png" in output.get("data", {})
+        )
+        picture = target / f"{notebook.stem}.png"
+        picture.write_bytes(base64.b64decode("".join(png)))
 
 
 def draw_picture() -> None:
@@ -170,10 +204,47 @@ class LinkNames(SphinxTransform):
                 link.append(node)
 
 
+class LinkNotes(SphinxTransform):
+    """Links [1] in a table to the first note of the numbered list after it."""
+
+    default_priority = 400
+
+    def apply(self, **kwargs):
+        tables, wanted = [], nodes.table | nodes.enumerated_list
+        for node in list(self.document.findall(lambda node: isinstance(node, wanted))):
+            if isinstance(node, nodes.table):
+                tables.append(node)
+                continue
+            for table in tables:
+                self.link(table, node)
+            tables = []
+
+    def link(self, table, notes):
+        for text in list(table.findall(nodes.Text)):
+            parts = re.split(r"(\[\d+\])", text)
+            if len(parts) == 1 or isinstance(text.parent, nodes.literal):
+                continue
+            linked = []
+            for part in parts:
+                number = re.fullmatch(r"\[(\d+)\]", part)
+                if not number:
+                    linked.append(nodes.Text(part))
+                    continue
+                note = notes[int(number[1]) - 1]
+                if not note["ids"]:
+                    note["ids"] = [self.document.set_id(note, suggested_prefix="note")]
+                linked.append(
+                    nodes.reference("", part, refid=note["ids"][0], internal=True)
+                )
+            text.parent.replace(text, linked)
+
+
 def setup(app):
     """Called by Sphinx."""
     copy_notebooks()
+    copy_pictures()
     draw_picture()
     write_diffs()
     app.connect("autodoc-process-docstring", document, priority=400)
     app.add_transform(LinkNames)
+    app.add_transform(LinkNotes)

@@ -90,6 +90,61 @@ def test_reference_has_every_public_name_once():
     assert sorted(listed) == sorted(expected)
 
 
+def test_reference_is_grouped_as_the_package():
+    """Each group of `jls/__init__.py` is a page, with the same names in its order."""
+    source = Path(jls.__file__).read_text(encoding="utf-8").split("# isort: off\n")[1]
+    groups = re.findall(r"^# (\w.*)\.\n((?:from .*\n)+)", source, re.MULTILINE)
+    assert len(groups) >= 7
+    pages = re.findall(r"^\w+$", PAGES["api/index.md"].split("{toctree}")[1], re.M)
+    pages = [page for page in pages if page not in ("presets", "types")]
+    for page, (title, imports) in zip(pages, groups, strict=True):
+        text = PAGES[f"api/{page}.md"]
+        names = re.findall(r" as (\w+)$", imports, re.MULTILINE)
+        names = [name for name in names if name != "presets"]
+        assert text.startswith(f"# {title.split(', ')[0]}\n")
+        listed = text.split(".. autosummary::\n\n")[1].split("\n\n")[0].split()
+        documented = re.findall(
+            r"^\.\. auto(?:function|class|exception):: (\w+)", text, re.M
+        )
+        assert names == listed == documented
+
+
+def test_index_of_the_reference_names_all_functions():
+    for name, value in vars(jls).items():
+        if not name.startswith("_") and not inspect.ismodule(value):
+            assert f"`jls.{name}`" in PAGES["api/index.md"], name
+
+
+def test_no_page_is_cut_out_of_the_readme():
+    sources = [*PAGES.values(), (DOCS / "conf.py").read_text(encoding="utf-8")]
+    assert "README.md" not in "".join(sources)
+
+
+def test_first_page_leads_newcomers_migrants_and_the_worried():
+    doors = PAGES["index.md"].split("{container} door\n")[1:]
+    titles = [re.match(r"\*\*(.*)\*\*", door)[1] for door in doors]
+    assert titles == ["New here?", "Migrating?", "Worried?"]
+    for door, page in zip(
+        doors,
+        ["getting_started", "coming_from", "questions/where_is_my_mistake"],
+        strict=True,
+    ):
+        assert f"({page}.md)" in door
+
+
+def test_every_notebook_and_example_has_a_sentence_and_a_picture():
+    text = PAGES["notebooks.md"]
+    notebooks = sorted((DOCS.parent / "notebooks").glob("*.ipynb"))
+    for notebook in notebooks:
+        part = rf"^## \[.*\]\(notebooks/{notebook.name}\)\n\n[A-Z].*?\.\n\n"
+        part += rf"!\[[^]]+\]\(pictures/{notebook.stem}\.png\)"
+        assert re.search(part, text, re.MULTILINE | re.DOTALL), notebook.name
+    examples = sorted((DOCS.parent / "examples").glob("*.py"))
+    for example in examples:
+        assert f"](examples/{example.stem}.png)" in PAGES["examples.md"]
+        assert (DOCS / "examples" / f"{example.stem}.png").exists()
+
+
 def test_code_in_running_text_names_what_exists():
     for page, text in PAGES.items():
         for code in re.findall(r"`(jls\.[^`\n]+)`", text):

@@ -439,7 +439,7 @@ def test_micro_batch_is_dropped_by_all_devices_or_by_none(check_vma, is_deep):
 
 
 def test_gradients_of_a_local_loss_are_summed_by_jax_not_averaged():
-    """What the README warns of: jls leaves them as they come."""
+    """What the documentation warns of: jls leaves them as they come."""
     state = train_state("d")
     step = jls.train_step(lambda state, x: half_loss(state.params, x))
     specs = specs_of(state, P())
@@ -548,13 +548,13 @@ def test_plain_step_under_pmap():
 
 
 @pytest.mark.standard_promotion
-def test_the_readme_s_block_skips_on_eight_devices(capsys):
-    text = Path(__file__).parents[2].joinpath("README.md").read_text()
-    section = text.split("### Many devices and processes")[1]
+def test_the_recipe_skips_on_eight_devices(capsys):
+    docs = Path(__file__).parents[2] / "docs"
+    text = (docs / "recipes/devices.md").read_text(encoding="utf-8")
     names = {}
-    exec(section.split("```python\n")[1].split("```")[0], names)
-    lines = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
-    assert lines == [["True", "32768.0"], ["False", "16384.0"]]
+    exec(text.split("```python\n")[1].split("```")[0], names)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["True 32768.0", "False 16384.0"]
     assert len(names["x"]) == 8
     assert names["opt_state"].nonfinite_losses == 0
 

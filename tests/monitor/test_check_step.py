@@ -50,24 +50,24 @@ def test_right_step_is_not_called_broken(name):
     assert len(result.not_tried) <= 4
 
 
-# The README's recipes with a step, and how each is called.
+# The recipes of the documentation with a step, and how each is called.
 RECIPES = {
-    "The main loop": "train_step, params, opt_state, batch",
-    "Flax Linen": "train_step, state, (x, y)",
-    "Flax NNX": "train_step, model, optimizer, (x, y)",
-    "Equinox": "train_step, model, opt_state, (x, y)",
-    "Plain JAX, without optax": "train_step, w, state, jnp.ones((8, 4))",
-    "Gradient accumulation": "step, w, opt_state, jnp.ones((8, 3))",
-    "Many devices and processes": "train_step, params, opt_state, x",
+    "getting_started": "train_step, params, opt_state, batch",
+    "recipes/flax_linen": "train_step, state, (x, y)",
+    "recipes/flax_nnx": "train_step, model, optimizer, (x, y)",
+    "recipes/equinox": "train_step, model, opt_state, (x, y)",
+    "recipes/plain_jax": "train_step, w, state, jnp.ones((8, 4))",
+    "recipes/gradient_accumulation": "step, w, opt_state, jnp.ones((8, 3))",
+    "recipes/devices": "train_step, params, opt_state, x",
 }
 
 
-@pytest.mark.parametrize("title", RECIPES)
-def test_recipe_of_the_readme_is_not_called_broken(title, capsys):
-    found = blocks((ROOT / "README.md").read_text(encoding="utf-8"))
-    block = next(x for x in found if x.title == title and x.language == "python")
-    names = execute(block.code, title, {"__name__": "recipe"})
-    result = eval(f"jls.check_step({RECIPES[title]})", names)
+@pytest.mark.parametrize("page", RECIPES)
+def test_recipe_is_not_called_broken(page, capsys):
+    found = blocks((ROOT / f"docs/{page}.md").read_text(encoding="utf-8"))
+    block = next(x for x in found if x.language == "python")
+    names = execute(block.code, page, {"__name__": "recipe"})
+    result = eval(f"jls.check_step({RECIPES[page]})", names)
     assert result.ok, str(result)
 
 
