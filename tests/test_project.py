@@ -79,6 +79,7 @@ def test_contributing_names_commands_that_there_are():
     ("path", "names"),
     [
         ("tests/test_scaler_laws.py", ["SCALERS"]),
+        ("tests/test_bad_inputs.py", ["FACTORIES"]),
         ("jls/_monitor/verdict.py", ["TABLE", "Verdict", "Facts"]),
         ("jls/_train/parts.py", ["Adapter"]),
         ("jls/_train/step.py", ["_adapt"]),
@@ -129,7 +130,7 @@ def test_issues_ask_for_the_output_of_the_doctor(name):
 
 # A package of that name would be somebody else's.
 STRANGER = re.compile(
-    r"""\binstall [^\n`#&;|]*?(?<=[ "'])jls(?:\[\w+\])?(?=["'`\\\s]|$)"""
+    r"""\bpip install [^\n`#&;|]*?(?<=[ "'])jls(?:\[\w+\])?(?=["'`\\\s]|$)"""
 )
 
 
@@ -137,7 +138,7 @@ def test_nothing_installs_the_name_jls_from_an_index():
     for said in (
         "pip install jls",
         '%pip install -q --no-deps jls\\n"',
-        'install "jls[demo]"\n',
+        'pip install "jls[demo]"\n',
     ):
         assert STRANGER.search(said)
     folders = ("jls", "docs", "notebooks", "examples", "benchmarks", ".github", ".ci")
