@@ -11,37 +11,50 @@ import argparse
 import difflib
 import json
 import os
+import shutil
+import signal
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-
-import jax
 
 from jls import __version__
 
 COMMANDS = ("demo", "doctor")
 
 USAGE = """\
-python -m jls [demo] [--steps N] [--seed N] [--output FILE] [--no-plot]
+python -m jls [demo] [options]
        python -m jls doctor [--json]
        python -m jls --help | --version"""
 
-EXTRA = {"flax", "matplotlib", "rich", "sklearn"}
+SUMMARIES = {
+    "demo": "Trains a small network on 1347 handwritten digits, three times: in "
+    "float32, in float16 without loss scaling, and in float16 with jls.loss_scaled. "
+    "Shows the loss, the loss scale and the skipped steps, then how well each run "
+    "reads 450 digits that it has not seen. Runs on the GPU if JAX has one, else on "
+    "the CPU, in less than a minute, and downloads nothing. Without a command, this "
+    "is what runs.",
+    "doctor": "Times each dtype on this machine, checks that XLA detects inf and NaN "
+    "inside jit, and measures what a wrapped step costs. Ends with the dtype to train "
+    "in. Exits with 0 if everything that jls relies on holds, else with 1.",
+}
 
-DESCRIPTION = """\
-Trains a small network on 1347 handwritten digits, three times: in float32, in float16
-without loss scaling, and in float16 with jls.loss_scaled. Shows the loss, the loss
-scale and the skipped steps as they develop, then how well each run reads 450 digits
-that it has not seen. Runs on the CPU in less than a minute and downloads nothing."""
-
-EPILOG = """\
+EXAMPLES = """\
 examples:
   python -m jls
   python -m jls --seed 3 --output digits.svg
   python -m jls --steps 300 --no-plot
-  python -m jls doctor          # which dtype is fast here, and does jls work
+  python -m jls doctor
+  JAX_PLATFORMS=cpu python -m jls   # not on the GPU
+"""
 
-It needs Flax, matplotlib, rich and scikit-learn: pip install "jls[demo]"
+EXTRA = {"flax", "matplotlib", "rich", "sklearn"}
+
+INSTALL = """\
+  in a checkout of jls:
+    pip install -e ".[demo]"
+  with jls from a wheel:
+    pip install flax matplotlib rich scikit-learn
 """
 
 
@@ -63,10 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run_doctor(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m jls doctor",
-        description="Times each dtype on this machine, checks that XLA detects inf and "
-        "NaN inside jit, and measures what a guarded step costs; ends with advice. "
-        "Exits with 0 if everything that jls relies on holds, else with 1.",
+        prog="python -m jls doctor", description=SUMMARIES["doctor"]
     )
     parser.add_argument(
         "--json", action="store_true", help="print the findings as JSON"
@@ -75,7 +85,10 @@ def _run_doctor(arguments: list[str]) -> None:
     from jls._cli import doctor
 
     findings = doctor.examine()
-    print(json.dumps(findings, indent=2) if options.json else doctor.report(findings))
+    if options.json:
+        print(json.dumps(findings, indent=2))
+    else:
+        print(doctor.report(findings, _columns()))
     if not findings["ok"]:
         raise SystemExit(1)
 
@@ -91,8 +104,6 @@ def _run_demo(arguments: list[str]) -> None:
         )
     if not options.no_plot:
         _check_output(parser, options.output)
-    # The demo is about number formats, which differ least between machines on the CPU.
-    jax.config.update("jax_platforms", "cpu")
     save_plot = None
     try:
         from jls._cli import demo_report
@@ -104,8 +115,7 @@ def _run_demo(arguments: list[str]) -> None:
             raise
         raise SystemExit(
             f"The demo needs the package {error.name}, which is not installed.\n"
-            'Install what it needs with: pip install "jls[demo]"\n'
-            'or, from a checkout of jls: pip install -e ".[demo]"'
+            f"To install what it needs,\n{INSTALL.rstrip()}"
         ) from error
     runs = demo_report.train_all(options.steps, options.seed)
     demo_report.show(runs)
@@ -115,17 +125,19 @@ def _run_demo(arguments: list[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    # Raw, since argparse would fill the list of commands into one paragraph.
     parser = argparse.ArgumentParser(
         prog="python -m jls",
         usage=USAGE,
-        description=DESCRIPTION,
-        epilog=EPILOG,
+        description="Loss scaling and bad-step skipping for JAX.\n\n" + _commands(),
+        epilog=f"{EXAMPLES}\nwhat the demo needs:\n{INSTALL}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     # What is left of the commands: one that there is not.
     parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"jls {__version__}")
-    parser.add_argument(
+    demo = parser.add_argument_group("options of the demo")
+    demo.add_argument(
         "--steps",
         type=_integer_from(1),
         default=1200,
@@ -133,14 +145,14 @@ def _parser() -> argparse.ArgumentParser:
         help="training steps of each run (default: 1200; float32 itself needs several "
         "hundred)",
     )
-    parser.add_argument(
+    demo.add_argument(
         "--seed",
         type=_integer_from(0),
         default=0,
         metavar="N",
         help="draws the first weights and the split of the digits (default: 0)",
     )
-    parser.add_argument(
+    demo.add_argument(
         "--output",
         type=Path,
         default=Path("jls_demo.png"),
@@ -148,8 +160,21 @@ def _parser() -> argparse.ArgumentParser:
         help="where the plot goes; the ending .png, .svg or .pdf says the format "
         "(default: jls_demo.png)",
     )
-    parser.add_argument("--no-plot", action="store_true", help="write no plot")
+    demo.add_argument("--no-plot", action="store_true", help="write no plot")
     return parser
+
+
+def _commands() -> str:
+    lines = ["commands:"]
+    for name, summary in SUMMARIES.items():
+        text = textwrap.fill(summary, _columns() - 12)
+        lines.append(f"  {name:6}  " + textwrap.indent(text, " " * 10).lstrip())
+    return "\n".join(lines)
+
+
+def _columns() -> int:
+    """How wide text may be: the terminal, but no wider than is good to read."""
+    return min(shutil.get_terminal_size().columns, 88)
 
 
 def _integer_from(least: int):
@@ -180,10 +205,20 @@ def _check_output(parser: argparse.ArgumentParser, output: Path) -> None:
         parser.error(f"--output cannot be written: no permission for '{target}'")
 
 
+def _stop(*_) -> None:
+    """Ends the program in one line, when the user presses Ctrl-C.
+
+    At once: a KeyboardInterrupt is lost where JAX calls back into Python, and the
+    interpreter may crash at its end while XLA still computes.
+    """
+    show_cursor = "\x1b[?25h" if sys.stdout.isatty() else ""  # progress bars hide it
+    os.write(2, f"{show_cursor}\nStopped.\n".encode())
+    os._exit(130)
+
+
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        print("\nStopped.", file=sys.stderr, flush=True)
-        # At once: the interpreter may crash at its end while XLA still computes.
-        os._exit(130)
+    # Another program, such as the notebook that calls this, may need the GPU's memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not nohup's
+        signal.signal(signal.SIGINT, _stop)
+    main()

@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import nbformat
@@ -119,13 +120,102 @@ def test_nothing_in_it_tells_of_the_machine_that_ran_it(notebook):
 
 def test_it_installs_jls_alone(notebook):
     first, *others = [cell.source for cell in code_cells(notebook)]
-    arguments = INSTALL.findall(first)
-    assert arguments
-    for line in arguments:
-        assert "--no-deps" in line.split()
-        packages = {word for word in line.split() if not word.startswith("-")}
-        assert packages <= {"jls", ".."}
+    arguments = [line.split("--no-deps")[1].split() for line in INSTALL.findall(first)]
+    assert arguments == [["-e", '"{checkout}"'], ['"{wheels[-1]}"']]
     assert not any(INSTALL.search(source) for source in others)
+
+
+def test_they_all_find_jls_in_the_same_way(notebook):
+    assert code_cells(notebook)[0].source == first_cell()
+
+
+def first_cell():
+    return code_cells(nbformat.read(NOTEBOOKS[0], as_version=4))[0].source
+
+
+# Runs the first cell as on a machine without jls. pip only says what it is to install,
+# and makes a wheel importable.
+WITHOUT_JLS = """if True:
+    import sys
+    from pathlib import Path
+
+    has_jls = [path for path in sys.path if Path(path, "jls/__init__.py").exists()]
+    sys.path[:] = [path for path in sys.path if path not in has_jls]
+
+    from IPython.core.interactiveshell import InteractiveShell
+
+    def pip(line):
+        print("pip", line)
+        if line.endswith('.whl"'):
+            sys.path.append(line.split()[-1].strip('"'))
+
+    shell = InteractiveShell.instance()
+    shell.register_magic_function(pip, magic_name="pip")
+    result = shell.run_cell(sys.stdin.read())
+    print(getattr(sys.modules.get("jls"), "__file__", None))
+"""
+
+
+def run_first_cell(folder):
+    """What pip was called with, where jls then comes from, and all that was printed."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_JLS],
+        input=first_cell(),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=env | {"IPYTHONDIR": str(folder / ".ipython")},
+    )
+    assert done.returncode == 0, done.stderr
+    calls = [line for line in done.stdout.splitlines() if line.startswith("pip ")]
+    return calls, done.stdout.splitlines()[-1], done.stdout
+
+
+def checkout_at(path):
+    """Something that looks like a checkout of jls, and imports as it."""
+    (path / "jls").mkdir(parents=True)
+    (path / "jls/__init__.py").write_text("__version__ = '1.2.3'")
+    return path / "jls/__init__.py"
+
+
+@pytest.mark.parametrize("place", ["my drive", "my drive/notebooks/jls"])
+def test_they_take_jls_from_the_checkout_around_or_beside_them(place, tmp_path):
+    """As opened in a checkout; and where one was cloned, as `jls`, into the folder."""
+    file = checkout_at(tmp_path / place)
+    folder = tmp_path / "my drive/notebooks"
+    folder.mkdir(exist_ok=True)
+    (folder / "jls-1.0-py3-none-any.whl").touch()  # the checkout goes first
+    calls, imported, printed = run_first_cell(folder)
+    assert calls == [f'pip install --quiet --no-deps -e "{tmp_path / place}"']
+    assert Path(imported) == file
+    assert "and jls 1.2.3" in printed
+
+
+def test_they_take_jls_from_the_wheel_beside_them(tmp_path):
+    for version in ("1.0", "1.1"):
+        path = tmp_path / f"jls-{version}-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w") as wheel:
+            wheel.writestr("jls/__init__.py", f"__version__ = {version!r}")
+    calls, _, printed = run_first_cell(tmp_path)
+    assert calls == ['pip install --quiet --no-deps "jls-1.1-py3-none-any.whl"']
+    assert "and jls 1.1" in printed
+
+
+def test_they_say_where_to_get_jls_and_ask_no_index(tmp_path):
+    (tmp_path / "jls").mkdir()  # a folder that Python would import
+    calls, imported, printed = run_first_cell(tmp_path)
+    assert (calls, imported) == ([], "None")
+    assert "Whoever gave you this notebook has them." in printed
+
+
+def test_it_runs_on_the_gpu_if_there_is_one(notebook):
+    source = "\n".join(cell.source for cell in code_cells(notebook))
+    pins = re.findall(r"jax_platforms|JAX_PLATFORMS|default_device", source)
+    needs_eight_devices = "jax_num_cpu_devices" in source
+    assert bool(pins) == needs_eight_devices
+    intro = notebook.cells[0].source
+    assert needs_eight_devices or "It runs on the GPU if JAX has one" in intro
 
 
 def test_it_ends_in_an_assert_on_its_claim(notebook):

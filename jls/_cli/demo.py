@@ -61,6 +61,15 @@ class Network(nn.Module):
         return nn.Dense(10, dtype=self.dtype)(x).astype(jnp.float32)
 
 
+def choose_device() -> Any:
+    """The GPU, if JAX would use one, else the CPU.
+
+    Not a TPU, which is made for bfloat16.
+    """
+    platform = "gpu" if jax.default_backend() == "gpu" else "cpu"
+    return jax.local_devices(backend=platform)[0]
+
+
 def load(seed: int) -> Digits:
     """Returns the digits, three quarters of each for training."""
     images, labels = load_digits(return_X_y=True)

@@ -3,8 +3,9 @@
 
 import math
 import textwrap
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
@@ -38,8 +39,21 @@ class Runs(NamedTuple):
 
 def train_all(steps: int, seed: int) -> Runs:
     """Trains the three runs under a progress bar each."""
-    digits = demo.load(seed)
     console = Console()
+    device = demo.choose_device()
+    console.print(f"Training {on_device(device)}.", highlight=False)
+    with jax.default_device(device):
+        return _train_all(steps, seed, console)
+
+
+def on_device(device: Any) -> str:
+    """`on the CPU`, or `on the GPU, Tesla T4`."""
+    is_gpu = device.platform == "gpu"
+    return f"on the GPU, {device.device_kind}" if is_gpu else "on the CPU"
+
+
+def _train_all(steps: int, seed: int, console: Console) -> Runs:
+    digits = demo.load(seed)
     is_wide = console.width >= WIDE
     bar_column = [BarColumn(bar_width=12)] if is_wide else []
     progress = Progress(

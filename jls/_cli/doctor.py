@@ -3,9 +3,11 @@
 
 import functools
 import os
+import platform
 import textwrap
 import time
 from collections.abc import Callable
+from importlib import metadata
 from statistics import median
 from typing import Any
 
@@ -13,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jls import __version__
 from jls._reduce import all_finite
 from jls._scale import value_and_grad
 from jls._tree import select
@@ -21,12 +24,21 @@ from jls._wrapper import loss_scaled
 # By how much a 16-bit matrix product has to be faster to be worth it.
 WORTH_IT = 1.3
 
-# How often a wrapped step is timed against a bare one.
+# How many measurements a median is of. In each, everything takes its turn.
 TURNS = 7
+
+# bfloat16 may be this much slower than float16, since it needs no loss scale.
+NEAR = 0.8
 
 NOT_OK = (
     "Something that jls relies on does not hold here: look for fast-math in XLA_FLAGS, "
     "and do not trust jls until it does."
+)
+
+ELSEWHERE = (
+    "JAX has no GPU or TPU here, so run this again where you train. As a rule, train "
+    "in float16 with jls.loss_scaled on a T4, V100 or RTX 20, and in bfloat16 with "
+    "jls.skip_nonfinite on TPUs and newer GPUs."
 )
 
 CHECKS = (
@@ -41,57 +53,83 @@ CHECKS = (
 
 def examine() -> dict[str, Any]:
     """All findings, ready for JSON."""
-    on_cpu = jax.default_backend() == "cpu"
-    speeds = _matmul_speeds(384 if on_cpu else 4096)
+    backend = jax.default_backend()
+    # Large enough that starting the product does not count.
+    size = {"cpu": 384, "gpu": 8192}.get(backend, 4096)
+    speeds = _matmul_speeds(size)
+    medians = {name: median(turns) for name, turns in speeds.items()}
     checks = _checks()
-    overheads = _step_overheads(128 if on_cpu else 2048)
+    overheads = _step_overheads(128 if backend == "cpu" else 2048)
+    dtype, wrapper = choose(medians)
     return {
+        "jls": __version__,
         "jax": jax.__version__,
-        "backend": jax.default_backend(),
+        "jaxlib": metadata.version("jaxlib"),
+        "optax": optax.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "backend": backend,
         "devices": [device.device_kind for device in jax.devices()],
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "matmul_gflops": speeds,
+        "matmul_size": size,
+        "matmul_gflops": medians,
+        "matmul_gflops_range": {
+            name: [min(turns), max(turns)] for name, turns in speeds.items()
+        },
         "checks": checks,
         "step_overhead": median(overheads),
         "step_overhead_range": [min(overheads), max(overheads)],
-        "advice": advice(speeds),
+        "dtype": dtype,
+        "wrapper": wrapper,
+        "advice": advice(medians),
         "ok": all(checks.values()),
     }
 
 
+def choose(speeds: dict[str, float]) -> tuple[str, str]:
+    """The dtype to train in, and jls's wrapper for it."""
+    if max(speeds.values()) < WORTH_IT * speeds["float32"]:
+        return "float32", "jls.skip_nonfinite"
+    if speeds["bfloat16"] >= NEAR * speeds["float16"]:
+        return "bfloat16", "jls.skip_nonfinite"
+    return "float16", "jls.loss_scaled"
+
+
 def advice(speeds: dict[str, float]) -> str:
-    """Which dtype to use, in one sentence."""
-    gains = {name: speed / speeds["float32"] for name, speed in speeds.items()}
-    if gains["bfloat16"] >= max(WORTH_IT, 0.8 * gains["float16"]):
-        return (
-            "Train in bfloat16 with jls.skip_nonfinite: it is fast here and needs no "
-            "loss scale."
-        )
-    if gains["float16"] >= WORTH_IT:
-        return (
-            "Train in float16 with jls.loss_scaled: it is fast here, and bfloat16 is "
-            "not."
-        )
-    return (
-        "Train in float32 with jls.skip_nonfinite: neither 16-bit format is much "
-        "faster here. (They still halve the memory.)"
+    """What to use, in a sentence with its reason."""
+    dtype, wrapper = choose(speeds)
+    bfloat16, float16 = (
+        f"{speeds[name] / speeds['float32']:.1f} x" for name in ("bfloat16", "float16")
     )
+    reason = {
+        "float32": f"bfloat16 runs at {bfloat16} its speed here, float16 at {float16}. "
+        "(Either halves the memory.)",
+        "bfloat16": f"it runs at {bfloat16} the speed of float32 here, and needs no "
+        "loss scale.",
+        "float16": f"it runs at {float16} the speed of float32 here, bfloat16 at "
+        f"{bfloat16}.",
+    }
+    return f"Train in {dtype} with {wrapper}: {reason[dtype]}"
 
 
-def report(findings: dict[str, Any]) -> str:
-    """The findings for a person to read."""
-    speeds = findings["matmul_gflops"]
+def report(findings: dict[str, Any], width: int = 80) -> str:
+    """The findings for a person to read, in `width` columns, at least 52."""
+    size, speeds = findings["matmul_size"], findings["matmul_gflops"]
     kinds = findings["devices"]
     lines = [
-        f"jax {findings['jax']} on {findings['backend']}: "
+        f"jls {findings['jls']}, jax {findings['jax']} on {findings['backend']}: "
         f"{len(kinds)} x {', '.join(sorted(set(kinds)))}",
         f"XLA_FLAGS: {findings['xla_flags'] or 'none'}",
         "",
-        "How fast a matrix product is",
+        f"Matrix product in GFLOP/s ({size} x {size}, {TURNS} turns)",
+        f"  {'':8} {'median':>9}  {'lowest to highest':^19}  x float32",
     ]
     for name, speed in speeds.items():
+        low, high = findings["matmul_gflops_range"][name]
         ratio = speed / speeds["float32"]
-        lines.append(f"  {name:9} {speed:10.0f} GFLOP/s   {ratio:5.2f} x float32")
+        lines.append(
+            f"  {name:8} {speed:9.0f}  {low:8.0f} to {high:<7.0f}  {ratio:9.2f}"
+        )
     lines += ["", "What jls relies on, inside jit"]
     for name, holds in findings["checks"].items():
         lines.append(f"  {'yes' if holds else 'NO ':4} {name}")
@@ -101,14 +139,14 @@ def report(findings: dict[str, Any]) -> str:
         f"of a bare one ({low:.2f} to {high:.2f} in {TURNS} turns; five small layers, "
         "adamw)."
     )
-    lines += [
-        "",
-        textwrap.fill(overhead, 80),
-        "",
-        textwrap.fill(findings["advice"], 80),
-    ]
+    closing = [overhead]
+    if findings["backend"] == "cpu":
+        closing.append(ELSEWHERE)
+    closing.append(findings["advice"])
     if not findings["ok"]:
-        lines += ["", textwrap.fill(NOT_OK, 80)]
+        closing.append(NOT_OK)
+    for text in closing:
+        lines += ["", textwrap.fill(text, width)]
     return "\n".join(lines)
 
 
@@ -135,24 +173,25 @@ def _checks() -> dict[str, bool]:
     return {name: bool(holds[name]) for name in CHECKS}
 
 
-def _matmul_speeds(size: int) -> dict[str, float]:
-    """Billions of operations per second, by dtype; measured in turns."""
+def _matmul_speeds(size: int) -> dict[str, list[float]]:
+    """Billions of operations per second, by dtype, in each of the turns."""
     product = jax.jit(lambda x: x @ x)
     matrices = {
         name: jnp.ones((size, size), name)
         for name in ("float32", "bfloat16", "float16")
     }
-    times = {name: [] for name in matrices}
-    for _ in range(5):
+    speeds = {name: [] for name in matrices}
+    for _ in range(TURNS):
         for name, matrix in matrices.items():
-            times[name].append(_seconds(lambda matrix=matrix: product(matrix)))
-    return {name: 2 * size**3 / min(taken) / 1e9 for name, taken in times.items()}
+            seconds = _seconds(lambda matrix=matrix: product(matrix))
+            speeds[name].append(2 * size**3 / seconds / 1e9)
+    return speeds
 
 
 def _step_overheads(width: int) -> list[float]:
     """The time of a wrapped step relative to a bare one, in each of the turns."""
     bare, wrapped = (_step_of(width, is_wrapped) for is_wrapped in (False, True))
-    return [_seconds(wrapped, 3) / _seconds(bare, 3) for _ in range(TURNS)]
+    return [_seconds(wrapped) / _seconds(bare) for _ in range(TURNS)]
 
 
 def _step_of(width: int, is_wrapped: bool) -> Callable[[], Any]:
@@ -189,11 +228,11 @@ def _step_of(width: int, is_wrapped: bool) -> Callable[[], Any]:
 
 
 def _seconds(call: Callable[[], Any], repeats: int = 5) -> float:
-    """How long a compiled call takes; the shortest of several."""
+    """How long a call takes once it is compiled: the median of several."""
     jax.block_until_ready(call())
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         jax.block_until_ready(call())
         times.append(time.perf_counter() - start)
-    return max(min(times), 1e-9)
+    return max(median(times), 1e-9)

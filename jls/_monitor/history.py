@@ -220,8 +220,7 @@ class History:
                 raise
             raise ImportError(
                 "History.plot needs the package matplotlib, which is not installed.\n"
-                'Install it with: pip install "jls[demo]"\n'
-                'or, from a checkout of jls: pip install -e ".[demo]"'
+                "Install it with: pip install matplotlib"
             ) from error
         return plot(self._columns, axes)
 

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -11,10 +12,10 @@ import jls
 from jls.__main__ import main
 from jls._cli import demo, demo_report
 
-INSTALL = 'pip install "jls[demo]"'
+INSTALLS = ('pip install -e ".[demo]"', "pip install flax matplotlib rich scikit-learn")
 
 
-def run(*arguments, code="", cwd=None):
+def run(*arguments, code="", cwd=None, width=88, **environment):
     """`python -m jls`, or Python code that ends in it."""
     program = ["-c", code] if code else ["-m", "jls"]
     return subprocess.run(
@@ -22,7 +23,9 @@ def run(*arguments, code="", cwd=None):
         capture_output=True,
         text=True,
         cwd=cwd,
-        env=os.environ | {"COLUMNS": "88", "PYTHONIOENCODING": "utf-8"},
+        env=os.environ
+        | {"COLUMNS": str(width), "PYTHONIOENCODING": "utf-8"}
+        | environment,
     )
 
 
@@ -75,13 +78,25 @@ def test_no_plot_writes_nothing_and_needs_no_matplotlib(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_help_names_every_option_and_needs_no_extra():
-    done = run("--help", code=without("flax"))
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_help_names_every_command_and_option(width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
     words = ("--steps", "--seed", "--output", "--no-plot", "--version", "examples:")
-    for word in (*words, "python -m jls doctor [--json]", INSTALL):
-        assert word in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 88
+    for word in (*words, "python -m jls doctor [--json]", *INSTALLS):
+        assert word in text
+    commands = re.findall(r"^  (\w+) +\S", text, re.MULTILINE)
+    assert commands[:2] == ["demo", "doctor"]
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_help_needs_no_extra():
+    done = run("--help", code=without("flax"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "usage: python -m jls" in done.stdout
 
 
 @pytest.mark.parametrize("module", ["flax", "matplotlib"])
@@ -89,7 +104,8 @@ def test_a_missing_package_is_answered_with_the_command_that_installs_it(module)
     done = run(code=without(module))
     assert done.returncode == 1
     assert module in done.stderr
-    assert INSTALL in done.stderr
+    for command in INSTALLS:
+        assert command in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -127,21 +143,84 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"jls {jls.__version__}\n"
 
 
+# What happens when the module is imported: the user presses Ctrl-C, and JAX may be in
+# a callback, where an exception would be lost.
+INTERRUPTS = {
+    "anywhere": "os.kill(os.getpid(), signal.SIGINT)",
+    "in a callback": "gc.callbacks.append("
+    "lambda *_: os.kill(os.getpid(), signal.SIGINT)); gc.collect()",
+}
+
+
 @pytest.mark.parametrize(
-    ("command", "module"),
-    [("demo", "sklearn"), ("demo", "jls._cli.demo"), ("doctor", "jls._cli.doctor")],
+    ("command", "module", "interrupt"),
+    [
+        ("demo", "sklearn", "anywhere"),
+        ("demo", "jls._cli.demo", "in a callback"),
+        ("doctor", "jls._cli.doctor", "anywhere"),
+    ],
 )
-def test_an_interrupt_ends_in_one_line(command, module):
+def test_an_interrupt_ends_in_one_line(command, module, interrupt):
     code = (
-        "import sys, runpy\n"
+        "import gc, os, runpy, signal, sys\n"
         "class Interrupted:\n"
         "    def find_spec(self, name, *rest):\n"
-        f"        if name == {module!r}: raise KeyboardInterrupt\n"
+        f"        if name == {module!r}: {INTERRUPTS[interrupt]}\n"
         "sys.meta_path.insert(0, Interrupted())\n"
         "runpy.run_module('jls', run_name='__main__', alter_sys=True)"
     )
     done = run(command, code=code)
     assert (done.returncode, done.stderr.strip()) == (130, "Stopped.")
+
+
+def test_a_process_in_the_background_keeps_ignoring_interrupts():
+    code = (
+        "import runpy, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "try: runpy.run_module('jls', run_name='__main__', alter_sys=True)\n"
+        "finally: print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)"
+    )
+    assert run("--version", code=code).stdout.splitlines()[-1] == "True"
+
+
+class FakeGpu:
+    platform, device_kind = "gpu", "Tesla T4"
+
+
+@pytest.mark.parametrize(
+    ("backend", "platform"), [("gpu", "gpu"), ("cpu", "cpu"), ("tpu", "cpu")]
+)
+def test_the_demo_trains_on_the_gpu_if_jax_has_one(backend, platform, monkeypatch):
+    devices = {"gpu": [FakeGpu()], "cpu": jax.local_devices(backend="cpu")}
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "local_devices", lambda backend: devices[backend])
+    device = demo.choose_device()
+    assert device is devices[platform][0]
+    said = "on the GPU, Tesla T4" if platform == "gpu" else "on the CPU"
+    assert demo_report.on_device(device) == said
+
+
+def test_every_run_is_on_the_device_that_was_chosen():
+    """On the second of two CPUs, in the place of a GPU."""
+    code = """if True:
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+        from jls._cli import demo, demo_report
+        _, second = jax.devices()
+        places, none = [], np.empty(0)
+        def train(dtype, scaled, digits, steps, seed):
+            for array in (*digits, jnp.ones(3, dtype)):
+                places.append(array.devices() == {second})
+            yield demo.Progress(np.ones(steps), none, none, none, 0.5)
+        demo.choose_device, demo.train = lambda: second, train
+        demo_report.train_all(2, 0)
+        print(len(places), all(places))
+    """
+    flags = "--xla_force_host_platform_device_count=2"
+    done = run(code=code, XLA_FLAGS=flags)
+    assert done.stdout.splitlines()[0] == "Training on the CPU."
+    assert done.stdout.splitlines()[-1] == "15 True", done.stderr
 
 
 @pytest.mark.parametrize("width", [60, 77, 78, 120])

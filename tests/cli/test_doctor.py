@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+import jls
 from jls.__main__ import main
 from jls._cli import doctor
 
@@ -21,13 +22,83 @@ def run(*arguments, **environment):
 
 
 def test_doctor_prints_what_a_person_can_act_on():
-    done = run()
+    done = run(COLUMNS="60")
     assert (done.returncode, done.stderr) == (0, "")
-    for words in ("float16", "GFLOP/s", "A wrapped train step took about", "Train in"):
+    for words in ("GFLOP/s (384 x 384, 7 turns)", "A wrapped train step took about"):
         assert words in done.stdout
     for check in doctor.CHECKS:
         assert f"yes  {check}" in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 88
+    assert max(map(len, done.stdout.splitlines())) <= 60
+    *_, where, what = done.stdout.split("\n\n")
+    assert where.startswith("JAX has no GPU or TPU here")
+    assert what.startswith("Train in ")
+
+
+# What a T4 might give; no GPU is here.
+GPU = {
+    "jls": "1.2.3",
+    "jax": "0.10.2",
+    "backend": "gpu",
+    "devices": ["NVIDIA H100 80GB HBM3"] * 8,
+    "xla_flags": "",
+    "matmul_size": 8192,
+    "matmul_gflops": {"float32": 4e3, "bfloat16": 3e3, "float16": 812345.6},
+    "matmul_gflops_range": {
+        "float32": [3999.9, 4100.4],
+        "bfloat16": [2e3, 4e3],
+        "float16": [712345.6, 912345.6],
+    },
+    "checks": dict.fromkeys(doctor.CHECKS, True),
+    "step_overhead": 1.0,
+    "step_overhead_range": [0.9, 1.1],
+    "ok": True,
+}
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_report_of_a_gpu_ends_with_its_dtype_and_cuts_no_number(width):
+    findings = GPU | {"advice": doctor.advice(GPU["matmul_gflops"])}
+    lines = doctor.report(findings, width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert lines[0] == "jls 1.2.3, jax 0.10.2 on gpu: 8 x NVIDIA H100 80GB HBM3"
+    start = lines.index("Matrix product in GFLOP/s (8192 x 8192, 7 turns)")
+    assert [line.split() for line in lines[start + 2 : start + 5]] == [
+        ["float32", "4000", "4000", "to", "4100", "1.00"],
+        ["bfloat16", "3000", "2000", "to", "4000", "0.75"],
+        ["float16", "812346", "712346", "to", "912346", "203.09"],
+    ]
+    end = " ".join("\n".join(lines).split("\n\n")[-1].split())
+    assert end == (
+        "Train in float16 with jls.loss_scaled: it runs at 203.1 x the speed of "
+        "float32 here, bfloat16 at 0.8 x."
+    )
+
+
+def test_speeds_are_medians_of_turns(monkeypatch):
+    seconds = iter([3.0, 1.0, 2.0] * doctor.TURNS)
+    monkeypatch.setattr(doctor, "_seconds", lambda call: next(seconds))
+    speeds = doctor._matmul_speeds(10)
+    assert speeds == {
+        name: [pytest.approx(2e-6 / taken)] * doctor.TURNS
+        for name, taken in (("float32", 3.0), ("bfloat16", 1.0), ("float16", 2.0))
+    }
+    speeds["bfloat16"][:2] = [1e9, 0.0]
+    monkeypatch.setattr(doctor, "_matmul_speeds", lambda size: speeds)
+    monkeypatch.setattr(doctor, "_step_overheads", lambda width: [0.5, 1.0, 9.0])
+    findings = doctor.examine()
+    assert findings["matmul_gflops"]["bfloat16"] == pytest.approx(2e-6)
+    assert findings["matmul_gflops_range"]["bfloat16"] == [0.0, 1e9]
+    assert (findings["dtype"], findings["wrapper"]) == (
+        "bfloat16",
+        "jls.skip_nonfinite",
+    )
+    assert findings["step_overhead"] == 1.0
+
+
+def test_a_time_is_the_median_of_calls(monkeypatch):
+    clock = iter([0.0, 9.0, 10.0, 11.0, 20.0, 23.0])
+    monkeypatch.setattr(doctor.time, "perf_counter", lambda: next(clock))
+    assert doctor._seconds(lambda: None, repeats=3) == 3.0
 
 
 def test_doctor_in_json_has_the_same_findings():
@@ -40,8 +111,14 @@ def test_doctor_in_json_has_the_same_findings():
     assert findings["xla_flags"] == flags
     assert list(findings["matmul_gflops"]) == ["float32", "bfloat16", "float16"]
     assert all(speed > 0 for speed in findings["matmul_gflops"].values())
+    for name, speed in findings["matmul_gflops"].items():
+        low, high = findings["matmul_gflops_range"][name]
+        assert 0 < low <= speed <= high
     low, high = findings["step_overhead_range"]
     assert 0 < low <= findings["step_overhead"] <= high
+    assert findings["jls"] == jls.__version__
+    for name in ("jaxlib", "optax", "python", "system"):  # what a bug report needs
+        assert findings[name]
     assert list(findings["checks"]) == list(doctor.CHECKS)
 
 
@@ -76,13 +153,14 @@ def test_checks_see_a_finite_check_that_is_blind(monkeypatch):
         (7.0, 8.0, "bfloat16 with jls.skip_nonfinite"),  # not worth a loss scale
         (1.0, 8.0, "float16 with jls.loss_scaled"),  # a T4
         (2.0, 8.0, "float16 with jls.loss_scaled"),
+        (1.29, 1.34, "bfloat16 with jls.skip_nonfinite"),  # near enough
         (1.0, 1.1, "float32 with jls.skip_nonfinite"),
         (0.1, 0.1, "float32 with jls.skip_nonfinite"),
     ],
 )
 def test_advice_follows_from_the_speeds(bfloat16, float16, words):
     speeds = {"float32": 2.0, "bfloat16": 2.0 * bfloat16, "float16": 2.0 * float16}
-    assert f"Train in {words}" in doctor.advice(speeds)
+    assert doctor.advice(speeds).startswith(f"Train in {words}: ")
 
 
 def test_doctor_refuses_what_it_does_not_know(capsys):

@@ -596,4 +596,4 @@ def test_without_matplotlib_only_the_plot_is_missing():
     )
     assert "1 step" in done.stdout
     assert "needs the package matplotlib, which is not installed" in done.stdout
-    assert 'pip install "jls[demo]"' in done.stdout
+    assert "pip install matplotlib" in done.stdout

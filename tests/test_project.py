@@ -1,0 +1,151 @@
+"""What the files around the package say: they name what exists."""
+
+import ast
+import os
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import jls
+from benchmarks.targets import TARGETS
+from jls.__main__ import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+    "project"
+]
+# Every command, of a table or a block: `a && b` is two.
+CODE = re.findall(r"`([^`\n]+)`", CONTRIBUTING) + re.findall(
+    r"```console\n(.*?)```", CONTRIBUTING, re.DOTALL
+)
+COMMAND = (
+    r"(?:pip|pytest|ruff|pyright|mypy|sphinx-build|python -m|\.ci/run|pre-commit)\b"
+)
+CALLS = [
+    call.strip()
+    for code in CODE
+    for call in code.split("&&")
+    if re.match(COMMAND, call.strip())
+]
+
+
+def parsed(path):
+    return yaml.safe_load((ROOT / path).read_text(encoding="utf-8"))
+
+
+def test_contributing_names_files_that_exist():
+    paths = {
+        code for code in CODE if re.fullmatch(r"[\w./-]+", code) and "NAME" not in code
+    }
+    paths = {code for code in paths if "/" in code or code.endswith((".py", ".md"))}
+    assert len(paths) > 20
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
+def test_contributing_draws_the_tree_as_it_is():
+    (tree,) = re.findall(r"```text\n(.*?)```", CONTRIBUTING, re.DOTALL)
+    drawn, folder = set(), ""
+    for line in tree.splitlines():
+        name = line.split()[0]
+        folder = folder if line.startswith("  ") else name
+        drawn.add(name if name == folder else folder + name)
+    assert all(list(ROOT.glob(name)) for name in drawn)
+    is_package = [path.parent for path in (ROOT / "jls").glob("*/__init__.py")]
+    assert {f"{path.relative_to(ROOT).as_posix()}/" for path in is_package} <= drawn
+
+
+def test_contributing_names_commands_that_there_are():
+    assert len(CALLS) >= 14
+    for call in CALLS:
+        for extra in re.findall(r'pip install -e "\.\[([\w-]+)\]"', call):
+            assert extra in PROJECT["optional-dependencies"]
+        for path in re.findall(r"(?<= )[\w./]+/[\w./]+(?= |$)", call):
+            is_made = path.startswith("build/")
+            assert is_made or (ROOT / path).exists(), call
+        for module in re.findall(r"python -m (\w+)", call):
+            assert (ROOT / module / "__main__.py").exists(), call
+        for target in re.findall(r"--target (\w+)", call):
+            assert target in TARGETS
+        options = re.findall(r"--(?:quick|target)", call)
+        text = (ROOT / "benchmarks/__main__.py").read_text(encoding="utf-8")
+        assert all(f'"{option}"' in text for option in options)
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        ("tests/test_scaler_laws.py", ["SCALERS"]),
+        ("tests/test_bad_inputs.py", ["FACTORIES"]),
+        ("jls/_monitor/verdict.py", ["TABLE", "Verdict", "Facts"]),
+        ("jls/_train/parts.py", ["Adapter"]),
+        ("jls/_train/step.py", ["_adapt"]),
+    ],
+)
+def test_contributing_names_what_is_in_those_files(path, names):
+    assert path in CONTRIBUTING
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    defined = {getattr(node, "name", None) for node in tree.body}
+    for node in tree.body:
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        defined |= {getattr(target, "id", None) for target in targets}
+    for name in names:
+        assert f"`{name}`" in CONTRIBUTING
+        assert name in defined
+
+
+def test_hosted_ci_runs_what_ci_runs():
+    (job,) = parsed(".github/workflows/ci.yml")["jobs"].values()
+    assert job["steps"][-1] == {"run": ".ci/run"}
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+def test_hosted_documentation_is_built_as_ours():
+    config = parsed(".readthedocs.yaml")
+    assert (ROOT / config["sphinx"]["configuration"]).exists()
+    assert config["sphinx"]["fail_on_warning"]
+    (install,) = config["python"]["install"]
+    assert set(install["extra_requirements"]) <= set(PROJECT["optional-dependencies"])
+
+
+def test_the_citation_is_of_this_version():
+    citation = parsed("CITATION.cff")
+    assert citation["version"] == jls.__version__
+    assert citation["authors"] == PROJECT["authors"] == [{"name": "The jls developers"}]
+    assert citation["license"] == PROJECT["license"]
+
+
+@pytest.mark.parametrize("name", ["bug", "idea"])
+def test_issues_ask_for_the_output_of_the_doctor(name):
+    assert "doctor" in COMMANDS
+    fields = parsed(f".github/ISSUE_TEMPLATE/{name}.yml")["body"]
+    by_id = {field["id"]: field for field in fields}
+    assert "`python -m jls doctor --json`" in by_id["doctor"]["attributes"]["label"]
+    required = by_id["doctor"].get("validations", {}).get("required", False)
+    assert required == (name == "bug")
+
+
+# A package of that name would be somebody else's.
+STRANGER = re.compile(
+    r"""\bpip install [^\n`#&;|]*?(?<=[ "'])jls(?:\[\w+\])?(?=["'`\\\s]|$)"""
+)
+
+
+def test_nothing_installs_the_name_jls_from_an_index():
+    for said in (
+        "pip install jls",
+        '%pip install -q --no-deps jls\\n"',
+        'pip install "jls[demo]"\n',
+    ):
+        assert STRANGER.search(said)
+    folders = ("jls", "docs", "notebooks", "examples", "benchmarks", ".github", ".ci")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    paths += ROOT.glob("*.*")
+    texts = (".py", ".md", ".ipynb", ".yml", ".yaml", ".toml", ".cff")
+    for path in paths:
+        if path.suffix in texts and path.is_file():
+            found = STRANGER.search(path.read_text(encoding="utf-8"))
+            assert not found, (path, found)
