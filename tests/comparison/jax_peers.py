@@ -88,7 +88,10 @@ class Peer:
         return yes(self.after([1.0], scale=2.0**126).loss == 4.0)
 
     def the_scale_stays_finite_and_above_0(self):
-        runs = self.after([1.0] * 12, scale=2.0**120, interval=1), self.after(300 * [INF])
+        runs = (
+            self.after([1.0] * 12, scale=2.0**120, interval=1),
+            self.after(300 * [INF]),
+        )
         return yes(all(0 < self.scale(run) < INF for run in runs))
 
     def grows_on_finite_step_n_of_n(self):

@@ -161,7 +161,9 @@ class Levanter(Guard):
             "levanter": {},
             "levanter.tracker": {"jit_log": lambda metrics: None},
             "levanter.utils": {},
-            "levanter.utils.tree_utils": {"tree_flatten_one_level_with_keys": one_level},
+            "levanter.utils.tree_utils": {
+                "tree_flatten_one_level_with_keys": one_level
+            },
         }
         modules = {name: types.ModuleType(name) for name in stand_ins}
         for name, contents in stand_ins.items():

@@ -1,5 +1,6 @@
 """What torch's `GradScaler` does, found out by running it, on the CPU."""
 
+import contextlib
 import math
 
 INF, NAN = float("inf"), float("nan")
@@ -14,9 +15,7 @@ class Torch:
 
         params = torch.nn.Parameter(torch.tensor(1.0))
         optimizer = torch.optim.SGD([params], lr=0.5, momentum=0.9)
-        scaler = torch.amp.GradScaler(
-            "cpu", init_scale=scale, growth_interval=interval
-        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval)
         for gradient in gradients:
             optimizer.zero_grad()
             loss = scaler.scale(params * gradient)
@@ -78,11 +77,8 @@ class Torch:
             optimizer = torch.optim.AdamW([params], lr=0.1)
             scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
             scaler.scale(params.sum()).backward()
-            try:
+            with contextlib.suppress(ValueError):  # it refuses them
                 scaler.step(optimizer)
-            except ValueError as error:
-                assert "FP16 gradients" in str(error)
-            else:
-                assert 0.8 < params.item() < 1
+            if 0.8 < params.item() < 1:
                 taken.append(name)
         return {("bfloat16",): "bfloat16 only"}[tuple(taken)]
