@@ -44,6 +44,21 @@ def spike_guard(
 
   Returns:
     A :class:`SpikeGuard` for :func:`optax.contrib.skip_nonfinite`.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> guard = optax.contrib.spike_guard(window=4)
+    >>> solver = optax.contrib.skip_nonfinite(optax.sgd(0.1), guard)
+    >>> params = jnp.array([1.])
+    >>> state = solver.init(params)
+    >>> for loss in [1.1, 0.9, 1.0, 50.0]:
+    ...   _, state = solver.update(params, state, params, value=loss)
+    ...   print(state.skip_reason)
+    0
+    0
+    0
+    3
   """
 
   def init_fn():
@@ -239,6 +254,16 @@ def loss_scaled(
 
   Returns:
     A :class:`optax.GradientTransformationExtraArgs` object.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> solver = optax.contrib.loss_scaled(optax.adamw(1e-3))
+    >>> params = jnp.array([1.])
+    >>> state = solver.init(params)
+    >>> _, state = solver.update(jnp.array([jnp.inf]), state, params)
+    >>> print(optax.tree.get(state, 'loss_scale'))
+    16384.0
 
   References:
     Micikevicius et al, `Mixed Precision Training

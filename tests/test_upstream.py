@@ -56,7 +56,9 @@ def test_examples_in_the_docstrings_print_what_they_say():
         for name, function in public().items():
             for test in doctest.DocTestFinder().find(function, name, globs={}):
                 runner.run(test)
-    assert runner.summarize() == (0, 16)
+    failed, attempted = runner.summarize(verbose=False)
+    assert failed == 0
+    assert attempted > 20
 
 
 def public():
@@ -90,7 +92,7 @@ def trajectory(optimizer, gradients, values=None, read=lambda state: state):
 
 @pytest.mark.parametrize("inner", [optax.adamw(0.1), optax.sgd(0.1, momentum=0.9)])
 def test_params_and_inner_state_are_those_of_jls(inner):
-    """And so is the scale, on 40 steps of which a third are bad."""
+    """And so is the scale, on 40 steps of which half are bad."""
     kinds = np.random.default_rng(0).integers(0, 6, 40)
     gradients = jnp.stack(
         [{0: INF, 1: NAN}.get(kind, ONE * (kind + 1.0)) for kind in kinds]

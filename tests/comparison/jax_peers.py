@@ -70,7 +70,7 @@ class Peer:
     def no(self):
         return "up to you" if self.leaves_it_to_you else "no"
 
-    def never_applies_a_nonfinite_step(self):
+    def never_applies_a_non_finite_step(self):
         runs = [self.after([1.0, *[bad] * 200, 1.0]) for bad in (INF, NAN)]
         return "yes" if all(np.isfinite(run.params) for run in runs) else self.no()
 

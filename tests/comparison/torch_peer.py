@@ -26,7 +26,7 @@ class Torch:
             scaler.update()
         return scaler, optimizer, params, loss
 
-    def never_applies_a_nonfinite_step(self):
+    def never_applies_a_non_finite_step(self):
         ends = [self.run([1.0, *[bad] * 200, 1.0])[2].item() for bad in (INF, NAN)]
         return "yes" if all(map(math.isfinite, ends)) else "no"
 
