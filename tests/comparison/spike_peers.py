@@ -6,6 +6,8 @@ rows of the page, in its words.
 """
 
 import ast
+import bisect
+import functools
 import importlib.metadata
 import math
 import runpy
@@ -44,12 +46,13 @@ class Guard:
         return [bool(flags[step - 1]) for step in steps]
 
     def first_step_judged(self):
-        values = noise(80)
-        for step in range(2, 80):
-            spiked = np.append(values[: step - 1], 50.0)
-            if self.applied(spiked, [step]) == [False]:
-                return str(step)
-        return "none"
+        def is_skipped(step):
+            values = noise(80)
+            values[step - 1] = 50.0
+            return self.applied(values, [step]) == [False]
+
+        steps = range(2, 81)
+        return str(steps[bisect.bisect_left(steps, True, key=is_skipped)])
 
     def a_second_spike_half_as_large_60_steps_later(self):
         values = noise(200)
@@ -91,33 +94,53 @@ class Guard:
         return "yes" if any(np.size(x) >= self.window for x in self.saved) else "no"
 
 
-def run_optax(guard, optimizer, losses, gradients, keywords, applied):
-    """The steps of an optax transformation that takes these extra arguments."""
+class OptaxGuard(Guard):
+    """A guard that is an optax transformation."""
 
-    def step(carry, inputs):
-        params, state = carry
-        loss, gradient = inputs
-        extra = {"loss": loss, "value": loss, "grad_norm": jnp.abs(gradient)}
-        extra = {name: extra[name] for name in keywords}
-        updates, new = optimizer.update(gradient, state, params, **extra)
-        params = optax.apply_updates(params, updates)
-        return (params, new), applied(new)
+    keywords = ()  # of its update
 
-    start = jnp.float32(0.0), optimizer.init(jnp.float32(0.0))
-    inputs = jnp.asarray(losses, jnp.float32), jnp.asarray(gradients, jnp.float32)
-    (params, state), flags = jax.jit(lambda: jax.lax.scan(step, start, inputs))()
-    guard.saved = jax.tree.leaves(state)
-    return np.asarray(flags), float(params)
+    def make(self):
+        raise NotImplementedError
 
+    def is_applied(self, state):
+        raise NotImplementedError
 
-class Jls(Guard):
+    @functools.cached_property
+    def steps(self):
+        optimizer = self.make()
+
+        def step(carry, inputs):
+            params, state = carry
+            loss, gradient = inputs
+            extra = {"loss": loss, "value": loss, "grad_norm": jnp.abs(gradient)}
+            extra = {name: extra[name] for name in self.keywords}
+            updates, state = optimizer.update(gradient, state, params, **extra)
+            params = optax.apply_updates(params, updates)
+            return (params, state), self.is_applied(state)
+
+        @jax.jit
+        def steps(inputs):
+            start = jnp.float32(0.0), optimizer.init(jnp.float32(0.0))
+            return jax.lax.scan(step, start, inputs)
+
+        return steps
+
     def run(self, losses, gradients):
-        optimizer = jls.skip_nonfinite(
-            optax.sgd(RATE, momentum=0.5), spikes=jls.spikes()
-        )
-        return run_optax(
-            self, optimizer, losses, gradients, ["value"], lambda state: state.applied
-        )
+        inputs = [jnp.asarray(x, jnp.float32) for x in (losses, gradients)]
+        (params, state), flags = self.steps(inputs)
+        self.saved = jax.tree.leaves(state)
+        return np.asarray(flags), float(params)
+
+
+class Jls(OptaxGuard):
+    keywords = ("value",)
+
+    def make(self):
+        inner = optax.sgd(RATE, momentum=0.5)
+        return jls.skip_nonfinite(inner, spikes=jls.spikes())
+
+    def is_applied(self, state):
+        return state.applied
 
 
 def source_of(distribution, path):
@@ -126,10 +149,12 @@ def source_of(distribution, path):
     return found.locate()
 
 
-class MaxText(Guard):
+class MaxText(OptaxGuard):
     """Its two functions, as installed, without the package around them."""
 
-    def run(self, losses, gradients):
+    keywords = ("loss", "grad_norm")
+
+    def make(self):
         path = source_of("maxtext", "maxtext/optimizers/optimizers.py")
         tree = ast.parse(path.read_text(encoding="utf-8"))
         wanted = "_compute_rolling_stats", "skip_step_on_spikes"
@@ -137,15 +162,10 @@ class MaxText(Guard):
         names = {"jax": jax, "jnp": jnp, "optax": optax}
         exec(compile(tree, str(path), "exec"), names)
         inner = optax.sgd(RATE, momentum=0.5)
-        optimizer = names["skip_step_on_spikes"](inner, self.window, 6.0)
-        return run_optax(
-            self,
-            optimizer,
-            losses,
-            gradients,
-            ["loss", "grad_norm"],
-            lambda state: ~state["is_skipped"],
-        )
+        return names["skip_step_on_spikes"](inner, self.window, 6.0)
+
+    def is_applied(self, state):
+        return ~state["is_skipped"]
 
 
 class Levanter(Guard):
