@@ -173,6 +173,8 @@ def test_spikes_are_skipped_and_a_new_level_is_learnt():
     assert np.flatnonzero(skipped).tolist() == [99, 159]
     skipped = spike_steps(OURS.spike_guard(), norms.at[200:].multiply(10.0))
     assert np.sum(skipped[200:]) == 4
+    rounded = jnp.ones(400).at[300].set(1 + 2.0**-7).at[350].set(1.1)
+    assert np.flatnonzero(spike_steps(OURS.spike_guard(), rounded)).tolist() == [350]
 
 
 def test_no_run_skips_more_than_the_budget():
