@@ -5,9 +5,12 @@ version, is skipped. To bring a column up to date, install the new version, writ
 number on the page, and run these tests; the page has the command.
 """
 
+import dataclasses
 import re
 
 import comparison_page
+import jax
+import jax.numpy as jnp
 import jax_peers
 import pytest
 import spike_peers
@@ -88,6 +91,54 @@ def test_guards_do_as_the_page_says(name, row):
 def test_only_optax_is_not_asked_about_a_scale():
     dashes = [name for (name, _), cell in SCALING.items() if cell == "-"]
     assert dashes == ["optax"] * 4
+
+
+def peer(name):
+    if why_not := comparison_page.why_not(name):
+        pytest.skip(why_not)
+    return SCALERS[name]()
+
+
+def test_footnote_flax_takes_the_real_part():
+    scaling = peer("Flax").init(8.0).scaling
+    function = scaling.value_and_grad(lambda z: jnp.real(z * (2 - 3j)))
+    assert function(jnp.complex64(1.0)).grad.dtype == jnp.float32
+
+
+def test_footnote_jmp_unscales_in_float16():
+    scaling = peer("jmp").init().scaling
+    tiny = jnp.float16(2.0**-10)
+    for scale in 2.0**15, jnp.float16(2.0**15):
+        assert dataclasses.replace(scaling, loss_scale=scale).unscale(tiny) == 0
+    scale = jnp.float32(2.0**15)
+    assert dataclasses.replace(scaling, loss_scale=scale).unscale(tiny) == 2.0**-25
+
+
+def test_footnote_jmp_loses_its_floor():
+    scaling = peer("jmp").init(scale=4.0).scaling
+    scaling = dataclasses.replace(scaling, min_loss_scale=jnp.float32(4.0))
+    backoff = type(scaling).adjust
+    assert backoff(scaling, jnp.bool_(False)).loss_scale == 4
+    assert jax.jit(backoff)(scaling, jnp.bool_(False)).loss_scale == 2
+
+
+def test_footnote_jmp_traces_a_number_twice():
+    traces = []
+
+    @jax.jit
+    def adjust(scaling):
+        traces.append(scaling)
+        return scaling.adjust(jnp.bool_(True))
+
+    scaling = dataclasses.replace(peer("jmp").init().scaling, loss_scale=8.0)
+    adjust(adjust(adjust(scaling)))
+    assert len(traces) == 2
+
+
+def test_footnote_mpx_leaves_the_powers_of_two():
+    mpx = peer("MPX")
+    run = mpx.after([1.0, *[jax_peers.INF] * 2], scale=2.0**15, interval=1)
+    assert mpx.scale(run) == 65504 / 4
 
 
 def test_every_footnote_is_used_and_written():
