@@ -90,8 +90,10 @@ def trajectory(optimizer, gradients, values=None, read=lambda state: state):
     return jax.lax.scan(step, start, (gradients, values))[1]
 
 
-@pytest.mark.parametrize("inner", [optax.adamw(0.1), optax.sgd(0.1, momentum=0.9)])
-def test_params_and_inner_state_are_those_of_jls(inner):
+@pytest.mark.parametrize(
+    ("inner", "interval"), [(optax.adamw(0.1), 1), (optax.sgd(0.1, momentum=0.9), 3)]
+)
+def test_params_and_inner_state_are_those_of_jls(inner, interval):
     """And so is the scale, on 40 steps of which half are bad."""
     kinds = np.random.default_rng(0).integers(0, 6, 40)
     gradients = jnp.stack(
@@ -99,13 +101,13 @@ def test_params_and_inner_state_are_those_of_jls(inner):
     )
     values = jnp.where(kinds == 2, jnp.nan, 1.0)
     ours = trajectory(
-        OURS.loss_scaled(inner, 8.0, growth_interval=3),
+        OURS.loss_scaled(inner, 8.0, growth_interval=interval),
         gradients,
         values,
         lambda s: (s.inner_state.inner_state, s.loss_scale, s.inner_state.total_skips),
     )
     theirs = trajectory(
-        jls.loss_scaled(inner, jls.dynamic(8.0, growth_interval=3)),
+        jls.loss_scaled(inner, jls.dynamic(8.0, growth_interval=interval)),
         gradients,
         values,
         lambda s: (s.inner_state, jls.loss_scale(s), s.skips),
