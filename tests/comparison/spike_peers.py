@@ -169,7 +169,7 @@ class MaxText(OptaxGuard):
 
 
 class Levanter(Guard):
-    """Its module, as installed, with stand-ins for its logger and two small helpers."""
+    """Its module, as installed, with stand-ins for its logger and two functions."""
 
     def run(self, losses, gradients):
         def one_level(tree):
