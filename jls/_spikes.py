@@ -205,15 +205,15 @@ def decide(
     is_over = jnp.any(values > limit)
     skip = is_over & (parts >= size)
     refilled = jnp.minimum(parts + f32(budget), f32(budget) * size)
-    enters = is_given & (skipped_enter | ~skip)
+    # A norm that overflows float32 is over any limit, but says nothing of the next one.
+    enters = is_given & jnp.isfinite(values) & (skipped_enter | ~skip)
     here = enters[:, None] & (_places(size) == (state.kept % size)[:, None])
-    most = jnp.finfo(jnp.float32).max
     # From 2 * size back to size, which is as full, so that it never overflows.
     kept = jnp.where(state.kept == 2 * size - 1, size, state.kept + 1)
     # Cantelli's bound holds for each of the signals.
     share = 1.0 if sigmas is None else float(is_given.sum()) / (1 + f32(sigmas) ** 2)
     return SpikeState(
-        seen=jnp.where(here, jnp.clip(values, -most, most)[:, None], state.seen),
+        seen=jnp.where(here, values[:, None], state.seen),
         kept=jnp.where(enters, kept, state.kept),
         tokens=jnp.where(skip, parts - size, refilled) / size,
         found=jnp.where(is_over, count_up(state.found), state.found),

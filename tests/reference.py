@@ -220,5 +220,6 @@ def spikes(signals, *, window, sigmas, budget=4, warmup=None, max_norm=math.inf)
         tokens = tokens - 1 if skip else min(tokens + refill, budget)
         if not skip:
             for row in given:
-                seen[row].append(values[row])
+                if math.isfinite(values[row]):
+                    seen[row].append(values[row])
         yield skip, found, float(tokens)
