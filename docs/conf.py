@@ -88,7 +88,7 @@ PICTURES = {
     "04_scalers": "own",
     "05_monitoring": "runs-plot",
     "06_scale_out": "drift",
-    "07_spikes": "see",
+    "07_spikes": "cost",
 }
 
 

@@ -646,8 +646,8 @@ def spike_limit(
     A step is skipped if its gradient norm is above `max_norm`, or its loss above
     `max_loss`. That is Megatron's `grad_norm_skip_threshold`, MindFormers'
     `global_norm_spike_threshold` with `use_skip_data_by_global_norm`, and a constant
-    `drop_norm` of axlearn. (MindFormers and `optax.skip_large_updates` skip at the
-    limit itself too.)
+    `drop_norm` of axlearn. (MindFormers, axlearn and `optax.skip_large_updates` skip
+    at the limit itself too.)
 
     No skipped step moves the limit, and there is no budget: if the norms of a run
     settle above it, the run freezes, and `jls.health` says "stalled".

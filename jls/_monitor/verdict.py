@@ -159,6 +159,7 @@ def _bad_scale(facts: Facts) -> str:
 def _stalled(facts: Facts) -> str:
     reason = facts.skip_reason
     lowers = facts.is_static and facts.loss_scale > 1
+    over = _over(facts)
     if reason == SkipReason.GRADIENTS and lowers:
         advice = "Lower it with jls.set_loss_scale, or use jls.dynamic"
     else:
@@ -177,8 +178,8 @@ def _stalled(facts: Facts) -> str:
                 "The optimizer turns finite gradients into inf or NaN updates"
             ),
             SkipReason.SPIKE: (
-                f"{_over(facts)}. No skipped step moves the limit of this spike "
-                "policy: use jls.spikes() with a budget, or raise the limit"
+                f"{over[0].upper()}{over[1:]}. No skipped step moves the limit of this "
+                "spike policy: use jls.spikes() with a budget, or raise the limit"
             ),
         }[reason]
     because = f", the last one for its {reason.name.lower()}" if reason else ""
