@@ -144,8 +144,9 @@ def test_nothing_installs_the_name_jls_from_an_index():
     folders = ("jls", "docs", "notebooks", "examples", "benchmarks", ".github", ".ci")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     paths += ROOT.glob("*.*")
+    copies = ROOT / "docs" / "notebooks"
     texts = (".py", ".md", ".ipynb", ".yml", ".yaml", ".toml", ".cff")
     for path in paths:
-        if path.suffix in texts and path.is_file():
+        if path.suffix in texts and path.is_file() and copies not in path.parents:
             found = STRANGER.search(path.read_text(encoding="utf-8"))
             assert not found, (path, found)

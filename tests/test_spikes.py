@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import chex
 import jax
@@ -357,7 +358,7 @@ def test_a_norm_that_overflows_and_is_let_through_stays_out_of_the_window():
     made = run(guarded(jls.spikes(4, budget=0)), [1.0, 1.0, 1.0, 1e25, 1.0, 50.0])
     states = [state.spike_state for _, state in made]
     assert states[3].judged_norm == math.inf
-    np.testing.assert_allclose(states[-1].seen[1], [1, 50, 1, 1])
+    np.testing.assert_allclose(states[-1].seen[1], [50, 1, 1, 1], rtol=1e-6)
     assert states[-1].found == 2
 
 
@@ -571,7 +572,7 @@ def test_numbers_of_a_first_state_become_strong_arrays():
     ids=str,
 )
 def test_bad_arguments_are_refused(arguments, error, words):
-    with pytest.raises(error, match=words.replace("(", r"\(")):
+    with pytest.raises(error, match=re.escape(words)):
         jls.spikes(**arguments)
 
 
