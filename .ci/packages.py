@@ -7,7 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("jls", "tests", "docs", "notebooks", "examples", "benchmarks")
-MADE = ("__pycache__", "_cache/", "docs/notebooks/", "docs/pictures/", "docs/diffs/", "build/")
+MADE = ("__pycache__", "_cache/", "build/")
+MADE += ("docs/notebooks/", "docs/pictures/", "docs/diffs/")
 
 
 def sources(*folders: str) -> set[str]:
