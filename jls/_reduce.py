@@ -228,6 +228,8 @@ def _reduced(
 def _parts(leaf: Any) -> list[Array]:
     """The real parts of `leaf` as float32; what is beyond its range is the largest."""
     array = widen(leaf)
+    if array.dtype == jnp.float32:
+        return [array]
     parts = [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
     if parts[0].dtype == jnp.float32:
         return parts
@@ -239,31 +241,46 @@ def _parts(leaf: Any) -> list[Array]:
     return [narrow(part).astype(jnp.float32) for part in parts]
 
 
+# Each of these is traced for every shape. `jax.numpy` would take three times as long.
+
+
+def _axes(array: Array) -> tuple[int, ...]:
+    return tuple(range(array.ndim))
+
+
+def _one(number: Array) -> Array:
+    """A scalar as an array of one element."""
+    return lax.broadcast(number, (1,))
+
+
+def _larger_and_either(a: Sequence[Any], b: Sequence[Any]) -> tuple[Array, Array]:
+    return lax.max(a[0], b[0]), lax.bitwise_or(a[1], b[1])
+
+
 @jax.jit
 def _max_and_nan(leaf: Array) -> tuple[Array, Array]:
     """By a maximum of floats, which loses NaN on XLA CPU (jax 0.10 and 0.12)."""
-
-    def join(a, b):
-        return lax.max(a[0], b[0]), lax.bitwise_or(a[1], b[1])
-
-    start = most, has_nan = jnp.float32(0.0), jnp.asarray(False)
-    for part in _parts(leaf):
-        size = lax.abs(part)
-        axes = tuple(range(size.ndim))
-        one, flag = lax.reduce((size, part != part), start, join, axes)
-        most, has_nan = lax.max(most, one), lax.bitwise_or(has_nan, flag)
-    return most[None], has_nan[None]
+    start = np.float32(0.0), np.bool_(False)
+    found = [
+        lax.reduce(
+            (lax.abs(x), lax.ne(x, x)), start, _larger_and_either, range(x.ndim)
+        )
+        for x in _parts(leaf)
+    ]
+    most, has_nan = functools.reduce(_larger_and_either, found)
+    return _one(most), _one(has_nan)
 
 
 @jax.jit
 def _max_of_bits(leaf: Array) -> tuple[Array, Array]:
     """Without their sign, the bits of floats are integers in order, NaN above inf."""
-    without_sign, inf = jnp.int32(0x7FFFFFFF), jnp.int32(0x7F800000)
-    most = jnp.int32(0)
-    for part in _parts(leaf):
-        bits = lax.bitcast_convert_type(part, jnp.int32) & without_sign
-        most = lax.max(most, jnp.max(bits, initial=0))
-    return lax.bitcast_convert_type(most, jnp.float32)[None], (most > inf)[None]
+    without_sign, inf = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
+    parts = [lax.bitcast_convert_type(part, jnp.int32) for part in _parts(leaf)]
+    found = [lax.bitwise_and(bits, without_sign) for bits in parts]
+    found = [lax.reduce_max(bits, _axes(bits)) for bits in found]
+    # Of no element the maximum is the smallest integer.
+    most = functools.reduce(lax.max, found, np.int32(0))
+    return _one(lax.bitcast_convert_type(most, jnp.float32)), _one(lax.gt(most, inf))
 
 
 # 2**64 squares of the largest number times this have a finite sum.
@@ -278,11 +295,16 @@ def _tiny_sum_of_squares(leaf: Array) -> tuple[Array, Array]:
     `x * 2**40` is not, and the square of a product into a product of squares, which
     could overflow. `lax.abs` and the select keep them apart.
     """
-    total, least = jnp.float32(0.0), np.float32(2.0**-60)
-    for part in _parts(leaf):
-        size = lax.abs(part) * _TINY
-        total += jnp.sum(jnp.square(jnp.where(size < least, least, size)))
-    return total[None], (total != total)[None]
+    least = np.float32(2.0**-60)
+
+    def total(part):
+        size = lax.mul(lax.abs(part), _TINY)
+        small = lax.lt(size, least)
+        size = lax.select_n(small, size, lax.broadcast(least, size.shape))
+        return lax.reduce_sum(lax.square(size), _axes(size))
+
+    sums = functools.reduce(lax.add, map(total, _parts(leaf)))
+    return _one(sums), _one(lax.ne(sums, sums))
 
 
 # Norms. The square of a float32 over 1.8e19 is inf: so is `optax.global_norm` then, and
