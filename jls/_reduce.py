@@ -7,7 +7,7 @@ at a time, where they reduce it: eagerly, a wide copy of all of them would cost 
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -133,6 +133,8 @@ def finite_leaves(floats: Sequence[Any]) -> Array:
     """For each leaf, `bool[n]`, whether all of its elements are finite."""
     if not floats:
         return jnp.ones(0, jnp.bool_)
+    if all(jnp.ndim(leaf) == 0 for leaf in floats):
+        return jnp.stack([jnp.isfinite(widen(leaf)) for leaf in floats])
     totals, has_nan = _reduced_leaves(list(floats), _tiny_sum_of_squares)
     return jnp.isfinite(totals) & ~has_nan
 
@@ -158,6 +160,13 @@ def any_nan(floats: Sequence[Any]) -> Array:
 # what else reads the gradients. On GPU any will do.
 
 
+# What reduces one leaf returns an array of one number and, if NaN does not show in it,
+# one of one flag. It is traced for every shape, so it is written in `lax`: `jax.numpy`
+# takes three times as long.
+
+ReduceLeaf = Callable[..., tuple[Array, ...]]
+
+
 @functools.partial(jax.jit, static_argnums=1)
 def _reduced_leaves(floats: list[Array], elsewhere: Any) -> tuple[Array, Array]:
     """What `elsewhere` makes of each leaf, `f32[n]` and `bool[n]`; not on a CPU.
@@ -172,14 +181,15 @@ def _reduced_leaves(floats: list[Array], elsewhere: Any) -> tuple[Array, Array]:
     )
 
 
-def _each(reduce_leaf: Callable[[Array], tuple[Array, Array]]) -> Callable[..., Any]:
+def _each(reduce_leaf: ReduceLeaf) -> Callable[..., tuple[Array, Array]]:
     """`reduce_leaf` of each leaf, joined, so that nothing follows for each alone."""
+    return lambda floats: _joined(map(reduce_leaf, floats))
 
-    def reduce_each(floats):
-        numbers, flags = zip(*map(reduce_leaf, floats), strict=True)
-        return lax.concatenate(numbers, 0), lax.concatenate(flags, 0)
 
-    return reduce_each
+def _joined(found: Iterable[tuple[Array, ...]]) -> tuple[Array, Array]:
+    """The numbers, and which leaves have a NaN."""
+    numbers, *flags = (lax.concatenate(x, 0) for x in zip(*found, strict=True))
+    return numbers, flags[0] if flags else lax.ne(numbers, numbers)
 
 
 # Small leaves of one type are reduced together on GPU and TPU, this many at a time:
@@ -187,15 +197,13 @@ def _each(reduce_leaf: Callable[[Array], tuple[Array, Array]]) -> Callable[..., 
 _SMALL, _TOGETHER = 2**16, 32
 
 
-def _each_together(
-    reduce_leaf: Callable[[Array], tuple[Array, Array]],
-) -> Callable[..., Any]:
+def _each_together(reduce_leaf: ReduceLeaf) -> Callable[..., tuple[Array, Array]]:
     """As `_each`, with fewer kernels where there are many small leaves."""
 
     def reduce_each(floats):
         groups = _groups(floats)
-        found = [_reduced(reduce_leaf, [floats[i] for i in group]) for group in groups]
-        numbers, flags = (lax.concatenate(x, 0) for x in zip(*found, strict=True))
+        leaves = [[floats[i] for i in group] for group in groups]
+        numbers, flags = _joined(_reduced(reduce_leaf, some) for some in leaves)
         order = np.argsort([i for group in groups for i in group])
         if np.all(np.diff(order) == 1):
             return numbers, flags
@@ -216,13 +224,11 @@ def _groups(floats: list[Array]) -> list[list[int]]:
     return [group for of_type in groups.values() for group in of_type]
 
 
-def _reduced(
-    reduce_leaf: Callable[[Array], tuple[Array, Array]], leaves: list[Array]
-) -> tuple[Array, Array]:
+def _reduced(reduce_leaf: ReduceLeaf, leaves: list[Array]) -> tuple[Array, ...]:
     if len(leaves) == 1:
         return reduce_leaf(leaves[0])
-    numbers, flags = jax.vmap(reduce_leaf)(jnp.stack(leaves))
-    return numbers[:, 0], flags[:, 0]
+    rows = [lax.expand_dims(leaf, (0,)) for leaf in leaves]
+    return reduce_leaf(lax.concatenate(rows, 0), is_stack=True)
 
 
 def _parts(leaf: Any) -> list[Array]:
@@ -241,16 +247,13 @@ def _parts(leaf: Any) -> list[Array]:
     return [narrow(part).astype(jnp.float32) for part in parts]
 
 
-# Each of these is traced for every shape. `jax.numpy` would take three times as long.
+def _axes(array: Array, is_stack: bool) -> tuple[int, ...]:
+    return tuple(range(1 if is_stack else 0, array.ndim))
 
 
-def _axes(array: Array) -> tuple[int, ...]:
-    return tuple(range(array.ndim))
-
-
-def _one(number: Array) -> Array:
-    """A scalar as an array of one element."""
-    return lax.broadcast(number, (1,))
+def _of_each(number: Array, is_stack: bool) -> Array:
+    """The numbers of a stack of leaves, or that of one leaf as an array."""
+    return number if is_stack else lax.broadcast(number, (1,))
 
 
 def _larger_and_either(a: Sequence[Any], b: Sequence[Any]) -> tuple[Array, Array]:
@@ -260,35 +263,33 @@ def _larger_and_either(a: Sequence[Any], b: Sequence[Any]) -> tuple[Array, Array
 @jax.jit
 def _max_and_nan(leaf: Array) -> tuple[Array, Array]:
     """By a maximum of floats, which loses NaN on XLA CPU (jax 0.10 and 0.12)."""
-    start = np.float32(0.0), np.bool_(False)
-    found = [
-        lax.reduce(
-            (lax.abs(x), lax.ne(x, x)), start, _larger_and_either, range(x.ndim)
-        )
-        for x in _parts(leaf)
-    ]
+    pairs = [(lax.abs(part), lax.ne(part, part)) for part in _parts(leaf)]
+    start, axes = (np.float32(0.0), np.bool_(False)), _axes(leaf, False)
+    found = [lax.reduce(pair, start, _larger_and_either, axes) for pair in pairs]
     most, has_nan = functools.reduce(_larger_and_either, found)
-    return _one(most), _one(has_nan)
+    return _of_each(most, False), _of_each(has_nan, False)
 
 
-@jax.jit
-def _max_of_bits(leaf: Array) -> tuple[Array, Array]:
+@functools.partial(jax.jit, static_argnames="is_stack")
+def _max_of_bits(leaf: Array, is_stack: bool = False) -> tuple[Array]:
     """Without their sign, the bits of floats are integers in order, NaN above inf."""
-    without_sign, inf = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
-    parts = [lax.bitcast_convert_type(part, jnp.int32) for part in _parts(leaf)]
-    found = [lax.bitwise_and(bits, without_sign) for bits in parts]
-    found = [lax.reduce_max(bits, _axes(bits)) for bits in found]
+
+    def most(part):
+        bits = lax.bitcast_convert_type(part, jnp.int32)
+        bits = lax.bitwise_and(bits, np.int32(0x7FFFFFFF))
+        return lax.reduce_max(bits, _axes(bits, is_stack))
+
     # Of no element the maximum is the smallest integer.
-    most = functools.reduce(lax.max, found, np.int32(0))
-    return _one(lax.bitcast_convert_type(most, jnp.float32)), _one(lax.gt(most, inf))
+    bits = functools.reduce(lax.max, map(most, _parts(leaf)), np.int32(0))
+    return (_of_each(lax.bitcast_convert_type(bits, jnp.float32), is_stack),)
 
 
 # 2**64 squares of the largest number times this have a finite sum.
 _TINY = np.float32(2.0**-96)
 
 
-@jax.jit
-def _tiny_sum_of_squares(leaf: Array) -> tuple[Array, Array]:
+@functools.partial(jax.jit, static_argnames="is_stack")
+def _tiny_sum_of_squares(leaf: Array, is_stack: bool = False) -> tuple[Array]:
     """Finite if and only if all elements are; the larger ones alone count.
 
     XLA turns `(x * 2**40) * 2**-96` into `x * 2**-56`, which could be finite where
@@ -299,12 +300,12 @@ def _tiny_sum_of_squares(leaf: Array) -> tuple[Array, Array]:
 
     def total(part):
         size = lax.mul(lax.abs(part), _TINY)
-        small = lax.lt(size, least)
-        size = lax.select_n(small, size, lax.broadcast(least, size.shape))
-        return lax.reduce_sum(lax.square(size), _axes(size))
+        small = lax.broadcast(least, size.shape)
+        size = lax.select_n(lax.lt(size, least), size, small)
+        return lax.reduce_sum(lax.square(size), _axes(size, is_stack))
 
-    sums = functools.reduce(lax.add, map(total, _parts(leaf)))
-    return _one(sums), _one(lax.ne(sums, sums))
+    totals = functools.reduce(lax.add, map(total, _parts(leaf)))
+    return (_of_each(totals, is_stack),)
 
 
 # Norms. The square of a float32 over 1.8e19 is inf: so is `optax.global_norm` then, and

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.core import eval_jaxpr
+from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Literal
 
 from jls._tree import Rest, Tree, combine, is_array, partition
@@ -122,22 +122,15 @@ def _rolled_back(
     if program is None:
         return _select(flag, _arrays(fun(_or_ones(is_finite, inputs))), old)
 
-    def at_the_end(flag, is_finite, inputs, consts, old):
-        return _select(flag, program.run(inputs, consts), old)
-
     def at_the_end_of_ones(flag, is_finite, inputs, consts, old):
-        ones = _or_ones(is_finite, inputs)
-        return at_the_end(flag, is_finite, ones, consts, old)
+        return _select(flag, program.run(_or_ones(is_finite, inputs), consts), old)
 
     def where_made(flag, is_finite, inputs, consts, old):
-        arguments = [*consts, *_or_ones(is_finite, inputs)]
+        arguments = [*consts, *as_seen(is_finite, inputs)]
         return _select_where_made(program.jaxpr, flag, arguments, old)
 
-    def by_platform(*arguments):
-        return lax.platform_dependent(*arguments, cpu=where_made, default=at_the_end)
-
     safe = at_the_end_of_ones if program.is_watchful else None
-    run = safe or _with_derivative(by_platform, like=at_the_end_of_ones)
+    run = safe or _with_derivative(where_made, like=at_the_end_of_ones)
     return run(flag, is_finite, list(inputs), consts, list(old))
 
 
@@ -189,7 +182,16 @@ def _arrays(tree: Any) -> list[Any]:
 
 
 def _or_ones(is_finite: Array, inputs: Arrays) -> list[Array]:
-    return [_where(is_finite, x, lax.full_like(x, 1)) for x in inputs]
+    ones = {}
+
+    def chosen(i, x):
+        # Arrays in memory may lie on different devices.
+        kind = jax.typeof(x) if isinstance(x, Tracer) else i
+        if kind not in ones:
+            ones[kind] = lax.full_like(x, 1)
+        return _where(is_finite, x, ones[kind])
+
+    return [chosen(*pair) for pair in enumerate(inputs)]
 
 
 def _select(flag: Array, new: Arrays, old: Arrays) -> list[Array]:
@@ -198,29 +200,54 @@ def _select(flag: Array, new: Arrays, old: Arrays) -> list[Array]:
 
 def _where(flag: Array, new: Any, old: Any) -> Array:
     """`jnp.where` for one flag and one dtype, which takes JAX less time to trace."""
-    new = jnp.asarray(new)  # a literal of the program may be a Python number
-    return lax.select_n(flag, jnp.asarray(old, new.dtype), new)
+    new = _as_array(new)  # a literal of the program may be a Python number
+    return lax.select_n(flag, _as_array(old, new.dtype), new)
+
+
+def _as_array(x: Any, dtype: Any = None) -> Array:
+    if isinstance(x, Tracer) and dtype in (None, x.dtype):
+        return x
+    return jnp.asarray(x, dtype)
+
+
+def _on_cpu() -> Array:
+    """Whether the program is compiled for a CPU, which it knows when it is."""
+    return lax.platform_dependent(
+        cpu=lambda: jnp.asarray(True), default=lambda: jnp.asarray(False)
+    )
 
 
 def _select_where_made(
     jaxpr: Any, flag: Array, arguments: Arrays, old: Arrays
 ) -> list[Array]:
+    """What `jaxpr` makes of `arguments` where `flag`, else `old`.
+
+    On a CPU the program goes on with what was selected. Elsewhere it goes on with what
+    it has made, so there the selects are at the end. Only what it goes on with differs:
+    everything is traced once for all platforms.
+    """
     values = dict(zip(jaxpr.invars, arguments, strict=True))
     olds = {
         variable: x
         for variable, x in zip(jaxpr.outvars, old, strict=True)
         if _is_variable(variable) and variable not in values
     }
+    read = {atom for equation in jaxpr.eqns for atom in _variables(equation.invars)}
+    on_cpu = _on_cpu()
+    selected = {}
 
     def run(equations):
         made = [variable for equation in equations for variable in equation.outvars]
-        read = [atom for equation in equations for atom in equation.invars]
-        inputs = [x for x in dict.fromkeys(filter(_is_variable, read)) if x in values]
+        inputs = [atom for equation in equations for atom in equation.invars]
+        inputs = [x for x in dict.fromkeys(_variables(inputs)) if x in values]
         part = jaxpr.replace(invars=inputs, outvars=made, eqns=equations)
         results = eval_jaxpr(part, [], *(values[variable] for variable in inputs))
         for variable, x in zip(made, results, strict=True):
-            is_kept = variable in olds
-            values[variable] = _where(flag, x, olds[variable]) if is_kept else x
+            values[variable] = x
+            if variable in olds:
+                selected[variable] = kept = _where(flag, x, olds[variable])
+                if variable in read:
+                    values[variable] = _where(on_cpu, kept, x)
 
     waiting = []
     for equation in jaxpr.eqns:
@@ -230,12 +257,16 @@ def _select_where_made(
             waiting = []
     run(waiting)
 
-    def selected(output, x):
-        value = values[output] if _is_variable(output) else output.val
-        is_done = _is_variable(output) and olds.get(output) is x
-        return value if is_done else _where(flag, value, x)
+    def result(output, x):
+        if _is_variable(output) and olds.get(output) is x:
+            return selected[output]
+        return _where(flag, values[output] if _is_variable(output) else output.val, x)
 
-    return [selected(*pair) for pair in zip(jaxpr.outvars, old, strict=True)]
+    return [result(*pair) for pair in zip(jaxpr.outvars, old, strict=True)]
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if _is_variable(atom)]
 
 
 def _is_variable(atom: Any) -> bool:

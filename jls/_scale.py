@@ -57,7 +57,8 @@ def scale(state: Any, tree: Tree) -> Tree:
             "float16: every step at a scale over 2**15 overflows. Reduce the loss in "
             "float32, e.g. losses.astype(jnp.float32).mean()."
         )
-    scaled = jax.tree.map(lambda leaf: _times(leaf, loss_scale), tree)
+    factor = functools.cache(lambda dtype: jnp.asarray(loss_scale, dtype))
+    scaled = jax.tree.map(lambda leaf: _times(leaf, factor), tree)
     _mistakes.note_scaled(scaled)
     return scaled
 
@@ -84,22 +85,27 @@ def unscale(state: Any, tree: Tree) -> Tree:
       [Array(1.8626451e-09, dtype=float32), 3]
     """
     loss_scale = scaler_state_in(state).loss_scale
-    return jax.tree.map(lambda leaf: _times(leaf, loss_scale, inverse=True), tree)
+
+    @functools.cache
+    def factor(dtype):
+        # XLA CPU would write the results of a division to memory. A product it repeats
+        # wherever the gradients are read.
+        return lax.reciprocal(jnp.asarray(loss_scale, dtype))
+
+    return jax.tree.map(lambda leaf: _times(leaf, factor), tree)
 
 
-def _times(leaf: Any, loss_scale: Array, inverse: bool = False) -> Any:
+def _times(leaf: Any, factor: Callable[[Any], Array]) -> Any:
+    """`leaf` times the factor in its dtype; what is not floating point as it is."""
     if not is_inexact(leaf):
         return leaf
     array = widen(leaf)
-    factor = jnp.asarray(loss_scale, array.real.dtype)
-    if inverse:
-        # XLA CPU would write the results of a division to memory. A product it repeats
-        # wherever the gradients are read.
-        factor = lax.reciprocal(factor)
     if jnp.iscomplexobj(array):
         # Complex arithmetic would turn (inf + 1j) * (scale + 0j) into inf + NaN j.
-        return lax.complex(array.real * factor, array.imag * factor)
-    return array * factor
+        real, imag = array.real, array.imag
+        by = factor(real.dtype)
+        return lax.complex(lax.mul(real, by), lax.mul(imag, by))
+    return lax.mul(array, factor(array.dtype))
 
 
 @overload

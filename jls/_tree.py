@@ -108,6 +108,8 @@ def cast_like(
     def cast(path, leaf, reference):
         if not is_array(reference):
             return reference
+        if isinstance(leaf, Array) and _same_type(leaf, reference):
+            return leaf
         shape, dtype = jnp.shape(reference), jnp.result_type(reference)
         new_shape, new_dtype = jnp.shape(leaf), jnp.result_type(leaf)
         if shape == new_shape and _fits(new_dtype, dtype):
@@ -124,6 +126,15 @@ def cast_like(
 
     cast_leaves = [cast(p, x, r) for x, (p, r) in zip(leaves, paths, strict=True)]
     return structure.unflatten(cast_leaves)
+
+
+def _same_type(array: Array, other: Any) -> bool:
+    return (
+        isinstance(other, Array)
+        and array.dtype == other.dtype
+        and array.shape == other.shape
+        and not array.weak_type
+    )
 
 
 def _fits(dtype: Any, wanted: Any) -> bool:
