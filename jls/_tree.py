@@ -108,7 +108,7 @@ def cast_like(
     def cast(path, leaf, reference):
         if not is_array(reference):
             return reference
-        if isinstance(leaf, Array) and _same_type(leaf, reference):
+        if isinstance(leaf, Array) and _is_like(leaf, reference):
             return leaf
         shape, dtype = jnp.shape(reference), jnp.result_type(reference)
         new_shape, new_dtype = jnp.shape(leaf), jnp.result_type(leaf)
@@ -128,13 +128,11 @@ def cast_like(
     return structure.unflatten(cast_leaves)
 
 
-def _same_type(array: Array, other: Any) -> bool:
-    return (
-        isinstance(other, Array)
-        and array.dtype == other.dtype
-        and array.shape == other.shape
-        and not array.weak_type
-    )
+def _is_like(array: Array, other: Any) -> bool:
+    """Whether nothing is left to cast."""
+    is_alike = isinstance(other, Array) and array.dtype == other.dtype
+    is_weak = getattr(array, "weak_type", False)  # keys have no such attribute
+    return is_alike and array.shape == other.shape and not is_weak
 
 
 def _fits(dtype: Any, wanted: Any) -> bool:
