@@ -186,9 +186,12 @@ def _each(reduce_leaf: ReduceLeaf) -> Callable[..., tuple[Array, Array]]:
     return lambda floats: _joined(map(reduce_leaf, floats))
 
 
-def _joined(found: Iterable[tuple[Array, ...]]) -> tuple[Array, Array]:
-    """The numbers, and which leaves have a NaN."""
-    numbers, *flags = (lax.concatenate(x, 0) for x in zip(*found, strict=True))
+def _joined(
+    found: Iterable[tuple[Array, ...]], order: np.ndarray | None = None
+) -> tuple[Array, Array]:
+    """The numbers, in this order, and which leaves have a NaN."""
+    joined = [lax.concatenate(x, 0) for x in zip(*found, strict=True)]
+    numbers, *flags = joined if order is None else [x[order] for x in joined]
     return numbers, flags[0] if flags else lax.ne(numbers, numbers)
 
 
@@ -203,11 +206,9 @@ def _each_together(reduce_leaf: ReduceLeaf) -> Callable[..., tuple[Array, Array]
     def reduce_each(floats):
         groups = _groups(floats)
         leaves = [[floats[i] for i in group] for group in groups]
-        numbers, flags = _joined(_reduced(reduce_leaf, some) for some in leaves)
+        found = [_reduced(reduce_leaf, some) for some in leaves]
         order = np.argsort([i for group in groups for i in group])
-        if np.all(np.diff(order) == 1):
-            return numbers, flags
-        return numbers[order], flags[order]
+        return _joined(found, None if np.all(np.diff(order) == 1) else order)
 
     return reduce_each
 
