@@ -133,8 +133,6 @@ def finite_leaves(floats: Sequence[Any]) -> Array:
     """For each leaf, `bool[n]`, whether all of its elements are finite."""
     if not floats:
         return jnp.ones(0, jnp.bool_)
-    if all(jnp.ndim(leaf) == 0 for leaf in floats):
-        return jnp.stack([jnp.isfinite(widen(leaf)) for leaf in floats])
     totals, has_nan = _reduced_leaves(list(floats), _tiny_sum_of_squares)
     return jnp.isfinite(totals) & ~has_nan
 
@@ -305,7 +303,7 @@ def _tiny_sum_of_squares(leaf: Array, is_stack: bool = False) -> tuple[Array]:
         size = lax.select_n(lax.lt(size, least), size, small)
         return lax.reduce_sum(lax.square(size), _axes(size, is_stack))
 
-    totals = functools.reduce(lax.add, map(total, _parts(leaf)))
+    totals = functools.reduce(lax.add, map(total, _parts(leaf)), np.float32(0.0))
     return (_of_each(totals, is_stack),)
 
 
