@@ -303,7 +303,7 @@ def _tiny_sum_of_squares(leaf: Array, is_stack: bool = False) -> tuple[Array]:
         size = lax.select_n(lax.lt(size, least), size, small)
         return lax.reduce_sum(lax.square(size), _axes(size, is_stack))
 
-    totals = functools.reduce(lax.add, map(total, _parts(leaf)), np.float32(0.0))
+    totals = functools.reduce(lax.add, map(total, _parts(leaf)))
     return (_of_each(totals, is_stack),)
 
 
