@@ -39,7 +39,9 @@ def save(results: dict[str, Any], path: Path) -> bool:
     if not workloads or not names:
         return False
     measures = {"extra bytes for each parameter": extra_bytes}
-    if any(extra_kernels(one, n) is not None for one in workloads.values() for n in names):
+    if any(
+        extra_kernels(one, n) is not None for one in workloads.values() for n in names
+    ):
         measures["extra kernels, %"] = extra_kernels
     widths = [1.6, 1.0][: len(measures)]
     height = MARGINS + ROW * len(workloads)
@@ -84,9 +86,7 @@ def extra_kernels(workload: dict[str, Any], name: str) -> float | None:
     return None if bare is None or mine is None else 100 * (mine / bare - 1)
 
 
-def _draw(
-    axes: Any, workloads: dict[str, Any], names: list[str], measure: Any
-) -> None:
+def _draw(axes: Any, workloads: dict[str, Any], names: list[str], measure: Any) -> None:
     """One row for each workload, the contestants below each other."""
     for i, name in enumerate(names):
         shift = 0.62 / max(len(names), 3) * 1.15 * (i - (len(names) - 1) / 2)
