@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from PIL import Image
 
 from benchmarks.contestants import FLOOR, OURS
 from benchmarks.report import contestants_of
@@ -17,12 +19,15 @@ COLOURS = {
     "mpx": "#56b4e9",
 }
 MARKERS = {"jls": "D", "apply_if_finite": "o", "flax": "s", "jmp": "v", "mpx": "^"}
+TICKS = [-32, -8, -2, -1, 0, 1, 2, 4, 8, 16, 32, 64]
+ROW, MARGINS = 0.5, 1.5  # inches
 
 
 def save(results: dict[str, Any], path: Path) -> bool:
-    """Dots: extra bytes for each parameter on one chip, by workload and contestant.
+    """Dots: what a step adds to plain optax on one chip, by workload and contestant.
 
-    Returns whether there was anything to draw.
+    To the left bytes, to the right kernels, where they are known. Returns whether there
+    was anything to draw.
     """
     workloads = {
         name: one
@@ -33,56 +38,109 @@ def save(results: dict[str, Any], path: Path) -> bool:
     names = [name for name in contestants_of(results) if name != FLOOR]
     if not workloads or not names:
         return False
-    rows = list(workloads)
-    figure = Figure(figsize=(11, 2.2 + 0.58 * len(rows)), layout="constrained")
-    axes: Any = figure.add_subplot()
+    measures = {"extra bytes for each parameter": extra_bytes}
+    if any(
+        extra_kernels(one, n) is not None for one in workloads.values() for n in names
+    ):
+        measures["extra kernels, %"] = extra_kernels
+    widths = [1.6, 1.0][: len(measures)]
+    height = MARGINS + ROW * len(workloads)
+    figure = Figure(figsize=(4.0 + 3.2 * sum(widths), height))
+    # By hand, so that a row is as high in every picture.
+    panels: Any = figure.subplots(
+        1,
+        len(measures),
+        sharey=True,
+        squeeze=False,
+        width_ratios=widths,
+        gridspec_kw={
+            **{"left": 3.1 / figure.get_figwidth(), "right": 0.985, "wspace": 0.06},
+            **{"bottom": 0.62 / height, "top": 1.0 - (MARGINS - 0.62) / height},
+        },
+    )[0]
+    for axes, (label, measure) in zip(panels, measures.items(), strict=True):
+        _draw(axes, workloads, names, measure)
+        axes.set_xlabel(label, fontsize=13, labelpad=6)
+    _bytes_axis(panels[0])
+    for axes in panels[1:]:
+        low, high = axes.get_xlim()
+        axes.set_xlim(min(low, -1.0), high + 0.1 * (high - low))
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:+g}" if x else "0")
+    panels[0].set_yticks(range(len(workloads)), list(workloads))
+    panels[0].set_ylim(len(workloads) - 0.5, -0.5)
+    _title(figure, panels[0], results["about"])
+    figure.savefig(path, dpi=110)
+    if path.suffix == ".png":  # few colours make a small file
+        with Image.open(path) as picture:
+            few = picture.convert("RGB").quantize(64)
+        few.save(path, optimize=True)
+    return True
+
+
+def extra_kernels(workload: dict[str, Any], name: str) -> float | None:
+    """How many percent more kernels a contestant launches than plain optax."""
+    results = workload["results"]
+    bare = results.get(FLOOR, {}).get("kernels")
+    mine = results.get(name, {}).get("kernels")
+    return None if bare is None or mine is None else 100 * (mine / bare - 1)
+
+
+def _draw(axes: Any, workloads: dict[str, Any], names: list[str], measure: Any) -> None:
+    """One row for each workload, the contestants below each other."""
     for i, name in enumerate(names):
-        # jls is drawn last, on top; the others beside each other.
-        shift = 0.27 * (i - (len(names) - 1) / 2)
+        shift = 0.62 / max(len(names), 3) * 1.15 * (i - (len(names) - 1) / 2)
         points = [
             (extra, row + shift)
             for row, one in enumerate(workloads.values())
-            if (extra := extra_bytes(one, name)) is not None
+            if (extra := measure(one, name)) is not None
         ]
         if points:
             axes.plot(
                 *zip(*points, strict=True),
                 MARKERS.get(name, "o"),
-                **{"color": COLOURS.get(name), "label": name, "markersize": 8},
-                **{"markeredgecolor": "white", "markeredgewidth": 0.8},
+                **{"color": COLOURS.get(name), "label": name, "clip_on": False},
+                **{"markersize": 8.5 if name == OURS else 7},
+                **{"markeredgecolor": "white", "markeredgewidth": 0.7},
                 zorder=4 if name == OURS else 3,
             )
-    for row in range(0, len(rows), 2):
-        axes.axhspan(row - 0.5, row + 0.5, color="#f3f3f3", zorder=0)
-    axes.axvline(0.0, color="black", linewidth=1.2, zorder=1)
+    for row in range(0, len(workloads), 2):
+        axes.axhspan(row - 0.5, row + 0.5, color="#f4f4f4", linewidth=0, zorder=0)
+    axes.axvline(0.0, color="black", linewidth=1.2, zorder=2)
+    axes.tick_params(labelsize=12, length=0, pad=6)
+    axes.grid(axis="x", color="#cfcfcf", linewidth=0.8, zorder=1)
+    axes.set_axisbelow(True)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def _bytes_axis(axes: Any) -> None:
+    """Even up to 2 bytes, beyond that each step doubles."""
     axes.set_xscale("symlog", linthresh=2.0, linscale=1.2)
-    ticks = [-32, -8, -2, -1, 0, 1, 2, 4, 8, 16, 32, 64]
-    low, high = axes.get_xlim()
-    low, high = min(low, -0.3), max(high, 4.0) * 1.1
-    shown = [tick for tick in ticks if low <= tick <= high]
-    axes.set_xticks(
-        shown, [f"{tick:+g}" if tick else "0" for tick in shown], minor=False
-    )
+    ends = axes.dataLim
+    low, high = 1.4 * min(ends.x0, -0.1), 1.25 * max(ends.x1, 4.0)
+    shown = [tick for tick in TICKS if low <= tick <= high]
+    axes.set_xticks(shown, [f"{tick:+g}" if tick else "0" for tick in shown])
     axes.set_xticks([], minor=True)
     axes.set_xlim(low, high)
-    axes.set_yticks(range(len(rows)), rows)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.tick_params(labelsize=13, length=0)
-    axes.grid(axis="x", color="#cccccc", linewidth=0.8, zorder=1)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left", "bottom"):
-        axes.spines[side].set_visible(False)
-    axes.set_xlabel("extra bytes for each parameter, beyond plain optax", fontsize=14)
-    axes.legend(
-        **{"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "ncols": len(names)},
-        **{"fontsize": 13, "frameon": False, "handletextpad": 0.2},
-    )
-    about = results["about"]
+
+
+def _title(figure: Any, axes: Any, about: dict[str, Any]) -> None:
+    """At the left edge of the rows' names: what, how, and whose dots are whose."""
+    width, height = figure.get_size_inches()
     versions = about["versions"]
-    figure.suptitle(
-        f"{about['device']}: {about['how']} (jls {versions['jls']}, "
-        f"jax {versions['jax']})",
-        fontsize=15,
+    figure.text(
+        *(0.12 / width, 1 - 0.12 / height, about["device"]),
+        **{"fontsize": 16, "fontweight": "bold", "va": "top"},
     )
-    figure.savefig(path, dpi=110)
-    return True
+    figure.text(
+        *(0.12 / width, 1 - 0.45 / height),
+        f"{about['how']}; beyond plain optax\njls {versions['jls']}, "
+        f"jax {versions['jax']}",
+        **{"fontsize": 11, "color": "#555555", "va": "top", "linespacing": 1.35},
+    )
+    axes.legend(
+        **{"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "ncols": 6},
+        **{"fontsize": 13, "frameon": False, "handletextpad": 0.2},
+        **{"borderaxespad": 0.3, "columnspacing": 1.6},
+    )

@@ -11,6 +11,7 @@ from benchmarks import (
     compiled,
     on_target,
     placement,
+    target_plot,
     target_report,
     targets,
 )
@@ -224,6 +225,18 @@ def test_where_jls_is_not_the_least_the_report_says_so():
         "    and 1 more kinds: --explain",
     ]
     assert target_report.lines(results, explain=True)[-1] == "    d"
+
+
+def test_kernels_beyond_plain_optax():
+    results = {
+        "optax": {"kernels": 8},
+        "jls": {"kernels": 10},
+        "flax": {"kernels": None},
+    }
+    workload = {"results": results}
+    assert target_plot.extra_kernels(workload, "jls") == 25.0
+    assert target_plot.extra_kernels(workload, "flax") is None  # it cannot be read
+    assert target_plot.extra_kernels(workload, "mpx") is None
 
 
 def test_collectives_beyond_plain_optax():
