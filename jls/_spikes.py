@@ -200,8 +200,10 @@ def decide(
     values = jnp.stack([jnp.zeros_like(norm) if loss is None else loss, norm])
     limit = jnp.where(is_given, limit, jnp.inf)
     size = state.seen.shape[1]
+    # The state may be one of a larger budget, or of none: inf would never be spent.
+    tokens = jnp.minimum(state.tokens, f32(budget))
     # In parts of a token that add up exactly: a skip costs `size` of them.
-    parts = jnp.round(state.tokens * size * 1024) / 1024
+    parts = jnp.round(tokens * size * 1024) / 1024
     is_over = jnp.any(values > limit)
     skip = is_over & (parts >= size)
     refilled = jnp.minimum(parts + f32(budget), f32(budget) * size)

@@ -632,6 +632,19 @@ def test_a_state_made_with_other_spikes_is_refused_with_what_to_write():
     plain.update(W, policy.init(W)._replace(spikes=(), spike_state=()), W)
 
 
+@pytest.mark.parametrize("before", [None, 1000])
+def test_a_run_that_froze_goes_on_under_a_smaller_budget(before):
+    """As `health` advises of "stalled": its tokens, here inf, must not stay."""
+    frozen = run(guarded(jls.spikes(8, budget=before)), [1.0] * 8 + [50.0] * 60)[-1][1]
+    assert frozen.consecutive_skips == 60
+    optimizer = guarded(jls.spikes(8))
+    state, applied = jls.upgrade_state(optimizer.init(W), frozen), []
+    for _ in range(6):
+        _, state = optimizer.update(jnp.array([30.0, 40.0]), state, W)
+        applied.append(bool(state.applied))
+    assert applied == [False] * 4 + [True] * 2
+
+
 # What is said.
 
 
