@@ -75,9 +75,14 @@ def copy_notebooks() -> None:
     target.mkdir()
     for notebook in (DOCS.parent / "notebooks").glob("*.ipynb"):
         content = json.loads(notebook.read_text(encoding="utf-8"))
-        # Cells may hold lines such as `!pip`, which are no Python.
+        # Cells may hold lines such as `!pip`, which are not Python.
         content["metadata"]["language_info"]["pygments_lexer"] = "ipython3"
         (target / notebook.name).write_text(json.dumps(content), encoding="utf-8")
+
+
+def link_to_copies(app, name: str, source: list[str]) -> None:
+    """Links to notebooks, which lead to the repository, lead to their copies here."""
+    source[0] = source[0].replace("../notebooks/", "notebooks/")
 
 
 # The cell of each notebook whose picture stands for it.
@@ -246,5 +251,6 @@ def setup(app):
     draw_picture()
     write_diffs()
     app.connect("autodoc-process-docstring", document, priority=400)
+    app.connect("source-read", link_to_copies)
     app.add_transform(LinkNames)
     app.add_transform(LinkNotes)

@@ -56,10 +56,14 @@ def spikes(
     judged; `jls.train_step` does.
 
     It is a seat belt: it pays against single bad batches and hardware faults, not
-    against a model that is unstable. docs/questions/spikes.md has the evidence.
+    against a model that is unstable. The budget bounds how many steps are skipped, not
+    which: valid data that is rare and far larger than the rest, such as a few long
+    documents, may be skipped each time. Count first, with `budget=0`, and look at what
+    is found. docs/questions/spikes.md has the evidence.
 
     Args:
-      window: >= 2, how many kept steps the mean and the deviation are of.
+      window: >= 2, how many kept steps the mean and the deviation are of. With fewer
+        than 16 even normal noise makes false alarms.
       sigmas: > 0 and finite. The deviation counts as at least a 512th of the mean. No
         steady signal exceeds its own mean by 6 deviations in more than 1 of 37 steps,
         whatever its distribution (Cantelli's inequality: 1 / (1 + sigmas**2)).
@@ -212,8 +216,11 @@ def decide(
     here = enters[:, None] & (_places(size) == (state.kept % size)[:, None])
     # From 2 * size back to size, which is as full, so that it never overflows.
     kept = jnp.where(state.kept == 2 * size - 1, size, state.kept + 1)
-    # Cantelli's bound holds for each of the signals.
-    share = 1.0 if sigmas is None else float(is_given.sum()) / (1 + f32(sigmas) ** 2)
+    share = f32(1.0)
+    if sigmas is not None:
+        # Cantelli's bound for each; of few values, one in so many is the largest.
+        share = jnp.maximum(1 / (1 + f32(sigmas) ** 2), 1 / (size + 1))
+        share = jnp.minimum(float(is_given.sum()) * share, 1)
     return SpikeState(
         seen=jnp.where(here, values[:, None], state.seen),
         kept=jnp.where(enters, kept, state.kept),
@@ -223,7 +230,7 @@ def decide(
         limit_loss=limit[0],
         judged_norm=values[1],
         limit_norm=limit[1],
-        steady_share=f32(share),
+        steady_share=share,
     ), skip
 
 

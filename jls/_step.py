@@ -92,10 +92,9 @@ class WrapperUpdate:
         return jax.tree.structure(jax.eval_shape(self.scaler.init))
 
     @functools.cached_property
-    def spike_structure(self) -> Any:
-        """The structure of the spike policy's states; of () without one."""
-        init = self.spikes.init if self.spikes else tuple
-        return jax.tree.structure(jax.eval_shape(init))
+    def spike_state(self) -> Any:
+        """The shapes of the spike policy's states; () without one."""
+        return jax.eval_shape(self.spikes.init) if self.spikes else ()
 
     def __call__(
         self, updates: Any, state: Any, params: Any = None, **extra: Any
@@ -384,7 +383,7 @@ def _judge(
 ) -> _Verdict:
     """Asks the spike policy, if there is one."""
     policy, old = wrapper.spikes, state.spike_state
-    _check_spike_state(wrapper.spike_structure, old)
+    _check_spike_state(wrapper.spike_state, old)
     if policy is None:
         return _Verdict(old, jnp.zeros_like(step.is_finite))
     # All devices judge the same numbers: the largest of any device.
@@ -562,17 +561,21 @@ def _check_axes(flag: Array, count: Array, axis_name: AxisName) -> None:
 
 
 def _check_spike_state(expected: Any, spike_state: Any) -> None:
-    if jax.tree.structure(spike_state) == expected:
+    def kind(state):
+        return jax.tree.structure(state), list(map(jnp.shape, jax.tree.leaves(state)))
+
+    if kind(spike_state) == kind(expected):
         return
-    if not jax.tree.leaves(spike_state):
-        what = "none, so it was made without spikes=. To go on from it: opt_state = "
-        write = "jls.upgrade_state(optimizer.init(params), opt_state)"
-    else:
-        what = f"{jax.tree.structure(spike_state)}. To go on without one: opt_state = "
-        write = "opt_state._replace(spikes=(), spike_state=())"
+    wants, has = map(jax.tree.leaves, (expected, spike_state))
+    made = "without spikes=" if not has else "with another spike policy"
+    made = made if wants else "with spikes=, which the optimizer is without"
+    write = "opt_state._replace(spikes=(), spike_state=())" if has else "opt_state"
+    if wants:
+        write = f"jls.upgrade_state(optimizer.init(params), {write})"
     raise ValueError(
-        "the state must carry what the optimizer's spike policy made, "
-        f"{expected}, got {what}{write}."
+        "the state must carry what the optimizer's spike policy made, but it was made "
+        f"{made}. To go on from it{', with a new warm-up' if wants else ''}: opt_state "
+        f"= {write}."
     )
 
 

@@ -630,6 +630,12 @@ def test_a_state_made_with_other_spikes_is_refused_with_what_to_write():
     with pytest.raises(ValueError, match=r"_replace\(spikes=\(\), spike_state=\(\)\)"):
         plain.update(W, policy.init(W), W)
     plain.update(W, policy.init(W)._replace(spikes=(), spike_state=()), W)
+    limit, longer = guarded(jls.presets.spike_limit(9.0)), guarded(jls.spikes(8))
+    for other in (limit, longer):
+        with pytest.raises(ValueError, match=r"another spike policy.*new warm-up"):
+            policy.update(W, other.init(W), W)
+    dropped = limit.init(W)._replace(spikes=(), spike_state=())
+    policy.update(W, jls.upgrade_state(policy.init(W), dropped), W)
 
 
 @pytest.mark.parametrize("before", [None, 1000])
@@ -680,12 +686,36 @@ def test_health_says_spiking_when_no_steady_run_has_as_many():
     rng = np.random.default_rng(9)
     sizes = rng.normal(1.0, 0.05, 400)
     sizes[64::12] *= 1000 * 3.0 ** np.arange(28)[: len(sizes[64::12])]
-    made = run(guarded(jls.spikes(16)), sizes)
+    made = run(guarded(jls.spikes(32)), sizes)
     health = jls.health(made[-1][1])
     assert health.verdict == "spiking"
     assert "lower the learning rate or beta2" in health.sentence
     few = run(guarded(jls.spikes(16)), [*rng.normal(1.0, 0.05, 100), 50.0, 1.0])
     assert jls.health(few[-1][1]).verdict == "ok"
+
+
+@pytest.mark.parametrize("window", [2, 3, 4, 8])
+def test_small_windows_are_not_called_spiking(window):
+    norms = np.random.default_rng(10).normal(1.0, 0.1, (20, 500))
+    _, states = judged(jls.spikes(window), jnp.ones((20, 500)), jnp.float32(norms))
+    found, steps = np.asarray(states.found, float), np.arange(1, 501)
+    share = np.asarray(states.steady_share)
+    assert np.all(found - 2 * np.sqrt(found) <= share * steps)
+
+
+def test_health_says_that_the_budget_is_spent_and_that_data_may_be_lost():
+    sizes = [1.0] * 8 + [50.0, 60.0, 70.0, 80.0, 90.0]
+    state = run(guarded(jls.spikes(8)), sizes)[-1][1]
+    health = jls.health(state)
+    assert (health.verdict, state.spikes) == ("ok", 4)
+    assert "The budget is spent" in health.sentence
+    assert "always the same batches" not in health.sentence
+    # Data that is rare: one step in 40.
+    sizes = [*[1.0] * 64, *([50.0] + [1.0] * 39) * 30]
+    state = run(guarded(jls.spikes()), sizes)[-1][1]
+    health = jls.health(state)
+    assert (health.verdict, state.spikes) == ("ok", 30)
+    assert "always the same batches" in health.sentence
 
 
 def test_health_claims_nothing_of_a_policy_of_the_users():
@@ -790,3 +820,17 @@ def test_check_step_leaves_out_what_cannot_be_tried(policy, words):
     check = jls.check_step(*right_step(policy))
     check.raise_if_broken()
     assert words in check.not_tried["spike not skipped"]
+
+
+def test_check_step_says_that_its_batch_is_a_spike():
+    step, params, state, batch = right_step(jls.spikes(4))
+    for _ in range(4):
+        params, state, _ = step(params, state, batch)
+    with pytest.raises(ValueError, match="the spike policy skipped it"):
+        jls.check_step(step, params, state, 1e3 * batch)
+
+
+def test_check_step_takes_any_number_of_sigmas():
+    check = jls.check_step(*right_step(jls.spikes(4, 1e6)))
+    check.raise_if_broken()
+    assert "spike not skipped" in check.seen

@@ -103,7 +103,7 @@ def advice(speeds: dict[str, float]) -> str:
     )
     reason = {
         "float32": f"bfloat16 runs at {bfloat16} its speed here, float16 at {float16}. "
-        "(Either halves the memory.)",
+        "(Either halves the memory of activations.)",
         "bfloat16": f"it runs at {bfloat16} the speed of float32 here, and needs no "
         "loss scale.",
         "float16": f"it runs at {float16} the speed of float32 here, bfloat16 at "
@@ -121,7 +121,7 @@ def report(findings: dict[str, Any], width: int = 80) -> str:
         f"{len(kinds)} x {', '.join(sorted(set(kinds)))}",
         f"XLA_FLAGS: {findings['xla_flags'] or 'none'}",
         "",
-        f"Matrix product in GFLOP/s ({size} x {size}, {TURNS} turns)",
+        f"Matrix product in GFLOP/s ({size} x {size}, {TURNS} rounds)",
         f"  {'':8} {'median':>9}  {'lowest to highest':^19}  x float32",
     ]
     for name, speed in speeds.items():
@@ -136,7 +136,7 @@ def report(findings: dict[str, Any], width: int = 80) -> str:
     low, high = findings["step_overhead_range"]
     overhead = (
         f"A wrapped train step took about {findings['step_overhead']:.2f} x the time "
-        f"of a bare one ({low:.2f} to {high:.2f} in {TURNS} turns; five small layers, "
+        f"of a bare one ({low:.2f} to {high:.2f} in {TURNS} rounds; five small layers, "
         "adamw)."
     )
     closing = [overhead]

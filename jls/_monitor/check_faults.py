@@ -345,7 +345,8 @@ class Audit:
         ):
             self.findings.leave_out(code, "a good step has no gradient to judge")
             return
-        lower = np.stack([loss - 1024 * (1 + np.abs(loss)), norm / 1024], axis=-1)
+        far = np.float32(2.0**40)  # however many deviations are allowed
+        lower = np.stack([loss - far * (1 + np.abs(loss)), norm / far], axis=-1)
         leaves = list(self.base.leaves)
         for name, value in {
             "seen": np.repeat(lower[..., None], seen.shape[-1], axis=-1),
@@ -500,7 +501,8 @@ class Audit:
         wrappers = [x for x in self.runner.scales if x.counters and not x.is_static]
         if not wrappers:
             self.findings.leave_out(
-                "loss not told", "only a wrapper with a scale that moves is told"
+                "loss not told",
+                "there is no loss scale that it could move",
             )
         elif self._has_lookahead():
             self.findings.leave_out(

@@ -161,6 +161,14 @@ def _calibrate(runner: Runner, start: Leaves, good: list[Run]) -> Leaves:
                     "the loss of these arguments must be finite, but the step was "
                     "skipped for its loss. Pass a good batch."
                 )
+        for scale in skipped:
+            if "spikes" in scale.counters and runner.counted(good[-1], scale, "spikes"):
+                raise ValueError(
+                    "the step of these arguments must be a usual one, but the spike "
+                    "policy skipped it: loss or gradient norm are over the limits in "
+                    "jls.metrics(opt_state). Pass a good batch, or a state from "
+                    "optimizer.init(params)."
+                )
         skipped = [x for x in skipped if not is_switched_off(start, x)]
         if not skipped:
             break

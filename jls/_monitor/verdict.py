@@ -171,15 +171,17 @@ def _stalled(facts: Facts) -> str:
                 f"{_other_causes(facts)}"
             ),
             SkipReason.LOSS: (
-                "Look at the batch and at the forward pass: the loss itself is inf or "
-                "NaN"
+                "The loss itself is inf or NaN, which no loss scale can cure: look at "
+                "the batch, and at log, exp, division and sums in 16 bits in the "
+                "forward pass"
             ),
             SkipReason.UPDATES: (
                 "The optimizer turns finite gradients into inf or NaN updates"
             ),
             SkipReason.SPIKE: (
                 f"{over[0].upper()}{over[1:]}. No skipped step moves the limit of this "
-                "spike policy: use jls.spikes() with a budget, or raise the limit"
+                "spike policy: use jls.spikes() with a budget, or raise the limit; "
+                "jls.upgrade_state takes the state over"
             ),
         }[reason]
     because = f", the last one for its {reason.name.lower()}" if reason else ""
@@ -260,27 +262,38 @@ def _calibrating(facts: Facts) -> str:
 
 
 def _spiking(facts: Facts) -> str:
-    spent = ""
-    if facts.tokens < 1 and facts.spikes:
-        spent = ". The budget is spent: spikes are let through for now"
     return (
         f"{facts.spikes_found} of {_steps(facts)} were spikes, more than any steady "
-        f"run has ({facts.spikes} skipped). That is no bad batch, but an unstable run: "
-        "lower the learning rate or beta2, or add QK-norm or z-loss. Skipping will not "
-        f"cure it{spent}"
+        f"run has ({facts.spikes} skipped). Unless max_norm is too low, that is no bad "
+        "batch, but an unstable run: lower the learning rate or beta2, or add QK-norm "
+        f"or z-loss. Skipping will not cure it{_spent(facts)}"
     )
 
 
 def _spike(facts: Facts) -> str:
-    spent = ""
-    if facts.tokens < 1:
-        spent = (
-            ". The budget is spent: further spikes are let through, and the limit "
-            "follows if this is a new level"
-        )
     return (
         f"the last step was skipped: {_over(facts)} ({facts.spikes} of "
-        f"{_steps(facts)} so far){spent}"
+        f"{_steps(facts)} so far){_spent(facts)}"
+    )
+
+
+def _spent(facts: Facts) -> str:
+    """Whether spikes are let through; a budget of 0 lets all through."""
+    if facts.tokens >= 1 or not facts.spikes:
+        return ""
+    return (
+        ". The budget is spent: spikes are let through for now, and the limit follows "
+        "if this is a new level"
+    )
+
+
+def _rare(facts: Facts) -> str:
+    """Data that is rare and large may be skipped each time."""
+    if (facts.spikes or 0) < max(10, facts.steps / 100):
+        return ""
+    return (
+        ". See whether these are always the same batches, from which nothing is then "
+        "learned: raise sigmas, or count with budget=0"
     )
 
 
@@ -372,7 +385,7 @@ def _ok(facts: Facts) -> str:
     hint = _untold_loss(facts) if has_sunk else ""
     if facts.spikes_found:
         counts = f"{facts.spikes_found} found, {facts.spikes} skipped"
-        hint = f". Spikes: {counts}{hint}"
+        hint = f". Spikes: {counts}{_spent(facts)}{_rare(facts)}{hint}"
     if facts.loss_never_given:
         hint += (
             ". Spikes are judged by the gradient norm alone: pass value=loss to the "
