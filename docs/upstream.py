@@ -32,9 +32,10 @@ def spike_guard(
 ) -> SpikeGuard:
   """Skips steps whose loss or gradient norm is far above the recent ones.
 
-  A step is a spike if its value or norm exceeds ``mean + sigmas * max(std, |mean| /
-  512)`` of the last ``window`` steps that were not skipped. Of any T steps at most ``budget +
-  T * budget / window`` are skipped, so that no lasting change freezes a run.
+  A step is a spike if its value or norm exceeds ``mean + sigmas * max(std,
+  |mean| / 512)`` of the last ``window`` steps that were not skipped. Of any T
+  steps at most ``budget + T * budget / window`` are skipped, so that no lasting
+  change freezes a run.
 
   Args:
     window: Number of steps to take statistics over. Nothing is skipped before

@@ -174,7 +174,7 @@ def _commands() -> str:
 
 def _columns() -> int:
     """How wide text may be: the terminal, but no wider than is good to read."""
-    return min(shutil.get_terminal_size().columns, 88)
+    return min(max(shutil.get_terminal_size().columns, 52), 88)
 
 
 def _integer_from(least: int):

@@ -33,7 +33,7 @@ from jls._scalers.adaptive import AdaptiveState
 from jls._state import find, is_scaler_state, is_wrapper_state
 from jls._step import wrapper_of
 from jls._tree import common_dtype, is_array, is_concrete, is_variable, read_variables
-from jls._types import LOGGED_FIELDS, LossScaledState, StaticState
+from jls._types import LOGGED_FIELDS, LossScaledState, StaticState, has_policy
 
 State = TypeVar("State")
 # The fields that were not there from the start; a test holds the types to this.
@@ -308,10 +308,10 @@ def _check_spikes(
 ) -> dict[str, Any]:
     """`parts`; without the fields of a spike policy where there was none."""
     saved = parts.get("spike_state")
-    if not jax.tree.leaves(saved):
+    if not jax.tree.leaves(parts.get("spikes")):
         return {name: part for name, part in parts.items() if name not in _SPIKES}
-    if _shapes(saved) != _shapes(target.spike_state):
-        other = "another one" if jax.tree.leaves(target.spike_state) else "none"
+    if not has_policy(target) or _shapes(saved) != _shapes(target.spike_state):
+        other = "another one" if has_policy(target) else "none"
         raise ValueError(
             f"saved must be of the spike policy of target {format_path(path)}, but it "
             f"was saved with spikes=, and target has {other}. Make target with the "

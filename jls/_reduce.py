@@ -251,7 +251,7 @@ def _axes(array: Array, is_stack: bool) -> tuple[int, ...]:
 
 
 def _of_each(number: Array, is_stack: bool) -> Array:
-    """The numbers of a stack of leaves, or that of one leaf as an array."""
+    """The numbers of a stack of leaves, or the number of one leaf as an array."""
     return number if is_stack else lax.broadcast(number, (1,))
 
 
@@ -299,8 +299,7 @@ def _tiny_sum_of_squares(leaf: Array, is_stack: bool = False) -> tuple[Array]:
 
     def total(part):
         size = lax.mul(lax.abs(part), _TINY)
-        small = lax.broadcast(least, size.shape)
-        size = lax.select_n(lax.lt(size, least), size, small)
+        size = lax.select_n(lax.lt(size, least), size, lax.full_like(size, least))
         return lax.reduce_sum(lax.square(size), _axes(size, is_stack))
 
     totals = functools.reduce(lax.add, map(total, _parts(leaf)))
@@ -351,7 +350,7 @@ def _norm_or_norm_of_tiny(each: Any, floats: list[Array]) -> Array:
 
 
 def power_of_two_below(magnitude: Array) -> Array:
-    """One whose reciprocal is normal; for 0, and beyond the ends, the nearest."""
+    """The largest power of two up to `magnitude`, within [2**-126, 2**126]."""
     bits = lax.bitcast_convert_type(magnitude, jnp.int32)
     exponent = lax.bitcast_convert_type(bits & jnp.int32(0x7F800000), jnp.float32)
     return jnp.clip(exponent, 2.0**-126, 2.0**126)

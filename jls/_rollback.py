@@ -46,7 +46,7 @@ Arrays = Sequence[Array]
 
 
 class Prepared(NamedTuple):
-    """A function with its inputs; traced once, unless nothing is."""
+    """A function and its inputs; traced once, or called as it is if nothing is."""
 
     fun: Callable[[Arrays], Any]
     inputs: Arrays  # floating-point arrays
@@ -66,7 +66,7 @@ def prepare(fun: Callable[[Arrays], Any], inputs: Arrays, is_traced: bool) -> Pr
     Args:
       fun: what must not see `inputs` that are not finite, if they could do harm there.
       inputs: floating-point arrays.
-      is_traced: whether any of the flags that are to come is.
+      is_traced: whether a flag of this step is a tracer.
     """
     traced = _trace(fun, inputs) if is_traced else (None, [])
     return Prepared(fun, inputs, *traced)
@@ -90,7 +90,7 @@ def roll_back_unless(
 
 
 def call(is_finite: Array, prepared: Prepared) -> Any:
-    """`fun(inputs)`; if they are not finite, of some or other, to be rolled back."""
+    """`fun(inputs)`. If these are not finite, what it returns is to be rolled back."""
     fun, inputs, program, consts = prepared
     if program is None:
         return fun(_or_ones(is_finite, inputs))
@@ -129,8 +129,8 @@ def _rolled_back(
         arguments = [*consts, *as_seen(is_finite, inputs)]
         return _select_where_made(program.jaxpr, flag, arguments, old)
 
-    safe = at_the_end_of_ones if program.is_watchful else None
-    run = safe or _with_derivative(where_made, like=at_the_end_of_ones)
+    safe = at_the_end_of_ones
+    run = safe if program.is_watchful else _with_derivative(where_made, like=safe)
     return run(flag, is_finite, list(inputs), consts, list(old))
 
 
@@ -300,14 +300,15 @@ _OF_SQUARES |= {"broadcast_in_dim"}
 
 def _sums_squares(jaxpr: Any, count: int) -> bool:
     """Whether squares of one of the last `count` inputs are summed over all axes."""
-    known = set(jaxpr.invars[len(jaxpr.invars) - count :])
+    known, squares = set(jaxpr.invars[len(jaxpr.invars) - count :]), set()
     for equation in jaxpr.eqns:
-        read = set(filter(_is_variable, equation.invars))
-        if not read <= known:
-            continue
+        read = set(_variables(equation.invars))
         name, axes = equation.primitive.name, equation.params.get("axes")
-        if name == "reduce_sum" and len(axes) == len(equation.invars[0].aval.shape):
-            return True
-        if name in _OF_SQUARES:
+        if name == "reduce_sum" and read <= squares:
+            if len(axes) == len(equation.invars[0].aval.shape):
+                return True
+        elif name in _OF_SQUARES and read <= known:
             known |= set(equation.outvars)
+            if name in ("square", "mul", "integer_pow") or read & squares:
+                squares |= set(equation.outvars)
     return False

@@ -176,8 +176,8 @@ def metrics(state: Any) -> dict[str, Array]:
       the last step was applied), the counts `steps`, `skips`, `consecutive_skips`,
       `nonfinite_losses` and `nonfinite_updates` (i32[]), and `skip_reason` (i32[], a
       `jls.types.SkipReason`). For a bare scaler state the `loss_scale` alone. With a
-      spike policy also the count `spikes` of steps skipped as such (i32[]), and with
-      that of `jls.spikes` or a preset `spikes_found`, skipped or let through (i32[]);
+      spike policy also the count `spikes` of steps skipped as such (i32[]), and under
+      `jls.spikes` or a preset `spikes_found`, skipped or let through (i32[]);
       and of the last step that was judged `judged_loss`, `limit_loss`, `judged_norm`
       and `limit_norm` (f32[]; a limit is inf while nothing is judged).
 

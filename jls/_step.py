@@ -69,6 +69,7 @@ from jls._types import (
     Scaler,
     SkipReason,
     SpikePolicy,
+    has_policy,
 )
 
 
@@ -92,8 +93,8 @@ class WrapperUpdate:
         return jax.tree.structure(jax.eval_shape(self.scaler.init))
 
     @functools.cached_property
-    def spike_state(self) -> Any:
-        """The shapes of the spike policy's states; () without one."""
+    def spike_shapes(self) -> Any:
+        """The spike policy's state, without numbers; () without a policy."""
         return jax.eval_shape(self.spikes.init) if self.spikes else ()
 
     def __call__(
@@ -212,8 +213,10 @@ def _keep_if_finite(
         )
 
     was_applied = wrapper_state_in(new_state).applied
-    taken_back = jax.tree.map(skipped, state, new_state, is_leaf=is_wrapper_state)
-    return select(is_kept | ~was_applied, (new_params, new_state), (params, taken_back))
+    rolled_back = jax.tree.map(skipped, state, new_state, is_leaf=is_wrapper_state)
+    return select(
+        is_kept | ~was_applied, (new_params, new_state), (params, rolled_back)
+    )
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
@@ -240,17 +243,6 @@ class _Step(NamedTuple):
     leaves_finite: Array  # bool[n]  of the gradients
     is_finite: Array  # bool[]  whether both are finite
     for_scaler: Array  # bool[] or f32[], what the scaler's `adjust` takes
-    spike_state: Any = ()  # the spike policy's next state, if the step counts for it
-    is_spike: Array | None = (
-        None  # bool[]  a finite step to skip; None without a policy
-    )
-
-    @property
-    def is_wanted(self) -> Array:
-        """Whether the step is to be applied, as far as gradients and loss tell."""
-        return (
-            self.is_finite if self.is_spike is None else self.is_finite & ~self.is_spike
-        )
 
 
 class _Attempt(NamedTuple):
@@ -361,7 +353,9 @@ def _attempt(
         grads = as_seen(is_finite, step.grads) if has_clip else step.grads
         norm = norm_of_squares(grads)
     verdict = _judge(wrapper, step, state, norm)
-    is_wanted = is_finite & ~verdict.is_spike if wrapper.spikes else is_finite
+    is_wanted = is_finite
+    if wrapper.spikes is not None:
+        is_wanted = is_finite & ~verdict.is_spike
     if not step.checks_updates:
         new = roll_back_unless(is_wanted, is_finite, prepared, old)
         return _Attempt(*new, is_wanted, step.leaves_finite, verdict)
@@ -383,7 +377,7 @@ def _judge(
 ) -> _Verdict:
     """Asks the spike policy, if there is one."""
     policy, old = wrapper.spikes, state.spike_state
-    _check_spike_state(wrapper.spike_state, old)
+    _check_spike_state(wrapper, state)
     if policy is None:
         return _Verdict(old, jnp.zeros_like(step.is_finite))
     # All devices judge the same numbers: the largest of any device.
@@ -560,15 +554,15 @@ def _check_axes(flag: Array, count: Array, axis_name: AxisName) -> None:
         )
 
 
-def _check_spike_state(expected: Any, spike_state: Any) -> None:
+def _check_spike_state(wrapper: WrapperUpdate, state: LossScaledState) -> None:
     def kind(state):
         return jax.tree.structure(state), list(map(jnp.shape, jax.tree.leaves(state)))
 
-    if kind(spike_state) == kind(expected):
+    wants, has = wrapper.spikes is not None, has_policy(state)
+    if wants == has and kind(wrapper.spike_shapes) == kind(state.spike_state):
         return
-    wants, has = map(jax.tree.leaves, (expected, spike_state))
     made = "without spikes=" if not has else "with another spike policy"
-    made = made if wants else "with spikes=, which the optimizer is without"
+    made = made if wants else "with spikes=, but the optimizer has none"
     write = "opt_state._replace(spikes=(), spike_state=())" if has else "opt_state"
     if wants:
         write = f"jls.upgrade_state(optimizer.init(params), {write})"

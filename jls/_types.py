@@ -197,13 +197,14 @@ class JudgeFn(Protocol[StateT]):
         """Returns the next state, and whether to skip the step.
 
         A pure function that may run under `jit`, `scan` and `vmap`. It keeps the
-        structure, the shapes and the dtypes of the state. What it returns counts on
-        steps with finite gradients and a finite loss alone: no NaN can enter the state.
+        structure, the shapes and the dtypes of the state. What it returns is kept on
+        steps with finite gradients and a finite loss alone.
 
         Args:
           state: the state before the step.
           loss: `f32[]`, the true loss; None if `update` gets no `value`.
-          norm: `f32[]`, the global L2 norm of the true gradients, before clipping.
+          norm: `f32[]`, the global L2 norm of the true gradients, before clipping. Of
+            gradients over 1.8e19 it may be inf: keep that out of averages.
         """
         ...
 
@@ -262,10 +263,10 @@ class SpikeState(NamedTuple):
     limit_loss: Array  # f32[]  what it was held against
     judged_norm: Array  # f32[]  the last gradient norm that was judged
     limit_norm: Array  # f32[]  what it was held against
-    steady_share: Array  # f32[]  no steady run has a larger share of spikes
+    steady_share: Array  # f32[]  the share of spikes that noise alone stays below
 
     def __repr__(self) -> str:
-        """All fields but the window, and what follows from the policy."""
+        """All fields but `seen`, `kept` and `steady_share`."""
         fields = ("tokens", "found", *JUDGED_FIELDS)
         return format_record("SpikeState", **format_fields(self, fields))
 
@@ -286,7 +287,7 @@ class SkipReason(enum.IntEnum):
     GRADIENTS = 1  # a gradient was inf or NaN
     LOSS = 2  # the forward loss was inf or NaN
     UPDATES = 3  # gradients and loss were finite, but not what would have been kept
-    SPIKE = 4  # all was finite, but loss or gradient norm were far out of line
+    SPIKE = 4  # all was finite, but loss or gradient norm was far out of line
 
 
 @exportable
@@ -306,7 +307,7 @@ class LossScaledState(NamedTuple):
     skips: Array  # i32[]  steps that were skipped
     consecutive_skips: Array  # i32[]  steps skipped since the last applied one
     nonfinite_losses: Array  # i32[]  skipped because the forward loss was not finite
-    nonfinite_updates: Array  # i32[]  skipped though gradients and loss were finite
+    nonfinite_updates: Array  # i32[]  skipped for an update: inf, NaN or too large
     skip_reason: Array  # i32[]  a SkipReason, of the last skipped step
     # bool[n]  by floating-point leaf, of the last step skipped for inf or NaN
     nonfinite_leaves: Array
@@ -336,9 +337,13 @@ LOGGED_FIELDS = (
 
 
 def logged_fields(state: LossScaledState) -> tuple[str, ...]:
-    """The same, with what there is only under a spike policy."""
-    has_policy = not isinstance(state.spikes, tuple)
-    return (*LOGGED_FIELDS, "spikes") if has_policy else LOGGED_FIELDS
+    """`LOGGED_FIELDS`, and under a spike policy `spikes`."""
+    return (*LOGGED_FIELDS, "spikes") if has_policy(state) else LOGGED_FIELDS
+
+
+def has_policy(state: LossScaledState) -> bool:
+    """Whether it was made with a spike policy, whose own state may be empty."""
+    return not isinstance(state.spikes, tuple)
 
 
 @exportable

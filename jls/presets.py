@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss scaling of other systems, step for step, under their argument names.
 
-Each function returns a `jls.types.LossScaler` that moves the scale exactly as its
+Each function, but those at the end, returns a `jls.types.LossScaler` that moves the scale exactly as its
 namesake does, with the same defaults, and is used like any other scaler::
 
     optimizer = jls.loss_scaled(optax.adamw(3e-4), jls.presets.torch())
@@ -562,7 +562,8 @@ def levanter_spikes(
     """Returns the spike policy of Levanter's `SkipStepConfig`.
 
     A step is skipped if its loss or its gradient norm is above mean + sigmas *
-    max(deviation, 1e-6) over the last `window` values, from `window // 2` values on.
+    max(deviation, 1e-6) over the last `window` values, from
+    `max(2, window // 2)` values on.
     Skipped values enter the window too: after one spike a second one of half its size
     passes for a whole window. There is no budget; `jls.spikes` has one.
 
@@ -589,8 +590,8 @@ def maxtext_spikes(window: int = 128, sigmas: float = 6.0) -> _SpikePolicy[_Spik
     """Returns the spike policy of MaxText's `skip_step_on_spikes`.
 
     A step is skipped if its loss or its gradient norm is above mean + sigmas *
-    deviation (with n - 1) over the last `window` values, from `window // 2 - 1` values
-    on. Skipped values enter the window too, and there is no budget. MaxText judges the
+    deviation (with n - 1) over the last `window` values, from one value fewer on
+    than `max(2, window // 2)`. Skipped values enter the window too, and there is no budget. MaxText judges the
     norm of the clipped gradients, which hides what clipping has cut; here it is the
     true one.
 
@@ -617,8 +618,8 @@ def olmo_spikes(window: int = 128, sigmas: float = 6.0) -> _SpikePolicy[_SpikeSt
     """Returns the spike policy of OLMo-core's `SkipStepOptimizer`.
 
     The rule of `maxtext_spikes`, which comes from it. With a window below 6 OLMo-core
-    skips the second step too, whatever it is, since the deviation of one value is NaN;
-    here it does not.
+    skips the second step whatever it is, since the deviation of one value is NaN; here
+    only if it is above the first.
 
     Args:
       window: >= 2, OLMo-core's `rolling_interval_length`.

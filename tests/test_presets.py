@@ -462,8 +462,9 @@ def test_windows_of_spikes_are_checked(name):
 
 @pytest.mark.parametrize("window", [2, 3, 5])
 def test_olmo_differs_below_a_window_of_6_as_documented(window):
-    ours = skips(presets.olmo_spikes(window), np.ones((1, 2)), np.array([[1.0, 1.0]]))
-    assert not ours.any()
+    norms = np.array([[1.0, 0.9], [1.0, 1.1]])
+    ours = skips(presets.olmo_spikes(window), np.ones((2, 2)), norms)
+    assert ours.tolist() == [[False, False], [False, True]]
 
 
 def test_a_second_spike_hides_behind_the_first_as_in_the_systems():

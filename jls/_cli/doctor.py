@@ -88,11 +88,12 @@ def examine() -> dict[str, Any]:
 
 def choose(speeds: dict[str, float]) -> tuple[str, str]:
     """The dtype to train in, and jls's wrapper for it."""
-    if max(speeds.values()) < WORTH_IT * speeds["float32"]:
-        return "float32", "jls.skip_nonfinite"
-    if speeds["bfloat16"] >= NEAR * speeds["float16"]:
+    worth_it = WORTH_IT * speeds["float32"]
+    if speeds["bfloat16"] >= max(worth_it, NEAR * speeds["float16"]):
         return "bfloat16", "jls.skip_nonfinite"
-    return "float16", "jls.loss_scaled"
+    if speeds["float16"] >= worth_it:
+        return "float16", "jls.loss_scaled"
+    return "float32", "jls.skip_nonfinite"
 
 
 def advice(speeds: dict[str, float]) -> str:

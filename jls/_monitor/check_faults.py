@@ -57,7 +57,7 @@ from jls._monitor.check_runs import (
 )
 from jls._text import format_scale
 from jls._tree import is_array, is_extended, is_inexact
-from jls._types import SpikeState
+from jls._types import JUDGED_FIELDS, SpikeState
 
 HUGE = 2.0**126  # the largest scale that `jls.set_loss_scale` takes
 
@@ -357,7 +357,14 @@ class Audit:
         run = self._try(leaves, "a window of far lower losses and norms", of=[code])
         if run is None:
             return
-        if not self.runner.counted(run, scale, "spikes"):
+        judged = {name: as_numpy(run.after[at[name]]) for name in JUDGED_FIELDS}
+        is_over = any(
+            np.any(judged[f"judged_{name}"] > judged[f"limit_{name}"])
+            for name in ("loss", "norm")
+        )
+        if not is_over and np.any(judged["limit_norm"] < np.inf):
+            self.findings.leave_out(code, "no loss or norm is far enough above others")
+        elif not self.runner.counted(run, scale, "spikes"):
             self.findings.add(
                 code, "a step far above all that the spike policy had seen was applied"
             )

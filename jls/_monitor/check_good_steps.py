@@ -165,7 +165,7 @@ def _calibrate(runner: Runner, start: Leaves, good: list[Run]) -> Leaves:
             if "spikes" in scale.counters and runner.counted(good[-1], scale, "spikes"):
                 raise ValueError(
                     "the step of these arguments must be a usual one, but the spike "
-                    "policy skipped it: loss or gradient norm are over the limits in "
+                    "policy skipped it: its loss or gradient norm is over the limit in "
                     "jls.metrics(opt_state). Pass a good batch, or a state from "
                     "optimizer.init(params)."
                 )

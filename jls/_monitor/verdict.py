@@ -79,7 +79,8 @@ class Facts:
     @property
     def overflowed(self) -> bool:
         """Whether it was skipped for what a lower scale may cure."""
-        return self.skipped and self.skip_reason != SkipReason.SPIKE
+        others = SkipReason.LOSS, SkipReason.UPDATES, SkipReason.SPIKE
+        return self.skipped and self.skip_reason not in others
 
     @property
     def scale(self) -> str:
@@ -179,8 +180,8 @@ def _stalled(facts: Facts) -> str:
                 "The optimizer turns finite gradients into inf or NaN updates"
             ),
             SkipReason.SPIKE: (
-                f"{over[0].upper()}{over[1:]}. No skipped step moves the limit of this "
-                "spike policy: use jls.spikes() with a budget, or raise the limit; "
+                f"{over[0].upper()}{over[1:]}. If no such step moves the limit, use "
+                "jls.spikes() with a small budget, or raise the limit; "
                 "jls.upgrade_state takes the state over"
             ),
         }[reason]
@@ -263,10 +264,11 @@ def _calibrating(facts: Facts) -> str:
 
 def _spiking(facts: Facts) -> str:
     return (
-        f"{facts.spikes_found} of {_steps(facts)} were spikes, more than any steady "
-        f"run has ({facts.spikes} skipped). Unless max_norm is too low, that is no bad "
-        "batch, but an unstable run: lower the learning rate or beta2, or add QK-norm "
-        f"or z-loss. Skipping will not cure it{_spent(facts)}"
+        f"{facts.spikes_found} of {_steps(facts)} were spikes, more than noise alone "
+        f"explains ({facts.spikes} skipped). If they are always the same batches, raise "
+        "sigmas or max_norm. Else the run is unstable: lower the learning rate or "
+        "beta2, or add QK-norm or z-loss. Skipping will not cure it"
+        f"{_spent(facts)}"
     )
 
 

@@ -235,8 +235,8 @@ def train_step(
       `dropped` counts micro-batches left out;
       `aux` is what `loss_fn` returned for it, or None;
       `skip_reason` is a `jls.types.SkipReason`, 0 if the step was applied;
-      `limit_loss` and `limit_norm` are what loss and norm were held against under
-      `jls.spikes`, None without it.
+      `limit_loss` and `limit_norm` are what loss and norm of the last step that was
+      judged were held against under `jls.spikes`, None without it.
 
     Raises:
       TypeError, ValueError: at once for a bad option; when the step is traced, if the

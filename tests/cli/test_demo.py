@@ -163,6 +163,8 @@ INTERRUPTS = {
 def test_an_interrupt_ends_in_one_line(command, module, interrupt):
     code = (
         "import gc, os, runpy, signal, sys\n"
+        # The tests themselves may run in the background.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "class Interrupted:\n"
         "    def find_spec(self, name, *rest):\n"
         f"        if name == {module!r}: {INTERRUPTS[interrupt]}\n"

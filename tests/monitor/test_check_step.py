@@ -348,7 +348,7 @@ def test_nnx_updates_that_jax_jit_loses_are_no_step():
     step = jax.jit(jls.train_step(steps.nnx_loss))
     result = check(step, right_steps.nnx_arguments())
     assert result.broken == ("no step",)
-    assert set(result.not_tried) == set(CODES) - {"no step"}
+    assert set(result.not_tried) == set(CODES) - {"no step", "spike not skipped"}
     assert "nnx.jit" in str(result)
 
 
@@ -740,7 +740,7 @@ def test_table_of_a_right_step():
     text = str(check(*plain()))
     assert text.startswith("jls.check_step found no mistake.\n")
     rows = text.splitlines()[1:]
-    assert [row.split("  ")[0] for row in rows] == list(CODES)
+    assert [row.split("  ")[0] for row in rows] == list(CODES[:-1])
     assert all(len(row) <= 88 for row in rows)
     assert text.count(" ok ") == 9
     assert rows[-1].endswith("not tried  all that is carried is on one device")
