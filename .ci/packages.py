@@ -19,7 +19,7 @@ def sources(*folders: str) -> set[str]:
 
 
 def main(dist: Path) -> None:
-    """Raises SystemExit, with the names, if a file is missing, or the wheel has too many."""
+    """Raises SystemExit with the names of files that are missing, or too many."""
     (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
     in_wheel = {
         name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name

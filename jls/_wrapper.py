@@ -71,7 +71,8 @@ def loss_scaled(
       scaler: how the loss scale moves.
       axis_name: the axis or axes of `shard_map` or `pmap` over which all devices have
         to take the same decision. Only the decision is reduced, and with `spikes` the
-        largest loss and norm: average the gradients yourself, before. Under plain `jit` nothing is needed.
+        largest loss and norm: average the gradients yourself, before. Under plain `jit`
+        nothing is needed.
       check_updates: True also skips the step (a finite one for the scaler) if `inner`
         makes, out of finite gradients, an update that is not finite, or one with which
         a finite parameter overflows in its own dtype, or a NaN in a scalar of its

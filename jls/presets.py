@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss scaling of other systems, step for step, under their argument names.
 
-Each function, but those at the end, returns a `jls.types.LossScaler` that moves the scale exactly as its
-namesake does, with the same defaults, and is used like any other scaler::
+Each function but those at the end returns a `jls.types.LossScaler` that moves the scale
+exactly as its namesake does, with the same defaults, and is used like any other scaler::
 
     optimizer = jls.loss_scaled(optax.adamw(3e-4), jls.presets.torch())
 
@@ -590,10 +590,10 @@ def maxtext_spikes(window: int = 128, sigmas: float = 6.0) -> _SpikePolicy[_Spik
     """Returns the spike policy of MaxText's `skip_step_on_spikes`.
 
     A step is skipped if its loss or its gradient norm is above mean + sigmas *
-    deviation (with n - 1) over the last `window` values, from one value fewer on
-    than `max(2, window // 2)`. Skipped values enter the window too, and there is no budget. MaxText judges the
-    norm of the clipped gradients, which hides what clipping has cut; here it is the
-    true one.
+    deviation (with n - 1) over the last `window` values, from one value fewer on than
+    `max(2, window // 2)`. Skipped values enter the window too, and there is no budget.
+    MaxText judges the norm of the clipped gradients, which hides what clipping has cut;
+    here it is the true one.
 
     Args:
       window: >= 2, MaxText's `skip_step_interval`.

@@ -265,9 +265,9 @@ def _calibrating(facts: Facts) -> str:
 def _spiking(facts: Facts) -> str:
     return (
         f"{facts.spikes_found} of {_steps(facts)} were spikes, more than noise alone "
-        f"explains ({facts.spikes} skipped). If they are always the same batches, raise "
-        "sigmas or max_norm. Else the run is unstable: lower the learning rate or "
-        "beta2, or add QK-norm or z-loss. Skipping will not cure it"
+        f"explains ({facts.spikes} skipped). If they are always the same batches, "
+        "raise sigmas or max_norm. Else the run is unstable: lower the learning rate "
+        "or beta2, or add QK-norm or z-loss. Skipping will not cure it"
         f"{_spent(facts)}"
     )
 
