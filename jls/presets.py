@@ -2,7 +2,7 @@
 """The loss scaling of other systems, step for step, under their argument names.
 
 Each function but those at the end returns a `jls.types.LossScaler` that moves the scale
-exactly as its namesake does, with the same defaults, and is used like any other scaler::
+as its namesake does, with the same defaults, and is used like any other scaler::
 
     optimizer = jls.loss_scaled(optax.adamw(3e-4), jls.presets.torch())
 
