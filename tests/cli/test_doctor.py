@@ -61,7 +61,7 @@ def test_the_report_of_a_gpu_ends_with_its_dtype_and_cuts_no_number(width):
     lines = doctor.report(findings, width).splitlines()
     assert max(map(len, lines)) <= width
     assert lines[0] == "jls 1.2.3, jax 0.10.2 on gpu: 8 x NVIDIA H100 80GB HBM3"
-    start = lines.index("Matrix product in GFLOP/s (8192 x 8192, 7 turns)")
+    start = lines.index("Matrix product in GFLOP/s (8192 x 8192, 7 rounds)")
     assert [line.split() for line in lines[start + 2 : start + 5]] == [
         ["float32", "4000", "4000", "to", "4100", "1.00"],
         ["bfloat16", "3000", "2000", "to", "4000", "0.75"],
