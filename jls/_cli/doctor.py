@@ -28,7 +28,7 @@ WORTH_IT = 1.3
 TURNS = 7
 
 # bfloat16 may be this much slower than float16, since it needs no loss scale.
-NEAR = 0.8
+NEAR = 0.85
 
 NOT_OK = (
     "Something that jls relies on does not hold here: look for fast-math in XLA_FLAGS, "
@@ -88,12 +88,11 @@ def examine() -> dict[str, Any]:
 
 def choose(speeds: dict[str, float]) -> tuple[str, str]:
     """The dtype to train in, and jls's wrapper for it."""
-    worth_it = WORTH_IT * speeds["float32"]
-    if speeds["bfloat16"] >= max(worth_it, NEAR * speeds["float16"]):
+    if max(speeds.values()) < WORTH_IT * speeds["float32"]:
+        return "float32", "jls.skip_nonfinite"
+    if speeds["bfloat16"] >= NEAR * speeds["float16"]:
         return "bfloat16", "jls.skip_nonfinite"
-    if speeds["float16"] >= worth_it:
-        return "float16", "jls.loss_scaled"
-    return "float32", "jls.skip_nonfinite"
+    return "float16", "jls.loss_scaled"
 
 
 def advice(speeds: dict[str, float]) -> str:

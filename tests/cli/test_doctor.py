@@ -154,6 +154,7 @@ def test_checks_see_a_finite_check_that_is_blind(monkeypatch):
         (1.0, 8.0, "float16 with jls.loss_scaled"),  # a T4
         (2.0, 8.0, "float16 with jls.loss_scaled"),
         (1.29, 1.34, "bfloat16 with jls.skip_nonfinite"),  # near enough
+        (1.05, 1.3, "float16 with jls.loss_scaled"),
         (1.0, 1.1, "float32 with jls.skip_nonfinite"),
         (0.1, 0.1, "float32 with jls.skip_nonfinite"),
     ],
