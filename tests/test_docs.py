@@ -136,7 +136,7 @@ def test_every_notebook_and_example_has_a_sentence_and_a_picture():
     text = PAGES["notebooks.md"]
     notebooks = sorted((DOCS.parent / "notebooks").glob("*.ipynb"))
     for notebook in notebooks:
-        part = rf"^## \[.*\]\(notebooks/{notebook.name}\)\n\n[A-Z].*?\.\n\n"
+        part = rf"^## \[.*\]\(../notebooks/{notebook.name}\)\n\n[A-Z].*?\.\n\n"
         part += rf"!\[[^]]+\]\(pictures/{notebook.stem}\.png\)"
         assert re.search(part, text, re.MULTILINE | re.DOTALL), notebook.name
     examples = sorted((DOCS.parent / "examples").glob("*.py"))

@@ -509,7 +509,7 @@ class Audit:
         if not wrappers:
             self.findings.leave_out(
                 "loss not told",
-                "there is no loss scale that it could move",
+                "there is no loss scale that moves",
             )
         elif self._has_lookahead():
             self.findings.leave_out(

@@ -58,7 +58,7 @@ def after(steps, scaler=None):
         ("l", "non-finite loss", "Look at its batch"),
         (".u", "non-finite update", r"or into an update too large .* \(1 of 2 steps"),
         (".oooo", "stalled", "last 4 steps were all skipped, .* for its gradients"),
-        (".llll", "stalled", "for its loss, .* the loss itself is inf or NaN"),
+        (".llll", "stalled", "for its loss, .* The loss itself is inf or NaN"),
         (
             ".uuuu",
             "stalled",
