@@ -113,7 +113,7 @@ def test_norm_alone_is_judged_where_no_loss_is_given():
     assert (state.judged_loss, state.limit_loss) == (0.0, math.inf)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from([2, 5, 16, 128]),
