@@ -421,7 +421,7 @@ WINDOWED = ["levanter_spikes", "maxtext_spikes", "olmo_spikes"]
 @pytest.mark.parametrize("name", WINDOWED)
 @pytest.mark.parametrize(("window", "sigmas"), [(6, 1.5), (16, 3.0), (33, 6.0)])
 def test_spike_policies_follow_the_rules_in_plain_python(name, window, sigmas):
-    losses, norms = signals(window, 112, 80)
+    losses, norms = signals(window, 334, 80)
     ours = np.asarray(skips(getattr(presets, name)(window, sigmas), losses, norms))
     assert ours.any()
     rule = getattr(reference_presets, name)
@@ -432,7 +432,7 @@ def test_spike_policies_follow_the_rules_in_plain_python(name, window, sigmas):
 
 @pytest.mark.parametrize(("norm", "loss"), [(3.0, None), (None, 2.0), (3.0, 2.0)])
 def test_spike_limits_are_constant(norm, loss):
-    losses, norms = signals(0, 50, 40)
+    losses, norms = signals(0, 334, 40)
     ours = np.asarray(skips(presets.spike_limit(norm, loss), losses, norms))
     assert 0 < ours.mean() < 1
     for i, pairs in enumerate(zip(losses.tolist(), norms.tolist(), strict=True)):
