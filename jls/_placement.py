@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gives each leaf of a state its own buffer, on the devices where it belongs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,14 +35,21 @@ def own_buffers(tree: Any, foreign: Any) -> Any:
     return jax.tree.map(own, tree)
 
 
-def place_scalars(state: Any, params: Any, larger_too: bool = False) -> Any:
+def place_scalars(state: Any, params: Any) -> Any:
     """`state` with its scalars and flags on the devices of `params`.
-
-    And all of its other arrays, if `larger_too`.
 
     A scalar left where JAX puts it would come back from the first step with the
     placement of the parameters, and the second step would compile again.
     """
+    return _place(state, params, lambda leaf: leaf.ndim == 0 or leaf.dtype == jnp.bool_)
+
+
+def place_all(state: Any, params: Any) -> Any:
+    """The same with all of its arrays, of which every device has the whole."""
+    return _place(state, params, lambda leaf: True)
+
+
+def _place(state: Any, params: Any, belongs: Callable[[Array], bool]) -> Any:
     shardings = [
         leaf.sharding
         for leaf in jax.tree.leaves(params)
@@ -58,8 +66,7 @@ def place_scalars(state: Any, params: Any, larger_too: bool = False) -> Any:
     def place(leaf):
         if not is_concrete(leaf) or leaf.committed:
             return leaf
-        is_small = leaf.ndim == 0 or leaf.dtype == jnp.bool_
-        return put(leaf, home) if is_small or larger_too else leaf
+        return put(leaf, home) if belongs(leaf) else leaf
 
     return jax.tree.map(place, state)
 

@@ -101,7 +101,7 @@ def call(is_finite: Array, prepared: Prepared) -> Any:
     def as_they_are(is_finite, inputs, consts):
         return program.run(as_seen(is_finite, inputs), consts)
 
-    run = of_ones if program.is_watchful else _with_derivative(as_they_are, of_ones)
+    run = program.safe_form(as_they_are, of_ones)
     return combine(run(is_finite, list(inputs), consts), program.rest)
 
 
@@ -129,8 +129,7 @@ def _rolled_back(
         arguments = [*consts, *as_seen(is_finite, inputs)]
         return _select_where_made(program.jaxpr, flag, arguments, old)
 
-    safe = at_the_end_of_ones
-    run = safe if program.is_watchful else _with_derivative(where_made, like=safe)
+    run = program.safe_form(where_made, at_the_end_of_ones)
     return run(flag, is_finite, list(inputs), consts, list(old))
 
 
@@ -143,6 +142,12 @@ class _Program(NamedTuple):
 
     def run(self, inputs: Arrays, consts: Arrays) -> list[Array]:
         return eval_jaxpr(self.jaxpr, [], *consts, *inputs)
+
+    def safe_form(
+        self, form: Callable[..., Any], of_ones: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """`form`; but `of_ones` if the program is watchful, and when differentiated."""
+        return of_ones if self.is_watchful else _with_derivative(form, like=of_ones)
 
 
 def _trace(

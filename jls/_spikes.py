@@ -98,14 +98,14 @@ def spikes(
       Array(1, dtype=int32)
     """
     window = check_window(window)
-    allowed, half = _budget(budget), max(2, window // 2)
+    allowed = _budget(budget)
     return SpikePolicy(
-        Partial(switch(spikes_init, window=window), budget=allowed),
+        start(window, allowed),
         Partial(
             spikes_judge,
             sigmas=check_sigmas(sigmas),
             budget=allowed,
-            warmup=half if warmup is None else _warmup(warmup, window),
+            warmup=half(window) if warmup is None else _warmup(warmup, window),
             max_norm=check_limit("max_norm", max_norm),
         ),
     )
@@ -143,6 +143,16 @@ def spikes_judge(
 
 
 # What the presets in `jls.presets` are made of too.
+
+
+def start(window: int, budget: ArrayLike = math.inf) -> Partial:
+    """The first state of a policy; the window is a shape, and no leaf."""
+    return Partial(switch(spikes_init, window=window), budget=budget)
+
+
+def half(window: int) -> int:
+    """From how many values on one is judged, where nothing else is said."""
+    return max(2, window // 2)
 
 
 class Window(NamedTuple):

@@ -21,7 +21,7 @@ import optax
 
 from jls import _validate
 from jls._mistakes import warn
-from jls._placement import own_buffers, place_scalars
+from jls._placement import own_buffers, place_all, place_scalars
 from jls._reduce import AxisName, check_axis_name
 from jls._scalers.dynamic import dynamic
 from jls._scalers.static import static
@@ -157,14 +157,6 @@ def loss_scaled(
             )
         _warn_of_half_params(params)
         count = sum(is_inexact(leaf) for leaf in jax.tree.leaves(params))
-        with_spikes = {}
-        if spikes is not None:
-            spike_state = spikes.init()
-            spike_state = own_buffers(spike_state, spike_state)
-            with_spikes = {
-                "spikes": jnp.zeros((), jnp.int32),
-                "spike_state": place_scalars(spike_state, params, larger_too=True),
-            }
         state = LossScaledState(
             inner_state=own_buffers(inner_state, params),
             scaler_state=scaler_state,
@@ -177,8 +169,14 @@ def loss_scaled(
             skip_reason=jnp.zeros((), jnp.int32),
             # At least one: Orbax saves no array without elements.
             nonfinite_leaves=jnp.zeros(max(count, 1), jnp.bool_),
-            **with_spikes,
         )
+        if spikes is not None:
+            spike_state = spikes.init()
+            spike_state = own_buffers(spike_state, spike_state)
+            state = state._replace(
+                spikes=jnp.zeros((), jnp.int32),
+                spike_state=place_all(spike_state, params),
+            )
         return place_scalars(state, params)
 
     update = WrapperUpdate(inner, scaler, axis_name, check_updates, spikes)

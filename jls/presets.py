@@ -24,7 +24,6 @@ float64, and where a system divides by a factor that is not a power of two, sinc
 multiplies by the rounded reciprocal.
 """
 
-import math as _math
 import warnings as _warnings
 from typing import Any as _Any
 
@@ -38,6 +37,7 @@ from jls._scalers import adaptive as _adaptive
 from jls._scalers import dynamic as _dynamic
 from jls._scalers import hysteresis as _hysteresis
 from jls._scalers import static as _static
+from jls._scalers.rule import f32 as _f32
 from jls._scalers.rule import start_at as _start_at
 from jls._scalers.rule import switch as _switch
 from jls._tree import as_flag as _as_flag
@@ -582,8 +582,7 @@ def levanter_spikes(
       >>> jls.presets.levanter_spikes()
       levanter_spikes(budget=inf, window=128, sigmas=6, warmup=64)
     """
-    judge = _levanter_spikes_judge
-    return _windowed(judge, window, sigmas, lambda size: max(2, size // 2))
+    return _windowed(_levanter_spikes_judge, window, sigmas)
 
 
 def maxtext_spikes(window: int = 128, sigmas: float = 6.0) -> _SpikePolicy[_SpikeState]:
@@ -610,8 +609,7 @@ def maxtext_spikes(window: int = 128, sigmas: float = 6.0) -> _SpikePolicy[_Spik
       >>> jls.presets.maxtext_spikes()
       maxtext_spikes(budget=inf, window=128, sigmas=6, warmup=63)
     """
-    judge = _maxtext_spikes_judge
-    return _windowed(judge, window, sigmas, lambda size: max(2, size // 2) - 1)
+    return _windowed(_maxtext_spikes_judge, window, sigmas, fewer=1)
 
 
 def olmo_spikes(window: int = 128, sigmas: float = 6.0) -> _SpikePolicy[_SpikeState]:
@@ -681,17 +679,17 @@ def spike_limit(
         "max_norm": _spikes.check_limit("max_norm", max_norm),
         "max_loss": _spikes.check_limit("max_loss", max_loss),
     }
-    init = _Partial(_switch(_spikes.spikes_init, window=1), budget=_math.inf)
-    return _SpikePolicy(init, _Partial(_spike_limit_judge, **limits))
+    return _SpikePolicy(_spikes.start(1), _Partial(_spike_limit_judge, **limits))
 
 
 def _windowed(
-    judge: _Any, window: _Any, sigmas: _Any, warmup: _Any
+    judge: _Any, window: _Any, sigmas: _Any, fewer: int = 0
 ) -> _SpikePolicy[_SpikeState]:
+    """A policy that judges from so many values fewer on than `jls.spikes` does."""
     size = _spikes.check_window(window)
-    numbers = {"sigmas": _spikes.check_sigmas(sigmas), "warmup": warmup(size)}
-    init = _Partial(_switch(_spikes.spikes_init, window=size), budget=_math.inf)
-    return _SpikePolicy(init, _Partial(judge, **numbers))
+    warmup = _spikes.half(size) - fewer
+    judge = _Partial(judge, sigmas=_spikes.check_sigmas(sigmas), warmup=warmup)
+    return _SpikePolicy(_spikes.start(size), judge)
 
 
 def _levanter_spikes_judge(
@@ -729,5 +727,5 @@ def _spike_limit_judge(
     max_norm: _ArrayLike,
     max_loss: _ArrayLike,
 ) -> tuple[_SpikeState, _Array]:
-    limit = _jnp.stack([_spikes.f32(max_loss), _spikes.f32(max_norm)])
+    limit = _jnp.stack([_f32(max_loss), _f32(max_norm)])
     return _spikes.decide(state, loss, norm, limit)

@@ -72,6 +72,20 @@ def trajectories(scaler, state, sequences):
     return jax.vmap(one)(sequences)
 
 
+@jax.jit
+def judged(policy, losses, norms):
+    """Whether a spike policy skips each step, and its state, for each of the runs."""
+
+    def one(losses, norms):
+        def step(state, signals):
+            state, skip = policy.judge(state, *signals)
+            return state, (skip, state)
+
+        return jax.lax.scan(step, policy.init(), (losses, norms))[1]
+
+    return jax.vmap(one)(losses, norms)
+
+
 def assert_follows(make, rule, hyperparameters, state=None, sequences=SEQUENCES):
     """Each state of each run of the scaler is what its rule in plain Python yields."""
     scaler = make(**hyperparameters)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import reference_presets
 from flax.training.dynamic_scale import DynamicScale
-from shared import SEQUENCES, trajectories
+from shared import SEQUENCES, judged, trajectories
 
 import jls
 from jls import presets
@@ -404,15 +404,8 @@ def signals(seed, count, length):
     return losses - 2, norms
 
 
-@jax.jit
 def skips(policy, losses, norms):
-    def one(losses, norms):
-        def step(state, pair):
-            return policy.judge(state, *pair)
-
-        return jax.lax.scan(step, policy.init(), (losses, norms))[1]
-
-    return jax.vmap(one)(losses, norms)
+    return judged(policy, losses, norms)[0]
 
 
 WINDOWED = ["levanter_spikes", "maxtext_spikes", "olmo_spikes"]

@@ -13,27 +13,13 @@ import pytest
 import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import assert_identical
+from shared import assert_identical, judged
 
 import jls
 from jls._monitor.sync import _scalars
 from jls.types import SkipReason, SpikePolicy
 
 W = jnp.array([1.0, -2.0])
-
-
-@jax.jit
-def judged(policy, losses, norms):
-    """Whether each step is skipped, the state after it, for each of the sequences."""
-
-    def one(losses, norms):
-        def step(state, signals):
-            state, skip = policy.judge(state, *signals)
-            return state, (skip, state)
-
-        return jax.lax.scan(step, policy.init(), (losses, norms))[1]
-
-    return jax.vmap(one)(losses, norms)
 
 
 def skips(policy, losses, norms):
