@@ -235,7 +235,7 @@ def decide(
         seen=jnp.where(here, values[:, None], state.seen),
         kept=jnp.where(enters, kept, state.kept),
         tokens=jnp.where(skip, parts - size, refilled) / size,
-        found=jnp.where(is_over, count_up(state.found), state.found),
+        found=count_up(state.found, is_over),
         judged_loss=values[0],
         limit_loss=limit[0],
         judged_norm=values[1],

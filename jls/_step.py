@@ -43,6 +43,7 @@ from jls._reduce import (
     varying_axes,
 )
 from jls._rollback import as_seen, call, prepare, roll_back_unless
+from jls._scalers.rule import count_up
 from jls._state import is_wrapper_state, wrapper_state_in
 from jls._tree import (
     Rest,
@@ -205,9 +206,9 @@ def _keep_if_finite(
         return new._replace(
             inner_state=old.inner_state,
             applied=jnp.zeros_like(new.applied),
-            skips=_increment(old.skips),
-            consecutive_skips=_increment(old.consecutive_skips),
-            nonfinite_updates=_increment(old.nonfinite_updates),
+            skips=count_up(old.skips),
+            consecutive_skips=count_up(old.consecutive_skips),
+            nonfinite_updates=count_up(old.nonfinite_updates),
             skip_reason=jnp.full_like(new.skip_reason, SkipReason.UPDATES.value),
             spike_state=old.spike_state,
         )
@@ -411,21 +412,17 @@ def _count(
         # What is skipped for another reason leaves no trace in the policy's state.
         counts, bad_updates = applied | is_spike, bad_updates & ~is_spike
         reason = jnp.where(is_spike, SkipReason.SPIKE.value, reason)
-        spikes = jnp.where(is_spike, _increment(spikes), spikes)
+        spikes = count_up(spikes, is_spike)
         spike_state = select(counts, spike_state, state.spike_state)
     return LossScaledState(
         inner_state=_clone_keys(made.inner_state),
         scaler_state=select(loss_finite, adjusted, state.scaler_state),
         applied=applied,
-        steps=_increment(state.steps),
-        skips=jnp.where(applied, state.skips, _increment(state.skips)),
-        consecutive_skips=jnp.where(applied, 0, _increment(state.consecutive_skips)),
-        nonfinite_losses=jnp.where(
-            loss_finite, state.nonfinite_losses, _increment(state.nonfinite_losses)
-        ),
-        nonfinite_updates=jnp.where(
-            bad_updates, _increment(state.nonfinite_updates), state.nonfinite_updates
-        ),
+        steps=count_up(state.steps),
+        skips=count_up(state.skips, ~applied),
+        consecutive_skips=jnp.where(applied, 0, count_up(state.consecutive_skips)),
+        nonfinite_losses=count_up(state.nonfinite_losses, ~loss_finite),
+        nonfinite_updates=count_up(state.nonfinite_updates, bad_updates),
         skip_reason=jnp.where(applied, state.skip_reason, reason),
         nonfinite_leaves=jnp.where(counts, state.nonfinite_leaves, flags),
         spikes=spikes,
@@ -518,11 +515,6 @@ def _is_integer(leaf: Any) -> bool:
 def _may_be_bad(leaf: Any) -> bool:
     """Not a finite Python number: the inner optimizer may branch on it."""
     return is_inexact(leaf) and not (isinstance(leaf, float) and math.isfinite(leaf))
-
-
-def _increment(count: Array) -> Array:
-    """`count + 1`; stays at the int32 maximum instead of wrapping."""
-    return jnp.asarray(optax.safe_increment(count))
 
 
 def _check_state(state: Any) -> None:

@@ -193,9 +193,12 @@ def test_step_with_clipping_and_report_costs_less_than_one_written_by_hand():
     assert temporary <= theirs_temporary + SCALARS
 
 
+# XLA CPU before jax 0.10.2 also writes what a norm squares, and reads that.
+IN_MEMORY = jax.__version_info__ < (0, 10, 2)
+A_NORM = 3 if IN_MEMORY else 1
 SPIKES_INNER = {
     "clip": (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), 0),
-    "no clip": (optax.sgd(0.1, momentum=0.9), 1),
+    "no clip": (optax.sgd(0.1, momentum=0.9), A_NORM),
 }
 # The window, and what is computed from it.
 OF_WINDOW = 65536
@@ -227,5 +230,5 @@ def test_spikes_cost_nothing_beside_a_clip_and_one_read_without(inner, form):
     (plain, plain_memory), (ours, memory) = found
     assert ours <= plain + reads * size + OF_WINDOW
     # The decision needs the whole norm, until when gradients have to stay.
-    kept = 0 if inner == "clip" or form == "update" else size
-    assert memory <= plain_memory + kept + OF_WINDOW
+    stays = inner == "no clip" and (form == "train_step" or IN_MEMORY)
+    assert memory <= plain_memory + stays * size + OF_WINDOW

@@ -48,7 +48,7 @@ def hysteresis_adjust(
     up = finite & is_due(state.finite_count, growth_interval)
     down = ~finite & is_due(state.nonfinite_count, hysteresis)
     refilled = finite if refill == "finite" else up
-    bad = jnp.where(finite, state.nonfinite_count, count_up(state.nonfinite_count))
+    bad = count_up(state.nonfinite_count, ~finite)
     return ScalerState(
         loss_scale=move(state.loss_scale, up, down, **factors_and_bounds),
         finite_count=jnp.where(finite & ~up, state.finite_count + 1, 0),

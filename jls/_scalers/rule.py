@@ -90,9 +90,10 @@ def is_due(count: Array, interval: ArrayLike) -> Array:
     return count >= jnp.asarray(interval, jnp.int32) - 1
 
 
-def count_up(count: Array) -> Array:
-    """`count + 1`; stays at the int32 maximum."""
-    return jnp.minimum(count, jnp.iinfo(jnp.int32).max - 1) + 1
+def count_up(count: Array, when: ArrayLike = True) -> Array:
+    """`count`, and one more if `when`; stays at the int32 maximum."""
+    # One more than the maximum wraps to the minimum.
+    return jnp.maximum(count, count + jnp.asarray(when, jnp.int32))
 
 
 def f32(value: ArrayLike) -> Array:
