@@ -99,10 +99,12 @@ class Program:
             elif current and (found := INSTRUCTION.match(line)):
                 operands = _operands(line[found.end() :])
                 one = Instruction(
-                    *(found[2], found[4], found[3]),
-                    operands,
-                    line[found.end() :],
-                    bool(found[1]),
+                    name=found[2],
+                    kind=found[4],
+                    shape=found[3],
+                    operands=operands,
+                    attributes=line[found.end() :],
+                    is_root=bool(found[1]),
                 )
                 self.computations[current][one.name] = one
 

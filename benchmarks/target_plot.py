@@ -54,8 +54,11 @@ def save(results: dict[str, Any], path: Path) -> bool:
         squeeze=False,
         width_ratios=widths,
         gridspec_kw={
-            **{"left": 3.1 / figure.get_figwidth(), "right": 0.985, "wspace": 0.06},
-            **{"bottom": 0.62 / height, "top": 1.0 - (MARGINS - 0.62) / height},
+            "left": 3.1 / figure.get_figwidth(),
+            "right": 0.985,
+            "wspace": 0.06,
+            "bottom": 0.62 / height,
+            "top": 1.0 - (MARGINS - 0.62) / height,
         },
     )[0]
     for axes, (label, measure) in zip(panels, measures.items(), strict=True):
@@ -99,9 +102,12 @@ def _draw(axes: Any, workloads: dict[str, Any], names: list[str], measure: Any) 
             axes.plot(
                 *zip(*points, strict=True),
                 MARKERS.get(name, "o"),
-                **{"color": COLOURS.get(name), "label": name, "clip_on": False},
-                **{"markersize": 8.5 if name == OURS else 7},
-                **{"markeredgecolor": "white", "markeredgewidth": 0.7},
+                color=COLOURS.get(name),
+                label=name,
+                clip_on=False,
+                markersize=8.5 if name == OURS else 7,
+                markeredgecolor="white",
+                markeredgewidth=0.7,
                 zorder=4 if name == OURS else 3,
             )
     for row in range(0, len(workloads), 2):
@@ -130,17 +136,30 @@ def _title(figure: Any, axes: Any, about: dict[str, Any]) -> None:
     width, height = figure.get_size_inches()
     versions = about["versions"]
     figure.text(
-        *(0.12 / width, 1 - 0.12 / height, about["device"]),
-        **{"fontsize": 16, "fontweight": "bold", "va": "top"},
+        0.12 / width,
+        1 - 0.12 / height,
+        about["device"],
+        fontsize=16,
+        fontweight="bold",
+        va="top",
     )
     figure.text(
-        *(0.12 / width, 1 - 0.45 / height),
+        0.12 / width,
+        1 - 0.45 / height,
         f"{about['how']}; beyond plain optax\njls {versions['jls']}, "
         f"jax {versions['jax']}",
-        **{"fontsize": 11, "color": "#555555", "va": "top", "linespacing": 1.35},
+        fontsize=11,
+        color="#555555",
+        va="top",
+        linespacing=1.35,
     )
     axes.legend(
-        **{"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "ncols": 6},
-        **{"fontsize": 13, "frameon": False, "handletextpad": 0.2},
-        **{"borderaxespad": 0.3, "columnspacing": 1.6},
+        loc="lower left",
+        bbox_to_anchor=(0.0, 1.0),
+        ncols=6,
+        fontsize=13,
+        frameon=False,
+        handletextpad=0.2,
+        borderaxespad=0.3,
+        columnspacing=1.6,
     )

@@ -211,13 +211,12 @@ def _collectives(workloads: dict[str, Any], title: str) -> Table:
         bare = results.get(FLOOR, {}).get("bytes_accessed")
         floor = contestant == FLOOR
         table.add_row(
-            *(
-                name if floor else "",
-                contestant,
-                f"{one['bytes_accessed'] / MEGA:,.0f}",
-            ),
+            name if floor else "",
+            contestant,
+            f"{one['bytes_accessed'] / MEGA:,.0f}",
             f"{100 * (one['bytes_accessed'] / bare - 1):+.2f} %" if bare else "-",
-            *(_kernels(one), f"{one['temporary_bytes'] / MEGA:,.0f}"),
+            _kernels(one),
+            f"{one['temporary_bytes'] / MEGA:,.0f}",
             _sent(one) if floor else more_collectives(workloads[name], contestant),
         )
     return table
