@@ -174,6 +174,10 @@ class Runner:
             for x in self.scales
         )
 
+    def was_told(self, run: Run, scale: Scale) -> bool:
+        """Whether the state of the scaler is other than before."""
+        return any(not same(run.before[i], run.after[i]) for i in scale.state)
+
     def backed_off(self, run: Run, scale: Scale) -> bool:
         """Whether the scaler was told of an overflow, as far as its state shows."""
         old, new = (as_numpy(x[scale.at]) for x in (run.before, run.after))
