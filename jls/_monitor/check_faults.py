@@ -213,7 +213,7 @@ class Audit:
         present = as_numpy(self.base.leaves[scale.at])
         near_one = near_one_of(self.base.leaves, scale)
         tops = [present] if np.all(near_one == present) else [present, near_one]
-        single = set[str]()  # groups of one element that leak at the first place
+        single = set[str]()  # groups with one large change that leak at one place
         for top in tops:
             runs = []
             for part in (1.0, 0.5, 0.25, 0.125):
@@ -229,8 +229,7 @@ class Audit:
                 continue
             for name, group in self.runner.groups.all.items():
                 if self._leaks(runs, group):
-                    is_single = self.runner.vector(runs[0].after, group).size == 1
-                    if is_single and name not in single:
+                    if self._is_single(runs[0], group) and name not in single:
                         # Its gradient may be a few quanta of float16 by chance.
                         single.add(name)
                         continue
@@ -268,6 +267,12 @@ class Audit:
         at_inf = self._try_scale(scale, math.inf)
         if at_inf is not None:
             self._judge_not_scaled(scale, at_inf)
+    def _is_single(self, run: Run, group: list[int]) -> bool:
+        """Whether one number, in one element or more, makes up most of the change."""
+        old, new = (self.runner.vector(x, group) for x in (self.base.leaves, run.after))
+        sizes = np.abs(new - old) / (np.max(np.abs(new - old)) or 1.0)
+        return bool(np.sum(np.square(np.unique(np.round(sizes, 2)))) < 2)
+
         at_huge = self._try_scale(scale, HUGE)
         for run in (at_inf, at_huge):
             if run is not None:

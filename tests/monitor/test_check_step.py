@@ -141,8 +141,11 @@ def test_leak_that_clipping_hides_at_the_present_scale_is_seen_near_1():
     assert "scale of 2^1 than at 2^0" in result.seen["scale leaks"]
 
 
-def one_weight(gradients, seed, size):
-    """A step with one weight, whose float16 gradients vanish near a scale of 1."""
+def one_weight(gradients, seed, size, shape=(1,)):
+    """A step with one weight, whose float16 gradients vanish near a scale of 1.
+
+    Of a shape with more elements they all have one gradient.
+    """
     optimizer = jls.loss_scaled(optax.sgd(1.0), jls.dynamic(2.0**10))
     y = size * jax.random.normal(jax.random.key(seed), (5,))
 
@@ -150,19 +153,21 @@ def one_weight(gradients, seed, size):
     def step(w, opt_state, y):
         def loss_fn(w):
             ones = jnp.ones(5, jnp.float16)
-            return jnp.sum((ones * w.astype(jnp.float16)).astype(jnp.float32) * y)
+            terms = ones * w.astype(jnp.float16)[:, None]
+            return jnp.sum(terms.astype(jnp.float32) * y)
 
         loss, grads = gradients(opt_state, loss_fn, w, jax.value_and_grad)
         updates, opt_state = optimizer.update(grads, opt_state, w, value=loss)
         return optax.apply_updates(w, updates), opt_state, loss
 
-    w = jnp.zeros(1)
+    w = jnp.zeros(shape)
     return step, (w, optimizer.init(w), y)
 
 
 @pytest.mark.parametrize("seed", [513, 1558, 1626, 1847])
-def test_gradient_of_a_few_quanta_is_no_leak(seed):
-    assert check(*one_weight(steps.right_gradients, seed, 2.0**-24)).ok
+@pytest.mark.parametrize("shape", [(1,), (3,)])
+def test_gradient_of_a_few_quanta_is_no_leak(seed, shape):
+    assert check(*one_weight(steps.right_gradients, seed, 2.0**-24, shape)).ok
 
 
 def test_leak_in_one_weight_is_seen():
