@@ -465,12 +465,16 @@ def _without_value(path: Path) -> Path:
 
 # Groups.
 
+_Key = tuple[Path, str]  # the path of a tree, and the type of its nnx.Variables
+_Form = frozenset[tuple[Path, tuple[int, ...]]]
+
 
 class Groups(NamedTuple):
     """Carried leaves that belong together: the parameters, the moments, averages."""
 
     params: dict[str, list[int]]
     others: dict[str, list[int]]  # trees like the parameters
+    trained: frozenset[int]  # leaves of both, without trees that may be something else
 
     @property
     def all(self) -> dict[str, list[int]]:
@@ -498,21 +502,89 @@ def find_groups(
     for i in floats:
         if not any(_is_below(items[i], path) for path in optimizers):
             trees[_root(items[i], optimizers), items[i].kind].append(i)
-    params = {key: x for key, x in trees.items() if len(x) in sizes} or trees
-    shapes = {}
-    for (root, _), leaves in params.items():
-        for i in leaves:
-            path = _without_value(items[i].path)
-            shapes[path[len(root) :]] = np.shape(items[i].value)
+    params = {key: x for key, x in trees.items() if len(x) in sizes}
+    params = params or _parts(items, trees, sizes) or trees
+    forms = {key: _form(items, key[0], x) for key, x in params.items()}
+    if len(params) > len(scales):
+        forms = _like_moments(items, forms, scales)
+    clear = forms if len(forms) <= len(scales) else _clear(items, forms, scales)
+    shapes = dict(pair for form in (clear or forms).values() for pair in form)
     others = defaultdict(list)
-    for i in sorted(set(floats) - {i for x in params.values() for i in x}):
+    for i in sorted(set(floats) - {i for key in forms for i in params[key]}):
         path = _without_value(items[i].path)
         for start in range(1, len(path) + 1):
             if shapes.get(path[start:]) == np.shape(items[i].value):
                 others["/".join(path[:start])].append(i)
                 break
-    named = {_name(*key): leaves for key, leaves in params.items()}
-    return Groups(named, dict(others))
+    named = {_name(path, kind): params[path, kind] for path, kind in forms}
+    counts = set(map(len, clear.values()))
+    trained = [params[key] for key in clear]
+    trained += [leaves for leaves in others.values() if len(leaves) in counts]
+    return Groups(named, dict(others), frozenset(itertools.chain(*trained)))
+
+
+def _parts(
+    items: Sequence[Item], trees: Mapping[_Key, list[int]], sizes: Sequence[int]
+) -> dict[_Key, list[int]]:
+    """The largest parts of trees that have as many leaves as a wrapper has flags."""
+    found: dict[_Key, list[int]] = {}
+    for (root, kind), leaves in trees.items():
+        for end in range(len(root) + 1, max(len(items[i].path) for i in leaves)):
+            parts = defaultdict(list)
+            for i in leaves:
+                if not any(_is_below(items[i], path) for path, _ in found):
+                    parts[items[i].path[:end], kind].append(i)
+            found |= {key: part for key, part in parts.items() if len(part) in sizes}
+    return found
+
+
+def _form(items: Sequence[Item], root: Path, leaves: list[int]) -> _Form:
+    """The paths below `root`, with the shapes."""
+    return frozenset(
+        (_without_value(items[i].path)[len(root) :], np.shape(items[i].value))
+        for i in leaves
+    )
+
+
+def _moments(items: Sequence[Item], scale: Scale) -> _Form:
+    """Every end of a path in the state of a wrapper, with the shape of its leaf."""
+    found = set[tuple[Path, tuple[int, ...]]]()
+    for i, item in enumerate(items):
+        if _is_below(item, _outermost(items, scale)) and i not in scale.own:
+            path = _without_value(item.path)
+            ends = (path[start:] for start in range(1, len(path) + 1))
+            found |= {(end, np.shape(item.value)) for end in ends}
+    return frozenset(found)
+
+
+def _like_moments(
+    items: Sequence[Item], forms: Mapping[_Key, _Form], scales: Sequence[Scale]
+) -> dict[_Key, _Form]:
+    """The trees of the form of a wrapper's moments; all, if one has no such moments.
+
+    A buffer or another model may have as many leaves as the parameters.
+    """
+    moments = [_moments(items, scale) for scale in scales]
+    if not all(any(form <= inside for form in forms.values()) for inside in moments):
+        return dict(forms)
+    return {
+        key: form
+        for key, form in forms.items()
+        if any(form <= inside for inside in moments)
+    }
+
+
+def _clear(
+    items: Sequence[Item], forms: Mapping[_Key, _Form], scales: Sequence[Scale]
+) -> dict[_Key, _Form]:
+    """Of more trees than wrappers those like its moments, or like one another."""
+    moments = [_moments(items, scale) for scale in scales]
+    return {
+        key: form
+        for key, form in forms.items()
+        if any(form <= inside for inside in moments)
+        or (len(form) > 1 and list(forms.values()).count(form) > 1)
+    }
 
 
 def _optimizer_states(
@@ -582,7 +654,7 @@ def as_numbers(leaf: Any) -> np.ndarray:
     return value.astype(np.complex128 if np.iscomplexobj(value) else np.float64)
 
 
-def same(old: Any, new: Any, exempt: tuple[int, ...] | None = None) -> bool:
+def same(old: Any, new: Any, exempt: Any | None = None) -> bool:
     """Equal numbers; NaN equals NaN, and what is subnormal may have become 0.
 
     An element at index `exempt` may differ.

@@ -7,9 +7,12 @@
                     2**126, where float16 overflows
     batch           NaN in one element of an array that is not carried
     afterwards      good steps, until the parameters move again
+    once more       the bad step in which parameters moved: random numbers move them
+                    another way
 
 A right step is never called broken: where something else could explain what was seen,
-nothing is said.
+nothing is said. In a skipped step only parameters and trees like them have to stay as
+they are; all else has to stay finite, unless it only stores what came with the fault.
 """
 
 import contextlib
@@ -54,6 +57,7 @@ from jls._monitor.check_runs import (
     may_take_fault,
     planted,
     reads_on_host,
+    reseeded,
 )
 from jls._text import format_scale
 from jls._tree import is_array, is_extended, is_inexact
@@ -63,7 +67,7 @@ HUGE = 2.0**126  # the largest scale that `jls.set_loss_scale` takes
 
 STUCK = "the parameters did not move"
 
-Exempt = Mapping[int, tuple[int, ...]]  # the planted elements, by leaf
+Exempt = Mapping[int, Any]  # the indices of the planted elements, by leaf
 NONE: Exempt = {}
 
 
@@ -74,6 +78,7 @@ class Fault(NamedTuple):
     run: Run
     scale: Scale | None  # where the fault was, if in a loss scale
     exempt: Exempt
+    is_in_params: bool = False
 
 
 def try_all(runner: Runner, start: Leaves) -> Findings:
@@ -168,6 +173,9 @@ class Audit:
         self.faults: list[Fault] = []
         self.losses: list[Path] = []  # scalars of the outputs, one of them the loss
         self.own = own_leaves(runner.scales)
+        self.later: dict[str, Run] = {}  # the good step after a fault
+        self.unsteady = set[int]()  # leaves that random numbers move
+        self.passed_on = set[int]()  # leaves of which a fault was not judged
         self.silent = ""  # why results cannot be compared with those of a good step
 
     def repeat(self) -> None:
@@ -213,7 +221,7 @@ class Audit:
         present = as_numpy(self.base.leaves[scale.at])
         near_one = near_one_of(self.base.leaves, scale)
         tops = [present] if np.all(near_one == present) else [present, near_one]
-        single = set[str]()  # groups of one element that leak at the first place
+        single = set[str]()  # groups with one large change that leak at one place
         for top in tops:
             runs = []
             for part in (1.0, 0.5, 0.25, 0.125):
@@ -229,8 +237,7 @@ class Audit:
                 continue
             for name, group in self.runner.groups.all.items():
                 if self._leaks(runs, group):
-                    is_single = self.runner.vector(runs[0].after, group).size == 1
-                    if is_single and name not in single:
+                    if self._is_single(runs[0], group) and name not in single:
                         # Its gradient may be a few quanta of float16 by chance.
                         single.add(name)
                         continue
@@ -263,6 +270,12 @@ class Audit:
             for ratio in (0.25, 0.5, 2, 4)
         )
 
+    def _is_single(self, run: Run, group: list[int]) -> bool:
+        """Whether one number, in one element or more, makes up most of the change."""
+        old, new = (self.runner.vector(x, group) for x in (self.base.leaves, run.after))
+        sizes = np.abs(new - old) / (np.max(np.abs(new - old)) or 1.0)
+        return bool(np.sum(np.square(np.unique(np.round(sizes, 2)))) < 2)
+
     def try_overflow(self, scale: Scale) -> None:
         """An infinite loss scale, and the largest finite one."""
         at_inf = self._try_scale(scale, math.inf)
@@ -276,10 +289,12 @@ class Audit:
     def _try_scale(self, scale: Scale, value: float) -> Run | None:
         leaves = self.runner.set_scale(self.base.leaves, scale, value)
         text = "inf" if value == math.inf else format_scale(value)
-        what = f"a loss scale of {text}"
+        what, right = f"a loss scale of {text}", self.base.right.after
         run = self._try(leaves, what, of=["not scaled", "not atomic"])
         if run is not None:
-            self.faults.append(Fault(what, run, scale, NONE))
+            seen = [as_numpy(x[scale.at]) for x in (self.base.leaves, right)]
+            exempt = self._stored(run, np.append(*seen))
+            self.faults.append(Fault(what, run, scale, exempt))
         return run
 
     def _judge_not_scaled(self, scale: Scale, run: Run) -> None:
@@ -288,6 +303,8 @@ class Audit:
             self.findings.leave_out(code, "the scale is static and 1")
         elif self.silent:
             self.findings.leave_out(code, self.silent)
+        elif scale.counters and not self.runner.counted(run, scale, "steps"):
+            self.findings.leave_out(code, f"the step does not use {scale.name}")
         elif not self.runner.any_skipped(run) and self._is_same(
             run, self.base.right, self._state_floats()
         ):
@@ -410,13 +427,55 @@ class Audit:
             faulty = [*leaves[:i], planted(leaves[i]), *leaves[i + 1 :]]
             run = self._try(faulty, f"NaN in {path}", of=[path])
             if run is not None:
-                exempt = {i: index} if i in carried else NONE
-                self.faults.append(Fault(f"NaN in {path}", run, None, exempt))
+                fault = Fault(f"NaN in {path}", run, None, NONE, i in carried)
+                if fault.is_in_params:
+                    exempt = {**self._from_params(run), i: index}
+                else:
+                    exempt = self._stored(run, as_numpy(leaves[i])[index])
+                self.faults.append(fault._replace(exempt=exempt))
 
     def _is_input(self, i: int) -> bool:
         """Not a part of an argument that is carried, such as a field left out."""
         carried = {self.items[k].path[0] for k in self.runner.carried.leaves}
         return self.items[i].path[0] not in carried
+
+    def _stored(self, run: Run, values: np.ndarray) -> Exempt:
+        """Where the step only stored what came with a fault, as in a buffer.
+
+        It writes a part of a leaf, and not the most of it; or the good step writes
+        there one of `values`, which the fault replaced.
+        """
+        found = dict[int, np.ndarray]()
+        for i in self.runner.nonfinite(run) - self.runner.groups.trained:
+            old, new, right = (
+                as_numbers(x[i]) for x in (run.before, run.after, self.base.right.after)
+            )
+            bad = np.isfinite(old) & ~np.isfinite(new)
+            is_part = 2 * np.count_nonzero(right == old) >= right.size > 1
+            dtype = self.items[i].value.dtype
+            if is_part or np.isin(right[bad], as_numbers(values.astype(dtype))).all():
+                found[i] = bad
+        self._note_passed_on(found)
+        return found
+
+    def _from_params(self, run: Run) -> Exempt:
+        """What a model with NaN in a parameter computed, such as an actor; and copies.
+
+        No step of a right program begins with such parameters.
+        """
+        found = self.runner.nonfinite(run)
+        trained = found & self.runner.groups.trained
+        found -= trained - self._copies_of_params(run, trained)
+        self._note_passed_on(found)
+        return {i: ~np.isfinite(as_numbers(run.after[i])) for i in found}
+
+    def _note_passed_on(self, leaves: Iterable[int]) -> None:
+        self.passed_on |= set(leaves)
+        if self.passed_on:
+            self.findings.notes["nan committed"] = (
+                f", but for {self.runner.names(self.passed_on)}: what is only stored, "
+                "or computed from parameters with NaN, was not judged"
+            )
 
     # What the faults show.
 
@@ -449,9 +508,9 @@ class Audit:
             values = [_output(fault.run, path) for path in self.losses]
             if all(map(_is_finite, values)) or not self._reached_training(fault.run):
                 return
-        elif fault.exempt:
+        elif fault.is_in_params:
             return
-        bad = self.runner.nonfinite(fault.run, fault.exempt)
+        bad = self._kept(fault, "nan committed")
         bad -= self.runner.nonfinite(self.base.right)
         if bad:
             self.findings.add(
@@ -459,26 +518,98 @@ class Audit:
                 f"after {fault.what} an inf or NaN stayed in {self.runner.names(bad)}",
             )
 
+    def _kept(self, fault: Fault, code: Code) -> set[int]:
+        """Where an inf or NaN is new, and stays: a record of the last loss does not."""
+        bad = self.runner.nonfinite(fault.run, fault.exempt)
+        trained = self.runner.groups.trained
+        if bad <= trained:
+            return bad
+        later = self._good_step_after(fault, code)
+        if later is None:
+            return bad & trained
+        since = later._replace(before=self.base.leaves)
+        return bad & (trained | self.runner.nonfinite(since, fault.exempt))
+
+    def _good_step_after(self, fault: Fault, code: Code) -> Run | None:
+        run = self.later.get(fault.what)
+        if run is None:
+            leaves = self.runner.put_back(fault.run.after, self.base.leaves)
+            for i in fault.exempt:
+                leaves[i] = self.base.leaves[i]
+            run = self._try(leaves, f"a good step after {fault.what}", of=[code])
+            if run is not None:
+                self.later[fault.what] = run
+        return run
+
     def _judge_atomic(self, fault: Fault) -> None:
-        if not self.runner.all_skipped(fault.run):
+        code: Code = "not atomic"
+        if code in self.findings.broken or not self.runner.all_skipped(fault.run):
             return
         if self._has_lookahead():
             self.findings.leave_out(
-                "not atomic",
-                "optax.lookahead, outside, moves parameters in skipped steps too",
+                code, "optax.lookahead, outside, moves parameters in skipped steps too"
             )
             return
-        bad = {
+        changed = {
             i
             for i in self.runner.changed(fault.run, fault.exempt)
             if i in self._state_floats() and not self._may_move(fault.run, i)
         }
+        spoiled = self.runner.nonfinite(fault.run, fault.exempt) & changed
+        moved = (changed - spoiled) & self.runner.groups.trained
+        moved -= self._copies_of_params(fault.run, moved) | self.unsteady
+        steady = self._steady(fault, moved)
+        self.unsteady |= moved - steady
+        bad = steady | (self._kept(fault, code) & spoiled)
         if bad:
             self.findings.add(
-                "not atomic",
+                code,
                 f"{fault.what}: the step was skipped, but it changed "
                 f"{self.runner.names(bad)}",
             )
+        elif changed - spoiled:
+            self.findings.notes.setdefault(
+                code,
+                f", but for {self.runner.names(changed - spoiled)}: taken for data or "
+                "noise, else write new = jls.select(opt_state.applied, new, old)",
+            )
+
+    def _copies_of_params(self, run: Run, leaves: set[int]) -> set[int]:
+        """Those that the step made equal to parameters that it kept."""
+        params = self.runner.groups.param_leaves
+        kept = [k for k in params if same(run.before[k], run.after[k])]
+        return {
+            i
+            for i in leaves
+            for k in kept
+            if np.shape(run.after[i]) == np.shape(run.after[k])
+            and same(run.after[i], run.after[k])
+        }
+
+    def _steady(self, fault: Fault, leaves: set[int]) -> set[int]:
+        """Those that the next bad step moves the same way: random numbers do not."""
+        if not leaves:
+            return set()
+        again = self.runner.put_back(fault.run.after, fault.run.before)
+        for i in set(range(len(again))) - self.runner.carried.leaves:
+            again[i] = reseeded(again[i])
+        run = self._try(again, f"{fault.what}, once more", of=["not atomic"])
+        if run is None:
+            return set()
+        trees = [leaves & set(tree) for tree in self.runner.groups.all.values()]
+        return {
+            i
+            for tree in trees
+            if tree and _is_parallel(*(self._move(x, tree) for x in (fault.run, run)))
+            for i in tree
+        }
+
+    def _move(self, run: Run, leaves: set[int]) -> np.ndarray:
+        old, new = (
+            self.runner.vector(x, sorted(leaves)) for x in (run.before, run.after)
+        )
+        with np.errstate(invalid="ignore"):
+            return np.nan_to_num(new - old, posinf=0.0, neginf=0.0)
 
     def _has_lookahead(self) -> bool:
         """Whether `optax.lookahead` is around the wrapper, where it belongs."""
@@ -496,10 +627,10 @@ class Audit:
         if old.ndim == 0 and bool(new == old + 1):
             return True
         groups = self.runner.groups
-        # More trees than wrappers: one of them has as many leaves by chance.
+        # Of more trees than wrappers one may be something else.
         is_clear = len(groups.params) <= len(self.runner.scales)
         trees = groups.all if is_clear else groups.others
-        trained = {k for group in trees.values() for k in group}
+        trained = {k for group in trees.values() for k in group} & groups.trained
         if (old.ndim == 0 or i not in trained) and same(new, right):
             return True
         return _is_rounding(old, new)
@@ -534,28 +665,29 @@ class Audit:
     def try_going_on(self) -> None:
         """Good steps after a bad one: do the parameters move again?"""
         code: Code = "frozen"
-        bad = [fault for fault in self.faults if self._did_harm(fault.run)]
+        bad = [fault for fault in self.faults if self._did_harm(fault)]
         if not bad:
             self.findings.leave_out(code, "no fault had an effect")
         in_scale = [fault for fault in bad if fault.scale]
         in_batch = [fault for fault in bad if not fault.scale]
         for fault in in_scale[:1] + in_batch[:1]:
-            leaves = self.runner.put_back(fault.run.after, self.base.leaves)
-            for i in fault.exempt:
-                leaves[i] = self.base.leaves[i]
-            for _ in range(self.base.window + 1):
-                run = self._try(leaves, f"a good step after {fault.what}", of=[code])
-                if run is None:
-                    return
-                if self._moved(run):
+            run = self._good_step_after(fault, code)
+            for _ in range(self.base.window):
+                if run is None or self._moved(run):
                     break
                 leaves = self.runner.put_back(run.after, self.base.leaves)
-            else:
+                trial = f"a good step after {fault.what}"
+                run = self._try(leaves, trial, of=[code])
+            if run is None:
+                return
+            if not self._moved(run):
                 self._add_frozen(fault)
 
-    def _did_harm(self, run: Run) -> bool:
-        skipped = self.runner.any_skipped(run)
-        return skipped or bool(self.runner.nonfinite(run))
+    def _did_harm(self, fault: Fault) -> bool:
+        if self.runner.any_skipped(fault.run):
+            return True
+        reached = fault.scale is not None or self._reached_training(fault.run)
+        return reached and bool(self.runner.nonfinite(fault.run))
 
     def _moved(self, run: Run) -> bool:
         """Whether any parameter is other than before."""
@@ -651,6 +783,13 @@ def _is_rounding(old: np.ndarray, new: np.ndarray) -> bool:
     x, y = as_numbers(old), as_numbers(new)
     with np.errstate(invalid="ignore", over="ignore"):
         return same(old, new) or bool(np.all(np.abs(x - y) <= most * np.abs(x)))
+
+
+def _is_parallel(first: np.ndarray, second: np.ndarray) -> bool:
+    """Whether two moves have one direction; few numbers may have that by chance."""
+    if first.size < 4:
+        return _norm(second - first) <= 0.1 * _norm(first)
+    return float(first @ second) >= 0.9 * _norm(first) * _norm(second)
 
 
 def _norm(vector: np.ndarray) -> float:

@@ -153,8 +153,9 @@ def _walk(runner: Runner, start: Leaves, good: list[Run], most: int) -> Base | N
 
 def _calibrate(runner: Runner, start: Leaves, good: list[Run]) -> Leaves:
     """Lowers each loss scale at which the last step was skipped, until none is."""
+    used = [x for x in runner.scales if x.counters or runner.was_told(good[-1], x)]
     for bits in LOWER:
-        skipped = [x for x in runner.scales if runner.was_skipped(good[-1], x)]
+        skipped = [x for x in used if runner.was_skipped(good[-1], x)]
         for scale in skipped:
             if scale.counters and runner.counted(good[-1], scale, "nonfinite_losses"):
                 raise ValueError(
@@ -176,7 +177,7 @@ def _calibrate(runner: Runner, start: Leaves, good: list[Run]) -> Leaves:
             lower = np.maximum(as_numpy(start[scale.at]) * 2.0**-bits, 2.0**-126)
             start = runner.set_scale(start, scale, lower)
         good.append(runner.run(start, "a good step at a lower loss scale"))
-    skipped = [x for x in runner.scales if runner.was_skipped(good[-1], x)]
+    skipped = [x for x in used if runner.was_skipped(good[-1], x)]
     if skipped:
         scales = ", ".join(_format(start, scale) for scale in skipped)
         raise ValueError(

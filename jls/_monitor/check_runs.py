@@ -174,6 +174,10 @@ class Runner:
             for x in self.scales
         )
 
+    def was_told(self, run: Run, scale: Scale) -> bool:
+        """Whether the state of the scaler is other than before."""
+        return any(not same(run.before[i], run.after[i]) for i in scale.state)
+
     def backed_off(self, run: Run, scale: Scale) -> bool:
         """Whether the scaler was told of an overflow, as far as its state shows."""
         old, new = (as_numpy(x[scale.at]) for x in (run.before, run.after))
@@ -189,7 +193,7 @@ class Runner:
             return False
         return not np.any(as_numpy(run.after[good]) > as_numpy(run.before[good]))
 
-    def changed(self, run: Run, exempt: Mapping[int, tuple[int, ...]] = {}) -> set[int]:
+    def changed(self, run: Run, exempt: Mapping[int, Any] = {}) -> set[int]:
         """The carried leaves that are other than before."""
         return {
             i
@@ -204,9 +208,7 @@ class Runner:
             any(not same(run.before[i], run.after[i]) for i in tree) for tree in trees
         )
 
-    def nonfinite(
-        self, run: Run, exempt: Mapping[int, tuple[int, ...]] = {}
-    ) -> set[int]:
+    def nonfinite(self, run: Run, exempt: Mapping[int, Any] = {}) -> set[int]:
         """The carried leaves in which an inf or NaN is new; not jls's own."""
         own = own_leaves(self.scales)
         return {
@@ -226,7 +228,7 @@ class Runner:
         return ", ".join(paths[:3]) + more
 
 
-def _is_new(old: Any, new: Any, exempt: tuple[int, ...] | None) -> bool:
+def _is_new(old: Any, new: Any, exempt: Any | None) -> bool:
     found = np.array(np.isfinite(as_numbers(old)) & ~np.isfinite(as_numbers(new)))
     if exempt is not None:
         found[exempt] = False
@@ -243,6 +245,18 @@ def planted(leaf: Any, value: float = np.nan) -> Any:
     array = np.array(as_numpy(leaf))
     array[(0,) * array.ndim] = value
     return like(array, leaf)
+
+
+def reseeded(leaf: Any) -> Any:
+    """Another random key or seed; any other leaf as it is."""
+    if not is_array(leaf):
+        return leaf
+    if is_extended(leaf):
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return leaf
+        data = jax.random.key_data(leaf) ^ 1
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    return like(as_numpy(leaf) ^ 1, leaf) if leaf.dtype == np.uint32 else leaf
 
 
 def may_take_fault(leaf: Any) -> bool:

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import right_programs
 import right_steps
 import steps
 from code_blocks import blocks, execute
 from flax import nnx
+from right_programs import PROGRAMS, learn_then_act
 from right_steps import RIGHT
 from shared import bits
 from steps import BATCH, PLACES, X, plain, plain_loss, plain_params, wrap
@@ -38,12 +40,13 @@ def check(step, args, kwargs=None):
 
 def test_there_are_many_right_steps():
     assert len(RIGHT) >= 40
+    assert not RIGHT.keys() & PROGRAMS.keys()
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", RIGHT | PROGRAMS)
 @pytest.mark.filterwarnings("error")
 def test_right_step_is_not_called_broken(name):
-    result = check(*RIGHT[name]())
+    result = check(*(RIGHT | PROGRAMS)[name]())
     assert result.ok, str(result)
     assert result.broken == ()
     # Most codes are tried: an audit that looks at nothing calls nothing broken.
@@ -141,8 +144,11 @@ def test_leak_that_clipping_hides_at_the_present_scale_is_seen_near_1():
     assert "scale of 2^1 than at 2^0" in result.seen["scale leaks"]
 
 
-def one_weight(gradients, seed, size):
-    """A step with one weight, whose float16 gradients vanish near a scale of 1."""
+def one_weight(gradients, seed, size, shape=(1,)):
+    """A step with one weight, whose float16 gradients vanish near a scale of 1.
+
+    Of a shape with more elements they all have one gradient.
+    """
     optimizer = jls.loss_scaled(optax.sgd(1.0), jls.dynamic(2.0**10))
     y = size * jax.random.normal(jax.random.key(seed), (5,))
 
@@ -150,19 +156,21 @@ def one_weight(gradients, seed, size):
     def step(w, opt_state, y):
         def loss_fn(w):
             ones = jnp.ones(5, jnp.float16)
-            return jnp.sum((ones * w.astype(jnp.float16)).astype(jnp.float32) * y)
+            terms = ones * w.astype(jnp.float16)[:, None]
+            return jnp.sum(terms.astype(jnp.float32) * y)
 
         loss, grads = gradients(opt_state, loss_fn, w, jax.value_and_grad)
         updates, opt_state = optimizer.update(grads, opt_state, w, value=loss)
         return optax.apply_updates(w, updates), opt_state, loss
 
-    w = jnp.zeros(1)
+    w = jnp.zeros(shape)
     return step, (w, optimizer.init(w), y)
 
 
 @pytest.mark.parametrize("seed", [513, 1558, 1626, 1847])
-def test_gradient_of_a_few_quanta_is_no_leak(seed):
-    assert check(*one_weight(steps.right_gradients, seed, 2.0**-24)).ok
+@pytest.mark.parametrize("shape", [(1,), (3,)])
+def test_gradient_of_a_few_quanta_is_no_leak(seed, shape):
+    assert check(*one_weight(steps.right_gradients, seed, 2.0**-24, shape)).ok
 
 
 def test_leak_in_one_weight_is_seen():
@@ -224,6 +232,78 @@ def test_average_outside_is_not_atomic():
     assert "average/w1, average/w2" in result.seen["not atomic"]
     text = " ".join(str(result).split())
     assert 'carried_args={"state": ["params", "opt_state"]}' in text
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["alone", "in a pair"])
+def test_decay_of_few_numbers_is_no_noise(whole):
+    optimizer = steps.decay_outside(optax.sgd(0.1))
+
+    @jax.jit
+    def step(params, opt_state, x):
+        def loss_fn(params):
+            return jnp.mean((x @ params["w"]) ** 2)
+
+        loss, grads = jls.value_and_grad(loss_fn)(opt_state, params)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params = {"w": jnp.ones(1 + whole)}
+    result = check(step, (params, optimizer.init(params), X[:, : 1 + whole]))
+    assert result.broken == ("not atomic",)
+
+
+def test_average_beside_a_buffer_is_not_atomic():
+    def follow(params, target, opt_state, count):
+        return optax.incremental_update(params, target, 0.05)
+
+    step, args = learn_then_act(follow)
+    result = check(jax.jit(step), args)
+    assert result.broken == ("not atomic",)
+    assert "target/0/b" in result.seen["not atomic"]
+    assert "buffer" not in result.seen["not atomic"]
+
+
+def test_decay_beside_a_buffer_is_not_atomic():
+    step, args = learn_then_act(right_programs.follow)
+
+    @jax.jit
+    def decays(*args):
+        (params, *rest), loss = step(*args)
+        return (jax.tree.map(lambda leaf: 0.99 * leaf, params), *rest), loss
+
+    result = check(decays, args)
+    assert result.broken == ("not atomic",)
+    assert "argument 0/0/b" in result.seen["not atomic"]
+
+
+def test_running_norm_of_bad_gradients_is_named():
+    step, (state, batch) = PROGRAMS["last_norms_and_no_loss"]()
+
+    @jax.jit
+    def running(state, batch):
+        new = step(state, batch)
+        return {**new, "norms": 0.9 * state["norms"] + 0.1 * new["norms"]}
+
+    result = check(running, (state, batch))
+    assert set(result.broken) == {"nan committed", "not atomic"}
+    assert "state/norms" in result.seen["nan committed"]
+
+
+def test_hidden_state_that_is_spoiled_is_named():
+    step, args = right_programs.recurrent(lambda applied, hidden: hidden)
+    result = check(step, args)
+    assert set(result.broken) == {"nan committed", "not atomic", "frozen"}
+    assert "state/hidden" in result.seen["nan committed"]
+
+
+def test_what_is_left_to_its_author_is_said():
+    check_of_noise = check(*PROGRAMS["langevin_with_a_key_carried"]())
+    assert ", but for params/w1, params/w2: " in check_of_noise.seen["not atomic"]
+    assert "a skipped step changed nothing, but for params/w1" in " ".join(
+        str(check_of_noise).split()
+    )
+    check_of_memory = check(*PROGRAMS["memory_of_batches"]())
+    assert "state/memory/x" in check_of_memory.seen["nan committed"]
 
 
 def test_parameter_that_is_one_array_is_carried():
