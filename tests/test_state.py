@@ -135,6 +135,12 @@ def test_set_loss_scale_changes_an_nnx_optimizer_in_place():
     assert jls.loss_scale(optimizer) == 2.0
 
 
+def test_nnx_streams_beside_the_state_are_no_state():
+    """`nnx.Rngs` has every attribute that is asked for."""
+    tree = {"rngs": nnx.Rngs(0), "optimizer": nnx_optimizer()}
+    assert jls.loss_scale(tree) == jls.metrics(tree)["loss_scale"] == 8.0
+
+
 def test_set_loss_scale_does_not_retrace_nor_recompile():
     traces = []
 

@@ -204,13 +204,12 @@ def check_step(
 def _find_scales(
     args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments
 ) -> list[Scale]:
-    def is_state(node: Any) -> bool:
-        return isinstance(node, tuple) and is_scaler_state(node)  # no nnx.Rngs
-
     nodes: list[Path] = []
-    flat, _ = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_state)
+    flat, _ = jax.tree_util.tree_flatten_with_path(
+        (args, kwargs), is_leaf=is_scaler_state
+    )
     for path, node in flat:
-        if is_state(node):
+        if is_scaler_state(node):
             kind, key, *inner = path
             name = arguments.names[key.idx] if kind.idx == 0 else str(key.key)
             nodes.append((name, *tokens(inner)))
