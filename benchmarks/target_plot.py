@@ -19,6 +19,7 @@ COLOURS = {
     "mpx": "#56b4e9",
 }
 MARKERS = {"jls": "D", "apply_if_finite": "o", "flax": "s", "jmp": "v", "mpx": "^"}
+KERNEL_TICKS = [0, 20, 40, 200, 1000]
 TICKS = [-32, -8, -2, -1, 0, 1, 2, 4, 8, 16, 32, 64]
 ROW, MARGINS = 0.5, 1.5  # inches
 
@@ -66,10 +67,7 @@ def save(results: dict[str, Any], path: Path) -> bool:
         axes.set_xlabel(label, fontsize=13, labelpad=6)
     _bytes_axis(panels[0])
     for axes in panels[1:]:
-        low, high = axes.get_xlim()
-        axes.set_xlim(min(low, -1.0), high + 0.1 * (high - low))
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:+g}" if x else "0")
+        _kernels_axis(axes)
     panels[0].set_yticks(range(len(workloads)), list(workloads))
     panels[0].set_ylim(len(workloads) - 0.5, -0.5)
     _title(figure, panels[0], results["about"])
@@ -129,6 +127,21 @@ def _bytes_axis(axes: Any) -> None:
     axes.set_xticks(shown, [f"{tick:+g}" if tick else "0" for tick in shown])
     axes.set_xticks([], minor=True)
     axes.set_xlim(low, high)
+
+
+def _kernels_axis(axes: Any) -> None:
+    """Even, and beyond 60 % drawn together, if there is as much as 150 %."""
+    ends = axes.dataLim
+    if ends.x1 > 150:
+        axes.set_xscale("symlog", linthresh=60.0, linscale=1.6)
+        axes.set_xticks([tick for tick in KERNEL_TICKS if tick < ends.x1])
+        axes.set_xticks([], minor=True)
+        axes.set_xlim(min(1.2 * ends.x0, -3.0), 1.4 * ends.x1)
+    else:
+        low, high = axes.get_xlim()
+        axes.set_xlim(min(low, -1.0), high + 0.1 * (high - low))
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:+g}" if x else "0")
 
 
 def _title(figure: Any, axes: Any, about: dict[str, Any]) -> None:
