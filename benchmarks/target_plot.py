@@ -20,7 +20,7 @@ COLOURS = {
 }
 MARKERS = {"jls": "D", "apply_if_finite": "o", "flax": "s", "jmp": "v", "mpx": "^"}
 KERNEL_TICKS = [0, 20, 40, 200, 1000]
-TICKS = [-32, -8, -2, -1, 0, 1, 2, 4, 8, 16, 32, 64]
+BYTE_TICKS = [-32, -8, -2, -1, 0, 1, 2, 4, 8, 16, 32, 64]
 ROW, MARGINS = 0.5, 1.5  # inches
 
 
@@ -123,8 +123,8 @@ def _bytes_axis(axes: Any) -> None:
     axes.set_xscale("symlog", linthresh=2.0, linscale=1.2)
     ends = axes.dataLim
     low, high = 1.4 * min(ends.x0, -0.1), 1.25 * max(ends.x1, 4.0)
-    shown = [tick for tick in TICKS if low <= tick <= high]
-    axes.set_xticks(shown, [f"{tick:+g}" if tick else "0" for tick in shown])
+    shown = [tick for tick in BYTE_TICKS if low <= tick <= high]
+    axes.set_xticks(shown, list(map(_signed, shown)))
     axes.set_xticks([], minor=True)
     axes.set_xlim(low, high)
 
@@ -141,7 +141,11 @@ def _kernels_axis(axes: Any) -> None:
         low, high = axes.get_xlim()
         axes.set_xlim(min(low, -1.0), high + 0.1 * (high - low))
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x:+g}" if x else "0")
+    axes.xaxis.set_major_formatter(lambda x, _: _signed(x))
+
+
+def _signed(tick: float) -> str:
+    return f"{tick:+g}" if tick else "0"
 
 
 def _title(figure: Any, axes: Any, about: dict[str, Any]) -> None:

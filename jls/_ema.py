@@ -22,6 +22,7 @@ from jax.typing import ArrayLike
 
 from jls import _validate
 from jls._placement import own_buffers
+from jls._scalers.rule import count_up
 from jls._state import find
 from jls._tree import is_array, is_extended, is_inexact, read_variables, widen
 from jls._types import exportable
@@ -127,7 +128,7 @@ def params_ema(
             return jnp.where(jnp.isfinite(new), moved, old)
 
         new_state = ParamsEmaState(
-            count=jnp.asarray(optax.safe_increment(state.count)),
+            count=count_up(state.count),
             weight=weight,
             ema=jax.tree.map(average, state.ema, params, updates),
         )

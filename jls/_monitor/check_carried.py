@@ -505,9 +505,11 @@ def find_groups(
     params = {key: x for key, x in trees.items() if len(x) in sizes}
     params = params or _parts(items, trees, sizes) or trees
     forms = {key: _form(items, key[0], x) for key, x in params.items()}
-    if len(params) > len(scales):
-        forms = _like_moments(items, forms, scales)
-    clear = forms if len(forms) <= len(scales) else _clear(items, forms, scales)
+    clear = forms
+    if len(forms) > len(scales):
+        moments = [_moments(items, scale) for scale in scales]
+        forms = _like_moments(forms, moments)
+        clear = forms if len(forms) <= len(scales) else _clear(forms, moments)
     shapes = dict(pair for form in (clear or forms).values() for pair in form)
     others = defaultdict(list)
     for i in sorted(set(floats) - {i for key in forms for i in params[key]}):
@@ -558,13 +560,12 @@ def _moments(items: Sequence[Item], scale: Scale) -> _Form:
 
 
 def _like_moments(
-    items: Sequence[Item], forms: Mapping[_Key, _Form], scales: Sequence[Scale]
+    forms: Mapping[_Key, _Form], moments: Sequence[_Form]
 ) -> dict[_Key, _Form]:
     """The trees of the form of a wrapper's moments; all, if one has no such moments.
 
     A buffer or another model may have as many leaves as the parameters.
     """
-    moments = [_moments(items, scale) for scale in scales]
     if not all(any(form <= inside for form in forms.values()) for inside in moments):
         return dict(forms)
     return {
@@ -574,11 +575,8 @@ def _like_moments(
     }
 
 
-def _clear(
-    items: Sequence[Item], forms: Mapping[_Key, _Form], scales: Sequence[Scale]
-) -> dict[_Key, _Form]:
+def _clear(forms: Mapping[_Key, _Form], moments: Sequence[_Form]) -> dict[_Key, _Form]:
     """Of more trees than wrappers those like its moments, or like one another."""
-    moments = [_moments(items, scale) for scale in scales]
     return {
         key: form
         for key, form in forms.items()

@@ -627,10 +627,10 @@ class Audit:
         if old.ndim == 0 and bool(new == old + 1):
             return True
         groups = self.runner.groups
-        # Of more trees than wrappers one may be something else.
-        is_clear = len(groups.params) <= len(self.runner.scales)
-        trees = groups.all if is_clear else groups.others
-        trained = {k for group in trees.values() for k in group} & groups.trained
+        trained = groups.trained
+        if len(groups.params) > len(self.runner.scales):
+            # Of more trees than wrappers one may be something else.
+            trained -= set(groups.param_leaves)
         if (old.ndim == 0 or i not in trained) and same(new, right):
             return True
         return _is_rounding(old, new)
