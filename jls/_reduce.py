@@ -133,6 +133,8 @@ def finite_leaves(floats: Sequence[Any]) -> Array:
     """For each leaf, `bool[n]`, whether all of its elements are finite."""
     if not floats:
         return jnp.ones(0, jnp.bool_)
+    if all(jnp.ndim(leaf) == 0 for leaf in floats):  # such as a loss: nothing to reduce
+        return jnp.stack([jnp.isfinite(widen(leaf)) for leaf in floats])
     totals, has_nan = _reduced_leaves(list(floats), _tiny_sum_of_squares)
     return jnp.isfinite(totals) & ~has_nan
 
@@ -346,7 +348,10 @@ def _norm_of_scaled(floats: list[Array]) -> Array:
 def _norm_or_norm_of_tiny(each: Any, floats: list[Array]) -> Array:
     """Two sums, which clipping and the check for finiteness have made already."""
     norm, (totals, _) = norm_of_squares(floats), each(_tiny_sum_of_squares)(floats)
-    return jnp.where(norm < jnp.inf, norm, jnp.sqrt(jnp.sum(totals)) / _TINY)
+    is_done = norm < jnp.inf
+    # XLA would turn the sum of a concatenation into as many additions.
+    tiny = jnp.sqrt(jnp.sum(jnp.where(is_done, 1.0, totals))) / _TINY
+    return jnp.where(is_done, norm, tiny)
 
 
 def power_of_two_below(magnitude: Array) -> Array:

@@ -53,7 +53,7 @@ def test_one_trace_gives_the_program_of_each_platform(scaler, monkeypatch):
     # Two numbers in one reduction, and ones in the place of bad gradients: on CPU only.
     pair = re.compile(r"stablehlo\.reduce\(.* init: .*\), \(")
     together = {p: len(pair.findall(programs[p])) for p in programs}
-    assert together["cpu"] >= 3
+    assert together["cpu"] >= 2
     assert together["cuda"] == together["tpu"] == 0
     # On GPU the two small leaves of one shape are stacked.
     stacks = {p: programs[p].count("tensor<2x8xf32>") for p in programs}
