@@ -341,7 +341,8 @@ def _norm_of_scaled(floats: list[Array]) -> Array:
     parts = [part for leaf in floats for part in _parts(leaf)]
     # Where it is inf or NaN it stays so. Without the select XLA CPU would write the
     # reciprocal to memory for each element.
-    scaled = [jnp.where(largest < jnp.inf, x * lax.reciprocal(power), x) for x in parts]
+    is_known, inverse = largest < jnp.inf, lax.reciprocal(power)
+    scaled = [lax.select(is_known, x * inverse, x) for x in parts]
     return norm_of_squares(scaled) * power
 
 
@@ -364,7 +365,8 @@ def power_of_two_below(magnitude: Array) -> Array:
 def norm_of_squares(floats: Sequence[Array]) -> Array:
     """The L2 norm, as clipping computes it; inf if a square overflows."""
     parts = [part for leaf in floats for part in _parts(leaf)]
-    return jnp.sqrt(sum(jnp.sum(jnp.square(part)) for part in parts))
+    sums = [lax.reduce_sum(lax.square(part), _axes(part, False)) for part in parts]
+    return jnp.sqrt(sum(sums))
 
 
 # Counts.
