@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from benchmarks.sizes import SIZES, Size
 from benchmarks.targets import TARGETS, MissingCompilerError
 from benchmarks.workloads import Workload, placed, workloads
 
+PICTURES = (".png", ".svg", ".pdf")
+
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Runs what the command line asks for; returns the figures that it writes."""
@@ -36,8 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.markdown:
-        print("\n\n".join(map(markdown.tables, options.markdown)))
-        return {}
+        return _print_markdown(parser, options.markdown)
+    _check_numbers(parser, options)
+    _check_files(parser, options)
     if options.target:
         return _on_targets(parser, options)
     if options.device == "cpu":
@@ -48,12 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     device = jax.default_backend()
     if options.device not in (None, device):
         parser.error(f"JAX finds no {options.device} here: its backend is {device}")
-    if options.chips != [1]:
-        parser.error("--chips needs --target")
+    if options.chips != [1] or options.explain:
+        parser.error("--chips and --explain need --target")
     if options.devices > jax.device_count():
-        parser.error(f"--devices must be at most {jax.device_count()} here")
-    if options.rounds < 3:
-        parser.error("--rounds must be at least 3")
+        most = jax.device_count()
+        parser.error(f"--devices must be at most {most} here, got {options.devices}")
     names = _chosen_contestants(parser, options.contestants)
     sizes = options.sizes or ("quick" if options.quick else device)
     if sizes not in SIZES:
@@ -67,10 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         names = names if options.contestants else [n for n in names if n in MAIN]
         todo = todo if options.workloads else [w for w in todo if w.quick]
     if not todo:
-        parser.error(f"no workload has {options.workloads!r} in its name")
+        parser.error(f"no workload has {options.workloads!r} in its name; see --list")
     if options.list:
         print("\n".join(workload.name for workload in todo))
         return {}
+    options.json = options.json or Path("benchmarks.json")
+    options.plot = options.plot or Path("benchmarks.png")
     minutes = options.minutes or (0.8 if options.quick else 8.0)
     deadline = start + 60 * minutes
     console = _console()
@@ -90,21 +94,66 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             console.print("Out of time: skipping the rest.")
             break
         share = left / (len(todo) - i)
-        one = run(workload, names, share, deadline, options)
+        try:
+            one = run(workload, names, share, deadline, options)
+        except KeyboardInterrupt:
+            results["about"]["interrupted"] = True
+            break
         results["workloads"][workload.name] = one
         results["limits"] = report.limits(results)
         rank.add(results)
         results["about"]["seconds"] = time.perf_counter() - start
         # After each workload, so that an interrupted run leaves its figures.
         options.json.write_text(json.dumps(results, indent=2) + "\n")
-    report.show(results, console)
-    console.print(f"Figures: {options.json}")
-    if not (options.no_plot or options.no_times):
-        from benchmarks import plot  # it takes a second to import matplotlib
+    if results["workloads"]:
+        report.show(results, console)
+        console.print(f"Figures: {options.json}")
+        if not (options.no_plot or options.no_times):
+            from benchmarks import plot  # it takes a second to import matplotlib
 
-        plot.save(results, options.plot)
-        console.print(f"Picture: {options.plot}")
+            plot.save(results, options.plot)
+            console.print(f"Picture: {options.plot}")
+    return _unless_interrupted(results, [results], console)
+
+
+def _unless_interrupted(
+    results: dict[str, Any], runs: Iterable[dict[str, Any]], console: Console
+) -> dict[str, Any]:
+    """`results`, or the exit that a shell expects after Ctrl-C."""
+    if any(run["about"].get("interrupted") for run in runs):
+        console.print("Interrupted. The workloads that were finished are above.")
+        raise SystemExit(130)
     return results
+
+
+def _print_markdown(parser: argparse.ArgumentParser, files: list[Path]) -> dict:
+    try:
+        print("\n\n".join(map(markdown.tables, files)))
+    except (OSError, ValueError, KeyError) as error:
+        parser.error(f"--markdown takes files that --json has written: {error!r}")
+    return {}
+
+
+def _check_numbers(
+    parser: argparse.ArgumentParser, options: argparse.Namespace
+) -> None:
+    for name, least in (("devices", 1), ("rounds", 3)):
+        value = getattr(options, name)
+        if value < least:
+            parser.error(f"--{name} must be at least {least}, got {value}")
+    if options.minutes is not None and options.minutes <= 0:
+        parser.error(f"--minutes must be more than 0, got {options.minutes:g}")
+
+
+def _check_files(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Before anything runs: what cannot be written is not worth minutes of work."""
+    for name in ("json", "plot"):
+        path = getattr(options, name)
+        if path and not path.parent.is_dir():
+            parser.error(f"--{name} {path}: there is no folder {path.parent}")
+    if options.plot and options.plot.suffix not in PICTURES:
+        known = " or ".join(PICTURES)
+        parser.error(f"--plot must end in {known}, got {options.plot}")
 
 
 def _on_targets(
@@ -112,21 +161,36 @@ def _on_targets(
 ) -> dict[str, Any]:
     """The figures by target, of what is compiled and not run."""
     if options.device or options.devices > 1:
-        parser.error("--target runs nothing: --chips takes the place of --devices")
-    if any(chips < 1 or chips & (chips - 1) for chips in options.chips):
-        parser.error("--chips must be powers of two")
+        parser.error(
+            "--device and --devices do not go with --target, which runs nothing; "
+            "--chips takes the place of --devices"
+        )
+    if options.sizes not in (None, "tiny"):
+        parser.error(f"with --target, --sizes must be tiny, got {options.sizes}")
+    targets = on_target.chosen_targets(options)
+    for chips in options.chips:
+        if chips < 1 or chips & (chips - 1):
+            parser.error(f"--chips must be powers of two, got {chips}")
+        for target in targets:
+            if chips > target.most_chips:
+                parser.error(
+                    f"--chips must be at most {target.most_chips} for {target.name}, "
+                    f"got {chips}"
+                )
     jax.config.update("jax_platforms", "cpu")
     names = _chosen_contestants(parser, options.contestants)
     listed = [one[0] for one in on_target.chosen(options)]
     if not listed:
-        parser.error(f"no workload has {options.workloads!r} in its name")
+        parser.error(f"no workload has {options.workloads!r} in its name; see --list")
     if options.list:
         print("\n".join(listed))
         return {}
+    console = _console()
     try:
-        return on_target.run_all(options, names, _console())
+        results = on_target.run_all(options, names, console)
     except MissingCompilerError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
+    return _unless_interrupted(results, results.values(), console)
 
 
 def _console() -> Console:
@@ -209,7 +273,7 @@ def _chosen_contestants(
     here = available()
     for name in wanted or []:
         if name not in here:
-            parser.error(f"{name} cannot be imported here")
+            parser.error(f"--contestants {name}: it is not installed here")
     return [name for name in here if name == FLOOR or name in (wanted or here)]
 
 
@@ -231,7 +295,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="with --target: so many chips, in three kinds of meshes",
     )
-    add("--explain", action="store_true", help="all kernels that only jls launches")
+    add(
+        "--explain",
+        action="store_true",
+        help="with --target: all kernels that only jls launches, where it has more",
+    )
     add(
         "--markdown",
         type=Path,
@@ -258,14 +326,14 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--minutes",
         type=float,
-        help="stop after about this many (default: 8, quick: 0.8)",
+        help="stop after about this many (default: 8, quick: 0.8, --target: no limit)",
     )
     add("--rounds", type=int, default=31, help="default: 31, at least 3")
     add("--no-times", action="store_true", help="compile only, run nothing")
     add("--no-torch", action="store_true", help="do not run torch")
     add("--no-plot", action="store_true", help="draw no picture")
-    add("--json", type=Path, default=Path("benchmarks.json"), metavar="FILE")
-    add("--plot", type=Path, default=Path("benchmarks.png"), metavar="FILE")
+    add("--json", type=Path, metavar="FILE", help="default: benchmarks.json")
+    add("--plot", type=Path, metavar="FILE", help="default: benchmarks.png")
     return parser
 
 

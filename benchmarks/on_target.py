@@ -21,7 +21,7 @@ from benchmarks.compiled import (
     warm_up,
     what_only_one_launches,
 )
-from benchmarks.contestants import ALL, FLOOR, OURS
+from benchmarks.contestants import ALL, OURS
 from benchmarks.placement import MESHES, Placement, whole
 from benchmarks.target_workloads import SIZE, TINY, target_workloads
 from benchmarks.targets import TARGETS, MissingCompilerError, Target
@@ -41,36 +41,52 @@ def run_all(
     options: argparse.Namespace, names: list[str], console: Console
 ) -> dict[str, Any]:
     """The figures by target; those whose compiler is missing are left out."""
-    chosen = list(TARGETS) if options.target == "all" else [options.target]
-    several = len(chosen) > 1
-    results = {}
-    for name in chosen:
-        target = TARGETS[name]
+    missing = None
+    results: dict[str, Any] = {}
+    for target in chosen_targets(options):
         try:
             target.check()
         except MissingCompilerError as error:
-            if not several:
-                raise
-            console.print(f"Skipped {error}", markup=False)
+            missing = error
+            if options.target == "all":
+                console.print(f"Skipped {error}", markup=False)
             continue
-        where = path_for(options.json, "benchmarks.json", name, several)
-        results[name] = run(target, options, names, console, where)
-        target_report.show(results[name], console, options.explain)
-        console.print(f"Figures: {where}")
-        if not options.no_plot:
-            from benchmarks import target_plot
+        where = path_for(options.json, ".json", target.name, options)
+        one = results[target.name] = run(target, options, names, console, where)
+        if one["workloads"]:
+            target_report.show(one, console, options.explain)
+            console.print(f"Figures: {where}")
+            if not options.no_plot:
+                from benchmarks import target_plot
 
-            picture = path_for(options.plot, "benchmarks.png", name, several)
-            if target_plot.save(results[name], picture):
-                console.print(f"Picture: {picture}")
+                picture = path_for(options.plot, ".png", target.name, options)
+                if target_plot.save(one, picture):
+                    console.print(f"Picture: {picture}")
+        if "interrupted" in one["about"]:
+            break
+    if missing and not results:
+        raise missing
     return results
 
 
-def path_for(given: Path, default: str, target: str, several: bool) -> Path:
-    """The path given for one target; else with the name of the target in it."""
-    if given != Path(default) and not several:
+def chosen_targets(options: argparse.Namespace) -> list[Target]:
+    """All, or the one that was named."""
+    names = TARGETS if options.target == "all" else [options.target]
+    return [TARGETS[name] for name in names]
+
+
+def path_for(
+    given: Path | None, suffix: str, target: str, options: argparse.Namespace
+) -> Path:
+    """The path given; with the target's name if there are several, or none is given.
+
+    Many chips have a file of their own, which leaves the figures of one chip alone.
+    """
+    if given and options.target != "all":
         return given
-    return given.with_name(f"{given.stem}_{target}{given.suffix}")
+    path = given or Path(f"benchmarks{suffix}")
+    chips = "" if given or options.chips == [1] else "_chips"
+    return path.with_name(f"{path.stem}_{target}{chips}{path.suffix}")
 
 
 def run(
@@ -83,7 +99,7 @@ def run(
     """Compiles all that was asked for; writes the figures after each workload."""
     start = time.perf_counter()
     results: dict[str, Any] = {"about": about(target), "workloads": {}}
-    todo = list(chosen(options))
+    todo = chosen(options)
     for i, (name, workload, chips, mesh) in enumerate(todo):
         seconds = time.perf_counter() - start
         console.print(f"[{i + 1}/{len(todo)}] {target.name}: {name}", highlight=False)
@@ -95,7 +111,11 @@ def run(
         if i == 0:
             warm_up(placement)
         mine = contestants(workload, names, bool(options.contestants))
-        one = run_workload(workload, mine, target, placement)
+        try:
+            one = run_workload(workload, mine, target, placement)
+        except KeyboardInterrupt:
+            results["about"]["interrupted"] = True
+            break
         results["workloads"][name] = {"chips": chips, "mesh": mesh, **one}
         results["about"]["seconds"] = time.perf_counter() - start
         where.write_text(json.dumps(results, indent=2) + "\n")
@@ -124,7 +144,9 @@ def run_workload(
     }
     worse = target_report.not_least("", one)
     if worse:
-        peer = worse[0].peer
+        # The list is of kernels.
+        fewest = [x.peer for x in worse if x.figure == "kernels"]
+        peer = [*fewest, worse[0].peer][0]
         ours, theirs = compiled[OURS].program, compiled[peer].program
         if ours and theirs:
             lines = what_only_one_launches(ours, theirs)
@@ -132,9 +154,17 @@ def run_workload(
     return one
 
 
-def chosen(
-    options: argparse.Namespace,
-) -> Iterator[tuple[str, Workload, int, str | None]]:
+Listed = tuple[str, Workload, int, str | None]
+
+
+def chosen(options: argparse.Namespace) -> list[Listed]:
+    """Those whose name was given, or has in it what was given."""
+    listed = list(listed_workloads(options))
+    named = [one for one in listed if options.workloads in (one[0], one[1].name)]
+    return named or [one for one in listed if options.workloads in one[0]]
+
+
+def listed_workloads(options: argparse.Namespace) -> Iterator[Listed]:
     """The name, the workload, the number of chips, and the mesh if there are many."""
     size = TINY if options.sizes == "tiny" else SIZE
     for chips in options.chips:
@@ -149,13 +179,8 @@ def chosen(
                 elif mesh:
                     continue
                 wanted = workload.quick if options.quick else True
-                if _is_named(options.workloads, name, listed) and wanted:
+                if wanted:
                     yield name, workload, chips, mesh
-
-
-def _is_named(text: str, name: str, listed: list[Workload]) -> bool:
-    exact = any(one.name == text for one in listed)
-    return name == text if exact and "chips" not in name else text in name
 
 
 def contestants(workload: Workload, names: list[str], named: bool) -> list[str]:
@@ -163,7 +188,7 @@ def contestants(workload: Workload, names: list[str], named: bool) -> list[str]:
     mine = [name for name in names if name in (workload.contestants or ALL)]
     if workload.only and not named:
         mine = [name for name in mine if name in workload.only]
-    return sorted(mine, key=lambda name: name != FLOOR)
+    return mine
 
 
 def shortened(error: Exception) -> str:

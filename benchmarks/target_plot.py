@@ -19,8 +19,8 @@ COLOURS = {
     "mpx": "#56b4e9",
 }
 MARKERS = {"jls": "D", "apply_if_finite": "o", "flax": "s", "jmp": "v", "mpx": "^"}
-KERNEL_TICKS = [0, 20, 40, 200, 1000]
-BYTE_TICKS = [-32, -8, -2, -1, 0, 1, 2, 4, 8, 16, 32, 64]
+KERNEL_TICKS = [0, 20, 40, 100, 200, 1000]
+BYTE_TICKS = [-32, -8, -2, -1, 0, 1, 2, 4, 8, 16, 32, 64, 128]
 ROW, MARGINS = 0.5, 1.5  # inches
 
 
@@ -74,7 +74,7 @@ def save(results: dict[str, Any], path: Path) -> bool:
     figure.savefig(path, dpi=110)
     if path.suffix == ".png":  # few colours make a small file
         with Image.open(path) as picture:
-            few = picture.convert("RGB").quantize(64)
+            few = picture.convert("RGB").quantize(64, Image.Quantize.FASTOCTREE)
         few.save(path, optimize=True)
     return True
 
@@ -134,9 +134,10 @@ def _kernels_axis(axes: Any) -> None:
     ends = axes.dataLim
     if ends.x1 > 150:
         axes.set_xscale("symlog", linthresh=60.0, linscale=1.6)
-        axes.set_xticks([tick for tick in KERNEL_TICKS if tick < ends.x1])
+        high = 1.4 * ends.x1
+        axes.set_xticks([tick for tick in KERNEL_TICKS if tick < high])
         axes.set_xticks([], minor=True)
-        axes.set_xlim(min(1.2 * ends.x0, -3.0), 1.4 * ends.x1)
+        axes.set_xlim(min(1.2 * ends.x0, -3.0), high)
     else:
         low, high = axes.get_xlim()
         axes.set_xlim(min(low, -1.0), high + 0.1 * (high - low))

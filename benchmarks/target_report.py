@@ -10,12 +10,18 @@ from benchmarks.report import MEGA, SCALARS, contestants_of
 
 # Tolerated: a few numbers for each leaf are no pass over the parameters.
 BYTES_PER_PARAMETER = 0.01
+FIGURES = {
+    "bytes_accessed": "bytes",
+    "kernels": "kernels",
+    "temporary_bytes": "bytes of temporary memory",
+}
 
 
 class Worse(NamedTuple):
     """A figure in which jls is not the least of those that protect as much."""
 
     line: str
+    figure: str
     peer: str
 
 
@@ -58,7 +64,8 @@ def lines(results: dict[str, Any], explain: bool = False) -> list[str]:
             more = len(only["kernels"]) - len(shown)
             said.append(f"    Only jls launches, beside {only['beside']}:")
             said += [f"    {line}" for line in shown]
-            said += [f"    and {more} more kinds: --explain"] if more else []
+            kinds = "kind" if more == 1 else "kinds"
+            said += [f"    and {more} more {kinds}: --explain"] if more else []
     figures = _figures(results["workloads"])
     if any(one.get("kernels", 0) is None for _, _, one in figures):
         said.append(
@@ -87,7 +94,10 @@ def extra_bytes(workload: dict[str, Any], name: str) -> float | None:
 
 
 def more_collectives(workload: dict[str, Any], name: str) -> str:
-    """What a contestant sends beyond plain optax: "+2 all-reduce (+64 bytes)"."""
+    """What a contestant sends beyond plain optax: "+2 all-reduce (+64 bytes)".
+
+    "all-reduce (+64 bytes)" is more in as many.
+    """
     results = workload["results"]
     bare = results.get(FLOOR, {}).get("collectives", {})
     mine = results.get(name, {}).get("collectives", {})
@@ -97,7 +107,8 @@ def more_collectives(workload: dict[str, Any], name: str) -> str:
         one, other = mine.get(kind, none), bare.get(kind, none)
         if one != other:
             count, size = one["count"] - other["count"], one["bytes"] - other["bytes"]
-            said.append(f"{count:+} {kind} ({size:+,} bytes)")
+            more = f"{count:+} {kind}" if count else kind
+            said.append(f"{more} ({size:+,} bytes)")
     return ", ".join(said) or "none"
 
 
@@ -121,8 +132,8 @@ def not_least(name: str, workload: dict[str, Any]) -> list[Worse]:
             continue
         least = min(peers, key=lambda peer: peers[peer])
         if ours[field] > factor * peers[least] + more:
-            said = f"{field} {ours[field]:,}, {least} {peers[least]:,}"
-            worse.append(Worse(f"{name}: jls needs more: {said}", least))
+            said = f"{FIGURES[field]} {ours[field]:,}, {least} {peers[least]:,}"
+            worse.append(Worse(f"{name}: jls needs more: {said}", field, least))
     return worse
 
 

@@ -41,6 +41,7 @@ class Target(NamedTuple):
     memory: int  # bytes
     config: str = ""  # of a GPU, as text of a GpuTargetConfigProto
     axes: int = 2  # of a TPU's topology
+    most_chips: int = 256  # for more on a v5e libtpu ends the process
 
     @property
     def extra(self) -> str:
@@ -49,7 +50,7 @@ class Target(NamedTuple):
 
     def check(self) -> None:
         """Raises MissingCompilerError, in one clear line."""
-        wheel = {"tpu": "libtpu", "cuda": "jax_cuda12_plugin"}.get(self.kind, "jax")
+        wheel = {"tpu": "libtpu", "cuda": "jax_cuda12_plugin"}[self.kind]
         if importlib.util.find_spec(wheel) is None:
             raise MissingCompilerError(
                 f"{self.name}: the compiler for it is not installed. "
@@ -57,7 +58,7 @@ class Target(NamedTuple):
             )
 
     def devices(self, chips: int = 1) -> list[Any]:
-        """Devices to compile for; none is there."""
+        """Devices to compile for; none is there. GPUs are those of one host."""
         from jax.experimental import topologies
 
         self.check()

@@ -1,6 +1,8 @@
 """What is compiled for other chips: the way there and back."""
 
+import argparse
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -216,13 +218,13 @@ def test_where_jls_is_not_the_least_the_report_says_so():
         "only_jls": {"beside": "flax", "kernels": ["a", "b", "c", "d"]},
     }
     (worse,) = target_report.not_least("adamw", workload)
-    assert worse == ("adamw: jls needs more: kernels 4, flax 3", "flax")
+    assert worse == ("adamw: jls needs more: kernels 4, flax 3", "kernels", "flax")
     assert target_report.extra_bytes(workload, "jls") == pytest.approx(2.005)
     results = {"about": {}, "workloads": {"adamw": workload}}
     assert target_report.lines(results)[1:] == [
         "    Only jls launches, beside flax:",
         *["    a", "    b", "    c"],
-        "    and 1 more kinds: --explain",
+        "    and 1 more kind: --explain",
     ]
     assert target_report.lines(results, explain=True)[-1] == "    d"
 
@@ -299,18 +301,72 @@ def test_many_chips_have_all_meshes(tmp_path, capsys):
     names = capsys.readouterr().out.splitlines()
     assert len(names) == 2 * 3 * 2
     assert "clip + adamw, fsdp x tensor, 16 chips" in names
+    named = ["--workloads", "adamw", "--list"]
+    command(tmp_path, "--target", "v5e", "--chips", "4", *named)
+    names = capsys.readouterr().out.splitlines()
+    assert names == [f"adamw, {mesh}, 4 chips" for mesh in placement.MESHES]
+
+
+def test_figures_of_many_chips_leave_those_of_one_chip_alone():
+    one = argparse.Namespace(target="v5e", chips=[1])
+    many = argparse.Namespace(target="v5e", chips=[4])
+    every = argparse.Namespace(target="all", chips=[1])
+
+    def path(given, options):
+        return str(on_target.path_for(given, ".json", "v5e", options))
+
+    assert path(None, one) == path(None, every) == "benchmarks_v5e.json"
+    assert path(None, many) == "benchmarks_v5e_chips.json"
+    assert path(Path("my.json"), one) == "my.json"
+    assert path(Path("my.json"), every) == "my_v5e.json"
+
+
+def test_an_interrupted_run_shows_what_it_has(tmp_path, capsys, monkeypatch):
+    one = {"parameters": 1, "leaves": 1, "results": {"optax": {"error": "none"}}}
+    runs = iter([one])
+
+    def run_workload(*_):
+        for done in runs:
+            return done
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(targets.Target, "check", lambda target: None)
+    monkeypatch.setattr(targets.Target, "devices", lambda target, chips: [None])
+    monkeypatch.setattr(on_target, "warm_up", lambda where: None)
+    monkeypatch.setattr(on_target, "whole", lambda devices: None)
+    monkeypatch.setattr(on_target, "run_workload", run_workload)
+    figures = tmp_path / "x.json"
+    with pytest.raises(SystemExit) as stopped:
+        main(["--target", "h100", "--no-plot", "--json", str(figures)])
+    assert stopped.value.code == 130
+    said = capsys.readouterr().out
+    assert "adamw, optax: none" in said
+    assert "Interrupted." in said
+    assert list(json.loads(figures.read_text())["workloads"]) == ["adamw"]
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--target", "v5e", "--chips", "6"], "--chips must be powers of two"),
-        (["--target", "v5e", "--device", "cpu"], "--target runs nothing"),
+        (["--target", "v5e", "--chips", "6"], "--chips must be powers of two, got 6"),
+        (["--target", "v5e", "--chips", "512"], "at most 256 for v5e, got 512"),
+        (["--target", "v5e", "--device", "cpu"], "do not go with --target"),
         (["--target", "v5e", "--workloads", "nothing"], "no workload has 'nothing'"),
-        (["--chips", "4"], "--chips needs --target"),
+        (["--target", "v5e", "--sizes", "gpu"], "--sizes must be tiny, got gpu"),
+        (
+            ["--target", "v5e", "--minutes", "-1"],
+            "--minutes must be more than 0, got -1",
+        ),
+        (["--chips", "4"], "need --target"),
+        (["--explain"], "need --target"),
+        (["--devices", "0"], "--devices must be at least 1, got 0"),
+        (["--rounds", "2"], "--rounds must be at least 3, got 2"),
+        (["--json", "nowhere/x.json"], "--json nowhere/x.json: there is no folder"),
+        (["--plot", "x.xyz"], "--plot must end in .png or .svg or .pdf, got x.xyz"),
+        (["--markdown", "nowhere.json"], "--markdown takes files that --json has"),
     ],
 )
-def test_options_that_do_not_go_together(options, said, capsys):
+def test_bad_options_are_named_before_anything_runs(options, said, capsys):
     with pytest.raises(SystemExit):
         main(options)
     assert said in capsys.readouterr().err

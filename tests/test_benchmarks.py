@@ -179,7 +179,7 @@ def test_bytes_rank_as_the_clock_does_or_the_report_names_the_pair():
 def test_time_is_up_for_what_is_left(tmp_path):
     where = ["--json", str(tmp_path / "b.json"), "--no-plot", "--no-torch"]
     results = main(
-        [*where, "--sizes", "tiny", "--minutes", "-1", "--contestants", "jls"]
+        [*where, "--sizes", "tiny", "--minutes", "1e-9", "--contestants", "jls"]
     )
     assert results["workloads"] == {}
 
