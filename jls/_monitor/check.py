@@ -11,7 +11,7 @@ import numpy as np
 from jls import _validate
 from jls._monitor.check_args import Arguments, Path, take_apart, tokens, unbind
 from jls._monitor.check_carried import Scale, find_scales
-from jls._monitor.check_faults import STUCK, try_all
+from jls._monitor.check_faults import LOST, STUCK, try_all
 from jls._monitor.check_good_steps import CODES, Code
 from jls._monitor.check_runs import Runner
 from jls._state import is_scaler_state
@@ -257,7 +257,7 @@ def _named(
 
 
 def _headline(broken: tuple[Code, ...], not_going_on: str) -> str:
-    if not broken and not_going_on.startswith(STUCK):
+    if not broken and not_going_on.startswith((STUCK, LOST)):
         return f"jls.check_step found no mistake, but {not_going_on}."
     if not broken:
         return "jls.check_step found no mistake."

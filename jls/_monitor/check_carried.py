@@ -4,7 +4,7 @@
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -80,11 +80,10 @@ def match(
         trees = [path for path, at in units.items() if items[at[0]].path != path]
         keys = [path for path in units if path not in trees and _is_key(items, path)]
         sources = _assign(items, trees + keys, outputs, probe=probe)
-        if not _has_params(items, sources, scales):
-            last = list(units).index(with_scale[-1])
-            arrays = [path for path in list(units)[:last] if path not in trees + keys]
-            arrays = [path for path in arrays if _may_be_params(items, path)]
-            sources |= _assign(items, arrays, outputs, sources.values())
+        last = list(units).index(with_scale[-1])
+        arrays = [path for path in list(units)[:last] if path not in trees + keys]
+        arrays = _lone_params(items, arrays, sources, scales)
+        sources |= _assign(items, arrays, outputs, sources.values(), probe)
         wanted = with_scale
     else:
         wanted = [path for path in units if path[0] in named]
@@ -157,12 +156,65 @@ def _has_params(
     return len(outside) >= size
 
 
-def _may_be_params(items: Sequence[Item], path: Path) -> bool:
-    """A scalar might be a learning rate, and look like the loss that comes back."""
-    (at,) = _under(items, path)
-    leaf = items[at].value
-    return (
-        isinstance(leaf, jax.Array | np.ndarray) and is_inexact(leaf) and leaf.ndim > 0
+def _lone_params(
+    items: Sequence[Item],
+    arrays: Iterable[Path],
+    trees: Iterable[Path],
+    scales: Sequence[Scale],
+) -> list[Path]:
+    """The arguments among `arrays` that may be parameters by themselves.
+
+    Args:
+      items: the leaves of the arguments.
+      arrays: the arguments that are arrays.
+      trees: those that are trees, and come back.
+      scales: the loss scales.
+    """
+    shapes = {path: np.shape(items[at].value) for path, at in _floats(items, arrays)}
+    if not _has_params(items, trees, scales):
+        # A scalar might be a learning rate, and look like the loss that comes back.
+        large = [path for path in shapes if shapes[path] != ()]
+        return large or _like_a_moment(items, shapes, scales)
+    # The trees may be statistics.
+    lone = [scale for scale in scales if not _is_for_a_tree(items, trees, scale)]
+    return _like_a_moment(items, shapes, lone)
+
+
+def _floats(
+    items: Sequence[Item], arrays: Iterable[Path]
+) -> Iterator[tuple[Path, int]]:
+    for path in arrays:
+        (at,) = _under(items, path)
+        leaf = items[at].value
+        if isinstance(leaf, jax.Array | np.ndarray) and is_inexact(leaf):
+            yield path, at
+
+
+def _like_a_moment(
+    items: Sequence[Item],
+    shapes: Mapping[Path, tuple[int, ...]],
+    scales: Sequence[Scale],
+) -> list[Path]:
+    """The arrays of the shape of a moment of an optimizer for one leaf."""
+    one = [scale for scale in scales if _count_of_params(items, scale) == 1]
+    moments = [_moments(items, scale) for scale in one]
+    return [x for x in shapes if any(((), shapes[x]) in inside for inside in moments)]
+
+
+def _is_for_a_tree(items: Sequence[Item], trees: Iterable[Path], scale: Scale) -> bool:
+    """Whether a tree is like the moments of a wrapper, or it has several leaves."""
+    if _count_of_params(items, scale) != 1:
+        return True
+    own, moments = items[scale.at].path[:1], _moments(items, scale)
+    floats = (
+        [i for i in _under(items, path) if is_inexact(items[i].value)]
+        for path in trees
+        if path != own
+    )
+    return any(
+        _form(items, items[at].path[:-1], [at]) <= moments
+        for (at, *more) in filter(None, floats)
+        if not more
     )
 
 
@@ -552,7 +604,8 @@ def _moments(items: Sequence[Item], scale: Scale) -> _Form:
     """Every end of a path in the state of a wrapper, with the shape of its leaf."""
     found = set[tuple[Path, tuple[int, ...]]]()
     for i, item in enumerate(items):
-        if _is_below(item, _outermost(items, scale)) and i not in scale.own:
+        is_inside = _is_below(item, _outermost(items, scale)) and i not in scale.own
+        if is_inside and is_inexact(item.value):
             path = _without_value(item.path)
             ends = (path[start:] for start in range(1, len(path) + 1))
             found |= {(end, np.shape(item.value)) for end in ends}

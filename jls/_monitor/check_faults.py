@@ -66,6 +66,10 @@ from jls._types import JUDGED_FIELDS, SpikeState
 HUGE = 2.0**126  # the largest scale that `jls.set_loss_scale` takes
 
 STUCK = "the parameters did not move"
+LOST = (
+    "the parameters were not found among what comes back: name all arguments that do "
+    "with carried_args="
+)
 
 Exempt = Mapping[int, Any]  # the indices of the planted elements, by leaf
 NONE: Exempt = {}
@@ -96,7 +100,7 @@ def try_all(runner: Runner, start: Leaves) -> Findings:
         audit = Audit(runner, Base(start, good[0], 1), good, findings)
         params = set(runner.groups.param_leaves)
         some = "some of " if any(params & runner.changed(run) for run in good) else ""
-        audit.silent = f"{some}{STUCK} in {len(good)} good steps"
+        audit.silent = f"{some}{STUCK} in {len(good)} good steps" if params else LOST
     else:
         runner.left += 2 * base.window
         audit = Audit(runner, base, good, findings)

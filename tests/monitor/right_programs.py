@@ -422,6 +422,37 @@ def rates_cut_after_a_skip():
     return step, (state, BATCH)
 
 
+# Parameters that are one array.
+
+
+def one_array(params, wrong=False, inner=None):
+    """An environment moves beside the parameters, in every step."""
+    optimizer = wrap(inner or optax.sgd(0.05, momentum=0.9))
+
+    def loss_fn(params, x):
+        return jnp.mean((x.astype(jnp.float16) * params.astype(jnp.float16)) ** 2)
+
+    @jax.jit
+    def step(params, opt_state, env, x):
+        new, opt_state, loss = train(optimizer, opt_state, params, loss_fn, x)
+        if wrong:
+            grads = jax.grad(loss_fn)(params, x)
+            new = params - 0.05 * grads
+        return new, opt_state, {"position": 0.9 * env["position"] + 0.1}, loss
+
+    return step, (params, optimizer.init(params), {"position": jnp.zeros(6)}, X)
+
+
+@program
+def one_array_beside_an_environment():
+    return one_array(jnp.full(4, 0.5))
+
+
+@program
+def one_number_beside_an_environment():
+    return one_array(jnp.float32(0.5))
+
+
 # Data, and a memory of it.
 
 

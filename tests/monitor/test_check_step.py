@@ -276,6 +276,32 @@ def test_decay_beside_a_buffer_is_not_atomic():
     assert "argument 0/0/b" in result.seen["not atomic"]
 
 
+@pytest.mark.parametrize("shape", [(4,), ()])
+def test_one_array_beside_an_environment_is_looked_at(shape):
+    step, args = right_programs.one_array(jnp.full(shape, 0.5), wrong=True)
+    result = check(step, args)
+    assert {"nan committed", "not atomic"} <= set(result.broken)
+    assert "params" in result.seen["not atomic"]
+    assert "env" not in result.seen["not atomic"]
+
+
+def test_parameters_that_were_not_found_are_in_the_headline():
+    """A number without moments could be anything."""
+    step, args = right_programs.one_array(jnp.float32(0.5), inner=optax.sgd(0.05))
+
+    @jax.jit
+    def alone(params, opt_state, x):
+        params, opt_state, _, loss = step(params, opt_state, args[2], x)
+        return params, opt_state, loss
+
+    arguments = args[0], args[1], args[3]
+    headline = str(check(alone, arguments)).splitlines()[0]
+    assert "no mistake, but the parameters were not found" in headline
+    assert "carried_args=" in headline
+    found = jls.check_step(alone, *arguments, carried_args=(0, 1))
+    assert "but" not in str(found).splitlines()[0]
+
+
 def test_running_norm_of_bad_gradients_is_named():
     step, (state, batch) = PROGRAMS["last_norms_and_no_loss"]()
 
