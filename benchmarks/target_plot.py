@@ -21,6 +21,7 @@ COLOURS = {
 MARKERS = {"jls": "D", "apply_if_finite": "o", "flax": "s", "jmp": "v", "mpx": "^"}
 KERNEL_TICKS = [0, 20, 40, 200, 1000]
 BYTE_TICKS = [-32, -8, -2, -1, 0, 1, 2, 4, 8, 16, 32, 64, 128]
+FEW_BYTE_TICKS = [-32, -8, -2, 0, 2, 8, 32, 128]
 ROW, MARGINS = 0.5, 1.5  # inches
 
 
@@ -125,6 +126,8 @@ def _bytes_axis(axes: Any) -> None:
     ends = axes.dataLim
     low, high = 1.4 * min(ends.x0, -0.1), 1.25 * max(ends.x1, 4.0)
     shown = [tick for tick in BYTE_TICKS if low <= tick <= high]
+    if len(shown) > 9:
+        shown = [tick for tick in shown if tick in FEW_BYTE_TICKS]
     axes.set_xticks(shown, list(map(_signed, shown)))
     axes.set_xticks([], minor=True)
     axes.set_xlim(low, high)

@@ -309,7 +309,8 @@ def _tiny_sum_of_squares(leaf: Array, is_stack: bool = False) -> tuple[Array]:
 
 
 # Norms. The square of a float32 over 1.8e19 is inf: so is `optax.global_norm` then, and
-# clipping divides by it. That of one below 1e-23 is 0.
+# clipping divides by it. That of one below 1e-23 is 0, or below 1e-19 where XLA flushes
+# subnormals.
 
 
 def global_norm(floats: Sequence[Any]) -> Array:
