@@ -318,15 +318,25 @@ class Audit:
                 f"with the loss scale{where} at inf the step came out as before: its "
                 "gradients were not scaled by that state",
             )
+        elif scale.counters and not self.runner.counted(run, scale, "skips"):
+            others = [x for x in self.runner.scales if x.counters and x is not scale]
+            for other in others:
+                if self.runner.counted(run, other, "skips"):
+                    self.findings.add(
+                        code,
+                        f"with the loss scale in {scale.name} at inf its own step was "
+                        f"applied, and that of {other.name} was skipped: the gradients "
+                        f"of {other.name} were scaled by {scale.name}",
+                    )
 
     def _judge_applied(self, scale: Scale, run: Run) -> None:
         """A step whose gradients overflowed, and which nobody told of it."""
         told = self.runner.backed_off(run, scale)
         if scale.counters:
             told = told or self.runner.counted(run, scale, "skips") > 0
-        leaks = "scale leaks" in self.findings.broken
+        explained = {"scale leaks", "not scaled"} & self.findings.broken.keys()
         # The gradients of fp8 layers are clipped, rightly.
-        if told or leaks or self.silent or has_fp8(self.items):
+        if told or explained or self.silent or has_fp8(self.items):
             return
         # A bare static scale never tells: `jls.select` may have kept the parameters.
         if scale.is_static and not scale.counters and not self._moved(run):

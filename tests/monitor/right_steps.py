@@ -667,7 +667,7 @@ def average_outside_rolled_back():
 
 
 @right
-def two_losses_with_two_scales():
+def two_losses_with_two_scales(swapped=False):
     """A tiny GAN."""
     one, two = wrap(optax.adam(1e-2)), wrap(optax.sgd(0.1))
 
@@ -685,8 +685,9 @@ def two_losses_with_two_scales():
 
     @jax.jit
     def step(g, d, g_state, d_state, y):
-        loss_g, grads_g = jls.value_and_grad(g_loss)(g_state, g, d, y)
-        loss_d, grads_d = jls.value_and_grad(d_loss)(d_state, d, g, y)
+        scales = (d_state, g_state) if swapped else (g_state, d_state)
+        loss_g, grads_g = jls.value_and_grad(g_loss)(scales[0], g, d, y)
+        loss_d, grads_d = jls.value_and_grad(d_loss)(scales[1], d, g, y)
         updates_g, g_state = one.update(grads_g, g_state, g, value=loss_g)
         updates_d, d_state = two.update(grads_d, d_state, d, value=loss_d)
         new = optax.apply_updates(g, updates_g), optax.apply_updates(d, updates_d)

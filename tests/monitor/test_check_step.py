@@ -198,6 +198,13 @@ def test_overflow_that_an_elementwise_clip_outside_hides_is_seen():
     assert result.broken == ("nan committed",)
 
 
+def test_two_scales_that_are_swapped_are_named():
+    result = check(*RIGHT["two_losses_with_two_scales"](swapped=True))
+    assert result.broken == ("not scaled",)
+    said = "of d_state/scaler_state were scaled by g_state/scaler_state"
+    assert said in result.seen["not scaled"]
+
+
 def test_two_scales_are_tried_alone():
     step, (g, d, g_state, d_state, y) = RIGHT["two_losses_with_two_scales"]()
 
