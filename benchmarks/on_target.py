@@ -178,8 +178,7 @@ def listed_workloads(options: argparse.Namespace) -> Iterator[Listed]:
                     name = f"{name}, {mesh}, {chips} chips"
                 elif mesh:
                     continue
-                wanted = workload.quick if options.quick else True
-                if wanted:
+                if workload.quick or not options.quick:
                     yield name, workload, chips, mesh
 
 

@@ -10,11 +10,6 @@ from benchmarks.report import MEGA, SCALARS, contestants_of
 
 # Tolerated: a few numbers for each leaf are no pass over the parameters.
 BYTES_PER_PARAMETER = 0.01
-FIGURES = {
-    "bytes_accessed": "bytes",
-    "kernels": "kernels",
-    "temporary_bytes": "bytes of temporary memory",
-}
 
 
 class Worse(NamedTuple):
@@ -118,10 +113,10 @@ def not_least(name: str, workload: dict[str, Any]) -> list[Worse]:
     ours = results.get(OURS, {})
     slack = BYTES_PER_PARAMETER * workload["parameters"]
     worse = []
-    for field, factor, more in (
-        ("bytes_accessed", 1.0, slack),
-        ("kernels", 1.0, 0),
-        ("temporary_bytes", 1.01, SCALARS),
+    for field, what, factor, more in (
+        ("bytes_accessed", "bytes", 1.0, slack),
+        ("kernels", "kernels", 1.0, 0),
+        ("temporary_bytes", "bytes of temporary memory", 1.01, SCALARS),
     ):
         peers = {
             peer: one[field]
@@ -132,7 +127,7 @@ def not_least(name: str, workload: dict[str, Any]) -> list[Worse]:
             continue
         least = min(peers, key=lambda peer: peers[peer])
         if ours[field] > factor * peers[least] + more:
-            said = f"{FIGURES[field]} {ours[field]:,}, {least} {peers[least]:,}"
+            said = f"{what} {ours[field]:,}, {least} {peers[least]:,}"
             worse.append(Worse(f"{name}: jls needs more: {said}", field, least))
     return worse
 

@@ -271,7 +271,7 @@ def _select_where_made(
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
+    return [atom for atom in atoms if _is_variable(atom)]
 
 
 def _is_variable(atom: Any) -> bool:

@@ -4,7 +4,7 @@
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,9 @@ FAR = 1e300  # a distance that is not finite
 # Flax keeps the amax history and the scales of its fp8 layers in variables whose
 # gradients are their next values. Their numbers follow the loss scale, rightly.
 _FP8 = ("_overwrite_with_gradient", "OverwriteWithGradient")
+
+_Key = tuple[Path, str]  # the path of a tree, and the type of its nnx.Variables
+_Form = frozenset[tuple[Path, tuple[int, ...]]]
 
 
 class Scale(NamedTuple):
@@ -170,52 +173,40 @@ def _lone_params(
       trees: those that are trees, and come back.
       scales: the loss scales.
     """
-    shapes = {path: np.shape(items[at].value) for path, at in _floats(items, arrays)}
-    if not _has_params(items, trees, scales):
-        # A scalar might be a learning rate, and look like the loss that comes back.
-        large = [path for path in shapes if shapes[path] != ()]
-        return large or _like_a_moment(items, shapes, scales)
-    # The trees may be statistics.
-    lone = [scale for scale in scales if not _is_for_a_tree(items, trees, scale)]
-    return _like_a_moment(items, shapes, lone)
-
-
-def _floats(
-    items: Sequence[Item], arrays: Iterable[Path]
-) -> Iterator[tuple[Path, int]]:
+    shapes = {}
     for path in arrays:
         (at,) = _under(items, path)
         leaf = items[at].value
         if isinstance(leaf, jax.Array | np.ndarray) and is_inexact(leaf):
-            yield path, at
-
-
-def _like_a_moment(
-    items: Sequence[Item],
-    shapes: Mapping[Path, tuple[int, ...]],
-    scales: Sequence[Scale],
-) -> list[Path]:
-    """The arrays of the shape of a moment of an optimizer for one leaf."""
-    one = [scale for scale in scales if _count_of_params(items, scale) == 1]
-    moments = [_moments(items, scale) for scale in one]
+            shapes[path] = leaf.shape
+    of_one_leaf = [scale for scale in scales if _count_of_params(items, scale) == 1]
+    moments = [_moments(items, scale) for scale in of_one_leaf]
+    if not _has_params(items, trees, scales):
+        # A scalar might be a learning rate, and look like the loss that comes back.
+        large = [path for path in shapes if shapes[path] != ()]
+        if large:
+            return large
+    else:
+        # The trees may be statistics.
+        forms = _forms_of_one_leaf(items, trees, scales)
+        moments = [x for x in moments if not any(form <= x for form in forms)]
     return [x for x in shapes if any(((), shapes[x]) in inside for inside in moments)]
 
 
-def _is_for_a_tree(items: Sequence[Item], trees: Iterable[Path], scale: Scale) -> bool:
-    """Whether a tree is like the moments of a wrapper, or it has several leaves."""
-    if _count_of_params(items, scale) != 1:
-        return True
-    own, moments = items[scale.at].path[:1], _moments(items, scale)
+def _forms_of_one_leaf(
+    items: Sequence[Item], trees: Iterable[Path], scales: Sequence[Scale]
+) -> list[_Form]:
+    """Of the trees with one floating-point leaf that hold no loss scale."""
     floats = (
         [i for i in _under(items, path) if is_inexact(items[i].value)]
         for path in trees
-        if path != own
+        if not _is_any_below(items, scales, path)
     )
-    return any(
-        _form(items, items[at].path[:-1], [at]) <= moments
+    return [
+        _form(items, items[at].path[:-1], [at])
         for (at, *more) in filter(None, floats)
         if not more
-    )
+    ]
 
 
 def _assign(
@@ -516,9 +507,6 @@ def _without_value(path: Path) -> Path:
 
 
 # Groups.
-
-_Key = tuple[Path, str]  # the path of a tree, and the type of its nnx.Variables
-_Form = frozenset[tuple[Path, tuple[int, ...]]]
 
 
 class Groups(NamedTuple):
