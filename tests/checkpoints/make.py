@@ -47,10 +47,11 @@ def _inner():
 
 
 def _cases():
+    paddles = {"init_loss_scaling": 8.0, "incr_every_n_steps": 3}
     presets = {
         "torch": jls.presets.torch(8.0, growth_interval=3),
-        "paddle": jls.presets.paddle(init_loss_scaling=8.0, incr_every_n_steps=3),
-        "paddle_doc": jls.presets.paddle_doc(init_loss_scaling=8.0, incr_every_n_steps=3),
+        "paddle": jls.presets.paddle(**paddles),
+        "paddle_doc": jls.presets.paddle_doc(**paddles),
         "mindspore": jls.presets.mindspore(8.0, 2.0, 3),
         "mindformers_adaptive": jls.presets.mindformers_adaptive(8.0, 2.0, 20),
         "keras": jls.presets.keras(8.0, dynamic_growth_steps=3),
