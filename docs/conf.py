@@ -173,7 +173,6 @@ for module in (jls, jls.types):
 
 # An alias has the docstring of its type, or none.
 ALIASES = {
-    "jls.types.Scaler": "Either kind of scaler, for annotations and `isinstance`.",
     "jls.types.Verdict": "The verdicts of `jls.health`.",
 }
 

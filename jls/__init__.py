@@ -8,7 +8,8 @@
 #   _cli
 #   __init__
 #   types
-#   _wrapper _checkpoint _train _monitor
+#   _monitor
+#   _wrapper _checkpoint _train _report
 #   _step _scale _ema presets
 #   _mistakes _spikes
 #   _scalers _state
@@ -44,15 +45,15 @@ from jls._state import metrics as metrics
 from jls._state import host_metrics as host_metrics
 
 # Monitoring, on the host.
-from jls._monitor.health import health as health
-from jls._monitor.health import UnhealthyError as UnhealthyError
-from jls._monitor.history import History as History
-from jls._monitor.nonfinite import nonfinite_report as nonfinite_report
-from jls._monitor.nonfinite import nonfinite_leaves as nonfinite_leaves
-from jls._monitor.underflow import underflow as underflow
-from jls._monitor.underflow import suggest_scale as suggest_scale
+from jls._report.health import health as health
+from jls._report.health import UnhealthyError as UnhealthyError
+from jls._report.history import History as History
+from jls._report.nonfinite import nonfinite_report as nonfinite_report
+from jls._report.nonfinite import nonfinite_leaves as nonfinite_leaves
+from jls._report.underflow import underflow as underflow
+from jls._report.underflow import suggest_scale as suggest_scale
 from jls._monitor.check import check_step as check_step
-from jls._monitor.sync import check_in_sync as check_in_sync
+from jls._report.sync import check_in_sync as check_in_sync
 from jls._types import JlsWarning as JlsWarning
 
 # Pure functions, for training loops without optax.

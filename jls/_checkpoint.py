@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """States across versions and optimizers: wrap, unwrap, upgrade.
 
-The rule for versions: a field that a checkpoint lacks starts as in a new run, if it is
-listed in ADDED. A field that was renamed is listed in RENAMED.
+The rule for versions: a field that a checkpoint lacks starts as in a new run, if a
+version has added it. FIELDS in `_types` says so of a `LossScaledState`, and by which
+name an older version knows a field; RENAMED says it of the other states.
 
     saved has           target has           then
     the field           the field            the saved value
-    nothing             a field of ADDED     the target's value
+    the old name        a renamed field      the saved value, converted
+    nothing             a field added later  the target's value
     nothing             any other field      an error
     a field             nothing              an error: a newer jls, or another optimizer
                                              or scaler
@@ -20,7 +22,7 @@ listed in ADDED. A field that was renamed is listed in RENAMED.
 Before 0.1.0 nothing marked it: it is read as a scale that moves.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -33,24 +35,42 @@ from jls._scalers.adaptive import AdaptiveState
 from jls._state import find, is_scaler_state, is_wrapper_state
 from jls._step import wrapper_of
 from jls._tree import common_dtype, is_array, is_concrete, is_variable, read_variables
-from jls._types import LOGGED_FIELDS, LossScaledState, StaticState, has_policy
+from jls._types import (
+    FIELDS,
+    LossScaledState,
+    SpikeState,
+    StaticState,
+    has_policy,
+)
 
 State = TypeVar("State")
-# The fields that were not there from the start; a test holds the types to this.
-ADDED = {
-    LossScaledState: (
-        "nonfinite_updates",
-        "skip_reason",
-        "nonfinite_leaves",
-        "spikes",
-        "spike_state",
-    )
-}
-_SPIKES = "spikes", "spike_state"
-_COUNTS = tuple(name for name in LOGGED_FIELDS if name != "applied")
+_ADDED = tuple(name for name, field in FIELDS.items() if field.since)
+_OF_POLICY = tuple(name for name, field in FIELDS.items() if field.is_of_policy)
+_COUNTS = tuple(name for name, field in FIELDS.items() if field.dtype == jnp.int32)
 _SCALES = _validate.SMALLEST, _validate.LARGEST
-# In 0.1.0 the foot of the ladder was -1, and the shortest interval 0.
-RENAMED = {AdaptiveState: {"interval_index": ("rung", lambda index: index + 1)}}
+
+
+def _stacked(*numbers: Any) -> np.ndarray:
+    """Fields of one signal each, as one over the signals."""
+    return np.stack([np.asarray(number) for number in numbers], axis=-1)
+
+
+# By type and field: the names that older versions have for it, and how to convert what
+# they saved.
+RENAMED: dict[type, dict[str, tuple[tuple[str, ...], Callable[..., Any]]]] = {
+    LossScaledState: {
+        name: ((field.was,), lambda value: value)
+        for name, field in FIELDS.items()
+        if field.was
+    },
+    # In 0.1.0 the foot of the ladder was -1, and the shortest interval 0.
+    AdaptiveState: {"rung": (("interval_index",), lambda index: index + 1)},
+    # In 0.2.0 each signal had fields of its own.
+    SpikeState: {
+        "value": (("judged_loss", "judged_norm"), _stacked),
+        "limit": (("limit_loss", "limit_norm"), _stacked),
+    },
+}
 
 
 def wrap_state(optimizer: Any, inner_state: Any, params: Any) -> LossScaledState:
@@ -168,9 +188,9 @@ def upgrade_state(target: State, saved: Any) -> State:
       >>> optimizer = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(1024.0))
       >>> params = {"w": jnp.ones(2)}
       >>> saved = optimizer.init(params)._replace(steps=jnp.int32(7))._asdict()
-      >>> del saved["skip_reason"]  # as an older version would have it
+      >>> del saved["nonfinite_updates"]  # as an older version would have it
       >>> state = jls.upgrade_state(optimizer.init(params), saved)
-      >>> state.steps, state.skip_reason
+      >>> state.steps, state.nonfinite_updates
       (Array(7, dtype=int32), Array(0, dtype=int32))
     """
     if is_leaf(jax.tree.structure(target)) and not is_array(target):
@@ -244,6 +264,7 @@ def _upgrade(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
             f"saved must have {describe(target)} {format_path(path)}, as target has, "
             f"got {describe(saved)}. {_OTHER if is_array(saved) else _NO_TREE}"
         )
+    parts = _renamed(type(target), parts)
     if is_scaler_state(target):
         parts = _translate(target, saved, parts)
         if parts is None:
@@ -273,11 +294,16 @@ def _translate(target: Any, saved: Any, parts: dict[str, Any]) -> dict[str, Any]
         return None
     if is_static:
         return {"loss_scale": parts["loss_scale"]}
-    for old, (new, convert) in RENAMED.get(type(target), {}).items():
-        value = _unbox(parts.get(old))
-        if is_array(value):  # anything else is an error further on
-            parts = {**parts, new: convert(value)}
-            del parts[old]
+    return parts
+
+
+def _renamed(kind: type, parts: dict[str, Any]) -> dict[str, Any]:
+    """`parts` by the names of this version."""
+    for new, (olds, convert) in RENAMED.get(kind, {}).items():
+        values = [_unbox(parts.get(old)) for old in olds]
+        if all(map(is_array, values)):  # anything else is an error further on
+            parts = {name: part for name, part in parts.items() if name not in olds}
+            parts[new] = convert(*values)
     return parts
 
 
@@ -308,8 +334,10 @@ def _check_spikes(
 ) -> dict[str, Any]:
     """`parts`; without the fields of a spike policy where there was none."""
     saved = parts.get("spike_state")
+    if isinstance(target.spike_state, SpikeState):
+        saved = _renamed(SpikeState, _parts(saved) or {})
     if not jax.tree.leaves(parts.get("spikes")):
-        return {name: part for name, part in parts.items() if name not in _SPIKES}
+        return {name: part for name, part in parts.items() if name not in _OF_POLICY}
     if not has_policy(target) or _shapes(saved) != _shapes(target.spike_state):
         other = "another one" if has_policy(target) else "none"
         raise ValueError(
@@ -364,7 +392,7 @@ def _parts(saved: Any) -> dict[str, Any] | None:
 def _check_names(
     target: Any, children: dict[str, Any], parts: dict[str, Any], path: tuple[str, ...]
 ) -> None:
-    may_lack = ADDED.get(type(target), ())
+    may_lack = _ADDED if is_wrapper_state(target) else ()
     lacking = [
         name
         for name, child in children.items()

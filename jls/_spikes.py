@@ -24,6 +24,7 @@ OLMo-core, Levanter and MaxText have a rule of this kind. Differs in:
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ from jax.typing import ArrayLike
 from jls import _validate
 from jls._reduce import power_of_two_below
 from jls._scalers.rule import count_up, f32, switch
-from jls._types import SpikePolicy, SpikeState
+from jls._types import SIGNALS, SpikePolicy, SpikeState
 
 
 def spikes(
@@ -113,14 +114,12 @@ def spikes(
 
 def spikes_init(window: int, budget: ArrayLike) -> SpikeState:
     return SpikeState(
-        seen=jnp.zeros((2, window), jnp.float32),
-        kept=jnp.zeros(2, jnp.int32),
+        seen=jnp.zeros((len(SIGNALS), window), jnp.float32),
+        kept=jnp.zeros(len(SIGNALS), jnp.int32),
         tokens=jnp.array(budget, jnp.float32),
         found=jnp.zeros((), jnp.int32),
-        judged_loss=jnp.zeros((), jnp.float32),
-        limit_loss=jnp.array(jnp.inf, jnp.float32),
-        judged_norm=jnp.zeros((), jnp.float32),
-        limit_norm=jnp.array(jnp.inf, jnp.float32),
+        value=jnp.zeros(len(SIGNALS), jnp.float32),
+        limit=jnp.full(len(SIGNALS), jnp.inf, jnp.float32),
         steady_share=jnp.ones((), jnp.float32),
     )
 
@@ -138,8 +137,9 @@ def spikes_judge(
     window = window_of(state)
     least = jnp.abs(window.mean) / 512
     limit = window.limit(sigmas, jnp.maximum(window.deviation, least), warmup)
-    limit = jnp.where(window.is_silent, jnp.inf, limit).at[1].min(f32(max_norm))
-    return decide(state, loss, norm, limit, sigmas=sigmas, budget=budget)
+    limit = jnp.where(window.is_silent, jnp.inf, limit)
+    limit = jnp.minimum(limit, limits(norm=max_norm))
+    return decide(state, (loss, norm), limit, sigmas=sigmas, budget=budget)
 
 
 # What the presets in `jls.presets` are made of too.
@@ -161,14 +161,14 @@ class Window(NamedTuple):
     So that no square over- or underflows, and norms times 2**k give the same decisions.
     """
 
-    size: Array  # i32[2]
-    unit: Array  # f32[2]
-    mean: Array  # f32[2]
-    deviation: Array  # f32[2]
-    is_silent: Array  # bool[2]  all values are 0
+    size: Array  # i32[n]
+    unit: Array  # f32[n]
+    mean: Array  # f32[n]
+    deviation: Array  # f32[n]
+    is_silent: Array  # bool[n]  all values are 0
 
     def limit(self, sigmas: ArrayLike, deviation: Array, warmup: ArrayLike) -> Array:
-        """The limits, `f32[2]`; inf for a signal that is not judged yet."""
+        """The limits, `f32[n]`; inf for a signal that is not judged yet."""
         limit = self.unit * (self.mean + f32(sigmas) * deviation)
         has_enough = self.size >= jnp.asarray(warmup, jnp.int32)
         return jnp.where(has_enough, limit, jnp.inf)
@@ -189,10 +189,14 @@ def window_of(state: SpikeState, fewer: int = 0) -> Window:
     return Window(count, unit, mean, jnp.sqrt(variance), most == 0)
 
 
+def limits(**given: ArrayLike) -> Array:
+    """Limits that do not move, `f32[n]`, by signal; inf for a signal without one."""
+    return jnp.stack([f32(given.get(signal, math.inf)) for signal in SIGNALS])
+
+
 def decide(
     state: SpikeState,
-    loss: Array | None,
-    norm: Array,
+    signals: Sequence[Array | None],
     limit: Array,
     *,
     sigmas: ArrayLike | None = None,
@@ -203,15 +207,14 @@ def decide(
 
     Args:
       state: the state before.
-      loss: `f32[]` or None.
-      norm: `f32[]`.
-      limit: `f32[2]`, over which a value is a spike.
+      signals: `f32[]` each, in the order of `SIGNALS`; None for one that is not given.
+      limit: `f32[n]`, over which a value is a spike.
       sigmas: by how many deviations; None if the limits are constant.
       budget: see `spikes`.
       skipped_enter: whether a value that is skipped enters the window all the same.
     """
-    is_given = np.array([loss is not None, True])
-    values = jnp.stack([jnp.zeros_like(norm) if loss is None else loss, norm])
+    is_given = np.array([signal is not None for signal in signals])
+    values = jnp.stack([f32(0.0 if signal is None else signal) for signal in signals])
     limit = jnp.where(is_given, limit, jnp.inf)
     size = state.seen.shape[1]
     # The state may be one of a larger budget, or of none: inf would never be spent.
@@ -236,16 +239,14 @@ def decide(
         kept=jnp.where(enters, kept, state.kept),
         tokens=jnp.where(skip, parts - size, refilled) / size,
         found=count_up(state.found, is_over),
-        judged_loss=values[0],
-        limit_loss=limit[0],
-        judged_norm=values[1],
-        limit_norm=limit[1],
+        value=values,
+        limit=limit,
         steady_share=share,
     ), skip
 
 
 def _places(size: int) -> Array:
-    return lax.broadcasted_iota(jnp.int32, (2, size), 1)
+    return lax.broadcasted_iota(jnp.int32, (len(SIGNALS), size), 1)
 
 
 # Arguments.

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from jls import _validate
 from jls._placement import place_like
 from jls._tree import is_variable, read_variables
-from jls._types import JUDGED_FIELDS, LossScaledState, SpikeState, logged_fields
+from jls._types import LossScaledState, SpikeState, judged, logged
 
 State = TypeVar("State")
 
@@ -175,12 +175,13 @@ def metrics(state: Any) -> dict[str, Array]:
     Returns:
       A flat dict: `loss_scale` (f32[], of the next step), `applied` (bool[], whether
       the last step was applied), the counts `steps`, `skips`, `consecutive_skips`,
-      `nonfinite_losses` and `nonfinite_updates` (i32[]), and `skip_reason` (i32[], a
-      `jls.types.SkipReason`). For a bare scaler state the `loss_scale` alone. With a
-      spike policy also the count `spikes` of steps skipped as such (i32[]), and under
-      `jls.spikes` or a preset `spikes_found`, skipped or let through (i32[]);
-      and of the last step that was judged `judged_loss`, `limit_loss`, `judged_norm`
-      and `limit_norm` (f32[]; a limit is inf while nothing is judged).
+      `nonfinite_losses` and `nonfinite_updates` (i32[]), and `last_skip_reason` (i32[],
+      a `jls.types.SkipReason`, of the last step that was skipped). For a bare scaler
+      state the `loss_scale` alone. With a spike policy also the count `spikes` of steps
+      skipped as such (i32[]), and under `jls.spikes` or a preset `spikes_found`,
+      skipped or let through (i32[]); and of the last step that was judged
+      `judged_loss`, `limit_loss`, `judged_norm` and `limit_norm` (f32[]; a limit is inf
+      while nothing is judged).
 
     Raises:
       ValueError: if `state` carries no loss scale, or several.
@@ -190,18 +191,15 @@ def metrics(state: Any) -> dict[str, Array]:
       >>> {name: value.item() for name, value in jls.metrics(state).items()}
       {'loss_scale': 32768.0, 'applied': False, 'steps': 0, 'skips': 0, \
 'consecutive_skips': 0, 'nonfinite_losses': 0, 'nonfinite_updates': 0, \
-'skip_reason': 0}
+'last_skip_reason': 0}
     """
     values = {"loss_scale": loss_scale(state)}
     for _, node in find(state, is_wrapper_state):
         wrapper = read_variables(node)
-        for name in logged_fields(wrapper):
-            values[name] = getattr(wrapper, name)
+        values |= logged(wrapper)
         spikes = wrapper.spike_state
         if isinstance(spikes, SpikeState):
-            values["spikes_found"] = spikes.found
-            for name in JUDGED_FIELDS:
-                values[name] = getattr(spikes, name)
+            values |= {"spikes_found": spikes.found, **judged(spikes)}
     return values
 
 
@@ -215,8 +213,9 @@ def host_metrics(state: Any) -> dict[str, float | int | bool]:
       state: anything that carries exactly one loss scale.
 
     Returns:
-      A flat dict of Python numbers by the names of `jls.metrics`. `skip_reason` is an
-      int, which every logger takes: `jls.types.SkipReason(number).name` has its name.
+      A flat dict of Python numbers by the names of `jls.metrics`. `last_skip_reason` is
+      an int, which every logger takes: `jls.types.SkipReason(number).name` has its
+      name.
 
     Raises:
       ValueError: if `state` carries no loss scale, or several, or is traced.
@@ -226,7 +225,7 @@ def host_metrics(state: Any) -> dict[str, float | int | bool]:
       >>> jls.host_metrics(state)
       {'loss_scale': 32768.0, 'applied': False, 'steps': 0, 'skips': 0,
        'consecutive_skips': 0, 'nonfinite_losses': 0, 'nonfinite_updates': 0,
-       'skip_reason': 0}
+       'last_skip_reason': 0}
     """
     values = metrics(state)
     if any(isinstance(value, Tracer) for value in values.values()):

@@ -20,7 +20,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -64,10 +64,11 @@ from jls._tree import (
     widen,
 )
 from jls._types import (
+    FIELDS,
+    Event,
     JlsWarning,
     LossScaledState,
-    MagnitudeScaler,
-    Scaler,
+    LossScaler,
     SkipReason,
     SpikePolicy,
     has_policy,
@@ -83,7 +84,7 @@ class WrapperUpdate:
     """
 
     inner: optax.GradientTransformationExtraArgs
-    scaler: Scaler
+    scaler: LossScaler
     axis_name: AxisName
     check_updates: bool | None
     spikes: SpikePolicy | None = None
@@ -203,14 +204,15 @@ def _keep_if_finite(
     def skipped(old, new):
         if not is_wrapper_state(old):
             return old
+        happened = dict.fromkeys(("step", "skip", "nonfinite update"), True)
+        events = dict.fromkeys(get_args(Event), False) | happened
+        reason = jnp.full_like(new.last_skip_reason, SkipReason.UPDATES.value)
         return new._replace(
             inner_state=old.inner_state,
             applied=jnp.zeros_like(new.applied),
-            skips=count_up(old.skips),
-            consecutive_skips=count_up(old.consecutive_skips),
-            nonfinite_updates=count_up(old.nonfinite_updates),
-            skip_reason=jnp.full_like(new.skip_reason, SkipReason.UPDATES.value),
+            last_skip_reason=reason,
             spike_state=old.spike_state,
+            **_counts(old, events),
         )
 
     was_applied = wrapper_state_in(new_state).applied
@@ -275,7 +277,7 @@ def _observe(
     floats, rest = partition(updates)
     flags = jnp.stack([all_finite(extra.get("value")), ~overflowed])
     # All devices agree on the flags and on what the scaler sees, by one collective.
-    if isinstance(wrapper.scaler, MagnitudeScaler):
+    if wrapper.scaler.sees == "max_abs":
         flags = jnp.where(flags, jnp.float32(0.0), jnp.inf)
         sizes = jnp.concatenate([flags, leaf_magnitudes(floats)])
         sizes = agree_on_max(sizes, wrapper.axis_name)
@@ -407,27 +409,44 @@ def _count(
     gradients, loss, updates = SkipReason.GRADIENTS, SkipReason.LOSS, SkipReason.UPDATES
     reason = jnp.where(bad_updates, updates.value, gradients.value)
     reason = jnp.where(loss_finite, reason, loss.value)
-    counts, spikes = applied, state.spikes
+    is_usable = applied  # by the policy, in whose state a bad step leaves no trace
     if wrapper.spikes is not None:
-        # What is skipped for another reason leaves no trace in the policy's state.
-        counts, bad_updates = applied | is_spike, bad_updates & ~is_spike
+        is_usable, bad_updates = applied | is_spike, bad_updates & ~is_spike
         reason = jnp.where(is_spike, SkipReason.SPIKE.value, reason)
-        spikes = count_up(spikes, is_spike)
-        spike_state = select(counts, spike_state, state.spike_state)
+        spike_state = select(is_usable, spike_state, state.spike_state)
+    events: dict[Event, Any] = {
+        "step": True,
+        "skip": ~applied,
+        "nonfinite loss": ~loss_finite,
+        "nonfinite update": bad_updates,
+        "spike": is_spike,
+    }
     return LossScaledState(
         inner_state=_clone_keys(made.inner_state),
         scaler_state=select(loss_finite, adjusted, state.scaler_state),
         applied=applied,
-        steps=count_up(state.steps),
-        skips=count_up(state.skips, ~applied),
-        consecutive_skips=jnp.where(applied, 0, count_up(state.consecutive_skips)),
-        nonfinite_losses=count_up(state.nonfinite_losses, ~loss_finite),
-        nonfinite_updates=count_up(state.nonfinite_updates, bad_updates),
-        skip_reason=jnp.where(applied, state.skip_reason, reason),
-        nonfinite_leaves=jnp.where(counts, state.nonfinite_leaves, flags),
-        spikes=spikes,
+        last_skip_reason=jnp.where(applied, state.last_skip_reason, reason),
+        nonfinite_leaves=jnp.where(is_usable, state.nonfinite_leaves, flags),
         spike_state=spike_state,
+        **_counts(state, events),
     )
+
+
+def _counts(state: LossScaledState, events: dict[Event, Any]) -> dict[str, Any]:
+    """The counters after a step in which `events`, `bool[]` each, happened or not."""
+    counts = {}
+    for name, field in FIELDS.items():
+        if field.counts is None:
+            continue
+        happened, old = events[field.counts], getattr(state, name)
+        if field.is_of_policy and not has_policy(state):
+            new = old
+        elif field.is_consecutive:
+            new = jnp.where(happened, count_up(old), 0)
+        else:
+            new = count_up(old, happened)
+        counts[name] = new
+    return counts
 
 
 def _clone_keys(tree: Any) -> Any:

@@ -2,6 +2,7 @@
 """How states, scalers and numbers print, on one line."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -37,29 +38,29 @@ def format_number(value: Any) -> str:
     return _format_float(plain) if isinstance(plain, float) else repr(plain)
 
 
-def format_fields(state: Any, names: tuple[str, ...]) -> dict[str, str]:
-    """The named fields of `state`, formatted as numbers."""
-    return {name: format_number(getattr(state, name)) for name in names}
+def format_numbers(fields: Mapping[str, Any]) -> dict[str, str]:
+    """The fields of a record by name, formatted as numbers."""
+    return {name: format_number(value) for name, value in fields.items()}
 
 
-def format_rule(kind: str, functions: Any, **hyperparameters: Any) -> str:
-    """A rule of jls by name, with its hyperparameters; any other by its functions.
+def format_rule(rule: Any, named_by: str, hyperparameters: Mapping[str, Any]) -> str:
+    """A rule of jls by name, with its hyperparameters; any other by its fields.
 
     Args:
-      kind: the type of the rule.
-      functions: the rule, a NamedTuple of functions; the last has its name.
+      rule: a NamedTuple of functions.
+      named_by: the field whose function has the rule's name: `dynamic_adjust` in
+        "adjust" is `dynamic`.
       hyperparameters: what the rule computes with.
     """
-    function = functions[-1]
+    function = getattr(rule, named_by)
     while callable(getattr(function, "func", None)):
         function = function.func
     name, _, suffix = getattr(function, "__name__", "").rpartition("_")
     is_ours = (getattr(function, "__module__", None) or "").startswith("jls.")
-    if not (is_ours and suffix == functions._fields[-1]):
-        reprs = {field: repr(f) for field, f in functions._asdict().items()}
-        return format_record(kind, **reprs)
-    values = {key: format_number(value) for key, value in hyperparameters.items()}
-    return format_record(name.lstrip("_"), **values)
+    if not (is_ours and suffix == named_by):
+        reprs = {field: repr(value) for field, value in rule._asdict().items()}
+        return format_record(type(rule).__name__, **reprs)
+    return format_record(name.lstrip("_"), **format_numbers(hyperparameters))
 
 
 def format_scale(scale: float) -> str:

@@ -5,12 +5,23 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+    get_type_hints,
+)
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 from jax import export as jax_export
 
-from jls._text import format_fields, format_record, format_rule
+from jls._text import format_numbers, format_record, format_rule
 
 AnyType = TypeVar("AnyType", bound=type)
 StateT = TypeVar("StateT")
@@ -50,7 +61,7 @@ class ScalerState(NamedTuple):
     nonfinite_count: Array  # i32[]  non-finite steps counted towards the next backoff
 
     def __repr__(self) -> str:
-        return format_record("ScalerState", **format_fields(self, self._fields))
+        return format_record("ScalerState", **format_numbers(self._asdict()))
 
 
 @exportable
@@ -65,7 +76,7 @@ class StaticState(NamedTuple):
     loss_scale: Array  # f32[]
 
     def __repr__(self) -> str:
-        return format_record("StaticState", **format_fields(self, self._fields))
+        return format_record("StaticState", **format_numbers(self._asdict()))
 
 
 class InitFn(Protocol[InitT]):
@@ -75,7 +86,7 @@ class InitFn(Protocol[InitT]):
 
 
 class AdjustFn(Protocol[StateT]):
-    def __call__(self, state: StateT, grads_finite: Array | bool, /) -> StateT:
+    def __call__(self, state: StateT, seen: Array | bool | float, /) -> StateT:
         """Returns the state after one step.
 
         A pure function that may run under `jit`, `scan` and `vmap`. It keeps the
@@ -83,7 +94,10 @@ class AdjustFn(Protocol[StateT]):
 
         Args:
           state: the state that scaled this step's loss.
-          grads_finite: `bool[]`, whether every gradient of the step is finite.
+          seen: what the scaler's field `sees` names. "finite": `bool[]`, whether every
+            gradient of the step is finite, as `jls.all_finite` says. "max_abs":
+            `f32[]`, the largest magnitude among the true gradients of the step, as
+            `jls.max_abs` computes it: inf if any of them is not finite.
         """
         ...
 
@@ -107,15 +121,18 @@ class Switched:
         return self.func(*args, **self.keywords, **kwargs)
 
 
-class LossScaler(NamedTuple, Generic[StateT]):
-    """A rule that moves the loss scale: two pure functions.
+Sees = Literal["finite", "max_abs"]
 
-    To write your own, fill the two fields. The state is a `ScalerState`, or any
-    `NamedTuple` of arrays with a field `loss_scale` of type `f32[]`. Build the fields
-    as `jax.tree_util.Partial` over module-level functions and the scaler is a pytree:
-    it goes through `jit` and `vmap` as an argument, and its hyperparameters change
-    without a retrace. (Do not borrow the `init` of `jls.static`: its `StaticState` says
-    that the scale never moves.)
+
+class LossScaler(NamedTuple, Generic[StateT]):
+    """A rule that moves the loss scale: two pure functions, and what they see.
+
+    To write your own, fill the fields. The state is a `ScalerState`, or any
+    `NamedTuple` of arrays with a field `loss_scale` of type `f32[]`. Build the
+    functions as `jax.tree_util.Partial` over module-level functions and the scaler is a
+    pytree: it goes through `jit` and `vmap` as an argument, and its hyperparameters
+    change without a retrace; `sees` is a part of its structure. (Do not borrow the
+    `init` of `jls.static`: its `StaticState` says that the scale never moves.)
 
     Example:
       >>> def adjust(state, grads_finite):
@@ -124,10 +141,22 @@ class LossScaler(NamedTuple, Generic[StateT]):
       >>> scaler = jls.types.LossScaler(jls.dynamic(1024.0).init, adjust)
       >>> scaler.adjust(scaler.init(), False).loss_scale
       Array(128., dtype=float32)
+
+    A scaler that sees how large the gradients are, not only whether they overflow. The
+    maximum is taken in the pass that checks for inf and NaN:
+
+      >>> def adjust(state, max_abs):  # keep the largest scaled gradient near 2**8
+      ...     scale = 2.0 ** (8 - jnp.ceil(jnp.log2(max_abs)))
+      ...     scale = jnp.where(jnp.isfinite(max_abs), scale, state.loss_scale / 2)
+      ...     return state._replace(loss_scale=jnp.clip(scale, 1.0, 2.0**24))
+      >>> scaler = jls.types.LossScaler(jls.dynamic(1024.0).init, adjust, "max_abs")
+      >>> scaler.adjust(scaler.init(), jls.max_abs(jnp.array([0.5, -2.0]))).loss_scale
+      Array(128., dtype=float32)
     """
 
     init: InitFn[StateT]
     adjust: AdjustFn[StateT]
+    sees: Sees = "finite"  # what `adjust` takes beside the state; see `AdjustFn`
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
@@ -143,51 +172,22 @@ class LossScaler(NamedTuple, Generic[StateT]):
         return _keywords(self.init) | _keywords(self.adjust)
 
     def __repr__(self) -> str:
-        return format_rule("LossScaler", self, **self.hyperparameters)
+        return format_rule(self, "adjust", self.hyperparameters)
 
 
-class MagnitudeAdjustFn(Protocol[StateT]):
-    def __call__(self, state: StateT, max_abs: Array | float, /) -> StateT:
-        """Returns the state after one step; see `AdjustFn`.
-
-        Args:
-          state: the state that scaled this step's loss.
-          max_abs: `f32[]`, the largest magnitude among the true gradients of the step,
-            as `jls.max_abs` computes it: inf if any of them is not finite.
-        """
-        ...
+def _flatten(scaler: LossScaler) -> tuple[Any, Sees]:
+    key = jax.tree_util.GetAttrKey
+    functions = (key("init"), scaler.init), (key("adjust"), scaler.adjust)
+    return functions, scaler.sees
 
 
-class MagnitudeScaler(NamedTuple, Generic[StateT]):
-    """A scaler that sees how large the gradients are, not only whether they overflow.
-
-    Like `LossScaler`, except that `adjust` takes a number instead of a flag: the
-    largest magnitude, which is inf after an overflow. `jls.loss_scaled` recognizes the
-    type, and takes the maximum in the pass that checks for inf and NaN.
-
-    Example:
-      >>> def adjust(state, max_abs):  # keep the largest scaled gradient near 2**8
-      ...     scale = 2.0 ** (8 - jnp.ceil(jnp.log2(max_abs)))
-      ...     scale = jnp.where(jnp.isfinite(max_abs), scale, state.loss_scale / 2)
-      ...     return state._replace(loss_scale=jnp.clip(scale, 1.0, 2.0**24))
-      >>> scaler = jls.types.MagnitudeScaler(jls.dynamic(1024.0).init, adjust)
-      >>> scaler.adjust(scaler.init(), jls.max_abs(jnp.array([0.5, -2.0]))).loss_scale
-      Array(128., dtype=float32)
-    """
-
-    init: InitFn[StateT]
-    adjust: MagnitudeAdjustFn[StateT]
-
-    @property
-    def hyperparameters(self) -> dict[str, Any]:
-        """What the scaler computes with, by name; see `LossScaler`."""
-        return _keywords(self.init) | _keywords(self.adjust)
-
-    def __repr__(self) -> str:
-        return format_rule("MagnitudeScaler", self, **self.hyperparameters)
+def _unflatten(sees: Sees, functions: Any) -> LossScaler:
+    init, adjust = functions
+    return LossScaler(init, adjust, sees)
 
 
-Scaler = LossScaler | MagnitudeScaler
+# By hand, since `sees` is no leaf: a string cannot go through `jit`.
+jax.tree_util.register_pytree_with_keys(LossScaler, _flatten, _unflatten)
 
 
 class JudgeFn(Protocol[StateT]):
@@ -238,48 +238,57 @@ class SpikePolicy(NamedTuple, Generic[StateT]):
         return _keywords(self.init) | _keywords(self.judge)
 
     def __repr__(self) -> str:
-        return format_rule("SpikePolicy", self, **self.hyperparameters)
+        return format_rule(self, "judge", self.hyperparameters)
+
+
+# What a spike policy judges: the loss, and the global norm of the true gradients.
+SIGNALS = "loss", "norm"
 
 
 @exportable
 class SpikeState(NamedTuple):
     """State of `jls.spikes`, and of the presets like it.
 
-    Row 0 is of the losses, row 1 of the norms. A loss that is not given counts as 0,
-    and is not judged. A limit is inf while nothing is judged.
+    The first axis of an array is over the signals: the loss, then the norm. A loss that
+    is not given counts as 0, and is not judged. A limit is inf while nothing is judged.
 
     Example:
       >>> jls.spikes(window=4, budget=2).init()
-      SpikeState(tokens=2, found=0, judged_loss=0, limit_loss=inf, judged_norm=0,
-       limit_norm=inf)
+      SpikeState(tokens=2, found=0, value=Array([0., 0.], dtype=float32),
+       limit=Array([inf, inf], dtype=float32))
     """
 
-    seen: Array  # f32[2, window]  the last values that were kept
-    # i32[2]  there are min(kept, window) of them; the next goes to kept % window
+    seen: Array  # f32[n, window]  the last values that were kept
+    # i32[n]  there are min(kept, window) of them; the next goes to kept % window
     kept: Array
     tokens: Array  # f32[]  how many steps may be skipped now
     found: Array  # i32[]  spikes so far, skipped or let through
-    judged_loss: Array  # f32[]  the last loss that was judged
-    limit_loss: Array  # f32[]  what it was held against
-    judged_norm: Array  # f32[]  the last gradient norm that was judged
-    limit_norm: Array  # f32[]  what it was held against
+    value: Array  # f32[n]  the last values that were judged
+    limit: Array  # f32[n]  what they were held against
     steady_share: Array  # f32[]  the share of spikes that noise alone stays below
 
     def __repr__(self) -> str:
         """All fields but `seen`, `kept` and `steady_share`."""
-        fields = ("tokens", "found", *JUDGED_FIELDS)
-        return format_record("SpikeState", **format_fields(self, fields))
+        shown = {"tokens", "found", "value", "limit"}
+        fields = {name: x for name, x in self._asdict().items() if name in shown}
+        return format_record("SpikeState", **format_numbers(fields))
 
 
-JUDGED_FIELDS = "judged_loss", "limit_loss", "judged_norm", "limit_norm"
+def judged(state: SpikeState) -> dict[str, Array]:
+    """The last values that were judged, and their limits, by the names of metrics."""
+    return {
+        f"{prefix}_{signal}": numbers[..., i]
+        for i, signal in enumerate(SIGNALS)
+        for prefix, numbers in (("judged", state.value), ("limit", state.limit))
+    }
 
 
 class SkipReason(enum.IntEnum):
-    """Why a step was skipped: the codes of `LossScaledState.skip_reason`.
+    """Why a step was skipped: the codes of `LossScaledState.last_skip_reason`.
 
     Example:
       >>> state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))
-      >>> jls.types.SkipReason(int(state.skip_reason))
+      >>> jls.types.SkipReason(int(state.last_skip_reason))
       <SkipReason.NONE: 0>
     """
 
@@ -288,6 +297,29 @@ class SkipReason(enum.IntEnum):
     LOSS = 2  # the forward loss was inf or NaN
     UPDATES = 3  # gradients and loss were finite, but not what would have been kept
     SPIKE = 4  # all was finite, but loss or gradient norm was far out of line
+
+
+# What a counter of `LossScaledState` can count; `_step` says when each happens.
+Event = Literal["step", "skip", "nonfinite loss", "nonfinite update", "spike"]
+
+
+class Field(NamedTuple):
+    """What there is to know of a field of `LossScaledState`, beside its type.
+
+    The only place that knows it: `init`, the counting of a step, `jls.metrics`,
+    `jls.health`, `jls.History` and `jls.upgrade_state` read it.
+    """
+
+    dtype: Any = None  # of a number that starts at 0; None if `init` has to make it
+    counts: Event | None = None  # the event that it counts
+    is_consecutive: bool = False  # whether a step without the event restarts the count
+    is_logged: bool = False  # whether it is a metric
+    is_of_policy: bool = False  # whether it is () without a spike policy
+    since: str | None = None  # the version that added it; None for the first
+    was: str | None = None  # its name in older checkpoints
+
+
+_Counter = functools.partial(Field, jnp.int32, is_logged=True)
 
 
 @exportable
@@ -300,19 +332,32 @@ class LossScaledState(NamedTuple):
       Array(0, dtype=int32)
     """
 
-    inner_state: Any  # the wrapped optimizer's state
-    scaler_state: Any  # the scaler's state
-    applied: Array  # bool[]  whether the last step was applied; False before the first
-    steps: Array  # i32[]  calls of update
-    skips: Array  # i32[]  steps that were skipped
-    consecutive_skips: Array  # i32[]  steps skipped since the last applied one
-    nonfinite_losses: Array  # i32[]  skipped because the forward loss was not finite
-    nonfinite_updates: Array  # i32[]  skipped for an update: inf, NaN or too large
-    skip_reason: Array  # i32[]  a SkipReason, of the last skipped step
+    # The wrapped optimizer's state.
+    inner_state: Any
+    # The scaler's state.
+    scaler_state: Any
+    # bool[]  whether the last step was applied; False before the first
+    applied: Annotated[Array, Field(jnp.bool_, is_logged=True)]
+    # i32[]  calls of update
+    steps: Annotated[Array, _Counter("step")]
+    # i32[]  steps that were skipped
+    skips: Annotated[Array, _Counter("skip")]
+    # i32[]  steps skipped since the last applied one
+    consecutive_skips: Annotated[Array, _Counter("skip", is_consecutive=True)]
+    # i32[]  skipped because the forward loss was not finite
+    nonfinite_losses: Annotated[Array, _Counter("nonfinite loss")]
+    # i32[]  skipped for an update: inf, NaN or too large
+    nonfinite_updates: Annotated[Array, _Counter("nonfinite update", since="0.1.0")]
+    # i32[]  a SkipReason, of the last skipped step
+    last_skip_reason: Annotated[
+        Array, Field(jnp.int32, is_logged=True, since="0.1.0", was="skip_reason")
+    ]
     # bool[n]  by floating-point leaf, of the last step skipped for inf or NaN
-    nonfinite_leaves: Array
-    spikes: Any = ()  # i32[]  steps skipped by the spike policy; () without one
-    spike_state: Any = ()  # the spike policy's state; () without one
+    nonfinite_leaves: Annotated[Array, Field(since="0.1.0")]
+    # i32[]  steps skipped by the spike policy; () without one
+    spikes: Annotated[Any, _Counter("spike", is_of_policy=True, since="0.2.0")] = ()
+    # The spike policy's state; () without one.
+    spike_state: Annotated[Any, Field(is_of_policy=True, since="0.2.0")] = ()
 
     def __repr__(self) -> str:
         """All fields but those that may be long."""
@@ -320,25 +365,26 @@ class LossScaledState(NamedTuple):
             "LossScaledState",
             inner_state="...",
             scaler_state=self.scaler_state,
-            **format_fields(self, logged_fields(self)),
+            **format_numbers(logged(self)),
         )
 
 
-# The fields of a LossScaledState that a logger wants to see.
-LOGGED_FIELDS = (
-    "applied",
-    "steps",
-    "skips",
-    "consecutive_skips",
-    "nonfinite_losses",
-    "nonfinite_updates",
-    "skip_reason",
-)
+# Only ever appended to. Subclasses of NamedTuple cannot hold it themselves.
+FIELDS: dict[str, Field] = {
+    name: next(iter(getattr(hint, "__metadata__", ())), Field())
+    for name, hint in get_type_hints(LossScaledState, include_extras=True).items()
+}
 
 
-def logged_fields(state: LossScaledState) -> tuple[str, ...]:
-    """`LOGGED_FIELDS`, and under a spike policy `spikes`."""
-    return (*LOGGED_FIELDS, "spikes") if has_policy(state) else LOGGED_FIELDS
+def logged(state: LossScaledState) -> dict[str, Array]:
+    """The fields that a logger wants to see, by name."""
+    values = {name: getattr(state, name) for name, f in FIELDS.items() if f.is_logged}
+    has_all = has_policy(state)
+    return {
+        name: value
+        for name, value in values.items()
+        if has_all or not FIELDS[name].is_of_policy
+    }
 
 
 def has_policy(state: LossScaledState) -> bool:

@@ -163,25 +163,6 @@ def ascending(**given: Any) -> dict[str, Any]:
     return scales
 
 
-def hyperparameters(
-    *,
-    init_scale: Any,
-    growth_factor: Any,
-    backoff_factor: Any,
-    min_scale: Any,
-    max_scale: Any,
-    **intervals: Any,
-) -> tuple[Any, dict[str, Any]]:
-    """The first loss scale of a scaler, and its hyperparameters by name."""
-    factors = {
-        "growth_factor": raising_factor("growth_factor", growth_factor),
-        "backoff_factor": lowering_factor("backoff_factor", backoff_factor),
-    }
-    scales = ascending(min_scale=min_scale, init_scale=init_scale, max_scale=max_scale)
-    steps = {name: interval(name, value) for name, value in intervals.items()}
-    return scales.pop("init_scale"), factors | scales | steps
-
-
 def scaler_state(state: Any, state_type: Any, exact: bool = False) -> None:
     """Raises unless `state` has the fields that a scaler with such states reads."""
     fields, needed = set(getattr(state, "_fields", ())), set(state_type._fields)

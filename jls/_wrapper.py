@@ -13,7 +13,7 @@ Differs from `optax.apply_if_finite` in:
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jls._state import find, is_wrapper_state, scaler_state_in
 from jls._step import WrapperUpdate, report_wrapper
 from jls._text import describe
 from jls._tree import is_inexact
-from jls._types import LossScaledState, Scaler, SpikePolicy
+from jls._types import FIELDS, LossScaledState, LossScaler, Sees, SpikePolicy
 
 
 class _InitFn(Protocol):
@@ -52,7 +52,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
 def loss_scaled(
     inner: optax.GradientTransformation | optax.MultiSteps,
-    scaler: Scaler = dynamic(),  # noqa: B008, a tuple of pure functions
+    scaler: LossScaler = dynamic(),  # noqa: B008, a tuple of pure functions
     *,
     axis_name: AxisName = None,
     check_updates: bool | None = None,
@@ -122,12 +122,13 @@ def loss_scaled(
       (Array(False, dtype=bool), Array(512., dtype=float32))
     """
     inner = _as_transformation(inner)
-    if not isinstance(scaler, Scaler):
+    if not isinstance(scaler, LossScaler):
         of_ours = f"static({scaler!r})" if _validate.is_real(scaler) else "dynamic()"
         raise TypeError(
-            "scaler must be a jls.types.LossScaler or a jls.types.MagnitudeScaler, "
-            f"e.g. jls.{of_ours}, got {describe(scaler)}."
+            f"scaler must be a jls.types.LossScaler, e.g. jls.{of_ours}, got "
+            f"{describe(scaler)}."
         )
+    _validate.choice("scaler.sees", scaler.sees, get_args(Sees))
     if check_updates is not None:
         check_updates = _validate.flag("check_updates", check_updates, "or None")
     if spikes is not None and not isinstance(spikes, SpikePolicy):
@@ -157,26 +158,22 @@ def loss_scaled(
             )
         _warn_of_half_params(params)
         count = sum(is_inexact(leaf) for leaf in jax.tree.leaves(params))
+        numbers = {
+            name: jnp.zeros((), field.dtype)
+            for name, field in FIELDS.items()
+            if field.dtype is not None and (spikes or not field.is_of_policy)
+        }
         state = LossScaledState(
             inner_state=own_buffers(inner_state, params),
             scaler_state=scaler_state,
-            applied=jnp.zeros((), jnp.bool_),
-            steps=jnp.zeros((), jnp.int32),
-            skips=jnp.zeros((), jnp.int32),
-            consecutive_skips=jnp.zeros((), jnp.int32),
-            nonfinite_losses=jnp.zeros((), jnp.int32),
-            nonfinite_updates=jnp.zeros((), jnp.int32),
-            skip_reason=jnp.zeros((), jnp.int32),
             # At least one: Orbax saves no array without elements.
             nonfinite_leaves=jnp.zeros(max(count, 1), jnp.bool_),
+            **numbers,
         )
         if spikes is not None:
             spike_state = spikes.init()
             spike_state = own_buffers(spike_state, spike_state)
-            state = state._replace(
-                spikes=jnp.zeros((), jnp.int32),
-                spike_state=place_all(spike_state, params),
-            )
+            state = state._replace(spike_state=place_all(spike_state, params))
         return place_scalars(state, params)
 
     update = WrapperUpdate(inner, scaler, axis_name, check_updates, spikes)

@@ -37,7 +37,6 @@ from jls._scalers import adaptive as _adaptive
 from jls._scalers import dynamic as _dynamic
 from jls._scalers import hysteresis as _hysteresis
 from jls._scalers import static as _static
-from jls._scalers.rule import f32 as _f32
 from jls._scalers.rule import start_at as _start_at
 from jls._scalers.rule import switch as _switch
 from jls._tree import as_flag as _as_flag
@@ -668,7 +667,7 @@ def spike_limit(
       >>> params = jnp.zeros(2)
       >>> state = optimizer.init(params)
       >>> updates, state = optimizer.update(jnp.array([8.0, 8.0]), state, params)
-      >>> state.applied, state.spike_state.judged_norm
+      >>> state.applied, jls.metrics(state)["judged_norm"]
       (Array(False, dtype=bool), Array(11.313708, dtype=float32))
     """
     if max_norm is None and max_loss is None:
@@ -703,7 +702,7 @@ def _levanter_spikes_judge(
     window = _spikes.window_of(state)
     deviation = _jnp.maximum(window.deviation, 1e-6 / window.unit)
     limit = window.limit(sigmas, deviation, warmup)
-    return _spikes.decide(state, loss, norm, limit, sigmas=sigmas, skipped_enter=True)
+    return _spikes.decide(state, (loss, norm), limit, sigmas=sigmas, skipped_enter=True)
 
 
 def _maxtext_spikes_judge(
@@ -716,7 +715,7 @@ def _maxtext_spikes_judge(
 ) -> tuple[_SpikeState, _Array]:
     window = _spikes.window_of(state, fewer=1)
     limit = window.limit(sigmas, window.deviation, warmup)
-    return _spikes.decide(state, loss, norm, limit, sigmas=sigmas, skipped_enter=True)
+    return _spikes.decide(state, (loss, norm), limit, sigmas=sigmas, skipped_enter=True)
 
 
 def _spike_limit_judge(
@@ -727,5 +726,5 @@ def _spike_limit_judge(
     max_norm: _ArrayLike,
     max_loss: _ArrayLike,
 ) -> tuple[_SpikeState, _Array]:
-    limit = _jnp.stack([_f32(max_loss), _f32(max_norm)])
-    return _spikes.decide(state, loss, norm, limit)
+    limit = _spikes.limits(loss=max_loss, norm=max_norm)
+    return _spikes.decide(state, (loss, norm), limit)

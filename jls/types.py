@@ -2,18 +2,17 @@
 """The types of jls: states, scalers and their protocols, results.
 
 You meet most of them as what a function returns or a field holds. To write a scaler of
-your own, fill a `LossScaler` or a `MagnitudeScaler`; the rest is for annotations and
-`isinstance`.
+your own, fill a `LossScaler`; the rest is for annotations and `isinstance`.
 """
 
 from jls._ema import ParamsEmaState as ParamsEmaState
 from jls._monitor.check import StepCheck as StepCheck
-from jls._monitor.health import Health as Health
-from jls._monitor.nonfinite import LeafReport as LeafReport
-from jls._monitor.nonfinite import NonfiniteReport as NonfiniteReport
-from jls._monitor.underflow import Underflow as Underflow
-from jls._monitor.underflow import UnderflowShares as UnderflowShares
-from jls._monitor.verdict import Verdict as Verdict
+from jls._report.health import Health as Health
+from jls._report.nonfinite import LeafReport as LeafReport
+from jls._report.nonfinite import NonfiniteReport as NonfiniteReport
+from jls._report.underflow import Underflow as Underflow
+from jls._report.underflow import UnderflowShares as UnderflowShares
+from jls._report.verdict import Verdict as Verdict
 from jls._scalers.adaptive import AdaptiveState as AdaptiveState
 from jls._scalers.recent_max import RecentMaxState as RecentMaxState
 from jls._train.step import CarryingTrainStep as CarryingTrainStep
@@ -24,9 +23,6 @@ from jls._types import InitFn as InitFn
 from jls._types import JudgeFn as JudgeFn
 from jls._types import LossScaledState as LossScaledState
 from jls._types import LossScaler as LossScaler
-from jls._types import MagnitudeAdjustFn as MagnitudeAdjustFn
-from jls._types import MagnitudeScaler as MagnitudeScaler
-from jls._types import Scaler as Scaler
 from jls._types import ScalerState as ScalerState
 from jls._types import SkipReason as SkipReason
 from jls._types import SpikePolicy as SpikePolicy

@@ -114,7 +114,7 @@ def defaults(function, **required):
 
 
 def adjusting(scaler):
-    is_magnitude = isinstance(scaler, jls.types.MagnitudeScaler)
+    is_magnitude = scaler.sees == "max_abs"
     name, seen = ("max_abs", 1.0) if is_magnitude else ("grads_finite", True)
 
     def adjust(state, **step):

@@ -24,7 +24,9 @@ from shared import assert_identical, run
 from test_scaler_laws import SCALERS
 
 import jls
-from jls._checkpoint import ADDED
+from jls._checkpoint import RENAMED
+from jls._state import find, is_wrapper_state
+from jls._types import FIELDS
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -280,7 +282,7 @@ import make as checkpoints  # noqa: E402, how the files were made
 OLD = "dynamic", "adaptive"
 # Those of a spike policy are nothing without one.
 NEW_FIELDS = [
-    field for field in ADDED[jls.types.LossScaledState] if not field.startswith("spike")
+    name for name, field in FIELDS.items() if field.since and not field.is_of_policy
 ]
 
 
@@ -332,13 +334,22 @@ OTHER = r"Make target with the optimizer and the parameters that were saved\."
 def as_now(raw):
     """What this version would have written, in plain Python."""
     tree = serialization.to_state_dict(raw)
-    scaler_state = tree["opt_state"]["scaler_state"]
-    if "interval_index" in scaler_state:
+    if not isinstance(tree, dict):
+        return tree
+    tree = {name: as_now(part) for name, part in tree.items()}
+    if "skip_reason" in tree:
+        tree["last_skip_reason"] = tree.pop("skip_reason")
+    if "interval_index" in tree:
         # The foot of the ladder was -1.
-        scaler_state["rung"] = scaler_state.pop("interval_index") + 1
-    if scaler_state["finite_count"] == -2:
+        tree["rung"] = tree.pop("interval_index") + 1
+    if "judged_loss" in tree:
+        # Each signal had fields of its own.
+        for new, old in (("value", "judged"), ("limit", "limit")):
+            both = tree.pop(f"{old}_loss"), tree.pop(f"{old}_norm")
+            tree[new] = np.stack(both)
+    if np.ndim(tree.get("finite_count")) == 0 and tree.get("finite_count") == -2:
         # What marked a static scale.
-        tree["opt_state"]["scaler_state"] = {"loss_scale": scaler_state["loss_scale"]}
+        return {"loss_scale": tree["loss_scale"]}
     return tree
 
 
@@ -370,31 +381,51 @@ def test_checkpoint_of_an_older_jls_goes_on(name, form, tmp_path):
     )
     assert_identical(jls.loss_scale(state), jls.loss_scale(reference))
     assert jls.metrics(state)["skips"] == 3
-    assert jls.metrics(state)["skip_reason"] == 1
+    assert jls.metrics(state)["last_skip_reason"] == 1
 
 
-@pytest.mark.parametrize("name", checkpoints.SCALERS)
-def test_checkpoint_of_0_1_0_goes_on(name, tmp_path):
-    folder = FOLDER / "0.1.0"
-    raw = serialization.msgpack_restore((folder / f"{name}.msgpack").read_bytes())
-    target, reference = checkpoints.fresh(name), checkpoints.trained(name)
+SAVED = [
+    (version, path.stem)
+    for version in ("0.1.0", "0.2.0")
+    for path in sorted((FOLDER / version).glob("*.msgpack"))
+]
+
+
+def test_there_is_a_checkpoint_of_each_scaler_policy_and_place():
+    names = {version: {n for v, n in SAVED if v == version} for version, _ in SAVED}
+    assert names["0.1.0"] == set(checkpoints.SCALERS)
+    assert names["0.2.0"] == set(checkpoints.optimizers())
+    saved = {name.removesuffix("_scaler") for name in names["0.2.0"]}
+    assert set(vars(jls.presets)) - saved <= {
+        n for n in vars(jls.presets) if n[0] == "_"
+    }
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize(("version", "name"), SAVED)
+def test_checkpoint_of_an_older_version_goes_on(version, name, tmp_path):
+    target, trained = checkpoints.fresh(name), checkpoints.trained(name)
+    raw = read(name, "msgpack", tmp_path, version)
     raws = [raw]
-    if (folder / f"{name}.orbax.zip").exists():
-        raws.append(read(name, "orbax", tmp_path, "0.1.0"))
+    if (FOLDER / version / f"{name}.orbax.zip").exists():
+        raws.append(read(name, "orbax", tmp_path, version))
     for form in raws:
         state = jls.upgrade_state(target, form)
         chex.assert_trees_all_equal_structs(state, target)
+        # Bit for bit what is in the file.
         leaves = jax.tree.leaves(serialization.to_state_dict(state))
         assert_identical(leaves, jax.tree.leaves(as_now(raw)))
-        assert jls.metrics(state)["skips"] == 2
         # It goes on as the same run in this version does.
+        reference = trained
         for grad in (1.0, jnp.inf, 2.0):
             state = checkpoints.step(state, jnp.float32(grad))
-        for grad in (1.0, jnp.inf, 2.0):
             reference = checkpoints.step(reference, jnp.float32(grad))
         chex.assert_trees_all_close(state.params, reference.params, rtol=1e-5)
-        assert_identical(state.opt_state.scaler_state, reference.opt_state.scaler_state)
-        reference = checkpoints.trained(name)
+        ours, theirs = (
+            [jls.metrics(node) for _, node in find(x.opt_state, is_wrapper_state)]
+            for x in (state, reference)
+        )
+        chex.assert_trees_all_close(ours, theirs, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -528,12 +559,12 @@ def test_without_the_upgrade_an_older_checkpoint_is_an_error(tmp_path):
 
 def test_fixtures_are_small():
     files = [f for f in FOLDER.rglob("*") if f.suffix in (".msgpack", ".zip")]
-    assert len(files) == 16
+    assert len(files) == 49
     assert all(file.stat().st_size < 20_000 for file in files)
 
 
 def test_fields_of_states_are_only_ever_appended():
-    """As at first, then those of ADDED in order: see the rule in jls/_checkpoint.py."""
+    """As at first, then those that have a version in FIELDS, in order."""
     first = {
         jls.types.StaticState: "loss_scale",
         jls.types.ScalerState: "loss_scale finite_count nonfinite_count",
@@ -544,12 +575,13 @@ def test_fields_of_states_are_only_ever_appended():
         jls.types.RecentMaxState: "loss_scale finite_count window_count ceiling "
         "previous_ceiling overflow_ceiling",
         jls.types.ParamsEmaState: "count weight ema",
-        jls.types.SpikeState: "seen kept tokens found judged_loss limit_loss "
-        "judged_norm limit_norm steady_share",
+        jls.types.SpikeState: "seen kept tokens found value limit steady_share",
     }
-    assert set(ADDED) <= set(first)
+    assert set(RENAMED) <= set(first)
     for state_type, names in first.items():
-        assert state_type._fields == (*names.split(), *ADDED.get(state_type, ()))
+        since = FIELDS if state_type is jls.types.LossScaledState else {}
+        added = [name for name, field in since.items() if field.since]
+        assert state_type._fields == (*names.split(), *added)
     types = {
         value
         for name, value in vars(jls.types).items()
@@ -668,7 +700,7 @@ def test_nnx_optimizer_is_restored(tmp_path):
         nnx.update(other, nnx.state(model))
         again.opt_state = jls.upgrade_state(again.opt_state, raw["opt_state"])
         assert jls.metrics(again)["skips"] == 1
-        assert jls.metrics(again)["skip_reason"] == 0
+        assert jls.metrics(again)["last_skip_reason"] == 0
         fork = nnx.clone(model), nnx.clone(optimizer)
         update(*fork, 1.0)
         update(other, again, 1.0)
@@ -713,7 +745,7 @@ def test_result_shares_no_buffer_and_can_be_donated():
             id="newer",
         ),
         pytest.param(
-            without(RAW, "skips", "skip_reason"),
+            without(RAW, "skips", "last_skip_reason"),
             r"in LossScaledState, it lacks skips\.",
             id="a field of the first version",
         ),
@@ -875,9 +907,7 @@ def test_pickle_of_an_older_version_is_an_error():
 
     class Older:  # pickled as a NamedTuple is: its type, and its fields
         def __reduce__(self):
-            return jls.types.LossScaledState, tuple(
-                WRAPPED.init(PARAMS)[: -len(ADDED[jls.types.LossScaledState])]
-            )
+            return jls.types.LossScaledState, tuple(WRAPPED.init(PARAMS)[:7])
 
     data = pickle.dumps(Older())
     with pytest.raises(TypeError, match="nonfinite_updates"):

@@ -169,7 +169,7 @@ def make_step(scaler, inner, axis_name=None):
         checks = {
             "the true loss is seen": bits(seen) == bits(loss_fn(params, x)),
             "no bad step is applied": acceptable | skipped,
-            "every good step is": applied | ~acceptable | (new.skip_reason == 3),
+            "every good step is": applied | ~acceptable | (new.last_skip_reason == 3),
             "params stay on a skip": applied | same_bits(new_params, params),
             "also by optax, if normal": applied | same_bits(*map(flushed, both)),
             "updates of a skip are -0.0": applied | same_bits(updates, no_update),
@@ -191,10 +191,11 @@ def make_step(scaler, inner, axis_name=None):
             "bad losses": new.nonfinite_losses == state.nonfinite_losses + ~loss_finite,
             "bad updates": new.nonfinite_updates
             == state.nonfinite_updates + (acceptable & skipped),
-            "reason": new.skip_reason == jnp.where(applied, state.skip_reason, reason),
+            "reason": new.last_skip_reason
+            == jnp.where(applied, state.last_skip_reason, reason),
             "leaves": applied | acceptable | jnp.all(new.nonfinite_leaves == ~leaves),
         }
-        return (new_params, new), (checks, new.skip_reason * skipped)
+        return (new_params, new), (checks, new.last_skip_reason * skipped)
 
     return optimizer, step
 

@@ -80,7 +80,7 @@ def test_contributing_names_commands_that_there_are():
     [
         ("tests/test_scaler_laws.py", ["SCALERS"]),
         ("tests/test_bad_inputs.py", ["FACTORIES"]),
-        ("jls/_monitor/verdict.py", ["TABLE", "Verdict", "Facts"]),
+        ("jls/_report/verdict.py", ["TABLE", "Verdict", "Facts"]),
         ("jls/_train/parts.py", ["Adapter"]),
         ("jls/_train/step.py", ["_adapt"]),
     ],

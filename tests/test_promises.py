@@ -392,7 +392,7 @@ def test_promise_12_nothing_is_silent():
         "consecutive_skips": 0,
         "nonfinite_losses": 2,
         "nonfinite_updates": 0,
-        "skip_reason": 2,
+        "last_skip_reason": 2,
     }
 
 

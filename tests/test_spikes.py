@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from shared import assert_identical, judged
 
 import jls
-from jls._monitor.sync import _scalars
+from jls._report.sync import _scalars
+from jls._types import SIGNALS
 from jls.types import SkipReason, SpikePolicy
 
+LOSS, NORM = map(SIGNALS.index, ("loss", "norm"))
 W = jnp.array([1.0, -2.0])
 
 
@@ -96,7 +98,7 @@ def test_norm_alone_is_judged_where_no_loss_is_given():
     assert ours == rule
     assert any(ours)
     assert state.kept[0] == 0
-    assert (state.judged_loss, state.limit_loss) == (0.0, math.inf)
+    assert (state.value[LOSS], state.limit[LOSS]) == (0.0, math.inf)
 
 
 @settings(max_examples=30, deadline=None)
@@ -122,7 +124,7 @@ def test_of_any_steps_no_more_are_skipped_than_the_budget_allows(
 def adversary(policy, key, count, eagerness):
     def step(state, key):
         keys = jax.random.split(key, 3)
-        above = state.limit_norm * (1 + jax.random.exponential(keys[0]))
+        above = state.limit[NORM] * (1 + jax.random.exponential(keys[0]))
         normal = jax.random.uniform(keys[1])
         norm = jnp.where(jax.random.uniform(keys[2]) < eagerness, above, normal)
         norm = jnp.where(jnp.isfinite(norm), norm, 1.0)
@@ -154,9 +156,9 @@ def test_a_value_at_or_below_the_mean_is_never_over_its_limit():
     signals = jnp.float32(noise(rng, (2, 20, 200)))
     _, states = judged(jls.spikes(8, 1e-3, budget=None), signals[0] - 3, signals[1])
     seen = np.asarray(states.seen, np.float64)[:, 7:-1]  # windows that are full
-    for row, name in enumerate(["loss", "norm"]):
-        value = np.asarray(getattr(states, f"judged_{name}"))[:, 8:]
-        limit = np.asarray(getattr(states, f"limit_{name}"))[:, 8:]
+    for row in (LOSS, NORM):
+        value = np.asarray(states.value)[:, 8:, row]
+        limit = np.asarray(states.limit)[:, 8:, row]
         is_full = np.asarray(states.kept)[:, 7:-1, row] >= 8
         is_low = is_full & (value < seen[:, :, row].mean(-1) - 1e-5)
         assert is_low.any()
@@ -245,10 +247,10 @@ def test_a_spike_is_skipped_bit_for_bit_counted_and_named(jit_or_eager):
     state = spike[1]
     assert not state.applied
     assert (state.spikes, state.skips, state.consecutive_skips) == (1, 1, 1)
-    assert state.skip_reason == SkipReason.SPIKE
+    assert state.last_skip_reason == SkipReason.SPIKE
     assert (state.nonfinite_losses, state.nonfinite_updates) == (0, 0)
     assert not state.nonfinite_leaves.any()
-    assert state.spike_state.judged_norm == pytest.approx(50)
+    assert state.spike_state.value[NORM] == pytest.approx(50)
     assert after[1].applied
 
 
@@ -281,7 +283,8 @@ def test_steps_that_are_not_finite_change_no_other_decision(jit_or_eager):
         np.insert(losses, at, np.where(which, 1.0, bad)),
         jit=jit_or_eager,
     )
-    kept = [x for x in more if x[1].applied or x[1].skip_reason == SkipReason.SPIKE]
+    spike = SkipReason.SPIKE
+    kept = [x for x in more if x[1].applied or x[1].last_skip_reason == spike]
     assert len(kept) == 40
     assert plain[-1][1].spikes > 0
     for (params, state), (others, other) in zip(plain, kept, strict=True):
@@ -345,7 +348,7 @@ def test_a_norm_that_overflows_is_a_spike(size, jit_or_eager):
 def test_a_norm_that_overflows_and_is_let_through_stays_out_of_the_window():
     made = run(guarded(jls.spikes(4, budget=0)), [1.0, 1.0, 1.0, 1e25, 1.0, 50.0])
     states = [state.spike_state for _, state in made]
-    assert states[3].judged_norm == math.inf
+    assert states[3].value[NORM] == math.inf
     np.testing.assert_allclose(states[-1].seen[1], [50, 1, 1, 1], rtol=1e-6)
     assert states[-1].found == 2
 
@@ -374,14 +377,14 @@ def test_nonfinite_updates_leave_the_policy_alone(check_updates):
     )
     made = run(optimizer, [1.0, 1.0, 1.0, 1.0, 50.0, 1.0])
     spike = made[4][1]
-    assert spike.skip_reason == SkipReason.SPIKE
+    assert spike.last_skip_reason == SkipReason.SPIKE
     assert (spike.spikes, spike.nonfinite_updates) == (1, 0)
     if check_updates:
         optimizer = jls.skip_nonfinite(
             inner, check_updates=True, spikes=jls.spikes(4, budget=0)
         )
         made = run(optimizer, [1.0, 1.0, 1.0, 1.0, 50.0])
-        assert made[-1][1].skip_reason == SkipReason.UPDATES
+        assert made[-1][1].last_skip_reason == SkipReason.UPDATES
         assert_identical(made[3][1].spike_state, made[4][1].spike_state)
 
 
@@ -412,7 +415,7 @@ def test_everything_inside_is_rolled_back(check_updates):
     )
     made = run(optimizer, [1.0, 1.0, 1.0, 1.0, 1.0, 50.0, 1.0])
     (params, before), (others, after), (_, later) = made[4:]
-    assert after.skip_reason == SkipReason.SPIKE
+    assert after.last_skip_reason == SkipReason.SPIKE
     assert_identical(params, others)
     assert_identical(before.inner_state, after.inner_state)
     assert later.inner_state.gradient_step == 3
@@ -454,7 +457,7 @@ def test_train_step_rolls_back_what_is_carried_and_reports_limits():
     params, state, carried = W, optimizer.init(W), {"mean": jnp.float32(0)}
     for _ in range(5):
         params, state, carried, report = step(params, state, carried, jnp.ones(4))
-    assert report.limit_loss == state.spike_state.limit_loss
+    assert report.limit_loss == state.spike_state.limit[LOSS]
     after = step(params, state, carried, jnp.full(4, 100.0))
     assert after[3].skip_reason == SkipReason.SPIKE
     assert_identical((params, carried), (after[0], after[2]))

@@ -100,7 +100,7 @@ def test_metrics_are_device_scalars_under_fixed_names(make):
         "consecutive_skips": 0,
         "nonfinite_losses": 0,
         "nonfinite_updates": 0,
-        "skip_reason": 0,
+        "last_skip_reason": 0,
     }
 
 
@@ -296,7 +296,7 @@ def test_step_skipped_for_its_loss_alone_names_no_parameter():
     _, state = optimizer.update(grads(a=jnp.full(2, jnp.inf)), state, LAYERS)
     _, state = optimizer.update(grads(), state, LAYERS, value=jnp.nan)
     assert jls.nonfinite_leaves(state, LAYERS) == []
-    assert state.skip_reason == 2
+    assert state.last_skip_reason == 2
 
 
 def test_nnx_parameters_are_named_by_their_path_in_the_model():

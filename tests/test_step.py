@@ -312,7 +312,7 @@ def test_step_skipped_for_its_updates_names_those(jit_or_eager):
     update = jit_or_eager(optimizer.update)
     _, state = update(params, optimizer.init(params), params)
     assert jls.nonfinite_leaves(state, params) == ["a"]
-    assert (state.skip_reason, state.nonfinite_updates, state.skips) == (3, 1, 1)
+    assert (state.last_skip_reason, state.nonfinite_updates, state.skips) == (3, 1, 1)
     assert jls.loss_scale(state) == 8.0
 
 
@@ -494,7 +494,7 @@ def keep(state, largest):
 
 
 def test_the_wrapper_hands_the_scaler_the_largest_true_gradient(jit_or_eager):
-    scaler = jls.types.MagnitudeScaler(jls.static(8.0).init, keep)
+    scaler = jls.types.LossScaler(jls.static(8.0).init, keep, "max_abs")
     optimizer = jls.loss_scaled(optax.sgd(0.5), scaler)
     params = {"w": jnp.ones(2), "b": jnp.ones(())}
     update = jit_or_eager(optimizer.update)
@@ -516,7 +516,7 @@ def test_the_wrapper_hands_the_scaler_the_largest_true_gradient(jit_or_eager):
 
 
 def test_devices_of_an_axis_hand_the_scaler_one_magnitude():
-    scaler = jls.types.MagnitudeScaler(jls.static(8.0).init, keep)
+    scaler = jls.types.LossScaler(jls.static(8.0).init, keep, "max_abs")
     optimizer = jls.loss_scaled(optax.sgd(0.5), scaler, axis_name="i")
     params = jnp.ones(2)
 

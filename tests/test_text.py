@@ -16,8 +16,8 @@ import jls
         (
             jls.dynamic(growth_interval=100, min_scale=2.0**-14),
             "dynamic(init_scale=2**15, growth_factor=2, backoff_factor=0.5, "
-            "min_scale=2**-14, max_scale=2**24, growth_interval=100, "
-            "backoff_interval=1, consecutive=True)",
+            "growth_interval=100, backoff_interval=1, min_scale=2**-14, "
+            "max_scale=2**24, consecutive=True)",
         ),
         (jls.static(48), "static(loss_scale=48)"),
         (jls.static(jnp.float32(2.0**20)), "static(loss_scale=2**20)"),
@@ -25,7 +25,7 @@ import jls
         (
             jls.presets.deepspeed(),
             "deepspeed(init_scale=2**16, growth_factor=2, backoff_factor=0.5, "
-            "min_scale=1, max_scale=2**126, growth_interval=1000, hysteresis=2, "
+            "growth_interval=1000, hysteresis=2, min_scale=1, max_scale=2**126, "
             "refill='growth')",
         ),
         (
@@ -46,7 +46,7 @@ import jls
             "LossScaledState(inner_state=..., scaler_state=ScalerState("
             "loss_scale=2**15, finite_count=0, nonfinite_count=0), applied=False, "
             "steps=0, skips=0, consecutive_skips=0, nonfinite_losses=0, "
-            "nonfinite_updates=0, skip_reason=0)",
+            "nonfinite_updates=0, last_skip_reason=0)",
         ),
     ],
 )
@@ -81,7 +81,7 @@ def test_repr_does_no_harm_to_what_is_no_scalar_in_memory(state):
 
 def test_scaler_of_a_user_prints_its_functions():
     scaler = jls.types.LossScaler(jls.static().init, max)
-    assert repr(scaler).endswith("adjust=<built-in function max>)")
+    assert repr(scaler).endswith("adjust=<built-in function max>, sees='finite')")
     assert repr(scaler).startswith("LossScaler(init=")
     assert "loss_scale=1.0" in repr(scaler)
     assert repr(jls.types.LossScaler(min, max)).startswith("LossScaler(init=<built-in")

@@ -132,7 +132,7 @@ def test_nested_wrappers_are_refused_at_init(wrapper):
         (
             (optax.sgd(0.5), 8.0),
             {},
-            "scaler must be a jls.types.LossScaler or .* got float 8.0",
+            r"scaler must be a jls.types.LossScaler, .*static\(8.0\), got float 8.0",
         ),
         ((optax.sgd(0.5), jls.dynamic), {}, "scaler must be a jls.types.LossScaler"),
         ((optax.sgd(0.5),), {"check_updates": 1}, "check_updates must be True, False"),

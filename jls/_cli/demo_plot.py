@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from jls._cli.demo_report import CONFIGURATIONS, Runs, percent
-from jls._monitor.history_plot import BLUE, RED
+from jls._report.history_plot import BLUE, RED
 from jls._text import format_scale
 
 # Okabe and Ito's colours, and line styles too: clear to every eye and in print.

@@ -61,7 +61,7 @@ from jls._monitor.check_runs import (
 )
 from jls._text import format_scale
 from jls._tree import is_array, is_extended, is_inexact
-from jls._types import JUDGED_FIELDS, SpikeState
+from jls._types import SIGNALS, SpikeState
 
 HUGE = 2.0**126  # the largest scale that `jls.set_loss_scale` takes
 
@@ -364,13 +364,14 @@ class Audit:
             self.findings.leave_out(code, "the spike policy is not one of jls")
             return
         values = {name: as_numpy(after[i]).astype(np.float32) for name, i in at.items()}
-        loss, norm, seen = (values[x] for x in ("judged_loss", "judged_norm", "seen"))
+        seen, last = values["seen"], values["value"]
         if seen.shape[-1] < 2:
             self.findings.leave_out(code, "the limits of the spike policy are constant")
             return
         if not np.all(values["tokens"] > 0):
             self.findings.leave_out(code, "the spike policy has no budget left, or 0")
             return
+        loss, norm = (last[..., SIGNALS.index(name)] for name in ("loss", "norm"))
         if not np.all(norm > 0) or not self.runner.counted(
             self.base.right, scale, "steps"
         ):
@@ -388,12 +389,9 @@ class Audit:
         run = self._try(leaves, "a window of far lower losses and norms", of=[code])
         if run is None:
             return
-        judged = {name: as_numpy(run.after[at[name]]) for name in JUDGED_FIELDS}
-        is_over = any(
-            np.any(judged[f"judged_{name}"] > judged[f"limit_{name}"])
-            for name in ("loss", "norm")
-        )
-        if not is_over and np.any(judged["limit_norm"] < np.inf):
+        value, limit = (as_numpy(run.after[at[name]]) for name in ("value", "limit"))
+        has_limit = np.any(limit[..., SIGNALS.index("norm")] < np.inf)
+        if has_limit and not np.any(value > limit):
             self.findings.leave_out(code, "no loss or norm is far enough above others")
         elif not self.runner.counted(run, scale, "spikes"):
             self.findings.add(

@@ -25,8 +25,18 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from jls import _validate
-from jls._scalers.rule import is_due, move, start_at
-from jls._text import format_fields, format_record
+from jls._scalers.rule import (
+    BACKOFF_FACTOR,
+    GROWTH_FACTOR,
+    INIT_SCALE,
+    MAX_SCALE,
+    MIN_SCALE,
+    is_due,
+    make,
+    move,
+    start_at,
+)
+from jls._text import format_numbers, format_record
 from jls._tree import as_flag
 from jls._types import LossScaler, exportable
 
@@ -47,7 +57,7 @@ class AdaptiveState(NamedTuple):
     rung: Array  # i32[]  of the ladder: 0 is the foot, i the i-th of `intervals`
 
     def __repr__(self) -> str:
-        return format_record("AdaptiveState", **format_fields(self, self._fields))
+        return format_record("AdaptiveState", **format_numbers(self._asdict()))
 
 
 def adaptive_init(init_scale: ArrayLike, init_rung: ArrayLike) -> AdaptiveState:
@@ -87,14 +97,14 @@ def adaptive_adjust(
 
 
 def adaptive(
-    init_scale: float = 2.0**15,
+    init_scale: float = INIT_SCALE,
     *,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
+    growth_factor: float = GROWTH_FACTOR,
+    backoff_factor: float = BACKOFF_FACTOR,
     intervals: Iterable[int] = (20, 30, 40, 50, 100, 200, 500, 1000),
     init_interval: int | None = None,
-    min_scale: float = 1.0,
-    max_scale: float = 2.0**24,
+    min_scale: float = MIN_SCALE,
+    max_scale: float = MAX_SCALE,
 ) -> LossScaler[AdaptiveState]:
     """Returns a scaler that grows often while the scale is being found, rarely later.
 
@@ -137,18 +147,16 @@ def adaptive(
     References:
       AdaptiveLossScaleUpdateCell of MindFormers.
     """
-    first_scale, hyperparameters = _validate.hyperparameters(
+    steps = _check_intervals(intervals)
+    rung = 1 if init_interval is None else 1 + _position(init_interval, steps)
+    return make(
+        Partial(adaptive_init, init_rung=rung),
+        Partial(adaptive_adjust, intervals=steps),
         init_scale=init_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         min_scale=min_scale,
         max_scale=max_scale,
-    )
-    steps = _check_intervals(intervals)
-    rung = 1 if init_interval is None else 1 + _position(init_interval, steps)
-    return LossScaler(
-        Partial(adaptive_init, init_scale=first_scale, init_rung=rung),
-        Partial(adaptive_adjust, intervals=steps, **hyperparameters),
     )
 
 

@@ -19,8 +19,20 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from jls import _validate
-from jls._scalers.rule import after_step, f32, grow, start_at
-from jls._types import MagnitudeScaler, ScalerState
+from jls._scalers.rule import (
+    BACKOFF_FACTOR,
+    GROWTH_FACTOR,
+    GROWTH_INTERVAL,
+    INIT_SCALE,
+    MAX_SCALE,
+    MIN_SCALE,
+    after_step,
+    f32,
+    grow,
+    make,
+    start_at,
+)
+from jls._types import LossScaler, ScalerState
 
 
 def cautious_adjust(
@@ -39,17 +51,17 @@ def cautious_adjust(
 
 
 def cautious(
-    init_scale: float = 2.0**15,
+    init_scale: float = INIT_SCALE,
     *,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 2000,
+    growth_factor: float = GROWTH_FACTOR,
+    backoff_factor: float = BACKOFF_FACTOR,
+    growth_interval: int = GROWTH_INTERVAL,
     backoff_interval: int = 1,
-    min_scale: float = 1.0,
-    max_scale: float = 2.0**24,
+    min_scale: float = MIN_SCALE,
+    max_scale: float = MAX_SCALE,
     headroom: float = 1.0,
     dtype: Any = jnp.float16,
-) -> MagnitudeScaler[ScalerState]:
+) -> LossScaler[ScalerState]:
     """Returns a scaler like `jls.dynamic` that does not grow into an overflow.
 
     It grows after `growth_interval` consecutive steps, each of which would have been
@@ -73,8 +85,8 @@ def cautious(
       dtype: the dtype of the backward pass: floating point, of 8 to 32 bits.
 
     Returns:
-      A `jls.types.MagnitudeScaler`, whose `adjust(state, max_abs)` takes `jls.max_abs`
-      of the true gradients.
+      A `jls.types.LossScaler` that sees "max_abs": its `adjust(state, max_abs)` takes
+      `jls.max_abs` of the true gradients.
 
     Raises:
       TypeError, ValueError: see `jls.dynamic` and `jls.suggest_scale`.
@@ -90,7 +102,10 @@ def cautious(
       8.0
       16.0
     """
-    first_scale, hyperparameters = _validate.hyperparameters(
+    return make(
+        start_at,
+        Partial(cautious_adjust, limit=_validate.limit(headroom, dtype)),
+        sees="max_abs",
         init_scale=init_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
@@ -98,9 +113,4 @@ def cautious(
         backoff_interval=backoff_interval,
         min_scale=min_scale,
         max_scale=max_scale,
-    )
-    hyperparameters["limit"] = _validate.limit(headroom, dtype)
-    return MagnitudeScaler(
-        Partial(start_at, init_scale=first_scale),
-        Partial(cautious_adjust, **hyperparameters),
     )

@@ -22,11 +22,21 @@ Differs from other systems in:
 """
 
 from jax import Array
-from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from jls import _validate
-from jls._scalers.rule import after_step, start_at, switch
+from jls._scalers.rule import (
+    BACKOFF_FACTOR,
+    GROWTH_FACTOR,
+    GROWTH_INTERVAL,
+    INIT_SCALE,
+    MAX_SCALE,
+    MIN_SCALE,
+    after_step,
+    make,
+    start_at,
+    switch,
+)
 from jls._tree import as_flag
 from jls._types import LossScaler, ScalerState
 
@@ -44,15 +54,15 @@ def dynamic_adjust(
 
 
 def dynamic(
-    init_scale: float = 2.0**15,
+    init_scale: float = INIT_SCALE,
     *,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 2000,
+    growth_factor: float = GROWTH_FACTOR,
+    backoff_factor: float = BACKOFF_FACTOR,
+    growth_interval: int = GROWTH_INTERVAL,
     backoff_interval: int = 1,
     consecutive: bool = True,
-    min_scale: float = 1.0,
-    max_scale: float = 2.0**24,
+    min_scale: float = MIN_SCALE,
+    max_scale: float = MAX_SCALE,
 ) -> LossScaler[ScalerState]:
     """Returns a scaler that grows the loss scale and backs off after an overflow.
 
@@ -100,7 +110,10 @@ def dynamic(
       Micikevicius et al., Mixed Precision Training, ICLR 2018, arXiv:1710.03740,
       section 3.2. The names are those of torch.amp.GradScaler.
     """
-    first_scale, hyperparameters = _validate.hyperparameters(
+    consecutive = _validate.flag("consecutive", consecutive)
+    return make(
+        start_at,
+        switch(dynamic_adjust, consecutive=consecutive),
         init_scale=init_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
@@ -108,9 +121,4 @@ def dynamic(
         backoff_interval=backoff_interval,
         min_scale=min_scale,
         max_scale=max_scale,
-    )
-    consecutive = _validate.flag("consecutive", consecutive)
-    return LossScaler(
-        Partial(start_at, init_scale=first_scale),
-        Partial(switch(dynamic_adjust, consecutive=consecutive), **hyperparameters),
     )

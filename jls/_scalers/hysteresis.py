@@ -23,11 +23,22 @@ from typing import Literal, get_args
 
 import jax.numpy as jnp
 from jax import Array
-from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from jls import _validate
-from jls._scalers.rule import count_up, is_due, move, start_at, switch
+from jls._scalers.rule import (
+    BACKOFF_FACTOR,
+    GROWTH_FACTOR,
+    INIT_SCALE,
+    MAX_SCALE,
+    MIN_SCALE,
+    count_up,
+    is_due,
+    make,
+    move,
+    start_at,
+    switch,
+)
 from jls._tree import as_flag
 from jls._types import LossScaler, ScalerState
 
@@ -57,15 +68,15 @@ def hysteresis_adjust(
 
 
 def hysteresis(
-    init_scale: float = 2.0**15,
+    init_scale: float = INIT_SCALE,
     *,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
+    growth_factor: float = GROWTH_FACTOR,
+    backoff_factor: float = BACKOFF_FACTOR,
     growth_interval: int = 1000,
     hysteresis: int = 2,
     refill: Refill = "growth",
-    min_scale: float = 1.0,
-    max_scale: float = 2.0**24,
+    min_scale: float = MIN_SCALE,
+    max_scale: float = MAX_SCALE,
 ) -> LossScaler[ScalerState]:
     """Returns a scaler that tolerates a few non-finite steps before it backs off.
 
@@ -106,7 +117,9 @@ def hysteresis(
       2.0
     """
     refill = _validate.choice("refill", refill, get_args(Refill))
-    first_scale, hyperparameters = _validate.hyperparameters(
+    return make(
+        start_at,
+        switch(hysteresis_adjust, refill=refill),
         init_scale=init_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
@@ -114,8 +127,4 @@ def hysteresis(
         hysteresis=hysteresis,
         min_scale=min_scale,
         max_scale=max_scale,
-    )
-    return LossScaler(
-        Partial(start_at, init_scale=first_scale),
-        Partial(switch(hysteresis_adjust, refill=refill), **hyperparameters),
     )

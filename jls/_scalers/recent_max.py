@@ -30,9 +30,17 @@ from jax.typing import ArrayLike
 
 from jls import _validate
 from jls._bits import INF
-from jls._scalers.rule import f32, is_due
-from jls._text import format_fields, format_record
-from jls._types import MagnitudeScaler, exportable
+from jls._scalers.rule import (
+    BACKOFF_FACTOR,
+    GROWTH_INTERVAL,
+    MAX_SCALE,
+    MIN_SCALE,
+    f32,
+    is_due,
+    make,
+)
+from jls._text import format_numbers, format_record
+from jls._types import LossScaler, exportable
 
 
 @exportable
@@ -52,7 +60,7 @@ class RecentMaxState(NamedTuple):
     overflow_ceiling: Array  # f32[]  the ceiling that overflows have left
 
     def __repr__(self) -> str:
-        return format_record("RecentMaxState", **format_fields(self, self._fields))
+        return format_record("RecentMaxState", **format_numbers(self._asdict()))
 
 
 def recent_max_init(init_scale: ArrayLike) -> RecentMaxState:
@@ -116,13 +124,13 @@ def recent_max(
     init_scale: float = 1.0,
     *,
     window: int = 100,
-    growth_interval: int = 2000,
-    backoff_factor: float = 0.5,
-    min_scale: float = 1.0,
-    max_scale: float = 2.0**24,
+    growth_interval: int = GROWTH_INTERVAL,
+    backoff_factor: float = BACKOFF_FACTOR,
+    min_scale: float = MIN_SCALE,
+    max_scale: float = MAX_SCALE,
     headroom: float = 2.0,
     dtype: Any = jnp.float16,
-) -> MagnitudeScaler[RecentMaxState]:
+) -> LossScaler[RecentMaxState]:
     """Returns a scaler that sets the loss scale from recent gradient maxima.
 
     The scale is what `jls.suggest_scale` would propose, at the same headroom, for the
@@ -155,9 +163,9 @@ def recent_max(
       dtype: the dtype of the backward pass: floating point, of 8 to 32 bits.
 
     Returns:
-      A `jls.types.MagnitudeScaler`, whose `adjust(state, max_abs)` takes `jls.max_abs`
-      of the true gradients. The scale is a power of two if `init_scale`, bounds and
-      factor are.
+      A `jls.types.LossScaler` that sees "max_abs": its `adjust(state, max_abs)` takes
+      `jls.max_abs` of the true gradients. The scale is a power of two if `init_scale`,
+      bounds and factor are.
 
     Raises:
       TypeError: if a number is not real, an interval not an integer, or `dtype`
@@ -179,18 +187,14 @@ def recent_max(
       Kuchaiev et al., Mixed-Precision Training for NLP and Speech Recognition with
       OpenSeq2Seq, 2018, arXiv:1805.10387, for the idea.
     """
-    scales = _validate.ascending(
-        min_scale=min_scale, init_scale=init_scale, max_scale=max_scale
-    )
-    hyperparameters = {
-        "window": _validate.interval("window", window),
-        "growth_interval": _validate.interval("growth_interval", growth_interval),
-        "backoff_factor": _validate.lowering_factor("backoff_factor", backoff_factor),
-        "min_scale": scales["min_scale"],
-        "max_scale": scales["max_scale"],
-        "limit": _validate.limit(headroom, dtype),
-    }
-    return MagnitudeScaler(
-        Partial(recent_max_init, init_scale=scales["init_scale"]),
-        Partial(recent_max_adjust, **hyperparameters),
+    return make(
+        recent_max_init,
+        Partial(recent_max_adjust, limit=_validate.limit(headroom, dtype)),
+        sees="max_abs",
+        init_scale=init_scale,
+        window=window,
+        growth_interval=growth_interval,
+        backoff_factor=backoff_factor,
+        min_scale=min_scale,
+        max_scale=max_scale,
     )

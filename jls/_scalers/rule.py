@@ -1,14 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scalers share: the first state, growth and backoff, counts, switches."""
+"""What the scalers share: defaults, checks, the first state, growth and backoff."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
+from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
-from jls._types import ScalerState, Switched
+from jls import _validate
+from jls._types import LossScaler, ScalerState, Sees, StateT, Switched
+
+# What the factories of jls start from, unless they say otherwise.
+INIT_SCALE, MIN_SCALE, MAX_SCALE = 2.0**15, 1.0, 2.0**24
+GROWTH_FACTOR, BACKOFF_FACTOR = 2.0, 0.5
+GROWTH_INTERVAL = 2000
+
+_FACTORS = {
+    "growth_factor": _validate.raising_factor,
+    "backoff_factor": _validate.lowering_factor,
+}
+
+
+def make(
+    init: Callable[..., StateT],
+    adjust: Callable[..., StateT],
+    *,
+    sees: Sees = "finite",
+    init_scale: Any,
+    min_scale: Any,
+    max_scale: Any,
+    **others: Any,
+) -> LossScaler[StateT]:
+    """Returns a scaler of the arguments that users gave, or an error of the first bad.
+
+    Args:
+      init: takes `init_scale`, the first loss scale.
+      adjust: takes all other arguments as hyperparameters. Both may be a `Partial` that
+        has others bound.
+      sees: what else `adjust` takes.
+      init_scale: in [min_scale, max_scale].
+      min_scale: a loss scale.
+      max_scale: a loss scale.
+      **others: factors, by the names that they have in every scaler, and intervals.
+    """
+    factors = {name: others.pop(name) for name in _FACTORS if name in others}
+    factors = {name: _FACTORS[name](name, value) for name, value in factors.items()}
+    scales = _validate.ascending(
+        min_scale=min_scale, init_scale=init_scale, max_scale=max_scale
+    )
+    first_scale = scales.pop("init_scale")
+    intervals = {
+        name: _validate.interval(name, value) for name, value in others.items()
+    }
+    return LossScaler(
+        _bind(init, init_scale=first_scale),
+        _bind(adjust, **factors, **intervals, **scales),
+        sees,
+    )
+
+
+def _bind(function: Callable[..., Any], **more: Any) -> Partial:
+    """Binds hyperparameters beside those that are bound already.
+
+    A `Partial` around a `Partial` would hide the inner one's leaves.
+    """
+    if isinstance(function, Partial):
+        return Partial(function.func, **more, **function.keywords)
+    return Partial(function, **more)
 
 
 def switch(func: Callable[..., Any], **switches: Any) -> Switched:

@@ -17,7 +17,14 @@ from jls._state import (
 from jls._step import update_and_apply
 from jls._train.plain import restore, trainable
 from jls._train.rates import Rates, learning_rates
-from jls._types import LossScaledState, SkipReason, SpikeState, StepReport
+from jls._types import (
+    SIGNALS,
+    LossScaledState,
+    SkipReason,
+    SpikeState,
+    StepReport,
+    judged,
+)
 
 
 def apply_gradients(
@@ -103,7 +110,8 @@ def apply_and_report(
     )
     after = inner_wrapper_state(new_opt_state)
     count = _applied_before(opt_state, before)
-    judged = after.spike_state if isinstance(after.spike_state, SpikeState) else None
+    policy = after.spike_state
+    limits = judged(policy) if isinstance(policy, SpikeState) else {}
     report = StepReport(
         loss=extra.get("value"),
         skipped=~after.applied,
@@ -114,9 +122,10 @@ def apply_and_report(
         size=None,
         dropped=jnp.zeros((), jnp.int32),
         aux=None,
-        skip_reason=jnp.where(after.applied, SkipReason.NONE.value, after.skip_reason),
-        limit_loss=judged and judged.limit_loss,
-        limit_norm=judged and judged.limit_norm,
+        skip_reason=jnp.where(
+            after.applied, SkipReason.NONE.value, after.last_skip_reason
+        ),
+        **{f"limit_{name}": limits.get(f"limit_{name}") for name in SIGNALS},
     )
     return new_params, new_opt_state, report
 

@@ -15,7 +15,6 @@ from jls.types import (
     LeafReport,
     LossScaledState,
     LossScaler,
-    MagnitudeScaler,
     NonfiniteReport,
     RecentMaxState,
     ScalerState,
@@ -37,7 +36,7 @@ assert_type(scaler, LossScaler[ScalerState])
 assert_type(jls.static(128.0), LossScaler[StaticState])
 assert_type(jls.hysteresis(refill="finite"), LossScaler[ScalerState])
 assert_type(jls.adaptive(intervals=(20, 30)).init(), AdaptiveState)
-assert_type(jls.cautious(headroom=2.0), MagnitudeScaler[ScalerState])
+assert_type(jls.cautious(headroom=2.0), LossScaler[ScalerState])
 assert_type(jls.recent_max().init(), RecentMaxState)
 assert_type(jls.presets.torch().hyperparameters, dict[str, Any])
 state = scaler.init()
@@ -64,7 +63,7 @@ assert_type(opt_state, LossScaledState)
 assert_type(opt_state.skips, jax.Array)
 updates, opt_state = optimizer.update(params, opt_state, params, value=batch.sum())
 assert_type(opt_state.applied, jax.Array)
-reason: SkipReason = SkipReason(opt_state.skip_reason.item())
+reason: SkipReason = SkipReason(opt_state.last_skip_reason.item())
 averaged = optax.chain(optax.adamw(3e-4), jls.params_ema(0.999, debias=False))
 assert_type(jls.params_ema(lambda n: n / 9), optax.GradientTransformationExtraArgs)
 average: Params = jls.eval_params(averaged.init(params))

@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 
 from jls._state import find, find_scaler_states, is_wrapper_state, no_loss_scale
 from jls._tree import read_variables
-from jls._types import logged_fields
+from jls._types import SpikeState, judged, logged
 
 
 def check_in_sync(state: Any) -> None:
@@ -59,11 +59,14 @@ def _scalars(state: Any) -> dict[str, Array]:
     found = {}
     for path, node in find(state, is_wrapper_state):
         wrapper = read_variables(node)
-        for name in logged_fields(wrapper):
-            found[f"{path}.{name}"] = getattr(wrapper, name)
+        for name, leaf in logged(wrapper).items():
+            found[f"{path}.{name}"] = leaf
         flat, _ = jax.tree_util.tree_flatten_with_path(wrapper.spike_state)
         for end, leaf in flat:
             found[f"{path}.spike_state{jax.tree_util.keystr(end)}"] = leaf
+        if isinstance(wrapper.spike_state, SpikeState):
+            for name, leaf in judged(wrapper.spike_state).items():
+                found[f"{path}.spike_state.{name}"] = leaf
     for path, node in find_scaler_states(state):
         for name, leaf in read_variables(node)._asdict().items():
             found[f"{path}.{name}"] = leaf

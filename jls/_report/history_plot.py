@@ -19,7 +19,7 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
-from jls._monitor.record import Columns, column, moves, skip_counts, spike_counts
+from jls._report.record import Columns, column, moves, skip_counts, spike_counts
 from jls._text import format_scale
 
 # Okabe and Ito's colours; the marks differ in shape too, for print in grey.

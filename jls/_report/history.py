@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from jls._monitor.record import (
+from jls._report.record import (
     Columns,
     Number,
     as_array,
@@ -214,7 +214,7 @@ class History:
           ['loss', 'loss scale']
         """
         try:
-            from jls._monitor.history_plot import plot
+            from jls._report.history_plot import plot
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] != "matplotlib":
                 raise

@@ -10,7 +10,7 @@ from reference_rounding import FATES, NARROW, fates, float32_of_every_kind
 from shared import assert_identical
 
 import jls
-from jls._monitor import underflow
+from jls._report import underflow
 
 POWERS = [2.0**k for k in (-126, -125, -100, -20, 0, 10, 15, 24, 100, 125, 126)]
 OTHERS = [3.0, 1 / 3, 1000.1, 65504.0, 1.1e-30, 7e37]

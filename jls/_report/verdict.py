@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which verdict the facts of a run lead to, and what it says to a newcomer.
 
-`TABLE` has the verdicts in the order in which they are tried: the first that holds is
-given.
+Below, each verdict is one function: the decorator says when it holds, the body is its
+sentence. They are tried from top to bottom, and the first that holds is given.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, get_args
 
 from jls._text import format_scale
-from jls._types import SkipReason
+from jls._types import SIGNALS, SkipReason
 
+# In the order in which they are tried.
 Verdict = Literal[
     "poisoned",
     "bad scale",
@@ -32,39 +33,46 @@ Verdict = Literal[
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 
+class Small(NamedTuple):
+    """How many of the gradients are too small for a dtype."""
+
+    small: float  # the share below the smallest normal number, once scaled
+    all_zero: bool  # every gradient is
+    suggested_scale: float
+    dtype: str
+
+
+class PolicyFacts(NamedTuple):
+    """What `jls.spikes` and the presets like it know beside the metrics."""
+
+    tokens: float
+    steady_share: float
+    loss_never_given: bool
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of a run; None if not looked at."""
+    """What is known of a run; None if not looked at.
 
-    loss_scale: float
+    A metric of the run has its name as an index: `facts.skips`.
+    """
+
+    metrics: Mapping[str, Any]  # what `jls.host_metrics` returns
     is_static: bool
     min_scale: float | None
     max_scale: float | None
-    applied: bool
-    steps: int
-    skips: int
-    consecutive_skips: int
-    nonfinite_losses: int
-    nonfinite_updates: int
-    skip_reason: SkipReason
     all_leaves_nonfinite: bool = False  # of the gradients of the last skipped step
     nonfinite_leaves: list[str] | None = None  # of the last skipped step, by name
     poisoned_leaves: dict[str, list[str]] | None = None  # names by the tree they are in
     is_nnx: bool = False  # the state or the parameters are those of an NNX model
-    small: float | None = None  # share of the gradients below the smallest normal
-    all_zero: bool | None = None  # every gradient is
-    suggested_scale: float | None = None
-    dtype: str | None = None  # in which `small` was counted
-    spikes: int | None = None  # steps skipped by a spike policy
-    # Of the state of `jls.spikes` and presets:
-    spikes_found: int | None = None  # skipped or let through
-    judged_loss: float = 0.0
-    limit_loss: float = math.inf
-    judged_norm: float = 0.0
-    limit_norm: float = math.inf
-    tokens: float = math.inf
-    steady_share: float = 1.0
-    loss_never_given: bool = False
+    small: Small | None = None
+    policy: PolicyFacts | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """The metric of that name."""
+        if name not in self.metrics:
+            raise AttributeError(f"no fact or metric is called {name}")
+        return self.metrics[name]
 
     @property
     def poisoned(self) -> bool:
@@ -77,10 +85,35 @@ class Facts:
         return self.consecutive_skips > 0
 
     @property
+    def skipped_for(self) -> SkipReason | None:
+        """Why the last step was skipped; NONE if a checkpoint does not say it."""
+        return self.last_skip_reason if self.skipped else None
+
+    @property
     def overflowed(self) -> bool:
-        """Whether it was skipped for what a lower scale may cure."""
-        others = SkipReason.LOSS, SkipReason.UPDATES, SkipReason.SPIKE
-        return self.skipped and self.skip_reason not in others
+        """Whether the last step was skipped for what a lower scale may cure."""
+        return self.skipped_for in (SkipReason.GRADIENTS, SkipReason.NONE)
+
+    @property
+    def moves(self) -> bool:
+        """Whether the loss scale can."""
+        return not self.is_static
+
+    @property
+    def is_at_floor(self) -> bool:
+        return self.min_scale is not None and self.loss_scale <= self.min_scale
+
+    @property
+    def is_at_ceiling(self) -> bool:
+        return self.max_scale is not None and self.loss_scale >= self.max_scale
+
+    @property
+    def is_spiking(self) -> bool:
+        """Whether more steps are spikes than in a steady run, by more than chance."""
+        if self.policy is None:
+            return False
+        found = self.spikes_found
+        return found - 2 * math.sqrt(found) > self.policy.steady_share * self.steps
 
     @property
     def scale(self) -> str:
@@ -95,6 +128,29 @@ class Limits(NamedTuple):
     small: float
 
 
+class Row(NamedTuple):
+    """A verdict: when it holds, and what it says."""
+
+    verdict: Verdict
+    holds: Callable[[Facts, Limits], bool]
+    sentence: Callable[[Facts], str]
+
+
+TABLE: list[Row] = []
+
+
+def _verdict(
+    name: Verdict, holds: Callable[[Facts, Limits], bool]
+) -> Callable[[Callable[[Facts], str]], Callable[[Facts], str]]:
+    """Appends a verdict to the table, with the decorated function as its sentence."""
+
+    def append(sentence):
+        TABLE.append(Row(name, holds, sentence))
+        return sentence
+
+    return append
+
+
 def judge(facts: Facts, limits: Limits) -> tuple[Verdict, str]:
     """The first verdict of the table that holds, and its sentence."""
     row = next(row for row in TABLE if row.holds(facts, limits))
@@ -102,9 +158,8 @@ def judge(facts: Facts, limits: Limits) -> tuple[Verdict, str]:
     bad = facts.nonfinite_leaves
     # A loss that is not finite spoils all gradients, and what is poisoned is not a
     # gradient: their names would say nothing.
-    others = SkipReason.LOSS, SkipReason.SPIKE
-    are_to_blame = facts.skip_reason not in others and row.verdict != "poisoned"
-    if bad and facts.skipped and are_to_blame:
+    others = None, SkipReason.LOSS, SkipReason.SPIKE
+    if bad and facts.skipped_for not in others and row.verdict != "poisoned":
         sentence += f". Not finite: {_some(bad)}"
     return row.verdict, sentence if sentence.endswith("?") else f"{sentence}."
 
@@ -133,6 +188,7 @@ _POISON = {
 }
 
 
+@_verdict("poisoned", lambda f, _: f.poisoned)
 def _poisoned(facts: Facts) -> str:
     found = {
         tree: names for tree, names in (facts.poisoned_leaves or {}).items() if names
@@ -148,6 +204,7 @@ def _poisoned(facts: Facts) -> str:
     )
 
 
+@_verdict("bad scale", lambda f, _: not 0 < f.loss_scale < math.inf)
 def _bad_scale(facts: Facts) -> str:
     return (
         f"the loss scale is {facts.scale}, but must be finite and above 0. Set it with "
@@ -157,8 +214,9 @@ def _bad_scale(facts: Facts) -> str:
     )
 
 
+@_verdict("stalled", lambda f, m: f.consecutive_skips > m.consecutive_skips)
 def _stalled(facts: Facts) -> str:
-    reason = facts.skip_reason
+    reason = facts.last_skip_reason
     lowers = facts.is_static and facts.loss_scale > 1
     over = _over(facts)
     if reason == SkipReason.GRADIENTS and lowers:
@@ -194,6 +252,7 @@ def _stalled(facts: Facts) -> str:
     )
 
 
+@_verdict("non-finite loss", lambda f, _: f.skipped_for == SkipReason.LOSS)
 def _nonfinite_loss(facts: Facts) -> str:
     return (
         "the forward loss of the last step was inf or NaN, which no loss scale can "
@@ -202,6 +261,7 @@ def _nonfinite_loss(facts: Facts) -> str:
     )
 
 
+@_verdict("non-finite update", lambda f, _: f.skipped_for == SkipReason.UPDATES)
 def _nonfinite_update(facts: Facts) -> str:
     return (
         "the gradients of the last step were finite, but the optimizer turned them "
@@ -211,6 +271,7 @@ def _nonfinite_update(facts: Facts) -> str:
     )
 
 
+@_verdict("at floor", lambda f, _: f.overflowed and f.moves and f.is_at_floor)
 def _at_floor(facts: Facts) -> str:
     return (
         "the last step's gradients were inf or NaN, and the loss scale of "
@@ -235,7 +296,7 @@ def _other_causes(facts: Facts) -> str:
 def _untold_loss(facts: Facts) -> str:
     """A NaN loss that was not told looks like gradients that are all bad."""
     looks_so = (
-        facts.skip_reason == SkipReason.GRADIENTS
+        facts.last_skip_reason == SkipReason.GRADIENTS
         and facts.nonfinite_losses == 0
         and facts.all_leaves_nonfinite
     )
@@ -247,6 +308,7 @@ def _untold_loss(facts: Facts) -> str:
     )
 
 
+@_verdict("calibrating", lambda f, _: f.overflowed and f.moves and f.skips == f.steps)
 def _calibrating(facts: Facts) -> str:
     skipped = f"all {facts.steps} steps so far were skipped"
     if facts.steps == 1:
@@ -262,6 +324,7 @@ def _calibrating(facts: Facts) -> str:
     )
 
 
+@_verdict("spiking", lambda f, _: f.is_spiking)
 def _spiking(facts: Facts) -> str:
     return (
         f"{facts.spikes_found} of {_steps(facts)} were spikes, more than noise alone "
@@ -272,6 +335,7 @@ def _spiking(facts: Facts) -> str:
     )
 
 
+@_verdict("spike", lambda f, _: f.skipped_for == SkipReason.SPIKE)
 def _spike(facts: Facts) -> str:
     return (
         f"the last step was skipped: {_over(facts)} ({facts.spikes} of "
@@ -281,7 +345,7 @@ def _spike(facts: Facts) -> str:
 
 def _spent(facts: Facts) -> str:
     """Whether spikes are let through; a budget of 0 lets all through."""
-    if facts.tokens >= 1 or not facts.spikes:
+    if facts.policy is None or facts.policy.tokens >= 1 or not facts.spikes:
         return ""
     return (
         ". The budget is spent: spikes are let through for now, and the limit follows "
@@ -291,7 +355,7 @@ def _spent(facts: Facts) -> str:
 
 def _rare(facts: Facts) -> str:
     """Data that is rare and large may be skipped each time."""
-    if (facts.spikes or 0) < max(10, facts.steps / 100):
+    if facts.spikes < max(10, facts.steps / 100):
         return ""
     return (
         ". See whether these are always the same batches, from which nothing is then "
@@ -301,18 +365,19 @@ def _rare(facts: Facts) -> str:
 
 def _over(facts: Facts) -> str:
     """Which signal was over its limit, as far as it is known."""
-    signals = {
-        "loss": (facts.judged_loss, facts.limit_loss),
-        "gradient norm": (facts.judged_norm, facts.limit_norm),
-    }
-    texts = [
-        f"its {name} of {value:.4g} was over the limit of {limit:.4g}"
-        for name, (value, limit) in signals.items()
-        if value > limit
-    ]
+    texts = []
+    for signal in SIGNALS if facts.policy else ():
+        value, limit = (
+            facts.metrics[f"judged_{signal}"],
+            facts.metrics[f"limit_{signal}"],
+        )
+        if value > limit:
+            name = "gradient norm" if signal == "norm" else signal
+            texts.append(f"its {name} of {value:.4g} was over the limit of {limit:.4g}")
     return " and ".join(texts) or "the spike policy wanted it"
 
 
+@_verdict("recovering", lambda f, _: f.skipped)
 def _recovering(facts: Facts) -> str:
     if not facts.is_static:
         return (
@@ -330,31 +395,37 @@ def _recovering(facts: Facts) -> str:
     )
 
 
+@_verdict(
+    "underflow",
+    lambda f, m: bool(f.small) and (f.small.all_zero or f.small.small > m.small),
+)
 def _underflow(facts: Facts) -> str:
-    if facts.all_zero:
+    assert facts.small is not None, "the verdict needs it"
+    share, all_zero, suggested, dtype = facts.small
+    if all_zero:
         return (
-            "all gradients are 0. Either all of them were too small for "
-            f"{facts.dtype}, or the loss does not depend on the parameters: compute "
-            "them once in float32 to see which"
+            f"all gradients are 0. Either all of them were too small for {dtype}, or "
+            "the loss does not depend on the parameters: compute them once in float32 "
+            "to see which"
         )
     fact = (
-        f"{facts.small:.0%} of the gradients are too small for {facts.dtype} at the "
-        f"loss scale of {facts.scale}, and lose precision or vanish. "
+        f"{share:.0%} of the gradients are too small for {dtype} at the loss scale of "
+        f"{facts.scale}, and lose precision or vanish. "
     )
-    suggested = facts.suggested_scale or 0.0
     if suggested > facts.loss_scale:
         grow = ", or let the scaler grow sooner or further (growth_interval, max_scale)"
         return (
             f"{fact}jls.suggest_scale proposes {_format(suggested)}: set it with "
             f"jls.set_loss_scale{'' if facts.is_static else grow}"
         )
-    other = "use bfloat16, or " if facts.dtype != "bfloat16" else ""
+    other = "use bfloat16, or " if dtype != "bfloat16" else ""
     return (
         f"{fact}A larger scale leaves no room for the largest ones: {other}compute the "
         "part with the smallest ones in float32"
     )
 
 
+@_verdict("no step", lambda f, _: f.steps == 0)
 def _no_step(facts: Facts) -> str:
     if facts.is_nnx:
         lost = (
@@ -369,6 +440,7 @@ def _no_step(facts: Facts) -> str:
     )
 
 
+@_verdict("at ceiling", lambda f, _: f.moves and f.is_at_ceiling)
 def _at_ceiling(facts: Facts) -> str:
     never = (
         ". No step was ever skipped: were these gradients made by jls.value_and_grad?"
@@ -381,95 +453,20 @@ def _at_ceiling(facts: Facts) -> str:
     )
 
 
+@_verdict("ok", lambda f, _: True)
 def _ok(facts: Facts) -> str:
     low = facts.min_scale if facts.min_scale is not None else 1.0
     has_sunk = not facts.is_static and facts.loss_scale <= low
     hint = _untold_loss(facts) if has_sunk else ""
-    if facts.spikes_found:
+    if facts.policy and facts.spikes_found:
         counts = f"{facts.spikes_found} found, {facts.spikes} skipped"
         hint = f". Spikes: {counts}{_spent(facts)}{_rare(facts)}{hint}"
-    if facts.loss_never_given:
+    if facts.policy and facts.policy.loss_never_given:
         hint += (
             ". Spikes are judged by the gradient norm alone: pass value=loss to the "
             "optimizer's update to judge the loss too"
         )
     return f"{_skips(facts)}; the loss scale is {facts.scale}{hint}"
-
-
-def _is_at_floor(facts: Facts) -> bool:
-    return facts.min_scale is not None and facts.loss_scale <= facts.min_scale
-
-
-def _is_at_ceiling(facts: Facts) -> bool:
-    return facts.max_scale is not None and facts.loss_scale >= facts.max_scale
-
-
-def _is_spiking(facts: Facts) -> bool:
-    """Whether more steps are spikes than in a steady run, by more than chance."""
-    found = facts.spikes_found or 0
-    return found - 2 * math.sqrt(found) > facts.steady_share * facts.steps
-
-
-def _is_underflow(facts: Facts, limits: Limits) -> bool:
-    return bool(facts.all_zero) or (facts.small or 0.0) > limits.small
-
-
-class Row(NamedTuple):
-    """A verdict: when it holds, and what it says."""
-
-    verdict: Verdict
-    holds: Callable[[Facts, Limits], bool]
-    sentence: Callable[[Facts], str]
-
-
-TABLE = (
-    # A parameter, a moment or something carried is not finite.
-    Row("poisoned", lambda f, _: f.poisoned, _poisoned),
-    # No loss can be scaled by this.
-    Row("bad scale", lambda f, _: not 0 < f.loss_scale < math.inf, _bad_scale),
-    # Too many steps in a row were skipped.
-    Row("stalled", lambda f, m: f.consecutive_skips > m.consecutive_skips, _stalled),
-    # The last step was skipped for its forward loss, or for what the optimizer made.
-    Row(
-        "non-finite loss",
-        lambda f, _: f.skipped and f.skip_reason == SkipReason.LOSS,
-        _nonfinite_loss,
-    ),
-    Row(
-        "non-finite update",
-        lambda f, _: f.skipped and f.skip_reason == SkipReason.UPDATES,
-        _nonfinite_update,
-    ),
-    # The last step overflowed, and the scale can go no lower.
-    Row(
-        "at floor",
-        lambda f, _: f.overflowed and not f.is_static and _is_at_floor(f),
-        _at_floor,
-    ),
-    # No step was applied yet: the scale is on its way down.
-    Row(
-        "calibrating",
-        lambda f, _: f.overflowed and not f.is_static and f.skips == f.steps,
-        _calibrating,
-    ),
-    # More steps are spikes than chance can explain.
-    Row("spiking", lambda f, _: _is_spiking(f), _spiking),
-    # The last step was skipped for its loss or norm, which were finite.
-    Row(
-        "spike",
-        lambda f, _: f.skipped and f.skip_reason == SkipReason.SPIKE,
-        _spike,
-    ),
-    # The last step overflowed and the scale backed off.
-    Row("recovering", lambda f, _: f.skipped, _recovering),
-    # Too many of the gradients are too small for the scale.
-    Row("underflow", _is_underflow, _underflow),
-    # There is nothing to judge.
-    Row("no step", lambda f, _: f.steps == 0, _no_step),
-    # The scale can go no higher.
-    Row("at ceiling", lambda f, _: not f.is_static and _is_at_ceiling(f), _at_ceiling),
-    Row("ok", lambda f, _: True, _ok),
-)
 
 
 def _steps(facts: Facts) -> str:

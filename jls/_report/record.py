@@ -117,7 +117,10 @@ def skip_counts(columns: Columns) -> np.ndarray:
 def spike_counts(columns: Columns) -> np.ndarray:
     """How many of the skipped steps were skipped by a spike policy, as far as known."""
     skips = skip_counts(columns)
-    counts = np.where(column(columns, "skip_reason") == SkipReason.SPIKE, skips, 0)
+    # A report has the reason of its step, metrics that of the last skip.
+    names = "skip_reason", "last_skip_reason"
+    are_spikes = [column(columns, name) == SkipReason.SPIKE for name in names]
+    counts = np.where(np.any(are_spikes, axis=0), skips, 0)
     if "spikes" in columns:
         since = np.diff(column(columns, "spikes").astype(np.float64))
         counts[1:] = np.where(since >= 0, since, counts[1:])

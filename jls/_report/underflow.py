@@ -15,11 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jls import _validate
 from jls._bits import Edges, cuts, edges, is_finite, magnitudes, normalized
 from jls._reduce import count_true
+from jls._scalers.rule import INIT_SCALE
 from jls._state import check_scale, loss_scale
 from jls._tree import named_floats
 from jls._types import exportable
-
-_UNKNOWN = 2.0**15  # the `init_scale` of `jls.dynamic`
 
 
 @exportable
@@ -286,4 +285,4 @@ def _largest_fit(leaves: list[Any], first: int, exponent: int) -> Array:
     significand, leading = normalized(largest)
     power = exponent - 1 - leading - (significand >= first).astype(jnp.int32)
     scale = jnp.ldexp(jnp.float32(1.0), jnp.clip(power, -126, 126))
-    return jnp.where(largest == 0, jnp.float32(_UNKNOWN), scale)
+    return jnp.where(largest == 0, jnp.float32(INIT_SCALE), scale)

@@ -11,7 +11,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jls
-from jls._monitor.verdict import VERDICTS
+from jls._report.verdict import VERDICTS
 
 PARAMS = {"w": jnp.ones(2), "b": jnp.ones(1)}
 SCALER = jls.dynamic(8.0, growth_interval=2, min_scale=2.0, max_scale=32.0)
@@ -255,7 +255,7 @@ def test_a_scaler_of_ones_own_has_no_bounds(make_first):
 
 
 def test_a_reason_that_is_not_known_is_not_named():
-    state = after(".oo")._replace(skip_reason=jnp.int32(0))
+    state = after(".oo")._replace(last_skip_reason=jnp.int32(0))
     sentence = jls.health(state, max_consecutive_skips=1).sentence
     assert "2 steps were all skipped, and nothing is being learned" in sentence
 
@@ -382,7 +382,7 @@ def test_numbers_are_those_of_metrics_in_python():
     numbers = jls.health(state, PARAMS, optimizer=OPTIMIZER).numbers
     metrics = {name: value.item() for name, value in jls.metrics(state).items()}
     assert numbers == metrics | {
-        "skip_reason": jls.types.SkipReason.GRADIENTS,
+        "last_skip_reason": jls.types.SkipReason.GRADIENTS,
         "is_static": False,
         "poisoned": False,
         "poisoned_leaves": {"params": [], "opt_state": []},

@@ -13,10 +13,18 @@ from jax.core import Tracer
 
 from jls import _validate
 from jls._bits import edges
-from jls._monitor.nonfinite import select_names
-from jls._monitor.underflow import measure_small
-from jls._monitor.verdict import VERDICTS, Facts, Limits, Verdict, judge
 from jls._reduce import any_nan, finite_leaves
+from jls._report.nonfinite import select_names
+from jls._report.underflow import measure_small
+from jls._report.verdict import (
+    VERDICTS,
+    Facts,
+    Limits,
+    PolicyFacts,
+    Small,
+    Verdict,
+    judge,
+)
 from jls._scalers.static import is_static
 from jls._state import (
     concrete_wrapper_state_in,
@@ -29,7 +37,7 @@ from jls._tree import is_array, is_variable, named_floats
 from jls._types import (
     JlsWarning,
     LossScaledState,
-    Scaler,
+    LossScaler,
     SkipReason,
     SpikeState,
     StaticState,
@@ -127,16 +135,16 @@ def health(
       "recovering", "spike", "spiking", "at floor", "at ceiling", "underflow",
       "non-finite loss", "non-finite update", "bad scale", "stalled" and "poisoned";
       `sentence` says what it means and what to do; `numbers` holds what
-      `jls.host_metrics` returns
-      (`skip_reason` as a `jls.types.SkipReason`), whether the scale `is_static`, and
-      its bounds, which are None if they are not known; with `params` or `carried`, also
-      whether the run is `poisoned` and the `poisoned_leaves`, names in lists by the
-      tree that they are in ("params", "opt_state", "carried"); with `params`, also the
-      names of the `nonfinite_leaves` that caused the last skip; with `grads`, also the
-      share of `small` gradients in `dtype`, whether they are `all_zero`, and the
-      `suggested_scale`; under `jls.spikes` or a preset like it, also the `tokens` that
-      are left, the `steady_share` of spikes that no steady run exceeds, and whether the
-      loss was never given.
+      `jls.host_metrics` returns (`last_skip_reason` as a `jls.types.SkipReason`),
+      whether the scale `is_static`, and its bounds, which are None if they are not
+      known; with `params` or `carried`, also whether the run is `poisoned` and the
+      `poisoned_leaves`, names in lists by the tree that they are in ("params",
+      "opt_state", "carried"); with `params`, also the names of the `nonfinite_leaves`
+      that caused the last skip; with `grads`, also the share of `small` gradients in
+      `dtype`, whether they are `all_zero`, and the `suggested_scale`; under
+      `jls.spikes` or a preset like it, also the `tokens` that are left, the
+      `steady_share` of spikes that no steady run exceeds, and whether the loss was
+      never given.
 
     Raises:
       UnhealthyError: if the verdict is in `raise_if`.
@@ -183,30 +191,42 @@ def health(
     reached = _reached_in(optimizer, state, params, wrapper)
     scaler = reached.wrapper.scaler if reached else None
 
-    on_device: dict[str, Any] = dict(metrics(wrapper), leaves=wrapper.nonfinite_leaves)
     watched = _watch(params, wrapper.inner_state, carried)
-    on_device["bad"] = {tree: flags for tree, (_, flags) in watched.items()}
-    if grads is not None:
-        on_device |= measure_small(wrapper, grads, dtype)
-    on_device |= _observe_spikes(wrapper.spike_state)
-    numbers = jax.tree.map(lambda x: x.tolist(), jax.device_get(on_device))
-    numbers["skip_reason"] = SkipReason(numbers["skip_reason"])
-    flags, bad = numbers.pop("leaves"), numbers.pop("bad")
+    on_device = {
+        "metrics": metrics(wrapper),
+        "leaves": wrapper.nonfinite_leaves,
+        "bad": {tree: flags for tree, (_, flags) in watched.items()},
+        "small": {} if grads is None else measure_small(wrapper, grads, dtype),
+        "policy": _observe_spikes(wrapper.spike_state),
+    }
+    seen = jax.tree.map(lambda x: x.tolist(), jax.device_get(on_device))
+    counts, flags, small, policy = (
+        seen[name] for name in ("metrics", "leaves", "small", "policy")
+    )
+    counts["last_skip_reason"] = SkipReason(counts["last_skip_reason"])
+    known = _describe_scale(scaler, wrapper, counts["loss_scale"])
     if watched:
-        numbers["poisoned_leaves"] = {
-            tree: list(itertools.compress(names, bad[tree]))
+        known["poisoned_leaves"] = {
+            tree: list(itertools.compress(names, seen["bad"][tree]))
             for tree, (names, _) in watched.items()
         }
     if params is not None:
         names = reached.names if reached else named_floats(params)[0]
-        numbers["nonfinite_leaves"] = select_names(names, flags)
+        known["nonfinite_leaves"] = select_names(names, flags)
     if grads is not None:
-        numbers["dtype"] = jnp.dtype(dtype).name
-    numbers |= _describe_scale(scaler, wrapper, numbers["loss_scale"])
+        small["dtype"] = jnp.dtype(dtype).name
 
-    facts = Facts(**numbers, all_leaves_nonfinite=all(flags), is_nnx=is_nnx)
+    facts = Facts(
+        metrics=counts,
+        all_leaves_nonfinite=all(flags),
+        is_nnx=is_nnx,
+        small=Small(**small) if small else None,
+        policy=PolicyFacts(**policy) if policy else None,
+        **known,
+    )
     if watched:
-        numbers["poisoned"] = facts.poisoned
+        known["poisoned"] = facts.poisoned
+    numbers = counts | known | small | policy
     result = Health(*judge(facts, Limits(limit, max_small)), numbers)
     if result.verdict in raise_if:
         raise UnhealthyError(result)
@@ -335,7 +355,7 @@ def _reach(optimizer: Any, params: Any) -> list[Reached]:
 
 
 def _describe_scale(
-    scaler: Scaler | None, wrapper: LossScaledState, loss_scale: float
+    scaler: LossScaler | None, wrapper: LossScaledState, loss_scale: float
 ) -> dict[str, Any]:
     """Whether the scale can never move, and its bounds; None if they are not known."""
     static = isinstance(wrapper.scaler_state, StaticState)
