@@ -16,6 +16,7 @@
 #   _validate
 #   _types _reduce _bits _rollback _placement
 #   _tree _text
+#   _nnx
 
 # isort: off
 # The optimizer.

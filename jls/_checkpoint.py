@@ -30,11 +30,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls import _validate
+from jls._nnx import is_variable, read_variables, unbox
 from jls._placement import copy_like, own_buffers, place_like, place_scalars
 from jls._scalers.adaptive import AdaptiveState
 from jls._state import find, is_scaler_state, is_wrapper_state
 from jls._step import wrapper_of
-from jls._tree import common_dtype, is_array, is_concrete, is_variable, read_variables
+from jls._tree import common_dtype, is_array, is_concrete
 from jls._types import (
     FIELDS,
     LossScaledState,
@@ -300,7 +301,7 @@ def _translate(target: Any, saved: Any, parts: dict[str, Any]) -> dict[str, Any]
 def _renamed(kind: type, parts: dict[str, Any]) -> dict[str, Any]:
     """`parts` by the names of this version."""
     for new, (olds, convert) in RENAMED.get(kind, {}).items():
-        values = [_unbox(parts.get(old)) for old in olds]
+        values = [unbox(parts.get(old)) for old in olds]
         if all(map(is_array, values)):  # anything else is an error further on
             parts = {name: part for name, part in parts.items() if name not in olds}
             parts[new] = convert(*values)
@@ -310,20 +311,14 @@ def _renamed(kind: type, parts: dict[str, Any]) -> dict[str, Any]:
 def _was_static(saved: Any, parts: dict[str, Any]) -> bool:
     if hasattr(saved, "_fields"):  # an object, whose type says it
         return isinstance(saved, StaticState)
-    count = _unbox(parts.get("finite_count"))
+    count = unbox(parts.get("finite_count"))
     marked = is_array(count) and np.size(count) > 0 and np.all(np.asarray(count) == -2)
     return bool(marked) or set(parts) == {"loss_scale"}
 
 
-def _unbox(part: Any) -> Any:
-    """The leaf in an `nnx.Variable`, or in what Orbax makes of one."""
-    is_box = isinstance(part, Mapping) and set(part) == {"value"}
-    return part["value"] if is_box else read_variables(part)
-
-
 def _without_empty_flags(parts: dict[str, Any]) -> dict[str, Any]:
     """0.1.0 had no flag where there was no parameter; now there is always one."""
-    flags = _unbox(parts.get("nonfinite_leaves"))
+    flags = unbox(parts.get("nonfinite_leaves"))
     is_empty = is_array(flags) and np.size(flags) == 0
     names = [name for name in parts if not (is_empty and name == "nonfinite_leaves")]
     return {name: parts[name] for name in names}
@@ -365,7 +360,7 @@ def _check_values(
 ) -> None:
     """Raises for a number that no run can have."""
     for name in names:
-        value = _unbox(parts.get(name))
+        value = unbox(parts.get(name))
         if not jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.number):
             continue  # missing, or an error further on
         numbers = np.asarray(value)

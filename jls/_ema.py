@@ -21,10 +21,11 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jls import _validate
+from jls._nnx import read_variables
 from jls._placement import own_buffers
 from jls._scalers.rule import count_up
 from jls._state import find
-from jls._tree import is_array, is_extended, is_inexact, read_variables, widen
+from jls._tree import is_array, is_extended, is_inexact, widen
 from jls._types import exportable
 
 

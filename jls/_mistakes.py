@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jls._nnx import has_variables
 from jls._state import find_scaler_states
 from jls._text import describe
-from jls._tree import is_inexact, is_variable
+from jls._tree import is_inexact
 from jls._types import JlsWarning, StaticState
 
 _LIBRARIES = {"jls", "jax", "optax", "flax", "equinox"}
@@ -88,7 +89,7 @@ def check_differentiable(args: list[Any]) -> None:
 
 
 def _instead(arg: Any) -> str:
-    if any(map(is_variable, jax.tree.leaves(arg, is_leaf=is_variable))):
+    if has_variables(arg):
         return (
             "For an NNX model pass the transform: "
             "jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)."

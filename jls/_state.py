@@ -13,8 +13,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jls import _validate
+from jls._nnx import is_variable, read_variables
 from jls._placement import place_like
-from jls._tree import is_variable, read_variables
 from jls._types import LossScaledState, SpikeState, judged, logged
 
 State = TypeVar("State")

@@ -11,6 +11,8 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from jls._nnx import is_variable, read_variables
+
 Tree = TypeVar("Tree")
 
 
@@ -194,24 +196,6 @@ def map_rest(function: Callable[[Any], Any], rest: Rest) -> Rest:
     """`rest` with `function` of each leaf that is left."""
     leaves = [leaf if leaf is _TAKEN else function(leaf) for leaf in rest.leaves]
     return rest._replace(leaves=leaves)
-
-
-# NNX, which keeps each leaf in a Variable. Recognized by a method, to avoid importing
-# Flax.
-
-
-def is_variable(node: Any) -> bool:
-    """Whether `node` is an `nnx.Variable`."""
-    return hasattr(node, "get_value")
-
-
-def read_variables(tree: Any) -> Any:
-    """`tree` with the value of each `nnx.Variable` in its place."""
-    return jax.tree.map(
-        lambda node: node.get_value() if is_variable(node) else node,
-        tree,
-        is_leaf=is_variable,
-    )
 
 
 # Names.

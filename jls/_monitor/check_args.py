@@ -7,7 +7,6 @@ it may change NNX objects, dicts and numpy arrays in place.
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jls._nnx import is_module_or_optimizer, is_object, is_variable, nnx
 from jls._types import StepReport
 
 Path = tuple[str, ...]
@@ -56,16 +56,16 @@ def take_apart(
     """The leaves of the arguments by path, and a function that makes new arguments."""
     names = _argument_names(step, len(args))
     tree = (args, dict(kwargs))
-    flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_nnx)
+    flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_object)
     paths = [(_argument(path, names), *tokens(path[2:])) for path, _ in flat]
-    is_object = [is_nnx(leaf) for _, leaf in flat]
+    of_nnx = [is_object(leaf) for _, leaf in flat]
     plain = [
         Item(path, leaf, "")
-        for path, (_, leaf), nnx in zip(paths, flat, is_object, strict=True)
-        if not nnx
+        for path, (_, leaf), is_nnx in zip(paths, flat, of_nnx, strict=True)
+        if not is_nnx
     ]
-    prefixes = [path for path, nnx in zip(paths, is_object, strict=True) if nnx]
-    objects = [leaf for (_, leaf), nnx in zip(flat, is_object, strict=True) if nnx]
+    prefixes = [path for path, is_nnx in zip(paths, of_nnx, strict=True) if is_nnx]
+    objects = [leaf for (_, leaf), is_nnx in zip(flat, of_nnx, strict=True) if is_nnx]
     graph, state, variables = _split(objects, prefixes)
     state_structure = jax.tree.structure(state)
 
@@ -73,14 +73,14 @@ def take_apart(
         copies = list(map(copy, leaves))
         values = iter(copies[: len(plain)])
         new_state = jax.tree.unflatten(state_structure, copies[len(plain) :])
-        new = _nnx().merge(graph, new_state) if objects else []
+        new = nnx().merge(graph, new_state) if objects else []
         clones = iter(new)
-        whole = [next(clones) if nnx else next(values) for nnx in is_object]
+        whole = [next(clones) if is_nnx else next(values) for is_nnx in of_nnx]
         new_args, new_kwargs = jax.tree.unflatten(structure, whole)
         return Call(new_args, new_kwargs, lambda: _alive(_split(new, prefixes)[2]))
 
     modules = zip(prefixes, objects, strict=True)
-    in_place = frozenset(path[0] for path, x in modules if _is_trained(x))
+    in_place = frozenset(path[0] for path, x in modules if is_module_or_optimizer(x))
     return Arguments(names, plain + variables, rebuild, in_place)
 
 
@@ -97,12 +97,12 @@ def items_of(tree: Any) -> list[Item]:
     """The leaves of what a step returned, by path."""
 
     def is_end(node: Any) -> bool:
-        return is_nnx(node) or isinstance(node, StepReport)
+        return is_object(node) or isinstance(node, StepReport)
 
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_end)
     items = []
     for path, leaf in flat:
-        if is_nnx(leaf):
+        if is_object(leaf):
             items += _split([leaf], [tokens(path)])[2]
         elif isinstance(leaf, StepReport):
             inner, _ = jax.tree_util.tree_flatten_with_path(leaf)
@@ -123,7 +123,7 @@ def unbind(step: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...
     if inner is not None and inspect.isfunction(step):
         bound = inspect.getclosurevars(step).nonlocals.get("cached_args")
         if isinstance(bound, tuple) and any(
-            map(is_nnx, jax.tree.leaves(bound, is_leaf=is_nnx))
+            map(is_object, jax.tree.leaves(bound, is_leaf=is_object))
         ):
             return inner, bound
     return step, ()
@@ -163,34 +163,15 @@ def tokens(path: Any) -> Path:
 # NNX, if the program uses it.
 
 
-def is_nnx(node: Any) -> bool:
-    """Whether `node` is an NNX object or a Variable."""
-    nnx = _nnx()
-    return nnx is not None and isinstance(node, nnx.Pytree | nnx.Variable)
-
-
-def _is_trained(node: Any) -> bool:
-    """Metrics and random streams are the step's own affair."""
-    nnx = _nnx()
-    return isinstance(node, nnx.Module | nnx.Optimizer)
-
-
-def _nnx() -> Any:
-    return sys.modules.get("flax.nnx")
-
-
 def _split(objects: list[Any], prefixes: list[Path]) -> tuple[Any, Any, list[Item]]:
     """The graph and the state of NNX objects together, and the leaves of that state."""
     if not objects:
         return None, None, []
-    nnx = _nnx()
-    graph, state = nnx.split(objects)
-    flat, _ = jax.tree_util.tree_flatten_with_path(
-        state, is_leaf=lambda node: isinstance(node, nnx.Variable)
-    )
+    graph, state = nnx().split(objects)
+    flat, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_variable)
     items = []
     for path, node in flat:
-        kind = type(node).__name__ if isinstance(node, nnx.Variable) else ""
+        kind = type(node).__name__ if is_variable(node) else ""
         number, *inner = path
         place = (*prefixes[number.key], *tokens(inner))
         items += [Item(place, leaf, kind) for leaf in jax.tree.leaves(node)]

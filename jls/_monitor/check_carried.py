@@ -503,9 +503,10 @@ def own_leaves(scales: Sequence[Scale]) -> set[int]:
 
 def _without_value(path: Path) -> Path:
     """The path of an NNX variable without its last key."""
-    is_last = len(path) > 1 and path[-1] in ("value", "raw_value")
+    *above, last = path
+    is_key = last in ("value", "raw_value")
     # A `SpikeState` has a field of that name.
-    return path[:-1] if is_last and path[-2] != "spike_state" else path
+    return tuple(above) if is_key and above[-1:] not in ([], ["spike_state"]) else path
 
 
 # Groups.

@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from jls import _validate
 from jls._bits import edges
+from jls._nnx import is_model, is_optimizer, split_model
 from jls._reduce import any_nan, finite_leaves
 from jls._report.nonfinite import select_names
 from jls._report.underflow import measure_small
@@ -33,7 +34,7 @@ from jls._state import (
     refuse_multi_steps_around,
 )
 from jls._step import Reached, reach_wrappers, wrapper_of
-from jls._tree import is_array, is_variable, named_floats
+from jls._tree import is_array, named_floats
 from jls._types import (
     JlsWarning,
     LossScaledState,
@@ -184,9 +185,9 @@ def health(
                 f"{name} must be concrete, got traced arrays: call this outside jit, "
                 "on what the step returned."
             )
-    is_nnx = hasattr(state, "wrt") or _is_nnx_model(params)
-    if _is_nnx_model(params):
-        params, others = _split_model(params, state, optimizer)
+    is_nnx = is_optimizer(state) or is_model(params)
+    if is_model(params):
+        _, params, others = split_model(params, state, optimizer)
         carried = others if carried is None else (carried, others)
     reached = _reached_in(optimizer, state, params, wrapper)
     scaler = reached.wrapper.scaler if reached else None
@@ -233,24 +234,6 @@ def health(
     if result.verdict in warn_if:
         warnings.warn(str(result), JlsWarning, stacklevel=2)
     return result
-
-
-# NNX, recognized without importing Flax.
-
-
-def _is_nnx_model(params: Any) -> bool:
-    """Whether `params` are `nnx.Module`s, not an `nnx.State` of what is trained."""
-    leaves = jax.tree.leaves(params, is_leaf=is_variable)
-    return any(map(is_variable, leaves)) and not hasattr(params, "to_pure_dict")
-
-
-def _split_model(model: Any, state: Any, optimizer: Any) -> tuple[Any, Any]:
-    """What the optimizer updates of a model, and its other variables."""
-    from flax import nnx
-
-    wrt = getattr(state, "wrt", None) or getattr(optimizer, "wrt", None) or nnx.Param
-    _, params, others = nnx.split(model, wrt, ...)
-    return params, others
 
 
 # Poison.

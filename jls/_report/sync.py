@@ -9,8 +9,8 @@ from jax import Array
 from jax.core import Tracer
 from jax.experimental import multihost_utils
 
+from jls._nnx import read_variables
 from jls._state import find, find_scaler_states, is_wrapper_state, no_loss_scale
-from jls._tree import read_variables
 from jls._types import SpikeState, judged, logged
 
 

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that jls knows of Flax NNX.
+
+An NNX program keeps each array in a `Variable`, and changes model and optimizer in
+place. So jls reads the variables into plain pytrees, computes with those, and writes
+them back. Flax is imported only where its objects are handled; until then they are
+recognized by what they have.
+"""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+# Recognize.
+
+
+def is_variable(node: Any) -> bool:
+    """Whether `node` is an `nnx.Variable`."""
+    return hasattr(node, "get_value")
+
+
+def has_variables(tree: Any) -> bool:
+    """Whether `tree` is, or contains, something of NNX: a module or an `nnx.State`."""
+    return any(map(is_variable, jax.tree.leaves(tree, is_leaf=is_variable)))
+
+
+def is_model(tree: Any) -> bool:
+    """Whether `tree` are `nnx.Module`s, not an `nnx.State` of what is trained."""
+    return has_variables(tree) and not hasattr(tree, "to_pure_dict")
+
+
+def is_optimizer(node: Any) -> bool:
+    """Whether `node` is an `nnx.Optimizer`."""
+    return hasattr(node, "wrt")
+
+
+def is_object(node: Any) -> bool:
+    """Whether `node` is anything of NNX that a step may change in place."""
+    nnx = sys.modules.get("flax.nnx")  # without Flax there is none
+    return nnx is not None and isinstance(node, nnx.Pytree | nnx.Variable)
+
+
+def is_module_or_optimizer(node: Any) -> bool:
+    """Whether `node` is an NNX object that carries a run from step to step."""
+    return is_object(node) and isinstance(node, nnx().Module | nnx().Optimizer)
+
+
+# Read and write.
+
+
+def read_variables(tree: Any) -> Any:
+    """`tree` with the value of each `nnx.Variable` in its place."""
+    return jax.tree.map(
+        lambda node: node.get_value() if is_variable(node) else node,
+        tree,
+        is_leaf=is_variable,
+    )
+
+
+def unbox(part: Any) -> Any:
+    """The leaf in a variable, or in what Orbax makes of one."""
+    is_box = isinstance(part, Mapping) and set(part) == {"value"}
+    return part["value"] if is_box else read_variables(part)
+
+
+def split_model(model: Any, *optimizers: Any) -> tuple[Any, Any, Any]:
+    """Structure, trained variables and other variables of a model.
+
+    Args:
+      model: an `nnx.Module`, or a pytree of them.
+      *optimizers: the first `nnx.Optimizer` among them says what is trained; without
+        one it is `nnx.Param`.
+    """
+    trained = [one.wrt for one in optimizers if is_optimizer(one)]
+    structure, params, others = nnx().split(model, *(trained or [nnx().Param])[:1], ...)
+    return structure, params, others
+
+
+def nnx() -> Any:
+    """The module `flax.nnx`."""
+    from flax import nnx
+
+    return nnx
