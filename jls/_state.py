@@ -102,11 +102,7 @@ def wrapper_state_in(state: Any) -> LossScaledState:
 def concrete_wrapper_state_in(state: Any) -> LossScaledState:
     """Like `wrapper_state_in`, for functions of the host: not traced."""
     wrapper = wrapper_state_in(state)
-    if isinstance(wrapper.steps, Tracer):
-        raise ValueError(
-            "state must be concrete, got a traced one: call this outside jit, on "
-            "the state that the step returned."
-        )
+    _validate.concrete("state", wrapper)
     return wrapper
 
 
@@ -228,11 +224,7 @@ def host_metrics(state: Any) -> dict[str, float | int | bool]:
        'last_skip_reason': 0}
     """
     values = metrics(state)
-    if any(isinstance(value, Tracer) for value in values.values()):
-        raise ValueError(
-            "state must be concrete, got a traced one: call jls.host_metrics outside "
-            "jit, on the state that the step returned. Inside use jls.metrics."
-        )
+    _validate.concrete("state", values, " Inside use jls.metrics.")
     on_host = jax.device_get(values)
     # In the order of metrics: a transfer of a dict sorts its keys.
     return {name: on_host[name].item() for name in values}

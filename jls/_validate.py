@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from jls._bits import edges
 from jls._text import describe
@@ -139,6 +140,18 @@ def flag(name: str, value: Any, otherwise: str = "") -> bool:
         rule = f"True, False {otherwise}" if otherwise else "True or False"
         raise TypeError(f"{name} must be {rule}, got {describe(value)}.")
     return bool(value)
+
+
+def concrete(name: str, tree: Any, inside: str = "") -> None:
+    """Raises if `tree` is traced; a message may say what to write `inside` of jit."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if isinstance(leaf, Tracer):
+            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ValueError(
+                f"{name} must be concrete, got a traced array"
+                f"{f' at {where!r}' if where else ''}: call this outside jit, on what "
+                f"the step returned.{inside}"
+            )
 
 
 def choice(name: str, value: Word, choices: Sequence[str]) -> Word:

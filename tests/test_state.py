@@ -317,7 +317,7 @@ def test_bad_input_of_nonfinite_leaves_is_named():
         jls.nonfinite_leaves({}, LAYERS)
     with pytest.raises(ValueError, match=r"got 1 floating-point leaves, .* knows 3"):
         jls.nonfinite_leaves(state, {"a": jnp.ones(2)})
-    with pytest.raises(ValueError, match="state must be concrete, got a traced one"):
+    with pytest.raises(ValueError, match="state must be concrete, got a traced array"):
         jax.jit(lambda state: jls.nonfinite_leaves(state, LAYERS))(state)
 
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeGuard
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.core import Tracer
 
 from jls import _validate
 from jls._bits import edges
@@ -180,11 +179,7 @@ def health(
     wrapper = concrete_wrapper_state_in(state)
     refuse_multi_steps_around(state)
     for name, tree in {"params": params, "grads": grads, "carried": carried}.items():
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
-            raise ValueError(
-                f"{name} must be concrete, got traced arrays: call this outside jit, "
-                "on what the step returned."
-            )
+        _validate.concrete(name, tree)
     is_nnx = is_optimizer(state) or is_model(params)
     if is_model(params):
         _, params, others = split_model(params, state, optimizer)

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
+from jls import _validate
 from jls._tree import is_array
 from jls._types import SkipReason, StepReport
 
@@ -61,11 +61,7 @@ def fetch(flat: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _check(name: str, value: Any) -> None:
-    if isinstance(value, Tracer):
-        raise ValueError(
-            f"{name} must be concrete, got a traced value: call this outside jit, "
-            "on what the step returned."
-        )
+    _validate.concrete(name, value)
     is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
     if is_array or isinstance(value, Number):
         dtype = value.dtype if is_array else np.asarray(value).dtype

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
-from jax.core import Tracer
 from jax.experimental import multihost_utils
 
+from jls import _validate
 from jls._nnx import read_variables
 from jls._state import find, find_scaler_states, is_wrapper_state, no_loss_scale
 from jls._types import SpikeState, judged, logged
@@ -41,12 +41,7 @@ def check_in_sync(state: Any) -> None:
     scalars = _scalars(state)
     if not scalars:
         raise no_loss_scale(state)
-    for path, leaf in scalars.items():
-        if isinstance(leaf, Tracer):
-            raise ValueError(
-                f"state must be concrete, got {leaf!r} at '{path}': call this outside "
-                "of jit, on the state that the step returned."
-            )
+    _validate.concrete("state", scalars)
     held = jax.device_get([_copies(leaf) for leaf in scalars.values()])
     ours = np.array([_first_and_another(values) for values in held], np.int32)
     all_held = np.asarray(multihost_utils.process_allgather(ours))

@@ -1,0 +1,185 @@
+"""One home for a fact: what reads the tables of fields, signals and verdicts agrees."""
+
+import ast
+import inspect
+from pathlib import Path
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jls
+from jls._checkpoint import RENAMED
+from jls._report import health, history, history_plot, record
+from jls._report.verdict import TABLE, Facts
+from jls._types import FIELDS, SIGNALS, Event, LossScaledState, judged, logged
+from jls.types import SpikeState, StepReport
+
+PARAMS = {"w": jnp.ones(2)}
+OPTIMIZER = jls.loss_scaled(optax.sgd(0.1), spikes=jls.spikes(4))
+LOGGED = {name for name, field in FIELDS.items() if field.is_logged}
+COUNTERS = {name: field for name, field in FIELDS.items() if field.counts}
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+# The fields of the state.
+
+
+def test_every_field_has_its_facts_in_the_order_of_the_state():
+    assert tuple(FIELDS) == LossScaledState._fields
+
+
+def test_a_field_is_a_metric_if_the_table_says_so():
+    state = OPTIMIZER.init(PARAMS)
+    metrics = set(jls.metrics(state))
+    assert set(logged(state)) == LOGGED <= metrics
+    others = {"loss_scale", "spikes_found", *judged(state.spike_state)}
+    assert metrics == LOGGED | others
+    assert set(jls.host_metrics(state)) == metrics
+    plain = jls.skip_nonfinite(optax.sgd(0.1)).init(PARAMS)
+    assert LOGGED - set(jls.metrics(plain)) == {"spikes"}
+
+
+@pytest.mark.parametrize("place", ["jls.metrics", "repr", "health", "the page"])
+def test_every_metric_is_seen(place):
+    state = OPTIMIZER.init(PARAMS)
+    texts = {
+        "jls.metrics": inspect.getdoc(jls.metrics),
+        "repr": repr(state),
+        "health": " ".join(jls.health(state).numbers),
+        "the page": (DOCS / "questions/healthy_run.md").read_text(encoding="utf-8")
+        + (DOCS / "questions/spikes.md").read_text(encoding="utf-8"),
+    }
+    assert [name for name in sorted(LOGGED) if name not in texts[place]] == []
+
+
+def test_a_field_with_a_dtype_starts_at_zero():
+    state = OPTIMIZER.init(PARAMS)
+    for name, field in FIELDS.items():
+        if field.dtype is not None:
+            value = getattr(state, name)
+            assert (value.dtype, value.shape, int(value)) == (field.dtype, (), 0), name
+
+
+def test_every_event_is_counted():
+    assert {field.counts for field in COUNTERS.values()} == set(get_args(Event))
+
+
+# What each step is, and the event that it is beside "step" and "skip".
+STEPS = {
+    None: (1.0, 1.0),
+    "nonfinite loss": (1.0, np.nan),
+    "spike": (1e6, 1.0),
+    "nonfinite update": (-1.0, 1.0),
+}
+
+
+def _sqrt(updates, state, params=None):
+    return jax.tree.map(jnp.sqrt, updates), state
+
+
+@pytest.mark.parametrize("event", STEPS)
+def test_a_counter_counts_its_event_and_no_other(event, jit_or_eager):
+    inner = optax.GradientTransformation(lambda params: (), _sqrt)
+    optimizer = jls.skip_nonfinite(inner, spikes=jls.spikes(4), check_updates=True)
+    update = jit_or_eager(optimizer.update)
+    state = optimizer.init(PARAMS)
+    for _ in range(4):
+        _, state = update({"w": jnp.ones(2)}, state, PARAMS, value=jnp.float32(1.0))
+    grad, loss = STEPS[event]
+    grads = {"w": jnp.full(2, jnp.float32(grad))}
+    _, new = update(grads, state, PARAMS, value=jnp.float32(loss))
+    happened = {"step"} if event is None else {"step", "skip", event}
+    for name, field in COUNTERS.items():
+        expected = int(getattr(state, name)) + (field.counts in happened)
+        assert getattr(new, name) == expected, name
+
+
+def test_the_last_step_alone_restarts_a_consecutive_count():
+    state = OPTIMIZER.init(PARAMS)
+    consecutive = [name for name, field in COUNTERS.items() if field.is_consecutive]
+    for grad in (jnp.inf, jnp.inf, 1.0):
+        before = state
+        _, state = OPTIMIZER.update({"w": jnp.full(2, grad)}, state, PARAMS)
+    for name in consecutive:
+        assert (getattr(before, name), getattr(state, name)) == (2, 0)
+    assert consecutive == ["consecutive_skips"]
+
+
+def test_a_renamed_field_is_read_by_its_old_name():
+    renamed = {name: field.was for name, field in FIELDS.items() if field.was}
+    assert renamed == {"last_skip_reason": "skip_reason"}
+    state = OPTIMIZER.init(PARAMS)._replace(last_skip_reason=jnp.int32(3))
+    saved = state._asdict()
+    for new, old in renamed.items():
+        saved[old] = saved.pop(new)
+    upgraded = jls.upgrade_state(OPTIMIZER.init(PARAMS), saved)
+    assert upgraded.last_skip_reason == 3
+    assert set(renamed) == set(RENAMED[LossScaledState])
+
+
+def test_a_new_field_reaches_health_by_itself():
+    """A metric that no verdict knows of is a fact all the same."""
+    facts = Facts(
+        metrics={"rewinds": 3}, is_static=True, min_scale=None, max_scale=None
+    )
+    assert facts.rewinds == 3
+    with pytest.raises(AttributeError, match="no fact or metric is called rewind"):
+        _ = facts.rewind
+
+
+# Columns of a History.
+
+
+def columns_read():
+    """The names of columns, literals, that the record of a run looks up."""
+    readers = {"column", "_known"}
+    for module in (record, history, history_plot):
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if not isinstance(node, ast.Call):
+                continue
+            name = getattr(node.func, "id", getattr(node.func, "attr", None))
+            if name in readers and len(node.args) > 1:
+                argument = node.args[1]
+                if isinstance(argument, ast.Constant):
+                    yield argument.value
+
+
+def test_a_history_reads_columns_that_there_are():
+    metrics = set(jls.metrics(OPTIMIZER.init(PARAMS)))
+    read = set(columns_read())
+    assert len(read) > 6
+    # Given by name to `append`, by custom.
+    assert read - {"step", "grad_norm"} <= metrics | set(StepReport._fields)
+
+
+# Signals.
+
+
+def test_every_signal_has_its_arrays_its_metrics_and_its_column():
+    state = jls.spikes(4).init()
+    assert isinstance(state, SpikeState)
+    for field in ("seen", "kept", "value", "limit"):
+        assert len(getattr(state, field)) == len(SIGNALS)
+    names = {f"{kind}_{signal}" for signal in SIGNALS for kind in ("judged", "limit")}
+    assert set(judged(state)) == names
+    assert {name for name in names if name.startswith("limit")} <= set(
+        StepReport._fields
+    )
+
+
+# Verdicts.
+
+
+def test_the_verdicts_are_those_of_the_table_in_its_order():
+    assert tuple(row.verdict for row in TABLE) == get_args(jls.types.Verdict)
+
+
+@pytest.mark.parametrize("verdict", get_args(jls.types.Verdict))
+def test_every_verdict_is_in_the_docs(verdict):
+    page = (DOCS / "questions/healthy_run.md").read_text(encoding="utf-8")
+    assert f'"{verdict}"' in page or f"`{verdict}`" in page or verdict in page
+    assert f'"{verdict}"' in inspect.getdoc(health.health)
