@@ -5,30 +5,36 @@ from pathlib import Path
 import chex
 import jax
 import pytest
+from apart import APART, command
 
-DEVICES = Path(__file__).parent / "devices"
+HERE = Path(__file__).parent
 
 # One folder is for the type checkers, the programs are for processes of their own.
 collect_ignore = ["typing"]
 collect_ignore_glob = ["processes/*_program.py"]
 
 
-def _wants_devices(config):
-    paths = (Path(config.invocation_params.dir, a.split("::")[0]) for a in config.args)
-    return any(path.is_relative_to(DEVICES) for path in paths)
+def _left_out(config):
+    """The folders apart in which no argument of the command line is."""
+    paths = [Path(config.invocation_params.dir, a.split("::")[0]) for a in config.args]
+    return [
+        folder
+        for folder in APART
+        if not any(path.is_relative_to(HERE / folder) for path in paths)
+    ]
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Eight devices are for the whole process, so only a call by name wants them."""
-    return True if collection_path == DEVICES and not _wants_devices(config) else None
+    if collection_path.parent == HERE and collection_path.name in _left_out(config):
+        return True
+    return None
 
 
 def pytest_report_header(config):
-    if _wants_devices(config):
-        return None
-    return (
-        "not collected: tests/devices, which wants eight of them: pytest tests/devices"
-    )
+    return [
+        f"not collected: {APART[folder]}: {command(folder)}"
+        for folder in _left_out(config)
+    ]
 
 
 @pytest.fixture(params=[jax.jit, lambda fun: fun], ids=["jit", "eager"])

@@ -3,11 +3,14 @@
 import ast
 import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+from apart import APART, command
 
 import jls
 from benchmarks.targets import TARGETS
@@ -78,7 +81,7 @@ def test_contributing_names_commands_that_there_are():
 @pytest.mark.parametrize(
     ("path", "names"),
     [
-        ("tests/test_scaler_laws.py", ["SCALERS"]),
+        ("tests/promises/test_scaler_laws.py", ["SCALERS"]),
         ("tests/test_bad_inputs.py", ["FACTORIES"]),
         ("jls/_report/verdict.py", ["TABLE", "Verdict", "Facts"]),
         ("jls/_train/parts.py", ["Adapter"]),
@@ -95,6 +98,74 @@ def test_contributing_names_what_is_in_those_files(path, names):
     for name in names:
         assert f"`{name}`" in CONTRIBUTING
         assert name in defined
+
+
+CI = (ROOT / ".ci/run").read_text(encoding="utf-8")
+(README_TESTS,) = re.findall(
+    r'pip install -e "\.\[test\]" && (.*)', (ROOT / "README.md").read_text("utf-8")
+)
+
+
+@pytest.mark.parametrize("folder", APART)
+def test_folder_apart_is_in_contributing_and_run_by_ci(folder):
+    assert list((ROOT / "tests" / folder).rglob("test_*.py"))
+    assert command(folder) in CALLS
+    by_readme = command(folder) in README_TESTS.split(" && ")
+    assert by_readme or f'dev "{command(folder)}"\n' in CI
+
+
+def test_all_other_tests_are_run_by_readme_and_ci():
+    """`pytest` alone, and nothing takes a file away from it."""
+    assert README_TESTS.split(" && ")[-1] == "pytest -n 2 --dist loadfile" in CALLS
+    assert len(re.findall(r"^ +paste \w+ '\"\.\[test\]\"'$", CI, re.MULTILINE)) == 2
+    assert "--ignore" not in CI
+    assert "--deselect" not in CI
+
+
+class FakeConfig:
+    def __init__(self, *args):
+        self.args = args
+        self.invocation_params = SimpleNamespace(dir=ROOT)
+
+
+@pytest.mark.parametrize(
+    ("args", "collected"),
+    [
+        (["jls", "tests"], set()),
+        (["tests/test_scale.py", "tests/promises"], set()),
+        (["tests/pages"], {"pages"}),
+        (
+            ["tests/pages/test_docs.py::test_x", str(ROOT / "tests/costs")],
+            {"pages", "costs"},
+        ),
+    ],
+)
+def test_folder_apart_is_collected_if_it_is_named(args, collected, request):
+    (ours,) = (
+        plugin
+        for plugin in request.config.pluginmanager.get_plugins()
+        if getattr(plugin, "__file__", None) == str(ROOT / "tests/conftest.py")
+    )
+    config, tests = FakeConfig(*args), ROOT / "tests"
+    left_out = APART.keys() - collected
+    for path in [path for path in tests.iterdir() if path.is_dir()]:
+        ignored = ours.pytest_ignore_collect(path, config)
+        assert ignored is (True if path.name in left_out else None), path
+    said = "\n".join(ours.pytest_report_header(config))
+    assert {folder for folder in APART if command(folder) in said} == left_out
+
+
+def test_ci_has_the_stages_that_it_names():
+    (names,) = re.findall(r"^STAGES=\((.*)\)$", CI, re.MULTILINE)
+    assert sorted(names.split()) == sorted(re.findall(r"^stage_(\w+)\(\)", CI, re.M))
+    assert names.split()[:2] == ["lint", "types"]
+    assert names.split()[-1] == "test"  # its closing lines are the ones that count
+
+
+def test_ci_says_which_stages_there_are():
+    done = subprocess.run([ROOT / ".ci/run", "lnt"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "'lnt'. There are: lint types " in done.stderr
 
 
 def test_hosted_ci_runs_what_ci_runs():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-sys.path.append(str(Path(__file__).parent.parent / "comparison"))
+sys.path.append(str(Path(__file__).parents[1] / "pages/comparison"))
 import jax_peers
 
 pytestmark = [

@@ -301,7 +301,7 @@ def assert_small_collectives_more(layout, ours, bare):
     """Two numbers of each device for each leaf that is split; else nothing.
 
     XLA CPU gathers what is reduced together. On GPU and TPU the flags come from sums,
-    and are in one all-reduce for each axis: see tests/test_budget_tpu.py.
+    and are in one all-reduce for each axis: see tests/costs/test_budget_tpu.py.
     """
 
     def payload(found):

@@ -15,7 +15,7 @@ import pytest
 
 import jls
 
-FOLDER = Path(__file__).parents[1] / "notebooks"
+FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 # This very Python: the "python3" that Jupyter finds by itself may be another one.

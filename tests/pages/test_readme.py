@@ -15,7 +15,7 @@ import jls
 
 pytestmark = pytest.mark.standard_promotion
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 FOUND = blocks(TEXT)
 

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # optax's tests use pmap
 ]
 
-PAGE = (Path(__file__).parent.parent / "docs" / "upstream.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "upstream.md").read_text()
 OURS = types.SimpleNamespace(**optax_own_tests.proposed())
 GIVES_IN = "self.assertTrue(bool(jnp.isnan(jax.tree.flatten(params)[0][0])))"
 VERSION = tuple(map(int, importlib.metadata.version("optax").split(".")[:3]))

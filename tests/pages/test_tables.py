@@ -18,7 +18,7 @@ import jls
 
 pytestmark = pytest.mark.standard_promotion
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def page(name):

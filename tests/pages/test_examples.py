@@ -23,7 +23,7 @@ import jls
 
 pytestmark = pytest.mark.standard_promotion
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EXAMPLES, PAGE = ROOT / "examples", ROOT / "docs" / "examples.md"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 TINY = {

@@ -254,3 +254,16 @@ def equinox(gradients=right_gradients, tell=tell, wrap=wrap, inner=None):
 
 
 PLACES = {"plain": plain, "linen": linen, "nnx": nnx_step, "equinox": equinox}
+
+# Mistakes in the gradients, and the code of each; what an optimizer is not told.
+
+GRADIENTS = {
+    "jax.value_and_grad": (unscaled_gradients, "not scaled"),
+    "another state": (foreign_gradients, "not scaled"),
+    "unscaled twice": (twice_unscaled, "scale leaks"),
+    "scaled twice": (twice_scaled, "scale leaks"),
+    "never unscaled": (never_unscaled, "scale leaks"),
+    "clipped while scaled": (clipped_while_scaled, "scale leaks"),
+    "nan_to_num": (cleaned, "nan committed"),
+}
+TOLD = {"nothing": tell_nothing, "valeu=": misspell}

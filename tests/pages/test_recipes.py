@@ -16,7 +16,7 @@ import jls
 
 pytestmark = pytest.mark.standard_promotion
 
-RECIPES = Path(__file__).parent.parent / "docs/recipes"
+RECIPES = Path(__file__).parents[2] / "docs/recipes"
 # Recipe -> what moves on a good step, and must not on a bad one.
 MODELS = {
     "flax_linen": ["params", "batch_stats"],

@@ -16,7 +16,7 @@ import jls
 
 pytestmark = pytest.mark.standard_promotion
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 MADE = ["_build", "notebooks", "pictures"]  # by Sphinx, from files elsewhere
 PAGES = {
     str(path.relative_to(DOCS)): path.read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
 """Runs optax's own tests on what could take the place of `optax.apply_if_finite`.
 
-    python tests/optax_own_tests.py [CHECKOUT]
+    python tests/pages/optax_own_tests.py [CHECKOUT]
 
 Without a checkout of optax these are the tests that its package has installed.
 `docs/upstream.md` says what came of it.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-PROPOSED = Path(__file__).parent.parent / "docs" / "upstream.py"
+PROPOSED = Path(__file__).parents[2] / "docs" / "upstream.py"
 
 
 class Renamed(NamedTuple):

@@ -1,3 +1,5 @@
+"""The demo trains, draws and reports; it stops when it is told to."""
+
 import math
 import os
 import re
@@ -8,8 +10,6 @@ import jax
 import numpy as np
 import pytest
 
-import jls
-from jls.__main__ import main
 from jls._cli import demo, demo_report
 
 INSTALLS = ('pip install -e ".[demo]"', "pip install flax matplotlib rich scikit-learn")
@@ -78,21 +78,6 @@ def test_no_plot_writes_nothing_and_needs_no_matplotlib(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_help_names_every_command_and_option(width, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", str(width))
-    with pytest.raises(SystemExit) as stopped:
-        main(["--help"])
-    assert stopped.value.code == 0
-    text = capsys.readouterr().out
-    words = ("--steps", "--seed", "--output", "--no-plot", "--version", "examples:")
-    for word in (*words, "python -m jls doctor [--json]", *INSTALLS):
-        assert word in text
-    commands = re.findall(r"^  (\w+) +\S", text, re.MULTILINE)
-    assert commands[:2] == ["demo", "doctor"]
-    assert max(map(len, text.splitlines())) <= width
-
-
 def test_help_needs_no_extra():
     done = run("--help", code=without("flax"))
     assert (done.returncode, done.stderr) == (0, "")
@@ -107,40 +92,6 @@ def test_a_missing_package_is_answered_with_the_command_that_installs_it(module)
     for command in INSTALLS:
         assert command in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--steps", "0"], "--steps: must be a whole number from 1"),
-        (["--steps", "many"], "--steps: must be a whole number from 1"),
-        (["--seed", "-1"], "--seed: must be a whole number from 0"),
-        (["--output", "nowhere/plot.png"], "folder that does not exist: 'nowhere'"),
-        (["--output", "plot.xyz"], "--output must end in .png, .svg or .pdf"),
-        (["--output", "folder.png"], "--output is a folder"),
-        (["doctr"], "must be demo or doctor, got 'doctr'. Did you mean doctor?"),
-        (["train"], "must be demo or doctor, got 'train'."),
-        (["demo", "doctor"], "must be demo or doctor, got 'doctor'."),
-    ],
-)
-def test_a_bad_argument_is_refused_before_training(
-    arguments, message, tmp_path, monkeypatch, capsys
-):
-    (tmp_path / "folder.png").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    printed = capsys.readouterr()
-    assert message in printed.err
-    assert printed.out == ""
-
-
-def test_version(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["--version"])
-    assert stopped.value.code == 0
-    assert capsys.readouterr().out == f"jls {jls.__version__}\n"
 
 
 # What happens when the module is imported: the user presses Ctrl-C, and JAX may be in
@@ -239,15 +190,6 @@ def test_the_table_fits_the_terminal(width, monkeypatch, capsys):
     assert wide == "loss 1.0e+00  scale 2^16  skips 1"
     assert len(f"{'':20} 1200/1200 {narrow}") <= 60
     assert len(f"{'':20} {'':12} 1200/1200 {wide}") <= demo_report.WIDE
-
-
-def test_importing_jls_imports_nothing_of_the_demo():
-    code = (
-        "import sys, jls; "
-        "print([m for m in ('flax', 'matplotlib', 'rich', 'sklearn', 'jls._demo') "
-        "if m in sys.modules])"
-    )
-    assert run(code=code).stdout.strip() == "[]"
 
 
 def finished(accuracy, applied=(False, True, True), zeros=(0.0, 0.5, 0.6)):

@@ -1,0 +1,15 @@
+"""The folders that pytest collects only if they are named, and what is in them.
+
+CONTRIBUTING.md has the command for each, and .ci/run runs it.
+"""
+
+APART = {
+    "devices": "what needs eight devices",
+    "pages": "README, docs, notebooks, examples and the demo",
+    "costs": "the benchmarks, and what a step may cost",
+    "corpus": "right and wrong steps for check_step",
+}
+
+
+def command(folder):
+    return f"pytest -n 2 --dist loadfile tests/{folder}"
