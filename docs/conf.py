@@ -21,6 +21,8 @@ from sphinx.addnodes import pending_xref
 from sphinx.transforms import SphinxTransform
 
 import jls
+from jls._scalers import rule
+from jls._text import format_number
 
 DOCS = Path(__file__).parent
 
@@ -177,6 +179,23 @@ ALIASES = {
 }
 
 
+# The defaults that all scalers share, by the names that their signatures have.
+DEFAULTS = {
+    name: format_number(value)
+    for name, value in vars(rule).items()
+    if name.isupper() and not name.startswith("_")
+}
+
+
+def show_defaults(app, what, name, obj, options, signature, returns):
+    """Puts numbers in the place of the names of shared defaults."""
+    if signature:
+        signature = re.sub(
+            r"\b[A-Z_]{5,}\b", lambda m: DEFAULTS.get(m[0], m[0]), signature
+        )
+    return signature, returns
+
+
 def document(app, what, name, obj, options, lines):
     """Puts the fields of a record before its example, and documents the aliases."""
     if name in ALIASES:
@@ -250,6 +269,7 @@ def setup(app):
     draw_picture()
     write_diffs()
     app.connect("autodoc-process-docstring", document, priority=400)
+    app.connect("autodoc-process-signature", show_defaults)
     app.connect("source-read", link_to_copies)
     app.add_transform(LinkNames)
     app.add_transform(LinkNotes)

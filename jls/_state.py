@@ -184,10 +184,9 @@ def metrics(state: Any) -> dict[str, Array]:
 
     Example:
       >>> state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))
-      >>> {name: value.item() for name, value in jls.metrics(state).items()}
-      {'loss_scale': 32768.0, 'applied': False, 'steps': 0, 'skips': 0, \
-'consecutive_skips': 0, 'nonfinite_losses': 0, 'nonfinite_updates': 0, \
-'last_skip_reason': 0}
+      >>> metrics = jls.metrics(state)
+      >>> metrics["loss_scale"], metrics["skips"]
+      (Array(32768., dtype=float32), Array(0, dtype=int32))
     """
     values = {"loss_scale": loss_scale(state)}
     for _, node in find(state, is_wrapper_state):
@@ -219,9 +218,7 @@ def host_metrics(state: Any) -> dict[str, float | int | bool]:
     Example:
       >>> state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))
       >>> jls.host_metrics(state)
-      {'loss_scale': 32768.0, 'applied': False, 'steps': 0, 'skips': 0,
-       'consecutive_skips': 0, 'nonfinite_losses': 0, 'nonfinite_updates': 0,
-       'last_skip_reason': 0}
+      {'loss_scale': 32768.0, 'applied': False, 'steps': 0, 'skips': 0, ...}
     """
     values = metrics(state)
     _validate.concrete("state", values, " Inside use jls.metrics.")

@@ -374,6 +374,8 @@ FIELDS: dict[str, Field] = {
     name: next(iter(getattr(hint, "__metadata__", ())), Field())
     for name, hint in get_type_hints(LossScaledState, include_extras=True).items()
 }
+# In its signature `help` shows the types alone.
+LossScaledState.__new__.__annotations__ = get_type_hints(LossScaledState)
 
 
 def logged(state: LossScaledState) -> dict[str, Array]:
@@ -411,15 +413,13 @@ class StepReport(NamedTuple):
     learning_rate: Any  # f32[], a dict of f32[] by group, or None
     global_norm: Array  # f32[]  of the true gradients, before clipping
     local_norm: Any  # None, or a dict of f32[] by the path of the parameter
-    size: (
-        Any  # None, or a dict by path: numbers of elements, i32[]; f32[] from 2**31 on
-    )
+    # None, or a dict by path: numbers of elements, i32[]; f32[] from 2**31 on
+    size: Any
     dropped: Array  # i32[]  micro-batches left out of this step
     aux: Any  # what the loss function returned for it, or None
     skip_reason: Array  # i32[]  a SkipReason; 0 if this step was applied
-    limit_loss: Any = (
-        None  # f32[]  above it, the loss is a spike; None without jls.spikes
-    )
+    # f32[]  above it, the loss is a spike; None without jls.spikes
+    limit_loss: Any = None
     limit_norm: Any = None  # f32[]  above it, global_norm is one
 
 

@@ -384,7 +384,7 @@ def test_promise_12_nothing_is_silent():
         jax.jit(make_step(optimizer)), make_params(), optimizer.init(make_params())
     )
     metrics = jax.device_get(jls.metrics(state))
-    assert metrics == {
+    expected = {
         "loss_scale": 8.0,
         "applied": True,
         "steps": 7,
@@ -394,6 +394,7 @@ def test_promise_12_nothing_is_silent():
         "nonfinite_updates": 0,
         "last_skip_reason": 2,
     }
+    assert {name: metrics[name] for name in expected} == expected
 
 
 def test_promise_12_counters_stop_at_the_int32_maximum():

@@ -515,6 +515,18 @@ def test_the_wrapper_hands_the_scaler_the_largest_true_gradient(jit_or_eager):
     assert jls.loss_scale(state) == 4.0
 
 
+def test_what_a_scaler_sees_is_a_part_of_its_structure_and_no_leaf():
+    finite = jls.types.LossScaler(jls.static(8.0).init, keep)
+    max_abs = finite._replace(sees="max_abs")
+    assert jax.tree.leaves(max_abs) == jax.tree.leaves(finite) == [8.0, keep]
+    assert jax.tree.structure(max_abs) != jax.tree.structure(finite)
+    paths = jax.tree_util.tree_flatten_with_path(jls.cautious(8.0))[0]
+    assert jax.tree_util.keystr(paths[0][0]).startswith(".init")
+    assert jax.jit(lambda scaler: scaler)(jls.cautious(8.0)).sees == "max_abs"
+    with pytest.raises(ValueError, match="scaler.sees must be one of 'finite', 'max_a"):
+        jls.loss_scaled(optax.sgd(0.1), finite._replace(sees="magnitude"))
+
+
 def test_devices_of_an_axis_hand_the_scaler_one_magnitude():
     scaler = jls.types.LossScaler(jls.static(8.0).init, keep, "max_abs")
     optimizer = jls.loss_scaled(optax.sgd(0.5), scaler, axis_name="i")
