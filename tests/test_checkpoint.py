@@ -20,11 +20,12 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx, serialization
 from flax.training.train_state import TrainState
-from shared import assert_identical, run
+from shared import assert_identical, bits, run
 from test_scaler_laws import SCALERS
 
 import jls
 from jls._checkpoint import RENAMED
+from jls._nnx import read_variables
 from jls._state import find, is_wrapper_state
 from jls._types import FIELDS
 
@@ -509,6 +510,50 @@ def test_static_states_of_an_ensemble_of_0_1_0(target, scales, counts):
     assert state.loss_scale.tolist() == scales
     if counts:
         assert state.finite_count.tolist() == counts
+
+
+SPIKY = jls.skip_nonfinite(SGD, spikes=jls.spikes(4))
+
+
+def as_0_2_0(state):
+    """The state dict of a state with spikes, as 0.2.0 would have written it."""
+    raw = jax.tree.map(np.asarray, serialization.to_state_dict(state))
+    raw["skip_reason"] = raw.pop("last_skip_reason")
+    for new, old in (("value", "judged"), ("limit", "limit")):
+        both = raw["spike_state"].pop(new)
+        raw["spike_state"] |= {f"{old}_loss": both[..., 0], f"{old}_norm": both[..., 1]}
+    return raw
+
+
+def spiky(params):
+    """A state after a spike, with a number of its own in each field of a signal."""
+    state = SPIKY.init(params)
+    for size in (1.0, 2.0, 3.0, 99.0):
+        grads = jax.tree.map(lambda p, size=size: jnp.ones_like(p) * size, params)
+        _, state = SPIKY.update(grads, state, params, value=jnp.float32(size / 2))
+    return state
+
+
+@pytest.mark.parametrize("boxed", [True, False], ids=["orbax", "raw"])
+def test_spikes_of_an_nnx_optimizer_of_0_2_0(boxed):
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, SPIKY, wrt=nnx.Param)
+    state = spiky(read_variables(nnx.state(model, nnx.Param)))
+    raw = as_0_2_0(state)
+    box = (lambda x: {"value": x}) if boxed else (lambda x: x)
+    upgraded = jls.upgrade_state(optimizer.opt_state, jax.tree.map(box, raw))
+    read = jax.tree.leaves(read_variables(upgraded))
+    assert sorted(bits(read)) == sorted(bits(state))
+    assert upgraded.last_skip_reason.get_value() == jls.types.SkipReason.SPIKE
+    assert upgraded.spike_state.limit.get_value().shape == (2,)
+    assert type(upgraded.spike_state) is jls.types.SpikeState
+
+
+def test_spikes_of_an_ensemble_of_0_2_0():
+    stacked = {"w": jnp.arange(1.0, 7.0).reshape(3, 2)}
+    state = jax.vmap(spiky)(stacked)
+    target = jax.vmap(SPIKY.init)(stacked)
+    assert_identical(jls.upgrade_state(target, as_0_2_0(state)), state)
 
 
 class Own(NamedTuple):
