@@ -528,7 +528,7 @@ def test_without_the_upgrade_an_older_checkpoint_is_an_error(tmp_path):
 
 def test_fixtures_are_small():
     files = [f for f in FOLDER.rglob("*") if f.suffix in (".msgpack", ".zip")]
-    assert len(files) == 16
+    assert len(files) == 49
     assert all(file.stat().st_size < 20_000 for file in files)
 
 
