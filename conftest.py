@@ -5,7 +5,10 @@ that drive more of it than `optax.sgd` carry the marker `standard_promotion`.
 """
 
 import gc
+import hashlib
 import os
+import platform
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +26,25 @@ os.environ["XLA_FLAGS"] = " ".join([*(flag for flag in _FLAGS if flag != _FLAG),
 
 # Tracing makes garbage fast, and each collection looks at all that JAX has cached.
 gc.set_threshold(50_000, 20, 20)
+
+
+def _machine():
+    """Stands for what this CPU can do: compiled programs use all of that."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    able = [line for line in lines if line.startswith(("flags", "Features"))][:1]
+    return hashlib.sha256(repr([platform.node(), able]).encode()).hexdigest()[:16]
+
+
+def pytest_configure(config):
+    """Keeps each compiled program, under a hash of it, for both workers and later runs.
+
+    `--cache-clear` compiles anew, `-p no:cacheprovider` every time.
+    """
+    if hasattr(config, "cache"):
+        folder = config.cache.mkdir(f"xla-{_machine()}")
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """`jls.spikes`: the rule, its bound on skips, and what a skipped spike leaves."""
 
+import functools
 import itertools
 import math
 import re
@@ -121,6 +122,7 @@ def test_of_any_steps_no_more_are_skipped_than_the_budget_allows(
     assert np.all(total[j] - total[i] <= budget + (j - i) * budget / window + 1e-3)
 
 
+@functools.partial(jax.jit, static_argnames="count")
 def adversary(policy, key, count, eagerness):
     def step(state, key):
         keys = jax.random.split(key, 3)
@@ -130,9 +132,7 @@ def adversary(policy, key, count, eagerness):
         norm = jnp.where(jnp.isfinite(norm), norm, 1.0)
         return policy.judge(state, None, norm)
 
-    return np.asarray(
-        jax.lax.scan(step, policy.init(), jax.random.split(key, count))[1]
-    )
+    return jax.lax.scan(step, policy.init(), jax.random.split(key, count))[1]
 
 
 def test_the_whole_budget_can_be_spent_at_once():

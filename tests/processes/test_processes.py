@@ -17,6 +17,8 @@ import pytest
 PROGRAM = Path(__file__).with_name("process_program.py")
 DEVICES = 4  # in all, however many processes they belong to
 SECONDS = 240
+# Each process has less than a core: see the conftest.py of the repository.
+ONE_THREAD = "--xla_cpu_parallel_codegen_split_count=1"
 WAYS = ["data", "fsdp", "shard_map"]
 APPLIED = [True, True, False, True, True]
 SCALES = [2.0**14, 2.0**15, 2.0**14, 2.0**14, 2.0**15]
@@ -31,7 +33,7 @@ def free_port():
 def environment():
     """Without proxies, which gRPC would ask for the way to this very machine."""
     kept = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
-    return kept | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    return kept | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ONE_THREAD}
 
 
 def start(program, numbers, folder, *more):
