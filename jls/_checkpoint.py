@@ -302,7 +302,7 @@ def _renamed(kind: type, parts: dict[str, Any]) -> dict[str, Any]:
     """`parts` by the names of this version."""
     for new, (olds, convert) in RENAMED.get(kind, {}).items():
         values = [unbox(parts.get(old)) for old in olds]
-        if all(map(is_array, values)):  # anything else is an error further on
+        if new not in parts and all(map(is_array, values)):  # else an error further on
             parts = {name: part for name, part in parts.items() if name not in olds}
             parts[new] = convert(*values)
     return parts

@@ -409,11 +409,12 @@ def _count(
     gradients, loss, updates = SkipReason.GRADIENTS, SkipReason.LOSS, SkipReason.UPDATES
     reason = jnp.where(bad_updates, updates.value, gradients.value)
     reason = jnp.where(loss_finite, reason, loss.value)
-    is_usable = applied  # by the policy, in whose state a bad step leaves no trace
+    was_finite = applied
     if wrapper.spikes is not None:
-        is_usable, bad_updates = applied | is_spike, bad_updates & ~is_spike
+        # What is skipped for another reason leaves no trace in the policy's state.
+        was_finite, bad_updates = applied | is_spike, bad_updates & ~is_spike
         reason = jnp.where(is_spike, SkipReason.SPIKE.value, reason)
-        spike_state = select(is_usable, spike_state, state.spike_state)
+        spike_state = select(was_finite, spike_state, state.spike_state)
     events: dict[Event, Any] = {
         "step": True,
         "skip": ~applied,
@@ -426,7 +427,7 @@ def _count(
         scaler_state=select(loss_finite, adjusted, state.scaler_state),
         applied=applied,
         last_skip_reason=jnp.where(applied, state.last_skip_reason, reason),
-        nonfinite_leaves=jnp.where(is_usable, state.nonfinite_leaves, flags),
+        nonfinite_leaves=jnp.where(was_finite, state.nonfinite_leaves, flags),
         spike_state=spike_state,
         **_counts(state, events),
     )

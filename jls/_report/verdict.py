@@ -54,7 +54,7 @@ class PolicyFacts(NamedTuple):
 class Facts:
     """What is known of a run; None if not looked at.
 
-    A metric of the run has its name as an index: `facts.skips`.
+    Each metric of the run is an attribute too: `facts.skips`.
     """
 
     metrics: Mapping[str, Any]  # what `jls.host_metrics` returns
@@ -113,6 +113,7 @@ class Facts:
         if self.policy is None:
             return False
         found = self.spikes_found
+        # Less two deviations of a count: what chance may add.
         return found - 2 * math.sqrt(found) > self.policy.steady_share * self.steps
 
     @property
