@@ -7,7 +7,7 @@ APART = {
     "devices": "what needs eight devices",
     "pages": "README, docs, notebooks, examples and the demo",
     "costs": "the benchmarks, and what a step may cost",
-    "corpus": "many right and wrong steps, and narrow optimizers",
+    "corpus": "many right and wrong steps, narrow optimizers, four processes",
 }
 
 
