@@ -37,6 +37,7 @@ class Fault(NamedTuple):
 LAWS = "tests/promises/test_scaler_laws.py"
 STEP = "tests/promises/test_step.py"
 PROMISES = "tests/promises/test_promises.py"
+RUNS = "tests/promises/test_faults.py"
 ROLLBACK = "tests/promises/test_rollback.py"
 
 
@@ -151,21 +152,21 @@ STEPS = [
         "jls/_step.py",
         '"nonfinite loss": ~loss_finite',
         '"nonfinite loss": ~applied',
-        (STEP, "tests/test_fields.py"),
+        (RUNS,),
     ),
     Fault(
         "consecutive_skips never restarts",
         "jls/_step.py",
         "new = jnp.where(happened, count_up(old), 0)",
         "new = count_up(old, happened)",
-        (STEP, "tests/test_fields.py"),
+        (STEP,),
     ),
     Fault(
         "where updates are checked, bad gradients are called bad updates",
         "jls/_step.py",
         "reason = jnp.where(bad_updates, updates.value, gradients.value)",
         "reason = updates.value if step.checks_updates else gradients.value",
-        (STEP,),
+        (RUNS,),
     ),
     Fault(
         "a step with bad updates enters the window of the spike policy",
@@ -247,10 +248,10 @@ SCALE = [
         (PROMISES,),
     ),
     Fault(
-        "of two loss scales the first one is taken",
+        "a moment of a parameter called loss_scale is taken for a scale",
         "jls/_state.py",
-        "    ((path, node),) = found\n",
-        "    (path, node), *_ = found\n",
+        "inner = find(node.scaler_state, is_scaler_state)",
+        "inner = find(node, is_scaler_state)",
         ("tests/test_state.py",),
     ),
     Fault(
