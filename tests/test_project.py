@@ -25,9 +25,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
 CODE = re.findall(r"`([^`\n]+)`", CONTRIBUTING) + re.findall(
     r"```console\n(.*?)```", CONTRIBUTING, re.DOTALL
 )
-COMMAND = (
-    r"(?:pip|pytest|ruff|pyright|mypy|sphinx-build|python -m|\.ci/run|pre-commit)\b"
-)
+COMMAND = r"(?:pip|pytest|ruff|pyright|mypy|sphinx-build|python|\.ci/run|pre-commit)\b"
 CALLS = [
     call.strip()
     for code in CODE

@@ -1,0 +1,30 @@
+"""The faults that are planted in the core fit the code as it is now."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from mutants import FAULTS
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_fault_can_be_planted_once_and_is_code(fault):
+    text = (ROOT / fault.file).read_text(encoding="utf-8")
+    assert text.count(fault.old) == 1
+    planted = text.replace(fault.old, fault.new)
+    assert ast.dump(ast.parse(planted)) != ast.dump(ast.parse(text))
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_there_are_the_tests_that_must_catch_it(fault):
+    assert fault.tests
+    for path in fault.tests:
+        assert path.startswith("tests/")
+        assert (ROOT / path).is_file()
+
+
+def test_names_of_faults_differ():
+    assert [name for name, n in Counter(f.name for f in FAULTS).items() if n > 1] == []
