@@ -171,7 +171,7 @@ STEPS = [
     Fault(
         "a step with bad updates enters the window of the spike policy",
         "jls/_step.py",
-        "spike_state = select(is_usable, spike_state, state.spike_state)",
+        "spike_state = select(was_finite, spike_state, state.spike_state)",
         "spike_state = select(step.is_finite, spike_state, state.spike_state)",
         ("tests/test_spikes.py",),
     ),
