@@ -355,9 +355,9 @@ class LossScaledState(NamedTuple):
     # bool[n]  by floating-point leaf, of the last step skipped for inf or NaN
     nonfinite_leaves: Annotated[Array, Field(since="0.1.0")]
     # i32[]  steps skipped by the spike policy; () without one
-    spikes: Annotated[Any, _Counter("spike", is_of_policy=True, since="0.2.0")] = ()
+    spikes: Annotated[Any, _Counter("spike", is_of_policy=True, since="0.2.0")]
     # The spike policy's state; () without one.
-    spike_state: Annotated[Any, Field(is_of_policy=True, since="0.2.0")] = ()
+    spike_state: Annotated[Any, Field(is_of_policy=True, since="0.2.0")]
 
     def __repr__(self) -> str:
         """All fields but those that may be long."""

@@ -158,22 +158,23 @@ def loss_scaled(
             )
         _warn_of_half_params(params)
         count = sum(is_inexact(leaf) for leaf in jax.tree.leaves(params))
-        numbers = {
+        zeros = {
             name: jnp.zeros((), field.dtype)
             for name, field in FIELDS.items()
-            if field.dtype is not None and (spikes or not field.is_of_policy)
+            if field.dtype is not None
         }
+        if spikes is None:
+            zeros |= {name: () for name in zeros if FIELDS[name].is_of_policy}
+        spike_state = spikes.init() if spikes else ()
+        spike_state = own_buffers(spike_state, spike_state)
         state = LossScaledState(
             inner_state=own_buffers(inner_state, params),
             scaler_state=scaler_state,
             # At least one: Orbax saves no array without elements.
             nonfinite_leaves=jnp.zeros(max(count, 1), jnp.bool_),
-            **numbers,
+            spike_state=place_all(spike_state, params),
+            **zeros,
         )
-        if spikes is not None:
-            spike_state = spikes.init()
-            spike_state = own_buffers(spike_state, spike_state)
-            state = state._replace(spike_state=place_all(spike_state, params))
         return place_scalars(state, params)
 
     update = WrapperUpdate(inner, scaler, axis_name, check_updates, spikes)

@@ -179,7 +179,28 @@ def test_the_verdicts_are_those_of_the_table_in_its_order():
 
 
 @pytest.mark.parametrize("verdict", get_args(jls.types.Verdict))
-def test_every_verdict_is_in_the_docs(verdict):
+def test_every_verdict_is_in_the_docs_and_tested(verdict):
     page = (DOCS / "questions/healthy_run.md").read_text(encoding="utf-8")
-    assert f'"{verdict}"' in page or f"`{verdict}`" in page or verdict in page
+    assert f"\n| {verdict} |" in page
     assert f'"{verdict}"' in inspect.getdoc(health.health)
+    folder = Path(__file__).parent
+    texts = [path.read_text(encoding="utf-8") for path in folder.glob("report/*.py")]
+    texts += [(folder / "test_spikes.py").read_text(encoding="utf-8")]
+    assert f'"{verdict}"' in "".join(texts)
+
+
+# States of scalers.
+
+# What `jls.set_loss_scale` restarts, and what it leaves: these say how the scale moves
+# from now on, not when it moves next.
+RESTARTED = {"finite_count", "nonfinite_count"}
+LEFT = {"growth_count", "rung", "window_count", "ceiling", "previous_ceiling"}
+LEFT |= {"overflow_ceiling"}
+
+
+def test_set_loss_scale_knows_every_field_of_a_scaler():
+    """Add a new field to one of the two, and to `set_loss_scale` if it restarts."""
+    states = [x for name, x in vars(jls.types).items() if name.endswith("State")]
+    scaler_states = [x._fields for x in states if "loss_scale" in x._fields]
+    assert len(scaler_states) >= 4
+    assert set().union(*scaler_states) - {"loss_scale"} == RESTARTED | LEFT

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import reference
 
 import jls
 
@@ -25,13 +26,12 @@ PUBLIC_MODULES = ["presets", "types"]
 PROTOCOLS = [
     "InitFn",
     "AdjustFn",
-    "MagnitudeAdjustFn",
     "JudgeFn",
     "TrainStep",
     "PlainTrainStep",
     "CarryingTrainStep",
 ]
-ALIASES = ["Scaler", "Verdict"]
+ALIASES = ["Verdict"]
 
 
 def module_of(path):
@@ -94,6 +94,17 @@ def test_every_scaler_of_the_folder_is_public_and_under_the_laws():
     names = {module.partition(".")[2] for module in rules} - {"rule"}
     assert names <= set(PUBLIC)
     assert names <= set(SCALERS)
+    # The rule once more, in plain Python, and the test that compares the two.
+    folder = Path(__file__).parent / "scalers"
+    compared = {path.stem.removeprefix("test_") for path in folder.glob("test_*.py")}
+    assert names <= compared
+    assert names - {"static"} <= set(vars(reference))
+    states = {
+        type(scaler().init())
+        for name, scaler in SCALERS.items()
+        if name in names  # each can be exported, and users can name it
+    }
+    assert states <= {x for x in vars(jls.types).values() if isinstance(x, type)}
 
 
 def test_import_brings_in_nothing_but_the_runtime_dependencies():
