@@ -158,7 +158,7 @@ def loss_scaled(
             )
         _warn_of_half_params(params)
         count = sum(is_inexact(leaf) for leaf in jax.tree.leaves(params))
-        zeros = {
+        zeros: dict[str, Any] = {
             name: jnp.zeros((), field.dtype)
             for name, field in FIELDS.items()
             if field.dtype is not None
