@@ -513,3 +513,28 @@ def test_every_exported_transformation_is_listed():
             transforms = "GradientTransformation" in str(annotation)
             if transforms or annotation is inspect.Signature.empty:
                 assert name.startswith("_") or name in listed, name
+
+
+def test_line_search_ends_on_a_skipped_step():
+    def loss_fn(params):
+        return jnp.sum((params - 3.0) ** 2)
+
+    optimizer = jls.loss_scaled(optax.lbfgs(), jls.static(8.0))
+
+    @jax.jit
+    def step(params, state, noise):
+        value, grad = jls.value_and_grad(loss_fn)(state, params)
+        value, grad = value + noise, grad + noise
+        updates, state = optimizer.update(
+            grad, state, params, value=value, grad=grad, value_fn=loss_fn
+        )
+        return optax.apply_updates(params, updates), state
+
+    params = jnp.zeros(2)
+    state = optimizer.init(params)
+    for noise in (0.0, jnp.nan, 0.0, jnp.inf, 0.0):
+        params, state = step(params, state, jnp.float32(noise))
+    assert state.skips == 2
+    np.testing.assert_allclose(params, 3.0, rtol=1e-3)
+    one = jax.vmap(step, (None, None, 0))(params, state, jnp.array([0.0, jnp.nan]))
+    assert one[1].applied.tolist() == [True, False]

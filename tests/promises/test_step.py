@@ -276,32 +276,6 @@ def test_debug_nans_and_infs_do_not_trip_over_a_skipped_step():
     assert not state.applied
 
 
-@pytest.mark.standard_promotion
-def test_line_search_ends_on_a_skipped_step():
-    def loss_fn(params):
-        return jnp.sum((params - 3.0) ** 2)
-
-    optimizer = jls.loss_scaled(optax.lbfgs(), jls.static(8.0))
-
-    @jax.jit
-    def step(params, state, noise):
-        value, grad = jls.value_and_grad(loss_fn)(state, params)
-        value, grad = value + noise, grad + noise
-        updates, state = optimizer.update(
-            grad, state, params, value=value, grad=grad, value_fn=loss_fn
-        )
-        return optax.apply_updates(params, updates), state
-
-    params = jnp.zeros(2)
-    state = optimizer.init(params)
-    for noise in (0.0, jnp.nan, 0.0, jnp.inf, 0.0):
-        params, state = step(params, state, jnp.float32(noise))
-    assert state.skips == 2
-    np.testing.assert_allclose(params, 3.0, rtol=1e-3)
-    one = jax.vmap(step, (None, None, 0))(params, state, jnp.array([0.0, jnp.nan]))
-    assert one[1].applied.tolist() == [True, False]
-
-
 def test_step_skipped_for_its_updates_names_those(jit_or_eager):
     inner = optax.stateless(
         lambda updates, params: {"a": updates["a"] / 0, "b": params["b"]}
