@@ -380,12 +380,11 @@ LossScaledState.__new__.__annotations__ = get_type_hints(LossScaledState)
 
 def logged(state: LossScaledState) -> dict[str, Array]:
     """The fields that a logger wants to see, by name."""
-    values = {name: getattr(state, name) for name, f in FIELDS.items() if f.is_logged}
     has_all = has_policy(state)
     return {
-        name: value
-        for name, value in values.items()
-        if has_all or not FIELDS[name].is_of_policy
+        name: getattr(state, name)
+        for name, field in FIELDS.items()
+        if field.is_logged and (has_all or not field.is_of_policy)
     }
 
 

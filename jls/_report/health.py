@@ -35,6 +35,7 @@ from jls._state import (
 from jls._step import Reached, reach_wrappers, wrapper_of
 from jls._tree import is_array, named_floats
 from jls._types import (
+    SIGNALS,
     JlsWarning,
     LossScaledState,
     LossScaler,
@@ -275,7 +276,7 @@ def _observe_spikes(state: Any) -> dict[str, Any]:
     """What a policy of jls knows; nothing is claimed of others."""
     if not isinstance(state, SpikeState):
         return {}
-    losses, norms = state.kept
+    losses, norms = (state.kept[SIGNALS.index(name)] for name in ("loss", "norm"))
     judges_by_window = state.seen.shape[1] > 1
     return {
         "tokens": state.tokens,
