@@ -23,12 +23,12 @@ byte less for each parameter.
 What is computed from bad gradients or an old state may be NaN, as Adam's first bias
 correction is. It is never kept, but some could see it: a loop until convergence, which
 then might not end; a function of the host, which may raise; foreign code; and a
-derivative, since 0 times NaN is NaN. So a program with any of these, or with effects,
-gets ones in the place of bad inputs and is selected at the end, and so is anything that
-is differentiated. All others get their inputs as they are on GPU and TPU: only then XLA
-sees that the norm of clipping and the check read the same gradients, and reads them
-once. XLA CPU hands sums to a library, and writes what is added up to memory for it; not
-where there is a select.
+derivative, since 0 times NaN is NaN. So a program gets ones in the place of bad inputs
+and is selected at the end, and so is anything that is differentiated. Only one without
+effects, all of whose operations are listed below as blind to NaN, gets its inputs as
+they are on GPU and TPU: only then XLA sees that the norm of clipping and the check read
+the same gradients, and reads them once. XLA CPU hands sums to a library, and writes
+what is added up to memory for it; not where there is a select.
 """
 
 from collections.abc import Callable, Sequence
@@ -278,24 +278,58 @@ def _is_variable(atom: Any) -> bool:
     return not isinstance(atom, Literal)
 
 
-# Loops that decide by themselves when to end, host functions, foreign code, and what
-# some platforms compute by such a loop.
-_WATCHFUL = {"while", "pure_callback", "ffi_call", "buffer_callback"}
-_WATCHFUL |= {"svd", "eigh", "eig", "schur"}
+# What computes the same time whatever it is given, and shows the result to nobody. All
+# else might see a NaN: a loop until convergence, and what JAX computes by one on some
+# platform (svd, igamma); functions of the host; foreign code; exported programs.
+_BLIND = frozenset(
+    """
+    abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh
+    bitcast_convert_type broadcast_in_dim cbrt ceil clamp clz complex concatenate conj
+    conv_general_dilated convert_element_type copy copy_p cos cosh cumlogsumexp cummax
+    cummin cumprod cumsum device_put digamma div dot_general dynamic_slice
+    dynamic_update_slice eq eq_to erf erf_inv erfc exp exp2 expm1 fft floor full_like
+    gather ge gt imag integer_pow iota is_finite le le_to lgamma log log1p log2 logistic
+    lt lt_to max min mul mulhi name ne neg nextafter not one_minus_square
+    optimization_barrier or pad polynomial population_count pow real reduce_and
+    reduce_max reduce_min reduce_or reduce_precision reduce_prod reduce_sum
+    reduce_window_max reduce_window_min reduce_window_sum reduce_xor rem reshape rev
+    round rsqrt scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub
+    select_and_gather_add select_and_scatter_add select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh slice sort split sqrt
+    square squeeze stack stop_gradient sub tan tanh tile top_k transpose unstack xor
+
+    iota_2x32_shape random_bits random_clone random_fold_in random_seed random_split
+    random_unwrap random_wrap rng_bit_generator rng_uniform threefry2x32
+
+    all_gather all_gather_invariant all_to_all axis_index layout_constraint pbroadcast
+    pcast platform_index pmax pmin ppermute psum psum2 psum_invariant pvary
+    reduce_scatter reshard sharding_constraint
+    """.split()  # noqa: SIM905
+)
+# What is as blind as the programs in it.
+_CALLS = frozenset(
+    """
+    checkpoint closed_call cond core_call custom_jvp_call custom_vjp_call
+    custom_vjp_call_jaxpr jit pjit reduce reduce_window remat remat2 scan
+    select_and_scatter shard_map
+    """.split()  # noqa: SIM905
+)
 
 
 def _might_see_nan(jaxpr: Any) -> bool:
-    """Whether a program holds, however deep, what a NaN on its way would change."""
+    """Whether a program holds, however deep, what a NaN on its way might change."""
+    return not all(map(_is_blind, jaxpr.eqns))
 
+
+def _is_blind(equation: Any) -> bool:
     def holds_programs(value):
         return hasattr(value, "eqns")
 
-    for equation in jaxpr.eqns:
-        values = jax.tree.leaves([*equation.params.values()], is_leaf=holds_programs)
-        inner = filter(holds_programs, values)
-        if equation.primitive.name in _WATCHFUL or any(map(_might_see_nan, inner)):
-            return True
-    return False
+    name = equation.primitive.name
+    if name not in _CALLS:
+        return name in _BLIND
+    values = jax.tree.leaves([*equation.params.values()], is_leaf=holds_programs)
+    return not any(map(_might_see_nan, filter(holds_programs, values)))
 
 
 # What a square is computed with; 0 is added for the imaginary part of a real number.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import export
 from optax import contrib
 from shared import bits, run
 
@@ -198,6 +199,16 @@ CANNOT = {
         "optimizer's state must keep its structure",
         "its state gains entries in the first update; jax.lax.scan refuses it too",
     ),
+}
+
+# By name: what in it might see a NaN, so that it gets ones in place of bad gradients.
+# All others get them as they are: else a skip would cost a pass over them.
+MIGHT_SEE_NAN = {
+    "galore": "svd",
+    "lbfgs": "a line search",
+    "scale_by_backtracking_linesearch": "a line search",
+    "scale_by_galore": "svd",
+    "scale_by_zoom_linesearch": "a line search",
 }
 
 NOT_TRANSFORMATIONS = {
@@ -538,3 +549,56 @@ def test_line_search_ends_on_a_skipped_step():
     np.testing.assert_allclose(params, 3.0, rtol=1e-3)
     one = jax.vmap(step, (None, None, 0))(params, state, jnp.array([0.0, jnp.nan]))
     assert one[1].applied.tolist() == [True, False]
+
+
+# What JAX cannot see into.
+
+
+@pytest.mark.parametrize("name", exported({**OPTIMIZERS, **TRANSFORMS}))
+def test_all_but_a_few_are_known_to_be_blind_to_nan(name):
+    optimizer, step = make_step(name)
+    params = initial_params(name, "float32")
+    carry = params, optimizer.init(params)
+    program = jax.make_jaxpr(step)(carry, poison(params, "F"))
+    # The form for those that are not blind has no rule for derivatives.
+    is_blind = "custom_jvp_call" in {e.primitive.name for e in program.eqns}
+    assert is_blind == (name not in MIGHT_SEE_NAN)
+
+
+def as_exported(name, params, extra):
+    """The transformation as a program that went through `jax.export`."""
+    inner = optax.with_extra_args_support(make(name))
+    arguments = params, inner.init(params), params
+    leaves, structure = jax.tree.flatten(arguments)
+    results = jax.eval_shape(lambda *x: inner.update(*x, **extra), *arguments)
+
+    def flat_update(*leaves):
+        return jax.tree.leaves(inner.update(*structure.unflatten(leaves), **extra))
+
+    program = export.export(jax.jit(flat_update))(*leaves)
+
+    def update(updates, state, params=None, **_):
+        made = program.call(*jax.tree.leaves((updates, state, params)))
+        return jax.tree.unflatten(jax.tree.structure(results), made)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+@pytest.mark.parametrize("name", exported(OPTIMIZERS))
+def test_a_skipped_step_of_an_exported_optimizer_ends(name):
+    params = initial_params(name, "float32")
+    value = jnp.float32(1.0)
+    extra = extra_arguments(name, value, params)
+    optimizer = jls.loss_scaled(as_exported(name, params, extra), jls.dynamic(8.0))
+    state = optimizer.init(params)
+    update = jax.jit(optimizer.update, compiler_options=compiler_options())
+    good = jax.tree.map(lambda p: 0.5 * p, params)
+    for letter in "NF":
+        grads = jax.tree.map(jnp.add, good, poison(params, letter))
+        updates, new = update(grads, state, params)
+        assert new.applied == (letter == "F")
+        if letter != "F":
+            old = state.inner_state
+            assert bits(to_numpy(new.inner_state)) == bits(to_numpy(old))
+        state = new
+    assert jls.all_finite(updates)
