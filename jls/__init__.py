@@ -24,6 +24,7 @@ from jls._wrapper import loss_scaled as loss_scaled
 from jls._wrapper import skip_nonfinite as skip_nonfinite
 from jls._train.step import train_step as train_step
 from jls._train.apply import apply_gradients as apply_gradients
+from jls._train.atomic import atomic as atomic
 from jls._scale import value_and_grad as value_and_grad
 from jls._scale import grad as grad
 

@@ -18,7 +18,8 @@ import jax
 
 def is_variable(node: Any) -> bool:
     """Whether `node` is an `nnx.Variable`."""
-    return hasattr(node, "get_value")
+    # Of the type: an nnx.Rngs itself has every attribute.
+    return hasattr(type(node), "get_value")
 
 
 def has_variables(tree: Any) -> bool:
@@ -33,13 +34,18 @@ def is_model(tree: Any) -> bool:
 
 def is_optimizer(node: Any) -> bool:
     """Whether `node` is an `nnx.Optimizer`."""
-    return hasattr(node, "wrt")
+    return hasattr(node, "wrt") and hasattr(type(node), "update")
 
 
 def is_object(node: Any) -> bool:
     """Whether `node` is anything of NNX that a step may change in place."""
     nnx = sys.modules.get("flax.nnx")  # without Flax there is none
     return nnx is not None and isinstance(node, nnx.Pytree | nnx.Variable)
+
+
+def has_objects(tree: Any) -> bool:
+    """Whether anything of NNX is among the leaves of `tree`."""
+    return any(map(is_object, jax.tree.leaves(tree, is_leaf=is_object)))
 
 
 def is_module_or_optimizer(node: Any) -> bool:
@@ -76,6 +82,43 @@ def split_model(model: Any, *optimizers: Any) -> tuple[Any, Any, Any]:
     trained = [one.wrt for one in optimizers if is_optimizer(one)]
     structure, params, others = nnx().split(model, *(trained or [nnx().Param])[:1], ...)
     return structure, params, others
+
+
+def split_objects(model: Any, optimizer: Any, objects: Any) -> tuple[Any, Any, Any]:
+    """Structure, trained variables and other variables of a model and of `objects`.
+
+    As one graph, so that what they share stays shared. The optimizer trains variables
+    of the model alone, which are those of `nnx.state(model, optimizer.wrt)`.
+    """
+    is_wanted = nnx().filterlib.to_predicate(optimizer.wrt)
+
+    def is_trained(path, variable):
+        return path[0] == 0 and is_wanted(path[1:], variable)
+
+    structure, trained, others = nnx().split((model, objects), is_trained, ...)
+    return structure, trained.get(0, trained), others
+
+
+def merge_objects(structure: Any, trained: Any, others: Any) -> tuple[Any, Any]:
+    """A new model and new objects of what `split_objects` returned."""
+    return nnx().merge(structure, nnx().State({0: trained}), others)
+
+
+def update_objects(model: Any, objects: Any, trained: Any, others: Any) -> None:
+    """Writes variables of `split_objects` back."""
+    nnx().update((model, objects), nnx().State({0: trained}), others)
+
+
+def untrained_variables(optimizer: Any, model: Any, objects: Any) -> list[Any]:
+    """The variables that a model and `objects` hold, but for those it trains."""
+    is_wanted = nnx().filterlib.to_predicate(optimizer.wrt)
+    found = [
+        variable
+        for path, variable in nnx().iter_graph(model)
+        if is_variable(variable) and not is_wanted(path, variable)
+    ]
+    found += [x for _, x in nnx().iter_graph(objects) if is_variable(x)]
+    return list({id(variable): variable for variable in found}.values())
 
 
 def nnx() -> Any:

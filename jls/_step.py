@@ -108,17 +108,33 @@ class WrapperUpdate:
         return made.result, _count(self, step, made, state)
 
     def apply(
-        self, grads: Any, state: Any, params: Any, **extra: Any
-    ) -> tuple[Any, LossScaledState, Array]:
-        """Returns the new parameters, the next state and the global norm of `grads`."""
+        self,
+        grads: Any,
+        state: Any,
+        params: Any,
+        keeps_updates: bool = False,
+        **extra: Any,
+    ) -> "Applied":
+        """Updates and applies; the updates are returned if `keeps_updates`."""
         step = _observe(self, grads, state, params, extra)
         norm = global_norm(step.grads)
 
         def apply(updates):
-            return apply_updates(params, updates)
+            return apply_updates(params, updates), updates if keeps_updates else None
 
-        made = _attempt(self, step, state, params, apply, params, norm)
-        return made.result, _count(self, step, made, state), norm
+        skipped = params, step.no_updates if keeps_updates else None
+        made = _attempt(self, step, state, params, apply, skipped, norm)
+        new_params, updates = made.result
+        return Applied(new_params, _count(self, step, made, state), norm, updates)
+
+
+class Applied(NamedTuple):
+    """What a step leads to; rolled back if it was skipped."""
+
+    params: Any
+    state: Any
+    global_norm: Array  # f32[]  of the gradients
+    updates: Any  # None unless they are kept
 
 
 class Reached(NamedTuple):
@@ -172,32 +188,34 @@ def update_and_apply(
     grads: Any,
     state: Any,
     params: Any,
+    keeps_updates: bool = False,
     **extra: Any,
-) -> tuple[Any, Any, Array]:
-    """The new parameters, the new state, and the global norm of `grads`."""
+) -> Applied:
+    """A step of an optimizer with one wrapper, which may be anywhere in it."""
     wrapper = wrapper_of(optimizer)
     if wrapper:
-        return wrapper.apply(grads, state, params, **extra)
+        return wrapper.apply(grads, state, params, keeps_updates, **extra)
     optimizer = optax.with_extra_args_support(optimizer)
     updates, new_state = optimizer.update(grads, state, params, **extra)
     new_params = apply_updates(params, updates)
+    norm = global_norm(floats_of(grads))
+    applied = Applied(new_params, new_state, norm, updates if keeps_updates else None)
     for inside, _ in reach_wrappers(optimizer, params)[:1]:
         if _checks_updates(inside, grads, params):
-            old = params, state
-            new_params, new_state = _keep_if_finite(inside, old, new_params, new_state)
-    return new_params, new_state, global_norm(floats_of(grads))
+            applied = _keep_if_finite(inside, (params, state), applied)
+    return applied
 
 
 def _keep_if_finite(
-    wrapper: WrapperUpdate, old: tuple[Any, Any], new_params: Any, new_state: Any
-) -> tuple[Any, Any]:
-    """The new parameters and state, or the old ones if what is outside spoils them.
+    wrapper: WrapperUpdate, old: tuple[Any, Any], made: Applied
+) -> Applied:
+    """What was made, or the old if what is outside the wrapper spoils it.
 
     A wrapper inside an outer chain sees only its own updates. If a finite parameter
     would be stored as inf or NaN, the whole step counts as a nonfinite update.
     """
     params, state = old
-    pairs = zip(floats_of(params), floats_of(new_params), strict=True)
+    pairs = zip(floats_of(params), floats_of(made.params), strict=True)
     stored = [jnp.where(jnp.isfinite(widen(x)), widen(y), 0) for x, y in pairs]
     is_kept = agree(jnp.all(finite_leaves(stored)), wrapper.axis_name)
 
@@ -215,11 +233,13 @@ def _keep_if_finite(
             **_counts(old, events),
         )
 
-    was_applied = wrapper_state_in(new_state).applied
-    rolled_back = jax.tree.map(skipped, state, new_state, is_leaf=is_wrapper_state)
-    return select(
-        is_kept | ~was_applied, (new_params, new_state), (params, rolled_back)
+    was_applied = wrapper_state_in(made.state).applied
+    rolled_back = made._replace(
+        params=params,
+        state=jax.tree.map(skipped, state, made.state, is_leaf=is_wrapper_state),
+        updates=jax.tree.map(lambda x: jnp.full_like(x, -0.0), made.updates),
     )
+    return select(is_kept | ~was_applied, made, rolled_back)
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
@@ -332,6 +352,7 @@ def _attempt(
     def run(inputs):
         grads = combine(inputs[: len(step.grads)], step.rest)
         extra = combine(inputs[len(step.grads) :], other)
+        extra = {"grad": grads, **extra}  # as a line search takes them
         with foreign_state_named(wrapper.inner.init, inner_state, params):
             made, new = wrapper.inner.update(grads, inner_state, params, **extra)
         name, integers = "the inner optimizer's", step.integers

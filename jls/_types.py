@@ -359,6 +359,24 @@ class LossScaledState(NamedTuple):
     # The spike policy's state; () without one.
     spike_state: Annotated[Any, Field(is_of_policy=True, since="0.2.0")]
 
+    @property
+    def hyperparams(self) -> dict[str, Any]:
+        """The hyperparameters that the one `optax.inject_hyperparams` inside keeps.
+
+        The dict itself: `opt_state.hyperparams["learning_rate"] = 1e-4` sets one, and
+        so does `opt_state._replace(hyperparams=...)`.
+
+        Raises:
+          AttributeError: if the optimizer has none inside, or several.
+
+        Example:
+          >>> inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+          >>> state = jls.loss_scaled(inner).init(jnp.ones(3))
+          >>> state.hyperparams["learning_rate"]
+          Array(0.5, dtype=float32)
+        """
+        return _injected(self).hyperparams
+
     def __repr__(self) -> str:
         """All fields but those that may be long."""
         return format_record(
@@ -376,6 +394,43 @@ FIELDS: dict[str, Field] = {
 }
 # In its signature `help` shows the types alone.
 LossScaledState.__new__.__annotations__ = get_type_hints(LossScaledState)
+
+
+def _has_hyperparams(node: Any) -> bool:
+    return "hyperparams" in getattr(type(node), "_fields", ())
+
+
+def _injected(state: LossScaledState) -> Any:
+    """The one state of an `optax.inject_hyperparams` in the wrapped optimizer's."""
+    nodes = jax.tree.leaves(state.inner_state, is_leaf=_has_hyperparams)
+    found = list(filter(_has_hyperparams, nodes))
+    if len(found) != 1:
+        raise AttributeError(
+            "hyperparams must be those of the one optax.inject_hyperparams inside the "
+            f"wrapper, which has {len(found)}. Write jls.loss_scaled("
+            "optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)), or look into "
+            "the inner_state."
+        )
+    return found[0]
+
+
+_replace_fields = LossScaledState._replace
+
+
+def _replace(self: LossScaledState, /, **fields: Any) -> LossScaledState:
+    if "hyperparams" in fields:
+        node = _injected(self)
+        new = node._replace(hyperparams=fields.pop("hyperparams"))
+        inner_state = fields.get("inner_state", self.inner_state)
+        fields["inner_state"] = jax.tree.map(
+            lambda x: new if x is node else x, inner_state, is_leaf=lambda x: x is node
+        )
+    return _replace_fields(self, **fields)
+
+
+# As one replaces them in the state of `optax.inject_hyperparams` itself. The body of a
+# NamedTuple cannot hold it.
+LossScaledState._replace = _replace  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def logged(state: LossScaledState) -> dict[str, Array]:
@@ -403,7 +458,8 @@ class StepReport(NamedTuple):
     Example:
       >>> jls.types.StepReport._fields
       ('loss', 'skipped', 'loss_scale', 'learning_rate', 'global_norm', 'local_norm',
-       'size', 'dropped', 'aux', 'skip_reason', 'limit_loss', 'limit_norm')
+       'size', 'dropped', 'aux', 'skip_reason', 'limit_loss', 'limit_norm',
+       'update_norm')
     """
 
     loss: Any  # f32[] or wider, the true forward loss, also of a skipped step; or None
@@ -420,6 +476,8 @@ class StepReport(NamedTuple):
     # f32[]  above it, the loss is a spike; None without jls.spikes
     limit_loss: Any = None
     limit_norm: Any = None  # f32[]  above it, global_norm is one
+    # f32[]  of the updates that were applied; None unless it was asked for
+    update_norm: Any = None
 
 
 def _keywords(function: Any) -> dict[str, Any]:

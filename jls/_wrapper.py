@@ -67,7 +67,9 @@ def loss_scaled(
 
     Args:
       inner: any optax transformation, or an object with `init` and `update` such as
-        `optax.MultiSteps`. Extra arguments of `update` reach it if it takes any.
+        `optax.MultiSteps`. Extra arguments of `update` reach it if it takes any, and
+        besides them `grad`, the gradients that it gets, as line searches want it.
+        `value` and `grad` are left out if its signature has no place for them.
       scaler: how the loss scale moves.
       axis_name: the axis or axes of `shard_map` or `pmap` over which all devices have
         to take the same decision. Only the decision is reduced, and with `spikes` the
@@ -230,24 +232,30 @@ def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
             "inner must be an optax.GradientTransformation, e.g. optax.adamw(3e-4), or "
             f"an object with init and update, got {describe(inner)}."
         )
-    if isinstance(inner, optax.GradientTransformation):
+    if isinstance(inner, optax.GradientTransformation) and not isinstance(
+        inner, optax.GradientTransformationExtraArgs
+    ):
         return optax.with_extra_args_support(inner)
-    update = _taking_extra_arguments(inner.update)
+    update = _without_what_it_does_not_take(inner.update)
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def _taking_extra_arguments(update: Callable[..., Any]) -> Callable[..., Any]:
-    """`update`, called with those extra arguments that its signature has."""
+def _without_what_it_does_not_take(update: Callable[..., Any]) -> Callable[..., Any]:
+    """`update`, given `value` and `grad` only if its signature has them.
+
+    These come without being asked for; any other name that it does not know is an
+    error.
+    """
     try:
         parameters = inspect.signature(update).parameters
     except ValueError:  # a built-in function may have none
         parameters = {}
-    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+    if any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
+        return update
+    unknown = {"value", "grad"} - parameters.keys()
 
     def update_with_extra(updates, state, params=None, **extra):
-        taken = {
-            name: x for name, x in extra.items() if takes_all or name in parameters
-        }
+        taken = {name: x for name, x in extra.items() if name not in unknown}
         return update(updates, state, params, **taken)
 
     return update_with_extra

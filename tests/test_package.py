@@ -162,6 +162,7 @@ def test_public_names_are_those_of_the_contract():
         "adaptive",
         "all_finite",
         "apply_gradients",
+        "atomic",
         "cautious",
         "check_in_sync",
         "check_step",

@@ -1,5 +1,6 @@
 """The wrapper's own behaviour; what it promises is in test_promises.py."""
 
+import inspect
 import warnings
 
 import chex
@@ -40,7 +41,7 @@ def test_extra_arguments_reach_the_inner_transformation():
     state = optimizer.init(PARAMS)
     optimizer.update(GOOD, state, PARAMS, value=jnp.float32(3.0), marker=marker, n=7)
     assert (seen["marker"], seen["n"]) == (marker, 7)
-    assert set(seen) == {"value", "marker", "n"}
+    assert set(seen) == {"value", "grad", "marker", "n"}
 
 
 def test_python_numbers_among_the_extra_arguments_stay_python_numbers():
@@ -204,8 +205,35 @@ def test_extra_arguments_reach_an_inner_object_that_names_them():
     optimizer = scaled(Naming())
     value = jnp.float32(2.0)
     state = optimizer.init(PARAMS)
-    updates, _ = optimizer.update(GOOD, state, PARAMS, value=value, other=3)
+    updates, _ = optimizer.update(GOOD, state, PARAMS, value=value)
     assert_identical(updates, jax.tree.map(lambda x: -x, GOOD))
+    with pytest.raises(TypeError, match="other"):
+        optimizer.update(GOOD, state, PARAMS, value=value, other=3)
+
+
+@pytest.mark.parametrize("names", [(), ("value",), ("grad",), ("value", "grad")])
+def test_value_and_grad_reach_only_an_inner_that_names_them(names):
+    seen = {}
+
+    def strict(updates, state, params=None, *, value=None, grad=None, scale=1.0):
+        seen.update(value=value, grad=grad, scale=scale)
+        return updates, state
+
+    kept = {"updates", "state", "params", "scale", *names}
+    signature = inspect.signature(strict)
+    strict.__signature__ = signature.replace(
+        parameters=[p for name, p in signature.parameters.items() if name in kept]
+    )
+    inner = optax.GradientTransformationExtraArgs(optax.sgd(0.5).init, strict)
+    optimizer = scaled(inner)
+    state = optimizer.init(PARAMS)
+    _, state = optimizer.update(
+        GOOD, state, PARAMS, value=jnp.float32(jnp.nan), scale=2.0
+    )
+    assert (seen["value"] is not None) == ("value" in names)
+    assert (seen["grad"] is not None) == ("grad" in names)
+    assert seen["scale"] == 2.0
+    assert state.nonfinite_losses == 1  # the wrapper is told all the same
 
 
 @pytest.mark.standard_promotion

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Apply gradients, or skip the step, and report: the second half of a train step."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 
+from jls import _validate
 from jls._state import (
     find,
     is_multi_steps_state,
@@ -27,6 +28,7 @@ from jls._types import (
 )
 
 
+@overload
 def apply_gradients(
     optimizer: optax.GradientTransformation,
     grads: Any,
@@ -34,8 +36,30 @@ def apply_gradients(
     params: Any,
     *,
     value: Any = None,
+    return_updates: Literal[False] = False,
     **extra: Any,
-) -> tuple[Any, Any, StepReport]:
+) -> tuple[Any, Any, StepReport]: ...
+@overload
+def apply_gradients(
+    optimizer: optax.GradientTransformation,
+    grads: Any,
+    opt_state: Any,
+    params: Any,
+    *,
+    value: Any = None,
+    return_updates: Literal[True],
+    **extra: Any,
+) -> tuple[Any, Any, StepReport, Any]: ...
+def apply_gradients(
+    optimizer: optax.GradientTransformation,
+    grads: Any,
+    opt_state: Any,
+    params: Any,
+    *,
+    value: Any = None,
+    return_updates: bool = False,
+    **extra: Any,
+) -> Any:
     """Applies true gradients to the parameters, or skips the step; and reports.
 
     For those who make the gradients themselves, with `jls.value_and_grad` or otherwise:
@@ -51,12 +75,16 @@ def apply_gradients(
       params: the parameters. They keep their dtypes.
       value: the true loss, a real floating-point scalar. If it is not finite, the step
         is skipped for it, and the loss scale stays. None if it is not known.
+      return_updates: whether to return the updates too, for a log of them or of their
+        norm. They are then kept in memory.
       **extra: for `optimizer.update`, e.g. `partial_overflow=`.
 
     Returns:
       The new parameters, the new state, and a `jls.types.StepReport`; see
       `jls.train_step`. Its `loss` is `value`, its `aux` None, its `dropped` 0. A
-      skipped step leaves parameters and inner state as they were, bit for bit.
+      skipped step leaves parameters and inner state as they were, bit for bit. With
+      `return_updates` also the updates, a tree like `grads`, in at least float32: what
+      was added to the parameters, -0.0 if the step was skipped.
 
     Raises:
       ValueError: if the optimizer was not made by jls, or is inside an
@@ -76,15 +104,21 @@ def apply_gradients(
       (Array([-0.5, -1. ], dtype=float32), Array(5., dtype=float32))
     """
     check_optimizer(optimizer)
+    return_updates = _validate.flag("return_updates", return_updates)
     if value is not None:
         extra["value"] = value
+
+    def apply(params):
+        *made, updates = apply_and_report(
+            optimizer, grads, opt_state, params, None, extra, return_updates
+        )
+        return (*made, updates) if return_updates else tuple(made)
+
     trained = trainable(params)
     structure = jax.tree.structure(grads)
     if structure == jax.tree.structure(trained):
-        new, opt_state, report = apply_and_report(
-            optimizer, grads, opt_state, trained, None, extra
-        )
-        return restore(new, params), opt_state, report
+        new, *others = apply(trained)
+        return restore(new, params), *others
     # `optax.lookahead` takes the gradients of its fast parameters.
     fast = params.fast if isinstance(params, optax.LookaheadParams) else params
     if structure != jax.tree.structure(fast):
@@ -92,7 +126,7 @@ def apply_gradients(
             "grads and params must have the same structure, got "
             f"{structure} and {jax.tree.structure(fast)}."
         )
-    return apply_and_report(optimizer, grads, opt_state, params, None, extra)
+    return apply(params)
 
 
 def apply_and_report(
@@ -102,11 +136,12 @@ def apply_and_report(
     params: Any,
     learning_rate: Rates,
     extra: dict[str, Any],
-) -> tuple[Any, Any, StepReport]:
-    """`apply_gradients` with a learning rate for the report."""
+    keeps_updates: bool = False,
+) -> tuple[Any, Any, StepReport, Any]:
+    """New parameters, new state, report, and the updates if they are to be kept."""
     before = inner_wrapper_state(opt_state)
-    new_params, new_opt_state, global_norm = update_and_apply(
-        optimizer, grads, opt_state, params, **extra
+    new_params, new_opt_state, norm, updates = update_and_apply(
+        optimizer, grads, opt_state, params, keeps_updates, **extra
     )
     after = inner_wrapper_state(new_opt_state)
     count = _applied_before(opt_state, before)
@@ -117,7 +152,7 @@ def apply_and_report(
         skipped=~after.applied,
         loss_scale=after.scaler_state.loss_scale,
         learning_rate=learning_rates(learning_rate, count, new_opt_state),
-        global_norm=global_norm,
+        global_norm=norm,
         local_norm=None,
         size=None,
         dropped=jnp.zeros((), jnp.int32),
@@ -127,7 +162,7 @@ def apply_and_report(
         ),
         **{f"limit_{name}": limits.get(f"limit_{name}") for name in SIGNALS},
     )
-    return new_params, new_opt_state, report
+    return new_params, new_opt_state, report, updates
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapter for Flax NNX: a model and its `nnx.Optimizer`, changed in place."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-from jls._nnx import is_optimizer, nnx, read_variables, split_model
+from jls._nnx import (
+    has_objects,
+    is_optimizer,
+    merge_objects,
+    nnx,
+    read_variables,
+    split_objects,
+    update_objects,
+)
 from jls._train.parts import Made, Parts, unpack
 from jls._tree import cast_like
 from jls._types import StepReport
@@ -16,7 +25,10 @@ def is_nnx(args: tuple[Any, ...]) -> bool:
 
 
 class NnxAdapter:
-    """Carries every variable of the model that the optimizer does not update."""
+    """Carries every variable that the optimizer does not update.
+
+    Those of the model, and of the NNX objects among the keyword arguments.
+    """
 
     def __init__(
         self,
@@ -25,31 +37,45 @@ class NnxAdapter:
         has_aux: bool,
         model: Any,
         optimizer: Any,
+        batch: Any,
+        kwargs: dict[str, Any],
     ):
         if carries:
             raise ValueError(
                 "carries must be False for an NNX model, whose own variables hold what "
                 "a skipped step rolls back: assign it to an nnx.Variable of the model."
             )
-        self._loss_fn, self._has_aux = loss_fn, has_aux
-        self._model, self._optimizer = model, optimizer
-        self._graph, *self._state = split_model(model, optimizer)
+        if has_objects(batch):
+            raise TypeError(
+                "batch must hold arrays, got an NNX object in it. Pass it by keyword, "
+                "step(model, optimizer, batch, rngs=rngs): then a skipped step rolls "
+                "it back."
+            )
+        self.model, self._optimizer = model, optimizer
+        self._objects = {name: x for name, x in kwargs.items() if has_objects(x)}
+        others = {name: x for name, x in kwargs.items() if name not in self._objects}
+        self._loss_fn, self._has_aux = functools.partial(loss_fn, **others), has_aux
+        self._graph, *self._state = self._split(model, self._objects)
         self.optimizer = optimizer.tx
+
+    def _split(self, model: Any, objects: Any) -> tuple[Any, Any, Any]:
+        return split_objects(model, self._optimizer, objects)
 
     def split(self) -> Parts:
         params, carried = read_variables(self._state)
         return Parts(params, None, read_variables(self._optimizer.opt_state), carried)
 
     def call(self, params: Any, overwritten: Any, carried: Any, batch: Any) -> Made:
-        copy = nnx().merge(self._graph, params, carried)
-        made = unpack(self._loss_fn(copy, batch), False, self._has_aux, None)
-        after = read_variables(split_model(copy, self._optimizer)[2])
+        model, objects = merge_objects(self._graph, params, carried)
+        result = self._loss_fn(model, batch, **objects)
+        made = unpack(result, False, self._has_aux, None)
+        after = read_variables(self._split(model, objects)[2])
         after = cast_like("loss_fn, which ran on the model,", after, carried)
         return made._replace(carried=after)
 
     def merge(self, parts: Parts, report: StepReport) -> StepReport:
         optimizer = self._optimizer
-        nnx().update(self._model, parts.params, parts.carried)
+        update_objects(self.model, self._objects, parts.params, parts.carried)
         nnx().update(optimizer.opt_state, nnx().state(parts.opt_state))
         optimizer.step.set_value(optimizer.step.get_value() + 1)
         return report

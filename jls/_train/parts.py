@@ -31,6 +31,11 @@ class Adapter(Protocol):
     @property
     def optimizer(self) -> optax.GradientTransformation: ...
 
+    @property
+    def model(self) -> Any:
+        """What the user's functions take first: parameters, a state, a model."""
+        ...
+
     def split(self) -> Parts: ...
 
     def call(self, params: Any, overwritten: Any, carried: Any, batch: Any) -> Made:

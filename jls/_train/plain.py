@@ -29,7 +29,7 @@ class PlainAdapter:
     ):
         self._loss_fn, self._carries, self._has_aux = loss_fn, carries, has_aux
         self._params, self._opt_state, *self._carried = state
-        self.optimizer = optimizer
+        self.model, self.optimizer = self._params, optimizer
 
     def split(self) -> Parts:
         params = trainable(self._params)

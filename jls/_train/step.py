@@ -10,7 +10,7 @@ batch statistics and RNG counters. Only the counts of calls go on: `TrainState.s
 state: `plain`, `linen`, `nnx`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import (
     Any,
@@ -29,8 +29,10 @@ import jax.numpy as jnp
 import optax
 
 from jls import _validate
+from jls._reduce import global_norm
 from jls._scale import value_and_grad
 from jls._step import reach_wrappers
+from jls._text import describe
 from jls._train.accumulate import Accumulation, Drop, accumulate
 from jls._train.apply import (
     apply_and_report,
@@ -42,7 +44,7 @@ from jls._train.nnx import NnxAdapter, is_nnx
 from jls._train.parts import Adapter, Parts
 from jls._train.plain import PlainAdapter
 from jls._train.rates import Rates, check_rates, local_norms
-from jls._tree import select
+from jls._tree import floats_of, select
 from jls._types import SkipReason, StepReport
 
 
@@ -107,6 +109,11 @@ class CarryingTrainStep(Protocol):
     ) -> tuple[_Params, _OptState, _Carried, StepReport]: ...
 
 
+# Extra arguments of the optimizer's update by name, or a function that makes them of
+# the model and the batch.
+Extra = Mapping[str, Any] | Callable[[Any, Any], Mapping[str, Any]] | None
+
+
 class Options(NamedTuple):
     """What `train_step` was given, checked."""
 
@@ -115,6 +122,8 @@ class Options(NamedTuple):
     accumulation: Accumulation
     drop: Drop
     local_norm: bool
+    update_norm: bool
+    extra: "Extra"
 
 
 class _Options(TypedDict, total=False):
@@ -124,6 +133,8 @@ class _Options(TypedDict, total=False):
     accumulation: Accumulation
     drop: Drop
     local_norm: bool
+    update_norm: bool
+    extra: "Extra"
 
 
 @overload
@@ -161,6 +172,8 @@ def train_step(
     accumulation: Accumulation = "mean",
     drop: Drop = "step",
     local_norm: bool = False,
+    update_norm: bool = False,
+    extra: Extra = None,
 ) -> Any:
     """Returns a whole train step that scales the loss and skips bad steps.
 
@@ -219,6 +232,12 @@ def train_step(
         step is skipped only if none is left, and the scale still backs off after an
         overflow.
       local_norm: whether the report has the norm of each gradient.
+      update_norm: whether the report has the norm of the updates, which are then read
+        once more.
+      extra: further arguments for the `update` of an optimizer that wants them, such as
+        `value_fn` for `optax.lbfgs`: a dict, or a function of `(params, batch)` that
+        returns one, for Linen of `(state, batch)`, for NNX of `(model, batch)`. The
+        optimizer gets `value`, the loss, and `grad`, the gradients, without it.
 
     Returns:
       The step. Its report is a `jls.types.StepReport`:
@@ -236,7 +255,9 @@ def train_step(
       `aux` is what `loss_fn` returned for it, or None;
       `skip_reason` is a `jls.types.SkipReason`, 0 if the step was applied;
       `limit_loss` and `limit_norm` are what loss and norm of the last step that was
-      judged were held against under `jls.spikes`, None without it.
+      judged were held against under `jls.spikes`, None without it;
+      `update_norm` is the L2 norm of what was added to the parameters, 0 if the step
+      was skipped; None unless it was asked for.
 
     Raises:
       TypeError, ValueError: at once for a bad option; when the step is traced, if the
@@ -284,11 +305,12 @@ def train_step(
         accumulation=accumulation,
         drop=drop,
         local_norm=_validate.flag("local_norm", local_norm),
+        update_norm=_validate.flag("update_norm", update_norm),
+        extra=_check_extra(extra),
     )
 
     def step(*args, **kwargs):
-        loss = partial(loss_fn, **kwargs)
-        adapter = _adapt(loss, optimizer, carries, has_aux, args)
+        adapter = _adapt(loss_fn, optimizer, carries, has_aux, args, kwargs)
         parts, report = take_step(adapter, args[-1], options)
         return adapter.merge(parts, report)
 
@@ -319,15 +341,19 @@ def take_step(
         drop=options.drop,
         axis_name=_axis_name(adapter.optimizer, params, options),
     )
-    new_params, new_opt_state, report = apply_and_report(
+    extra = {"value": made.loss, "partial_overflow": made.partial_overflow}
+    new_params, new_opt_state, report, updates = apply_and_report(
         adapter.optimizer,
         made.grads,
         opt_state,
         params,
         options.learning_rate,
-        {"value": made.loss, "partial_overflow": made.partial_overflow},
+        extra | _extra_arguments(options.extra, adapter.model, batch, extra),
+        options.update_norm,
     )
     norms, sizes = local_norms(made.grads) if options.local_norm else (None, None)
+    if options.update_norm:
+        report = report._replace(update_norm=global_norm(floats_of(updates)))
     report = report._replace(
         local_norm=norms,
         size=sizes,
@@ -354,6 +380,29 @@ def _differentiate(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]
     return run
 
 
+def _check_extra(extra: Extra) -> Extra:
+    if extra is None or callable(extra) or isinstance(extra, Mapping):
+        return extra
+    raise TypeError(
+        "extra must be a dict of arguments for the optimizer's update, or a function "
+        f"of the parameters and the batch that returns one, got {describe(extra)}."
+    )
+
+
+def _extra_arguments(
+    extra: Extra, model: Any, batch: Any, given: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    made = extra(model, batch) if callable(extra) else extra or {}
+    if not isinstance(made, Mapping):
+        raise TypeError(f"extra must return a dict, got {describe(made)}.")
+    if made.keys() & given.keys():
+        raise ValueError(
+            f"extra must not hold {' and '.join(sorted(made.keys() & given.keys()))}, "
+            "which the step passes by itself."
+        )
+    return made
+
+
 def _axis_name(optimizer: Any, params: Any, options: Options) -> Any:
     """The axis over which all devices must leave out the same micro-batches."""
     if options.drop == "step" or options.micro_batches == 1:
@@ -376,15 +425,17 @@ def _adapt(
     carries: bool,
     has_aux: bool,
     args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Adapter:
     """The adapter for what the step was called with; the last is the batch."""
+    if optimizer is None and is_nnx(args):
+        return NnxAdapter(loss_fn, carries, has_aux, *args, kwargs)
+    loss_fn = partial(loss_fn, **kwargs)
     is_flax = is_linen(args) or is_nnx(args)
     if optimizer is not None and not is_flax and len(args) == 3 + carries:
         return PlainAdapter(loss_fn, optimizer, carries, has_aux, args[:-1])
     if optimizer is None and is_linen(args):
         return LinenAdapter(loss_fn, carries, has_aux, args[0])
-    if optimizer is None and is_nnx(args):
-        return NnxAdapter(loss_fn, carries, has_aux, *args[:-1])
     types = ", ".join(type(x).__name__ for x in args)
     raise TypeError(f"{_form(optimizer, carries, is_flax)}; got {types}. {_BATCH}")
 
@@ -407,4 +458,7 @@ def _form(optimizer: Any, carries: bool, is_flax: bool) -> str:
     )
 
 
-_BATCH = "A batch is one argument: (x, y), or a dict."
+_BATCH = (
+    "A batch is one argument: (x, y), or a dict; all else goes by keyword, such as "
+    "rngs=rngs."
+)

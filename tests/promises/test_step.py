@@ -147,7 +147,7 @@ def test_a_parameter_never_overflows_in_its_own_dtype(dtype, jit_or_eager):
     def step(param, row):  # each element is a run of its own
         state = optimizer.init(param)
         updates, made = optimizer.update(row, state, param)
-        stored, applied, _ = update_and_apply(optimizer, row, state, param)
+        stored, applied, *_ = update_and_apply(optimizer, row, state, param)
         return updates, made.applied, stored, applied.applied
 
     updates, made, stored, applied = jit_or_eager(jax.vmap(step))(params, rows)
@@ -202,7 +202,7 @@ def test_parameters_of_8_bits_train(dtype, jit_or_eager):
     state = optimizer.init(params)
     step = jit_or_eager(functools.partial(update_and_apply, optimizer))
     for grads, expected in ((NAN, [1.0, -2.0]), (ONE, [0.5, -2.5])):
-        params, state, _ = step(grads, state, params)
+        params, state, *_ = step(grads, state, params)
         assert params.dtype == dtype
         assert params.tolist() == expected
 

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Roll back what a Flax NNX step that is written by hand changes in place."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from jls._nnx import has_objects, is_optimizer, untrained_variables
+from jls._state import wrapper_state_in
+from jls._text import describe
+from jls._tree import select
+
+
+@contextlib.contextmanager
+def atomic(optimizer: Any, model: Any, *objects: Any) -> Iterator[None]:
+    """Around a Flax NNX step written by hand: a skipped step leaves all as it was.
+
+    The forward pass changes batch statistics and RNG counters in place, before anyone
+    knows whether the step is skipped. On leaving the block, if `optimizer.update`
+    skipped the step, `atomic` puts them back, bit for bit. The parameters and the
+    optimizer's state are those of the step before anyway. `jls.train_step` needs none
+    of this.
+
+    Args:
+      optimizer: the `nnx.Optimizer`, made with `jls.loss_scaled` or
+        `jls.skip_nonfinite`. Its `update` is called in the block, with `value=loss`.
+      model: the `nnx.Module` that it trains. Every variable that the optimizer does not
+        update is rolled back.
+      *objects: further NNX objects whose variables are rolled back: an `nnx.Rngs`, a
+        metric. What the block adds to them, such as sown values, stays.
+
+    Returns:
+      A context manager.
+
+    Raises:
+      TypeError: if `optimizer` is not an `nnx.Optimizer`, or another argument not an
+        NNX object.
+      ValueError: if its state carries no state of `jls.loss_scaled`, or several, or if
+        the block changes the shape or the dtype of a variable.
+
+    Example:
+      >>> from flax import nnx
+      >>> def loss_fn(model, x):
+      ...     return jnp.mean(model(x) ** 2)
+      >>> @nnx.jit
+      ... def step(model, optimizer, x):
+      ...     with jls.atomic(optimizer, model):
+      ...         grad_fn = jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)
+      ...         loss, grads = grad_fn(optimizer, model, x)
+      ...         optimizer.update(model, grads, value=loss)
+      ...     return loss
+      >>> model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+      >>> tx = jls.loss_scaled(optax.sgd(0.1))
+      >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+      >>> step(model, optimizer, jnp.full((4, 2), jnp.nan))
+      Array(nan, dtype=float32)
+      >>> model.mean.get_value()
+      Array([0., 0.], dtype=float32)
+    """
+    if not is_optimizer(optimizer):
+        raise TypeError(
+            "optimizer must be an nnx.Optimizer, got "
+            f"{describe(optimizer)}. The order is jls.atomic(optimizer, model)."
+        )
+    for name, given in {"model": model, "objects": objects}.items():
+        if not has_objects(given) and given != ():
+            raise TypeError(f"{name} must be of Flax NNX, got {describe(given)}.")
+    wrapper_state_in(optimizer)  # or an error, before anything changes
+    variables = untrained_variables(optimizer, model, objects)
+    before = [variable.get_value() for variable in variables]
+    yield
+    applied = wrapper_state_in(optimizer).applied
+    for variable, old in zip(variables, before, strict=True):
+        variable.set_value(select(applied, variable.get_value(), old))
