@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find, read and set the loss scale in any state: optax nests, Flax wraps."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -48,8 +49,9 @@ def find_scaler_states(state: Any) -> list[tuple[str, Any]]:
     A wrapper keeps it in the field `scaler_state`. In a NamedTuple of parameters one
     may be called `loss_scale` too: neither these nor their moments are states.
     """
-    if hasattr(state, "tx") and hasattr(state, "params"):  # a Flax TrainState
-        state = state.replace(params=None)
+    is_train_state = hasattr(state, "tx") and hasattr(state, "params")
+    if is_train_state and dataclasses.is_dataclass(state):
+        state = dataclasses.replace(state, params=None)
     found = []
     for path, node in find(state, lambda x: is_wrapper_state(x) or is_scaler_state(x)):
         if is_wrapper_state(node):

@@ -375,3 +375,63 @@ def test_host_metrics_of_a_traced_state_names_the_one_for_jit():
         jax.jit(lambda state: jls.host_metrics(state) and 0)(wrapped())
     with pytest.raises(ValueError, match="must carry a loss scale"):
         jls.host_metrics({"w": jnp.ones(2)})
+
+
+# The hyperparameters of optax.inject_hyperparams.
+
+
+def injected(**kwargs):
+    return optax.inject_hyperparams(optax.sgd)(learning_rate=0.5, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: jls.loss_scaled(injected()),
+        lambda: jls.loss_scaled(optax.chain(optax.clip(1.0), injected())),
+        lambda: jls.skip_nonfinite(optax.MultiSteps(injected(), 1)),
+    ],
+    ids=["bare", "chain", "MultiSteps"],
+)
+def test_hyperparams_are_read_and_set_through_the_wrapper(make, jit_or_eager):
+    optimizer, params = make(), jnp.ones(2)
+
+    @jit_or_eager
+    def in_place(state, rate):
+        assert hasattr(state, "hyperparams")
+        state.hyperparams["learning_rate"] = rate
+        return optimizer.update(params, state, params)
+
+    @jit_or_eager
+    def replaced(state, rate):
+        hyperparams = {**state.hyperparams, "learning_rate": rate}
+        state = state._replace(hyperparams=hyperparams)
+        return optimizer.update(params, state, params)
+
+    for write in (in_place, replaced):
+        updates, state = write(optimizer.init(params), jnp.float32(0.25))
+        np.testing.assert_array_equal(updates, [-0.25, -0.25])
+        assert state.hyperparams["learning_rate"] == 0.25
+        assert jax.tree.structure(state) == jax.tree.structure(optimizer.init(params))
+
+
+@pytest.mark.parametrize("parts", [[], ["a", "b"]])
+def test_hyperparams_are_an_attribute_where_there_is_exactly_one(parts):
+    inner = optax.partition(dict.fromkeys(parts, injected()), {x: x for x in parts})
+    state = jls.loss_scaled(inner if parts else optax.sgd(0.1)).init(
+        dict.fromkeys(parts, jnp.ones(2))
+    )
+    assert not hasattr(state, "hyperparams")
+    message = rf"which has {len(parts)}\. Write jls\.loss_scaled\("
+    with pytest.raises(AttributeError, match=message):
+        _ = state.hyperparams
+    with pytest.raises(AttributeError, match=message):
+        state._replace(hyperparams={})
+
+
+def test_other_fields_are_replaced_as_in_any_named_tuple():
+    state = jls.loss_scaled(injected()).init(jnp.ones(2))
+    new = state._replace(steps=jnp.int32(3), hyperparams={"learning_rate": 1.0})
+    assert (new.steps, new.hyperparams) == (3, {"learning_rate": 1.0})
+    with pytest.raises((TypeError, ValueError), match="unknown"):
+        state._replace(unknown=1)

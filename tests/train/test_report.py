@@ -275,3 +275,77 @@ def test_constant_schedule_must_be_positive():
     step = jls.train_step(linear_loss, learning_rate=optax.constant_schedule(-0.5))
     with pytest.raises(ValueError, match=r"learning_rate must be > 0 .*got -0.5"):
         step(linear_state(), GOOD)
+
+
+# The updates.
+
+
+def scaled_adam(where):
+    wrapped = jls.loss_scaled(optax.adam(0.5), jls.dynamic(64.0))
+    return optax.chain(wrapped, optax.scale(0.25)) if where == "chain" else wrapped
+
+
+@pytest.mark.parametrize("where", ["outermost", "chain"])
+def test_update_norm_is_what_was_added_to_the_parameters(where, jit_or_eager):
+    optimizer = scaled_adam(where)
+    params = {"a": jnp.array([3.0, 4.0]), "n": jnp.float32(1.0)}
+
+    def loss_fn(params, batch):
+        return jnp.sum(params["a"] ** 2) * batch + params["n"]
+
+    step = jit_or_eager(jls.train_step(loss_fn, optimizer, update_norm=True))
+    plain = jit_or_eager(jls.train_step(loss_fn, optimizer))
+    opt_state = optimizer.init(params)
+    for batch in (1.0, jnp.nan, jnp.inf, 2.0):
+        new, new_state, report = step(params, opt_state, jnp.float32(batch))
+        same, _, bare = plain(params, opt_state, jnp.float32(batch))
+        assert bare.update_norm is None
+        chex.assert_trees_all_close(new, same, rtol=1e-6)
+        added = jax.tree.map(jnp.subtract, new, params)
+        assert report.update_norm.dtype == jnp.float32
+        np.testing.assert_allclose(report.update_norm, norm(added), rtol=1e-5)
+        assert (report.update_norm == 0) == report.skipped
+        params, opt_state = new, new_state
+
+
+@pytest.mark.parametrize("where", ["outermost", "chain"])
+def test_the_updates_come_back_as_they_were_applied(where, jit_or_eager):
+    optimizer = scaled_adam(where)
+    params = {"a": jnp.array([3.0, 4.0]), "n": None}
+    opt_state = optimizer.init(params)
+
+    @jit_or_eager
+    def step(grads, value):
+        return jls.apply_gradients(
+            optimizer, grads, opt_state, params, value=value, return_updates=True
+        )
+
+    grads = {"a": jnp.array([1.0, -2.0]), "n": None}
+    new, _, report, updates = step(grads, jnp.float32(1.0))
+    chex.assert_trees_all_close(new, optax.apply_updates(params, updates))
+    assert not report.skipped
+    for bad, value in ((jnp.nan, 1.0), (1.0, jnp.nan)):
+        grads = {"a": jnp.array([bad, -2.0]), "n": None}
+        new, _, report, updates = step(grads, jnp.float32(value))
+        assert report.skipped
+        assert_identical(updates["a"], jnp.full(2, -0.0))
+        assert_identical(new, params)
+
+
+@pytest.mark.filterwarnings("ignore:.*parameters are")
+def test_updates_that_are_not_stored_count_as_none():
+    """The update of 1 becomes one of 1e5 outside, and float16 ends at 65504."""
+    wrapped = jls.loss_scaled(optax.sgd(1.0), jls.static(1.0))
+    tx = optax.chain(wrapped, optax.scale(1e5))
+    params = jnp.ones(2, jnp.float16)
+    *_, report, updates = jls.apply_gradients(
+        tx, jnp.ones(2), tx.init(params), params, return_updates=True
+    )
+    assert report.skip_reason == jls.types.SkipReason.UPDATES
+    assert_identical(updates, jnp.full(2, -0.0))
+
+
+def test_return_updates_is_a_switch():
+    optimizer = scaled_adam("outermost")
+    with pytest.raises(TypeError, match="return_updates must be True or False"):
+        jls.apply_gradients(optimizer, {}, None, {}, return_updates="yes")
