@@ -49,8 +49,8 @@ def find_scaler_states(state: Any) -> list[tuple[str, Any]]:
     A wrapper keeps it in the field `scaler_state`. In a NamedTuple of parameters one
     may be called `loss_scale` too: neither these nor their moments are states.
     """
-    is_train_state = hasattr(state, "tx") and hasattr(state, "params")
-    if is_train_state and dataclasses.is_dataclass(state):
+    is_record = dataclasses.is_dataclass(state) and not isinstance(state, type)
+    if is_record and hasattr(state, "tx") and hasattr(state, "params"):
         state = dataclasses.replace(state, params=None)
     found = []
     for path, node in find(state, lambda x: is_wrapper_state(x) or is_scaler_state(x)):

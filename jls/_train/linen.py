@@ -29,7 +29,7 @@ class _Names(NamedTuple):
     tx: str
     opt_state: str
     params: str
-    count: str | None  # of the calls; None if nothing counts them
+    calls: str | None  # their count; None if there is none
 
 
 class LinenAdapter:
@@ -73,8 +73,8 @@ class LinenAdapter:
         names, new = self._names, dict(parts.carried)
         new[names.params] = self._join(parts.params, parts.overwritten)
         new[names.opt_state] = parts.opt_state
-        if names.count is not None:
-            new[names.count] = getattr(self.model, names.count) + 1
+        if names.calls is not None:
+            new[names.calls] = getattr(self.model, names.calls) + 1
         return self._replace(new), report
 
     def _replace(self, fields: dict[str, Any]) -> Any:
@@ -107,8 +107,8 @@ def _names_in(state: Any) -> _Names:
         others = [name for name in fields if name != opt_state]
         fitting = (x for x in others if _made_of(init, getattr(state, x)) == made)
         params = _only("the parameters of that optimizer", fitting)
-    count = next((name for name in ("step", "global_step") if name in fields), None)
-    return _Names(tx, opt_state, params, count)
+    calls = next((name for name in ("step", "global_step") if name in fields), None)
+    return _Names(tx, opt_state, params, calls)
 
 
 def _only(what: str, names: Iterable[str]) -> str:

@@ -35,11 +35,10 @@ class NnxAdapter:
         loss_fn: Callable[..., Any],
         carries: bool,
         has_aux: bool,
-        model: Any,
-        optimizer: Any,
-        batch: Any,
+        args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ):
+        self.model, self._optimizer, batch = args
         if carries:
             raise ValueError(
                 "carries must be False for an NNX model, whose own variables hold what "
@@ -51,12 +50,11 @@ class NnxAdapter:
                 "step(model, optimizer, batch, rngs=rngs): then a skipped step rolls "
                 "it back."
             )
-        self.model, self._optimizer = model, optimizer
         self._objects = {name: x for name, x in kwargs.items() if has_objects(x)}
         others = {name: x for name, x in kwargs.items() if name not in self._objects}
         self._loss_fn, self._has_aux = functools.partial(loss_fn, **others), has_aux
-        self._graph, *self._state = self._split(model, self._objects)
-        self.optimizer = optimizer.tx
+        self._graph, *self._state = self._split(self.model, self._objects)
+        self.optimizer = self._optimizer.tx
 
     def _split(self, model: Any, objects: Any) -> tuple[Any, Any, Any]:
         return split_objects(model, self._optimizer, objects)

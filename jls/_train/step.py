@@ -391,7 +391,7 @@ def _check_extra(extra: Extra) -> Extra:
 
 def _extra_arguments(
     extra: Extra, model: Any, batch: Any, given: Mapping[str, Any]
-) -> Mapping[str, Any]:
+) -> dict[str, Any]:
     made = extra(model, batch) if callable(extra) else extra or {}
     if not isinstance(made, Mapping):
         raise TypeError(f"extra must return a dict, got {describe(made)}.")
@@ -400,7 +400,7 @@ def _extra_arguments(
             f"extra must not hold {' and '.join(sorted(made.keys() & given.keys()))}, "
             "which the step passes by itself."
         )
-    return made
+    return dict(made)
 
 
 def _axis_name(optimizer: Any, params: Any, options: Options) -> Any:
@@ -429,7 +429,7 @@ def _adapt(
 ) -> Adapter:
     """The adapter for what the step was called with; the last is the batch."""
     if optimizer is None and is_nnx(args):
-        return NnxAdapter(loss_fn, carries, has_aux, *args, kwargs)
+        return NnxAdapter(loss_fn, carries, has_aux, args, kwargs)
     loss_fn = partial(loss_fn, **kwargs)
     is_flax = is_linen(args) or is_nnx(args)
     if optimizer is not None and not is_flax and len(args) == 3 + carries:
