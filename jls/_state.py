@@ -49,8 +49,7 @@ def find_scaler_states(state: Any) -> list[tuple[str, Any]]:
     A wrapper keeps it in the field `scaler_state`. In a NamedTuple of parameters one
     may be called `loss_scale` too: neither these nor their moments are states.
     """
-    is_record = dataclasses.is_dataclass(state) and not isinstance(state, type)
-    if is_record and hasattr(state, "tx") and hasattr(state, "params"):
+    if hasattr(state, "tx") and hasattr(state, "params"):  # a Flax TrainState
         state = dataclasses.replace(state, params=None)
     found = []
     for path, node in find(state, lambda x: is_wrapper_state(x) or is_scaler_state(x)):
@@ -198,35 +197,6 @@ def metrics(state: Any) -> dict[str, Array]:
         if isinstance(spikes, SpikeState):
             values |= {"spikes_found": spikes.found, **judged(spikes)}
     return values
-
-
-def host_metrics(state: Any) -> dict[str, float | int | bool]:
-    """Returns what `jls.metrics` does, as Python numbers, with one transfer.
-
-    For print, `json.dumps` and loggers, on the host. It waits for the step that made
-    `state`: call it every so many steps, and before a step that donates the state.
-
-    Args:
-      state: anything that carries exactly one loss scale.
-
-    Returns:
-      A flat dict of Python numbers by the names of `jls.metrics`. `last_skip_reason` is
-      an int, which every logger takes: `jls.types.SkipReason(number).name` has its
-      name.
-
-    Raises:
-      ValueError: if `state` carries no loss scale, or several, or is traced.
-
-    Example:
-      >>> state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))
-      >>> jls.host_metrics(state)
-      {'loss_scale': 32768.0, 'applied': False, 'steps': 0, 'skips': 0, ...}
-    """
-    values = metrics(state)
-    _validate.concrete("state", values, " Inside use jls.metrics.")
-    on_host = jax.device_get(values)
-    # In the order of metrics: a transfer of a dict sorts its keys.
-    return {name: on_host[name].item() for name in values}
 
 
 # Set.

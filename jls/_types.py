@@ -465,7 +465,8 @@ class StepReport(NamedTuple):
     loss: Any  # f32[] or wider, the true forward loss, also of a skipped step; or None
     skipped: Array  # bool[]  whether the step was skipped
     loss_scale: Array  # f32[]  the loss scale of the next step
-    learning_rate: Any  # f32[], a dict of f32[] by group, or None
+    # f32[], or a dict of f32[] by group; None if it is neither given nor found
+    learning_rate: Any
     global_norm: Array  # f32[]  of the true gradients, before clipping
     local_norm: Any  # None, or a dict of f32[] by the path of the parameter
     # None, or a dict by path: numbers of elements, i32[]; f32[] from 2**31 on

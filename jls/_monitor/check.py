@@ -82,7 +82,7 @@ RIGHT: dict[Code, str] = {
 }
 
 _LEAVE_OUT = (
-    "State that shall move in a bad step too is left out by the fields that count: "
+    "If some state is meant to move in a bad step, name only the fields that must not: "
     'jls.check_step(..., carried_args={"state": ["params", "opt_state"]})'
 )
 

@@ -248,7 +248,7 @@ class Audit:
                     low, high = (format_scale(float(np.max(top * x))) for x in (0.5, 1))
                     self.findings.add(
                         code,
-                        f"{name} came out otherwise at a loss scale of {high} than at "
+                        f"{name} differs between a loss scale of {high} and one of "
                         f"{low}, though no gradient overflowed or vanished",
                     )
                     return
@@ -726,7 +726,7 @@ class Audit:
             for device in self.base.right.after[i].sharding.device_set
         }
         if len(devices) < 2:
-            self.findings.leave_out(code, "all that is carried is on one device")
+            self.findings.leave_out(code, "everything carried is on one device")
             return
         stacked = self._stacked()
         if stacked is None:

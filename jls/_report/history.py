@@ -59,12 +59,13 @@ class History:
           metrics: a dict of scalars, such as `jls.metrics(state)`, or a
             `jls.types.StepReport`. Values in nested dicts get keys such as
             "local_norm/layer/kernel"; None is left out, and so is what in a report's
-            `aux` is no scalar. Or all of them stacked: arrays
-            of one dimension and the same length, a row for each element. (From
-            `jax.pmap`, pass one device's.)
+            `aux` is no real scalar. Or all of them stacked: arrays of one dimension and
+            the same length, a row for each element. (From `jax.pmap`, pass one
+            device's.)
           step: the number of the step, or an array of numbers for stacked values. None
             takes "step" or else "steps" out of the metrics, or continues by 1.
-          more: further values by name: `loss=loss`. They override those of `metrics`.
+          more: further values by name: `loss=loss`, or with a report
+            `**jls.metrics(state)`. They override those of `metrics`.
 
         Raises:
           TypeError: if `metrics` is neither, or if a value is not a real number.
@@ -226,6 +227,9 @@ class History:
 
     def to_csv(self, file: str | Path | TextIO) -> None:
         """Writes the table as CSV, from which `from_csv` reads the same numbers.
+
+        Names are written as they are: one that starts with "=" is a formula to a
+        spreadsheet.
 
         Args:
           file: a path, or a file open for writing text.

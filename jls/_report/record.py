@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step logs: scalars by name, fetched with one transfer, and columns of them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,12 +9,67 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jls import _validate
-from jls._tree import is_array
+from jls import _state, _validate
 from jls._types import SkipReason, StepReport
 
 Number = bool | int | float
 Columns = Mapping[str, Sequence[Number | None]]
+
+
+def host_metrics(state: Any) -> dict[str, float | int | bool | None]:
+    """Returns `jls.metrics(state)`, or a report, as Python numbers, in one transfer.
+
+    For print, loggers and `json.dumps`, on the host. It waits for the step that made
+    `state`: call it every so many steps, and before a step that donates the state.
+
+    Args:
+      state: anything that carries exactly one loss scale, or the
+        `jls.types.StepReport` of one step.
+
+    Returns:
+      A flat dict of bool, int and float. What is not finite is None, such as a limit of
+      `jls.spikes` during its warm-up, or a loss of NaN: so it is strict JSON. Of a
+      state it has the names of `jls.metrics`; of a report its fields, None for those
+      that it does not have, with "learning_rate/group", "local_norm/layer/kernel" and
+      "aux/name" for values in dicts, and of `aux` the real scalars only. A reason is an
+      int, which every logger takes: `jls.types.SkipReason(number).name` has its name.
+
+    Raises:
+      ValueError: if `state` carries no loss scale, or several, or is traced; or if a
+        report is stacked.
+
+    Example:
+      >>> state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))
+      >>> jls.host_metrics(state)
+      {'loss_scale': 32768.0, 'applied': False, 'steps': 0, 'skips': 0, ...}
+    """
+    if isinstance(state, StepReport):
+        flat = _flatten_report(state)
+    else:
+        flat = _state.metrics(state)
+        _validate.concrete("state", flat, " Inside use jls.metrics.")
+    arrays = fetch({name: value for name, value in flat.items() if value is not None})
+    numbers = {name: array.item() for name, array in arrays.items()}
+    finite = {name: number for name, number in numbers.items() if math.isfinite(number)}
+    return {name: finite.get(name) for name in flat}
+
+
+def _flatten_report(report: StepReport) -> dict[str, Any]:
+    """The fields of the report of one step by name; those that it lacks are None."""
+    _validate.concrete("report", report, " Return the report from the jitted step.")
+    shape = np.shape(report.skipped)
+    if shape != ():
+        raise ValueError(
+            f"report must be of one step, got fields of shape {shape}. For a table of "
+            "all steps: history.append(report) with history = jls.History(). For the "
+            "last one: jls.host_metrics(jax.tree.map(lambda x: x[-1], report))."
+        )
+    given = flatten_metrics(report, {})
+    flat: dict[str, Any] = {}
+    for field in report._fields:
+        below = {k: x for k, x in given.items() if k.split("/")[0] == field}
+        flat |= below or {field: None}
+    return flat
 
 
 def flatten_metrics(metrics: Any, more: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,7 +92,7 @@ def _numbers_in_aux(report: StepReport) -> dict[str, Any]:
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
         for path, leaf in flat
-        if is_array(leaf) and np.shape(leaf) == np.shape(report.skipped)
+        if _is_number(leaf) and np.shape(leaf) == np.shape(report.skipped)
     }
 
 
@@ -62,18 +118,21 @@ def fetch(flat: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def _check(name: str, value: Any) -> None:
     _validate.concrete(name, value)
+    if not _is_number(value):
+        got = getattr(value, "dtype", None) or f"{type(value).__name__} {value!r}"
+        raise TypeError(
+            f"{name} must be a real number of at most 64 bits, or an array, got {got}."
+        )
+
+
+def _is_number(value: Any) -> bool:
+    """Whether `value` is a real number of at most 64 bits, or an array of them."""
     is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
-    if is_array or isinstance(value, Number):
-        dtype = value.dtype if is_array else np.asarray(value).dtype
-        if any(
-            jnp.issubdtype(dtype, kind)
-            for kind in (jnp.floating, jnp.integer, jnp.bool_)
-        ):
-            return
-    got = getattr(value, "dtype", None) or f"{type(value).__name__} {value!r}"
-    raise TypeError(
-        f"{name} must be a real number of at most 64 bits, or an array, got {got}."
-    )
+    if not (is_array or isinstance(value, Number)):
+        return False
+    dtype = value.dtype if is_array else np.asarray(value).dtype
+    kinds = jnp.floating, jnp.integer, jnp.bool_
+    return any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
 def _widest(value: np.ndarray) -> np.ndarray:

@@ -151,7 +151,9 @@ def apply_and_report(
         loss=extra.get("value"),
         skipped=~after.applied,
         loss_scale=after.scaler_state.loss_scale,
-        learning_rate=learning_rates(learning_rate, count, new_opt_state),
+        learning_rate=learning_rates(
+            learning_rate, count, optimizer, opt_state, new_opt_state
+        ),
         global_norm=norm,
         local_norm=None,
         size=None,

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.tree_util import DictKey
 
 from jls import _validate
 from jls._reduce import global_norm
+from jls._train.schedules import find_schedules, group_of
 from jls._tree import named_floats
 
 Rates = Mapping[str, Any] | Callable[[Array], Any] | float | None
@@ -40,36 +40,53 @@ def _check_rate(rate: Any) -> None:
     _validate.number("learning_rate", rate, "> 0 and finite", 2.0**-149, 2.0**127)
 
 
-def learning_rates(given: Rates, count: Array, opt_state: Any) -> Any:
-    """The learning rate of the step: the given one, or that of `opt_state`, or None.
+def learning_rates(
+    given: Rates, count: Array, optimizer: Any, before: Any, after: Any
+) -> Any:
+    """The learning rate of the step: the given one, or one that is found, or None.
 
     Args:
       given: a schedule or a number, or a dict of them by group.
       count: `i32[]`, steps applied before.
-      opt_state: after the step; `optax.inject_hyperparams` keeps the rate there.
+      optimizer: whose closures hold its schedule, see `find_schedules`.
+      before: the optimizer's state before the step.
+      after: the state after it, in which `optax.inject_hyperparams` keeps the rate.
     """
     if isinstance(given, Mapping):
         return {name: _rate(rate, count) for name, rate in given.items()}
     if given is not None:
         return _rate(given, count)
-    flat, _ = jax.tree_util.tree_flatten_with_path(
-        opt_state, is_leaf=_has_learning_rate
-    )
-    found = [(path, node) for path, node in flat if _has_learning_rate(node)]
-    rates = [_rate(node.hyperparams["learning_rate"], count) for _, node in found]
-    if len(found) < 2:
-        return rates[0] if found else None
-    # optax.partition keeps its groups in a dict.
-    groups = [
-        "/".join(str(k.key) for k in p if isinstance(k, DictKey)) for p, _ in found
-    ]
-    if len(set(groups)) < len(groups):
-        groups = [jax.tree_util.keystr(path) for path, _ in found]
-    return dict(zip(groups, rates, strict=True))
+    flat, _ = jax.tree_util.tree_flatten_with_path(after, is_leaf=_has_learning_rate)
+    injected = [(path, node) for path, node in flat if _has_learning_rate(node)]
+    groups = [group_of(path) for path, _ in injected]
+    names = ["/".join(group) for group in groups]
+    if len(set(names)) < len(names):
+        names = [jax.tree_util.keystr(path) for path, _ in injected]
+    rates = {
+        "/".join(group): _scheduled_rate(*found)
+        for group, found in find_schedules(optimizer, before, groups).items()
+    }
+    rates = {name: rate for name, rate in rates.items() if rate is not None}
+    is_one = list(rates) == [""] or (len(injected) == 1 and not rates)
+    for name, (_, node) in zip(names, injected, strict=True):
+        rates[name] = _rate(node.hyperparams["learning_rate"], count)
+    if is_one:
+        (rate,) = rates.values()
+        return rate
+    return rates or None
+
+
+def _scheduled_rate(schedule: Callable[[Array], Any], count: Array) -> Array | None:
+    """None if the schedule must not be called again, as it prints, say."""
+    if jax.make_jaxpr(lambda count: schedule(count))(count).effects:
+        return None
+    rate = jnp.asarray(schedule(count), jnp.float32)
+    return rate if rate.shape == () else None
 
 
 def _has_learning_rate(node: Any) -> bool:
-    return "learning_rate" in (getattr(node, "hyperparams", None) or ())
+    is_injected = "hyperparams" in getattr(type(node), "_fields", ())
+    return is_injected and "learning_rate" in (node.hyperparams or ())
 
 
 def _rate(rate: Any, count: Array) -> Array:

@@ -434,7 +434,7 @@ def test_table_of_a_right_step():
     assert [row.split("  ")[0] for row in rows] == list(CODES[:-1])
     assert all(len(row) <= 88 for row in rows)
     assert text.count(" ok ") == 9
-    assert rows[-1].endswith("not tried  all that is carried is on one device")
+    assert rows[-1].endswith("not tried  everything carried is on one device")
 
 
 def test_table_of_a_broken_step_has_the_line_to_write():

@@ -179,9 +179,13 @@ def test_underflow_recipe_counts_what_is_lost(capsys):
     assert names["lost"].vanished[0] == pytest.approx(1 / 6)
 
 
-def test_record_of_a_run_holds_its_scales(capsys):
-    names = run("record")
+def test_record_of_a_run_says_what_happened_in_each_step(capsys):
+    history = run("record")["history"]
     progress, *summary = capsys.readouterr().out.splitlines()
-    assert progress == "loss 0.5  scale 2^12  skips 1 (0 in a row)"
-    assert summary == names["history"].summary().splitlines()
-    assert names["history"]["loss_scale"].tolist() == [2.0**12, 2.0**13] + [2.0**12] * 2
+    assert progress == "loss 0.5899  scale 2^11  skips 1 (0 in a row)"
+    assert summary[:4] == history.summary().splitlines()
+    assert history["loss_scale"].tolist() == [2.0**10] * 2 + [2.0**11] * 2
+    assert history["skip_reason"].tolist() == [0, 2, 0, 0]
+    assert history["applied"].tolist() == [True, False, True, True]
+    rates = [0.1, 0.09, 0.09, 0.08]  # the skipped step does not count
+    assert history["learning_rate"].tolist() == pytest.approx(rates)

@@ -155,6 +155,44 @@ def test_a_report_is_recorded_with_its_dicts_flat():
     ]
 
 
+def run_with_reports(by_scan):
+    """Four steps, of which the second is skipped for its loss."""
+    step = jls.train_step(lambda p, batch: jnp.sum(p["w"] * batch), optimizer())
+    batches = jnp.ones((4, 2)).at[1].set(jnp.nan)
+
+    def body(carry, batch):
+        params, state, report = step(*carry, batch)
+        return (params, state), (report, jls.metrics(state))
+
+    carry, history = (PARAMS, optimizer().init(PARAMS)), jls.History()
+    if by_scan:
+        _, (report, metrics) = jax.jit(lambda c: jax.lax.scan(body, c, batches))(carry)
+        history.append(report, **metrics)
+        return history
+    for batch in batches:
+        carry, (report, metrics) = jax.jit(body)(carry, batch)
+        history.append(report, **metrics)
+    return history
+
+
+@pytest.mark.parametrize("by_scan", [False, True])
+def test_a_report_and_the_metrics_say_what_happened_in_each_step(by_scan):
+    history = run_with_reports(by_scan)
+    file = io.StringIO()
+    history.to_csv(file)
+    file.seek(0)
+    again = jls.History.from_csv(file)
+    for table in (history, again):
+        assert table["step"].tolist() == [1, 2, 3, 4]
+        assert table["skip_reason"].tolist() == [0, 2, 0, 0]
+        assert table["skipped"].tolist() == [False, True, False, False]
+        assert table["applied"].tolist() == [True, False, True, True]
+        assert table["last_skip_reason"].tolist() == [0, 2, 2, 2]
+        assert table["consecutive_skips"].tolist() == [0, 1, 0, 0]
+        assert "skipped     1 of 4 steps (25.0%), up to 1 in a row" in table.summary()
+    assert repr(list(again)) == repr(list(history))
+
+
 def test_what_is_given_by_name_goes_before_the_metrics():
     history = jls.History()
     history.append(report(), loss=0.25, **jls.metrics(optimizer().init(PARAMS)))

@@ -1,4 +1,4 @@
-"""What jls and its peers in JAX do, found out by running them.
+"""What jls and its peers in JAX do, measured by running them.
 
 Each class is a library, and each method of `Peer` answers one row of the page, in the
 words of the page.

@@ -1,4 +1,4 @@
-"""What guards against finite, but bad, steps do, found out by running them.
+"""What guards against finite, but bad, steps do, measured by running them.
 
 Each class is a library. Its `run` takes losses and gradients of one parameter, and says
 which steps were applied, and where the parameter ended. The other methods answer the

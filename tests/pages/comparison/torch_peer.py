@@ -1,4 +1,4 @@
-"""What torch's `GradScaler` does, found out by running it, on the CPU."""
+"""What torch's `GradScaler` does, measured by running it, on the CPU."""
 
 import contextlib
 import math
