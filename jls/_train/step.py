@@ -190,9 +190,11 @@ def train_step(
     `loss_fn` takes `(params, batch)`, `(params, carried, batch)`, `(state, batch)` or
     `(model, batch)`, and the step's keyword arguments (`rng=`, `step=`) as they are.
     NNX objects among these, such as `rngs=nnx.Rngs(0)` or a metric, are changed in
-    place and rolled back as the model is. A `TrainState` may be a dataclass of your own:
-    one without `step` or with `global_step`, or with other names than `tx`, `params`
-    and `opt_state` where only one field can be meant. The step is a pure function, except for NNX: there it changes model and optimizer in
+    place, and rolled back as the model is. A `TrainState` may be a dataclass of your
+    own: without `step`, with `global_step`, or with other names than `tx`, `params` and
+    `opt_state` where only one field can be meant.
+
+    The step is a pure function, except for NNX: there it changes model and optimizer in
     place. Jit it with `jax.jit`, NNX with `nnx.jit`, an Equinox model with
     `equinox.filter_jit`; donate what it returns anew.
 
