@@ -39,6 +39,7 @@ from jls._tree import common_dtype, is_array, is_concrete
 from jls._types import (
     FIELDS,
     LossScaledState,
+    SkipReason,
     SpikeState,
     StaticState,
     has_policy,
@@ -49,6 +50,17 @@ _ADDED = tuple(name for name, field in FIELDS.items() if field.since)
 _OF_POLICY = tuple(name for name, field in FIELDS.items() if field.is_of_policy)
 _COUNTS = tuple(name for name, field in FIELDS.items() if field.dtype == jnp.int32)
 _SCALES = _validate.SMALLEST, _validate.LARGEST
+_LARGEST_FLOAT = float(np.finfo(np.float32).max)
+# By field of a `SpikeState`: the numbers that a run can have there. What was judged may
+# overflow float32; without a budget the tokens are inf.
+_SPIKES = {
+    "seen": ("finite number", -_LARGEST_FLOAT, _LARGEST_FLOAT),
+    "tokens": ("number >= 0", 0, np.inf),
+    "found": ("number from 0 to 2^31 - 1", 0, 2**31 - 1),
+    "value": ("number other than NaN", -np.inf, np.inf),
+    "limit": ("number other than NaN", -np.inf, np.inf),
+    "steady_share": ("number from 0 to 1", 0, 1),
+}
 
 
 def _stacked(*numbers: Any) -> np.ndarray:
@@ -182,8 +194,8 @@ def upgrade_state(target: State, saved: Any) -> State:
     Raises:
       TypeError: if `target` is not a state, or has shapes in place of arrays.
       ValueError: if `saved` lacks anything else, has anything that `target` lacks,
-        differs in a shape or dtype, or has a loss scale or a count that no run has. The
-        message has the path, and what to do.
+        differs in a shape or dtype, or has a loss scale, a count or a number of
+        `jls.spikes` that no run has. The message has the path, and what to do.
 
     Example:
       >>> optimizer = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(1024.0))
@@ -270,11 +282,22 @@ def _upgrade(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
         parts = _translate(target, saved, parts)
         if parts is None:
             return _copy(target)
-        _check_values(parts, ("loss_scale",), path, "2^-126 to 2^126", *_SCALES)
+        rule = "number from 2^-126 to 2^126"
+        _check_values(parts, ("loss_scale",), path, rule, *_SCALES)
     if is_wrapper_state(target):
         parts = _without_empty_flags(parts)
         parts = _check_spikes(target, parts, path)
-        _check_values(parts, _COUNTS, path, "0 to 2^31 - 1", 0, 2**31 - 1)
+        rule = "number from 0 to 2^31 - 1"
+        _check_values(parts, _COUNTS, path, rule, 0, 2**31 - 1)
+        most = max(SkipReason)
+        rule = f"number from 0 to {most}, a jls.types.SkipReason,"
+        _check_values(parts, ("last_skip_reason",), path, rule, 0, most)
+    if isinstance(target, SpikeState):
+        for name, (rule, low, high) in _SPIKES.items():
+            _check_values(parts, (name,), path, rule, low, high)
+        most = 2 * jnp.shape(read_variables(target.seen))[-1] - 1
+        rule = f"number from 0 to {most}, below two windows,"
+        _check_values(parts, ("kept",), path, rule, 0, most)
     _check_names(target, children, parts, path)
     new = [
         _upgrade(child, parts[name], (*path, name)) if name in parts else _copy(child)
@@ -364,11 +387,12 @@ def _check_values(
         if not jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.number):
             continue  # missing, or an error further on
         numbers = np.asarray(value)
-        if not np.all((low <= numbers) & (numbers <= high)):
+        bad = numbers[~((low <= numbers) & (numbers <= high))]
+        if bad.size:
             raise ValueError(
-                f"saved must have a number from {rule} {format_path((*path, name))}, "
-                f"got {numbers}. No run can go on from there: take another checkpoint, "
-                "or write what target has there."
+                f"saved must have a {rule} {format_path((*path, name))}, got {bad[0]}. "
+                "No run can go on from there: take another checkpoint, or write what "
+                "target has there."
             )
 
 

@@ -234,6 +234,9 @@ def decide(
         # Cantelli's bound for each; of few values, one in so many is the largest.
         share = jnp.maximum(1 / (1 + f32(sigmas) ** 2), 1 / (size + 1))
         share = jnp.minimum(float(is_given.sum()) * share, 1)
+        if not skipped_enter:
+            # Without a budget all spikes stay out, however many there are.
+            share = jnp.where(f32(budget) < jnp.inf, share, 1.0)
     return SpikeState(
         seen=jnp.where(here, values[:, None], state.seen),
         kept=jnp.where(enters, kept, state.kept),

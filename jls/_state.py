@@ -81,9 +81,10 @@ def _scaler_node_in(state: Any) -> Any:
     shape = jnp.shape(read_variables(node.loss_scale))
     if shape != ():
         raise ValueError(
-            f"loss_scale must have shape (), got shape {shape} at '{path}'. If "
-            "jax.vmap stacked it: keep the loss scale outside the vmap (one for all "
-            "examples), or vmap the whole train step (one state for each member)."
+            f"loss_scale must have shape (), got shape {shape} at '{path}'. If it is "
+            "of several members, as jax.vmap and jax.pmap stack them, pass the state "
+            "of one: jax.tree.map(lambda a: a[0], state). In a step that maps over "
+            "examples, keep the state outside the vmap."
         )
     return node
 
@@ -91,6 +92,12 @@ def _scaler_node_in(state: Any) -> Any:
 def wrapper_state_in(state: Any) -> LossScaledState:
     """The one `LossScaledState` in `state`, or an error."""
     found = find(state, is_wrapper_state)
+    if not found and find_scaler_states(state):
+        raise ValueError(
+            "state must carry one state of jls.loss_scaled or jls.skip_nonfinite, got "
+            f"{type(state).__name__}, which has no counters: its loss scale is "
+            "jls.loss_scale(state)."
+        )
     if len(found) != 1:
         raise ValueError(
             "state must carry one state of jls.loss_scaled or jls.skip_nonfinite, got "
@@ -150,13 +157,16 @@ def loss_scale(state: Any) -> Array:
       the state's own buffer, which a step that donates the state deletes.
 
     Raises:
-      ValueError: if `state` carries no loss scale, or several.
+      ValueError: if `state` carries no loss scale, or several, one for each member of a
+        `jax.vmap` among them, or was donated to an earlier step.
 
     Example:
       >>> jls.loss_scale(jls.dynamic().init())
       Array(32768., dtype=float32)
     """
-    return jnp.asarray(scaler_state_in(state).loss_scale)
+    scaler_state = scaler_state_in(state)
+    _validate.not_donated("state", scaler_state)
+    return jnp.asarray(scaler_state.loss_scale)
 
 
 def metrics(state: Any) -> dict[str, Array]:
@@ -172,16 +182,18 @@ def metrics(state: Any) -> dict[str, Array]:
     Returns:
       A flat dict: `loss_scale` (f32[], of the next step), `applied` (bool[], whether
       the last step was applied), the counts `steps`, `skips`, `consecutive_skips`,
-      `nonfinite_losses` and `nonfinite_updates` (i32[]), and `last_skip_reason` (i32[],
-      a `jls.types.SkipReason`, of the last step that was skipped). For a bare scaler
-      state the `loss_scale` alone. With a spike policy also the count `spikes` of steps
-      skipped as such (i32[]), and under `jls.spikes` or a preset `spikes_found`,
-      skipped or let through (i32[]); and of the last step that was judged
-      `judged_loss`, `limit_loss`, `judged_norm` and `limit_norm` (f32[]; a limit is inf
-      while nothing is judged).
+      `nonfinite_losses` and `nonfinite_updates` (i32[]), `last_skip_reason` (i32[], a
+      `jls.types.SkipReason`, of the last step that was skipped), and the count
+      `partial_overflows` of steps that were applied without a part of their gradients,
+      which was inf or NaN (i32[]). For a bare scaler state the `loss_scale` alone. With
+      a spike policy also the count `spikes` of steps skipped as such (i32[]), and under
+      `jls.spikes` or a preset `spikes_found`, skipped or let through (i32[]); and of
+      the last step that was judged `judged_loss`, `limit_loss`, `judged_norm` and
+      `limit_norm` (f32[]; a limit is inf while nothing is judged).
 
     Raises:
-      ValueError: if `state` carries no loss scale, or several.
+      ValueError: see `jls.loss_scale`. Of several members, `jax.vmap(jls.metrics)`
+        returns what they have.
 
     Example:
       >>> state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))

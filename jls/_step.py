@@ -265,6 +265,7 @@ class _Step(NamedTuple):
     loss_finite: Array  # bool[]
     leaves_finite: Array  # bool[n]  of the gradients
     is_finite: Array  # bool[]  whether both are finite
+    is_partial: Array  # bool[]  whether parts of the gradients were left out
     for_scaler: Array  # bool[] or f32[], what the scaler's `adjust` takes
 
 
@@ -306,7 +307,7 @@ def _observe(
         flags = jnp.concatenate([flags, finite_leaves(floats)])
         flags = agree(flags, wrapper.axis_name)
         for_scaler = jnp.all(flags[1:])
-    loss_finite, leaves_finite = flags[0], flags[2:]
+    loss_finite, is_partial, leaves_finite = flags[0], ~flags[1], flags[2:]
     _check_count(leaves_finite, state.nonfinite_leaves)
     is_finite = jnp.all(leaves_finite) & loss_finite
     _check_axes(is_finite, state.steps, wrapper.axis_name)
@@ -321,6 +322,7 @@ def _observe(
         loss_finite=loss_finite,
         leaves_finite=leaves_finite,
         is_finite=is_finite,
+        is_partial=is_partial,
         for_scaler=for_scaler,
     )
 
@@ -442,6 +444,7 @@ def _count(
         "nonfinite loss": ~loss_finite,
         "nonfinite update": bad_updates,
         "spike": is_spike,
+        "partial overflow": step.is_partial & applied,
     }
     return LossScaledState(
         inner_state=_clone_keys(made.inner_state),

@@ -300,7 +300,9 @@ class SkipReason(enum.IntEnum):
 
 
 # What a counter of `LossScaledState` can count; `_step` says when each happens.
-Event = Literal["step", "skip", "nonfinite loss", "nonfinite update", "spike"]
+Event = Literal[
+    "step", "skip", "nonfinite loss", "nonfinite update", "spike", "partial overflow"
+]
 
 
 class Field(NamedTuple):
@@ -358,6 +360,8 @@ class LossScaledState(NamedTuple):
     spikes: Annotated[Any, _Counter("spike", is_of_policy=True, since="0.2.0")]
     # The spike policy's state; () without one.
     spike_state: Annotated[Any, Field(is_of_policy=True, since="0.2.0")]
+    # i32[]  applied without the parts of the gradients that were not finite
+    partial_overflows: Annotated[Array, _Counter("partial overflow", since="0.3.0")]
 
     @property
     def hyperparams(self) -> dict[str, Any]:

@@ -152,6 +152,19 @@ def concrete(name: str, tree: Any, inside: str = "") -> None:
                 f"{f' at {where!r}' if where else ''}: call this outside jit, on what "
                 f"the step returned.{inside}"
             )
+    not_donated(name, tree)
+
+
+def not_donated(name: str, tree: Any) -> None:
+    """Raises if an array of `tree` is gone."""
+    for leaf in jax.tree.leaves(tree):
+        is_known = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+        if is_known and leaf.is_deleted():
+            raise ValueError(
+                f"{name} must be in memory, got one that was donated to an earlier "
+                "step. Pass what that step returned: params, opt_state, report = "
+                "step(params, opt_state, batch)."
+            )
 
 
 def choice(name: str, value: Word, choices: Sequence[str]) -> Word:

@@ -68,12 +68,14 @@ def test_every_event_is_counted():
     assert {field.counts for field in COUNTERS.values()} == set(get_args(Event))
 
 
-# What each step is, and the event that it is beside "step" and "skip".
+# Gradient, loss, and whether parts of the gradients were left out; and the event that
+# such a step is, beside "step" and, if it is not applied, "skip".
 STEPS = {
-    None: (1.0, 1.0),
-    "nonfinite loss": (1.0, np.nan),
-    "spike": (1e6, 1.0),
-    "nonfinite update": (-1.0, 1.0),
+    None: (1.0, 1.0, False),
+    "nonfinite loss": (1.0, np.nan, False),
+    "spike": (1e6, 1.0, False),
+    "nonfinite update": (-1.0, 1.0, False),
+    "partial overflow": (1.0, 1.0, True),
 }
 
 
@@ -89,13 +91,26 @@ def test_a_counter_counts_its_event_and_no_other(event, jit_or_eager):
     state = optimizer.init(PARAMS)
     for _ in range(4):
         _, state = update({"w": jnp.ones(2)}, state, PARAMS, value=jnp.float32(1.0))
-    grad, loss = STEPS[event]
+    grad, loss, is_partial = STEPS[event]
     grads = {"w": jnp.full(2, jnp.float32(grad))}
-    _, new = update(grads, state, PARAMS, value=jnp.float32(loss))
+    given = {"value": jnp.float32(loss), "partial_overflow": jnp.asarray(is_partial)}
+    _, new = update(grads, state, PARAMS, **given)
     happened = {"step"} if event is None else {"step", "skip", event}
+    happened -= {"skip"} if is_partial else set()
     for name, field in COUNTERS.items():
         expected = int(getattr(state, name)) + (field.counts in happened)
         assert getattr(new, name) == expected, name
+
+
+def test_a_step_that_is_skipped_was_not_applied_in_part():
+    state = OPTIMIZER.init(PARAMS)
+    for bad in ({"grad": jnp.nan}, {"loss": jnp.nan}):
+        grads = {"w": jnp.full(2, bad.get("grad", 1.0))}
+        value = jnp.float32(bad.get("loss", 1.0))
+        _, state = OPTIMIZER.update(
+            grads, state, PARAMS, value=value, partial_overflow=True
+        )
+    assert (state.skips, state.partial_overflows) == (2, 0)
 
 
 def test_the_last_step_alone_restarts_a_consecutive_count():

@@ -18,6 +18,7 @@ from shared import assert_identical, judged
 
 import jls
 from jls._report.sync import _scalars
+from jls._report.verdict import Facts, PolicyFacts
 from jls._types import SIGNALS
 from jls.types import SkipReason, SpikePolicy
 
@@ -676,8 +677,8 @@ def test_health_names_the_spike_and_its_limit():
     made = run(guarded(jls.spikes(4)), [1.0, 1.0, 1.0, 50.0, 1.0], [2.0] * 5)
     spike, later = (jls.health(state) for _, state in made[3:])
     assert str(spike) == (
-        "spike: the last step was skipped: its gradient norm of 50 was over the limit "
-        "of 1.012 (1 of 4 steps so far)."
+        "spike: the last step was skipped: its gradient norm of 50 was over the limit of"
+        "\n1.012 (1 of 4 steps so far)."
     )
     assert later.verdict == "ok"
     assert "Spikes: 1 found, 1 skipped" in later.sentence
@@ -688,16 +689,148 @@ def test_health_names_the_spike_and_its_limit():
     assert "its gradient norm of 50 was over" in sentence
 
 
-def test_health_says_spiking_when_no_steady_run_has_as_many():
-    rng = np.random.default_rng(9)
-    sizes = rng.normal(1.0, 0.05, 400)
-    sizes[64::12] *= 1000 * 3.0 ** np.arange(28)[: len(sizes[64::12])]
-    made = run(guarded(jls.spikes(32)), sizes)
-    health = jls.health(made[-1][1])
+def unstable(kind, rng):
+    """Norms of a run that gets worse from step 100 on."""
+    sizes, later = rng.normal(1.0, 0.05, 400), np.arange(300)
+    if kind == "diverges":
+        sizes[100:] *= 1.3 ** np.minimum(later, 150)
+    elif kind == "doubles every fourth step":
+        sizes[100:] *= 2.0 ** np.minimum(later // 4, 60)
+    else:
+        sizes[100:] *= np.exp(np.minimum(np.cumsum(rng.normal(0.3, 0.8, 300)), 60))
+    return sizes
+
+
+@pytest.mark.parametrize("kind", ["diverges", "doubles every fourth step", "wanders"])
+def test_health_says_spiking_of_a_run_that_gets_worse(kind):
+    sizes = unstable(kind, np.random.default_rng(9))
+    health = jls.health(run(guarded(jls.spikes()), sizes)[-1][1])
     assert health.verdict == "spiking"
+    assert "more than noise alone explains" in health.sentence
     assert "lower the learning rate or beta2" in health.sentence
-    few = run(guarded(jls.spikes(16)), [*rng.normal(1.0, 0.05, 100), 50.0, 1.0])
-    assert jls.health(few[-1][1]).verdict == "ok"
+    few = [*np.random.default_rng(9).normal(1.0, 0.05, 100), 50.0, 1.0]
+    assert jls.health(run(guarded(jls.spikes(16)), few)[-1][1]).verdict == "ok"
+
+
+# Draws that do not change their nature, so that none of them is unstable.
+STEADY = {
+    "normal": lambda rng, shape: rng.normal(1.0, 0.1, shape),
+    "student": lambda rng, shape: np.abs(rng.standard_t(2, shape)),
+    "cauchy": lambda rng, shape: np.abs(rng.standard_cauchy(shape)),
+    "pareto": lambda rng, shape: 1 + rng.pareto(0.5, shape),
+    "lognormal": lambda rng, shape: np.exp(4 * rng.normal(size=shape)),
+    "one in 12": lambda rng, shape: np.where(rng.random(shape) < 0.08, 100.0, 1.0),
+    "one in 33": lambda rng, shape: np.where(rng.random(shape) < 0.03, 100.0, 1.0),
+}
+POLICIES = {
+    "default": jls.spikes(),
+    "window 16": jls.spikes(16),
+    "budget 8": jls.spikes(budget=8),
+    "no budget": jls.spikes(budget=None),
+    "no budget, window 16": jls.spikes(16, budget=None),
+    "counts": jls.spikes(budget=0),
+    "olmo": jls.presets.olmo_spikes(),
+    "3 sigmas": jls.spikes(64, 3.0),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_steady_run_is_called_spiking(name):
+    rng, runs, steps = np.random.default_rng(11), 8, 1500
+    shape = (len(STEADY) * runs, steps)
+    signals = [
+        jnp.float32(
+            np.concatenate([draw(rng, (runs, steps)) for draw in STEADY.values()])
+        )
+        for _ in range(2)
+    ]
+    skip, states = judged(POLICIES[name], *signals)
+    skipped = np.cumsum(np.asarray(skip), axis=1)
+    assert skipped.shape == shape
+    for member in range(shape[0]):
+        for step in (100, 400, steps - 1):
+            facts = facts_of(states, skipped, (member, step))
+            assert not facts.is_spiking, (list(STEADY)[member // runs], step)
+
+
+def facts_of(states, skipped, at):
+    """What health knows of a run at a step."""
+    policy = PolicyFacts(
+        tokens=float(states.tokens[at]),
+        steady_share=float(states.steady_share[at]),
+        loss_never_given=False,
+        loss_given=True,
+        window=states.seen.shape[-1],
+    )
+    counts = {"steps": at[1] + 1, "spikes": int(skipped[at])}
+    counts["spikes_found"] = int(states.found[at])
+    return Facts(
+        metrics=counts, is_static=True, min_scale=1.0, max_scale=1.0, policy=policy
+    )
+
+
+def test_spikes_that_were_skipped_prove_nothing_unless_they_enter_the_window():
+    """The bound is for values and the mean of a window that they enter."""
+    sizes = np.random.default_rng(9).normal(1.0, 0.05, 400)
+    sizes[64::12] *= 1000 * 3.0 ** np.arange(28)
+    state = run(guarded(jls.spikes(32)), sizes)[-1][1]
+    health = jls.health(state)
+    assert (health.verdict, int(state.spikes)) == ("ok", 28)
+    assert "28 found, 28 skipped. See whether these are always" in health.sentence
+    assert "If they are not, the run may be unstable" in health.sentence
+    entering = jls.presets.maxtext_spikes(32)
+    assert jls.health(run(guarded(entering), sizes)[-1][1]).verdict == "spiking"
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (jls.spikes(2), r"A window of 2 is too short .* one of 128"),
+        (jls.spikes(8, 1.0), "A window of 8 is too short"),
+        (jls.spikes(64, 1.0, budget=None), r"So few sigmas .* has 6"),
+        (jls.spikes(64, budget=None, max_norm=1.2), "bound what is skipped with a sm"),
+        (
+            jls.spikes(64, budget=32, max_norm=1.1),
+            r"raise sigmas or max_norm\. Else the",
+        ),
+        (
+            SpikePolicy(lambda: jnp.float32(1.0), lambda s, loss, norm: (s, norm > s)),
+            "limit of the spike policy is too low for this run",
+        ),
+    ],
+)
+def test_health_says_skipping_where_much_is_thrown_away(policy, words):
+    sizes = np.random.default_rng(3).normal(1.0, 0.3, 200)
+    health = jls.health(run(guarded(policy), [*sizes, 0.5])[-1][1])
+    assert health.verdict == "skipping"
+    assert f"{health.numbers['spikes']} as spikes; the loss scale is 1." in (
+        health.sentence
+    )
+    assert re.search(words, health.sentence), health.sentence
+    with pytest.raises(jls.UnhealthyError):
+        jls.health(run(guarded(policy), [*sizes, 0.5])[-1][1], raise_if=["skipping"])
+
+
+@pytest.mark.parametrize("window", [8, 16, 128])
+def test_a_policy_that_skips_little_is_no_reason_to_say_skipping(window):
+    sizes = np.random.default_rng(3).normal(1.0, 0.3, 200)
+    sizes[50::20] = 60.0  # one in twenty
+    health = jls.health(run(guarded(jls.spikes(window)), sizes)[-1][1])
+    assert health.verdict == "ok"
+
+
+def test_a_loss_beyond_float32_was_given_all_the_same(jit_or_eager):
+    with jax.enable_x64(True):
+        policy, norm = jls.spikes(4), jnp.float32(1.0)
+        judge, state = jit_or_eager(policy.judge), policy.init()
+        optimizer = guarded(policy)
+        for _ in range(5):
+            state, _ = judge(state, jnp.float64(1e300), norm)
+        given = optimizer.init(W)._replace(spike_state=state, steps=jnp.int32(5))
+        assert "value=loss" not in jls.health(given).sentence
+        untold = state._replace(value=state.value.at[LOSS].set(0.0))
+        untold = given._replace(spike_state=untold)
+        assert "pass value=loss" in jls.health(untold).sentence
 
 
 @pytest.mark.parametrize("window", [2, 3, 4, 8])

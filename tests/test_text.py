@@ -46,7 +46,7 @@ import jls
             "LossScaledState(inner_state=..., scaler_state=ScalerState("
             "loss_scale=2**15, finite_count=0, nonfinite_count=0), applied=False, "
             "steps=0, skips=0, consecutive_skips=0, nonfinite_losses=0, "
-            "nonfinite_updates=0, last_skip_reason=0)",
+            "nonfinite_updates=0, last_skip_reason=0, partial_overflows=0)",
         ),
     ],
 )

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run's counters mean, in words, for a person at the host."""
 
-import itertools
+import dataclasses
+import textwrap
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
@@ -13,14 +14,17 @@ from jax import Array
 from jls import _validate
 from jls._bits import edges
 from jls._nnx import is_model, is_optimizer, split_model
-from jls._reduce import any_nan, finite_leaves
+from jls._reduce import count_true
 from jls._report.nonfinite import select_names
 from jls._report.underflow import measure_small
 from jls._report.verdict import (
+    COMING_DOWN,
+    UNKNOWN,
     VERDICTS,
     Facts,
     Limits,
     PolicyFacts,
+    ScalerFacts,
     Small,
     Verdict,
     judge,
@@ -28,12 +32,14 @@ from jls._report.verdict import (
 from jls._scalers.static import is_static
 from jls._state import (
     concrete_wrapper_state_in,
+    find,
+    is_wrapper_state,
     metrics,
     optimizer_in,
     refuse_multi_steps_around,
 )
 from jls._step import Reached, reach_wrappers, wrapper_of
-from jls._tree import is_array, named_floats
+from jls._tree import is_array, is_narrow, named_floats, widen
 from jls._types import (
     SIGNALS,
     JlsWarning,
@@ -47,6 +53,9 @@ from jls._types import (
 
 class Health(NamedTuple):
     """What `jls.health` says: a verdict, a sentence, and the numbers behind them.
+
+    `print` it to read it, in lines of at most 80 columns. The sentence is one line, for
+    logs.
 
     Example:
       >>> state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))
@@ -63,13 +72,15 @@ class Health(NamedTuple):
         """Whether a checkpoint may replace an older one.
 
         False if the run is stalled, has a bad scale, or is poisoned, which shows only
-        if `params` or `carried` was given: it will not get better by itself, and you
-        may need the older checkpoint.
+        where it was looked at (see `numbers["poisoned_leaves"]`): it will not get
+        better by itself, and you may need the older checkpoint.
         """
         return self.verdict not in ("poisoned", "bad scale", "stalled")
 
     def __str__(self) -> str:
-        return f"{self.verdict}: {self.sentence}"
+        """Verdict and sentence, in lines of at most 80 columns."""
+        text = f"{self.verdict}: {self.sentence}"
+        return textwrap.fill(text, 80, break_long_words=False, break_on_hyphens=False)
 
 
 class UnhealthyError(RuntimeError):
@@ -104,14 +115,16 @@ def health(
     that made `state`.
 
     Args:
-      state: anything that carries one state of `jls.loss_scaled`.
+      state: anything that carries one state of `jls.loss_scaled`. Of a Flax
+        `TrainState` all fields are looked at: `params` as such, others as carried.
       params: the parameters, to see whether an inf or NaN is in them or in the
         optimizer's state, where an inf counts in arrays of the shape of a parameter:
         optimizers keep an inf in scalars on purpose, such as the best loss so far. Or
         an NNX model, whose parameters are then what the optimizer updates (its `wrt`;
         `nnx.Param` if no `nnx.Optimizer` is given), and whose other variables count as
-        carried. One pass over them on the device; None does not look. If several
-        processes share the arrays, every process has to make the call.
+        carried. One pass over them on the device; None does not look, unless `state` is
+        a `TrainState`. If several processes share the arrays, every process has to make
+        the call.
       grads: true gradients of a recent step, to see whether they are too small for the
         loss scale. Two passes over them on the device; None does not look. Every
         process has to make the call here too.
@@ -122,7 +135,8 @@ def health(
         and never says "at floor" or "at ceiling".
       carried: what else goes from step to step, such as batch statistics or an average
         of the parameters, to see whether an inf or NaN is in it: any pytree. An inf in
-        a scalar does not count. One pass over it; None does not look.
+        a scalar does not count. One pass over it; None looks at nothing but the fields
+        of a `TrainState`.
       max_consecutive_skips: >= 1, how many steps skipped in a row are too many.
       max_small: the tolerated share, in [0, 1], of nonzero gradients that are below the
         smallest normal number of `dtype` once scaled.
@@ -131,21 +145,28 @@ def health(
       raise_if: verdicts for which to raise.
       warn_if: verdicts for which to warn.
 
+    A parameter or carried array may hold -inf as a mask, and so may an average of it.
+    It is taken for one if some of its elements are finite, all of its others are -inf,
+    the moments are finite and steps are still applied; the sentence then names it.
+
     Returns:
       A `jls.types.Health`: `verdict` is one of "ok", "no step", "calibrating",
-      "recovering", "spike", "spiking", "at floor", "at ceiling", "underflow",
-      "non-finite loss", "non-finite update", "bad scale", "stalled" and "poisoned";
-      `sentence` says what it means and what to do; `numbers` holds what
+      "recovering", "skipping", "dropping", "spike", "spiking", "at floor",
+      "at ceiling", "underflow", "non-finite loss", "non-finite update", "bad scale",
+      "stalled" and "poisoned"; `sentence` says what it means and what to do, on one
+      line; `str` of it all has lines of at most 80 columns. `numbers` holds what
       `jls.host_metrics` returns (`last_skip_reason` as a `jls.types.SkipReason`),
       whether the scale `is_static`, and its bounds, which are None if they are not
-      known; with `params` or `carried`, also whether the run is `poisoned` and the
-      `poisoned_leaves`, names in lists by the tree that they are in ("params",
-      "opt_state", "carried"); with `params`, also the names of the `nonfinite_leaves`
-      that caused the last skip; with `grads`, also the share of `small` gradients in
-      `dtype`, whether they are `all_zero`, and the `suggested_scale`; under
-      `jls.spikes` or a preset like it, also the `tokens` that are left, the
-      `steady_share` of spikes that no steady run exceeds, and whether the loss was
-      never given.
+      known; whether the run is `poisoned`, None if nothing was looked at; the
+      `poisoned_leaves`, names in lists by the tree that they are in, with a list for
+      each tree that was looked at ("params", "opt_state", "carried"); the `masks`,
+      their numbers of elements that are -inf by name; with `params`, also the names of
+      the `nonfinite_leaves` that caused the last skip, None if the optimizer is for a
+      part of `params` and was not given; with `grads`, also the share of `small`
+      gradients in `dtype`, whether they are `all_zero`, and the `suggested_scale`;
+      under `jls.spikes` or a preset like it, also its `window`, the `tokens` that are
+      left, the `steady_share` of spikes let through that no steady run exceeds, and
+      `loss_given` and `loss_never_given`, both false while nothing is known.
 
     Raises:
       UnhealthyError: if the verdict is in `raise_if`.
@@ -153,10 +174,11 @@ def health(
         `params` is None; if `max_consecutive_skips` is not an integer, `max_small` not
         a number known to Python, `dtype` not floating point, or `raise_if` or `warn_if`
         not a sequence.
-      ValueError: if `state` carries no such state, or several, or one inside an
-        `optax.MultiSteps`, if an array is traced, if `optimizer` is of another kind
-        than the one that made it, if `params` has another number of leaves, if a name
-        in `raise_if` or `warn_if` is not a verdict, or a number is out of range.
+      ValueError: if `state` carries no such state, or several, such as those of the
+        members of a `jax.vmap`, or one inside an `optax.MultiSteps`; if an array is
+        traced, or was donated to an earlier step; if `optimizer` is of another kind
+        than the one that made it, if `params` has fewer leaves than the state knows, if
+        a name in `raise_if` or `warn_if` is not a verdict, or a number is out of range.
 
     Warns:
       JlsWarning: if the verdict is in `warn_if`.
@@ -182,17 +204,27 @@ def health(
     for name, tree in {"params": params, "grads": grads, "carried": carried}.items():
         _validate.concrete(name, tree)
     is_nnx = is_optimizer(state) or is_model(params)
+    others = [] if carried is None else [carried]
     if is_model(params):
-        _, params, others = split_model(params, state, optimizer)
-        carried = others if carried is None else (carried, others)
+        _, params, variables = split_model(params, state, optimizer)
+        others.append(variables)
+    fields = _train_state_fields(state)
+    field = fields.pop("params", None)
+    params = field if params is None else params
+    if isinstance(params, Mapping) and _FP8 in params:
+        # As in Flax's `TrainState.create`, the optimizer knows only the others.
+        others.append({_FP8: params[_FP8]})
+        params = params["params"]
+    if fields:
+        others.append(fields)
     reached = _reached_in(optimizer, state, params, wrapper)
     scaler = reached.wrapper.scaler if reached else None
 
-    watched = _watch(params, wrapper.inner_state, carried)
+    watched = _watch(params, wrapper.inner_state, others)
     on_device = {
         "metrics": metrics(wrapper),
         "leaves": wrapper.nonfinite_leaves,
-        "bad": {tree: flags for tree, (_, flags) in watched.items()},
+        "tallies": {tree: leaves.tallies for tree, leaves in watched.items()},
         "small": {} if grads is None else measure_small(wrapper, grads, dtype),
         "policy": _observe_spikes(wrapper.spike_state),
     }
@@ -200,29 +232,38 @@ def health(
     counts, flags, small, policy = (
         seen[name] for name in ("metrics", "leaves", "small", "policy")
     )
-    counts["last_skip_reason"] = SkipReason(counts["last_skip_reason"])
+    counts["last_skip_reason"] = _reason(counts["last_skip_reason"])
+    found = _tell_poison_from_masks(
+        watched, seen["tallies"], counts["steps"], counts["consecutive_skips"]
+    )
     known = _describe_scale(scaler, wrapper, counts["loss_scale"])
-    if watched:
-        known["poisoned_leaves"] = {
-            tree: list(itertools.compress(names, seen["bad"][tree]))
-            for tree, (names, _) in watched.items()
-        }
+    known |= {"poisoned_leaves": found.poisoned_leaves, "masks": found.masks}
+    unnamed = None
     if params is not None:
         names = reached.names if reached else named_floats(params)[0]
-        known["nonfinite_leaves"] = select_names(names, flags)
+        if names and len(flags) < len(names):  # it is around a part of them
+            known["nonfinite_leaves"] = None
+            unnamed = None if reached else (sum(flags), len(flags))
+        else:
+            known["nonfinite_leaves"] = select_names(names, flags)
     if grads is not None:
         small["dtype"] = jnp.dtype(dtype).name
 
     facts = Facts(
         metrics=counts,
         all_leaves_nonfinite=all(flags),
+        unnamed_leaves=unnamed,
+        is_doubted=found.is_doubted,
+        saw_params=params is not None or bool(fields),
+        is_train_state=bool(fields),
         is_nnx=is_nnx,
+        is_narrow=None if params is None else is_narrow((params, wrapper.inner_state)),
         small=Small(**small) if small else None,
         policy=PolicyFacts(**policy) if policy else None,
+        scaler=_describe_scaler(reached, params),
         **known,
     )
-    if watched:
-        known["poisoned"] = facts.poisoned
+    known["poisoned"] = facts.poisoned if watched else None
     numbers = counts | known | small | policy
     result = Health(*judge(facts, Limits(limit, max_small)), numbers)
     if result.verdict in raise_if:
@@ -232,41 +273,148 @@ def health(
     return result
 
 
+def _reason(code: int) -> SkipReason:
+    """NONE for a code that this version does not know."""
+    return SkipReason(code) if code in list(SkipReason) else SkipReason.NONE
+
+
+# What `state` is and holds.
+
+
+_FP8 = "_overwrite_with_gradient"  # the collection of Flax's fp8 layers
+
+
+def _train_state_fields(state: Any) -> dict[str, Any]:
+    """The fields of a Flax `TrainState` but the optimizer's; none of other states."""
+    if optimizer_in(state) is None or is_optimizer(state):
+        return {}
+    if dataclasses.is_dataclass(state):
+        facts = {field.name: field.metadata for field in dataclasses.fields(state)}
+    else:
+        facts = {name: {} for name in getattr(state, "_fields", vars(state))}
+    fields = {
+        name: getattr(state, name)
+        for name, metadata in facts.items()
+        if metadata.get("pytree_node", True) and not metadata.get("static", False)
+    }
+    return {
+        name: field
+        for name, field in fields.items()
+        if name not in ("step", "tx") and not find(field, is_wrapper_state)
+    }
+
+
 # Poison.
 
 
-def _watch(
-    params: Any, inner_state: Any, carried: Any
-) -> dict[str, tuple[list[str], Array]]:
-    """By tree: the names of its leaves, and which of them are poisoned, `bool[n]`."""
+class _Watched(NamedTuple):
+    """The leaves of a tree: their names, and what is in them."""
+
+    names: list[str]
+    sizes: list[int]
+    # u32[n, 2, 2]  numbers of NaN and +inf, and of -inf, in base 2**32
+    tallies: Array
+
+
+def _watch(params: Any, inner_state: Any, carried: list[Any]) -> dict[str, _Watched]:
     watched = {}
     if params is not None:
         # All optimizers of optax that keep an inf on purpose keep it in a scalar.
         shapes = {jnp.shape(leaf) for leaf in named_floats(params)[1]} - {()}
-        watched["params"] = _flag(params, lambda _: False)
-        watched["opt_state"] = _flag(
-            inner_state, lambda leaf: jnp.shape(leaf) not in shapes
+        watched["params"] = _tally([params], lambda _: False)
+        watched["opt_state"] = _tally(
+            [inner_state], lambda leaf: jnp.shape(leaf) not in shapes
         )
-    if carried is not None:
+    if carried:
         # A scalar may be the best loss so far, which starts at inf.
-        watched["carried"] = _flag(carried, lambda leaf: jnp.ndim(leaf) == 0)
+        watched["carried"] = _tally(carried, lambda leaf: jnp.ndim(leaf) == 0)
     return watched
 
 
-def _flag(tree: Any, may_be_inf: Callable[[Any], bool]) -> tuple[list[str], Array]:
-    """The names of the leaves of a tree, and which of them are poisoned."""
-    finite, others = {}, {}
-    for name, leaf in zip(*named_floats(tree), strict=True):
-        (others if may_be_inf(leaf) else finite)[name] = leaf
-    flags = _poisoned([*finite.values()], [*others.values()])
-    return [*finite, *others], flags
+def _tally(trees: list[Any], may_be_inf: Callable[[Any], bool]) -> _Watched:
+    """Counts what is not finite in the leaves; of some, NaN alone."""
+    finite, others = [], []
+    for tree in trees:
+        for name, leaf in zip(*named_floats(tree), strict=True):
+            (others if may_be_inf(leaf) else finite).append((name, leaf))
+    tallies = _tallies([leaf for _, leaf in finite], [leaf for _, leaf in others])
+    pairs = finite + others
+    sizes = [jnp.size(leaf) for _, leaf in pairs]
+    return _Watched([name for name, _ in pairs], sizes, tallies)
 
 
 @jax.jit
-def _poisoned(leaves: list[Any], may_be_inf: list[Any]) -> Array:
-    """`bool[n]`, whether each holds a NaN, or an inf unless it may."""
-    is_nan = [any_nan([leaf]) for leaf in may_be_inf]
-    return jnp.concatenate([~finite_leaves(leaves), jnp.array(is_nan, jnp.bool_)])
+def _tallies(leaves: list[Any], may_be_inf: list[Any]) -> Array:
+    def tally(leaf, may_be_inf):
+        wide = widen(leaf)
+        is_bad, is_low = jnp.isnan(wide), jnp.zeros(wide.shape, jnp.bool_)
+        if not may_be_inf and jnp.iscomplexobj(wide):
+            is_bad = ~jnp.isfinite(wide)
+        elif not may_be_inf:
+            is_bad, is_low = is_bad | (wide == jnp.inf), wide == -jnp.inf
+        return count_true([is_bad, is_low])[0]
+
+    tallies = [tally(leaf, False) for leaf in leaves]
+    tallies += [tally(leaf, True) for leaf in may_be_inf]
+    return jnp.stack(tallies) if tallies else jnp.zeros((0, 2, 2), jnp.uint32)
+
+
+class _Found(NamedTuple):
+    """Which leaves are poisoned, and which hold a mask."""
+
+    poisoned_leaves: dict[str, list[str]]  # by tree
+    masks: dict[str, int]  # elements that are -inf, by name
+    is_doubted: bool  # what is poisoned holds -inf alone
+
+
+def _tell_poison_from_masks(
+    watched: dict[str, _Watched],
+    tallies: dict[str, Any],
+    steps: int,
+    consecutive_skips: int,
+) -> _Found:
+    """A leaf with -inf and nothing else that is not finite may be a mask.
+
+    It is one if the moments are finite, if it has other elements too (or waits for its
+    first step, as a maximum does that starts at -inf), and if steps are applied: what
+    is poisoned lets none through. As many may be skipped in a row as a loss scale takes
+    to come down. Averages of a mask, at its path in the optimizer's state, are masks.
+    """
+    counts = {
+        tree: [
+            (name, size, *(high << 32 | low for high, low in pair))
+            for name, size, pair in zip(
+                leaves.names, leaves.sizes, tallies[tree], strict=True
+            )
+        ]
+        for tree, leaves in watched.items()
+    }
+    steps_go_on = consecutive_skips <= COMING_DOWN
+    has_good_moments = not any(bad for _, _, bad, _ in counts.get("opt_state", []))
+    masks: dict[str, int] = {}
+
+    def is_mask(tree, name, size, bad, low):
+        is_whole = low == size > 1 and steps > 0
+        if bad or not low or is_whole or not (steps_go_on and has_good_moments):
+            return False
+        return tree != "opt_state" or any(_ends_with(name, mask) for mask in masks)
+
+    poisoned: dict[str, list[str]] = {}
+    has_bad = False
+    for tree, leaves in counts.items():
+        poisoned[tree] = []
+        for name, size, bad, low in leaves:
+            if is_mask(tree, name, size, bad, low):
+                masks |= {name: low} if tree != "opt_state" else {}
+            elif bad or low:
+                poisoned[tree].append(name)
+                has_bad |= bool(bad)
+    is_doubted = any(poisoned.values()) and not has_bad and not steps_go_on
+    return _Found(poisoned, masks, is_doubted)
+
+
+def _ends_with(name: str, param: str) -> bool:
+    return param in ("", name) or name.endswith(f"/{param}")
 
 
 # Spikes.
@@ -277,11 +425,15 @@ def _observe_spikes(state: Any) -> dict[str, Any]:
     if not isinstance(state, SpikeState):
         return {}
     losses, norms = (state.kept[SIGNALS.index(name)] for name in ("loss", "norm"))
+    # One that is too large for float32 is judged, but does not enter the window.
+    given = (losses > 0) | (state.value[SIGNALS.index("loss")] != 0)
     judges_by_window = state.seen.shape[1] > 1
     return {
         "tokens": state.tokens,
         "steady_share": state.steady_share,
-        "loss_never_given": (losses == 0) & (norms > 0) & judges_by_window,
+        "loss_never_given": ~given & (norms > 0) & judges_by_window,
+        "loss_given": given,
+        "window": jnp.int32(state.seen.shape[1]),
     }
 
 
@@ -292,7 +444,6 @@ def _reached_in(
     optimizer: Any, state: Any, params: Any, wrapper_state: LossScaledState
 ) -> Reached | None:
     """The wrapper of the optimizer, or of the one that a Flax state carries."""
-    params = getattr(state, "params", None) if params is None else params
     if optimizer is None:
         reached = _reach(optimizer_in(state), params)
         return reached[0] if len(reached) == 1 else None
@@ -352,8 +503,31 @@ def _is_number(bound: Any) -> TypeGuard[float]:
     return is_array(bound) and jnp.ndim(bound) == 0
 
 
+def _describe_scaler(reached: Reached | None, params: Any) -> ScalerFacts:
+    """What a known optimizer says of its scaler, and of the updates that it checks."""
+    if reached is None:
+        return UNKNOWN
+    wrapper, known = reached.wrapper, reached.wrapper.scaler.hyperparameters
+    intervals = (known.get(f"{word}_interval") for word in ("backoff", "growth"))
+    backoff, growth = (float(x) if _is_number(x) else None for x in intervals)
+    checks = wrapper.check_updates
+    if checks is None and params is not None:
+        checks = is_narrow(params)
+    return ScalerFacts(
+        backoff_interval=backoff,
+        growth_interval=growth,
+        moves=not is_static(wrapper.scaler),
+        checks_updates=checks,
+    )
+
+
 def _check_verdicts(name: str, verdicts: Iterable[Verdict]) -> tuple[Verdict, ...]:
     rule = f"{name} must be verdicts out of {VERDICTS}, got {verdicts!r}."
+    if isinstance(verdicts, str) and verdicts in VERDICTS:
+        raise ValueError(
+            f"{name} must be a list of verdicts, got {verdicts!r}. Write "
+            f"{name}=[{verdicts!r}]."
+        )
     try:
         names = tuple(verdicts)  # an iterator can be asked only once
     except TypeError:

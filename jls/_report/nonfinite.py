@@ -221,8 +221,19 @@ def select_names(names: list[str], flags: list[bool]) -> list[str]:
     """Those of the names of parameters whose flag is set."""
     # Without a leaf the state has one flag all the same, in 0.1.0 none.
     if len(flags) != len(names) and (names or len(flags) > 1):
+        likely = (
+            "Pass all of them. If the model has changed since, its optimizer needs a "
+            "new optimizer.init(params)."
+        )
+        if len(names) > len(flags):
+            likely = (
+                "Pass the part that is trained, if some of them are frozen. If "
+                "optax.masked or optax.multi_transform is around jls.loss_scaled, "
+                "jls.health(state, params, optimizer=optimizer) finds the names."
+            )
         raise ValueError(
             "params must be the parameters that the optimizer was initialized with: "
-            f"got {len(names)} floating-point leaves, the state knows {len(flags)}."
+            f"got {len(names)} floating-point leaves, the state knows {len(flags)}. "
+            f"{likely}"
         )
     return [name for name, is_bad in zip(names, flags, strict=False) if is_bad]

@@ -18,19 +18,25 @@ Verdict = Literal[
     "poisoned",
     "bad scale",
     "stalled",
+    "at floor",
+    "skipping",
     "non-finite loss",
     "non-finite update",
-    "at floor",
     "calibrating",
     "spiking",
     "spike",
     "recovering",
+    "dropping",
     "underflow",
     "no step",
     "at ceiling",
     "ok",
 ]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+
+# How many steps a loss scale takes to come down from 2^24, the largest of jls.dynamic,
+# to 1; and one more.
+COMING_DOWN = 25
 
 
 class Small(NamedTuple):
@@ -48,6 +54,20 @@ class PolicyFacts(NamedTuple):
     tokens: float
     steady_share: float
     loss_never_given: bool
+    loss_given: bool  # not the opposite: before the first step neither is known
+    window: int
+
+
+class ScalerFacts(NamedTuple):
+    """What the wrapper of a known optimizer says of itself; None if it does not."""
+
+    backoff_interval: float | None = None
+    growth_interval: float | None = None
+    moves: bool | None = None  # False for jls.static; not at all between equal bounds
+    checks_updates: bool | None = None  # whether it skips non-finite updates
+
+
+UNKNOWN = ScalerFacts()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,10 +83,18 @@ class Facts:
     max_scale: float | None
     all_leaves_nonfinite: bool = False  # of the gradients of the last skipped step
     nonfinite_leaves: list[str] | None = None  # of the last skipped step, by name
+    unnamed_leaves: tuple[int, int] | None = None  # of so many, if it knows no names
     poisoned_leaves: dict[str, list[str]] | None = None  # names by the tree they are in
+    is_doubted: bool = False  # what is poisoned holds -inf alone, and may be a mask
+    masks: dict[str, int] | None = None  # elements that are -inf, by the leaf
+    # Whether the parameters were looked at, under whatever name.
+    saw_params: bool = False
+    is_train_state: bool = False  # the state is a Flax `TrainState`
     is_nnx: bool = False  # the state or the parameters are those of an NNX model
+    is_narrow: bool | None = None  # a parameter or a moment has less than 32 bits
     small: Small | None = None
     policy: PolicyFacts | None = None
+    scaler: ScalerFacts = UNKNOWN
 
     def __getattr__(self, name: str) -> Any:
         """The metric of that name."""
@@ -90,7 +118,7 @@ class Facts:
         return self.last_skip_reason if self.skipped else None
 
     @property
-    def overflowed(self) -> bool:
+    def had_bad_gradients(self) -> bool:
         """Whether the last step was skipped for what a lower scale may cure."""
         return self.skipped_for in (SkipReason.GRADIENTS, SkipReason.NONE)
 
@@ -108,13 +136,38 @@ class Facts:
         return self.max_scale is not None and self.loss_scale >= self.max_scale
 
     @property
+    def skips_by(self) -> dict[SkipReason, int]:
+        """How many steps were skipped for each reason, as far as counters know it."""
+        others = {
+            SkipReason.LOSS: self.nonfinite_losses,
+            SkipReason.UPDATES: self.nonfinite_updates,
+            SkipReason.SPIKE: self.metrics.get("spikes", 0),
+        }
+        gradients = max(0, self.skips - sum(others.values()))
+        counts = {SkipReason.GRADIENTS: gradients} | others
+        return {reason: count for reason, count in counts.items() if count > 0}
+
+    def is_often(self, count: int) -> bool:
+        """Whether something happens too often to be the start of a run, or chance."""
+        patience = COMING_DOWN * max(1, self.scaler.backoff_interval or 1)
+        return count > patience and 4 * count >= self.steps
+
+    @property
     def is_spiking(self) -> bool:
-        """Whether more steps are spikes than in a steady run, by more than chance."""
+        """Whether more steps are spikes than in a steady run, by more than chance.
+
+        What was skipped proves nothing: the bound is for values that enter the window.
+        Without a budget nothing is let through: then `steady_share` is 1 unless skipped
+        values enter too.
+        """
         if self.policy is None:
             return False
-        found = self.spikes_found
+        count = self.spikes_found
+        if self.policy.tokens < math.inf:
+            count -= self.spikes
+        count = max(0, count)
         # Less two deviations of a count: what chance may add.
-        return found - 2 * math.sqrt(found) > self.policy.steady_share * self.steps
+        return count - 2 * math.sqrt(count) > self.policy.steady_share * self.steps
 
     @property
     def scale(self) -> str:
@@ -156,36 +209,49 @@ def judge(facts: Facts, limits: Limits) -> tuple[Verdict, str]:
     """The first verdict of the table that holds, and its sentence."""
     row = next(row for row in TABLE if row.holds(facts, limits))
     sentence = row.sentence(facts).rstrip(" .")
-    bad = facts.nonfinite_leaves
     # A loss that is not finite spoils all gradients, and what is poisoned is not a
     # gradient: their names would say nothing.
     others = None, SkipReason.LOSS, SkipReason.SPIKE
-    if bad and facts.skipped_for not in others and row.verdict != "poisoned":
-        sentence += f". Not finite: {_some(bad)}"
+    if facts.skipped_for not in others and row.verdict != "poisoned":
+        sentence += _culprits(facts)
+    if row.verdict != "poisoned":
+        sentence += _masks(facts)
     return row.verdict, sentence if sentence.endswith("?") else f"{sentence}."
 
 
-# By the tree that inf or NaN is in: its name in a sentence, how it gets there, and what
-# to do about it.
-_POISON = {
-    "params": (
-        "the parameters",
-        "Either the optimizer made it out of finite gradients, a step that "
-        "jls.loss_scaled(..., check_updates=True) skips, or something else changed the "
-        "parameters",
-    ),
-    "opt_state": (
-        "the optimizer's state",
-        "The optimizer made it out of finite gradients, or it was restored so. In "
-        "float32 the square of a gradient over 1.8e19 is inf: clip gradients inside "
-        "jls.loss_scaled, before the moments",
-    ),
-    "carried": (
-        "the carried state",
-        "The forward pass makes it, or a skipped step that does not roll it back: use "
-        "jls.train_step, or jls.select(applied, new, old). What is inf on purpose, "
-        "leave out of carried",
-    ),
+def _culprits(facts: Facts) -> str:
+    """Which parameters caused the last skip, as far as their names are known."""
+    if facts.nonfinite_leaves:
+        return f". Not finite: {_some(facts.nonfinite_leaves)}"
+    bad, known = facts.unnamed_leaves or (0, 0)
+    if not bad:
+        return ""
+    return (
+        f". Not finite: {bad} of the {known} parameters that the optimizer's state "
+        "knows; optimizer= gives their names"
+    )
+
+
+def _masks(facts: Facts) -> str:
+    """Leaves with -inf that are no poison, as far as one can tell."""
+    if not facts.masks:
+        return ""
+    count, is_one = sum(facts.masks.values()), len(facts.masks) == 1
+    holds, a_mask = ("holds", "a mask") if is_one else ("hold", "masks")
+    note = (
+        f". {_some(list(facts.masks))} {holds} -inf in {count} "
+        f"element{'' if count == 1 else 's'}, taken for {a_mask}"
+    )
+    if facts.skipped:
+        note += ": if not on purpose, no step can cure that"
+    return note
+
+
+# By the tree that inf or NaN is in: its name in a sentence.
+_TREES = {
+    "params": "the parameters",
+    "opt_state": "the optimizer's state",
+    "carried": "the carried state",
 }
 
 
@@ -194,15 +260,62 @@ def _poisoned(facts: Facts) -> str:
     found = {
         tree: names for tree, names in (facts.poisoned_leaves or {}).items() if names
     }
-    places = [f"{_POISON[tree][0]} ({_some(names)})" for tree, names in found.items()]
+    places = [f"{_TREES[tree]} ({_some(names)})" for tree, names in found.items()]
     # Parameters spoil the moments, and moments the parameters: the first is advised on.
-    advice = [_POISON[tree][1] for tree in found]
-    if "params" in found:
-        advice = [_POISON[tree][1] for tree in found if tree != "opt_state"]
+    trees = [t for t in found if t != "opt_state" or "params" not in found]
+    causes = ". ".join(_CAUSES[tree](facts) for tree in trees)
+    if facts.is_doubted:
+        return (
+            f"-inf is in {' and in '.join(places)}, and the last "
+            f"{facts.consecutive_skips} steps were all skipped. Unless it is a mask, "
+            f"no step can cure that: go back to an earlier checkpoint. {causes}"
+        )
     return (
         f"inf or NaN is in {' and in '.join(places)}. No step can cure that: go back "
-        f"to an earlier checkpoint. {'. '.join(advice)}"
+        f"to an earlier checkpoint. {causes}"
     )
+
+
+def _spoilt_params(facts: Facts) -> str:
+    others = (
+        "something else changed the parameters, such as a step written by hand that "
+        "keeps what was skipped"
+    )
+    if facts.scaler.checks_updates:
+        return f"The optimizer skips what it makes of finite gradients: {others}"
+    return (
+        "Either the optimizer made it out of finite gradients, a step that "
+        f"jls.loss_scaled(..., check_updates=True) skips, or {others}"
+    )
+
+
+def _spoilt_moments(facts: Facts) -> str:
+    return (
+        "The optimizer made it out of finite gradients, or it was restored so. In "
+        "float32 the square of a gradient over 1.8e19 is inf: clip gradients inside "
+        "jls.loss_scaled, before the moments"
+    )
+
+
+def _spoilt_carried(facts: Facts) -> str:
+    leave_out = "What is inf on purpose, leave out of carried"
+    if facts.is_train_state:
+        leave_out = (
+            "What is inf on purpose, leave out: jls.health(state.opt_state, "
+            "state.params, carried=...)"
+        )
+    old = ", with an nnx.clone of the old one" if facts.is_nnx else ""
+    return (
+        "The forward pass makes it, or a skipped step that does not roll it back: use "
+        f"jls.train_step, or jls.select(applied, new, old){old}. {leave_out}"
+    )
+
+
+_CAUSES = {
+    "params": _spoilt_params,
+    "opt_state": _spoilt_moments,
+    "carried": _spoilt_carried,
+}
 
 
 @_verdict("bad scale", lambda f, _: not 0 < f.loss_scale < math.inf)
@@ -218,25 +331,30 @@ def _bad_scale(facts: Facts) -> str:
 @_verdict("stalled", lambda f, m: f.consecutive_skips > m.consecutive_skips)
 def _stalled(facts: Facts) -> str:
     reason = facts.last_skip_reason
-    lowers = facts.is_static and facts.loss_scale > 1
     over = _over(facts)
-    if reason == SkipReason.GRADIENTS and lowers:
-        advice = "Lower it with jls.set_loss_scale, or use jls.dynamic"
+    if reason == SkipReason.GRADIENTS and _can_lower(facts):
+        lower = _lower(facts)
+        advice = (
+            f"{lower[0].upper()}{lower[1:]}. If that does not help, look for square "
+            f"roots and divisions at 0{_untold_loss(facts)}"
+        )
     else:
         advice = {
             SkipReason.NONE: "",
             SkipReason.GRADIENTS: (
-                "If the loss is finite, the backward pass overflows at any scale: look "
-                "for square roots and divisions at 0, and for an inf in a parameter"
+                "If the loss is finite, the backward pass makes inf or NaN at any "
+                "scale: look for square roots and divisions at 0"
+                f"{'' if facts.saw_params else ', and for an inf in a parameter'}"
                 f"{_other_causes(facts)}"
             ),
             SkipReason.LOSS: (
                 "The loss itself is inf or NaN, which no loss scale can cure: look at "
                 "the batch, and at log, exp, division and sums in 16 bits in the "
-                "forward pass"
+                f"forward pass{_ran_away(facts)}"
             ),
             SkipReason.UPDATES: (
-                "The optimizer turns finite gradients into inf or NaN updates"
+                "The optimizer turns finite gradients into inf or NaN updates. "
+                f"{_mend_updates(facts)}"
             ),
             SkipReason.SPIKE: (
                 f"{over[0].upper()}{over[1:]}. If no such step moves the limit, use "
@@ -250,6 +368,116 @@ def _stalled(facts: Facts) -> str:
     return (
         f"the last {facts.consecutive_skips} steps were all skipped{because}, and "
         f"nothing is being learned; the loss scale is {facts.scale}. {advice}"
+    )
+
+
+def _ran_away(facts: Facts) -> str:
+    """What spoils every batch, of a run that has made good steps."""
+    if facts.skips >= facts.steps:
+        return ""
+    scaled = ", or gradients that are scaled still (jls.check_step tells)"
+    return (
+        ". If every batch is bad, the steps before have sent the parameters too far: "
+        "too large a learning rate"
+        f"{scaled if facts.loss_scale != 1 else ''}"
+    )
+
+
+def _can_lower(facts: Facts) -> bool:
+    return facts.is_static and facts.loss_scale > 1
+
+
+def _lower(facts: Facts) -> str:
+    """How a scale that never moves gets lower."""
+    use = "use jls.dynamic"
+    if facts.scaler.moves:
+        use = "give it a lower min_scale"
+    return f"lower it with jls.set_loss_scale, or {use}"
+
+
+@_verdict("at floor", lambda f, _: f.had_bad_gradients and f.moves and f.is_at_floor)
+def _at_floor(facts: Facts) -> str:
+    return (
+        "the last step's gradients were inf or NaN, and the loss scale of "
+        f"{facts.scale} is at its floor ({facts.consecutive_skips} skipped in a row), "
+        "so no lower scale will help. Look for what is too large, or for a square root "
+        "or a division at 0, in the backward pass; or lower min_scale"
+        f"{_other_causes(facts)}"
+    )
+
+
+# Above what is said of the last step alone, so that the verdict does not depend on it.
+@_verdict("skipping", lambda f, _: f.is_often(f.skips))
+def _skipping(facts: Facts) -> str:
+    counts = facts.skips_by
+    names = {
+        SkipReason.GRADIENTS: "for their gradients",
+        SkipReason.LOSS: "for their loss",
+        SkipReason.UPDATES: "for their updates",
+        SkipReason.SPIKE: "as spikes",
+    }
+    causes = {
+        SkipReason.GRADIENTS: _bad_gradients,
+        SkipReason.LOSS: _bad_losses,
+        SkipReason.UPDATES: _mend_updates,
+        SkipReason.SPIKE: _many_spikes,
+    }
+    listed = ", ".join(f"{count} {names[reason]}" for reason, count in counts.items())
+    main = [reason for reason, count in counts.items() if 4 * count >= facts.skips]
+    advice = ". ".join(causes[reason](facts) for reason in main)
+    return (
+        f"{_skips(facts)}, {listed}; the loss scale is {facts.scale}. A healthy run "
+        f"skips few steps once its scale is found. {advice}"
+    )
+
+
+def _bad_gradients(facts: Facts) -> str:
+    if _can_lower(facts):
+        return (
+            f"The scale is static and may be too large: {_lower(facts)}. Else look for "
+            "a square root or a division at 0 in the backward pass"
+        )
+    interval = facts.scaler.growth_interval
+    if facts.moves and interval and interval < COMING_DOWN:
+        return (
+            f"The scale grows after {interval:g} good steps already, and what follows "
+            "is skipped: raise growth_interval"
+        )
+    return (
+        "Gradients that are inf or NaN again and again have a cause that no scale "
+        "cures: look for a square root or a division at 0 in the backward pass"
+        f"{_other_causes(facts)}"
+    )
+
+
+def _bad_losses(facts: Facts) -> str:
+    return (
+        "No loss scale cures a loss that is inf or NaN: look at these batches, and at "
+        "log, exp, division and sums in 16 bits in the forward pass"
+    )
+
+
+def _many_spikes(facts: Facts) -> str:
+    policy = facts.policy
+    if policy is None:
+        return "See whether the limit of the spike policy is too low for this run"
+    # Each signal has its share; a share as large is that of fewer than 3 sigmas.
+    few = policy.window >= 16 and policy.steady_share < 1 and policy.steady_share > 0.2
+    if 1 < policy.window < 16:
+        return (
+            f"A window of {policy.window} is too short to tell a spike from noise: "
+            "jls.spikes() has one of 128"
+        )
+    if few:
+        return "So few sigmas call noise a spike: jls.spikes() has 6"
+    bound = (
+        ", or bound what is skipped with a small budget"
+        if policy.tokens == math.inf
+        else ""
+    )
+    return (
+        f"If these batches are good, raise sigmas or max_norm{bound}. Else the run is "
+        "unstable: lower the learning rate"
     )
 
 
@@ -267,20 +495,18 @@ def _nonfinite_update(facts: Facts) -> str:
     return (
         "the gradients of the last step were finite, but the optimizer turned them "
         "into inf or NaN, or into an update too large for its parameter's dtype "
-        f"({facts.nonfinite_updates} of {_steps(facts)} so far). Keep parameters and "
-        "moments in float32, or raise the optimizer's eps"
+        f"({facts.nonfinite_updates} of {_steps(facts)} so far). "
+        f"{_mend_updates(facts)}"
     )
 
 
-@_verdict("at floor", lambda f, _: f.overflowed and f.moves and f.is_at_floor)
-def _at_floor(facts: Facts) -> str:
-    return (
-        "the last step's gradients were inf or NaN, and the loss scale of "
-        f"{facts.scale} is at its floor ({facts.consecutive_skips} skipped in a row), "
-        "so no lower scale will help. Look for what is too large, or for a square root "
-        "or a division at 0, in the backward pass; or lower min_scale"
-        f"{_other_causes(facts)}"
-    )
+def _mend_updates(facts: Facts) -> str:
+    if facts.is_narrow is False:
+        return (
+            "Raise the optimizer's eps, or look for a square root or a division at 0 "
+            "in it"
+        )
+    return "Keep parameters and moments in float32, or raise the optimizer's eps"
 
 
 def _other_causes(facts: Facts) -> str:
@@ -300,6 +526,7 @@ def _untold_loss(facts: Facts) -> str:
         facts.last_skip_reason == SkipReason.GRADIENTS
         and facts.nonfinite_losses == 0
         and facts.all_leaves_nonfinite
+        and not (facts.policy and facts.policy.loss_given)
     )
     if not looks_so:
         return ""
@@ -309,7 +536,10 @@ def _untold_loss(facts: Facts) -> str:
     )
 
 
-@_verdict("calibrating", lambda f, _: f.overflowed and f.moves and f.skips == f.steps)
+@_verdict(
+    "calibrating",
+    lambda f, _: f.had_bad_gradients and f.moves and f.skips == f.steps,
+)
 def _calibrating(facts: Facts) -> str:
     skipped = f"all {facts.steps} steps so far were skipped"
     if facts.steps == 1:
@@ -360,7 +590,8 @@ def _rare(facts: Facts) -> str:
         return ""
     return (
         ". See whether these are always the same batches, from which nothing is then "
-        "learned: raise sigmas, or count with budget=0"
+        "learned: raise sigmas, or count with budget=0. If they are not, the run may "
+        "be unstable"
     )
 
 
@@ -380,19 +611,33 @@ def _over(facts: Facts) -> str:
 
 @_verdict("recovering", lambda f, _: f.skipped)
 def _recovering(facts: Facts) -> str:
+    what = "the gradients of the last step were inf or NaN, and it was skipped"
+    if facts.skipped_for == SkipReason.NONE:
+        what = "the last step was skipped"
     if not facts.is_static:
         return (
-            "the last step overflowed and was skipped, "
-            f"{facts.consecutive_skips} in a row; the loss scale is {facts.scale}. "
-            f"{_skips(facts)}"
+            f"{what}, {facts.consecutive_skips} in a row; the loss scale is "
+            f"{facts.scale}. {_skips(facts)}"
         )
-    lower = "lower it with jls.set_loss_scale or use jls.dynamic; else "
+    lower = f"{_lower(facts)}; else " if _can_lower(facts) else ""
     return (
-        "the gradients of the last step were inf or NaN, and it was skipped, "
-        f"{facts.consecutive_skips} in a row; {_skips(facts)}. The loss scale of "
-        f"{facts.scale} is static, and never moves. If this goes on, "
-        f"{lower if facts.loss_scale > 1 else ''}look for what is too large, or for a "
-        f"square root or a division at 0, in the backward pass{_untold_loss(facts)}"
+        f"{what}, {facts.consecutive_skips} in a row; {_skips(facts)}. The loss scale "
+        f"of {facts.scale} is static, and never moves. If this goes on, {lower}look "
+        "for what is too large, or for a square root or a division at 0, in the "
+        "backward pass"
+        f"{_untold_loss(facts)}"
+    )
+
+
+@_verdict("dropping", lambda f, _: f.is_often(f.partial_overflows))
+def _dropping(facts: Facts) -> str:
+    floor = ", its floor" if facts.moves and facts.is_at_floor else ""
+    return (
+        f"{facts.partial_overflows} of {_steps(facts)} were applied without a part of "
+        "their gradients, which was inf or NaN: nothing is learned from it; the loss "
+        f"scale is {facts.scale}{floor}. See whether these are always the same "
+        "examples, and look for what is too large, or for a square root or a division "
+        "at 0, in the backward pass"
     )
 
 
@@ -448,6 +693,12 @@ def _at_ceiling(facts: Facts) -> str:
         if facts.skips == 0
         else ""
     )
+    if facts.loss_scale > facts.max_scale:
+        return (
+            f"the loss scale of {facts.scale} is above its maximum of "
+            f"{_format(facts.max_scale)}: it was set by hand, or saved under another "
+            "scaler. It comes down when it would grow next, or after an overflow"
+        )
     return (
         f"the loss scale of {facts.scale} can grow no further. If gradients are still "
         f"too small for float16, raise max_scale{never}"
@@ -462,11 +713,18 @@ def _ok(facts: Facts) -> str:
     if facts.policy and facts.spikes_found:
         counts = f"{facts.spikes_found} found, {facts.spikes} skipped"
         hint = f". Spikes: {counts}{_spent(facts)}{_rare(facts)}{hint}"
+    if facts.partial_overflows:
+        hint += (
+            f". In {facts.partial_overflows} of them a part of the gradients was inf "
+            "or NaN, and left out"
+        )
     if facts.policy and facts.policy.loss_never_given:
         hint += (
             ". Spikes are judged by the gradient norm alone: pass value=loss to the "
             "optimizer's update to judge the loss too"
         )
+    if not facts.saw_params:
+        hint = f"; the parameters were not looked at{hint}"
     return f"{_skips(facts)}; the loss scale is {facts.scale}{hint}"
 
 

@@ -27,6 +27,11 @@ OPTIMIZER = jls.loss_scaled(optax.sgd(0.1), SCALER)
 VALUES = {".": 1.0, "l": 1.0, "o": jnp.inf, "u": -1.0}
 
 
+def unwrapped(health):
+    """What `str` gives, on one line."""
+    return " ".join(str(health).splitlines())
+
+
 def after(steps, scaler=None):
     """The state after steps: . good, o overflow, l bad loss, u bad update."""
     init, update = DEFAULT if scaler is None else make(scaler)
@@ -55,6 +60,9 @@ def after(steps, scaler=None):
         ("..u...", "at ceiling", "32 can grow no further. .*, raise max_scale.$"),
         (".l", "non-finite loss", r"no loss scale can cure \(1 of 2 steps so far\)"),
         ("l", "non-finite loss", "Look at its batch"),
+        # One good step, and then none: it may be that step that was too large.
+        (".llll", "stalled", r"sent the parameters too far: .* still \(jls.check_step"),
+        ("llll", "stalled", "sums in 16 bits in the forward pass.$"),
         (".u", "non-finite update", r"or into an update too large .* \(1 of 2 steps"),
         (".oooo", "stalled", "last 4 steps were all skipped, .* for its gradients"),
         (".llll", "stalled", "for its loss, .* The loss itself is inf or NaN"),
@@ -71,7 +79,8 @@ def test_verdict_and_sentence(steps, verdict, words):
     )
     assert health.verdict == verdict
     assert re.search(words, health.sentence), health.sentence
-    assert str(health) == f"{verdict}: {health.sentence}"
+    assert unwrapped(health) == f"{verdict}: {health.sentence}"
+    assert max(map(len, str(health).splitlines())) <= 80
     assert health.sentence.endswith((".", "?"))
     assert "  " not in health.sentence
 
@@ -228,11 +237,11 @@ def test_a_static_scale_has_no_bounds_and_does_not_move(scale):
 def test_a_static_scale_above_one_may_be_the_cause(scale, words):
     state = after(".oo", jls.static(scale))
     assert words in jls.health(state).sentence
-    stalled = str(jls.health(state, max_consecutive_skips=1))
+    stalled = jls.health(state, max_consecutive_skips=1).sentence
     assert ("Lower it with jls.set_loss_scale" in stalled) == (scale > 1)
     assert ("at any scale" in stalled) == (scale == 1)
     grads = jnp.array([1e-9, 1.0])
-    underflow = str(jls.health(after(".", jls.static(scale)), grads=grads))
+    underflow = jls.health(after(".", jls.static(scale)), grads=grads).sentence
     assert "growth_interval" not in underflow
     assert "set it with jls.set_loss_scale." in underflow
 
@@ -285,8 +294,9 @@ def test_the_scaler_is_found_in_a_train_state_and_an_nnx_optimizer():
 
 
 def test_large_scales_print_as_powers_of_two():
-    assert "loss scale is 2^22." in str(jls.health(after("", jls.dynamic(2.0**22))))
-    assert "loss scale is 32768." in str(jls.health(after("", jls.dynamic())))
+    health = jls.health(after("", jls.dynamic(2.0**22)))
+    assert "loss scale is 2^22." in health.sentence
+    assert "loss scale is 32768." in jls.health(after("", jls.dynamic())).sentence
 
 
 @pytest.mark.parametrize(
@@ -385,6 +395,7 @@ def test_numbers_are_those_of_metrics_in_python():
         "is_static": False,
         "poisoned": False,
         "poisoned_leaves": {"params": [], "opt_state": []},
+        "masks": {},
         "nonfinite_leaves": ["b"],
         "min_scale": 2.0,
         "max_scale": 32.0,
@@ -393,10 +404,10 @@ def test_numbers_are_those_of_metrics_in_python():
 
 def test_raise_if_carries_the_verdict_and_warn_if_warns():
     state = after(".o")
-    with pytest.raises(jls.UnhealthyError, match="recovering: the last step") as caught:
+    with pytest.raises(jls.UnhealthyError, match="recovering: the grad") as caught:
         jls.health(state, raise_if=["stalled", "recovering"])
     assert caught.value.health.numbers["skips"] == 1
-    with pytest.warns(UserWarning, match="recovering: the last step overflowed"):
+    with pytest.warns(UserWarning, match="recovering: the gradients of the last"):
         jls.health(state, warn_if=("recovering",))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -410,8 +421,9 @@ def test_raise_if_carries_the_verdict_and_warn_if_warns():
         (
             {"warn_if": "stalled"},
             ValueError,
-            "warn_if must be verdicts .* got 'stalled'",
+            r"warn_if must be a list .* got 'stalled'. Write warn_if=\['stalled'\]",
         ),
+        ({"raise_if": "dead"}, ValueError, "raise_if must be verdicts .* got 'dead'"),
         (
             {"max_consecutive_skips": 0},
             ValueError,
@@ -430,8 +442,12 @@ def test_bad_options_are_named(options, error, message):
 def test_tracing_and_states_without_a_wrapper_are_refused():
     with pytest.raises(ValueError, match="state must be concrete"):
         jax.jit(lambda state: jls.health(state) and 0)(after("."))
-    with pytest.raises(ValueError, match="ScalerState with 0 of them"):
-        jls.health(jls.dynamic().init())
+    for scaler in (jls.dynamic(), jls.static(), jls.adaptive()):
+        message = r"State, which has no counters: its .* is jls.loss_scale\(state\)"
+        with pytest.raises(ValueError, match=message):
+            jls.health(scaler.init())
+    with pytest.raises(ValueError, match=r"got dict with 0 of them\. Pass the part"):
+        jls.health({"w": jnp.ones(2)})
 
 
 def test_health_of_every_kind_of_state():

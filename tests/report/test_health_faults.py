@@ -42,7 +42,16 @@ def test_parameters_that_the_wrapped_optimizer_spoils_itself(check_updates):
         return
     assert health.verdict == "poisoned"
     assert "in the parameters (w). No step" in health.sentence
-    assert "check_updates=True) skips, or something else" in health.sentence
+    advice = "check_updates=True) skips, or something else"
+    assert advice in health.sentence
+    assert "nnx" not in health.sentence
+    # Who has it already is not told to take it.
+    checks = jls.loss_scaled(spoil, check_updates=True)
+    known = jls.health(state, params, optimizer=checks)
+    assert known.verdict == "poisoned"
+    assert "check_updates" not in known.sentence
+    assert "skips what it makes of finite gradients: something else" in known.sentence
+    assert advice in jls.health(state, params, optimizer=optimizer).sentence
     assert health.numbers["poisoned_leaves"] == {"params": ["w"], "opt_state": []}
     assert "besides" not in health.sentence
 
@@ -102,14 +111,16 @@ def test_carried_state_that_overflows_in_an_applied_step():
     )
     state, report = jls.train_step(linear_loss, carries=True)(state, jnp.ones((4, 2)))
     assert not report.skipped
-    assert jls.health(state, state.params).verdict == "ok"  # it was not handed in
-    health = jls.health(state, state.params, carried={"ema": state.ema})
-    assert health.verdict == "poisoned"
-    assert not health.safe_to_save
-    assert "in the carried state (ema). No step" in health.sentence
-    assert "leave out of carried" in health.sentence
-    assert "jls.select(applied, new, old)" in health.sentence
-    alone = jls.health(state, carried=state.ema)
+    assert jls.health(state.opt_state, state.params).verdict == "ok"  # not handed in
+    apart = jls.health(state.opt_state, state.params, carried={"ema": state.ema})
+    assert "on purpose, leave out of carried." in apart.sentence
+    for health in (apart, jls.health(state), jls.health(state, state.params)):
+        assert health.verdict == "poisoned"
+        assert not health.safe_to_save
+        assert "in the carried state (ema). No step" in health.sentence
+        assert "jls.select(applied, new, old)" in health.sentence
+    assert "leave out: jls.health(state.opt_state, state.params" in health.sentence
+    alone = jls.health(state.opt_state, carried=state.ema)
     assert "in the carried state ((tree)). No" in alone.sentence
 
 
@@ -372,8 +383,16 @@ def test_names_are_right_where_the_wrapper_knows_a_part_of_the_parameters():
     train_state = TrainState.create(apply_fn=None, params=params, tx=optimizer)
     train_state = train_state.replace(opt_state=state)
     assert jls.health(train_state, params).numbers["nonfinite_leaves"] == ["w"]
-    with pytest.raises(ValueError, match=r"got 4 floating-point leaves, .* knows 2"):
-        jls.health(state, params)
+    # The state alone does not know which part it is.
+    health = jls.health(state, params)
+    assert health.verdict == "calibrating"
+    assert health.numbers["nonfinite_leaves"] is None
+    assert "Not finite: 1 of the 2 parameters that the" in health.sentence
+    assert "optimizer= gives their names" in health.sentence
+    with pytest.raises(ValueError, match=r"got 4 floating-point .* knows 2\. .*masked"):
+        jls.nonfinite_leaves(state, params)
+    with pytest.raises(ValueError, match=r"got 1 floating-point .* 2\. Pass all of"):
+        jls.health(state, {"w": jnp.ones(2)})
 
 
 LABELS = {"w": "w", "b": "b"}
