@@ -155,6 +155,13 @@ STEPS = [
         (RUNS,),
     ),
     Fault(
+        "a skipped step counts as one that was applied in part",
+        "jls/_step.py",
+        '"partial overflow": step.is_partial & applied',
+        '"partial overflow": step.is_partial',
+        ("tests/test_fields.py",),
+    ),
+    Fault(
         "consecutive_skips never restarts",
         "jls/_step.py",
         "new = jnp.where(happened, count_up(old), 0)",

@@ -531,6 +531,7 @@ def as_0_2_0(state):
     """The state dict of a state with spikes, as 0.2.0 would have written it."""
     raw = jax.tree.map(np.asarray, serialization.to_state_dict(state))
     raw["skip_reason"] = raw.pop("last_skip_reason")
+    del raw["partial_overflows"]  # added later
     for new, old in (("value", "judged"), ("limit", "limit")):
         both = raw["spike_state"].pop(new)
         raw["spike_state"] |= {f"{old}_loss": both[..., 0], f"{old}_norm": both[..., 1]}
@@ -1042,6 +1043,63 @@ def test_a_state_of_another_spike_policy_says_what_to_do(policy, tmp_path):
     dropped = state._replace(spikes=(), spike_state=())
     for form in (raw, dropped):
         assert jls.upgrade_state(target, form).steps == 2
+
+
+BAD_NUMBERS = {
+    "seen": (np.nan, np.inf, -np.inf),
+    "kept": (-1, 16, 2**31 - 1),
+    "tokens": (np.nan, -5.0, -np.inf),
+    "found": (-7,),
+    "value": (np.nan,),
+    "limit": (np.nan,),
+    "steady_share": (np.nan, -0.1, 1.5),
+}
+PAIRS = [(name, bad) for name, numbers in BAD_NUMBERS.items() for bad in numbers]
+
+
+@pytest.mark.parametrize(("name", "bad"), PAIRS)
+def test_spike_states_that_no_run_can_have_are_an_error(name, bad):
+    target, state = (with_spikes(jls.spikes(8), *sizes)[1] for sizes in ([], SIZES))
+    raw = serialization.to_state_dict(state)
+    numbers = np.array(raw["spike_state"][name])
+    numbers.flat[-1] = bad
+    raw["spike_state"] = raw["spike_state"] | {name: numbers}
+    with pytest.raises(ValueError, match="saved must have a") as caught:
+        jls.upgrade_state(target, raw)
+    message = str(caught.value)
+    assert f"at 'spike_state/{name}', got {numbers.flat[-1]}. No run" in message
+    assert len(message) < 200  # never all of the window
+    # As 0.2.0 saved it, and as an object.
+    if name in ("value", "limit"):
+        old = as_0_2_0(state)
+        place = {"value": "judged_norm", "limit": "limit_norm"}[name]
+        old["spike_state"] = old["spike_state"] | {place: np.float32(bad)}
+        with pytest.raises(ValueError, match=f"spike_state/{name}"):
+            jls.upgrade_state(target, old)
+    spikes = state.spike_state._replace(**{name: jnp.asarray(numbers)})
+    with pytest.raises(ValueError, match=f"spike_state/{name}"):
+        jls.upgrade_state(target, state._replace(spike_state=spikes))
+
+
+@pytest.mark.parametrize("budget", [0, 2.5, 4, None])
+@pytest.mark.parametrize("max_norm", [None, 55.0])
+def test_every_spike_state_of_a_run_is_taken(budget, max_norm):
+    policy = jls.spikes(8, budget=budget, max_norm=max_norm)
+    _, target = with_spikes(policy)
+    sizes = [*SIZES, 1e30, 3e38, 0.0, jnp.nan, *range(20)]  # a norm that is inf
+    for end in range(0, len(sizes), 4):
+        _, state = with_spikes(policy, *sizes[:end])
+        raw = serialization.to_state_dict(state)
+        assert_identical(jls.upgrade_state(target, raw), state)
+    assert budget is not None or state.spike_state.tokens == jnp.inf
+
+
+def test_a_reason_that_no_version_knows_is_an_error():
+    raw = RAW | {"last_skip_reason": np.int32(7)}
+    with pytest.raises(
+        ValueError, match=r"from 0 to 4, a jls\.types\.SkipReason, at 'last"
+    ):
+        jls.upgrade_state(WRAPPED.init(PARAMS), raw)
 
 
 def test_a_policy_with_a_state_of_its_own_is_restored(tmp_path):

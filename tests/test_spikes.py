@@ -677,8 +677,8 @@ def test_health_names_the_spike_and_its_limit():
     made = run(guarded(jls.spikes(4)), [1.0, 1.0, 1.0, 50.0, 1.0], [2.0] * 5)
     spike, later = (jls.health(state) for _, state in made[3:])
     assert str(spike) == (
-        "spike: the last step was skipped: its gradient norm of 50 was over the limit of"
-        "\n1.012 (1 of 4 steps so far)."
+        "spike: the last step was skipped: its gradient norm of 50 was over the limit "
+        "of\n1.012 (1 of 4 steps so far)."
     )
     assert later.verdict == "ok"
     assert "Spikes: 1 found, 1 skipped" in later.sentence
@@ -713,7 +713,7 @@ def test_health_says_spiking_of_a_run_that_gets_worse(kind):
 
 
 # Draws that do not change their nature, so that none of them is unstable.
-STEADY = {
+UNCHANGING = {
     "normal": lambda rng, shape: rng.normal(1.0, 0.1, shape),
     "student": lambda rng, shape: np.abs(rng.standard_t(2, shape)),
     "cauchy": lambda rng, shape: np.abs(rng.standard_cauchy(shape)),
@@ -737,10 +737,10 @@ POLICIES = {
 @pytest.mark.parametrize("name", POLICIES)
 def test_no_steady_run_is_called_spiking(name):
     rng, runs, steps = np.random.default_rng(11), 8, 1500
-    shape = (len(STEADY) * runs, steps)
+    shape = (len(UNCHANGING) * runs, steps)
     signals = [
         jnp.float32(
-            np.concatenate([draw(rng, (runs, steps)) for draw in STEADY.values()])
+            np.concatenate([draw(rng, (runs, steps)) for draw in UNCHANGING.values()])
         )
         for _ in range(2)
     ]
@@ -750,7 +750,7 @@ def test_no_steady_run_is_called_spiking(name):
     for member in range(shape[0]):
         for step in (100, 400, steps - 1):
             facts = facts_of(states, skipped, (member, step))
-            assert not facts.is_spiking, (list(STEADY)[member // runs], step)
+            assert not facts.is_spiking, (list(UNCHANGING)[member // runs], step)
 
 
 def facts_of(states, skipped, at):
@@ -801,14 +801,15 @@ def test_spikes_that_were_skipped_prove_nothing_unless_they_enter_the_window():
 )
 def test_health_says_skipping_where_much_is_thrown_away(policy, words):
     sizes = np.random.default_rng(3).normal(1.0, 0.3, 200)
-    health = jls.health(run(guarded(policy), [*sizes, 0.5])[-1][1])
-    assert health.verdict == "skipping"
-    assert f"{health.numbers['spikes']} as spikes; the loss scale is 1." in (
-        health.sentence
-    )
+    losses = np.random.default_rng(4).normal(1.0, 0.3, 200)
+    optimizer = guarded(policy)
+    state = run(optimizer, [*sizes, 0.1], [*losses, 0.1])[-1][1]
+    health = jls.health(state, optimizer=optimizer)
+    assert (health.verdict, bool(state.applied)) == ("skipping", True)
+    assert f"{state.spikes} as spikes; the loss scale is 1." in health.sentence
     assert re.search(words, health.sentence), health.sentence
     with pytest.raises(jls.UnhealthyError):
-        jls.health(run(guarded(policy), [*sizes, 0.5])[-1][1], raise_if=["skipping"])
+        jls.health(state, raise_if=["skipping"])
 
 
 @pytest.mark.parametrize("window", [8, 16, 128])

@@ -513,11 +513,13 @@ def _describe_scaler(reached: Reached | None, params: Any) -> ScalerFacts:
     checks = wrapper.check_updates
     if checks is None and params is not None:
         checks = is_narrow(params)
+    sigmas = wrapper.spikes.hyperparameters.get("sigmas") if wrapper.spikes else None
     return ScalerFacts(
         backoff_interval=backoff,
         growth_interval=growth,
         moves=not is_static(wrapper.scaler),
         checks_updates=checks,
+        sigmas=float(sigmas) if _is_number(sigmas) else None,
     )
 
 

@@ -65,6 +65,7 @@ class ScalerFacts(NamedTuple):
     growth_interval: float | None = None
     moves: bool | None = None  # False for jls.static; not at all between equal bounds
     checks_updates: bool | None = None  # whether it skips non-finite updates
+    sigmas: float | None = None  # of its spike policy
 
 
 UNKNOWN = ScalerFacts()
@@ -375,11 +376,10 @@ def _ran_away(facts: Facts) -> str:
     """What spoils every batch, of a run that has made good steps."""
     if facts.skips >= facts.steps:
         return ""
-    scaled = ", or gradients that are scaled still (jls.check_step tells)"
+    scaled = ", or gradients that are still scaled (jls.check_step tells)"
     return (
-        ". If every batch is bad, the steps before have sent the parameters too far: "
-        "too large a learning rate"
-        f"{scaled if facts.loss_scale != 1 else ''}"
+        ". If every batch is bad, the parameters may be too large: after too high a "
+        f"learning rate{scaled if facts.loss_scale != 1 else ''}"
     )
 
 
@@ -461,14 +461,12 @@ def _many_spikes(facts: Facts) -> str:
     policy = facts.policy
     if policy is None:
         return "See whether the limit of the spike policy is too low for this run"
-    # Each signal has its share; a share as large is that of fewer than 3 sigmas.
-    few = policy.window >= 16 and policy.steady_share < 1 and policy.steady_share > 0.2
     if 1 < policy.window < 16:
         return (
             f"A window of {policy.window} is too short to tell a spike from noise: "
             "jls.spikes() has one of 128"
         )
-    if few:
+    if facts.scaler.sigmas and facts.scaler.sigmas < 3:
         return "So few sigmas call noise a spike: jls.spikes() has 6"
     bound = (
         ", or bound what is skipped with a small budget"

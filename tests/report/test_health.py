@@ -61,7 +61,7 @@ def after(steps, scaler=None):
         (".l", "non-finite loss", r"no loss scale can cure \(1 of 2 steps so far\)"),
         ("l", "non-finite loss", "Look at its batch"),
         # One good step, and then none: it may be that step that was too large.
-        (".llll", "stalled", r"sent the parameters too far: .* still \(jls.check_step"),
+        (".llll", "stalled", r"parameters may be too large: .* still scaled \(jls.ch"),
         ("llll", "stalled", "sums in 16 bits in the forward pass.$"),
         (".u", "non-finite update", r"or into an update too large .* \(1 of 2 steps"),
         (".oooo", "stalled", "last 4 steps were all skipped, .* for its gradients"),

@@ -1,7 +1,13 @@
 """Each verdict of `jls.health` on a run with exactly that fault, and on right runs."""
 
+import dataclasses
+import re
+import warnings
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -429,3 +435,499 @@ def test_multi_steps_around_the_wrapper_is_refused():
     for nested in (state, (state, 3)):
         with pytest.raises(ValueError, match=r"MultiSteps must be inside jls.loss_s"):
             jls.health(nested, params)
+
+
+# A Flax TrainState, all of it ---------------------------------------------------------
+
+
+def bad_batch_loss(state, batch):
+    loss = jnp.mean((batch @ state.params["w"] + state.params["b"]) ** 2)
+    return loss, {"ema": 0.9 * state.ema + 0.1 * batch[0]}
+
+
+def make_train_state(optimizer=None, **fields):
+    optimizer = optimizer or jls.loss_scaled(optax.adam(1e-3))
+    fields = {"params": PARAMS, "ema": jnp.ones(2)} | fields
+    return State.create(apply_fn=None, tx=optimizer, **fields)
+
+
+def test_batch_statistics_that_a_skipped_step_kept():
+    """What `apply_gradients` and a `replace` without `jls.select` do."""
+    state = make_train_state()
+
+    @jax.jit
+    def step(state, batch):
+        grad_fn = jls.value_and_grad(
+            lambda params: bad_batch_loss(state.replace(params=params), batch),
+            has_aux=True,
+        )
+        (_, new), grads = grad_fn(state.opt_state, state.params)
+        return state.apply_gradients(grads=grads).replace(ema=new["ema"])
+
+    for value in (1.0, jnp.nan, 1.0):
+        state = step(state, jnp.full((4, 2), value))
+    assert jls.all_finite(state.params)
+    health = jls.health(state)
+    assert health.verdict == "poisoned"
+    assert health.numbers["poisoned_leaves"] == {
+        "params": [],
+        "opt_state": [],
+        "carried": ["ema"],
+    }
+    right = jax.jit(jls.train_step(bad_batch_loss, carries=True))
+    state = make_train_state()
+    for value in (1.0, jnp.nan, 1.0):
+        state, _ = right(state, jnp.full((4, 2), value))
+    assert jls.health(state).verdict == "ok"
+    assert "not looked at" not in jls.health(state).sentence
+
+
+def test_parameters_of_a_train_state_are_looked_at():
+    nans = jax.tree.map(lambda x: x * jnp.nan, PARAMS)
+    health = jls.health(make_train_state(params=nans))
+    assert health.verdict == "poisoned"
+    assert "in the parameters (b, w)" in health.sentence
+    # What `carried=` gives is looked at beside the fields.
+    state, more = make_train_state(), {"more": jnp.array([1.0, jnp.nan])}
+    assert jls.health(state).verdict == "no step"
+    assert "(more)" in jls.health(state, carried=more).sentence
+    both = make_train_state(ema=jnp.array([1.0, jnp.nan]))
+    assert jls.health(both, carried=more).numbers["poisoned_leaves"]["carried"] == [
+        "more",
+        "ema",
+    ]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class OwnState:
+    """Of the user's own, with names of their own."""
+
+    weights: dict
+    optimizer_state: Any
+    stats: jax.Array
+    tx: Any = dataclasses.field(metadata={"static": True})
+    smallest: float = dataclasses.field(default=-jnp.inf, metadata={"static": True})
+
+
+@pytest.mark.parametrize("bad", [None, "weights", "stats"])
+def test_a_train_state_with_other_names_is_looked_at_too(bad):
+    optimizer = jls.loss_scaled(optax.sgd(0.1))
+    params, opt_state = run(optimizer, [GOOD])
+    state = OwnState(params, opt_state, jnp.ones(2), optimizer)
+    if bad:
+        spoilt = jax.tree.map(lambda x: x * jnp.nan, getattr(state, bad))
+        state = dataclasses.replace(state, **{bad: spoilt})
+    health = jls.health(state)
+    assert health.verdict == ("poisoned" if bad else "ok")
+    assert "not looked at" not in health.sentence
+
+
+def test_an_ok_says_whether_the_parameters_were_looked_at():
+    optimizer = jls.loss_scaled(optax.sgd(0.1))
+    params, state = run(optimizer, [GOOD])
+    for given in ({}, {"optimizer": optimizer}, {"carried": jnp.ones(2)}):
+        health = jls.health(state, **given)
+        assert health.sentence.endswith("is 32768; the parameters were not looked at.")
+        assert "params" not in health.numbers["poisoned_leaves"]
+        assert health.numbers["poisoned"] is (False if "carried" in given else None)
+    assert "looked" not in jls.health(state, params).sentence
+    model, optimizer = nnx_run(nnx.jit)
+    assert "not looked at" in jls.health(optimizer).sentence
+    assert "not looked at" not in jls.health(optimizer, model).sentence
+
+
+def test_fp8_collections_are_carried_and_not_the_optimizers():
+    params = {"params": PARAMS, "_overwrite_with_gradient": {"scale": jnp.ones(2)}}
+    state = make_train_state().replace(params=params)
+    for health in (jls.health(state), jls.health(state, state.params)):
+        assert health.numbers["nonfinite_leaves"] == []
+        assert health.verdict == "no step"
+    params = params | {"_overwrite_with_gradient": {"scale": jnp.full(2, jnp.nan)}}
+    health = jls.health(state.replace(params=params))
+    assert "_overwrite_with_gradient/scale" in health.sentence
+
+
+# Masks --------------------------------------------------------------------------------
+
+MASK = jnp.where(jnp.arange(16).reshape(4, 4) % 4 < 1, 0.0, -jnp.inf)
+
+
+def masked_loss(params, x):
+    logits = jnp.outer(x, params["w"]) + jax.lax.stop_gradient(params["mask"])
+    return jnp.mean(jax.nn.softmax(logits)[:, 0] * params["w"].sum())
+
+
+def masked_run(inner, batches, scaler=None, **options):
+    optimizer = jls.loss_scaled(inner, scaler or jls.dynamic(8.0), **options)
+    params = {"w": jnp.ones(4), "mask": MASK}
+    step = jax.jit(jls.train_step(masked_loss, optimizer))
+    state = optimizer.init(params)
+    for x in batches:
+        params, state, _ = step(params, state, jnp.full(4, x))
+    return params, state, optimizer
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.adam(0.1),
+        optax.chain(optax.adam(0.1), jls.params_ema(0.9)),
+        optax.sgd(0.1, 0.9),
+    ],
+    ids=["adam", "average", "momentum"],
+)
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_a_mask_is_a_note_and_no_poison(inner, steps):
+    params, state, optimizer = masked_run(inner, [1.0] * steps, check_updates=True)
+    assert params["mask"].tolist() == MASK.tolist()
+    health = jls.health(state, params, optimizer=optimizer, raise_if=["poisoned"])
+    assert health.verdict == ("ok" if steps else "no step")
+    assert health.numbers["masks"] == {"mask": 12}
+    assert health.sentence.endswith("mask holds -inf in 12 elements, taken for a mask.")
+    # As carried too, and in a TrainState.
+    carried = jls.health(state, params, carried={"causal": MASK})
+    assert carried.numbers["masks"] == {"mask": 12, "causal": 12}
+    assert "mask, causal hold -inf in 24 elements, taken for masks" in carried.sentence
+    whole = make_train_state(optimizer, params=params, ema=MASK)
+    whole = whole.replace(opt_state=state)
+    assert jls.health(whole).numbers["masks"] == {"mask": 12, "ema": 12}
+
+
+def test_a_mask_in_a_step_that_is_skipped_now_and_then_is_none_the_less_one():
+    params, state, _ = masked_run(optax.adam(0.1), [1.0, jnp.nan])
+    health = jls.health(state, params)
+    assert health.verdict == "non-finite loss"
+    assert "taken for a mask: if not on purpose, no step can cure" in health.sentence
+    # A loss scale that comes down from far above.
+    params, state, _ = masked_run(optax.adam(0.1), [jnp.nan] * 24)
+    assert jls.health(state, params).verdict != "poisoned"
+    params, state, _ = masked_run(optax.adam(0.1), [1.0] + [jnp.nan] * 26)
+    health = jls.health(state, params)
+    assert health.verdict == "poisoned"
+    assert "-inf is in the parameters (mask), and the last 26 steps" in health.sentence
+    assert "Unless it is a mask, no step can cure that" in health.sentence
+
+
+@pytest.mark.parametrize(
+    ("changed", "where"),
+    [
+        ({"mask": MASK.at[0, 0].set(jnp.inf)}, "params"),
+        ({"mask": MASK.at[0, 0].set(jnp.nan)}, "params"),
+        ({"mask": jnp.full((4, 4), -jnp.inf)}, "params"),
+        ({"w": jnp.full(4, -jnp.inf)}, "params"),
+    ],
+)
+def test_what_is_no_mask_is_poison(changed, where):
+    params, state, _ = masked_run(optax.adam(0.1), [1.0] * 2)
+    health = jls.health(state, params | changed)
+    assert health.verdict == "poisoned"
+    assert health.numbers["poisoned_leaves"][where] == list(changed)
+    carried = jls.health(state, params, carried=changed)
+    assert carried.numbers["poisoned_leaves"]["carried"] == list(changed)
+
+
+def test_minus_inf_with_moments_that_are_not_finite_is_poison():
+    params, state, _ = masked_run(optax.adam(0.1), [1.0] * 2)
+    moments = state.inner_state[0]
+    for bad in (jnp.inf, jnp.nan, -jnp.inf):
+        nu = moments.nu | {"w": moments.nu["w"].at[0].set(bad)}
+        inner = (moments._replace(nu=nu), *state.inner_state[1:])
+        health = jls.health(state._replace(inner_state=inner), params)
+        assert health.verdict == "poisoned"
+        assert health.numbers["poisoned_leaves"]["opt_state"] == ["0/nu/w"]
+        # -inf in a moment of another leaf says nothing of the mask.
+        is_mask = "mask" in health.numbers["masks"]
+        assert is_mask == (bad == -jnp.inf)
+    # Where the parameter is no mask, an average of it is none.
+    health = jls.health(state, params | {"mask": jnp.ones((4, 4))}, carried=MASK)
+    assert health.numbers["masks"] == {"": 12}
+    assert "(tree) holds -inf in 12 elements" in health.sentence
+
+
+# What is skipped, and what is left out ------------------------------------------------
+
+
+def counted(made_by, kinds, **given):
+    """The health after steps: . good, g bad gradients, l a bad loss, p in part."""
+    update, state = jax.jit(made_by.update), made_by.init(PARAMS)
+    for kind in kinds:
+        size = jnp.float32(jnp.nan if kind == "g" else 1.0)
+        grads = jax.tree.map(lambda x, size=size: x * size, GOOD)
+        loss = jnp.float32(jnp.nan if kind == "l" else 1.0)
+        is_partial = jnp.asarray(kind == "p")
+        _, state = update(grads, state, PARAMS, value=loss, partial_overflow=is_partial)
+    return jls.health(state, PARAMS, **given)
+
+
+DYNAMIC = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(2.0**24))
+PATIENT = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(2.0**24, backoff_interval=2))
+STATIC = jls.loss_scaled(optax.sgd(0.1), jls.static(1024.0))
+HASTY = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(2.0**15, growth_interval=2))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kinds", "words"),
+    [
+        (DYNAMIC, "lll." * 30, "90 for their loss; .* No loss scale cures a loss"),
+        (DYNAMIC, "gg." * 20, "40 for their gradients; .*at 0 in the backward pass"),
+        (STATIC, "g." * 30, "static and may be too large: lower .* or use jls.dynamic"),
+        (HASTY, "..g" * 30, "grows after 2 good steps already.*raise growth_interval"),
+        (DYNAMIC, "gl.." * 15, "15 for their gradients, 15 for their loss; "),
+    ],
+)
+def test_a_quarter_skipped_is_called_skipping(optimizer, kinds, words):
+    for ending in (".", "l", ""):  # whatever the last step was
+        health = counted(optimizer, kinds + ending, optimizer=optimizer)
+        assert health.verdict == "skipping"
+    assert re.search(words, health.sentence), health.sentence
+    assert ("use jls.dynamic" in health.sentence) == (optimizer is STATIC)
+
+
+@pytest.mark.parametrize("skips", [10, 24])
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_start_far_too_high_is_not_called_skipping(skips, knows):
+    given = {"optimizer": DYNAMIC} if knows else {}
+    assert counted(DYNAMIC, "g" * skips, **given).verdict == (
+        "at floor" if skips == 24 and knows else "calibrating"
+    )
+    for good in (1, 5, 60):
+        health = counted(DYNAMIC, "g" * skips + "." * good, **given)
+        assert health.verdict == "ok"
+    health = counted(DYNAMIC, "g" * skips + "..g", **given)
+    assert health.verdict in ("recovering", "at floor")
+
+
+def test_a_scaler_that_waits_may_skip_as_often_as_it_waits():
+    kinds = "g" * 40 + "." * 20
+    assert counted(PATIENT, kinds, optimizer=PATIENT).verdict == "ok"
+    assert counted(PATIENT, kinds + "g" * 11 + ".", optimizer=PATIENT).verdict == (
+        "skipping"
+    )
+
+
+SCALERS = {
+    "dynamic": jls.dynamic(),
+    "eager": jls.dynamic(2.0**24, growth_interval=25),
+    "hysteresis": jls.hysteresis(),
+    "adaptive": jls.adaptive(),
+    "cautious": jls.cautious(),
+    "recent_max": jls.recent_max(),
+    "deepspeed": jls.presets.deepspeed(),
+    "megatron": jls.presets.megatron(),
+    "mindformers": jls.presets.mindformers_adaptive(2.0**24, 2.0, 1000),
+    "paddle": jls.presets.paddle(),
+    "keras": jls.presets.keras(),
+}
+
+
+@pytest.mark.parametrize("name", SCALERS)
+def test_no_scaler_skips_so_much_of_a_run_with_a_limit(name):
+    """Gradients overflow above a scale that wanders, as in a real run."""
+    scaler = SCALERS[name]
+    state = scaler.init()
+    limit = 2.0 ** (12 + np.cumsum(np.random.default_rng(0).normal(0, 0.05, 600)))
+
+    def body(carry, limit):
+        state, skips = carry
+        largest = 1.0 / limit  # of the true gradients; overflows where scaled above 1
+        finite = state.loss_scale * largest <= 1.0
+        seen = (
+            jnp.where(finite, largest, jnp.inf) if scaler.sees == "max_abs" else finite
+        )
+        skips = skips + ~finite
+        return (scaler.adjust(state, seen), skips), skips
+
+    start = (state, jnp.int32(0))
+    _, skips = jax.lax.scan(body, start, jnp.asarray(limit, jnp.float32))
+    steps = np.arange(1, 601)
+    assert not np.any((np.asarray(skips) > 25) & (4 * np.asarray(skips) >= steps))
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_part_of_the_gradients_left_out_in_every_step_is_called_dropping(by_hand):
+    if by_hand:
+        health = counted(DYNAMIC, "p" * 30, optimizer=DYNAMIC)
+    else:
+
+        def loss_fn(params, x):
+            return -jnp.mean(jnp.sqrt(params["w"][0] * (2.0 - x)))  # at 2 a NaN
+
+        step = jls.train_step(loss_fn, DYNAMIC, micro_batches=2, drop="micro_batch")
+        step, params, state = jax.jit(step), PARAMS, DYNAMIC.init(PARAMS)
+        for _ in range(30):
+            params, state, report = step(params, state, jnp.array([1.0, 2.0]))
+            assert (int(report.dropped), bool(report.skipped)) == (1, False)
+        health = jls.health(state, params, optimizer=DYNAMIC)
+    assert health.verdict == "dropping"
+    assert health.numbers["partial_overflows"] == 30
+    assert "30 of 30 steps were applied without a part" in health.sentence
+    assert "loss scale is 1, its floor. See whether" in health.sentence
+    assert health.safe_to_save
+
+
+def test_parts_left_out_now_and_then_are_counted_in_an_ok():
+    for kinds in ("p" * 24 + "....", "." * 200 + "p" * 30):
+        health = counted(DYNAMIC, kinds)
+        assert health.verdict == "ok"
+        count = kinds.count("p")
+        assert f"In {count} of them a part of the gradients was" in health.sentence
+    assert "a part of" not in counted(DYNAMIC, "....").sentence
+
+
+# What nobody has seen is not said, and no advice is given twice -----------------------
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_no_overflow_is_claimed_of_gradients_that_are_nan(bad):
+    for scaler in (jls.dynamic(8.0), jls.static(8.0), jls.cautious(8.0)):
+        optimizer = jls.loss_scaled(optax.sgd(0.1), scaler)
+        params, state = run(optimizer, [GOOD, GOOD | {"b": jnp.full(1, bad)}])
+        health = jls.health(state, params)
+        assert health.verdict == "recovering"
+        assert health.sentence.startswith("the gradients of the last step were inf or")
+        assert "overflow" not in health.sentence
+        unknown = state._replace(last_skip_reason=jnp.int32(0))
+        sentence = jls.health(unknown, params).sentence
+        assert sentence.startswith("the last step was skipped, 1 in a row")
+
+
+def test_who_has_a_dynamic_scale_is_not_told_to_use_one():
+    scaler = jls.dynamic(8.0, min_scale=8.0, max_scale=8.0)
+    optimizer = jls.loss_scaled(optax.sgd(0.1), scaler)
+    bad = GOOD | {"b": jnp.full(1, jnp.nan)}
+    params, state = run(optimizer, [GOOD, bad, bad])
+    for limit in (1, 50):
+        health = jls.health(
+            state, params, optimizer=optimizer, max_consecutive_skips=limit
+        )
+        assert health.verdict == ("stalled" if limit == 1 else "recovering")
+        assert "use jls.dynamic" not in health.sentence
+        assert "give it a lower min_scale" in health.sentence
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_who_has_float32_throughout_is_not_told_to_use_it(dtype):
+    spoil = optax.stateless(lambda updates, _: jax.tree.map(jnp.log, updates))
+    optimizer = jls.loss_scaled(spoil, check_updates=True)
+    params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", jls.JlsWarning)
+        state = optimizer.init(params)
+    grads = jax.tree.map(lambda x: -x, params)
+    _, state = optimizer.update(grads, state, params)
+    known, unknown = jls.health(state, params), jls.health(state)
+    assert known.verdict == unknown.verdict == "non-finite update"
+    keep = "Keep parameters and moments in float32, or raise the optimizer's eps"
+    assert keep in unknown.sentence
+    assert (keep in known.sentence) == (dtype == jnp.float16)
+
+
+def test_who_gives_the_loss_is_not_told_to():
+    optimizer = jls.skip_nonfinite(optax.sgd(0.1), spikes=jls.spikes(4))
+    bad = jax.tree.map(lambda x: x * jnp.nan, GOOD)
+    for value, is_said in ((1.0, False), (None, True)):
+        params, state = run(optimizer, [GOOD, bad, bad, bad], value=value)
+        assert ("value=loss" in jls.health(state, params).sentence) == is_said
+
+
+def test_a_scale_above_its_maximum_is_called_so():
+    optimizer = jls.loss_scaled(
+        optax.sgd(0.1), jls.dynamic(8.0, growth_interval=2, max_scale=2.0**16)
+    )
+    params, state = run(optimizer, [GOOD])
+    above = jls.set_loss_scale(state, 2.0**20)
+    health = jls.health(above, params, optimizer=optimizer)
+    assert health.verdict == "at ceiling"
+    assert "2^20 is above its maximum of 65536: it was set by hand" in health.sentence
+    assert "no further" not in health.sentence
+    for _ in range(2):  # as the sentence has it
+        _, above = optimizer.update(GOOD, above, params)
+    assert jls.loss_scale(above) == 2.0**16
+    at = jls.health(above, params, optimizer=optimizer)
+    assert "65536 can grow no further" in at.sentence
+
+
+# States that are of several, or gone --------------------------------------------------
+
+
+@pytest.mark.parametrize("read", [jls.health, jls.metrics, jls.host_metrics])
+def test_one_member_of_a_vmapped_state_is_read_as_the_error_says(read):
+    optimizer = jls.loss_scaled(optax.sgd(0.1))
+    params = jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
+    state = jax.vmap(optimizer.init)(params)
+    whole = TrainState(0, None, params, optimizer, state)
+    for several in (state, (state, 3), whole):
+        with pytest.raises(ValueError, match=r"got shape \(2,\)") as caught:
+            read(several)
+        (line,) = re.findall(
+            r"jax\.tree\.map\(lambda a: a\[0\], state\)", str(caught.value)
+        )
+        assert "jax.vmap and jax.pmap" in str(caught.value)
+        assert "whole train step" not in str(caught.value)
+    one = eval(line, {"jax": jax, "state": state})
+    assert read(one)
+    assert jax.vmap(jls.metrics)(state)["skips"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "read", [jls.health, jls.metrics, jls.host_metrics, jls.loss_scale]
+)
+def test_a_donated_state_is_named(read):
+    optimizer = jls.loss_scaled(optax.sgd(0.1))
+    state = optimizer.init(PARAMS)
+    step = jax.jit(optimizer.update, donate_argnums=1)
+    _, new = step(GOOD, state, PARAMS)
+    with pytest.raises(ValueError, match=r"donated to an earlier step\. Pass"):
+        read(state)
+    read(new)
+    jax.jit(read if read is jls.metrics else jls.loss_scale)(new)
+
+
+def test_donated_parameters_are_named_in_health():
+    params, state = run(jls.loss_scaled(optax.sgd(0.1)), [GOOD])
+    jax.tree.map(lambda x: x.delete(), params)
+    for given in ({"params": params}, {"grads": params}, {"carried": params}):
+        with pytest.raises(ValueError, match=f"{next(iter(given))} must be in memory"):
+            jls.health(state, **given)
+    assert jls.health(state).verdict == "ok"
+
+
+@pytest.mark.parametrize("around", ["masked", "multi_transform"])
+def test_a_wrapper_inside_of_what_freezes_a_part_can_be_read(around):
+    if around == "masked":
+        optimizer = optax.masked(
+            jls.loss_scaled(optax.sgd(0.1)), {"w": True, "b": False}
+        )
+    else:
+        parts = {"w": jls.loss_scaled(optax.sgd(0.1)), "b": optax.set_to_zero()}
+        optimizer = optax.multi_transform(parts, {"w": "w", "b": "b"})
+    bad = GOOD | {"w": jnp.array([1.0, jnp.inf])}
+    params, state = run(optimizer, [GOOD, bad])
+    params = params | {"b": jnp.ones(1)}
+    health = jls.health(state, params)
+    assert health.verdict == "recovering"
+    assert "Not finite: 1 of the 1 parameters that the optimizer's" in health.sentence
+    named = jls.health(state, params, optimizer=optimizer)
+    assert "Not finite: w." in named.sentence
+    # What needs no names is said all the same.
+    nans = params | {"b": jnp.full(1, jnp.nan)}
+    assert "in the parameters (b)" in jls.health(state, nans).sentence
+
+
+@pytest.mark.parametrize("number", [-7, jnp.nan, jnp.inf, -jnp.inf, 2**31 - 1])
+def test_no_number_in_a_state_is_too_much_for_health(number):
+    optimizer = jls.skip_nonfinite(optax.sgd(0.1), spikes=jls.spikes(4))
+    params, state = run(optimizer, [GOOD] * 3, value=1.0)
+
+    def spoilt(leaf):
+        fits = jnp.issubdtype(leaf.dtype, jnp.floating)
+        fits |= leaf.dtype == jnp.int32 and abs(number) < 2**31
+        return jnp.full_like(leaf, number) if fits else leaf
+
+    leaves, structure = jax.tree.flatten(state)
+    for i, leaf in enumerate(leaves):
+        one = structure.unflatten([*leaves[:i], spoilt(leaf), *leaves[i + 1 :]])
+        assert jls.health(one, params, optimizer=optimizer).sentence
+    whole = jax.tree.map(spoilt, state)
+    assert jls.health(whole, params, optimizer=optimizer).sentence
