@@ -153,9 +153,7 @@ def _parts(part: Any) -> Iterator[tuple[Group, Any]]:
         held = [((), part.__func__), ((), part.__self__)]
     elif inspect.isfunction(part):
         held = [((), x) for x in _cells(part)]
-    elif hasattr(part, "__wrapped__"):  # jitted
-        held = [((), part.__wrapped__)]
-    else:
+    else:  # of a jitted function that is what it wraps
         held = [((), x) for x in getattr(part, "__dict__", {}).values()]
     return ((key, x) for key, x in held if _is_looked_into(x))
 
