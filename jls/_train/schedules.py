@@ -32,7 +32,7 @@ class Scheduled(NamedTuple):
     """A learning rate that a schedule gives."""
 
     schedule: Callable[[Array], Any]
-    count: Array  # i32[], of the step to come
+    step: Array  # i32[], the count that it is called with
 
 
 class _Source(NamedTuple):
