@@ -32,7 +32,7 @@ class Scheduled(NamedTuple):
     """A learning rate that a schedule gives."""
 
     schedule: Callable[[Array], Any]
-    at: Array  # i32[]  its count before the step
+    step: Array  # i32[], the count that it is called with
 
 
 class _Source(NamedTuple):
@@ -153,9 +153,7 @@ def _parts(part: Any) -> Iterator[tuple[Group, Any]]:
         held = [((), part.__func__), ((), part.__self__)]
     elif inspect.isfunction(part):
         held = [((), x) for x in _cells(part)]
-    elif hasattr(part, "__wrapped__"):  # jitted
-        held = [((), part.__wrapped__)]
-    else:
+    else:  # of a jitted function that is what it wraps
         held = [((), x) for x in getattr(part, "__dict__", {}).values()]
     return ((key, x) for key, x in held if _is_looked_into(x))
 

@@ -1,5 +1,7 @@
 """The learning rate that a report finds in an optimizer which was given a schedule."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -185,6 +187,8 @@ def test_no_learning_rate_beside_an_injected_one():
     injected = optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)
     tx = jls.loss_scaled(optax.chain(injected, optax.sgd(schedule)), SCALER())
     assert reported(tx, [GOOD]) == [0.25]
+    group = in_groups(optax.sgd(schedule), optax.set_to_zero())
+    assert reported_by_group(optax.chain(injected, group), 1) == [0.25]
 
 
 def test_the_right_one_of_several_optimizers_in_a_dict_is_not_guessed():
@@ -221,11 +225,14 @@ def test_a_cell_that_is_not_set_yet_is_passed_over():
     assert reported(jls.loss_scaled(make(), SCALER())) == applied(0, 1, 1, 2)
 
 
-def test_another_optax_hides_its_schedules_and_nothing_else_breaks(monkeypatch):
-    def scale_by_learning_rate(learning_rate):
-        return optax.identity()
-
-    monkeypatch.setattr(optax, "scale_by_learning_rate", scale_by_learning_rate)
+@pytest.mark.parametrize(
+    "update",
+    [optax.identity().update, functools.partial(optax.identity().update)],
+    ids=["a function", "an object"],
+)
+def test_another_optax_hides_its_schedules_and_nothing_breaks(monkeypatch, update):
+    other = optax.GradientTransformation(optax.identity().init, update)
+    monkeypatch.setattr(optax, "scale_by_learning_rate", lambda learning_rate: other)
     schedules._codes.cache_clear()
     try:
         tx = jls.loss_scaled(optax.sgd(schedule), SCALER())
