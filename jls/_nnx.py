@@ -42,6 +42,12 @@ def is_object(node: Any) -> bool:
     return nnx is not None and isinstance(node, nnx.Pytree | nnx.Variable)
 
 
+def modules_in(tree: Any) -> list[Any]:
+    """The NNX models in `tree`; an `nnx.State` of one is none."""
+    nodes = jax.tree.leaves(tree, is_leaf=is_object)
+    return [node for node in nodes if is_object(node) and not is_variable(node)]
+
+
 def is_module_or_optimizer(node: Any) -> bool:
     """Whether `node` is an NNX object that carries a run from step to step."""
     return is_object(node) and isinstance(node, nnx().Module | nnx().Optimizer)

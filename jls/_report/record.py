@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls import _validate
+from jls._text import path_name
 from jls._tree import is_array
 from jls._types import SkipReason, StepReport
 
@@ -34,7 +35,7 @@ def _numbers_in_aux(report: StepReport) -> dict[str, Any]:
     """What in aux is a number for each step, by name; not logits and the like."""
     flat, _ = jax.tree_util.tree_flatten_with_path({"aux": report.aux})
     return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        path_name(path): leaf
         for path, leaf in flat
         if is_array(leaf) and np.shape(leaf) == np.shape(report.skipped)
     }

@@ -15,7 +15,11 @@ _FP8 = "_overwrite_with_gradient"  # the collection of Flax's fp8 layers
 
 def is_linen(args: tuple[Any, ...]) -> bool:
     """Whether a step was called with a `TrainState` and a batch."""
-    return len(args) == 2 and hasattr(args[0], "tx")
+    return len(args) == 2 and is_train_state(args[0])
+
+
+def is_train_state(node: Any) -> bool:
+    return hasattr(node, "tx")
 
 
 class LinenAdapter:

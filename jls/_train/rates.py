@@ -11,6 +11,7 @@ from jax.tree_util import DictKey
 
 from jls import _validate
 from jls._reduce import global_norm
+from jls._text import path_names
 from jls._tree import named_floats
 
 Rates = Mapping[str, Any] | Callable[[Array], Any] | float | None
@@ -64,7 +65,7 @@ def learning_rates(given: Rates, count: Array, opt_state: Any) -> Any:
         "/".join(str(k.key) for k in p if isinstance(k, DictKey)) for p, _ in found
     ]
     if len(set(groups)) < len(groups):
-        groups = [jax.tree_util.keystr(path) for path, _ in found]
+        groups = path_names([path for path, _ in found])
     return dict(zip(groups, rates, strict=True))
 
 

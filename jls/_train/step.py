@@ -29,7 +29,10 @@ import jax.numpy as jnp
 import optax
 
 from jls import _validate
+from jls._mistakes import EagerCalls
+from jls._nnx import is_optimizer
 from jls._scale import value_and_grad
+from jls._state import find_scaler_states
 from jls._step import reach_wrappers
 from jls._train.accumulate import Accumulation, Drop, accumulate
 from jls._train.apply import (
@@ -37,12 +40,12 @@ from jls._train.apply import (
     check_optimizer,
     inner_wrapper_state,
 )
-from jls._train.linen import LinenAdapter, is_linen
+from jls._train.linen import LinenAdapter, is_linen, is_train_state
 from jls._train.nnx import NnxAdapter, is_nnx
 from jls._train.parts import Adapter, Parts
 from jls._train.plain import PlainAdapter
 from jls._train.rates import Rates, check_rates, local_norms
-from jls._tree import select
+from jls._tree import is_array, select
 from jls._types import SkipReason, StepReport
 
 
@@ -286,9 +289,13 @@ def train_step(
         local_norm=_validate.flag("local_norm", local_norm),
     )
 
+    eager_calls = EagerCalls()
+
     def step(*args, **kwargs):
         loss = partial(loss_fn, **kwargs)
         adapter = _adapt(loss, optimizer, carries, has_aux, args)
+        arguments, params = (args, kwargs), adapter.split().params
+        eager_calls.warn_at_second(params, arguments, _jitted(adapter, arguments))
         parts, report = take_step(adapter, args[-1], options)
         return adapter.merge(parts, report)
 
@@ -300,6 +307,7 @@ def take_step(
 ) -> tuple[Parts, StepReport]:
     """The parts of a state after one step, and the report."""
     params, overwritten, opt_state, carried = adapter.split()
+    _refuse_lookahead(params)
     scaler_state = inner_wrapper_state(opt_state).scaler_state
 
     def loss(params, overwritten, carried, batch):
@@ -338,6 +346,16 @@ def take_step(
     return Parts(new_params, after[0], new_opt_state, after[1]), report
 
 
+def _refuse_lookahead(params: Any) -> None:
+    if isinstance(params, optax.LookaheadParams):
+        raise ValueError(
+            "params must not be optax.LookaheadParams, whose loss is that of the fast "
+            "ones alone. Write loss, grads = jls.value_and_grad(loss_fn)(opt_state, "
+            "params.fast, batch), and params, opt_state, report = "
+            "jls.apply_gradients(optimizer, grads, opt_state, params, value=loss)."
+        )
+
+
 def _differentiate(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
     """`jax.value_and_grad`, which carries on what its "gradient" overwrites.
 
@@ -370,6 +388,18 @@ def _dropped(made: Any, report: StepReport, options: Options) -> Any:
     return jnp.any(report.skip_reason == reasons).astype(jnp.int32)
 
 
+def _jitted(adapter: Adapter, arguments: Any) -> str:
+    """The line that jits the step."""
+    if isinstance(adapter, NnxAdapter):
+        return "nnx.jit(jls.train_step(loss_fn))"
+    if isinstance(adapter, LinenAdapter):
+        return "jax.jit(jls.train_step(loss_fn))"
+    # A model of Equinox holds functions, which are no arguments of jax.jit.
+    is_plain = all(map(is_array, jax.tree.leaves(arguments)))
+    jit = "jax.jit" if is_plain else "eqx.filter_jit"
+    return f"{jit}(jls.train_step(loss_fn, optimizer))"
+
+
 def _adapt(
     loss_fn: Callable[..., Any],
     optimizer: Any,
@@ -378,6 +408,7 @@ def _adapt(
     args: tuple[Any, ...],
 ) -> Adapter:
     """The adapter for what the step was called with; the last is the batch."""
+    _check_order(optimizer, carries, args)
     is_flax = is_linen(args) or is_nnx(args)
     if optimizer is not None and not is_flax and len(args) == 3 + carries:
         return PlainAdapter(loss_fn, optimizer, carries, has_aux, args[:-1])
@@ -387,6 +418,24 @@ def _adapt(
         return NnxAdapter(loss_fn, carries, has_aux, *args[:-1])
     types = ", ".join(type(x).__name__ for x in args)
     raise TypeError(f"{_form(optimizer, carries, is_flax)}; got {types}. {_BATCH}")
+
+
+def _check_order(optimizer: Any, carries: bool, args: tuple[Any, ...]) -> None:
+    """Raises if the arguments seem to be the right ones in another order."""
+    order, place, is_in_place = ["state", "batch"], 0, is_train_state
+    if optimizer is not None:
+        order = ["params", "opt_state", *(["carried"] if carries else []), "batch"]
+        place, is_in_place = 1, find_scaler_states
+    elif any(map(is_optimizer, args)):
+        order, place, is_in_place = ["model", "optimizer", "batch"], 1, is_optimizer
+    if len(args) != len(order) or is_in_place(args[place]):
+        return
+    if any(map(is_in_place, args)):
+        types = ", ".join(type(x).__name__ for x in args)
+        raise ValueError(
+            f"The order is step({', '.join(order)}), got {types}: {order[place]} must "
+            f"be argument {place + 1}."
+        )
 
 
 def _form(optimizer: Any, carries: bool, is_flax: bool) -> str:
