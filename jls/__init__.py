@@ -15,8 +15,8 @@
 #   _scalers _state
 #   _validate
 #   _types _reduce _bits _rollback _placement
-#   _tree _text
-#   _nnx
+#   _tree
+#   _text _nnx
 
 # isort: off
 # The optimizer.

@@ -185,7 +185,7 @@ def _integer_from(least: int):
             value = least - 1
         if not least <= value < 2**31:
             raise argparse.ArgumentTypeError(
-                f"must be a whole number from {least} to 2**31 - 1, got {text!r}"
+                f"must be a whole number from {least} to 2^31 - 1, got {text!r}"
             )
         return value
 

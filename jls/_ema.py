@@ -11,6 +11,7 @@ Differs from `optax.ema` in: it averages parameters, and passes the updates on.
 Differs from `optax.incremental_update` in: it sees whether the step was applied.
 """
 
+import contextvars
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jls import _validate
+from jls._mistakes import warn
 from jls._nnx import read_variables
 from jls._placement import own_buffers
 from jls._scalers.rule import count_up
@@ -128,6 +130,9 @@ def params_ema(
             moved = jnp.where(rate == 1, new, moved)  # exactly, whatever `old` is
             return jnp.where(jnp.isfinite(new), moved, old)
 
+        seen = _SEEN.get()
+        if seen is not None:
+            seen.append(updates)
         new_state = ParamsEmaState(
             count=count_up(state.count),
             weight=weight,
@@ -136,6 +141,79 @@ def params_ema(
         return updates, new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+# The updates that averages saw since someone asked; see `warn_if_not_last`.
+_SEEN: contextvars.ContextVar[list[Any] | None]
+_SEEN = contextvars.ContextVar("_SEEN", default=None)
+
+
+def warn_if_not_last(
+    inner: optax.GradientTransformation, state: Any, params: Any
+) -> None:
+    """Warns if an average is before something that changes the updates once more.
+
+    Args:
+      inner: the transformation inside a wrapper.
+      state: what it made of `params`.
+      params: the parameters.
+    """
+    if not find(state, _is_average):
+        return
+    if _is_followed(state) and not _sees_what_is_applied(inner, state, params):
+        warn(
+            "jls.params_ema is followed by another transformation in its chain: it "
+            "averages parameters that nobody has. Put it last: "
+            "optax.chain(..., jls.params_ema(0.999))."
+        )
+
+
+def _is_average(node: Any) -> bool:
+    return isinstance(node, ParamsEmaState)
+
+
+def _is_followed(state: Any) -> bool:
+    """Whether after an average in a chain there is a state with arrays in it.
+
+    Most of what has no arrays in its state leaves no trace in that of the chain.
+    """
+    # A chain in a chain is one.
+    states = jax.tree.leaves(state, is_leaf=lambda node: type(node) is not tuple)
+    seen = False
+    for one in states:
+        if _is_average(one):
+            seen = True
+            continue
+        if seen and any(map(is_array, jax.tree.leaves(one))):
+            return True
+        children = jax.tree.leaves(one, is_leaf=lambda node, one=one: node is not one)
+        if any(_is_followed(child) for child in children if child is not one):
+            return True
+    return False
+
+
+def _sees_what_is_applied(
+    inner: optax.GradientTransformation, state: Any, params: Any
+) -> bool:
+    """Whether the averages see the very updates that come out, as beside a recorder."""
+    is_same = False
+
+    def update(params):
+        nonlocal is_same
+        updates, _ = inner.update(params, state, params)
+        made = {id(leaf) for leaf in jax.tree.leaves(updates)}
+        leaves = jax.tree.leaves(seen)
+        is_same = bool(leaves) and all(id(leaf) in made for leaf in leaves)
+
+    seen: list[Any] = []
+    token = _SEEN.set(seen)
+    try:
+        jax.eval_shape(update, params)
+    except Exception:  # it needs more arguments: then it is no mere recorder
+        return False
+    finally:
+        _SEEN.reset(token)
+    return is_same
 
 
 def eval_params(state: Any) -> Any:
@@ -165,7 +243,7 @@ def eval_params(state: Any) -> Any:
       >>> jls.eval_params(optimizer.init({"w": jnp.ones(2, jnp.bfloat16)}))
       {'w': Array([1., 1.], dtype=float32)}
     """
-    found = find(state, lambda node: isinstance(node, ParamsEmaState))
+    found = find(state, _is_average)
     if not found:
         raise ValueError(
             "state must carry an average of the parameters, got "

@@ -15,12 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 
-from jls._nnx import has_variables
+from jls._nnx import has_variables, modules_in
 from jls._state import find_scaler_states
-from jls._text import describe
-from jls._tree import is_inexact
+from jls._text import at, describe, path_name
+from jls._tree import floats_of, is_inexact
 from jls._types import JlsWarning, StaticState
 
 _LIBRARIES = {"jls", "jax", "optax", "flax", "equinox"}
@@ -75,25 +76,38 @@ def check_order(state: Any, args: tuple[Any, ...]) -> None:
 
 
 def check_differentiable(args: list[Any]) -> None:
-    """Raises, before `jax.value_and_grad` does, unless all leaves are inexact."""
+    """Raises, before `jax.value_and_grad` does, unless all leaves are inexact.
+
+    It would take an NNX model whose leaves are, and lose what the loss changes in it.
+    """
     for arg in args:
+        for model in modules_in(arg)[:1]:
+            raise TypeError(
+                "the parameters of an NNX model must be differentiated by NNX, got "
+                f"{type(model).__name__} under jax.value_and_grad, which drops what "
+                "the loss function changes in the model, such as batch statistics. "
+                f"{_FOR_NNX}"
+            )
         leaves, _ = jax.tree_util.tree_flatten_with_path(arg)
         bad = next((pair for pair in leaves if not is_inexact(pair[1])), None)
         if bad is None:
             continue
-        what = f"{describe(bad[1])} at '{jax.tree_util.keystr(bad[0])}'"
+        what = f"{describe(bad[1])}{at(path_name(bad[0]))}"
         raise TypeError(
             "the first argument after state holds the parameters, which must be "
             f"floating point, got {type(arg).__name__} with {what}. {_instead(arg)}"
         )
 
 
+_FOR_NNX = (
+    "For an NNX model pass the transform: "
+    "jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)."
+)
+
+
 def _instead(arg: Any) -> str:
     if has_variables(arg):
-        return (
-            "For an NNX model pass the transform: "
-            "jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)."
-        )
+        return _FOR_NNX
     if any(base.__module__.startswith("equinox") for base in type(arg).__mro__):
         return (
             "For an Equinox model pass the transform: "
@@ -113,7 +127,7 @@ def warn_of_stale_state(scaler_state: Any, args: list[Any]) -> None:
         warn(
             "the parameters are arguments of a jitted function, but the state is not: "
             "its loss scale is compiled in and will never move. Pass the state to the "
-            "jitted function too, e.g. step(params, opt_state, batch). If it shall not "
+            "jitted function too, e.g. step(params, opt_state, batch). If it must not "
             "move, use jls.static."
         )
 
@@ -158,7 +172,121 @@ def warn_of_scaled_loss(loss: Any, scaled: list[Any]) -> None:
         )
 
 
+# Of a whole step.
+
+
+class EagerCalls:
+    """Counts the calls of one step that ran operation by operation."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def warn_at_second(
+        self, params: Any, arguments: Any, write: Callable[[], str]
+    ) -> None:
+        """Warns if this is such a call of a model of some size, and the second.
+
+        Args:
+          params: the parameters of this call.
+          arguments: all arguments.
+          write: makes the line that jits the step.
+        """
+        if self.count > 1 or _MAY_BE_EAGER.get() or _is_jit_disabled():
+            return
+        if sum(map(jnp.size, floats_of(params))) < _MANY_PARAMETERS:
+            return
+        leaves = jax.tree.leaves(arguments)
+        # The array is traced if the step closes over all it has, under jit or scan.
+        if any(isinstance(x, Tracer) for x in [*leaves, jnp.zeros(())]):
+            return
+        self.count += 1
+        if self.count == 2:
+            warn(
+                "the step is not jitted: it runs operation by operation, many times "
+                f"slower. Write step = {write()}, once, outside of the loop."
+            )
+
+
+def _is_jit_disabled() -> bool:
+    return bool(getattr(jax.config, "jax_disable_jit", False))
+
+
+# Below, a loop of eager steps is a test, or a look at how it works.
+_MANY_PARAMETERS = 2**16
+
+_MAY_BE_EAGER: contextvars.ContextVar[bool]
+_MAY_BE_EAGER = contextvars.ContextVar("_MAY_BE_EAGER", default=False)
+
+
+@contextlib.contextmanager
+def eager_steps_allowed() -> Iterator[None]:
+    """For a tool of jls, which runs a step of the user's as it is."""
+    token = _MAY_BE_EAGER.set(True)
+    try:
+        yield
+    finally:
+        _MAY_BE_EAGER.reset(token)
+
+
 # Of the optimizer's `update`.
+
+
+def warn_of_narrowed(grads: list[Any], params: list[Any] | None) -> None:
+    """Warns of float16 gradients of wider parameters: the small ones are lost.
+
+    Args:
+      grads: the floating-point leaves of the gradients.
+      params: their parameters, None if they are not known.
+    """
+    wide = {
+        str(jnp.result_type(param))
+        for grad, param in zip(grads, params or [], strict=params is not None)
+        if getattr(grad, "dtype", None) == jnp.float16
+        and is_inexact(param)
+        and jnp.finfo(jnp.result_type(param)).bits >= 32
+    }
+    if wide:
+        warn(
+            f"update got float16 gradients of {' and '.join(sorted(wide))} parameters: "
+            "those below 2^-25 have become 0, which loss scaling is there to prevent. "
+            "Pass the float32 gradients of jls.value_and_grad as they are; cast after "
+            "the update, and average over devices in float32."
+        )
+
+
+def cause_of_count(got: int, known: int, updates: Any, params: Any) -> str:
+    """Why an optimizer gets other leaves than it was initialized with; what to write.
+
+    Args:
+      got: the number of floating-point leaves of the gradients.
+      known: that of the parameters at `init`.
+      updates: the gradients.
+      params: what was passed with them; None if nothing was.
+    """
+    outside = (
+        "An optimizer that keeps a copy of the params beside them goes outside: "
+        "optax.lookahead(jls.loss_scaled(...), ...)."
+    )
+    if isinstance(params, optax.LookaheadParams):
+        return outside
+    if any(map(_is_mask, jax.tree.leaves((updates, params), is_leaf=_is_mask))):
+        return "Put the mask inside: jls.loss_scaled(optax.masked(inner, mask))."
+    if got > known:
+        return (
+            "Initialize with all that is trained, optimizer.init(params), or "
+            "differentiate by that part alone."
+        )
+    frozen = (
+        "If a part is frozen, initialize with the trained one, "
+        "optimizer.init(trained); or pass the gradients of all, and freeze inside: "
+        'jls.loss_scaled(optax.partition({"train": inner, "freeze": '
+        "optax.set_to_zero()}, labels))."
+    )
+    return f"{frozen} {outside}" if params is None and known == 2 * got else frozen
+
+
+def _is_mask(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
 
 
 def check_value(value: Any) -> None:

@@ -48,6 +48,12 @@ def has_objects(tree: Any) -> bool:
     return any(map(is_object, jax.tree.leaves(tree, is_leaf=is_object)))
 
 
+def modules_in(tree: Any) -> list[Any]:
+    """The NNX models in `tree`; an `nnx.State` of one is none."""
+    nodes = jax.tree.leaves(tree, is_leaf=is_object)
+    return [node for node in nodes if is_object(node) and not is_variable(node)]
+
+
 def is_module_or_optimizer(node: Any) -> bool:
     """Whether `node` is an NNX object that carries a run from step to step."""
     return is_object(node) and isinstance(node, nnx().Module | nnx().Optimizer)

@@ -54,7 +54,7 @@ def scale(state: Any, tree: Tree) -> Tree:
     if getattr(loss, "dtype", None) == jnp.float16 and jnp.shape(loss) == ():
         _mistakes.warn(
             "the loss is float16, so its gradient starts from the loss scale cast to "
-            "float16: every step at a scale over 2**15 overflows. Reduce the loss in "
+            "float16: every step at a scale over 2^15 overflows. Reduce the loss in "
             "float32, e.g. losses.astype(jnp.float32).mean()."
         )
     factor = functools.cache(lambda dtype: jnp.asarray(loss_scale, dtype))

@@ -258,7 +258,7 @@ def _places(size: int) -> Array:
 def check_window(window: Any) -> int:
     window = _validate.host_interval("window", window)
     if window < 2:
-        raise ValueError(f"window must be from 2 to 2**31 - 1, got {window!r}.")
+        raise ValueError(f"window must be from 2 to 2^31 - 1, got {window!r}.")
     return window
 
 

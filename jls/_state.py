@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 from jls import _validate
 from jls._nnx import is_variable, read_variables
 from jls._placement import place_like
+from jls._text import at, join, path_name
 from jls._types import LossScaledState, SpikeState, judged, logged
 
 State = TypeVar("State")
@@ -40,7 +41,7 @@ def is_wrapper_state(node: Any) -> bool:
 def find(state: Any, is_node: Callable[[Any], bool]) -> list[tuple[str, Any]]:
     """Path and value of each outermost node of `state` that `is_node` accepts."""
     nodes, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_node)
-    return [(jax.tree_util.keystr(p), node) for p, node in nodes if is_node(node)]
+    return [(path_name(path), node) for path, node in nodes if is_node(node)]
 
 
 def find_scaler_states(state: Any) -> list[tuple[str, Any]]:
@@ -55,7 +56,7 @@ def find_scaler_states(state: Any) -> list[tuple[str, Any]]:
     for path, node in find(state, lambda x: is_wrapper_state(x) or is_scaler_state(x)):
         if is_wrapper_state(node):
             inner = find(node.scaler_state, is_scaler_state)
-            found += [(f"{path}.scaler_state{end}", part) for end, part in inner]
+            found += [(join(path, "scaler_state", end), part) for end, part in inner]
         else:
             found.append((path, node))
     return found
@@ -81,9 +82,9 @@ def _scaler_node_in(state: Any) -> Any:
     shape = jnp.shape(read_variables(node.loss_scale))
     if shape != ():
         raise ValueError(
-            f"loss_scale must have shape (), got shape {shape} at '{path}'. If it is "
-            "of several members, as jax.vmap and jax.pmap stack them, pass the state "
-            "of one: jax.tree.map(lambda a: a[0], state). In a step that maps over "
+            f"loss_scale must have shape (), got shape {shape}{at(path)}. If it is of "
+            "several members, as jax.vmap and jax.pmap stack them, pass the state of "
+            "one: jax.tree.map(lambda a: a[0], state). In a step that maps over "
             "examples, keep the state outside the vmap."
         )
     return node

@@ -29,7 +29,13 @@ import optax
 from jax import Array, lax
 from jax.core import Tracer
 
-from jls._mistakes import check_value, foreign_state_named, warn_of_misspelt_value
+from jls._mistakes import (
+    cause_of_count,
+    check_value,
+    foreign_state_named,
+    warn_of_misspelt_value,
+    warn_of_narrowed,
+)
 from jls._reduce import (
     AxisName,
     agree,
@@ -45,11 +51,13 @@ from jls._reduce import (
 from jls._rollback import as_seen, call, prepare, roll_back_unless
 from jls._scalers.rule import count_up
 from jls._state import is_wrapper_state, wrapper_state_in
+from jls._text import an
 from jls._tree import (
     Rest,
     as_flag,
     cast_like,
     combine,
+    difference,
     floats_of,
     is_array,
     is_extended,
@@ -296,6 +304,8 @@ def _observe(
     inner_state = state.inner_state
     warn_of_misspelt_value(wrapper.inner.update, updates, inner_state, params, extra)
     floats, rest = partition(updates)
+    _check_count(len(floats), state.nonfinite_leaves.size, updates, params)
+    warn_of_narrowed(floats, _targets(params, rest))
     flags = jnp.stack([all_finite(extra.get("value")), ~overflowed])
     # All devices agree on the flags and on what the scaler sees, by one collective.
     if wrapper.scaler.sees == "max_abs":
@@ -308,7 +318,6 @@ def _observe(
         flags = agree(flags, wrapper.axis_name)
         for_scaler = jnp.all(flags[1:])
     loss_finite, is_partial, leaves_finite = flags[0], ~flags[1], flags[2:]
-    _check_count(leaves_finite, state.nonfinite_leaves)
     is_finite = jnp.all(leaves_finite) & loss_finite
     _check_axes(is_finite, state.steps, wrapper.axis_name)
     grads = list(map(widen, floats))
@@ -421,7 +430,7 @@ def _count(
     wrapper: WrapperUpdate, step: _Step, made: _Attempt, state: LossScaledState
 ) -> LossScaledState:
     """The next state: the scaler adjusts, the counters advance."""
-    _check_scaler_state(wrapper.scaler_structure, state.scaler_state)
+    _check_scaler_state(wrapper, state.scaler_state)
     adjusted = wrapper.scaler.adjust(state.scaler_state, step.for_scaler)
     adjusted = cast_like("the scaler's state", adjusted, state.scaler_state)
     applied, loss_finite = made.applied, step.loss_finite
@@ -569,14 +578,12 @@ def _check_state(state: Any) -> None:
         )
 
 
-def _check_count(flags: Array, old: Array) -> None:
+def _check_count(got: int, known: int, updates: Any, params: Any) -> None:
     # Without a leaf the state has one flag all the same, in 0.1.0 none.
-    if flags.size != old.size and (flags.size or old.size > 1):
+    if got != known and (got or known > 1):
         raise ValueError(
             "updates must have as many floating-point leaves as the params of init, "
-            f"got {flags.size} and {old.size}. An optimizer that keeps a copy of the "
-            "params beside them goes outside: optax.lookahead(jls.loss_scaled(...), "
-            "...)."
+            f"got {got} and {known}. {cause_of_count(got, known, updates, params)}"
         )
 
 
@@ -609,12 +616,18 @@ def _check_spike_state(wrapper: WrapperUpdate, state: LossScaledState) -> None:
     )
 
 
-def _check_scaler_state(expected: Any, scaler_state: Any) -> None:
-    if jax.tree.structure(scaler_state) != expected:
-        raise ValueError(
-            "the scaler's state must be one that this scaler made: "
-            f"scaler.init gives {expected}, the optimizer's state carries "
-            f"{jax.tree.structure(scaler_state)}. To go on under another scaler, "
-            "replace it with a fresh one: "
-            "opt_state._replace(scaler_state=scaler.init())."
-        )
+def _check_scaler_state(wrapper: WrapperUpdate, scaler_state: Any) -> None:
+    if jax.tree.structure(scaler_state) == wrapper.scaler_structure:
+        return
+    made = jax.eval_shape(wrapper.scaler.init)
+    if type(made) is type(scaler_state):
+        of_both = ("scaler.init()", made), ("the optimizer's state", scaler_state)
+        how = difference(*of_both)
+    else:
+        names = (an(type(state).__name__) for state in (made, scaler_state))
+        how = "scaler.init makes {}, the optimizer's state carries {}".format(*names)
+    raise ValueError(
+        f"the scaler's state must be one that this scaler made, but {how}. To go on "
+        "under another scaler, replace it with a fresh one: "
+        "opt_state._replace(scaler_state=scaler.init())."
+    )

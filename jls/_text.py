@@ -1,13 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How states, scalers and numbers print, on one line."""
+"""How states, scalers, numbers and paths print, on one line."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """The keys of a path of JAX as a person writes them, `l1/b`; "" for the root."""
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def path_names(paths: Sequence[Any]) -> list[str]:
+    """The names of paths, all different."""
+    names = list(map(path_name, paths))
+    if len(set(names)) < len(names):  # {"a/b": x, "a": {"b": y}}
+        names = list(map(jax.tree_util.keystr, paths))
+    return names
+
+
+def join(*names: str) -> str:
+    """One path out of several, of which some may be the root of the one before."""
+    return "/".join(filter(None, names))
+
+
+def at(name: str) -> str:
+    """Where something is, for a sentence; "" if that is the whole tree."""
+    return f" at '{name}'" if name else ""
+
+
+def first(name: str) -> str:
+    """The first of several leaves, for a sentence; "" if that is the whole tree."""
+    return f", first '{name}'" if name else ""
+
+
+def an(name: str) -> str:
+    """The name of a type, with its article."""
+    return f"{'an' if name[:1] in 'AEIOUaeio' else 'a'} {name}"
 
 
 def format_record(name: str, **fields: Any) -> str:

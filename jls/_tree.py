@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jls._nnx import is_variable, read_variables
+from jls._text import an, at, describe, path_name, path_names
 
 Tree = TypeVar("Tree")
 
@@ -103,8 +104,8 @@ def cast_like(
     paths, old_structure = jax.tree_util.tree_flatten_with_path(old)
     if structure != old_structure:
         raise ValueError(
-            f"{name} must keep its structure, but turned {old_structure} into "
-            f"{structure}."
+            f"{name} must keep its structure, but "
+            f"{difference(('the new one', new), ('the old one', old))}."
         )
 
     def cast(path, leaf, reference):
@@ -122,8 +123,8 @@ def cast_like(
             return reference
         raise ValueError(
             f"{name} must keep its shapes and kinds of numbers, but turned "
-            f"{dtype}{list(shape)} into {new_dtype}{list(new_shape)} at "
-            f"'{jax.tree_util.keystr(path)}'."
+            f"{dtype}{list(shape)} into {new_dtype}{list(new_shape)}"
+            f"{at(path_name(path))}."
         )
 
     cast_leaves = [cast(p, x, r) for x, (p, r) in zip(leaves, paths, strict=True)]
@@ -206,12 +207,70 @@ def named_floats(tree: Any) -> tuple[list[str], list[Any]]:
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_variable)
     found = [(path, read_variables(leaf)) for path, leaf in flat]
     found = [(path, leaf) for path, leaf in found if is_inexact(leaf)]
-    names = [
-        jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in found
-    ]
-    if len(set(names)) < len(names):  # {"a/b": x, "a": {"b": y}}
-        names = [jax.tree_util.keystr(path) for path, _ in found]
-    return names, [leaf for _, leaf in found]
+    return path_names([path for path, _ in found]), [leaf for _, leaf in found]
+
+
+# Structures.
+
+
+def difference(one: tuple[str, Any], other: tuple[str, Any]) -> str:
+    """Where two trees of different structures differ first, as a clause.
+
+    Args:
+      one: what it is called, and the tree.
+      other: the same of the other.
+    """
+    (name, tree), (other_name, other_tree) = one, other
+    path, kind, other_kind = _first_difference(tree, other_tree) or ((), "", "")
+    place = path_name(path)
+    if not kind or not other_kind:
+        return f"'{place}' is only in {name if kind else other_name}"
+    if kind == other_kind:
+        return f"{name} and {other_name} differ in static fields of {kind}{at(place)}"
+    if not place:
+        return f"{name} is {kind}, {other_name} {other_kind}"
+    return f"'{place}' is {kind} in {name}, {other_kind} in {other_name}"
+
+
+def _first_difference(tree: Any, other: Any) -> tuple[Any, str, str] | None:
+    """Its path, and what either tree has there: "" for nothing."""
+    (children, node), (other_children, other_node) = map(_children, (tree, other))
+    if node is None or other_node is None:
+        if node is other_node:
+            return None
+        return (), _kind(tree), _kind(other)
+    if type(tree) is not type(other):
+        return (), _kind(tree), _kind(other)
+    for key, child in children.items():
+        if key not in other_children:
+            return (key,), _kind(child), ""
+        found = _first_difference(child, other_children[key])
+        if found:
+            return (key, *found[0]), *found[1:]
+    for key, child in other_children.items():
+        if key not in children:
+            return (key,), "", _kind(child)
+    return None if node == other_node else ((), _kind(tree), _kind(other))
+
+
+def _children(tree: Any) -> tuple[dict[Any, Any], Any]:
+    """The children of a node by key, and its structure; None for that of a leaf."""
+    if _is_leaf(tree):
+        return {}, None
+    flat, structure = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: node is not tree
+    )
+    return {path[0]: child for path, child in flat}, structure
+
+
+def _is_leaf(tree: Any) -> bool:
+    return jax.tree_util.all_leaves([tree])
+
+
+def _kind(tree: Any) -> str:
+    if tree is None:
+        return "None"
+    return describe(tree) if _is_leaf(tree) else an(type(tree).__name__)
 
 
 # Select.
@@ -266,12 +325,12 @@ def select(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
     others, other_structure = jax.tree.flatten(on_false)
     if structure != other_structure:
         raise ValueError(
-            "on_true and on_false must have the same structure, got "
-            f"{structure} and {other_structure}."
+            "on_true and on_false must have the same structure, but "
+            f"{difference(('on_true', on_true), ('on_false', on_false))}."
         )
 
     def choose(path, new, old):
-        where = f"on_true and on_false at '{jax.tree_util.keystr(path)}'"
+        where = f"on_true and on_false{at(path_name(path))}"
         if not (is_array(new) and is_array(old)):
             # float0 and other arrays that only carry a shape have no values to differ.
             if hasattr(new, "dtype") or new is old or new == old:

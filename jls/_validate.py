@@ -15,7 +15,7 @@ from jax import Array
 from jax.core import Tracer
 
 from jls._bits import edges
-from jls._text import describe
+from jls._text import describe, path_name
 from jls._tree import is_inexact
 
 Word = TypeVar("Word", bound=str)
@@ -81,7 +81,7 @@ def _whole(name: str, value: Any) -> Any:
 
 def scale_value(name: str, value: Any) -> Any:
     """A loss scale that the arithmetic of every device can take."""
-    return number(name, value, "from 2**-126 to 2**126", SMALLEST, LARGEST)
+    return number(name, value, "from 2^-126 to 2^126", SMALLEST, LARGEST)
 
 
 def raising_factor(name: str, value: Any) -> Any:
@@ -105,7 +105,7 @@ def interval(name: str, value: Any) -> Any:
             f"{name} must be an integer, got {type(value).__name__} {value!r}."
         )
     if not 1 <= value < 2**31:
-        raise ValueError(f"{name} must be from 1 to 2**31 - 1, got {value!r}.")
+        raise ValueError(f"{name} must be from 1 to 2^31 - 1, got {value!r}.")
     return int(value)
 
 
@@ -146,7 +146,7 @@ def concrete(name: str, tree: Any, inside: str = "") -> None:
     """Raises if `tree` is traced; a message may say what to write `inside` of jit."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if isinstance(leaf, Tracer):
-            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            where = path_name(path)
             raise ValueError(
                 f"{name} must be concrete, got a traced array"
                 f"{f' at {where!r}' if where else ''}: call this outside jit, on what "

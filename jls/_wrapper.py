@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from jls import _validate
+from jls._ema import warn_if_not_last
 from jls._mistakes import warn
 from jls._placement import own_buffers, place_all, place_scalars
 from jls._reduce import AxisName, check_axis_name
@@ -27,7 +28,7 @@ from jls._scalers.dynamic import dynamic
 from jls._scalers.static import static
 from jls._state import find, is_wrapper_state, scaler_state_in
 from jls._step import WrapperUpdate, report_wrapper
-from jls._text import describe
+from jls._text import at, describe, first, path_name
 from jls._tree import is_inexact
 from jls._types import FIELDS, LossScaledState, LossScaler, Sees, SpikePolicy
 
@@ -147,9 +148,10 @@ def loss_scaled(
         if nested:
             raise ValueError(
                 "inner must not contain jls.loss_scaled or jls.skip_nonfinite, but its "
-                f"state has one at '{nested[0][0]}': the step would be checked and the "
+                f"state has one{at(nested[0][0])}: the step would be checked and the "
                 "scale adjusted twice. Keep the outermost wrapper."
             )
+        warn_if_not_last(inner, inner_state, params)
         # A scaler may hold on to the arrays that it returns: all are foreign.
         scaler_state = scaler.init()
         scaler_state = own_buffers(scaler_state, scaler_state)
@@ -269,14 +271,14 @@ def _warn_of_half_params(params: Any) -> None:
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     for dtype, part in _VANISHES.items():
         half = [
-            jax.tree_util.keystr(path)
+            path_name(path)
             for path, leaf in leaves
             if str(getattr(leaf, "dtype", None)) == dtype
         ]
         if half:
             warn(
-                f"{len(half)} of {len(leaves)} parameters are {dtype}, first "
-                f"'{half[0]}'. Updates smaller than half a unit in the last place, "
-                f"about {part} of the parameter, vanish. Keep float32 master weights "
-                f"and cast them to {dtype} in the forward pass."
+                f"{len(half)} of {len(leaves)} parameters are {dtype}"
+                f"{first(half[0])}. Updates smaller than half a unit in the last "
+                f"place, about {part} of the parameter, vanish. Keep float32 master "
+                f"weights and cast them to {dtype} in the forward pass."
             )

@@ -222,7 +222,7 @@ def mindspore(
     """
     factor = _validate.raising_factor("scale_factor", scale_factor)
     return _dynamic.dynamic(
-        _validate.number("scale_value", scale_value, "from 1 to 2**126", 1.0, _HIGHEST),
+        _validate.number("scale_value", scale_value, "from 1 to 2^126", 1.0, _HIGHEST),
         growth_factor=factor,
         backoff_factor=1 / factor,
         growth_interval=_validate.interval("scale_window", scale_window),
@@ -268,7 +268,7 @@ def mindformers_adaptive(
       (20, 30, 40, 50, 100, 200, 500, 1000)
     """
     scale = _validate.number(
-        "loss_scale_value", loss_scale_value, "from 1 to 2**126", 1.0, _HIGHEST
+        "loss_scale_value", loss_scale_value, "from 1 to 2^126", 1.0, _HIGHEST
     )
     factor = _validate.raising_factor("scale_factor", scale_factor)
     window = _validate.host_interval("scale_window", scale_window)

@@ -56,7 +56,7 @@ def test_a_count_that_becomes_a_float_is_refused_beside_integer_parameters():
     optimizer = scaled(inner)
     with (
         jax.numpy_dtype_promotion("standard"),
-        pytest.raises(ValueError, match=r"int32\[\] into float32\[\] at '\['count'\]'"),
+        pytest.raises(ValueError, match=r"int32\[\] into float32\[\] at 'count'"),
     ):
         optimizer.update(grads, optimizer.init(params), params)
 
@@ -69,10 +69,10 @@ def test_nothing_real_becomes_complex_without_a_word(jit_or_eager):
         with pytest.raises(ValueError, match=match):
             step(W, optimizer.init(W), W)
 
-    turned = r"turned float32\[2\] into complex64\[2\] at "
+    turned = r"turned float32\[2\] into complex64\[2\]"
     complex_one = jnp.ones(2, jnp.complex64)
-    refuses(lambda u, s, p: (complex_one, s), f"optimizer's update .* {turned}''")
-    refuses(lambda u, s, p: (u, {"m": complex_one}), f"state .* {turned}'\\['m'\\]'")
+    refuses(lambda u, s, p: (complex_one, s), rf"optimizer's update .* {turned}\.")
+    refuses(lambda u, s, p: (u, {"m": complex_one}), f"state .* {turned} at 'm'")
 
 
 def test_a_complex_state_may_be_given_real_numbers(jit_or_eager):

@@ -50,6 +50,26 @@ def train_state():
     return TrainState.create(apply_fn=None, params=PARAMS, tx=OPTIMIZER)
 
 
+def linear():
+    return nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+
+
+def nnx_linear_loss(model, x):
+    return jnp.sum(model(x))
+
+
+def nnx_run():
+    model = linear()
+    return model, nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
+
+
+BOTH = {"w": X, "frozen": X}
+OF_BOTH = OPTIMIZER.init(BOTH)
+FAST = optax.LookaheadParams.init_synced(PARAMS)
+INSIDE = jls.loss_scaled(optax.lookahead(optax.sgd(0.1), 2, 0.5))
+OUTSIDE = optax.lookahead(jls.loss_scaled(optax.sgd(0.1)), 2, 0.5)
+
+
 # Errors that name the line to write ---------------------------------------------------
 
 LABELLED = {"x": X, "y": jnp.arange(2)}
@@ -65,17 +85,39 @@ ERRORS = {
         lambda: GRAD(train_state(), LABELLED),
         TypeError,
         r"first argument after state holds the parameters.*got dict with int32\[2\] at "
-        r"'\['y'\]'. Write f\(state, params, batch\)",
+        r"'y'. Write f\(state, params, batch\)",
     ),
     "train state": (
         lambda: GRAD(train_state(), train_state(), X),
         TypeError,
-        r"got TrainState with int 0 at '.step'.*: f\(state, state.params, ...\)",
+        r"got TrainState with int 0 at 'step'.*: f\(state, state.params, ...\)",
     ),
     "nnx": (
         lambda: jls.value_and_grad(nnx_loss)(STATE, Model(nnx.Rngs(0)), X),
         TypeError,
-        r"got Model with .*jls.value_and_grad\(loss_fn, transform=nnx.value_and_grad",
+        r"got Model under .*jls.value_and_grad\(loss_fn, transform=nnx.value_and_grad",
+    ),
+    "nnx without dropout": (
+        lambda: jls.value_and_grad(nnx_linear_loss)(STATE, linear(), X),
+        TypeError,
+        r"got Linear under .*jls.value_and_grad\(loss_fn, transform=nnx.value_and_grad",
+    ),
+    "nnx under jls.grad": (
+        lambda: jls.grad(nnx_linear_loss)(STATE, linear(), X),
+        TypeError,
+        "got Linear under .*transform=nnx.value_and_grad",
+    ),
+    "nnx in a tuple": (
+        lambda: jls.value_and_grad(nnx_linear_loss)(STATE, (linear(), linear()), X),
+        TypeError,
+        "got Linear under .*transform=nnx.value_and_grad",
+    ),
+    "nnx as the second argument": (
+        lambda: jls.value_and_grad(lambda x, m: m(x), argnums=(0, 1))(
+            STATE, X, linear()
+        ),
+        TypeError,
+        "got Linear under .*transform=nnx.value_and_grad",
     ),
     "equinox": (
         lambda: jls.value_and_grad(mlp_loss)(STATE, mlp(), X),
@@ -146,6 +188,79 @@ ERRORS = {
         TypeError,
         r"got int32\[\]",
     ),
+    "state first": (
+        lambda: jls.train_step(loss_fn, OPTIMIZER)(STATE, PARAMS, X),
+        ValueError,
+        r"order is step\(params, opt_state, batch\), got LossScaledState, dict, Array",
+    ),
+    "state last": (
+        lambda: jls.train_step(loss_fn, OPTIMIZER)(PARAMS, X, STATE),
+        ValueError,
+        r"order is step\(params, opt_state, batch\), .*: opt_state must be argument 2",
+    ),
+    "state after what is carried": (
+        lambda: jls.train_step(loss_fn, OPTIMIZER, carries=True)(PARAMS, X, STATE, X),
+        ValueError,
+        r"The order is step\(params, opt_state, carried, batch\), got dict, Array",
+    ),
+    "batch before a train state": (
+        lambda: jls.train_step(loss_fn)(X, train_state()),
+        ValueError,
+        r"The order is step\(state, batch\), got ArrayImpl, TrainState",
+    ),
+    "optimizer before the model": (
+        lambda: jls.train_step(nnx_loss)(*nnx_run()[::-1], X),
+        ValueError,
+        r"The order is step\(model, optimizer, batch\), got Optimizer, Linear, Array",
+    ),
+    "train_step of lookahead": (
+        lambda: jls.train_step(loss_fn, OUTSIDE)(FAST, OUTSIDE.init(FAST), X),
+        ValueError,
+        r"not be optax.LookaheadParams.*\(loss_fn\)\(opt_state, params.fast, batch\)",
+    ),
+    "lookahead inside": (
+        lambda: INSIDE.update(PARAMS, INSIDE.init(FAST), FAST),
+        ValueError,
+        r"got 1 and 2. An optimizer that keeps a copy .*optax.lookahead\(jls.loss_sca",
+    ),
+    "gradients of a part": (
+        lambda: OPTIMIZER.update({"w": X, "frozen": None}, OF_BOTH, PARAMS),
+        ValueError,
+        r"got 1 and 2. If a part is frozen, .*: optimizer.init\(trained\); or .*"
+        r"optax.set_to_zero\(\)\}, labels\)\)\.$",
+    ),
+    "gradients of a part, without params": (
+        lambda: OPTIMIZER.update(PARAMS, OF_BOTH),
+        ValueError,
+        r"If a part is frozen, .*An optimizer that keeps a copy .*optax.lookahead\(jls",
+    ),
+    "state of a part": (
+        lambda: OPTIMIZER.update(BOTH, STATE, BOTH),
+        ValueError,
+        r"got 2 and 1. Initialize with all that is trained, optimizer.init\(params\)",
+    ),
+    "gradients under a mask": (
+        lambda: OPTIMIZER.update({"w": X, "frozen": optax.MaskedNode()}, OF_BOTH),
+        ValueError,
+        r"Put the mask inside: jls.loss_scaled\(optax.masked\(inner, mask\)\)\.$",
+    ),
+    "parameters of the whole": (
+        lambda: jls.apply_gradients(OPTIMIZER, PARAMS, STATE, BOTH),
+        ValueError,
+        r"same structure, but 'frozen' is only in params\. .*optimizer.init\(part\)",
+    ),
+    "another scaler": (
+        lambda: jls.loss_scaled(optax.adam(0.1), jls.adaptive()).update(
+            PARAMS, STATE, PARAMS
+        ),
+        ValueError,
+        "scaler.init makes an AdaptiveState, the optimizer's state carries a ScalerSta",
+    ),
+    "select of two kinds": (
+        lambda: jls.select(True, {"a": (X, X)}, {"a": [X, X]}),
+        ValueError,
+        "same structure, but 'a' is a tuple in on_true, a list in on_false",
+    ),
     "losses": (
         lambda: OPTIMIZER.update(PARAMS, STATE, PARAMS, value=X),
         ValueError,
@@ -167,6 +282,8 @@ def test_no_message_dumps_an_array():
             call()
         assert "Array(" not in str(caught.value)
         assert "Tracer" not in str(caught.value)
+        assert "PyTreeDef" not in str(caught.value)
+        assert "['" not in str(caught.value)  # paths are written a/b
 
 
 def test_what_fails_in_the_right_optimizer_is_not_blamed_on_the_state():
@@ -248,7 +365,27 @@ def in_jit(params):
     return GRAD(scaler_state, params, X)
 
 
+def of_states(count):
+    """The loss of the bare parameters of one NNX model, or of several in a tuple."""
+    graph, params = nnx.split(linear())
+    if count == 1:
+        return jls.value_and_grad(lambda p: jnp.sum(nnx.merge(graph, p)(X)))(
+            STATE, params
+        )
+    return jls.value_and_grad(
+        lambda several: sum(jnp.sum(nnx.merge(graph, p)(X)) for p in several)
+    )(STATE, (params,) * count)
+
+
 RIGHT = {
+    "nnx.State": lambda: of_states(1),
+    "several nnx.State": lambda: of_states(2),
+    "nnx model in the batch": lambda: jls.value_and_grad(
+        lambda p, model: jnp.sum(model(p["w"]))
+    )(STATE, PARAMS, linear()),
+    "equinox arrays alone": lambda: jls.value_and_grad(
+        lambda p, static: jnp.sum(eqx.combine(p, static)(X))
+    )(STATE, *eqx.partition(mlp(), eqx.is_inexact_array)),
     "eager": lambda: GRAD(STATE, PARAMS, X),
     "passed": lambda: jax.jit(GRAD)(STATE, PARAMS, X),
     "only the batch is traced": lambda: jax.jit(lambda x: GRAD(STATE, PARAMS, x))(X),
@@ -367,10 +504,76 @@ def test_extra_arguments_that_are_used_or_are_no_loss(inner, extra, jit_or_eager
 def test_parameters_of_16_bits_without_master_weights(make, dtype, part):
     params = {"w": jnp.ones(2, dtype), "b": jnp.ones(2)}
     (message,) = warned(lambda: make(optax.sgd(0.1)).init(params))
-    assert f"1 of 2 parameters are {dtype}, first '['w']'" in message
+    assert f"1 of 2 parameters are {dtype}, first 'w'" in message
     assert f"about 1/{round(1 / part)} of the parameter, vanish" in message
     # It is so: below half a unit in the last place, and just above it.
     one, down = jnp.ones((), dtype), jnp.float32(part)
     assert optax.apply_updates(one, -down / 2.1) == 1
     assert optax.apply_updates(one, -down * 1.1) < 1
     assert warned(lambda: make(optax.sgd(0.1)).init({"b": jnp.ones(2)})) == []
+
+
+def narrow(dtype="float16"):
+    return {"w": jnp.ones(2, dtype)}
+
+
+UPDATES = {
+    "update": lambda optimizer, grads, state: optimizer.update(grads, state, PARAMS),
+    "apply_gradients": lambda optimizer, grads, state: jls.apply_gradients(
+        optimizer, grads, state, PARAMS
+    ),
+}
+
+
+@pytest.mark.parametrize("how", UPDATES)
+@pytest.mark.parametrize("make", [jls.loss_scaled, jls.skip_nonfinite])
+def test_gradients_that_were_cast_to_float16(how, make, jit_or_eager):
+    optimizer = make(optax.adam(0.1))
+    state = optimizer.init(PARAMS)
+    step = jit_or_eager(lambda *args: UPDATES[how](optimizer, *args))
+    (message,) = warned(lambda: step(narrow(), state))
+    assert "float16 gradients of float32 parameters" in message
+    assert "Pass the float32 gradients of jls.value_and_grad as they are" in message
+    assert (jnp.float32(2.0**-25 * 0.99).astype("float16") == 0).all()  # it is so
+
+
+def test_gradients_in_float16_of_one_parameter_of_several():
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    optimizer = optax.chain(jls.loss_scaled(optax.adam(0.1)), optax.scale(1.0))
+    grads = params | {"b": jnp.ones(2, jnp.float16)}
+    assert len(warned(lambda: optimizer.update(grads, optimizer.init(params), params)))
+
+
+def half_params():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", jls.JlsWarning)
+        return narrow(), OPTIMIZER.init(narrow())
+
+
+GRADIENTS = {
+    "float32": lambda: OPTIMIZER.update(narrow("float32"), STATE, PARAMS),
+    "bfloat16": lambda: OPTIMIZER.update(narrow("bfloat16"), STATE, PARAMS),
+    "no params": lambda: OPTIMIZER.update(narrow(), STATE),
+    "no match": lambda: OPTIMIZER.update(narrow(), STATE, (PARAMS["w"],)),
+    "float16 parameters": lambda: OPTIMIZER.update(
+        narrow(), half_params()[1], half_params()[0]
+    ),
+    "a float16 model": lambda: jax.jit(
+        lambda params, state: OPTIMIZER.update(
+            jls.value_and_grad(loss_fn)(state, params, X)[1], state, params
+        )
+    )(*half_params()),
+    "float16 inside of the loss": lambda: jax.jit(
+        jls.train_step(
+            lambda p, x: loss_fn(
+                jax.tree.map(lambda a: a.astype("float16"), p), x
+            ).astype("float32"),
+            OPTIMIZER,
+        )
+    )(PARAMS, STATE, X.astype("float16")),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_that_are_as_narrow_as_they_may_be(name):
+    assert warned(GRADIENTS[name]) == []

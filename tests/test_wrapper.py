@@ -67,7 +67,7 @@ def test_chain_passes_the_loss_down_to_the_wrapper():
 def test_float16_params_warn_once_at_init_and_name_the_leaf():
     params = {"dense": {"kernel": jnp.ones(2, jnp.float16)}, "scale": jnp.ones(2)}
     optimizer = scaled(optax.sgd(0.5))
-    with pytest.warns(UserWarning, match=r"'\['dense'\]\['kernel'\]'") as caught:
+    with pytest.warns(UserWarning, match="'dense/kernel'") as caught:
         state = optimizer.init(params)
     assert len(caught) == 1
     assert "1 of 2 parameters are float16" in str(caught[0].message)
@@ -84,8 +84,11 @@ def test_inner_that_changes_its_structure_or_shapes_is_named():
         )
 
     for new_state, message in [
-        ({"m": jnp.zeros(2)}, "optimizer's state must keep its structure, but turned"),
-        ({"n": jnp.zeros(3)}, r"turned float32\[2\] into float32\[3\] at '\['n'\]'"),
+        (
+            {"m": jnp.zeros(2)},
+            "optimizer's state must keep its structure, but 'm' is only in the new one",
+        ),
+        ({"n": jnp.zeros(3)}, r"turned float32\[2\] into float32\[3\] at 'n'"),
         ({"n": jnp.zeros(2, int)}, r"turned float32\[2\] into int32\[2\] at"),
     ]:
         optimizer = scaled(grows(new_state))
@@ -120,7 +123,7 @@ def test_faulty_scaler_is_named():
 @pytest.mark.parametrize("wrapper", [jls.loss_scaled, jls.skip_nonfinite])
 def test_nested_wrappers_are_refused_at_init(wrapper):
     optimizer = scaled(optax.chain(optax.clip(1.0), wrapper(optax.sgd(0.5))))
-    with pytest.raises(ValueError, match=r"must not contain .* has one at '\[1\]'"):
+    with pytest.raises(ValueError, match=r"must not contain .* has one at '1'"):
         optimizer.init(PARAMS)
 
 
@@ -344,6 +347,7 @@ def test_masked_and_multi_transform_inside_and_outside():
 
 
 @pytest.mark.standard_promotion
+@pytest.mark.filterwarnings("ignore:update got float16 gradients")
 def test_clip_inside_sees_true_gradients_in_float32():
     # Squares of 300 overflow in float16, and optax's clip would make them all 0.
     optimizer = scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 
 from jls import _validate
 from jls._monitor.check_args import Arguments, Path, take_apart, tokens, unbind
@@ -14,7 +15,8 @@ from jls._monitor.check_carried import Scale, find_scales
 from jls._monitor.check_faults import LOST, STUCK, try_all
 from jls._monitor.check_good_steps import CODES, Code
 from jls._monitor.check_runs import Runner
-from jls._state import is_scaler_state
+from jls._state import find, is_scaler_state, is_wrapper_state
+from jls._tree import is_concrete
 
 CarriedArgs = Mapping[int | str, Iterable[str]] | Iterable[int | str] | None
 
@@ -36,6 +38,7 @@ class StepCheck(NamedTuple):
     broken: tuple[Code, ...]  # the codes of the mistakes
     not_tried: dict[str, str]  # a code, or the path of an array, and the reason
     seen: dict[Code, str]  # what showed each mistake, or is to be noted, by code
+    write: Mapping[Code, str] = {}  # where it is not the usual line
 
     @property
     def ok(self) -> bool:
@@ -55,7 +58,7 @@ class StepCheck(NamedTuple):
         for code in CODES:
             if code in self.broken:
                 rows.append((code, "BROKEN", self.seen.get(code, "")))
-                rows.append(("", "write", WRITE[code]))
+                rows.append(("", "write", self.write.get(code, WRITE[code])))
             elif code in self.not_tried:
                 rows.append((code, "not tried", self.not_tried[code]))
             elif code != "spike not skipped" or code in self.seen:
@@ -87,10 +90,7 @@ _LEAVE_OUT = (
 )
 
 WRITE: dict[Code, str] = {
-    "no step": (
-        "step = nnx.jit(jls.train_step(loss_fn)); under jax.jit return model and "
-        "optimizer from the step, and use what it returns"
-    ),
+    "no step": "return the new params and the new opt_state from the step",
     "retraced": (
         "step = jax.jit(train_step) once, outside the loop; numbers that change go in "
         "as arrays"
@@ -110,8 +110,7 @@ WRITE: dict[Code, str] = {
     ),
     "nan committed": (
         "new = jls.select(opt_state.applied, new, old) for what the optimizer does not "
-        "hold; no jnp.nan_to_num and no optax.clip before jls.loss_scaled sees the "
-        f"gradients. {_LEAVE_OUT}"
+        f"hold. {_LEAVE_OUT}"
     ),
     "not atomic": (
         "new = jls.select(opt_state.applied, new, old) for what the optimizer does not "
@@ -122,8 +121,8 @@ WRITE: dict[Code, str] = {
         "updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)"
     ),
     "frozen": (
-        "jls.loss_scaled(optax.MultiSteps(inner, k)), accumulation inside; and "
-        "jls.select(opt_state.applied, new, old) for other state"
+        "new = jls.select(opt_state.applied, new, old) for what the optimizer does not "
+        "hold"
     ),
     "out of sync": (
         'jls.loss_scaled(inner, axis_name="data"), and grads = jax.lax.pmean(grads, '
@@ -134,6 +133,17 @@ WRITE: dict[Code, str] = {
         "with the true gradients, and keep all of the opt_state that it returns"
     ),
 }
+
+
+_NNX = (
+    "step = nnx.jit(jls.train_step(loss_fn)); under jax.jit return model and optimizer "
+    "from the step, and use what it returns"
+)
+_MULTI_STEPS = "jls.loss_scaled(optax.MultiSteps(inner, k)), accumulation inside"
+_MASKED = (
+    "jls.loss_scaled(optax.masked(inner, mask)), and optax.partition inside likewise: "
+    "the wrapper sees no gradient of what a mask outside leaves out"
+)
 
 
 def check_step(
@@ -156,7 +166,8 @@ def check_step(
       step: the function that you call in the loop: jitted or not, of plain pytrees,
         Linen, NNX or Equinox. It takes its state as arguments, and returns the new
         state in any order or nesting; NNX objects it may change in place.
-      *args: its arguments, with a batch that it can step on.
+      *args: its arguments, with a batch that it can step on. In a run of several
+        processes, process-local arrays.
       carried_args: which arguments come back, if that is not what their shapes say:
         positions and keyword names, or a dict of them with the fields that count, to
         leave out such as running metrics. None finds out.
@@ -173,8 +184,9 @@ def check_step(
     Raises:
       TypeError: if `step` is not a function, or `carried_args` of another type.
       ValueError: if no argument carries a loss scale (a step that closes over its state
-        cannot be checked), if the step does not return the state, or if it is skipped
-        at every loss scale.
+        cannot be checked), if the step does not return the state, if it is skipped at
+        every loss scale, or if an array was donated to an earlier step, or is spread
+        over several processes.
       Exception: what the step itself raises, with a note that says in which trial.
 
     Example:
@@ -192,13 +204,52 @@ def check_step(
     step, bound = unbind(step)
     args = (*bound, *args)
     arguments = take_apart(step, args, kwargs)
+    for item in arguments.items:
+        _check_usable("/".join(item.path), item.value)
     named = _named(carried_args, arguments, len(bound))
     scales = _find_scales(args, kwargs, arguments)
     runner = Runner(step, arguments, scales, named, RUNS)
     with jax.debug_nans(False):  # NaN is what the faults are made of
         findings = try_all(runner, arguments.leaves)
     broken = tuple(sorted(findings.broken, key=CODES.index))
-    return StepCheck(broken, findings.not_tried, findings.notes | findings.broken)
+    seen = findings.notes | findings.broken
+    write = _mends((args, kwargs), bool(arguments.in_place)) | findings.mends
+    return StepCheck(broken, findings.not_tried, seen, write)
+
+
+def _mends(arguments: Any, is_nnx: bool) -> dict[Code, str]:
+    """What to write where the arguments say more than the mistake does."""
+
+    def has_around(kind: Any) -> bool:
+        return any(
+            find(node, is_wrapper_state)
+            for _, node in find(arguments, lambda node: isinstance(node, kind))
+        )
+
+    mends: dict[Code, str] = {"no step": _NNX} if is_nnx else {}
+    if has_around(optax.MultiStepsState):
+        mends["frozen"] = f"{_MULTI_STEPS}; and {WRITE['frozen']}"
+    if has_around(optax.MaskedState):
+        codes: tuple[Code, ...] = ("nan committed", "not atomic", "frozen")
+        mends |= {code: f"{_MASKED}; and {WRITE[code]}" for code in codes}
+    return mends
+
+
+def _check_usable(path: str, leaf: Any) -> None:
+    """Raises if `leaf` cannot be copied."""
+    if not is_concrete(leaf):
+        return
+    if leaf.is_deleted():
+        raise ValueError(
+            f"{path} was donated to an earlier step, and is no more. Pass what that "
+            "step returned."
+        )
+    if not leaf.is_fully_addressable:
+        raise ValueError(
+            f"{path} must be held by this process, got a global array over several. "
+            "Call jls.check_step with process-local arrays, such as the step of a "
+            "small model on jax.local_devices()."
+        )
 
 
 def _find_scales(

@@ -351,6 +351,8 @@ class Audit:
                     "nan committed",
                     f"a step whose gradients overflowed was applied, and {name} came "
                     "out wrong: something outside the wrapper cleaned or clipped them",
+                    "no jnp.nan_to_num and no optax.clip before jls.loss_scaled sees "
+                    "the gradients",
                 )
                 return
 

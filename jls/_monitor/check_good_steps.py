@@ -37,8 +37,11 @@ class Findings:
     broken: dict[Code, str] = dataclasses.field(default_factory=dict)
     not_tried: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: dict[Code, str] = dataclasses.field(default_factory=dict)  # on what is right
+    mends: dict[Code, str] = dataclasses.field(default_factory=dict)  # for this cause
 
-    def add(self, code: Code, seen: str) -> None:
+    def add(self, code: Code, seen: str, mend: str = "") -> None:
+        if mend and code not in self.broken:
+            self.mends[code] = mend
         self.broken.setdefault(code, seen)
         self.not_tried.pop(code, None)
 
@@ -160,7 +163,8 @@ def _calibrate(runner: Runner, start: Leaves, good: list[Run]) -> Leaves:
             if scale.counters and runner.counted(good[-1], scale, "nonfinite_losses"):
                 raise ValueError(
                     "the loss of these arguments must be finite, but the step was "
-                    "skipped for its loss. Pass a good batch."
+                    "skipped for its loss. Pass a good batch; or the forward pass "
+                    "overflows: see jls.health(opt_state, params)."
                 )
         for scale in skipped:
             if "spikes" in scale.counters and runner.counted(good[-1], scale, "spikes"):
@@ -182,8 +186,9 @@ def _calibrate(runner: Runner, start: Leaves, good: list[Run]) -> Leaves:
         scales = ", ".join(_format(start, scale) for scale in skipped)
         raise ValueError(
             "the step must not be skipped at every loss scale, but was with these "
-            f"arguments, last at {scales}. Pass a good batch; "
-            "jls.nonfinite_leaves(opt_state, params) names the bad gradients."
+            f"arguments, last at {scales}. Pass a good batch; or the step makes NaN of "
+            "one: jls.nonfinite_leaves(opt_state, params) names the bad gradients, "
+            "jls.health(opt_state, params) the usual causes."
         )
     return start
 

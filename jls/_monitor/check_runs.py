@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jls._mistakes import eager_steps_allowed
 from jls._monitor.check_args import Arguments, Item, items_of
 from jls._monitor.check_carried import (
     Carried,
@@ -113,7 +114,8 @@ class Runner:
         _listen()
         token = _COMPILED.set(names)
         try:
-            result = self.step(*call.args, **call.kwargs)
+            with eager_steps_allowed():
+                result = self.step(*call.args, **call.kwargs)
         except Exception as error:
             error.add_note(f"jls.check_step ran the step on copies: {trial}.")
             raise
@@ -256,7 +258,8 @@ def reseeded(leaf: Any) -> Any:
             return leaf
         data = jax.random.key_data(leaf) ^ 1
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    return like(as_numpy(leaf) ^ 1, leaf) if leaf.dtype == np.uint32 else leaf
+    is_seed = getattr(leaf, "dtype", None) == np.uint32
+    return like(as_numpy(leaf) ^ 1, leaf) if is_seed else leaf
 
 
 def may_take_fault(leaf: Any) -> bool:

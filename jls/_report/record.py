@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls import _state, _validate
+from jls._text import path_name
 from jls._types import SkipReason, StepReport
 
 Number = bool | int | float
@@ -90,7 +91,7 @@ def _numbers_in_aux(report: StepReport) -> dict[str, Any]:
     """What in aux is a number for each step, by name; not logits and the like."""
     flat, _ = jax.tree_util.tree_flatten_with_path({"aux": report.aux})
     return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        path_name(path): leaf
         for path, leaf in flat
         if _is_number(leaf) and np.shape(leaf) == np.shape(report.skipped)
     }

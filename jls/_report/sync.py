@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 from jls import _validate
 from jls._nnx import read_variables
 from jls._state import find, find_scaler_states, is_wrapper_state, no_loss_scale
+from jls._text import format_scale, join, path_name
 from jls._types import SpikeState, judged, logged
 
 
@@ -55,18 +56,17 @@ def _scalars(state: Any) -> dict[str, Array]:
     for path, node in find(state, is_wrapper_state):
         wrapper = read_variables(node)
         for name, leaf in logged(wrapper).items():
-            found[f"{path}.{name}"] = leaf
+            found[join(path, name)] = leaf
         flat, _ = jax.tree_util.tree_flatten_with_path(wrapper.spike_state)
         for end, leaf in flat:
-            found[f"{path}.spike_state{jax.tree_util.keystr(end)}"] = leaf
+            found[join(path, "spike_state", path_name(end))] = leaf
         if isinstance(wrapper.spike_state, SpikeState):
             for name, leaf in judged(wrapper.spike_state).items():
-                found[f"{path}.spike_state.{name}"] = leaf
+                found[join(path, "spike_state", name)] = leaf
     for path, node in find_scaler_states(state):
         for name, leaf in read_variables(node)._asdict().items():
-            found[f"{path}.{name}"] = leaf
-    scalars = {path: leaf for path, leaf in found.items() if np.ndim(leaf) == 0}
-    return {path.lstrip("."): leaf for path, leaf in scalars.items()}
+            found[join(path, name)] = leaf
+    return {path: leaf for path, leaf in found.items() if np.ndim(leaf) == 0}
 
 
 def _copies(leaf: Any) -> list[Any]:
@@ -94,10 +94,15 @@ def _check(path: str, bits: np.ndarray, kind: Any) -> None:
     if (bits == bits[0, 0]).all():
         return
     held = np.ascontiguousarray(bits).view(kind)
+
+    def text(value):
+        is_scale = path.split("/")[-1] == "loss_scale"
+        return format_scale(float(value)) if is_scale else f"{value:g}"
+
     texts = [
-        f"{first:g} on process {i}"
+        f"{text(first)} on process {i}"
         if first == other
-        else f"{first:g} and {other:g} on devices of process {i}"
+        else f"{text(first)} and {text(other)} on devices of process {i}"
         for i, (first, other) in enumerate(held)
     ]
     raise ValueError(

@@ -299,10 +299,10 @@ def _spoilt_moments(facts: Facts) -> str:
 
 
 def _spoilt_carried(facts: Facts) -> str:
-    leave_out = "What is inf on purpose, leave out of carried"
+    leave_out = "Leave out of carried= what is meant to be inf"
     if facts.is_train_state:
         leave_out = (
-            "What is inf on purpose, leave out: jls.health(state.opt_state, "
+            "Leave out what is meant to be inf: jls.health(state.opt_state, "
             "state.params, carried=...)"
         )
     old = ", with an nnx.clone of the old one" if facts.is_nnx else ""
@@ -691,7 +691,7 @@ def _at_ceiling(facts: Facts) -> str:
         if facts.skips == 0
         else ""
     )
-    if facts.loss_scale > facts.max_scale:
+    if facts.max_scale is not None and facts.loss_scale > facts.max_scale:
         return (
             f"the loss scale of {facts.scale} is above its maximum of "
             f"{_format(facts.max_scale)}: it was set by hand, or saved under another "

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jls._reduce import AxisName, agree, all_finite
+from jls._text import join, path_name
 from jls._tree import select, wide_dtype, widen
 
 Accumulation = Literal["mean", "sum"]
@@ -105,7 +106,7 @@ def _split(batch: Any, micro_batches: int) -> Any:
         if not shape or shape[0] % micro_batches:
             raise ValueError(
                 "micro_batches must divide the leading axis of each array of batch, "
-                f"got {micro_batches} for batch{jax.tree_util.keystr(path)} of shape "
+                f"got {micro_batches} for {join('batch', path_name(path))} of shape "
                 f"{shape}. Drop or pad the last examples."
             )
         size = shape[0] // micro_batches

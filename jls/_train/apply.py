@@ -18,6 +18,7 @@ from jls._state import (
 from jls._step import update_and_apply
 from jls._train.plain import restore, trainable
 from jls._train.rates import Rates, learning_rates
+from jls._tree import difference
 from jls._types import (
     SIGNALS,
     LossScaledState,
@@ -123,8 +124,10 @@ def apply_gradients(
     fast = params.fast if isinstance(params, optax.LookaheadParams) else params
     if structure != jax.tree.structure(fast):
         raise ValueError(
-            "grads and params must have the same structure, got "
-            f"{structure} and {jax.tree.structure(fast)}."
+            "grads and params must have the same structure, but "
+            f"{difference(('grads', grads), ('params', fast))}. Of a part of the model "
+            "pass the gradients, the parameters and the state of that part: "
+            "optimizer.init(part)."
         )
     return apply(params)
 

@@ -20,7 +20,11 @@ _FP8 = "_overwrite_with_gradient"  # the collection of Flax's fp8 layers
 
 def is_linen(args: tuple[Any, ...]) -> bool:
     """Whether a step was called with a `TrainState` and a batch."""
-    return len(args) == 2 and (hasattr(args[0], "tx") or bool(_optimizers(args[0])))
+    return len(args) == 2 and is_train_state(args[0])
+
+
+def is_train_state(node: Any) -> bool:
+    return hasattr(node, "tx") or bool(_optimizers(node))
 
 
 class _Names(NamedTuple):
@@ -166,7 +170,7 @@ def _warn_of_fields_in_aux(aux: Any, carried: dict[str, Any]) -> None:
         warnings.warn(
             f"loss_fn returned {list(aux)} as aux, which only reaches the report: the "
             "fields of that name in the state stay as they are. To carry them on, pass "
-            "carries=True in the place of has_aux=True.",
+            "carries=True, not has_aux=True.",
             JlsWarning,
             stacklevel=2,
         )

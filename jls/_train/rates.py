@@ -10,6 +10,7 @@ from jax import Array
 
 from jls import _validate
 from jls._reduce import global_norm
+from jls._text import path_names
 from jls._train.schedules import find_schedules, group_of
 from jls._tree import named_floats
 
@@ -61,7 +62,7 @@ def learning_rates(
     groups = [group_of(path) for path, _ in injected]
     names = ["/".join(group) for group in groups]
     if len(set(names)) < len(names):
-        names = [jax.tree_util.keystr(path) for path, _ in injected]
+        names = path_names([path for path, _ in injected])
     rates = {
         "/".join(group): _scheduled_rate(*found)
         for group, found in find_schedules(optimizer, before, groups).items()

@@ -29,8 +29,11 @@ import jax.numpy as jnp
 import optax
 
 from jls import _validate
+from jls._mistakes import EagerCalls
+from jls._nnx import is_optimizer
 from jls._reduce import global_norm
 from jls._scale import value_and_grad
+from jls._state import find_scaler_states
 from jls._step import reach_wrappers
 from jls._text import describe
 from jls._train.accumulate import Accumulation, Drop, accumulate
@@ -39,12 +42,12 @@ from jls._train.apply import (
     check_optimizer,
     inner_wrapper_state,
 )
-from jls._train.linen import LinenAdapter, is_linen
+from jls._train.linen import LinenAdapter, is_linen, is_train_state
 from jls._train.nnx import NnxAdapter, is_nnx
 from jls._train.parts import Adapter, Parts
 from jls._train.plain import PlainAdapter
 from jls._train.rates import Rates, check_rates, local_norms
-from jls._tree import floats_of, select
+from jls._tree import floats_of, is_array, select
 from jls._types import SkipReason, StepReport
 
 
@@ -227,7 +230,8 @@ def train_step(
         none, since a model's variables are carried anyway.
       learning_rate: for the report: a schedule or a number > 0, or a dict of them by
         group. A schedule is called with the count of steps applied before. None looks
-        for `optax.inject_hyperparams` in the optimizer's state.
+        into the optimizer, for `optax.inject_hyperparams` and for a schedule that optax
+        was given, as in `optax.adamw(schedule)`; a constant is not found.
       micro_batches: >= 1, splits the batch along its leading axis and accumulates the
         gradients in float32, one micro-batch after the other: with k micro-batches,
         example i goes into number i mod k.
@@ -250,9 +254,9 @@ def train_step(
       `drop="micro_batch"`, of the micro-batches with a finite loss);
       `skipped` says whether the step was skipped, for whatever reason;
       `loss_scale` is that of the next step;
-      `learning_rate` is what this step used, None if none is found, a dict by group
-      if there are several (after a skipped step an injected one is still that of
-      the last applied step);
+      `learning_rate` is what this step used, None if it is neither given nor found, a
+      dict by group if there are several (after a skipped step an injected one is still
+      that of the last applied step);
       `global_norm` is the L2 norm of the true gradients before clipping, which does
       not overflow on the way; not finite if they are not;
       `local_norm` and `size` are dicts by the path of the parameter, or None;
@@ -314,19 +318,25 @@ def train_step(
         extra=_check_extra(extra),
     )
 
+    eager_calls = EagerCalls()
+
     def step(*args, **kwargs):
         adapter = _adapt(loss_fn, optimizer, carries, has_aux, args, kwargs)
-        parts, report = take_step(adapter, args[-1], options)
+        parts, arguments = adapter.split(), (args, kwargs)
+        write = partial(_jitted, adapter, arguments)
+        eager_calls.warn_at_second(parts.params, arguments, write)
+        parts, report = take_step(adapter, parts, args[-1], options)
         return adapter.merge(parts, report)
 
     return step
 
 
 def take_step(
-    adapter: Adapter, batch: Any, options: Options
+    adapter: Adapter, parts: Parts, batch: Any, options: Options
 ) -> tuple[Parts, StepReport]:
     """The parts of a state after one step, and the report."""
-    params, overwritten, opt_state, carried = adapter.split()
+    params, overwritten, opt_state, carried = parts
+    _refuse_lookahead(params)
     scaler_state = inner_wrapper_state(opt_state).scaler_state
 
     def loss(params, overwritten, carried, batch):
@@ -367,6 +377,16 @@ def take_step(
     )
     after = select(~report.skipped, made.carried, before)
     return Parts(new_params, after[0], new_opt_state, after[1]), report
+
+
+def _refuse_lookahead(params: Any) -> None:
+    if isinstance(params, optax.LookaheadParams):
+        raise ValueError(
+            "params must not be optax.LookaheadParams, whose loss is that of the fast "
+            "ones alone. Write loss, grads = jls.value_and_grad(loss_fn)(opt_state, "
+            "params.fast, batch), and params, opt_state, report = "
+            "jls.apply_gradients(optimizer, grads, opt_state, params, value=loss)."
+        )
 
 
 def _differentiate(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
@@ -424,6 +444,18 @@ def _dropped(made: Any, report: StepReport, options: Options) -> Any:
     return jnp.any(report.skip_reason == reasons).astype(jnp.int32)
 
 
+def _jitted(adapter: Adapter, arguments: Any) -> str:
+    """The line that jits the step."""
+    if isinstance(adapter, NnxAdapter):
+        return "nnx.jit(jls.train_step(loss_fn))"
+    if isinstance(adapter, LinenAdapter):
+        return "jax.jit(jls.train_step(loss_fn))"
+    # A model of Equinox holds functions, which are no arguments of jax.jit.
+    is_plain = all(map(is_array, jax.tree.leaves(arguments)))
+    jit = "jax.jit" if is_plain else "eqx.filter_jit"
+    return f"{jit}(jls.train_step(loss_fn, optimizer))"
+
+
 def _adapt(
     loss_fn: Callable[..., Any],
     optimizer: Any,
@@ -433,6 +465,7 @@ def _adapt(
     kwargs: dict[str, Any],
 ) -> Adapter:
     """The adapter for what the step was called with; the last is the batch."""
+    _check_order(optimizer, carries, args)
     if optimizer is None and is_nnx(args):
         return NnxAdapter(loss_fn, carries, has_aux, args, kwargs)
     loss_fn = partial(loss_fn, **kwargs)
@@ -443,6 +476,24 @@ def _adapt(
         return LinenAdapter(loss_fn, carries, has_aux, args[0])
     types = ", ".join(type(x).__name__ for x in args)
     raise TypeError(f"{_form(optimizer, carries, is_flax)}; got {types}. {_BATCH}")
+
+
+def _check_order(optimizer: Any, carries: bool, args: tuple[Any, ...]) -> None:
+    """Raises if the arguments seem to be the right ones in another order."""
+    order, place, is_in_place = ["state", "batch"], 0, is_train_state
+    if optimizer is not None:
+        order = ["params", "opt_state", *(["carried"] if carries else []), "batch"]
+        place, is_in_place = 1, find_scaler_states
+    elif any(map(is_optimizer, args)):
+        order, place, is_in_place = ["model", "optimizer", "batch"], 1, is_optimizer
+    if len(args) != len(order) or is_in_place(args[place]):
+        return
+    if any(map(is_in_place, args)):
+        types = ", ".join(type(x).__name__ for x in args)
+        raise ValueError(
+            f"The order is step({', '.join(order)}), got {types}: {order[place]} must "
+            f"be argument {place + 1}."
+        )
 
 
 def _form(optimizer: Any, carries: bool, is_flax: bool) -> str:

@@ -1,5 +1,7 @@
 """`jls.check_step` on plain steps, and what it says; more steps in tests/corpus."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,6 +156,41 @@ def test_old_state_that_comes_back_is_no_step():
     result = check(forgets, args)
     assert result.broken == ("no step",)
     assert "the old state" in result.seen["no step"]
+    text = " ".join(str(result).split())
+    assert "write return the new params and the new opt_state from the step" in text
+    assert "nnx" not in text
+
+
+def test_nnx_step_under_jax_jit_is_told_of_nnx_jit():
+    model, optimizer, batch = RIGHT["nnx_train_step"]()[1]
+    result = check(jax.jit(jls.train_step(steps.nnx_loss)), (model, optimizer, batch))
+    assert result.broken == ("no step",)
+    assert "step = nnx.jit(jls.train_step(loss_fn))" in " ".join(str(result).split())
+
+
+def with_mask_outside(inner):
+    return optax.masked(wrap(inner), {"w1": False, "w2": True})
+
+
+def test_wrapper_inside_a_mask_is_told_of_the_mask():
+    result = check(*plain(wrap=with_mask_outside))
+    assert not result.ok
+    text = " ".join(str(result).split())
+    assert "jls.loss_scaled(optax.masked(inner, mask))" in text
+    assert "MultiSteps" not in text
+    assert "nan_to_num" not in text
+
+
+def test_cleaned_gradients_are_told_of_what_cleans_them():
+    text = " ".join(str(check(*plain(steps.cleaned))).split())
+    assert "no jnp.nan_to_num and no optax.clip before jls.loss_scaled" in text
+    assert "optax.masked" not in text
+
+
+def test_accumulation_outside_is_told_to_go_inside():
+    result = check(*plain(steps.with_the_scale_alone, wrap=steps.accumulate_outside))
+    text = " ".join(str(result).split())
+    assert "jls.loss_scaled(optax.MultiSteps(inner, k)), accumulation inside" in text
 
 
 def test_updates_that_are_never_applied_are_in_the_headline():
@@ -355,6 +392,52 @@ def test_batch_with_a_bad_loss_is_an_error():
     bad = {**batch, "x": batch["x"].at[0, 0].set(jnp.nan)}
     with pytest.raises(ValueError, match="the loss of these arguments must be finite"):
         check(step, (params, opt_state, bad))
+
+
+def test_forward_pass_that_overflows_is_not_blamed_on_the_batch_alone():
+    @jax.jit
+    def step(params, opt_state, batch):
+        def loss_fn(params):
+            big = plain_loss(params, batch).astype(jnp.float16) * 60000
+            return (big * 60000).astype(jnp.float32)
+
+        loss, grads = jls.value_and_grad(loss_fn)(opt_state, params)
+        updates, opt_state = wrap(optax.sgd(0.1)).update(
+            grads, opt_state, params, value=loss
+        )
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params = plain_params()
+    args = params, wrap(optax.sgd(0.1)).init(params), BATCH
+    with pytest.raises(ValueError, match=r"or the forward pass overflows: see jls.hea"):
+        check(step, args)
+
+
+def test_donated_state_is_named():
+    step, (params, opt_state, batch) = plain(donate_argnums=(0, 1))
+    step(params, opt_state, batch)
+    with pytest.raises(ValueError, match="params/w1 was donated to an earlier step"):
+        check(step, (params, opt_state, batch))
+
+
+@pytest.mark.parametrize("numbers", [(0.005, True, 3), (jnp.float32(0.005), True, 3)])
+def test_python_numbers_among_the_arguments(numbers):
+    """Of SAC: a rate, a switch and a count; and a target that a bad step moves too."""
+    optimizer = wrap(optax.adam(0.1))
+
+    @partial(jax.jit, static_argnums=(5, 6))
+    def step(params, target, opt_state, batch, rate, is_on, count):
+        loss, grads = jls.value_and_grad(plain_loss)(opt_state, params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        params = optax.apply_updates(params, updates)
+        if is_on and count:
+            target = optax.incremental_update(params, target, rate)
+        return params, target, opt_state, loss
+
+    params = plain_params()
+    target = jax.tree.map(lambda x: 2 * x + 1, params)
+    result = check(step, (params, target, optimizer.init(params), BATCH, *numbers))
+    assert not set(result.broken) - {"not atomic"}
 
 
 # Errors.

@@ -201,6 +201,16 @@ def out_of_sync():
     return messages
 
 
+def check_of_global_arrays():
+    optimizer = optimizer_of()
+    params = {name: put(PARAMS[name], WHOLE) for name in PARAMS}
+    try:
+        jls.check_step(jitted(optimizer), params, optimizer.init(params), put(X, SPLIT))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 if __name__ == "__main__":
     assert jax.process_count() == PROCESSES
     assert jax.local_device_count() == DEVICES
@@ -211,6 +221,7 @@ if __name__ == "__main__":
         "unbound": unbound_axis(),
         "spiking": spiking(),
         "out of sync": out_of_sync(),
+        "check": check_of_global_arrays() if PROCESSES > 1 else None,
     }
     Path(sys.argv[5]).write_text(json.dumps(found))
     jax.distributed.shutdown()

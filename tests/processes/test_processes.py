@@ -147,7 +147,7 @@ def test_processes_take_one_decision_on_a_spike(one_or_more):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_state_that_differs_is_named(processes):
     rule = "must be the same on all devices, got"
-    scales = f"loss_scale {rule} 8 on process 0, 16 on process 1."
+    scales = f"loss_scale {rule} 2^3 on process 0, 2^4 on process 1."
     steps = f"steps {rule} 0 and 5 on devices of process 0"
     for seen in run(processes):
         *differ, drifted = seen["out of sync"]
@@ -155,6 +155,12 @@ def test_a_state_that_differs_is_named(processes):
         assert all(message.startswith(scales) for message in differ)
         assert drifted.startswith(steps)
         assert ("0 on process 1" in drifted) == (processes == 2)
+
+
+def test_check_step_asks_for_arrays_of_one_process(processes):
+    for seen in run(processes):
+        assert "params/b must be held by this process, got a global" in seen["check"]
+        assert "jls.check_step with process-local arrays" in seen["check"]
 
 
 def test_a_run_saved_by_two_processes_goes_on_in_others(others, tmp_path):

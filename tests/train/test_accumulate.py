@@ -197,7 +197,7 @@ def test_one_trace_of_the_loss_serves_all_micro_batches_and_steps():
         (jnp.ones((4, 2)), r"got 3 for batch of shape \(4, 2\)"),
         (
             {"x": jnp.ones((3, 2)), "y": jnp.float32(1)},
-            r"got 3 for batch\['y'\] of shape \(\)",
+            r"got 3 for batch/y of shape \(\)",
         ),
         ((), "batch must hold an array"),
     ],
