@@ -125,7 +125,7 @@ def test_carried_state_that_overflows_in_an_applied_step():
         assert not health.safe_to_save
         assert "in the carried state (ema). No step" in health.sentence
         assert "jls.select(applied, new, old)" in health.sentence
-    assert "leave out: jls.health(state.opt_state, state.params" in health.sentence
+    assert "to be inf: jls.health(state.opt_state, state.params" in health.sentence
     alone = jls.health(state.opt_state, carried=state.ema)
     assert "in the carried state ((tree)). No" in alone.sentence
 
