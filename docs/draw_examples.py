@@ -21,12 +21,13 @@ DOCS = Path(__file__).parent
 BLUE, ORANGE, GREEN = "#0072b2", "#d55e00", "#009e73"
 
 
-def recorded(program: Path, *args) -> np.ndarray:
-    """Loss, loss scale and whether it was skipped, of each step of a program."""
-    rows, train_step = [], jls.train_step
+def recorded(program: Path, *args) -> list[np.ndarray]:
+    """Loss, loss scale and whether it was skipped, of each step that was made."""
+    records, train_step = [], jls.train_step
 
     def recording(*args, **kwargs):
-        step = train_step(*args, **kwargs)
+        step, rows = train_step(*args, **kwargs), []
+        records.append(rows)
 
         @functools.wraps(step)
         def call(*args, **kwargs):
@@ -49,7 +50,7 @@ def recorded(program: Path, *args) -> np.ndarray:
         jax.effects_barrier()
     finally:
         jls.train_step = train_step
-    return np.array(rows).T
+    return [np.array(rows).T for rows in records]
 
 
 def draw_run(loss, scale, skipped):
@@ -57,8 +58,10 @@ def draw_run(loss, scale, skipped):
     steps = np.arange(1, len(loss) + 1)
     _, (top, bottom) = plt.subplots(2, sharex=True, figsize=(7, 3.2))
     top.plot(steps, loss, color=BLUE, linewidth=1)
-    top.set(yscale="log", ylabel="loss")
-    top.yaxis.set_minor_formatter(mpl.ticker.NullFormatter())
+    top.set(ylabel="loss")
+    if loss.max() > 3 * loss.min():
+        top.set_yscale("log")
+        top.yaxis.set_minor_formatter(mpl.ticker.NullFormatter())
     bottom.step(steps, scale, color=BLUE, where="post")
     bottom.set_yscale("log", base=2)
     bottom.set(ylabel="loss scale", xlabel="step")
@@ -83,6 +86,24 @@ def draw_ppo(train, seeds=3, updates=150):
     ax.legend(frameon=False)
 
 
+def draw_actor_critic(main, records):
+    """The reward of a step, and both loss scales."""
+    *_, rewards = main()
+    smooth = np.convolve(rewards, np.ones(20) / 20, "valid")
+    _, (top, bottom) = plt.subplots(2, sharex=True, figsize=(7, 3.2))
+    top.plot(np.arange(20, len(rewards) + 1), smooth, color=BLUE, linewidth=1)
+    top.set(ylabel="reward")
+    for name, (_, scale, skipped), color in zip(
+        ("critic", "actor"), records, (BLUE, GREEN), strict=True
+    ):
+        label = f"{name}, {skipped.sum():.0f} steps skipped"
+        steps = np.arange(1, len(scale) + 1)
+        bottom.step(steps, scale, color=color, where="post", linewidth=1, label=label)
+    bottom.set_yscale("log", base=2)
+    bottom.set(ylabel="loss scale", xlabel="step")
+    bottom.legend(loc="upper left", frameon=False)
+
+
 def main(names):
     """Draws the examples with these names, or all."""
     mpl.use("Agg")
@@ -94,9 +115,11 @@ def main(names):
             draw_ppo(runpy.run_path(str(program))["train"])
         elif program.stem == "gpt_sharded":
             with tempfile.TemporaryDirectory() as folder:
-                draw_run(*recorded(program, folder))
+                draw_run(*recorded(program, folder)[0])
+        elif program.stem == "actor_critic":
+            draw_actor_critic(runpy.run_path(str(program))["main"], recorded(program))
         else:
-            draw_run(*recorded(program))
+            draw_run(*recorded(program)[0])
         plt.savefig(
             DOCS / "examples" / f"{program.stem}.png", dpi=110, bbox_inches="tight"
         )

@@ -15,6 +15,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from shared import assert_identical
@@ -27,17 +28,21 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES, PAGE = ROOT / "examples", ROOT / "docs" / "examples.md"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 TINY = {
+    "actor_critic": {"updates": 500, "envs": 4, "batch_size": 32},
     "equinox_vit": {"epochs": 3, "width": 16, "depth": 1},
     "gpt_sharded": {"steps": 20, "save_every": 5, "length": 8, "width": 16, "depth": 1},
     "haiku_state": {"steps": 80, "widths": (8, 8), "batch_size": 32},
     "linen_imagenet": {"epochs": 3, "widths": (8,), "size": 8},
     "nnx_convnet": {"epochs": 2, "width": 4},
+    "nnx_vae": {"epochs": 3, "width": 16},
     "ppo": {"seeds": 2, "updates": 10, "steps": 32, "epochs": 2},
 }
 # Starts where float16 overflows.
 TOO_HIGH = functools.partial(jls.dynamic, 2.0**24)
 # How many bad batches these get: one in each epoch.
-WITH_AN_INF = {"equinox_vit": 3, "linen_imagenet": 3, "nnx_convnet": 2}
+WITH_AN_INF = {"equinox_vit": 3, "linen_imagenet": 3, "nnx_convnet": 2, "nnx_vae": 3}
+# What they print for each part of the run, and whose numbers are to rise.
+RISING = {"actor_critic": "reward", "ppo": "upright"}
 
 
 def load(name):
@@ -65,15 +70,16 @@ def run(program, name, folder):
 def spoiled(batches):
     """The batches with an inf in the second one, where the images come first."""
     for i, batch in enumerate(batches):
-        images = batch["image"] if isinstance(batch, dict) else batch[0]
+        images = batch["image"] if isinstance(batch, dict) else batch
+        images = images[0] if isinstance(images, tuple) else images
         images[0, 0] = np.inf if i == 1 else images[0, 0]
         yield batch
 
 
 def check_curve(name, out):
-    if name == "ppo":
-        lines = [line.split()[-2:] for line in out.splitlines() if "upright" in line]
-        numbers = np.array(lines, float).mean(axis=1)
+    if name in RISING:
+        lines = [line for line in out.splitlines() if RISING[name] in line]
+        numbers = np.array([line.split()[-1] for line in lines], float)
         assert numbers[-1] > numbers[0]
     else:
         numbers = np.array(re.findall(r"loss +([\d.naif]+) ?", out), float)
@@ -121,7 +127,12 @@ def test_learns_from_a_scale_that_is_too_high(name, capsys, tmp_path, monkeypatc
     result = run(program, name, tmp_path)
     # Batch statistics and the metrics of NNX would keep an inf for ever.
     check_curve(name, capsys.readouterr().out)
-    metrics = jax.vmap(jls.metrics)(result) if name == "ppo" else jls.metrics(result)
+    if name == "ppo":
+        metrics = jax.vmap(jls.metrics)(result)
+    elif name == "actor_critic":
+        metrics = jax.tree.map(lambda *x: jnp.stack(x), *map(jls.metrics, result[:2]))
+    else:
+        metrics = jls.metrics(result)
     assert np.all(metrics["nonfinite_losses"] == bad)
     assert np.all(metrics["skips"] > bad)
     assert np.all(metrics["skips"] <= metrics["steps"] / 2)
@@ -185,7 +196,7 @@ def checks(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("name", sorted({*NAMES} - {"ppo"}))
+@pytest.mark.parametrize("name", sorted({*NAMES} - RISING.keys()))
 def test_step_is_right(name, checks, tmp_path):
     run(load(name), name, tmp_path)
     (check,) = checks
@@ -209,6 +220,48 @@ def test_step_of_ppo_is_right(tmp_path):
     )
     step = jax.jit(jls.train_step(program.loss_fn))
     jls.check_step(step, state, minibatch).raise_if_broken()
+
+
+def test_actor_and_critic_skip_each_for_itself():
+    program = load("actor_critic")
+    actor, critic, _ = program.main(updates=5, envs=2, batch_size=4)
+    keys = jax.random.split(jax.random.key(0), 6)
+    pendulum = jax.vmap(program.reset)(keys)
+    action = program.policy(actor, actor.params, pendulum)
+    later, reward = jax.vmap(program.act)(pendulum, action)
+    batch = pendulum, action, reward, later
+    learn_critic = jax.jit(jls.train_step(program.critic_loss))
+    learn_actor = jax.jit(jls.train_step(program.actor_loss))
+    others = {"actor": actor, "key": keys[0]}
+    jls.check_step(learn_critic, critic, batch, **others).raise_if_broken()
+    jls.check_step(learn_actor, actor, batch, critic=critic).raise_if_broken()
+
+    no_reward = pendulum, action, reward.at[0].set(jnp.nan), later
+    new_critic, of_critic = learn_critic(critic, no_reward, **others)
+    new_actor, of_actor = learn_actor(actor, no_reward, critic=new_critic)
+    assert of_critic.skipped
+    assert_identical(new_critic.params, critic.params)
+    assert not of_actor.skipped
+    followed = optax.incremental_update(critic.params, critic.target, program.TAU)
+    assert_identical(new_critic.follow().target, followed)
+    assert jls.all_finite((followed, new_actor.follow().target))
+
+
+def test_vae_takes_its_random_numbers_back():
+    program = load("nnx_vae")
+    model, optimizer = program.main(epochs=1, width=4)
+    step, rngs = nnx.jit(jls.train_step(program.loss_fn)), nnx.Rngs(noise=1, dropout=2)
+    model.train()
+    images = program.load()[0][:8]
+    for batch, counts in (
+        (images, (1, 2)),
+        (images * np.nan, (1, 2)),
+        (images, (2, 4)),
+    ):
+        report = step(model, optimizer, batch, rngs=rngs)
+        assert report.skipped == (not np.isfinite(batch).all())
+        streams = rngs.noise, rngs.dropout
+        assert tuple(int(stream.count[...]) for stream in streams) == counts
 
 
 SPLIT = """

@@ -8,9 +8,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from code_blocks import blocks, execute
 from flax import nnx
+from shared import assert_identical
 
 import jls
 
@@ -32,8 +34,21 @@ def run(recipe):
     return execute(code, f"{recipe}.md", {"__name__": "recipe"})
 
 
+def run_all(recipe):
+    """Runs all blocks of a recipe, one after the other; their names."""
+    text, names = (RECIPES / f"{recipe}.md").read_text(encoding="utf-8"), {}
+    for block in blocks(text):
+        if block.language == "python":
+            names = execute(block.code, f"{recipe}.md", names)
+    return names
+
+
 def test_every_recipe_is_tested():
     others = {
+        "shortest_port",
+        "two_losses",
+        "learning_rate",
+        "extra_arguments",
         "plain_jax",
         "skip_without_scaling",
         "gradient_accumulation",
@@ -189,3 +204,154 @@ def test_record_of_a_run_says_what_happened_in_each_step(capsys):
     assert history["applied"].tolist() == [True, False, True, True]
     rates = [0.1, 0.09, 0.09, 0.08]  # the skipped step does not count
     assert history["learning_rate"].tolist() == pytest.approx(rates)
+
+
+def test_shortest_port_trains_as_the_program_before_it():
+    names = run("shortest_port")
+    train_step, x, y = names["train_step"], names["x"], names["y"]
+    tx, params = optax.adamw(1e-2), names["model"].init(jax.random.key(1), x)
+    state, opt_state = names["state"], tx.init(params)
+    for _ in range(3):
+        grads, _ = jax.grad(names["loss_fn"], has_aux=True)(params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    for _ in range(2):  # the page takes the first step
+        state, _, _ = train_step(state, x, y)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, 1e-2), state.params, params
+    )
+    after, loss, _ = train_step(state, x * jnp.nan, y)
+    assert np.isnan(loss)
+    assert_identical(after.params, state.params)
+    assert after.opt_state.skips == 1
+
+
+def test_ports_of_closures_and_of_other_states_skip_too():
+    names = run_all("shortest_port")
+    own, bad = names["own"], (names["x"] * jnp.nan, names["y"])
+    step = jls.train_step(
+        lambda state, batch: names["loss_fn"](state.weights, *batch), has_aux=True
+    )
+    after, report = step(own, bad)
+    assert report.skipped
+    assert_identical(after.weights, own.weights)
+    assert after.global_step == own.global_step + 1
+    state = names["state"]
+    after, logs = names["train_step"](state, *bad)
+    assert_identical(after.params, state.params)
+    assert logs["largest"] == 0
+
+
+def two_losses(scale):
+    """The page's names, and new states at a loss scale."""
+    names = run_all("two_losses")
+    optimizer, gen, disc = (names[name] for name in ("optimizer", "gen", "disc"))
+    states = optimizer.init(gen), optimizer.init(disc)
+    start = gen, disc, *(jls.set_loss_scale(x, scale) for x in states)
+    return names, start
+
+
+def test_each_of_two_networks_skips_for_itself():
+    names, start = two_losses(2.0**15)
+    real, z = names["real"], names["z"]
+    after = names["train_step"](*start, real.at[0, 0].set(jnp.nan), z)
+    assert_identical(after[1], start[1])
+    assert after[4] == (False, True)
+    assert not np.array_equal(after[0][0], start[0][0])
+    after = names["train_step"](*start, real, z.at[0, 0].set(jnp.nan))
+    assert after[4] == (True, True)
+    assert_identical(after[:2], start[:2])
+
+
+def test_both_networks_step_or_neither_and_the_scale_comes_down():
+    names, _ = two_losses(1.0)
+    params = {"gen": names["gen"], "disc": names["disc"]}
+    opt_state = jls.set_loss_scale(names["both"].init(params), 2.0**24)
+    skips = 0
+    for _ in range(40):
+        before = params
+        params, opt_state, report = names["joint_step"](
+            params, opt_state, names["real"], names["z"]
+        )
+        if report.skipped:
+            skips += 1
+            assert_identical(params, before)
+        else:
+            for part in ("gen", "disc"):
+                assert not np.array_equal(params[part][0], before[part][0])
+    assert 0 < skips < 20
+    assert jls.loss_scale(opt_state) == 2.0 ** (24 - skips)
+
+
+def test_second_network_follows_the_first_out_of_an_overflow():
+    names, states = two_losses(2.0**15)
+    states = [*states[:3], jls.set_loss_scale(states[3], 2.0**24)]
+    skipped = []
+    for _ in range(30):
+        *after, (second, first) = names["train_in_turn"](
+            *states, names["real"], names["z"]
+        )
+        if first:
+            assert second
+            assert_identical(after[:2], states[:2])
+            assert jls.loss_scale(after[3]) == 0.5 * jls.loss_scale(states[3])
+            assert jls.loss_scale(after[2]) == jls.loss_scale(states[2])
+        skipped.append(bool(first))
+        states = after
+    assert skipped[0]
+    assert not skipped[-1]
+    assert states[2].nonfinite_losses == sum(skipped)
+
+
+def test_learning_rate_recipe_steps_with_the_rates_that_were_set(capsys):
+    names = run_all("learning_rate")
+    assert names["report"].learning_rate == pytest.approx(0.00125 / 1.5)
+    params, inner = jnp.ones(4), names["inner"]
+    tx = optax.chain(optax.clip_by_global_norm(1.0), inner)
+    opt_state = tx.init(params)
+    for rate in (0.005, 0.00125, 0.00125 / 1.5):  # the second of four was skipped
+        opt_state[1].hyperparams["learning_rate"] = jnp.float32(rate)
+        grads = jax.grad(names["loss_fn"])(params, names["batch"])
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(names["params"], params, rtol=1e-4)
+
+
+def test_line_search_and_sam_step_as_optax_alone(capsys):
+    names = run("extra_arguments")
+    loss_fn, tx, batch = names["loss_fn"], optax.lbfgs(), (names["x"], names["y"])
+    params = jnp.zeros(3)
+    opt_state = tx.init(params)
+    for _ in range(4):  # of five one was skipped
+        value, grad = jax.value_and_grad(loss_fn)(params, batch)
+        extra = {"value": value, "grad": grad, **names["value_fn"](params, batch)}
+        updates, opt_state = tx.update(grad, opt_state, params, **extra)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(names["params"], params, rtol=1e-3)
+
+    names = run_all("extra_arguments")
+    assert names["opt_state"].skips == 1
+    optimizer = jls.skip_nonfinite(names["sam"], check_updates=True)
+
+    def bad_grad(params, batch):
+        return {"grad_fn": lambda params, _: params * jnp.nan}
+
+    step = jls.train_step(loss_fn, optimizer, extra=bad_grad)
+    params, opt_state, report = step(params, optimizer.init(params), batch)
+    assert report.skip_reason == jls.types.SkipReason.UPDATES
+
+
+def test_what_is_beside_an_nnx_model_is_rolled_back(capsys):
+    names = run_all("flax_nnx")
+    step, (rngs, metrics) = names["noisy_step"], names["beside"].values()
+    args, x, y = (names["noisy"], names["noisy_optimizer"]), names["x"], names["y"]
+
+    def beside():
+        counts = rngs.noise.count[...], rngs.dropout.count[...]
+        return jax.device_get((counts, metrics.compute()))
+
+    before = beside()
+    assert step(*args, (x * jnp.nan, y), rngs=rngs, metrics=metrics).skipped
+    assert_identical(beside(), before)
+    assert not step(*args, (x, y), rngs=rngs, metrics=metrics).skipped
+    assert beside()[0] == (3, 3)
