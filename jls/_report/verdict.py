@@ -172,7 +172,7 @@ class Facts:
 
     @property
     def scale(self) -> str:
-        """The loss scale as a number if it is short, else as a power of two."""
+        """The loss scale, for a sentence."""
         return _format(self.loss_scale)
 
 
@@ -743,4 +743,5 @@ def _some(names: list[str]) -> str:
 
 
 def _format(scale: float) -> str:
-    return format_scale(scale) if "e" in f"{scale:g}" else f"{scale:g}"
+    """As a number if it is a small one, `512`; else as tables do, `2^15`."""
+    return f"{scale:g}" if 2.0**-3 <= scale <= 2.0**10 else format_scale(scale)

@@ -528,7 +528,7 @@ def test_an_ok_says_whether_the_parameters_were_looked_at():
     params, state = run(optimizer, [GOOD])
     for given in ({}, {"optimizer": optimizer}, {"carried": jnp.ones(2)}):
         health = jls.health(state, **given)
-        assert health.sentence.endswith("is 32768; the parameters were not looked at.")
+        assert health.sentence.endswith("is 2^15; the parameters were not looked at.")
         assert "params" not in health.numbers["poisoned_leaves"]
         assert health.numbers["poisoned"] is (False if "carried" in given else None)
     assert "looked" not in jls.health(state, params).sentence
@@ -839,7 +839,7 @@ def test_a_scale_above_its_maximum_is_called_so():
     above = jls.set_loss_scale(state, 2.0**20)
     health = jls.health(above, params, optimizer=optimizer)
     assert health.verdict == "at ceiling"
-    assert "2^20 is above its maximum of 65536: it was set by hand" in health.sentence
+    assert "2^20 is above its maximum of 2^16: it was set by hand" in health.sentence
     assert "no further" not in health.sentence
     for _ in range(2):  # as the sentence has it
         _, above = optimizer.update(GOOD, above, params)
