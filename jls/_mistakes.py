@@ -195,9 +195,9 @@ class EagerCalls:
             return
         if sum(map(jnp.size, floats_of(params))) < _MANY_PARAMETERS:
             return
-        leaves = jax.tree.leaves(arguments)
-        # The array is traced if the step closes over all it has, under jit or scan.
-        if any(isinstance(x, Tracer) for x in [*leaves, jnp.zeros(())]):
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arguments)):
+            return
+        if isinstance(jnp.zeros(()), Tracer):  # the step closes over all that it has
             return
         self.count += 1
         if self.count == 2:

@@ -166,8 +166,9 @@ def value_and_grad(
     Raises:
       TypeError: at once, if `fun` or `transform` is not a function, `argnums` no
         integers, or `has_aux` not a bool; when called, if the parameters or the loss
-        are not floating point, if what `fun` returns is not a pair with `has_aux`, or
-        if `transform` is of another form.
+        are not floating point or are in an NNX model that `jax.value_and_grad` would
+        differentiate, if what `fun` returns is not a pair with `has_aux`, or if
+        `transform` is of another form.
       ValueError: when called, if the loss is not a scalar, if `state` carries no loss
         scale, or several, or comes after the parameters, or if its wrapper is inside an
         `optax.MultiSteps`, which would keep a NaN for ever.

@@ -82,10 +82,10 @@ def _scaler_node_in(state: Any) -> Any:
     shape = jnp.shape(read_variables(node.loss_scale))
     if shape != ():
         raise ValueError(
-            f"loss_scale must have shape (), got shape {shape}{at(path)}. If it is of "
-            "several members, as jax.vmap and jax.pmap stack them, pass the state of "
-            "one: jax.tree.map(lambda a: a[0], state). In a step that maps over "
-            "examples, keep the state outside the vmap."
+            f"loss_scale must have shape (), got shape {shape}{at(path)}. If "
+            "jax.vmap or jax.pmap stacked it, it is of several members: pass the state "
+            "of one, jax.tree.map(lambda a: a[0], state), or map over it. In a step "
+            "that maps over examples, keep it outside the vmap."
         )
     return node
 

@@ -11,7 +11,8 @@
 Updates are bad if they are checked and one is not finite, or makes a finite parameter
 overflow in its own dtype, or if a scalar of the inner state is NaN. A spike is a finite
 step whose loss or gradient norm the spike policy wants to skip. For the scaler both are
-finite steps.
+finite steps. A step whose gradients come without the parts that overflowed, as the flag
+`partial_overflow` says, is applied, and counted as a partial overflow too.
 """
 
 import contextvars

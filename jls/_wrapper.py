@@ -112,7 +112,9 @@ def loss_scaled(
     Warns:
       JlsWarning: at `init`, if a parameter is float16 or bfloat16; at `update`, when
         traced, if it gets no `value` but an extra argument of nearly that name, or one
-        called `loss`, which `inner` does not use.
+        called `loss`, which `inner` does not use, or if it gets float16 gradients of
+        wider parameters; at `init`, if a `jls.params_ema` in a chain of `inner` is
+        followed by a transformation with arrays in its state.
 
     Example:
       >>> optimizer = jls.loss_scaled(optax.sgd(1.0), jls.dynamic(1024.0))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
 from test_scaler_laws import SCALERS
 
@@ -90,6 +91,15 @@ def check_step(**options):
     # Its first argument is positional only in spirit: the others are the step's.
     batch = jnp.ones(2)
     return jls.check_step(options.pop("step"), params, opt_state, batch, **options)
+
+
+model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+nnx_optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+
+
+def atomic(optimizer, model):
+    with jls.atomic(optimizer, model):
+        pass
 
 
 def state_loss(state, batch):
@@ -245,8 +255,10 @@ CASES = {
             "opt_state": opt_state,
             "params": params,
             "value": None,
+            "return_updates": False,
         },
     ),
+    "atomic": (atomic, {"optimizer": nnx_optimizer, "model": model}),
     "check_step": (check_step, {"step": right_step, "carried_args": None}),
     **{
         f"{name}.adjust": adjusting(make())
@@ -285,6 +297,9 @@ TAKES = {
     "decr_every_n_nan_or_inf": {"int32", "integers"},
     "has_aux": {"True"},
     "local_norm": {"True"},
+    "update_norm": {"True"},
+    "return_updates": {"True"},
+    "extra": {"None", "dict"},
     "debias": {"True"},
     "consecutive": {"True"},
     "enable": {"True"},
@@ -377,6 +392,7 @@ LEFT = {
     ("train_step", "loss_fn", "function"),
     ("check_step", "step", "function"),
     ("train_step", "learning_rate", "function"),
+    ("train_step", "extra", "function"),
     ("train_step", "batch"),
     # It is for `transform`, which may take more than jax does.
     ("value_and_grad", "argnums"),

@@ -773,7 +773,7 @@ LAST = {
     "alone": EMA,
     "before another": optax.chain(optax.adam(0.1), EMA, jls.params_ema(0.99)),
     "before a recorder": optax.chain(optax.adam(0.1), EMA, recorder()),
-    "before what has no state": optax.chain(optax.adam(0.1), EMA, optax.identity()),
+    "before what keeps no arrays": optax.chain(optax.sgd(0.1), EMA, optax.scale(2.0)),
     "partition": optax.partition(
         {"a": optax.chain(optax.adam(0.1), EMA), "b": optax.adam(0.1)}, LABELS
     ),

@@ -226,7 +226,7 @@ ERRORS = {
     "gradients of a part": (
         lambda: OPTIMIZER.update({"w": X, "frozen": None}, OF_BOTH, PARAMS),
         ValueError,
-        r"got 1 and 2. If a part is frozen, .*: optimizer.init\(trained\); or .*"
+        r"got 1 and 2. If a part is frozen, .* optimizer.init\(trained\); or .*"
         r"optax.set_to_zero\(\)\}, labels\)\)\.$",
     ),
     "gradients of a part, without params": (

@@ -118,7 +118,7 @@ def test_state_without_or_with_two_loss_scales_is_a_value_error(fun):
 
 def test_stacked_state_outside_of_vmap_is_a_value_error_that_names_vmap():
     stacked = jax.vmap(lambda _: STATE)(jnp.arange(4))
-    with pytest.raises(ValueError, match=r"got shape \(4,\)\. If jax.vmap stacked it"):
+    with pytest.raises(ValueError, match=r"got shape \(4,\)\. If jax.vmap or jax.pmap"):
         jls.scale(stacked, 1.0)
     assert jax.vmap(jls.scale, (0, None))(stacked, 1.0).tolist() == [1024.0] * 4
 

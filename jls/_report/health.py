@@ -2,6 +2,7 @@
 """What a run's counters mean, in words, for a person at the host."""
 
 import dataclasses
+import itertools
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +15,7 @@ from jax import Array
 from jls import _validate
 from jls._bits import edges
 from jls._nnx import is_model, is_optimizer, split_model
-from jls._reduce import count_true
+from jls._reduce import any_nan, count_true, finite_leaves
 from jls._report.nonfinite import select_names
 from jls._report.underflow import measure_small
 from jls._report.verdict import (
@@ -224,7 +225,7 @@ def health(
     on_device = {
         "metrics": metrics(wrapper),
         "leaves": wrapper.nonfinite_leaves,
-        "tallies": {tree: leaves.tallies for tree, leaves in watched.items()},
+        "bad": {tree: leaves.flags for tree, leaves in watched.items()},
         "small": {} if grads is None else measure_small(wrapper, grads, dtype),
         "policy": _observe_spikes(wrapper.spike_state),
     }
@@ -233,9 +234,8 @@ def health(
         seen[name] for name in ("metrics", "leaves", "small", "policy")
     )
     counts["last_skip_reason"] = _reason(counts["last_skip_reason"])
-    found = _tell_poison_from_masks(
-        watched, seen["tallies"], counts["steps"], counts["consecutive_skips"]
-    )
+    bad = {tree: _count_bad(x, seen["bad"][tree]) for tree, x in watched.items()}
+    found = _tell_poison_from_masks(bad, counts["steps"], counts["consecutive_skips"])
     known = _describe_scale(scaler, wrapper, counts["loss_scale"])
     known |= {"poisoned_leaves": found.poisoned_leaves, "masks": found.masks}
     unnamed = None
@@ -308,12 +308,11 @@ def _train_state_fields(state: Any) -> dict[str, Any]:
 
 
 class _Watched(NamedTuple):
-    """The leaves of a tree: their names, and what is in them."""
+    """The leaves of a tree, and which of them hold a NaN, or an inf unless they may."""
 
     names: list[str]
-    sizes: list[int]
-    # u32[n, 2, 2]  numbers of NaN and +inf, and of -inf, in base 2**32
-    tallies: Array
+    leaves: list[Any]
+    flags: Array  # bool[n]
 
 
 def _watch(params: Any, inner_state: Any, carried: list[Any]) -> dict[str, _Watched]:
@@ -321,42 +320,69 @@ def _watch(params: Any, inner_state: Any, carried: list[Any]) -> dict[str, _Watc
     if params is not None:
         # All optimizers of optax that keep an inf on purpose keep it in a scalar.
         shapes = {jnp.shape(leaf) for leaf in named_floats(params)[1]} - {()}
-        watched["params"] = _tally([params], lambda _: False)
-        watched["opt_state"] = _tally(
+        watched["params"] = _flag([params], lambda _: False)
+        watched["opt_state"] = _flag(
             [inner_state], lambda leaf: jnp.shape(leaf) not in shapes
         )
     if carried:
         # A scalar may be the best loss so far, which starts at inf.
-        watched["carried"] = _tally(carried, lambda leaf: jnp.ndim(leaf) == 0)
+        watched["carried"] = _flag(carried, lambda leaf: jnp.ndim(leaf) == 0)
     return watched
 
 
-def _tally(trees: list[Any], may_be_inf: Callable[[Any], bool]) -> _Watched:
-    """Counts what is not finite in the leaves; of some, NaN alone."""
+def _flag(trees: list[Any], may_be_inf: Callable[[Any], bool]) -> _Watched:
     finite, others = [], []
     for tree in trees:
         for name, leaf in zip(*named_floats(tree), strict=True):
             (others if may_be_inf(leaf) else finite).append((name, leaf))
-    tallies = _tallies([leaf for _, leaf in finite], [leaf for _, leaf in others])
-    pairs = finite + others
-    sizes = [jnp.size(leaf) for _, leaf in pairs]
-    return _Watched([name for name, _ in pairs], sizes, tallies)
+    flags = _poisoned([leaf for _, leaf in finite], [leaf for _, leaf in others])
+    names, leaves = ([pair[i] for pair in finite + others] for i in (0, 1))
+    return _Watched(names, leaves, flags)
 
 
 @jax.jit
-def _tallies(leaves: list[Any], may_be_inf: list[Any]) -> Array:
-    def tally(leaf, may_be_inf):
-        wide = widen(leaf)
-        is_bad, is_low = jnp.isnan(wide), jnp.zeros(wide.shape, jnp.bool_)
-        if not may_be_inf and jnp.iscomplexobj(wide):
-            is_bad = ~jnp.isfinite(wide)
-        elif not may_be_inf:
-            is_bad, is_low = is_bad | (wide == jnp.inf), wide == -jnp.inf
-        return count_true([is_bad, is_low])[0]
+def _poisoned(leaves: list[Any], may_be_inf: list[Any]) -> Array:
+    """`bool[n]`, whether each holds a NaN, or an inf unless it may."""
+    is_nan = [any_nan([leaf]) for leaf in may_be_inf]
+    return jnp.concatenate([~finite_leaves(leaves), jnp.array(is_nan, jnp.bool_)])
 
-    tallies = [tally(leaf, False) for leaf in leaves]
-    tallies += [tally(leaf, True) for leaf in may_be_inf]
-    return jnp.stack(tallies) if tallies else jnp.zeros((0, 2, 2), jnp.uint32)
+
+class _Bad(NamedTuple):
+    """A leaf that is flagged."""
+
+    name: str
+    size: int
+    others: int  # elements that are NaN or +inf
+    lows: int  # elements that are -inf
+
+
+def _count_bad(watched: _Watched, flags: list[bool]) -> list[_Bad]:
+    """Looks once more at the leaves that are flagged: in most runs there are none."""
+    flagged = [
+        (name, leaf)
+        for name, leaf, flag in zip(watched.names, watched.leaves, flags, strict=True)
+        if flag
+    ]
+    if not flagged:
+        return []
+    tallies = jax.device_get(_tallies([leaf for _, leaf in flagged])).tolist()
+    return [
+        _Bad(name, jnp.size(leaf), *(high << 32 | low for high, low in pair))
+        for (name, leaf), pair in zip(flagged, tallies, strict=True)
+    ]
+
+
+@jax.jit
+def _tallies(leaves: list[Any]) -> Array:
+    """Numbers of NaN and +inf, and of -inf: `u32[n, 2, 2]`, in base 2**32."""
+
+    def tally(leaf):
+        wide = widen(leaf)
+        if jnp.iscomplexobj(wide):
+            return count_true([~jnp.isfinite(wide), jnp.zeros_like(wide, jnp.bool_)])[0]
+        return count_true([jnp.isnan(wide) | (wide == jnp.inf), wide == -jnp.inf])[0]
+
+    return jnp.stack([tally(leaf) for leaf in leaves])
 
 
 class _Found(NamedTuple):
@@ -368,10 +394,7 @@ class _Found(NamedTuple):
 
 
 def _tell_poison_from_masks(
-    watched: dict[str, _Watched],
-    tallies: dict[str, Any],
-    steps: int,
-    consecutive_skips: int,
+    bad: dict[str, list[_Bad]], steps: int, consecutive_skips: int
 ) -> _Found:
     """A leaf with -inf and nothing else that is not finite may be a mask.
 
@@ -380,37 +403,25 @@ def _tell_poison_from_masks(
     is poisoned lets none through. As many may be skipped in a row as a loss scale takes
     to come down. Averages of a mask, at its path in the optimizer's state, are masks.
     """
-    counts = {
-        tree: [
-            (name, size, *(high << 32 | low for high, low in pair))
-            for name, size, pair in zip(
-                leaves.names, leaves.sizes, tallies[tree], strict=True
-            )
-        ]
-        for tree, leaves in watched.items()
-    }
     steps_go_on = consecutive_skips <= COMING_DOWN
-    has_good_moments = not any(bad for _, _, bad, _ in counts.get("opt_state", []))
+    has_good_moments = not any(leaf.others for leaf in bad.get("opt_state", []))
     masks: dict[str, int] = {}
 
-    def is_mask(tree, name, size, bad, low):
-        is_whole = low == size > 1 and steps > 0
-        if bad or not low or is_whole or not (steps_go_on and has_good_moments):
+    def is_mask(tree, leaf):
+        is_whole = leaf.lows == leaf.size > 1 and steps > 0
+        if leaf.others or is_whole or not (steps_go_on and has_good_moments):
             return False
-        return tree != "opt_state" or any(_ends_with(name, mask) for mask in masks)
+        return tree != "opt_state" or any(_ends_with(leaf.name, x) for x in masks)
 
-    poisoned: dict[str, list[str]] = {}
-    has_bad = False
-    for tree, leaves in counts.items():
-        poisoned[tree] = []
-        for name, size, bad, low in leaves:
-            if is_mask(tree, name, size, bad, low):
-                masks |= {name: low} if tree != "opt_state" else {}
-            elif bad or low:
-                poisoned[tree].append(name)
-                has_bad |= bool(bad)
-    is_doubted = any(poisoned.values()) and not has_bad and not steps_go_on
-    return _Found(poisoned, masks, is_doubted)
+    poisoned: dict[str, list[_Bad]] = {}
+    for tree, leaves in bad.items():
+        poisoned[tree] = [leaf for leaf in leaves if not is_mask(tree, leaf)]
+        if tree != "opt_state":
+            masks |= {x.name: x.lows for x in leaves if x not in poisoned[tree]}
+    names = {tree: [leaf.name for leaf in found] for tree, found in poisoned.items()}
+    found = list(itertools.chain(*poisoned.values()))
+    has_others = any(leaf.others for leaf in found)
+    return _Found(names, masks, bool(found) and not steps_go_on and not has_others)
 
 
 def _ends_with(name: str, param: str) -> bool:

@@ -691,10 +691,11 @@ def _at_ceiling(facts: Facts) -> str:
         if facts.skips == 0
         else ""
     )
-    if facts.max_scale is not None and facts.loss_scale > facts.max_scale:
+    most = facts.max_scale
+    if most is not None and facts.loss_scale > most:
         return (
             f"the loss scale of {facts.scale} is above its maximum of "
-            f"{_format(facts.max_scale)}: it was set by hand, or saved under another "
+            f"{_format(most)}: it was set by hand, or saved under another "
             "scaler. It comes down when it would grow next, or after an overflow"
         )
     return (

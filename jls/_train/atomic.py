@@ -62,8 +62,8 @@ def atomic(optimizer: Any, model: Any, *objects: Any) -> Iterator[None]:
             "optimizer must be an nnx.Optimizer, got "
             f"{describe(optimizer)}. The order is jls.atomic(optimizer, model)."
         )
-    for name, given in {"model": model, "objects": objects}.items():
-        if not has_objects(given) and given != ():
+    for name, given in (("model", model), *(("objects", x) for x in objects)):
+        if not has_objects(given):
             raise TypeError(f"{name} must be of Flax NNX, got {describe(given)}.")
     wrapper_state_in(optimizer)  # or an error, before anything changes
     variables = untrained_variables(optimizer, model, objects)

@@ -272,7 +272,12 @@ def train_step(
       TypeError, ValueError: at once for a bad option; when the step is traced, if the
         optimizer was not made by jls or is inside an `optax.MultiSteps` (which would
         keep a NaN for ever: put it inside), if `micro_batches` does not divide the
-        batch, or if `loss_fn` returns something else.
+        batch, if `loss_fn` returns something else, if the arguments come in another
+        order, or if the parameters are `optax.LookaheadParams`.
+
+    Warns:
+      JlsWarning: at the second call that runs operation by operation, with 2**16
+        parameters or more; not under `jax.disable_jit`.
 
     Example:
       >>> optimizer = jls.loss_scaled(optax.sgd(0.5), jls.dynamic(1024.0))

@@ -143,9 +143,9 @@ def train(optimizer, make_step, sharding):
         "compiled": step._cache_size(),
         "bad": bad,
         "report": str(report),
-        "health": str(jls.health(state, params)),
+        "health": jls.health(state, params).sentence,
         # Without the parameters it reads numbers that every process has: one may ask.
-        "health of rank 0": str(jls.health(state)) if RANK == 0 else None,
+        "health of rank 0": jls.health(state).sentence if RANK == 0 else None,
     }
 
 

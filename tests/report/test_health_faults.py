@@ -119,13 +119,13 @@ def test_carried_state_that_overflows_in_an_applied_step():
     assert not report.skipped
     assert jls.health(state.opt_state, state.params).verdict == "ok"  # not handed in
     apart = jls.health(state.opt_state, state.params, carried={"ema": state.ema})
-    assert "on purpose, leave out of carried." in apart.sentence
+    assert "Leave out of carried= what is meant to be inf." in apart.sentence
     for health in (apart, jls.health(state), jls.health(state, state.params)):
         assert health.verdict == "poisoned"
         assert not health.safe_to_save
         assert "in the carried state (ema). No step" in health.sentence
         assert "jls.select(applied, new, old)" in health.sentence
-    assert "leave out: jls.health(state.opt_state, state.params" in health.sentence
+    assert "to be inf: jls.health(state.opt_state, state.params" in health.sentence
     alone = jls.health(state.opt_state, carried=state.ema)
     assert "in the carried state ((tree)). No" in alone.sentence
 
@@ -863,7 +863,7 @@ def test_one_member_of_a_vmapped_state_is_read_as_the_error_says(read):
         (line,) = re.findall(
             r"jax\.tree\.map\(lambda a: a\[0\], state\)", str(caught.value)
         )
-        assert "jax.vmap and jax.pmap" in str(caught.value)
+        assert "jax.vmap or jax.pmap" in str(caught.value)
         assert "whole train step" not in str(caught.value)
     one = eval(line, {"jax": jax, "state": state})
     assert read(one)

@@ -284,7 +284,7 @@ def test_gradients_that_underflowed_before_show_as_zeros():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((-1.0, 1.0), ValueError, r"loss_scale must be from 2\*\*-126 .* got -1.0"),
+        ((-1.0, 1.0), ValueError, r"loss_scale must be from 2\^-126 .* got -1.0"),
         ((float("nan"), 1.0), ValueError, r"loss_scale must be from .* got nan"),
         ((jnp.float32(jnp.nan), 1.0), ValueError, r"loss_scale must be .* got nan"),
         ((0, 1.0), ValueError, r"loss_scale must be from .* got 0"),
