@@ -309,7 +309,7 @@ def test_large_scales_print_as_powers_of_two():
             {},
             "underflow",
             "^25% of the gradients are too small for float16 at the loss scale of 8, "
-            "and lose precision or vanish. jls.suggest_scale proposes 2\^11",
+            "and lose precision or vanish. jls.suggest_scale proposes 2\\^11",
         ),
         (jnp.array([1.0, 1e-3, 1e-6, 1e-2, 0.0]), {"max_small": 0.25}, "ok", ""),
         (jnp.array([1e-6, 1.0]), {"dtype": jnp.bfloat16}, "ok", ""),

@@ -845,7 +845,7 @@ def test_a_scale_above_its_maximum_is_called_so():
         _, above = optimizer.update(GOOD, above, params)
     assert jls.loss_scale(above) == 2.0**16
     at = jls.health(above, params, optimizer=optimizer)
-    assert "65536 can grow no further" in at.sentence
+    assert "2^16 can grow no further" in at.sentence
 
 
 # States that are of several, or gone --------------------------------------------------
