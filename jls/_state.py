@@ -100,10 +100,15 @@ def wrapper_state_in(state: Any) -> LossScaledState:
             "jls.loss_scale(state)."
         )
     if len(found) != 1:
+        write = "Pass the part that you mean."
+        if not found:
+            write = (
+                "What a run without jls has saved becomes one by jls.wrap_state("
+                "optimizer, state, params)."
+            )
         raise ValueError(
             "state must carry one state of jls.loss_scaled or jls.skip_nonfinite, got "
-            f"{type(state).__name__} with {len(found)} of them. Pass the part that you "
-            "mean."
+            f"{type(state).__name__} with {len(found)} of them. {write}"
         )
     return read_variables(found[0][1])
 

@@ -298,7 +298,7 @@ class _Verdict(NamedTuple):
 def _observe(
     wrapper: WrapperUpdate, updates: Any, state: Any, params: Any, extra: dict[str, Any]
 ) -> _Step:
-    _check_state(state)
+    _check_state(state, params)
     partial_overflow = extra.pop("partial_overflow", False)
     overflowed = as_flag("partial_overflow", partial_overflow)
     check_value(extra.get("value"))
@@ -571,12 +571,19 @@ def _may_be_bad(leaf: Any) -> bool:
     return is_inexact(leaf) and not (isinstance(leaf, float) and math.isfinite(leaf))
 
 
-def _check_state(state: Any) -> None:
-    if not is_wrapper_state(state):
-        raise TypeError(
-            "state must be a LossScaledState as the optimizer's init makes it, got "
-            f"{type(state).__name__}. The order is update(grads, state, params)."
-        )
+def _check_state(state: Any, params: Any) -> None:
+    if is_wrapper_state(state):
+        return
+    write = (
+        "Pass what optimizer.init or the last update returned; what a run without jls "
+        "has saved becomes one by jls.wrap_state(optimizer, state, params)"
+    )
+    if is_wrapper_state(params):
+        write = "The order is update(grads, state, params)"
+    raise TypeError(
+        "state must be a LossScaledState as the optimizer's init makes it, got "
+        f"{type(state).__name__}. {write}."
+    )
 
 
 def _check_count(got: int, known: int, updates: Any, params: Any) -> None:

@@ -213,6 +213,21 @@ ERRORS = {
         ValueError,
         r"The order is step\(model, optimizer, batch\), got Optimizer, Linear, Array",
     ),
+    "update with the state last": (
+        lambda: OPTIMIZER.update(PARAMS, PARAMS, STATE),
+        TypeError,
+        r"The order is update\(grads, state, params\)\.$",
+    ),
+    "the state of a run without jls": (
+        lambda: OPTIMIZER.update(PARAMS, optax.sgd(0.1).init(PARAMS), PARAMS),
+        TypeError,
+        r"got tuple\. Pass .* jls\.wrap_state\(optimizer, state, params\)\.$",
+    ),
+    "processes of stacked states": (
+        lambda: jls.check_in_sync(jax.vmap(OPTIMIZER.init)({"w": jnp.ones((3, 2))})),
+        ValueError,
+        r"must be of one run, .*jax\.vmap\(jls\.metrics\)\(state\)\.$",
+    ),
     "train_step of lookahead": (
         lambda: jls.train_step(loss_fn, OUTSIDE)(FAST, OUTSIDE.init(FAST), X),
         ValueError,

@@ -139,6 +139,10 @@ _NNX = (
     "step = nnx.jit(jls.train_step(loss_fn)); under jax.jit return model and optimizer "
     "from the step, and use what it returns"
 )
+_NNX_GRAD = (
+    "loss, grads = jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)("
+    "optimizer, model, batch)"
+)
 _MULTI_STEPS = "jls.loss_scaled(optax.MultiSteps(inner, k)), accumulation inside"
 _MASKED = (
     "jls.loss_scaled(optax.masked(inner, mask)), and optax.partition inside likewise: "
@@ -226,7 +230,9 @@ def _mends(arguments: Any, is_nnx: bool) -> dict[Code, str]:
             for _, node in find(arguments, lambda node: isinstance(node, kind))
         )
 
-    mends: dict[Code, str] = {"no step": _NNX} if is_nnx else {}
+    mends: dict[Code, str] = (
+        {"no step": _NNX, "not scaled": _NNX_GRAD} if is_nnx else {}
+    )
     if has_around(optax.MultiStepsState):
         mends["frozen"] = f"{_MULTI_STEPS}; and {WRITE['frozen']}"
     if has_around(optax.MaskedState):

@@ -40,6 +40,12 @@ def check_in_sync(state: Any) -> None:
       >>> jls.check_in_sync(optimizer.init(jnp.ones(3)))
     """
     scalars = _scalars(state)
+    if not scalars and find_scaler_states(state):
+        raise ValueError(
+            "state must be of one run, got arrays where one has scalars, as jax.vmap "
+            "and jax.pmap stack them. Under jax.pmap, its members agree if each array "
+            "of jls.metrics holds one value: jax.vmap(jls.metrics)(state)."
+        )
     if not scalars:
         raise no_loss_scale(state)
     _validate.concrete("state", scalars)

@@ -446,7 +446,9 @@ def test_tracing_and_states_without_a_wrapper_are_refused():
         message = r"State, which has no counters: its .* is jls.loss_scale\(state\)"
         with pytest.raises(ValueError, match=message):
             jls.health(scaler.init())
-    with pytest.raises(ValueError, match=r"got dict with 0 of them\. Pass the part"):
+    with pytest.raises(
+        ValueError, match=r"got dict with 0 of them\. What a run without"
+    ):
         jls.health({"w": jnp.ones(2)})
 
 
