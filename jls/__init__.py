@@ -11,7 +11,7 @@
 #   _monitor
 #   _wrapper _checkpoint _train _report
 #   _step _scale _ema presets
-#   _mistakes _spikes
+#   _mistakes _spikes _train_state
 #   _scalers _state
 #   _validate
 #   _types _reduce _bits _rollback _placement

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jls import _mistakes, _validate
-from jls._state import refuse_multi_steps_around, scaler_state_in
+from jls._state import refuse_around, scaler_state_in
 from jls._text import describe
 from jls._tree import Tree, is_array, is_inexact, widen
 
@@ -204,7 +204,7 @@ def value_and_grad(
     def with_loss_scale(state, /, *args, **kwargs):
         _mistakes.check_order(state, args)
         scaler_state = scaler_state_in(state)
-        refuse_multi_steps_around(state)
+        refuse_around(state)
         trained = _mistakes.differentiated(args, argnums)
         if transform is jax.value_and_grad:
             _mistakes.check_differentiable(trained)

@@ -120,8 +120,8 @@ def concrete_wrapper_state_in(state: Any) -> LossScaledState:
     return wrapper
 
 
-def refuse_multi_steps_around(state: Any) -> None:
-    """Raises if an `optax.MultiSteps` in `state` has a wrapper inside."""
+def refuse_around(state: Any) -> None:
+    """Raises if the wrapper in `state` is inside what would undo what it does."""
     for _, around in find(state, is_multi_steps_state):
         if find(around, is_wrapper_state):
             raise ValueError(
@@ -129,15 +129,17 @@ def refuse_multi_steps_around(state: Any) -> None:
                 "where a NaN stays in its accumulator for ever. Write "
                 "jls.loss_scaled(optax.MultiSteps(optimizer, k))."
             )
+    for _, around in find(state, lambda x: isinstance(x, optax.ApplyIfFiniteState)):
+        if find(around.inner_state, is_wrapper_state):
+            raise ValueError(
+                "optax.apply_if_finite must not be around jls.loss_scaled, which does "
+                "all that it does: on a bad step it takes back the counters and the "
+                "loss scale too. Leave it out."
+            )
 
 
 def is_multi_steps_state(node: Any) -> bool:
     return isinstance(node, optax.MultiStepsState)
-
-
-def optimizer_in(state: Any) -> Any:
-    """The optimizer in a Flax `TrainState` or `nnx.Optimizer`; None in other states."""
-    return getattr(state, "tx", None)
 
 
 def no_loss_scale(state: Any) -> ValueError:

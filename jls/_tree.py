@@ -199,6 +199,28 @@ def map_rest(function: Callable[[Any], Any], rest: Rest) -> Rest:
     return rest._replace(leaves=leaves)
 
 
+# What an optimizer trains.
+
+
+def trainable(params: Any) -> Any:
+    """`params` with None for what cannot be trained; itself if there is nothing."""
+    if all(map(_is_trainable, jax.tree.leaves(params))):
+        return params
+    return jax.tree.map(lambda leaf: leaf if _is_trainable(leaf) else None, params)
+
+
+def restore(trained: Any, params: Any) -> Any:
+    """`params` with the leaves of `trained`, where that is not None."""
+    if jax.tree.structure(trained) == jax.tree.structure(params):
+        return trained
+    new = iter(jax.tree.leaves(trained))
+    return jax.tree.map(lambda x: next(new) if _is_trainable(x) else x, params)
+
+
+def _is_trainable(leaf: Any) -> bool:
+    return is_array(leaf) and hasattr(leaf, "dtype") and is_inexact(leaf)
+
+
 # Names.
 
 

@@ -409,11 +409,15 @@ def _injected(state: LossScaledState) -> Any:
     nodes = jax.tree.leaves(state.inner_state, is_leaf=_has_hyperparams)
     found = list(filter(_has_hyperparams, nodes))
     if len(found) != 1:
+        write = (
+            "Write jls.loss_scaled("
+            "optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3))."
+        )
+        if found:
+            write = "Take the one that you mean from opt_state.inner_state."
         raise AttributeError(
             "hyperparams must be those of the one optax.inject_hyperparams inside the "
-            f"wrapper, which has {len(found)}. Write jls.loss_scaled("
-            "optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)), or look into "
-            "the inner_state."
+            f"wrapper, which has {len(found)}. {write}"
         )
     return found[0]
 

@@ -73,6 +73,8 @@ OUTSIDE = optax.lookahead(jls.loss_scaled(optax.sgd(0.1)), 2, 0.5)
 # Errors that name the line to write ---------------------------------------------------
 
 LABELLED = {"x": X, "y": jnp.arange(2)}
+AROUND = optax.apply_if_finite(OPTIMIZER, 5)
+
 ERRORS = {
     "swapped": (
         lambda: GRAD(PARAMS, STATE, X),
@@ -227,6 +229,16 @@ ERRORS = {
         lambda: jls.check_in_sync(jax.vmap(OPTIMIZER.init)({"w": jnp.ones((3, 2))})),
         ValueError,
         r"must be of one run, .*jax\.vmap\(jls\.metrics\)\(state\)\.$",
+    ),
+    "another guard around": (
+        lambda: jls.train_step(loss_fn, AROUND)(PARAMS, AROUND.init(PARAMS), X),
+        ValueError,
+        r"optax\.apply_if_finite must not be around jls\.loss_scaled.* Leave it out\.$",
+    ),
+    "health of the model first": (
+        lambda: jls.health(PARAMS, STATE),
+        ValueError,
+        r"The order is jls\.health\(opt_state, params\), of NNX jls\.health\(optimi",
     ),
     "train_step of lookahead": (
         lambda: jls.train_step(loss_fn, OUTSIDE)(FAST, OUTSIDE.init(FAST), X),

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run's counters mean, in words, for a person at the host."""
 
-import dataclasses
 import itertools
 import textwrap
 import warnings
@@ -36,10 +35,16 @@ from jls._state import (
     find,
     is_wrapper_state,
     metrics,
-    optimizer_in,
-    refuse_multi_steps_around,
+    refuse_around,
 )
 from jls._step import Reached, reach_wrappers, wrapper_of
+from jls._train_state import (
+    FP8,
+    is_train_state,
+    names_in,
+    optimizer_in,
+    pytree_fields,
+)
 from jls._tree import is_array, is_narrow, named_floats, widen
 from jls._types import (
     SIGNALS,
@@ -200,8 +205,13 @@ def health(
     limit = _validate.host_interval("max_consecutive_skips", max_consecutive_skips)
     max_small = _validate.host_number("max_small", max_small, "from 0 to 1", 0.0, 1.0)
     edges(dtype)  # or an error, with and without `grads`
+    if find(params, is_wrapper_state) and not find(state, is_wrapper_state):
+        raise ValueError(
+            "state must come first, got the parameters before it. The order is "
+            "jls.health(opt_state, params), of NNX jls.health(optimizer, model)."
+        )
     wrapper = concrete_wrapper_state_in(state)
-    refuse_multi_steps_around(state)
+    refuse_around(state)
     for name, tree in {"params": params, "grads": grads, "carried": carried}.items():
         _validate.concrete(name, tree)
     is_nnx = is_optimizer(state) or is_model(params)
@@ -209,12 +219,11 @@ def health(
     if is_model(params):
         _, params, variables = split_model(params, state, optimizer)
         others.append(variables)
-    fields = _train_state_fields(state)
-    field = fields.pop("params", None)
-    params = field if params is None else params
-    if isinstance(params, Mapping) and _FP8 in params:
+    held, fields = _fields_of(state)
+    params = held if params is None else params
+    if isinstance(params, Mapping) and FP8 in params:
         # As in Flax's `TrainState.create`, the optimizer knows only the others.
-        others.append({_FP8: params[_FP8]})
+        others.append({FP8: params[FP8]})
         params = params["params"]
     if fields:
         others.append(fields)
@@ -255,7 +264,7 @@ def health(
         unnamed_leaves=unnamed,
         is_doubted=found.is_doubted,
         saw_params=params is not None or bool(fields),
-        is_train_state=bool(fields),
+        is_train_state=held is not None or bool(fields),
         is_nnx=is_nnx,
         is_narrow=None if params is None else is_narrow((params, wrapper.inner_state)),
         small=Small(**small) if small else None,
@@ -281,27 +290,25 @@ def _reason(code: int) -> SkipReason:
 # What `state` is and holds.
 
 
-_FP8 = "_overwrite_with_gradient"  # the collection of Flax's fp8 layers
+def _fields_of(state: Any) -> tuple[Any, dict[str, Any]]:
+    """The parameters of a `TrainState`, and its fields but the optimizer's.
 
-
-def _train_state_fields(state: Any) -> dict[str, Any]:
-    """The fields of a Flax `TrainState` but the optimizer's; none of other states."""
-    if optimizer_in(state) is None or is_optimizer(state):
-        return {}
-    if dataclasses.is_dataclass(state):
-        facts = {field.name: field.metadata for field in dataclasses.fields(state)}
-    else:
-        facts = {name: {} for name in getattr(state, "_fields", vars(state))}
-    fields = {
-        name: getattr(state, name)
-        for name, metadata in facts.items()
-        if metadata.get("pytree_node", True) and not metadata.get("static", False)
-    }
-    return {
+    None and no fields for any other state.
+    """
+    if not is_train_state(state):
+        return None, {}
+    try:
+        names = names_in(state)
+    except (TypeError, ValueError):  # no field, or several, may hold the parameters
+        names = None
+    fields = {name: getattr(state, name) for name in pytree_fields(state)}
+    known = names or ("tx", "step")
+    others = {
         name: field
         for name, field in fields.items()
-        if name not in ("step", "tx") and not find(field, is_wrapper_state)
+        if name not in known and not find(field, is_wrapper_state)
     }
+    return fields.get(names.params) if names else others.pop("params", None), others
 
 
 # Poison.

@@ -264,6 +264,13 @@ def _poisoned(facts: Facts) -> str:
     places = [f"{_TREES[tree]} ({_some(names)})" for tree, names in found.items()]
     # Parameters spoil the moments, and moments the parameters: the first is advised on.
     trees = [t for t in found if t != "opt_state" or "params" not in found]
+    rates = [name for name in found.get("opt_state", []) if "hyperparams/" in name]
+    if rates == [name for names in found.values() for name in names]:
+        rate = rates[0].split("hyperparams/")[1]
+        return (
+            f"{rate}, which is set by hand, is inf or NaN. Set it again: "
+            f'opt_state.hyperparams["{rate}"] = value'
+        )
     causes = ". ".join(_CAUSES[tree](facts) for tree in trees)
     if facts.is_doubted:
         return (
@@ -499,6 +506,13 @@ def _nonfinite_update(facts: Facts) -> str:
 
 
 def _mend_updates(facts: Facts) -> str:
+    if facts.masks:
+        return (
+            "The parameters hold -inf, and an optimizer that reads them, as weight "
+            "decay does, makes NaN of it: leave these out, optax.adamw(mask=...), or "
+            'freeze them, optax.partition({"train": inner, "freeze": '
+            "optax.set_to_zero()}, labels)"
+        )
     if facts.is_narrow is False:
         return (
             "Raise the optimizer's eps, or look for a square root or a division at 0 "

@@ -13,12 +13,11 @@ from jls._state import (
     find,
     is_multi_steps_state,
     is_wrapper_state,
-    refuse_multi_steps_around,
+    refuse_around,
 )
 from jls._step import update_and_apply
-from jls._train.plain import restore, trainable
 from jls._train.rates import Rates, learning_rates
-from jls._tree import difference
+from jls._tree import difference, restore, trainable
 from jls._types import (
     SIGNALS,
     LossScaledState,
@@ -187,7 +186,7 @@ def inner_wrapper_state(opt_state: Any) -> LossScaledState:
             "the optimizer must be made by jls.loss_scaled or jls.skip_nonfinite, "
             f"once: got a state with {len(found)} such wrappers."
         )
-    refuse_multi_steps_around(opt_state)
+    refuse_around(opt_state)
     return found[0]
 
 

@@ -5,6 +5,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
 from jls._nnx import has_objects, is_optimizer, untrained_variables
 from jls._state import wrapper_state_in
 from jls._text import describe
@@ -35,8 +37,9 @@ def atomic(optimizer: Any, model: Any, *objects: Any) -> Iterator[None]:
     Raises:
       TypeError: if `optimizer` is not an `nnx.Optimizer`, or another argument not an
         NNX object.
-      ValueError: if its state carries no state of `jls.loss_scaled`, or several, or if
-        the block changes the shape or the dtype of a variable.
+      ValueError: if its state carries no state of `jls.loss_scaled`, or several; on
+        leaving, if the block has not called `optimizer.update`, or has changed the
+        shape or the dtype of a variable.
 
     Example:
       >>> from flax import nnx
@@ -65,10 +68,17 @@ def atomic(optimizer: Any, model: Any, *objects: Any) -> Iterator[None]:
     for name, given in (("model", model), *(("objects", x) for x in objects)):
         if not has_objects(given):
             raise TypeError(f"{name} must be of Flax NNX, got {describe(given)}.")
-    wrapper_state_in(optimizer)  # or an error, before anything changes
+    steps = wrapper_state_in(optimizer).steps  # or an error, before anything changes
     variables = untrained_variables(optimizer, model, objects)
     before = [variable.get_value() for variable in variables]
     yield
-    applied = wrapper_state_in(optimizer).applied
+    state = wrapper_state_in(optimizer)
+    if state.steps is steps:
+        raise ValueError(
+            "optimizer.update must be called in the block of jls.atomic, which then "
+            "knows whether the step was skipped. Write the call inside."
+        )
     for variable, old in zip(variables, before, strict=True):
-        variable.set_value(select(applied, variable.get_value(), old))
+        new = variable.get_value()
+        if jax.tree.structure(new) == jax.tree.structure(old):  # else it was added to
+            variable.set_value(select(state.applied, new, old))

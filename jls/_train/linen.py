@@ -3,19 +3,13 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-import optax
-
-from jls._state import find, is_wrapper_state
 from jls._train.parts import Made, Parts, unpack
-from jls._tree import cast_like
+from jls._train_state import FP8, is_train_state, names_in, pytree_fields
+from jls._tree import cast_like, restore, trainable
 from jls._types import JlsWarning, StepReport
-
-_FP8 = "_overwrite_with_gradient"  # the collection of Flax's fp8 layers
 
 
 def is_linen(args: tuple[Any, ...]) -> bool:
@@ -23,43 +17,30 @@ def is_linen(args: tuple[Any, ...]) -> bool:
     return len(args) == 2 and is_train_state(args[0])
 
 
-def is_train_state(node: Any) -> bool:
-    return hasattr(node, "tx") or bool(_optimizers(node))
-
-
-class _Names(NamedTuple):
-    """What the fields of a `TrainState` are called; a user's own may differ."""
-
-    tx: str
-    opt_state: str
-    params: str
-    calls: str | None  # their count; None if there is none
-
-
 class LinenAdapter:
-    """Carries every pytree field of the state but those of `_Names`."""
+    """Carries every pytree field of the state but those that a step makes anew."""
 
     def __init__(
         self, loss_fn: Callable[..., Any], carries: bool, has_aux: bool, state: Any
     ):
         self._loss_fn, self._carries, self._has_aux = loss_fn, carries, has_aux
-        self._names = names = _names_in(state)
+        self._names = names = names_in(state)
         self.model, self.optimizer = state, getattr(state, names.tx)
         self._params = getattr(state, names.params)
-        self._has_fp8 = isinstance(self._params, Mapping) and _FP8 in self._params
+        self._has_fp8 = isinstance(self._params, Mapping) and FP8 in self._params
 
     def split(self) -> Parts:
         params, overwritten = self._params, None
         if self._has_fp8:
             # As in Flax's `TrainState.create`, the optimizer knows only the others.
-            params, overwritten = params["params"], params[_FP8]
+            params, overwritten = params["params"], params[FP8]
         opt_state = getattr(self.model, self._names.opt_state)
         carried = {
             name: getattr(self.model, name)
-            for name in _pytree_fields(self.model)
+            for name in pytree_fields(self.model)
             if name not in self._names
         }
-        return Parts(params, overwritten, opt_state, carried)
+        return Parts(trainable(params), overwritten, opt_state, carried)
 
     def call(self, params: Any, overwritten: Any, carried: Any, batch: Any) -> Made:
         params = {self._names.params: self._join(params, overwritten)}
@@ -85,73 +66,10 @@ class LinenAdapter:
         return dataclasses.replace(self.model, **fields)
 
     def _join(self, params: Any, overwritten: Any) -> Any:
-        return {"params": params, _FP8: overwritten} if self._has_fp8 else params
-
-
-def _names_in(state: Any) -> _Names:
-    """As Flax calls them; else what can be nothing else."""
-    if not dataclasses.is_dataclass(state):
-        raise TypeError(
-            "state must be a dataclass, as a Flax TrainState is, got "
-            f"{type(state).__name__}."
-        )
-    fields = _pytree_fields(state)
-    tx = "tx" if hasattr(state, "tx") else _only("an optimizer", _optimizers(state))
-
-    def has_wrapper(name):
-        return bool(find(getattr(state, name), is_wrapper_state))
-
-    opt_state = "opt_state"
-    if opt_state not in fields:
-        states = filter(has_wrapper, fields)
-        opt_state = _only("the state of an optimizer made by jls", states)
-    params = "params"
-    if params not in fields:
-        init, made = getattr(state, tx).init, _shapes(getattr(state, opt_state))
-        others = [name for name in fields if name != opt_state]
-        fitting = (x for x in others if _made_of(init, getattr(state, x)) == made)
-        params = _only("the parameters of that optimizer", fitting)
-    calls = next((name for name in ("step", "global_step") if name in fields), None)
-    return _Names(tx, opt_state, params, calls)
-
-
-def _only(what: str, names: Iterable[str]) -> str:
-    found = list(names)
-    if len(found) != 1:
-        raise ValueError(
-            f"state must have one field that holds {what}, got {len(found)}. Call the "
-            "fields tx, params and opt_state, as in a Flax TrainState."
-        )
-    return found[0]
-
-
-def _made_of(init: Callable[[Any], Any], params: Any) -> Any:
-    """The structure and the shapes of what `init` makes; None if it cannot."""
-    try:
-        return _shapes(jax.eval_shape(init, params))
-    except Exception:  # it is not made for this
-        return None
-
-
-def _shapes(tree: Any) -> Any:
-    return jax.tree.structure(tree), list(map(jnp.shape, jax.tree.leaves(tree)))
-
-
-def _optimizers(state: Any) -> list[str]:
-    """The fields of a dataclass that hold an optimizer."""
-    if not dataclasses.is_dataclass(state):
-        return []
-    names = (field.name for field in dataclasses.fields(state))
-    kind = optax.GradientTransformation
-    return [name for name in names if isinstance(getattr(state, name, None), kind)]
-
-
-def _pytree_fields(state: Any) -> list[str]:
-    return [
-        field.name
-        for field in dataclasses.fields(state)
-        if field.metadata.get("pytree_node", not field.metadata.get("static"))
-    ]
+        if self._has_fp8:
+            params = restore(params, self._params["params"])
+            return {"params": params, FP8: overwritten}
+        return restore(params, self._params)
 
 
 def _check_fields(fields: Any, carried: dict[str, Any]) -> None:

@@ -5,6 +5,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from jls._nnx import (
     has_objects,
     is_optimizer,
@@ -15,7 +17,7 @@ from jls._nnx import (
     update_objects,
 )
 from jls._train.parts import Made, Parts, unpack
-from jls._tree import cast_like
+from jls._tree import cast_like, difference
 from jls._types import StepReport
 
 
@@ -68,6 +70,7 @@ class NnxAdapter:
         result = self._loss_fn(model, batch, **objects)
         made = unpack(result, False, self._has_aux, None)
         after = read_variables(self._split(model, objects)[2])
+        _check_structure(after, carried)
         after = cast_like("loss_fn, which ran on the model,", after, carried)
         return made._replace(carried=after)
 
@@ -77,3 +80,13 @@ class NnxAdapter:
         nnx().update(optimizer.opt_state, nnx().state(parts.opt_state))
         optimizer.step.set_value(optimizer.step.get_value() + 1)
         return report
+
+
+def _check_structure(after: Any, before: Any) -> None:
+    if jax.tree.structure(after) != jax.tree.structure(before):
+        raise ValueError(
+            "loss_fn must leave the variables of the model as many as they are, but "
+            f"{difference(('the model before', before), ('the one after', after))}. "
+            "What it sows, take out and return as aux: "
+            "aux = nnx.pop(model, nnx.Intermediate)."
+        )

@@ -8,7 +8,7 @@ import jax
 import optax
 
 from jls._train.parts import Made, Parts, unpack
-from jls._tree import cast_like, is_array, is_inexact
+from jls._tree import cast_like, restore, trainable
 from jls._types import StepReport
 
 
@@ -54,25 +54,6 @@ class PlainAdapter:
         params = restore(parts.params, self._params)
         carried = [parts.carried] if self._carries else []
         return params, parts.opt_state, *carried, report
-
-
-def trainable(params: Any) -> Any:
-    """`params` with None for what cannot be trained; itself if there is nothing."""
-    if all(map(_is_trainable, jax.tree.leaves(params))):
-        return params
-    return jax.tree.map(lambda leaf: leaf if _is_trainable(leaf) else None, params)
-
-
-def restore(trained: Any, params: Any) -> Any:
-    """`params` with the leaves of `trained`, where that is not None."""
-    if jax.tree.structure(trained) == jax.tree.structure(params):
-        return trained
-    new = iter(jax.tree.leaves(trained))
-    return jax.tree.map(lambda x: next(new) if _is_trainable(x) else x, params)
-
-
-def _is_trainable(leaf: Any) -> bool:
-    return is_array(leaf) and hasattr(leaf, "dtype") and is_inexact(leaf)
 
 
 def _check_initialized(optimizer: Any, opt_state: Any, params: Any) -> None:

@@ -254,9 +254,10 @@ def train_step(
       `drop="micro_batch"`, of the micro-batches with a finite loss);
       `skipped` says whether the step was skipped, for whatever reason;
       `loss_scale` is that of the next step;
-      `learning_rate` is what this step used, None if it is neither given nor found, a
-      dict by group if there are several (after a skipped step an injected one is still
-      that of the last applied step);
+      `learning_rate` is the one that was given or found, without what else scales the
+      updates, such as a warmup after it; None without one, a dict by group if there are
+      several (after a skipped step an injected one is still that of the last applied
+      step);
       `global_norm` is the L2 norm of the true gradients before clipping, which does
       not overflow on the way; not finite if they are not;
       `local_norm` and `size` are dicts by the path of the parameter, or None;
@@ -266,7 +267,8 @@ def train_step(
       `limit_loss` and `limit_norm` are what loss and norm of the last step that was
       judged were held against under `jls.spikes`, None without it;
       `update_norm` is the L2 norm of what was added to the parameters, 0 if the step
-      was skipped; None unless it was asked for.
+      was skipped and nothing outside the wrapper makes updates; None unless it was
+      asked for.
 
     Raises:
       TypeError, ValueError: at once for a bad option; when the step is traced, if the
@@ -425,10 +427,11 @@ def _extra_arguments(
     made = extra(model, batch) if callable(extra) else extra or {}
     if not isinstance(made, Mapping):
         raise TypeError(f"extra must return a dict, got {describe(made)}.")
-    if made.keys() & given.keys():
+    taken = made.keys() & {*given, "updates", "grads", "state", "params"}
+    if taken:
         raise ValueError(
-            f"extra must not hold {' and '.join(sorted(made.keys() & given.keys()))}, "
-            "which the step passes by itself."
+            f"extra must not hold {' and '.join(sorted(taken))}, which the step passes "
+            "by itself."
         )
     return dict(made)
 

@@ -931,3 +931,34 @@ def test_no_number_in_a_state_is_too_much_for_health(number):
         assert jls.health(one, params, optimizer=optimizer).sentence
     whole = jax.tree.map(spoilt, state)
     assert jls.health(whole, params, optimizer=optimizer).sentence
+
+
+def test_an_optimizer_that_reads_a_mask_is_told_to_leave_it_out():
+    params = {"mask": jnp.array([0.0, -jnp.inf]), "w": jnp.ones(2)}
+    grads = {"mask": jnp.zeros(2), "w": jnp.ones(2)}
+    for inner, verdict in (
+        (optax.adamw(0.1), "non-finite update"),
+        (optax.adam(0.1), "ok"),
+        (optax.adamw(0.1, mask={"mask": False, "w": True}), "ok"),
+    ):
+        optimizer = jls.loss_scaled(inner, check_updates=True)
+        _, state = optimizer.update(grads, optimizer.init(params), params)
+        health = jls.health(state, params, optimizer=optimizer)
+        assert health.verdict == verdict
+        assert ("optax.adamw(mask=...)" in health.sentence) == (verdict != "ok")
+
+
+def test_a_rate_that_was_set_to_nan_is_to_be_set_again():
+    inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    optimizer = jls.loss_scaled(inner, check_updates=True)
+    params = {"w": jnp.ones(2)}
+    state = optimizer.init(params)
+    state.hyperparams["learning_rate"] = jnp.float32(jnp.nan)
+    _, state = optimizer.update(params, state, params)
+    health = jls.health(state, params)
+    assert health.verdict == "poisoned"
+    assert 'opt_state.hyperparams["learning_rate"] = value.' in health.sentence
+    assert "earlier checkpoint" not in health.sentence
+    state.hyperparams["learning_rate"] = jnp.float32(0.1)
+    _, state = optimizer.update(params, state, params)
+    assert jls.health(state, params).verdict == "ok"

@@ -214,3 +214,45 @@ def test_wrong_arguments_of_atomic_are_named(bad):
     error = ValueError if bad == "bare" else TypeError
     with pytest.raises(error, match=message), jls.atomic(optimizer, model, *objects):
         raise AssertionError("the block must not run")
+
+
+def test_a_block_without_an_update_is_an_error(jit):
+    model, optimizer = make()
+
+    def step(model, optimizer, batch, rngs):
+        with jls.atomic(optimizer, model, rngs):
+            grad_fn = jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)
+            loss, grads = grad_fn(optimizer, model, batch, rngs)
+        optimizer.update(model, grads, value=loss)
+
+    with pytest.raises(ValueError, match=r"optimizer\.update must be called in the bl"):
+        jit(step)(model, optimizer, make_batch(), nnx.Rngs(0))
+
+
+def test_what_grows_in_the_block_stays():
+    model, optimizer = make()
+    model.seen = nnx.Intermediate((jnp.zeros(2),))
+    with jls.atomic(optimizer, model):
+        model.seen.set_value((*model.seen.get_value(), jnp.ones(2)))
+        optimizer.update(model, nnx.state(model, nnx.Param), value=jnp.float32(jnp.nan))
+    assert jls.metrics(optimizer)["skips"] == 1
+    assert len(model.seen.get_value()) == 2
+
+
+def test_variables_that_the_loss_adds_are_refused_with_the_way_out():
+    model, optimizer = make()
+
+    def adding(model, batch, rngs):
+        model.seen = nnx.Intermediate(jnp.zeros(2))
+        return loss_fn(model, batch, rngs)
+
+    with pytest.raises(ValueError, match=r"'0/seen' .*nnx\.pop\(model, nnx\.Intermedi"):
+        jls.train_step(adding)(model, optimizer, make_batch(), rngs=nnx.Rngs(0))
+
+    def popping(model, batch, rngs):
+        loss = adding(model, batch, rngs)
+        return loss, nnx.pop(model, nnx.Intermediate)
+
+    step = nnx.jit(jls.train_step(popping, has_aux=True))
+    report = step(model, optimizer, make_batch(), rngs=nnx.Rngs(0))
+    assert report.aux["seen"].shape == (2,)

@@ -129,3 +129,50 @@ class Bare:
 def test_what_cannot_be_told_is_asked_for(state, message):
     with pytest.raises(ValueError, match=message):
         jls.train_step(loss_fn)(state, GOOD)
+
+
+@struct.dataclass
+class Mine:
+    optimizer: Any = struct.field(pytree_node=False)
+    weights: Any
+    batch_stats: Any
+    moments: Any
+
+
+@pytest.mark.parametrize("bad", ["weights", "batch_stats"])
+def test_health_looks_at_fields_of_any_name(bad):
+    state = Mine(TX, PARAMS, jnp.zeros(2), TX.init(PARAMS))
+    health = jls.health(state)
+    assert health.verdict == "no step"
+    assert health.numbers["min_scale"] == 1.0  # the optimizer is found, too
+    assert set(health.numbers["poisoned_leaves"]) == {"params", "opt_state", "carried"}
+    nan = jax.tree.map(lambda x: x * jnp.nan, getattr(state, bad))
+    assert jls.health(state.replace(**{bad: nan})).verdict == "poisoned"
+
+
+class Whole(eqx.Module):
+    """The model is no tree of floating-point arrays alone."""
+
+    optimizer: Any = eqx.field(static=True)
+    model: eqx.nn.MLP
+    opt_state: Any
+
+
+def test_a_whole_equinox_model_may_be_a_field(jit_or_eager):
+    model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
+    opt_state = TX.init(eqx.filter(model, eqx.is_inexact_array))
+    state = Whole(TX, model, opt_state)
+
+    def loss_fn(state, batch):
+        return jnp.mean(jax.vmap(state.model)(batch) ** 2)
+
+    step = jls.train_step(loss_fn)
+    step = eqx.filter_jit(step) if jit_or_eager is jax.jit else step
+    good, report = step(state, jnp.ones((3, 2)))
+    assert not report.skipped
+    assert jax.tree.structure(good) == jax.tree.structure(state)
+    bad, report = step(good, jnp.full((3, 2), jnp.nan))
+    assert report.skipped
+    arrays = (eqx.filter(x.model, eqx.is_array) for x in (bad, good))
+    assert_identical(*arrays)
+    assert jls.health(good).verdict == "ok"

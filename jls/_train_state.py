@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fields of a `TrainState`: Flax's, or a dataclass of the user's own.
+
+Flax calls the optimizer `tx`, its state `opt_state` and the parameters `params`. Where
+a field has another name, it is taken if no other field can be meant.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jls._nnx import is_optimizer
+from jls._state import find, is_wrapper_state
+from jls._tree import trainable
+
+FP8 = "_overwrite_with_gradient"  # the collection of Flax's fp8 layers
+
+
+def is_train_state(node: Any) -> bool:
+    if is_optimizer(node):
+        return False
+    return hasattr(node, "tx") or bool(_optimizers(node))
+
+
+def optimizer_in(state: Any) -> Any:
+    """The optimizer in a `TrainState` or an `nnx.Optimizer`; None in other states."""
+    held = [getattr(state, name) for name in _optimizers(state)]
+    return getattr(state, "tx", held[0] if len(held) == 1 else None)
+
+
+class Names(NamedTuple):
+    """What the fields of a `TrainState` are called; a user's own may differ."""
+
+    tx: str
+    opt_state: str
+    params: str
+    calls: str | None  # their count; None if there is none
+
+
+def names_in(state: Any) -> Names:
+    """As Flax calls them; else what can be nothing else."""
+    if not dataclasses.is_dataclass(state):
+        raise TypeError(
+            "state must be a dataclass, as a Flax TrainState is, got "
+            f"{type(state).__name__}."
+        )
+    fields = pytree_fields(state)
+    tx = "tx" if hasattr(state, "tx") else _only("an optimizer", _optimizers(state))
+
+    def has_wrapper(name):
+        return bool(find(getattr(state, name), is_wrapper_state))
+
+    opt_state = "opt_state"
+    if opt_state not in fields:
+        states = filter(has_wrapper, fields)
+        opt_state = _only("the state of an optimizer made by jls", states)
+    params = "params"
+    if params not in fields:
+        init, made = getattr(state, tx).init, _shapes(getattr(state, opt_state))
+        others = [name for name in fields if name != opt_state]
+        fitting = (x for x in others if _made_of(init, getattr(state, x)) == made)
+        params = _only("the parameters of that optimizer", fitting)
+    calls = next((name for name in ("step", "global_step") if name in fields), None)
+    return Names(tx, opt_state, params, calls)
+
+
+def _only(what: str, names: Iterable[str]) -> str:
+    found = list(names)
+    if len(found) != 1:
+        raise ValueError(
+            f"state must have one field that holds {what}, got {len(found)}. Call the "
+            "fields tx, params and opt_state, as in a Flax TrainState."
+        )
+    return found[0]
+
+
+def _made_of(init: Callable[[Any], Any], params: Any) -> Any:
+    """The structure and the shapes of what `init` makes; None if it cannot."""
+    try:
+        return _shapes(jax.eval_shape(init, trainable(params)))
+    except Exception:  # it is not made for this
+        return None
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.structure(tree), list(map(jnp.shape, jax.tree.leaves(tree)))
+
+
+def _optimizers(state: Any) -> list[str]:
+    """The fields of a dataclass that hold an optimizer."""
+    if not dataclasses.is_dataclass(state):
+        return []
+    names = (field.name for field in dataclasses.fields(state))
+    kind = optax.GradientTransformation
+    return [name for name in names if isinstance(getattr(state, name, None), kind)]
+
+
+def pytree_fields(state: Any) -> list[str]:
+    """The fields that are no static metadata."""
+    if not dataclasses.is_dataclass(state):
+        return list(getattr(type(state), "_fields", vars(state)))
+    return [
+        field.name
+        for field in dataclasses.fields(state)
+        if field.metadata.get("pytree_node", not field.metadata.get("static"))
+    ]
