@@ -38,6 +38,7 @@ from jls._state import (
     refuse_around,
 )
 from jls._step import Reached, reach_wrappers, wrapper_of
+from jls._text import an
 from jls._train_state import (
     FP8,
     is_train_state,
@@ -479,9 +480,12 @@ def _reached_in(
     made = jax.tree.structure(wrapper_state.scaler_state)
     fitting = [one for one in reached if one.wrapper.scaler_structure == made]
     if not fitting:
+        ours = jax.eval_shape(reached[0].wrapper.scaler.init)
+        states = ours, wrapper_state.scaler_state
+        names = " and state carries ".join(an(type(x).__name__) for x in states)
         raise ValueError(
-            "optimizer must be the one that made state: its scaler's states are "
-            f"{reached[0].wrapper.scaler_structure}, and state carries {made}."
+            f"optimizer must be the one that made state: its scaler makes {names}. "
+            "Pass the optimizer that state comes from."
         )
     if len(fitting) > 1:  # each for a part of the parameters
         size = wrapper_state.nonfinite_leaves.size

@@ -285,6 +285,11 @@ def _poisoned(facts: Facts) -> str:
 
 
 def _spoilt_params(facts: Facts) -> str:
+    if facts.nonfinite_leaves is None:
+        return (
+            "The wrapper guards a part of the parameters alone: put optax.masked and "
+            "optax.partition inside it, jls.loss_scaled(optax.masked(inner, mask))"
+        )
     others = (
         "something else changed the parameters, such as a step written by hand that "
         "keeps what was skipped"

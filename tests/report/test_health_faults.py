@@ -962,3 +962,27 @@ def test_a_rate_that_was_set_to_nan_is_to_be_set_again():
     state.hyperparams["learning_rate"] = jnp.float32(0.1)
     _, state = optimizer.update(params, state, params)
     assert jls.health(state, params).verdict == "ok"
+
+
+def test_a_mask_around_the_wrapper_is_named_where_it_did_harm():
+    guarded = jls.loss_scaled(optax.sgd(0.1))
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    for inner, verdict in (
+        (optax.masked(guarded, {"a": True, "b": False}), "poisoned"),
+        (jls.loss_scaled(optax.sgd(0.1)), "calibrating"),
+    ):
+        grads = {"a": jnp.ones(2), "b": jnp.full(2, jnp.nan)}
+        updates, state = inner.update(grads, inner.init(params), params)
+        health = jls.health(state, optax.apply_updates(params, updates))
+        assert health.verdict == verdict
+        assert ("jls.loss_scaled(optax.masked(" in health.sentence) == (
+            verdict == "poisoned"
+        )
+
+
+def test_an_optimizer_with_another_scaler_is_named_without_structures():
+    state = jls.loss_scaled(optax.sgd(0.1)).init(PARAMS)
+    other = jls.loss_scaled(optax.sgd(0.1), jls.adaptive())
+    message = "makes an AdaptiveState and state carries a ScalerState. Pass the optimi"
+    with pytest.raises(ValueError, match=message):
+        jls.health(state, PARAMS, optimizer=other)
