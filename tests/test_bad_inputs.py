@@ -99,7 +99,7 @@ nnx_optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
 
 def atomic(optimizer, model):
     with jls.atomic(optimizer, model):
-        pass
+        optimizer.update(model, nnx.state(model, nnx.Param))
 
 
 def state_loss(state, batch):

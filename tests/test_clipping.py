@@ -15,7 +15,11 @@ from shared import INF, NAN, ONE, assert_identical, run
 
 import jls
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [
+    pytest.mark.standard_promotion,
+    # On purpose: what clipping makes of float16 gradients.
+    pytest.mark.filterwarnings("ignore:update got float16 gradients"),
+]
 
 W = jnp.array([1.0, -2.0, 0.5, 3.0])
 # Those that look at a norm, and what they make of a huge gradient on the params W.

@@ -267,13 +267,13 @@ def test_argument_out_of_range_is_a_value_error_that_names_it(name, argument, va
         ("torch", {"backoff_factor": 1.0}, r"backoff_factor must be in \(0, 1\)"),
         ("paddle", {"incr_ratio": 1.0}, "incr_ratio must be finite and > 1"),
         ("paddle", {"decr_ratio": 1.0}, r"decr_ratio must be in \(0, 1\)"),
-        ("mindspore", {"scale_value": 0.5}, r"scale_value must be from 1 to 2\*\*126"),
+        ("mindspore", {"scale_value": 0.5}, r"scale_value must be from 1 to 2\^126"),
         ("mindspore", {"scale_factor": 1}, "scale_factor must be finite and > 1"),
         ("mindspore", {"scale_window": 2.0}, "scale_window must be an integer"),
         (
             "mindformers_adaptive",
             {"loss_scale_value": 0.5},
-            r"loss_scale_value must be from 1 to 2\*\*126",
+            r"loss_scale_value must be from 1 to 2\^126",
         ),
         (
             "mindformers_adaptive",

@@ -533,6 +533,7 @@ def test_a_run_traces_once():
 
 
 @pytest.mark.standard_promotion
+@pytest.mark.filterwarnings("ignore:update got float16 gradients")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
     "inner",
