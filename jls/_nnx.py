@@ -43,15 +43,14 @@ def is_object(node: Any) -> bool:
     return nnx is not None and isinstance(node, nnx.Pytree | nnx.Variable)
 
 
-def has_objects(tree: Any) -> bool:
-    """Whether anything of NNX is among the leaves of `tree`."""
-    return any(map(is_object, jax.tree.leaves(tree, is_leaf=is_object)))
+def objects_in(tree: Any) -> list[Any]:
+    """What of NNX is among the leaves of `tree`."""
+    return list(filter(is_object, jax.tree.leaves(tree, is_leaf=is_object)))
 
 
 def modules_in(tree: Any) -> list[Any]:
     """The NNX models in `tree`; an `nnx.State` of one is none."""
-    nodes = jax.tree.leaves(tree, is_leaf=is_object)
-    return [node for node in nodes if is_object(node) and not is_variable(node)]
+    return [node for node in objects_in(tree) if not is_variable(node)]
 
 
 def is_module_or_optimizer(node: Any) -> bool:

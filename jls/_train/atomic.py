@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jls._nnx import has_objects, is_optimizer, untrained_variables
+from jls._nnx import is_optimizer, objects_in, untrained_variables
 from jls._state import wrapper_state_in
 from jls._text import describe
 from jls._tree import select
@@ -66,7 +66,7 @@ def atomic(optimizer: Any, model: Any, *objects: Any) -> Iterator[None]:
             f"{describe(optimizer)}. The order is jls.atomic(optimizer, model)."
         )
     for name, given in (("model", model), *(("objects", x) for x in objects)):
-        if not has_objects(given):
+        if not objects_in(given):
             raise TypeError(f"{name} must be of Flax NNX, got {describe(given)}.")
     steps = wrapper_state_in(optimizer).steps  # or an error, before anything changes
     variables = untrained_variables(optimizer, model, objects)

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 
 from jls._nnx import (
-    has_objects,
     is_optimizer,
     merge_objects,
     nnx,
+    objects_in,
     read_variables,
     split_objects,
     update_objects,
@@ -46,13 +46,13 @@ class NnxAdapter:
                 "carries must be False for an NNX model, whose own variables hold what "
                 "a skipped step rolls back: assign it to an nnx.Variable of the model."
             )
-        if has_objects(batch):
+        if objects_in(batch):
             raise TypeError(
                 "batch must hold arrays, got an NNX object in it. Pass it by keyword, "
                 "step(model, optimizer, batch, rngs=rngs): then a skipped step rolls "
                 "it back."
             )
-        self._objects = {name: x for name, x in kwargs.items() if has_objects(x)}
+        self._objects = {name: x for name, x in kwargs.items() if objects_in(x)}
         others = {name: x for name, x in kwargs.items() if name not in self._objects}
         self._loss_fn, self._has_aux = functools.partial(loss_fn, **others), has_aux
         self._graph, *self._state = self._split(self.model, self._objects)

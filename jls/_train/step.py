@@ -374,13 +374,12 @@ def take_step(
         options.update_norm,
     )
     norms, sizes = local_norms(made.grads) if options.local_norm else (None, None)
-    if options.update_norm:
-        report = report._replace(update_norm=global_norm(floats_of(updates)))
     report = report._replace(
         local_norm=norms,
         size=sizes,
         dropped=_dropped(made, report, options),
         aux=made.aux,
+        update_norm=global_norm(floats_of(updates)) if options.update_norm else None,
     )
     after = select(~report.skipped, made.carried, before)
     return Parts(new_params, after[0], new_opt_state, after[1]), report
