@@ -2,6 +2,7 @@
 """Find, read and set the loss scale in any state: optax nests, Flax wraps."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -51,7 +52,10 @@ def find_scaler_states(state: Any) -> list[tuple[str, Any]]:
     may be called `loss_scale` too: neither these nor their moments are states.
     """
     if hasattr(state, "tx") and hasattr(state, "params"):  # a Flax TrainState
-        state = dataclasses.replace(state, params=None)
+        # An Equinox module has no method for it.
+        replace = getattr(state, "replace", None)
+        without = replace or functools.partial(dataclasses.replace, state)
+        state = without(params=None)
     found = []
     for path, node in find(state, lambda x: is_wrapper_state(x) or is_scaler_state(x)):
         if is_wrapper_state(node):

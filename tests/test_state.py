@@ -435,3 +435,29 @@ def test_other_fields_are_replaced_as_in_any_named_tuple():
     assert (new.steps, new.hyperparams) == (3, {"learning_rate": 1.0})
     with pytest.raises((TypeError, ValueError), match="unknown"):
         state._replace(unknown=1)
+
+
+@jax.tree_util.register_pytree_node_class
+class Registered:
+    """A train state that is no dataclass; its parameters look like a scaler's state."""
+
+    def __init__(self, tx, params, opt_state):
+        self.tx, self.params, self.opt_state = tx, params, opt_state
+
+    def replace(self, **fields):
+        return Registered(**{**vars(self), **fields})
+
+    def tree_flatten(self):
+        return (self.params, self.opt_state), self.tx
+
+    @classmethod
+    def tree_unflatten(cls, tx, children):
+        return cls(tx, *children)
+
+
+def test_a_train_state_that_replaces_its_fields_itself_is_read():
+    tx = jls.loss_scaled(optax.sgd(0.5), jls.dynamic(64.0))
+    params = jls.types.StaticState(jnp.float32(3.0))
+    state = Registered(tx, params, tx.init(params))
+    assert jls.loss_scale(state) == 64.0
+    assert jls.host_metrics(state)["steps"] == 0
