@@ -8,7 +8,7 @@
 #   _cli
 #   __init__
 #   types
-#   _monitor
+#   _audit
 #   _wrapper _checkpoint _train _report
 #   _step _scale _ema presets
 #   _mistakes _spikes _train_state
@@ -54,7 +54,7 @@ from jls._report.nonfinite import nonfinite_report as nonfinite_report
 from jls._report.nonfinite import nonfinite_leaves as nonfinite_leaves
 from jls._report.underflow import underflow as underflow
 from jls._report.underflow import suggest_scale as suggest_scale
-from jls._monitor.check import check_step as check_step
+from jls._audit.check import check_step as check_step
 from jls._report.sync import check_in_sync as check_in_sync
 from jls._types import JlsWarning as JlsWarning
 

@@ -30,6 +30,7 @@ import optax
 from jax import Array, lax
 from jax.core import Tracer
 
+from jls import _scopes
 from jls._mistakes import (
     cause_of_count,
     check_value,
@@ -112,9 +113,11 @@ class WrapperUpdate:
         self, updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, LossScaledState]:
         """Returns the updates and the next state, as optax's `update` does."""
-        step = _observe(self, updates, state, params, extra)
-        made = _attempt(self, step, state, params, lambda made: made, step.no_updates)
-        return made.result, _count(self, step, made, state)
+        with jax.named_scope(_scopes.UPDATE):
+            step = _observe(self, updates, state, params, extra)
+            skipped = step.no_updates
+            made = _attempt(self, step, state, params, lambda made: made, skipped)
+            return made.result, _count(self, step, made, state)
 
     def apply(
         self,
@@ -125,6 +128,17 @@ class WrapperUpdate:
         **extra: Any,
     ) -> "Applied":
         """Updates and applies; the updates are returned if `keeps_updates`."""
+        with jax.named_scope(_scopes.UPDATE):
+            return self._apply(grads, state, params, keeps_updates, extra)
+
+    def _apply(
+        self,
+        grads: Any,
+        state: Any,
+        params: Any,
+        keeps_updates: bool,
+        extra: dict[str, Any],
+    ) -> "Applied":
         step = _observe(self, grads, state, params, extra)
         norm = global_norm(step.grads)
 
@@ -307,19 +321,26 @@ def _observe(
     floats, rest = partition(updates)
     _check_count(len(floats), state.nonfinite_leaves.size, updates, params)
     warn_of_narrowed(floats, _targets(params, rest))
-    flags = jnp.stack([all_finite(extra.get("value")), ~overflowed])
+    with jax.named_scope(_scopes.LOSS):
+        loss_finite = all_finite(extra.get("value"))
+    flags = jnp.stack([loss_finite, ~overflowed])
     # All devices agree on the flags and on what the scaler sees, by one collective.
     if wrapper.scaler.sees == "max_abs":
         flags = jnp.where(flags, jnp.float32(0.0), jnp.inf)
-        sizes = jnp.concatenate([flags, leaf_magnitudes(floats)])
+        with jax.named_scope(_scopes.GRADIENTS):
+            magnitudes = leaf_magnitudes(floats)
+        sizes = jnp.concatenate([flags, magnitudes])
         sizes = agree_on_max(sizes, wrapper.axis_name)
         flags, for_scaler = sizes < jnp.inf, jnp.max(sizes[1:])
     else:
-        flags = jnp.concatenate([flags, finite_leaves(floats)])
+        with jax.named_scope(_scopes.GRADIENTS):
+            are_finite = finite_leaves(floats)
+        flags = jnp.concatenate([flags, are_finite])
         flags = agree(flags, wrapper.axis_name)
         for_scaler = jnp.all(flags[1:])
     loss_finite, is_partial, leaves_finite = flags[0], ~flags[1], flags[2:]
-    is_finite = jnp.all(leaves_finite) & loss_finite
+    with jax.named_scope(_scopes.DECISION):
+        is_finite = jnp.all(leaves_finite) & loss_finite
     _check_axes(is_finite, state.steps, wrapper.axis_name)
     grads = list(map(widen, floats))
     return _Step(
@@ -393,9 +414,11 @@ def _attempt(
     if wrapper.spikes is not None:
         is_wanted = is_finite & ~verdict.is_spike
     if not step.checks_updates:
-        new = roll_back_unless(is_wanted, is_finite, prepared, old)
+        with jax.named_scope(_scopes.INNER):
+            new = roll_back_unless(is_wanted, is_finite, prepared, old)
         return _Attempt(*new, is_wanted, step.leaves_finite, verdict)
-    made, new = call(is_finite, prepared)
+    with jax.named_scope(_scopes.INNER):
+        made, new = call(is_finite, prepared)
     updates_finite = finite_leaves(_kept_if_finite(made, params, step.rest))
     # A NaN moment shows in its update. A NaN in a scalar shared by all parameters may
     # not, as at first in D-Adaptation. Some optimizers keep an inf on purpose.
@@ -456,9 +479,11 @@ def _count(
         "spike": is_spike,
         "partial overflow": step.is_partial & applied,
     }
+    with jax.named_scope(_scopes.SCALE):
+        scaler_state = select(loss_finite, adjusted, state.scaler_state)
     return LossScaledState(
         inner_state=_clone_keys(made.inner_state),
-        scaler_state=select(loss_finite, adjusted, state.scaler_state),
+        scaler_state=scaler_state,
         applied=applied,
         last_skip_reason=jnp.where(applied, state.last_skip_reason, reason),
         nonfinite_leaves=jnp.where(was_finite, state.nonfinite_leaves, flags),

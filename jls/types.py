@@ -6,7 +6,7 @@ your own, fill a `LossScaler`; the rest is for annotations and `isinstance`.
 """
 
 from jls._ema import ParamsEmaState as ParamsEmaState
-from jls._monitor.check import StepCheck as StepCheck
+from jls._audit.check import StepCheck as StepCheck
 from jls._report.health import Health as Health
 from jls._report.nonfinite import LeafReport as LeafReport
 from jls._report.nonfinite import NonfiniteReport as NonfiniteReport

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of a step as a flat list of leaves, and back; NNX objects too.
 
-Every run of `jls.check_step` gets arguments of its own: the step may donate them, and
-it may change NNX objects, dicts and numpy arrays in place.
+Every run of `jls.check_step` gets arguments of its own, since the step may change NNX
+objects and dicts in place.
 """
 
 import functools
@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jls._nnx import is_module_or_optimizer, is_object, is_variable, nnx
+from jls._tree import is_concrete
 from jls._types import StepReport
 
 Path = tuple[str, ...]
@@ -70,9 +69,8 @@ def take_apart(
     state_structure = jax.tree.structure(state)
 
     def rebuild(leaves: Sequence[Any]) -> Call:
-        copies = list(map(copy, leaves))
-        values = iter(copies[: len(plain)])
-        new_state = jax.tree.unflatten(state_structure, copies[len(plain) :])
+        values = iter(leaves[: len(plain)])
+        new_state = jax.tree.unflatten(state_structure, list(leaves[len(plain) :]))
         new = nnx().merge(graph, new_state) if objects else []
         clones = iter(new)
         whole = [next(clones) if is_nnx else next(values) for is_nnx in of_nnx]
@@ -89,7 +87,7 @@ def _alive(items: list[Item]) -> list[Item]:
     return [
         item
         for item in items
-        if not (isinstance(item.value, jax.Array) and item.value.is_deleted())
+        if not (is_concrete(item.value) and item.value.is_deleted())
     ]
 
 
@@ -127,13 +125,6 @@ def unbind(step: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...
         ):
             return inner, bound
     return step, ()
-
-
-def copy(leaf: Any) -> Any:
-    """A leaf in a buffer of its own, on the devices where it is."""
-    if isinstance(leaf, jax.Array):
-        return jnp.array(leaf, copy=True)
-    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def _argument_names(step: Callable[..., Any], count: int) -> list[str]:

@@ -1,53 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The good steps of `jls.check_step`, which lead to where faults are injected."""
 
-import dataclasses
 import itertools
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 
-from jls._monitor.check_carried import Scale, as_numpy, own_leaves, same
-from jls._monitor.check_runs import Leaves, Run, Runner
+from jls._audit.findings import Findings
+from jls._audit.leaves import Scale, as_numpy, same
+from jls._audit.runs import Leaves, Run, Runner
 from jls._text import format_scale
-
-Code = Literal[
-    "no step",
-    "retraced",
-    "host sync",
-    "not scaled",
-    "scale leaks",
-    "nan committed",
-    "not atomic",
-    "loss not told",
-    "frozen",
-    "out of sync",
-    "spike not skipped",
-]
-CODES: tuple[Code, ...] = get_args(Code)
 
 MOST_STEPS = 16  # good steps until the parameters have to move
 LOWER = (4, 4, 4, 4, 8, 8, 16)  # by how many powers of two, one try after the other
-
-
-@dataclasses.dataclass
-class Findings:
-    """What the trials have shown so far."""
-
-    broken: dict[Code, str] = dataclasses.field(default_factory=dict)
-    not_tried: dict[str, str] = dataclasses.field(default_factory=dict)
-    notes: dict[Code, str] = dataclasses.field(default_factory=dict)  # on what is right
-    mends: dict[Code, str] = dataclasses.field(default_factory=dict)  # for this cause
-
-    def add(self, code: Code, seen: str, mend: str = "") -> None:
-        if mend and code not in self.broken:
-            self.mends[code] = mend
-        self.broken.setdefault(code, seen)
-        self.not_tried.pop(code, None)
-
-    def leave_out(self, code: str, reason: str) -> None:
-        if code not in self.broken:
-            self.not_tried.setdefault(code, reason)
 
 
 class Base(NamedTuple):
@@ -68,22 +33,14 @@ def take_good_steps(
     """
     good.append(runner.run(start, "the first good step"))
     if not runner.changed(good[0]):
-        findings.add("no step", "a good step changed nothing that the step carries")
+        findings.broken("no step", "a good step changed nothing that the step carries")
         return None
     start = _calibrate(runner, start, good)
     base = _walk(runner, start, good, MOST_STEPS)
-    if base is None and not always_compiles(good):
-        near_one = start
-        for scale in runner.scales:
-            near_one = runner.set_scale(near_one, scale, near_one_of(start, scale))
-        if any(not same(near_one[x.at], start[x.at]) for x in runner.scales):
-            # Updates that were divided by the scale once more may be too small.
-            good.append(runner.run(near_one, "a good step at a loss scale near 1"))
-            base = _walk(runner, near_one, good, 2)
     for _ in range(3 - max(_places(good))):
         good.append(runner.run(runner.put_back(good[-1].after, start), "a good step"))
     if base is not None and _keeps_the_old_state(runner, good):
-        findings.add(
+        findings.broken(
             "no step",
             "the parameters moved, but nothing in the optimizer state did: the step "
             "seems to return the old state",
@@ -94,7 +51,7 @@ def take_good_steps(
         if run.compiled and place > 2
     ]
     if later:
-        findings.add("retraced", f"good step {later[0]} compiled the step once more")
+        findings.broken("retraced", f"good step {later[0]} compiled the step once more")
     return base
 
 
@@ -105,15 +62,22 @@ def always_compiles(good: list[Run]) -> bool:
 def _keeps_the_old_state(runner: Runner, good: list[Run]) -> bool:
     """Whether no good step changed an optimizer state that counts its calls."""
     scales = runner.scales
-    own = own_leaves(scales)
-    kept = own | {i for group in runner.groups.others.values() for i in group}
-    if not all(x.counters for x in scales) or not own <= runner.carried.leaves:
+    if not all(x.counters for x in scales) or not runner.own <= runner.carried.leaves:
         return False
-    for run in good:
-        is_new_elsewhere = any("steps" in item.path for item in run.outputs)
-        if is_new_elsewhere or kept & runner.changed(run):
-            return False
-    return True
+    reading = runner.reading
+    if reading is not None:
+        steps = [scale.counters["steps"] for scale in scales]
+        results = [runner.result(i) for i in steps]
+        return bool(reading.calls) and all(
+            result is not None and reading.leaf_of(result.now) == i
+            for i, result in zip(steps, results, strict=True)
+        )
+    is_new_elsewhere = any(
+        "steps" in item.path for run in good for item in run.outputs
+    )
+    return not is_new_elsewhere and not any(
+        runner.own & runner.changed(run) for run in good
+    )
 
 
 def _places(good: list[Run]) -> list[int]:
@@ -191,15 +155,6 @@ def _calibrate(runner: Runner, start: Leaves, good: list[Run]) -> Leaves:
             "jls.health(opt_state, params) the usual causes."
         )
     return start
-
-
-def near_one_of(leaves: Leaves, scale: Scale) -> np.ndarray:
-    """From 2 to 4, or the present scale if that is lower, and of its mantissa.
-
-    The scales of one comparison differ by powers of two, which are exact.
-    """
-    present = as_numpy(leaves[scale.at])
-    return np.minimum(4.0 * np.frexp(present)[0], present)
 
 
 def is_switched_off(leaves: Leaves, scale: Scale) -> bool:

@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jls.check_step`: injects faults into a step and names the mistakes it finds."""
+
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from jls import _validate
+from jls._audit import codes
+from jls._audit.arguments import Arguments, Path, take_apart, tokens, unbind
+from jls._audit.codes import CODES, TABLE, Code
+from jls._audit.faults import try_all
+from jls._audit.findings import Findings
+from jls._audit.leaves import Scale, find_scales
+from jls._audit.proofs import BY_READING, read_codes
+from jls._audit.reading import Reading, Traced, Unread, trace
+from jls._audit.runs import Runner
+from jls._program.places import Place
+from jls._state import find, is_scaler_state, is_wrapper_state
+from jls._tree import is_concrete
+
+CarriedArgs = Mapping[int | str, Iterable[str]] | Iterable[int | str] | None
+
+RUNS = 32
+_WIDTH = 80
+
+
+class StepCheck(NamedTuple):
+    """What `jls.check_step` says: the mistakes that it found, and what it looked at.
+
+    `print` it: the table has a row for each check, and the line to write where one is
+    broken.
+
+    Example:
+      >>> check = jls.types.StepCheck(broken=("not scaled",), seen={"not scaled": "..."})
+      >>> check.ok
+      False
+    """
+
+    broken: tuple[Code, ...] = ()  # the codes of the mistakes
+    not_tried: Mapping[str, str] = {}  # a code, or a fault, and the reason
+    not_applicable: Mapping[Code, str] = {}  # a code, and why it does not apply
+    seen: Mapping[Code, str] = {}  # what showed each mistake, or is to be noted
+    where: Mapping[Code, Place] = {}  # the line of the mistake, where it was read
+    write: Mapping[Code, str] = {}  # the line to write for each mistake
+    notes: tuple[str, ...] = ()  # what was taken for what
+
+    @property
+    def ok(self) -> bool:
+        """Whether no mistake was found. What was not tried is in `not_tried`."""
+        return not self.broken
+
+    def raise_if_broken(self, not_tried: Literal["allow", "raise"] = "allow") -> None:
+        """Raises an `AssertionError` with the table if a mistake was found.
+
+        For a test of the step: `jls.check_step(step, *args).raise_if_broken()`.
+
+        Args:
+          not_tried: "raise" also raises if a check that applies was not tried, or a
+            fault could not be injected.
+        """
+        _validate.choice("not_tried", not_tried, ("allow", "raise"))
+        if self.broken or (not_tried == "raise" and self.not_tried):
+            raise AssertionError(str(self))
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, str, str]] = []
+        for code in CODES:
+            if code in self.broken:
+                rows.append((code, "BROKEN", self.seen.get(code, "")))
+                place = self.where.get(code)
+                if place and place.file:
+                    rows.append(("", "where", f"{place.file}:{place.line}"))
+                rows.append(("", "write", self.write.get(code, TABLE[code].write)))
+            elif code in self.not_tried:
+                rows.append((code, "not tried", self.not_tried[code]))
+            elif code not in self.not_applicable:
+                text = TABLE[code].right + self.seen.get(code, "")
+                rows.append((code, "ok", text))
+        for name, reason in self.not_tried.items():
+            if name not in CODES:
+                rows.append(("", "not tried", f"{name}: {reason}"))
+        lines = textwrap.wrap(self._headline(), _WIDTH)
+        return "\n".join([*lines, *_table(rows), *map(_note, self.notes)])
+
+    def _headline(self) -> str:
+        untried = [code for code in CODES if code in self.not_tried]
+        rest = f" Not tried: {', '.join(untried)}." if untried else ""
+        if self.broken:
+            count = len(self.broken)
+            mistakes = "1 mistake" if count == 1 else f"{count} mistakes"
+            return f"jls.check_step found {mistakes}: {', '.join(self.broken)}.{rest}"
+        applying = len(CODES) - len(self.not_applicable)
+        looked_at = f"{applying - len(untried)} of" if untried else "all"
+        return f"jls.check_step: no mistake in {looked_at} {applying} that apply.{rest}"
+
+
+def check_step(
+    step: Callable[..., Any],
+    *args: Any,
+    carried_args: CarriedArgs = None,
+    **kwargs: Any,
+) -> StepCheck:
+    """Reads a train step, runs it with faults injected, and names the mistakes in it.
+
+    For a step written by hand, before a long run or in a test. First it reads the
+    program of the step: whether the gradients follow the loss scale, and are divided by
+    it once; whether the optimizer is given the loss; what stays if the step is skipped.
+    Then it runs the step some ten times, on copies: your arguments stay as they are,
+    also if the step donates them. An inf in the loss scale, and NaN in the batch, show
+    whether a bad step leaves anything behind, and whether training goes on after it. A
+    right step is never called broken; what could be neither read nor tried is said.
+
+    Args:
+      step: the function that you call in the loop: jitted or not, of plain pytrees,
+        Linen, NNX, Equinox or Haiku. It takes its state as arguments, and returns the
+        new state in any order or nesting; NNX objects it may change in place.
+      *args: its arguments, with a batch that it can step on. In a run of several
+        processes, process-local arrays.
+      carried_args: which arguments come back, if that is not what the program and their
+        shapes say: positions and keyword names, or a dict of them with the fields that
+        count, to leave out such as running metrics. None finds out.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      A `jls.types.StepCheck`. `broken` has the codes of the mistakes: "no step",
+      "retraced", "host sync", "not scaled", "scale leaks", "loss not passed",
+      "gradients narrowed", "overflow hidden", "scale stuck", "nan committed", "not
+      atomic", "never recovers", "spike not skipped", "out of sync". `not_tried` says
+      what could not be tried, and why, `not_applicable` what does not apply to this
+      step; `where` has the line of a mistake that was read; `ok` is whether none is
+      broken; `str()` is a table for people, with the line to write;
+      `raise_if_broken()` is for tests.
+
+    Raises:
+      TypeError: if `step` is not a function, or `carried_args` of another type.
+      ValueError: if no argument carries a loss scale (a step that closes over its state
+        cannot be checked), if the step does not return the state, or it is not clear
+        which result is which argument, if the step is skipped at every loss scale, or
+        if an array was donated to an earlier step, or is spread over several processes.
+      Exception: what the step itself raises, with a note that says in which trial.
+
+    Example:
+      >>> optimizer = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(1024.0))
+      >>> @jax.jit
+      ... def step(params, opt_state, x):
+      ...     grads = jax.grad(lambda params: jnp.mean((x @ params) ** 2))(params)
+      ...     updates, opt_state = optimizer.update(grads, opt_state, params)
+      ...     return optax.apply_updates(params, updates), opt_state
+      >>> params = jnp.ones(3)
+      >>> jls.check_step(step, params, optimizer.init(params), jnp.ones((4, 3))).broken
+      ('not scaled', 'loss not passed')
+    """
+    _validate.function("step", step)
+    given = step
+    step, bound = unbind(step)
+    args = (*bound, *args)
+    arguments = take_apart(step, args, kwargs)
+    for item in arguments.items:
+        _check_usable("/".join(item.path), item.value)
+    named = _named(carried_args, arguments, len(bound))
+    scales = _find_scales(args, kwargs, arguments)
+    findings = Findings()
+    with jax.debug_nans(False):  # NaN is what the faults are made of
+        reading = _read(step, arguments, scales, findings)
+        runner = Runner(step, arguments, scales, named, reading, RUNS)
+        proved = read_codes(runner, findings) if reading else None
+        try_all(runner, findings, proved)
+    findings.leave_out_the_rest("nothing in the step shows it")
+    findings.notes += _notes(runner, reading, given)
+    return _step_check(findings, _mends((args, kwargs), arguments))
+
+
+def _read(
+    step: Callable[..., Any],
+    arguments: Arguments,
+    scales: list[Scale],
+    findings: Findings,
+) -> Reading | None:
+    """The program of the step, if there is one; and whether it syncs with the host."""
+    # Three times: reading every so many steps is right.
+    traces = [trace(step, arguments)]
+    while len(traces) < 3 and traces[-1].reads:
+        traces.append(trace(step, arguments))
+    readable = [x for x in traces if isinstance(x, Traced)]
+    last = traces[-1]
+    if last.reads:
+        how = last.reads if isinstance(last, Unread) else "jax.device_get"
+        seen = f"the step reads a value of the device ({how})"
+        findings.broken("host sync", seen)
+    elif isinstance(last, Traced) or is_compiled(step):
+        findings.right("host sync")
+    else:
+        findings.not_tried("host sync", last.reason)
+    if not readable:
+        reason = last.reason if isinstance(last, Unread) else ""
+        for code in BY_READING:
+            findings.not_tried(code, f"{reason}: no program to read")
+        return None
+    return Reading(readable[-1], scales)
+
+
+def is_compiled(step: Callable[..., Any]) -> bool:
+    """Whether a step is one compiled program."""
+    return hasattr(step, "lower") or isinstance(step, jax.stages.Compiled)
+
+
+def _notes(
+    runner: Runner, reading: Reading | None, step: Callable[..., Any]
+) -> list[str]:
+    items, carried = runner.arguments.items, runner.carried
+    mine = dict.fromkeys(items[i].path[0] for i in sorted(carried.leaves))
+    data = dict.fromkeys(x.path[0] for x in items if x.path[0] not in mine)
+    notes = [f"Carried: {', '.join(mine)}." + _as_data(data)]
+    doubtful = dict.fromkeys(items[i].path[0] for i in sorted(carried.doubtful))
+    if doubtful:
+        notes.append(
+            f"A result looks like {', '.join(doubtful)}: if that is state, name all "
+            "arguments that come back, jls.check_step(step, ..., carried_args=(0, 1))."
+        )
+    if reading and not is_compiled(step) and not reading.traced.is_jitted:
+        notes.append("Not jitted as passed: step = jax.jit(step).")
+    return notes
+
+
+def _as_data(names: Iterable[str]) -> str:
+    return f" Taken as data: {', '.join(names)}." if names else ""
+
+
+def _step_check(findings: Findings, mends: Mapping[Code, str]) -> StepCheck:
+    broken = findings.of("broken")
+    right = {code: x.text for code, x in findings.of("right").items() if x.text}
+    untried = {code: x.text for code, x in findings.of("not tried").items()}
+    away = {code: x.text for code, x in findings.of("does not apply").items()}
+    return StepCheck(
+        broken=tuple(broken),
+        not_tried={**untried, **findings.untried},
+        not_applicable=away,
+        seen={**right, **{code: x.text for code, x in broken.items()}},
+        where={code: x.place for code, x in broken.items() if x.place},
+        write={
+            code: x.write or mends.get(code) or TABLE[code].write
+            for code, x in broken.items()
+        },
+        notes=tuple(findings.notes),
+    )
+
+
+def _mends(given: Any, arguments: Arguments) -> dict[Code, str]:
+    """What to write where the arguments say more than the mistake does."""
+
+    def has_around(kind: Any) -> bool:
+        return any(
+            find(node, is_wrapper_state)
+            for _, node in find(given, lambda node: isinstance(node, kind))
+        )
+
+    found: dict[Code, str] = {}
+    if find(given, lambda node: hasattr(node, "apply_gradients")):
+        found["loss not passed"] = codes.LINEN_UPDATE
+    if arguments.in_place:
+        found |= {
+            "no step": codes.NNX_STEP,
+            "not scaled": codes.NNX_GRADIENTS,
+            "loss not passed": codes.NNX_UPDATE,
+            "nan committed": codes.NNX_SELECT,
+        }
+    for code in ("nan committed", "not atomic"):
+        found[code] = f"{found.get(code, TABLE[code].write)}. {codes.LEAVE_OUT}"
+    recovers = TABLE["never recovers"].write
+    if has_around(optax.MultiStepsState):
+        found["never recovers"] = f"{codes.MULTI_STEPS}; and {recovers}"
+    if has_around(optax.MaskedState):
+        harmed: tuple[Code, ...] = ("nan committed", "not atomic", "never recovers")
+        for code in harmed:
+            found[code] = f"{codes.MASKED}; and {TABLE[code].write}"
+    return found
+
+
+def _check_usable(path: str, leaf: Any) -> None:
+    """Raises if `leaf` cannot be copied."""
+    if not is_concrete(leaf):
+        return
+    if leaf.is_deleted():
+        raise ValueError(
+            f"{path} was donated to an earlier step, and is no more. Pass what that "
+            "step returned."
+        )
+    if not leaf.is_fully_addressable:
+        raise ValueError(
+            f"{path} must be held by this process, got a global array over several. "
+            "Call jls.check_step with process-local arrays, such as the step of a "
+            "small model on jax.local_devices()."
+        )
+
+
+def _find_scales(
+    args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments
+) -> list[Scale]:
+    nodes: list[Path] = []
+    flat, _ = jax.tree_util.tree_flatten_with_path(
+        (args, kwargs), is_leaf=is_scaler_state
+    )
+    for path, node in flat:
+        if is_scaler_state(node):
+            kind, key, *inner = path
+            name = arguments.names[key.idx] if kind.idx == 0 else str(key.key)
+            nodes.append((name, *tokens(inner)))
+    scales = find_scales(arguments.items, nodes)
+    if not scales:
+        types = ", ".join(type(x).__name__ for x in (*args, *kwargs.values()))
+        raise ValueError(
+            "one argument of the step must carry a loss scale, got "
+            f"{types or 'no arguments'}. Pass the arguments of the step after it: "
+            "jls.check_step(step, params, opt_state, batch). A step that closes over "
+            "its state cannot be checked: make the state an argument."
+        )
+    return scales
+
+
+def _named(
+    carried_args: CarriedArgs, arguments: Arguments, bound: int
+) -> dict[str, tuple[str, ...] | None] | None:
+    """The names of the carried arguments, with the fields that count."""
+    if carried_args is None:
+        return None
+    rule = (
+        "carried_args must be positions and names of arguments, or a dict of them with "
+        f"the fields that count, got {carried_args!r}."
+    )
+    is_text_or_array = isinstance(carried_args, str | jax.Array | np.ndarray)
+    if is_text_or_array or not isinstance(carried_args, Iterable):
+        raise TypeError(rule)
+    named: dict[str, tuple[str, ...] | None] = {}
+    for key in carried_args:
+        if isinstance(key, bool) or not isinstance(key, int | str):
+            raise TypeError(rule)
+        fields = carried_args[key] if isinstance(carried_args, Mapping) else None
+        if isinstance(key, int):
+            positions = arguments.names[bound:]
+            if not 0 <= key < len(positions):
+                raise ValueError(
+                    f"carried_args must be positions below {len(positions)}, got {key}."
+                )
+            key = positions[key]
+        if key not in {item.path[0] for item in arguments.items}:
+            raise ValueError(f"carried_args must name arguments, got {key!r}.")
+        named[key] = None if fields is None else tuple(fields)
+    return named
+
+
+def _table(rows: list[tuple[str, str, str]]) -> list[str]:
+    """The lines of a table; a text goes on below itself."""
+    width = max(18, *(len(code) for code, _, _ in rows))
+    lines = []
+    for code, verdict, text in rows:
+        head = f"{code:<{width}} {verdict:<9} "
+        lines += textwrap.wrap(
+            text,
+            width=_WIDTH,
+            initial_indent=head,
+            subsequent_indent=" " * len(head),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return lines
+
+
+def _note(note: str) -> str:
+    return textwrap.fill(note, _WIDTH, break_on_hyphens=False)

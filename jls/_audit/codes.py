@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mistakes that `jls.check_step` looks for: one table, which the docs include."""
+
+from typing import Literal, NamedTuple, get_args
+
+Code = Literal[
+    "no step",
+    "retraced",
+    "host sync",
+    "not scaled",
+    "scale leaks",
+    "loss not passed",
+    "gradients narrowed",
+    "overflow hidden",
+    "scale stuck",
+    "nan committed",
+    "not atomic",
+    "never recovers",
+    "spike not skipped",
+    "out of sync",
+]
+CODES: tuple[Code, ...] = get_args(Code)
+
+
+class Row(NamedTuple):
+    """What is said of a code."""
+
+    right: str  # where it is settled
+    broken: str  # what the mistake is, for the docs
+    by: str  # how it is found: "reading", "faults" or "both"
+    write: str  # the line to write
+
+
+_SELECT = "new = jls.select(opt_state.applied, new, old) for what the optimizer does not hold"
+_UPDATE = "updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)"
+_VALUE_AND_GRAD = "loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, batch)"
+
+TABLE: dict[Code, Row] = {
+    "no step": Row(
+        "a good step changes what the step carries",
+        "a good step changes nothing of what it returns, or returns the optimizer's old "
+        "state",
+        "both",
+        "return the new params and the new opt_state from the step",
+    ),
+    "retraced": Row(
+        "the third good step was not compiled again",
+        "the third good step, or a later one, is compiled again",
+        "faults",
+        "step = jax.jit(train_step) once, outside the loop; numbers that change go in "
+        "as arrays",
+    ),
+    "host sync": Row(
+        "the step reads no value at the host",
+        "the step reads a value of the device at the host by itself",
+        "reading",
+        "return the value from the step, and read it every so many steps: "
+        "jls.metrics(opt_state), one jax.device_get",
+    ),
+    "not scaled": Row(
+        "the gradients follow the loss scale",
+        "gradients that a wrapper is given do not depend on its loss scale",
+        "reading",
+        f"{_VALUE_AND_GRAD}, with the opt_state that the step was given",
+    ),
+    "scale leaks": Row(
+        "gradients and loss are true: the loss scale is divided out once",
+        "the loss scale is a factor of the gradients or the loss that the optimizer is "
+        "given, or of a part of them: unscaled twice, never, with the state after the "
+        "update; scaled twice; clipped while scaled",
+        "reading",
+        "jls.value_and_grad(loss_fn) alone: it scales and unscales; no jls.scale in "
+        "the loss, no jls.unscale after it; clipping inside: "
+        "jls.loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), inner))",
+    ),
+    "loss not passed": Row(
+        "the optimizer is given the loss",
+        "the optimizer is not given the loss: value= is missing or misspelt, or what "
+        "is around the wrapper drops it",
+        "reading",
+        _UPDATE,
+    ),
+    "gradients narrowed": Row(
+        "the true gradients stay in float32",
+        "true gradients are cast to float16 before the optimizer gets them, where the "
+        "small ones vanish",
+        "reading",
+        "keep what jls.value_and_grad returns in float32; to send fewer bytes, cast to "
+        "bfloat16, which has the range",
+    ),
+    "overflow hidden": Row(
+        "an inf in the gradients reaches the optimizer",
+        "something between the gradients and the optimizer replaces inf or NaN, so that "
+        "a step that overflowed is applied",
+        "both",
+        "no jnp.nan_to_num, no elementwise clip and no jnp.where(isfinite) before "
+        "jls.loss_scaled sees the gradients; "
+        "jls.loss_scaled(optax.chain(optax.clip(1.0), inner))",
+    ),
+    "scale stuck": Row(
+        "the state of the scaler is adjusted",
+        "a scaler is used without jls.loss_scaled, and its state comes back as it was",
+        "reading",
+        "state = scaler.adjust(state, jls.all_finite(grads)), after jls.unscale",
+    ),
+    "nan committed": Row(
+        "after a fault no inf or NaN stayed",
+        "after a fault an inf or NaN stays in what the step carries",
+        "faults",
+        _SELECT,
+    ),
+    "not atomic": Row(
+        "a skipped step leaves what is trained as it was",
+        "a skipped step changes parameters, or what belongs to them",
+        "both",
+        f"{_SELECT}; weight decay inside: "
+        "jls.loss_scaled(optax.adamw(3e-4, weight_decay=1e-2))",
+    ),
+    "never recovers": Row(
+        "after a bad step, good ones train on",
+        "after one bad step the parameters never move again",
+        "faults",
+        _SELECT,
+    ),
+    "spike not skipped": Row(
+        "a step far out of line was skipped",
+        "a step far above all that the spike policy has seen is applied",
+        "faults",
+        f"{_UPDATE}, with the true gradients, and keep all of the opt_state that it "
+        "returns",
+    ),
+    "out of sync": Row(
+        "all devices hold the same",
+        "devices hold different values of what they should hold together",
+        "faults",
+        'jls.loss_scaled(inner, axis_name="data"), and grads = jax.lax.pmean(grads, '
+        '"data") before the update',
+    ),
+}
+
+NNX_STEP = (
+    "step = nnx.jit(jls.train_step(loss_fn)); under jax.jit return model and optimizer "
+    "from the step, and use what it returns"
+)
+NNX_GRADIENTS = (
+    "loss, grads = jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)("
+    "optimizer, model, batch)"
+)
+NNX_UPDATE = "optimizer.update(model, grads, value=loss)"
+NNX_SELECT = (
+    "with jls.atomic(optimizer, model): around the forward pass and the update; it "
+    "takes back what the step changed in the model"
+)
+LINEN_UPDATE = "state = jls.apply_gradients(state, grads, value=loss)"
+MULTI_STEPS = "jls.loss_scaled(optax.MultiSteps(inner, k)), accumulation inside"
+MASKED = (
+    "jls.loss_scaled(optax.masked(inner, mask)), and optax.partition inside likewise: "
+    "the wrapper sees no gradient of what a mask outside leaves out"
+)
+LEAVE_OUT = (
+    "If some state is meant to move in a bad step, name only the fields that must not: "
+    'jls.check_step(..., carried_args={"state": ["params", "opt_state"]})'
+)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of each code so far."""
+
+from typing import Literal, NamedTuple
+
+from jls._audit.codes import CODES, Code
+from jls._program.places import Place
+
+Verdict = Literal["right", "broken", "not tried", "does not apply"]
+
+
+class Finding(NamedTuple):
+    """What is known of one code."""
+
+    verdict: Verdict
+    text: str  # what showed it, or the reason; on what is right, what is to be noted
+    place: Place | None = None
+    write: str = ""  # the line to write, if it is not the usual one
+
+
+class Findings:
+    """The findings, by code. A mistake that was found stays found."""
+
+    def __init__(self) -> None:
+        self._found: dict[Code, Finding] = {}
+        self.untried: dict[str, str] = {}  # arrays without a fault, and the reason
+        self.notes: list[str] = []
+
+    def broken(
+        self, code: Code, seen: str, place: Place | None = None, write: str = ""
+    ) -> None:
+        if self.verdict(code) != "broken":
+            self._found[code] = Finding("broken", seen, place, write)
+
+    def right(self, code: Code, note: str = "") -> None:
+        if self.verdict(code) not in ("broken", "does not apply"):
+            self._found[code] = Finding("right", note)
+
+    def not_tried(self, code: Code, reason: str) -> None:
+        if self.verdict(code) is None:
+            self._found[code] = Finding("not tried", reason)
+
+    def does_not_apply(self, code: Code, reason: str) -> None:
+        self._found[code] = Finding("does not apply", reason)
+
+    def verdict(self, code: Code) -> Verdict | None:
+        found = self._found.get(code)
+        return found.verdict if found else None
+
+    def is_settled(self, code: Code) -> bool:
+        return self.verdict(code) in ("right", "broken", "does not apply")
+
+    def leave_out_the_rest(self, reason: str) -> None:
+        for code in CODES:
+            self.not_tried(code, reason)
+
+    def of(self, verdict: Verdict) -> dict[Code, Finding]:
+        """The findings of one kind, in the order of the codes."""
+        return {
+            code: self._found[code] for code in CODES if self.verdict(code) == verdict
+        }

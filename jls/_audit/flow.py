@@ -1,0 +1,663 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the program of a step says of each of its values, without running it.
+
+Of every value it says
+    degree      which powers of the loss scales are factors of it
+    depends     which floating-point inputs it is computed from; booleans and integers
+                pass nothing on
+    follows     which inputs, and which gradients that a wrapper was given, it has in it
+                as a parameter has: moved, scaled and added to
+    known       that it is an input, unchanged; or a number
+    holds       of which inputs it holds elements that were only moved
+    gradient    what has happened to it since the loss scale was divided out
+
+With a wrapper's decision taken for False, `known` says what is left after a skip.
+"""
+
+import dataclasses
+import enum
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jls._program.rules import (
+    AFFINE,
+    CHOICES,
+    HOMOGENEOUS,
+    LINEAR,
+    MOVES,
+    POWERS,
+    PRODUCTS,
+    RANDOM,
+    SUMS,
+    UNCHANGED,
+    data_of,
+)
+from jls._program.walk import Site
+from jls._scopes import DECISION, GRADIENTS, INNER, LOSS, SCALE, UPDATE, marks_of
+
+# A power of each loss scale by what stands for it, in order; () is degree 0.
+Powers = tuple[tuple[Any, Fraction], ...]
+
+
+class AnyDegree(enum.Enum):
+    """Of zero, which has every factor."""
+
+    ANY = "any"
+
+
+class Mixed(NamedTuple):
+    """Of a sum or a choice of values of several degrees."""
+
+    site: Site
+    degrees: tuple[Powers, ...]
+
+
+class Unknown(NamedTuple):
+    """Of the result of an operation that no rule is for."""
+
+    site: Site
+
+
+Degree = Powers | AnyDegree | Mixed | Unknown
+ANY, ZERO = AnyDegree.ANY, ()
+
+
+class Same(NamedTuple):
+    """An input, unchanged but for its shape."""
+
+    index: int
+
+
+class Number(NamedTuple):
+    """A number, in each element."""
+
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Value:
+    """What is known of a value."""
+
+    degree: Degree = ZERO
+    depends: int = 0  # a set of bits: inputs, by data
+    follows: int = 0  # a set of bits: inputs and gradients, moved, scaled and added
+    known: Same | Number | None = None
+    holds: int = 0  # a set of bits
+    scale: int | None = None  # the number of the loss scale that it is
+    is_splat: bool = False  # whether all elements are one scalar
+    is_checked: bool = False  # whether a check of a wrapper made it
+    # Of a gradient:
+    unscaled: Site | None = None  # where the loss scale was divided out of it
+    gain: float = 1.0  # what it was multiplied by since
+    narrowed: Site | None = None  # where it became float16 since
+    cleaned: Site | None = None  # where an inf in it may have been lost since
+
+
+class Call:
+    """A call of a wrapper's `update`."""
+
+    def __init__(self, number: int, site: Site) -> None:
+        self.number, self.site = number, site
+        self.scale: int | None = None  # the number of its loss scale
+        self.gradients: list[Value] = []
+        self.losses: list[Value] = []
+        self.is_over = False
+
+
+class Flow:
+    """The question; see `jls._program.walk.Question`.
+
+    Args:
+      avals: of the inputs.
+      scales: which inputs are loss scales.
+      states: all inputs that are in the state of a scaler.
+      skipped: the calls, by number, that decide to skip; None for all of them.
+    """
+
+    def __init__(
+        self,
+        avals: Sequence[Any],
+        scales: Sequence[int],
+        states: frozenset[int],
+        skipped: frozenset[int] | None = frozenset(),
+    ) -> None:
+        self._avals, self._skipped = avals, skipped
+        self._random = 1 << len(avals)
+        self._of_inputs = 2 * self._random - 1
+        self._of_scalers = sum(1 << i for i in states)
+        self._given: dict[int, tuple[Value, int]] = {}  # gradients, by identity
+        self._numbers: dict[Any, int] = {}  # of calls, by site
+        self._open: Call | None = None
+        self.calls: dict[int, Call] = {}
+        self._constants: dict[Any, Value] = {}
+        self.inputs = [
+            self._input(i, aval, scales.index(i) if i in scales else None)
+            for i, aval in enumerate(avals)
+        ]
+
+    def _input(self, i: int, aval: Any, scale: int | None) -> Value:
+        is_data = _is_inexact(aval)
+        return Value(
+            degree=ZERO if scale is None else ((("scale", scale), Fraction(1)),),
+            depends=1 << i if is_data else 0,
+            follows=1 << i if is_data else 0,
+            known=Same(i),
+            holds=1 << i,
+            scale=scale,
+            is_splat=aval.ndim == 0,
+        )
+
+    def bit_of_call(self, number: int) -> int:
+        """The bit, in `follows`, of what a wrapper made of the gradients."""
+        return 1 << (len(self._avals) + 1 + number)
+
+    def is_random(self, value: Value) -> bool:
+        return bool(value.depends & self._random)
+
+    # Numbers in the program.
+
+    def of_constant(self, value: Any) -> Value:
+        number = _number_in(value)
+        if number is None:
+            return Value()
+        is_any = isinstance(number.value, float) and (
+            number.value == 0 or math.isinf(number.value)
+        )
+        return Value(degree=ANY if is_any else ZERO, known=number, is_splat=True)
+
+    # Control flow.
+
+    def on_call(self, site: Site, operands: Sequence[Value]) -> None:
+        self._note(site, operands)
+
+    def of_call(self, site: Site, results: Sequence[Value]) -> Sequence[Value]:
+        marks = marks_of(site)
+        if GRADIENTS in marks or LOSS in marks:
+            return [dataclasses.replace(x, is_checked=True) for x in results]
+        return results
+
+    def branch(self, index: Value) -> int | None:
+        known = index.known
+        return int(known.value) if isinstance(known, Number) else None
+
+    def slice(self, value: Value) -> Value:
+        if isinstance(value.known, Same):
+            value = dataclasses.replace(value, known=None)
+        return dataclasses.replace(value, scale=None, is_splat=False)
+
+    stack = slice
+
+    def join(self, site: Site, one: Value, other: Value) -> Value:
+        if one is other:
+            return one
+        depends = one.depends | other.depends
+        return Value(
+            degree=self._common(site, [one, other], depends),
+            depends=depends,
+            follows=one.follows | other.follows,
+            known=one.known if one.known == other.known else None,
+            holds=one.holds & other.holds,
+            scale=one.scale if one.scale == other.scale else None,
+            is_splat=one.is_splat and other.is_splat,
+            is_checked=one.is_checked or other.is_checked,
+            unscaled=one.unscaled or other.unscaled,
+            gain=max(one.gain, other.gain),
+            narrowed=one.narrowed or other.narrowed,
+            cleaned=one.cleaned or other.cleaned,
+        )
+
+    def carry(self, site: Site, before: Value, after: Value) -> Value:
+        if before.scale is not None:
+            return before  # the scaler adjusts it
+        joined = self.join(site, before, after)
+        return before if _says_the_same(before, joined) else joined
+
+    # Operations.
+
+    def of_equation(self, site: Site, operands: Sequence[Value]) -> Sequence[Value]:
+        marks = self._note(site, operands)
+        if INNER in marks:
+            operands = [self._marked(x) for x in operands]
+        equation = site.equation
+        name, count = equation.primitive.name, len(equation.outvars)
+        depends = functools.reduce(operator.or_, (x.depends for x in operands), 0)
+        follows = functools.reduce(operator.or_, (x.follows for x in operands), 0)
+        if name in RANDOM:
+            depends |= self._random
+        if name not in AFFINE:
+            follows &= ~self._of_inputs if INNER in marks else 0
+        is_splat = all(x.is_splat for x in operands)
+        results = []
+        for i, variable in enumerate(equation.outvars):
+            ins = operands
+            if name in ("sort", "optimization_barrier") and len(operands) == count:
+                ins = [operands[i]]
+            bits = depends, follows
+            results.append(self._result(site, ins, variable.aval, bits, is_splat))
+        if DECISION in marks and self._is_skipped():
+            results = [
+                dataclasses.replace(x, known=Number(False))
+                if variable.aval.dtype == bool
+                else x
+                for x, variable in zip(results, equation.outvars, strict=True)
+            ]
+        if GRADIENTS in marks or LOSS in marks:
+            results = [dataclasses.replace(x, is_checked=True) for x in results]
+        if SCALE in marks:
+            results = [self._adjusted(site, operands, x) for x in results]
+        return results
+
+    def _result(
+        self,
+        site: Site,
+        operands: Sequence[Value],
+        aval: Any,
+        bits: tuple[int, int],
+        is_splat: bool,
+    ) -> Value:
+        depends, follows = bits
+        name = site.equation.primitive.name
+        data = data_of(name, list(operands))
+        known = self._known(site, operands, aval)
+        if isinstance(known, Number):
+            return dataclasses.replace(self.of_constant(known.value), known=known)
+        if name == "select_n" and isinstance(operands[0].known, Number):
+            return data[int(operands[0].known.value)]
+        if not _is_inexact(aval):
+            return Value(
+                depends=depends & self._random,
+                known=known,
+                holds=self._holds(name, operands, data, aval),
+                is_splat=is_splat,
+                unscaled=next((x.unscaled for x in operands if x.unscaled), None),
+            )
+        if isinstance(known, Same) and name in UNCHANGED | {"convert_element_type"}:
+            of_input = next(x for x in data if x.known == known)
+            narrowed = _narrowed(site, of_input, aval)
+            return of_input if narrowed is of_input.narrowed else dataclasses.replace(
+                of_input, narrowed=narrowed
+            )
+        degree = self._degree(site, operands, data, depends)
+        value = Value(
+            degree=degree,
+            depends=depends,
+            follows=follows,
+            known=known,
+            holds=self._holds(name, operands, data, aval),
+            is_splat=is_splat or aval.ndim == 0,
+        )
+        return _with_history(site, value, operands, data, aval)
+
+    # The wrapper's own part of the program.
+
+    def _note(self, site: Site, operands: Sequence[Value]) -> frozenset[str]:
+        """Notes what a wrapper is given, where it looks at it."""
+        marks = marks_of(site)
+        if UPDATE not in marks:
+            self._open = None
+            return marks
+        looks = GRADIENTS in marks or LOSS in marks
+        if self._open is None or (self._open.is_over and looks):
+            number = self._numbers.setdefault(site.numbers, len(self._numbers))
+            self._open = self.calls[number] = Call(number, site)
+        call = self._open
+        for operand, variable in zip(operands, site.equation.invars, strict=True):
+            if not _is_inexact(variable.aval) or operand.is_checked:
+                continue
+            if isinstance(operand.known, Number) and not operand.depends:
+                continue
+            if GRADIENTS in marks and not any(operand is x for x in call.gradients):
+                call.gradients.append(operand)
+                self._given[id(operand)] = operand, self.bit_of_call(call.number)
+            if LOSS in marks and not any(operand is x for x in call.losses):
+                call.losses.append(operand)
+        if SCALE in marks:
+            call.is_over = True
+            numbers = [x.scale for x in operands if x.scale is not None]
+            call.scale = numbers[0] if numbers else call.scale
+        return marks
+
+    def _marked(self, value: Value) -> Value:
+        found = self._given.get(id(value))
+        if found is None or value.follows & found[1]:
+            return value
+        return dataclasses.replace(value, follows=value.follows | found[1])
+
+    def _is_skipped(self) -> bool:
+        if self._skipped is None:
+            return True
+        return self._open is not None and self._open.number in self._skipped
+
+    def _adjusted(self, site: Site, operands: Sequence[Value], made: Value) -> Value:
+        """The loss scale after a step is another one: it stands for itself."""
+        old = next((x for x in operands if x.scale is not None), None)
+        if old is None or made is old:
+            return made
+        symbol = ("adjusted", site.numbers)
+        return dataclasses.replace(
+            made, degree=((symbol, Fraction(1)),), scale=old.scale
+        )
+
+    # Degrees.
+
+    def _degree(
+        self, site: Site, operands: Sequence[Value], data: list[Value], depends: int
+    ) -> Degree:
+        equation = site.equation
+        name = equation.primitive.name
+        degrees = [x.degree for x in operands]
+        if name in PRODUCTS:
+            return _product(degrees)
+        if name == "div":
+            return _product([degrees[0], _power(degrees[1], -1)])
+        if name in POWERS:
+            return _power(degrees[0], POWERS[name])
+        if name == "integer_pow":
+            return _power(degrees[0], equation.params["y"])
+        if name == "pow" and isinstance(operands[1].known, Number):
+            return _power(degrees[0], operands[1].known.value)
+        if name in HOMOGENEOUS or name in MOVES and len(data) == 1:
+            return degrees[0]
+        if name in SUMS or name in CHOICES or name in MOVES:
+            return self._common(site, data, depends)
+        if all(degree in (ZERO, ANY) for degree in degrees):
+            return ZERO
+        broken = [x for x in degrees if isinstance(x, Mixed | Unknown)]
+        if broken:
+            return broken[0]
+        return self._of_scale_alone(site, operands, depends) or Unknown(site)
+
+    def _common(self, site: Site, values: Sequence[Value], depends: int) -> Degree:
+        """The degree of a sum of values, or of a choice between them."""
+        found = [x.degree for x in values if x.degree != ANY]
+        for kind in (Mixed, Unknown):
+            for degree in found:
+                if isinstance(degree, kind):
+                    return degree
+        if not found:
+            return ANY
+        if all(degree == found[0] for degree in found):
+            return found[0]
+        powers = tuple(dict.fromkeys(found))
+        return self._of_scale_alone(site, values, depends) or Mixed(site, powers)
+
+    def _of_scale_alone(
+        self, site: Site, values: Sequence[Value], depends: int
+    ) -> Powers | None:
+        """What is computed from loss scales alone stands for itself."""
+        if depends & ~self._of_scalers:
+            return None
+        inputs = tuple((x.degree, x.known, x.scale) for x in values)
+        symbol = (site.equation.primitive.name, inputs)
+        return ((symbol, Fraction(1)),)
+
+    # What is known.
+
+    def _known(
+        self, site: Site, operands: Sequence[Value], aval: Any
+    ) -> Same | Number | None:
+        equation = site.equation
+        name = equation.primitive.name
+        known = [x.known for x in operands]
+        if not known:
+            return None
+        numbers = [x.value for x in known if isinstance(x, Number)]
+        first = known[0]
+        if name in ("and", "or") and aval.dtype == bool:
+            decisive = name == "or"
+            if decisive in numbers:
+                return Number(decisive)
+            others = [x for x in known if not isinstance(x, Number)]
+            return others[0] if len(others) == 1 and numbers else _folded(name, known)
+        if name == "select_n":
+            cases = known[1:]
+            if isinstance(first, Number):
+                return cases[int(first.value)]
+            return cases[0] if all(x == cases[0] for x in cases) else None
+        if name == "convert_element_type":
+            return self._cast(first, aval)
+        if name in ("mul", "div", "add", "add_any", "sub"):
+            neutral = _without_neutral(name, known)
+            if neutral is not None:
+                return neutral
+        if name in MOVES and len(numbers) == len(known):
+            return first if all(x == first for x in known) else None
+        if name in MOVES and isinstance(first, Number) and name in _ONE_OF_MANY:
+            return first
+        is_whole = isinstance(first, Same) and aval.size == self._avals[first.index].size
+        if name in UNCHANGED or name in ("broadcast_in_dim", "slice"):
+            return first if is_whole or isinstance(first, Number) else None
+        if name in ("reduce_and", "reduce_or", "reduce_max", "reduce_min", "pmax", "pmin"):
+            return first if isinstance(first, Number) else None
+        return _folded(name, known)
+
+    def _cast(self, known: Any, aval: Any) -> Same | Number | None:
+        if isinstance(known, Number):
+            if jnp.issubdtype(aval.dtype, jnp.bool_):
+                return Number(bool(known.value))
+            if jnp.issubdtype(aval.dtype, jnp.integer):
+                return Number(int(known.value)) if known.value == known.value else None
+            return Number(float(known.value))
+        if isinstance(known, Same):
+            old, new = self._avals[known.index].dtype, aval.dtype
+            return known if _is_exact(old, new) else None
+        return None
+
+    def _holds(
+        self, name: str, operands: Sequence[Value], data: list[Value], aval: Any
+    ) -> int:
+        if name == "convert_element_type":
+            return operands[0].holds
+        if name not in MOVES or not data:
+            return 0
+        is_choice = name == "select_n" and (operands[0].is_splat or not aval.ndim)
+        unite = operator.and_ if is_choice else operator.or_
+        return functools.reduce(unite, (x.holds for x in data))
+
+
+_ONE_OF_MANY = frozenset(["broadcast_in_dim", "gather", "dynamic_slice", "pad"])
+
+
+def _product(degrees: Sequence[Degree]) -> Degree:
+    for kind in (AnyDegree, Mixed, Unknown):
+        for degree in degrees:
+            if isinstance(degree, kind):
+                return degree
+    total: dict[Any, Fraction] = {}
+    for degree in degrees:
+        for symbol, power in degree:
+            total[symbol] = total.get(symbol, Fraction(0)) + power
+    return tuple(sorted(((s, p) for s, p in total.items() if p), key=repr))
+
+
+def _power(degree: Degree, exponent: Any) -> Degree:
+    if isinstance(degree, Mixed | Unknown) or degree == ANY:
+        return degree
+    by = Fraction(exponent).limit_denominator(1000)
+    return tuple((symbol, power * by) for symbol, power in degree if by)
+
+
+def _number_in(value: Any) -> Number | None:
+    """The number that all elements are, if it is one."""
+    if not isinstance(value, bool | int | float | np.ndarray | np.generic | jax.Array):
+        return None
+    dtype = jnp.result_type(value)
+    if jnp.issubdtype(dtype, jax.dtypes.extended) or jnp.issubdtype(
+        dtype, jnp.complexfloating
+    ):
+        return None
+    if np.size(value) != 1 and not (0 < np.size(value) <= 2**16):
+        return None
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return None
+    flat = np.asarray(value).ravel()
+    if flat.size > 1 and np.any(flat != flat[0]):
+        return None
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return Number(float(flat[0]))
+    return Number(flat[0].item())
+
+
+_FOLDS: dict[str, Callable[..., Any]] = {
+    "not": lambda a: not a if isinstance(a, bool) else ~a,
+    "neg": operator.neg,
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "max": max,
+    "min": min,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "clamp": lambda low, x, high: min(max(x, low), high),
+    "is_finite": math.isfinite,
+}
+
+
+def _folded(name: str, known: Sequence[Any]) -> Number | None:
+    fold = _FOLDS.get(name)
+    if fold is None or not all(isinstance(x, Number) for x in known):
+        return None
+    return Number(fold(*(x.value for x in known)))
+
+
+def _without_neutral(name: str, known: Sequence[Any]) -> Any:
+    """The other operand, if one is neutral: x * 1, x / 1, x + (-0.0), x - 0.0."""
+
+    def is_neutral(x: Any, place: int) -> bool:
+        if not isinstance(x, Number):
+            return False
+        if name in ("mul", "div"):
+            return x.value == 1 and (place == 1 or name == "mul")
+        if x.value != 0 or (name == "sub" and place == 0):
+            return False
+        is_negative = math.copysign(1, x.value) < 0
+        return isinstance(x.value, int) or is_negative == (name != "sub")
+
+    first, second = known
+    if isinstance(first, Same) and is_neutral(second, 1):
+        return first
+    if isinstance(second, Same) and is_neutral(first, 0):
+        return second
+    return None
+
+
+def _with_history(
+    site: Site, value: Value, operands: Sequence[Value], data: list[Value], aval: Any
+) -> Value:
+    """What has happened to a gradient since the loss scale was divided out of it."""
+    if value.degree not in (ZERO, ANY):
+        return value
+    if any(x.degree not in (ZERO, ANY) for x in operands):
+        unscaled = site if value.degree == ZERO else None
+        return dataclasses.replace(value, unscaled=unscaled)
+    name = site.equation.primitive.name
+    gradients = [x for x in operands if x.unscaled]
+    if not gradients:
+        return value
+    gradient = gradients[0]
+    return dataclasses.replace(
+        value,
+        unscaled=gradient.unscaled,
+        gain=gradient.gain * _gain(name, operands),
+        narrowed=_narrowed(site, gradient, aval),
+        cleaned=_cleaned(site, name, operands, data, gradients),
+    )
+
+
+def _gain(name: str, operands: Sequence[Value]) -> float:
+    """The number by which an operation multiplies, 1 if it is not one."""
+    if name not in ("mul", "div"):
+        return 1.0
+    for place, operand in enumerate(operands):
+        if isinstance(operand.known, Number) and operand.known.value:
+            number = abs(float(operand.known.value))
+            return 1 / number if name == "div" and place else number
+    return 1.0
+
+
+def _narrowed(site: Site, gradient: Value, aval: Any) -> Site | None:
+    """Where small gradients may have vanished: a cast to a dtype of fewer exponents."""
+    is_cast = site.equation.primitive.name == "convert_element_type"
+    if not (is_cast and gradient.unscaled and gradient.degree == ZERO):
+        return gradient.narrowed
+    (atom,) = site.equation.invars
+    if not _is_inexact(atom.aval):
+        return gradient.narrowed
+    loses = jnp.finfo(aval.dtype).minexp > jnp.finfo(atom.aval.dtype).minexp
+    return site if loses else gradient.narrowed
+
+
+def _cleaned(
+    site: Site,
+    name: str,
+    operands: Sequence[Value],
+    data: list[Value],
+    gradients: list[Value],
+) -> Site | None:
+    """Where an inf in a gradient may have been lost; None if it is still in it."""
+    if name in PRODUCTS or name in SUMS:
+        # It is in the result if it is in any of them.
+        kept = [x for x in gradients if x.cleaned is None]
+        return None if kept else gradients[0].cleaned
+    if name == "div":
+        return operands[0].cleaned if operands[0].unscaled else site
+    if name == "select_n" and operands[0].unscaled:
+        # Chosen by what the gradients are: each case has to keep them.
+        if not all(x.unscaled for x in data):
+            return site
+    elif name not in MOVES | LINEAR | {"square", "sqrt", "integer_pow", "abs"}:
+        return site
+    return next((x.cleaned for x in gradients if x.cleaned), None)
+
+
+_SITES = ("unscaled", "narrowed", "cleaned")
+
+
+def _says_the_same(one: Value, other: Value) -> bool:
+    same_degree = one.degree == other.degree or (
+        type(one.degree) is type(other.degree)
+        and isinstance(one.degree, Mixed | Unknown)
+    )
+    return same_degree and all(
+        getattr(one, field.name) == getattr(other, field.name)
+        for field in dataclasses.fields(Value)
+        if field.name not in ("degree", "gain", *_SITES)
+    ) and all((getattr(one, x) is None) == (getattr(other, x) is None) for x in _SITES)
+
+
+def _is_inexact(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+@functools.cache
+def _is_exact(old: Any, new: Any) -> bool:
+    """Whether a cast keeps every number."""
+    if old == new:
+        return True
+    if jnp.issubdtype(old, jax.dtypes.extended) or jnp.issubdtype(
+        new, jax.dtypes.extended
+    ):
+        return False
+    if jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating):
+        a, b = jnp.finfo(old), jnp.finfo(new)
+        return a.nmant <= b.nmant and a.maxexp <= b.maxexp and a.minexp >= b.minexp
+    if jnp.issubdtype(old, jnp.integer) and jnp.issubdtype(new, jnp.integer):
+        a, b = jnp.iinfo(old), jnp.iinfo(new)
+        return int(a.min) >= int(b.min) and int(a.max) <= int(b.max)
+    return False

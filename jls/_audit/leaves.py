@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leaves of a step's arguments: the loss scales among them, and their values."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jls._audit.arguments import Item, Path
+from jls._tree import common_dtype, is_array, is_extended
+
+# Flax keeps the amax history and the scales of its fp8 layers in variables whose
+# gradients are their next values. Their numbers follow the loss scale, rightly.
+_FP8 = ("_overwrite_with_gradient", "OverwriteWithGradient")
+
+
+class Scale(NamedTuple):
+    """One loss scale among the leaves of the arguments."""
+
+    name: str
+    at: int  # the index of the leaf `loss_scale`
+    state: frozenset[int]  # all leaves of the scaler's state
+    counters: dict[str, int]  # leaves of the wrapper around it, by name; {} if bare
+    own: frozenset[int]  # all leaves that are jls's own
+    fields: dict[str, int]  # leaves of the scaler's state, by name
+    spikes: dict[str, int]  # leaves of the spike policy's state, by name; {} if none
+    root: Path  # the path of the wrapper's state, or of the scaler's if it is bare
+
+    @property
+    def is_static(self) -> bool:
+        return len(self.state) == 1
+
+
+def find_scales(items: Sequence[Item], nodes: Iterable[Path]) -> list[Scale]:
+    """The loss scales below the scaler states `nodes`, or else by their names.
+
+    A state that `nnx.split` made has lost the types of its nodes.
+    """
+    names = [without_value(item.path) for item in items]
+    prefixes = list(dict.fromkeys(nodes)) or [
+        name[:-1] for name in names if name[-1] == "loss_scale"
+    ]
+    scales = []
+    for prefix in prefixes:
+        state = {i for i, x in enumerate(names) if x[: len(prefix)] == prefix}
+        fields = {names[i][-1]: i for i in state}
+        around = prefix[:-1]
+        counters = {name[-1]: i for i, name in enumerate(names) if name[:-1] == around}
+        if "skips" not in counters or "steps" not in counters:
+            counters = {}
+        policy = (*around, "spike_state")
+        spikes = {
+            "/".join(name[len(policy) :]): i
+            for i, name in enumerate(names)
+            if counters and name[: len(policy)] == policy
+        }
+        if "loss_scale" in fields:
+            scales.append(
+                Scale(
+                    "/".join(prefix),
+                    fields["loss_scale"],
+                    frozenset(state),
+                    counters,
+                    frozenset([*state, *counters.values(), *spikes.values()]),
+                    fields,
+                    spikes,
+                    around if counters else prefix,
+                )
+            )
+    return scales
+
+
+def own_leaves(scales: Sequence[Scale]) -> set[int]:
+    """All leaves that are jls's own."""
+    return {i for scale in scales for i in scale.own}
+
+
+def without_value(path: Path) -> Path:
+    """The path of an NNX variable without its last key."""
+    *above, last = path
+    is_key = last in ("value", "raw_value")
+    # A `SpikeState` has a field of that name.
+    return tuple(above) if is_key and above[-1:] not in ([], ["spike_state"]) else path
+
+
+def is_fp8(item: Item) -> bool:
+    return item.kind in _FP8 or any(key in _FP8 for key in item.path)
+
+
+def under(items: Sequence[Item], prefix: Path) -> list[int]:
+    """The leaves below `prefix`."""
+    return [i for i, x in enumerate(items) if x.path[: len(prefix)] == prefix]
+
+
+def units(items: Sequence[Item], prefix: Path = ()) -> dict[Path, list[int]]:
+    """The leaves below `prefix`, by the next key."""
+    found = defaultdict(list)
+    for i, item in enumerate(items):
+        if item.path[: len(prefix)] == prefix and len(item.path) > len(prefix):
+            found[item.path[: len(prefix) + 1]].append(i)
+    return dict(found)
+
+
+def same_form(old: Any, new: Any) -> bool:
+    """Equal shape and dtype; a Python number may become an array."""
+    if not (has_form(old) and has_form(new)):
+        return has_form(old) == has_form(new)
+    if np.shape(old) != np.shape(new):
+        return False
+    if isinstance(old, np.ndarray):
+        old = np.zeros((), jax.dtypes.canonicalize_dtype(old.dtype))
+    return common_dtype(new, old) is not None
+
+
+def has_form(leaf: Any) -> bool:
+    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+# Values on the host.
+
+
+def as_numpy(leaf: Any) -> np.ndarray:
+    if is_array(leaf) and is_extended(leaf):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)
+
+
+def as_numbers(leaf: Any) -> np.ndarray:
+    """A floating-point leaf in a width in which differences are exact enough."""
+    value = as_numpy(leaf)
+    return value.astype(np.complex128 if np.iscomplexobj(value) else np.float64)
+
+
+def same(old: Any, new: Any, exempt: Any | None = None) -> bool:
+    """Equal numbers; NaN equals NaN, and what is subnormal may have become 0.
+
+    An element at index `exempt` may differ.
+    """
+    a, b = as_numpy(old), as_numpy(new)
+    if a.dtype.kind in "biu":
+        return bool(np.array_equal(a, b))
+    tiny = float(jnp.finfo(a.dtype).tiny)
+    with np.errstate(invalid="ignore"):
+        x, y = as_numbers(a), as_numbers(b)
+        equal = (x == y) | (np.isnan(x) & np.isnan(y)) | (np.abs(x - y) < tiny)
+    if exempt is not None:
+        equal = np.array(equal)
+        equal[exempt] = True
+    return bool(np.all(equal))
+
+
+def is_rounding(old: Any, new: Any) -> bool:
+    """Whether two arrays differ by 4 units in the last place at most; narrow ones 1."""
+    eps = float(jnp.finfo(as_numpy(old).dtype).eps)
+    most = 4 * eps if eps < 1e-5 else eps
+    x, y = as_numbers(old), as_numbers(new)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return same(old, new) or bool(np.all(np.abs(x - y) <= most * np.abs(x)))

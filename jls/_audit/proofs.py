@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The codes that the program of a step settles by itself."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jls._audit.codes import Code
+from jls._audit.findings import Findings
+from jls._audit.flow import ANY, ZERO, Call, Mixed, Unknown, Value
+from jls._audit.leaves import Scale, as_numpy, is_fp8
+from jls._audit.reading import Reading
+from jls._audit.runs import Runner
+from jls._program.places import Place, place_of
+from jls._program.walk import Site
+
+BY_READING: tuple[Code, ...] = (
+    "not scaled",
+    "scale leaks",
+    "loss not passed",
+    "gradients narrowed",
+    "scale stuck",
+)
+
+
+class Proved(NamedTuple):
+    """What reading says of a skip, and of the way of the gradients."""
+
+    moves: frozenset[int]  # leaves that a skip may change, as far as can be read
+    cleaned: tuple[Value, ...]  # gradients that may have lost an inf on their way
+
+
+def read_codes(runner: Runner, findings: Findings) -> Proved:
+    """Settles what can be read."""
+    reading = runner.reading
+    assert reading is not None
+    wrappers = [k for k, scale in enumerate(runner.scales) if scale.counters]
+    missing = [k for k in wrappers if not reading.calls.get(k)]
+    if missing:
+        names = ", ".join(runner.scales[k].name for k in missing)
+        reason = f"no update with {names} was found in the program of the step"
+        for code in ("not scaled", "scale leaks", "loss not passed", "gradients narrowed"):
+            findings.not_tried(code, reason)
+    calls = [(k, call) for k in wrappers for call in reading.calls.get(k, [])]
+    _read_scaling(runner, calls, findings)
+    _read_losses(runner, calls, findings)
+    _read_narrowed(calls, findings)
+    _read_stuck(runner, findings)
+    gradients = [gradient for _, call in calls for gradient in call.gradients]
+    cleaned = tuple(x for x in gradients if x.cleaned)
+    if calls and not missing and not cleaned:
+        findings.right("overflow hidden")
+    return Proved(_moves(runner), cleaned)
+
+
+def is_switched_off(leaf: Any, scale: Scale) -> bool:
+    """Whether the scale is that of `jls.skip_nonfinite`."""
+    return scale.is_static and bool(np.all(as_numpy(leaf) == 1))
+
+
+# Scaling.
+
+
+def _read_scaling(
+    runner: Runner, calls: Sequence[tuple[int, Call]], findings: Findings
+) -> None:
+    reading = runner.reading
+    assert reading is not None
+    leaves = runner.arguments.leaves
+    live = [
+        k for k, x in enumerate(runner.scales) if not is_switched_off(leaves[x.at], x)
+    ]
+    if not live:
+        for code in ("not scaled", "scale leaks", "gradients narrowed"):
+            findings.does_not_apply(code, "the loss scale is static and 1")
+        return
+    for k in live:
+        scale = runner.scales[k]
+        gradients = [x for j, call in calls if j == k for x in call.gradients]
+        if not scale.counters:
+            gradients = [reading_value for reading_value in _trained_by_hand(runner)]
+        if gradients:
+            _read_not_scaled(runner, k, gradients, findings)
+        if any(map(is_fp8, runner.arguments.items)):
+            reason = "8-bit layers keep magnitudes of scaled gradients, rightly"
+            findings.not_tried("scale leaks", reason)
+            continue
+        losses = [x for j, call in calls if j == k for x in call.losses]
+        _read_leaks(runner, gradients, "the gradients", scale, findings)
+        _read_leaks(runner, losses, "the loss", scale, findings)
+        if scale.counters:
+            updated = [x for x in _trained(runner, reading.bits_of_calls(k))]
+            _read_leaks(runner, updated, "what is trained", scale, findings)
+    if calls or not any(scale.counters for scale in runner.scales):
+        for code in ("not scaled", "scale leaks"):
+            findings.right(code)
+
+
+def _trained(runner: Runner, bits: int) -> list[Value]:
+    results = [runner.result(i) for i in sorted(runner.trained)]
+    return [x.now for x in results if x is not None and x.now.follows & bits]
+
+
+def _trained_by_hand(runner: Runner) -> list[Value]:
+    """Of a bare scaler: what comes back with gradients in it."""
+    results = (runner.result(i) for i in sorted(runner.trained))
+    return [result.now for result in results if result is not None]
+
+
+def _read_not_scaled(
+    runner: Runner, k: int, gradients: Sequence[Value], findings: Findings
+) -> None:
+    reading = runner.reading
+    assert reading is not None
+    bit = reading.bit(runner.scales[k].at)
+    lacking = [x for x in gradients if x.depends and not x.depends & bit]
+    if not lacking:
+        return
+    name = runner.scales[k].name
+    others = [
+        scale.name
+        for j, scale in enumerate(runner.scales)
+        if j != k and lacking[0].depends & reading.bit(scale.at)
+    ]
+    if others:
+        seen = f"the gradients of {name} were scaled by {others[0]}"
+    else:
+        part = "" if len(lacking) == len(gradients) else (
+            f"{len(lacking)} of {len(gradients)} of "
+        )
+        seen = (
+            f"{part}the gradients that the optimizer is given do not depend on the "
+            f"loss scale in {name}"
+        )
+    findings.broken("not scaled", seen)
+
+
+def _read_leaks(
+    runner: Runner, values: Sequence[Value], what: str, scale: Scale, findings: Findings
+) -> None:
+    for value in values:
+        degree = value.degree
+        if degree in (ZERO, ANY) or isinstance(degree, Unknown):
+            continue
+        if isinstance(degree, Mixed):
+            place = place_of(degree.site)
+            seen = (
+                f"{what} follow the loss scale in part" if what != "the loss"
+                else "the loss follows the loss scale in part"
+            )
+            seen += f": mixed with what does not, by {place}"
+            findings.broken("scale leaks", seen, place)
+        else:
+            seen = f"{what} {_times(degree, what)}"
+            findings.broken("scale leaks", seen)
+        return
+    for value in values:
+        if isinstance(value.degree, Unknown):
+            reason = f"what becomes of the loss scale in {place_of(value.degree.site)} "
+            findings.not_tried("scale leaks", reason + "is not known")
+            return
+
+
+def _times(degree: Any, what: str) -> str:
+    """How the loss scale is a factor, in words."""
+    verb = "is" if what == "the loss" else "are"
+    powers = {}
+    for symbol, power in degree:
+        powers[symbol] = power
+    kinds = {symbol[0] for symbol in powers}
+    if len(powers) == 1 and kinds == {"scale"}:
+        (power,) = powers.values()
+        if power == 1:
+            return f"{verb} scaled: still multiplied by the loss scale"
+        if power == -1:
+            return f"{verb} divided by the loss scale once too often"
+        return f"{verb} multiplied by the loss scale to the power of {power}"
+    if "adjusted" in kinds:
+        return (
+            f"{verb} scaled with one state and unscaled with another: the loss scale "
+            "may have changed in between"
+        )
+    return f"{verb} scaled by one number and unscaled by another"
+
+
+# The loss, narrow gradients, bare scalers.
+
+
+def _read_losses(
+    runner: Runner, calls: Sequence[tuple[int, Call]], findings: Findings
+) -> None:
+    code: Code = "loss not passed"
+    wrappers = [x for x in runner.scales if x.counters and not x.is_static]
+    if not wrappers:
+        findings.does_not_apply(code, "there is no wrapper with a loss scale that moves")
+    elif any("steps_since_sync" in item.path for item in runner.arguments.items):
+        reason = "optax.lookahead, outside, does not pass value= on"
+        findings.does_not_apply(code, reason)
+    for k, call in calls:
+        scale = runner.scales[k]
+        if not scale.is_static and not call.losses:
+            name = f" with {scale.name}" if len(runner.scales) > 1 else ""
+            seen = f"the update{name} is not given the loss, or only a constant"
+            findings.broken(code, seen, _place_outside(call.site))
+    if calls:
+        findings.right(code)
+
+
+def _place_outside(site: Site) -> Place:
+    return place_of(site)._replace(operation="update", module="")
+
+
+def _read_narrowed(calls: Sequence[tuple[int, Call]], findings: Findings) -> None:
+    code: Code = "gradients narrowed"
+    for _, call in calls:
+        for gradient in call.gradients:
+            if gradient.narrowed is None:
+                continue
+            place = place_of(gradient.narrowed)
+            if gradient.gain >= 2.0**4:
+                findings.right(code, f", but for a cast of scaled ones by {place}")
+            else:
+                seen = f"the true gradients became float16 by {place}"
+                findings.broken(code, seen, place)
+    if calls:
+        findings.right(code)
+
+
+def _read_stuck(runner: Runner, findings: Findings) -> None:
+    code: Code = "scale stuck"
+    reading = runner.reading
+    assert reading is not None
+    bare = [x for x in runner.scales if not x.counters and not x.is_static]
+    if not bare:
+        findings.does_not_apply(code, "no scaler that moves is used by itself")
+    for scale in bare:
+        results = {i: runner.result(i) for i in scale.state & runner.carried.leaves}
+        if results and all(
+            result is not None and reading.leaf_of(result.now) == i
+            for i, result in results.items()
+        ):
+            findings.broken(code, f"the state in {scale.name} comes back as it was")
+    findings.right(code)
+
+
+# Skips.
+
+
+def _moves(runner: Runner) -> frozenset[int]:
+    """The trained leaves that a skip may change, as far as the program says.
+
+    Two are right to change: what has random numbers added to it, and an average that
+    goes on towards parameters.
+    """
+    reading = runner.reading
+    assert reading is not None
+    found = set()
+    for i in runner.trained:
+        result = runner.result(i)
+        if result is None or reading.leaf_of(result.skipped) == i:
+            continue
+        found.add(i)
+    return frozenset(found)
+
+
+def is_noise(runner: Runner, leaf: int) -> bool:
+    """Whether a skip changes a leaf by random numbers."""
+    result = runner.result(leaf)
+    return (
+        result is not None
+        and runner.reading is not None
+        and runner.reading.flow.is_random(result.skipped)
+    )
+
+
+def is_average(runner: Runner, leaf: int) -> bool:
+    """Whether a skip makes a leaf out of itself and other trained leaves alone.
+
+    So a target network or an average does, that goes on towards its parameters.
+    """
+    reading, result = runner.reading, runner.result(leaf)
+    if reading is None or result is None:
+        return False
+    items = runner.arguments.items
+    sources = [
+        i
+        for i in reading.leaves_in(result.skipped.depends)
+        if np.ndim(items[i].value) or not np.ndim(items[leaf].value)
+    ]
+    others = [
+        i
+        for i in sources
+        if i != leaf and np.shape(items[i].value) == np.shape(items[leaf].value)
+    ]
+    return bool(others) and set(sources) <= runner.trained

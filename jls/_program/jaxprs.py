@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a jaxpr, under the names of every version of JAX that jls supports.
+
+All that jls takes from jaxprs and that JAX does not document is here and in `places`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Literal
+
+# Calls of one program with the operands of the equation, in their order.
+CALLS = frozenset(
+    """
+    checkpoint closed_call core_call custom_jvp_call custom_vjp_call
+    custom_vjp_call_jaxpr jit pjit remat remat2 run_state shard_map xla_pmap
+    """.split()  # noqa: SIM905
+)
+_PROGRAM = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+class Opened(NamedTuple):
+    """A jaxpr, and the values of its constants."""
+
+    jaxpr: Any
+    consts: Sequence[Any]
+
+
+def opened(program: Any) -> Opened:
+    """A closed or an open jaxpr, taken apart."""
+    return Opened(getattr(program, "jaxpr", program), getattr(program, "consts", ()))
+
+
+def is_program(value: Any) -> bool:
+    """Whether `value` is a jaxpr, closed or open."""
+    return hasattr(value, "eqns")
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an operand is a number in the program, not a variable."""
+    return isinstance(atom, Literal)
+
+
+def programs_in(equation: Any) -> list[Any]:
+    """All programs that an equation holds, however its parameters nest them."""
+    values = jax.tree.leaves([*equation.params.values()], is_leaf=is_program)
+    return list(filter(is_program, values))
+
+
+def called_program(equation: Any) -> Any | None:
+    """The program that an equation calls, None if it is not a mere call."""
+    if equation.primitive.name not in CALLS:
+        return None
+    for name in _PROGRAM:
+        program = equation.params.get(name)
+        if program is not None and is_program(program):
+            inner = opened(program).jaxpr
+            fits = len(inner.invars) == len(equation.invars)
+            fits &= len(inner.outvars) == len(equation.outvars)
+            return program if fits else None
+    return None
+
+
+def scan_counts(equation: Any) -> tuple[int, int]:
+    """How many operands of a `scan` are constants, and how many are carried."""
+    params = equation.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)

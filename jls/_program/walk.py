@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One walk through a program for every question about its values.
+
+Nothing is computed. A question knows what one operation makes of what it knows of the
+operands; the walk knows control flow:
+
+    call                   goes into the called program, anew for each call
+    scan, while            the body again, until nothing new is known of what it carries
+    cond                   all branches, joined; one of them if the question knows which
+    anything else          the question
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from jls._program.jaxprs import called_program, is_literal, opened, scan_counts
+
+V = TypeVar("V")
+
+# What is known of a carried value changes a few times at most; this ends any mistake.
+_MOST_ROUNDS = 32
+
+
+class Site(NamedTuple):
+    """Where an equation stands: the calls around it, and itself, outermost first."""
+
+    equations: tuple[Any, ...]
+    numbers: tuple[int, ...]  # of each in its program: sites of two calls differ
+
+    @property
+    def equation(self) -> Any:
+        return self.equations[-1]
+
+    def inside(self, equation: Any, number: int) -> "Site":
+        return Site((*self.equations, equation), (*self.numbers, number))
+
+
+ROOT = Site((), ())
+
+
+class Question(Protocol[V]):
+    """What is asked of a program: something about each of its values."""
+
+    def of_constant(self, value: Any) -> V:
+        """What is known of a number in the program."""
+        ...
+
+    def of_equation(self, site: Site, operands: Sequence[V]) -> Sequence[V]:
+        """What is known of the results of an operation."""
+        ...
+
+    def on_call(self, site: Site, operands: Sequence[V]) -> None:
+        """Called before the walk goes into a call, a loop or a branch."""
+        ...
+
+    def of_call(self, site: Site, results: Sequence[V]) -> Sequence[V]:
+        """What is known of the results of a call, given those of its program."""
+        ...
+
+    def join(self, site: Site, one: V, other: V) -> V:
+        """What is known of a value that is one or the other."""
+        ...
+
+    def carry(self, site: Site, before: V, after: V) -> V:
+        """What a loop knows of a value it carries; `before` itself if that is all."""
+        ...
+
+    def slice(self, value: V) -> V:
+        """What is known of a slice of a value along its first axis."""
+        ...
+
+    def stack(self, value: V) -> V:
+        """What is known of slices like `value`, stacked."""
+        ...
+
+    def branch(self, index: V) -> int | None:
+        """Which branch `index` chooses, None if that is not known."""
+        ...
+
+
+def walk(
+    program: Any, operands: Sequence[V], question: Question[V], site: Site = ROOT
+) -> list[V]:
+    """What is known of the results of a program, given what is known of its operands.
+
+    Args:
+      program: a jaxpr.
+      operands: one for each of its inputs.
+      question: what is asked.
+      site: the calls around the program.
+    """
+    jaxpr, consts = opened(program)
+    known: dict[Any, V] = {}
+    known.update(zip(jaxpr.constvars, map(question.of_constant, consts), strict=False))
+    known.update(zip(jaxpr.invars, operands, strict=True))
+
+    def read(atom: Any) -> V:
+        return question.of_constant(atom.val) if is_literal(atom) else known[atom]
+
+    for number, equation in enumerate(jaxpr.eqns):
+        here = site.inside(equation, number)
+        results = _of_equation(here, [read(x) for x in equation.invars], question)
+        known.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _of_equation(site: Site, operands: list[V], question: Question[V]) -> Sequence[V]:
+    equation = site.equation
+    name = equation.primitive.name
+    if name in _CONTROL:
+        question.on_call(site, operands)
+        return question.of_call(site, _CONTROL[name](site, operands, question))
+    program = called_program(equation)
+    if program is not None:
+        question.on_call(site, operands)
+        return question.of_call(site, walk(program, operands, question, site))
+    return question.of_equation(site, operands)
+
+
+def _scan(site: Site, operands: list[V], question: Question[V]) -> list[V]:
+    consts, carried = scan_counts(site.equation)
+    fixed, state = operands[:consts], operands[consts : consts + carried]
+    slices = [question.slice(x) for x in operands[consts + carried :]]
+    body = site.equation.params["jaxpr"]
+    state, results = _repeat(site, body, fixed, state, slices, question)
+    return [*state, *(question.stack(x) for x in results[carried:])]
+
+
+def _while(site: Site, operands: list[V], question: Question[V]) -> list[V]:
+    params = site.equation.params
+    first = params["cond_nconsts"]
+    last = first + params["body_nconsts"]
+    fixed, state = operands[first:last], operands[last:]
+    return _repeat(site, params["body_jaxpr"], fixed, state, [], question)[0]
+
+
+def _repeat(
+    site: Site,
+    body: Any,
+    fixed: list[V],
+    state: list[V],
+    slices: list[V],
+    question: Question[V],
+) -> tuple[list[V], list[V]]:
+    """What a loop carries in any of its rounds, and the results of one of them."""
+    results: list[V] = []
+    for _ in range(_MOST_ROUNDS):
+        results = walk(body, [*fixed, *state, *slices], question, site)
+        pairs = zip(state, results, strict=False)
+        joined = [question.carry(site, before, after) for before, after in pairs]
+        if all(a is b for a, b in zip(joined, state, strict=True)):
+            break
+        state = joined
+    return state, results
+
+
+def _cond(site: Site, operands: list[V], question: Question[V]) -> list[V]:
+    index, *rest = operands
+    branches = list(enumerate(site.equation.params["branches"]))
+    chosen = question.branch(index)
+    if chosen is not None:
+        chosen = min(max(chosen, 0), len(branches) - 1)  # as JAX clamps it
+        branches = branches[chosen : chosen + 1]
+    results = [
+        walk(branch, rest, question, Site(site.equations, (*site.numbers, number)))
+        for number, branch in branches
+    ]
+    joined = results[0]
+    for others in results[1:]:
+        pairs = zip(joined, others, strict=True)
+        joined = [question.join(site, one, other) for one, other in pairs]
+    return joined
+
+
+_CONTROL = {"scan": _scan, "while": _while, "cond": _cond}

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scopes under which a wrapper's own operations are traced.
+
+They add nothing to a program. By them `jls.check_step` finds, in the program of a step,
+what the wrapper was given and what it decided.
+"""
+
+import functools
+from typing import Any
+
+# The whole of an `update`; what it looks at; the inner optimizer; what is decided; the
+# adjusted loss scale.
+UPDATE = "jls_update"
+GRADIENTS = "jls_gradients"
+LOSS = "jls_loss"
+INNER = "jls_inner"
+DECISION = "jls_decision"
+SCALE = "jls_scale"
+
+_ALL = (UPDATE, GRADIENTS, LOSS, INNER, DECISION, SCALE)
+NONE = frozenset[str]()
+
+
+def marks_of(site: Any) -> frozenset[str]:
+    """Which of the scopes are around an equation of a program."""
+    found = NONE
+    for equation in site.equations:
+        marks = _marks_in(equation.source_info.name_stack)
+        found = found | marks if marks else found
+    return found
+
+
+@functools.lru_cache(4096)
+def _marks_in(stack: Any) -> frozenset[str]:
+    text = str(stack)
+    return frozenset(x for x in _ALL if x in text) if "jls_" in text else NONE
