@@ -287,7 +287,8 @@ def _pair_arrays(
                 del pairing.sources[path]
             continue
         is_first = tops.index(path) < last
-        if is_first and not is_key and all(x in pairing.sources for x in before):
+        is_first &= pairing.reading is None and not is_key
+        if is_first and all(x in pairing.sources for x in before):
             _pair_first(pairing, path)
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jls.check_step`: injects faults into a step and names the mistakes it finds."""
 
+import os
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -74,7 +75,7 @@ class StepCheck(NamedTuple):
                 rows.append((code, "BROKEN", self.seen.get(code, "")))
                 place = self.where.get(code)
                 if place and place.file:
-                    rows.append(("", "where", f"{place.file}:{place.line}"))
+                    rows.append(("", "where", f"{_short(place.file)}:{place.line}"))
                 rows.append(("", "write", self.write.get(code, TABLE[code].write)))
             elif code in self.not_tried:
                 rows.append((code, "not tried", self.not_tried[code]))
@@ -199,7 +200,7 @@ def _read(
     if not readable:
         reason = last.reason if isinstance(last, Unread) else ""
         for code in BY_READING:
-            findings.not_tried(code, f"{reason}: no program to read")
+            findings.not_tried(code, f"{reason}, so there is no program to read")
         return None
     return Reading(readable[-1], scales)
 
@@ -368,6 +369,11 @@ def _table(rows: list[tuple[str, str, str]]) -> list[str]:
             break_on_hyphens=False,
         )
     return lines
+
+
+def _short(file: str) -> str:
+    """A path as it is written below the working directory."""
+    return os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
 
 
 def _note(note: str) -> str:

@@ -102,8 +102,8 @@ def try_all(runner: Runner, findings: Findings, proved: Proved | None) -> None:
     if not any(scale.spikes for scale in runner.scales):
         findings.does_not_apply("spike not skipped", "there is no spike policy")
     trials.try_batch()
-    trials.judge_skips()
     trials.judge_overflow()
+    trials.judge_skips()
     if silent:
         findings.not_tried("never recovers", silent)
     else:
@@ -377,8 +377,11 @@ class _Trials:
     # What the faults show.
 
     def judge_skips(self) -> None:
+        hides = self.findings.verdict("overflow hidden") == "broken"
         for fault in self.faults:
-            self._judge_nonfinite(fault)
+            # What a hidden overflow does to a step that is applied has that name.
+            if not (hides and fault.scales and not self.runner.any_skipped(fault.run)):
+                self._judge_nonfinite(fault)
         if self.stored:
             names = self.runner.names(self.stored)
             note = f", but for {names}, where what came in is only stored"

@@ -92,6 +92,7 @@ class Value:
     known: Same | Number | None = None
     holds: int = 0  # a set of bits
     scale: int | None = None  # the number of the loss scale that it is
+    made: Site | None = None  # the operation that gave it this degree, if not 0
     is_splat: bool = False  # whether all elements are one scalar
     is_checked: bool = False  # whether a check of a wrapper made it
     # Of a gradient:
@@ -206,6 +207,7 @@ class Flow:
             known=one.known if one.known == other.known else None,
             holds=one.holds & other.holds,
             scale=one.scale if one.scale == other.scale else None,
+            made=one.made or other.made,
             is_splat=one.is_splat and other.is_splat,
             is_checked=one.is_checked or other.is_checked,
             unscaled=one.unscaled or other.unscaled,
@@ -292,6 +294,7 @@ class Flow:
             follows=follows,
             known=known,
             holds=self._holds(name, operands, data, aval),
+            made=_made(site, degree, operands),
             is_splat=is_splat or aval.ndim == 0,
         )
         return _with_history(site, value, operands, data, aval)
@@ -579,6 +582,13 @@ def _with_history(
     )
 
 
+def _made(site: Site, degree: Degree, operands: Sequence[Value]) -> Site | None:
+    if degree in (ZERO, ANY):
+        return None
+    same = (x.made for x in operands if x.degree == degree and x.made)
+    return next(same, site)
+
+
 def _gain(name: str, operands: Sequence[Value]) -> float:
     """The number by which an operation multiplies, 1 if it is not one."""
     if name not in ("mul", "div"):
@@ -625,7 +635,7 @@ def _cleaned(
     return next((x.cleaned for x in gradients if x.cleaned), None)
 
 
-_SITES = ("unscaled", "narrowed", "cleaned")
+_SITES = ("made", "unscaled", "narrowed", "cleaned")
 
 
 def _says_the_same(one: Value, other: Value) -> bool:

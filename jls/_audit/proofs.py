@@ -45,7 +45,7 @@ def read_codes(runner: Runner, findings: Findings) -> Proved:
     calls = [(k, call) for k in wrappers for call in reading.calls.get(k, [])]
     _read_scaling(runner, calls, findings)
     _read_losses(runner, calls, findings)
-    _read_narrowed(calls, findings)
+    _read_narrowed(runner, calls, findings)
     _read_stuck(runner, findings)
     gradients = [gradient for _, call in calls for gradient in call.gradients]
     cleaned = tuple(x for x in gradients if x.cleaned)
@@ -79,7 +79,7 @@ def _read_scaling(
         scale = runner.scales[k]
         gradients = [x for j, call in calls if j == k for x in call.gradients]
         if not scale.counters:
-            gradients = [reading_value for reading_value in _trained_by_hand(runner)]
+            gradients = _trained_by_hand(runner)
         if gradients:
             _read_not_scaled(runner, k, gradients, findings)
         if any(map(is_fp8, runner.arguments.items)):
@@ -90,7 +90,7 @@ def _read_scaling(
         _read_leaks(runner, gradients, "the gradients", scale, findings)
         _read_leaks(runner, losses, "the loss", scale, findings)
         if scale.counters:
-            updated = [x for x in _trained(runner, reading.bits_of_calls(k))]
+            updated = _trained(runner, reading.bits_of_calls(k))
             _read_leaks(runner, updated, "what is trained", scale, findings)
     if calls or not any(scale.counters for scale in runner.scales):
         for code in ("not scaled", "scale leaks"):
@@ -145,15 +145,14 @@ def _read_leaks(
             continue
         if isinstance(degree, Mixed):
             place = place_of(degree.site)
-            seen = (
-                f"{what} follow the loss scale in part" if what != "the loss"
-                else "the loss follows the loss scale in part"
-            )
-            seen += f": mixed with what does not, by {place}"
+            verb = "follow" if what == "the gradients" else "follows"
+            seen = f"{what} {verb} the loss scale in part: mixed by {place}"
             findings.broken("scale leaks", seen, place)
         else:
-            seen = f"{what} {_times(degree, what)}"
-            findings.broken("scale leaks", seen)
+            place = place_of(value.made) if value.made else None
+            by = f", last by {place}" if place and place.file else ""
+            seen = f"{what} {_times(degree, what)}{by}"
+            findings.broken("scale leaks", seen, place)
         return
     for value in values:
         if isinstance(value.degree, Unknown):
@@ -164,7 +163,7 @@ def _read_leaks(
 
 def _times(degree: Any, what: str) -> str:
     """How the loss scale is a factor, in words."""
-    verb = "is" if what == "the loss" else "are"
+    verb = "are" if what == "the gradients" else "is"
     powers = {}
     for symbol, power in degree:
         powers[symbol] = power
@@ -211,7 +210,9 @@ def _place_outside(site: Site) -> Place:
     return place_of(site)._replace(operation="update", module="")
 
 
-def _read_narrowed(calls: Sequence[tuple[int, Call]], findings: Findings) -> None:
+def _read_narrowed(
+    runner: Runner, calls: Sequence[tuple[int, Call]], findings: Findings
+) -> None:
     code: Code = "gradients narrowed"
     for _, call in calls:
         for gradient in call.gradients:
@@ -225,6 +226,8 @@ def _read_narrowed(calls: Sequence[tuple[int, Call]], findings: Findings) -> Non
                 findings.broken(code, seen, place)
     if calls:
         findings.right(code)
+    elif not any(scale.counters for scale in runner.scales):
+        findings.does_not_apply(code, "no wrapper is given the gradients")
 
 
 def _read_stuck(runner: Runner, findings: Findings) -> None:

@@ -52,6 +52,8 @@ def trace(step: Callable[..., Any], arguments: Arguments) -> Traced | Unread:
     Numpy arrays are abstract too, as under `jax.jit`, unless the step computes with
     them at the host, which is right.
     """
+    if isinstance(step, jax.stages.Compiled):
+        return Unread("the step is compiled ahead of time")
     leaves = arguments.leaves
     for kinds in ((jax.Array, np.ndarray), (jax.Array,)):
         inputs = [i for i, x in enumerate(leaves) if isinstance(x, kinds)]

@@ -264,6 +264,6 @@ GRADIENTS = {
     "scaled twice": (twice_scaled, "scale leaks"),
     "never unscaled": (never_unscaled, "scale leaks"),
     "clipped while scaled": (clipped_while_scaled, "scale leaks"),
-    "nan_to_num": (cleaned, "nan committed"),
+    "nan_to_num": (cleaned, "overflow hidden"),
 }
 TOLD = {"nothing": tell_nothing, "valeu=": misspell}

@@ -20,7 +20,7 @@ from right_steps import RIGHT
 from steps import BATCH, GRADIENTS, PLACES, TOLD, X, plain, wrap
 
 import jls
-from jls._monitor.check_good_steps import CODES
+from jls._audit.codes import CODES
 
 # The mistakes that are planted here are warned of too, but for those of right steps.
 pytestmark = [
@@ -49,7 +49,7 @@ def test_mistake_in_the_gradients_is_named(library, mistake):
 @pytest.mark.parametrize("library", OTHERS)
 @pytest.mark.parametrize("told", TOLD)
 def test_loss_that_the_optimizer_is_not_told_is_named(library, told):
-    assert check(*PLACES[library](tell=TOLD[told])).broken == ("loss not told",)
+    assert check(*PLACES[library](tell=TOLD[told])).broken == ("loss not passed",)
 
 
 @pytest.mark.parametrize("library", OTHERS)
@@ -62,9 +62,9 @@ def test_weight_decay_outside_is_not_atomic(library):
 def test_accumulation_outside_is_frozen(library):
     gradients = steps.with_the_scale_alone
     result = check(*PLACES[library](gradients, wrap=steps.accumulate_outside))
-    assert "frozen" in result.broken
-    assert "acc_grads" in result.seen["frozen"]
-    assert set(result.broken) <= {"frozen", "nan committed", "not atomic"}
+    assert "never recovers" in result.broken
+    assert "acc_grads" in result.seen["never recovers"]
+    assert set(result.broken) <= {"never recovers", "nan committed", "not atomic"}
 
 
 # Mistakes in the gradients, further.
@@ -276,7 +276,7 @@ def test_running_norm_of_bad_gradients_is_named():
 def test_hidden_state_that_is_spoiled_is_named():
     step, args = right_programs.recurrent(lambda applied, hidden: hidden)
     result = check(step, args)
-    assert set(result.broken) == {"nan committed", "not atomic", "frozen"}
+    assert set(result.broken) == {"nan committed", "not atomic", "never recovers"}
     assert "state/hidden" in result.seen["nan committed"]
 
 
@@ -365,7 +365,7 @@ def test_flax_apply_gradients_drops_the_loss():
         return state.apply_gradients(grads=grads), loss
 
     result = check(step, (steps.linen_state(wrap(optax.adam(1e-2))), BATCH))
-    assert result.broken == ("loss not told",)
+    assert result.broken == ("loss not passed",)
 
 
 def test_bare_scaler_without_select_commits():
@@ -381,8 +381,8 @@ def test_bare_scaler_without_select_commits():
         return w - 0.1 * grads, state, loss
 
     result = check(step, (jnp.ones(4), scaler.init(), X))
-    assert set(result.broken) == {"nan committed", "not atomic", "frozen"}
-    assert "w kept an inf or NaN" in result.seen["frozen"]
+    assert set(result.broken) == {"nan committed", "not atomic", "never recovers"}
+    assert "w kept an inf or NaN" in result.seen["never recovers"]
 
 
 def test_bare_scaler_is_told_with_the_gradients_scaled():

@@ -15,7 +15,7 @@ from shared import bits
 from steps import BATCH, GRADIENTS, TOLD, X, plain, plain_loss, plain_params, wrap
 
 import jls
-from jls._monitor.check_good_steps import CODES
+from jls._audit.codes import CODES
 
 # The mistakes that are planted here are warned of too, but for those of right steps.
 pytestmark = [
@@ -51,7 +51,7 @@ def test_mistake_in_the_gradients_is_named(mistake):
 
 @pytest.mark.parametrize("told", TOLD)
 def test_loss_that_the_optimizer_is_not_told_is_named(told):
-    assert check(*plain(tell=TOLD[told])).broken == ("loss not told",)
+    assert check(*plain(tell=TOLD[told])).broken == ("loss not passed",)
 
 
 def test_weight_decay_outside_is_not_atomic():
@@ -60,9 +60,9 @@ def test_weight_decay_outside_is_not_atomic():
 
 def test_accumulation_outside_is_frozen():
     result = check(*plain(steps.with_the_scale_alone, wrap=steps.accumulate_outside))
-    assert "frozen" in result.broken
-    assert "acc_grads" in result.seen["frozen"]
-    assert set(result.broken) <= {"frozen", "nan committed", "not atomic"}
+    assert "never recovers" in result.broken
+    assert "acc_grads" in result.seen["never recovers"]
+    assert set(result.broken) <= {"never recovers", "nan committed", "not atomic"}
 
 
 def test_jit_in_each_call_is_retraced():
@@ -226,7 +226,7 @@ def test_static_scale_of_1_is_not_tried():
     result = check(*RIGHT["skip_nonfinite_in_bfloat16"]())
     assert "static" in result.not_tried["not scaled"]
     assert "static" in result.not_tried["scale leaks"]
-    assert "scale that moves" in result.not_tried["loss not told"]
+    assert "scale that moves" in result.not_tried["loss not passed"]
 
 
 def test_step_without_a_loss_is_told():
@@ -234,7 +234,7 @@ def test_step_without_a_loss_is_told():
     quiet = jax.jit(lambda *args: step(*args)[:2])
     result = check(quiet, args)
     assert result.ok
-    assert result.not_tried["loss not told"] == "the step returns no loss"
+    assert result.not_tried["loss not passed"] == "the step returns no loss"
 
 
 def test_parameters_that_never_move_are_told():
@@ -316,7 +316,7 @@ def test_nearest_of_two_trees_that_look_alike_is_carried():
     step, args = RIGHT["gradients_come_back_too"]()
     result = check(step, args)
     assert result.ok
-    assert "frozen" not in result.not_tried
+    assert "never recovers" not in result.not_tried
 
 
 def test_arguments_stay_as_they_are_also_if_donated():
