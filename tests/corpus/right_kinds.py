@@ -23,7 +23,7 @@ from flax import linen as nn
 from flax import nnx, struct
 from flax.training import train_state
 from right_programs import layers, run_layers, train
-from steps import BATCH, X, Y, half, mse, plain_loss, plain_params, wrap
+from steps import BATCH, SCALER, X, Y, half, mse, plain_loss, plain_params, wrap
 
 import jls
 
@@ -1207,3 +1207,630 @@ def dp_sgd():
 
     params = plain_params()
     return step, (params, optimizer.init(params), jax.random.key(0), BATCH)
+
+
+# Several steps in one call, or a step in several parts.
+
+
+@kind
+def train_state_through_a_scan():
+    @jax.jit
+    def epoch(state, batches):
+        def body(state, batch):
+            def loss_fn(params):
+                return steps.linen_loss(state, params, batch)
+
+            loss, grads = jls.value_and_grad(loss_fn)(state.opt_state, state.params)
+            updates, opt_state = state.tx.update(
+                grads, state.opt_state, state.params, value=loss
+            )
+            params = optax.apply_updates(state.params, updates)
+            step = state.step + 1
+            return state.replace(step=step, params=params, opt_state=opt_state), loss
+
+        return jax.lax.scan(body, state, batches)
+
+    state = steps.linen_state(wrap(optax.adamw(1e-2))).replace(step=jnp.int32(0))
+    return epoch, (state, jax.tree.map(lambda x: jnp.stack([x, -x, 2 * x]), BATCH))
+
+
+@kind
+def two_updates_unrolled():
+    optimizer = wrap(optax.adam(1e-2))
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        losses = []
+        for rows in (slice(0, 4), slice(4, 8)):
+            part = jax.tree.map(lambda x, rows=rows: x[rows], batch)
+            loss, grads = jls.value_and_grad(plain_loss)(opt_state, params, part)
+            updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+            params = optax.apply_updates(params, updates)
+            losses.append(loss)
+        return params, opt_state, jnp.stack(losses)
+
+    params = plain_params()
+    return step, (params, optimizer.init(params), BATCH)
+
+
+@kind
+def fori_loop_of_updates():
+    optimizer = wrap(optax.sgd(0.1, momentum=0.9))
+
+    @functools.partial(jax.jit, static_argnames="count")
+    def step(params, opt_state, batch, count):
+        def body(i, carry):
+            params, opt_state, total = carry
+            part = jax.tree.map(
+                lambda x: jax.lax.dynamic_slice_in_dim(x, 2 * i, 2), batch
+            )
+            params, opt_state, loss = train(
+                optimizer, opt_state, params, plain_loss, part
+            )
+            return params, opt_state, total + loss
+
+        carry = params, opt_state, jnp.float32(0)
+        params, opt_state, total = jax.lax.fori_loop(0, count, body, carry)
+        return params, opt_state, total / count
+
+    params = plain_params()
+    return step, (params, optimizer.init(params), BATCH), {"count": 4}
+
+
+@kind
+def equinox_micro_batches_averaged():
+    optimizer = wrap(optax.adamw(1e-2))
+
+    @eqx.filter_jit
+    def step(model, opt_state, batch):
+        gradients = jls.value_and_grad(
+            steps.equinox_loss, transform=eqx.filter_value_and_grad
+        )
+        params = eqx.filter(model, eqx.is_inexact_array)
+
+        def body(average, part):
+            count, loss, grads = average
+            made = gradients(opt_state, model, part)
+            loss, grads = jax.tree.map(
+                lambda mean, new: mean + (new - mean) / (count + 1), (loss, grads), made
+            )
+            return (count + 1, loss, grads), None
+
+        start = jnp.float32(0), jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
+        parts = jax.tree.map(lambda x: x.reshape(4, 2, -1), batch)
+        (_, loss, grads), _ = jax.lax.scan(body, start, parts)
+        updates, new_state = optimizer.update(grads, opt_state, params, value=loss)
+        return eqx.apply_updates(model, updates), new_state, loss
+
+    model = eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(0))
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    return step, (model, opt_state, BATCH)
+
+
+@kind
+def lookahead_by_hand():
+    """Slow weights, to which the fast ones come back every third step applied."""
+    optimizer = wrap(optax.adam(1e-2))
+
+    @jax.jit
+    def step(state, batch):
+        fast, opt_state, loss = train(
+            optimizer, state["opt_state"], state["fast"], plain_loss, batch
+        )
+        applied = opt_state.applied
+        step = state["step"] + applied
+
+        def synchronize(fast, slow):
+            slow = optax.incremental_update(fast, slow, 0.5)
+            return slow, slow
+
+        fast, slow = jax.lax.cond(
+            applied & (step % 3 == 0),
+            synchronize,
+            lambda *both: both,
+            fast,
+            state["slow"],
+        )
+        state = {"fast": fast, "slow": slow, "opt_state": opt_state, "step": step}
+        return state, loss
+
+    params = plain_params()
+    state = {"fast": params, "slow": params, "opt_state": optimizer.init(params)}
+    return step, ({**state, "step": jnp.int32(0)}, BATCH)
+
+
+@kind
+def maml():
+    """A step of gradient descent inside the loss, its gradient a true one."""
+    optimizer = wrap(optax.adam(1e-2))
+
+    @jax.jit
+    def step(params, opt_state, tasks):
+        def task_loss(params, task):
+            support, query = task
+            grads = jls.grad(plain_loss)(opt_state, params, support)
+            adapted = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+            return plain_loss(adapted, query)
+
+        def loss_fn(params):
+            return jax.vmap(task_loss, in_axes=(None, 0))(params, tasks).mean()
+
+        return train(optimizer, opt_state, params, loss_fn)
+
+    params = plain_params()
+    tasks = jax.tree.map(lambda x: x.reshape(2, 4, -1), BATCH)
+    tasks = tasks, jax.tree.map(lambda x: x[:, ::-1], tasks)
+    return step, (params, optimizer.init(params), tasks)
+
+
+# How a step is called, and what it takes and returns.
+
+
+@kind
+def nested_dicts_with_an_average():
+    optimizer = wrap(optax.adam(1e-2))
+
+    @jax.jit
+    def step(state, batch):
+        model = state["model"]
+        params, opt_state, loss = train(
+            optimizer, state["opt"], model["params"], plain_loss, batch
+        )
+        ema = optax.incremental_update(params, model["ema"], 0.01)
+        return {"model": {"params": params, "ema": ema}, "opt": opt_state}, {"l": loss}
+
+    params = plain_params()
+    model = {"params": params, "ema": params}
+    return step, ({"model": model, "opt": optimizer.init(params)}, BATCH)
+
+
+@kind
+def batch_by_keyword_only():
+    optimizer = wrap(optax.adam(1e-2))
+
+    @jax.jit
+    def step(state, /, *, x, y, weight=1.0):
+        def loss_fn(params):
+            return weight * plain_loss(params, {"x": x, "y": y})
+
+        params, opt_state, loss = train(
+            optimizer, state["opt_state"], state["params"], loss_fn
+        )
+        return {"params": params, "opt_state": opt_state}, {"loss": loss}
+
+    params = plain_params()
+    state = {"params": params, "opt_state": optimizer.init(params)}
+    return step, (state,), {"x": X, "y": Y, "weight": 0.5}
+
+
+@kind
+def scale_and_scaled_loss_in_the_metrics():
+    """And by hand: the loss is scaled, differentiated, and unscaled."""
+    optimizer = wrap(optax.adam(1e-2))
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        def loss_fn(params):
+            loss = plain_loss(params, batch)
+            return jls.scale(opt_state, loss), loss
+
+        (scaled, loss), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        grads = jls.unscale(opt_state, grads)
+        scale = jls.loss_scale(opt_state)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        params = optax.apply_updates(params, updates)
+        metrics = {"loss": loss, "loss_scale": scale, "scaled_loss": scaled}
+        return params, opt_state, metrics
+
+    params = plain_params()
+    return step, (params, optimizer.init(params), BATCH)
+
+
+@kind
+def scaled_gradients_in_the_metrics():
+    """The norm of the scaled gradients is logged, next to that of the true ones."""
+    optimizer = wrap(optax.adam(1e-2))
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        def loss_fn(params):
+            loss = plain_loss(params, batch)
+            return jls.scale(opt_state, loss), loss
+
+        (_, loss), scaled = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        grads = jls.unscale(opt_state, scaled)
+        norms = {"scaled": optax.tree.norm(scaled), "true": optax.tree.norm(grads)}
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state, {"loss": loss, **norms}
+
+    params = plain_params()
+    return step, (params, optimizer.init(params), BATCH)
+
+
+@kind
+def linen_by_hand_that_returns_no_loss():
+    @jax.jit
+    def step(state, batch):
+        def loss_fn(params):
+            return steps.linen_loss(state, params, batch)
+
+        loss, grads = jls.value_and_grad(loss_fn)(state.opt_state, state.params)
+        updates, opt_state = state.tx.update(
+            grads, state.opt_state, state.params, value=loss
+        )
+        params = optax.apply_updates(state.params, updates)
+        return state.replace(step=state.step + 1, params=params, opt_state=opt_state)
+
+    return step, (steps.linen_state(wrap(optax.lion(1e-3))), BATCH)
+
+
+@kind
+def old_parameters_come_back_too():
+    optimizer = wrap(optax.adam(1e-2))
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        new, opt_state, loss = train(optimizer, opt_state, params, plain_loss, batch)
+        moved = optax.tree.norm(optax.tree.sub(new, params))
+        return new, opt_state, {"before": params, "moved": moved, "loss": loss}
+
+    params = plain_params()
+    return step, (params, optimizer.init(params), BATCH)
+
+
+@kind
+def gradients_and_updates_in_the_metrics():
+    optimizer = wrap(optax.adam(1e-2))
+
+    @jax.jit
+    def step(state, batch):
+        params, opt_state = state["params"], state["opt_state"]
+        loss, grads = jls.value_and_grad(plain_loss)(opt_state, params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        params = optax.apply_updates(params, updates)
+        state = {"params": params, "opt_state": opt_state}
+        return state, {"grads": grads, "updates": updates, "loss": loss}
+
+    params = plain_params()
+    return step, ({"params": params, "opt_state": optimizer.init(params)}, BATCH)
+
+
+@kind
+def predictions_like_the_inputs():
+    """A denoising autoencoder that returns what it made of a bare array."""
+    optimizer = wrap(optax.adam(1e-2))
+
+    @jax.jit
+    def step(params, opt_state, x, key):
+        noisy = x + 0.1 * jax.random.normal(key, x.shape)
+
+        def loss_fn(params):
+            made = run_layers(params, noisy)
+            return jnp.mean((made - x) ** 2), made
+
+        (loss, made), grads = jls.value_and_grad(loss_fn, has_aux=True)(
+            opt_state, params
+        )
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state, loss, made
+
+    params = layers(0, 4, 8, 4)
+    return step, (params, optimizer.init(params), X, jax.random.key(0))
+
+
+@kind
+def adversarial_examples():
+    """Inputs are moved by the sign of their gradients, and come back too."""
+    optimizer = wrap(optax.sgd(0.1, momentum=0.9))
+
+    @jax.jit
+    def step(params, opt_state, x, y):
+        def loss_fn(params, x):
+            return mse(run_layers(params, x), {"y": y})
+
+        slopes = jls.grad(loss_fn, argnums=1)(opt_state, params, x)
+        worse = jax.lax.stop_gradient(x + 0.1 * jnp.sign(slopes))
+        params, opt_state, loss = train(optimizer, opt_state, params, loss_fn, worse)
+        return params, opt_state, worse, loss
+
+    params = layers(0, 4, 8, 2)
+    args = params, optimizer.init(params), X, Y
+    return step, args, {"carried_args": (0, 1)}
+
+
+class Trainer:
+    """Holds what does not change; its state goes in and out."""
+
+    def __init__(self, learning_rate):
+        self.optimizer = wrap(optax.adam(learning_rate))
+
+    def init(self):
+        params = plain_params()
+        return params, self.optimizer.init(params)
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnames="opt_state")
+    def step(self, params, opt_state, batch):
+        loss, grads = jls.value_and_grad(plain_loss)(opt_state, params, batch)
+        updates, opt_state = self.optimizer.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+
+@kind
+def bound_method():
+    trainer = Trainer(1e-2)
+    return trainer.step, (*trainer.init(), BATCH)
+
+
+@kind
+def partial_of_a_step():
+    """As Flax's examples bind the model, the optimizer and the rate's schedule."""
+
+    def train_step(state, batch, *, apply_fn, tx, schedule, l2):
+        def loss_fn(params):
+            norms = [jnp.sum(w**2) for w in jax.tree.leaves(params) if w.ndim > 1]
+            made = apply_fn({"params": params}, batch["x"])
+            return mse(made, batch) + l2 * 0.5 * sum(norms), made
+
+        (loss, made), grads = jls.value_and_grad(loss_fn, has_aux=True)(
+            state["opt_state"], state["params"]
+        )
+        updates, opt_state = tx.update(
+            grads, state["opt_state"], state["params"], value=loss
+        )
+        params = optax.apply_updates(state["params"], updates)
+        rate = schedule(state["step"])
+        metrics = {"loss": loss, "learning_rate": rate, "mean": made.mean()}
+        step = state["step"] + 1
+        return {"params": params, "opt_state": opt_state, "step": step}, metrics
+
+    schedule = optax.warmup_cosine_decay_schedule(1e-3, 1e-2, 3, 50)
+    tx, model = wrap(optax.sgd(schedule, momentum=0.9)), steps.Dense()
+    params = model.init(jax.random.key(0), X)["params"]
+    step = jax.jit(
+        functools.partial(
+            train_step, apply_fn=model.apply, tx=tx, schedule=schedule, l2=1e-4
+        ),
+        donate_argnums=0,
+    )
+    state = {"params": params, "opt_state": tx.init(params), "step": jnp.int32(0)}
+    return step, (state, BATCH)
+
+
+@kind
+def static_switches():
+    optimizer = wrap(optax.adam(1e-2))
+
+    @functools.partial(jax.jit, static_argnames=("is_training", "activation"))
+    def step(params, opt_state, batch, is_training, activation="tanh"):
+        def loss_fn(params):
+            p = half(params)
+            hidden = getattr(jnp, activation)(half(batch["x"]) @ p["w1"])
+            return mse(hidden @ p["w2"], batch)
+
+        if not is_training:
+            return params, opt_state, loss_fn(params)
+        return train(optimizer, opt_state, params, loss_fn)
+
+    params = plain_params()
+    keywords = {"is_training": True, "activation": "tanh"}
+    return step, (params, optimizer.init(params), BATCH), keywords
+
+
+@kind
+def counters_flags_and_a_mask():
+    """Integers, booleans and a table of counts beside the parameters."""
+    optimizer = wrap(optax.adam(1e-2))
+
+    @struct.dataclass
+    class Run:
+        params: Any
+        opt_state: Any
+        step: Any
+        examples: Any
+        has_started: Any
+        seen: Any
+
+    @jax.jit
+    def step(run, x, labels):
+        def loss_fn(params):
+            logits = run_layers(params, x)
+            return optax.softmax_cross_entropy_with_integer_labels(
+                logits, labels
+            ).mean()
+
+        params, opt_state, loss = train(optimizer, run.opt_state, run.params, loss_fn)
+        run = run.replace(
+            params=params,
+            opt_state=opt_state,
+            step=run.step + 1,
+            examples=run.examples + len(x),
+            has_started=jnp.bool_(True),
+            seen=run.seen.at[labels].add(1),
+        )
+        return run, {"loss": loss, "step": run.step}
+
+    params = layers(0, 4, 8, 3)
+    run = Run(
+        params=params,
+        opt_state=optimizer.init(params),
+        step=jnp.int32(0),
+        examples=jnp.uint32(0),
+        has_started=jnp.bool_(False),
+        seen=jnp.zeros(3, jnp.int32),
+    )
+    return step, (run, X, jnp.arange(8) % 3)
+
+
+# Not compiled as they are passed.
+
+
+@kind
+def equinox_eager():
+    step, args = steps.equinox()
+    return step.__wrapped__, args
+
+
+@kind
+def linen_eager():
+    step, args = steps.linen()
+    return step.__wrapped__, args
+
+
+@kind
+def eager_loop_over_layers():
+    """Written as for NumPy: a list of arrays, copied and then written to."""
+    optimizer = wrap(optax.sgd(0.1))
+
+    def step(weights, opt_state, x, y):
+        weights = list(weights)
+        loss, grads = jls.value_and_grad(run)(opt_state, weights, x, y)
+        updates, opt_state = optimizer.update(grads, opt_state, weights, value=loss)
+        for i, update in enumerate(updates):
+            weights[i] = weights[i] + update
+        return weights, opt_state, loss
+
+    def run(weights, x, y):
+        for w in weights[:-1]:
+            x = jnp.tanh(half(x) @ half(w))
+        return mse(x @ half(weights[-1]), {"y": y})
+
+    weights = [normal(0, 4, 8) / 2, normal(1, 8, 8) / 3, normal(2, 8, 2) / 3]
+    return step, (weights, optimizer.init(weights), X, Y)
+
+
+# Scalers and optimizers.
+
+
+@kind
+def equinox_with_a_static_scale():
+    return steps.equinox(wrap=lambda inner: jls.loss_scaled(inner, jls.static(512.0)))
+
+
+@kind
+def nnx_in_bfloat16():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(4, 8, dtype=jnp.bfloat16, rngs=rngs)
+            self.last = nnx.Linear(8, 2, dtype=jnp.bfloat16, rngs=rngs)
+
+        def __call__(self, x):
+            return self.last(nnx.gelu(self.first(x)))
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        loss, grads = nnx.value_and_grad(steps.nnx_loss)(model, batch)
+        optimizer.update(model, grads, value=loss)
+        return loss
+
+    model, tx = Model(nnx.Rngs(0)), jls.skip_nonfinite(optax.adamw(1e-2))
+    return step, (model, nnx.Optimizer(model, tx, wrt=nnx.Param), BATCH)
+
+
+@kind
+def bare_scaler_with_momentum_by_hand():
+    """No optax: pure functions and `jls.select`."""
+
+    class Run(NamedTuple):
+        params: Any
+        velocity: Any
+        scaler: Any
+        step: Any
+
+    @jax.jit
+    def step(run, batch):
+        loss, grads = jls.value_and_grad(plain_loss)(run.scaler, run.params, batch)
+        finite = jls.all_finite(grads)
+        velocity = jax.tree.map(lambda v, g: 0.9 * v + g, run.velocity, grads)
+        params = jax.tree.map(lambda p, v: p - 0.05 * v, run.params, velocity)
+        params, velocity, count = jls.select(
+            finite,
+            (params, velocity, run.step + 1),
+            (run.params, run.velocity, run.step),
+        )
+        return Run(params, velocity, SCALER.adjust(run.scaler, finite), count), loss
+
+    params = plain_params()
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return step, (Run(params, zeros, SCALER.init(), jnp.int32(0)), BATCH)
+
+
+@kind
+def bare_scaler_around_optax_in_equinox():
+    inner = optax.adamw(1e-2)
+
+    @eqx.filter_jit
+    def step(model, opt_state, scaler_state, batch):
+        loss, grads = jls.value_and_grad(
+            steps.equinox_loss, transform=eqx.filter_value_and_grad
+        )(scaler_state, model, batch)
+        finite = jls.all_finite((loss, grads))
+        params, static = eqx.partition(model, eqx.is_inexact_array)
+        updates, new_state = inner.update(grads, opt_state, params)
+        new = eqx.apply_updates(params, updates), new_state
+        params, opt_state = jls.select(finite, new, (params, opt_state))
+        scaler_state = SCALER.adjust(scaler_state, finite)
+        return eqx.combine(params, static), opt_state, scaler_state, loss
+
+    model = eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(0))
+    opt_state = inner.init(eqx.filter(model, eqx.is_inexact_array))
+    return step, (model, opt_state, SCALER.init(), BATCH)
+
+
+@kind
+def learning_rate_set_by_the_step():
+    """A rate that the step computes goes into the state of `inject_hyperparams`."""
+    optimizer = wrap(optax.inject_hyperparams(optax.adam)(learning_rate=1e-2))
+
+    @jax.jit
+    def step(state, batch):
+        params, opt_state = state["params"], state["opt_state"]
+        rate = 1e-2 * jnp.minimum(1.0, (state["step"] + 1.0) / 4.0)
+        inner = opt_state.inner_state
+        hyperparams = {**inner.hyperparams, "learning_rate": rate}
+        opt_state = opt_state._replace(
+            inner_state=inner._replace(hyperparams=hyperparams)
+        )
+        params, opt_state, loss = train(optimizer, opt_state, params, plain_loss, batch)
+        step = state["step"] + 1
+        return {"params": params, "opt_state": opt_state, "step": step}, loss
+
+    params = plain_params()
+    state = {"params": params, "opt_state": optimizer.init(params)}
+    return step, ({**state, "step": jnp.int32(0)}, BATCH)
+
+
+@kind
+def reduce_on_plateau():
+    inner = optax.chain(
+        optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=2, rtol=1e-2)
+    )
+    return steps.linen(inner=inner)
+
+
+@kind
+def equinox_schedule_free():
+    """The loss of the averaged parameters is returned too."""
+    optimizer = wrap(optax.contrib.schedule_free_sgd(0.1))
+
+    @eqx.filter_jit
+    def step(model, opt_state, batch):
+        params, static = eqx.partition(model, eqx.is_inexact_array)
+        loss, grads = jls.value_and_grad(
+            steps.equinox_loss, transform=eqx.filter_value_and_grad
+        )(opt_state, model, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        params = eqx.apply_updates(params, updates)
+        averaged = optax.contrib.schedule_free_eval_params(
+            opt_state.inner_state, params
+        )
+        after = steps.equinox_loss(eqx.combine(averaged, static), batch)
+        return eqx.combine(params, static), opt_state, {"loss": loss, "after": after}
+
+    model = eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(0))
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    return step, (model, opt_state, BATCH)
+
+
+@kind
+def multi_steps_inside_of_nnx():
+    return steps.nnx_step(inner=optax.MultiSteps(optax.adam(1e-2), 2))
