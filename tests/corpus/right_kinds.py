@@ -1834,3 +1834,1220 @@ def equinox_schedule_free():
 @kind
 def multi_steps_inside_of_nnx():
     return steps.nnx_step(inner=optax.MultiSteps(optax.adam(1e-2), 2))
+
+
+# Representations, with averages, queues and codebooks.
+
+
+def unit(x):
+    return x / jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-6)
+
+
+@kind
+def moco():
+    """An encoder that follows, and a queue of its keys, held by a skipped step."""
+    optimizer = wrap(optax.sgd(0.05, momentum=0.9))
+
+    @struct.dataclass
+    class Moco:
+        params: Any
+        momentum_params: Any
+        opt_state: Any
+        queue: Any
+        at: Any
+
+    @jax.jit
+    def step(state, queries, keys):
+        momentum_params = optax.incremental_update(
+            state.params, state.momentum_params, 0.01
+        )
+        k = unit(run_layers(momentum_params, keys))
+
+        def loss_fn(params):
+            q = unit(run_layers(params, queries))
+            positive = jnp.sum(q * k, axis=1, keepdims=True)
+            logits = jnp.concatenate([positive, q @ state.queue.T], axis=1) / 0.1
+            return -jax.nn.log_softmax(logits)[:, 0].mean()
+
+        params, opt_state, loss = train(
+            optimizer, state.opt_state, state.params, loss_fn
+        )
+        queue = jax.lax.dynamic_update_slice(state.queue, k, (state.at, 0))
+        queue, at = jls.select(
+            opt_state.applied, (queue, (state.at + 8) % 16), (state.queue, state.at)
+        )
+        return Moco(params, momentum_params, opt_state, queue, at), loss
+
+    params = layers(0, 4, 8, 5)
+    queue = unit(normal(7, 16, 5))
+    state = Moco(params, params, optimizer.init(params), queue, jnp.int32(0))
+    return step, (state, X, X + 0.1 * X[::-1])
+
+
+@kind
+def byol_in_haiku():
+    """Online and target networks, of which the target has no predictor."""
+
+    def network(x, with_predictor):
+        x = hk.nets.MLP([8, 6], name="encoder")(x)
+        return hk.nets.MLP([8, 6], name="predictor")(x) if with_predictor else x
+
+    model = hk.without_apply_rng(hk.transform(network))
+    optimizer = wrap(optax.lars(0.1, 1e-6))
+
+    def is_shared(module, name, value):
+        return module.startswith("encoder")
+
+    @jax.jit
+    def step(state, one, two):
+        def embed(params, x, with_predictor):
+            made = model.apply(half(params), half(x), with_predictor)
+            return unit(made.astype(jnp.float32))
+
+        def loss_fn(online):
+            gaps = [
+                embed(online, a, True) - embed(state["target"], b, False)
+                for a, b in ((one, two), (two, one))
+            ]
+            return sum(jnp.mean(jnp.sum(gap**2, -1)) for gap in gaps)
+
+        loss, grads = jls.value_and_grad(loss_fn)(state["opt_state"], state["online"])
+        updates, opt_state = optimizer.update(
+            grads, state["opt_state"], state["online"], value=loss
+        )
+        online = optax.apply_updates(state["online"], updates)
+        tau = 1 - 0.01 * (jnp.cos(jnp.pi * state["step"] / 100) + 1) / 2
+        shared = hk.data_structures.filter(is_shared, online)
+        target = jax.tree.map(
+            lambda old, new: tau * old + (1 - tau) * new, state["target"], shared
+        )
+        return {
+            "online": online,
+            "target": target,
+            "opt_state": opt_state,
+            "step": state["step"] + 1,
+        }, {"loss": loss, "tau": tau}
+
+    online = model.init(jax.random.key(0), X, True)
+    state = {"online": online, "opt_state": optimizer.init(online)}
+    state["target"] = hk.data_structures.filter(is_shared, online)
+    return step, ({**state, "step": jnp.int32(0)}, X, 0.9 * X)
+
+
+@kind
+def simclr():
+    """Two views made by noise from a key; the loss in one matrix of similarities."""
+    optimizer = wrap(optax.lamb(1e-2))
+
+    @functools.partial(jax.jit, donate_argnames=("params", "opt_state"))
+    def step(params, opt_state, key, x):
+        key, *keys = jax.random.split(key, 3)
+
+        def loss_fn(params):
+            views = [x + 0.1 * jax.random.normal(k, x.shape) for k in keys]
+            z = unit(run_layers(params, jnp.concatenate(views)))
+            logits = z @ z.T / 0.2 - 1e9 * jnp.eye(16)
+            pairs = (jnp.arange(16) + 8) % 16
+            return optax.softmax_cross_entropy_with_integer_labels(logits, pairs).mean()
+
+        params, opt_state, loss = train(optimizer, opt_state, params, loss_fn)
+        return params, opt_state, key, loss
+
+    params = layers(0, 4, 8, 5)
+    return step, (params, optimizer.init(params), jax.random.key(0), X)
+
+
+@kind
+def mean_teacher():
+    """A teacher that follows its student, whose consistency gains weight by steps."""
+    optimizer = wrap(optax.adam(1e-2))
+
+    @jax.jit
+    def step(student, teacher, opt_state, count, x, y, unlabeled, key):
+        weight = jnp.minimum(count / 10.0, 1.0)
+
+        def loss_fn(student):
+            noisy = unlabeled + 0.1 * jax.random.normal(key, unlabeled.shape)
+            gap = run_layers(student, noisy) - run_layers(teacher, unlabeled)
+            supervised = mse(run_layers(student, x), {"y": y})
+            return supervised + weight * jnp.mean(gap**2)
+
+        student, opt_state, loss = train(optimizer, opt_state, student, loss_fn)
+        teacher = optax.incremental_update(student, teacher, 0.01)
+        return student, teacher, opt_state, count + 1, loss
+
+    params = layers(0, 4, 8, 2)
+    carried = params, params, optimizer.init(params), jnp.int32(0)
+    return step, (*carried, X, Y, -X, jax.random.key(0))
+
+
+@kind
+def equinox_vae():
+    class Vae(eqx.Module):
+        encoder: eqx.nn.MLP
+        decoder: eqx.nn.MLP
+
+        def __init__(self, key):
+            one, two = jax.random.split(key)
+            self.encoder = eqx.nn.MLP(4, 4, 8, 1, key=one)
+            self.decoder = eqx.nn.MLP(2, 4, 8, 1, key=two)
+
+        def __call__(self, x, key):
+            mean, log_var = jnp.split(self.encoder(x).astype(jnp.float32), 2)
+            z = mean + jnp.exp(log_var / 2) * jax.random.normal(key, mean.shape)
+            kl = -0.5 * jnp.sum(1 + log_var - mean**2 - jnp.exp(log_var))
+            return self.decoder(z.astype(x.dtype)), kl
+
+    optimizer = wrap(optax.adam(1e-2))
+
+    @eqx.filter_jit(donate="all")
+    def step(model, opt_state, x, key):
+        def loss_fn(model):
+            keys = jax.random.split(key, len(x))
+            made, kl = jax.vmap(narrow(model))(half(x), keys)
+            error = jnp.sum((made.astype(jnp.float32) - x) ** 2, axis=1)
+            return error.mean() + kl.mean(), (error.mean(), kl.mean())
+
+        (loss, parts), grads = jls.value_and_grad(
+            loss_fn, has_aux=True, transform=eqx.filter_value_and_grad
+        )(opt_state, model)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        return eqx.apply_updates(model, updates), opt_state, loss, parts
+
+    model = Vae(jax.random.key(0))
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    return step, (model, opt_state, X, jax.random.key(1))
+
+
+@kind
+def vq_vae_with_a_moving_codebook():
+    """Straight through to the nearest code; codes and counts held by a skipped step."""
+    optimizer = wrap(optax.adam(1e-2))
+
+    @jax.jit
+    def step(params, book, opt_state, x):
+        def loss_fn(params):
+            z = run_layers(params["encoder"], x)
+            distances = jnp.sum((z[:, None] - book["codes"][None]) ** 2, axis=-1)
+            chosen = jax.nn.one_hot(distances.argmin(1), len(book["codes"]))
+            code = chosen @ book["codes"]
+            made = run_layers(params["decoder"], z + jax.lax.stop_gradient(code - z))
+            loss = jnp.mean((made - x) ** 2) + 0.25 * jnp.mean((z - code) ** 2)
+            return loss, (z, chosen)
+
+        (loss, (z, chosen)), grads = jls.value_and_grad(loss_fn, has_aux=True)(
+            opt_state, params
+        )
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        counts = 0.9 * book["counts"] + 0.1 * chosen.sum(0)
+        sums = 0.9 * book["sums"] + 0.1 * chosen.T @ z
+        codes = sums / (counts[:, None] + 1e-5)
+        moved = {"counts": counts, "sums": sums, "codes": codes}
+        book = jls.select(opt_state.applied, moved, book)
+        usage = (counts > 0.1).sum()
+        params = optax.apply_updates(params, updates)
+        return params, book, opt_state, {"loss": loss, "usage": usage}
+
+    params = {"encoder": layers(0, 4, 8, 3), "decoder": layers(1, 3, 8, 4)}
+    codes = normal(2, 6, 3) / 2
+    book = {"counts": jnp.ones(6), "sums": codes, "codes": codes}
+    return step, (params, book, optimizer.init(params), X)
+
+
+@kind
+def diffusion_with_an_average():
+    """Noise from a carried key; the average is copied until step 3, then follows."""
+    optimizer = wrap(optax.adam(1e-2))
+    kept = jnp.cumprod(1 - jnp.linspace(1e-4, 0.2, 20))
+
+    class Diffusion(train_state.TrainState):
+        params_ema: Any
+        key: Any
+
+    class Denoiser(nn.Module):
+        @nn.compact
+        def __call__(self, x, t):
+            angles = t[:, None] * jnp.array([[0.1, 0.5]])
+            x = jnp.concatenate([x, jnp.sin(angles), jnp.cos(angles)], axis=1)
+            x = nn.silu(nn.Dense(12, dtype=jnp.float16)(x))
+            return nn.Dense(4, dtype=jnp.float16)(x).astype(jnp.float32)
+
+    @jax.jit
+    def step(state, x):
+        key, t_key, noise_key = jax.random.split(state.key, 3)
+        t = jax.random.randint(t_key, (len(x),), 0, 20)
+        noise = jax.random.normal(noise_key, x.shape)
+        share = kept[t][:, None]
+        noisy = jnp.sqrt(share) * x + jnp.sqrt(1 - share) * noise
+
+        def loss_fn(params):
+            made = state.apply_fn({"params": params}, noisy, t.astype(jnp.float32))
+            return jnp.mean((made - noise) ** 2)
+
+        loss, grads = jls.value_and_grad(loss_fn)(state.opt_state, state.params)
+        updates, opt_state = state.tx.update(
+            grads, state.opt_state, state.params, value=loss
+        )
+        params = optax.apply_updates(state.params, updates)
+        params_ema = jax.lax.cond(
+            state.step < 3,
+            lambda new, old: new,
+            lambda new, old: optax.incremental_update(new, old, 0.01),
+            params,
+            state.params_ema,
+        )
+        return state.replace(
+            step=state.step + 1,
+            params=params,
+            opt_state=opt_state,
+            params_ema=params_ema,
+            key=key,
+        ), {"loss": loss}
+
+    model = Denoiser()
+    params = model.init(jax.random.key(0), X, jnp.ones(8))["params"]
+    state = Diffusion.create(
+        apply_fn=model.apply,
+        params=params,
+        tx=optimizer,
+        params_ema=params,
+        key=jax.random.key(1),
+    )
+    return step, (state, X)
+
+
+@kind
+def equinox_flow_matching():
+    """Scaled and unscaled by hand; one key comes in, the next goes out."""
+    optimizer = wrap(optax.adabelief(1e-2))
+
+    @eqx.filter_value_and_grad(has_aux=True)
+    def scaled_loss(model, opt_state, data, key):
+        t_key, noise_key = jax.random.split(key)
+        t = jax.random.uniform(t_key, (len(data), 1))
+        noise = jax.random.normal(noise_key, data.shape)
+        x = jnp.concatenate([(1 - t) * noise + t * data, t], axis=1)
+        made = jax.vmap(narrow(model))(half(x)).astype(jnp.float32)
+        loss = jnp.mean((made - (data - noise)) ** 2)
+        return jls.scale(opt_state, loss), loss
+
+    @eqx.filter_jit
+    def step(model, data, key, opt_state):
+        (_, loss), grads = scaled_loss(model, opt_state, data, key)
+        grads = jls.unscale(opt_state, grads)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        model = eqx.apply_updates(model, updates)
+        return loss, model, jax.random.split(key, 1)[0], opt_state
+
+    model = eqx.nn.MLP(5, 4, 8, 2, activation=jax.nn.gelu, key=jax.random.key(0))
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    return step, (model, X, jax.random.key(1), opt_state)
+
+
+# Statistics, keys and hidden states.
+
+
+@kind
+def linen_batch_norm_in_a_dict_of_variables():
+    """`params` and `batch_stats` of one dict; one is trained, one is selected."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            x = nn.Dense(8, dtype=jnp.float16)(x)
+            x = nn.BatchNorm(not train, momentum=0.9, dtype=jnp.float16)(x)
+            return nn.Dense(2, dtype=jnp.float16)(nn.relu(x))
+
+    model, optimizer = Model(), wrap(optax.sgd(0.1, momentum=0.9, nesterov=True))
+
+    @functools.partial(jax.jit, static_argnames="train")
+    def step(variables, opt_state, batch, train):
+        stats, params = variables["batch_stats"], variables["params"]
+
+        def loss_fn(params):
+            made, new = model.apply(
+                {"params": params, "batch_stats": stats},
+                batch["x"],
+                train=train,
+                mutable=["batch_stats"],
+            )
+            return mse(made, batch), new
+
+        (loss, new), grads = jls.value_and_grad(loss_fn, has_aux=True)(
+            opt_state, params
+        )
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        params = optax.apply_updates(params, updates)
+        stats = jls.select(opt_state.applied, new["batch_stats"], stats)
+        return {"params": params, "batch_stats": stats}, opt_state, loss
+
+    variables = model.init(jax.random.key(0), X, train=True)
+    args = variables, optimizer.init(variables["params"]), BATCH
+    return step, args, {"train": True}
+
+
+@kind
+def haiku_batch_norm():
+    def network(x, is_training):
+        x = hk.Linear(8)(x)
+        x = hk.BatchNorm(True, True, 0.9)(x, is_training)
+        return hk.Linear(2)(jax.nn.relu(x))
+
+    model = hk.without_apply_rng(hk.transform_with_state(network))
+    optimizer = wrap(optax.adam(1e-2))
+
+    class Training(NamedTuple):
+        params: Any
+        state: Any
+        opt_state: Any
+
+    @jax.jit
+    def step(training, batch):
+        params, state, opt_state = training
+
+        def loss_fn(params):
+            made, new = model.apply(half(params), state, half(batch["x"]), True)
+            new = jax.tree.map(lambda new, old: new.astype(old.dtype), new, state)
+            return mse(made, batch), new
+
+        (loss, new), grads = jls.value_and_grad(loss_fn, has_aux=True)(
+            opt_state, params
+        )
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        params = optax.apply_updates(params, updates)
+        state = jls.select(opt_state.applied, new, state)
+        return Training(params, state, opt_state), {"loss": loss}
+
+    params, state = model.init(jax.random.key(0), X, True)
+    return step, (Training(params, state, optimizer.init(params)), BATCH)
+
+
+@kind
+def nnx_batch_norm_split_by_hand():
+    """Parameters and statistics as two dicts, and their graph outside of the step."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(4, 8, dtype=jnp.float16, rngs=rngs)
+            self.norm = nnx.BatchNorm(8, dtype=jnp.float16, rngs=rngs)
+            self.last = nnx.Linear(8, 2, dtype=jnp.float16, rngs=rngs)
+
+        def __call__(self, x):
+            return self.last(nnx.relu(self.norm(self.first(x))))
+
+    graph, params, stats = nnx.split(Model(nnx.Rngs(0)), nnx.Param, ...)
+    params, stats = nnx.to_pure_dict(params), nnx.to_pure_dict(stats)
+    optimizer = wrap(optax.adamw(1e-2))
+
+    @jax.jit
+    def step(params, stats, opt_state, batch):
+        def loss_fn(params):
+            model = nnx.merge(graph, params, stats)
+            loss = steps.nnx_loss(model, batch)
+            return loss, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+
+        (loss, new), grads = jls.value_and_grad(loss_fn, has_aux=True)(
+            opt_state, params
+        )
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        stats = jls.select(opt_state.applied, new, stats)
+        return optax.apply_updates(params, updates), stats, opt_state, loss
+
+    return step, (params, stats, optimizer.init(params), BATCH)
+
+
+@kind
+def equinox_batch_norm():
+    """Its `State` goes in and out, and is held by a skipped step."""
+
+    class Model(eqx.Module):
+        first: eqx.nn.Linear
+        norm: eqx.nn.BatchNorm
+        last: eqx.nn.Linear
+
+        def __init__(self, key):
+            one, two = jax.random.split(key)
+            self.first = eqx.nn.Linear(4, 8, key=one)
+            self.norm = eqx.nn.BatchNorm(8, "batch", mode="batch")
+            self.last = eqx.nn.Linear(8, 2, key=two)
+
+        def __call__(self, x, state):
+            x = self.first(x).astype(jnp.float32)
+            x, state = self.norm(x, state)
+            return self.last(jax.nn.relu(x).astype(jnp.float16)), state
+
+    def narrow_but_norm(model):
+        return eqx.tree_at(lambda m: m.norm, narrow(model), model.norm)
+
+    optimizer = wrap(optax.adam(1e-2))
+
+    @eqx.filter_jit
+    def step(model, state, opt_state, batch):
+        def loss_fn(model):
+            made, new = jax.vmap(
+                narrow_but_norm(model),
+                in_axes=(0, None),
+                out_axes=(0, None),
+                axis_name="batch",
+            )(half(batch["x"]), state)
+            return mse(made, batch), new
+
+        (loss, new), grads = jls.value_and_grad(
+            loss_fn, has_aux=True, transform=eqx.filter_value_and_grad
+        )(opt_state, model)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        state = jls.select(opt_state.applied, new, state)
+        return eqx.apply_updates(model, updates), state, opt_state, loss
+
+    model, state = eqx.nn.make_with_state(Model)(jax.random.key(0))
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    return step, (model, state, opt_state, BATCH)
+
+
+@kind
+def linen_dropout_by_the_step():
+    """One key for the whole run, folded with the step, as Flax's guide does."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x, training):
+            x = nn.relu(nn.Dense(16, dtype=jnp.float16)(x))
+            x = nn.Dropout(0.5, deterministic=not training)(x)
+            return nn.Dense(2, dtype=jnp.float16)(x)
+
+    @jax.jit
+    def step(state, batch, dropout_key):
+        now = jax.random.fold_in(dropout_key, state.step)
+
+        def loss_fn(params):
+            made = state.apply_fn(
+                {"params": params}, batch["x"], training=True, rngs={"dropout": now}
+            )
+            return mse(made, batch)
+
+        loss, grads = jls.value_and_grad(loss_fn)(state.opt_state, state.params)
+        updates, opt_state = state.tx.update(
+            grads, state.opt_state, state.params, value=loss
+        )
+        params = optax.apply_updates(state.params, updates)
+        return state.replace(step=state.step + 1, params=params, opt_state=opt_state)
+
+    model = Model()
+    state = train_state.TrainState.create(
+        apply_fn=model.apply,
+        params=model.init(jax.random.key(0), X, training=False)["params"],
+        tx=wrap(optax.adam(1e-2)),
+    )
+    return step, (state, BATCH, jax.random.key(2))
+
+
+@kind
+def haiku_lstm_with_its_state_carried():
+    """Truncated backpropagation through time; the hidden state is selected."""
+
+    def unroll(x, state):
+        core = hk.LSTM(6)
+        made, state = hk.dynamic_unroll(core, x, state)
+        return hk.BatchApply(hk.Linear(2))(made), state
+
+    model = hk.without_apply_rng(hk.transform(unroll))
+    optimizer = wrap(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)))
+
+    @jax.jit
+    def step(params, opt_state, hidden, batch):
+        def loss_fn(params):
+            made, new = model.apply(half(params), half(batch["x"]), half(hidden))
+            return mse(made, batch), jax.tree.map(lambda h: h.astype(jnp.float32), new)
+
+        (loss, new), grads = jls.value_and_grad(loss_fn, has_aux=True)(
+            opt_state, params
+        )
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        hidden = jls.select(opt_state.applied, new, hidden)
+        return optax.apply_updates(params, updates), opt_state, hidden, loss
+
+    batch = {"x": normal(0, 5, 2, 4), "y": normal(1, 5, 2, 2)}
+    hidden = hk.LSTMState(jnp.zeros((2, 6)), jnp.zeros((2, 6)))
+    params = model.init(jax.random.key(0), batch["x"], hidden)
+    return step, (params, optimizer.init(params), hidden, batch)
+
+
+@kind
+def nnx_dropout_and_loss_by_parts():
+    """Streams in the model; a metric in the loop; auxiliary values of the loss."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.inner = steps.Model(rngs)
+            self.dropout = nnx.Dropout(0.3, rngs=rngs)
+
+        def __call__(self, x):
+            return self.inner(self.dropout(x))
+
+    def loss_fn(model, batch):
+        made = model(batch["x"])
+        l1 = sum(jnp.abs(w).sum() for w in jax.tree.leaves(nnx.state(model, nnx.Param)))
+        return mse(made, batch) + 1e-4 * l1, {"l1": l1, "made": made}
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        (loss, aux), grads = jls.value_and_grad(
+            loss_fn, has_aux=True, transform=nnx.value_and_grad
+        )(optimizer, model, batch)
+        optimizer.update(model, grads, value=loss)
+        return {"loss": loss, "l1": aux["l1"], "norm": optax.tree.norm(grads)}
+
+    model = Model(nnx.Rngs(0, dropout=1))
+    optimizer = nnx.Optimizer(model, wrap(optax.sgd(0.1)), wrt=nnx.Param)
+    return step, (model, optimizer, BATCH)
+
+
+# Several losses.
+
+
+@kind
+def two_losses_summed_under_one_wrapper():
+    """A classifier that also reconstructs; both parts are returned."""
+    optimizer = wrap(optax.nadamw(1e-2))
+
+    @jax.jit
+    def step(params, opt_state, x, labels):
+        def loss_fn(params):
+            features = run_layers(params["encoder"], x)
+            logits = run_layers(params["classes"], features)
+            classes = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+            made = run_layers(params["decoder"], features)
+            parts = {"classes": classes.mean(), "made": jnp.mean((made - x) ** 2)}
+            return parts["classes"] + 0.5 * parts["made"], parts
+
+        (loss, parts), grads = jls.value_and_grad(loss_fn, has_aux=True)(
+            opt_state, params
+        )
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state, parts
+
+    params = {
+        "encoder": layers(0, 4, 8, 5),
+        "classes": layers(1, 5, 3),
+        "decoder": layers(2, 5, 4),
+    }
+    return step, (params, optimizer.init(params), X, jnp.arange(8) % 3)
+
+
+@kind
+def gradients_of_two_losses_added():
+    """Two backward passes, one update with the sum of the true gradients."""
+    optimizer = wrap(optax.adam(1e-2))
+
+    @jax.jit
+    def step(params, opt_state, batch, other):
+        gradients = jls.value_and_grad(plain_loss)
+        loss1, grads1 = gradients(opt_state, params, batch)
+        loss2, grads2 = gradients(opt_state, params, other)
+        grads = jax.tree.map(lambda a, b: a + 0.1 * b, grads1, grads2)
+        loss = loss1 + 0.1 * loss2
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state, (loss1, loss2)
+
+    params = plain_params()
+    other = {"x": -X, "y": Y[::-1]}
+    return step, (params, optimizer.init(params), BATCH, other)
+
+
+@kind
+def two_wrappers_over_body_and_head():
+    """One loss, differentiated for each of the two with its own loss scale."""
+    body_tx, head_tx = wrap(optax.adamw(1e-3)), wrap(optax.sgd(0.1))
+
+    @jax.jit
+    def step(params, opt_states, batch):
+        def loss_fn(body, head):
+            features = run_layers(body, batch["x"])
+            return mse(run_layers(head, features), batch)
+
+        body, head = params
+        body_loss, body_grads = jls.value_and_grad(loss_fn)(opt_states[0], body, head)
+        head_loss, head_grads = jls.value_and_grad(loss_fn, argnums=1)(
+            opt_states[1], body, head
+        )
+        body_updates, body_state = body_tx.update(
+            body_grads, opt_states[0], body, value=body_loss
+        )
+        head_updates, head_state = head_tx.update(
+            head_grads, opt_states[1], head, value=head_loss
+        )
+        params = (
+            optax.apply_updates(body, body_updates),
+            optax.apply_updates(head, head_updates),
+        )
+        return params, (body_state, head_state), body_loss
+
+    params = layers(0, 4, 8, 6), layers(1, 6, 2)
+    opt_states = body_tx.init(params[0]), head_tx.init(params[1])
+    return step, (params, opt_states, BATCH)
+
+
+@kind
+def one_backward_pass_for_two_wrappers():
+    """One loss scale serves both: the second wrapper has none, and only skips."""
+    body_tx, head_tx = wrap(optax.adam(1e-3)), jls.skip_nonfinite(optax.sgd(0.1))
+
+    @jax.jit
+    def step(state, batch):
+        def loss_fn(body, head):
+            return mse(run_layers(head, run_layers(body, batch["x"])), batch)
+
+        body, head = state["body"], state["head"]
+        loss, (body_grads, head_grads) = jls.value_and_grad(loss_fn, argnums=(0, 1))(
+            state["body_tx"], body, head
+        )
+        body_updates, body_state = body_tx.update(
+            body_grads, state["body_tx"], body, value=loss
+        )
+        head_updates, head_state = head_tx.update(
+            head_grads, state["head_tx"], head, value=loss
+        )
+        return {
+            "body": optax.apply_updates(body, body_updates),
+            "head": optax.apply_updates(head, head_updates),
+            "body_tx": body_state,
+            "head_tx": head_state,
+        }, loss
+
+    body, head = layers(0, 4, 8, 6), layers(1, 6, 2)
+    state = {"body": body, "head": head}
+    state |= {"body_tx": body_tx.init(body), "head_tx": head_tx.init(head)}
+    return step, (state, BATCH)
+
+
+@kind
+def two_tasks_of_disjoint_parameters():
+    optimizers = {"mean": wrap(optax.adam(1e-2)), "rank": wrap(optax.lion(1e-3))}
+
+    def rank_loss(params, batch):
+        scores = run_layers(params, batch["x"])[:, 0]
+        order = jnp.sign(batch["y"][:, None, 0] - batch["y"][None, :, 0])
+        return jax.nn.softplus(-order * (scores[:, None] - scores[None])).mean()
+
+    def mean_loss(params, batch):
+        return mse(run_layers(params, batch["x"]), batch)
+
+    losses = {"mean": mean_loss, "rank": rank_loss}
+
+    @jax.jit
+    def step(state, batch):
+        new, logs = {}, {}
+        for name, loss_fn in losses.items():
+            params, opt_state = state[name]["params"], state[name]["opt_state"]
+            loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, batch)
+            updates, opt_state = optimizers[name].update(
+                grads, opt_state, params, value=loss
+            )
+            params = optax.apply_updates(params, updates)
+            new[name] = {"params": params, "opt_state": opt_state}
+            logs[name] = {"loss": loss, **jls.metrics(opt_state)}
+        return new, logs
+
+    params = {"mean": layers(0, 4, 8, 2), "rank": layers(1, 4, 8, 1)}
+    state = {
+        name: {"params": params[name], "opt_state": optimizers[name].init(params[name])}
+        for name in losses
+    }
+    return step, (state, BATCH)
+
+
+@kind
+def losses_weighted_by_learned_uncertainty():
+    """https://arxiv.org/abs/1705.07115: the weights are trained with the rest."""
+    optimizer = wrap(optax.adam(1e-2))
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        def loss_fn(params):
+            made = run_layers(params["model"], batch["x"])
+            losses = jnp.mean((made - batch["y"]) ** 2, axis=0)
+            log_vars = params["log_vars"]
+            return jnp.sum(jnp.exp(-log_vars) * losses + log_vars)
+
+        params, opt_state, loss = train(optimizer, opt_state, params, loss_fn)
+        weights = jnp.exp(-params["log_vars"])
+        return params, opt_state, {"loss": loss, "weights": weights}
+
+    params = {"model": layers(0, 4, 8, 2), "log_vars": jnp.zeros(2)}
+    return step, (params, optimizer.init(params), BATCH)
+
+
+# Models.
+
+
+@jax.custom_vjp
+def binarize(x):
+    return jnp.where(x >= 0, 1, -1).astype(x.dtype)
+
+
+binarize.defvjp(
+    lambda x: (binarize(x), x), lambda x, g: (jnp.where(jnp.abs(x) <= 1, g, 0),)
+)
+
+
+@kind
+def binary_weights_with_a_straight_through_gradient():
+    """Its backward pass drops the gradient where a weight is out of [-1, 1]."""
+    optimizer = wrap(optax.adam(1e-2))
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        def loss_fn(params):
+            p = half(params)
+            hidden = jnp.tanh(half(batch["x"]) @ binarize(p["w1"]) * p["size"])
+            return mse(hidden @ p["w2"], batch)
+
+        params, opt_state, loss = train(optimizer, opt_state, params, loss_fn)
+        params["w1"] = jnp.clip(params["w1"], -1, 1)
+        return params, opt_state, loss
+
+    params = plain_params()
+    params |= {"w1": jnp.clip(params["w1"], -1, 1), "size": jnp.full(8, 0.5)}
+    return step, (params, optimizer.init(params), BATCH)
+
+
+@kind
+def quantized_aware_training():
+    """Rounding with `stop_gradient`, and the range of activations followed."""
+    optimizer = wrap(optax.sgd(0.1))
+
+    def fake_quantize(x, limit):
+        size = limit / 127
+        rounded = jnp.round(jnp.clip(x, -limit, limit) / size) * size
+        return x + jax.lax.stop_gradient(rounded - x)
+
+    @jax.jit
+    def step(params, ranges, opt_state, batch):
+        def loss_fn(params):
+            p = half(params)
+            hidden = jnp.tanh(half(batch["x"]) @ p["w1"]).astype(jnp.float32)
+            hidden = fake_quantize(hidden, ranges["hidden"])
+            made = half(hidden) @ half(fake_quantize(params["w2"], ranges["w2"]))
+            return mse(made, batch), jnp.abs(hidden).max()
+
+        (loss, limit), grads = jls.value_and_grad(loss_fn, has_aux=True)(
+            opt_state, params
+        )
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        params = optax.apply_updates(params, updates)
+        moved = {
+            "hidden": 0.9 * ranges["hidden"] + 0.1 * limit,
+            "w2": jnp.abs(params["w2"]).max(),
+        }
+        ranges = jls.select(opt_state.applied, moved, ranges)
+        return params, ranges, opt_state, loss
+
+    params = plain_params()
+    ranges = {"hidden": jnp.float32(1), "w2": jnp.float32(1)}
+    return step, (params, ranges, optimizer.init(params), BATCH)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        h = nn.LayerNorm(dtype=jnp.float32)(x)
+        h = nn.MultiHeadDotProductAttention(2, dtype=jnp.float16)(
+            h.astype(jnp.float16), mask=nn.make_causal_mask(x[..., 0])
+        )
+        x = x + h
+        h = nn.LayerNorm(dtype=jnp.float32)(x).astype(jnp.float16)
+        h = nn.Dense(8, dtype=jnp.float16)(nn.gelu(nn.Dense(16, dtype=jnp.float16)(h)))
+        return x + h, None
+
+
+@kind
+def language_model_of_rematerialized_layers_in_a_scan():
+    """Integers alone come in; the embedding is tied; pads are masked out."""
+
+    class Transformer(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            embed = nn.Embed(11, 8, dtype=jnp.float16)
+            x = embed(tokens)
+            layer = nn.remat(Block, prevent_cse=False)
+            layer = nn.scan(
+                layer,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=2,
+            )
+            x, _ = layer()(x, None)
+            return embed.attend(x).astype(jnp.float32)
+
+    @functools.partial(jax.jit, donate_argnames="state")
+    def step(state, tokens):
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        weights = (targets > 0).astype(jnp.float32)
+
+        def loss_fn(params):
+            logits = state.apply_fn({"params": params}, inputs)
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+            return (losses * weights).sum() / weights.sum()
+
+        loss, grads = jls.value_and_grad(loss_fn)(state.opt_state, state.params)
+        updates, opt_state = state.tx.update(
+            grads, state.opt_state, state.params, value=loss
+        )
+        params = optax.apply_updates(state.params, updates)
+        metrics = {"loss": loss, "perplexity": jnp.exp(loss)}
+        step = state.step + 1
+        return state.replace(step=step, params=params, opt_state=opt_state), metrics
+
+    def is_matrix(params):
+        return jax.tree.map(lambda x: x.ndim > 1, params)
+
+    model = Transformer()
+    tokens = jax.random.randint(jax.random.key(1), (4, 7), 0, 11)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 9)
+    tx = wrap(
+        optax.chain(
+            optax.clip_by_global_norm(1.0),
+            optax.adamw(schedule, mask=is_matrix),
+        )
+    )
+    state = train_state.TrainState.create(
+        apply_fn=model.apply,
+        params=model.init(jax.random.key(0), tokens)["params"],
+        tx=tx,
+    )
+    return step, (state, tokens)
+
+
+@kind
+def layers_stacked_and_scanned():
+    """With `jax.checkpoint` around each layer, in plain JAX."""
+    optimizer = wrap(optax.adafactor(1e-2))
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        @jax.checkpoint
+        def layer(x, p):
+            return x + jnp.tanh(x @ p["w"] + p["b"]), None
+
+        def loss_fn(params):
+            p = half(params)
+            x, _ = jax.lax.scan(layer, half(batch["x"]) @ p["first"], p["layers"])
+            return mse(x @ p["last"], batch)
+
+        return train(optimizer, opt_state, params, loss_fn)
+
+    params = {
+        "first": normal(0, 4, 8) / 2,
+        "layers": {"w": normal(1, 3, 8, 8) / 4, "b": jnp.zeros((3, 8))},
+        "last": normal(2, 8, 2) / 3,
+    }
+    return step, (params, optimizer.init(params), BATCH)
+
+
+@kind
+def directions_of_norm_1_projected_in_each_step():
+    """Weights as length times direction; a direction of norm 1 is left as it is."""
+    optimizer = wrap(optax.adam(1e-2))
+
+    def project(v):
+        norm = jnp.linalg.norm(v, axis=0, keepdims=True)
+        return jnp.where(jnp.abs(norm - 1) < 1e-6, v, v / norm)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        def loss_fn(params):
+            weights = {
+                name: params[name]["g"] * params[name]["v"] for name in ("w1", "w2")
+            }
+            return plain_loss(weights, batch)
+
+        params, opt_state, loss = train(optimizer, opt_state, params, loss_fn)
+        new = {name: {"g": w["g"], "v": project(w["v"])} for name, w in params.items()}
+        return jls.select(opt_state.applied, new, params), opt_state, loss
+
+    params = {
+        name: {"g": jnp.linalg.norm(w, axis=0), "v": project(w)}
+        for name, w in plain_params().items()
+    }
+    return step, (params, optimizer.init(params), BATCH)
+
+
+@kind
+def complex_weights_in_the_spectrum():
+    """A layer of a Fourier neural operator, between layers in float16."""
+    optimizer = wrap(optax.adam(1e-2))
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        def loss_fn(params):
+            lifted = jnp.tanh(half(batch["x"]) @ half(params["lift"]))
+            spectrum = jnp.fft.rfft(lifted.astype(jnp.float32), axis=1)
+            mixed = jnp.fft.irfft(spectrum @ params["modes"], 8, axis=1)
+            return mse(half(mixed) @ half(params["out"]), batch)
+
+        params, opt_state, loss = train(optimizer, opt_state, params, loss_fn)
+        return params, opt_state, loss
+
+    real, imaginary = normal(1, 5, 5) / 3, normal(2, 5, 5) / 3
+    params = {
+        "lift": normal(0, 4, 8) / 2,
+        "modes": jax.lax.complex(real, imaginary),
+        "out": normal(3, 8, 2) / 3,
+    }
+    return step, (params, optimizer.init(params), BATCH)
+
+
+@kind
+def equation_in_the_loss():
+    """A physics-informed network: derivatives by the inputs, in float32."""
+    optimizer = wrap(optax.adam(1e-2))
+
+    @eqx.filter_jit
+    def step(model, opt_state, inside, edge):
+        def residual(model, x):
+            slope = jax.jvp(jax.grad(model), (x,), (jnp.ones_like(x),))[1]
+            return slope + jnp.sin(x)
+
+        def loss_fn(model):
+            equation = jax.vmap(residual, in_axes=(None, 0))(model, inside)
+            return jnp.mean(equation**2) + jnp.mean(jax.vmap(model)(edge) ** 2)
+
+        loss, grads = jls.value_and_grad(loss_fn, transform=eqx.filter_value_and_grad)(
+            opt_state, model
+        )
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+    model = eqx.nn.MLP(
+        "scalar", "scalar", 8, 2, activation=jnp.tanh, key=jax.random.key(0)
+    )
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    return step, (model, opt_state, jnp.linspace(0.1, 3.0, 8), jnp.array([0, jnp.pi]))
+
+
+@kind
+def mixture_of_experts():
+    """The best of three experts for each row, with a loss that balances them."""
+    optimizer = wrap(optax.adamw(1e-2))
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        def loss_fn(params):
+            p = half(params)
+            x = half(batch["x"])
+            gates = jax.nn.softmax((x @ p["gate"]).astype(jnp.float32))
+            weight, chosen = jax.lax.top_k(gates, 1)
+            load = jax.nn.one_hot(chosen[:, 0], 3)
+            every = jnp.einsum("bi,eio->beo", x, p["experts"]).astype(jnp.float32)
+            made = jnp.einsum("beo,be->bo", every, load * weight)
+            balance = 3 * jnp.sum(load.mean(0) * gates.mean(0))
+            return mse(made, batch) + 0.01 * balance, load.sum(0)
+
+        (loss, load), grads = jls.value_and_grad(loss_fn, has_aux=True)(
+            opt_state, params
+        )
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        params = optax.apply_updates(params, updates)
+        return params, opt_state, {"loss": loss, "load": load}
+
+    params = {"gate": normal(0, 4, 3) / 2, "experts": normal(1, 3, 4, 2) / 2}
+    return step, (params, optimizer.init(params), BATCH)
+
+
+@kind
+def embeddings_with_negatives_from_a_key():
+    """word2vec: rows that are not drawn have gradients of 0."""
+    optimizer = wrap(optax.adagrad(0.1))
+
+    @jax.jit
+    def step(state, pairs):
+        key, now = jax.random.split(state["key"])
+        negatives = jax.random.randint(now, (len(pairs), 3), 0, 12)
+
+        def loss_fn(params):
+            p = half(params)
+            word, context = p["in"][pairs[:, 0]], p["out"][pairs[:, 1]]
+            positive = jnp.einsum("bd,bd->b", word, context).astype(jnp.float32)
+            negative = jnp.einsum("bd,bkd->bk", word, p["out"][negatives])
+            negative = jax.nn.softplus(negative.astype(jnp.float32)).sum(1)
+            return jnp.mean(jax.nn.softplus(-positive) + negative)
+
+        params, opt_state, loss = train(
+            optimizer, state["opt_state"], state["params"], loss_fn
+        )
+        return {"params": params, "opt_state": opt_state, "key": key}, {"loss": loss}
+
+    params = {"in": normal(0, 12, 4), "out": normal(1, 12, 4)}
+    state = {"params": params, "opt_state": optimizer.init(params)}
+    pairs = jax.random.randint(jax.random.key(3), (8, 2), 0, 12)
+    return step, ({**state, "key": jax.random.key(2)}, pairs)
+
+
+@kind
+def ensemble_under_one_wrapper():
+    """Stacked members and one optimizer: one decision for all of them."""
+    optimizer = wrap(optax.adam(1e-2))
+
+    @eqx.filter_jit
+    def step(models, opt_state, x, y):
+        def loss_fn(models):
+            def member(model):
+                return mse(jax.vmap(narrow(model))(half(x)), {"y": y})
+
+            losses = eqx.filter_vmap(member)(models)
+            return losses.sum(), losses
+
+        (loss, losses), grads = jls.value_and_grad(
+            loss_fn, has_aux=True, transform=eqx.filter_value_and_grad
+        )(opt_state, models)
+        params = eqx.filter(models, eqx.is_inexact_array)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        return eqx.apply_updates(models, updates), opt_state, losses
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    models = eqx.filter_vmap(lambda key: eqx.nn.MLP(4, 2, 8, 1, key=key))(keys)
+    opt_state = optimizer.init(eqx.filter(models, eqx.is_inexact_array))
+    return step, (models, opt_state, X, Y)
+
+
+# Several modules and optimizers of NNX in one step.
+
+
+def nnx_descend(model, optimizer, loss_fn):
+    loss, grads = jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)(
+        optimizer, model
+    )
+    optimizer.update(model, grads, value=loss)
+    return loss
+
+
+class NnxMlp(nnx.Module):
+    def __init__(self, rows, hidden, columns, rngs):
+        self.first = nnx.Linear(rows, hidden, dtype=jnp.float16, rngs=rngs)
+        self.last = nnx.Linear(hidden, columns, dtype=jnp.float16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(nnx.relu(self.first(x))).astype(jnp.float32)
+
+
+def nnx_adam(model, wrt=nnx.Param):
+    return nnx.Optimizer(model, wrap(optax.adam(1e-2)), wrt=wrt)
+
+
+@kind
+def nnx_gan():
+    @nnx.jit
+    def step(generator, discriminator, g_optimizer, d_optimizer, real, z):
+        def discriminator_loss(discriminator):
+            fake = jax.nn.softplus(discriminator(generator(z))).mean()
+            return fake + jax.nn.softplus(-discriminator(real)).mean()
+
+        def generator_loss(generator):
+            return jax.nn.softplus(-discriminator(generator(z))).mean()
+
+        d_loss = nnx_descend(discriminator, d_optimizer, discriminator_loss)
+        g_loss = nnx_descend(generator, g_optimizer, generator_loss)
+        return {"d_loss": d_loss, "g_loss": g_loss}
+
+    rngs = nnx.Rngs(0)
+    generator, discriminator = NnxMlp(3, 8, 4, rngs), NnxMlp(4, 8, 1, rngs)
+    optimizers = nnx_adam(generator), nnx_adam(discriminator)
+    return step, (generator, discriminator, *optimizers, X, normal(1, 8, 3))
+
+
+@kind
+def nnx_actor_and_critic_with_a_target_module():
+    @nnx.jit
+    def step(actor, critic, target, optimizers, batch):
+        def value(critic, observation, action):
+            return critic(jnp.concatenate([observation, action], axis=1))[:, 0]
+
+        following = jnp.tanh(actor(batch.following))
+        goal = value(target, batch.following, following)
+        goal = batch.reward + 0.99 * (1 - batch.done) * goal
+
+        def critic_loss(critic):
+            return jnp.mean(
+                (value(critic, batch.observation, batch.action) - goal) ** 2
+            )
+
+        def actor_loss(actor):
+            action = jnp.tanh(actor(batch.observation))
+            return -value(critic, batch.observation, action).mean()
+
+        critic_value = nnx_descend(critic, optimizers["critic"], critic_loss)
+        actor_value = nnx_descend(actor, optimizers["actor"], actor_loss)
+        moved = jax.tree.map(
+            lambda new, old: 0.01 * new + 0.99 * old,
+            nnx.state(critic, nnx.Param),
+            nnx.state(target, nnx.Param),
+        )
+        nnx.update(target, moved)
+        return critic_value, actor_value
+
+    rngs = nnx.Rngs(0)
+    actor, critic = NnxMlp(4, 8, 2, rngs), NnxMlp(6, 8, 1, rngs)
+    optimizers = nnx.Dict(actor=nnx_adam(actor), critic=nnx_adam(critic))
+    return step, (actor, critic, nnx.clone(critic), optimizers, TRANSITIONS)
+
+
+@kind
+def nnx_head_on_a_frozen_backbone():
+    """The filter of the optimizer and that of the gradients leave the backbone out."""
+
+    class Classifier(nnx.Module):
+        def __init__(self, rngs):
+            self.backbone = NnxMlp(4, 8, 6, rngs)
+            self.head = nnx.Linear(6, 2, dtype=jnp.float16, rngs=rngs)
+
+        def __call__(self, x):
+            return self.head(nnx.relu(self.backbone(x)))
+
+    in_head = nnx.All(nnx.Param, nnx.PathContains("head"))
+    of_head = functools.partial(nnx.value_and_grad, argnums=nnx.DiffState(0, in_head))
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        loss, grads = jls.value_and_grad(steps.nnx_loss, transform=of_head)(
+            optimizer, model, batch
+        )
+        optimizer.update(model, grads, value=loss)
+        return {"loss": loss}
+
+    model = Classifier(nnx.Rngs(0))
+    return step, (model, nnx_adam(model, in_head), BATCH)
+
+
+@kind
+def nnx_average_of_the_model():
+    @nnx.jit
+    def step(model, average, optimizer, batch):
+        loss = nnx_descend(model, optimizer, lambda m: steps.nnx_loss(m, batch))
+        new, old = nnx.state(model, nnx.Param), nnx.state(average, nnx.Param)
+        nnx.update(average, optax.incremental_update(new, old, 0.1))
+        return loss
+
+    model = NnxMlp(4, 8, 2, nnx.Rngs(0))
+    return step, (model, nnx.clone(model), nnx_adam(model), BATCH)
+
+
+@kind
+def nnx_scan_of_steps():
+    @nnx.jit
+    def epoch(model, optimizer, batches):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+        def body(carry, batch):
+            model, optimizer = carry
+            loss = nnx_descend(model, optimizer, lambda m: steps.nnx_loss(m, batch))
+            return (model, optimizer), loss
+
+        _, losses = body((model, optimizer), batches)
+        return losses.mean()
+
+    model = NnxMlp(4, 8, 2, nnx.Rngs(0))
+    batches = jax.tree.map(lambda x: jnp.stack([x, -x]), BATCH)
+    return epoch, (model, nnx_adam(model), batches)
