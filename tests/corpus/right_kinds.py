@@ -2715,7 +2715,7 @@ def language_model_of_rematerialized_layers_in_a_scan():
     )
     state = train_state.TrainState.create(
         apply_fn=model.apply,
-        params=model.init(jax.random.key(0), tokens)["params"],
+        params=jax.jit(model.init)(jax.random.key(0), tokens)["params"],
         tx=tx,
     )
     return step, (state, tokens)
@@ -2971,9 +2971,8 @@ def nnx_actor_and_critic_with_a_target_module():
         goal = batch.reward + 0.99 * (1 - batch.done) * goal
 
         def critic_loss(critic):
-            return jnp.mean(
-                (value(critic, batch.observation, batch.action) - goal) ** 2
-            )
+            made = value(critic, batch.observation, batch.action)
+            return jnp.mean((made - goal) ** 2)
 
         def actor_loss(actor):
             action = jnp.tanh(actor(batch.observation))
