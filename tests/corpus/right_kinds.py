@@ -872,6 +872,118 @@ def dqn_with_a_replay_buffer_in_its_state():
     return step, (agent, jax.tree.map(lambda x: x[3], whole))
 
 
+def token_log_probs(params, tokens):
+    """Of a model of bigrams: each token by the one before."""
+    logits = run_layers(params["out"], params["embed"][tokens[:, :-1]])
+    log_probs = jax.nn.log_softmax(logits)
+    return jnp.take_along_axis(log_probs, tokens[:, 1:, None], -1)[..., 0]
+
+
+def language_params(seed):
+    return {"embed": normal(seed, 9, 6), "out": layers(seed + 1, 6, 8, 9)}
+
+
+TOKENS = jax.random.randint(jax.random.key(5), (8, 6), 0, 9)
+
+
+@kind
+def grpo():
+    """Advantages within groups, and a penalty for leaving a frozen reference."""
+    optimizer = wrap(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
+
+    @functools.partial(jax.jit, donate_argnames="state")
+    def step(state, reference, tokens, old_log_probs, rewards, mask):
+        groups = rewards.reshape(2, 4)
+        centered = groups - groups.mean(1, keepdims=True)
+        advantages = (centered / (groups.std(1, keepdims=True) + 1e-4)).reshape(8, 1)
+
+        def loss_fn(params):
+            log_probs = token_log_probs(params, tokens)
+            ratio = jnp.exp(log_probs - old_log_probs)
+            gain = jnp.minimum(ratio, jnp.clip(ratio, 0.8, 1.2)) * advantages
+            gap = token_log_probs(reference, tokens) - log_probs
+            kl = jnp.exp(gap) - gap - 1
+            losses = (0.04 * kl - gain) * mask
+            return losses.sum() / mask.sum(), (kl * mask).sum() / mask.sum()
+
+        (loss, kl), grads = jls.value_and_grad(loss_fn, has_aux=True)(
+            state["opt_state"], state["params"]
+        )
+        updates, opt_state = optimizer.update(
+            grads, state["opt_state"], state["params"], value=loss
+        )
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": opt_state}, {"loss": loss, "kl": kl}
+
+    params, reference = language_params(0), language_params(0)
+    state = {"params": params, "opt_state": optimizer.init(params)}
+    old = token_log_probs(reference, TOKENS)
+    mask = (jnp.arange(5) < 4) * jnp.ones((8, 1))
+    return step, (state, reference, TOKENS, old, normal(6, 8), mask)
+
+
+@kind
+def dpo():
+    """Preferences between two answers, against a frozen reference that comes first."""
+    optimizer = wrap(optax.rmsprop(1e-3))
+
+    @jax.jit
+    def step(reference, policy, opt_state, chosen, rejected):
+        def margin(params):
+            better = token_log_probs(params, chosen).sum(1)
+            return better - token_log_probs(params, rejected).sum(1)
+
+        def loss_fn(policy):
+            rewards = 0.1 * (margin(policy) - margin(reference))
+            return -jax.nn.log_sigmoid(rewards).mean(), (rewards > 0).mean()
+
+        (loss, accuracy), grads = jls.value_and_grad(loss_fn, has_aux=True)(
+            opt_state, policy
+        )
+        updates, opt_state = optimizer.update(grads, opt_state, policy, value=loss)
+        policy = optax.apply_updates(policy, updates)
+        return policy, opt_state, {"loss": loss, "accuracy": accuracy}
+
+    reference, policy = language_params(0), language_params(0)
+    args = reference, policy, optimizer.init(policy), TOKENS, TOKENS[:, ::-1]
+    return step, args
+
+
+@kind
+def equinox_q_learning_with_a_target_model():
+    """The target's arrays follow; what is not an array stays."""
+    optimizer = wrap(optax.adam(1e-2))
+
+    @eqx.filter_jit
+    def step(model, target, opt_state, batch):
+        def q_values(model, x):
+            return jax.vmap(narrow(model))(half(x)).astype(jnp.float32)
+
+        following = q_values(target, batch.following).max(1)
+        goal = batch.reward + 0.9 * (1 - batch.done) * following
+        chosen = (batch.action[:, 0] > 0).astype(jnp.int32)
+
+        def loss_fn(model):
+            values = q_values(model, batch.observation)
+            made = jnp.take_along_axis(values, chosen[:, None], 1)[:, 0]
+            return jnp.mean((made - goal) ** 2)
+
+        loss, grads = jls.value_and_grad(loss_fn, transform=eqx.filter_value_and_grad)(
+            opt_state, model
+        )
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        model = eqx.apply_updates(model, updates)
+        new, _ = eqx.partition(model, eqx.is_inexact_array)
+        old, static = eqx.partition(target, eqx.is_inexact_array)
+        target = eqx.combine(optax.incremental_update(new, old, 0.05), static)
+        return model, target, opt_state, loss
+
+    model = eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(0))
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    return step, (model, model, opt_state, TRANSITIONS)
+
+
 # Two players.
 
 
