@@ -159,7 +159,7 @@ def narrow(model):
 
 @kind
 def equinox_frozen_layer():
-    """As in its documentation: gradients of a part, moments of the whole."""
+    """As in its documentation, but the moments too are of the last layer alone."""
     optimizer = wrap(optax.adam(1e-2))
     model = eqx.nn.MLP(4, 2, 8, 2, key=jax.random.key(0))
     is_trained = eqx.tree_at(
