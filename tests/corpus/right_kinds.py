@@ -2829,7 +2829,7 @@ def language_model_of_rematerialized_layers_in_a_scan():
         apply_fn=model.apply,
         params=jax.jit(model.init)(jax.random.key(0), tokens)["params"],
         tx=tx,
-    )
+    ).replace(step=jnp.int32(0))
     return step, (state, tokens)
 
 
