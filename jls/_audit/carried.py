@@ -124,7 +124,7 @@ class _Pairing:
             self._raise_ambiguous(group, targets)
         else:
             self.doubtful |= {
-                p for p in group if any(sure[p, t] >= _ALIKE for t in targets)
+                p for p in group for t in targets if self._may_be_state(p, t)
             }
 
     def _take(
@@ -167,13 +167,23 @@ class _Pairing:
             is_same = self.reading.leaf_of(result.now) == i
             proved += kept == i and not is_same
             frozen += is_same
-            updates = result.now.follows & self.reading.bits_of_all_calls
-            follows += bool(result.now.follows & self.reading.bit(i) or updates)
+            follows += bool(result.now.follows & self.reading.bit(i))
         if proved:
             return _PROVED
         if frozen == len(leaves):
             return _FROZEN
         return _FOLLOWS if follows else _ALIKE
+
+    def _may_be_state(self, path: Path, target: Path) -> bool:
+        """Whether a whole argument goes into a result that looks like it."""
+        if len(path) > 1 or self.reading is None:
+            return False
+        leaves = [(self.reading.bit(i), key) for key, i in self._leaves(path).items()]
+        results = [self.reading.outputs.get((*target, *key)) for _, key in leaves]
+        return any(
+            result is not None and result.now.depends & bit
+            for (bit, _), result in zip(leaves, results, strict=True)
+        )
 
     def _is_elsewhere(self, leaf: int, path: Path) -> bool:
         return self.items[leaf].path[: len(path)] != path

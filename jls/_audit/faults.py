@@ -90,8 +90,11 @@ def try_all(runner: Runner, findings: Findings, proved: Proved | None) -> None:
     findings.right("retraced")
     silent = "" if base else f"the parameters did not move in {len(good)} good steps"
     if not runner.params:
-        silent = "no parameters were found among what comes back: name all arguments "
-        silent += "that do with carried_args="
+        silent = (
+            "the updates are applied to nothing that comes back: apply them, or name "
+            "all arguments that come back with carried_args="
+        )
+        findings.not_tried("not atomic", silent)
     trials = _Trials(runner, base or Base(start, good[0], 1), good, findings, proved)
     if base is not None:
         runner.left += 2 * base.window
@@ -334,9 +337,6 @@ class _Trials:
         for _, found in sorted(inputs, key=lambda pair: (pair[0], len(pair[1]))):
             for i in found if len(found) <= _MANY_LEAVES else found[:1]:
                 self._try_nan(i)
-        if not any(not fault.scales for fault in self.faults):
-            reason = "no array of floating-point numbers is only read"
-            self.findings.untried.setdefault("NaN in the batch", reason)
 
     def _try_nan(self, i: int) -> None:
         leaves = self.base.leaves
@@ -453,6 +453,8 @@ class _Trials:
                     f"{runner.names(moved)}",
                 )
                 return
+        if self.findings.verdict(code) == "not tried":
+            return
         if must and not skipped:
             self.findings.not_tried(code, "no fault made the step skip")
             return

@@ -493,9 +493,7 @@ def _number_in(value: Any) -> Number | None:
     if not isinstance(value, bool | int | float | np.ndarray | np.generic | jax.Array):
         return None
     dtype = jnp.result_type(value)
-    if jnp.issubdtype(dtype, jax.dtypes.extended) or jnp.issubdtype(
-        dtype, jnp.complexfloating
-    ):
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
         return None
     if np.size(value) != 1 and not (0 < np.size(value) <= 2**16):
         return None
@@ -504,6 +502,8 @@ def _number_in(value: Any) -> Number | None:
     flat = np.asarray(value).ravel()
     if flat.size > 1 and np.any(flat != flat[0]):
         return None
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return Number(0.0) if flat[0] == 0 else None
     if jnp.issubdtype(dtype, jnp.inexact):
         return Number(float(flat[0]))
     return Number(flat[0].item())

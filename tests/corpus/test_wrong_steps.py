@@ -20,7 +20,6 @@ from right_steps import RIGHT
 from steps import BATCH, GRADIENTS, PLACES, TOLD, X, plain, wrap
 
 import jls
-from jls._audit.codes import CODES
 
 # The mistakes that are planted here are warned of too, but for those of right steps.
 pytestmark = [
@@ -59,7 +58,7 @@ def test_weight_decay_outside_is_not_atomic(library):
 
 
 @pytest.mark.parametrize("library", OTHERS)
-def test_accumulation_outside_is_frozen(library):
+def test_accumulation_outside_never_recovers(library):
     gradients = steps.with_the_scale_alone
     result = check(*PLACES[library](gradients, wrap=steps.accumulate_outside))
     assert "never recovers" in result.broken
@@ -79,7 +78,7 @@ def test_leak_is_seen_with_other_optimizers(inner, mistake):
     assert code in check(*plain(gradients, inner=inner)).broken
 
 
-def test_leak_that_is_too_small_to_move_the_parameters_is_seen_near_1():
+def test_leak_that_is_too_small_to_move_the_parameters_is_seen():
     step, (params, opt_state, batch) = plain(
         steps.twice_unscaled, inner=optax.sgd(1e-3)
     )
@@ -88,11 +87,15 @@ def test_leak_that_is_too_small_to_move_the_parameters_is_seen_near_1():
     assert result.broken == ("scale leaks",)
 
 
-def test_leak_that_clipping_hides_at_the_present_scale_is_seen_near_1():
-    inner = optax.chain(optax.clip_by_global_norm(10.0), optax.sgd(0.1))
-    result = check(*plain(steps.never_unscaled, inner=inner))
+@pytest.mark.parametrize("norm", [1.0, 10.0])
+@pytest.mark.parametrize("inner", [optax.sgd(0.1), optax.adamw(1e-3)])
+def test_leak_that_clipping_hides_is_seen(norm, inner):
+    clip = optax.clip_by_global_norm(norm)
+    result = check(*plain(steps.never_unscaled, inner=optax.chain(clip, inner)))
     assert result.broken == ("scale leaks",)
-    assert "scale of 2^1 and one of 2^0" in result.seen["scale leaks"]
+    assert "still multiplied by the loss scale" in result.seen["scale leaks"]
+    where = result.where["scale leaks"]
+    assert (where.function, where.operation) == ("never_unscaled", "mul")
 
 
 def one_weight(gradients, seed, size, shape=(1,)):
@@ -146,13 +149,14 @@ def test_overflow_that_an_elementwise_clip_outside_hides_is_seen():
 
     w = jnp.ones(4)
     result = check(step, (w, optimizer.init(w), jnp.abs(X) + 1))
-    assert result.broken == ("nan committed",)
+    assert result.broken == ("overflow hidden",)
+    assert result.where["overflow hidden"].operation == "clamp"
 
 
 def test_two_scales_that_are_swapped_are_named():
     result = check(*RIGHT["two_losses_with_two_scales"](swapped=True))
     assert result.broken == ("not scaled",)
-    said = "of d_state/scaler_state were scaled by g_state/scaler_state"
+    said = "of g_state/scaler_state were scaled by d_state/scaler_state"
     assert said in result.seen["not scaled"]
 
 
@@ -181,15 +185,23 @@ def average_outside(params, average, opt_state, batch, *, step):
     return params, average, opt_state, loss
 
 
-def test_average_outside_is_not_atomic():
+def test_average_that_goes_on_is_no_mistake_but_said():
     step, (params, opt_state, batch) = plain()
     average = jax.tree.map(lambda p: p + 1, params)
     outer = jax.jit(functools.partial(average_outside, step=step))
     result = check(outer, (params, average, opt_state, batch))
-    assert result.broken == ("not atomic",)
-    assert "average/w1, average/w2" in result.seen["not atomic"]
+    assert result.ok
     text = " ".join(str(result).split())
-    assert 'carried_args={"state": ["params", "opt_state"]}' in text
+    assert "but average/w1, average/w2: an average, which goes on" in text
+
+
+def test_average_in_a_chain_outside_is_said_of_a_fresh_state_too():
+    def wrap_first(inner):
+        return optax.chain(wrap(inner), jls.params_ema(0.9))
+
+    result = check(*plain(wrap=wrap_first))
+    assert result.ok
+    assert "an average, which goes on" in result.seen["not atomic"]
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["alone", "in a pair"])
@@ -210,15 +222,14 @@ def test_decay_of_few_numbers_is_no_noise(whole):
     assert result.broken == ("not atomic",)
 
 
-def test_average_beside_a_buffer_is_not_atomic():
+def test_average_beside_a_buffer_is_said():
     def follow(params, target, opt_state, count):
         return optax.incremental_update(params, target, 0.05)
 
     step, args = learn_then_act(follow)
     result = check(jax.jit(step), args)
-    assert result.broken == ("not atomic",)
+    assert result.ok
     assert "target/0/b" in result.seen["not atomic"]
-    assert "buffer" not in result.seen["not atomic"]
 
 
 def test_decay_beside_a_buffer_is_not_atomic():
@@ -238,13 +249,14 @@ def test_decay_beside_a_buffer_is_not_atomic():
 def test_one_array_beside_an_environment_is_looked_at(shape):
     step, args = right_programs.one_array(jnp.full(shape, 0.5), wrong=True)
     result = check(step, args)
-    assert {"nan committed", "not atomic"} <= set(result.broken)
-    assert "params" in result.seen["not atomic"]
-    assert "env" not in result.seen["not atomic"]
+    assert "nan committed" in result.broken
+    assert "params" in result.seen["nan committed"]
+    assert "env" not in result.seen["nan committed"]
+    # The step has an optimizer, and moves its parameters without it.
+    assert "applied to nothing that comes back" in result.not_tried["not atomic"]
 
 
-def test_parameters_that_were_not_found_are_in_the_headline():
-    """A number without moments could be anything."""
+def test_parameter_that_is_a_number_is_found():
     step, args = right_programs.one_array(jnp.float32(0.5), inner=optax.sgd(0.05))
 
     @jax.jit
@@ -253,11 +265,10 @@ def test_parameters_that_were_not_found_are_in_the_headline():
         return params, opt_state, loss
 
     arguments = args[0], args[1], args[3]
-    headline = str(check(alone, arguments)).splitlines()[0]
-    assert "no mistake, but the parameters were not found" in headline
-    assert "carried_args=" in headline
-    found = jls.check_step(alone, *arguments, carried_args=(0, 1))
-    assert "but" not in str(found).splitlines()[0]
+    result = check(alone, arguments)
+    assert result.ok
+    assert not result.not_tried
+    assert result.notes[0].startswith("Carried: params, opt_state.")
 
 
 def test_running_norm_of_bad_gradients_is_named():
@@ -269,23 +280,21 @@ def test_running_norm_of_bad_gradients_is_named():
         return {**new, "norms": 0.9 * state["norms"] + 0.1 * new["norms"]}
 
     result = check(running, (state, batch))
-    assert set(result.broken) == {"nan committed", "not atomic"}
+    assert result.broken == ("nan committed",)
     assert "state/norms" in result.seen["nan committed"]
 
 
 def test_hidden_state_that_is_spoiled_is_named():
     step, args = right_programs.recurrent(lambda applied, hidden: hidden)
     result = check(step, args)
-    assert set(result.broken) == {"nan committed", "not atomic", "never recovers"}
+    assert result.broken == ("nan committed", "never recovers")
     assert "state/hidden" in result.seen["nan committed"]
 
 
 def test_what_is_left_to_its_author_is_said():
     check_of_noise = check(*PROGRAMS["langevin_with_a_key_carried"]())
-    assert ", but for params/w1, params/w2: " in check_of_noise.seen["not atomic"]
-    assert "a skipped step changed nothing, but for params/w1" in " ".join(
-        str(check_of_noise).split()
-    )
+    said = "but params/w1, params/w2: noise is added"
+    assert said in " ".join(str(check_of_noise).split())
     check_of_memory = check(*PROGRAMS["memory_of_batches"]())
     assert "state/memory/x" in check_of_memory.seen["nan committed"]
 
@@ -323,15 +332,14 @@ def test_linen_batch_statistics_without_select_are_committed():
 
     state = right_steps.statistics_state(wrap(optax.adam(1e-2)))
     result = check(step, (state, BATCH))
-    assert set(result.broken) == {"nan committed", "not atomic"}
+    assert result.broken == ("nan committed",)
     assert "batch_stats" in result.seen["nan committed"]
-    assert "batch_stats" in result.seen["not atomic"]
 
 
 def test_nnx_batch_statistics_without_select_are_committed():
     step, _ = steps.nnx_step()
     result = check(step, right_steps.nnx_arguments())
-    assert set(result.broken) == {"nan committed", "not atomic"}
+    assert result.broken == ("nan committed",)
     assert "model/norm/mean" in result.seen["nan committed"]
 
 
@@ -353,7 +361,7 @@ def test_equinox_state_without_select_is_committed():
         return eqx.apply_updates(model, updates), mean, opt_state, loss
 
     result = check(step, (model, {"x": jnp.zeros(4)}, opt_state, batch))
-    assert set(result.broken) == {"nan committed", "not atomic"}
+    assert result.broken == ("nan committed",)
 
 
 def test_flax_apply_gradients_drops_the_loss():
@@ -402,7 +410,7 @@ def test_scaler_that_is_never_told_of_an_overflow():
         return w - 0.1 * grads, scaler.adjust(state, True), loss
 
     result = check(step, (jnp.ones(4), scaler.init(), X))
-    assert result.broken == ("nan committed",)
+    assert result.broken == ("overflow hidden",)
 
 
 # No step, retraced, host sync.
@@ -412,7 +420,8 @@ def test_nnx_updates_that_jax_jit_loses_are_no_step():
     step = jax.jit(jls.train_step(steps.nnx_loss))
     result = check(step, right_steps.nnx_arguments())
     assert result.broken == ("no step",)
-    assert set(result.not_tried) == set(CODES) - {"no step", "spike not skipped"}
+    tried_by_faults = {"nan committed", "not atomic", "never recovers"}
+    assert tried_by_faults <= result.not_tried.keys()
     assert "nnx.jit" in str(result)
 
 
@@ -429,8 +438,8 @@ def test_jit_in_each_call_is_retraced(library):
 
     result = check(compiles, args)
     assert result.broken == ("retraced",)
-    assert len(runs) == 4  # an early end
-    assert "not scaled" in result.not_tried
+    assert len(runs) <= 5  # an early end: three good steps, and the traces
+    assert "not atomic" in result.not_tried
 
 
 def test_step_that_retraces_now_and_then_is_tried_all_the_same():
