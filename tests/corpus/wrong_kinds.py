@@ -1,18 +1,21 @@
 """Wrong steps of many kinds, and the code that `jls.check_step` must find in each.
 
 `WRONG` maps a name to a `Wrong`: what makes the step and its arguments, the code of the
-mistake, and the codes that follow from it, which may be found besides. A code outside
-of these is a false alarm.
+mistake, the codes that follow from it, which may be found besides, and those that may
+be found in its place. A code outside of these is a false alarm.
 """
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
 import steps
+from flax import nnx
+from flax.training import train_state
 from steps import BATCH, SCALER, half, mse, plain_params, wrap
 
 import jls
@@ -22,20 +25,21 @@ class Wrong(NamedTuple):
     make: Callable[[], tuple]  # () -> (step, args) or (step, args, kwargs)
     code: str
     also: frozenset[str] = frozenset()
+    instead: frozenset[str] = frozenset()  # codes that say the same: one is enough
 
 
 WRONG: dict[str, Wrong] = {}
 
 
-def add(name, make, code, *also):
+def add(name, make, code, *also, instead=()):
     if name in WRONG:
         raise ValueError(f"there are two steps called {name!r}")
-    WRONG[name] = Wrong(make, code, frozenset(also))
+    WRONG[name] = Wrong(make, code, frozenset(also), frozenset(instead))
 
 
-def wrong(code, *also):
+def wrong(code, *also, instead=()):
     def added(make):
-        add(make.__name__, make, code, *also)
+        add(make.__name__, make, code, *also, instead=instead)
         return make
 
     return added
@@ -132,11 +136,14 @@ def clipped(make):
 INNERS |= {f"clip and {name}": clipped(make) for name, make in INNERS.items()}
 
 
-def sigmoid_loss(params, batch):
+def sigmoid(params, x):
     """An inf in one element of its error reaches all gradients as inf, none as NaN."""
     p = half(params)
-    hidden = jax.nn.sigmoid(batch["x"].astype(jnp.float16) @ p["w1"])
-    return mse(hidden @ p["w2"], batch)
+    return jax.nn.sigmoid(x.astype(jnp.float16) @ p["w1"]) @ p["w2"]
+
+
+def sigmoid_loss(params, batch):
+    return mse(sigmoid(params, batch["x"]), batch)
 
 
 # One error stands out, so that its element overflows first, and alone.
@@ -217,3 +224,795 @@ for inner, make_inner in INNERS.items():
         functools.partial(flax_apply_gradients, make_inner),
         "loss not passed",
     )
+
+
+# Programs of newcomers.
+
+
+def four_numbers(gradients, inner, factor=1.0):
+    """The commonest chain of all, on four parameters."""
+    optimizer = jls.loss_scaled(inner)
+
+    def loss_fn(p, x):
+        made = x.astype(jnp.float16) @ p.astype(jnp.float16)
+        return jnp.mean(made.astype(jnp.float32) ** 2) * factor
+
+    @jax.jit
+    def step(p, opt_state, x):
+        loss, grads = gradients(
+            opt_state, lambda p: loss_fn(p, x), p, jax.value_and_grad
+        )
+        updates, opt_state = optimizer.update(grads, opt_state, p, value=loss)
+        return optax.apply_updates(p, updates), opt_state, loss
+
+    p = jnp.ones(4)
+    return step, (p, optimizer.init(p), jax.random.normal(jax.random.key(0), (16, 4)))
+
+
+def forgotten_unscale(state, loss_fn, params, transform):
+    """The scaled loss is returned and told, too."""
+    return transform(lambda p: jls.scale(state, loss_fn(p)))(params)
+
+
+CLIP = optax.clip_by_global_norm(1.0)
+
+for name, inner in {
+    "adamw": optax.adamw(1e-3),
+    "sgd": optax.sgd(0.1),
+    "adam": optax.adam(1e-3),
+}.items():
+    for mistake, gradients in {
+        "unscale forgotten": forgotten_unscale,
+        "true loss told": never_unscaled,
+        "unscaled twice": steps.twice_unscaled,
+        "clipped while scaled": steps.clipped_while_scaled,
+    }.items():
+        make = functools.partial(four_numbers, gradients, optax.chain(CLIP, inner))
+        add(f"four numbers, {mistake}, clip and {name}", make, "scale leaks")
+
+# Next to nothing is left of the update at the usual scale.
+add(
+    "small loss unscaled twice, sgd(1e3)",
+    functools.partial(four_numbers, steps.twice_unscaled, optax.sgd(1e3), 1e-4),
+    "scale leaks",
+)
+
+
+def under_a_policy(state, loss_fn, params, transform):
+    """Compute and output types of a policy, applied to the gradients as well."""
+    loss, grads = steps.right_gradients(state, loss_fn, params, transform)
+    return loss, half(grads)
+
+
+for name, inner in {"adam": optax.adam(1e-3), "sgd": optax.sgd(1e3)}.items():
+    add(
+        f"gradients of a small loss in float16, {name}",
+        functools.partial(four_numbers, under_a_policy, inner, 1e-6),
+        "gradients narrowed",
+    )
+
+
+# A scaler without a wrapper.
+
+
+def bare(take, scaler=SCALER):
+    """`take(scaler, state, loss_fn, params)` -> loss, grads, whether to step, state."""
+    inner = optax.adam(1e-2)
+
+    @jax.jit
+    def step(params, opt_state, state, batch):
+        loss, grads, is_good, state = take(
+            scaler, state, lambda p: sigmoid_loss(p, batch), params
+        )
+        updates, new_state = inner.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates), new_state
+        params, opt_state = jls.select(is_good, new, (params, opt_state))
+        return params, opt_state, state, loss
+
+    params = plain_params()
+    return step, (params, inner.init(params), scaler.init(), BATCH)
+
+
+def adjust_forgotten(scaler, state, loss_fn, params):
+    loss, grads = jls.value_and_grad(loss_fn)(state, params)
+    return loss, grads, jls.all_finite(grads), state
+
+
+def adjust_dropped(scaler, state, loss_fn, params):
+    loss, grads = jls.value_and_grad(loss_fn)(state, params)
+    is_good = jls.all_finite(grads)
+    scaler.adjust(state, is_good)  # and what it returns is lost
+    return loss, grads, is_good, state
+
+
+def adjust_before_unscale(scaler, state, loss_fn, params):
+    loss, grads = never_unscaled(state, loss_fn, params, jax.value_and_grad)
+    is_good = jls.all_finite(grads)
+    state = scaler.adjust(state, is_good)
+    return loss, jls.unscale(state, grads), is_good, state
+
+
+def divided_by_the_new_scale(scaler, state, loss_fn, params):
+    loss, grads = never_unscaled(state, loss_fn, params, jax.value_and_grad)
+    is_good = jls.all_finite(grads)
+    state = scaler.adjust(state, is_good)
+    grads = jax.tree.map(lambda g: g / state.loss_scale, grads)
+    return loss, grads, is_good, state
+
+
+def bare_never_unscaled(scaler, state, loss_fn, params):
+    loss, grads = never_unscaled(state, loss_fn, params, jax.value_and_grad)
+    is_good = jls.all_finite(grads)
+    return loss, grads, is_good, scaler.adjust(state, is_good)
+
+
+def bare_unscaled_twice(scaler, state, loss_fn, params):
+    loss, grads = jls.value_and_grad(loss_fn)(state, params)
+    is_good = jls.all_finite(grads)
+    return loss, jls.unscale(state, grads), is_good, scaler.adjust(state, is_good)
+
+
+def bare_cleaned(scaler, state, loss_fn, params):
+    loss, grads = jls.value_and_grad(loss_fn)(state, params)
+    grads = jax.tree.map(jnp.nan_to_num, grads)
+    is_good = jls.all_finite(grads)
+    return loss, grads, is_good, scaler.adjust(state, is_good)
+
+
+def bare_not_selected(scaler, state, loss_fn, params):
+    loss, grads = jls.value_and_grad(loss_fn)(state, params)
+    is_good = jls.all_finite(grads)
+    return loss, grads, True, scaler.adjust(state, is_good)
+
+
+SCALERS = {
+    "dynamic": SCALER,
+    "hysteresis": jls.hysteresis(2.0**10),
+    "adaptive": jls.adaptive(2.0**10),
+}
+for name, scaler in SCALERS.items():
+    for take in adjust_forgotten, adjust_dropped:
+        make = functools.partial(bare, take, scaler)
+        add(f"bare {name}, {take.__name__}", make, "scale stuck")
+    for take in adjust_before_unscale, divided_by_the_new_scale:
+        make = functools.partial(bare, take, scaler)
+        add(f"bare {name}, {take.__name__}", make, "scale leaks")
+for take in bare_never_unscaled, bare_unscaled_twice:
+    add(take.__name__, functools.partial(bare, take), "scale leaks")
+add(
+    "bare_cleaned",
+    functools.partial(bare, bare_cleaned),
+    "overflow hidden",
+    *SPOILED,
+    instead=["nan committed"],
+)
+add(
+    "bare_not_selected",
+    functools.partial(bare, bare_not_selected),
+    "nan committed",
+    *SPOILED,
+    "overflow hidden",
+)
+
+
+# A running loss beside the model: one NaN and it is NaN for ever.
+
+
+def right_step(params, opt_state, batch, optimizer, **also):
+    loss, grads = jls.value_and_grad(sigmoid_loss)(opt_state, params, batch)
+    updates, opt_state = optimizer.update(grads, opt_state, params, value=loss, **also)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+def running_loss(declared):
+    optimizer = wrap(optax.adam(1e-2))
+
+    @jax.jit
+    def step(params, opt_state, running, batch):
+        params, opt_state, loss = right_step(params, opt_state, batch, optimizer)
+        return params, opt_state, 0.9 * running + 0.1 * loss, loss
+
+    params = plain_params()
+    args = params, optimizer.init(params), jnp.float32(1.0), BATCH
+    return step, args, ({"carried_args": (0, 1, 2)} if declared else {})
+
+
+add(
+    "running loss, declared",
+    functools.partial(running_loss, True),
+    "nan committed",
+    "not atomic",
+)
+
+
+@wrong("nan committed", "not atomic")
+def running_loss_in_a_dict():
+    optimizer = wrap(optax.lion(1e-3))
+
+    @jax.jit
+    def step(state, batch):
+        params, opt_state, loss = right_step(
+            state["params"], state["opt_state"], batch, optimizer
+        )
+        meters = {"loss": 0.9 * state["meters"]["loss"] + 0.1 * loss}
+        return {"params": params, "opt_state": opt_state, "meters": meters}, loss
+
+    params = plain_params()
+    meters = {"loss": jnp.float32(1.0)}
+    state = {"params": params, "opt_state": optimizer.init(params), "meters": meters}
+    return step, (state, BATCH)
+
+
+@wrong("nan committed", "not atomic")
+def total_loss_in_a_train_state():
+    class State(train_state.TrainState):
+        total: Any
+
+    @jax.jit
+    def step(state, batch):
+        loss, grads = jls.value_and_grad(
+            lambda params: steps.linen_loss(state, params, batch)
+        )(state.opt_state, state.params)
+        updates, opt_state = state.tx.update(
+            grads, state.opt_state, state.params, value=loss
+        )
+        params = optax.apply_updates(state.params, updates)
+        new = {"params": params, "opt_state": opt_state, "total": state.total + loss}
+        return state.replace(step=state.step + 1, **new), loss
+
+    state = steps.linen_state(wrap(optax.adam(1e-2)))
+    fields = {"apply_fn": state.apply_fn, "params": state.params, "tx": state.tx}
+    return step, (State.create(**fields, total=jnp.float32(0.0)), BATCH)
+
+
+# Something beside the trained parameters that does not move.
+
+
+OF_TRAINED = {
+    "jax.grad": (steps.unscaled_gradients, "not scaled"),
+    "unscaled twice": (steps.twice_unscaled, "scale leaks"),
+    "never unscaled": (never_unscaled, "scale leaks"),
+    "scaled in the loss": (scaled_in_the_loss, "scale leaks"),
+    "nan_to_num": (of_right(jnp.nan_to_num), "overflow hidden", *SPOILED),
+    "narrowed": (of_right(narrowed_and_back), "gradients narrowed"),
+}
+
+
+def lora(gradients, tell=steps.tell, inner=None, wrap=wrap):
+    """The base comes back as it was."""
+    optimizer = wrap(inner or optax.adam(1e-2))
+
+    @jax.jit
+    def step(base, low, opt_state, batch):
+        def loss_fn(low):
+            added = {name: low[name]["a"] @ low[name]["b"] for name in low}
+            return sigmoid_loss(jax.tree.map(jnp.add, base, added), batch)
+
+        loss, grads = gradients(opt_state, loss_fn, low, jax.value_and_grad)
+        updates, opt_state = optimizer.update(grads, opt_state, low, **tell(loss))
+        return base, optax.apply_updates(low, updates), opt_state, loss
+
+    base = plain_params()
+    low = {
+        name: {
+            "a": jax.random.normal(jax.random.key(1), (leaf.shape[0], 2)) / 2,
+            "b": jnp.full((2, leaf.shape[1]), 0.1),
+        }
+        for name, leaf in base.items()
+    }
+    return step, (base, low, optimizer.init(low), OUTLIER)
+
+
+def lora_of_one_shape(gradients, tell=steps.tell, inner=None, wrap=wrap):
+    """The base and what is added to it look alike."""
+    optimizer = wrap(inner or optax.adam(1e-2))
+
+    @jax.jit
+    def step(base, low, opt_state, batch):
+        def loss_fn(low):
+            return sigmoid_loss(jax.tree.map(jnp.add, base, low), batch)
+
+        loss, grads = gradients(opt_state, loss_fn, low, jax.value_and_grad)
+        updates, opt_state = optimizer.update(grads, opt_state, low, **tell(loss))
+        return base, optax.apply_updates(low, updates), opt_state, loss
+
+    base = plain_params()
+    low = jax.tree.map(lambda x: jnp.full_like(x, 0.01), base)
+    return step, (base, low, optimizer.init(low), OUTLIER)
+
+
+def frozen_layer(gradients, tell=steps.tell, inner=None, wrap=wrap):
+    """All but the last layer of an Equinox model are frozen."""
+    model = eqx.nn.MLP(
+        4, 2, 8, 1, activation=jax.nn.sigmoid, use_bias=False, key=jax.random.key(0)
+    )
+    spec = jax.tree.map(lambda _: False, model)
+    spec = eqx.tree_at(lambda tree: tree.layers[-1].weight, spec, replace=True)
+    optimizer = wrap(inner or optax.adam(1e-2))
+
+    @eqx.filter_jit
+    def step(model, opt_state, batch):
+        trained, frozen = eqx.partition(model, spec)
+
+        def loss_fn(trained):
+            return steps.equinox_loss(eqx.combine(trained, frozen), batch)
+
+        loss, grads = gradients(opt_state, loss_fn, trained, eqx.filter_value_and_grad)
+        updates, opt_state = optimizer.update(grads, opt_state, trained, **tell(loss))
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+    return step, (model, optimizer.init(eqx.filter(model, spec)), OUTLIER)
+
+
+def teacher(gradients, tell=steps.tell, inner=None, wrap=wrap):
+    """Distillation: the teacher is a field of the state that comes back."""
+    optimizer = wrap(inner or optax.adam(1e-2))
+
+    @jax.jit
+    def step(state, batch):
+        params, opt_state = state["params"], state["opt_state"]
+
+        def loss_fn(params):
+            taught = sigmoid(state["teacher"], batch["x"]).astype(jnp.float32)
+            return sigmoid_loss(params, {**batch, "y": batch["y"] + taught})
+
+        loss, grads = gradients(opt_state, loss_fn, params, jax.value_and_grad)
+        updates, opt_state = optimizer.update(grads, opt_state, params, **tell(loss))
+        params = optax.apply_updates(params, updates)
+        return {**state, "params": params, "opt_state": opt_state}, loss
+
+    params = plain_params()
+    state = {"params": params, "opt_state": optimizer.init(params)}
+    state["teacher"] = jax.tree.map(lambda x: -x, params)
+    return step, (state, OUTLIER)
+
+
+def copied_target(gradients, tell=steps.tell, inner=None, wrap=wrap):
+    """Q-learning whose target is a copy of the parameters, made every 100 steps."""
+    optimizer = wrap(inner or optax.adam(1e-2))
+
+    @jax.jit
+    def step(params, target, opt_state, count, batch):
+        def loss_fn(params):
+            following = sigmoid(target, batch["x"]).astype(jnp.float32)
+            return sigmoid_loss(params, {**batch, "y": batch["y"] + 0.9 * following})
+
+        loss, grads = gradients(opt_state, loss_fn, params, jax.value_and_grad)
+        updates, opt_state = optimizer.update(grads, opt_state, params, **tell(loss))
+        params = optax.apply_updates(params, updates)
+        count = count + 1
+        target = optax.periodic_update(params, target, count, 100)
+        return params, target, opt_state, count, loss
+
+    params = plain_params()
+    args = params, params, optimizer.init(params), jnp.int32(0), OUTLIER
+    return step, args
+
+
+BESIDE = {
+    "lora": lora,
+    "lora of one shape": lora_of_one_shape,
+    "frozen layer": frozen_layer,
+    "teacher": teacher,
+    "copied target": copied_target,
+}
+for name, program in BESIDE.items():
+    for mistake, (gradients, *codes) in OF_TRAINED.items():
+        add(f"{name}, {mistake}", functools.partial(program, gradients), *codes)
+    right = steps.right_gradients
+    for told, tell in TOLD.items():
+        make = functools.partial(program, right, tell)
+        add(f"{name}, told {told}", make, "loss not passed")
+    make = functools.partial(program, steps.unscaled_gradients, inner=optax.sgd(0.01))
+    add(f"{name}, jax.grad, sgd", make, "not scaled")
+    make = functools.partial(program, steps.twice_unscaled, inner=optax.lion(1e-3))
+    add(f"{name}, unscaled twice, lion", make, "scale leaks")
+    make = functools.partial(program, right, wrap=steps.decay_outside)
+    add(f"{name}, weight decay outside", make, "not atomic")
+
+
+# Actor and critics, each with a target that follows: the form of TD3.
+
+
+class Player(train_state.TrainState):
+    target_params: Any
+
+
+def player(seed, rows, columns, wrap=wrap):
+    keys = jax.random.split(jax.random.key(seed))
+    params = {
+        "w1": jax.random.normal(keys[0], (rows, 8)) / 2,
+        "w2": jax.random.normal(keys[1], (8, columns)) / 3,
+    }
+    return Player.create(
+        apply_fn=sigmoid,
+        params=params,
+        target_params=params,
+        tx=wrap(optax.adam(3e-4)),
+    )
+
+
+def join(*parts):
+    return jnp.concatenate(parts, 1)
+
+
+TRANSITIONS = {
+    "observations": jax.random.normal(jax.random.key(1), (8, 3)),
+    "actions": jax.random.uniform(jax.random.key(2), (8, 1)),
+    "following": jax.random.normal(jax.random.key(3), (8, 3)),
+    "rewards": jax.random.normal(jax.random.key(4), (8, 1)),
+}
+
+
+def bellman_loss(params, actor, target_params, batch):
+    following = batch["following"]
+    action = jnp.tanh(actor.apply_fn(actor.target_params, following))
+    value = sigmoid(target_params, join(following, action)).astype(jnp.float32)
+    aim = jax.lax.stop_gradient(batch["rewards"] + 0.99 * value)
+    seen = join(batch["observations"], batch["actions"])
+    return mse(sigmoid(params, seen), {"y": aim})
+
+
+def actor_loss(params, critic, batch):
+    observations = batch["observations"]
+    action = jnp.tanh(sigmoid(params, observations))
+    value = sigmoid(critic.params, join(observations, action))
+    return -value.astype(jnp.float32).mean()
+
+
+def with_loss(state, loss, grads):
+    updates, opt_state = state.tx.update(
+        grads, state.opt_state, state.params, value=loss
+    )
+    params = optax.apply_updates(state.params, updates)
+    return state.replace(step=state.step + 1, params=params, opt_state=opt_state)
+
+
+def without_loss(state, loss, grads):
+    return state.apply_gradients(grads=grads)
+
+
+def update_critics(gradients, commit):
+    @jax.jit
+    def step(actor, one, two, batch):
+        made = []
+        for critic, how in zip((one, two), gradients, strict=True):
+
+            def loss_fn(params, target_params=critic.target_params):
+                return bellman_loss(params, actor, target_params, batch)
+
+            loss, grads = how(
+                critic.opt_state, loss_fn, critic.params, jax.value_and_grad
+            )
+            made.append(commit(critic, loss, grads))
+        return actor, *made, loss
+
+    return step, (player(0, 3, 1), player(1, 4, 1), player(2, 4, 1), TRANSITIONS)
+
+
+def update_actor(gradients, commit):
+    """Targets follow, as they should, on a skip too or not."""
+
+    def follow(state):
+        target = optax.incremental_update(state.params, state.target_params, 0.005)
+        return state.replace(target_params=target)
+
+    @jax.jit
+    def step(actor, critic, batch):
+        loss, grads = gradients(
+            actor.opt_state,
+            lambda params: actor_loss(params, critic, batch),
+            actor.params,
+            jax.value_and_grad,
+        )
+        return follow(commit(actor, loss, grads)), follow(critic), loss
+
+    return step, (player(0, 3, 1), player(1, 4, 1), TRANSITIONS)
+
+
+RIGHT = steps.right_gradients
+BARE = steps.unscaled_gradients
+
+# With nothing but `tx` wrapped both must be found, each in a row of its own.
+only_tx = functools.partial(update_critics, (BARE, BARE), without_loss)
+add("critics, only tx wrapped: scale", only_tx, "not scaled", "loss not passed")
+add("critics, only tx wrapped: loss", only_tx, "loss not passed", "not scaled")
+make = functools.partial(update_critics, (RIGHT, RIGHT), without_loss)
+add("critics, apply_gradients", make, "loss not passed")
+for mistake, (gradients, *codes) in OF_TRAINED.items():
+    make = functools.partial(update_critics, (RIGHT, gradients), with_loss)
+    add(f"critics, {mistake} in the second", make, *codes)
+    make = functools.partial(update_critics, (gradients, gradients), with_loss)
+    add(f"critics, {mistake} in both", make, *codes)
+    make = functools.partial(update_actor, gradients, with_loss)
+    add(f"actor, {mistake}", make, *codes, "not atomic")
+only_tx = functools.partial(update_actor, BARE, without_loss)
+rest = "not scaled", "loss not passed", "not atomic"
+add("actor, only tx wrapped: scale", only_tx, *rest)
+add("actor, only tx wrapped: loss", only_tx, "loss not passed", *rest)
+
+
+# Two networks against each other.
+
+
+def gan(
+    gradients=(RIGHT, RIGHT),
+    tell=(steps.tell, steps.tell),
+    wrap=(wrap, wrap),
+    scales=(0, 1),
+    inner=None,
+):
+    """Of each pair the first is the generator's, the second the discriminator's."""
+    one, two = (wrap(inner or optax.adam(1e-3)) for wrap in wrap)
+
+    def g_loss(g, d, z, real):
+        score = sigmoid(d, sigmoid(g, z)).astype(jnp.float32)
+        return jnp.mean(jax.nn.softplus(-score))
+
+    def d_loss(d, g, z, real):
+        fake = sigmoid(d, sigmoid(g, z)).astype(jnp.float32)
+        score = sigmoid(d, real).astype(jnp.float32)
+        return jnp.mean(jax.nn.softplus(fake)) + jnp.mean(jax.nn.softplus(-score))
+
+    @jax.jit
+    def step(g, d, g_state, d_state, z, real):
+        states = g_state, d_state
+        loss_g, grads_g = gradients[0](
+            states[scales[0]], lambda g: g_loss(g, d, z, real), g, jax.value_and_grad
+        )
+        loss_d, grads_d = gradients[1](
+            states[scales[1]], lambda d: d_loss(d, g, z, real), d, jax.value_and_grad
+        )
+        updates_g, g_state = one.update(grads_g, g_state, g, **tell[0](loss_g))
+        updates_d, d_state = two.update(grads_d, d_state, d, **tell[1](loss_d))
+        new = optax.apply_updates(g, updates_g), optax.apply_updates(d, updates_d)
+        return *new, g_state, d_state, loss_g, loss_d
+
+    g, d = player(3, 3, 5).params, player(4, 5, 1).params
+    z = jax.random.normal(jax.random.key(5), (8, 3))
+    real = jax.random.normal(jax.random.key(6), (8, 5))
+    return step, (g, d, one.init(g), two.init(d), z, real)
+
+
+for which, of in enumerate(("generator", "discriminator")):
+
+    def pair(right, planted, which=which):
+        return (planted, right) if which == 0 else (right, planted)
+
+    for told, tell in TOLD.items():
+        make = functools.partial(gan, tell=pair(steps.tell, tell))
+        add(f"{of} told {told}", make, "loss not passed")
+    make = functools.partial(gan, wrap=pair(wrap, steps.decay_outside))
+    add(f"weight decay outside in the {of}", make, "not atomic")
+    for mistake, (gradients, *codes) in OF_TRAINED.items():
+        make = functools.partial(gan, gradients=pair(RIGHT, gradients))
+        add(f"{of}, {mistake}", make, *codes)
+    make = functools.partial(gan, scales=((1, 1), (0, 0))[which])
+    add(f"{of} scaled by the other's state", make, "not scaled")
+
+add("two states swapped", functools.partial(gan, scales=(1, 0)), "not scaled")
+add(
+    "two states swapped, sgd",
+    functools.partial(gan, scales=(1, 0), inner=optax.sgd(0.01)),
+    "not scaled",
+)
+add(
+    "two states swapped, clip and lion",
+    functools.partial(gan, scales=(1, 0), inner=optax.chain(CLIP, optax.lion(1e-3))),
+    "not scaled",
+)
+tell_neither = functools.partial(gan, tell=(steps.tell_nothing,) * 2)
+add("neither network's loss is told", tell_neither, "loss not passed")
+
+
+# No loss comes back, or under a name of its own.
+
+
+def returning(outputs, **mistake):
+    step, args = mlp(lambda: optax.adam(1e-3), **mistake)
+    return jax.jit(lambda *args: outputs(*step(*args))), args
+
+
+def no_loss(params, opt_state, loss):
+    return params, opt_state
+
+
+def loss_in_a_dict(params, opt_state, loss):
+    return params, opt_state, {"l": loss}
+
+
+def its_root(params, opt_state, loss):
+    return params, opt_state, {"rmse": jnp.sqrt(loss), "lr": jnp.float32(1e-3)}
+
+
+for outputs in no_loss, loss_in_a_dict, its_root:
+    for told, tell in TOLD.items():
+        make = functools.partial(returning, outputs, tell=tell)
+        add(f"{outputs.__name__}, told {told}", make, "loss not passed")
+    for mistake, (gradients, *codes) in OF_TRAINED.items():
+        make = functools.partial(returning, outputs, gradients=gradients)
+        add(f"{outputs.__name__}, {mistake}", make, *codes)
+
+
+@wrong("loss not passed")
+def nothing_but_the_train_state_comes_back():
+    step, args = flax_apply_gradients(lambda: optax.sgd(0.01))
+    return jax.jit(lambda *args: step(*args)[0]), args
+
+
+@wrong("loss not passed")
+def nnx_step_that_returns_nothing():
+    step, args = steps.nnx_step(tell=steps.tell_nothing)
+
+    @nnx.jit
+    def quiet(model, optimizer, batch):
+        step(model, optimizer, batch)
+
+    return quiet, args
+
+
+def tell_a_constant(loss):
+    return {"value": jnp.float32(0.0)}
+
+
+add(
+    "told a constant",
+    functools.partial(mlp, lambda: optax.adam(1e-3), tell=tell_a_constant),
+    "loss not passed",
+)
+
+
+# A small model in float32: what Adam and its like hide.
+
+
+def in_float32(gradients, inner):
+    optimizer = jls.loss_scaled(inner)
+
+    def loss_fn(params, x):
+        return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"]) ** 2)
+
+    @jax.jit
+    def step(params, opt_state, x):
+        loss, grads = gradients(
+            opt_state, lambda p: loss_fn(p, x), params, jax.value_and_grad
+        )
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params = {"w": jnp.ones((4, 8)) / 4, "v": jnp.ones((8, 1)) / 8}
+    return step, (params, optimizer.init(params), BATCH["x"])
+
+
+for name, inner in {
+    "adam": optax.adam(1e-3),
+    "adamw": optax.adamw(1e-3),
+    "lion": optax.lion(1e-3),
+    "adafactor": optax.adafactor(1e-3),
+}.items():
+    for mistake, gradients in {
+        "scaled in the loss": scaled_in_the_loss,
+        "scaled twice": steps.twice_scaled,
+        "never unscaled": never_unscaled,
+        "unscale forgotten": forgotten_unscale,
+    }.items():
+        make = functools.partial(in_float32, gradients, inner)
+        add(f"float32, {mistake}, {name}", make, "scale leaks")
+        make = functools.partial(in_float32, gradients, optax.chain(CLIP, inner))
+        add(f"float32, {mistake}, clip and {name}", make, "scale leaks")
+
+
+# What one NaN spoils for ever.
+
+
+def size_of(grads):
+    return jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(grads)))
+
+
+def divided_by_a_running_norm(shape, how):
+    """The gradients are divided by a running norm, which a skip does not restore."""
+    optimizer = wrap(optax.adam(1e-2))
+
+    def train(params, opt_state, norm, batch):
+        loss, grads = jls.value_and_grad(sigmoid_loss)(opt_state, params, batch)
+        norm = 0.9 * norm + 0.1 * size_of(grads)
+        grads = jax.tree.map(lambda g: g / (1e-3 + norm.mean()), grads)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state, norm, loss
+
+    @jax.jit
+    def of_dict(state, batch):
+        *new, loss = train(*(state[name] for name in names), batch)
+        return dict(zip(names, new, strict=True)), loss
+
+    names = "params", "opt_state", "norm"
+    params = plain_params()
+    carried = params, optimizer.init(params), jnp.ones(shape)
+    if how == "in a dict":
+        return of_dict, (dict(zip(names, carried, strict=True)), BATCH)
+    return jax.jit(train), (*carried, BATCH), {"carried_args": (0, 1, 2)}
+
+
+def recurrent(how):
+    """The hidden state goes on after a NaN."""
+    optimizer = wrap(optax.adam(1e-2))
+
+    def loss_fn(params, hidden, x, y):
+        p = half(params)
+
+        def cell(hidden, x):
+            hidden = jnp.tanh(x.astype(jnp.float16) @ p["in"] + hidden @ p["over"])
+            return hidden, hidden @ p["out"]
+
+        hidden, made = jax.lax.scan(cell, hidden.astype(jnp.float16), x)
+        return mse(made, {"y": y}), hidden.astype(jnp.float32)
+
+    def train(params, opt_state, hidden, x, y):
+        (loss, hidden), grads = jls.value_and_grad(loss_fn, has_aux=True)(
+            opt_state, params, hidden, x, y
+        )
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state, hidden, loss
+
+    @jax.jit
+    def of_dict(state, x, y):
+        *new, loss = train(*(state[name] for name in names), x, y)
+        return dict(zip(names, new, strict=True)), loss
+
+    names = "params", "opt_state", "hidden"
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = {"in": (4, 6), "over": (6, 6), "out": (6, 2)}
+    params = {
+        name: jax.random.normal(key, shape) / 3
+        for key, (name, shape) in zip(keys[:3], shapes.items(), strict=True)
+    }
+    x = jax.random.normal(keys[3], (5, 2, 4))
+    y = jax.random.normal(keys[4], (5, 2, 2))
+    carried = params, optimizer.init(params), jnp.zeros((2, 6))
+    if how == "in a dict":
+        return of_dict, (dict(zip(names, carried, strict=True)), x, y)
+    return jax.jit(train), (*carried, x, y), {"carried_args": (0, 1, 2)}
+
+
+for how in "declared", "in a dict":
+    for shape in (), (2,):
+        make = functools.partial(divided_by_a_running_norm, shape, how)
+        add(f"running norm of shape {shape}, {how}", make, "never recovers", *SPOILED)
+    make = functools.partial(recurrent, how)
+    add(f"hidden state, {how}", make, "never recovers", *SPOILED)
+
+
+# A policy that skips spikes, and what undoes it.
+
+
+def spiking(forget, inner=None):
+    policy = jls.spikes()
+    optimizer = jls.loss_scaled(inner or optax.adam(1e-3), SCALER, spikes=policy)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        old = forget(opt_state, policy) if forget is forgotten_before else opt_state
+        loss, grads = jls.value_and_grad(sigmoid_loss)(old, params, batch)
+        updates, new = optimizer.update(grads, old, params, value=loss)
+        if forget is not forgotten_before:
+            new = forget(opt_state, new)
+        return optax.apply_updates(params, updates), new, loss
+
+    params = plain_params()
+    return step, (params, optimizer.init(params), BATCH)
+
+
+def forgotten_before(old, policy):
+    return old._replace(spike_state=policy.init())
+
+
+def old_one_kept(old, new):
+    return new._replace(spike_state=old.spike_state)
+
+
+for name, inner in {
+    "adam": optax.adam(1e-3),
+    "clip and sgd": optax.chain(CLIP, optax.sgd(1e-3)),
+}.items():
+    for forget in forgotten_before, old_one_kept:
+        make = functools.partial(spiking, forget, inner)
+        add(f"spike state {forget.__name__}, {name}", make, "spike not skipped")
