@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
@@ -1016,3 +1017,434 @@ for name, inner in {
     for forget in forgotten_before, old_one_kept:
         make = functools.partial(spiking, forget, inner)
         add(f"spike state {forget.__name__}, {name}", make, "spike not skipped")
+
+
+# The same mistakes in programs of other forms.
+
+
+def train(optimizer, gradients, tell=steps.tell, loss_fn=sigmoid_loss):
+    def step(params, opt_state, batch):
+        loss, grads = gradients(
+            opt_state, lambda p: loss_fn(p, batch), params, jax.value_and_grad
+        )
+        updates, opt_state = optimizer.update(grads, opt_state, params, **tell(loss))
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step
+
+
+def start(optimizer):
+    params = plain_params()
+    return params, optimizer.init(params)
+
+
+def scan_of_steps(gradients, tell=steps.tell, wrap=wrap):
+    optimizer = wrap(optax.adam(1e-3))
+    step = train(optimizer, gradients, tell)
+
+    @jax.jit
+    def many(params, opt_state, batches):
+        def body(carried, batch):
+            *carried, loss = step(*carried, batch)
+            return tuple(carried), loss
+
+        carried, losses = jax.lax.scan(body, (params, opt_state), batches)
+        return *carried, losses
+
+    batches = jax.tree.map(lambda x: jnp.stack([x, x[::-1], x]), OUTLIER)
+    return many, (*start(optimizer), batches)
+
+
+def loop_of_steps(gradients, tell=steps.tell, wrap=wrap):
+    optimizer = wrap(optax.chain(CLIP, optax.lion(1e-3)))
+    step = train(optimizer, gradients, tell)
+
+    @jax.jit
+    def many(state, batch):
+        def body(_, state):
+            *new, loss = step(state["params"], state["opt_state"], batch)
+            return {
+                **dict(zip(("params", "opt_state"), new, strict=True)),
+                "loss": loss,
+            }
+
+        return jax.lax.fori_loop(0, 2, body, state)
+
+    params, opt_state = start(optimizer)
+    state = {"params": params, "opt_state": opt_state, "loss": jnp.float32(0.0)}
+    return many, (state, OUTLIER), {"carried_args": {0: ["params", "opt_state"]}}
+
+
+def update_every_other_call(gradients, tell=steps.tell, wrap=wrap):
+    optimizer = wrap(optax.adam(1e-3))
+    step = train(optimizer, gradients, tell)
+
+    @jax.jit
+    def now_and_then(params, opt_state, count, batch):
+        def keep(params, opt_state, batch):
+            return params, opt_state, sigmoid_loss(params, batch)
+
+        params, opt_state, loss = jax.lax.cond(
+            count % 2 == 0, step, keep, params, opt_state, batch
+        )
+        return params, opt_state, count + 1, loss
+
+    return now_and_then, (*start(optimizer), jnp.int32(0), OUTLIER)
+
+
+def update_in_cond(gradients, tell=steps.tell, wrap=wrap):
+    """The update alone is inside, and asks whether the loss is finite once more."""
+    optimizer = wrap(optax.adafactor(1e-3))
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        loss, grads = gradients(
+            opt_state, lambda p: sigmoid_loss(p, batch), params, jax.value_and_grad
+        )
+
+        def update(grads, opt_state, params):
+            updates, opt_state = optimizer.update(
+                grads, opt_state, params, **tell(loss)
+            )
+            return optax.apply_updates(params, updates), opt_state
+
+        def keep(grads, opt_state, params):
+            return params, opt_state
+
+        params, opt_state = jax.lax.cond(
+            jnp.isfinite(loss), update, keep, grads, opt_state, params
+        )
+        return params, opt_state, loss
+
+    return step, (*start(optimizer), OUTLIER)
+
+
+def ensemble(gradients, tell=steps.tell, wrap=wrap):
+    optimizer = wrap(optax.adam(1e-3))
+    step = jax.jit(jax.vmap(train(optimizer, gradients, tell), in_axes=(0, 0, None)))
+    params = jax.tree.map(lambda x: jnp.stack([x, -x]), plain_params())
+    return step, (params, jax.vmap(optimizer.init)(params), OUTLIER)
+
+
+def micro_batches(gradients, tell=steps.tell, wrap=wrap, dtype=jnp.float32):
+    optimizer = wrap(optax.adam(1e-3))
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        def body(total, part):
+            made = gradients(
+                opt_state, lambda p: sigmoid_loss(p, part), params, jax.value_and_grad
+            )
+            made = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, made)
+            return made, None
+
+        parts = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), batch)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), params)
+        (loss, grads), _ = jax.lax.scan(body, (jnp.float32(0.0), zeros), parts)
+        updates, opt_state = optimizer.update(
+            grads, opt_state, params, **tell(loss / 2)
+        )
+        return optax.apply_updates(params, updates), opt_state, loss / 2
+
+    return step, (*start(optimizer), OUTLIER)
+
+
+class Run(NamedTuple):
+    opt_state: Any
+    params: Any
+    steps: Any
+
+
+def named_tuple_by_keyword(gradients, tell=steps.tell, wrap=wrap):
+    optimizer = wrap(optax.adam(1e-3))
+    step = train(optimizer, gradients, tell)
+
+    @jax.jit
+    def of_run(*, batch, run):
+        params, opt_state, loss = step(run.params, run.opt_state, batch)
+        return {"mse": loss}, Run(opt_state, params, run.steps + 1)
+
+    params, opt_state = start(optimizer)
+    return of_run, (), {"batch": OUTLIER, "run": Run(opt_state, params, jnp.int32(0))}
+
+
+def recomputed(gradients, tell=steps.tell, wrap=wrap):
+    optimizer = wrap(optax.sgd(1e-3, momentum=0.9))
+    step = train(optimizer, gradients, tell, jax.checkpoint(sigmoid_loss))
+    return jax.jit(step), (*start(optimizer), OUTLIER)
+
+
+def batch_first(gradients, tell=steps.tell, wrap=wrap):
+    optimizer = wrap(optax.adamw(1e-3))
+    step = train(optimizer, gradients, tell)
+
+    @jax.jit
+    def reordered(x, y, opt_state, params):
+        params, opt_state, loss = step(params, opt_state, {"x": x, "y": y})
+        return loss, opt_state, sigmoid(params, x), params
+
+    params, opt_state = start(optimizer)
+    return reordered, (OUTLIER["x"], OUTLIER["y"], opt_state, params)
+
+
+def eager(gradients, tell=steps.tell, wrap=wrap):
+    optimizer = wrap(optax.sgd(1e-3))
+    return train(optimizer, gradients, tell), (*start(optimizer), OUTLIER)
+
+
+def haiku(gradients, tell=steps.tell, wrap=wrap):
+    def forward(x):
+        return hk.Linear(2)(jax.nn.sigmoid(hk.Linear(8, with_bias=False)(x)))
+
+    model = hk.without_apply_rng(hk.transform(forward))
+    optimizer = wrap(optax.adam(1e-3))
+
+    def loss_fn(params, batch):
+        return mse(model.apply(half(params), batch["x"].astype(jnp.float16)), batch)
+
+    step = jax.jit(train(optimizer, gradients, tell, loss_fn))
+    params = model.init(jax.random.key(0), BATCH["x"])
+    return step, (params, optimizer.init(params), OUTLIER)
+
+
+FORMS = {
+    "scan of steps": scan_of_steps,
+    "loop of steps": loop_of_steps,
+    "every other call": update_every_other_call,
+    "update in cond": update_in_cond,
+    "ensemble": ensemble,
+    "micro-batches": micro_batches,
+    "named tuple": named_tuple_by_keyword,
+    "recomputed": recomputed,
+    "batch first": batch_first,
+    "eager": eager,
+    "haiku": haiku,
+}
+for name, form in FORMS.items():
+    for mistake, (gradients, *codes) in OF_TRAINED.items():
+        add(f"{name}, {mistake}", functools.partial(form, gradients), *codes)
+    # Where the update asks for the loss itself, it need not be told.
+    for told, tell in TOLD.items() if form is not update_in_cond else ():
+        make = functools.partial(form, RIGHT, tell)
+        add(f"{name}, told {told}", make, "loss not passed")
+    make = functools.partial(form, RIGHT, wrap=steps.decay_outside)
+    add(f"{name}, weight decay outside", make, "not atomic")
+
+add(
+    "micro-batches summed in float16",
+    functools.partial(micro_batches, RIGHT, dtype=jnp.float16),
+    "gradients narrowed",
+)
+
+
+# Libraries, with an inner optimizer that hides what it can.
+
+for name, program in steps.PLACES.items():
+    if name == "plain":
+        continue
+    inner = optax.chain(CLIP, optax.lion(1e-3))
+    for mistake, (gradients, *codes) in GRADIENTS.items():
+        # There is no scaler's state to adjust in an `nnx.Optimizer`.
+        if not (name == "nnx" and mistake == "unscaled after adjust"):
+            make = functools.partial(program, gradients, inner=inner)
+            add(f"{name}, {mistake}", make, *codes)
+    for told, tell in TOLD.items():
+        make = functools.partial(program, tell=tell, inner=inner)
+        add(f"{name}, told {told}", make, "loss not passed")
+    make = functools.partial(program, inner=inner, wrap=steps.decay_outside)
+    add(f"{name}, weight decay outside", make, "not atomic")
+
+
+# What is done to gradients while they are scaled, and how else they are unscaled.
+
+
+def while_scaled(change):
+    def gradients(state, loss_fn, params, transform):
+        loss, grads = never_unscaled(state, loss_fn, params, transform)
+        return loss, jls.unscale(state, change(grads, params))
+
+    return gradients
+
+
+def decayed(grads, params):
+    return jax.tree.map(lambda g, p: g + 1e-2 * p, grads, params)
+
+
+def shaken(grads, params):
+    key = jax.random.key(0)
+    return jax.tree.map(lambda g: g + 0.1 * jax.random.normal(key, g.shape), grads)
+
+
+def normalized(grads, params):
+    size = size_of(grads) + 1e-6
+    return jax.tree.map(lambda g: g / size, grads)
+
+
+def signs(grads, params):
+    return jax.tree.map(jnp.sign, grads)
+
+
+def clipped_by_value(grads, params):
+    return jax.tree.map(lambda g: jnp.clip(g, -1.0, 1.0), grads)
+
+
+def clipped_by_unit(grads, params):
+    clip = optax.adaptive_grad_clip(0.1)
+    return clip.update(grads, clip.init(params), params)[0]
+
+
+def squashed(grads, params):
+    return jax.tree.map(jnp.tanh, grads)
+
+
+WHILE_SCALED = decayed, shaken, normalized, signs, clipped_by_value, clipped_by_unit
+
+
+def by_another(unscale):
+    def gradients(state, loss_fn, params, transform):
+        loss, grads = never_unscaled(state, loss_fn, params, transform)
+        return loss, jax.tree.map(lambda g: unscale(g, jls.loss_scale(state)), grads)
+
+    return gradients
+
+
+UNSCALED_BY = {
+    "a constant": lambda g, scale: g / 1024.0,
+    "multiplying": lambda g, scale: g * scale,
+    "the root": lambda g, scale: g / jnp.sqrt(scale),
+    "twice the scale and one": lambda g, scale: g / (2.0 * scale + 1.0),
+    "the logarithm": lambda g, scale: g / jnp.log2(scale),
+}
+
+
+def twice_by_hand(state, loss_fn, params, transform):
+    def scaled(params):
+        loss = loss_fn(params)
+        return jls.loss_scale(state) * jls.scale(state, loss), loss
+
+    (_, loss), grads = transform(scaled, has_aux=True)(params)
+    return loss, jls.unscale(state, grads)
+
+
+def by_a_constant(state, loss_fn, params, transform):
+    def scaled(params):
+        loss = loss_fn(params)
+        return 1024.0 * loss, loss
+
+    (_, loss), grads = transform(scaled, has_aux=True)(params)
+    return loss, jax.tree.map(lambda g: g / 1024.0, grads)
+
+
+def with_a_second_loss(state, loss_fn, params, transform):
+    """The gradients of a penalty are added to those that are scaled still."""
+    loss, grads = never_unscaled(state, loss_fn, params, transform)
+    penalty = jax.grad(lambda p: 1e-3 * size_of(p) ** 2)(params)
+    return loss, jls.unscale(state, jax.tree.map(jnp.add, grads, penalty))
+
+
+def half_of_them(state, loss_fn, params, transform):
+    """One layer by jax.grad, the other by jls."""
+
+    def of_first(w1):
+        return loss_fn({**params, "w1": w1})
+
+    def of_second(w2):
+        return loss_fn({**params, "w2": w2})
+
+    loss, first = jax.value_and_grad(of_first)(params["w1"])
+    return loss, {"w1": first, "w2": jls.grad(of_second)(state, params["w2"])}
+
+
+def two_workers(state, loss_fn, params, transform):
+    """What they send each other is float16."""
+    loss, grads = steps.right_gradients(state, loss_fn, params, transform)
+    sent = half(jax.tree.map(lambda g: jnp.stack([0.5 * g, 0.5 * g]), grads))
+    return loss, jax.tree.map(lambda g: g.sum(0).astype(jnp.float32), sent)
+
+
+def workers_in_vmap(state, loss_fn, params, transform):
+    def worker(part):
+        loss, grads = steps.right_gradients(
+            state, lambda p: part * loss_fn(p), params, transform
+        )
+        total = jax.lax.psum(half(grads), "workers")
+        return jax.lax.psum(loss, "workers"), total
+
+    shares = jnp.array([0.5, 0.5])
+    loss, grads = jax.vmap(worker, axis_name="workers")(shares)
+    return loss[0], jax.tree.map(lambda g: g[0].astype(jnp.float32), grads)
+
+
+def of_adam(name, gradients, code, *also):
+    """Under Adam, where little is seen from outside, and under SGD, clipped."""
+    make = functools.partial(mlp, lambda: optax.adam(1e-3), gradients)
+    add(f"{name}, under adam", make, code, *also)
+    inner = clipped(lambda: optax.sgd(1e-3))
+    add(
+        f"{name}, under sgd and clip",
+        functools.partial(mlp, inner, gradients),
+        code,
+        *also,
+    )
+
+
+for change in WHILE_SCALED:
+    of_adam(
+        f"{change.__name__} while scaled",
+        while_scaled(change),
+        "scale leaks",
+        "overflow hidden",
+        *SPOILED,
+    )
+of_adam(
+    "squashed while scaled",
+    while_scaled(squashed),
+    "scale leaks",
+    *OF_TRAINED["nan_to_num"][1:],
+)
+for name, unscale in UNSCALED_BY.items():
+    of_adam(f"unscaled by {name}", by_another(unscale), "scale leaks")
+of_adam("scaled twice by hand", twice_by_hand, "scale leaks")
+of_adam("a second loss while scaled", with_a_second_loss, "scale leaks")
+of_adam("scaled by a constant", by_a_constant, "not scaled")
+of_adam("two workers that send float16", two_workers, "gradients narrowed")
+of_adam("workers in vmap that send float16", workers_in_vmap, "gradients narrowed")
+
+# A clip by the norm over all leaves makes each depend on the scale.
+for name in "adam", "sgd", "lion":
+    make = functools.partial(mlp, INNERS[name], half_of_them)
+    add(f"half of the parameters by jax.grad, {name}", make, "not scaled")
+
+
+@jax.custom_vjp
+def bounded(x):
+    return x
+
+
+def bounded_backward(_, ct):
+    return (jnp.clip(ct, -1.0, 1.0),)
+
+
+bounded.defvjp(lambda x: (x, None), bounded_backward)
+
+
+@wrong("scale leaks", "overflow hidden", *SPOILED)
+def layer_that_clamps_its_gradient():
+    def loss_fn(params, batch):
+        p = half(params)
+        hidden = jax.nn.sigmoid(batch["x"].astype(jnp.float16) @ p["w1"])
+        return mse(bounded(hidden) @ p["w2"], batch)
+
+    optimizer = wrap(optax.adam(1e-3))
+    step = jax.jit(train(optimizer, RIGHT, loss_fn=loss_fn))
+    return step, (*start(optimizer), OUTLIER)
+
+
+@wrong("scale leaks", "overflow hidden", *SPOILED)
+def prediction_whose_gradient_is_clamped():
+    def loss_fn(params, batch):
+        return mse(bounded(sigmoid(params, batch["x"])), batch)
+
+    optimizer = wrap(optax.sgd(1e-3))
+    step = jax.jit(train(optimizer, RIGHT, loss_fn=loss_fn))
+    return step, (*start(optimizer), OUTLIER)
