@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import steps
+from flax import linen as nn
 from flax import nnx
 from flax.training import train_state
 from steps import BATCH, SCALER, half, mse, plain_params, wrap
@@ -1448,3 +1449,637 @@ def prediction_whose_gradient_is_clamped():
     optimizer = wrap(optax.sgd(1e-3))
     step = jax.jit(train(optimizer, RIGHT, loss_fn=loss_fn))
     return step, (*start(optimizer), OUTLIER)
+
+
+# The state that scaled is not the one that is carried.
+
+
+@wrong("not scaled")
+def state_of_a_closure():
+    optimizer = wrap(optax.adam(1e-3))
+    params, first = start(optimizer)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        loss, grads = jls.value_and_grad(sigmoid_loss)(first, params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step, (params, first, OUTLIER)
+
+
+# Statistics of a batch that a skip does not take back.
+
+STATISTICS = "nan committed", "not atomic"
+
+
+@wrong(*STATISTICS)
+def linen_statistics():
+    class Normalized(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(8, dtype=jnp.float16)(x)
+            x = nn.BatchNorm(use_running_average=False, dtype=jnp.float16)(x)
+            return nn.Dense(2, dtype=jnp.float16)(nn.gelu(x))
+
+    class State(train_state.TrainState):
+        batch_stats: Any
+
+    @jax.jit
+    def step(state, batch):
+        def loss_fn(params):
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            made, new = state.apply_fn(variables, batch["x"], mutable=["batch_stats"])
+            return mse(made, batch), new["batch_stats"]
+
+        (loss, batch_stats), grads = jls.value_and_grad(loss_fn, has_aux=True)(
+            state.opt_state, state.params
+        )
+        updates, opt_state = state.tx.update(
+            grads, state.opt_state, state.params, value=loss
+        )
+        return state.replace(
+            step=state.step + 1,
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            batch_stats=batch_stats,
+        ), loss
+
+    model = Normalized()
+    variables = model.init(jax.random.key(0), BATCH["x"])
+    tx = wrap(optax.chain(CLIP, optax.sgd(0.01)))
+    return step, (State.create(apply_fn=model.apply, tx=tx, **variables), BATCH)
+
+
+@wrong(*STATISTICS)
+def nnx_statistics():
+    class Normalized(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+            self.last = nnx.Linear(4, 2, dtype=jnp.float16, rngs=rngs)
+
+        def __call__(self, x):
+            return self.last(self.norm(x))
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        loss, grads = jls.value_and_grad(
+            lambda model: steps.nnx_loss(model, batch), transform=nnx.value_and_grad
+        )(optimizer, model)
+        optimizer.update(model, grads, value=loss)
+        return loss
+
+    model = Normalized(nnx.Rngs(0))
+    tx = wrap(optax.lion(1e-3))
+    return step, (model, nnx.Optimizer(model, tx, wrt=nnx.Param), BATCH)
+
+
+@wrong(*STATISTICS)
+def haiku_statistics():
+    def forward(x):
+        x = hk.BatchNorm(True, True, 0.9)(hk.Linear(8)(x), is_training=True)
+        return hk.Linear(2)(jnp.tanh(x))
+
+    model = hk.without_apply_rng(hk.transform_with_state(forward))
+    optimizer = wrap(optax.adamw(1e-3))
+
+    @jax.jit
+    def step(params, state, opt_state, batch):
+        def loss_fn(params):
+            made, new = model.apply(params, state, batch["x"])
+            return mse(made, batch), new
+
+        (loss, state), grads = jls.value_and_grad(loss_fn, has_aux=True)(
+            opt_state, params
+        )
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), state, opt_state, loss
+
+    params, state = model.init(jax.random.key(0), BATCH["x"])
+    return step, (params, state, optimizer.init(params), BATCH)
+
+
+@wrong(*STATISTICS)
+def equinox_statistics():
+    class Normalized(eqx.Module):
+        norm: eqx.nn.BatchNorm
+        last: eqx.nn.Linear
+
+        def __init__(self):
+            self.norm = eqx.nn.BatchNorm(4, "batch", mode="ema")
+            self.last = eqx.nn.Linear(4, 2, key=jax.random.key(0))
+
+        def __call__(self, x, state):
+            x, state = self.norm(x, state)
+            return self.last(x), state
+
+    optimizer = wrap(optax.adam(1e-3))
+
+    def loss_fn(model, state, batch):
+        made, state = jax.vmap(
+            model, axis_name="batch", in_axes=(0, None), out_axes=(0, None)
+        )(batch["x"], state)
+        return mse(made, batch), state
+
+    @eqx.filter_jit
+    def step(model, state, opt_state, batch):
+        (loss, state), grads = jls.value_and_grad(
+            loss_fn, has_aux=True, transform=eqx.filter_value_and_grad
+        )(opt_state, model, state, batch)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        return eqx.apply_updates(model, updates), state, opt_state, loss
+
+    model, state = eqx.nn.make_with_state(Normalized)()
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    return step, (model, state, opt_state, BATCH)
+
+
+# What the loss or the gradients depend on, averaged over steps.
+
+
+def average(old, new):
+    return jax.tree.map(lambda x, y: 0.9 * x + 0.1 * y, old, new)
+
+
+class Average(NamedTuple):
+    """`of(params, batch, grads, loss)` is what is averaged."""
+
+    start: Any
+    loss: Callable
+    of: Callable
+    grads: Callable = lambda new, grads: grads
+
+
+def loss_as_it_is(old, params, batch):
+    return sigmoid_loss(params, batch)
+
+
+def loss_of_normalized(old, params, batch):
+    return sigmoid_loss(params, {**batch, "x": batch["x"] - old["mean"]})
+
+
+def loss_around_a_center(old, params, batch):
+    made = sigmoid(params, batch["x"]).astype(jnp.float32)
+    return mse(made - old["center"], batch)
+
+
+def loss_with_a_baseline(old, params, batch):
+    made = sigmoid(params, batch["x"]).astype(jnp.float32)
+    advantage = batch["y"] - old["baseline"]
+    return -jnp.mean(jax.nn.log_softmax(made) * advantage)
+
+
+def loss_in_its_own_units(old, params, batch):
+    return sigmoid_loss(params, batch) / (1e-3 + old["loss"])
+
+
+def loss_of_codes(old, params, batch):
+    made = sigmoid(params, batch["x"]).astype(jnp.float32)
+    chosen = nearest(old["codes"], made) @ old["codes"]
+    return mse(made, batch) + 0.1 * jnp.mean((made - chosen) ** 2)
+
+
+def nearest(codes, made):
+    distance = jnp.sum((made[:, None] - codes) ** 2, -1)
+    return jax.nn.one_hot(distance.argmin(-1), len(codes))
+
+
+def codes_of(params, batch, grads, loss):
+    made = sigmoid(params, batch["x"]).astype(jnp.float32)
+    codes = jnp.array([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])
+    return {"codes": nearest(codes, made).T @ made / len(made)}
+
+
+def like_params():
+    return jax.tree.map(jnp.zeros_like, plain_params())
+
+
+AVERAGES = {
+    "mean of the observations": Average(
+        {"mean": jnp.zeros(4)},
+        loss_of_normalized,
+        lambda params, batch, grads, loss: {"mean": batch["x"].mean(0)},
+    ),
+    "center of the predictions": Average(
+        {"center": jnp.zeros(2)},
+        loss_around_a_center,
+        lambda params, batch, grads, loss: {
+            "center": sigmoid(params, batch["x"]).astype(jnp.float32).mean(0)
+        },
+    ),
+    "baseline of the rewards": Average(
+        {"baseline": jnp.float32(0.0)},
+        loss_with_a_baseline,
+        lambda params, batch, grads, loss: {"baseline": batch["y"].mean()},
+    ),
+    "unit of the loss": Average(
+        {"loss": jnp.float32(1.0)},
+        loss_in_its_own_units,
+        lambda params, batch, grads, loss: {"loss": loss},
+    ),
+    "codebook": Average({"codes": jnp.eye(3, 2)}, loss_of_codes, codes_of),
+    "momentum by hand": Average(
+        like_params(),
+        loss_as_it_is,
+        lambda params, batch, grads, loss: grads,
+        lambda new, grads: new,
+    ),
+    "variance by hand": Average(
+        like_params(),
+        loss_as_it_is,
+        lambda params, batch, grads, loss: jax.tree.map(jnp.square, grads),
+        lambda new, grads: jax.tree.map(
+            lambda v, g: g / (1e-6 + jnp.sqrt(v)), new, grads
+        ),
+    ),
+}
+
+
+def averaged(kind, in_a_dict, inner=None):
+    optimizer = wrap(inner or optax.adam(1e-3))
+
+    def step(params, opt_state, old, batch):
+        loss, grads = jls.value_and_grad(functools.partial(kind.loss, old))(
+            opt_state, params, batch
+        )
+        new = average(old, kind.of(params, batch, grads, loss))
+        grads = kind.grads(new, grads)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state, new, loss
+
+    @jax.jit
+    def of_dict(state, batch):
+        *new, loss = step(*(state[name] for name in names), batch)
+        return dict(zip(names, new, strict=True)), {"loss": loss}
+
+    names = "params", "opt_state", "average"
+    carried = *start(optimizer), kind.start
+    if in_a_dict:
+        return of_dict, (dict(zip(names, carried, strict=True)), BATCH)
+    return jax.jit(step), (*carried, BATCH)
+
+
+for name, kind in AVERAGES.items():
+    for in_a_dict in True, False:
+        make = functools.partial(averaged, kind, in_a_dict)
+        where = "in a dict" if in_a_dict else "alone"
+        add(f"{name}, {where}", make, "never recovers", *SPOILED)
+    make = functools.partial(averaged, kind, True, optax.sgd(1e-2))
+    add(f"{name}, in a dict, sgd", make, "never recovers", *SPOILED)
+
+
+# Accumulation by hand, over calls.
+
+
+def accumulated(gradients, empty, unscale=lambda state, grads: grads):
+    optimizer = wrap(optax.adam(1e-3))
+
+    @jax.jit
+    def step(state, batch):
+        params, opt_state = state["params"], state["opt_state"]
+        loss, grads = gradients(
+            opt_state, lambda p: sigmoid_loss(p, batch), params, jax.value_and_grad
+        )
+        total = jax.tree.map(jnp.add, state["total"], grads)
+        is_last = (state["count"] + 1) % 2 == 0
+
+        def update(total, opt_state, params):
+            mean = jax.tree.map(lambda g: g / 2, unscale(opt_state, total))
+            updates, opt_state = optimizer.update(mean, opt_state, params, value=loss)
+            return optax.apply_updates(params, updates), opt_state
+
+        def keep(total, opt_state, params):
+            return params, opt_state
+
+        params, opt_state = jax.lax.cond(
+            is_last, update, keep, total, opt_state, params
+        )
+        total = jax.tree.map(lambda g: empty(g, is_last), total)
+        new = {"params": params, "opt_state": opt_state, "total": total}
+        return {**new, "count": state["count"] + 1}, loss
+
+    params, opt_state = start(optimizer)
+    state = {"params": params, "opt_state": opt_state, "total": like_params()}
+    return step, ({**state, "count": jnp.int32(0)}, BATCH)
+
+
+def by_product(total, is_last):
+    return total * (1.0 - is_last)
+
+
+def by_where(total, is_last):
+    return jnp.where(is_last, 0.0, total)
+
+
+add(
+    "accumulated, emptied by a product",
+    functools.partial(accumulated, RIGHT, by_product),
+    "never recovers",
+    *SPOILED,
+)
+for empty in by_product, by_where:
+    make = functools.partial(accumulated, never_unscaled, empty, jls.unscale)
+    add(f"accumulated scaled, {empty.__name__}", make, "scale leaks", *SPOILED)
+make = functools.partial(accumulated, never_unscaled, by_where)
+add("accumulated, never unscaled", make, "scale leaks", *SPOILED)
+make = functools.partial(accumulated, BARE, by_where)
+add("accumulated, jax.grad", make, "not scaled", *SPOILED)
+
+
+# `jls.value_and_grad` refuses a wrapper inside `optax.MultiSteps`; other ways do not.
+
+
+def accumulating_outside(gradients):
+    def outside(inner):
+        return optax.MultiSteps(wrap(inner), 2).gradient_transformation()
+
+    return mlp(lambda: optax.lion(1e-3), gradients, wrap=outside)
+
+
+def scaled_by_hand(state, loss_fn, params, transform):
+    loss, grads = never_unscaled(state, loss_fn, params, transform)
+    return loss, jls.unscale(state, grads)
+
+
+for name, gradients, *codes in (
+    ("by hand", scaled_by_hand, "never recovers"),
+    ("jax.grad", BARE, "not scaled"),
+    ("never unscaled", never_unscaled, "scale leaks"),
+):
+    make = functools.partial(accumulating_outside, gradients)
+    add(f"MultiSteps outside, {name}", make, *codes, *SPOILED)
+
+
+# What changes the parameters on a skip.
+
+
+def changed_after(change):
+    optimizer = wrap(optax.adam(1e-3))
+    step = train(optimizer, RIGHT)
+    first = plain_params()
+
+    @jax.jit
+    def changed(params, opt_state, batch):
+        params, opt_state, loss = step(params, opt_state, batch)
+        return jax.tree.map(change, params, first), opt_state, loss
+
+    return changed, (*start(optimizer), BATCH)
+
+
+def shrunk(p, first):
+    return 0.999 * p
+
+
+def thresholded(p, first):
+    return jnp.sign(p) * jnp.maximum(jnp.abs(p) - 1e-3, 0.0)
+
+
+def drawn_to_the_middle(p, first):
+    return p - 1e-2 * (p - 0.5 * first)
+
+
+def drawn_to_their_mean(p, first):
+    return p - 1e-2 * (p - p.mean())
+
+
+for change in shrunk, thresholded, drawn_to_the_middle, drawn_to_their_mean:
+    add(change.__name__, functools.partial(changed_after, change), "not atomic")
+
+
+@wrong("not atomic")
+def shrunk_in_nnx():
+    step, (model, optimizer, batch) = steps.nnx_step(inner=optax.sgd(0.01))
+
+    @nnx.jit
+    def shrinks(model, optimizer, batch):
+        loss = step(model, optimizer, batch)
+        params = nnx.state(model, nnx.Param)
+        nnx.update(model, jax.tree.map(lambda p: 0.999 * p, params))
+        return loss
+
+    return shrinks, (model, optimizer, batch)
+
+
+@wrong("not atomic")
+def shrunk_in_linen():
+    step, (state, batch) = steps.linen(inner=optax.lion(1e-3))
+
+    @jax.jit
+    def shrinks(state, batch):
+        state, loss = step(state, batch)
+        params = jax.tree.map(lambda p: 0.999 * p, state.params)
+        return state.replace(params=params), loss
+
+    return shrinks, (state, batch)
+
+
+@wrong("not atomic")
+def shrunk_in_equinox():
+    step, args = steps.equinox(inner=optax.adafactor(1e-3))
+
+    @eqx.filter_jit
+    def shrinks(model, opt_state, batch):
+        model, opt_state, loss = step(model, opt_state, batch)
+        model = jax.tree.map(
+            lambda p: 0.999 * p if eqx.is_inexact_array(p) else p, model
+        )
+        return model, opt_state, loss
+
+    return shrinks, args
+
+
+OUTSIDE = {
+    "momentum": lambda inner: optax.chain(wrap(inner), optax.trace(0.9)),
+    "average of updates": lambda inner: optax.chain(wrap(inner), optax.ema(0.9)),
+    "average of parameters": lambda inner: optax.chain(
+        wrap(inner), jls.params_ema(0.9)
+    ),
+    "Adam": lambda inner: optax.chain(
+        wrap(optax.identity()), optax.scale_by_adam(), optax.scale(-1e-3)
+    ),
+    "masked decay": lambda inner: optax.chain(
+        wrap(inner), optax.add_decayed_weights(1e-2, {"w1": True, "w2": False})
+    ),
+}
+for name, outside in OUTSIDE.items():
+    make = functools.partial(mlp, lambda: optax.adam(1e-3), wrap=outside)
+    add(f"{name} outside", make, "not atomic")
+
+
+# A wrapper around a part of the parameters.
+
+
+def beside_a_bare_one(inner):
+    parts = {"guarded": wrap(inner), "bare": optax.sgd(1e-3)}
+    return optax.partition(parts, {"w1": "guarded", "w2": "bare"})
+
+
+def inside_a_mask(inner):
+    return optax.masked(wrap(inner), {"w1": True, "w2": False})
+
+
+for name, outside in {
+    "partition with a bare part": beside_a_bare_one,
+    "mask": inside_a_mask,
+}.items():
+    make = functools.partial(mlp, lambda: optax.adam(1e-3), wrap=outside)
+    rest = "overflow hidden", "loss not passed"
+    add(f"{name} outside", make, "nan committed", *SPOILED, *rest)
+
+
+# A flag of another wrapper.
+
+
+def statistics_of_real_data(flag):
+    """The discriminator's, rolled back when the generator skips."""
+    step, (g, d, g_state, d_state, z, real) = gan()
+
+    @jax.jit
+    def with_mean(g, d, g_state, d_state, d_mean, z, real):
+        g, d, g_state, d_state, *losses = step(g, d, g_state, d_state, z, real)
+        new = average(d_mean, {"mean": real.mean(0)})
+        applied = {"generator": g_state.applied, "both": True}[flag]
+        d_mean = jls.select(applied, new, d_mean)
+        return g, d, g_state, d_state, d_mean, *losses
+
+    mean = {"mean": jnp.zeros(real.shape[1])}
+    return with_mean, (g, d, g_state, d_state, mean, z, real)
+
+
+add(
+    "statistics kept by the flag of the generator",
+    functools.partial(statistics_of_real_data, "generator"),
+    *STATISTICS,
+)
+
+
+@wrong("nan committed", *SPOILED)
+def two_bare_scalers_with_flags_swapped():
+    """Each network is kept if the gradients of the other are finite."""
+
+    @jax.jit
+    def step(one, two, one_scale, two_scale, left, right):
+        loss, grads_one = jls.value_and_grad(sigmoid_loss)(one_scale, one, left)
+        other, grads_two = jls.value_and_grad(sigmoid_loss)(two_scale, two, right)
+        good_one, good_two = jls.all_finite(grads_one), jls.all_finite(grads_two)
+        new_one, new_two = (
+            jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads)
+            for params, grads in ((one, grads_one), (two, grads_two))
+        )
+        one = jls.select(good_two, new_one, one)
+        two = jls.select(good_one, new_two, two)
+        one_scale = SCALER.adjust(one_scale, good_one)
+        two_scale = SCALER.adjust(two_scale, good_two)
+        return one, two, one_scale, two_scale, loss + other
+
+    one = plain_params()
+    two = jax.tree.map(lambda p: -p, one)
+    return step, (one, two, SCALER.init(), SCALER.init(), BATCH, dict(OUTLIER))
+
+
+# The old state comes back.
+
+
+@wrong("no step", "scale stuck")
+def train_state_with_the_old_opt_state():
+    step, (state, batch) = steps.linen(inner=optax.lion(1e-3))
+
+    @jax.jit
+    def forgets(state, batch):
+        new, loss = step(state, batch)
+        return state.replace(params=new.params, step=new.step), loss
+
+    return forgets, (state, batch)
+
+
+@wrong("no step", "scale stuck")
+def dict_with_the_old_opt_state():
+    optimizer = wrap(optax.adam(1e-3))
+    step = train(optimizer, RIGHT)
+
+    @jax.jit
+    def forgets(state, batch):
+        params, _, loss = step(state["params"], state["opt_state"], batch)
+        return {**state, "params": params}, loss
+
+    params, opt_state = start(optimizer)
+    return forgets, ({"params": params, "opt_state": opt_state}, BATCH)
+
+
+@wrong("no step", "scale stuck")
+def equinox_with_the_old_opt_state():
+    step, args = steps.equinox(inner=optax.sgd(0.01))
+
+    @eqx.filter_jit
+    def forgets(model, opt_state, batch):
+        model, _, loss = step(model, opt_state, batch)
+        return model, opt_state, loss
+
+    return forgets, args
+
+
+@wrong("no step", "scale stuck")
+def old_states_of_two_wrappers():
+    step, args = gan()
+
+    @jax.jit
+    def forgets(g, d, g_state, d_state, z, real):
+        g, d, _, _, *losses = step(g, d, g_state, d_state, z, real)
+        return g, d, g_state, d_state, *losses
+
+    return forgets, args
+
+
+# The host waits, or compiles.
+
+
+def with_host(after):
+    step, args = mlp(lambda: optax.adam(1e-3))
+
+    def waits(params, opt_state, batch):
+        params, opt_state, loss = step(params, opt_state, batch)
+        after(opt_state, loss)
+        return params, opt_state, loss
+
+    return waits, args
+
+
+def stop_if_nan(opt_state, loss):
+    if jnp.isnan(loss):
+        raise FloatingPointError
+
+
+def log_the_scale(opt_state, loss):
+    return {"scale": float(jls.loss_scale(opt_state))}
+
+
+def count_skips(opt_state, loss):
+    return 0 if bool(opt_state.applied) else 1
+
+
+def host_metrics(opt_state, loss):
+    return jls.host_metrics(opt_state)
+
+
+for after in stop_if_nan, log_the_scale, count_skips, host_metrics:
+    add(after.__name__, functools.partial(with_host, after), "host sync")
+
+
+@wrong("retraced")
+def count_of_steps_is_static():
+    step, args = mlp(lambda: optax.adam(1e-3))
+    count = iter(range(10**6))
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def numbered(params, opt_state, batch, number):
+        params, opt_state, loss = step(params, opt_state, batch)
+        return params, opt_state, loss * (number >= 0)
+
+    return lambda *args: numbered(*args, next(count)), args
+
+
+@wrong("retraced")
+def jit_of_a_lambda_in_each_call():
+    step, args = mlp(lambda: optax.sgd(1e-3))
+    return lambda *args: jax.jit(lambda *args: step(*args))(*args), args
