@@ -2083,3 +2083,62 @@ def count_of_steps_is_static():
 def jit_of_a_lambda_in_each_call():
     step, args = mlp(lambda: optax.sgd(1e-3))
     return lambda *args: jax.jit(lambda *args: step(*args))(*args), args
+
+
+# Three wrappers, one of them around a single number, and Python numbers: SAC.
+
+
+def soft_actor_critic(planted, gradients=RIGHT, commit=with_loss):
+    """The mistake is in the network of the name `planted`."""
+
+    def commit_to(name, state, loss, grads):
+        return (commit if name == planted else with_loss)(state, loss, grads)
+
+    @jax.jit
+    def step(actor, critic, temperature, batch, discount, tau):
+        def critic_loss(params):
+            following = batch["following"]
+            action = jnp.tanh(sigmoid(actor.params, following))
+            value = sigmoid(critic.target_params, join(following, action))
+            bonus = jnp.exp(temperature.params["log"])
+            aim = batch["rewards"] + discount * (value.astype(jnp.float32) + bonus)
+            seen = join(batch["observations"], batch["actions"])
+            return mse(sigmoid(params, seen), {"y": jax.lax.stop_gradient(aim)})
+
+        def temperature_loss(params):
+            spread = jnp.mean(batch["actions"] ** 2)
+            return jnp.exp(params["log"]) * (spread + 1.0)
+
+        losses = {
+            "critic": (critic, critic_loss),
+            "actor": (actor, lambda p: actor_loss(p, critic, batch)),
+            "temperature": (temperature, temperature_loss),
+        }
+        made = {}
+        for name, (state, loss_fn) in losses.items():
+            how = gradients if name == planted else RIGHT
+            loss, grads = how(
+                state.opt_state, loss_fn, state.params, jax.value_and_grad
+            )
+            made[name] = commit_to(name, state, loss, grads)
+        critic = made["critic"]
+        target = optax.incremental_update(critic.params, critic.target_params, tau)
+        critic = critic.replace(target_params=target)
+        return made["actor"], critic, made["temperature"], {"loss": loss}
+
+    temperature = train_state.TrainState.create(
+        apply_fn=sigmoid,
+        params={"log": jnp.float32(0.5)},
+        tx=wrap(optax.adam(3e-4)),
+    )
+    states = player(0, 3, 1), player(1, 4, 1), temperature
+    return step, (*states, TRANSITIONS, 0.99, 0.005)
+
+
+for name in "actor", "critic", "temperature":
+    for mistake in "jax.grad", "unscaled twice", "never unscaled", "nan_to_num":
+        gradients, *codes = OF_TRAINED[mistake]
+        make = functools.partial(soft_actor_critic, name, gradients)
+        add(f"three wrappers, {mistake} in the {name}", make, *codes, *SPOILED)
+    make = functools.partial(soft_actor_critic, name, commit=without_loss)
+    add(f"three wrappers, {name} told nothing", make, "loss not passed", "not atomic")
