@@ -16,7 +16,7 @@
 #   _validate
 #   _types _reduce _bits _rollback _placement
 #   _tree
-#   _text _nnx
+#   _text _nnx _program _scopes
 
 # isort: off
 # The optimizer.

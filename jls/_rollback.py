@@ -38,8 +38,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import Tracer, eval_jaxpr
-from jax.extend.core import Literal
 
+from jls._program.jaxprs import is_literal, opened, programs_in
 from jls._tree import Rest, Tree, combine, is_array, partition
 
 Arrays = Sequence[Array]
@@ -275,7 +275,7 @@ def _variables(atoms: Sequence[Any]) -> list[Any]:
 
 
 def _is_variable(atom: Any) -> bool:
-    return not isinstance(atom, Literal)
+    return not is_literal(atom)
 
 
 # What computes the same time whatever it is given, and shows the result to nobody. All
@@ -316,20 +316,16 @@ _CALLS = frozenset(
 )
 
 
-def _might_see_nan(jaxpr: Any) -> bool:
+def _might_see_nan(program: Any) -> bool:
     """Whether a program holds, however deep, what a NaN on its way might change."""
-    return not all(map(_is_blind, jaxpr.eqns))
+    return not all(map(_is_blind, opened(program).jaxpr.eqns))
 
 
 def _is_blind(equation: Any) -> bool:
-    def holds_programs(value):
-        return hasattr(value, "eqns")
-
     name = equation.primitive.name
     if name not in _CALLS:
         return name in _BLIND
-    values = jax.tree.leaves([*equation.params.values()], is_leaf=holds_programs)
-    return not any(map(_might_see_nan, filter(holds_programs, values)))
+    return not any(map(_might_see_nan, programs_in(equation)))
 
 
 # What a square is computed with; 0 is added for the imaginary part of a real number.

@@ -5,8 +5,8 @@ You meet most of them as what a function returns or a field holds. To write a sc
 your own, fill a `LossScaler`; the rest is for annotations and `isinstance`.
 """
 
-from jls._ema import ParamsEmaState as ParamsEmaState
 from jls._audit.check import StepCheck as StepCheck
+from jls._ema import ParamsEmaState as ParamsEmaState
 from jls._report.health import Health as Health
 from jls._report.nonfinite import LeafReport as LeafReport
 from jls._report.nonfinite import NonfiniteReport as NonfiniteReport

@@ -16,14 +16,14 @@ from jls._nnx import is_module_or_optimizer, is_object, is_variable, nnx
 from jls._tree import is_concrete
 from jls._types import StepReport
 
-Path = tuple[str, ...]
+Keys = tuple[str, ...]
 REPORT = "StepReport"  # the kind of what jls itself returned beside the state
 
 
 class Item(NamedTuple):
     """A leaf of the arguments, or of what the step returned."""
 
-    path: Path  # of an argument: its name comes first
+    path: Keys  # of an argument: its name comes first
     value: Any
     kind: str  # the type of its nnx.Variable, REPORT, or ""
 
@@ -146,7 +146,7 @@ def _argument(path: Any, names: list[str]) -> str:
     return str(key.key) if is_keyword else names[key.idx]
 
 
-def tokens(path: Any) -> Path:
+def tokens(path: Any) -> Keys:
     """The keys of a path of JAX, as text."""
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
@@ -154,7 +154,7 @@ def tokens(path: Any) -> Path:
 # NNX, if the program uses it.
 
 
-def _split(objects: list[Any], prefixes: list[Path]) -> tuple[Any, Any, list[Item]]:
+def _split(objects: list[Any], prefixes: list[Keys]) -> tuple[Any, Any, list[Item]]:
     """The graph and the state of NNX objects together, and the leaves of that state."""
     if not objects:
         return None, None, []

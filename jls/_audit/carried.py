@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jls._audit.arguments import REPORT, Arguments, Item, Path
+from jls._audit.arguments import REPORT, Arguments, Item, Keys
 from jls._audit.leaves import Scale, has_form, same_form, under, units
 from jls._audit.reading import Reading
 from jls._tree import is_extended, is_inexact
@@ -25,7 +25,7 @@ Named = Mapping[str, Sequence[str] | None] | None
 class Carried(NamedTuple):
     """How to read what comes back from a step."""
 
-    sources: dict[int, Path]  # leaf of the arguments -> path in the outputs
+    sources: dict[int, Keys]  # leaf of the arguments -> path in the outputs
     in_place: frozenset[int]  # leaves that are read from the NNX objects
     compared: frozenset[int]  # leaves that have to be right
     doubtful: frozenset[int]  # leaves taken as data, though a result looks like them
@@ -50,22 +50,22 @@ class _Pairing:
         reading: Reading | None,
     ) -> None:
         self.items, self.scales, self.reading = items, scales, reading
-        self.sources: dict[Path, Path] = {}  # subtree of the arguments -> of outputs
-        self.doubtful: set[Path] = set()
-        self._subtrees: dict[Path, dict[Path, Item]] = defaultdict(dict)
+        self.sources: dict[Keys, Keys] = {}  # subtree of the arguments -> of outputs
+        self.doubtful: set[Keys] = set()
+        self.subtrees: dict[Keys, dict[Keys, Item]] = defaultdict(dict)
         for item in outputs:
             for end in range(len(item.path) + 1):
-                self._subtrees[item.path[:end]][item.path[end:]] = item
-        self._order = {path: n for n, path in enumerate(self._subtrees)}
+                self.subtrees[item.path[:end]][item.path[end:]] = item
+        self._order = {path: n for n, path in enumerate(self.subtrees)}
 
-    def pair(self, wanted: Sequence[Path], is_free: bool) -> None:
+    def pair(self, wanted: Sequence[Keys], is_free: bool) -> None:
         """Pairs each of `wanted`, as far as it can.
 
         Args:
           wanted: subtrees of the arguments.
           is_free: whether they may be data.
         """
-        alike: dict[Any, list[Path]] = defaultdict(list)
+        alike: dict[Any, list[Keys]] = defaultdict(list)
         for path in wanted:
             alike[frozenset(self._leaves(path))].append(path)
         # Larger ones first: a part of one is no result by itself.
@@ -73,12 +73,12 @@ class _Pairing:
             for group in self._partition(alike[keys]):
                 self._pair_alike(group, is_free)
 
-    def _leaves(self, path: Path) -> dict[Path, int]:
+    def _leaves(self, path: Keys) -> dict[Keys, int]:
         return {self.items[i].path[len(path) :]: i for i in under(self.items, path)}
 
-    def _partition(self, paths: list[Path]) -> list[list[Path]]:
+    def _partition(self, paths: list[Keys]) -> list[list[Keys]]:
         """Groups of subtrees with equal shapes and dtypes."""
-        parts: list[list[Path]] = []
+        parts: list[list[Keys]] = []
         for path in paths:
             mine = self._leaves(path)
             for part in parts:
@@ -93,13 +93,13 @@ class _Pairing:
                 parts.append([path])
         return parts
 
-    def _pair_alike(self, group: list[Path], is_free: bool) -> None:
+    def _pair_alike(self, group: list[Keys], is_free: bool) -> None:
         first = self._leaves(group[0])
         targets = [
             target
-            for target, leaves in self._subtrees.items()
+            for target, leaves in self.subtrees.items()
             if leaves.keys() == first.keys()
-            and not self._is_used(target)
+            and not self.is_used(target)
             and all(
                 same_form(self.items[i].value, leaves[key].value)
                 for key, i in first.items()
@@ -128,7 +128,7 @@ class _Pairing:
             }
 
     def _take(
-        self, path: Path, target: Path, group: list[Path], targets: list[Path]
+        self, path: Keys, target: Keys, group: list[Keys], targets: list[Keys]
     ) -> None:
         self.sources[path] = target
         group.remove(path)
@@ -136,9 +136,9 @@ class _Pairing:
 
     def _pairs_in_order(
         self,
-        group: list[Path],
-        targets: list[Path],
-        sure: Mapping[tuple[Path, Path], int],
+        group: list[Keys],
+        targets: list[Keys],
+        sure: Mapping[tuple[Keys, Keys], int],
         is_free: bool,
     ) -> bool:
         pairs = list(zip(group, targets, strict=False))
@@ -152,7 +152,7 @@ class _Pairing:
             is_inexact(self.items[i].value) for p in group for i in under(self.items, p)
         )
 
-    def _sureness(self, path: Path, target: Path) -> int:
+    def _sureness(self, path: Keys, target: Keys) -> int:
         if self.reading is None:
             return _ALIKE
         proved = frozen = follows = 0
@@ -174,7 +174,7 @@ class _Pairing:
             return _FROZEN
         return _FOLLOWS if follows else _ALIKE
 
-    def _may_be_state(self, path: Path, target: Path) -> bool:
+    def _may_be_state(self, path: Keys, target: Keys) -> bool:
         """Whether a whole argument goes into a result that looks like it."""
         if len(path) > 1 or self.reading is None:
             return False
@@ -185,13 +185,13 @@ class _Pairing:
             for (bit, _), result in zip(leaves, results, strict=True)
         )
 
-    def _is_elsewhere(self, leaf: int, path: Path) -> bool:
+    def _is_elsewhere(self, leaf: int, path: Keys) -> bool:
         return self.items[leaf].path[: len(path)] != path
 
-    def _is_used(self, target: Path) -> bool:
+    def is_used(self, target: Keys) -> bool:
         return any(_overlap(target, x) for x in self.sources.values())
 
-    def _raise_ambiguous(self, group: list[Path], targets: list[Path]) -> None:
+    def _raise_ambiguous(self, group: list[Keys], targets: list[Keys]) -> None:
         names = ", ".join(f"'{'/'.join(path)}'" for path in group)
         found = ", ".join("/".join(path) or "all of it" for path in targets)
         raise ValueError(
@@ -202,7 +202,7 @@ class _Pairing:
         )
 
 
-def _overlap(one: Path, other: Path) -> bool:
+def _overlap(one: Keys, other: Keys) -> bool:
     return one[: len(other)] == other or other[: len(one)] == one
 
 
@@ -267,7 +267,7 @@ def match(
     return carried._replace(compared=_counted(arguments, carried, named))
 
 
-def _pair_parts(pairing: _Pairing, trees: Iterable[Path]) -> None:
+def _pair_parts(pairing: _Pairing, trees: Iterable[Keys]) -> None:
     """Parts of trees that come back by themselves."""
     for path in trees:
         parts = [part for part in units(pairing.items, path) if part != path]
@@ -279,7 +279,7 @@ def _pair_parts(pairing: _Pairing, trees: Iterable[Path]) -> None:
 
 
 def _pair_arrays(
-    pairing: _Pairing, tops: list[Path], arrays: list[Path], states: list[Path]
+    pairing: _Pairing, tops: list[Keys], arrays: list[Keys], states: list[Keys]
 ) -> None:
     """Arguments that are arrays by themselves: parameters, counts, keys, or data."""
     last = max((tops.index(path) for path in states), default=-1)
@@ -302,7 +302,7 @@ def _pair_arrays(
             _pair_first(pairing, path)
 
 
-def _is_no_state(pairing: _Pairing, path: Path, before: list[Path]) -> bool:
+def _is_no_state(pairing: _Pairing, path: Keys, before: list[Keys]) -> bool:
     """Whether a pair of arrays is one by its form alone, or by a sum like a state's."""
     (at,) = under(pairing.items, path)
     reading, target = pairing.reading, pairing.sources[path]
@@ -318,17 +318,17 @@ def _is_no_state(pairing: _Pairing, path: Path, before: list[Path]) -> bool:
     return not all(x in pairing.sources for x in before)
 
 
-def _pair_first(pairing: _Pairing, path: Path) -> None:
+def _pair_first(pairing: _Pairing, path: Keys) -> None:
     """An array before the state: the first result of its form."""
     (at,) = under(pairing.items, path)
-    for target, leaves in pairing._subtrees.items():
-        if list(leaves) == [()] and not pairing._is_used(target):
-            if same_form(pairing.items[at].value, leaves[()].value):
-                pairing.sources[path] = target
-                return
+    for target, leaves in pairing.subtrees.items():
+        is_free = list(leaves) == [()] and not pairing.is_used(target)
+        if is_free and same_form(pairing.items[at].value, leaves[()].value):
+            pairing.sources[path] = target
+            return
 
 
-def _holds(items: Sequence[Item], scale: Scale, path: Path) -> bool:
+def _holds(items: Sequence[Item], scale: Scale, path: Keys) -> bool:
     return items[scale.at].path[: len(path)] == path
 
 
@@ -352,9 +352,7 @@ def _check(
     )
 
 
-def _counted(
-    arguments: Arguments, carried: Carried, named: Named
-) -> frozenset[int]:
+def _counted(arguments: Arguments, carried: Carried, named: Named) -> frozenset[int]:
     """The carried arrays, without the fields that `carried_args` leaves out."""
 
     def counts(item: Item) -> bool:

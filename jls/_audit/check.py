@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jls.check_step`: injects faults into a step and names the mistakes it finds."""
 
-import os
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ import optax
 
 from jls import _validate
 from jls._audit import codes
-from jls._audit.arguments import Arguments, Path, take_apart, tokens, unbind
+from jls._audit.arguments import Arguments, Keys, take_apart, tokens, unbind
 from jls._audit.codes import CODES, TABLE, Code
 from jls._audit.faults import try_all
 from jls._audit.findings import Findings
@@ -37,7 +37,7 @@ class StepCheck(NamedTuple):
     broken.
 
     Example:
-      >>> check = jls.types.StepCheck(broken=("not scaled",), seen={"not scaled": "..."})
+      >>> check = jls.types.StepCheck(broken=("not scaled",))
       >>> check.ok
       False
     """
@@ -234,8 +234,10 @@ def _as_data(names: Iterable[str]) -> str:
 
 def _step_check(findings: Findings, mends: Mapping[Code, str]) -> StepCheck:
     broken = findings.of("broken")
+    right: dict[Code, str]
     right = {code: x.text for code, x in findings.of("right").items() if x.text}
     untried = {code: x.text for code, x in findings.of("not tried").items()}
+    away: dict[Code, str]
     away = {code: x.text for code, x in findings.of("does not apply").items()}
     return StepCheck(
         broken=tuple(broken),
@@ -302,7 +304,7 @@ def _check_usable(path: str, leaf: Any) -> None:
 def _find_scales(
     args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments
 ) -> list[Scale]:
-    nodes: list[Path] = []
+    nodes: list[Keys] = []
     flat, _ = jax.tree_util.tree_flatten_with_path(
         (args, kwargs), is_leaf=is_scaler_state
     )
@@ -373,7 +375,9 @@ def _table(rows: list[tuple[str, str, str]]) -> list[str]:
 
 def _short(file: str) -> str:
     """A path as it is written below the working directory."""
-    return os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
+    path = Path(file)
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _note(note: str) -> str:

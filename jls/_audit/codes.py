@@ -31,15 +31,17 @@ class Row(NamedTuple):
     write: str  # the line to write
 
 
-_SELECT = "new = jls.select(opt_state.applied, new, old) for what the optimizer does not hold"
+_SELECT = (
+    "new = jls.select(opt_state.applied, new, old) for what the optimizer does not hold"
+)
 _UPDATE = "updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)"
 _VALUE_AND_GRAD = "loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, batch)"
 
 TABLE: dict[Code, Row] = {
     "no step": Row(
         "a good step changes what the step carries",
-        "a good step changes nothing of what it returns, or returns the optimizer's old "
-        "state",
+        "a good step changes nothing of what it returns, or returns the old state of "
+        "the optimizer",
         "both",
         "return the new params and the new opt_state from the step",
     ),
@@ -90,8 +92,8 @@ TABLE: dict[Code, Row] = {
     ),
     "overflow hidden": Row(
         "an inf in the gradients reaches the optimizer",
-        "something between the gradients and the optimizer replaces inf or NaN, so that "
-        "a step that overflowed is applied",
+        "something between the gradients and the optimizer replaces inf or NaN, so "
+        "that a step that overflowed is applied",
         "both",
         "no jnp.nan_to_num, no elementwise clip and no jnp.where(isfinite) before "
         "jls.loss_scaled sees the gradients; "

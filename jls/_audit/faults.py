@@ -192,8 +192,10 @@ class _Trials:
                 self._judge_applied(fault)
         self._judge_cleaned()
         if explained and not self.findings.is_settled(code):
-            self.findings.not_tried(code, "the gradients are not scaled and unscaled once")
-        elif any(fault.scales for fault in self.faults):
+            self.findings.not_tried(
+                code, "the gradients are not scaled and unscaled once"
+            )
+        elif not self.findings.verdict(code) and any(x.scales for x in self.faults):
             self.findings.right(code)
 
     def _was_told(self, fault: Fault) -> bool:
@@ -225,9 +227,12 @@ class _Trials:
             )
         elif not is_same:
             cleaned = self.proved.cleaned if self.proved else ()
-            place = place_of(cleaned[0].cleaned) if cleaned else None
+            site = cleaned[0].cleaned if cleaned else None
+            place = place_of(site) if site else None
             by = f", by {place}" if place else ""
-            seen = f"with {fault.what} the gradients overflowed, and the step was applied"
+            seen = (
+                f"with {fault.what} the gradients overflowed, and the step was applied"
+            )
             self.findings.broken(
                 code, f"{seen}: something outside the wrapper cleaned them{by}", place
             )
@@ -246,14 +251,17 @@ class _Trials:
         if self.findings.is_settled(code) or not (self.proved and self.proved.cleaned):
             return
         for gradient in self.proved.cleaned:
+            assert gradient.cleaned is not None
             place = place_of(gradient.cleaned)
             applied = inf_is_applied(self.runner, self.base.leaves, gradient)
             if applied is None:
                 self.findings.not_tried(
-                    code, f"{place} may lose an inf, in a loop that no fault reaches"
+                    code, f"{place} may lose an inf, where no fault reaches it"
                 )
             elif applied:
-                seen = f"an inf in the gradients was lost by {place}; the step was applied"
+                seen = (
+                    f"an inf in the gradients was lost by {place}; the step was applied"
+                )
                 self.findings.broken(code, seen, place)
                 return
 
@@ -329,7 +337,9 @@ class _Trials:
         for path, below in units(items).items():
             is_behind |= path == last
             found = [
-                i for i in below if i not in carried.leaves and may_take_fault(leaves[i])
+                i
+                for i in below
+                if i not in carried.leaves and may_take_fault(leaves[i])
             ]
             # Not a part of an argument that is carried, such as a field left out.
             if found and path[0] not in owners:
@@ -435,7 +445,8 @@ class _Trials:
         notes = []
         if averages:
             notes.append(
-                f"{runner.names(averages)}: an average, which goes on towards what stays"
+                f"{runner.names(averages)}: an average, which goes on towards what "
+                "stays"
             )
         if noisy:
             notes.append(f"{runner.names(noisy)}: noise is added to it")
@@ -494,6 +505,8 @@ class _Trials:
             return
         in_scale = [fault for fault in bad if fault.scales]
         in_batch = [fault for fault in bad if not fault.scales]
+        # Of the batch one that left something behind, if there is one.
+        in_batch.sort(key=lambda x: not self.runner.nonfinite(x.run, x.exempt))
         for fault in in_scale[:1] + in_batch[:1]:
             run = self._good_step_after(fault, code)
             for _ in range(self.base.window):

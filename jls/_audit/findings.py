@@ -33,7 +33,7 @@ class Findings:
             self._found[code] = Finding("broken", seen, place, write)
 
     def right(self, code: Code, note: str = "") -> None:
-        if self.verdict(code) not in ("broken", "does not apply"):
+        if self.verdict(code) is None:
             self._found[code] = Finding("right", note)
 
     def not_tried(self, code: Code, reason: str) -> None:

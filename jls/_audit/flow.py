@@ -5,8 +5,8 @@ Of every value it says
     degree      which powers of the loss scales are factors of it
     depends     which floating-point inputs it is computed from; booleans and integers
                 pass nothing on
-    follows     which inputs, and which gradients that a wrapper was given, it has in it
-                as a parameter has: moved, scaled and added to
+    follows     from which inputs, and from which gradients that a wrapper was given, it
+                is computed element by element, as parameters are from updates
     known       that it is an input, unchanged; or a number
     holds       of which inputs it holds elements that were only moved
     gradient    what has happened to it since the loss scale was divided out
@@ -28,8 +28,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls._program.rules import (
-    AFFINE,
+    BOUNDED,
     CHOICES,
+    ELEMENTWISE,
     HOMOGENEOUS,
     LINEAR,
     MOVES,
@@ -57,7 +58,7 @@ class Mixed(NamedTuple):
     """Of a sum or a choice of values of several degrees."""
 
     site: Site
-    degrees: tuple[Powers, ...]
+    degrees: tuple[Any, ...]
 
 
 class Unknown(NamedTuple):
@@ -73,7 +74,7 @@ ANY, ZERO = AnyDegree.ANY, ()
 class Same(NamedTuple):
     """An input, unchanged but for its shape."""
 
-    index: int
+    number: int
 
 
 class Number(NamedTuple):
@@ -88,7 +89,7 @@ class Value:
 
     degree: Degree = ZERO
     depends: int = 0  # a set of bits: inputs, by data
-    follows: int = 0  # a set of bits: inputs and gradients, moved, scaled and added
+    follows: int = 0  # a set of bits: inputs and gradients, element by element
     known: Same | Number | None = None
     holds: int = 0  # a set of bits
     scale: int | None = None  # the number of the loss scale that it is
@@ -234,7 +235,7 @@ class Flow:
         follows = functools.reduce(operator.or_, (x.follows for x in operands), 0)
         if name in RANDOM:
             depends |= self._random
-        if name not in AFFINE:
+        if name not in MOVES and name not in ELEMENTWISE:
             follows &= ~self._of_inputs if INNER in marks else 0
         is_splat = all(x.is_splat for x in operands)
         results = []
@@ -278,14 +279,16 @@ class Flow:
                 depends=depends & self._random,
                 known=known,
                 holds=self._holds(name, operands, data, aval),
-                is_splat=is_splat,
+                is_splat=is_splat or aval.ndim == 0,
                 unscaled=next((x.unscaled for x in operands if x.unscaled), None),
             )
         if isinstance(known, Same) and name in UNCHANGED | {"convert_element_type"}:
             of_input = next(x for x in data if x.known == known)
             narrowed = _narrowed(site, of_input, aval)
-            return of_input if narrowed is of_input.narrowed else dataclasses.replace(
-                of_input, narrowed=narrowed
+            return (
+                of_input
+                if narrowed is of_input.narrowed
+                else dataclasses.replace(of_input, narrowed=narrowed)
             )
         degree = self._degree(site, operands, data, depends)
         value = Value(
@@ -367,7 +370,7 @@ class Flow:
             return _power(degrees[0], equation.params["y"])
         if name == "pow" and isinstance(operands[1].known, Number):
             return _power(degrees[0], operands[1].known.value)
-        if name in HOMOGENEOUS or name in MOVES and len(data) == 1:
+        if name in HOMOGENEOUS or (name in MOVES and len(data) == 1):
             return degrees[0]
         if name in SUMS or name in CHOICES or name in MOVES:
             return self._common(site, data, depends)
@@ -376,6 +379,10 @@ class Flow:
         broken = [x for x in degrees if isinstance(x, Mixed | Unknown)]
         if broken:
             return broken[0]
+        if name == "sign":
+            return ZERO
+        if name in BOUNDED and depends & ~self._of_scalers:
+            return Mixed(site, (ZERO, *degrees))
         return self._of_scale_alone(site, operands, depends) or Unknown(site)
 
     def _common(self, site: Site, values: Sequence[Value], depends: int) -> Degree:
@@ -435,10 +442,19 @@ class Flow:
             return first if all(x == first for x in known) else None
         if name in MOVES and isinstance(first, Number) and name in _ONE_OF_MANY:
             return first
-        is_whole = isinstance(first, Same) and aval.size == self._avals[first.index].size
+        is_whole = (
+            isinstance(first, Same) and aval.size == self._avals[first.number].size
+        )
         if name in UNCHANGED or name in ("broadcast_in_dim", "slice"):
             return first if is_whole or isinstance(first, Number) else None
-        if name in ("reduce_and", "reduce_or", "reduce_max", "reduce_min", "pmax", "pmin"):
+        if name in (
+            "reduce_and",
+            "reduce_or",
+            "reduce_max",
+            "reduce_min",
+            "pmax",
+            "pmin",
+        ):
             return first if isinstance(first, Number) else None
         return _folded(name, known)
 
@@ -450,7 +466,7 @@ class Flow:
                 return Number(int(known.value)) if known.value == known.value else None
             return Number(float(known.value))
         if isinstance(known, Same):
-            old, new = self._avals[known.index].dtype, aval.dtype
+            old, new = self._avals[known.number].dtype, aval.dtype
             return known if _is_exact(old, new) else None
         return None
 
@@ -469,6 +485,11 @@ class Flow:
 _ONE_OF_MANY = frozenset(["broadcast_in_dim", "gather", "dynamic_slice", "pad"])
 
 
+_EXTREMES = frozenset(
+    ["reduce_and", "reduce_or", "reduce_max", "reduce_min", "pmax", "pmin"]
+)
+
+
 def _product(degrees: Sequence[Degree]) -> Degree:
     for kind in (AnyDegree, Mixed, Unknown):
         for degree in degrees:
@@ -476,8 +497,8 @@ def _product(degrees: Sequence[Degree]) -> Degree:
                 return degree
     total: dict[Any, Fraction] = {}
     for degree in degrees:
-        for symbol, power in degree:
-            total[symbol] = total.get(symbol, Fraction(0)) + power
+        for symbol, power in degree if isinstance(degree, tuple) else ():
+            total[symbol] = total.get(symbol, Fraction()) + Fraction(power)
     return tuple(sorted(((s, p) for s, p in total.items() if p), key=repr))
 
 
@@ -643,11 +664,17 @@ def _says_the_same(one: Value, other: Value) -> bool:
         type(one.degree) is type(other.degree)
         and isinstance(one.degree, Mixed | Unknown)
     )
-    return same_degree and all(
-        getattr(one, field.name) == getattr(other, field.name)
-        for field in dataclasses.fields(Value)
-        if field.name not in ("degree", "gain", *_SITES)
-    ) and all((getattr(one, x) is None) == (getattr(other, x) is None) for x in _SITES)
+    return (
+        same_degree
+        and all(
+            getattr(one, field.name) == getattr(other, field.name)
+            for field in dataclasses.fields(Value)
+            if field.name not in ("degree", "gain", *_SITES)
+        )
+        and all(
+            (getattr(one, x) is None) == (getattr(other, x) is None) for x in _SITES
+        )
+    )
 
 
 def _is_inexact(aval: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jls._audit.findings import Findings
-from jls._audit.leaves import Scale, as_numpy, same
+from jls._audit.leaves import Scale, as_numpy
 from jls._audit.runs import Leaves, Run, Runner
 from jls._text import format_scale
 
@@ -72,9 +72,7 @@ def _keeps_the_old_state(runner: Runner, good: list[Run]) -> bool:
             result is not None and reading.leaf_of(result.now) == i
             for i, result in zip(steps, results, strict=True)
         )
-    is_new_elsewhere = any(
-        "steps" in item.path for run in good for item in run.outputs
-    )
+    is_new_elsewhere = any("steps" in item.path for run in good for item in run.outputs)
     return not is_new_elsewhere and not any(
         runner.own & runner.changed(run) for run in good
     )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jls._audit.arguments import Item, Path
+from jls._audit.arguments import Item, Keys
 from jls._tree import common_dtype, is_array, is_extended
 
 # Flax keeps the amax history and the scales of its fp8 layers in variables whose
@@ -27,14 +27,14 @@ class Scale(NamedTuple):
     own: frozenset[int]  # all leaves that are jls's own
     fields: dict[str, int]  # leaves of the scaler's state, by name
     spikes: dict[str, int]  # leaves of the spike policy's state, by name; {} if none
-    root: Path  # the path of the wrapper's state, or of the scaler's if it is bare
+    root: Keys  # the path of the wrapper's state, or of the scaler's if it is bare
 
     @property
     def is_static(self) -> bool:
         return len(self.state) == 1
 
 
-def find_scales(items: Sequence[Item], nodes: Iterable[Path]) -> list[Scale]:
+def find_scales(items: Sequence[Item], nodes: Iterable[Keys]) -> list[Scale]:
     """The loss scales below the scaler states `nodes`, or else by their names.
 
     A state that `nnx.split` made has lost the types of its nodes.
@@ -78,7 +78,7 @@ def own_leaves(scales: Sequence[Scale]) -> set[int]:
     return {i for scale in scales for i in scale.own}
 
 
-def without_value(path: Path) -> Path:
+def without_value(path: Keys) -> Keys:
     """The path of an NNX variable without its last key."""
     *above, last = path
     is_key = last in ("value", "raw_value")
@@ -90,12 +90,12 @@ def is_fp8(item: Item) -> bool:
     return item.kind in _FP8 or any(key in _FP8 for key in item.path)
 
 
-def under(items: Sequence[Item], prefix: Path) -> list[int]:
+def under(items: Sequence[Item], prefix: Keys) -> list[int]:
     """The leaves below `prefix`."""
     return [i for i, x in enumerate(items) if x.path[: len(prefix)] == prefix]
 
 
-def units(items: Sequence[Item], prefix: Path = ()) -> dict[Path, list[int]]:
+def units(items: Sequence[Item], prefix: Keys = ()) -> dict[Keys, list[int]]:
     """The leaves below `prefix`, by the next key."""
     found = defaultdict(list)
     for i, item in enumerate(items):

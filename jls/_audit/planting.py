@@ -21,8 +21,8 @@ def inf_is_applied(runner: Runner, leaves: list[Any], gradient: Value) -> bool |
       gradient: what a wrapper was given, as the program has it.
 
     Returns:
-      Whether no wrapper skipped; None if the operation that divided the loss scale out
-      of the gradient is in a loop, where nothing can be planted.
+      Whether no wrapper skipped; None if nothing can be planted where the loss scale
+      was divided out of the gradient.
     """
     reading, site = runner.reading, gradient.unscaled
     assert reading is not None

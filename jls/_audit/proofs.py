@@ -10,10 +10,10 @@ from jls._audit.codes import Code
 from jls._audit.findings import Findings
 from jls._audit.flow import ANY, ZERO, Call, Mixed, Unknown, Value
 from jls._audit.leaves import Scale, as_numpy, is_fp8
-from jls._audit.reading import Reading
 from jls._audit.runs import Runner
 from jls._program.places import Place, place_of
 from jls._program.walk import Site
+from jls._tree import is_inexact
 
 BY_READING: tuple[Code, ...] = (
     "not scaled",
@@ -40,7 +40,12 @@ def read_codes(runner: Runner, findings: Findings) -> Proved:
     if missing:
         names = ", ".join(runner.scales[k].name for k in missing)
         reason = f"no update with {names} was found in the program of the step"
-        for code in ("not scaled", "scale leaks", "loss not passed", "gradients narrowed"):
+        for code in (
+            "not scaled",
+            "scale leaks",
+            "loss not passed",
+            "gradients narrowed",
+        ):
             findings.not_tried(code, reason)
     calls = [(k, call) for k in wrappers for call in reading.calls.get(k, [])]
     _read_scaling(runner, calls, findings)
@@ -79,8 +84,8 @@ def _read_scaling(
         scale = runner.scales[k]
         gradients = [x for j, call in calls if j == k for x in call.gradients]
         if not scale.counters:
-            gradients = _trained_by_hand(runner)
-        if gradients:
+            gradients = _read_bare(runner, scale, findings)
+        elif gradients:
             _read_not_scaled(runner, k, gradients, findings)
         if any(map(is_fp8, runner.arguments.items)):
             reason = "8-bit layers keep magnitudes of scaled gradients, rightly"
@@ -102,10 +107,22 @@ def _trained(runner: Runner, bits: int) -> list[Value]:
     return [x.now for x in results if x is not None and x.now.follows & bits]
 
 
-def _trained_by_hand(runner: Runner) -> list[Value]:
-    """Of a bare scaler: what comes back with gradients in it."""
-    results = (runner.result(i) for i in sorted(runner.trained))
-    return [result.now for result in results if result is not None]
+def _read_bare(runner: Runner, scale: Scale, findings: Findings) -> list[Value]:
+    """What comes back with gradients in it that a bare scaler scaled."""
+    reading = runner.reading
+    assert reading is not None
+    bit = reading.bit(scale.at)
+    leaves = runner.carried.compared - runner.own
+    leaves = [i for i in leaves if is_inexact(runner.arguments.items[i].value)]
+    results = [runner.result(i) for i in sorted(leaves)]
+    found = [x.now for x in results if x is not None and x.now.depends & bit]
+    if not results:
+        reason = "nothing comes back that could be trained"
+        findings.not_tried("not scaled", reason)
+    elif not found:
+        seen = f"nothing that comes back depends on the loss scale in {scale.name}"
+        findings.broken("not scaled", seen)
+    return [x for x in found if x.follows]
 
 
 def _read_not_scaled(
@@ -126,8 +143,10 @@ def _read_not_scaled(
     if others:
         seen = f"the gradients of {name} were scaled by {others[0]}"
     else:
-        part = "" if len(lacking) == len(gradients) else (
-            f"{len(lacking)} of {len(gradients)} of "
+        part = (
+            ""
+            if len(lacking) == len(gradients)
+            else (f"{len(lacking)} of {len(gradients)} of ")
         )
         seen = (
             f"{part}the gradients that the optimizer is given do not depend on the "
@@ -192,7 +211,9 @@ def _read_losses(
     code: Code = "loss not passed"
     wrappers = [x for x in runner.scales if x.counters and not x.is_static]
     if not wrappers:
-        findings.does_not_apply(code, "there is no wrapper with a loss scale that moves")
+        findings.does_not_apply(
+            code, "there is no wrapper with a loss scale that moves"
+        )
     elif any("steps_since_sync" in item.path for item in runner.arguments.items):
         reason = "optax.lookahead, outside, does not pass value= on"
         findings.does_not_apply(code, reason)

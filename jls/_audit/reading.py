@@ -190,7 +190,7 @@ class Reading:
     def leaf_of(self, value: Value) -> int | None:
         """The leaf of the arguments that a value is, unchanged."""
         known = value.known
-        return self.traced.inputs[known.index] if isinstance(known, Same) else None
+        return self.traced.inputs[known.number] if isinstance(known, Same) else None
 
     def leaves_in(self, bits: int) -> list[int]:
         """The leaves of the arguments in a set of bits."""

@@ -19,8 +19,8 @@ import numpy as np
 
 from jls._audit.arguments import Arguments, Item, items_of
 from jls._audit.carried import Carried, Named, match
-from jls._audit.leaves import Scale, as_numbers, as_numpy, own_leaves, same
 from jls._audit.flow import Value
+from jls._audit.leaves import Scale, as_numbers, as_numpy, own_leaves, same
 from jls._audit.reading import Reading
 from jls._mistakes import eager_steps_allowed
 from jls._placement import place_like
@@ -137,7 +137,9 @@ class Runner:
         for scale in self.scales:
             flags = scale.counters.get("nonfinite_leaves")
             count = -1 if flags is None else np.shape(items[flags].value)[-1]
-            outside = [i for i in floats if items[i].path[: len(scale.root)] != scale.root]
+            outside = [
+                i for i in floats if items[i].path[: len(scale.root)] != scale.root
+            ]
             for end in range(1, max((len(items[i].path) for i in outside), default=0)):
                 for root in {items[i].path[:end] for i in outside}:
                     part = [i for i in outside if items[i].path[:end] == root]
@@ -417,8 +419,10 @@ def _saying_if_slow() -> Iterator[None]:
     timer = threading.Timer(
         _PATIENCE_IN_SECONDS,
         logging.getLogger("jls").warning,
-        ["jls.check_step is compiling and running the step; this takes as long as your "
-         "first step does."],
+        [
+            "jls.check_step is compiling and running the step; this takes as long as "
+            "your first step does."
+        ],
     )
     timer.daemon = True
     timer.start()

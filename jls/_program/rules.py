@@ -33,15 +33,14 @@ UNCHANGED = _names(
 LINEAR = _names(
     """
     convert_element_type cumsum fft imag neg pmean psum psum2 psum_invariant real conj
-    reduce_precision reduce_scatter reduce_sum reduce_window_sum reduce_window
-    symmetric_product
+    reduce_precision reduce_scatter reduce_sum reduce_window_sum
     """
 )
 # A factor that all elements of the operand have is a factor of the result.
 HOMOGENEOUS = LINEAR | _names(
     """
     abs cummax cummin pmax pmin reduce_max reduce_min reduce_window_max
-    reduce_window_min top_k argsort
+    reduce_window_min top_k
     """
 )
 PRODUCTS = _names(
@@ -58,15 +57,19 @@ CHOICES = _names(
     select_and_gather_add select_and_scatter_add
     """
 )
-# What a value becomes if it is moved, scaled and added to: parameters stay parameters.
-AFFINE = (
-    MOVES
-    | SUMS
+# Of what has a factor, these have it in no way that could be divided out again.
+BOUNDED = _names("cos erf erfc logistic sin tanh")
+# An element of the result is computed from the elements in its place.
+ELEMENTWISE = (
+    SUMS
     | CHOICES
+    | BOUNDED
     | _names(
         """
-        convert_element_type div imag mul neg pmean psum psum2 psum_invariant real
-        reduce_precision reduce_scatter
+        abs acos acosh asin asinh atan atan2 atanh cbrt ceil conj convert_element_type
+        cosh div erf_inv exp exp2 expm1 floor imag integer_pow log log1p mul neg pmean
+        pow psum psum2 psum_invariant real reduce_precision reduce_scatter rem round
+        rsqrt sign sinh sqrt square tan
         """
     )
 )

@@ -10,7 +10,7 @@ operands; the walk knows control flow:
     anything else          the question
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from jls._program.jaxprs import called_program, is_literal, opened, scan_counts

@@ -564,7 +564,7 @@ def test_raise_if_broken_is_for_tests():
     broken = check(*plain(tell=steps.tell_nothing))
     with pytest.raises(AssertionError, match="loss not passed    BROKEN"):
         broken.raise_if_broken()
-    with pytest.raises(ValueError, match="not_tried must be .*got 'warn'"):
+    with pytest.raises(ValueError, match=r"not_tried must be .*got 'warn'"):
         broken.raise_if_broken(not_tried="warn")
 
 
