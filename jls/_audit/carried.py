@@ -313,7 +313,7 @@ def _is_no_state(pairing: _Pairing, path: Keys, before: list[Keys]) -> bool:
         return True
     if reading.leaf_of(result.skipped) == at:
         return False
-    if result.now.follows & reading.bits_of_all_calls:
+    if result.now.follows & reading.bits_of_updates:
         return False
     return not all(x in pairing.sources for x in before)
 

@@ -17,7 +17,7 @@ from jls._audit.codes import CODES, TABLE, Code
 from jls._audit.faults import try_all
 from jls._audit.findings import Findings
 from jls._audit.leaves import Scale, find_scales
-from jls._audit.proofs import BY_READING, read_codes
+from jls._audit.proofs import BY_READING, Proved, read_codes
 from jls._audit.reading import Reading, Traced, Unread, trace
 from jls._audit.runs import Runner
 from jls._program.places import Place
@@ -156,8 +156,22 @@ def check_step(
       >>> jls.check_step(step, params, optimizer.init(params), jnp.ones((4, 3))).broken
       ('not scaled', 'loss not passed')
     """
+    with jax.debug_nans(False):  # NaN is what the faults are made of
+        runner, findings, proved = read_step(step, args, kwargs, carried_args)
+        try_all(runner, findings, proved)
+    findings.leave_out_the_rest("nothing in the step shows it")
+    notes = _notes(runner, step)
+    return _step_check(findings, _mends((args, kwargs), runner.arguments), notes)
+
+
+def read_step(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    carried_args: CarriedArgs = None,
+) -> tuple[Runner, Findings, Proved | None]:
+    """All that `check_step` does before it runs the step."""
     _validate.function("step", step)
-    given = step
     step, bound = unbind(step)
     args = (*bound, *args)
     arguments = take_apart(step, args, kwargs)
@@ -166,14 +180,10 @@ def check_step(
     named = _named(carried_args, arguments, len(bound))
     scales = _find_scales(args, kwargs, arguments)
     findings = Findings()
-    with jax.debug_nans(False):  # NaN is what the faults are made of
-        reading = _read(step, arguments, scales, findings)
-        runner = Runner(step, arguments, scales, named, reading, RUNS)
-        proved = read_codes(runner, findings) if reading else None
-        try_all(runner, findings, proved)
-    findings.leave_out_the_rest("nothing in the step shows it")
-    findings.notes += _notes(runner, reading, given)
-    return _step_check(findings, _mends((args, kwargs), arguments))
+    reading = _read(step, arguments, scales, findings)
+    runner = Runner(step, arguments, scales, named, reading, RUNS)
+    proved = read_codes(runner, findings) if reading else None
+    return runner, findings, proved
 
 
 def _read(
@@ -210,9 +220,7 @@ def is_compiled(step: Callable[..., Any]) -> bool:
     return hasattr(step, "lower") or isinstance(step, jax.stages.Compiled)
 
 
-def _notes(
-    runner: Runner, reading: Reading | None, step: Callable[..., Any]
-) -> list[str]:
+def _notes(runner: Runner, step: Callable[..., Any]) -> list[str]:
     items, carried = runner.arguments.items, runner.carried
     mine = dict.fromkeys(items[i].path[0] for i in sorted(carried.leaves))
     data = dict.fromkeys(x.path[0] for x in items if x.path[0] not in mine)
@@ -223,6 +231,7 @@ def _notes(
             f"A result looks like {', '.join(doubtful)}: if that is state, name all "
             "arguments that come back, jls.check_step(step, ..., carried_args=(0, 1))."
         )
+    reading = runner.reading
     if reading and not is_compiled(step) and not reading.traced.is_jitted:
         notes.append("Not jitted as passed: step = jax.jit(step).")
     return notes
@@ -232,7 +241,9 @@ def _as_data(names: Iterable[str]) -> str:
     return f" Taken as data: {', '.join(names)}." if names else ""
 
 
-def _step_check(findings: Findings, mends: Mapping[Code, str]) -> StepCheck:
+def _step_check(
+    findings: Findings, mends: Mapping[Code, str], notes: Iterable[str]
+) -> StepCheck:
     broken = findings.of("broken")
     right: dict[Code, str]
     right = {code: x.text for code, x in findings.of("right").items() if x.text}
@@ -249,7 +260,7 @@ def _step_check(findings: Findings, mends: Mapping[Code, str]) -> StepCheck:
             code: x.write or mends.get(code) or TABLE[code].write
             for code, x in broken.items()
         },
-        notes=tuple(findings.notes),
+        notes=tuple(notes),
     )
 
 

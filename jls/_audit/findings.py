@@ -24,7 +24,6 @@ class Findings:
     def __init__(self) -> None:
         self._found: dict[Code, Finding] = {}
         self.untried: dict[str, str] = {}  # arrays without a fault, and the reason
-        self.notes: list[str] = []
 
     def broken(
         self, code: Code, seen: str, place: Place | None = None, write: str = ""

@@ -134,6 +134,7 @@ class Flow:
         self._avals, self._skipped = avals, skipped
         self._random = 1 << len(avals)
         self._of_inputs = 2 * self._random - 1
+        self.bit_of_gradients = 2 * self._random  # what was unscaled, in `follows`
         self._of_scalers = sum(1 << i for i in states)
         self._given: dict[int, tuple[Value, int]] = {}  # gradients, by identity
         self._numbers: dict[Any, int] = {}  # of calls, by site
@@ -159,7 +160,7 @@ class Flow:
 
     def bit_of_call(self, number: int) -> int:
         """The bit, in `follows`, of what a wrapper made of the gradients."""
-        return 1 << (len(self._avals) + 1 + number)
+        return 1 << (len(self._avals) + 2 + number)
 
     def is_random(self, value: Value) -> bool:
         return bool(value.depends & self._random)
@@ -300,7 +301,11 @@ class Flow:
             made=_made(site, degree, operands),
             is_splat=is_splat or aval.ndim == 0,
         )
-        return _with_history(site, value, operands, data, aval)
+        value = _with_history(site, value, operands, data, aval)
+        if value.unscaled is site:
+            follows |= self.bit_of_gradients
+            return dataclasses.replace(value, follows=follows)
+        return value
 
     # The wrapper's own part of the program.
 

@@ -217,6 +217,8 @@ def _read_losses(
     elif any("steps_since_sync" in item.path for item in runner.arguments.items):
         reason = "optax.lookahead, outside, does not pass value= on"
         findings.does_not_apply(code, reason)
+    if findings.is_settled(code):
+        return
     for k, call in calls:
         scale = runner.scales[k]
         if not scale.is_static and not call.losses:

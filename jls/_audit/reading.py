@@ -184,8 +184,10 @@ class Reading:
         return sum(self.flow.bit_of_call(call.number) for call in calls)
 
     @property
-    def bits_of_all_calls(self) -> int:
-        return sum(self.flow.bit_of_call(number) for number in self.flow.calls)
+    def bits_of_updates(self) -> int:
+        """The bits of what trains: updates; where no wrapper is, gradients."""
+        calls = sum(self.flow.bit_of_call(number) for number in self.flow.calls)
+        return calls or self.flow.bit_of_gradients
 
     def leaf_of(self, value: Value) -> int | None:
         """The leaf of the arguments that a value is, unchanged."""

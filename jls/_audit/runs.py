@@ -95,7 +95,7 @@ class Runner:
     def trained(self) -> frozenset[int]:
         """Floating-point leaves that come back and have an update in them.
 
-        Where there is no wrapper, they have the gradients that were unscaled in them.
+        Where there is no wrapper, they have gradients in them that were unscaled.
         Without a program to read: as many as the wrapper has parameters.
         """
         floats = [
@@ -105,19 +105,8 @@ class Runner:
         ]
         if self.reading is None:
             return frozenset(self._of_the_size_of_parameters(floats))
-        calls = self.reading.bits_of_all_calls
-        if calls:
-            return frozenset(i for i in floats if self._now(i).follows & calls)
-        scales = sum(self.reading.bit(scale.at) for scale in self.scales)
-        return frozenset(
-            i
-            for i in floats
-            if self._now(i).depends & scales and self._now(i).follows & self._bit(i)
-        )
-
-    def _bit(self, leaf: int) -> int:
-        assert self.reading is not None
-        return self.reading.bit(leaf)
+        updates = self.reading.bits_of_updates
+        return frozenset(i for i in floats if self._now(i).follows & updates)
 
     def _now(self, leaf: int) -> Any:
         result = self.result(leaf)

@@ -1559,7 +1559,7 @@ def haiku_statistics():
     return step, (params, state, optimizer.init(params), BATCH)
 
 
-@wrong(*STATISTICS)
+@wrong(*STATISTICS, "never recovers")
 def equinox_statistics():
     class Normalized(eqx.Module):
         norm: eqx.nn.BatchNorm
@@ -1892,9 +1892,6 @@ def shrunk_in_equinox():
 OUTSIDE = {
     "momentum": lambda inner: optax.chain(wrap(inner), optax.trace(0.9)),
     "average of updates": lambda inner: optax.chain(wrap(inner), optax.ema(0.9)),
-    "average of parameters": lambda inner: optax.chain(
-        wrap(inner), jls.params_ema(0.9)
-    ),
     "Adam": lambda inner: optax.chain(
         wrap(optax.identity()), optax.scale_by_adam(), optax.scale(-1e-3)
     ),

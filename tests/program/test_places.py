@@ -1,0 +1,181 @@
+"""Places: from an equation of a program to a line of this file."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+
+from jls._program.places import Place, place_of
+from jls._program.walk import walk
+from jls._tree import select
+
+X = jnp.arange(1.0, 4.0)
+
+
+class Places:
+    """The places of one operation."""
+
+    def __init__(self, operation):
+        self.operation, self.found = operation, []
+
+    def of_constant(self, value):
+        return None
+
+    def of_equation(self, site, operands):
+        if site.equation.primitive.name == self.operation:
+            self.found.append(place_of(site))
+        return [None] * len(site.equation.outvars)
+
+    def on_call(self, site, operands):
+        pass
+
+    def of_call(self, site, results):
+        return results
+
+    def join(self, site, one, other):
+        return None
+
+    def carry(self, site, before, after):
+        return before
+
+    def slice(self, value):
+        return value
+
+    stack = slice
+
+    def branch(self, index):
+        return None
+
+
+def places(operation, fun, *args):
+    program = jax.make_jaxpr(fun)(*args)
+    question = Places(operation)
+    walk(program, [None] * len(jax.tree.leaves(args)), question)
+    return question.found
+
+
+def line_of(text):
+    """The number of the one line of this file that ends with a comment."""
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    (number,) = (n for n, x in enumerate(lines, 1) if x.endswith(f"# {text}"))
+    return number
+
+
+def rooted(x):
+    return jnp.sqrt(x).sum()  # the root
+
+
+@jax.jit
+def jitted(x):
+    return rooted(x)
+
+
+def in_a_scan(x):
+    def body(carry, z):
+        return carry + jnp.exp(z), ()  # the exponential
+
+    return lax.scan(body, 0.0, x)[0]
+
+
+@pytest.mark.parametrize("fun", [rooted, jitted, jax.checkpoint(rooted)])
+def test_place_is_the_line_of_the_user(fun):
+    (place,) = places("sqrt", fun, X)
+    assert place.file == __file__
+    assert place.line == line_of("the root")
+    assert place.function == "rooted"
+    assert not place.is_backward
+
+
+def test_place_in_a_scan():
+    (place,) = places("exp", in_a_scan, X)
+    assert (place.line, place.function) == (line_of("the exponential"), "body")
+
+
+def test_backward_is_said():
+    found = places("mul", jax.grad(lambda x: rooted(x) * 3.0), X)
+    assert any(place.is_backward for place in found)
+
+
+def test_function_of_jax_that_is_called_twice_has_two_lines():
+    """Its program is one, with the lines of the first call in some versions of JAX."""
+
+    def twice(x):
+        first = jnp.where(x > 1, x, 0.0)  # first where
+        return jnp.where(first > 2, first, 1.0)  # second where
+
+    lines = [place.line for place in places("select_n", twice, X)]
+    assert lines == [line_of("first where"), line_of("second where")]
+
+
+def test_line_of_a_library_is_that_of_who_calls_it():
+    def clips(grads):
+        clip = optax.clip(1.0)
+        return clip.update(grads, clip.init(grads))[0]  # clipped
+
+    (place,) = places("clamp", clips, X) or places("min", clips, X)
+    assert (place.file, place.line) == (__file__, line_of("clipped"))
+
+
+def test_lines_of_jls_are_never_named():
+    def selects(x):
+        return select(x[0] > 0, x, 2 * x)  # selected
+
+    (place,) = places("select_n", selects, X)
+    assert place.line == line_of("selected")
+
+
+class Dense(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return jnp.exp(nn.Dense(3)(x))
+
+
+def test_modules_of_linen_are_named():
+    model = Dense()
+    params = model.init(jax.random.key(0), X)
+    found = places("dot_general", model.apply, params, X)
+    assert [place.module for place in found] == ["Dense/Dense_0"]
+    grad = jax.grad(lambda params: model.apply(params, X).sum())
+    assert {place.module for place in places("dot_general", grad, params)} == {
+        "Dense/Dense_0"
+    }
+
+
+def test_scopes_of_the_user_are_named_and_those_of_jls_are_not():
+    def fun(x):
+        with jax.named_scope("block"), jax.named_scope("jls_update"):
+            return jnp.exp(x)
+
+    (place,) = places("exp", fun, X)
+    assert place.module == "block"
+
+
+def test_nnx_modules_are_read_through():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(model)
+
+    def fun(state):
+        return nnx.merge(graph, state)(X)  # the linear layer
+
+    (place,) = places("dot_general", fun, state)
+    assert place.line == line_of("the linear layer")
+
+
+def test_what_is_not_known_is_empty():
+    program = jax.make_jaxpr(jnp.sin)(1.0)
+    question = Places("sin")
+    equation = program.jaxpr.eqns[0]
+    bare = equation.replace(source_info=type("Nothing", (), {})())
+    walk(program.jaxpr.replace(eqns=[bare]), [None], question)
+    assert question.found == [Place("sin")]
+    assert str(question.found[0]) == "sin"
+
+
+def test_text_has_the_name_of_the_file_alone():
+    (place,) = places("sqrt", rooted, X)
+    assert str(place) == f"sqrt in rooted ({Path(__file__).name}:{place.line})"
