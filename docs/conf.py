@@ -262,12 +262,24 @@ class LinkNotes(SphinxTransform):
             text.parent.replace(text, linked)
 
 
+def write_codes() -> None:
+    """Writes the table of the mistakes that `jls.check_step` looks for."""
+    ways = {"reading": "reading", "faults": "faults", "both": "reading, then faults"}
+    rows = ["| code | broken when | found by | write |", "|---|---|---|---|"]
+    for code, row in TABLE.items():
+        rows.append(f'| "{code}" | {row.broken} | {ways[row.by]} | {row.write} |')
+    target = DOCS / "tables"
+    target.mkdir(exist_ok=True)
+    (target / "codes.md").write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+
 def setup(app):
     """Called by Sphinx."""
     copy_notebooks()
     copy_pictures()
     draw_picture()
     write_diffs()
+    write_codes()
     app.connect("autodoc-process-docstring", document, priority=400)
     app.connect("autodoc-process-signature", show_defaults)
     app.connect("source-read", link_to_copies)

@@ -66,7 +66,7 @@ TABLE: dict[Code, Row] = {
         f"{_VALUE_AND_GRAD}, with the opt_state that the step was given",
     ),
     "scale leaks": Row(
-        "gradients and loss are true: the loss scale is divided out once",
+        "the loss scale is left in neither gradients nor loss",
         "the loss scale is a factor of the gradients or the loss that the optimizer is "
         "given, or of a part of them: unscaled twice, never, with the state after the "
         "update; scaled twice; clipped while scaled",

@@ -86,7 +86,8 @@ def _read_scaling(
         if not scale.counters:
             gradients = _read_bare(runner, scale, findings)
         elif gradients:
-            _read_not_scaled(runner, k, gradients, findings)
+            site = next(call.site for j, call in calls if j == k)
+            _read_not_scaled(runner, k, gradients, site, findings)
         if any(map(is_fp8, runner.arguments.items)):
             reason = "8-bit layers keep magnitudes of scaled gradients, rightly"
             findings.not_tried("scale leaks", reason)
@@ -126,7 +127,11 @@ def _read_bare(runner: Runner, scale: Scale, findings: Findings) -> list[Value]:
 
 
 def _read_not_scaled(
-    runner: Runner, k: int, gradients: Sequence[Value], findings: Findings
+    runner: Runner,
+    k: int,
+    gradients: Sequence[Value],
+    site: Site,
+    findings: Findings,
 ) -> None:
     reading = runner.reading
     assert reading is not None
@@ -152,7 +157,7 @@ def _read_not_scaled(
             f"{part}the gradients that the optimizer is given do not depend on the "
             f"loss scale in {name}"
         )
-    findings.broken("not scaled", seen)
+    findings.broken("not scaled", seen, _place_of_update(site))
 
 
 def _read_leaks(
@@ -224,12 +229,12 @@ def _read_losses(
         if not scale.is_static and not call.losses:
             name = f" with {scale.name}" if len(runner.scales) > 1 else ""
             seen = f"the update{name} is not given the loss, or only a constant"
-            findings.broken(code, seen, _place_outside(call.site))
+            findings.broken(code, seen, _place_of_update(call.site))
     if calls:
         findings.right(code)
 
 
-def _place_outside(site: Site) -> Place:
+def _place_of_update(site: Site) -> Place:
     return place_of(site)._replace(operation="update", module="")
 
 

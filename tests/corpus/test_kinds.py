@@ -1,0 +1,55 @@
+"""`jls.check_step` on kinds of programs that its other tests do not have."""
+
+import pytest
+from right_kinds import KINDS
+from wrong_kinds import WRONG
+
+import jls
+from jls._audit.check import read_step
+
+# The mistakes that are planted here are warned of too.
+pytestmark = [
+    pytest.mark.standard_promotion,
+    pytest.mark.filterwarnings("ignore::jls.JlsWarning"),
+]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_right_step_is_not_called_broken(name):
+    step, args, *kwargs = KINDS[name]()
+    result = jls.check_step(step, *args, **dict(*kwargs))
+    assert result.ok, str(result)
+    # An ok is one: all that applies was looked at.
+    assert not result.not_tried, str(result)
+
+
+# What the program says by itself takes no run: all of them are read. Of the mistakes
+# that faults find, each sixth.
+READ = {"not scaled", "scale leaks", "loss not passed", "gradients narrowed"}
+READ |= {"scale stuck"}
+TRIED = [name for name, wrong in WRONG.items() if wrong.code not in READ]
+
+
+@pytest.mark.parametrize("name", [x for x in WRONG if WRONG[x].code in READ])
+def test_mistake_is_read(name):
+    wrong = WRONG[name]
+    step, args, *kwargs = wrong.make()
+    _, findings, _ = read_step(step, args, dict(*kwargs))
+    broken = findings.of("broken").keys()
+    assert broken & ({wrong.code} | wrong.instead)
+    assert broken <= {wrong.code} | wrong.also | wrong.instead
+
+
+@pytest.mark.parametrize("name", TRIED[::6])
+def test_mistake_is_found(name):
+    wrong = WRONG[name]
+    step, args, *kwargs = wrong.make()
+    result = jls.check_step(step, *args, **dict(*kwargs))
+    broken = set(result.broken)
+    assert broken & ({wrong.code} | wrong.instead), str(result)
+    assert broken <= {wrong.code} | wrong.also | wrong.instead, str(result)
+
+
+def test_there_are_many():
+    assert len(KINDS) >= 100
+    assert len(WRONG) >= 600
