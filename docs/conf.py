@@ -21,6 +21,7 @@ from sphinx.addnodes import pending_xref
 from sphinx.transforms import SphinxTransform
 
 import jls
+from jls._audit.codes import TABLE
 from jls._scalers import rule
 from jls._text import format_number
 

@@ -142,12 +142,16 @@ def flag(name: str, value: Any, otherwise: str = "") -> bool:
     return bool(value)
 
 
+class TracedError(ValueError):
+    """A function of the host got a traced array."""
+
+
 def concrete(name: str, tree: Any, inside: str = "") -> None:
     """Raises if `tree` is traced; a message may say what to write `inside` of jit."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if isinstance(leaf, Tracer):
             where = path_name(path)
-            raise ValueError(
+            raise TracedError(
                 f"{name} must be concrete, got a traced array"
                 f"{f' at {where!r}' if where else ''}: call this outside jit, on what "
                 f"the step returned.{inside}"

@@ -17,12 +17,12 @@ from jls._audit.codes import CODES, TABLE, Code
 from jls._audit.faults import try_all
 from jls._audit.findings import Findings
 from jls._audit.leaves import Scale, find_scales
-from jls._audit.proofs import BY_READING, Proved, read_codes
+from jls._audit.proofs import Proved, read_codes
 from jls._audit.reading import Reading, Traced, Unread, trace
 from jls._audit.runs import Runner
 from jls._program.places import Place
 from jls._state import find, is_scaler_state, is_wrapper_state
-from jls._tree import is_concrete
+from jls._tree import is_array, is_concrete
 
 CarriedArgs = Mapping[int | str, Iterable[str]] | Iterable[int | str] | None
 
@@ -159,7 +159,9 @@ def check_step(
     with jax.debug_nans(False):  # NaN is what the faults are made of
         runner, findings, proved = read_step(step, args, kwargs, carried_args)
         try_all(runner, findings, proved)
-    findings.leave_out_the_rest("nothing in the step shows it")
+    if proved is None:
+        findings.leave_out_the_rest("there is no program to read")
+    findings.leave_out_the_rest("no trial shows it")
     notes = _notes(runner, step)
     return _step_check(findings, _mends((args, kwargs), runner.arguments), notes)
 
@@ -180,7 +182,8 @@ def read_step(
     named = _named(carried_args, arguments, len(bound))
     scales = _find_scales(args, kwargs, arguments)
     findings = Findings()
-    reading = _read(step, arguments, scales, findings)
+    found = _read(step, arguments, scales, findings)
+    reading = found if isinstance(found, Reading) else None
     runner = Runner(step, arguments, scales, named, reading, RUNS)
     proved = read_codes(runner, findings) if reading else None
     return runner, findings, proved
@@ -191,8 +194,8 @@ def _read(
     arguments: Arguments,
     scales: list[Scale],
     findings: Findings,
-) -> Reading | None:
-    """The program of the step, if there is one; and whether it syncs with the host."""
+) -> Reading | Unread:
+    """What the program of the step says; and whether it syncs with the host."""
     # Three times: reading every so many steps is right.
     traces = [trace(step, arguments)]
     while len(traces) < 3 and traces[-1].reads:
@@ -207,12 +210,7 @@ def _read(
         findings.right("host sync")
     else:
         findings.not_tried("host sync", last.reason)
-    if not readable:
-        reason = last.reason if isinstance(last, Unread) else ""
-        for code in BY_READING:
-            findings.not_tried(code, f"{reason}, so there is no program to read")
-        return None
-    return Reading(readable[-1], scales)
+    return Reading(readable[-1], scales) if readable else last
 
 
 def is_compiled(step: Callable[..., Any]) -> bool:
@@ -350,6 +348,10 @@ def _named(
     if is_text_or_array or not isinstance(carried_args, Iterable):
         raise TypeError(rule)
     named: dict[str, tuple[str, ...] | None] = {}
+    known = dict.fromkeys(item.path[0] for item in arguments.items)
+    with_arrays = {item.path[0] for item in arguments.items if is_array(item.value)}
+    names = ", ".join(name for name in known if name in with_arrays)
+    there = f"The arguments with arrays are {names}."
     for key in carried_args:
         if isinstance(key, bool) or not isinstance(key, int | str):
             raise TypeError(rule)
@@ -361,9 +363,23 @@ def _named(
                     f"carried_args must be positions below {len(positions)}, got {key}."
                 )
             key = positions[key]
-        if key not in {item.path[0] for item in arguments.items}:
-            raise ValueError(f"carried_args must name arguments, got {key!r}.")
+        if key not in known:
+            raise ValueError(f"carried_args must name arguments, got {key!r}. {there}")
+        if key not in with_arrays:
+            raise ValueError(
+                f"carried_args must name arguments with arrays, got {key!r}. {there}"
+            )
+        if key in named:
+            raise ValueError(
+                f"carried_args must name each argument once, got {key!r} twice, by "
+                "position or by name."
+            )
         named[key] = None if fields is None else tuple(fields)
+    if not named:
+        raise ValueError(
+            f"carried_args must name at least one argument, got {carried_args!r}. "
+            f"{there}"
+        )
     return named
 
 

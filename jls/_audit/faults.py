@@ -47,7 +47,7 @@ from jls._audit.runs import (
     may_take_fault,
     planted,
 )
-from jls._program.places import place_of
+from jls._program.places import Place, place_of
 from jls._text import format_scale
 from jls._tree import is_inexact
 from jls._types import SIGNALS, SpikeState
@@ -185,6 +185,8 @@ class _Trials:
             self._judge_cleaned()
             self.findings.not_tried(code, "the loss scale is static and 1")
             return
+        if self.proved is None:
+            self._judge_unread()
         explained = {"not scaled", "scale leaks"} & self.findings.of("broken").keys()
         for fault in self.faults:
             # Scales that the step does not use hide nothing.
@@ -197,6 +199,22 @@ class _Trials:
             )
         elif not self.findings.verdict(code) and any(x.scales for x in self.faults):
             self.findings.right(code)
+
+    def _judge_unread(self) -> None:
+        """What faults say where there was no program to read."""
+        runner = self.runner
+        if any(x.scales and runner.all_skipped(x.run) for x in self.faults):
+            self.findings.right("not scaled")
+        moving = [x for x in runner.scales if x.counters and not x.is_static]
+        in_batch = [fault.run for fault in self.faults if not fault.scales]
+        if not moving:
+            reason = "no wrapper has a loss scale that moves"
+            self.findings.does_not_apply("loss not passed", reason)
+        elif all(
+            any(runner.counted(run, scale, "nonfinite_losses") for run in in_batch)
+            for scale in moving
+        ):
+            self.findings.right("loss not passed")
 
     def _was_told(self, fault: Fault) -> bool:
         """Whether a scaler was told of the overflow; a bare static one never is."""
@@ -462,6 +480,7 @@ class _Trials:
                     code,
                     f"{fault.what}: the step was skipped, but it changed "
                     f"{runner.names(moved)}",
+                    self._place_of_move(min(moved)),
                 )
                 return
         if self.findings.verdict(code) == "not tried":
@@ -473,6 +492,12 @@ class _Trials:
         if others:
             notes.append(f"{runner.names(others)}: taken for data, not for parameters")
         self.findings.right(code, "".join(f"; but {note}" for note in notes))
+
+    def _place_of_move(self, leaf: int) -> Place | None:
+        """The last operation on a leaf in a step that is skipped."""
+        result = self.runner.result(leaf)
+        site = result.skipped.site if result is not None else None
+        return place_of(site) if site else None
 
     def _moved_besides(self, skipped: list[Fault]) -> set[int]:
         """What a skip moved and no update is in: buffers, records, environments."""

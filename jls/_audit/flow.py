@@ -93,14 +93,22 @@ class Value:
     known: Same | Number | None = None
     holds: int = 0  # a set of bits
     scale: int | None = None  # the number of the loss scale that it is
+    site: Site | None = None  # the last operation on it
     made: Site | None = None  # the operation that gave it this degree, if not 0
     is_splat: bool = False  # whether all elements are one scalar
     is_checked: bool = False  # whether a check of a wrapper made it
     # Of a gradient:
     unscaled: Site | None = None  # where the loss scale was divided out of it
     gain: float = 1.0  # what it was multiplied by since
-    narrowed: Site | None = None  # where it became float16 since
+    narrowed: "Cast | None" = None  # where it became float16 since
     cleaned: Site | None = None  # where an inf in it may have been lost since
+
+
+class Cast(NamedTuple):
+    """A cast in which small numbers vanish, and what they were multiplied by before."""
+
+    site: Site
+    gain: float
 
 
 class Call:
@@ -209,6 +217,7 @@ class Flow:
             known=one.known if one.known == other.known else None,
             holds=one.holds & other.holds,
             scale=one.scale if one.scale == other.scale else None,
+            site=one.site or other.site,
             made=one.made or other.made,
             is_splat=one.is_splat and other.is_splat,
             is_checked=one.is_checked or other.is_checked,
@@ -298,6 +307,7 @@ class Flow:
             follows=follows,
             known=known,
             holds=self._holds(name, operands, data, aval),
+            site=site,
             made=_made(site, degree, operands),
             is_splat=is_splat or aval.ndim == 0,
         )
@@ -626,7 +636,7 @@ def _gain(name: str, operands: Sequence[Value]) -> float:
     return 1.0
 
 
-def _narrowed(site: Site, gradient: Value, aval: Any) -> Site | None:
+def _narrowed(site: Site, gradient: Value, aval: Any) -> Cast | None:
     """Where small gradients may have vanished: a cast to a dtype of fewer exponents."""
     is_cast = site.equation.primitive.name == "convert_element_type"
     if not (is_cast and gradient.unscaled and gradient.degree == ZERO):
@@ -635,7 +645,7 @@ def _narrowed(site: Site, gradient: Value, aval: Any) -> Site | None:
     if not _is_inexact(atom.aval):
         return gradient.narrowed
     loses = jnp.finfo(aval.dtype).minexp > jnp.finfo(atom.aval.dtype).minexp
-    return site if loses else gradient.narrowed
+    return Cast(site, gradient.gain) if loses else gradient.narrowed
 
 
 def _cleaned(
@@ -661,7 +671,7 @@ def _cleaned(
     return next((x.cleaned for x in gradients if x.cleaned), None)
 
 
-_SITES = ("made", "unscaled", "narrowed", "cleaned")
+_SITES = ("site", "made", "unscaled", "narrowed", "cleaned")
 
 
 def _says_the_same(one: Value, other: Value) -> bool:

@@ -246,8 +246,8 @@ def _read_narrowed(
         for gradient in call.gradients:
             if gradient.narrowed is None:
                 continue
-            place = place_of(gradient.narrowed)
-            if gradient.gain >= 2.0**4:
+            place = place_of(gradient.narrowed.site)
+            if gradient.narrowed.gain >= 2.0**4:
                 findings.right(code, f", but for a cast of scaled ones by {place}")
             else:
                 seen = f"the true gradients became float16 by {place}"

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from jls import _validate
 from jls._audit.arguments import Arguments, Item, items_of
 from jls._audit.flow import Call, Flow, Same, Value
 from jls._audit.leaves import Scale
@@ -20,7 +21,11 @@ from jls._program.jaxprs import opened
 from jls._program.walk import walk
 from jls._tree import is_array
 
-_READS = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
+_READS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    _validate.TracedError,
+)
 # More operations than this outside of any jit: the step is not jitted.
 _MANY = 64
 

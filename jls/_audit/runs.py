@@ -337,7 +337,8 @@ def _copy(leaf: Any, place: _Place | None) -> Any:
 def _to_host(leaf: Any) -> Any:
     if not is_concrete(leaf) or is_extended(leaf) or leaf.is_deleted():
         return leaf
-    return np.asarray(leaf) if leaf.is_fully_addressable else leaf
+    # A view would keep the array on the device.
+    return np.array(leaf) if leaf.is_fully_addressable else leaf
 
 
 def _copies_differ(leaf: Any) -> bool:

@@ -183,7 +183,7 @@ def test_wrapper_inside_a_mask_is_told_of_the_mask():
 
 def test_cleaned_gradients_are_told_of_what_cleans_them():
     text = " ".join(str(check(*plain(steps.cleaned))).split())
-    assert "no jnp.nan_to_num and no optax.clip before jls.loss_scaled" in text
+    assert "no jnp.nan_to_num, no elementwise clip" in text
     assert "optax.masked" not in text
 
 
@@ -574,3 +574,166 @@ def test_not_jitted_is_a_note():
     assert "Not jitted as passed: step = jax.jit(step)." in check(eager, args).notes
     assert len(check(step, args).notes) == 1
     assert len(check(lambda *args: step(*args), args).notes) == 1
+
+
+# What it costs.
+
+
+def test_at_most_three_times_the_carried_state_is_on_the_device():
+    """What the caller holds, the copies that the step gets, and what it returns."""
+    optimizer = wrap(optax.adam(1e-2))
+    params = {f"w{i}": jnp.ones((256, 256)) for i in range(4)}
+    opt_state = optimizer.init(params)
+    carried = sum(x.nbytes for x in jax.tree.leaves((params, opt_state)))
+    most = []
+
+    @partial(jax.jit, donate_argnums=())
+    def update(params, opt_state, x):
+        def loss_fn(params):
+            for w in params.values():
+                x_new = jnp.tanh(x @ w)
+            return jnp.mean(x_new**2)
+
+        loss, grads = jls.value_and_grad(loss_fn)(opt_state, params)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    def step(*args):
+        result = update(*args)
+        if all(isinstance(x, jax.Array) for x in jax.tree.leaves(args)):
+            # Views of the host keep the memory of a CPU, but no array.
+            most.append(sum(x.nbytes for x in jax.live_arrays()))
+        return result
+
+    before = sum(x.nbytes for x in jax.live_arrays())
+    assert check(step, (params, opt_state, jnp.ones((2, 256)))).ok
+    assert len(most) > 4
+    assert max(most) - before <= 2.1 * carried
+
+
+def test_step_that_takes_long_says_what_it_does(monkeypatch, caplog):
+    monkeypatch.setattr("jls._audit.runs._PATIENCE_IN_SECONDS", 0.0)
+    assert check(*plain()).ok
+    assert "compiling and running the step" in caplog.text
+
+
+# Steps without a program to read, and with operations that have no rule.
+
+
+def test_compiled_step_is_tried_by_faults():
+    step, args = plain()
+    result = check(step.lower(*args).compile(), args)
+    assert result.ok
+    assert set(result.not_tried) == {"scale leaks", "gradients narrowed", "scale stuck"}
+    assert "no program to read" in result.not_tried["scale leaks"]
+    headline = " ".join(str(result).splitlines()[:2])
+    assert "Not tried: scale leaks, gradients narrowed, scale stuck." in headline
+
+
+def test_compiled_step_without_scaling_is_found_by_faults():
+    step, args = plain(steps.unscaled_gradients)
+    assert check(step.lower(*args).compile(), args).broken == ("not scaled",)
+
+
+def test_host_callback_on_the_way_of_the_gradients_is_said():
+    def through_the_host(state, loss_fn, params, transform):
+        scaled = transform(lambda p: jls.scale(state, loss_fn(p)))
+        loss, grads = scaled(params)
+        grads = jax.tree.map(
+            lambda g: jax.pure_callback(lambda x: np.asarray(x), g, g), grads
+        )
+        return loss / jls.loss_scale(state), jls.unscale(state, grads)
+
+    result = check(*plain(through_the_host))
+    assert result.ok
+    assert "pure_callback" in result.not_tried["scale leaks"]
+
+
+def test_callback_beside_the_gradients_hides_nothing():
+    def logged(state, loss_fn, params, transform):
+        loss, grads = steps.right_gradients(state, loss_fn, params, transform)
+        jax.debug.callback(lambda x: None, loss)
+        return loss, grads
+
+    result = check(*plain(logged))
+    assert result.ok
+    assert not result.not_tried
+
+
+def test_place_of_a_mistake_is_a_line_of_the_user():
+    result = check(*plain(steps.clipped_while_scaled))
+    place = result.where["scale leaks"]
+    assert place.file == steps.__file__
+    assert place.function == "clipped_while_scaled"
+    assert f"steps.py:{place.line}" in str(result)
+
+
+def test_scale_that_is_never_adjusted_is_stuck():
+    scaler = jls.dynamic(2.0**10)
+
+    @jax.jit
+    def step(params, state, batch):
+        loss, grads = jls.value_and_grad(plain_loss)(state, params, batch)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return jls.select(jls.all_finite(grads), new, params), state, loss
+
+    result = check(step, (plain_params(), scaler.init(), BATCH))
+    assert result.broken == ("scale stuck",)
+    assert "scaler.adjust" in result.write["scale stuck"]
+
+
+def narrowed(cast, state, loss_fn, params, transform):
+    loss, grads = steps.right_gradients(state, loss_fn, params, transform)
+    return loss, jax.tree.map(cast, grads)
+
+
+NARROW = {
+    "float16 and back": (lambda g: g.astype(jnp.float16).astype(jnp.float32), True),
+    "bfloat16 and back": (lambda g: g.astype(jnp.bfloat16).astype(jnp.float32), False),
+    "scaled, float16 and back": (
+        lambda g: (g * 1024.0).astype(jnp.float16).astype(jnp.float32) / 1024.0,
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("how", NARROW)
+def test_gradients_that_become_float16_are_named(how):
+    cast, is_mistake = NARROW[how]
+    result = check(*plain(partial(narrowed, cast)))
+    assert result.broken == (("gradients narrowed",) if is_mistake else ())
+    is_noted = "but for a cast of scaled ones" in result.seen.get(
+        "gradients narrowed", ""
+    )
+    assert is_noted == how.startswith("scaled")
+
+
+def test_three_wrappers_are_told_apart():
+    optimizer = wrap(optax.adam(1e-2))
+
+    def make(gradients):
+        @jax.jit
+        def step(params, states, batch):
+            new, loss = {}, 0.0
+            for name in params:
+                state = states[name]
+                make_them = gradients if name == "c" else steps.right_gradients
+                loss, grads = make_them(
+                    state,
+                    lambda p: plain_loss(p, batch),
+                    params[name],
+                    jax.value_and_grad,
+                )
+                updates, states[name] = optimizer.update(
+                    grads, state, params[name], value=loss
+                )
+                new[name] = optax.apply_updates(params[name], updates)
+            return new, states, loss
+
+        params = {name: plain_params() for name in "abc"}
+        return step, (params, {x: optimizer.init(params[x]) for x in params}, BATCH)
+
+    assert not check(*make(steps.right_gradients)).not_tried
+    result = check(*make(steps.unscaled_gradients))
+    assert result.broken == ("not scaled",)
+    assert "states/c" in result.seen["not scaled"]
