@@ -214,6 +214,7 @@ def test_types_are_those_of_the_contract():
         "LossScaler",
         "NonfiniteReport",
         "ParamsEmaState",
+        "Place",
         "PlainTrainStep",
         "RecentMaxState",
         "ScalerState",

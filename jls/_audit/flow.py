@@ -656,19 +656,19 @@ def _cleaned(
     gradients: list[Value],
 ) -> Site | None:
     """Where an inf in a gradient may have been lost; None if it is still in it."""
+    lost = next((x.cleaned for x in gradients if x.cleaned), None)
     if name in PRODUCTS or name in SUMS:
         # It is in the result if it is in any of them.
-        kept = [x for x in gradients if x.cleaned is None]
-        return None if kept else gradients[0].cleaned
+        return lost if all(x.cleaned for x in gradients) else None
     if name == "div":
-        return operands[0].cleaned if operands[0].unscaled else site
+        return operands[0].cleaned if operands[0].unscaled else lost or site
     if name == "select_n" and operands[0].unscaled:
         # Chosen by what the gradients are: each case has to keep them.
         if not all(x.unscaled for x in data):
-            return site
+            return lost or site
     elif name not in MOVES | LINEAR | {"square", "sqrt", "integer_pow", "abs"}:
-        return site
-    return next((x.cleaned for x in gradients if x.cleaned), None)
+        return lost or site
+    return lost
 
 
 _SITES = ("site", "made", "unscaled", "narrowed", "cleaned")

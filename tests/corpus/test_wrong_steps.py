@@ -150,7 +150,7 @@ def test_overflow_that_an_elementwise_clip_outside_hides_is_seen():
     w = jnp.ones(4)
     result = check(step, (w, optimizer.init(w), jnp.abs(X) + 1))
     assert result.broken == ("overflow hidden",)
-    assert result.where["overflow hidden"].operation == "clamp"
+    assert result.where["overflow hidden"].operation in ("clamp", "max")
 
 
 def test_two_scales_that_are_swapped_are_named():
