@@ -76,6 +76,7 @@ STEPS: dict[str, Callable[[], Step]] = {
 
 
 def main() -> None:
+    """Prints the table."""
     print("| step | parameters | reading, s | whole check, s | two first steps, s |")
     print("|---|--:|--:|--:|--:|")
     for name, make in STEPS.items():

@@ -182,8 +182,7 @@ def read_step(
     named = _named(carried_args, arguments, len(bound))
     scales = _find_scales(args, kwargs, arguments)
     findings = Findings()
-    found = _read(step, arguments, scales, findings)
-    reading = found if isinstance(found, Reading) else None
+    reading = _read(step, arguments, scales, findings)
     runner = Runner(step, arguments, scales, named, reading, RUNS)
     proved = read_codes(runner, findings) if reading else None
     return runner, findings, proved
@@ -194,7 +193,7 @@ def _read(
     arguments: Arguments,
     scales: list[Scale],
     findings: Findings,
-) -> Reading | Unread:
+) -> Reading | None:
     """What the program of the step says; and whether it syncs with the host."""
     # Three times: reading every so many steps is right.
     traces = [trace(step, arguments)]
@@ -210,7 +209,7 @@ def _read(
         findings.right("host sync")
     else:
         findings.not_tried("host sync", last.reason)
-    return Reading(readable[-1], scales) if readable else last
+    return Reading(readable[-1], scales) if readable else None
 
 
 def is_compiled(step: Callable[..., Any]) -> bool:

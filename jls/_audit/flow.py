@@ -54,14 +54,16 @@ class AnyDegree(enum.Enum):
     ANY = "any"
 
 
-class Mixed(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mixed:
     """Of a sum or a choice of values of several degrees."""
 
     site: Site
     degrees: tuple[Any, ...]
 
 
-class Unknown(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unknown:
     """Of the result of an operation that no rule is for."""
 
     site: Site
@@ -513,7 +515,7 @@ def _product(degrees: Sequence[Degree]) -> Degree:
     total: dict[Any, Fraction] = {}
     for degree in degrees:
         for symbol, power in degree if isinstance(degree, tuple) else ():
-            total[symbol] = total.get(symbol, Fraction()) + Fraction(power)
+            total[symbol] = total.get(symbol, Fraction()) + power
     return tuple(sorted(((s, p) for s, p in total.items() if p), key=repr))
 
 
@@ -526,9 +528,12 @@ def _power(degree: Degree, exponent: Any) -> Degree:
 
 def _number_in(value: Any) -> Number | None:
     """The number that all elements are, if it is one."""
-    if not isinstance(value, bool | int | float | np.ndarray | np.generic | jax.Array):
-        return None
-    dtype = jnp.result_type(value)
+    # Numbers in a program are of JAX's own types in some versions.
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        if not isinstance(value, bool | int | float):
+            return None
+        dtype = jnp.result_type(value)
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return None
     if np.size(value) != 1 and not (0 < np.size(value) <= 2**16):

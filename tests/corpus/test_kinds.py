@@ -34,7 +34,9 @@ TRIED = [name for name, wrong in WRONG.items() if wrong.code not in READ]
 def test_mistake_is_read(name):
     wrong = WRONG[name]
     step, args, *kwargs = wrong.make()
-    _, findings, _ = read_step(step, args, dict(*kwargs))
+    options = dict(*kwargs)
+    carried_args = options.pop("carried_args", None)
+    _, findings, _ = read_step(step, args, options, carried_args)
     broken = findings.of("broken").keys()
     assert broken & ({wrong.code} | wrong.instead)
     assert broken <= {wrong.code} | wrong.also | wrong.instead
