@@ -348,23 +348,24 @@ class _Trials:
         """NaN in an element of each array that is not carried."""
         leaves, items = self.base.leaves, self.items
         carried = self.runner.carried
+        # Not a part of an argument that is carried, such as a field left out.
         owners = {items[k].path[0] for k in carried.leaves}
-        last = max(items[scale.at].path[:1] for scale in self.runner.scales)
-        inputs: list[tuple[bool, list[int]]] = []
-        is_behind = False
+        last = max(scale.at for scale in self.runner.scales)
+        inputs: list[tuple[bool, list[int]]] = []  # what comes after the state first
         for path, below in units(items).items():
-            is_behind |= path == last
-            found = [
-                i
-                for i in below
-                if i not in carried.leaves and may_take_fault(leaves[i])
-            ]
-            # Not a part of an argument that is carried, such as a field left out.
-            if found and path[0] not in owners:
-                inputs.append((not is_behind, found))
+            if path[0] not in owners:
+                fit = (i for i in below if may_take_fault(leaves[i]))
+                inputs.append((below[0] < last, [i for i in fit if self._reaches(i)]))
         for _, found in sorted(inputs, key=lambda pair: (pair[0], len(pair[1]))):
             for i in found if len(found) <= _MANY_LEAVES else found[:1]:
                 self._try_nan(i)
+
+    def _reaches(self, leaf: int) -> bool:
+        """Whether gradients or loss depend on it: on a learning rate they do not."""
+        reading = self.runner.reading
+        if reading is None:
+            return True
+        return bool(reading.bit(leaf) & reading.flow.reaches_gradients)
 
     def _try_nan(self, i: int) -> None:
         leaves = self.base.leaves

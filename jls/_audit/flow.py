@@ -150,6 +150,7 @@ class Flow:
         self._numbers: dict[Any, int] = {}  # of calls, by site
         self._open: Call | None = None
         self.calls: dict[int, Call] = {}
+        self.reaches_gradients = 0  # a set of bits: inputs that gradients depend on
         self._constants: dict[Any, Value] = {}
         self.inputs = [
             self._input(i, aval, scales.index(i) if i in scales else None)
@@ -315,6 +316,7 @@ class Flow:
         )
         value = _with_history(site, value, operands, data, aval)
         if value.unscaled is site:
+            self.reaches_gradients |= value.depends
             follows |= self.bit_of_gradients
             return dataclasses.replace(value, follows=follows)
         return value
@@ -337,6 +339,8 @@ class Flow:
                 continue
             if isinstance(operand.known, Number) and not operand.depends:
                 continue
+            if GRADIENTS in marks or LOSS in marks:
+                self.reaches_gradients |= operand.depends
             if GRADIENTS in marks and not any(operand is x for x in call.gradients):
                 call.gradients.append(operand)
                 self._given[id(operand)] = operand, self.bit_of_call(call.number)

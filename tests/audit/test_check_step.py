@@ -254,6 +254,11 @@ def test_parameters_that_never_move_are_told():
     assert leaks.broken == ("scale leaks",)
 
 
+def with_sum_of(more, batch):
+    total = sum(leaf.sum() for leaf in jax.tree.leaves(more))
+    return {**batch, "x": batch["x"] + 1e-3 * total}
+
+
 def test_of_an_argument_with_many_arrays_one_gets_a_fault():
     step, (params, opt_state, batch) = plain()
     more = {f"unused{i:02}": jnp.ones(2) for i in range(40)}
@@ -261,7 +266,7 @@ def test_of_an_argument_with_many_arrays_one_gets_a_fault():
 
     def outer(params, opt_state, more, batch):
         runs.append(None)
-        return step(params, opt_state, batch)
+        return step(params, opt_state, with_sum_of(more, batch))
 
     assert not check(outer, (params, opt_state, more, batch)).not_tried
     assert len(runs) < 16
@@ -271,13 +276,30 @@ def test_arrays_for_which_no_run_is_left_are_named():
     step, (params, opt_state, batch) = plain()
     more = [{f"x{k}": jnp.ones(2) for k in range(8)} for _ in range(5)]
 
-    def outer(params, opt_state, batch, a, b, c, d, e):
-        return step(params, opt_state, batch)
+    def outer(params, opt_state, batch, *more):
+        return step(params, opt_state, with_sum_of(more, batch))
 
     result = check(jax.jit(outer), (params, opt_state, batch, *more))
     assert result.ok
-    assert result.not_tried["NaN in e/x7"] == "no run was left"
-    assert "NaN in e/x7: no run was left" in " ".join(str(result).split())
+    name = "NaN in argument 7/x7"
+    assert result.not_tried[name] == "no run was left"
+    assert f"{name}: no run was left" in " ".join(str(result).split())
+
+
+def test_array_that_no_gradient_depends_on_gets_no_fault():
+    """NaN in a learning rate makes NaN of all parameters, with a finite loss."""
+    optimizer = wrap(optax.identity())
+
+    @jax.jit
+    def step(params, opt_state, rates, batch):
+        loss, grads = jls.value_and_grad(plain_loss)(opt_state, params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        updates = jax.tree.map(lambda u: -rates[0] * u, updates)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params = plain_params()
+    args = params, optimizer.init(params), jnp.full(3, 0.1), BATCH
+    check(step, args).raise_if_broken(not_tried="raise")
 
 
 def test_at_most_32_runs_and_two_windows():

@@ -81,7 +81,7 @@ def test_diff_leads_from_plain_optax_to_a_right_step(capsys):
     state = names["params"], names["optimizer"].init(names["params"])
     args = names["train_step"], *state, names["batch"]
     jls.check_step(*args).raise_if_broken()
-    assert "loss not told" not in jls.check_step(*args).not_tried
+    assert "loss not passed" not in jls.check_step(*args).not_tried
 
     names = {"jax": jax, "optax": optax, "loss_fn": lambda p, b: jnp.sum(p * b)}
     exec(plain, names)
