@@ -36,7 +36,7 @@ class Carried(NamedTuple):
 
 
 # How sure a pair is, from least to most.
-_AGAINST, _ALIKE, _FROZEN, _FOLLOWS, _PROVED = range(5)
+_AGAINST, _FROZEN, _ALIKE, _FOLLOWS, _PROVED = range(5)
 
 
 class _Pairing:
@@ -106,13 +106,12 @@ class _Pairing:
             )
         ]
         sure = {(p, t): self._sureness(p, t) for p in group for t in targets}
-        least = _ALIKE if self.reading is None else _FROZEN
         while targets and group:
             best = max(
                 ((p, t) for p in group for t in targets),
                 key=lambda pair: (sure[pair], -self._order[pair[1]]),
             )
-            if sure[best] < max(least, _FROZEN):
+            if sure[best] < _FOLLOWS:
                 break
             self._take(*best, group, targets)
         if not group or not targets:
@@ -142,7 +141,8 @@ class _Pairing:
         is_free: bool,
     ) -> bool:
         pairs = list(zip(group, targets, strict=False))
-        if len(group) != len(targets) or any(sure[pair] < _ALIKE for pair in pairs):
+        least = _ALIKE if is_free else _FROZEN
+        if len(group) != len(targets) or any(sure[pair] < least for pair in pairs):
             return False
         if not is_free or self.reading is None:
             return True
@@ -155,21 +155,23 @@ class _Pairing:
     def _sureness(self, path: Keys, target: Keys) -> int:
         if self.reading is None:
             return _ALIKE
-        proved = frozen = follows = 0
+        proved = frozen = follows = against = 0
         leaves = self._leaves(path)
         for key, i in leaves.items():
             result = self.reading.outputs.get((*target, *key))
             if result is None:
                 continue
             kept = self.reading.leaf_of(result.skipped)
-            if kept is not None and kept != i and self._is_elsewhere(kept, path):
-                return _AGAINST
+            if kept is not None and kept != i:
+                against += self._is_elsewhere(kept, path)
             is_same = self.reading.leaf_of(result.now) == i
             proved += kept == i and not is_same
             frozen += is_same
             follows += bool(result.now.follows & self.reading.bit(i))
         if proved:
             return _PROVED
+        if against:
+            return _AGAINST
         if frozen == len(leaves):
             return _FROZEN
         return _FOLLOWS if follows else _ALIKE
@@ -194,6 +196,12 @@ class _Pairing:
     def _raise_ambiguous(self, group: list[Keys], targets: list[Keys]) -> None:
         names = ", ".join(f"'{'/'.join(path)}'" for path in group)
         found = ", ".join("/".join(path) or "all of it" for path in targets)
+        if len(targets) == 1:
+            raise ValueError(
+                f"the step must return what it carries on from step to step, but its "
+                f"result {found} is none of the new {names}. Return the new state, or "
+                "name the arguments that come back with carried_args=."
+            )
         raise ValueError(
             f"what comes back from the step must be clear, but {names} may be any of "
             f"its results {found}. Name the arguments that come back, by position or "

@@ -17,7 +17,7 @@ from jls._audit.codes import CODES, TABLE, Code
 from jls._audit.faults import try_all
 from jls._audit.findings import Findings
 from jls._audit.leaves import Scale, find_scales
-from jls._audit.proofs import Proved, read_codes
+from jls._audit.proofs import BY_READING, Proved, read_codes
 from jls._audit.reading import Reading, Traced, Unread, trace
 from jls._audit.runs import Runner
 from jls._program.places import Place
@@ -163,7 +163,7 @@ def check_step(
         findings.leave_out_the_rest("there is no program to read")
     findings.leave_out_the_rest("no trial shows it")
     notes = _notes(runner, step)
-    return _step_check(findings, _mends((args, kwargs), runner.arguments), notes)
+    return _step_check(findings, _mends((args, kwargs), runner), notes)
 
 
 def read_step(
@@ -209,7 +209,15 @@ def _read(
         findings.right("host sync")
     else:
         findings.not_tried("host sync", last.reason)
-    return Reading(readable[-1], scales) if readable else None
+    if not readable:
+        return None
+    try:
+        return Reading(readable[-1], scales)
+    except Exception as error:  # a program that no test has: run it all the same
+        name = type(error).__name__
+        for code in BY_READING:
+            findings.not_tried(code, f"the program cannot be read ({name})")
+        return None
 
 
 def is_compiled(step: Callable[..., Any]) -> bool:
@@ -261,7 +269,7 @@ def _step_check(
     )
 
 
-def _mends(given: Any, arguments: Arguments) -> dict[Code, str]:
+def _mends(given: Any, runner: Runner) -> dict[Code, str]:
     """What to write where the arguments say more than the mistake does."""
 
     def has_around(kind: Any) -> bool:
@@ -273,18 +281,21 @@ def _mends(given: Any, arguments: Arguments) -> dict[Code, str]:
     found: dict[Code, str] = {}
     if find(given, lambda node: hasattr(node, "apply_gradients")):
         found["loss not passed"] = codes.LINEN_UPDATE
-    if arguments.in_place:
+    if runner.arguments.in_place:
         found |= {
             "no step": codes.NNX_STEP,
             "not scaled": codes.NNX_GRADIENTS,
             "loss not passed": codes.NNX_UPDATE,
             "nan committed": codes.NNX_SELECT,
         }
-    for code in ("nan committed", "not atomic"):
-        found[code] = f"{found.get(code, TABLE[code].write)}. {codes.LEAVE_OUT}"
+    if not any(scale.counters for scale in runner.scales):
+        flag = ("opt_state.applied", "jls.all_finite(grads)")
+        found |= {code: row.write.replace(*flag) for code, row in TABLE.items()}
     recovers = TABLE["never recovers"].write
     if has_around(optax.MultiStepsState):
         found["never recovers"] = f"{codes.MULTI_STEPS}; and {recovers}"
+    for code in ("nan committed", "not atomic"):
+        found[code] = f"{found.get(code, TABLE[code].write)}. {codes.LEAVE_OUT}"
     if has_around(optax.MaskedState):
         harmed: tuple[Code, ...] = ("nan committed", "not atomic", "never recovers")
         for code in harmed:

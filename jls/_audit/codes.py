@@ -100,9 +100,12 @@ TABLE: dict[Code, Row] = {
         "jls.loss_scaled(optax.chain(optax.clip(1.0), inner))",
     ),
     "scale stuck": Row(
-        "the state of the scaler is adjusted",
-        "a scaler is used without jls.loss_scaled, and its state comes back as it was",
-        "reading",
+        "the scaler is told of good and of bad steps",
+        "the state of a scaler comes back as it was, or a bad step is undone with the "
+        "counters and the loss scale: an overflow is then one for ever",
+        "both",
+        "return the opt_state that optimizer.update returns in every step, good or "
+        "bad: the wrapper rolls back what has to stay; with the pure functions: "
         "state = scaler.adjust(state, jls.all_finite(grads)), after jls.unscale",
     ),
     "nan committed": Row(

@@ -105,6 +105,7 @@ def try_all(runner: Runner, findings: Findings, proved: Proved | None) -> None:
     if not any(scale.spikes for scale in runner.scales):
         findings.does_not_apply("spike not skipped", "there is no spike policy")
     trials.try_batch()
+    trials.judge_stuck()
     trials.judge_overflow()
     trials.judge_skips()
     if silent:
@@ -200,6 +201,27 @@ class _Trials:
         elif not self.findings.verdict(code) and any(x.scales for x in self.faults):
             self.findings.right(code)
 
+    def judge_stuck(self) -> None:
+        """Whether an overflow changes nothing, not even the loss scale and counters."""
+        code: Code = "scale stuck"
+        right = self.base.right
+        for fault in self.faults:
+            for scale in fault.scales:
+                own = scale.own if scale.counters else scale.state
+                own &= self.runner.carried.compared
+                moves, moved = (
+                    any(not same(run.before[i], run.after[i]) for i in own)
+                    for run in (right, fault.run)
+                )
+                if moves and not moved and not scale.is_static:
+                    self.findings.broken(
+                        code,
+                        f"{fault.what} changed nothing in {'/'.join(scale.root)}, not "
+                        "even the counters: an overflow is one for ever",
+                    )
+        if any(fault.scales for fault in self.faults):
+            self.findings.right(code)
+
     def _judge_unread(self) -> None:
         """What faults say where there was no program to read."""
         runner = self.runner
@@ -252,7 +274,9 @@ class _Trials:
                 f"with {fault.what} the gradients overflowed, and the step was applied"
             )
             self.findings.broken(
-                code, f"{seen}: something outside the wrapper cleaned them{by}", place
+                code,
+                f"{seen}: something cleaned them before they were looked at{by}",
+                place,
             )
 
     def _is_steady(self) -> bool:

@@ -3,8 +3,8 @@
 
 Of every value it says
     degree      which powers of the loss scales are factors of it
-    depends     which floating-point inputs it is computed from; booleans and integers
-                pass nothing on
+    depends     which floating-point inputs it is computed from; booleans pass
+                nothing on
     follows     from which inputs, and from which gradients that a wrapper was given, it
                 is computed element by element, as parameters are from updates
     known       that it is an input, unchanged; or a number
@@ -93,10 +93,13 @@ class Value:
     depends: int = 0  # a set of bits: inputs, by data
     follows: int = 0  # a set of bits: inputs and gradients, element by element
     known: Same | Number | None = None
+    # The sum of inputs, times numbers, that it is; None if it is no such sum.
+    weights: tuple[tuple[int, float], ...] | None = None
     holds: int = 0  # a set of bits
     scale: int | None = None  # the number of the loss scale that it is
     site: Site | None = None  # the last operation on it
     made: Site | None = None  # the operation that gave it this degree, if not 0
+    is_narrow: bool = False  # whether it comes through float16, or narrower
     is_splat: bool = False  # whether all elements are one scalar
     is_checked: bool = False  # whether a check of a wrapper made it
     # Of a gradient:
@@ -164,6 +167,7 @@ class Flow:
             depends=1 << i if is_data else 0,
             follows=1 << i if is_data else 0,
             known=Same(i),
+            weights=((i, 1.0),),
             holds=1 << i,
             scale=scale,
             is_splat=aval.ndim == 0,
@@ -182,8 +186,9 @@ class Flow:
         number = _number_in(value)
         if number is None:
             return Value()
+        # No factor changes them; and what is NaN stays one.
         is_any = isinstance(number.value, float) and (
-            number.value == 0 or math.isinf(number.value)
+            number.value == 0 or not math.isfinite(number.value)
         )
         return Value(degree=ANY if is_any else ZERO, known=number, is_splat=True)
 
@@ -218,10 +223,12 @@ class Flow:
             depends=depends,
             follows=one.follows | other.follows,
             known=one.known if one.known == other.known else None,
+            weights=one.weights if one.weights == other.weights else None,
             holds=one.holds & other.holds,
             scale=one.scale if one.scale == other.scale else None,
             site=one.site or other.site,
             made=one.made or other.made,
+            is_narrow=one.is_narrow or other.is_narrow,
             is_splat=one.is_splat and other.is_splat,
             is_checked=one.is_checked or other.is_checked,
             unscaled=one.unscaled or other.unscaled,
@@ -240,10 +247,12 @@ class Flow:
 
     def of_equation(self, site: Site, operands: Sequence[Value]) -> Sequence[Value]:
         marks = self._note(site, operands)
-        if INNER in marks:
-            operands = [self._marked(x) for x in operands]
         equation = site.equation
         name, count = equation.primitive.name, len(equation.outvars)
+        if INNER in marks:
+            operands = [self._marked(x) for x in operands]
+        widens = UPDATE in marks and name == "convert_element_type"
+        given = self._given.get(id(operands[0])) if widens and operands else None
         depends = functools.reduce(operator.or_, (x.depends for x in operands), 0)
         follows = functools.reduce(operator.or_, (x.follows for x in operands), 0)
         if name in RANDOM:
@@ -258,6 +267,8 @@ class Flow:
                 ins = [operands[i]]
             bits = depends, follows
             results.append(self._result(site, ins, variable.aval, bits, is_splat))
+        if given:  # gradients that the wrapper widens
+            self._given[id(results[0])] = results[0], given[1]
         if DECISION in marks and self._is_skipped():
             results = [
                 dataclasses.replace(x, known=Number(False))
@@ -288,8 +299,10 @@ class Flow:
         if name == "select_n" and isinstance(operands[0].known, Number):
             return data[int(operands[0].known.value)]
         if not _is_inexact(aval):
+            is_flag = aval.dtype == bool
             return Value(
-                depends=depends & self._random,
+                degree=ZERO if is_flag else self._degree_of_integers(site, operands),
+                depends=depends & self._random if is_flag else depends,
                 known=known,
                 holds=self._holds(name, operands, data, aval),
                 is_splat=is_splat or aval.ndim == 0,
@@ -309,12 +322,18 @@ class Flow:
             depends=depends,
             follows=follows,
             known=known,
+            weights=_weights(name, operands),
             holds=self._holds(name, operands, data, aval),
             site=site,
+            is_narrow=any(x.is_narrow for x in operands)
+            or _is_narrower(aval.dtype, np.float32),
             made=_made(site, degree, operands),
             is_splat=is_splat or aval.ndim == 0,
         )
-        value = _with_history(site, value, operands, data, aval)
+        by_scale = any(
+            x.depends and not x.depends & ~self._of_scalers for x in operands
+        )
+        value = _with_history(site, value, operands, data, aval, by_scale)
         if value.unscaled is site:
             self.reaches_gradients |= value.depends
             follows |= self.bit_of_gradients
@@ -384,13 +403,13 @@ class Flow:
         if name in PRODUCTS:
             return _product(degrees)
         if name == "div":
-            return _product([degrees[0], _power(degrees[1], -1)])
+            return _product([degrees[0], _power(site, degrees[1], -1)])
         if name in POWERS:
-            return _power(degrees[0], POWERS[name])
+            return _power(site, degrees[0], POWERS[name])
         if name == "integer_pow":
-            return _power(degrees[0], equation.params["y"])
+            return _power(site, degrees[0], equation.params["y"])
         if name == "pow" and isinstance(operands[1].known, Number):
-            return _power(degrees[0], operands[1].known.value)
+            return _power(site, degrees[0], operands[1].known.value)
         if name in HOMOGENEOUS or (name in MOVES and len(data) == 1):
             return degrees[0]
         if name in SUMS or name in CHOICES or name in MOVES:
@@ -405,6 +424,15 @@ class Flow:
         if name in BOUNDED and depends & ~self._of_scalers:
             return Mixed(site, (ZERO, *degrees))
         return self._of_scale_alone(site, operands, depends) or Unknown(site)
+
+    def _degree_of_integers(self, site: Site, operands: Sequence[Value]) -> Degree:
+        """Of integers made from scaled numbers, as by rounding, nothing is known."""
+        degrees = [x.degree for x in operands if x.degree not in (ZERO, ANY)]
+        name = site.equation.primitive.name
+        if not degrees or name in ("sign", "argmax", "argmin", "argsort", "sort"):
+            return ZERO
+        unknown = (x for x in degrees if isinstance(x, Unknown))
+        return next(unknown, Unknown(site))
 
     def _common(self, site: Site, values: Sequence[Value], depends: int) -> Degree:
         """The degree of a sum of values, or of a choice between them."""
@@ -447,7 +475,9 @@ class Flow:
             if decisive in numbers:
                 return Number(decisive)
             others = [x for x in known if not isinstance(x, Number)]
-            return others[0] if len(others) == 1 and numbers else _folded(name, known)
+            return (
+                others[0] if len(others) == 1 and numbers else _folded(equation, known)
+            )
         if name == "select_n":
             cases = known[1:]
             if isinstance(first, Number):
@@ -477,15 +507,15 @@ class Flow:
             "pmin",
         ):
             return first if isinstance(first, Number) else None
-        return _folded(name, known)
+        return _folded(equation, known)
 
     def _cast(self, known: Any, aval: Any) -> Same | Number | None:
         if isinstance(known, Number):
-            if jnp.issubdtype(aval.dtype, jnp.bool_):
-                return Number(bool(known.value))
-            if jnp.issubdtype(aval.dtype, jnp.integer):
-                return Number(int(known.value)) if known.value == known.value else None
-            return Number(float(known.value))
+            is_integer = jnp.issubdtype(aval.dtype, jnp.integer)
+            if is_integer and not abs(known.value) < 2.0**31:
+                return None  # it depends on the platform
+            with np.errstate(all="ignore"):
+                return _number_in(np.asarray(known.value).astype(aval.dtype))
         if isinstance(known, Same):
             old, new = self._avals[known.number].dtype, aval.dtype
             return known if _is_exact(old, new) else None
@@ -511,6 +541,38 @@ _EXTREMES = frozenset(
 )
 
 
+def _weights(
+    name: str, operands: Sequence[Value]
+) -> tuple[tuple[int, float], ...] | None:
+    """The weights of inputs in a sum, as far as numbers say them."""
+    weights = [x.weights for x in operands]
+    numbers = [x.known.value if isinstance(x.known, Number) else None for x in operands]
+    factor = 1.0
+    if name == "mul" and None in weights:
+        at = weights.index(None)
+        number = numbers[at]
+        if number is None:
+            return None
+        factor, weights = number, [weights[1 - at]]
+    elif name == "div" and numbers[1]:
+        factor, weights = 1 / numbers[1], weights[:1]
+    elif name == "neg":
+        factor = -1.0
+    elif name in ("add", "add_any", "sub"):
+        # A sum of 0: the updates of a skip.
+        weights = [() if n == 0 else w for n, w in zip(numbers, weights, strict=True)]
+    elif name not in UNCHANGED and name != "convert_element_type":
+        return None
+    total: dict[int, float] = {}
+    for place, part in enumerate(weights):
+        if part is None:
+            return None
+        sign = -1.0 if name == "sub" and place else 1.0
+        for i, weight in part:
+            total[i] = total.get(i, 0.0) + sign * factor * weight
+    return tuple(sorted(total.items()))
+
+
 def _product(degrees: Sequence[Degree]) -> Degree:
     for kind in (AnyDegree, Mixed, Unknown):
         for degree in degrees:
@@ -523,9 +585,11 @@ def _product(degrees: Sequence[Degree]) -> Degree:
     return tuple(sorted(((s, p) for s, p in total.items() if p), key=repr))
 
 
-def _power(degree: Degree, exponent: Any) -> Degree:
-    if isinstance(degree, Mixed | Unknown) or degree == ANY:
+def _power(site: Site, degree: Degree, exponent: Any) -> Degree:
+    if not isinstance(degree, tuple) or degree == ZERO:
         return degree
+    if not math.isfinite(exponent):
+        return Unknown(site)
     by = Fraction(exponent).limit_denominator(1000)
     return tuple((symbol, power * by) for symbol, power in degree if by)
 
@@ -555,32 +619,36 @@ def _number_in(value: Any) -> Number | None:
 
 
 _FOLDS: dict[str, Callable[..., Any]] = {
-    "not": lambda a: not a if isinstance(a, bool) else ~a,
-    "neg": operator.neg,
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "max": max,
-    "min": min,
-    "and": operator.and_,
-    "or": operator.or_,
-    "xor": operator.xor,
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "clamp": lambda low, x, high: min(max(x, low), high),
-    "is_finite": math.isfinite,
+    "not": np.invert,
+    "neg": np.negative,
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "is_finite": np.isfinite,
 }
 
 
-def _folded(name: str, known: Sequence[Any]) -> Number | None:
-    fold = _FOLDS.get(name)
+def _folded(equation: Any, known: Sequence[Any]) -> Number | None:
+    """What an operation makes of numbers, in their dtypes, which wrap or overflow."""
+    fold = _FOLDS.get(equation.primitive.name)
     if fold is None or not all(isinstance(x, Number) for x in known):
         return None
-    return Number(fold(*(x.value for x in known)))
+    with np.errstate(all="ignore"):
+        pairs = zip(known, equation.invars, strict=True)
+        operands = [np.asarray(x.value).astype(atom.aval.dtype) for x, atom in pairs]
+        return _number_in(np.asarray(fold(*operands)))
 
 
 def _without_neutral(name: str, known: Sequence[Any]) -> Any:
@@ -605,14 +673,22 @@ def _without_neutral(name: str, known: Sequence[Any]) -> Any:
 
 
 def _with_history(
-    site: Site, value: Value, operands: Sequence[Value], data: list[Value], aval: Any
+    site: Site,
+    value: Value,
+    operands: Sequence[Value],
+    data: list[Value],
+    aval: Any,
+    by_scale: bool,
 ) -> Value:
     """What has happened to a gradient since the loss scale was divided out of it."""
     if value.degree not in (ZERO, ANY):
         return value
     if any(x.degree not in (ZERO, ANY) for x in operands):
-        unscaled = site if value.degree == ZERO else None
-        return dataclasses.replace(value, unscaled=unscaled)
+        if value.degree != ZERO:
+            return value
+        is_narrow = _is_narrower(aval.dtype, np.float32)
+        narrowed = Cast(site, 1.0) if is_narrow and by_scale else None
+        return dataclasses.replace(value, unscaled=site, narrowed=narrowed)
     name = site.equation.primitive.name
     gradients = [x for x in operands if x.unscaled]
     if not gradients:
@@ -653,8 +729,13 @@ def _narrowed(site: Site, gradient: Value, aval: Any) -> Cast | None:
     (atom,) = site.equation.invars
     if not _is_inexact(atom.aval):
         return gradient.narrowed
-    loses = jnp.finfo(aval.dtype).minexp > jnp.finfo(atom.aval.dtype).minexp
+    loses = _is_narrower(aval.dtype, atom.aval.dtype)
     return Cast(site, gradient.gain) if loses else gradient.narrowed
+
+
+def _is_narrower(new: Any, old: Any) -> bool:
+    """Whether small numbers vanish in `new` that are in the range of `old`."""
+    return jnp.finfo(new).minexp > jnp.finfo(old).minexp
 
 
 def _cleaned(

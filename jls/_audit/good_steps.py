@@ -66,11 +66,11 @@ def _keeps_the_old_state(runner: Runner, good: list[Run]) -> bool:
         return False
     reading = runner.reading
     if reading is not None:
-        steps = [scale.counters["steps"] for scale in scales]
-        results = [runner.result(i) for i in steps]
-        return bool(reading.calls) and all(
+        steps = [scales[k].counters["steps"] for k in reading.calls]
+        results = {i: runner.result(i) for i in steps}
+        return any(
             result is not None and reading.leaf_of(result.now) == i
-            for i, result in zip(steps, results, strict=True)
+            for i, result in results.items()
         )
     is_new_elsewhere = any("steps" in item.path for run in good for item in run.outputs)
     return not is_new_elsewhere and not any(

@@ -20,7 +20,6 @@ BY_READING: tuple[Code, ...] = (
     "scale leaks",
     "loss not passed",
     "gradients narrowed",
-    "scale stuck",
 )
 
 
@@ -138,6 +137,10 @@ def _read_not_scaled(
     bit = reading.bit(runner.scales[k].at)
     lacking = [x for x in gradients if x.depends and not x.depends & bit]
     if not lacking:
+        return
+    if len(lacking) < len(gradients) and not any(x.is_narrow for x in lacking):
+        note = f", but for {len(lacking)} of {len(gradients)}, made without float16"
+        findings.right("not scaled", note)
         return
     name = runner.scales[k].name
     others = [
@@ -260,19 +263,34 @@ def _read_narrowed(
 
 def _read_stuck(runner: Runner, findings: Findings) -> None:
     code: Code = "scale stuck"
+    if all(scale.is_static for scale in runner.scales):
+        findings.does_not_apply(code, "no loss scale moves")
+    calls = runner.reading.calls if runner.reading else {}
+    for k, scale in enumerate(runner.scales):
+        is_used = not scale.counters or calls.get(k)
+        if scale.is_static or not is_used:
+            continue
+        if _comes_back(runner, scale.state, is_skipped=False):
+            findings.broken(code, f"the state in {scale.name} comes back as it was")
+        elif scale.counters and _comes_back(runner, scale.own, is_skipped=True):
+            name = "/".join(scale.root)
+            findings.broken(
+                code,
+                f"in a step that is skipped {name} comes back as it was, with its "
+                "counters and its loss scale: an overflow is one for ever",
+            )
+
+
+def _comes_back(runner: Runner, leaves: frozenset[int], is_skipped: bool) -> bool:
+    """Whether all of `leaves` come back as they were."""
     reading = runner.reading
     assert reading is not None
-    bare = [x for x in runner.scales if not x.counters and not x.is_static]
-    if not bare:
-        findings.does_not_apply(code, "no scaler that moves is used by itself")
-    for scale in bare:
-        results = {i: runner.result(i) for i in scale.state & runner.carried.leaves}
-        if results and all(
-            result is not None and reading.leaf_of(result.now) == i
-            for i, result in results.items()
-        ):
-            findings.broken(code, f"the state in {scale.name} comes back as it was")
-    findings.right(code)
+    results = {i: runner.result(i) for i in leaves & runner.carried.leaves}
+    return bool(results) and all(
+        result is not None
+        and reading.leaf_of(result.skipped if is_skipped else result.now) == i
+        for i, result in results.items()
+    )
 
 
 # Skips.
@@ -308,20 +326,16 @@ def is_noise(runner: Runner, leaf: int) -> bool:
 def is_average(runner: Runner, leaf: int) -> bool:
     """Whether a skip makes a leaf out of itself and other trained leaves alone.
 
-    So a target network or an average does, that goes on towards its parameters.
+    So a target network or an average does, that goes on towards its parameters, and a
+    record of them. Weights that do not add up to 1 make none.
     """
     reading, result = runner.reading, runner.result(leaf)
     if reading is None or result is None:
         return False
-    items = runner.arguments.items
-    sources = [
-        i
-        for i in reading.leaves_in(result.skipped.depends)
-        if np.ndim(items[i].value) or not np.ndim(items[leaf].value)
-    ]
-    others = [
-        i
-        for i in sources
-        if i != leaf and np.shape(items[i].value) == np.shape(items[leaf].value)
-    ]
-    return bool(others) and set(sources) <= runner.trained
+    items, weights = runner.arguments.items, result.skipped.weights
+    if weights is not None and abs(sum(x for _, x in weights) - 1) > 1e-3:
+        return False
+    sources = set(reading.leaves_in(result.skipped.depends))
+    others = {i for i in sources & runner.trained if i != leaf}
+    counts = {i for i in sources - runner.trained if not np.ndim(items[i].value)}
+    return bool(others) and sources - counts <= runner.trained

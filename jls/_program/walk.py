@@ -17,9 +17,6 @@ from jls._program.jaxprs import called_program, is_literal, opened, scan_counts
 
 V = TypeVar("V")
 
-# What is known of a carried value changes a few times at most; this ends any mistake.
-_MOST_ROUNDS = 32
-
 
 class Site(NamedTuple):
     """Where an equation stands: the calls around it, and itself, outermost first."""
@@ -144,7 +141,8 @@ def _repeat(
 ) -> tuple[list[V], list[V]]:
     """What a loop carries in any of its rounds, and the results of one of them."""
     results: list[V] = []
-    for _ in range(_MOST_ROUNDS):
+    # What is new of one value reaches another in each round, and changes a few times.
+    for _ in range(4 * len(state) + 8):
         results = walk(body, [*fixed, *state, *slices], question, site)
         pairs = zip(state, results, strict=False)
         joined = [question.carry(site, before, after) for before, after in pairs]
