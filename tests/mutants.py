@@ -143,8 +143,8 @@ STEPS = [
     Fault(
         "a non-finite loss moves the scale",
         "jls/_step.py",
-        "scaler_state=select(loss_finite, adjusted, state.scaler_state)",
-        "scaler_state=adjusted",
+        "scaler_state = select(loss_finite, adjusted, state.scaler_state)",
+        "scaler_state = adjusted",
         (STEP,),
     ),
     Fault(

@@ -207,13 +207,14 @@ class _Trials:
         right = self.base.right
         for fault in self.faults:
             for scale in fault.scales:
-                own = scale.own if scale.counters else scale.state
-                own &= self.runner.carried.compared
+                own = scale.own & self.runner.carried.compared
                 moves, moved = (
                     any(not same(run.before[i], run.after[i]) for i in own)
                     for run in (right, fault.run)
                 )
-                if moves and not moved and not scale.is_static:
+                # Of a bare scaler an infinite scale shows nothing.
+                is_judged = scale.counters and not scale.is_static
+                if is_judged and moves and not moved:
                     self.findings.broken(
                         code,
                         f"{fault.what} changed nothing in {'/'.join(scale.root)}, not "

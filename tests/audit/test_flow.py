@@ -175,7 +175,7 @@ def test_dependence_is_by_data():
         )
 
     _, values = read(fun, SCALE, X, X)
-    assert [value.depends for value in values] == [0b10, 0b100, 0b100, 0b110]
+    assert [value.depends for value in values] == [0b10, 0b100, 0b110, 0b110]
     assert [value.follows for value in values] == [0b10, 0b100, 0b100, 0]
 
 
