@@ -261,10 +261,7 @@ def _step_check(
         not_applicable=away,
         seen={**right, **{code: x.text for code, x in broken.items()}},
         where={code: x.place for code, x in broken.items() if x.place},
-        write={
-            code: x.write or mends.get(code) or TABLE[code].write
-            for code, x in broken.items()
-        },
+        write={code: mends.get(code) or TABLE[code].write for code in broken},
         notes=tuple(notes),
     )
 

@@ -24,7 +24,6 @@ from jls._audit.findings import Findings
 from jls._audit.good_steps import (
     Base,
     always_compiles,
-    is_switched_off,
     take_good_steps,
 )
 from jls._audit.leaves import (
@@ -33,6 +32,7 @@ from jls._audit.leaves import (
     as_numpy,
     is_fp8,
     is_rounding,
+    is_switched_off,
     same,
     units,
 )
@@ -182,7 +182,7 @@ class _Trials:
         if any(map(is_fp8, self.items)):
             self.findings.not_tried(code, "8-bit layers clip their gradients, rightly")
             return
-        if all(is_switched_off(self.base.leaves, x) for x in self.runner.scales):
+        if all(is_switched_off(self.base.leaves[x.at], x) for x in self.runner.scales):
             self._judge_cleaned()
             self.findings.not_tried(code, "the loss scale is static and 1")
             return

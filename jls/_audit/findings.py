@@ -15,7 +15,6 @@ class Finding(NamedTuple):
     verdict: Verdict
     text: str  # what showed it, or the reason; on what is right, what is to be noted
     place: Place | None = None
-    write: str = ""  # the line to write, if it is not the usual one
 
 
 class Findings:
@@ -25,11 +24,9 @@ class Findings:
         self._found: dict[Code, Finding] = {}
         self.untried: dict[str, str] = {}  # arrays without a fault, and the reason
 
-    def broken(
-        self, code: Code, seen: str, place: Place | None = None, write: str = ""
-    ) -> None:
+    def broken(self, code: Code, seen: str, place: Place | None = None) -> None:
         if self.verdict(code) != "broken":
-            self._found[code] = Finding("broken", seen, place, write)
+            self._found[code] = Finding("broken", seen, place)
 
     def right(self, code: Code, note: str = "") -> None:
         if self.verdict(code) is None:

@@ -154,7 +154,6 @@ class Flow:
         self._open: Call | None = None
         self.calls: dict[int, Call] = {}
         self.reaches_gradients = 0  # a set of bits: inputs that gradients depend on
-        self._constants: dict[Any, Value] = {}
         self.inputs = [
             self._input(i, aval, scales.index(i) if i in scales else None)
             for i, aval in enumerate(avals)
@@ -498,14 +497,7 @@ class Flow:
         )
         if name in UNCHANGED or name in ("broadcast_in_dim", "slice"):
             return first if is_whole or isinstance(first, Number) else None
-        if name in (
-            "reduce_and",
-            "reduce_or",
-            "reduce_max",
-            "reduce_min",
-            "pmax",
-            "pmin",
-        ):
+        if name in _EXTREMES:
             return first if isinstance(first, Number) else None
         return _folded(equation, known)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jls._audit.findings import Findings
-from jls._audit.leaves import Scale, as_numpy
+from jls._audit.leaves import Scale, as_numpy, is_switched_off
 from jls._audit.runs import Leaves, Run, Runner
 from jls._text import format_scale
 
@@ -136,7 +136,7 @@ def _calibrate(runner: Runner, start: Leaves, good: list[Run]) -> Leaves:
                     "jls.metrics(opt_state). Pass a good batch, or a state from "
                     "optimizer.init(params)."
                 )
-        skipped = [x for x in skipped if not is_switched_off(start, x)]
+        skipped = [x for x in skipped if not is_switched_off(start[x.at], x)]
         if not skipped:
             break
         for scale in skipped:
@@ -153,11 +153,6 @@ def _calibrate(runner: Runner, start: Leaves, good: list[Run]) -> Leaves:
             "jls.health(opt_state, params) the usual causes."
         )
     return start
-
-
-def is_switched_off(leaves: Leaves, scale: Scale) -> bool:
-    """Whether the scale is that of `jls.skip_nonfinite`."""
-    return scale.is_static and bool(np.all(as_numpy(leaves[scale.at]) == 1))
 
 
 def _format(leaves: Leaves, scale: Scale) -> str:

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls._audit.arguments import Item, Keys
+from jls._train_state import FP8
 from jls._tree import common_dtype, is_array, is_extended
 
 # Flax keeps the amax history and the scales of its fp8 layers in variables whose
 # gradients are their next values. Their numbers follow the loss scale, rightly.
-_FP8 = ("_overwrite_with_gradient", "OverwriteWithGradient")
+_FP8 = (FP8, "OverwriteWithGradient")
 
 
 class Scale(NamedTuple):
@@ -159,3 +160,8 @@ def is_rounding(old: Any, new: Any) -> bool:
     x, y = as_numbers(old), as_numbers(new)
     with np.errstate(invalid="ignore", over="ignore"):
         return same(old, new) or bool(np.all(np.abs(x - y) <= most * np.abs(x)))
+
+
+def is_switched_off(leaf: Any, scale: Scale) -> bool:
+    """Whether the scale is that of `jls.skip_nonfinite`."""
+    return scale.is_static and bool(np.all(as_numpy(leaf) == 1))

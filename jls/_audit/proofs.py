@@ -9,7 +9,7 @@ import numpy as np
 from jls._audit.codes import Code
 from jls._audit.findings import Findings
 from jls._audit.flow import ANY, ZERO, Call, Mixed, Unknown, Value
-from jls._audit.leaves import Scale, as_numpy, is_fp8
+from jls._audit.leaves import Scale, is_fp8, is_switched_off
 from jls._audit.runs import Runner
 from jls._program.places import Place, place_of
 from jls._program.walk import Site
@@ -39,12 +39,7 @@ def read_codes(runner: Runner, findings: Findings) -> Proved:
     if missing:
         names = ", ".join(runner.scales[k].name for k in missing)
         reason = f"no update with {names} was found in the program of the step"
-        for code in (
-            "not scaled",
-            "scale leaks",
-            "loss not passed",
-            "gradients narrowed",
-        ):
+        for code in BY_READING:
             findings.not_tried(code, reason)
     calls = [(k, call) for k in wrappers for call in reading.calls.get(k, [])]
     _read_scaling(runner, calls, findings)
@@ -56,11 +51,6 @@ def read_codes(runner: Runner, findings: Findings) -> Proved:
     if calls and not missing and not cleaned:
         findings.right("overflow hidden")
     return Proved(_moves(runner), cleaned)
-
-
-def is_switched_off(leaf: Any, scale: Scale) -> bool:
-    """Whether the scale is that of `jls.skip_nonfinite`."""
-    return scale.is_static and bool(np.all(as_numpy(leaf) == 1))
 
 
 # Scaling.

@@ -172,14 +172,6 @@ class Reading:
             found.setdefault(k, []).append(call)
         return found
 
-    def skipped_but_for(self, scale: int) -> dict[tuple[str, ...], Value]:
-        """What comes back if one wrapper skips and the others do not, by path."""
-        numbers = frozenset(call.number for call in self.calls.get(scale, []))
-        _, values = self._read(numbers)
-        items = [*self.traced.outputs, *self.traced.objects]
-        found = (x for x in items if is_a_result(x))
-        return {x.path: value for x, value in zip(found, values, strict=True)}
-
     def bit(self, leaf: int) -> int:
         """The bit of a leaf of the arguments; 0 if it is not an array."""
         return 1 << self._place[leaf] if leaf in self._place else 0

@@ -11,7 +11,7 @@ def _names(text: str) -> frozenset[str]:
 
 # Every element of the result is an element of an operand, with the same number: nothing
 # is computed. The data of `gather`, `dynamic_slice` and the like come first; where more
-# than one operand holds data, `DATA` says which.
+# than one operand holds data, `_DATA` says which.
 MOVES = _names(
     """
     all_gather all_gather_invariant all_to_all broadcast_in_dim concatenate copy copy_p
