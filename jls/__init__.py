@@ -10,6 +10,8 @@
 #   types
 #   _audit
 #   _wrapper _checkpoint _train _report
+#   _origin
+#   _trace
 #   _step _scale _ema presets
 #   _mistakes _spikes _train_state
 #   _scalers _state
@@ -55,6 +57,7 @@ from jls._report.nonfinite import nonfinite_leaves as nonfinite_leaves
 from jls._report.underflow import underflow as underflow
 from jls._report.underflow import suggest_scale as suggest_scale
 from jls._audit.check import check_step as check_step
+from jls._origin.why import why as why
 from jls._report.sync import check_in_sync as check_in_sync
 from jls._types import JlsWarning as JlsWarning
 

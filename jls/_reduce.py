@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array, lax
 from jax.export import is_symbolic_dim
 
+from jls._scopes import CHECKED
 from jls._tree import floats_of, widen
 
 AxisName = str | tuple[str, ...] | None
@@ -48,12 +49,6 @@ def bound_names(axis_name: AxisName) -> tuple[str, ...]:
                 "jax.pmap or jax.vmap with that axis; under plain jit leave it out."
             ) from None
     return names
-
-
-def varying_axes(array: Array) -> frozenset[str]:
-    """The axes of `shard_map` over which `array` differs, where JAX keeps track."""
-    kind: Any = jax.typeof(array)
-    return kind.mat.varying if hasattr(kind, "mat") else kind.vma  # since jax 0.12
 
 
 def agree(flags: Array, axis_name: AxisName) -> Array:
@@ -98,7 +93,9 @@ def all_finite(tree: Any, axis_name: AxisName = None) -> Array:
       >>> jls.all_finite([jnp.ones(3), jnp.array([1.0, jnp.nan])])
       Array(False, dtype=bool)
     """
-    return agree(jnp.all(finite_leaves(floats_of(tree))), axis_name)
+    with jax.named_scope(CHECKED):
+        are_finite = finite_leaves(floats_of(tree))
+    return agree(jnp.all(are_finite), axis_name)
 
 
 def max_abs(tree: Any, axis_name: AxisName = None) -> Array:
@@ -125,7 +122,8 @@ def max_abs(tree: Any, axis_name: AxisName = None) -> Array:
       >>> jls.max_abs([jnp.array([1.0, jnp.nan])])
       Array(inf, dtype=float32)
     """
-    magnitudes = leaf_magnitudes(floats_of(tree))
+    with jax.named_scope(CHECKED):
+        magnitudes = leaf_magnitudes(floats_of(tree))
     return jnp.max(agree_on_max(magnitudes, axis_name), initial=0.0)
 
 

@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scopes under which a wrapper's own operations are traced.
 
-They add nothing to a program. By them `jls.check_step` finds, in the program of a step,
-what the wrapper was given and what it decided.
+They add nothing to a program. By them `jls.check_step` and `jls.why` find, in the
+program of a step, what the wrapper was given and what it decided.
 """
 
 import functools
 from typing import Any
 
-# The whole of an `update`; what it looks at; the inner optimizer; what is decided; the
-# adjusted loss scale.
+# The whole of an `update`; what it looks at, before and after it; the inner optimizer;
+# what is decided; the adjusted loss scale. And what `jls.all_finite` looks at.
 UPDATE = "jls_update"
 GRADIENTS = "jls_gradients"
 LOSS = "jls_loss"
+NEW = "jls_new"
 INNER = "jls_inner"
 DECISION = "jls_decision"
 SCALE = "jls_scale"
+CHECKED = "jls_checked"
 
-_ALL = (UPDATE, GRADIENTS, LOSS, INNER, DECISION, SCALE)
+_ALL = (UPDATE, GRADIENTS, LOSS, NEW, INNER, DECISION, SCALE, CHECKED)
 NONE = frozenset[str]()
 
 

@@ -38,6 +38,7 @@ from jls._mistakes import (
     warn_of_misspelt_value,
     warn_of_narrowed,
 )
+from jls._program.jaxprs import varying_axes
 from jls._reduce import (
     AxisName,
     agree,
@@ -48,7 +49,6 @@ from jls._reduce import (
     global_norm,
     leaf_magnitudes,
     norm_of_squares,
-    varying_axes,
 )
 from jls._rollback import as_seen, call, prepare, roll_back_unless
 from jls._scalers.rule import count_up
@@ -240,7 +240,9 @@ def _keep_if_finite(
     params, state = old
     pairs = zip(floats_of(params), floats_of(made.params), strict=True)
     stored = [jnp.where(jnp.isfinite(widen(x)), widen(y), 0) for x, y in pairs]
-    is_kept = agree(jnp.all(finite_leaves(stored)), wrapper.axis_name)
+    with jax.named_scope(_scopes.NEW):
+        are_finite = finite_leaves(stored)
+    is_kept = agree(jnp.all(are_finite), wrapper.axis_name)
 
     def skipped(old, new):
         if not is_wrapper_state(old):
@@ -419,11 +421,12 @@ def _attempt(
         return _Attempt(*new, is_wanted, step.leaves_finite, verdict)
     with jax.named_scope(_scopes.INNER):
         made, new = call(is_finite, prepared)
-    updates_finite = finite_leaves(_kept_if_finite(made, params, step.rest))
+    kept = _kept_if_finite(made, params, step.rest)
     # A NaN moment shows in its update. A NaN in a scalar shared by all parameters may
     # not, as at first in D-Adaptation. Some optimizers keep an inf on purpose.
     scalars = [x for x in floats_of(new) if jnp.ndim(x) == 0]
-    flags = jnp.concatenate([~any_nan(scalars)[None], updates_finite])
+    with jax.named_scope(_scopes.NEW):
+        flags = jnp.concatenate([~any_nan(scalars)[None], finite_leaves(kept)])
     flags = agree(flags, wrapper.axis_name)
     applied = is_wanted & jnp.all(flags)
     new = select(applied, (finish(made), _clone_keys(new)), old)

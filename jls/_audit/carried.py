@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jls._audit.arguments import REPORT, Arguments, Item, Keys
-from jls._audit.leaves import Scale, has_form, same_form, under, units
+from jls._audit.leaves import has_form, same_form, under, units
 from jls._audit.reading import Reading
+from jls._trace.arguments import REPORT, Arguments, Item, Keys
+from jls._trace.scales import Scale
 from jls._tree import is_extended, is_inexact
 
 Named = Mapping[str, Sequence[str] | None] | None

@@ -12,17 +12,18 @@ import optax
 
 from jls import _validate
 from jls._audit import codes
-from jls._audit.arguments import Arguments, Keys, take_apart, tokens, unbind
 from jls._audit.codes import CODES, TABLE, Code
 from jls._audit.faults import try_all
 from jls._audit.findings import Findings
-from jls._audit.leaves import Scale, find_scales
 from jls._audit.proofs import BY_READING, Proved, read_codes
-from jls._audit.reading import Reading, Traced, Unread, trace
+from jls._audit.reading import Reading, Unread, try_to_trace
 from jls._audit.runs import Runner
 from jls._program.places import Place
-from jls._state import find, is_scaler_state, is_wrapper_state
-from jls._tree import is_array, is_concrete
+from jls._state import find, is_wrapper_state
+from jls._trace.arguments import Arguments, check_usable, take_apart, unbind
+from jls._trace.scales import Scale, scales_in
+from jls._trace.trace import Traced
+from jls._tree import is_array
 
 CarriedArgs = Mapping[int | str, Iterable[str]] | Iterable[int | str] | None
 
@@ -177,8 +178,7 @@ def read_step(
     step, bound = unbind(step)
     args = (*bound, *args)
     arguments = take_apart(step, args, kwargs)
-    for item in arguments.items:
-        _check_usable("/".join(item.path), item.value)
+    check_usable(arguments, "jls.check_step", "step")
     named = _named(carried_args, arguments, len(bound))
     scales = _find_scales(args, kwargs, arguments)
     findings = Findings()
@@ -196,9 +196,9 @@ def _read(
 ) -> Reading | None:
     """What the program of the step says; and whether it syncs with the host."""
     # Three times: reading every so many steps is right.
-    traces = [trace(step, arguments)]
+    traces = [try_to_trace(step, arguments)]
     while len(traces) < 3 and traces[-1].reads:
-        traces.append(trace(step, arguments))
+        traces.append(try_to_trace(step, arguments))
     readable = [x for x in traces if isinstance(x, Traced)]
     last = traces[-1]
     if last.reads:
@@ -300,36 +300,10 @@ def _mends(given: Any, runner: Runner) -> dict[Code, str]:
     return found
 
 
-def _check_usable(path: str, leaf: Any) -> None:
-    """Raises if `leaf` cannot be copied."""
-    if not is_concrete(leaf):
-        return
-    if leaf.is_deleted():
-        raise ValueError(
-            f"{path} was donated to an earlier step, and is no more. Pass what that "
-            "step returned."
-        )
-    if not leaf.is_fully_addressable:
-        raise ValueError(
-            f"{path} must be held by this process, got a global array over several. "
-            "Call jls.check_step with process-local arrays, such as the step of a "
-            "small model on jax.local_devices()."
-        )
-
-
 def _find_scales(
     args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments
 ) -> list[Scale]:
-    nodes: list[Keys] = []
-    flat, _ = jax.tree_util.tree_flatten_with_path(
-        (args, kwargs), is_leaf=is_scaler_state
-    )
-    for path, node in flat:
-        if is_scaler_state(node):
-            kind, key, *inner = path
-            name = arguments.names[key.idx] if kind.idx == 0 else str(key.key)
-            nodes.append((name, *tokens(inner)))
-    scales = find_scales(arguments.items, nodes)
+    scales = scales_in(args, kwargs, arguments)
     if not scales:
         types = ", ".join(type(x).__name__ for x in (*args, *kwargs.values()))
         raise ValueError(

@@ -27,7 +27,6 @@ from jls._audit.good_steps import (
     take_good_steps,
 )
 from jls._audit.leaves import (
-    Scale,
     as_numbers,
     as_numpy,
     is_fp8,
@@ -49,6 +48,7 @@ from jls._audit.runs import (
 )
 from jls._program.places import Place, place_of
 from jls._text import format_scale
+from jls._trace.scales import Scale
 from jls._tree import is_inexact
 from jls._types import SIGNALS, SpikeState
 

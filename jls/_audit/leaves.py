@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves of a step's arguments: the loss scales among them, and their values."""
+"""Leaves of a step's arguments, and their values."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jls._audit.arguments import Item, Keys
+from jls._trace.arguments import Item, Keys
+from jls._trace.scales import Scale
 from jls._train_state import FP8
 from jls._tree import common_dtype, is_array, is_extended
 
@@ -18,73 +19,9 @@ from jls._tree import common_dtype, is_array, is_extended
 _FP8 = (FP8, "OverwriteWithGradient")
 
 
-class Scale(NamedTuple):
-    """One loss scale among the leaves of the arguments."""
-
-    name: str
-    at: int  # the index of the leaf `loss_scale`
-    state: frozenset[int]  # all leaves of the scaler's state
-    counters: dict[str, int]  # leaves of the wrapper around it, by name; {} if bare
-    own: frozenset[int]  # all leaves that are jls's own
-    fields: dict[str, int]  # leaves of the scaler's state, by name
-    spikes: dict[str, int]  # leaves of the spike policy's state, by name; {} if none
-    root: Keys  # the path of the wrapper's state, or of the scaler's if it is bare
-
-    @property
-    def is_static(self) -> bool:
-        return len(self.state) == 1
-
-
-def find_scales(items: Sequence[Item], nodes: Iterable[Keys]) -> list[Scale]:
-    """The loss scales below the scaler states `nodes`, or else by their names.
-
-    A state that `nnx.split` made has lost the types of its nodes.
-    """
-    names = [without_value(item.path) for item in items]
-    prefixes = list(dict.fromkeys(nodes)) or [
-        name[:-1] for name in names if name[-1] == "loss_scale"
-    ]
-    scales = []
-    for prefix in prefixes:
-        state = {i for i, x in enumerate(names) if x[: len(prefix)] == prefix}
-        fields = {names[i][-1]: i for i in state}
-        around = prefix[:-1]
-        counters = {name[-1]: i for i, name in enumerate(names) if name[:-1] == around}
-        if "skips" not in counters or "steps" not in counters:
-            counters = {}
-        policy = (*around, "spike_state")
-        spikes = {
-            "/".join(name[len(policy) :]): i
-            for i, name in enumerate(names)
-            if counters and name[: len(policy)] == policy
-        }
-        if "loss_scale" in fields:
-            scales.append(
-                Scale(
-                    "/".join(prefix),
-                    fields["loss_scale"],
-                    frozenset(state),
-                    counters,
-                    frozenset([*state, *counters.values(), *spikes.values()]),
-                    fields,
-                    spikes,
-                    around if counters else prefix,
-                )
-            )
-    return scales
-
-
 def own_leaves(scales: Sequence[Scale]) -> set[int]:
     """All leaves that are jls's own."""
     return {i for scale in scales for i in scale.own}
-
-
-def without_value(path: Keys) -> Keys:
-    """The path of an NNX variable without its last key."""
-    *above, last = path
-    is_key = last in ("value", "raw_value")
-    # A `SpikeState` has a field of that name.
-    return tuple(above) if is_key and above[-1:] not in ([], ["spike_state"]) else path
 
 
 def is_fp8(item: Item) -> bool:

@@ -9,7 +9,8 @@ import numpy as np
 
 from jls._audit.flow import Value
 from jls._audit.runs import Runner
-from jls._program.replay import can_reach, replay
+from jls._program.replay import Seen, replay
+from jls._program.walk import Site
 
 
 def inf_is_applied(runner: Runner, leaves: list[Any], gradient: Value) -> bool | None:
@@ -26,17 +27,17 @@ def inf_is_applied(runner: Runner, leaves: list[Any], gradient: Value) -> bool |
     """
     reading, site = runner.reading, gradient.unscaled
     assert reading is not None
-    if site is None or not can_reach(site):
+    if site is None or _is_on_several_devices(site):
         return None
 
-    def change(here, results):
+    def plant(here, inputs, results):
         if here.numbers != site.numbers:
-            return results
-        return [_with_inf(x) for x in results]
+            return Seen(results)
+        return Seen([_with_inf(x) for x in results])
 
     @jax.jit
     def run(inputs):
-        results = replay(reading.traced.program, inputs, change)
+        results, _ = replay(reading.traced.program, inputs, plant)
         return {i: results[n] for i, n in counters.items()}
 
     counters = _results_of_counters(runner)
@@ -45,6 +46,10 @@ def inf_is_applied(runner: Runner, leaves: list[Any], gradient: Value) -> bool |
     inputs = [jnp.asarray(leaves[i]) for i in reading.traced.inputs]
     new = run(inputs)
     return not any(np.any(np.asarray(new[i]) > np.asarray(leaves[i])) for i in counters)
+
+
+def _is_on_several_devices(site: Site) -> bool:
+    return any(x.primitive.name in ("shard_map", "xla_pmap") for x in site.equations)
 
 
 def _with_inf(x: Any) -> Any:

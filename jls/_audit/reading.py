@@ -12,36 +12,13 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jls import _validate
-from jls._audit.arguments import Arguments, Item, items_of
 from jls._audit.flow import Call, Flow, Same, Value
-from jls._audit.leaves import Scale
 from jls._mistakes import eager_steps_allowed
 from jls._program.jaxprs import opened
 from jls._program.walk import walk
-from jls._tree import is_array
-
-_READS = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    _validate.TracedError,
-)
-# More operations than this outside of any jit: the step is not jitted.
-_MANY = 64
-
-
-class Traced(NamedTuple):
-    """The program of a step."""
-
-    program: Any
-    inputs: list[int]  # the index of the leaf for each input
-    outputs: list[Item]  # what it returned; arrays as shapes and dtypes
-    objects: list[Item]  # what is in its NNX arguments afterwards, likewise
-    reads: bool  # whether it asks for values at the host without computing with them
-
-    @property
-    def is_jitted(self) -> bool:
-        return len(opened(self.program).jaxpr.eqns) <= _MANY
+from jls._trace.arguments import Arguments, Item
+from jls._trace.scales import Scale
+from jls._trace.trace import READS, Traced, trace
 
 
 class Unread(NamedTuple):
@@ -51,60 +28,21 @@ class Unread(NamedTuple):
     reads: str = ""  # how the step reads values at the host, "" if it does not
 
 
-def trace(step: Callable[..., Any], arguments: Arguments) -> Traced | Unread:
-    """The program of a step, from abstract arrays; nothing is computed.
-
-    Numpy arrays are abstract too, as under `jax.jit`, unless the step computes with
-    them at the host, which is right.
-    """
+def try_to_trace(step: Callable[..., Any], arguments: Arguments) -> Traced | Unread:
+    """The program of a step; or why there is none."""
     if isinstance(step, jax.stages.Compiled):
         return Unread("the step is compiled ahead of time")
-    leaves = arguments.leaves
-    for kinds in ((jax.Array, np.ndarray), (jax.Array,)):
-        inputs = [i for i, x in enumerate(leaves) if isinstance(x, kinds)]
-        found = _trace(step, arguments, inputs)
-        if isinstance(found, Traced) or not found.reads:
-            break
-    return found
-
-
-def _trace(
-    step: Callable[..., Any], arguments: Arguments, inputs: list[int]
-) -> Traced | Unread:
-    made: list[list[Item]] = []
-    rest = [None if i in set(inputs) else x for i, x in enumerate(arguments.leaves)]
-
-    def run(arrays):
-        traced = dict(zip(inputs, arrays, strict=True))
-        # The step may change numpy arrays in place.
-        leaves = [x.copy() if isinstance(x, np.ndarray) else x for x in rest]
-        leaves = [traced.get(i, x) for i, x in enumerate(leaves)]
-        call = arguments.rebuild(leaves)
-        result = step(*call.args, **call.kwargs)
-        made[:] = items_of(result), call.read()
-        return [x.value for items in made for x in items if is_array(x.value)]
-
     calls = list[None]()
-    # A step under a transformation of JAX: its own effects, but no computation.
-    with _noting_device_get(calls), eager_steps_allowed():
-        try:
-            program = jax.make_jaxpr(run)([arguments.leaves[i] for i in inputs])
-        except _READS as error:
-            name = type(error).__name__
-            return Unread("the step reads a value at the host", reads=name)
-        except Exception as error:
-            return Unread(f"the step cannot be traced ({type(error).__name__})")
-    outputs, objects = ([_abstract(x) for x in items] for items in made)
-    return Traced(program, inputs, outputs, objects, bool(calls))
-
-
-def _abstract(item: Item) -> Item:
-    if not is_array(item.value):
-        return item
-    if not hasattr(item.value, "dtype"):
-        return item._replace(value=np.asarray(item.value))
-    shape, dtype = np.shape(item.value), item.value.dtype
-    return item._replace(value=jax.ShapeDtypeStruct(shape, dtype))
+    try:
+        # A step under a transformation of JAX: its own effects, but no computation.
+        with _noting_device_get(calls), eager_steps_allowed():
+            traced = trace(step, arguments)
+    except READS as error:
+        name = type(error).__name__
+        return Unread("the step reads a value at the host", reads=name)
+    except Exception as error:
+        return Unread(f"the step cannot be traced ({type(error).__name__})")
+    return traced._replace(reads=bool(calls))
 
 
 @contextlib.contextmanager

@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jls._audit.arguments import Arguments, Item, items_of
 from jls._audit.carried import Carried, Named, match
 from jls._audit.flow import Value
-from jls._audit.leaves import Scale, as_numbers, as_numpy, own_leaves, same
+from jls._audit.leaves import as_numbers, as_numpy, own_leaves, same
 from jls._audit.reading import Reading
 from jls._mistakes import eager_steps_allowed
 from jls._placement import place_like
+from jls._trace.arguments import Arguments, Item, items_of
+from jls._trace.scales import Scale
 from jls._tree import is_array, is_concrete, is_extended, is_inexact
 
 Leaves = list[Any]

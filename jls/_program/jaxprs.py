@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax import Array, lax
 from jax.extend.core import Literal
 
 # Calls of one program with the operands of the equation, in their order.
@@ -69,3 +70,25 @@ def scan_counts(equation: Any) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def manual_axes(equation: Any) -> frozenset[str]:
+    """The mesh axes over which a `shard_map` divides its operands."""
+    params = equation.params
+    return frozenset(params.get("newly_manual_axes", params.get("manual_axes", ())))
+
+
+def varying_axes(array: Array) -> frozenset[str]:
+    """The axes of `shard_map` over which `array` differs, where JAX keeps track."""
+    kind: Any = jax.typeof(array)
+    return kind.mat.varying if hasattr(kind, "mat") else kind.vma  # since jax 0.12
+
+
+def to_varying(array: Array, axes: frozenset[str]) -> Array:
+    """`array`, as one that may differ over all of these axes."""
+    missing = tuple(sorted(axes - varying_axes(array))) if axes else ()
+    if not missing:
+        return array
+    if hasattr(lax, "pcast"):
+        return lax.pcast(array, missing, to="varying")
+    return lax.pvary(array, missing)  # before jax 0.9

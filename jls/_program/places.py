@@ -15,6 +15,8 @@ from jls._program.walk import Site
 # Packages whose lines are never named, and those that are if there is nothing else.
 _NEVER = ("jax", "jaxlib", "jls")
 _RATHER_NOT = ("optax", "flax", "equinox", "haiku")
+# Scopes that jls and JAX open themselves.
+_NO_MODULES = ("jls_", "checkpoint", "rematted_computation")
 
 
 class Place(NamedTuple):
@@ -138,5 +140,5 @@ def _modules(stack: Sequence[str]) -> list[str]:
     for name in stack:
         while match := re.fullmatch(r"\w+\((.*)\)", name):
             name = match[1]
-        found += [x for x in _parts(name) if not x.startswith("jls_")]
+        found += [x for x in _parts(name) if not x.startswith(_NO_MODULES)]
     return found

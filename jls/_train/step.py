@@ -10,6 +10,7 @@ batch statistics and RNG counters. Only the counts of calls go on: `TrainState.s
 state: `plain`, `linen`, `nnx`.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import (
@@ -335,7 +336,17 @@ def train_step(
         parts, report = take_step(adapter, parts, args[-1], options)
         return adapter.merge(parts, report)
 
+    if optimizer is not None:  # else the arguments depend on the library
+        kind = CarryingTrainStep if carries else PlainTrainStep
+        step.__signature__ = _signature(kind)  # pyright: ignore
     return step
+
+
+def _signature(kind: type) -> inspect.Signature:
+    """The signature of a step, with the names of its arguments."""
+    signature = inspect.signature(kind.__call__)
+    _, *parameters = signature.parameters.values()
+    return signature.replace(parameters=parameters)
 
 
 def take_step(

@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jls._nnx import is_module_or_optimizer, is_object, is_variable, nnx
+from jls._nnx import (
+    is_module_or_optimizer,
+    is_object,
+    is_optimizer,
+    is_variable,
+    nnx,
+)
 from jls._tree import is_concrete
 from jls._types import StepReport
 
@@ -53,7 +59,7 @@ def take_apart(
     step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Arguments:
     """The leaves of the arguments by path, and a function that makes new arguments."""
-    names = _argument_names(step, len(args))
+    names = _argument_names(step, args)
     tree = (args, dict(kwargs))
     flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_object)
     paths = [(_argument(path, names), *tokens(path[2:])) for path, _ in flat]
@@ -89,6 +95,25 @@ def _alive(items: list[Item]) -> list[Item]:
         for item in items
         if not (is_concrete(item.value) and item.value.is_deleted())
     ]
+
+
+def check_usable(arguments: Arguments, tool: str, function: str) -> None:
+    """Raises if an array among the arguments cannot be copied."""
+    for path, leaf, _ in arguments.items:
+        if not is_concrete(leaf):
+            continue
+        name = "/".join(path)
+        if leaf.is_deleted():
+            raise ValueError(
+                f"{name} was donated to an earlier {function}, and is no more. Pass "
+                f"what that {function} returned."
+            )
+        if not leaf.is_fully_addressable:
+            raise ValueError(
+                f"{name} must be held by this process, got a global array over "
+                f"several. Call {tool} with process-local arrays, such as the "
+                f"{function} of a small model on jax.local_devices()."
+            )
 
 
 def items_of(tree: Any) -> list[Item]:
@@ -127,8 +152,8 @@ def unbind(step: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...
     return step, ()
 
 
-def _argument_names(step: Callable[..., Any], count: int) -> list[str]:
-    """The names of the positional arguments, as far as the step tells them."""
+def _argument_names(step: Callable[..., Any], args: Sequence[Any]) -> list[str]:
+    """The names of the positional arguments, as far as step or arguments tell them."""
     try:
         parameters = list(inspect.signature(step).parameters.values())
     except (TypeError, ValueError):
@@ -138,7 +163,21 @@ def _argument_names(step: Callable[..., Any], count: int) -> list[str]:
         for p in parameters
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
-    return [named[i] if i < len(named) else f"argument {i}" for i in range(count)]
+    unnamed = [_kind_of(x) for x in args[len(named) :]]
+    if unnamed[1:] and all(unnamed[:-1]) and not unnamed[-1]:
+        unnamed[-1] = "batch"
+    names = [*named[: len(args)], *unnamed]
+    is_unique = len(set(names)) == len(names)
+    return [
+        name if name and is_unique else f"argument {i}" for i, name in enumerate(names)
+    ]
+
+
+def _kind_of(argument: Any) -> str:
+    """What carries a run from step to step, by its type; "" for anything else."""
+    if is_module_or_optimizer(argument):
+        return "optimizer" if is_optimizer(argument) else "model"
+    return "state" if hasattr(argument, "apply_gradients") else ""
 
 
 def _argument(path: Any, names: list[str]) -> str:

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to do about the births that one meets again and again."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from jls._origin.record import is_bad, is_nan
+from jls._origin.trail import Argument, Birth, Constant, Made, Trail, Value
+
+SQRT = (
+    "The derivative of a square root, and of a norm, is inf at 0. Keep the argument "
+    "away from 0: jnp.sqrt(x + 1e-12)"
+)
+WHERE = (
+    "0 times inf: a jnp.where hides this value, and its derivative still meets it. "
+    "Make the argument safe first: f(jnp.where(ok, x, 1.0))"
+)
+LOG_0 = (
+    "The logarithm of 0. Use jax.nn.log_softmax, jax.nn.log_sigmoid or jnp.logaddexp "
+    "on what comes before, or jnp.log(x + 1e-12)"
+)
+LOG_NEGATIVE = "The logarithm of a negative number"
+ROOT_NEGATIVE = (
+    "The square root of a negative number, from rounding perhaps: "
+    "jnp.maximum(x, 0.0), and for a variance jnp.mean((x - mean) ** 2)"
+)
+POWER = (
+    "A power of 0 with a negative exponent, as in the derivative of x ** 0.5. Keep x "
+    "away from 0: (x + 1e-12) ** p"
+)
+POWER_NEGATIVE = "A negative number to a power that is no integer"
+DIVIDE = (
+    "A quotient by 0, such as a mean over nothing. Divide by jnp.maximum(n, 1), or by "
+    "x + 1e-12"
+)
+EXP = (
+    "{name} is over {largest:.5g} from {limit:.4g} on. Subtract the maximum first, "
+    "clip the argument, or stay with logarithms"
+)
+SOFTMAX = (
+    "inf - inf: a softmax or logsumexp over a row that is -inf throughout, or that has "
+    "overflowed. Give such a row one finite number, or leave it out of the loss"
+)
+NARROW = (
+    "Over {largest:.5g}, the largest {dtype}. Compute this line in float32, or make "
+    "its operands smaller"
+)
+WIDE = "Over {largest:.4g}, the largest {dtype}"
+NOT_POSITIVE = (
+    "The matrix is not positive definite, from rounding perhaps: add 1e-6 * jnp.eye(n)"
+)
+INDEX = "An index out of range: JAX reads NaN there"
+CAME_IN = "It came in with the arguments: nothing in this program made it"
+WRITTEN = "It is written in the program as a number, or the function closes over it"
+
+_LIMITS = {"exp": 1.0, "exp2": math.log(2.0)}  # what a unit of the argument adds
+
+
+def advice(trail: Trail, birth: Birth) -> str:
+    """One sentence for a birth, "" if it is none of the known patterns."""
+    origin = birth.origin
+    if isinstance(origin, Argument):
+        return CAME_IN
+    if isinstance(origin, Constant):
+        return WRITTEN
+    name = origin.site.equation.primitive.name
+    tell = _BY_OPERATION.get(name)
+    return (tell and tell(trail, birth)) or _overflow(origin, birth)
+
+
+def _overflow(origin: Made, birth: Birth) -> str:
+    """A result beyond the largest number of its dtype."""
+    name = origin.site.equation.primitive.name
+    if name == "gather" and is_nan(birth.bits):
+        return INDEX
+    dtype = dtype_of(origin)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return ""
+    info = jnp.finfo(dtype)
+    has_inf = not dtype.name.startswith("float8_e4m3")
+    if is_nan(birth.bits) and has_inf:
+        return ""
+    words = NARROW if info.bits < 32 and float(info.max) < 1e30 else WIDE
+    return words.format(largest=float(info.max), dtype=dtype.name)
+
+
+def dtype_of(made: Made) -> Any:
+    """The dtype of a result."""
+    return made.site.equation.outvars[made.result].aval.dtype
+
+
+def _divide(trail: Trail, birth: Birth) -> str:
+    if birth.range is None or birth.range.nearest > 0:
+        return ""
+    return SQRT if "sqrt" in _makers(trail, birth.operands[-1]) else DIVIDE
+
+
+def _log(trail: Trail, birth: Birth) -> str:
+    if birth.range is None:
+        return ""
+    return LOG_NEGATIVE if birth.range.low < 0 and is_nan(birth.bits) else LOG_0
+
+
+def _root(trail: Trail, birth: Birth) -> str:
+    if birth.range is None:
+        return ""
+    return ROOT_NEGATIVE if is_nan(birth.bits) else SQRT
+
+
+def _power(trail: Trail, birth: Birth) -> str:
+    if birth.range is None:
+        return ""
+    if is_nan(birth.bits):
+        return POWER_NEGATIVE if birth.range.low < 0 else ""
+    return POWER if birth.range.nearest == 0 else ""
+
+
+def _exp(trail: Trail, birth: Birth) -> str:
+    assert isinstance(birth.origin, Made)
+    largest = float(jnp.finfo(dtype_of(birth.origin)).max)
+    name = birth.origin.site.equation.primitive.name
+    unit = _LIMITS.get(name, 1.0)
+    return EXP.format(name=name, largest=largest, limit=math.log(largest) / unit)
+
+
+def _subtract(trail: Trail, birth: Birth) -> str:
+    is_pair = len(birth.operands) == 2 and all(map(trail.is_bad, birth.operands))
+    return SOFTMAX if is_nan(birth.bits) and is_pair else ""
+
+
+def _multiply(trail: Trail, birth: Birth) -> str:
+    """0 * inf where the 0 is from the other branch of a `where`."""
+    if not is_nan(birth.bits):
+        return ""
+    good = [x for x in birth.operands if not is_bad(trail.bits(x))]
+    is_hidden = any("select_n" in _makers(trail, x, 4) for x in good)
+    return WHERE if is_hidden else ""
+
+
+def _makers(trail: Trail, value: Value, depth: int = 2) -> set[str]:
+    """The names of the last operations behind a value."""
+    origin = trail.origin(value)
+    if not isinstance(origin, Made) or not depth:
+        return set()
+    names = {origin.site.equation.primitive.name}
+    for operand in trail.operands(origin):
+        names |= _makers(trail, operand, depth - 1)
+    return names
+
+
+def _cholesky(trail: Trail, birth: Birth) -> str:
+    return NOT_POSITIVE if is_nan(birth.bits) else ""
+
+
+_BY_OPERATION: dict[str, Callable[[Trail, Birth], str]] = {
+    "cholesky": _cholesky,
+    "div": _divide,
+    "log": _log,
+    "log1p": _log,
+    "sqrt": _root,
+    "rsqrt": _root,
+    "pow": _power,
+    "integer_pow": _power,
+    "exp": _exp,
+    "exp2": _exp,
+    "expm1": _exp,
+    "sub": _subtract,
+    "mul": _multiply,
+}

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step looks at to decide whether it is skipped: where a search begins.
+
+A step that is skipped gives back its old state, and no result is bad. So the roots are
+what the wrapper was given, and the results that have no part in its update.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jls import _scopes
+from jls._origin.measure import is_inexact
+from jls._program.frames import Frame, Variable, behind
+from jls._program.jaxprs import is_literal
+from jls._scopes import marks_of
+
+LOSS, GRADIENTS, NEW, CHECKED = "loss", "gradients", "updates", "checked values"
+_KINDS = {
+    _scopes.LOSS: LOSS,
+    _scopes.GRADIENTS: GRADIENTS,
+    _scopes.NEW: NEW,
+    _scopes.CHECKED: CHECKED,
+}
+
+
+@dataclasses.dataclass(eq=False)
+class Looked:
+    """What one wrapper looks at, or one call of `jls.all_finite`."""
+
+    found: dict[str, list[Variable]] = dataclasses.field(default_factory=dict)
+    scale: int | None = None  # the input of the program that is its loss scale
+
+    def add(self, kind: str, variable: Variable) -> None:
+        variables = self.found.setdefault(kind, [])
+        if variable not in variables:
+            variables.append(variable)
+
+    @property
+    def variables(self) -> list[Variable]:
+        return [x for found in self.found.values() for x in found]
+
+
+def looked_at(root: Frame, scales: Sequence[int]) -> list[Looked]:
+    """What the wrappers in a program look at, in order.
+
+    Args:
+      root: the frame of the program.
+      scales: which inputs of the program are loss scales.
+    """
+    found: list[Looked] = []
+    for frame in root.all():
+        _look_in(frame, set(scales), found)
+    return [looked for looked in found if looked.found]
+
+
+def _look_in(frame: Frame, scales: set[int], found: list[Looked]) -> None:
+    current: Looked | None = None
+    around = marks_of(frame.site) if frame.site.equations else _scopes.NONE
+    for number, equation in enumerate(frame.jaxpr.eqns):
+        every = marks_of(frame.site_of(number))
+        marks = every - around
+        kinds = [kind for mark, kind in _KINDS.items() if mark in marks]
+        if not kinds and _scopes.SCALE not in marks:
+            current = current if every else None
+            continue
+        if current is None or (kinds and current.scale is not None):
+            current = Looked()
+            found.append(current)
+        operands = [x for x in equation.invars if not is_literal(x)]
+        if _scopes.SCALE in marks:
+            of_scales = scales & {_input_of(frame, x) for x in operands}
+            current.scale = next(iter(of_scales), current.scale)
+        for atom in filter(is_inexact, operands):
+            maker = frame.makers.get(atom)
+            made = marks_of(frame.site_of(maker.number)) if maker else _scopes.NONE
+            if kinds and not any(_KINDS.get(x) == kinds[0] for x in made):
+                current.add(kinds[0], (frame, atom))
+
+
+def _input_of(frame: Frame, atom: Any) -> int | None:
+    """The input of the program that a variable is, handed from call to call."""
+    here: Frame | None = frame
+    while here is not None and not is_literal(atom) and atom in here.inputs:
+        index = here.inputs[atom]
+        if here.parent is None:
+            return index
+        atom, here = here.given(index), here.parent
+    return None
+
+
+def results_beside(root: Frame, results: Iterable[Any]) -> list[Variable]:
+    """The floating-point results that have no part in a wrapper's update."""
+    clean = set[Variable]()
+    found = []
+    for atom in results:
+        if is_literal(atom) or not is_inexact(atom):
+            continue
+        seen = behind([(root, atom)], is_inexact, clean, _is_of_update)
+        if seen is not None:
+            clean |= seen
+            found.append((root, atom))
+    return found
+
+
+def _is_of_update(frame: Frame, atom: Any) -> bool:
+    maker = frame.makers.get(atom)
+    return maker is not None and _scopes.UPDATE in marks_of(frame.site_of(maker.number))

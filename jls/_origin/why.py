@@ -1,0 +1,578 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jls.why`: where the inf and NaN in the results of a function were born."""
+
+import linecache
+import math
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jls import _validate
+from jls._origin import roots as kinds
+from jls._origin.advice import advice, dtype_of
+from jls._origin.measure import as_float, is_inexact
+from jls._origin.record import Recorded, is_nan
+from jls._origin.roots import Looked, looked_at, results_beside
+from jls._origin.trail import Argument, Made, Stack, Trail, Value
+from jls._origin.trail import Birth as Found
+from jls._program.frames import Frame, Variable, behind
+from jls._program.jaxprs import is_literal
+from jls._program.places import Place, place_of
+from jls._scopes import UPDATE, marks_of
+from jls._text import format_scale
+from jls._trace.arguments import Arguments, check_usable, items_of, take_apart, unbind
+from jls._trace.scales import Scale, scales_in, without_value
+from jls._trace.trace import READS, Traced, trace
+from jls._tree import is_array
+from jls._types import SkipReason
+
+_WIDTH = 80
+_OTHERS = 5  # births beside the first in the text
+_LOWEST = 2.0**-24  # no scaler of anyone goes below
+
+ARGUMENT, CONSTANT = "argument", "constant"
+
+
+class Birth(NamedTuple):
+    """An operation that made inf or NaN of finite numbers, or NaN of inf.
+
+    Example:
+      >>> jls.why(lambda x: jnp.log(x), jnp.zeros(3)).births[0].kind
+      'inf'
+    """
+
+    kind: Literal["inf", "nan"]
+    place: Place  # of an argument: the operation is "argument", the module its path
+    operands: tuple[float, ...] = ()  # the largest magnitude of each floating operand
+    dtype: str = ""  # of the result
+    range: tuple[float, float] | None = None  # of the operand that decides, if one does
+    advice: str = ""  # one sentence for the known patterns
+
+
+class Why(NamedTuple):
+    """What `jls.why` says: where each inf and NaN in the results was born.
+
+    `print` it: the first birth with its line of the source, then others, then what to
+    do about it.
+
+    Example:
+      >>> jls.why(jnp.sum, jnp.ones(3)).births
+      ()
+    """
+
+    births: tuple[Birth, ...] = ()  # in the order of the program
+    results: tuple[str, ...] = ()  # what is not finite, by name
+    # Whether it is gone at a lower loss scale; None without a loss scale.
+    is_from_scale: bool | None = None
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = _wrapped(f"jls.why: {_headline(self)}")
+        if self.births:
+            lines += ["", *_in_three_lines(self.births[0])]
+        if others := self.births[1:]:
+            lines += ["", "Then:"]
+            lines += [x for birth in others[:_OTHERS] for x in _in_one_line(birth)]
+            if len(others) > _OTHERS:
+                lines.append(f"  and {len(others) - _OTHERS} more, see .births")
+        advices = [x.advice for x in self.births[: _OTHERS + 1] if x.advice]
+        if self.is_from_scale:
+            advices = []
+        notes = [*self.notes, *dict.fromkeys(advices)]
+        for note in notes[: len(self.notes) + 2]:
+            lines += ["", *_wrapped(note if note.endswith((".", ")")) else f"{note}.")]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def why(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Why:
+    """Says where each inf and NaN in the results of `fun(*args, **kwargs)` was born.
+
+    For the host, when something has gone wrong. `fun` is traced, compiled once with a
+    number beside each operation, and run once; then inf and NaN are followed back to
+    the operations that made them of finite numbers, also inside scan, while, cond,
+    remat, vmap, custom derivatives and `shard_map`, forward and backward. What is inf
+    on purpose and reaches no result, such as a mask, is not named. Nothing of yours is
+    changed or donated.
+
+    Of a train step that jls skips, pass the step as it is, with the arguments of the
+    skipped call or the state after it: a skip changes nothing else. Then the search
+    begins at what the wrapper found: the loss, the gradients, or the new parameters.
+
+    Args:
+      fun: a loss, a gradient, or a whole step, jitted or not: of plain pytrees, Linen,
+        NNX, Equinox or Haiku. NNX objects that it changes in place are copied first.
+      *args: its arguments. In a run of several processes, process-local arrays.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      A `jls.types.Why`. `births` has a `jls.types.Birth` for each place, in the order
+      of the program: `kind` is "inf" or "nan", `place` the operation, file, line,
+      function, module, and the iteration of each loop around it; what came in with an
+      argument has the operation "argument" and its path for the module. `results` names
+      what is not finite. `is_from_scale` is True if it is gone at a lower loss scale,
+      False if no scale mends it, None without a loss scale. `str()` is for people.
+
+    Raises:
+      TypeError: if `fun` is not a function, or is compiled ahead of time.
+      ValueError: if no result is floating point, if an array was donated to an earlier
+        call, or is spread over several processes.
+      Exception: what `fun` itself raises.
+
+    Example:
+      >>> def loss_fn(x):
+      ...     return jnp.sum(jnp.sqrt(x))
+      >>> birth = jls.why(jax.grad(loss_fn), jnp.array([0.0, 1.0])).births[0]
+      >>> birth.kind, birth.place.operation, birth.place.function
+      ('inf', 'div', 'loss_fn')
+    """
+    _validate.function("fun", fun)
+    if isinstance(fun, jax.stages.Compiled):
+        raise TypeError(
+            "fun must be a function that JAX can trace, got one that is compiled ahead "
+            "of time. Pass the function that was compiled."
+        )
+    with jax.debug_nans(False), jax.debug_infs(False):
+        return _Case(fun, args, kwargs).why()
+
+
+class Bad(NamedTuple):
+    """A root that is not finite."""
+
+    value: Value
+    kind: str  # what the wrapper took it for; of a result its name
+    number: int  # among those of its kind
+    looked: Looked | None  # None of a result
+
+
+class _Case:
+    """A function, its arguments, and what runs of it have shown."""
+
+    def __init__(
+        self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.fun, bound = unbind(fun)
+        args = (*bound, *args)
+        self.arguments = take_apart(self.fun, args, kwargs)
+        check_usable(self.arguments, "jls.why", "call")
+        self.traced = _traced(self.fun, self.arguments)
+        self.root = Frame(self.traced.program)
+        inputs = self.traced.inputs
+        self.leaves = [self.arguments.leaves[i] for i in inputs]
+        self.scales = {
+            inputs.index(scale.at): scale
+            for scale in scales_in(args, kwargs, self.arguments)
+            if scale.at in inputs
+        }
+        self.looked = looked_at(self.root, list(self.scales))
+        self.results = self._results()
+        wanted = [x for looked in self.looked for x in looked.variables]
+        self.recorded = Recorded(
+            self.traced.program, self.root, [*wanted, *self.results]
+        )
+
+    def _results(self) -> dict[Variable, str]:
+        """The results to look at, by name: those that are no mere argument."""
+        items = [*self.traced.outputs, *self.traced.objects]
+        items = [x for x in items if isinstance(x.value, _RESULTS)]
+        outvars = self.root.jaxpr.outvars
+        if not any(map(is_inexact, outvars)):
+            raise ValueError(
+                "fun must return floating-point numbers, got "
+                f"{len(outvars)} results without one: there is nothing to look at. "
+                "Return the loss, the gradients, or what else is not finite."
+            )
+        beside = set(results_beside(self.root, outvars))
+        names = dict[Variable, str]()
+        for item, atom in zip(items, outvars, strict=True):
+            if is_literal(atom) or atom in self.root.inputs:
+                continue
+            if (self.root, atom) in beside:
+                name = "/".join(item.path)
+                if name and item not in self.traced.objects:
+                    name = f"result {name}"
+                name = name or "the result"
+                names.setdefault((self.root, atom), name)
+        return names
+
+    def why(self) -> Why:
+        trail = self._run()
+        bad = self._bad_roots(trail)
+        if bad:
+            return self._explain(trail, bad, *self._is_from_scale(bad))
+        found = self._at_higher_scales()
+        if found:
+            return found
+        was_skipped = self._was_skipped()
+        if not (was_skipped or self._is_bad_as_it_is()):
+            return Why()
+        trail = self._run(compiled=False)
+        bad = self._bad_roots(trail)
+        if bad:
+            return self._explain(trail, bad, None, _ONE_BY_ONE)
+        return Why(notes=(_NOT_REPRODUCED_SKIP if was_skipped else _NOT_REPRODUCED,))
+
+    # Runs.
+
+    def _run(
+        self, factor: float = 1.0, compiled: bool = True, at: Iterable[int] = ()
+    ) -> Trail:
+        """One run, with the loss scales `at` these inputs multiplied by `factor`."""
+        leaves = list(self.leaves)
+        for i in at:
+            leaves[i] = jnp.asarray(leaves[i]) * jnp.asarray(factor, jnp.float32)
+        return Trail(self.root, self.recorded(leaves, compiled))
+
+    def _bad_roots(self, trail: Trail) -> list[Bad]:
+        """What is not finite; in loops, in the first round in which it is."""
+        bad = []
+        for looked in self.looked:
+            for kind, variables in looked.found.items():
+                for number, (frame, atom) in enumerate(variables):
+                    every = trail.in_every_round(frame, atom)
+                    value = next(filter(trail.is_bad, every), None)
+                    if value is not None:
+                        bad.append(Bad(value, kind, number, looked))
+        if bad:
+            # What is made of bad gradients is bad too: they are to blame.
+            return [x for x in bad if x.kind != kinds.NEW] or bad
+        values = [(Value(*variable), name) for variable, name in self.results.items()]
+        return [Bad(x, name, 0, None) for x, name in values if trail.is_bad(x)]
+
+    def _is_bad_as_it_is(self) -> bool:
+        """Whether the function itself, on copies, gives a result that is not finite."""
+        call = self.arguments.rebuild([_copy(x) for x in self.arguments.leaves])
+        items = items_of(self.fun(*call.args, **call.kwargs))
+        found = {without_value(x.path): x.value for x in [*items, *call.read()]}
+        applied = {path: x for path, x in found.items() if path[-1:] == ("applied",)}
+        if applied:
+            return any(
+                not np.all(x)
+                and np.any(found.get((*path[:-1], "last_skip_reason")) != _SPIKE)
+                for path, x in applied.items()
+            )
+        floats = [x.value for x in items if is_array(x.value) and is_inexact(x.value)]
+        return not all(bool(jnp.all(jnp.isfinite(x))) for x in floats)
+
+    # The loss scale.
+
+    def _is_from_scale(self, bad: list[Bad]) -> tuple[bool | None, str]:
+        """Whether a lower scale is finite, and a sentence that says which."""
+        at = {x.looked.scale for x in bad if x.looked and x.looked.scale is not None}
+        at = [i for i in at or self.scales if not self._is_switched_off(i)]
+        if not at:
+            return None, ""
+        scale = max(float(np.max(self.leaves[i])) for i in at)
+        if not 0 < scale < math.inf:
+            return None, f"The loss scale is {scale}: no gradient can be finite"
+        worse, better = 0, max(1, math.ceil(math.log2(scale / _LOWEST)))
+
+        def is_finite(halvings: int) -> bool:
+            trail = self._run(2.0**-halvings, at=at)
+            return not self._bad_roots(trail)
+
+        if not is_finite(better):
+            return (
+                False,
+                f"No loss scale mends it: it is there at {_scale(_LOWEST)} too",
+            )
+        while better - worse > 1:
+            middle = (better + worse) // 2
+            if is_finite(middle):
+                better = middle
+            else:
+                worse = middle
+        return True, (
+            f"It is the loss scale: at {_scale(scale * 2.0**-better)} all of this is "
+            f"finite, at {_scale(scale * 2.0**-worse)} it is not. A dynamic scale "
+            "comes down by itself, as far as the line above needs it"
+        )
+
+    def _is_switched_off(self, at: int) -> bool:
+        scale = self.scales[at]
+        return scale.is_static and bool(np.all(np.asarray(self.leaves[at]) == 1))
+
+    def _at_higher_scales(self) -> Why | None:
+        """What was bad at the scale from which the last skips have backed off."""
+        for at, scale in self.scales.items():
+            for doublings in range(1, self._backoffs(scale) + 1):
+                factor = 2.0**doublings
+                now = float(np.max(self.leaves[at]))
+                if not now * factor <= 2.0**126:
+                    break
+                trail = self._run(factor, at=[at])
+                bad = self._bad_roots(trail)
+                if bad:
+                    note = (
+                        f"The last step was skipped at a higher loss scale: at "
+                        f"{_scale(now)} all of this is finite, at "
+                        f"{_scale(now * factor)} it is not. The scale has come down "
+                        "since, and there is nothing to mend"
+                    )
+                    return self._explain(trail, bad, True, note)
+        return None
+
+    def _backoffs(self, scale: Scale) -> int:
+        """How often the scale may have backed off since the last good step."""
+        leaves = self.arguments.leaves
+        if scale.is_static:
+            return 0
+        if not scale.counters:
+            finite = scale.fields.get("finite_count")
+            return int(finite is not None and not np.any(np.asarray(leaves[finite])))
+        if self._skip_reason(scale) in (SkipReason.GRADIENTS, SkipReason.NONE):
+            return int(np.max(leaves[scale.counters["consecutive_skips"]]))
+        return 0
+
+    def _was_skipped(self) -> bool:
+        reasons = [self._skip_reason(x) for x in self.scales.values() if x.counters]
+        return any(x not in (None, SkipReason.SPIKE) for x in reasons)
+
+    def _skip_reason(self, scale: Scale) -> SkipReason | None:
+        """Why the last step was skipped; None if it was not."""
+        leaves = self.arguments.leaves
+        if not np.any(np.asarray(leaves[scale.counters["consecutive_skips"]])):
+            return None
+        reason = scale.counters.get("last_skip_reason")
+        return SkipReason(int(np.max(leaves[reason]))) if reason else SkipReason.NONE
+
+    # Words.
+
+    def _explain(
+        self, trail: Trail, bad: list[Bad], is_from_scale: bool | None, note: str = ""
+    ) -> Why:
+        found = trail.births([x.value for x in bad])
+        forward = self._forward(trail)
+        births: dict[Any, Birth] = {}
+        for one in found:
+            birth = self._birth(trail, one, forward)
+            births.setdefault((birth.kind, birth.place._replace(iteration=())), birth)
+        return Why(
+            births=tuple(births.values()),
+            results=tuple(dict.fromkeys(map(self._name, bad))),
+            is_from_scale=is_from_scale,
+            notes=(note,) if note else (),
+        )
+
+    def _birth(
+        self, trail: Trail, found: Found, forward: set[Variable] | None
+    ) -> Birth:
+        kind: Literal["inf", "nan"] = "nan" if is_nan(found.bits) else "inf"
+        origin = found.origin
+        said = advice(trail, found)
+        if isinstance(origin, Argument):
+            item = self.arguments.items[self.traced.inputs[origin.index]]
+            place = Place(ARGUMENT, module="/".join(item.path))
+            return Birth(kind, place, (), str(item.value.dtype), advice=said)
+        if not isinstance(origin, Made):
+            reader = origin.reader
+            place = place_of(reader.site) if reader else Place("")
+            return Birth(kind, place._replace(operation=CONSTANT), advice=said)
+        site = origin.site
+        place = place_of(site)
+        is_backward = place.is_backward
+        if forward is not None and UPDATE not in marks_of(site):
+            results = site.equation.outvars
+            is_backward = not any((origin.frame, x) in forward for x in results)
+        return Birth(
+            kind=kind,
+            place=place._replace(is_backward=is_backward, iteration=origin.rounds),
+            operands=tuple(as_float(trail.bits(x)) for x in found.operands),
+            dtype=str(dtype_of(origin)),
+            range=found.range and (found.range.low, found.range.high),
+            advice=said,
+        )
+
+    def _forward(self, trail: Trail) -> set[Variable] | None:
+        """All that the loss is made of; None if it is not known which that is."""
+        losses = [
+            variable for x in self.looked for variable in x.found.get(kinds.LOSS, ())
+        ]
+        if not losses:
+            derivatives = {x for x in self.results if _is_derivative(trail, x)}
+            losses = [x for x in self.results if x not in derivatives]
+            if not derivatives:
+                return None
+        # The loss that a gradient is of is made, and goes nowhere.
+        return behind(losses or self.root.unused(_is_forward), is_inexact)
+
+    def _name(self, bad: Bad) -> str:
+        """What a root is called."""
+        if bad.looked is None:
+            return bad.kind
+        name = {kinds.LOSS: "loss", kinds.CHECKED: "what jls.all_finite was given"}.get(
+            bad.kind
+        )
+        if name is None:
+            known = self._names_of(bad.looked.found[bad.kind])
+            one = bad.kind.removesuffix("s")
+            name = f"{one} of {known[bad.number]}" if known else bad.kind
+        scale = self.scales.get(bad.looked.scale) if bad.looked.scale else None
+        if scale and len(self.scales) > 1:
+            name += f" ({'/'.join(scale.root)})"
+        return name
+
+    def _names_of(self, variables: Sequence[Variable]) -> list[str]:
+        """The parameters of the shapes of these gradients, [] if there are none."""
+        shapes = [atom.aval.shape for _, atom in variables]
+        states = [x.root for x in self.scales.values()]
+        items = [
+            x
+            for x in self.arguments.items
+            if is_array(x.value)
+            and is_inexact(x.value)
+            and x.kind in ("", "Param")
+            and not any(x.path[: len(root)] == root for root in states)
+        ]
+        for start in range(len(items) - len(shapes) + 1):
+            part = items[start : start + len(shapes)]
+            is_one = len({x.path[0] for x in part}) == 1
+            if is_one and [np.shape(x.value) for x in part] == shapes:
+                return ["/".join(x.path[1:]) or x.path[0] for x in part]
+        return []
+
+
+_SPIKE = SkipReason.SPIKE
+_RESULTS = (jax.ShapeDtypeStruct, np.ndarray)
+_ONE_BY_ONE = (
+    "Compiled as one program, everything was finite: this was found by running one "
+    "operation at a time"
+)
+_NOT_REPRODUCED = (
+    "Not reproduced: the function gives inf or NaN, but not with a record beside each "
+    "operation, compiled or not. What XLA fuses is rounded differently"
+)
+_NOT_REPRODUCED_SKIP = (
+    "Not reproduced: the last step was skipped, but with these arguments everything is "
+    "finite, at this loss scale and at those since the skip. Pass the batch of the "
+    "skipped step. Random keys that are folded from the count of steps differ too"
+)
+
+
+def _traced(fun: Callable[..., Any], arguments: Arguments) -> Traced:
+    try:
+        return trace(fun, arguments)
+    except READS as error:
+        error.add_note(
+            "jls.why traces the function, as jax.jit does: it cannot read values at "
+            "the host. Pass the part that is jitted."
+        )
+        raise
+
+
+def _is_forward(frame: Frame, number: int) -> bool:
+    return not place_of(frame.site_of(number)).is_backward
+
+
+def _is_derivative(trail: Trail, variable: Variable) -> bool:
+    origin = trail.origin(Value(*variable))
+    while isinstance(origin, Stack):
+        origin = trail.origin(Value(origin.frame, origin.atom, (*origin.rounds, 0)))
+    return isinstance(origin, Made) and place_of(origin.site).is_backward
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, jax.Array | np.ndarray) else leaf
+
+
+# The text.
+
+
+def _headline(why: Why) -> str:
+    if not why.results:
+        return "no inf and no NaN reaches a result."
+    names = list(why.results)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    if len(names) == 2:
+        return f"not finite: {names[0]} and {names[1]}."
+    return f"not finite: {', '.join(names[:3])}{more}."
+
+
+def _in_three_lines(birth: Birth) -> list[str]:
+    place = birth.place
+    if place.operation == ARGUMENT:
+        return _wrapped(f"  {_what(birth)}")
+    lines = _wrapped(f"  {_where(place)}", "    ")
+    code = linecache.getline(place.file, place.line).strip() if place.file else ""
+    if code:
+        lines.append(textwrap.shorten(f"      {code}", _WIDTH, placeholder=" ..."))
+        lines[-1] = f"      {lines[-1].lstrip()}"
+    return [*lines, *_wrapped(f"  {_what(birth)}", "    ")]
+
+
+def _in_one_line(birth: Birth) -> list[str]:
+    if birth.place.operation == ARGUMENT:
+        return _wrapped(f"  {_what(birth)}")
+    return _wrapped(f"  {_where(birth.place)}: {_what(birth)}", "    ")
+
+
+def _where(place: Place) -> str:
+    parts = [f"{_short(place.file)}:{place.line}" if place.file else "line not known"]
+    if place.function:
+        parts[0] += f" in {place.function}"
+    if place.module:
+        parts.append(f"module {place.module}")
+    if place.iteration:
+        parts.append("iteration " + ", ".join(map(str, place.iteration)))
+    if place.is_backward:
+        parts.append("backward")
+    return ", ".join(parts)
+
+
+def _what(birth: Birth) -> str:
+    """Which operation made what of which numbers."""
+    operation = birth.place.operation
+    if operation == ARGUMENT:
+        return f"{_kind(birth)} came in: {birth.place.module} ({birth.dtype})"
+    if operation == CONSTANT:
+        return f"{_kind(birth)} is a number of the program here"
+    text = f"{operation} made {_kind(birth)}"
+    operands = [_number(x) for x in birth.operands]
+    if not operands:
+        return f"{text} ({birth.dtype})"
+    if birth.range is not None and all(map(math.isfinite, birth.operands)):
+        low, high = map(_number, birth.range)
+        operands[-1] = low if low == high else f"{low} to {high}"
+        if birth.place.operation == "div":
+            return f"{text} of {operands[0]} divided by {operands[-1]} ({birth.dtype})"
+        return f"{text} of {operands[-1]} ({birth.dtype})"
+    up_to = "up to " if any(map(math.isfinite, birth.operands)) else ""
+    return f"{text} of {up_to}{' and '.join(operands)} ({birth.dtype})"
+
+
+def _kind(birth: Birth) -> str:
+    return "NaN" if birth.kind == "nan" else "inf"
+
+
+def _number(value: float) -> str:
+    return "NaN" if math.isnan(value) else f"{value:.4g}"
+
+
+def _scale(value: float) -> str:
+    return format_scale(value)
+
+
+def _short(file: str) -> str:
+    """A path below the working directory, or below where packages are installed."""
+    path, here = Path(file), Path.cwd()
+    if path.is_relative_to(here):
+        return str(path.relative_to(here))
+    _, found, package = file.rpartition("-packages/")
+    return package if found else file
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

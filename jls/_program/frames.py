@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls of a program as a tree, to follow a value back to what it was made of."""
+
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
+from typing import Any, Literal, NamedTuple
+
+from jls._program.jaxprs import called_program, is_literal, opened, scan_counts
+from jls._program.walk import ROOT, Site
+
+Kind = Literal["root", "call", "scan", "while", "branch"]
+
+
+class Maker(NamedTuple):
+    """What makes a variable: a result of an equation."""
+
+    number: int  # of the equation
+    result: int
+
+
+class Frame:
+    """One call of a program.
+
+    A program that is called twice has two frames: what holds for one need not hold for
+    the other.
+    """
+
+    def __init__(
+        self,
+        program: Any,
+        parent: "Frame | None" = None,
+        site: Site = ROOT,
+        kind: Kind = "root",
+    ) -> None:
+        self.jaxpr, consts = opened(program)
+        self.parent, self.site, self.kind = parent, site, kind
+        self.consts = dict(zip(self.jaxpr.constvars, consts, strict=False))
+        self.inputs = {x: i for i, x in enumerate(self.jaxpr.invars)}
+        self.makers = {
+            x: Maker(number, i)
+            for number, equation in enumerate(self.jaxpr.eqns)
+            for i, x in enumerate(equation.outvars)
+        }
+        self._children: dict[tuple[int, ...], list[Frame]] = {}
+
+    @property
+    def is_loop(self) -> bool:
+        return self.kind in ("scan", "while")
+
+    @property
+    def caller(self) -> Any:
+        """The equation that calls this program."""
+        return self.site.equation
+
+    def site_of(self, number: int) -> Site:
+        """The site of an equation of this program."""
+        return self.site.inside(self.jaxpr.eqns[number], number)
+
+    def called(self, number: int) -> "list[Frame]":
+        """The frames of what an equation calls: one; of `cond` one for each branch."""
+        if (number,) not in self._children:
+            self._children[number,] = list(self._call(number))
+        return self._children[number,]
+
+    def _call(self, number: int) -> "Iterator[Frame]":
+        site = self.site_of(number)
+        equation = site.equation
+        name, params = equation.primitive.name, equation.params
+        if name == "scan":
+            yield Frame(params["jaxpr"], self, site, "scan")
+        elif name == "while":
+            yield Frame(params["body_jaxpr"], self, site, "while")
+        elif name == "cond":
+            for i, branch in enumerate(params["branches"]):
+                here = Site(site.equations, (*site.numbers, i))
+                yield Frame(branch, self, here, "branch")
+        else:
+            program = called_program(equation)
+            if program is not None:
+                yield Frame(program, self, site, "call")
+
+    def all(self) -> "Iterator[Frame]":
+        """This frame, and all in it."""
+        yield self
+        for number in range(len(self.jaxpr.eqns)):
+            for child in self.called(number):
+                yield from child.all()
+
+    def unused(self, is_wanted: "Callable[[Frame, int], bool]") -> "Iterator[Variable]":
+        """Results, here and in calls, that go nowhere.
+
+        Args:
+          is_wanted: of which equations, by frame and number.
+        """
+        used = {x for e in self.jaxpr.eqns for x in e.invars if not is_literal(x)}
+        used |= {x for x in self.jaxpr.outvars if not is_literal(x)}
+        for x, maker in self.makers.items():
+            if x not in used and is_wanted(self, maker.number):
+                yield self, x
+        for number in range(len(self.jaxpr.eqns)):
+            for child in self.called(number):
+                if not child.is_loop:
+                    yield from child.unused(is_wanted)
+
+    def counts(self) -> tuple[int, int]:
+        """How many inputs of a loop are constants, and how many are carried."""
+        if self.kind == "scan":
+            return scan_counts(self.caller)
+        consts = self.caller.params["body_nconsts"]
+        return consts, len(self.inputs) - consts
+
+    def given(self, index: int) -> Any:
+        """What the caller passes as an input."""
+        offset = {"branch": 1, "while": self.caller.params.get("cond_nconsts", 0)}
+        return self.caller.invars[index + offset.get(self.kind, 0)]
+
+    def sources(self, variable: Any) -> "list[tuple[Frame, Any]]":
+        """All that a variable is made of, one operation or call before it."""
+        if variable in self.inputs:
+            return self._sources_of_input(self.inputs[variable])
+        if variable not in self.makers:
+            return []
+        number, result = self.makers[variable]
+        equation, called = self.jaxpr.eqns[number], self.called(number)
+        found = [(child, child.jaxpr.outvars[result]) for child in called]
+        if not called:
+            found = [(self, atom) for atom in equation.invars]
+        elif called[0].is_loop:
+            consts, carried = called[0].counts()
+            if result < carried:  # a loop of no rounds gives back what it got
+                found.append((self, called[0].given(consts + result)))
+        return found
+
+    def _sources_of_input(self, index: int) -> "list[tuple[Frame, Any]]":
+        if self.parent is None:
+            return []
+        found: list[tuple[Frame, Any]] = [(self.parent, self.given(index))]
+        if self.is_loop:
+            consts, carried = self.counts()
+            if consts <= index < consts + carried:
+                found.append((self, self.jaxpr.outvars[index - consts]))
+        return found
+
+
+Variable = tuple[Frame, Any]
+
+
+def behind(
+    roots: Iterable[Variable],
+    is_followed: Callable[[Any], bool],
+    known: AbstractSet[Variable] = frozenset(),
+    is_wrong: Callable[[Frame, Any], bool] | None = None,
+) -> set[Variable] | None:
+    """All variables that the roots are made of, and the roots.
+
+    Args:
+      roots: variables, with their frames.
+      is_followed: whether to look behind a variable.
+      known: those that need no second look.
+      is_wrong: of which variables there must be none.
+
+    Returns:
+      The variables that are not `known`; None as soon as one of them is wrong.
+    """
+    stack = list(roots)
+    seen = set[Variable]()
+    while stack:
+        variable = stack.pop()
+        frame, atom = variable
+        if is_literal(atom) or not is_followed(atom):
+            continue
+        if variable in seen or variable in known:
+            continue
+        if is_wrong is not None and is_wrong(frame, atom):
+            return None
+        seen.add(variable)
+        stack += frame.sources(atom)
+    return seen

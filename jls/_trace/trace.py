@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program of a user's function."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jls import _validate
+from jls._program.jaxprs import opened
+from jls._trace.arguments import Arguments, Item, items_of
+from jls._tree import is_array
+
+# What a function raises that reads values at the host while it is traced.
+READS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    _validate.TracedError,
+)
+# More operations than this outside of any jit: the function is not jitted.
+_MANY = 64
+
+
+class Traced(NamedTuple):
+    """The program of a function."""
+
+    program: Any
+    inputs: list[int]  # the index of the leaf for each input
+    outputs: list[Item]  # what it returned; arrays as shapes and dtypes
+    objects: list[Item]  # what is in its NNX arguments afterwards, likewise
+    reads: bool = False  # whether it asks for values without computing with them
+
+    @property
+    def is_jitted(self) -> bool:
+        return len(opened(self.program).jaxpr.eqns) <= _MANY
+
+
+def trace(fun: Callable[..., Any], arguments: Arguments) -> Traced:
+    """The program of a function, from abstract arrays; nothing is computed.
+
+    Numpy arrays are abstract too, as under `jax.jit`, unless the function computes with
+    them at the host, which is right.
+
+    Raises:
+      Exception: what the function raises; one of `READS` if it reads a value of a JAX
+        array at the host.
+    """
+    leaves = arguments.leaves
+    try:
+        return _trace(fun, arguments, (jax.Array, np.ndarray))
+    except READS:
+        if not any(isinstance(x, np.ndarray) for x in leaves):
+            raise
+    return _trace(fun, arguments, (jax.Array,))
+
+
+def _trace(
+    fun: Callable[..., Any], arguments: Arguments, abstract: tuple[type, ...]
+) -> Traced:
+    made: list[list[Item]] = []
+    inputs = [i for i, x in enumerate(arguments.leaves) if isinstance(x, abstract)]
+    rest = [None if i in set(inputs) else x for i, x in enumerate(arguments.leaves)]
+
+    def run(arrays):
+        traced = dict(zip(inputs, arrays, strict=True))
+        # The function may change numpy arrays in place.
+        leaves = [x.copy() if isinstance(x, np.ndarray) else x for x in rest]
+        leaves = [traced.get(i, x) for i, x in enumerate(leaves)]
+        call = arguments.rebuild(leaves)
+        result = fun(*call.args, **call.kwargs)
+        made[:] = items_of(result), call.read()
+        return [x.value for items in made for x in items if is_array(x.value)]
+
+    program = jax.make_jaxpr(run)([arguments.leaves[i] for i in inputs])
+    outputs, objects = ([_abstract(x) for x in items] for items in made)
+    return Traced(program, inputs, outputs, objects)
+
+
+def _abstract(item: Item) -> Item:
+    if not is_array(item.value):
+        return item
+    if not hasattr(item.value, "dtype"):
+        return item._replace(value=np.asarray(item.value))
+    shape, dtype = np.shape(item.value), item.value.dtype
+    return item._replace(value=jax.ShapeDtypeStruct(shape, dtype))
