@@ -1,0 +1,649 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs whose result is inf or NaN, each with the line that is to blame marked.
+
+Each is complete in itself: it makes a function and its arguments, and the line where
+the first inf or NaN on the way to the result is born ends with the comment "here". Of a
+derivative, that is the line of the forward pass which is differentiated. Where a bad
+number came in with the arguments, no line is marked.
+
+A birth is an operation whose result is NaN (inf) while no operand is. An inf that the
+program writes down on purpose, such as a mask, is none.
+
+They need implicit dtype promotion, as most programs of users do.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from flax import nnx
+from flax.training import train_state
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jls
+
+MARK = "# <- here"
+
+
+class Program(NamedTuple):
+    """One program, and what is true of its first birth. None and empty: not asked."""
+
+    make: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]  # -> fun, args
+    operation: tuple[str, ...] = ()  # primitives; each of them is right
+    is_backward: bool | None = None
+    # Of a loop: from 0, in the order of the elements of what is scanned, also where the
+    # loop runs backward; outermost loop first.
+    iteration: tuple[int, ...] | None = None
+    argument: str = ""  # the path of the argument that was bad, such as "batch/image"
+    is_from_scale: bool | None = None
+    module: str = ""  # the name of a module or scope around the birth
+    is_step: bool = False  # the results are finite, but a wrapper skipped the step
+    wrapper: str = ""  # a step with two wrappers: the name of the one that skipped
+    devices: int = 1
+
+
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(**truth):
+    def register(make):
+        PROGRAMS[make.__name__] = Program(make, **truth)
+        return make
+
+    return register
+
+
+def marked_lines(program: Program) -> set[int]:
+    """The numbers of the lines of this file that are right."""
+    lines, first = inspect.getsourcelines(program.make)
+    return {n for n, line in enumerate(lines, first) if line.rstrip().endswith(MARK)}
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+# Losses and gradients in plain JAX.
+
+
+@program(operation=("log",), is_backward=False)
+def log_of_a_probability_that_underflows():
+    def loss_fn(logits):
+        p = jax.nn.sigmoid(logits)
+        return -jnp.mean(jnp.log(p))  # <- here
+
+    return loss_fn, (jnp.array([1.0, -200.0]),)
+
+
+@program(operation=("div",), is_backward=False)
+def accuracy_over_an_empty_mask():
+    def accuracy(correct, mask):
+        hits = jnp.sum(correct * mask)
+        return hits / jnp.sum(mask)  # <- here
+
+    return accuracy, (jnp.ones(4), jnp.zeros(4))
+
+
+@program(operation=("div",), is_backward=False)
+def one_over_zero():
+    def weights(counts):
+        inverse = 1.0 / counts  # <- here
+        return 0.5 * inverse
+
+    return weights, (jnp.array([2.0, 0.0, 1.0]),)
+
+
+@program(operation=("div",), is_backward=True)
+def square_root_at_zero():
+    def loss_fn(x):
+        square = x * x
+        return jnp.sum(jnp.sqrt(square))  # <- here
+
+    return jax.value_and_grad(loss_fn), (jnp.array([3.0, 0.0]),)
+
+
+@program(operation=("div",), is_backward=True)
+def norm_at_zero():
+    def loss_fn(params, x):
+        error = params["w"] * x
+        return 0.5 * jnp.linalg.norm(error)  # <- here
+
+    return jax.grad(loss_fn), ({"w": jnp.ones(3)}, jnp.zeros(3))
+
+
+@program(operation=("pow", "div", "rsqrt"), is_backward=True)
+def power_of_a_half_at_zero():
+    def loss_fn(x):
+        root = x**0.5  # <- here
+        return jnp.mean(root)
+
+    return jax.value_and_grad(loss_fn), (jnp.array([0.0, 4.0]),)
+
+
+@program(operation=("rsqrt", "div"), is_backward=True)
+def angle_of_a_vector_with_itself():
+    def angle(x, y):
+        cosine = jnp.dot(x, y)
+        return jnp.arccos(cosine)  # <- here
+
+    x = jnp.array([0.0, 1.0])
+    return jax.value_and_grad(angle), (x, x)
+
+
+@program(operation=("div",), is_backward=True)
+def polar_angle_at_the_origin():
+    def loss_fn(point):
+        theta = jnp.arctan2(point[1], point[0])  # <- here
+        return theta**2
+
+    return jax.value_and_grad(loss_fn), (jnp.zeros(2),)
+
+
+@program(operation=("div",), is_backward=True)
+def log_hidden_by_a_where():
+    """The forward pass is right: the -inf is not chosen. Its derivative is 0 / 0."""
+
+    def loss_fn(p):
+        log_p = jnp.log(p)  # <- here
+        return -jnp.sum(jnp.where(p > 0, log_p, 0.0))
+
+    return jax.value_and_grad(loss_fn), (jnp.array([0.5, 0.5, 0.0]),)
+
+
+@program(operation=("log",), is_backward=False)
+def entropy_hidden_by_a_where():
+    """Here the -inf itself reaches the derivative, which multiplies it by 0."""
+
+    def entropy(p):
+        log_p = jnp.log(p)  # <- here
+        return -jnp.sum(jnp.where(p > 0, p * log_p, 0.0))
+
+    return jax.value_and_grad(entropy), (jnp.array([0.5, 0.5, 0.0]),)
+
+
+@program(operation=("div",), is_backward=True)
+def square_root_hidden_by_a_where():
+    def loss_fn(x):
+        root = jnp.sqrt(x)  # <- here
+        safe = jnp.where(x > 0, root, 0.0)
+        return jnp.sum(safe)
+
+    return jax.value_and_grad(loss_fn), (jnp.array([0.0, 1.0]),)
+
+
+@program(operation=("sub",), is_backward=False)
+def softmax_of_a_row_that_is_masked_out():
+    def attend(scores, mask):
+        scores = jnp.where(mask, scores, -jnp.inf)
+        return jax.nn.softmax(scores)  # <- here
+
+    mask = jnp.array([[True, True, False], [False, False, False]])
+    return attend, (jnp.ones((2, 3)), mask)
+
+
+@program(operation=("log",), is_backward=False)
+def logsumexp_of_a_row_that_is_masked_out():
+    def log_likelihood(scores, mask):
+        scores = jnp.where(mask, scores, -jnp.inf)
+        return jax.nn.logsumexp(scores, axis=-1)  # <- here
+
+    mask = jnp.array([[True, False], [False, False]])
+    return log_likelihood, (jnp.zeros((2, 2)), mask)
+
+
+@program(operation=("div",), is_backward=True)
+def deviation_of_constants():
+    def loss_fn(x):
+        spread = jnp.std(x, axis=0)  # <- here
+        return jnp.mean((x - 1.0) * spread)
+
+    return jax.value_and_grad(loss_fn), (jnp.ones((4, 2)),)
+
+
+@program(operation=("exp",), is_backward=False)
+def exponential_of_a_large_number():
+    def rate(log_rate):
+        return jnp.exp(log_rate).sum()  # <- here
+
+    return rate, (jnp.array([1.0, 89.0]),)
+
+
+@program(operation=("sqrt",), is_backward=False)
+def variance_in_one_pass_below_zero():
+    """E[x^2] - E[x]^2 is -0.0625 for two neighbors near 1000, fused or not."""
+
+    def deviation(x):
+        variance = jnp.mean(x * x) - jnp.mean(x) ** 2
+        return jnp.sqrt(variance)  # <- here
+
+    return deviation, (jnp.array([1000.0, np.nextafter(np.float32(1000), 0)]),)
+
+
+@program(operation=("rsqrt",), is_backward=False)
+def layer_norm_in_one_pass():
+    def layer_norm(x):
+        mean = jnp.mean(x, -1, keepdims=True)
+        variance = jnp.mean(x * x, -1, keepdims=True) - mean**2
+        return (x - mean) * lax.rsqrt(variance + 1e-5)  # <- here
+
+    row = jnp.array([1000.0, np.nextafter(np.float32(1000), 0)])
+    return layer_norm, (jnp.stack([jnp.arange(2.0), row]),)
+
+
+@program(operation=("pow",), is_backward=False)
+def power_of_a_negative_number():
+    def focal_loss(p, gamma):
+        """The probability comes from elsewhere, rounded to a little over 1."""
+        weight = (1.0 - p) ** gamma  # <- here
+        return -jnp.mean(weight * jnp.log(p))
+
+    return focal_loss, (jnp.array([0.5, 1.0 + 1e-6]), jnp.float32(1.5))
+
+
+@program(operation=("log",), is_backward=False)
+def cross_entropy_by_hand():
+    def loss_fn(logits, labels):
+        p = jax.nn.softmax(logits)
+        log_p = jnp.log(p)  # <- here
+        return -jnp.mean(jnp.sum(labels * log_p, axis=-1))
+
+    logits = jnp.array([[0.0, 200.0], [1.0, 2.0]])
+    return jax.value_and_grad(loss_fn), (logits, jnp.eye(2))
+
+
+@program(operation=("div",), is_backward=False)
+def cosine_similarity_with_a_zero_vector():
+    def similarity(x, y):
+        dot = jnp.sum(x * y, axis=-1)
+        lengths = jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(y, axis=-1)
+        return jnp.mean(dot / lengths)  # <- here
+
+    return similarity, (jnp.array([[1.0, 2.0], [0.0, 0.0]]), jnp.ones((2, 2)))
+
+
+@program(operation=("log",), is_backward=False)
+def divergence_with_a_zero_probability():
+    def divergence(p, q):
+        log_p = jnp.log(p)  # <- here
+        return jnp.sum(p * (log_p - jnp.log(q)))
+
+    return divergence, (jnp.array([1.0, 0.0]), jnp.array([0.5, 0.5]))
+
+
+@program(operation=("div",), is_backward=False)
+def mean_of_an_empty_slice():
+    def late_reward(rewards):
+        late = rewards[4:]
+        return jnp.mean(late)  # <- here
+
+    return late_reward, (jnp.ones(4),)
+
+
+# Linear algebra.
+
+
+@program(is_backward=False)
+def inverse_of_a_singular_matrix():
+    def mahalanobis(x, covariance):
+        precision = jnp.linalg.inv(covariance)  # <- here
+        return x @ precision @ x
+
+    return mahalanobis, (jnp.ones(2), jnp.ones((2, 2)))
+
+
+@program(operation=("cholesky",), is_backward=False)
+def cholesky_of_an_indefinite_matrix():
+    def log_det(kernel):
+        lower = jnp.linalg.cholesky(kernel)  # <- here
+        return 2.0 * jnp.sum(jnp.log(jnp.diagonal(lower)))
+
+    return log_det, (jnp.array([[1.0, 2.0], [2.0, 1.0]]),)
+
+
+@program(is_backward=True)
+def eigenvectors_of_equal_eigenvalues():
+    """The derivative divides by the difference of the eigenvalues."""
+
+    def loss_fn(a):
+        _, vectors = jnp.linalg.eigh(a)  # <- here
+        return jnp.sum(vectors[:, 0] ** 3)
+
+    return jax.value_and_grad(loss_fn), (jnp.eye(3),)
+
+
+@program(operation=("log", "select_n"), is_backward=False)
+def flow_with_a_singular_layer():
+    """A normalizing flow: one layer maps the plane to a line.
+
+    Older versions of JAX choose a constant -inf there, with `jnp.where`.
+    """
+
+    def negative_log_likelihood(layers, x):
+        total = 0.0
+        for w in layers:
+            x = jnp.tanh(x @ w)
+            _, log_det = jnp.linalg.slogdet(w)  # <- here
+            total += log_det
+        return 0.5 * jnp.mean(jnp.sum(x**2, -1)) - total
+
+    layers = [jnp.eye(2), jnp.array([[1.0, 2.0], [2.0, 4.0]])]
+    return negative_log_likelihood, (layers, normal(0, 4, 2))
+
+
+# Narrow types.
+
+
+@program(operation=("dot_general",), is_backward=False)
+def matmul_in_float16():
+    def loss_fn(w, x):
+        y = x.astype(jnp.float16) @ w.astype(jnp.float16)  # <- here
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    return loss_fn, (200.0 * jnp.ones((4, 2)), 100.0 * jnp.ones((3, 4)))
+
+
+@program(operation=("dot_general",), is_backward=False)
+def attention_in_float16():
+    """The scores are divided by the root of the width one operation too late."""
+
+    def attend(q, k, v):
+        scores = q @ k.T  # <- here
+        weights = jax.nn.softmax(scores / np.sqrt(q.shape[-1]).astype(np.float16))
+        return weights @ v
+
+    q, k, v = (normal(seed, 4, 16).astype(jnp.float16) for seed in range(3))
+    return attend, (q.at[0].set(100), k.at[0].set(50), v)
+
+
+@program(operation=("convert_element_type",), is_backward=False)
+def cast_to_float16():
+    def embed(positions, table):
+        rows = jnp.outer(positions, table)
+        narrow = rows.astype(jnp.float16)  # <- here
+        return jnp.tanh(narrow) + 1.0 / (narrow - narrow + 1.0)
+
+    return embed, (jnp.array([1.0, 2000.0]), jnp.array([3.0, 50.0]))
+
+
+@program(operation=("convert_element_type", "reduce_sum"), is_backward=False)
+def sum_of_squares_in_float16():
+    def rms_norm(x):
+        squares = jnp.square(x)
+        total = jnp.sum(squares, axis=-1, keepdims=True)  # <- here
+        return x / (total / x.shape[-1]), total
+
+    return rms_norm, (jnp.full((2, 512), 16, jnp.float16),)
+
+
+@program(operation=("exp",), is_backward=False)
+def exponential_in_bfloat16():
+    def gate(x):
+        x = x.astype(jnp.bfloat16)
+        return (x * jnp.exp(x)).astype(jnp.float32)  # <- here
+
+    return gate, (jnp.array([1.0, 100.0]),)
+
+
+@program(operation=("convert_element_type",), is_backward=False)
+def cast_to_float8():
+    """There is no inf in this type: more than 464 is NaN."""
+
+    def quantize(x, scale):
+        return (x * scale).astype(jnp.float8_e4m3fn).astype(jnp.float32)  # <- here
+
+    return quantize, (jnp.array([1.0, 40.0]), jnp.float32(16.0))
+
+
+@program(operation=("convert_element_type",), is_backward=True)
+def gradient_that_overflows_in_float16():
+    """The forward pass holds small numbers; the loss is large by its weight alone."""
+
+    def loss_fn(w, x):
+        y = x.astype(jnp.float16) @ w.astype(jnp.float16)
+        y = y.astype(jnp.float32)  # <- here
+        return 1e6 * jnp.mean(y)
+
+    return jax.value_and_grad(loss_fn), (jnp.ones(4), jnp.ones((3, 4)))
+
+
+# Loops and branches.
+
+
+@program(operation=("exp",), is_backward=False, iteration=(3,))
+def exponential_in_a_scan():
+    def run(x, steps):
+        def body(total, step):
+            rate = jnp.exp(step)  # <- here
+            return 0.5 * total + rate, total
+
+        return lax.scan(body, x, steps)
+
+    return run, (jnp.float32(1.0), jnp.array([1.0, 2.0, 3.0, 100.0, 1.0, 1.0]))
+
+
+@program(operation=("div",), is_backward=True, iteration=(2,))
+def square_root_in_a_scan_backward():
+    def loss_fn(w, xs):
+        def body(total, x):
+            total = total + jnp.sqrt(w * x)  # <- here
+            return total, None
+
+        return lax.scan(body, 0.0, xs)[0]
+
+    return jax.value_and_grad(loss_fn), (jnp.float32(2.0), jnp.array([1.0, 4.0, 0, 9]))
+
+
+@program(operation=("log",), is_backward=False, iteration=(1,))
+def log_in_a_reversed_scan():
+    """Returns to go: the last comes first."""
+
+    def returns(rewards, discounts):
+        def body(after, now):
+            reward, discount = now
+            after = reward + jnp.log(discount) * after  # <- here
+            return after, after
+
+        return lax.scan(body, 1.0, (rewards, discounts), reverse=True)[1]
+
+    return returns, (jnp.ones(4), jnp.array([0.9, 0.0, 0.9, 0.9]))
+
+
+@program(operation=("div",), is_backward=False, iteration=(1, 2))
+def quotient_in_nested_scans():
+    def fun(table):
+        def row(total, values):
+            def cell(total, value):
+                return total + 1.0 / value, None  # <- here
+
+            return lax.scan(cell, total, values)
+
+        return lax.scan(row, 0.0, table)[0]
+
+    return fun, (jnp.ones((3, 4)).at[1, 2].set(0.0),)
+
+
+@program(operation=("rsqrt",), is_backward=False, iteration=(2,))
+def root_in_a_fori_loop():
+    def fun(x, count):
+        def body(i, x):
+            return lax.rsqrt(x) - i  # <- here
+
+        return lax.fori_loop(0, count, body, x)
+
+    # 4, 0.5, 0.41, -1.56, ...
+    return fun, (jnp.float32(4.0), 5)
+
+
+@program(operation=("div",), is_backward=False, iteration=(2,))
+def newton_in_a_while_loop():
+    """The derivative of x^2 - 4x + 5 is 0 at x = 2, where the third step stands."""
+
+    def solve(x):
+        def goes_on(carry):
+            return carry[0] < 5
+
+        def body(carry):
+            step, x = carry
+            value, slope = x * x - 4.0 * x + 5.0, 2.0 * x - 4.0
+            return step + 1, x - value / slope  # <- here
+
+        return lax.while_loop(goes_on, body, (0, x))[1]
+
+    return solve, (jnp.float32(2.0 + 1.0 + 2.0**0.5),)
+
+
+@program(operation=("log",), is_backward=False, iteration=(3,))
+def log_in_a_branch_in_a_scan():
+    def fun(xs):
+        def body(total, x):
+            def small(x):
+                return jnp.log(x)  # <- here
+
+            def large(x):
+                return jnp.log1p(x)
+
+            return total + lax.cond(x < 1.0, small, large, x), None
+
+        return lax.scan(body, 0.0, xs)[0]
+
+    return fun, (jnp.array([2.0, 0.5, 3.0, 0.0, 2.0]),)
+
+
+@program(operation=("div",), is_backward=True, iteration=(1,))
+def norm_in_one_of_three_experts():
+    """A switch in a scan, differentiated."""
+
+    def loss_fn(w, choices, xs):
+        experts = [
+            lambda y: jnp.sum(y * y),
+            lambda y: jnp.sum(jnp.abs(y)),
+            lambda y: jnp.sqrt(jnp.sum(y * y)),  # <- here
+        ]
+
+        def body(total, inputs):
+            choice, x = inputs
+            return total + lax.switch(choice, experts, w * x), None
+
+        return lax.scan(body, 0.0, (choices, xs))[0]
+
+    choices = jnp.array([2, 2, 0, 1])
+    xs = jnp.array([[1.0, 2.0], [0.0, 0.0], [0.0, 0.0], [3.0, 4.0]])
+    return jax.value_and_grad(loss_fn), (jnp.ones(2), choices, xs)
+
+
+# What is done to functions.
+
+
+@program(operation=("div",), is_backward=True)
+def rematerialized_block():
+    def loss_fn(params, x):
+        @jax.checkpoint
+        def block(w, x):
+            x = jnp.tanh(w * x)
+            return jnp.sqrt(x)  # <- here
+
+        for w in params:
+            x = block(w, x)
+        return jnp.sum(x)
+
+    return jax.value_and_grad(loss_fn), ([jnp.ones(3)] * 2, jnp.array([0.0, 1.0, 2]))
+
+
+@program(operation=("div",), is_backward=True, iteration=(2,))
+def rematerialized_block_in_a_scan():
+    def loss_fn(params, x):
+        @jax.checkpoint
+        def block(x, w):
+            x = x + jnp.sqrt(w) * x  # <- here
+            return jnp.tanh(x), None
+
+        return jnp.sum(lax.scan(block, x, params)[0])
+
+    params = jnp.array([1.0, 2.0, 0.0, 1.0])
+    return jax.value_and_grad(loss_fn), (params, jnp.ones(3))
+
+
+@program(operation=("div",), is_backward=True)
+def gradient_per_example():
+    def loss_fn(w, x):
+        length = jnp.linalg.norm(w - x)  # <- here
+        return jnp.maximum(length - 1.0, -2.0)
+
+    per_example = jax.vmap(jax.value_and_grad(loss_fn), in_axes=(None, 0))
+    return per_example, (jnp.ones(2), jnp.array([[0.0, 3.0], [1.0, 1.0]]))
+
+
+@program(operation=("div",), is_backward=True)
+def custom_jvp_with_a_bad_rule():
+    @jax.custom_jvp
+    def safe_norm(x):
+        return jnp.sqrt(jnp.sum(x * x))
+
+    @safe_norm.defjvp
+    def rule(primals, tangents):
+        (x,), (dx,) = primals, tangents
+        length = safe_norm(x)
+        direction = x / length  # <- here
+        return length, jnp.sum(direction * dx)
+
+    def loss_fn(w, x):
+        return safe_norm(w * x) + 1.0
+
+    return jax.value_and_grad(loss_fn), (jnp.ones(3), jnp.zeros(3))
+
+
+@program(operation=("log",), is_backward=True)
+def custom_vjp_with_a_bad_rule():
+    @jax.custom_vjp
+    def gate(x):
+        return x * x
+
+    def forward(x):
+        return gate(x), x
+
+    def backward(x, g):
+        slope = jnp.log(x)  # <- here
+        return (g * slope,)
+
+    gate.defvjp(forward, backward)
+
+    def loss_fn(w, x):
+        return jnp.sum(gate(w * x))
+
+    return jax.value_and_grad(loss_fn), (jnp.ones(3), jnp.array([1.0, 0.0, 2.0]))
+
+
+@program(operation=("exp",), is_backward=False)
+def library_function_called_twice():
+    """The two calls may share one program: the second is to blame."""
+
+    def loss_fn(x):
+        first = jax.nn.softplus(x) + optax.losses.log_cosh(x)
+        second = jnp.expm1(first)
+        third = jax.nn.elu(second)
+        return jnp.sum(jnp.exp(second - 1.0) + third)  # <- here
+
+    return loss_fn, (jnp.array([0.5, 2.0, 3.0]),)
+
+
+@program(operation=("div",), is_backward=False)
+def same_helper_called_twice():
+    """The helper is right for the first caller. Both lines say what happened."""
+
+    def normalized(x):
+        return x / jnp.sum(x)  # <- here
+
+    def fun(p, q):
+        first = normalized(p)
+        return first * normalized(q)  # <- here
+
+    return fun, (jnp.ones(3), jnp.zeros(3))
