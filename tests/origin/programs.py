@@ -953,3 +953,523 @@ def bad_parameter_of_nnx():
     model = Reward(nnx.Rngs(0))
     model.linear.kernel[...] = model.linear.kernel[...].at[2].set(jnp.inf)
     return nnx.jit(loss_fn), (model, jnp.ones((4, 3)))
+
+
+# Steps that jls skips.
+
+
+@program(
+    operation=("convert_element_type",),
+    is_backward=True,
+    is_from_scale=True,
+    is_step=True,
+)
+def step_whose_scale_is_too_large():
+    def loss_fn(params, batch):
+        y = batch["x"].astype(jnp.float16) @ params["w"].astype(jnp.float16)
+        y = y.astype(jnp.float32)  # <- here
+        return jnp.mean((y - batch["y"]) ** 2)
+
+    optimizer = jls.loss_scaled(optax.adam(1e-3), jls.dynamic(2.0**24))
+    params = {"w": jnp.full((4, 1), 0.5)}
+    batch = {"x": normal(0, 8, 4), "y": jnp.ones((8, 1))}
+    step = jax.jit(jls.train_step(loss_fn, optimizer))
+    return step, (params, optimizer.init(params), batch)
+
+
+@program(
+    operation=("dot_general",), is_backward=True, is_from_scale=True, is_step=True
+)
+def step_whose_scale_is_too_large_for_one_layer():
+    """The last layer has large weights: their product with the gradient overflows."""
+
+    def loss_fn(params, batch):
+        x = jnp.tanh(batch["x"].astype(jnp.float16) @ params["w1"].astype(jnp.float16))
+        y = x @ params["w2"].astype(jnp.float16)  # <- here
+        return jnp.mean((y.astype(jnp.float32) - batch["y"]) ** 2)
+
+    optimizer = jls.loss_scaled(optax.sgd(1e-3), jls.dynamic(2.0**10))
+    params = {"w1": normal(0, 4, 4), "w2": jnp.full((4, 1), 50.0)}
+    batch = {"x": normal(1, 8, 4), "y": jnp.full((8, 1), 20.0)}
+    step = jls.train_step(loss_fn, optimizer)
+    return step, (params, optimizer.init(params), batch)
+
+
+@program(
+    operation=("reduce_sum", "convert_element_type"),
+    is_backward=True,
+    is_from_scale=True,
+    is_step=True,
+)
+def step_whose_bias_has_too_large_a_gradient():
+    """The derivative of the addition sums 1,024 rows in float16."""
+
+    def loss_fn(params, batch):
+        y = batch["x"].astype(jnp.float16) @ params["w"].astype(jnp.float16)
+        y = y + params["b"].astype(jnp.float16)  # <- here
+        return jnp.mean(y.astype(jnp.float32))
+
+    optimizer = jls.loss_scaled(optax.sgd(1e-3), jls.dynamic(2.0**18))
+    params = {"w": jnp.ones((4, 1)), "b": jnp.zeros((1,))}
+    batch = {"x": jnp.full((1024, 4), 1e-3)}
+    step = jax.jit(jls.train_step(loss_fn, optimizer))
+    return step, (params, optimizer.init(params), batch)
+
+
+@program(operation=("div",), is_backward=True, is_from_scale=False, is_step=True)
+def step_with_a_true_nan():
+    """The loss is finite, and no scale mends the gradient."""
+
+    def loss_fn(params, batch):
+        x = batch["x"].astype(jnp.float16) * params["w"].astype(jnp.float16)
+        length = jnp.sqrt(jnp.sum(x * x, axis=-1))  # <- here
+        return jnp.mean(length.astype(jnp.float32))
+
+    optimizer = jls.loss_scaled(optax.adamw(1e-3), jls.dynamic(8.0))
+    params = {"w": jnp.ones(4)}
+    step = jax.jit(jls.train_step(loss_fn, optimizer))
+    batch = {"x": jnp.ones((3, 4)).at[1].set(0.0)}
+    return step, (params, optimizer.init(params), batch)
+
+
+@program(operation=("log",), is_backward=False, is_from_scale=False, is_step=True)
+def step_with_a_bad_loss():
+    def loss_fn(params, batch):
+        p = jax.nn.softmax(batch["x"] @ params["w"])
+        log_p = jnp.log(p)  # <- here
+        return -jnp.mean(jnp.sum(batch["y"] * log_p, axis=-1))
+
+    optimizer = jls.skip_nonfinite(optax.sgd(0.1))
+    params = {"w": jnp.eye(2)}
+    batch = {"x": jnp.array([[0.0, 300.0]]), "y": jnp.array([[1.0, 0.0]])}
+    step = jax.jit(jls.train_step(loss_fn, optimizer))
+    return step, (params, optimizer.init(params), batch)
+
+
+@program(argument="batch/image", is_from_scale=False, is_step=True)
+def step_with_a_bad_batch():
+    optimizer = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(4.0))
+    params, batch = right_arguments()
+    batch["image"] = batch["image"].at[0, 0].set(jnp.nan)
+    step = jax.jit(jls.train_step(squared_error, optimizer))
+    return step, (params, optimizer.init(params), batch)
+
+
+@program(operation=("dot_general",), is_backward=False, is_from_scale=False)
+def loss_that_overflows_forward_under_a_loss_scale():
+    """The value and the gradient alone, without an optimizer."""
+
+    def loss_fn(params, x):
+        y = x.astype(jnp.float16) @ params["w"].astype(jnp.float16)  # <- here
+        return jnp.mean(y.astype(jnp.float32))
+
+    state = jls.static(8.0).init()
+    args = (state, {"w": jnp.full((8, 2), 300.0)}, jnp.full((2, 8), 100.0))
+    return jls.value_and_grad(loss_fn), args
+
+
+@program(
+    operation=("convert_element_type",),
+    is_backward=True,
+    is_from_scale=True,
+    is_step=True,
+)
+def step_by_hand():
+    optimizer = jls.loss_scaled(optax.adamw(1e-3), jls.dynamic(2.0**20))
+
+    def loss_fn(params, x):
+        x = x.astype(jnp.float16)
+        h = jnp.tanh(x @ params["w"].astype(jnp.float16)) + x
+        h = h.astype(jnp.float32)  # <- here
+        return jnp.sum(h**2)
+
+    @jax.jit
+    def train_step(params, opt_state, x):
+        loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, x)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params = {"w": jnp.eye(3)}
+    return train_step, (params, optimizer.init(params), jnp.ones((2, 3)))
+
+
+@program(
+    operation=("div",),
+    is_backward=True,
+    is_from_scale=False,
+    is_step=True,
+    wrapper="critic",
+)
+def actor_and_critic_of_which_one_skips():
+    optimizer = jls.loss_scaled(optax.adam(1e-3), jls.dynamic(16.0))
+
+    def actor_loss(params, batch):
+        return jnp.mean(jnp.tanh(batch["obs"] @ params) * batch["advantage"])
+
+    def critic_loss(params, batch):
+        error = batch["obs"] @ params - batch["returns"]
+        return jnp.sqrt(jnp.sum(error**2))  # <- here
+
+    losses = {"actor": actor_loss, "critic": critic_loss}
+
+    @jax.jit
+    def train_step(params, opt_states, batch):
+        params, opt_states = dict(params), dict(opt_states)
+        for name, loss_fn in losses.items():
+            old = opt_states[name]
+            loss, grads = jls.value_and_grad(loss_fn)(old, params[name], batch)
+            updates, opt_states[name] = optimizer.update(
+                grads, old, params[name], value=loss
+            )
+            params[name] = optax.apply_updates(params[name], updates)
+        return params, opt_states
+
+    params = {"actor": jnp.ones(3), "critic": jnp.zeros(3)}
+    opt_states = {name: optimizer.init(params[name]) for name in losses}
+    batch = {"obs": normal(0, 4, 3), "advantage": jnp.ones(4), "returns": jnp.zeros(4)}
+    return train_step, (params, opt_states, batch)
+
+
+@program(operation=("div",), is_backward=False, is_step=True)
+def step_whose_updates_are_bad():
+    """An optimizer of the user's own that forgets the eps."""
+
+    def update(grads, count, params=None):
+        def sign(g):
+            return -0.1 * g / jnp.abs(g)  # <- here
+
+        return jax.tree.map(sign, grads), count + 1
+
+    own = optax.GradientTransformation(lambda params: jnp.int32(0), update)
+    optimizer = jls.skip_nonfinite(own, check_updates=True)
+
+    def loss_fn(params, batch):
+        return jnp.sum(params["w"] * batch)
+
+    params = {"w": jnp.ones(3)}
+    step = jax.jit(jls.train_step(loss_fn, optimizer))
+    return step, (params, optimizer.init(params), jnp.array([1.0, 0.0, 2.0]))
+
+
+@program(operation=("exp",), is_backward=False, is_from_scale=False, is_step=True)
+def step_of_a_chain_inside_the_wrapper():
+    """Accumulated over two micro-batches, of which the second is bad."""
+
+    def loss_fn(params, batch):
+        rate = jnp.exp(batch @ params["w"])  # <- here
+        return jnp.mean(rate)
+
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100)
+    chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+    optimizer = jls.loss_scaled(chain, jls.dynamic(8.0))
+    params = {"w": jnp.ones(2)}
+    step = jax.jit(jls.train_step(loss_fn, optimizer, micro_batches=2))
+    batch = jnp.ones((4, 2)).at[3].set(60.0)
+    return step, (params, optimizer.init(params), batch)
+
+
+@program(
+    operation=("convert_element_type",),
+    is_backward=True,
+    is_from_scale=True,
+    is_step=True,
+)
+def step_that_was_skipped_a_moment_ago():
+    """The state after the skip: at the scale that it has now the step is applied."""
+
+    def loss_fn(params, x):
+        y = x.astype(jnp.float16) * params.astype(jnp.float16)
+        return jnp.sum(y.astype(jnp.float32)) * 4.0  # <- here
+
+    optimizer = jls.loss_scaled(optax.sgd(1e-6), jls.dynamic(2.0**14))
+    params, x = jnp.full(4, 0.5), jnp.ones(4)
+    step = jax.jit(jls.train_step(loss_fn, optimizer))
+    params, opt_state, _ = step(params, optimizer.init(params), x)
+    return step, (params, opt_state, x)
+
+
+@program(
+    operation=("div",),
+    is_backward=True,
+    is_from_scale=False,
+    is_step=True,
+    module="Network",
+)
+def step_of_a_linen_train_state():
+    class Network(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(4, dtype=jnp.float16)(x)
+            x = x - jnp.mean(x, axis=0)
+            return jnp.std(x.astype(jnp.float32), axis=0)  # <- here
+
+    class TrainState(train_state.TrainState):
+        count: int = 0
+
+    def loss_fn(state, batch):
+        return jnp.sum(state.apply_fn({"params": state.params}, batch))
+
+    model, batch = Network(), jnp.ones((4, 3))
+    params = model.init(jax.random.key(0), batch)["params"]
+    optimizer = jls.loss_scaled(optax.adam(1e-3), jls.dynamic(64.0))
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
+    return jax.jit(jls.train_step(loss_fn)), (state, batch)
+
+
+@program(operation=("div",), is_backward=True, is_from_scale=False, is_step=True)
+def step_of_nnx():
+    def loss_fn(model, batch):
+        return jnp.linalg.norm(model(batch))  # <- here
+
+    model = Reward(nnx.Rngs(0))
+    transformation = jls.loss_scaled(optax.adam(1e-3), jls.dynamic(32.0))
+    optimizer = nnx.Optimizer(model, transformation, wrt=nnx.Param)
+    step = nnx.jit(jls.train_step(loss_fn))
+    return step, (model, optimizer, jnp.zeros((4, 3)))
+
+
+@program(operation=("rsqrt", "div"), is_from_scale=False, is_step=True)
+def step_of_equinox():
+    class Model(eqx.Module):
+        linear: eqx.nn.Linear
+
+        def __call__(self, x):
+            x = self.linear(x)
+            return x * lax.rsqrt(jnp.sum(x * x))  # <- here
+
+    def loss_fn(model, batch):
+        return jnp.mean(jax.vmap(model)(batch) ** 2)
+
+    linear = eqx.nn.Linear(3, 2, use_bias=False, key=jax.random.key(0))
+    model, optimizer = Model(linear), jls.skip_nonfinite(optax.adam(1e-3))
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    step = eqx.filter_jit(jls.train_step(loss_fn, optimizer))
+    return step, (model, opt_state, jnp.ones((4, 3)).at[1].set(0.0))
+
+
+# Small ones of what people train.
+
+
+@program(
+    operation=("integer_pow", "square", "mul"), is_backward=False, iteration=(2,)
+)
+def transformer_in_float16():
+    """A squared ReLU overflows in the third of four layers."""
+
+    def block(x, layer):
+        q, k, v = (x @ layer[name] for name in ("q", "k", "v"))
+        scores = (q @ k.T).astype(jnp.float32) / np.sqrt(q.shape[-1])
+        causal = jnp.tril(jnp.ones(scores.shape, bool))
+        weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf))
+        x = x + weights.astype(jnp.float16) @ v
+        h = jax.nn.relu(x @ layer["up"])
+        h = h**2  # <- here
+        return x + h @ layer["down"], None
+
+    def loss_fn(params, tokens):
+        layers = jax.tree.map(lambda x: x.astype(jnp.float16), params["layers"])
+        x = params["embedding"][tokens].astype(jnp.float16)
+        x, _ = lax.scan(block, x, layers)
+        logits = x.astype(jnp.float32) @ params["embedding"].T
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits[:-1], tokens[1:]
+        ).mean()
+
+    shapes = {"q": (8, 8), "k": (8, 8), "v": (8, 8), "up": (8, 16), "down": (16, 8)}
+    layers = {
+        name: 0.1 * normal(seed, 4, *shape)
+        for seed, (name, shape) in enumerate(shapes.items())
+    }
+    layers["up"] = layers["up"].at[2].multiply(4000.0)
+    params = {"embedding": normal(9, 10, 8), "layers": layers}
+    return jax.value_and_grad(loss_fn), (params, jnp.arange(6))
+
+
+@program(
+    operation=("convert_element_type", "dot_general"),
+    is_backward=True,
+    iteration=(1,),
+    is_from_scale=True,
+    is_step=True,
+)
+def step_of_a_transformer_in_float16():
+    """The scale overflows in the second of three layers, on the way back."""
+
+    def loss_fn(params, tokens):
+        def layer(x, w):
+            h = jnp.tanh(x.astype(jnp.float16) @ w["up"].astype(jnp.float16))
+            h = h @ w["down"].astype(jnp.float16)  # <- here
+            return x + h.astype(jnp.float32), None
+
+        x = params["embedding"][tokens]
+        x, _ = lax.scan(layer, x, params["layers"])
+        logits = x @ params["embedding"].T
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits[:-1], tokens[1:]
+        ).mean()
+
+    down = 0.1 * normal(2, 3, 8, 4)
+    layers = {"up": normal(1, 3, 4, 8), "down": down.at[1].multiply(2000.0)}
+    params = {"embedding": 0.1 * normal(0, 10, 4), "layers": layers}
+    optimizer = jls.loss_scaled(optax.adamw(1e-3), jls.dynamic(2.0**12))
+    step = jax.jit(jls.train_step(loss_fn, optimizer), donate_argnums=(0, 1))
+    return step, (params, optimizer.init(params), jnp.arange(6))
+
+
+@program(operation=("exp",), is_backward=False)
+def variational_autoencoder():
+    def loss_fn(params, x, key):
+        mean, log_variance = jnp.split(x @ params["encoder"], 2, axis=-1)
+        noise = jax.random.normal(key, mean.shape)
+        z = mean + jnp.exp(0.5 * log_variance) * noise
+        reconstructed = jnp.tanh(z @ params["decoder"])
+        variance = jnp.exp(log_variance)  # <- here
+        divergence = 0.5 * jnp.sum(variance + mean**2 - 1.0 - log_variance, axis=-1)
+        return jnp.mean(jnp.sum((x - reconstructed) ** 2, axis=-1) + divergence)
+
+    params = {"encoder": jnp.full((3, 4), 30.0), "decoder": normal(0, 2, 3)}
+    args = (params, jnp.ones((5, 3)), jax.random.key(1))
+    return jax.jit(jax.value_and_grad(loss_fn)), args
+
+
+@program(operation=("exp",), is_backward=False)
+def ratio_of_ppo():
+    def loss_fn(logits, old_log_p, actions, advantages):
+        log_p = jax.nn.log_softmax(logits)
+        log_p = jnp.take_along_axis(log_p, actions[:, None], axis=1)[:, 0]
+        ratio = jnp.exp(log_p - old_log_p)  # <- here
+        clipped = jnp.clip(ratio, 0.8, 1.2)
+        return -jnp.mean(jnp.minimum(ratio * advantages, clipped * advantages))
+
+    args = (
+        jnp.array([[0.0, 1.0], [2.0, 0.0]]),
+        jnp.array([-0.5, -120.0]),
+        jnp.array([1, 0]),
+        jnp.array([1.0, -1.0]),
+    )
+    return jax.jit(jax.value_and_grad(loss_fn)), args
+
+
+@program(operation=("div",), is_backward=False)
+def contrastive_loss_with_an_empty_image():
+    def loss_fn(w, images, texts):
+        x, y = images @ w, texts @ w
+        x = x / jnp.linalg.norm(x, axis=-1, keepdims=True)  # <- here
+        y = y / jnp.linalg.norm(y, axis=-1, keepdims=True)
+        logits = x @ y.T / 0.07
+        labels = jnp.arange(len(x))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    images = normal(1, 4, 3).at[2].set(0.0)
+    args = (normal(0, 3, 5), images, normal(2, 4, 3))
+    return jax.jit(jax.value_and_grad(loss_fn)), args
+
+
+@program(operation=("log",), is_backward=False)
+def discriminator_that_is_sure():
+    def loss_fn(params, real, fake):
+        def discriminate(x):
+            return jax.nn.sigmoid(jnp.tanh(x) @ params)
+
+        good = jnp.log(discriminate(real))
+        bad = jnp.log(1.0 - discriminate(fake))  # <- here
+        return -jnp.mean(good + bad)
+
+    args = (jnp.full(3, 20.0), jnp.ones((4, 3)), jnp.ones((4, 3)))
+    return jax.jit(jax.value_and_grad(loss_fn)), args
+
+
+@program(operation=("dot_general",), is_backward=False, iteration=(3,))
+def recurrent_network_that_explodes():
+    def run(w, h, xs):
+        def cell(h, x):
+            h = jax.nn.relu(h @ w + x)  # <- here
+            return h, h
+
+        return lax.scan(cell, h, xs)[1]
+
+    return jax.jit(run), (1e10 * jnp.eye(3), jnp.ones((2, 3)), jnp.ones((8, 2, 3)))
+
+
+@program(operation=("dot_general",), is_backward=True, iteration=(2,))
+def recurrent_network_whose_gradient_explodes():
+    """All states are 0. Each of the six steps back multiplies by 1e10."""
+
+    def loss_fn(w, xs):
+        def cell(h, x):
+            return h @ w + x, None  # <- here
+
+        h, _ = lax.scan(cell, jnp.zeros((2, 3)), xs)
+        return jnp.sum(h)
+
+    args = (1e10 * jnp.eye(3), jnp.zeros((6, 2, 3)))
+    return jax.jit(jax.value_and_grad(loss_fn, argnums=1)), args
+
+
+@program(operation=("div",), is_backward=False)
+def mixture_with_an_empty_expert():
+    def loss_fn(params, x):
+        choice = jnp.argmax(x @ params["router"], axis=-1)
+        chosen = jax.nn.one_hot(choice, 3)
+        loads = jnp.sum(chosen, axis=0)
+        centers = (chosen.T @ x) / loads[:, None]  # <- here
+        y = jnp.einsum("te,ti,eio->to", chosen, x, params["experts"])
+        return jnp.mean(y**2) + jnp.mean(centers**2)
+
+    router = normal(0, 4, 3).at[:, 2].set(-100.0)
+    params = {"router": router, "experts": normal(1, 3, 4, 4)}
+    args = (params, jnp.abs(normal(2, 8, 4)))
+    return jax.jit(jax.value_and_grad(loss_fn)), args
+
+
+@program(operation=("div",), is_backward=True)
+def molecule_relaxed_with_adam():
+    """The distance of each atom to itself is 0, and has no derivative."""
+
+    optimizer = optax.adam(1e-2)
+
+    def energy(positions):
+        difference = positions[:, None] - positions[None]
+        distance = jnp.sqrt(jnp.sum(difference**2, axis=-1))  # <- here
+        pairs = jnp.triu(jnp.ones(distance.shape), 1)
+        return jnp.sum(pairs * (distance - 1.0) ** 2)
+
+    @jax.jit
+    def relax(positions, opt_state):
+        value, forces = jax.value_and_grad(energy)(positions)
+        updates, opt_state = optimizer.update(forces, opt_state)
+        return optax.apply_updates(positions, updates), opt_state, value
+
+    positions = normal(0, 4, 3)
+    return relax, (positions, optimizer.init(positions))
+
+
+@program(operation=("log", "pow", "div", "mul"), is_backward=True)
+def focal_loss_of_a_sure_prediction():
+    """x**0.5 has no derivative at 0: the forward pass is right."""
+
+    def loss_fn(logits, labels):
+        p = jax.nn.sigmoid(logits)
+        p_right = jnp.where(labels, p, 1.0 - p)
+        weight = jnp.power(1.0 - p_right, 0.5)  # <- here
+        return -jnp.mean(weight * jnp.log(p_right))
+
+    args = (jnp.array([1.0, 50.0]), jnp.array([True, True]))
+    return jax.jit(jax.value_and_grad(loss_fn)), args
+
+
+@program(operation=("sub",), is_backward=False, iteration=(1,))
+def beam_search_without_candidates():
+    """All beams have ended: a row of nothing but -inf is normalized."""
+
+    def search(scores, alive):
+        def step(total, inputs):
+            score, mask = inputs
+            score = jnp.where(mask, score, -jnp.inf)
+            log_p = jax.nn.log_softmax(score)  # <- here
+            return total + jnp.max(log_p), log_p
+
+        return lax.scan(step, 0.0, (scores, alive))[0]
+
+    alive = jnp.ones((3, 4), bool).at[1].set(False)
+    return jax.jit(search), (normal(0, 3, 4), alive)
