@@ -26,27 +26,39 @@ def is_finite(tree):
 
 
 def wrapper_states(tree):
-    """The states of all wrappers."""
+    """The states of all wrappers, by their paths."""
 
     def is_state(node):
         return isinstance(node, jls.types.LossScaledState)
 
-    return [x for x in jax.tree.leaves(tree, is_leaf=is_state) if is_state(x)]
+    nodes, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)
+    return {jax.tree_util.keystr(p): node for p, node in nodes if is_state(node)}
 
 
-def applied(tree):
-    return [bool(np.asarray(state.applied)) for state in wrapper_states(tree)]
+def skips(tree):
+    return {p: int(np.asarray(x.skips)) for p, x in wrapper_states(tree).items()}
 
 
-def run(program):
-    """The results, with the arguments that NNX changes in place; and the flags."""
+def is_whole(node):
+    return isinstance(node, jls.types.LossScaledState | nnx.Module | nnx.Optimizer)
+
+
+def lowered(node):
+    """A state at a very low loss scale; anything else as it is."""
+    is_state = is_whole(node) and not isinstance(node, nnx.Module)
+    return jls.set_loss_scale(node, 2.0**-4) if is_state else node
+
+
+def made(program):
     if jax.device_count() < program.devices:
         pytest.skip(f"needs {program.devices} devices")
-    fun, args = program.make()
-    before = applied(args)
+    return program.make()
+
+
+def run(fun, args):
+    """The results, and the arguments that NNX changes in place."""
     results = fun(*args)
-    changed = [x for x in args if isinstance(x, nnx.Module | nnx.Optimizer)]
-    return (results, changed), before + applied((results, changed))
+    return results, [x for x in args if isinstance(x, nnx.Module | nnx.Optimizer)]
 
 
 def test_there_are_enough():
@@ -57,14 +69,25 @@ def test_there_are_enough():
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_result_is_not_finite(name):
     program = PROGRAMS[name]
-    results, flags = run(program)
+    results = run(*made(program))
+    counts = skips(results)
     if program.is_step:
-        assert False in flags
-        assert is_finite([state.inner_state for state in wrapper_states(results)])
+        assert is_finite([x.inner_state for x in wrapper_states(results).values()])
+        assert [program.wrapper in path for path in counts] == [*counts.values()]
     else:
-        assert not flags
+        assert not any(counts.values())
         assert list(numbers(results))
         assert not is_finite(results)
+
+
+@pytest.mark.parametrize("name", [n for n, p in PROGRAMS.items() if p.is_step])
+def test_low_scale_mends_what_is_from_the_scale(name):
+    program = PROGRAMS[name]
+    fun, args = made(program)
+    before = sum(skips(args).values())
+    args = jax.tree.map(lowered, args, is_leaf=is_whole)
+    after = sum(skips(run(fun, args)).values())
+    assert (after == before) == bool(program.is_from_scale)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -75,7 +98,7 @@ def test_line_is_marked_unless_an_argument_was_bad(name):
 
 @pytest.mark.parametrize("name", FINITE)
 def test_result_is_finite(name):
-    results, flags = run(FINITE[name])
+    results = run(*made(FINITE[name]))
     assert list(numbers(results))
     assert is_finite(results)
-    assert False not in flags
+    assert not any(skips(results).values())
