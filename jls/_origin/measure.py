@@ -7,23 +7,16 @@ on top. XLA's maximum of floats loses NaN on a CPU.
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jls._program.jaxprs import is_inexact
 from jls._program.replay import INF
 
 _WORDS = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
 # 8-bit floats whose bits are ordered like their magnitudes, NaN last.
 _ORDERED = ("float8_e4m3fn", "float8_e5m2")
-
-
-def is_inexact(atom: Any) -> bool:
-    """Whether a value of a program is of floating-point or complex numbers."""
-    dtype = getattr(getattr(atom, "aval", atom), "dtype", None)
-    is_number = dtype is not None and not jnp.issubdtype(dtype, jax.dtypes.extended)
-    return is_number and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def largest(x: Array) -> Array:

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jls._origin.measure import is_inexact, largest, range_of
+from jls._origin.measure import largest, range_of
 from jls._program.frames import Frame, behind
+from jls._program.jaxprs import is_inexact
 from jls._program.replay import INF, SLICES, Records, Seen, replay
 from jls._program.rules import UNCHANGED
 from jls._program.walk import Site
@@ -77,7 +78,7 @@ class Recorded:
         self, program: Any, root: Frame, roots: Iterable[tuple[Frame, Any]]
     ) -> None:
         self._program = program
-        seen = behind(roots, is_inexact) or set()
+        seen = behind(roots)
         self._wanted = {
             (*frame.site.numbers, number)
             for frame in root.all()

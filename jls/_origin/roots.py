@@ -6,13 +6,12 @@ what the wrapper was given, and the results that have no part in its update.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jls import _scopes
-from jls._origin.measure import is_inexact
-from jls._program.frames import Frame, Variable, behind
-from jls._program.jaxprs import is_literal
+from jls._program.frames import Frame, Variable
+from jls._program.jaxprs import is_inexact, is_literal
 from jls._scopes import marks_of
 
 LOSS, GRADIENTS, NEW, CHECKED = "loss", "gradients", "updates", "checked values"
@@ -89,20 +88,7 @@ def _input_of(frame: Frame, atom: Any) -> int | None:
     return None
 
 
-def results_beside(root: Frame, results: Iterable[Any]) -> list[Variable]:
-    """The floating-point results that have no part in a wrapper's update."""
-    clean = set[Variable]()
-    found = []
-    for atom in results:
-        if is_literal(atom) or not is_inexact(atom):
-            continue
-        seen = behind([(root, atom)], is_inexact, clean, _is_of_update)
-        if seen is not None:
-            clean |= seen
-            found.append((root, atom))
-    return found
-
-
-def _is_of_update(frame: Frame, atom: Any) -> bool:
+def is_of_update(frame: Frame, atom: Any) -> bool:
+    """Whether a variable is made in the update of a wrapper."""
     maker = frame.makers.get(atom)
     return maker is not None and _scopes.UPDATE in marks_of(frame.site_of(maker.number))

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jls._origin.measure import Range, bits_of, read_range
-from jls._origin.record import SINGULAR, Run, as_large_as, is_bad, is_inexact, is_nan
+from jls._origin.record import SINGULAR, Run, as_large_as, is_bad, is_nan
 from jls._program.frames import Frame
-from jls._program.jaxprs import is_literal
+from jls._program.jaxprs import is_inexact, is_literal
 from jls._program.replay import INF, NEVER, ROUNDS, SLICES, TAKEN
 from jls._program.walk import Site
 

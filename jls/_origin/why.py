@@ -15,14 +15,14 @@ import numpy as np
 from jls import _validate
 from jls._origin import roots as kinds
 from jls._origin.advice import advice, dtype_of
-from jls._origin.measure import as_float, is_inexact
+from jls._origin.measure import as_float
 from jls._origin.record import Recorded, is_nan
-from jls._origin.roots import Looked, looked_at, results_beside
-from jls._origin.trail import Argument, Made, Stack, Trail, Value
+from jls._origin.roots import Looked, is_of_update, looked_at
+from jls._origin.trail import Argument, Made, Trail, Value
 from jls._origin.trail import Birth as Found
-from jls._program.frames import Frame, Variable, behind
-from jls._program.jaxprs import is_literal
-from jls._program.places import Place, place_of
+from jls._program.frames import Frame, Variable, behind, made_without
+from jls._program.jaxprs import is_inexact, is_literal
+from jls._program.places import Place, is_transposed, place_of
 from jls._scopes import UPDATE, marks_of
 from jls._text import format_scale
 from jls._trace.arguments import Arguments, check_usable, items_of, take_apart, unbind
@@ -130,8 +130,8 @@ def why(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Why:
       >>> def loss_fn(x):
       ...     return jnp.sum(jnp.sqrt(x))
       >>> birth = jls.why(jax.grad(loss_fn), jnp.array([0.0, 1.0])).births[0]
-      >>> birth.kind, birth.place.operation, birth.place.function
-      ('inf', 'div', 'loss_fn')
+      >>> birth.kind, birth.place.operation, birth.place.is_backward
+      ('inf', 'div', True)
     """
     _validate.function("fun", fun)
     if isinstance(fun, jax.stages.Compiled):
@@ -189,7 +189,9 @@ class _Case:
                 f"{len(outvars)} results without one: there is nothing to look at. "
                 "Return the loss, the gradients, or what else is not finite."
             )
-        beside = set(results_beside(self.root, outvars))
+        variables = [(self.root, x) for x in outvars]
+        # What has a part in an update follows from what the wrapper was given.
+        beside = set(made_without(variables, is_of_update))
         names = dict[Variable, str]()
         for item, atom in zip(items, outvars, strict=True):
             if is_literal(atom) or atom in self.root.inputs:
@@ -349,7 +351,7 @@ class _Case:
         self, trail: Trail, bad: list[Bad], is_from_scale: bool | None, note: str = ""
     ) -> Why:
         found = trail.births([x.value for x in bad])
-        forward = self._forward(trail)
+        forward = self._forward()
         births: dict[Any, Birth] = {}
         for one in found:
             birth = self._birth(trail, one, forward)
@@ -390,18 +392,17 @@ class _Case:
             advice=said,
         )
 
-    def _forward(self, trail: Trail) -> set[Variable] | None:
+    def _forward(self) -> set[Variable] | None:
         """All that the loss is made of; None if it is not known which that is."""
         losses = [
             variable for x in self.looked for variable in x.found.get(kinds.LOSS, ())
         ]
         if not losses:
-            derivatives = {x for x in self.results if _is_derivative(trail, x)}
-            losses = [x for x in self.results if x not in derivatives]
-            if not derivatives:
+            losses = made_without(self.results, _is_backward)
+            if len(losses) == len(self.results):
                 return None
         # The loss that a gradient is of is made, and goes nowhere.
-        return behind(losses or self.root.unused(_is_forward), is_inexact)
+        return behind(losses or self.root.unused(_is_forward))
 
     def _name(self, bad: Bad) -> str:
         """What a root is called."""
@@ -467,15 +468,13 @@ def _traced(fun: Callable[..., Any], arguments: Arguments) -> Traced:
         raise
 
 
+def _is_backward(frame: Frame, atom: Any) -> bool:
+    maker = frame.makers.get(atom)
+    return maker is not None and is_transposed(frame.site_of(maker.number))
+
+
 def _is_forward(frame: Frame, number: int) -> bool:
-    return not place_of(frame.site_of(number)).is_backward
-
-
-def _is_derivative(trail: Trail, variable: Variable) -> bool:
-    origin = trail.origin(Value(*variable))
-    while isinstance(origin, Stack):
-        origin = trail.origin(Value(origin.frame, origin.atom, (*origin.rounds, 0)))
-    return isinstance(origin, Made) and place_of(origin.site).is_backward
+    return not is_transposed(frame.site_of(number))
 
 
 def _copy(leaf: Any) -> Any:

@@ -5,7 +5,13 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from typing import Any, Literal, NamedTuple
 
-from jls._program.jaxprs import called_program, is_literal, opened, scan_counts
+from jls._program.jaxprs import (
+    called_program,
+    is_inexact,
+    is_literal,
+    opened,
+    scan_counts,
+)
 from jls._program.walk import ROOT, Site
 
 Kind = Literal["root", "call", "scan", "while", "branch"]
@@ -145,33 +151,41 @@ class Frame:
 Variable = tuple[Frame, Any]
 
 
-def behind(
+def behind(roots: Iterable[Variable]) -> set[Variable]:
+    """All floating-point variables that the roots are made of, and the roots."""
+    return _behind(roots, set(), lambda frame, atom: False) or set()
+
+
+def made_without(
+    roots: Iterable[Variable], is_wrong: Callable[[Frame, Any], bool]
+) -> list[Variable]:
+    """Those of the floating-point roots that are made of nothing wrong."""
+    known, found = set[Variable](), []
+    for root in roots:
+        if is_literal(root[1]) or not is_inexact(root[1]):
+            continue
+        seen = _behind([root], known, is_wrong)
+        if seen is not None:
+            known |= seen
+            found.append(root)
+    return found
+
+
+def _behind(
     roots: Iterable[Variable],
-    is_followed: Callable[[Any], bool],
-    known: AbstractSet[Variable] = frozenset(),
-    is_wrong: Callable[[Frame, Any], bool] | None = None,
+    known: AbstractSet[Variable],
+    is_wrong: Callable[[Frame, Any], bool],
 ) -> set[Variable] | None:
-    """All variables that the roots are made of, and the roots.
-
-    Args:
-      roots: variables, with their frames.
-      is_followed: whether to look behind a variable.
-      known: those that need no second look.
-      is_wrong: of which variables there must be none.
-
-    Returns:
-      The variables that are not `known`; None as soon as one of them is wrong.
-    """
-    stack = list(roots)
-    seen = set[Variable]()
+    """All that the roots are made of but for the known; None if one is wrong."""
+    stack, seen = list(roots), set[Variable]()
     while stack:
         variable = stack.pop()
         frame, atom = variable
-        if is_literal(atom) or not is_followed(atom):
+        if is_literal(atom) or not is_inexact(atom):
             continue
         if variable in seen or variable in known:
             continue
-        if is_wrong is not None and is_wrong(frame, atom):
+        if is_wrong(frame, atom):
             return None
         seen.add(variable)
         stack += frame.sources(atom)

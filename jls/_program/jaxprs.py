@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Literal
 
@@ -41,6 +42,13 @@ def is_program(value: Any) -> bool:
 def is_literal(atom: Any) -> bool:
     """Whether an operand is a number in the program, not a variable."""
     return isinstance(atom, Literal)
+
+
+def is_inexact(atom: Any) -> bool:
+    """Whether a value of a program is of floating-point or complex numbers."""
+    dtype = getattr(getattr(atom, "aval", atom), "dtype", None)
+    is_number = dtype is not None and not jnp.issubdtype(dtype, jax.dtypes.extended)
+    return is_number and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def programs_in(equation: Any) -> list[Any]:

@@ -58,7 +58,15 @@ def place_of(site: Site) -> Place:
         line=frame.line,
         function=frame.function.rpartition("<locals>.")[2],
         module="/".join(_modules(stack)),
-        is_backward=any("transpose(" in name for name in stack),
+        is_backward=is_transposed(site),
+    )
+
+
+def is_transposed(site: Site) -> bool:
+    """Whether an equation is of the way back through a function."""
+    return any(
+        "transpose(" in str(getattr(equation.source_info, "name_stack", ""))
+        for equation in site.equations
     )
 
 

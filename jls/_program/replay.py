@@ -66,8 +66,9 @@ def replay(
     Args:
       program: a jaxpr.
       operands: its inputs; arrays, or tracers.
-      watch: gets the site of each operation, its operands and its results. The slices
-        of a scan come as the results of an operation of the number `SLICES`.
+      watch: gets the site of each operation, its operands and its results, perhaps more
+        than once. The slices of a scan come as the results of an operation of the
+        number `SLICES`.
       site: the calls around the program.
     """
     return _Replay(watch).run(program, operands, site)
@@ -103,13 +104,15 @@ class _Replay:
     ) -> tuple[Sequence[Any], Any]:
         name, called = site.equation.primitive.name, called_program(site.equation)
         if name in self._CONTROL:
-            return self._CONTROL[name](self, site, inputs)
-        if called is not None and name not in _WHOLE:
+            results, records = self._CONTROL[name](self, site, inputs)
+        elif called is not None and name not in _WHOLE:
             if site.equation.params.get("prevent_cse"):
                 inputs = list(lax.optimization_barrier(tuple(inputs)))
-            return self.run(called, inputs, site)
-        results = _run_alone(jaxpr, site.equation, inputs)
-        return self._see(site, inputs, results)
+            results, records = self.run(called, inputs, site)
+        else:
+            results = _run_alone(jaxpr, site.equation, inputs)
+            return self._see(site, inputs, results)
+        return results, records or None
 
     def _see(
         self, site: Site, inputs: Sequence[Any], results: Sequence[Any]

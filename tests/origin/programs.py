@@ -977,9 +977,7 @@ def step_whose_scale_is_too_large():
     return step, (params, optimizer.init(params), batch)
 
 
-@program(
-    operation=("dot_general",), is_backward=True, is_from_scale=True, is_step=True
-)
+@program(operation=("dot_general",), is_backward=True, is_from_scale=True, is_step=True)
 def step_whose_scale_is_too_large_for_one_layer():
     """The last layer has large weights: their product with the gradient overflows."""
 
@@ -1032,7 +1030,7 @@ def step_with_a_true_nan():
     return step, (params, optimizer.init(params), batch)
 
 
-@program(operation=("log",), is_backward=False, is_from_scale=False, is_step=True)
+@program(operation=("log",), is_backward=False, is_step=True)
 def step_with_a_bad_loss():
     def loss_fn(params, batch):
         p = jax.nn.softmax(batch["x"] @ params["w"])
@@ -1228,7 +1226,7 @@ def step_of_nnx():
     return step, (model, optimizer, jnp.zeros((4, 3)))
 
 
-@program(operation=("rsqrt", "div"), is_from_scale=False, is_step=True)
+@program(operation=("rsqrt", "div"), is_step=True)
 def step_of_equinox():
     class Model(eqx.Module):
         linear: eqx.nn.Linear
@@ -1250,9 +1248,7 @@ def step_of_equinox():
 # Small ones of what people train.
 
 
-@program(
-    operation=("integer_pow", "square", "mul"), is_backward=False, iteration=(2,)
-)
+@program(operation=("integer_pow", "square", "mul"), is_backward=False, iteration=(2,))
 def transformer_in_float16():
     """A squared ReLU overflows in the third of four layers."""
 

@@ -177,9 +177,11 @@ def test_known_branch_is_the_only_one():
 def test_replay_without_a_change_gives_the_same(name):
     fun = PROGRAMS[name][0]
     program = jax.make_jaxpr(fun)(X, Y)
-    results = replay(program, [X, Y], lambda site, results: results)
-    again = jax.jit(functools.partial(replay, program, change=lambda s, r: r))([X, Y])
-    for new in (results, again):
+    run = functools.partial(
+        replay, program, watch=lambda site, x, results: Seen(results)
+    )
+    for new, records in (run([X, Y]), jax.jit(run)([X, Y])):
+        assert not records
         for x, y in zip(new, jax.tree.leaves(fun(X, Y)), strict=True):
             assert jnp.array_equal(x, y)
 
@@ -230,7 +232,8 @@ def test_replay_finds_the_sites_of_the_walk():
     walk(program, [frozenset([0]), frozenset([1])], question)
     change, seen = doubled_at("add")
     replay(program, [X, Y], change)
-    assert [site.numbers for site in seen] == question.additions
+    numbers = [site.numbers for site in seen]
+    assert list(dict.fromkeys(numbers)) == question.additions
 
 
 def test_replay_goes_into_programs_over_several_devices():
