@@ -33,7 +33,7 @@ class Constant(NamedTuple):
 class Argument(NamedTuple):
     """An input of the whole program."""
 
-    index: int
+    number: int
 
 
 class Slice(NamedTuple):
@@ -111,7 +111,7 @@ class Trail:
                 operands = self.operands(origin)
                 causes = self._causes(origin, operands, bits)
                 if self._is_birth(bits, causes):
-                    births.append(Birth(origin, bits, operands, self.range(origin)))
+                    births.append(Birth(origin, bits, operands, self.range_of(origin)))
                 stack += [(cause, origin) for cause in causes]
             elif isinstance(origin, Slice):
                 stack.append((self._source_of(origin), reader))
@@ -135,7 +135,7 @@ class Trail:
         if is_nan(bits) and nan:
             return nan
         name = made.site.equation.primitive.name
-        found = self.range(made)
+        found = self.range_of(made)
         if bits == INF and found and not nan:
             # exp(-inf) is 0, and 1 / inf: such an operand is on purpose.
             if name in ("exp", "exp2") and found.high < float("inf"):
@@ -151,7 +151,7 @@ class Trail:
             Value(made.frame, x, made.rounds) for x in equation.invars if is_inexact(x)
         ]
 
-    def range(self, made: Made) -> Range | None:
+    def range_of(self, made: Made) -> Range | None:
         """The range of the operand on which it depends whether a result is finite."""
         equation = made.site.equation
         if equation.primitive.name not in SINGULAR:
@@ -254,7 +254,7 @@ class Trail:
         if isinstance(origin, Constant):
             return bits_of(origin.value)
         if isinstance(origin, Argument):
-            return int(self._run.arguments[origin.index][0])
+            return int(self._run.arguments[origin.number][0])
         if isinstance(origin, Slice):
             rows = self._record(origin.frame, SLICES, origin.rounds)
             return int(rows[origin.number, 0]) if rows is not None else 0
@@ -352,7 +352,7 @@ class Trail:
         """Whether an argument holds -inf, but no inf and no NaN."""
         if not isinstance(birth.origin, Argument):
             return False
-        rows = self._run.arguments[birth.origin.index]
+        rows = self._run.arguments[birth.origin.number]
         return birth.bits == INF and read_range(rows[1:]).high < float("inf")
 
 

@@ -370,7 +370,7 @@ class _Case:
         origin = found.origin
         said = advice(trail, found)
         if isinstance(origin, Argument):
-            item = self.arguments.items[self.traced.inputs[origin.index]]
+            item = self.arguments.items[self.traced.inputs[origin.number]]
             place = Place(ARGUMENT, module="/".join(item.path))
             return Birth(kind, place, (), str(item.value.dtype), advice=said)
         if not isinstance(origin, Made):

@@ -17,6 +17,9 @@ from jls._program.walk import ROOT, Site
 Kind = Literal["root", "call", "scan", "while", "branch"]
 
 
+Variable = tuple["Frame", Any]  # a variable of a program, and the call
+
+
 class Maker(NamedTuple):
     """What makes a variable: a result of an equation."""
 
@@ -120,7 +123,7 @@ class Frame:
         offset = {"branch": 1, "while": self.caller.params.get("cond_nconsts", 0)}
         return self.caller.invars[index + offset.get(self.kind, 0)]
 
-    def sources(self, variable: Any) -> "list[tuple[Frame, Any]]":
+    def sources(self, variable: Any) -> "list[Variable]":
         """All that a variable is made of, one operation or call before it."""
         if variable in self.inputs:
             return self._sources_of_input(self.inputs[variable])
@@ -128,6 +131,7 @@ class Frame:
             return []
         number, result = self.makers[variable]
         equation, called = self.jaxpr.eqns[number], self.called(number)
+        found: list[Variable]
         found = [(child, child.jaxpr.outvars[result]) for child in called]
         if not called:
             found = [(self, atom) for atom in equation.invars]
@@ -137,18 +141,15 @@ class Frame:
                 found.append((self, called[0].given(consts + result)))
         return found
 
-    def _sources_of_input(self, index: int) -> "list[tuple[Frame, Any]]":
+    def _sources_of_input(self, index: int) -> "list[Variable]":
         if self.parent is None:
             return []
-        found: list[tuple[Frame, Any]] = [(self.parent, self.given(index))]
+        found: list[Variable] = [(self.parent, self.given(index))]
         if self.is_loop:
             consts, carried = self.counts()
             if consts <= index < consts + carried:
                 found.append((self, self.jaxpr.outvars[index - consts]))
         return found
-
-
-Variable = tuple[Frame, Any]
 
 
 def behind(roots: Iterable[Variable]) -> set[Variable]:

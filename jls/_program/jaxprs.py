@@ -47,8 +47,9 @@ def is_literal(atom: Any) -> bool:
 def is_inexact(atom: Any) -> bool:
     """Whether a value of a program is of floating-point or complex numbers."""
     dtype = getattr(getattr(atom, "aval", atom), "dtype", None)
-    is_number = dtype is not None and not jnp.issubdtype(dtype, jax.dtypes.extended)
-    return is_number and jnp.issubdtype(dtype, jnp.inexact)
+    if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return False
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def programs_in(equation: Any) -> list[Any]:
@@ -99,4 +100,4 @@ def to_varying(array: Array, axes: frozenset[str]) -> Array:
         return array
     if hasattr(lax, "pcast"):
         return lax.pcast(array, missing, to="varying")
-    return lax.pvary(array, missing)  # before jax 0.9
+    return lax.pvary(array, missing)  # pyright: ignore  # before jax 0.9

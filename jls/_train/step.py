@@ -338,7 +338,7 @@ def train_step(
 
     if optimizer is not None:  # else the arguments depend on the library
         kind = CarryingTrainStep if carries else PlainTrainStep
-        step.__signature__ = _signature(kind)  # pyright: ignore
+        step.__signature__ = _signature(kind)
     return step
 
 

@@ -654,7 +654,7 @@ def same_helper_called_twice():
 
 @program()
 def label_that_is_masked_out():
-    """The result is the -inf of the mask itself: the mask, or the loss it does not fit."""
+    """The result is the -inf of the mask itself: mask and loss do not fit."""
 
     def loss_fn(logits, mask, labels):
         logits = jnp.where(mask, logits, -jnp.inf)  # <- here
