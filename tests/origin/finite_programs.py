@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs whose results are finite although they hold inf or NaN inside.
 
-Nothing in them is a birth: no bad number reaches a result. A step among them is applied.
+Nothing in them is a birth: no bad number reaches a result. Steps are applied.
 """
 
 import jax

@@ -654,7 +654,7 @@ def same_helper_called_twice():
 
 @program()
 def label_that_is_masked_out():
-    """The result is the -inf of the mask itself: the mask, or the loss it does not fit."""
+    """The result is the -inf of the mask itself: blame the mask, or its use."""
 
     def loss_fn(logits, mask, labels):
         logits = jnp.where(mask, logits, -jnp.inf)  # <- here
@@ -977,9 +977,7 @@ def step_whose_scale_is_too_large():
     return step, (params, optimizer.init(params), batch)
 
 
-@program(
-    operation=("dot_general",), is_backward=True, is_from_scale=True, is_step=True
-)
+@program(operation=("dot_general",), is_backward=True, is_from_scale=True, is_step=True)
 def step_whose_scale_is_too_large_for_one_layer():
     """The last layer has large weights: their product with the gradient overflows."""
 
@@ -1250,9 +1248,7 @@ def step_of_equinox():
 # Small ones of what people train.
 
 
-@program(
-    operation=("integer_pow", "square", "mul"), is_backward=False, iteration=(2,)
-)
+@program(operation=("integer_pow", "square", "mul"), is_backward=False, iteration=(2,))
 def transformer_in_float16():
     """A squared ReLU overflows in the third of four layers."""
 
