@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Any
 
 import jax
-from jax.experimental import checkify
 from finite_programs import FINITE
+from jax.experimental import checkify
 from programs import PROGRAMS, Program, marked_lines
 
 PEERS = {
