@@ -5,6 +5,7 @@ As integers, since bits of magnitudes are ordered like the magnitudes, with inf 
 on top. XLA's maximum of floats loses NaN on a CPU.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -41,8 +42,23 @@ def _largest(x: Array) -> Array:
     # In the array's own width: XLA drops a cast and back, and an overflow with it.
     word = _WORDS[info.bits]
     bits = lax.bitcast_convert_type(x, word) & word((1 << (info.bits - 1)) - 1)
-    most = lax.bitcast_convert_type(jnp.max(bits), x.dtype)
-    return lax.bitcast_convert_type(most.astype(jnp.float32), jnp.uint32)
+    most, _ = _ends(bits, bits)
+    most = lax.bitcast_convert_type(most, x.dtype).astype(jnp.float32)
+    return lax.bitcast_convert_type(most, jnp.uint32)
+
+
+def _ends(high: Array, low: Array) -> Sequence[Array]:
+    """The largest of one array of integers and the smallest of the other.
+
+    Together: what is reduced alone, XLA CPU writes to memory first.
+    """
+    limits = jnp.iinfo(high.dtype)
+    start = np.array(limits.min, high.dtype), np.array(limits.max, low.dtype)
+
+    def both(a, b):
+        return lax.max(a[0], b[0]), lax.min(a[1], b[1])
+
+    return lax.reduce((high, low), start, both, tuple(range(high.ndim)))
 
 
 def _largest_double(x: Array) -> Array:
@@ -75,8 +91,9 @@ def range_of(x: Array) -> list[Array]:
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     sign = jnp.uint32(_SIGN)
     ordered = jnp.where(bits >= sign, ~bits, bits | sign)
-    words = [jnp.min(bits & ~sign), jnp.min(ordered), jnp.max(ordered)]
-    return [word >> _DROPPED for word in words]
+    _, nearest = _ends(ordered, bits & ~sign)
+    high, low = _ends(ordered, ordered)
+    return [word >> _DROPPED for word in (nearest, low, high)]
 
 
 def read_range(rows: np.ndarray) -> Range:

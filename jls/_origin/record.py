@@ -8,7 +8,7 @@ What is recorded, row by row:
     a scan            the largest magnitude of each slice that a round gets
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -61,7 +61,7 @@ def as_large_as(equation: Any, result: int) -> Any | None:
 class Run(NamedTuple):
     """What one run of a program has shown."""
 
-    arguments: list[np.ndarray]  # u32[1 or 4]: the size and, of floats, the range
+    arguments: list[np.ndarray]  # u32[4]: the size and the range
     records: Records
 
 
@@ -79,6 +79,7 @@ class Recorded:
     ) -> None:
         self._program = program
         seen = behind(roots)
+        self._read = [(root, x) in seen for x in root.jaxpr.invars]
         self._wanted = {
             (*frame.site.numbers, number)
             for frame in root.all()
@@ -89,22 +90,27 @@ class Recorded:
             for frame in root.all()
             if frame.kind == "scan"
         }
-        self._compiled: Callable[[Sequence[Any]], Any] | None = None
+        self._compiled: jax.stages.Compiled | None = None
 
     def __call__(self, inputs: Sequence[Any], compiled: bool = True) -> Run:
         """One run; without `compiled` one operation at a time."""
         inputs = [jnp.asarray(x) for x in inputs]
-        run: Any = self._run
-        if compiled:
-            if self._compiled is None:
-                self._compiled = jax.jit(self._run).lower(inputs).compile()
-            run = self._compiled
-        sizes, records = jax.tree.map(np.asarray, run(inputs))
-        return Run(sizes, records)
+        run = self.compiled(inputs) if compiled else self._run
+        return Run(*jax.tree.map(np.asarray, run(inputs)))
+
+    def compiled(self, inputs: Sequence[Any]) -> jax.stages.Compiled:
+        """The program for inputs like these, compiled at the first call."""
+        if self._compiled is None:
+            inputs = [jnp.asarray(x) for x in inputs]
+            self._compiled = jax.jit(self._run).lower(inputs).compile()
+        return self._compiled
 
     def _run(self, inputs: Sequence[Array]) -> tuple[list[Array], Records]:
         _, records = replay(self._program, inputs, self._watch)
-        return [_of_argument(x) for x in inputs], records
+        pairs = zip(inputs, self._read, strict=True)
+        return [
+            _of_argument(x) if is_read else _UNREAD for x, is_read in pairs
+        ], records
 
     def _watch(self, site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> Seen:
         if site.numbers not in self._wanted:
@@ -121,9 +127,10 @@ class Recorded:
         return Seen(results, jnp.stack(rows)[:, None])
 
 
+_UNREAD = np.zeros(4, np.uint32)
+
+
 def _of_argument(x: Array) -> Array:
-    if not is_inexact(x):
-        return jnp.zeros(1, jnp.uint32)
     return jnp.stack([largest(x), *range_of(x)])
 
 

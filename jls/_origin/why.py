@@ -27,7 +27,7 @@ from jls._scopes import UPDATE, marks_of
 from jls._text import format_scale
 from jls._trace.arguments import Arguments, check_usable, items_of, take_apart, unbind
 from jls._trace.scales import Scale, scales_in, without_value
-from jls._trace.trace import READS, Traced, trace
+from jls._trace.trace import ALL, READS, Traced, trace
 from jls._tree import is_array
 from jls._types import SkipReason
 
@@ -140,7 +140,7 @@ def why(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Why:
             "of time. Pass the function that was compiled."
         )
     with jax.debug_nans(False), jax.debug_infs(False):
-        return _Case(fun, args, kwargs).why()
+        return Case(fun, args, kwargs).why()
 
 
 class Bad(NamedTuple):
@@ -152,7 +152,7 @@ class Bad(NamedTuple):
     looked: Looked | None  # None of a result
 
 
-class _Case:
+class Case:
     """A function, its arguments, and what runs of it have shown."""
 
     def __init__(
@@ -372,7 +372,8 @@ class _Case:
         if isinstance(origin, Argument):
             item = self.arguments.items[self.traced.inputs[origin.number]]
             place = Place(ARGUMENT, module="/".join(item.path))
-            return Birth(kind, place, (), str(item.value.dtype), advice=said)
+            dtype = str(jnp.result_type(item.value))
+            return Birth(kind, place, (), dtype, advice=said)
         if not isinstance(origin, Made):
             reader = origin.reader
             place = place_of(reader.site) if reader else Place("")
@@ -459,7 +460,7 @@ _NOT_REPRODUCED_SKIP = (
 
 def _traced(fun: Callable[..., Any], arguments: Arguments) -> Traced:
     try:
-        return trace(fun, arguments)
+        return trace(fun, arguments, ALL)
     except READS as error:
         error.add_note(
             "jls.why traces the function, as jax.jit does: it cannot read values at "

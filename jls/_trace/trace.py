@@ -36,22 +36,39 @@ class Traced(NamedTuple):
         return len(opened(self.program).jaxpr.eqns) <= _MANY
 
 
-def trace(fun: Callable[..., Any], arguments: Arguments) -> Traced:
+# What may be abstract while a function is traced: all that `jax.jit` traces, without
+# Python's numbers, or what is on a device alone.
+ALL = (jax.Array, np.ndarray, np.generic, float, complex)
+_ARRAYS = (jax.Array, np.ndarray)
+
+
+def trace(
+    fun: Callable[..., Any],
+    arguments: Arguments,
+    abstract: tuple[type, ...] = _ARRAYS,
+) -> Traced:
     """The program of a function, from abstract arrays; nothing is computed.
 
-    Numpy arrays are abstract too, as under `jax.jit`, unless the function computes with
-    them at the host, which is right.
+    What is not on a device is abstract too, as under `jax.jit`, unless the function
+    computes with it at the host, which is right.
+
+    Args:
+      fun: the function.
+      arguments: its arguments.
+      abstract: the types of what is abstract if that works.
 
     Raises:
       Exception: what the function raises; one of `READS` if it reads a value of a JAX
         array at the host.
     """
-    leaves = arguments.leaves
-    try:
-        return _trace(fun, arguments, (jax.Array, np.ndarray))
-    except READS:
-        if not any(isinstance(x, np.ndarray) for x in leaves):
-            raise
+    for kinds in (abstract, _ARRAYS) if abstract != _ARRAYS else (_ARRAYS,):
+        try:
+            return _trace(fun, arguments, kinds)
+        except READS:
+            pass
+        except Exception:
+            if kinds == _ARRAYS:
+                raise
     return _trace(fun, arguments, (jax.Array,))
 
 
