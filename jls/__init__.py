@@ -52,8 +52,7 @@ from jls._report.record import host_metrics as host_metrics
 from jls._report.health import health as health
 from jls._report.health import UnhealthyError as UnhealthyError
 from jls._report.history import History as History
-from jls._report.nonfinite import nonfinite_report as nonfinite_report
-from jls._report.nonfinite import nonfinite_leaves as nonfinite_leaves
+from jls._origin.nonfinite import nonfinite_report as nonfinite_report
 from jls._report.underflow import underflow as underflow
 from jls._report.underflow import suggest_scale as suggest_scale
 from jls._audit.check import check_step as check_step

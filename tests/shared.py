@@ -120,6 +120,11 @@ def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
+def bad_leaves(state, params):
+    """The names of the parameters that caused the last skip."""
+    return jls.health(state, params).numbers["nonfinite_leaves"]
+
+
 def is_placed_as(tree, other):
     leaves, others = jax.tree.leaves(tree), jax.tree.leaves(other)
     return all(

@@ -93,6 +93,10 @@ def check_step(**options):
     return jls.check_step(options.pop("step"), params, opt_state, batch, **options)
 
 
+def why(fun):
+    return jls.why(fun, jnp.ones(2))
+
+
 model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
 nnx_optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
 
@@ -223,10 +227,6 @@ CASES = {
     ),
     "unwrap_state": (jls.unwrap_state, {"state": opt_state}),
     "upgrade_state": (jls.upgrade_state, {"target": opt_state, "saved": opt_state}),
-    "nonfinite_leaves": (
-        jls.nonfinite_leaves,
-        {"state": opt_state, "params": params},
-    ),
     "nonfinite_report": (jls.nonfinite_report, {"tree": params}),
     "underflow": (
         jls.underflow,
@@ -259,6 +259,7 @@ CASES = {
         },
     ),
     "atomic": (atomic, {"optimizer": nnx_optimizer, "model": model}),
+    "why": (why, {"fun": jnp.sqrt}),
     "check_step": (check_step, {"step": right_step, "carried_args": None}),
     **{
         f"{name}.adjust": adjusting(make())
@@ -391,6 +392,7 @@ LEFT = {
     ("params_ema", "decay", "function"),
     ("train_step", "loss_fn", "function"),
     ("check_step", "step", "function"),
+    ("why", "fun", "function"),
     ("train_step", "learning_rate", "function"),
     ("train_step", "extra", "function"),
     ("train_step", "batch"),

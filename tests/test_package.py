@@ -176,7 +176,6 @@ def test_public_names_are_those_of_the_contract():
         "loss_scaled",
         "max_abs",
         "metrics",
-        "nonfinite_leaves",
         "nonfinite_report",
         "params_ema",
         "presets",
@@ -195,6 +194,7 @@ def test_public_names_are_those_of_the_contract():
         "unwrap_state",
         "upgrade_state",
         "value_and_grad",
+        "why",
         "wrap_state",
     ]
 
@@ -204,6 +204,7 @@ def test_types_are_those_of_the_contract():
     assert sorted(names) == [
         "AdaptiveState",
         "AdjustFn",
+        "Birth",
         "CarryingTrainStep",
         "Health",
         "InitFn",
@@ -228,6 +229,7 @@ def test_types_are_those_of_the_contract():
         "Underflow",
         "UnderflowShares",
         "Verdict",
+        "Why",
     ]
     assert get_args(jls.types.Verdict)[-1] == "ok"
 

@@ -11,7 +11,7 @@ import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from shared import assert_identical
+from shared import assert_identical, bad_leaves
 
 import jls
 from jls._types import FIELDS
@@ -276,12 +276,12 @@ def test_bad_gradients_of_the_last_skipped_step_are_named(jit_or_eager, bad, nam
     optimizer = jls.loss_scaled(identity(), jls.dynamic(8.0))
     update = jit_or_eager(optimizer.update)
     state = optimizer.init(LAYERS)
-    assert jls.nonfinite_leaves(state, LAYERS) == []
+    assert bad_leaves(state, LAYERS) == []
     for step in (grads(), grads(**bad), grads()):  # it is remembered
         _, state = update(step, state, LAYERS)
-    assert jls.nonfinite_leaves(state, LAYERS) == names
+    assert bad_leaves(state, LAYERS) == names
     _, state = update(grads(a=jnp.full(2, jnp.nan)), state, LAYERS)
-    assert jls.nonfinite_leaves(state, LAYERS) == ["a"]
+    assert bad_leaves(state, LAYERS) == ["a"]
 
 
 def test_step_skipped_for_its_loss_alone_names_no_parameter():
@@ -289,7 +289,7 @@ def test_step_skipped_for_its_loss_alone_names_no_parameter():
     state = optimizer.init(LAYERS)
     _, state = optimizer.update(grads(a=jnp.full(2, jnp.inf)), state, LAYERS)
     _, state = optimizer.update(grads(), state, LAYERS, value=jnp.nan)
-    assert jls.nonfinite_leaves(state, LAYERS) == []
+    assert bad_leaves(state, LAYERS) == []
     assert state.last_skip_reason == 2
 
 
@@ -302,17 +302,7 @@ def test_nnx_parameters_are_named_by_their_path_in_the_model():
     bad = jax.tree.map(jnp.ones_like, params)
     bad.layers[0].bias.set_value(jnp.full(3, jnp.nan))
     optimizer.update(model, bad)
-    assert jls.nonfinite_leaves(optimizer, params) == ["layers/0/bias"]
-
-
-def test_bad_input_of_nonfinite_leaves_is_named():
-    state = jls.loss_scaled(identity()).init(LAYERS)
-    with pytest.raises(ValueError, match=r"one state of jls.loss_scaled .* 0 of them"):
-        jls.nonfinite_leaves({}, LAYERS)
-    with pytest.raises(ValueError, match=r"got 1 floating-point leaves, .* knows 3"):
-        jls.nonfinite_leaves(state, {"a": jnp.ones(2)})
-    with pytest.raises(ValueError, match="state must be concrete, got a traced array"):
-        jax.jit(lambda state: jls.nonfinite_leaves(state, LAYERS))(state)
+    assert bad_leaves(optimizer, params) == ["layers/0/bias"]
 
 
 class Scales(NamedTuple):

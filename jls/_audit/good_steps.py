@@ -150,8 +150,7 @@ def _calibrate(runner: Runner, start: Leaves, good: list[Run]) -> Leaves:
         raise ValueError(
             "the step must not be skipped at every loss scale, but was with these "
             f"arguments, last at {scales}. Pass a good batch; or the step makes NaN of "
-            "one: jls.nonfinite_leaves(opt_state, params) names the bad gradients, "
-            "jls.health(opt_state, params) the usual causes."
+            "one: print(jls.why(step, ...)) with the same arguments names the line."
         )
     return start
 

@@ -72,6 +72,9 @@ class Why(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        if self.notes and not self.results:
+            note = self.notes[0]
+            return "\n".join(_wrapped(f"jls.why: {note[0].lower()}{note[1:]}."))
         lines = _wrapped(f"jls.why: {_headline(self)}")
         if self.births:
             lines += ["", *_in_three_lines(self.births[0])]
@@ -162,6 +165,8 @@ class Case:
         args = (*bound, *args)
         self.arguments = take_apart(self.fun, args, kwargs)
         check_usable(self.arguments, "jls.why", "call")
+        for item in self.arguments.items:
+            _validate.concrete("/".join(item.path), item.value)
         self.traced = _traced(self.fun, self.arguments)
         self.root = Frame(self.traced.program)
         inputs = self.traced.inputs

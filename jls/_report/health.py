@@ -15,7 +15,6 @@ from jls import _validate
 from jls._bits import edges
 from jls._nnx import is_model, is_optimizer, split_model
 from jls._reduce import any_nan, count_true, finite_leaves
-from jls._report.nonfinite import select_names
 from jls._report.underflow import measure_small
 from jls._report.verdict import (
     COMING_DOWN,
@@ -255,7 +254,7 @@ def health(
             known["nonfinite_leaves"] = None
             unnamed = None if reached else (sum(flags), len(flags))
         else:
-            known["nonfinite_leaves"] = select_names(names, flags)
+            known["nonfinite_leaves"] = _select_names(names, flags)
     if grads is not None:
         small["dtype"] = jnp.dtype(dtype).name
 
@@ -560,3 +559,16 @@ def _check_verdicts(name: str, verdicts: Iterable[Verdict]) -> tuple[Verdict, ..
     if isinstance(verdicts, str) or not known:
         raise ValueError(rule)
     return names
+
+
+def _select_names(names: list[str], flags: list[bool]) -> list[str]:
+    """Those of the names of parameters whose flag is set."""
+    # Without a leaf the state has one flag all the same, in 0.1.0 none.
+    if len(flags) != len(names) and (names or len(flags) > 1):
+        raise ValueError(
+            "params must be the parameters that the optimizer was initialized with: "
+            f"got {len(names)} floating-point leaves, the state knows {len(flags)}. "
+            "Pass all of them. If the model has changed since, its optimizer needs a "
+            "new optimizer.init(params)."
+        )
+    return [name for name, is_bad in zip(names, flags, strict=False) if is_bad]

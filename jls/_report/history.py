@@ -350,7 +350,8 @@ def _summary(columns: Columns) -> str:
             "Not every step was recorded: there may be more growths and backoffs."
         )
     if at_end:
-        text.append("The last step was skipped: jls.health(state) says why.")
+        text.append("The last step was skipped: jls.health(state) says why, and")
+        text.append("print(jls.why(step, ...)), with its arguments, from which line.")
     return "\n".join(text)
 
 

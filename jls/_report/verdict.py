@@ -280,7 +280,7 @@ def _poisoned(facts: Facts) -> str:
         )
     return (
         f"inf or NaN is in {' and in '.join(places)}. No step can cure that: go back "
-        f"to an earlier checkpoint. {causes}"
+        f"to an earlier checkpoint, from which {_why(facts)}. {causes}"
     )
 
 
@@ -348,22 +348,21 @@ def _stalled(facts: Facts) -> str:
     if reason == SkipReason.GRADIENTS and _can_lower(facts):
         lower = _lower(facts)
         advice = (
-            f"{lower[0].upper()}{lower[1:]}. If that does not help, look for square "
-            f"roots and divisions at 0{_untold_loss(facts)}"
+            f"{lower[0].upper()}{lower[1:]}. If that does not help, {_why(facts)}"
+            f"{_untold_loss(facts)}"
         )
     else:
         advice = {
             SkipReason.NONE: "",
             SkipReason.GRADIENTS: (
                 "If the loss is finite, the backward pass makes inf or NaN at any "
-                "scale: look for square roots and divisions at 0"
+                f"scale: {_why(facts)}"
                 f"{'' if facts.saw_params else ', and for an inf in a parameter'}"
                 f"{_other_causes(facts)}"
             ),
             SkipReason.LOSS: (
-                "The loss itself is inf or NaN, which no loss scale can cure: look at "
-                "the batch, and at log, exp, division and sums in 16 bits in the "
-                f"forward pass{_ran_away(facts)}"
+                "The loss itself is inf or NaN, which no loss scale can cure: "
+                f"{_why(facts)}{_ran_away(facts)}"
             ),
             SkipReason.UPDATES: (
                 "The optimizer turns finite gradients into inf or NaN updates. "
@@ -382,6 +381,16 @@ def _stalled(facts: Facts) -> str:
         f"the last {facts.consecutive_skips} steps were all skipped{because}, and "
         f"nothing is being learned; the loss scale is {facts.scale}. {advice}"
     )
+
+
+def _why(facts: Facts) -> str:
+    """The line to write that names the line of the source."""
+    arguments = "params, opt_state, batch"
+    if facts.is_nnx:
+        arguments = "model, optimizer, batch"
+    elif facts.is_train_state:
+        arguments = "state, batch"
+    return f"print(jls.why(step, {arguments})) names the line"
 
 
 def _ran_away(facts: Facts) -> str:
@@ -412,8 +421,7 @@ def _at_floor(facts: Facts) -> str:
     return (
         "the last step's gradients were inf or NaN, and the loss scale of "
         f"{facts.scale} is at its floor ({facts.consecutive_skips} skipped in a row), "
-        "so no lower scale will help. Look for what is too large, or for a square root "
-        "or a division at 0, in the backward pass; or lower min_scale"
+        f"so no lower scale will help: {_why(facts)}. Or lower min_scale"
         f"{_other_causes(facts)}"
     )
 
@@ -446,8 +454,8 @@ def _skipping(facts: Facts) -> str:
 def _bad_gradients(facts: Facts) -> str:
     if _can_lower(facts):
         return (
-            f"The scale is static and may be too large: {_lower(facts)}. Else look for "
-            "a square root or a division at 0 in the backward pass"
+            f"The scale is static and may be too large: {_lower(facts)}. Else "
+            f"{_why(facts)}"
         )
     interval = facts.scaler.growth_interval
     if facts.moves and interval and interval < COMING_DOWN:
@@ -457,15 +465,14 @@ def _bad_gradients(facts: Facts) -> str:
         )
     return (
         "Gradients that are inf or NaN again and again have a cause that no scale "
-        "cures: look for a square root or a division at 0 in the backward pass"
-        f"{_other_causes(facts)}"
+        f"cures: {_why(facts)}{_other_causes(facts)}"
     )
 
 
 def _bad_losses(facts: Facts) -> str:
     return (
-        "No loss scale cures a loss that is inf or NaN: look at these batches, and at "
-        "log, exp, division and sums in 16 bits in the forward pass"
+        "No loss scale cures a loss that is inf or NaN: with such a batch, "
+        f"{_why(facts)}"
     )
 
 
@@ -495,8 +502,8 @@ def _many_spikes(facts: Facts) -> str:
 def _nonfinite_loss(facts: Facts) -> str:
     return (
         "the forward loss of the last step was inf or NaN, which no loss scale can "
-        f"cure ({facts.nonfinite_losses} of {_steps(facts)} so far). Look at its "
-        "batch, and at log, exp, division and sums in 16 bits in the forward pass"
+        f"cure ({facts.nonfinite_losses} of {_steps(facts)} so far): with its batch, "
+        f"{_why(facts)}"
     )
 
 
@@ -519,11 +526,11 @@ def _mend_updates(facts: Facts) -> str:
             "optax.set_to_zero()}, labels)"
         )
     if facts.is_narrow is False:
-        return (
-            "Raise the optimizer's eps, or look for a square root or a division at 0 "
-            "in it"
-        )
-    return "Keep parameters and moments in float32, or raise the optimizer's eps"
+        return f"Raise the optimizer's eps; {_why(facts)}"
+    return (
+        "Keep parameters and moments in float32, or raise the optimizer's eps; "
+        f"{_why(facts)}"
+    )
 
 
 def _other_causes(facts: Facts) -> str:
@@ -639,10 +646,8 @@ def _recovering(facts: Facts) -> str:
     lower = f"{_lower(facts)}; else " if _can_lower(facts) else ""
     return (
         f"{what}, {facts.consecutive_skips} in a row; {_skips(facts)}. The loss scale "
-        f"of {facts.scale} is static, and never moves. If this goes on, {lower}look "
-        "for what is too large, or for a square root or a division at 0, in the "
-        "backward pass"
-        f"{_untold_loss(facts)}"
+        f"of {facts.scale} is static, and never moves. If this goes on, {lower}"
+        f"{_why(facts)}{_untold_loss(facts)}"
     )
 
 
@@ -653,8 +658,7 @@ def _dropping(facts: Facts) -> str:
         f"{facts.partial_overflows} of {_steps(facts)} were applied without a part of "
         "their gradients, which was inf or NaN: nothing is learned from it; the loss "
         f"scale is {facts.scale}{floor}. See whether these are always the same "
-        "examples, and look for what is too large, or for a square root or a division "
-        "at 0, in the backward pass"
+        f"examples; {_why(facts)}"
     )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from shared import bits, is_placed_as
+from shared import bad_leaves, bits, is_placed_as
 
 import jls
 
@@ -222,7 +222,7 @@ def test_an_overflow_on_one_shard_skips_the_step_on_all(run):
     assert states[-1].skips == 1
     assert compiled == 1
     assert jls.health(states[-1], history[-1][0]).verdict == "ok"
-    assert jls.nonfinite_leaves(states[-1], history[-1][0]) == ["w1"]
+    assert bad_leaves(states[-1], history[-1][0]) == ["w1"]
 
 
 def test_what_jls_keeps_is_one_number_on_all_devices(run):

@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from shared import bits, is_placed_as
+from shared import bad_leaves, bits, is_placed_as
 
 import jls
 
@@ -105,7 +105,7 @@ def test_linen_trains_with_boxed_params():
     assert scales == SCALES
     assert is_placed_as(state, start)
     assert isinstance(state.params["Dense_0"]["kernel"], nn.Partitioned)
-    assert jls.nonfinite_leaves(state, state.params) == [
+    assert bad_leaves(state, state.params) == [
         "Dense_0/kernel/value",
         "Dense_1/kernel/value",
     ]
@@ -203,7 +203,7 @@ def test_nnx_trains_a_partitioned_model(start):
         assert len(traces) == 1
         assert is_placed_as(nnx.state((model, optimizer)), placed)
         params = nnx.state(model, nnx.Param)
-        assert jls.nonfinite_leaves(optimizer, params) == [
+        assert bad_leaves(optimizer, params) == [
             "first/kernel",
             "last/kernel",
         ]

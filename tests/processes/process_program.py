@@ -127,7 +127,7 @@ def train(optimizer, make_step, sharding):
         seen.append(numbers | {"loss": loss.item(), "moved": before != after})
         if not numbers["applied"]:
             report = jls.nonfinite_report(grads)
-            bad = jls.nonfinite_leaves(state, params)
+            bad = jls.health(state, params).numbers["nonfinite_leaves"]
     state = jls.set_loss_scale(state, 64.0)
     step(params, state, put(X, SPLIT))
     jls.check_in_sync(state)

@@ -377,7 +377,7 @@ def test_summary_of_reports_counts_their_skips():
     assert "skipped     4 of 6 steps (66.7%), up to 2 in a row" in history.summary()
     assert "2^10 throughout" in history.summary()
     assert "nan first, nan last, 0.5 best (step 2); 4 inf or NaN" in history.summary()
-    assert history.summary().endswith("jls.health(state) says why.")
+    assert history.summary().endswith("from which line.")
 
 
 def test_summary_of_every_tenth_step_has_the_counts_of_the_run():

@@ -9,7 +9,7 @@ from flax.training.train_state import TrainState
 from shared import FLOATS
 
 import jls
-from jls._report import nonfinite
+from jls._origin import nonfinite
 
 DTYPES = [*FLOATS, jnp.float8_e4m3fnuz]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which leaves are not finite: a table, and the names that a state remembers."""
+"""Which leaves are not finite: a table."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -12,7 +12,6 @@ from jax.core import Tracer
 
 from jls._bits import magnitudes
 from jls._reduce import count_true
-from jls._state import concrete_wrapper_state_in
 from jls._tree import named_floats, widen
 
 _SHOWN = 20  # rows of the table; a loss that is NaN spoils every leaf
@@ -75,6 +74,8 @@ class NonfiniteReport:
             lines.append(f"... {len(hidden.bad)} more not finite, see .bad")
         if len(hidden.rows) > len(hidden.bad):
             lines.append(f"... {len(hidden.rows) - len(hidden.bad)} more finite")
+        if self.bad:
+            lines.append("print(jls.why(fun, *args)) names the line that made them")
         return "\n".join(lines)
 
 
@@ -106,6 +107,7 @@ def nonfinite_report(tree: Any) -> NonfiniteReport:
       path  dtype    shape   NaN  inf  largest finite
       w     float32  (2, 2)    1    1               3
       b     float32  (2,)      0    0               1
+      print(jls.why(fun, *args)) names the line that made them
     """
     paths, leaves = named_floats(tree)
     for path, leaf in zip(paths, leaves, strict=True):
@@ -184,56 +186,3 @@ def _aligned(rows: list[LeafReport]) -> list[str]:
         )
         for line in lines
     ]
-
-
-def nonfinite_leaves(state: Any, params: Any) -> list[str]:
-    """Returns the names of the parameters that caused the last skip.
-
-    The state remembers them, at one bit each, until the next skipped step: those whose
-    gradient was inf or NaN, or whose update was if that is why the step was skipped.
-    There are none if only the loss was not finite.
-
-    Args:
-      state: anything that carries one state of `jls.loss_scaled`.
-      params: the parameters, for their names: the tree that `init` was given. With NNX,
-        `nnx.state(model, nnx.Param)`, or whatever the optimizer updates.
-
-    Returns:
-      A list of paths such as "layer_0/kernel", in order; empty if there are none.
-
-    Raises:
-      ValueError: if `state` carries no such state, or several, if it is traced, or if
-        `params` has another number of floating-point leaves.
-
-    Example:
-      >>> optimizer = jls.loss_scaled(optax.sgd(0.1))
-      >>> params = {"kernel": jnp.ones(2), "bias": jnp.ones(2)}
-      >>> grads = {"kernel": jnp.array([1.0, jnp.nan]), "bias": jnp.ones(2)}
-      >>> _, state = optimizer.update(grads, optimizer.init(params), params)
-      >>> jls.nonfinite_leaves(state, params)
-      ['kernel']
-    """
-    flags = jax.device_get(concrete_wrapper_state_in(state).nonfinite_leaves)
-    return select_names(named_floats(params)[0], flags.tolist())
-
-
-def select_names(names: list[str], flags: list[bool]) -> list[str]:
-    """Those of the names of parameters whose flag is set."""
-    # Without a leaf the state has one flag all the same, in 0.1.0 none.
-    if len(flags) != len(names) and (names or len(flags) > 1):
-        likely = (
-            "Pass all of them. If the model has changed since, its optimizer needs a "
-            "new optimizer.init(params)."
-        )
-        if len(names) > len(flags):
-            likely = (
-                "Pass the part that is trained, if some of them are frozen. If "
-                "optax.masked or optax.multi_transform is around jls.loss_scaled, "
-                "jls.health(state, params, optimizer=optimizer) finds the names."
-            )
-        raise ValueError(
-            "params must be the parameters that the optimizer was initialized with: "
-            f"got {len(names)} floating-point leaves, the state knows {len(flags)}. "
-            f"{likely}"
-        )
-    return [name for name, is_bad in zip(names, flags, strict=False) if is_bad]

@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `jls.why` says, and of what; `tests/origin` has many programs for it."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jls
+
+
+def roots(x):
+    return jnp.sum(jnp.sqrt(x))
+
+
+def half(x):
+    return x.astype(jnp.float16)
+
+
+def loss_fn(params, batch):
+    hidden = jnp.tanh(half(batch["x"]) @ half(params["kernel"]))
+    return 300 * jnp.mean(hidden.astype(jnp.float32) ** 2)
+
+
+PARAMS = {"kernel": jnp.ones((3, 4)), "steps": jnp.zeros((), jnp.int32)}
+BATCH = {"x": jnp.ones((5, 3))}
+
+
+def made(scaler, **options):
+    trained = {"kernel": jnp.ones((3, 4))}
+    optimizer = jls.loss_scaled(optax.sgd(0.1), scaler, **options)
+    step = jax.jit(jls.train_step(loss_fn, optimizer), donate_argnums=(0, 1))
+    return step, trained, optimizer.init(trained)
+
+
+def copied(tree):
+    return jax.tree.map(jnp.copy, tree)
+
+
+# The text.
+
+
+def test_text_of_a_derivative():
+    why = jls.why(jax.grad(roots), jnp.array([0.0, 4.0]))
+    line = roots.__code__.co_firstlineno + 1
+    assert str(why) == repr(why)
+    assert str(why).splitlines() == [
+        "jls.why: not finite: the result.",
+        "",
+        f"  tests/test_why.py:{line} in roots, backward",
+        "      return jnp.sum(jnp.sqrt(x))",
+        "  div made inf of 0.5 divided by 0 to 2 (float32)",
+        "",
+        "The derivative of a square root, and of a norm, is inf at 0. Keep the "
+        "argument",
+        "away from 0: jnp.sqrt(x + 1e-12)",
+    ]
+
+
+def test_text_of_what_came_in():
+    why = jls.why(loss_fn, PARAMS, {"x": jnp.full((5, 3), jnp.nan)})
+    assert str(why).splitlines() == [
+        "jls.why: not finite: the result.",
+        "",
+        "  NaN came in: batch/x (float32)",
+        "",
+        "It came in with the arguments: nothing in this program made it.",
+    ]
+
+
+def test_text_of_what_is_finite():
+    why = jls.why(roots, jnp.ones(2))
+    assert str(why) == "jls.why: no inf and no NaN reaches a result."
+    assert why == jls.types.Why()
+
+
+def test_text_of_a_step_whose_loss_scale_is_too_large():
+    step, params, opt_state = made(jls.dynamic(2.0**20))
+    why = jls.why(step, params, opt_state, BATCH)
+    assert why.results == ("gradient of kernel",)
+    (birth,) = why.births
+    assert (birth.kind, birth.dtype) == ("inf", "float16")
+    assert birth.place.is_backward
+    note = " ".join(str(why).splitlines()[5:]).strip()
+    assert note.startswith(
+        "It is the loss scale: at 2^11 all of this is finite, at 2^12"
+    )
+    assert "Compute this line" not in note  # no line of the program is to blame
+
+
+def test_text_has_others_after_the_first_and_counts_the_rest():
+    def many(x):
+        return sum(jnp.log(x * i) for i in range(8))
+
+    why = jls.why(many, jnp.zeros(2))
+    assert len(why.births) == 1  # all of them stand in one line
+
+    def apart(x):
+        return [
+            jnp.log(x),
+            jnp.log(x * 2),
+            jnp.log(x * 3),
+            jnp.log(x * 4),
+            jnp.log(x * 5),
+            jnp.log(x * 6),
+            jnp.log(x * 7),
+        ]
+
+    text = str(jls.why(apart, jnp.zeros(2)))
+    assert text.startswith(
+        "jls.why: not finite: result 0, result 1, result 2 and 4 more."
+    )
+    assert text.count("log made inf of 0") == 6
+    assert "and 1 more, see .births" in text
+
+
+@pytest.mark.parametrize(
+    ("fun", "x", "advice"),
+    [
+        (lambda x: x**-0.5, 0.0, "The derivative of a square root|negative exponent"),
+        (jax.grad(lambda x: x**0.3), 0.0, "A power of 0 with a negative exponent"),
+        (lambda x: x**0.3, -1.0, "A negative number to a power"),
+        (jnp.log, 0.0, "The logarithm of 0. Use jax.nn.log_softmax"),
+        (jnp.log, -1.0, "The logarithm of a negative number"),
+        (jnp.log1p, -1.0, "The logarithm of 0"),
+        (jnp.sqrt, -1.0, "The square root of a negative number"),
+        (lambda x: 1 / x, 0.0, "A quotient by 0"),
+        (jnp.exp, 100.0, r"exp is over 3.4028e\+38 from 88.72 on"),
+        (lambda x: jnp.exp(half(x)), 12.0, "exp is over 65504 from 11.09 on"),
+        (half, 1e5, "Over 65504, the largest float16. Compute this line in float32"),
+        (lambda x: x * x, 1e30, r"Over 3.403e\+38, the largest float32"),
+        (lambda x: x.astype(jnp.float8_e4m3fn), 1e3, "Over 448, the largest float8"),
+        (lambda x: jnp.take(x[None], 3), 0.0, "An index out of range"),
+        (lambda x: jnp.linalg.cholesky(x[None, None]), -1.0, "not positive definite"),
+        (lambda x: x * jnp.nan, 0.0, "written in the program as a number"),
+        (
+            jax.grad(lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0)),
+            0.0,
+            r"(?s)square root.*0 times inf: a jnp.where hides this value",
+        ),
+        (
+            lambda x: jax.nn.softmax(jnp.where(x[None] > 0, x, -jnp.inf)),
+            0.0,
+            "inf - inf: a softmax or logsumexp over a row",
+        ),
+    ],
+)
+def test_known_patterns_get_advice(fun, x, advice):
+    why = jls.why(fun, jnp.float32(x))
+    text = str(why).replace("\n", " ")
+    assert re.search(advice, text), text
+
+
+def test_first_operations_of_one_line_are_told_once():
+    def body(carry, x):
+        return carry / x, jnp.log(x)
+
+    why = jls.why(lambda x: lax.scan(body, 1.0, x), jnp.array([1.0, 0.0, 0.0]))
+    iterations = [birth.place.iteration for birth in why.births]
+    assert iterations == [(1,), (1,)]  # not once more for the third round
+
+
+# The loss scale.
+
+
+def test_after_a_skip_the_scale_of_the_skipped_step_is_tried():
+    step, params, opt_state = made(jls.dynamic(2.0**12))
+    params, opt_state, report = step(params, opt_state, BATCH)
+    assert report.skipped
+    why = jls.why(step, params, opt_state, BATCH)
+    assert why.is_from_scale
+    assert why.births[0].dtype == "float16"
+    assert why.notes[0].startswith("The last step was skipped at a higher loss scale")
+    assert "at 2^11 all of this is finite, at 2^12 it is not" in why.notes[0]
+
+
+def test_no_scale_is_tried_that_the_skips_do_not_explain():
+    step, params, opt_state = made(jls.dynamic(2.0**6))
+    bad = {"x": BATCH["x"].at[0].set(jnp.nan)}
+    params, opt_state, _ = step(params, opt_state, bad)
+    why = jls.why(step, params, opt_state, BATCH)  # 2^12 would overflow
+    assert not why.births
+    assert why.is_from_scale is None
+    assert why.notes[0].startswith("Not reproduced: the last step was skipped, but")
+
+
+def test_a_true_nan_is_not_from_the_scale():
+    step, params, opt_state = made(jls.dynamic(8.0))
+    bad = {"x": BATCH["x"].at[0, 0].set(jnp.nan)}
+    why = jls.why(step, params, opt_state, bad)
+    assert why.results == ("loss", "gradient of kernel")
+    assert why.births[0].place == jls.types.Place("argument", module="batch/x")
+    assert why.is_from_scale is False
+    assert why.notes == ("No loss scale mends it: it is there at 2^-24 too",)
+
+
+def test_without_a_scale_nothing_is_said_of_it():
+    optimizer = jls.skip_nonfinite(optax.sgd(0.1))
+    step = jls.train_step(lambda params, x: jnp.log(params @ x), optimizer)
+    params = jnp.ones(2)
+    why = jls.why(step, params, optimizer.init(params), jnp.zeros(2))
+    assert why.results == ("loss", "gradient of params")
+    assert why.is_from_scale is None
+    assert why.births[0].place.operation == "log"
+
+
+def test_a_scale_that_is_no_number_is_said():
+    step, params, opt_state = made(jls.dynamic(8.0))
+    scaler_state = opt_state.scaler_state._replace(loss_scale=jnp.float32(jnp.inf))
+    why = jls.why(step, params, opt_state._replace(scaler_state=scaler_state), BATCH)
+    assert why.is_from_scale is None
+    assert "The loss scale is inf" in str(why)
+
+
+def test_a_spike_is_no_fault():
+    optimizer = jls.loss_scaled(
+        optax.sgd(0.1), jls.static(1.0), spikes=jls.spikes(max_norm=1e-3)
+    )
+    params = {"kernel": PARAMS["kernel"]}
+    step = jls.train_step(loss_fn, optimizer)
+    opt_state = optimizer.init(params)
+    _, skipped, report = step(params, opt_state, BATCH)
+    assert report.skipped
+    for state in opt_state, skipped:
+        assert jls.why(step, params, state, BATCH) == jls.types.Why()
+
+
+def test_a_bare_scaler():
+    scaler = jls.dynamic(2.0**20)
+
+    @jax.jit
+    def step(params, state, batch):
+        loss, grads = jls.value_and_grad(loss_fn)(state, params, batch)
+        finite = jls.all_finite(grads)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return jls.select(finite, new, params), scaler.adjust(state, finite), loss
+
+    params = {"kernel": PARAMS["kernel"]}
+    why = jls.why(step, params, scaler.init(), BATCH)
+    assert why.results == ("what jls.all_finite was given",)
+    assert why.is_from_scale
+    assert jls.why(step, params, jls.set_loss_scale(scaler.init(), 8.0), BATCH) == (
+        jls.types.Why()
+    )
+
+
+def test_updates_that_are_bad_alone():
+    inner = optax.stateless(lambda updates, params: {"kernel": updates["kernel"] / 0})
+    optimizer = jls.loss_scaled(inner, jls.dynamic(8.0), check_updates=True)
+    params = {"kernel": PARAMS["kernel"]}
+    why = jls.why(
+        jls.train_step(loss_fn, optimizer), params, optimizer.init(params), BATCH
+    )
+    assert why.results[0] == "update of kernel"
+    assert why.births[0].place.operation == "div"
+    assert not why.births[0].place.is_backward
+
+
+# Arguments.
+
+
+def test_arguments_are_as_before_and_alive():
+    step, params, opt_state = made(jls.dynamic(2.0**20))
+    before = copied((params, opt_state, BATCH))
+    jls.why(step, params, opt_state, BATCH)  # the step donates them
+    after = (params, opt_state, BATCH)
+    for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        assert np.array_equal(x, y)
+    jls.why(jax.jit(lambda x: x * 2, donate_argnums=0), BATCH["x"])
+    assert not BATCH["x"].is_deleted()
+
+
+def test_arguments_of_all_kinds():
+    def fun(x, *, scale, label="a", rest=None):
+        assert label == "a"
+        return jnp.log(x * scale)
+
+    for x in (np.zeros(3, np.float32), np.float32(0), 0.0, jnp.zeros(3)):
+        why = jls.why(functools.partial(fun, scale=2.0), x)
+        assert why.births[0].place.operation == "log"
+    why = jls.why(fun, jnp.ones(3), scale=float("nan"))
+    assert why.births[0].place.module == "scale"
+    why = jls.why(fun, jnp.ones(3), scale=np.array([1.0, np.inf, 1.0]), label="a")
+    assert (why.births[0].kind, why.births[0].place.module) == ("inf", "scale")
+
+
+def test_a_float_that_python_reads():
+    def fun(x, rate):
+        return jnp.log(x) if rate > 0 else x
+
+    assert jls.why(fun, jnp.zeros(2), 1.0).births[0].place.operation == "log"
+    assert not jls.why(fun, jnp.zeros(2), -1.0).births
+
+
+def test_a_mask_of_minus_inf_comes_after_what_it_spoils():
+    def fun(scores, mask):
+        return jax.nn.softmax(scores + mask)
+
+    why = jls.why(fun, jnp.ones(3), jnp.full(3, -jnp.inf))
+    assert [birth.place.operation for birth in why.births] == ["sub", "argument"]
+    assert jls.why(fun, jnp.ones(3), jnp.zeros(3).at[1].set(-jnp.inf)).births == ()
+
+
+def test_what_is_inf_on_purpose_is_told_only_if_nothing_else_is():
+    why = jls.why(lambda x: jnp.where(x > 0, jnp.inf, x), jnp.ones(2))
+    assert [birth.place.operation for birth in why.births] == ["constant"]
+    assert "inf is a number of the program here" in str(why)
+
+
+# When the run does not repeat.
+
+
+def sequence(*values):
+    """A function that gives the next of these numbers each time it runs."""
+    left = list(values)
+
+    def fun(x):
+        result = jax.ShapeDtypeStruct((), jnp.float32)
+        return x + jax.pure_callback(lambda: np.float32(left.pop(0)), result)
+
+    return fun
+
+
+def test_what_only_single_operations_show_is_said_to_be_so():
+    why = jls.why(jax.jit(sequence(1.0, np.inf, np.inf)), 1.0)
+    assert why.births[0].place.operation == "pure_callback"
+    assert why.notes[0].startswith("Compiled as one program, everything was finite")
+
+
+def test_what_is_not_reproduced_is_said():
+    why = jls.why(jax.jit(sequence(1.0, np.inf, 1.0)), 1.0)
+    assert (why.births, why.results) == ((), ())
+    assert why.notes[0].startswith("Not reproduced: the function gives inf or NaN")
+    assert str(why).startswith("jls.why: not reproduced: the function")
+
+
+# Bad input.
+
+
+def test_what_is_no_function():
+    with pytest.raises(TypeError, match=r"^fun must be a function, got int 3\.$"):
+        jls.why(3)
+    compiled = jax.jit(roots).lower(jnp.ones(2)).compile()
+    with pytest.raises(TypeError, match=r"compiled ahead of time\. Pass the function"):
+        jls.why(compiled, jnp.ones(2))
+
+
+def test_errors_of_the_function_are_its_own():
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
+        jls.why(roots)
+
+    def raises(x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        jls.why(raises, jnp.ones(2))
+
+
+def test_a_function_that_reads_values_is_told_so():
+    with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
+        jls.why(lambda x: jnp.ones(2) if float(x[0]) > 0 else x, jnp.ones(2))
+    assert caught.value.__notes__[-1].startswith("jls.why traces the function")
+
+
+def test_results_without_floats():
+    with pytest.raises(
+        ValueError, match=r"got 1 results? without .*nothing to look at"
+    ):
+        jls.why(lambda x: x > 0, jnp.ones(2))
+
+
+def test_donated_arguments():
+    x = jnp.ones(2)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+    with pytest.raises(
+        ValueError, match=r"^x was donated to an earlier call, and is no"
+    ):
+        jls.why(roots, x)
+
+
+def test_debug_nans_does_not_stop_it():
+    with jax.debug_nans(True), jax.debug_infs(True):
+        assert jls.why(jnp.log, jnp.zeros(2)).births
+
+
+def test_it_is_for_the_host():
+    with pytest.raises(ValueError, match="x must be concrete, got a traced array"):
+        jax.jit(lambda x: jls.why(roots, x).is_from_scale)(jnp.ones(2))
