@@ -7,7 +7,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jls._origin.record import is_bad, is_nan
 from jls._origin.trail import Argument, Birth, Constant, Made, Trail, Value
 
 SQRT = (
@@ -59,7 +58,7 @@ WRITTEN = "It is written in the program as a number, or the function closes over
 _LIMITS = {"exp": 1.0, "exp2": math.log(2.0)}  # what a unit of the argument adds
 
 
-def advice(trail: Trail, birth: Birth) -> str:
+def advice(trail: Trail, birth: Birth, is_backward: bool) -> str:
     """One sentence for a birth, "" if it is none of the known patterns."""
     origin = birth.origin
     if isinstance(origin, Argument):
@@ -67,21 +66,33 @@ def advice(trail: Trail, birth: Birth) -> str:
     if isinstance(origin, Constant):
         return WRITTEN
     name = origin.site.equation.primitive.name
+    if name in _ROOTS and not is_backward:
+        return _root_of_forward(birth)
     tell = _BY_OPERATION.get(name)
     return (tell and tell(trail, birth)) or _overflow(origin, birth)
+
+
+# Operations that give a number beyond the largest of finite operands.
+_LARGE = frozenset(
+    """
+    add add_any conv_general_dilated convert_element_type cumprod cumsum div dot_general
+    integer_pow mul neg pow reduce_precision reduce_prod reduce_sum scatter-add square
+    sub
+    """.split()  # noqa: SIM905
+)
 
 
 def _overflow(origin: Made, birth: Birth) -> str:
     """A result beyond the largest number of its dtype."""
     name = origin.site.equation.primitive.name
-    if name == "gather" and is_nan(birth.bits):
+    if name == "gather" and birth.size.is_nan:
         return INDEX
     dtype = dtype_of(origin)
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if name not in _LARGE or not jnp.issubdtype(dtype, jnp.floating):
         return ""
     info = jnp.finfo(dtype)
     has_inf = not dtype.name.startswith("float8_e4m3")
-    if is_nan(birth.bits) and has_inf:
+    if birth.size.is_nan and has_inf:
         return ""
     words = NARROW if info.bits < 32 and float(info.max) < 1e30 else WIDE
     return words.format(largest=float(info.max), dtype=dtype.name)
@@ -101,19 +112,30 @@ def _divide(trail: Trail, birth: Birth) -> str:
 def _log(trail: Trail, birth: Birth) -> str:
     if birth.range is None:
         return ""
-    return LOG_NEGATIVE if birth.range.low < 0 and is_nan(birth.bits) else LOG_0
+    return LOG_NEGATIVE if birth.range.low < 0 and birth.size.is_nan else LOG_0
+
+
+_ROOTS = ("div", "rsqrt", "sqrt")
 
 
 def _root(trail: Trail, birth: Birth) -> str:
     if birth.range is None:
         return ""
-    return ROOT_NEGATIVE if is_nan(birth.bits) else SQRT
+    return ROOT_NEGATIVE if birth.size.is_nan else SQRT
+
+
+def _root_of_forward(birth: Birth) -> str:
+    if birth.range is None:
+        return ""
+    if birth.size.is_nan and birth.range.low < 0 and birth.range.nearest > 0:
+        return ROOT_NEGATIVE
+    return DIVIDE if birth.range.nearest == 0 else ""
 
 
 def _power(trail: Trail, birth: Birth) -> str:
     if birth.range is None:
         return ""
-    if is_nan(birth.bits):
+    if birth.size.is_nan:
         return POWER_NEGATIVE if birth.range.low < 0 else ""
     return POWER if birth.range.nearest == 0 else ""
 
@@ -128,31 +150,32 @@ def _exp(trail: Trail, birth: Birth) -> str:
 
 def _subtract(trail: Trail, birth: Birth) -> str:
     is_pair = len(birth.operands) == 2 and all(map(trail.is_bad, birth.operands))
-    return SOFTMAX if is_nan(birth.bits) and is_pair else ""
+    return SOFTMAX if birth.size.is_nan and is_pair else ""
 
 
 def _multiply(trail: Trail, birth: Birth) -> str:
     """0 * inf where the 0 is from the other branch of a `where`."""
-    if not is_nan(birth.bits):
+    if not birth.size.is_nan:
         return ""
-    good = [x for x in birth.operands if not is_bad(trail.bits(x))]
-    is_hidden = any("select_n" in _makers(trail, x, 4) for x in good)
-    return WHERE if is_hidden else ""
+    good = [x for x in birth.operands if not trail.is_bad(x)]
+    return WHERE if any("where" in _makers(trail, x, 4) for x in good) else ""
 
 
 def _makers(trail: Trail, value: Value, depth: int = 2) -> set[str]:
-    """The names of the last operations behind a value."""
+    """The names of the last operations behind a value, "where" for a `jnp.where`."""
     origin = trail.origin(value)
     if not isinstance(origin, Made) or not depth:
         return set()
     names = {origin.site.equation.primitive.name}
+    calls = [x.params.get("name") for x in origin.site.equations]
+    names |= {"where"} if "_where" in calls else set()
     for operand in trail.operands(origin):
         names |= _makers(trail, operand, depth - 1)
     return names
 
 
 def _cholesky(trail: Trail, birth: Birth) -> str:
-    return NOT_POSITIVE if is_nan(birth.bits) else ""
+    return NOT_POSITIVE if birth.size.is_nan else ""
 
 
 _BY_OPERATION: dict[str, Callable[[Trail, Birth], str]] = {

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large an array is, in one number: the bits of its largest magnitude.
+"""How large the numbers of an array are: its largest and its smallest, NaN at the ends.
 
-As integers, since bits of magnitudes are ordered like the magnitudes, with inf and NaN
-on top. XLA's maximum of floats loses NaN on a CPU.
+As keys of float32, integers in the order of the numbers. XLA's maximum of floats loses
+NaN on a CPU.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,41 +14,92 @@ import numpy as np
 from jax import Array, lax
 
 from jls._program.jaxprs import is_inexact
-from jls._program.replay import INF
+from jls._program.replay import ZERO, float_of, key_of
 
 _WORDS = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
-# 8-bit floats whose bits are ordered like their magnitudes, NaN last.
+# 8-bit floats whose bits are ordered like the numbers, NaN last.
 _ORDERED = ("float8_e4m3fn", "float8_e5m2")
+_LARGEST = float(np.finfo(np.float32).max)
 
 
-def largest(x: Array) -> Array:
-    """The bits of the largest magnitude in `x`, as float32 has them: `u32[]`.
+class Size(NamedTuple):
+    """What is in an array: NaN where one of the ends is."""
 
-    Above those of inf if there is a NaN. Float64 beyond float32 counts as its largest.
+    high: float = 0.0
+    low: float = 0.0
+
+    @property
+    def is_nan(self) -> bool:
+        return math.isnan(self.high) or math.isnan(self.low)
+
+    @property
+    def is_bad(self) -> bool:
+        return not (math.isfinite(self.high) and math.isfinite(self.low))
+
+    @property
+    def kinds(self) -> set[str]:
+        """Which of "nan", "inf" and "-inf" are in it."""
+        found = {"inf"} if self.high == math.inf else set[str]()
+        found |= {"-inf"} if self.low == -math.inf else set()
+        return {"nan"} if self.is_nan else found
+
+    @property
+    def magnitude(self) -> float:
+        """The largest."""
+        return math.nan if self.is_nan else max(abs(self.high), abs(self.low))
+
+    @property
+    def finite(self) -> float:
+        """The largest finite one, as far as it is known."""
+        ends = [abs(x) for x in self if math.isfinite(x)]
+        return max(ends) if ends else self.magnitude
+
+
+NOTHING = Size()
+
+
+def read_size(keys: Sequence[Any]) -> Size:
+    """The size that two keys stand for."""
+    return Size(*(float_of(int(key)) for key in keys))
+
+
+def ends(x: Array) -> list[Array]:
+    """The keys of the largest and of the smallest number in `x`: `u32[]` each.
+
+    Of a complex one, of its parts. Float64 beyond float32 counts as its largest.
     """
     if not x.size:
-        return jnp.uint32(0)
+        return [jnp.uint32(ZERO)] * 2
     parts = [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
-    sizes = [_largest(part) for part in parts]
-    return sizes[0] if len(sizes) == 1 else jnp.maximum(*sizes)
+    found = [_ends(part) for part in parts]
+    if len(found) == 1:
+        return list(found[0])
+    (high, low), (other_high, other_low) = found
+    return [jnp.maximum(high, other_high), jnp.minimum(low, other_low)]
 
 
-def _largest(x: Array) -> Array:
+def _ends(x: Array) -> tuple[Array, Array]:
     info = jnp.finfo(x.dtype)
     if info.bits == 64:
-        return _largest_double(x)
+        return _ends_of_double(x)
     if info.bits < 16 and x.dtype.name not in _ORDERED:
         x = x.astype(jnp.float32)
         info = jnp.finfo(jnp.float32)
     # In the array's own width: XLA drops a cast and back, and an overflow with it.
     word = _WORDS[info.bits]
-    bits = lax.bitcast_convert_type(x, word) & word((1 << (info.bits - 1)) - 1)
-    most, _ = _ends(bits, bits)
-    most = lax.bitcast_convert_type(most, x.dtype).astype(jnp.float32)
-    return lax.bitcast_convert_type(most, jnp.uint32)
+    sign, every = word(1 << (info.bits - 1)), word((1 << info.bits) - 1)
+    bits = lax.bitcast_convert_type(x, word)
+    keys = jnp.where(bits >= sign, bits ^ every, bits | sign)
+    high, low = _reduce(keys, keys)
+
+    def widened(key):
+        bits = jnp.where(key >= sign, key ^ sign, key ^ every)
+        return key_of(lax.bitcast_convert_type(bits, x.dtype).astype(jnp.float32))
+
+    return widened(high), widened(low)
 
 
-def _ends(high: Array, low: Array) -> Sequence[Array]:
+def _reduce(high: Array, low: Array) -> Sequence[Array]:
     """The largest of one array of integers and the smallest of the other.
 
     Together: what is reduced alone, XLA CPU writes to memory first.
@@ -61,71 +113,26 @@ def _ends(high: Array, low: Array) -> Sequence[Array]:
     return lax.reduce((high, low), start, both, tuple(range(high.ndim)))
 
 
-def _largest_double(x: Array) -> Array:
-    size = jnp.abs(x)
-    most = jnp.max(jnp.where(jnp.isfinite(size), size, 0.0))
-    most = jnp.minimum(most, float(jnp.finfo(jnp.float32).max)).astype(jnp.float32)
-    bits = lax.bitcast_convert_type(most, jnp.uint32)
-    bits = jnp.where(jnp.any(jnp.isinf(size)), jnp.uint32(INF), bits)
-    return jnp.where(jnp.any(jnp.isnan(size)), jnp.uint32(INF + 1), bits)
+def _ends_of_double(x: Array) -> tuple[Array, Array]:
+    has_nan = jnp.any(jnp.isnan(x))
+
+    def key(end):
+        inside = jnp.clip(end, -_LARGEST, _LARGEST)
+        end = jnp.where(jnp.isinf(end), end, inside).astype(jnp.float32)
+        return key_of(jnp.where(has_nan, jnp.float32(jnp.nan), end))
+
+    return key(jnp.max(x)), key(jnp.min(x))
 
 
-class Range(NamedTuple):
-    """What is in an operand of an operation that is not defined everywhere."""
-
-    nearest: float  # the smallest magnitude
-    low: float
-    high: float
-
-
-# A range is kept in words below the bits of inf, so that it is not taken for a size:
-# without the last two bits of each number.
-_DROPPED = 2
-_SIGN = 0x8000_0000
-
-
-def range_of(x: Array) -> list[Array]:
-    """The rows of a `Range`: `u32[]` each."""
-    if not x.size or jnp.iscomplexobj(x):
-        return [jnp.uint32(0)] * 3
-    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    sign = jnp.uint32(_SIGN)
-    ordered = jnp.where(bits >= sign, ~bits, bits | sign)
-    _, nearest = _ends(ordered, bits & ~sign)
-    high, low = _ends(ordered, ordered)
-    return [word >> _DROPPED for word in (nearest, low, high)]
-
-
-def read_range(rows: np.ndarray) -> Range:
-    """The numbers of the three rows."""
-    nearest, low, high = (int(row) << _DROPPED for row in rows)
-    return Range(as_float(nearest), _signed(low), _signed(high))
-
-
-def _signed(ordered: int) -> float:
-    if ordered >= _SIGN:
-        return as_float(ordered - _SIGN)
-    return -as_float((_SIGN - 1 - ordered) & ~((1 << _DROPPED) - 1))
-
-
-def as_float(bits: int) -> float:
-    """The magnitude that bits stand for."""
-    return np.uint32(bits).view(np.float32).item()
-
-
-def bits_of(value: Any) -> int:
-    """The same as `largest`, of a constant and on the host."""
+def size_of(value: Any) -> Size:
+    """The size of a constant, on the host."""
     if not (isinstance(value, float | complex) or is_inexact(value)):
-        return 0
+        return NOTHING
     array = np.asarray(value)
     if not array.size:
-        return 0
-    wide = np.complex128 if np.iscomplexobj(array) else np.float64
-    parts = array.astype(wide)
-    sizes = np.maximum(np.abs(parts.real), np.abs(parts.imag))
-    if np.isnan(sizes).any():
-        return INF + 1
-    if np.isinf(sizes).any():
-        return INF
-    most = min(float(sizes.max()), float(np.finfo(np.float32).max))
-    return int(np.float32(most).view(np.uint32))
+        return NOTHING
+    wide = array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
+    parts = np.stack([wide.real, wide.imag]) if np.iscomplexobj(wide) else wide
+    if np.isnan(parts).any():
+        return Size(math.nan, math.nan)
+    return Size(float(parts.max()), float(parts.min()))

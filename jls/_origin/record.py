@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a program once, compiled, with the size of each result beside it.
 
-What is recorded, row by row:
+What is recorded, two numbers for each array:
 
-    an operation      the largest magnitude of each result; where it is not defined
-                      everywhere, the range of the operand that it depends on
-    a scan            the largest magnitude of each slice that a round gets
+    an operation      the two ends of each result
+    div, log, ...     after them the smallest magnitude of the operand that decides
+    select_n          after them the ends of what it takes of each case
+    a scan            the ends of each slice that a round gets
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,17 +15,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
-from jls._origin.measure import largest, range_of
+from jls._origin.measure import ends
 from jls._program.frames import Frame, behind
 from jls._program.jaxprs import is_inexact
-from jls._program.replay import INF, SLICES, Records, Seen, replay
+from jls._program.replay import ZERO, Records, Seen, replay
 from jls._program.rules import UNCHANGED
 from jls._program.walk import Site
 
 # The results are as large as the operands: not looked at.
-_SAME_SIZE = UNCHANGED | {"abs", "broadcast_in_dim", "conj", "neg", "rev", "transpose"}
+_SAME_SIZE = UNCHANGED | {"broadcast_in_dim", "rev", "transpose"}
 # Not defined everywhere, or beyond every number soon: the operand that decides.
 SINGULAR = {
     "acos": 0,
@@ -61,7 +62,7 @@ def as_large_as(equation: Any, result: int) -> Any | None:
 class Run(NamedTuple):
     """What one run of a program has shown."""
 
-    arguments: list[np.ndarray]  # u32[4]: the size and the range
+    arguments: list[np.ndarray]  # u32[2]: the ends
     records: Records
 
 
@@ -85,11 +86,9 @@ class Recorded:
             for frame in root.all()
             for number, equation in enumerate(frame.jaxpr.eqns)
             if any((frame, x) in seen for x in equation.outvars)
-        } | {
-            (*frame.site.numbers, SLICES)
-            for frame in root.all()
-            if frame.kind == "scan"
         }
+        self._entered = {frame.site.numbers for frame, _ in seen}
+        self._count = 0  # of what was recorded
         self._compiled: jax.stages.Compiled | None = None
 
     def __call__(self, inputs: Sequence[Any], compiled: bool = True) -> Run:
@@ -108,35 +107,47 @@ class Recorded:
     def _run(self, inputs: Sequence[Array]) -> tuple[list[Array], Records]:
         _, records = replay(self._program, inputs, self._watch)
         pairs = zip(inputs, self._read, strict=True)
-        return [
-            _of_argument(x) if is_read else _UNREAD for x, is_read in pairs
-        ], records
+        sizes = [jnp.stack(ends(x)) if is_read else _UNREAD for x, is_read in pairs]
+        return sizes, records
 
     def _watch(self, site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> Seen:
+        beside = next((i for i, x in enumerate(site.numbers) if x < 0), None)
+        if beside is not None:  # what a loop slices or carries
+            is_wanted = site.numbers[:beside] in self._entered
+            return Seen(results, _ends_of(results) if is_wanted else None)
         if site.numbers not in self._wanted:
             return Seen(results)
-        rows = [largest(x) if is_inexact(x) else jnp.uint32(0) for x in results]
-        if site.numbers[-1] == SLICES:
-            return Seen(results, jnp.stack(rows)[:, None] if rows else None)
         equation = site.equation
         if all(as_large_as(equation, i) is not None for i in range(len(results))):
             return Seen(results)
-        decisive = SINGULAR.get(equation.primitive.name)
-        if decisive is not None:
-            rows += range_of(jnp.asarray(inputs[decisive]))
-        return Seen(results, jnp.stack(rows)[:, None])
+        self._count += 1
+        if self._count % _CHAIN == 0:
+            results = lax.optimization_barrier(tuple(results))
+        arrays = list(results)
+        name = equation.primitive.name
+        if name == "select_n":
+            arrays += _taken(*inputs)
+        if name in SINGULAR:
+            arrays.append(jnp.abs(inputs[SINGULAR[name]]))
+        return Seen(results, _ends_of(arrays))
 
 
-_UNREAD = np.zeros(4, np.uint32)
+# XLA computes a chain of operations that it has fused anew for each of them that is
+# recorded. So after this many the chain is broken.
+_CHAIN = 8
+
+_UNREAD = np.full(2, ZERO)
 
 
-def _of_argument(x: Array) -> Array:
-    return jnp.stack([largest(x), *range_of(x)])
+def _ends_of(arrays: Sequence[Any]) -> Array | None:
+    """The ends of each array, one after the other; of what is no float, zeros."""
+    nothing = [jnp.uint32(ZERO)] * 2
+    keys = [key for x in arrays for key in (ends(x) if is_inexact(x) else nothing)]
+    return jnp.stack(keys) if keys else None
 
 
-def is_bad(bits: int) -> bool:
-    return bits >= INF
-
-
-def is_nan(bits: int) -> bool:
-    return bits > INF
+def _taken(which: Array, *cases: Array) -> list[Array]:
+    """Of each case of a `select_n` the elements that it takes, else 0."""
+    which = jnp.asarray(which).astype(jnp.int32)
+    pairs = enumerate(map(jnp.asarray, cases))
+    return [jnp.where(which == i, x, jnp.zeros_like(x)) for i, x in pairs]

@@ -5,14 +5,32 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from jls._origin.measure import Range, bits_of, read_range
-from jls._origin.record import SINGULAR, Run, as_large_as, is_bad, is_nan
+from jls._origin.measure import NOTHING, Size, read_size, size_of
+from jls._origin.record import SINGULAR, Run, as_large_as
 from jls._program.frames import Frame
 from jls._program.jaxprs import is_inexact, is_literal
-from jls._program.replay import INF, NEVER, ROUNDS, SLICES, TAKEN
+from jls._program.replay import (
+    CARRIED,
+    INF,
+    NEVER,
+    ROUNDS,
+    SLICES,
+    TAKEN,
+    ZERO,
+    Rounds,
+)
 from jls._program.walk import Site
+
+
+class Range(NamedTuple):
+    """What is in an operand."""
+
+    nearest: float  # the smallest magnitude
+    low: float
+    high: float
 
 
 class Value(NamedTuple):
@@ -66,7 +84,15 @@ class Made(NamedTuple):
         return self.frame.site_of(self.number)
 
 
-Origin = Constant | Argument | Slice | Stack | Made
+class Carried(NamedTuple):
+    """What a while loop with lanes carries after a round: some lanes have ended."""
+
+    frame: Frame
+    number: int
+    rounds: tuple[int, ...]
+
+
+Origin = Constant | Argument | Slice | Stack | Carried | Made
 
 
 class Trail:
@@ -79,16 +105,16 @@ class Trail:
 
     def __init__(self, root: Frame, run: Run) -> None:
         self._root, self._run = root, run
-        self._bits = functools.lru_cache(1 << 20)(self._find_bits)
+        self._size = functools.lru_cache(1 << 20)(self._find_size)
 
-    def bits(self, value: Value) -> int:
-        """The bits of the largest magnitude of a value."""
+    def size(self, value: Value) -> Size:
+        """What is in a value."""
         if is_literal(value.atom):
-            return bits_of(value.atom.val)
-        return self._bits(value)
+            return size_of(value.atom.val)
+        return self._size(value)
 
     def is_bad(self, value: Value) -> bool:
-        return is_bad(self.bits(value))
+        return self.size(value).is_bad
 
     def births(self, roots: Iterable[Value]) -> "list[Birth]":
         """Where inf and NaN of the roots came from, in the order of the program."""
@@ -99,50 +125,51 @@ class Trail:
         on_purpose: list[Birth] = []  # inf that is written in the program
         while stack:
             value, reader = stack.pop()
-            origin, bits = self.origin(value), self.bits(value)
+            origin, size = self.origin(value), self.size(value)
             if isinstance(origin, Constant):
-                birth = Birth(origin._replace(reader=reader), bits)
-                (births if is_nan(bits) else on_purpose).append(birth)
+                birth = Birth(origin._replace(reader=reader), size)
+                (births if size.is_nan else on_purpose).append(birth)
                 continue
             if origin is None or (key := _key(origin)) in seen:
                 continue
             seen.add(key)
             if isinstance(origin, Made):
                 operands = self.operands(origin)
-                causes = self._causes(origin, operands, bits)
-                if self._is_birth(bits, causes):
-                    births.append(Birth(origin, bits, operands, self.range_of(origin)))
+                causes = self._causes(origin, operands, size)
+                are_nan = any(self.size(x).is_nan for x in causes)
+                if not causes or (size.is_nan and not are_nan):
+                    births.append(Birth(origin, size, operands, self.range_of(origin)))
                 stack += [(cause, origin) for cause in causes]
             elif isinstance(origin, Slice):
                 stack.append((self._source_of(origin), reader))
             elif isinstance(origin, Stack):
                 stack.append((self._first_bad_of(origin), reader))
+            elif isinstance(origin, Carried):
+                stack.append((self._last_change_of(origin), reader))
             else:
-                births.append(Birth(origin, bits))
+                births.append(Birth(origin, size))
         return sorted(births or on_purpose, key=self._order)
 
-    def _is_birth(self, bits: int, causes: "list[Value]") -> bool:
-        """No operand is bad; or none is NaN, and the result is."""
-        return not causes or (is_nan(bits) and not any(map(self._is_nan, causes)))
-
-    def _is_nan(self, value: Value) -> bool:
-        return is_nan(self.bits(value))
-
-    def _causes(self, made: Made, operands: "list[Value]", bits: int) -> "list[Value]":
+    def _causes(self, made: Made, operands: "list[Value]", size: Size) -> "list[Value]":
         """The operands that may have made a result bad."""
-        bad = [x for x in operands if self.is_bad(x)]
-        nan = [x for x in bad if self._is_nan(x)]
-        if is_nan(bits) and nan:
-            return nan
         name = made.site.equation.primitive.name
-        found = self.range_of(made)
-        if bits == INF and found and not nan:
-            # exp(-inf) is 0, and 1 / inf: such an operand is on purpose.
-            if name in ("exp", "exp2") and found.high < float("inf"):
-                return []
-            if name == "div" and not self.is_bad(operands[0]):
-                return []
-        return bad
+        sizes = [self.size(x) for x in operands]
+        if name == "select_n":  # what is not taken does no harm
+            sizes = self._taken(made, len(operands)) or sizes
+        pairs = list(zip(operands, sizes, strict=True))
+        if size.is_nan and any(x.is_nan for x in sizes):
+            return [value for value, x in pairs if x.is_nan]
+        bad = [value for value, x in pairs if x.is_bad]
+        if size.is_nan or any(x.is_nan for x in sizes):
+            return bad
+        possible = _signs(name, sizes) if bad else None
+        return bad if possible is None or size.kinds <= possible else []
+
+    def _taken(self, made: Made, count: int) -> list[Size]:
+        """What a `select_n` takes of each of its cases."""
+        keys = self._record(made.frame, made.number, made.rounds)
+        sizes = [read_size(keys[i : i + 2]) for i in range(2, len(keys), 2)]
+        return sizes if len(sizes) == count else []
 
     def operands(self, made: Made) -> "list[Value]":
         """The floating-point operands of an operation."""
@@ -152,14 +179,18 @@ class Trail:
         ]
 
     def range_of(self, made: Made) -> Range | None:
-        """The range of the operand on which it depends whether a result is finite."""
+        """What is in the operand that decides whether a result is finite."""
         equation = made.site.equation
         if equation.primitive.name not in SINGULAR:
             return None
-        rows = self._record(made.frame, made.number, made.rounds)
-        if rows is None or len(rows) < len(equation.outvars) + 3:
+        operand = equation.invars[SINGULAR[equation.primitive.name]]
+        keys = self._record(made.frame, made.number, made.rounds)
+        offset = 2 * len(equation.outvars)
+        is_real = is_inexact(operand) and operand.aval.dtype.kind != "c"
+        if not is_real or len(keys) < offset + 2:
             return None
-        return read_range(rows[len(equation.outvars) :, 0])
+        high, low = self.size(Value(made.frame, operand, made.rounds))
+        return Range(read_size(keys[offset:]).low, low, high)
 
     # What a value is.
 
@@ -197,6 +228,8 @@ class Trail:
         before = _round_before(frame, rounds[-1])
         if before is None:
             return outside
+        if frame.has_lanes:
+            return Carried(frame, index - consts, (*rounds[:-1], before))
         result = frame.jaxpr.outvars[index - consts]
         return Value(frame, result, (*rounds[:-1], before))
 
@@ -217,9 +250,11 @@ class Trail:
                 if self._is_taken(child, rounds)
             ]
             # Of a while loop it is known that both were taken about then.
-            return max(taken, key=self.bits) if taken else None
+            return next(filter(self.is_bad, taken), taken[0]) if taken else None
         child = called[0]
         atom = child.jaxpr.outvars[result]
+        if child.has_lanes and (last := self._last_round(child, rounds)) is not None:
+            return Carried(child, result, (*rounds, last))
         if not child.is_loop:
             return Value(child, atom, rounds)
         consts, carried = child.counts()
@@ -231,14 +266,14 @@ class Trail:
         return Value(child, atom, (*rounds, last))
 
     def _is_taken(self, branch: Frame, rounds: tuple[int, ...]) -> bool:
-        rows = self._record(branch, TAKEN, rounds)
-        return rows is not None and is_bad(int(rows[0, 0]))
+        keys = self._record(branch, TAKEN, rounds)
+        return len(keys) > 0 and int(keys[0]) == INF
 
     def _last_round(self, loop: Frame, rounds: tuple[int, ...]) -> int | None:
         """The last round of a loop; None if it has none."""
         if loop.kind == "while":
-            rows = self._record(loop, ROUNDS, (*rounds, 0))
-            count = 0 if rows is None else int(rows[0, 0])
+            counted = self._record(loop, ROUNDS, (*rounds, 0))
+            count = int(counted[0]) if len(counted) else 0
             return count - 1 if count else None
         length = loop.caller.params["length"]
         if not length:
@@ -247,49 +282,52 @@ class Trail:
 
     # How large it is.
 
-    def _find_bits(self, value: Value) -> int:
+    def _find_size(self, value: Value) -> Size:
         if not is_inexact(value.atom):
-            return 0
+            return NOTHING
         origin = self.origin(value)
         if isinstance(origin, Constant):
-            return bits_of(origin.value)
+            return size_of(origin.value)
         if isinstance(origin, Argument):
-            return int(self._run.arguments[origin.number][0])
+            return read_size(self._run.arguments[origin.number])
         if isinstance(origin, Slice):
-            rows = self._record(origin.frame, SLICES, origin.rounds)
-            return int(rows[origin.number, 0]) if rows is not None else 0
+            keys = self._record(origin.frame, SLICES, origin.rounds)
+            return read_size(keys[2 * origin.number :][:2]) if len(keys) else NOTHING
         if isinstance(origin, Stack):
-            every = self._rounds_of(origin)
-            return max(map(self.bits, every), default=0)
+            sizes = [self.size(x) for x in self._rounds_of(origin)]
+            worst = [x for x in sizes if x.is_nan] or [x for x in sizes if x.is_bad]
+            return max(worst or sizes, key=lambda x: x.magnitude, default=NOTHING)
+        if isinstance(origin, Carried):
+            keys = self._record(origin.frame, (CARRIED, origin.number), origin.rounds)
+            return read_size(keys) if len(keys) else NOTHING
         if isinstance(origin, Made):
-            rows = self._record(origin.frame, origin.number, origin.rounds)
-            return int(rows[origin.result, 0]) if rows is not None else 0
-        return 0
+            keys = self._record(origin.frame, origin.number, origin.rounds)
+            return read_size(keys[2 * origin.result :][:2]) if len(keys) else NOTHING
+        return NOTHING
 
     def _record(
-        self, frame: Frame, number: int, rounds: tuple[int, ...]
-    ) -> np.ndarray | None:
-        """What was recorded of an operation in some round: `u32[n, ...]`.
+        self, frame: Frame, number: int | tuple[int, ...], rounds: tuple[int, ...]
+    ) -> np.ndarray:
+        """What was recorded of an operation in some round: `u32[n]`; of nothing, []."""
+        found = self._rounds_recorded(frame, number, rounds)
+        loops = _loops_around(frame)[len(rounds) :]
+        return _NO_RECORD if loops or not isinstance(found, np.ndarray) else found
 
-        Of a round of a while loop that was not recorded, zeros.
-        """
+    def _rounds_recorded(
+        self, frame: Frame, number: int | tuple[int, ...], rounds: tuple[int, ...]
+    ) -> Any:
+        """The same, of the rounds of the loops that are left; None of nothing."""
+        numbers = number if isinstance(number, tuple) else (number,)
         found: Any = self._run.records
-        for key in (*frame.site.numbers, number):
+        for key in (*frame.site.numbers, *numbers):
             found = found.get(key) if isinstance(found, dict) else None
-        if found is None:
-            return None
-        loops = [x.kind for x in _loops_around(frame)]
-        pairs = list(zip(loops, rounds, strict=False))
-        for kind, index in pairs:
-            if kind == "scan":
-                found = found[index]
-        if number == ROUNDS:
-            return found
-        inner_first = [index for kind, index in reversed(pairs) if kind == "while"]
-        for i, index in enumerate(inner_first):
-            first, last = found[0, 1 + 2 * i], found[0, 2 + 2 * i]
-            if first != NEVER and not first <= index <= last:
-                return np.zeros_like(found)
+        for loop, index in zip(_loops_around(frame), rounds, strict=False):
+            if found is None:
+                return None
+            if loop.kind == "scan":
+                found = jax.tree.map(lambda x, i=index: x[i], found)
+            elif isinstance(found, Rounds):
+                found = _in_round(found, index)
         return found
 
     # From round to round.
@@ -331,6 +369,19 @@ class Trail:
                 return same
         return part.whole
 
+    def _last_change_of(self, carried: Carried) -> Value:
+        """What a lane became bad with, in the first round in which one was."""
+        *outer, last = carried.rounds
+        numbers = CARRIED, carried.number
+        found = self._rounds_recorded(carried.frame, numbers, tuple(outer))
+        first = last
+        if isinstance(found, Rounds):
+            is_nan = self._record(carried.frame, numbers, carried.rounds)
+            kept = found.nan_rounds if read_size(is_nan).is_nan else found.bad_rounds
+            first = min(int(kept[0]), last)
+        result = carried.frame.jaxpr.outvars[carried.number]
+        return Value(carried.frame, result, (*outer, first))
+
     def _order(self, birth: "Birth") -> tuple[Any, ...]:
         """A key by which births are in the order in which they happened."""
         origin = birth.origin
@@ -352,17 +403,63 @@ class Trail:
         """Whether an argument holds -inf, but no inf and no NaN."""
         if not isinstance(birth.origin, Argument):
             return False
-        rows = self._run.arguments[birth.origin.number]
-        return birth.bits == INF and read_range(rows[1:]).high < float("inf")
+        return birth.size.kinds == {"-inf"}
 
 
 class Birth(NamedTuple):
     """Where an inf or a NaN came from, before it is put into words."""
 
     origin: Made | Argument | Constant
-    bits: int
+    size: Size
     operands: Sequence[Value] = ()
     range: Range | None = None
+
+
+_NO_RECORD = np.zeros(0, np.uint32)
+
+
+def _in_round(found: Rounds, index: int) -> Any:
+    """What was recorded in a round of a while loop; zeros if it was not kept."""
+    for record, (first, last) in (
+        (found.nan, found.nan_rounds.tolist()),
+        (found.bad, found.bad_rounds.tolist()),
+    ):
+        if first <= index <= last:
+            return record
+    if int(found.bad_rounds[0]) == NEVER:
+        return found.bad
+    return jax.tree.map(lambda x: np.full_like(x, ZERO), found.bad)
+
+
+_FLIP = {"inf": "-inf", "-inf": "inf"}
+
+
+def _signs(name: str, sizes: "list[Size]") -> set[str] | None:
+    """Which infinities the bad operands can make of a result; None if that is open."""
+    kinds = [x.kinds for x in sizes]
+    if name in ("exp", "exp2"):
+        return kinds[0] & {"inf"}
+    if name in ("convert_element_type", "reduce_precision", "reduce_sum", "cumsum"):
+        return kinds[0]
+    if name in ("add", "add_any"):
+        return kinds[0] | kinds[1]
+    if name == "sub":
+        return kinds[0] | {_FLIP[x] for x in kinds[1]}
+    if name == "div" and not sizes[0].is_bad:
+        return set()
+    if name in ("mul", "div", "dot_general"):
+        return _signs_of_product(sizes)
+    return None
+
+
+def _signs_of_product(sizes: "list[Size]") -> set[str] | None:
+    """Without a negative number no sign changes."""
+    one, other = sizes
+    kinds = one.kinds | other.kinds
+    for x, y in ((one, other), (other, one)):
+        if x.is_bad and y.low < 0:
+            kinds |= {_FLIP[kind] for kind in x.kinds}
+    return kinds
 
 
 def _key(origin: Origin) -> Any:

@@ -14,9 +14,9 @@ import numpy as np
 
 from jls import _validate
 from jls._origin import roots as kinds
-from jls._origin.advice import advice, dtype_of
-from jls._origin.measure import as_float
-from jls._origin.record import Recorded, is_nan
+from jls._origin.advice import CAME_IN, WRITTEN, advice, dtype_of
+from jls._origin.measure import Size
+from jls._origin.record import Recorded
 from jls._origin.roots import Looked, is_of_update, looked_at
 from jls._origin.trail import Argument, Made, Trail, Value
 from jls._origin.trail import Birth as Found
@@ -371,31 +371,31 @@ class Case:
     def _birth(
         self, trail: Trail, found: Found, forward: set[Variable] | None
     ) -> Birth:
-        kind: Literal["inf", "nan"] = "nan" if is_nan(found.bits) else "inf"
+        kind: Literal["inf", "nan"] = "nan" if found.size.is_nan else "inf"
         origin = found.origin
-        said = advice(trail, found)
         if isinstance(origin, Argument):
             item = self.arguments.items[self.traced.inputs[origin.number]]
             place = Place(ARGUMENT, module="/".join(item.path))
             dtype = str(jnp.result_type(item.value))
-            return Birth(kind, place, (), dtype, advice=said)
+            return Birth(kind, place, (), dtype, advice=CAME_IN)
         if not isinstance(origin, Made):
             reader = origin.reader
             place = place_of(reader.site) if reader else Place("")
-            return Birth(kind, place._replace(operation=CONSTANT), advice=said)
+            place = place._replace(operation=CONSTANT)
+            return Birth(kind, place, advice=WRITTEN)
         site = origin.site
         place = place_of(site)
         is_backward = place.is_backward
         if forward is not None and UPDATE not in marks_of(site):
             results = site.equation.outvars
-            is_backward = not any((origin.frame, x) in forward for x in results)
+            is_backward |= not any((origin.frame, x) in forward for x in results)
         return Birth(
             kind=kind,
             place=place._replace(is_backward=is_backward, iteration=origin.rounds),
-            operands=tuple(as_float(trail.bits(x)) for x in found.operands),
+            operands=tuple(_magnitude(trail.size(x), kind) for x in found.operands),
             dtype=str(dtype_of(origin)),
             range=found.range and (found.range.low, found.range.high),
-            advice=said,
+            advice=advice(trail, found, is_backward),
         )
 
     def _forward(self) -> set[Variable] | None:
@@ -483,6 +483,11 @@ def _is_forward(frame: Frame, number: int) -> bool:
     return not is_transposed(frame.site_of(number))
 
 
+def _magnitude(size: Size, kind: str) -> float:
+    """The largest magnitude; where inf was made, of what is finite."""
+    return size.finite if kind == "inf" else size.magnitude
+
+
 def _copy(leaf: Any) -> Any:
     return leaf.copy() if isinstance(leaf, jax.Array | np.ndarray) else leaf
 
@@ -507,8 +512,7 @@ def _in_three_lines(birth: Birth) -> list[str]:
     lines = _wrapped(f"  {_where(place)}", "    ")
     code = linecache.getline(place.file, place.line).strip() if place.file else ""
     if code:
-        lines.append(textwrap.shorten(f"      {code}", _WIDTH, placeholder=" ..."))
-        lines[-1] = f"      {lines[-1].lstrip()}"
+        lines.append(f"      {code if len(code) <= 74 else f'{code[:70]} ...'}")
     return [*lines, *_wrapped(f"  {_what(birth)}", "    ")]
 
 
@@ -542,14 +546,14 @@ def _what(birth: Birth) -> str:
     operands = [_number(x) for x in birth.operands]
     if not operands:
         return f"{text} ({birth.dtype})"
-    if birth.range is not None and all(map(math.isfinite, birth.operands)):
+    if birth.range is not None and all(map(math.isfinite, birth.range)):
         low, high = map(_number, birth.range)
         operands[-1] = low if low == high else f"{low} to {high}"
         if birth.place.operation == "div":
             return f"{text} of {operands[0]} divided by {operands[-1]} ({birth.dtype})"
         return f"{text} of {operands[-1]} ({birth.dtype})"
     up_to = "up to " if any(map(math.isfinite, birth.operands)) else ""
-    return f"{text} of {up_to}{' and '.join(operands)} ({birth.dtype})"
+    return f"{text} of {up_to}{' and '.join(operands[:3])} ({birth.dtype})"
 
 
 def _kind(birth: Birth) -> str:

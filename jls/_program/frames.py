@@ -57,6 +57,14 @@ class Frame:
         return self.kind in ("scan", "while")
 
     @property
+    def has_lanes(self) -> bool:
+        """Whether it is the body of a while loop that `vmap` made of several."""
+        if self.kind != "while":
+            return False
+        cond, _ = opened(self.caller.params["cond_jaxpr"])
+        return bool(cond.outvars[0].aval.shape)
+
+    @property
     def caller(self) -> Any:
         """The equation that calls this program."""
         return self.site.equation

@@ -7,9 +7,10 @@ them comes out beside the results:
 
     call              the records of its operations
     scan              the same, stacked along a first axis
-    while             of each operation that of the first round in which it was bad
+    while             of each operation those of two rounds: the first in which a number
+                      was not finite, and the first in which one was NaN
     cond              the records of all branches, zeros for those that were not taken
-    shard_map         of each operation that of the device with the largest numbers
+    shard_map         of each operation that of a device on which a number was bad
 """
 
 from collections.abc import Callable, Sequence
@@ -32,27 +33,55 @@ from jls._program.jaxprs import (
 )
 from jls._program.walk import ROOT, Site
 
-# What is recorded of an operation: u32[..., n, 1 + 2 * whiles], with an axis for each
-# scan around it and a row for each number. The first of its columns are the bits of a
-# float; it is bad if they are at least those of inf. Then, for each while loop around
-# it, the first and the last round in which one was bad.
+# What is recorded of an operation: u32[..., n], with an axis for each scan around it.
+# The numbers are keys of floats, as `key_of` makes them: the largest and the smallest
+# of an array in turn.
 Records = dict[int, Any]  # by the number of the equation: of an operation, or of a call
 
 # What stands beside the equations of a program in its records.
 SLICES = -1  # of a scan: what the watch says of the slices that each round gets
 ROUNDS = -2  # of a while loop: how many there were
 TAKEN = -3  # of a branch: inf if it was taken
+CARRIED = -4  # of a while loop whose lanes end apart: what the watch says it carries
 
-INF = 0x7F80_0000
 NEVER = np.uint32(0xFFFF_FFFF)
 _WHOLE = ("xla_pmap", "run_state")
+
+
+# Keys of float32: in order, NaN at both ends.
+_SIGN, _INF = 0x8000_0000, 0x7F80_0000
+ZERO = np.uint32(_SIGN)
+INF = np.uint32(_SIGN | _INF)
+MINUS_INF = np.uint32(_SIGN - 1 - _INF)
+
+
+def key_of(x: Array) -> Array:
+    """The keys of float32: `u32[...]`."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    sign = jnp.uint32(_SIGN)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def float_of(key: int) -> float:
+    """The number that a key stands for."""
+    bits = key - _SIGN if key >= _SIGN else 0xFFFF_FFFF - key
+    return np.uint32(bits).view(np.float32).item()
+
+
+class Rounds(NamedTuple):
+    """What is kept of the rounds of a while loop: a record of each of two."""
+
+    bad: Any  # of the first round in which a number is inf or NaN; else the largest
+    bad_rounds: Array  # u32[..., 2]  the first and the last of these rounds
+    nan: Any  # of the first round in which a number is NaN
+    nan_rounds: Array
 
 
 class Seen(NamedTuple):
     """What becomes of the results of an operation, and what is recorded of them."""
 
     results: Sequence[Any]  # of the same shapes and dtypes
-    record: Array | None = None  # u32[n, 1]
+    record: Array | None = None  # u32[n]
 
 
 Watch = Callable[[Site, Sequence[Any], Sequence[Any]], Seen]
@@ -122,7 +151,7 @@ class _Replay:
             return seen.results, None
         return seen.results, to_varying(seen.record, self._varying)
 
-    def _full(self, shapes: Any, value: int = 0) -> Any:
+    def _full(self, shapes: Any, value: Any = ZERO) -> Any:
         def full(x):
             return to_varying(jnp.full(x.shape, value, x.dtype), self._varying)
 
@@ -160,28 +189,53 @@ class _Replay:
         def run(carry):
             return self.run(params["body_jaxpr"], [*fixed, *carry], site)
 
-        def goes_on(state):
-            cond, consts = opened(params["cond_jaxpr"])
-            (is_on,) = eval_jaxpr(cond, consts, *inputs[:first], *state[0])
-            return is_on
+        cond, consts = opened(params["cond_jaxpr"])
+        lanes = cond.outvars[0].aval.shape  # of `vmap`: each ends by itself
+
+        def is_on(carry):
+            return eval_jaxpr(cond, consts, *inputs[:first], *carry)[0]
+
+        def stepped(carry):
+            results, records = run(carry)
+            if lanes:
+                results = _where(is_on(carry), results, carry)
+                seen = {i: self._see_carried(site, i, x) for i, x in enumerate(results)}
+                seen = {i: record for i, record in seen.items() if record is not None}
+                records = {**records, CARRIED: seen} if seen else records
+            return results, records
 
         def body(state):
             carry, rounds, kept = state
-            results, records = run(carry)
-            kept = jax.tree.map(partial(_first, rounds=rounds), kept, records)
+            results, records = stepped(carry)
+            kept = {
+                key: _kept(kept[key], record, rounds)
+                for key, record in _flat(records).items()
+            }
             return results, rounds + jnp.uint32(1), kept
 
-        nothing = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((*x.shape[:-1], x.shape[-1] + 2), x.dtype),
-            jax.eval_shape(run, carry)[1],
+        shapes = _flat(jax.eval_shape(stepped, carry)[1])
+        kept = {key: self._no_round_of(shape) for key, shape in shapes.items()}
+        carry, rounds, kept = lax.while_loop(
+            lambda state: jnp.any(is_on(state[0])),
+            body,
+            (carry, jnp.uint32(0), kept),
         )
-        kept = jax.tree.map(lambda x: x.at[..., -2].set(NEVER), self._full(nothing))
-        carry, rounds, records = lax.while_loop(
-            goes_on, body, (carry, jnp.uint32(0), kept)
-        )
+        records = _nested(kept)
         if records:
-            records[ROUNDS] = to_varying(rounds.reshape(1, 1), self._varying)
+            records[ROUNDS] = to_varying(rounds.reshape(1), self._varying)
         return carry, records
+
+    def _see_carried(self, site: Site, number: int, value: Any) -> Any:
+        beside = Site(site.equations, (*site.numbers, CARRIED, number))
+        return self._see(beside, (), [value])[1]
+
+    def _no_round_of(self, shape: Any) -> Rounds:
+        """What is kept of an operation before the first round."""
+        nothing = self._full(shape)
+        axes = _axes_of(shape)
+        never = jax.ShapeDtypeStruct((*axes, 2), jnp.uint32)
+        rounds = self._full(never).at[..., 0].set(NEVER)
+        return Rounds(nothing, rounds, nothing, rounds)
 
     def _cond(self, site: Site, inputs: list[Any]) -> tuple[list[Any], Records]:
         index, *operands = inputs
@@ -189,7 +243,7 @@ class _Replay:
             partial(self._branch, program, Site(site.equations, (*site.numbers, i)))
             for i, program in enumerate(site.equation.params["branches"])
         ]
-        taken = jax.ShapeDtypeStruct((1, 1), jnp.uint32)
+        taken = jax.ShapeDtypeStruct((1,), jnp.uint32)
         shapes = []
         for run in branches:
             shape = jax.eval_shape(run, *operands)[1]
@@ -238,7 +292,7 @@ class _Replay:
             check_vma=params["check_vma"],
             axis_names=axes,
         )(*inputs)
-        return results, jax.tree.map(_of_worst_device, records)
+        return results, jax.tree.map(_of_worst_device, records, is_leaf=_is_record)
 
     _CONTROL: ClassVar = {
         "scan": _scan,
@@ -265,20 +319,93 @@ def _run_alone(jaxpr: Any, equation: Any, inputs: list[Any]) -> list[Any]:
     return eval_jaxpr(alone, [], *known.values())
 
 
-def _first(old: Array, new: Array, *, rounds: Array) -> Array:
-    """What is kept of an operation in a while loop, after one more round."""
-    numbers, first, last = old[..., :-2], old[..., -2:-1], old[..., -1:]
-    is_bad = jnp.any(new[..., :1] >= INF, axis=-2, keepdims=True)
-    is_first = is_bad & (first == NEVER)
-    larger = jnp.maximum(numbers, new)
-    kept = jnp.where(first == NEVER, jnp.where(is_first, new, larger), numbers)
-    first = jnp.where(is_first, rounds, first)
-    last = jnp.where(is_bad, rounds, last)
-    return jnp.concatenate([kept, first, last], axis=-1)
+def _where(pred: Array, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+    """The new values in the lanes that are on."""
+
+    def select(new, old):
+        dimensions = tuple(range(pred.ndim))
+        return lax.select(lax.broadcast_in_dim(pred, new.shape, dimensions), new, old)
+
+    return [select(*pair) for pair in zip(new, old, strict=True)]
 
 
-def _of_worst_device(record: Array) -> Array:
+def _is_record(node: Any) -> bool:
+    return not isinstance(node, dict)
+
+
+def _flat(records: Records) -> dict[tuple[int, ...], Any]:
+    """The records of operations, by their numbers."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(records, is_leaf=_is_record)
+    return {tuple(key.key for key in path): record for path, record in flat}
+
+
+def _nested(flat: dict[tuple[int, ...], Any]) -> Records:
+    records: Records = {}
+    for numbers, record in flat.items():
+        inner = records
+        for number in numbers[:-1]:
+            inner = inner.setdefault(number, {})
+        inner[numbers[-1]] = record
+    return records
+
+
+def _axes_of(record: Any) -> tuple[int, ...]:
+    """The lengths of the scans around an operation."""
+    return jax.tree.leaves(record)[0].shape[:-1]
+
+
+def _is_bad(record: Any) -> tuple[Array, Array]:
+    """Whether a number of an operation is inf or NaN, and whether one is NaN."""
+    if isinstance(record, Rounds):
+        bad, _ = _is_bad(record.bad)
+        _, nan = _is_bad(record.nan)
+        return bad, nan
+    bad = (record >= INF) | (record <= MINUS_INF)
+    nan = (record > INF) | (record < MINUS_INF)
+    return jnp.any(bad, axis=-1), jnp.any(nan, axis=-1)
+
+
+def _kept(old: Rounds, new: Any, round: Array) -> Rounds:
+    """What is kept of an operation after one more round."""
+    is_bad, is_nan = _is_bad(new)
+    never_bad = old.bad_rounds[..., 0] == NEVER
+    never_nan = old.nan_rounds[..., 0] == NEVER
+    bad = _select(never_bad & is_bad, new, old.bad)
+    finite = jax.tree.map(_wider, old.bad, new)
+    return Rounds(
+        bad=_select(never_bad & ~is_bad, finite, bad),
+        bad_rounds=_next(old.bad_rounds, is_bad, round),
+        nan=_select(never_nan & is_nan, new, old.nan),
+        nan_rounds=_next(old.nan_rounds, is_nan, round),
+    )
+
+
+def _wider(one: Array, other: Array) -> Array:
+    """The largest of the numbers in even places, the smallest of those in odd ones."""
+    is_high = jnp.arange(one.shape[-1]) % 2 == 0
+    return jnp.where(is_high, jnp.maximum(one, other), jnp.minimum(one, other))
+
+
+def _next(rounds: Array, happened: Array, round: Array) -> Array:
+    first, last = rounds[..., 0], rounds[..., 1]
+    first = jnp.where(happened & (first == NEVER), round, first)
+    return jnp.stack([first, jnp.where(happened, round, last)], axis=-1)
+
+
+def _select(pred: Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda x, y: jnp.where(pred[..., None], x, y), new, old)
+
+
+def _of_worst_device(record: Any) -> Any:
     """What is kept of an operation on several devices, along the first axis."""
-    numbers = jnp.max(record[..., 0], axis=-1)
-    worst = jnp.argmax(numbers, axis=0)[None, ..., None, None]
-    return jnp.take_along_axis(record, worst, axis=0)[0]
+    bad, nan = _is_bad(record)
+    worst = jnp.argmax(bad.astype(jnp.int32) + nan.astype(jnp.int32), axis=0)[None]
+
+    def take(x):
+        index = worst.reshape(worst.shape + (1,) * (x.ndim - worst.ndim))
+        return jnp.take_along_axis(x, index, axis=0)[0]
+
+    if isinstance(record, Rounds):
+        return jax.tree.map(take, record)
+    of_all = _wider(jnp.max(record, axis=0), jnp.min(record, axis=0))
+    return jnp.where(jnp.any(bad, axis=0)[..., None], take(record), of_all)
