@@ -92,7 +92,7 @@ def link_to_copies(app, name: str, source: list[str]) -> None:
 PICTURES = {
     "01_quickstart": "underflow",
     "02_migrate": "cell-26",
-    "03_my_loss_is_nan": "causes-plot",
+    "03_my_loss_is_nan": "poster",
     "04_scalers": "own",
     "05_monitoring": "runs-plot",
     "06_scale_out": "drift",

@@ -1,9 +1,14 @@
 """The code blocks of Markdown files, for the tests that run them."""
 
+import linecache
 import re
 from typing import NamedTuple
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+# The name of its file, in the first line of a block.
+FILE = re.compile(r"# (\w+\.py)\n")
 
 
 class Block(NamedTuple):
@@ -28,6 +33,13 @@ def blocks(text):
 
 
 def execute(code, name, names):
-    """Runs `code`, which tracebacks call `name`, in the namespace `names`; these."""
+    """Runs `code` in the namespace `names`; these.
+
+    Tracebacks and `jls.why` find its lines in the file that its first line names, or
+    `name`.
+    """
+    file = FILE.match(code)
+    name = file[1] if file else name
+    linecache.cache[name] = len(code), None, code.splitlines(keepends=True), name
     exec(compile(code, name, "exec"), names)
     return names

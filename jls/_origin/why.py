@@ -22,7 +22,7 @@ from jls._origin.trail import Argument, Made, Trail, Value
 from jls._origin.trail import Birth as Found
 from jls._program.frames import Frame, Variable, behind, made_without
 from jls._program.jaxprs import is_inexact, is_literal
-from jls._program.places import Place, is_transposed, place_of
+from jls._program.places import Place, is_transposed, line_of_cell, place_of
 from jls._scopes import UPDATE, marks_of
 from jls._text import format_scale
 from jls._trace.arguments import Arguments, check_usable, items_of, take_apart, unbind
@@ -523,7 +523,8 @@ def _in_one_line(birth: Birth) -> list[str]:
 
 
 def _where(place: Place) -> str:
-    parts = [f"{_short(place.file)}:{place.line}" if place.file else "line not known"]
+    line = f"{_short(place.file)}:{place.line}" if place.file else "line not known"
+    parts = [line_of_cell(place) or line]
     if place.function:
         parts[0] += f" in {place.function}"
     if place.module:

@@ -15,6 +15,8 @@ from jls._program.walk import Site
 # Packages whose lines are never named, and those that are if there is nothing else.
 _NEVER = ("jax", "jaxlib", "jls")
 _RATHER_NOT = ("optax", "flax", "equinox", "haiku")
+# What Python calls the user's own lines where they are in no file.
+_TYPED = ("<stdin>", "<python-input", "<ipython-input")
 # Scopes that jls and JAX open themselves.
 _NO_MODULES = ("jls_", "checkpoint", "rematted_computation")
 
@@ -42,7 +44,17 @@ class Place(NamedTuple):
         if not self.file:
             return self.operation
         within = f" in {self.function}" if self.function else ""
-        return f"{self.operation}{within} ({Path(self.file).name}:{self.line})"
+        line = f"{Path(self.file).name}:{self.line}"
+        return f"{self.operation}{within} ({line_of_cell(self) or line})"
+
+
+def line_of_cell(place: Place) -> str:
+    """A line of a notebook, by the number of its cell; "" if it is in a file."""
+    ipython = sys.modules.get("IPython")
+    shell = getattr(ipython, "get_ipython", lambda: None)()
+    compiler = getattr(shell, "compile", None)
+    number = getattr(compiler, "_filename_map", {}).get(place.file)
+    return "" if number is None else f"In [{number}], line {place.line}"
 
 
 def place_of(site: Site) -> Place:
@@ -111,6 +123,8 @@ def _package_of(file: str) -> str:
         init = getattr(module, "__file__", None)
         if init and Path(file).is_relative_to(Path(init).parent):
             return package
+    if file.startswith(_TYPED):
+        return ""
     if file.startswith("<") or _is_of_python(file):
         return "python"
     return ""

@@ -53,6 +53,7 @@ def test_every_recipe_is_tested():
         "skip_without_scaling",
         "gradient_accumulation",
         "average",
+        "bad_batch",
         "checkpoints",
         "clipping",
         "underflow",
@@ -171,6 +172,20 @@ def test_average_recipe_averages_the_applied_steps(capsys):
     )
     assert np.all(newest < average)
     assert np.all(average < 1)
+
+
+@pytest.mark.parametrize("bad", [12, 18])  # the last ones wait in the queue
+def test_bad_batch_recipe_keeps_that_batch_and_finds_the_line(bad, capsys):
+    text, names = (RECIPES / "bad_batch.md").read_text(encoding="utf-8"), {}
+    for block in blocks(text):
+        if block.language == "python":
+            code = block.code.replace("index == 12", f"index == {bad}")
+            names = execute(code, "bad_batch.md", names)
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"['{bad:06}.pkl']\n")
+    assert np.array_equal(names["batch"]["one"][5], names["batch"]["other"][5])
+    assert names["opt_state"].skips == 1
+    assert "program.py:11 in loss_fn, backward\n      distance = jnp.sqrt(" in printed
 
 
 def test_devices_recipe_skips_what_overflows_on_one_device(capsys):
