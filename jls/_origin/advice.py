@@ -106,6 +106,8 @@ def dtype_of(made: Made) -> Any:
 def _divide(trail: Trail, birth: Birth) -> str:
     if birth.range is None or birth.range.nearest > 0:
         return ""
+    if birth.size.is_nan and "where" in _makers(trail, birth.operands[0], 4):
+        return WHERE
     return SQRT if "sqrt" in _makers(trail, birth.operands[-1]) else DIVIDE
 
 

@@ -90,13 +90,14 @@ def _ends(x: Array) -> tuple[Array, Array]:
     sign, every = word(1 << (info.bits - 1)), word((1 << info.bits) - 1)
     bits = lax.bitcast_convert_type(x, word)
     keys = jnp.where(bits >= sign, bits ^ every, bits | sign)
-    high, low = _reduce(keys, keys)
-
-    def widened(key):
-        bits = jnp.where(key >= sign, key ^ sign, key ^ every)
-        return key_of(lax.bitcast_convert_type(bits, x.dtype).astype(jnp.float32))
-
-    return widened(high), widened(low)
+    found = _reduce(keys, keys)
+    if x.dtype == jnp.float32:
+        return found[0], found[1]
+    both = jnp.stack(found)
+    bits = jnp.where(both >= sign, both ^ sign, both ^ every)
+    wide = lax.bitcast_convert_type(bits, x.dtype).astype(jnp.float32)
+    high, low = key_of(wide)
+    return high, low
 
 
 def _reduce(high: Array, low: Array) -> Sequence[Array]:

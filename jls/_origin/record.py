@@ -20,7 +20,7 @@ from jax import Array, lax
 from jls._origin.measure import ends
 from jls._program.frames import Frame, behind
 from jls._program.jaxprs import is_inexact
-from jls._program.replay import ZERO, Records, Seen, replay
+from jls._program.replay import TAKEN, ZERO, Records, Seen, replay
 from jls._program.rules import UNCHANGED
 from jls._program.walk import Site
 
@@ -87,7 +87,6 @@ class Recorded:
             for number, equation in enumerate(frame.jaxpr.eqns)
             if any((frame, x) in seen for x in equation.outvars)
         }
-        self._entered = {frame.site.numbers for frame, _ in seen}
         self._count = 0  # of what was recorded
         self._compiled: jax.stages.Compiled | None = None
 
@@ -112,8 +111,9 @@ class Recorded:
 
     def _watch(self, site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> Seen:
         beside = next((i for i, x in enumerate(site.numbers) if x < 0), None)
-        if beside is not None:  # what a loop slices or carries
-            is_wanted = site.numbers[:beside] in self._entered
+        if beside is not None:  # what a loop slices or carries, which branch it was
+            around = beside - (site.numbers[beside] == TAKEN)
+            is_wanted = site.numbers[:around] in self._wanted
             return Seen(results, _ends_of(results) if is_wanted else None)
         if site.numbers not in self._wanted:
             return Seen(results)

@@ -15,6 +15,7 @@ from jls._program.jaxprs import is_inexact, is_literal
 from jls._program.replay import (
     CARRIED,
     INF,
+    MINUS_INF,
     NEVER,
     ROUNDS,
     SLICES,
@@ -126,6 +127,9 @@ class Trail:
         while stack:
             value, reader = stack.pop()
             origin, size = self.origin(value), self.size(value)
+            if isinstance(origin, Made):
+                origin = self._first_of_its_run(origin)
+                size = self._size_of_made(origin)
             if isinstance(origin, Constant):
                 birth = Birth(origin._replace(reader=reader), size)
                 (births if size.is_nan else on_purpose).append(birth)
@@ -300,10 +304,27 @@ class Trail:
         if isinstance(origin, Carried):
             keys = self._record(origin.frame, (CARRIED, origin.number), origin.rounds)
             return read_size(keys) if len(keys) else NOTHING
-        if isinstance(origin, Made):
-            keys = self._record(origin.frame, origin.number, origin.rounds)
-            return read_size(keys[2 * origin.result :][:2]) if len(keys) else NOTHING
-        return NOTHING
+        return self._size_of_made(origin) if isinstance(origin, Made) else NOTHING
+
+    def _size_of_made(self, made: Made) -> Size:
+        keys = self._record(made.frame, made.number, made.rounds)
+        return read_size(keys[2 * made.result :][:2]) if len(keys) else NOTHING
+
+    def _first_of_its_run(self, made: Made) -> Made:
+        """The same result in the first of the rounds since which it is bad like this.
+
+        Of a while loop no other round was recorded.
+        """
+        rounds = list(made.rounds)
+        for i, loop in enumerate(_loops_around(made.frame)):
+            found = self._rounds_recorded(made.frame, made.number, tuple(rounds[:i]))
+            if isinstance(found, Rounds):
+                kept = _rounds_with(found, rounds[i])
+                rounds[i] = rounds[i] if kept is None else int(kept[0])
+            elif isinstance(found, np.ndarray) and i == len(rounds) - 1:
+                keys = found[:, 2 * made.result : 2 * made.result + 2]
+                rounds[i] = _start_of_run(keys, rounds[i], _is_reversed(loop))
+        return made._replace(rounds=tuple(rounds))
 
     def _record(
         self, frame: Frame, number: int | tuple[int, ...], rounds: tuple[int, ...]
@@ -418,13 +439,45 @@ class Birth(NamedTuple):
 _NO_RECORD = np.zeros(0, np.uint32)
 
 
+def _rounds_with(found: Rounds, index: int) -> np.ndarray | None:
+    """The rounds since which something is bad as in this one; None if nothing is."""
+    for rounds in (found.nan_rounds, found.bad_rounds):
+        if rounds.ndim == 1 and rounds[0] <= index <= rounds[1]:
+            return rounds
+    return None
+
+
+def _start_of_run(keys: np.ndarray, index: int, is_reversed: bool) -> int:
+    """The first of the rounds in a row in which a result is bad as in this one."""
+    kinds = np.stack(
+        [
+            (keys > INF).any(1) | (keys < MINUS_INF).any(1),
+            keys[:, 0] == INF,
+            keys[:, 1] == MINUS_INF,
+        ],
+        axis=1,
+    )
+    if not kinds[index].any():
+        return index
+    differ = np.flatnonzero((kinds != kinds[index]).any(1))
+    if is_reversed:
+        later = differ[differ > index]
+        return int(later[0]) - 1 if len(later) else len(keys) - 1
+    earlier = differ[differ < index]
+    return int(earlier[-1]) + 1 if len(earlier) else 0
+
+
+def _is_reversed(loop: Frame) -> bool:
+    return loop.kind == "scan" and loop.caller.params["reverse"]
+
+
 def _in_round(found: Rounds, index: int) -> Any:
     """What was recorded in a round of a while loop; zeros if it was not kept."""
-    for record, (first, last) in (
+    for record, rounds in (
         (found.nan, found.nan_rounds.tolist()),
         (found.bad, found.bad_rounds.tolist()),
     ):
-        if first <= index <= last:
+        if rounds[0] <= index <= rounds[1]:
             return record
     if int(found.bad_rounds[0]) == NEVER:
         return found.bad

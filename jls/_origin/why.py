@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jls.why`: where the inf and NaN in the results of a function were born."""
 
+import contextlib
 import linecache
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -142,8 +143,21 @@ def why(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Why:
             "fun must be a function that JAX can trace, got one that is compiled ahead "
             "of time. Pass the function that was compiled."
         )
-    with jax.debug_nans(False), jax.debug_infs(False):
+    with _settings():
         return Case(fun, args, kwargs).why()
+
+
+@contextlib.contextmanager
+def _settings() -> Iterator[None]:
+    """Those of JAX under which a program with NaN can be traced, compiled and run."""
+    with (
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        jax.disable_jit(False),
+        jax.check_tracer_leaks(False),
+        jax.transfer_guard("allow"),
+    ):
+        yield
 
 
 class Bad(NamedTuple):
@@ -403,31 +417,34 @@ class Case:
         losses = [
             variable for x in self.looked for variable in x.found.get(kinds.LOSS, ())
         ]
-        if not losses:
-            losses = made_without(self.results, _is_backward)
-            if len(losses) == len(self.results):
-                return None
+        forward = made_without(self.results, _is_backward)
+        if not losses and len(forward) == len(self.results):
+            return None
+        losses += forward
         # The loss that a gradient is of is made, and goes nowhere.
-        return behind(losses or self.root.unused(_is_forward))
+        return behind(losses or self.root.unused(_is_forward), is_of_update)
 
     def _name(self, bad: Bad) -> str:
         """What a root is called."""
         if bad.looked is None:
             return bad.kind
-        name = {kinds.LOSS: "loss", kinds.CHECKED: "what jls.all_finite was given"}.get(
-            bad.kind
-        )
+        scale = None if bad.looked.scale is None else self.scales.get(bad.looked.scale)
+        name = {
+            kinds.LOSS: "loss",
+            kinds.CHECKED: "what is checked for inf and NaN",
+        }.get(bad.kind)
         if name is None:
-            known = self._names_of(bad.looked.found[bad.kind])
+            known = self._names_of(bad.looked.found[bad.kind], scale)
             one = bad.kind.removesuffix("s")
             name = f"{one} of {known[bad.number]}" if known else bad.kind
-        scale = self.scales.get(bad.looked.scale) if bad.looked.scale else None
         if scale and len(self.scales) > 1:
             name += f" ({'/'.join(scale.root)})"
         return name
 
-    def _names_of(self, variables: Sequence[Variable]) -> list[str]:
-        """The parameters of the shapes of these gradients, [] if there are none."""
+    def _names_of(
+        self, variables: Sequence[Variable], scale: Scale | None
+    ) -> list[str]:
+        """The parameters of the shapes of these gradients, [] if that is not clear."""
         shapes = [atom.aval.shape for _, atom in variables]
         states = [x.root for x in self.scales.values()]
         items = [
@@ -438,12 +455,16 @@ class Case:
             and x.kind in ("", "Param")
             and not any(x.path[: len(root)] == root for root in states)
         ]
+        found = []
         for start in range(len(items) - len(shapes) + 1):
             part = items[start : start + len(shapes)]
             is_one = len({x.path[0] for x in part}) == 1
             if is_one and [np.shape(x.value) for x in part] == shapes:
-                return ["/".join(x.path[1:]) or x.path[0] for x in part]
-        return []
+                found.append(part)
+        if scale and len(self.scales) > 1:  # "critic" in both paths
+            own = set(scale.root[1:])
+            found = [x for x in found if own & set(x[0].path)] or found[:1]
+        return ["/".join(x.path[1:]) or x.path[0] for x in found[0]] if found else []
 
 
 _SPIKE = SkipReason.SPIKE
@@ -459,7 +480,8 @@ _NOT_REPRODUCED = (
 _NOT_REPRODUCED_SKIP = (
     "Not reproduced: the last step was skipped, but with these arguments everything is "
     "finite, at this loss scale and at those since the skip. Pass the batch of the "
-    "skipped step. Random keys that are folded from the count of steps differ too"
+    "skipped step. If the program was changed since, this is mended. Random keys that "
+    "are folded from the count of steps differ too"
 )
 
 

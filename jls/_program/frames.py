@@ -160,9 +160,20 @@ class Frame:
         return found
 
 
-def behind(roots: Iterable[Variable]) -> set[Variable]:
-    """All floating-point variables that the roots are made of, and the roots."""
-    return _behind(roots, set(), lambda frame, atom: False) or set()
+def behind(
+    roots: Iterable[Variable],
+    is_end: Callable[[Frame, Any], bool] = lambda frame, atom: False,
+) -> set[Variable]:
+    """All floating-point variables that the roots are made of, and the roots.
+
+    Args:
+      roots: variables, with their frames.
+      is_end: what not to look behind.
+    """
+    known = set[Variable]()
+    for root in roots:
+        known |= _behind([root], known, lambda frame, atom: False, is_end) or set()
+    return known
 
 
 def made_without(
@@ -184,6 +195,7 @@ def _behind(
     roots: Iterable[Variable],
     known: AbstractSet[Variable],
     is_wrong: Callable[[Frame, Any], bool],
+    is_end: Callable[[Frame, Any], bool] = lambda frame, atom: False,
 ) -> set[Variable] | None:
     """All that the roots are made of but for the known; None if one is wrong."""
     stack, seen = list(roots), set[Variable]()
@@ -197,5 +209,6 @@ def _behind(
         if is_wrong(frame, atom):
             return None
         seen.add(variable)
-        stack += frame.sources(atom)
+        if not is_end(frame, atom):
+            stack += frame.sources(atom)
     return seen

@@ -46,7 +46,10 @@ def is_literal(atom: Any) -> bool:
 
 def is_inexact(atom: Any) -> bool:
     """Whether a value of a program is of floating-point or complex numbers."""
-    dtype = getattr(getattr(atom, "aval", atom), "dtype", None)
+    aval = getattr(atom, "aval", atom)
+    dtype = getattr(aval, "dtype", None)
+    if hasattr(aval, "inner_aval"):  # a reference, as of jax.new_ref
+        return False
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
         return False
     return jnp.issubdtype(dtype, jnp.inexact)

@@ -41,7 +41,7 @@ Records = dict[int, Any]  # by the number of the equation: of an operation, or o
 # What stands beside the equations of a program in its records.
 SLICES = -1  # of a scan: what the watch says of the slices that each round gets
 ROUNDS = -2  # of a while loop: how many there were
-TAKEN = -3  # of a branch: inf if it was taken
+TAKEN = -3  # of a branch: what the watch says of inf if it was taken, else zeros
 CARRIED = -4  # of a while loop whose lanes end apart: what the watch says it carries
 
 NEVER = np.uint32(0xFFFF_FFFF)
@@ -243,27 +243,30 @@ class _Replay:
             partial(self._branch, program, Site(site.equations, (*site.numbers, i)))
             for i, program in enumerate(site.equation.params["branches"])
         ]
-        taken = jax.ShapeDtypeStruct((1,), jnp.uint32)
+        numbers = range(len(branches))
+        # Which branch it was is a record of each: what the watch says of inf.
+        taken = [self._see_taken(site, number) for number in numbers]
         shapes = []
-        for run in branches:
+        for run, mark in zip(branches, taken, strict=True):
             shape = jax.eval_shape(run, *operands)[1]
-            shapes.append({**shape, TAKEN: taken} if shape else shape)
-        if not any(shapes):
-            plain = [partial(_results_of, run) for run in branches]
-            return lax.switch(index, plain, *operands), {}
+            shapes.append(shape if mark is None else {**shape, TAKEN: mark})
 
         def branch(number):
             def run(*operands):
                 results, records = branches[number](*operands)
                 found = dict(enumerate(map(self._full, shapes)))
-                if records:
-                    found[number] = {**records, TAKEN: self._full(taken, INF)}
-                return results, found
+                if taken[number] is not None:
+                    records = {**records, TAKEN: taken[number]}
+                found[number] = records
+                return results, {i: x for i, x in found.items() if x}
 
             return run
 
-        numbers = range(len(branches))
         return lax.switch(index, [branch(n) for n in numbers], *operands)
+
+    def _see_taken(self, site: Site, number: int) -> Any:
+        beside = Site(site.equations, (*site.numbers, number, TAKEN))
+        return self._see(beside, (), [jnp.float32(jnp.inf)])[1]
 
     def _branch(
         self, program: Any, site: Site, *operands: Any
@@ -300,10 +303,6 @@ class _Replay:
         "cond": _cond,
         "shard_map": _shard_map,
     }
-
-
-def _results_of(run: Any, *operands: Any) -> list[Any]:
-    return run(*operands)[0]
 
 
 def _run_alone(jaxpr: Any, equation: Any, inputs: list[Any]) -> list[Any]:
