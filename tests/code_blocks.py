@@ -1,5 +1,6 @@
 """The code blocks of Markdown files, for the tests that run them."""
 
+import linecache
 import re
 from typing import NamedTuple
 
@@ -28,6 +29,10 @@ def blocks(text):
 
 
 def execute(code, name, names):
-    """Runs `code`, which tracebacks call `name`, in the namespace `names`; these."""
+    """Runs `code`, which tracebacks call `name`, in the namespace `names`; these.
+
+    Its lines are found as those of a notebook's cell are.
+    """
+    linecache.cache[name] = len(code), None, code.splitlines(keepends=True), name
     exec(compile(code, name, "exec"), names)
     return names
