@@ -317,11 +317,11 @@ class Trail:
         """
         rounds = list(made.rounds)
         for i, loop in enumerate(_loops_around(made.frame)):
-            found = self._rounds_recorded(made.frame, made.number, tuple(rounds[:i]))
-            if isinstance(found, Rounds):
+            found = self._recorded(made.frame, made.number, tuple(rounds), every=i)
+            if isinstance(found, Rounds) and loop.kind == "while":
                 kept = _rounds_with(found, rounds[i])
                 rounds[i] = rounds[i] if kept is None else int(kept[0])
-            elif isinstance(found, np.ndarray) and i == len(rounds) - 1:
+            elif isinstance(found, np.ndarray) and loop.kind == "scan":
                 keys = found[:, 2 * made.result : 2 * made.result + 2]
                 rounds[i] = _start_of_run(keys, rounds[i], _is_reversed(loop))
         return made._replace(rounds=tuple(rounds))
@@ -330,24 +330,34 @@ class Trail:
         self, frame: Frame, number: int | tuple[int, ...], rounds: tuple[int, ...]
     ) -> np.ndarray:
         """What was recorded of an operation in some round: `u32[n]`; of nothing, []."""
-        found = self._rounds_recorded(frame, number, rounds)
-        loops = _loops_around(frame)[len(rounds) :]
-        return _NO_RECORD if loops or not isinstance(found, np.ndarray) else found
+        found = self._recorded(frame, number, rounds)
+        return found if isinstance(found, np.ndarray) else _NO_RECORD
 
-    def _rounds_recorded(
-        self, frame: Frame, number: int | tuple[int, ...], rounds: tuple[int, ...]
+    def _recorded(
+        self,
+        frame: Frame,
+        number: int | tuple[int, ...],
+        rounds: tuple[int, ...],
+        every: int | None = None,
     ) -> Any:
-        """The same, of the rounds of the loops that are left; None of nothing."""
+        """The same; of the loop `every` all rounds that were recorded."""
         numbers = number if isinstance(number, tuple) else (number,)
         found: Any = self._run.records
         for key in (*frame.site.numbers, *numbers):
             found = found.get(key) if isinstance(found, dict) else None
-        for loop, index in zip(_loops_around(frame), rounds, strict=False):
-            if found is None:
-                return None
-            if loop.kind == "scan":
-                found = jax.tree.map(lambda x, i=index: x[i], found)
-            elif isinstance(found, Rounds):
+        if found is None:
+            return None
+        loops = _loops_around(frame)
+        axis = 0
+        for i, (loop, index) in enumerate(zip(loops, rounds, strict=True)):
+            if loop.kind == "scan" and i == every:
+                axis += 1
+            elif loop.kind == "scan":
+                found = jax.tree.map(lambda x, i=index, a=axis: x.take(i, a), found)
+        for i, (loop, index) in enumerate(zip(loops, rounds, strict=True)):
+            if loop.kind == "while" and isinstance(found, Rounds):
+                if i == every or found.bad_rounds.ndim > 1:
+                    return found
                 found = _in_round(found, index)
         return found
 
@@ -393,13 +403,10 @@ class Trail:
     def _last_change_of(self, carried: Carried) -> Value:
         """What a lane became bad with, in the first round in which one was."""
         *outer, last = carried.rounds
-        numbers = CARRIED, carried.number
-        found = self._rounds_recorded(carried.frame, numbers, tuple(outer))
-        first = last
-        if isinstance(found, Rounds):
-            is_nan = self._record(carried.frame, numbers, carried.rounds)
-            kept = found.nan_rounds if read_size(is_nan).is_nan else found.bad_rounds
-            first = min(int(kept[0]), last)
+        numbers, loops = (CARRIED, carried.number), len(carried.rounds)
+        found = self._recorded(carried.frame, numbers, carried.rounds, every=loops - 1)
+        kept = _rounds_with(found, last) if isinstance(found, Rounds) else None
+        first = last if kept is None else int(kept[0])
         result = carried.frame.jaxpr.outvars[carried.number]
         return Value(carried.frame, result, (*outer, first))
 

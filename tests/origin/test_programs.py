@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs for `jls.why` are what they say: bad, or finite, and marked."""
 
+import re
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -102,3 +105,13 @@ def test_result_is_finite(name):
     assert list(numbers(results))
     assert is_finite(results)
     assert not any(skips(results).values())
+
+
+def test_the_page_counts_these_programs():
+    page = Path(__file__).parents[2] / "docs" / "questions" / "which_line.md"
+    text = page.read_text(encoding="utf-8")
+    marked = sum(not program.argument for program in PROGRAMS.values())
+    assert f"| **all** | **{marked}** | **{marked}** |" in text
+    assert f"| right programs, of {len(FINITE)}, " in text
+    row = r"^\| [^*|\n]+ \| (\d+)" + r" \| \d+" * 4 + r" \|$"
+    assert sum(map(int, re.findall(row, text, re.M))) == marked
