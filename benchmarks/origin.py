@@ -103,7 +103,7 @@ def main() -> None:
         step, args = make()
         args = (*args[:2], _with_nan(args[2]))
         count = sum(np.size(x) for x in jax.tree.leaves(args[0]))
-        lowered = step.lower(*args)
+        lowered = jax.jit(step).lower(*args)
         cells = []
         plain, compiled = _seconds(lowered.compile)
         run = _fastest(lambda f=compiled, x=args: jax.block_until_ready(f(*x)))

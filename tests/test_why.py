@@ -242,7 +242,7 @@ def test_a_bare_scaler():
 
     params = {"kernel": PARAMS["kernel"]}
     why = jls.why(step, params, scaler.init(), BATCH)
-    assert why.results == ("what jls.all_finite was given",)
+    assert why.results == ("what is checked for inf and NaN",)
     assert why.is_from_scale
     assert jls.why(step, params, jls.set_loss_scale(scaler.init(), 8.0), BATCH) == (
         jls.types.Why()

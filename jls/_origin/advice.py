@@ -27,8 +27,8 @@ ROOT_NEGATIVE = (
     "jnp.maximum(x, 0.0), and for a variance jnp.mean((x - mean) ** 2)"
 )
 POWER = (
-    "A power of 0 with a negative exponent, as in the derivative of x ** 0.5. Keep x "
-    "away from 0: (x + 1e-12) ** p"
+    "A power of 0 with a negative exponent, as in the derivative of x ** 0.5 or of "
+    "a / x. Keep x away from 0: (x + 1e-12) ** p"
 )
 POWER_NEGATIVE = "A negative number to a power that is no integer"
 DIVIDE = (

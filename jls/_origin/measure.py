@@ -6,7 +6,7 @@ NaN on a CPU.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ class Size(NamedTuple):
 NOTHING = Size()
 
 
-def read_size(keys: Sequence[Any]) -> Size:
+def read_size(keys: Iterable[Any]) -> Size:
     """The size that two keys stand for."""
     return Size(*(float_of(int(key)) for key in keys))
 

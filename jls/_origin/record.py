@@ -106,7 +106,8 @@ class Recorded:
     def _run(self, inputs: Sequence[Array]) -> tuple[list[Array], Records]:
         _, records = replay(self._program, inputs, self._watch)
         pairs = zip(inputs, self._read, strict=True)
-        sizes = [jnp.stack(ends(x)) if is_read else _UNREAD for x, is_read in pairs]
+        nothing = jnp.full(2, ZERO)
+        sizes = [jnp.stack(ends(x)) if is_read else nothing for x, is_read in pairs]
         return sizes, records
 
     def _watch(self, site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> Seen:
@@ -135,8 +136,6 @@ class Recorded:
 # XLA computes a chain of operations that it has fused anew for each of them that is
 # recorded. So after this many the chain is broken.
 _CHAIN = 8
-
-_UNREAD = np.full(2, ZERO)
 
 
 def _ends_of(arrays: Sequence[Any]) -> Array | None:

@@ -313,7 +313,7 @@ class Case:
         return True, (
             f"It is the loss scale: at {_scale(scale * 2.0**-better)} all of this is "
             f"finite, at {_scale(scale * 2.0**-worse)} it is not. A dynamic scale "
-            "comes down by itself, as far as the line above needs it"
+            "comes down by itself, if its min_scale lets it"
         )
 
     def _is_switched_off(self, at: int) -> bool:

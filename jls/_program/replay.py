@@ -72,9 +72,9 @@ class Rounds(NamedTuple):
     """What is kept of the rounds of a while loop: a record of each of two."""
 
     bad: Any  # of the first round in which a number is inf or NaN; else the largest
-    bad_rounds: Array  # u32[..., 2]  the first and the last of these rounds
+    bad_rounds: Any  # u32[..., 2]  the first and the last of these rounds
     nan: Any  # of the first round in which a number is NaN
-    nan_rounds: Array
+    nan_rounds: Any
 
 
 class Seen(NamedTuple):
