@@ -54,7 +54,7 @@ def test_text_of_a_derivative():
         "",
         f"  tests/test_why.py:{line} in roots, backward",
         "      return jnp.sum(jnp.sqrt(x))",
-        "  div made inf of 0.5 divided by 0 to 2 (float32)",
+        "  div made inf of up to 0.5, divided by numbers from 0 to 2 (float32)",
         "",
         "The derivative of a square root, and of a norm, is inf at 0. Keep the "
         "argument",
@@ -86,10 +86,8 @@ def test_text_of_a_step_whose_loss_scale_is_too_large():
     (birth,) = why.births
     assert (birth.kind, birth.dtype) == ("inf", "float16")
     assert birth.place.is_backward
-    note = " ".join(str(why).splitlines()[5:]).strip()
-    assert note.startswith(
-        "It is the loss scale: at 2^11 all of this is finite, at 2^12"
-    )
+    note = " ".join(str(why).splitlines()[1:]).strip()
+    assert note.startswith("It is the loss scale of 2^20: at 2^11 all of this is")
     assert "Compute this line" not in note  # no line of the program is to blame
 
 
@@ -113,7 +111,7 @@ def test_text_has_others_after_the_first_and_counts_the_rest():
 
     text = str(jls.why(apart, jnp.zeros(2)))
     assert text.startswith(
-        "jls.why: not finite: result 0, result 1, result 2 and 4 more."
+        "jls.why: not finite: result[0], result[1], result[2] and 4 more."
     )
     assert text.count("log made inf of 0") == 6
     assert "and 1 more, see .births" in text

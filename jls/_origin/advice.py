@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jls._origin.trail import Argument, Birth, Constant, Made, Trail, Value
+from jls._origin.trail import Birth, Made, Trail, Value
 
 SQRT = (
     "The derivative of a square root, and of a norm, is inf at 0. Keep the argument "
@@ -32,12 +32,12 @@ POWER = (
 )
 POWER_NEGATIVE = "A negative number to a power that is no integer"
 DIVIDE = (
-    "A quotient by 0, such as a mean over nothing. Divide by jnp.maximum(n, 1), or by "
-    "x + 1e-12"
+    "A quotient by 0, such as a mean over nothing. Divide by jnp.maximum(count, 1), or "
+    "add 1e-12 to the divisor"
 )
 EXP = (
-    "{name} is over {largest:.5g} from {limit:.4g} on. Subtract the maximum first, "
-    "clip the argument, or stay with logarithms"
+    "{name} is over {largest:.5g} from {limit:.4g} on. Clip the argument, subtract its "
+    "maximum first, or stay with logarithms"
 )
 SOFTMAX = (
     "inf - inf: a softmax or logsumexp over a row that is -inf throughout, or that has "
@@ -59,15 +59,12 @@ _LIMITS = {"exp": 1.0, "exp2": math.log(2.0)}  # what a unit of the argument add
 
 
 def advice(trail: Trail, birth: Birth, is_backward: bool) -> str:
-    """One sentence for a birth, "" if it is none of the known patterns."""
+    """One sentence for what an operation made, "" if it is no known pattern."""
     origin = birth.origin
-    if isinstance(origin, Argument):
-        return CAME_IN
-    if isinstance(origin, Constant):
-        return WRITTEN
+    assert isinstance(origin, Made)
     name = origin.site.equation.primitive.name
-    if name in _ROOTS and not is_backward:
-        return _root_of_forward(birth)
+    if name in ("div", "rsqrt") and not is_backward:
+        return _divide_forward(birth) or _overflow(origin, birth)
     tell = _BY_OPERATION.get(name)
     return (tell and tell(trail, birth)) or _overflow(origin, birth)
 
@@ -117,21 +114,19 @@ def _log(trail: Trail, birth: Birth) -> str:
     return LOG_NEGATIVE if birth.range.low < 0 and birth.size.is_nan else LOG_0
 
 
-_ROOTS = ("div", "rsqrt", "sqrt")
-
-
 def _root(trail: Trail, birth: Birth) -> str:
     if birth.range is None:
         return ""
     return ROOT_NEGATIVE if birth.size.is_nan else SQRT
 
 
-def _root_of_forward(birth: Birth) -> str:
+def _divide_forward(birth: Birth) -> str:
+    """Of no derivative: no square root is to blame."""
     if birth.range is None:
         return ""
-    if birth.size.is_nan and birth.range.low < 0 and birth.range.nearest > 0:
-        return ROOT_NEGATIVE
-    return DIVIDE if birth.range.nearest == 0 else ""
+    if birth.range.nearest == 0:
+        return DIVIDE
+    return ROOT_NEGATIVE if birth.range.low < 0 and birth.size.is_nan else ""
 
 
 def _power(trail: Trail, birth: Birth) -> str:

@@ -100,12 +100,11 @@ class Trail:
     """One run, to be followed back.
 
     Args:
-      root: the frame of the program.
-      run: what was recorded of it.
+      run: what was recorded of a program.
     """
 
-    def __init__(self, root: Frame, run: Run) -> None:
-        self._root, self._run = root, run
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._size = functools.lru_cache(1 << 20)(self._find_size)
 
     def size(self, value: Value) -> Size:
@@ -282,7 +281,7 @@ class Trail:
         length = loop.caller.params["length"]
         if not length:
             return None
-        return 0 if loop.caller.params["reverse"] else length - 1
+        return 0 if _is_reversed(loop) else length - 1
 
     # How large it is.
 
@@ -378,7 +377,7 @@ class Trail:
         last = self._last_round(loop, rounds)
         if last is None:
             return range(0)
-        if loop.kind == "scan" and loop.caller.params["reverse"]:
+        if _is_reversed(loop):
             return range(loop.caller.params["length"] - 1, -1, -1)
         return range(last + 1)
 
@@ -388,7 +387,7 @@ class Trail:
 
     def _first_bad_of(self, stack: Stack) -> Value:
         bad = list(filter(self.is_bad, self._rounds_of(stack)))
-        return bad[-1] if stack.frame.caller.params["reverse"] else bad[0]
+        return bad[-1 if _is_reversed(stack.frame) else 0]
 
     def _source_of(self, part: Slice) -> Value:
         """What a slice is of: if a scan has stacked it, the same round of that."""
@@ -523,7 +522,7 @@ def _signs_of_product(sizes: "list[Size]") -> set[str] | None:
 
 
 def _key(origin: Origin) -> Any:
-    """What tells origins apart; numbers of a program have no hash."""
+    """What an origin is known by; the numbers of a program have no hash."""
     if isinstance(origin, Slice):
         return origin[:3]
     if isinstance(origin, Stack):
@@ -551,7 +550,7 @@ def _number(frame: Frame) -> int:
 
 
 def _round_before(loop: Frame, index: int) -> int | None:
-    if loop.kind == "scan" and loop.caller.params["reverse"]:
+    if _is_reversed(loop):
         last = loop.caller.params["length"] - 1
         return index + 1 if index < last else None
     return index - 1 if index else None
@@ -559,6 +558,6 @@ def _round_before(loop: Frame, index: int) -> int | None:
 
 def _nth(loop: Frame, index: int) -> int:
     """Which round it is in time."""
-    if loop.kind == "scan" and loop.caller.params["reverse"]:
+    if _is_reversed(loop):
         return loop.caller.params["length"] - 1 - index
     return index

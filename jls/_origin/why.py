@@ -77,19 +77,18 @@ class Why(NamedTuple):
             note = self.notes[0]
             return "\n".join(_wrapped(f"jls.why: {note[0].lower()}{note[1:]}."))
         lines = _wrapped(f"jls.why: {_headline(self)}")
+        if self.is_from_scale:  # no line is to blame
+            lines += _paragraphs(self.notes)
         if self.births:
             lines += ["", *_in_three_lines(self.births[0])]
         if others := self.births[1:]:
-            lines += ["", "Then:"]
+            lines += ["", "Later in the run:"]
             lines += [x for birth in others[:_OTHERS] for x in _in_one_line(birth)]
             if len(others) > _OTHERS:
                 lines.append(f"  and {len(others) - _OTHERS} more, see .births")
-        advices = [x.advice for x in self.births[: _OTHERS + 1] if x.advice]
-        if self.is_from_scale:
-            advices = []
-        notes = [*self.notes, *dict.fromkeys(advices)]
-        for note in notes[: len(self.notes) + 2]:
-            lines += ["", *_wrapped(note if note.endswith((".", ")")) else f"{note}.")]
+        if not self.is_from_scale:
+            advices = [x.advice for x in self.births[: _OTHERS + 1] if x.advice]
+            lines += _paragraphs([*self.notes, *[*dict.fromkeys(advices)][:2]])
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -103,7 +102,8 @@ def why(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Why:
     number beside each operation, and run once; then inf and NaN are followed back to
     the operations that made them of finite numbers, also inside scan, while, cond,
     remat, vmap, custom derivatives and `shard_map`, forward and backward. What is inf
-    on purpose and reaches no result, such as a mask, is not named. Nothing of yours is
+    on purpose and reaches no result, such as a mask, is not named. If nothing is found,
+    `fun` itself is run too, on copies, to see whether it repeats. Nothing of yours is
     changed or donated.
 
     Of a train step that jls skips, pass the step as it is, with the arguments of the
@@ -217,9 +217,8 @@ class Case:
                 continue
             if (self.root, atom) in beside:
                 name = "/".join(item.path)
-                if name and item not in self.traced.objects:
-                    name = f"result {name}"
-                name = name or "the result"
+                if item not in self.traced.objects:
+                    name = _result(item.path)
                 names.setdefault((self.root, atom), name)
         return names
 
@@ -249,7 +248,7 @@ class Case:
         leaves = list(self.leaves)
         for i in at:
             leaves[i] = jnp.asarray(leaves[i]) * jnp.asarray(factor, jnp.float32)
-        return Trail(self.root, self.recorded(leaves, compiled))
+        return Trail(self.recorded(leaves, compiled))
 
     def _bad_roots(self, trail: Trail) -> list[Bad]:
         """What is not finite; in loops, in the first round in which it is."""
@@ -311,9 +310,10 @@ class Case:
             else:
                 worse = middle
         return True, (
-            f"It is the loss scale: at {_scale(scale * 2.0**-better)} all of this is "
-            f"finite, at {_scale(scale * 2.0**-worse)} it is not. A dynamic scale "
-            "comes down by itself, if its min_scale lets it"
+            f"It is the loss scale of {_scale(scale)}: at "
+            f"{_scale(scale * 2.0**-better)} all of this is finite, at "
+            f"{_scale(scale * 2.0**-worse)} it is not. A dynamic scale comes down by "
+            "itself, if its min_scale lets it. This is what overflows first"
         )
 
     def _is_switched_off(self, at: int) -> bool:
@@ -335,7 +335,7 @@ class Case:
                         f"The last step was skipped at a higher loss scale: at "
                         f"{_scale(now)} all of this is finite, at "
                         f"{_scale(now * factor)} it is not. The scale has come down "
-                        "since, and there is nothing to mend"
+                        "since, and there is nothing to mend. This overflowed first"
                     )
                     return self._explain(trail, bad, True, note)
         return None
@@ -506,8 +506,16 @@ def _is_forward(frame: Frame, number: int) -> bool:
 
 
 def _magnitude(size: Size, kind: str) -> float:
-    """The largest magnitude; where inf was made, of what is finite."""
+    """The largest magnitude; where inf was made, of what is finite; -inf as it is."""
+    if size.kinds == {"-inf"} and kind == "nan":
+        return -math.inf
     return size.finite if kind == "inf" else size.magnitude
+
+
+def _result(path: Sequence[str]) -> str:
+    """A result by its path, such as "result[1].mu"."""
+    keys = [f"[{key}]" if key.isdigit() else f".{key}" for key in path]
+    return f"result{''.join(keys)}" if keys else "the result"
 
 
 def _copy(leaf: Any) -> Any:
@@ -515,6 +523,13 @@ def _copy(leaf: Any) -> Any:
 
 
 # The text.
+
+
+def _paragraphs(notes: Iterable[str]) -> list[str]:
+    lines = []
+    for note in notes:
+        lines += ["", *_wrapped(note if note.endswith((".", ")")) else f"{note}.")]
+    return lines
 
 
 def _headline(why: Why) -> str:
@@ -552,7 +567,7 @@ def _where(place: Place) -> str:
     if place.module:
         parts.append(f"module {place.module}")
     if place.iteration:
-        parts.append("iteration " + ", ".join(map(str, place.iteration)))
+        parts.append(f"iteration {list(place.iteration)}")
     if place.is_backward:
         parts.append("backward")
     return ", ".join(parts)
@@ -567,16 +582,24 @@ def _what(birth: Birth) -> str:
         return f"{_kind(birth)} is a number of the program here"
     text = f"{operation} made {_kind(birth)}"
     operands = [_number(x) for x in birth.operands]
+    dtype = f"({birth.dtype}{_limit(birth)})"
     if not operands:
-        return f"{text} ({birth.dtype})"
+        return f"{text} {dtype}"
     if birth.range is not None and all(map(math.isfinite, birth.range)):
         low, high = map(_number, birth.range)
-        operands[-1] = low if low == high else f"{low} to {high}"
-        if birth.place.operation == "div":
-            return f"{text} of {operands[0]} divided by {operands[-1]} ({birth.dtype})"
-        return f"{text} of {operands[-1]} ({birth.dtype})"
+        between = low if low == high else f"numbers from {low} to {high}"
+        if operation == "div":
+            up_to = "up to " if birth.operands[0] else ""
+            return f"{text} of {up_to}{operands[0]}, divided by {between} {dtype}"
+        return f"{text} of {between} {dtype}"
     up_to = "up to " if any(map(math.isfinite, birth.operands)) else ""
-    return f"{text} of {up_to}{' and '.join(operands[:3])} ({birth.dtype})"
+    return f"{text} of {up_to}{' and '.join(operands[:3])} {dtype}"
+
+
+def _limit(birth: Birth) -> str:
+    """The largest number of a dtype in which that is soon reached."""
+    is_soon = birth.dtype.startswith("float16") and birth.kind == "inf"
+    return f", at most {float(jnp.finfo(birth.dtype).max):g}" if is_soon else ""
 
 
 def _kind(birth: Birth) -> str:
@@ -588,7 +611,7 @@ def _number(value: float) -> str:
 
 
 def _scale(value: float) -> str:
-    return format_scale(value)
+    return f"{value:g}" if 2.0**-3 <= value <= 2.0**10 else format_scale(value)
 
 
 def _short(file: str) -> str:

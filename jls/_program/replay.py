@@ -96,14 +96,16 @@ def replay(
       program: a jaxpr.
       operands: its inputs; arrays, or tracers.
       watch: gets the site of each operation, its operands and its results, perhaps more
-        than once. The slices of a scan come as the results of an operation of the
-        number `SLICES`.
+        than once. What stands beside the equations comes as the results of an
+        operation of that number.
       site: the calls around the program.
     """
     return _Replay(watch).run(program, operands, site)
 
 
 class _Replay:
+    """The replay with one watch; inside a `shard_map` another."""
+
     def __init__(self, watch: Watch, varying: frozenset[str] = frozenset()) -> None:
         self._watch = watch
         self._varying = varying  # the axes of shard_map that JAX keeps track of
@@ -277,12 +279,9 @@ class _Replay:
         params, program = site.equation.params, called_program(site.equation)
         axes = manual_axes(site.equation)
         inside = _Replay(self._watch, axes if params["check_vma"] else frozenset())
-        has_records = False
 
         def run(*operands):
-            nonlocal has_records
             results, records = inside.run(program, operands, site)
-            has_records = bool(records)
             return results, jax.tree.map(lambda x: x[None], records)
 
         # Of each device its own, stacked along a new first axis.
