@@ -123,6 +123,9 @@ def test_paths_are_those_in_the_model():
     assert isinstance(model.kernel, nnx.Param)
 
 
+WHY = "print(jls.why(fun, *args)) names the line that made them"
+
+
 def test_the_table_has_bad_leaves_first():
     grads = {
         "layers": [jnp.ones((2, 3), jnp.float16), jnp.full((), jnp.nan)],
@@ -136,6 +139,7 @@ def test_the_table_has_bad_leaves_first():
         "embedding  float32  (4,)      0    2        6.55e+04",
         "layers/1   float32  ()        1    0               -",
         "layers/0   float16  (2, 3)    0    0               1",
+        WHY,
     ]
     assert [row.path for row in report.rows] == ["embedding", "layers/0", "layers/1"]
 
@@ -167,7 +171,7 @@ def test_the_headline_says_how_many(bad, good, headline):
 def test_a_long_table_is_cut_and_says_what_is_not_shown(bad, good, last):
     report = jls.nonfinite_report([1.0] * good + [jnp.nan] * bad)
     lines = repr(report).splitlines()
-    assert lines[22:] == last
+    assert lines[22:] == [*last, WHY]
     assert lines[2].startswith(str(good))
     assert len(report.rows) == bad + good
 
