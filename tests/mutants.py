@@ -359,6 +359,65 @@ OTHERS = [
     ),
 ]
 
+WHY = [
+    Fault(
+        "why does not know which branch was taken",
+        "jls/_program/replay.py",
+        "        taken = [self._see_taken(site, number) for number in numbers]",
+        "        taken = [None for number in numbers]",
+        ("tests/test_why.py",),
+    ),
+    Fault(
+        "of a while loop the last bad round is kept",
+        "jls/_program/replay.py",
+        "    bad = _select(never_bad & is_bad, new, old.bad)",
+        "    bad = _select(is_bad, new, old.bad)",
+        ("tests/test_why.py",),
+    ),
+    Fault(
+        "the lanes of a loop that have ended go on",
+        "jls/_program/replay.py",
+        "                results = _where(is_on(carry), results, carry)",
+        "                results = list(results)",
+        ("tests/test_why.py",),
+    ),
+    Fault(
+        "what a where does not take is blamed",
+        "jls/_origin/trail.py",
+        '        if name == "select_n":  # what is not taken does no harm',
+        '        if name == "select":',
+        ("tests/test_why.py",),
+    ),
+    Fault(
+        "the exp of a mask is blamed for what overflows",
+        "jls/_origin/trail.py",
+        '        return kinds[0] & {"inf"}',
+        "        return None",
+        ("tests/test_why.py",),
+    ),
+    Fault(
+        "a mask comes before what it spoils",
+        "jls/_origin/trail.py",
+        "            return (1 if self.is_mask(birth) else -1,)",
+        "            return (-1,)",
+        ("tests/test_why.py",),
+    ),
+    Fault(
+        "why does not try the scale of the skipped step",
+        "jls/_origin/why.py",
+        "            for doublings in range(1, self._backoffs(scale) + 1):",
+        "            for doublings in range(1, 1):",
+        ("tests/test_why.py",),
+    ),
+    Fault(
+        "why takes a spike for a fault",
+        "jls/_origin/why.py",
+        "        return any(x not in (None, SkipReason.SPIKE) for x in reasons)",
+        "        return any(x is not None for x in reasons)",
+        ("tests/test_why.py",),
+    ),
+]
+
 FAULTS = [
     *REDUCE,
     *SCALERS,
@@ -368,6 +427,7 @@ FAULTS = [
     *CHECKPOINTS,
     *SPIKES,
     *TRAIN,
+    *WHY,
     *OTHERS,
 ]
 

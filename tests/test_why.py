@@ -163,6 +163,155 @@ def test_first_operations_of_one_line_are_told_once():
     assert iterations == [(1,), (1,)]  # not once more for the third round
 
 
+# Control flow, and what does no harm.
+
+
+def first_of(fun, *args):
+    """The first birth's operation, its line after that of `fun`, and the iteration."""
+    place = jls.why(fun, *args).births[0].place
+    start = fun.__code__.co_firstlineno
+    return place.operation, place.line - start, place.iteration
+
+
+def test_a_branch_that_gives_its_operand_back():
+    def fun(x):
+        y = jnp.log(x)
+        return lax.cond(jnp.sum(y) < 0, lambda y: y, lambda y: y * 0.0, y)
+
+    assert first_of(fun, jnp.zeros(2))[:2] == ("log", 1)
+
+
+def test_a_branch_that_is_a_number():
+    def fun(x):
+        return lax.cond(x > 0, lambda: jnp.nan, lambda: 0.0)
+
+    assert jls.why(fun, 1.0).births[0].place.operation == "constant"
+    assert not jls.why(fun, -1.0).births
+
+
+def test_the_branch_that_was_taken():
+    def body(carry, i):
+        bad = lax.cond(i == 2, lambda c: c / 0.0, lambda c: c + 1.0, carry)
+        return bad, bad
+
+    def fun(x):
+        return lax.scan(body, x, jnp.arange(5))
+
+    why = jls.why(fun, jnp.float32(1.0))
+    assert why.births[0].place.operation == "div"
+    assert why.births[0].place.iteration == (2,)
+
+
+def test_a_loop_that_goes_on_after_its_bad_round():
+    def inner(i, x):
+        return lax.fori_loop(
+            0, jnp.int32(2) + 0 * i, lambda j, x: x + 1.0 / (2.0 - i + 1.0 - j), x
+        )
+
+    def fun(x):
+        return lax.while_loop(
+            lambda c: c[0] < 4, lambda c: (c[0] + 1, inner(c[0], c[1])), (0, x)
+        )[1]
+
+    birth = jls.why(fun, jnp.float32(1.0)).births[0]
+    assert (birth.place.operation, birth.place.iteration) == ("div", (2, 1))
+
+
+def test_lanes_of_a_loop_that_end_apart():
+    def fun(first, last):
+        def body(c):
+            return c[0] + 1.0, c[1] + 1.0 / (c[0] - 2.0)
+
+        return lax.while_loop(lambda c: c[0] < last, body, (first, 0.0))[1]
+
+    lanes = jax.vmap(fun)
+    birth = jls.why(lanes, jnp.array([0.0, 0.0]), jnp.array([1.0, 4.0])).births[0]
+    assert (birth.place.operation, birth.place.iteration) == ("div", (2,))
+    # The first lane has ended where it would make inf, and the second goes on.
+    why = jls.why(lanes, jnp.array([0.0, 4.0]), jnp.array([2.0, 9.0]))
+    assert why == jls.types.Why()
+
+
+def test_nan_after_an_inf_that_did_no_harm():
+    def fun(x):
+        def body(c):
+            i, x = c
+            y = jnp.log(x - jnp.where(i == 3, 2.0, 1.0))  # log(0), later log(-1)
+            return i + 1, x + jnp.where(i < 3, 0.0, y)
+
+        return lax.while_loop(lambda c: c[0] < 5, body, (0, x))[1]
+
+    birth = jls.why(fun, jnp.float32(1.0)).births[0]
+    assert (birth.kind, birth.place.iteration) == ("nan", (3,))
+
+
+def test_an_overflow_beside_a_mask():
+    def fun(scores, mask):
+        scores = jnp.where(mask, scores, -jnp.inf)
+        scores = scores * 1e30
+        return jax.nn.softmax(scores)
+
+    mask = jnp.array([True, True, False])
+    assert first_of(fun, jnp.full(3, 1e30), mask)[:2] == ("mul", 2)
+    assert not jls.why(fun, jnp.ones(3), mask).births
+
+
+def test_exp_of_a_mask_and_of_what_is_too_large():
+    def fun(scores, mask):
+        return jnp.exp(jnp.where(mask, scores, -jnp.inf)).sum()
+
+    assert first_of(fun, jnp.array([1.0, 100.0]), jnp.array([False, True]))[:2] == (
+        "exp",
+        1,
+    )
+
+
+def test_what_a_where_does_not_take_is_not_to_blame():
+    def fun(x, b):
+        return jnp.where(x > 0, jnp.log(x), b / b)
+
+    assert first_of(fun, jnp.array([-1.0, 1.0]), jnp.zeros(2))[0] == "div"
+
+
+def test_a_reference_that_is_changed_in_place():
+    if not hasattr(jax, "new_ref"):
+        pytest.skip("this jax has no references")
+
+    def fun(x):
+        ref = jax.new_ref(x)
+        ref[...] = ref[...] * 2.0
+        return jnp.log(ref[...])
+
+    assert first_of(fun, jnp.zeros(2))[0] == "log"
+
+
+def test_settings_that_one_turns_on_to_find_a_nan():
+    def fun(x):
+        return jnp.log(x)
+
+    settings = (
+        jax.disable_jit(),
+        jax.checking_leaks(),
+        jax.transfer_guard("disallow"),
+        jax.debug_key_reuse(True),
+    )
+    x = jnp.zeros(2)
+    for setting in settings:
+        with setting:
+            assert first_of(fun, x)[0] == "log"
+
+
+def test_a_long_chain_compiles_soon():
+    """Anew for each operation, XLA would compute all that it has fused before."""
+
+    def fun(x):
+        for _ in range(60):
+            x = jnp.sin(x) * 1.01 + 0.1
+        return jnp.log(x - x)
+
+    assert jls.why(fun, jnp.ones(3)).births[0].place.operation == "log"
+
+
 # The loss scale.
 
 
