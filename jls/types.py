@@ -9,8 +9,8 @@ from jls._audit.check import StepCheck as StepCheck
 from jls._ema import ParamsEmaState as ParamsEmaState
 from jls._origin.nonfinite import LeafReport as LeafReport
 from jls._origin.nonfinite import NonfiniteReport as NonfiniteReport
-from jls._origin.why import Birth as Birth
-from jls._origin.why import Why as Why
+from jls._origin.result import Birth as Birth
+from jls._origin.result import Why as Why
 from jls._program.places import Place as Place
 from jls._report.health import Health as Health
 from jls._report.underflow import Underflow as Underflow

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `jls.why` returns, and how it prints."""
+
+import linecache
+import math
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+
+from jls._program.places import Place, line_of_cell
+
+_WIDTH = 80
+_OTHERS = 5  # births beside the first in the text
+
+ARGUMENT, CONSTANT = "argument", "constant"
+
+
+class Birth(NamedTuple):
+    """An operation that made inf or NaN of finite numbers, or NaN of inf.
+
+    Example:
+      >>> jls.why(lambda x: jnp.log(x), jnp.zeros(3)).births[0].kind
+      'inf'
+    """
+
+    kind: Literal["inf", "nan"]
+    place: Place  # of an argument: the operation is "argument", the module its path
+    operands: tuple[float, ...] = ()  # the largest magnitude of each floating operand
+    dtype: str = ""  # of the result
+    range: tuple[float, float] | None = None  # of the operand that decides, if one does
+    advice: str = ""  # one sentence for the known patterns
+
+
+class Why(NamedTuple):
+    """What `jls.why` says: where each inf and NaN in the results was born.
+
+    `print` it: the first birth with its line of the source, then others, then what to
+    do about it.
+
+    Example:
+      >>> jls.why(jnp.sum, jnp.ones(3)).births
+      ()
+    """
+
+    births: tuple[Birth, ...] = ()  # in the order of the program
+    results: tuple[str, ...] = ()  # what is not finite, by name
+    # Whether it is gone at a lower loss scale; None without a loss scale.
+    is_from_scale: bool | None = None
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.notes and not self.results:
+            note = self.notes[0]
+            return "\n".join(_wrapped(f"jls.why: {note[0].lower()}{note[1:]}."))
+        lines = _wrapped(f"jls.why: {_headline(self)}")
+        if self.is_from_scale:  # no line is to blame
+            lines += _paragraphs(self.notes)
+        if self.births:
+            lines += ["", *_in_three_lines(self.births[0])]
+        if others := self.births[1:]:
+            lines += ["", "Later in the run:"]
+            lines += [x for birth in others[:_OTHERS] for x in _in_one_line(birth)]
+            if len(others) > _OTHERS:
+                lines.append(f"  and {len(others) - _OTHERS} more, see .births")
+        if not self.is_from_scale:
+            advices = [x.advice for x in self.births[: _OTHERS + 1] if x.advice]
+            lines += _paragraphs([*self.notes, *[*dict.fromkeys(advices)][:2]])
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+# The text.
+
+
+def _paragraphs(notes: Iterable[str]) -> list[str]:
+    lines = []
+    for note in notes:
+        lines += ["", *_wrapped(note if note.endswith((".", ")")) else f"{note}.")]
+    return lines
+
+
+def _headline(why: Why) -> str:
+    if not why.results:
+        return "no inf and no NaN reaches a result."
+    names = list(why.results)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    if len(names) == 2:
+        return f"not finite: {names[0]} and {names[1]}."
+    return f"not finite: {', '.join(names[:3])}{more}."
+
+
+def _in_three_lines(birth: Birth) -> list[str]:
+    place = birth.place
+    if place.operation == ARGUMENT:
+        return _wrapped(f"  {_what(birth)}")
+    lines = _wrapped(f"  {_where(place)}", "    ")
+    code = linecache.getline(place.file, place.line).strip() if place.file else ""
+    if code:
+        lines.append(f"      {code if len(code) <= 74 else f'{code[:70]} ...'}")
+    return [*lines, *_wrapped(f"  {_what(birth)}", "    ")]
+
+
+def _in_one_line(birth: Birth) -> list[str]:
+    if birth.place.operation == ARGUMENT:
+        return _wrapped(f"  {_what(birth)}")
+    return _wrapped(f"  {_where(birth.place)}: {_what(birth)}", "    ")
+
+
+def _where(place: Place) -> str:
+    line = f"{_short(place.file)}:{place.line}" if place.file else "line not known"
+    parts = [line_of_cell(place) or line]
+    if place.function:
+        parts[0] += f" in {place.function}"
+    if place.module:
+        parts.append(f"module {place.module}")
+    if place.iteration:
+        parts.append(f"iteration {list(place.iteration)}")
+    if place.is_backward:
+        parts.append("backward")
+    return ", ".join(parts)
+
+
+def _what(birth: Birth) -> str:
+    """Which operation made what of which numbers."""
+    operation = birth.place.operation
+    if operation == ARGUMENT:
+        return f"{_kind(birth)} came in: {birth.place.module} ({birth.dtype})"
+    if operation == CONSTANT:
+        return f"{_kind(birth)} is a number of the program here"
+    text = f"{operation} made {_kind(birth)}"
+    operands = [_number(x) for x in birth.operands]
+    dtype = f"({birth.dtype}{_limit(birth)})"
+    if not operands:
+        return f"{text} {dtype}"
+    if birth.range is not None and all(map(math.isfinite, birth.range)):
+        low, high = map(_number, birth.range)
+        between = low if low == high else f"numbers from {low} to {high}"
+        if operation == "div":
+            up_to = "up to " if birth.operands[0] else ""
+            return f"{text} of {up_to}{operands[0]}, divided by {between} {dtype}"
+        return f"{text} of {between} {dtype}"
+    up_to = "up to " if any(map(math.isfinite, birth.operands)) else ""
+    return f"{text} of {up_to}{' and '.join(operands[:3])} {dtype}"
+
+
+def _limit(birth: Birth) -> str:
+    """The largest number of a dtype in which that is soon reached."""
+    is_soon = birth.dtype.startswith("float16") and birth.kind == "inf"
+    return f", at most {float(jnp.finfo(birth.dtype).max):g}" if is_soon else ""
+
+
+def _kind(birth: Birth) -> str:
+    return "NaN" if birth.kind == "nan" else "inf"
+
+
+def _number(value: float) -> str:
+    return "NaN" if math.isnan(value) else f"{value:.4g}"
+
+
+def _short(file: str) -> str:
+    """A path below the working directory, or below where packages are installed."""
+    path, here = Path(file), Path.cwd()
+    if path.is_relative_to(here):
+        return str(path.relative_to(here))
+    _, found, package = file.rpartition("-packages/")
+    return package if found else file
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
