@@ -102,6 +102,11 @@ def format_scale(scale: float) -> str:
     return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:.4g}"
 
 
+def scale_in_words(scale: float) -> str:
+    """A loss scale for a sentence: a small one as a number, `512`; else `2^15`."""
+    return f"{scale:g}" if 2.0**-3 <= scale <= 2.0**10 else format_scale(scale)
+
+
 def _format_float(value: float) -> str:
     mantissa, exponent = math.frexp(value)
     is_long = not 2.0**-3 <= value <= 2.0**10

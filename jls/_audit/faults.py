@@ -31,7 +31,6 @@ from jls._audit.leaves import (
     as_numpy,
     is_fp8,
     is_rounding,
-    is_switched_off,
     same,
     units,
 )
@@ -48,7 +47,7 @@ from jls._audit.runs import (
 )
 from jls._program.places import Place, place_of
 from jls._text import format_scale
-from jls._trace.scales import Scale
+from jls._trace.scales import Scale, is_switched_off
 from jls._tree import is_inexact
 from jls._types import SIGNALS, SpikeState
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from jls._audit.findings import Findings
-from jls._audit.leaves import as_numpy, is_switched_off
+from jls._audit.leaves import as_numpy
 from jls._audit.runs import Leaves, Run, Runner
 from jls._text import format_scale
-from jls._trace.scales import Scale
+from jls._trace.scales import Scale, is_switched_off
 
 MOST_STEPS = 16  # good steps until the parameters have to move
 LOWER = (4, 4, 4, 4, 8, 8, 16)  # by how many powers of two, one try after the other

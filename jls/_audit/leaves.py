@@ -97,8 +97,3 @@ def is_rounding(old: Any, new: Any) -> bool:
     x, y = as_numbers(old), as_numbers(new)
     with np.errstate(invalid="ignore", over="ignore"):
         return same(old, new) or bool(np.all(np.abs(x - y) <= most * np.abs(x)))
-
-
-def is_switched_off(leaf: Any, scale: Scale) -> bool:
-    """Whether the scale is that of `jls.skip_nonfinite`."""
-    return scale.is_static and bool(np.all(as_numpy(leaf) == 1))

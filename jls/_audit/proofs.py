@@ -9,11 +9,11 @@ import numpy as np
 from jls._audit.codes import Code
 from jls._audit.findings import Findings
 from jls._audit.flow import ANY, ZERO, Call, Mixed, Unknown, Value
-from jls._audit.leaves import is_fp8, is_switched_off
+from jls._audit.leaves import is_fp8
 from jls._audit.runs import Runner
 from jls._program.places import Place, place_of
 from jls._program.walk import Site
-from jls._trace.scales import Scale
+from jls._trace.scales import Scale, is_switched_off
 from jls._tree import is_inexact
 
 BY_READING: tuple[Code, ...] = (

@@ -23,9 +23,9 @@ from jls._program.frames import Frame, Variable, behind, made_without
 from jls._program.jaxprs import is_inexact, is_literal
 from jls._program.places import Place, is_transposed, place_of
 from jls._scopes import UPDATE, marks_of
-from jls._text import format_scale
+from jls._text import scale_in_words
 from jls._trace.arguments import Arguments, check_usable, items_of, take_apart, unbind
-from jls._trace.scales import Scale, scales_in, without_value
+from jls._trace.scales import Scale, is_switched_off, scales_in, without_value
 from jls._trace.trace import ALL, READS, Traced, trace
 from jls._tree import is_array
 from jls._types import SkipReason
@@ -224,7 +224,11 @@ class Case:
     def _is_from_scale(self, bad: list[Bad]) -> tuple[bool | None, str]:
         """Whether a lower scale is finite, and a sentence that says which."""
         at = {x.looked.scale for x in bad if x.looked and x.looked.scale is not None}
-        at = [i for i in at or self.scales if not self._is_switched_off(i)]
+        at = [
+            i
+            for i in at or self.scales
+            if not is_switched_off(self.leaves[i], self.scales[i])
+        ]
         if not at:
             return None, ""
         scale = max(float(np.max(self.leaves[i])) for i in at)
@@ -239,7 +243,7 @@ class Case:
         if not is_finite(better):
             return (
                 False,
-                f"No loss scale mends it: it is there at {_scale(_LOWEST)} too",
+                f"No loss scale mends it: it is there at {scale_in_words(_LOWEST)} too",
             )
         while better - worse > 1:
             middle = (better + worse) // 2
@@ -248,15 +252,12 @@ class Case:
             else:
                 worse = middle
         return True, (
-            f"It is the loss scale of {_scale(scale)}: at "
-            f"{_scale(scale * 2.0**-better)} all of this is finite, at "
-            f"{_scale(scale * 2.0**-worse)} it is not. A dynamic scale comes down by "
-            "itself, if its min_scale lets it. This is what overflows first"
+            f"It is the loss scale of {scale_in_words(scale)}: at "
+            f"{scale_in_words(scale * 2.0**-better)} all of this is finite, at "
+            f"{scale_in_words(scale * 2.0**-worse)} it is not. A dynamic scale "
+            "comes down by itself, if its min_scale lets it. This is what overflows "
+            "first"
         )
-
-    def _is_switched_off(self, at: int) -> bool:
-        scale = self.scales[at]
-        return scale.is_static and bool(np.all(np.asarray(self.leaves[at]) == 1))
 
     def _at_higher_scales(self) -> Why | None:
         """What was bad at the scale from which the last skips have backed off."""
@@ -271,9 +272,10 @@ class Case:
                 if bad:
                     note = (
                         f"The last step was skipped at a higher loss scale: at "
-                        f"{_scale(now)} all of this is finite, at "
-                        f"{_scale(now * factor)} it is not. The scale has come down "
-                        "since, and there is nothing to mend. This overflowed first"
+                        f"{scale_in_words(now)} all of this is finite, at "
+                        f"{scale_in_words(now * factor)} it is not. The "
+                        "scale has come down since, and there is nothing to mend. "
+                        "This overflowed first"
                     )
                     return self._explain(trail, bad, True, note)
         return None
@@ -300,7 +302,9 @@ class Case:
         if not np.any(np.asarray(leaves[scale.counters["consecutive_skips"]])):
             return None
         reason = scale.counters.get("last_skip_reason")
-        return SkipReason(int(np.max(leaves[reason]))) if reason else SkipReason.NONE
+        if reason is None:
+            return SkipReason.NONE
+        return SkipReason(int(np.max(leaves[reason])))
 
     # Words.
 
@@ -458,7 +462,3 @@ def _result(path: Sequence[str]) -> str:
 
 def _copy(leaf: Any) -> Any:
     return leaf.copy() if isinstance(leaf, jax.Array | np.ndarray) else leaf
-
-
-def _scale(value: float) -> str:
-    return f"{value:g}" if 2.0**-3 <= value <= 2.0**10 else format_scale(value)

@@ -50,7 +50,7 @@ class Frame:
             for number, equation in enumerate(self.jaxpr.eqns)
             for i, x in enumerate(equation.outvars)
         }
-        self._children: dict[tuple[int, ...], list[Frame]] = {}
+        self._children: dict[int, list[Frame]] = {}
 
     @property
     def is_loop(self) -> bool:
@@ -75,9 +75,9 @@ class Frame:
 
     def called(self, number: int) -> "list[Frame]":
         """The frames of what an equation calls: one; of `cond` one for each branch."""
-        if (number,) not in self._children:
-            self._children[number,] = list(self._call(number))
-        return self._children[number,]
+        if number not in self._children:
+            self._children[number] = list(self._call(number))
+        return self._children[number]
 
     def _call(self, number: int) -> "Iterator[Frame]":
         site = self.site_of(number)

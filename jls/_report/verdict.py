@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
-from jls._text import format_scale
+from jls._text import scale_in_words
 from jls._types import SIGNALS, SkipReason
 
 # In the order in which they are tried.
@@ -173,7 +173,7 @@ class Facts:
     @property
     def scale(self) -> str:
         """The loss scale, for a sentence."""
-        return _format(self.loss_scale)
+        return scale_in_words(self.loss_scale)
 
 
 class Limits(NamedTuple):
@@ -682,8 +682,8 @@ def _underflow(facts: Facts) -> str:
     if suggested > facts.loss_scale:
         grow = ", or let the scaler grow sooner or further (growth_interval, max_scale)"
         return (
-            f"{fact}jls.suggest_scale proposes {_format(suggested)}: set it with "
-            f"jls.set_loss_scale{'' if facts.is_static else grow}"
+            f"{fact}jls.suggest_scale proposes {scale_in_words(suggested)}: set it "
+            f"with jls.set_loss_scale{'' if facts.is_static else grow}"
         )
     other = "use bfloat16, or " if dtype != "bfloat16" else ""
     return (
@@ -718,7 +718,7 @@ def _at_ceiling(facts: Facts) -> str:
     if most is not None and facts.loss_scale > most:
         return (
             f"the loss scale of {facts.scale} is above its maximum of "
-            f"{_format(most)}: it was set by hand, or saved under another "
+            f"{scale_in_words(most)}: it was set by hand, or saved under another "
             "scaler. It comes down when it would grow next, or after an overflow"
         )
     return (
@@ -763,8 +763,3 @@ def _some(names: list[str]) -> str:
     """The first three names; a tree that is one leaf has none."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(name or "(tree)" for name in names[:3]) + more
-
-
-def _format(scale: float) -> str:
-    """As a number if it is a small one, `512`; else as tables do, `2^15`."""
-    return f"{scale:g}" if 2.0**-3 <= scale <= 2.0**10 else format_scale(scale)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jls._state import is_scaler_state
 from jls._trace.arguments import Arguments, Item, Keys, tokens
@@ -90,3 +91,8 @@ def without_value(path: Keys) -> Keys:
     is_key = last in ("value", "raw_value")
     # A `SpikeState` has a field of that name.
     return tuple(above) if is_key and above[-1:] not in ([], ["spike_state"]) else path
+
+
+def is_switched_off(leaf: Any, scale: Scale) -> bool:
+    """Whether the scale, of which `leaf` is the number, is `jls.skip_nonfinite`'s."""
+    return scale.is_static and bool(np.all(np.asarray(leaf) == 1))

@@ -61,7 +61,7 @@ def trace(
       Exception: what the function raises; one of `READS` if it reads a value of a JAX
         array at the host.
     """
-    for kinds in (abstract, _ARRAYS) if abstract != _ARRAYS else (_ARRAYS,):
+    for kinds in dict.fromkeys((abstract, _ARRAYS)):
         try:
             return _trace(fun, arguments, kinds)
         except READS:
