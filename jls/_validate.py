@@ -134,6 +134,16 @@ def function(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a function, got {describe(value)}.")
 
 
+def traceable(name: str, value: Any) -> None:
+    """A function that JAX can trace."""
+    function(name, value)
+    if isinstance(value, jax.stages.Compiled):
+        raise TypeError(
+            f"{name} must be a function that JAX can trace, got one that is compiled "
+            "ahead of time. Pass the function that was compiled."
+        )
+
+
 def flag(name: str, value: Any, otherwise: str = "") -> bool:
     """A switch that Python reads; a message may offer something `otherwise`."""
     if not isinstance(value, bool | np.bool_):

@@ -7,6 +7,8 @@ your own, fill a `LossScaler`; the rest is for annotations and `isinstance`.
 
 from jls._audit.check import StepCheck as StepCheck
 from jls._ema import ParamsEmaState as ParamsEmaState
+from jls._origin.calibration import Calibration as Calibration
+from jls._origin.calibration import Cotangent as Cotangent
 from jls._origin.nonfinite import LeafReport as LeafReport
 from jls._origin.nonfinite import NonfiniteReport as NonfiniteReport
 from jls._origin.result import Birth as Birth

@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array, lax
 
 from jls._origin.measure import ends
-from jls._program.frames import Frame, behind
+from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import is_inexact
 from jls._program.replay import TAKEN, ZERO, Records, Seen, replay
 from jls._program.rules import UNCHANGED
@@ -75,9 +75,9 @@ class Recorded:
       roots: the variables to follow back.
     """
 
-    def __init__(
-        self, program: Any, root: Frame, roots: Iterable[tuple[Frame, Any]]
-    ) -> None:
+    WIDE = False  # whether narrow dtypes are replaced by float32
+
+    def __init__(self, program: Any, root: Frame, roots: Iterable[Variable]) -> None:
         self._program = program
         seen = behind(roots)
         self._read = [(root, x) in seen for x in root.jaxpr.invars]
@@ -104,7 +104,7 @@ class Recorded:
         return self._compiled
 
     def _run(self, inputs: Sequence[Array]) -> tuple[list[Array], Records]:
-        _, records = replay(self._program, inputs, self._watch)
+        _, records = replay(self._program, inputs, self._watch, wide=self.WIDE)
         pairs = zip(inputs, self._read, strict=True)
         nothing = jnp.full(2, ZERO)
         sizes = [jnp.stack(ends(x)) if is_read else nothing for x, is_read in pairs]
@@ -115,7 +115,7 @@ class Recorded:
         if beside is not None:  # what a loop slices or carries, which branch it was
             around = beside - (site.numbers[beside] == TAKEN)
             is_wanted = site.numbers[:around] in self._wanted
-            return Seen(results, _ends_of(results) if is_wanted else None)
+            return Seen(results, ends_of(results) if is_wanted else None)
         if site.numbers not in self._wanted:
             return Seen(results)
         equation = site.equation
@@ -124,13 +124,18 @@ class Recorded:
         self._count += 1
         if self._count % _CHAIN == 0:
             results = lax.optimization_barrier(tuple(results))
+        return Seen(results, self._record(site, inputs, results))
+
+    def _record(
+        self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
+    ) -> Array | None:
         arrays = list(results)
-        name = equation.primitive.name
+        name = site.equation.primitive.name
         if name == "select_n":
             arrays += _taken(*inputs)
         if name in SINGULAR:
             arrays.append(jnp.abs(inputs[SINGULAR[name]]))
-        return Seen(results, _ends_of(arrays))
+        return ends_of(arrays)
 
 
 # XLA computes a chain of operations that it has fused anew for each of them that is
@@ -138,7 +143,7 @@ class Recorded:
 _CHAIN = 8
 
 
-def _ends_of(arrays: Sequence[Any]) -> Array | None:
+def ends_of(arrays: Sequence[Any]) -> Array | None:
     """The ends of each array, one after the other; of what is no float, zeros."""
     nothing = [jnp.uint32(ZERO)] * 2
     keys = [key for x in arrays for key in (ends(x) if is_inexact(x) else nothing)]

@@ -54,8 +54,8 @@ class Why(NamedTuple):
     def __str__(self) -> str:
         if self.notes and not self.results:
             note = self.notes[0]
-            return "\n".join(_wrapped(f"jls.why: {note[0].lower()}{note[1:]}."))
-        lines = _wrapped(f"jls.why: {_headline(self)}")
+            return "\n".join(wrapped(f"jls.why: {note[0].lower()}{note[1:]}."))
+        lines = wrapped(f"jls.why: {_headline(self)}")
         if self.is_from_scale:  # no line is to blame
             lines += _paragraphs(self.notes)
         if self.births:
@@ -80,7 +80,7 @@ class Why(NamedTuple):
 def _paragraphs(notes: Iterable[str]) -> list[str]:
     lines = []
     for note in notes:
-        lines += ["", *_wrapped(note if note.endswith((".", ")")) else f"{note}.")]
+        lines += ["", *wrapped(note if note.endswith((".", ")")) else f"{note}.")]
     return lines
 
 
@@ -97,21 +97,26 @@ def _headline(why: Why) -> str:
 def _in_three_lines(birth: Birth) -> list[str]:
     place = birth.place
     if place.operation == ARGUMENT:
-        return _wrapped(f"  {_what(birth)}")
-    lines = _wrapped(f"  {_where(place)}", "    ")
+        return wrapped(f"  {_what(birth)}")
+    return [*place_in_lines(place), *wrapped(f"  {_what(birth)}", "    ")]
+
+
+def place_in_lines(place: Place) -> list[str]:
+    """Where it is, and the line of the source."""
+    lines = wrapped(f"  {place_in_words(place)}", "    ")
     code = linecache.getline(place.file, place.line).strip() if place.file else ""
     if code:
         lines.append(f"      {code if len(code) <= 74 else f'{code[:70]} ...'}")
-    return [*lines, *_wrapped(f"  {_what(birth)}", "    ")]
+    return lines
 
 
 def _in_one_line(birth: Birth) -> list[str]:
     if birth.place.operation == ARGUMENT:
-        return _wrapped(f"  {_what(birth)}")
-    return _wrapped(f"  {_where(birth.place)}: {_what(birth)}", "    ")
+        return wrapped(f"  {_what(birth)}")
+    return wrapped(f"  {place_in_words(birth.place)}: {_what(birth)}", "    ")
 
 
-def _where(place: Place) -> str:
+def place_in_words(place: Place) -> str:
     line = f"{_short(place.file)}:{place.line}" if place.file else "line not known"
     parts = [line_of_cell(place) or line]
     if place.function:
@@ -171,7 +176,7 @@ def _short(file: str) -> str:
     return package if found else file
 
 
-def _wrapped(text: str, indent: str = "") -> list[str]:
+def wrapped(text: str, indent: str = "") -> list[str]:
     return textwrap.wrap(
         text,
         _WIDTH,

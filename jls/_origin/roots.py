@@ -39,6 +39,12 @@ class Looked:
     def variables(self) -> list[Variable]:
         return [x for found in self.found.values() for x in found]
 
+    @property
+    def before_update(self) -> list[Variable]:
+        """The same without the new parameters: what a loss scale may have a part in."""
+        kinds = [kind for kind in self.found if kind != NEW]
+        return [x for kind in kinds for x in self.found[kind]]
+
 
 def looked_at(root: Frame, scales: Sequence[int]) -> list[Looked]:
     """What the wrappers in a program look at, in order.

@@ -104,7 +104,8 @@ class Trail:
     """
 
     def __init__(self, run: Run) -> None:
-        self._run = run
+        self.records = run.records
+        self._arguments = run.arguments
         self._size = functools.lru_cache(1 << 20)(self._find_size)
 
     def size(self, value: Value) -> Size:
@@ -292,7 +293,7 @@ class Trail:
         if isinstance(origin, Constant):
             return size_of(origin.value)
         if isinstance(origin, Argument):
-            return read_size(self._run.arguments[origin.number])
+            return read_size(self._arguments[origin.number])
         if isinstance(origin, Slice):
             keys = self._record(origin.frame, SLICES, origin.rounds)
             return read_size(keys[2 * origin.number :][:2]) if len(keys) else NOTHING
@@ -341,7 +342,7 @@ class Trail:
     ) -> Any:
         """The same; of the loop `every` all rounds that were recorded."""
         numbers = number if isinstance(number, tuple) else (number,)
-        found: Any = self._run.records
+        found: Any = self.records
         for key in (*frame.site.numbers, *numbers):
             found = found.get(key) if isinstance(found, dict) else None
         if found is None:

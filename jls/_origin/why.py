@@ -75,18 +75,13 @@ def why(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Why:
       >>> birth.kind, birth.place.operation, birth.place.is_backward
       ('inf', 'div', True)
     """
-    _validate.function("fun", fun)
-    if isinstance(fun, jax.stages.Compiled):
-        raise TypeError(
-            "fun must be a function that JAX can trace, got one that is compiled ahead "
-            "of time. Pass the function that was compiled."
-        )
-    with _settings():
-        return Case(fun, args, kwargs).why()
+    _validate.traceable("fun", fun)
+    with settings():
+        return Case("jls.why", fun, args, kwargs).why()
 
 
 @contextlib.contextmanager
-def _settings() -> Iterator[None]:
+def settings() -> Iterator[None]:
     """Those of JAX under which a program with NaN can be traced, compiled and run."""
     with (
         jax.debug_nans(False),
@@ -111,15 +106,19 @@ class Case:
     """A function, its arguments, and what runs of it have shown."""
 
     def __init__(
-        self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        tool: str,
+        fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         self.fun, bound = unbind(fun)
         args = (*bound, *args)
         self.arguments = take_apart(self.fun, args, kwargs)
-        check_usable(self.arguments, "jls.why", "call")
+        check_usable(self.arguments, tool, "call")
         for item in self.arguments.items:
             _validate.concrete("/".join(item.path), item.value)
-        self.traced = _traced(self.fun, self.arguments)
+        self.traced = _traced(tool, self.fun, self.arguments)
         self.root = Frame(self.traced.program)
         inputs = self.traced.inputs
         self.leaves = [self.arguments.leaves[i] for i in inputs]
@@ -161,34 +160,38 @@ class Case:
         return names
 
     def why(self) -> Why:
-        trail = self._run()
-        bad = self._bad_roots(trail)
+        trail = self.run()
+        bad = self.bad_roots(trail)
         if bad:
-            return self._explain(trail, bad, *self._is_from_scale(bad))
+            return self.explain(trail, bad, *self._is_from_scale(bad))
         found = self._at_higher_scales()
         if found:
             return found
         was_skipped = self._was_skipped()
         if not (was_skipped or self._is_bad_as_it_is()):
             return Why()
-        trail = self._run(compiled=False)
-        bad = self._bad_roots(trail)
+        trail = self.run(compiled=False)
+        bad = self.bad_roots(trail)
         if bad:
-            return self._explain(trail, bad, None, _ONE_BY_ONE)
+            return self.explain(trail, bad, None, _ONE_BY_ONE)
         return Why(notes=(_NOT_REPRODUCED_SKIP if was_skipped else _NOT_REPRODUCED,))
 
     # Runs.
 
-    def _run(
-        self, factor: float = 1.0, compiled: bool = True, at: Iterable[int] = ()
+    def run(
+        self,
+        factor: float = 1.0,
+        compiled: bool = True,
+        at: Iterable[int] = (),
+        program: Recorded | None = None,
     ) -> Trail:
         """One run, with the loss scales `at` these inputs multiplied by `factor`."""
         leaves = list(self.leaves)
         for i in at:
             leaves[i] = jnp.asarray(leaves[i]) * jnp.asarray(factor, jnp.float32)
-        return Trail(self.recorded(leaves, compiled))
+        return Trail((program or self.recorded)(leaves, compiled))
 
-    def _bad_roots(self, trail: Trail) -> list[Bad]:
+    def bad_roots(self, trail: Trail) -> list[Bad]:
         """What is not finite; in loops, in the first round in which it is."""
         bad = []
         for looked in self.looked:
@@ -237,8 +240,8 @@ class Case:
         worse, better = 0, max(1, math.ceil(math.log2(scale / _LOWEST)))
 
         def is_finite(halvings: int) -> bool:
-            trail = self._run(2.0**-halvings, at=at)
-            return not self._bad_roots(trail)
+            trail = self.run(2.0**-halvings, at=at)
+            return not self.bad_roots(trail)
 
         if not is_finite(better):
             return (
@@ -267,8 +270,8 @@ class Case:
                 now = float(np.max(self.leaves[at]))
                 if not now * factor <= 2.0**126:
                     break
-                trail = self._run(factor, at=[at])
-                bad = self._bad_roots(trail)
+                trail = self.run(factor, at=[at])
+                bad = self.bad_roots(trail)
                 if bad:
                     note = (
                         f"The last step was skipped at a higher loss scale: at "
@@ -277,7 +280,7 @@ class Case:
                         "scale has come down since, and there is nothing to mend. "
                         "This overflowed first"
                     )
-                    return self._explain(trail, bad, True, note)
+                    return self.explain(trail, bad, True, note)
         return None
 
     def _backoffs(self, scale: Scale) -> int:
@@ -308,7 +311,7 @@ class Case:
 
     # Words.
 
-    def _explain(
+    def explain(
         self, trail: Trail, bad: list[Bad], is_from_scale: bool | None, note: str = ""
     ) -> Why:
         found = trail.births([x.value for x in bad])
@@ -427,12 +430,12 @@ _NOT_REPRODUCED_SKIP = (
 )
 
 
-def _traced(fun: Callable[..., Any], arguments: Arguments) -> Traced:
+def _traced(tool: str, fun: Callable[..., Any], arguments: Arguments) -> Traced:
     try:
         return trace(fun, arguments, ALL)
     except READS as error:
         error.add_note(
-            "jls.why traces the function, as jax.jit does: it cannot read values at "
+            f"{tool} traces the function, as jax.jit does: it cannot read values at "
             "the host. Pass the part that is jitted."
         )
         raise

@@ -55,6 +55,14 @@ def is_inexact(atom: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
+def is_narrow(atom: Any) -> bool:
+    """Whether a value of a program is of floats with a smaller range than float32."""
+    if not is_inexact(atom):
+        return False
+    dtype = getattr(atom, "aval", atom).dtype
+    return float(jnp.finfo(dtype).max) < float(jnp.finfo(jnp.bfloat16).max)
+
+
 def programs_in(equation: Any) -> list[Any]:
     """All programs that an equation holds, however its parameters nest them."""
     values = jax.tree.leaves([*equation.params.values()], is_leaf=is_program)

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.core import eval_jaxpr
 
+from jls._program.alone import run_alone, run_wide, widened
 from jls._program.jaxprs import (
     called_program,
     is_literal,
@@ -64,8 +64,13 @@ def key_of(x: Array) -> Array:
 
 def float_of(key: int) -> float:
     """The number that a key stands for."""
-    bits = key - _SIGN if key >= _SIGN else 0xFFFF_FFFF - key
-    return np.uint32(bits).view(np.float32).item()
+    return floats_of(np.array([key], np.uint32)).item()
+
+
+def floats_of(keys: np.ndarray) -> np.ndarray:
+    """The numbers that keys stand for: `f32[...]`."""
+    bits = np.where(keys >= _SIGN, keys - np.uint32(_SIGN), ~keys)
+    return bits.astype(np.uint32).view(np.float32)
 
 
 class Rounds(NamedTuple):
@@ -88,7 +93,11 @@ Watch = Callable[[Site, Sequence[Any], Sequence[Any]], Seen]
 
 
 def replay(
-    program: Any, operands: Sequence[Any], watch: Watch, site: Site = ROOT
+    program: Any,
+    operands: Sequence[Any],
+    watch: Watch,
+    site: Site = ROOT,
+    wide: bool = False,
 ) -> tuple[list[Any], Records]:
     """The results of a program, and what was recorded on the way.
 
@@ -99,27 +108,33 @@ def replay(
         than once. What stands beside the equations comes as the results of an
         operation of that number.
       site: the calls around the program.
+      wide: computes in float32 what the program has in a narrow dtype, see `widened`.
     """
-    return _Replay(watch).run(program, operands, site)
+    operands = list(map(widened, operands)) if wide else operands
+    return _Replay(watch, wide).run(program, operands, site)
 
 
 class _Replay:
     """The replay with one watch; inside a `shard_map` another."""
 
-    def __init__(self, watch: Watch, varying: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, watch: Watch, wide: bool, varying: frozenset[str] = frozenset()
+    ) -> None:
         self._watch = watch
+        self._wide = wide
         self._varying = varying  # the axes of shard_map that JAX keeps track of
 
     def run(
         self, program: Any, operands: Sequence[Any], site: Site
     ) -> tuple[list[Any], Records]:
         jaxpr, consts = opened(program)
-        values = dict(zip(jaxpr.constvars, consts, strict=False))
+        known = widened if self._wide else _as_it_is
+        values = dict(zip(jaxpr.constvars, map(known, consts), strict=False))
         values.update(zip(jaxpr.invars, operands, strict=True))
         records: Records = {}
 
         def read(atom: Any) -> Any:
-            return atom.val if is_literal(atom) else values[atom]
+            return known(atom.val) if is_literal(atom) else values[atom]
 
         for number, equation in enumerate(jaxpr.eqns):
             here = site.inside(equation, number)
@@ -141,7 +156,8 @@ class _Replay:
                 inputs = list(lax.optimization_barrier(tuple(inputs)))
             results, records = self.run(called, inputs, site)
         else:
-            results = _run_alone(jaxpr, site.equation, inputs)
+            run = run_wide if self._wide else run_alone
+            results = run(jaxpr, site.equation, inputs)
             return self._see(site, inputs, results)
         return results, records or None
 
@@ -191,11 +207,14 @@ class _Replay:
         def run(carry):
             return self.run(params["body_jaxpr"], [*fixed, *carry], site)
 
-        cond, consts = opened(params["cond_jaxpr"])
-        lanes = cond.outvars[0].aval.shape  # of `vmap`: each ends by itself
+        cond = params["cond_jaxpr"]
+        lanes = (
+            opened(cond).jaxpr.outvars[0].aval.shape
+        )  # of `vmap`: each ends by itself
+        unseen = _Replay(_see_nothing, self._wide, self._varying)
 
         def is_on(carry):
-            return eval_jaxpr(cond, consts, *inputs[:first], *carry)[0]
+            return unseen.run(cond, [*inputs[:first], *carry], site)[0][0]
 
         def stepped(carry):
             results, records = run(carry)
@@ -278,7 +297,8 @@ class _Replay:
     def _shard_map(self, site: Site, inputs: list[Any]) -> tuple[list[Any], Records]:
         params, program = site.equation.params, called_program(site.equation)
         axes = manual_axes(site.equation)
-        inside = _Replay(self._watch, axes if params["check_vma"] else frozenset())
+        varying = axes if params["check_vma"] else frozenset[str]()
+        inside = _Replay(self._watch, self._wide, varying)
 
         def run(*operands):
             results, records = inside.run(program, operands, site)
@@ -304,17 +324,13 @@ class _Replay:
     }
 
 
-def _run_alone(jaxpr: Any, equation: Any, inputs: list[Any]) -> list[Any]:
-    """The results of one operation: a program of its own."""
-    pairs = zip(equation.invars, inputs, strict=True)
-    known = {x: value for x, value in pairs if not is_literal(x)}
-    alone = jaxpr.replace(
-        constvars=[],
-        invars=list(known),
-        outvars=list(equation.outvars),
-        eqns=[equation],
-    )
-    return eval_jaxpr(alone, [], *known.values())
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _see_nothing(site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> Seen:
+    del site, inputs
+    return Seen(results)
 
 
 def _where(pred: Array, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:

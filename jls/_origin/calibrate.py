@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jls.calibrate`: the largest loss scale at which a batch does not overflow."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jls import _validate
+from jls._origin.calibration import Calibration, Cotangent
+from jls._origin.measure import Size
+from jls._origin.trail import Birth, Constant, Made, Trail, Value
+from jls._origin.twin import Twin, narrow_after
+from jls._origin.why import Case, settings
+from jls._program.frames import Frame
+from jls._program.jaxprs import is_inexact, is_narrow
+from jls._program.places import Place, is_transposed, place_of
+from jls._text import scale_in_words
+from jls._trace.wrappers import scalers_in
+
+Bounds = tuple[float, float]
+
+_LOWEST, _HIGHEST = -24, 126  # the powers of two in which a ceiling is looked for
+
+
+def calibrate(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Calibration:
+    """Finds the largest loss scale at which one batch does not overflow.
+
+    Every dynamic scale starts wrong: too high, and the first batches are skipped; too
+    low, and small gradients vanish. This finds, before the first step, the power of two
+    that is right::
+
+      made = jls.calibrate(step, params, opt_state, batch)
+      opt_state = jls.set_loss_scale(opt_state, made.init_scale)
+
+    For the host. The step is traced, compiled once with a number beside each operation,
+    and run at several loss scales, so the `ceiling` is exact for this batch and this
+    device: there the loss and all gradients are finite, at twice the scale one is not.
+    Then its float32 twin is compiled and run: it shows which values float16 loses.
+    Nothing of yours is changed or donated. It takes about as long as compiling the step
+    ten times.
+
+    It sees one batch. Others have larger gradients, so `init_scale` is half of the
+    ceiling; from there let `jls.dynamic` follow.
+
+    Args:
+      step: a whole train step, jitted or not: of plain pytrees, Linen, NNX, Equinox or
+        Haiku. Or another function of a loss scale and a batch, such as
+        `jls.value_and_grad(loss_fn)`.
+      *args: its arguments, with one state that carries a loss scale. Its number does
+        not matter.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      A `jls.types.Calibration`. `init_scale` is the scale to start with; `ceiling` the
+      largest one, a power of two, None where none is needed; `limited_by` the
+      `jls.types.Place` that overflows first above it; `overflows` the places of the
+      forward pass where float16 overflows and changes what follows, which no scale
+      mends: keep them in float32; `vanishing` the places where gradients vanish at
+      `init_scale`, with the share of them, from the largest. `str()` is for people, and
+      `plot()` a picture.
+
+    Raises:
+      TypeError: if `step` is not a function, or is compiled ahead of time.
+      ValueError: if no argument carries a loss scale, or several do; if the step is not
+        finite at any loss scale down to 2**-24; for arguments, see `jls.why`.
+      Exception: what `step` itself raises.
+
+    Example:
+      >>> def loss_fn(params, batch):
+      ...     hidden = batch.astype(jnp.float16) @ params.astype(jnp.float16)
+      ...     return jnp.sum(hidden.astype(jnp.float32) ** 2)
+      >>> optimizer = jls.loss_scaled(optax.sgd(0.1))
+      >>> params = jnp.full((4, 2), 0.5)
+      >>> opt_state = optimizer.init(params)
+      >>> step = jax.jit(jls.train_step(loss_fn, optimizer))
+      >>> made = jls.calibrate(step, params, opt_state, jnp.ones((8, 4)))
+      >>> made.ceiling, made.limited_by.operation, made.limited_by.is_backward
+      (1024.0, 'dot_general', True)
+      >>> opt_state = jls.set_loss_scale(opt_state, made.init_scale)
+    """
+    _validate.traceable("step", step)
+    with settings():
+        return _Search(Case("jls.calibrate", step, args, kwargs), step, args).result()
+
+
+class _Search:
+    """One step and one batch, at several loss scales."""
+
+    def __init__(
+        self, case: Case, step: Callable[..., Any], args: tuple[Any, ...]
+    ) -> None:
+        self.case = case
+        self.at = _the_scale(case)
+        leaf = np.asarray(case.leaves[self.at])
+        self.now = float(np.max(leaf))
+        case.leaves[self.at] = jnp.ones_like(leaf)  # a run multiplies it
+        self.bounds = _bounds(step, args)
+        roots = [x for looked in case.looked for x in looked.before_update]
+        self.roots = roots or list(case.results)
+        self.narrow = narrow_after((case.root, self._scale_input()), self.roots)
+
+    def _scale_input(self) -> Any:
+        return self.case.root.jaxpr.invars[self.at]
+
+    def result(self) -> Calibration:
+        if not self.narrow:
+            return Calibration(1.0, notes=(self._why_none(),))
+        ceiling = self._ceiling()
+        if ceiling is None:
+            return Calibration(self.now, notes=(_ALL_ZERO,))
+        init_scale, note = self._start(ceiling)
+        trail = self._run(2 * ceiling)
+        above = self.case.explain(trail, self.case.bad_roots(trail), None)
+        found = self._cotangents(init_scale)
+        vanishing = sorted(
+            ((x.place, x.vanishing) for x in found if x.vanishing),
+            key=lambda pair: -pair[1],
+        )
+        return Calibration(
+            init_scale=init_scale,
+            ceiling=ceiling,
+            limited_by=above.births[0].place if above.births else None,
+            overflows=self._overflows(init_scale),
+            vanishing=tuple(vanishing),
+            notes=tuple(filter(None, [self._about_now(ceiling), note])),
+            cotangents=tuple(found),
+        )
+
+    def _run(self, scale: float) -> Trail:
+        return self.case.run(scale, at=[self.at])
+
+    def _is_finite(self, exponent: int) -> bool:
+        return not self.case.bad_roots(self._run(2.0**exponent))
+
+    def _ceiling(self) -> float | None:
+        """The largest power of two that is finite; None if all are."""
+        low, high = _LOWEST, _HIGHEST
+        if not self._is_finite(low):
+            raise self._never_finite()
+        if self._is_finite(high):
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._is_finite(middle):
+                low = middle
+            else:
+                high = middle
+        return 2.0**low
+
+    def _start(self, ceiling: float) -> tuple[float, str]:
+        """The scale to start with, and what is to be said of the scaler's bounds."""
+        half = ceiling / 2
+        if self.bounds is None:
+            return half, ""
+        low, high = self.bounds
+        if low > ceiling:
+            return half, (
+                f"The scaler's min_scale of {scale_in_words(low)} is over the ceiling: "
+                "from there it cannot come down. Give it a min_scale of "
+                f"{scale_in_words(half / 2**10)}"
+            )
+        if high < half:
+            return high, f"The scaler's max_scale is {scale_in_words(high)}"
+        return max(half, low), ""
+
+    def _about_now(self, ceiling: float) -> str:
+        if self.now <= ceiling:
+            return ""
+        halvings = math.ceil(math.log2(self.now / ceiling))
+        steps = "One step" if halvings == 1 else f"{halvings} steps"
+        return (
+            f"The scale is {scale_in_words(self.now)} now. {steps} would be skipped on "
+            "the way down"
+        )
+
+    # What float16 loses.
+
+    def _cotangents(self, scale: float) -> list[Cotangent]:
+        """Spread of the float16 values that are proportional to the loss scale."""
+        counted = [x for x in self.narrow if x[1].aval.dtype == jnp.float16]
+        twin = Twin(self.case.traced.program, self.case.root, self.roots, counted)
+        self.twin = self.case.run(scale, at=[self.at], program=twin)
+        doubled = self.case.run(2 * scale, at=[self.at], program=twin)
+        found = []
+        for variable in counted:
+            one = twin.spread(self.twin.records, variable)
+            other = twin.spread(doubled.records, variable)
+            if one and other and other.largest > 1.5 * one.largest:
+                frame, atom = variable
+                found.append(
+                    Cotangent(
+                        place=_place(frame, frame.makers[atom].number),
+                        largest=one.largest / scale,
+                        vanishing=float(one.vanishing),
+                        shares=tuple(one.shares.tolist()),
+                    )
+                )
+        return found
+
+    def _overflows(self, scale: float) -> tuple[Place, ...]:
+        """Where float16 overflows on the way to the loss, and it matters."""
+        trail = self._run(scale)
+        ends = [
+            value
+            for frame in self.case.root.all()
+            for number in range(len(frame.jaxpr.eqns))
+            for value in self._lost_inf(trail, frame, number)
+        ]
+        places = [
+            _place(birth.origin.frame, birth.origin.number)
+            for birth in trail.births(ends)
+            if isinstance(birth.origin, Made) and self._is_of_data(trail, birth)
+        ]
+        return tuple(dict.fromkeys(places))
+
+    def _lost_inf(self, trail: Trail, frame: Frame, number: int) -> Iterator[Value]:
+        """Operands of an operation with an inf that its results show no more.
+
+        Where they are not what they would be in float32.
+        """
+        equation = frame.jaxpr.eqns[number]
+        floats = [x for x in equation.invars if is_narrow(x)]
+        if not floats or frame.called(number) or is_transposed(frame.site_of(number)):
+            return
+        results = [x for x in equation.outvars if is_inexact(x)]
+        for operand in floats:
+            for value in trail.in_every_round(frame, operand):
+                if trail.is_bad(value):
+                    pairs = (
+                        (trail.size(made), self.twin.size(made))
+                        for made in (Value(frame, x, value.rounds) for x in results)
+                    )
+                    if any(_differ(*pair) for pair in pairs):
+                        yield value
+
+    def _is_of_data(self, trail: Trail, birth: Birth) -> bool:
+        """Whether an overflow is of the data, not of a number like -1e9 in a mask."""
+        origins = map(trail.origin, birth.operands)
+        return not all(isinstance(x, Constant) for x in origins)
+
+    # When there is no answer.
+
+    def _why_none(self) -> str:
+        atoms = (x for frame in self.case.root.all() for x in frame.makers)
+        if any(map(is_narrow, atoms)):
+            return (
+                "No loss scale is needed, or the loss is not scaled: the step has "
+                "float16 in it, but none of it follows the loss scale. jls.check_step "
+                "says which"
+            )
+        return (
+            "No loss scale is needed: nothing that follows it is in a narrower dtype "
+            "than float32 or bfloat16, so no gradient vanishes. jls.skip_nonfinite "
+            "skips bad steps without a loss scale"
+        )
+
+    def _never_finite(self) -> ValueError:
+        trail = self._run(2.0**_LOWEST)
+        found = self.case.explain(trail, self.case.bad_roots(trail), None)
+        text = str(found).removeprefix("jls.why: ")
+        return ValueError(
+            "step must be finite at some loss scale, got one that is not at any down "
+            f"to {scale_in_words(2.0**_LOWEST)}, so no scale mends it. {text}\n\n"
+            "More: print(jls.why(step, ...)) with the same arguments."
+        )
+
+
+_ALL_ZERO = (
+    "Nothing overflows up to a loss scale of 2^126: all that follows the scale is 0, "
+    "or nearly. So this batch says nothing about it, and the scale stays. Is the loss "
+    "constant, or are all units dead?"
+)
+
+
+def _the_scale(case: Case) -> int:
+    """The input that is the loss scale."""
+    if len(case.scales) == 1:
+        return next(iter(case.scales))
+    if not case.scales:
+        raise ValueError(
+            "The arguments must carry a loss scale, got none. Pass the state of an "
+            "optimizer made by jls.loss_scaled, as the step gets it."
+        )
+    names = ", ".join(repr(x.name) for x in case.scales.values())
+    raise ValueError(
+        f"The arguments must carry one loss scale, got {len(case.scales)}: {names}. "
+        "Close over the others: jls.calibrate(lambda state: step(state, other, batch), "
+        "state)."
+    )
+
+
+def _bounds(step: Callable[..., Any], args: tuple[Any, ...]) -> Bounds | None:
+    """The least and the largest scale of the scaler; None if they are not known."""
+    found = {
+        tuple(map(x.hyperparameters.get, ("min_scale", "max_scale")))
+        for x in scalers_in(step, args)
+    }
+    if len(found) != 1:
+        return None
+    low, high = found.pop()
+    is_known = all(isinstance(x, int | float) for x in (low, high))
+    return (float(low), float(high)) if is_known else None
+
+
+def _place(frame: Frame, number: int) -> Place:
+    return place_of(frame.site_of(number))
+
+
+def _differ(narrow: Size, wide: Size) -> bool:
+    """Whether numbers are finite, and not those that float32 gives."""
+    if narrow.is_bad or wide.is_bad:
+        return False
+    room = wide.magnitude / 16
+    return abs(narrow.high - wide.high) > room or abs(narrow.low - wide.low) > room

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `jls.calibrate` returns, and how it prints."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from jls._origin.result import place_in_lines, place_in_words, wrapped
+from jls._program.places import Place
+from jls._text import scale_in_words
+
+_MOST = 5  # places in one list of the text
+_WORTH_SAYING = 0.01  # a share of gradients that vanish
+
+
+class Cotangent(NamedTuple):
+    """A float16 value of the backward pass, as it would be in float32.
+
+    Example:
+      >>> jls.types.Cotangent._fields
+      ('place', 'largest', 'vanishing', 'shares')
+    """
+
+    place: Place
+    largest: float  # magnitude, at a loss scale of 1
+    vanishing: float  # of those not 0, the share that is rounded to 0 at `init_scale`
+    # 41 shares of those not 0, at `init_scale`: i is from 2**(i - 25) to 2**(i - 24)
+    shares: tuple[float, ...]
+
+
+class Calibration(NamedTuple):
+    """What `jls.calibrate` says: which loss scale to start with, and what limits it.
+
+    `print` it; `plot()` is a picture.
+
+    Example:
+      >>> state = jls.dynamic().init()
+      >>> made = jls.calibrate(jls.value_and_grad(jnp.sum), state, jnp.ones(3))
+      >>> made.init_scale, made.ceiling  # float32 needs none
+      (1.0, None)
+    """
+
+    init_scale: float  # half of the ceiling, within the scaler's bounds if known
+    ceiling: float | None = None  # the largest that is finite; None: none is needed
+    limited_by: Place | None = None  # what overflows first at twice the ceiling
+    # In the forward pass, changing what follows: no scale mends these.
+    overflows: tuple[Place, ...] = ()
+    # Where gradients vanish at `init_scale`, and which share; the largest first.
+    vanishing: tuple[tuple[Place, float], ...] = ()
+    notes: tuple[str, ...] = ()
+    cotangents: tuple[Cotangent, ...] = ()  # in the order of the program
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draws the float16 gradients of each module on the range of float16.
+
+        Each row is a module, or a line of the source. It shows how the magnitudes of
+        its float16 gradients spread over the powers of two, at a loss scale of 1 and at
+        `init_scale`; the darker, the more. On the left of float16 they vanish, on the
+        right they overflow. The row that limits the scale is marked. Needs Matplotlib.
+
+        Args:
+          axes: two of Matplotlib's Axes, for a loss scale of 1 and for `init_scale`, or
+            None.
+
+        Returns:
+          The Figure.
+
+        Raises:
+          ValueError: if there is nothing to draw: no float16 follows the loss scale.
+          ImportError: without Matplotlib.
+
+        Example:
+          >>> made.plot().savefig("calibration.png")  # doctest: +SKIP
+        """
+        try:
+            from jls._origin.calibration_plot import plot
+        except ImportError as error:
+            error.add_note("Calibration.plot needs Matplotlib: pip install matplotlib")
+            raise
+        return plot(self, axes)
+
+    def __str__(self) -> str:
+        if self.ceiling is None:
+            note = "".join(self.notes[:1])
+            return "\n".join(wrapped(f"jls.calibrate: {note[:1].lower()}{note[1:]}."))
+        start = scale_in_words(self.init_scale)
+        lines = wrapped(f"jls.calibrate: start with a loss scale of {start}.")
+        top = scale_in_words(2 * self.ceiling)
+        lines += ["", *wrapped(f"At {top} this overflows first:"), ""]
+        if self.limited_by is not None:
+            lines += place_in_lines(self.limited_by)
+            lines += wrapped(f"  {self.limited_by.operation}")
+        for note in self.notes:
+            lines += ["", *wrapped(f"{note}.")]
+        if self.overflows:
+            text = (
+                "Keep these lines in float32. They overflow float16 in the forward "
+                "pass, which no loss scale mends, and what follows is finite and wrong:"
+            )
+            lines += ["", *wrapped(text), *_list(map(place_in_words, self.overflows))]
+        shares = [pair for pair in self.vanishing if pair[1] >= _WORTH_SAYING]
+        if shares:
+            text = (
+                f"At {start} these gradients vanish in part. Another scale would not "
+                "help: compute them in float32 if they matter."
+            )
+            items = (f"{share:.0%}  {place_in_words(at)}" for at, share in shares)
+            lines += ["", *wrapped(text), *_list(items)]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _list(items: Iterable[str]) -> list[str]:
+    every = list(items)
+    lines = [line for item in every[:_MOST] for line in wrapped(f"  {item}", "    ")]
+    if len(every) > _MOST:
+        lines.append(f"  and {len(every) - _MOST} more")
+    return lines

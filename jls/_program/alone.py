@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one operation of a program by itself, as it is or in float32.
+
+In float32, what is float16 or 8 bits wide in a program neither overflows nor vanishes:
+all of its values are known as they would be without the narrow dtype. Operations that
+cannot be computed like this get narrow operands, as before, and widen their results.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import eval_jaxpr
+
+from jls._program.jaxprs import is_literal, is_narrow, programs_in
+
+
+def run_alone(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> list[Any]:
+    """The results of one operation of a jaxpr: a program of its own."""
+    pairs = zip(equation.invars, inputs, strict=True)
+    known = {x: value for x, value in pairs if not is_literal(x)}
+    alone = jaxpr.replace(
+        constvars=[],
+        invars=list(known),
+        outvars=list(equation.outvars),
+        eqns=[equation],
+    )
+    return eval_jaxpr(alone, [], *known.values())
+
+
+def widened(value: Any) -> Any:
+    """The same numbers in float32, if they are in a narrower dtype."""
+    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
+    return jnp.asarray(value, jnp.float32) if is_array and is_narrow(value) else value
+
+
+def run_wide(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> list[Any]:
+    """The results of one operation, in float32 where the program has a narrow dtype.
+
+    Args:
+      jaxpr: the program.
+      equation: the operation.
+      inputs: its operands, widened.
+    """
+    atoms = [*equation.invars, *equation.outvars]
+    if not any(map(is_narrow, atoms)):
+        return run_alone(jaxpr, equation, inputs)
+    wide = _try_wide(equation, inputs)
+    if wide is not None:
+        return wide
+    narrow = [
+        jnp.asarray(x, atom.aval.dtype) if is_narrow(atom) else x
+        for atom, x in zip(equation.invars, inputs, strict=True)
+    ]
+    return list(map(widened, run_alone(jaxpr, equation, narrow)))
+
+
+def _try_wide(equation: Any, inputs: Sequence[Any]) -> list[Any] | None:
+    """The same with float32 in its parameters; None if that is another operation."""
+    if programs_in(equation):  # they are in the narrow dtype
+        return None
+    params = {name: _wide_dtype(x) for name, x in equation.params.items()}
+    primitive = equation.primitive
+    try:
+        results = primitive.bind(*inputs, **params)
+    except Exception:
+        return None
+    results = list(results) if primitive.multiple_results else [results]
+    is_same = all(
+        x.shape == atom.aval.shape and x.dtype == _wide_dtype(atom.aval.dtype)
+        for x, atom in zip(results, equation.outvars, strict=True)
+    )
+    return results if is_same else None
+
+
+def _wide_dtype(value: Any) -> Any:
+    """float32 for a narrow dtype, anything else as it is."""
+    is_dtype = isinstance(value, np.dtype) or (
+        isinstance(value, type) and issubclass(value, np.generic)
+    )
+    if is_dtype and is_narrow(jax.ShapeDtypeStruct((), value)):
+        return np.dtype(np.float32)
+    return value
