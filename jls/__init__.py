@@ -54,7 +54,6 @@ from jls._report.health import UnhealthyError as UnhealthyError
 from jls._report.history import History as History
 from jls._origin.nonfinite import nonfinite_report as nonfinite_report
 from jls._report.underflow import underflow as underflow
-from jls._report.underflow import suggest_scale as suggest_scale
 from jls._audit.check import check_step as check_step
 from jls._origin.calibrate import calibrate as calibrate
 from jls._origin.why import why as why

@@ -8,11 +8,11 @@ your own, fill a `LossScaler`; the rest is for annotations and `isinstance`.
 from jls._audit.check import StepCheck as StepCheck
 from jls._ema import ParamsEmaState as ParamsEmaState
 from jls._origin.calibration import Calibration as Calibration
-from jls._origin.calibration import Cotangent as Cotangent
 from jls._origin.nonfinite import LeafReport as LeafReport
 from jls._origin.nonfinite import NonfiniteReport as NonfiniteReport
 from jls._origin.result import Birth as Birth
 from jls._origin.result import Why as Why
+from jls._origin.twin import Cotangent as Cotangent
 from jls._program.places import Place as Place
 from jls._report.health import Health as Health
 from jls._report.underflow import Underflow as Underflow

@@ -232,7 +232,6 @@ CASES = {
         jls.underflow,
         defaults(jls.underflow, state=scaler_state, grads=params),
     ),
-    "suggest_scale": (jls.suggest_scale, defaults(jls.suggest_scale, grads=params)),
     "params_ema": (ema, {"params": params, "decay": 0.9, "debias": True}),
     "eval_params": (jls.eval_params, {"state": jls.params_ema(0.9).init(params)}),
     "History.append": (
@@ -364,7 +363,6 @@ TAKES = {
     ("underflow", "state"): {"2.5", "float32", "int32"},
     ("underflow", "growth_factor"): {"2.5", "float32", "int32"},
     ("underflow", "backoff_factor"): {"float32", "int32"},
-    ("suggest_scale", "headroom"): {"0", "2.5"},
     ("params_ema", "params"): ALL - {"None", "huge"},
     ("params_ema", "decay"): {"0", "array", "float32", "int32"},
     ("History.append", "metrics"): {"dict"},

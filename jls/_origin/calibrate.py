@@ -9,16 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls import _validate
-from jls._origin.calibration import Calibration, Cotangent
+from jls._origin.calibration import Calibration
 from jls._origin.measure import Size
 from jls._origin.trail import Birth, Constant, Made, Trail, Value
-from jls._origin.twin import Twin, narrow_after
+from jls._origin.twin import Cotangent, Twin, narrow_after
 from jls._origin.why import Case, settings
 from jls._program.frames import Frame
 from jls._program.jaxprs import is_inexact, is_narrow
 from jls._program.places import Place, is_transposed, place_of
 from jls._text import scale_in_words
 from jls._trace.wrappers import scalers_in
+from jls._tree import is_array
 
 Bounds = tuple[float, float]
 
@@ -294,15 +295,14 @@ def _the_scale(case: Case) -> int:
 
 def _bounds(step: Callable[..., Any], args: tuple[Any, ...]) -> Bounds | None:
     """The least and the largest scale of the scaler; None if they are not known."""
-    found = {
-        tuple(map(x.hyperparameters.get, ("min_scale", "max_scale")))
-        for x in scalers_in(step, args)
-    }
-    if len(found) != 1:
-        return None
-    low, high = found.pop()
-    is_known = all(isinstance(x, int | float) for x in (low, high))
-    return (float(low), float(high)) if is_known else None
+    found = set[Bounds]()
+    for scaler in scalers_in(step, args):
+        known = scaler.hyperparameters
+        ends: list[Any] = [known.get(name) for name in ("min_scale", "max_scale")]
+        if not all(is_array(x) and np.ndim(x) == 0 for x in ends):
+            return None
+        found.add((float(ends[0]), float(ends[1])))
+    return found.pop() if len(found) == 1 else None
 
 
 def _place(frame: Frame, number: int) -> Place:

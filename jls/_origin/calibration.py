@@ -5,26 +5,12 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jls._origin.result import place_in_lines, place_in_words, wrapped
+from jls._origin.twin import Cotangent
 from jls._program.places import Place
-from jls._text import scale_in_words
+from jls._text import format_number, scale_in_words
 
 _MOST = 5  # places in one list of the text
 _WORTH_SAYING = 0.01  # a share of gradients that vanish
-
-
-class Cotangent(NamedTuple):
-    """A float16 value of the backward pass, as it would be in float32.
-
-    Example:
-      >>> jls.types.Cotangent._fields
-      ('place', 'largest', 'vanishing', 'shares')
-    """
-
-    place: Place
-    largest: float  # magnitude, at a loss scale of 1
-    vanishing: float  # of those not 0, the share that is rounded to 0 at `init_scale`
-    # 41 shares of those not 0, at `init_scale`: i is from 2**(i - 25) to 2**(i - 24)
-    shares: tuple[float, ...]
 
 
 class Calibration(NamedTuple):
@@ -71,23 +57,30 @@ class Calibration(NamedTuple):
         Example:
           >>> made.plot().savefig("calibration.png")  # doctest: +SKIP
         """
+        if not self.cotangents:
+            raise ValueError(
+                "There is nothing to draw: no float16 follows the loss scale. "
+                f"{''.join(self.notes[:1])}."
+            )
         try:
             from jls._origin.calibration_plot import plot
         except ImportError as error:
             error.add_note("Calibration.plot needs Matplotlib: pip install matplotlib")
             raise
-        return plot(self, axes)
+        return plot(self.cotangents, self.init_scale, self.limited_by, axes)
 
     def __str__(self) -> str:
         if self.ceiling is None:
             note = "".join(self.notes[:1])
             return "\n".join(wrapped(f"jls.calibrate: {note[:1].lower()}{note[1:]}."))
         start = scale_in_words(self.init_scale)
-        lines = wrapped(f"jls.calibrate: start with a loss scale of {start}.")
-        top = scale_in_words(2 * self.ceiling)
-        lines += ["", *wrapped(f"At {top} this overflows first:"), ""]
+        most, above = map(scale_in_words, (self.ceiling, 2 * self.ceiling))
+        lines = wrapped(
+            f"jls.calibrate: start with a loss scale of {start}. This batch allows "
+            f"{most}; at {above} float16 overflows, first here:"
+        )
         if self.limited_by is not None:
-            lines += place_in_lines(self.limited_by)
+            lines += ["", *place_in_lines(self.limited_by)]
             lines += wrapped(f"  {self.limited_by.operation}")
         for note in self.notes:
             lines += ["", *wrapped(f"{note}.")]
@@ -105,7 +98,10 @@ class Calibration(NamedTuple):
             )
             items = (f"{share:.0%}  {place_in_words(at)}" for at, share in shares)
             lines += ["", *wrapped(text), *_list(items)]
-        return "\n".join(lines)
+        number = format_number(self.init_scale)
+        return "\n".join(
+            [*lines, "", f"Write: opt_state = jls.set_loss_scale(opt_state, {number})"]
+        )
 
     def __repr__(self) -> str:
         return str(self)

@@ -17,8 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
-from jls._origin.calibration import Calibration, Cotangent
-from jls._origin.twin import HIGHEST, LOWEST
+from jls._origin.twin import HIGHEST, LOWEST, Cotangent
 from jls._program.places import Place
 from jls._text import format_scale
 
@@ -48,14 +47,14 @@ class _Row(NamedTuple):
     limits: bool
 
 
-def plot(made: Calibration, axes: Any = None) -> Figure:
-    if not made.cotangents:
-        raise ValueError(
-            "Calibration.plot draws float16 gradients, and there are none: "
-            f"{''.join(made.notes[:1]) or 'no float16 follows the loss scale'}."
-        )
-    rows = _rows(made)
-    shift = round(math.log2(made.init_scale))
+def plot(
+    cotangents: Sequence[Cotangent],
+    init_scale: float,
+    limit: Place | None,
+    axes: Any = None,
+) -> Figure:
+    rows = _rows(cotangents, limit)
+    shift = round(math.log2(init_scale))
     if axes is None:
         # Not pyplot: it keeps figures in global state, and a notebook shows them twice.
         figure = _Shown(figsize=(8, 1.5 + 0.36 * len(rows)), layout="constrained")
@@ -72,18 +71,18 @@ def plot(made: Calibration, axes: Any = None) -> Figure:
             arrow = " \N{RIGHTWARDS ARROW} "
             _beside(axes, y, arrow.join(change))
         if row.limits:
-            x = math.log2(row.largest * made.init_scale)
+            x = math.log2(row.largest * init_scale)
             axes.plot([x, x], [y - 0.02, y + 0.42], color=RED, lw=2.4)
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=9)
     for label, row in zip(axes.get_yticklabels(), rows, strict=True):
         label.set_color(RED if row.limits else BLACK)
     axes.set_ylim(len(rows) - 0.05, -0.6)  # below the rows, words
-    start = format_scale(made.init_scale)
+    start = format_scale(init_scale)
     axes.legend(
         handles=[
             Patch(color=GREY, label="loss scale 1"),
             Patch(color=BLUE, label=f"loss scale {_power(shift, start)}"),
-            Patch(color=RED, label=f"overflows first: {_line(made.limited_by)}"),
+            Patch(color=RED, label=f"overflows first: {_line(limit)}"),
         ],
         loc="lower left",
         bbox_to_anchor=(0.0, 1.0),
@@ -162,11 +161,10 @@ def _strip(axes: Axes, y: float, shares: np.ndarray, shift: int, color: str) -> 
     )
 
 
-def _rows(made: Calibration) -> list[_Row]:
+def _rows(cotangents: Sequence[Cotangent], limit: Place | None) -> list[_Row]:
     """The modules in the order of the forward pass; lines where there are none."""
-    every = made.cotangents[::-1]
+    every = cotangents[::-1]
     names = _names([x.place for x in every])
-    limit = made.limited_by
     groups: dict[str, list[Cotangent]] = {}
     for name, cotangent in zip(names, every, strict=True):
         groups.setdefault(name, []).append(cotangent)

@@ -20,12 +20,28 @@ from jax import Array
 from jls._origin.record import Recorded, as_large_as, ends_of
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import is_literal, is_narrow
+from jls._program.places import Place
 from jls._program.replay import Rounds, floats_of, key_of
 from jls._program.walk import Site
 
 LOWEST, HIGHEST = -25, 15  # the powers of two whose numbers float16 does not lose
 _BINS = HIGHEST - LOWEST + 1
 _SAMPLE = 2**14  # elements of an array that are counted
+
+
+class Cotangent(NamedTuple):
+    """A float16 value of the backward pass, as it would be in float32.
+
+    Example:
+      >>> jls.types.Cotangent._fields
+      ('place', 'largest', 'vanishing', 'shares')
+    """
+
+    place: Place
+    largest: float  # magnitude, at a loss scale of 1
+    vanishing: float  # of those not 0, the share that is rounded to 0 at `init_scale`
+    # 41 shares of those not 0, at `init_scale`: i is from 2**(i - 25) to 2**(i - 24)
+    shares: tuple[float, ...]
 
 
 class Spread(NamedTuple):

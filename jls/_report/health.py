@@ -169,7 +169,7 @@ def health(
       their numbers of elements that are -inf by name; with `params`, also the names of
       the `nonfinite_leaves` that caused the last skip, None if the optimizer is for a
       part of `params` and was not given; with `grads`, also the share of `small`
-      gradients in `dtype`, whether they are `all_zero`, and the `suggested_scale`;
+      gradients in `dtype`, and whether they are `all_zero`;
       under `jls.spikes` or a preset like it, also its `window`, the `tokens` that are
       left, the `steady_share` of spikes let through that no steady run exceeds, and
       `loss_given` and `loss_never_given`, both false while nothing is known.

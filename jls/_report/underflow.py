@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a narrow dtype makes of gradients at a loss scale, and which scale would fit."""
+"""What a narrow dtype makes of gradients at a loss scale."""
 
 import functools
 import math
@@ -13,9 +13,8 @@ from jax.export import is_symbolic_dim
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jls import _validate
-from jls._bits import Edges, cuts, edges, is_finite, magnitudes, normalized
+from jls._bits import Edges, cuts, edges, is_finite, magnitudes
 from jls._reduce import count_true
-from jls._scalers.rule import INIT_SCALE
 from jls._state import check_scale, loss_scale
 from jls._tree import named_floats
 from jls._types import exportable
@@ -67,7 +66,7 @@ def underflow(
     An overflow shows in the loss scale; an underflow shows nowhere. This rounds each
     value times the loss scale to `dtype`, as the backward pass has to, and counts: at
     the current scale, one backoff below it and one growth above. If `vanished` is far
-    smaller one growth up, the scale is too low; `jls.suggest_scale` finds a better one.
+    smaller one growth up, the scale is too low; `jls.calibrate` finds a better one.
 
     It takes one pass over the data and one for the histogram, and is pure, of fixed
     shapes: call it in the jitted step, through `jax.lax.cond` if only now and then.
@@ -129,58 +128,6 @@ def underflow(
     return Underflow(scales, total, dict(zip(paths, shares, strict=True)), histogram)
 
 
-def suggest_scale(
-    grads: Any, *, headroom: float = 4.0, dtype: Any = jnp.float16
-) -> Array:
-    """Returns the largest power of two that scales `grads` without an overflow.
-
-    At that loss scale, the largest magnitude in `grads` times 2**headroom is still
-    finite in `dtype`. Calibrate a run with it instead of waiting for a dynamic scale to
-    find its level, one skipped step or 2000 finite ones at a time:
-    `opt_state = jls.set_loss_scale(opt_state, jls.suggest_scale(grads))`.
-
-    It sees only the gradients that it is given, those of the parameters. The headroom
-    is for what it cannot see: the gradients of activations, which may overflow earlier
-    in the backward pass. A dynamic scale still watches over those.
-
-    Args:
-      grads: true gradients, of one batch or several, as `jls.value_and_grad` gives
-        them. NaN and inf never count, nor do leaves that are not floating point.
-      headroom: bits to leave free above the largest gradient, from 0 to 126. The
-        default leaves room for gradients 16 times as large: 4 of the 40 powers of two
-        that float16 has.
-      dtype: the dtype of the backward pass: floating point, of 8 to 32 bits.
-
-    Returns:
-      `f32[]`, from 2**-126 to 2**126. If `grads` has no finite value other than zero,
-      there is nothing to go by: then it is 2**15, the first scale of `jls.dynamic`.
-      Zeros may mean that all gradients underflowed, so a scale of 1 would not be safer.
-
-    Raises:
-      TypeError: if `dtype` is not floating point, or `headroom` not a real number.
-      ValueError: if either is out of range.
-
-    Example:
-      >>> grads = {"w": jnp.array([3e-6, -1e-4]), "b": jnp.array([0.0, jnp.nan])}
-      >>> scale = jls.suggest_scale(grads)
-      >>> jnp.log2(scale), scale * 1e-4 * 2**4  # float16 ends at 65504
-      (Array(25., dtype=float32), Array(53687.09, dtype=float32))
-      >>> jls.set_loss_scale(jls.dynamic().init(), scale).loss_scale == scale
-      Array(True, dtype=bool)
-
-    References:
-      Micikevicius et al., Mixed Precision Training, ICLR 2018, arXiv:1710.03740,
-      section 3.2: a factor whose product with the largest gradient is below 65504.
-    """
-    bits = _validate.host_number("headroom", headroom, "from 0 to 126", 0.0, 126.0)
-    edge = edges(dtype).overflow
-    fraction, exponent = math.frexp(edge.value / 2.0**bits)
-    # Significands from here on overflow at a scale with which smaller ones do not.
-    first = math.ldexp(fraction, 24)
-    first = math.floor(first) + 1 if edge.ties_below else math.ceil(first)
-    return _largest_fit(named_floats(grads)[1], first, exponent)
-
-
 def measure_small(state: Any, grads: Any, dtype: Any) -> dict[str, Array]:
     """Whether `grads` are too small for the loss scale of `state`, in numbers.
 
@@ -188,12 +135,10 @@ def measure_small(state: Any, grads: Any, dtype: Any) -> dict[str, Array]:
       small: `f32[]`, the share of the nonzero finite values that are below the smallest
         normal number of `dtype` once scaled.
       all_zero: `bool[]`, whether there are values, and all of them are 0.
-      suggested_scale: `f32[]`, see `suggest_scale`.
     """
     leaves = named_floats(grads)[1]
     small, all_zero = _small_share(leaves, loss_scale(state), edges(dtype))
-    suggested = suggest_scale(grads, dtype=dtype)
-    return {"small": small, "all_zero": all_zero, "suggested_scale": suggested}
+    return {"small": small, "all_zero": all_zero}
 
 
 @functools.partial(jax.jit, static_argnums=4)
@@ -273,16 +218,3 @@ def _small_share(
             others += jnp.sum(~is_finite(pattern), dtype=jnp.float32)
     size = sum(leaf.size for leaf in map(jnp.asarray, leaves))
     return few / jnp.maximum(many, 1.0), (many + others == 0) & (size > 0)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _largest_fit(leaves: list[Any], first: int, exponent: int) -> Array:
-    largest = jnp.uint32(0)
-    for leaf in leaves:
-        for pattern in magnitudes(leaf):
-            key = jnp.where(is_finite(pattern), pattern, jnp.uint32(0))
-            largest = jnp.maximum(largest, count_true([], [key])[1][0])
-    significand, leading = normalized(largest)
-    power = exponent - 1 - leading - (significand >= first).astype(jnp.int32)
-    scale = jnp.ldexp(jnp.float32(1.0), jnp.clip(power, -126, 126))
-    return jnp.where(largest == 0, jnp.float32(INIT_SCALE), scale)

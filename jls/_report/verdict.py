@@ -44,7 +44,6 @@ class Small(NamedTuple):
 
     small: float  # the share below the smallest normal number, once scaled
     all_zero: bool  # every gradient is
-    suggested_scale: float
     dtype: str
 
 
@@ -668,7 +667,7 @@ def _dropping(facts: Facts) -> str:
 )
 def _underflow(facts: Facts) -> str:
     assert facts.small is not None, "the verdict needs it"
-    share, all_zero, suggested, dtype = facts.small
+    share, all_zero, dtype = facts.small
     if all_zero:
         return (
             f"all gradients are 0. Either all of them were too small for {dtype}, or "
@@ -679,16 +678,14 @@ def _underflow(facts: Facts) -> str:
         f"{share:.0%} of the gradients are too small for {dtype} at the loss scale of "
         f"{facts.scale}, and lose precision or vanish. "
     )
-    if suggested > facts.loss_scale:
-        grow = ", or let the scaler grow sooner or further (growth_interval, max_scale)"
-        return (
-            f"{fact}jls.suggest_scale proposes {scale_in_words(suggested)}: set it "
-            f"with jls.set_loss_scale{'' if facts.is_static else grow}"
-        )
-    other = "use bfloat16, or " if dtype != "bfloat16" else ""
+    if dtype == "bfloat16":
+        return f"{fact}Compute the part with the smallest ones in float32"
+    grow = ", or let the scaler grow sooner or further (growth_interval, max_scale)"
     return (
-        f"{fact}A larger scale leaves no room for the largest ones: {other}compute the "
-        "part with the smallest ones in float32"
+        f"{fact}print(jls.calibrate(step, ...)) says which scale is the largest, and "
+        "what vanishes at that one too. Set the scale with "
+        f"jls.set_loss_scale{'' if facts.is_static else grow}; for the rest use "
+        "bfloat16, or compute it in float32"
     )
 
 

@@ -89,7 +89,8 @@ def cautious(
       `jls.max_abs` of the true gradients.
 
     Raises:
-      TypeError, ValueError: see `jls.dynamic` and `jls.suggest_scale`.
+      TypeError, ValueError: see `jls.dynamic`; also if `dtype` is not floating point,
+        or `headroom` out of range.
 
     Example:
       >>> scaler = jls.cautious(8.0, growth_interval=2, headroom=0.0)

@@ -133,11 +133,11 @@ def recent_max(
 ) -> LossScaler[RecentMaxState]:
     """Returns a scaler that sets the loss scale from recent gradient maxima.
 
-    The scale is what `jls.suggest_scale` would propose, at the same headroom, for the
-    largest gradient of the last `window` to 2 * `window` finite steps. It is right from
-    the second step on, and goes down as soon as gradients grow, before they overflow:
-    no step is skipped as long as gradients grow by less than 2**headroom from one step
-    to the next.
+    The scale is the largest power of two at which the largest gradient of the last
+    `window` to 2 * `window` finite steps, times 2**headroom, is finite. It is right
+    from the second step on, and goes down as soon as gradients grow, before they
+    overflow: no step is skipped as long as gradients grow by less than 2**headroom from
+    one step to the next.
 
     It sees only the gradients of the parameters, as `jls.cautious` does; the headroom
     has to cover those of the activations too. If it does not, gradients overflow, and

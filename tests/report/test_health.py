@@ -313,11 +313,11 @@ def test_large_scales_print_as_powers_of_two():
             {},
             "underflow",
             "^25% of the gradients are too small for float16 at the loss scale of 8, "
-            "and lose precision or vanish. jls.suggest_scale proposes 2\\^11",
+            "and lose precision or vanish. print\\(jls.calibrate\\(step, ...\\)\\)",
         ),
         (jnp.array([1.0, 1e-3, 1e-6, 1e-2, 0.0]), {"max_small": 0.25}, "ok", ""),
         (jnp.array([1e-6, 1.0]), {"dtype": jnp.bfloat16}, "ok", ""),
-        (jnp.array([2000.0, 1e-6]), {}, "underflow", "use bfloat16, or compute the"),
+        (jnp.array([2000.0, 1e-6]), {}, "underflow", "use bfloat16, or compute it"),
         (jnp.full(3, 1e-9), {}, "underflow", "^100% of the gradients"),
         (jnp.zeros(3), {}, "underflow", "^all gradients are 0. Either all of them"),
         (jnp.full(3, jnp.nan), {}, "ok", ""),
@@ -347,7 +347,6 @@ def test_the_small_share_is_that_of_underflow():
     expected = float(shares.vanished[1] + shares.subnormal[1])
     assert numbers["small"] == pytest.approx(expected)
     assert 0.1 < expected < 0.9
-    assert numbers["suggested_scale"] == jls.suggest_scale(grads)
 
 
 def test_the_edge_of_the_small_is_where_rounding_gives_a_normal_number():

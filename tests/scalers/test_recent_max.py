@@ -49,7 +49,7 @@ def test_a_scale_set_out_of_bounds_follows_the_rule(start):
     assert_follows(jls.recent_max, reference.recent_max, DEFAULTS, state, SEQUENCES)
 
 
-def test_the_scale_is_the_one_that_suggest_scale_gives():
+def test_the_scale_is_the_largest_that_leaves_the_headroom():
     scaler = jls.recent_max(max_scale=2.0**100, min_scale=2.0**-100, headroom=4.0)
     magnitudes = np.logspace(-20, 20, 400).astype(np.float32)
 
@@ -57,8 +57,9 @@ def test_the_scale_is_the_one_that_suggest_scale_gives():
         return scaler.adjust(scaler.init(), largest).loss_scale
 
     ours = jax.vmap(scale_after)(jnp.asarray(magnitudes))
-    suggested = [jls.suggest_scale(largest) for largest in magnitudes]
-    np.testing.assert_array_equal(ours, np.array(suggested))
+    room = np.asarray(ours, np.float64) * magnitudes.astype(np.float64) * 2.0**4
+    assert (room < 65520).all()  # from there on float16 rounds to inf
+    assert (2 * room >= 65520).all()
 
 
 def test_every_scale_leaves_the_headroom_and_is_a_power_of_two():

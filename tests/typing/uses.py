@@ -132,7 +132,6 @@ assert_type(jls.nonfinite_report(params), NonfiniteReport)
 assert_type(jls.nonfinite_report(params).bad, tuple[LeafReport, ...])
 assert_type(jls.underflow(opt_state, params, dtype=jnp.bfloat16), Underflow)
 assert_type(jls.underflow(1024.0, params).total, UnderflowShares)
-assert_type(jls.suggest_scale(params, headroom=2), jax.Array)
 assert_type(jls.History().line(), str)
 
 
