@@ -84,21 +84,21 @@ def calibrate(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Calibratio
     """
     _validate.traceable("step", step)
     with settings():
-        return _Search(Case("jls.calibrate", step, args, kwargs), step, args).result()
+        return _Search(
+            Case("jls.calibrate", step, args, kwargs), step, (args, kwargs)
+        ).result()
 
 
 class _Search:
     """One step and one batch, at several loss scales."""
 
-    def __init__(
-        self, case: Case, step: Callable[..., Any], args: tuple[Any, ...]
-    ) -> None:
+    def __init__(self, case: Case, step: Callable[..., Any], arguments: Any) -> None:
         self.case = case
         self.at = _the_scale(case)
         leaf = np.asarray(case.leaves[self.at])
         self.now = float(np.max(leaf))
         case.leaves[self.at] = jnp.ones_like(leaf)  # a run multiplies it
-        self.bounds = _bounds(step, args)
+        self.bounds = _bounds(step, arguments)
         roots = [x for looked in case.looked for x in looked.before_update]
         self.roots = roots or list(case.results)
         self.narrow = narrow_after((case.root, self._scale_input()), self.roots)
@@ -293,10 +293,10 @@ def _the_scale(case: Case) -> int:
     )
 
 
-def _bounds(step: Callable[..., Any], args: tuple[Any, ...]) -> Bounds | None:
+def _bounds(step: Callable[..., Any], arguments: Any) -> Bounds | None:
     """The least and the largest scale of the scaler; None if they are not known."""
     found = set[Bounds]()
-    for scaler in scalers_in(step, args):
+    for scaler in scalers_in(step, arguments):
         known = scaler.hyperparameters
         ends: list[Any] = [known.get(name) for name in ("min_scale", "max_scale")]
         if not all(is_array(x) and np.ndim(x) == 0 for x in ends):

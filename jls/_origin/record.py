@@ -19,7 +19,7 @@ from jax import Array, lax
 
 from jls._origin.measure import ends
 from jls._program.frames import Frame, Variable, behind
-from jls._program.jaxprs import is_inexact
+from jls._program.jaxprs import is_inexact, is_literal
 from jls._program.replay import TAKEN, ZERO, Records, Seen, replay
 from jls._program.rules import UNCHANGED
 from jls._program.walk import Site
@@ -116,9 +116,12 @@ class Recorded:
             around = beside - (site.numbers[beside] == TAKEN)
             is_wanted = site.numbers[:around] in self._wanted
             return Seen(results, ends_of(results) if is_wanted else None)
+        equation = site.equation
+        if results and all(map(is_literal, equation.invars)):
+            # Of numbers alone, such as a mask: XLA would take seconds to fold them.
+            results = lax.optimization_barrier(tuple(results))
         if site.numbers not in self._wanted:
             return Seen(results)
-        equation = site.equation
         if all(as_large_as(equation, i) is not None for i in range(len(results))):
             return Seen(results)
         self._count += 1

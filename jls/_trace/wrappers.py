@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scalers of the optimizers that a user's step holds."""
 
+import dis
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jls._nnx import is_optimizer
 from jls._step import WrapperUpdate
 from jls._types import LossScaler
 
@@ -15,14 +16,13 @@ _LIBRARIES = ("jax", "jls", "optax", "flax", "equinox", "haiku", "numpy")
 _MOST = 2**12  # a step that holds more is not searched to its end
 
 
-def scalers_in(step: Callable[..., Any], args: tuple[Any, ...]) -> list[LossScaler]:
+def scalers_in(step: Any, arguments: Any) -> list[LossScaler]:
     """The scalers of all wrappers that a step holds, or the states among its arguments.
 
-    It looks into closures, into what the step calls by name, and into the optimizers of
-    Flax's states. Nothing is called.
+    It looks into closures, defaults, bound methods, the globals that the step reads,
+    and the optimizers that Flax's states hold. Nothing is called.
     """
-    held = [getattr(x, "tx", None) for x in args if _holds_optimizer(x)]
-    left: list[Any] = [step, *held]
+    left: list[Any] = [step, arguments]
     seen: dict[int, Any] = {}
     found: list[LossScaler] = []
     while left and len(seen) < _MOST:
@@ -37,25 +37,36 @@ def scalers_in(step: Callable[..., Any], args: tuple[Any, ...]) -> list[LossScal
     return found
 
 
-def _holds_optimizer(argument: Any) -> bool:
-    return is_optimizer(argument) or hasattr(argument, "apply_gradients")
-
-
 def _held_by(part: Any) -> Iterator[Any]:
-    if isinstance(part, tuple | list):
+    if isinstance(part, types.ModuleType | type):
+        return
+    if isinstance(part, Mapping):
+        yield from part.values()
+    elif isinstance(part, tuple | list):
         yield from part
     elif isinstance(part, functools.partial):
         yield from (part.func, *part.args, *part.keywords.values())
     elif inspect.ismethod(part):
-        yield from (part.__func__, part.__self__)
+        yield part.__func__
+        yield from getattr(part.__self__, "__dict__", {}).values()
     elif inspect.isfunction(part):
         yield from _cells(part)
+        yield from part.__defaults__ or ()
+        yield from (part.__kwdefaults__ or {}).values()
         if (part.__module__ or "").partition(".")[0] not in _LIBRARIES:
-            names = part.__code__.co_names
+            names = _globals_of(part.__code__)
             yield from (part.__globals__[x] for x in names if x in part.__globals__)
-    wrapped = getattr(part, "__wrapped__", None)  # of a jitted function
-    if wrapped is not None:
-        yield wrapped
+    fields = getattr(part, "__dict__", {})  # not of an object that makes up attributes
+    for name in ("tx", "__wrapped__"):  # of Flax's states, of a jitted function
+        if name in fields:
+            yield fields[name]
+
+
+def _globals_of(code: types.CodeType) -> set[str]:
+    """The names of globals that a function reads, or a function in it."""
+    names = {x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL"}
+    inner = (x for x in code.co_consts if isinstance(x, types.CodeType))
+    return names.union(*map(_globals_of, inner))
 
 
 def _cells(function: Any) -> Iterator[Any]:
