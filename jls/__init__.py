@@ -60,6 +60,9 @@ from jls._origin.why import why as why
 from jls._report.sync import check_in_sync as check_in_sync
 from jls._types import JlsWarning as JlsWarning
 
+# No batch is lost to the loss scale, on the host.
+from jls._report.requeue import requeue as requeue
+
 # Pure functions, for training loops without optax.
 from jls._scale import scale as scale
 from jls._scale import unscale as unscale
