@@ -58,10 +58,8 @@ from jls._report.underflow import suggest_scale as suggest_scale
 from jls._audit.check import check_step as check_step
 from jls._origin.why import why as why
 from jls._report.sync import check_in_sync as check_in_sync
-from jls._types import JlsWarning as JlsWarning
-
-# No batch is lost to the loss scale, on the host.
 from jls._report.requeue import requeue as requeue
+from jls._types import JlsWarning as JlsWarning
 
 # Pure functions, for training loops without optax.
 from jls._scale import scale as scale

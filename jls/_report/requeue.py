@@ -305,15 +305,11 @@ def requeue(
           params, opt_state, report = step(params, opt_state, batch)
           queue.observe(report)
 
-    What happens to a batch, by the reason of its step:
+    What becomes of a batch, by the `jls.types.SkipReason` of its step::
 
-    ============================  =====================================================
-    `jls.types.SkipReason`
-    ============================  =====================================================
-    `NONE`                        it was used
-    `GRADIENTS`                   it comes again, before any new batch
-    `LOSS`, `UPDATES`, `SPIKE`    it is bad: no loss scale can mend it
-    ============================  =====================================================
+      NONE                   it was used
+      GRADIENTS              it comes again, before any new batch
+      LOSS, UPDATES, SPIKE   it is bad: no loss scale can mend it
 
     A retry counts if another batch was applied since the try before, or if the scale is
     no lower than after that try. After `retries` of them the batch is bad too. So at
