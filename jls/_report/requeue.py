@@ -108,9 +108,9 @@ class BatchQueue(Iterator[BatchT]):
             self._current = self._take()
         elif not self._is_entered_anew:
             raise ValueError(
-                "each batch must be observed before the next, got none for batch "
-                f"{self._current.index}: call queue.observe(report) once after each "
-                "step. A prefetcher has to stand before the queue, not after it: "
+                f"batch {self._current.index} must be observed before the next is "
+                "handed out, got no report of its step: call queue.observe(report) "
+                "once after each step. A prefetcher has to stand before the queue, not after it: "
                 "jls.requeue(prefetched)."
             )
         self._is_entered_anew = False
@@ -313,11 +313,14 @@ def requeue(
 
     A retry counts if another batch was applied since the try before, or if the scale is
     no lower than after that try. After `retries` of them the batch is bad too. So at
-    the start of a run a batch may come as often as the scale has to come down; a
-    gradient that is NaN at any scale costs no more than `retries` further backoffs; and
-    the queue comes to an end with any scaler, also a static one. A loss that is not
-    finite is only known as such if the step was given it: `jls.train_step` does so, to
-    `jls.apply_gradients` pass `value=loss`.
+    the start of a run a batch may come as often as the scale has to come down; and the
+    queue comes to an end with any scaler, also a static one. A gradient that is NaN at
+    any scale costs no more than `retries` further backoffs while other batches are
+    applied between its tries. With `lag=0`, and at the end of the data, none is: there
+    it brings the scale down to the scaler's `min_scale`.
+
+    A loss that is not finite is known as such if the step was given it:
+    `jls.train_step` does so; to `jls.apply_gradients` pass `value=loss`.
 
     Flags are read `lag` steps late, so that the device always has a step to run; only
     at the end of the data the queue waits for the last of them. Batches are held, not

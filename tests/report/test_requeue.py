@@ -108,6 +108,7 @@ def played(fates, step, **options):
     queue, tries = jls.requeue(data(), **options), []
     for batch in queue:
         tries.append((batch.index, *step(fates[batch.index])))
+        assert len(tries) <= 99 * len(fates), "it does not end"
         assert len(alive) <= options["lag"] + options["keep"] + 1
         queue.observe(report_of(*tries[-1][1:]))
         assert len(alive) <= options["lag"] + options["keep"] + 1
@@ -181,6 +182,17 @@ def test_nan_gradient_costs_no_more_backoffs_than_retries():
         tries, queue = played(fates, run_of("dynamic"), lag=2, retries=retries, keep=8)
         assert [i for i, *_ in tries].count(5) == 1 + retries
         assert [(x.index, x.reason) for x in queue.bad] == [(5, SkipReason.GRADIENTS)]
+
+
+@pytest.mark.parametrize(("lag", "at"), [(0, 5), (2, 19)])
+def test_nan_gradient_with_nothing_between_its_tries_goes_down_to_the_floor(lag, at):
+    """With lag 0 none is ever between, and none at the end of the data."""
+    fates = [2.0**15] * 20
+    fates[at] = NAN_GRADIENTS
+    tries, queue = played(fates, run_of("dynamic"), lag=lag, retries=3, keep=8)
+    assert min(scale for *_, scale in tries) == DYNAMIC["min_scale"]
+    assert [(x.index, x.reason) for x in queue.bad] == [(at, SkipReason.GRADIENTS)]
+    assert len({i for i, reason, _ in tries if reason == "NONE"}) == 19
 
 
 def test_defaults_are_those_of_the_docstring():
@@ -485,7 +497,7 @@ class Interrupted(Logged):
     """Ctrl-C while the host waits for the device."""
 
     def __array__(self, dtype=None, copy=None):
-        if not self.log:
+        if "interrupted" not in self.log:
             self.log.append("interrupted")
             raise KeyboardInterrupt
         return super().__array__(dtype, copy)
@@ -504,6 +516,7 @@ def test_interrupt_while_a_flag_is_read_neither_loses_nor_repeats_a_step(lag):
                 queue.observe(report if is_first else report_of())
         except KeyboardInterrupt:
             pass
+    assert "interrupted" in report.skip_reason.log
     assert sorted(handed_out) == [0, 0, 1, 2, 3, 4]
     assert queue.requeued == 1
 
@@ -653,7 +666,7 @@ def test_each_batch_is_observed_once():
     assert next(queue) == "a"
     for _ in range(2):
         with pytest.raises(
-            ValueError, match=r"got none for batch 0: call queue.observe\(report\) once"
+            ValueError, match=r"^batch 0 must be observed before.*call queue.observe"
         ):
             next(queue)
     queue.observe(report_of())
