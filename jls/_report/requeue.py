@@ -110,8 +110,8 @@ class BatchQueue(Iterator[BatchT]):
             raise ValueError(
                 f"batch {self._current.index} must be observed before the next is "
                 "handed out, got no report of its step: call queue.observe(report) "
-                "once after each step. A prefetcher has to stand before the queue, not after it: "
-                "jls.requeue(prefetched)."
+                "once after each step. A prefetcher has to stand before the queue, not "
+                "after it: jls.requeue(prefetched)."
             )
         self._is_entered_anew = False
         self._handed_out += 1
