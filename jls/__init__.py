@@ -58,6 +58,7 @@ from jls._audit.check import check_step as check_step
 from jls._origin.calibrate import calibrate as calibrate
 from jls._origin.why import why as why
 from jls._report.sync import check_in_sync as check_in_sync
+from jls._report.requeue import requeue as requeue
 from jls._types import JlsWarning as JlsWarning
 
 # Pure functions, for training loops without optax.

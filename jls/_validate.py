@@ -96,20 +96,20 @@ def lowering_factor(name: str, value: Any) -> Any:
     return number(name, value, "in (0, 1)", SMALLEST, just_below)
 
 
-def interval(name: str, value: Any) -> Any:
-    """A count of optimizer steps, an integer that fits int32."""
+def interval(name: str, value: Any, low: int = 1) -> Any:
+    """A count, such as of optimizer steps: an integer that fits int32."""
     if is_unchecked(value):
         return _whole(name, value)
     if not (is_real(value) and hasattr(value, "__index__")):
         raise TypeError(
             f"{name} must be an integer, got {type(value).__name__} {value!r}."
         )
-    if not 1 <= value < 2**31:
-        raise ValueError(f"{name} must be from 1 to 2^31 - 1, got {value!r}.")
+    if not low <= value < 2**31:
+        raise ValueError(f"{name} must be from {low} to 2^31 - 1, got {value!r}.")
     return int(value)
 
 
-def host_interval(name: str, value: Any) -> int:
+def host_interval(name: str, value: Any, low: int = 1) -> int:
     """Like `interval`, for Python to count with: not a tracer."""
     if is_unchecked(value):
         try:
@@ -119,7 +119,7 @@ def host_interval(name: str, value: Any) -> int:
                 f"{name} must be an integer known before tracing, got an array of "
                 f"{value.dtype}{list(value.shape)}. Pass a Python number."
             ) from None
-    return interval(name, value)
+    return interval(name, value, low)
 
 
 def limit(headroom: Any, dtype: Any) -> Any:

@@ -15,6 +15,8 @@ from jls._origin.result import Why as Why
 from jls._origin.twin import Cotangent as Cotangent
 from jls._program.places import Place as Place
 from jls._report.health import Health as Health
+from jls._report.requeue import BadBatch as BadBatch
+from jls._report.requeue import BatchQueue as BatchQueue
 from jls._report.underflow import Underflow as Underflow
 from jls._report.underflow import UnderflowShares as UnderflowShares
 from jls._report.verdict import Verdict as Verdict

@@ -38,6 +38,7 @@ LAWS = "tests/promises/test_scaler_laws.py"
 STEP = "tests/promises/test_step.py"
 PROMISES = "tests/promises/test_promises.py"
 RUNS = "tests/promises/test_faults.py"
+REQUEUED = "tests/report/test_requeue.py"
 ROLLBACK = "tests/promises/test_rollback.py"
 
 
@@ -418,6 +419,80 @@ WHY = [
     ),
 ]
 
+REQUEUE = [
+    Fault(
+        "a retry counts only if another batch was applied",
+        "jls/_report/requeue.py",
+        "held.counted += others_passed or not scale < held.scale",
+        "held.counted += others_passed",
+        (REQUEUED,),
+    ),
+    Fault(
+        "a retry counts only if the scale stays",
+        "jls/_report/requeue.py",
+        "held.counted += others_passed or not scale < held.scale",
+        "held.counted += not scale < held.scale",
+        (REQUEUED,),
+    ),
+    Fault(
+        "a scale of NaN is lower than another",
+        "jls/_report/requeue.py",
+        "not scale < held.scale",
+        "scale >= held.scale",
+        (REQUEUED,),
+    ),
+    Fault(
+        "the first try of a batch counts",
+        "jls/_report/requeue.py",
+        "        if held.scale is not None:\n",
+        "        held.counted += held.scale is None\n"
+        "        if held.scale is not None:\n",
+        (REQUEUED,),
+    ),
+    Fault(
+        "a batch is tried once more than it may be",
+        "jls/_report/requeue.py",
+        "return held.counted < self._retries",
+        "return held.counted <= self._retries",
+        (REQUEUED,),
+    ),
+    Fault(
+        "a batch with a bad loss comes again",
+        "jls/_report/requeue.py",
+        "elif reason == SkipReason.GRADIENTS and",
+        "elif reason <= SkipReason.LOSS and",
+        (REQUEUED,),
+    ),
+    Fault(
+        "new batches come before those that come again",
+        "jls/_report/requeue.py",
+        "        if not self._waiting:\n            try:",
+        "        if True:\n            try:",
+        (REQUEUED,),
+    ),
+    Fault(
+        "a flag is read a step early",
+        "jls/_report/requeue.py",
+        "while len(self._unread) > self._lag:",
+        "while len(self._unread) >= max(self._lag, 1):",
+        (REQUEUED,),
+    ),
+    Fault(
+        "an interrupt of the wait lets the batch of a step that ran come again",
+        "jls/_report/requeue.py",
+        "        except Exception:\n            self._unread.pop()",
+        "        except BaseException:\n            self._unread.pop()",
+        (REQUEUED,),
+    ),
+    Fault(
+        "of several processes, one reads the flags of all",
+        "jls/_report/requeue.py",
+        "return array.addressable_data(0) if is_global else array",
+        "return array",
+        ("tests/processes/test_processes.py",),
+    ),
+]
+
 FAULTS = [
     *REDUCE,
     *SCALERS,
@@ -428,6 +503,7 @@ FAULTS = [
     *SPIKES,
     *TRAIN,
     *WHY,
+    *REQUEUE,
     *OTHERS,
 ]
 

@@ -3,6 +3,7 @@
 numpy only rounds each product to float32, as the device does.
 """
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -223,3 +224,39 @@ def spikes(signals, *, window, sigmas, budget=4, warmup=None, max_norm=math.inf)
                 if math.isfinite(values[row]):
                     seen[row].append(values[row])
         yield skip, found, float(tokens)
+
+
+def requeue(fates, step, *, lag, retries):
+    """What a loop does in which skipped batches come again.
+
+    `step(fate)` takes a step and returns the name of a skip reason, and the loss scale
+    after it.
+
+    Returns:
+      All tries in their order, as (batch, reason, scale); and the batches that are bad.
+    """
+    new, again, tries, bad = list(range(len(fates))), [], [], []
+
+    def is_over(last):
+        """Whether the try number `last` is the last one of its batch."""
+        ours = [i for i in range(last + 1) if tries[i][0] == tries[last][0]]
+        counted = 0
+        for before, after in itertools.pairwise(ours):
+            used_between = any(tries[i][1] == "NONE" for i in range(before, after))
+            comes_down = tries[after][2] < tries[before][2]
+            counted += used_between or not comes_down
+        return counted >= retries
+
+    decided = 0
+    while True:
+        while len(tries) - decided > lag or (decided < len(tries) and not again + new):
+            batch, reason, _ = tries[decided]
+            if reason == "GRADIENTS" and not is_over(decided):
+                again.append(batch)
+            elif reason != "NONE":
+                bad.append(batch)
+            decided += 1
+        if not again + new:
+            return tries, bad
+        batch = (again or new).pop(0)
+        tries.append((batch, *step(fates[batch])))

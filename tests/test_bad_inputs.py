@@ -62,6 +62,7 @@ params = {"w": jnp.ones(2), "b": jnp.ones(())}
 optimizer = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(8.0))
 opt_state = optimizer.init(params)
 scaler_state = jls.dynamic(8.0).init()
+*_, step_report = jls.apply_gradients(optimizer, params, opt_state, params)
 history = jls.History()
 history.append({"loss": 1.0, "loss_scale": 2.0})
 
@@ -85,6 +86,12 @@ def right_step(params, opt_state, batch):
         opt_state, params
     )
     return jls.apply_gradients(optimizer, grads, opt_state, params, value=loss)
+
+
+def observe(report):
+    queue = jls.requeue([1.0])
+    next(queue)
+    queue.observe(report)
 
 
 def check_step(**options):
@@ -259,6 +266,8 @@ CASES = {
     ),
     "atomic": (atomic, {"optimizer": nnx_optimizer, "model": model}),
     "why": (why, {"fun": jnp.sqrt}),
+    "requeue": (jls.requeue, defaults(jls.requeue, batches=[1.0])),
+    "requeue.observe": (observe, {"report": step_report}),
     "check_step": (check_step, {"step": right_step, "carried_args": None}),
     **{
         f"{name}.adjust": adjusting(make())
@@ -372,6 +381,9 @@ TAKES = {
     ("History.to_csv", "file"): {"text"},
     ("History.from_csv", "file"): {"text"},
     ("train_step", "learning_rate"): {"None", "2.5", "dict", "float32", "int32"},
+    ("requeue", "batches"): {"text", "list", "dict", "array", "vector", "integers"},
+    ("requeue", "lag"): {"0"},
+    ("requeue", "keep"): {"0"},
 }
 # What the error calls an argument, if not by its name.
 CALLED = {

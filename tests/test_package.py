@@ -181,6 +181,7 @@ def test_public_names_are_those_of_the_contract():
         "params_ema",
         "presets",
         "recent_max",
+        "requeue",
         "scale",
         "select",
         "set_loss_scale",
@@ -204,6 +205,8 @@ def test_types_are_those_of_the_contract():
     assert sorted(names) == [
         "AdaptiveState",
         "AdjustFn",
+        "BadBatch",
+        "BatchQueue",
         "Birth",
         "Calibration",
         "CarryingTrainStep",

@@ -149,6 +149,35 @@ def train(optimizer, make_step, sharding):
     }
 
 
+def requeued():
+    """Which batches were tried, which were used, and which are bad."""
+    optimizer = optimizer_of()
+    params = {name: put(array, WHOLE) for name, array in PARAMS.items()}
+    opt_state, tries, used = optimizer.init(params), [], []
+    step = jax.jit(jls.train_step(loss_fn, optimizer))
+    worse = X.copy()
+    worse[0, 0] = np.nan
+    queue = jls.requeue(enumerate([X, BAD, X[::-1], worse, -X, X]))
+    for index, x in queue:
+        params, opt_state, report = step(params, opt_state, put(x, SPLIT))
+        queue.observe(report)
+        tries.append(index)
+        used += [] if report.skipped else [index]
+    bad = [(bad.index, bad.reason.name) for bad in queue.bad]
+    # As jax.pmap returns it: each process can only read its own part.
+    ones = put(np.ones(MESH.size, np.int32), SPLIT)
+    by_device = jls.requeue(["comes again"], lag=0)
+    next(by_device)
+    by_device.observe(report._replace(skip_reason=ones, loss_scale=ones))
+    return {
+        "tries": tries,
+        "used": used,
+        "bad": bad,
+        "params": as_hex(params),
+        "by device": by_device.outstanding(),
+    }
+
+
 def unbound_axis():
     params = put(PARAMS["w"], SPLIT)
     optimizer = optimizer_of(axis_name="rows")
@@ -219,6 +248,7 @@ if __name__ == "__main__":
         "fsdp": train(optimizer_of(), jitted, SPLIT),
         "shard_map": train(optimizer_of(axis_name="d"), mapped, SPLIT),
         "unbound": unbound_axis(),
+        "requeued": requeued(),
         "spiking": spiking(),
         "out of sync": out_of_sync(),
         "check": check_of_global_arrays() if PROCESSES > 1 else None,

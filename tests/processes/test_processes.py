@@ -145,6 +145,15 @@ def test_processes_take_one_decision_on_a_spike(one_or_more):
     assert all(seen["spiking"] == single["spiking"] for seen in run(one_or_more))
 
 
+def test_processes_hand_out_the_same_batches_again(one_or_more):
+    (single,) = run(1)
+    assert single["requeued"]["tries"].count(1) > 1
+    assert single["requeued"]["bad"] == [[3, "LOSS"]]
+    assert sorted(single["requeued"]["used"]) == [0, 1, 2, 4, 5]
+    assert single["requeued"]["by device"] == [[0, "comes again"]]
+    assert all(seen["requeued"] == single["requeued"] for seen in run(one_or_more))
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_state_that_differs_is_named(processes):
     rule = "must be the same on all devices, got"

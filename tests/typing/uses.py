@@ -11,6 +11,8 @@ from flax.training.train_state import TrainState
 import jls
 from jls.types import (
     AdaptiveState,
+    BadBatch,
+    BatchQueue,
     Health,
     LeafReport,
     LossScaledState,
@@ -133,6 +135,17 @@ assert_type(jls.nonfinite_report(params).bad, tuple[LeafReport, ...])
 assert_type(jls.underflow(opt_state, params, dtype=jnp.bfloat16), Underflow)
 assert_type(jls.underflow(1024.0, params).total, UnderflowShares)
 assert_type(jls.History().line(), str)
+
+# The batches keep their type.
+queue = jls.requeue([batch, batch], lag=0)
+assert_type(queue, BatchQueue[jax.Array])
+for next_batch in queue:
+    assert_type(next_batch, jax.Array)
+    assert_type(queue.observe(plain_report), None)
+assert_type(queue.bad, tuple[BadBatch[jax.Array], ...])
+assert_type(queue.bad[0].batch, jax.Array)
+assert_type(queue.bad[0].reason, SkipReason)
+assert_type(queue.outstanding(), tuple[tuple[int, jax.Array], ...])
 
 
 # A scaler of one's own.

@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches that were skipped for the loss scale come again."""
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+
+from jls import _validate
+from jls._text import describe
+from jls._types import SkipReason, StepReport
+
+BatchT = TypeVar("BatchT")
+
+
+class BadBatch(NamedTuple, Generic[BatchT]):
+    """A batch that `jls.requeue` has given up, and why.
+
+    Example:
+      >>> jls.types.BadBatch(3, jnp.ones(2), jls.types.SkipReason.LOSS).reason.name
+      'LOSS'
+    """
+
+    # From 0, its place in the data.
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]
+    batch: BatchT
+    reason: SkipReason  # of its last try
+
+
+@dataclasses.dataclass
+class _Held(Generic[BatchT]):
+    """A batch that may come again, and what its tries have shown."""
+
+    index: int
+    batch: BatchT
+    scale: float | None = None  # after its last try; None before the first
+    applied: int = 0  # how many steps had been applied by then
+    counted: int = 0  # how many of its retries count
+
+
+class _Step(NamedTuple):
+    """A step whose flag was not read yet; arrays on the device."""
+
+    held: _Held
+    skip_reason: Any
+    loss_scale: Any
+
+
+class BatchQueue(Iterator[BatchT]):
+    """The batches of a run, some of them more than once: what `jls.requeue` returns.
+
+    An iterator. Call `observe` once after each step.
+
+    To enter a loop over it anew, as after an interrupt in a notebook, hands out once
+    more the batch that was not observed, if there is one: it is not known whether its
+    step ran.
+
+    Example:
+      >>> jls.requeue([1, 2, 3])
+      BatchQueue(0 handed out, 0 requeued, 0 bad, 0 waiting)
+    """
+
+    def __init__(
+        self, batches: Iterable[BatchT], *, lag: int, retries: int, keep: int
+    ) -> None:
+        self._lag, self._retries = lag, retries
+        self._batches = iter(batches)
+        self._taken = 0  # out of the data
+        self._current: _Held[BatchT] | None = None  # handed out and not observed
+        self._is_entered_anew = False
+        self._unread: deque[_Step] = deque()
+        self._waiting: deque[_Held[BatchT]] = deque()  # to come again
+        self._known: deque[Any] = deque(maxlen=lag + 1)  # flags of the last reports
+        self._applied = 0
+        self._bad: deque[BadBatch[BatchT]] = deque(maxlen=keep)
+        self._handed_out = self._requeued = self._bad_count = 0
+
+    @property
+    def bad(self) -> tuple[BadBatch[BatchT], ...]:
+        """The last batches that were given up, `keep` of them at most; oldest first."""
+        return tuple(self._bad)
+
+    @property
+    def bad_count(self) -> int:
+        """How many batches were given up."""
+        return self._bad_count
+
+    @property
+    def requeued(self) -> int:
+        """How many times a batch came again because its step was skipped."""
+        return self._requeued
+
+    def __repr__(self) -> str:
+        return (
+            f"BatchQueue({self._handed_out} handed out, {self._requeued} requeued, "
+            f"{self._bad_count} bad, {len(self._waiting)} waiting)"
+        )
+
+    def __iter__(self) -> Iterator[BatchT]:
+        self._is_entered_anew = self._current is not None
+        return self
+
+    def __next__(self) -> BatchT:
+        if self._current is None:
+            self._current = self._take()
+        elif not self._is_entered_anew:
+            raise ValueError(
+                f"batch {self._current.index} must be observed before the next is "
+                "handed out, got no report of its step: call queue.observe(report) "
+                "once after each step. A prefetcher has to stand before the queue, not "
+                "after it: jls.requeue(prefetched)."
+            )
+        self._is_entered_anew = False
+        self._handed_out += 1
+        return self._current.batch
+
+    def _take(self) -> _Held[BatchT]:
+        """The next batch: what comes again goes first."""
+        if not self._waiting:
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                self._batches = iter(())
+            else:
+                self._taken += 1
+                return _Held(self._taken - 1, batch)
+        while self._unread and not self._waiting:
+            self._read_oldest()
+        if not self._waiting:
+            raise StopIteration
+        self._requeued += 1
+        return self._waiting.popleft()
+
+    def observe(self, report: StepReport) -> None:
+        """Takes the report of the step on the batch that was handed out last.
+
+        It starts to copy one number to the host, and reads that of the step `lag` steps
+        before, which decides about the batch of that step. Nothing else of the report
+        is read, but the loss scale of steps that were skipped.
+
+        Args:
+          report: the `jls.types.StepReport` of the step.
+
+        Raises:
+          TypeError: if it is no `StepReport`.
+          ValueError: if there is no batch to observe, if the report is traced or that
+            of an earlier step, if it holds several runs, or if the step has donated the
+            batch. The queue is then as it was.
+
+        Example:
+          >>> optimizer = jls.loss_scaled(optax.sgd(0.5), jls.dynamic(1024.0))
+          >>> params = jnp.ones(2)
+          >>> opt_state = optimizer.init(params)
+          >>> queue = jls.requeue([{"w": 1.0}], lag=0)
+          >>> batch = next(queue)
+          >>> params, opt_state, report = jls.apply_gradients(
+          ...     optimizer, jnp.full(2, jnp.inf), opt_state, params
+          ... )
+          >>> queue.observe(report)
+          >>> queue
+          BatchQueue(1 handed out, 0 requeued, 0 bad, 1 waiting)
+          >>> next(queue) is batch
+          True
+        """
+        held = self._current
+        if held is None:
+            since = "since the last call" if self._handed_out else "yet"
+            raise ValueError(
+                "queue.observe(report) must be called once after each step, got a "
+                f"report though no batch was handed out {since}."
+            )
+        self._check(report, held)
+        with _reading():
+            flag, scale = _local(report.skip_reason), _local(report.loss_scale)
+            if hasattr(flag, "copy_to_host_async"):
+                flag.copy_to_host_async()
+        # First of all: an interrupt may end the wait below, and the step has run.
+        self._unread.append(_Step(held, flag, scale))
+        self._current, self._is_entered_anew = None, False
+        try:
+            while len(self._unread) > self._lag:
+                self._read_oldest()
+        except Exception:
+            self._unread.pop()
+            self._current = held
+            raise
+        self._known.append(report.skip_reason)
+
+    def outstanding(self) -> tuple[tuple[int, BatchT], ...]:
+        """Returns the batches that still have to come again, for a checkpoint.
+
+        They are what a run that resumes from the present state of the data would lose.
+        Save them beside it, or their indices, and let them go first:
+        `jls.requeue(itertools.chain(saved, rest))`. The new queue counts from 0.
+
+        It waits for all steps so far. The same is decided about each of them as
+        otherwise, only earlier; so if several processes train, all have to call it.
+
+        Returns:
+          A tuple of pairs of an index and a batch, in the order in which they will
+          come. A batch that was handed out and not observed is the first of them.
+
+        Raises:
+          ValueError: if a report holds several runs.
+
+        Example:
+          >>> queue = jls.requeue(["a", "b"])
+          >>> batch = next(queue)
+          >>> queue.outstanding()
+          ((0, 'a'),)
+        """
+        while self._unread:
+            self._read_oldest()
+        current = [] if self._current is None else [self._current]
+        return tuple((held.index, held.batch) for held in (*current, *self._waiting))
+
+    def _check(self, report: Any, held: _Held) -> None:
+        if not isinstance(report, StepReport):
+            raise TypeError(
+                "report must be a jls.types.StepReport, as a step of jls.train_step or "
+                f"jls.apply_gradients returns it, got {describe(report)}. Write "
+                "params, opt_state, report = step(params, opt_state, batch), then "
+                "queue.observe(report)."
+            )
+        flag = report.skip_reason
+        read = {"skip_reason": flag, "loss_scale": report.loss_scale}
+        _validate.concrete("report", read)
+        # Arrays alone: Python has only one 0.
+        if _validate.is_unchecked(flag) and any(flag is known for known in self._known):
+            raise ValueError(
+                f"report must be of the step on batch {held.index}, got that of an "
+                "earlier step. Pass what the step on the last batch returned."
+            )
+        for leaf in jax.tree.leaves(held.batch):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise ValueError(
+                    f"batch {held.index} must be in memory, since it may come again, "
+                    "but was donated to the step: leave the batch out of "
+                    "donate_argnums."
+                )
+
+    def _read_oldest(self) -> None:
+        """Reads the flag of the oldest step that is not read, and decides."""
+        held, flag, loss_scale = self._unread[0]
+        reason = SkipReason(int(_read("skip_reason", flag)))
+        scale = 0.0
+        if reason == SkipReason.GRADIENTS:
+            scale = float(_read("loss_scale", loss_scale))
+        self._unread.popleft()
+        if reason == SkipReason.NONE:
+            self._applied += 1
+        elif reason == SkipReason.GRADIENTS and self._comes_again(held, scale):
+            self._waiting.append(held)
+        else:
+            self._bad_count += 1
+            self._bad.append(BadBatch(held.index, held.batch, reason))
+
+    def _comes_again(self, held: _Held, scale: float) -> bool:
+        """Counts a try that overflowed; whether there may be another."""
+        if held.scale is not None:
+            # What passes at this scale, or a scale that stays, says: it is the batch.
+            others_passed = self._applied > held.applied
+            held.counted += others_passed or not scale < held.scale
+        held.scale, held.applied = scale, self._applied
+        return held.counted < self._retries
+
+
+def _reading() -> Any:
+    """Lets a few bytes through where `jax.transfer_guard` forbids it by default."""
+    return jax.transfer_guard_device_to_host("allow")
+
+
+def _local(array: Any) -> Any:
+    """What this process has of it: of several processes, each has a copy."""
+    is_global = isinstance(array, jax.Array) and not array.is_fully_addressable
+    return array.addressable_data(0) if is_global else array
+
+
+def _read(name: str, array: Any) -> Any:
+    """The one value of an array, which may be there once for each device."""
+    with _reading():
+        values = np.unique(np.asarray(array))
+    if values.size != 1:
+        raise ValueError(
+            f"report.{name} must be one value, or the same on all devices of jax.pmap, "
+            f"got {values.tolist()}. Runs under jax.vmap differ in what they skip: "
+            "train each with a step and a queue of its own."
+        )
+    return values[0]
+
+
+def requeue(
+    batches: Iterable[BatchT], *, lag: int = 2, retries: int = 3, keep: int = 8
+) -> BatchQueue[BatchT]:
+    """Returns the batches, and hands out again those skipped for the loss scale.
+
+    A skipped step leaves everything as it was, so its batch can simply come again when
+    the scale has come down. The step itself is not changed::
+
+      queue = jls.requeue(batches)
+      for batch in queue:
+          params, opt_state, report = step(params, opt_state, batch)
+          queue.observe(report)
+
+    What becomes of a batch, by the `jls.types.SkipReason` of its step::
+
+      NONE                   it was used
+      GRADIENTS              it comes again, before any new batch
+      LOSS, UPDATES, SPIKE   it is bad: no loss scale can mend it
+
+    A retry counts if another batch was applied since the try before, or if the scale is
+    no lower than after that try. After `retries` of them the batch is bad too. So at
+    the start of a run a batch may come as often as the scale has to come down; and the
+    queue comes to an end with any scaler, also a static one. A gradient that is NaN at
+    any scale costs no more than `retries` further backoffs while other batches are
+    applied between its tries. With `lag=0`, and at the end of the data, none is: there
+    it brings the scale down to the scaler's `min_scale`.
+
+    A loss that is not finite is known as such if the step was given it:
+    `jls.train_step` does so; to `jls.apply_gradients` pass `value=loss`.
+
+    Flags are read `lag` steps late, so that the device always has a step to run; only
+    at the end of the data the queue waits for the last of them. Batches are held, not
+    copied: beside the one in the loop at most `lag + keep`. So the step must not donate
+    its batch.
+
+    With several processes each has its own queue, over its own part of the data, and
+    all decide the same, since their reports agree. Under `jax.pmap` reports have a
+    value for each device; they agree too.
+
+    If the data raises an error it goes through, and the next call goes on.
+
+    Args:
+      batches: any iterable. A prefetcher belongs here, before the queue.
+      lag: >= 0, how many steps late flags are read. 0 waits for every step.
+      retries: >= 1, after how many retries that count a batch is bad.
+      keep: >= 0, how many bad batches are kept, in `queue.bad`.
+
+    Returns:
+      A `jls.types.BatchQueue`, an iterator.
+
+    Raises:
+      TypeError: if `batches` cannot be iterated over, or if a number is no integer.
+      ValueError: if a number is out of range.
+
+    Example:
+      >>> optimizer = jls.loss_scaled(optax.sgd(0.5), jls.dynamic(1024.0))
+      >>> def loss_fn(params, batch):
+      ...     return jnp.sum(params * batch)
+      >>> step = jax.jit(jls.train_step(loss_fn, optimizer))
+      >>> params = jnp.ones(1)
+      >>> opt_state = optimizer.init(params)
+      >>> queue = jls.requeue([jnp.array([x]) for x in (1.0, 1e36, jnp.nan, 2.0)])
+      >>> for batch in queue:
+      ...     params, opt_state, report = step(params, opt_state, batch)
+      ...     queue.observe(report)
+      >>> queue
+      BatchQueue(6 handed out, 2 requeued, 1 bad, 0 waiting)
+      >>> [(bad.index, bad.reason.name) for bad in queue.bad]
+      [(2, 'LOSS')]
+    """
+    lag = _validate.host_interval("lag", lag, 0)
+    retries = _validate.host_interval("retries", retries)
+    keep = _validate.host_interval("keep", keep, 0)
+    try:
+        return BatchQueue(batches, lag=lag, retries=retries, keep=keep)
+    except TypeError as error:
+        raise TypeError(
+            f"batches must be iterable, got {describe(batches)}. Pass a list, a data "
+            "loader or a generator: jls.requeue(batches)."
+        ) from error
