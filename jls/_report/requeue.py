@@ -179,7 +179,7 @@ class BatchQueue(Iterator[BatchT]):
                 flag.copy_to_host_async()
         # First of all: an interrupt may end the wait below, and the step has run.
         self._unread.append(_Step(held, flag, scale))
-        self._current, self._is_entered_anew = None, False
+        self._current = None
         try:
             while len(self._unread) > self._lag:
                 self._read_oldest()

@@ -480,7 +480,14 @@ def test_batch_may_be_observed_after_an_interrupt():
     next(queue)
     assert iter(queue) is queue
     queue.observe(report_of())  # its step did run
-    assert drain(queue) == [1, 2]
+    next(queue)
+    with pytest.raises(ValueError, match="batch 1 must be observed"):
+        next(queue)
+    assert next(iter(queue)) == 1
+    with pytest.raises(ValueError, match="batch 1 must be observed"):
+        next(queue)
+    queue.observe(report_of())
+    assert drain(queue) == [2]
 
 
 def test_interrupt_after_a_step_was_observed_changes_nothing():
@@ -607,6 +614,9 @@ def test_reports_of_several_runs_are_refused(lag):
     assert repr(queue) == before
     assert queue._current.index == lag  # it can still be observed
     assert next(iter(queue)) == lag
+    if lag == 0:  # else the report is taken already
+        queue.observe(report_of())
+        assert drain(queue) == [1, 2, 3, 4]
 
 
 # Wrong arguments.
