@@ -562,6 +562,17 @@ def test_interrupted_and_resumed_run_uses_every_batch_once(lag, observes):
         assert sorted(used) == list(range(24))
 
 
+def test_first_that_was_skipped_is_the_first_that_comes_again():
+    queue, handed_out = jls.requeue(range(6), lag=3), []
+    for batch in queue:
+        is_skipped = len(handed_out) < 3
+        handed_out.append(batch)
+        queue.observe(report_of("GRADIENTS" if is_skipped else "NONE"))
+        if batch == 2 and is_skipped:
+            assert queue.outstanding() == ((0, 0), (1, 1), (2, 2))
+    assert handed_out == [0, 1, 2, 0, 1, 2, 3, 4, 5]
+
+
 def test_outstanding_does_not_change_what_is_decided():
     rng = np.random.default_rng(3)
     for _ in range(100):
