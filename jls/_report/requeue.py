@@ -179,7 +179,7 @@ class BatchQueue(Iterator[BatchT]):
                 flag.copy_to_host_async()
         # First of all: an interrupt may end the wait below, and the step has run.
         self._unread.append(_Step(held, flag, scale))
-        self._current, self._is_entered_anew = None, False
+        self._current = None
         try:
             while len(self._unread) > self._lag:
                 self._read_oldest()
@@ -193,8 +193,11 @@ class BatchQueue(Iterator[BatchT]):
         """Returns the batches that still have to come again, for a checkpoint.
 
         They are what a run that resumes from the present state of the data would lose.
-        Save them beside it, or their indices, and let them go first:
-        `jls.requeue(itertools.chain(saved, rest))`. The new queue counts from 0.
+        Save them beside it, or their indices, and hand them to the new queue first,
+        which counts from 0::
+
+          saved = [batch for _, batch in queue.outstanding()]
+          queue = jls.requeue(itertools.chain(saved, rest))
 
         It waits for all steps so far. The same is decided about each of them as
         otherwise, only earlier; so if several processes train, all have to call it.

@@ -480,7 +480,14 @@ def test_batch_may_be_observed_after_an_interrupt():
     next(queue)
     assert iter(queue) is queue
     queue.observe(report_of())  # its step did run
-    assert drain(queue) == [1, 2]
+    next(queue)
+    with pytest.raises(ValueError, match="batch 1 must be observed"):
+        next(queue)
+    assert next(iter(queue)) == 1
+    with pytest.raises(ValueError, match="batch 1 must be observed"):
+        next(queue)
+    queue.observe(report_of())
+    assert drain(queue) == [2]
 
 
 def test_interrupt_after_a_step_was_observed_changes_nothing():
@@ -555,6 +562,17 @@ def test_interrupted_and_resumed_run_uses_every_batch_once(lag, observes):
         assert sorted(used) == list(range(24))
 
 
+def test_first_that_was_skipped_is_the_first_that_comes_again():
+    queue, handed_out = jls.requeue(range(6), lag=3), []
+    for batch in queue:
+        is_skipped = len(handed_out) < 3
+        handed_out.append(batch)
+        queue.observe(report_of("GRADIENTS" if is_skipped else "NONE"))
+        if batch == 2 and is_skipped:
+            assert queue.outstanding() == ((0, 0), (1, 1), (2, 2))
+    assert handed_out == [0, 1, 2, 0, 1, 2, 3, 4, 5]
+
+
 def test_outstanding_does_not_change_what_is_decided():
     rng = np.random.default_rng(3)
     for _ in range(100):
@@ -607,6 +625,9 @@ def test_reports_of_several_runs_are_refused(lag):
     assert repr(queue) == before
     assert queue._current.index == lag  # it can still be observed
     assert next(iter(queue)) == lag
+    if lag == 0:  # else the report is taken already
+        queue.observe(report_of())
+        assert drain(queue) == [1, 2, 3, 4]
 
 
 # Wrong arguments.
