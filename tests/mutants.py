@@ -421,17 +421,26 @@ WHY = [
 
 REQUEUE = [
     Fault(
-        "a retry counts only if another batch was applied",
+        "a retry counts only if others pass",
         "jls/_report/requeue.py",
-        "held.counted += others_passed or not scale < held.scale",
-        "held.counted += others_passed",
+        "held.counted += others_pass or not scale < held.scale",
+        "held.counted += others_pass",
         (REQUEUED,),
     ),
     Fault(
         "a retry counts only if the scale stays",
         "jls/_report/requeue.py",
-        "held.counted += others_passed or not scale < held.scale",
+        "held.counted += others_pass or not scale < held.scale",
         "held.counted += not scale < held.scale",
+        (REQUEUED,),
+    ),
+    Fault(
+        "a retry counts only if a batch was applied in between",
+        "jls/_report/requeue.py",
+        "            self._passed = scale  # the gradients were finite\n",
+        "            self._passed = scale\n"
+        "        if reason == SkipReason.GRADIENTS:\n"
+        "            self._passed = 0.0\n",
         (REQUEUED,),
     ),
     Fault(
@@ -459,8 +468,8 @@ REQUEUE = [
     Fault(
         "a batch with a bad loss comes again",
         "jls/_report/requeue.py",
-        "elif reason == SkipReason.GRADIENTS and",
-        "elif reason <= SkipReason.LOSS and",
+        "if reason == SkipReason.GRADIENTS and",
+        "if reason <= SkipReason.LOSS and",
         (REQUEUED,),
     ),
     Fault(

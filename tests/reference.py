@@ -242,9 +242,14 @@ def requeue(fates, step, *, lag, retries):
         ours = [i for i in range(last + 1) if tries[i][0] == tries[last][0]]
         counted = 0
         for before, after in itertools.pairwise(ours):
-            used_between = any(tries[i][1] == "NONE" for i in range(before, after))
+            passed = [
+                scale
+                for _, reason, scale in tries[:after]
+                if reason not in ("GRADIENTS", "LOSS")
+            ]
+            others_pass = passed and tries[after - 1][2] <= passed[-1]
             comes_down = tries[after][2] < tries[before][2]
-            counted += used_between or not comes_down
+            counted += bool(others_pass or not comes_down)
         return counted >= retries
 
     decided = 0

@@ -2,6 +2,7 @@
 """Batches that were skipped for the loss scale come again."""
 
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -37,7 +38,6 @@ class _Held(Generic[BatchT]):
     index: int
     batch: BatchT
     scale: float | None = None  # after its last try; None before the first
-    applied: int = 0  # how many steps had been applied by then
     counted: int = 0  # how many of its retries count
 
 
@@ -74,7 +74,8 @@ class BatchQueue(Iterator[BatchT]):
         self._unread: deque[_Step] = deque()
         self._waiting: deque[_Held[BatchT]] = deque()  # to come again
         self._known: deque[Any] = deque(maxlen=lag + 1)  # flags of the last reports
-        self._applied = 0
+        self._scale = math.inf  # after the last step of which the flag is read
+        self._passed = 0.0  # after the last of these with finite gradients
         self._bad: deque[BadBatch[BatchT]] = deque(maxlen=keep)
         self._handed_out = self._requeued = self._bad_count = 0
 
@@ -137,9 +138,9 @@ class BatchQueue(Iterator[BatchT]):
     def observe(self, report: StepReport) -> None:
         """Takes the report of the step on the batch that was handed out last.
 
-        It starts to copy one number to the host, and reads that of the step `lag` steps
-        before, which decides about the batch of that step. Nothing else of the report
-        is read, but the loss scale of steps that were skipped.
+        It starts to copy two numbers to the host, the skip reason and the loss scale,
+        and reads those of the step `lag` steps before, which decide about the batch of
+        that step. Nothing else of the report is read.
 
         Args:
           report: the `jls.types.StepReport` of the step.
@@ -175,8 +176,9 @@ class BatchQueue(Iterator[BatchT]):
         self._check(report, held)
         with _reading():
             flag, scale = _local(report.skip_reason), _local(report.loss_scale)
-            if hasattr(flag, "copy_to_host_async"):
-                flag.copy_to_host_async()
+            for array in (flag, scale):
+                if hasattr(array, "copy_to_host_async"):
+                    array.copy_to_host_async()
         # First of all: an interrupt may end the wait below, and the step has run.
         self._unread.append(_Step(held, flag, scale))
         self._current = None
@@ -249,25 +251,26 @@ class BatchQueue(Iterator[BatchT]):
         """Reads the flag of the oldest step that is not read, and decides."""
         held, flag, loss_scale = self._unread[0]
         reason = SkipReason(int(_read("skip_reason", flag)))
-        scale = 0.0
-        if reason == SkipReason.GRADIENTS:
-            scale = float(_read("loss_scale", loss_scale))
+        scale = float(_read("loss_scale", loss_scale))
         self._unread.popleft()
+        tried_at, self._scale = self._scale, scale
+        if reason not in (SkipReason.GRADIENTS, SkipReason.LOSS):
+            self._passed = scale  # the gradients were finite
         if reason == SkipReason.NONE:
-            self._applied += 1
-        elif reason == SkipReason.GRADIENTS and self._comes_again(held, scale):
+            return
+        if reason == SkipReason.GRADIENTS and self._comes_again(held, tried_at, scale):
             self._waiting.append(held)
         else:
             self._bad_count += 1
             self._bad.append(BadBatch(held.index, held.batch, reason))
 
-    def _comes_again(self, held: _Held, scale: float) -> bool:
+    def _comes_again(self, held: _Held, tried_at: float, scale: float) -> bool:
         """Counts a try that overflowed; whether there may be another."""
         if held.scale is not None:
             # What passes at this scale, or a scale that stays, says: it is the batch.
-            others_passed = self._applied > held.applied
-            held.counted += others_passed or not scale < held.scale
-        held.scale, held.applied = scale, self._applied
+            others_pass = tried_at <= self._passed
+            held.counted += others_pass or not scale < held.scale
+        held.scale = scale
         return held.counted < self._retries
 
 
@@ -314,13 +317,12 @@ def requeue(
       GRADIENTS              it comes again, before any new batch
       LOSS, UPDATES, SPIKE   it is bad: no loss scale can mend it
 
-    A retry counts if another batch was applied since the try before, or if the scale is
-    no lower than after that try. After `retries` of them the batch is bad too. So at
-    the start of a run a batch may come as often as the scale has to come down; and the
-    queue comes to an end with any scaler, also a static one. A gradient that is NaN at
-    any scale costs no more than `retries` further backoffs while other batches are
-    applied between its tries. With `lag=0`, and at the end of the data, none is: there
-    it brings the scale down to the scaler's `min_scale`.
+    A retry counts if other batches pass at its loss scale: if the last step with finite
+    gradients left that scale or a higher one. It counts too if the scale does not come
+    down. After `retries` of them the batch is bad. So at the start of a run, while
+    nothing passes, a batch may come as often as the scale has to come down; later a
+    gradient that is NaN at any scale costs `retries` further backoffs at most; and the
+    queue comes to an end with any scaler, also a static one.
 
     A loss that is not finite is known as such if the step was given it:
     `jls.train_step` does so; to `jls.apply_gradients` pass `value=loss`.

@@ -184,15 +184,25 @@ def test_nan_gradient_costs_no_more_backoffs_than_retries():
         assert [(x.index, x.reason) for x in queue.bad] == [(5, SkipReason.GRADIENTS)]
 
 
-@pytest.mark.parametrize(("lag", "at"), [(0, 5), (2, 19)])
-def test_nan_gradient_with_nothing_between_its_tries_goes_down_to_the_floor(lag, at):
-    """With lag 0 none is ever between, and none at the end of the data."""
+@pytest.mark.parametrize(
+    ("lag", "at"), [(0, 1), (0, 5), (0, 19), (1, 18), (2, 0), (2, 5), (2, 18), (2, 19)]
+)
+def test_a_nan_gradient_costs_the_same_wherever_it_is(lag, at):
+    """Also where nothing is applied between its tries: with lag 0, and at the end."""
     fates = [2.0**15] * 20
     fates[at] = NAN_GRADIENTS
     tries, queue = played(fates, run_of("dynamic"), lag=lag, retries=3, keep=8)
-    assert min(scale for *_, scale in tries) == DYNAMIC["min_scale"]
+    assert [i for i, *_ in tries].count(at) == 4
+    assert min(scale for *_, scale in tries) >= 2.0**11
     assert [(x.index, x.reason) for x in queue.bad] == [(at, SkipReason.GRADIENTS)]
-    assert len({i for i, reason, _ in tries if reason == "NONE"}) == 19
+
+
+def test_before_anything_has_passed_only_the_floor_ends_a_nan_gradient():
+    fates = [NAN_GRADIENTS, 1.0]
+    tries, queue = played(fates, run_of("dynamic"), lag=0, retries=3, keep=8)
+    assert min(scale for *_, scale in tries) == DYNAMIC["min_scale"]
+    assert [i for i, *_ in tries] == [0] * (15 + 3 + 0) + [1]
+    assert queue.bad_count == 1
 
 
 def test_defaults_are_those_of_the_docstring():
@@ -322,14 +332,14 @@ def test_flag_is_read_lag_steps_late_and_nothing_else_is(lag):
                 )
             )
             judged = steps - lag
-            expected = [f"copy flag {steps}"]
-            expected += [f"read flag {judged}"] if judged >= 0 else []
-            expected += [f"read scale {judged}"] if judged == 3 else []
-            assert log == expected
+            expected = [f"copy flag {steps}", f"copy scale {steps}"]
+            late = [f"read flag {judged}", f"read scale {judged}"]
+            assert log == expected + (late if judged >= 0 else [])
             steps += 1
             del log[:]
     assert steps == 13
-    assert log == [f"read flag {i}" for i in range(13 - lag, 13)]
+    left = range(13 - lag, 13)
+    assert log == [f"read {what} {i}" for i in left for what in ("flag", "scale")]
 
 
 def test_only_the_flag_is_held_of_a_report():
