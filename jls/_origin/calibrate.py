@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jls.calibrate`: the largest loss scale at which a batch does not overflow."""
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,12 +9,12 @@ import numpy as np
 
 from jls import _validate
 from jls._origin.calibration import Calibration
-from jls._origin.measure import Size
+from jls._origin.record import Recorded
 from jls._origin.trail import Birth, Constant, Made, Trail, Value
-from jls._origin.twin import Cotangent, Twin, narrow_after
-from jls._origin.why import Case, settings
-from jls._program.frames import Frame
-from jls._program.jaxprs import is_inexact, is_narrow
+from jls._origin.twin import Cotangent, Elements, Lost, Twin, narrow_after
+from jls._origin.why import Bad, Case, settings
+from jls._program.frames import Frame, Variable, behind
+from jls._program.jaxprs import is_narrow
 from jls._program.places import Place, is_transposed, place_of
 from jls._text import scale_in_words
 from jls._trace.wrappers import scalers_in
@@ -101,6 +100,7 @@ class _Search:
         self.bounds = _bounds(step, arguments)
         roots = [x for looked in case.looked for x in looked.before_update]
         self.roots = roots or list(case.results)
+        self.on_the_way = behind(self.roots)
         self.narrow = narrow_after((case.root, self._scale_input()), self.roots)
 
     def _scale_input(self) -> Any:
@@ -109,29 +109,37 @@ class _Search:
     def result(self) -> Calibration:
         if not self.narrow:
             return Calibration(1.0, notes=(self._why_none(),))
-        ceiling = self._ceiling()
+        if not self._is_finite(_LOWEST):
+            raise self._never_finite()
+        following = self._following()
+        if following is None:
+            return Calibration(1.0, notes=(self._why_none(),))
+        ceiling = self._ceiling() if following else None
         if ceiling is None:
-            return Calibration(self.now, notes=(_ALL_ZERO,))
+            note = _NO_CEILING if following else _ALL_ZERO
+            return Calibration(
+                self.now, overflows=self._overflows(self.now), notes=(note,)
+            )
         init_scale, note = self._start(ceiling)
-        trail = self._run(2 * ceiling)
-        above = self.case.explain(trail, self.case.bad_roots(trail), None)
-        found = self._cotangents(init_scale)
-        vanishing = sorted(
-            ((x.place, x.vanishing) for x in found if x.vanishing),
-            key=lambda pair: -pair[1],
-        )
+        limit = self._limit(ceiling)
+        found = self._cotangents(following, init_scale)
+        shares: dict[Place, float] = {}
+        for x in found:
+            shares[x.place] = max(x.vanishing, shares.get(x.place, 0.0))
+        vanishing = sorted(shares.items(), key=lambda pair: -pair[1])
+        notes = [self._about_now(ceiling), note, _about_limit(limit)]
         return Calibration(
             init_scale=init_scale,
             ceiling=ceiling,
-            limited_by=above.births[0].place if above.births else None,
+            limited_by=limit,
             overflows=self._overflows(init_scale),
-            vanishing=tuple(vanishing),
-            notes=tuple(filter(None, [self._about_now(ceiling), note])),
+            vanishing=tuple(pair for pair in vanishing if pair[1]),
+            notes=tuple(filter(None, notes)),
             cotangents=tuple(found),
         )
 
-    def _run(self, scale: float) -> Trail:
-        return self.case.run(scale, at=[self.at])
+    def _run(self, scale: float, program: Recorded | None = None) -> Trail:
+        return self.case.run(scale, at=[self.at], program=program)
 
     def _is_finite(self, exponent: int) -> bool:
         return not self.case.bad_roots(self._run(2.0**exponent))
@@ -139,8 +147,6 @@ class _Search:
     def _ceiling(self) -> float | None:
         """The largest power of two that is finite; None if all are."""
         low, high = _LOWEST, _HIGHEST
-        if not self._is_finite(low):
-            raise self._never_finite()
         if self._is_finite(high):
             return None
         while high - low > 1:
@@ -150,6 +156,21 @@ class _Search:
             else:
                 high = middle
         return 2.0**low
+
+    def _limit(self, ceiling: float) -> Place | None:
+        """What overflows first at twice the ceiling, and does not at the ceiling."""
+        trail, below = self._run(2 * ceiling), self._run(ceiling)
+        bad = self.case.bad_roots(trail)
+        for birth in trail.births([x.value for x in bad]):
+            made = birth.origin
+            if isinstance(made, Made):
+                atom = made.site.equation.outvars[made.result]
+                value = Value(made.frame, atom, made.rounds)
+                if not below.is_bad(value):
+                    bad = [Bad(value, "", 0, None)]
+                    break
+        births = self.case.explain(trail, bad, None).births
+        return births[0].place if births else None
 
     def _start(self, ceiling: float) -> tuple[float, str]:
         """The scale to start with, and what is to be said of the scaler's bounds."""
@@ -170,72 +191,101 @@ class _Search:
     def _about_now(self, ceiling: float) -> str:
         if self.now <= ceiling:
             return ""
-        halvings = math.ceil(math.log2(self.now / ceiling))
-        steps = "One step" if halvings == 1 else f"{halvings} steps"
         return (
-            f"The scale is {scale_in_words(self.now)} now. {steps} would be skipped on "
-            "the way down"
+            f"The scale is {scale_in_words(self.now)} now, "
+            f"{scale_in_words(self.now / ceiling)} times too high for this batch"
         )
 
     # What float16 loses.
 
-    def _cotangents(self, scale: float) -> list[Cotangent]:
-        """Spread of the float16 values that are proportional to the loss scale."""
-        counted = [x for x in self.narrow if x[1].aval.dtype == jnp.float16]
-        twin = Twin(self.case.traced.program, self.case.root, self.roots, counted)
-        self.twin = self.case.run(scale, at=[self.at], program=twin)
-        doubled = self.case.run(2 * scale, at=[self.at], program=twin)
+    def _following(self) -> list[Variable] | None:
+        """What doubles with the scale in float32; [] if all is 0, None if nothing does.
+
+        What was divided by the scale comes after it too, and does not double.
+        """
+        self.twin = Twin(
+            self.case.traced.program,
+            self.case.root,
+            self.roots,
+            [x for x in self.narrow if x[1].aval.dtype == jnp.float16],
+        )
+        runs = [self._run(scale, self.twin).records for scale in (2.0**10, 2.0**11)]
+        pairs = [[self.twin.largest(run, x) for run in runs] for x in self.narrow]
+        following = [
+            variable
+            for variable, (one, other) in zip(self.narrow, pairs, strict=True)
+            if other > 1.5 * one
+        ]
+        is_zero = not any(other for _, other in pairs)
+        return following if following or is_zero else None
+
+    def _cotangents(self, following: list[Variable], scale: float) -> list[Cotangent]:
+        """The float16 values that are proportional to the loss scale."""
+        records = self._run(scale, self.twin).records
         found = []
-        for variable in counted:
-            one = twin.spread(self.twin.records, variable)
-            other = twin.spread(doubled.records, variable)
-            if one and other and other.largest > 1.5 * one.largest:
-                frame, atom = variable
+        for variable in following:
+            frame, atom = variable
+            spread = self.twin.spread(records, variable)
+            if spread is not None:
                 found.append(
                     Cotangent(
                         place=_place(frame, frame.makers[atom].number),
-                        largest=one.largest / scale,
-                        vanishing=float(one.vanishing),
-                        shares=tuple(one.shares.tolist()),
+                        largest=spread.largest / scale,
+                        vanishing=spread.vanishing,
+                        shares=spread.shares,
                     )
                 )
         return found
 
     def _overflows(self, scale: float) -> tuple[Place, ...]:
-        """Where float16 overflows on the way to the loss, and it matters."""
+        """Where float16 overflows on the way to the loss, and it matters.
+
+        An inf that goes on to the loss leaves no scale finite. One that an operation
+        ends, such as 1 / x, matters if the result is not that of float32.
+        """
         trail = self._run(scale)
         ends = [
-            value
+            end
             for frame in self.case.root.all()
             for number in range(len(frame.jaxpr.eqns))
-            for value in self._lost_inf(trail, frame, number)
+            for end in self._ends_of_inf(trail, frame, number)
+        ]
+        if not ends:
+            return ()
+        program, root = self.case.traced.program, self.case.root
+        elements = Elements(program, root, ends)
+        narrow, wide = (
+            self._run(scale, x).records
+            for x in (elements, Elements(program, root, ends, wide=True))
+        )
+        lost = [
+            value
+            for end in ends
+            if elements.are_lost(end, narrow, wide)
+            for value in trail.in_every_round(end.frame, end.operand)
+            if trail.is_bad(value)
         ]
         places = [
             _place(birth.origin.frame, birth.origin.number)
-            for birth in trail.births(ends)
+            for birth in trail.births(lost)
             if isinstance(birth.origin, Made) and self._is_of_data(trail, birth)
         ]
         return tuple(dict.fromkeys(places))
 
-    def _lost_inf(self, trail: Trail, frame: Frame, number: int) -> Iterator[Value]:
-        """Operands of an operation with an inf that its results show no more.
-
-        Where they are not what they would be in float32.
-        """
+    def _ends_of_inf(self, trail: Trail, frame: Frame, number: int) -> Iterator[Lost]:
+        """An operation of the forward pass that may give numbers for an inf."""
         equation = frame.jaxpr.eqns[number]
         floats = [x for x in equation.invars if is_narrow(x)]
         if not floats or frame.called(number) or is_transposed(frame.site_of(number)):
             return
-        results = [x for x in equation.outvars if is_inexact(x)]
-        for operand in floats:
-            for value in trail.in_every_round(frame, operand):
-                if trail.is_bad(value):
-                    pairs = (
-                        (trail.size(made), self.twin.size(made))
-                        for made in (Value(frame, x, value.rounds) for x in results)
-                    )
-                    if any(_differ(*pair) for pair in pairs):
-                        yield value
+        for i, result in enumerate(equation.outvars):
+            if (frame, result) in self.on_the_way:
+                for operand in floats:
+                    rounds = trail.in_every_round(frame, operand)
+                    if _is_elementwise(operand, result) and any(
+                        map(trail.is_bad, rounds)
+                    ):
+                        yield Lost(frame, number, i, operand)
 
     def _is_of_data(self, trail: Trail, birth: Birth) -> bool:
         """Whether an overflow is of the data, not of a number like -1e9 in a mask."""
@@ -270,10 +320,23 @@ class _Search:
 
 
 _ALL_ZERO = (
-    "Nothing overflows up to a loss scale of 2^126: all that follows the scale is 0, "
-    "or nearly. So this batch says nothing about it, and the scale stays. Is the loss "
-    "constant, or are all units dead?"
+    "All float16 gradients of this batch are 0, in float32 too. So it says nothing "
+    "about the loss scale, which stays. The loss may be constant, or all units dead"
 )
+_NO_CEILING = (
+    "Nothing overflows up to a loss scale of 2^126: the gradients of this batch are "
+    "tiny, or clipped on their way. The scale stays"
+)
+
+
+def _about_limit(limit: Place | None) -> str:
+    """What to do if it is no line of the user's: JAX casts the scale to the loss."""
+    if limit is None or limit.file:
+        return ""
+    return (
+        "It is the loss itself that is float16, and the scale is cast to it. Compute "
+        "the loss in float32: jnp.mean(error.astype(jnp.float32))"
+    )
 
 
 def _the_scale(case: Case) -> int:
@@ -309,9 +372,9 @@ def _place(frame: Frame, number: int) -> Place:
     return place_of(frame.site_of(number))
 
 
-def _differ(narrow: Size, wide: Size) -> bool:
-    """Whether numbers are finite, and not those that float32 gives."""
-    if narrow.is_bad or wide.is_bad:
-        return False
-    room = wide.magnitude / 16
-    return abs(narrow.high - wide.high) > room or abs(narrow.low - wide.low) > room
+def _is_elementwise(operand: Any, result: Any) -> bool:
+    """Whether an element of a result may be of one element of an operand."""
+    one, other = operand.aval.shape, result.aval.shape
+    return len(one) == len(other) and all(
+        n in (1, m) for n, m in zip(one, other, strict=True)
+    )

@@ -44,13 +44,13 @@ class Calibration(NamedTuple):
         right they overflow. The row that limits the scale is marked. Needs Matplotlib.
 
         Args:
-          axes: two of Matplotlib's Axes, for a loss scale of 1 and for `init_scale`, or
-            None.
+          axes: one of Matplotlib's Axes, or None.
 
         Returns:
           The Figure.
 
         Raises:
+          TypeError: if `axes` is something else.
           ValueError: if there is nothing to draw: no float16 follows the loss scale.
           ImportError: without Matplotlib.
 
@@ -58,9 +58,10 @@ class Calibration(NamedTuple):
           >>> made.plot().savefig("calibration.png")  # doctest: +SKIP
         """
         if not self.cotangents:
+            reason = self.notes[0] if self.notes else "Only float16 is drawn"
             raise ValueError(
                 "There is nothing to draw: no float16 follows the loss scale. "
-                f"{''.join(self.notes[:1])}."
+                f"{reason}."
             )
         try:
             from jls._origin.calibration_plot import plot
@@ -72,36 +73,44 @@ class Calibration(NamedTuple):
     def __str__(self) -> str:
         if self.ceiling is None:
             note = "".join(self.notes[:1])
-            return "\n".join(wrapped(f"jls.calibrate: {note[:1].lower()}{note[1:]}."))
+            lines = wrapped(f"jls.calibrate: {note[:1].lower()}{note[1:]}.")
+            return "\n".join([*lines, *self._overflows_in_lines()])
         start = scale_in_words(self.init_scale)
         most, above = map(scale_in_words, (self.ceiling, 2 * self.ceiling))
+        limit = self.limited_by if self.limited_by and self.limited_by.file else None
         lines = wrapped(
             f"jls.calibrate: start with a loss scale of {start}. This batch allows "
-            f"{most}; at {above} float16 overflows, first here:"
+            f"{most}; at {above} float16 overflows{', first here:' if limit else '.'}"
         )
-        if self.limited_by is not None:
-            lines += ["", *place_in_lines(self.limited_by)]
-            lines += wrapped(f"  {self.limited_by.operation}")
+        if limit:
+            lines += ["", *place_in_lines(limit), *wrapped(f"  {limit.operation}")]
         for note in self.notes:
             lines += ["", *wrapped(f"{note}.")]
-        if self.overflows:
-            text = (
-                "Keep these lines in float32. They overflow float16 in the forward "
-                "pass, which no loss scale mends, and what follows is finite and wrong:"
-            )
-            lines += ["", *wrapped(text), *_list(map(place_in_words, self.overflows))]
+        lines += self._overflows_in_lines()
         shares = [pair for pair in self.vanishing if pair[1] >= _WORTH_SAYING]
         if shares:
             text = (
                 f"At {start} these gradients vanish in part. Another scale would not "
                 "help: compute them in float32 if they matter."
             )
-            items = (f"{share:.0%}  {place_in_words(at)}" for at, share in shares)
+            largest = dict[str, float]()  # of each line
+            for at, share in shares:
+                largest.setdefault(place_in_words(at), share)
+            items = [f"{share:.0%}  {words}" for words, share in largest.items()]
             lines += ["", *wrapped(text), *_list(items)]
         number = format_number(self.init_scale)
         return "\n".join(
             [*lines, "", f"Write: opt_state = jls.set_loss_scale(opt_state, {number})"]
         )
+
+    def _overflows_in_lines(self) -> list[str]:
+        if not self.overflows:
+            return []
+        text = (
+            "Keep these lines in float32. They overflow float16 in the forward "
+            "pass, which no loss scale mends, and what follows is finite and wrong:"
+        )
+        return ["", *wrapped(text), *_list(map(place_in_words, self.overflows))]
 
     def __repr__(self) -> str:
         return str(self)

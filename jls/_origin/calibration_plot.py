@@ -18,7 +18,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 from jls._origin.twin import HIGHEST, LOWEST, Cotangent
-from jls._program.places import Place
+from jls._program.places import Place, line_of_cell
 from jls._text import format_scale
 
 BLACK, GREY, BLUE, RED = "#000000", "#777777", "#0072B2", "#D55E00"
@@ -215,7 +215,7 @@ def _names(places: Sequence[Place]) -> list[str]:
 def _line(place: Place | None) -> str:
     if place is None or not place.file:
         return "line not known"
-    return f"{Path(place.file).name}:{place.line}"
+    return line_of_cell(place) or f"{Path(place.file).name}:{place.line}"
 
 
 def _share_below(row: _Row, exponent: int) -> float:

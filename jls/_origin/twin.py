@@ -21,7 +21,8 @@ from jls._origin.record import Recorded, as_large_as, ends_of
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import is_literal, is_narrow
 from jls._program.places import Place
-from jls._program.replay import Rounds, floats_of, key_of
+from jls._program.replay import Rounds, Seen, floats_of, key_of
+from jls._program.rules import CHOICES, MOVES
 from jls._program.walk import Site
 
 LOWEST, HIGHEST = -25, 15  # the powers of two whose numbers float16 does not lose
@@ -49,7 +50,7 @@ class Spread(NamedTuple):
 
     largest: float  # magnitude
     vanishing: float  # the share of those that are not 0 that round to 0 in float16
-    shares: np.ndarray  # f64[41]  the share of each power of two, from LOWEST
+    shares: tuple[float, ...]  # 41: the share of each power of two, from LOWEST
 
 
 class Twin(Recorded):
@@ -94,21 +95,121 @@ class Twin(Recorded):
         frame, atom = variable
         number, result = frame.makers[atom]
         key = (*frame.site.numbers, number)
-        for part in key:
-            records = records.get(part) if isinstance(records, dict) else None
-        if isinstance(records, Rounds):
-            records = records.bad
-        if records is None:
+        rows = _rows(records, key)
+        if rows is None or result not in self._counted.get(key, ()):
             return None
         size = len(frame.jaxpr.eqns[number].outvars)
-        rows = floats_of(records.reshape(-1, records.shape[-1]))
         place = 2 * size + 2 * _COUNTS * sorted(self._counted[key]).index(result)
         counts = rows[:, place : place + 2 * _COUNTS : 2].astype(np.float64).sum(0)
-        largest = float(np.abs(rows[:, 2 * result : 2 * result + 2]).max())
         present = counts[1:].sum()
-        if not (present and math.isfinite(largest)):
+        if not present:
             return None
-        return Spread(largest, counts[1] / present, counts[2:-1] / present)
+        shares = counts / present
+        largest = self.largest(records, variable)
+        return Spread(largest, float(shares[1]), tuple(shares[2:-1].tolist()))
+
+    def largest(self, records: Any, variable: Variable) -> float:
+        """The largest magnitude of a variable in one run; 0 if it is not recorded."""
+        frame, atom = variable
+        number, result = frame.makers[atom]
+        rows = _rows(records, (*frame.site.numbers, number))
+        ends = None if rows is None else rows[:, 2 * result : 2 * result + 2]
+        return 0.0 if ends is None else float(np.abs(ends).max(initial=0.0))
+
+
+class Lost(NamedTuple):
+    """A result of an operation in which an inf of an operand may end."""
+
+    frame: Frame
+    number: int  # of the operation
+    result: int
+    operand: Any  # of the shape of the result, or broadcast to it
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        return (*self.frame.site.numbers, self.number)
+
+
+class Elements(Recorded):
+    """A program with all elements of some operations, of operands and results.
+
+    Args:
+      program: a jaxpr.
+      root: its frame.
+      ends: the operations.
+      wide: whether it is computed in float32.
+    """
+
+    def __init__(
+        self, program: Any, root: Frame, ends: Iterable[Lost], wide: bool = False
+    ) -> None:
+        self._ends: dict[tuple[int, ...], list[Lost]] = {}
+        for end in ends:
+            self._ends.setdefault(end.key, []).append(end)
+        results = [x for every in self._ends.values() for x in map(_result_of, every)]
+        super().__init__(program, root, results)
+        self.WIDE = wide
+
+    def _watch(self, site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> Seen:
+        arrays = []
+        for end in self._ends.get(site.numbers, ()):
+            operand = inputs[site.equation.invars.index(end.operand)]
+            result = results[end.result]
+            arrays += [result, jnp.broadcast_to(operand, result.shape)]
+        if not arrays:
+            return Seen(results)
+        flat = [jnp.ravel(x).astype(jnp.float32) for x in arrays]
+        return Seen(results, key_of(jnp.concatenate(flat)))
+
+    def are_lost(self, end: Lost, narrow: Any, wide: Any) -> bool:
+        """Whether an inf ends there in a number that float32 does not give.
+
+        Args:
+          end: one of the operations.
+          narrow: what was recorded of a run as it is.
+          wide: what was recorded of a run in float32.
+        """
+        one, other = (_rows(records, end.key) for records in (narrow, wide))
+        if one is None or other is None:
+            return False
+        _, result = _result_of(end)
+        size = math.prod(result.aval.shape)
+        start = 2 * size * self._ends[end.key].index(end)
+        (made, operand), (right, _) = (
+            np.split(x[:, start : start + 2 * size].astype(np.float64), 2, axis=1)
+            for x in (one, other)
+        )
+        ended = ~np.isfinite(operand) & np.isfinite(made) & np.isfinite(right)
+        if not ended.any():
+            return False
+        largest = np.abs(right[np.isfinite(right)]).max()
+        made, right = made[ended], right[ended]
+        name = end.frame.jaxpr.eqns[end.number].primitive.name
+        if name in CHOICES or name in MOVES:  # of another operand, that was rounded
+            room = largest / 16
+        else:
+            room = np.maximum(np.abs(right) / 4, max(_NEGLIGIBLE * largest, 2.0**-24))
+        return bool((np.abs(made - right) > room).any())
+
+
+# Beside the largest number of an array. Where exp(x) overflows, 1 / (1 + exp(x)) is
+# below 2**-16; where a square does, its inverse root is 2**-8 and less.
+_NEGLIGIBLE = 2.0**-13
+
+
+def _result_of(end: Lost) -> Variable:
+    return end.frame, end.frame.jaxpr.eqns[end.number].outvars[end.result]
+
+
+def _rows(records: Any, key: tuple[int, ...]) -> np.ndarray | None:
+    """What was recorded of an operation, a row for each round: `f32[rounds, n]`."""
+    for part in key:
+        records = records.get(part) if isinstance(records, dict) else None
+    if isinstance(records, Rounds):
+        records = records.bad
+    if records is None:
+        return None
+    return floats_of(records.reshape(-1, records.shape[-1]))
 
 
 _COUNTS = _BINS + 3
@@ -123,7 +224,9 @@ def _counts(x: Array) -> Array:
     sample = jnp.abs(flat[::step] if step > 1 else flat).astype(jnp.float32)
     _, exponent = jnp.frexp(sample)  # 1 for 1.0
     inside = jnp.clip(exponent - 1, LOWEST - 1, HIGHEST + 1) - LOWEST + 2
-    bins = jnp.where(sample == 0, 0, inside)
+    # The lowest power itself is half of the least number: it rounds to the even 0.
+    bins = jnp.where(sample <= 2.0**LOWEST, 1, inside)
+    bins = jnp.where(sample == 0, 0, bins)
     return jnp.zeros(_COUNTS, jnp.float32).at[bins].add(jnp.float32(1.0))
 
 

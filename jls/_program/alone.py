@@ -32,8 +32,8 @@ def run_alone(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> list[Any]:
 
 def widened(value: Any) -> Any:
     """The same numbers in float32, if they are in a narrower dtype."""
-    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
-    return jnp.asarray(value, jnp.float32) if is_array and is_narrow(value) else value
+    # The numbers in a program are of a class of its own in some versions of JAX.
+    return jnp.asarray(value, jnp.float32) if is_narrow(value) else value
 
 
 def run_wide(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -59,9 +59,11 @@ def run_wide(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> list[Any]:
 
 def _try_wide(equation: Any, inputs: Sequence[Any]) -> list[Any] | None:
     """The same with float32 in its parameters; None if that is another operation."""
-    if programs_in(equation):  # they are in the narrow dtype
-        return None
     params = {name: _wide_dtype(x) for name, x in equation.params.items()}
+    if programs_in(equation):  # they are in the narrow dtype
+        if not equation.primitive.name.startswith("scatter"):
+            return None
+        params["update_jaxpr"] = _wide_program(params["update_jaxpr"])
     primitive = equation.primitive
     try:
         results = primitive.bind(*inputs, **params)
@@ -73,6 +75,25 @@ def _try_wide(equation: Any, inputs: Sequence[Any]) -> list[Any] | None:
         for x, atom in zip(results, equation.outvars, strict=True)
     )
     return results if is_same else None
+
+
+def _wide_program(jaxpr: Any) -> Any:
+    """A program without constants, such as the sum of two numbers, in float32."""
+
+    def run(*operands):
+        values = dict(zip(jaxpr.invars, operands, strict=True))
+
+        def read(atom):
+            return widened(atom.val) if is_literal(atom) else values[atom]
+
+        for equation in jaxpr.eqns:
+            results = run_wide(jaxpr, equation, list(map(read, equation.invars)))
+            values.update(zip(equation.outvars, results, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    avals = (x.aval for x in jaxpr.invars)
+    shapes = [jax.ShapeDtypeStruct(x.shape, _wide_dtype(x.dtype)) for x in avals]
+    return jax.make_jaxpr(run)(*shapes).jaxpr
 
 
 def _wide_dtype(value: Any) -> Any:
