@@ -93,7 +93,7 @@ PICTURES = {
     "01_quickstart": "underflow",
     "02_migrate": "cell-26",
     "03_my_loss_is_nan": "poster",
-    "04_scalers": "own",
+    "04_scalers": "calibrate-plot",
     "05_monitoring": "runs-plot",
     "06_scale_out": "drift",
     "07_spikes": "cost",

@@ -39,8 +39,8 @@ def calibrate(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Calibratio
     and run at several loss scales, so the `ceiling` is exact for this batch and this
     device: there the loss and all gradients are finite, at twice the scale one is not.
     Then its float32 twin is compiled and run: it shows which values float16 loses.
-    Nothing of yours is changed or donated. It takes about as long as compiling the step
-    ten times.
+    Nothing of yours is changed or donated. It takes about seven times as long as
+    compiling the step.
 
     It sees one batch. Others have larger gradients, so `init_scale` is half of the
     ceiling; from there let `jls.dynamic` follow.
