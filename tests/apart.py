@@ -7,7 +7,7 @@ APART = {
     "devices": "what needs eight devices",
     "pages": "README, docs, notebooks, examples and the demo",
     "costs": "the benchmarks, and what a step may cost",
-    "origin": "programs with an inf or a NaN whose line is known",
+    "origin": "programs with a known line that is NaN, or limits the loss scale",
     "corpus": "many right and wrong steps, narrow optimizers, four processes",
 }
 

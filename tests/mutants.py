@@ -38,6 +38,7 @@ LAWS = "tests/promises/test_scaler_laws.py"
 STEP = "tests/promises/test_step.py"
 PROMISES = "tests/promises/test_promises.py"
 RUNS = "tests/promises/test_faults.py"
+CALIBRATED = "tests/origin/test_calibrate.py"
 REQUEUED = "tests/report/test_requeue.py"
 ROLLBACK = "tests/promises/test_rollback.py"
 
@@ -502,6 +503,86 @@ REQUEUE = [
     ),
 ]
 
+CALIBRATE = [
+    Fault(
+        "the ceiling is the first scale that overflows",
+        "jls/_origin/calibrate.py",
+        "        return 2.0**low\n",
+        "        return 2.0**high\n",
+        (CALIBRATED,),
+    ),
+    Fault(
+        "what overflows at every scale limits the scale",
+        "jls/_origin/calibrate.py",
+        "                if not below.is_bad(value):",
+        "                if value:",
+        (CALIBRATED,),
+    ),
+    Fault(
+        "a result that float16 rounds to 0 in any case is called wrong",
+        "jls/_origin/twin.py",
+        "max(_NEGLIGIBLE * largest, 2.0**-24)",
+        "_NEGLIGIBLE * largest",
+        (CALIBRATED,),
+    ),
+    Fault(
+        "what has no part in the loss is called wrong",
+        "jls/_origin/calibrate.py",
+        "            if (frame, result) in self.on_the_way:",
+        "            if is_narrow(result):",
+        (CALIBRATED,),
+    ),
+    Fault(
+        "the least scale of the scaler is not known",
+        "jls/_origin/calibrate.py",
+        '        return max(half, low), ""',
+        '        return half, ""',
+        (CALIBRATED,),
+    ),
+    Fault(
+        "half of the least number is not rounded to 0",
+        "jls/_origin/twin.py",
+        "jnp.where(sample <= 2.0**LOWEST, 1, inside)",
+        "jnp.where(sample < 2.0**LOWEST, 1, inside)",
+        (CALIBRATED,),
+    ),
+    Fault(
+        "of the rounds of a loop one is counted",
+        "jls/_origin/twin.py",
+        ".astype(np.float64).sum(0)",
+        ".astype(np.float64)[0]",
+        (CALIBRATED,),
+    ),
+    Fault(
+        "the twin adds rows of an embedding in float16",
+        "jls/_program/alone.py",
+        '        if not equation.primitive.name.startswith("scatter"):\n',
+        "        if equation:\n",
+        (CALIBRATED,),
+    ),
+    Fault(
+        "the twin keeps the dtypes of operations",
+        "jls/_program/alone.py",
+        "        return np.dtype(np.float32)\n",
+        "        return value\n",
+        (CALIBRATED,),
+    ),
+    Fault(
+        "what does not follow the loss scale is taken for a gradient",
+        "jls/_origin/calibrate.py",
+        "            if other > 1.5 * one\n",
+        "            if other\n",
+        (CALIBRATED,),
+    ),
+    Fault(
+        "a number like -1e9 in a mask is called an overflow",
+        "jls/_origin/calibrate.py",
+        "        return not all(isinstance(x, Constant) for x in origins)",
+        "        return bool(origins)",
+        (CALIBRATED,),
+    ),
+]
+
 FAULTS = [
     *REDUCE,
     *SCALERS,
@@ -512,6 +593,7 @@ FAULTS = [
     *SPIKES,
     *TRAIN,
     *WHY,
+    *CALIBRATE,
     *REQUEUE,
     *OTHERS,
 ]

@@ -692,34 +692,29 @@ def haiku_network(dtype):
 @scaled(has_gradients=False)
 def transformer(dtype):
     def block(x, layer):
-        h = x * lax.rsqrt(jnp.mean(x.astype(jnp.float32) ** 2, axis=-1, keepdims=True))
-        h = h.astype(dtype)
+        h = x.astype(dtype)
         q, k, v = (h @ layer[name].astype(dtype) for name in ("q", "k", "v"))
         scores = (q @ k.T).astype(jnp.float32)
         causal = jnp.tril(jnp.ones(scores.shape, bool))
         weights = jax.nn.softmax(jnp.where(causal, scores, -1e9)).astype(dtype)
         h = jax.nn.relu((weights @ v) @ layer["up"].astype(dtype))
-        return x + (h @ layer["down"].astype(dtype)).astype(jnp.float32), None
+        return x + (h @ layer["down"].astype(dtype)).astype(jnp.float32)
 
     def loss_fn(params, tokens):
         x = params["embedding"].astype(dtype)[tokens].astype(jnp.float32)
-        x, _ = lax.scan(block, x, params["layers"])
+        x = block(x, params["layer"])
         logits = x.astype(dtype) @ params["embedding"].T.astype(dtype)
         return optax.softmax_cross_entropy_with_integer_labels(
             logits[:-1].astype(jnp.float32), tokens[1:]
         ).mean()
 
     shapes = {"q": (8, 8), "k": (8, 8), "v": (8, 8), "up": (8, 16), "down": (16, 8)}
-    layers = {
-        name: 0.3 * normal(seed, 2, *shape)
+    layer = {
+        name: 0.3 * normal(seed, *shape)
         for seed, (name, shape) in enumerate(shapes.items())
     }
-    return trained(
-        loss_fn,
-        {"embedding": normal(9, 10, 8), "layers": layers},
-        jnp.array([1, 5, 2, 2, 9, 0]),
-        jls.loss_scaled(optax.adamw(1e-3)),
-    )
+    params = {"embedding": normal(9, 10, 8), "layer": layer}
+    return trained(loss_fn, params, jnp.array([1, 5, 2, 2, 9, 0]))
 
 
 @scaled()
