@@ -107,7 +107,7 @@ def main() -> None:
         cells = []
         plain, compiled = _seconds(lowered.compile)
         run = _fastest(lambda f=compiled, x=args: jax.block_until_ready(f(*x)))
-        case = Case(step, args, {})
+        case = Case("jls.why", step, args, {})
         recorded, program = _seconds(lambda x=case: x.recorded.compiled(x.leaves))
         again = _fastest(lambda x=case: x.recorded(x.leaves))
         cells += [f"{plain:.1f}", f"{recorded:.1f}", f"{run:.3f}", f"{again:.3f}"]

@@ -22,6 +22,7 @@ from jls._tree import is_array
 
 Bounds = tuple[float, float]
 
+_CAST = "convert_element_type"
 _LOWEST, _HIGHEST = -24, 126  # the powers of two in which a ceiling is looked for
 
 
@@ -121,13 +122,13 @@ class _Search:
                 self.now, overflows=self._overflows(self.now), notes=(note,)
             )
         init_scale, note = self._start(ceiling)
-        limit = self._limit(ceiling)
+        limit, about_limit = self._limit(ceiling)
         found = self._cotangents(following, init_scale)
         shares: dict[Place, float] = {}
         for x in found:
             shares[x.place] = max(x.vanishing, shares.get(x.place, 0.0))
         vanishing = sorted(shares.items(), key=lambda pair: -pair[1])
-        notes = [self._about_now(ceiling), note, _about_limit(limit)]
+        notes = [self._about_now(ceiling), note, about_limit]
         return Calibration(
             init_scale=init_scale,
             ceiling=ceiling,
@@ -157,8 +158,8 @@ class _Search:
                 high = middle
         return 2.0**low
 
-    def _limit(self, ceiling: float) -> Place | None:
-        """What overflows first at twice the ceiling, and does not at the ceiling."""
+    def _limit(self, ceiling: float) -> tuple[Place | None, str]:
+        """What overflows first at twice the ceiling and not at it, and what to do."""
         trail, below = self._run(2 * ceiling), self._run(ceiling)
         bad = self.case.bad_roots(trail)
         for birth in trail.births([x.value for x in bad]):
@@ -167,10 +168,15 @@ class _Search:
                 atom = made.site.equation.outvars[made.result]
                 value = Value(made.frame, atom, made.rounds)
                 if not below.is_bad(value):
-                    bad = [Bad(value, "", 0, None)]
-                    break
-        births = self.case.explain(trail, bad, None).births
-        return births[0].place if births else None
+                    found = self.case.explain(trail, [Bad(value, "", 0, None)], None)
+                    (first, *_) = found.births
+                    limit = first.place
+                    # The loss scale itself, cast to the dtype of the loss by jls.
+                    is_scale = first.operands == (2 * ceiling,)
+                    if is_scale and limit.operation == _CAST and atom.aval.shape == ():
+                        return limit._replace(file="", line=0, function=""), _OF_LOSS
+                    return limit, ""
+        return None, ""
 
     def _start(self, ceiling: float) -> tuple[float, str]:
         """The scale to start with, and what is to be said of the scaler's bounds."""
@@ -329,14 +335,10 @@ _NO_CEILING = (
 )
 
 
-def _about_limit(limit: Place | None) -> str:
-    """What to do if it is no line of the user's: JAX casts the scale to the loss."""
-    if limit is None or limit.file:
-        return ""
-    return (
-        "It is the loss itself that is float16, and the scale is cast to it. Compute "
-        "the loss in float32: jnp.mean(error.astype(jnp.float32))"
-    )
+_OF_LOSS = (
+    "It is the loss itself that is float16, and the scale is cast to it. Compute the "
+    "loss in float32: jnp.mean(error.astype(jnp.float32))"
+)
 
 
 def _the_scale(case: Case) -> int:
