@@ -103,6 +103,7 @@ class StepCheck(NamedTuple):
 
 def check_step(
     step: Callable[..., Any],
+    /,
     *args: Any,
     carried_args: CarriedArgs = None,
     **kwargs: Any,

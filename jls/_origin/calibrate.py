@@ -16,7 +16,8 @@ from jls._origin.why import Bad, Case, settings
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import is_narrow
 from jls._program.places import Place, is_transposed, place_of
-from jls._text import scale_in_words
+from jls._text import format_number, scale_in_words
+from jls._trace.scales import is_switched_off
 from jls._trace.wrappers import scalers_in
 from jls._tree import is_array
 
@@ -26,7 +27,7 @@ _CAST = "convert_element_type"
 _LOWEST, _HIGHEST = -24, 126  # the powers of two in which a ceiling is looked for
 
 
-def calibrate(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Calibration:
+def calibrate(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Calibration:
     """Finds the largest loss scale at which one batch does not overflow.
 
     Every dynamic scale starts wrong: too high, and the first batches are skipped; too
@@ -40,8 +41,8 @@ def calibrate(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Calibratio
     and run at several loss scales, so the `ceiling` is exact for this batch and this
     device: there the loss and all gradients are finite, at twice the scale one is not.
     Then its float32 twin is compiled and run: it shows which values float16 loses.
-    Nothing of yours is changed or donated. It takes about seven times as long as
-    compiling the step.
+    Nothing of yours is changed or donated, but callbacks in the step run each time. It
+    takes seven to ten times as long as compiling the step.
 
     It sees one batch. Others have larger gradients, so `init_scale` is half of the
     ceiling; from there let `jls.dynamic` follow.
@@ -117,10 +118,10 @@ class _Search:
             return Calibration(1.0, notes=(self._why_none(),))
         ceiling = self._ceiling() if following else None
         if ceiling is None:
+            overflows = self._overflows(self.now)
             note = _NO_CEILING if following else _ALL_ZERO
-            return Calibration(
-                self.now, overflows=self._overflows(self.now), notes=(note,)
-            )
+            note = _OVERFLOWS if overflows else note
+            return Calibration(self.now, overflows=overflows, notes=(note,))
         init_scale, note = self._start(ceiling)
         limit, about_limit = self._limit(ceiling)
         found = self._cotangents(following, init_scale)
@@ -129,6 +130,7 @@ class _Search:
             shares[x.place] = max(x.vanishing, shares.get(x.place, 0.0))
         vanishing = sorted(shares.items(), key=lambda pair: -pair[1])
         notes = [self._about_now(ceiling), note, about_limit]
+        write = self._line(init_scale) if init_scale != self.now else ""
         return Calibration(
             init_scale=init_scale,
             ceiling=ceiling,
@@ -137,7 +139,15 @@ class _Search:
             vanishing=tuple(pair for pair in vanishing if pair[1]),
             notes=tuple(filter(None, notes)),
             cotangents=tuple(found),
+            write=write,
         )
+
+    def _line(self, scale: float) -> str:
+        """The line that sets the scale."""
+        name = self.case.scales[self.at].root[0]
+        name = name if name.isidentifier() else "opt_state"
+        result = "" if name in self.case.arguments.in_place else f"{name} = "
+        return f"{result}jls.set_loss_scale({name}, {format_number(scale)})"
 
     def _run(self, scale: float, program: Recorded | None = None) -> Trail:
         return self.case.run(scale, at=[self.at], program=program)
@@ -187,14 +197,22 @@ class _Search:
         if low > ceiling:
             return half, (
                 f"The scaler's min_scale of {scale_in_words(low)} is over the ceiling: "
-                "from there it cannot come down. Give it a min_scale of "
-                f"{scale_in_words(half / 2**10)}"
+                "from there it cannot come down. Give it a far lower one, such as "
+                f"min_scale={format_number(half / 2**10)}"
             )
         if high < half:
-            return high, f"The scaler's max_scale is {scale_in_words(high)}"
+            return high, (
+                f"The scaler's max_scale is {scale_in_words(high)}. Give it "
+                f"max_scale={format_number(half)} or more, and start there"
+            )
         return max(half, low), ""
 
     def _about_now(self, ceiling: float) -> str:
+        if is_switched_off(self.now, self.case.scales[self.at]):
+            return (
+                "jls.skip_nonfinite does not scale the loss, and a scale that is set "
+                "there never comes down. In float16 use jls.loss_scaled"
+            )
         if self.now <= ceiling:
             return ""
         return (
@@ -309,9 +327,8 @@ class _Search:
                 "says which"
             )
         return (
-            "No loss scale is needed: nothing that follows it is in a narrower dtype "
-            "than float32 or bfloat16, so no gradient vanishes. jls.skip_nonfinite "
-            "skips bad steps without a loss scale"
+            "No loss scale is needed: all that follows it is float32 or bfloat16, in "
+            "which no gradient vanishes. jls.skip_nonfinite skips bad steps without one"
         )
 
     def _never_finite(self) -> ValueError:
@@ -328,6 +345,10 @@ class _Search:
 _ALL_ZERO = (
     "All float16 gradients of this batch are 0, in float32 too. So it says nothing "
     "about the loss scale, which stays. The loss may be constant, or all units dead"
+)
+_OVERFLOWS = (
+    "No float16 gradient is left that could say which scale is right, since the "
+    "forward pass overflows. The scale stays"
 )
 _NO_CEILING = (
     "Nothing overflows up to a loss scale of 2^126: the gradients of this batch are "
@@ -353,8 +374,8 @@ def _the_scale(case: Case) -> int:
     names = ", ".join(repr(x.name) for x in case.scales.values())
     raise ValueError(
         f"The arguments must carry one loss scale, got {len(case.scales)}: {names}. "
-        "Close over the others: jls.calibrate(lambda state: step(state, other, batch), "
-        "state)."
+        "Close over the others, at a low scale: other = jls.set_loss_scale(other, 1.0) "
+        "and jls.calibrate(lambda state: step(state, other, batch), state)."
     )
 
 

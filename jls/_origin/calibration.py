@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jls._origin.result import place_in_lines, place_in_words, wrapped
 from jls._origin.twin import Cotangent
 from jls._program.places import Place
-from jls._text import format_number, scale_in_words
+from jls._text import scale_in_words
 
 _MOST = 5  # places in one list of the text
 _WORTH_SAYING = 0.01  # a share of gradients that vanish
@@ -34,6 +34,7 @@ class Calibration(NamedTuple):
     vanishing: tuple[tuple[Place, float], ...] = ()
     notes: tuple[str, ...] = ()
     cotangents: tuple[Cotangent, ...] = ()  # in the order of the program
+    write: str = ""  # the line that sets `init_scale`; "" if the scale is that already
 
     def plot(self, axes: Any = None) -> Any:
         """Draws the float16 gradients of each module on the range of float16.
@@ -41,7 +42,9 @@ class Calibration(NamedTuple):
         Each row is a module, or a line of the source. It shows how the magnitudes of
         its float16 gradients spread over the powers of two, at a loss scale of 1 and at
         `init_scale`; the darker, the more. On the left of float16 they vanish, on the
-        right they overflow. The row that limits the scale is marked. Needs Matplotlib.
+        right they overflow. The row that limits the scale is marked. On the right is
+        which share of a row vanishes; `vanishing` is of single operations. Needs
+        Matplotlib.
 
         Args:
           axes: one of Matplotlib's Axes, or None.
@@ -89,19 +92,20 @@ class Calibration(NamedTuple):
         lines += self._overflows_in_lines()
         shares = [pair for pair in self.vanishing if pair[1] >= _WORTH_SAYING]
         if shares:
-            text = (
-                f"At {start} these gradients vanish in part. Another scale would not "
-                "help: compute them in float32 if they matter."
-            )
+            text = f"At {start} these gradients vanish in part."
+            if 2 * self.init_scale >= self.ceiling:
+                text += (
+                    " Another scale would not help: compute them in float32 if they "
+                    "matter."
+                )
             largest = dict[str, float]()  # of each line
             for at, share in shares:
                 largest.setdefault(place_in_words(at), share)
             items = [f"{share:.0%}  {words}" for words, share in largest.items()]
             lines += ["", *wrapped(text), *_list(items)]
-        number = format_number(self.init_scale)
-        return "\n".join(
-            [*lines, "", f"Write: opt_state = jls.set_loss_scale(opt_state, {number})"]
-        )
+        if self.write:
+            lines += ["", *wrapped(f"Write: {self.write}")]
+        return "\n".join(lines)
 
     def _overflows_in_lines(self) -> list[str]:
         if not self.overflows:

@@ -33,7 +33,7 @@ from jls._types import SkipReason
 _LOWEST = 2.0**-24  # no scaler of anyone goes below
 
 
-def why(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Why:
+def why(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Why:
     """Says where each inf and NaN in the results of `fun(*args, **kwargs)` was born.
 
     For the host, when something has gone wrong. `fun` is traced, compiled once with a

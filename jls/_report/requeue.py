@@ -109,10 +109,9 @@ class BatchQueue(Iterator[BatchT]):
             self._current = self._take()
         elif not self._is_entered_anew:
             raise ValueError(
-                f"batch {self._current.index} must be observed before the next is "
-                "handed out, got no report of its step: call queue.observe(report) "
-                "once after each step. A prefetcher has to stand before the queue, not "
-                "after it: jls.requeue(prefetched)."
+                "queue.observe(report) must be called once after each step, got no "
+                f"report of the step on batch {self._current.index}. A prefetcher has "
+                "to stand before the queue, not after it: jls.requeue(prefetched)."
             )
         self._is_entered_anew = False
         self._handed_out += 1
@@ -330,7 +329,11 @@ def requeue(
     Flags are read `lag` steps late, so that the device always has a step to run; only
     at the end of the data the queue waits for the last of them. Batches are held, not
     copied: beside the one in the loop at most `lag + keep`. So the step must not donate
-    its batch.
+    its batch, and a loader must not write the next batch into the same array.
+
+    A batch that two optimizers learn from, as in a GAN, has two reports, and one may be
+    skipped alone: then it cannot come again for the one and not for the other. Let both
+    skip together, and observe one report.
 
     With several processes each has its own queue, over its own part of the data, and
     all decide the same, since their reports agree. Under `jax.pmap` reports have a

@@ -530,7 +530,8 @@ def test_bounds_are_those_of_the_optimizer():
         found = jls.calibrate(*call)
         assert found.ceiling == 2.0**11
         assert found.init_scale == 2.0**7
-        assert found.notes == ("The scaler's max_scale is 128",)
+        (note,) = found.notes
+        assert note.startswith("The scaler's max_scale is 128. Give it max_scale=1024")
 
 
 def test_bounds_of_an_nnx_optimizer():
@@ -652,6 +653,50 @@ def test_loss_in_float16_is_said():
     text = " ".join(str(found).split())
     assert "It is the loss itself that is float16" in text
     assert "line not known" not in text
+
+
+def test_step_may_have_an_argument_called_step():
+    def loss_fn(params, x, step):
+        return loss_in(jnp.float16)(params, x) + 0.0 * step
+
+    optimizer = jls.loss_scaled(optax.sgd(1e-3))
+    train_step = jls.train_step(loss_fn, optimizer)
+    found = jls.calibrate(train_step, W, optimizer.init(W), X, step=3)
+    assert found.ceiling == calibrate_plain(loss_in(jnp.float16), W, X).ceiling
+    assert not jls.why(train_step, W, found_state(optimizer, found), X, step=3).births
+
+
+def found_state(optimizer, found):
+    return jls.set_loss_scale(optimizer.init(W), found.init_scale)
+
+
+def test_skip_nonfinite_in_float16_is_told_to_scale():
+    optimizer = jls.skip_nonfinite(optax.sgd(1e-3))
+    found = calibrate_plain(loss_in(jnp.float16), W, X, optimizer)
+    assert "In float16 use jls.loss_scaled" in " ".join(str(found).split())
+
+
+def test_largest_scale_of_the_scaler_that_is_too_low_is_said():
+    optimizer = jls.loss_scaled(optax.sgd(1e-3), jls.dynamic(2.0**4, max_scale=2.0**4))
+    found = calibrate_plain(loss_in(jnp.float16), W, X, optimizer)
+    assert found.init_scale == 2.0**4 < found.ceiling / 2
+    assert found.write == ""  # it has this scale
+    text = " ".join(str(found).split())
+    assert f"max_scale={found.ceiling / 2:g} or more" in text
+    assert "would not help" not in text
+
+
+def test_line_to_write_names_the_state():
+    optimizer = jls.loss_scaled(optax.sgd(1e-3))
+    found = calibrate_plain(loss_in(jnp.float16), W, X, optimizer)
+    assert (
+        found.write
+        == f"opt_state = jls.set_loss_scale(opt_state, {found.init_scale:g})"
+    )
+    _, found = calibrated("linen_train_state")
+    assert found.write.startswith("state = jls.set_loss_scale(state, ")
+    _, found = calibrated("nnx_with_dropout_and_statistics")
+    assert found.write.startswith("jls.set_loss_scale(optimizer, ")
 
 
 # Text and pictures.

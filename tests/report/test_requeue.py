@@ -491,10 +491,10 @@ def test_batch_may_be_observed_after_an_interrupt():
     assert iter(queue) is queue
     queue.observe(report_of())  # its step did run
     next(queue)
-    with pytest.raises(ValueError, match="batch 1 must be observed"):
+    with pytest.raises(ValueError, match="no report of the step on batch 1"):
         next(queue)
     assert next(iter(queue)) == 1
-    with pytest.raises(ValueError, match="batch 1 must be observed"):
+    with pytest.raises(ValueError, match="no report of the step on batch 1"):
         next(queue)
     queue.observe(report_of())
     assert drain(queue) == [2]
@@ -697,7 +697,7 @@ def test_each_batch_is_observed_once():
     assert next(queue) == "a"
     for _ in range(2):
         with pytest.raises(
-            ValueError, match=r"^batch 0 must be observed before.*call queue.observe"
+            ValueError, match=r"^queue.observe\(report\) must be called.*on batch 0"
         ):
             next(queue)
     queue.observe(report_of())
