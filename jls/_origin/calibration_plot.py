@@ -63,8 +63,9 @@ def plot(
         raise TypeError(f"axes must be one of Matplotlib's Axes, got {axes!r}.")
     _draw_range(axes, min(LOWEST, LOWEST - shift))
     for y, row in enumerate(rows):
-        _strip(axes, y - 0.2, row.shares, -shift, GREY)
-        _strip(axes, y + 0.2, row.shares, 0, BLUE)
+        shares = np.array([row.vanishing, *row.shares])
+        _strip(axes, y - 0.2, shares, -shift, GREY)
+        _strip(axes, y + 0.2, shares, 0, BLUE)
         at_1 = _share_below(row, LOWEST + shift)
         if at_1 >= _WORTH_SAYING:
             change = f"{at_1:.0%} vanish", f"{row.vanishing:.0%} do"
@@ -142,14 +143,17 @@ def _beside(axes: Axes, y: float, text: str) -> None:
 
 
 def _strip(axes: Axes, y: float, shares: np.ndarray, shift: int, color: str) -> None:
-    """One bar, the darker, the more values there are of a power of two."""
+    """One bar, the darker, the more values there are of a power of two.
+
+    Its first cell has all that vanishes at `init_scale`.
+    """
     present = np.flatnonzero(shares)
     if not present.size:
         return
     first, last = present[0], present[-1]
     shown = np.sqrt(shares[first : last + 1] / shares.max())
     colors = LinearSegmentedColormap.from_list("", ["#FFFFFF", color])
-    left = LOWEST + first + shift
+    left = LOWEST - 1 + first + shift
     axes.pcolormesh(
         np.arange(left, left + len(shown) + 1),
         [y - 0.17, y + 0.17],

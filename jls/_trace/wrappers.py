@@ -4,7 +4,6 @@
 import dis
 import functools
 import inspect
-import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -38,7 +37,7 @@ def scalers_in(step: Any, arguments: Any) -> list[LossScaler]:
 
 
 def _held_by(part: Any) -> Iterator[Any]:
-    if isinstance(part, types.ModuleType | type):
+    if inspect.ismodule(part) or inspect.isclass(part):
         return
     if isinstance(part, Mapping):
         yield from part.values()
@@ -62,10 +61,10 @@ def _held_by(part: Any) -> Iterator[Any]:
             yield fields[name]
 
 
-def _globals_of(code: types.CodeType) -> set[str]:
+def _globals_of(code: Any) -> set[str]:
     """The names of globals that a function reads, or a function in it."""
     names = {x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL"}
-    inner = (x for x in code.co_consts if isinstance(x, types.CodeType))
+    inner = (x for x in code.co_consts if inspect.iscode(x))
     return names.union(*map(_globals_of, inner))
 
 

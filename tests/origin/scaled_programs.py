@@ -949,6 +949,18 @@ def nearest_with_a_sentinel(dtype):
 
 
 @harmless
+def distance_over_a_sentinel(dtype):
+    """A constant that stands for infinity, and is: no line of the data overflows."""
+
+    def loss_fn(params, x):
+        h = x.astype(dtype) * params["w"].astype(dtype)
+        far = jnp.full(4, 6e4, dtype) * 2
+        return jnp.mean((h + h / far).astype(jnp.float32))
+
+    return trained(loss_fn, {"w": jnp.ones(4)}, 8.0 + jnp.arange(4.0))
+
+
+@harmless
 def sentinel_of_the_data(dtype):
     def loss_fn(params, batch):
         h = batch["x"].astype(dtype) @ params["w"].astype(dtype)

@@ -611,6 +611,33 @@ def test_overflow_in_one_row_is_named():
     assert not calibrate_plain(loss_fn, jnp.ones(4), jnp.ones((8, 4))).overflows
 
 
+def test_overflow_with_no_part_in_the_loss_is_not_named():
+    def loss_fn(params, x):
+        h = x.astype(jnp.float16) * params.astype(jnp.float16)
+        unit = h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True))
+        return jnp.mean(h.astype(jnp.float32)), {"unit": unit}
+
+    optimizer = jls.loss_scaled(optax.sgd(1e-3))
+    step = jax.jit(jls.train_step(loss_fn, optimizer, has_aux=True))
+    params = jnp.ones(4)
+    found = jls.calibrate(step, params, optimizer.init(params), jnp.full((8, 4), 3e2))
+    assert found.overflows == ()
+
+
+def test_all_rounds_of_a_loop_are_counted():
+    def loss_fn(params, xs):
+        def body(w, x):
+            return w, w * x
+
+        _, ys = jax.lax.scan(body, params.astype(jnp.float16), xs.astype(jnp.float16))
+        small = 2.0 ** jnp.array([[0.0], [0.0], [-45.0], [0.0]])
+        return jnp.sum(ys.astype(jnp.float32) * small)
+
+    found = calibrate_plain(loss_fn, jnp.ones(3), jnp.ones((4, 3)))
+    shares = {place.operation: share for place, share in found.vanishing}
+    assert shares["mul"] == 0.25
+
+
 def test_what_is_divided_by_the_scale_does_not_follow_it():
     """Float32, but the new parameters are returned in float16 as well."""
 
