@@ -11,7 +11,14 @@ from jls import _validate
 from jls._origin.calibration import Calibration
 from jls._origin.record import Recorded
 from jls._origin.trail import Birth, Constant, Made, Trail, Value
-from jls._origin.twin import Cotangent, Elements, Lost, Twin, narrow_after
+from jls._origin.twin import (
+    Cotangent,
+    Elements,
+    Lost,
+    Twin,
+    holds_inf,
+    narrow_after,
+)
 from jls._origin.why import Bad, Case, settings
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import is_narrow
@@ -103,10 +110,8 @@ class _Search:
         roots = [x for looked in case.looked for x in looked.before_update]
         self.roots = roots or list(case.results)
         self.on_the_way = behind(self.roots)
-        self.narrow = narrow_after((case.root, self._scale_input()), self.roots)
-
-    def _scale_input(self) -> Any:
-        return self.case.root.jaxpr.invars[self.at]
+        scale = case.root.jaxpr.invars[self.at]
+        self.narrow = narrow_after((case.root, scale), self.roots)
 
     def result(self) -> Calibration:
         if not self.narrow:
@@ -268,12 +273,15 @@ class _Search:
         ends, such as 1 / x, matters if the result is not that of float32.
         """
         trail = self._run(scale)
-        ends = [
-            end
+        sites = [
+            (frame, number)
             for frame in self.case.root.all()
             for number in range(len(frame.jaxpr.eqns))
-            for end in self._ends_of_inf(trail, frame, number)
         ]
+        # Mostly there is none, and the rounds of all loops need not be gone through.
+        if not any(holds_inf(trail.records, *site) for site in sites):
+            return ()
+        ends = [end for site in sites for end in self._ends_of_inf(trail, *site)]
         if not ends:
             return ()
         program, root = self.case.traced.program, self.case.root

@@ -201,6 +201,16 @@ def _result_of(end: Lost) -> Variable:
     return end.frame, end.frame.jaxpr.eqns[end.number].outvars[end.result]
 
 
+def holds_inf(records: Any, frame: Frame, number: int) -> bool:
+    """Whether a narrow result of an operation was inf or NaN in some round."""
+    if not any(map(is_narrow, frame.jaxpr.eqns[number].outvars)):
+        return False
+    rows = (
+        None if frame.called(number) else _rows(records, (*frame.site.numbers, number))
+    )
+    return rows is not None and not np.isfinite(rows).all()
+
+
 def _rows(records: Any, key: tuple[int, ...]) -> np.ndarray | None:
     """What was recorded of an operation, a row for each round: `f32[rounds, n]`."""
     for part in key:

@@ -81,7 +81,10 @@ class BatchQueue(Iterator[BatchT]):
 
     @property
     def bad(self) -> tuple[BadBatch[BatchT], ...]:
-        """The last batches that were given up, `keep` of them at most; oldest first."""
+        """The last batches that were given up, `keep` of them at most; oldest first.
+
+        `print(jls.why(step, params, opt_state, queue.bad[0].batch))` names the line.
+        """
         return tuple(self._bad)
 
     @property
