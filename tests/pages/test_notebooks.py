@@ -37,8 +37,8 @@ NotebookClient(notebook, timeout=90, resources={"metadata": {"path": folder}}).e
 nbformat.write(notebook, path)
 """
 
-# What shows a picture: pyplot, or a `jls.History` that is drawn in a cell's last line.
-SHOWS = re.compile(r"plt\.show\(\)|^\w+\.plot\(\)\Z", re.M)
+# What shows a picture: pyplot, or a `plot()` of jls in a cell's last line.
+SHOWS = re.compile(r"plt\.show\(\)|^\S+\.plot\(\)\Z", re.M)
 
 # What follows `%pip install` or the like.
 INSTALL = re.compile(r"[%!].*\binstall\b(.*)")
