@@ -95,13 +95,17 @@ def observe(report):
 
 
 def check_step(**options):
-    # Its first argument is positional only in spirit: the others are the step's.
+    # Its first argument is positional only: the others are the step's.
     batch = jnp.ones(2)
     return jls.check_step(options.pop("step"), params, opt_state, batch, **options)
 
 
 def why(fun):
     return jls.why(fun, jnp.ones(2))
+
+
+def calibrate(step):
+    return jls.calibrate(step, params, opt_state, jnp.ones(2))
 
 
 model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
@@ -265,6 +269,7 @@ CASES = {
         },
     ),
     "atomic": (atomic, {"optimizer": nnx_optimizer, "model": model}),
+    "calibrate": (calibrate, {"step": right_step}),
     "why": (why, {"fun": jnp.sqrt}),
     "requeue": (jls.requeue, defaults(jls.requeue, batches=[1.0])),
     "requeue.observe": (observe, {"report": step_report}),
@@ -402,6 +407,7 @@ LEFT = {
     ("params_ema", "decay", "function"),
     ("train_step", "loss_fn", "function"),
     ("check_step", "step", "function"),
+    ("calibrate", "step", "function"),
     ("why", "fun", "function"),
     ("train_step", "learning_rate", "function"),
     ("train_step", "extra", "function"),

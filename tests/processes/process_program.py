@@ -157,7 +157,8 @@ def requeued():
     step = jax.jit(jls.train_step(loss_fn, optimizer))
     worse = X.copy()
     worse[0, 0] = np.nan
-    queue = jls.requeue(enumerate([X, BAD, X[::-1], worse, -X, X]))
+    batches = enumerate([X, BAD, X[::-1], worse, -X, X])
+    queue = jls.requeue(batches, retries=20)
     for index, x in queue:
         params, opt_state, report = step(params, opt_state, put(x, SPLIT))
         queue.observe(report)

@@ -247,7 +247,7 @@ def test_a_static_scale_above_one_may_be_the_cause(scale, words):
     grads = jnp.array([1e-9, 1.0])
     underflow = jls.health(after(".", jls.static(scale)), grads=grads).sentence
     assert "growth_interval" not in underflow
-    assert "set it with jls.set_loss_scale." in underflow
+    assert "Set the scale with jls.set_loss_scale;" in underflow
 
 
 def halved(state, grads_finite):
