@@ -18,7 +18,7 @@
 #   _validate
 #   _types _reduce _bits _rollback _placement
 #   _tree
-#   _text _nnx _program _scopes
+#   _text _nnx _program _scopes _figure
 
 # isort: off
 # The optimizer.

@@ -4,7 +4,6 @@
 Matplotlib is imported here, and this module only when something is drawn.
 """
 
-import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
+from jls._figure import ShownFigure
 from jls._origin.twin import HIGHEST, LOWEST, Cotangent
 from jls._program.places import Place, line_of_cell
 from jls._text import format_scale
@@ -26,15 +26,6 @@ LOSS = "#F0F0F0"  # where float16 ends
 _MOST_ROWS = 24
 _WORTH_SAYING = 0.01  # a share of values that vanish
 _NORMAL = -14  # the least power of two that float16 has in full precision
-
-
-class _Shown(Figure):
-    """A figure that a notebook shows even if pyplot was never imported."""
-
-    def _repr_png_(self) -> bytes:
-        buffer = io.BytesIO()
-        self.savefig(buffer, format="png", dpi=110)
-        return buffer.getvalue()
 
 
 class _Row(NamedTuple):
@@ -57,7 +48,7 @@ def plot(
     shift = round(math.log2(init_scale))
     if axes is None:
         # Not pyplot: it keeps figures in global state, and a notebook shows them twice.
-        figure = _Shown(figsize=(8, 1.5 + 0.36 * len(rows)), layout="constrained")
+        figure = ShownFigure(figsize=(8, 1.5 + 0.36 * len(rows)), layout="constrained")
         axes = figure.subplots()
     if not isinstance(axes, Axes):
         raise TypeError(f"axes must be one of Matplotlib's Axes, got {axes!r}.")

@@ -76,7 +76,7 @@ class Twin(Recorded):
         self._counted: dict[tuple[int, ...], set[int]] = {}
         for frame, atom in counted:
             number, result = frame.makers[atom]
-            key = (*frame.site.numbers, number)
+            key = _key(frame, number)
             self._counted.setdefault(key, set()).add(result)
 
     def _record(
@@ -94,7 +94,7 @@ class Twin(Recorded):
         """What one run has shown of a counted variable."""
         frame, atom = variable
         number, result = frame.makers[atom]
-        key = (*frame.site.numbers, number)
+        key = _key(frame, number)
         rows = _rows(records, key)
         if rows is None or result not in self._counted.get(key, ()):
             return None
@@ -112,7 +112,7 @@ class Twin(Recorded):
         """The largest magnitude of a variable in one run; 0 if it is not recorded."""
         frame, atom = variable
         number, result = frame.makers[atom]
-        rows = _rows(records, (*frame.site.numbers, number))
+        rows = _rows(records, _key(frame, number))
         ends = None if rows is None else rows[:, 2 * result : 2 * result + 2]
         return 0.0 if ends is None else float(np.abs(ends).max(initial=0.0))
 
@@ -127,7 +127,7 @@ class Lost(NamedTuple):
 
     @property
     def key(self) -> tuple[int, ...]:
-        return (*self.frame.site.numbers, self.number)
+        return _key(self.frame, self.number)
 
 
 class Elements(Recorded):
@@ -205,10 +205,13 @@ def holds_inf(records: Any, frame: Frame, number: int) -> bool:
     """Whether a narrow result of an operation was inf or NaN in some round."""
     if not any(map(is_narrow, frame.jaxpr.eqns[number].outvars)):
         return False
-    rows = (
-        None if frame.called(number) else _rows(records, (*frame.site.numbers, number))
-    )
+    rows = None if frame.called(number) else _rows(records, _key(frame, number))
     return rows is not None and not np.isfinite(rows).all()
+
+
+def _key(frame: Frame, number: int) -> tuple[int, ...]:
+    """Where the records of an operation are."""
+    return frame.site_of(number).numbers
 
 
 def _rows(records: Any, key: tuple[int, ...]) -> np.ndarray | None:

@@ -4,7 +4,6 @@
 Matplotlib is imported here, and this module only when something is drawn.
 """
 
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
+from jls._figure import ShownFigure
 from jls._report.record import Columns, column, moves, skip_counts, spike_counts
 from jls._text import format_scale
 
@@ -31,22 +31,13 @@ TICKS = 400  # more would be too close together to see
 MARKS = 120
 
 
-class _Shown(Figure):
-    """A figure that a notebook shows even if pyplot was never imported."""
-
-    def _repr_png_(self) -> bytes:
-        buffer = io.BytesIO()
-        self.savefig(buffer, format="png", dpi=110)
-        return buffer.getvalue()
-
-
 def plot(columns: Columns, axes: Any = None) -> Figure:
     panels = _panels(columns)
     if axes is None:
         # Not pyplot: it keeps figures in global state, and a notebook shows them twice.
         heights = [3, *[2] * (len(panels) - 1)]
         size = (8, 1.0 + 1.15 * sum(heights))
-        figure = _Shown(figsize=size, layout="constrained")
+        figure = ShownFigure(figsize=size, layout="constrained")
         axes = figure.subplots(len(panels), 1, sharex=True, height_ratios=heights)
         figure.align_ylabels()
     given = list(np.ravel(np.asarray(axes, object)))

@@ -49,7 +49,7 @@ def _held_by(part: Any) -> Iterator[Any]:
         yield part.__func__
         yield from getattr(part.__self__, "__dict__", {}).values()
     elif inspect.isfunction(part):
-        yield from _cells(part)
+        yield from cells(part)
         yield from part.__defaults__ or ()
         yield from (part.__kwdefaults__ or {}).values()
         if (part.__module__ or "").partition(".")[0] not in _LIBRARIES:
@@ -68,10 +68,12 @@ def _globals_of(code: Any) -> set[str]:
     return names.union(*map(_globals_of, inner))
 
 
-def _cells(function: Any) -> Iterator[Any]:
+def cells(function: Any) -> list[Any]:
     """What the closure of a function holds."""
-    for cell in function.__closure__ or ():
+    held = []
+    for cell in getattr(function, "__closure__", None) or ():
         try:
-            yield cell.cell_contents
+            held.append(cell.cell_contents)
         except ValueError:  # not set yet
             continue
+    return held

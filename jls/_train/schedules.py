@@ -21,6 +21,8 @@ import optax
 from jax import Array
 from jax.tree_util import DictKey
 
+from jls._trace.wrappers import cells
+
 Group = tuple[str, ...]  # the keys of the dicts on the way: labels of optax.partition
 
 # Closures that hold more than this are not an optimizer's alone.
@@ -105,12 +107,12 @@ def _sources(update: Any) -> list[_Source]:
             return []
         code = getattr(part, "__code__", None)
         if code is by_schedule:
-            rates = [x for x in _cells(part) if getattr(x, "__code__", None) is by_rate]
-            held = [x for rate in rates for x in _cells(rate) if callable(x)]
+            rates = [x for x in cells(part) if getattr(x, "__code__", None) is by_rate]
+            held = [x for rate in rates for x in cells(rate) if callable(x)]
             schedule = held[0] if len(held) == 1 else None
             found.append(_Source(group, schedule))
         elif code is by_constant:
-            if not all(map(_is_sign, _cells(part))):
+            if not all(map(_is_sign, cells(part))):
                 found.append(_Source(group, None))
         else:
             left += [((*group, *key), inner) for key, inner in _parts(part)]
@@ -133,7 +135,7 @@ def _codes() -> tuple[Any, Any, Any]:
         return count
 
     by_schedule = optax.scale_by_learning_rate(schedule).update
-    step_sizes = [x for x in _cells(by_schedule) if schedule in _cells(x)]
+    step_sizes = [x for x in cells(by_schedule) if schedule in cells(x)]
     functions = by_schedule, *step_sizes, optax.scale(2.0).update
     codes = [getattr(function, "__code__", None) for function in functions]
     # Another optax may build them otherwise: then nothing is found.
@@ -152,7 +154,7 @@ def _parts(part: Any) -> Iterator[tuple[Group, Any]]:
     elif inspect.ismethod(part):
         held = [((), part.__func__), ((), part.__self__)]
     elif inspect.isfunction(part):
-        held = [((), x) for x in _cells(part)]
+        held = [((), x) for x in cells(part)]
     else:  # of a jitted function that is what it wraps
         held = [((), x) for x in getattr(part, "__dict__", {}).values()]
     return ((key, x) for key, x in held if _is_looked_into(x))
@@ -164,14 +166,3 @@ def _is_looked_into(part: Any) -> bool:
     if isinstance(part, Mapping | tuple | list) or callable(part):
         return True
     return dataclasses.is_dataclass(part) or hasattr(type(part), "update")
-
-
-def _cells(function: Any) -> list[Any]:
-    """What the closure of a function holds."""
-    held = []
-    for cell in getattr(function, "__closure__", None) or ():
-        try:
-            held.append(cell.cell_contents)
-        except ValueError:  # not set yet
-            continue
-    return held
