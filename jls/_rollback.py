@@ -1,75 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roll back what a function computes, at the place where it is computed.
+"""Runs the inner optimizer, and rolls its results back where the step is skipped.
 
-A select after an optimizer has made its whole step costs memory: the new moments and
-the old ones are needed at the same time, and what is computed from the new ones is
-computed from values that nobody keeps. XLA copies the old ones, or computes twice.
-
-Here the program of the optimizer is taken apart, and each value that becomes part of
-its state is selected as soon as it is computed. Whatever is computed from it, such as
-the update from the moments, is computed from what was selected:
-
-    new_mu = b1 * mu + (1 - b1) * grads         mu = where(ok, b1 * mu + ..., mu)
-    new_nu = ...                          ->    nu = where(ok, ..., nu)
-    updates = new_mu / sqrt(new_nu)             updates = mu / sqrt(nu)
-
-In a step that is kept, both are the same numbers. In a step that is rolled back,
-nothing is left of either. The moments then change in place, in the passes of the bare
-optimizer: on a CPU a wrapped AdamW moves 11 times the bytes of the parameters, the bare
-one 10. With selects at the end it would be 16, and with `lax.cond` too. XLA for GPU and
-TPU does the same by itself, so there the selects are at the end: on a TPU that moves a
-byte less for each parameter.
+    the program of the inner optimizer      its inputs in a bad step    selected
+    no operation in it observes NaN         as they are; on a CPU ones  on a CPU where
+                                                                        it is computed,
+                                                                        else at the end
+    one might, or it is differentiated      ones                        at the end
 
 What is computed from bad gradients or an old state may be NaN, as Adam's first bias
-correction is. It is never kept, but some could see it: a loop until convergence, which
-then might not end; a function of the host, which may raise; foreign code; and a
-derivative, since 0 times NaN is NaN. So a program gets ones in the place of bad inputs
-and is selected at the end, and so is anything that is differentiated. Only one without
-effects, all of whose operations are listed below as blind to NaN, gets its inputs as
-they are on GPU and TPU: only then XLA sees that the norm of clipping and the check read
-the same gradients, and reads them once. XLA CPU hands sums to a library, and writes
-what is added up to memory for it; not where there is a select.
+correction is. It is never kept, but some operations could observe it: a loop until
+convergence, which then might not end; a function of the host, which may raise; foreign
+code; and a derivative, since 0 times NaN is NaN. Such a program is given ones in the
+place of bad inputs. Any other gets its inputs as they are on GPU and TPU: only then XLA
+sees that the optimizer and the check read the same gradients, and reads them once. XLA
+GPU and TPU also change the moments in place by themselves, with the selects at the end;
+for a CPU see `_rollback_cpu`.
+
+Where the program sums the squares of all gradients, to clip them by their global norm,
+that sum is computed first and once. It tells whether they are finite, and the program
+goes on with it: the check needs no pass of its own.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import Tracer, eval_jaxpr
 
-from jls._program.jaxprs import is_literal, opened, programs_in
-from jls._tree import Rest, Tree, combine, is_array, partition
+from jls._program.jaxprs import opened, programs_in
+from jls._program.squares import SumOfSquares, find_sum_of_squares, needed_for
+from jls._rollback_cpu import select_in_place, where
+from jls._scopes import GRADIENTS
+from jls._tree import Remainder, Tree, combine, is_array, partition
 
 Arrays = Sequence[Array]
+Function = Callable[[Arrays], Any]
 
 
 class Prepared(NamedTuple):
     """A function and its inputs; traced once, or called as it is if nothing is."""
 
-    fun: Callable[[Arrays], Any]
+    fun: Function
     inputs: Arrays  # floating-point arrays
     program: "_Program | None"
     consts: Arrays  # what the program takes from outside
-
-    @property
-    def sums_squares(self) -> bool:
-        """Whether it sums the squares of an input, as clipping by the norm does."""
-        program = self.program
-        return program is not None and _sums_squares(program.jaxpr, len(self.inputs))
+    squares: list[Array] | None  # sums of the squares of each gradient, then of all
 
 
-def prepare(fun: Callable[[Arrays], Any], inputs: Arrays, is_traced: bool) -> Prepared:
-    """Gets `fun` ready to be rolled back.
+def prepare(
+    fun: Function,
+    inputs: Arrays,
+    is_traced: bool,
+    gradients: int = 0,
+    sum_of_squares: SumOfSquares | None = None,
+) -> Prepared:
+    """Traces `fun` if the step is traced, and sums squares where `fun` would.
 
     Args:
-      fun: what must not see `inputs` that are not finite, if they could do harm there.
-      inputs: floating-point arrays.
+      fun: the inner optimizer as a function of `inputs`.
+      inputs: floating-point arrays, the gradients first.
       is_traced: whether a flag of this step is a tracer.
+      gradients: how many of the inputs are gradients.
+      sum_of_squares: what `sum_of_squares_in` has found, if the step is not traced.
     """
-    traced = _trace(fun, inputs) if is_traced else (None, [])
-    return Prepared(fun, inputs, *traced)
+    program, consts = None, []
+    if is_traced:
+        program, consts = _trace(fun, inputs, gradients)
+        sum_of_squares = program.sum_of_squares
+    squares = None
+    if sum_of_squares is not None:
+        grads = lax.stop_gradient(list(inputs[:gradients]))
+        with jax.named_scope(GRADIENTS):
+            squares = eval_jaxpr(sum_of_squares.jaxpr, [], *grads)
+    return Prepared(fun, inputs, program, consts, squares)
+
+
+def sum_of_squares_in(
+    fun: Function, inputs: Arrays, gradients: int
+) -> SumOfSquares | None:
+    """The sum of the squares of all gradients in `fun`, for a step that is not traced.
+
+    None too if `fun` cannot be traced, since it may branch on numbers.
+    """
+    try:
+        program, _ = _trace(fun, inputs, gradients)
+    except Exception:  # if it is a mistake, the call itself will raise it
+        return None
+    return program.sum_of_squares
 
 
 def roll_back_unless(
@@ -90,85 +108,113 @@ def roll_back_unless(
 
 
 def call(is_finite: Array, prepared: Prepared) -> Any:
-    """`fun(inputs)`. If these are not finite, what it returns is to be rolled back."""
-    fun, inputs, program, consts = prepared
+    """`fun(inputs)`. If these are not finite, the result is to be rolled back."""
+    fun, inputs, program, consts, squares = prepared
     if program is None:
         return fun(_or_ones(is_finite, inputs))
 
-    def of_ones(is_finite, inputs, consts):
+    def on_sanitized_inputs(is_finite, inputs, total, consts):
         return program.run(_or_ones(is_finite, inputs), consts)
 
-    def as_they_are(is_finite, inputs, consts):
-        return program.run(as_seen(is_finite, inputs), consts)
+    def on_raw_inputs(is_finite, inputs, total, consts):
+        inputs, total = _as_given(is_finite, (inputs, total))
+        return program.run(inputs, consts, total)
 
-    run = program.safe_form(as_they_are, of_ones)
-    return combine(run(is_finite, list(inputs), consts), program.rest)
-
-
-def as_seen(is_finite: Array, inputs: Arrays) -> Arrays:
-    """`inputs` as most functions see them: on a CPU, ones in the place of bad ones."""
-
-    def same(is_finite, inputs):
-        return inputs
-
-    arguments = is_finite, list(inputs)
-    return inputs and lax.platform_dependent(*arguments, cpu=_or_ones, default=same)
+    run = program.choose_strategy(on_raw_inputs, on_sanitized_inputs)
+    arrays = run(is_finite, list(inputs), _total(squares), consts)
+    return combine(arrays, program.remainder)
 
 
 def _rolled_back(
     flag: Array, is_finite: Array, prepared: Prepared, old: Arrays
 ) -> Arrays:
-    fun, inputs, program, consts = prepared
+    fun, inputs, program, consts, squares = prepared
     if program is None:
         return _select(flag, _arrays(fun(_or_ones(is_finite, inputs))), old)
 
-    def at_the_end_of_ones(flag, is_finite, inputs, consts, old):
+    def on_sanitized_inputs(flag, is_finite, inputs, total, consts, old):
         return _select(flag, program.run(_or_ones(is_finite, inputs), consts), old)
 
-    def where_made(flag, is_finite, inputs, consts, old):
-        arguments = [*consts, *as_seen(is_finite, inputs)]
-        return _select_where_made(program.jaxpr, flag, arguments, old)
+    def on_raw_inputs(flag, is_finite, inputs, total, consts, old):
+        inputs, total = _as_given(is_finite, (inputs, total))
+        arguments = [*consts, *inputs, *total]
+        return select_in_place(program.after_sum, flag, arguments, old)
 
-    run = program.safe_form(where_made, at_the_end_of_ones)
-    return run(flag, is_finite, list(inputs), consts, list(old))
+    run = program.choose_strategy(on_raw_inputs, on_sanitized_inputs)
+    return run(flag, is_finite, list(inputs), _total(squares), consts, list(old))
+
+
+def _total(squares: list[Array] | None) -> list[Array]:
+    return [] if squares is None else squares[-1:]
+
+
+def _as_given(is_finite: Array, inputs: Any) -> Any:
+    """`inputs` as a program gets them that cannot observe NaN: on a CPU sanitized.
+
+    XLA CPU hands sums to a library, and writes what is added up to memory for it,
+    unless a select is in between.
+    """
+    leaves, structure = jax.tree.flatten(inputs)
+
+    def same(is_finite, leaves):
+        return leaves
+
+    if leaves:
+        given = is_finite, leaves
+        leaves = lax.platform_dependent(*given, cpu=_or_ones, default=same)
+    return structure.unflatten(leaves)
 
 
 class _Program(NamedTuple):
     """A function, traced. A compiled step keeps it, so it must not hold tracers."""
 
     jaxpr: Any  # of what the function takes from outside, and of its inputs
-    rest: Rest  # of what the function returns, without its arrays
-    is_watchful: bool
+    after_sum: Any  # the same, and of the sum of squares, which it does not compute
+    remainder: Remainder  # of what the function returns, without its arrays
+    observes_nan: bool
+    sum_of_squares: SumOfSquares | None
 
-    def run(self, inputs: Arrays, consts: Arrays) -> list[Array]:
-        return eval_jaxpr(self.jaxpr, [], *consts, *inputs)
+    def run(self, inputs: Arrays, consts: Arrays, total: Arrays = ()) -> list[Array]:
+        jaxpr = self.after_sum if total else self.jaxpr
+        return eval_jaxpr(jaxpr, [], *consts, *inputs, *total)
 
-    def safe_form(
-        self, form: Callable[..., Any], of_ones: Callable[..., Any]
+    def choose_strategy(
+        self, on_raw_inputs: Callable[..., Any], on_sanitized_inputs: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """`form`; but `of_ones` if the program is watchful, and when differentiated."""
-        return of_ones if self.is_watchful else _with_derivative(form, like=of_ones)
+        """`on_raw_inputs` if nothing can observe a NaN, unless it is differentiated."""
+        if self.observes_nan:
+            return on_sanitized_inputs
+        return _with_derivative(on_raw_inputs, like=on_sanitized_inputs)
 
 
 def _trace(
-    fun: Callable[[Arrays], Any], inputs: Arrays
+    fun: Function, inputs: Arrays, gradients: int
 ) -> tuple[_Program, list[Array]]:
     """The program of `fun`, and the arrays that it takes from outside."""
-    rests = []
+    remainders = []
 
     def arrays_of(inputs):
-        arrays, rest = partition(fun(inputs), is_array)
-        rests.append(rest)
+        arrays, remainder = partition(fun(inputs), is_array)
+        remainders.append(remainder)
         return arrays
 
     traced = jax.make_jaxpr(arrays_of)(list(inputs))
-    (rest,) = rests
-    opened = traced.jaxpr
-    invars = [*opened.constvars, *opened.invars]
+    (remainder,) = remainders
+    jaxpr = traced.jaxpr
+    invars = [*jaxpr.constvars, *jaxpr.invars]
+    jaxpr = jaxpr.replace(constvars=[], invars=invars)
+    grads = invars[len(invars) - len(inputs) :][:gradients]
+    found = find_sum_of_squares(jaxpr, grads) if grads else None
+    after_sum = jaxpr
+    if found is not None:
+        equations = needed_for(jaxpr, jaxpr.outvars, known=[found.total])
+        after_sum = jaxpr.replace(invars=[*invars, found.total], eqns=equations)
     program = _Program(
-        jaxpr=opened.replace(constvars=[], invars=invars),
-        rest=rest,
-        is_watchful=bool(opened.effects) or _might_see_nan(opened),
+        jaxpr=jaxpr,
+        after_sum=after_sum,
+        remainder=remainder,
+        observes_nan=bool(jaxpr.effects) or _observes_nan(jaxpr),
+        sum_of_squares=found,
     )
     return program, list(traced.consts)
 
@@ -194,93 +240,18 @@ def _or_ones(is_finite: Array, inputs: Arrays) -> list[Array]:
         kind = jax.typeof(x) if isinstance(x, Tracer) else i
         if kind not in ones:
             ones[kind] = lax.full_like(x, 1)
-        return _where(is_finite, x, ones[kind])
+        return where(is_finite, x, ones[kind])
 
     return [chosen(*pair) for pair in enumerate(inputs)]
 
 
 def _select(flag: Array, new: Arrays, old: Arrays) -> list[Array]:
-    return [_where(flag, x, y) for x, y in zip(new, old, strict=True)]
+    return [where(flag, x, y) for x, y in zip(new, old, strict=True)]
 
 
-def _where(flag: Array, new: Any, old: Any) -> Array:
-    """`jnp.where` for one flag and one dtype, which takes JAX less time to trace."""
-    new = _as_array(new)  # a literal of the program may be a Python number
-    return lax.select_n(flag, _as_array(old, new.dtype), new)
-
-
-def _as_array(x: Any, dtype: Any = None) -> Array:
-    if isinstance(x, Tracer) and dtype in (None, x.dtype):
-        return x
-    return jnp.asarray(x, dtype)
-
-
-def _on_cpu() -> Array:
-    """Whether the program is compiled for a CPU, which it knows when it is."""
-    return lax.platform_dependent(
-        cpu=lambda: jnp.asarray(True), default=lambda: jnp.asarray(False)
-    )
-
-
-def _select_where_made(
-    jaxpr: Any, flag: Array, arguments: Arrays, old: Arrays
-) -> list[Array]:
-    """What `jaxpr` makes of `arguments` where `flag`, else `old`.
-
-    On a CPU the program goes on with what was selected. Elsewhere it goes on with what
-    it has made, so there the selects are at the end. Only what it goes on with differs:
-    everything is traced once for all platforms.
-    """
-    values = dict(zip(jaxpr.invars, arguments, strict=True))
-    olds = {
-        variable: x
-        for variable, x in zip(jaxpr.outvars, old, strict=True)
-        if _is_variable(variable) and variable not in values
-    }
-    read = {atom for equation in jaxpr.eqns for atom in _variables(equation.invars)}
-    on_cpu = _on_cpu()
-    selected = {}
-
-    def run(equations):
-        made = [variable for equation in equations for variable in equation.outvars]
-        inputs = [atom for equation in equations for atom in equation.invars]
-        inputs = [x for x in dict.fromkeys(_variables(inputs)) if x in values]
-        part = jaxpr.replace(invars=inputs, outvars=made, eqns=equations)
-        results = eval_jaxpr(part, [], *(values[variable] for variable in inputs))
-        for variable, x in zip(made, results, strict=True):
-            values[variable] = x
-            if variable in olds:
-                selected[variable] = kept = _where(flag, x, olds[variable])
-                if variable in read:
-                    values[variable] = _where(on_cpu, kept, x)
-
-    waiting = []
-    for equation in jaxpr.eqns:
-        waiting.append(equation)
-        if not olds.keys().isdisjoint(equation.outvars):
-            run(waiting)
-            waiting = []
-    run(waiting)
-
-    def result(output, x):
-        if _is_variable(output) and olds.get(output) is x:
-            return selected[output]
-        return _where(flag, values[output] if _is_variable(output) else output.val, x)
-
-    return [result(*pair) for pair in zip(jaxpr.outvars, old, strict=True)]
-
-
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [atom for atom in atoms if _is_variable(atom)]
-
-
-def _is_variable(atom: Any) -> bool:
-    return not is_literal(atom)
-
-
-# What computes the same time whatever it is given, and shows the result to nobody. All
-# else might see a NaN: a loop until convergence, and what JAX computes by one on some
-# platform (svd, igamma); functions of the host; foreign code; exported programs.
+# Operations that take the same time on any number, and show the result to nobody. All
+# others might observe a NaN: a loop until convergence, and what JAX computes by one on
+# some platform (svd, igamma); functions of the host; foreign code; exported programs.
 _BLIND = frozenset(
     """
     abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh
@@ -306,7 +277,7 @@ _BLIND = frozenset(
     reduce_scatter reshard sharding_constraint
     """.split()  # noqa: SIM905
 )
-# What is as blind as the programs in it.
+# Calls are as blind as the programs that they call.
 _CALLS = frozenset(
     """
     checkpoint closed_call cond core_call custom_jvp_call custom_vjp_call
@@ -316,8 +287,8 @@ _CALLS = frozenset(
 )
 
 
-def _might_see_nan(program: Any) -> bool:
-    """Whether a program holds, however deep, what a NaN on its way might change."""
+def _observes_nan(program: Any) -> bool:
+    """Whether any operation, at any depth, could loop or raise on NaN."""
     return not all(map(_is_blind, opened(program).jaxpr.eqns))
 
 
@@ -325,25 +296,4 @@ def _is_blind(equation: Any) -> bool:
     name = equation.primitive.name
     if name not in _CALLS:
         return name in _BLIND
-    return not any(map(_might_see_nan, programs_in(equation)))
-
-
-# What a square is computed with; 0 is added for the imaginary part of a real number.
-_OF_SQUARES = {"square", "mul", "integer_pow", "add", "real", "imag"}
-_OF_SQUARES |= {"broadcast_in_dim"}
-
-
-def _sums_squares(jaxpr: Any, count: int) -> bool:
-    """Whether squares of one of the last `count` inputs are summed over all axes."""
-    known, squares = set(jaxpr.invars[len(jaxpr.invars) - count :]), set()
-    for equation in jaxpr.eqns:
-        read = set(_variables(equation.invars))
-        name, axes = equation.primitive.name, equation.params.get("axes")
-        if name == "reduce_sum" and read <= squares:
-            if len(axes) == len(equation.invars[0].aval.shape):
-                return True
-        elif name in _OF_SQUARES and read <= known:
-            known |= set(equation.outvars)
-            if name in ("square", "mul", "integer_pow") or read & squares:
-                squares |= set(equation.outvars)
-    return False
+    return not any(map(_observes_nan, programs_in(equation)))

@@ -9,9 +9,11 @@ import functools
 from typing import Any
 
 # The whole of an `update`; what it looks at, before and after it; the inner optimizer;
-# what is decided; the adjusted loss scale. And what `jls.all_finite` looks at.
+# what is decided; the adjusted loss scale. And what `jls.all_finite` looks at. NORM:
+# whether the sum of the squares of the gradients is finite, where a clip computes it.
 UPDATE = "jls_update"
 GRADIENTS = "jls_gradients"
+NORM = "jls_norm"
 LOSS = "jls_loss"
 NEW = "jls_new"
 INNER = "jls_inner"
@@ -19,7 +21,7 @@ DECISION = "jls_decision"
 SCALE = "jls_scale"
 CHECKED = "jls_checked"
 
-_ALL = (UPDATE, GRADIENTS, LOSS, NEW, INNER, DECISION, SCALE, CHECKED)
+_ALL = (UPDATE, GRADIENTS, NORM, LOSS, NEW, INNER, DECISION, SCALE, CHECKED)
 NONE = frozenset[str]()
 
 

@@ -13,6 +13,10 @@ overflow in its own dtype, or if a scalar of the inner state is NaN. A spike is 
 step whose loss or gradient norm the spike policy wants to skip. For the scaler both are
 finite steps. A step whose gradients come without the parts that overflowed, as the flag
 `partial_overflow` says, is applied, and counted as a partial overflow too.
+
+Gradients are finite if every element is. Where the inner optimizer clips by the global
+norm, they are finite if the sum of their squares is, which it computes anyway: optax
+would turn gradients of a norm over 1.8e19 into zeros.
 """
 
 import contextvars
@@ -20,7 +24,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -39,6 +43,7 @@ from jls._mistakes import (
     warn_of_narrowed,
 )
 from jls._program.jaxprs import varying_axes
+from jls._program.squares import SumOfSquares
 from jls._reduce import (
     AxisName,
     agree,
@@ -50,12 +55,18 @@ from jls._reduce import (
     leaf_magnitudes,
     norm_of_squares,
 )
-from jls._rollback import as_seen, call, prepare, roll_back_unless
+from jls._rollback import (
+    Prepared,
+    call,
+    prepare,
+    roll_back_unless,
+    sum_of_squares_in,
+)
 from jls._scalers.rule import count_up
 from jls._state import is_wrapper_state, wrapper_state_in
 from jls._text import an
 from jls._tree import (
-    Rest,
+    Remainder,
     as_flag,
     cast_like,
     combine,
@@ -66,7 +77,7 @@ from jls._tree import (
     is_inexact,
     is_narrow,
     leaves_at_floats,
-    map_rest,
+    map_remainder,
     named_floats,
     partition,
     select,
@@ -109,50 +120,54 @@ class WrapperUpdate:
         """The spike policy's state, without numbers; () without a policy."""
         return jax.eval_shape(self.spikes.init) if self.spikes else ()
 
+    @functools.cached_property
+    def sums_of_squares(self) -> dict[Any, SumOfSquares | None]:
+        """Those of the inner optimizer, by the shapes of its inputs.
+
+        For eager steps: a step that is traced looks at its own program.
+        """
+        return {}
+
     def __call__(
-        self, updates: Any, state: Any, params: Any = None, **extra: Any
-    ) -> tuple[Any, LossScaledState]:
+        self,
+        updates: optax.Updates,
+        state: LossScaledState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, LossScaledState]:
         """Returns the updates and the next state, as optax's `update` does."""
         with jax.named_scope(_scopes.UPDATE):
-            step = _observe(self, updates, state, params, extra)
-            skipped = step.no_updates
-            made = _attempt(self, step, state, params, lambda made: made, skipped)
-            return made.result, _count(self, step, made, state)
+            step = _take_apart(self, updates, state, params, extra)
+            outcome = _attempt(
+                self, step, state, params, lambda updates: updates, step.no_updates
+            )
+            return outcome.result, outcome.state
 
     def apply(
         self,
-        grads: Any,
-        state: Any,
-        params: Any,
+        grads: optax.Updates,
+        state: LossScaledState,
+        params: optax.Params,
         keeps_updates: bool = False,
         **extra: Any,
     ) -> "Applied":
         """Updates and applies; the updates are returned if `keeps_updates`."""
-        with jax.named_scope(_scopes.UPDATE):
-            return self._apply(grads, state, params, keeps_updates, extra)
 
-    def _apply(
-        self,
-        grads: Any,
-        state: Any,
-        params: Any,
-        keeps_updates: bool,
-        extra: dict[str, Any],
-    ) -> "Applied":
-        step = _observe(self, grads, state, params, extra)
-        norm = global_norm(step.grads)
-
-        def apply(updates):
+        def apply_fn(updates):
             return apply_updates(params, updates), updates if keeps_updates else None
 
-        skipped = params, step.no_updates if keeps_updates else None
-        made = _attempt(self, step, state, params, apply, skipped, norm)
-        new_params, updates = made.result
-        return Applied(new_params, _count(self, step, made, state), norm, updates)
+        with jax.named_scope(_scopes.UPDATE):
+            step = _take_apart(self, grads, state, params, extra)
+            skipped_result = params, step.no_updates if keeps_updates else None
+            outcome = _attempt(
+                self, step, state, params, apply_fn, skipped_result, reports_norm=True
+            )
+            new_params, updates = outcome.result
+            return Applied(new_params, outcome.state, outcome.norm, updates)
 
 
 class Applied(NamedTuple):
-    """What a step leads to; rolled back if it was skipped."""
+    """Results of a step that is applied; rolled back if it was skipped."""
 
     params: Any
     state: Any
@@ -160,44 +175,44 @@ class Applied(NamedTuple):
     updates: Any  # None unless they are kept
 
 
-class Reached(NamedTuple):
+class FoundWrapper(NamedTuple):
     """A wrapper somewhere in an optimizer, and the parameters that it is for."""
 
     wrapper: WrapperUpdate
     names: list[str]  # of the floating-point leaves
 
 
-# The wrappers that were reached since someone asked; see `reach_wrappers`.
-_REACHED: contextvars.ContextVar[list[Reached] | None]
-_REACHED = contextvars.ContextVar("_REACHED", default=None)
+# Wrappers that `init` has registered in this trace; None outside `find_wrappers`.
+_REGISTERED: contextvars.ContextVar[list[FoundWrapper] | None]
+_REGISTERED = contextvars.ContextVar("_REGISTERED", default=None)
 
 
-def report_wrapper(wrapper: WrapperUpdate, params: Any) -> None:
-    """Called by a wrapper's `init`: lets `reach_wrappers` see it."""
-    reached = _REACHED.get()
-    if reached is not None:
-        reached.append(Reached(wrapper, named_floats(params)[0]))
+def register_wrapper(wrapper: WrapperUpdate, params: optax.Params) -> None:
+    """Called by a wrapper's `init`: lets `find_wrappers` see it."""
+    registered = _REGISTERED.get()
+    if registered is not None:
+        registered.append(FoundWrapper(wrapper, named_floats(params)[0]))
 
 
-def reach_wrappers(optimizer: Any, params: Any) -> list[Reached]:
+def find_wrappers(optimizer: Any, params: optax.Params) -> list[FoundWrapper]:
     """The wrappers in `optimizer`, however deep: in a chain, a partition, ...
 
-    Its `init` is traced, and each wrapper in it reports itself. A wrapper that is
+    Its `init` is traced, and each wrapper in it registers itself. A wrapper that is
     outermost is found without that.
     """
     outermost = wrapper_of(optimizer)
     if outermost:
-        return [Reached(outermost, named_floats(params)[0])]
-    reached: list[Reached] = []
-    token = _REACHED.set(reached)
+        return [FoundWrapper(outermost, named_floats(params)[0])]
+    registered: list[FoundWrapper] = []
+    token = _REGISTERED.set(registered)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", JlsWarning)  # given at the real `init`
             # A new function each time: JAX would not trace a known one again.
             jax.eval_shape(lambda params: optimizer.init(params), params)
     finally:
-        _REACHED.reset(token)
-    return reached
+        _REGISTERED.reset(token)
+    return registered
 
 
 def wrapper_of(optimizer: Any) -> WrapperUpdate | None:
@@ -223,28 +238,28 @@ def update_and_apply(
     new_params = apply_updates(params, updates)
     norm = global_norm(floats_of(grads))
     applied = Applied(new_params, new_state, norm, updates if keeps_updates else None)
-    for inside, _ in reach_wrappers(optimizer, params)[:1]:
+    for inside, _ in find_wrappers(optimizer, params)[:1]:
         if _checks_updates(inside, grads, params):
-            applied = _keep_if_finite(inside, (params, state), applied)
+            applied = _roll_back_if_stored_nonfinite(inside, (params, state), applied)
     return applied
 
 
-def _keep_if_finite(
-    wrapper: WrapperUpdate, old: tuple[Any, Any], made: Applied
+def _roll_back_if_stored_nonfinite(
+    wrapper: WrapperUpdate, old: tuple[Any, Any], applied: Applied
 ) -> Applied:
-    """What was made, or the old if what is outside the wrapper spoils it.
+    """`applied`, or `old` if a part of the optimizer outside the wrapper spoils it.
 
     A wrapper inside an outer chain sees only its own updates. If a finite parameter
     would be stored as inf or NaN, the whole step counts as a nonfinite update.
     """
     params, state = old
-    pairs = zip(floats_of(params), floats_of(made.params), strict=True)
+    pairs = zip(floats_of(params), floats_of(applied.params), strict=True)
     stored = [jnp.where(jnp.isfinite(widen(x)), widen(y), 0) for x, y in pairs]
     with jax.named_scope(_scopes.NEW):
         are_finite = finite_leaves(stored)
-    is_kept = agree(jnp.all(are_finite), wrapper.axis_name)
+    is_finite = agree(jnp.all(are_finite), wrapper.axis_name)
 
-    def skipped(old, new):
+    def skip(old, new):
         if not is_wrapper_state(old):
             return old
         happened = dict.fromkeys(("step", "skip", "nonfinite update"), True)
@@ -258,13 +273,13 @@ def _keep_if_finite(
             **_counts(old, events),
         )
 
-    was_applied = wrapper_state_in(made.state).applied
-    rolled_back = made._replace(
+    was_applied = wrapper_state_in(applied.state).applied
+    rolled_back = applied._replace(
         params=params,
-        state=jax.tree.map(skipped, state, made.state, is_leaf=is_wrapper_state),
-        updates=jax.tree.map(lambda x: jnp.full_like(x, -0.0), made.updates),
+        state=jax.tree.map(skip, state, applied.state, is_leaf=is_wrapper_state),
+        updates=jax.tree.map(lambda x: jnp.full_like(x, -0.0), applied.updates),
     )
-    return select(is_kept | ~was_applied, made, rolled_back)
+    return select(is_finite | ~was_applied, applied, rolled_back)
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
@@ -279,14 +294,20 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
 
 class _Step(NamedTuple):
-    """The inputs of a step, and what all devices observed."""
+    """The inputs of a step."""
 
     grads: list[Array]  # the floating-point leaves, in at least float32
-    rest: Rest  # the tree without those leaves
+    remainder: Remainder  # the tree without those leaves
     checks_updates: bool
     extra: dict[str, Any]  # for the inner optimizer
+    partial_overflow: Array  # bool[]  whether parts of the gradients were left out
     no_updates: Any  # the updates of a skipped step
     integers: list[Any]  # the paths of the leaves that are integers
+
+
+class _Observed(NamedTuple):
+    """What all devices agree on before the inner optimizer runs."""
+
     loss_finite: Array  # bool[]
     leaves_finite: Array  # bool[n]  of the gradients
     is_finite: Array  # bool[]  whether both are finite
@@ -294,69 +315,46 @@ class _Step(NamedTuple):
     for_scaler: Array  # bool[] or f32[], what the scaler's `adjust` takes
 
 
-class _Attempt(NamedTuple):
-    """The outcome of a step."""
-
-    result: Any  # the updates or the new parameters; rolled back if it was skipped
-    inner_state: Any  # rolled back likewise
-    applied: Array  # bool[]
-    leaves_finite: Array  # bool[n]  of the gradients or, if those are, of the updates
-    verdict: "_Verdict"
-
-
-class _Verdict(NamedTuple):
-    """What the spike policy says of a step; nothing without one."""
+class _SpikeDecision(NamedTuple):
+    """The spike policy's answer; that of no policy is no spike."""
 
     spike_state: Any  # its next state, if the step counts for it
     is_spike: Array  # bool[]  a finite step to skip
 
 
-def _observe(
-    wrapper: WrapperUpdate, updates: Any, state: Any, params: Any, extra: dict[str, Any]
+class _Outcome(NamedTuple):
+    """The results of a step."""
+
+    result: Any  # the updates or the new parameters; rolled back if it was skipped
+    state: LossScaledState
+    norm: Array | None  # f32[]  of the gradients; None if nobody asked for it
+
+
+def _take_apart(
+    wrapper: WrapperUpdate,
+    updates: optax.Updates,
+    state: LossScaledState,
+    params: optax.Params | None,
+    extra: dict[str, Any],
 ) -> _Step:
     _check_state(state, params)
     partial_overflow = extra.pop("partial_overflow", False)
-    overflowed = as_flag("partial_overflow", partial_overflow)
+    partial_overflow = as_flag("partial_overflow", partial_overflow)
     check_value(extra.get("value"))
     inner_state = state.inner_state
     warn_of_misspelt_value(wrapper.inner.update, updates, inner_state, params, extra)
-    floats, rest = partition(updates)
+    floats, remainder = partition(updates)
     _check_count(len(floats), state.nonfinite_leaves.size, updates, params)
-    warn_of_narrowed(floats, _targets(params, rest))
-    with jax.named_scope(_scopes.LOSS):
-        loss_finite = all_finite(extra.get("value"))
-    flags = jnp.stack([loss_finite, ~overflowed])
-    # All devices agree on the flags and on what the scaler sees, by one collective.
-    if wrapper.scaler.sees == "max_abs":
-        flags = jnp.where(flags, jnp.float32(0.0), jnp.inf)
-        with jax.named_scope(_scopes.GRADIENTS):
-            magnitudes = leaf_magnitudes(floats)
-        sizes = jnp.concatenate([flags, magnitudes])
-        sizes = agree_on_max(sizes, wrapper.axis_name)
-        flags, for_scaler = sizes < jnp.inf, jnp.max(sizes[1:])
-    else:
-        with jax.named_scope(_scopes.GRADIENTS):
-            are_finite = finite_leaves(floats)
-        flags = jnp.concatenate([flags, are_finite])
-        flags = agree(flags, wrapper.axis_name)
-        for_scaler = jnp.all(flags[1:])
-    loss_finite, is_partial, leaves_finite = flags[0], ~flags[1], flags[2:]
-    with jax.named_scope(_scopes.DECISION):
-        is_finite = jnp.all(leaves_finite) & loss_finite
-    _check_axes(is_finite, state.steps, wrapper.axis_name)
+    warn_of_narrowed(floats, _targets(params, remainder))
     grads = list(map(widen, floats))
     return _Step(
         grads=grads,
-        rest=rest,
+        remainder=remainder,
         checks_updates=_checks_updates(wrapper, updates, params),
         extra=extra,
-        no_updates=_no_updates(grads, rest, params),
-        integers=_integer_paths(updates, rest),
-        loss_finite=loss_finite,
-        leaves_finite=leaves_finite,
-        is_finite=is_finite,
-        is_partial=is_partial,
-        for_scaler=for_scaler,
+        partial_overflow=partial_overflow,
+        no_updates=_no_updates(grads, remainder, params),
+        integers=_integer_paths(updates, remainder),
     )
 
 
@@ -364,107 +362,220 @@ def _attempt(
     wrapper: WrapperUpdate,
     step: _Step,
     state: LossScaledState,
-    params: Any,
-    finish: Callable[[Any], Any],
-    unfinished: Any,
-    norm: Array | None = None,
-) -> _Attempt:
+    params: optax.Params | None,
+    apply_fn: Callable[[optax.Updates], Any],
+    skipped_result: Any,
+    reports_norm: bool = False,
+) -> _Outcome:
     """Runs the inner optimizer, and rolls back if the step must not be applied.
 
     Args:
-      wrapper: what `jls.loss_scaled` was given.
-      step: what was observed.
+      wrapper: the wrapper, with the arguments of `jls.loss_scaled`.
+      step: the inputs.
       state: the state before.
       params: the parameters, or None.
-      finish: turns the updates into the result.
-      unfinished: the result of a step that is skipped.
-      norm: the global norm of the gradients, if it is known already.
+      apply_fn: turns the updates into the result.
+      skipped_result: the result of a step that is skipped.
+      reports_norm: whether the norm is computed where no spike policy asks for it.
     """
+    run, inputs = _inner_step(wrapper, step, state, params)
+
+    def run_and_apply(inputs):
+        updates, inner_state = run(inputs)
+        return apply_fn(updates), inner_state
+
+    fun = run if step.checks_updates else run_and_apply
+    inner = _prepare(wrapper, step, state, fun, inputs)
+    observed = _observe(wrapper, step, state, inner.squares)
+    norm = None
+    if reports_norm or wrapper.spikes is not None:
+        norm = _norm(step, inner.squares, reports_norm)
+    spike = _query_spike_policy(wrapper, step, observed, state, norm)
+    should_apply = observed.is_finite
+    if wrapper.spikes is not None:
+        should_apply = observed.is_finite & ~spike.is_spike
+    old = skipped_result, _clone_keys(state.inner_state)
+    if step.checks_updates:
+        outcome = _apply_checked(
+            wrapper, step, observed, params, apply_fn, inner, should_apply, old
+        )
+        result, inner_state, applied, leaves_finite = outcome
+    else:
+        with jax.named_scope(_scopes.INNER):
+            new = roll_back_unless(should_apply, observed.is_finite, inner, old)
+        result, inner_state = new
+        applied, leaves_finite = should_apply, observed.leaves_finite
+    observed = observed._replace(leaves_finite=leaves_finite)
+    new_state = _count(wrapper, step, observed, spike, state, inner_state, applied)
+    return _Outcome(result, new_state, norm)
+
+
+def _inner_step(
+    wrapper: WrapperUpdate,
+    step: _Step,
+    state: LossScaledState,
+    params: optax.Params | None,
+) -> tuple[Callable[[Sequence[Array]], Any], list[Array]]:
+    """The inner optimizer as a function of what may be bad, and these inputs."""
     arguments, other = partition(step.extra, _may_be_bad)
     inputs = [*step.grads, *map(jnp.asarray, arguments)]
     inner_state = state.inner_state
 
     def run(inputs):
-        grads = combine(inputs[: len(step.grads)], step.rest)
+        grads = combine(inputs[: len(step.grads)], step.remainder)
         extra = combine(inputs[len(step.grads) :], other)
         extra = {"grad": grads, **extra}  # as a line search takes them
         with foreign_state_named(wrapper.inner.init, inner_state, params):
-            made, new = wrapper.inner.update(grads, inner_state, params, **extra)
+            updates, new = wrapper.inner.update(grads, inner_state, params, **extra)
         name, integers = "the inner optimizer's", step.integers
-        made = cast_like(f"{name} update", made, step.no_updates, integers)
+        updates = cast_like(f"{name} update", updates, step.no_updates, integers)
         new = cast_like(f"{name} state", new, inner_state, integers)
-        return made, new
+        return updates, new
 
-    def run_and_finish(inputs):
-        made, new = run(inputs)
-        return finish(made), new
-
-    old = unfinished, _clone_keys(state.inner_state)
-    is_finite = step.is_finite
-    is_traced = any(
-        isinstance(x, Tracer) for x in jax.tree.leaves((is_finite, state.spike_state))
-    )
-    fun = run if step.checks_updates else run_and_finish
-    prepared = prepare(fun, inputs, is_traced)
-    if norm is None and wrapper.spikes is not None:
-        # As a clip inside computes it, if there is one: XLA then computes it once.
-        has_clip = prepared.sums_squares
-        grads = as_seen(is_finite, step.grads) if has_clip else step.grads
-        norm = norm_of_squares(grads)
-    verdict = _judge(wrapper, step, state, norm)
-    is_wanted = is_finite
-    if wrapper.spikes is not None:
-        is_wanted = is_finite & ~verdict.is_spike
-    if not step.checks_updates:
-        with jax.named_scope(_scopes.INNER):
-            new = roll_back_unless(is_wanted, is_finite, prepared, old)
-        return _Attempt(*new, is_wanted, step.leaves_finite, verdict)
-    with jax.named_scope(_scopes.INNER):
-        made, new = call(is_finite, prepared)
-    kept = _kept_if_finite(made, params, step.rest)
-    # A NaN moment shows in its update. A NaN in a scalar shared by all parameters may
-    # not, as at first in D-Adaptation. Some optimizers keep an inf on purpose.
-    scalars = [x for x in floats_of(new) if jnp.ndim(x) == 0]
-    with jax.named_scope(_scopes.NEW):
-        flags = jnp.concatenate([~any_nan(scalars)[None], finite_leaves(kept)])
-    flags = agree(flags, wrapper.axis_name)
-    applied = is_wanted & jnp.all(flags)
-    new = select(applied, (finish(made), _clone_keys(new)), old)
-    leaves_finite = jnp.where(is_finite, flags[1:], step.leaves_finite)
-    return _Attempt(*new, applied, leaves_finite, verdict)
+    return run, inputs
 
 
-def _judge(
-    wrapper: WrapperUpdate, step: _Step, state: LossScaledState, norm: Array | None
-) -> _Verdict:
-    """Asks the spike policy, if there is one."""
+def _prepare(
+    wrapper: WrapperUpdate,
+    step: _Step,
+    state: LossScaledState,
+    fun: Callable[[Sequence[Array]], Any],
+    inputs: list[Array],
+) -> Prepared:
+    """The inner optimizer, traced if the step is, and the squares that it sums."""
+    seen = *inputs, step.partial_overflow, *jax.tree.leaves(state.spike_state)
+    is_traced = any(isinstance(x, Tracer) for x in seen)
+    count, squares = len(step.grads), None
+    if not is_traced and count:
+        # The step must be skipped for the same gradients as if it were traced.
+        key = jax.tree.structure(state.inner_state), tuple(map(jax.typeof, inputs))
+        known = wrapper.sums_of_squares
+        if key not in known:
+            known[key] = sum_of_squares_in(fun, inputs, count)
+        squares = known[key]
+    return prepare(fun, inputs, is_traced, count, squares)
+
+
+def _observe(
+    wrapper: WrapperUpdate,
+    step: _Step,
+    state: LossScaledState,
+    squares: list[Array] | None,
+) -> _Observed:
+    """Looks at loss and gradients; the devices agree by one collective.
+
+    Args:
+      wrapper: the wrapper, with the arguments of `jls.loss_scaled`.
+      step: the inputs.
+      state: the state before.
+      squares: the sums of the squares of each gradient and of all; None if the inner
+        optimizer does not sum them.
+    """
+    with jax.named_scope(_scopes.LOSS):
+        loss_finite = all_finite(step.extra.get("value"))
+    flags = [jnp.stack([loss_finite, ~step.partial_overflow])]
+    if squares is not None:
+        with jax.named_scope(_scopes.NORM):
+            norm_finite = jnp.isfinite(squares[-1])
+        flags += [jnp.stack([*map(jnp.isfinite, squares[:-1]), norm_finite])]
+    if wrapper.scaler.sees == "max_abs":
+        with jax.named_scope(_scopes.GRADIENTS):
+            magnitudes = leaf_magnitudes(step.grads)
+        sizes = [jnp.where(jnp.concatenate(flags), jnp.float32(0.0), jnp.inf)]
+        sizes = jnp.concatenate([*sizes, magnitudes])
+        sizes = agree_on_max(sizes, wrapper.axis_name)
+        seen, for_scaler = sizes < jnp.inf, jnp.max(sizes[1:])
+    else:
+        if squares is None:
+            with jax.named_scope(_scopes.GRADIENTS):
+                flags += [finite_leaves(step.grads)]
+        seen = agree(jnp.concatenate(flags), wrapper.axis_name)
+        for_scaler = jnp.all(seen[1:])
+    loss_finite, is_partial, of_grads = seen[0], ~seen[1], seen[2:]
+    with jax.named_scope(_scopes.DECISION):
+        is_finite = jnp.all(of_grads) & loss_finite
+    _check_axes(is_finite, state.steps, wrapper.axis_name)
+    leaves_finite = of_grads[: len(step.grads)]
+    return _Observed(loss_finite, leaves_finite, is_finite, is_partial, for_scaler)
+
+
+def _norm(step: _Step, squares: list[Array] | None, reports_norm: bool) -> Array:
+    """The global norm of the gradients: where a clip computes it, the clip's."""
+    if squares is not None:
+        return jnp.sqrt(squares[-1]).astype(jnp.float32)
+    return global_norm(step.grads) if reports_norm else norm_of_squares(step.grads)
+
+
+def _query_spike_policy(
+    wrapper: WrapperUpdate,
+    step: _Step,
+    observed: _Observed,
+    state: LossScaledState,
+    norm: Array | None,
+) -> _SpikeDecision:
     policy, old = wrapper.spikes, state.spike_state
     _check_spike_state(wrapper, state)
     if policy is None:
-        return _Verdict(old, jnp.zeros_like(step.is_finite))
+        return _SpikeDecision(old, jnp.zeros_like(observed.is_finite))
     # All devices judge the same numbers: the largest of any device.
     signals = [norm, *floats_of(step.extra.get("value"))]
     signals = jnp.stack([jnp.asarray(x).astype(jnp.float32) for x in signals])
     signals = agree_on_max(lax.stop_gradient(signals), wrapper.axis_name)
     loss = signals[1] if signals.size > 1 else None
-    judged, skip = policy.judge(old, loss, signals[0])
+    new, skip = policy.judge(old, loss, signals[0])
     name = "the spike policy's"
     skip = as_flag(f"{name} skip", skip)
-    return _Verdict(cast_like(f"{name} state", judged, old), step.is_finite & skip)
+    new = cast_like(f"{name} state", new, old)
+    return _SpikeDecision(new, observed.is_finite & skip)
+
+
+def _apply_checked(
+    wrapper: WrapperUpdate,
+    step: _Step,
+    observed: _Observed,
+    params: optax.Params | None,
+    apply_fn: Callable[[optax.Updates], Any],
+    inner: Prepared,
+    should_apply: Array,
+    old: tuple[Any, Any],
+) -> tuple[Any, Any, Array, Array]:
+    """Result, inner state, whether the step is applied, and which leaves are finite.
+
+    The updates are looked at before the step is applied.
+    """
+    with jax.named_scope(_scopes.INNER):
+        updates, new = call(observed.is_finite, inner)
+    stored = _finite_if_storable(updates, params, step.remainder)
+    # A NaN moment shows in its update. A NaN in a scalar shared by all parameters may
+    # not, as at first in D-Adaptation. Some optimizers keep an inf on purpose.
+    scalars = [x for x in floats_of(new) if jnp.ndim(x) == 0]
+    with jax.named_scope(_scopes.NEW):
+        flags = jnp.concatenate([~any_nan(scalars)[None], finite_leaves(stored)])
+    flags = agree(flags, wrapper.axis_name)
+    applied = should_apply & jnp.all(flags)
+    result, new = select(applied, (apply_fn(updates), _clone_keys(new)), old)
+    leaves = jnp.where(observed.is_finite, flags[1:], observed.leaves_finite)
+    return result, new, applied, leaves
 
 
 def _count(
-    wrapper: WrapperUpdate, step: _Step, made: _Attempt, state: LossScaledState
+    wrapper: WrapperUpdate,
+    step: _Step,
+    observed: _Observed,
+    spike: _SpikeDecision,
+    state: LossScaledState,
+    inner_state: Any,
+    applied: Array,
 ) -> LossScaledState:
     """The next state: the scaler adjusts, the counters advance."""
     _check_scaler_state(wrapper, state.scaler_state)
-    adjusted = wrapper.scaler.adjust(state.scaler_state, step.for_scaler)
+    adjusted = wrapper.scaler.adjust(state.scaler_state, observed.for_scaler)
     adjusted = cast_like("the scaler's state", adjusted, state.scaler_state)
-    applied, loss_finite = made.applied, step.loss_finite
-    spike_state, is_spike = made.verdict
-    flags = ~made.leaves_finite if made.leaves_finite.size else state.nonfinite_leaves
+    loss_finite, leaves_finite = observed.loss_finite, observed.leaves_finite
+    spike_state, is_spike = spike
+    flags = ~leaves_finite if leaves_finite.size else state.nonfinite_leaves
     never = jnp.zeros_like(applied)
-    bad_updates = step.is_finite & ~applied if step.checks_updates else never
+    bad_updates = observed.is_finite & ~applied if step.checks_updates else never
     gradients, loss, updates = SkipReason.GRADIENTS, SkipReason.LOSS, SkipReason.UPDATES
     reason = jnp.where(bad_updates, updates.value, gradients.value)
     reason = jnp.where(loss_finite, reason, loss.value)
@@ -480,12 +591,12 @@ def _count(
         "nonfinite loss": ~loss_finite,
         "nonfinite update": bad_updates,
         "spike": is_spike,
-        "partial overflow": step.is_partial & applied,
+        "partial overflow": observed.is_partial & applied,
     }
     with jax.named_scope(_scopes.SCALE):
         scaler_state = select(loss_finite, adjusted, state.scaler_state)
     return LossScaledState(
-        inner_state=_clone_keys(made.inner_state),
+        inner_state=_clone_keys(inner_state),
         scaler_state=scaler_state,
         applied=applied,
         last_skip_reason=jnp.where(applied, state.last_skip_reason, reason),
@@ -532,35 +643,37 @@ def _checks_updates(wrapper: WrapperUpdate, updates: Any, params: Any) -> bool:
     return wrapper.check_updates
 
 
-def _targets(params: Any, rest: Rest) -> list[Any] | None:
-    """The parameters that the gradients are for; None if they cannot be told."""
-    is_known = jax.tree.structure(params) == rest.structure
-    return leaves_at_floats(params, rest) if is_known else None
+def _targets(params: optax.Params | None, remainder: Remainder) -> list[Any] | None:
+    """The parameters of the gradients; None if `params` has another structure."""
+    same_structure = jax.tree.structure(params) == remainder.structure
+    return leaves_at_floats(params, remainder) if same_structure else None
 
 
-def _kept_if_finite(made: Any, params: Any, rest: Rest) -> list[Array]:
-    """For each update an array that is finite where the update may be kept.
+def _finite_if_storable(
+    updates: optax.Updates, params: optax.Params | None, remainder: Remainder
+) -> list[Array]:
+    """For each update an array that is finite where the update may be applied.
 
-    That is what the update makes of its parameter, if both are finite: a parameter may
-    be a mask of -inf. Else it is the update.
+    Where the update and its parameter are finite, that is the new parameter, as it
+    would be stored; elsewhere the update, since a parameter may be a mask of -inf.
     """
-    updates, targets = leaves_at_floats(made, rest), _targets(params, rest)
+    leaves, targets = leaves_at_floats(updates, remainder), _targets(params, remainder)
     if targets is None:
-        return updates
+        return leaves
 
-    def judged(update, param):
+    def storable(update, param):
         if not is_inexact(param):
             return update
         stored = widen(apply_updates(param, update)).astype(update.dtype)
         are_finite = jnp.isfinite(widen(param)) & jnp.isfinite(update)
         return jnp.where(are_finite, stored, update)
 
-    return list(map(judged, updates, targets))
+    return list(map(storable, leaves, targets))
 
 
-def _no_updates(grads: list[Array], rest: Rest, params: Any) -> Any:
-    """What leaves `params` as they are: -0.0, in the wider dtype of either tree."""
-    targets = _targets(params, rest)
+def _no_updates(grads: list[Array], remainder: Remainder, params: Any) -> Any:
+    """Updates that leave `params` unchanged: -0.0, in the wider dtype of both trees."""
+    targets = _targets(params, remainder)
     targets = grads if targets is None else targets
 
     def zero(grad, target):
@@ -574,17 +687,17 @@ def _no_updates(grads: list[Array], rest: Rest, params: Any) -> Any:
         like = target if is_array(target) else grad
         return jnp.full_like(like, value, dtype=dtype)
 
-    def zero_rest(leaf):
+    def zero_of_others(leaf):
         is_number = is_array(leaf) and not is_extended(leaf)
         return jnp.zeros_like(leaf) if is_number else leaf
 
     zeros = [zero(*pair) for pair in zip(grads, targets, strict=True)]
-    return combine(zeros, map_rest(zero_rest, rest))
+    return combine(zeros, map_remainder(zero_of_others, remainder))
 
 
-def _integer_paths(updates: Any, rest: Rest) -> list[Any]:
+def _integer_paths(updates: Any, remainder: Remainder) -> list[Any]:
     """The paths of the integers, which get no update: it would not be an integer."""
-    if not any(map(_is_integer, rest.leaves)):
+    if not any(map(_is_integer, remainder.leaves)):
         return []
     flat, _ = jax.tree_util.tree_flatten_with_path(updates)
     return [path for path, leaf in flat if _is_integer(leaf)]

@@ -154,7 +154,7 @@ def _fits(dtype: Any, wanted: Any) -> bool:
 _TAKEN = object()  # marks the place of a leaf that `partition` took out
 
 
-class Rest(NamedTuple):
+class Remainder(NamedTuple):
     """A tree without the leaves taken out: flat, since no node could hold the marks."""
 
     leaves: list[Any]
@@ -168,35 +168,35 @@ def floats_of(tree: Any) -> list[Any]:
 
 def partition(
     tree: Any, is_taken: Callable[[Any], bool] = is_inexact
-) -> tuple[list[Any], Rest]:
-    """The inexact leaves of `tree`, or those that `is_taken`, and the rest of it.
+) -> tuple[list[Any], Remainder]:
+    """The inexact leaves of `tree`, or those that `is_taken`, and its remainder.
 
     Done once on entry, so that whatever is computed with the numbers works on a list
     and need not ask again which leaves count. `combine` puts the tree together.
     """
     leaves, structure = jax.tree.flatten(tree)
-    rest = [_TAKEN if is_taken(leaf) else leaf for leaf in leaves]
-    return [leaf for leaf in leaves if is_taken(leaf)], Rest(rest, structure)
+    others = [_TAKEN if is_taken(leaf) else leaf for leaf in leaves]
+    return [leaf for leaf in leaves if is_taken(leaf)], Remainder(others, structure)
 
 
-def combine(floats: list[Any], rest: Rest) -> Any:
+def combine(floats: list[Any], remainder: Remainder) -> Any:
     """The tree of `partition`, with `floats` in their places."""
     values = iter(floats)
-    return rest.structure.unflatten(
-        [next(values) if leaf is _TAKEN else leaf for leaf in rest.leaves]
+    return remainder.structure.unflatten(
+        [next(values) if leaf is _TAKEN else leaf for leaf in remainder.leaves]
     )
 
 
-def leaves_at_floats(tree: Any, rest: Rest) -> list[Any]:
-    """The leaves of `tree`, which has the structure of `rest`, where floats were."""
-    pairs = zip(jax.tree.leaves(tree), rest.leaves, strict=True)
+def leaves_at_floats(tree: Any, remainder: Remainder) -> list[Any]:
+    """The leaves of `tree`, which has the structure of `remainder`, at the floats."""
+    pairs = zip(jax.tree.leaves(tree), remainder.leaves, strict=True)
     return [leaf for leaf, other in pairs if other is _TAKEN]
 
 
-def map_rest(function: Callable[[Any], Any], rest: Rest) -> Rest:
-    """`rest` with `function` of each leaf that is left."""
-    leaves = [leaf if leaf is _TAKEN else function(leaf) for leaf in rest.leaves]
-    return rest._replace(leaves=leaves)
+def map_remainder(function: Callable[[Any], Any], remainder: Remainder) -> Remainder:
+    """`remainder` with `function` of each of its leaves."""
+    leaves = [leaf if leaf is _TAKEN else function(leaf) for leaf in remainder.leaves]
+    return remainder._replace(leaves=leaves)
 
 
 # What an optimizer trains.

@@ -27,7 +27,7 @@ from jls._reduce import AxisName, check_axis_name
 from jls._scalers.dynamic import dynamic
 from jls._scalers.static import static
 from jls._state import find, is_wrapper_state, scaler_state_in
-from jls._step import WrapperUpdate, report_wrapper
+from jls._step import WrapperUpdate, register_wrapper
 from jls._text import at, describe, first, path_name
 from jls._tree import is_inexact
 from jls._types import FIELDS, LossScaledState, LossScaler, Sees, SpikePolicy
@@ -144,7 +144,7 @@ def loss_scaled(
     check_axis_name(axis_name)
 
     def init(params):
-        report_wrapper(update, params)
+        register_wrapper(update, params)
         inner_state = inner.init(params)
         nested = find(inner_state, is_wrapper_state)
         if nested:

@@ -36,7 +36,7 @@ from jls._state import (
     metrics,
     refuse_around,
 )
-from jls._step import Reached, reach_wrappers, wrapper_of
+from jls._step import FoundWrapper, find_wrappers, wrapper_of
 from jls._text import an
 from jls._train_state import (
     FP8,
@@ -460,7 +460,7 @@ def _observe_spikes(state: Any) -> dict[str, Any]:
 
 def _reached_in(
     optimizer: Any, state: Any, params: Any, wrapper_state: LossScaledState
-) -> Reached | None:
+) -> FoundWrapper | None:
     """The wrapper of the optimizer, or of the one that a Flax state carries."""
     if optimizer is None:
         reached = _reach(optimizer_in(state), params)
@@ -497,12 +497,12 @@ def _reached_in(
     return fitting[0]
 
 
-def _reach(optimizer: Any, params: Any) -> list[Reached]:
+def _reach(optimizer: Any, params: Any) -> list[FoundWrapper]:
     """The wrappers in `optimizer`; without `params` only an outermost one is found."""
     if wrapper_of(optimizer):
-        return reach_wrappers(optimizer, params)
+        return find_wrappers(optimizer, params)
     can_look = callable(getattr(optimizer, "init", None)) and params is not None
-    return reach_wrappers(optimizer, params) if can_look else []
+    return find_wrappers(optimizer, params) if can_look else []
 
 
 def _describe_scale(
@@ -524,7 +524,7 @@ def _is_number(bound: Any) -> TypeGuard[float]:
     return is_array(bound) and jnp.ndim(bound) == 0
 
 
-def _describe_scaler(reached: Reached | None, params: Any) -> ScalerFacts:
+def _describe_scaler(reached: FoundWrapper | None, params: Any) -> ScalerFacts:
     """What a known optimizer says of its scaler, and of the updates that it checks."""
     if reached is None:
         return UNKNOWN

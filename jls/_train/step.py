@@ -35,7 +35,7 @@ from jls._nnx import is_optimizer
 from jls._reduce import global_norm
 from jls._scale import value_and_grad
 from jls._state import find_scaler_states
-from jls._step import reach_wrappers
+from jls._step import find_wrappers
 from jls._text import describe
 from jls._train.accumulate import Accumulation, Drop, accumulate
 from jls._train.apply import (
@@ -450,7 +450,7 @@ def _axis_name(optimizer: Any, params: Any, options: Options) -> Any:
     """The axis over which all devices must leave out the same micro-batches."""
     if options.drop == "step" or options.micro_batches == 1:
         return None
-    reached = reach_wrappers(optimizer, params)
+    reached = find_wrappers(optimizer, params)
     return reached[0].wrapper.axis_name if reached else None
 
 

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds where a program sums the squares of all its inputs, as clipping by norm does.
+
+    square, sum     of each input: `jnp.sum(x**2)`, or `jnp.sum((x.conj() * x).real)`
+    add             of those sums, until all inputs are in
+
+What is computed otherwise, such as a norm over some of the inputs or over rows of them,
+is not found.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jls._program.jaxprs import is_literal
+
+REAL, IMAG = "real", "imag"
+
+
+class SumOfSquares(NamedTuple):
+    """The equations of a program that sum the squares of its inputs."""
+
+    jaxpr: Any  # inputs -> the sum of the squares of each, and `total`
+    total: Any  # the variable of the whole program that holds the sum over all inputs
+
+
+class _Term(NamedTuple):
+    """An input, or its square, element by element; of a complex one, in parts."""
+
+    power: int
+    number: int  # of the input
+    parts: frozenset[str]
+    is_conjugate: bool = False
+
+
+class _Sum(NamedTuple):
+    """The sum of the squares of all elements of some inputs."""
+
+    numbers: frozenset[int]
+
+
+_ZERO = "zero"
+
+
+def find_sum_of_squares(jaxpr: Any, inputs: Sequence[Any]) -> SumOfSquares | None:
+    """The sum over all of `inputs`, variables of `jaxpr`; None if there is no such sum.
+
+    Only the equations of `jaxpr` itself are read, not those of the programs it calls.
+    """
+    known: dict[Any, Any] = {}
+    for number, variable in enumerate(inputs):
+        known[variable] = _Term(1, number, _parts_of(variable))
+    sum_of: dict[int, Any] = {}
+    for equation in jaxpr.eqns:
+        operands = [_known(atom, known) for atom in equation.invars]
+        result = _apply(equation, operands, inputs) if all(operands) else None
+        if result is None:
+            continue
+        (variable,) = equation.outvars
+        known[variable] = result
+        if isinstance(result, _Sum):
+            for number in result.numbers if len(result.numbers) == 1 else ():
+                sum_of.setdefault(number, variable)
+            if len(result.numbers) == len(inputs):
+                return _slice(jaxpr, inputs, sum_of, variable)
+    return None
+
+
+def _parts_of(variable: Any) -> frozenset[str]:
+    is_complex = variable.aval.dtype.kind == "c"
+    return frozenset({REAL, IMAG} if is_complex else {REAL})
+
+
+def _known(atom: Any, known: dict[Any, Any]) -> Any:
+    if not is_literal(atom):
+        return known.get(atom)
+    return _ZERO if not getattr(atom.aval, "shape", ()) and atom.val == 0 else None
+
+
+def _apply(equation: Any, operands: list[Any], inputs: Sequence[Any]) -> Any:
+    """Result of one operation on terms, sums and zeros; None if it is none of them."""
+    name, first = equation.primitive.name, operands[0] if operands else None
+    if name == "add":
+        return _add(*operands)
+    if first == _ZERO:
+        return _ZERO if name in ("broadcast_in_dim", "square", "copy") else None
+    if name in ("copy", "pcast", "pvary"):
+        return first
+    if not isinstance(first, _Term):
+        return None
+    if name == "reduce_sum":
+        is_whole = first.parts == _parts_of(inputs[first.number])
+        axes, shape = equation.params["axes"], equation.invars[0].aval.shape
+        if first.power == 2 and is_whole and len(axes) == len(shape):
+            return _Sum(frozenset({first.number}))
+    elif first.power == 2:
+        return first if name == "real" else None
+    elif name in (REAL, IMAG):
+        return first._replace(parts=first.parts & {name}, is_conjugate=False)
+    elif name == "conj":
+        return first._replace(is_conjugate=not first.is_conjugate)
+    elif name == "square" or (name == "integer_pow" and equation.params["y"] == 2):
+        return first._replace(power=2) if len(first.parts) == 1 else None
+    elif name == "mul":
+        return _multiply(*operands)
+    return None
+
+
+def _add(one: Any, other: Any) -> Any:
+    if _ZERO in (one, other):
+        result = other if one == _ZERO else one
+        return None if isinstance(result, _Term) and result.power == 1 else result
+    if isinstance(one, _Sum) and isinstance(other, _Sum):
+        if one.numbers.isdisjoint(other.numbers):
+            return _Sum(one.numbers | other.numbers)
+    elif isinstance(one, _Term) and isinstance(other, _Term):
+        is_same = (one.power, one.number) == (2, other.number) and other.power == 2
+        if is_same and one.parts.isdisjoint(other.parts):
+            return one._replace(parts=one.parts | other.parts)
+    return None
+
+
+def _multiply(one: Any, other: Any) -> Any:
+    """The square of a term: x * x, or of a complex one conj(x) * x."""
+    if not (isinstance(one, _Term) and isinstance(other, _Term)):
+        return None
+    is_complex = len(one.parts) == 2
+    wanted = one._replace(is_conjugate=one.is_conjugate != is_complex)
+    if other != wanted:
+        return None
+    return one._replace(power=2, is_conjugate=False)
+
+
+def _slice(
+    jaxpr: Any, inputs: Sequence[Any], sum_of: dict[int, Any], total: Any
+) -> SumOfSquares:
+    outvars = [*(sum_of[number] for number in range(len(inputs))), total]
+    return SumOfSquares(
+        jaxpr.replace(
+            constvars=[],
+            invars=list(inputs),
+            outvars=outvars,
+            eqns=needed_for(jaxpr, outvars),
+        ),
+        total,
+    )
+
+
+def needed_for(jaxpr: Any, outvars: Sequence[Any], known: Sequence[Any] = ()) -> Any:
+    """The equations that `outvars` are computed by, and those with effects.
+
+    Args:
+      jaxpr: the program.
+      outvars: variables of it, or literals.
+      known: variables that need not be computed.
+    """
+    needed = {atom for atom in outvars if not is_literal(atom)} - set(known)
+    equations = []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or not needed.isdisjoint(equation.outvars):
+            equations.append(equation)
+            needed |= {x for x in equation.invars if not is_literal(x)} - set(known)
+    return equations[::-1]
