@@ -77,13 +77,11 @@ def test_every_leaf_of_a_float16_tree_counts_in_the_norm(jit_or_eager):
     np.testing.assert_allclose(updates["small"], -(2.0**-14) / 600, rtol=1e-6)
 
 
+BY_NORM = optax.clip_by_global_norm(1.0)
 HIDING = {
     "clip": (optax.clip(0.5), jnp.array([jnp.inf, 1.0])),
     "zero_nans": (optax.zero_nans(), jnp.array([jnp.nan, 1.0])),
-    "global norm": (
-        optax.clip_by_global_norm(1.0),
-        jnp.array([300.0, 300.0], jnp.float16),
-    ),
+    "global norm": (BY_NORM, jnp.array([300.0, 300.0], jnp.float16)),
 }
 
 
@@ -143,27 +141,170 @@ def test_gradients_below_the_norm_stay_bit_for_bit(dtype, jit_or_eager):
 
 
 @norms
-def test_a_norm_is_right_up_to_1_8e19_and_zero_above(clip, clipped, jit_or_eager):
-    """Squares overflow float32 there: optax's norm is inf and the update 0.
-
-    Nothing is hidden from the wrapper, all gradients are finite: the step is applied,
-    and moves nothing. MindFormers does the same, at 1e30.
-    """
+def test_a_norm_is_right_up_to_1_8e19(clip, clipped, jit_or_eager):
     optimizer = scaled(clip, optax.sgd(1.0))
     for huge in (1e9, 9e18):
         updates, state = update(optimizer, jnp.full(4, huge), jit=jit_or_eager)
         np.testing.assert_allclose(updates, -np.array(clipped), rtol=1e-6)
         assert state.applied
-    for too_huge in (1e19, 1e30):
-        grads = jnp.full(4, too_huge)
-        assert bare(clip, grads, jit=jit_or_eager).tolist() == [0.0] * 4
-        params, state = run(optimizer, W, [grads], jit_or_eager)
-        assert_identical(params, W)
-        assert (state.applied, state.skips, jls.all_finite(grads)) == (True, 0, True)
+
+
+# The sum of the squares that a clip makes is the check --------------------------------
+
+TWO = {"a": jnp.array([1.0, -0.0]), "b": jnp.array([[0.5], [2.0]])}
+# One leaf overflows when squared; no leaf does, but their sum; bad ones.
+TREES = {
+    "one leaf": ({"a": jnp.full(2, 1e30), "b": jnp.ones((2, 1))}, [True, False]),
+    "their sum": (jax.tree.map(lambda x: 0 * x + 1.2e19, TWO), [False, False]),
+    "inf": ({"a": jnp.ones(2), "b": jnp.array([[1.0], [jnp.inf]])}, [False, True]),
+    "nan": ({"a": jnp.array([jnp.nan, 1]), "b": jnp.ones((2, 1))}, [True, False]),
+}
+trees = pytest.mark.parametrize(("grads", "bad"), TREES.values(), ids=TREES)
+
+
+@trees
+@pytest.mark.parametrize("scaler", [jls.dynamic(8.0), jls.cautious(8.0)])
+@pytest.mark.parametrize("check_updates", [True, False])
+@pytest.mark.parametrize("spikes", [None, jls.spikes(4)], ids=["", "spikes"])
+def test_gradients_whose_squares_have_no_finite_sum_are_skipped(
+    grads, bad, scaler, check_updates, spikes, jit_or_eager
+):
+    """optax turns all of them into 0, and Adam steps on momentum alone."""
+    inner = optax.chain(BY_NORM, optax.adam(0.1))
+    optimizer = jls.loss_scaled(
+        inner, scaler, check_updates=check_updates, spikes=spikes
+    )
+    step = jit_or_eager(optimizer.update)
+    good = jax.tree.map(jnp.ones_like, TWO)
+    _, state = step(good, optimizer.init(TWO), TWO)
+    updates, new = step(grads, state, TWO)
+    assert_identical(updates, jax.tree.map(lambda x: jnp.full_like(x, -0.0), TWO))
+    assert_identical(new.inner_state, state.inner_state)
+    assert_identical(new.spike_state, state.spike_state)
+    assert (new.applied, new.skips) == (False, 1)
+    assert new.last_skip_reason == jls.types.SkipReason.GRADIENTS
+    assert new.nonfinite_leaves.tolist() == bad
+    assert new.scaler_state.loss_scale < state.scaler_state.loss_scale
+    _, recovered = step(good, new, TWO)
+    assert recovered.applied
+
+
+@trees
+def test_without_a_clip_by_the_norm_the_check_is_of_every_element(
+    grads, bad, jit_or_eager
+):
+    for inner in (optax.sgd(0.1), optax.chain(optax.clip(1e37), BY_NORM)):
+        optimizer = jls.loss_scaled(inner, jls.dynamic(8.0))
+        _, state = update(optimizer, grads, TWO, jit_or_eager)
+        is_finite = bool(jls.all_finite(grads))
+        assert state.applied == is_finite
+        assert state.nonfinite_leaves.tolist() == ([False, False] if is_finite else bad)
+
+
+@trees
+def test_the_report_has_the_norm_of_the_clip(grads, bad, jit_or_eager):
+    for inner, is_clipped in ((BY_NORM, True), (optax.scale(1.0), False)):
+        optimizer = jls.loss_scaled(optax.chain(inner, optax.sgd(0.1)))
+        apply = jit_or_eager(lambda *args, o=optimizer: jls.apply_gradients(o, *args))
+        good = jax.tree.map(lambda x: 3 * jnp.ones_like(x), TWO)
+        assert apply(good, optimizer.init(TWO), TWO)[2].global_norm == 6.0
+        params, _, report = apply(grads, optimizer.init(TWO), TWO)
+        is_finite = bool(jls.all_finite(grads)) and not is_clipped
+        assert report.skipped == (not is_finite)
+        assert jnp.isfinite(report.global_norm) == is_finite
+        if report.skipped:
+            assert_identical(params, TWO)
+
+
+def test_the_gradients_are_seen_once_by_clip_and_check():
+    """In the program of every platform: no element is looked at but by the clip."""
+    optimizer = jls.loss_scaled(optax.chain(BY_NORM, optax.sgd(0.1)))
+    state = optimizer.init(TWO)
+    traced = jax.jit(optimizer.update).trace(TWO, state)
+    for platform in ("cpu", "cuda", "tpu"):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert text.count("stablehlo.is_finite") <= 4  # of numbers: leaves, sum, loss
+        assert text.count("applies stablehlo.add across") == len(TWO)
+    program = str(jax.make_jaxpr(optimizer.update)(TWO, state))
+    assert program.count("reduce_sum") == len(TWO)
+
+
+def complex_and_narrow():
+    params = {"c": jnp.ones(2, jnp.complex64), "h": jnp.ones(3, jnp.float16)}
+    return params, jax.tree.map(lambda x: 2 * x, params)
+
+
+@pytest.mark.filterwarnings("ignore:.*parameters are float16")
+def test_complex_and_narrow_gradients_are_summed_as_the_clip_sums_them(jit_or_eager):
+    params, good = complex_and_narrow()
+    optimizer = jls.loss_scaled(optax.chain(BY_NORM, optax.sgd(0.1)))
+    _, state = update(optimizer, good, params, jit_or_eager)
+    assert state.applied
+    huge = good | {"c": jnp.array([1, 1e25j], jnp.complex64)}
+    _, state = update(optimizer, huge, params, jit_or_eager)
+    assert (state.applied, state.nonfinite_leaves.tolist()) == (False, [True, False])
+    _, state = update(scaled(optax.scale(1.0)), huge, params, jit_or_eager)
+    assert state.applied
+
+
+def test_a_derivative_through_a_clipped_step_is_that_of_the_clip(jit_or_eager):
+    optimizer = jls.loss_scaled(optax.chain(BY_NORM, optax.sgd(0.5)))
+    bare = optax.chain(BY_NORM, optax.sgd(0.5))
+    state, inner_state = optimizer.init(W), bare.init(W)
+
+    def moved(update, state, grads):
+        return jnp.sum(update(grads, state, W)[0] * jnp.arange(4.0))
+
+    ours = jit_or_eager(jax.grad(lambda g: moved(optimizer.update, state, g)))(X)
+    theirs = jax.grad(lambda g: moved(bare.update, inner_state, g))(X)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+    for bad in (X.at[0].set(jnp.nan), X.at[1].set(1e30)):
+        ours = jit_or_eager(jax.grad(lambda g: moved(optimizer.update, state, g)))(bad)
+        assert_identical(ours, jnp.zeros(4))
+
+
+@pytest.mark.standard_promotion
+def test_an_eager_step_that_branches_on_numbers_is_checked_element_by_element():
+    """It cannot be traced: nobody knows what it sums."""
+
+    def halved(updates, state, params=None):
+        if float(jnp.sum(updates**2)) > 1:
+            updates = updates / 2
+        return updates, state
+
+    inner = optax.GradientTransformation(lambda params: (), halved)
+    optimizer = jls.loss_scaled(inner)
+    for grads, applied in ((X, True), (jnp.full(4, 1e30), True), (X / 0, False)):
+        _, state = optimizer.update(grads, optimizer.init(W), W)
+        assert state.applied == applied
+
+
+@trees
+def test_each_tool_says_that_the_norm_overflowed(grads, bad):
+    optimizer = jls.loss_scaled(optax.chain(BY_NORM, optax.adam(0.1)), jls.static(8.0))
+
+    @jax.jit
+    def step(params, state, grads):
+        return jls.apply_gradients(optimizer, grads, state, params)
+
+    state = optimizer.init(TWO)
+    found = jls.why(step, TWO, state, grads)
+    _, new, _ = step(TWO, state, grads)
+    health = jls.health(new, TWO)
+    is_finite = bool(jls.all_finite(grads))
+    assert ("sum of the squares of the gradients" in found.results) == is_finite
+    assert ("their global norm is over 1.8e19" in str(found)) == is_finite
+    assert ("global norm is over 1.8e19" in health.sentence) == (not any(bad))
+    if is_finite:
+        (birth,) = found.births
+        assert birth.kind == "inf"
+        assert not birth.place.is_backward
+    if any(bad):
+        assert "a" in health.sentence or "b" in health.sentence
 
 
 def test_a_clip_by_value_before_keeps_the_norm_finite(jit_or_eager):
-    """The way out for gradients over 1.8e19."""
+    """The way out for gradients over 1.8e19: then every element is looked at."""
     clips = optax.clip(1e12), optax.clip_by_global_norm(1.0)
     grads = jnp.array([1e30, -1e30, 1.0, 0.0])
     updates, state = update(scaled(*clips, optax.sgd(1.0)), grads, jit=jit_or_eager)

@@ -15,9 +15,11 @@ from jls._program.jaxprs import is_inexact, is_literal
 from jls._scopes import marks_of
 
 LOSS, GRADIENTS, NEW, CHECKED = "loss", "gradients", "updates", "checked values"
+NORM = "sum of the squares of the gradients"  # of a clip inside, which is the check
 _KINDS = {
     _scopes.LOSS: LOSS,
     _scopes.GRADIENTS: GRADIENTS,
+    _scopes.NORM: NORM,
     _scopes.NEW: NEW,
     _scopes.CHECKED: CHECKED,
 }

@@ -12,7 +12,7 @@ import numpy as np
 
 from jls import _validate
 from jls._origin import roots as kinds
-from jls._origin.advice import CAME_IN, WRITTEN, advice, dtype_of
+from jls._origin.advice import CAME_IN, NORM, WRITTEN, advice, dtype_of
 from jls._origin.measure import Size
 from jls._origin.record import Recorded
 from jls._origin.result import ARGUMENT, CONSTANT, Birth, Why
@@ -22,7 +22,7 @@ from jls._origin.trail import Birth as Found
 from jls._program.frames import Frame, Variable, behind, made_without
 from jls._program.jaxprs import is_inexact, is_literal
 from jls._program.places import Place, is_transposed, place_of
-from jls._scopes import UPDATE, marks_of
+from jls._scopes import GRADIENTS, UPDATE, marks_of
 from jls._text import scale_in_words
 from jls._trace.arguments import Arguments, check_usable, items_of, take_apart, unbind
 from jls._trace.scales import Scale, is_switched_off, scales_in, without_value
@@ -201,9 +201,11 @@ class Case:
                     value = next(filter(trail.is_bad, every), None)
                     if value is not None:
                         bad.append(Bad(value, kind, number, looked))
+        # What is made of bad gradients is bad too: they are to blame.
+        for kind in (kinds.NEW, kinds.NORM):
+            bad = [x for x in bad if x.kind != kind] or bad
         if bad:
-            # What is made of bad gradients is bad too: they are to blame.
-            return [x for x in bad if x.kind != kinds.NEW] or bad
+            return bad
         values = [(Value(*variable), name) for variable, name in self.results.items()]
         return [Bad(x, name, 0, None) for x, name in values if trail.is_bad(x)]
 
@@ -354,7 +356,9 @@ class Case:
             operands=tuple(_magnitude(trail.size(x), kind) for x in found.operands),
             dtype=str(dtype_of(origin)),
             range=found.range and (found.range.low, found.range.high),
-            advice=advice(trail, found, is_backward),
+            advice=NORM
+            if GRADIENTS in marks_of(site)
+            else advice(trail, found, is_backward),
         )
 
     def _forward(self) -> set[Variable] | None:
@@ -376,6 +380,7 @@ class Case:
         scale = None if bad.looked.scale is None else self.scales.get(bad.looked.scale)
         name = {
             kinds.LOSS: "loss",
+            kinds.NORM: kinds.NORM,
             kinds.CHECKED: "what is checked for inf and NaN",
         }.get(bad.kind)
         if name is None:

@@ -261,6 +261,7 @@ def health(
     facts = Facts(
         metrics=counts,
         all_leaves_nonfinite=all(flags),
+        all_leaves_finite=bool(flags) and not any(flags),
         unnamed_leaves=unnamed,
         is_doubted=found.is_doubted,
         saw_params=params is not None or bool(fields),

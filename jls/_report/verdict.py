@@ -82,6 +82,7 @@ class Facts:
     min_scale: float | None
     max_scale: float | None
     all_leaves_nonfinite: bool = False  # of the gradients of the last skipped step
+    all_leaves_finite: bool = False  # of the same
     nonfinite_leaves: list[str] | None = None  # of the last skipped step, by name
     unnamed_leaves: tuple[int, int] | None = None  # of so many, if it knows no names
     poisoned_leaves: dict[str, list[str]] | None = None  # names by the tree they are in
@@ -223,6 +224,12 @@ def _culprits(facts: Facts) -> str:
     """Which parameters caused the last skip, as far as their names are known."""
     if facts.nonfinite_leaves:
         return f". Not finite: {_some(facts.nonfinite_leaves)}"
+    if facts.all_leaves_finite and facts.skipped_for is SkipReason.GRADIENTS:
+        return (
+            ". Every gradient is finite, but their global norm is over 1.8e19: a "
+            "float32 cannot hold its square, and the clip inside the optimizer would "
+            "turn them all into zeros"
+        )
     bad, known = facts.unnamed_leaves or (0, 0)
     if not bad:
         return ""
