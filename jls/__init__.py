@@ -17,7 +17,7 @@
 #   _scalers _state
 #   _validate
 #   _types _reduce _bits _rollback _placement
-#   _tree
+#   _tree _devices _rollback_cpu
 #   _text _nnx _program _scopes _figure
 
 # isort: off

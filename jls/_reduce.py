@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass over leaves, one collective over devices: finite, max_abs, norms, counts.
+"""One pass over the leaves of a tree: finite, max_abs, norms, counts.
 
 The functions that take `floats` work on a list of floating-point leaves. They widen one
 at a time, where they reduce it: eagerly, a wide copy of all of them would cost memory.
@@ -8,7 +8,7 @@ at a time, where they reduce it: eagerly, a wide copy of all of them would cost 
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,54 +16,9 @@ import numpy as np
 from jax import Array, lax
 from jax.export import is_symbolic_dim
 
+from jls._devices import AxisName, agree, agree_on_max
 from jls._scopes import CHECKED
 from jls._tree import floats_of, widen
-
-AxisName = str | tuple[str, ...] | None
-
-
-# Devices.
-
-
-def check_axis_name(axis_name: Any) -> tuple[str, ...]:
-    """The names in `axis_name`, or an error that says what it should have been."""
-    if axis_name is None:
-        return ()
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"axis_name must be a str, a tuple of str or None, got {axis_name!r}."
-        )
-    return names
-
-
-def bound_names(axis_name: AxisName) -> tuple[str, ...]:
-    """The names in `axis_name`, or an error that says which is not bound."""
-    names = check_axis_name(axis_name)
-    for name in names:
-        try:
-            lax.axis_size(name)
-        except NameError:
-            raise NameError(
-                f"axis_name {name!r} is not bound here. Call under jax.shard_map, "
-                "jax.pmap or jax.vmap with that axis; under plain jit leave it out."
-            ) from None
-    return names
-
-
-def agree(flags: Array, axis_name: AxisName) -> Array:
-    """`flags` and-ed over the devices of `axis_name`; one small collective."""
-    names = bound_names(axis_name)
-    if not names:
-        return flags
-    return lax.pmin(flags.astype(jnp.int32), names).astype(jnp.bool_)
-
-
-def agree_on_max(magnitudes: Array, axis_name: AxisName) -> Array:
-    """The maximum of each over the devices of `axis_name`; one small collective."""
-    names = bound_names(axis_name)
-    return lax.pmax(magnitudes, names) if names else magnitudes
-
 
 # Finiteness and magnitude.
 
@@ -133,16 +88,14 @@ def finite_leaves(floats: Sequence[Any]) -> Array:
         return jnp.ones(0, jnp.bool_)
     if all(jnp.ndim(leaf) == 0 for leaf in floats):  # such as a loss: nothing to reduce
         return jnp.stack([jnp.isfinite(widen(leaf)) for leaf in floats])
-    totals, has_nan = _reduced_leaves(list(floats), _tiny_sum_of_squares)
-    return jnp.isfinite(totals) & ~has_nan
+    return _by_platform(lax.stop_gradient(list(floats)), "finite")
 
 
 def leaf_magnitudes(floats: Sequence[Any]) -> Array:
     """For each leaf, `f32[n]`, its largest magnitude; inf where it is not finite."""
     if not floats:
         return jnp.zeros(0)
-    largest, has_nan = _reduced_leaves(list(floats), _max_of_bits)
-    return jnp.where(has_nan, jnp.inf, largest)
+    return _by_platform(lax.stop_gradient(list(floats)), "magnitude")
 
 
 def any_nan(floats: Sequence[Any]) -> Array:
@@ -151,64 +104,72 @@ def any_nan(floats: Sequence[Any]) -> Array:
     return jnp.any(jnp.stack(flags)) if flags else jnp.asarray(False)
 
 
+def global_norm(floats: Sequence[Any]) -> Array:
+    """The L2 norm over all leaves, `f32[]`; inf or NaN if a leaf is not finite."""
+    if not floats:
+        return jnp.float32(0.0)
+    return _by_platform(list(floats), "norm")
+
+
 # Which reduction is best differs by platform, and the program decides, not the host.
 #
 # XLA CPU writes an array to memory before it reduces it, unless two are reduced
 # together. XLA TPU fuses a sum, and no other reduction, with the norm of clipping and
-# what else reads the gradients. On GPU any will do.
+# what else reads the gradients. On GPU any will do, in as few kernels as possible.
 
 
-# What reduces one leaf returns an array of one number and, if NaN does not show in it,
-# one of one flag. It is traced for every shape, so it is written in `lax`: `jax.numpy`
-# takes three times as long.
+class Reductions(NamedTuple):
+    """How a platform reduces a list of leaves; see `_CPU`, `_GPU` and `_TPU`."""
+
+    finite: Callable[[list[Array]], Array]  # bool[n]
+    magnitude: Callable[[list[Array]], Array]  # f32[n]; inf where it is not finite
+    norm: Callable[[list[Array]], Array]  # f32[]
+
+
+@functools.partial(jax.jit, static_argnames="name")
+def _by_platform(floats: list[Array], name: str) -> Array:
+    """The reduction of that name on the platform that the program is compiled for."""
+    return lax.platform_dependent(
+        floats,
+        cpu=getattr(_CPU, name),
+        tpu=getattr(_TPU, name),
+        default=getattr(_GPU, name),
+    )
+
+
+# Functions that reduce one leaf return an array of one number and, if NaN does not show
+# in it, one of one flag. They are traced for every shape, so they are written in `lax`:
+# `jax.numpy` takes three times as long.
 
 ReduceLeaf = Callable[..., tuple[Array, ...]]
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _reduced_leaves(floats: list[Array], elsewhere: Any) -> tuple[Array, Array]:
-    """What `elsewhere` makes of each leaf, `f32[n]` and `bool[n]`; not on a CPU.
-
-    There it is the largest magnitude and whether there is a NaN, which tell as much.
-    """
-    return lax.platform_dependent(
-        lax.stop_gradient(floats),
-        cpu=_each(_max_and_nan),
-        tpu=_each(elsewhere),
-        default=_each_together(elsewhere),
-    )
-
-
-def _each(reduce_leaf: ReduceLeaf) -> Callable[..., tuple[Array, Array]]:
+def _each(reduce_leaf: ReduceLeaf, floats: list[Array]) -> tuple[Array, Array]:
     """`reduce_leaf` of each leaf, joined, so that nothing follows for each alone."""
-    return lambda floats: _joined(map(reduce_leaf, floats))
+    return _joined(map(reduce_leaf, floats))
 
 
 def _joined(
-    found: Iterable[tuple[Array, ...]], order: np.ndarray | None = None
+    results: Iterable[tuple[Array, ...]], order: np.ndarray | None = None
 ) -> tuple[Array, Array]:
-    """The numbers, in this order, and which leaves have a NaN."""
-    joined = [lax.concatenate(x, 0) for x in zip(*found, strict=True)]
+    """Concatenates per-leaf results, in `order`: numbers, and which leaves have NaN."""
+    joined = [lax.concatenate(x, 0) for x in zip(*results, strict=True)]
     numbers, *flags = joined if order is None else [x[order] for x in joined]
     return numbers, flags[0] if flags else lax.ne(numbers, numbers)
 
 
-# Small leaves of one type are reduced together on GPU and TPU, this many at a time:
-# else each would be a kernel. More together take XLA longer to compile.
+# Small leaves of one type are reduced together on GPU, each of 256 KiB at most, where a
+# kernel costs more to launch than to run. More than 32 together take XLA longer to
+# compile, and launch hardly fewer kernels.
 _SMALL, _TOGETHER = 2**16, 32
 
 
-def _each_together(reduce_leaf: ReduceLeaf) -> Callable[..., tuple[Array, Array]]:
+def _each_together(reduce_leaf: ReduceLeaf, floats: list[Array]) -> tuple[Array, Array]:
     """As `_each`, with fewer kernels where there are many small leaves."""
-
-    def reduce_each(floats):
-        groups = _groups(floats)
-        leaves = [[floats[i] for i in group] for group in groups]
-        found = [_reduced(reduce_leaf, some) for some in leaves]
-        order = np.argsort([i for group in groups for i in group])
-        return _joined(found, None if np.all(np.diff(order) == 1) else order)
-
-    return reduce_each
+    groups = _groups(floats)
+    results = [_reduce_group(reduce_leaf, [floats[i] for i in x]) for x in groups]
+    order = np.argsort([i for group in groups for i in group])
+    return _joined(results, None if np.all(np.diff(order) == 1) else order)
 
 
 def _groups(floats: list[Array]) -> list[list[int]]:
@@ -223,7 +184,7 @@ def _groups(floats: list[Array]) -> list[list[int]]:
     return [group for of_type in groups.values() for group in of_type]
 
 
-def _reduced(reduce_leaf: ReduceLeaf, leaves: list[Array]) -> tuple[Array, ...]:
+def _reduce_group(reduce_leaf: ReduceLeaf, leaves: list[Array]) -> tuple[Array, ...]:
     if len(leaves) == 1:
         return reduce_leaf(leaves[0])
     rows = [lax.expand_dims(leaf, (0,)) for leaf in leaves]
@@ -250,7 +211,7 @@ def _axes(array: Array, is_stack: bool) -> tuple[int, ...]:
     return tuple(range(1 if is_stack else 0, array.ndim))
 
 
-def _of_each(number: Array, is_stack: bool) -> Array:
+def _per_leaf(number: Array, is_stack: bool) -> Array:
     """The numbers of a stack of leaves, or the number of one leaf as an array."""
     return number if is_stack else lax.broadcast(number, (1,))
 
@@ -266,7 +227,7 @@ def _max_and_nan(leaf: Array) -> tuple[Array, Array]:
     start, axes = (np.float32(0.0), np.bool_(False)), _axes(leaf, False)
     found = [lax.reduce(pair, start, _larger_and_either, axes) for pair in pairs]
     most, has_nan = functools.reduce(_larger_and_either, found)
-    return _of_each(most, False), _of_each(has_nan, False)
+    return _per_leaf(most, False), _per_leaf(has_nan, False)
 
 
 @functools.partial(jax.jit, static_argnames="is_stack")
@@ -280,7 +241,7 @@ def _max_of_bits(leaf: Array, is_stack: bool = False) -> tuple[Array]:
 
     # Of no element the maximum is the smallest integer.
     bits = functools.reduce(lax.max, map(most, _parts(leaf)), np.int32(0))
-    return (_of_each(lax.bitcast_convert_type(bits, jnp.float32), is_stack),)
+    return (_per_leaf(lax.bitcast_convert_type(bits, jnp.float32), is_stack),)
 
 
 # 2**64 squares of the largest number times this have a finite sum.
@@ -303,29 +264,12 @@ def _tiny_sum_of_squares(leaf: Array, is_stack: bool = False) -> tuple[Array]:
         return lax.reduce_sum(lax.square(size), _axes(size, is_stack))
 
     totals = functools.reduce(lax.add, map(total, _parts(leaf)))
-    return (_of_each(totals, is_stack),)
+    return (_per_leaf(totals, is_stack),)
 
 
 # Norms. The square of a float32 over 1.8e19 is inf: so is `optax.global_norm` then, and
 # clipping divides by it. That of one below 1e-23 is 0, or below 1e-19 where XLA flushes
 # subnormals.
-
-
-def global_norm(floats: Sequence[Any]) -> Array:
-    """The L2 norm over all leaves, `f32[]`; inf or NaN if a leaf is not finite."""
-    if not floats:
-        return jnp.float32(0.0)
-    return _global_norm(list(floats))
-
-
-@jax.jit
-def _global_norm(floats: list[Array]) -> Array:
-    return lax.platform_dependent(
-        floats,
-        cpu=_norm_of_scaled,
-        tpu=functools.partial(_norm_or_norm_of_tiny, _each),
-        default=functools.partial(_norm_or_norm_of_tiny, _each_together),
-    )
 
 
 def _norm_of_scaled(floats: list[Array]) -> Array:
@@ -334,7 +278,7 @@ def _norm_of_scaled(floats: list[Array]) -> Array:
     That changes no digit, and the check for finiteness has found the largest: XLA sees
     that, if both use all that it has found.
     """
-    largest, has_nan = _each(_max_and_nan)(lax.stop_gradient(floats))
+    largest, has_nan = _each(_max_and_nan, lax.stop_gradient(floats))
     largest = jnp.max(jnp.where(has_nan, jnp.inf, largest))
     power = power_of_two_below(largest)
     parts = [part for leaf in floats for part in _parts(leaf)]
@@ -347,7 +291,7 @@ def _norm_of_scaled(floats: list[Array]) -> Array:
 
 def _norm_or_norm_of_tiny(each: Any, floats: list[Array]) -> Array:
     """Two sums, which clipping and the check for finiteness have made already."""
-    norm, (totals, _) = norm_of_squares(floats), each(_tiny_sum_of_squares)(floats)
+    norm, (totals, _) = norm_of_squares(floats), each(_tiny_sum_of_squares, floats)
     is_done = norm < jnp.inf
     # XLA would turn the sum of a concatenation into as many additions.
     tiny = jnp.sqrt(jnp.sum(jnp.where(is_done, 1.0, totals))) / _TINY
@@ -366,6 +310,39 @@ def norm_of_squares(floats: Sequence[Array]) -> Array:
     parts = [part for leaf in floats for part in _parts(leaf)]
     sums = [lax.reduce_sum(lax.square(part), _axes(part, False)) for part in parts]
     return jnp.sqrt(sum(sums))
+
+
+# By platform.
+
+
+def _finite_by_max(floats: list[Array]) -> Array:
+    largest, has_nan = _each(_max_and_nan, floats)
+    return (largest < jnp.inf) & ~has_nan
+
+
+def _magnitude_by_max(floats: list[Array]) -> Array:
+    largest, has_nan = _each(_max_and_nan, floats)
+    return jnp.where(has_nan, jnp.inf, largest)
+
+
+def _finite_by_sum(each: Any, floats: list[Array]) -> Array:
+    return jnp.isfinite(each(_tiny_sum_of_squares, floats)[0])
+
+
+def _magnitude_by_bits(each: Any, floats: list[Array]) -> Array:
+    largest, has_nan = each(_max_of_bits, floats)
+    return jnp.where(has_nan, jnp.inf, largest)
+
+
+_CPU = Reductions(_finite_by_max, _magnitude_by_max, _norm_of_scaled)
+_GPU, _TPU = (
+    Reductions(
+        functools.partial(_finite_by_sum, each),
+        functools.partial(_magnitude_by_bits, each),
+        functools.partial(_norm_or_norm_of_tiny, each),
+    )
+    for each in (_each_together, _each)
+)
 
 
 # Counts.

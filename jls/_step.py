@@ -35,6 +35,7 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from jls import _scopes
+from jls._devices import AxisName, agree, agree_on_max
 from jls._mistakes import (
     cause_of_count,
     check_value,
@@ -45,9 +46,6 @@ from jls._mistakes import (
 from jls._program.jaxprs import varying_axes
 from jls._program.squares import SumOfSquares
 from jls._reduce import (
-    AxisName,
-    agree,
-    agree_on_max,
     all_finite,
     any_nan,
     finite_leaves,

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import optax
 
 from jls import _validate
+from jls._devices import AxisName, check_axis_name
 from jls._ema import warn_if_not_last
 from jls._mistakes import warn
 from jls._placement import own_buffers, place_all, place_scalars
-from jls._reduce import AxisName, check_axis_name
 from jls._scalers.dynamic import dynamic
 from jls._scalers.static import static
 from jls._state import find, is_wrapper_state, scaler_state_in

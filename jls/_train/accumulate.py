@@ -2,8 +2,8 @@
 """Accumulates the gradients of micro-batches, one after the other.
 
     drop="step"         a bad micro-batch makes the result bad, and the step is skipped
-    drop="micro_batch"  it is left out, and so is what it would have carried on; the
-                        mean is over the others
+    drop="micro_batch"  it is left out with the model state that it returned; the mean
+                        is over the others
 
 All devices leave out the same ones, as they skip the same steps.
 
@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jls._reduce import AxisName, agree, all_finite
+from jls._devices import AxisName, agree
+from jls._reduce import all_finite
 from jls._text import join, path_name
 from jls._tree import select, wide_dtype, widen
 
@@ -29,7 +30,7 @@ Drop = Literal["step", "micro_batch"]
 class Accumulated(NamedTuple):
     loss: Array  # f32[]  with drop="micro_batch", of those whose loss is finite
     grads: Any  # NaN if every micro-batch is left out
-    carried: Any  # what the last micro-batch that counts carried on
+    carried: Any  # of the last micro-batch that counts
     aux: Any  # of each micro-batch, stacked; with one, its own
     partial_overflow: Array  # bool[]  whether one with a finite loss is left out
     dropped: Array  # i32[]  micro-batches left out
@@ -46,7 +47,7 @@ def accumulate(
     drop: Drop,
     axis_name: AxisName = None,
 ) -> Accumulated:
-    """Calls `grad_fn(carried, micro_batch)` on each and adds up what it returns.
+    """Calls `grad_fn(carried, micro_batch)` on each and adds up the gradients.
 
     `grad_fn` returns `((loss, (carried, aux)), grads)`, with gradients like `params`.
     """

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jls._train.parts import Made, Parts, unpack
+from jls._train.parts import LossOutput, Parts, unpack
 from jls._train_state import FP8, is_train_state, names_in, pytree_fields
 from jls._tree import cast_like, restore, trainable
 from jls._types import JlsWarning, StepReport
@@ -42,17 +42,19 @@ class LinenAdapter:
         }
         return Parts(trainable(params), overwritten, opt_state, carried)
 
-    def call(self, params: Any, overwritten: Any, carried: Any, batch: Any) -> Made:
+    def call(
+        self, params: Any, overwritten: Any, carried: Any, batch: Any
+    ) -> LossOutput:
         params = {self._names.params: self._join(params, overwritten)}
         state = self._replace(params | carried)
-        made = unpack(
+        output = unpack(
             self._loss_fn(state, batch), self._carries, self._has_aux, carried
         )
-        _check_fields(made.carried, carried)
-        _warn_of_fields_in_aux(made.aux, carried)
-        fields = carried | dict(made.carried)
+        _check_fields(output.carried, carried)
+        _warn_of_fields_in_aux(output.aux, carried)
+        fields = carried | dict(output.carried)
         after = cast_like("what loss_fn carries", fields, carried)
-        return made._replace(carried=after)
+        return output._replace(carried=after)
 
     def merge(self, parts: Parts, report: StepReport) -> tuple[Any, StepReport]:
         names, new = self._names, dict(parts.carried)

@@ -16,7 +16,7 @@ from jls._nnx import (
     split_objects,
     update_objects,
 )
-from jls._train.parts import Made, Parts, unpack
+from jls._train.parts import LossOutput, Parts, unpack
 from jls._tree import cast_like, difference
 from jls._types import StepReport
 
@@ -65,14 +65,16 @@ class NnxAdapter:
         params, carried = read_variables(self._state)
         return Parts(params, None, read_variables(self._optimizer.opt_state), carried)
 
-    def call(self, params: Any, overwritten: Any, carried: Any, batch: Any) -> Made:
+    def call(
+        self, params: Any, overwritten: Any, carried: Any, batch: Any
+    ) -> LossOutput:
         model, objects = merge_objects(self._graph, params, carried)
         result = self._loss_fn(model, batch, **objects)
-        made = unpack(result, False, self._has_aux, None)
+        output = unpack(result, False, self._has_aux, None)
         after = read_variables(self._split(model, objects)[2])
         _check_structure(after, carried)
         after = cast_like("loss_fn, which ran on the model,", after, carried)
-        return made._replace(carried=after)
+        return output._replace(carried=after)
 
     def merge(self, parts: Parts, report: StepReport) -> StepReport:
         optimizer = self._optimizer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `jls.train_step` needs from a model library."""
+"""The interface between `jls.train_step` and a model library."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -14,11 +14,11 @@ class Parts(NamedTuple):
     params: Any  # to be differentiated
     overwritten: Any  # whose "gradients" are its next values: the scales of fp8 layers
     opt_state: Any
-    carried: Any  # what the loss function changes on the way, such as batch statistics
+    carried: Any  # model state that the loss function returns anew: batch statistics
 
 
-class Made(NamedTuple):
-    """What a loss function returned."""
+class LossOutput(NamedTuple):
+    """Result of a loss function."""
 
     loss: Any
     carried: Any
@@ -33,25 +33,27 @@ class Adapter(Protocol):
 
     @property
     def model(self) -> Any:
-        """What the user's functions take first: parameters, a state, a model."""
+        """First argument of the user's functions: parameters, a state, a model."""
         ...
 
     def split(self) -> Parts: ...
 
-    def call(self, params: Any, overwritten: Any, carried: Any, batch: Any) -> Made:
-        """The user's loss of `batch`, and what comes with it."""
+    def call(
+        self, params: Any, overwritten: Any, carried: Any, batch: Any
+    ) -> LossOutput:
+        """Calls the user's loss function on `batch`."""
         ...
 
     def merge(self, parts: Parts, report: StepReport) -> Any:
-        """What the step returns."""
+        """Result of the step."""
         ...
 
 
-def unpack(result: Any, carries: bool, has_aux: bool, carried: Any) -> Made:
+def unpack(result: Any, carries: bool, has_aux: bool, carried: Any) -> LossOutput:
     """Takes the result of a loss function apart; without `carries`, keeps `carried`."""
     names = ["loss", *(["carried"] if carries else []), *(["aux"] if has_aux else [])]
     if len(names) == 1:
-        return Made(result, carried, None)
+        return LossOutput(result, carried, None)
     if not (isinstance(result, tuple) and len(result) == len(names)):
         options = [
             f"{name}=True"
@@ -64,4 +66,4 @@ def unpack(result: Any, carries: bool, has_aux: bool, carried: Any) -> Made:
             f"({', '.join(names)}), got {got or type(result).__name__}."
         )
     given = dict(zip(names, result, strict=True))
-    return Made(given["loss"], given.get("carried", carried), given.get("aux"))
+    return LossOutput(given["loss"], given.get("carried", carried), given.get("aux"))

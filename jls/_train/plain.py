@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from jls._train.parts import Made, Parts, unpack
+from jls._train.parts import LossOutput, Parts, unpack
 from jls._tree import cast_like, restore, trainable
 from jls._types import StepReport
 
@@ -38,7 +38,9 @@ class PlainAdapter:
         carried = self._carried[0] if self._carries else None
         return Parts(params, None, self._opt_state, carried)
 
-    def call(self, params: Any, overwritten: Any, carried: Any, batch: Any) -> Made:
+    def call(
+        self, params: Any, overwritten: Any, carried: Any, batch: Any
+    ) -> LossOutput:
         model = restore(params, self._params)
         if not self._carries:
             result = self._loss_fn(model, batch)
@@ -46,9 +48,9 @@ class PlainAdapter:
         # A copy of the tree, since `equinox.nn.State` can be read only once.
         copy = jax.tree.map(lambda leaf: leaf, carried)
         result = self._loss_fn(model, copy, batch)
-        made = unpack(result, True, self._has_aux, None)
-        after = cast_like("what loss_fn carries", made.carried, carried)
-        return made._replace(carried=after)
+        output = unpack(result, True, self._has_aux, None)
+        after = cast_like("what loss_fn carries", output.carried, carried)
+        return output._replace(carried=after)
 
     def merge(self, parts: Parts, report: StepReport) -> tuple[Any, ...]:
         params = restore(parts.params, self._params)

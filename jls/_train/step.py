@@ -37,17 +37,19 @@ from jls._scale import value_and_grad
 from jls._state import find_scaler_states
 from jls._step import find_wrappers
 from jls._text import describe
-from jls._train.accumulate import Accumulation, Drop, accumulate
+from jls._train.accumulate import Accumulated, Accumulation, Drop, accumulate
 from jls._train.apply import (
+    Rates,
     apply_and_report,
     check_optimizer,
+    check_rates,
     inner_wrapper_state,
+    local_norms,
 )
 from jls._train.linen import LinenAdapter, is_linen, is_train_state
 from jls._train.nnx import NnxAdapter, is_nnx
 from jls._train.parts import Adapter, Parts
 from jls._train.plain import PlainAdapter
-from jls._train.rates import Rates, check_rates, local_norms
 from jls._tree import floats_of, is_array, select
 from jls._types import SkipReason, StepReport
 
@@ -259,8 +261,8 @@ def train_step(
       updates, such as a warmup after it; None without one, a dict by group if there are
       several (after a skipped step an injected one is still that of the last applied
       step);
-      `global_norm` is the L2 norm of the true gradients before clipping, which does
-      not overflow on the way; not finite if they are not;
+      `global_norm` is the L2 norm of the true gradients before clipping, not finite if
+      they are not; over 1.8e19 it is inf where the optimizer clips by it;
       `local_norm` and `size` are dicts by the path of the parameter, or None;
       `dropped` counts micro-batches left out;
       `aux` is what `loss_fn` returned for it, or None;
@@ -358,13 +360,13 @@ def take_step(
     scaler_state = inner_wrapper_state(opt_state).scaler_state
 
     def loss(params, overwritten, carried, batch):
-        made = adapter.call(params, overwritten, carried, batch)
-        return made.loss, (made.carried, made.aux)
+        output = adapter.call(params, overwritten, carried, batch)
+        return output.loss, (output.carried, output.aux)
 
     transform = _differentiate
     differentiated: Any = value_and_grad(loss, has_aux=True, transform=transform)
     before = overwritten, carried
-    made = accumulate(
+    accumulated = accumulate(
         lambda carried, part: differentiated(scaler_state, params, carried, part),
         params,
         before,
@@ -374,25 +376,30 @@ def take_step(
         drop=options.drop,
         axis_name=_axis_name(adapter.optimizer, params, options),
     )
-    extra = {"value": made.loss, "partial_overflow": made.partial_overflow}
+    extra = {
+        "value": accumulated.loss,
+        "partial_overflow": accumulated.partial_overflow,
+    }
     new_params, new_opt_state, report, updates = apply_and_report(
         adapter.optimizer,
-        made.grads,
+        accumulated.grads,
         opt_state,
         params,
         options.learning_rate,
         extra | _extra_arguments(options.extra, adapter.model, batch, extra),
         options.update_norm,
     )
-    norms, sizes = local_norms(made.grads) if options.local_norm else (None, None)
+    norms, sizes = None, None
+    if options.local_norm:
+        norms, sizes = local_norms(accumulated.grads)
     report = report._replace(
         local_norm=norms,
         size=sizes,
-        dropped=_dropped(made, report, options),
-        aux=made.aux,
+        dropped=_dropped(accumulated, report, options),
+        aux=accumulated.aux,
         update_norm=global_norm(floats_of(updates)) if options.update_norm else None,
     )
-    after = select(~report.skipped, made.carried, before)
+    after = select(~report.skipped, accumulated.carried, before)
     return Parts(new_params, after[0], new_opt_state, after[1]), report
 
 
@@ -434,29 +441,29 @@ def _check_extra(extra: Extra) -> Extra:
 def _extra_arguments(
     extra: Extra, model: Any, batch: Any, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    made = extra(model, batch) if callable(extra) else extra or {}
-    if not isinstance(made, Mapping):
-        raise TypeError(f"extra must return a dict, got {describe(made)}.")
-    taken = made.keys() & {*given, "updates", "grads", "state", "params"}
+    arguments = extra(model, batch) if callable(extra) else extra or {}
+    if not isinstance(arguments, Mapping):
+        raise TypeError(f"extra must return a dict, got {describe(arguments)}.")
+    taken = arguments.keys() & {*given, "updates", "grads", "state", "params"}
     if taken:
         raise ValueError(
             f"extra must not hold {' and '.join(sorted(taken))}, which the step passes "
             "by itself."
         )
-    return dict(made)
+    return dict(arguments)
 
 
 def _axis_name(optimizer: Any, params: Any, options: Options) -> Any:
     """The axis over which all devices must leave out the same micro-batches."""
     if options.drop == "step" or options.micro_batches == 1:
         return None
-    reached = find_wrappers(optimizer, params)
-    return reached[0].wrapper.axis_name if reached else None
+    found = find_wrappers(optimizer, params)
+    return found[0].wrapper.axis_name if found else None
 
 
-def _dropped(made: Any, report: StepReport, options: Options) -> Any:
+def _dropped(accumulated: Accumulated, report: StepReport, options: Options) -> Any:
     if options.drop == "step" or options.micro_batches > 1:
-        return made.dropped
+        return accumulated.dropped
     # The one micro-batch is the step.
     reasons = jnp.array([SkipReason.GRADIENTS, SkipReason.LOSS], jnp.int32)
     return jnp.any(report.skip_reason == reasons).astype(jnp.int32)
@@ -492,8 +499,9 @@ def _adapt(
         return PlainAdapter(loss_fn, optimizer, carries, has_aux, args[:-1])
     if optimizer is None and is_linen(args):
         return LinenAdapter(loss_fn, carries, has_aux, args[0])
-    types = ", ".join(type(x).__name__ for x in args)
-    raise TypeError(f"{_form(optimizer, carries, is_flax)}; got {types}. {_BATCH}")
+    names = [type(x).__name__ for x in args]
+    got = ", ".join(names) or "keyword arguments alone"
+    raise TypeError(f"{_form(optimizer, carries, is_flax)}; got {got}. {_BATCH}")
 
 
 def _check_order(optimizer: Any, carries: bool, args: tuple[Any, ...]) -> None:
@@ -515,7 +523,7 @@ def _check_order(optimizer: Any, carries: bool, args: tuple[Any, ...]) -> None:
 
 
 def _form(optimizer: Any, carries: bool, is_flax: bool) -> str:
-    """How the step is to be called, as far as its arguments tell."""
+    """How to call the step, as far as its arguments show."""
     if optimizer is not None and is_flax:
         return (
             "leave optimizer out for Flax, whose TrainState and nnx.Optimizer hold it: "

@@ -25,7 +25,7 @@ from models import (
 from shared import assert_identical
 
 import jls
-from jls._train.rates import local_norms
+from jls._train.apply import local_norms
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Axes of devices, and what the devices of an axis agree on: one small collective."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+AxisName = str | tuple[str, ...] | None
+
+
+def check_axis_name(axis_name: Any) -> tuple[str, ...]:
+    """The names in `axis_name`, or an error that says what it should have been."""
+    if axis_name is None:
+        return ()
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"axis_name must be a str, a tuple of str or None, got {axis_name!r}."
+        )
+    return names
+
+
+def bound_names(axis_name: AxisName) -> tuple[str, ...]:
+    """The names in `axis_name`, or an error that says which is not bound."""
+    names = check_axis_name(axis_name)
+    for name in names:
+        try:
+            lax.axis_size(name)
+        except NameError:
+            raise NameError(
+                f"axis_name {name!r} is not bound here. Call under jax.shard_map, "
+                "jax.pmap or jax.vmap with that axis; under plain jit leave it out."
+            ) from None
+    return names
+
+
+def agree(flags: Array, axis_name: AxisName) -> Array:
+    """`flags` and-ed over the devices of `axis_name`; one small collective."""
+    names = bound_names(axis_name)
+    if not names:
+        return flags
+    return lax.pmin(flags.astype(jnp.int32), names).astype(jnp.bool_)
+
+
+def agree_on_max(magnitudes: Array, axis_name: AxisName) -> Array:
+    """The maximum of each over the devices of `axis_name`; one small collective."""
+    names = bound_names(axis_name)
+    return lax.pmax(magnitudes, names) if names else magnitudes
