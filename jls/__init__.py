@@ -79,4 +79,4 @@ from jls._ema import eval_params as eval_params
 
 from jls import types as types
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

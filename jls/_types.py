@@ -204,7 +204,8 @@ class JudgeFn(Protocol[StateT]):
           state: the state before the step.
           loss: `f32[]`, the true loss; None if `update` gets no `value`.
           norm: `f32[]`, the global L2 norm of the true gradients, before clipping. Of
-            gradients over 1.8e19 it may be inf: keep that out of averages.
+            gradients over 1.8e19 it may be inf (where the optimizer clips by it, such
+            a step is skipped before): keep that out of averages.
         """
         ...
 
@@ -475,7 +476,8 @@ class StepReport(NamedTuple):
     loss_scale: Array  # f32[]  the loss scale of the next step
     # f32[], or a dict of f32[] by group; None if it is neither given nor found
     learning_rate: Any
-    global_norm: Array  # f32[]  of the true gradients, before clipping
+    # f32[]  of the true gradients, before clipping; over 1.8e19, inf where one clips
+    global_norm: Array
     local_norm: Any  # None, or a dict of f32[] by the path of the parameter
     # None, or a dict by path: numbers of elements, i32[]; f32[] from 2**31 on
     size: Any

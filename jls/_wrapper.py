@@ -66,6 +66,11 @@ def loss_scaled(
     so parameters, moments, schedule counts and accumulators inside are the old ones.
     What is chained outside does not freeze; put clipping and accumulation inside.
 
+    A step is skipped if an element of the gradients is inf or NaN. Where `inner` clips
+    the gradients by their global norm, it is skipped if the sum of their squares is,
+    which the clip computes anyway: a norm over 1.8e19 counts as not finite too, since
+    `optax.clip_by_global_norm` would turn all gradients into zeros.
+
     Args:
       inner: any optax transformation, or an object with `init` and `update` such as
         `optax.MultiSteps`. Extra arguments of `update` reach it if it takes any, and

@@ -31,8 +31,10 @@ def loss_fn(params, x):
     return jnp.sum(hidden**2) + jnp.sum(params["c"] ** 2)
 
 
-def made(scaler):
-    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
+
+
+def made(scaler, inner=CLIPPED):
     optimizer = jls.loss_scaled(inner, scaler)
     return jax.jit(jls.train_step(loss_fn, optimizer)), optimizer.init(PARAMS)
 
@@ -42,7 +44,7 @@ def test_one_trace_gives_the_program_of_each_platform(scaler, monkeypatch):
     def host(*_):
         raise AssertionError("a decision of traced code asked for the host")
 
-    step, state = made(scaler)
+    step, state = made(scaler, optax.adamw(0.1))  # a clip would be the check
     monkeypatch.setattr(jax, "default_backend", host)
     monkeypatch.setattr(jax, "device_count", host)
     traced = step.trace(PARAMS, state, BATCHES[0])
