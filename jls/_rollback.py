@@ -70,9 +70,8 @@ def prepare(
         sum_of_squares = program.sum_of_squares
     squares = None
     if sum_of_squares is not None:
-        grads = lax.stop_gradient(list(inputs[:gradients]))
         with jax.named_scope(GRADIENTS):
-            squares = eval_jaxpr(sum_of_squares.jaxpr, [], *grads)
+            squares = eval_jaxpr(sum_of_squares.jaxpr, [], *inputs[:gradients])
     return Prepared(fun, inputs, program, consts, squares)
 
 

@@ -54,16 +54,16 @@ REDUCE = [
     Fault(
         "all_finite looks at a sum, which may overflow",
         "jls/_reduce.py",
-        "    totals, has_nan = _reduced_leaves(list(floats), _tiny_sum_of_squares)\n"
-        "    return jnp.isfinite(totals) & ~has_nan\n",
+        '    return _by_platform(lax.stop_gradient(list(floats)), "finite")\n',
         "    return jnp.stack([jnp.isfinite(jnp.sum(widen(x))) for x in floats])\n",
         ("tests/test_reduce.py",),
     ),
     Fault(
         "a NaN is lost in the maximum",
         "jls/_reduce.py",
-        "return jnp.where(has_nan, jnp.inf, largest)",
-        "return largest",
+        "    largest, has_nan = _each(_max_and_nan, floats)\n"
+        "    return jnp.where(has_nan, jnp.inf, largest)",
+        "    largest, has_nan = _each(_max_and_nan, floats)\n    return largest",
         (STEP,),
     ),
     Fault(
@@ -159,8 +159,8 @@ STEPS = [
     Fault(
         "a skipped step counts as one that was applied in part",
         "jls/_step.py",
-        '"partial overflow": step.is_partial & applied',
-        '"partial overflow": step.is_partial',
+        '"partial overflow": observed.is_partial & applied',
+        '"partial overflow": observed.is_partial',
         ("tests/test_fields.py",),
     ),
     Fault(
@@ -181,7 +181,7 @@ STEPS = [
         "a step with bad updates enters the window of the spike policy",
         "jls/_step.py",
         "spike_state = select(was_finite, spike_state, state.spike_state)",
-        "spike_state = select(step.is_finite, spike_state, state.spike_state)",
+        "spike_state = select(observed.is_finite, spike_state, state.spike_state)",
         ("tests/test_spikes.py",),
     ),
     Fault(
@@ -202,7 +202,7 @@ STEPS = [
         "a NaN in a scalar of the inner state is not looked for",
         "jls/_step.py",
         "scalars = [x for x in floats_of(new) if jnp.ndim(x) == 0]",
-        "scalars = [x for x in floats_of(made) if jnp.ndim(x) == 0]",
+        "scalars = [x for x in floats_of(updates) if jnp.ndim(x) == 0]",
         (STEP,),
     ),
     Fault(
@@ -217,27 +217,66 @@ STEPS = [
 ROLLBACKS = [
     Fault(
         "two leaves that one value is stored in are rolled back to one of them",
-        "jls/_rollback.py",
-        "if _is_variable(output) and olds.get(output) is x:",
-        "if _is_variable(output) and output in selected:",
+        "jls/_rollback_cpu.py",
+        "if olds.get(output) is x:",
+        "if output in selected:",
         (ROLLBACK,),
     ),
     Fault(
         "a roll-back multiplies by the flag",
-        "jls/_rollback.py",
-        "    return lax.select_n(flag, _as_array(old, new.dtype), new)",
+        "jls/_rollback_cpu.py",
+        "    return lax.select_n(flag, _to_array(old, new.dtype), new)",
         "    if not jnp.issubdtype(new.dtype, jnp.floating):\n"
-        "        return lax.select_n(flag, _as_array(old, new.dtype), new)\n"
+        "        return lax.select_n(flag, _to_array(old, new.dtype), new)\n"
         "    is_new = lax.convert_element_type(flag, new.dtype)\n"
-        "    return is_new * new + (1 - is_new) * _as_array(old, new.dtype)",
+        "    return is_new * new + (1 - is_new) * _to_array(old, new.dtype)",
         (PROMISES,),
     ),
     Fault(
         "the derivative goes through the branch that may see NaN",
         "jls/_rollback.py",
-        "return of_ones if self.is_watchful else _with_derivative(form, like=of_ones)",
-        "return of_ones if self.is_watchful else form",
+        "return _with_derivative(on_raw_inputs, like=on_sanitized_inputs)",
+        "return on_raw_inputs",
         (ROLLBACK,),
+    ),
+]
+
+CLIP = "tests/test_clipping.py"
+SQUARES = [
+    Fault(
+        "a norm that overflows is not looked at, only the leaves",
+        "jls/_step.py",
+        "norm_finite = jnp.isfinite(squares[-1])",
+        "norm_finite = jnp.asarray(True)",
+        (CLIP,),
+    ),
+    Fault(
+        "an eager step looks at every element where a traced one looks at the sum",
+        "jls/_step.py",
+        "squares = known[key]",
+        "squares = None",
+        (CLIP,),
+    ),
+    Fault(
+        "the sum over some leaves is taken for that over all",
+        "jls/_program/squares.py",
+        "if len(result.numbers) == len(inputs):",
+        "if len(result.numbers) == min(2, len(inputs)):",
+        ("tests/program/test_squares.py",),
+    ),
+    Fault(
+        "the sum over one axis is taken for that over all",
+        "jls/_program/squares.py",
+        "if first.power == 2 and is_whole and len(axes) == len(shape):",
+        "if first.power == 2 and is_whole:",
+        ("tests/program/test_squares.py",),
+    ),
+    Fault(
+        "a part of complex numbers is taken for the whole",
+        "jls/_program/squares.py",
+        "is_whole = first.parts == _parts_of(inputs[first.number])",
+        "is_whole = True",
+        ("tests/program/test_squares.py",),
     ),
 ]
 
@@ -588,6 +627,7 @@ FAULTS = [
     *SCALERS,
     *STEPS,
     *ROLLBACKS,
+    *SQUARES,
     *SCALE,
     *CHECKPOINTS,
     *SPIKES,
