@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes that can be told while a step is traced, each with the line to write.
+"""Mistakes detectable at trace time, each with the line to write.
 
-None of these checks may cry wolf: what a right program may do as well is not looked at.
+No false positives: a check looks only for what no right program does.
 """
 
 import contextlib
@@ -140,7 +140,7 @@ def _is_argument_of_jit(leaf: Any) -> bool:
     return getattr(getattr(frame, "debug_info", None), "traced_for", "") == "jit"
 
 
-# What `jls.scale` returned while a loss function runs.
+# Results of `jls.scale` while a loss function runs.
 _SCALED: contextvars.ContextVar[list[Any] | None]
 _SCALED = contextvars.ContextVar("_SCALED", default=None)
 
@@ -290,7 +290,7 @@ def _is_mask(node: Any) -> bool:
 
 
 def check_value(value: Any) -> None:
-    """Raises unless `value` can be a loss; None is one that is not told."""
+    """Raises unless `value` can be a loss; None means that it was not passed."""
     if value is None:
         return
     if not is_inexact(value) or jnp.iscomplexobj(value):

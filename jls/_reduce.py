@@ -56,8 +56,8 @@ def all_finite(tree: Any, axis_name: AxisName = None) -> Array:
 def max_abs(tree: Any, axis_name: AxisName = None) -> Array:
     """Returns the largest magnitude in `tree`, or inf if a value is inf or NaN.
 
-    What `jls.cautious` and `jls.recent_max` need to know about the true gradients. It
-    takes one pass over the data, and is finite if and only if `jls.all_finite(tree)`.
+    `jls.cautious` and `jls.recent_max` need it of the true gradients. It takes one pass
+    over the data, and is finite if and only if `jls.all_finite(tree)`.
 
     Args:
       tree: any pytree. Leaves that are not floating point do not count. A complex value

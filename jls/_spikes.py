@@ -142,7 +142,7 @@ def spikes_judge(
     return decide(state, (loss, norm), limit, sigmas=sigmas, budget=budget)
 
 
-# What the presets in `jls.presets` are made of too.
+# Shared with the presets in `jls.presets`.
 
 
 def start(window: int, budget: ArrayLike = math.inf) -> Partial:
@@ -175,7 +175,7 @@ class Window(NamedTuple):
 
 
 def window_of(state: SpikeState, fewer: int = 0) -> Window:
-    """What the kept values say; the squares are divided by their number - `fewer`."""
+    """Mean and deviation of the kept values; the divisor is their number - `fewer`."""
     size = state.seen.shape[1]
     count = jnp.minimum(state.kept, size)
     is_kept = _places(size) < count[:, None]

@@ -304,7 +304,7 @@ class _Step(NamedTuple):
 
 
 class _Observed(NamedTuple):
-    """What all devices agree on before the inner optimizer runs."""
+    """Facts that all devices agree on before the inner optimizer runs."""
 
     loss_finite: Array  # bool[]
     leaves_finite: Array  # bool[n]  of the gradients
@@ -579,7 +579,7 @@ def _count(
     reason = jnp.where(loss_finite, reason, loss.value)
     was_finite = applied
     if wrapper.spikes is not None:
-        # What is skipped for another reason leaves no trace in the policy's state.
+        # A step skipped for another reason leaves no trace in the policy's state.
         was_finite, bad_updates = applied | is_spike, bad_updates & ~is_spike
         reason = jnp.where(is_spike, SkipReason.SPIKE.value, reason)
         spike_state = select(was_finite, spike_state, state.spike_state)

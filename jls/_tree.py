@@ -199,7 +199,7 @@ def map_remainder(function: Callable[[Any], Any], remainder: Remainder) -> Remai
     return remainder._replace(leaves=leaves)
 
 
-# What an optimizer trains.
+# Leaves that an optimizer trains.
 
 
 def trainable(params: Any) -> Any:

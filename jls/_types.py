@@ -160,7 +160,7 @@ class LossScaler(NamedTuple, Generic[StateT]):
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """What the scaler computes with, by name: numbers, and switches if it has any.
+        """The numbers and switches that the scaler computes with, by name.
 
         The names are the rule's own: most are arguments of the function that made the
         scaler. Empty for functions of your own that are not a `Partial`.
@@ -197,7 +197,7 @@ class JudgeFn(Protocol[StateT]):
         """Returns the next state, and whether to skip the step.
 
         A pure function that may run under `jit`, `scan` and `vmap`. It keeps the
-        structure, the shapes and the dtypes of the state. What it returns is kept on
+        structure, the shapes and the dtypes of the state. Its result is kept on
         steps with finite gradients and a finite loss alone.
 
         Args:
@@ -235,14 +235,14 @@ class SpikePolicy(NamedTuple, Generic[StateT]):
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """What the policy computes with, by name; see `LossScaler`."""
+        """The numbers that the policy computes with, by name; see `LossScaler`."""
         return _keywords(self.init) | _keywords(self.judge)
 
     def __repr__(self) -> str:
         return format_rule(self, "judge", self.hyperparameters)
 
 
-# What a spike policy judges: the loss, and the global norm of the true gradients.
+# Signals that a spike policy judges: the loss, and the global norm of the gradients.
 SIGNALS = "loss", "norm"
 
 
@@ -300,14 +300,14 @@ class SkipReason(enum.IntEnum):
     SPIKE = 4  # all was finite, but loss or gradient norm was far out of line
 
 
-# What a counter of `LossScaledState` can count; `_step` says when each happens.
+# Events that `LossScaledState` counts; `_step` says when each happens.
 Event = Literal[
     "step", "skip", "nonfinite loss", "nonfinite update", "spike", "partial overflow"
 ]
 
 
 class Field(NamedTuple):
-    """What there is to know of a field of `LossScaledState`, beside its type.
+    """All facts about a field of `LossScaledState` but its type.
 
     The only place that knows it: `init`, the counting of a step, `jls.metrics`,
     `jls.health`, `jls.History` and `jls.upgrade_state` read it.
@@ -459,7 +459,7 @@ def has_policy(state: LossScaledState) -> bool:
 
 @exportable
 class StepReport(NamedTuple):
-    """What `jls.train_step` and `jls.apply_gradients` report; arrays on the device.
+    """The report of `jls.train_step` and `jls.apply_gradients`; arrays on the device.
 
     The order of the first seven is that of MindFormers' `MFTrainOneStepCell`, so that
     its callbacks can be ported. `local_norm` holds norms; MindFormers holds squares.

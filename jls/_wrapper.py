@@ -38,7 +38,7 @@ class _InitFn(Protocol):
 
 
 class LossScaledTransformation(optax.GradientTransformationExtraArgs):
-    """What `jls.loss_scaled` returns: an optax transformation with a typed state.
+    """The result of `jls.loss_scaled`: an optax transformation with a typed state.
 
     Example:
       >>> optimizer = jls.loss_scaled(optax.sgd(0.1))
@@ -64,7 +64,7 @@ def loss_scaled(
     It takes true gradients, as `jls.value_and_grad` returns them, and never unscales. A
     skipped step is atomic: `inner`'s state stays bit for bit and the updates are -0.0,
     so parameters, moments, schedule counts and accumulators inside are the old ones.
-    What is chained outside does not freeze; put clipping and accumulation inside.
+    Transformations outside do not freeze: put clipping and accumulation inside.
 
     A step is skipped if an element of the gradients is inf or NaN. Where `inner` clips
     the gradients by their global norm, it is skipped if the sum of their squares is,

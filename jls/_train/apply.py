@@ -201,7 +201,7 @@ def _applied_before(opt_state: Any, before: LossScaledState) -> Array:
     return windows[0][1].gradient_step if windows else before.steps - before.skips
 
 
-# What is reported besides: local norms, and learning rates.
+# Local norms and learning rates, for the report.
 
 
 def local_norms(grads: Any) -> tuple[dict[str, Array], dict[str, Array]]:

@@ -93,7 +93,7 @@ def _is_count(node: Any) -> bool:
 
 
 def _sources(update: Any) -> list[_Source]:
-    """What multiplies the updates in `update`; nothing if that is too large to see."""
+    """Factors of the updates in `update`; none if it is too large to read."""
     by_schedule, by_rate, by_constant = _codes()
     found: list[_Source] = []
     left: list[tuple[Group, Any]] = [((), update)]
@@ -144,7 +144,7 @@ def _codes() -> tuple[Any, Any, Any]:
 
 
 def _parts(part: Any) -> Iterator[tuple[Group, Any]]:
-    """What may hold update functions in `part`, and under which key of a dict."""
+    """Objects in `part` that may hold update functions, with their keys in a dict."""
     if isinstance(part, Mapping):
         held = [((str(key),), x) for key, x in part.items()]
     elif isinstance(part, tuple | list):

@@ -81,7 +81,7 @@ _Carried = TypeVar("_Carried")
 
 
 class TrainStep(Protocol):
-    """What `jls.train_step` returns without an optimizer, for Flax."""
+    """The result of `jls.train_step` without an optimizer, for Flax."""
 
     @overload
     def __call__(
@@ -94,7 +94,7 @@ class TrainStep(Protocol):
 
 
 class PlainTrainStep(Protocol):
-    """What `jls.train_step` returns with an optimizer."""
+    """The result of `jls.train_step` with an optimizer."""
 
     def __call__(
         self, params: _Params, opt_state: _OptState, batch: Any, /, **kwargs: Any
@@ -102,7 +102,7 @@ class PlainTrainStep(Protocol):
 
 
 class CarryingTrainStep(Protocol):
-    """What `jls.train_step` returns with an optimizer and `carries=True`."""
+    """The result of `jls.train_step` with an optimizer and `carries=True`."""
 
     def __call__(
         self,
@@ -121,7 +121,7 @@ Extra = Mapping[str, Any] | Callable[[Any, Any], Mapping[str, Any]] | None
 
 
 class Options(NamedTuple):
-    """What `train_step` was given, checked."""
+    """The options of `train_step`, checked."""
 
     learning_rate: Rates
     micro_batches: int
