@@ -228,6 +228,20 @@ class LinkNames(SphinxTransform):
                 link.append(node)
 
 
+class MarkRanges(SphinxTransform):
+    """Puts the (1.08-1.14) after a number in a table on a line of its own."""
+
+    default_priority = 400
+
+    def apply(self, **kwargs):
+        for cell in self.document.findall(nodes.entry):
+            for text in list(cell.findall(nodes.Text)):
+                before, _, after = text.partition(" (")
+                if re.fullmatch(r"[\d.]+(-[\d.]+)?\)", after):
+                    marked = nodes.inline("", f"({after}", classes=["range"])
+                    text.parent.replace(text, [nodes.Text(f"{before} "), marked])
+
+
 class LinkNotes(SphinxTransform):
     """Links [1] in a table to the first note of the numbered list after it."""
 
@@ -286,3 +300,4 @@ def setup(app):
     app.connect("source-read", link_to_copies)
     app.add_transform(LinkNames)
     app.add_transform(LinkNotes)
+    app.add_transform(MarkRanges)
