@@ -115,9 +115,17 @@ def test_index_of_the_reference_names_all_functions():
             assert f"`jls.{name}`" in PAGES["api/index.md"], name
 
 
-def test_no_page_is_cut_out_of_the_readme():
+def test_first_page_begins_as_the_readme():
+    """And nothing else is cut out of it."""
     sources = [*PAGES.values(), (DOCS / "conf.py").read_text(encoding="utf-8")]
-    assert "README.md" not in "".join(sources)
+    assert "".join(sources).count("README.md") == 1
+    options = PAGES["index.md"].split("{include} ../README.md\n")[1].split("```")[0]
+    start, end = re.findall(r':(?:start-after|end-before): "(.*)"\n', options)
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    assert (readme.count(start), readme.count(end)) == (1, 1)
+    included = readme.split(start)[1].split(end)[0]
+    assert included.count("\n- **") == 3
+    assert not re.search(r"\]\((?!docs/)", included)
 
 
 def test_first_page_leads_newcomers_migrants_and_the_worried():
