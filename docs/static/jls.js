@@ -1,8 +1,8 @@
 // Tells jls.css which tables are shown as cards, one for each row: a table that is wider than
 // its place, and on a phone one with long cells. Each cell of a card then needs the title of
 // its column, unless there are only two.
-// Code in a table may break after a bracket, comma, dot, underscore or equals sign, rather
-// than anywhere.
+// Code and titles in a table may break after a bracket, comma, dot, underscore or equals
+// sign, rather than anywhere.
 document.addEventListener("DOMContentLoaded", () => {
   const tables = document.querySelectorAll("article table.docutils");
   const phone = matchMedia("(max-width: 46em)");
@@ -21,7 +21,7 @@ document.addEventListener("DOMContentLoaded", () => {
       const isTitle = others.every((cell) => cell.classList.contains("blank"));
       row.classList.toggle("title", isTitle);
     }
-    for (const code of table.querySelectorAll("td code .pre")) {
+    for (const code of table.querySelectorAll("code .pre, th p:not(:has(*))")) {
       const parts = code.textContent.split(/(?<=[({,=_]|[a-z]\.)(?=["\w])/);
       const breaks = parts.flatMap((part) => [document.createElement("wbr"), part]);
       code.replaceChildren(...breaks.slice(1));
