@@ -13,6 +13,7 @@ import pytest
 from code_blocks import blocks, execute
 
 import jls
+from jls._audit.codes import CODES
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -69,10 +70,19 @@ def test_picture_shows_a_healthy_run(capsys):
     assert "\nok: " in capsys.readouterr().out
 
 
-def test_verdicts_of_the_table_are_all_there_are():
+def test_verdicts_of_the_table_are_all_there_are_in_their_order():
     text = PAGES["questions/healthy_run.md"]
     rows = re.findall(r"^\| ([a-z -]+) \|", text, re.MULTILINE)
-    assert sorted(set(rows) - {"verdict"}) == sorted(get_args(jls.types.Verdict))
+    assert rows == ["verdict", *get_args(jls.types.Verdict)]
+
+
+def test_mistakes_are_called_what_check_step_calls_them():
+    text = PAGES["questions/where_is_my_mistake.md"]
+    by_symptom = text.split("## By symptom")[1].split("\n## ")[0]
+    rows = [line for line in by_symptom.splitlines() if line.startswith("| ")][1:]
+    called = {code for row in rows for code in re.findall(r'"([a-z ]+)"', row)}
+    assert called == set(CODES) - {"spike not skipped"}
+    assert all('"' in row.split(" | ")[-1] for row in rows)
 
 
 def test_reference_has_every_public_name_once():

@@ -159,6 +159,32 @@ def test_notes_of_the_migration_table_are_those_that_it_refers_to():
     assert notes == re.findall(r"\[(\d+)\] \|", section)
 
 
+# The rows of docs/costs.md, by their names in docs/benchmarks.md.
+COSTS = [
+    "transformer, adamw",
+    "transformer, clip + adamw",
+    "convnet, sgd with momentum",
+    "1,000 leaves, adamw",
+    "update, adamw",
+    "update, clip + adamw",
+    "update, adamw, accumulation over 8",
+    "update, sgd with momentum",
+    "update, adafactor",
+    "update, muon, 1 million",
+]
+
+
+def test_costs_are_the_medians_of_the_benchmarks():
+    medians = {}
+    for line in page("benchmarks").split("\n## Numbers\n")[1].splitlines():
+        name, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if name and len(cells) == 6 and name not in medians:
+            medians[name] = [re.sub(r" \(.*\)", "", cell) for cell in cells[1:5]]
+    rows = [line for line in page("costs").splitlines() if line.startswith("| ")][1:]
+    costs = [[cell.strip() for cell in row.strip("|").split("|")[1:]] for row in rows]
+    assert costs == [medians[name] for name in COSTS]
+
+
 def test_tables_of_scalers_are_those_that_the_notebook_has_measured():
     """The stored output, since another version of JAX may give other numbers."""
     notebook = nbformat.read(ROOT / "notebooks/04_scalers.ipynb", as_version=4)
