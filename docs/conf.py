@@ -21,9 +21,10 @@ from sphinx.addnodes import pending_xref
 from sphinx.transforms import SphinxTransform
 
 import jls
-from jls._audit.codes import TABLE
+from jls._audit import codes
 from jls._scalers import rule
 from jls._text import format_number
+from jls.types import SkipReason
 
 DOCS = Path(__file__).parent
 
@@ -228,6 +229,20 @@ class LinkNames(SphinxTransform):
                 link.append(node)
 
 
+class MarkRanges(SphinxTransform):
+    """Puts the (1.08-1.14) after a number in a table on a line of its own."""
+
+    default_priority = 400
+
+    def apply(self, **kwargs):
+        for cell in self.document.findall(nodes.entry):
+            for text in list(cell.findall(nodes.Text)):
+                before, _, after = text.partition(" (")
+                if re.fullmatch(r"[\d.]+(-[\d.]+)?\)", after):
+                    marked = nodes.inline("", f"({after}", classes=["range"])
+                    text.parent.replace(text, [nodes.Text(f"{before} "), marked])
+
+
 class LinkNotes(SphinxTransform):
     """Links [1] in a table to the first note of the numbered list after it."""
 
@@ -263,15 +278,63 @@ class LinkNotes(SphinxTransform):
             text.parent.replace(text, linked)
 
 
+# What people write in programs: a call, an assignment of one, a name. Brackets may hold
+# brackets.
+BRACKETS = r"\([^()]*\)"
+for _ in range(3):
+    BRACKETS = rf"\((?:[^()]|{BRACKETS})*\)"
+CODE = re.compile(
+    r"(?:with )?(?:\w+(?:, \w+)* = )?"
+    r"\b(?:jls|jnp|jax|nnx|optax|optimizer|scaler)\.[\w.]*\w"
+    rf"(?:{BRACKETS})*:?|\bvalue=|\bopt_state\b"
+)
+
+# What the advice of `jls.check_step` depends on, beside the mistake.
+MENDS = {
+    "NNX": {
+        "no step": codes.NNX_STEP,
+        "not scaled": codes.NNX_GRADIENTS,
+        "loss not passed": codes.NNX_UPDATE,
+        "nan committed": codes.NNX_SELECT,
+    },
+    "a Flax TrainState": {"loss not passed": codes.LINEN_UPDATE},
+    "optax.MultiSteps outside": {"never recovers": codes.MULTI_STEPS},
+    "optax.masked or optax.partition outside": {"nan committed": codes.MASKED},
+}
+
+
 def write_codes() -> None:
-    """Writes the table of the mistakes that `jls.check_step` looks for."""
+    """Writes the tables of the mistakes that `jls.check_step` looks for."""
     ways = {"reading": "reading", "faults": "faults", "both": "reading, then faults"}
-    rows = ["| code | broken when | found by | write |", "|---|---|---|---|"]
-    for code, row in TABLE.items():
-        rows.append(f'| "{code}" | {row.broken} | {ways[row.by]} | {row.write} |')
+    rows = [["code", "broken when", "found by", "write"]]
+    for code, row in codes.TABLE.items():
+        rows.append([f'"{code}"', row.broken, ways[row.by], row.write])
+    write_table("codes", rows)
+    rows = [["of", "code", "write"]]
+    for kind, mends in MENDS.items():
+        rows += [[kind, f'"{code}"', mend] for code, mend in mends.items()]
+    write_table("mends", rows)
+
+
+def write_skip_reasons() -> None:
+    """Writes the table of the reasons for which a step is skipped."""
+    rows = [["number", "reason", "when"]]
+    for line in FIELDS[SkipReason]:
+        if member := re.fullmatch(r"\* \*\*(\w+)\*\*: (.*)", line):
+            name, comment = member.groups()
+            rows.append([str(int(SkipReason[name])), name, comment])
+    write_table("skip_reasons", rows)
+
+
+def write_table(name: str, rows: list[list[str]]) -> None:
+    """Writes a table that a page includes, with its code marked as such."""
+    title, *rows = rows
+    lines = [title, ["---"] * len(title)]
+    lines += [[CODE.sub(r"`\g<0>`", cell) for cell in row] for row in rows]
     target = DOCS / "tables"
     target.mkdir(exist_ok=True)
-    (target / "codes.md").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    (target / f"{name}.md").write_text(text, encoding="utf-8")
 
 
 def setup(app):
@@ -281,8 +344,10 @@ def setup(app):
     draw_picture()
     write_diffs()
     write_codes()
+    write_skip_reasons()
     app.connect("autodoc-process-docstring", document, priority=400)
     app.connect("autodoc-process-signature", show_defaults)
     app.connect("source-read", link_to_copies)
     app.add_transform(LinkNames)
     app.add_transform(LinkNotes)
+    app.add_transform(MarkRanges)

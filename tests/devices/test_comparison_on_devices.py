@@ -26,6 +26,7 @@ PAGE = {
     if row == ROW
 }
 PEERS = {
+    "jls": jax_peers.Jls,
     "Flax": jax_peers.Flax,
     "jmp": jax_peers.Jmp,
     "optax": jax_peers.Optax,
@@ -63,12 +64,6 @@ def test_devices_agree_or_not_as_the_page_says(name):
         peer = PEERS[name]()
         peer.axis_name = "d"
         assert devices_agree(peer)
-
-
-def test_jls_agrees():
-    peer = jax_peers.Jls()
-    peer.axis_name = "d"
-    assert devices_agree(peer)
 
 
 def test_flax_averages_what_jax_has_summed():

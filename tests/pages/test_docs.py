@@ -13,6 +13,7 @@ import pytest
 from code_blocks import blocks, execute
 
 import jls
+from jls._audit.codes import CODES
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -69,10 +70,19 @@ def test_picture_shows_a_healthy_run(capsys):
     assert "\nok: " in capsys.readouterr().out
 
 
-def test_verdicts_of_the_table_are_all_there_are():
+def test_verdicts_of_the_table_are_all_there_are_in_their_order():
     text = PAGES["questions/healthy_run.md"]
     rows = re.findall(r"^\| ([a-z -]+) \|", text, re.MULTILINE)
-    assert sorted(set(rows) - {"verdict"}) == sorted(get_args(jls.types.Verdict))
+    assert rows == ["verdict", *get_args(jls.types.Verdict)]
+
+
+def test_mistakes_are_called_what_check_step_calls_them():
+    text = PAGES["questions/where_is_my_mistake.md"]
+    by_symptom = text.split("## By symptom")[1].split("\n## ")[0]
+    rows = [line for line in by_symptom.splitlines() if line.startswith("| ")][1:]
+    called = {code for row in rows for code in re.findall(r'"([a-z ]+)"', row)}
+    assert called == set(CODES) - {"spike not skipped"}
+    assert all('"' in row.split(" | ")[-1] for row in rows)
 
 
 def test_reference_has_every_public_name_once():
@@ -115,9 +125,17 @@ def test_index_of_the_reference_names_all_functions():
             assert f"`jls.{name}`" in PAGES["api/index.md"], name
 
 
-def test_no_page_is_cut_out_of_the_readme():
+def test_first_page_begins_as_the_readme():
+    """And nothing else is cut out of it."""
     sources = [*PAGES.values(), (DOCS / "conf.py").read_text(encoding="utf-8")]
-    assert "README.md" not in "".join(sources)
+    assert "".join(sources).count("README.md") == 1
+    options = PAGES["index.md"].split("{include} ../README.md\n")[1].split("```")[0]
+    start, end = re.findall(r':(?:start-after|end-before): "(.*)"\n', options)
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    assert (readme.count(start), readme.count(end)) == (1, 1)
+    included = readme.split(start)[1].split(end)[0]
+    assert included.count("\n- **") == 3
+    assert not re.search(r"\]\((?!docs/)", included)
 
 
 def test_first_page_leads_newcomers_migrants_and_the_worried():

@@ -159,6 +159,32 @@ def test_notes_of_the_migration_table_are_those_that_it_refers_to():
     assert notes == re.findall(r"\[(\d+)\] \|", section)
 
 
+# The rows of docs/costs.md, by their names in docs/benchmarks.md.
+COSTS = [
+    "transformer, adamw",
+    "transformer, clip + adamw",
+    "convnet, sgd with momentum",
+    "1,000 leaves, adamw",
+    "update, adamw",
+    "update, clip + adamw",
+    "update, adamw, accumulation over 8",
+    "update, sgd with momentum",
+    "update, adafactor",
+    "update, muon, 1 million",
+]
+
+
+def test_costs_are_the_medians_of_the_benchmarks():
+    medians = {}
+    for line in page("benchmarks").split("\n## Numbers\n")[1].splitlines():
+        name, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if name and len(cells) == 6 and name not in medians:
+            medians[name] = [re.sub(r" \(.*\)", "", cell) for cell in cells[1:5]]
+    rows = [line for line in page("costs").splitlines() if line.startswith("| ")][1:]
+    costs = [[cell.strip() for cell in row.strip("|").split("|")[1:]] for row in rows]
+    assert costs == [medians[name] for name in COSTS]
+
+
 def test_tables_of_scalers_are_those_that_the_notebook_has_measured():
     """The stored output, since another version of JAX may give other numbers."""
     notebook = nbformat.read(ROOT / "notebooks/04_scalers.ipynb", as_version=4)
@@ -168,8 +194,25 @@ def test_tables_of_scalers_are_those_that_the_notebook_has_measured():
         for output in outputs
         if "text/markdown" in output.get("data", {})
     )
-    for measured in (queues, waste):
-        assert f"\n\n{measured}\n\n" in page("scalers")
-    names = [row.split("|")[1] for row in waste.splitlines()]
-    for scaler in code_in("".join(names)):
-        use(value_of(scaler, {"jls": jls}), {})
+    text = page("scalers")
+    assert f"\n\n{queues}\n\n" in text
+
+    # For each task: the steps skipped, the steps that underflow, the final loss.
+    rows = [line.strip("|").split("|") for line in waste.splitlines()[2:]]
+    rows = [[cell.strip() for cell in row] for row in rows]
+    for scaler, *numbers in rows:
+        assert f"\n| {' | '.join([scaler, *numbers[::3]])} |\n" in text
+        for code in code_in(scaler):
+            use(value_of(code, {"jls": jls}), {})
+    listed = text.split("| small parameters |\n")[1].split("\n\n")[0]
+    assert len(listed.splitlines()) == 1 + len(rows)
+    underflow = {row[0]: row[2::3] for row in rows if set(row[2::3]) != {"0"}}
+    assert underflow == {
+        "`jls.recent_max()`": ["0", "0", "1"],
+        "`jls.recent_max(headroom=8.0)`": ["0", "0", "1"],
+    }
+    losses = [sorted({row[i] for row in rows}) for i in (3, 6, 9)]
+    low, high = losses[1][0], losses[1][-1]
+    said = f"{losses[0][0]}, {low} to {high}, and {losses[2][0]}."
+    assert (len(losses[0]), len(losses[2])) == (1, 1)
+    assert said in " ".join(text.split())

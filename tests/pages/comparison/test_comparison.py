@@ -16,14 +16,13 @@ import pytest
 import spike_peers
 import torch_peer
 
-import jls
-
 pytestmark = [
     pytest.mark.standard_promotion,
     pytest.mark.filterwarnings("ignore"),  # of other libraries
 ]
 
 SCALERS = {
+    "jls": jax_peers.Jls,
     "Flax": jax_peers.Flax,
     "jmp": jax_peers.Jmp,
     "optax": jax_peers.Optax,
@@ -32,6 +31,7 @@ SCALERS = {
     "torch": torch_peer.Torch,
 }
 GUARDS = {
+    "jls": spike_peers.Jls,
     "OLMo-core": spike_peers.OlmoCore,
     "Levanter": spike_peers.Levanter,
     "MaxText": spike_peers.MaxText,
@@ -73,19 +73,18 @@ def test_scaling_is_as_the_page_says(name, row):
     assert ask(SCALERS[name], row) == SCALING[name, row]
 
 
-@pytest.mark.parametrize("row", sorted({row for _, row in asked(SCALING)}))
-def test_jls_says_yes_to_every_question(row):
-    assert ask(jax_peers.Jls, row) == "yes"
+def test_jls_is_in_every_table():
+    rows = {row for _, row in SCALING}
+    assert {row for name, row in SCALING if name == "jls"} == rows
+    said = [cell for (name, _), cell in SCALING.items() if name == "jls"]
+    assert sorted(said) == ["axis_name", *["yes"] * (len(rows) - 1)]
 
 
 @pytest.mark.parametrize(("name", "row"), asked(SPIKES))
 def test_guards_do_as_the_page_says(name, row):
-    if name == "jls" and not hasattr(jls, "spikes"):
-        pytest.skip("jls has no spikes yet")
-    if name != "jls" and (why_not := comparison_page.why_not(name)):
+    if why_not := comparison_page.why_not(name):
         pytest.skip(why_not)
-    guard = spike_peers.Jls if name == "jls" else GUARDS[name]
-    assert ask(guard, row) == SPIKES[name, row]
+    assert ask(GUARDS[name], row) == SPIKES[name, row]
 
 
 def test_only_optax_is_not_asked_about_a_scale():
