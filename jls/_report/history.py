@@ -243,9 +243,9 @@ class History:
           1,0.5,True
         """
         with _opened(file, "w") as target:
-            writer = csv.writer(target, lineterminator="\n")
-            writer.writerow(self._columns)
-            writer.writerows(zip(*self._columns.values(), strict=True))
+            writer = csv.DictWriter(target, self.keys(), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self)
 
     @classmethod
     def from_csv(cls, file: str | Path | TextIO) -> "History":
@@ -314,9 +314,12 @@ def _opened(file: str | Path | TextIO, mode: str) -> Any:
     return nullcontext(file)
 
 
+_WORDS: dict[str, bool | None] = {"": None, "True": True, "False": False}
+
+
 def _parsed(name: str, text: str) -> Number | None:
-    if text in ("", "True", "False"):
-        return {"": None, "True": True, "False": False}[text]
+    if text in _WORDS:
+        return _WORDS[text]
     for kind in (int, float):
         try:
             return kind(text)
