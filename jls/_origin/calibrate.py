@@ -23,12 +23,10 @@ from jls._origin.why import Bad, Case, settings
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import is_narrow
 from jls._program.places import Place, is_transposed, place_of
+from jls._scalers.rule import bounds_of
 from jls._text import format_number, scale_in_words
 from jls._trace.scales import is_switched_off
 from jls._trace.wrappers import scalers_in
-from jls._tree import is_array
-
-Bounds = tuple[float, float]
 
 _CAST = "convert_element_type"
 _LOWEST, _HIGHEST = -24, 126  # the powers of two in which a ceiling is looked for
@@ -251,20 +249,8 @@ class _Search:
     def _cotangents(self, following: list[Variable], scale: float) -> list[Cotangent]:
         """The float16 values that are proportional to the loss scale."""
         records = self._run(scale, self.twin).records
-        found = []
-        for variable in following:
-            frame, atom = variable
-            spread = self.twin.spread(records, variable)
-            if spread is not None:
-                found.append(
-                    Cotangent(
-                        place=_place(frame, frame.makers[atom].number),
-                        largest=spread.largest / scale,
-                        vanishing=spread.vanishing,
-                        shares=spread.shares,
-                    )
-                )
-        return found
+        found = (self.twin.cotangent(records, x, scale) for x in following)
+        return [x for x in found if x is not None]
 
     def _overflows(self, scale: float) -> tuple[Place, ...]:
         """Where float16 overflows on the way to the loss, and it matters.
@@ -387,15 +373,9 @@ def _the_scale(case: Case) -> int:
     )
 
 
-def _bounds(step: Callable[..., Any], arguments: Any) -> Bounds | None:
-    """The least and the largest scale of the scaler; None if they are not known."""
-    found = set[Bounds]()
-    for scaler in scalers_in(step, arguments):
-        known = scaler.hyperparameters
-        ends: list[Any] = [known.get(name) for name in ("min_scale", "max_scale")]
-        if not all(is_array(x) and np.ndim(x) == 0 for x in ends):
-            return None
-        found.add((float(ends[0]), float(ends[1])))
+def _bounds(step: Callable[..., Any], arguments: Any) -> tuple[float, float] | None:
+    """The bounds that all scalers of the step share; None if they are not known."""
+    found = set(map(bounds_of, scalers_in(step, arguments)))
     return found.pop() if len(found) == 1 else None
 
 

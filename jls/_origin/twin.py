@@ -20,7 +20,7 @@ from jax import Array
 from jls._origin.record import Recorded, as_large_as, ends_of
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import is_literal, is_narrow
-from jls._program.places import Place
+from jls._program.places import Place, place_of
 from jls._program.replay import Rounds, Seen, floats_of, key_of
 from jls._program.rules import CHOICES, MOVES
 from jls._program.walk import Site
@@ -43,14 +43,6 @@ class Cotangent(NamedTuple):
     vanishing: float  # of those not 0, the share that is rounded to 0 at `init_scale`
     # 41 shares of those not 0, at `init_scale`: i is from 2**(i - 25) to 2**(i - 24)
     shares: tuple[float, ...]
-
-
-class Spread(NamedTuple):
-    """What is in the values of one operation, in all rounds of the loops around it."""
-
-    largest: float  # magnitude
-    vanishing: float  # the share of those that are not 0 that round to 0 in float16
-    shares: tuple[float, ...]  # 41: the share of each power of two, from LOWEST
 
 
 class Twin(Recorded):
@@ -90,8 +82,19 @@ class Twin(Recorded):
         counts = [jnp.repeat(_counts(results[i]), 2) for i in sorted(counted)]
         return jnp.concatenate([found, *map(key_of, counts)])
 
-    def spread(self, records: Any, variable: Variable) -> Spread | None:
-        """What one run has shown of a counted variable."""
+    def cotangent(
+        self, records: Any, variable: Variable, loss_scale: float
+    ) -> Cotangent | None:
+        """A counted variable, over all iterations of the loops around it.
+
+        Args:
+          records: those of a run at `loss_scale`.
+          variable: a result of an operation.
+          loss_scale: the scale of that run.
+
+        Returns:
+          None if the variable was not counted, or is 0 throughout.
+        """
         frame, atom = variable
         number, result = frame.makers[atom]
         key = _key(frame, number)
@@ -105,8 +108,12 @@ class Twin(Recorded):
         if not present:
             return None
         shares = counts / present
-        largest = self.largest(records, variable)
-        return Spread(largest, float(shares[1]), tuple(shares[2:-1].tolist()))
+        return Cotangent(
+            place=place_of(frame.site_of(number)),
+            largest=self.largest(records, variable) / loss_scale,
+            vanishing=float(shares[1]),
+            shares=tuple(shares[2:-1].tolist()),
+        )
 
     def largest(self, records: Any, variable: Variable) -> float:
         """The largest magnitude of a variable in one run; 0 if it is not recorded."""

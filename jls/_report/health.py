@@ -5,7 +5,7 @@ import itertools
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jls._report.verdict import (
     Verdict,
     judge,
 )
+from jls._scalers.rule import bounds_of, scalar
 from jls._scalers.static import is_static
 from jls._state import (
     concrete_wrapper_state_in,
@@ -45,7 +46,7 @@ from jls._train_state import (
     optimizer_in,
     pytree_fields,
 )
-from jls._tree import is_array, is_narrow, named_floats, widen
+from jls._tree import is_narrow, named_floats, widen
 from jls._types import (
     SIGNALS,
     JlsWarning,
@@ -512,16 +513,11 @@ def _describe_scale(
     static = isinstance(wrapper.scaler_state, StaticState)
     if is_static(scaler) if scaler else static:
         return {"is_static": True, "min_scale": loss_scale, "max_scale": loss_scale}
-    known = scaler.hyperparameters if scaler else {}
-    low, high = (known.get(name) for name in ("min_scale", "max_scale"))
-    if not (_is_number(low) and _is_number(high)):
+    bounds = bounds_of(scaler) if scaler else None
+    if bounds is None:
         return {"is_static": False, "min_scale": None, "max_scale": None}
-    low, high = float(low), float(high)
+    low, high = bounds
     return {"is_static": low == high, "min_scale": low, "max_scale": high}
-
-
-def _is_number(bound: Any) -> TypeGuard[float]:
-    return is_array(bound) and jnp.ndim(bound) == 0
 
 
 def _describe_scaler(reached: Reached | None, params: Any) -> ScalerFacts:
@@ -529,18 +525,16 @@ def _describe_scaler(reached: Reached | None, params: Any) -> ScalerFacts:
     if reached is None:
         return UNKNOWN
     wrapper, known = reached.wrapper, reached.wrapper.scaler.hyperparameters
-    intervals = (known.get(f"{word}_interval") for word in ("backoff", "growth"))
-    backoff, growth = (float(x) if _is_number(x) else None for x in intervals)
     checks = wrapper.check_updates
     if checks is None and params is not None:
         checks = is_narrow(params)
-    sigmas = wrapper.spikes.hyperparameters.get("sigmas") if wrapper.spikes else None
+    policy = wrapper.spikes.hyperparameters if wrapper.spikes else {}
     return ScalerFacts(
-        backoff_interval=backoff,
-        growth_interval=growth,
+        backoff_interval=scalar(known, "backoff_interval"),
+        growth_interval=scalar(known, "growth_interval"),
         moves=not is_static(wrapper.scaler),
         checks_updates=checks,
-        sigmas=float(sigmas) if _is_number(sigmas) else None,
+        sigmas=scalar(policy, "sigmas"),
     )
 
 
