@@ -41,15 +41,17 @@ def place_scalars(state: Any, params: Any) -> Any:
     A scalar left where JAX puts it would come back from the first step with the
     placement of the parameters, and the second step would compile again.
     """
-    return _place(state, params, lambda leaf: leaf.ndim == 0 or leaf.dtype == jnp.bool_)
+    return _place_on_devices(
+        state, params, lambda leaf: leaf.ndim == 0 or leaf.dtype == jnp.bool_
+    )
 
 
 def place_all(state: Any, params: Any) -> Any:
     """The same with all of its arrays, of which every device has the whole."""
-    return _place(state, params, lambda leaf: True)
+    return _place_on_devices(state, params, lambda leaf: True)
 
 
-def _place(state: Any, params: Any, belongs: Callable[[Array], bool]) -> Any:
+def _place_on_devices(state: Any, params: Any, belongs: Callable[[Array], bool]) -> Any:
     shardings = [
         leaf.sharding
         for leaf in jax.tree.leaves(params)

@@ -132,7 +132,7 @@ class _Pairing:
     ) -> None:
         self.sources[path] = target
         group.remove(path)
-        targets[:] = [t for t in targets if not _overlap(t, target)]
+        targets[:] = [t for t in targets if not _are_nested(t, target)]
 
     def _pairs_in_order(
         self,
@@ -164,7 +164,7 @@ class _Pairing:
                 continue
             kept = self.reading.leaf_of(result.skipped)
             if kept is not None and kept != i:
-                against += self._is_elsewhere(kept, path)
+                against += self._is_outside(kept, path)
             is_same = self.reading.leaf_of(result.now) == i
             proved += kept == i and not is_same
             frozen += is_same
@@ -188,11 +188,11 @@ class _Pairing:
             for (bit, _), result in zip(leaves, results, strict=True)
         )
 
-    def _is_elsewhere(self, leaf: int, path: Keys) -> bool:
+    def _is_outside(self, leaf: int, path: Keys) -> bool:
         return self.items[leaf].path[: len(path)] != path
 
     def is_used(self, target: Keys) -> bool:
-        return any(_overlap(target, x) for x in self.sources.values())
+        return any(_are_nested(target, x) for x in self.sources.values())
 
     def _raise_ambiguous(self, group: list[Keys], targets: list[Keys]) -> None:
         names = ", ".join(f"'{'/'.join(path)}'" for path in group)
@@ -211,7 +211,7 @@ class _Pairing:
         )
 
 
-def _overlap(one: Keys, other: Keys) -> bool:
+def _are_nested(one: Keys, other: Keys) -> bool:
     return one[: len(other)] == other or other[: len(one)] == one
 
 
@@ -272,7 +272,7 @@ def match(
     doubtful = {i for path in pairing.doubtful for i in under(items, path)}
     carried = Carried(by_leaf, in_place, frozenset(), frozenset(doubtful))
     carried = carried._replace(doubtful=carried.doubtful - carried.leaves)
-    _check(arguments, carried, scales, named)
+    _check_returned(arguments, carried, scales, named)
     return carried._replace(compared=_counted(arguments, carried, named))
 
 
@@ -341,7 +341,7 @@ def _holds(items: Sequence[Item], scale: Scale, path: Keys) -> bool:
     return items[scale.at].path[: len(path)] == path
 
 
-def _check(
+def _check_returned(
     arguments: Arguments,
     carried: Carried,
     scales: Sequence[Scale],

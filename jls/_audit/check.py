@@ -3,7 +3,6 @@
 
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ from jls._audit.findings import Findings
 from jls._audit.proofs import BY_READING, Proved, read_codes
 from jls._audit.reading import Reading, Unread, try_to_trace
 from jls._audit.runs import Runner
-from jls._program.places import Place
+from jls._program.places import Place, short_path
 from jls._state import find, is_wrapper_state
 from jls._trace.arguments import Arguments, check_usable, take_apart, unbind
 from jls._trace.scales import Scale, scales_in
@@ -76,7 +75,7 @@ class StepCheck(NamedTuple):
                 rows.append((code, "BROKEN", self.seen.get(code, "")))
                 place = self.where.get(code)
                 if place and place.file:
-                    rows.append(("", "where", f"{_short(place.file)}:{place.line}"))
+                    rows.append(("", "where", f"{short_path(place.file)}:{place.line}"))
                 rows.append(("", "write", self.write.get(code, TABLE[code].write)))
             elif code in self.not_tried:
                 rows.append((code, "not tried", self.not_tried[code]))
@@ -162,8 +161,8 @@ def check_step(
         runner, findings, proved = read_step(step, args, kwargs, carried_args)
         try_all(runner, findings, proved)
     if proved is None:
-        findings.leave_out_the_rest("there is no program to read")
-    findings.leave_out_the_rest("no trial shows it")
+        findings.mark_others_not_tried("there is no program to read")
+    findings.mark_others_not_tried("no trial shows it")
     notes = _notes(runner, step)
     return _step_check(findings, _mends((args, kwargs), runner), notes)
 
@@ -181,15 +180,15 @@ def read_step(
     arguments = take_apart(step, args, kwargs)
     check_usable(arguments, "jls.check_step", "step")
     named = _named(carried_args, arguments, len(bound))
-    scales = _find_scales(args, kwargs, arguments)
+    scales = _require_scales(args, kwargs, arguments)
     findings = Findings()
-    reading = _read(step, arguments, scales, findings)
+    reading = _read_program(step, arguments, scales, findings)
     runner = Runner(step, arguments, scales, named, reading, RUNS)
     proved = read_codes(runner, findings) if reading else None
     return runner, findings, proved
 
 
-def _read(
+def _read_program(
     step: Callable[..., Any],
     arguments: Arguments,
     scales: list[Scale],
@@ -301,7 +300,7 @@ def _mends(given: Any, runner: Runner) -> dict[Code, str]:
     return found
 
 
-def _find_scales(
+def _require_scales(
     args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments
 ) -> list[Scale]:
     scales = scales_in(args, kwargs, arguments)
@@ -380,13 +379,6 @@ def _table(rows: list[tuple[str, str, str]]) -> list[str]:
             break_on_hyphens=False,
         )
     return lines
-
-
-def _short(file: str) -> str:
-    """A path as it is written below the working directory."""
-    path = Path(file)
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _note(note: str) -> str:

@@ -77,14 +77,14 @@ def try_all(runner: Runner, findings: Findings, proved: Proved | None) -> None:
         if not findings.of("broken"):
             raise
         # What was read says why, and what to write.
-        findings.leave_out_the_rest(str(error).partition(". ")[0])
+        findings.mark_others_not_tried(str(error).partition(". ")[0])
         return
-    if findings.verdict("no step") == "broken":
-        findings.leave_out_the_rest("a good step does not change all that it should")
+    if findings.status("no step") == "broken":
+        findings.mark_others_not_tried("a good step does not change all that it should")
         return
     findings.right("no step")
     if always_compiles(good):
-        findings.leave_out_the_rest("every call compiles")
+        findings.mark_others_not_tried("every call compiles")
         return
     findings.right("retraced")
     silent = "" if base else f"the parameters did not move in {len(good)} good steps"
@@ -104,13 +104,13 @@ def try_all(runner: Runner, findings: Findings, proved: Proved | None) -> None:
     if not any(scale.spikes for scale in runner.scales):
         findings.does_not_apply("spike not skipped", "there is no spike policy")
     trials.try_batch()
-    trials.judge_stuck()
-    trials.judge_overflow()
-    trials.judge_skips()
+    trials.check_stuck()
+    trials.check_overflow()
+    trials.check_skips()
     if silent:
         findings.not_tried("never recovers", silent)
     else:
-        trials.try_going_on()
+        trials.try_recovery()
     trials.compare_devices()
 
 
@@ -154,7 +154,7 @@ class _Trials:
         groups += [(scale,) for scale in scales] if len(scales) > 1 else []
         for group in groups:
             self._try_scale(group, math.inf)
-        is_read = self.findings.verdict("overflow hidden") == "right"
+        is_read = self.findings.status("overflow hidden") == "right"
         if not is_read:
             self._try_scale(tuple(scales), HUGE)
 
@@ -175,32 +175,32 @@ class _Trials:
             exempt = self._stored(run, np.concatenate(seen))
             self.faults.append(Fault(what, run, scales, exempt))
 
-    def judge_overflow(self) -> None:
+    def check_overflow(self) -> None:
         """Whether a step whose gradients overflowed was applied."""
         code: Code = "overflow hidden"
         if any(map(is_fp8, self.items)):
             self.findings.not_tried(code, "8-bit layers clip their gradients, rightly")
             return
         if all(is_switched_off(self.base.leaves[x.at], x) for x in self.runner.scales):
-            self._judge_cleaned()
+            self._check_cleaned()
             self.findings.not_tried(code, "the loss scale is static and 1")
             return
         if self.proved is None:
-            self._judge_unread()
+            self._settle_unread()
         explained = {"not scaled", "scale leaks"} & self.findings.of("broken").keys()
         for fault in self.faults:
             # Scales that the step does not use hide nothing.
-            if fault.scales and not explained and not self._was_told(fault):
-                self._judge_applied(fault)
-        self._judge_cleaned()
+            if fault.scales and not explained and not self._scaler_was_notified(fault):
+                self._report_applied(fault)
+        self._check_cleaned()
         if explained and not self.findings.is_settled(code):
             self.findings.not_tried(
                 code, "the gradients are not scaled and unscaled once"
             )
-        elif not self.findings.verdict(code) and any(x.scales for x in self.faults):
+        elif not self.findings.status(code) and any(x.scales for x in self.faults):
             self.findings.right(code)
 
-    def judge_stuck(self) -> None:
+    def check_stuck(self) -> None:
         """Whether an overflow changes nothing, not even the loss scale and counters."""
         code: Code = "scale stuck"
         right = self.base.right
@@ -212,8 +212,8 @@ class _Trials:
                     for run in (right, fault.run)
                 )
                 # Of a bare scaler an infinite scale shows nothing.
-                is_judged = scale.counters and not scale.is_static
-                if is_judged and moves and not moved:
+                is_comparable = scale.counters and not scale.is_static
+                if is_comparable and moves and not moved:
                     self.findings.broken(
                         code,
                         f"{fault.what} changed nothing in {'/'.join(scale.root)}, not "
@@ -222,7 +222,7 @@ class _Trials:
         if any(fault.scales for fault in self.faults):
             self.findings.right(code)
 
-    def _judge_unread(self) -> None:
+    def _settle_unread(self) -> None:
         """What faults say where there was no program to read."""
         runner = self.runner
         if any(x.scales and runner.all_skipped(x.run) for x in self.faults):
@@ -238,7 +238,7 @@ class _Trials:
         ):
             self.findings.right("loss not passed")
 
-    def _was_told(self, fault: Fault) -> bool:
+    def _scaler_was_notified(self, fault: Fault) -> bool:
         """Whether a scaler was told of the overflow; a bare static one never is."""
         return any(
             self.runner.backed_off(fault.run, scale)
@@ -251,7 +251,7 @@ class _Trials:
             for scale in fault.scales
         )
 
-    def _judge_applied(self, fault: Fault) -> None:
+    def _report_applied(self, fault: Fault) -> None:
         """Applied with what the scale is no factor of, or with what was cleaned."""
         code: Code = "overflow hidden"
         params = self._params()
@@ -287,7 +287,7 @@ class _Trials:
             same(again.after[i], right.after[i]) for i in self._params()
         )
 
-    def _judge_cleaned(self) -> None:
+    def _check_cleaned(self) -> None:
         """Plants an inf in gradients of which reading doubts that they keep it."""
         code: Code = "overflow hidden"
         if self.findings.is_settled(code) or not (self.proved and self.proved.cleaned):
@@ -316,7 +316,7 @@ class _Trials:
         if not set(SpikeState._fields) <= at.keys():
             self.findings.not_tried(code, "the spike policy is not one of jls")
             return
-        if self._comes_back_as_it_was(at.values()):
+        if self._is_unchanged(at.values()):
             seen = "the state of the spike policy comes back as it was"
             self.findings.broken(code, seen)
             return
@@ -359,7 +359,7 @@ class _Trials:
         else:
             self.findings.right(code)
 
-    def _comes_back_as_it_was(self, leaves: Iterable[int]) -> bool:
+    def _is_unchanged(self, leaves: Iterable[int]) -> bool:
         reading = self.runner.reading
         results = {i: self.runner.result(i) for i in leaves}
         return reading is not None and all(
@@ -429,12 +429,12 @@ class _Trials:
 
     # What the faults show.
 
-    def judge_skips(self) -> None:
-        hides = self.findings.verdict("overflow hidden") == "broken"
+    def check_skips(self) -> None:
+        hides = self.findings.status("overflow hidden") == "broken"
         for fault in self.faults:
             # What a hidden overflow does to a step that is applied has that name.
             if not (hides and fault.scales and not self.runner.any_skipped(fault.run)):
-                self._judge_nonfinite(fault)
+                self._check_nonfinite(fault)
         if self.stored:
             names = self.runner.names(self.stored)
             note = f", but for {names}, where what came in is only stored"
@@ -442,10 +442,10 @@ class _Trials:
             note = ""
         if self.faults:
             self.findings.right("nan committed", note)
-        self._judge_atomic()
+        self._check_atomic()
 
-    def _judge_nonfinite(self, fault: Fault) -> None:
-        bad = self._kept(fault)
+    def _check_nonfinite(self, fault: Fault) -> None:
+        bad = self._persistent_nonfinite(fault)
         bad -= self.runner.nonfinite(self.base.right)
         if bad:
             self.findings.broken(
@@ -453,7 +453,7 @@ class _Trials:
                 f"after {fault.what} an inf or NaN stayed in {self.runner.names(bad)}",
             )
 
-    def _kept(self, fault: Fault) -> set[int]:
+    def _persistent_nonfinite(self, fault: Fault) -> set[int]:
         """Where an inf or NaN is new, and stays: a record of the last loss does not."""
         bad = self.runner.nonfinite(fault.run, fault.exempt)
         trained = self.runner.trained
@@ -476,7 +476,7 @@ class _Trials:
                 self.later[fault.what] = run
         return run
 
-    def _judge_atomic(self) -> None:
+    def _check_atomic(self) -> None:
         code: Code = "not atomic"
         if self.findings.is_settled(code):
             return
@@ -508,12 +508,12 @@ class _Trials:
                     self._place_of_move(min(moved)),
                 )
                 return
-        if self.findings.verdict(code) == "not tried":
+        if self.findings.status(code) == "not tried":
             return
         if must and not skipped:
             self.findings.not_tried(code, "no fault made the step skip")
             return
-        others = self._moved_besides(skipped)
+        others = self._moved_data(skipped)
         if others:
             notes.append(f"{runner.names(others)}: taken for data, not for parameters")
         self.findings.right(code, "".join(f"; but {note}" for note in notes))
@@ -524,7 +524,7 @@ class _Trials:
         site = result.skipped.site if result is not None else None
         return place_of(site) if site else None
 
-    def _moved_besides(self, skipped: list[Fault]) -> set[int]:
+    def _moved_data(self, skipped: list[Fault]) -> set[int]:
         """What a skip moved and no update is in: buffers, records, environments."""
         return {
             i
@@ -546,10 +546,10 @@ class _Trials:
 
     # Afterwards.
 
-    def try_going_on(self) -> None:
+    def try_recovery(self) -> None:
         """Good steps after a bad one: do the parameters move again?"""
         code: Code = "never recovers"
-        bad = [fault for fault in self.faults if self._did_harm(fault)]
+        bad = [fault for fault in self.faults if self._had_effect(fault)]
         if not bad:
             self.findings.not_tried(code, "no fault had an effect")
             return
@@ -576,7 +576,7 @@ class _Trials:
                 )
         self.findings.right(code)
 
-    def _did_harm(self, fault: Fault) -> bool:
+    def _had_effect(self, fault: Fault) -> bool:
         if self.runner.any_skipped(fault.run):
             return True
         params = self._params()
@@ -602,24 +602,24 @@ class _Trials:
         runs = [("a good step", run) for run in self.good]
         runs += [(fault.what, fault.run) for fault in self.faults]
         compared = self.runner.carried.compared
-        if self._add_parted((what, run.parted & compared) for what, run in runs):
+        if self._add_diverged((what, run.diverged & compared) for what, run in runs):
             return
         stacked = self._stacked()
         if stacked is None:
             self.findings.not_tried(code, "each device has parameters of its own")
-        elif stacked and self._part_in_a_good_step(stacked):
+        elif stacked and self._diverge_in_a_good_step(stacked):
             self.findings.not_tried(
                 code, "each device seems to train a model of its own"
             )
         elif stacked:
             stacked &= compared
-            self._add_parted(
+            self._add_diverged(
                 (what, {i for i in stacked if _rows_differ(run.after[i])})
                 for what, run in runs
             )
         self.findings.right(code)
 
-    def _add_parted(self, found: Iterable[tuple[str, Iterable[int]]]) -> bool:
+    def _add_diverged(self, found: Iterable[tuple[str, Iterable[int]]]) -> bool:
         """Adds what devices hold differently after the first run in which they do."""
         for what, leaves in found:
             if leaves:
@@ -631,7 +631,7 @@ class _Trials:
                 return True
         return False
 
-    def _part_in_a_good_step(self, stacked: set[int]) -> bool:
+    def _diverge_in_a_good_step(self, stacked: set[int]) -> bool:
         """Whether copies part where nothing was skipped: other seeds or rates.
 
         Gradients of which no mean was taken look the same.

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jls._program.jaxprs import is_inexact_atom
 from jls._program.rules import (
     BOUNDED,
     CHOICES,
@@ -86,7 +87,7 @@ class Number(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Value:
+class AbstractValue:
     """What is known of a value."""
 
     degree: Degree = ZERO
@@ -98,7 +99,7 @@ class Value:
     holds: int = 0  # a set of bits
     scale: int | None = None  # the number of the loss scale that it is
     site: Site | None = None  # the last operation on it
-    made: Site | None = None  # the operation that gave it this degree, if not 0
+    degree_site: Site | None = None  # the operation that gave it this degree, if not 0
     is_narrow: bool = False  # whether it comes through float16, or narrower
     is_splat: bool = False  # whether all elements are one scalar
     is_checked: bool = False  # whether a check of a wrapper made it
@@ -116,14 +117,14 @@ class Cast(NamedTuple):
     gain: float
 
 
-class Call:
+class UpdateCall:
     """A call of a wrapper's `update`."""
 
     def __init__(self, number: int, site: Site) -> None:
         self.number, self.site = number, site
         self.scale: int | None = None  # the number of its loss scale
-        self.gradients: list[Value] = []
-        self.losses: list[Value] = []
+        self.gradients: list[AbstractValue] = []
+        self.losses: list[AbstractValue] = []
         self.is_over = False
 
 
@@ -149,19 +150,19 @@ class Flow:
         self._of_inputs = 2 * self._random - 1
         self.bit_of_gradients = 2 * self._random  # what was unscaled, in `follows`
         self._of_scalers = sum(1 << i for i in states)
-        self._given: dict[int, tuple[Value, int]] = {}  # gradients, by identity
+        self._given: dict[int, tuple[AbstractValue, int]] = {}  # gradients, by identity
         self._numbers: dict[Any, int] = {}  # of calls, by site
-        self._open: Call | None = None
-        self.calls: dict[int, Call] = {}
+        self._open: UpdateCall | None = None
+        self.calls: dict[int, UpdateCall] = {}
         self.reaches_gradients = 0  # a set of bits: inputs that gradients depend on
         self.inputs = [
             self._input(i, aval, scales.index(i) if i in scales else None)
             for i, aval in enumerate(avals)
         ]
 
-    def _input(self, i: int, aval: Any, scale: int | None) -> Value:
-        is_data = _is_inexact(aval)
-        return Value(
+    def _input(self, i: int, aval: Any, scale: int | None) -> AbstractValue:
+        is_data = is_inexact_atom(aval)
+        return AbstractValue(
             degree=ZERO if scale is None else ((("scale", scale), Fraction(1)),),
             depends=1 << i if is_data else 0,
             follows=1 << i if is_data else 0,
@@ -176,48 +177,54 @@ class Flow:
         """The bit, in `follows`, of what a wrapper made of the gradients."""
         return 1 << (len(self._avals) + 2 + number)
 
-    def is_random(self, value: Value) -> bool:
+    def is_random(self, value: AbstractValue) -> bool:
         return bool(value.depends & self._random)
 
     # Numbers in the program.
 
-    def of_constant(self, value: Any) -> Value:
+    def of_constant(self, value: Any) -> AbstractValue:
         number = _number_in(value)
         if number is None:
-            return Value()
+            return AbstractValue()
         # No factor changes them; and what is NaN stays one.
         is_any = isinstance(number.value, float) and (
             number.value == 0 or not math.isfinite(number.value)
         )
-        return Value(degree=ANY if is_any else ZERO, known=number, is_splat=True)
+        return AbstractValue(
+            degree=ANY if is_any else ZERO, known=number, is_splat=True
+        )
 
     # Control flow.
 
-    def on_call(self, site: Site, operands: Sequence[Value]) -> None:
+    def on_call(self, site: Site, operands: Sequence[AbstractValue]) -> None:
         self._note(site, operands)
 
-    def of_call(self, site: Site, results: Sequence[Value]) -> Sequence[Value]:
+    def of_call(
+        self, site: Site, results: Sequence[AbstractValue]
+    ) -> Sequence[AbstractValue]:
         marks = marks_of(site)
         if GRADIENTS in marks or LOSS in marks:
             return [dataclasses.replace(x, is_checked=True) for x in results]
         return results
 
-    def branch(self, index: Value) -> int | None:
+    def branch(self, index: AbstractValue) -> int | None:
         known = index.known
         return int(known.value) if isinstance(known, Number) else None
 
-    def slice(self, value: Value) -> Value:
+    def slice(self, value: AbstractValue) -> AbstractValue:
         if isinstance(value.known, Same):
             value = dataclasses.replace(value, known=None)
         return dataclasses.replace(value, scale=None, is_splat=False)
 
     stack = slice
 
-    def join(self, site: Site, one: Value, other: Value) -> Value:
+    def join(
+        self, site: Site, one: AbstractValue, other: AbstractValue
+    ) -> AbstractValue:
         if one is other:
             return one
         depends = one.depends | other.depends
-        return Value(
+        return AbstractValue(
             degree=self._common(site, [one, other], depends),
             depends=depends,
             follows=one.follows | other.follows,
@@ -226,7 +233,7 @@ class Flow:
             holds=one.holds & other.holds,
             scale=one.scale if one.scale == other.scale else None,
             site=one.site or other.site,
-            made=one.made or other.made,
+            degree_site=one.degree_site or other.degree_site,
             is_narrow=one.is_narrow or other.is_narrow,
             is_splat=one.is_splat and other.is_splat,
             is_checked=one.is_checked or other.is_checked,
@@ -236,7 +243,9 @@ class Flow:
             cleaned=one.cleaned or other.cleaned,
         )
 
-    def carry(self, site: Site, before: Value, after: Value) -> Value:
+    def carry(
+        self, site: Site, before: AbstractValue, after: AbstractValue
+    ) -> AbstractValue:
         if before.scale is not None:
             return before  # the scaler adjusts it
         joined = self.join(site, before, after)
@@ -244,7 +253,9 @@ class Flow:
 
     # Operations.
 
-    def of_equation(self, site: Site, operands: Sequence[Value]) -> Sequence[Value]:
+    def of_equation(
+        self, site: Site, operands: Sequence[AbstractValue]
+    ) -> Sequence[AbstractValue]:
         marks = self._note(site, operands)
         equation = site.equation
         name, count = equation.primitive.name, len(equation.outvars)
@@ -284,11 +295,11 @@ class Flow:
     def _result(
         self,
         site: Site,
-        operands: Sequence[Value],
+        operands: Sequence[AbstractValue],
         aval: Any,
         bits: tuple[int, int],
         is_splat: bool,
-    ) -> Value:
+    ) -> AbstractValue:
         depends, follows = bits
         name = site.equation.primitive.name
         data = data_of(name, list(operands))
@@ -297,9 +308,9 @@ class Flow:
             return dataclasses.replace(self.of_constant(known.value), known=known)
         if name == "select_n" and isinstance(operands[0].known, Number):
             return data[int(operands[0].known.value)]
-        if not _is_inexact(aval):
+        if not is_inexact_atom(aval):
             is_flag = aval.dtype == bool
-            return Value(
+            return AbstractValue(
                 degree=ZERO if is_flag else self._degree_of_integers(site, operands),
                 depends=depends & self._random if is_flag else depends,
                 known=known,
@@ -316,7 +327,7 @@ class Flow:
                 else dataclasses.replace(of_input, narrowed=narrowed)
             )
         degree = self._degree(site, operands, data, depends)
-        value = Value(
+        value = AbstractValue(
             degree=degree,
             depends=depends,
             follows=follows,
@@ -326,7 +337,7 @@ class Flow:
             site=site,
             is_narrow=any(x.is_narrow for x in operands)
             or _is_narrower(aval.dtype, np.float32),
-            made=_made(site, degree, operands),
+            degree_site=_degree_site(site, degree, operands),
             is_splat=is_splat or aval.ndim == 0,
         )
         by_scale = any(
@@ -341,7 +352,7 @@ class Flow:
 
     # The wrapper's own part of the program.
 
-    def _note(self, site: Site, operands: Sequence[Value]) -> frozenset[str]:
+    def _note(self, site: Site, operands: Sequence[AbstractValue]) -> frozenset[str]:
         """Notes what a wrapper is given, where it looks at it."""
         marks = marks_of(site)
         if UPDATE not in marks:
@@ -350,10 +361,10 @@ class Flow:
         looks = GRADIENTS in marks or LOSS in marks
         if self._open is None or (self._open.is_over and looks):
             number = self._numbers.setdefault(site.numbers, len(self._numbers))
-            self._open = self.calls[number] = Call(number, site)
+            self._open = self.calls[number] = UpdateCall(number, site)
         call = self._open
         for operand, variable in zip(operands, site.equation.invars, strict=True):
-            if not _is_inexact(variable.aval) or operand.is_checked:
+            if not is_inexact_atom(variable.aval) or operand.is_checked:
                 continue
             if isinstance(operand.known, Number) and not operand.depends:
                 continue
@@ -370,7 +381,7 @@ class Flow:
             call.scale = numbers[0] if numbers else call.scale
         return marks
 
-    def _marked(self, value: Value) -> Value:
+    def _marked(self, value: AbstractValue) -> AbstractValue:
         found = self._given.get(id(value))
         if found is None or value.follows & found[1]:
             return value
@@ -381,34 +392,42 @@ class Flow:
             return True
         return self._open is not None and self._open.number in self._skipped
 
-    def _adjusted(self, site: Site, operands: Sequence[Value], made: Value) -> Value:
+    def _adjusted(
+        self, site: Site, operands: Sequence[AbstractValue], result: AbstractValue
+    ) -> AbstractValue:
         """The loss scale after a step is another one: it stands for itself."""
         old = next((x for x in operands if x.scale is not None), None)
-        if old is None or made is old:
-            return made
+        if old is None or result is old:
+            return result
         symbol = ("adjusted", site.numbers)
         return dataclasses.replace(
-            made, degree=((symbol, Fraction(1)),), scale=old.scale
+            result, degree=((symbol, Fraction(1)),), scale=old.scale
         )
 
     # Degrees.
 
     def _degree(
-        self, site: Site, operands: Sequence[Value], data: list[Value], depends: int
+        self,
+        site: Site,
+        operands: Sequence[AbstractValue],
+        data: list[AbstractValue],
+        depends: int,
     ) -> Degree:
         equation = site.equation
         name = equation.primitive.name
         degrees = [x.degree for x in operands]
         if name in PRODUCTS:
-            return _product(degrees)
+            return _degree_of_product(degrees)
         if name == "div":
-            return _product([degrees[0], _power(site, degrees[1], -1)])
+            return _degree_of_product(
+                [degrees[0], _degree_of_power(site, degrees[1], -1)]
+            )
         if name in POWERS:
-            return _power(site, degrees[0], POWERS[name])
+            return _degree_of_power(site, degrees[0], POWERS[name])
         if name == "integer_pow":
-            return _power(site, degrees[0], equation.params["y"])
+            return _degree_of_power(site, degrees[0], equation.params["y"])
         if name == "pow" and isinstance(operands[1].known, Number):
-            return _power(site, degrees[0], operands[1].known.value)
+            return _degree_of_power(site, degrees[0], operands[1].known.value)
         if name in HOMOGENEOUS or (name in MOVES and len(data) == 1):
             return degrees[0]
         if name in SUMS or name in CHOICES or name in MOVES:
@@ -424,7 +443,9 @@ class Flow:
             return Mixed(site, (ZERO, *degrees))
         return self._of_scale_alone(site, operands, depends) or Unknown(site)
 
-    def _degree_of_integers(self, site: Site, operands: Sequence[Value]) -> Degree:
+    def _degree_of_integers(
+        self, site: Site, operands: Sequence[AbstractValue]
+    ) -> Degree:
         """Of integers made from scaled numbers, as by rounding, nothing is known."""
         degrees = [x.degree for x in operands if x.degree not in (ZERO, ANY)]
         name = site.equation.primitive.name
@@ -433,7 +454,9 @@ class Flow:
         unknown = (x for x in degrees if isinstance(x, Unknown))
         return next(unknown, Unknown(site))
 
-    def _common(self, site: Site, values: Sequence[Value], depends: int) -> Degree:
+    def _common(
+        self, site: Site, values: Sequence[AbstractValue], depends: int
+    ) -> Degree:
         """The degree of a sum of values, or of a choice between them."""
         found = [x.degree for x in values if x.degree != ANY]
         for kind in (Mixed, Unknown):
@@ -448,7 +471,7 @@ class Flow:
         return self._of_scale_alone(site, values, depends) or Mixed(site, powers)
 
     def _of_scale_alone(
-        self, site: Site, values: Sequence[Value], depends: int
+        self, site: Site, values: Sequence[AbstractValue], depends: int
     ) -> Powers | None:
         """What is computed from loss scales alone stands for itself."""
         if depends & ~self._of_scalers:
@@ -460,7 +483,7 @@ class Flow:
     # What is known.
 
     def _known(
-        self, site: Site, operands: Sequence[Value], aval: Any
+        self, site: Site, operands: Sequence[AbstractValue], aval: Any
     ) -> Same | Number | None:
         equation = site.equation
         name = equation.primitive.name
@@ -514,7 +537,11 @@ class Flow:
         return None
 
     def _holds(
-        self, name: str, operands: Sequence[Value], data: list[Value], aval: Any
+        self,
+        name: str,
+        operands: Sequence[AbstractValue],
+        data: list[AbstractValue],
+        aval: Any,
     ) -> int:
         if name == "convert_element_type":
             return operands[0].holds
@@ -534,7 +561,7 @@ _EXTREMES = frozenset(
 
 
 def _weights(
-    name: str, operands: Sequence[Value]
+    name: str, operands: Sequence[AbstractValue]
 ) -> tuple[tuple[int, float], ...] | None:
     """The weights of inputs in a sum, as far as numbers say them."""
     weights = [x.weights for x in operands]
@@ -565,7 +592,7 @@ def _weights(
     return tuple(sorted(total.items()))
 
 
-def _product(degrees: Sequence[Degree]) -> Degree:
+def _degree_of_product(degrees: Sequence[Degree]) -> Degree:
     for kind in (AnyDegree, Mixed, Unknown):
         for degree in degrees:
             if isinstance(degree, kind):
@@ -577,7 +604,7 @@ def _product(degrees: Sequence[Degree]) -> Degree:
     return tuple(sorted(((s, p) for s, p in total.items() if p), key=repr))
 
 
-def _power(site: Site, degree: Degree, exponent: Any) -> Degree:
+def _degree_of_power(site: Site, degree: Degree, exponent: Any) -> Degree:
     if not isinstance(degree, tuple) or degree == ZERO:
         return degree
     if not math.isfinite(exponent):
@@ -666,12 +693,12 @@ def _without_neutral(name: str, known: Sequence[Any]) -> Any:
 
 def _with_history(
     site: Site,
-    value: Value,
-    operands: Sequence[Value],
-    data: list[Value],
+    value: AbstractValue,
+    operands: Sequence[AbstractValue],
+    data: list[AbstractValue],
     aval: Any,
     by_scale: bool,
-) -> Value:
+) -> AbstractValue:
     """What has happened to a gradient since the loss scale was divided out of it."""
     if value.degree not in (ZERO, ANY):
         return value
@@ -695,14 +722,16 @@ def _with_history(
     )
 
 
-def _made(site: Site, degree: Degree, operands: Sequence[Value]) -> Site | None:
+def _degree_site(
+    site: Site, degree: Degree, operands: Sequence[AbstractValue]
+) -> Site | None:
     if degree in (ZERO, ANY):
         return None
-    same = (x.made for x in operands if x.degree == degree and x.made)
+    same = (x.degree_site for x in operands if x.degree == degree and x.degree_site)
     return next(same, site)
 
 
-def _gain(name: str, operands: Sequence[Value]) -> float:
+def _gain(name: str, operands: Sequence[AbstractValue]) -> float:
     """The number by which an operation multiplies, 1 if it is not one."""
     if name not in ("mul", "div"):
         return 1.0
@@ -713,13 +742,13 @@ def _gain(name: str, operands: Sequence[Value]) -> float:
     return 1.0
 
 
-def _narrowed(site: Site, gradient: Value, aval: Any) -> Cast | None:
+def _narrowed(site: Site, gradient: AbstractValue, aval: Any) -> Cast | None:
     """Where small gradients may have vanished: a cast to a dtype of fewer exponents."""
     is_cast = site.equation.primitive.name == "convert_element_type"
     if not (is_cast and gradient.unscaled and gradient.degree == ZERO):
         return gradient.narrowed
     (atom,) = site.equation.invars
-    if not _is_inexact(atom.aval):
+    if not is_inexact_atom(atom.aval):
         return gradient.narrowed
     loses = _is_narrower(aval.dtype, atom.aval.dtype)
     return Cast(site, gradient.gain) if loses else gradient.narrowed
@@ -733,9 +762,9 @@ def _is_narrower(new: Any, old: Any) -> bool:
 def _cleaned(
     site: Site,
     name: str,
-    operands: Sequence[Value],
-    data: list[Value],
-    gradients: list[Value],
+    operands: Sequence[AbstractValue],
+    data: list[AbstractValue],
+    gradients: list[AbstractValue],
 ) -> Site | None:
     """Where an inf in a gradient may have been lost; None if it is still in it."""
     lost = next((x.cleaned for x in gradients if x.cleaned), None)
@@ -753,10 +782,10 @@ def _cleaned(
     return lost
 
 
-_SITES = ("site", "made", "unscaled", "narrowed", "cleaned")
+_SITES = ("site", "degree_site", "unscaled", "narrowed", "cleaned")
 
 
-def _says_the_same(one: Value, other: Value) -> bool:
+def _says_the_same(one: AbstractValue, other: AbstractValue) -> bool:
     same_degree = one.degree == other.degree or (
         type(one.degree) is type(other.degree)
         and isinstance(one.degree, Mixed | Unknown)
@@ -765,18 +794,13 @@ def _says_the_same(one: Value, other: Value) -> bool:
         same_degree
         and all(
             getattr(one, field.name) == getattr(other, field.name)
-            for field in dataclasses.fields(Value)
+            for field in dataclasses.fields(AbstractValue)
             if field.name not in ("degree", "gain", *_SITES)
         )
         and all(
             (getattr(one, x) is None) == (getattr(other, x) is None) for x in _SITES
         )
     )
-
-
-def _is_inexact(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 @functools.cache

@@ -36,11 +36,11 @@ def take_good_steps(
     if not runner.changed(good[0]):
         findings.broken("no step", "a good step changed nothing that the step carries")
         return None
-    start = _calibrate(runner, start, good)
-    base = _walk(runner, start, good, MOST_STEPS)
-    for _ in range(3 - max(_places(good))):
+    start = _lower_scales(runner, start, good)
+    base = _step_until_moved(runner, start, good, MOST_STEPS)
+    for _ in range(3 - max(_positions(good))):
         good.append(runner.run(runner.put_back(good[-1].after, start), "a good step"))
-    if base is not None and _keeps_the_old_state(runner, good):
+    if base is not None and _returns_old_state(runner, good):
         findings.broken(
             "no step",
             "the parameters moved, but nothing in the optimizer state did: the step "
@@ -48,7 +48,7 @@ def take_good_steps(
         )
     later = [
         place
-        for place, run in zip(_places(good), good, strict=True)
+        for place, run in zip(_positions(good), good, strict=True)
         if run.compiled and place > 2
     ]
     if later:
@@ -57,10 +57,10 @@ def take_good_steps(
 
 
 def always_compiles(good: list[Run]) -> bool:
-    return all(run.compiled for run in good) and max(_places(good)) >= 3
+    return all(run.compiled for run in good) and max(_positions(good)) >= 3
 
 
-def _keeps_the_old_state(runner: Runner, good: list[Run]) -> bool:
+def _returns_old_state(runner: Runner, good: list[Run]) -> bool:
     """Whether no good step changed an optimizer state that counts its calls."""
     scales = runner.scales
     if not all(x.counters for x in scales) or not runner.own <= runner.carried.leaves:
@@ -79,7 +79,7 @@ def _keeps_the_old_state(runner: Runner, good: list[Run]) -> bool:
     )
 
 
-def _places(good: list[Run]) -> list[int]:
+def _positions(good: list[Run]) -> list[int]:
     """For each run its place in its series: 1, and more for what went on from it.
 
     With the types and places that a step returns it may be compiled once more; each
@@ -95,7 +95,9 @@ def _places(good: list[Run]) -> list[int]:
     return places
 
 
-def _walk(runner: Runner, start: Leaves, good: list[Run], most: int) -> Base | None:
+def _step_until_moved(
+    runner: Runner, start: Leaves, good: list[Run], most: int
+) -> Base | None:
     """Good steps from `start`, of which the last run was the first, until two moved.
 
     The second one is taken, since moments are 0 in the first.
@@ -117,9 +119,11 @@ def _walk(runner: Runner, start: Leaves, good: list[Run], most: int) -> Base | N
     return base
 
 
-def _calibrate(runner: Runner, start: Leaves, good: list[Run]) -> Leaves:
+def _lower_scales(runner: Runner, start: Leaves, good: list[Run]) -> Leaves:
     """Lowers each loss scale at which the last step was skipped, until none is."""
-    used = [x for x in runner.scales if x.counters or runner.was_told(good[-1], x)]
+    used = [
+        x for x in runner.scales if x.counters or runner.scaler_changed(good[-1], x)
+    ]
     for bits in LOWER:
         skipped = [x for x in used if runner.was_skipped(good[-1], x)]
         for scale in skipped:

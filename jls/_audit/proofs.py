@@ -8,7 +8,7 @@ import numpy as np
 
 from jls._audit.codes import Code
 from jls._audit.findings import Findings
-from jls._audit.flow import ANY, ZERO, Call, Mixed, Unknown, Value
+from jls._audit.flow import ANY, ZERO, AbstractValue, Mixed, Unknown, UpdateCall
 from jls._audit.leaves import is_fp8
 from jls._audit.runs import Runner
 from jls._program.places import Place, place_of
@@ -28,7 +28,9 @@ class Proved(NamedTuple):
     """What reading says of a skip, and of the way of the gradients."""
 
     moves: frozenset[int]  # leaves that a skip may change, as far as can be read
-    cleaned: tuple[Value, ...]  # gradients that may have lost an inf on their way
+    cleaned: tuple[
+        AbstractValue, ...
+    ]  # gradients that may have lost an inf on their way
 
 
 def read_codes(runner: Runner, findings: Findings) -> Proved:
@@ -51,14 +53,14 @@ def read_codes(runner: Runner, findings: Findings) -> Proved:
     cleaned = tuple(x for x in gradients if x.cleaned)
     if calls and not missing and not cleaned:
         findings.right("overflow hidden")
-    return Proved(_moves(runner), cleaned)
+    return Proved(_moved_by_skip(runner), cleaned)
 
 
 # Scaling.
 
 
 def _read_scaling(
-    runner: Runner, calls: Sequence[tuple[int, Call]], findings: Findings
+    runner: Runner, calls: Sequence[tuple[int, UpdateCall]], findings: Findings
 ) -> None:
     reading = runner.reading
     assert reading is not None
@@ -93,12 +95,12 @@ def _read_scaling(
             findings.right(code)
 
 
-def _trained(runner: Runner, bits: int) -> list[Value]:
+def _trained(runner: Runner, bits: int) -> list[AbstractValue]:
     results = [runner.result(i) for i in sorted(runner.trained)]
     return [x.now for x in results if x is not None and x.now.follows & bits]
 
 
-def _read_bare(runner: Runner, scale: Scale, findings: Findings) -> list[Value]:
+def _read_bare(runner: Runner, scale: Scale, findings: Findings) -> list[AbstractValue]:
     """What comes back with gradients in it that a bare scaler scaled."""
     reading = runner.reading
     assert reading is not None
@@ -119,7 +121,7 @@ def _read_bare(runner: Runner, scale: Scale, findings: Findings) -> list[Value]:
 def _read_not_scaled(
     runner: Runner,
     k: int,
-    gradients: Sequence[Value],
+    gradients: Sequence[AbstractValue],
     site: Site,
     findings: Findings,
 ) -> None:
@@ -155,7 +157,11 @@ def _read_not_scaled(
 
 
 def _read_leaks(
-    runner: Runner, values: Sequence[Value], what: str, scale: Scale, findings: Findings
+    runner: Runner,
+    values: Sequence[AbstractValue],
+    what: str,
+    scale: Scale,
+    findings: Findings,
 ) -> None:
     for value in values:
         degree = value.degree
@@ -167,9 +173,9 @@ def _read_leaks(
             seen = f"{what} {verb} the loss scale in part: mixed by {place}"
             findings.broken("scale leaks", seen, place)
         else:
-            place = place_of(value.made) if value.made else None
+            place = place_of(value.degree_site) if value.degree_site else None
             by = f", last by {place}" if place and place.file else ""
-            seen = f"{what} {_times(degree, what)}{by}"
+            seen = f"{what} {_factor_in_words(degree, what)}{by}"
             findings.broken("scale leaks", seen, place)
         return
     for value in values:
@@ -179,7 +185,7 @@ def _read_leaks(
             return
 
 
-def _times(degree: Any, what: str) -> str:
+def _factor_in_words(degree: Any, what: str) -> str:
     """How the loss scale is a factor, in words."""
     verb = "are" if what == "the gradients" else "is"
     powers = {}
@@ -205,7 +211,7 @@ def _times(degree: Any, what: str) -> str:
 
 
 def _read_losses(
-    runner: Runner, calls: Sequence[tuple[int, Call]], findings: Findings
+    runner: Runner, calls: Sequence[tuple[int, UpdateCall]], findings: Findings
 ) -> None:
     code: Code = "loss not passed"
     wrappers = [x for x in runner.scales if x.counters and not x.is_static]
@@ -233,7 +239,7 @@ def _place_of_update(site: Site) -> Place:
 
 
 def _read_narrowed(
-    runner: Runner, calls: Sequence[tuple[int, Call]], findings: Findings
+    runner: Runner, calls: Sequence[tuple[int, UpdateCall]], findings: Findings
 ) -> None:
     code: Code = "gradients narrowed"
     for _, call in calls:
@@ -289,7 +295,7 @@ def _comes_back(runner: Runner, leaves: frozenset[int], is_skipped: bool) -> boo
 # Skips.
 
 
-def _moves(runner: Runner) -> frozenset[int]:
+def _moved_by_skip(runner: Runner) -> frozenset[int]:
     """The trained leaves that a skip may change, as far as the program says.
 
     Two are right to change: what has random numbers added to it, and an average that

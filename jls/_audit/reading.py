@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jls._audit.flow import Call, Flow, Same, Value
+from jls._audit.flow import AbstractValue, Flow, Same, UpdateCall
 from jls._mistakes import eager_steps_allowed
 from jls._program.jaxprs import opened
 from jls._program.walk import walk
@@ -66,8 +66,8 @@ def _noting_device_get(calls: list[None]) -> Iterator[None]:
 class Result(NamedTuple):
     """A leaf that comes back, as the two readings have it."""
 
-    now: Value  # in a step that is applied
-    skipped: Value  # in one that every wrapper skips
+    now: AbstractValue  # in a step that is applied
+    skipped: AbstractValue  # in one that every wrapper skips
 
 
 class Reading:
@@ -87,7 +87,7 @@ class Reading:
         self.objects = _by_path(traced.objects, results[count:])
         self.calls = self._calls()
 
-    def _read(self, skipped: frozenset[int] | None) -> tuple[Flow, list[Value]]:
+    def _read(self, skipped: frozenset[int] | None) -> tuple[Flow, list[AbstractValue]]:
         places = [self._place[scale.at] for scale in self._scales]
         states = frozenset(
             self._place[i] for x in self._scales for i in x.state if i in self._place
@@ -95,10 +95,10 @@ class Reading:
         flow = Flow(self._avals, places, states, skipped)
         return flow, walk(self.traced.program, flow.inputs, flow)
 
-    def _calls(self) -> dict[int, list[Call]]:
+    def _calls(self) -> dict[int, list[UpdateCall]]:
         """The calls of each wrapper, by the number of its loss scale."""
-        found: dict[int, list[Call]] = {}
-        lost: list[Call] = []
+        found: dict[int, list[UpdateCall]] = {}
+        lost: list[UpdateCall] = []
         for call in self.flow.calls.values():
             if call.scale is None:
                 lost.append(call)
@@ -124,7 +124,7 @@ class Reading:
         calls = sum(self.flow.bit_of_call(number) for number in self.flow.calls)
         return calls or self.flow.bit_of_gradients
 
-    def leaf_of(self, value: Value) -> int | None:
+    def leaf_of(self, value: AbstractValue) -> int | None:
         """The leaf of the arguments that a value is, unchanged."""
         known = value.known
         return self.traced.inputs[known.number] if isinstance(known, Same) else None

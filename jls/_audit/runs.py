@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls._audit.carried import Carried, Named, match
-from jls._audit.flow import Value
+from jls._audit.flow import AbstractValue
 from jls._audit.leaves import as_numbers, as_numpy, own_leaves, same
 from jls._audit.reading import Reading
 from jls._mistakes import eager_steps_allowed
@@ -49,7 +49,7 @@ class Run(NamedTuple):
     after: Leaves  # the same, with those that came back
     outputs: list[Item]  # what else the step returned
     compiled: bool
-    parted: frozenset[int]  # leaves of which devices hold different copies
+    diverged: frozenset[int]  # leaves of which devices hold different copies
 
 
 class Runner:
@@ -68,7 +68,7 @@ class Runner:
         self.reading, self.left = reading, runs
         self._named = named
         self._carried: Carried | None = None
-        self._places = list(map(_place_of, arguments.leaves))
+        self._places = list(map(_placement_of, arguments.leaves))
         self.devices = set[jax.Device]()  # that hold what comes back
         if reading is not None:
             changed = {
@@ -169,9 +169,9 @@ class Runner:
             }
             self._match(outputs, changed)
         after = self._after(leaves, outputs, objects)
-        parted = frozenset(i for i in self.carried.leaves if _copies_differ(after[i]))
+        diverged = frozenset(i for i in self.carried.leaves if _copies_differ(after[i]))
         for i in self.carried.leaves:
-            self._places[i] = _place_of(after[i])
+            self._places[i] = _placement_of(after[i])
             if is_concrete(after[i]):
                 self.devices |= after[i].sharding.device_set
             after[i] = _to_host(after[i])
@@ -179,7 +179,7 @@ class Runner:
         others = [
             x._replace(value=_to_host(x.value)) for x in outputs if x.path not in taken
         ]
-        return Run(list(leaves), after, others, compiled, parted)
+        return Run(list(leaves), after, others, compiled, diverged)
 
     def _call(
         self, leaves: Sequence[Any], trial: str
@@ -189,12 +189,12 @@ class Runner:
             raise OutOfRunsError
         self.left -= 1
         pairs = zip(leaves, self._places, strict=True)
-        call = self.arguments.rebuild([_copy(leaf, place) for leaf, place in pairs])
+        call = self.arguments.rebuild([_copy_to(leaf, place) for leaf, place in pairs])
         names: list[str] = []
         _listen()
         token = _COMPILED.set(names)
         try:
-            with eager_steps_allowed(), _saying_if_slow():
+            with eager_steps_allowed(), _logging_if_slow():
                 result = self.step(*call.args, **call.kwargs)
         except Exception as error:
             error.add_note(f"jls.check_step ran the step on copies: {trial}.")
@@ -256,7 +256,7 @@ class Runner:
             for x in self.scales
         )
 
-    def was_told(self, run: Run, scale: Scale) -> bool:
+    def scaler_changed(self, run: Run, scale: Scale) -> bool:
         """Whether the state of the scaler is other than before."""
         return any(not same(run.before[i], run.after[i]) for i in scale.state)
 
@@ -306,22 +306,22 @@ class Runner:
         return ", ".join(paths[:3]) + more
 
 
-_NOTHING = Value()
+_NOTHING = AbstractValue()
 
 
-class _Place(NamedTuple):
+class _Placement(NamedTuple):
     """Where an array is: on some device, or on these devices."""
 
     sharding: Any  # None if it is not committed to any
 
 
-def _place_of(leaf: Any) -> _Place | None:
+def _placement_of(leaf: Any) -> _Placement | None:
     if not is_concrete(leaf):
         return None
-    return _Place(leaf.sharding if leaf.committed else None)
+    return _Placement(leaf.sharding if leaf.committed else None)
 
 
-def _copy(leaf: Any, place: _Place | None) -> Any:
+def _copy_to(leaf: Any, place: _Placement | None) -> Any:
     """A leaf in a buffer of its own, where the step takes or left it."""
     if is_concrete(leaf):
         return jnp.array(leaf, copy=True)
@@ -405,7 +405,7 @@ def _note_compilation(event: str, duration_secs: float, **kwargs: str | int) -> 
 
 
 @contextlib.contextmanager
-def _saying_if_slow() -> Iterator[None]:
+def _logging_if_slow() -> Iterator[None]:
     """Says once in a while what takes long, so that nobody thinks it hangs."""
     timer = threading.Timer(
         _PATIENCE_IN_SECONDS,

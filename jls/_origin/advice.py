@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jls._origin.trail import Birth, Made, Trail, Value
+from jls._origin.trail import BirthRecord, OpResult, Trail, Value
 
 SQRT = (
     "The derivative of a square root, and of a norm, is inf at 0. Keep the argument "
@@ -43,11 +43,11 @@ SOFTMAX = (
     "inf - inf: a softmax or logsumexp over a row that is -inf throughout, or that has "
     "overflowed. Give such a row one finite number, or leave it out of the loss"
 )
-NARROW = (
+BEYOND_NARROW = (
     "Over {largest:.5g}, the largest {dtype}. Compute this line in float32, or make "
     "its operands smaller"
 )
-WIDE = "Over {largest:.4g}, the largest {dtype}"
+BEYOND = "Over {largest:.4g}, the largest {dtype}"
 NOT_POSITIVE = (
     "The matrix is not positive definite, from rounding perhaps: add 1e-6 * jnp.eye(n)"
 )
@@ -58,15 +58,15 @@ WRITTEN = "It is written in the program as a number, or the function closes over
 _LIMITS = {"exp": 1.0, "exp2": math.log(2.0)}  # what a unit of the argument adds
 
 
-def advice(trail: Trail, birth: Birth, is_backward: bool) -> str:
+def advise(trail: Trail, birth: BirthRecord, is_backward: bool) -> str:
     """One sentence for what an operation made, "" if it is no known pattern."""
     origin = birth.origin
-    assert isinstance(origin, Made)
+    assert isinstance(origin, OpResult)
     name = origin.site.equation.primitive.name
     if name in ("div", "rsqrt") and not is_backward:
         return _divide_forward(birth) or _overflow(origin, birth)
-    tell = _BY_OPERATION.get(name)
-    return (tell and tell(trail, birth)) or _overflow(origin, birth)
+    known = _BY_OPERATION.get(name)
+    return (known and known(trail, birth)) or _overflow(origin, birth)
 
 
 # Operations that give a number beyond the largest of finite operands.
@@ -79,7 +79,7 @@ _LARGE = frozenset(
 )
 
 
-def _overflow(origin: Made, birth: Birth) -> str:
+def _overflow(origin: OpResult, birth: BirthRecord) -> str:
     """A result beyond the largest number of its dtype."""
     name = origin.site.equation.primitive.name
     if name == "gather" and birth.size.is_nan:
@@ -91,16 +91,16 @@ def _overflow(origin: Made, birth: Birth) -> str:
     has_inf = not dtype.name.startswith("float8_e4m3")
     if birth.size.is_nan and has_inf:
         return ""
-    words = NARROW if info.bits < 32 and float(info.max) < 1e30 else WIDE
+    words = BEYOND_NARROW if info.bits < 32 and float(info.max) < 1e30 else BEYOND
     return words.format(largest=float(info.max), dtype=dtype.name)
 
 
-def dtype_of(made: Made) -> Any:
+def dtype_of(result: OpResult) -> Any:
     """The dtype of a result."""
-    return made.site.equation.outvars[made.result].aval.dtype
+    return result.site.equation.outvars[result.result].aval.dtype
 
 
-def _divide(trail: Trail, birth: Birth) -> str:
+def _divide(trail: Trail, birth: BirthRecord) -> str:
     if birth.range is None or birth.range.nearest > 0:
         return ""
     if birth.size.is_nan and "where" in _makers(trail, birth.operands[0], 4):
@@ -108,19 +108,19 @@ def _divide(trail: Trail, birth: Birth) -> str:
     return SQRT if "sqrt" in _makers(trail, birth.operands[-1]) else DIVIDE
 
 
-def _log(trail: Trail, birth: Birth) -> str:
+def _log(trail: Trail, birth: BirthRecord) -> str:
     if birth.range is None:
         return ""
     return LOG_NEGATIVE if birth.range.low < 0 and birth.size.is_nan else LOG_0
 
 
-def _root(trail: Trail, birth: Birth) -> str:
+def _root(trail: Trail, birth: BirthRecord) -> str:
     if birth.range is None:
         return ""
     return ROOT_NEGATIVE if birth.size.is_nan else SQRT
 
 
-def _divide_forward(birth: Birth) -> str:
+def _divide_forward(birth: BirthRecord) -> str:
     """Of no derivative: no square root is to blame."""
     if birth.range is None:
         return ""
@@ -129,7 +129,7 @@ def _divide_forward(birth: Birth) -> str:
     return ROOT_NEGATIVE if birth.range.low < 0 and birth.size.is_nan else ""
 
 
-def _power(trail: Trail, birth: Birth) -> str:
+def _power(trail: Trail, birth: BirthRecord) -> str:
     if birth.range is None:
         return ""
     if birth.size.is_nan:
@@ -137,20 +137,20 @@ def _power(trail: Trail, birth: Birth) -> str:
     return POWER if birth.range.nearest == 0 else ""
 
 
-def _exp(trail: Trail, birth: Birth) -> str:
-    assert isinstance(birth.origin, Made)
+def _exp(trail: Trail, birth: BirthRecord) -> str:
+    assert isinstance(birth.origin, OpResult)
     largest = float(jnp.finfo(dtype_of(birth.origin)).max)
     name = birth.origin.site.equation.primitive.name
     unit = _LIMITS.get(name, 1.0)
     return EXP.format(name=name, largest=largest, limit=math.log(largest) / unit)
 
 
-def _subtract(trail: Trail, birth: Birth) -> str:
+def _subtract(trail: Trail, birth: BirthRecord) -> str:
     is_pair = len(birth.operands) == 2 and all(map(trail.is_bad, birth.operands))
     return SOFTMAX if birth.size.is_nan and is_pair else ""
 
 
-def _multiply(trail: Trail, birth: Birth) -> str:
+def _multiply(trail: Trail, birth: BirthRecord) -> str:
     """0 * inf where the 0 is from the other branch of a `where`."""
     if not birth.size.is_nan:
         return ""
@@ -161,7 +161,7 @@ def _multiply(trail: Trail, birth: Birth) -> str:
 def _makers(trail: Trail, value: Value, depth: int = 2) -> set[str]:
     """The names of the last operations behind a value, "where" for a `jnp.where`."""
     origin = trail.origin(value)
-    if not isinstance(origin, Made) or not depth:
+    if not isinstance(origin, OpResult) or not depth:
         return set()
     names = {origin.site.equation.primitive.name}
     calls = [x.params.get("name") for x in origin.site.equations]
@@ -171,11 +171,11 @@ def _makers(trail: Trail, value: Value, depth: int = 2) -> set[str]:
     return names
 
 
-def _cholesky(trail: Trail, birth: Birth) -> str:
+def _cholesky(trail: Trail, birth: BirthRecord) -> str:
     return NOT_POSITIVE if birth.size.is_nan else ""
 
 
-_BY_OPERATION: dict[str, Callable[[Trail, Birth], str]] = {
+_BY_OPERATION: dict[str, Callable[[Trail, BirthRecord], str]] = {
     "cholesky": _cholesky,
     "div": _divide,
     "log": _log,

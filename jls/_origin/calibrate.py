@@ -9,19 +9,19 @@ import numpy as np
 
 from jls import _validate
 from jls._origin.calibration import Calibration
-from jls._origin.record import Recorded
-from jls._origin.trail import Birth, Constant, Made, Trail, Value
+from jls._origin.record import RecordedProgram
+from jls._origin.trail import BirthRecord, Constant, OpResult, Trail, Value
 from jls._origin.twin import (
     Cotangent,
     Elements,
-    Lost,
+    LostInf,
     Twin,
     holds_inf,
     narrow_after,
 )
 from jls._origin.why import Bad, Case, settings
 from jls._program.frames import Frame, Variable, behind
-from jls._program.jaxprs import is_narrow
+from jls._program.jaxprs import is_narrow_atom
 from jls._program.places import Place, is_transposed, place_of
 from jls._scalers.rule import bounds_of
 from jls._text import format_number, scale_in_words
@@ -105,7 +105,7 @@ class _Search:
         self.now = float(np.max(leaf))
         case.leaves[self.at] = jnp.ones_like(leaf)  # a run multiplies it
         self.bounds = _bounds(step, arguments)
-        roots = [x for looked in case.looked for x in looked.before_update]
+        roots = [x for checked in case.checked for x in checked.before_update]
         self.roots = roots or list(case.results)
         self.on_the_way = behind(self.roots)
         scale = case.root.jaxpr.invars[self.at]
@@ -152,7 +152,7 @@ class _Search:
         result = "" if name in self.case.arguments.in_place else f"{name} = "
         return f"{result}jls.set_loss_scale({name}, {format_number(scale)})"
 
-    def _run(self, scale: float, program: Recorded | None = None) -> Trail:
+    def _run(self, scale: float, program: RecordedProgram | None = None) -> Trail:
         return self.case.run(scale, at=[self.at], program=program)
 
     def _is_finite(self, exponent: int) -> bool:
@@ -177,7 +177,7 @@ class _Search:
         bad = self.case.bad_roots(trail)
         for birth in trail.births([x.value for x in bad]):
             made = birth.origin
-            if isinstance(made, Made):
+            if isinstance(made, OpResult):
                 atom = made.site.equation.outvars[made.result]
                 value = Value(made.frame, atom, made.rounds)
                 if not below.is_bad(value):
@@ -284,16 +284,18 @@ class _Search:
             if trail.is_bad(value)
         ]
         places = [
-            _place(birth.origin.frame, birth.origin.number)
+            _place_of_equation(birth.origin.frame, birth.origin.number)
             for birth in trail.births(lost)
-            if isinstance(birth.origin, Made) and self._is_of_data(trail, birth)
+            if isinstance(birth.origin, OpResult) and self._is_of_data(trail, birth)
         ]
         return tuple(dict.fromkeys(places))
 
-    def _ends_of_inf(self, trail: Trail, frame: Frame, number: int) -> Iterator[Lost]:
+    def _ends_of_inf(
+        self, trail: Trail, frame: Frame, number: int
+    ) -> Iterator[LostInf]:
         """An operation of the forward pass that may give numbers for an inf."""
         equation = frame.jaxpr.eqns[number]
-        floats = [x for x in equation.invars if is_narrow(x)]
+        floats = [x for x in equation.invars if is_narrow_atom(x)]
         if not floats or frame.called(number) or is_transposed(frame.site_of(number)):
             return
         for i, result in enumerate(equation.outvars):
@@ -303,9 +305,9 @@ class _Search:
                     if _is_elementwise(operand, result) and any(
                         map(trail.is_bad, rounds)
                     ):
-                        yield Lost(frame, number, i, operand)
+                        yield LostInf(frame, number, i, operand)
 
-    def _is_of_data(self, trail: Trail, birth: Birth) -> bool:
+    def _is_of_data(self, trail: Trail, birth: BirthRecord) -> bool:
         """Whether an overflow is of the data, not of a number like -1e9 in a mask."""
         origins = map(trail.origin, birth.operands)
         return not all(isinstance(x, Constant) for x in origins)
@@ -314,7 +316,7 @@ class _Search:
 
     def _why_none(self) -> str:
         atoms = (x for frame in self.case.root.all() for x in frame.makers)
-        if any(map(is_narrow, atoms)):
+        if any(map(is_narrow_atom, atoms)):
             return (
                 "No loss scale is needed, or the loss is not scaled: the step has "
                 "float16 in it, but none of it follows the loss scale. jls.check_step "
@@ -379,7 +381,7 @@ def _bounds(step: Callable[..., Any], arguments: Any) -> tuple[float, float] | N
     return found.pop() if len(found) == 1 else None
 
 
-def _place(frame: Frame, number: int) -> Place:
+def _place_of_equation(frame: Frame, number: int) -> Place:
     return place_of(frame.site_of(number))
 
 

@@ -9,8 +9,8 @@ from jls._origin.twin import Cotangent
 from jls._program.places import Place
 from jls._text import scale_in_words
 
-_MOST = 5  # places in one list of the text
-_WORTH_SAYING = 0.01  # a share of gradients that vanish
+_MAX_PLACES = 5  # places in one list of the text
+_MIN_SHARE = 0.01  # a share of gradients that vanish
 
 
 class Calibration(NamedTuple):
@@ -90,7 +90,7 @@ class Calibration(NamedTuple):
         for note in self.notes:
             lines += ["", *wrapped(f"{note}.")]
         lines += self._overflows_in_lines()
-        shares = [pair for pair in self.vanishing if pair[1] >= _WORTH_SAYING]
+        shares = [pair for pair in self.vanishing if pair[1] >= _MIN_SHARE]
         if shares:
             text = f"At {start} these gradients vanish in part."
             if 2 * self.init_scale >= self.ceiling:
@@ -122,7 +122,9 @@ class Calibration(NamedTuple):
 
 def _list(items: Iterable[str]) -> list[str]:
     every = list(items)
-    lines = [line for item in every[:_MOST] for line in wrapped(f"  {item}", "    ")]
-    if len(every) > _MOST:
-        lines.append(f"  and {len(every) - _MOST} more")
+    lines = [
+        line for item in every[:_MAX_PLACES] for line in wrapped(f"  {item}", "    ")
+    ]
+    if len(every) > _MAX_PLACES:
+        lines.append(f"  and {len(every) - _MAX_PLACES} more")
     return lines

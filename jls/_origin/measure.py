@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jls._program.jaxprs import is_inexact
-from jls._program.replay import ZERO, float_of, key_of
+from jls._program.jaxprs import is_inexact_atom
+from jls._program.replay import ZERO_KEY, float_from_key, key_of
 
 _WORDS = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
 # 8-bit floats whose bits are ordered like the numbers, NaN last.
@@ -60,7 +60,7 @@ NOTHING = Size()
 
 def read_size(keys: Iterable[Any]) -> Size:
     """The size that two keys stand for."""
-    return Size(*(float_of(int(key)) for key in keys))
+    return Size(*(float_from_key(int(key)) for key in keys))
 
 
 def ends(x: Array) -> list[Array]:
@@ -69,7 +69,7 @@ def ends(x: Array) -> list[Array]:
     Of a complex one, of its parts. Float64 beyond float32 counts as its largest.
     """
     if not x.size:
-        return [jnp.uint32(ZERO)] * 2
+        return [jnp.uint32(ZERO_KEY)] * 2
     parts = [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
     found = [_ends(part) for part in parts]
     if len(found) == 1:
@@ -127,7 +127,7 @@ def _ends_of_double(x: Array) -> tuple[Array, Array]:
 
 def size_of(value: Any) -> Size:
     """The size of a constant, on the host."""
-    if not (isinstance(value, float | complex) or is_inexact(value)):
+    if not (isinstance(value, float | complex) or is_inexact_atom(value)):
         return NOTHING
     array = np.asarray(value)
     if not array.size:

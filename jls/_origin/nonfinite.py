@@ -69,7 +69,7 @@ class NonfiniteReport:
     def __repr__(self) -> str:
         rows = sorted(self.rows, key=lambda row: row.finite)  # stable: bad ones first
         shown, hidden = rows[:_SHOWN], NonfiniteReport(tuple(rows[_SHOWN:]))
-        lines = [_headline(len(self.bad), len(self.rows)), *_aligned(shown)]
+        lines = [_title(len(self.bad), len(self.rows)), *_aligned(shown)]
         if hidden.bad:
             lines.append(f"... {len(hidden.bad)} more not finite, see .bad")
         if len(hidden.rows) > len(hidden.bad):
@@ -158,7 +158,7 @@ def _row(path: str, array: Array, digits: np.ndarray) -> LeafReport:
     )
 
 
-def _headline(bad: int, total: int) -> str:
+def _title(bad: int, total: int) -> str:
     if not total:
         return "no leaf is floating point"
     if total == 1:

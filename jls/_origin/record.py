@@ -19,8 +19,8 @@ from jax import Array, lax
 
 from jls._origin.measure import ends
 from jls._program.frames import Frame, Variable, behind
-from jls._program.jaxprs import is_inexact, is_literal
-from jls._program.replay import TAKEN, ZERO, Records, Seen, replay
+from jls._program.jaxprs import is_inexact_atom, is_literal
+from jls._program.replay import TAKEN, ZERO_KEY, Records, Seen, replay
 from jls._program.rules import UNCHANGED
 from jls._program.walk import Site
 
@@ -52,21 +52,21 @@ def as_large_as(equation: Any, result: int) -> Any | None:
     name, operands = equation.primitive.name, equation.invars
     if name in _SAME_SIZE:
         return operands[result] if len(operands) == len(equation.outvars) else None
-    if name == "convert_element_type" and is_inexact(operands[0]):
+    if name == "convert_element_type" and is_inexact_atom(operands[0]):
         old, new = (jnp.finfo(x.aval.dtype) for x in (operands[0], equation.outvars[0]))
         is_wider = new.bits > old.bits and float(new.max) >= float(old.max)
         return operands[0] if is_wider or new.dtype == old.dtype else None
     return None
 
 
-class Run(NamedTuple):
+class Recording(NamedTuple):
     """What one run of a program has shown."""
 
     arguments: list[np.ndarray]  # u32[2]: the ends
     records: Records
 
 
-class Recorded:
+class RecordedProgram:
     """A program with a record beside each operation that its roots depend on.
 
     Args:
@@ -90,11 +90,11 @@ class Recorded:
         self._count = 0  # of what was recorded
         self._compiled: jax.stages.Compiled | None = None
 
-    def __call__(self, inputs: Sequence[Any], compiled: bool = True) -> Run:
+    def __call__(self, inputs: Sequence[Any], compiled: bool = True) -> Recording:
         """One run; without `compiled` one operation at a time."""
         inputs = [jnp.asarray(x) for x in inputs]
         run = self.compiled(inputs) if compiled else self._run
-        return Run(*jax.tree.map(np.asarray, run(inputs)))
+        return Recording(*jax.tree.map(np.asarray, run(inputs)))
 
     def compiled(self, inputs: Sequence[Any]) -> jax.stages.Compiled:
         """The program for inputs like these, compiled at the first call."""
@@ -106,7 +106,7 @@ class Recorded:
     def _run(self, inputs: Sequence[Array]) -> tuple[list[Array], Records]:
         _, records = replay(self._program, inputs, self._watch, wide=self.WIDE)
         pairs = zip(inputs, self._read, strict=True)
-        nothing = jnp.full(2, ZERO)
+        nothing = jnp.full(2, ZERO_KEY)
         sizes = [jnp.stack(ends(x)) if is_read else nothing for x, is_read in pairs]
         return sizes, records
 
@@ -148,8 +148,8 @@ _CHAIN = 8
 
 def ends_of(arrays: Sequence[Any]) -> Array | None:
     """The ends of each array, one after the other; of what is no float, zeros."""
-    nothing = [jnp.uint32(ZERO)] * 2
-    keys = [key for x in arrays for key in (ends(x) if is_inexact(x) else nothing)]
+    nothing = [jnp.uint32(ZERO_KEY)] * 2
+    keys = [key for x in arrays for key in (ends(x) if is_inexact_atom(x) else nothing)]
     return jnp.stack(keys) if keys else None
 
 

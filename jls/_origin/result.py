@@ -5,12 +5,11 @@ import linecache
 import math
 import textwrap
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 
-from jls._program.places import Place, line_of_cell
+from jls._program.places import Place, line_of_cell, short_path
 
 _WIDTH = 80
 _OTHERS = 5  # births beside the first in the text
@@ -97,8 +96,8 @@ def _headline(why: Why) -> str:
 def _in_three_lines(birth: Birth) -> list[str]:
     place = birth.place
     if place.operation == ARGUMENT:
-        return wrapped(f"  {_what(birth)}")
-    return [*place_in_lines(place), *wrapped(f"  {_what(birth)}", "    ")]
+        return wrapped(f"  {_event_in_words(birth)}")
+    return [*place_in_lines(place), *wrapped(f"  {_event_in_words(birth)}", "    ")]
 
 
 def place_in_lines(place: Place) -> list[str]:
@@ -112,12 +111,12 @@ def place_in_lines(place: Place) -> list[str]:
 
 def _in_one_line(birth: Birth) -> list[str]:
     if birth.place.operation == ARGUMENT:
-        return wrapped(f"  {_what(birth)}")
-    return wrapped(f"  {place_in_words(birth.place)}: {_what(birth)}", "    ")
+        return wrapped(f"  {_event_in_words(birth)}")
+    return wrapped(f"  {place_in_words(birth.place)}: {_event_in_words(birth)}", "    ")
 
 
 def place_in_words(place: Place) -> str:
-    line = f"{_short(place.file)}:{place.line}" if place.file else "line not known"
+    line = f"{short_path(place.file)}:{place.line}" if place.file else "line not known"
     parts = [line_of_cell(place) or line]
     if place.function:
         parts[0] += f" in {place.function}"
@@ -130,20 +129,20 @@ def place_in_words(place: Place) -> str:
     return ", ".join(parts)
 
 
-def _what(birth: Birth) -> str:
+def _event_in_words(birth: Birth) -> str:
     """Which operation made what of which numbers."""
     operation = birth.place.operation
     if operation == ARGUMENT:
-        return f"{_kind(birth)} came in: {birth.place.module} ({birth.dtype})"
+        return f"{_kind_in_words(birth)} came in: {birth.place.module} ({birth.dtype})"
     if operation == CONSTANT:
-        return f"{_kind(birth)} is a number of the program here"
-    text = f"{operation} made {_kind(birth)}"
-    operands = [_number(x) for x in birth.operands]
+        return f"{_kind_in_words(birth)} is a number of the program here"
+    text = f"{operation} made {_kind_in_words(birth)}"
+    operands = [_format_value(x) for x in birth.operands]
     dtype = f"({birth.dtype}{_limit(birth)})"
     if not operands:
         return f"{text} {dtype}"
     if birth.range is not None and all(map(math.isfinite, birth.range)):
-        low, high = map(_number, birth.range)
+        low, high = map(_format_value, birth.range)
         between = low if low == high else f"numbers from {low} to {high}"
         if operation == "div":
             up_to = "up to " if birth.operands[0] else ""
@@ -159,21 +158,12 @@ def _limit(birth: Birth) -> str:
     return f", at most {float(jnp.finfo(birth.dtype).max):g}" if is_soon else ""
 
 
-def _kind(birth: Birth) -> str:
+def _kind_in_words(birth: Birth) -> str:
     return "NaN" if birth.kind == "nan" else "inf"
 
 
-def _number(value: float) -> str:
+def _format_value(value: float) -> str:
     return "NaN" if math.isnan(value) else f"{value:.4g}"
-
-
-def _short(file: str) -> str:
-    """A path below the working directory, or below where packages are installed."""
-    path, here = Path(file), Path.cwd()
-    if path.is_relative_to(here):
-        return str(path.relative_to(here))
-    _, found, package = file.rpartition("-packages/")
-    return package if found else file
 
 
 def wrapped(text: str, indent: str = "") -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from jls import _scopes
 from jls._program.frames import Frame, Variable
-from jls._program.jaxprs import is_inexact, is_literal
+from jls._program.jaxprs import is_inexact_atom, is_literal
 from jls._scopes import marks_of
 
 LOSS, GRADIENTS, NEW, CHECKED = "loss", "gradients", "updates", "checked values"
@@ -24,7 +24,7 @@ _KINDS = {
 
 
 @dataclasses.dataclass(eq=False)
-class Looked:
+class CheckedValues:
     """What one wrapper looks at, or one call of `jls.all_finite`."""
 
     found: dict[str, list[Variable]] = dataclasses.field(default_factory=dict)
@@ -46,21 +46,21 @@ class Looked:
         return [x for kind in kinds for x in self.found[kind]]
 
 
-def looked_at(root: Frame, scales: Sequence[int]) -> list[Looked]:
+def checked_values(root: Frame, scales: Sequence[int]) -> list[CheckedValues]:
     """What the wrappers in a program look at, in order.
 
     Args:
       root: the frame of the program.
       scales: which inputs of the program are loss scales.
     """
-    found: list[Looked] = []
+    found: list[CheckedValues] = []
     for frame in root.all():
         _look_in(frame, set(scales), found)
-    return [looked for looked in found if looked.found]
+    return [checked for checked in found if checked.found]
 
 
-def _look_in(frame: Frame, scales: set[int], found: list[Looked]) -> None:
-    current: Looked | None = None
+def _look_in(frame: Frame, scales: set[int], found: list[CheckedValues]) -> None:
+    current: CheckedValues | None = None
     around = marks_of(frame.site) if frame.site.equations else _scopes.NONE
     for number, equation in enumerate(frame.jaxpr.eqns):
         every = marks_of(frame.site_of(number))
@@ -70,13 +70,13 @@ def _look_in(frame: Frame, scales: set[int], found: list[Looked]) -> None:
             current = current if every else None
             continue
         if current is None or (kinds and current.scale is not None):
-            current = Looked()
+            current = CheckedValues()
             found.append(current)
         operands = [x for x in equation.invars if not is_literal(x)]
         if _scopes.SCALE in marks:
             of_scales = scales & {_input_of(frame, x) for x in operands}
             current.scale = next(iter(of_scales), current.scale)
-        for atom in filter(is_inexact, operands):
+        for atom in filter(is_inexact_atom, operands):
             maker = frame.makers.get(atom)
             made = marks_of(frame.site_of(maker.number)) if maker else _scopes.NONE
             if kinds and not any(_KINDS.get(x) == kinds[0] for x in made):

@@ -9,18 +9,18 @@ import jax
 import numpy as np
 
 from jls._origin.measure import NOTHING, Size, read_size, size_of
-from jls._origin.record import SINGULAR, Run, as_large_as
+from jls._origin.record import SINGULAR, Recording, as_large_as
 from jls._program.frames import Frame
-from jls._program.jaxprs import is_inexact, is_literal
+from jls._program.jaxprs import is_inexact_atom, is_literal
 from jls._program.replay import (
     CARRIED,
-    INF,
-    MINUS_INF,
+    INF_KEY,
+    MINUS_INF_KEY,
     NEVER,
     ROUNDS,
     SLICES,
     TAKEN,
-    ZERO,
+    ZERO_KEY,
     Rounds,
 )
 from jls._program.walk import Site
@@ -46,7 +46,7 @@ class Constant(NamedTuple):
     """A number in the program, or what its function closes over."""
 
     value: Any
-    reader: "Made | None" = None  # the operation that it is an operand of
+    reader: "OpResult | None" = None  # the operation that it is an operand of
 
 
 class Argument(NamedTuple):
@@ -72,7 +72,7 @@ class Stack(NamedTuple):
     rounds: tuple[int, ...]  # but for those of this scan
 
 
-class Made(NamedTuple):
+class OpResult(NamedTuple):
     """A result of an operation."""
 
     frame: Frame
@@ -85,7 +85,7 @@ class Made(NamedTuple):
         return self.frame.site_of(self.number)
 
 
-class Carried(NamedTuple):
+class LoopCarry(NamedTuple):
     """What a while loop with lanes carries after a round: some lanes have ended."""
 
     frame: Frame
@@ -93,7 +93,7 @@ class Carried(NamedTuple):
     rounds: tuple[int, ...]
 
 
-Origin = Constant | Argument | Slice | Stack | Carried | Made
+Origin = Constant | Argument | Slice | Stack | LoopCarry | OpResult
 
 
 class Trail:
@@ -103,7 +103,7 @@ class Trail:
       run: what was recorded of a program.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Recording) -> None:
         self.records = run.records
         self._arguments = run.arguments
         self._size = functools.lru_cache(1 << 20)(self._find_size)
@@ -117,44 +117,48 @@ class Trail:
     def is_bad(self, value: Value) -> bool:
         return self.size(value).is_bad
 
-    def births(self, roots: Iterable[Value]) -> "list[Birth]":
+    def births(self, roots: Iterable[Value]) -> "list[BirthRecord]":
         """Where inf and NaN of the roots came from, in the order of the program."""
-        stack: list[tuple[Value, Made | None]]
+        stack: list[tuple[Value, OpResult | None]]
         stack = [(value, None) for value in roots if self.is_bad(value)]
         seen = set[Any]()
-        births: list[Birth] = []
-        on_purpose: list[Birth] = []  # inf that is written in the program
+        births: list[BirthRecord] = []
+        on_purpose: list[BirthRecord] = []  # inf that is written in the program
         while stack:
             value, reader = stack.pop()
             origin, size = self.origin(value), self.size(value)
-            if isinstance(origin, Made):
-                origin = self._first_of_its_run(origin)
-                size = self._size_of_made(origin)
+            if isinstance(origin, OpResult):
+                origin = self._first_in_a_row(origin)
+                size = self._size_of_result(origin)
             if isinstance(origin, Constant):
-                birth = Birth(origin._replace(reader=reader), size)
+                birth = BirthRecord(origin._replace(reader=reader), size)
                 (births if size.is_nan else on_purpose).append(birth)
                 continue
-            if origin is None or (key := _key(origin)) in seen:
+            if origin is None or (key := _identity(origin)) in seen:
                 continue
             seen.add(key)
-            if isinstance(origin, Made):
+            if isinstance(origin, OpResult):
                 operands = self.operands(origin)
                 causes = self._causes(origin, operands, size)
                 are_nan = any(self.size(x).is_nan for x in causes)
                 if not causes or (size.is_nan and not are_nan):
-                    births.append(Birth(origin, size, operands, self.range_of(origin)))
+                    births.append(
+                        BirthRecord(origin, size, operands, self.range_of(origin))
+                    )
                 stack += [(cause, origin) for cause in causes]
             elif isinstance(origin, Slice):
                 stack.append((self._source_of(origin), reader))
             elif isinstance(origin, Stack):
                 stack.append((self._first_bad_of(origin), reader))
-            elif isinstance(origin, Carried):
+            elif isinstance(origin, LoopCarry):
                 stack.append((self._last_change_of(origin), reader))
             else:
-                births.append(Birth(origin, size))
+                births.append(BirthRecord(origin, size))
         return sorted(births or on_purpose, key=self._order)
 
-    def _causes(self, made: Made, operands: "list[Value]", size: Size) -> "list[Value]":
+    def _causes(
+        self, made: OpResult, operands: "list[Value]", size: Size
+    ) -> "list[Value]":
         """The operands that may have made a result bad."""
         name = made.site.equation.primitive.name
         sizes = [self.size(x) for x in operands]
@@ -169,20 +173,22 @@ class Trail:
         possible = _signs(name, sizes) if bad else None
         return bad if possible is None or size.kinds <= possible else []
 
-    def _taken(self, made: Made, count: int) -> list[Size]:
+    def _taken(self, made: OpResult, count: int) -> list[Size]:
         """What a `select_n` takes of each of its cases."""
         keys = self._record(made.frame, made.number, made.rounds)
         sizes = [read_size(keys[i : i + 2]) for i in range(2, len(keys), 2)]
         return sizes if len(sizes) == count else []
 
-    def operands(self, made: Made) -> "list[Value]":
+    def operands(self, made: OpResult) -> "list[Value]":
         """The floating-point operands of an operation."""
         equation = made.site.equation
         return [
-            Value(made.frame, x, made.rounds) for x in equation.invars if is_inexact(x)
+            Value(made.frame, x, made.rounds)
+            for x in equation.invars
+            if is_inexact_atom(x)
         ]
 
-    def range_of(self, made: Made) -> Range | None:
+    def range_of(self, made: OpResult) -> Range | None:
         """What is in the operand that decides whether a result is finite."""
         equation = made.site.equation
         if equation.primitive.name not in SINGULAR:
@@ -190,7 +196,7 @@ class Trail:
         operand = equation.invars[SINGULAR[equation.primitive.name]]
         keys = self._record(made.frame, made.number, made.rounds)
         offset = 2 * len(equation.outvars)
-        is_real = is_inexact(operand) and operand.aval.dtype.kind != "c"
+        is_real = is_inexact_atom(operand) and operand.aval.dtype.kind != "c"
         if not is_real or len(keys) < offset + 2:
             return None
         high, low = self.size(Value(made.frame, operand, made.rounds))
@@ -233,7 +239,7 @@ class Trail:
         if before is None:
             return outside
         if frame.has_lanes:
-            return Carried(frame, index - consts, (*rounds[:-1], before))
+            return LoopCarry(frame, index - consts, (*rounds[:-1], before))
         result = frame.jaxpr.outvars[index - consts]
         return Value(frame, result, (*rounds[:-1], before))
 
@@ -246,7 +252,7 @@ class Trail:
             operand = as_large_as(equation, result)
             if operand is not None:
                 return Value(frame, operand, rounds)
-            return Made(frame, number, result, rounds)
+            return OpResult(frame, number, result, rounds)
         if called[0].kind == "branch":
             taken = [
                 Value(child, child.jaxpr.outvars[result], rounds)
@@ -258,7 +264,7 @@ class Trail:
         child = called[0]
         atom = child.jaxpr.outvars[result]
         if child.has_lanes and (last := self._last_round(child, rounds)) is not None:
-            return Carried(child, result, (*rounds, last))
+            return LoopCarry(child, result, (*rounds, last))
         if not child.is_loop:
             return Value(child, atom, rounds)
         consts, carried = child.counts()
@@ -271,7 +277,7 @@ class Trail:
 
     def _is_taken(self, branch: Frame, rounds: tuple[int, ...]) -> bool:
         keys = self._record(branch, TAKEN, rounds)
-        return len(keys) > 0 and int(keys[0]) == INF
+        return len(keys) > 0 and int(keys[0]) == INF_KEY
 
     def _last_round(self, loop: Frame, rounds: tuple[int, ...]) -> int | None:
         """The last round of a loop; None if it has none."""
@@ -287,7 +293,7 @@ class Trail:
     # How large it is.
 
     def _find_size(self, value: Value) -> Size:
-        if not is_inexact(value.atom):
+        if not is_inexact_atom(value.atom):
             return NOTHING
         origin = self.origin(value)
         if isinstance(origin, Constant):
@@ -301,16 +307,16 @@ class Trail:
             sizes = [self.size(x) for x in self._rounds_of(origin)]
             worst = [x for x in sizes if x.is_nan] or [x for x in sizes if x.is_bad]
             return max(worst or sizes, key=lambda x: x.magnitude, default=NOTHING)
-        if isinstance(origin, Carried):
+        if isinstance(origin, LoopCarry):
             keys = self._record(origin.frame, (CARRIED, origin.number), origin.rounds)
             return read_size(keys) if len(keys) else NOTHING
-        return self._size_of_made(origin) if isinstance(origin, Made) else NOTHING
+        return self._size_of_result(origin) if isinstance(origin, OpResult) else NOTHING
 
-    def _size_of_made(self, made: Made) -> Size:
+    def _size_of_result(self, made: OpResult) -> Size:
         keys = self._record(made.frame, made.number, made.rounds)
         return read_size(keys[2 * made.result :][:2]) if len(keys) else NOTHING
 
-    def _first_of_its_run(self, made: Made) -> Made:
+    def _first_in_a_row(self, made: OpResult) -> OpResult:
         """The same result in the first of the rounds since which it is bad like this.
 
         Of a while loop no other round was recorded.
@@ -400,7 +406,7 @@ class Trail:
                 return same
         return part.whole
 
-    def _last_change_of(self, carried: Carried) -> Value:
+    def _last_change_of(self, carried: LoopCarry) -> Value:
         """What a lane became bad with, in the first round in which one was."""
         *outer, last = carried.rounds
         numbers, loops = (CARRIED, carried.number), len(carried.rounds)
@@ -410,34 +416,34 @@ class Trail:
         result = carried.frame.jaxpr.outvars[carried.number]
         return Value(carried.frame, result, (*outer, first))
 
-    def _order(self, birth: "Birth") -> tuple[Any, ...]:
+    def _order(self, birth: "BirthRecord") -> tuple[Any, ...]:
         """A key by which births are in the order in which they happened."""
         origin = birth.origin
         if isinstance(origin, Constant) and origin.reader is not None:
             origin = origin.reader
-        if not isinstance(origin, Made):
+        if not isinstance(origin, OpResult):
             # What is -inf alone may be a mask, on purpose.
             return (1 if self.is_mask(birth) else -1,)
         chain = [*reversed(list(_up(origin.frame)))]
         rounds = iter(origin.rounds)
         key: list[int] = []
         for frame in chain[1:]:
-            key.append(_number(frame))
+            key.append(_equation_number(frame))
             if frame.is_loop:
                 key.append(_nth(frame, next(rounds)))
         return (0, *key, origin.number)
 
-    def is_mask(self, birth: "Birth") -> bool:
+    def is_mask(self, birth: "BirthRecord") -> bool:
         """Whether an argument holds -inf, but no inf and no NaN."""
         if not isinstance(birth.origin, Argument):
             return False
         return birth.size.kinds == {"-inf"}
 
 
-class Birth(NamedTuple):
+class BirthRecord(NamedTuple):
     """Where an inf or a NaN came from, before it is put into words."""
 
-    origin: Made | Argument | Constant
+    origin: OpResult | Argument | Constant
     size: Size
     operands: Sequence[Value] = ()
     range: Range | None = None
@@ -458,9 +464,9 @@ def _start_of_run(keys: np.ndarray, index: int, is_reversed: bool) -> int:
     """The first of the rounds in a row in which a result is bad as in this one."""
     kinds = np.stack(
         [
-            (keys > INF).any(1) | (keys < MINUS_INF).any(1),
-            keys[:, 0] == INF,
-            keys[:, 1] == MINUS_INF,
+            (keys > INF_KEY).any(1) | (keys < MINUS_INF_KEY).any(1),
+            keys[:, 0] == INF_KEY,
+            keys[:, 1] == MINUS_INF_KEY,
         ],
         axis=1,
     )
@@ -488,7 +494,7 @@ def _in_round(found: Rounds, index: int) -> Any:
             return record
     if int(found.bad_rounds[0]) == NEVER:
         return found.bad
-    return jax.tree.map(lambda x: np.full_like(x, ZERO), found.bad)
+    return jax.tree.map(lambda x: np.full_like(x, ZERO_KEY), found.bad)
 
 
 _FLIP = {"inf": "-inf", "-inf": "inf"}
@@ -522,7 +528,7 @@ def _signs_of_product(sizes: "list[Size]") -> set[str] | None:
     return kinds
 
 
-def _key(origin: Origin) -> Any:
+def _identity(origin: Origin) -> Any:
     """What an origin is known by; the numbers of a program have no hash."""
     if isinstance(origin, Slice):
         return origin[:3]
@@ -544,7 +550,7 @@ def _loops_around(frame: Frame) -> list[Frame]:
     return [x for x in _up(frame) if x.is_loop][::-1]
 
 
-def _number(frame: Frame) -> int:
+def _equation_number(frame: Frame) -> int:
     """The number of the equation that calls a frame."""
     numbers = frame.site.numbers
     return numbers[-2] if frame.kind == "branch" else numbers[-1]

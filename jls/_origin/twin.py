@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jls._origin.record import Recorded, as_large_as, ends_of
+from jls._origin.record import RecordedProgram, as_large_as, ends_of
 from jls._program.frames import Frame, Variable, behind
-from jls._program.jaxprs import is_literal, is_narrow
+from jls._program.jaxprs import is_literal, is_narrow_atom
 from jls._program.places import Place, place_of
-from jls._program.replay import Rounds, Seen, floats_of, key_of
+from jls._program.replay import Rounds, Seen, floats_from_keys, key_of
 from jls._program.rules import CHOICES, MOVES
 from jls._program.walk import Site
 
@@ -45,7 +45,7 @@ class Cotangent(NamedTuple):
     shares: tuple[float, ...]
 
 
-class Twin(Recorded):
+class Twin(RecordedProgram):
     """The twin of a program.
 
     Args:
@@ -68,7 +68,7 @@ class Twin(Recorded):
         self._counted: dict[tuple[int, ...], set[int]] = {}
         for frame, atom in counted:
             number, result = frame.makers[atom]
-            key = _key(frame, number)
+            key = _record_key(frame, number)
             self._counted.setdefault(key, set()).add(result)
 
     def _record(
@@ -79,7 +79,7 @@ class Twin(Recorded):
         if found is None or not counted:
             return found
         # Twice: of several rounds or devices, the even ones are the largest numbers.
-        counts = [jnp.repeat(_counts(results[i]), 2) for i in sorted(counted)]
+        counts = [jnp.repeat(_bin_counts(results[i]), 2) for i in sorted(counted)]
         return jnp.concatenate([found, *map(key_of, counts)])
 
     def cotangent(
@@ -97,13 +97,13 @@ class Twin(Recorded):
         """
         frame, atom = variable
         number, result = frame.makers[atom]
-        key = _key(frame, number)
-        rows = _rows(records, key)
+        key = _record_key(frame, number)
+        rows = _record_rows(records, key)
         if rows is None or result not in self._counted.get(key, ()):
             return None
         size = len(frame.jaxpr.eqns[number].outvars)
-        place = 2 * size + 2 * _COUNTS * sorted(self._counted[key]).index(result)
-        counts = rows[:, place : place + 2 * _COUNTS : 2].astype(np.float64).sum(0)
+        place = 2 * size + 2 * _NUM_COUNTS * sorted(self._counted[key]).index(result)
+        counts = rows[:, place : place + 2 * _NUM_COUNTS : 2].astype(np.float64).sum(0)
         present = counts[1:].sum()
         if not present:
             return None
@@ -119,12 +119,12 @@ class Twin(Recorded):
         """The largest magnitude of a variable in one run; 0 if it is not recorded."""
         frame, atom = variable
         number, result = frame.makers[atom]
-        rows = _rows(records, _key(frame, number))
+        rows = _record_rows(records, _record_key(frame, number))
         ends = None if rows is None else rows[:, 2 * result : 2 * result + 2]
         return 0.0 if ends is None else float(np.abs(ends).max(initial=0.0))
 
 
-class Lost(NamedTuple):
+class LostInf(NamedTuple):
     """A result of an operation in which an inf of an operand may end."""
 
     frame: Frame
@@ -134,10 +134,10 @@ class Lost(NamedTuple):
 
     @property
     def key(self) -> tuple[int, ...]:
-        return _key(self.frame, self.number)
+        return _record_key(self.frame, self.number)
 
 
-class Elements(Recorded):
+class Elements(RecordedProgram):
     """A program with all elements of some operations, of operands and results.
 
     Args:
@@ -148,9 +148,9 @@ class Elements(Recorded):
     """
 
     def __init__(
-        self, program: Any, root: Frame, ends: Iterable[Lost], wide: bool = False
+        self, program: Any, root: Frame, ends: Iterable[LostInf], wide: bool = False
     ) -> None:
-        self._ends: dict[tuple[int, ...], list[Lost]] = {}
+        self._ends: dict[tuple[int, ...], list[LostInf]] = {}
         for end in ends:
             self._ends.setdefault(end.key, []).append(end)
         results = [x for every in self._ends.values() for x in map(_result_of, every)]
@@ -168,7 +168,7 @@ class Elements(Recorded):
         flat = [jnp.ravel(x).astype(jnp.float32) for x in arrays]
         return Seen(results, key_of(jnp.concatenate(flat)))
 
-    def are_lost(self, end: Lost, narrow: Any, wide: Any) -> bool:
+    def are_lost(self, end: LostInf, narrow: Any, wide: Any) -> bool:
         """Whether an inf ends there in a number that float32 does not give.
 
         Args:
@@ -176,7 +176,7 @@ class Elements(Recorded):
           narrow: what was recorded of a run as it is.
           wide: what was recorded of a run in float32.
         """
-        one, other = (_rows(records, end.key) for records in (narrow, wide))
+        one, other = (_record_rows(records, end.key) for records in (narrow, wide))
         if one is None or other is None:
             return False
         _, result = _result_of(end)
@@ -204,24 +204,28 @@ class Elements(Recorded):
 _NEGLIGIBLE = 2.0**-13
 
 
-def _result_of(end: Lost) -> Variable:
+def _result_of(end: LostInf) -> Variable:
     return end.frame, end.frame.jaxpr.eqns[end.number].outvars[end.result]
 
 
 def holds_inf(records: Any, frame: Frame, number: int) -> bool:
     """Whether a narrow result of an operation was inf or NaN in some round."""
-    if not any(map(is_narrow, frame.jaxpr.eqns[number].outvars)):
+    if not any(map(is_narrow_atom, frame.jaxpr.eqns[number].outvars)):
         return False
-    rows = None if frame.called(number) else _rows(records, _key(frame, number))
+    rows = (
+        None
+        if frame.called(number)
+        else _record_rows(records, _record_key(frame, number))
+    )
     return rows is not None and not np.isfinite(rows).all()
 
 
-def _key(frame: Frame, number: int) -> tuple[int, ...]:
+def _record_key(frame: Frame, number: int) -> tuple[int, ...]:
     """Where the records of an operation are."""
     return frame.site_of(number).numbers
 
 
-def _rows(records: Any, key: tuple[int, ...]) -> np.ndarray | None:
+def _record_rows(records: Any, key: tuple[int, ...]) -> np.ndarray | None:
     """What was recorded of an operation, a row for each round: `f32[rounds, n]`."""
     for part in key:
         records = records.get(part) if isinstance(records, dict) else None
@@ -229,13 +233,13 @@ def _rows(records: Any, key: tuple[int, ...]) -> np.ndarray | None:
         records = records.bad
     if records is None:
         return None
-    return floats_of(records.reshape(-1, records.shape[-1]))
+    return floats_from_keys(records.reshape(-1, records.shape[-1]))
 
 
-_COUNTS = _BINS + 3
+_NUM_COUNTS = _BINS + 3
 
 
-def _counts(x: Array) -> Array:
+def _bin_counts(x: Array) -> Array:
     """How many values of a sample of `x` are 0, vanish, are in each bin, are above."""
     flat = jnp.ravel(x)
     step = -(-flat.size // _SAMPLE)
@@ -247,7 +251,7 @@ def _counts(x: Array) -> Array:
     # The lowest power itself is half of the least number: it rounds to the even 0.
     bins = jnp.where(sample <= 2.0**LOWEST, 1, inside)
     bins = jnp.where(sample == 0, 0, bins)
-    return jnp.zeros(_COUNTS, jnp.float32).at[bins].add(jnp.float32(1.0))
+    return jnp.zeros(_NUM_COUNTS, jnp.float32).at[bins].add(jnp.float32(1.0))
 
 
 def narrow_after(scale: Variable, roots: Iterable[Variable]) -> list[Variable]:
@@ -272,7 +276,7 @@ def narrow_after(scale: Variable, roots: Iterable[Variable]) -> list[Variable]:
 
 def _is_made_narrow(variable: Variable) -> bool:
     frame, atom = variable
-    if atom not in frame.makers or not is_narrow(atom):
+    if atom not in frame.makers or not is_narrow_atom(atom):
         return False
     number, result = frame.makers[atom]
     is_call = bool(frame.called(number))

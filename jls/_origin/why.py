@@ -12,15 +12,14 @@ import numpy as np
 
 from jls import _validate
 from jls._origin import roots as kinds
-from jls._origin.advice import CAME_IN, WRITTEN, advice, dtype_of
+from jls._origin.advice import CAME_IN, WRITTEN, advise, dtype_of
 from jls._origin.measure import Size
-from jls._origin.record import Recorded
+from jls._origin.record import RecordedProgram
 from jls._origin.result import ARGUMENT, CONSTANT, Birth, Why
-from jls._origin.roots import Looked, is_of_update, looked_at
-from jls._origin.trail import Argument, Made, Trail, Value
-from jls._origin.trail import Birth as Found
+from jls._origin.roots import CheckedValues, checked_values, is_of_update
+from jls._origin.trail import Argument, BirthRecord, OpResult, Trail, Value
 from jls._program.frames import Frame, Variable, behind, made_without
-from jls._program.jaxprs import is_inexact, is_literal
+from jls._program.jaxprs import is_inexact_atom, is_literal
 from jls._program.places import Place, is_transposed, place_of
 from jls._scopes import UPDATE, marks_of
 from jls._text import scale_in_words
@@ -99,7 +98,7 @@ class Bad(NamedTuple):
     value: Value
     kind: str  # what the wrapper took it for; of a result its name
     number: int  # among those of its kind
-    looked: Looked | None  # None of a result
+    checked: CheckedValues | None  # None of a result
 
 
 class Case:
@@ -127,10 +126,10 @@ class Case:
             for scale in scales_in(args, kwargs, self.arguments)
             if scale.at in inputs
         }
-        self.looked = looked_at(self.root, list(self.scales))
+        self.checked = checked_values(self.root, list(self.scales))
         self.results = self._results()
-        wanted = [x for looked in self.looked for x in looked.variables]
-        self.recorded = Recorded(
+        wanted = [x for checked in self.checked for x in checked.variables]
+        self.recorded = RecordedProgram(
             self.traced.program, self.root, [*wanted, *self.results]
         )
 
@@ -139,7 +138,7 @@ class Case:
         items = [*self.traced.outputs, *self.traced.objects]
         items = [x for x in items if isinstance(x.value, _RESULTS)]
         outvars = self.root.jaxpr.outvars
-        if not any(map(is_inexact, outvars)):
+        if not any(map(is_inexact_atom, outvars)):
             raise ValueError(
                 "fun must return floating-point numbers, got "
                 f"{len(outvars)} results without one: there is nothing to look at. "
@@ -183,7 +182,7 @@ class Case:
         factor: float = 1.0,
         compiled: bool = True,
         at: Iterable[int] = (),
-        program: Recorded | None = None,
+        program: RecordedProgram | None = None,
     ) -> Trail:
         """One run, with the loss scales `at` these inputs multiplied by `factor`."""
         leaves = list(self.leaves)
@@ -194,13 +193,13 @@ class Case:
     def bad_roots(self, trail: Trail) -> list[Bad]:
         """What is not finite; in loops, in the first round in which it is."""
         bad = []
-        for looked in self.looked:
-            for kind, variables in looked.found.items():
+        for checked in self.checked:
+            for kind, variables in checked.found.items():
                 for number, (frame, atom) in enumerate(variables):
                     every = trail.in_every_round(frame, atom)
                     value = next(filter(trail.is_bad, every), None)
                     if value is not None:
-                        bad.append(Bad(value, kind, number, looked))
+                        bad.append(Bad(value, kind, number, checked))
         if bad:
             # What is made of bad gradients is bad too: they are to blame.
             return [x for x in bad if x.kind != kinds.NEW] or bad
@@ -209,7 +208,7 @@ class Case:
 
     def _is_bad_as_it_is(self) -> bool:
         """Whether the function itself, on copies, gives a result that is not finite."""
-        call = self.arguments.rebuild([_copy(x) for x in self.arguments.leaves])
+        call = self.arguments.rebuild([_copy_leaf(x) for x in self.arguments.leaves])
         items = items_of(self.fun(*call.args, **call.kwargs))
         found = {without_value(x.path): x.value for x in [*items, *call.read()]}
         applied = {path: x for path, x in found.items() if path[-1:] == ("applied",)}
@@ -219,14 +218,16 @@ class Case:
                 and np.any(found.get((*path[:-1], "last_skip_reason")) != _SPIKE)
                 for path, x in applied.items()
             )
-        floats = [x.value for x in items if is_array(x.value) and is_inexact(x.value)]
+        floats = [
+            x.value for x in items if is_array(x.value) and is_inexact_atom(x.value)
+        ]
         return not all(bool(jnp.all(jnp.isfinite(x))) for x in floats)
 
     # The loss scale.
 
     def _is_from_scale(self, bad: list[Bad]) -> tuple[bool | None, str]:
         """Whether a lower scale is finite, and a sentence that says which."""
-        at = {x.looked.scale for x in bad if x.looked and x.looked.scale is not None}
+        at = {x.checked.scale for x in bad if x.checked and x.checked.scale is not None}
         at = [
             i
             for i in at or self.scales
@@ -328,7 +329,7 @@ class Case:
         )
 
     def _birth(
-        self, trail: Trail, found: Found, forward: set[Variable] | None
+        self, trail: Trail, found: BirthRecord, forward: set[Variable] | None
     ) -> Birth:
         kind: Literal["inf", "nan"] = "nan" if found.size.is_nan else "inf"
         origin = found.origin
@@ -337,7 +338,7 @@ class Case:
             place = Place(ARGUMENT, module="/".join(item.path))
             dtype = str(jnp.result_type(item.value))
             return Birth(kind, place, (), dtype, advice=CAME_IN)
-        if not isinstance(origin, Made):
+        if not isinstance(origin, OpResult):
             reader = origin.reader
             place = place_of(reader.site) if reader else Place("")
             place = place._replace(operation=CONSTANT)
@@ -354,13 +355,13 @@ class Case:
             operands=tuple(_magnitude(trail.size(x), kind) for x in found.operands),
             dtype=str(dtype_of(origin)),
             range=found.range and (found.range.low, found.range.high),
-            advice=advice(trail, found, is_backward),
+            advice=advise(trail, found, is_backward),
         )
 
     def _forward(self) -> set[Variable] | None:
         """All that the loss is made of; None if it is not known which that is."""
         losses = [
-            variable for x in self.looked for variable in x.found.get(kinds.LOSS, ())
+            variable for x in self.checked for variable in x.found.get(kinds.LOSS, ())
         ]
         forward = made_without(self.results, _is_backward)
         if not losses and len(forward) == len(self.results):
@@ -371,15 +372,17 @@ class Case:
 
     def _name(self, bad: Bad) -> str:
         """What a root is called."""
-        if bad.looked is None:
+        if bad.checked is None:
             return bad.kind
-        scale = None if bad.looked.scale is None else self.scales.get(bad.looked.scale)
+        scale = (
+            None if bad.checked.scale is None else self.scales.get(bad.checked.scale)
+        )
         name = {
             kinds.LOSS: "loss",
             kinds.CHECKED: "what is checked for inf and NaN",
         }.get(bad.kind)
         if name is None:
-            known = self._names_of(bad.looked.found[bad.kind], scale)
+            known = self._names_of(bad.checked.found[bad.kind], scale)
             one = bad.kind.removesuffix("s")
             name = f"{one} of {known[bad.number]}" if known else bad.kind
         if scale and len(self.scales) > 1:
@@ -396,7 +399,7 @@ class Case:
             x
             for x in self.arguments.items
             if is_array(x.value)
-            and is_inexact(x.value)
+            and is_inexact_atom(x.value)
             and x.kind in ("", "Param")
             and not any(x.path[: len(root)] == root for root in states)
         ]
@@ -463,5 +466,5 @@ def _result(path: Sequence[str]) -> str:
     return f"result{''.join(keys)}" if keys else "the result"
 
 
-def _copy(leaf: Any) -> Any:
+def _copy_leaf(leaf: Any) -> Any:
     return leaf.copy() if isinstance(leaf, jax.Array | np.ndarray) else leaf

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from jls._program.jaxprs import (
     called_program,
-    is_inexact,
+    is_inexact_atom,
     is_literal,
     opened,
     scan_counts,
@@ -182,7 +182,7 @@ def made_without(
     """Those of the floating-point roots that are made of nothing wrong."""
     known, found = set[Variable](), []
     for root in roots:
-        if is_literal(root[1]) or not is_inexact(root[1]):
+        if is_literal(root[1]) or not is_inexact_atom(root[1]):
             continue
         seen = _behind([root], known, is_wrong)
         if seen is not None:
@@ -202,7 +202,7 @@ def _behind(
     while stack:
         variable = stack.pop()
         frame, atom = variable
-        if is_literal(atom) or not is_inexact(atom):
+        if is_literal(atom) or not is_inexact_atom(atom):
             continue
         if variable in seen or variable in known:
             continue

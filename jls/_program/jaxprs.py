@@ -44,7 +44,7 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, Literal)
 
 
-def is_inexact(atom: Any) -> bool:
+def is_inexact_atom(atom: Any) -> bool:
     """Whether a value of a program is of floating-point or complex numbers."""
     aval = getattr(atom, "aval", atom)
     dtype = getattr(aval, "dtype", None)
@@ -55,9 +55,9 @@ def is_inexact(atom: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def is_narrow(atom: Any) -> bool:
+def is_narrow_atom(atom: Any) -> bool:
     """Whether a value of a program is of floats with a smaller range than float32."""
-    if not is_inexact(atom):
+    if not is_inexact_atom(atom):
         return False
     dtype = getattr(atom, "aval", atom).dtype
     return float(jnp.finfo(dtype).max) < float(jnp.finfo(jnp.bfloat16).max)

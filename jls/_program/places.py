@@ -57,6 +57,15 @@ def line_of_cell(place: Place) -> str:
     return "" if number is None else f"In [{number}], line {place.line}"
 
 
+def short_path(file: str) -> str:
+    """A path below the working directory, or below where packages are installed."""
+    path, here = Path(file), Path.cwd()
+    if path.is_relative_to(here):
+        return str(path.relative_to(here))
+    _, found, package = file.rpartition("-packages/")
+    return package if found else file
+
+
 def place_of(site: Site) -> Place:
     """The place of an equation: the innermost line that is the user's."""
     stack = [name for equation in site.equations for name in _scopes(equation)]
@@ -140,11 +149,11 @@ def _is_of_python(file: str) -> bool:
 
 def _scopes(equation: Any) -> tuple[str, ...]:
     """The names of scopes around an equation, such as "transpose(jvp(Dense_0))"."""
-    return _parts(str(getattr(equation.source_info, "name_stack", "")))
+    return _split_stack(str(getattr(equation.source_info, "name_stack", "")))
 
 
 @functools.lru_cache(4096)
-def _parts(stack: str) -> tuple[str, ...]:
+def _split_stack(stack: str) -> tuple[str, ...]:
     """A stack of names at each "/" that is in no brackets."""
     parts, depth = [""], 0
     for letter in stack:
@@ -162,5 +171,5 @@ def _modules(stack: Sequence[str]) -> list[str]:
     for name in stack:
         while match := re.fullmatch(r"\w+\((.*)\)", name):
             name = match[1]
-        found += [x for x in _parts(name) if not x.startswith(_NO_MODULES)]
+        found += [x for x in _split_stack(name) if not x.startswith(_NO_MODULES)]
     return found

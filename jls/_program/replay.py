@@ -50,9 +50,9 @@ _WHOLE = ("xla_pmap", "run_state")
 
 # Keys of float32: in order, NaN at both ends.
 _SIGN, _INF = 0x8000_0000, 0x7F80_0000
-ZERO = np.uint32(_SIGN)
-INF = np.uint32(_SIGN | _INF)
-MINUS_INF = np.uint32(_SIGN - 1 - _INF)
+ZERO_KEY = np.uint32(_SIGN)
+INF_KEY = np.uint32(_SIGN | _INF)
+MINUS_INF_KEY = np.uint32(_SIGN - 1 - _INF)
 
 
 def key_of(x: Array) -> Array:
@@ -62,12 +62,12 @@ def key_of(x: Array) -> Array:
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-def float_of(key: int) -> float:
+def float_from_key(key: int) -> float:
     """The number that a key stands for."""
-    return floats_of(np.array([key], np.uint32)).item()
+    return floats_from_keys(np.array([key], np.uint32)).item()
 
 
-def floats_of(keys: np.ndarray) -> np.ndarray:
+def floats_from_keys(keys: np.ndarray) -> np.ndarray:
     """The numbers that keys stand for: `f32[...]`."""
     bits = np.where(keys >= _SIGN, keys - np.uint32(_SIGN), ~keys)
     return bits.astype(np.uint32).view(np.float32)
@@ -169,7 +169,7 @@ class _Replay:
             return seen.results, None
         return seen.results, to_varying(seen.record, self._varying)
 
-    def _full(self, shapes: Any, value: Any = ZERO) -> Any:
+    def _full(self, shapes: Any, value: Any = ZERO_KEY) -> Any:
         def full(x):
             return to_varying(jnp.full(x.shape, value, x.dtype), self._varying)
 
@@ -219,7 +219,7 @@ class _Replay:
         def stepped(carry):
             results, records = run(carry)
             if lanes:
-                results = _where(is_on(carry), results, carry)
+                results = _select_lanes(is_on(carry), results, carry)
                 seen = {i: self._see_carried(site, i, x) for i, x in enumerate(results)}
                 seen = {i: record for i, record in seen.items() if record is not None}
                 records = {**records, CARRIED: seen} if seen else records
@@ -229,7 +229,7 @@ class _Replay:
             carry, rounds, kept = state
             results, records = stepped(carry)
             kept = {
-                key: _kept(kept[key], record, rounds)
+                key: _after_iteration(kept[key], record, rounds)
                 for key, record in _flat(records).items()
             }
             return results, rounds + jnp.uint32(1), kept
@@ -333,7 +333,7 @@ def _see_nothing(site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> S
     return Seen(results)
 
 
-def _where(pred: Array, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+def _select_lanes(pred: Array, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
     """The new values in the lanes that are on."""
 
     def select(new, old):
@@ -374,22 +374,22 @@ def _is_bad(record: Any) -> tuple[Array, Array]:
         bad, _ = _is_bad(record.bad)
         _, nan = _is_bad(record.nan)
         return bad, nan
-    bad = (record >= INF) | (record <= MINUS_INF)
-    nan = (record > INF) | (record < MINUS_INF)
+    bad = (record >= INF_KEY) | (record <= MINUS_INF_KEY)
+    nan = (record > INF_KEY) | (record < MINUS_INF_KEY)
     return jnp.any(bad, axis=-1), jnp.any(nan, axis=-1)
 
 
-def _kept(old: Rounds, new: Any, round: Array) -> Rounds:
+def _after_iteration(old: Rounds, new: Any, round: Array) -> Rounds:
     """What is kept of an operation after one more round."""
     is_bad, is_nan = _is_bad(new)
     never_bad = old.bad_rounds[..., 0] == NEVER
     never_nan = old.nan_rounds[..., 0] == NEVER
-    bad = _select(never_bad & is_bad, new, old.bad)
+    bad = _select_records(never_bad & is_bad, new, old.bad)
     finite = jax.tree.map(_wider, old.bad, new)
     return Rounds(
-        bad=_select(never_bad & ~is_bad, finite, bad),
+        bad=_select_records(never_bad & ~is_bad, finite, bad),
         bad_rounds=_next(old.bad_rounds, is_bad, round),
-        nan=_select(never_nan & is_nan, new, old.nan),
+        nan=_select_records(never_nan & is_nan, new, old.nan),
         nan_rounds=_next(old.nan_rounds, is_nan, round),
     )
 
@@ -406,7 +406,7 @@ def _next(rounds: Array, happened: Array, round: Array) -> Array:
     return jnp.stack([first, jnp.where(happened, round, last)], axis=-1)
 
 
-def _select(pred: Array, new: Any, old: Any) -> Any:
+def _select_records(pred: Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda x, y: jnp.where(pred[..., None], x, y), new, old)
 
 

@@ -26,7 +26,7 @@ from jls._report.verdict import (
     ScalerFacts,
     Small,
     Verdict,
-    judge,
+    diagnose,
 )
 from jls._scalers.rule import bounds_of, scalar
 from jls._scalers.static import is_static
@@ -228,7 +228,7 @@ def health(
         params = params["params"]
     if fields:
         others.append(fields)
-    reached = _reached_in(optimizer, state, params, wrapper)
+    reached = _wrapper_in(optimizer, state, params, wrapper)
     scaler = reached.wrapper.scaler if reached else None
 
     watched = _watch(params, wrapper.inner_state, others)
@@ -245,7 +245,7 @@ def health(
     )
     counts["last_skip_reason"] = _reason(counts["last_skip_reason"])
     bad = {tree: _count_bad(x, seen["bad"][tree]) for tree, x in watched.items()}
-    found = _tell_poison_from_masks(bad, counts["steps"], counts["consecutive_skips"])
+    found = _separate_masks(bad, counts["steps"], counts["consecutive_skips"])
     known = _describe_scale(scaler, wrapper, counts["loss_scale"])
     known |= {"poisoned_leaves": found.poisoned_leaves, "masks": found.masks}
     unnamed = None
@@ -275,7 +275,7 @@ def health(
     )
     known["poisoned"] = facts.poisoned if watched else None
     numbers = counts | known | small | policy
-    result = Health(*judge(facts, Limits(limit, max_small)), numbers)
+    result = Health(*diagnose(facts, Limits(limit, max_small)), numbers)
     if result.verdict in raise_if:
         raise UnhealthyError(result)
     if result.verdict in warn_if:
@@ -343,13 +343,13 @@ def _flag(trees: list[Any], may_be_inf: Callable[[Any], bool]) -> _Watched:
     for tree in trees:
         for name, leaf in zip(*named_floats(tree), strict=True):
             (others if may_be_inf(leaf) else finite).append((name, leaf))
-    flags = _poisoned([leaf for _, leaf in finite], [leaf for _, leaf in others])
+    flags = _nonfinite_flags([leaf for _, leaf in finite], [leaf for _, leaf in others])
     names, leaves = ([pair[i] for pair in finite + others] for i in (0, 1))
     return _Watched(names, leaves, flags)
 
 
 @jax.jit
-def _poisoned(leaves: list[Any], may_be_inf: list[Any]) -> Array:
+def _nonfinite_flags(leaves: list[Any], may_be_inf: list[Any]) -> Array:
     """`bool[n]`, whether each holds a NaN, or an inf unless it may."""
     is_nan = [any_nan([leaf]) for leaf in may_be_inf]
     return jnp.concatenate([~finite_leaves(leaves), jnp.array(is_nan, jnp.bool_)])
@@ -373,7 +373,7 @@ def _count_bad(watched: _Watched, flags: list[bool]) -> list[_Bad]:
     ]
     if not flagged:
         return []
-    tallies = jax.device_get(_tallies([leaf for _, leaf in flagged])).tolist()
+    tallies = jax.device_get(_count_nonfinite([leaf for _, leaf in flagged])).tolist()
     return [
         _Bad(name, jnp.size(leaf), *(high << 32 | low for high, low in pair))
         for (name, leaf), pair in zip(flagged, tallies, strict=True)
@@ -381,7 +381,7 @@ def _count_bad(watched: _Watched, flags: list[bool]) -> list[_Bad]:
 
 
 @jax.jit
-def _tallies(leaves: list[Any]) -> Array:
+def _count_nonfinite(leaves: list[Any]) -> Array:
     """Numbers of NaN and +inf, and of -inf: `u32[n, 2, 2]`, in base 2**32."""
 
     def tally(leaf):
@@ -401,7 +401,7 @@ class _Found(NamedTuple):
     is_doubted: bool  # what is poisoned holds -inf alone
 
 
-def _tell_poison_from_masks(
+def _separate_masks(
     bad: dict[str, list[_Bad]], steps: int, consecutive_skips: int
 ) -> _Found:
     """A leaf with -inf and nothing else that is not finite may be a mask.
@@ -459,14 +459,14 @@ def _observe_spikes(state: Any) -> dict[str, Any]:
 # The scale.
 
 
-def _reached_in(
+def _wrapper_in(
     optimizer: Any, state: Any, params: Any, wrapper_state: LossScaledState
 ) -> Reached | None:
     """The wrapper of the optimizer, or of the one that a Flax state carries."""
     if optimizer is None:
-        reached = _reach(optimizer_in(state), params)
+        reached = _wrappers_in(optimizer_in(state), params)
         return reached[0] if len(reached) == 1 else None
-    reached = _reach(optimizer_in(optimizer) or optimizer, params)
+    reached = _wrappers_in(optimizer_in(optimizer) or optimizer, params)
     if not reached:
         further_inside = (
             " If the wrapper is further inside, e.g. in an optax.chain, pass the "
@@ -498,7 +498,7 @@ def _reached_in(
     return fitting[0]
 
 
-def _reach(optimizer: Any, params: Any) -> list[Reached]:
+def _wrappers_in(optimizer: Any, params: Any) -> list[Reached]:
     """The wrappers in `optimizer`; without `params` only an outermost one is found."""
     if wrapper_of(optimizer):
         return reach_wrappers(optimizer, params)

@@ -11,7 +11,7 @@ import numpy as np
 
 from jls._report.record import (
     Columns,
-    Number,
+    Scalar,
     as_array,
     fetch,
     flatten_metrics,
@@ -47,7 +47,7 @@ class History:
     """
 
     def __init__(self) -> None:
-        self._columns: dict[str, list[Number | None]] = {"step": []}
+        self._columns: dict[str, list[Scalar | None]] = {"step": []}
 
     def append(self, metrics: Any, /, *, step: Any = None, **more: Any) -> None:
         """Appends a step, or the steps that `jax.lax.scan` stacked.
@@ -95,11 +95,11 @@ class History:
                 raise ValueError(f"step must be finite, got {number!r}.")
         self._extend(values, count)
 
-    def _next_steps(self, count: int) -> list[Number]:
+    def _next_steps(self, count: int) -> list[Scalar]:
         last = (self._columns["step"] or [0])[-1] or 0
         return [last + i for i in range(1, count + 1)]
 
-    def _extend(self, values: dict[str, list[Number | None]], count: int) -> None:
+    def _extend(self, values: dict[str, list[Scalar | None]], count: int) -> None:
         rows = len(self)
         for name in values:
             self._columns.setdefault(name, [None] * rows)
@@ -117,7 +117,7 @@ class History:
     def __contains__(self, name: object) -> bool:
         return name in self._columns
 
-    def __iter__(self) -> Iterator[dict[str, Number | None]]:
+    def __iter__(self) -> Iterator[dict[str, Scalar | None]]:
         for row in zip(*self._columns.values(), strict=True):
             yield dict(zip(self._columns, row, strict=True))
 
@@ -317,7 +317,7 @@ def _opened(file: str | Path | TextIO, mode: str) -> Any:
 _WORDS: dict[str, bool | None] = {"": None, "True": True, "False": False}
 
 
-def _parsed(name: str, text: str) -> Number | None:
+def _parsed(name: str, text: str) -> Scalar | None:
     if text in _WORDS:
         return _WORDS[text]
     for kind in (int, float):
@@ -331,7 +331,7 @@ def _parsed(name: str, text: str) -> Number | None:
 # Summary.
 
 
-def _format_step(step: Number) -> str:
+def _format_step(step: Scalar) -> str:
     return f"{step:.0f}" if step == round(step) else f"{step:g}"
 
 
@@ -341,9 +341,9 @@ def _summary(columns: Columns) -> str:
         return "No steps recorded."
     first, last = as_array(steps)[[0, -1]]
     span = _format_step(first) + (f" to {_format_step(last)}" if len(steps) > 1 else "")
-    lines = [("recorded", f"{_count(len(steps), 'step')} ({span})")]
-    skips, at_end = _skips(columns)
-    scale, loss = _scale(columns), _loss(columns)
+    lines = [("recorded", f"{_quantity(len(steps), 'step')} ({span})")]
+    skips, at_end = _skips_line(columns)
+    scale, loss = _scale_line(columns), _loss_line(columns)
     lines += [("skipped", skips)] if skips else []
     lines += [("loss scale", scale)] if scale else []
     lines += [("loss", loss)] if loss else []
@@ -358,7 +358,7 @@ def _summary(columns: Columns) -> str:
     return "\n".join(text)
 
 
-def _skips(columns: Columns) -> tuple[str, bool]:
+def _skips_line(columns: Columns) -> tuple[str, bool]:
     """How many steps were skipped, in words, and whether the last one was."""
     counts = skip_counts(columns)
     taken, skipped = _known(columns, "steps"), _known(columns, "skips")
@@ -375,7 +375,7 @@ def _skips(columns: Columns) -> tuple[str, bool]:
     in_a_row = f", up to {max(1, rows.max()):.0f} in a row" if total else ""
     counted = _known(columns, "spikes")
     spikes = int(counted[-1] if counted.size else spike_counts(columns).sum())
-    as_spikes = f"; {_count(spikes, 'spike')} among them" if spikes else ""
+    as_spikes = f"; {_quantity(spikes, 'spike')} among them" if spikes else ""
     return f"{total} of {of} steps{share}{in_a_row}{as_spikes}", bool(rows[-1] > 0)
 
 
@@ -385,7 +385,7 @@ def _lengths(flags: np.ndarray) -> np.ndarray:
     return count - np.maximum.accumulate(np.where(flags, 0, count))
 
 
-def _scale(columns: Columns) -> str:
+def _scale_line(columns: Columns) -> str:
     scales = _known(columns, "loss_scale")
     if not scales.size:
         return ""
@@ -397,11 +397,11 @@ def _scale(columns: Columns) -> str:
     grown, backed_off = (int(np.sum(where)) for where in moves(scales))
     return (
         f"{first} first, {last} last, {low} lowest, {high} highest; "
-        f"{_count(grown, 'growth')}, {_count(backed_off, 'backoff')}"
+        f"{_quantity(grown, 'growth')}, {_quantity(backed_off, 'backoff')}"
     )
 
 
-def _loss(columns: Columns) -> str:
+def _loss_line(columns: Columns) -> str:
     losses = _known(columns, "loss", finite=False)
     if not losses.size:
         return ""
@@ -423,5 +423,5 @@ def _known(columns: Columns, name: str, finite: bool = True) -> np.ndarray:
     return values[np.isfinite(values)] if finite else values
 
 
-def _count(number: int, noun: str) -> str:
+def _quantity(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"

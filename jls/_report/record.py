@@ -13,8 +13,8 @@ from jls import _state, _validate
 from jls._text import path_name
 from jls._types import SkipReason, StepReport
 
-Number = bool | int | float
-Columns = Mapping[str, Sequence[Number | None]]
+Scalar = bool | int | float
+Columns = Mapping[str, Sequence[Scalar | None]]
 
 
 def host_metrics(state: Any) -> dict[str, float | int | bool | None]:
@@ -83,7 +83,7 @@ def flatten_metrics(metrics: Any, more: Mapping[str, Any]) -> dict[str, Any]:
             f"jls.types.StepReport, got {type(metrics).__name__}."
         )
     flat: dict[str, Any] = {}
-    _flatten((), {**metrics, **more}, flat)
+    _flatten_into((), {**metrics, **more}, flat)
     return flat
 
 
@@ -97,10 +97,10 @@ def _numbers_in_aux(report: StepReport) -> dict[str, Any]:
     }
 
 
-def _flatten(path: tuple[str, ...], value: Any, flat: dict[str, Any]) -> None:
+def _flatten_into(path: tuple[str, ...], value: Any, flat: dict[str, Any]) -> None:
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            _flatten((*path, str(name)), inner, flat)
+            _flatten_into((*path, str(name)), inner, flat)
     elif value is not None:
         name = "/".join(path)
         if name in flat:
@@ -111,13 +111,13 @@ def _flatten(path: tuple[str, ...], value: Any, flat: dict[str, Any]) -> None:
 def fetch(flat: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The values on the host, after one transfer for all of them."""
     for name, value in flat.items():
-        _check(name, value)
+        _check_scalar(name, value)
     on_host = jax.device_get(dict(flat))
     # In the given order: a transfer of a dict sorts its keys.
     return {name: _widest(np.asarray(on_host[name])) for name in flat}
 
 
-def _check(name: str, value: Any) -> None:
+def _check_scalar(name: str, value: Any) -> None:
     _validate.concrete(name, value)
     if not _is_number(value):
         got = getattr(value, "dtype", None) or f"{type(value).__name__} {value!r}"
@@ -129,7 +129,7 @@ def _check(name: str, value: Any) -> None:
 def _is_number(value: Any) -> bool:
     """Whether `value` is a real number of at most 64 bits, or an array of them."""
     is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
-    if not (is_array or isinstance(value, Number)):
+    if not (is_array or isinstance(value, Scalar)):
         return False
     dtype = value.dtype if is_array else np.asarray(value).dtype
     kinds = jnp.floating, jnp.integer, jnp.bool_
@@ -146,7 +146,7 @@ def _widest(value: np.ndarray) -> np.ndarray:
 # Columns.
 
 
-def as_array(values: Sequence[Number | None]) -> np.ndarray:
+def as_array(values: Sequence[Scalar | None]) -> np.ndarray:
     """A column as bool, integers or float64; as float64 with NaN if any is missing."""
     types = {type(value) for value in values}
     if len(types) == 1 and types <= {bool, int}:

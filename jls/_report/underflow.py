@@ -118,7 +118,7 @@ def underflow(
     up = _validate.raising_factor("growth_factor", growth_factor)
     down = _validate.lowering_factor("backoff_factor", backoff_factor)
     paths, leaves = named_floats(grads)
-    scales, total, shares, histogram = _underflow(
+    scales, total, shares, histogram = _measure(
         jnp.asarray(present, jnp.float32),
         jnp.asarray(up, jnp.float32),
         jnp.asarray(down, jnp.float32),
@@ -142,7 +142,7 @@ def measure_small(state: Any, grads: Any, dtype: Any) -> dict[str, Array]:
 
 
 @functools.partial(jax.jit, static_argnums=4)
-def _underflow(
+def _measure(
     present: Array, up: Array, down: Array, leaves: list[Any], ends: Edges
 ) -> tuple[Array, UnderflowShares, list[UnderflowShares], Array]:
     scales = jnp.stack([present * down, present, present * up])
@@ -152,14 +152,14 @@ def _underflow(
     histogram = jnp.zeros(254, jnp.float32)
     for leaf in leaves:
         patterns = magnitudes(leaf)
-        counts.append(jnp.stack([_counts(p, bounds) for p in patterns]).sum(0))
+        counts.append(jnp.stack([_fate_counts(p, bounds) for p in patterns]).sum(0))
         sizes.append(sum(p.size for p in patterns))
         histogram += jnp.stack([_histogram(p) for p in patterns]).sum(0)
     shares = [_shares(*pair) for pair in zip(counts[1:], sizes[1:], strict=True)]
     return scales, _shares(jnp.stack(counts).sum(0), sum(sizes)), shares, histogram
 
 
-def _counts(pattern: Array, bounds: Array) -> Array:
+def _fate_counts(pattern: Array, bounds: Array) -> Array:
     """How many are zero, how many not finite, how many of each fate at each scale."""
     is_zero, finite = pattern == 0, is_finite(pattern)
     masks = [is_zero, ~finite]

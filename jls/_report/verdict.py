@@ -182,7 +182,7 @@ class Limits(NamedTuple):
     small: float
 
 
-class Row(NamedTuple):
+class VerdictRule(NamedTuple):
     """A verdict: when it holds, and what it says."""
 
     verdict: Verdict
@@ -190,7 +190,7 @@ class Row(NamedTuple):
     sentence: Callable[[Facts], str]
 
 
-TABLE: list[Row] = []
+TABLE: list[VerdictRule] = []
 
 
 def _verdict(
@@ -199,13 +199,13 @@ def _verdict(
     """Appends a verdict to the table, with the decorated function as its sentence."""
 
     def append(sentence):
-        TABLE.append(Row(name, holds, sentence))
+        TABLE.append(VerdictRule(name, holds, sentence))
         return sentence
 
     return append
 
 
-def judge(facts: Facts, limits: Limits) -> tuple[Verdict, str]:
+def diagnose(facts: Facts, limits: Limits) -> tuple[Verdict, str]:
     """The first verdict of the table that holds, and its sentence."""
     row = next(row for row in TABLE if row.holds(facts, limits))
     sentence = row.sentence(facts).rstrip(" .")
@@ -283,7 +283,7 @@ def _poisoned(facts: Facts) -> str:
     )
 
 
-def _spoilt_params(facts: Facts) -> str:
+def _cause_in_params(facts: Facts) -> str:
     if facts.nonfinite_leaves is None:
         return (
             "The wrapper guards a part of the parameters alone: put optax.masked and "
@@ -301,7 +301,7 @@ def _spoilt_params(facts: Facts) -> str:
     )
 
 
-def _spoilt_moments(facts: Facts) -> str:
+def _cause_in_moments(facts: Facts) -> str:
     return (
         "The optimizer made it out of finite gradients, or it was restored so. In "
         "float32 the square of a gradient over 1.8e19 is inf: clip gradients inside "
@@ -309,7 +309,7 @@ def _spoilt_moments(facts: Facts) -> str:
     )
 
 
-def _spoilt_carried(facts: Facts) -> str:
+def _cause_in_carried(facts: Facts) -> str:
     leave_out = "Leave out of carried= what is meant to be inf"
     if facts.is_train_state:
         leave_out = (
@@ -324,9 +324,9 @@ def _spoilt_carried(facts: Facts) -> str:
 
 
 _CAUSES = {
-    "params": _spoilt_params,
-    "opt_state": _spoilt_moments,
-    "carried": _spoilt_carried,
+    "params": _cause_in_params,
+    "opt_state": _cause_in_moments,
+    "carried": _cause_in_carried,
 }
 
 
@@ -348,7 +348,7 @@ def _stalled(facts: Facts) -> str:
         lower = _lower(facts)
         advice = (
             f"{lower[0].upper()}{lower[1:]}. If that does not help, {_why(facts)}"
-            f"{_untold_loss(facts)}"
+            f"{_loss_not_passed(facts)}"
         )
     else:
         advice = {
@@ -540,10 +540,10 @@ def _other_causes(facts: Facts) -> str:
             ". Or the gradients were scaled by another state: give jls.value_and_grad "
             "the newest one"
         )
-    return causes + _untold_loss(facts)
+    return causes + _loss_not_passed(facts)
 
 
-def _untold_loss(facts: Facts) -> str:
+def _loss_not_passed(facts: Facts) -> str:
     """A NaN loss that was not told looks like gradients that are all bad."""
     looks_so = (
         facts.last_skip_reason == SkipReason.GRADIENTS
@@ -646,7 +646,7 @@ def _recovering(facts: Facts) -> str:
     return (
         f"{what}, {facts.consecutive_skips} in a row; {_skips(facts)}. The loss scale "
         f"of {facts.scale} is static, and never moves. If this goes on, {lower}"
-        f"{_why(facts)}{_untold_loss(facts)}"
+        f"{_why(facts)}{_loss_not_passed(facts)}"
     )
 
 
@@ -728,7 +728,7 @@ def _at_ceiling(facts: Facts) -> str:
 def _ok(facts: Facts) -> str:
     low = facts.min_scale if facts.min_scale is not None else 1.0
     has_sunk = not facts.is_static and facts.loss_scale <= low
-    hint = _untold_loss(facts) if has_sunk else ""
+    hint = _loss_not_passed(facts) if has_sunk else ""
     if facts.policy and facts.spikes_found:
         counts = f"{facts.spikes_found} found, {facts.spikes} skipped"
         hint = f". Spikes: {counts}{_spent(facts)}{_rare(facts)}{hint}"

@@ -63,19 +63,19 @@ def trace(
     """
     for kinds in dict.fromkeys((abstract, _ARRAYS)):
         try:
-            return _trace(fun, arguments, kinds)
+            return _trace_abstract(fun, arguments, kinds)
         except READS:
             pass
         except Exception:
             if kinds == _ARRAYS:
                 raise
-    return _trace(fun, arguments, (jax.Array,))
+    return _trace_abstract(fun, arguments, (jax.Array,))
 
 
-def _trace(
+def _trace_abstract(
     fun: Callable[..., Any], arguments: Arguments, abstract: tuple[type, ...]
 ) -> Traced:
-    made: list[list[Item]] = []
+    returned: list[list[Item]] = []
     inputs = [i for i, x in enumerate(arguments.leaves) if isinstance(x, abstract)]
     rest = [None if i in set(inputs) else x for i, x in enumerate(arguments.leaves)]
 
@@ -86,11 +86,11 @@ def _trace(
         leaves = [traced.get(i, x) for i, x in enumerate(leaves)]
         call = arguments.rebuild(leaves)
         result = fun(*call.args, **call.kwargs)
-        made[:] = items_of(result), call.read()
-        return [x.value for items in made for x in items if is_array(x.value)]
+        returned[:] = items_of(result), call.read()
+        return [x.value for items in returned for x in items if is_array(x.value)]
 
     program = jax.make_jaxpr(run)([arguments.leaves[i] for i in inputs])
-    outputs, objects = ([_abstract(x) for x in items] for items in made)
+    outputs, objects = ([_abstract(x) for x in items] for items in returned)
     return Traced(program, inputs, outputs, objects)
 
 

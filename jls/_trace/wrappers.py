@@ -11,8 +11,8 @@ from jls._step import WrapperUpdate
 from jls._types import LossScaler
 
 # Their own functions hold no optimizer of the user's but in closures.
-_LIBRARIES = ("jax", "jls", "optax", "flax", "equinox", "haiku", "numpy")
-_MOST = 2**12  # a step that holds more is not searched to its end
+_LIBRARY_PACKAGES = ("jax", "jls", "optax", "flax", "equinox", "haiku", "numpy")
+_MAX_OBJECTS = 2**12  # a step that holds more is not searched to its end
 
 
 def scalers_in(step: Any, arguments: Any) -> list[LossScaler]:
@@ -24,7 +24,7 @@ def scalers_in(step: Any, arguments: Any) -> list[LossScaler]:
     left: list[Any] = [step, arguments]
     seen: dict[int, Any] = {}
     found: list[LossScaler] = []
-    while left and len(seen) < _MOST:
+    while left and len(seen) < _MAX_OBJECTS:
         part = left.pop()
         if id(part) in seen:
             continue
@@ -52,7 +52,7 @@ def _held_by(part: Any) -> Iterator[Any]:
         yield from cells(part)
         yield from part.__defaults__ or ()
         yield from (part.__kwdefaults__ or {}).values()
-        if (part.__module__ or "").partition(".")[0] not in _LIBRARIES:
+        if (part.__module__ or "").partition(".")[0] not in _LIBRARY_PACKAGES:
             names = _globals_of(part.__code__)
             yield from (part.__globals__[x] for x in names if x in part.__globals__)
     fields = getattr(part, "__dict__", {})  # not of an object that makes up attributes
