@@ -173,7 +173,8 @@ def _commands() -> str:
 
 
 def _columns() -> int:
-    """How wide text may be: the terminal, but no wider than is good to read."""
+    """The width of text: that of the terminal, within limits."""
+    # The table of the doctor has 52 columns; lines over 88 are hard to read.
     return min(max(shutil.get_terminal_size().columns, 52), 88)
 
 

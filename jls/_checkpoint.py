@@ -244,7 +244,7 @@ def _check_alike(given: Any, wanted: Any, path: tuple[str, ...]) -> None:
 
 
 def _shape_and_dtype(leaf: Any) -> Any:
-    """What two leaves must have in common; None if a leaf is not an array."""
+    """Shape and dtype of a leaf; None if it is not an array."""
     return (jnp.shape(leaf), jnp.result_type(leaf)) if is_array(leaf) else None
 
 
@@ -314,7 +314,7 @@ def _upgrade(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
 
 
 def _translate(target: Any, saved: Any, parts: dict[str, Any]) -> dict[str, Any] | None:
-    """What this version would have saved; None if the scale starts as in `target`."""
+    """The parts as of this version; None if the scale starts as in `target`."""
     is_static = isinstance(target, StaticState)
     moves = "finite_count" in target._fields
     if "loss_scale" not in parts or not (

@@ -156,7 +156,7 @@ def warn_if_not_last(
 
     Args:
       inner: the transformation inside a wrapper.
-      state: what it made of `params`.
+      state: its state for `params`.
       params: the parameters.
     """
     if not find(state, _is_average):
@@ -176,7 +176,7 @@ def _is_average(node: Any) -> bool:
 def _is_followed(state: Any) -> bool:
     """Whether after an average in a chain there is a state with arrays in it.
 
-    Most of what has no arrays in its state leaves no trace in that of the chain.
+    Most transformations without arrays in their state leave the chain's as it is.
     """
     # A chain in a chain is one.
     states = jax.tree.leaves(state, is_leaf=lambda node: type(node) is not tuple)
@@ -202,9 +202,9 @@ def _sees_what_is_applied(
     def update(params):
         nonlocal is_same
         updates, _ = inner.update(params, state, params)
-        made = {id(leaf) for leaf in jax.tree.leaves(updates)}
+        returned = {id(leaf) for leaf in jax.tree.leaves(updates)}
         leaves = jax.tree.leaves(seen)
-        is_same = bool(leaves) and all(id(leaf) in made for leaf in leaves)
+        is_same = bool(leaves) and all(id(leaf) in returned for leaf in leaves)
 
     seen: list[Any] = []
     token = _SEEN.set(seen)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives each leaf of a state its own buffer, on the devices where it belongs."""
+"""Gives each leaf of a state a buffer of its own, on the devices where it belongs."""
 
 from collections.abc import Callable
 from typing import Any

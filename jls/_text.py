@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How states, scalers, numbers and paths print, on one line."""
+"""Formats states, scalers, numbers and paths on one line."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,12 +29,12 @@ def join(*names: str) -> str:
 
 
 def at(name: str) -> str:
-    """Where something is, for a sentence; "" if that is the whole tree."""
+    """A path for a sentence, " at 'l1/b'"; "" for the root."""
     return f" at '{name}'" if name else ""
 
 
 def first(name: str) -> str:
-    """The first of several leaves, for a sentence; "" if that is the whole tree."""
+    """The first of several paths for a sentence, ", first 'l1/b'"; "" for the root."""
     return f", first '{name}'" if name else ""
 
 
@@ -49,7 +49,7 @@ def format_record(name: str, **fields: Any) -> str:
 
 
 def describe(value: Any) -> str:
-    """What `value` is, for an error: never the numbers of an array."""
+    """A description of `value` for an error, without the numbers of an array."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if isinstance(value, jax.Array | np.ndarray) and shape is not None:
         return f"{dtype}[{','.join(map(str, shape))}]"

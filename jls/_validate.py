@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from jls._bits import edges
+from jls._bits import rounding_boundaries
 from jls._text import describe, path_name
 from jls._tree import is_inexact
 
@@ -124,7 +124,7 @@ def host_interval(name: str, value: Any, low: int = 1) -> int:
 
 def limit(headroom: Any, dtype: Any) -> Any:
     """The largest number of `dtype`, less `headroom` bits."""
-    edges(dtype)  # or an error
+    rounding_boundaries(dtype)  # or an error
     headroom = number("headroom", headroom, "from 0 to 126", 0.0, 126.0)
     return float(jnp.finfo(dtype).max) / 2.0**headroom
 

@@ -697,7 +697,7 @@ def spike_limit(
 def _windowed(
     judge: Any, window: Any, sigmas: Any, fewer: int = 0
 ) -> SpikePolicy[SpikeState]:
-    """A policy that judges from so many values fewer on than `jls.spikes` does."""
+    """A policy whose warm-up is `fewer` values shorter than that of `jls.spikes`."""
     size = _spikes.check_window(window)
     warmup = _spikes.half(size) - fewer
     judge = Partial(judge, sigmas=_spikes.check_sigmas(sigmas), warmup=warmup)

@@ -26,12 +26,13 @@ from jls._tree import is_array
 
 CarriedArgs = Mapping[int | str, Iterable[str]] | Iterable[int | str] | None
 
+# Bounds the time for steps with many scales and arrays; others take ten runs or so.
 RUNS = 32
 _WIDTH = 80
 
 
 class StepCheck(NamedTuple):
-    """What `jls.check_step` says: the mistakes that it found, and what it looked at.
+    """Result of `jls.check_step`: the mistakes it found, and what it could not check.
 
     `print` it: the table has a row for each check, and the line to write where one is
     broken.
@@ -45,10 +46,10 @@ class StepCheck(NamedTuple):
     broken: tuple[Code, ...] = ()  # the codes of the mistakes
     not_tried: Mapping[str, str] = {}  # a code, or a fault, and the reason
     not_applicable: Mapping[Code, str] = {}  # a code, and why it does not apply
-    seen: Mapping[Code, str] = {}  # what showed each mistake, or is to be noted
+    seen: Mapping[Code, str] = {}  # the evidence of each mistake, or a note
     where: Mapping[Code, Place] = {}  # the line of the mistake, where it was read
     write: Mapping[Code, str] = {}  # the line to write for each mistake
-    notes: tuple[str, ...] = ()  # what was taken for what
+    notes: tuple[str, ...] = ()  # which arguments were taken as state, which as data
 
     @property
     def ok(self) -> bool:
@@ -173,7 +174,7 @@ def read_step(
     kwargs: dict[str, Any],
     carried_args: CarriedArgs = None,
 ) -> tuple[Runner, Findings, Proved | None]:
-    """All that `check_step` does before it runs the step."""
+    """The part of `check_step` that reads the program and runs nothing."""
     _validate.function("step", step)
     step, bound = unbind(step)
     args = (*bound, *args)
@@ -194,8 +195,8 @@ def _read_program(
     scales: list[Scale],
     findings: Findings,
 ) -> Reading | None:
-    """What the program of the step says; and whether it syncs with the host."""
-    # Three times: reading every so many steps is right.
+    """Reads the program of the step, and settles whether it syncs with the host."""
+    # Three traces: a step may read a value every so many steps.
     traces = [try_to_trace(step, arguments)]
     while len(traces) < 3 and traces[-1].reads:
         traces.append(try_to_trace(step, arguments))
@@ -267,7 +268,7 @@ def _step_check(
 
 
 def _mends(given: Any, runner: Runner) -> dict[Code, str]:
-    """What to write where the arguments say more than the mistake does."""
+    """The lines to write that depend on the arguments of the step."""
 
     def has_around(kind: Any) -> bool:
         return any(
@@ -365,7 +366,7 @@ def _named(
 
 
 def _table(rows: list[tuple[str, str, str]]) -> list[str]:
-    """The lines of a table; a text goes on below itself."""
+    """The lines of a table; long texts wrap within their column."""
     width = max(18, *(len(code) for code, _, _ in rows))
     lines = []
     for code, verdict, text in rows:

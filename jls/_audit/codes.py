@@ -23,10 +23,10 @@ CODES: tuple[Code, ...] = get_args(Code)
 
 
 class Mistake(NamedTuple):
-    """What is said of a code."""
+    """The texts of a mistake, and how it is found."""
 
-    right: str  # where it is settled
-    broken: str  # what the mistake is, for the docs
+    right: str  # what holds in a right step
+    broken: str  # what is wrong, for the docs
     by: str  # how it is found: "reading", "faults" or "both"
     write: str  # the line to write
 

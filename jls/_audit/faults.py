@@ -9,8 +9,8 @@
     gradients       inf in one element, where reading doubts that it is kept
     afterwards      good steps, until the parameters move again
 
-A right step is never called broken. In a skipped step only what is trained has to stay
-as it is; all else has to stay finite, unless it only stores what came with the fault.
+A right step is never called broken. A skipped step must leave the trained leaves as
+they are; all others must stay finite, unless they only store the faulty values.
 """
 
 import math
@@ -133,7 +133,7 @@ class _Trials:
         self.stored = set[int]()  # leaves of which a fault was only stored
 
     def _try(self, leaves: Leaves, trial: str, code: Code | None = None) -> Run | None:
-        """A run, or None; then the reason goes to what it is for."""
+        """A run; None if it fails, with the reason in the findings."""
         try:
             return self.runner.run(leaves, trial)
         except OutOfRunsError:
@@ -223,7 +223,7 @@ class _Trials:
             self.findings.right(code)
 
     def _settle_unread(self) -> None:
-        """What faults say where there was no program to read."""
+        """Settles codes that reading would have settled, if there was no program."""
         runner = self.runner
         if any(x.scales and runner.all_skipped(x.run) for x in self.faults):
             self.findings.right("not scaled")
@@ -239,7 +239,7 @@ class _Trials:
             self.findings.right("loss not passed")
 
     def _scaler_was_notified(self, fault: Fault) -> bool:
-        """Whether a scaler was told of the overflow; a bare static one never is."""
+        """Whether a scaler saw the overflow; a bare static one never does."""
         return any(
             self.runner.backed_off(fault.run, scale)
             or (
@@ -252,7 +252,7 @@ class _Trials:
         )
 
     def _report_applied(self, fault: Fault) -> None:
-        """Applied with what the scale is no factor of, or with what was cleaned."""
+        """Reports an applied step whose gradients were not scaled, or were cleaned."""
         code: Code = "overflow hidden"
         params = self._params()
         if not self._is_steady():
@@ -280,7 +280,7 @@ class _Trials:
             )
 
     def _is_steady(self) -> bool:
-        """Whether two equal calls give the same."""
+        """Whether two equal calls give the same parameters."""
         again = self._try(self.base.leaves, "a good step, repeated", "overflow hidden")
         right = self.base.right
         return again is not None and all(
@@ -402,11 +402,11 @@ class _Trials:
             self.faults.append(Fault(what, run, (), exempt))
 
     def _stored(self, run: Run, values: np.ndarray) -> Exempt:
-        """Where the step only stored what came with a fault, as in a buffer.
+        """The elements that only store faulty values, as those of a buffer do.
 
-        The program says so: it moved elements of the leaf, or of others, and computed
-        nothing with them. Without a program, the good step wrote there one of `values`,
-        which the fault replaced, or a part of the leaf.
+        The program shows it: it only moves elements there. Without a program: the good
+        step wrote only a part of the leaf, or wrote one of `values` there, which the
+        fault replaced.
         """
         found = dict[int, np.ndarray]()
         for i in self.runner.nonfinite(run) - self.runner.trained:
@@ -418,6 +418,7 @@ class _Trials:
             if result is not None:
                 is_stored = bool(result.now.holds)
             else:
+                # A step writes little of a buffer, but moves most parameters.
                 is_part = 2 * np.count_nonzero(right == old) >= right.size > 1
                 dtype = np.asarray(run.after[i]).dtype
                 known = np.isin(right[bad], as_numbers(values.astype(dtype)))
@@ -427,12 +428,12 @@ class _Trials:
         self.stored |= set(found)
         return found
 
-    # What the faults show.
+    # The effects of the faults.
 
     def check_skips(self) -> None:
         hides = self.findings.status("overflow hidden") == "broken"
         for fault in self.faults:
-            # What a hidden overflow does to a step that is applied has that name.
+            # A hidden overflow explains what it leaves in a step that is applied.
             if not (hides and fault.scales and not self.runner.any_skipped(fault.run)):
                 self._check_nonfinite(fault)
         if self.stored:
@@ -454,7 +455,7 @@ class _Trials:
             )
 
     def _persistent_nonfinite(self, fault: Fault) -> set[int]:
-        """Where an inf or NaN is new, and stays: a record of the last loss does not."""
+        """Leaves with a new inf or NaN that stays, unlike in a record of the loss."""
         bad = self.runner.nonfinite(fault.run, fault.exempt)
         trained = self.runner.trained
         if bad <= trained:
@@ -525,7 +526,7 @@ class _Trials:
         return place_of(site) if site else None
 
     def _moved_data(self, skipped: list[Fault]) -> set[int]:
-        """What a skip moved and no update is in: buffers, records, environments."""
+        """Leaves that a skip changed and no update is in: buffers, environments."""
         return {
             i
             for fault in skipped
@@ -538,7 +539,7 @@ class _Trials:
         }
 
     def _may_move(self, run: Run, i: int) -> bool:
-        """A count; and rounding, as of weights that are normalized in each step."""
+        """Whether a leaf counts up, or is rounded, as weights that are normalized."""
         old, new = (as_numpy(x[i]) for x in (run.before, run.after))
         if old.ndim == 0 and bool(new == old + 1):
             return True
@@ -620,7 +621,7 @@ class _Trials:
         self.findings.right(code)
 
     def _add_diverged(self, found: Iterable[tuple[str, Iterable[int]]]) -> bool:
-        """Adds what devices hold differently after the first run in which they do."""
+        """Reports the first run after which devices hold different values."""
         for what, leaves in found:
             if leaves:
                 names = self.runner.names(set(leaves))
@@ -632,7 +633,7 @@ class _Trials:
         return False
 
     def _diverge_in_a_good_step(self, stacked: set[int]) -> bool:
-        """Whether copies part where nothing was skipped: other seeds or rates.
+        """Whether copies diverge where nothing was skipped: other seeds or rates.
 
         Gradients of which no mean was taken look the same.
         """
@@ -644,7 +645,7 @@ class _Trials:
         )
 
     def _stacked(self) -> set[int] | None:
-        """What `pmap` stacked, one copy a device; None if the copies never agreed."""
+        """The leaves that `pmap` stacked by device; None if copies never agreed."""
         if np.ndim(self.base.leaves[self.runner.scales[0].at]) == 0:
             return set()
         if any(_rows_differ(self.good[0].before[i]) for i in self._params()):

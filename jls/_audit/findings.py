@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of each code so far."""
+"""The findings of `jls.check_step` so far, by code."""
 
 from typing import Literal, NamedTuple
 
@@ -10,10 +10,10 @@ Status = Literal["right", "broken", "not tried", "does not apply"]
 
 
 class Finding(NamedTuple):
-    """What is known of one code."""
+    """The status of one code."""
 
     status: Status
-    text: str  # what showed it, or the reason; on what is right, what is to be noted
+    text: str  # the evidence if broken, a note if right, else the reason
     place: Place | None = None
 
 

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the program of a step says of each of its values, without running it.
+"""Derives facts about each value in the program of a step, without running it.
 
-Of every value it says
-    degree      which powers of the loss scales are factors of it
-    depends     which floating-point inputs it is computed from; booleans pass
-                nothing on
-    follows     from which inputs, and from which gradients that a wrapper was given, it
-                is computed element by element, as parameters are from updates
-    known       that it is an input, unchanged; or a number
-    holds       of which inputs it holds elements that were only moved
-    gradient    what has happened to it since the loss scale was divided out
+    degree      the powers of the loss scales that are factors of it
+    depends     the floating-point inputs that it is computed from; booleans do not
+                pass a dependency on
+    follows     the inputs, and the gradients given to a wrapper, from which it is
+                computed element by element, as parameters are from updates
+    known       an input that it is, unchanged; or a number
+    holds       the inputs whose elements it holds, moved at most
+    gradient    its history since the loss scale was divided out of it
 
-With a wrapper's decision taken for False, `known` says what is left after a skip.
+With a wrapper's decision set to False, `known` shows what a skip leaves unchanged.
 """
 
 import dataclasses
@@ -50,14 +49,14 @@ Powers = tuple[tuple[Any, Fraction], ...]
 
 
 class AnyDegree(enum.Enum):
-    """Of zero, which has every factor."""
+    """The degree of zero, which has every factor."""
 
     ANY = "any"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mixed:
-    """Of a sum or a choice of values of several degrees."""
+    """The degree of a sum or a choice of values of several degrees."""
 
     site: Site
     degrees: tuple[Any, ...]
@@ -65,7 +64,7 @@ class Mixed:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unknown:
-    """Of the result of an operation that no rule is for."""
+    """The degree of the result of an operation without a rule."""
 
     site: Site
 
@@ -88,13 +87,13 @@ class Number(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class AbstractValue:
-    """What is known of a value."""
+    """The facts about a value."""
 
     degree: Degree = ZERO
     depends: int = 0  # a set of bits: inputs, by data
     follows: int = 0  # a set of bits: inputs and gradients, element by element
     known: Same | Number | None = None
-    # The sum of inputs, times numbers, that it is; None if it is no such sum.
+    # Inputs and their weights, if it is a weighted sum of inputs.
     weights: tuple[tuple[int, float], ...] | None = None
     holds: int = 0  # a set of bits
     scale: int | None = None  # the number of the loss scale that it is
@@ -102,16 +101,16 @@ class AbstractValue:
     degree_site: Site | None = None  # the operation that gave it this degree, if not 0
     is_narrow: bool = False  # whether it comes through float16, or narrower
     is_splat: bool = False  # whether all elements are one scalar
-    is_checked: bool = False  # whether a check of a wrapper made it
+    is_checked: bool = False  # whether it is a result of a wrapper's check
     # Of a gradient:
     unscaled: Site | None = None  # where the loss scale was divided out of it
-    gain: float = 1.0  # what it was multiplied by since
+    gain: float = 1.0  # the factor it was multiplied by since
     narrowed: "Cast | None" = None  # where it became float16 since
     cleaned: Site | None = None  # where an inf in it may have been lost since
 
 
 class Cast(NamedTuple):
-    """A cast in which small numbers vanish, and what they were multiplied by before."""
+    """A cast in which small numbers vanish, and the gain before it."""
 
     site: Site
     gain: float
@@ -129,7 +128,7 @@ class UpdateCall:
 
 
 class Flow:
-    """The question; see `jls._program.walk.Question`.
+    """The analysis; see `jls._program.walk.Question`.
 
     Args:
       avals: of the inputs.
@@ -148,7 +147,7 @@ class Flow:
         self._avals, self._skipped = avals, skipped
         self._random = 1 << len(avals)
         self._of_inputs = 2 * self._random - 1
-        self.bit_of_gradients = 2 * self._random  # what was unscaled, in `follows`
+        self.bit_of_gradients = 2 * self._random  # in `follows`: unscaled values
         self._of_scalers = sum(1 << i for i in states)
         self._given: dict[int, tuple[AbstractValue, int]] = {}  # gradients, by identity
         self._numbers: dict[Any, int] = {}  # of calls, by site
@@ -174,7 +173,7 @@ class Flow:
         )
 
     def bit_of_call(self, number: int) -> int:
-        """The bit, in `follows`, of what a wrapper made of the gradients."""
+        """The bit, in `follows`, of the gradients in a call of a wrapper."""
         return 1 << (len(self._avals) + 2 + number)
 
     def is_random(self, value: AbstractValue) -> bool:
@@ -186,7 +185,7 @@ class Flow:
         number = _number_in(value)
         if number is None:
             return AbstractValue()
-        # No factor changes them; and what is NaN stays one.
+        # No factor changes 0, inf and NaN.
         is_any = isinstance(number.value, float) and (
             number.value == 0 or not math.isfinite(number.value)
         )
@@ -353,7 +352,7 @@ class Flow:
     # The wrapper's own part of the program.
 
     def _note(self, site: Site, operands: Sequence[AbstractValue]) -> frozenset[str]:
-        """Notes what a wrapper is given, where it looks at it."""
+        """Records the gradients and the losses that a wrapper checks."""
         marks = marks_of(site)
         if UPDATE not in marks:
             self._open = None
@@ -395,7 +394,7 @@ class Flow:
     def _adjusted(
         self, site: Site, operands: Sequence[AbstractValue], result: AbstractValue
     ) -> AbstractValue:
-        """The loss scale after a step is another one: it stands for itself."""
+        """The loss scale after a step: another scale, with a symbol of its own."""
         old = next((x for x in operands if x.scale is not None), None)
         if old is None or result is old:
             return result
@@ -473,7 +472,7 @@ class Flow:
     def _of_scale_alone(
         self, site: Site, values: Sequence[AbstractValue], depends: int
     ) -> Powers | None:
-        """What is computed from loss scales alone stands for itself."""
+        """The degree of a value computed from loss scales alone: a new symbol."""
         if depends & ~self._of_scalers:
             return None
         inputs = tuple((x.degree, x.known, x.scale) for x in values)
@@ -609,12 +608,13 @@ def _degree_of_power(site: Site, degree: Degree, exponent: Any) -> Degree:
         return degree
     if not math.isfinite(exponent):
         return Unknown(site)
+    # Of 1/3 as a float, the fraction: roots add up exactly.
     by = Fraction(exponent).limit_denominator(1000)
     return tuple((symbol, power * by) for symbol, power in degree if by)
 
 
 def _number_in(value: Any) -> Number | None:
-    """The number that all elements are, if it is one."""
+    """The number that all elements equal, if they do."""
     # Numbers in a program are of JAX's own types in some versions.
     dtype = getattr(value, "dtype", None)
     if dtype is None:
@@ -623,6 +623,7 @@ def _number_in(value: Any) -> Number | None:
         dtype = jnp.result_type(value)
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return None
+    # A larger constant is data, and costs time to compare.
     if np.size(value) != 1 and not (0 < np.size(value) <= 2**16):
         return None
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
@@ -660,7 +661,7 @@ _FOLDS: dict[str, Callable[..., Any]] = {
 
 
 def _folded(equation: Any, known: Sequence[Any]) -> Number | None:
-    """What an operation makes of numbers, in their dtypes, which wrap or overflow."""
+    """The number that an operation gives for numbers, with their dtypes' overflow."""
     fold = _FOLDS.get(equation.primitive.name)
     if fold is None or not all(isinstance(x, Number) for x in known):
         return None
@@ -671,7 +672,7 @@ def _folded(equation: Any, known: Sequence[Any]) -> Number | None:
 
 
 def _without_neutral(name: str, known: Sequence[Any]) -> Any:
-    """The other operand, if one is neutral: x * 1, x / 1, x + (-0.0), x - 0.0."""
+    """The other operand if one is neutral: x * 1, x / 1, x + (-0.0), x - 0.0."""
 
     def is_neutral(x: Any, place: int) -> bool:
         if not isinstance(x, Number):
@@ -699,7 +700,7 @@ def _with_history(
     aval: Any,
     by_scale: bool,
 ) -> AbstractValue:
-    """What has happened to a gradient since the loss scale was divided out of it."""
+    """`value` with its history since the loss scale was divided out of it."""
     if value.degree not in (ZERO, ANY):
         return value
     if any(x.degree not in (ZERO, ANY) for x in operands):
@@ -732,7 +733,7 @@ def _degree_site(
 
 
 def _gain(name: str, operands: Sequence[AbstractValue]) -> float:
-    """The number by which an operation multiplies, 1 if it is not one."""
+    """The number by which an operation multiplies; 1 if it is not known."""
     if name not in ("mul", "div"):
         return 1.0
     for place, operand in enumerate(operands):
@@ -743,7 +744,7 @@ def _gain(name: str, operands: Sequence[AbstractValue]) -> float:
 
 
 def _narrowed(site: Site, gradient: AbstractValue, aval: Any) -> Cast | None:
-    """Where small gradients may have vanished: a cast to a dtype of fewer exponents."""
+    """The last cast of a gradient to a dtype in which small numbers vanish."""
     is_cast = site.equation.primitive.name == "convert_element_type"
     if not (is_cast and gradient.unscaled and gradient.degree == ZERO):
         return gradient.narrowed
@@ -766,7 +767,7 @@ def _cleaned(
     data: list[AbstractValue],
     gradients: list[AbstractValue],
 ) -> Site | None:
-    """Where an inf in a gradient may have been lost; None if it is still in it."""
+    """The operation that may have lost an inf of a gradient; None if it is kept."""
     lost = next((x.cleaned for x in gradients if x.cleaned), None)
     if name in PRODUCTS or name in SUMS:
         # It is in the result if it is in any of them.

@@ -12,8 +12,11 @@ from jls._audit.runs import Leaves, Run, Runner
 from jls._text import format_scale
 from jls._trace.scales import Scale, is_switched_off
 
-MOST_STEPS = 16  # good steps until the parameters have to move
-LOWER = (4, 4, 4, 4, 8, 8, 16)  # by how many powers of two, one try after the other
+# Good steps until the parameters have to move: two updates of optax.MultiSteps(8).
+MOST_STEPS = 16
+# By how many powers of two the scale is lowered, one try after the other: 2^24, the
+# largest of jls.dynamic, comes down to 2^-24.
+LOWER = (4, 4, 4, 4, 8, 8, 16)
 
 
 class Base(NamedTuple):
@@ -80,10 +83,10 @@ def _returns_old_state(runner: Runner, good: list[Run]) -> bool:
 
 
 def _positions(good: list[Run]) -> list[int]:
-    """For each run its place in its series: 1, and more for what went on from it.
+    """The position of each run in its series: 1 for the first, 2 for the next.
 
-    With the types and places that a step returns it may be compiled once more; each
-    try at another loss scale begins at the caller's arguments again.
+    The second step may compile once more, for the types and devices that the first one
+    returned. Each try at another loss scale starts a series at the caller's arguments.
     """
     places = [1]
     for last, run in itertools.pairwise(good):
@@ -98,9 +101,10 @@ def _positions(good: list[Run]) -> list[int]:
 def _step_until_moved(
     runner: Runner, start: Leaves, good: list[Run], most: int
 ) -> Base | None:
-    """Good steps from `start`, of which the last run was the first, until two moved.
+    """Takes good steps until two have moved the parameters.
 
-    The second one is taken, since moments are 0 in the first.
+    The last run so far was the first of them, from `start`. The base is the second step
+    that moved, since moments are 0 in the first.
     """
     base, leaves, waited = None, start, 1
     for number in range(1, most + 1):

@@ -21,7 +21,7 @@ def inf_is_applied(
     Args:
       runner: of the step.
       leaves: its arguments.
-      gradient: what a wrapper was given, as the program has it.
+      gradient: the facts about a gradient that a wrapper is given.
 
     Returns:
       Whether no wrapper skipped; None if nothing can be planted where the loss scale

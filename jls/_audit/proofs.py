@@ -25,7 +25,7 @@ BY_READING: tuple[Code, ...] = (
 
 
 class Proved(NamedTuple):
-    """What reading says of a skip, and of the way of the gradients."""
+    """Facts from the program that tell which faults are worth a run."""
 
     moves: frozenset[int]  # leaves that a skip may change, as far as can be read
     cleaned: tuple[
@@ -34,7 +34,7 @@ class Proved(NamedTuple):
 
 
 def read_codes(runner: Runner, findings: Findings) -> Proved:
-    """Settles what can be read."""
+    """Settles the codes that the program decides."""
     reading = runner.reading
     assert reading is not None
     wrappers = [k for k, scale in enumerate(runner.scales) if scale.counters]
@@ -101,7 +101,7 @@ def _trained(runner: Runner, bits: int) -> list[AbstractValue]:
 
 
 def _read_bare(runner: Runner, scale: Scale, findings: Findings) -> list[AbstractValue]:
-    """What comes back with gradients in it that a bare scaler scaled."""
+    """The results that contain gradients scaled by a scaler without a wrapper."""
     reading = runner.reading
     assert reading is not None
     bit = reading.bit(scale.at)
@@ -186,7 +186,7 @@ def _read_leaks(
 
 
 def _factor_in_words(degree: Any, what: str) -> str:
-    """How the loss scale is a factor, in words."""
+    """The power with which the loss scale is a factor, in words."""
     verb = "are" if what == "the gradients" else "is"
     powers = {}
     for symbol, power in degree:
@@ -247,6 +247,7 @@ def _read_narrowed(
             if gradient.narrowed is None:
                 continue
             place = place_of(gradient.narrowed.site)
+            # A gain of 16 or more is another scale, applied on purpose.
             if gradient.narrowed.gain >= 2.0**4:
                 findings.right(code, f", but for a cast of scaled ones by {place}")
             else:
@@ -296,10 +297,10 @@ def _comes_back(runner: Runner, leaves: frozenset[int], is_skipped: bool) -> boo
 
 
 def _moved_by_skip(runner: Runner) -> frozenset[int]:
-    """The trained leaves that a skip may change, as far as the program says.
+    """The trained leaves that a skip may change, as far as the program shows.
 
-    Two are right to change: what has random numbers added to it, and an average that
-    goes on towards parameters.
+    Two kinds of them are right: leaves that random numbers are added to, and averages
+    that go on towards the parameters.
     """
     reading = runner.reading
     assert reading is not None
@@ -325,13 +326,14 @@ def is_noise(runner: Runner, leaf: int) -> bool:
 def is_average(runner: Runner, leaf: int) -> bool:
     """Whether a skip makes a leaf out of itself and other trained leaves alone.
 
-    So a target network or an average does, that goes on towards its parameters, and a
-    record of them. Weights that do not add up to 1 make none.
+    A target network does, an average of the parameters, and a record of them. Weights
+    that do not add up to 1 are no average.
     """
     reading, result = runner.reading, runner.result(leaf)
     if reading is None or result is None:
         return False
     items, weights = runner.arguments.items, result.skipped.weights
+    # A decay and 1 - decay add up to 1, but for rounding.
     if weights is not None and abs(sum(x for _, x in weights) - 1) > 1e-3:
         return False
     sources = set(reading.leaves_in(result.skipped.depends))

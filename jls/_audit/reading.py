@@ -22,7 +22,7 @@ from jls._trace.trace import READS, Traced, trace
 
 
 class Unread(NamedTuple):
-    """Why there is no program to read."""
+    """A step without a program to read, and the reason."""
 
     reason: str
     reads: str = ""  # how the step reads values at the host, "" if it does not
@@ -64,14 +64,14 @@ def _noting_device_get(calls: list[None]) -> Iterator[None]:
 
 
 class Result(NamedTuple):
-    """A leaf that comes back, as the two readings have it."""
+    """The facts about a result, from both readings."""
 
     now: AbstractValue  # in a step that is applied
     skipped: AbstractValue  # in one that every wrapper skips
 
 
 class Reading:
-    """What the program of a step says."""
+    """The facts about the results of a step."""
 
     def __init__(self, traced: Traced, scales: Sequence[Scale]) -> None:
         self.traced, self._scales = traced, scales

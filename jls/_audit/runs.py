@@ -31,7 +31,7 @@ Leaves = list[Any]
 
 # A loop or a branch outside of jit is compiled in each call; that is not the step.
 _LOOPS = ("jit(scan)", "jit(while)", "jit(cond)")
-# How long a run may take before a line says what is going on.
+# After this long without a word, people begin to think that a program hangs.
 _PATIENCE_IN_SECONDS = 5.0
 
 _COMPILED: contextvars.ContextVar[list[str] | None]
@@ -43,7 +43,7 @@ class OutOfRunsError(Exception):
 
 
 class Run(NamedTuple):
-    """What one run of the step did."""
+    """The arguments and the results of one run of the step."""
 
     before: Leaves  # all leaves of the arguments
     after: Leaves  # the same, with those that came back
@@ -114,7 +114,7 @@ class Runner:
         return result.now if result else _NOTHING
 
     def result(self, leaf: int) -> Any:
-        """What the program says of a leaf that comes back, if there is one."""
+        """The facts about a carried leaf, if the program can be read."""
         if self.reading is None:
             return None
         if leaf in self.carried.in_place:
@@ -184,7 +184,7 @@ class Runner:
     def _call(
         self, leaves: Sequence[Any], trial: str
     ) -> tuple[list[Item], list[Item], bool]:
-        """What the step returned and left in NNX objects; whether it compiled."""
+        """The results, the leaves of the NNX objects, and whether the step compiled."""
         if self.left <= 0:
             raise OutOfRunsError
         self.left -= 1
@@ -213,7 +213,7 @@ class Runner:
             after[i] = returned[path]
         in_place = {item.path: item.value for item in objects}
         for i in self.carried.in_place:
-            # What the copies hold now, in buffers that no later run donates.
+            # The values of the copies, in buffers that no later run donates.
             after[i] = in_place.get(self.arguments.items[i].path, leaves[i])
         return after
 
@@ -233,7 +233,7 @@ class Runner:
         kept = self.carried.leaves - {i for x in self.scales for i in x.state}
         return [leaves[i] if i in kept else base[i] for i in range(len(base))]
 
-    # What a run did.
+    # The effects of a run.
 
     def counted(self, run: Run, scale: Scale, counter: str) -> int:
         """By how much a counter of the wrapper rose."""
@@ -257,11 +257,11 @@ class Runner:
         )
 
     def scaler_changed(self, run: Run, scale: Scale) -> bool:
-        """Whether the state of the scaler is other than before."""
+        """Whether the run changed the state of the scaler."""
         return any(not same(run.before[i], run.after[i]) for i in scale.state)
 
     def backed_off(self, run: Run, scale: Scale) -> bool:
-        """Whether the scaler was told of an overflow, as far as its state shows."""
+        """Whether the scaler saw an overflow, as far as its state shows."""
         old, new = (as_numpy(x[scale.at]) for x in (run.before, run.after))
         if np.any(new < old):
             return True
@@ -276,7 +276,7 @@ class Runner:
         return not np.any(as_numpy(run.after[good]) > as_numpy(run.before[good]))
 
     def changed(self, run: Run, exempt: Mapping[int, Any] = {}) -> set[int]:
-        """The carried leaves that are other than before."""
+        """The carried leaves that the run changed."""
         return {
             i
             for i in self.carried.compared
@@ -310,7 +310,7 @@ _NOTHING = AbstractValue()
 
 
 class _Placement(NamedTuple):
-    """Where an array is: on some device, or on these devices."""
+    """The devices of an array."""
 
     sharding: Any  # None if it is not committed to any
 
@@ -322,7 +322,7 @@ def _placement_of(leaf: Any) -> _Placement | None:
 
 
 def _copy_to(leaf: Any, place: _Placement | None) -> Any:
-    """A leaf in a buffer of its own, where the step takes or left it."""
+    """A leaf in a buffer of its own, on the devices where the step expects it."""
     if is_concrete(leaf):
         return jnp.array(leaf, copy=True)
     if not isinstance(leaf, np.ndarray):
@@ -406,7 +406,7 @@ def _note_compilation(event: str, duration_secs: float, **kwargs: str | int) -> 
 
 @contextlib.contextmanager
 def _logging_if_slow() -> Iterator[None]:
-    """Says once in a while what takes long, so that nobody thinks it hangs."""
+    """Logs one line if a run takes long."""
     timer = threading.Timer(
         _PATIENCE_IN_SECONDS,
         logging.getLogger("jls").warning,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to do about the births that one meets again and again."""
+"""Advice on the most common births of inf and NaN."""
 
 import math
 from collections.abc import Callable
@@ -55,11 +55,11 @@ INDEX = "An index out of range: JAX reads NaN there"
 CAME_IN = "It came in with the arguments: nothing in this program made it"
 WRITTEN = "It is written in the program as a number, or the function closes over it"
 
-_LIMITS = {"exp": 1.0, "exp2": math.log(2.0)}  # what a unit of the argument adds
+_LOG_OF_BASE = {"exp": 1.0, "exp2": math.log(2.0)}
 
 
 def advise(trail: Trail, birth: BirthRecord, is_backward: bool) -> str:
-    """One sentence for what an operation made, "" if it is no known pattern."""
+    """One sentence of advice on a birth; "" if it is no known pattern."""
     origin = birth.origin
     assert isinstance(origin, OpResult)
     name = origin.site.equation.primitive.name
@@ -121,7 +121,7 @@ def _root(trail: Trail, birth: BirthRecord) -> str:
 
 
 def _divide_forward(birth: BirthRecord) -> str:
-    """Of no derivative: no square root is to blame."""
+    """As `_divide`, but not in a derivative: no square root is to blame."""
     if birth.range is None:
         return ""
     if birth.range.nearest == 0:
@@ -141,8 +141,8 @@ def _exp(trail: Trail, birth: BirthRecord) -> str:
     assert isinstance(birth.origin, OpResult)
     largest = float(jnp.finfo(dtype_of(birth.origin)).max)
     name = birth.origin.site.equation.primitive.name
-    unit = _LIMITS.get(name, 1.0)
-    return EXP.format(name=name, largest=largest, limit=math.log(largest) / unit)
+    base = _LOG_OF_BASE.get(name, 1.0)
+    return EXP.format(name=name, largest=largest, limit=math.log(largest) / base)
 
 
 def _subtract(trail: Trail, birth: BirthRecord) -> str:

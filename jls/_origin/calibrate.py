@@ -29,7 +29,9 @@ from jls._trace.scales import is_switched_off
 from jls._trace.wrappers import scalers_in
 
 _CAST = "convert_element_type"
-_LOWEST, _HIGHEST = -24, 126  # the powers of two in which a ceiling is looked for
+# The powers of two among which the ceiling is searched: from the smallest float16 to
+# the largest scale that jls takes.
+_LOWEST, _HIGHEST = -24, 126
 
 
 def calibrate(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Calibration:
@@ -39,8 +41,8 @@ def calibrate(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Calibra
     low, and small gradients vanish. This finds, before the first step, the power of two
     that is right::
 
-      made = jls.calibrate(step, params, opt_state, batch)
-      opt_state = jls.set_loss_scale(opt_state, made.init_scale)
+      result = jls.calibrate(step, params, opt_state, batch)
+      opt_state = jls.set_loss_scale(opt_state, result.init_scale)
 
     For the host. The step is traced, compiled once with a number beside each operation,
     and run at several loss scales, so the `ceiling` is exact for this batch and this
@@ -83,10 +85,10 @@ def calibrate(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Calibra
       >>> params = jnp.full((4, 2), 0.5)
       >>> opt_state = optimizer.init(params)
       >>> step = jax.jit(jls.train_step(loss_fn, optimizer))
-      >>> made = jls.calibrate(step, params, opt_state, jnp.ones((8, 4)))
-      >>> made.ceiling, made.limited_by.operation, made.limited_by.is_backward
+      >>> result = jls.calibrate(step, params, opt_state, jnp.ones((8, 4)))
+      >>> result.ceiling, result.limited_by.operation, result.limited_by.is_backward
       (1024.0, 'dot_general', True)
-      >>> opt_state = jls.set_loss_scale(opt_state, made.init_scale)
+      >>> opt_state = jls.set_loss_scale(opt_state, result.init_scale)
     """
     _validate.traceable("step", step)
     with settings():
@@ -172,14 +174,14 @@ class _Search:
         return 2.0**low
 
     def _limit(self, ceiling: float) -> tuple[Place | None, str]:
-        """What overflows first at twice the ceiling and not at it, and what to do."""
+        """The place that overflows first above the ceiling, and what to do."""
         trail, below = self._run(2 * ceiling), self._run(ceiling)
         bad = self.case.bad_roots(trail)
         for birth in trail.births([x.value for x in bad]):
-            made = birth.origin
-            if isinstance(made, OpResult):
-                atom = made.site.equation.outvars[made.result]
-                value = Value(made.frame, atom, made.rounds)
+            op = birth.origin
+            if isinstance(op, OpResult):
+                atom = op.site.equation.outvars[op.result]
+                value = Value(op.frame, atom, op.rounds)
                 if not below.is_bad(value):
                     found = self.case.explain(trail, [Bad(value, "", 0, None)], None)
                     (first, *_) = found.births
@@ -192,7 +194,7 @@ class _Search:
         return None, ""
 
     def _start(self, ceiling: float) -> tuple[float, str]:
-        """The scale to start with, and what is to be said of the scaler's bounds."""
+        """The scale to start with, and a note about the scaler's bounds."""
         half = ceiling / 2
         if self.bounds is None:
             return half, ""
@@ -226,9 +228,12 @@ class _Search:
     # What float16 loses.
 
     def _following(self) -> list[Variable] | None:
-        """What doubles with the scale in float32; [] if all is 0, None if nothing does.
+        """The values that double with the scale in float32.
 
-        What was divided by the scale comes after it too, and does not double.
+        Values that come after the division by the scale do not double.
+
+        Returns:
+          [] if all of them are 0, None if none doubles.
         """
         self.twin = Twin(
             self.case.traced.program,
@@ -236,6 +241,7 @@ class _Search:
             self.roots,
             [x for x in self.narrow if x[1].aval.dtype == jnp.float16],
         )
+        # The quotient is 2 if a value follows the scale, and 1 if it does not.
         runs = [self._run(scale, self.twin).records for scale in (2.0**10, 2.0**11)]
         pairs = [[self.twin.largest(run, x) for run in runs] for x in self.narrow]
         following = [
@@ -253,7 +259,7 @@ class _Search:
         return [x for x in found if x is not None]
 
     def _overflows(self, scale: float) -> tuple[Place, ...]:
-        """Where float16 overflows on the way to the loss, and it matters.
+        """The places where float16 overflows before the loss, and it matters.
 
         An inf that goes on to the loss leaves no scale finite. One that an operation
         ends, such as 1 / x, matters if the result is not that of float32.

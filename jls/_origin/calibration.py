@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `jls.calibrate` returns, and how it prints."""
+"""The result of `jls.calibrate`, and its text."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -10,18 +10,18 @@ from jls._program.places import Place
 from jls._text import scale_in_words
 
 _MAX_PLACES = 5  # places in one list of the text
-_MIN_SHARE = 0.01  # a share of gradients that vanish
+_MIN_SHARE = 0.01  # of gradients that vanish: a smaller share is no reason to act
 
 
 class Calibration(NamedTuple):
-    """What `jls.calibrate` says: which loss scale to start with, and what limits it.
+    """Result of `jls.calibrate`: the loss scale to start with, and what limits it.
 
     `print` it; `plot()` is a picture.
 
     Example:
       >>> state = jls.dynamic().init()
-      >>> made = jls.calibrate(jls.value_and_grad(jnp.sum), state, jnp.ones(3))
-      >>> made.init_scale, made.ceiling  # float32 needs none
+      >>> result = jls.calibrate(jls.value_and_grad(jnp.sum), state, jnp.ones(3))
+      >>> result.init_scale, result.ceiling  # float32 needs none
       (1.0, None)
     """
 
@@ -58,7 +58,7 @@ class Calibration(NamedTuple):
           ImportError: without Matplotlib.
 
         Example:
-          >>> made.plot().savefig("calibration.png")  # doctest: +SKIP
+          >>> result.plot().savefig("calibration.png")  # doctest: +SKIP
         """
         if not self.cotangents:
             reason = self.notes[0] if self.notes else "Only float16 is drawn"

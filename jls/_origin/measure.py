@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large the numbers of an array are: its largest and its smallest, NaN at the ends.
+"""The size of an array: its largest and its smallest number, with NaN at the ends.
 
-As keys of float32, integers in the order of the numbers. XLA's maximum of floats loses
-NaN on a CPU.
+Computed with keys of float32, integers in the order of the numbers, since XLA's maximum
+of floats loses NaN on a CPU.
 """
 
 import math
@@ -23,7 +23,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class Size(NamedTuple):
-    """What is in an array: NaN where one of the ends is."""
+    """The largest and the smallest number of an array; NaN if it holds one."""
 
     high: float = 0.0
     low: float = 0.0
@@ -45,12 +45,12 @@ class Size(NamedTuple):
 
     @property
     def magnitude(self) -> float:
-        """The largest."""
+        """The largest magnitude."""
         return math.nan if self.is_nan else max(abs(self.high), abs(self.low))
 
     @property
     def finite(self) -> float:
-        """The largest finite one, as far as it is known."""
+        """The largest finite magnitude, as far as it is known."""
         ends = [abs(x) for x in self if math.isfinite(x)]
         return max(ends) if ends else self.magnitude
 

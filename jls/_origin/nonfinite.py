@@ -18,7 +18,7 @@ _SHOWN = 20  # rows of the table; a loss that is NaN spoils every leaf
 
 
 class LeafReport(NamedTuple):
-    """What `jls.nonfinite_report` says of one leaf.
+    """A row of `jls.nonfinite_report`: the counts of one leaf.
 
     Example:
       >>> jls.nonfinite_report(jnp.array([1.0, jnp.inf])).rows[0].infs
@@ -41,7 +41,7 @@ class LeafReport(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class NonfiniteReport:
-    """What `jls.nonfinite_report` returns: rows of data that print as a table.
+    """Result of `jls.nonfinite_report`: rows of data that print as a table.
 
     Example:
       >>> report = jls.nonfinite_report({"w": jnp.ones(3), "n": 7})

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a program once, compiled, with the size of each result beside it.
 
-What is recorded, two numbers for each array:
+The records, two numbers for each array:
 
     an operation      the two ends of each result
     div, log, ...     after them the smallest magnitude of the operand that decides
-    select_n          after them the ends of what it takes of each case
+    select_n          after them the ends of the elements taken from each case
     a scan            the ends of each slice that a round gets
 """
 
@@ -24,9 +24,9 @@ from jls._program.replay import TAKEN, ZERO_KEY, Records, Seen, replay
 from jls._program.rules import UNCHANGED
 from jls._program.walk import Site
 
-# The results are as large as the operands: not looked at.
+# The results are as large as the operands, and not recorded.
 _SAME_SIZE = UNCHANGED | {"broadcast_in_dim", "rev", "transpose"}
-# Not defined everywhere, or beyond every number soon: the operand that decides.
+# Operations that are singular or grow fast, and the operand that decides.
 SINGULAR = {
     "acos": 0,
     "acosh": 0,
@@ -60,7 +60,7 @@ def as_large_as(equation: Any, result: int) -> Any | None:
 
 
 class Recording(NamedTuple):
-    """What one run of a program has shown."""
+    """The records of one run of a program."""
 
     arguments: list[np.ndarray]  # u32[2]: the ends
     records: Records
@@ -141,13 +141,13 @@ class RecordedProgram:
         return ends_of(arrays)
 
 
-# XLA computes a chain of operations that it has fused anew for each of them that is
-# recorded. So after this many the chain is broken.
+# XLA recomputes a chain of fused operations for each of them that is recorded. So the
+# chain is broken after this many.
 _CHAIN = 8
 
 
 def ends_of(arrays: Sequence[Any]) -> Array | None:
-    """The ends of each array, one after the other; of what is no float, zeros."""
+    """The ends of each array, one after the other; zeros for integers."""
     nothing = [jnp.uint32(ZERO_KEY)] * 2
     keys = [key for x in arrays for key in (ends(x) if is_inexact_atom(x) else nothing)]
     return jnp.stack(keys) if keys else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `jls.why` returns, and how it prints."""
+"""The result of `jls.why`, and its text."""
 
 import linecache
 import math
@@ -34,7 +34,7 @@ class Birth(NamedTuple):
 
 
 class Why(NamedTuple):
-    """What `jls.why` says: where each inf and NaN in the results was born.
+    """Result of `jls.why`: where each inf and NaN in the results was born.
 
     `print` it: the first birth with its line of the source, then others, then what to
     do about it.
@@ -101,7 +101,7 @@ def _in_three_lines(birth: Birth) -> list[str]:
 
 
 def place_in_lines(place: Place) -> list[str]:
-    """Where it is, and the line of the source."""
+    """A place in words, and its line of the source."""
     lines = wrapped(f"  {place_in_words(place)}", "    ")
     code = linecache.getline(place.file, place.line).strip() if place.file else ""
     if code:
@@ -130,7 +130,7 @@ def place_in_words(place: Place) -> str:
 
 
 def _event_in_words(birth: Birth) -> str:
-    """Which operation made what of which numbers."""
+    """An operation, its result and its operands, in words."""
     operation = birth.place.operation
     if operation == ARGUMENT:
         return f"{_kind_in_words(birth)} came in: {birth.place.module} ({birth.dtype})"
@@ -153,7 +153,7 @@ def _event_in_words(birth: Birth) -> str:
 
 
 def _limit(birth: Birth) -> str:
-    """The largest number of a dtype in which that is soon reached."""
+    """The largest number of float16, which is soon reached; "" for other dtypes."""
     is_soon = birth.dtype.startswith("float16") and birth.kind == "inf"
     return f", at most {float(jnp.finfo(birth.dtype).max):g}" if is_soon else ""
 

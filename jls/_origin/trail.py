@@ -27,7 +27,7 @@ from jls._program.walk import Site
 
 
 class Range(NamedTuple):
-    """What is in an operand."""
+    """The range of the numbers in an operand."""
 
     nearest: float  # the smallest magnitude
     low: float
@@ -56,7 +56,7 @@ class Argument(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """What a round of a scan gets of an array."""
+    """The slice of an array that a round of a scan gets."""
 
     frame: Frame
     number: int  # among the arrays that are sliced
@@ -65,7 +65,7 @@ class Slice(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """What the rounds of a scan have made, together."""
+    """The stacked results of all rounds of a scan."""
 
     frame: Frame
     atom: Any
@@ -86,7 +86,7 @@ class OpResult(NamedTuple):
 
 
 class LoopCarry(NamedTuple):
-    """What a while loop with lanes carries after a round: some lanes have ended."""
+    """A carried value of a batched while loop after a round: some lanes have ended."""
 
     frame: Frame
     number: int
@@ -109,7 +109,7 @@ class Trail:
         self._size = functools.lru_cache(1 << 20)(self._find_size)
 
     def size(self, value: Value) -> Size:
-        """What is in a value."""
+        """The largest and the smallest number of a value."""
         if is_literal(value.atom):
             return size_of(value.atom.val)
         return self._size(value)
@@ -118,7 +118,7 @@ class Trail:
         return self.size(value).is_bad
 
     def births(self, roots: Iterable[Value]) -> "list[BirthRecord]":
-        """Where inf and NaN of the roots came from, in the order of the program."""
+        """The births of inf and NaN in the roots, in the order of the program."""
         stack: list[tuple[Value, OpResult | None]]
         stack = [(value, None) for value in roots if self.is_bad(value)]
         seen = set[Any]()
@@ -157,13 +157,13 @@ class Trail:
         return sorted(births or on_purpose, key=self._order)
 
     def _causes(
-        self, made: OpResult, operands: "list[Value]", size: Size
+        self, op: OpResult, operands: "list[Value]", size: Size
     ) -> "list[Value]":
         """The operands that may have made a result bad."""
-        name = made.site.equation.primitive.name
+        name = op.site.equation.primitive.name
         sizes = [self.size(x) for x in operands]
         if name == "select_n":  # what is not taken does no harm
-            sizes = self._taken(made, len(operands)) or sizes
+            sizes = self._taken(op, len(operands)) or sizes
         pairs = list(zip(operands, sizes, strict=True))
         if size.is_nan and any(x.is_nan for x in sizes):
             return [value for value, x in pairs if x.is_nan]
@@ -173,39 +173,37 @@ class Trail:
         possible = _signs(name, sizes) if bad else None
         return bad if possible is None or size.kinds <= possible else []
 
-    def _taken(self, made: OpResult, count: int) -> list[Size]:
-        """What a `select_n` takes of each of its cases."""
-        keys = self._record(made.frame, made.number, made.rounds)
+    def _taken(self, op: OpResult, count: int) -> list[Size]:
+        """The sizes of the elements that a `select_n` takes from each case."""
+        keys = self._record(op.frame, op.number, op.rounds)
         sizes = [read_size(keys[i : i + 2]) for i in range(2, len(keys), 2)]
         return sizes if len(sizes) == count else []
 
-    def operands(self, made: OpResult) -> "list[Value]":
+    def operands(self, op: OpResult) -> "list[Value]":
         """The floating-point operands of an operation."""
-        equation = made.site.equation
+        equation = op.site.equation
         return [
-            Value(made.frame, x, made.rounds)
-            for x in equation.invars
-            if is_inexact_atom(x)
+            Value(op.frame, x, op.rounds) for x in equation.invars if is_inexact_atom(x)
         ]
 
-    def range_of(self, made: OpResult) -> Range | None:
-        """What is in the operand that decides whether a result is finite."""
-        equation = made.site.equation
+    def range_of(self, op: OpResult) -> Range | None:
+        """The range of the operand that decides whether a result is finite."""
+        equation = op.site.equation
         if equation.primitive.name not in SINGULAR:
             return None
         operand = equation.invars[SINGULAR[equation.primitive.name]]
-        keys = self._record(made.frame, made.number, made.rounds)
+        keys = self._record(op.frame, op.number, op.rounds)
         offset = 2 * len(equation.outvars)
         is_real = is_inexact_atom(operand) and operand.aval.dtype.kind != "c"
         if not is_real or len(keys) < offset + 2:
             return None
-        high, low = self.size(Value(made.frame, operand, made.rounds))
+        high, low = self.size(Value(op.frame, operand, op.rounds))
         return Range(read_size(keys[offset:]).low, low, high)
 
     # What a value is.
 
     def origin(self, value: Value) -> Origin | None:
-        """What has made a value, behind calls and operations that leave its size."""
+        """The origin of a value, behind calls and operations that keep its size."""
         while True:
             frame, atom, rounds = value
             if is_literal(atom):
@@ -312,30 +310,30 @@ class Trail:
             return read_size(keys) if len(keys) else NOTHING
         return self._size_of_result(origin) if isinstance(origin, OpResult) else NOTHING
 
-    def _size_of_result(self, made: OpResult) -> Size:
-        keys = self._record(made.frame, made.number, made.rounds)
-        return read_size(keys[2 * made.result :][:2]) if len(keys) else NOTHING
+    def _size_of_result(self, op: OpResult) -> Size:
+        keys = self._record(op.frame, op.number, op.rounds)
+        return read_size(keys[2 * op.result :][:2]) if len(keys) else NOTHING
 
-    def _first_in_a_row(self, made: OpResult) -> OpResult:
-        """The same result in the first of the rounds since which it is bad like this.
+    def _first_in_a_row(self, op: OpResult) -> OpResult:
+        """The same result in the first of the consecutive rounds in which it is bad.
 
         Of a while loop no other round was recorded.
         """
-        rounds = list(made.rounds)
-        for i, loop in enumerate(_loops_around(made.frame)):
-            found = self._recorded(made.frame, made.number, tuple(rounds), every=i)
+        rounds = list(op.rounds)
+        for i, loop in enumerate(_loops_around(op.frame)):
+            found = self._recorded(op.frame, op.number, tuple(rounds), every=i)
             if isinstance(found, Rounds) and loop.kind == "while":
                 kept = _rounds_with(found, rounds[i])
                 rounds[i] = rounds[i] if kept is None else int(kept[0])
             elif isinstance(found, np.ndarray) and loop.kind == "scan":
-                keys = found[:, 2 * made.result : 2 * made.result + 2]
+                keys = found[:, 2 * op.result : 2 * op.result + 2]
                 rounds[i] = _start_of_run(keys, rounds[i], _is_reversed(loop))
-        return made._replace(rounds=tuple(rounds))
+        return op._replace(rounds=tuple(rounds))
 
     def _record(
         self, frame: Frame, number: int | tuple[int, ...], rounds: tuple[int, ...]
     ) -> np.ndarray:
-        """What was recorded of an operation in some round: `u32[n]`; of nothing, []."""
+        """The record of an operation in one round, `u32[n]`; [] if there is none."""
         found = self._recorded(frame, number, rounds)
         return found if isinstance(found, np.ndarray) else _NO_RECORD
 
@@ -346,7 +344,7 @@ class Trail:
         rounds: tuple[int, ...],
         every: int | None = None,
     ) -> Any:
-        """The same; of the loop `every` all rounds that were recorded."""
+        """As `_record`, but with all recorded rounds of the loop number `every`."""
         numbers = number if isinstance(number, tuple) else (number,)
         found: Any = self.records
         for key in (*frame.site.numbers, *numbers):
@@ -397,7 +395,7 @@ class Trail:
         return bad[-1 if _is_reversed(stack.frame) else 0]
 
     def _source_of(self, part: Slice) -> Value:
-        """What a slice is of: if a scan has stacked it, the same round of that."""
+        """The sliced array; if a scan has stacked it, the same round of that scan."""
         whole = self.origin(part.whole)
         if isinstance(whole, Stack):
             same = Value(whole.frame, whole.atom, (*whole.rounds, part.rounds[-1]))
@@ -407,7 +405,7 @@ class Trail:
         return part.whole
 
     def _last_change_of(self, carried: LoopCarry) -> Value:
-        """What a lane became bad with, in the first round in which one was."""
+        """The value with which a lane became bad, in the first round of a bad lane."""
         *outer, last = carried.rounds
         numbers, loops = (CARRIED, carried.number), len(carried.rounds)
         found = self._recorded(carried.frame, numbers, carried.rounds, every=loops - 1)
@@ -441,7 +439,7 @@ class Trail:
 
 
 class BirthRecord(NamedTuple):
-    """Where an inf or a NaN came from, before it is put into words."""
+    """The birth of an inf or a NaN; `jls.types.Birth` has it in words."""
 
     origin: OpResult | Argument | Constant
     size: Size
@@ -453,7 +451,7 @@ _NO_RECORD = np.zeros(0, np.uint32)
 
 
 def _rounds_with(found: Rounds, index: int) -> np.ndarray | None:
-    """The rounds since which something is bad as in this one; None if nothing is."""
+    """The first and last bad rounds around this one; None if it is not bad."""
     for rounds in (found.nan_rounds, found.bad_rounds):
         if rounds.ndim == 1 and rounds[0] <= index <= rounds[1]:
             return rounds
@@ -485,7 +483,7 @@ def _is_reversed(loop: Frame) -> bool:
 
 
 def _in_round(found: Rounds, index: int) -> Any:
-    """What was recorded in a round of a while loop; zeros if it was not kept."""
+    """The record of a round of a while loop; zeros if it was not kept."""
     for record, rounds in (
         (found.nan, found.nan_rounds.tolist()),
         (found.bad, found.bad_rounds.tolist()),
@@ -501,7 +499,7 @@ _FLIP = {"inf": "-inf", "-inf": "inf"}
 
 
 def _signs(name: str, sizes: "list[Size]") -> set[str] | None:
-    """Which infinities the bad operands can make of a result; None if that is open."""
+    """The infinities that bad operands can lead to in a result; None if unknown."""
     kinds = [x.kinds for x in sizes]
     if name in ("exp", "exp2"):
         return kinds[0] & {"inf"}
@@ -519,7 +517,7 @@ def _signs(name: str, sizes: "list[Size]") -> set[str] | None:
 
 
 def _signs_of_product(sizes: "list[Size]") -> set[str] | None:
-    """Without a negative number no sign changes."""
+    """As `_signs`: without a negative number no sign changes."""
     one, other = sizes
     kinds = one.kinds | other.kinds
     for x, y in ((one, other), (other, one)):
@@ -529,7 +527,7 @@ def _signs_of_product(sizes: "list[Size]") -> set[str] | None:
 
 
 def _identity(origin: Origin) -> Any:
-    """What an origin is known by; the numbers of a program have no hash."""
+    """A hashable key of an origin; the numbers of a program have no hash."""
     if isinstance(origin, Slice):
         return origin[:3]
     if isinstance(origin, Stack):
@@ -564,7 +562,7 @@ def _round_before(loop: Frame, index: int) -> int | None:
 
 
 def _nth(loop: Frame, index: int) -> int:
-    """Which round it is in time."""
+    """The index of a round in time."""
     if _is_reversed(loop):
         return loop.caller.params["length"] - 1 - index
     return index

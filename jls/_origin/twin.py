@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The float32 twin of a float16 program: which values float16 loses at a loss scale.
 
-The same program, with float32 in the place of all that is narrower (`_program.alone`).
-In there no value overflows or vanishes, so each is what it would be without float16.
-Of each float16 value of the backward pass is recorded, behind its two ends:
+The twin has float32 in place of every narrower dtype (`_program.alone`), so no value
+overflows or vanishes. The record of each float16 value of the backward pass has, after
+its two ends:
 
-    counts    how many of a sample are 0, how many vanish in float16, how many are in
-              each of the powers of two of float16, how many overflow
+    counts    of a sample: of zeros, of those that vanish in float16, of those in each
+              of the powers of two of float16, of those that overflow
 """
 
 import math
@@ -27,7 +27,7 @@ from jls._program.walk import Site
 
 LOWEST, HIGHEST = -25, 15  # the powers of two whose numbers float16 does not lose
 _BINS = HIGHEST - LOWEST + 1
-_SAMPLE = 2**14  # elements of an array that are counted
+_SAMPLE = 2**14  # elements of an array to count: they show a share of 1 % to a tenth
 
 
 class Cotangent(NamedTuple):
@@ -138,7 +138,7 @@ class LostInf(NamedTuple):
 
 
 class Elements(RecordedProgram):
-    """A program with all elements of some operations, of operands and results.
+    """A program that records all elements of some operations' operands and results.
 
     Args:
       program: a jaxpr.
@@ -173,8 +173,8 @@ class Elements(RecordedProgram):
 
         Args:
           end: one of the operations.
-          narrow: what was recorded of a run as it is.
-          wide: what was recorded of a run in float32.
+          narrow: the records of a run as it is.
+          wide: the records of a run in float32.
         """
         one, other = (_record_rows(records, end.key) for records in (narrow, wide))
         if one is None or other is None:
@@ -182,21 +182,24 @@ class Elements(RecordedProgram):
         _, result = _result_of(end)
         size = math.prod(result.aval.shape)
         start = 2 * size * self._ends[end.key].index(end)
-        (made, operand), (right, _) = (
+        (value, operand), (expected, _) = (
             np.split(x[:, start : start + 2 * size].astype(np.float64), 2, axis=1)
             for x in (one, other)
         )
-        ended = ~np.isfinite(operand) & np.isfinite(made) & np.isfinite(right)
+        ended = ~np.isfinite(operand) & np.isfinite(value) & np.isfinite(expected)
         if not ended.any():
             return False
-        largest = np.abs(right[np.isfinite(right)]).max()
-        made, right = made[ended], right[ended]
+        largest = np.abs(expected[np.isfinite(expected)]).max()
+        value, expected = value[ended], expected[ended]
         name = end.frame.jaxpr.eqns[end.number].primitive.name
-        if name in CHOICES or name in MOVES:  # of another operand, that was rounded
+        # What float16 rounded on the way is far below these shares.
+        if name in CHOICES or name in MOVES:  # an element of another operand
             room = largest / 16
         else:
-            room = np.maximum(np.abs(right) / 4, max(_NEGLIGIBLE * largest, 2.0**-24))
-        return bool((np.abs(made - right) > room).any())
+            room = np.maximum(
+                np.abs(expected) / 4, max(_NEGLIGIBLE * largest, 2.0**-24)
+            )
+        return bool((np.abs(value - expected) > room).any())
 
 
 # Beside the largest number of an array. Where exp(x) overflows, 1 / (1 + exp(x)) is
@@ -221,12 +224,12 @@ def holds_inf(records: Any, frame: Frame, number: int) -> bool:
 
 
 def _record_key(frame: Frame, number: int) -> tuple[int, ...]:
-    """Where the records of an operation are."""
+    """The path of an operation's record in the records."""
     return frame.site_of(number).numbers
 
 
 def _record_rows(records: Any, key: tuple[int, ...]) -> np.ndarray | None:
-    """What was recorded of an operation, a row for each round: `f32[rounds, n]`."""
+    """The record of an operation, a row for each round: `f32[rounds, n]`."""
     for part in key:
         records = records.get(part) if isinstance(records, dict) else None
     if isinstance(records, Rounds):
@@ -240,7 +243,7 @@ _NUM_COUNTS = _BINS + 3
 
 
 def _bin_counts(x: Array) -> Array:
-    """How many values of a sample of `x` are 0, vanish, are in each bin, are above."""
+    """The numbers of a sample of `x` that are 0, vanish, are in each bin, overflow."""
     flat = jnp.ravel(x)
     step = -(-flat.size // _SAMPLE)
     while math.gcd(step, flat.size) > 1 and step > 1:  # not one channel of many
@@ -255,9 +258,9 @@ def _bin_counts(x: Array) -> Array:
 
 
 def narrow_after(scale: Variable, roots: Iterable[Variable]) -> list[Variable]:
-    """What is narrower than float32 between a loss scale and the roots.
+    """The results of operations in narrow dtypes between a loss scale and the roots.
 
-    The results of operations, in the order of the program.
+    They are in the order of the program.
     """
     ahead: dict[Variable, list[Variable]] = {}
     for variable in behind(roots):
@@ -265,16 +268,16 @@ def narrow_after(scale: Variable, roots: Iterable[Variable]) -> list[Variable]:
         for source in frame.sources(atom):
             if not is_literal(source[1]):
                 ahead.setdefault(source, []).append(variable)
-    stack, reached = [scale], set[Variable]()
+    stack, following = [scale], set[Variable]()
     while stack:
         variable = stack.pop()
-        if variable not in reached:
-            reached.add(variable)
+        if variable not in following:
+            following.add(variable)
             stack += ahead.get(variable, [])
-    return sorted(filter(_is_made_narrow, reached), key=_order)
+    return sorted(filter(_is_narrow_result, following), key=_order)
 
 
-def _is_made_narrow(variable: Variable) -> bool:
+def _is_narrow_result(variable: Variable) -> bool:
     frame, atom = variable
     if atom not in frame.makers or not is_narrow_atom(atom):
         return False

@@ -18,7 +18,7 @@ from jls._origin.record import RecordedProgram
 from jls._origin.result import ARGUMENT, CONSTANT, Birth, Why
 from jls._origin.roots import CheckedValues, checked_values, is_of_update
 from jls._origin.trail import Argument, BirthRecord, OpResult, Trail, Value
-from jls._program.frames import Frame, Variable, behind, made_without
+from jls._program.frames import Frame, Variable, behind, independent_of
 from jls._program.jaxprs import is_inexact_atom, is_literal
 from jls._program.places import Place, is_transposed, place_of
 from jls._scopes import UPDATE, marks_of
@@ -29,7 +29,7 @@ from jls._trace.trace import ALL, READS, Traced, trace
 from jls._tree import is_array
 from jls._types import SkipReason
 
-_LOWEST = 2.0**-24  # no scaler of anyone goes below
+_LOWEST = 2.0**-24  # the smallest float16: a lower scale that is cast to it is 0
 
 
 def why(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Why:
@@ -81,7 +81,7 @@ def why(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Why:
 
 @contextlib.contextmanager
 def settings() -> Iterator[None]:
-    """Those of JAX under which a program with NaN can be traced, compiled and run."""
+    """Sets JAX up to trace, compile and run programs with NaN."""
     with (
         jax.debug_nans(False),
         jax.debug_infs(False),
@@ -96,7 +96,7 @@ class Bad(NamedTuple):
     """A root that is not finite."""
 
     value: Value
-    kind: str  # what the wrapper took it for; of a result its name
+    kind: str  # its role in the wrapper; of a result its name
     number: int  # among those of its kind
     checked: CheckedValues | None  # None of a result
 
@@ -146,7 +146,7 @@ class Case:
             )
         variables = [(self.root, x) for x in outvars]
         # What has a part in an update follows from what the wrapper was given.
-        beside = set(made_without(variables, is_of_update))
+        beside = set(independent_of(variables, is_of_update))
         names = dict[Variable, str]()
         for item, atom in zip(items, outvars, strict=True):
             if is_literal(atom) or atom in self.root.inputs:
@@ -191,7 +191,7 @@ class Case:
         return Trail((program or self.recorded)(leaves, compiled))
 
     def bad_roots(self, trail: Trail) -> list[Bad]:
-        """What is not finite; in loops, in the first round in which it is."""
+        """The roots that are not finite; in loops, in the first such round."""
         bad = []
         for checked in self.checked:
             for kind, variables in checked.found.items():
@@ -201,7 +201,7 @@ class Case:
                     if value is not None:
                         bad.append(Bad(value, kind, number, checked))
         if bad:
-            # What is made of bad gradients is bad too: they are to blame.
+            # Bad gradients make the new parameters bad too.
             return [x for x in bad if x.kind != kinds.NEW] or bad
         values = [(Value(*variable), name) for variable, name in self.results.items()]
         return [Bad(x, name, 0, None) for x, name in values if trail.is_bad(x)]
@@ -264,7 +264,7 @@ class Case:
         )
 
     def _at_higher_scales(self) -> Why | None:
-        """What was bad at the scale from which the last skips have backed off."""
+        """Explains skips from which the scale has backed off since."""
         for at, scale in self.scales.items():
             for doublings in range(1, self._backoffs(scale) + 1):
                 factor = 2.0**doublings
@@ -285,7 +285,7 @@ class Case:
         return None
 
     def _backoffs(self, scale: Scale) -> int:
-        """How often the scale may have backed off since the last good step."""
+        """The largest number of backoffs since the last good step."""
         leaves = self.arguments.leaves
         if scale.is_static:
             return 0
@@ -359,19 +359,19 @@ class Case:
         )
 
     def _forward(self) -> set[Variable] | None:
-        """All that the loss is made of; None if it is not known which that is."""
+        """The variables that the loss comes from; None if the loss is not known."""
         losses = [
             variable for x in self.checked for variable in x.found.get(kinds.LOSS, ())
         ]
-        forward = made_without(self.results, _is_backward)
+        forward = independent_of(self.results, _is_backward)
         if not losses and len(forward) == len(self.results):
             return None
         losses += forward
-        # The loss that a gradient is of is made, and goes nowhere.
+        # A gradient alone does not use the loss: it is computed and dropped.
         return behind(losses or self.root.unused(_is_forward), is_of_update)
 
     def _name(self, bad: Bad) -> str:
-        """What a root is called."""
+        """The name of a root in the text."""
         if bad.checked is None:
             return bad.kind
         scale = (
@@ -454,7 +454,7 @@ def _is_forward(frame: Frame, number: int) -> bool:
 
 
 def _magnitude(size: Size, kind: str) -> float:
-    """The largest magnitude; where inf was made, of what is finite; -inf as it is."""
+    """The largest magnitude; of a birth of inf the largest finite one; or -inf."""
     if size.kinds == {"-inf"} and kind == "nan":
         return -math.inf
     return size.finite if kind == "inf" else size.magnitude

@@ -58,7 +58,7 @@ def run_wide(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _try_wide(equation: Any, inputs: Sequence[Any]) -> list[Any] | None:
-    """The same with float32 in its parameters; None if that is another operation."""
+    """As `run_wide`, with float32 in the operation's parameters; None if that fails."""
     params = {name: _wide_dtype(x) for name, x in equation.params.items()}
     if programs_in(equation):  # they are in the narrow dtype
         if not equation.primitive.name.startswith("scatter"):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a jaxpr, under the names of every version of JAX that jls supports.
 
-All that jls takes from jaxprs and that JAX does not document is here and in `places`.
+All undocumented parts of jaxprs that jls uses are here and in `places`.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def is_literal(atom: Any) -> bool:
 
 
 def is_inexact_atom(atom: Any) -> bool:
-    """Whether a value of a program is of floating-point or complex numbers."""
+    """Whether a variable, a literal or an aval is real or complex floating point."""
     aval = getattr(atom, "aval", atom)
     dtype = getattr(aval, "dtype", None)
     if hasattr(aval, "inner_aval"):  # a reference, as of jax.new_ref
@@ -56,7 +56,7 @@ def is_inexact_atom(atom: Any) -> bool:
 
 
 def is_narrow_atom(atom: Any) -> bool:
-    """Whether a value of a program is of floats with a smaller range than float32."""
+    """Whether it is floating point with a smaller range than float32."""
     if not is_inexact_atom(atom):
         return False
     dtype = getattr(atom, "aval", atom).dtype
@@ -70,7 +70,7 @@ def programs_in(equation: Any) -> list[Any]:
 
 
 def called_program(equation: Any) -> Any | None:
-    """The program that an equation calls, None if it is not a mere call."""
+    """The program that an equation calls with its operands; None if it does more."""
     if equation.primitive.name not in CALLS:
         return None
     for name in _PROGRAM:
@@ -84,7 +84,7 @@ def called_program(equation: Any) -> Any | None:
 
 
 def scan_counts(equation: Any) -> tuple[int, int]:
-    """How many operands of a `scan` are constants, and how many are carried."""
+    """The numbers of constants and of carried values among a scan's operands."""
     params = equation.params
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jls._program.jaxprs import called_program, opened
 from jls._program.walk import Site
 
-# Packages whose lines are never named, and those that are if there is nothing else.
+# Packages whose lines are never named, and those named only if there is no other line.
 _NEVER = ("jax", "jaxlib", "jls")
 _RATHER_NOT = ("optax", "flax", "equinox", "haiku")
 # What Python calls the user's own lines where they are in no file.
@@ -84,7 +84,7 @@ def place_of(site: Site) -> Place:
 
 
 def is_transposed(site: Site) -> bool:
-    """Whether an equation is of the way back through a function."""
+    """Whether an equation belongs to a transposed function: to a backward pass."""
     return any(
         "transpose(" in str(getattr(equation.source_info, "name_stack", ""))
         for equation in site.equations

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a program again, and has a say in each of its operations.
+"""Evaluates a program with a hook on each operation.
 
 It goes into calls, rematerialized programs, custom rules, loops, branches and programs
-over several devices, so that the operations in there are seen too. What is recorded of
-them comes out beside the results:
+over several devices, so the hook sees the operations in there too. The records that it
+makes are returned beside the results:
 
     call              the records of its operations
     scan              the same, stacked along a first axis
-    while             of each operation those of two rounds: the first in which a number
-                      was not finite, and the first in which one was NaN
+    while             for each operation the records of two rounds: the first in which a
+                      number was not finite, and the first in which one was NaN
     cond              the records of all branches, zeros for those that were not taken
-    shard_map         of each operation that of a device on which a number was bad
+    shard_map         for each operation the record of the device with the worst numbers
 """
 
 from collections.abc import Callable, Sequence
@@ -33,16 +33,16 @@ from jls._program.jaxprs import (
 )
 from jls._program.walk import ROOT, Site
 
-# What is recorded of an operation: u32[..., n], with an axis for each scan around it.
+# The record of an operation: u32[..., n], with an axis for each scan around it.
 # The numbers are keys of floats, as `key_of` makes them: the largest and the smallest
 # of an array in turn.
 Records = dict[int, Any]  # by the number of the equation: of an operation, or of a call
 
-# What stands beside the equations of a program in its records.
-SLICES = -1  # of a scan: what the watch says of the slices that each round gets
-ROUNDS = -2  # of a while loop: how many there were
-TAKEN = -3  # of a branch: what the watch says of inf if it was taken, else zeros
-CARRIED = -4  # of a while loop whose lanes end apart: what the watch says it carries
+# The keys of records that belong to no equation.
+SLICES = -1  # of a scan: the record of the slices that each round gets
+ROUNDS = -2  # of a while loop: the number of rounds
+TAKEN = -3  # of a branch: the record of an inf if it was taken, else zeros
+CARRIED = -4  # of a while loop whose lanes end apart: the records of its carry
 
 NEVER = np.uint32(0xFFFF_FFFF)
 _WHOLE = ("xla_pmap", "run_state")
@@ -74,7 +74,7 @@ def floats_from_keys(keys: np.ndarray) -> np.ndarray:
 
 
 class Rounds(NamedTuple):
-    """What is kept of the rounds of a while loop: a record of each of two."""
+    """The records of an operation in two rounds of a while loop."""
 
     bad: Any  # of the first round in which a number is inf or NaN; else the largest
     bad_rounds: Any  # u32[..., 2]  the first and the last of these rounds
@@ -83,7 +83,7 @@ class Rounds(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What becomes of the results of an operation, and what is recorded of them."""
+    """The results with which the program goes on, and the record of an operation."""
 
     results: Sequence[Any]  # of the same shapes and dtypes
     record: Array | None = None  # u32[n]
@@ -99,23 +99,23 @@ def replay(
     site: Site = ROOT,
     wide: bool = False,
 ) -> tuple[list[Any], Records]:
-    """The results of a program, and what was recorded on the way.
+    """The results of a program, and the records of its operations.
 
     Args:
       program: a jaxpr.
       operands: its inputs; arrays, or tracers.
-      watch: gets the site of each operation, its operands and its results, perhaps more
-        than once. What stands beside the equations comes as the results of an
-        operation of that number.
+      watch: called with the site, the operands and the results of each operation,
+        perhaps more than once. Slices, taken branches and carries come as the results
+        of an operation with one of the negative numbers above.
       site: the calls around the program.
-      wide: computes in float32 what the program has in a narrow dtype, see `widened`.
+      wide: whether float32 replaces narrow dtypes, see `widened`.
     """
     operands = list(map(widened, operands)) if wide else operands
     return _Replay(watch, wide).run(program, operands, site)
 
 
 class _Replay:
-    """The replay with one watch; inside a `shard_map` another."""
+    """A replay with one watch; each `shard_map` in it has a replay of its own."""
 
     def __init__(
         self, watch: Watch, wide: bool, varying: frozenset[str] = frozenset()
@@ -128,7 +128,7 @@ class _Replay:
         self, program: Any, operands: Sequence[Any], site: Site
     ) -> tuple[list[Any], Records]:
         jaxpr, consts = opened(program)
-        known = widened if self._wide else _as_it_is
+        known = widened if self._wide else _unchanged
         values = dict(zip(jaxpr.constvars, map(known, consts), strict=False))
         values.update(zip(jaxpr.invars, operands, strict=True))
         records: Records = {}
@@ -251,7 +251,7 @@ class _Replay:
         return self._see(beside, (), [value])[1]
 
     def _no_round_of(self, shape: Any) -> Rounds:
-        """What is kept of an operation before the first round."""
+        """The records of an operation before the first round."""
         nothing = self._full(shape)
         axes = _axes_of(shape)
         never = jax.ShapeDtypeStruct((*axes, 2), jnp.uint32)
@@ -324,7 +324,7 @@ class _Replay:
     }
 
 
-def _as_it_is(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     return value
 
 
@@ -334,7 +334,7 @@ def _see_nothing(site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> S
 
 
 def _select_lanes(pred: Array, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
-    """The new values in the lanes that are on."""
+    """The new values in the active lanes, the old ones in the others."""
 
     def select(new, old):
         dimensions = tuple(range(pred.ndim))
@@ -380,7 +380,7 @@ def _is_bad(record: Any) -> tuple[Array, Array]:
 
 
 def _after_iteration(old: Rounds, new: Any, round: Array) -> Rounds:
-    """What is kept of an operation after one more round."""
+    """The records of an operation after one more round."""
     is_bad, is_nan = _is_bad(new)
     never_bad = old.bad_rounds[..., 0] == NEVER
     never_nan = old.nan_rounds[..., 0] == NEVER
@@ -411,7 +411,7 @@ def _select_records(pred: Array, new: Any, old: Any) -> Any:
 
 
 def _of_worst_device(record: Any) -> Any:
-    """What is kept of an operation on several devices, along the first axis."""
+    """The record of the device with the worst numbers, of records stacked by device."""
     bad, nan = _is_bad(record)
     worst = jnp.argmax(bad.astype(jnp.int32) + nan.astype(jnp.int32), axis=0)[None]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operations of JAX do to their operands, as far as several questions ask it.
+"""Properties of JAX's primitives that several analyses need.
 
-A name that stands in no set is not known, and no question may assume anything of it.
+A primitive that is in no set is unknown: no analysis may assume anything about it.
 """
 
 
@@ -57,7 +57,7 @@ CHOICES = _primitives(
     select_and_gather_add select_and_scatter_add
     """
 )
-# Of what has a factor, these have it in no way that could be divided out again.
+# A factor of the operand cannot be divided out of the result.
 BOUNDED = _primitives("cos erf erfc logistic sin tanh")
 # An element of the result is computed from the elements in its place.
 ELEMENTWISE = (

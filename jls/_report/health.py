@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's counters mean, in words, for a person at the host."""
+"""`jls.health`: a verdict on a run from its counters, in words."""
 
 import itertools
 import textwrap
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jls import _validate
-from jls._bits import edges
+from jls._bits import rounding_boundaries
 from jls._nnx import is_model, is_optimizer, split_model
 from jls._reduce import any_nan, count_true, finite_leaves
 from jls._report.underflow import measure_small
@@ -59,7 +59,7 @@ from jls._types import (
 
 
 class Health(NamedTuple):
-    """What `jls.health` says: a verdict, a sentence, and the numbers behind them.
+    """Result of `jls.health`: a verdict, a sentence, and the numbers behind them.
 
     `print` it to read it, in lines of at most 80 columns. The sentence is one line, for
     logs.
@@ -205,7 +205,7 @@ def health(
     warn_if = _check_verdicts("warn_if", warn_if)
     limit = _validate.host_interval("max_consecutive_skips", max_consecutive_skips)
     max_small = _validate.host_number("max_small", max_small, "from 0 to 1", 0.0, 1.0)
-    edges(dtype)  # or an error, with and without `grads`
+    rounding_boundaries(dtype)  # or an error, with and without `grads`
     if find(params, is_wrapper_state) and not find(state, is_wrapper_state):
         raise ValueError(
             "state must come first, got the parameters before it. The order is "
@@ -398,18 +398,19 @@ class _Found(NamedTuple):
 
     poisoned_leaves: dict[str, list[str]]  # by tree
     masks: dict[str, int]  # elements that are -inf, by name
-    is_doubted: bool  # what is poisoned holds -inf alone
+    is_doubted: bool  # the poisoned leaves hold -inf alone
 
 
 def _separate_masks(
     bad: dict[str, list[_Bad]], steps: int, consecutive_skips: int
 ) -> _Found:
-    """A leaf with -inf and nothing else that is not finite may be a mask.
+    """Separates poisoned leaves from those whose -inf may be a mask.
 
-    It is one if the moments are finite, if it has other elements too (or waits for its
-    first step, as a maximum does that starts at -inf), and if steps are applied: what
-    is poisoned lets none through. As many may be skipped in a row as a loss scale takes
-    to come down. Averages of a mask, at its path in the optimizer's state, are masks.
+    A leaf is a mask if all of its non-finite elements are -inf, the moments are finite,
+    it has other elements too (or waits for its first step, as a maximum does that
+    starts at -inf), and steps are applied, which poison prevents: no more are skipped
+    in a row than a loss scale takes to come down. Averages of a mask, at its path in
+    the optimizer's state, are masks.
     """
     steps_go_on = consecutive_skips <= COMING_DOWN
     has_good_moments = not any(leaf.others for leaf in bad.get("opt_state", []))
@@ -440,7 +441,7 @@ def _ends_with(name: str, param: str) -> bool:
 
 
 def _observe_spikes(state: Any) -> dict[str, Any]:
-    """What a policy of jls knows; nothing is claimed of others."""
+    """The facts of a spike policy of jls; none of others."""
     if not isinstance(state, SpikeState):
         return {}
     losses, norms = (state.kept[SIGNALS.index(name)] for name in ("loss", "norm"))
@@ -477,8 +478,8 @@ def _wrapper_in(
             f"have it inside, got {type(optimizer).__name__}."
             f"{further_inside if params is None else ''}"
         )
-    made = jax.tree.structure(wrapper_state.scaler_state)
-    fitting = [one for one in reached if one.wrapper.scaler_structure == made]
+    structure = jax.tree.structure(wrapper_state.scaler_state)
+    fitting = [one for one in reached if one.wrapper.scaler_structure == structure]
     if not fitting:
         ours = jax.eval_shape(reached[0].wrapper.scaler.init)
         states = ours, wrapper_state.scaler_state
@@ -521,7 +522,7 @@ def _describe_scale(
 
 
 def _describe_scaler(reached: Reached | None, params: Any) -> ScalerFacts:
-    """What a known optimizer says of its scaler, and of the updates that it checks."""
+    """The facts of a known optimizer: of its scaler, its checks and its policy."""
     if reached is None:
         return UNKNOWN
     wrapper, known = reached.wrapper, reached.wrapper.scaler.hyperparameters
@@ -556,7 +557,7 @@ def _check_verdicts(name: str, verdicts: Iterable[Verdict]) -> tuple[Verdict, ..
 
 
 def _select_names(names: list[str], flags: list[bool]) -> list[str]:
-    """Those of the names of parameters whose flag is set."""
+    """The names of the parameters whose flag is set."""
     # Without a leaf the state has one flag all the same, in 0.1.0 none.
     if len(flags) != len(names) and (names or len(flags) > 1):
         raise ValueError(

@@ -359,7 +359,7 @@ def _summary(columns: Columns) -> str:
 
 
 def _skips_line(columns: Columns) -> tuple[str, bool]:
-    """How many steps were skipped, in words, and whether the last one was."""
+    """The number of skipped steps in words, and whether the last step was skipped."""
     counts = skip_counts(columns)
     taken, skipped = _known(columns, "steps"), _known(columns, "skips")
     if taken.size and skipped.size:  # the run's own counters see every step

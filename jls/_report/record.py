@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step logs: scalars by name, fetched with one transfer, and columns of them."""
+"""The scalars that a step logs, by name: fetched with one transfer, and in columns."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -88,7 +88,7 @@ def flatten_metrics(metrics: Any, more: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbers_in_aux(report: StepReport) -> dict[str, Any]:
-    """What in aux is a number for each step, by name; not logits and the like."""
+    """The values in aux that are one number for each step, by name; no logits."""
     flat, _ = jax.tree_util.tree_flatten_with_path({"aux": report.aux})
     return {
         path_name(path): leaf
@@ -160,7 +160,7 @@ def column(columns: Columns, name: str) -> np.ndarray:
 
 
 def skip_counts(columns: Columns) -> np.ndarray:
-    """How many steps were skipped since the row before; at the first row 0 or 1."""
+    """The numbers of skipped steps since the row before; at the first row 0 or 1."""
     # Before the first step `applied` is False, though nothing was skipped.
     unapplied = (column(columns, "applied") == 0) & (column(columns, "steps") != 0)
     counts = (unapplied | (column(columns, "skipped") == 1)).astype(np.int64)
@@ -171,7 +171,7 @@ def skip_counts(columns: Columns) -> np.ndarray:
 
 
 def spike_counts(columns: Columns) -> np.ndarray:
-    """How many of the skipped steps were skipped by a spike policy, as far as known."""
+    """The numbers of these that a spike policy skipped, as far as known."""
     skips = skip_counts(columns)
     # A report has the reason of its step, metrics that of the last skip.
     names = "skip_reason", "last_skip_reason"
@@ -184,6 +184,6 @@ def spike_counts(columns: Columns) -> np.ndarray:
 
 
 def moves(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where a loss scale is above, and where below, the one before it."""
+    """Flags: whether a loss scale is above, and whether below, the one before it."""
     change = np.diff(scales, prepend=scales[:1])
     return change > 0, change < 0

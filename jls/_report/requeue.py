@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches that were skipped for the loss scale come again."""
+"""`jls.requeue`: hands out batches again that were skipped for the loss scale."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ class BadBatch(NamedTuple, Generic[BatchT]):
 
 @dataclasses.dataclass
 class _Held(Generic[BatchT]):
-    """A batch that may come again, and what its tries have shown."""
+    """A batch that may come again, and the history of its tries."""
 
     index: int
     batch: BatchT
@@ -50,13 +50,13 @@ class _PendingStep(NamedTuple):
 
 
 class BatchQueue(Iterator[BatchT]):
-    """The batches of a run, some of them more than once: what `jls.requeue` returns.
+    """Result of `jls.requeue`: the batches of a run, some of them more than once.
 
     An iterator. Call `observe` once after each step.
 
-    To enter a loop over it anew, as after an interrupt in a notebook, hands out once
-    more the batch that was not observed, if there is one: it is not known whether its
-    step ran.
+    A new loop over it, as after an interrupt in a notebook, first hands out once more
+    the batch that was not observed, if there is one: it is not known whether its step
+    ran.
 
     Example:
       >>> jls.requeue([1, 2, 3])
@@ -89,12 +89,12 @@ class BatchQueue(Iterator[BatchT]):
 
     @property
     def bad_count(self) -> int:
-        """How many batches were given up."""
+        """The number of batches that were given up."""
         return self._bad_count
 
     @property
     def requeued(self) -> int:
-        """How many times a batch came again because its step was skipped."""
+        """The number of times that a batch came again because its step was skipped."""
         return self._requeued
 
     def __repr__(self) -> str:
@@ -269,7 +269,7 @@ class BatchQueue(Iterator[BatchT]):
     def _should_retry(self, held: _Held, tried_at: float, scale: float) -> bool:
         """Counts a try that overflowed; whether there may be another."""
         if held.scale is not None:
-            # What passes at this scale, or a scale that stays, says: it is the batch.
+            # If others pass at this scale, or the scale stays, it is the batch.
             others_pass = tried_at <= self._passed
             held.counted += others_pass or not scale < held.scale
         held.scale = scale
@@ -282,7 +282,7 @@ def _reading() -> Any:
 
 
 def _local(array: Any) -> Any:
-    """What this process has of it: of several processes, each has a copy."""
+    """The copy that this process has of an array that several processes share."""
     is_global = isinstance(array, jax.Array) and not array.is_fully_addressable
     return array.addressable_data(0) if is_global else array
 

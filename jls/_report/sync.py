@@ -76,7 +76,7 @@ def _scalars(state: Any) -> dict[str, Array]:
 
 
 def _copies(leaf: Any) -> list[Any]:
-    """What each device of this process holds; a numpy array itself."""
+    """The copy of each device of this process; a numpy array itself."""
     is_on_devices = isinstance(leaf, jax.Array)
     return (
         [shard.data for shard in leaf.addressable_shards] if is_on_devices else [leaf]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a narrow dtype makes of gradients at a loss scale."""
+"""`jls.underflow`: the share of gradients that a narrow dtype loses at a loss scale."""
 
 import functools
 import math
@@ -13,7 +13,13 @@ from jax.export import is_symbolic_dim
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jls import _validate
-from jls._bits import Edges, cuts, edges, is_finite, magnitudes
+from jls._bits import (
+    Boundaries,
+    is_finite,
+    magnitudes,
+    rounding_boundaries,
+    scaled_boundary,
+)
 from jls._reduce import count_true
 from jls._state import check_scale, loss_scale
 from jls._tree import named_floats
@@ -40,7 +46,7 @@ class UnderflowShares(NamedTuple):
 
 @exportable
 class Underflow(NamedTuple):
-    """What `jls.underflow` returns; arrays of three are for the three loss scales.
+    """Result of `jls.underflow`; arrays of three are for the three loss scales.
 
     Example:
       >>> jls.underflow(1024.0, jnp.ones(2)).loss_scale
@@ -123,7 +129,7 @@ def underflow(
         jnp.asarray(up, jnp.float32),
         jnp.asarray(down, jnp.float32),
         leaves,
-        edges(dtype),
+        rounding_boundaries(dtype),
     )
     return Underflow(scales, total, dict(zip(paths, shares, strict=True)), histogram)
 
@@ -137,17 +143,19 @@ def measure_small(state: Any, grads: Any, dtype: Any) -> dict[str, Array]:
       all_zero: `bool[]`, whether there are values, and all of them are 0.
     """
     leaves = named_floats(grads)[1]
-    small, all_zero = _small_share(leaves, loss_scale(state), edges(dtype))
+    small, all_zero = _small_share(
+        leaves, loss_scale(state), rounding_boundaries(dtype)
+    )
     return {"small": small, "all_zero": all_zero}
 
 
 @functools.partial(jax.jit, static_argnums=4)
 def _measure(
-    present: Array, up: Array, down: Array, leaves: list[Any], ends: Edges
+    present: Array, up: Array, down: Array, leaves: list[Any], ends: Boundaries
 ) -> tuple[Array, UnderflowShares, list[UnderflowShares], Array]:
     scales = jnp.stack([present * down, present, present * up])
     scales = jnp.clip(scales, _validate.SMALLEST, _validate.LARGEST)
-    bounds = jnp.stack([cuts(edge, scales) for edge in ends])
+    bounds = jnp.stack([scaled_boundary(boundary, scales) for boundary in ends])
     counts, sizes = [jnp.zeros(11, jnp.float32)], [0]
     histogram = jnp.zeros(254, jnp.float32)
     for leaf in leaves:
@@ -160,7 +168,7 @@ def _measure(
 
 
 def _fate_counts(pattern: Array, bounds: Array) -> Array:
-    """How many are zero, how many not finite, how many of each fate at each scale."""
+    """The numbers of zeros, of non-finite values, and of each fate at each scale."""
     is_zero, finite = pattern == 0, is_finite(pattern)
     masks = [is_zero, ~finite]
     nonzero, normal, overflow = bounds
@@ -206,9 +214,9 @@ def _histogram(pattern: Array, group_size: int = 2**31) -> Array:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _small_share(
-    leaves: list[Any], loss_scale: Array, ends: Edges
+    leaves: list[Any], loss_scale: Array, ends: Boundaries
 ) -> tuple[Array, Array]:
-    cut = cuts(ends.normal, loss_scale)
+    cut = scaled_boundary(ends.normal, loss_scale)
     few = many = others = jnp.float32(0.0)
     for leaf in leaves:
         for pattern in magnitudes(leaf):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which verdict the facts of a run lead to, and what it says to a newcomer.
+"""The verdicts of `jls.health`: when each holds, and its sentence for a newcomer.
 
-Below, each verdict is one function: the decorator says when it holds, the body is its
-sentence. They are tried from top to bottom, and the first that holds is given.
+Each verdict is one function below: the decorator says when it holds, the body is its
+sentence. They are tried from top to bottom, and the first that holds is returned.
 """
 
 import dataclasses
@@ -40,15 +40,15 @@ COMING_DOWN = 25
 
 
 class Small(NamedTuple):
-    """How many of the gradients are too small for a dtype."""
+    """The share of the gradients that are too small for a dtype."""
 
     small: float  # the share below the smallest normal number, once scaled
-    all_zero: bool  # every gradient is
+    all_zero: bool  # whether all gradients are 0
     dtype: str
 
 
 class PolicyFacts(NamedTuple):
-    """What `jls.spikes` and the presets like it know beside the metrics."""
+    """The facts of `jls.spikes` and the presets like it, beside the metrics."""
 
     tokens: float
     steady_share: float
@@ -58,7 +58,7 @@ class PolicyFacts(NamedTuple):
 
 
 class ScalerFacts(NamedTuple):
-    """What the wrapper of a known optimizer says of itself; None if it does not."""
+    """The facts of a known optimizer's wrapper; None if they are not known."""
 
     backoff_interval: float | None = None
     growth_interval: float | None = None
@@ -72,12 +72,12 @@ UNKNOWN = ScalerFacts()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of a run; None if not looked at.
+    """The facts of a run; None if not looked at.
 
     Each metric of the run is an attribute too: `facts.skips`.
     """
 
-    metrics: Mapping[str, Any]  # what `jls.host_metrics` returns
+    metrics: Mapping[str, Any]  # those of `jls.host_metrics`
     is_static: bool
     min_scale: float | None
     max_scale: float | None
@@ -85,7 +85,7 @@ class Facts:
     nonfinite_leaves: list[str] | None = None  # of the last skipped step, by name
     unnamed_leaves: tuple[int, int] | None = None  # of so many, if it knows no names
     poisoned_leaves: dict[str, list[str]] | None = None  # names by the tree they are in
-    is_doubted: bool = False  # what is poisoned holds -inf alone, and may be a mask
+    is_doubted: bool = False  # the poisoned leaves hold -inf alone, and may be masks
     masks: dict[str, int] | None = None  # elements that are -inf, by the leaf
     # Whether the parameters were looked at, under whatever name.
     saw_params: bool = False
@@ -104,7 +104,7 @@ class Facts:
 
     @property
     def poisoned(self) -> bool:
-        """Whether inf or NaN is where no step will take it away."""
+        """Whether an inf or a NaN is where no further step removes it."""
         return any((self.poisoned_leaves or {}).values())
 
     @property
@@ -137,7 +137,7 @@ class Facts:
 
     @property
     def skips_by(self) -> dict[SkipReason, int]:
-        """How many steps were skipped for each reason, as far as counters know it."""
+        """The number of steps skipped for each reason, as far as it was counted."""
         others = {
             SkipReason.LOSS: self.nonfinite_losses,
             SkipReason.UPDATES: self.nonfinite_updates,
@@ -149,6 +149,7 @@ class Facts:
 
     def is_often(self, count: int) -> bool:
         """Whether something happens too often to be the start of a run, or chance."""
+        # A scale that is right skips one step in hundreds, never a quarter of them.
         patience = COMING_DOWN * max(1, self.scaler.backoff_interval or 1)
         return count > patience and 4 * count >= self.steps
 
@@ -176,14 +177,14 @@ class Facts:
 
 
 class Limits(NamedTuple):
-    """What the caller tolerates."""
+    """The caller's limits."""
 
     consecutive_skips: int
     small: float
 
 
 class VerdictRule(NamedTuple):
-    """A verdict: when it holds, and what it says."""
+    """A verdict: when it holds, and its sentence."""
 
     verdict: Verdict
     holds: Callable[[Facts, Limits], bool]
@@ -209,8 +210,8 @@ def diagnose(facts: Facts, limits: Limits) -> tuple[Verdict, str]:
     """The first verdict of the table that holds, and its sentence."""
     row = next(row for row in TABLE if row.holds(facts, limits))
     sentence = row.sentence(facts).rstrip(" .")
-    # A loss that is not finite spoils all gradients, and what is poisoned is not a
-    # gradient: their names would say nothing.
+    # A loss that is not finite spoils all gradients, and poison is in no gradient: the
+    # names of gradients would say nothing.
     others = None, SkipReason.LOSS, SkipReason.SPIKE
     if facts.skipped_for not in others and row.verdict != "poisoned":
         sentence += _culprits(facts)
@@ -233,7 +234,7 @@ def _culprits(facts: Facts) -> str:
 
 
 def _masks(facts: Facts) -> str:
-    """Leaves with -inf that are no poison, as far as one can tell."""
+    """Leaves whose -inf is taken for a mask."""
     if not facts.masks:
         return ""
     count, is_one = sum(facts.masks.values()), len(facts.masks) == 1
@@ -393,7 +394,7 @@ def _why(facts: Facts) -> str:
 
 
 def _ran_away(facts: Facts) -> str:
-    """What spoils every batch, of a run that has made good steps."""
+    """A cause that spoils every batch of a run that has made good steps."""
     if facts.skips >= facts.steps:
         return ""
     scaled = ", or gradients that are still scaled (jls.check_step tells)"
@@ -408,7 +409,7 @@ def _can_lower(facts: Facts) -> bool:
 
 
 def _lower(facts: Facts) -> str:
-    """How a scale that never moves gets lower."""
+    """How to lower a scale that never moves."""
     use = "use jls.dynamic"
     if facts.scaler.moves:
         use = "give it a lower min_scale"
@@ -442,6 +443,7 @@ def _skipping(facts: Facts) -> str:
         SkipReason.SPIKE: _many_spikes,
     }
     listed = ", ".join(f"{count} {names[reason]}" for reason, count in counts.items())
+    # Advice on the reasons of a quarter of the skips or more: at most four.
     main = [reason for reason, count in counts.items() if 4 * count >= facts.skips]
     advice = ". ".join(causes[reason](facts) for reason in main)
     return (
@@ -457,6 +459,7 @@ def _bad_gradients(facts: Facts) -> str:
             f"{_why(facts)}"
         )
     interval = facts.scaler.growth_interval
+    # Each growth may cost a skip: then more than one step in 25 is skipped.
     if facts.moves and interval and interval < COMING_DOWN:
         return (
             f"The scale grows after {interval:g} good steps already, and what follows "
@@ -479,11 +482,13 @@ def _many_spikes(facts: Facts) -> str:
     policy = facts.policy
     if policy is None:
         return "See whether the limit of the spike policy is too low for this run"
+    # The deviation of 16 values is known to a fifth of itself, of fewer to less.
     if 1 < policy.window < 16:
         return (
             f"A window of {policy.window} is too short to tell a spike from noise: "
             "jls.spikes() has one of 128"
         )
+    # Of normal noise 1 value in 741 is over 3 deviations, 1 in 44 over 2.
     if facts.scaler.sigmas and facts.scaler.sigmas < 3:
         return "So few sigmas call noise a spike: jls.spikes() has 6"
     bound = (
@@ -533,7 +538,7 @@ def _mend_updates(facts: Facts) -> str:
 
 
 def _other_causes(facts: Facts) -> str:
-    """What else makes gradients inf or NaN again and again, as far as it may be."""
+    """Other possible causes of gradients that are inf or NaN again and again."""
     causes = ""
     if not facts.is_static:
         causes += (
@@ -544,7 +549,7 @@ def _other_causes(facts: Facts) -> str:
 
 
 def _loss_not_passed(facts: Facts) -> str:
-    """A NaN loss that was not told looks like gradients that are all bad."""
+    """The advice to pass the loss: a NaN loss makes all gradients bad."""
     looks_so = (
         facts.last_skip_reason == SkipReason.GRADIENTS
         and facts.nonfinite_losses == 0
@@ -609,6 +614,7 @@ def _spent(facts: Facts) -> str:
 
 def _rare(facts: Facts) -> str:
     """Data that is rare and large may be skipped each time."""
+    # Bad batches are fewer: one in a hundred would be a part of the data.
     if facts.spikes < max(10, facts.steps / 100):
         return ""
     return (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scalers share: defaults, checks, the first state, growth and backoff."""
+"""Shared parts of the scalers: defaults, checks, first state, growth and backoff."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +14,8 @@ from jls import _validate
 from jls._tree import is_array
 from jls._types import LossScaler, ScalerState, Sees, StateT, Switched
 
-# What the factories of jls start from, unless they say otherwise.
+# Defaults of the factories. Factors and interval are torch's, 2^15 is the largest power
+# of two in float16, and 2^24 the cap of NVIDIA's apex.
 INIT_SCALE, MIN_SCALE, MAX_SCALE = 2.0**15, 1.0, 2.0**24
 GROWTH_FACTOR, BACKOFF_FACTOR = 2.0, 0.5
 GROWTH_INTERVAL = 2000

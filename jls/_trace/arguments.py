@@ -23,11 +23,11 @@ from jls._tree import is_concrete
 from jls._types import StepReport
 
 Keys = tuple[str, ...]
-REPORT = "StepReport"  # the kind of what jls itself returned beside the state
+REPORT = "StepReport"  # the kind of a leaf of a `jls.types.StepReport`
 
 
 class Item(NamedTuple):
-    """A leaf of the arguments, or of what the step returned."""
+    """A leaf of the arguments or of the results of a step."""
 
     path: Keys  # of an argument: its name comes first
     value: Any
@@ -52,7 +52,7 @@ class BoundArguments(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    read: Callable[[], list[Item]]  # what is in the NNX objects by now
+    read: Callable[[], list[Item]]  # the leaves in the NNX objects by now
 
 
 def take_apart(
@@ -91,7 +91,7 @@ def take_apart(
 
 
 def _not_donated(items: list[Item]) -> list[Item]:
-    """Those that the step has not donated."""
+    """The items whose arrays the step has not donated."""
     return [
         item
         for item in items
@@ -119,7 +119,7 @@ def check_usable(arguments: Arguments, tool: str, function: str) -> None:
 
 
 def items_of(tree: Any) -> list[Item]:
-    """The leaves of what a step returned, by path."""
+    """The leaves of a step's results, by path."""
 
     def is_end(node: Any) -> bool:
         return is_object(node) or isinstance(node, StepReport)
@@ -138,7 +138,7 @@ def items_of(tree: Any) -> list[Item]:
 
 
 def unbind(step: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The step without the NNX objects that `nnx.cached_partial` bound, and those.
+    """The step without the NNX objects that `nnx.cached_partial` bound, and these.
 
     It would change them, and they are the caller's.
     """
@@ -155,7 +155,7 @@ def unbind(step: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...
 
 
 def _argument_names(step: Callable[..., Any], args: Sequence[Any]) -> list[str]:
-    """The names of the positional arguments, as far as step or arguments tell them."""
+    """The names of the positional arguments, by the signature or their types."""
     try:
         parameters = list(inspect.signature(step).parameters.values())
     except (TypeError, ValueError):
@@ -176,7 +176,7 @@ def _argument_names(step: Callable[..., Any], args: Sequence[Any]) -> list[str]:
 
 
 def _role_of(argument: Any) -> str:
-    """What carries a run from step to step, by its type; "" for anything else."""
+    """The usual name of an argument that carries a run, by its type; "" for others."""
     if is_module_or_optimizer(argument):
         return "optimizer" if is_optimizer(argument) else "model"
     return "state" if hasattr(argument, "apply_gradients") else ""

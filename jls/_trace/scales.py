@@ -47,7 +47,7 @@ def scales_in(
 def _scales_below(items: Sequence[Item], nodes: Iterable[Keys]) -> list[Scale]:
     """The loss scales below the scaler states `nodes`, or else by their names.
 
-    A state that `nnx.split` made has lost the types of its nodes.
+    A state from `nnx.split` has lost the types of its nodes.
     """
     names = [without_value(item.path) for item in items]
     prefixes = list(dict.fromkeys(nodes)) or [

@@ -12,13 +12,14 @@ from jls._program.jaxprs import opened
 from jls._trace.arguments import Arguments, Item, items_of
 from jls._tree import is_array
 
-# What a function raises that reads values at the host while it is traced.
+# The errors of a function that reads values at the host while it is traced.
 READS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     _validate.TracedError,
 )
-# More operations than this outside of any jit: the function is not jitted.
+# A jitted function is one call and a few casts; a step that is not has hundreds of
+# operations outside of any jit.
 _MANY = 64
 
 
@@ -27,8 +28,8 @@ class Traced(NamedTuple):
 
     program: Any
     inputs: list[int]  # the index of the leaf for each input
-    outputs: list[Item]  # what it returned; arrays as shapes and dtypes
-    objects: list[Item]  # what is in its NNX arguments afterwards, likewise
+    outputs: list[Item]  # its results; arrays as shapes and dtypes
+    objects: list[Item]  # the leaves of its NNX arguments afterwards, likewise
     reads: bool = False  # whether it asks for values without computing with them
 
     @property
@@ -36,8 +37,8 @@ class Traced(NamedTuple):
         return len(opened(self.program).jaxpr.eqns) <= _MANY
 
 
-# What may be abstract while a function is traced: all that `jax.jit` traces, without
-# Python's numbers, or what is on a device alone.
+# The types that may be abstract while a function is traced: those that `jax.jit`
+# traces; or arrays alone.
 ALL = (jax.Array, np.ndarray, np.generic, float, complex)
 _ARRAYS = (jax.Array, np.ndarray)
 
@@ -49,13 +50,13 @@ def trace(
 ) -> Traced:
     """The program of a function, from abstract arrays; nothing is computed.
 
-    What is not on a device is abstract too, as under `jax.jit`, unless the function
-    computes with it at the host, which is right.
+    Values at the host are abstract too, as under `jax.jit`, unless the function
+    computes with them at the host, which is right.
 
     Args:
       fun: the function.
       arguments: its arguments.
-      abstract: the types of what is abstract if that works.
+      abstract: the types to make abstract first.
 
     Raises:
       Exception: what the function raises; one of `READS` if it reads a value of a JAX
