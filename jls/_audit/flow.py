@@ -14,27 +14,34 @@ With a wrapper's decision set to False, `known` shows what a skip leaves unchang
 """
 
 import dataclasses
-import enum
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jls._audit.degrees import common_degree, degree_of, degree_of_integers
+from jls._audit.known import held_inputs, known_result, number_in, weights_of
+from jls._audit.values import (
+    ANY,
+    ZERO,
+    AbstractValue,
+    Cast,
+    Degree,
+    Mixed,
+    Number,
+    Same,
+    Unknown,
+)
 from jls._program.jaxprs import is_inexact_atom
 from jls._program.rules import (
-    BOUNDED,
-    CHOICES,
     ELEMENTWISE,
-    HOMOGENEOUS,
     LINEAR,
     MOVES,
-    POWERS,
     PRODUCTS,
     RANDOM,
     SUMS,
@@ -43,77 +50,6 @@ from jls._program.rules import (
 )
 from jls._program.walk import Site
 from jls._scopes import DECISION, GRADIENTS, INNER, LOSS, SCALE, UPDATE, marks_of
-
-# A power of each loss scale by what stands for it, in order; () is degree 0.
-Powers = tuple[tuple[Any, Fraction], ...]
-
-
-class AnyDegree(enum.Enum):
-    """The degree of zero, which has every factor."""
-
-    ANY = "any"
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Mixed:
-    """The degree of a sum or a choice of values of several degrees."""
-
-    site: Site
-    degrees: tuple[Any, ...]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Unknown:
-    """The degree of the result of an operation without a rule."""
-
-    site: Site
-
-
-Degree = Powers | AnyDegree | Mixed | Unknown
-ANY, ZERO = AnyDegree.ANY, ()
-
-
-class Same(NamedTuple):
-    """An input, unchanged but for its shape."""
-
-    number: int
-
-
-class Number(NamedTuple):
-    """A number, in each element."""
-
-    value: Any
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class AbstractValue:
-    """The facts about a value."""
-
-    degree: Degree = ZERO
-    depends: int = 0  # a set of bits: inputs, by data
-    follows: int = 0  # a set of bits: inputs and gradients, element by element
-    known: Same | Number | None = None
-    # Inputs and their weights, if it is a weighted sum of inputs.
-    weights: tuple[tuple[int, float], ...] | None = None
-    holds: int = 0  # a set of bits
-    scale: int | None = None  # the number of the loss scale that it is
-    site: Site | None = None  # the last operation on it
-    degree_site: Site | None = None  # the operation that gave it this degree, if not 0
-    is_narrow: bool = False  # whether it comes through float16, or narrower
-    is_splat: bool = False  # whether all elements are one scalar
-    is_checked: bool = False  # whether it is a result of a wrapper's check
-    # Of a gradient:
-    unscaled: Site | None = None  # where the loss scale was divided out of it
-    gain: float = 1.0  # the factor it was multiplied by since
-    narrowed: "Cast | None" = None  # where it became float16 since
-    cleaned: Site | None = None  # where an inf in it may have been lost since
-
-
-class Cast(NamedTuple):
-    """A cast in which small numbers vanish, and the gain before it."""
-
-    site: Site
-    gain: float
 
 
 class UpdateCall:
@@ -176,13 +112,17 @@ class Flow:
         """The bit, in `follows`, of the gradients in a call of a wrapper."""
         return 1 << (len(self._avals) + 2 + number)
 
+    def _has_data(self, depends: int) -> bool:
+        """Whether a set of inputs has more than the states of scalers."""
+        return bool(depends & ~self._of_scalers)
+
     def is_random(self, value: AbstractValue) -> bool:
         return bool(value.depends & self._random)
 
     # Numbers in the program.
 
     def of_constant(self, value: Any) -> AbstractValue:
-        number = _number_in(value)
+        number = number_in(value)
         if number is None:
             return AbstractValue()
         # No factor changes 0, inf and NaN.
@@ -224,7 +164,7 @@ class Flow:
             return one
         depends = one.depends | other.depends
         return AbstractValue(
-            degree=self._common(site, [one, other], depends),
+            degree=common_degree(site, [one, other], self._has_data(depends)),
             depends=depends,
             follows=one.follows | other.follows,
             known=one.known if one.known == other.known else None,
@@ -302,7 +242,7 @@ class Flow:
         depends, follows = bits
         name = site.equation.primitive.name
         data = data_of(name, list(operands))
-        known = self._known(site, operands, aval)
+        known = known_result(site.equation, operands, aval, self._avals)
         if isinstance(known, Number):
             return dataclasses.replace(self.of_constant(known.value), known=known)
         if name == "select_n" and isinstance(operands[0].known, Number):
@@ -310,10 +250,10 @@ class Flow:
         if not is_inexact_atom(aval):
             is_flag = aval.dtype == bool
             return AbstractValue(
-                degree=ZERO if is_flag else self._degree_of_integers(site, operands),
+                degree=ZERO if is_flag else degree_of_integers(site, operands),
                 depends=depends & self._random if is_flag else depends,
                 known=known,
-                holds=self._holds(name, operands, data, aval),
+                holds=held_inputs(name, operands, data, aval),
                 is_splat=is_splat or aval.ndim == 0,
                 unscaled=next((x.unscaled for x in operands if x.unscaled), None),
             )
@@ -325,14 +265,14 @@ class Flow:
                 if narrowed is of_input.narrowed
                 else dataclasses.replace(of_input, narrowed=narrowed)
             )
-        degree = self._degree(site, operands, data, depends)
+        degree = degree_of(site, operands, data, self._has_data(depends))
         value = AbstractValue(
             degree=degree,
             depends=depends,
             follows=follows,
             known=known,
-            weights=_weights(name, operands),
-            holds=self._holds(name, operands, data, aval),
+            weights=weights_of(name, operands),
+            holds=held_inputs(name, operands, data, aval),
             site=site,
             is_narrow=any(x.is_narrow for x in operands)
             or _is_narrower(aval.dtype, np.float32),
@@ -402,294 +342,6 @@ class Flow:
         return dataclasses.replace(
             result, degree=((symbol, Fraction(1)),), scale=old.scale
         )
-
-    # Degrees.
-
-    def _degree(
-        self,
-        site: Site,
-        operands: Sequence[AbstractValue],
-        data: list[AbstractValue],
-        depends: int,
-    ) -> Degree:
-        equation = site.equation
-        name = equation.primitive.name
-        degrees = [x.degree for x in operands]
-        if name in PRODUCTS:
-            return _degree_of_product(degrees)
-        if name == "div":
-            return _degree_of_product(
-                [degrees[0], _degree_of_power(site, degrees[1], -1)]
-            )
-        if name in POWERS:
-            return _degree_of_power(site, degrees[0], POWERS[name])
-        if name == "integer_pow":
-            return _degree_of_power(site, degrees[0], equation.params["y"])
-        if name == "pow" and isinstance(operands[1].known, Number):
-            return _degree_of_power(site, degrees[0], operands[1].known.value)
-        if name in HOMOGENEOUS or (name in MOVES and len(data) == 1):
-            return degrees[0]
-        if name in SUMS or name in CHOICES or name in MOVES:
-            return self._common(site, data, depends)
-        if all(degree in (ZERO, ANY) for degree in degrees):
-            return ZERO
-        broken = [x for x in degrees if isinstance(x, Mixed | Unknown)]
-        if broken:
-            return broken[0]
-        if name == "sign":
-            return ZERO
-        if name in BOUNDED and depends & ~self._of_scalers:
-            return Mixed(site, (ZERO, *degrees))
-        return self._of_scale_alone(site, operands, depends) or Unknown(site)
-
-    def _degree_of_integers(
-        self, site: Site, operands: Sequence[AbstractValue]
-    ) -> Degree:
-        """Of integers made from scaled numbers, as by rounding, nothing is known."""
-        degrees = [x.degree for x in operands if x.degree not in (ZERO, ANY)]
-        name = site.equation.primitive.name
-        if not degrees or name in ("sign", "argmax", "argmin", "argsort", "sort"):
-            return ZERO
-        unknown = (x for x in degrees if isinstance(x, Unknown))
-        return next(unknown, Unknown(site))
-
-    def _common(
-        self, site: Site, values: Sequence[AbstractValue], depends: int
-    ) -> Degree:
-        """The degree of a sum of values, or of a choice between them."""
-        found = [x.degree for x in values if x.degree != ANY]
-        for kind in (Mixed, Unknown):
-            for degree in found:
-                if isinstance(degree, kind):
-                    return degree
-        if not found:
-            return ANY
-        if all(degree == found[0] for degree in found):
-            return found[0]
-        powers = tuple(dict.fromkeys(found))
-        return self._of_scale_alone(site, values, depends) or Mixed(site, powers)
-
-    def _of_scale_alone(
-        self, site: Site, values: Sequence[AbstractValue], depends: int
-    ) -> Powers | None:
-        """The degree of a value computed from loss scales alone: a new symbol."""
-        if depends & ~self._of_scalers:
-            return None
-        inputs = tuple((x.degree, x.known, x.scale) for x in values)
-        symbol = (site.equation.primitive.name, inputs)
-        return ((symbol, Fraction(1)),)
-
-    # What is known.
-
-    def _known(
-        self, site: Site, operands: Sequence[AbstractValue], aval: Any
-    ) -> Same | Number | None:
-        equation = site.equation
-        name = equation.primitive.name
-        known = [x.known for x in operands]
-        if not known:
-            return None
-        numbers = [x.value for x in known if isinstance(x, Number)]
-        first = known[0]
-        if name in ("and", "or") and aval.dtype == bool:
-            decisive = name == "or"
-            if decisive in numbers:
-                return Number(decisive)
-            others = [x for x in known if not isinstance(x, Number)]
-            return (
-                others[0] if len(others) == 1 and numbers else _folded(equation, known)
-            )
-        if name == "select_n":
-            cases = known[1:]
-            if isinstance(first, Number):
-                return cases[int(first.value)]
-            return cases[0] if all(x == cases[0] for x in cases) else None
-        if name == "convert_element_type":
-            return self._cast(first, aval)
-        if name in ("mul", "div", "add", "add_any", "sub"):
-            neutral = _without_neutral(name, known)
-            if neutral is not None:
-                return neutral
-        if name in MOVES and len(numbers) == len(known):
-            return first if all(x == first for x in known) else None
-        if name in MOVES and isinstance(first, Number) and name in _ONE_OF_MANY:
-            return first
-        is_whole = (
-            isinstance(first, Same) and aval.size == self._avals[first.number].size
-        )
-        if name in UNCHANGED or name in ("broadcast_in_dim", "slice"):
-            return first if is_whole or isinstance(first, Number) else None
-        if name in _EXTREMES:
-            return first if isinstance(first, Number) else None
-        return _folded(equation, known)
-
-    def _cast(self, known: Any, aval: Any) -> Same | Number | None:
-        if isinstance(known, Number):
-            is_integer = jnp.issubdtype(aval.dtype, jnp.integer)
-            if is_integer and not abs(known.value) < 2.0**31:
-                return None  # it depends on the platform
-            with np.errstate(all="ignore"):
-                return _number_in(np.asarray(known.value).astype(aval.dtype))
-        if isinstance(known, Same):
-            old, new = self._avals[known.number].dtype, aval.dtype
-            return known if _is_exact(old, new) else None
-        return None
-
-    def _holds(
-        self,
-        name: str,
-        operands: Sequence[AbstractValue],
-        data: list[AbstractValue],
-        aval: Any,
-    ) -> int:
-        if name == "convert_element_type":
-            return operands[0].holds
-        if name not in MOVES or not data:
-            return 0
-        is_choice = name == "select_n" and (operands[0].is_splat or not aval.ndim)
-        unite = operator.and_ if is_choice else operator.or_
-        return functools.reduce(unite, (x.holds for x in data))
-
-
-_ONE_OF_MANY = frozenset(["broadcast_in_dim", "gather", "dynamic_slice", "pad"])
-
-
-_EXTREMES = frozenset(
-    ["reduce_and", "reduce_or", "reduce_max", "reduce_min", "pmax", "pmin"]
-)
-
-
-def _weights(
-    name: str, operands: Sequence[AbstractValue]
-) -> tuple[tuple[int, float], ...] | None:
-    """The weights of inputs in a sum, as far as numbers say them."""
-    weights = [x.weights for x in operands]
-    numbers = [x.known.value if isinstance(x.known, Number) else None for x in operands]
-    factor = 1.0
-    if name == "mul" and None in weights:
-        at = weights.index(None)
-        number = numbers[at]
-        if number is None:
-            return None
-        factor, weights = number, [weights[1 - at]]
-    elif name == "div" and numbers[1]:
-        factor, weights = 1 / numbers[1], weights[:1]
-    elif name == "neg":
-        factor = -1.0
-    elif name in ("add", "add_any", "sub"):
-        # A sum of 0: the updates of a skip.
-        weights = [() if n == 0 else w for n, w in zip(numbers, weights, strict=True)]
-    elif name not in UNCHANGED and name != "convert_element_type":
-        return None
-    total: dict[int, float] = {}
-    for place, part in enumerate(weights):
-        if part is None:
-            return None
-        sign = -1.0 if name == "sub" and place else 1.0
-        for i, weight in part:
-            total[i] = total.get(i, 0.0) + sign * factor * weight
-    return tuple(sorted(total.items()))
-
-
-def _degree_of_product(degrees: Sequence[Degree]) -> Degree:
-    for kind in (AnyDegree, Mixed, Unknown):
-        for degree in degrees:
-            if isinstance(degree, kind):
-                return degree
-    total: dict[Any, Fraction] = {}
-    for degree in degrees:
-        for symbol, power in degree if isinstance(degree, tuple) else ():
-            total[symbol] = total.get(symbol, Fraction()) + power
-    return tuple(sorted(((s, p) for s, p in total.items() if p), key=repr))
-
-
-def _degree_of_power(site: Site, degree: Degree, exponent: Any) -> Degree:
-    if not isinstance(degree, tuple) or degree == ZERO:
-        return degree
-    if not math.isfinite(exponent):
-        return Unknown(site)
-    # Of 1/3 as a float, the fraction: roots add up exactly.
-    by = Fraction(exponent).limit_denominator(1000)
-    return tuple((symbol, power * by) for symbol, power in degree if by)
-
-
-def _number_in(value: Any) -> Number | None:
-    """The number that all elements equal, if they do."""
-    # Numbers in a program are of JAX's own types in some versions.
-    dtype = getattr(value, "dtype", None)
-    if dtype is None:
-        if not isinstance(value, bool | int | float):
-            return None
-        dtype = jnp.result_type(value)
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return None
-    # A larger constant is data, and costs time to compare.
-    if np.size(value) != 1 and not (0 < np.size(value) <= 2**16):
-        return None
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        return None
-    flat = np.asarray(value).ravel()
-    if flat.size > 1 and np.any(flat != flat[0]):
-        return None
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return Number(0.0) if flat[0] == 0 else None
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return Number(float(flat[0]))
-    return Number(flat[0].item())
-
-
-_FOLDS: dict[str, Callable[..., Any]] = {
-    "not": np.invert,
-    "neg": np.negative,
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "max": np.maximum,
-    "min": np.minimum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
-    "is_finite": np.isfinite,
-}
-
-
-def _folded(equation: Any, known: Sequence[Any]) -> Number | None:
-    """The number that an operation gives for numbers, with their dtypes' overflow."""
-    fold = _FOLDS.get(equation.primitive.name)
-    if fold is None or not all(isinstance(x, Number) for x in known):
-        return None
-    with np.errstate(all="ignore"):
-        pairs = zip(known, equation.invars, strict=True)
-        operands = [np.asarray(x.value).astype(atom.aval.dtype) for x, atom in pairs]
-        return _number_in(np.asarray(fold(*operands)))
-
-
-def _without_neutral(name: str, known: Sequence[Any]) -> Any:
-    """The other operand if one is neutral: x * 1, x / 1, x + (-0.0), x - 0.0."""
-
-    def is_neutral(x: Any, place: int) -> bool:
-        if not isinstance(x, Number):
-            return False
-        if name in ("mul", "div"):
-            return x.value == 1 and (place == 1 or name == "mul")
-        if x.value != 0 or (name == "sub" and place == 0):
-            return False
-        is_negative = math.copysign(1, x.value) < 0
-        return isinstance(x.value, int) or is_negative == (name != "sub")
-
-    first, second = known
-    if isinstance(first, Same) and is_neutral(second, 1):
-        return first
-    if isinstance(second, Same) and is_neutral(first, 0):
-        return second
-    return None
 
 
 def _with_history(
@@ -802,21 +454,3 @@ def _says_the_same(one: AbstractValue, other: AbstractValue) -> bool:
             (getattr(one, x) is None) == (getattr(other, x) is None) for x in _SITES
         )
     )
-
-
-@functools.cache
-def _is_exact(old: Any, new: Any) -> bool:
-    """Whether a cast keeps every number."""
-    if old == new:
-        return True
-    if jnp.issubdtype(old, jax.dtypes.extended) or jnp.issubdtype(
-        new, jax.dtypes.extended
-    ):
-        return False
-    if jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating):
-        a, b = jnp.finfo(old), jnp.finfo(new)
-        return a.nmant <= b.nmant and a.maxexp <= b.maxexp and a.minexp >= b.minexp
-    if jnp.issubdtype(old, jnp.integer) and jnp.issubdtype(new, jnp.integer):
-        a, b = jnp.iinfo(old), jnp.iinfo(new)
-        return int(a.min) >= int(b.min) and int(a.max) <= int(b.max)
-    return False

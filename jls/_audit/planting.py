@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jls._audit.flow import AbstractValue
 from jls._audit.runs import Runner
+from jls._audit.values import AbstractValue
 from jls._program.replay import Seen, replay
 from jls._program.walk import Site
 

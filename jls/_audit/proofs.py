@@ -8,9 +8,10 @@ import numpy as np
 
 from jls._audit.codes import Code
 from jls._audit.findings import Findings
-from jls._audit.flow import ANY, ZERO, AbstractValue, Mixed, Unknown, UpdateCall
+from jls._audit.flow import UpdateCall
 from jls._audit.leaves import is_fp8
 from jls._audit.runs import Runner
+from jls._audit.values import ANY, ZERO, AbstractValue, Mixed, Unknown
 from jls._program.places import Place, place_of
 from jls._program.walk import Site
 from jls._trace.scales import Scale, is_switched_off

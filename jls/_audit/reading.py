@@ -12,7 +12,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jls._audit.flow import AbstractValue, Flow, Same, UpdateCall
+from jls._audit.flow import Flow, UpdateCall
+from jls._audit.values import AbstractValue, Same
 from jls._mistakes import eager_steps_allowed
 from jls._program.jaxprs import opened
 from jls._program.walk import walk

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls._audit.carried import Carried, Named, match
-from jls._audit.flow import AbstractValue
 from jls._audit.leaves import as_numbers, as_numpy, own_leaves, same
 from jls._audit.reading import Reading
+from jls._audit.values import AbstractValue
 from jls._mistakes import eager_steps_allowed
 from jls._placement import place_like
 from jls._trace.arguments import Arguments, Item, items_of
