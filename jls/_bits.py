@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from jls._tree import widen
 
@@ -34,7 +35,7 @@ class Boundaries(NamedTuple):
     overflow: Boundary  # above it, inf, or NaN where there is no inf
 
 
-def rounding_boundaries(dtype: Any) -> Boundaries:
+def rounding_boundaries(dtype: DTypeLike) -> Boundaries:
     """The boundaries of `dtype`, or an error that says what it should have been."""
     rule = (
         "dtype must be a floating-point dtype of 8 to 32 bits with a sign, such as "

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jls import _validate
 from jls._nnx import is_variable, read_variables, unbox
@@ -88,7 +89,11 @@ RENAMED: dict[type, dict[str, tuple[tuple[str, ...], Callable[..., Any]]]] = {
 }
 
 
-def wrap_state(optimizer: Any, inner_state: Any, params: Any) -> LossScaledState:
+def wrap_state(
+    optimizer: optax.GradientTransformation,
+    inner_state: optax.OptState,
+    params: optax.Params,
+) -> LossScaledState:
     """Returns the state with which a run that had no jls continues with it.
 
     Moments, schedule counts and accumulators are those of `inner_state`; loss scale and
@@ -126,7 +131,7 @@ def wrap_state(optimizer: Any, inner_state: Any, params: Any) -> LossScaledState
             "e.g. in an optax.chain, call this with that part alone, and put the "
             "result in its place."
         )
-    state = optimizer.init(params)
+    state: Any = optimizer.init(params)
     _check_alike(inner_state, state.inner_state, ())
     placed = jax.tree.map(_move, inner_state, state.inner_state)
     owned = own_buffers(placed, (inner_state, params))

@@ -44,7 +44,7 @@ class ParamsEmaState(NamedTuple):
     # Steps averaged. The name is that of optax's counts, and of a method of tuples.
     count: Array  # i32[]  # pyright: ignore[reportIncompatibleMethodOverride]
     weight: Array  # f32[]  in [0, 1], of the average so far against an empty start
-    ema: Any  # like the parameters, in at least float32
+    ema: optax.Params  # like the parameters, in at least float32
 
 
 def params_ema(
@@ -102,7 +102,7 @@ def params_ema(
         decay = _validate.number("decay", decay, "in [0, 1)", 0.0, just_below)
     debias = _validate.flag("debias", debias)
 
-    def init(params):
+    def init(params: optax.Params) -> ParamsEmaState:
         return ParamsEmaState(
             count=jnp.zeros((), jnp.int32),
             weight=jnp.full((), 0.0 if debias else 1.0, jnp.float32),
@@ -150,7 +150,7 @@ _SEEN = contextvars.ContextVar("_SEEN", default=None)
 
 
 def warn_if_not_last(
-    inner: optax.GradientTransformation, state: Any, params: Any
+    inner: optax.GradientTransformation, state: optax.OptState, params: optax.Params
 ) -> None:
     """Warns if an average is before something that changes the updates once more.
 
@@ -194,7 +194,7 @@ def _is_followed(state: Any) -> bool:
 
 
 def _sees_what_is_applied(
-    inner: optax.GradientTransformation, state: Any, params: Any
+    inner: optax.GradientTransformation, state: optax.OptState, params: optax.Params
 ) -> bool:
     """Whether the averages see the very updates that come out, as beside a recorder."""
     is_same = False

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
@@ -35,7 +36,7 @@ def own_buffers(tree: Any, foreign: Any) -> Any:
     return jax.tree.map(own, tree)
 
 
-def place_scalars(state: Any, params: Any) -> Any:
+def place_scalars(state: Any, params: optax.Params) -> Any:
     """`state` with its scalars and flags on the devices of `params`.
 
     A scalar left where JAX puts it would come back from the first step with the
@@ -46,12 +47,14 @@ def place_scalars(state: Any, params: Any) -> Any:
     )
 
 
-def place_all(state: Any, params: Any) -> Any:
+def place_all(state: Any, params: optax.Params) -> Any:
     """The same with all of its arrays, of which every device has the whole."""
     return _place_on_devices(state, params, lambda leaf: True)
 
 
-def _place_on_devices(state: Any, params: Any, belongs: Callable[[Array], bool]) -> Any:
+def _place_on_devices(
+    state: Any, params: optax.Params, belongs: Callable[[Array], bool]
+) -> Any:
     shardings = [
         leaf.sharding
         for leaf in jax.tree.leaves(params)

@@ -2,6 +2,7 @@
 """Formats states, scalers, numbers and paths on one line."""
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,6 +47,24 @@ def an(name: str) -> str:
 def format_record(name: str, **fields: Any) -> str:
     """`name(field=value, ...)`."""
     return f"{name}({', '.join(f'{key}={value}' for key, value in fields.items())})"
+
+
+def wrapped(text: str, indent: str = "", initial: str = "") -> list[str]:
+    """The lines of a text in a terminal of 80 columns, with words kept whole.
+
+    Args:
+      text: words.
+      indent: of all lines but the first.
+      initial: what the first line begins with.
+    """
+    return textwrap.wrap(
+        text,
+        80,
+        initial_indent=initial,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def describe(value: Any) -> str:

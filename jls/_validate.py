@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from jls._bits import rounding_boundaries
 from jls._text import describe, path_name
@@ -122,7 +123,7 @@ def host_interval(name: str, value: Any, low: int = 1) -> int:
     return interval(name, value, low)
 
 
-def limit(headroom: Any, dtype: Any) -> Any:
+def limit(headroom: Any, dtype: DTypeLike) -> float:
     """The largest number of `dtype`, less `headroom` bits."""
     rounding_boundaries(dtype)  # or an error
     headroom = number("headroom", headroom, "from 0 to 126", 0.0, 126.0)

@@ -25,6 +25,7 @@ multiplies by the rounded reciprocal.
 """
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -61,9 +62,6 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
-
-
-_LOWEST, _HIGHEST = _validate.SMALLEST, _validate.LARGEST
 
 
 def torch(
@@ -105,8 +103,8 @@ def torch(
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
-        min_scale=_LOWEST,
-        max_scale=_HIGHEST,
+        min_scale=_validate.SMALLEST,
+        max_scale=_validate.LARGEST,
     )
 
 
@@ -237,12 +235,14 @@ def mindspore(scale_value: float, scale_factor: float, scale_window: int) -> Los
     """
     factor = _validate.raising_factor("scale_factor", scale_factor)
     return dynamic(
-        _validate.number("scale_value", scale_value, "from 1 to 2^126", 1.0, _HIGHEST),
+        _validate.number(
+            "scale_value", scale_value, "from 1 to 2^126", 1.0, _validate.LARGEST
+        ),
         growth_factor=factor,
         backoff_factor=1 / factor,
         growth_interval=_validate.interval("scale_window", scale_window),
         min_scale=1.0,
-        max_scale=_HIGHEST,
+        max_scale=_validate.LARGEST,
     )
 
 
@@ -283,7 +283,7 @@ def mindformers_adaptive(
       (20, 30, 40, 50, 100, 200, 500, 1000)
     """
     scale = _validate.number(
-        "loss_scale_value", loss_scale_value, "from 1 to 2^126", 1.0, _HIGHEST
+        "loss_scale_value", loss_scale_value, "from 1 to 2^126", 1.0, _validate.LARGEST
     )
     factor = _validate.raising_factor("scale_factor", scale_factor)
     window = _validate.host_interval("scale_window", scale_window)
@@ -309,7 +309,7 @@ def mindformers_adaptive(
         intervals=ladder,
         init_interval=window,
         min_scale=1.0,
-        max_scale=_HIGHEST,
+        max_scale=_validate.LARGEST,
     )
 
 
@@ -342,8 +342,8 @@ def keras(
         growth_interval=_validate.interval(
             "dynamic_growth_steps", dynamic_growth_steps
         ),
-        min_scale=_LOWEST,
-        max_scale=_HIGHEST,
+        min_scale=_validate.SMALLEST,
+        max_scale=_validate.LARGEST,
     )
 
 
@@ -382,7 +382,7 @@ def flax(
       >>> state.loss_scale, scaler.adjust(state, True).loss_scale
       (Array(65536., dtype=float32), Array(131072., dtype=float32))
     """
-    floor = _LOWEST if minimum_scale is None else minimum_scale
+    floor = _validate.SMALLEST if minimum_scale is None else minimum_scale
     checked = _validate.ascending(minimum_scale=floor, scale=scale)
     return dynamic(
         checked["scale"],
@@ -390,7 +390,7 @@ def flax(
         backoff_factor=backoff_factor,
         growth_interval=_validate.interval("growth_interval", growth_interval) + 1,
         min_scale=checked["minimum_scale"],
-        max_scale=_HIGHEST,
+        max_scale=_validate.LARGEST,
     )
 
 
@@ -451,7 +451,7 @@ def deepspeed(
         hysteresis=_validate.interval("delayed_shift", delayed_shift),
         refill=refill,
         min_scale=min_scale,
-        max_scale=_HIGHEST,
+        max_scale=_validate.LARGEST,
     )
     numbers = scaler.hyperparameters
     del numbers["refill"]
@@ -506,7 +506,7 @@ def megatron(
         growth_interval=growth_interval,
         hysteresis=hysteresis,
         min_scale=checked["min_scale"],
-        max_scale=_HIGHEST,
+        max_scale=_validate.LARGEST,
     )
 
 
@@ -550,8 +550,8 @@ def _paddle(
             "decr_every_n_nan_or_inf", decr_every_n_nan_or_inf
         ),
         consecutive=consecutive,
-        min_scale=_LOWEST,
-        max_scale=_HIGHEST,
+        min_scale=_validate.SMALLEST,
+        max_scale=_validate.LARGEST,
     )
 
 
@@ -695,7 +695,7 @@ def spike_limit(
 
 
 def _windowed(
-    judge: Any, window: Any, sigmas: Any, fewer: int = 0
+    judge: Callable[..., Any], window: int, sigmas: float, fewer: int = 0
 ) -> SpikePolicy[SpikeState]:
     """A policy whose warm-up is `fewer` values shorter than that of `jls.spikes`."""
     size = _spikes.check_window(window)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jls.check_step`: injects faults into a step and names the mistakes it finds."""
 
-import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +18,7 @@ from jls._audit.reading import Reading, Unread, try_to_trace
 from jls._audit.runs import Runner
 from jls._program.places import Place, short_path
 from jls._state import find, is_wrapper_state
+from jls._text import wrapped
 from jls._trace.arguments import Arguments, check_usable, take_apart, unbind
 from jls._trace.scales import Scale, scales_in
 from jls._trace.trace import Traced
@@ -28,7 +28,6 @@ CarriedArgs = Mapping[int | str, Iterable[str]] | Iterable[int | str] | None
 
 # Bounds the time for steps with many scales and arrays; others take ten runs or so.
 RUNS = 32
-_WIDTH = 80
 
 
 class StepCheck(NamedTuple):
@@ -86,8 +85,8 @@ class StepCheck(NamedTuple):
         for name, reason in self.not_tried.items():
             if name not in CODES:
                 rows.append(("", "not tried", f"{name}: {reason}"))
-        lines = textwrap.wrap(self._headline(), _WIDTH)
-        return "\n".join([*lines, *_table(rows), *map(_note, self.notes)])
+        notes = [line for note in self.notes for line in wrapped(note)]
+        return "\n".join([*wrapped(self._headline()), *_table(rows), *notes])
 
     def _headline(self) -> str:
         untried = [code for code in CODES if code in self.not_tried]
@@ -371,16 +370,5 @@ def _table(rows: list[tuple[str, str, str]]) -> list[str]:
     lines = []
     for code, verdict, text in rows:
         head = f"{code:<{width}} {verdict:<9} "
-        lines += textwrap.wrap(
-            text,
-            width=_WIDTH,
-            initial_indent=head,
-            subsequent_indent=" " * len(head),
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        lines += wrapped(text, indent=" " * len(head), initial=head)
     return lines
-
-
-def _note(note: str) -> str:
-    return textwrap.fill(note, _WIDTH, break_on_hyphens=False)

@@ -64,7 +64,7 @@ def advise(trail: Trail, birth: BirthRecord, is_backward: bool) -> str:
     assert isinstance(origin, OpResult)
     name = origin.site.equation.primitive.name
     if name in ("div", "rsqrt") and not is_backward:
-        return _divide_forward(birth) or _overflow(origin, birth)
+        return _for_forward_div(birth) or _overflow(origin, birth)
     known = _BY_OPERATION.get(name)
     return (known and known(trail, birth)) or _overflow(origin, birth)
 
@@ -100,7 +100,7 @@ def dtype_of(result: OpResult) -> Any:
     return result.site.equation.outvars[result.result].aval.dtype
 
 
-def _divide(trail: Trail, birth: BirthRecord) -> str:
+def _for_div(trail: Trail, birth: BirthRecord) -> str:
     if birth.range is None or birth.range.nearest > 0:
         return ""
     if birth.size.is_nan and "where" in _makers(trail, birth.operands[0], 4):
@@ -108,20 +108,20 @@ def _divide(trail: Trail, birth: BirthRecord) -> str:
     return SQRT if "sqrt" in _makers(trail, birth.operands[-1]) else DIVIDE
 
 
-def _log(trail: Trail, birth: BirthRecord) -> str:
+def _for_log(trail: Trail, birth: BirthRecord) -> str:
     if birth.range is None:
         return ""
     return LOG_NEGATIVE if birth.range.low < 0 and birth.size.is_nan else LOG_0
 
 
-def _root(trail: Trail, birth: BirthRecord) -> str:
+def _for_root(trail: Trail, birth: BirthRecord) -> str:
     if birth.range is None:
         return ""
     return ROOT_NEGATIVE if birth.size.is_nan else SQRT
 
 
-def _divide_forward(birth: BirthRecord) -> str:
-    """As `_divide`, but not in a derivative: no square root is to blame."""
+def _for_forward_div(birth: BirthRecord) -> str:
+    """As `_for_div`, but not in a derivative: no square root is to blame."""
     if birth.range is None:
         return ""
     if birth.range.nearest == 0:
@@ -129,7 +129,7 @@ def _divide_forward(birth: BirthRecord) -> str:
     return ROOT_NEGATIVE if birth.range.low < 0 and birth.size.is_nan else ""
 
 
-def _power(trail: Trail, birth: BirthRecord) -> str:
+def _for_power(trail: Trail, birth: BirthRecord) -> str:
     if birth.range is None:
         return ""
     if birth.size.is_nan:
@@ -137,7 +137,7 @@ def _power(trail: Trail, birth: BirthRecord) -> str:
     return POWER if birth.range.nearest == 0 else ""
 
 
-def _exp(trail: Trail, birth: BirthRecord) -> str:
+def _for_exp(trail: Trail, birth: BirthRecord) -> str:
     assert isinstance(birth.origin, OpResult)
     largest = float(jnp.finfo(dtype_of(birth.origin)).max)
     name = birth.origin.site.equation.primitive.name
@@ -145,12 +145,12 @@ def _exp(trail: Trail, birth: BirthRecord) -> str:
     return EXP.format(name=name, largest=largest, limit=math.log(largest) / base)
 
 
-def _subtract(trail: Trail, birth: BirthRecord) -> str:
+def _for_sub(trail: Trail, birth: BirthRecord) -> str:
     is_pair = len(birth.operands) == 2 and all(map(trail.is_bad, birth.operands))
     return SOFTMAX if birth.size.is_nan and is_pair else ""
 
 
-def _multiply(trail: Trail, birth: BirthRecord) -> str:
+def _for_mul(trail: Trail, birth: BirthRecord) -> str:
     """0 * inf where the 0 is from the other branch of a `where`."""
     if not birth.size.is_nan:
         return ""
@@ -171,22 +171,22 @@ def _makers(trail: Trail, value: Value, depth: int = 2) -> set[str]:
     return names
 
 
-def _cholesky(trail: Trail, birth: BirthRecord) -> str:
+def _for_cholesky(trail: Trail, birth: BirthRecord) -> str:
     return NOT_POSITIVE if birth.size.is_nan else ""
 
 
 _BY_OPERATION: dict[str, Callable[[Trail, BirthRecord], str]] = {
-    "cholesky": _cholesky,
-    "div": _divide,
-    "log": _log,
-    "log1p": _log,
-    "sqrt": _root,
-    "rsqrt": _root,
-    "pow": _power,
-    "integer_pow": _power,
-    "exp": _exp,
-    "exp2": _exp,
-    "expm1": _exp,
-    "sub": _subtract,
-    "mul": _multiply,
+    "cholesky": _for_cholesky,
+    "div": _for_div,
+    "log": _for_log,
+    "log1p": _for_log,
+    "sqrt": _for_root,
+    "rsqrt": _for_root,
+    "pow": _for_power,
+    "integer_pow": _for_power,
+    "exp": _for_exp,
+    "exp2": _for_exp,
+    "expm1": _for_exp,
+    "sub": _for_sub,
+    "mul": _for_mul,
 }

@@ -19,7 +19,7 @@ from jls._origin.twin import (
     holds_inf,
     narrow_after,
 )
-from jls._origin.why import Bad, Case, settings
+from jls._origin.why import LOWEST_EXPONENT, Bad, Case, settings
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import is_narrow_atom
 from jls._program.places import Place, is_transposed, place_of
@@ -29,9 +29,7 @@ from jls._trace.scales import is_switched_off
 from jls._trace.wrappers import scalers_in
 
 _CAST = "convert_element_type"
-# The powers of two among which the ceiling is searched: from the smallest float16 to
-# the largest scale that jls takes.
-_LOWEST, _HIGHEST = -24, 126
+_HIGHEST_EXPONENT = 126  # of the largest loss scale that jls takes
 
 
 def calibrate(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Calibration:
@@ -116,7 +114,7 @@ class _Search:
     def result(self) -> Calibration:
         if not self.narrow:
             return Calibration(1.0, notes=(self._why_none(),))
-        if not self._is_finite(_LOWEST):
+        if not self._is_finite(LOWEST_EXPONENT):
             raise self._never_finite()
         following = self._following()
         if following is None:
@@ -162,7 +160,7 @@ class _Search:
 
     def _ceiling(self) -> float | None:
         """The largest power of two that is finite; None if all are."""
-        low, high = _LOWEST, _HIGHEST
+        low, high = LOWEST_EXPONENT, _HIGHEST_EXPONENT
         if self._is_finite(high):
             return None
         while high - low > 1:
@@ -334,12 +332,13 @@ class _Search:
         )
 
     def _never_finite(self) -> ValueError:
-        trail = self._run(2.0**_LOWEST)
+        lowest = 2.0**LOWEST_EXPONENT
+        trail = self._run(lowest)
         found = self.case.explain(trail, self.case.bad_roots(trail), None)
         text = str(found).removeprefix("jls.why: ")
         return ValueError(
             "step must be finite at some loss scale, got one that is not at any down "
-            f"to {scale_in_words(2.0**_LOWEST)}, so no scale mends it. {text}\n\n"
+            f"to {scale_in_words(lowest)}, so no scale mends it. {text}\n\n"
             "More: print(jls.why(step, ...)) with the same arguments."
         )
 

@@ -4,10 +4,10 @@
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from jls._origin.result import place_in_lines, place_in_words, wrapped
+from jls._origin.result import place_in_lines, place_in_words
 from jls._origin.twin import Cotangent
 from jls._program.places import Place
-from jls._text import scale_in_words
+from jls._text import scale_in_words, wrapped
 
 _MAX_PLACES = 5  # places in one list of the text
 _MIN_SHARE = 0.01  # of gradients that vanish: a smaller share is no reason to act

@@ -19,7 +19,7 @@ from jax import Array, lax
 
 from jls._origin.measure import ends
 from jls._program.frames import Frame, Variable, behind
-from jls._program.jaxprs import is_inexact_atom, is_literal
+from jls._program.jaxprs import Program, is_inexact_atom, is_literal
 from jls._program.replay import TAKEN, ZERO_KEY, Records, Seen, replay
 from jls._program.rules import UNCHANGED
 from jls._program.walk import Site
@@ -77,7 +77,9 @@ class RecordedProgram:
 
     WIDE = False  # whether narrow dtypes are replaced by float32
 
-    def __init__(self, program: Any, root: Frame, roots: Iterable[Variable]) -> None:
+    def __init__(
+        self, program: Program, root: Frame, roots: Iterable[Variable]
+    ) -> None:
         self._program = program
         seen = behind(roots)
         self._read = [(root, x) in seen for x in root.jaxpr.invars]

@@ -3,15 +3,14 @@
 
 import linecache
 import math
-import textwrap
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 
 from jls._program.places import Place, line_of_cell, short_path
+from jls._text import wrapped
 
-_WIDTH = 80
 _OTHERS = 5  # births beside the first in the text
 
 ARGUMENT, CONSTANT = "argument", "constant"
@@ -164,13 +163,3 @@ def _kind_in_words(birth: Birth) -> str:
 
 def _format_value(value: float) -> str:
     return "NaN" if math.isnan(value) else f"{value:.4g}"
-
-
-def wrapped(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

@@ -19,7 +19,7 @@ from jax import Array
 
 from jls._origin.record import RecordedProgram, as_large_as, ends_of
 from jls._program.frames import Frame, Variable, behind
-from jls._program.jaxprs import is_literal, is_narrow_atom
+from jls._program.jaxprs import Program, is_literal, is_narrow_atom
 from jls._program.places import Place, place_of
 from jls._program.replay import Rounds, Seen, floats_from_keys, key_of
 from jls._program.rules import CHOICES, MOVES
@@ -59,7 +59,7 @@ class Twin(RecordedProgram):
 
     def __init__(
         self,
-        program: Any,
+        program: Program,
         root: Frame,
         roots: Iterable[Variable],
         counted: Iterable[Variable],
@@ -148,7 +148,7 @@ class Elements(RecordedProgram):
     """
 
     def __init__(
-        self, program: Any, root: Frame, ends: Iterable[LostInf], wide: bool = False
+        self, program: Program, root: Frame, ends: Iterable[LostInf], wide: bool = False
     ) -> None:
         self._ends: dict[tuple[int, ...], list[LostInf]] = {}
         for end in ends:

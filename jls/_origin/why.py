@@ -29,7 +29,9 @@ from jls._trace.trace import ALL, READS, Traced, trace
 from jls._tree import is_array
 from jls._types import SkipReason
 
-_LOWEST = 2.0**-24  # the smallest float16: a lower scale that is cast to it is 0
+# Of the lowest loss scale that is tried, the smallest float16: a lower one, cast to
+# float16, is 0.
+LOWEST_EXPONENT = -24
 
 
 def why(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Why:
@@ -238,17 +240,15 @@ class Case:
         scale = max(float(np.max(self.leaves[i])) for i in at)
         if not 0 < scale < math.inf:
             return None, f"The loss scale is {scale}: no gradient can be finite"
-        worse, better = 0, max(1, math.ceil(math.log2(scale / _LOWEST)))
+        worse, better = 0, max(1, math.ceil(math.log2(scale)) - LOWEST_EXPONENT)
 
         def is_finite(halvings: int) -> bool:
             trail = self.run(2.0**-halvings, at=at)
             return not self.bad_roots(trail)
 
         if not is_finite(better):
-            return (
-                False,
-                f"No loss scale mends it: it is there at {scale_in_words(_LOWEST)} too",
-            )
+            lowest = scale_in_words(2.0**LOWEST_EXPONENT)
+            return False, f"No loss scale mends it: it is there at {lowest} too"
         while better - worse > 1:
             middle = (better + worse) // 2
             if is_finite(middle):

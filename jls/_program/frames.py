@@ -6,6 +6,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, Literal, NamedTuple
 
 from jls._program.jaxprs import (
+    Program,
     called_program,
     is_inexact_atom,
     is_literal,
@@ -36,7 +37,7 @@ class Frame:
 
     def __init__(
         self,
-        program: Any,
+        program: Program,
         parent: "Frame | None" = None,
         site: Site = ROOT,
         kind: Kind = "root",

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+Program = Jaxpr | ClosedJaxpr
 
 # Calls of one program with the operands of the equation, in their order.
 CALLS = frozenset(
@@ -29,7 +31,7 @@ class Opened(NamedTuple):
     consts: Sequence[Any]
 
 
-def opened(program: Any) -> Opened:
+def opened(program: Program) -> Opened:
     """A closed or an open jaxpr, taken apart."""
     return Opened(getattr(program, "jaxpr", program), getattr(program, "consts", ()))
 
@@ -69,7 +71,7 @@ def programs_in(equation: Any) -> list[Any]:
     return list(filter(is_program, values))
 
 
-def called_program(equation: Any) -> Any | None:
+def called_program(equation: Any) -> Program | None:
     """The program that an equation calls with its operands; None if it does more."""
     if equation.primitive.name not in CALLS:
         return None

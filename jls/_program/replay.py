@@ -24,6 +24,7 @@ from jax import Array, lax
 
 from jls._program.alone import run_alone, run_wide, widened
 from jls._program.jaxprs import (
+    Program,
     called_program,
     is_literal,
     manual_axes,
@@ -93,7 +94,7 @@ Watch = Callable[[Site, Sequence[Any], Sequence[Any]], Seen]
 
 
 def replay(
-    program: Any,
+    program: Program,
     operands: Sequence[Any],
     watch: Watch,
     site: Site = ROOT,
@@ -125,7 +126,7 @@ class _Replay:
         self._varying = varying  # the axes of shard_map that JAX keeps track of
 
     def run(
-        self, program: Any, operands: Sequence[Any], site: Site
+        self, program: Program, operands: Sequence[Any], site: Site
     ) -> tuple[list[Any], Records]:
         jaxpr, consts = opened(program)
         known = widened if self._wide else _unchanged
@@ -290,12 +291,13 @@ class _Replay:
         return self._see(beside, (), [jnp.float32(jnp.inf)])[1]
 
     def _branch(
-        self, program: Any, site: Site, *operands: Any
+        self, program: Program, site: Site, *operands: Any
     ) -> tuple[list[Any], Records]:
         return self.run(program, operands, site)
 
     def _shard_map(self, site: Site, inputs: list[Any]) -> tuple[list[Any], Records]:
         params, program = site.equation.params, called_program(site.equation)
+        assert program is not None
         axes = manual_axes(site.equation)
         varying = axes if params["check_vma"] else frozenset[str]()
         inside = _Replay(self._watch, self._wide, varying)

@@ -13,7 +13,7 @@ results, from the facts about its operands. The walk handles control flow:
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from jls._program.jaxprs import called_program, is_literal, opened, scan_counts
+from jls._program.jaxprs import Program, called_program, is_literal, opened, scan_counts
 
 V = TypeVar("V")
 
@@ -76,7 +76,7 @@ class Question(Protocol[V]):
 
 
 def walk(
-    program: Any, operands: Sequence[V], question: Question[V], site: Site = ROOT
+    program: Program, operands: Sequence[V], question: Question[V], site: Site = ROOT
 ) -> list[V]:
     """The facts about the results of a program, from those about its operands.
 

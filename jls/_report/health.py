@@ -2,14 +2,15 @@
 """`jls.health`: a verdict on a run from its counters, in words."""
 
 import itertools
-import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
+from jax.typing import DTypeLike
 
 from jls import _validate
 from jls._bits import rounding_boundaries
@@ -38,7 +39,7 @@ from jls._state import (
     refuse_around,
 )
 from jls._step import Reached, reach_wrappers, wrapper_of
-from jls._text import an
+from jls._text import an, wrapped
 from jls._train_state import (
     FP8,
     is_train_state,
@@ -86,8 +87,7 @@ class Health(NamedTuple):
 
     def __str__(self) -> str:
         """Verdict and sentence, in lines of at most 80 columns."""
-        text = f"{self.verdict}: {self.sentence}"
-        return textwrap.fill(text, 80, break_long_words=False, break_on_hyphens=False)
+        return "\n".join(wrapped(f"{self.verdict}: {self.sentence}"))
 
 
 class UnhealthyError(RuntimeError):
@@ -107,12 +107,12 @@ def health(
     state: Any,
     params: Any = None,
     *,
-    grads: Any = None,
+    grads: optax.Updates | None = None,
     optimizer: Any = None,
     carried: Any = None,
     max_consecutive_skips: int = 50,
     max_small: float = 0.1,
-    dtype: Any = jnp.float16,
+    dtype: DTypeLike = jnp.float16,
     raise_if: Iterable[Verdict] = (),
     warn_if: Iterable[Verdict] = (),
 ) -> Health:

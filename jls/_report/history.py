@@ -2,12 +2,13 @@
 """A record of a run on the host: append the metrics of a step, then read and plot."""
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from jls._report.record import (
     Columns,
@@ -20,6 +21,7 @@ from jls._report.record import (
     spike_counts,
 )
 from jls._text import format_scale
+from jls._types import StepReport
 
 
 class History:
@@ -49,7 +51,14 @@ class History:
     def __init__(self) -> None:
         self._columns: dict[str, list[Scalar | None]] = {"step": []}
 
-    def append(self, metrics: Any, /, *, step: Any = None, **more: Any) -> None:
+    def append(
+        self,
+        metrics: Mapping[str, Any] | StepReport,
+        /,
+        *,
+        step: ArrayLike | None = None,
+        **more: Any,
+    ) -> None:
         """Appends a step, or the steps that `jax.lax.scan` stacked.
 
         One transfer from the device for all values, which waits for the step: in a fast
@@ -314,12 +323,12 @@ def _opened(file: str | Path | TextIO, mode: str) -> Any:
     return nullcontext(file)
 
 
-_WORDS: dict[str, bool | None] = {"": None, "True": True, "False": False}
+_CELLS: dict[str, bool | None] = {"": None, "True": True, "False": False}
 
 
 def _parsed(name: str, text: str) -> Scalar | None:
-    if text in _WORDS:
-        return _WORDS[text]
+    if text in _CELLS:
+        return _CELLS[text]
     for kind in (int, float):
         try:
             return kind(text)

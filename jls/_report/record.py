@@ -73,7 +73,9 @@ def _flatten_report(report: StepReport) -> dict[str, Any]:
     return flat
 
 
-def flatten_metrics(metrics: Any, more: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_metrics(
+    metrics: Mapping[str, Any] | StepReport, more: Mapping[str, Any]
+) -> dict[str, Any]:
     """The given values by name, "a/b" for those in nested dicts; None is left out."""
     if isinstance(metrics, StepReport):
         metrics = {**metrics._asdict(), "aux": None, **_numbers_in_aux(metrics)}

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array, lax
 from jax.export import is_symbolic_dim
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jls import _validate
 from jls._bits import (
@@ -61,9 +63,9 @@ class Underflow(NamedTuple):
 
 def underflow(
     state: Any,
-    grads: Any,
+    grads: optax.Updates,
     *,
-    dtype: Any = jnp.float16,
+    dtype: DTypeLike = jnp.float16,
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
 ) -> Underflow:
@@ -134,7 +136,9 @@ def underflow(
     return Underflow(scales, total, dict(zip(paths, shares, strict=True)), histogram)
 
 
-def measure_small(state: Any, grads: Any, dtype: Any) -> dict[str, Array]:
+def measure_small(
+    state: Any, grads: optax.Updates, dtype: DTypeLike
+) -> dict[str, Array]:
     """Whether `grads` are too small for the loss scale of `state`, in numbers.
 
     Returns:

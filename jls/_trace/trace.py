@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jls import _validate
-from jls._program.jaxprs import opened
+from jls._program.jaxprs import Program, opened
 from jls._trace.arguments import Arguments, Item, items_of
 from jls._tree import is_array
 
@@ -26,7 +26,7 @@ _MANY = 64
 class Traced(NamedTuple):
     """The program of a function."""
 
-    program: Any
+    program: Program
     inputs: list[int]  # the index of the leaf for each input
     outputs: list[Item]  # its results; arrays as shapes and dtypes
     objects: list[Item]  # the leaves of its NNX arguments afterwards, likewise
