@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jls.health`: a verdict on a run from its counters, in words."""
 
-import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
 from jax.typing import DTypeLike
 
 from jls import _validate
 from jls._bits import rounding_boundaries
 from jls._nnx import is_model, is_optimizer, split_model
-from jls._reduce import any_nan, count_true, finite_leaves
+from jls._report.poison import find_poison, flag_leaves
 from jls._report.underflow import measure_small
 from jls._report.verdict import (
-    COMING_DOWN,
     UNKNOWN,
     VERDICTS,
     Facts,
@@ -47,7 +44,7 @@ from jls._train_state import (
     optimizer_in,
     pytree_fields,
 )
-from jls._tree import is_narrow, named_floats, widen
+from jls._tree import is_narrow, named_floats
 from jls._types import (
     SIGNALS,
     JlsWarning,
@@ -231,11 +228,11 @@ def health(
     reached = _wrapper_in(optimizer, state, params, wrapper)
     scaler = reached.wrapper.scaler if reached else None
 
-    watched = _watch(params, wrapper.inner_state, others)
+    flagged = flag_leaves(params, wrapper.inner_state, others)
     on_device = {
         "metrics": metrics(wrapper),
         "leaves": wrapper.nonfinite_leaves,
-        "bad": {tree: leaves.flags for tree, leaves in watched.items()},
+        "bad": {tree: leaves.flags for tree, leaves in flagged.items()},
         "small": {} if grads is None else measure_small(wrapper, grads, dtype),
         "policy": _observe_spikes(wrapper.spike_state),
     }
@@ -244,10 +241,10 @@ def health(
         seen[name] for name in ("metrics", "leaves", "small", "policy")
     )
     counts["last_skip_reason"] = _reason(counts["last_skip_reason"])
-    bad = {tree: _count_bad(x, seen["bad"][tree]) for tree, x in watched.items()}
-    found = _separate_masks(bad, counts["steps"], counts["consecutive_skips"])
+    steps, in_a_row = counts["steps"], counts["consecutive_skips"]
+    poison = find_poison(flagged, seen["bad"], steps, in_a_row)
     known = _describe_scale(scaler, wrapper, counts["loss_scale"])
-    known |= {"poisoned_leaves": found.poisoned_leaves, "masks": found.masks}
+    known |= {"poisoned_leaves": poison.leaves, "masks": poison.masks}
     unnamed = None
     if params is not None:
         names = reached.names if reached else named_floats(params)[0]
@@ -263,7 +260,7 @@ def health(
         metrics=counts,
         all_leaves_nonfinite=all(flags),
         unnamed_leaves=unnamed,
-        is_doubted=found.is_doubted,
+        is_doubted=poison.is_doubted,
         saw_params=params is not None or bool(fields),
         is_train_state=held is not None or bool(fields),
         is_nnx=is_nnx,
@@ -273,7 +270,7 @@ def health(
         scaler=_describe_scaler(reached, params),
         **known,
     )
-    known["poisoned"] = facts.poisoned if watched else None
+    known["poisoned"] = facts.poisoned if flagged else None
     numbers = counts | known | small | policy
     result = Health(*diagnose(facts, Limits(limit, max_small)), numbers)
     if result.verdict in raise_if:
@@ -310,131 +307,6 @@ def _fields_of(state: Any) -> tuple[Any, dict[str, Any]]:
         if name not in known and not find(field, is_wrapper_state)
     }
     return fields.get(names.params) if names else others.pop("params", None), others
-
-
-# Poison.
-
-
-class _Watched(NamedTuple):
-    """The leaves of a tree, and which of them hold a NaN, or an inf unless they may."""
-
-    names: list[str]
-    leaves: list[Any]
-    flags: Array  # bool[n]
-
-
-def _watch(params: Any, inner_state: Any, carried: list[Any]) -> dict[str, _Watched]:
-    watched = {}
-    if params is not None:
-        # All optimizers of optax that keep an inf on purpose keep it in a scalar.
-        shapes = {jnp.shape(leaf) for leaf in named_floats(params)[1]} - {()}
-        watched["params"] = _flag([params], lambda _: False)
-        watched["opt_state"] = _flag(
-            [inner_state], lambda leaf: jnp.shape(leaf) not in shapes
-        )
-    if carried:
-        # A scalar may be the best loss so far, which starts at inf.
-        watched["carried"] = _flag(carried, lambda leaf: jnp.ndim(leaf) == 0)
-    return watched
-
-
-def _flag(trees: list[Any], may_be_inf: Callable[[Any], bool]) -> _Watched:
-    finite, others = [], []
-    for tree in trees:
-        for name, leaf in zip(*named_floats(tree), strict=True):
-            (others if may_be_inf(leaf) else finite).append((name, leaf))
-    flags = _nonfinite_flags([leaf for _, leaf in finite], [leaf for _, leaf in others])
-    names, leaves = ([pair[i] for pair in finite + others] for i in (0, 1))
-    return _Watched(names, leaves, flags)
-
-
-@jax.jit
-def _nonfinite_flags(leaves: list[Any], may_be_inf: list[Any]) -> Array:
-    """`bool[n]`, whether each holds a NaN, or an inf unless it may."""
-    is_nan = [any_nan([leaf]) for leaf in may_be_inf]
-    return jnp.concatenate([~finite_leaves(leaves), jnp.array(is_nan, jnp.bool_)])
-
-
-class _Bad(NamedTuple):
-    """A leaf that is flagged."""
-
-    name: str
-    size: int
-    others: int  # elements that are NaN or +inf
-    lows: int  # elements that are -inf
-
-
-def _count_bad(watched: _Watched, flags: list[bool]) -> list[_Bad]:
-    """Looks once more at the leaves that are flagged: in most runs there are none."""
-    flagged = [
-        (name, leaf)
-        for name, leaf, flag in zip(watched.names, watched.leaves, flags, strict=True)
-        if flag
-    ]
-    if not flagged:
-        return []
-    tallies = jax.device_get(_count_nonfinite([leaf for _, leaf in flagged])).tolist()
-    return [
-        _Bad(name, jnp.size(leaf), *(high << 32 | low for high, low in pair))
-        for (name, leaf), pair in zip(flagged, tallies, strict=True)
-    ]
-
-
-@jax.jit
-def _count_nonfinite(leaves: list[Any]) -> Array:
-    """Numbers of NaN and +inf, and of -inf: `u32[n, 2, 2]`, in base 2**32."""
-
-    def tally(leaf):
-        wide = widen(leaf)
-        if jnp.iscomplexobj(wide):
-            return count_true([~jnp.isfinite(wide), jnp.zeros_like(wide, jnp.bool_)])[0]
-        return count_true([jnp.isnan(wide) | (wide == jnp.inf), wide == -jnp.inf])[0]
-
-    return jnp.stack([tally(leaf) for leaf in leaves])
-
-
-class _Found(NamedTuple):
-    """Which leaves are poisoned, and which hold a mask."""
-
-    poisoned_leaves: dict[str, list[str]]  # by tree
-    masks: dict[str, int]  # elements that are -inf, by name
-    is_doubted: bool  # the poisoned leaves hold -inf alone
-
-
-def _separate_masks(
-    bad: dict[str, list[_Bad]], steps: int, consecutive_skips: int
-) -> _Found:
-    """Separates poisoned leaves from those whose -inf may be a mask.
-
-    A leaf is a mask if all of its non-finite elements are -inf, the moments are finite,
-    it has other elements too (or waits for its first step, as a maximum does that
-    starts at -inf), and steps are applied, which poison prevents: no more are skipped
-    in a row than a loss scale takes to come down. Averages of a mask, at its path in
-    the optimizer's state, are masks.
-    """
-    steps_go_on = consecutive_skips <= COMING_DOWN
-    has_good_moments = not any(leaf.others for leaf in bad.get("opt_state", []))
-    masks: dict[str, int] = {}
-
-    def is_mask(tree, leaf):
-        is_whole = leaf.lows == leaf.size > 1 and steps > 0
-        if leaf.others or is_whole or not (steps_go_on and has_good_moments):
-            return False
-        return tree != "opt_state" or any(_ends_with(leaf.name, x) for x in masks)
-
-    poisoned: dict[str, list[_Bad]] = {}
-    for tree, leaves in bad.items():
-        poisoned[tree] = [leaf for leaf in leaves if not is_mask(tree, leaf)]
-        if tree != "opt_state":
-            masks |= {x.name: x.lows for x in leaves if x not in poisoned[tree]}
-    names = {tree: [leaf.name for leaf in found] for tree, found in poisoned.items()}
-    found = list(itertools.chain(*poisoned.values()))
-    has_others = any(leaf.others for leaf in found)
-    return _Found(names, masks, bool(found) and not steps_go_on and not has_others)
-
-
-def _ends_with(name: str, param: str) -> bool:
-    return param in ("", name) or name.endswith(f"/{param}")
 
 
 # Spikes.
