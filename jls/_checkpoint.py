@@ -54,7 +54,7 @@ _COUNT_FIELDS = tuple(
 )
 _SCALES = _validate.SMALLEST, _validate.LARGEST
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
-# By field of a `SpikeState`: the numbers that a run can have there. What was judged may
+# By field of a `SpikeState`: the numbers that a run can have there. A judged value may
 # overflow float32; without a budget the tokens are inf.
 _SPIKES = {
     "seen": ("finite number", -_LARGEST_FLOAT, _LARGEST_FLOAT),
@@ -67,7 +67,7 @@ _SPIKES = {
 
 
 def _stacked(*numbers: Any) -> np.ndarray:
-    """Fields of one signal each, as one over the signals."""
+    """The fields of single signals as one field, with a last axis of signals."""
     return np.stack([np.asarray(number) for number in numbers], axis=-1)
 
 
@@ -352,7 +352,7 @@ def _was_static(saved: Any, parts: dict[str, Any]) -> bool:
 
 
 def _without_empty_flags(parts: dict[str, Any]) -> dict[str, Any]:
-    """0.1.0 had no flag where there was no parameter; now there is always one."""
+    """`parts` without the flags of 0.1.0 that are empty; now there is always one."""
     flags = unbox(parts.get("nonfinite_leaves"))
     is_empty = is_array(flags) and np.size(flags) == 0
     names = [name for name in parts if not (is_empty and name == "nonfinite_leaves")]
@@ -512,7 +512,7 @@ def _number_as_array(number: Any, dtype: Any, path: tuple[str, ...]) -> np.ndarr
         ) from None
 
 
-# One level of a tree by name, for walks that have to say where they are.
+# One level of a tree by name, for walks that name the path in their errors.
 
 
 def branches(node: Any) -> tuple[dict[str, Any], Any]:

@@ -144,7 +144,7 @@ def params_ema(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-# The updates that averages saw since someone asked; see `warn_if_not_last`.
+# The updates that averages see while `warn_if_not_last` looks.
 _SEEN: contextvars.ContextVar[list[Any] | None]
 _SEEN = contextvars.ContextVar("_SEEN", default=None)
 
@@ -152,7 +152,7 @@ _SEEN = contextvars.ContextVar("_SEEN", default=None)
 def warn_if_not_last(
     inner: optax.GradientTransformation, state: optax.OptState, params: optax.Params
 ) -> None:
-    """Warns if an average is before something that changes the updates once more.
+    """Warns if an average comes before a transformation that changes the updates.
 
     Args:
       inner: the transformation inside a wrapper.

@@ -48,7 +48,7 @@ def place_scalars(state: Any, params: optax.Params) -> Any:
 
 
 def place_all(state: Any, params: optax.Params) -> Any:
-    """The same with all of its arrays, of which every device has the whole."""
+    """`state` with all of its arrays on the devices of `params`, replicated."""
     return _place_on_devices(state, params, lambda leaf: True)
 
 

@@ -171,7 +171,7 @@ def concrete(name: str, tree: Any, inside: str = "") -> None:
 
 
 def not_donated(name: str, tree: Any) -> None:
-    """Raises if an array of `tree` is gone."""
+    """Raises if an array of `tree` was donated."""
     for leaf in jax.tree.leaves(tree):
         is_known = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
         if is_known and leaf.is_deleted():

@@ -24,7 +24,7 @@ from jls._wrapper import loss_scaled
 # A 16-bit matrix product has to be this much faster to be worth its lost precision.
 WORTH_IT = 1.3
 
-# How many measurements a median is of. In each, everything takes its turn.
+# The number of rounds of measurements. In each, everything takes its turn.
 TURNS = 7
 
 # bfloat16 may be this much slower than float16, since it needs no loss scale.

@@ -125,7 +125,7 @@ class Twin(RecordedProgram):
 
 
 class LostInf(NamedTuple):
-    """A result of an operation in which an inf of an operand may end."""
+    """A result that may be finite though an operand is inf."""
 
     frame: Frame
     number: int  # of the operation
@@ -169,7 +169,7 @@ class Elements(RecordedProgram):
         return Seen(results, key_of(jnp.concatenate(flat)))
 
     def are_lost(self, end: LostInf, narrow: Any, wide: Any) -> bool:
-        """Whether an inf ends there in a number that float32 does not give.
+        """Whether an inf becomes a finite number there, and not that of float32.
 
         Args:
           end: one of the operations.

@@ -104,7 +104,7 @@ class Bad(NamedTuple):
 
 
 class Case:
-    """A function, its arguments, and what runs of it have shown."""
+    """A function and its arguments, with the runs of its program."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Case:
         )
 
     def _results(self) -> dict[Variable, str]:
-        """The results to look at, by name: those that are no mere argument."""
+        """The results to check, by name, without arguments returned as they are."""
         items = [*self.traced.outputs, *self.traced.objects]
         items = [x for x in items if isinstance(x.value, _RESULTS)]
         outvars = self.root.jaxpr.outvars
@@ -392,7 +392,7 @@ class Case:
     def _names_of(
         self, variables: Sequence[Variable], scale: Scale | None
     ) -> list[str]:
-        """The parameters of the shapes of these gradients, [] if that is not clear."""
+        """The parameters with the shapes of these gradients; [] if that is unclear."""
         shapes = [atom.aval.shape for _, atom in variables]
         states = [x.root for x in self.scales.values()]
         items = [

@@ -59,7 +59,7 @@ class Frame:
 
     @property
     def has_lanes(self) -> bool:
-        """Whether it is the body of a while loop that `vmap` made of several."""
+        """Whether it is the body of a batched while loop, whose lanes end apart."""
         if self.kind != "while":
             return False
         cond, _ = opened(self.caller.params["cond_jaxpr"])
@@ -98,7 +98,7 @@ class Frame:
                 yield Frame(program, self, site, "call")
 
     def all(self) -> "Iterator[Frame]":
-        """This frame, and all in it."""
+        """This frame, and all frames below it."""
         yield self
         for number in range(len(self.jaxpr.eqns)):
             for child in self.called(number):

@@ -154,7 +154,7 @@ def _scopes(equation: Any) -> tuple[str, ...]:
 
 @functools.lru_cache(4096)
 def _split_stack(stack: str) -> tuple[str, ...]:
-    """A stack of names at each "/" that is in no brackets."""
+    """The parts of a stack of names, split at each "/" outside of parentheses."""
     parts, depth = [""], 0
     for letter in stack:
         depth += (letter == "(") - (letter == ")")

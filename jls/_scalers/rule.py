@@ -36,7 +36,7 @@ def make(
     max_scale: Any,
     **others: Any,
 ) -> LossScaler[StateT]:
-    """Returns a scaler of the arguments that users gave, or an error of the first bad.
+    """Returns a scaler from the users' arguments, or raises for the first bad one.
 
     Args:
       init: takes `init_scale`, the first loss scale.
