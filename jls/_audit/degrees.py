@@ -9,13 +9,13 @@ from typing import Any
 from jls._audit.values import (
     ANY,
     ZERO,
-    AbstractValue,
     AnyDegree,
     Degree,
     Mixed,
     Number,
     Powers,
     Unknown,
+    Value,
 )
 from jls._program.rules import (
     BOUNDED,
@@ -30,10 +30,7 @@ from jls._program.walk import Site
 
 
 def degree_of(
-    site: Site,
-    operands: Sequence[AbstractValue],
-    data: list[AbstractValue],
-    has_data: bool,
+    site: Site, operands: Sequence[Value], data: list[Value], has_data: bool
 ) -> Degree:
     """The degree of a floating-point result.
 
@@ -72,7 +69,7 @@ def degree_of(
     return _of_scales_alone(site, operands, has_data) or Unknown(site)
 
 
-def degree_of_integers(site: Site, operands: Sequence[AbstractValue]) -> Degree:
+def degree_of_integers(site: Site, operands: Sequence[Value]) -> Degree:
     """Of integers made from scaled numbers, as by rounding, nothing is known."""
     degrees = [x.degree for x in operands if x.degree not in (ZERO, ANY)]
     name = site.equation.primitive.name
@@ -82,9 +79,7 @@ def degree_of_integers(site: Site, operands: Sequence[AbstractValue]) -> Degree:
     return next(unknown, Unknown(site))
 
 
-def common_degree(
-    site: Site, values: Sequence[AbstractValue], has_data: bool
-) -> Degree:
+def common_degree(site: Site, values: Sequence[Value], has_data: bool) -> Degree:
     """The degree of a sum of values, or of a choice between them."""
     found = [x.degree for x in values if x.degree != ANY]
     for kind in (Mixed, Unknown):
@@ -100,7 +95,7 @@ def common_degree(
 
 
 def _of_scales_alone(
-    site: Site, values: Sequence[AbstractValue], has_data: bool
+    site: Site, values: Sequence[Value], has_data: bool
 ) -> Powers | None:
     """The degree of a value computed from loss scales alone: a new symbol."""
     if has_data:

@@ -29,13 +29,13 @@ from jls._audit.known import held_inputs, known_result, number_in, weights_of
 from jls._audit.values import (
     ANY,
     ZERO,
-    AbstractValue,
     Cast,
     Degree,
     Mixed,
     Number,
     Same,
     Unknown,
+    Value,
 )
 from jls._program.jaxprs import is_inexact_atom
 from jls._program.rules import (
@@ -58,8 +58,8 @@ class UpdateCall:
     def __init__(self, number: int, site: Site) -> None:
         self.number, self.site = number, site
         self.scale: int | None = None  # the number of its loss scale
-        self.gradients: list[AbstractValue] = []
-        self.losses: list[AbstractValue] = []
+        self.gradients: list[Value] = []
+        self.losses: list[Value] = []
         self.is_over = False
 
 
@@ -85,7 +85,7 @@ class Flow:
         self._of_inputs = 2 * self._random - 1
         self.bit_of_gradients = 2 * self._random  # in `follows`: unscaled values
         self._of_scalers = sum(1 << i for i in states)
-        self._given: dict[int, tuple[AbstractValue, int]] = {}  # gradients, by identity
+        self._given: dict[int, tuple[Value, int]] = {}  # gradients, by identity
         self._numbers: dict[Any, int] = {}  # of calls, by site
         self._open: UpdateCall | None = None
         self.calls: dict[int, UpdateCall] = {}
@@ -95,9 +95,9 @@ class Flow:
             for i, aval in enumerate(avals)
         ]
 
-    def _input(self, i: int, aval: Any, scale: int | None) -> AbstractValue:
+    def _input(self, i: int, aval: Any, scale: int | None) -> Value:
         is_data = is_inexact_atom(aval)
-        return AbstractValue(
+        return Value(
             degree=ZERO if scale is None else ((("scale", scale), Fraction(1)),),
             depends=1 << i if is_data else 0,
             follows=1 << i if is_data else 0,
@@ -116,54 +116,48 @@ class Flow:
         """Whether a set of inputs has more than the states of scalers."""
         return bool(depends & ~self._of_scalers)
 
-    def is_random(self, value: AbstractValue) -> bool:
+    def is_random(self, value: Value) -> bool:
         return bool(value.depends & self._random)
 
     # Numbers in the program.
 
-    def of_constant(self, value: Any) -> AbstractValue:
+    def of_constant(self, value: Any) -> Value:
         number = number_in(value)
         if number is None:
-            return AbstractValue()
+            return Value()
         # No factor changes 0, inf and NaN.
         is_any = isinstance(number.value, float) and (
             number.value == 0 or not math.isfinite(number.value)
         )
-        return AbstractValue(
-            degree=ANY if is_any else ZERO, known=number, is_splat=True
-        )
+        return Value(degree=ANY if is_any else ZERO, known=number, is_splat=True)
 
     # Control flow.
 
-    def on_call(self, site: Site, operands: Sequence[AbstractValue]) -> None:
+    def on_call(self, site: Site, operands: Sequence[Value]) -> None:
         self._note(site, operands)
 
-    def of_call(
-        self, site: Site, results: Sequence[AbstractValue]
-    ) -> Sequence[AbstractValue]:
+    def of_call(self, site: Site, results: Sequence[Value]) -> Sequence[Value]:
         marks = marks_of(site)
         if GRADIENTS in marks or LOSS in marks:
             return [dataclasses.replace(x, is_checked=True) for x in results]
         return results
 
-    def branch(self, index: AbstractValue) -> int | None:
+    def branch(self, index: Value) -> int | None:
         known = index.known
         return int(known.value) if isinstance(known, Number) else None
 
-    def slice(self, value: AbstractValue) -> AbstractValue:
+    def slice(self, value: Value) -> Value:
         if isinstance(value.known, Same):
             value = dataclasses.replace(value, known=None)
         return dataclasses.replace(value, scale=None, is_splat=False)
 
     stack = slice
 
-    def join(
-        self, site: Site, one: AbstractValue, other: AbstractValue
-    ) -> AbstractValue:
+    def join(self, site: Site, one: Value, other: Value) -> Value:
         if one is other:
             return one
         depends = one.depends | other.depends
-        return AbstractValue(
+        return Value(
             degree=common_degree(site, [one, other], self._has_data(depends)),
             depends=depends,
             follows=one.follows | other.follows,
@@ -182,9 +176,7 @@ class Flow:
             cleaned=one.cleaned or other.cleaned,
         )
 
-    def carry(
-        self, site: Site, before: AbstractValue, after: AbstractValue
-    ) -> AbstractValue:
+    def carry(self, site: Site, before: Value, after: Value) -> Value:
         if before.scale is not None:
             return before  # the scaler adjusts it
         joined = self.join(site, before, after)
@@ -192,9 +184,7 @@ class Flow:
 
     # Operations.
 
-    def of_equation(
-        self, site: Site, operands: Sequence[AbstractValue]
-    ) -> Sequence[AbstractValue]:
+    def of_equation(self, site: Site, operands: Sequence[Value]) -> Sequence[Value]:
         marks = self._note(site, operands)
         equation = site.equation
         name, count = equation.primitive.name, len(equation.outvars)
@@ -234,11 +224,11 @@ class Flow:
     def _result(
         self,
         site: Site,
-        operands: Sequence[AbstractValue],
+        operands: Sequence[Value],
         aval: Any,
         bits: tuple[int, int],
         is_splat: bool,
-    ) -> AbstractValue:
+    ) -> Value:
         depends, follows = bits
         name = site.equation.primitive.name
         data = data_of(name, list(operands))
@@ -249,7 +239,7 @@ class Flow:
             return data[int(operands[0].known.value)]
         if not is_inexact_atom(aval):
             is_flag = aval.dtype == bool
-            return AbstractValue(
+            return Value(
                 degree=ZERO if is_flag else degree_of_integers(site, operands),
                 depends=depends & self._random if is_flag else depends,
                 known=known,
@@ -266,7 +256,7 @@ class Flow:
                 else dataclasses.replace(of_input, narrowed=narrowed)
             )
         degree = degree_of(site, operands, data, self._has_data(depends))
-        value = AbstractValue(
+        value = Value(
             degree=degree,
             depends=depends,
             follows=follows,
@@ -291,7 +281,7 @@ class Flow:
 
     # The wrapper's own part of the program.
 
-    def _note(self, site: Site, operands: Sequence[AbstractValue]) -> frozenset[str]:
+    def _note(self, site: Site, operands: Sequence[Value]) -> frozenset[str]:
         """Records the gradients and the losses that a wrapper checks."""
         marks = marks_of(site)
         if UPDATE not in marks:
@@ -320,7 +310,7 @@ class Flow:
             call.scale = numbers[0] if numbers else call.scale
         return marks
 
-    def _marked(self, value: AbstractValue) -> AbstractValue:
+    def _marked(self, value: Value) -> Value:
         found = self._given.get(id(value))
         if found is None or value.follows & found[1]:
             return value
@@ -331,9 +321,7 @@ class Flow:
             return True
         return self._open is not None and self._open.number in self._skipped
 
-    def _adjusted(
-        self, site: Site, operands: Sequence[AbstractValue], result: AbstractValue
-    ) -> AbstractValue:
+    def _adjusted(self, site: Site, operands: Sequence[Value], result: Value) -> Value:
         """The loss scale after a step: another scale, with a symbol of its own."""
         old = next((x for x in operands if x.scale is not None), None)
         if old is None or result is old:
@@ -346,12 +334,12 @@ class Flow:
 
 def _with_history(
     site: Site,
-    value: AbstractValue,
-    operands: Sequence[AbstractValue],
-    data: list[AbstractValue],
+    value: Value,
+    operands: Sequence[Value],
+    data: list[Value],
     aval: Any,
     by_scale: bool,
-) -> AbstractValue:
+) -> Value:
     """`value` with its history since the loss scale was divided out of it."""
     if value.degree not in (ZERO, ANY):
         return value
@@ -375,16 +363,14 @@ def _with_history(
     )
 
 
-def _degree_site(
-    site: Site, degree: Degree, operands: Sequence[AbstractValue]
-) -> Site | None:
+def _degree_site(site: Site, degree: Degree, operands: Sequence[Value]) -> Site | None:
     if degree in (ZERO, ANY):
         return None
     same = (x.degree_site for x in operands if x.degree == degree and x.degree_site)
     return next(same, site)
 
 
-def _gain(name: str, operands: Sequence[AbstractValue]) -> float:
+def _gain(name: str, operands: Sequence[Value]) -> float:
     """The number by which an operation multiplies; 1 if it is not known."""
     if name not in ("mul", "div"):
         return 1.0
@@ -395,7 +381,7 @@ def _gain(name: str, operands: Sequence[AbstractValue]) -> float:
     return 1.0
 
 
-def _narrowed(site: Site, gradient: AbstractValue, aval: Any) -> Cast | None:
+def _narrowed(site: Site, gradient: Value, aval: Any) -> Cast | None:
     """The last cast of a gradient to a dtype in which small numbers vanish."""
     is_cast = site.equation.primitive.name == "convert_element_type"
     if not (is_cast and gradient.unscaled and gradient.degree == ZERO):
@@ -415,9 +401,9 @@ def _is_narrower(new: Any, old: Any) -> bool:
 def _cleaned(
     site: Site,
     name: str,
-    operands: Sequence[AbstractValue],
-    data: list[AbstractValue],
-    gradients: list[AbstractValue],
+    operands: Sequence[Value],
+    data: list[Value],
+    gradients: list[Value],
 ) -> Site | None:
     """The operation that may have lost an inf of a gradient; None if it is kept."""
     lost = next((x.cleaned for x in gradients if x.cleaned), None)
@@ -438,7 +424,7 @@ def _cleaned(
 _SITES = ("site", "degree_site", "unscaled", "narrowed", "cleaned")
 
 
-def _says_the_same(one: AbstractValue, other: AbstractValue) -> bool:
+def _says_the_same(one: Value, other: Value) -> bool:
     same_degree = one.degree == other.degree or (
         type(one.degree) is type(other.degree)
         and isinstance(one.degree, Mixed | Unknown)
@@ -447,7 +433,7 @@ def _says_the_same(one: AbstractValue, other: AbstractValue) -> bool:
         same_degree
         and all(
             getattr(one, field.name) == getattr(other, field.name)
-            for field in dataclasses.fields(AbstractValue)
+            for field in dataclasses.fields(Value)
             if field.name not in ("degree", "gain", *_SITES)
         )
         and all(

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jls._audit.values import AbstractValue, Number, Same
+from jls._audit.values import Number, Same, Value
 from jls._program.rules import MOVES, UNCHANGED
 
 
 def known_result(
-    equation: Any, operands: Sequence[AbstractValue], aval: Any, avals: Sequence[Any]
+    equation: Any, operands: Sequence[Value], aval: Any, avals: Sequence[Any]
 ) -> Same | Number | None:
     """The input or the number that a result is; None if neither is known.
 
@@ -75,10 +75,7 @@ def _cast(known: Any, aval: Any, avals: Sequence[Any]) -> Same | Number | None:
 
 
 def held_inputs(
-    name: str,
-    operands: Sequence[AbstractValue],
-    data: list[AbstractValue],
-    aval: Any,
+    name: str, operands: Sequence[Value], data: list[Value], aval: Any
 ) -> int:
     """The inputs whose elements a result holds, moved at most: a set of bits."""
     if name == "convert_element_type":
@@ -99,7 +96,7 @@ _EXTREMES = frozenset(
 
 
 def weights_of(
-    name: str, operands: Sequence[AbstractValue]
+    name: str, operands: Sequence[Value]
 ) -> tuple[tuple[int, float], ...] | None:
     """The weights of inputs in a sum, as far as numbers say them."""
     weights = [x.weights for x in operands]

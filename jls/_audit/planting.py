@@ -8,14 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls._audit.runs import Runner
-from jls._audit.values import AbstractValue
+from jls._audit.values import Value
 from jls._program.replay import Seen, replay
 from jls._program.walk import Site
 
 
-def inf_is_applied(
-    runner: Runner, leaves: list[Any], gradient: AbstractValue
-) -> bool | None:
+def inf_is_applied(runner: Runner, leaves: list[Any], gradient: Value) -> bool | None:
     """Whether a step is applied in which a true gradient has an inf in one element.
 
     Args:

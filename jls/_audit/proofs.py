@@ -11,7 +11,7 @@ from jls._audit.findings import Findings
 from jls._audit.flow import UpdateCall
 from jls._audit.leaves import is_fp8
 from jls._audit.runs import Runner
-from jls._audit.values import ANY, ZERO, AbstractValue, Mixed, Unknown
+from jls._audit.values import ANY, ZERO, Mixed, Unknown, Value
 from jls._program.places import Place, place_of
 from jls._program.walk import Site
 from jls._trace.scales import Scale, is_switched_off
@@ -29,9 +29,7 @@ class Proved(NamedTuple):
     """Facts from the program that tell which faults are worth a run."""
 
     moves: frozenset[int]  # leaves that a skip may change, as far as can be read
-    cleaned: tuple[
-        AbstractValue, ...
-    ]  # gradients that may have lost an inf on their way
+    cleaned: tuple[Value, ...]  # gradients that may have lost an inf on their way
 
 
 def read_codes(runner: Runner, findings: Findings) -> Proved:
@@ -96,12 +94,12 @@ def _read_scaling(
             findings.right(code)
 
 
-def _trained(runner: Runner, bits: int) -> list[AbstractValue]:
+def _trained(runner: Runner, bits: int) -> list[Value]:
     results = [runner.result(i) for i in sorted(runner.trained)]
     return [x.now for x in results if x is not None and x.now.follows & bits]
 
 
-def _read_bare(runner: Runner, scale: Scale, findings: Findings) -> list[AbstractValue]:
+def _read_bare(runner: Runner, scale: Scale, findings: Findings) -> list[Value]:
     """The results that contain gradients scaled by a scaler without a wrapper."""
     reading = runner.reading
     assert reading is not None
@@ -120,11 +118,7 @@ def _read_bare(runner: Runner, scale: Scale, findings: Findings) -> list[Abstrac
 
 
 def _read_not_scaled(
-    runner: Runner,
-    k: int,
-    gradients: Sequence[AbstractValue],
-    site: Site,
-    findings: Findings,
+    runner: Runner, k: int, gradients: Sequence[Value], site: Site, findings: Findings
 ) -> None:
     reading = runner.reading
     assert reading is not None
@@ -158,11 +152,7 @@ def _read_not_scaled(
 
 
 def _read_leaks(
-    runner: Runner,
-    values: Sequence[AbstractValue],
-    what: str,
-    scale: Scale,
-    findings: Findings,
+    runner: Runner, values: Sequence[Value], what: str, scale: Scale, findings: Findings
 ) -> None:
     for value in values:
         degree = value.degree

@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jls._audit.flow import Flow, UpdateCall
-from jls._audit.values import AbstractValue, Same
+from jls._audit.values import Same, Value
 from jls._mistakes import eager_steps_allowed
 from jls._program.jaxprs import opened
 from jls._program.walk import walk
@@ -67,8 +67,8 @@ def _noting_device_get(calls: list[None]) -> Iterator[None]:
 class Result(NamedTuple):
     """The facts about a result, from both readings."""
 
-    now: AbstractValue  # in a step that is applied
-    skipped: AbstractValue  # in one that every wrapper skips
+    now: Value  # in a step that is applied
+    skipped: Value  # in one that every wrapper skips
 
 
 class Reading:
@@ -88,7 +88,7 @@ class Reading:
         self.objects = _by_path(traced.objects, results[count:])
         self.calls = self._calls()
 
-    def _read(self, skipped: frozenset[int] | None) -> tuple[Flow, list[AbstractValue]]:
+    def _read(self, skipped: frozenset[int] | None) -> tuple[Flow, list[Value]]:
         places = [self._place[scale.at] for scale in self._scales]
         states = frozenset(
             self._place[i] for x in self._scales for i in x.state if i in self._place
@@ -125,7 +125,7 @@ class Reading:
         calls = sum(self.flow.bit_of_call(number) for number in self.flow.calls)
         return calls or self.flow.bit_of_gradients
 
-    def leaf_of(self, value: AbstractValue) -> int | None:
+    def leaf_of(self, value: Value) -> int | None:
         """The leaf of the arguments that a value is, unchanged."""
         known = value.known
         return self.traced.inputs[known.number] if isinstance(known, Same) else None

@@ -20,7 +20,7 @@ import numpy as np
 from jls._audit.carried import Carried, Named, match
 from jls._audit.leaves import as_numbers, as_numpy, own_leaves, same
 from jls._audit.reading import Reading
-from jls._audit.values import AbstractValue
+from jls._audit.values import Value
 from jls._mistakes import eager_steps_allowed
 from jls._placement import place_like
 from jls._trace.arguments import Arguments, Item, items_of
@@ -306,7 +306,7 @@ class Runner:
         return ", ".join(paths[:3]) + more
 
 
-_NOTHING = AbstractValue()
+_NOTHING = Value()
 
 
 class _Placement(NamedTuple):

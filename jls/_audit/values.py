@@ -50,7 +50,7 @@ class Number(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class AbstractValue:
+class Value:
     """The facts about a value."""
 
     degree: Degree = ZERO

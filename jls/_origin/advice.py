@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jls._origin.trail import BirthRecord, OpResult, Trail, Value
+from jls._origin.trail import BirthRecord, OpResult, RunValue, Trail
 
 SQRT = (
     "The derivative of a square root, and of a norm, is inf at 0. Keep the argument "
@@ -158,7 +158,7 @@ def _for_mul(trail: Trail, birth: BirthRecord) -> str:
     return WHERE if any("where" in _makers(trail, x, 4) for x in good) else ""
 
 
-def _makers(trail: Trail, value: Value, depth: int = 2) -> set[str]:
+def _makers(trail: Trail, value: RunValue, depth: int = 2) -> set[str]:
     """The names of the last operations behind a value, "where" for a `jnp.where`."""
     origin = trail.origin(value)
     if not isinstance(origin, OpResult) or not depth:

@@ -10,7 +10,7 @@ import numpy as np
 from jls import _validate
 from jls._origin.calibration import Calibration
 from jls._origin.record import RecordedProgram
-from jls._origin.trail import BirthRecord, Constant, OpResult, Trail, Value
+from jls._origin.trail import BirthRecord, Constant, OpResult, RunValue, Trail
 from jls._origin.twin import (
     Cotangent,
     Elements,
@@ -179,7 +179,7 @@ class _Search:
             op = birth.origin
             if isinstance(op, OpResult):
                 atom = op.site.equation.outvars[op.result]
-                value = Value(op.frame, atom, op.rounds)
+                value = RunValue(op.frame, atom, op.rounds)
                 if not below.is_bad(value):
                     found = self.case.explain(trail, [Bad(value, "", 0, None)], None)
                     (first, *_) = found.births

@@ -34,7 +34,7 @@ class Range(NamedTuple):
     high: float
 
 
-class Value(NamedTuple):
+class RunValue(NamedTuple):
     """A value in a run: a variable of a program, in some round of each loop."""
 
     frame: Frame
@@ -61,7 +61,7 @@ class Slice(NamedTuple):
     frame: Frame
     number: int  # among the arrays that are sliced
     rounds: tuple[int, ...]
-    whole: Value
+    whole: RunValue
 
 
 class Stack(NamedTuple):
@@ -108,18 +108,18 @@ class Trail:
         self._arguments = run.arguments
         self._size = functools.lru_cache(1 << 20)(self._find_size)
 
-    def size(self, value: Value) -> Size:
+    def size(self, value: RunValue) -> Size:
         """The largest and the smallest number of a value."""
         if is_literal(value.atom):
             return size_of(value.atom.val)
         return self._size(value)
 
-    def is_bad(self, value: Value) -> bool:
+    def is_bad(self, value: RunValue) -> bool:
         return self.size(value).is_bad
 
-    def births(self, roots: Iterable[Value]) -> "list[BirthRecord]":
+    def births(self, roots: Iterable[RunValue]) -> "list[BirthRecord]":
         """The births of inf and NaN in the roots, in the order of the program."""
-        stack: list[tuple[Value, OpResult | None]]
+        stack: list[tuple[RunValue, OpResult | None]]
         stack = [(value, None) for value in roots if self.is_bad(value)]
         seen = set[Any]()
         births: list[BirthRecord] = []
@@ -157,8 +157,8 @@ class Trail:
         return sorted(births or on_purpose, key=self._order)
 
     def _causes(
-        self, op: OpResult, operands: "list[Value]", size: Size
-    ) -> "list[Value]":
+        self, op: OpResult, operands: "list[RunValue]", size: Size
+    ) -> "list[RunValue]":
         """The operands that may have made a result bad."""
         name = op.site.equation.primitive.name
         sizes = [self.size(x) for x in operands]
@@ -179,11 +179,13 @@ class Trail:
         sizes = [read_size(keys[i : i + 2]) for i in range(2, len(keys), 2)]
         return sizes if len(sizes) == count else []
 
-    def operands(self, op: OpResult) -> "list[Value]":
+    def operands(self, op: OpResult) -> "list[RunValue]":
         """The floating-point operands of an operation."""
         equation = op.site.equation
         return [
-            Value(op.frame, x, op.rounds) for x in equation.invars if is_inexact_atom(x)
+            RunValue(op.frame, x, op.rounds)
+            for x in equation.invars
+            if is_inexact_atom(x)
         ]
 
     def range_of(self, op: OpResult) -> Range | None:
@@ -197,12 +199,12 @@ class Trail:
         is_real = is_inexact_atom(operand) and operand.aval.dtype.kind != "c"
         if not is_real or len(keys) < offset + 2:
             return None
-        high, low = self.size(Value(op.frame, operand, op.rounds))
+        high, low = self.size(RunValue(op.frame, operand, op.rounds))
         return Range(read_size(keys[offset:]).low, low, high)
 
     # What a value is.
 
-    def origin(self, value: Value) -> Origin | None:
+    def origin(self, value: RunValue) -> Origin | None:
         """The origin of a value, behind calls and operations that keep its size."""
         while True:
             frame, atom, rounds = value
@@ -216,19 +218,19 @@ class Trail:
                 found = self._of_result(frame, *frame.makers[atom], rounds)
             else:
                 return None
-            if not isinstance(found, Value):
+            if not isinstance(found, RunValue):
                 return found
             value = found
 
     def _of_input(
         self, frame: Frame, index: int, rounds: tuple[int, ...]
-    ) -> Value | Origin | None:
+    ) -> RunValue | Origin | None:
         if frame.parent is None:
             return Argument(index)
         if not frame.is_loop:
-            return Value(frame.parent, frame.given(index), rounds)
+            return RunValue(frame.parent, frame.given(index), rounds)
         consts, carried = frame.counts()
-        outside = Value(frame.parent, frame.given(index), rounds[:-1])
+        outside = RunValue(frame.parent, frame.given(index), rounds[:-1])
         if index < consts:
             return outside
         if index >= consts + carried:
@@ -239,21 +241,21 @@ class Trail:
         if frame.has_lanes:
             return LoopCarry(frame, index - consts, (*rounds[:-1], before))
         result = frame.jaxpr.outvars[index - consts]
-        return Value(frame, result, (*rounds[:-1], before))
+        return RunValue(frame, result, (*rounds[:-1], before))
 
     def _of_result(
         self, frame: Frame, number: int, result: int, rounds: tuple[int, ...]
-    ) -> Value | Origin | None:
+    ) -> RunValue | Origin | None:
         called = frame.called(number)
         equation = frame.jaxpr.eqns[number]
         if not called:
             operand = as_large_as(equation, result)
             if operand is not None:
-                return Value(frame, operand, rounds)
+                return RunValue(frame, operand, rounds)
             return OpResult(frame, number, result, rounds)
         if called[0].kind == "branch":
             taken = [
-                Value(child, child.jaxpr.outvars[result], rounds)
+                RunValue(child, child.jaxpr.outvars[result], rounds)
                 for child in called
                 if self._is_taken(child, rounds)
             ]
@@ -264,14 +266,14 @@ class Trail:
         if child.has_lanes and (last := self._last_round(child, rounds)) is not None:
             return LoopCarry(child, result, (*rounds, last))
         if not child.is_loop:
-            return Value(child, atom, rounds)
+            return RunValue(child, atom, rounds)
         consts, carried = child.counts()
         if result >= carried:
             return Stack(child, atom, rounds)
         last = self._last_round(child, rounds)
         if last is None:
-            return Value(frame, child.given(consts + result), rounds)
-        return Value(child, atom, (*rounds, last))
+            return RunValue(frame, child.given(consts + result), rounds)
+        return RunValue(child, atom, (*rounds, last))
 
     def _is_taken(self, branch: Frame, rounds: tuple[int, ...]) -> bool:
         keys = self._record(branch, TAKEN, rounds)
@@ -290,7 +292,7 @@ class Trail:
 
     # How large it is.
 
-    def _find_size(self, value: Value) -> Size:
+    def _find_size(self, value: RunValue) -> Size:
         if not is_inexact_atom(value.atom):
             return NOTHING
         origin = self.origin(value)
@@ -367,7 +369,7 @@ class Trail:
 
     # From round to round.
 
-    def in_every_round(self, frame: Frame, atom: Any) -> list[Value]:
+    def in_every_round(self, frame: Frame, atom: Any) -> list[RunValue]:
         """A value in each round of the loops that it is in, in their order in time."""
         values: list[tuple[int, ...]] = [()]
         for loop in _loops_around(frame):
@@ -376,7 +378,7 @@ class Trail:
                 for rounds in values
                 for index in self._rounds_in(loop, rounds)
             ]
-        return [Value(frame, atom, rounds) for rounds in values]
+        return [RunValue(frame, atom, rounds) for rounds in values]
 
     def _rounds_in(self, loop: Frame, rounds: tuple[int, ...]) -> range:
         last = self._last_round(loop, rounds)
@@ -386,25 +388,25 @@ class Trail:
             return range(loop.caller.params["length"] - 1, -1, -1)
         return range(last + 1)
 
-    def _rounds_of(self, stack: Stack) -> Iterator[Value]:
+    def _rounds_of(self, stack: Stack) -> Iterator[RunValue]:
         for index in range(stack.frame.caller.params["length"]):
-            yield Value(stack.frame, stack.atom, (*stack.rounds, index))
+            yield RunValue(stack.frame, stack.atom, (*stack.rounds, index))
 
-    def _first_bad_of(self, stack: Stack) -> Value:
+    def _first_bad_of(self, stack: Stack) -> RunValue:
         bad = list(filter(self.is_bad, self._rounds_of(stack)))
         return bad[-1 if _is_reversed(stack.frame) else 0]
 
-    def _source_of(self, part: Slice) -> Value:
+    def _source_of(self, part: Slice) -> RunValue:
         """The sliced array; if a scan has stacked it, the same round of that scan."""
         whole = self.origin(part.whole)
         if isinstance(whole, Stack):
-            same = Value(whole.frame, whole.atom, (*whole.rounds, part.rounds[-1]))
+            same = RunValue(whole.frame, whole.atom, (*whole.rounds, part.rounds[-1]))
             length = part.frame.caller.params["length"]
             if whole.frame.caller.params["length"] == length and self.is_bad(same):
                 return same
         return part.whole
 
-    def _last_change_of(self, carried: LoopCarry) -> Value:
+    def _last_change_of(self, carried: LoopCarry) -> RunValue:
         """The value with which a lane became bad, in the first round of a bad lane."""
         *outer, last = carried.rounds
         numbers, loops = (CARRIED, carried.number), len(carried.rounds)
@@ -412,7 +414,7 @@ class Trail:
         kept = _rounds_with(found, last) if isinstance(found, Rounds) else None
         first = last if kept is None else int(kept[0])
         result = carried.frame.jaxpr.outvars[carried.number]
-        return Value(carried.frame, result, (*outer, first))
+        return RunValue(carried.frame, result, (*outer, first))
 
     def _order(self, birth: "BirthRecord") -> tuple[Any, ...]:
         """A key by which births are in the order in which they happened."""
@@ -443,7 +445,7 @@ class BirthRecord(NamedTuple):
 
     origin: OpResult | Argument | Constant
     size: Size
-    operands: Sequence[Value] = ()
+    operands: Sequence[RunValue] = ()
     range: Range | None = None
 
 

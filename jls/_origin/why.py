@@ -17,7 +17,7 @@ from jls._origin.measure import Size
 from jls._origin.record import RecordedProgram
 from jls._origin.result import ARGUMENT, CONSTANT, Birth, Why
 from jls._origin.roots import CheckedValues, checked_values, is_of_update
-from jls._origin.trail import Argument, BirthRecord, OpResult, Trail, Value
+from jls._origin.trail import Argument, BirthRecord, OpResult, RunValue, Trail
 from jls._program.frames import Frame, Variable, behind, independent_of
 from jls._program.jaxprs import is_inexact_atom, is_literal
 from jls._program.places import Place, is_transposed, place_of
@@ -97,7 +97,7 @@ def settings() -> Iterator[None]:
 class Bad(NamedTuple):
     """A root that is not finite."""
 
-    value: Value
+    value: RunValue
     kind: str  # its role in the wrapper; of a result its name
     number: int  # among those of its kind
     checked: CheckedValues | None  # None of a result
@@ -205,7 +205,9 @@ class Case:
         if bad:
             # Bad gradients make the new parameters bad too.
             return [x for x in bad if x.kind != kinds.NEW] or bad
-        values = [(Value(*variable), name) for variable, name in self.results.items()]
+        values = [
+            (RunValue(*variable), name) for variable, name in self.results.items()
+        ]
         return [Bad(x, name, 0, None) for x, name in values if trail.is_bad(x)]
 
     def _is_bad_as_it_is(self) -> bool:
