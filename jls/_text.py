@@ -74,6 +74,7 @@ def describe(value: Any) -> str:
         return f"{dtype}[{','.join(map(str, shape))}]"
     name = type(value).__name__
     text = "" if isinstance(value, dict | list | tuple | set) else repr(value)
+    # A longer text would hide the rest of the message.
     return f"{name} {text}" if 0 < len(text) <= 60 and "\n" not in text else name
 
 

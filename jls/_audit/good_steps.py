@@ -41,6 +41,7 @@ def take_good_steps(
         return None
     start = _lower_scales(runner, start, good)
     base = _step_until_moved(runner, start, good, MOST_STEPS)
+    # The third step of a series is the first that must not compile.
     for _ in range(3 - max(_positions(good))):
         good.append(runner.run(runner.put_back(good[-1].after, start), "a good step"))
     if base is not None and _returns_old_state(runner, good):

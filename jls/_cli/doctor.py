@@ -59,6 +59,7 @@ def examine() -> dict[str, Any]:
     speeds = _matmul_speeds(size)
     medians = {name: median(turns) for name, turns in speeds.items()}
     checks = _checks()
+    # Wide enough that starting the step does not count.
     overheads = _step_overheads(128 if backend == "cpu" else 2048)
     dtype, wrapper = choose(medians)
     return {

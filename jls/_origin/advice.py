@@ -55,6 +55,7 @@ INDEX = "An index out of range: JAX reads NaN there"
 CAME_IN = "It came in with the arguments: nothing in this program made it"
 WRITTEN = "It is written in the program as a number, or the function closes over it"
 
+_NEAR = 4  # operations back to a where: casts and products may come in between
 _LOG_OF_BASE = {"exp": 1.0, "exp2": math.log(2.0)}
 
 
@@ -91,6 +92,7 @@ def _overflow(origin: OpResult, birth: BirthRecord) -> str:
     has_inf = not dtype.name.startswith("float8_e4m3")
     if birth.size.is_nan and has_inf:
         return ""
+    # bfloat16 ends at 3.4e38, as float32 does: a wider dtype would not help.
     words = BEYOND_NARROW if info.bits < 32 and float(info.max) < 1e30 else BEYOND
     return words.format(largest=float(info.max), dtype=dtype.name)
 
@@ -103,7 +105,7 @@ def dtype_of(result: OpResult) -> Any:
 def _for_div(trail: Trail, birth: BirthRecord) -> str:
     if birth.range is None or birth.range.nearest > 0:
         return ""
-    if birth.size.is_nan and "where" in _makers(trail, birth.operands[0], 4):
+    if birth.size.is_nan and "where" in _makers(trail, birth.operands[0], _NEAR):
         return WHERE
     return SQRT if "sqrt" in _makers(trail, birth.operands[-1]) else DIVIDE
 
@@ -155,7 +157,7 @@ def _for_mul(trail: Trail, birth: BirthRecord) -> str:
     if not birth.size.is_nan:
         return ""
     good = [x for x in birth.operands if not trail.is_bad(x)]
-    return WHERE if any("where" in _makers(trail, x, 4) for x in good) else ""
+    return WHERE if any("where" in _makers(trail, x, _NEAR) for x in good) else ""
 
 
 def _makers(trail: Trail, value: RunValue, depth: int = 2) -> set[str]:

@@ -9,7 +9,7 @@ from jls._origin.twin import Cotangent
 from jls._program.places import Place
 from jls._text import scale_in_words, wrapped
 
-_MAX_PLACES = 5  # places in one list of the text
+_MAX_PLACES = 5  # in one list of the text: it fits on a screen
 _MIN_SHARE = 0.01  # of gradients that vanish: a smaller share is no reason to act
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jls._program.places import Place, line_of_cell, short_path
 from jls._text import wrapped
 
-_OTHERS = 5  # births beside the first in the text
+_OTHERS = 5  # births beside the first in the text: it fits on a screen
 
 ARGUMENT, CONSTANT = "argument", "constant"
 

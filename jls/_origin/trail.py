@@ -106,6 +106,7 @@ class Trail:
     def __init__(self, run: Recording) -> None:
         self.records = run.records
         self._arguments = run.arguments
+        # Bounds the memory of a long search.
         self._size = functools.lru_cache(1 << 20)(self._find_size)
 
     def size(self, value: RunValue) -> Size:

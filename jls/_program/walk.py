@@ -141,7 +141,8 @@ def _repeat(
 ) -> tuple[list[V], list[V]]:
     """The facts about a loop's carry in any round, and about the results of a round."""
     results: list[V] = []
-    # A fact reaches one more carried value in each round, and changes a few times.
+    # Bounds the rounds: a fact reaches one more carried value in each of them, and
+    # changes a few times.
     for _ in range(4 * len(state) + 8):
         results = walk(body, [*fixed, *state, *slices], question, site)
         pairs = zip(state, results, strict=False)
