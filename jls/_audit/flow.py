@@ -1,14 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derives facts about each value in the program of a step, without running it.
-
-    degree      the powers of the loss scales that are factors of it
-    depends     the floating-point inputs that it is computed from; booleans do not
-                pass a dependency on
-    follows     the inputs, and the gradients given to a wrapper, from which it is
-                computed element by element, as parameters are from updates
-    known       an input that it is, unchanged; or a number
-    holds       the inputs whose elements it holds, moved at most
-    gradient    its history since the loss scale was divided out of it
+"""Derives the facts about each value in the program of a step, without running it.
 
 With a wrapper's decision set to False, `known` shows what a skip leaves unchanged.
 """

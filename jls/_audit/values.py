@@ -1,5 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The facts that `jls._audit.flow` derives about a value."""
+"""The facts that `jls._audit.flow` derives about a value.
+
+degree      the powers of the loss scales that are factors of it
+depends     the floating-point inputs that it is computed from; booleans do not
+            pass a dependency on
+follows     the inputs, and the gradients given to a wrapper, from which it is
+            computed element by element, as parameters are from updates
+known       an input that it is, unchanged; or a number
+holds       the inputs whose elements it holds, moved at most
+gradient    its history since the loss scale was divided out of it
+"""
 
 import dataclasses
 import enum
@@ -8,7 +18,7 @@ from typing import Any, NamedTuple
 
 from jls._program.walk import Site
 
-# A power of each loss scale by what stands for it, in order; () is degree 0.
+# The power of each loss scale, by its symbol, in order; () is degree 0.
 Powers = tuple[tuple[Any, Fraction], ...]
 
 
@@ -49,6 +59,13 @@ class Number(NamedTuple):
     value: Any
 
 
+class Cast(NamedTuple):
+    """A cast in which small numbers vanish, and the gain before it."""
+
+    site: Site
+    gain: float
+
+
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Value:
     """The facts about a value."""
@@ -69,12 +86,5 @@ class Value:
     # Of a gradient:
     unscaled: Site | None = None  # where the loss scale was divided out of it
     gain: float = 1.0  # the factor it was multiplied by since
-    narrowed: "Cast | None" = None  # where it became float16 since
+    narrowed: Cast | None = None  # where it became float16 since
     cleaned: Site | None = None  # where an inf in it may have been lost since
-
-
-class Cast(NamedTuple):
-    """A cast in which small numbers vanish, and the gain before it."""
-
-    site: Site
-    gain: float
