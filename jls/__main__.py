@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"{EXAMPLES}\nwhat the demo needs:\n{INSTALL}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    # What is left of the commands: one that there is not.
+    # `main` takes the commands that exist: this one is an error.
     parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"jls {__version__}")
     demo = parser.add_argument_group("options of the demo")
@@ -173,7 +173,8 @@ def _commands() -> str:
 
 
 def _columns() -> int:
-    """How wide text may be: the terminal, but no wider than is good to read."""
+    """The width of text: that of the terminal, within limits."""
+    # The table of the doctor has 52 columns; lines over 88 are hard to read.
     return min(max(shutil.get_terminal_size().columns, 52), 88)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a float32 times a loss scale rounds to a narrower dtype, computed in integers.
+"""The rounding of a float32 times a loss scale to a narrower dtype, in integers.
 
 The bit pattern of a magnitude grows with the magnitude, and XLA flushes subnormal
 numbers to zero, on a CPU in comparisons too.
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from jls._tree import widen
 
@@ -19,23 +20,23 @@ SIGNIFICAND = 0x7F_FFFF
 HIDDEN_BIT = 0x80_0000
 
 
-class Edge(NamedTuple):
+class Boundary(NamedTuple):
     """A magnitude at which the outcome of rounding changes."""
 
     value: float
     ties_below: bool  # whether `value` itself rounds like what is smaller
 
 
-class Edges(NamedTuple):
-    """The three edges of a dtype, rounding to nearest, ties to even."""
+class Boundaries(NamedTuple):
+    """The three boundaries of a dtype, rounding to nearest, ties to even."""
 
-    nonzero: Edge  # below it a magnitude becomes zero
-    normal: Edge  # below it, subnormal
-    overflow: Edge  # above it, inf, or NaN where there is no inf
+    nonzero: Boundary  # below it a magnitude becomes zero
+    normal: Boundary  # below it, subnormal
+    overflow: Boundary  # above it, inf, or NaN where there is no inf
 
 
-def edges(dtype: Any) -> Edges:
-    """The edges of `dtype`, or an error that says what it should have been."""
+def rounding_boundaries(dtype: DTypeLike) -> Boundaries:
+    """The boundaries of `dtype`, or an error that says what it should have been."""
     rule = (
         "dtype must be a floating-point dtype of 8 to 32 bits with a sign, such as "
         "jnp.float16, jnp.bfloat16 or jnp.float8_e5m2,"
@@ -53,11 +54,11 @@ def edges(dtype: Any) -> Edges:
         raise ValueError(f"{rule} got {given}.")
     tiniest, largest = float(info.smallest_subnormal), float(info.max)
     unit = math.ldexp(1.0, math.frexp(largest)[1] - 1 - info.nmant)
-    return Edges(
-        nonzero=Edge(tiniest / 2, ties_below=True),
-        normal=Edge(float(info.smallest_normal) - tiniest / 2, ties_below=False),
+    return Boundaries(
+        nonzero=Boundary(tiniest / 2, ties_below=True),
+        normal=Boundary(float(info.smallest_normal) - tiniest / 2, ties_below=False),
         # The last bit of the largest number is even where NaN took its neighbour.
-        overflow=Edge(largest + unit / 2, ties_below=(largest / unit) % 2 == 0),
+        overflow=Boundary(largest + unit / 2, ties_below=(largest / unit) % 2 == 0),
     )
 
 
@@ -90,13 +91,13 @@ def is_finite(pattern: Array) -> Array:
     return pattern < jnp.uint32(INF)
 
 
-def cuts(edge: Edge, loss_scale: Array) -> Array:
-    """The smallest magnitudes that are past `edge` once multiplied by `loss_scale`.
+def scaled_boundary(boundary: Boundary, loss_scale: Array) -> Array:
+    """The smallest magnitudes that are past `boundary` once multiplied by `loss_scale`.
 
     Exact for every scale that is a normal number: a long division of integers.
 
     Args:
-      edge: one of `edges(dtype)`.
+      boundary: one of `rounding_boundaries(dtype)`.
       loss_scale: `f32[...]`.
 
     Returns:
@@ -104,7 +105,7 @@ def cuts(edge: Edge, loss_scale: Array) -> Array:
     """
     scale = lax.bitcast_convert_type(loss_scale, jnp.uint32)
     divisor, scale_exponent = normalized(scale)
-    fraction, exponent = math.frexp(edge.value)
+    fraction, exponent = math.frexp(boundary.value)
     dividend = jnp.uint32(int(math.ldexp(fraction, 25)))
     quotient, remainder = dividend // divisor, dividend % divisor
     for _ in range(3):  # eight bits at a time, since a remainder has 24
@@ -113,7 +114,7 @@ def cuts(edge: Edge, loss_scale: Array) -> Array:
             (quotient << 8) | (remainder // divisor),
             remainder % divisor,
         )
-    # Now edge / scale is quotient * 2**(exponent - scale_exponent - 26), plus a
+    # Now boundary / scale is quotient * 2**(exponent - scale_exponent - 26), plus a
     # fraction.
     has_26_bits = (quotient >> 25).astype(jnp.int32)
     biased = exponent - scale_exponent - 2 + has_26_bits + 127
@@ -121,7 +122,7 @@ def cuts(edge: Edge, loss_scale: Array) -> Array:
     shift = 1 + has_26_bits + jnp.where(is_subnormal, 1 - biased, 0)
     shift = jnp.minimum(shift, 31).astype(jnp.uint32)
     kept = quotient >> shift
-    is_above = ((kept << shift) != quotient) | (remainder != 0) | edge.ties_below
+    is_above = ((kept << shift) != quotient) | (remainder != 0) | boundary.ties_below
     base = jnp.where(is_subnormal, 0, biased - 1).astype(jnp.uint32) << 23
     return jnp.minimum(base + kept + is_above.astype(jnp.uint32), jnp.uint32(INF))
 

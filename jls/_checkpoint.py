@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jls import _validate
 from jls._nnx import is_variable, read_variables, unbox
@@ -48,10 +49,12 @@ from jls._types import (
 State = TypeVar("State")
 _ADDED = tuple(name for name, field in FIELDS.items() if field.since)
 _OF_POLICY = tuple(name for name, field in FIELDS.items() if field.is_of_policy)
-_COUNTS = tuple(name for name, field in FIELDS.items() if field.dtype == jnp.int32)
+_COUNT_FIELDS = tuple(
+    name for name, field in FIELDS.items() if field.dtype == jnp.int32
+)
 _SCALES = _validate.SMALLEST, _validate.LARGEST
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
-# By field of a `SpikeState`: the numbers that a run can have there. What was judged may
+# By field of a `SpikeState`: the numbers that a run can have there. A judged value may
 # overflow float32; without a budget the tokens are inf.
 _SPIKES = {
     "seen": ("finite number", -_LARGEST_FLOAT, _LARGEST_FLOAT),
@@ -64,7 +67,7 @@ _SPIKES = {
 
 
 def _stacked(*numbers: Any) -> np.ndarray:
-    """Fields of one signal each, as one over the signals."""
+    """The fields of single signals as one field, with a last axis of signals."""
     return np.stack([np.asarray(number) for number in numbers], axis=-1)
 
 
@@ -86,7 +89,11 @@ RENAMED: dict[type, dict[str, tuple[tuple[str, ...], Callable[..., Any]]]] = {
 }
 
 
-def wrap_state(optimizer: Any, inner_state: Any, params: Any) -> LossScaledState:
+def wrap_state(
+    optimizer: optax.GradientTransformation,
+    inner_state: optax.OptState,
+    params: optax.Params,
+) -> LossScaledState:
     """Returns the state with which a run that had no jls continues with it.
 
     Moments, schedule counts and accumulators are those of `inner_state`; loss scale and
@@ -124,9 +131,9 @@ def wrap_state(optimizer: Any, inner_state: Any, params: Any) -> LossScaledState
             "e.g. in an optax.chain, call this with that part alone, and put the "
             "result in its place."
         )
-    state = optimizer.init(params)
+    state: Any = optimizer.init(params)
     _check_alike(inner_state, state.inner_state, ())
-    placed = jax.tree.map(_place, inner_state, state.inner_state)
+    placed = jax.tree.map(_move, inner_state, state.inner_state)
     owned = own_buffers(placed, (inner_state, params))
     return place_scalars(state._replace(inner_state=owned), params)
 
@@ -209,7 +216,7 @@ def upgrade_state(target: State, saved: Any) -> State:
     if is_leaf(jax.tree.structure(target)) and not is_array(target):
         raise TypeError(
             "target must be a new state, such as optimizer.init(params), got "
-            f"{describe(target)}."
+            f"{describe_node(target)}."
         )
     return _upgrade(target, saved, ())
 
@@ -217,7 +224,7 @@ def upgrade_state(target: State, saved: Any) -> State:
 # Wrap.
 
 
-def _place(value: Any, like: Any) -> Any:
+def _move(value: Any, like: Any) -> Any:
     """`value`, moved to the devices of `like` unless it is committed."""
     is_placed = is_concrete(value) and value.committed
     return value if is_placed else place_like(value, like)
@@ -227,11 +234,13 @@ def _check_alike(given: Any, wanted: Any, path: tuple[str, ...]) -> None:
     """Raises for the first place where the two states differ."""
     (children, form), (others, other_form) = branches(given), branches(wanted)
     is_end = is_leaf(form)
-    if form != other_form or (is_end and _kind(given) != _kind(wanted)):
+    if form != other_form or (
+        is_end and _shape_and_dtype(given) != _shape_and_dtype(wanted)
+    ):
         raise ValueError(
             "inner_state must be the state of the optimizer that was wrapped, in "
             f"structure, shapes and dtypes, but {format_path(path)} it has "
-            f"{describe(given)}, and the optimizer {describe(wanted)}. "
+            f"{describe_node(given)}, and the optimizer {describe_node(wanted)}. "
             f"{_advice(given, wanted)}"
         )
     if not is_end:
@@ -239,8 +248,8 @@ def _check_alike(given: Any, wanted: Any, path: tuple[str, ...]) -> None:
             _check_alike(child, others[name], (*path, name))
 
 
-def _kind(leaf: Any) -> Any:
-    """What two leaves must have in common; None if a leaf is not an array."""
+def _shape_and_dtype(leaf: Any) -> Any:
+    """Shape and dtype of a leaf; None if it is not an array."""
     return (jnp.shape(leaf), jnp.result_type(leaf)) if is_array(leaf) else None
 
 
@@ -269,26 +278,27 @@ def _upgrade(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
     children, structure = branches(target)
     if is_leaf(structure):
         return _value(target, saved, path)
-    parts = _parts(saved)
+    parts = _children_of(saved)
     if parts is None and is_variable(target):
         parts = dict.fromkeys(children, saved)
     if parts is None:
         raise ValueError(
-            f"saved must have {describe(target)} {format_path(path)}, as target has, "
-            f"got {describe(saved)}. {_OTHER if is_array(saved) else _NO_TREE}"
+            f"saved must have {describe_node(target)} {format_path(path)}, as target "
+            f"has, got {describe_node(saved)}. "
+            f"{_OTHER if is_array(saved) else _NO_TREE}"
         )
     parts = _renamed(type(target), parts)
     if is_scaler_state(target):
         parts = _translate(target, saved, parts)
         if parts is None:
-            return _copy(target)
+            return _copy_tree(target)
         rule = "number from 2^-126 to 2^126"
         _check_values(parts, ("loss_scale",), path, rule, *_SCALES)
     if is_wrapper_state(target):
         parts = _without_empty_flags(parts)
         parts = _check_spikes(target, parts, path)
         rule = "number from 0 to 2^31 - 1"
-        _check_values(parts, _COUNTS, path, rule, 0, 2**31 - 1)
+        _check_values(parts, _COUNT_FIELDS, path, rule, 0, 2**31 - 1)
         most = max(SkipReason)
         rule = f"number from 0 to {most}, a jls.types.SkipReason,"
         _check_values(parts, ("last_skip_reason",), path, rule, 0, most)
@@ -300,14 +310,16 @@ def _upgrade(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
         _check_values(parts, ("kept",), path, rule, 0, most)
     _check_names(target, children, parts, path)
     new = [
-        _upgrade(child, parts[name], (*path, name)) if name in parts else _copy(child)
+        _upgrade(child, parts[name], (*path, name))
+        if name in parts
+        else _copy_tree(child)
         for name, child in children.items()
     ]
     return structure.unflatten(new)
 
 
 def _translate(target: Any, saved: Any, parts: dict[str, Any]) -> dict[str, Any] | None:
-    """What this version would have saved; None if the scale starts as in `target`."""
+    """The parts as of this version; None if the scale starts as in `target`."""
     is_static = isinstance(target, StaticState)
     moves = "finite_count" in target._fields
     if "loss_scale" not in parts or not (
@@ -340,7 +352,7 @@ def _was_static(saved: Any, parts: dict[str, Any]) -> bool:
 
 
 def _without_empty_flags(parts: dict[str, Any]) -> dict[str, Any]:
-    """0.1.0 had no flag where there was no parameter; now there is always one."""
+    """`parts` without the flags of 0.1.0 that are empty; now there is always one."""
     flags = unbox(parts.get("nonfinite_leaves"))
     is_empty = is_array(flags) and np.size(flags) == 0
     names = [name for name in parts if not (is_empty and name == "nonfinite_leaves")]
@@ -353,10 +365,12 @@ def _check_spikes(
     """`parts`; without the fields of a spike policy where there was none."""
     saved = parts.get("spike_state")
     if isinstance(target.spike_state, SpikeState):
-        saved = _renamed(SpikeState, _parts(saved) or {})
+        saved = _renamed(SpikeState, _children_of(saved) or {})
     if not jax.tree.leaves(parts.get("spikes")):
         return {name: part for name, part in parts.items() if name not in _OF_POLICY}
-    if not has_policy(target) or _shapes(saved) != _shapes(target.spike_state):
+    if not has_policy(target) or _policy_shapes(saved) != _policy_shapes(
+        target.spike_state
+    ):
         other = "another one" if has_policy(target) else "none"
         raise ValueError(
             f"saved must be of the spike policy of target {format_path(path)}, but it "
@@ -368,7 +382,7 @@ def _check_spikes(
     return parts
 
 
-def _shapes(tree: Any) -> list[tuple[int, ...]]:
+def _policy_shapes(tree: Any) -> list[tuple[int, ...]]:
     """The shapes of a policy's arrays, in the order of their names."""
     return sorted(jnp.shape(leaf) for leaf in jax.tree.leaves(read_variables(tree)))
 
@@ -396,11 +410,11 @@ def _check_values(
             )
 
 
-def _copy(tree: Any) -> Any:
+def _copy_tree(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: copy_like(leaf, leaf), tree)
 
 
-def _parts(saved: Any) -> dict[str, Any] | None:
+def _children_of(saved: Any) -> dict[str, Any] | None:
     """The parts of a saved node by name; None for a leaf."""
     if isinstance(saved, Mapping):  # with keys of any kind
         return {str(name): part for name, part in saved.items()}
@@ -476,17 +490,17 @@ def _value(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
     dtype = common_dtype(saved, target) if fits else None
     if dtype is None:
         raise ValueError(
-            f"saved must have {describe(target)} {format_path(path)}, as target has, "
-            f"got {describe(saved)}. {_OTHER}"
+            f"saved must have {describe_node(target)} {format_path(path)}, as target "
+            f"has, got {describe_node(saved)}. {_OTHER}"
         )
     if hasattr(saved, "dtype"):
         return copy_like(saved, target)
     if hasattr(target, "dtype"):
-        return copy_like(_as_array(saved, dtype, path), target)
+        return copy_like(_number_as_array(saved, dtype, path), target)
     return saved  # Python numbers, such as the step of a new TrainState
 
 
-def _as_array(number: Any, dtype: Any, path: tuple[str, ...]) -> np.ndarray:
+def _number_as_array(number: Any, dtype: Any, path: tuple[str, ...]) -> np.ndarray:
     """A Python number as an array, or an error where it does not fit."""
     try:
         with np.errstate(over="raise"):
@@ -498,7 +512,7 @@ def _as_array(number: Any, dtype: Any, path: tuple[str, ...]) -> np.ndarray:
         ) from None
 
 
-# One level of a tree by name, for walks that have to say where they are.
+# One level of a tree by name, for walks that name the path in their errors.
 
 
 def branches(node: Any) -> tuple[dict[str, Any], Any]:
@@ -517,7 +531,7 @@ def is_leaf(structure: Any) -> bool:
     return structure == jax.tree.structure(0)
 
 
-def describe(node: Any) -> str:
+def describe_node(node: Any) -> str:
     """A node in a message: its type and names, or dtype and shape."""
     if is_array(node):
         dtype = getattr(node, "dtype", f"a Python {type(node).__name__}")

@@ -44,7 +44,7 @@ class ParamsEmaState(NamedTuple):
     # Steps averaged. The name is that of optax's counts, and of a method of tuples.
     count: Array  # i32[]  # pyright: ignore[reportIncompatibleMethodOverride]
     weight: Array  # f32[]  in [0, 1], of the average so far against an empty start
-    ema: Any  # like the parameters, in at least float32
+    ema: optax.Params  # like the parameters, in at least float32
 
 
 def params_ema(
@@ -102,7 +102,7 @@ def params_ema(
         decay = _validate.number("decay", decay, "in [0, 1)", 0.0, just_below)
     debias = _validate.flag("debias", debias)
 
-    def init(params):
+    def init(params: optax.Params) -> ParamsEmaState:
         return ParamsEmaState(
             count=jnp.zeros((), jnp.int32),
             weight=jnp.full((), 0.0 if debias else 1.0, jnp.float32),
@@ -144,19 +144,19 @@ def params_ema(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-# The updates that averages saw since someone asked; see `warn_if_not_last`.
+# The updates that averages see while `warn_if_not_last` looks.
 _SEEN: contextvars.ContextVar[list[Any] | None]
 _SEEN = contextvars.ContextVar("_SEEN", default=None)
 
 
 def warn_if_not_last(
-    inner: optax.GradientTransformation, state: Any, params: Any
+    inner: optax.GradientTransformation, state: optax.OptState, params: optax.Params
 ) -> None:
-    """Warns if an average is before something that changes the updates once more.
+    """Warns if an average comes before a transformation that changes the updates.
 
     Args:
       inner: the transformation inside a wrapper.
-      state: what it made of `params`.
+      state: its state for `params`.
       params: the parameters.
     """
     if not find(state, _is_average):
@@ -176,7 +176,7 @@ def _is_average(node: Any) -> bool:
 def _is_followed(state: Any) -> bool:
     """Whether after an average in a chain there is a state with arrays in it.
 
-    Most of what has no arrays in its state leaves no trace in that of the chain.
+    Most transformations without arrays in their state leave the chain's as it is.
     """
     # A chain in a chain is one.
     states = jax.tree.leaves(state, is_leaf=lambda node: type(node) is not tuple)
@@ -194,7 +194,7 @@ def _is_followed(state: Any) -> bool:
 
 
 def _sees_what_is_applied(
-    inner: optax.GradientTransformation, state: Any, params: Any
+    inner: optax.GradientTransformation, state: optax.OptState, params: optax.Params
 ) -> bool:
     """Whether the averages see the very updates that come out, as beside a recorder."""
     is_same = False
@@ -202,9 +202,9 @@ def _sees_what_is_applied(
     def update(params):
         nonlocal is_same
         updates, _ = inner.update(params, state, params)
-        made = {id(leaf) for leaf in jax.tree.leaves(updates)}
+        returned = {id(leaf) for leaf in jax.tree.leaves(updates)}
         leaves = jax.tree.leaves(seen)
-        is_same = bool(leaves) and all(id(leaf) in made for leaf in leaves)
+        is_same = bool(leaves) and all(id(leaf) in returned for leaf in leaves)
 
     seen: list[Any] = []
     token = _SEEN.set(seen)

@@ -44,7 +44,7 @@ def is_object(node: Any) -> bool:
 
 
 def objects_in(tree: Any) -> list[Any]:
-    """What of NNX is among the leaves of `tree`."""
+    """The NNX objects among the leaves of `tree`."""
     return list(filter(is_object, jax.tree.leaves(tree, is_leaf=is_object)))
 
 

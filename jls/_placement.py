@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives each leaf of a state its own buffer, on the devices where it belongs."""
+"""Gives each leaf of a state a buffer of its own, on the devices where it belongs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
@@ -35,21 +36,25 @@ def own_buffers(tree: Any, foreign: Any) -> Any:
     return jax.tree.map(own, tree)
 
 
-def place_scalars(state: Any, params: Any) -> Any:
+def place_scalars(state: Any, params: optax.Params) -> Any:
     """`state` with its scalars and flags on the devices of `params`.
 
     A scalar left where JAX puts it would come back from the first step with the
     placement of the parameters, and the second step would compile again.
     """
-    return _place(state, params, lambda leaf: leaf.ndim == 0 or leaf.dtype == jnp.bool_)
+    return _place_on_devices(
+        state, params, lambda leaf: leaf.ndim == 0 or leaf.dtype == jnp.bool_
+    )
 
 
-def place_all(state: Any, params: Any) -> Any:
-    """The same with all of its arrays, of which every device has the whole."""
-    return _place(state, params, lambda leaf: True)
+def place_all(state: Any, params: optax.Params) -> Any:
+    """`state` with all of its arrays on the devices of `params`, replicated."""
+    return _place_on_devices(state, params, lambda leaf: True)
 
 
-def _place(state: Any, params: Any, belongs: Callable[[Array], bool]) -> Any:
+def _place_on_devices(
+    state: Any, params: optax.Params, belongs: Callable[[Array], bool]
+) -> Any:
     shardings = [
         leaf.sharding
         for leaf in jax.tree.leaves(params)

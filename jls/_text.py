@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How states, scalers, numbers and paths print, on one line."""
+"""Formats states, scalers, numbers and paths on one line."""
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,12 +30,12 @@ def join(*names: str) -> str:
 
 
 def at(name: str) -> str:
-    """Where something is, for a sentence; "" if that is the whole tree."""
+    """A path for a sentence, " at 'l1/b'"; "" for the root."""
     return f" at '{name}'" if name else ""
 
 
 def first(name: str) -> str:
-    """The first of several leaves, for a sentence; "" if that is the whole tree."""
+    """The first of several paths for a sentence, ", first 'l1/b'"; "" for the root."""
     return f", first '{name}'" if name else ""
 
 
@@ -48,13 +49,32 @@ def format_record(name: str, **fields: Any) -> str:
     return f"{name}({', '.join(f'{key}={value}' for key, value in fields.items())})"
 
 
+def wrapped(text: str, indent: str = "", initial: str = "") -> list[str]:
+    """The lines of a text in a terminal of 80 columns, with words kept whole.
+
+    Args:
+      text: words.
+      indent: of all lines but the first.
+      initial: what the first line begins with.
+    """
+    return textwrap.wrap(
+        text,
+        80,
+        initial_indent=initial,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
 def describe(value: Any) -> str:
-    """What `value` is, for an error: never the numbers of an array."""
+    """A description of `value` for an error, without the numbers of an array."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if isinstance(value, jax.Array | np.ndarray) and shape is not None:
         return f"{dtype}[{','.join(map(str, shape))}]"
     name = type(value).__name__
     text = "" if isinstance(value, dict | list | tuple | set) else repr(value)
+    # A longer text would hide the rest of the message.
     return f"{name} {text}" if 0 < len(text) <= 60 and "\n" not in text else name
 
 

@@ -33,7 +33,7 @@ def optimizer_in(state: Any) -> Any:
 
 
 class Names(NamedTuple):
-    """What the fields of a `TrainState` are called; a user's own may differ."""
+    """The names of the fields of a `TrainState`; a user's own may differ."""
 
     tx: str
     opt_state: str
@@ -42,7 +42,7 @@ class Names(NamedTuple):
 
 
 def names_in(state: Any) -> Names:
-    """As Flax calls them; else what can be nothing else."""
+    """Flax's names, where the fields exist; else the only ones that fit."""
     if not dataclasses.is_dataclass(state):
         raise TypeError(
             "state must be a dataclass, as a Flax TrainState is, got "
@@ -60,9 +60,9 @@ def names_in(state: Any) -> Names:
         opt_state = _only("the state of an optimizer made by jls", states)
     params = "params"
     if params not in fields:
-        init, made = getattr(state, tx).init, _shapes(getattr(state, opt_state))
+        init, shapes = getattr(state, tx).init, _shapes(getattr(state, opt_state))
         others = [name for name in fields if name != opt_state]
-        fitting = (x for x in others if _made_of(init, getattr(state, x)) == made)
+        fitting = (x for x in others if _shapes_from(init, getattr(state, x)) == shapes)
         params = _only("the parameters of that optimizer", fitting)
     calls = next((name for name in ("step", "global_step") if name in fields), None)
     return Names(tx, opt_state, params, calls)
@@ -78,11 +78,11 @@ def _only(what: str, names: Iterable[str]) -> str:
     return found[0]
 
 
-def _made_of(init: Callable[[Any], Any], params: Any) -> Any:
+def _shapes_from(init: Callable[[Any], Any], params: Any) -> Any:
     """The structure and the shapes of what `init` makes; None if it cannot."""
     try:
         return _shapes(jax.eval_shape(init, trainable(params)))
-    except Exception:  # it is not made for this
+    except Exception:  # these are no parameters for it
         return None
 
 

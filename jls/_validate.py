@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
-from jls._bits import edges
+from jls._bits import rounding_boundaries
 from jls._text import describe, path_name
 from jls._tree import is_inexact
 
@@ -122,9 +123,9 @@ def host_interval(name: str, value: Any, low: int = 1) -> int:
     return interval(name, value, low)
 
 
-def limit(headroom: Any, dtype: Any) -> Any:
+def limit(headroom: Any, dtype: DTypeLike) -> float:
     """The largest number of `dtype`, less `headroom` bits."""
-    edges(dtype)  # or an error
+    rounding_boundaries(dtype)  # or an error
     headroom = number("headroom", headroom, "from 0 to 126", 0.0, 126.0)
     return float(jnp.finfo(dtype).max) / 2.0**headroom
 
@@ -170,7 +171,7 @@ def concrete(name: str, tree: Any, inside: str = "") -> None:
 
 
 def not_donated(name: str, tree: Any) -> None:
-    """Raises if an array of `tree` is gone."""
+    """Raises if an array of `tree` was donated."""
     for leaf in jax.tree.leaves(tree):
         is_known = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
         if is_known and leaf.is_deleted():

@@ -24,29 +24,44 @@ float64, and where a system divides by a factor that is not a power of two, sinc
 multiplies by the rounded reciprocal.
 """
 
-import warnings as _warnings
-from typing import Any as _Any
+import warnings
+from collections.abc import Callable
+from typing import Any
 
-import jax.numpy as _jnp
-from jax import Array as _Array
-from jax.tree_util import Partial as _Partial
-from jax.typing import ArrayLike as _ArrayLike
+import jax.numpy as jnp
+from jax import Array
+from jax.tree_util import Partial
+from jax.typing import ArrayLike
 
 from jls import _spikes, _validate
-from jls._scalers import adaptive as _adaptive
-from jls._scalers import dynamic as _dynamic
-from jls._scalers import hysteresis as _hysteresis
-from jls._scalers import static as _static
-from jls._scalers.rule import start_at as _start_at
-from jls._scalers.rule import switch as _switch
-from jls._tree import as_flag as _as_flag
-from jls._types import JlsWarning as _JlsWarning
-from jls._types import LossScaler as _LossScaler
-from jls._types import ScalerState as _ScalerState
-from jls._types import SpikePolicy as _SpikePolicy
-from jls._types import SpikeState as _SpikeState
+from jls._scalers.adaptive import adaptive
+from jls._scalers.dynamic import dynamic
+from jls._scalers.hysteresis import hysteresis as hysteresis_scaler
+from jls._scalers.hysteresis import hysteresis_adjust
+from jls._scalers.rule import start_at, switch
+from jls._scalers.static import static
+from jls._tree import as_flag
+from jls._types import JlsWarning, LossScaler, ScalerState, SpikePolicy, SpikeState
 
-_LOWEST, _HIGHEST = _validate.SMALLEST, _validate.LARGEST
+__all__ = [
+    "deepspeed",
+    "flax",
+    "keras",
+    "levanter_spikes",
+    "maxtext_spikes",
+    "megatron",
+    "mindformers_adaptive",
+    "mindspore",
+    "olmo_spikes",
+    "paddle",
+    "paddle_doc",
+    "spike_limit",
+    "torch",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def torch(
@@ -55,7 +70,7 @@ def torch(
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
     enabled: bool = True,
-) -> _LossScaler:
+) -> LossScaler:
     """Returns the scaler of PyTorch's `torch.amp.GradScaler`.
 
     torch has no floor, and its scale can reach 0; here it stops at 2**-126, and at
@@ -82,14 +97,14 @@ def torch(
       Array(32768., dtype=float32)
     """
     if not _validate.flag("enabled", enabled):
-        return _static.static(1.0)
-    return _dynamic.dynamic(
+        return static(1.0)
+    return dynamic(
         init_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
-        min_scale=_LOWEST,
-        max_scale=_HIGHEST,
+        min_scale=_validate.SMALLEST,
+        max_scale=_validate.LARGEST,
     )
 
 
@@ -101,7 +116,7 @@ def paddle(
     incr_every_n_steps: int = 2000,
     decr_every_n_nan_or_inf: int = 1,
     use_dynamic_loss_scaling: bool = True,
-) -> _LossScaler:
+) -> LossScaler:
     """Returns the scaler of `paddle.amp.GradScaler`, as in its code (3.3.1).
 
     Paddle's scale can reach 0, and grow to inf and stay there; here it stays in
@@ -149,7 +164,7 @@ def paddle_doc(
     incr_every_n_steps: int = 1000,
     decr_every_n_nan_or_inf: int = 2,
     use_dynamic_loss_scaling: bool = True,
-) -> _LossScaler:
+) -> LossScaler:
     """Returns the scaler that the documentation page of Paddle's GradScaler describes.
 
     Its defaults differ from the code's, and the non-finite steps that lead to a backoff
@@ -193,9 +208,7 @@ def paddle_doc(
     )
 
 
-def mindspore(
-    scale_value: float, scale_factor: float, scale_window: int
-) -> _LossScaler:
+def mindspore(scale_value: float, scale_factor: float, scale_window: int) -> LossScaler:
     """Returns the scaler of `mindspore.amp.DynamicLossScaler`.
 
     It is also the rule of `nn.DynamicLossScaleUpdateCell`, which can grow to inf; here
@@ -221,13 +234,15 @@ def mindspore(
       Array(512., dtype=float32)
     """
     factor = _validate.raising_factor("scale_factor", scale_factor)
-    return _dynamic.dynamic(
-        _validate.number("scale_value", scale_value, "from 1 to 2^126", 1.0, _HIGHEST),
+    return dynamic(
+        _validate.number(
+            "scale_value", scale_value, "from 1 to 2^126", 1.0, _validate.LARGEST
+        ),
         growth_factor=factor,
         backoff_factor=1 / factor,
         growth_interval=_validate.interval("scale_window", scale_window),
         min_scale=1.0,
-        max_scale=_HIGHEST,
+        max_scale=_validate.LARGEST,
     )
 
 
@@ -237,7 +252,7 @@ def mindformers_adaptive(
     scale_window: int,
     max_scale_window: int = 1000,
     min_scale_window: int = 20,
-) -> _LossScaler:
+) -> LossScaler:
     """Returns the scaler of MindFormers' `AdaptiveLossScaleUpdateCell`.
 
     `jls.adaptive` with the ladder that MindFormers builds. Its scale can grow to inf;
@@ -268,7 +283,7 @@ def mindformers_adaptive(
       (20, 30, 40, 50, 100, 200, 500, 1000)
     """
     scale = _validate.number(
-        "loss_scale_value", loss_scale_value, "from 1 to 2^126", 1.0, _HIGHEST
+        "loss_scale_value", loss_scale_value, "from 1 to 2^126", 1.0, _validate.LARGEST
     )
     factor = _validate.raising_factor("scale_factor", scale_factor)
     window = _validate.host_interval("scale_window", scale_window)
@@ -281,26 +296,26 @@ def mindformers_adaptive(
         )
     ladder = _ladder(longest, shortest)
     if window not in ladder:
-        _warnings.warn(
+        warnings.warn(
             f"scale_window {window!r} is not one of {ladder}: the shortest is taken.",
-            _JlsWarning,
+            JlsWarning,
             stacklevel=2,
         )
         window = None
-    return _adaptive.adaptive(
+    return adaptive(
         scale,
         growth_factor=factor,
         backoff_factor=1 / factor,
         intervals=ladder,
         init_interval=window,
         min_scale=1.0,
-        max_scale=_HIGHEST,
+        max_scale=_validate.LARGEST,
     )
 
 
 def keras(
     initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000
-) -> _LossScaler:
+) -> LossScaler:
     """Returns the scaler of `keras.optimizers.LossScaleOptimizer` (Keras 3).
 
     Keras has no bounds, and its scale can reach 0 or inf; here it stays in
@@ -322,13 +337,13 @@ def keras(
       >>> scaler.adjust(scaler.init(), False).loss_scale
       Array(16384., dtype=float32)
     """
-    return _dynamic.dynamic(
+    return dynamic(
         _validate.scale_value("initial_scale", initial_scale),
         growth_interval=_validate.interval(
             "dynamic_growth_steps", dynamic_growth_steps
         ),
-        min_scale=_LOWEST,
-        max_scale=_HIGHEST,
+        min_scale=_validate.SMALLEST,
+        max_scale=_validate.LARGEST,
     )
 
 
@@ -339,7 +354,7 @@ def flax(
     growth_interval: int = 2000,
     scale: float = 65536.0,
     minimum_scale: float | None = None,
-) -> _LossScaler:
+) -> LossScaler:
     """Returns the scaler of `flax.training.dynamic_scale.DynamicScale`.
 
     The scale grows on finite step `growth_interval` + 1, as it does in all releases up
@@ -367,15 +382,15 @@ def flax(
       >>> state.loss_scale, scaler.adjust(state, True).loss_scale
       (Array(65536., dtype=float32), Array(131072., dtype=float32))
     """
-    floor = _LOWEST if minimum_scale is None else minimum_scale
+    floor = _validate.SMALLEST if minimum_scale is None else minimum_scale
     checked = _validate.ascending(minimum_scale=floor, scale=scale)
-    return _dynamic.dynamic(
+    return dynamic(
         checked["scale"],
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=_validate.interval("growth_interval", growth_interval) + 1,
         min_scale=checked["minimum_scale"],
-        max_scale=_HIGHEST,
+        max_scale=_validate.LARGEST,
     )
 
 
@@ -386,7 +401,7 @@ def deepspeed(
     min_scale: float = 1.0,
     delayed_shift: int = 2,
     consecutive_hysteresis: bool = False,
-) -> _LossScaler:
+) -> LossScaler:
     """Returns the scaler of DeepSpeed's `DynamicLossScaler`, since 0.17.1.
 
     The defaults are those of the "fp16" section of its configuration. The first growth
@@ -428,7 +443,7 @@ def deepspeed(
         "consecutive_hysteresis", consecutive_hysteresis
     )
     refill = "finite" if refilled_by_finite else "growth"
-    scaler = _hysteresis.hysteresis(
+    scaler = hysteresis_scaler(
         init_scale,
         growth_factor=factor,
         backoff_factor=1 / factor,
@@ -436,13 +451,13 @@ def deepspeed(
         hysteresis=_validate.interval("delayed_shift", delayed_shift),
         refill=refill,
         min_scale=min_scale,
-        max_scale=_HIGHEST,
+        max_scale=_validate.LARGEST,
     )
     numbers = scaler.hyperparameters
     del numbers["refill"]
-    return _LossScaler(
-        _Partial(_deepspeed_init, init_scale=numbers.pop("init_scale")),
-        _Partial(_switch(_deepspeed_adjust, refill=refill), **numbers),
+    return LossScaler(
+        Partial(_deepspeed_init, init_scale=numbers.pop("init_scale")),
+        Partial(switch(_deepspeed_adjust, refill=refill), **numbers),
     )
 
 
@@ -453,7 +468,7 @@ def megatron(
     backoff_factor: float = 0.5,
     growth_interval: int = 1000,
     hysteresis: int = 2,
-) -> _LossScaler:
+) -> LossScaler:
     """Returns the scaler of Megatron-LM's `DynamicGradScaler`.
 
     The defaults are those of its command line. Megatron has no cap, and its scale can
@@ -484,14 +499,14 @@ def megatron(
       Array(16384., dtype=float32)
     """
     checked = _validate.ascending(min_scale=min_scale, initial_scale=initial_scale)
-    return _hysteresis.hysteresis(
+    return hysteresis_scaler(
         checked["initial_scale"],
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
         hysteresis=hysteresis,
         min_scale=checked["min_scale"],
-        max_scale=_HIGHEST,
+        max_scale=_validate.LARGEST,
     )
 
 
@@ -499,16 +514,16 @@ def megatron(
 # first after an overflow. So `finite_count` starts at -1 there.
 
 
-def _deepspeed_init(init_scale: _ArrayLike) -> _ScalerState:
-    return _start_at(init_scale)._replace(finite_count=_jnp.full((), -1, _jnp.int32))
+def _deepspeed_init(init_scale: ArrayLike) -> ScalerState:
+    return start_at(init_scale)._replace(finite_count=jnp.full((), -1, jnp.int32))
 
 
 def _deepspeed_adjust(
-    state: _ScalerState, grads_finite: _Array | bool, **hyperparameters: _Any
-) -> _ScalerState:
-    finite = _as_flag("grads_finite", grads_finite)
-    state = _hysteresis.hysteresis_adjust(state, finite, **hyperparameters)
-    return state._replace(finite_count=_jnp.where(finite, state.finite_count, -1))
+    state: ScalerState, grads_finite: Array | bool, **hyperparameters: Any
+) -> ScalerState:
+    finite = as_flag("grads_finite", grads_finite)
+    state = hysteresis_adjust(state, finite, **hyperparameters)
+    return state._replace(finite_count=jnp.where(finite, state.finite_count, -1))
 
 
 def _paddle(
@@ -520,13 +535,13 @@ def _paddle(
     incr_every_n_steps: int,
     decr_every_n_nan_or_inf: int,
     use_dynamic_loss_scaling: bool,
-) -> _LossScaler:
+) -> LossScaler:
     if not _validate.flag("enable", enable):
-        return _static.static(1.0)
+        return static(1.0)
     scale = _validate.scale_value("init_loss_scaling", init_loss_scaling)
     if not _validate.flag("use_dynamic_loss_scaling", use_dynamic_loss_scaling):
-        return _static.static(scale)
-    return _dynamic.dynamic(
+        return static(scale)
+    return dynamic(
         scale,
         growth_factor=_validate.raising_factor("incr_ratio", incr_ratio),
         backoff_factor=_validate.lowering_factor("decr_ratio", decr_ratio),
@@ -535,8 +550,8 @@ def _paddle(
             "decr_every_n_nan_or_inf", decr_every_n_nan_or_inf
         ),
         consecutive=consecutive,
-        min_scale=_LOWEST,
-        max_scale=_HIGHEST,
+        min_scale=_validate.SMALLEST,
+        max_scale=_validate.LARGEST,
     )
 
 
@@ -555,9 +570,7 @@ def _ladder(longest: int, shortest: int) -> tuple[int, ...]:
 # not copied: it never enters a window.
 
 
-def levanter_spikes(
-    window: int = 128, sigmas: float = 6.0
-) -> _SpikePolicy[_SpikeState]:
+def levanter_spikes(window: int = 128, sigmas: float = 6.0) -> SpikePolicy[SpikeState]:
     """Returns the spike policy of Levanter's `SkipStepConfig`.
 
     A step is skipped if its loss or its gradient norm is above mean + sigmas *
@@ -584,7 +597,7 @@ def levanter_spikes(
     return _windowed(_levanter_spikes_judge, window, sigmas)
 
 
-def maxtext_spikes(window: int = 128, sigmas: float = 6.0) -> _SpikePolicy[_SpikeState]:
+def maxtext_spikes(window: int = 128, sigmas: float = 6.0) -> SpikePolicy[SpikeState]:
     """Returns the spike policy of MaxText's `skip_step_on_spikes`.
 
     A step is skipped if its loss or its gradient norm is above mean + sigmas *
@@ -611,7 +624,7 @@ def maxtext_spikes(window: int = 128, sigmas: float = 6.0) -> _SpikePolicy[_Spik
     return _windowed(_maxtext_spikes_judge, window, sigmas, fewer=1)
 
 
-def olmo_spikes(window: int = 128, sigmas: float = 6.0) -> _SpikePolicy[_SpikeState]:
+def olmo_spikes(window: int = 128, sigmas: float = 6.0) -> SpikePolicy[SpikeState]:
     """Returns the spike policy of OLMo-core's `SkipStepOptimizer`.
 
     The rule of `maxtext_spikes`, which comes from it. With a window below 6 OLMo-core
@@ -638,7 +651,7 @@ def olmo_spikes(window: int = 128, sigmas: float = 6.0) -> _SpikePolicy[_SpikeSt
 
 def spike_limit(
     max_norm: float | None, max_loss: float | None = None
-) -> _SpikePolicy[_SpikeState]:
+) -> SpikePolicy[SpikeState]:
     """Returns a spike policy with constant limits.
 
     A step is skipped if its gradient norm is above `max_norm`, or its loss above
@@ -678,53 +691,53 @@ def spike_limit(
         "max_norm": _spikes.check_limit("max_norm", max_norm),
         "max_loss": _spikes.check_limit("max_loss", max_loss),
     }
-    return _SpikePolicy(_spikes.start(1), _Partial(_spike_limit_judge, **limits))
+    return SpikePolicy(_spikes.start(1), Partial(_spike_limit_judge, **limits))
 
 
 def _windowed(
-    judge: _Any, window: _Any, sigmas: _Any, fewer: int = 0
-) -> _SpikePolicy[_SpikeState]:
-    """A policy that judges from so many values fewer on than `jls.spikes` does."""
+    judge: Callable[..., Any], window: int, sigmas: float, fewer: int = 0
+) -> SpikePolicy[SpikeState]:
+    """A policy whose warm-up is `fewer` values shorter than that of `jls.spikes`."""
     size = _spikes.check_window(window)
     warmup = _spikes.half(size) - fewer
-    judge = _Partial(judge, sigmas=_spikes.check_sigmas(sigmas), warmup=warmup)
-    return _SpikePolicy(_spikes.start(size), judge)
+    judge = Partial(judge, sigmas=_spikes.check_sigmas(sigmas), warmup=warmup)
+    return SpikePolicy(_spikes.start(size), judge)
 
 
 def _levanter_spikes_judge(
-    state: _SpikeState,
-    loss: _Array | None,
-    norm: _Array,
+    state: SpikeState,
+    loss: Array | None,
+    norm: Array,
     *,
-    sigmas: _ArrayLike,
-    warmup: _ArrayLike,
-) -> tuple[_SpikeState, _Array]:
+    sigmas: ArrayLike,
+    warmup: ArrayLike,
+) -> tuple[SpikeState, Array]:
     window = _spikes.window_of(state)
-    deviation = _jnp.maximum(window.deviation, 1e-6 / window.unit)
+    deviation = jnp.maximum(window.deviation, 1e-6 / window.unit)
     limit = window.limit(sigmas, deviation, warmup)
     return _spikes.decide(state, (loss, norm), limit, sigmas=sigmas, skipped_enter=True)
 
 
 def _maxtext_spikes_judge(
-    state: _SpikeState,
-    loss: _Array | None,
-    norm: _Array,
+    state: SpikeState,
+    loss: Array | None,
+    norm: Array,
     *,
-    sigmas: _ArrayLike,
-    warmup: _ArrayLike,
-) -> tuple[_SpikeState, _Array]:
+    sigmas: ArrayLike,
+    warmup: ArrayLike,
+) -> tuple[SpikeState, Array]:
     window = _spikes.window_of(state, fewer=1)
     limit = window.limit(sigmas, window.deviation, warmup)
     return _spikes.decide(state, (loss, norm), limit, sigmas=sigmas, skipped_enter=True)
 
 
 def _spike_limit_judge(
-    state: _SpikeState,
-    loss: _Array | None,
-    norm: _Array,
+    state: SpikeState,
+    loss: Array | None,
+    norm: Array,
     *,
-    max_norm: _ArrayLike,
-    max_loss: _ArrayLike,
-) -> tuple[_SpikeState, _Array]:
+    max_norm: ArrayLike,
+    max_loss: ArrayLike,
+) -> tuple[SpikeState, Array]:
     limit = _spikes.limits(loss=max_loss, norm=max_norm)
     return _spikes.decide(state, (loss, norm), limit)

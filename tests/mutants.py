@@ -411,14 +411,14 @@ WHY = [
     Fault(
         "of a while loop the last bad round is kept",
         "jls/_program/replay.py",
-        "    bad = _select(never_bad & is_bad, new, old.bad)",
-        "    bad = _select(is_bad, new, old.bad)",
+        "    bad = _select_records(never_bad & is_bad, new, old.bad)",
+        "    bad = _select_records(is_bad, new, old.bad)",
         ("tests/test_why.py",),
     ),
     Fault(
         "the lanes of a loop that have ended go on",
         "jls/_program/replay.py",
-        "                results = _where(is_on(carry), results, carry)",
+        "                results = _select_lanes(is_on(carry), results, carry)",
         "                results = list(results)",
         ("tests/test_why.py",),
     ),

@@ -160,9 +160,7 @@ FACTORIES = {
     )
 }
 PRESETS = {
-    f"presets.{name}": function
-    for name, function in inspect.getmembers(jls.presets, inspect.isfunction)
-    if not name.startswith("_")
+    f"presets.{name}": getattr(jls.presets, name) for name in jls.presets.__all__
 }
 REQUIRED = {
     "init_scale": 2.5,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from reference_rounding import FATES, NARROW, fates, float32_of_every_kind
 
-from jls._bits import cuts, edges, magnitudes, normalized
+from jls._bits import magnitudes, normalized, rounding_boundaries, scaled_boundary
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -22,28 +22,30 @@ def test_the_reference_rounds_as_numpy_does(dtype):
 
 
 def test_edges_of_float16_are_those_that_everybody_knows():
-    nonzero, normal, overflow = edges(jnp.float16)
+    nonzero, normal, overflow = rounding_boundaries(jnp.float16)
     assert nonzero == (2.0**-25, True)
     assert normal == (2.0**-14 - 2.0**-25, False)
     assert overflow == (65520.0, False)
-    assert edges(jnp.float8_e4m3fn).overflow == (464.0, True)
+    assert rounding_boundaries(jnp.float8_e4m3fn).overflow == (464.0, True)
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**15, 3.0, 1e-30, 65504.0, 2.0**126])
 def test_cuts_in_float32_are_those_of_numpy(jit_or_eager, scale):
     scale = np.float32(scale)
     with np.errstate(over="ignore", under="ignore"):
-        for edge in edges(jnp.float32):
-            cut = jit_or_eager(lambda s, edge=edge: cuts(edge, s))
+        for boundary in rounding_boundaries(jnp.float32):
+            cut = jit_or_eager(
+                lambda s, boundary=boundary: scaled_boundary(boundary, s)
+            )
             first = int(cut(jnp.asarray(scale)))
             pair = np.array([first - 1, first], np.uint32).view(np.float32)
             below, past = pair.astype(np.float64) * np.float64(scale)
-            is_past = past >= edge.value and not (
-                edge.ties_below and past == edge.value
+            is_past = past >= boundary.value and not (
+                boundary.ties_below and past == boundary.value
             )
             assert is_past
-            assert below <= edge.value
-            assert edge.ties_below or below < edge.value
+            assert below <= boundary.value
+            assert boundary.ties_below or below < boundary.value
 
 
 def test_normalized_gives_significand_and_exponent_of_subnormals_too(jit_or_eager):
@@ -93,4 +95,4 @@ def test_magnitudes_of_float64_stay_within_float32():
 )
 def test_a_dtype_that_is_no_float_of_8_to_32_bits_is_refused(dtype, error, got):
     with pytest.raises(error, match=f"dtype must be a floating-point .* got {got}"):
-        edges(dtype)
+        rounding_boundaries(dtype)

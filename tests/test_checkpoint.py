@@ -404,9 +404,7 @@ def test_there_is_a_checkpoint_of_each_scaler_policy_and_place():
     assert names["0.1.0"] == set(checkpoints.SCALERS)
     assert names["0.2.0"] == set(checkpoints.optimizers())
     saved = {name.removesuffix("_scaler") for name in names["0.2.0"]}
-    assert set(vars(jls.presets)) - saved <= {
-        n for n in vars(jls.presets) if n[0] == "_"
-    }
+    assert set(jls.presets.__all__) <= saved
 
 
 @pytest.mark.standard_promotion

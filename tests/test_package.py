@@ -126,13 +126,9 @@ def public_values():
             continue
         assert name in PUBLIC_MODULES
         assert inspect.getdoc(value), name
-        for inner, member in vars(value).items():
-            # What a module imports for itself is neither.
-            is_theirs = name == "types" or getattr(member, "__module__", "") == (
-                f"jls.{name}"
-            )
-            if not inner.startswith("_") and is_theirs:
-                yield f"{name}.{inner}", member
+        for inner in getattr(value, "__all__", vars(value)):
+            if not inner.startswith("_"):
+                yield f"{name}.{inner}", getattr(value, inner)
 
 
 @pytest.mark.parametrize("name", dict(public_values()))
@@ -240,8 +236,8 @@ def test_types_are_those_of_the_contract():
 
 
 def test_presets_are_those_of_the_contract():
-    functions = inspect.getmembers(jls.presets, inspect.isfunction)
-    assert [name for name, _ in functions if not name.startswith("_")] == [
+    assert dir(jls.presets) == jls.presets.__all__
+    assert jls.presets.__all__ == [
         "deepspeed",
         "flax",
         "keras",

@@ -93,12 +93,7 @@ SMALL = [
         for h in (1, 2, 3)
     ],
 ]
-NAMES = sorted(
-    name
-    for name, _ in inspect.getmembers(presets, inspect.isfunction)
-    if "spike" not in name
-)
-NAMES = [name for name in NAMES if not name.startswith("_")]
+NAMES = [name for name in presets.__all__ if "spike" not in name]
 REQUIRED = {
     "mindspore": {"scale_value": 1024, "scale_factor": 2, "scale_window": 1000},
     "mindformers_adaptive": {

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which arguments of a step come back from it, and where.
+"""Matches the results of a step to its arguments.
 
-Of arguments and results with equal paths, shapes and dtypes, those are a pair of which
-the program proves it: with the step skipped, this result is that argument. After them
-come results that have the argument, or an update, in them as a parameter has. What is
-left pairs in order, if there are equally many.
+An argument and a result with equal paths, shapes and dtypes are a pair if the program
+proves it: in a skipped step the result is the argument. Next come results that are
+computed from the argument element by element, as new parameters are. The others pair in
+order, if there are equally many.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ Named = Mapping[str, Sequence[str] | None] | None
 
 
 class Carried(NamedTuple):
-    """How to read what comes back from a step."""
+    """The arguments' leaves that a step returns, and their paths in the results."""
 
     sources: dict[int, Keys]  # leaf of the arguments -> path in the outputs
     in_place: frozenset[int]  # leaves that are read from the NNX objects
@@ -132,7 +132,7 @@ class _Pairing:
     ) -> None:
         self.sources[path] = target
         group.remove(path)
-        targets[:] = [t for t in targets if not _overlap(t, target)]
+        targets[:] = [t for t in targets if not _are_nested(t, target)]
 
     def _pairs_in_order(
         self,
@@ -147,8 +147,8 @@ class _Pairing:
             return False
         if not is_free or self.reading is None:
             return True
-        # Numbers that a program only computes, such as predictions, are no state. Of
-        # counts and keys that cannot be said.
+        # Floats that the program computes without these, such as predictions, are no
+        # state. For counts and keys the program does not show that.
         return not any(
             is_inexact(self.items[i].value) for p in group for i in under(self.items, p)
         )
@@ -164,7 +164,7 @@ class _Pairing:
                 continue
             kept = self.reading.leaf_of(result.skipped)
             if kept is not None and kept != i:
-                against += self._is_elsewhere(kept, path)
+                against += self._is_outside(kept, path)
             is_same = self.reading.leaf_of(result.now) == i
             proved += kept == i and not is_same
             frozen += is_same
@@ -188,11 +188,11 @@ class _Pairing:
             for (bit, _), result in zip(leaves, results, strict=True)
         )
 
-    def _is_elsewhere(self, leaf: int, path: Keys) -> bool:
+    def _is_outside(self, leaf: int, path: Keys) -> bool:
         return self.items[leaf].path[: len(path)] != path
 
     def is_used(self, target: Keys) -> bool:
-        return any(_overlap(target, x) for x in self.sources.values())
+        return any(_are_nested(target, x) for x in self.sources.values())
 
     def _raise_ambiguous(self, group: list[Keys], targets: list[Keys]) -> None:
         names = ", ".join(f"'{'/'.join(path)}'" for path in group)
@@ -211,7 +211,7 @@ class _Pairing:
         )
 
 
-def _overlap(one: Keys, other: Keys) -> bool:
+def _are_nested(one: Keys, other: Keys) -> bool:
     return one[: len(other)] == other or other[: len(one)] == one
 
 
@@ -227,12 +227,12 @@ def match(
 
     Args:
       arguments: those of the step.
-      outputs: what it returned.
+      outputs: its results.
       objects: the leaves of NNX arguments, and whether the step changed them in place.
       scales: the loss scales in the arguments.
       named: the arguments that are carried and the fields that count, None for all of
         them; or None to find out.
-      reading: what the program says, if there is one.
+      reading: the facts from the program, if it can be read.
     """
     items = arguments.items
     outputs = [item for item in outputs if item.kind != REPORT]
@@ -272,12 +272,12 @@ def match(
     doubtful = {i for path in pairing.doubtful for i in under(items, path)}
     carried = Carried(by_leaf, in_place, frozenset(), frozenset(doubtful))
     carried = carried._replace(doubtful=carried.doubtful - carried.leaves)
-    _check(arguments, carried, scales, named)
+    _check_returned(arguments, carried, scales, named)
     return carried._replace(compared=_counted(arguments, carried, named))
 
 
 def _pair_parts(pairing: _Pairing, trees: Iterable[Keys]) -> None:
-    """Parts of trees that come back by themselves."""
+    """Pairs parts of trees that come back by themselves."""
     for path in trees:
         parts = [part for part in units(pairing.items, path) if part != path]
         if parts and pairing.reading is not None:
@@ -290,7 +290,7 @@ def _pair_parts(pairing: _Pairing, trees: Iterable[Keys]) -> None:
 def _pair_arrays(
     pairing: _Pairing, tops: list[Keys], arrays: list[Keys], states: list[Keys]
 ) -> None:
-    """Arguments that are arrays by themselves: parameters, counts, keys, or data."""
+    """Pairs arguments that are single arrays: parameters, counts, keys, or data."""
     last = max((tops.index(path) for path in states), default=-1)
     items = pairing.items
     for path in arrays:
@@ -312,7 +312,7 @@ def _pair_arrays(
 
 
 def _is_no_state(pairing: _Pairing, path: Keys, before: list[Keys]) -> bool:
-    """Whether a pair of arrays is one by its form alone, or by a sum like a state's."""
+    """Whether nothing but equal form makes two arrays a pair."""
     (at,) = under(pairing.items, path)
     reading, target = pairing.reading, pairing.sources[path]
     if reading is None:
@@ -328,7 +328,7 @@ def _is_no_state(pairing: _Pairing, path: Keys, before: list[Keys]) -> bool:
 
 
 def _pair_first(pairing: _Pairing, path: Keys) -> None:
-    """An array before the state: the first result of its form."""
+    """Pairs an array before the state with the first result of its form."""
     (at,) = under(pairing.items, path)
     for target, leaves in pairing.subtrees.items():
         is_free = list(leaves) == [()] and not pairing.is_used(target)
@@ -341,7 +341,7 @@ def _holds(items: Sequence[Item], scale: Scale, path: Keys) -> bool:
     return items[scale.at].path[: len(path)] == path
 
 
-def _check(
+def _check_returned(
     arguments: Arguments,
     carried: Carried,
     scales: Sequence[Scale],

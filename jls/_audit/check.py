@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jls.check_step`: injects faults into a step and names the mistakes it finds."""
 
-import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,8 +16,9 @@ from jls._audit.findings import Findings
 from jls._audit.proofs import BY_READING, Proved, read_codes
 from jls._audit.reading import Reading, Unread, try_to_trace
 from jls._audit.runs import Runner
-from jls._program.places import Place
+from jls._program.places import Place, short_path
 from jls._state import find, is_wrapper_state
+from jls._text import wrapped
 from jls._trace.arguments import Arguments, check_usable, take_apart, unbind
 from jls._trace.scales import Scale, scales_in
 from jls._trace.trace import Traced
@@ -27,12 +26,12 @@ from jls._tree import is_array
 
 CarriedArgs = Mapping[int | str, Iterable[str]] | Iterable[int | str] | None
 
+# Bounds the time for steps with many scales and arrays; others take ten runs or so.
 RUNS = 32
-_WIDTH = 80
 
 
 class StepCheck(NamedTuple):
-    """What `jls.check_step` says: the mistakes that it found, and what it looked at.
+    """Result of `jls.check_step`: the mistakes it found, and what it could not check.
 
     `print` it: the table has a row for each check, and the line to write where one is
     broken.
@@ -46,10 +45,10 @@ class StepCheck(NamedTuple):
     broken: tuple[Code, ...] = ()  # the codes of the mistakes
     not_tried: Mapping[str, str] = {}  # a code, or a fault, and the reason
     not_applicable: Mapping[Code, str] = {}  # a code, and why it does not apply
-    seen: Mapping[Code, str] = {}  # what showed each mistake, or is to be noted
+    seen: Mapping[Code, str] = {}  # the evidence of each mistake, or a note
     where: Mapping[Code, Place] = {}  # the line of the mistake, where it was read
     write: Mapping[Code, str] = {}  # the line to write for each mistake
-    notes: tuple[str, ...] = ()  # what was taken for what
+    notes: tuple[str, ...] = ()  # which arguments were taken as state, which as data
 
     @property
     def ok(self) -> bool:
@@ -76,7 +75,7 @@ class StepCheck(NamedTuple):
                 rows.append((code, "BROKEN", self.seen.get(code, "")))
                 place = self.where.get(code)
                 if place and place.file:
-                    rows.append(("", "where", f"{_short(place.file)}:{place.line}"))
+                    rows.append(("", "where", f"{short_path(place.file)}:{place.line}"))
                 rows.append(("", "write", self.write.get(code, TABLE[code].write)))
             elif code in self.not_tried:
                 rows.append((code, "not tried", self.not_tried[code]))
@@ -86,8 +85,8 @@ class StepCheck(NamedTuple):
         for name, reason in self.not_tried.items():
             if name not in CODES:
                 rows.append(("", "not tried", f"{name}: {reason}"))
-        lines = textwrap.wrap(self._headline(), _WIDTH)
-        return "\n".join([*lines, *_table(rows), *map(_note, self.notes)])
+        notes = [line for note in self.notes for line in wrapped(note)]
+        return "\n".join([*wrapped(self._headline()), *_table(rows), *notes])
 
     def _headline(self) -> str:
         untried = [code for code in CODES if code in self.not_tried]
@@ -162,8 +161,8 @@ def check_step(
         runner, findings, proved = read_step(step, args, kwargs, carried_args)
         try_all(runner, findings, proved)
     if proved is None:
-        findings.leave_out_the_rest("there is no program to read")
-    findings.leave_out_the_rest("no trial shows it")
+        findings.mark_others_not_tried("there is no program to read")
+    findings.mark_others_not_tried("no trial shows it")
     notes = _notes(runner, step)
     return _step_check(findings, _mends((args, kwargs), runner), notes)
 
@@ -174,29 +173,29 @@ def read_step(
     kwargs: dict[str, Any],
     carried_args: CarriedArgs = None,
 ) -> tuple[Runner, Findings, Proved | None]:
-    """All that `check_step` does before it runs the step."""
+    """The part of `check_step` that reads the program and runs nothing."""
     _validate.function("step", step)
     step, bound = unbind(step)
     args = (*bound, *args)
     arguments = take_apart(step, args, kwargs)
     check_usable(arguments, "jls.check_step", "step")
     named = _named(carried_args, arguments, len(bound))
-    scales = _find_scales(args, kwargs, arguments)
+    scales = _require_scales(args, kwargs, arguments)
     findings = Findings()
-    reading = _read(step, arguments, scales, findings)
+    reading = _read_program(step, arguments, scales, findings)
     runner = Runner(step, arguments, scales, named, reading, RUNS)
     proved = read_codes(runner, findings) if reading else None
     return runner, findings, proved
 
 
-def _read(
+def _read_program(
     step: Callable[..., Any],
     arguments: Arguments,
     scales: list[Scale],
     findings: Findings,
 ) -> Reading | None:
-    """What the program of the step says; and whether it syncs with the host."""
-    # Three times: reading every so many steps is right.
+    """Reads the program of the step, and settles whether it syncs with the host."""
+    # Three traces: a step may read a value every so many steps.
     traces = [try_to_trace(step, arguments)]
     while len(traces) < 3 and traces[-1].reads:
         traces.append(try_to_trace(step, arguments))
@@ -268,7 +267,7 @@ def _step_check(
 
 
 def _mends(given: Any, runner: Runner) -> dict[Code, str]:
-    """What to write where the arguments say more than the mistake does."""
+    """The lines to write that depend on the arguments of the step."""
 
     def has_around(kind: Any) -> bool:
         return any(
@@ -301,7 +300,7 @@ def _mends(given: Any, runner: Runner) -> dict[Code, str]:
     return found
 
 
-def _find_scales(
+def _require_scales(
     args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments
 ) -> list[Scale]:
     scales = scales_in(args, kwargs, arguments)
@@ -366,28 +365,11 @@ def _named(
 
 
 def _table(rows: list[tuple[str, str, str]]) -> list[str]:
-    """The lines of a table; a text goes on below itself."""
+    """The lines of a table; long texts wrap within their column."""
+    # The longest code has 18 letters: tables of all steps look alike.
     width = max(18, *(len(code) for code, _, _ in rows))
     lines = []
     for code, verdict, text in rows:
         head = f"{code:<{width}} {verdict:<9} "
-        lines += textwrap.wrap(
-            text,
-            width=_WIDTH,
-            initial_indent=head,
-            subsequent_indent=" " * len(head),
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        lines += wrapped(text, indent=" " * len(head), initial=head)
     return lines
-
-
-def _short(file: str) -> str:
-    """A path as it is written below the working directory."""
-    path = Path(file)
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
-
-
-def _note(note: str) -> str:
-    return textwrap.fill(note, _WIDTH, break_on_hyphens=False)

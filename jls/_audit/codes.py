@@ -22,11 +22,11 @@ Code = Literal[
 CODES: tuple[Code, ...] = get_args(Code)
 
 
-class Row(NamedTuple):
-    """What is said of a code."""
+class Mistake(NamedTuple):
+    """The texts of a mistake, and how it is found."""
 
-    right: str  # where it is settled
-    broken: str  # what the mistake is, for the docs
+    right: str  # what holds in a right step
+    broken: str  # what is wrong, for the docs
     by: str  # how it is found: "reading", "faults" or "both"
     write: str  # the line to write
 
@@ -37,35 +37,35 @@ _SELECT = (
 _UPDATE = "updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)"
 _VALUE_AND_GRAD = "loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, batch)"
 
-TABLE: dict[Code, Row] = {
-    "no step": Row(
+TABLE: dict[Code, Mistake] = {
+    "no step": Mistake(
         "a good step changes what the step carries",
         "a good step changes nothing of what it returns, or returns the old state of "
         "the optimizer",
         "both",
         "return the new params and the new opt_state from the step",
     ),
-    "retraced": Row(
+    "retraced": Mistake(
         "the third good step was not compiled again",
         "the third good step, or a later one, is compiled again",
         "faults",
         "step = jax.jit(train_step) once, outside the loop; numbers that change go in "
         "as arrays",
     ),
-    "host sync": Row(
+    "host sync": Mistake(
         "the step reads no value at the host",
         "the step reads a value of the device at the host by itself",
         "reading",
         "return the value from the step, and read it every so many steps: "
         "jls.metrics(opt_state), one jax.device_get",
     ),
-    "not scaled": Row(
+    "not scaled": Mistake(
         "the gradients follow the loss scale",
         "gradients that a wrapper is given do not depend on its loss scale",
         "reading",
         f"{_VALUE_AND_GRAD}, with the opt_state that the step was given",
     ),
-    "scale leaks": Row(
+    "scale leaks": Mistake(
         "the loss scale is left in neither gradients nor loss",
         "the loss scale is a factor of the gradients or the loss that the optimizer is "
         "given, or of a part of them: unscaled twice, never, with the state after the "
@@ -75,14 +75,14 @@ TABLE: dict[Code, Row] = {
         "the loss, no jls.unscale after it; clipping inside: "
         "jls.loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), inner))",
     ),
-    "loss not passed": Row(
+    "loss not passed": Mistake(
         "the optimizer is given the loss",
         "the optimizer is not given the loss: value= is missing or misspelt, or what "
         "is around the wrapper drops it",
         "reading",
         _UPDATE,
     ),
-    "gradients narrowed": Row(
+    "gradients narrowed": Mistake(
         "the true gradients stay in float32",
         "true gradients are cast to float16 before the optimizer gets them, where the "
         "small ones vanish",
@@ -90,7 +90,7 @@ TABLE: dict[Code, Row] = {
         "keep what jls.value_and_grad returns in float32; to send fewer bytes, cast to "
         "bfloat16, which has the range",
     ),
-    "overflow hidden": Row(
+    "overflow hidden": Mistake(
         "an inf in the gradients reaches the optimizer",
         "something between the gradients and the optimizer replaces inf or NaN, so "
         "that a step that overflowed is applied",
@@ -99,7 +99,7 @@ TABLE: dict[Code, Row] = {
         "jls.loss_scaled sees the gradients; "
         "jls.loss_scaled(optax.chain(optax.clip(1.0), inner))",
     ),
-    "scale stuck": Row(
+    "scale stuck": Mistake(
         "the scaler is told of good and of bad steps",
         "the state of a scaler comes back as it was, or a bad step is undone with the "
         "counters and the loss scale: an overflow is then one for ever",
@@ -108,33 +108,33 @@ TABLE: dict[Code, Row] = {
         "bad: the wrapper rolls back what has to stay; with the pure functions: "
         "state = scaler.adjust(state, jls.all_finite(grads)), after jls.unscale",
     ),
-    "nan committed": Row(
+    "nan committed": Mistake(
         "after a fault no inf or NaN stayed",
         "after a fault an inf or NaN stays in what the step carries",
         "faults",
         _SELECT,
     ),
-    "not atomic": Row(
+    "not atomic": Mistake(
         "a skipped step leaves what is trained as it was",
         "a skipped step changes parameters, or what belongs to them",
         "both",
         f"{_SELECT}; weight decay inside: "
         "jls.loss_scaled(optax.adamw(3e-4, weight_decay=1e-2))",
     ),
-    "never recovers": Row(
+    "never recovers": Mistake(
         "after a bad step, good ones train on",
         "after one bad step the parameters never move again",
         "faults",
         _SELECT,
     ),
-    "spike not skipped": Row(
+    "spike not skipped": Mistake(
         "a step far out of line was skipped",
         "a step far above all that the spike policy has seen is applied",
         "faults",
         f"{_UPDATE}, with the true gradients, and keep all of the opt_state that it "
         "returns",
     ),
-    "out of sync": Row(
+    "out of sync": Mistake(
         "all devices hold the same",
         "devices hold different values of what they should hold together",
         "faults",

@@ -9,8 +9,8 @@
     gradients       inf in one element, where reading doubts that it is kept
     afterwards      good steps, until the parameters move again
 
-A right step is never called broken. In a skipped step only what is trained has to stay
-as it is; all else has to stay finite, unless it only stores what came with the fault.
+A right step is never called broken. A skipped step must leave the trained leaves as
+they are; all others must stay finite, unless they only store the faulty values.
 """
 
 import math
@@ -77,14 +77,14 @@ def try_all(runner: Runner, findings: Findings, proved: Proved | None) -> None:
         if not findings.of("broken"):
             raise
         # What was read says why, and what to write.
-        findings.leave_out_the_rest(str(error).partition(". ")[0])
+        findings.mark_others_not_tried(str(error).partition(". ")[0])
         return
-    if findings.verdict("no step") == "broken":
-        findings.leave_out_the_rest("a good step does not change all that it should")
+    if findings.status("no step") == "broken":
+        findings.mark_others_not_tried("a good step does not change all that it should")
         return
     findings.right("no step")
     if always_compiles(good):
-        findings.leave_out_the_rest("every call compiles")
+        findings.mark_others_not_tried("every call compiles")
         return
     findings.right("retraced")
     silent = "" if base else f"the parameters did not move in {len(good)} good steps"
@@ -104,13 +104,13 @@ def try_all(runner: Runner, findings: Findings, proved: Proved | None) -> None:
     if not any(scale.spikes for scale in runner.scales):
         findings.does_not_apply("spike not skipped", "there is no spike policy")
     trials.try_batch()
-    trials.judge_stuck()
-    trials.judge_overflow()
-    trials.judge_skips()
+    trials.check_stuck()
+    trials.check_overflow()
+    trials.check_skips()
     if silent:
         findings.not_tried("never recovers", silent)
     else:
-        trials.try_going_on()
+        trials.try_recovery()
     trials.compare_devices()
 
 
@@ -133,7 +133,7 @@ class _Trials:
         self.stored = set[int]()  # leaves of which a fault was only stored
 
     def _try(self, leaves: Leaves, trial: str, code: Code | None = None) -> Run | None:
-        """A run, or None; then the reason goes to what it is for."""
+        """A run; None if it fails, with the reason in the findings."""
         try:
             return self.runner.run(leaves, trial)
         except OutOfRunsError:
@@ -154,7 +154,7 @@ class _Trials:
         groups += [(scale,) for scale in scales] if len(scales) > 1 else []
         for group in groups:
             self._try_scale(group, math.inf)
-        is_read = self.findings.verdict("overflow hidden") == "right"
+        is_read = self.findings.status("overflow hidden") == "right"
         if not is_read:
             self._try_scale(tuple(scales), HUGE)
 
@@ -175,32 +175,32 @@ class _Trials:
             exempt = self._stored(run, np.concatenate(seen))
             self.faults.append(Fault(what, run, scales, exempt))
 
-    def judge_overflow(self) -> None:
+    def check_overflow(self) -> None:
         """Whether a step whose gradients overflowed was applied."""
         code: Code = "overflow hidden"
         if any(map(is_fp8, self.items)):
             self.findings.not_tried(code, "8-bit layers clip their gradients, rightly")
             return
         if all(is_switched_off(self.base.leaves[x.at], x) for x in self.runner.scales):
-            self._judge_cleaned()
+            self._check_cleaned()
             self.findings.not_tried(code, "the loss scale is static and 1")
             return
         if self.proved is None:
-            self._judge_unread()
+            self._settle_unread()
         explained = {"not scaled", "scale leaks"} & self.findings.of("broken").keys()
         for fault in self.faults:
             # Scales that the step does not use hide nothing.
-            if fault.scales and not explained and not self._was_told(fault):
-                self._judge_applied(fault)
-        self._judge_cleaned()
+            if fault.scales and not explained and not self._scaler_was_notified(fault):
+                self._report_applied(fault)
+        self._check_cleaned()
         if explained and not self.findings.is_settled(code):
             self.findings.not_tried(
                 code, "the gradients are not scaled and unscaled once"
             )
-        elif not self.findings.verdict(code) and any(x.scales for x in self.faults):
+        elif not self.findings.status(code) and any(x.scales for x in self.faults):
             self.findings.right(code)
 
-    def judge_stuck(self) -> None:
+    def check_stuck(self) -> None:
         """Whether an overflow changes nothing, not even the loss scale and counters."""
         code: Code = "scale stuck"
         right = self.base.right
@@ -212,8 +212,8 @@ class _Trials:
                     for run in (right, fault.run)
                 )
                 # Of a bare scaler an infinite scale shows nothing.
-                is_judged = scale.counters and not scale.is_static
-                if is_judged and moves and not moved:
+                is_comparable = scale.counters and not scale.is_static
+                if is_comparable and moves and not moved:
                     self.findings.broken(
                         code,
                         f"{fault.what} changed nothing in {'/'.join(scale.root)}, not "
@@ -222,8 +222,8 @@ class _Trials:
         if any(fault.scales for fault in self.faults):
             self.findings.right(code)
 
-    def _judge_unread(self) -> None:
-        """What faults say where there was no program to read."""
+    def _settle_unread(self) -> None:
+        """Settles codes that reading would have settled, if there was no program."""
         runner = self.runner
         if any(x.scales and runner.all_skipped(x.run) for x in self.faults):
             self.findings.right("not scaled")
@@ -238,8 +238,8 @@ class _Trials:
         ):
             self.findings.right("loss not passed")
 
-    def _was_told(self, fault: Fault) -> bool:
-        """Whether a scaler was told of the overflow; a bare static one never is."""
+    def _scaler_was_notified(self, fault: Fault) -> bool:
+        """Whether a scaler saw the overflow; a bare static one never does."""
         return any(
             self.runner.backed_off(fault.run, scale)
             or (
@@ -251,8 +251,8 @@ class _Trials:
             for scale in fault.scales
         )
 
-    def _judge_applied(self, fault: Fault) -> None:
-        """Applied with what the scale is no factor of, or with what was cleaned."""
+    def _report_applied(self, fault: Fault) -> None:
+        """Reports an applied step whose gradients were not scaled, or were cleaned."""
         code: Code = "overflow hidden"
         params = self._params()
         if not self._is_steady():
@@ -280,14 +280,14 @@ class _Trials:
             )
 
     def _is_steady(self) -> bool:
-        """Whether two equal calls give the same."""
+        """Whether two equal calls give the same parameters."""
         again = self._try(self.base.leaves, "a good step, repeated", "overflow hidden")
         right = self.base.right
         return again is not None and all(
             same(again.after[i], right.after[i]) for i in self._params()
         )
 
-    def _judge_cleaned(self) -> None:
+    def _check_cleaned(self) -> None:
         """Plants an inf in gradients of which reading doubts that they keep it."""
         code: Code = "overflow hidden"
         if self.findings.is_settled(code) or not (self.proved and self.proved.cleaned):
@@ -316,7 +316,7 @@ class _Trials:
         if not set(SpikeState._fields) <= at.keys():
             self.findings.not_tried(code, "the spike policy is not one of jls")
             return
-        if self._comes_back_as_it_was(at.values()):
+        if self._is_unchanged(at.values()):
             seen = "the state of the spike policy comes back as it was"
             self.findings.broken(code, seen)
             return
@@ -359,7 +359,7 @@ class _Trials:
         else:
             self.findings.right(code)
 
-    def _comes_back_as_it_was(self, leaves: Iterable[int]) -> bool:
+    def _is_unchanged(self, leaves: Iterable[int]) -> bool:
         reading = self.runner.reading
         results = {i: self.runner.result(i) for i in leaves}
         return reading is not None and all(
@@ -402,11 +402,11 @@ class _Trials:
             self.faults.append(Fault(what, run, (), exempt))
 
     def _stored(self, run: Run, values: np.ndarray) -> Exempt:
-        """Where the step only stored what came with a fault, as in a buffer.
+        """The elements that only store faulty values, as those of a buffer do.
 
-        The program says so: it moved elements of the leaf, or of others, and computed
-        nothing with them. Without a program, the good step wrote there one of `values`,
-        which the fault replaced, or a part of the leaf.
+        The program shows it: it only moves elements there. Without a program: the good
+        step wrote only a part of the leaf, or wrote one of `values` there, which the
+        fault replaced.
         """
         found = dict[int, np.ndarray]()
         for i in self.runner.nonfinite(run) - self.runner.trained:
@@ -418,6 +418,7 @@ class _Trials:
             if result is not None:
                 is_stored = bool(result.now.holds)
             else:
+                # A step writes little of a buffer, but moves most parameters.
                 is_part = 2 * np.count_nonzero(right == old) >= right.size > 1
                 dtype = np.asarray(run.after[i]).dtype
                 known = np.isin(right[bad], as_numbers(values.astype(dtype)))
@@ -427,14 +428,14 @@ class _Trials:
         self.stored |= set(found)
         return found
 
-    # What the faults show.
+    # The effects of the faults.
 
-    def judge_skips(self) -> None:
-        hides = self.findings.verdict("overflow hidden") == "broken"
+    def check_skips(self) -> None:
+        hides = self.findings.status("overflow hidden") == "broken"
         for fault in self.faults:
-            # What a hidden overflow does to a step that is applied has that name.
+            # A hidden overflow explains what it leaves in a step that is applied.
             if not (hides and fault.scales and not self.runner.any_skipped(fault.run)):
-                self._judge_nonfinite(fault)
+                self._check_nonfinite(fault)
         if self.stored:
             names = self.runner.names(self.stored)
             note = f", but for {names}, where what came in is only stored"
@@ -442,10 +443,10 @@ class _Trials:
             note = ""
         if self.faults:
             self.findings.right("nan committed", note)
-        self._judge_atomic()
+        self._check_atomic()
 
-    def _judge_nonfinite(self, fault: Fault) -> None:
-        bad = self._kept(fault)
+    def _check_nonfinite(self, fault: Fault) -> None:
+        bad = self._persistent_nonfinite(fault)
         bad -= self.runner.nonfinite(self.base.right)
         if bad:
             self.findings.broken(
@@ -453,8 +454,8 @@ class _Trials:
                 f"after {fault.what} an inf or NaN stayed in {self.runner.names(bad)}",
             )
 
-    def _kept(self, fault: Fault) -> set[int]:
-        """Where an inf or NaN is new, and stays: a record of the last loss does not."""
+    def _persistent_nonfinite(self, fault: Fault) -> set[int]:
+        """Leaves with a new inf or NaN that stays, unlike in a record of the loss."""
         bad = self.runner.nonfinite(fault.run, fault.exempt)
         trained = self.runner.trained
         if bad <= trained:
@@ -476,7 +477,7 @@ class _Trials:
                 self.later[fault.what] = run
         return run
 
-    def _judge_atomic(self) -> None:
+    def _check_atomic(self) -> None:
         code: Code = "not atomic"
         if self.findings.is_settled(code):
             return
@@ -508,12 +509,12 @@ class _Trials:
                     self._place_of_move(min(moved)),
                 )
                 return
-        if self.findings.verdict(code) == "not tried":
+        if self.findings.status(code) == "not tried":
             return
         if must and not skipped:
             self.findings.not_tried(code, "no fault made the step skip")
             return
-        others = self._moved_besides(skipped)
+        others = self._moved_data(skipped)
         if others:
             notes.append(f"{runner.names(others)}: taken for data, not for parameters")
         self.findings.right(code, "".join(f"; but {note}" for note in notes))
@@ -524,8 +525,8 @@ class _Trials:
         site = result.skipped.site if result is not None else None
         return place_of(site) if site else None
 
-    def _moved_besides(self, skipped: list[Fault]) -> set[int]:
-        """What a skip moved and no update is in: buffers, records, environments."""
+    def _moved_data(self, skipped: list[Fault]) -> set[int]:
+        """Leaves that a skip changed and no update is in: buffers, environments."""
         return {
             i
             for fault in skipped
@@ -538,7 +539,7 @@ class _Trials:
         }
 
     def _may_move(self, run: Run, i: int) -> bool:
-        """A count; and rounding, as of weights that are normalized in each step."""
+        """Whether a leaf counts up, or is rounded, as weights that are normalized."""
         old, new = (as_numpy(x[i]) for x in (run.before, run.after))
         if old.ndim == 0 and bool(new == old + 1):
             return True
@@ -546,10 +547,10 @@ class _Trials:
 
     # Afterwards.
 
-    def try_going_on(self) -> None:
+    def try_recovery(self) -> None:
         """Good steps after a bad one: do the parameters move again?"""
         code: Code = "never recovers"
-        bad = [fault for fault in self.faults if self._did_harm(fault)]
+        bad = [fault for fault in self.faults if self._had_effect(fault)]
         if not bad:
             self.findings.not_tried(code, "no fault had an effect")
             return
@@ -576,7 +577,7 @@ class _Trials:
                 )
         self.findings.right(code)
 
-    def _did_harm(self, fault: Fault) -> bool:
+    def _had_effect(self, fault: Fault) -> bool:
         if self.runner.any_skipped(fault.run):
             return True
         params = self._params()
@@ -602,25 +603,25 @@ class _Trials:
         runs = [("a good step", run) for run in self.good]
         runs += [(fault.what, fault.run) for fault in self.faults]
         compared = self.runner.carried.compared
-        if self._add_parted((what, run.parted & compared) for what, run in runs):
+        if self._add_diverged((what, run.diverged & compared) for what, run in runs):
             return
         stacked = self._stacked()
         if stacked is None:
             self.findings.not_tried(code, "each device has parameters of its own")
-        elif stacked and self._part_in_a_good_step(stacked):
+        elif stacked and self._diverge_in_a_good_step(stacked):
             self.findings.not_tried(
                 code, "each device seems to train a model of its own"
             )
         elif stacked:
             stacked &= compared
-            self._add_parted(
+            self._add_diverged(
                 (what, {i for i in stacked if _rows_differ(run.after[i])})
                 for what, run in runs
             )
         self.findings.right(code)
 
-    def _add_parted(self, found: Iterable[tuple[str, Iterable[int]]]) -> bool:
-        """Adds what devices hold differently after the first run in which they do."""
+    def _add_diverged(self, found: Iterable[tuple[str, Iterable[int]]]) -> bool:
+        """Reports the first run after which devices hold different values."""
         for what, leaves in found:
             if leaves:
                 names = self.runner.names(set(leaves))
@@ -631,8 +632,8 @@ class _Trials:
                 return True
         return False
 
-    def _part_in_a_good_step(self, stacked: set[int]) -> bool:
-        """Whether copies part where nothing was skipped: other seeds or rates.
+    def _diverge_in_a_good_step(self, stacked: set[int]) -> bool:
+        """Whether copies diverge where nothing was skipped: other seeds or rates.
 
         Gradients of which no mean was taken look the same.
         """
@@ -644,7 +645,7 @@ class _Trials:
         )
 
     def _stacked(self) -> set[int] | None:
-        """What `pmap` stacked, one copy a device; None if the copies never agreed."""
+        """The leaves that `pmap` stacked by device; None if copies never agreed."""
         if np.ndim(self.base.leaves[self.runner.scales[0].at]) == 0:
             return set()
         if any(_rows_differ(self.good[0].before[i]) for i in self._params()):

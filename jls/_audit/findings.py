@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of each code so far."""
+"""The findings of `jls.check_step` so far, by code."""
 
 from typing import Literal, NamedTuple
 
 from jls._audit.codes import CODES, Code
 from jls._program.places import Place
 
-Verdict = Literal["right", "broken", "not tried", "does not apply"]
+Status = Literal["right", "broken", "not tried", "does not apply"]
 
 
 class Finding(NamedTuple):
-    """What is known of one code."""
+    """The status of one code."""
 
-    verdict: Verdict
-    text: str  # what showed it, or the reason; on what is right, what is to be noted
+    status: Status
+    text: str  # the evidence if broken, a note if right, else the reason
     place: Place | None = None
 
 
@@ -25,33 +25,33 @@ class Findings:
         self.untried: dict[str, str] = {}  # arrays without a fault, and the reason
 
     def broken(self, code: Code, seen: str, place: Place | None = None) -> None:
-        if self.verdict(code) != "broken":
+        if self.status(code) != "broken":
             self._found[code] = Finding("broken", seen, place)
 
     def right(self, code: Code, note: str = "") -> None:
-        if self.verdict(code) is None:
+        if self.status(code) is None:
             self._found[code] = Finding("right", note)
 
     def not_tried(self, code: Code, reason: str) -> None:
-        if self.verdict(code) is None:
+        if self.status(code) is None:
             self._found[code] = Finding("not tried", reason)
 
     def does_not_apply(self, code: Code, reason: str) -> None:
         self._found[code] = Finding("does not apply", reason)
 
-    def verdict(self, code: Code) -> Verdict | None:
+    def status(self, code: Code) -> Status | None:
         found = self._found.get(code)
-        return found.verdict if found else None
+        return found.status if found else None
 
     def is_settled(self, code: Code) -> bool:
-        return self.verdict(code) in ("right", "broken", "does not apply")
+        return self.status(code) in ("right", "broken", "does not apply")
 
-    def leave_out_the_rest(self, reason: str) -> None:
+    def mark_others_not_tried(self, reason: str) -> None:
         for code in CODES:
             self.not_tried(code, reason)
 
-    def of(self, verdict: Verdict) -> dict[Code, Finding]:
+    def of(self, status: Status) -> dict[Code, Finding]:
         """The findings of one kind, in the order of the codes."""
         return {
-            code: self._found[code] for code in CODES if self.verdict(code) == verdict
+            code: self._found[code] for code in CODES if self.status(code) == status
         }

@@ -12,8 +12,11 @@ from jls._audit.runs import Leaves, Run, Runner
 from jls._text import format_scale
 from jls._trace.scales import Scale, is_switched_off
 
-MOST_STEPS = 16  # good steps until the parameters have to move
-LOWER = (4, 4, 4, 4, 8, 8, 16)  # by how many powers of two, one try after the other
+# Good steps until the parameters have to move: two updates of optax.MultiSteps(8).
+MOST_STEPS = 16
+# By how many powers of two the scale is lowered, one try after the other: 2^24, the
+# largest of jls.dynamic, comes down to 2^-24.
+LOWER = (4, 4, 4, 4, 8, 8, 16)
 
 
 class Base(NamedTuple):
@@ -36,11 +39,12 @@ def take_good_steps(
     if not runner.changed(good[0]):
         findings.broken("no step", "a good step changed nothing that the step carries")
         return None
-    start = _calibrate(runner, start, good)
-    base = _walk(runner, start, good, MOST_STEPS)
-    for _ in range(3 - max(_places(good))):
+    start = _lower_scales(runner, start, good)
+    base = _step_until_moved(runner, start, good, MOST_STEPS)
+    # The third step of a series is the first that must not compile.
+    for _ in range(3 - max(_positions(good))):
         good.append(runner.run(runner.put_back(good[-1].after, start), "a good step"))
-    if base is not None and _keeps_the_old_state(runner, good):
+    if base is not None and _returns_old_state(runner, good):
         findings.broken(
             "no step",
             "the parameters moved, but nothing in the optimizer state did: the step "
@@ -48,7 +52,7 @@ def take_good_steps(
         )
     later = [
         place
-        for place, run in zip(_places(good), good, strict=True)
+        for place, run in zip(_positions(good), good, strict=True)
         if run.compiled and place > 2
     ]
     if later:
@@ -57,10 +61,10 @@ def take_good_steps(
 
 
 def always_compiles(good: list[Run]) -> bool:
-    return all(run.compiled for run in good) and max(_places(good)) >= 3
+    return all(run.compiled for run in good) and max(_positions(good)) >= 3
 
 
-def _keeps_the_old_state(runner: Runner, good: list[Run]) -> bool:
+def _returns_old_state(runner: Runner, good: list[Run]) -> bool:
     """Whether no good step changed an optimizer state that counts its calls."""
     scales = runner.scales
     if not all(x.counters for x in scales) or not runner.own <= runner.carried.leaves:
@@ -79,11 +83,11 @@ def _keeps_the_old_state(runner: Runner, good: list[Run]) -> bool:
     )
 
 
-def _places(good: list[Run]) -> list[int]:
-    """For each run its place in its series: 1, and more for what went on from it.
+def _positions(good: list[Run]) -> list[int]:
+    """The position of each run in its series: 1 for the first, 2 for the next.
 
-    With the types and places that a step returns it may be compiled once more; each
-    try at another loss scale begins at the caller's arguments again.
+    The second step may compile once more, for the types and devices that the first one
+    returned. Each try at another loss scale starts a series at the caller's arguments.
     """
     places = [1]
     for last, run in itertools.pairwise(good):
@@ -95,10 +99,13 @@ def _places(good: list[Run]) -> list[int]:
     return places
 
 
-def _walk(runner: Runner, start: Leaves, good: list[Run], most: int) -> Base | None:
-    """Good steps from `start`, of which the last run was the first, until two moved.
+def _step_until_moved(
+    runner: Runner, start: Leaves, good: list[Run], most: int
+) -> Base | None:
+    """Takes good steps until two have moved the parameters.
 
-    The second one is taken, since moments are 0 in the first.
+    The last run so far was the first of them, from `start`. The base is the second step
+    that moved, since moments are 0 in the first.
     """
     base, leaves, waited = None, start, 1
     for number in range(1, most + 1):
@@ -117,9 +124,11 @@ def _walk(runner: Runner, start: Leaves, good: list[Run], most: int) -> Base | N
     return base
 
 
-def _calibrate(runner: Runner, start: Leaves, good: list[Run]) -> Leaves:
+def _lower_scales(runner: Runner, start: Leaves, good: list[Run]) -> Leaves:
     """Lowers each loss scale at which the last step was skipped, until none is."""
-    used = [x for x in runner.scales if x.counters or runner.was_told(good[-1], x)]
+    used = [
+        x for x in runner.scales if x.counters or runner.scaler_changed(good[-1], x)
+    ]
     for bits in LOWER:
         skipped = [x for x in used if runner.was_skipped(good[-1], x)]
         for scale in skipped:

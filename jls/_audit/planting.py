@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jls._audit.flow import Value
 from jls._audit.runs import Runner
+from jls._audit.values import Value
 from jls._program.replay import Seen, replay
 from jls._program.walk import Site
 
@@ -19,7 +19,7 @@ def inf_is_applied(runner: Runner, leaves: list[Any], gradient: Value) -> bool |
     Args:
       runner: of the step.
       leaves: its arguments.
-      gradient: what a wrapper was given, as the program has it.
+      gradient: the facts about a gradient that a wrapper is given.
 
     Returns:
       Whether no wrapper skipped; None if nothing can be planted where the loss scale

@@ -8,9 +8,10 @@ import numpy as np
 
 from jls._audit.codes import Code
 from jls._audit.findings import Findings
-from jls._audit.flow import ANY, ZERO, Call, Mixed, Unknown, Value
+from jls._audit.flow import UpdateCall
 from jls._audit.leaves import is_fp8
 from jls._audit.runs import Runner
+from jls._audit.values import ANY, ZERO, Mixed, Unknown, Value
 from jls._program.places import Place, place_of
 from jls._program.walk import Site
 from jls._trace.scales import Scale, is_switched_off
@@ -25,14 +26,14 @@ BY_READING: tuple[Code, ...] = (
 
 
 class Proved(NamedTuple):
-    """What reading says of a skip, and of the way of the gradients."""
+    """Facts from the program that tell which faults are worth a run."""
 
     moves: frozenset[int]  # leaves that a skip may change, as far as can be read
     cleaned: tuple[Value, ...]  # gradients that may have lost an inf on their way
 
 
 def read_codes(runner: Runner, findings: Findings) -> Proved:
-    """Settles what can be read."""
+    """Settles the codes that the program decides."""
     reading = runner.reading
     assert reading is not None
     wrappers = [k for k, scale in enumerate(runner.scales) if scale.counters]
@@ -51,14 +52,14 @@ def read_codes(runner: Runner, findings: Findings) -> Proved:
     cleaned = tuple(x for x in gradients if x.cleaned)
     if calls and not missing and not cleaned:
         findings.right("overflow hidden")
-    return Proved(_moves(runner), cleaned)
+    return Proved(_moved_by_skip(runner), cleaned)
 
 
 # Scaling.
 
 
 def _read_scaling(
-    runner: Runner, calls: Sequence[tuple[int, Call]], findings: Findings
+    runner: Runner, calls: Sequence[tuple[int, UpdateCall]], findings: Findings
 ) -> None:
     reading = runner.reading
     assert reading is not None
@@ -99,7 +100,7 @@ def _trained(runner: Runner, bits: int) -> list[Value]:
 
 
 def _read_bare(runner: Runner, scale: Scale, findings: Findings) -> list[Value]:
-    """What comes back with gradients in it that a bare scaler scaled."""
+    """The results that contain gradients scaled by a scaler without a wrapper."""
     reading = runner.reading
     assert reading is not None
     bit = reading.bit(scale.at)
@@ -117,11 +118,7 @@ def _read_bare(runner: Runner, scale: Scale, findings: Findings) -> list[Value]:
 
 
 def _read_not_scaled(
-    runner: Runner,
-    k: int,
-    gradients: Sequence[Value],
-    site: Site,
-    findings: Findings,
+    runner: Runner, k: int, gradients: Sequence[Value], site: Site, findings: Findings
 ) -> None:
     reading = runner.reading
     assert reading is not None
@@ -167,9 +164,9 @@ def _read_leaks(
             seen = f"{what} {verb} the loss scale in part: mixed by {place}"
             findings.broken("scale leaks", seen, place)
         else:
-            place = place_of(value.made) if value.made else None
+            place = place_of(value.degree_site) if value.degree_site else None
             by = f", last by {place}" if place and place.file else ""
-            seen = f"{what} {_times(degree, what)}{by}"
+            seen = f"{what} {_factor_in_words(degree, what)}{by}"
             findings.broken("scale leaks", seen, place)
         return
     for value in values:
@@ -179,8 +176,8 @@ def _read_leaks(
             return
 
 
-def _times(degree: Any, what: str) -> str:
-    """How the loss scale is a factor, in words."""
+def _factor_in_words(degree: Any, what: str) -> str:
+    """The power with which the loss scale is a factor, in words."""
     verb = "are" if what == "the gradients" else "is"
     powers = {}
     for symbol, power in degree:
@@ -205,7 +202,7 @@ def _times(degree: Any, what: str) -> str:
 
 
 def _read_losses(
-    runner: Runner, calls: Sequence[tuple[int, Call]], findings: Findings
+    runner: Runner, calls: Sequence[tuple[int, UpdateCall]], findings: Findings
 ) -> None:
     code: Code = "loss not passed"
     wrappers = [x for x in runner.scales if x.counters and not x.is_static]
@@ -233,7 +230,7 @@ def _place_of_update(site: Site) -> Place:
 
 
 def _read_narrowed(
-    runner: Runner, calls: Sequence[tuple[int, Call]], findings: Findings
+    runner: Runner, calls: Sequence[tuple[int, UpdateCall]], findings: Findings
 ) -> None:
     code: Code = "gradients narrowed"
     for _, call in calls:
@@ -241,6 +238,7 @@ def _read_narrowed(
             if gradient.narrowed is None:
                 continue
             place = place_of(gradient.narrowed.site)
+            # A gain of 16 or more is another scale, applied on purpose.
             if gradient.narrowed.gain >= 2.0**4:
                 findings.right(code, f", but for a cast of scaled ones by {place}")
             else:
@@ -289,11 +287,11 @@ def _comes_back(runner: Runner, leaves: frozenset[int], is_skipped: bool) -> boo
 # Skips.
 
 
-def _moves(runner: Runner) -> frozenset[int]:
-    """The trained leaves that a skip may change, as far as the program says.
+def _moved_by_skip(runner: Runner) -> frozenset[int]:
+    """The trained leaves that a skip may change, as far as the program shows.
 
-    Two are right to change: what has random numbers added to it, and an average that
-    goes on towards parameters.
+    Two kinds of them are right: leaves that random numbers are added to, and averages
+    that go on towards the parameters.
     """
     reading = runner.reading
     assert reading is not None
@@ -319,13 +317,14 @@ def is_noise(runner: Runner, leaf: int) -> bool:
 def is_average(runner: Runner, leaf: int) -> bool:
     """Whether a skip makes a leaf out of itself and other trained leaves alone.
 
-    So a target network or an average does, that goes on towards its parameters, and a
-    record of them. Weights that do not add up to 1 make none.
+    A target network does, an average of the parameters, and a record of them. Weights
+    that do not add up to 1 are no average.
     """
     reading, result = runner.reading, runner.result(leaf)
     if reading is None or result is None:
         return False
     items, weights = runner.arguments.items, result.skipped.weights
+    # A decay and 1 - decay add up to 1, but for rounding.
     if weights is not None and abs(sum(x for _, x in weights) - 1) > 1e-3:
         return False
     sources = set(reading.leaves_in(result.skipped.depends))

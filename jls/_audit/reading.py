@@ -12,7 +12,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jls._audit.flow import Call, Flow, Same, Value
+from jls._audit.flow import Flow, UpdateCall
+from jls._audit.values import Same, Value
 from jls._mistakes import eager_steps_allowed
 from jls._program.jaxprs import opened
 from jls._program.walk import walk
@@ -22,7 +23,7 @@ from jls._trace.trace import READS, Traced, trace
 
 
 class Unread(NamedTuple):
-    """Why there is no program to read."""
+    """A step without a program to read, and the reason."""
 
     reason: str
     reads: str = ""  # how the step reads values at the host, "" if it does not
@@ -64,14 +65,14 @@ def _noting_device_get(calls: list[None]) -> Iterator[None]:
 
 
 class Result(NamedTuple):
-    """A leaf that comes back, as the two readings have it."""
+    """The facts about a result, from both readings."""
 
     now: Value  # in a step that is applied
     skipped: Value  # in one that every wrapper skips
 
 
 class Reading:
-    """What the program of a step says."""
+    """The facts about the results of a step."""
 
     def __init__(self, traced: Traced, scales: Sequence[Scale]) -> None:
         self.traced, self._scales = traced, scales
@@ -95,10 +96,10 @@ class Reading:
         flow = Flow(self._avals, places, states, skipped)
         return flow, walk(self.traced.program, flow.inputs, flow)
 
-    def _calls(self) -> dict[int, list[Call]]:
+    def _calls(self) -> dict[int, list[UpdateCall]]:
         """The calls of each wrapper, by the number of its loss scale."""
-        found: dict[int, list[Call]] = {}
-        lost: list[Call] = []
+        found: dict[int, list[UpdateCall]] = {}
+        lost: list[UpdateCall] = []
         for call in self.flow.calls.values():
             if call.scale is None:
                 lost.append(call)

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls._audit.carried import Carried, Named, match
-from jls._audit.flow import Value
 from jls._audit.leaves import as_numbers, as_numpy, own_leaves, same
 from jls._audit.reading import Reading
+from jls._audit.values import Value
 from jls._mistakes import eager_steps_allowed
 from jls._placement import place_like
 from jls._trace.arguments import Arguments, Item, items_of
@@ -31,7 +31,7 @@ Leaves = list[Any]
 
 # A loop or a branch outside of jit is compiled in each call; that is not the step.
 _LOOPS = ("jit(scan)", "jit(while)", "jit(cond)")
-# How long a run may take before a line says what is going on.
+# After this long without a word, people begin to think that a program hangs.
 _PATIENCE_IN_SECONDS = 5.0
 
 _COMPILED: contextvars.ContextVar[list[str] | None]
@@ -43,13 +43,13 @@ class OutOfRunsError(Exception):
 
 
 class Run(NamedTuple):
-    """What one run of the step did."""
+    """The arguments and the results of one run of the step."""
 
     before: Leaves  # all leaves of the arguments
     after: Leaves  # the same, with those that came back
     outputs: list[Item]  # what else the step returned
     compiled: bool
-    parted: frozenset[int]  # leaves of which devices hold different copies
+    diverged: frozenset[int]  # leaves of which devices hold different copies
 
 
 class Runner:
@@ -68,7 +68,7 @@ class Runner:
         self.reading, self.left = reading, runs
         self._named = named
         self._carried: Carried | None = None
-        self._places = list(map(_place_of, arguments.leaves))
+        self._places = list(map(_placement_of, arguments.leaves))
         self.devices = set[jax.Device]()  # that hold what comes back
         if reading is not None:
             changed = {
@@ -114,7 +114,7 @@ class Runner:
         return result.now if result else _NOTHING
 
     def result(self, leaf: int) -> Any:
-        """What the program says of a leaf that comes back, if there is one."""
+        """The facts about a carried leaf, if the program can be read."""
         if self.reading is None:
             return None
         if leaf in self.carried.in_place:
@@ -169,9 +169,9 @@ class Runner:
             }
             self._match(outputs, changed)
         after = self._after(leaves, outputs, objects)
-        parted = frozenset(i for i in self.carried.leaves if _copies_differ(after[i]))
+        diverged = frozenset(i for i in self.carried.leaves if _copies_differ(after[i]))
         for i in self.carried.leaves:
-            self._places[i] = _place_of(after[i])
+            self._places[i] = _placement_of(after[i])
             if is_concrete(after[i]):
                 self.devices |= after[i].sharding.device_set
             after[i] = _to_host(after[i])
@@ -179,22 +179,22 @@ class Runner:
         others = [
             x._replace(value=_to_host(x.value)) for x in outputs if x.path not in taken
         ]
-        return Run(list(leaves), after, others, compiled, parted)
+        return Run(list(leaves), after, others, compiled, diverged)
 
     def _call(
         self, leaves: Sequence[Any], trial: str
     ) -> tuple[list[Item], list[Item], bool]:
-        """What the step returned and left in NNX objects; whether it compiled."""
+        """The results, the leaves of the NNX objects, and whether the step compiled."""
         if self.left <= 0:
             raise OutOfRunsError
         self.left -= 1
         pairs = zip(leaves, self._places, strict=True)
-        call = self.arguments.rebuild([_copy(leaf, place) for leaf, place in pairs])
+        call = self.arguments.rebuild([_copy_to(leaf, place) for leaf, place in pairs])
         names: list[str] = []
         _listen()
         token = _COMPILED.set(names)
         try:
-            with eager_steps_allowed(), _saying_if_slow():
+            with eager_steps_allowed(), _logging_if_slow():
                 result = self.step(*call.args, **call.kwargs)
         except Exception as error:
             error.add_note(f"jls.check_step ran the step on copies: {trial}.")
@@ -213,7 +213,7 @@ class Runner:
             after[i] = returned[path]
         in_place = {item.path: item.value for item in objects}
         for i in self.carried.in_place:
-            # What the copies hold now, in buffers that no later run donates.
+            # The values of the copies, in buffers that no later run donates.
             after[i] = in_place.get(self.arguments.items[i].path, leaves[i])
         return after
 
@@ -233,7 +233,7 @@ class Runner:
         kept = self.carried.leaves - {i for x in self.scales for i in x.state}
         return [leaves[i] if i in kept else base[i] for i in range(len(base))]
 
-    # What a run did.
+    # The effects of a run.
 
     def counted(self, run: Run, scale: Scale, counter: str) -> int:
         """By how much a counter of the wrapper rose."""
@@ -256,12 +256,12 @@ class Runner:
             for x in self.scales
         )
 
-    def was_told(self, run: Run, scale: Scale) -> bool:
-        """Whether the state of the scaler is other than before."""
+    def scaler_changed(self, run: Run, scale: Scale) -> bool:
+        """Whether the run changed the state of the scaler."""
         return any(not same(run.before[i], run.after[i]) for i in scale.state)
 
     def backed_off(self, run: Run, scale: Scale) -> bool:
-        """Whether the scaler was told of an overflow, as far as its state shows."""
+        """Whether the scaler saw an overflow, as far as its state shows."""
         old, new = (as_numpy(x[scale.at]) for x in (run.before, run.after))
         if np.any(new < old):
             return True
@@ -276,7 +276,7 @@ class Runner:
         return not np.any(as_numpy(run.after[good]) > as_numpy(run.before[good]))
 
     def changed(self, run: Run, exempt: Mapping[int, Any] = {}) -> set[int]:
-        """The carried leaves that are other than before."""
+        """The carried leaves that the run changed."""
         return {
             i
             for i in self.carried.compared
@@ -309,20 +309,20 @@ class Runner:
 _NOTHING = Value()
 
 
-class _Place(NamedTuple):
-    """Where an array is: on some device, or on these devices."""
+class _Placement(NamedTuple):
+    """The devices of an array."""
 
     sharding: Any  # None if it is not committed to any
 
 
-def _place_of(leaf: Any) -> _Place | None:
+def _placement_of(leaf: Any) -> _Placement | None:
     if not is_concrete(leaf):
         return None
-    return _Place(leaf.sharding if leaf.committed else None)
+    return _Placement(leaf.sharding if leaf.committed else None)
 
 
-def _copy(leaf: Any, place: _Place | None) -> Any:
-    """A leaf in a buffer of its own, where the step takes or left it."""
+def _copy_to(leaf: Any, place: _Placement | None) -> Any:
+    """A leaf in a buffer of its own, on the devices where the step expects it."""
     if is_concrete(leaf):
         return jnp.array(leaf, copy=True)
     if not isinstance(leaf, np.ndarray):
@@ -405,8 +405,8 @@ def _note_compilation(event: str, duration_secs: float, **kwargs: str | int) -> 
 
 
 @contextlib.contextmanager
-def _saying_if_slow() -> Iterator[None]:
-    """Says once in a while what takes long, so that nobody thinks it hangs."""
+def _logging_if_slow() -> Iterator[None]:
+    """Logs one line if a run takes long."""
     timer = threading.Timer(
         _PATIENCE_IN_SECONDS,
         logging.getLogger("jls").warning,

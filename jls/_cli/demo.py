@@ -38,7 +38,7 @@ class Digits(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What a run has recorded so far; `scales` is empty without a loss scale."""
+    """The record of a run so far; `scales` is empty without a loss scale."""
 
     losses: np.ndarray  # f32[steps]
     zeros: np.ndarray  # f32[steps]  share of first-layer gradients that are exactly 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo prints: a bar for each run, a table, and what happened in words."""
+"""Prints the demo: a bar for each run, a table, and the outcome in words."""
 
 import math
 import textwrap
@@ -26,7 +26,9 @@ NOTE = (
     "step (pixels that are blank in every image have no others)"
 )
 WIDE = 78  # columns of a terminal in which everything fits side by side
-CLOSE = 0.03  # test accuracies nearer than this count as the same
+# Test accuracies nearer than this count as the same: of 450 images at 96 %, three
+# standard deviations.
+CLOSE = 0.03
 
 
 class Runs(NamedTuple):
@@ -97,7 +99,7 @@ def show(runs: Runs) -> None:
 
 
 def _values(run: demo.Progress, scaled: bool) -> tuple[str, ...]:
-    """What the table says of a run, in the order of `HEADINGS`."""
+    """The cells of a run in the table, in the order of `HEADINGS`."""
     return (
         percent(run.accuracy),
         f"{run.losses[-1]:.1e}",
@@ -119,10 +121,10 @@ def _as_table(rows: list[tuple[str, ...]]) -> Table:
 
 
 def sentence(runs: Runs) -> str:
-    """What happened, judged by the results alone."""
+    """The outcome in words, from the results alone."""
     reference, unscaled, scaled = (run.accuracy or 0.0 for run in runs)
     steps = len(runs.float32.losses)
-    if reference < 0.5:
+    if reference < 0.5:  # guessing gives 0.1, a trained network 0.96
         return (
             f"After {steps} {'step' if steps == 1 else 'steps'} float32 itself reads "
             f"only {percent(reference)} of the test digits, so there is nothing to "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m jls doctor`: what this machine does well, as measured."""
+"""`python -m jls doctor`: measures which dtype suits this machine."""
 
 import functools
 import os
@@ -21,10 +21,10 @@ from jls._scale import value_and_grad
 from jls._tree import select
 from jls._wrapper import loss_scaled
 
-# By how much a 16-bit matrix product has to be faster to be worth it.
+# A 16-bit matrix product has to be this much faster to be worth its lost precision.
 WORTH_IT = 1.3
 
-# How many measurements a median is of. In each, everything takes its turn.
+# The number of rounds of measurements. In each, everything takes its turn.
 TURNS = 7
 
 # bfloat16 may be this much slower than float16, since it needs no loss scale.
@@ -35,7 +35,7 @@ NOT_OK = (
     "and do not trust jls until it does."
 )
 
-ELSEWHERE = (
+NO_ACCELERATOR = (
     "JAX has no GPU or TPU here, so run this again where you train. As a rule, train "
     "in float16 with jls.loss_scaled on a T4, V100 or RTX 20, and in bfloat16 with "
     "jls.skip_nonfinite on TPUs and newer GPUs."
@@ -59,6 +59,7 @@ def examine() -> dict[str, Any]:
     speeds = _matmul_speeds(size)
     medians = {name: median(turns) for name, turns in speeds.items()}
     checks = _checks()
+    # Wide enough that starting the step does not count.
     overheads = _step_overheads(128 if backend == "cpu" else 2048)
     dtype, wrapper = choose(medians)
     return {
@@ -96,7 +97,7 @@ def choose(speeds: dict[str, float]) -> tuple[str, str]:
 
 
 def advice(speeds: dict[str, float]) -> str:
-    """What to use, in a sentence with its reason."""
+    """The recommendation, in a sentence with its reason."""
     dtype, wrapper = choose(speeds)
     bfloat16, float16 = (
         f"{speeds[name] / speeds['float32']:.1f} x" for name in ("bfloat16", "float16")
@@ -141,7 +142,7 @@ def report(findings: dict[str, Any], width: int = 80) -> str:
     )
     closing = [overhead]
     if findings["backend"] == "cpu":
-        closing.append(ELSEWHERE)
+        closing.append(NO_ACCELERATOR)
     closing.append(findings["advice"])
     if not findings["ok"]:
         closing.append(NOT_OK)
@@ -228,11 +229,11 @@ def _step_of(width: int, is_wrapped: bool) -> Callable[[], Any]:
 
 
 def _seconds(call: Callable[[], Any], repeats: int = 5) -> float:
-    """How long a call takes once it is compiled: the median of several."""
+    """The median time of several calls, once the function is compiled."""
     jax.block_until_ready(call())
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         jax.block_until_ready(call())
         times.append(time.perf_counter() - start)
-    return max(median(times), 1e-9)
+    return max(median(times), 1e-9)  # the resolution of the clock

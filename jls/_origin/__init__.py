@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a number came from: the birth of an inf or a NaN."""
+"""Traces an inf or a NaN to its origin, and finds the largest loss scale."""

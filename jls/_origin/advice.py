@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to do about the births that one meets again and again."""
+"""Advice on the most common births of inf and NaN."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jls._origin.trail import Birth, Made, Trail, Value
+from jls._origin.trail import BirthRecord, OpResult, RunValue, Trail
 
 SQRT = (
     "The derivative of a square root, and of a norm, is inf at 0. Keep the argument "
@@ -43,11 +43,11 @@ SOFTMAX = (
     "inf - inf: a softmax or logsumexp over a row that is -inf throughout, or that has "
     "overflowed. Give such a row one finite number, or leave it out of the loss"
 )
-NARROW = (
+BEYOND_NARROW = (
     "Over {largest:.5g}, the largest {dtype}. Compute this line in float32, or make "
     "its operands smaller"
 )
-WIDE = "Over {largest:.4g}, the largest {dtype}"
+BEYOND = "Over {largest:.4g}, the largest {dtype}"
 NOT_POSITIVE = (
     "The matrix is not positive definite, from rounding perhaps: add 1e-6 * jnp.eye(n)"
 )
@@ -60,18 +60,19 @@ INDEX = "An index out of range: JAX reads NaN there"
 CAME_IN = "It came in with the arguments: nothing in this program made it"
 WRITTEN = "It is written in the program as a number, or the function closes over it"
 
-_LIMITS = {"exp": 1.0, "exp2": math.log(2.0)}  # what a unit of the argument adds
+_NEAR = 4  # operations back to a where: casts and products may come in between
+_LOG_OF_BASE = {"exp": 1.0, "exp2": math.log(2.0)}
 
 
-def advice(trail: Trail, birth: Birth, is_backward: bool) -> str:
-    """One sentence for what an operation made, "" if it is no known pattern."""
+def advise(trail: Trail, birth: BirthRecord, is_backward: bool) -> str:
+    """One sentence of advice on a birth; "" if it is no known pattern."""
     origin = birth.origin
-    assert isinstance(origin, Made)
+    assert isinstance(origin, OpResult)
     name = origin.site.equation.primitive.name
     if name in ("div", "rsqrt") and not is_backward:
-        return _divide_forward(birth) or _overflow(origin, birth)
-    tell = _BY_OPERATION.get(name)
-    return (tell and tell(trail, birth)) or _overflow(origin, birth)
+        return _for_forward_div(birth) or _overflow(origin, birth)
+    known = _BY_OPERATION.get(name)
+    return (known and known(trail, birth)) or _overflow(origin, birth)
 
 
 # Operations that give a number beyond the largest of finite operands.
@@ -84,7 +85,7 @@ _LARGE = frozenset(
 )
 
 
-def _overflow(origin: Made, birth: Birth) -> str:
+def _overflow(origin: OpResult, birth: BirthRecord) -> str:
     """A result beyond the largest number of its dtype."""
     name = origin.site.equation.primitive.name
     if name == "gather" and birth.size.is_nan:
@@ -96,37 +97,38 @@ def _overflow(origin: Made, birth: Birth) -> str:
     has_inf = not dtype.name.startswith("float8_e4m3")
     if birth.size.is_nan and has_inf:
         return ""
-    words = NARROW if info.bits < 32 and float(info.max) < 1e30 else WIDE
+    # bfloat16 ends at 3.4e38, as float32 does: a wider dtype would not help.
+    words = BEYOND_NARROW if info.bits < 32 and float(info.max) < 1e30 else BEYOND
     return words.format(largest=float(info.max), dtype=dtype.name)
 
 
-def dtype_of(made: Made) -> Any:
+def dtype_of(result: OpResult) -> Any:
     """The dtype of a result."""
-    return made.site.equation.outvars[made.result].aval.dtype
+    return result.site.equation.outvars[result.result].aval.dtype
 
 
-def _divide(trail: Trail, birth: Birth) -> str:
+def _for_div(trail: Trail, birth: BirthRecord) -> str:
     if birth.range is None or birth.range.nearest > 0:
         return ""
-    if birth.size.is_nan and "where" in _makers(trail, birth.operands[0], 4):
+    if birth.size.is_nan and "where" in _makers(trail, birth.operands[0], _NEAR):
         return WHERE
     return SQRT if "sqrt" in _makers(trail, birth.operands[-1]) else DIVIDE
 
 
-def _log(trail: Trail, birth: Birth) -> str:
+def _for_log(trail: Trail, birth: BirthRecord) -> str:
     if birth.range is None:
         return ""
     return LOG_NEGATIVE if birth.range.low < 0 and birth.size.is_nan else LOG_0
 
 
-def _root(trail: Trail, birth: Birth) -> str:
+def _for_root(trail: Trail, birth: BirthRecord) -> str:
     if birth.range is None:
         return ""
     return ROOT_NEGATIVE if birth.size.is_nan else SQRT
 
 
-def _divide_forward(birth: Birth) -> str:
-    """Of no derivative: no square root is to blame."""
+def _for_forward_div(birth: BirthRecord) -> str:
+    """As `_for_div`, but not in a derivative: no square root is to blame."""
     if birth.range is None:
         return ""
     if birth.range.nearest == 0:
@@ -134,7 +136,7 @@ def _divide_forward(birth: Birth) -> str:
     return ROOT_NEGATIVE if birth.range.low < 0 and birth.size.is_nan else ""
 
 
-def _power(trail: Trail, birth: Birth) -> str:
+def _for_power(trail: Trail, birth: BirthRecord) -> str:
     if birth.range is None:
         return ""
     if birth.size.is_nan:
@@ -142,31 +144,31 @@ def _power(trail: Trail, birth: Birth) -> str:
     return POWER if birth.range.nearest == 0 else ""
 
 
-def _exp(trail: Trail, birth: Birth) -> str:
-    assert isinstance(birth.origin, Made)
+def _for_exp(trail: Trail, birth: BirthRecord) -> str:
+    assert isinstance(birth.origin, OpResult)
     largest = float(jnp.finfo(dtype_of(birth.origin)).max)
     name = birth.origin.site.equation.primitive.name
-    unit = _LIMITS.get(name, 1.0)
-    return EXP.format(name=name, largest=largest, limit=math.log(largest) / unit)
+    base = _LOG_OF_BASE.get(name, 1.0)
+    return EXP.format(name=name, largest=largest, limit=math.log(largest) / base)
 
 
-def _subtract(trail: Trail, birth: Birth) -> str:
+def _for_sub(trail: Trail, birth: BirthRecord) -> str:
     is_pair = len(birth.operands) == 2 and all(map(trail.is_bad, birth.operands))
     return SOFTMAX if birth.size.is_nan and is_pair else ""
 
 
-def _multiply(trail: Trail, birth: Birth) -> str:
+def _for_mul(trail: Trail, birth: BirthRecord) -> str:
     """0 * inf where the 0 is from the other branch of a `where`."""
     if not birth.size.is_nan:
         return ""
     good = [x for x in birth.operands if not trail.is_bad(x)]
-    return WHERE if any("where" in _makers(trail, x, 4) for x in good) else ""
+    return WHERE if any("where" in _makers(trail, x, _NEAR) for x in good) else ""
 
 
-def _makers(trail: Trail, value: Value, depth: int = 2) -> set[str]:
+def _makers(trail: Trail, value: RunValue, depth: int = 2) -> set[str]:
     """The names of the last operations behind a value, "where" for a `jnp.where`."""
     origin = trail.origin(value)
-    if not isinstance(origin, Made) or not depth:
+    if not isinstance(origin, OpResult) or not depth:
         return set()
     names = {origin.site.equation.primitive.name}
     calls = [x.params.get("name") for x in origin.site.equations]
@@ -176,22 +178,22 @@ def _makers(trail: Trail, value: Value, depth: int = 2) -> set[str]:
     return names
 
 
-def _cholesky(trail: Trail, birth: Birth) -> str:
+def _for_cholesky(trail: Trail, birth: BirthRecord) -> str:
     return NOT_POSITIVE if birth.size.is_nan else ""
 
 
-_BY_OPERATION: dict[str, Callable[[Trail, Birth], str]] = {
-    "cholesky": _cholesky,
-    "div": _divide,
-    "log": _log,
-    "log1p": _log,
-    "sqrt": _root,
-    "rsqrt": _root,
-    "pow": _power,
-    "integer_pow": _power,
-    "exp": _exp,
-    "exp2": _exp,
-    "expm1": _exp,
-    "sub": _subtract,
-    "mul": _multiply,
+_BY_OPERATION: dict[str, Callable[[Trail, BirthRecord], str]] = {
+    "cholesky": _for_cholesky,
+    "div": _for_div,
+    "log": _for_log,
+    "log1p": _for_log,
+    "sqrt": _for_root,
+    "rsqrt": _for_root,
+    "pow": _for_power,
+    "integer_pow": _for_power,
+    "exp": _for_exp,
+    "exp2": _for_exp,
+    "expm1": _for_exp,
+    "sub": _for_sub,
+    "mul": _for_mul,
 }

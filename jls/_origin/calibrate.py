@@ -9,29 +9,27 @@ import numpy as np
 
 from jls import _validate
 from jls._origin.calibration import Calibration
-from jls._origin.record import Recorded
-from jls._origin.trail import Birth, Constant, Made, Trail, Value
+from jls._origin.record import RecordedProgram
+from jls._origin.trail import BirthRecord, Constant, OpResult, RunValue, Trail
 from jls._origin.twin import (
     Cotangent,
     Elements,
-    Lost,
+    LostInf,
     Twin,
     holds_inf,
     narrow_after,
 )
-from jls._origin.why import Bad, Case, settings
+from jls._origin.why import LOWEST_EXPONENT, Bad, Case, settings
 from jls._program.frames import Frame, Variable, behind
-from jls._program.jaxprs import is_narrow
+from jls._program.jaxprs import is_narrow_atom
 from jls._program.places import Place, is_transposed, place_of
+from jls._scalers.rule import bounds_of
 from jls._text import format_number, scale_in_words
 from jls._trace.scales import is_switched_off
 from jls._trace.wrappers import scalers_in
-from jls._tree import is_array
-
-Bounds = tuple[float, float]
 
 _CAST = "convert_element_type"
-_LOWEST, _HIGHEST = -24, 126  # the powers of two in which a ceiling is looked for
+_HIGHEST_EXPONENT = 126  # of the largest loss scale that jls takes
 
 
 def calibrate(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Calibration:
@@ -41,8 +39,8 @@ def calibrate(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Calibra
     low, and small gradients vanish. This finds, before the first step, the power of two
     that is right::
 
-      made = jls.calibrate(step, params, opt_state, batch)
-      opt_state = jls.set_loss_scale(opt_state, made.init_scale)
+      result = jls.calibrate(step, params, opt_state, batch)
+      opt_state = jls.set_loss_scale(opt_state, result.init_scale)
 
     For the host. The step is traced, compiled once with a number beside each operation,
     and run at several loss scales, so the `ceiling` is exact for this batch and this
@@ -85,10 +83,10 @@ def calibrate(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Calibra
       >>> params = jnp.full((4, 2), 0.5)
       >>> opt_state = optimizer.init(params)
       >>> step = jax.jit(jls.train_step(loss_fn, optimizer))
-      >>> made = jls.calibrate(step, params, opt_state, jnp.ones((8, 4)))
-      >>> made.ceiling, made.limited_by.operation, made.limited_by.is_backward
+      >>> result = jls.calibrate(step, params, opt_state, jnp.ones((8, 4)))
+      >>> result.ceiling, result.limited_by.operation, result.limited_by.is_backward
       (1024.0, 'dot_general', True)
-      >>> opt_state = jls.set_loss_scale(opt_state, made.init_scale)
+      >>> opt_state = jls.set_loss_scale(opt_state, result.init_scale)
     """
     _validate.traceable("step", step)
     with settings():
@@ -107,7 +105,7 @@ class _Search:
         self.now = float(np.max(leaf))
         case.leaves[self.at] = jnp.ones_like(leaf)  # a run multiplies it
         self.bounds = _bounds(step, arguments)
-        roots = [x for looked in case.looked for x in looked.before_update]
+        roots = [x for checked in case.checked for x in checked.before_update]
         self.roots = roots or list(case.results)
         self.on_the_way = behind(self.roots)
         scale = case.root.jaxpr.invars[self.at]
@@ -116,7 +114,7 @@ class _Search:
     def result(self) -> Calibration:
         if not self.narrow:
             return Calibration(1.0, notes=(self._why_none(),))
-        if not self._is_finite(_LOWEST):
+        if not self._is_finite(LOWEST_EXPONENT):
             raise self._never_finite()
         following = self._following()
         if following is None:
@@ -154,7 +152,7 @@ class _Search:
         result = "" if name in self.case.arguments.in_place else f"{name} = "
         return f"{result}jls.set_loss_scale({name}, {format_number(scale)})"
 
-    def _run(self, scale: float, program: Recorded | None = None) -> Trail:
+    def _run(self, scale: float, program: RecordedProgram | None = None) -> Trail:
         return self.case.run(scale, at=[self.at], program=program)
 
     def _is_finite(self, exponent: int) -> bool:
@@ -162,7 +160,7 @@ class _Search:
 
     def _ceiling(self) -> float | None:
         """The largest power of two that is finite; None if all are."""
-        low, high = _LOWEST, _HIGHEST
+        low, high = LOWEST_EXPONENT, _HIGHEST_EXPONENT
         if self._is_finite(high):
             return None
         while high - low > 1:
@@ -174,14 +172,14 @@ class _Search:
         return 2.0**low
 
     def _limit(self, ceiling: float) -> tuple[Place | None, str]:
-        """What overflows first at twice the ceiling and not at it, and what to do."""
+        """The place that overflows first above the ceiling, and what to do."""
         trail, below = self._run(2 * ceiling), self._run(ceiling)
         bad = self.case.bad_roots(trail)
         for birth in trail.births([x.value for x in bad]):
-            made = birth.origin
-            if isinstance(made, Made):
-                atom = made.site.equation.outvars[made.result]
-                value = Value(made.frame, atom, made.rounds)
+            op = birth.origin
+            if isinstance(op, OpResult):
+                atom = op.site.equation.outvars[op.result]
+                value = RunValue(op.frame, atom, op.rounds)
                 if not below.is_bad(value):
                     found = self.case.explain(trail, [Bad(value, "", 0, None)], None)
                     (first, *_) = found.births
@@ -194,7 +192,7 @@ class _Search:
         return None, ""
 
     def _start(self, ceiling: float) -> tuple[float, str]:
-        """The scale to start with, and what is to be said of the scaler's bounds."""
+        """The scale to start with, and a note about the scaler's bounds."""
         half = ceiling / 2
         if self.bounds is None:
             return half, ""
@@ -228,9 +226,12 @@ class _Search:
     # What float16 loses.
 
     def _following(self) -> list[Variable] | None:
-        """What doubles with the scale in float32; [] if all is 0, None if nothing does.
+        """The values that double with the scale in float32.
 
-        What was divided by the scale comes after it too, and does not double.
+        Values that come after the division by the scale do not double.
+
+        Returns:
+          [] if all of them are 0, None if none doubles.
         """
         self.twin = Twin(
             self.case.traced.program,
@@ -238,6 +239,7 @@ class _Search:
             self.roots,
             [x for x in self.narrow if x[1].aval.dtype == jnp.float16],
         )
+        # The quotient is 2 if a value follows the scale, and 1 if it does not.
         runs = [self._run(scale, self.twin).records for scale in (2.0**10, 2.0**11)]
         pairs = [[self.twin.largest(run, x) for run in runs] for x in self.narrow]
         following = [
@@ -251,23 +253,11 @@ class _Search:
     def _cotangents(self, following: list[Variable], scale: float) -> list[Cotangent]:
         """The float16 values that are proportional to the loss scale."""
         records = self._run(scale, self.twin).records
-        found = []
-        for variable in following:
-            frame, atom = variable
-            spread = self.twin.spread(records, variable)
-            if spread is not None:
-                found.append(
-                    Cotangent(
-                        place=_place(frame, frame.makers[atom].number),
-                        largest=spread.largest / scale,
-                        vanishing=spread.vanishing,
-                        shares=spread.shares,
-                    )
-                )
-        return found
+        found = (self.twin.cotangent(records, x, scale) for x in following)
+        return [x for x in found if x is not None]
 
     def _overflows(self, scale: float) -> tuple[Place, ...]:
-        """Where float16 overflows on the way to the loss, and it matters.
+        """The places where float16 overflows before the loss, and it matters.
 
         An inf that goes on to the loss leaves no scale finite. One that an operation
         ends, such as 1 / x, matters if the result is not that of float32.
@@ -298,16 +288,18 @@ class _Search:
             if trail.is_bad(value)
         ]
         places = [
-            _place(birth.origin.frame, birth.origin.number)
+            _place_of_equation(birth.origin.frame, birth.origin.number)
             for birth in trail.births(lost)
-            if isinstance(birth.origin, Made) and self._is_of_data(trail, birth)
+            if isinstance(birth.origin, OpResult) and self._is_of_data(trail, birth)
         ]
         return tuple(dict.fromkeys(places))
 
-    def _ends_of_inf(self, trail: Trail, frame: Frame, number: int) -> Iterator[Lost]:
+    def _ends_of_inf(
+        self, trail: Trail, frame: Frame, number: int
+    ) -> Iterator[LostInf]:
         """An operation of the forward pass that may give numbers for an inf."""
         equation = frame.jaxpr.eqns[number]
-        floats = [x for x in equation.invars if is_narrow(x)]
+        floats = [x for x in equation.invars if is_narrow_atom(x)]
         if not floats or frame.called(number) or is_transposed(frame.site_of(number)):
             return
         for i, result in enumerate(equation.outvars):
@@ -317,9 +309,9 @@ class _Search:
                     if _is_elementwise(operand, result) and any(
                         map(trail.is_bad, rounds)
                     ):
-                        yield Lost(frame, number, i, operand)
+                        yield LostInf(frame, number, i, operand)
 
-    def _is_of_data(self, trail: Trail, birth: Birth) -> bool:
+    def _is_of_data(self, trail: Trail, birth: BirthRecord) -> bool:
         """Whether an overflow is of the data, not of a number like -1e9 in a mask."""
         origins = map(trail.origin, birth.operands)
         return not all(isinstance(x, Constant) for x in origins)
@@ -328,7 +320,7 @@ class _Search:
 
     def _why_none(self) -> str:
         atoms = (x for frame in self.case.root.all() for x in frame.makers)
-        if any(map(is_narrow, atoms)):
+        if any(map(is_narrow_atom, atoms)):
             return (
                 "No loss scale is needed, or the loss is not scaled: the step has "
                 "float16 in it, but none of it follows the loss scale. jls.check_step "
@@ -340,12 +332,13 @@ class _Search:
         )
 
     def _never_finite(self) -> ValueError:
-        trail = self._run(2.0**_LOWEST)
+        lowest = 2.0**LOWEST_EXPONENT
+        trail = self._run(lowest)
         found = self.case.explain(trail, self.case.bad_roots(trail), None)
         text = str(found).removeprefix("jls.why: ")
         return ValueError(
             "step must be finite at some loss scale, got one that is not at any down "
-            f"to {scale_in_words(2.0**_LOWEST)}, so no scale mends it. {text}\n\n"
+            f"to {scale_in_words(lowest)}, so no scale mends it. {text}\n\n"
             "More: print(jls.why(step, ...)) with the same arguments."
         )
 
@@ -387,19 +380,13 @@ def _the_scale(case: Case) -> int:
     )
 
 
-def _bounds(step: Callable[..., Any], arguments: Any) -> Bounds | None:
-    """The least and the largest scale of the scaler; None if they are not known."""
-    found = set[Bounds]()
-    for scaler in scalers_in(step, arguments):
-        known = scaler.hyperparameters
-        ends: list[Any] = [known.get(name) for name in ("min_scale", "max_scale")]
-        if not all(is_array(x) and np.ndim(x) == 0 for x in ends):
-            return None
-        found.add((float(ends[0]), float(ends[1])))
+def _bounds(step: Callable[..., Any], arguments: Any) -> tuple[float, float] | None:
+    """The bounds that all scalers of the step share; None if they are not known."""
+    found = set(map(bounds_of, scalers_in(step, arguments)))
     return found.pop() if len(found) == 1 else None
 
 
-def _place(frame: Frame, number: int) -> Place:
+def _place_of_equation(frame: Frame, number: int) -> Place:
     return place_of(frame.site_of(number))
 
 

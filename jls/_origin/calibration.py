@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `jls.calibrate` returns, and how it prints."""
+"""The result of `jls.calibrate`, and its text."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from jls._origin.result import place_in_lines, place_in_words, wrapped
+from jls._origin.result import place_in_lines, place_in_words
 from jls._origin.twin import Cotangent
 from jls._program.places import Place
-from jls._text import scale_in_words
+from jls._text import scale_in_words, wrapped
 
-_MOST = 5  # places in one list of the text
-_WORTH_SAYING = 0.01  # a share of gradients that vanish
+_MAX_PLACES = 5  # in one list of the text: it fits on a screen
+_MIN_SHARE = 0.01  # of gradients that vanish: a smaller share is no reason to act
 
 
 class Calibration(NamedTuple):
-    """What `jls.calibrate` says: which loss scale to start with, and what limits it.
+    """Result of `jls.calibrate`: the loss scale to start with, and what limits it.
 
     `print` it; `plot()` is a picture.
 
     Example:
       >>> state = jls.dynamic().init()
-      >>> made = jls.calibrate(jls.value_and_grad(jnp.sum), state, jnp.ones(3))
-      >>> made.init_scale, made.ceiling  # float32 needs none
+      >>> result = jls.calibrate(jls.value_and_grad(jnp.sum), state, jnp.ones(3))
+      >>> result.init_scale, result.ceiling  # float32 needs none
       (1.0, None)
     """
 
@@ -58,7 +58,7 @@ class Calibration(NamedTuple):
           ImportError: without Matplotlib.
 
         Example:
-          >>> made.plot().savefig("calibration.png")  # doctest: +SKIP
+          >>> result.plot().savefig("calibration.png")  # doctest: +SKIP
         """
         if not self.cotangents:
             reason = self.notes[0] if self.notes else "Only float16 is drawn"
@@ -90,7 +90,7 @@ class Calibration(NamedTuple):
         for note in self.notes:
             lines += ["", *wrapped(f"{note}.")]
         lines += self._overflows_in_lines()
-        shares = [pair for pair in self.vanishing if pair[1] >= _WORTH_SAYING]
+        shares = [pair for pair in self.vanishing if pair[1] >= _MIN_SHARE]
         if shares:
             text = f"At {start} these gradients vanish in part."
             if 2 * self.init_scale >= self.ceiling:
@@ -122,7 +122,9 @@ class Calibration(NamedTuple):
 
 def _list(items: Iterable[str]) -> list[str]:
     every = list(items)
-    lines = [line for item in every[:_MOST] for line in wrapped(f"  {item}", "    ")]
-    if len(every) > _MOST:
-        lines.append(f"  and {len(every) - _MOST} more")
+    lines = [
+        line for item in every[:_MAX_PLACES] for line in wrapped(f"  {item}", "    ")
+    ]
+    if len(every) > _MAX_PLACES:
+        lines.append(f"  and {len(every) - _MAX_PLACES} more")
     return lines

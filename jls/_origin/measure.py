@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large the numbers of an array are: its largest and its smallest, NaN at the ends.
+"""The size of an array: its largest and its smallest number, with NaN at the ends.
 
-As keys of float32, integers in the order of the numbers. XLA's maximum of floats loses
-NaN on a CPU.
+Computed with keys of float32, integers in the order of the numbers, since XLA's maximum
+of floats loses NaN on a CPU.
 """
 
 import math
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jls._program.jaxprs import is_inexact
-from jls._program.replay import ZERO, float_of, key_of
+from jls._program.jaxprs import is_inexact_atom
+from jls._program.replay import ZERO_KEY, float_from_key, key_of
 
 _WORDS = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
 # 8-bit floats whose bits are ordered like the numbers, NaN last.
@@ -23,7 +23,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class Size(NamedTuple):
-    """What is in an array: NaN where one of the ends is."""
+    """The largest and the smallest number of an array; NaN if it holds one."""
 
     high: float = 0.0
     low: float = 0.0
@@ -45,12 +45,12 @@ class Size(NamedTuple):
 
     @property
     def magnitude(self) -> float:
-        """The largest."""
+        """The largest magnitude."""
         return math.nan if self.is_nan else max(abs(self.high), abs(self.low))
 
     @property
     def finite(self) -> float:
-        """The largest finite one, as far as it is known."""
+        """The largest finite magnitude, as far as it is known."""
         ends = [abs(x) for x in self if math.isfinite(x)]
         return max(ends) if ends else self.magnitude
 
@@ -60,7 +60,7 @@ NOTHING = Size()
 
 def read_size(keys: Iterable[Any]) -> Size:
     """The size that two keys stand for."""
-    return Size(*(float_of(int(key)) for key in keys))
+    return Size(*(float_from_key(int(key)) for key in keys))
 
 
 def ends(x: Array) -> list[Array]:
@@ -69,7 +69,7 @@ def ends(x: Array) -> list[Array]:
     Of a complex one, of its parts. Float64 beyond float32 counts as its largest.
     """
     if not x.size:
-        return [jnp.uint32(ZERO)] * 2
+        return [jnp.uint32(ZERO_KEY)] * 2
     parts = [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
     found = [_ends(part) for part in parts]
     if len(found) == 1:
@@ -127,7 +127,7 @@ def _ends_of_double(x: Array) -> tuple[Array, Array]:
 
 def size_of(value: Any) -> Size:
     """The size of a constant, on the host."""
-    if not (isinstance(value, float | complex) or is_inexact(value)):
+    if not (isinstance(value, float | complex) or is_inexact_atom(value)):
         return NOTHING
     array = np.asarray(value)
     if not array.size:

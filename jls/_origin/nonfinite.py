@@ -18,7 +18,7 @@ _SHOWN = 20  # rows of the table; a loss that is NaN spoils every leaf
 
 
 class LeafReport(NamedTuple):
-    """What `jls.nonfinite_report` says of one leaf.
+    """A row of `jls.nonfinite_report`: the counts of one leaf.
 
     Example:
       >>> jls.nonfinite_report(jnp.array([1.0, jnp.inf])).rows[0].infs
@@ -41,7 +41,7 @@ class LeafReport(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class NonfiniteReport:
-    """What `jls.nonfinite_report` returns: rows of data that print as a table.
+    """Result of `jls.nonfinite_report`: rows of data that print as a table.
 
     Example:
       >>> report = jls.nonfinite_report({"w": jnp.ones(3), "n": 7})
@@ -69,7 +69,7 @@ class NonfiniteReport:
     def __repr__(self) -> str:
         rows = sorted(self.rows, key=lambda row: row.finite)  # stable: bad ones first
         shown, hidden = rows[:_SHOWN], NonfiniteReport(tuple(rows[_SHOWN:]))
-        lines = [_headline(len(self.bad), len(self.rows)), *_aligned(shown)]
+        lines = [_title(len(self.bad), len(self.rows)), *_aligned(shown)]
         if hidden.bad:
             lines.append(f"... {len(hidden.bad)} more not finite, see .bad")
         if len(hidden.rows) > len(hidden.bad):
@@ -158,7 +158,7 @@ def _row(path: str, array: Array, digits: np.ndarray) -> LeafReport:
     )
 
 
-def _headline(bad: int, total: int) -> str:
+def _title(bad: int, total: int) -> str:
     if not total:
         return "no leaf is floating point"
     if total == 1:

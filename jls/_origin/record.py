@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a program once, compiled, with the size of each result beside it.
 
-What is recorded, two numbers for each array:
+The records, two numbers for each array:
 
     an operation      the two ends of each result
     div, log, ...     after them the smallest magnitude of the operand that decides
-    select_n          after them the ends of what it takes of each case
+    select_n          after them the ends of the elements taken from each case
     a scan            the ends of each slice that a round gets
 """
 
@@ -19,14 +19,14 @@ from jax import Array, lax
 
 from jls._origin.measure import ends
 from jls._program.frames import Frame, Variable, behind
-from jls._program.jaxprs import is_inexact, is_literal
-from jls._program.replay import TAKEN, ZERO, Records, Seen, replay
+from jls._program.jaxprs import Program, is_inexact_atom, is_literal
+from jls._program.replay import TAKEN, ZERO_KEY, Records, Seen, replay
 from jls._program.rules import UNCHANGED
 from jls._program.walk import Site
 
-# The results are as large as the operands: not looked at.
+# The results are as large as the operands, and not recorded.
 _SAME_SIZE = UNCHANGED | {"broadcast_in_dim", "rev", "transpose"}
-# Not defined everywhere, or beyond every number soon: the operand that decides.
+# Operations that are singular or grow fast, and the operand that decides.
 SINGULAR = {
     "acos": 0,
     "acosh": 0,
@@ -52,21 +52,21 @@ def as_large_as(equation: Any, result: int) -> Any | None:
     name, operands = equation.primitive.name, equation.invars
     if name in _SAME_SIZE:
         return operands[result] if len(operands) == len(equation.outvars) else None
-    if name == "convert_element_type" and is_inexact(operands[0]):
+    if name == "convert_element_type" and is_inexact_atom(operands[0]):
         old, new = (jnp.finfo(x.aval.dtype) for x in (operands[0], equation.outvars[0]))
         is_wider = new.bits > old.bits and float(new.max) >= float(old.max)
         return operands[0] if is_wider or new.dtype == old.dtype else None
     return None
 
 
-class Run(NamedTuple):
-    """What one run of a program has shown."""
+class Recording(NamedTuple):
+    """The records of one run of a program."""
 
     arguments: list[np.ndarray]  # u32[2]: the ends
     records: Records
 
 
-class Recorded:
+class RecordedProgram:
     """A program with a record beside each operation that its roots depend on.
 
     Args:
@@ -77,7 +77,9 @@ class Recorded:
 
     WIDE = False  # whether narrow dtypes are replaced by float32
 
-    def __init__(self, program: Any, root: Frame, roots: Iterable[Variable]) -> None:
+    def __init__(
+        self, program: Program, root: Frame, roots: Iterable[Variable]
+    ) -> None:
         self._program = program
         seen = behind(roots)
         self._read = [(root, x) in seen for x in root.jaxpr.invars]
@@ -90,11 +92,11 @@ class Recorded:
         self._count = 0  # of what was recorded
         self._compiled: jax.stages.Compiled | None = None
 
-    def __call__(self, inputs: Sequence[Any], compiled: bool = True) -> Run:
+    def __call__(self, inputs: Sequence[Any], compiled: bool = True) -> Recording:
         """One run; without `compiled` one operation at a time."""
         inputs = [jnp.asarray(x) for x in inputs]
         run = self.compiled(inputs) if compiled else self._run
-        return Run(*jax.tree.map(np.asarray, run(inputs)))
+        return Recording(*jax.tree.map(np.asarray, run(inputs)))
 
     def compiled(self, inputs: Sequence[Any]) -> jax.stages.Compiled:
         """The program for inputs like these, compiled at the first call."""
@@ -106,7 +108,7 @@ class Recorded:
     def _run(self, inputs: Sequence[Array]) -> tuple[list[Array], Records]:
         _, records = replay(self._program, inputs, self._watch, wide=self.WIDE)
         pairs = zip(inputs, self._read, strict=True)
-        nothing = jnp.full(2, ZERO)
+        nothing = jnp.full(2, ZERO_KEY)
         sizes = [jnp.stack(ends(x)) if is_read else nothing for x, is_read in pairs]
         return sizes, records
 
@@ -141,15 +143,15 @@ class Recorded:
         return ends_of(arrays)
 
 
-# XLA computes a chain of operations that it has fused anew for each of them that is
-# recorded. So after this many the chain is broken.
+# XLA recomputes a chain of fused operations for each of them that is recorded. So the
+# chain is broken after this many.
 _CHAIN = 8
 
 
 def ends_of(arrays: Sequence[Any]) -> Array | None:
-    """The ends of each array, one after the other; of what is no float, zeros."""
-    nothing = [jnp.uint32(ZERO)] * 2
-    keys = [key for x in arrays for key in (ends(x) if is_inexact(x) else nothing)]
+    """The ends of each array, one after the other; zeros for integers."""
+    nothing = [jnp.uint32(ZERO_KEY)] * 2
+    keys = [key for x in arrays for key in (ends(x) if is_inexact_atom(x) else nothing)]
     return jnp.stack(keys) if keys else None
 
 

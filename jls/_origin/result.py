@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `jls.why` returns, and how it prints."""
+"""The result of `jls.why`, and its text."""
 
 import linecache
 import math
-import textwrap
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 
-from jls._program.places import Place, line_of_cell
+from jls._program.places import Place, line_of_cell, short_path
+from jls._text import wrapped
 
-_WIDTH = 80
-_OTHERS = 5  # births beside the first in the text
+_OTHERS = 5  # births beside the first in the text: it fits on a screen
 
 ARGUMENT, CONSTANT = "argument", "constant"
 
@@ -35,7 +33,7 @@ class Birth(NamedTuple):
 
 
 class Why(NamedTuple):
-    """What `jls.why` says: where each inf and NaN in the results was born.
+    """Result of `jls.why`: where each inf and NaN in the results was born.
 
     `print` it: the first birth with its line of the source, then others, then what to
     do about it.
@@ -97,12 +95,12 @@ def _headline(why: Why) -> str:
 def _in_three_lines(birth: Birth) -> list[str]:
     place = birth.place
     if place.operation == ARGUMENT:
-        return wrapped(f"  {_what(birth)}")
-    return [*place_in_lines(place), *wrapped(f"  {_what(birth)}", "    ")]
+        return wrapped(f"  {_event_in_words(birth)}")
+    return [*place_in_lines(place), *wrapped(f"  {_event_in_words(birth)}", "    ")]
 
 
 def place_in_lines(place: Place) -> list[str]:
-    """Where it is, and the line of the source."""
+    """A place in words, and its line of the source."""
     lines = wrapped(f"  {place_in_words(place)}", "    ")
     code = linecache.getline(place.file, place.line).strip() if place.file else ""
     if code:
@@ -112,12 +110,12 @@ def place_in_lines(place: Place) -> list[str]:
 
 def _in_one_line(birth: Birth) -> list[str]:
     if birth.place.operation == ARGUMENT:
-        return wrapped(f"  {_what(birth)}")
-    return wrapped(f"  {place_in_words(birth.place)}: {_what(birth)}", "    ")
+        return wrapped(f"  {_event_in_words(birth)}")
+    return wrapped(f"  {place_in_words(birth.place)}: {_event_in_words(birth)}", "    ")
 
 
 def place_in_words(place: Place) -> str:
-    line = f"{_short(place.file)}:{place.line}" if place.file else "line not known"
+    line = f"{short_path(place.file)}:{place.line}" if place.file else "line not known"
     parts = [line_of_cell(place) or line]
     if place.function:
         parts[0] += f" in {place.function}"
@@ -130,20 +128,20 @@ def place_in_words(place: Place) -> str:
     return ", ".join(parts)
 
 
-def _what(birth: Birth) -> str:
-    """Which operation made what of which numbers."""
+def _event_in_words(birth: Birth) -> str:
+    """An operation, its result and its operands, in words."""
     operation = birth.place.operation
     if operation == ARGUMENT:
-        return f"{_kind(birth)} came in: {birth.place.module} ({birth.dtype})"
+        return f"{_kind_in_words(birth)} came in: {birth.place.module} ({birth.dtype})"
     if operation == CONSTANT:
-        return f"{_kind(birth)} is a number of the program here"
-    text = f"{operation} made {_kind(birth)}"
-    operands = [_number(x) for x in birth.operands]
+        return f"{_kind_in_words(birth)} is a number of the program here"
+    text = f"{operation} made {_kind_in_words(birth)}"
+    operands = [_format_value(x) for x in birth.operands]
     dtype = f"({birth.dtype}{_limit(birth)})"
     if not operands:
         return f"{text} {dtype}"
     if birth.range is not None and all(map(math.isfinite, birth.range)):
-        low, high = map(_number, birth.range)
+        low, high = map(_format_value, birth.range)
         between = low if low == high else f"numbers from {low} to {high}"
         if operation == "div":
             up_to = "up to " if birth.operands[0] else ""
@@ -154,33 +152,14 @@ def _what(birth: Birth) -> str:
 
 
 def _limit(birth: Birth) -> str:
-    """The largest number of a dtype in which that is soon reached."""
+    """The largest number of float16, which is soon reached; "" for other dtypes."""
     is_soon = birth.dtype.startswith("float16") and birth.kind == "inf"
     return f", at most {float(jnp.finfo(birth.dtype).max):g}" if is_soon else ""
 
 
-def _kind(birth: Birth) -> str:
+def _kind_in_words(birth: Birth) -> str:
     return "NaN" if birth.kind == "nan" else "inf"
 
 
-def _number(value: float) -> str:
+def _format_value(value: float) -> str:
     return "NaN" if math.isnan(value) else f"{value:.4g}"
-
-
-def _short(file: str) -> str:
-    """A path below the working directory, or below where packages are installed."""
-    path, here = Path(file), Path.cwd()
-    if path.is_relative_to(here):
-        return str(path.relative_to(here))
-    _, found, package = file.rpartition("-packages/")
-    return package if found else file
-
-
-def wrapped(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step looks at to decide whether it is skipped: where a search begins.
+"""The values that decide whether a step is skipped: where a search begins.
 
-A step that is skipped gives back its old state, and no result is bad. So the roots are
-what the wrapper was given, and the results that have no part in its update.
+A step that is skipped returns its old state, and no result is bad. So the roots are the
+values that the wrapper checks, and the results that do not come from its update.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any
 
 from jls import _scopes
 from jls._program.frames import Frame, Variable
-from jls._program.jaxprs import is_inexact, is_literal
+from jls._program.jaxprs import is_inexact_atom, is_literal
 from jls._scopes import marks_of
 
 LOSS, GRADIENTS, NEW, CHECKED = "loss", "gradients", "updates", "checked values"
@@ -26,8 +26,8 @@ _KINDS = {
 
 
 @dataclasses.dataclass(eq=False)
-class Looked:
-    """What one wrapper looks at, or one call of `jls.all_finite`."""
+class CheckedValues:
+    """The values that one wrapper checks, or one call of `jls.all_finite`."""
 
     found: dict[str, list[Variable]] = dataclasses.field(default_factory=dict)
     scale: int | None = None  # the input of the program that is its loss scale
@@ -43,26 +43,26 @@ class Looked:
 
     @property
     def before_update(self) -> list[Variable]:
-        """The same without the new parameters: what a loss scale may have a part in."""
+        """The variables that the loss scale can affect: not the new parameters."""
         kinds = [kind for kind in self.found if kind != NEW]
         return [x for kind in kinds for x in self.found[kind]]
 
 
-def looked_at(root: Frame, scales: Sequence[int]) -> list[Looked]:
-    """What the wrappers in a program look at, in order.
+def checked_values(root: Frame, scales: Sequence[int]) -> list[CheckedValues]:
+    """The values that the wrappers in a program check, in order.
 
     Args:
       root: the frame of the program.
       scales: which inputs of the program are loss scales.
     """
-    found: list[Looked] = []
+    found: list[CheckedValues] = []
     for frame in root.all():
         _look_in(frame, set(scales), found)
-    return [looked for looked in found if looked.found]
+    return [checked for checked in found if checked.found]
 
 
-def _look_in(frame: Frame, scales: set[int], found: list[Looked]) -> None:
-    current: Looked | None = None
+def _look_in(frame: Frame, scales: set[int], found: list[CheckedValues]) -> None:
+    current: CheckedValues | None = None
     around = marks_of(frame.site) if frame.site.equations else _scopes.NONE
     for number, equation in enumerate(frame.jaxpr.eqns):
         every = marks_of(frame.site_of(number))
@@ -72,21 +72,21 @@ def _look_in(frame: Frame, scales: set[int], found: list[Looked]) -> None:
             current = current if every else None
             continue
         if current is None or (kinds and current.scale is not None):
-            current = Looked()
+            current = CheckedValues()
             found.append(current)
         operands = [x for x in equation.invars if not is_literal(x)]
         if _scopes.SCALE in marks:
             of_scales = scales & {_input_of(frame, x) for x in operands}
             current.scale = next(iter(of_scales), current.scale)
-        for atom in filter(is_inexact, operands):
+        for atom in filter(is_inexact_atom, operands):
             maker = frame.makers.get(atom)
-            made = marks_of(frame.site_of(maker.number)) if maker else _scopes.NONE
-            if kinds and not any(_KINDS.get(x) == kinds[0] for x in made):
+            own = marks_of(frame.site_of(maker.number)) if maker else _scopes.NONE
+            if kinds and not any(_KINDS.get(x) == kinds[0] for x in own):
                 current.add(kinds[0], (frame, atom))
 
 
 def _input_of(frame: Frame, atom: Any) -> int | None:
-    """The input of the program that a variable is, handed from call to call."""
+    """The input of the program that a variable is, passed from call to call."""
     here: Frame | None = frame
     while here is not None and not is_literal(atom) and atom in here.inputs:
         index = here.inputs[atom]
@@ -97,6 +97,6 @@ def _input_of(frame: Frame, atom: Any) -> int | None:
 
 
 def is_of_update(frame: Frame, atom: Any) -> bool:
-    """Whether a variable is made in the update of a wrapper."""
+    """Whether a variable is computed in the update of a wrapper."""
     maker = frame.makers.get(atom)
     return maker is not None and _scopes.UPDATE in marks_of(frame.site_of(maker.number))

@@ -9,32 +9,32 @@ import jax
 import numpy as np
 
 from jls._origin.measure import NOTHING, Size, read_size, size_of
-from jls._origin.record import SINGULAR, Run, as_large_as
+from jls._origin.record import SINGULAR, Recording, as_large_as
 from jls._program.frames import Frame
-from jls._program.jaxprs import is_inexact, is_literal
+from jls._program.jaxprs import is_inexact_atom, is_literal
 from jls._program.replay import (
     CARRIED,
-    INF,
-    MINUS_INF,
+    INF_KEY,
+    MINUS_INF_KEY,
     NEVER,
     ROUNDS,
     SLICES,
     TAKEN,
-    ZERO,
+    ZERO_KEY,
     Rounds,
 )
 from jls._program.walk import Site
 
 
 class Range(NamedTuple):
-    """What is in an operand."""
+    """The range of the numbers in an operand."""
 
     nearest: float  # the smallest magnitude
     low: float
     high: float
 
 
-class Value(NamedTuple):
+class RunValue(NamedTuple):
     """A value in a run: a variable of a program, in some round of each loop."""
 
     frame: Frame
@@ -46,7 +46,7 @@ class Constant(NamedTuple):
     """A number in the program, or what its function closes over."""
 
     value: Any
-    reader: "Made | None" = None  # the operation that it is an operand of
+    reader: "OpResult | None" = None  # the operation that it is an operand of
 
 
 class Argument(NamedTuple):
@@ -56,23 +56,23 @@ class Argument(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """What a round of a scan gets of an array."""
+    """The slice of an array that a round of a scan gets."""
 
     frame: Frame
     number: int  # among the arrays that are sliced
     rounds: tuple[int, ...]
-    whole: Value
+    whole: RunValue
 
 
 class Stack(NamedTuple):
-    """What the rounds of a scan have made, together."""
+    """The stacked results of all rounds of a scan."""
 
     frame: Frame
     atom: Any
     rounds: tuple[int, ...]  # but for those of this scan
 
 
-class Made(NamedTuple):
+class OpResult(NamedTuple):
     """A result of an operation."""
 
     frame: Frame
@@ -85,15 +85,15 @@ class Made(NamedTuple):
         return self.frame.site_of(self.number)
 
 
-class Carried(NamedTuple):
-    """What a while loop with lanes carries after a round: some lanes have ended."""
+class LoopCarry(NamedTuple):
+    """A carried value of a batched while loop after a round: some lanes have ended."""
 
     frame: Frame
     number: int
     rounds: tuple[int, ...]
 
 
-Origin = Constant | Argument | Slice | Stack | Carried | Made
+Origin = Constant | Argument | Slice | Stack | LoopCarry | OpResult
 
 
 class Trail:
@@ -103,63 +103,68 @@ class Trail:
       run: what was recorded of a program.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Recording) -> None:
         self.records = run.records
         self._arguments = run.arguments
+        # Bounds the memory of a long search.
         self._size = functools.lru_cache(1 << 20)(self._find_size)
 
-    def size(self, value: Value) -> Size:
-        """What is in a value."""
+    def size(self, value: RunValue) -> Size:
+        """The largest and the smallest number of a value."""
         if is_literal(value.atom):
             return size_of(value.atom.val)
         return self._size(value)
 
-    def is_bad(self, value: Value) -> bool:
+    def is_bad(self, value: RunValue) -> bool:
         return self.size(value).is_bad
 
-    def births(self, roots: Iterable[Value]) -> "list[Birth]":
-        """Where inf and NaN of the roots came from, in the order of the program."""
-        stack: list[tuple[Value, Made | None]]
+    def births(self, roots: Iterable[RunValue]) -> "list[BirthRecord]":
+        """The births of inf and NaN in the roots, in the order of the program."""
+        stack: list[tuple[RunValue, OpResult | None]]
         stack = [(value, None) for value in roots if self.is_bad(value)]
         seen = set[Any]()
-        births: list[Birth] = []
-        on_purpose: list[Birth] = []  # inf that is written in the program
+        births: list[BirthRecord] = []
+        on_purpose: list[BirthRecord] = []  # inf that is written in the program
         while stack:
             value, reader = stack.pop()
             origin, size = self.origin(value), self.size(value)
-            if isinstance(origin, Made):
-                origin = self._first_of_its_run(origin)
-                size = self._size_of_made(origin)
+            if isinstance(origin, OpResult):
+                origin = self._first_in_a_row(origin)
+                size = self._size_of_result(origin)
             if isinstance(origin, Constant):
-                birth = Birth(origin._replace(reader=reader), size)
+                birth = BirthRecord(origin._replace(reader=reader), size)
                 (births if size.is_nan else on_purpose).append(birth)
                 continue
-            if origin is None or (key := _key(origin)) in seen:
+            if origin is None or (key := _identity(origin)) in seen:
                 continue
             seen.add(key)
-            if isinstance(origin, Made):
+            if isinstance(origin, OpResult):
                 operands = self.operands(origin)
                 causes = self._causes(origin, operands, size)
                 are_nan = any(self.size(x).is_nan for x in causes)
                 if not causes or (size.is_nan and not are_nan):
-                    births.append(Birth(origin, size, operands, self.range_of(origin)))
+                    births.append(
+                        BirthRecord(origin, size, operands, self.range_of(origin))
+                    )
                 stack += [(cause, origin) for cause in causes]
             elif isinstance(origin, Slice):
                 stack.append((self._source_of(origin), reader))
             elif isinstance(origin, Stack):
                 stack.append((self._first_bad_of(origin), reader))
-            elif isinstance(origin, Carried):
+            elif isinstance(origin, LoopCarry):
                 stack.append((self._last_change_of(origin), reader))
             else:
-                births.append(Birth(origin, size))
+                births.append(BirthRecord(origin, size))
         return sorted(births or on_purpose, key=self._order)
 
-    def _causes(self, made: Made, operands: "list[Value]", size: Size) -> "list[Value]":
+    def _causes(
+        self, op: OpResult, operands: "list[RunValue]", size: Size
+    ) -> "list[RunValue]":
         """The operands that may have made a result bad."""
-        name = made.site.equation.primitive.name
+        name = op.site.equation.primitive.name
         sizes = [self.size(x) for x in operands]
         if name == "select_n":  # what is not taken does no harm
-            sizes = self._taken(made, len(operands)) or sizes
+            sizes = self._taken(op, len(operands)) or sizes
         pairs = list(zip(operands, sizes, strict=True))
         if size.is_nan and any(x.is_nan for x in sizes):
             return [value for value, x in pairs if x.is_nan]
@@ -169,37 +174,39 @@ class Trail:
         possible = _signs(name, sizes) if bad else None
         return bad if possible is None or size.kinds <= possible else []
 
-    def _taken(self, made: Made, count: int) -> list[Size]:
-        """What a `select_n` takes of each of its cases."""
-        keys = self._record(made.frame, made.number, made.rounds)
+    def _taken(self, op: OpResult, count: int) -> list[Size]:
+        """The sizes of the elements that a `select_n` takes from each case."""
+        keys = self._record(op.frame, op.number, op.rounds)
         sizes = [read_size(keys[i : i + 2]) for i in range(2, len(keys), 2)]
         return sizes if len(sizes) == count else []
 
-    def operands(self, made: Made) -> "list[Value]":
+    def operands(self, op: OpResult) -> "list[RunValue]":
         """The floating-point operands of an operation."""
-        equation = made.site.equation
+        equation = op.site.equation
         return [
-            Value(made.frame, x, made.rounds) for x in equation.invars if is_inexact(x)
+            RunValue(op.frame, x, op.rounds)
+            for x in equation.invars
+            if is_inexact_atom(x)
         ]
 
-    def range_of(self, made: Made) -> Range | None:
-        """What is in the operand that decides whether a result is finite."""
-        equation = made.site.equation
+    def range_of(self, op: OpResult) -> Range | None:
+        """The range of the operand that decides whether a result is finite."""
+        equation = op.site.equation
         if equation.primitive.name not in SINGULAR:
             return None
         operand = equation.invars[SINGULAR[equation.primitive.name]]
-        keys = self._record(made.frame, made.number, made.rounds)
+        keys = self._record(op.frame, op.number, op.rounds)
         offset = 2 * len(equation.outvars)
-        is_real = is_inexact(operand) and operand.aval.dtype.kind != "c"
+        is_real = is_inexact_atom(operand) and operand.aval.dtype.kind != "c"
         if not is_real or len(keys) < offset + 2:
             return None
-        high, low = self.size(Value(made.frame, operand, made.rounds))
+        high, low = self.size(RunValue(op.frame, operand, op.rounds))
         return Range(read_size(keys[offset:]).low, low, high)
 
     # What a value is.
 
-    def origin(self, value: Value) -> Origin | None:
-        """What has made a value, behind calls and operations that leave its size."""
+    def origin(self, value: RunValue) -> Origin | None:
+        """The origin of a value, behind calls and operations that keep its size."""
         while True:
             frame, atom, rounds = value
             if is_literal(atom):
@@ -212,19 +219,19 @@ class Trail:
                 found = self._of_result(frame, *frame.makers[atom], rounds)
             else:
                 return None
-            if not isinstance(found, Value):
+            if not isinstance(found, RunValue):
                 return found
             value = found
 
     def _of_input(
         self, frame: Frame, index: int, rounds: tuple[int, ...]
-    ) -> Value | Origin | None:
+    ) -> RunValue | Origin | None:
         if frame.parent is None:
             return Argument(index)
         if not frame.is_loop:
-            return Value(frame.parent, frame.given(index), rounds)
+            return RunValue(frame.parent, frame.given(index), rounds)
         consts, carried = frame.counts()
-        outside = Value(frame.parent, frame.given(index), rounds[:-1])
+        outside = RunValue(frame.parent, frame.given(index), rounds[:-1])
         if index < consts:
             return outside
         if index >= consts + carried:
@@ -233,23 +240,23 @@ class Trail:
         if before is None:
             return outside
         if frame.has_lanes:
-            return Carried(frame, index - consts, (*rounds[:-1], before))
+            return LoopCarry(frame, index - consts, (*rounds[:-1], before))
         result = frame.jaxpr.outvars[index - consts]
-        return Value(frame, result, (*rounds[:-1], before))
+        return RunValue(frame, result, (*rounds[:-1], before))
 
     def _of_result(
         self, frame: Frame, number: int, result: int, rounds: tuple[int, ...]
-    ) -> Value | Origin | None:
+    ) -> RunValue | Origin | None:
         called = frame.called(number)
         equation = frame.jaxpr.eqns[number]
         if not called:
             operand = as_large_as(equation, result)
             if operand is not None:
-                return Value(frame, operand, rounds)
-            return Made(frame, number, result, rounds)
+                return RunValue(frame, operand, rounds)
+            return OpResult(frame, number, result, rounds)
         if called[0].kind == "branch":
             taken = [
-                Value(child, child.jaxpr.outvars[result], rounds)
+                RunValue(child, child.jaxpr.outvars[result], rounds)
                 for child in called
                 if self._is_taken(child, rounds)
             ]
@@ -258,20 +265,20 @@ class Trail:
         child = called[0]
         atom = child.jaxpr.outvars[result]
         if child.has_lanes and (last := self._last_round(child, rounds)) is not None:
-            return Carried(child, result, (*rounds, last))
+            return LoopCarry(child, result, (*rounds, last))
         if not child.is_loop:
-            return Value(child, atom, rounds)
+            return RunValue(child, atom, rounds)
         consts, carried = child.counts()
         if result >= carried:
             return Stack(child, atom, rounds)
         last = self._last_round(child, rounds)
         if last is None:
-            return Value(frame, child.given(consts + result), rounds)
-        return Value(child, atom, (*rounds, last))
+            return RunValue(frame, child.given(consts + result), rounds)
+        return RunValue(child, atom, (*rounds, last))
 
     def _is_taken(self, branch: Frame, rounds: tuple[int, ...]) -> bool:
         keys = self._record(branch, TAKEN, rounds)
-        return len(keys) > 0 and int(keys[0]) == INF
+        return len(keys) > 0 and int(keys[0]) == INF_KEY
 
     def _last_round(self, loop: Frame, rounds: tuple[int, ...]) -> int | None:
         """The last round of a loop; None if it has none."""
@@ -286,8 +293,8 @@ class Trail:
 
     # How large it is.
 
-    def _find_size(self, value: Value) -> Size:
-        if not is_inexact(value.atom):
+    def _find_size(self, value: RunValue) -> Size:
+        if not is_inexact_atom(value.atom):
             return NOTHING
         origin = self.origin(value)
         if isinstance(origin, Constant):
@@ -301,35 +308,35 @@ class Trail:
             sizes = [self.size(x) for x in self._rounds_of(origin)]
             worst = [x for x in sizes if x.is_nan] or [x for x in sizes if x.is_bad]
             return max(worst or sizes, key=lambda x: x.magnitude, default=NOTHING)
-        if isinstance(origin, Carried):
+        if isinstance(origin, LoopCarry):
             keys = self._record(origin.frame, (CARRIED, origin.number), origin.rounds)
             return read_size(keys) if len(keys) else NOTHING
-        return self._size_of_made(origin) if isinstance(origin, Made) else NOTHING
+        return self._size_of_result(origin) if isinstance(origin, OpResult) else NOTHING
 
-    def _size_of_made(self, made: Made) -> Size:
-        keys = self._record(made.frame, made.number, made.rounds)
-        return read_size(keys[2 * made.result :][:2]) if len(keys) else NOTHING
+    def _size_of_result(self, op: OpResult) -> Size:
+        keys = self._record(op.frame, op.number, op.rounds)
+        return read_size(keys[2 * op.result :][:2]) if len(keys) else NOTHING
 
-    def _first_of_its_run(self, made: Made) -> Made:
-        """The same result in the first of the rounds since which it is bad like this.
+    def _first_in_a_row(self, op: OpResult) -> OpResult:
+        """The same result in the first of the consecutive rounds in which it is bad.
 
         Of a while loop no other round was recorded.
         """
-        rounds = list(made.rounds)
-        for i, loop in enumerate(_loops_around(made.frame)):
-            found = self._recorded(made.frame, made.number, tuple(rounds), every=i)
+        rounds = list(op.rounds)
+        for i, loop in enumerate(_loops_around(op.frame)):
+            found = self._recorded(op.frame, op.number, tuple(rounds), every=i)
             if isinstance(found, Rounds) and loop.kind == "while":
                 kept = _rounds_with(found, rounds[i])
                 rounds[i] = rounds[i] if kept is None else int(kept[0])
             elif isinstance(found, np.ndarray) and loop.kind == "scan":
-                keys = found[:, 2 * made.result : 2 * made.result + 2]
+                keys = found[:, 2 * op.result : 2 * op.result + 2]
                 rounds[i] = _start_of_run(keys, rounds[i], _is_reversed(loop))
-        return made._replace(rounds=tuple(rounds))
+        return op._replace(rounds=tuple(rounds))
 
     def _record(
         self, frame: Frame, number: int | tuple[int, ...], rounds: tuple[int, ...]
     ) -> np.ndarray:
-        """What was recorded of an operation in some round: `u32[n]`; of nothing, []."""
+        """The record of an operation in one round, `u32[n]`; [] if there is none."""
         found = self._recorded(frame, number, rounds)
         return found if isinstance(found, np.ndarray) else _NO_RECORD
 
@@ -340,7 +347,7 @@ class Trail:
         rounds: tuple[int, ...],
         every: int | None = None,
     ) -> Any:
-        """The same; of the loop `every` all rounds that were recorded."""
+        """As `_record`, but with all recorded rounds of the loop number `every`."""
         numbers = number if isinstance(number, tuple) else (number,)
         found: Any = self.records
         for key in (*frame.site.numbers, *numbers):
@@ -363,7 +370,7 @@ class Trail:
 
     # From round to round.
 
-    def in_every_round(self, frame: Frame, atom: Any) -> list[Value]:
+    def in_every_round(self, frame: Frame, atom: Any) -> list[RunValue]:
         """A value in each round of the loops that it is in, in their order in time."""
         values: list[tuple[int, ...]] = [()]
         for loop in _loops_around(frame):
@@ -372,7 +379,7 @@ class Trail:
                 for rounds in values
                 for index in self._rounds_in(loop, rounds)
             ]
-        return [Value(frame, atom, rounds) for rounds in values]
+        return [RunValue(frame, atom, rounds) for rounds in values]
 
     def _rounds_in(self, loop: Frame, rounds: tuple[int, ...]) -> range:
         last = self._last_round(loop, rounds)
@@ -382,64 +389,64 @@ class Trail:
             return range(loop.caller.params["length"] - 1, -1, -1)
         return range(last + 1)
 
-    def _rounds_of(self, stack: Stack) -> Iterator[Value]:
+    def _rounds_of(self, stack: Stack) -> Iterator[RunValue]:
         for index in range(stack.frame.caller.params["length"]):
-            yield Value(stack.frame, stack.atom, (*stack.rounds, index))
+            yield RunValue(stack.frame, stack.atom, (*stack.rounds, index))
 
-    def _first_bad_of(self, stack: Stack) -> Value:
+    def _first_bad_of(self, stack: Stack) -> RunValue:
         bad = list(filter(self.is_bad, self._rounds_of(stack)))
         return bad[-1 if _is_reversed(stack.frame) else 0]
 
-    def _source_of(self, part: Slice) -> Value:
-        """What a slice is of: if a scan has stacked it, the same round of that."""
+    def _source_of(self, part: Slice) -> RunValue:
+        """The sliced array; if a scan has stacked it, the same round of that scan."""
         whole = self.origin(part.whole)
         if isinstance(whole, Stack):
-            same = Value(whole.frame, whole.atom, (*whole.rounds, part.rounds[-1]))
+            same = RunValue(whole.frame, whole.atom, (*whole.rounds, part.rounds[-1]))
             length = part.frame.caller.params["length"]
             if whole.frame.caller.params["length"] == length and self.is_bad(same):
                 return same
         return part.whole
 
-    def _last_change_of(self, carried: Carried) -> Value:
-        """What a lane became bad with, in the first round in which one was."""
+    def _last_change_of(self, carried: LoopCarry) -> RunValue:
+        """The value with which a lane became bad, in the first round of a bad lane."""
         *outer, last = carried.rounds
         numbers, loops = (CARRIED, carried.number), len(carried.rounds)
         found = self._recorded(carried.frame, numbers, carried.rounds, every=loops - 1)
         kept = _rounds_with(found, last) if isinstance(found, Rounds) else None
         first = last if kept is None else int(kept[0])
         result = carried.frame.jaxpr.outvars[carried.number]
-        return Value(carried.frame, result, (*outer, first))
+        return RunValue(carried.frame, result, (*outer, first))
 
-    def _order(self, birth: "Birth") -> tuple[Any, ...]:
+    def _order(self, birth: "BirthRecord") -> tuple[Any, ...]:
         """A key by which births are in the order in which they happened."""
         origin = birth.origin
         if isinstance(origin, Constant) and origin.reader is not None:
             origin = origin.reader
-        if not isinstance(origin, Made):
+        if not isinstance(origin, OpResult):
             # What is -inf alone may be a mask, on purpose.
             return (1 if self.is_mask(birth) else -1,)
         chain = [*reversed(list(_up(origin.frame)))]
         rounds = iter(origin.rounds)
         key: list[int] = []
         for frame in chain[1:]:
-            key.append(_number(frame))
+            key.append(_equation_number(frame))
             if frame.is_loop:
                 key.append(_nth(frame, next(rounds)))
         return (0, *key, origin.number)
 
-    def is_mask(self, birth: "Birth") -> bool:
+    def is_mask(self, birth: "BirthRecord") -> bool:
         """Whether an argument holds -inf, but no inf and no NaN."""
         if not isinstance(birth.origin, Argument):
             return False
         return birth.size.kinds == {"-inf"}
 
 
-class Birth(NamedTuple):
-    """Where an inf or a NaN came from, before it is put into words."""
+class BirthRecord(NamedTuple):
+    """The birth of an inf or a NaN; `jls.types.Birth` has it in words."""
 
-    origin: Made | Argument | Constant
+    origin: OpResult | Argument | Constant
     size: Size
-    operands: Sequence[Value] = ()
+    operands: Sequence[RunValue] = ()
     range: Range | None = None
 
 
@@ -447,7 +454,7 @@ _NO_RECORD = np.zeros(0, np.uint32)
 
 
 def _rounds_with(found: Rounds, index: int) -> np.ndarray | None:
-    """The rounds since which something is bad as in this one; None if nothing is."""
+    """The first and last bad rounds around this one; None if it is not bad."""
     for rounds in (found.nan_rounds, found.bad_rounds):
         if rounds.ndim == 1 and rounds[0] <= index <= rounds[1]:
             return rounds
@@ -458,9 +465,9 @@ def _start_of_run(keys: np.ndarray, index: int, is_reversed: bool) -> int:
     """The first of the rounds in a row in which a result is bad as in this one."""
     kinds = np.stack(
         [
-            (keys > INF).any(1) | (keys < MINUS_INF).any(1),
-            keys[:, 0] == INF,
-            keys[:, 1] == MINUS_INF,
+            (keys > INF_KEY).any(1) | (keys < MINUS_INF_KEY).any(1),
+            keys[:, 0] == INF_KEY,
+            keys[:, 1] == MINUS_INF_KEY,
         ],
         axis=1,
     )
@@ -479,7 +486,7 @@ def _is_reversed(loop: Frame) -> bool:
 
 
 def _in_round(found: Rounds, index: int) -> Any:
-    """What was recorded in a round of a while loop; zeros if it was not kept."""
+    """The record of a round of a while loop; zeros if it was not kept."""
     for record, rounds in (
         (found.nan, found.nan_rounds.tolist()),
         (found.bad, found.bad_rounds.tolist()),
@@ -488,14 +495,14 @@ def _in_round(found: Rounds, index: int) -> Any:
             return record
     if int(found.bad_rounds[0]) == NEVER:
         return found.bad
-    return jax.tree.map(lambda x: np.full_like(x, ZERO), found.bad)
+    return jax.tree.map(lambda x: np.full_like(x, ZERO_KEY), found.bad)
 
 
 _FLIP = {"inf": "-inf", "-inf": "inf"}
 
 
 def _signs(name: str, sizes: "list[Size]") -> set[str] | None:
-    """Which infinities the bad operands can make of a result; None if that is open."""
+    """The infinities that bad operands can lead to in a result; None if unknown."""
     kinds = [x.kinds for x in sizes]
     if name in ("exp", "exp2"):
         return kinds[0] & {"inf"}
@@ -513,7 +520,7 @@ def _signs(name: str, sizes: "list[Size]") -> set[str] | None:
 
 
 def _signs_of_product(sizes: "list[Size]") -> set[str] | None:
-    """Without a negative number no sign changes."""
+    """As `_signs`: without a negative number no sign changes."""
     one, other = sizes
     kinds = one.kinds | other.kinds
     for x, y in ((one, other), (other, one)):
@@ -522,8 +529,8 @@ def _signs_of_product(sizes: "list[Size]") -> set[str] | None:
     return kinds
 
 
-def _key(origin: Origin) -> Any:
-    """What an origin is known by; the numbers of a program have no hash."""
+def _identity(origin: Origin) -> Any:
+    """A hashable key of an origin; the numbers of a program have no hash."""
     if isinstance(origin, Slice):
         return origin[:3]
     if isinstance(origin, Stack):
@@ -544,7 +551,7 @@ def _loops_around(frame: Frame) -> list[Frame]:
     return [x for x in _up(frame) if x.is_loop][::-1]
 
 
-def _number(frame: Frame) -> int:
+def _equation_number(frame: Frame) -> int:
     """The number of the equation that calls a frame."""
     numbers = frame.site.numbers
     return numbers[-2] if frame.kind == "branch" else numbers[-1]
@@ -558,7 +565,7 @@ def _round_before(loop: Frame, index: int) -> int | None:
 
 
 def _nth(loop: Frame, index: int) -> int:
-    """Which round it is in time."""
+    """The index of a round in time."""
     if _is_reversed(loop):
         return loop.caller.params["length"] - 1 - index
     return index

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The float32 twin of a float16 program: which values float16 loses at a loss scale.
 
-The same program, with float32 in the place of all that is narrower (`_program.alone`).
-In there no value overflows or vanishes, so each is what it would be without float16.
-Of each float16 value of the backward pass is recorded, behind its two ends:
+The twin has float32 in place of every narrower dtype (`_program.alone`), so no value
+overflows or vanishes. The record of each float16 value of the backward pass has, after
+its two ends:
 
-    counts    how many of a sample are 0, how many vanish in float16, how many are in
-              each of the powers of two of float16, how many overflow
+    counts    of a sample: of zeros, of those that vanish in float16, of those in each
+              of the powers of two of float16, of those that overflow
 """
 
 import math
@@ -17,17 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jls._origin.record import Recorded, as_large_as, ends_of
+from jls._origin.record import RecordedProgram, as_large_as, ends_of
 from jls._program.frames import Frame, Variable, behind
-from jls._program.jaxprs import is_literal, is_narrow
-from jls._program.places import Place
-from jls._program.replay import Rounds, Seen, floats_of, key_of
+from jls._program.jaxprs import Program, is_literal, is_narrow_atom
+from jls._program.places import Place, place_of
+from jls._program.replay import Rounds, Seen, floats_from_keys, key_of
 from jls._program.rules import CHOICES, MOVES
 from jls._program.walk import Site
 
 LOWEST, HIGHEST = -25, 15  # the powers of two whose numbers float16 does not lose
 _BINS = HIGHEST - LOWEST + 1
-_SAMPLE = 2**14  # elements of an array that are counted
+_SAMPLE = 2**14  # elements of an array to count: they show a share of 1 % to a tenth
 
 
 class Cotangent(NamedTuple):
@@ -45,15 +45,7 @@ class Cotangent(NamedTuple):
     shares: tuple[float, ...]
 
 
-class Spread(NamedTuple):
-    """What is in the values of one operation, in all rounds of the loops around it."""
-
-    largest: float  # magnitude
-    vanishing: float  # the share of those that are not 0 that round to 0 in float16
-    shares: tuple[float, ...]  # 41: the share of each power of two, from LOWEST
-
-
-class Twin(Recorded):
+class Twin(RecordedProgram):
     """The twin of a program.
 
     Args:
@@ -67,7 +59,7 @@ class Twin(Recorded):
 
     def __init__(
         self,
-        program: Any,
+        program: Program,
         root: Frame,
         roots: Iterable[Variable],
         counted: Iterable[Variable],
@@ -76,7 +68,7 @@ class Twin(Recorded):
         self._counted: dict[tuple[int, ...], set[int]] = {}
         for frame, atom in counted:
             number, result = frame.makers[atom]
-            key = _key(frame, number)
+            key = _record_key(frame, number)
             self._counted.setdefault(key, set()).add(result)
 
     def _record(
@@ -87,38 +79,53 @@ class Twin(Recorded):
         if found is None or not counted:
             return found
         # Twice: of several rounds or devices, the even ones are the largest numbers.
-        counts = [jnp.repeat(_counts(results[i]), 2) for i in sorted(counted)]
+        counts = [jnp.repeat(_bin_counts(results[i]), 2) for i in sorted(counted)]
         return jnp.concatenate([found, *map(key_of, counts)])
 
-    def spread(self, records: Any, variable: Variable) -> Spread | None:
-        """What one run has shown of a counted variable."""
+    def cotangent(
+        self, records: Any, variable: Variable, loss_scale: float
+    ) -> Cotangent | None:
+        """A counted variable, over all iterations of the loops around it.
+
+        Args:
+          records: those of a run at `loss_scale`.
+          variable: a result of an operation.
+          loss_scale: the scale of that run.
+
+        Returns:
+          None if the variable was not counted, or is 0 throughout.
+        """
         frame, atom = variable
         number, result = frame.makers[atom]
-        key = _key(frame, number)
-        rows = _rows(records, key)
+        key = _record_key(frame, number)
+        rows = _record_rows(records, key)
         if rows is None or result not in self._counted.get(key, ()):
             return None
         size = len(frame.jaxpr.eqns[number].outvars)
-        place = 2 * size + 2 * _COUNTS * sorted(self._counted[key]).index(result)
-        counts = rows[:, place : place + 2 * _COUNTS : 2].astype(np.float64).sum(0)
+        place = 2 * size + 2 * _NUM_COUNTS * sorted(self._counted[key]).index(result)
+        counts = rows[:, place : place + 2 * _NUM_COUNTS : 2].astype(np.float64).sum(0)
         present = counts[1:].sum()
         if not present:
             return None
         shares = counts / present
-        largest = self.largest(records, variable)
-        return Spread(largest, float(shares[1]), tuple(shares[2:-1].tolist()))
+        return Cotangent(
+            place=place_of(frame.site_of(number)),
+            largest=self.largest(records, variable) / loss_scale,
+            vanishing=float(shares[1]),
+            shares=tuple(shares[2:-1].tolist()),
+        )
 
     def largest(self, records: Any, variable: Variable) -> float:
         """The largest magnitude of a variable in one run; 0 if it is not recorded."""
         frame, atom = variable
         number, result = frame.makers[atom]
-        rows = _rows(records, _key(frame, number))
+        rows = _record_rows(records, _record_key(frame, number))
         ends = None if rows is None else rows[:, 2 * result : 2 * result + 2]
         return 0.0 if ends is None else float(np.abs(ends).max(initial=0.0))
 
 
-class Lost(NamedTuple):
-    """A result of an operation in which an inf of an operand may end."""
+class LostInf(NamedTuple):
+    """A result that may be finite though an operand is inf."""
 
     frame: Frame
     number: int  # of the operation
@@ -127,11 +134,11 @@ class Lost(NamedTuple):
 
     @property
     def key(self) -> tuple[int, ...]:
-        return _key(self.frame, self.number)
+        return _record_key(self.frame, self.number)
 
 
-class Elements(Recorded):
-    """A program with all elements of some operations, of operands and results.
+class Elements(RecordedProgram):
+    """A program that records all elements of some operations' operands and results.
 
     Args:
       program: a jaxpr.
@@ -141,9 +148,9 @@ class Elements(Recorded):
     """
 
     def __init__(
-        self, program: Any, root: Frame, ends: Iterable[Lost], wide: bool = False
+        self, program: Program, root: Frame, ends: Iterable[LostInf], wide: bool = False
     ) -> None:
-        self._ends: dict[tuple[int, ...], list[Lost]] = {}
+        self._ends: dict[tuple[int, ...], list[LostInf]] = {}
         for end in ends:
             self._ends.setdefault(end.key, []).append(end)
         results = [x for every in self._ends.values() for x in map(_result_of, every)]
@@ -161,35 +168,38 @@ class Elements(Recorded):
         flat = [jnp.ravel(x).astype(jnp.float32) for x in arrays]
         return Seen(results, key_of(jnp.concatenate(flat)))
 
-    def are_lost(self, end: Lost, narrow: Any, wide: Any) -> bool:
-        """Whether an inf ends there in a number that float32 does not give.
+    def are_lost(self, end: LostInf, narrow: Any, wide: Any) -> bool:
+        """Whether an inf becomes a finite number there, and not that of float32.
 
         Args:
           end: one of the operations.
-          narrow: what was recorded of a run as it is.
-          wide: what was recorded of a run in float32.
+          narrow: the records of a run as it is.
+          wide: the records of a run in float32.
         """
-        one, other = (_rows(records, end.key) for records in (narrow, wide))
+        one, other = (_record_rows(records, end.key) for records in (narrow, wide))
         if one is None or other is None:
             return False
         _, result = _result_of(end)
         size = math.prod(result.aval.shape)
         start = 2 * size * self._ends[end.key].index(end)
-        (made, operand), (right, _) = (
+        (value, operand), (expected, _) = (
             np.split(x[:, start : start + 2 * size].astype(np.float64), 2, axis=1)
             for x in (one, other)
         )
-        ended = ~np.isfinite(operand) & np.isfinite(made) & np.isfinite(right)
+        ended = ~np.isfinite(operand) & np.isfinite(value) & np.isfinite(expected)
         if not ended.any():
             return False
-        largest = np.abs(right[np.isfinite(right)]).max()
-        made, right = made[ended], right[ended]
+        largest = np.abs(expected[np.isfinite(expected)]).max()
+        value, expected = value[ended], expected[ended]
         name = end.frame.jaxpr.eqns[end.number].primitive.name
-        if name in CHOICES or name in MOVES:  # of another operand, that was rounded
+        # What float16 rounded on the way is far below these shares.
+        if name in CHOICES or name in MOVES:  # an element of another operand
             room = largest / 16
         else:
-            room = np.maximum(np.abs(right) / 4, max(_NEGLIGIBLE * largest, 2.0**-24))
-        return bool((np.abs(made - right) > room).any())
+            room = np.maximum(
+                np.abs(expected) / 4, max(_NEGLIGIBLE * largest, 2.0**-24)
+            )
+        return bool((np.abs(value - expected) > room).any())
 
 
 # Beside the largest number of an array. Where exp(x) overflows, 1 / (1 + exp(x)) is
@@ -197,39 +207,43 @@ class Elements(Recorded):
 _NEGLIGIBLE = 2.0**-13
 
 
-def _result_of(end: Lost) -> Variable:
+def _result_of(end: LostInf) -> Variable:
     return end.frame, end.frame.jaxpr.eqns[end.number].outvars[end.result]
 
 
 def holds_inf(records: Any, frame: Frame, number: int) -> bool:
     """Whether a narrow result of an operation was inf or NaN in some round."""
-    if not any(map(is_narrow, frame.jaxpr.eqns[number].outvars)):
+    if not any(map(is_narrow_atom, frame.jaxpr.eqns[number].outvars)):
         return False
-    rows = None if frame.called(number) else _rows(records, _key(frame, number))
+    rows = (
+        None
+        if frame.called(number)
+        else _record_rows(records, _record_key(frame, number))
+    )
     return rows is not None and not np.isfinite(rows).all()
 
 
-def _key(frame: Frame, number: int) -> tuple[int, ...]:
-    """Where the records of an operation are."""
+def _record_key(frame: Frame, number: int) -> tuple[int, ...]:
+    """The path of an operation's record in the records."""
     return frame.site_of(number).numbers
 
 
-def _rows(records: Any, key: tuple[int, ...]) -> np.ndarray | None:
-    """What was recorded of an operation, a row for each round: `f32[rounds, n]`."""
+def _record_rows(records: Any, key: tuple[int, ...]) -> np.ndarray | None:
+    """The record of an operation, a row for each round: `f32[rounds, n]`."""
     for part in key:
         records = records.get(part) if isinstance(records, dict) else None
     if isinstance(records, Rounds):
         records = records.bad
     if records is None:
         return None
-    return floats_of(records.reshape(-1, records.shape[-1]))
+    return floats_from_keys(records.reshape(-1, records.shape[-1]))
 
 
-_COUNTS = _BINS + 3
+_NUM_COUNTS = _BINS + 3
 
 
-def _counts(x: Array) -> Array:
-    """How many values of a sample of `x` are 0, vanish, are in each bin, are above."""
+def _bin_counts(x: Array) -> Array:
+    """The numbers of a sample of `x` that are 0, vanish, are in each bin, overflow."""
     flat = jnp.ravel(x)
     step = -(-flat.size // _SAMPLE)
     while math.gcd(step, flat.size) > 1 and step > 1:  # not one channel of many
@@ -240,13 +254,13 @@ def _counts(x: Array) -> Array:
     # The lowest power itself is half of the least number: it rounds to the even 0.
     bins = jnp.where(sample <= 2.0**LOWEST, 1, inside)
     bins = jnp.where(sample == 0, 0, bins)
-    return jnp.zeros(_COUNTS, jnp.float32).at[bins].add(jnp.float32(1.0))
+    return jnp.zeros(_NUM_COUNTS, jnp.float32).at[bins].add(jnp.float32(1.0))
 
 
 def narrow_after(scale: Variable, roots: Iterable[Variable]) -> list[Variable]:
-    """What is narrower than float32 between a loss scale and the roots.
+    """The results of operations in narrow dtypes between a loss scale and the roots.
 
-    The results of operations, in the order of the program.
+    They are in the order of the program.
     """
     ahead: dict[Variable, list[Variable]] = {}
     for variable in behind(roots):
@@ -254,18 +268,18 @@ def narrow_after(scale: Variable, roots: Iterable[Variable]) -> list[Variable]:
         for source in frame.sources(atom):
             if not is_literal(source[1]):
                 ahead.setdefault(source, []).append(variable)
-    stack, reached = [scale], set[Variable]()
+    stack, following = [scale], set[Variable]()
     while stack:
         variable = stack.pop()
-        if variable not in reached:
-            reached.add(variable)
+        if variable not in following:
+            following.add(variable)
             stack += ahead.get(variable, [])
-    return sorted(filter(_is_made_narrow, reached), key=_order)
+    return sorted(filter(_is_narrow_result, following), key=_order)
 
 
-def _is_made_narrow(variable: Variable) -> bool:
+def _is_narrow_result(variable: Variable) -> bool:
     frame, atom = variable
-    if atom not in frame.makers or not is_narrow(atom):
+    if atom not in frame.makers or not is_narrow_atom(atom):
         return False
     number, result = frame.makers[atom]
     is_call = bool(frame.called(number))

@@ -12,15 +12,14 @@ import numpy as np
 
 from jls import _validate
 from jls._origin import roots as kinds
-from jls._origin.advice import CAME_IN, NORM, WRITTEN, advice, dtype_of
+from jls._origin.advice import CAME_IN, NORM, WRITTEN, advise, dtype_of
 from jls._origin.measure import Size
-from jls._origin.record import Recorded
+from jls._origin.record import RecordedProgram
 from jls._origin.result import ARGUMENT, CONSTANT, Birth, Why
-from jls._origin.roots import Looked, is_of_update, looked_at
-from jls._origin.trail import Argument, Made, Trail, Value
-from jls._origin.trail import Birth as Found
-from jls._program.frames import Frame, Variable, behind, made_without
-from jls._program.jaxprs import is_inexact, is_literal
+from jls._origin.roots import CheckedValues, checked_values, is_of_update
+from jls._origin.trail import Argument, BirthRecord, OpResult, RunValue, Trail
+from jls._program.frames import Frame, Variable, behind, independent_of
+from jls._program.jaxprs import is_inexact_atom, is_literal
 from jls._program.places import Place, is_transposed, place_of
 from jls._scopes import GRADIENTS, UPDATE, marks_of
 from jls._text import scale_in_words
@@ -30,7 +29,9 @@ from jls._trace.trace import ALL, READS, Traced, trace
 from jls._tree import is_array
 from jls._types import SkipReason
 
-_LOWEST = 2.0**-24  # no scaler of anyone goes below
+# Of the lowest loss scale that is tried, the smallest float16: a lower one, cast to
+# float16, is 0.
+LOWEST_EXPONENT = -24
 
 
 def why(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Why:
@@ -82,7 +83,7 @@ def why(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Why:
 
 @contextlib.contextmanager
 def settings() -> Iterator[None]:
-    """Those of JAX under which a program with NaN can be traced, compiled and run."""
+    """Sets JAX up to trace, compile and run programs with NaN."""
     with (
         jax.debug_nans(False),
         jax.debug_infs(False),
@@ -96,14 +97,14 @@ def settings() -> Iterator[None]:
 class Bad(NamedTuple):
     """A root that is not finite."""
 
-    value: Value
-    kind: str  # what the wrapper took it for; of a result its name
+    value: RunValue
+    kind: str  # its role in the wrapper; of a result its name
     number: int  # among those of its kind
-    looked: Looked | None  # None of a result
+    checked: CheckedValues | None  # None of a result
 
 
 class Case:
-    """A function, its arguments, and what runs of it have shown."""
+    """A function and its arguments, with the runs of its program."""
 
     def __init__(
         self,
@@ -127,19 +128,19 @@ class Case:
             for scale in scales_in(args, kwargs, self.arguments)
             if scale.at in inputs
         }
-        self.looked = looked_at(self.root, list(self.scales))
+        self.checked = checked_values(self.root, list(self.scales))
         self.results = self._results()
-        wanted = [x for looked in self.looked for x in looked.variables]
-        self.recorded = Recorded(
+        wanted = [x for checked in self.checked for x in checked.variables]
+        self.recorded = RecordedProgram(
             self.traced.program, self.root, [*wanted, *self.results]
         )
 
     def _results(self) -> dict[Variable, str]:
-        """The results to look at, by name: those that are no mere argument."""
+        """The results to check, by name, without arguments returned as they are."""
         items = [*self.traced.outputs, *self.traced.objects]
         items = [x for x in items if isinstance(x.value, _RESULTS)]
         outvars = self.root.jaxpr.outvars
-        if not any(map(is_inexact, outvars)):
+        if not any(map(is_inexact_atom, outvars)):
             raise ValueError(
                 "fun must return floating-point numbers, got "
                 f"{len(outvars)} results without one: there is nothing to look at. "
@@ -147,7 +148,7 @@ class Case:
             )
         variables = [(self.root, x) for x in outvars]
         # What has a part in an update follows from what the wrapper was given.
-        beside = set(made_without(variables, is_of_update))
+        beside = set(independent_of(variables, is_of_update))
         names = dict[Variable, str]()
         for item, atom in zip(items, outvars, strict=True):
             if is_literal(atom) or atom in self.root.inputs:
@@ -183,7 +184,7 @@ class Case:
         factor: float = 1.0,
         compiled: bool = True,
         at: Iterable[int] = (),
-        program: Recorded | None = None,
+        program: RecordedProgram | None = None,
     ) -> Trail:
         """One run, with the loss scales `at` these inputs multiplied by `factor`."""
         leaves = list(self.leaves)
@@ -192,26 +193,28 @@ class Case:
         return Trail((program or self.recorded)(leaves, compiled))
 
     def bad_roots(self, trail: Trail) -> list[Bad]:
-        """What is not finite; in loops, in the first round in which it is."""
+        """The roots that are not finite; in loops, in the first such round."""
         bad = []
-        for looked in self.looked:
-            for kind, variables in looked.found.items():
+        for checked in self.checked:
+            for kind, variables in checked.found.items():
                 for number, (frame, atom) in enumerate(variables):
                     every = trail.in_every_round(frame, atom)
                     value = next(filter(trail.is_bad, every), None)
                     if value is not None:
-                        bad.append(Bad(value, kind, number, looked))
-        # What is made of bad gradients is bad too: they are to blame.
+                        bad.append(Bad(value, kind, number, checked))
+        # Bad gradients make their norm and the new parameters bad too.
         for kind in (kinds.NEW, kinds.NORM):
             bad = [x for x in bad if x.kind != kind] or bad
         if bad:
             return bad
-        values = [(Value(*variable), name) for variable, name in self.results.items()]
+        values = [
+            (RunValue(*variable), name) for variable, name in self.results.items()
+        ]
         return [Bad(x, name, 0, None) for x, name in values if trail.is_bad(x)]
 
     def _is_bad_as_it_is(self) -> bool:
         """Whether the function itself, on copies, gives a result that is not finite."""
-        call = self.arguments.rebuild([_copy(x) for x in self.arguments.leaves])
+        call = self.arguments.rebuild([_copy_leaf(x) for x in self.arguments.leaves])
         items = items_of(self.fun(*call.args, **call.kwargs))
         found = {without_value(x.path): x.value for x in [*items, *call.read()]}
         applied = {path: x for path, x in found.items() if path[-1:] == ("applied",)}
@@ -221,14 +224,16 @@ class Case:
                 and np.any(found.get((*path[:-1], "last_skip_reason")) != _SPIKE)
                 for path, x in applied.items()
             )
-        floats = [x.value for x in items if is_array(x.value) and is_inexact(x.value)]
+        floats = [
+            x.value for x in items if is_array(x.value) and is_inexact_atom(x.value)
+        ]
         return not all(bool(jnp.all(jnp.isfinite(x))) for x in floats)
 
     # The loss scale.
 
     def _is_from_scale(self, bad: list[Bad]) -> tuple[bool | None, str]:
         """Whether a lower scale is finite, and a sentence that says which."""
-        at = {x.looked.scale for x in bad if x.looked and x.looked.scale is not None}
+        at = {x.checked.scale for x in bad if x.checked and x.checked.scale is not None}
         at = [
             i
             for i in at or self.scales
@@ -239,17 +244,15 @@ class Case:
         scale = max(float(np.max(self.leaves[i])) for i in at)
         if not 0 < scale < math.inf:
             return None, f"The loss scale is {scale}: no gradient can be finite"
-        worse, better = 0, max(1, math.ceil(math.log2(scale / _LOWEST)))
+        worse, better = 0, max(1, math.ceil(math.log2(scale)) - LOWEST_EXPONENT)
 
         def is_finite(halvings: int) -> bool:
             trail = self.run(2.0**-halvings, at=at)
             return not self.bad_roots(trail)
 
         if not is_finite(better):
-            return (
-                False,
-                f"No loss scale mends it: it is there at {scale_in_words(_LOWEST)} too",
-            )
+            lowest = scale_in_words(2.0**LOWEST_EXPONENT)
+            return False, f"No loss scale mends it: it is there at {lowest} too"
         while better - worse > 1:
             middle = (better + worse) // 2
             if is_finite(middle):
@@ -265,7 +268,7 @@ class Case:
         )
 
     def _at_higher_scales(self) -> Why | None:
-        """What was bad at the scale from which the last skips have backed off."""
+        """Explains skips from which the scale has backed off since."""
         for at, scale in self.scales.items():
             for doublings in range(1, self._backoffs(scale) + 1):
                 factor = 2.0**doublings
@@ -286,7 +289,7 @@ class Case:
         return None
 
     def _backoffs(self, scale: Scale) -> int:
-        """How often the scale may have backed off since the last good step."""
+        """The largest number of backoffs since the last good step."""
         leaves = self.arguments.leaves
         if scale.is_static:
             return 0
@@ -330,7 +333,7 @@ class Case:
         )
 
     def _birth(
-        self, trail: Trail, found: Found, forward: set[Variable] | None
+        self, trail: Trail, found: BirthRecord, forward: set[Variable] | None
     ) -> Birth:
         kind: Literal["inf", "nan"] = "nan" if found.size.is_nan else "inf"
         origin = found.origin
@@ -339,7 +342,7 @@ class Case:
             place = Place(ARGUMENT, module="/".join(item.path))
             dtype = str(jnp.result_type(item.value))
             return Birth(kind, place, (), dtype, advice=CAME_IN)
-        if not isinstance(origin, Made):
+        if not isinstance(origin, OpResult):
             reader = origin.reader
             place = place_of(reader.site) if reader else Place("")
             place = place._replace(operation=CONSTANT)
@@ -358,33 +361,35 @@ class Case:
             range=found.range and (found.range.low, found.range.high),
             advice=NORM
             if GRADIENTS in marks_of(site)
-            else advice(trail, found, is_backward),
+            else advise(trail, found, is_backward),
         )
 
     def _forward(self) -> set[Variable] | None:
-        """All that the loss is made of; None if it is not known which that is."""
+        """The variables that the loss comes from; None if the loss is not known."""
         losses = [
-            variable for x in self.looked for variable in x.found.get(kinds.LOSS, ())
+            variable for x in self.checked for variable in x.found.get(kinds.LOSS, ())
         ]
-        forward = made_without(self.results, _is_backward)
+        forward = independent_of(self.results, _is_backward)
         if not losses and len(forward) == len(self.results):
             return None
         losses += forward
-        # The loss that a gradient is of is made, and goes nowhere.
+        # A gradient alone does not use the loss: it is computed and dropped.
         return behind(losses or self.root.unused(_is_forward), is_of_update)
 
     def _name(self, bad: Bad) -> str:
-        """What a root is called."""
-        if bad.looked is None:
+        """The name of a root in the text."""
+        if bad.checked is None:
             return bad.kind
-        scale = None if bad.looked.scale is None else self.scales.get(bad.looked.scale)
+        scale = (
+            None if bad.checked.scale is None else self.scales.get(bad.checked.scale)
+        )
         name = {
             kinds.LOSS: "loss",
             kinds.NORM: kinds.NORM,
             kinds.CHECKED: "what is checked for inf and NaN",
         }.get(bad.kind)
         if name is None:
-            known = self._names_of(bad.looked.found[bad.kind], scale)
+            known = self._names_of(bad.checked.found[bad.kind], scale)
             one = bad.kind.removesuffix("s")
             name = f"{one} of {known[bad.number]}" if known else bad.kind
         if scale and len(self.scales) > 1:
@@ -394,14 +399,14 @@ class Case:
     def _names_of(
         self, variables: Sequence[Variable], scale: Scale | None
     ) -> list[str]:
-        """The parameters of the shapes of these gradients, [] if that is not clear."""
+        """The parameters with the shapes of these gradients; [] if that is unclear."""
         shapes = [atom.aval.shape for _, atom in variables]
         states = [x.root for x in self.scales.values()]
         items = [
             x
             for x in self.arguments.items
             if is_array(x.value)
-            and is_inexact(x.value)
+            and is_inexact_atom(x.value)
             and x.kind in ("", "Param")
             and not any(x.path[: len(root)] == root for root in states)
         ]
@@ -456,7 +461,7 @@ def _is_forward(frame: Frame, number: int) -> bool:
 
 
 def _magnitude(size: Size, kind: str) -> float:
-    """The largest magnitude; where inf was made, of what is finite; -inf as it is."""
+    """The largest magnitude; of a birth of inf the largest finite one; or -inf."""
     if size.kinds == {"-inf"} and kind == "nan":
         return -math.inf
     return size.finite if kind == "inf" else size.magnitude
@@ -468,5 +473,5 @@ def _result(path: Sequence[str]) -> str:
     return f"result{''.join(keys)}" if keys else "the result"
 
 
-def _copy(leaf: Any) -> Any:
+def _copy_leaf(leaf: Any) -> Any:
     return leaf.copy() if isinstance(leaf, jax.Array | np.ndarray) else leaf

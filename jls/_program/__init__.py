@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads programs of JAX: walks through them, and says where a line of them stands."""
+"""Reads JAX programs: walks, replays, and places in the source."""

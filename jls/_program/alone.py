@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import eval_jaxpr
 
-from jls._program.jaxprs import is_literal, is_narrow, programs_in
+from jls._program.jaxprs import is_literal, is_narrow_atom, programs_in
 
 
 def run_alone(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -33,7 +33,7 @@ def run_alone(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> list[Any]:
 def widened(value: Any) -> Any:
     """The same numbers in float32, if they are in a narrower dtype."""
     # The numbers in a program are of a class of its own in some versions of JAX.
-    return jnp.asarray(value, jnp.float32) if is_narrow(value) else value
+    return jnp.asarray(value, jnp.float32) if is_narrow_atom(value) else value
 
 
 def run_wide(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -45,20 +45,20 @@ def run_wide(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> list[Any]:
       inputs: its operands, widened.
     """
     atoms = [*equation.invars, *equation.outvars]
-    if not any(map(is_narrow, atoms)):
+    if not any(map(is_narrow_atom, atoms)):
         return run_alone(jaxpr, equation, inputs)
     wide = _try_wide(equation, inputs)
     if wide is not None:
         return wide
     narrow = [
-        jnp.asarray(x, atom.aval.dtype) if is_narrow(atom) else x
+        jnp.asarray(x, atom.aval.dtype) if is_narrow_atom(atom) else x
         for atom, x in zip(equation.invars, inputs, strict=True)
     ]
     return list(map(widened, run_alone(jaxpr, equation, narrow)))
 
 
 def _try_wide(equation: Any, inputs: Sequence[Any]) -> list[Any] | None:
-    """The same with float32 in its parameters; None if that is another operation."""
+    """As `run_wide`, with float32 in the operation's parameters; None if that fails."""
     params = {name: _wide_dtype(x) for name, x in equation.params.items()}
     if programs_in(equation):  # they are in the narrow dtype
         if not equation.primitive.name.startswith("scatter"):
@@ -101,6 +101,6 @@ def _wide_dtype(value: Any) -> Any:
     is_dtype = isinstance(value, np.dtype) or (
         isinstance(value, type) and issubclass(value, np.generic)
     )
-    if is_dtype and is_narrow(jax.ShapeDtypeStruct((), value)):
+    if is_dtype and is_narrow_atom(jax.ShapeDtypeStruct((), value)):
         return np.dtype(np.float32)
     return value

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of a program as a tree, to follow a value back to what it was made of."""
+"""The calls of a program as a tree, to follow a value back to its sources."""
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from typing import Any, Literal, NamedTuple
 
 from jls._program.jaxprs import (
+    Program,
     called_program,
-    is_inexact,
+    is_inexact_atom,
     is_literal,
     opened,
     scan_counts,
@@ -21,7 +22,7 @@ Variable = tuple["Frame", Any]  # a variable of a program, and the call
 
 
 class Maker(NamedTuple):
-    """What makes a variable: a result of an equation."""
+    """The equation that defines a variable, and which of its results it is."""
 
     number: int  # of the equation
     result: int
@@ -36,7 +37,7 @@ class Frame:
 
     def __init__(
         self,
-        program: Any,
+        program: Program,
         parent: "Frame | None" = None,
         site: Site = ROOT,
         kind: Kind = "root",
@@ -58,7 +59,7 @@ class Frame:
 
     @property
     def has_lanes(self) -> bool:
-        """Whether it is the body of a while loop that `vmap` made of several."""
+        """Whether it is the body of a batched while loop, whose lanes end apart."""
         if self.kind != "while":
             return False
         cond, _ = opened(self.caller.params["cond_jaxpr"])
@@ -74,7 +75,7 @@ class Frame:
         return self.site.inside(self.jaxpr.eqns[number], number)
 
     def called(self, number: int) -> "list[Frame]":
-        """The frames of what an equation calls: one; of `cond` one for each branch."""
+        """The frames that an equation calls: one, or one for each branch of `cond`."""
         if number not in self._children:
             self._children[number] = list(self._call(number))
         return self._children[number]
@@ -97,17 +98,17 @@ class Frame:
                 yield Frame(program, self, site, "call")
 
     def all(self) -> "Iterator[Frame]":
-        """This frame, and all in it."""
+        """This frame, and all frames below it."""
         yield self
         for number in range(len(self.jaxpr.eqns)):
             for child in self.called(number):
                 yield from child.all()
 
     def unused(self, is_wanted: "Callable[[Frame, int], bool]") -> "Iterator[Variable]":
-        """Results, here and in calls, that go nowhere.
+        """The unused results of this program and of its calls.
 
         Args:
-          is_wanted: of which equations, by frame and number.
+          is_wanted: selects equations, by frame and number.
         """
         used = {x for e in self.jaxpr.eqns for x in e.invars if not is_literal(x)}
         used |= {x for x in self.jaxpr.outvars if not is_literal(x)}
@@ -120,19 +121,19 @@ class Frame:
                     yield from child.unused(is_wanted)
 
     def counts(self) -> tuple[int, int]:
-        """How many inputs of a loop are constants, and how many are carried."""
+        """The numbers of constants and of carried values among a loop's inputs."""
         if self.kind == "scan":
             return scan_counts(self.caller)
         consts = self.caller.params["body_nconsts"]
         return consts, len(self.inputs) - consts
 
     def given(self, index: int) -> Any:
-        """What the caller passes as an input."""
+        """The caller's operand for an input."""
         offset = {"branch": 1, "while": self.caller.params.get("cond_nconsts", 0)}
         return self.caller.invars[index + offset.get(self.kind, 0)]
 
     def sources(self, variable: Any) -> "list[Variable]":
-        """All that a variable is made of, one operation or call before it."""
+        """The variables that a variable comes from, one operation or call back."""
         if variable in self.inputs:
             return self._sources_of_input(self.inputs[variable])
         if variable not in self.makers:
@@ -164,11 +165,11 @@ def behind(
     roots: Iterable[Variable],
     is_end: Callable[[Frame, Any], bool] = lambda frame, atom: False,
 ) -> set[Variable]:
-    """All floating-point variables that the roots are made of, and the roots.
+    """The roots, and all floating-point variables that they are computed from.
 
     Args:
       roots: variables, with their frames.
-      is_end: what not to look behind.
+      is_end: where to stop.
     """
     known = set[Variable]()
     for root in roots:
@@ -176,15 +177,15 @@ def behind(
     return known
 
 
-def made_without(
-    roots: Iterable[Variable], is_wrong: Callable[[Frame, Any], bool]
+def independent_of(
+    roots: Iterable[Variable], is_excluded: Callable[[Frame, Any], bool]
 ) -> list[Variable]:
-    """Those of the floating-point roots that are made of nothing wrong."""
+    """The floating-point roots that are not computed from an excluded variable."""
     known, found = set[Variable](), []
     for root in roots:
-        if is_literal(root[1]) or not is_inexact(root[1]):
+        if is_literal(root[1]) or not is_inexact_atom(root[1]):
             continue
-        seen = _behind([root], known, is_wrong)
+        seen = _behind([root], known, is_excluded)
         if seen is not None:
             known |= seen
             found.append(root)
@@ -194,19 +195,19 @@ def made_without(
 def _behind(
     roots: Iterable[Variable],
     known: AbstractSet[Variable],
-    is_wrong: Callable[[Frame, Any], bool],
+    is_excluded: Callable[[Frame, Any], bool],
     is_end: Callable[[Frame, Any], bool] = lambda frame, atom: False,
 ) -> set[Variable] | None:
-    """All that the roots are made of but for the known; None if one is wrong."""
+    """As `behind`, without the known variables; None if one is excluded."""
     stack, seen = list(roots), set[Variable]()
     while stack:
         variable = stack.pop()
         frame, atom = variable
-        if is_literal(atom) or not is_inexact(atom):
+        if is_literal(atom) or not is_inexact_atom(atom):
             continue
         if variable in seen or variable in known:
             continue
-        if is_wrong(frame, atom):
+        if is_excluded(frame, atom):
             return None
         seen.add(variable)
         if not is_end(frame, atom):

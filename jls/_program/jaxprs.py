@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a jaxpr, under the names of every version of JAX that jls supports.
 
-All that jls takes from jaxprs and that JAX does not document is here and in `places`.
+All undocumented parts of jaxprs that jls uses are here and in `places`.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+Program = Jaxpr | ClosedJaxpr
 
 # Calls of one program with the operands of the equation, in their order.
 CALLS = frozenset(
@@ -29,7 +31,7 @@ class Opened(NamedTuple):
     consts: Sequence[Any]
 
 
-def opened(program: Any) -> Opened:
+def opened(program: Program) -> Opened:
     """A closed or an open jaxpr, taken apart."""
     return Opened(getattr(program, "jaxpr", program), getattr(program, "consts", ()))
 
@@ -44,8 +46,8 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, Literal)
 
 
-def is_inexact(atom: Any) -> bool:
-    """Whether a value of a program is of floating-point or complex numbers."""
+def is_inexact_atom(atom: Any) -> bool:
+    """Whether a variable, a literal or an aval is real or complex floating point."""
     aval = getattr(atom, "aval", atom)
     dtype = getattr(aval, "dtype", None)
     if hasattr(aval, "inner_aval"):  # a reference, as of jax.new_ref
@@ -55,9 +57,9 @@ def is_inexact(atom: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def is_narrow(atom: Any) -> bool:
-    """Whether a value of a program is of floats with a smaller range than float32."""
-    if not is_inexact(atom):
+def is_narrow_atom(atom: Any) -> bool:
+    """Whether it is floating point with a smaller range than float32."""
+    if not is_inexact_atom(atom):
         return False
     dtype = getattr(atom, "aval", atom).dtype
     return float(jnp.finfo(dtype).max) < float(jnp.finfo(jnp.bfloat16).max)
@@ -69,8 +71,8 @@ def programs_in(equation: Any) -> list[Any]:
     return list(filter(is_program, values))
 
 
-def called_program(equation: Any) -> Any | None:
-    """The program that an equation calls, None if it is not a mere call."""
+def called_program(equation: Any) -> Program | None:
+    """The program that an equation calls with its operands; None if it does more."""
     if equation.primitive.name not in CALLS:
         return None
     for name in _PROGRAM:
@@ -84,7 +86,7 @@ def called_program(equation: Any) -> Any | None:
 
 
 def scan_counts(equation: Any) -> tuple[int, int]:
-    """How many operands of a `scan` are constants, and how many are carried."""
+    """The numbers of constants and of carried values among a scan's operands."""
     params = equation.params
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jls._program.jaxprs import called_program, opened
 from jls._program.walk import Site
 
-# Packages whose lines are never named, and those that are if there is nothing else.
+# Packages whose lines are never named, and those named only if there is no other line.
 _NEVER = ("jax", "jaxlib", "jls")
 _RATHER_NOT = ("optax", "flax", "equinox", "haiku")
 # What Python calls the user's own lines where they are in no file.
@@ -57,6 +57,15 @@ def line_of_cell(place: Place) -> str:
     return "" if number is None else f"In [{number}], line {place.line}"
 
 
+def short_path(file: str) -> str:
+    """A path below the working directory, or below where packages are installed."""
+    path, here = Path(file), Path.cwd()
+    if path.is_relative_to(here):
+        return str(path.relative_to(here))
+    _, found, package = file.rpartition("-packages/")
+    return package if found else file
+
+
 def place_of(site: Site) -> Place:
     """The place of an equation: the innermost line that is the user's."""
     stack = [name for equation in site.equations for name in _scopes(equation)]
@@ -75,7 +84,7 @@ def place_of(site: Site) -> Place:
 
 
 def is_transposed(site: Site) -> bool:
-    """Whether an equation is of the way back through a function."""
+    """Whether an equation belongs to a transposed function: to a backward pass."""
     return any(
         "transpose(" in str(getattr(equation.source_info, "name_stack", ""))
         for equation in site.equations
@@ -140,12 +149,12 @@ def _is_of_python(file: str) -> bool:
 
 def _scopes(equation: Any) -> tuple[str, ...]:
     """The names of scopes around an equation, such as "transpose(jvp(Dense_0))"."""
-    return _parts(str(getattr(equation.source_info, "name_stack", "")))
+    return _split_stack(str(getattr(equation.source_info, "name_stack", "")))
 
 
 @functools.lru_cache(4096)
-def _parts(stack: str) -> tuple[str, ...]:
-    """A stack of names at each "/" that is in no brackets."""
+def _split_stack(stack: str) -> tuple[str, ...]:
+    """The parts of a stack of names, split at each "/" outside of parentheses."""
     parts, depth = [""], 0
     for letter in stack:
         depth += (letter == "(") - (letter == ")")
@@ -162,5 +171,5 @@ def _modules(stack: Sequence[str]) -> list[str]:
     for name in stack:
         while match := re.fullmatch(r"\w+\((.*)\)", name):
             name = match[1]
-        found += [x for x in _parts(name) if not x.startswith(_NO_MODULES)]
+        found += [x for x in _split_stack(name) if not x.startswith(_NO_MODULES)]
     return found

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a program again, and has a say in each of its operations.
+"""Evaluates a program with a hook on each operation.
 
 It goes into calls, rematerialized programs, custom rules, loops, branches and programs
-over several devices, so that the operations in there are seen too. What is recorded of
-them comes out beside the results:
+over several devices, so the hook sees the operations in there too. The records that it
+makes are returned beside the results:
 
     call              the records of its operations
     scan              the same, stacked along a first axis
-    while             of each operation those of two rounds: the first in which a number
-                      was not finite, and the first in which one was NaN
+    while             for each operation the records of two rounds: the first in which a
+                      number was not finite, and the first in which one was NaN
     cond              the records of all branches, zeros for those that were not taken
-    shard_map         of each operation that of a device on which a number was bad
+    shard_map         for each operation the record of the device with the worst numbers
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +24,7 @@ from jax import Array, lax
 
 from jls._program.alone import run_alone, run_wide, widened
 from jls._program.jaxprs import (
+    Program,
     called_program,
     is_literal,
     manual_axes,
@@ -33,16 +34,16 @@ from jls._program.jaxprs import (
 )
 from jls._program.walk import ROOT, Site
 
-# What is recorded of an operation: u32[..., n], with an axis for each scan around it.
+# The record of an operation: u32[..., n], with an axis for each scan around it.
 # The numbers are keys of floats, as `key_of` makes them: the largest and the smallest
 # of an array in turn.
 Records = dict[int, Any]  # by the number of the equation: of an operation, or of a call
 
-# What stands beside the equations of a program in its records.
-SLICES = -1  # of a scan: what the watch says of the slices that each round gets
-ROUNDS = -2  # of a while loop: how many there were
-TAKEN = -3  # of a branch: what the watch says of inf if it was taken, else zeros
-CARRIED = -4  # of a while loop whose lanes end apart: what the watch says it carries
+# The keys of records that belong to no equation.
+SLICES = -1  # of a scan: the record of the slices that each round gets
+ROUNDS = -2  # of a while loop: the number of rounds
+TAKEN = -3  # of a branch: the record of an inf if it was taken, else zeros
+CARRIED = -4  # of a while loop whose lanes end apart: the records of its carry
 
 NEVER = np.uint32(0xFFFF_FFFF)
 _WHOLE = ("xla_pmap", "run_state")
@@ -50,9 +51,9 @@ _WHOLE = ("xla_pmap", "run_state")
 
 # Keys of float32: in order, NaN at both ends.
 _SIGN, _INF = 0x8000_0000, 0x7F80_0000
-ZERO = np.uint32(_SIGN)
-INF = np.uint32(_SIGN | _INF)
-MINUS_INF = np.uint32(_SIGN - 1 - _INF)
+ZERO_KEY = np.uint32(_SIGN)
+INF_KEY = np.uint32(_SIGN | _INF)
+MINUS_INF_KEY = np.uint32(_SIGN - 1 - _INF)
 
 
 def key_of(x: Array) -> Array:
@@ -62,19 +63,19 @@ def key_of(x: Array) -> Array:
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-def float_of(key: int) -> float:
+def float_from_key(key: int) -> float:
     """The number that a key stands for."""
-    return floats_of(np.array([key], np.uint32)).item()
+    return floats_from_keys(np.array([key], np.uint32)).item()
 
 
-def floats_of(keys: np.ndarray) -> np.ndarray:
+def floats_from_keys(keys: np.ndarray) -> np.ndarray:
     """The numbers that keys stand for: `f32[...]`."""
     bits = np.where(keys >= _SIGN, keys - np.uint32(_SIGN), ~keys)
     return bits.astype(np.uint32).view(np.float32)
 
 
 class Rounds(NamedTuple):
-    """What is kept of the rounds of a while loop: a record of each of two."""
+    """The records of an operation in two rounds of a while loop."""
 
     bad: Any  # of the first round in which a number is inf or NaN; else the largest
     bad_rounds: Any  # u32[..., 2]  the first and the last of these rounds
@@ -83,7 +84,7 @@ class Rounds(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What becomes of the results of an operation, and what is recorded of them."""
+    """The results with which the program goes on, and the record of an operation."""
 
     results: Sequence[Any]  # of the same shapes and dtypes
     record: Array | None = None  # u32[n]
@@ -93,29 +94,29 @@ Watch = Callable[[Site, Sequence[Any], Sequence[Any]], Seen]
 
 
 def replay(
-    program: Any,
+    program: Program,
     operands: Sequence[Any],
     watch: Watch,
     site: Site = ROOT,
     wide: bool = False,
 ) -> tuple[list[Any], Records]:
-    """The results of a program, and what was recorded on the way.
+    """The results of a program, and the records of its operations.
 
     Args:
       program: a jaxpr.
       operands: its inputs; arrays, or tracers.
-      watch: gets the site of each operation, its operands and its results, perhaps more
-        than once. What stands beside the equations comes as the results of an
-        operation of that number.
+      watch: called with the site, the operands and the results of each operation,
+        perhaps more than once. Slices, taken branches and carries come as the results
+        of an operation with one of the negative numbers above.
       site: the calls around the program.
-      wide: computes in float32 what the program has in a narrow dtype, see `widened`.
+      wide: whether float32 replaces narrow dtypes, see `widened`.
     """
     operands = list(map(widened, operands)) if wide else operands
     return _Replay(watch, wide).run(program, operands, site)
 
 
 class _Replay:
-    """The replay with one watch; inside a `shard_map` another."""
+    """A replay with one watch; each `shard_map` in it has a replay of its own."""
 
     def __init__(
         self, watch: Watch, wide: bool, varying: frozenset[str] = frozenset()
@@ -125,10 +126,10 @@ class _Replay:
         self._varying = varying  # the axes of shard_map that JAX keeps track of
 
     def run(
-        self, program: Any, operands: Sequence[Any], site: Site
+        self, program: Program, operands: Sequence[Any], site: Site
     ) -> tuple[list[Any], Records]:
         jaxpr, consts = opened(program)
-        known = widened if self._wide else _as_it_is
+        known = widened if self._wide else _unchanged
         values = dict(zip(jaxpr.constvars, map(known, consts), strict=False))
         values.update(zip(jaxpr.invars, operands, strict=True))
         records: Records = {}
@@ -169,7 +170,7 @@ class _Replay:
             return seen.results, None
         return seen.results, to_varying(seen.record, self._varying)
 
-    def _full(self, shapes: Any, value: Any = ZERO) -> Any:
+    def _full(self, shapes: Any, value: Any = ZERO_KEY) -> Any:
         def full(x):
             return to_varying(jnp.full(x.shape, value, x.dtype), self._varying)
 
@@ -219,7 +220,7 @@ class _Replay:
         def stepped(carry):
             results, records = run(carry)
             if lanes:
-                results = _where(is_on(carry), results, carry)
+                results = _select_lanes(is_on(carry), results, carry)
                 seen = {i: self._see_carried(site, i, x) for i, x in enumerate(results)}
                 seen = {i: record for i, record in seen.items() if record is not None}
                 records = {**records, CARRIED: seen} if seen else records
@@ -229,7 +230,7 @@ class _Replay:
             carry, rounds, kept = state
             results, records = stepped(carry)
             kept = {
-                key: _kept(kept[key], record, rounds)
+                key: _after_iteration(kept[key], record, rounds)
                 for key, record in _flat(records).items()
             }
             return results, rounds + jnp.uint32(1), kept
@@ -251,7 +252,7 @@ class _Replay:
         return self._see(beside, (), [value])[1]
 
     def _no_round_of(self, shape: Any) -> Rounds:
-        """What is kept of an operation before the first round."""
+        """The records of an operation before the first round."""
         nothing = self._full(shape)
         axes = _axes_of(shape)
         never = jax.ShapeDtypeStruct((*axes, 2), jnp.uint32)
@@ -290,12 +291,13 @@ class _Replay:
         return self._see(beside, (), [jnp.float32(jnp.inf)])[1]
 
     def _branch(
-        self, program: Any, site: Site, *operands: Any
+        self, program: Program, site: Site, *operands: Any
     ) -> tuple[list[Any], Records]:
         return self.run(program, operands, site)
 
     def _shard_map(self, site: Site, inputs: list[Any]) -> tuple[list[Any], Records]:
         params, program = site.equation.params, called_program(site.equation)
+        assert program is not None
         axes = manual_axes(site.equation)
         varying = axes if params["check_vma"] else frozenset[str]()
         inside = _Replay(self._watch, self._wide, varying)
@@ -324,7 +326,7 @@ class _Replay:
     }
 
 
-def _as_it_is(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     return value
 
 
@@ -333,8 +335,8 @@ def _see_nothing(site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> S
     return Seen(results)
 
 
-def _where(pred: Array, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
-    """The new values in the lanes that are on."""
+def _select_lanes(pred: Array, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+    """The new values in the active lanes, the old ones in the others."""
 
     def select(new, old):
         dimensions = tuple(range(pred.ndim))
@@ -374,22 +376,22 @@ def _is_bad(record: Any) -> tuple[Array, Array]:
         bad, _ = _is_bad(record.bad)
         _, nan = _is_bad(record.nan)
         return bad, nan
-    bad = (record >= INF) | (record <= MINUS_INF)
-    nan = (record > INF) | (record < MINUS_INF)
+    bad = (record >= INF_KEY) | (record <= MINUS_INF_KEY)
+    nan = (record > INF_KEY) | (record < MINUS_INF_KEY)
     return jnp.any(bad, axis=-1), jnp.any(nan, axis=-1)
 
 
-def _kept(old: Rounds, new: Any, round: Array) -> Rounds:
-    """What is kept of an operation after one more round."""
+def _after_iteration(old: Rounds, new: Any, round: Array) -> Rounds:
+    """The records of an operation after one more round."""
     is_bad, is_nan = _is_bad(new)
     never_bad = old.bad_rounds[..., 0] == NEVER
     never_nan = old.nan_rounds[..., 0] == NEVER
-    bad = _select(never_bad & is_bad, new, old.bad)
+    bad = _select_records(never_bad & is_bad, new, old.bad)
     finite = jax.tree.map(_wider, old.bad, new)
     return Rounds(
-        bad=_select(never_bad & ~is_bad, finite, bad),
+        bad=_select_records(never_bad & ~is_bad, finite, bad),
         bad_rounds=_next(old.bad_rounds, is_bad, round),
-        nan=_select(never_nan & is_nan, new, old.nan),
+        nan=_select_records(never_nan & is_nan, new, old.nan),
         nan_rounds=_next(old.nan_rounds, is_nan, round),
     )
 
@@ -406,12 +408,12 @@ def _next(rounds: Array, happened: Array, round: Array) -> Array:
     return jnp.stack([first, jnp.where(happened, round, last)], axis=-1)
 
 
-def _select(pred: Array, new: Any, old: Any) -> Any:
+def _select_records(pred: Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda x, y: jnp.where(pred[..., None], x, y), new, old)
 
 
 def _of_worst_device(record: Any) -> Any:
-    """What is kept of an operation on several devices, along the first axis."""
+    """The record of the device with the worst numbers, of records stacked by device."""
     bad, nan = _is_bad(record)
     worst = jnp.argmax(bad.astype(jnp.int32) + nan.astype(jnp.int32), axis=0)[None]
 

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operations of JAX do to their operands, as far as several questions ask it.
+"""Properties of JAX's primitives that several analyses need.
 
-A name that stands in no set is not known, and no question may assume anything of it.
+A primitive that is in no set is unknown: no analysis may assume anything about it.
 """
 
 
-def _names(text: str) -> frozenset[str]:
+def _primitives(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
 # Every element of the result is an element of an operand, with the same number: nothing
 # is computed. The data of `gather`, `dynamic_slice` and the like come first; where more
 # than one operand holds data, `_DATA` says which.
-MOVES = _names(
+MOVES = _primitives(
     """
     all_gather all_gather_invariant all_to_all broadcast_in_dim concatenate copy copy_p
     device_put dynamic_slice dynamic_update_slice expand_dims gather layout_constraint
@@ -22,7 +22,7 @@ MOVES = _names(
     """
 )
 # Of these, they give each operand back as it is.
-UNCHANGED = _names(
+UNCHANGED = _primitives(
     """
     copy copy_p device_put layout_constraint name optimization_barrier pbroadcast pcast
     pvary random_clone reshape reshard sharding_constraint squeeze stop_gradient
@@ -30,41 +30,41 @@ UNCHANGED = _names(
     """
 )
 # Linear in the one operand that they have, beside moves.
-LINEAR = _names(
+LINEAR = _primitives(
     """
     convert_element_type cumsum fft imag neg pmean psum psum2 psum_invariant real conj
     reduce_precision reduce_scatter reduce_sum reduce_window_sum
     """
 )
 # A factor that all elements of the operand have is a factor of the result.
-HOMOGENEOUS = LINEAR | _names(
+HOMOGENEOUS = LINEAR | _primitives(
     """
     abs cummax cummin pmax pmin reduce_max reduce_min reduce_window_max
     reduce_window_min top_k
     """
 )
-PRODUCTS = _names(
+PRODUCTS = _primitives(
     """
     conv_general_dilated dot_general mul ragged_dot ragged_dot_general scatter-mul
     scatter_mul
     """
 )
 # Sums of operands, and choices between them: one factor of all is one of the result.
-SUMS = _names("add add_any scatter-add scatter-sub scatter_add scatter_sub sub")
-CHOICES = _names(
+SUMS = _primitives("add add_any scatter-add scatter-sub scatter_add scatter_sub sub")
+CHOICES = _primitives(
     """
     clamp complex max min nextafter scatter-max scatter-min scatter_max scatter_min
     select_and_gather_add select_and_scatter_add
     """
 )
-# Of what has a factor, these have it in no way that could be divided out again.
-BOUNDED = _names("cos erf erfc logistic sin tanh")
+# A factor of the operand cannot be divided out of the result.
+BOUNDED = _primitives("cos erf erfc logistic sin tanh")
 # An element of the result is computed from the elements in its place.
 ELEMENTWISE = (
     SUMS
     | CHOICES
     | BOUNDED
-    | _names(
+    | _primitives(
         """
         abs acos acosh asin asinh atan atan2 atanh cbrt ceil conj convert_element_type
         cosh div erf_inv exp exp2 expm1 floor imag integer_pow log log1p mul neg pmean
@@ -74,7 +74,7 @@ ELEMENTWISE = (
     )
 )
 POWERS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3}
-RANDOM = _names(
+RANDOM = _primitives(
     """
     random_bits random_gamma rng_bit_generator rng_uniform threefry2x32
     """

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One walk through a program for every question about its values.
+"""Abstract interpretation of a program: one walk for every question about its values.
 
-Nothing is computed. A question knows what one operation makes of what it knows of the
-operands; the walk knows control flow:
+Nothing is computed. A question has the rule for a single operation: the facts about its
+results, from the facts about its operands. The walk handles control flow:
 
-    call                   goes into the called program, anew for each call
-    scan, while            the body again, until nothing new is known of what it carries
+    call                   goes into the called program, separately for each call
+    scan, while            repeats the body until no fact about its carry changes
     cond                   all branches, joined; one of them if the question knows which
     anything else          the question
 """
@@ -13,13 +13,13 @@ operands; the walk knows control flow:
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from jls._program.jaxprs import called_program, is_literal, opened, scan_counts
+from jls._program.jaxprs import Program, called_program, is_literal, opened, scan_counts
 
 V = TypeVar("V")
 
 
 class Site(NamedTuple):
-    """Where an equation stands: the calls around it, and itself, outermost first."""
+    """The position of an equation: the calls around it and itself, outermost first."""
 
     equations: tuple[Any, ...]
     numbers: tuple[int, ...]  # of each in its program: sites of two calls differ
@@ -36,14 +36,14 @@ ROOT = Site((), ())
 
 
 class Question(Protocol[V]):
-    """What is asked of a program: something about each of its values."""
+    """An analysis that derives a fact about each value of a program."""
 
     def of_constant(self, value: Any) -> V:
-        """What is known of a number in the program."""
+        """The fact about a number in the program."""
         ...
 
     def of_equation(self, site: Site, operands: Sequence[V]) -> Sequence[V]:
-        """What is known of the results of an operation."""
+        """The facts about the results of an operation."""
         ...
 
     def on_call(self, site: Site, operands: Sequence[V]) -> None:
@@ -51,23 +51,23 @@ class Question(Protocol[V]):
         ...
 
     def of_call(self, site: Site, results: Sequence[V]) -> Sequence[V]:
-        """What is known of the results of a call, given those of its program."""
+        """The facts about the results of a call, from those of its program."""
         ...
 
     def join(self, site: Site, one: V, other: V) -> V:
-        """What is known of a value that is one or the other."""
+        """The fact about a value that is one or the other."""
         ...
 
     def carry(self, site: Site, before: V, after: V) -> V:
-        """What a loop knows of a value it carries; `before` itself if that is all."""
+        """The fact about a carried value; `before` itself if a round adds nothing."""
         ...
 
     def slice(self, value: V) -> V:
-        """What is known of a slice of a value along its first axis."""
+        """The fact about a slice of a value along its first axis."""
         ...
 
     def stack(self, value: V) -> V:
-        """What is known of slices like `value`, stacked."""
+        """The fact about a stack of slices like `value`."""
         ...
 
     def branch(self, index: V) -> int | None:
@@ -76,14 +76,14 @@ class Question(Protocol[V]):
 
 
 def walk(
-    program: Any, operands: Sequence[V], question: Question[V], site: Site = ROOT
+    program: Program, operands: Sequence[V], question: Question[V], site: Site = ROOT
 ) -> list[V]:
-    """What is known of the results of a program, given what is known of its operands.
+    """The facts about the results of a program, from those about its operands.
 
     Args:
       program: a jaxpr.
-      operands: one for each of its inputs.
-      question: what is asked.
+      operands: the facts about its inputs.
+      question: the analysis.
       site: the calls around the program.
     """
     jaxpr, consts = opened(program)
@@ -139,9 +139,10 @@ def _repeat(
     slices: list[V],
     question: Question[V],
 ) -> tuple[list[V], list[V]]:
-    """What a loop carries in any of its rounds, and the results of one of them."""
+    """The facts about a loop's carry in any round, and about the results of a round."""
     results: list[V] = []
-    # What is new of one value reaches another in each round, and changes a few times.
+    # Bounds the rounds: a fact reaches one more carried value in each of them, and
+    # changes a few times.
     for _ in range(4 * len(state) + 8):
         results = walk(body, [*fixed, *state, *slices], question, site)
         pairs = zip(state, results, strict=False)

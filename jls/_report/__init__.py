@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What reads a run, at the host: health, History, underflow."""
+"""Reads a run on the host: health, History, underflow, requeue."""

@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's counters mean, in words, for a person at the host."""
+"""`jls.health`: a verdict on a run from its counters, in words."""
 
-import itertools
-import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+import optax
+from jax.typing import DTypeLike
 
 from jls import _validate
-from jls._bits import edges
+from jls._bits import rounding_boundaries
 from jls._nnx import is_model, is_optimizer, split_model
-from jls._reduce import any_nan, count_true, finite_leaves
+from jls._report.poison import find_poison, flag_leaves
 from jls._report.underflow import measure_small
 from jls._report.verdict import (
-    COMING_DOWN,
     UNKNOWN,
     VERDICTS,
     Facts,
@@ -26,8 +24,9 @@ from jls._report.verdict import (
     ScalerFacts,
     Small,
     Verdict,
-    judge,
+    diagnose,
 )
+from jls._scalers.rule import bounds_of, scalar
 from jls._scalers.static import is_static
 from jls._state import (
     concrete_wrapper_state_in,
@@ -37,7 +36,7 @@ from jls._state import (
     refuse_around,
 )
 from jls._step import FoundWrapper, find_wrappers, wrapper_of
-from jls._text import an
+from jls._text import an, wrapped
 from jls._train_state import (
     FP8,
     is_train_state,
@@ -45,7 +44,7 @@ from jls._train_state import (
     optimizer_in,
     pytree_fields,
 )
-from jls._tree import is_array, is_narrow, named_floats, widen
+from jls._tree import is_narrow, named_floats
 from jls._types import (
     SIGNALS,
     JlsWarning,
@@ -58,7 +57,7 @@ from jls._types import (
 
 
 class Health(NamedTuple):
-    """What `jls.health` says: a verdict, a sentence, and the numbers behind them.
+    """Result of `jls.health`: a verdict, a sentence, and the numbers behind them.
 
     `print` it to read it, in lines of at most 80 columns. The sentence is one line, for
     logs.
@@ -85,8 +84,7 @@ class Health(NamedTuple):
 
     def __str__(self) -> str:
         """Verdict and sentence, in lines of at most 80 columns."""
-        text = f"{self.verdict}: {self.sentence}"
-        return textwrap.fill(text, 80, break_long_words=False, break_on_hyphens=False)
+        return "\n".join(wrapped(f"{self.verdict}: {self.sentence}"))
 
 
 class UnhealthyError(RuntimeError):
@@ -106,12 +104,12 @@ def health(
     state: Any,
     params: Any = None,
     *,
-    grads: Any = None,
+    grads: optax.Updates | None = None,
     optimizer: Any = None,
     carried: Any = None,
     max_consecutive_skips: int = 50,
     max_small: float = 0.1,
-    dtype: Any = jnp.float16,
+    dtype: DTypeLike = jnp.float16,
     raise_if: Iterable[Verdict] = (),
     warn_if: Iterable[Verdict] = (),
 ) -> Health:
@@ -204,7 +202,7 @@ def health(
     warn_if = _check_verdicts("warn_if", warn_if)
     limit = _validate.host_interval("max_consecutive_skips", max_consecutive_skips)
     max_small = _validate.host_number("max_small", max_small, "from 0 to 1", 0.0, 1.0)
-    edges(dtype)  # or an error, with and without `grads`
+    rounding_boundaries(dtype)  # or an error, with and without `grads`
     if find(params, is_wrapper_state) and not find(state, is_wrapper_state):
         raise ValueError(
             "state must come first, got the parameters before it. The order is "
@@ -227,14 +225,14 @@ def health(
         params = params["params"]
     if fields:
         others.append(fields)
-    reached = _reached_in(optimizer, state, params, wrapper)
-    scaler = reached.wrapper.scaler if reached else None
+    found = _wrapper_in(optimizer, state, params, wrapper)
+    scaler = found.wrapper.scaler if found else None
 
-    watched = _watch(params, wrapper.inner_state, others)
+    flagged = flag_leaves(params, wrapper.inner_state, others)
     on_device = {
         "metrics": metrics(wrapper),
         "leaves": wrapper.nonfinite_leaves,
-        "bad": {tree: leaves.flags for tree, leaves in watched.items()},
+        "bad": {tree: leaves.flags for tree, leaves in flagged.items()},
         "small": {} if grads is None else measure_small(wrapper, grads, dtype),
         "policy": _observe_spikes(wrapper.spike_state),
     }
@@ -243,16 +241,16 @@ def health(
         seen[name] for name in ("metrics", "leaves", "small", "policy")
     )
     counts["last_skip_reason"] = _reason(counts["last_skip_reason"])
-    bad = {tree: _count_bad(x, seen["bad"][tree]) for tree, x in watched.items()}
-    found = _tell_poison_from_masks(bad, counts["steps"], counts["consecutive_skips"])
+    steps, in_a_row = counts["steps"], counts["consecutive_skips"]
+    poison = find_poison(flagged, seen["bad"], steps, in_a_row)
     known = _describe_scale(scaler, wrapper, counts["loss_scale"])
-    known |= {"poisoned_leaves": found.poisoned_leaves, "masks": found.masks}
+    known |= {"poisoned_leaves": poison.leaves, "masks": poison.masks}
     unnamed = None
     if params is not None:
-        names = reached.names if reached else named_floats(params)[0]
+        names = found.names if found else named_floats(params)[0]
         if names and len(flags) < len(names):  # it is around a part of them
             known["nonfinite_leaves"] = None
-            unnamed = None if reached else (sum(flags), len(flags))
+            unnamed = None if found else (sum(flags), len(flags))
         else:
             known["nonfinite_leaves"] = _select_names(names, flags)
     if grads is not None:
@@ -263,19 +261,19 @@ def health(
         all_leaves_nonfinite=all(flags),
         all_leaves_finite=bool(flags) and not any(flags),
         unnamed_leaves=unnamed,
-        is_doubted=found.is_doubted,
+        is_doubted=poison.is_doubted,
         saw_params=params is not None or bool(fields),
         is_train_state=held is not None or bool(fields),
         is_nnx=is_nnx,
         is_narrow=None if params is None else is_narrow((params, wrapper.inner_state)),
         small=Small(**small) if small else None,
         policy=PolicyFacts(**policy) if policy else None,
-        scaler=_describe_scaler(reached, params),
+        scaler=_describe_scaler(found, params),
         **known,
     )
-    known["poisoned"] = facts.poisoned if watched else None
+    known["poisoned"] = facts.poisoned if flagged else None
     numbers = counts | known | small | policy
-    result = Health(*judge(facts, Limits(limit, max_small)), numbers)
+    result = Health(*diagnose(facts, Limits(limit, max_small)), numbers)
     if result.verdict in raise_if:
         raise UnhealthyError(result)
     if result.verdict in warn_if:
@@ -312,135 +310,11 @@ def _fields_of(state: Any) -> tuple[Any, dict[str, Any]]:
     return fields.get(names.params) if names else others.pop("params", None), others
 
 
-# Poison.
-
-
-class _Watched(NamedTuple):
-    """The leaves of a tree, and which of them hold a NaN, or an inf unless they may."""
-
-    names: list[str]
-    leaves: list[Any]
-    flags: Array  # bool[n]
-
-
-def _watch(params: Any, inner_state: Any, carried: list[Any]) -> dict[str, _Watched]:
-    watched = {}
-    if params is not None:
-        # All optimizers of optax that keep an inf on purpose keep it in a scalar.
-        shapes = {jnp.shape(leaf) for leaf in named_floats(params)[1]} - {()}
-        watched["params"] = _flag([params], lambda _: False)
-        watched["opt_state"] = _flag(
-            [inner_state], lambda leaf: jnp.shape(leaf) not in shapes
-        )
-    if carried:
-        # A scalar may be the best loss so far, which starts at inf.
-        watched["carried"] = _flag(carried, lambda leaf: jnp.ndim(leaf) == 0)
-    return watched
-
-
-def _flag(trees: list[Any], may_be_inf: Callable[[Any], bool]) -> _Watched:
-    finite, others = [], []
-    for tree in trees:
-        for name, leaf in zip(*named_floats(tree), strict=True):
-            (others if may_be_inf(leaf) else finite).append((name, leaf))
-    flags = _poisoned([leaf for _, leaf in finite], [leaf for _, leaf in others])
-    names, leaves = ([pair[i] for pair in finite + others] for i in (0, 1))
-    return _Watched(names, leaves, flags)
-
-
-@jax.jit
-def _poisoned(leaves: list[Any], may_be_inf: list[Any]) -> Array:
-    """`bool[n]`, whether each holds a NaN, or an inf unless it may."""
-    is_nan = [any_nan([leaf]) for leaf in may_be_inf]
-    return jnp.concatenate([~finite_leaves(leaves), jnp.array(is_nan, jnp.bool_)])
-
-
-class _Bad(NamedTuple):
-    """A leaf that is flagged."""
-
-    name: str
-    size: int
-    others: int  # elements that are NaN or +inf
-    lows: int  # elements that are -inf
-
-
-def _count_bad(watched: _Watched, flags: list[bool]) -> list[_Bad]:
-    """Looks once more at the leaves that are flagged: in most runs there are none."""
-    flagged = [
-        (name, leaf)
-        for name, leaf, flag in zip(watched.names, watched.leaves, flags, strict=True)
-        if flag
-    ]
-    if not flagged:
-        return []
-    tallies = jax.device_get(_tallies([leaf for _, leaf in flagged])).tolist()
-    return [
-        _Bad(name, jnp.size(leaf), *(high << 32 | low for high, low in pair))
-        for (name, leaf), pair in zip(flagged, tallies, strict=True)
-    ]
-
-
-@jax.jit
-def _tallies(leaves: list[Any]) -> Array:
-    """Numbers of NaN and +inf, and of -inf: `u32[n, 2, 2]`, in base 2**32."""
-
-    def tally(leaf):
-        wide = widen(leaf)
-        if jnp.iscomplexobj(wide):
-            return count_true([~jnp.isfinite(wide), jnp.zeros_like(wide, jnp.bool_)])[0]
-        return count_true([jnp.isnan(wide) | (wide == jnp.inf), wide == -jnp.inf])[0]
-
-    return jnp.stack([tally(leaf) for leaf in leaves])
-
-
-class _Found(NamedTuple):
-    """Which leaves are poisoned, and which hold a mask."""
-
-    poisoned_leaves: dict[str, list[str]]  # by tree
-    masks: dict[str, int]  # elements that are -inf, by name
-    is_doubted: bool  # what is poisoned holds -inf alone
-
-
-def _tell_poison_from_masks(
-    bad: dict[str, list[_Bad]], steps: int, consecutive_skips: int
-) -> _Found:
-    """A leaf with -inf and nothing else that is not finite may be a mask.
-
-    It is one if the moments are finite, if it has other elements too (or waits for its
-    first step, as a maximum does that starts at -inf), and if steps are applied: what
-    is poisoned lets none through. As many may be skipped in a row as a loss scale takes
-    to come down. Averages of a mask, at its path in the optimizer's state, are masks.
-    """
-    steps_go_on = consecutive_skips <= COMING_DOWN
-    has_good_moments = not any(leaf.others for leaf in bad.get("opt_state", []))
-    masks: dict[str, int] = {}
-
-    def is_mask(tree, leaf):
-        is_whole = leaf.lows == leaf.size > 1 and steps > 0
-        if leaf.others or is_whole or not (steps_go_on and has_good_moments):
-            return False
-        return tree != "opt_state" or any(_ends_with(leaf.name, x) for x in masks)
-
-    poisoned: dict[str, list[_Bad]] = {}
-    for tree, leaves in bad.items():
-        poisoned[tree] = [leaf for leaf in leaves if not is_mask(tree, leaf)]
-        if tree != "opt_state":
-            masks |= {x.name: x.lows for x in leaves if x not in poisoned[tree]}
-    names = {tree: [leaf.name for leaf in found] for tree, found in poisoned.items()}
-    found = list(itertools.chain(*poisoned.values()))
-    has_others = any(leaf.others for leaf in found)
-    return _Found(names, masks, bool(found) and not steps_go_on and not has_others)
-
-
-def _ends_with(name: str, param: str) -> bool:
-    return param in ("", name) or name.endswith(f"/{param}")
-
-
 # Spikes.
 
 
 def _observe_spikes(state: Any) -> dict[str, Any]:
-    """What a policy of jls knows; nothing is claimed of others."""
+    """The facts of a spike policy of jls; none of others."""
     if not isinstance(state, SpikeState):
         return {}
     losses, norms = (state.kept[SIGNALS.index(name)] for name in ("loss", "norm"))
@@ -459,15 +333,15 @@ def _observe_spikes(state: Any) -> dict[str, Any]:
 # The scale.
 
 
-def _reached_in(
+def _wrapper_in(
     optimizer: Any, state: Any, params: Any, wrapper_state: LossScaledState
 ) -> FoundWrapper | None:
     """The wrapper of the optimizer, or of the one that a Flax state carries."""
     if optimizer is None:
-        reached = _reach(optimizer_in(state), params)
-        return reached[0] if len(reached) == 1 else None
-    reached = _reach(optimizer_in(optimizer) or optimizer, params)
-    if not reached:
+        found = _wrappers_in(optimizer_in(state), params)
+        return found[0] if len(found) == 1 else None
+    found = _wrappers_in(optimizer_in(optimizer) or optimizer, params)
+    if not found:
         further_inside = (
             " If the wrapper is further inside, e.g. in an optax.chain, pass the "
             "parameters too: jls.health(opt_state, params, optimizer=optimizer)."
@@ -477,10 +351,10 @@ def _reached_in(
             f"have it inside, got {type(optimizer).__name__}."
             f"{further_inside if params is None else ''}"
         )
-    made = jax.tree.structure(wrapper_state.scaler_state)
-    fitting = [one for one in reached if one.wrapper.scaler_structure == made]
+    structure = jax.tree.structure(wrapper_state.scaler_state)
+    fitting = [one for one in found if one.wrapper.scaler_structure == structure]
     if not fitting:
-        ours = jax.eval_shape(reached[0].wrapper.scaler.init)
+        ours = jax.eval_shape(found[0].wrapper.scaler.init)
         states = ours, wrapper_state.scaler_state
         names = " and state carries ".join(an(type(x).__name__) for x in states)
         raise ValueError(
@@ -498,7 +372,7 @@ def _reached_in(
     return fitting[0]
 
 
-def _reach(optimizer: Any, params: Any) -> list[FoundWrapper]:
+def _wrappers_in(optimizer: Any, params: Any) -> list[FoundWrapper]:
     """The wrappers in `optimizer`; without `params` only an outermost one is found."""
     if wrapper_of(optimizer):
         return find_wrappers(optimizer, params)
@@ -513,35 +387,28 @@ def _describe_scale(
     static = isinstance(wrapper.scaler_state, StaticState)
     if is_static(scaler) if scaler else static:
         return {"is_static": True, "min_scale": loss_scale, "max_scale": loss_scale}
-    known = scaler.hyperparameters if scaler else {}
-    low, high = (known.get(name) for name in ("min_scale", "max_scale"))
-    if not (_is_number(low) and _is_number(high)):
+    bounds = bounds_of(scaler) if scaler else None
+    if bounds is None:
         return {"is_static": False, "min_scale": None, "max_scale": None}
-    low, high = float(low), float(high)
+    low, high = bounds
     return {"is_static": low == high, "min_scale": low, "max_scale": high}
 
 
-def _is_number(bound: Any) -> TypeGuard[float]:
-    return is_array(bound) and jnp.ndim(bound) == 0
-
-
-def _describe_scaler(reached: FoundWrapper | None, params: Any) -> ScalerFacts:
-    """What a known optimizer says of its scaler, and of the updates that it checks."""
-    if reached is None:
+def _describe_scaler(found: FoundWrapper | None, params: Any) -> ScalerFacts:
+    """The facts of a known optimizer: of its scaler, its checks and its policy."""
+    if found is None:
         return UNKNOWN
-    wrapper, known = reached.wrapper, reached.wrapper.scaler.hyperparameters
-    intervals = (known.get(f"{word}_interval") for word in ("backoff", "growth"))
-    backoff, growth = (float(x) if _is_number(x) else None for x in intervals)
+    wrapper, known = found.wrapper, found.wrapper.scaler.hyperparameters
     checks = wrapper.check_updates
     if checks is None and params is not None:
         checks = is_narrow(params)
-    sigmas = wrapper.spikes.hyperparameters.get("sigmas") if wrapper.spikes else None
+    policy = wrapper.spikes.hyperparameters if wrapper.spikes else {}
     return ScalerFacts(
-        backoff_interval=backoff,
-        growth_interval=growth,
+        backoff_interval=scalar(known, "backoff_interval"),
+        growth_interval=scalar(known, "growth_interval"),
         moves=not is_static(wrapper.scaler),
         checks_updates=checks,
-        sigmas=float(sigmas) if _is_number(sigmas) else None,
+        sigmas=scalar(policy, "sigmas"),
     )
 
 
@@ -563,7 +430,7 @@ def _check_verdicts(name: str, verdicts: Iterable[Verdict]) -> tuple[Verdict, ..
 
 
 def _select_names(names: list[str], flags: list[bool]) -> list[str]:
-    """Those of the names of parameters whose flag is set."""
+    """The names of the parameters whose flag is set."""
     # Without a leaf the state has one flag all the same, in 0.1.0 none.
     if len(flags) != len(names) and (names or len(flags) > 1):
         raise ValueError(

@@ -2,16 +2,17 @@
 """A record of a run on the host: append the metrics of a step, then read and plot."""
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from jls._report.record import (
     Columns,
-    Number,
+    Scalar,
     as_array,
     fetch,
     flatten_metrics,
@@ -20,6 +21,7 @@ from jls._report.record import (
     spike_counts,
 )
 from jls._text import format_scale
+from jls._types import StepReport
 
 
 class History:
@@ -47,9 +49,16 @@ class History:
     """
 
     def __init__(self) -> None:
-        self._columns: dict[str, list[Number | None]] = {"step": []}
+        self._columns: dict[str, list[Scalar | None]] = {"step": []}
 
-    def append(self, metrics: Any, /, *, step: Any = None, **more: Any) -> None:
+    def append(
+        self,
+        metrics: Mapping[str, Any] | StepReport,
+        /,
+        *,
+        step: ArrayLike | None = None,
+        **more: Any,
+    ) -> None:
         """Appends a step, or the steps that `jax.lax.scan` stacked.
 
         One transfer from the device for all values, which waits for the step: in a fast
@@ -95,11 +104,11 @@ class History:
                 raise ValueError(f"step must be finite, got {number!r}.")
         self._extend(values, count)
 
-    def _next_steps(self, count: int) -> list[Number]:
+    def _next_steps(self, count: int) -> list[Scalar]:
         last = (self._columns["step"] or [0])[-1] or 0
         return [last + i for i in range(1, count + 1)]
 
-    def _extend(self, values: dict[str, list[Number | None]], count: int) -> None:
+    def _extend(self, values: dict[str, list[Scalar | None]], count: int) -> None:
         rows = len(self)
         for name in values:
             self._columns.setdefault(name, [None] * rows)
@@ -117,7 +126,7 @@ class History:
     def __contains__(self, name: object) -> bool:
         return name in self._columns
 
-    def __iter__(self) -> Iterator[dict[str, Number | None]]:
+    def __iter__(self) -> Iterator[dict[str, Scalar | None]]:
         for row in zip(*self._columns.values(), strict=True):
             yield dict(zip(self._columns, row, strict=True))
 
@@ -243,9 +252,9 @@ class History:
           1,0.5,True
         """
         with _opened(file, "w") as target:
-            writer = csv.writer(target, lineterminator="\n")
-            writer.writerow(self._columns)
-            writer.writerows(zip(*self._columns.values(), strict=True))
+            writer = csv.DictWriter(target, self.keys(), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self)
 
     @classmethod
     def from_csv(cls, file: str | Path | TextIO) -> "History":
@@ -314,9 +323,12 @@ def _opened(file: str | Path | TextIO, mode: str) -> Any:
     return nullcontext(file)
 
 
-def _parsed(name: str, text: str) -> Number | None:
-    if text in ("", "True", "False"):
-        return {"": None, "True": True, "False": False}[text]
+_CELLS: dict[str, bool | None] = {"": None, "True": True, "False": False}
+
+
+def _parsed(name: str, text: str) -> Scalar | None:
+    if text in _CELLS:
+        return _CELLS[text]
     for kind in (int, float):
         try:
             return kind(text)
@@ -328,7 +340,7 @@ def _parsed(name: str, text: str) -> Number | None:
 # Summary.
 
 
-def _format_step(step: Number) -> str:
+def _format_step(step: Scalar) -> str:
     return f"{step:.0f}" if step == round(step) else f"{step:g}"
 
 
@@ -338,9 +350,9 @@ def _summary(columns: Columns) -> str:
         return "No steps recorded."
     first, last = as_array(steps)[[0, -1]]
     span = _format_step(first) + (f" to {_format_step(last)}" if len(steps) > 1 else "")
-    lines = [("recorded", f"{_count(len(steps), 'step')} ({span})")]
-    skips, at_end = _skips(columns)
-    scale, loss = _scale(columns), _loss(columns)
+    lines = [("recorded", f"{_quantity(len(steps), 'step')} ({span})")]
+    skips, at_end = _skips_line(columns)
+    scale, loss = _scale_line(columns), _loss_line(columns)
     lines += [("skipped", skips)] if skips else []
     lines += [("loss scale", scale)] if scale else []
     lines += [("loss", loss)] if loss else []
@@ -355,8 +367,8 @@ def _summary(columns: Columns) -> str:
     return "\n".join(text)
 
 
-def _skips(columns: Columns) -> tuple[str, bool]:
-    """How many steps were skipped, in words, and whether the last one was."""
+def _skips_line(columns: Columns) -> tuple[str, bool]:
+    """The number of skipped steps in words, and whether the last step was skipped."""
     counts = skip_counts(columns)
     taken, skipped = _known(columns, "steps"), _known(columns, "skips")
     if taken.size and skipped.size:  # the run's own counters see every step
@@ -372,7 +384,7 @@ def _skips(columns: Columns) -> tuple[str, bool]:
     in_a_row = f", up to {max(1, rows.max()):.0f} in a row" if total else ""
     counted = _known(columns, "spikes")
     spikes = int(counted[-1] if counted.size else spike_counts(columns).sum())
-    as_spikes = f"; {_count(spikes, 'spike')} among them" if spikes else ""
+    as_spikes = f"; {_quantity(spikes, 'spike')} among them" if spikes else ""
     return f"{total} of {of} steps{share}{in_a_row}{as_spikes}", bool(rows[-1] > 0)
 
 
@@ -382,7 +394,7 @@ def _lengths(flags: np.ndarray) -> np.ndarray:
     return count - np.maximum.accumulate(np.where(flags, 0, count))
 
 
-def _scale(columns: Columns) -> str:
+def _scale_line(columns: Columns) -> str:
     scales = _known(columns, "loss_scale")
     if not scales.size:
         return ""
@@ -394,11 +406,11 @@ def _scale(columns: Columns) -> str:
     grown, backed_off = (int(np.sum(where)) for where in moves(scales))
     return (
         f"{first} first, {last} last, {low} lowest, {high} highest; "
-        f"{_count(grown, 'growth')}, {_count(backed_off, 'backoff')}"
+        f"{_quantity(grown, 'growth')}, {_quantity(backed_off, 'backoff')}"
     )
 
 
-def _loss(columns: Columns) -> str:
+def _loss_line(columns: Columns) -> str:
     losses = _known(columns, "loss", finite=False)
     if not losses.size:
         return ""
@@ -420,5 +432,5 @@ def _known(columns: Columns, name: str, finite: bool = True) -> np.ndarray:
     return values[np.isfinite(values)] if finite else values
 
 
-def _count(number: int, noun: str) -> str:
+def _quantity(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step logs: scalars by name, fetched with one transfer, and columns of them."""
+"""The scalars that a step logs, by name: fetched with one transfer, and in columns."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from jls import _state, _validate
 from jls._text import path_name
 from jls._types import SkipReason, StepReport
 
-Number = bool | int | float
-Columns = Mapping[str, Sequence[Number | None]]
+Scalar = bool | int | float
+Columns = Mapping[str, Sequence[Scalar | None]]
 
 
 def host_metrics(state: Any) -> dict[str, float | int | bool | None]:
@@ -73,7 +73,9 @@ def _flatten_report(report: StepReport) -> dict[str, Any]:
     return flat
 
 
-def flatten_metrics(metrics: Any, more: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_metrics(
+    metrics: Mapping[str, Any] | StepReport, more: Mapping[str, Any]
+) -> dict[str, Any]:
     """The given values by name, "a/b" for those in nested dicts; None is left out."""
     if isinstance(metrics, StepReport):
         metrics = {**metrics._asdict(), "aux": None, **_numbers_in_aux(metrics)}
@@ -83,12 +85,12 @@ def flatten_metrics(metrics: Any, more: Mapping[str, Any]) -> dict[str, Any]:
             f"jls.types.StepReport, got {type(metrics).__name__}."
         )
     flat: dict[str, Any] = {}
-    _flatten((), {**metrics, **more}, flat)
+    _flatten_into((), {**metrics, **more}, flat)
     return flat
 
 
 def _numbers_in_aux(report: StepReport) -> dict[str, Any]:
-    """What in aux is a number for each step, by name; not logits and the like."""
+    """The values in aux that are one number for each step, by name; no logits."""
     flat, _ = jax.tree_util.tree_flatten_with_path({"aux": report.aux})
     return {
         path_name(path): leaf
@@ -97,10 +99,10 @@ def _numbers_in_aux(report: StepReport) -> dict[str, Any]:
     }
 
 
-def _flatten(path: tuple[str, ...], value: Any, flat: dict[str, Any]) -> None:
+def _flatten_into(path: tuple[str, ...], value: Any, flat: dict[str, Any]) -> None:
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            _flatten((*path, str(name)), inner, flat)
+            _flatten_into((*path, str(name)), inner, flat)
     elif value is not None:
         name = "/".join(path)
         if name in flat:
@@ -111,13 +113,13 @@ def _flatten(path: tuple[str, ...], value: Any, flat: dict[str, Any]) -> None:
 def fetch(flat: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The values on the host, after one transfer for all of them."""
     for name, value in flat.items():
-        _check(name, value)
+        _check_scalar(name, value)
     on_host = jax.device_get(dict(flat))
     # In the given order: a transfer of a dict sorts its keys.
     return {name: _widest(np.asarray(on_host[name])) for name in flat}
 
 
-def _check(name: str, value: Any) -> None:
+def _check_scalar(name: str, value: Any) -> None:
     _validate.concrete(name, value)
     if not _is_number(value):
         got = getattr(value, "dtype", None) or f"{type(value).__name__} {value!r}"
@@ -129,7 +131,7 @@ def _check(name: str, value: Any) -> None:
 def _is_number(value: Any) -> bool:
     """Whether `value` is a real number of at most 64 bits, or an array of them."""
     is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
-    if not (is_array or isinstance(value, Number)):
+    if not (is_array or isinstance(value, Scalar)):
         return False
     dtype = value.dtype if is_array else np.asarray(value).dtype
     kinds = jnp.floating, jnp.integer, jnp.bool_
@@ -146,7 +148,7 @@ def _widest(value: np.ndarray) -> np.ndarray:
 # Columns.
 
 
-def as_array(values: Sequence[Number | None]) -> np.ndarray:
+def as_array(values: Sequence[Scalar | None]) -> np.ndarray:
     """A column as bool, integers or float64; as float64 with NaN if any is missing."""
     types = {type(value) for value in values}
     if len(types) == 1 and types <= {bool, int}:
@@ -160,7 +162,7 @@ def column(columns: Columns, name: str) -> np.ndarray:
 
 
 def skip_counts(columns: Columns) -> np.ndarray:
-    """How many steps were skipped since the row before; at the first row 0 or 1."""
+    """The numbers of skipped steps since the row before; at the first row 0 or 1."""
     # Before the first step `applied` is False, though nothing was skipped.
     unapplied = (column(columns, "applied") == 0) & (column(columns, "steps") != 0)
     counts = (unapplied | (column(columns, "skipped") == 1)).astype(np.int64)
@@ -171,7 +173,7 @@ def skip_counts(columns: Columns) -> np.ndarray:
 
 
 def spike_counts(columns: Columns) -> np.ndarray:
-    """How many of the skipped steps were skipped by a spike policy, as far as known."""
+    """The numbers of these that a spike policy skipped, as far as known."""
     skips = skip_counts(columns)
     # A report has the reason of its step, metrics that of the last skip.
     names = "skip_reason", "last_skip_reason"
@@ -184,6 +186,6 @@ def spike_counts(columns: Columns) -> np.ndarray:
 
 
 def moves(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where a loss scale is above, and where below, the one before it."""
+    """Flags: whether a loss scale is above, and whether below, the one before it."""
     change = np.diff(scales, prepend=scales[:1])
     return change > 0, change < 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches that were skipped for the loss scale come again."""
+"""`jls.requeue`: hands out batches again that were skipped for the loss scale."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ class BadBatch(NamedTuple, Generic[BatchT]):
 
 @dataclasses.dataclass
 class _Held(Generic[BatchT]):
-    """A batch that may come again, and what its tries have shown."""
+    """A batch that may come again, and the history of its tries."""
 
     index: int
     batch: BatchT
@@ -41,7 +41,7 @@ class _Held(Generic[BatchT]):
     counted: int = 0  # how many of its retries count
 
 
-class _Step(NamedTuple):
+class _PendingStep(NamedTuple):
     """A step whose flag was not read yet; arrays on the device."""
 
     held: _Held
@@ -50,13 +50,13 @@ class _Step(NamedTuple):
 
 
 class BatchQueue(Iterator[BatchT]):
-    """The batches of a run, some of them more than once: what `jls.requeue` returns.
+    """Result of `jls.requeue`: the batches of a run, some of them more than once.
 
     An iterator. Call `observe` once after each step.
 
-    To enter a loop over it anew, as after an interrupt in a notebook, hands out once
-    more the batch that was not observed, if there is one: it is not known whether its
-    step ran.
+    A new loop over it, as after an interrupt in a notebook, first hands out once more
+    the batch that was not observed, if there is one: it is not known whether its step
+    ran.
 
     Example:
       >>> jls.requeue([1, 2, 3])
@@ -70,8 +70,8 @@ class BatchQueue(Iterator[BatchT]):
         self._batches = iter(batches)
         self._taken = 0  # out of the data
         self._current: _Held[BatchT] | None = None  # handed out and not observed
-        self._is_entered_anew = False
-        self._unread: deque[_Step] = deque()
+        self._is_reentered = False
+        self._unread: deque[_PendingStep] = deque()
         self._waiting: deque[_Held[BatchT]] = deque()  # to come again
         self._known: deque[Any] = deque(maxlen=lag + 1)  # flags of the last reports
         self._scale = math.inf  # after the last step of which the flag is read
@@ -89,12 +89,12 @@ class BatchQueue(Iterator[BatchT]):
 
     @property
     def bad_count(self) -> int:
-        """How many batches were given up."""
+        """The number of batches that were given up."""
         return self._bad_count
 
     @property
     def requeued(self) -> int:
-        """How many times a batch came again because its step was skipped."""
+        """The number of times that a batch came again because its step was skipped."""
         return self._requeued
 
     def __repr__(self) -> str:
@@ -104,19 +104,19 @@ class BatchQueue(Iterator[BatchT]):
         )
 
     def __iter__(self) -> Iterator[BatchT]:
-        self._is_entered_anew = self._current is not None
+        self._is_reentered = self._current is not None
         return self
 
     def __next__(self) -> BatchT:
         if self._current is None:
             self._current = self._take()
-        elif not self._is_entered_anew:
+        elif not self._is_reentered:
             raise ValueError(
                 "queue.observe(report) must be called once after each step, got no "
                 f"report of the step on batch {self._current.index}. A prefetcher has "
                 "to stand before the queue, not after it: jls.requeue(prefetched)."
             )
-        self._is_entered_anew = False
+        self._is_reentered = False
         self._handed_out += 1
         return self._current.batch
 
@@ -182,7 +182,7 @@ class BatchQueue(Iterator[BatchT]):
                 if hasattr(array, "copy_to_host_async"):
                     array.copy_to_host_async()
         # First of all: an interrupt may end the wait below, and the step has run.
-        self._unread.append(_Step(held, flag, scale))
+        self._unread.append(_PendingStep(held, flag, scale))
         self._current = None
         try:
             while len(self._unread) > self._lag:
@@ -252,24 +252,24 @@ class BatchQueue(Iterator[BatchT]):
     def _read_oldest(self) -> None:
         """Reads the flag of the oldest step that is not read, and decides."""
         held, flag, loss_scale = self._unread[0]
-        reason = SkipReason(int(_read("skip_reason", flag)))
-        scale = float(_read("loss_scale", loss_scale))
+        reason = SkipReason(int(_read_scalar("skip_reason", flag)))
+        scale = float(_read_scalar("loss_scale", loss_scale))
         self._unread.popleft()
         tried_at, self._scale = self._scale, scale
         if reason not in (SkipReason.GRADIENTS, SkipReason.LOSS):
             self._passed = scale  # the gradients were finite
         if reason == SkipReason.NONE:
             return
-        if reason == SkipReason.GRADIENTS and self._comes_again(held, tried_at, scale):
+        if reason == SkipReason.GRADIENTS and self._should_retry(held, tried_at, scale):
             self._waiting.append(held)
         else:
             self._bad_count += 1
             self._bad.append(BadBatch(held.index, held.batch, reason))
 
-    def _comes_again(self, held: _Held, tried_at: float, scale: float) -> bool:
+    def _should_retry(self, held: _Held, tried_at: float, scale: float) -> bool:
         """Counts a try that overflowed; whether there may be another."""
         if held.scale is not None:
-            # What passes at this scale, or a scale that stays, says: it is the batch.
+            # If others pass at this scale, or the scale stays, it is the batch.
             others_pass = tried_at <= self._passed
             held.counted += others_pass or not scale < held.scale
         held.scale = scale
@@ -282,12 +282,12 @@ def _reading() -> Any:
 
 
 def _local(array: Any) -> Any:
-    """What this process has of it: of several processes, each has a copy."""
+    """The copy that this process has of an array that several processes share."""
     is_global = isinstance(array, jax.Array) and not array.is_fully_addressable
     return array.addressable_data(0) if is_global else array
 
 
-def _read(name: str, array: Any) -> Any:
+def _read_scalar(name: str, array: Any) -> Any:
     """The one value of an array, which may be there once for each device."""
     with _reading():
         values = np.unique(np.asarray(array))

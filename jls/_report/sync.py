@@ -53,7 +53,7 @@ def check_in_sync(state: Any) -> None:
     ours = np.array([_first_and_another(values) for values in held], np.int32)
     all_held = np.asarray(multihost_utils.process_allgather(ours))
     for i, (path, leaf) in enumerate(scalars.items()):
-        _check(path, all_held.reshape(-1, *ours.shape)[:, i], _kind(leaf))
+        _check_agreement(path, all_held.reshape(-1, *ours.shape)[:, i], _dtype32(leaf))
 
 
 def _scalars(state: Any) -> dict[str, Array]:
@@ -76,14 +76,14 @@ def _scalars(state: Any) -> dict[str, Array]:
 
 
 def _copies(leaf: Any) -> list[Any]:
-    """What each device of this process holds; a numpy array itself."""
+    """The copy of each device of this process; a numpy array itself."""
     is_on_devices = isinstance(leaf, jax.Array)
     return (
         [shard.data for shard in leaf.addressable_shards] if is_on_devices else [leaf]
     )
 
 
-def _kind(leaf: Any) -> Any:
+def _dtype32(leaf: Any) -> Any:
     """The dtype of 32 bits that a scalar of a state fits into."""
     return np.float32 if np.issubdtype(leaf.dtype, np.floating) else np.int32
 
@@ -91,11 +91,11 @@ def _kind(leaf: Any) -> Any:
 def _first_and_another(values: list[np.ndarray]) -> tuple[int, int]:
     """The bits of the first value, and of one that differs from it, if any."""
     values = [np.asarray(value) for value in values]
-    bits = [int(value.astype(_kind(value)).view(np.int32)) for value in values]
+    bits = [int(value.astype(_dtype32(value)).view(np.int32)) for value in values]
     return bits[0], next((other for other in bits if other != bits[0]), bits[0])
 
 
-def _check(path: str, bits: np.ndarray, kind: Any) -> None:
+def _check_agreement(path: str, bits: np.ndarray, kind: Any) -> None:
     """Raises unless all processes hold one value; `bits[i]` has two of process i."""
     if (bits == bits[0, 0]).all():
         return

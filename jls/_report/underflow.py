@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a narrow dtype makes of gradients at a loss scale."""
+"""`jls.underflow`: the share of gradients that a narrow dtype loses at a loss scale."""
 
 import functools
 import math
@@ -8,12 +8,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array, lax
 from jax.export import is_symbolic_dim
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jls import _validate
-from jls._bits import Edges, cuts, edges, is_finite, magnitudes
+from jls._bits import (
+    Boundaries,
+    is_finite,
+    magnitudes,
+    rounding_boundaries,
+    scaled_boundary,
+)
 from jls._reduce import count_true
 from jls._state import check_scale, loss_scale
 from jls._tree import named_floats
@@ -40,7 +48,7 @@ class UnderflowShares(NamedTuple):
 
 @exportable
 class Underflow(NamedTuple):
-    """What `jls.underflow` returns; arrays of three are for the three loss scales.
+    """Result of `jls.underflow`; arrays of three are for the three loss scales.
 
     Example:
       >>> jls.underflow(1024.0, jnp.ones(2)).loss_scale
@@ -55,9 +63,9 @@ class Underflow(NamedTuple):
 
 def underflow(
     state: Any,
-    grads: Any,
+    grads: optax.Updates,
     *,
-    dtype: Any = jnp.float16,
+    dtype: DTypeLike = jnp.float16,
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
 ) -> Underflow:
@@ -118,17 +126,19 @@ def underflow(
     up = _validate.raising_factor("growth_factor", growth_factor)
     down = _validate.lowering_factor("backoff_factor", backoff_factor)
     paths, leaves = named_floats(grads)
-    scales, total, shares, histogram = _underflow(
+    scales, total, shares, histogram = _measure(
         jnp.asarray(present, jnp.float32),
         jnp.asarray(up, jnp.float32),
         jnp.asarray(down, jnp.float32),
         leaves,
-        edges(dtype),
+        rounding_boundaries(dtype),
     )
     return Underflow(scales, total, dict(zip(paths, shares, strict=True)), histogram)
 
 
-def measure_small(state: Any, grads: Any, dtype: Any) -> dict[str, Array]:
+def measure_small(
+    state: Any, grads: optax.Updates, dtype: DTypeLike
+) -> dict[str, Array]:
     """Whether `grads` are too small for the loss scale of `state`, in numbers.
 
     Returns:
@@ -137,30 +147,32 @@ def measure_small(state: Any, grads: Any, dtype: Any) -> dict[str, Array]:
       all_zero: `bool[]`, whether there are values, and all of them are 0.
     """
     leaves = named_floats(grads)[1]
-    small, all_zero = _small_share(leaves, loss_scale(state), edges(dtype))
+    small, all_zero = _small_share(
+        leaves, loss_scale(state), rounding_boundaries(dtype)
+    )
     return {"small": small, "all_zero": all_zero}
 
 
 @functools.partial(jax.jit, static_argnums=4)
-def _underflow(
-    present: Array, up: Array, down: Array, leaves: list[Any], ends: Edges
+def _measure(
+    present: Array, up: Array, down: Array, leaves: list[Any], ends: Boundaries
 ) -> tuple[Array, UnderflowShares, list[UnderflowShares], Array]:
     scales = jnp.stack([present * down, present, present * up])
     scales = jnp.clip(scales, _validate.SMALLEST, _validate.LARGEST)
-    bounds = jnp.stack([cuts(edge, scales) for edge in ends])
+    bounds = jnp.stack([scaled_boundary(boundary, scales) for boundary in ends])
     counts, sizes = [jnp.zeros(11, jnp.float32)], [0]
     histogram = jnp.zeros(254, jnp.float32)
     for leaf in leaves:
         patterns = magnitudes(leaf)
-        counts.append(jnp.stack([_counts(p, bounds) for p in patterns]).sum(0))
+        counts.append(jnp.stack([_fate_counts(p, bounds) for p in patterns]).sum(0))
         sizes.append(sum(p.size for p in patterns))
         histogram += jnp.stack([_histogram(p) for p in patterns]).sum(0)
     shares = [_shares(*pair) for pair in zip(counts[1:], sizes[1:], strict=True)]
     return scales, _shares(jnp.stack(counts).sum(0), sum(sizes)), shares, histogram
 
 
-def _counts(pattern: Array, bounds: Array) -> Array:
-    """How many are zero, how many not finite, how many of each fate at each scale."""
+def _fate_counts(pattern: Array, bounds: Array) -> Array:
+    """The numbers of zeros, of non-finite values, and of each fate at each scale."""
     is_zero, finite = pattern == 0, is_finite(pattern)
     masks = [is_zero, ~finite]
     nonzero, normal, overflow = bounds
@@ -206,9 +218,9 @@ def _histogram(pattern: Array, group_size: int = 2**31) -> Array:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _small_share(
-    leaves: list[Any], loss_scale: Array, ends: Edges
+    leaves: list[Any], loss_scale: Array, ends: Boundaries
 ) -> tuple[Array, Array]:
-    cut = cuts(ends.normal, loss_scale)
+    cut = scaled_boundary(ends.normal, loss_scale)
     few = many = others = jnp.float32(0.0)
     for leaf in leaves:
         for pattern in magnitudes(leaf):

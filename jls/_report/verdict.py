@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which verdict the facts of a run lead to, and what it says to a newcomer.
+"""The verdicts of `jls.health`: when each holds, and its sentence for a newcomer.
 
-Below, each verdict is one function: the decorator says when it holds, the body is its
-sentence. They are tried from top to bottom, and the first that holds is given.
+Each verdict is one function below: the decorator says when it holds, the body is its
+sentence. They are tried from top to bottom, and the first that holds is returned.
 """
 
 import dataclasses
@@ -40,15 +40,15 @@ COMING_DOWN = 25
 
 
 class Small(NamedTuple):
-    """How many of the gradients are too small for a dtype."""
+    """The share of the gradients that are too small for a dtype."""
 
     small: float  # the share below the smallest normal number, once scaled
-    all_zero: bool  # every gradient is
+    all_zero: bool  # whether all gradients are 0
     dtype: str
 
 
 class PolicyFacts(NamedTuple):
-    """What `jls.spikes` and the presets like it know beside the metrics."""
+    """The facts of `jls.spikes` and the presets like it, beside the metrics."""
 
     tokens: float
     steady_share: float
@@ -58,7 +58,7 @@ class PolicyFacts(NamedTuple):
 
 
 class ScalerFacts(NamedTuple):
-    """What the wrapper of a known optimizer says of itself; None if it does not."""
+    """The facts of a known optimizer's wrapper; None if they are not known."""
 
     backoff_interval: float | None = None
     growth_interval: float | None = None
@@ -72,12 +72,12 @@ UNKNOWN = ScalerFacts()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of a run; None if not looked at.
+    """The facts of a run; None if not looked at.
 
     Each metric of the run is an attribute too: `facts.skips`.
     """
 
-    metrics: Mapping[str, Any]  # what `jls.host_metrics` returns
+    metrics: Mapping[str, Any]  # those of `jls.host_metrics`
     is_static: bool
     min_scale: float | None
     max_scale: float | None
@@ -86,7 +86,7 @@ class Facts:
     nonfinite_leaves: list[str] | None = None  # of the last skipped step, by name
     unnamed_leaves: tuple[int, int] | None = None  # of so many, if it knows no names
     poisoned_leaves: dict[str, list[str]] | None = None  # names by the tree they are in
-    is_doubted: bool = False  # what is poisoned holds -inf alone, and may be a mask
+    is_doubted: bool = False  # the poisoned leaves hold -inf alone, and may be masks
     masks: dict[str, int] | None = None  # elements that are -inf, by the leaf
     # Whether the parameters were looked at, under whatever name.
     saw_params: bool = False
@@ -105,7 +105,7 @@ class Facts:
 
     @property
     def poisoned(self) -> bool:
-        """Whether inf or NaN is where no step will take it away."""
+        """Whether an inf or a NaN is where no further step removes it."""
         return any((self.poisoned_leaves or {}).values())
 
     @property
@@ -138,7 +138,7 @@ class Facts:
 
     @property
     def skips_by(self) -> dict[SkipReason, int]:
-        """How many steps were skipped for each reason, as far as counters know it."""
+        """The number of steps skipped for each reason, as far as it was counted."""
         others = {
             SkipReason.LOSS: self.nonfinite_losses,
             SkipReason.UPDATES: self.nonfinite_updates,
@@ -150,6 +150,7 @@ class Facts:
 
     def is_often(self, count: int) -> bool:
         """Whether something happens too often to be the start of a run, or chance."""
+        # A scale that is right skips one step in hundreds, never a quarter of them.
         patience = COMING_DOWN * max(1, self.scaler.backoff_interval or 1)
         return count > patience and 4 * count >= self.steps
 
@@ -177,21 +178,21 @@ class Facts:
 
 
 class Limits(NamedTuple):
-    """What the caller tolerates."""
+    """The caller's limits."""
 
     consecutive_skips: int
     small: float
 
 
-class Row(NamedTuple):
-    """A verdict: when it holds, and what it says."""
+class VerdictRule(NamedTuple):
+    """A verdict: when it holds, and its sentence."""
 
     verdict: Verdict
     holds: Callable[[Facts, Limits], bool]
     sentence: Callable[[Facts], str]
 
 
-TABLE: list[Row] = []
+TABLE: list[VerdictRule] = []
 
 
 def _verdict(
@@ -200,18 +201,18 @@ def _verdict(
     """Appends a verdict to the table, with the decorated function as its sentence."""
 
     def append(sentence):
-        TABLE.append(Row(name, holds, sentence))
+        TABLE.append(VerdictRule(name, holds, sentence))
         return sentence
 
     return append
 
 
-def judge(facts: Facts, limits: Limits) -> tuple[Verdict, str]:
+def diagnose(facts: Facts, limits: Limits) -> tuple[Verdict, str]:
     """The first verdict of the table that holds, and its sentence."""
     row = next(row for row in TABLE if row.holds(facts, limits))
     sentence = row.sentence(facts).rstrip(" .")
-    # A loss that is not finite spoils all gradients, and what is poisoned is not a
-    # gradient: their names would say nothing.
+    # A loss that is not finite spoils all gradients, and poison is in no gradient: the
+    # names of gradients would say nothing.
     others = None, SkipReason.LOSS, SkipReason.SPIKE
     if facts.skipped_for not in others and row.verdict != "poisoned":
         sentence += _culprits(facts)
@@ -240,7 +241,7 @@ def _culprits(facts: Facts) -> str:
 
 
 def _masks(facts: Facts) -> str:
-    """Leaves with -inf that are no poison, as far as one can tell."""
+    """Leaves whose -inf is taken for a mask."""
     if not facts.masks:
         return ""
     count, is_one = sum(facts.masks.values()), len(facts.masks) == 1
@@ -290,7 +291,7 @@ def _poisoned(facts: Facts) -> str:
     )
 
 
-def _spoilt_params(facts: Facts) -> str:
+def _cause_in_params(facts: Facts) -> str:
     if facts.nonfinite_leaves is None:
         return (
             "The wrapper guards a part of the parameters alone: put optax.masked and "
@@ -308,7 +309,7 @@ def _spoilt_params(facts: Facts) -> str:
     )
 
 
-def _spoilt_moments(facts: Facts) -> str:
+def _cause_in_moments(facts: Facts) -> str:
     return (
         "The optimizer made it out of finite gradients, or it was restored so. In "
         "float32 the square of a gradient over 1.8e19 is inf: clip gradients inside "
@@ -316,7 +317,7 @@ def _spoilt_moments(facts: Facts) -> str:
     )
 
 
-def _spoilt_carried(facts: Facts) -> str:
+def _cause_in_carried(facts: Facts) -> str:
     leave_out = "Leave out of carried= what is meant to be inf"
     if facts.is_train_state:
         leave_out = (
@@ -331,9 +332,9 @@ def _spoilt_carried(facts: Facts) -> str:
 
 
 _CAUSES = {
-    "params": _spoilt_params,
-    "opt_state": _spoilt_moments,
-    "carried": _spoilt_carried,
+    "params": _cause_in_params,
+    "opt_state": _cause_in_moments,
+    "carried": _cause_in_carried,
 }
 
 
@@ -355,7 +356,7 @@ def _stalled(facts: Facts) -> str:
         lower = _lower(facts)
         advice = (
             f"{lower[0].upper()}{lower[1:]}. If that does not help, {_why(facts)}"
-            f"{_untold_loss(facts)}"
+            f"{_loss_not_passed(facts)}"
         )
     else:
         advice = {
@@ -400,7 +401,7 @@ def _why(facts: Facts) -> str:
 
 
 def _ran_away(facts: Facts) -> str:
-    """What spoils every batch, of a run that has made good steps."""
+    """A cause that spoils every batch of a run that has made good steps."""
     if facts.skips >= facts.steps:
         return ""
     scaled = ", or gradients that are still scaled (jls.check_step tells)"
@@ -415,7 +416,7 @@ def _can_lower(facts: Facts) -> bool:
 
 
 def _lower(facts: Facts) -> str:
-    """How a scale that never moves gets lower."""
+    """How to lower a scale that never moves."""
     use = "use jls.dynamic"
     if facts.scaler.moves:
         use = "give it a lower min_scale"
@@ -449,6 +450,7 @@ def _skipping(facts: Facts) -> str:
         SkipReason.SPIKE: _many_spikes,
     }
     listed = ", ".join(f"{count} {names[reason]}" for reason, count in counts.items())
+    # Advice on the reasons of a quarter of the skips or more: at most four.
     main = [reason for reason, count in counts.items() if 4 * count >= facts.skips]
     advice = ". ".join(causes[reason](facts) for reason in main)
     return (
@@ -464,6 +466,7 @@ def _bad_gradients(facts: Facts) -> str:
             f"{_why(facts)}"
         )
     interval = facts.scaler.growth_interval
+    # Each growth may cost a skip: then more than one step in 25 is skipped.
     if facts.moves and interval and interval < COMING_DOWN:
         return (
             f"The scale grows after {interval:g} good steps already, and what follows "
@@ -486,11 +489,13 @@ def _many_spikes(facts: Facts) -> str:
     policy = facts.policy
     if policy is None:
         return "See whether the limit of the spike policy is too low for this run"
+    # The deviation of 16 values is known to a fifth of itself, of fewer to less.
     if 1 < policy.window < 16:
         return (
             f"A window of {policy.window} is too short to tell a spike from noise: "
             "jls.spikes() has one of 128"
         )
+    # Of normal noise 1 value in 741 is over 3 deviations, 1 in 44 over 2.
     if facts.scaler.sigmas and facts.scaler.sigmas < 3:
         return "So few sigmas call noise a spike: jls.spikes() has 6"
     bound = (
@@ -540,18 +545,18 @@ def _mend_updates(facts: Facts) -> str:
 
 
 def _other_causes(facts: Facts) -> str:
-    """What else makes gradients inf or NaN again and again, as far as it may be."""
+    """Other possible causes of gradients that are inf or NaN again and again."""
     causes = ""
     if not facts.is_static:
         causes += (
             ". Or the gradients were scaled by another state: give jls.value_and_grad "
             "the newest one"
         )
-    return causes + _untold_loss(facts)
+    return causes + _loss_not_passed(facts)
 
 
-def _untold_loss(facts: Facts) -> str:
-    """A NaN loss that was not told looks like gradients that are all bad."""
+def _loss_not_passed(facts: Facts) -> str:
+    """The advice to pass the loss: a NaN loss makes all gradients bad."""
     looks_so = (
         facts.last_skip_reason == SkipReason.GRADIENTS
         and facts.nonfinite_losses == 0
@@ -616,6 +621,7 @@ def _spent(facts: Facts) -> str:
 
 def _rare(facts: Facts) -> str:
     """Data that is rare and large may be skipped each time."""
+    # Bad batches are fewer: one in a hundred would be a part of the data.
     if facts.spikes < max(10, facts.steps / 100):
         return ""
     return (
@@ -653,7 +659,7 @@ def _recovering(facts: Facts) -> str:
     return (
         f"{what}, {facts.consecutive_skips} in a row; {_skips(facts)}. The loss scale "
         f"of {facts.scale} is static, and never moves. If this goes on, {lower}"
-        f"{_why(facts)}{_untold_loss(facts)}"
+        f"{_why(facts)}{_loss_not_passed(facts)}"
     )
 
 
@@ -735,7 +741,7 @@ def _at_ceiling(facts: Facts) -> str:
 def _ok(facts: Facts) -> str:
     low = facts.min_scale if facts.min_scale is not None else 1.0
     has_sunk = not facts.is_static and facts.loss_scale <= low
-    hint = _untold_loss(facts) if has_sunk else ""
+    hint = _loss_not_passed(facts) if has_sunk else ""
     if facts.policy and facts.spikes_found:
         counts = f"{facts.spikes_found} found, {facts.spikes} skipped"
         hint = f". Spikes: {counts}{_spent(facts)}{_rare(facts)}{hint}"

@@ -11,12 +11,10 @@
 `growth_interval`. The gradients show beforehand what would happen.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import Partial
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jls import _validate
 from jls._scalers.rule import (
@@ -60,7 +58,7 @@ def cautious(
     min_scale: float = MIN_SCALE,
     max_scale: float = MAX_SCALE,
     headroom: float = 1.0,
-    dtype: Any = jnp.float16,
+    dtype: DTypeLike = jnp.float16,
 ) -> LossScaler[ScalerState]:
     """Returns a scaler like `jls.dynamic` that does not grow into an overflow.
 

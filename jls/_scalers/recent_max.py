@@ -21,12 +21,12 @@ and predicts from its mean and deviation. Differs in:
 3. Its scale is any number; here it is a power of two, which scales without rounding.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.tree_util import Partial
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jls import _validate
 from jls._bits import INF
@@ -129,7 +129,7 @@ def recent_max(
     min_scale: float = MIN_SCALE,
     max_scale: float = MAX_SCALE,
     headroom: float = 2.0,
-    dtype: Any = jnp.float16,
+    dtype: DTypeLike = jnp.float16,
 ) -> LossScaler[RecentMaxState]:
     """Returns a scaler that sets the loss scale from recent gradient maxima.
 

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scalers share: defaults, checks, the first state, growth and backoff."""
+"""Shared parts of the scalers: defaults, checks, first state, growth and backoff."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from jls import _validate
+from jls._tree import is_array
 from jls._types import LossScaler, ScalerState, Sees, StateT, Switched
 
-# What the factories of jls start from, unless they say otherwise.
+# Defaults of the factories. Factors and interval are torch's, 2^15 is the largest power
+# of two in float16, and 2^24 the cap of NVIDIA's apex.
 INIT_SCALE, MIN_SCALE, MAX_SCALE = 2.0**15, 1.0, 2.0**24
 GROWTH_FACTOR, BACKOFF_FACTOR = 2.0, 0.5
 GROWTH_INTERVAL = 2000
@@ -33,7 +36,7 @@ def make(
     max_scale: Any,
     **others: Any,
 ) -> LossScaler[StateT]:
-    """Returns a scaler of the arguments that users gave, or an error of the first bad.
+    """Returns a scaler from the users' arguments, or raises for the first bad one.
 
     Args:
       init: takes `init_scale`, the first loss scale.
@@ -154,6 +157,20 @@ def count_up(count: Array, when: ArrayLike = True) -> Array:
     """`count`, and one more if `when`; stays at the int32 maximum."""
     # One more than the maximum wraps to the minimum.
     return jnp.maximum(count, count + jnp.asarray(when, jnp.int32))
+
+
+def bounds_of(scaler: LossScaler) -> tuple[float, float] | None:
+    """The bounds of the loss scale on the host; None if they are not known."""
+    low, high = (
+        scalar(scaler.hyperparameters, name) for name in ("min_scale", "max_scale")
+    )
+    return None if low is None or high is None else (low, high)
+
+
+def scalar(hyperparameters: Mapping[str, Any], name: str) -> float | None:
+    """A hyperparameter on the host; None if it is absent or has several values."""
+    value: Any = hyperparameters.get(name)
+    return float(value) if is_array(value) and np.ndim(value) == 0 else None
 
 
 def f32(value: ArrayLike) -> Array:

@@ -23,11 +23,11 @@ from jls._tree import is_concrete
 from jls._types import StepReport
 
 Keys = tuple[str, ...]
-REPORT = "StepReport"  # the kind of what jls itself returned beside the state
+REPORT = "StepReport"  # the kind of a leaf of a `jls.types.StepReport`
 
 
 class Item(NamedTuple):
-    """A leaf of the arguments, or of what the step returned."""
+    """A leaf of the arguments or of the results of a step."""
 
     path: Keys  # of an argument: its name comes first
     value: Any
@@ -39,7 +39,7 @@ class Arguments(NamedTuple):
 
     names: list[str]  # of the positional ones
     items: list[Item]
-    rebuild: Callable[[Sequence[Any]], "Call"]
+    rebuild: Callable[[Sequence[Any]], "BoundArguments"]
     in_place: frozenset[str]  # names of the arguments that the step changes in place
 
     @property
@@ -47,12 +47,12 @@ class Arguments(NamedTuple):
         return [item.value for item in self.items]
 
 
-class Call(NamedTuple):
+class BoundArguments(NamedTuple):
     """Arguments that are ready for one call."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    read: Callable[[], list[Item]]  # what is in the NNX objects by now
+    read: Callable[[], list[Item]]  # the leaves in the NNX objects by now
 
 
 def take_apart(
@@ -71,25 +71,27 @@ def take_apart(
     ]
     prefixes = [path for path, is_nnx in zip(paths, of_nnx, strict=True) if is_nnx]
     objects = [leaf for (_, leaf), is_nnx in zip(flat, of_nnx, strict=True) if is_nnx]
-    graph, state, variables = _split(objects, prefixes)
+    graph, state, variables = _split_nnx(objects, prefixes)
     state_structure = jax.tree.structure(state)
 
-    def rebuild(leaves: Sequence[Any]) -> Call:
+    def rebuild(leaves: Sequence[Any]) -> BoundArguments:
         values = iter(leaves[: len(plain)])
         new_state = jax.tree.unflatten(state_structure, list(leaves[len(plain) :]))
         new = nnx().merge(graph, new_state) if objects else []
         clones = iter(new)
         whole = [next(clones) if is_nnx else next(values) for is_nnx in of_nnx]
         new_args, new_kwargs = jax.tree.unflatten(structure, whole)
-        return Call(new_args, new_kwargs, lambda: _alive(_split(new, prefixes)[2]))
+        return BoundArguments(
+            new_args, new_kwargs, lambda: _not_donated(_split_nnx(new, prefixes)[2])
+        )
 
     modules = zip(prefixes, objects, strict=True)
     in_place = frozenset(path[0] for path, x in modules if is_module_or_optimizer(x))
     return Arguments(names, plain + variables, rebuild, in_place)
 
 
-def _alive(items: list[Item]) -> list[Item]:
-    """Those that the step has not donated."""
+def _not_donated(items: list[Item]) -> list[Item]:
+    """The items whose arrays the step has not donated."""
     return [
         item
         for item in items
@@ -117,7 +119,7 @@ def check_usable(arguments: Arguments, tool: str, function: str) -> None:
 
 
 def items_of(tree: Any) -> list[Item]:
-    """The leaves of what a step returned, by path."""
+    """The leaves of a step's results, by path."""
 
     def is_end(node: Any) -> bool:
         return is_object(node) or isinstance(node, StepReport)
@@ -126,7 +128,7 @@ def items_of(tree: Any) -> list[Item]:
     items = []
     for path, leaf in flat:
         if is_object(leaf):
-            items += _split([leaf], [tokens(path)])[2]
+            items += _split_nnx([leaf], [tokens(path)])[2]
         elif isinstance(leaf, StepReport):
             inner, _ = jax.tree_util.tree_flatten_with_path(leaf)
             items += [Item(tokens((*path, *more)), x, REPORT) for more, x in inner]
@@ -136,7 +138,7 @@ def items_of(tree: Any) -> list[Item]:
 
 
 def unbind(step: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The step without the NNX objects that `nnx.cached_partial` bound, and those.
+    """The step without the NNX objects that `nnx.cached_partial` bound, and these.
 
     It would change them, and they are the caller's.
     """
@@ -153,7 +155,7 @@ def unbind(step: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...
 
 
 def _argument_names(step: Callable[..., Any], args: Sequence[Any]) -> list[str]:
-    """The names of the positional arguments, as far as step or arguments tell them."""
+    """The names of the positional arguments, by the signature or their types."""
     try:
         parameters = list(inspect.signature(step).parameters.values())
     except (TypeError, ValueError):
@@ -163,7 +165,7 @@ def _argument_names(step: Callable[..., Any], args: Sequence[Any]) -> list[str]:
         for p in parameters
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
-    unnamed = [_kind_of(x) for x in args[len(named) :]]
+    unnamed = [_role_of(x) for x in args[len(named) :]]
     if unnamed[1:] and all(unnamed[:-1]) and not unnamed[-1]:
         unnamed[-1] = "batch"
     names = [*named[: len(args)], *unnamed]
@@ -173,8 +175,8 @@ def _argument_names(step: Callable[..., Any], args: Sequence[Any]) -> list[str]:
     ]
 
 
-def _kind_of(argument: Any) -> str:
-    """What carries a run from step to step, by its type; "" for anything else."""
+def _role_of(argument: Any) -> str:
+    """The usual name of an argument that carries a run, by its type; "" for others."""
     if is_module_or_optimizer(argument):
         return "optimizer" if is_optimizer(argument) else "model"
     return "state" if hasattr(argument, "apply_gradients") else ""
@@ -193,7 +195,7 @@ def tokens(path: Any) -> Keys:
 # NNX, if the program uses it.
 
 
-def _split(objects: list[Any], prefixes: list[Keys]) -> tuple[Any, Any, list[Item]]:
+def _split_nnx(objects: list[Any], prefixes: list[Keys]) -> tuple[Any, Any, list[Item]]:
     """The graph and the state of NNX objects together, and the leaves of that state."""
     if not objects:
         return None, None, []

@@ -41,13 +41,13 @@ def scales_in(
             kind, key, *inner = path
             name = arguments.names[key.idx] if kind.idx == 0 else str(key.key)
             nodes.append((name, *tokens(inner)))
-    return _find_scales(arguments.items, nodes)
+    return _scales_below(arguments.items, nodes)
 
 
-def _find_scales(items: Sequence[Item], nodes: Iterable[Keys]) -> list[Scale]:
+def _scales_below(items: Sequence[Item], nodes: Iterable[Keys]) -> list[Scale]:
     """The loss scales below the scaler states `nodes`, or else by their names.
 
-    A state that `nnx.split` made has lost the types of its nodes.
+    A state from `nnx.split` has lost the types of its nodes.
     """
     names = [without_value(item.path) for item in items]
     prefixes = list(dict.fromkeys(nodes)) or [

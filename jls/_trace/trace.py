@@ -8,27 +8,28 @@ import jax
 import numpy as np
 
 from jls import _validate
-from jls._program.jaxprs import opened
+from jls._program.jaxprs import Program, opened
 from jls._trace.arguments import Arguments, Item, items_of
 from jls._tree import is_array
 
-# What a function raises that reads values at the host while it is traced.
+# The errors of a function that reads values at the host while it is traced.
 READS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     _validate.TracedError,
 )
-# More operations than this outside of any jit: the function is not jitted.
+# A jitted function is one call and a few casts; a step that is not has hundreds of
+# operations outside of any jit.
 _MANY = 64
 
 
 class Traced(NamedTuple):
     """The program of a function."""
 
-    program: Any
+    program: Program
     inputs: list[int]  # the index of the leaf for each input
-    outputs: list[Item]  # what it returned; arrays as shapes and dtypes
-    objects: list[Item]  # what is in its NNX arguments afterwards, likewise
+    outputs: list[Item]  # its results; arrays as shapes and dtypes
+    objects: list[Item]  # the leaves of its NNX arguments afterwards, likewise
     reads: bool = False  # whether it asks for values without computing with them
 
     @property
@@ -36,8 +37,8 @@ class Traced(NamedTuple):
         return len(opened(self.program).jaxpr.eqns) <= _MANY
 
 
-# What may be abstract while a function is traced: all that `jax.jit` traces, without
-# Python's numbers, or what is on a device alone.
+# The types that may be abstract while a function is traced: those that `jax.jit`
+# traces; or arrays alone.
 ALL = (jax.Array, np.ndarray, np.generic, float, complex)
 _ARRAYS = (jax.Array, np.ndarray)
 
@@ -49,13 +50,13 @@ def trace(
 ) -> Traced:
     """The program of a function, from abstract arrays; nothing is computed.
 
-    What is not on a device is abstract too, as under `jax.jit`, unless the function
-    computes with it at the host, which is right.
+    Values at the host are abstract too, as under `jax.jit`, unless the function
+    computes with them at the host, which is right.
 
     Args:
       fun: the function.
       arguments: its arguments.
-      abstract: the types of what is abstract if that works.
+      abstract: the types to make abstract first.
 
     Raises:
       Exception: what the function raises; one of `READS` if it reads a value of a JAX
@@ -63,19 +64,19 @@ def trace(
     """
     for kinds in dict.fromkeys((abstract, _ARRAYS)):
         try:
-            return _trace(fun, arguments, kinds)
+            return _trace_abstract(fun, arguments, kinds)
         except READS:
             pass
         except Exception:
             if kinds == _ARRAYS:
                 raise
-    return _trace(fun, arguments, (jax.Array,))
+    return _trace_abstract(fun, arguments, (jax.Array,))
 
 
-def _trace(
+def _trace_abstract(
     fun: Callable[..., Any], arguments: Arguments, abstract: tuple[type, ...]
 ) -> Traced:
-    made: list[list[Item]] = []
+    returned: list[list[Item]] = []
     inputs = [i for i, x in enumerate(arguments.leaves) if isinstance(x, abstract)]
     rest = [None if i in set(inputs) else x for i, x in enumerate(arguments.leaves)]
 
@@ -86,11 +87,11 @@ def _trace(
         leaves = [traced.get(i, x) for i, x in enumerate(leaves)]
         call = arguments.rebuild(leaves)
         result = fun(*call.args, **call.kwargs)
-        made[:] = items_of(result), call.read()
-        return [x.value for items in made for x in items if is_array(x.value)]
+        returned[:] = items_of(result), call.read()
+        return [x.value for items in returned for x in items if is_array(x.value)]
 
     program = jax.make_jaxpr(run)([arguments.leaves[i] for i in inputs])
-    outputs, objects = ([_abstract(x) for x in items] for items in made)
+    outputs, objects = ([_abstract(x) for x in items] for items in returned)
     return Traced(program, inputs, outputs, objects)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scalers of the optimizers that a user's step holds."""
+"""Finds the scalers of the optimizers that a user's step refers to."""
 
 import dis
 import functools
@@ -10,9 +10,10 @@ from typing import Any
 from jls._step import WrapperUpdate
 from jls._types import LossScaler
 
-# Their own functions hold no optimizer of the user's but in closures.
-_LIBRARIES = ("jax", "jls", "optax", "flax", "equinox", "haiku", "numpy")
-_MOST = 2**12  # a step that holds more is not searched to its end
+# Functions of these hold the user's optimizers in closures only, not in globals.
+_LIBRARY_PACKAGES = ("jax", "jls", "optax", "flax", "equinox", "haiku", "numpy")
+# Bounds the search. A step with Flax, optax and jls in it holds a few hundred objects.
+_MAX_OBJECTS = 2**12
 
 
 def scalers_in(step: Any, arguments: Any) -> list[LossScaler]:
@@ -24,7 +25,7 @@ def scalers_in(step: Any, arguments: Any) -> list[LossScaler]:
     left: list[Any] = [step, arguments]
     seen: dict[int, Any] = {}
     found: list[LossScaler] = []
-    while left and len(seen) < _MOST:
+    while left and len(seen) < _MAX_OBJECTS:
         part = left.pop()
         if id(part) in seen:
             continue
@@ -52,7 +53,7 @@ def _held_by(part: Any) -> Iterator[Any]:
         yield from cells(part)
         yield from part.__defaults__ or ()
         yield from (part.__kwdefaults__ or {}).values()
-        if (part.__module__ or "").partition(".")[0] not in _LIBRARIES:
+        if (part.__module__ or "").partition(".")[0] not in _LIBRARY_PACKAGES:
             names = _globals_of(part.__code__)
             yield from (part.__globals__[x] for x in names if x in part.__globals__)
     fields = getattr(part, "__dict__", {})  # not of an object that makes up attributes
@@ -69,7 +70,7 @@ def _globals_of(code: Any) -> set[str]:
 
 
 def cells(function: Any) -> list[Any]:
-    """What the closure of a function holds."""
+    """The contents of a function's closure."""
     held = []
     for cell in getattr(function, "__closure__", None) or ():
         try:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jls._audit.flow import ANY, ZERO, Flow, Mixed, Number, Same, Unknown
+from jls._audit.flow import Flow
+from jls._audit.values import ANY, ZERO, Mixed, Number, Same, Unknown
 from jls._program.jaxprs import opened
 from jls._program.walk import walk
 from jls._scopes import DECISION, UPDATE

@@ -177,7 +177,7 @@ def test_counts_over_uint32_keep_their_high_digit(monkeypatch):
 
     monkeypatch.setattr(underflow, "count_true", tally)
     bounds = jnp.zeros((3, 3), jnp.uint32)
-    counts = underflow._counts(jnp.zeros(2, jnp.uint32), bounds)
+    counts = underflow._fate_counts(jnp.zeros(2, jnp.uint32), bounds)
     assert counts.tolist() == [3 * 2.0**32] * 11
 
 
