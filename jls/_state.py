@@ -18,7 +18,7 @@ from jls import _validate
 from jls._nnx import is_variable, read_variables
 from jls._placement import place_like
 from jls._text import at, join, path_name
-from jls._types import LossScaledState, SpikeState, judged, logged
+from jls._types import LossScaledState, SpikeState, logged, spike_metrics
 
 State = TypeVar("State")
 
@@ -219,7 +219,7 @@ def metrics(state: Any) -> dict[str, Array]:
         values |= logged(wrapper)
         spikes = wrapper.spike_state
         if isinstance(spikes, SpikeState):
-            values |= {"spikes_found": spikes.found, **judged(spikes)}
+            values |= {"spikes_found": spikes.found, **spike_metrics(spikes)}
     return values
 
 

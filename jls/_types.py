@@ -103,8 +103,8 @@ class AdjustFn(Protocol[StateT]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Switched:
-    """`func` with its switches bound, which are static: Python reads them.
+class StaticPartial:
+    """`func` with its static keyword arguments bound, which Python reads.
 
     The leaves of a scaler are numbers. A switch belongs to its structure: equal ones
     make equal structures, where a `functools.partial` equals nothing but itself.
@@ -275,7 +275,7 @@ class SpikeState(NamedTuple):
         return format_record("SpikeState", **format_numbers(fields))
 
 
-def judged(state: SpikeState) -> dict[str, Array]:
+def spike_metrics(state: SpikeState) -> dict[str, Array]:
     """The last values that were judged, and their limits, by the names of metrics."""
     return {
         f"{prefix}_{signal}": numbers[..., i]
@@ -492,7 +492,7 @@ class StepReport(NamedTuple):
 
 
 def _keywords(function: Any) -> dict[str, Any]:
-    if not isinstance(function, functools.partial | Switched):
+    if not isinstance(function, functools.partial | StaticPartial):
         return {}
     inner = _keywords(function.func)
     # Numbers first, then switches; what is bound last counts.

@@ -12,7 +12,7 @@ from jls import _validate
 from jls._nnx import read_variables
 from jls._state import find, find_scaler_states, is_wrapper_state, no_loss_scale
 from jls._text import format_scale, join, path_name
-from jls._types import SpikeState, judged, logged
+from jls._types import SpikeState, logged, spike_metrics
 
 
 def check_in_sync(state: Any) -> None:
@@ -67,7 +67,7 @@ def _scalars(state: Any) -> dict[str, Array]:
         for end, leaf in flat:
             found[join(path, "spike_state", path_name(end))] = leaf
         if isinstance(wrapper.spike_state, SpikeState):
-            for name, leaf in judged(wrapper.spike_state).items():
+            for name, leaf in spike_metrics(wrapper.spike_state).items():
                 found[join(path, "spike_state", name)] = leaf
     for path, node in find_scaler_states(state):
         for name, leaf in read_variables(node)._asdict().items():

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from jls import _validate
 from jls._tree import is_array
-from jls._types import LossScaler, ScalerState, Sees, StateT, Switched
+from jls._types import LossScaler, ScalerState, Sees, StateT, StaticPartial
 
 # Defaults of the factories. Factors and interval are torch's, 2^15 is the largest power
 # of two in float16, and 2^24 the cap of NVIDIA's apex.
@@ -74,9 +74,9 @@ def _bind(function: Callable[..., Any], **more: Any) -> Partial:
     return Partial(function, **more)
 
 
-def switch(func: Callable[..., Any], **switches: Any) -> Switched:
+def switch(func: Callable[..., Any], **switches: Any) -> StaticPartial:
     """`func` with static switches bound."""
-    return Switched(func, tuple(switches.items()))
+    return StaticPartial(func, tuple(switches.items()))
 
 
 def start_at(init_scale: ArrayLike) -> ScalerState:

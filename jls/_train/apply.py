@@ -27,7 +27,7 @@ from jls._types import (
     SkipReason,
     SpikeState,
     StepReport,
-    judged,
+    spike_metrics,
 )
 
 Rates = Mapping[str, Any] | Callable[[Array], Any] | float | None
@@ -153,7 +153,7 @@ def apply_and_report(
     after = inner_wrapper_state(new_opt_state)
     count = _applied_before(opt_state, before)
     policy = after.spike_state
-    limits = judged(policy) if isinstance(policy, SpikeState) else {}
+    limits = spike_metrics(policy) if isinstance(policy, SpikeState) else {}
     report = StepReport(
         loss=extra.get("value"),
         skipped=~after.applied,

@@ -202,7 +202,12 @@ def test_devices_recipe_skips_what_overflows_on_one_device(capsys):
 def test_clipping_recipe_shows_the_traps(capsys):
     names = run("clipping")
     lines = capsys.readouterr().out.splitlines()
-    assert lines == ["[-0. -0.]", "[-0.71 -0.71]", "skips 1"]
+    assert lines == [
+        "optax [0. 0.]",
+        "jls   [-0. -0.] skips 1",
+        "jls   [-0.71 -0.71] skips 0",
+        "0 / 0 [-0. -0.] skips 1",
+    ]
     assert names["opt_state"].skips == 1
 
 
