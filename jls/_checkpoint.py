@@ -91,8 +91,8 @@ RENAMED: dict[type, dict[str, tuple[tuple[str, ...], Callable[..., Any]]]] = {
 
 def wrap_state(
     optimizer: optax.GradientTransformation,
-    inner_state: optax.OptState,
-    params: optax.Params,
+    inner_state: Any,
+    params: Any,
 ) -> LossScaledState:
     """Returns the state with which a run that had no jls continues with it.
 

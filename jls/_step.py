@@ -128,11 +128,11 @@ class WrapperUpdate:
 
     def __call__(
         self,
-        updates: optax.Updates,
-        state: LossScaledState,
-        params: optax.Params | None = None,
+        updates: Any,
+        state: Any,
+        params: Any = None,
         **extra: Any,
-    ) -> tuple[optax.Updates, LossScaledState]:
+    ) -> tuple[Any, LossScaledState]:
         """Returns the updates and the next state, as optax's `update` does."""
         with jax.named_scope(_scopes.UPDATE):
             step = _take_apart(self, updates, state, params, extra)
@@ -192,7 +192,7 @@ def register_wrapper(wrapper: WrapperUpdate, params: optax.Params) -> None:
         registered.append(FoundWrapper(wrapper, named_floats(params)[0]))
 
 
-def find_wrappers(optimizer: Any, params: optax.Params) -> list[FoundWrapper]:
+def find_wrappers(optimizer: Any, params: Any) -> list[FoundWrapper]:
     """The wrappers in `optimizer`, however deep: in a chain, a partition, ...
 
     Its `init` is traced, and each wrapper in it registers itself. A wrapper that is
@@ -325,7 +325,7 @@ class _Outcome(NamedTuple):
 
     result: Any  # the updates or the new parameters; rolled back if it was skipped
     state: LossScaledState
-    norm: Array | None  # f32[]  of the gradients; None if nobody asked for it
+    norm: Any  # f32[]  of the gradients; None if nobody asked for it
 
 
 def _take_apart(

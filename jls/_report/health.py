@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.typing import DTypeLike
 
 from jls import _validate
@@ -104,7 +103,7 @@ def health(
     state: Any,
     params: Any = None,
     *,
-    grads: optax.Updates | None = None,
+    grads: Any = None,
     optimizer: Any = None,
     carried: Any = None,
     max_consecutive_skips: int = 50,

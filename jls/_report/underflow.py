@@ -63,7 +63,7 @@ class Underflow(NamedTuple):
 
 def underflow(
     state: Any,
-    grads: optax.Updates,
+    grads: Any,
     *,
     dtype: DTypeLike = jnp.float16,
     growth_factor: float = 2.0,

@@ -2,6 +2,7 @@
 
 from typing import Any, assert_type
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -156,3 +157,20 @@ def adjust(state: ScalerState, grads_finite: Any, /) -> ScalerState:
 own = LossScaler(jls.dynamic(8.0).init, adjust)
 assert_type(own, LossScaler[ScalerState])
 assert_type(own.adjust(own.init(), False), ScalerState)
+
+
+# Modules of Equinox are pytrees too, but none of optax's aliases.
+class Module(eqx.Module):
+    weight: jax.Array
+
+
+def with_equinox(model: Module) -> None:
+    state = optimizer.init(model)
+    optimizer.update(model, state, model)
+    jls.wrap_state(optimizer, state.inner_state, model)
+    jls.apply_gradients(optimizer, model, state, model)
+    jls.health(state, model, grads=model)
+    jls.underflow(state, model)
+    assert_type(
+        jls.value_and_grad(lambda model: jnp.sum(model.weight))(state, model), Any
+    )
