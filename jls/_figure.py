@@ -20,6 +20,11 @@ BLACK, GREY = "#000000", "#777777"
 WIDTH = 6.4
 
 
+def with_exponent(scale: str) -> str:
+    """A loss scale such as "2^15" in Matplotlib's own notation of a power."""
+    return f"$2^{{{scale[2:]}}}$" if scale.startswith("2^") else scale
+
+
 class ShownFigure(Figure):
     """A figure that a notebook shows even if pyplot was never imported."""
 

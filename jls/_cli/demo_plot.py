@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from jls._cli.demo_report import Runs, percent
-from jls._figure import BLACK, JLS, RED, WIDTH
+from jls._figure import BLACK, JLS, RED, WIDTH, with_exponent
 from jls._text import format_scale
 
 # The runs in their order. Line styles differ too: clear to every eye and in print.
@@ -47,7 +47,9 @@ def save(runs: Runs, output: Path) -> None:
         label=f"skipped steps ({np.sum(skipped)})",
     )
     scale.set_yscale("log", base=2)
-    scale.yaxis.set_major_formatter(FuncFormatter(lambda y, _: format_scale(y)))
+    scale.yaxis.set_major_formatter(
+        FuncFormatter(lambda y, _: with_exponent(format_scale(y)))
+    )
     scale.margins(y=0.15)  # room for the marks under the line
     scale.set_ylabel("loss scale")
     scale.set_xlabel("step")

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
-from jls._figure import BLACK, GREY, JLS, RED, WIDTH, ShownFigure
+from jls._figure import BLACK, GREY, JLS, RED, WIDTH, ShownFigure, with_exponent
 from jls._origin.twin import HIGHEST, LOWEST, Cotangent
 from jls._program.places import Place, line_of_cell
 from jls._text import format_scale
@@ -69,11 +69,11 @@ def plot(
     for label, row in zip(axes.get_yticklabels(), rows, strict=True):
         label.set_color(RED if row.limits else BLACK)
     axes.set_ylim(len(rows) + 0.2, -0.6)  # below the rows, words
-    start = format_scale(init_scale)
+    start = with_exponent(format_scale(init_scale))
     axes.legend(
         handles=[
             Patch(color=GREY, label="loss scale 1"),
-            Patch(color=JLS, label=f"loss scale {_power(shift, start)}"),
+            Patch(color=JLS, label=f"loss scale {start}"),
             Patch(color=RED, label=f"overflows first: {_line(limit)}"),
         ],
         loc="lower left",
@@ -219,7 +219,3 @@ def _share_below(row: _Row, exponent: int) -> float:
     """The share of the values that are below a power of two."""
     count = min(max(exponent - LOWEST, 0), len(row.shares))
     return row.vanishing + float(row.shares[:count].sum())
-
-
-def _power(exponent: int, text: str) -> str:
-    return f"$2^{{{exponent}}}$" if text.startswith("2^") else text

@@ -18,7 +18,17 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
-from jls._figure import BLACK, GREEN, GREY, JLS, PURPLE, RED, WIDTH, ShownFigure
+from jls._figure import (
+    BLACK,
+    GREEN,
+    GREY,
+    JLS,
+    PURPLE,
+    RED,
+    WIDTH,
+    ShownFigure,
+    with_exponent,
+)
 from jls._report.record import Columns, column, moves, skip_counts, spike_counts
 from jls._text import format_scale
 
@@ -167,7 +177,9 @@ def _draw_scale(panel: Axes, columns: Columns, steps: np.ndarray) -> None:
     panel.set_ylim(2.0 ** (low - room), 2.0 ** (high + room / 2))
     panel.yaxis.set_major_locator(LogLocator(base=2, numticks=8))
     panel.yaxis.set_minor_locator(NullLocator())
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda scale, _: format_scale(scale)))
+    panel.yaxis.set_major_formatter(
+        FuncFormatter(lambda scale, _: with_exponent(format_scale(scale)))
+    )
 
 
 # Lines and marks that stay clear from one row to a hundred thousand.
