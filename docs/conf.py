@@ -44,6 +44,8 @@ nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(?!jls\.).*|jls\._.*")]
 
 nb_execution_mode = "off"
+nb_code_prompt_show = "Install jls"  # the one cell that is folded
+nb_code_prompt_hide = "Install jls"
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 
