@@ -1,6 +1,8 @@
 # The notebooks are part of the manual: they run, and what is stored in them is what a
 # reader sees, so it is checked too.
 
+import base64
+import io
 import json
 import os
 import platform
@@ -11,7 +13,9 @@ import zipfile
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
+from PIL import Image
 
 import jls
 from jls import _figure
@@ -69,6 +73,11 @@ def pictures(cell):
     return [one["image/png"] for one in data if "image/png" in one]
 
 
+def thumbnail(png):
+    with Image.open(io.BytesIO(base64.b64decode(png))) as picture:
+        return np.asarray(picture.convert("L").resize((64, 64)), float)
+
+
 def check_outputs(notebook):
     for number, cell in enumerate(code_cells(notebook), start=1):
         assert cell.execution_count == number
@@ -78,7 +87,8 @@ def check_outputs(notebook):
         assert len(pictures(cell)) == len(SHOWS.findall(cell.source))
     poster, *others = code_cells(notebook)
     (drawn,) = [cell for cell in others if "poster.update(" in cell.source]
-    assert pictures(poster) == pictures(drawn)
+    first, again = map(thumbnail, pictures(poster) + pictures(drawn))
+    assert np.abs(first - again).mean() < 1  # drawn again, it may move by a pixel
 
 
 def test_there_are_notebooks():
