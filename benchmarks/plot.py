@@ -6,71 +6,126 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from benchmarks.contestants import FLOOR
+from benchmarks.contestants import FLOOR, OURS
 from benchmarks.report import contestants_of
+from jls._figure import BLACK, GREEN, JLS
+
+# Okabe and Ito's colours; the marks differ in shape too, for print in grey.
+COLOURS = {
+    OURS: JLS,
+    "apply_if_finite": "#E69F00",
+    "flax": GREEN,
+    "jmp": "#CC79A7",
+    "mpx": "#56B4E9",
+}
+MARKERS = {OURS: "D", "apply_if_finite": "o", "flax": "s", "jmp": "v", "mpx": "^"}
+TICKS = [0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0]
+WIDTH, ROW = 7.0, 0.36  # inches
+
+
+def style(name: str) -> dict[str, Any]:
+    """How a contestant's points look."""
+    is_ours = name == OURS
+    return {
+        "color": COLOURS.get(name),
+        "marker": MARKERS.get(name, "o"),
+        "markersize": 6 if is_ours else 5,
+        "zorder": 4 if is_ours else 3,
+    }
 
 
 def save(results: dict[str, Any], path: Path) -> None:
-    """Ratios as points with their quartiles, and the two curves of growth."""
-    names = contestants_of(results)
-    colours = {name: f"C{i}" for i, name in enumerate(names)}
+    """Ratios as points with their quartiles; below them the two curves of growth."""
+    names = [name for name in contestants_of(results) if name != FLOOR]
     workloads = results["workloads"]
     rows = [name for name in workloads if workloads[name]["growth"] is None]
     kinds = ("leaves", "parameters")
     curves = {k: [w for w in workloads.values() if w["growth"] == k] for k in kinds}
     curves = {kind: points for kind, points in curves.items() if len(points) > 1}
-    figure = Figure(figsize=(12, max(5.0, 2 + 0.5 * len(rows))), layout="constrained")
-    mosaic: Any = [["ratio", kind] for kind in curves] or [["ratio"]]
-    panels = figure.subplot_mosaic(mosaic, width_ratios=[2, 1][: len(mosaic[0])])
-    ratio = panels["ratio"]
+    heights = [1.0 + ROW * max(len(rows), 2), 2.6][: 1 + bool(curves)]
+    figure = Figure(figsize=(WIDTH, 0.6 + sum(heights)), layout="constrained")
+    mosaic: Any = [["ratio"] * max(1, len(curves)), *[[*curves]] * bool(curves)]
+    panels = figure.subplot_mosaic(mosaic, height_ratios=heights)
+    _draw_ratios(panels["ratio"], {row: workloads[row] for row in rows}, names)
+    for kind, points in curves.items():
+        _draw_curve(panels[kind], kind, points, names)
+    about = results["about"]
+    figure.suptitle(f"{about['device']}, jax {about['jax']}", fontsize=12)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_ratios(axes: Any, workloads: dict[str, Any], names: list[str]) -> None:
+    """One row for each workload, the contestants below each other."""
     for i, name in enumerate(names):
+        shift = 0.15 * (i - (len(names) - 1) / 2)
         points = [
-            (row + 0.12 * (len(names) / 2 - i), one["ratio"])
-            for row, workload in zip(range(len(rows), 0, -1), rows, strict=True)
-            if "ratio" in (one := workloads[workload]["results"].get(name, {}))
+            (row + shift, one["ratio"])
+            for row, workload in enumerate(workloads.values())
+            if "ratio" in (one := workload["results"].get(name, {}))
         ]
-        if name != FLOOR and points:
+        if points:
             medians = [one["median"] for _, one in points]
             below = [one["median"] - one["q1"] for _, one in points]
             above = [one["q3"] - one["median"] for _, one in points]
             heights = [height for height, _ in points]
-            style = {"fmt": "o", "color": colours[name], "markersize": 4}
-            ratio.errorbar(medians, heights, xerr=[below, above], label=name, **style)
-    ratio.axvline(1.0, color="black", linewidth=0.8)
-    ratio.set_xscale("log")
-    ratio.xaxis.set_minor_locator(NullLocator())
-    ticks = [0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0]
-    low, high = ratio.get_xlim()
-    shown = [tick for tick in ticks if low <= tick <= high]
-    ratio.set_xticks(shown, [f"{tick:g}" for tick in shown])
-    ratio.set_yticks(range(len(rows), 0, -1), rows)
-    ratio.set_ylim(0.4, len(rows) + 0.6)
-    ratio.set_xlabel("time of a step / plain optax: median and quartiles")
-    if ratio.get_legend_handles_labels()[0]:
-        ratio.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(names))
-    for kind, points in curves.items():
-        axes = panels[kind]
-        for name in names:
-            line = [
-                (one[kind], one["results"][name]["extra_seconds"])
-                for one in points
-                if name != FLOOR and "extra_seconds" in one["results"].get(name, {})
-            ]
-            if line:
-                low, middle, high = (
-                    [1e6 * seconds[q] for _, seconds in line]
-                    for q in ("q1", "median", "q3")
-                )
-                sizes = [size for size, _ in line]
-                axes.plot(sizes, middle, "o-", color=colours[name])
-                axes.fill_between(sizes, low, high, color=colours[name], alpha=0.2)
-        axes.set_xscale("log")
-        axes.set_yscale("symlog", linthresh=100.0)  # an extra time may be below 0
-        axes.axhline(0.0, color="black", linewidth=0.8)
-        axes.margins(y=0.1)
-        if axes.get_ylim()[0] > -100.0:
-            axes.set_ylim(bottom=0.0)
-        axes.set_xlabel(kind)
-        axes.set_ylabel("extra microseconds / step")
-    figure.suptitle(f"{results['about']['device']}, jax {results['about']['jax']}")
-    figure.savefig(path, dpi=120)
+            axes.errorbar(
+                medians,
+                heights,
+                xerr=[below, above],
+                label=name,
+                linestyle="none",
+                **style(name),
+            )
+    for row in range(0, len(workloads), 2):
+        axes.axhspan(row - 0.5, row + 0.5, color="#f4f4f4", linewidth=0, zorder=0)
+    axes.axvline(1.0, color=BLACK, linewidth=0.8, zorder=2)
+    axes.set_xscale("log")
+    axes.xaxis.set_minor_locator(NullLocator())
+    low, high = axes.get_xlim()
+    shown = [tick for tick in TICKS if low <= tick <= high]
+    axes.set_xticks(shown, [f"{tick:g}" for tick in shown])
+    axes.set_yticks(range(len(workloads)), list(workloads))
+    axes.set_ylim(max(len(workloads), 1) - 0.5, -0.5)
+    axes.set_xlabel("time of a step / plain optax: median and quartiles")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(
+            loc="lower right",
+            bbox_to_anchor=(1.0, 1.0),
+            ncols=len(names),
+            frameon=False,
+            columnspacing=1.2,
+            handletextpad=0.3,
+        )
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _draw_curve(
+    axes: Any, kind: str, points: list[dict[str, Any]], names: list[str]
+) -> None:
+    """How the extra time grows."""
+    for name in names:
+        line = [
+            (one[kind], one["results"][name]["extra_seconds"])
+            for one in points
+            if "extra_seconds" in one["results"].get(name, {})
+        ]
+        if line:
+            low, middle, high = (
+                [1e6 * seconds[q] for _, seconds in line]
+                for q in ("q1", "median", "q3")
+            )
+            sizes = [size for size, _ in line]
+            axes.plot(sizes, middle, linestyle="-", **style(name))
+            axes.fill_between(
+                sizes, low, high, color=COLOURS.get(name), alpha=0.2, linewidth=0
+            )
+    axes.set_xscale("log")
+    axes.set_yscale("symlog", linthresh=100.0)  # an extra time may be below 0
+    axes.axhline(0.0, color=BLACK, linewidth=0.8)
+    axes.margins(y=0.1)
+    if axes.get_ylim()[0] > -100.0:
+        axes.set_ylim(bottom=0.0)
+    axes.set_xlabel(kind)
+    axes.set_ylabel("extra µs / step")
+    axes.spines[["top", "right"]].set_visible(False)

@@ -7,22 +7,17 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from benchmarks.contestants import FLOOR, OURS
+from benchmarks.contestants import FLOOR
+from benchmarks.plot import style
 from benchmarks.report import contestants_of
 from benchmarks.target_report import extra_bytes
 
-COLOURS = {
-    "jls": "#0072b2",
-    "apply_if_finite": "#e69f00",
-    "flax": "#009e73",
-    "jmp": "#cc79a7",
-    "mpx": "#56b4e9",
-}
-MARKERS = {"jls": "D", "apply_if_finite": "o", "flax": "s", "jmp": "v", "mpx": "^"}
-KERNEL_TICKS = [0, 20, 40, 200, 1000]
-BYTE_TICKS = [-32, -8, -2, -1, 0, 1, 2, 4, 8, 16, 32, 64, 128]
-FEW_BYTE_TICKS = [-32, -8, -2, 0, 2, 8, 32, 128]
-ROW, MARGINS = 0.5, 1.5  # inches
+# The first of them that have room.
+KERNEL_TICKS = [0, 200, 40, 1000, 20]
+BYTE_TICKS = [0, 2, -2, 8, -8, 32, -32, 128, 1, -1, 4, 16, 64]
+# Inches. With text of 11 points legible on a phone.
+WIDTH, NAMES, ROW, TOP, BOTTOM = 7.2, 2.55, 0.36, 0.95, 0.75
+TICK = 0.42  # from one to the next
 
 
 def save(results: dict[str, Any], path: Path) -> bool:
@@ -40,14 +35,14 @@ def save(results: dict[str, Any], path: Path) -> bool:
     names = [name for name in contestants_of(results) if name != FLOOR]
     if not workloads or not names:
         return False
-    measures = {"extra bytes for each parameter": extra_bytes}
+    measures = {"extra bytes per parameter": extra_bytes}
     if any(
         extra_kernels(one, n) is not None for one in workloads.values() for n in names
     ):
         measures["extra kernels, %"] = extra_kernels
     widths = [1.6, 1.0][: len(measures)]
-    height = MARGINS + ROW * len(workloads)
-    figure = Figure(figsize=(4.0 + 3.2 * sum(widths), height))
+    height = TOP + ROW * len(workloads) + BOTTOM
+    figure = Figure(figsize=(WIDTH, height))
     # By hand, so that a row is as high in every picture.
     panels: Any = figure.subplots(
         1,
@@ -56,23 +51,23 @@ def save(results: dict[str, Any], path: Path) -> bool:
         squeeze=False,
         width_ratios=widths,
         gridspec_kw={
-            "left": 3.1 / figure.get_figwidth(),
-            "right": 0.985,
-            "wspace": 0.06,
-            "bottom": 0.62 / height,
-            "top": 1.0 - (MARGINS - 0.62) / height,
+            "left": NAMES / WIDTH,
+            "right": 0.965,
+            "wspace": 0.1,
+            "bottom": BOTTOM / height,
+            "top": 1.0 - TOP / height,
         },
     )[0]
     for axes, (label, measure) in zip(panels, measures.items(), strict=True):
         _draw(axes, workloads, names, measure)
-        axes.set_xlabel(label, fontsize=13, labelpad=6)
+        axes.set_xlabel(label, fontsize=11, labelpad=4)
     _bytes_axis(panels[0])
     for axes in panels[1:]:
         _kernels_axis(axes)
     panels[0].set_yticks(range(len(workloads)), list(workloads))
     panels[0].set_ylim(len(workloads) - 0.5, -0.5)
     _title(figure, panels[0], results["about"])
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=150)
     if path.suffix == ".png":  # few colours make a small file
         with Image.open(path) as picture:
             few = picture.convert("RGB").quantize(256)
@@ -100,19 +95,17 @@ def _draw(axes: Any, workloads: dict[str, Any], names: list[str], measure: Any) 
         if points:
             axes.plot(
                 *zip(*points, strict=True),
-                MARKERS.get(name, "o"),
-                color=COLOURS.get(name),
+                linestyle="none",
                 label=name,
                 clip_on=False,
-                markersize=8.5 if name == OURS else 7,
                 markeredgecolor="white",
-                markeredgewidth=0.7,
-                zorder=4 if name == OURS else 3,
+                markeredgewidth=0.5,
+                **style(name),
             )
     for row in range(0, len(workloads), 2):
         axes.axhspan(row - 0.5, row + 0.5, color="#f4f4f4", linewidth=0, zorder=0)
     axes.axvline(0.0, color="black", linewidth=1.2, zorder=2)
-    axes.tick_params(labelsize=12, length=0, pad=6)
+    axes.tick_params(labelsize=11, length=0, pad=4)
     axes.grid(axis="x", color="#cfcfcf", linewidth=0.8, zorder=1)
     axes.set_axisbelow(True)
     for side in axes.spines.values():
@@ -122,15 +115,12 @@ def _draw(axes: Any, workloads: dict[str, Any], names: list[str], measure: Any) 
 def _bytes_axis(axes: Any) -> None:
     """Even up to 2 bytes, beyond that each step doubles."""
     axes.set_xscale("symlog", linthresh=2.0, linscale=1.2)
-    axes.set_xlabel(f"{axes.get_xlabel()}, logarithmic beyond 2")
+    axes.set_xlabel(f"{axes.get_xlabel()},\nlogarithmic beyond 2")
     ends = axes.dataLim
     low, high = 1.4 * min(ends.x0, -0.1), 1.25 * max(ends.x1, 4.0)
-    shown = [tick for tick in BYTE_TICKS if low <= tick <= high]
-    if len(shown) > 9:
-        shown = [tick for tick in shown if tick in FEW_BYTE_TICKS]
-    axes.set_xticks(shown, list(map(_signed, shown)))
-    axes.set_xticks([], minor=True)
     axes.set_xlim(low, high)
+    _set_ticks(axes, BYTE_TICKS)
+    axes.xaxis.set_major_formatter(lambda x, _: _signed(x))
 
 
 def _kernels_axis(axes: Any) -> None:
@@ -138,16 +128,28 @@ def _kernels_axis(axes: Any) -> None:
     ends = axes.dataLim
     if ends.x1 > 150:
         axes.set_xscale("symlog", linthresh=60.0, linscale=1.6)
-        axes.set_xlabel(f"{axes.get_xlabel()}, logarithmic beyond 60")
+        axes.set_xlabel(f"{axes.get_xlabel()},\nlogarithmic beyond 60")
         high = 1.4 * ends.x1
-        axes.set_xticks([tick for tick in KERNEL_TICKS if tick < high])
-        axes.set_xticks([], minor=True)
         axes.set_xlim(min(1.2 * ends.x0, -3.0), high)
+        _set_ticks(axes, KERNEL_TICKS)
     else:
         low, high = axes.get_xlim()
         axes.set_xlim(min(low, -1.0), high + 0.1 * (high - low))
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     axes.xaxis.set_major_formatter(lambda x, _: _signed(x))
+
+
+def _set_ticks(axes: Any, ticks: list[int]) -> None:
+    """Those that lie on the axis, and leave each other room."""
+    low, high = axes.get_xlim()
+    width = axes.get_position().width * WIDTH
+    shown: dict[int, float] = {}
+    for tick in (tick for tick in ticks if low <= tick <= high):
+        place = axes.transAxes.inverted().transform(axes.transData.transform((tick, 0)))
+        if all(abs(place[0] - other) * width > TICK for other in shown.values()):
+            shown[tick] = place[0]
+    axes.set_xticks(sorted(shown))
+    axes.set_xticks([], minor=True)
 
 
 def _signed(tick: float) -> str:
@@ -162,27 +164,26 @@ def _title(figure: Any, axes: Any, about: dict[str, Any]) -> None:
         0.12 / width,
         1 - 0.12 / height,
         about["device"],
-        fontsize=16,
+        fontsize=14,
         fontweight="bold",
         va="top",
     )
     figure.text(
         0.12 / width,
-        1 - 0.45 / height,
-        f"{about['how']}; beyond plain optax\njls {versions['jls']}, "
+        1 - 0.42 / height,
+        f"{about['how']}; beyond plain optax; jls {versions['jls']}, "
         f"jax {versions['jax']}",
-        fontsize=11,
+        fontsize=10,
         color="#555555",
         va="top",
-        linespacing=1.35,
     )
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(0.0, 1.0),
         ncols=6,
-        fontsize=13,
+        fontsize=11,
         frameon=False,
         handletextpad=0.2,
         borderaxespad=0.3,
-        columnspacing=1.6,
+        columnspacing=1.2,
     )

@@ -45,6 +45,8 @@ nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(?!jls\.).*|jls\._.*")]
 
 nb_execution_mode = "off"
+nb_code_prompt_show = "Install jls"  # the one cell that is folded
+nb_code_prompt_hide = "Install jls"
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 
@@ -89,25 +91,13 @@ def link_to_copies(app, name: str, source: list[str]) -> None:
     source[0] = source[0].replace("../notebooks/", "notebooks/")
 
 
-# The cell of each notebook whose picture stands for it.
-PICTURES = {
-    "01_quickstart": "underflow",
-    "02_migrate": "cell-26",
-    "03_my_loss_is_nan": "poster",
-    "04_scalers": "calibrate-plot",
-    "05_monitoring": "runs-plot",
-    "06_scale_out": "drift",
-    "07_spikes": "cost",
-}
-
-
 def copy_pictures() -> None:
-    """Takes a picture out of each notebook, for the page that lists them."""
+    """Takes the picture that opens each notebook, for the page that lists them."""
     target = DOCS / "pictures"
     target.mkdir(exist_ok=True)
     for notebook in (DOCS.parent / "notebooks").glob("*.ipynb"):
         cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-        (cell,) = (x for x in cells if x.get("id") == PICTURES[notebook.stem])
+        (cell,) = (x for x in cells if x["id"] == "poster")
         (png,) = (
             output["data"]["image/png"]
             for output in cell["outputs"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figure that the pictures of jls are drawn on.
+"""The figure that the pictures of jls are drawn on, and their colours.
 
 Matplotlib is imported here, and this module only when something is drawn.
 """
@@ -8,11 +8,27 @@ import io
 
 from matplotlib.figure import Figure
 
+# Okabe and Ito's colours. Each has one meaning in all pictures, those of the notebooks,
+# documentation and benchmarks too; shapes differ as well, for print in grey.
+JLS = "#0072B2"
+GREEN = "#009E73"  # the loss scale has grown
+RED = "#D55E00"  # a step was skipped; what overflows
+PURPLE = "#AA4499"  # a spike was skipped; Tol's, far enough from the red
+BLACK, GREY = "#000000", "#777777"
+
+# Inches. With text of 10 points, which is Matplotlib's, still legible on a phone.
+WIDTH = 6.4
+
+
+def with_exponent(scale: str) -> str:
+    """A loss scale such as "2^15" in Matplotlib's own notation of a power."""
+    return f"$2^{{{scale[2:]}}}$" if scale.startswith("2^") else scale
+
 
 class ShownFigure(Figure):
     """A figure that a notebook shows even if pyplot was never imported."""
 
     def _repr_png_(self) -> bytes:
         buffer = io.BytesIO()
-        self.savefig(buffer, format="png", dpi=110)
+        self.savefig(buffer, format="png", dpi=120)
         return buffer.getvalue()

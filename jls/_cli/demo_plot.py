@@ -7,25 +7,25 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from jls._cli.demo_report import CONFIGURATIONS, Runs, percent
-from jls._report.history_plot import BLUE, RED
+from jls._cli.demo_report import Runs, percent
+from jls._figure import BLACK, JLS, RED, WIDTH, with_exponent
 from jls._text import format_scale
 
-# Okabe and Ito's colours, and line styles too: clear to every eye and in print.
-STYLES = (
-    {"color": "#000000", "linestyle": "-", "linewidth": 3.5, "alpha": 0.35},
-    {"color": RED, "linestyle": "--", "linewidth": 1.8},
-    {"color": BLUE, "linestyle": "-", "linewidth": 1.3},
-)
+# The runs in their order. Line styles differ too: clear to every eye and in print.
+STYLES = {
+    "float32": {"color": BLACK, "linestyle": "-", "linewidth": 3.5, "alpha": 0.35},
+    "float16": {"color": RED, "linestyle": "--", "linewidth": 1.8},
+    "float16 with jls": {"color": JLS, "linestyle": "-", "linewidth": 1.3},
+}
 
 
 def save(runs: Runs, output: Path) -> None:
     """Writes the plot, in the format of `output`'s suffix."""
     # Not pyplot: it keeps figures in global state and may look for a display.
-    figure = Figure(figsize=(8, 6.5), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 5.4), layout="constrained")
     losses, scale = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     steps = np.arange(1, len(runs.scaled.losses) + 1)
-    for (name, _, _), run, style in zip(CONFIGURATIONS, runs, STYLES, strict=True):
+    for (name, style), run in zip(STYLES.items(), runs, strict=True):
         label = f"{name}: {percent(run.accuracy)} test accuracy"
         losses.plot(steps, run.losses, label=label, **style)
     losses.set_yscale("log")
@@ -34,8 +34,7 @@ def save(runs: Runs, output: Path) -> None:
     losses.legend(loc="center right")
 
     skipped = ~runs.scaled.applied
-    blue = STYLES[2]["color"]
-    scale.step(steps, runs.scaled.scales, where="post", color=blue, label="loss scale")
+    scale.step(steps, runs.scaled.scales, where="post", color=JLS, label="loss scale")
     scale.plot(
         steps[skipped],
         np.full(np.sum(skipped), 0.05),
@@ -44,17 +43,19 @@ def save(runs: Runs, output: Path) -> None:
         marker="|",
         markersize=12,
         markeredgewidth=1.8,
-        color=STYLES[1]["color"],
-        label=f"skipped step ({np.sum(skipped)})",
+        color=RED,
+        label=f"skipped steps ({np.sum(skipped)})",
     )
     scale.set_yscale("log", base=2)
-    scale.yaxis.set_major_formatter(FuncFormatter(lambda y, _: format_scale(y)))
+    scale.yaxis.set_major_formatter(
+        FuncFormatter(lambda y, _: with_exponent(format_scale(y)))
+    )
     scale.margins(y=0.15)  # room for the marks under the line
     scale.set_ylabel("loss scale")
     scale.set_xlabel("step")
-    scale.set_title("The loss scale of jls.loss_scaled")
+    scale.set_title("The loss scale that jls found")
     scale.legend(loc="upper left")
     for axes in (losses, scale):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(output, dpi=150)
+    figure.savefig(output, dpi=180)

@@ -16,12 +16,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
-from jls._figure import ShownFigure
+from jls._figure import BLACK, GREY, JLS, RED, WIDTH, ShownFigure, with_exponent
 from jls._origin.twin import HIGHEST, LOWEST, Cotangent
 from jls._program.places import Place, line_of_cell
 from jls._text import format_scale
 
-BLACK, GREY, BLUE, RED = "#000000", "#777777", "#0072B2", "#D55E00"
 LOSS = "#F0F0F0"  # where float16 ends
 _MOST_ROWS = 24
 _WORTH_SAYING = 0.01  # a share of values that vanish
@@ -48,7 +47,9 @@ def plot(
     shift = round(math.log2(init_scale))
     if axes is None:
         # Not pyplot: it keeps figures in global state, and a notebook shows them twice.
-        figure = ShownFigure(figsize=(8, 1.5 + 0.36 * len(rows)), layout="constrained")
+        figure = ShownFigure(
+            figsize=(WIDTH, 1.6 + 0.36 * len(rows)), layout="constrained"
+        )
         axes = figure.subplots()
     if not isinstance(axes, Axes):
         raise TypeError(f"axes must be one of Matplotlib's Axes, got {axes!r}.")
@@ -56,29 +57,28 @@ def plot(
     for y, row in enumerate(rows):
         shares = np.array([row.vanishing, *row.shares])
         _strip(axes, y - 0.2, shares, -shift, GREY)
-        _strip(axes, y + 0.2, shares, 0, BLUE)
+        _strip(axes, y + 0.2, shares, 0, JLS)
         at_1 = _share_below(row, LOWEST + shift)
         if at_1 >= _WORTH_SAYING:
-            change = f"{at_1:.0%} vanish", f"{row.vanishing:.0%} do"
-            arrow = " \N{RIGHTWARDS ARROW} "
-            _beside(axes, y, arrow.join(change))
+            arrow = "\N{RIGHTWARDS ARROW}"
+            _beside(axes, y, f"{at_1:.0%} {arrow} {row.vanishing:.0%}\nvanish")
         if row.limits:
             x = math.log2(row.largest * init_scale)
             axes.plot([x, x], [y - 0.02, y + 0.42], color=RED, lw=2.4)
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=9)
     for label, row in zip(axes.get_yticklabels(), rows, strict=True):
         label.set_color(RED if row.limits else BLACK)
-    axes.set_ylim(len(rows) - 0.05, -0.6)  # below the rows, words
-    start = format_scale(init_scale)
+    axes.set_ylim(len(rows) + 0.2, -0.6)  # below the rows, words
+    start = with_exponent(format_scale(init_scale))
     axes.legend(
         handles=[
             Patch(color=GREY, label="loss scale 1"),
-            Patch(color=BLUE, label=f"loss scale {_power(shift, start)}"),
+            Patch(color=JLS, label=f"loss scale {start}"),
             Patch(color=RED, label=f"overflows first: {_line(limit)}"),
         ],
         loc="lower left",
         bbox_to_anchor=(0.0, 1.0),
-        ncols=3,
+        ncols=2,
         frameon=False,
         fontsize=9,
         handlelength=1.2,
@@ -92,26 +92,27 @@ def plot(
 
 def _draw_range(axes: Axes, low: int) -> None:
     """The axis, and what float16 has of it."""
-    low, high = low - 1, HIGHEST + 7
+    low, high = low - 1, HIGHEST + 9
     axes.set_xlim(low, high)
     axes.axvspan(low, LOWEST, color=LOSS, zorder=0)
     axes.axvspan(HIGHEST + 1, high, color=LOSS, zorder=0)
     axes.axvline(_NORMAL, color=GREY, lw=0.8, ls=":", zorder=1)
     words = (
         ((low + LOWEST) / 2, "vanish"),
-        ((LOWEST + _NORMAL) / 2, "lose precision"),
+        ((LOWEST + _NORMAL) / 2, "lose\nprecision"),
         ((_NORMAL + HIGHEST + 1) / 2, "float16"),
         ((HIGHEST + 1 + high) / 2, "overflow"),
     )
     for x, word in words:
         axes.text(
             x,
-            0.0,
+            0.015,
             word,
             transform=axes.get_xaxis_transform(),
             ha="center",
             va="bottom",
             fontsize=8,
+            linespacing=0.9,
             color=GREY,
         )
     axes.xaxis.set_major_locator(MultipleLocator(8))
@@ -130,6 +131,7 @@ def _beside(axes: Axes, y: float, text: str) -> None:
         textcoords="offset points",
         va="center",
         fontsize=8.5,
+        linespacing=1.0,
     )
 
 
@@ -217,7 +219,3 @@ def _share_below(row: _Row, exponent: int) -> float:
     """The share of the values that are below a power of two."""
     count = min(max(exponent - LOWEST, 0), len(row.shares))
     return row.vanishing + float(row.shares[:count].sum())
-
-
-def _power(exponent: int, text: str) -> str:
-    return f"$2^{{{exponent}}}$" if text.startswith("2^") else text

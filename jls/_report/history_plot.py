@@ -18,13 +18,20 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
-from jls._figure import ShownFigure
+from jls._figure import (
+    BLACK,
+    GREEN,
+    GREY,
+    JLS,
+    PURPLE,
+    RED,
+    WIDTH,
+    ShownFigure,
+    with_exponent,
+)
 from jls._report.record import Columns, column, moves, skip_counts, spike_counts
 from jls._text import format_scale
 
-# Okabe and Ito's colours; the marks differ in shape too, for print in grey.
-BLACK, BLUE, GREEN, RED = "#000000", "#0072B2", "#009E73", "#D55E00"
-PURPLE = "#AA4499"  # of Tol's, far enough from the red
 POINTS = 2000  # a line of more is drawn as at most this many medians with their range
 NORMS = "global_norm", "grad_norm"
 TICKS = 400  # more would be too close together to see
@@ -36,7 +43,7 @@ def plot(columns: Columns, axes: Any = None) -> Figure:
     if axes is None:
         # Not pyplot: it keeps figures in global state, and a notebook shows them twice.
         heights = [3, *[2] * (len(panels) - 1)]
-        size = (8, 1.0 + 1.15 * sum(heights))
+        size = (WIDTH, 0.9 + 0.9 * sum(heights))
         figure = ShownFigure(figsize=size, layout="constrained")
         axes = figure.subplots(len(panels), 1, sharex=True, height_ratios=heights)
         figure.align_ylabels()
@@ -79,9 +86,11 @@ def plot(columns: Columns, axes: Any = None) -> Figure:
             loc="lower right",
             bbox_to_anchor=(1, 1),
             borderaxespad=0.1,
-            ncols=len(labels),
+            ncols=min(3, len(labels)),
             frameon=False,
             fontsize="small",
+            columnspacing=1.2,
+            handletextpad=0.5,
         )
     given[-1].set_xlabel("step")
     given[-1].xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
@@ -135,7 +144,7 @@ def _draw_limit(panel: Axes, steps: np.ndarray, limits: np.ndarray) -> None:
     at = _thin(steps, POINTS)
     label = "limit of spikes"
     panel.set_ylim(panel.get_ylim())  # a limit far above the values does not count
-    panel.plot(steps[at], limits[at], "--", color="gray", linewidth=1, label=label)
+    panel.plot(steps[at], limits[at], "--", color=GREY, linewidth=1, label=label)
 
 
 def _draw_scale(panel: Axes, columns: Columns, steps: np.ndarray) -> None:
@@ -150,7 +159,7 @@ def _draw_scale(panel: Axes, columns: Columns, steps: np.ndarray) -> None:
     corners[[0, -1]] = True  # between the corners the line is level
     marker = "o" if len(y) == 1 else None
     panel.step(
-        x[corners], y[corners], where="post", color=BLUE, lw=1.6, marker=marker, ms=3.5
+        x[corners], y[corners], where="post", color=JLS, lw=1.6, marker=marker, ms=3.5
     )
     for where, shape, color, word in (
         (grown, "^", GREEN, "growth"),
@@ -168,7 +177,9 @@ def _draw_scale(panel: Axes, columns: Columns, steps: np.ndarray) -> None:
     panel.set_ylim(2.0 ** (low - room), 2.0 ** (high + room / 2))
     panel.yaxis.set_major_locator(LogLocator(base=2, numticks=8))
     panel.yaxis.set_minor_locator(NullLocator())
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda scale, _: format_scale(scale)))
+    panel.yaxis.set_major_formatter(
+        FuncFormatter(lambda scale, _: with_exponent(format_scale(scale)))
+    )
 
 
 # Lines and marks that stay clear from one row to a hundred thousand.
@@ -182,7 +193,7 @@ def _draw_line(panel: Axes, steps: np.ndarray, values: np.ndarray) -> None:
     if not y.size:
         panel.set_yticks([])
         center = {"ha": "center", "va": "center", "transform": panel.transAxes}
-        panel.text(0.5, 0.5, "no finite value", color="gray", **center)
+        panel.text(0.5, 0.5, "no finite value", color=GREY, **center)
         return
     if np.all(y > 0):
         _use_log_axis(panel, np.log10(y.max()) - np.log10(y.min()))
@@ -195,10 +206,10 @@ def _draw_line(panel: Axes, steps: np.ndarray, values: np.ndarray) -> None:
         highest = [np.max(y[part]) for part in parts]
         x = np.array([np.median(x[part]) for part in parts])
         y = np.array([np.median(y[part]) for part in parts])
-        panel.fill_between(x, lowest, highest, color=BLUE, alpha=0.25, linewidth=0)
+        panel.fill_between(x, lowest, highest, color=JLS, alpha=0.25, linewidth=0)
         label = f"median and range of {size} rows"
     marker = "o" if len(y) <= 40 else None
-    panel.plot(x, y, color=BLUE, linewidth=1.4, marker=marker, ms=3.5, label=label)
+    panel.plot(x, y, color=JLS, linewidth=1.4, marker=marker, ms=3.5, label=label)
 
 
 def _use_log_axis(panel: Axes, decades: float) -> None:

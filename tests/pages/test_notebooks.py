@@ -1,6 +1,8 @@
 # The notebooks are part of the manual: they run, and what is stored in them is what a
 # reader sees, so it is checked too.
 
+import base64
+import io
 import json
 import os
 import platform
@@ -11,9 +13,12 @@ import zipfile
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
+from PIL import Image
 
 import jls
+from jls import _figure
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -37,8 +42,18 @@ NotebookClient(notebook, timeout=90, resources={"metadata": {"path": folder}}).e
 nbformat.write(notebook, path)
 """
 
-# What shows a picture: pyplot, or a `plot()` of jls in a cell's last line.
-SHOWS = re.compile(r"plt\.show\(\)|^\S+\.plot\(\)\Z", re.M)
+# What shows a picture: the first cell, pyplot, or a `plot()` of jls in a last line.
+SHOWS = re.compile(r"^poster = |plt\.show\(\)|^(\S+\.plot\(\)|figure)\Z", re.M)
+
+# What folds a cell on Colab, in Jupyter and on the pages.
+HIDDEN = {
+    "poster": {"jupyter": {"source_hidden": True}, "tags": ["remove-input"]},
+    "setup": {
+        "cellView": "form",
+        "jupyter": {"source_hidden": True},
+        "tags": ["hide-input"],
+    },
+}
 
 # What follows `%pip install` or the like.
 INSTALL = re.compile(r"[%!].*\binstall\b(.*)")
@@ -53,14 +68,27 @@ def code_cells(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
+def pictures(cell):
+    data = [output.get("data", {}) for output in cell.outputs]
+    return [one["image/png"] for one in data if "image/png" in one]
+
+
+def thumbnail(png):
+    with Image.open(io.BytesIO(base64.b64decode(png))) as picture:
+        return np.asarray(picture.convert("L").resize((64, 64)), float)
+
+
 def check_outputs(notebook):
     for number, cell in enumerate(code_cells(notebook), start=1):
         assert cell.execution_count == number
         kinds = [output.output_type for output in cell.outputs]
         assert "error" not in kinds
         assert "stderr" not in [output.get("name") for output in cell.outputs]
-        images = [o for o in cell.outputs if "image/png" in o.get("data", {})]
-        assert len(images) == len(SHOWS.findall(cell.source))
+        assert len(pictures(cell)) == len(SHOWS.findall(cell.source))
+    poster, *others = code_cells(notebook)
+    (drawn,) = [cell for cell in others if "poster.update(" in cell.source]
+    first, again = map(thumbnail, pictures(poster) + pictures(drawn))
+    assert np.abs(first - again).mean() < 1  # drawn again, it may move by a pixel
 
 
 def test_there_are_notebooks():
@@ -99,7 +127,7 @@ def test_the_stored_outputs_are_complete(notebook):
 
 def test_nothing_in_it_tells_of_the_machine_that_ran_it(notebook):
     for cell in notebook.cells:
-        assert cell.metadata == {}
+        assert cell.metadata == HIDDEN.get(cell.id, {})
         text = "".join(
             str(data)
             for output in cell.get("outputs", [])
@@ -118,23 +146,44 @@ def test_nothing_in_it_tells_of_the_machine_that_ran_it(notebook):
     }
 
 
+def test_it_opens_with_a_few_sentences_and_its_best_picture(notebook):
+    kinds = [cell.cell_type for cell in notebook.cells[:4]]
+    assert kinds == ["markdown", "code", "markdown", "code"]
+    assert [cell.id for cell in code_cells(notebook)[:2]] == ["poster", "setup"]
+    title, blank, text = notebook.cells[0].source.splitlines()
+    assert title.startswith("# ")
+    assert not blank
+    assert len(text) < 450
+    assert len(notebook.cells[1].source.splitlines()) == 1
+
+
+def test_its_colours_mean_what_they_mean_in_the_pictures_of_jls(notebook):
+    source = "\n".join(cell.source for cell in code_cells(notebook))
+    colours = {}
+    for names, values in re.findall(r'^([A-Z, ]+) = ("#.*)$', source, re.M):
+        colours |= zip(names.split(", "), re.findall(r"#\w+", values), strict=True)
+    assert colours["JLS"] == _figure.JLS
+    assert colours == {n: getattr(_figure, n, c) for n, c in colours.items()}
+    assert source.count(_figure.JLS) == 1  # elsewhere by its name
+
+
 def test_it_installs_jls_alone(notebook):
-    first, *others = [cell.source for cell in code_cells(notebook)]
-    arguments = [line.split("--no-deps")[1].split() for line in INSTALL.findall(first)]
+    poster, setup, *others = [cell.source for cell in code_cells(notebook)]
+    arguments = [line.split("--no-deps")[1].split() for line in INSTALL.findall(setup)]
     assert arguments == [["-e", '"{checkout}"'], ['"{wheels[-1]}"']]
-    assert not any(INSTALL.search(source) for source in others)
+    assert not any(INSTALL.search(source) for source in (poster, *others))
 
 
 def test_they_all_find_jls_in_the_same_way(notebook):
-    assert code_cells(notebook)[0].source == first_cell()
+    assert code_cells(notebook)[1].source == setup_cell()
 
 
-def first_cell():
-    return code_cells(nbformat.read(NOTEBOOKS[0], as_version=4))[0].source
+def setup_cell():
+    return code_cells(nbformat.read(NOTEBOOKS[0], as_version=4))[1].source
 
 
-# Runs the first cell as on a machine without jls. pip only says what it is to install,
-# and makes a wheel importable.
+# Runs the cell that installs jls as on a machine without it. pip only says what it is
+# to install, and makes a wheel importable.
 WITHOUT_JLS = """if True:
     import sys
     from pathlib import Path
@@ -156,12 +205,12 @@ WITHOUT_JLS = """if True:
 """
 
 
-def run_first_cell(folder):
+def run_setup_cell(folder):
     """What pip was called with, where jls then comes from, and all that was printed."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_JLS],
-        input=first_cell(),
+        input=setup_cell(),
         capture_output=True,
         text=True,
         cwd=folder,
@@ -186,7 +235,7 @@ def test_they_take_jls_from_the_checkout_around_or_beside_them(place, tmp_path):
     folder = tmp_path / "my drive/notebooks"
     folder.mkdir(exist_ok=True)
     (folder / "jls-1.0-py3-none-any.whl").touch()  # the checkout goes first
-    calls, imported, printed = run_first_cell(folder)
+    calls, imported, printed = run_setup_cell(folder)
     assert calls == [f'pip install --quiet --no-deps -e "{tmp_path / place}"']
     assert Path(imported) == file
     assert "and jls 1.2.3" in printed
@@ -197,14 +246,14 @@ def test_they_take_jls_from_the_wheel_beside_them(tmp_path):
         path = tmp_path / f"jls-{version}-py3-none-any.whl"
         with zipfile.ZipFile(path, "w") as wheel:
             wheel.writestr("jls/__init__.py", f"__version__ = {version!r}")
-    calls, _, printed = run_first_cell(tmp_path)
+    calls, _, printed = run_setup_cell(tmp_path)
     assert calls == ['pip install --quiet --no-deps "jls-1.1-py3-none-any.whl"']
     assert "and jls 1.1" in printed
 
 
 def test_they_say_where_to_get_jls_and_ask_no_index(tmp_path):
     (tmp_path / "jls").mkdir()  # a folder that Python would import
-    calls, imported, printed = run_first_cell(tmp_path)
+    calls, imported, printed = run_setup_cell(tmp_path)
     assert (calls, imported) == ([], "None")
     assert "Whoever gave you this notebook has them." in printed
 
@@ -214,7 +263,7 @@ def test_it_runs_on_the_gpu_if_there_is_one(notebook):
     pins = re.findall(r"jax_platforms|JAX_PLATFORMS|default_device", source)
     needs_eight_devices = "jax_num_cpu_devices" in source
     assert bool(pins) == needs_eight_devices
-    intro = notebook.cells[0].source
+    intro = notebook.cells[2].source
     assert needs_eight_devices or "It runs on the GPU if JAX has one" in intro
 
 

@@ -478,7 +478,7 @@ def test_plot_shows_loss_scale_and_norm_with_every_skip():
     assert [panel.get_yscale() for panel in figure.axes] == ["log"] * 3
     assert scale.yaxis.get_transform().base == 2
     ticks = [text.get_text() for text in scale.get_yticklabels()]
-    assert {"2^1", "2^2", "2^3"} <= set(ticks)
+    assert {"$2^{1}$", "$2^{2}$", "$2^{3}$"} <= set(ticks)
     for panel in figure.axes:
         assert drawn(panel, "|") == [2, 3]
         assert panel.get_xlim()[0] < 1 < 6 < panel.get_xlim()[1]
