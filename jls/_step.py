@@ -475,7 +475,10 @@ def _observe(
     if squares is not None:
         with jax.named_scope(_scopes.NORM):
             norm_finite = jnp.isfinite(squares[-1])
-        flags += [jnp.stack([*map(jnp.isfinite, squares[:-1]), norm_finite])]
+        # One array first: on a TPU a flag for each number would be an instruction more.
+        dtype = np.result_type(*(x.dtype for x in squares))
+        of_each = jnp.stack([x.astype(dtype) for x in squares[:-1]])
+        flags += [jnp.isfinite(of_each), norm_finite[None]]
     if wrapper.scaler.sees == "max_abs":
         with jax.named_scope(_scopes.GRADIENTS):
             magnitudes = leaf_magnitudes(step.grads)
