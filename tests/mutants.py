@@ -356,8 +356,8 @@ TRAIN = [
     Fault(
         "a skipped step keeps what it carried on",
         "jls/_train/step.py",
-        "after = select(~report.skipped, made.carried, before)",
-        "after = made.carried",
+        "after = select(~report.skipped, accumulated.carried, before)",
+        "after = accumulated.carried",
         ("tests/train/test_plain.py",),
     ),
     Fault(

@@ -15,7 +15,7 @@ import jls
 from jls._checkpoint import RENAMED
 from jls._report import health, history, history_plot, record
 from jls._report.verdict import TABLE, Facts
-from jls._types import FIELDS, SIGNALS, Event, LossScaledState, judged, logged
+from jls._types import FIELDS, SIGNALS, Event, LossScaledState, logged, spike_metrics
 from jls.types import SpikeState, StepReport
 
 PARAMS = {"w": jnp.ones(2)}
@@ -36,7 +36,7 @@ def test_a_field_is_a_metric_if_the_table_says_so():
     state = OPTIMIZER.init(PARAMS)
     metrics = set(jls.metrics(state))
     assert set(logged(state)) == LOGGED <= metrics
-    others = {"loss_scale", "spikes_found", *judged(state.spike_state)}
+    others = {"loss_scale", "spikes_found", *spike_metrics(state.spike_state)}
     assert metrics == LOGGED | others
     assert set(jls.host_metrics(state)) == metrics
     plain = jls.skip_nonfinite(optax.sgd(0.1)).init(PARAMS)
@@ -180,7 +180,7 @@ def test_every_signal_has_its_arrays_its_metrics_and_its_column():
     for field in ("seen", "kept", "value", "limit"):
         assert len(getattr(state, field)) == len(SIGNALS)
     names = {f"{kind}_{signal}" for signal in SIGNALS for kind in ("judged", "limit")}
-    assert set(judged(state)) == names
+    assert set(spike_metrics(state)) == names
     assert {name for name in names if name.startswith("limit")} <= set(
         StepReport._fields
     )

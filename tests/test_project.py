@@ -84,7 +84,7 @@ def test_contributing_names_commands_that_there_are():
         ("jls/_report/verdict.py", ["Verdict", "Facts"]),
         ("jls/_types.py", ["Field", "Event", "LossScaledState", "SIGNALS", "JudgeFn"]),
         ("jls/_scalers/rule.py", ["make"]),
-        ("jls/_step.py", ["_count", "_judge"]),
+        ("jls/_step.py", ["_count", "_query_spike_policy"]),
         ("benchmarks/targets.py", ["Target", "TARGETS"]),
         ("jls/_train/parts.py", ["Adapter"]),
         ("jls/_train/step.py", ["_adapt"]),

@@ -500,7 +500,7 @@ def _adapt(
     if optimizer is None and is_linen(args):
         return LinenAdapter(loss_fn, carries, has_aux, args[0])
     names = [type(x).__name__ for x in args]
-    got = ", ".join(names) or "keyword arguments alone"
+    got = ", ".join(names) or "no positional argument"
     raise TypeError(f"{_form(optimizer, carries, is_flax)}; got {got}. {_BATCH}")
 
 

@@ -39,6 +39,7 @@ OPTIMIZERS = {
     "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
     "multi_steps": lambda: optax.chain(multi_steps(), jls.params_ema(0.9)),
 }
+CLIPPED = "adamw"  # by the global norm
 STEPS = 400
 
 
@@ -136,7 +137,7 @@ def bounds(scaler):
     return keywords.get("min_scale", 2.0**-126), keywords.get("max_scale", 2.0**126)
 
 
-def make_step(scaler, inner, axis_name=None):
+def make_step(scaler, inner, axis_name=None, is_clipped=False):
     optimizer = jls.loss_scaled(inner, scaler, axis_name=axis_name, check_updates=True)
     low, high = bounds(scaler)
 
@@ -156,9 +157,14 @@ def make_step(scaler, inner, axis_name=None):
         new_params = jls.select(new.applied, moved, params)
 
         # One flag for each leaf, in the order of jax.tree.leaves.
-        leaves = jnp.stack([jnp.all(is_finite(g)) for g in jax.tree.leaves(grads)])
+        looked_at = jax.tree.leaves(grads)
+        if is_clipped:  # by the norm: the sum of the squares is looked at
+            looked_at = [jnp.sum(g.astype(jnp.float32) ** 2) for g in looked_at]
+            looked_at = [*looked_at, functools.reduce(jnp.add, looked_at)]
+        leaves = jnp.stack([jnp.all(is_finite(g)) for g in looked_at])
         leaves = everywhere(leaves)
         grads_finite, loss_finite = jnp.all(leaves), everywhere(is_finite(loss))
+        leaves = leaves[: len(grads)]
         acceptable = grads_finite & loss_finite
         applied, skipped = new.applied, ~new.applied
         old_scale = state.scaler_state.loss_scale
@@ -202,7 +208,9 @@ def make_step(scaler, inner, axis_name=None):
 
 @functools.partial(jax.jit, static_argnames="inner")
 def run(scaler, drawn, *, inner):
-    optimizer, step = make_step(scaler, OPTIMIZERS[inner]())
+    optimizer, step = make_step(
+        scaler, OPTIMIZERS[inner](), is_clipped=inner == CLIPPED
+    )
     params = make_params()
     return lax.scan(step, (params, optimizer.init(params)), drawn)
 
@@ -261,7 +269,9 @@ def test_promises_hold_on_all_devices_under_shard_map(name, inner):
     """One device here; tests/devices has eight, with faults of their own."""
     count = jax.device_count()
     mesh = Mesh(np.array(jax.devices()), "data")
-    optimizer, step = make_step(SCALERS[name](), OPTIMIZERS[inner](), "data")
+    optimizer, step = make_step(
+        SCALERS[name](), OPTIMIZERS[inner](), "data", inner == CLIPPED
+    )
 
     def device(drawn):
         params = make_params()

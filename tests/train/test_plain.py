@@ -326,7 +326,7 @@ def test_state_of_a_whole_equinox_model_is_refused():
             3,
             r"call step\(params, opt_state, carried, batch\); got",
         ),
-        (make_optimizer(), {}, 0, r"call step\(params, opt_state, batch\); got \."),
+        (make_optimizer(), {}, 0, r"call step\(params, opt_state, batch\); got no"),
     ],
 )
 def test_wrong_calls_are_named(optimizer, options, args, message):
