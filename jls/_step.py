@@ -394,16 +394,18 @@ def _attempt(
         should_apply = observed.is_finite & ~spike.is_spike
     old = skipped_result, _clone_keys(state.inner_state)
     if step.checks_updates:
-        outcome = _apply_checked(
-            wrapper, step, observed, params, apply_fn, inner, should_apply, old
-        )
-        result, inner_state, applied, leaves_finite = outcome
-    else:
         with jax.named_scope(_scopes.INNER):
-            new = roll_back_unless(should_apply, observed.is_finite, inner, old)
-        result, inner_state = new
-        applied, leaves_finite = should_apply, observed.leaves_finite
-    observed = observed._replace(leaves_finite=leaves_finite)
+            updates, inner_state = call(observed.is_finite, inner)
+        flags = _updates_finite(wrapper, step, params, updates, inner_state)
+        applied = should_apply & jnp.all(flags)
+        leaves = jnp.where(observed.is_finite, flags[1:], observed.leaves_finite)
+        observed = observed._replace(leaves_finite=leaves)
+        new = select(applied, (apply_fn(updates), _clone_keys(inner_state)), old)
+    else:
+        applied = should_apply
+        with jax.named_scope(_scopes.INNER):
+            new = roll_back_unless(applied, observed.is_finite, inner, old)
+    result, inner_state = new
     new_state = _count(wrapper, step, observed, spike, state, inner_state, applied)
     return _Outcome(result, new_state, norm)
 
@@ -530,33 +532,21 @@ def _query_spike_policy(
     return _SpikeDecision(new, observed.is_finite & skip)
 
 
-def _apply_checked(
+def _updates_finite(
     wrapper: WrapperUpdate,
     step: _Step,
-    observed: _Observed,
     params: optax.Params | None,
-    apply_fn: Callable[[optax.Updates], Any],
-    inner: Prepared,
-    should_apply: Array,
-    old: tuple[Any, Any],
-) -> tuple[Any, Any, Array, Array]:
-    """Result, inner state, whether the step is applied, and which leaves are finite.
-
-    The updates are looked at before the step is applied.
-    """
-    with jax.named_scope(_scopes.INNER):
-        updates, new = call(observed.is_finite, inner)
+    updates: optax.Updates,
+    inner_state: Any,
+) -> Array:
+    """`bool[1 + n]`: whether the inner state, and each update, may be kept."""
     stored = _finite_if_storable(updates, params, step.remainder)
     # A NaN moment shows in its update. A NaN in a scalar shared by all parameters may
     # not, as at first in D-Adaptation. Some optimizers keep an inf on purpose.
-    scalars = [x for x in floats_of(new) if jnp.ndim(x) == 0]
+    scalars = [x for x in floats_of(inner_state) if jnp.ndim(x) == 0]
     with jax.named_scope(_scopes.NEW):
         flags = jnp.concatenate([~any_nan(scalars)[None], finite_leaves(stored)])
-    flags = agree(flags, wrapper.axis_name)
-    applied = should_apply & jnp.all(flags)
-    result, new = select(applied, (apply_fn(updates), _clone_keys(new)), old)
-    leaves = jnp.where(observed.is_finite, flags[1:], observed.leaves_finite)
-    return result, new, applied, leaves
+    return agree(flags, wrapper.axis_name)
 
 
 def _count(

@@ -194,14 +194,14 @@ STEPS = [
     Fault(
         "devices do not agree on whether the updates are good",
         "jls/_step.py",
-        "    flags = agree(flags, wrapper.axis_name)\n    applied =",
-        "    applied =",
+        "    return agree(flags, wrapper.axis_name)\n",
+        "    return flags\n",
         ("tests/devices/test_shard_map.py",),
     ),
     Fault(
         "a NaN in a scalar of the inner state is not looked for",
         "jls/_step.py",
-        "scalars = [x for x in floats_of(new) if jnp.ndim(x) == 0]",
+        "scalars = [x for x in floats_of(inner_state) if jnp.ndim(x) == 0]",
         "scalars = [x for x in floats_of(updates) if jnp.ndim(x) == 0]",
         (STEP,),
     ),
