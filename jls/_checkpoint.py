@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """States across versions and optimizers: wrap, unwrap, upgrade.
 
-The rule for versions: a field that a checkpoint lacks starts as in a new run, if a
-version has added it. FIELDS in `_types` says so of a `LossScaledState`, and by which
-name an older version knows a field; RENAMED says it of the other states.
+The rule for versions: a field of `LossScaledState` that was added after a checkpoint
+was saved starts as in a new run. FIELDS in `_types` says since when there is a field;
+RENAMED has the old names of the fields of all states.
 
     saved has           target has           then
     the field           the field            the saved value

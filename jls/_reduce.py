@@ -26,8 +26,8 @@ from jls._tree import floats_of, widen
 def all_finite(tree: Any, axis_name: AxisName = None) -> Array:
     """Returns whether every element of `tree` is finite: neither inf nor NaN.
 
-    Looks at each element, never at a sum, which could overflow by itself. Leaves that
-    are not floating point (None, int, bool, PRNG keys, float0, functions) count as
+    Exact: finite elements never count as an overflow, however large or many. Leaves
+    that are not floating point (None, int, bool, PRNG keys, float0, functions) count as
     finite, and so does an empty tree.
 
     Args:
@@ -105,7 +105,10 @@ def any_nan(floats: Sequence[Any]) -> Array:
 
 
 def global_norm(floats: Sequence[Any]) -> Array:
-    """The L2 norm over all leaves, `f32[]`; inf or NaN if a leaf is not finite."""
+    """The L2 norm over all leaves, `f32[]`; inf or NaN if a leaf is not finite.
+
+    Does not overflow. On GPU and TPU the squares of magnitudes below 1e-23 are 0.
+    """
     if not floats:
         return jnp.float32(0.0)
     return _by_platform(list(floats), "norm")
@@ -137,15 +140,15 @@ def _by_platform(floats: list[Array], name: str) -> Array:
     )
 
 
-# Functions that reduce one leaf return an array of one number and, if NaN does not show
-# in it, one of one flag. They are traced for every shape, so they are written in `lax`:
-# `jax.numpy` takes three times as long.
+# Functions that reduce a leaf, or a stack of leaves, return a number for each and, if
+# NaN does not show in it, a flag for each. They are traced for every shape, so they are
+# written in `lax`: `jax.numpy` takes three times as long.
 
 ReduceLeaf = Callable[..., tuple[Array, ...]]
 
 
 def _each(reduce_leaf: ReduceLeaf, floats: list[Array]) -> tuple[Array, Array]:
-    """`reduce_leaf` of each leaf, joined, so that nothing follows for each alone."""
+    """`reduce_leaf` of each leaf, concatenated, so that what follows runs once."""
     return _joined(map(reduce_leaf, floats))
 
 
@@ -158,9 +161,9 @@ def _joined(
     return numbers, flags[0] if flags else lax.ne(numbers, numbers)
 
 
-# Small leaves of one type are reduced together on GPU, each of 256 KiB at most, where a
-# kernel costs more to launch than to run. More than 32 together take XLA longer to
-# compile, and launch hardly fewer kernels.
+# Small leaves of one type are reduced together on GPU: up to 2**16 elements each, a
+# size at which a kernel costs more to launch than to run. More than 32 together take
+# XLA longer to compile, and launch hardly fewer kernels.
 _SMALL, _TOGETHER = 2**16, 32
 
 
@@ -222,7 +225,7 @@ def _larger_and_either(a: Sequence[Any], b: Sequence[Any]) -> tuple[Array, Array
 
 @jax.jit
 def _max_and_nan(leaf: Array) -> tuple[Array, Array]:
-    """By a maximum of floats, which loses NaN on XLA CPU (jax 0.10 and 0.12)."""
+    """A flag for NaN too: XLA CPU drops it from a maximum (jax 0.10 and 0.12)."""
     pairs = [(lax.abs(part), lax.ne(part, part)) for part in _parts(leaf)]
     start, axes = (np.float32(0.0), np.bool_(False)), _axes(leaf, False)
     found = [lax.reduce(pair, start, _larger_and_either, axes) for pair in pairs]
@@ -239,18 +242,21 @@ def _max_of_bits(leaf: Array, is_stack: bool = False) -> tuple[Array]:
         bits = lax.bitwise_and(bits, np.int32(0x7FFFFFFF))
         return lax.reduce_max(bits, _axes(bits, is_stack))
 
-    # Of no element the maximum is the smallest integer.
+    # The maximum of an empty array is the smallest integer: clamp it to 0.
     bits = functools.reduce(lax.max, map(most, _parts(leaf)), np.int32(0))
     return (_per_leaf(lax.bitcast_convert_type(bits, jnp.float32), is_stack),)
 
 
-# 2**64 squares of the largest number times this have a finite sum.
+# The sum of 2**64 squares of the largest float32 times this is finite.
 _TINY = np.float32(2.0**-96)
 
 
 @functools.partial(jax.jit, static_argnames="is_stack")
 def _tiny_sum_of_squares(leaf: Array, is_stack: bool = False) -> tuple[Array]:
-    """Finite if and only if all elements are; the larger ones alone count.
+    """Finite if and only if all elements are.
+
+    Elements below 2**36 count as 2**36, so that no square is subnormal; beside elements
+    whose squares overflow, where the sum becomes a norm, they are negligible.
 
     XLA turns `(x * 2**40) * 2**-96` into `x * 2**-56`, which could be finite where
     `x * 2**40` is not, and the square of a product into a product of squares, which
@@ -275,8 +281,8 @@ def _tiny_sum_of_squares(leaf: Array, is_stack: bool = False) -> tuple[Array]:
 def _norm_of_scaled(floats: list[Array]) -> Array:
     """One sum, after division by a power of two near the largest magnitude.
 
-    That changes no digit, and the check for finiteness has found the largest: XLA sees
-    that, if both use all that it has found.
+    Scaling by a power of two is exact. The check for finiteness has found the largest
+    magnitude; XLA merges the two reductions if both use all of their results.
     """
     largest, has_nan = _each(_max_and_nan, lax.stop_gradient(floats))
     largest = jnp.max(jnp.where(has_nan, jnp.inf, largest))
@@ -290,16 +296,19 @@ def _norm_of_scaled(floats: list[Array]) -> Array:
 
 
 def _norm_or_norm_of_tiny(each: Any, floats: list[Array]) -> Array:
-    """Two sums, which clipping and the check for finiteness have made already."""
+    """Two sums, which XLA merges with those of clipping and of the check."""
     norm, (totals, _) = norm_of_squares(floats), each(_tiny_sum_of_squares, floats)
     is_done = norm < jnp.inf
-    # XLA would turn the sum of a concatenation into as many additions.
+    # The select keeps XLA from turning the sum of a concatenation into additions.
     tiny = jnp.sqrt(jnp.sum(jnp.where(is_done, 1.0, totals))) / _TINY
     return jnp.where(is_done, norm, tiny)
 
 
 def power_of_two_below(magnitude: Array) -> Array:
-    """The largest power of two up to `magnitude`, within [2**-126, 2**126]."""
+    """The largest power of two up to `magnitude`, within [2**-126, 2**126].
+
+    There neither the power nor its reciprocal is subnormal.
+    """
     bits = lax.bitcast_convert_type(magnitude, jnp.int32)
     exponent = lax.bitcast_convert_type(bits & jnp.int32(0x7F800000), jnp.float32)
     return jnp.clip(exponent, 2.0**-126, 2.0**126)

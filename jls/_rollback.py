@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the inner optimizer, and rolls its results back where the step is skipped.
 
-    the program of the inner optimizer      its inputs in a bad step    selected
-    no operation in it observes NaN         as they are; on a CPU ones  on a CPU where
-                                                                        it is computed,
-                                                                        else at the end
-    one might, or it is differentiated      ones                        at the end
+    inner optimizer              inputs in a bad step      new and old are selected
+    no operation observes NaN    GPU, TPU: as they are     at the end
+                                 CPU: ones                 where each is computed
+    one might                    ones                      at the end
+    differentiated               ones                      at the end
+    not traced                   ones                      at the end
 
 What is computed from bad gradients or an old state may be NaN, as Adam's first bias
 correction is. It is never kept, but some operations could observe it: a loop until
-convergence, which then might not end; a function of the host, which may raise; foreign
-code; and a derivative, since 0 times NaN is NaN. Such a program is given ones in the
-place of bad inputs. Any other gets its inputs as they are on GPU and TPU: only then XLA
-sees that the optimizer and the check read the same gradients, and reads them once. XLA
-GPU and TPU also change the moments in place by themselves, with the selects at the end;
-for a CPU see `_rollback_cpu`.
+convergence, which then might not end; a host callback, which may raise; a foreign
+function; and a derivative, since 0 times NaN is NaN. Such a program is given ones in
+the place of bad inputs. Any other gets its inputs as they are on GPU and TPU: only then
+XLA sees that the optimizer and the check read the same gradients, and reads them once.
+XLA GPU and TPU also change the moments in place by themselves, with the selects at the
+end; for a CPU see `_rollback_cpu`.
 
 Where the program sums the squares of all gradients, to clip them by their global norm,
-that sum is computed first and once. It tells whether they are finite, and the program
-goes on with it: the check needs no pass of its own.
+that sum is computed first. It tells whether they are finite, and a program that is
+given its inputs as they are goes on with it: the check needs no pass of its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ Function = Callable[[Arrays], Any]
 
 
 class Prepared(NamedTuple):
-    """A function and its inputs; traced once, or called as it is if nothing is."""
+    """A function and its inputs; traced if the step is, else called directly."""
 
     fun: Function
     inputs: Arrays  # floating-point arrays
@@ -60,7 +61,7 @@ def prepare(
     Args:
       fun: the inner optimizer as a function of `inputs`.
       inputs: floating-point arrays, the gradients first.
-      is_traced: whether a flag of this step is a tracer.
+      is_traced: whether what decides about the step is a tracer.
       gradients: how many of the inputs are gradients.
       sum_of_squares: what `sum_of_squares_in` has found, if the step is not traced.
     """
@@ -148,10 +149,10 @@ def _total(squares: list[Array] | None) -> list[Array]:
 
 
 def _as_given(is_finite: Array, inputs: Any) -> Any:
-    """`inputs` as a program gets them that cannot observe NaN: on a CPU sanitized.
+    """The inputs of a program that cannot observe NaN; on a CPU they are sanitized too.
 
-    XLA CPU hands sums to a library, and writes what is added up to memory for it,
-    unless a select is in between.
+    XLA CPU hands sums to a library, and writes the operand to memory for it, unless a
+    select is in between.
     """
     leaves, structure = jax.tree.flatten(inputs)
 
@@ -165,7 +166,7 @@ def _as_given(is_finite: Array, inputs: Any) -> Any:
 
 
 class _Program(NamedTuple):
-    """A function, traced. A compiled step keeps it, so it must not hold tracers."""
+    """A function, traced. Closures keep it, so it must not hold tracers."""
 
     jaxpr: Any  # of what the function takes from outside, and of its inputs
     after_sum: Any  # the same, and of the sum of squares, which it does not compute
@@ -235,7 +236,7 @@ def _or_ones(is_finite: Array, inputs: Arrays) -> list[Array]:
     ones = {}
 
     def chosen(i, x):
-        # Arrays in memory may lie on different devices.
+        # Concrete arrays may lie on different devices: each gets ones of its own.
         kind = jax.typeof(x) if isinstance(x, Tracer) else i
         if kind not in ones:
             ones[kind] = lax.full_like(x, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selects each new value of a program where it is computed, as is best on a CPU.
+"""Selects between new and old: on a CPU each value where it is computed.
 
     new_mu = b1 * mu + (1 - b1) * grads         mu = where(ok, b1 * mu + ..., mu)
     new_nu = ...                          ->    nu = where(ok, ..., nu)
@@ -65,7 +65,7 @@ def select_in_place(
     def result(output, x):
         if is_literal(output):
             return where(flag, output.val, x)
-        if olds.get(output) is x:
+        if olds.get(output) is x:  # else returned twice, with two old values
             return selected[output]
         return where(flag, values[output], x)
 
@@ -85,7 +85,7 @@ def _to_array(x: Any, dtype: Any = None) -> Array:
 
 
 def _on_cpu() -> Array:
-    """Whether the program is compiled for a CPU, which it knows when it is."""
+    """True on a CPU; decided when the program is lowered."""
     return lax.platform_dependent(
         cpu=lambda: jnp.asarray(True), default=lambda: jnp.asarray(False)
     )

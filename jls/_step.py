@@ -8,11 +8,12 @@
     finite      finite      bad      keeps its state  adjusts  skip, nonfinite update
     either is a spike       -        keeps its state  adjusts  skip, spike
 
-Updates are bad if they are checked and one is not finite, or makes a finite parameter
-overflow in its own dtype, or if a scalar of the inner state is NaN. A spike is a finite
-step whose loss or gradient norm the spike policy wants to skip. For the scaler both are
-finite steps. A step whose gradients come without the parts that overflowed, as the flag
-`partial_overflow` says, is applied, and counted as a partial overflow too.
+Where updates are checked, they are bad if one is not finite, or makes a finite
+parameter overflow in its own dtype, or if a scalar of the inner state is NaN. A spike
+is a finite step whose loss or gradient norm the spike policy wants to skip. For the
+scaler both are finite steps. A step whose gradients come without the parts that
+overflowed, as the flag `partial_overflow` says, is applied, and counted as a partial
+overflow too: for the scaler it is an overflow.
 
 Gradients are finite if every element is. Where the inner optimizer clips by the global
 norm, they are finite if the sum of their squares is, which it computes anyway: optax
@@ -110,7 +111,7 @@ class WrapperUpdate:
 
     @functools.cached_property
     def scaler_structure(self) -> Any:
-        """The structure of the scaler's states; an eager step does not look it up."""
+        """The structure of the scaler's states; cached for eager steps."""
         return jax.tree.structure(jax.eval_shape(self.scaler.init))
 
     @functools.cached_property
@@ -165,7 +166,7 @@ class WrapperUpdate:
 
 
 class Applied(NamedTuple):
-    """Results of a step that is applied; rolled back if it was skipped."""
+    """Results of `WrapperUpdate.apply`; the old values where the step was skipped."""
 
     params: Any
     state: Any
@@ -245,7 +246,7 @@ def update_and_apply(
 def _roll_back_if_stored_nonfinite(
     wrapper: WrapperUpdate, old: tuple[Any, Any], applied: Applied
 ) -> Applied:
-    """`applied`, or `old` if a part of the optimizer outside the wrapper spoils it.
+    """`applied`, rolled back if a part of the optimizer outside the wrapper spoils it.
 
     A wrapper inside an outer chain sees only its own updates. If a finite parameter
     would be stored as inf or NaN, the whole step counts as a nonfinite update.
@@ -255,11 +256,14 @@ def _roll_back_if_stored_nonfinite(
     stored = [jnp.where(jnp.isfinite(widen(x)), widen(y), 0) for x, y in pairs]
     with jax.named_scope(_scopes.NEW):
         are_finite = finite_leaves(stored)
-    is_finite = agree(jnp.all(are_finite), wrapper.axis_name)
+    are_finite = agree(are_finite, wrapper.axis_name)
+    is_finite = jnp.all(are_finite)
 
     def skip(old, new):
         if not is_wrapper_state(old):
             return old
+        known = old.nonfinite_leaves
+        bad = ~are_finite if known.size == are_finite.size else jnp.zeros_like(known)
         happened = dict.fromkeys(("step", "skip", "nonfinite update"), True)
         events = dict.fromkeys(get_args(Event), False) | happened
         reason = jnp.full_like(new.last_skip_reason, SkipReason.UPDATES.value)
@@ -267,6 +271,7 @@ def _roll_back_if_stored_nonfinite(
             inner_state=old.inner_state,
             applied=jnp.zeros_like(new.applied),
             last_skip_reason=reason,
+            nonfinite_leaves=bad,
             spike_state=old.spike_state,
             **_counts(old, events),
         )
@@ -314,7 +319,7 @@ class _Observed(NamedTuple):
 
 
 class _SpikeDecision(NamedTuple):
-    """The spike policy's answer; that of no policy is no spike."""
+    """The spike policy's decision; never a spike without a policy."""
 
     spike_state: Any  # its next state, if the step counts for it
     is_spike: Array  # bool[]  a finite step to skip
@@ -477,7 +482,8 @@ def _observe(
     if squares is not None:
         with jax.named_scope(_scopes.NORM):
             norm_finite = jnp.isfinite(squares[-1])
-        # One array first: on a TPU a flag for each number would be an instruction more.
+        # Stack first: on a TPU a comparison of each scalar would be an instruction
+        # more.
         dtype = np.result_type(*(x.dtype for x in squares))
         of_each = jnp.stack([x.astype(dtype) for x in squares[:-1]])
         flags += [jnp.isfinite(of_each), norm_finite[None]]
@@ -541,8 +547,8 @@ def _updates_finite(
 ) -> Array:
     """`bool[1 + n]`: whether the inner state, and each update, may be kept."""
     stored = _finite_if_storable(updates, params, step.remainder)
-    # A NaN moment shows in its update. A NaN in a scalar shared by all parameters may
-    # not, as at first in D-Adaptation. Some optimizers keep an inf on purpose.
+    # A NaN moment shows in its update. A NaN in a shared scalar may not (D-Adaptation's
+    # first step). Inf is allowed: some optimizers keep one on purpose.
     scalars = [x for x in floats_of(inner_state) if jnp.ndim(x) == 0]
     with jax.named_scope(_scopes.NEW):
         flags = jnp.concatenate([~any_nan(scalars)[None], finite_leaves(stored)])
@@ -719,7 +725,7 @@ def _check_state(state: Any, params: Any) -> None:
 
 
 def _check_count(got: int, known: int, updates: Any, params: Any) -> None:
-    # Without a leaf the state has one flag all the same, in 0.1.0 none.
+    # Without a floating-point leaf there is one flag all the same; in 0.1.0 none.
     if got != known and (got or known > 1):
         raise ValueError(
             "updates must have as many floating-point leaves as the params of init, "

@@ -29,8 +29,8 @@ from jls._trace.trace import ALL, READS, Traced, trace
 from jls._tree import is_array
 from jls._types import SkipReason
 
-# Of the lowest loss scale that is tried, the smallest float16: a lower one, cast to
-# float16, is 0.
+# Of the lowest loss scale that is tried, 2^-24: the smallest float16. A lower one is 0
+# when cast to float16.
 LOWEST_EXPONENT = -24
 
 
@@ -38,14 +38,14 @@ def why(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Why:
     """Says where each inf and NaN in the results of `fun(*args, **kwargs)` was born.
 
     For the host, when something has gone wrong. `fun` is traced, compiled once with a
-    number beside each operation, and run once; then inf and NaN are followed back to
-    the operations that made them of finite numbers, also inside scan, while, cond,
-    remat, vmap, custom derivatives and `shard_map`, forward and backward. What is inf
-    on purpose and reaches no result, such as a mask, is not named. If nothing is found,
-    `fun` itself is run too, on copies, to see whether it repeats. Nothing of yours is
-    changed or donated.
+    number beside each operation, and run, under a loss scale at several scales; then
+    inf and NaN are followed back to the operations that made them of finite numbers,
+    also inside scan, while, cond, remat, vmap, custom derivatives and `shard_map`,
+    forward and backward. What is inf on purpose and reaches no result, such as a mask,
+    is not named. If nothing is found, `fun` itself may be run too, on copies, to see
+    whether it repeats. Nothing of yours is changed or donated.
 
-    Of a train step that jls skips, pass the step as it is, with the arguments of the
+    For a train step that jls skips, pass the step itself, with the arguments of the
     skipped call or the state after it: a skip changes nothing else. Then the search
     begins at what the wrapper found: the loss, the gradients, or the new parameters.
 
@@ -61,7 +61,8 @@ def why(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Why:
       function, module, and the iteration of each loop around it; what came in with an
       argument has the operation "argument" and its path for the module. `results` names
       what is not finite. `is_from_scale` is True if it is gone at a lower loss scale,
-      False if no scale mends it, None without a loss scale. `str()` is for people.
+      False if it is there at the lowest one tried, 2^-24, too; None if there is no loss
+      scale, or if it was not tried. `str()` is for people.
 
     Raises:
       TypeError: if `fun` is not a function, or is compiled ahead of time.
@@ -147,7 +148,7 @@ class Case:
                 "Return the loss, the gradients, or what else is not finite."
             )
         variables = [(self.root, x) for x in outvars]
-        # What has a part in an update follows from what the wrapper was given.
+        # Results computed from an update follow from what the wrapper was given.
         beside = set(independent_of(variables, is_of_update))
         names = dict[Variable, str]()
         for item, atom in zip(items, outvars, strict=True):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds where a program sums the squares of all its inputs, as clipping by norm does.
+"""Finds where a program sums the squares of some of its inputs, as clipping does.
 
-    square, sum     of each input: `jnp.sum(x**2)`, or `jnp.sum((x.conj() * x).real)`
+    square, sum     of each input: `jnp.sum(x**2)`, `jnp.sum((x.conj() * x).real)`, or
+                    `jnp.sum(x.real**2 + x.imag**2)`
     add             of those sums, until all inputs are in
 
 What is computed otherwise, such as a norm over some of the inputs or over rows of them,
@@ -58,8 +59,8 @@ def find_sum_of_squares(jaxpr: Any, inputs: Sequence[Any]) -> SumOfSquares | Non
         (variable,) = equation.outvars
         known[variable] = result
         if isinstance(result, _Sum):
-            for number in result.numbers if len(result.numbers) == 1 else ():
-                sum_of.setdefault(number, variable)
+            if len(result.numbers) == 1:
+                sum_of.setdefault(*result.numbers, variable)
             if len(result.numbers) == len(inputs):
                 return _slice(jaxpr, inputs, sum_of, variable)
     return None
@@ -93,7 +94,7 @@ def _apply(equation: Any, operands: list[Any], inputs: Sequence[Any]) -> Any:
         if first.power == 2 and is_whole and len(axes) == len(shape):
             return _Sum(frozenset({first.number}))
     elif first.power == 2:
-        return first if name == "real" else None
+        return first if name == REAL else None
     elif name in (REAL, IMAG):
         return first._replace(parts=first.parts & {name}, is_conjugate=False)
     elif name == "conj":

@@ -112,7 +112,7 @@ def health(
     raise_if: Iterable[Verdict] = (),
     warn_if: Iterable[Verdict] = (),
 ) -> Health:
-    """Returns a verdict on the run, in words; on the host, with one small transfer.
+    """Returns a verdict on the run, in words; on the host, with small transfers.
 
     Call it every so many steps, and before you keep a checkpoint. It waits for the step
     that made `state`.
@@ -138,8 +138,8 @@ def health(
         and never says "at floor" or "at ceiling".
       carried: what else goes from step to step, such as batch statistics or an average
         of the parameters, to see whether an inf or NaN is in it: any pytree. An inf in
-        a scalar does not count. One pass over it; None looks at nothing but the fields
-        of a `TrainState`.
+        a scalar does not count. One pass over it; None looks only at what `state` and
+        `params` carry themselves: fields of a `TrainState`, variables of an NNX model.
       max_consecutive_skips: >= 1, how many steps skipped in a row are too many.
       max_small: the tolerated share, in [0, 1], of nonzero gradients that are below the
         smallest normal number of `dtype` once scaled.
@@ -154,8 +154,8 @@ def health(
 
     Returns:
       A `jls.types.Health`: `verdict` is one of "ok", "no step", "calibrating",
-      "recovering", "skipping", "dropping", "spike", "spiking", "at floor",
-      "at ceiling", "underflow", "non-finite loss", "non-finite update", "bad scale",
+      "recovering", "skipping", "dropping", "spike", "spiking", "at floor", "at
+      ceiling", "underflow", "non-finite loss", "non-finite update", "bad scale",
       "stalled" and "poisoned"; `sentence` says what it means and what to do, on one
       line; `str` of it all has lines of at most 80 columns. `numbers` holds what
       `jls.host_metrics` returns (`last_skip_reason` as a `jls.types.SkipReason`),
@@ -164,11 +164,11 @@ def health(
       `poisoned_leaves`, names in lists by the tree that they are in, with a list for
       each tree that was looked at ("params", "opt_state", "carried"); the `masks`,
       their numbers of elements that are -inf by name; with `params`, also the names of
-      the `nonfinite_leaves` that caused the last skip, None if the optimizer is for a
-      part of `params` and was not given; with `grads`, also the share of `small`
-      gradients in `dtype`, and whether they are `all_zero`;
-      under `jls.spikes` or a preset like it, also its `window`, the `tokens` that are
-      left, the `steady_share` of spikes let through that no steady run exceeds, and
+      the `nonfinite_leaves` of the last step skipped for inf or NaN, None if the
+      optimizer is for a part of `params` and was not given; with `grads`, also the
+      share of `small` gradients in `dtype`, and whether they are `all_zero`; under
+      `jls.spikes` or a preset like it, also its `window`, the `tokens` that are left,
+      the `steady_share` of spikes let through that noise alone stays below, and
       `loss_given` and `loss_never_given`, both false while nothing is known.
 
     Raises:

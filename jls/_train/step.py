@@ -3,8 +3,8 @@
 
 A skipped step rolls back everything that a bad batch could have touched: the
 parameters, the optimizer's state, and what the model carries from step to step, such as
-batch statistics and RNG counters. Only the counts of calls go on: `TrainState.step` and
-`nnx.Optimizer.step`.
+batch statistics and RNG counters. The loss scale adjusts, and what counts calls goes
+on: the counters of jls, `TrainState.step` and `nnx.Optimizer.step`.
 
 `take_step` is the pure step. An adapter knows where its library keeps each part of the
 state: `plain`, `linen`, `nnx`.
@@ -202,11 +202,12 @@ def train_step(
 
     The step is a pure function, except for NNX: there it changes model and optimizer in
     place. Jit it with `jax.jit`, NNX with `nnx.jit`, an Equinox model with
-    `equinox.filter_jit`; donate what it returns anew.
+    `equinox.filter_jit`; donate the arguments that it returns anew.
 
-    A skipped step leaves everything as it was, bit for bit: parameters, optimizer
-    state, batch statistics, RNG counters. `TrainState.step` and `nnx.Optimizer.step`
-    count calls, skipped ones too; `jls.metrics(state)` has both counts.
+    A skipped step leaves parameters, the wrapped optimizer's state, batch statistics
+    and RNG counters as they were, bit for bit. The loss scale adjusts.
+    `TrainState.step` and `nnx.Optimizer.step` count calls, skipped ones too;
+    `jls.metrics(state)` has the counts of all steps and of skipped ones.
 
     Under `jax.shard_map` and `jax.pmap` the optimizer needs `axis_name=`, and you
     average the gradients: return `jax.lax.pmean(loss, axis_name)` from `loss_fn` under
@@ -267,8 +268,8 @@ def train_step(
       `dropped` counts micro-batches left out;
       `aux` is what `loss_fn` returned for it, or None;
       `skip_reason` is a `jls.types.SkipReason`, 0 if the step was applied;
-      `limit_loss` and `limit_norm` are what loss and norm of the last step that was
-      judged were held against under `jls.spikes`, None without it;
+      `limit_loss` and `limit_norm` are the limits of `jls.spikes` for loss and norm at
+      the last step that it judged, None without it;
       `update_norm` is the L2 norm of what was added to the parameters, 0 if the step
       was skipped and nothing outside the wrapper makes updates; None unless it was
       asked for.

@@ -448,6 +448,7 @@ def test_what_is_stored_is_checked_also_around_the_wrapper(check_updates, jit_or
         assert_identical(after[1], opt_state[1])
         assert jls.metrics(after)["nonfinite_updates"] == 1
         assert jls.metrics(after)["steps"] == 2
+        assert after[0].nonfinite_leaves.tolist() == [True]
     else:
         assert not report.skipped
         assert jnp.isinf(second[0])
