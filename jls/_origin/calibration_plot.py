@@ -184,7 +184,7 @@ def _rows(cotangents: Sequence[Cotangent], limit: Place | None) -> list[_Row]:
 
 
 def _names(places: Sequence[Place]) -> list[str]:
-    """What to call the rows: modules without what all have in common."""
+    """Labels of the rows: modules without what all have in common."""
     paths = [
         tuple(part for part in x.module.split("/") if "->" not in part)  # of einsum
         for x in places

@@ -52,7 +52,7 @@ def find_sum_of_squares(jaxpr: Any, inputs: Sequence[Any]) -> SumOfSquares | Non
         known[variable] = _Term(1, number, _parts_of(variable))
     sum_of: dict[int, Any] = {}
     for equation in jaxpr.eqns:
-        operands = [_known(atom, known) for atom in equation.invars]
+        operands = [_term_of(atom, known) for atom in equation.invars]
         result = _apply(equation, operands, inputs) if all(operands) else None
         if result is None:
             continue
@@ -71,7 +71,7 @@ def _parts_of(variable: Any) -> frozenset[str]:
     return frozenset({REAL, IMAG} if is_complex else {REAL})
 
 
-def _known(atom: Any, known: dict[Any, Any]) -> Any:
+def _term_of(atom: Any, known: dict[Any, Any]) -> Any:
     if not is_literal(atom):
         return known.get(atom)
     return _ZERO if not getattr(atom.aval, "shape", ()) and atom.val == 0 else None

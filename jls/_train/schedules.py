@@ -115,7 +115,7 @@ def _sources(update: Any) -> list[_Source]:
             if not all(map(_is_sign, cells(part))):
                 found.append(_Source(group, None))
         else:
-            left += [((*group, *key), inner) for key, inner in _parts(part)]
+            left += [((*group, *key), inner) for key, inner in _objects_in(part)]
     return found
 
 
@@ -143,7 +143,7 @@ def _codes() -> tuple[Any, Any, Any]:
     return (codes[0], codes[1], codes[2]) if found else (_ABSENT, _ABSENT, _ABSENT)
 
 
-def _parts(part: Any) -> Iterator[tuple[Group, Any]]:
+def _objects_in(part: Any) -> Iterator[tuple[Group, Any]]:
     """Objects in `part` that may hold update functions, with their keys in a dict."""
     if isinstance(part, Mapping):
         held = [((str(key),), x) for key, x in part.items()]
