@@ -121,7 +121,7 @@ class WrapperUpdate:
 
     @functools.cached_property
     def sums_of_squares(self) -> dict[Any, SumOfSquares | None]:
-        """Those of the inner optimizer, by the shapes of its inputs.
+        """Those of the inner optimizer, by all that it may depend on but numbers.
 
         For eager steps: a step that is traced looks at its own program.
         """
@@ -388,7 +388,7 @@ def _attempt(
         return apply_fn(updates), inner_state
 
     fun = run if step.checks_updates else run_and_apply
-    inner = _prepare(wrapper, step, state, fun, inputs)
+    inner = _prepare(wrapper, step, state, params, fun, inputs)
     observed = _observe(wrapper, step, state, inner.squares)
     norm = None
     if reports_norm or wrapper.spikes is not None:
@@ -444,6 +444,7 @@ def _prepare(
     wrapper: WrapperUpdate,
     step: _Step,
     state: LossScaledState,
+    params: optax.Params | None,
     fun: Callable[[Sequence[Array]], Any],
     inputs: list[Array],
 ) -> Prepared:
@@ -453,12 +454,38 @@ def _prepare(
     count, squares = len(step.grads), None
     if not is_traced and count:
         # The step must be skipped for the same gradients as if it were traced.
-        key = jax.tree.structure(state.inner_state), tuple(map(jax.typeof, inputs))
-        known = wrapper.sums_of_squares
-        if key not in known:
-            known[key] = sum_of_squares_in(fun, inputs, count)
-        squares = known[key]
+        squares = _known_sum_of_squares(wrapper, step, state, params, fun, inputs)
     return prepare(fun, inputs, is_traced, count, squares)
+
+
+def _known_sum_of_squares(
+    wrapper: WrapperUpdate,
+    step: _Step,
+    state: LossScaledState,
+    params: optax.Params | None,
+    fun: Callable[[Sequence[Array]], Any],
+    inputs: list[Array],
+) -> SumOfSquares | None:
+    """That of the inner optimizer; it is traced once for all steps like this one."""
+    trees = step.remainder.structure, state.inner_state, params, step.extra
+    leaves = [*step.remainder.leaves, *jax.tree.leaves(trees[1:])]
+    kinds = map(_kind, leaves)
+    key = tuple(map(jax.tree.structure, trees[1:])), trees[0], tuple(kinds)
+    known = wrapper.sums_of_squares
+    try:
+        is_new = key not in known
+    except TypeError:  # not hashable
+        return sum_of_squares_in(fun, inputs, len(step.grads))
+    if is_new:
+        known[key] = sum_of_squares_in(fun, inputs, len(step.grads))
+    return known[key]
+
+
+def _kind(leaf: Any) -> Any:
+    """What a program depends on: of an array its type, of a switch its value."""
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        return jax.typeof(leaf)
+    return type(leaf) if isinstance(leaf, float | complex) else leaf
 
 
 def _observe(

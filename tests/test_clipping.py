@@ -417,3 +417,81 @@ def test_what_hides_an_overflow_inside_does_not_hide_it_from_the_wrapper(mask, b
     assert_identical(params, ONE)
     assert state.skips == 1
     assert jls.loss_scale(state) == 4.0
+
+
+# What an attack has found -------------------------------------------------------------
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("is_first", [True, False])
+def test_effects_of_the_optimizer_happen_once_and_never_see_nan(is_first, jit_or_eager):
+    seen = []
+
+    def update(grads, count, params=None):
+        norm = jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(grads)))
+        jax.debug.callback(lambda *x: seen.append(tuple(map(float, x))), norm, count)
+        return grads, count + 1
+
+    counting = optax.GradientTransformation(lambda params: jnp.int32(0), update)
+    chain = [counting, BY_NORM] if is_first else [BY_NORM, counting]
+    optimizer = jls.loss_scaled(optax.chain(*chain, optax.sgd(0.1)))
+    step, state = jit_or_eager(optimizer.update), optimizer.init(TWO)
+    for grads in (TWO, TREES["nan"][0], TREES["one leaf"][0]):
+        _, state = step(grads, state, TWO)
+    jax.effects_barrier()
+    assert len(seen) == 3
+    assert np.isfinite(seen).all()
+    assert state.skips == 2
+
+
+@pytest.mark.standard_promotion
+def test_eager_steps_look_again_where_a_static_argument_changes_the_program():
+    def update(grads, state, params=None, *, clips=True, **extra):
+        return BY_NORM.update(grads, state) if clips else (grads, state)
+
+    inner = optax.GradientTransformationExtraArgs(BY_NORM.init, update)
+    grads = TREES["one leaf"][0]
+    for order in ([False, True, False], [True, False, True]):
+        optimizer = jls.loss_scaled(inner)
+        for clips in order:
+            _, state = optimizer.update(grads, optimizer.init(TWO), TWO, clips=clips)
+            assert state.applied == (not clips)
+
+
+@pytest.mark.standard_promotion
+def test_eager_steps_look_again_for_another_tree():
+    mask = optax.masked(BY_NORM, lambda tree: {name: name != "b" for name in tree})
+    optimizer = jls.loss_scaled(mask)
+    for names in ("ac", "ab"):
+        tree = {name: jnp.full(2, 1e20) for name in names}
+        state = optimizer.init(tree)
+        _, eager = optimizer.update(tree, state, tree)
+        _, jitted = jax.jit(optimizer.update)(tree, state, tree)
+        assert eager.applied == jitted.applied == ("b" in names)
+
+
+def test_sums_of_two_widths_are_found():
+    with jax.enable_x64(True):
+        tree = {"a": jnp.full(2, 1e20, jnp.float32), "b": jnp.ones(2, jnp.float64)}
+        optimizer = jls.loss_scaled(BY_NORM)
+        for update in (jax.jit(optimizer.update), optimizer.update):
+            _, state = update(tree, optimizer.init(tree), tree)
+            assert not state.applied
+
+
+@pytest.mark.standard_promotion
+def test_the_sum_is_found_where_devices_differ():
+    mesh = jax.sharding.Mesh(jax.devices()[:1], "d")
+    spec = jax.sharding.PartitionSpec
+    optimizer = jls.loss_scaled(BY_NORM, axis_name="d")
+    state = optimizer.init(jnp.ones(2))
+    for check_vma in (True, False):
+        update = jax.shard_map(
+            lambda grads, state: optimizer.update(grads, state)[1].applied,
+            mesh=mesh,
+            in_specs=(spec("d"), spec()),
+            out_specs=spec(),
+            check_vma=check_vma,
+        )
+        assert jax.jit(update)(jnp.ones(2), state)
+        assert not jax.jit(update)(jnp.full(2, 1e20), state)

@@ -12,6 +12,8 @@ is not found.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jls._program.jaxprs import is_literal
 
 REAL, IMAG = "real", "imag"
@@ -60,7 +62,8 @@ def find_sum_of_squares(jaxpr: Any, inputs: Sequence[Any]) -> SumOfSquares | Non
         known[variable] = result
         if isinstance(result, _Sum):
             if len(result.numbers) == 1:
-                sum_of.setdefault(*result.numbers, variable)
+                (number,) = result.numbers
+                sum_of.setdefault(number, variable)
             if len(result.numbers) == len(inputs):
                 return _slice(jaxpr, inputs, sum_of, variable)
     return None
@@ -82,10 +85,10 @@ def _apply(equation: Any, operands: list[Any], inputs: Sequence[Any]) -> Any:
     name, first = equation.primitive.name, operands[0] if operands else None
     if name == "add":
         return _add(*operands)
-    if first == _ZERO:
-        return _ZERO if name in ("broadcast_in_dim", "square", "copy") else None
-    if name in ("copy", "pcast", "pvary"):
+    if name in ("copy", "pcast", "pvary") or _widens(equation):
         return first
+    if first == _ZERO:
+        return _ZERO if name in ("broadcast_in_dim", "square") else None
     if not isinstance(first, _Term):
         return None
     if name == "reduce_sum":
@@ -104,6 +107,14 @@ def _apply(equation: Any, operands: list[Any], inputs: Sequence[Any]) -> Any:
     elif name == "mul":
         return _multiply(*operands)
     return None
+
+
+def _widens(equation: Any) -> bool:
+    """Whether it casts to a dtype that holds all numbers of the old one."""
+    if equation.primitive.name != "convert_element_type":
+        return False
+    old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+    return np.can_cast(old, new, "safe")
 
 
 def _add(one: Any, other: Any) -> Any:
@@ -140,24 +151,32 @@ def _slice(
             constvars=[],
             invars=list(inputs),
             outvars=outvars,
-            eqns=needed_for(jaxpr, outvars),
+            eqns=needed_for(jaxpr, outvars, keeps_effects=False),
+            effects=set(),
         ),
         total,
     )
 
 
-def needed_for(jaxpr: Any, outvars: Sequence[Any], known: Sequence[Any] = ()) -> Any:
-    """The equations that `outvars` are computed by, and those with effects.
+def needed_for(
+    jaxpr: Any,
+    outvars: Sequence[Any],
+    known: Sequence[Any] = (),
+    keeps_effects: bool = True,
+) -> Any:
+    """The equations that `outvars` are computed by.
 
     Args:
       jaxpr: the program.
       outvars: variables of it, or literals.
       known: variables that need not be computed.
+      keeps_effects: whether equations with effects are kept too.
     """
     needed = {atom for atom in outvars if not is_literal(atom)} - set(known)
     equations = []
     for equation in reversed(jaxpr.eqns):
-        if equation.effects or not needed.isdisjoint(equation.outvars):
+        is_effect = keeps_effects and equation.effects
+        if is_effect or not needed.isdisjoint(equation.outvars):
             equations.append(equation)
             needed |= {x for x in equation.invars if not is_literal(x)} - set(known)
     return equations[::-1]
