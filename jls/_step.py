@@ -482,10 +482,10 @@ def _known_sum_of_squares(
 
 
 def _kind(leaf: Any) -> Any:
-    """What a program depends on: of an array its type, of a switch its value."""
+    """The value of a switch, the type of anything else: it may be new in each step."""
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return jax.typeof(leaf)
-    return type(leaf) if isinstance(leaf, float | complex) else leaf
+    return leaf if isinstance(leaf, bool | str) else type(leaf)
 
 
 def _observe(

@@ -459,6 +459,26 @@ def test_eager_steps_look_again_where_a_static_argument_changes_the_program():
 
 
 @pytest.mark.standard_promotion
+def test_eager_steps_are_traced_once_whatever_numbers_and_functions_they_are_given():
+    traces = []
+
+    def update(grads, state, params=None, *, step, value_fn, **extra):
+        if isinstance(jax.tree.leaves(grads)[0], jax.core.Tracer):
+            traces.append(step)
+        return BY_NORM.update(grads, state)
+
+    inner = optax.GradientTransformationExtraArgs(BY_NORM.init, update)
+    optimizer = jls.loss_scaled(inner)
+    state = optimizer.init(TWO)
+    for i in range(4):
+        given = {"step": i, "value_fn": lambda x, i=i: i, "value": 0.5 * i}
+        _, state = optimizer.update(TWO, state, TWO, **given)
+    assert state.applied
+    assert len(traces) == 1
+    assert len(optimizer.update.sums_of_squares) == 1
+
+
+@pytest.mark.standard_promotion
 def test_eager_steps_look_again_for_another_tree():
     mask = optax.masked(BY_NORM, lambda tree: {name: name != "b" for name in tree})
     optimizer = jls.loss_scaled(mask)
