@@ -117,9 +117,7 @@ def test_scalers_of_the_table_run(scaler):
 
 def test_scaler_table_names_every_scaler():
     text = str(SCALERS)
-    presets = [n for n in vars(jls.presets) if not n.startswith("_") and n.islower()]
-    presets = [n for n in presets if callable(getattr(jls.presets, n))]
-    presets = [n for n in presets if "spike" not in n]  # on a page of their own
+    presets = [n for n in jls.presets.__all__ if "spike" not in n]  # on their own page
     folder = Path(jls.__file__).parent / "_scalers"
     scalers = {path.stem for path in folder.glob("[a-z]*.py")} - {"rule"}
     for name in (*scalers, *presets):
