@@ -103,6 +103,11 @@ def narrowed_and_back(grad):
     return grad.astype(jnp.float16).astype(jnp.float32)
 
 
+def zeros_for_nonfinite(x):
+    """Else an inf becomes 3.4e38, whose square a clip inside finds to be inf."""
+    return jnp.nan_to_num(x, posinf=0.0, neginf=0.0)
+
+
 GRADIENTS = {
     "jax.value_and_grad": (steps.unscaled_gradients, "not scaled"),
     "scaled by another state": (steps.foreign_gradients, "not scaled"),
@@ -115,7 +120,7 @@ GRADIENTS = {
     "unscaled after adjust": (unscaled_after_adjust, "scale leaks"),
     "narrowed": (of_right(narrowed), "gradients narrowed"),
     "narrowed and back": (of_right(narrowed_and_back), "gradients narrowed"),
-    "nan_to_num": (of_right(jnp.nan_to_num), "overflow hidden", *SPOILED),
+    "nan_to_num": (of_right(zeros_for_nonfinite), "overflow hidden", *SPOILED),
     "emptied where not finite": (of_right(emptied), "overflow hidden", *SPOILED),
 }
 TOLD = {"nothing": steps.tell_nothing, "valeu=": steps.misspell}
@@ -475,7 +480,7 @@ OF_TRAINED = {
     "unscaled twice": (steps.twice_unscaled, "scale leaks"),
     "never unscaled": (never_unscaled, "scale leaks"),
     "scaled in the loss": (scaled_in_the_loss, "scale leaks"),
-    "nan_to_num": (of_right(jnp.nan_to_num), "overflow hidden", *SPOILED),
+    "nan_to_num": (of_right(zeros_for_nonfinite), "overflow hidden", *SPOILED),
     "narrowed": (of_right(narrowed_and_back), "gradients narrowed"),
 }
 
