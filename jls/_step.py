@@ -454,30 +454,27 @@ def _prepare(
     count, squares = len(step.grads), None
     if not is_traced and count:
         # The step must be skipped for the same gradients as if it were traced.
-        squares = _known_sum_of_squares(wrapper, step, state, params, fun, inputs)
+        find = functools.partial(sum_of_squares_in, fun, inputs, count)
+        grads = combine(step.grads, step.remainder)
+        given = grads, state.inner_state, params, step.extra
+        squares = _found_once(wrapper.sums_of_squares, given, find)
     return prepare(fun, inputs, is_traced, count, squares)
 
 
-def _known_sum_of_squares(
-    wrapper: WrapperUpdate,
-    step: _Step,
-    state: LossScaledState,
-    params: optax.Params | None,
-    fun: Callable[[Sequence[Array]], Any],
-    inputs: list[Array],
+def _found_once(
+    known: dict[Any, SumOfSquares | None],
+    given: Any,
+    find: Callable[[], SumOfSquares | None],
 ) -> SumOfSquares | None:
-    """That of the inner optimizer; it is traced once for all steps like this one."""
-    trees = step.remainder.structure, state.inner_state, params, step.extra
-    leaves = [*step.remainder.leaves, *jax.tree.leaves(trees[1:])]
-    kinds = map(_kind, leaves)
-    key = tuple(map(jax.tree.structure, trees[1:])), trees[0], tuple(kinds)
-    known = wrapper.sums_of_squares
+    """The result of `find`, called once for all that is of the kind of `given`."""
+    leaves, structure = jax.tree.flatten(given)
+    key = structure, tuple(map(_kind, leaves))
     try:
         is_new = key not in known
     except TypeError:  # not hashable
-        return sum_of_squares_in(fun, inputs, len(step.grads))
+        return find()
     if is_new:
-        known[key] = sum_of_squares_in(fun, inputs, len(step.grads))
+        known[key] = find()
     return known[key]
 
 

@@ -458,6 +458,15 @@ def test_eager_steps_look_again_where_a_static_argument_changes_the_program():
             assert state.applied == (not clips)
 
 
+def test_eager_steps_look_again_for_gradients_of_another_shape():
+    optimizer = jls.loss_scaled(BY_NORM)
+    for shape in ((2,), (3, 2), ()):
+        for size, applied in ((1.0, True), (1e20, False)):
+            grads = jnp.full(shape, size)
+            _, state = optimizer.update(grads, optimizer.init(grads))
+            assert state.applied == applied
+
+
 @pytest.mark.standard_promotion
 def test_eager_steps_are_traced_once_whatever_numbers_and_functions_they_are_given():
     traces = []
@@ -485,9 +494,10 @@ def test_eager_steps_look_again_for_another_tree():
     for names in ("ac", "ab"):
         tree = {name: jnp.full(2, 1e20) for name in names}
         state = optimizer.init(tree)
-        _, eager = optimizer.update(tree, state, tree)
-        _, jitted = jax.jit(optimizer.update)(tree, state, tree)
-        assert eager.applied == jitted.applied == ("b" in names)
+        for params in (tree, None):
+            _, eager = optimizer.update(tree, state, params)
+            _, jitted = jax.jit(optimizer.update)(tree, state, params)
+            assert eager.applied == jitted.applied == ("b" in names)
 
 
 def test_sums_of_two_widths_are_found():
