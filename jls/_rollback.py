@@ -169,7 +169,7 @@ class _Program(NamedTuple):
     """A function, traced. Closures keep it, so it must not hold tracers."""
 
     jaxpr: Any  # of what the function takes from outside, and of its inputs
-    after_sum: Any  # the same, and of the sum of squares, which it does not compute
+    after_sum: Any  # the same, given the sum of squares, and without effects
     remainder: Remainder  # of what the function returns, without its arrays
     observes_nan: bool
     sum_of_squares: SumOfSquares | None

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls._audit.values import Number, Same, Value
+from jls._program.jaxprs import is_exact_cast
 from jls._program.rules import MOVES, UNCHANGED
 
 
@@ -70,7 +71,7 @@ def _cast(known: Any, aval: Any, avals: Sequence[Any]) -> Same | Number | None:
             return number_in(np.asarray(known.value).astype(aval.dtype))
     if isinstance(known, Same):
         old, new = avals[known.number].dtype, aval.dtype
-        return known if _is_exact(old, new) else None
+        return known if is_exact_cast(old, new) else None
     return None
 
 
@@ -204,21 +205,3 @@ def _without_neutral(name: str, known: Sequence[Any]) -> Any:
     if isinstance(second, Same) and is_neutral(first, 0):
         return second
     return None
-
-
-@functools.cache
-def _is_exact(old: Any, new: Any) -> bool:
-    """Whether a cast keeps every number."""
-    if old == new:
-        return True
-    if jnp.issubdtype(old, jax.dtypes.extended) or jnp.issubdtype(
-        new, jax.dtypes.extended
-    ):
-        return False
-    if jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating):
-        a, b = jnp.finfo(old), jnp.finfo(new)
-        return a.nmant <= b.nmant and a.maxexp <= b.maxexp and a.minexp >= b.minexp
-    if jnp.issubdtype(old, jnp.integer) and jnp.issubdtype(new, jnp.integer):
-        a, b = jnp.iinfo(old), jnp.iinfo(new)
-        return int(a.min) >= int(b.min) and int(a.max) <= int(b.max)
-    return False

@@ -4,6 +4,7 @@
 All undocumented parts of jaxprs that jls uses are here and in `places`.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -63,6 +64,24 @@ def is_narrow_atom(atom: Any) -> bool:
         return False
     dtype = getattr(atom, "aval", atom).dtype
     return float(jnp.finfo(dtype).max) < float(jnp.finfo(jnp.bfloat16).max)
+
+
+@functools.cache
+def is_exact_cast(old: Any, new: Any) -> bool:
+    """Whether a cast keeps every number."""
+    if old == new:
+        return True
+    if jnp.issubdtype(old, jax.dtypes.extended) or jnp.issubdtype(
+        new, jax.dtypes.extended
+    ):
+        return False
+    if jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating):
+        a, b = jnp.finfo(old), jnp.finfo(new)
+        return a.nmant <= b.nmant and a.maxexp <= b.maxexp and a.minexp >= b.minexp
+    if jnp.issubdtype(old, jnp.integer) and jnp.issubdtype(new, jnp.integer):
+        a, b = jnp.iinfo(old), jnp.iinfo(new)
+        return int(a.min) >= int(b.min) and int(a.max) <= int(b.max)
+    return False
 
 
 def programs_in(equation: Any) -> list[Any]:

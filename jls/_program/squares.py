@@ -12,9 +12,7 @@ is not found.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from jls._program.jaxprs import is_literal
+from jls._program.jaxprs import is_exact_cast, is_literal
 
 REAL, IMAG = "real", "imag"
 
@@ -114,7 +112,7 @@ def _widens(equation: Any) -> bool:
     if equation.primitive.name != "convert_element_type":
         return False
     old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
-    return np.can_cast(old, new, "safe")
+    return is_exact_cast(old, new)
 
 
 def _add(one: Any, other: Any) -> Any:
@@ -151,32 +149,25 @@ def _slice(
             constvars=[],
             invars=list(inputs),
             outvars=outvars,
-            eqns=needed_for(jaxpr, outvars, keeps_effects=False),
+            eqns=needed_for(jaxpr, outvars),
             effects=set(),
         ),
         total,
     )
 
 
-def needed_for(
-    jaxpr: Any,
-    outvars: Sequence[Any],
-    known: Sequence[Any] = (),
-    keeps_effects: bool = True,
-) -> Any:
-    """The equations that `outvars` are computed by.
+def needed_for(jaxpr: Any, outvars: Sequence[Any], known: Sequence[Any] = ()) -> Any:
+    """The equations that `outvars` are computed by; not those with effects alone.
 
     Args:
       jaxpr: the program.
       outvars: variables of it, or literals.
       known: variables that need not be computed.
-      keeps_effects: whether equations with effects are kept too.
     """
     needed = {atom for atom in outvars if not is_literal(atom)} - set(known)
     equations = []
     for equation in reversed(jaxpr.eqns):
-        is_effect = keeps_effects and equation.effects
-        if is_effect or not needed.isdisjoint(equation.outvars):
+        if not needed.isdisjoint(equation.outvars):
             equations.append(equation)
             needed |= {x for x in equation.invars if not is_literal(x)} - set(known)
     return equations[::-1]
