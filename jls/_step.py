@@ -522,13 +522,17 @@ def _observe(
         if squares is None:
             with jax.named_scope(_scopes.GRADIENTS):
                 flags += [finite_leaves(step.grads)]
-        seen = agree(jnp.concatenate(flags), wrapper.axis_name)
-        for_scaler = jnp.all(seen[1:])
+        seen, for_scaler = agree(jnp.concatenate(flags), wrapper.axis_name), None
     loss_finite, is_partial, of_grads = seen[0], ~seen[1], seen[2:]
-    with jax.named_scope(_scopes.DECISION):
-        is_finite = jnp.all(of_grads) & loss_finite
-    _check_axes(is_finite, state.steps, wrapper.axis_name)
     leaves_finite = of_grads[: len(step.grads)]
+    # The sum of all squares is finite only if that of each leaf is.
+    decides = leaves_finite if squares is None else of_grads[len(step.grads)]
+    with jax.named_scope(_scopes.DECISION):
+        grads_finite = jnp.all(decides)
+        is_finite = grads_finite & loss_finite
+    if for_scaler is None:
+        for_scaler = grads_finite & ~is_partial
+    _check_axes(is_finite, state.steps, wrapper.axis_name)
     return _Observed(loss_finite, leaves_finite, is_finite, is_partial, for_scaler)
 
 
