@@ -67,12 +67,19 @@ def differentiated(args: tuple[Any, ...], argnums: Any) -> list[Any]:
 
 
 def check_order(state: Any, args: tuple[Any, ...]) -> None:
-    """Raises if the parameters were passed first, and the state after them."""
-    if args and not find_scaler_states(state) and find_scaler_states(args[0]):
+    """Raises if the parameters were passed first: the state after them, or left out."""
+    if find_scaler_states(state):
+        return
+    if args and find_scaler_states(args[0]):
         raise ValueError(
             f"state must come first, got {type(state).__name__} before "
             f"{type(args[0]).__name__}. The order is f(opt_state, params, ...)."
         )
+    raise ValueError(
+        f"state must carry a loss scale, got {type(state).__name__} without one. First "
+        "comes a ScalerState, or the state of an optimizer made by jls.loss_scaled or "
+        "jls.skip_nonfinite: jls.value_and_grad(loss_fn)(opt_state, params, batch)."
+    )
 
 
 def check_differentiable(args: list[Any]) -> None:

@@ -82,7 +82,12 @@ ERRORS = {
         r"state must come first, got dict before LossScaledState. The order is "
         r"f\(opt_state, params, ...\)\.$",
     ),
-    "no state": (lambda: GRAD(PARAMS, X), ValueError, "must carry a loss scale"),
+    "no state": (
+        lambda: GRAD(PARAMS, X),
+        ValueError,
+        r"must carry a loss scale, got dict without one. First comes .*"
+        r"jls.value_and_grad\(loss_fn\)\(opt_state, params, batch\)\.$",
+    ),
     "no params": (
         lambda: GRAD(train_state(), LABELLED),
         TypeError,

@@ -309,7 +309,8 @@ def _require_scales(
         raise ValueError(
             "one argument of the step must carry a loss scale, got "
             f"{types or 'no arguments'}. Pass the arguments of the step after it: "
-            "jls.check_step(step, params, opt_state, batch). A step that closes over "
+            "jls.check_step(step, params, opt_state, batch). Is the optimizer wrapped? "
+            "If not: optimizer = jls.loss_scaled(optimizer). A step that closes over "
             "its state cannot be checked: make the state an argument."
         )
     return scales

@@ -518,6 +518,7 @@ def test_arguments_without_a_loss_scale_are_an_error():
     with pytest.raises(ValueError, match="closes over its state") as caught:
         jls.check_step(lambda batch: step(params, opt_state, batch), batch)
     assert "got dict" in str(caught.value)
+    assert "If not: optimizer = jls.loss_scaled(optimizer)." in str(caught.value)
     with pytest.raises(ValueError, match="got no arguments"):
         jls.check_step(lambda: None)
 
