@@ -37,6 +37,8 @@ class Life:
         self.lines = []
         with self.process as process:
             for line in process.stdout:
+                if not line.endswith("\n"):  # killed while it wrote
+                    break
                 self.lines.append(line.split())
                 count -= line.split()[0] == word
                 if count == 0 and word:
