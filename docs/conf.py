@@ -281,15 +281,10 @@ CODE = re.compile(
 
 # What the advice of `jls.check_step` depends on, beside the mistake.
 MENDS = {
-    "NNX": {
-        "no step": codes.NNX_STEP,
-        "not scaled": codes.NNX_GRADIENTS,
-        "loss not passed": codes.NNX_UPDATE,
-        "nan committed": codes.NNX_SELECT,
-    },
-    "a Flax TrainState": {"loss not passed": codes.LINEN_UPDATE},
-    "optax.MultiSteps outside": {"never recovers": codes.MULTI_STEPS},
-    "optax.masked or optax.partition outside": {"nan committed": codes.MASKED},
+    "NNX": codes.NNX,
+    "a Flax TrainState": codes.LINEN,
+    "optax.MultiSteps outside": codes.MULTI_STEPS,
+    "optax.masked or optax.partition outside": codes.MASKED,
 }
 
 
@@ -302,7 +297,9 @@ def write_codes() -> None:
     write_table("codes", rows)
     rows = [["of", "code", "write"]]
     for kind, mends in MENDS.items():
-        rows += [[kind, f'"{code}"', mend] for code, mend in mends.items()]
+        for mend in dict.fromkeys(mends.values()):
+            names = ", ".join(f'"{code}"' for code in mends if mends[code] == mend)
+            rows.append([kind, names, mend])
     write_table("mends", rows)
 
 

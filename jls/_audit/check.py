@@ -48,7 +48,7 @@ class StepCheck(NamedTuple):
     seen: Mapping[Code, str] = {}  # the evidence of each mistake, or a note
     where: Mapping[Code, Place] = {}  # the line of the mistake, where it was read
     write: Mapping[Code, str] = {}  # the line to write for each mistake
-    notes: tuple[str, ...] = ()  # which arguments were taken as state, which as data
+    notes: tuple[str, ...] = ()  # such as which arguments were taken as state
 
     @property
     def ok(self) -> bool:
@@ -123,9 +123,9 @@ def check_step(
         new state in any order or nesting; NNX objects it may change in place.
       *args: its arguments, with a batch that it can step on. In a run of several
         processes, process-local arrays.
-      carried_args: which arguments come back, if that is not what the program and their
-        shapes say: positions and keyword names, or a dict of them with the fields that
-        count, to leave out such as running metrics. None finds out.
+      carried_args: which arguments come back. Positions and keyword names, or a dict
+        from each of them to the fields to check, which leaves out running metrics, say.
+        None: found from the program and the shapes.
       **kwargs: its keyword arguments.
 
     Returns:
@@ -164,7 +164,7 @@ def check_step(
         findings.mark_others_not_tried("there is no program to read")
     findings.mark_others_not_tried("no trial shows it")
     notes = _notes(runner, step)
-    return _step_check(findings, _mends((args, kwargs), runner), notes)
+    return _step_check(findings, _lines_to_write((args, kwargs), runner), notes)
 
 
 def read_step(
@@ -195,7 +195,8 @@ def _read_program(
     findings: Findings,
 ) -> Reading | None:
     """Reads the program of the step, and settles whether it syncs with the host."""
-    # Three traces: a step may read a value every so many steps.
+    # A step may read a value every so many steps, which is right: it is a mistake only
+    # if three traces in a row do.
     traces = [try_to_trace(step, arguments)]
     while len(traces) < 3 and traces[-1].reads:
         traces.append(try_to_trace(step, arguments))
@@ -203,8 +204,8 @@ def _read_program(
     last = traces[-1]
     if last.reads:
         how = last.reads if isinstance(last, Unread) else "jax.device_get"
-        seen = f"the step reads a value of the device ({how})"
-        findings.broken("host sync", seen)
+        evidence = f"the step reads a value of the device ({how})"
+        findings.broken("host sync", evidence)
     elif isinstance(last, Traced) or is_compiled(step):
         findings.right("host sync")
     else:
@@ -247,7 +248,7 @@ def _as_data(names: Iterable[str]) -> str:
 
 
 def _step_check(
-    findings: Findings, mends: Mapping[Code, str], notes: Iterable[str]
+    findings: Findings, lines: Mapping[Code, str], notes: Iterable[str]
 ) -> StepCheck:
     broken = findings.of("broken")
     right: dict[Code, str]
@@ -261,13 +262,13 @@ def _step_check(
         not_applicable=away,
         seen={**right, **{code: x.text for code, x in broken.items()}},
         where={code: x.place for code, x in broken.items() if x.place},
-        write={code: mends.get(code) or TABLE[code].write for code in broken},
+        write={code: lines[code] for code in broken},
         notes=tuple(notes),
     )
 
 
-def _mends(given: Any, runner: Runner) -> dict[Code, str]:
-    """The lines to write that depend on the arguments of the step."""
+def _lines_to_write(given: Any, runner: Runner) -> dict[Code, str]:
+    """The line to write for each mistake, in a step with these arguments."""
 
     def has_around(kind: Any) -> bool:
         return any(
@@ -275,29 +276,33 @@ def _mends(given: Any, runner: Runner) -> dict[Code, str]:
             for _, node in find(given, lambda node: isinstance(node, kind))
         )
 
-    found: dict[Code, str] = {}
+    lines: dict[Code, str] = {code: row.write for code, row in TABLE.items()}
+    has_wrapper = any(scale.counters for scale in runner.scales)
     if find(given, lambda node: hasattr(node, "apply_gradients")):
-        found["loss not passed"] = codes.LINEN_UPDATE
-    if runner.arguments.in_place:
-        found |= {
-            "no step": codes.NNX_STEP,
-            "not scaled": codes.NNX_GRADIENTS,
-            "loss not passed": codes.NNX_UPDATE,
-            "nan committed": codes.NNX_SELECT,
-        }
-    if not any(scale.counters for scale in runner.scales):
+        lines |= codes.LINEN
+    if runner.arguments.in_place and has_wrapper:
+        lines |= codes.NNX
+    if not has_wrapper:  # the scaler's state alone: no optimizer knows of the skip
         flag = ("opt_state.applied", "jls.all_finite(grads)")
-        found |= {code: row.write.replace(*flag) for code, row in TABLE.items()}
-    recovers = TABLE["never recovers"].write
-    if has_around(optax.MultiStepsState):
-        found["never recovers"] = f"{codes.MULTI_STEPS}; and {recovers}"
+        lines = {code: line.replace(*flag) for code, line in lines.items()}
+    if runner.arguments.in_place and not has_wrapper:
+        of_state = codes.NNX["not scaled"].replace("optimizer, model", "state, model")
+        lines |= {"no step": codes.NNX["no step"], "not scaled": of_state}
     for code in ("nan committed", "not atomic"):
-        found[code] = f"{found.get(code, TABLE[code].write)}. {codes.LEAVE_OUT}"
-    if has_around(optax.MaskedState):
-        harmed: tuple[Code, ...] = ("nan committed", "not atomic", "never recovers")
-        for code in harmed:
-            found[code] = f"{codes.MASKED}; and {TABLE[code].write}"
-    return found
+        lines[code] += f". {codes.LEAVE_OUT}"
+    for kind, outside in _OUTSIDE.items():
+        if has_around(kind):
+            lines |= {
+                code: f"{line}; and {lines[code]}" for code, line in outside.items()
+            }
+    return lines
+
+
+# What goes inside the wrapper, by the state of it.
+_OUTSIDE: dict[Any, dict[Code, str]] = {
+    optax.MultiStepsState: codes.MULTI_STEPS,
+    optax.MaskedState: codes.MASKED,
+}
 
 
 def _require_scales(

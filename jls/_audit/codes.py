@@ -34,6 +34,7 @@ class Mistake(NamedTuple):
 _SELECT = (
     "new = jls.select(opt_state.applied, new, old) for what the optimizer does not hold"
 )
+_DECAY = "weight decay inside: jls.loss_scaled(optax.adamw(3e-4, weight_decay=1e-2))"
 _UPDATE = "updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)"
 _VALUE_AND_GRAD = "loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, batch)"
 
@@ -118,8 +119,7 @@ TABLE: dict[Code, Mistake] = {
         "a skipped step leaves what is trained as it was",
         "a skipped step changes parameters, or what belongs to them",
         "both",
-        f"{_SELECT}; weight decay inside: "
-        "jls.loss_scaled(optax.adamw(3e-4, weight_decay=1e-2))",
+        f"{_SELECT}; {_DECAY}",
     ),
     "never recovers": Mistake(
         "after a bad step, good ones train on",
@@ -143,25 +143,42 @@ TABLE: dict[Code, Mistake] = {
     ),
 }
 
-NNX_STEP = (
-    "step = nnx.jit(jls.train_step(loss_fn)); under jax.jit return model and optimizer "
-    "from the step, and use what it returns"
-)
-NNX_GRADIENTS = (
-    "loss, grads = jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)("
-    "optimizer, model, batch)"
-)
-NNX_UPDATE = "optimizer.update(model, grads, value=loss)"
-NNX_SELECT = (
+_ATOMIC = (
     "with jls.atomic(optimizer, model): around the forward pass and the update; it "
     "takes back what the step changed in the model"
 )
-LINEN_UPDATE = "state = jls.apply_gradients(state, grads, value=loss)"
-MULTI_STEPS = "jls.loss_scaled(optax.MultiSteps(inner, k)), accumulation inside"
-MASKED = (
+_MASKED = (
     "jls.loss_scaled(optax.masked(inner, mask)), and optax.partition inside likewise: "
     "the wrapper sees no gradient of what a mask outside leaves out"
 )
+
+# The line to write in the place of the table's, by what the step carries.
+NNX: dict[Code, str] = {
+    "no step": (
+        "step = nnx.jit(jls.train_step(loss_fn)); under jax.jit return model and "
+        "optimizer from the step, and use what it returns"
+    ),
+    "not scaled": (
+        "loss, grads = jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)("
+        "optimizer, model, batch)"
+    ),
+    "loss not passed": "optimizer.update(model, grads, value=loss)",
+    "nan committed": _ATOMIC,
+    "not atomic": f"{_ATOMIC}; {_DECAY}",
+    "never recovers": _ATOMIC,
+}
+LINEN: dict[Code, str] = {
+    "loss not passed": "state = jls.apply_gradients(state, grads, value=loss)"
+}
+# Before that line, if the optimizer has this around the wrapper.
+MULTI_STEPS: dict[Code, str] = {
+    "never recovers": "jls.loss_scaled(optax.MultiSteps(inner, k)), accumulation inside"
+}
+MASKED: dict[Code, str] = {
+    "nan committed": _MASKED,
+    "not atomic": _MASKED,
+    "never recovers": _MASKED,
+}
 LEAVE_OUT = (
     "If some state is meant to move in a bad step, name only the fields that must not: "
     'jls.check_step(..., carried_args={"state": ["params", "opt_state"]})'

@@ -168,6 +168,64 @@ def test_nnx_step_under_jax_jit_is_told_of_nnx_jit():
     assert "step = nnx.jit(jls.train_step(loss_fn))" in " ".join(str(result).split())
 
 
+def test_advice_on_nnx_is_for_nnx_whatever_carries_the_scale():
+    """A bare scale has no optimizer that knows of the skip: no `jls.atomic`."""
+    scaler, batch = jls.dynamic(2.0**10), jnp.ones((4, 2))
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    tx = jls.loss_scaled(optax.sgd(0.1))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def loss_fn(model, batch):
+        return jnp.mean(model(batch) ** 2)
+
+    def with_bare_scale(grad_fn):
+        @nnx.jit
+        def step(model, state, batch):
+            loss, grads = grad_fn(state, model, batch)
+            params = nnx.state(model, nnx.Param)
+            nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads))
+            return scaler.adjust(state, jls.all_finite(grads)), loss
+
+        return check(step, (model, scaler.init(), batch)).write
+
+    @nnx.jit
+    def with_optimizer(model, optimizer, batch):
+        loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
+        optimizer.update(model, grads, value=loss)
+        return loss
+
+    unscaled = with_bare_scale(lambda _, *args: nnx.value_and_grad(loss_fn)(*args))
+    assert "=nnx.value_and_grad)(state, model, batch)" in unscaled["not scaled"]
+    grad_fn = jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)
+    commits = with_bare_scale(grad_fn)["nan committed"]
+    assert "jls.select(jls.all_finite(grads), new, old)" in commits
+    wrapped = check(with_optimizer, (model, optimizer, batch)).write
+    assert "=nnx.value_and_grad)(optimizer, model, batch)" in wrapped["not scaled"]
+
+
+def test_advice_of_each_kind_is_kept():
+    """A batch statistic that stays NaN, with a mask around the wrapper."""
+    model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    mask = nnx.State({"bias": False, "scale": True})
+    tx = optax.masked(jls.loss_scaled(optax.sgd(0.1)), mask)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        def loss_fn(model):
+            return jnp.mean((model(batch) - 1) ** 2)
+
+        grad_fn = jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)
+        loss, grads = grad_fn(optimizer, model)
+        optimizer.update(model, grads, value=loss)
+        return loss
+
+    result = check(step, (model, optimizer, jnp.arange(8.0).reshape(4, 2)))
+    line = result.write["nan committed"]
+    assert line.index("optax.masked(inner, mask)") < line.index("with jls.atomic(")
+    assert "carried_args=" in line
+
+
 def with_mask_outside(inner):
     return optax.masked(wrap(inner), {"w1": False, "w2": True})
 
