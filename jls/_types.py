@@ -86,7 +86,7 @@ class InitFn(Protocol[InitT]):
 
 
 class AdjustFn(Protocol[StateT]):
-    def __call__(self, state: StateT, seen: Array | bool | float, /) -> StateT:
+    def __call__(self, state: StateT, observed: Array | bool | float, /) -> StateT:
         """Returns the state after one step.
 
         A pure function that may run under `jit`, `scan` and `vmap`. It keeps the
@@ -94,8 +94,8 @@ class AdjustFn(Protocol[StateT]):
 
         Args:
           state: the state that scaled this step's loss.
-          seen: what the scaler's field `sees` names. "finite": `bool[]`, whether every
-            gradient of the step is finite, as `jls.all_finite` says. "max_abs":
+          observed: what the scaler's field `sees` names. "finite": `bool[]`, whether
+            every gradient of the step is finite, as `jls.all_finite` says. "max_abs":
             `f32[]`, the largest magnitude among the true gradients of the step, as
             `jls.max_abs` computes it: inf if any of them is not finite.
         """
@@ -294,10 +294,15 @@ class SkipReason(enum.IntEnum):
     """
 
     NONE = 0  # no step was skipped yet
-    GRADIENTS = 1  # a gradient was inf or NaN
+    GRADIENTS = 1  # a gradient was inf or NaN, or the sum of squares in the optimizer
     LOSS = 2  # the forward loss was inf or NaN
     UPDATES = 3  # gradients and loss were finite, but not what would have been kept
     SPIKE = 4  # all was finite, but loss or gradient norm was far out of line
+
+
+def known_skip_reason(code: int) -> SkipReason:
+    """NONE for a code that only a later version knows."""
+    return SkipReason(code) if code in list(SkipReason) else SkipReason.NONE
 
 
 # Events that `LossScaledState` counts; `_step` says when each happens.

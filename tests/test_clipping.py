@@ -303,6 +303,30 @@ def test_each_tool_says_that_the_norm_overflowed(grads, bad):
         assert "a" in health.sentence or "b" in health.sentence
 
 
+@pytest.mark.parametrize(
+    ("scaler", "skips", "verdict"),
+    [
+        (jls.dynamic(8.0), 1, "recovering"),
+        (jls.dynamic(8.0, min_scale=1.0), 5, "at floor"),
+        (jls.dynamic(8.0, min_scale=1.0), 51, "stalled"),
+        (jls.static(1.0), 51, "stalled"),
+    ],
+)
+def test_health_does_not_call_a_norm_that_overflows_a_bad_gradient(
+    scaler, skips, verdict
+):
+    optimizer = jls.loss_scaled(optax.chain(BY_NORM, optax.sgd(0.1)), scaler)
+    params, step = {"a": jnp.ones(1), "b": jnp.ones(1)}, jax.jit(optimizer.update)
+    _, state = step(params, optimizer.init(params), params)
+    for _ in range(skips):
+        grads = jax.tree.map(lambda x: 1.5e19 * x, params)  # each square is finite
+        _, state = step(grads, state, params)
+    health = jls.health(state, params, optimizer=optimizer)
+    assert health.verdict == verdict
+    assert "inf or NaN" not in health.sentence
+    assert "Every gradient is finite, but their global norm" in health.sentence
+
+
 def test_a_clip_by_value_before_keeps_the_norm_finite(jit_or_eager):
     """The way out for gradients over 1.8e19: then every element is looked at."""
     clips = optax.clip(1e12), optax.clip_by_global_norm(1.0)

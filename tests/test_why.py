@@ -346,6 +346,14 @@ def test_a_true_nan_is_not_from_the_scale():
     assert why.notes == ("No loss scale mends it: it is there at 2^-24 too",)
 
 
+def test_a_scale_below_the_lowest_is_halved_once():
+    step, params, opt_state = made(jls.static(2.0**-30))
+    bad = {"x": BATCH["x"].at[0, 0].set(jnp.nan)}
+    why = jls.why(step, params, opt_state, bad)
+    assert why.is_from_scale is False
+    assert why.notes == ("No loss scale mends it: it is there at 2^-31 too",)
+
+
 def test_without_a_scale_nothing_is_said_of_it():
     optimizer = jls.skip_nonfinite(optax.sgd(0.1))
     step = jls.train_step(lambda params, x: jnp.log(params @ x), optimizer)

@@ -51,10 +51,10 @@ BEYOND = "Over {largest:.4g}, the largest {dtype}"
 NOT_POSITIVE = (
     "The matrix is not positive definite, from rounding perhaps: add 1e-6 * jnp.eye(n)"
 )
-NORM = (
+NORM_OVERFLOWS = (
     "The gradients are finite, but their global norm is over 1.8e19: a float32 cannot "
-    "hold its square. The clip inside the optimizer would turn them all into zeros, so "
-    "the step is skipped"
+    "hold its square. A clip by that norm would turn them all into zeros, so the step "
+    "is skipped"
 )
 INDEX = "An index out of range: JAX reads NaN there"
 CAME_IN = "It came in with the arguments: nothing in this program made it"

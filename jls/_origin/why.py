@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls import _validate
-from jls._origin import roots as kinds
-from jls._origin.advice import CAME_IN, NORM, WRITTEN, advise, dtype_of
+from jls._origin import roots
+from jls._origin.advice import CAME_IN, NORM_OVERFLOWS, WRITTEN, advise, dtype_of
 from jls._origin.measure import Size
 from jls._origin.record import RecordedProgram
 from jls._origin.result import ARGUMENT, CONSTANT, Birth, Why
@@ -27,7 +27,7 @@ from jls._trace.arguments import Arguments, check_usable, items_of, take_apart, 
 from jls._trace.scales import Scale, is_switched_off, scales_in, without_value
 from jls._trace.trace import ALL, READS, Traced, trace
 from jls._tree import is_array
-from jls._types import SkipReason
+from jls._types import SkipReason, known_skip_reason
 
 # Of the lowest loss scale that is tried, 2^-24: the smallest float16. A lower one is 0
 # when cast to float16.
@@ -99,8 +99,8 @@ class Bad(NamedTuple):
     """A root that is not finite."""
 
     value: RunValue
-    kind: str  # its role in the wrapper; of a result its name
-    number: int  # among those of its kind
+    role: str  # in the wrapper; of a result its name
+    position: int  # among those of its role
     checked: CheckedValues | None  # None of a result
 
 
@@ -194,18 +194,18 @@ class Case:
         return Trail((program or self.recorded)(leaves, compiled))
 
     def bad_roots(self, trail: Trail) -> list[Bad]:
-        """The roots that are not finite; in loops, in the first such round."""
+        """The roots that are not finite; in loops, in the first such iteration."""
         bad = []
         for checked in self.checked:
-            for kind, variables in checked.found.items():
-                for number, (frame, atom) in enumerate(variables):
-                    every = trail.in_every_round(frame, atom)
+            for role, variables in checked.found.items():
+                for index, (frame, atom) in enumerate(variables):
+                    every = trail.in_every_iteration(frame, atom)
                     value = next(filter(trail.is_bad, every), None)
                     if value is not None:
-                        bad.append(Bad(value, kind, number, checked))
+                        bad.append(Bad(value, role, index, checked))
         # Bad gradients make their norm and the new parameters bad too.
-        for kind in (kinds.NEW, kinds.NORM):
-            bad = [x for x in bad if x.kind != kind] or bad
+        for role in (roots.NEW, roots.NORM):
+            bad = [x for x in bad if x.role != role] or bad
         if bad:
             return bad
         values = [
@@ -252,7 +252,7 @@ class Case:
             return not self.bad_roots(trail)
 
         if not is_finite(better):
-            lowest = scale_in_words(2.0**LOWEST_EXPONENT)
+            lowest = scale_in_words(min(2.0**LOWEST_EXPONENT, scale / 2))
             return False, f"No loss scale mends it: it is there at {lowest} too"
         while better - worse > 1:
             middle = (better + worse) // 2
@@ -313,7 +313,7 @@ class Case:
         reason = scale.counters.get("last_skip_reason")
         if reason is None:
             return SkipReason.NONE
-        return SkipReason(int(np.max(leaves[reason])))
+        return known_skip_reason(int(np.max(leaves[reason])))
 
     # Words.
 
@@ -356,11 +356,11 @@ class Case:
             is_backward |= not any((origin.frame, x) in forward for x in results)
         return Birth(
             kind=kind,
-            place=place._replace(is_backward=is_backward, iteration=origin.rounds),
+            place=place._replace(is_backward=is_backward, iteration=origin.iterations),
             operands=tuple(_magnitude(trail.size(x), kind) for x in found.operands),
             dtype=str(dtype_of(origin)),
             range=found.range and (found.range.low, found.range.high),
-            advice=NORM
+            advice=NORM_OVERFLOWS
             if GRADIENTS in marks_of(site)
             else advise(trail, found, is_backward),
         )
@@ -368,7 +368,7 @@ class Case:
     def _forward(self) -> set[Variable] | None:
         """The variables that the loss comes from; None if the loss is not known."""
         losses = [
-            variable for x in self.checked for variable in x.found.get(kinds.LOSS, ())
+            variable for x in self.checked for variable in x.found.get(roots.LOSS, ())
         ]
         forward = independent_of(self.results, _is_backward)
         if not losses and len(forward) == len(self.results):
@@ -380,19 +380,19 @@ class Case:
     def _name(self, bad: Bad) -> str:
         """The name of a root in the text."""
         if bad.checked is None:
-            return bad.kind
+            return bad.role
         scale = (
             None if bad.checked.scale is None else self.scales.get(bad.checked.scale)
         )
         name = {
-            kinds.LOSS: "loss",
-            kinds.NORM: kinds.NORM,
-            kinds.CHECKED: "what is checked for inf and NaN",
-        }.get(bad.kind)
+            roots.LOSS: "loss",
+            roots.NORM: roots.NORM,
+            roots.CHECKED: "what is checked for inf and NaN",
+        }.get(bad.role)
         if name is None:
-            known = self._names_of(bad.checked.found[bad.kind], scale)
-            one = bad.kind.removesuffix("s")
-            name = f"{one} of {known[bad.number]}" if known else bad.kind
+            known = self._names_of(bad.checked.found[bad.role], scale)
+            one = bad.role.removesuffix("s")
+            name = f"{one} of {known[bad.position]}" if known else bad.role
         if scale and len(self.scales) > 1:
             name += f" ({'/'.join(scale.root)})"
         return name
@@ -408,7 +408,7 @@ class Case:
             for x in self.arguments.items
             if is_array(x.value)
             and is_inexact_atom(x.value)
-            and x.kind in ("", "Param")
+            and x.variable_type in ("", "Param")
             and not any(x.path[: len(root)] == root for root in states)
         ]
         found = []
@@ -462,8 +462,11 @@ def _is_forward(frame: Frame, number: int) -> bool:
 
 
 def _magnitude(size: Size, kind: str) -> float:
-    """The largest magnitude; of a birth of inf the largest finite one; or -inf."""
-    if size.kinds == {"-inf"} and kind == "nan":
+    """The largest magnitude of an operand.
+
+    For a birth of inf the largest finite one. -inf if a birth of NaN has no other.
+    """
+    if size.nonfinite == {"-inf"} and kind == "nan":
         return -math.inf
     return size.finite if kind == "inf" else size.magnitude
 

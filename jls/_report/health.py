@@ -49,9 +49,9 @@ from jls._types import (
     JlsWarning,
     LossScaledState,
     LossScaler,
-    SkipReason,
     SpikeState,
     StaticState,
+    known_skip_reason,
 )
 
 
@@ -140,7 +140,8 @@ def health(
         of the parameters, to see whether an inf or NaN is in it: any pytree. An inf in
         a scalar does not count. One pass over it; None looks only at what `state` and
         `params` carry themselves: fields of a `TrainState`, variables of an NNX model.
-      max_consecutive_skips: >= 1, how many steps skipped in a row are too many.
+      max_consecutive_skips: >= 1, the largest number of steps skipped in a row that is
+        tolerated.
       max_small: the tolerated share, in [0, 1], of nonzero gradients that are below the
         smallest normal number of `dtype` once scaled.
       dtype: the dtype of the backward pass, for `grads`: floating point, of 8 to 32
@@ -176,7 +177,7 @@ def health(
       TypeError: if `optimizer` was not made by jls, or has the wrapper inside and
         `params` is None; if `max_consecutive_skips` is not an integer, `max_small` not
         a number known to Python, `dtype` not floating point, or `raise_if` or `warn_if`
-        not a sequence.
+        not iterable.
       ValueError: if `state` carries no such state, or several, such as those of the
         members of a `jax.vmap`, or one inside an `optax.MultiSteps`; if an array is
         traced, or was donated to an earlier step; if `optimizer` is of another kind
@@ -207,7 +208,7 @@ def health(
             "state must come first, got the parameters before it. The order is "
             "jls.health(opt_state, params), of NNX jls.health(optimizer, model)."
         )
-    wrapper = concrete_wrapper_state_in(state)
+    wrapper_state = concrete_wrapper_state_in(state)
     refuse_around(state)
     for name, tree in {"params": params, "grads": grads, "carried": carried}.items():
         _validate.concrete(name, tree)
@@ -224,25 +225,25 @@ def health(
         params = params["params"]
     if fields:
         others.append(fields)
-    found = _wrapper_in(optimizer, state, params, wrapper)
+    found = _wrapper_in(optimizer, state, params, wrapper_state)
     scaler = found.wrapper.scaler if found else None
 
-    flagged = flag_leaves(params, wrapper.inner_state, others)
+    flagged = flag_leaves(params, wrapper_state.inner_state, others)
     on_device = {
-        "metrics": metrics(wrapper),
-        "leaves": wrapper.nonfinite_leaves,
+        "metrics": metrics(wrapper_state),
+        "leaves": wrapper_state.nonfinite_leaves,
         "bad": {tree: leaves.flags for tree, leaves in flagged.items()},
-        "small": {} if grads is None else measure_small(wrapper, grads, dtype),
-        "policy": _observe_spikes(wrapper.spike_state),
+        "small": {} if grads is None else measure_small(wrapper_state, grads, dtype),
+        "policy": _observe_spikes(wrapper_state.spike_state),
     }
-    seen = jax.tree.map(lambda x: x.tolist(), jax.device_get(on_device))
+    on_host = jax.tree.map(lambda x: x.tolist(), jax.device_get(on_device))
     counts, flags, small, policy = (
-        seen[name] for name in ("metrics", "leaves", "small", "policy")
+        on_host[name] for name in ("metrics", "leaves", "small", "policy")
     )
-    counts["last_skip_reason"] = _reason(counts["last_skip_reason"])
+    counts["last_skip_reason"] = known_skip_reason(counts["last_skip_reason"])
     steps, in_a_row = counts["steps"], counts["consecutive_skips"]
-    poison = find_poison(flagged, seen["bad"], steps, in_a_row)
-    known = _describe_scale(scaler, wrapper, counts["loss_scale"])
+    poison = find_poison(flagged, on_host["bad"], steps, in_a_row)
+    known = _describe_scale(scaler, wrapper_state, counts["loss_scale"])
     known |= {"poisoned_leaves": poison.leaves, "masks": poison.masks}
     unnamed = None
     if params is not None:
@@ -264,7 +265,9 @@ def health(
         saw_params=params is not None or bool(fields),
         is_train_state=held is not None or bool(fields),
         is_nnx=is_nnx,
-        is_narrow=None if params is None else is_narrow((params, wrapper.inner_state)),
+        is_narrow=None
+        if params is None
+        else is_narrow((params, wrapper_state.inner_state)),
         small=Small(**small) if small else None,
         policy=PolicyFacts(**policy) if policy else None,
         scaler=_describe_scaler(found, params),
@@ -280,18 +283,14 @@ def health(
     return result
 
 
-def _reason(code: int) -> SkipReason:
-    """NONE for a code that this version does not know."""
-    return SkipReason(code) if code in list(SkipReason) else SkipReason.NONE
-
-
 # What `state` is and holds.
 
 
 def _fields_of(state: Any) -> tuple[Any, dict[str, Any]]:
-    """The parameters of a `TrainState`, and its fields but the optimizer's.
+    """The parameters of a `TrainState`, and its fields that only it knows.
 
-    None and no fields for any other state.
+    Those of the optimizer and the step count are not among them. None and no fields for
+    any other state.
     """
     if not is_train_state(state):
         return None, {}
@@ -380,10 +379,10 @@ def _wrappers_in(optimizer: Any, params: Any) -> list[FoundWrapper]:
 
 
 def _describe_scale(
-    scaler: LossScaler | None, wrapper: LossScaledState, loss_scale: float
+    scaler: LossScaler | None, wrapper_state: LossScaledState, loss_scale: float
 ) -> dict[str, Any]:
     """Whether the scale can never move, and its bounds; None if they are not known."""
-    static = isinstance(wrapper.scaler_state, StaticState)
+    static = isinstance(wrapper_state.scaler_state, StaticState)
     if is_static(scaler) if scaler else static:
         return {"is_static": True, "min_scale": loss_scale, "max_scale": loss_scale}
     bounds = bounds_of(scaler) if scaler else None
@@ -405,7 +404,7 @@ def _describe_scaler(found: FoundWrapper | None, params: Any) -> ScalerFacts:
     return ScalerFacts(
         backoff_interval=scalar(known, "backoff_interval"),
         growth_interval=scalar(known, "growth_interval"),
-        moves=not is_static(wrapper.scaler),
+        adjusts=not is_static(wrapper.scaler),
         checks_updates=checks,
         sigmas=scalar(policy, "sigmas"),
     )

@@ -16,11 +16,11 @@ from jls._report.record import (
     as_array,
     fetch,
     flatten_metrics,
-    moves,
+    growths_and_backoffs,
     skip_counts,
     spike_counts,
 )
-from jls._text import format_scale
+from jls._text import format_scale, wrapped
 from jls._types import StepReport
 
 
@@ -44,7 +44,8 @@ class History:
       >>> print(history.summary())
       recorded    3 steps (1 to 3)
       skipped     1 of 3 steps (33.3%), up to 1 in a row
-      loss scale  2^10 first, 2^9 last, 2^9 lowest, 2^10 highest; 0 growths, 1 backoff
+      loss scale  2^10 first, 2^9 last, 2^9 lowest, 2^10 highest
+                  0 growths, 1 backoff
       loss        0.5 first, 0.5 last, 0.5 best (step 1)
     """
 
@@ -100,8 +101,7 @@ class History:
         if "step" not in values:
             values["step"] = values.get("steps") or self._next_steps(count)
         for number in values["step"]:
-            if not np.isfinite(number):
-                raise ValueError(f"step must be finite, got {number!r}.")
+            _check_step(number)
         self._extend(values, count)
 
     def _next_steps(self, count: int) -> list[Scalar]:
@@ -154,8 +154,8 @@ class History:
         Returns:
           A line of what the row has of `loss`, `loss_scale`, `skips` and
           `consecutive_skips`; without counts, the word "skipped" if the step was.
-          Powers of two are written 2^k, other numbers with four digits. Empty if there
-          is no row.
+          A loss scale that is a power of two is written 2^k, other numbers with four
+          digits. Empty if there is no row.
 
         Example:
           >>> state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))
@@ -172,10 +172,9 @@ class History:
         if "loss_scale" in now:
             parts.append(f"scale {format_scale(now['loss_scale'])}")
         if "skips" in now:
-            row = now.get("consecutive_skips")
-            parts.append(
-                f"skips {now['skips']}" + ("" if row is None else f" ({row} in a row)")
-            )
+            streak = now.get("consecutive_skips")
+            in_a_row = "" if streak is None else f" ({streak} in a row)"
+            parts.append(f"skips {now['skips']}{in_a_row}")
         elif now.get("skipped"):
             parts.append("skipped")
         return "  ".join(parts)
@@ -188,7 +187,7 @@ class History:
         `jls.metrics(state)` before the first step to see what that step does.
 
         Returns:
-          A text of up to six lines; `print` it.
+          Lines of at most 80 columns; `print` them.
 
         Example:
           >>> jls.History().summary()
@@ -267,7 +266,9 @@ class History:
           A `History` with the same columns and rows, to which more can be appended.
 
         Raises:
-          ValueError: if there is no column "step", or if a cell is not a number.
+          ValueError: if there is no column "step", if a name stands twice, if a row has
+            more or fewer cells than there are names, if a cell is not a number, or if a
+            step is not finite.
 
         Example:
           >>> import io
@@ -290,10 +291,19 @@ class History:
             name: [_parsed(name, text) for text in column]
             for name, column in zip(names, cells, strict=True)
         }
-        if None in columns["step"]:
-            raise ValueError("step must be a number in every row, got an empty cell.")
+        for number in columns["step"]:
+            if number is None:
+                raise ValueError(
+                    "step must be a number in every row, got an empty cell."
+                )
+            _check_step(number)
         history._extend(columns, len(rows))
         return history
+
+
+def _check_step(number: Scalar) -> None:
+    if not np.isfinite(number):
+        raise ValueError(f"step must be finite, got {number!r}.")
 
 
 def _row_count(arrays: dict[str, np.ndarray]) -> int:
@@ -352,12 +362,14 @@ def _summary(columns: Columns) -> str:
     span = _format_step(first) + (f" to {_format_step(last)}" if len(steps) > 1 else "")
     lines = [("recorded", f"{_quantity(len(steps), 'step')} ({span})")]
     skips, at_end = _skips_line(columns)
-    scale, loss = _scale_line(columns), _loss_line(columns)
+    scales, loss = _scale_lines(columns), _loss_line(columns)
     lines += [("skipped", skips)] if skips else []
-    lines += [("loss scale", scale)] if scale else []
+    lines += zip(("loss scale", ""), scales, strict=False)
     lines += [("loss", loss)] if loss else []
-    text = [f"{name:<12}{value}" for name, value in lines]
-    if last - first >= len(steps) and (skips or scale):
+    text = []
+    for name, value in lines:
+        text += wrapped(value, indent=" " * 12, initial=f"{name:<12}")
+    if last - first >= len(steps) and (skips or scales):
         text.append(
             "Not every step was recorded: there may be more growths and backoffs."
         )
@@ -377,37 +389,41 @@ def _skips_line(columns: Columns) -> tuple[str, bool]:
         total, of = int(counts.sum()), len(counts)
     else:
         return "", False
-    rows = _known(columns, "consecutive_skips")
-    if not rows.size:
-        rows = _lengths(counts > 0)
+    streaks = _known(columns, "consecutive_skips")
+    at_end = columns.get("consecutive_skips", [None])[-1]
+    if not streaks.size:
+        streaks = _streaks(counts > 0)
+        at_end = streaks[-1]
     share = f" ({total / of:.1%})" if of else ""
-    in_a_row = f", up to {max(1, rows.max()):.0f} in a row" if total else ""
+    in_a_row = f", up to {max(1, streaks.max()):.0f} in a row" if total else ""
     counted = _known(columns, "spikes")
     spikes = int(counted[-1] if counted.size else spike_counts(columns).sum())
     as_spikes = f"; {_quantity(spikes, 'spike')} among them" if spikes else ""
-    return f"{total} of {of} steps{share}{in_a_row}{as_spikes}", bool(rows[-1] > 0)
+    return f"{total} of {of} steps{share}{in_a_row}{as_spikes}", bool(
+        at_end and at_end > 0
+    )
 
 
-def _lengths(flags: np.ndarray) -> np.ndarray:
+def _streaks(flags: np.ndarray) -> np.ndarray:
     """For each row the number of flags in a row up to it."""
     count = np.arange(1, len(flags) + 1)
     return count - np.maximum.accumulate(np.where(flags, 0, count))
 
 
-def _scale_line(columns: Columns) -> str:
+def _scale_lines(columns: Columns) -> list[str]:
     scales = _known(columns, "loss_scale")
     if not scales.size:
-        return ""
+        return []
     first, last, low, high = map(
         format_scale, (scales[0], scales[-1], scales.min(), scales.max())
     )
     if low == high:
-        return f"{low} throughout"
-    grown, backed_off = (int(np.sum(where)) for where in moves(scales))
-    return (
-        f"{first} first, {last} last, {low} lowest, {high} highest; "
-        f"{_quantity(grown, 'growth')}, {_quantity(backed_off, 'backoff')}"
-    )
+        return [f"{low} throughout"]
+    grown, backed_off = (int(np.sum(where)) for where in growths_and_backoffs(scales))
+    return [
+        f"{first} first, {last} last, {low} lowest, {high} highest",
+        f"{_quantity(grown, 'growth')}, {_quantity(backed_off, 'backoff')}",
+    ]
 
 
 def _loss_line(columns: Columns) -> str:

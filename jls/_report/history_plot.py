@@ -29,7 +29,13 @@ from jls._figure import (
     ShownFigure,
     with_exponent,
 )
-from jls._report.record import Columns, column, moves, skip_counts, spike_counts
+from jls._report.record import (
+    Columns,
+    column,
+    growths_and_backoffs,
+    skip_counts,
+    spike_counts,
+)
 from jls._text import format_scale
 
 POINTS = 2000  # a line of more is drawn as at most this many medians with their range
@@ -154,7 +160,7 @@ def _draw_scale(panel: Axes, columns: Columns, steps: np.ndarray) -> None:
     panel.set_yscale("log", base=2)
     if not y.size:
         return
-    grown, backed_off = moves(y)
+    grown, backed_off = growths_and_backoffs(y)
     corners = grown | backed_off
     corners[[0, -1]] = True  # between the corners the line is level
     marker = "o" if len(y) == 1 else None

@@ -185,7 +185,7 @@ def spike_counts(columns: Columns) -> np.ndarray:
     return np.minimum(counts, skips)
 
 
-def moves(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def growths_and_backoffs(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Flags: whether a loss scale is above, and whether below, the one before it."""
     change = np.diff(scales, prepend=scales[:1])
     return change > 0, change < 0

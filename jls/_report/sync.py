@@ -60,14 +60,14 @@ def _scalars(state: Any) -> dict[str, Array]:
     """The scalars of jls in `state`, by path."""
     found = {}
     for path, node in find(state, is_wrapper_state):
-        wrapper = read_variables(node)
-        for name, leaf in logged(wrapper).items():
+        wrapper_state = read_variables(node)
+        for name, leaf in logged(wrapper_state).items():
             found[join(path, name)] = leaf
-        flat, _ = jax.tree_util.tree_flatten_with_path(wrapper.spike_state)
+        flat, _ = jax.tree_util.tree_flatten_with_path(wrapper_state.spike_state)
         for end, leaf in flat:
             found[join(path, "spike_state", path_name(end))] = leaf
-        if isinstance(wrapper.spike_state, SpikeState):
-            for name, leaf in spike_metrics(wrapper.spike_state).items():
+        if isinstance(wrapper_state.spike_state, SpikeState):
+            for name, leaf in spike_metrics(wrapper_state.spike_state).items():
                 found[join(path, "spike_state", name)] = leaf
     for path, node in find_scaler_states(state):
         for name, leaf in read_variables(node)._asdict().items():

@@ -62,7 +62,7 @@ class ScalerFacts(NamedTuple):
 
     backoff_interval: float | None = None
     growth_interval: float | None = None
-    moves: bool | None = None  # False for jls.static; not at all between equal bounds
+    adjusts: bool | None = None  # False for jls.static; True also with equal bounds
     checks_updates: bool | None = None  # whether it skips non-finite updates
     sigmas: float | None = None  # of its spike policy
 
@@ -84,7 +84,8 @@ class Facts:
     all_leaves_nonfinite: bool = False  # of the gradients of the last skipped step
     all_leaves_finite: bool = False  # of the same
     nonfinite_leaves: list[str] | None = None  # of the last skipped step, by name
-    unnamed_leaves: tuple[int, int] | None = None  # of so many, if it knows no names
+    # How many leaves were not finite, and of how many, where no names are known.
+    unnamed_leaves: tuple[int, int] | None = None
     poisoned_leaves: dict[str, list[str]] | None = None  # names by the tree they are in
     is_doubted: bool = False  # the poisoned leaves hold -inf alone, and may be masks
     masks: dict[str, int] | None = None  # elements that are -inf, by the leaf
@@ -115,8 +116,16 @@ class Facts:
 
     @property
     def skipped_for(self) -> SkipReason | None:
-        """Why the last step was skipped; NONE if a checkpoint does not say it."""
+        """Why the last step was skipped, or None if it was applied.
+
+        `SkipReason.NONE` if an old checkpoint does not say why.
+        """
         return self.last_skip_reason if self.skipped else None
+
+    @property
+    def has_bad_norm(self) -> bool:
+        """Whether the last step's gradients were finite, but not their global norm."""
+        return self.skipped_for == SkipReason.GRADIENTS and self.all_leaves_finite
 
     @property
     def had_bad_gradients(self) -> bool:
@@ -210,32 +219,34 @@ def _verdict(
 def diagnose(facts: Facts, limits: Limits) -> tuple[Verdict, str]:
     """The first verdict of the table that holds, and its sentence."""
     row = next(row for row in TABLE if row.holds(facts, limits))
-    sentence = row.sentence(facts).rstrip(" .")
+    sentences = [row.sentence(facts)]
     # A loss that is not finite spoils all gradients, and poison is in no gradient: the
     # names of gradients would say nothing.
     others = None, SkipReason.LOSS, SkipReason.SPIKE
     if facts.skipped_for not in others and row.verdict != "poisoned":
-        sentence += _culprits(facts)
+        sentences.append(_culprits(facts))
     if row.verdict != "poisoned":
-        sentence += _masks(facts)
-    return row.verdict, sentence if sentence.endswith("?") else f"{sentence}."
+        sentences.append(_masks(facts))
+    sentences = [text.rstrip(" .") for text in sentences if text]
+    ended = [text if text.endswith("?") else f"{text}." for text in sentences]
+    return row.verdict, " ".join(ended)
 
 
 def _culprits(facts: Facts) -> str:
     """Which parameters caused the last skip, as far as their names are known."""
     if facts.nonfinite_leaves:
-        return f". Not finite: {_some(facts.nonfinite_leaves)}"
-    if facts.all_leaves_finite and facts.skipped_for is SkipReason.GRADIENTS:
+        return f"Not finite: {_some(facts.nonfinite_leaves)}"
+    if facts.has_bad_norm:
         return (
-            ". Every gradient is finite, but their global norm is over 1.8e19: a "
-            "float32 cannot hold its square, and the clip inside the optimizer would "
-            "turn them all into zeros"
+            "Every gradient is finite, but their global norm is over 1.8e19: a float32 "
+            "cannot hold its square, and a clip by that norm would turn them all into "
+            "zeros"
         )
     bad, known = facts.unnamed_leaves or (0, 0)
     if not bad:
         return ""
     return (
-        f". Not finite: {bad} of the {known} parameters that the optimizer's state "
+        f"Not finite: {bad} of the {known} parameters that the optimizer's state "
         "knows; optimizer= gives their names"
     )
 
@@ -247,7 +258,7 @@ def _masks(facts: Facts) -> str:
     count, is_one = sum(facts.masks.values()), len(facts.masks) == 1
     holds, a_mask = ("holds", "a mask") if is_one else ("hold", "masks")
     note = (
-        f". {_some(list(facts.masks))} {holds} -inf in {count} "
+        f"{_some(list(facts.masks))} {holds} -inf in {count} "
         f"element{'' if count == 1 else 's'}, taken for {a_mask}"
     )
     if facts.skipped:
@@ -273,10 +284,12 @@ def _poisoned(facts: Facts) -> str:
     trees = [t for t in found if t != "opt_state" or "params" not in found]
     rates = [name for name in found.get("opt_state", []) if "hyperparams/" in name]
     if rates == [name for names in found.values() for name in names]:
-        rate = rates[0].split("hyperparams/")[1]
+        rates = [name.split("hyperparams/")[1] for name in rates]
+        are, them = ("is", "it") if len(rates) == 1 else ("are", "them")
+        lines = ", ".join(f'opt_state.hyperparams["{rate}"] = value' for rate in rates)
         return (
-            f"{rate}, which is set by hand, is inf or NaN. Set it again: "
-            f'opt_state.hyperparams["{rate}"] = value'
+            f"{' and '.join(rates)}, which {are} set by hand, {are} not finite. Set "
+            f"{them} again: {lines}"
         )
     causes = ". ".join(_CAUSES[tree](facts) for tree in trees)
     if facts.is_doubted:
@@ -362,8 +375,7 @@ def _stalled(facts: Facts) -> str:
         advice = {
             SkipReason.NONE: "",
             SkipReason.GRADIENTS: (
-                "If the loss is finite, the backward pass makes inf or NaN at any "
-                f"scale: {_why(facts)}"
+                f"{_at_any_scale(facts)}: {_why(facts)}"
                 f"{'' if facts.saw_params else ', and for an inf in a parameter'}"
                 f"{_other_causes(facts)}"
             ),
@@ -388,6 +400,19 @@ def _stalled(facts: Facts) -> str:
         f"the last {facts.consecutive_skips} steps were all skipped{because}, and "
         f"nothing is being learned; the loss scale is {facts.scale}. {advice}"
     )
+
+
+def _at_any_scale(facts: Facts) -> str:
+    """Why a lower scale does not help."""
+    if facts.has_bad_norm:
+        return "True gradients this large are so at any scale"
+    return "If the loss is finite, the backward pass makes inf or NaN at any scale"
+
+
+def _bad_gradients_of_last(facts: Facts) -> str:
+    if facts.has_bad_norm:
+        return "the squares of the last step's gradients overflowed"
+    return "the gradients of the last step were inf or NaN"
 
 
 def _why(facts: Facts) -> str:
@@ -418,7 +443,7 @@ def _can_lower(facts: Facts) -> bool:
 def _lower(facts: Facts) -> str:
     """How to lower a scale that never moves."""
     use = "use jls.dynamic"
-    if facts.scaler.moves:
+    if facts.scaler.adjusts:
         use = "give it a lower min_scale"
     return f"lower it with jls.set_loss_scale, or {use}"
 
@@ -426,7 +451,7 @@ def _lower(facts: Facts) -> str:
 @_verdict("at floor", lambda f, _: f.had_bad_gradients and f.moves and f.is_at_floor)
 def _at_floor(facts: Facts) -> str:
     return (
-        "the last step's gradients were inf or NaN, and the loss scale of "
+        f"{_bad_gradients_of_last(facts)}, and the loss scale of "
         f"{facts.scale} is at its floor ({facts.consecutive_skips} skipped in a row), "
         f"so no lower scale will help: {_why(facts)}. Or lower min_scale"
         f"{_other_causes(facts)}"
@@ -647,7 +672,7 @@ def _over(facts: Facts) -> str:
 
 @_verdict("recovering", lambda f, _: f.skipped)
 def _recovering(facts: Facts) -> str:
-    what = "the gradients of the last step were inf or NaN, and it was skipped"
+    what = f"{_bad_gradients_of_last(facts)}, and it was skipped"
     if facts.skipped_for == SkipReason.NONE:
         what = "the last step was skipped"
     if not facts.is_static:

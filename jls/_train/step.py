@@ -129,7 +129,7 @@ class Options(NamedTuple):
     drop: Drop
     local_norm: bool
     update_norm: bool
-    extra: "Extra"
+    extra: Extra
 
 
 class _Options(TypedDict, total=False):
@@ -140,7 +140,7 @@ class _Options(TypedDict, total=False):
     drop: Drop
     local_norm: bool
     update_norm: bool
-    extra: "Extra"
+    extra: Extra
 
 
 @overload
@@ -415,7 +415,7 @@ def _refuse_lookahead(params: Any) -> None:
 
 
 def _differentiate(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-    """`jax.value_and_grad`, which carries on what its "gradient" overwrites.
+    """`jax.value_and_grad`; the "gradient" of what is overwritten is its next value.
 
     Flax's fp8 layers return new scales and histories in the place of gradients. They
     are not linear in the loss, so they must not be unscaled.
@@ -445,7 +445,8 @@ def _extra_arguments(
     arguments = extra(model, batch) if callable(extra) else extra or {}
     if not isinstance(arguments, Mapping):
         raise TypeError(f"extra must return a dict, got {describe(arguments)}.")
-    taken = arguments.keys() & {*given, "updates", "grads", "state", "params"}
+    by_step = {*given, "grad", "updates", "grads", "state", "params"}
+    taken = arguments.keys() & by_step
     if taken:
         raise ValueError(
             f"extra must not hold {' and '.join(sorted(taken))}, which the step passes "
@@ -507,19 +508,19 @@ def _adapt(
 
 def _check_order(optimizer: Any, carries: bool, args: tuple[Any, ...]) -> None:
     """Raises if the arguments seem to be the right ones in another order."""
-    order, place, is_in_place = ["state", "batch"], 0, is_train_state
+    order, index, belongs_there = ["state", "batch"], 0, is_train_state
     if optimizer is not None:
         order = ["params", "opt_state", *(["carried"] if carries else []), "batch"]
-        place, is_in_place = 1, find_scaler_states
+        index, belongs_there = 1, find_scaler_states
     elif any(map(is_optimizer, args)):
-        order, place, is_in_place = ["model", "optimizer", "batch"], 1, is_optimizer
-    if len(args) != len(order) or is_in_place(args[place]):
+        order, index, belongs_there = ["model", "optimizer", "batch"], 1, is_optimizer
+    if len(args) != len(order) or belongs_there(args[index]):
         return
-    if any(map(is_in_place, args)):
+    if any(map(belongs_there, args)):
         types = ", ".join(type(x).__name__ for x in args)
         raise ValueError(
-            f"The order is step({', '.join(order)}), got {types}: {order[place]} must "
-            f"be argument {place + 1}."
+            f"The order is step({', '.join(order)}), got {types}: {order[index]} must "
+            f"be argument {index + 1}."
         )
 
 

@@ -962,6 +962,27 @@ def test_a_rate_that_was_set_to_nan_is_to_be_set_again():
     assert jls.health(state, params).verdict == "ok"
 
 
+def test_each_rate_that_was_set_to_nan_is_named():
+    inner = optax.inject_hyperparams(optax.adamw)(0.1, weight_decay=0.1)
+    params = {"w": jnp.ones(2)}
+    state = jls.loss_scaled(inner).init(params)
+    for name in ("learning_rate", "weight_decay"):
+        state.hyperparams[name] = jnp.float32(jnp.nan)
+    sentence = jls.health(state, params).sentence
+    assert sentence.startswith("learning_rate and weight_decay, which are set by hand")
+    assert 'opt_state.hyperparams["learning_rate"] = value, ' in sentence
+    assert sentence.endswith('opt_state.hyperparams["weight_decay"] = value.')
+
+
+def test_a_question_is_not_followed_by_a_full_stop():
+    optimizer = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(8.0, max_scale=8.0))
+    params = {"mask": jnp.array([0.0, -jnp.inf]), "w": jnp.ones(2)}
+    grads = {"mask": jnp.zeros(2), "w": jnp.ones(2)}
+    _, state = optimizer.update(grads, optimizer.init(params), params)
+    sentence = jls.health(state, params, optimizer=optimizer).sentence
+    assert "made by jls.value_and_grad? mask holds -inf in 1 element, taken" in sentence
+
+
 def test_a_mask_around_the_wrapper_is_named_where_it_did_harm():
     guarded = jls.loss_scaled(optax.sgd(0.1))
     params = {"a": jnp.ones(2), "b": jnp.ones(2)}

@@ -349,6 +349,8 @@ def test_csv_of_no_rows_is_a_header():
         ("step,loss\n1\n", "row 1 must have 2 cells"),
         ("step,loss\n1,high\n", "loss must be a number, .* got 'high'"),
         ("step,loss\n,1\n", "step must be a number in every row"),
+        ("step,loss\nnan,1\n", "step must be finite, got nan"),
+        ("step,loss\n1,1\ninf,1\n", "step must be finite, got inf"),
     ],
 )
 def test_csv_of_another_form_is_refused(text, message):
@@ -363,8 +365,8 @@ def test_summary_of_a_run():
     assert one_by_one().summary() == (
         "recorded    6 steps (1 to 6)\n"
         "skipped     2 of 6 steps (33.3%), up to 2 in a row\n"
-        "loss scale  2^3 first, 2^2 last, 2^1 lowest, 2^3 highest; 1 growth, "
-        "2 backoffs\n"
+        "loss scale  2^3 first, 2^2 last, 2^1 lowest, 2^3 highest\n"
+        "            1 growth, 2 backoffs\n"
         "loss        1 first, 0.1667 last, 0.1667 best (step 6)"
     )
 
@@ -389,6 +391,20 @@ def test_summary_of_every_tenth_step_has_the_counts_of_the_run():
     assert lines[1] == "skipped     11 of 30 steps (36.7%), up to 6 in a row"
     assert lines[3].startswith("Not every step was recorded")
     assert lines[4].startswith("The last step was skipped")
+
+
+def test_summary_does_not_know_of_a_last_row_without_counts():
+    history = stacked(steps=[1, 2], skips=[0, 1], consecutive_skips=[0, 1])
+    assert "The last step was skipped" in history.summary()
+    history.append({"loss": 1.0})
+    assert "The last step was skipped" not in history.summary()
+    assert "1 of 2 steps (50.0%), up to 1 in a row" in history.summary()
+
+
+def test_summary_has_lines_of_at_most_80_columns():
+    scales = [2.0**10, 3e30, 12345678.0, 2.0**-20]
+    history = stacked(loss_scale=scales, applied=[True, False, False, True])
+    assert max(map(len, history.summary().splitlines())) <= 80
 
 
 def test_summary_of_skips_between_the_rows_knows_of_one_in_a_row_at_least():

@@ -131,6 +131,7 @@ def test_the_function_gets_what_the_loss_function_gets(jit_or_eager):
         (3, TypeError, "extra must be a dict"),
         (lambda params, batch: 3, TypeError, "extra must return a dict, got int 3"),
         ({"value": 1.0}, ValueError, "extra must not hold value"),
+        ({"grad": 1.0}, ValueError, "extra must not hold grad"),
         ({"partial_overflow": True}, ValueError, "must not hold partial_overflow"),
         ({"params": 1.0}, ValueError, "must not hold params"),
         ({"misspelt": 1.0}, TypeError, "misspelt"),
