@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes detectable at trace time, each with the line to write.
+"""Mistakes in calls of jls, each with the line to write.
 
-No false positives: a check looks only for what no right program does.
+Errors are for what no right program does; warnings also for what is only slow.
 """
 
 import contextlib

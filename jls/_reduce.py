@@ -107,7 +107,8 @@ def any_nan(floats: Sequence[Any]) -> Array:
 def global_norm(floats: Sequence[Any]) -> Array:
     """The L2 norm over all leaves, `f32[]`; inf or NaN if a leaf is not finite.
 
-    Does not overflow. On GPU and TPU the squares of magnitudes below 1e-23 are 0.
+    Its squares do not overflow; the norm does, over 3.4e38. On GPU and TPU the squares
+    of magnitudes below 1e-23 are 0.
     """
     if not floats:
         return jnp.float32(0.0)
@@ -255,8 +256,8 @@ _TINY = np.float32(2.0**-96)
 def _tiny_sum_of_squares(leaf: Array, is_stack: bool = False) -> tuple[Array]:
     """Finite if and only if all elements are.
 
-    Elements below 2**36 count as 2**36, so that no square is subnormal; beside elements
-    whose squares overflow, where the sum becomes a norm, they are negligible.
+    Elements below 2**36 count as 2**36, so that no square is subnormal. The sum becomes
+    a norm only where squares have overflowed: beside such elements that is negligible.
 
     XLA turns `(x * 2**40) * 2**-96` into `x * 2**-56`, which could be finite where
     `x * 2**40` is not, and the square of a product into a product of squares, which

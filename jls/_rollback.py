@@ -8,14 +8,16 @@
     differentiated               ones                      at the end
     not traced                   ones                      at the end
 
-What is computed from bad gradients or an old state may be NaN, as Adam's first bias
-correction is. It is never kept, but some operations could observe it: a loop until
-convergence, which then might not end; a host callback, which may raise; a foreign
-function; and a derivative, since 0 times NaN is NaN. Such a program is given ones in
-the place of bad inputs. Any other gets its inputs as they are on GPU and TPU: only then
-XLA sees that the optimizer and the check read the same gradients, and reads them once.
-XLA GPU and TPU also change the moments in place by themselves, with the selects at the
-end; for a CPU see `_rollback_cpu`.
+Where updates are checked, new and old are selected at the end everywhere: `call` alone.
+
+Bad gradients give results that are NaN, and so may an old state: Adam's first bias
+correction divides 0 by 0. These results are thrown away. But some operations react to a
+NaN before that: a loop until convergence may never end, a host callback or a foreign
+function may raise, and in a derivative 0 times NaN is NaN. A program with one of them
+gets ones in the place of bad inputs. On GPU and TPU any other gets its inputs as they
+are: only then XLA sees that the optimizer and the check read the same gradients, and
+reads them once. XLA GPU and TPU also change the moments in place by themselves, with
+the selects at the end; for a CPU see `_rollback_cpu`.
 
 Where the program sums the squares of all gradients, to clip them by their global norm,
 that sum is computed first. It tells whether they are finite, and a program that is
@@ -99,7 +101,7 @@ def roll_back_unless(
 
     Args:
       flag: `bool[]`.
-      is_finite: `bool[]`, whether all inputs are; true wherever `flag` is.
+      is_finite: `bool[]`, whether gradients and loss are; true wherever `flag` is.
       prepared: `fun` and its inputs.
       old: the tree before.
     """
@@ -169,7 +171,7 @@ class _Program(NamedTuple):
     """A function, traced. Closures keep it, so it must not hold tracers."""
 
     jaxpr: Any  # of what the function takes from outside, and of its inputs
-    after_sum: Any  # the same, given the sum of squares, and without effects
+    after_sum: Any  # the same, given the sum of squares if one was found
     remainder: Remainder  # of what the function returns, without its arrays
     observes_nan: bool
     sum_of_squares: SumOfSquares | None

@@ -119,9 +119,9 @@ def wrapper_state_in(state: Any) -> LossScaledState:
 
 def concrete_wrapper_state_in(state: Any) -> LossScaledState:
     """Like `wrapper_state_in`, for functions of the host: not traced."""
-    wrapper = wrapper_state_in(state)
-    _validate.concrete("state", wrapper)
-    return wrapper
+    wrapper_state = wrapper_state_in(state)
+    _validate.concrete("state", wrapper_state)
+    return wrapper_state
 
 
 def refuse_around(state: Any) -> None:
@@ -215,9 +215,9 @@ def metrics(state: Any) -> dict[str, Array]:
     """
     values = {"loss_scale": loss_scale(state)}
     for _, node in find(state, is_wrapper_state):
-        wrapper = read_variables(node)
-        values |= logged(wrapper)
-        spikes = wrapper.spike_state
+        wrapper_state = read_variables(node)
+        values |= logged(wrapper_state)
+        spikes = wrapper_state.spike_state
         if isinstance(spikes, SpikeState):
             values |= {"spikes_found": spikes.found, **spike_metrics(spikes)}
     return values

@@ -15,8 +15,8 @@ scaler both are finite steps. A step whose gradients come without the parts that
 overflowed, as the flag `partial_overflow` says, is applied, and counted as a partial
 overflow too: for the scaler it is an overflow.
 
-Gradients are finite if every element is. Where the inner optimizer clips by the global
-norm, they are finite if the sum of their squares is, which it computes anyway: optax
+Gradients are finite if every element is. Where the inner optimizer sums the squares of
+all gradients, as a clip by the global norm does, they are finite if that sum is: optax
 would turn gradients of a norm over 1.8e19 into zeros.
 """
 
@@ -166,12 +166,12 @@ class WrapperUpdate:
 
 
 class Applied(NamedTuple):
-    """Results of `WrapperUpdate.apply`; the old values where the step was skipped."""
+    """Results of a step that was applied, or skipped."""
 
-    params: Any
+    params: Any  # the old ones if it was skipped
     state: Any
     global_norm: Array  # f32[]  of the gradients
-    updates: Any  # None unless they are kept
+    updates: Any  # -0.0 if it was skipped; None unless they are kept
 
 
 class FoundWrapper(NamedTuple):
@@ -449,16 +449,16 @@ def _prepare(
     inputs: list[Array],
 ) -> Prepared:
     """The inner optimizer, traced if the step is, and the squares that it sums."""
-    seen = *inputs, step.partial_overflow, *jax.tree.leaves(state.spike_state)
-    is_traced = any(isinstance(x, Tracer) for x in seen)
-    count, squares = len(step.grads), None
+    deciding = *inputs, step.partial_overflow, *jax.tree.leaves(state.spike_state)
+    is_traced = any(isinstance(x, Tracer) for x in deciding)
+    count, sum_of_squares = len(step.grads), None
     if not is_traced and count:
         # The step must be skipped for the same gradients as if it were traced.
         find = functools.partial(sum_of_squares_in, fun, inputs, count)
         grads = combine(step.grads, step.remainder)
         given = grads, state.inner_state, params, step.extra
-        squares = _found_once(wrapper.sums_of_squares, given, find)
-    return prepare(fun, inputs, is_traced, count, squares)
+        sum_of_squares = _found_once(wrapper.sums_of_squares, given, find)
+    return prepare(fun, inputs, is_traced, count, sum_of_squares)
 
 
 def _found_once(
@@ -479,7 +479,7 @@ def _found_once(
 
 
 def _kind(leaf: Any) -> Any:
-    """The value of a switch, the type of anything else: it may be new in each step."""
+    """The value of a switch; the type of anything else, whose value may change."""
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return jax.typeof(leaf)
     return leaf if isinstance(leaf, bool | str) else type(leaf)
@@ -517,13 +517,13 @@ def _observe(
         sizes = [jnp.where(jnp.concatenate(flags), jnp.float32(0.0), jnp.inf)]
         sizes = jnp.concatenate([*sizes, magnitudes])
         sizes = agree_on_max(sizes, wrapper.axis_name)
-        seen, for_scaler = sizes < jnp.inf, jnp.max(sizes[1:])
+        agreed, for_scaler = sizes < jnp.inf, jnp.max(sizes[1:])
     else:
         if squares is None:
             with jax.named_scope(_scopes.GRADIENTS):
                 flags += [finite_leaves(step.grads)]
-        seen, for_scaler = agree(jnp.concatenate(flags), wrapper.axis_name), None
-    loss_finite, is_partial, of_grads = seen[0], ~seen[1], seen[2:]
+        agreed, for_scaler = agree(jnp.concatenate(flags), wrapper.axis_name), None
+    loss_finite, is_partial, of_grads = agreed[0], ~agreed[1], agreed[2:]
     leaves_finite = of_grads[: len(step.grads)]
     # The sum of all squares is finite only if that of each leaf is.
     decides = leaves_finite if squares is None else of_grads[len(step.grads)]
@@ -733,7 +733,10 @@ def _is_integer(leaf: Any) -> bool:
 
 
 def _may_be_bad(leaf: Any) -> bool:
-    """Not a finite Python number: the inner optimizer may branch on it."""
+    """Whether it is a float that may be inf or NaN.
+
+    Not a finite Python number, which stays one: the inner optimizer may branch on it.
+    """
     return is_inexact(leaf) and not (isinstance(leaf, float) and math.isfinite(leaf))
 
 

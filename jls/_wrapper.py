@@ -66,9 +66,9 @@ def loss_scaled(
     so parameters, moments, schedule counts and accumulators inside are the old ones.
     Transformations outside do not freeze: put clipping and accumulation inside.
 
-    A step is skipped if an element of the gradients is inf or NaN. Where `inner` clips
-    the gradients by their global norm, it is skipped if the sum of their squares is,
-    which the clip computes anyway: a norm over 1.8e19 counts as not finite too, since
+    A step is skipped if an element of the gradients is inf or NaN. Where `inner` sums
+    the squares of all gradients, as a clip by the global norm does, the step is skipped
+    if that sum is inf or NaN: a norm over 1.8e19 counts as not finite too, since
     `optax.clip_by_global_norm` would turn all gradients into zeros.
 
     Args:

@@ -432,7 +432,7 @@ WHY = [
     Fault(
         "the exp of a mask is blamed for what overflows",
         "jls/_origin/trail.py",
-        '        return kinds[0] & {"inf"}',
+        '        return found[0] & {"inf"}',
         "        return None",
         ("tests/test_why.py",),
     ),

@@ -235,7 +235,7 @@ def match(
       reading: the facts from the program, if it can be read.
     """
     items = arguments.items
-    outputs = [item for item in outputs if item.kind != REPORT]
+    outputs = [item for item in outputs if item.variable_type != REPORT]
     pairing = _Pairing(items, outputs, scales, reading)
     tops = units(items)
     states = [path for path in tops if any(_holds(items, x, path) for x in scales)]

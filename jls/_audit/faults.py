@@ -270,12 +270,12 @@ class _Trials:
             site = cleaned[0].cleaned if cleaned else None
             place = place_of(site) if site else None
             by = f", by {place}" if place else ""
-            seen = (
+            evidence = (
                 f"with {fault.what} the gradients overflowed, and the step was applied"
             )
             self.findings.broken(
                 code,
-                f"{seen}: something cleaned them before they were looked at{by}",
+                f"{evidence}: something cleaned them before they were looked at{by}",
                 place,
             )
 
@@ -301,10 +301,10 @@ class _Trials:
                     code, f"{place} may lose an inf, where no fault reaches it"
                 )
             elif applied:
-                seen = (
+                evidence = (
                     f"an inf in the gradients was lost by {place}; the step was applied"
                 )
-                self.findings.broken(code, seen, place)
+                self.findings.broken(code, evidence, place)
                 return
 
     # Through the spike policy.
@@ -317,8 +317,8 @@ class _Trials:
             self.findings.not_tried(code, "the spike policy is not one of jls")
             return
         if self._is_unchanged(at.values()):
-            seen = "the state of the spike policy comes back as it was"
-            self.findings.broken(code, seen)
+            evidence = "the state of the spike policy comes back as it was"
+            self.findings.broken(code, evidence)
             return
         values = {name: as_numpy(after[i]).astype(np.float32) for name, i in at.items()}
         seen, last = values["seen"], values["value"]
@@ -482,7 +482,7 @@ class _Trials:
         if self.findings.is_settled(code):
             return
         runner, proved = self.runner, self.proved
-        doubted = runner.trained if proved is None else proved.moves
+        doubted = runner.trained if proved is None else proved.may_change
         averages = {i for i in doubted if is_average(runner, i)}
         noisy = {i for i in doubted if is_noise(runner, i)}
         must = doubted - averages - noisy

@@ -24,9 +24,9 @@ class Findings:
         self._found: dict[Code, Finding] = {}
         self.untried: dict[str, str] = {}  # arrays without a fault, and the reason
 
-    def broken(self, code: Code, seen: str, place: Place | None = None) -> None:
+    def broken(self, code: Code, evidence: str, place: Place | None = None) -> None:
         if self.status(code) != "broken":
-            self._found[code] = Finding("broken", seen, place)
+            self._found[code] = Finding("broken", evidence, place)
 
     def right(self, code: Code, note: str = "") -> None:
         if self.status(code) is None:

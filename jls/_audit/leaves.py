@@ -25,7 +25,7 @@ def own_leaves(scales: Sequence[Scale]) -> set[int]:
 
 
 def is_fp8(item: Item) -> bool:
-    return item.kind in _FP8 or any(key in _FP8 for key in item.path)
+    return item.variable_type in _FP8 or any(key in _FP8 for key in item.path)
 
 
 def under(items: Sequence[Item], prefix: Keys) -> list[int]:

@@ -28,7 +28,7 @@ BY_READING: tuple[Code, ...] = (
 class Proved(NamedTuple):
     """Facts from the program that tell which faults are worth a run."""
 
-    moves: frozenset[int]  # leaves that a skip may change, as far as can be read
+    may_change: frozenset[int]  # leaves that a skip may change, as far as can be read
     cleaned: tuple[Value, ...]  # gradients that may have lost an inf on their way
 
 
@@ -112,8 +112,8 @@ def _read_bare(runner: Runner, scale: Scale, findings: Findings) -> list[Value]:
         reason = "nothing comes back that could be trained"
         findings.not_tried("not scaled", reason)
     elif not found:
-        seen = f"nothing that comes back depends on the loss scale in {scale.name}"
-        findings.broken("not scaled", seen)
+        evidence = f"nothing that comes back depends on the loss scale in {scale.name}"
+        findings.broken("not scaled", evidence)
     return [x for x in found if x.follows]
 
 
@@ -137,18 +137,18 @@ def _read_not_scaled(
         if j != k and lacking[0].depends & reading.bit(scale.at)
     ]
     if others:
-        seen = f"the gradients of {name} were scaled by {others[0]}"
+        evidence = f"the gradients of {name} were scaled by {others[0]}"
     else:
         part = (
             ""
             if len(lacking) == len(gradients)
             else (f"{len(lacking)} of {len(gradients)} of ")
         )
-        seen = (
+        evidence = (
             f"{part}the gradients that the optimizer is given do not depend on the "
             f"loss scale in {name}"
         )
-    findings.broken("not scaled", seen, _place_of_update(site))
+    findings.broken("not scaled", evidence, _place_of_update(site))
 
 
 def _read_leaks(
@@ -161,13 +161,13 @@ def _read_leaks(
         if isinstance(degree, Mixed):
             place = place_of(degree.site)
             verb = "follow" if what == "the gradients" else "follows"
-            seen = f"{what} {verb} the loss scale in part: mixed by {place}"
-            findings.broken("scale leaks", seen, place)
+            evidence = f"{what} {verb} the loss scale in part: mixed by {place}"
+            findings.broken("scale leaks", evidence, place)
         else:
             place = place_of(value.degree_site) if value.degree_site else None
             by = f", last by {place}" if place and place.file else ""
-            seen = f"{what} {_factor_in_words(degree, what)}{by}"
-            findings.broken("scale leaks", seen, place)
+            evidence = f"{what} {_factor_in_words(degree, what)}{by}"
+            findings.broken("scale leaks", evidence, place)
         return
     for value in values:
         if isinstance(value.degree, Unknown):
@@ -219,8 +219,8 @@ def _read_losses(
         scale = runner.scales[k]
         if not scale.is_static and not call.losses:
             name = f" with {scale.name}" if len(runner.scales) > 1 else ""
-            seen = f"the update{name} is not given the loss, or only a constant"
-            findings.broken(code, seen, _place_of_update(call.site))
+            evidence = f"the update{name} is not given the loss, or only a constant"
+            findings.broken(code, evidence, _place_of_update(call.site))
     if calls:
         findings.right(code)
 
@@ -242,8 +242,8 @@ def _read_narrowed(
             if gradient.narrowed.gain >= 2.0**4:
                 findings.right(code, f", but for a cast of scaled ones by {place}")
             else:
-                seen = f"the true gradients became float16 by {place}"
-                findings.broken(code, seen, place)
+                evidence = f"the true gradients became float16 by {place}"
+                findings.broken(code, evidence, place)
     if calls:
         findings.right(code)
     elif not any(scale.counters for scale in runner.scales):

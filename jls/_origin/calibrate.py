@@ -179,7 +179,7 @@ class _Search:
             op = birth.origin
             if isinstance(op, OpResult):
                 atom = op.site.equation.outvars[op.result]
-                value = RunValue(op.frame, atom, op.rounds)
+                value = RunValue(op.frame, atom, op.iterations)
                 if not below.is_bad(value):
                     found = self.case.explain(trail, [Bad(value, "", 0, None)], None)
                     (first, *_) = found.births
@@ -268,7 +268,7 @@ class _Search:
             for frame in self.case.root.all()
             for number in range(len(frame.jaxpr.eqns))
         ]
-        # Mostly there is none, and the rounds of all loops need not be gone through.
+        # Mostly there is none: then no loop needs to be gone through.
         if not any(holds_inf(trail.records, *site) for site in sites):
             return ()
         ends = [end for site in sites for end in self._ends_of_inf(trail, *site)]
@@ -284,7 +284,7 @@ class _Search:
             value
             for end in ends
             if elements.are_lost(end, narrow, wide)
-            for value in trail.in_every_round(end.frame, end.operand)
+            for value in trail.in_every_iteration(end.frame, end.operand)
             if trail.is_bad(value)
         ]
         places = [
@@ -305,9 +305,9 @@ class _Search:
         for i, result in enumerate(equation.outvars):
             if (frame, result) in self.on_the_way:
                 for operand in floats:
-                    rounds = trail.in_every_round(frame, operand)
+                    iterations = trail.in_every_iteration(frame, operand)
                     if _is_elementwise(operand, result) and any(
-                        map(trail.is_bad, rounds)
+                        map(trail.is_bad, iterations)
                     ):
                         yield LostInf(frame, number, i, operand)
 

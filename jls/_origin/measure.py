@@ -37,7 +37,7 @@ class Size(NamedTuple):
         return not (math.isfinite(self.high) and math.isfinite(self.low))
 
     @property
-    def kinds(self) -> set[str]:
+    def nonfinite(self) -> set[str]:
         """Which of "nan", "inf" and "-inf" are in it."""
         found = {"inf"} if self.high == math.inf else set[str]()
         found |= {"-inf"} if self.low == -math.inf else set()

@@ -6,7 +6,7 @@ The records, two numbers for each array:
     an operation      the two ends of each result
     div, log, ...     after them the smallest magnitude of the operand that decides
     select_n          after them the ends of the elements taken from each case
-    a scan            the ends of each slice that a round gets
+    a scan            the ends of each slice that an iteration gets
 """
 
 from collections.abc import Iterable, Sequence
@@ -81,13 +81,13 @@ class RecordedProgram:
         self, program: Program, root: Frame, roots: Iterable[Variable]
     ) -> None:
         self._program = program
-        seen = behind(roots)
-        self._read = [(root, x) in seen for x in root.jaxpr.invars]
+        behind_roots = behind(roots)
+        self._read = [(root, x) in behind_roots for x in root.jaxpr.invars]
         self._wanted = {
             (*frame.site.numbers, number)
             for frame in root.all()
             for number, equation in enumerate(frame.jaxpr.eqns)
-            if any((frame, x) in seen for x in equation.outvars)
+            if any((frame, x) in behind_roots for x in equation.outvars)
         }
         self._count = 0  # of what was recorded
         self._compiled: jax.stages.Compiled | None = None

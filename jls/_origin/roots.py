@@ -16,7 +16,7 @@ from jls._scopes import marks_of
 
 LOSS, GRADIENTS, NEW, CHECKED = "loss", "gradients", "updates", "checked values"
 NORM = "sum of the squares of the gradients"  # of a clip inside, which is the check
-_KINDS = {
+_ROLES = {
     _scopes.LOSS: LOSS,
     _scopes.GRADIENTS: GRADIENTS,
     _scopes.NORM: NORM,
@@ -32,8 +32,8 @@ class CheckedValues:
     found: dict[str, list[Variable]] = dataclasses.field(default_factory=dict)
     scale: int | None = None  # the input of the program that is its loss scale
 
-    def add(self, kind: str, variable: Variable) -> None:
-        variables = self.found.setdefault(kind, [])
+    def add(self, role: str, variable: Variable) -> None:
+        variables = self.found.setdefault(role, [])
         if variable not in variables:
             variables.append(variable)
 
@@ -44,8 +44,8 @@ class CheckedValues:
     @property
     def before_update(self) -> list[Variable]:
         """The variables that the loss scale can affect: not the new parameters."""
-        kinds = [kind for kind in self.found if kind != NEW]
-        return [x for kind in kinds for x in self.found[kind]]
+        roles = [role for role in self.found if role != NEW]
+        return [x for role in roles for x in self.found[role]]
 
 
 def checked_values(root: Frame, scales: Sequence[int]) -> list[CheckedValues]:
@@ -67,11 +67,11 @@ def _look_in(frame: Frame, scales: set[int], found: list[CheckedValues]) -> None
     for number, equation in enumerate(frame.jaxpr.eqns):
         every = marks_of(frame.site_of(number))
         marks = every - around
-        kinds = [kind for mark, kind in _KINDS.items() if mark in marks]
-        if not kinds and _scopes.SCALE not in marks:
+        roles = [role for mark, role in _ROLES.items() if mark in marks]
+        if not roles and _scopes.SCALE not in marks:
             current = current if every else None
             continue
-        if current is None or (kinds and current.scale is not None):
+        if current is None or (roles and current.scale is not None):
             current = CheckedValues()
             found.append(current)
         operands = [x for x in equation.invars if not is_literal(x)]
@@ -81,8 +81,8 @@ def _look_in(frame: Frame, scales: set[int], found: list[CheckedValues]) -> None
         for atom in filter(is_inexact_atom, operands):
             maker = frame.makers.get(atom)
             own = marks_of(frame.site_of(maker.number)) if maker else _scopes.NONE
-            if kinds and not any(_KINDS.get(x) == kinds[0] for x in own):
-                current.add(kinds[0], (frame, atom))
+            if roles and not any(_ROLES.get(x) == roles[0] for x in own):
+                current.add(roles[0], (frame, atom))
 
 
 def _input_of(frame: Frame, atom: Any) -> int | None:

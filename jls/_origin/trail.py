@@ -15,13 +15,13 @@ from jls._program.jaxprs import is_inexact_atom, is_literal
 from jls._program.replay import (
     CARRIED,
     INF_KEY,
+    ITERATIONS,
     MINUS_INF_KEY,
     NEVER,
-    ROUNDS,
     SLICES,
     TAKEN,
     ZERO_KEY,
-    Rounds,
+    WhileRecords,
 )
 from jls._program.walk import Site
 
@@ -35,11 +35,13 @@ class Range(NamedTuple):
 
 
 class RunValue(NamedTuple):
-    """A value in a run: a variable of a program, in some round of each loop."""
+    """A value in a run: a variable of a program, in some iteration of each loop."""
 
     frame: Frame
     atom: Any
-    rounds: tuple[int, ...] = ()  # outermost first; in a scan, the index of the slice
+    iterations: tuple[
+        int, ...
+    ] = ()  # outermost first; in a scan, the index of the slice
 
 
 class Constant(NamedTuple):
@@ -56,20 +58,20 @@ class Argument(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """The slice of an array that a round of a scan gets."""
+    """The slice of an array that an iteration of a scan gets."""
 
     frame: Frame
     number: int  # among the arrays that are sliced
-    rounds: tuple[int, ...]
+    iterations: tuple[int, ...]
     whole: RunValue
 
 
 class Stack(NamedTuple):
-    """The stacked results of all rounds of a scan."""
+    """The stacked results of all iterations of a scan."""
 
     frame: Frame
     atom: Any
-    rounds: tuple[int, ...]  # but for those of this scan
+    iterations: tuple[int, ...]  # but for those of this scan
 
 
 class OpResult(NamedTuple):
@@ -78,7 +80,7 @@ class OpResult(NamedTuple):
     frame: Frame
     number: int
     result: int
-    rounds: tuple[int, ...]
+    iterations: tuple[int, ...]
 
     @property
     def site(self) -> Site:
@@ -86,11 +88,11 @@ class OpResult(NamedTuple):
 
 
 class LoopCarry(NamedTuple):
-    """A carried value of a batched while loop after a round: some lanes have ended."""
+    """A carried value of a batched while loop: some lanes have ended before."""
 
     frame: Frame
     number: int
-    rounds: tuple[int, ...]
+    iterations: tuple[int, ...]
 
 
 Origin = Constant | Argument | Slice | Stack | LoopCarry | OpResult
@@ -122,7 +124,7 @@ class Trail:
         """The births of inf and NaN in the roots, in the order of the program."""
         stack: list[tuple[RunValue, OpResult | None]]
         stack = [(value, None) for value in roots if self.is_bad(value)]
-        seen = set[Any]()
+        visited = set[Any]()
         births: list[BirthRecord] = []
         on_purpose: list[BirthRecord] = []  # inf that is written in the program
         while stack:
@@ -135,9 +137,9 @@ class Trail:
                 birth = BirthRecord(origin._replace(reader=reader), size)
                 (births if size.is_nan else on_purpose).append(birth)
                 continue
-            if origin is None or (key := _identity(origin)) in seen:
+            if origin is None or (key := _identity(origin)) in visited:
                 continue
-            seen.add(key)
+            visited.add(key)
             if isinstance(origin, OpResult):
                 operands = self.operands(origin)
                 causes = self._causes(origin, operands, size)
@@ -172,11 +174,11 @@ class Trail:
         if size.is_nan or any(x.is_nan for x in sizes):
             return bad
         possible = _signs(name, sizes) if bad else None
-        return bad if possible is None or size.kinds <= possible else []
+        return bad if possible is None or size.nonfinite <= possible else []
 
     def _taken(self, op: OpResult, count: int) -> list[Size]:
         """The sizes of the elements that a `select_n` takes from each case."""
-        keys = self._record(op.frame, op.number, op.rounds)
+        keys = self._record(op.frame, op.number, op.iterations)
         sizes = [read_size(keys[i : i + 2]) for i in range(2, len(keys), 2)]
         return sizes if len(sizes) == count else []
 
@@ -184,7 +186,7 @@ class Trail:
         """The floating-point operands of an operation."""
         equation = op.site.equation
         return [
-            RunValue(op.frame, x, op.rounds)
+            RunValue(op.frame, x, op.iterations)
             for x in equation.invars
             if is_inexact_atom(x)
         ]
@@ -195,12 +197,12 @@ class Trail:
         if equation.primitive.name not in SINGULAR:
             return None
         operand = equation.invars[SINGULAR[equation.primitive.name]]
-        keys = self._record(op.frame, op.number, op.rounds)
+        keys = self._record(op.frame, op.number, op.iterations)
         offset = 2 * len(equation.outvars)
         is_real = is_inexact_atom(operand) and operand.aval.dtype.kind != "c"
         if not is_real or len(keys) < offset + 2:
             return None
-        high, low = self.size(RunValue(op.frame, operand, op.rounds))
+        high, low = self.size(RunValue(op.frame, operand, op.iterations))
         return Range(read_size(keys[offset:]).low, low, high)
 
     # What a value is.
@@ -208,15 +210,15 @@ class Trail:
     def origin(self, value: RunValue) -> Origin | None:
         """The origin of a value, behind calls and operations that keep its size."""
         while True:
-            frame, atom, rounds = value
+            frame, atom, iterations = value
             if is_literal(atom):
                 return Constant(atom.val)
             if atom in frame.consts:
                 return Constant(frame.consts[atom])
             if atom in frame.inputs:
-                found = self._of_input(frame, frame.inputs[atom], rounds)
+                found = self._of_input(frame, frame.inputs[atom], iterations)
             elif atom in frame.makers:
-                found = self._of_result(frame, *frame.makers[atom], rounds)
+                found = self._of_result(frame, *frame.makers[atom], iterations)
             else:
                 return None
             if not isinstance(found, RunValue):
@@ -224,66 +226,69 @@ class Trail:
             value = found
 
     def _of_input(
-        self, frame: Frame, index: int, rounds: tuple[int, ...]
+        self, frame: Frame, index: int, iterations: tuple[int, ...]
     ) -> RunValue | Origin | None:
         if frame.parent is None:
             return Argument(index)
         if not frame.is_loop:
-            return RunValue(frame.parent, frame.given(index), rounds)
+            return RunValue(frame.parent, frame.given(index), iterations)
         consts, carried = frame.counts()
-        outside = RunValue(frame.parent, frame.given(index), rounds[:-1])
+        outside = RunValue(frame.parent, frame.given(index), iterations[:-1])
         if index < consts:
             return outside
         if index >= consts + carried:
-            return Slice(frame, index - consts - carried, rounds, outside)
-        before = _round_before(frame, rounds[-1])
+            return Slice(frame, index - consts - carried, iterations, outside)
+        before = _iteration_before(frame, iterations[-1])
         if before is None:
             return outside
         if frame.has_lanes:
-            return LoopCarry(frame, index - consts, (*rounds[:-1], before))
+            return LoopCarry(frame, index - consts, (*iterations[:-1], before))
         result = frame.jaxpr.outvars[index - consts]
-        return RunValue(frame, result, (*rounds[:-1], before))
+        return RunValue(frame, result, (*iterations[:-1], before))
 
     def _of_result(
-        self, frame: Frame, number: int, result: int, rounds: tuple[int, ...]
+        self, frame: Frame, number: int, result: int, iterations: tuple[int, ...]
     ) -> RunValue | Origin | None:
         called = frame.called(number)
         equation = frame.jaxpr.eqns[number]
         if not called:
             operand = as_large_as(equation, result)
             if operand is not None:
-                return RunValue(frame, operand, rounds)
-            return OpResult(frame, number, result, rounds)
+                return RunValue(frame, operand, iterations)
+            return OpResult(frame, number, result, iterations)
         if called[0].kind == "branch":
             taken = [
-                RunValue(child, child.jaxpr.outvars[result], rounds)
+                RunValue(child, child.jaxpr.outvars[result], iterations)
                 for child in called
-                if self._is_taken(child, rounds)
+                if self._is_taken(child, iterations)
             ]
             # Of a while loop it is known that both were taken about then.
             return next(filter(self.is_bad, taken), taken[0]) if taken else None
         child = called[0]
         atom = child.jaxpr.outvars[result]
-        if child.has_lanes and (last := self._last_round(child, rounds)) is not None:
-            return LoopCarry(child, result, (*rounds, last))
+        if (
+            child.has_lanes
+            and (last := self._last_iteration(child, iterations)) is not None
+        ):
+            return LoopCarry(child, result, (*iterations, last))
         if not child.is_loop:
-            return RunValue(child, atom, rounds)
+            return RunValue(child, atom, iterations)
         consts, carried = child.counts()
         if result >= carried:
-            return Stack(child, atom, rounds)
-        last = self._last_round(child, rounds)
+            return Stack(child, atom, iterations)
+        last = self._last_iteration(child, iterations)
         if last is None:
-            return RunValue(frame, child.given(consts + result), rounds)
-        return RunValue(child, atom, (*rounds, last))
+            return RunValue(frame, child.given(consts + result), iterations)
+        return RunValue(child, atom, (*iterations, last))
 
-    def _is_taken(self, branch: Frame, rounds: tuple[int, ...]) -> bool:
-        keys = self._record(branch, TAKEN, rounds)
+    def _is_taken(self, branch: Frame, iterations: tuple[int, ...]) -> bool:
+        keys = self._record(branch, TAKEN, iterations)
         return len(keys) > 0 and int(keys[0]) == INF_KEY
 
-    def _last_round(self, loop: Frame, rounds: tuple[int, ...]) -> int | None:
-        """The last round of a loop; None if it has none."""
+    def _last_iteration(self, loop: Frame, iterations: tuple[int, ...]) -> int | None:
+        """The last iteration of a loop; None if it has none."""
         if loop.kind == "while":
-            counted = self._record(loop, ROUNDS, (*rounds, 0))
+            counted = self._record(loop, ITERATIONS, (*iterations, 0))
             count = int(counted[0]) if len(counted) else 0
             return count - 1 if count else None
         length = loop.caller.params["length"]
@@ -302,52 +307,54 @@ class Trail:
         if isinstance(origin, Argument):
             return read_size(self._arguments[origin.number])
         if isinstance(origin, Slice):
-            keys = self._record(origin.frame, SLICES, origin.rounds)
+            keys = self._record(origin.frame, SLICES, origin.iterations)
             return read_size(keys[2 * origin.number :][:2]) if len(keys) else NOTHING
         if isinstance(origin, Stack):
-            sizes = [self.size(x) for x in self._rounds_of(origin)]
+            sizes = [self.size(x) for x in self._iterations_of(origin)]
             worst = [x for x in sizes if x.is_nan] or [x for x in sizes if x.is_bad]
             return max(worst or sizes, key=lambda x: x.magnitude, default=NOTHING)
         if isinstance(origin, LoopCarry):
-            keys = self._record(origin.frame, (CARRIED, origin.number), origin.rounds)
+            keys = self._record(
+                origin.frame, (CARRIED, origin.number), origin.iterations
+            )
             return read_size(keys) if len(keys) else NOTHING
         return self._size_of_result(origin) if isinstance(origin, OpResult) else NOTHING
 
     def _size_of_result(self, op: OpResult) -> Size:
-        keys = self._record(op.frame, op.number, op.rounds)
+        keys = self._record(op.frame, op.number, op.iterations)
         return read_size(keys[2 * op.result :][:2]) if len(keys) else NOTHING
 
     def _first_in_a_row(self, op: OpResult) -> OpResult:
-        """The same result in the first of the consecutive rounds in which it is bad.
+        """The same result in the first of the iterations in a row in which it is bad.
 
-        Of a while loop no other round was recorded.
+        Of a while loop no other iteration was recorded.
         """
-        rounds = list(op.rounds)
+        iterations = list(op.iterations)
         for i, loop in enumerate(_loops_around(op.frame)):
-            found = self._recorded(op.frame, op.number, tuple(rounds), every=i)
-            if isinstance(found, Rounds) and loop.kind == "while":
-                kept = _rounds_with(found, rounds[i])
-                rounds[i] = rounds[i] if kept is None else int(kept[0])
+            found = self._recorded(op.frame, op.number, tuple(iterations), every=i)
+            if isinstance(found, WhileRecords) and loop.kind == "while":
+                kept = _iterations_with(found, iterations[i])
+                iterations[i] = iterations[i] if kept is None else int(kept[0])
             elif isinstance(found, np.ndarray) and loop.kind == "scan":
                 keys = found[:, 2 * op.result : 2 * op.result + 2]
-                rounds[i] = _start_of_run(keys, rounds[i], _is_reversed(loop))
-        return op._replace(rounds=tuple(rounds))
+                iterations[i] = _start_of_run(keys, iterations[i], _is_reversed(loop))
+        return op._replace(iterations=tuple(iterations))
 
     def _record(
-        self, frame: Frame, number: int | tuple[int, ...], rounds: tuple[int, ...]
+        self, frame: Frame, number: int | tuple[int, ...], iterations: tuple[int, ...]
     ) -> np.ndarray:
-        """The record of an operation in one round, `u32[n]`; [] if there is none."""
-        found = self._recorded(frame, number, rounds)
+        """The record of an operation in an iteration, `u32[n]`; [] if there is none."""
+        found = self._recorded(frame, number, iterations)
         return found if isinstance(found, np.ndarray) else _NO_RECORD
 
     def _recorded(
         self,
         frame: Frame,
         number: int | tuple[int, ...],
-        rounds: tuple[int, ...],
+        iterations: tuple[int, ...],
         every: int | None = None,
     ) -> Any:
-        """As `_record`, but with all recorded rounds of the loop number `every`."""
+        """As `_record`, but with all recorded iterations of the loop number `every`."""
         numbers = number if isinstance(number, tuple) else (number,)
         found: Any = self.records
         for key in (*frame.site.numbers, *numbers):
@@ -356,63 +363,69 @@ class Trail:
             return None
         loops = _loops_around(frame)
         axis = 0
-        for i, (loop, index) in enumerate(zip(loops, rounds, strict=True)):
+        for i, (loop, index) in enumerate(zip(loops, iterations, strict=True)):
             if loop.kind == "scan" and i == every:
                 axis += 1
             elif loop.kind == "scan":
                 found = jax.tree.map(lambda x, i=index, a=axis: x.take(i, a), found)
-        for i, (loop, index) in enumerate(zip(loops, rounds, strict=True)):
-            if loop.kind == "while" and isinstance(found, Rounds):
-                if i == every or found.bad_rounds.ndim > 1:
+        for i, (loop, index) in enumerate(zip(loops, iterations, strict=True)):
+            if loop.kind == "while" and isinstance(found, WhileRecords):
+                if i == every or found.bad_iterations.ndim > 1:
                     return found
-                found = _in_round(found, index)
+                found = _in_iteration(found, index)
         return found
 
-    # From round to round.
+    # From iteration to iteration.
 
-    def in_every_round(self, frame: Frame, atom: Any) -> list[RunValue]:
-        """A value in each round of the loops that it is in, in their order in time."""
+    def in_every_iteration(self, frame: Frame, atom: Any) -> list[RunValue]:
+        """A value in each iteration of the loops that it is in, in order of time."""
         values: list[tuple[int, ...]] = [()]
         for loop in _loops_around(frame):
             values = [
-                (*rounds, index)
-                for rounds in values
-                for index in self._rounds_in(loop, rounds)
+                (*iterations, index)
+                for iterations in values
+                for index in self._iterations_in(loop, iterations)
             ]
-        return [RunValue(frame, atom, rounds) for rounds in values]
+        return [RunValue(frame, atom, iterations) for iterations in values]
 
-    def _rounds_in(self, loop: Frame, rounds: tuple[int, ...]) -> range:
-        last = self._last_round(loop, rounds)
+    def _iterations_in(self, loop: Frame, iterations: tuple[int, ...]) -> range:
+        last = self._last_iteration(loop, iterations)
         if last is None:
             return range(0)
         if _is_reversed(loop):
             return range(loop.caller.params["length"] - 1, -1, -1)
         return range(last + 1)
 
-    def _rounds_of(self, stack: Stack) -> Iterator[RunValue]:
+    def _iterations_of(self, stack: Stack) -> Iterator[RunValue]:
         for index in range(stack.frame.caller.params["length"]):
-            yield RunValue(stack.frame, stack.atom, (*stack.rounds, index))
+            yield RunValue(stack.frame, stack.atom, (*stack.iterations, index))
 
     def _first_bad_of(self, stack: Stack) -> RunValue:
-        bad = list(filter(self.is_bad, self._rounds_of(stack)))
+        bad = list(filter(self.is_bad, self._iterations_of(stack)))
         return bad[-1 if _is_reversed(stack.frame) else 0]
 
     def _source_of(self, part: Slice) -> RunValue:
-        """The sliced array; if a scan has stacked it, the same round of that scan."""
+        """The sliced array; if a scan has stacked it, its result of that iteration."""
         whole = self.origin(part.whole)
         if isinstance(whole, Stack):
-            same = RunValue(whole.frame, whole.atom, (*whole.rounds, part.rounds[-1]))
+            same = RunValue(
+                whole.frame, whole.atom, (*whole.iterations, part.iterations[-1])
+            )
             length = part.frame.caller.params["length"]
             if whole.frame.caller.params["length"] == length and self.is_bad(same):
                 return same
         return part.whole
 
     def _last_change_of(self, carried: LoopCarry) -> RunValue:
-        """The value with which a lane became bad, in the first round of a bad lane."""
-        *outer, last = carried.rounds
-        numbers, loops = (CARRIED, carried.number), len(carried.rounds)
-        found = self._recorded(carried.frame, numbers, carried.rounds, every=loops - 1)
-        kept = _rounds_with(found, last) if isinstance(found, Rounds) else None
+        """The value with which a lane became bad, in the first bad iteration."""
+        *outer, last = carried.iterations
+        numbers, loops = (CARRIED, carried.number), len(carried.iterations)
+        found = self._recorded(
+            carried.frame, numbers, carried.iterations, every=loops - 1
+        )
+        kept = (
+            _iterations_with(found, last) if isinstance(found, WhileRecords) else None
+        )
         first = last if kept is None else int(kept[0])
         result = carried.frame.jaxpr.outvars[carried.number]
         return RunValue(carried.frame, result, (*outer, first))
@@ -426,19 +439,19 @@ class Trail:
             # What is -inf alone may be a mask, on purpose.
             return (1 if self.is_mask(birth) else -1,)
         chain = [*reversed(list(_up(origin.frame)))]
-        rounds = iter(origin.rounds)
+        iterations = iter(origin.iterations)
         key: list[int] = []
         for frame in chain[1:]:
             key.append(_equation_number(frame))
             if frame.is_loop:
-                key.append(_nth(frame, next(rounds)))
+                key.append(_nth(frame, next(iterations)))
         return (0, *key, origin.number)
 
     def is_mask(self, birth: "BirthRecord") -> bool:
         """Whether an argument holds -inf, but no inf and no NaN."""
         if not isinstance(birth.origin, Argument):
             return False
-        return birth.size.kinds == {"-inf"}
+        return birth.size.nonfinite == {"-inf"}
 
 
 class BirthRecord(NamedTuple):
@@ -453,17 +466,17 @@ class BirthRecord(NamedTuple):
 _NO_RECORD = np.zeros(0, np.uint32)
 
 
-def _rounds_with(found: Rounds, index: int) -> np.ndarray | None:
-    """The first and last bad rounds around this one; None if it is not bad."""
-    for rounds in (found.nan_rounds, found.bad_rounds):
-        if rounds.ndim == 1 and rounds[0] <= index <= rounds[1]:
-            return rounds
+def _iterations_with(found: WhileRecords, index: int) -> np.ndarray | None:
+    """The first and last bad iterations around this one; None if it is not bad."""
+    for iterations in (found.nan_iterations, found.bad_iterations):
+        if iterations.ndim == 1 and iterations[0] <= index <= iterations[1]:
+            return iterations
     return None
 
 
 def _start_of_run(keys: np.ndarray, index: int, is_reversed: bool) -> int:
-    """The first of the rounds in a row in which a result is bad as in this one."""
-    kinds = np.stack(
+    """The first of the iterations in a row in which a result is bad as in this one."""
+    signs = np.stack(
         [
             (keys > INF_KEY).any(1) | (keys < MINUS_INF_KEY).any(1),
             keys[:, 0] == INF_KEY,
@@ -471,9 +484,9 @@ def _start_of_run(keys: np.ndarray, index: int, is_reversed: bool) -> int:
         ],
         axis=1,
     )
-    if not kinds[index].any():
+    if not signs[index].any():
         return index
-    differ = np.flatnonzero((kinds != kinds[index]).any(1))
+    differ = np.flatnonzero((signs != signs[index]).any(1))
     if is_reversed:
         later = differ[differ > index]
         return int(later[0]) - 1 if len(later) else len(keys) - 1
@@ -485,15 +498,15 @@ def _is_reversed(loop: Frame) -> bool:
     return loop.kind == "scan" and loop.caller.params["reverse"]
 
 
-def _in_round(found: Rounds, index: int) -> Any:
-    """The record of a round of a while loop; zeros if it was not kept."""
-    for record, rounds in (
-        (found.nan, found.nan_rounds.tolist()),
-        (found.bad, found.bad_rounds.tolist()),
+def _in_iteration(found: WhileRecords, index: int) -> Any:
+    """The record of an iteration of a while loop; zeros if it was not kept."""
+    for record, iterations in (
+        (found.nan, found.nan_iterations.tolist()),
+        (found.bad, found.bad_iterations.tolist()),
     ):
-        if rounds[0] <= index <= rounds[1]:
+        if iterations[0] <= index <= iterations[1]:
             return record
-    if int(found.bad_rounds[0]) == NEVER:
+    if int(found.bad_iterations[0]) == NEVER:
         return found.bad
     return jax.tree.map(lambda x: np.full_like(x, ZERO_KEY), found.bad)
 
@@ -503,15 +516,15 @@ _FLIP = {"inf": "-inf", "-inf": "inf"}
 
 def _signs(name: str, sizes: "list[Size]") -> set[str] | None:
     """The infinities that bad operands can lead to in a result; None if unknown."""
-    kinds = [x.kinds for x in sizes]
+    found = [x.nonfinite for x in sizes]
     if name in ("exp", "exp2"):
-        return kinds[0] & {"inf"}
+        return found[0] & {"inf"}
     if name in ("convert_element_type", "reduce_precision", "reduce_sum", "cumsum"):
-        return kinds[0]
+        return found[0]
     if name in ("add", "add_any"):
-        return kinds[0] | kinds[1]
+        return found[0] | found[1]
     if name == "sub":
-        return kinds[0] | {_FLIP[x] for x in kinds[1]}
+        return found[0] | {_FLIP[x] for x in found[1]}
     if name == "div" and not sizes[0].is_bad:
         return set()
     if name in ("mul", "div", "dot_general"):
@@ -522,11 +535,11 @@ def _signs(name: str, sizes: "list[Size]") -> set[str] | None:
 def _signs_of_product(sizes: "list[Size]") -> set[str] | None:
     """As `_signs`: without a negative number no sign changes."""
     one, other = sizes
-    kinds = one.kinds | other.kinds
+    found = one.nonfinite | other.nonfinite
     for x, y in ((one, other), (other, one)):
         if x.is_bad and y.low < 0:
-            kinds |= {_FLIP[kind] for kind in x.kinds}
-    return kinds
+            found |= {_FLIP[sign] for sign in x.nonfinite}
+    return found
 
 
 def _identity(origin: Origin) -> Any:
@@ -534,7 +547,7 @@ def _identity(origin: Origin) -> Any:
     if isinstance(origin, Slice):
         return origin[:3]
     if isinstance(origin, Stack):
-        return origin.frame, id(origin.atom), origin.rounds
+        return origin.frame, id(origin.atom), origin.iterations
     return origin
 
 
@@ -557,7 +570,7 @@ def _equation_number(frame: Frame) -> int:
     return numbers[-2] if frame.kind == "branch" else numbers[-1]
 
 
-def _round_before(loop: Frame, index: int) -> int | None:
+def _iteration_before(loop: Frame, index: int) -> int | None:
     if _is_reversed(loop):
         last = loop.caller.params["length"] - 1
         return index + 1 if index < last else None
@@ -565,7 +578,7 @@ def _round_before(loop: Frame, index: int) -> int | None:
 
 
 def _nth(loop: Frame, index: int) -> int:
-    """The index of a round in time."""
+    """The index of an iteration in time."""
     if _is_reversed(loop):
         return loop.caller.params["length"] - 1 - index
     return index

@@ -21,7 +21,7 @@ from jls._origin.record import RecordedProgram, as_large_as, ends_of
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import Program, is_literal, is_narrow_atom
 from jls._program.places import Place, place_of
-from jls._program.replay import Rounds, Seen, floats_from_keys, key_of
+from jls._program.replay import Seen, WhileRecords, floats_from_keys, key_of
 from jls._program.rules import CHOICES, MOVES
 from jls._program.walk import Site
 
@@ -78,7 +78,7 @@ class Twin(RecordedProgram):
         counted = self._counted.get(site.numbers)
         if found is None or not counted:
             return found
-        # Twice: of several rounds or devices, the even ones are the largest numbers.
+        # Twice: over iterations and devices, the even ones are the largest numbers.
         counts = [jnp.repeat(_bin_counts(results[i]), 2) for i in sorted(counted)]
         return jnp.concatenate([found, *map(key_of, counts)])
 
@@ -229,10 +229,10 @@ def _record_key(frame: Frame, number: int) -> tuple[int, ...]:
 
 
 def _record_rows(records: Any, key: tuple[int, ...]) -> np.ndarray | None:
-    """The record of an operation, a row for each round: `f32[rounds, n]`."""
+    """The record of an operation, a row for each iteration: `f32[iterations, n]`."""
     for part in key:
         records = records.get(part) if isinstance(records, dict) else None
-    if isinstance(records, Rounds):
+    if isinstance(records, WhileRecords):
         records = records.bad
     if records is None:
         return None

@@ -146,7 +146,7 @@ class Frame:
             found = [(self, atom) for atom in equation.invars]
         elif called[0].is_loop:
             consts, carried = called[0].counts()
-            if result < carried:  # a loop of no rounds gives back what it got
+            if result < carried:  # a loop of no iterations gives back what it got
                 found.append((self, called[0].given(consts + result)))
         return found
 
@@ -185,9 +185,9 @@ def independent_of(
     for root in roots:
         if is_literal(root[1]) or not is_inexact_atom(root[1]):
             continue
-        seen = _behind([root], known, is_excluded)
-        if seen is not None:
-            known |= seen
+        visited = _behind([root], known, is_excluded)
+        if visited is not None:
+            known |= visited
             found.append(root)
     return found
 
@@ -199,17 +199,17 @@ def _behind(
     is_end: Callable[[Frame, Any], bool] = lambda frame, atom: False,
 ) -> set[Variable] | None:
     """As `behind`, without the known variables; None if one is excluded."""
-    stack, seen = list(roots), set[Variable]()
+    stack, visited = list(roots), set[Variable]()
     while stack:
         variable = stack.pop()
         frame, atom = variable
         if is_literal(atom) or not is_inexact_atom(atom):
             continue
-        if variable in seen or variable in known:
+        if variable in visited or variable in known:
             continue
         if is_excluded(frame, atom):
             return None
-        seen.add(variable)
+        visited.add(variable)
         if not is_end(frame, atom):
             stack += frame.sources(atom)
-    return seen
+    return visited

@@ -7,8 +7,8 @@ makes are returned beside the results:
 
     call              the records of its operations
     scan              the same, stacked along a first axis
-    while             for each operation the records of two rounds: the first in which a
-                      number was not finite, and the first in which one was NaN
+    while             for each operation the records of two iterations: the first with a
+                      number that is not finite, and the first with one that is NaN
     cond              the records of all branches, zeros for those that were not taken
     shard_map         for each operation the record of the device with the worst numbers
 """
@@ -40,8 +40,8 @@ from jls._program.walk import ROOT, Site
 Records = dict[int, Any]  # by the number of the equation: of an operation, or of a call
 
 # The keys of records that belong to no equation.
-SLICES = -1  # of a scan: the record of the slices that each round gets
-ROUNDS = -2  # of a while loop: the number of rounds
+SLICES = -1  # of a scan: the record of the slices that each iteration gets
+ITERATIONS = -2  # of a while loop: the number of iterations
 TAKEN = -3  # of a branch: the record of an inf if it was taken, else zeros
 CARRIED = -4  # of a while loop whose lanes end apart: the records of its carry
 
@@ -74,13 +74,13 @@ def floats_from_keys(keys: np.ndarray) -> np.ndarray:
     return bits.astype(np.uint32).view(np.float32)
 
 
-class Rounds(NamedTuple):
-    """The records of an operation in two rounds of a while loop."""
+class WhileRecords(NamedTuple):
+    """The records of an operation in two iterations of a while loop."""
 
-    bad: Any  # of the first round in which a number is inf or NaN; else the largest
-    bad_rounds: Any  # u32[..., 2]  the first and the last of these rounds
-    nan: Any  # of the first round in which a number is NaN
-    nan_rounds: Any
+    bad: Any  # of the first iteration in which a number is inf or NaN; else the largest
+    bad_iterations: Any  # u32[..., 2]  the first and the last of these iterations
+    nan: Any  # of the first iteration in which a number is NaN
+    nan_iterations: Any
 
 
 class Seen(NamedTuple):
@@ -227,37 +227,37 @@ class _Replay:
             return results, records
 
         def body(state):
-            carry, rounds, kept = state
+            carry, iterations, kept = state
             results, records = stepped(carry)
             kept = {
-                key: _after_iteration(kept[key], record, rounds)
+                key: _after_iteration(kept[key], record, iterations)
                 for key, record in _flat(records).items()
             }
-            return results, rounds + jnp.uint32(1), kept
+            return results, iterations + jnp.uint32(1), kept
 
         shapes = _flat(jax.eval_shape(stepped, carry)[1])
-        kept = {key: self._no_round_of(shape) for key, shape in shapes.items()}
-        carry, rounds, kept = lax.while_loop(
+        kept = {key: self._no_iteration_of(shape) for key, shape in shapes.items()}
+        carry, iterations, kept = lax.while_loop(
             lambda state: jnp.any(is_on(state[0])),
             body,
             (carry, jnp.uint32(0), kept),
         )
         records = _nested(kept)
         if records:
-            records[ROUNDS] = to_varying(rounds.reshape(1), self._varying)
+            records[ITERATIONS] = to_varying(iterations.reshape(1), self._varying)
         return carry, records
 
     def _see_carried(self, site: Site, number: int, value: Any) -> Any:
         beside = Site(site.equations, (*site.numbers, CARRIED, number))
         return self._see(beside, (), [value])[1]
 
-    def _no_round_of(self, shape: Any) -> Rounds:
-        """The records of an operation before the first round."""
+    def _no_iteration_of(self, shape: Any) -> WhileRecords:
+        """The records of an operation before the first iteration."""
         nothing = self._full(shape)
         axes = _axes_of(shape)
         never = jax.ShapeDtypeStruct((*axes, 2), jnp.uint32)
-        rounds = self._full(never).at[..., 0].set(NEVER)
-        return Rounds(nothing, rounds, nothing, rounds)
+        iterations = self._full(never).at[..., 0].set(NEVER)
+        return WhileRecords(nothing, iterations, nothing, iterations)
 
     def _cond(self, site: Site, inputs: list[Any]) -> tuple[list[Any], Records]:
         index, *operands = inputs
@@ -372,7 +372,7 @@ def _axes_of(record: Any) -> tuple[int, ...]:
 
 def _is_bad(record: Any) -> tuple[Array, Array]:
     """Whether a number of an operation is inf or NaN, and whether one is NaN."""
-    if isinstance(record, Rounds):
+    if isinstance(record, WhileRecords):
         bad, _ = _is_bad(record.bad)
         _, nan = _is_bad(record.nan)
         return bad, nan
@@ -381,18 +381,18 @@ def _is_bad(record: Any) -> tuple[Array, Array]:
     return jnp.any(bad, axis=-1), jnp.any(nan, axis=-1)
 
 
-def _after_iteration(old: Rounds, new: Any, round: Array) -> Rounds:
-    """The records of an operation after one more round."""
+def _after_iteration(old: WhileRecords, new: Any, iteration: Array) -> WhileRecords:
+    """The records of an operation after one more iteration."""
     is_bad, is_nan = _is_bad(new)
-    never_bad = old.bad_rounds[..., 0] == NEVER
-    never_nan = old.nan_rounds[..., 0] == NEVER
+    never_bad = old.bad_iterations[..., 0] == NEVER
+    never_nan = old.nan_iterations[..., 0] == NEVER
     bad = _select_records(never_bad & is_bad, new, old.bad)
     finite = jax.tree.map(_wider, old.bad, new)
-    return Rounds(
+    return WhileRecords(
         bad=_select_records(never_bad & ~is_bad, finite, bad),
-        bad_rounds=_next(old.bad_rounds, is_bad, round),
+        bad_iterations=_next(old.bad_iterations, is_bad, iteration),
         nan=_select_records(never_nan & is_nan, new, old.nan),
-        nan_rounds=_next(old.nan_rounds, is_nan, round),
+        nan_iterations=_next(old.nan_iterations, is_nan, iteration),
     )
 
 
@@ -402,10 +402,10 @@ def _wider(one: Array, other: Array) -> Array:
     return jnp.where(is_high, jnp.maximum(one, other), jnp.minimum(one, other))
 
 
-def _next(rounds: Array, happened: Array, round: Array) -> Array:
-    first, last = rounds[..., 0], rounds[..., 1]
-    first = jnp.where(happened & (first == NEVER), round, first)
-    return jnp.stack([first, jnp.where(happened, round, last)], axis=-1)
+def _next(iterations: Array, happened: Array, iteration: Array) -> Array:
+    first, last = iterations[..., 0], iterations[..., 1]
+    first = jnp.where(happened & (first == NEVER), iteration, first)
+    return jnp.stack([first, jnp.where(happened, iteration, last)], axis=-1)
 
 
 def _select_records(pred: Array, new: Any, old: Any) -> Any:
@@ -421,7 +421,7 @@ def _of_worst_device(record: Any) -> Any:
         index = worst.reshape(worst.shape + (1,) * (x.ndim - worst.ndim))
         return jnp.take_along_axis(x, index, axis=0)[0]
 
-    if isinstance(record, Rounds):
+    if isinstance(record, WhileRecords):
         return jax.tree.map(take, record)
     of_all = _wider(jnp.max(record, axis=0), jnp.min(record, axis=0))
     return jnp.where(jnp.any(bad, axis=0)[..., None], take(record), of_all)

@@ -59,7 +59,7 @@ class Question(Protocol[V]):
         ...
 
     def carry(self, site: Site, before: V, after: V) -> V:
-        """The fact about a carried value; `before` itself if a round adds nothing."""
+        """The fact about a carried value; `before` itself if nothing was added."""
         ...
 
     def slice(self, value: V) -> V:
@@ -139,9 +139,9 @@ def _repeat(
     slices: list[V],
     question: Question[V],
 ) -> tuple[list[V], list[V]]:
-    """The facts about a loop's carry in any round, and about the results of a round."""
+    """The facts about a loop's carry, and about the results, in any iteration."""
     results: list[V] = []
-    # Bounds the rounds: a fact reaches one more carried value in each of them, and
+    # Bounds the iterations: a fact reaches one more carried value in each of them, and
     # changes a few times.
     for _ in range(4 * len(state) + 8):
         results = walk(body, [*fixed, *state, *slices], question, site)

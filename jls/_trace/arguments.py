@@ -23,7 +23,7 @@ from jls._tree import is_concrete
 from jls._types import StepReport
 
 Keys = tuple[str, ...]
-REPORT = "StepReport"  # the kind of a leaf of a `jls.types.StepReport`
+REPORT = "StepReport"  # the `variable_type` of a leaf of a `jls.types.StepReport`
 
 
 class Item(NamedTuple):
@@ -31,7 +31,7 @@ class Item(NamedTuple):
 
     path: Keys  # of an argument: its name comes first
     value: Any
-    kind: str  # the type of its nnx.Variable, REPORT, or ""
+    variable_type: str  # of its nnx.Variable, REPORT, or ""
 
 
 class Arguments(NamedTuple):
@@ -203,8 +203,8 @@ def _split_nnx(objects: list[Any], prefixes: list[Keys]) -> tuple[Any, Any, list
     flat, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_variable)
     items = []
     for path, node in flat:
-        kind = type(node).__name__ if is_variable(node) else ""
+        variable_type = type(node).__name__ if is_variable(node) else ""
         number, *inner = path
         place = (*prefixes[number.key], *tokens(inner))
-        items += [Item(place, leaf, kind) for leaf in jax.tree.leaves(node)]
+        items += [Item(place, leaf, variable_type) for leaf in jax.tree.leaves(node)]
     return graph, state, items

@@ -23,13 +23,13 @@ def scalers_in(step: Any, arguments: Any) -> list[LossScaler]:
     and the optimizers that Flax's states hold. Nothing is called.
     """
     left: list[Any] = [step, arguments]
-    seen: dict[int, Any] = {}
+    visited: dict[int, Any] = {}
     found: list[LossScaler] = []
-    while left and len(seen) < _MAX_OBJECTS:
+    while left and len(visited) < _MAX_OBJECTS:
         part = left.pop()
-        if id(part) in seen:
+        if id(part) in visited:
             continue
-        seen[id(part)] = part
+        visited[id(part)] = part
         if isinstance(part, WrapperUpdate):
             found.append(part.scaler)
         else:

@@ -97,13 +97,13 @@ def _sources(update: Any) -> list[_Source]:
     by_schedule, by_rate, by_constant = _codes()
     found: list[_Source] = []
     left: list[tuple[Group, Any]] = [((), update)]
-    seen: dict[tuple[Group, int], Any] = {}
+    visited: dict[tuple[Group, int], Any] = {}
     while left:
         group, part = left.pop()
-        if (group, id(part)) in seen:
+        if (group, id(part)) in visited:
             continue
-        seen[group, id(part)] = part
-        if len(seen) > _MOST_PARTS:
+        visited[group, id(part)] = part
+        if len(visited) > _MOST_PARTS:
             return []
         code = getattr(part, "__code__", None)
         if code is by_schedule:
