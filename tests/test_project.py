@@ -170,6 +170,20 @@ def test_ci_says_which_stages_there_are():
     assert "'lnt'. There are: lint types " in done.stderr
 
 
+def test_no_table_is_cut_in_two():
+    """What comes after an empty line is a table of its own, and has to have a head."""
+    cut = []
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
+        before, is_code = ["", ""], False
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            is_code ^= line.lstrip().startswith("```")
+            is_second = before[1].startswith("|") and not before[0].startswith("|")
+            if is_second and not is_code and not re.match(r"\|[ :|-]+$", line):
+                cut.append(f"{path.relative_to(ROOT)}:{number - 1}")
+            before = [before[1], line]
+    assert cut == []
+
+
 def test_hosted_ci_runs_what_ci_runs():
     (job,) = parsed(".github/workflows/ci.yml")["jobs"].values()
     assert job["steps"][-1] == {"run": ".ci/run"}
