@@ -22,6 +22,7 @@ would turn gradients of a norm over 1.8e19 into zeros.
 
 import contextvars
 import dataclasses
+import enum
 import functools
 import math
 import warnings
@@ -482,7 +483,7 @@ def _kind(leaf: Any) -> Any:
     """The value of a switch; the type of anything else, whose value may change."""
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return jax.typeof(leaf)
-    return leaf if isinstance(leaf, bool | str) else type(leaf)
+    return leaf if isinstance(leaf, bool | str | enum.Enum) else type(leaf)
 
 
 def _observe(
@@ -539,7 +540,7 @@ def _observe(
 def _norm(step: _Step, squares: list[Array] | None, reports_norm: bool) -> Array:
     """The global norm of the gradients: where a clip computes it, the clip's."""
     if squares is not None:
-        return jnp.sqrt(squares[-1]).astype(jnp.float32)
+        return jnp.sqrt(jnp.real(squares[-1])).astype(jnp.float32)
     return global_norm(step.grads) if reports_norm else norm_of_squares(step.grads)
 
 

@@ -67,9 +67,10 @@ def loss_scaled(
     Transformations outside do not freeze: put clipping and accumulation inside.
 
     A step is skipped if an element of the gradients is inf or NaN. Where `inner` sums
-    the squares of all gradients, as a clip by the global norm does, the step is skipped
-    if that sum is inf or NaN: a norm over 1.8e19 counts as not finite too, since
-    `optax.clip_by_global_norm` would turn all gradients into zeros.
+    the squares of all gradients as it gets them, as a clip by the global norm does that
+    is the first in a chain, the step is skipped if that sum is inf or NaN: a norm over
+    1.8e19 counts as not finite too, since `optax.clip_by_global_norm` would turn all
+    gradients into zeros.
 
     Args:
       inner: any optax transformation, or an object with `init` and `update` such as

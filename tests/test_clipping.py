@@ -5,6 +5,8 @@ test_peer_faults.py. Per-example clipping (`optax.per_example_global_norm_clip`)
 out: it reduces a batch of gradients, which no optimizer step does.
 """
 
+import enum
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -247,6 +249,18 @@ def test_complex_and_narrow_gradients_are_summed_as_the_clip_sums_them(jit_or_ea
     assert state.applied
 
 
+@pytest.mark.standard_promotion
+def test_the_norm_of_a_complex_sum_is_real(jit_or_eager):
+    def halved(updates, state, params=None):
+        total = sum(jnp.sum(jnp.conj(x) * x) for x in jax.tree.leaves(updates))
+        return jax.tree.map(lambda x: x / jnp.sqrt(total.real), updates), state
+
+    optimizer = jls.loss_scaled(optax.GradientTransformation(lambda _: (), halved))
+    params = jnp.array([3 + 0j, 4j], jnp.complex64)
+    apply = jit_or_eager(lambda *args: jls.apply_gradients(optimizer, *args))
+    assert apply(params, optimizer.init(params), params)[2].global_norm == 5.0
+
+
 def test_a_derivative_through_a_clipped_step_is_that_of_the_clip(jit_or_eager):
     optimizer = jls.loss_scaled(optax.chain(BY_NORM, optax.sgd(0.5)))
     bare = optax.chain(BY_NORM, optax.sgd(0.5))
@@ -308,6 +322,7 @@ def test_each_tool_says_that_the_norm_overflowed(grads, bad):
     [
         (jls.dynamic(8.0), 1, "recovering"),
         (jls.dynamic(8.0, min_scale=1.0), 5, "at floor"),
+        (jls.static(1.0), 30, "skipping"),
         (jls.dynamic(8.0, min_scale=1.0), 51, "stalled"),
         (jls.static(1.0), 51, "stalled"),
     ],
@@ -470,16 +485,23 @@ def test_effects_of_the_optimizer_happen_once_and_never_see_nan(is_first, jit_or
 
 @pytest.mark.standard_promotion
 def test_eager_steps_look_again_where_a_static_argument_changes_the_program():
+    class Mode(enum.Enum):
+        PLAIN = 0
+        CLIPPED = 1
+
     def update(grads, state, params=None, *, clips=True, **extra):
+        clips = clips is True or clips is Mode.CLIPPED
         return BY_NORM.update(grads, state) if clips else (grads, state)
 
     inner = optax.GradientTransformationExtraArgs(BY_NORM.init, update)
     grads = TREES["one leaf"][0]
-    for order in ([False, True, False], [True, False, True]):
-        optimizer = jls.loss_scaled(inner)
-        for clips in order:
-            _, state = optimizer.update(grads, optimizer.init(TWO), TWO, clips=clips)
-            assert state.applied == (not clips)
+    for off, on in ((False, True), (Mode.PLAIN, Mode.CLIPPED)):
+        for order in ([off, on, off], [on, off, on]):
+            optimizer = jls.loss_scaled(inner)
+            for clips in order:
+                state = optimizer.init(TWO)
+                _, state = optimizer.update(grads, state, TWO, clips=clips)
+                assert state.applied == (clips is off)
 
 
 def test_eager_steps_look_again_for_gradients_of_another_shape():

@@ -497,9 +497,10 @@ def _bad_gradients(facts: Facts) -> str:
             f"The scale grows after {interval:g} good steps already, and what follows "
             "is skipped: raise growth_interval"
         )
+    what = "whose squares overflow" if facts.has_bad_norm else "that are inf or NaN"
     return (
-        "Gradients that are inf or NaN again and again have a cause that no scale "
-        f"cures: {_why(facts)}{_other_causes(facts)}"
+        f"Gradients {what} again and again have a cause that no scale cures: "
+        f"{_why(facts)}{_other_causes(facts)}"
     )
 
 
