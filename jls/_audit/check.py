@@ -280,14 +280,11 @@ def _lines_to_write(given: Any, runner: Runner) -> dict[Code, str]:
     has_wrapper = any(scale.counters for scale in runner.scales)
     if find(given, lambda node: hasattr(node, "apply_gradients")):
         lines |= codes.LINEN
-    if runner.arguments.in_place and has_wrapper:
-        lines |= codes.NNX
+    if runner.arguments.in_place:
+        lines |= codes.NNX if has_wrapper else codes.NNX_BARE
     if not has_wrapper:  # the scaler's state alone: no optimizer knows of the skip
         flag = ("opt_state.applied", "jls.all_finite(grads)")
         lines = {code: line.replace(*flag) for code, line in lines.items()}
-    if runner.arguments.in_place and not has_wrapper:
-        of_state = codes.NNX["not scaled"].replace("optimizer, model", "state, model")
-        lines |= {"no step": codes.NNX["no step"], "not scaled": of_state}
     for code in ("nan committed", "not atomic"):
         lines[code] += f". {codes.LEAVE_OUT}"
     for kind, outside in _OUTSIDE.items():

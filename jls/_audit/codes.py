@@ -152,20 +152,25 @@ _MASKED = (
     "the wrapper sees no gradient of what a mask outside leaves out"
 )
 
+_NNX_STEP = (
+    "step = nnx.jit(jls.train_step(loss_fn)); under jax.jit return model and optimizer "
+    "from the step, and use what it returns"
+)
+_NNX_GRAD_FN = "jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)"
+
 # The line to write in the place of the table's, by what the step carries.
 NNX: dict[Code, str] = {
-    "no step": (
-        "step = nnx.jit(jls.train_step(loss_fn)); under jax.jit return model and "
-        "optimizer from the step, and use what it returns"
-    ),
-    "not scaled": (
-        "loss, grads = jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)("
-        "optimizer, model, batch)"
-    ),
+    "no step": _NNX_STEP,
+    "not scaled": f"loss, grads = {_NNX_GRAD_FN}(optimizer, model, batch)",
     "loss not passed": "optimizer.update(model, grads, value=loss)",
     "nan committed": _ATOMIC,
     "not atomic": f"{_ATOMIC}; {_DECAY}",
     "never recovers": _ATOMIC,
+}
+# With the scaler's state alone: there is no optimizer for `jls.atomic`.
+NNX_BARE: dict[Code, str] = {
+    "no step": _NNX_STEP,
+    "not scaled": f"loss, grads = {_NNX_GRAD_FN}(state, model, batch)",
 }
 LINEN: dict[Code, str] = {
     "loss not passed": "state = jls.apply_gradients(state, grads, value=loss)"

@@ -39,9 +39,8 @@ class RunValue(NamedTuple):
 
     frame: Frame
     atom: Any
-    iterations: tuple[
-        int, ...
-    ] = ()  # outermost first; in a scan, the index of the slice
+    # Of each loop around it, outermost first; in a scan, the index of the slice.
+    iterations: tuple[int, ...] = ()
 
 
 class Constant(NamedTuple):
@@ -314,9 +313,8 @@ class Trail:
             worst = [x for x in sizes if x.is_nan] or [x for x in sizes if x.is_bad]
             return max(worst or sizes, key=lambda x: x.magnitude, default=NOTHING)
         if isinstance(origin, LoopCarry):
-            keys = self._record(
-                origin.frame, (CARRIED, origin.number), origin.iterations
-            )
+            numbers = (CARRIED, origin.number)
+            keys = self._record(origin.frame, numbers, origin.iterations)
             return read_size(keys) if len(keys) else NOTHING
         return self._size_of_result(origin) if isinstance(origin, OpResult) else NOTHING
 

@@ -390,18 +390,17 @@ def _skips_line(columns: Columns) -> tuple[str, bool]:
     else:
         return "", False
     streaks = _known(columns, "consecutive_skips")
-    at_end = columns.get("consecutive_skips", [None])[-1]
+    last = columns.get("consecutive_skips", [None])[-1]
     if not streaks.size:
         streaks = _streaks(counts > 0)
-        at_end = streaks[-1]
+        last = streaks[-1]
+    at_end = last is not None and bool(last > 0)
     share = f" ({total / of:.1%})" if of else ""
     in_a_row = f", up to {max(1, streaks.max()):.0f} in a row" if total else ""
     counted = _known(columns, "spikes")
     spikes = int(counted[-1] if counted.size else spike_counts(columns).sum())
     as_spikes = f"; {_quantity(spikes, 'spike')} among them" if spikes else ""
-    return f"{total} of {of} steps{share}{in_a_row}{as_spikes}", bool(
-        at_end and at_end > 0
-    )
+    return f"{total} of {of} steps{share}{in_a_row}{as_spikes}", at_end
 
 
 def _streaks(flags: np.ndarray) -> np.ndarray:
