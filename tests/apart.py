@@ -12,5 +12,8 @@ APART = {
 }
 
 
+EIGHT_DEVICES = {"devices", "origin"}  # of a CPU, their number is fixed when JAX starts
+
+
 def command(folder):
     return f"pytest -n 2 --dist loadfile tests/{folder}"

@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from mutants import FAULTS
+from planted import FAULTS
 
 ROOT = Path(__file__).parents[1]
 
@@ -21,9 +21,15 @@ def test_fault_can_be_planted_once_and_is_code(fault):
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_there_are_the_tests_that_must_catch_it(fault):
     assert fault.tests
-    for path in fault.tests:
+    for test in fault.tests:
+        path, _, name = test.partition("::")
         assert path.startswith("tests/")
-        assert (ROOT / path).is_file()
+        functions = [
+            node.name
+            for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8")))
+            if isinstance(node, ast.FunctionDef)
+        ]
+        assert not name or name.partition("[")[0] in functions
 
 
 def test_names_of_faults_differ():

@@ -1,0 +1,5 @@
+"""`check_step`."""
+
+from planted.fault import Fault
+
+FAULTS: list[Fault] = []

@@ -1,0 +1,141 @@
+"""`why` and `calibrate`."""
+
+from planted.fault import Fault
+
+CALIBRATED = "tests/origin/test_calibrate.py"
+
+FAULTS = [
+    Fault(
+        "why does not know which branch was taken",
+        "jls/_program/replay.py",
+        "        taken = [self._see_taken(site, number) for number in numbers]",
+        "        taken = [None for number in numbers]",
+        ("tests/test_why.py",),
+    ),
+    Fault(
+        "of a while loop the last bad round is kept",
+        "jls/_program/replay.py",
+        "    bad = _select_records(never_bad & is_bad, new, old.bad)",
+        "    bad = _select_records(is_bad, new, old.bad)",
+        ("tests/test_why.py",),
+    ),
+    Fault(
+        "the lanes of a loop that have ended go on",
+        "jls/_program/replay.py",
+        "                results = _select_lanes(is_on(carry), results, carry)",
+        "                results = list(results)",
+        ("tests/test_why.py",),
+    ),
+    Fault(
+        "what a where does not take is blamed",
+        "jls/_origin/trail.py",
+        '        if name == "select_n":  # what is not taken does no harm',
+        '        if name == "select":',
+        ("tests/test_why.py",),
+    ),
+    Fault(
+        "the exp of a mask is blamed for what overflows",
+        "jls/_origin/trail.py",
+        '        return found[0] & {"inf"}',
+        "        return None",
+        ("tests/test_why.py",),
+    ),
+    Fault(
+        "a mask comes before what it spoils",
+        "jls/_origin/trail.py",
+        "            return (1 if self.is_mask(birth) else -1,)",
+        "            return (-1,)",
+        ("tests/test_why.py",),
+    ),
+    Fault(
+        "why does not try the scale of the skipped step",
+        "jls/_origin/why.py",
+        "            for doublings in range(1, self._backoffs(scale) + 1):",
+        "            for doublings in range(1, 1):",
+        ("tests/test_why.py",),
+    ),
+    Fault(
+        "why takes a spike for a fault",
+        "jls/_origin/why.py",
+        "        return any(x not in (None, SkipReason.SPIKE) for x in reasons)",
+        "        return any(x is not None for x in reasons)",
+        ("tests/test_why.py",),
+    ),
+    Fault(
+        "the ceiling is the first scale that overflows",
+        "jls/_origin/calibrate.py",
+        "        return 2.0**low\n",
+        "        return 2.0**high\n",
+        (CALIBRATED,),
+    ),
+    Fault(
+        "what overflows at every scale limits the scale",
+        "jls/_origin/calibrate.py",
+        "                if not below.is_bad(value):",
+        "                if value:",
+        (CALIBRATED,),
+    ),
+    Fault(
+        "a result that float16 rounds to 0 in any case is called wrong",
+        "jls/_origin/twin.py",
+        "max(_NEGLIGIBLE * largest, 2.0**-24)",
+        "_NEGLIGIBLE * largest",
+        (CALIBRATED,),
+    ),
+    Fault(
+        "what has no part in the loss is called wrong",
+        "jls/_origin/calibrate.py",
+        "            if (frame, result) in self.on_the_way:",
+        "            if is_narrow(result):",
+        (CALIBRATED,),
+    ),
+    Fault(
+        "the least scale of the scaler is not known",
+        "jls/_origin/calibrate.py",
+        '        return max(half, low), ""',
+        '        return half, ""',
+        (CALIBRATED,),
+    ),
+    Fault(
+        "half of the least number is not rounded to 0",
+        "jls/_origin/twin.py",
+        "jnp.where(sample <= 2.0**LOWEST, 1, inside)",
+        "jnp.where(sample < 2.0**LOWEST, 1, inside)",
+        (CALIBRATED,),
+    ),
+    Fault(
+        "of the rounds of a loop one is counted",
+        "jls/_origin/twin.py",
+        ".astype(np.float64).sum(0)",
+        ".astype(np.float64)[0]",
+        (CALIBRATED,),
+    ),
+    Fault(
+        "the twin adds rows of an embedding in float16",
+        "jls/_program/alone.py",
+        '        if not equation.primitive.name.startswith("scatter"):\n',
+        "        if equation:\n",
+        (CALIBRATED,),
+    ),
+    Fault(
+        "the twin keeps the dtypes of operations",
+        "jls/_program/alone.py",
+        "        return np.dtype(np.float32)\n",
+        "        return value\n",
+        (CALIBRATED,),
+    ),
+    Fault(
+        "what does not follow the loss scale is taken for a gradient",
+        "jls/_origin/calibrate.py",
+        "            if other > 1.5 * one\n",
+        "            if other\n",
+        (CALIBRATED,),
+    ),
+    Fault(
+        "a number like -1e9 in a mask is called an overflow",
+        "jls/_origin/calibrate.py",
+        "        return not all(isinstance(x, Constant) for x in origins)",
+        "        return bool(origins)",
+        (CALIBRATED,),
+    ),
+]

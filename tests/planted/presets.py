@@ -1,0 +1,5 @@
+"""The scalers of other systems."""
+
+from planted.fault import Fault
+
+FAULTS: list[Fault] = []
