@@ -8,6 +8,8 @@ import gc
 import hashlib
 import os
 import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -19,10 +21,11 @@ import pytest
 import jls
 
 # Each worker has a core: to split a compilation over threads costs a quarter more.
-_FLAG = "--xla_cpu_parallel_codegen_split_count=1"
-_FLAGS = os.environ.get("XLA_FLAGS", "").split()
-os.environ["XLA_FLAGS"] = " ".join([*(flag for flag in _FLAGS if flag != _FLAG), _FLAG])
-
+ONE_THREAD = "--xla_cpu_parallel_codegen_split_count=1"
+# Most of the time goes into compilation, and these take more than half of it away.
+# `--optimize` compiles as users do: .ci/run has it for what compares bits, for the
+# promises, and for what depends on the version of JAX.
+QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 
 # Tracing makes garbage fast, and each collection looks at all that JAX has cached.
 gc.set_threshold(50_000, 20, 20)
@@ -36,11 +39,30 @@ def _machine():
     return hashlib.sha256(repr([platform.node(), able]).encode()).hexdigest()[:16]
 
 
+def pytest_addoption(parser):
+    parser.addoption("--optimize", action="store_true", help="compile as users do")
+
+
+def _set_xla_flags(config):
+    """For this process and its workers, before JAX starts."""
+    flags = [ONE_THREAD] if config.getoption("optimize") else [ONE_THREAD, QUICK]
+    missing = [flag for flag in flags if flag not in os.environ.get("XLA_FLAGS", "")]
+    if not missing:
+        return
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *missing])
+    # A flag that a version of XLA does not know ends the process.
+    probe = [sys.executable, "-c", "import jax; jax.devices('cpu')"]
+    done = subprocess.run(probe, capture_output=True)
+    if done.returncode != 0:
+        os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(QUICK, "")
+
+
 def pytest_configure(config):
     """Keeps each compiled program, under a hash of it, for both workers and later runs.
 
     `--cache-clear` compiles anew, `-p no:cacheprovider` every time.
     """
+    _set_xla_flags(config)
     if hasattr(config, "cache"):
         folder = config.cache.mkdir(f"xla-{_machine()}")
         jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -1,5 +1,8 @@
-"""What all tests share: jitted and eager; which of the folders are collected, and how."""
+"""What all tests share: jitted and eager; which of them run, and how."""
 
+import functools
+import inspect
+import itertools
 from pathlib import Path
 
 import chex
@@ -13,6 +16,25 @@ HERE = Path(__file__).parent
 # One folder is for the type checkers, the programs are for processes of their own.
 collect_ignore = ["typing"]
 collect_ignore_glob = ["processes/*_program.py"]
+
+# What compares two results bit for bit calls one of these.
+COMPARES_BITS = {"assert_identical", "bits", "tobytes"}
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("jls")
+    group.addoption(
+        "--all",
+        action="store_true",
+        help="eager twins everywhere, and whole products where `cover` takes a part",
+    )
+    group.addoption("--bits", action="store_true", help="only what compares bits")
+    group.addoption(
+        "--part",
+        default="1/1",
+        metavar="K/N",
+        help="2/3: of the cases of tests/corpus and tests/origin every third",
+    )
 
 
 def _left_out(config):
@@ -44,9 +66,83 @@ def pytest_report_header(config):
     ]
 
 
-@pytest.fixture(params=[jax.jit, lambda fun: fun], ids=["jit", "eager"])
-def jit_or_eager(request):
-    return request.param
+def pytest_generate_tests(metafunc):
+    """Jitted everywhere, eager too in the tests of the promises, or with `--all`."""
+    if "jit_or_eager" in metafunc.fixturenames:
+        marked = metafunc.definition.get_closest_marker("eager")
+        is_promise = metafunc.definition.path.is_relative_to(HERE / "promises")
+        both = {"jit": jax.jit, "eager": lambda fun: fun}
+        if not (marked or is_promise or metafunc.config.getoption("all")):
+            del both["eager"]
+        metafunc.parametrize("jit_or_eager", [*both.values()], ids=[*both])
+
+
+def pytest_collection_modifyitems(config, items):
+    kept = items[:]
+    if not config.getoption("all"):
+        dropped = set().union(*map(_not_needed, _covered(kept).values()))
+        kept = [item for item in kept if item not in dropped]
+    if config.getoption("bits"):
+        kept = [x for x in kept if _compares_bits(getattr(x, "function", None))]
+    number, of = (int(x) for x in config.getoption("part").split("/"))
+    if of > 1:
+        apart = [HERE / "corpus", HERE / "origin"]
+        cases = [
+            item
+            for item in kept
+            if hasattr(item, "callspec") and any(map(item.path.is_relative_to, apart))
+        ]
+        dropped = {x for i, x in enumerate(cases) if i % of != number % of}
+        kept = [item for item in kept if item not in dropped]
+    config.hook.pytest_deselected(items=[x for x in items if x not in set(kept)])
+    items[:] = kept
+
+
+def _covered(items):
+    """The cases of each test that is marked with `cover`."""
+    cases = {}
+    for item in items:
+        if item.get_closest_marker("cover"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return cases
+
+
+def _not_needed(cases):
+    """Cases without which every combination of n values of parameters is still there."""
+    n = cases[0].get_closest_marker("cover").args[0]
+    combinations = {
+        case: {*itertools.combinations(case.callspec.indices.items(), n)}
+        for case in cases
+    }
+    missing = set().union(*combinations.values())
+    rest = set(cases)
+    while missing:
+        best = max(cases, key=lambda case: len(combinations[case] & missing))
+        missing -= combinations[best]
+        rest.remove(best)
+    return rest
+
+
+@functools.cache
+def _compares_bits(function):
+    """Whether a test compares bits, by itself or through functions that it calls."""
+    pending, seen = [function], set()
+    while pending:
+        if not inspect.isfunction(function := inspect.unwrap(pending.pop())):
+            continue
+        if function in seen or "tests" not in Path(function.__code__.co_filename).parts:
+            continue
+        seen.add(function)
+        names = _names_in(function.__code__)
+        if names & COMPARES_BITS:
+            return True
+        pending += [function.__globals__.get(name) for name in names]
+    return False
+
+
+def _names_in(code):
+    inner = [_names_in(x) for x in code.co_consts if inspect.iscode(x)]
+    return set(code.co_names).union(*inner)
 
 
 @pytest.fixture(autouse=True, scope="module")
