@@ -16,11 +16,15 @@
 #   _mistakes _spikes _train_state
 #   _scalers _state
 #   _validate
-#   _types _reduce _bits _rollback _placement
+#   _types _reduce _rollback _placement
 #   _tree _devices _rollback_cpu
-#   _text _nnx _program _scopes _figure
+#   _text _nnx _program _scopes _figure _gone
 
 # isort: off
+import typing as _typing
+
+from jls import _gone
+
 # The optimizer.
 from jls._wrapper import loss_scaled as loss_scaled
 from jls._wrapper import skip_nonfinite as skip_nonfinite
@@ -34,9 +38,6 @@ from jls._scale import grad as grad
 from jls._scalers.static import static as static
 from jls._scalers.dynamic import dynamic as dynamic
 from jls._scalers.hysteresis import hysteresis as hysteresis
-from jls._scalers.adaptive import adaptive as adaptive
-from jls._scalers.cautious import cautious as cautious
-from jls._scalers.recent_max import recent_max as recent_max
 from jls import presets as presets
 
 # Bad steps that are finite.
@@ -52,8 +53,6 @@ from jls._report.record import host_metrics as host_metrics
 from jls._report.health import health as health
 from jls._report.health import UnhealthyError as UnhealthyError
 from jls._report.history import History as History
-from jls._origin.nonfinite import nonfinite_report as nonfinite_report
-from jls._report.underflow import underflow as underflow
 from jls._audit.check import check_step as check_step
 from jls._origin.calibrate import calibrate as calibrate
 from jls._origin.why import why as why
@@ -65,7 +64,6 @@ from jls._types import JlsWarning as JlsWarning
 from jls._scale import scale as scale
 from jls._scale import unscale as unscale
 from jls._reduce import all_finite as all_finite
-from jls._reduce import max_abs as max_abs
 from jls._tree import select as select
 
 # Checkpoints, and adding jls to a running job.
@@ -80,3 +78,8 @@ from jls._ema import eval_params as eval_params
 from jls import types as types
 
 __version__ = "0.3.0"
+
+if not _typing.TYPE_CHECKING:  # to a type checker every name would be one
+
+    def __getattr__(name: str) -> _typing.NoReturn:
+        raise _gone.attribute_error("jls", name)

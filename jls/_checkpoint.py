@@ -15,11 +15,13 @@ RENAMED has the old names of the fields of all states.
     a static scale      a StaticState        the saved scale
     a scale that moves  a StaticState        the target's scale
     a static scale      a scale that moves   the target's scale and counts
+    a recent_max        a scale that moves   the saved scale, the target's counts
     no spike policy     a spike policy       the target's: a new warm-up
     a spike policy      none                 an error that says how to drop it
 
 0.1.0 kept a static scale in the state of one that moves, with a finite_count of -2.
-Before 0.1.0 nothing marked it: it is read as a scale that moves.
+Before 0.1.0 nothing marked it: it is read as a scale that moves. Of the scalers that
+are gone, `cautious` had the state of `dynamic`, and `recent_max` one of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -54,6 +56,9 @@ _COUNT_FIELDS = tuple(
 )
 _SCALES = _validate.SMALLEST, _validate.LARGEST
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
+# The fields of the state of `recent_max`, a scaler that is gone.
+_RECENT_MAX = {"loss_scale", "finite_count", "window_count", "overflow_ceiling"}
+_RECENT_MAX |= {"ceiling", "previous_ceiling"}
 # By field of a `SpikeState`: the numbers that a run can have there. A judged value may
 # overflow float32; without a budget the tokens are inf.
 _SPIKES = {
@@ -183,7 +188,8 @@ def upgrade_state(target: State, saved: Any) -> State:
 
     It also takes a run from a static scale to one that moves, or back: the scale then
     starts as in `target`, and everything else goes on. A run without a spike policy
-    goes on under one, which warms up first.
+    goes on under one, which warms up first. A run of the scalers that are gone,
+    `jls.cautious` and `jls.recent_max`, goes on at its scale under `jls.dynamic`.
 
     Args:
       target: a new state: `optimizer.init(params)`, or anything that contains one, such
@@ -330,6 +336,8 @@ def _translate(target: Any, saved: Any, parts: dict[str, Any]) -> dict[str, Any]
         return None
     if is_static:
         return {"loss_scale": parts["loss_scale"]}
+    if parts.keys() == _RECENT_MAX and not parts.keys() <= set(target._fields):
+        return branches(target)[0] | {"loss_scale": parts["loss_scale"]}
     return parts
 
 

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass over the leaves of a tree: finite, max_abs, norms, counts.
+"""One pass over the leaves of a tree: finite, norms, counts.
 
 The functions that take `floats` work on a list of floating-point leaves. They widen one
 at a time, where they reduce it: eagerly, a wide copy of all of them would cost memory.
 """
 
 import functools
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,11 +15,11 @@ import numpy as np
 from jax import Array, lax
 from jax.export import is_symbolic_dim
 
-from jls._devices import AxisName, agree, agree_on_max
+from jls._devices import AxisName, agree
 from jls._scopes import CHECKED
 from jls._tree import floats_of, widen
 
-# Finiteness and magnitude.
+# Finiteness.
 
 
 def all_finite(tree: Any, axis_name: AxisName = None) -> Array:
@@ -53,35 +52,6 @@ def all_finite(tree: Any, axis_name: AxisName = None) -> Array:
     return agree(jnp.all(are_finite), axis_name)
 
 
-def max_abs(tree: Any, axis_name: AxisName = None) -> Array:
-    """Returns the largest magnitude in `tree`, or inf if a value is inf or NaN.
-
-    `jls.cautious` and `jls.recent_max` need it of the true gradients. It takes one pass
-    over the data, and is finite if and only if `jls.all_finite(tree)`.
-
-    Args:
-      tree: any pytree. Leaves that are not floating point do not count. A complex value
-        counts by the larger of its two parts.
-      axis_name: see `jls.all_finite`.
-
-    Returns:
-      `f32[]`, the same on every device of `axis_name`; 0 for an empty tree. A finite
-      float64 beyond the range of float32 counts as the largest float32.
-
-    Raises:
-      TypeError, NameError: see `jls.all_finite`.
-
-    Example:
-      >>> jls.max_abs({"w": jnp.array([0.5, -3.0]), "n": 7})
-      Array(3., dtype=float32)
-      >>> jls.max_abs([jnp.array([1.0, jnp.nan])])
-      Array(inf, dtype=float32)
-    """
-    with jax.named_scope(CHECKED):
-        magnitudes = leaf_magnitudes(floats_of(tree))
-    return jnp.max(agree_on_max(magnitudes, axis_name), initial=0.0)
-
-
 def finite_leaves(floats: Sequence[Any]) -> Array:
     """For each leaf, `bool[n]`, whether all of its elements are finite."""
     if not floats:
@@ -89,13 +59,6 @@ def finite_leaves(floats: Sequence[Any]) -> Array:
     if all(jnp.ndim(leaf) == 0 for leaf in floats):  # such as a loss: nothing to reduce
         return jnp.stack([jnp.isfinite(widen(leaf)) for leaf in floats])
     return _by_platform(lax.stop_gradient(list(floats)), "finite")
-
-
-def leaf_magnitudes(floats: Sequence[Any]) -> Array:
-    """For each leaf, `f32[n]`, its largest magnitude; inf where it is not finite."""
-    if not floats:
-        return jnp.zeros(0)
-    return _by_platform(lax.stop_gradient(list(floats)), "magnitude")
 
 
 def any_nan(floats: Sequence[Any]) -> Array:
@@ -126,7 +89,6 @@ class Reductions(NamedTuple):
     """How a platform reduces a list of leaves; see `_CPU`, `_GPU` and `_TPU`."""
 
     finite: Callable[[list[Array]], Array]  # bool[n]
-    magnitude: Callable[[list[Array]], Array]  # f32[n]; inf where it is not finite
     norm: Callable[[list[Array]], Array]  # f32[]
 
 
@@ -141,25 +103,21 @@ def _by_platform(floats: list[Array], name: str) -> Array:
     )
 
 
-# Functions that reduce a leaf, or a stack of leaves, return a number for each and, if
-# NaN does not show in it, a flag for each. They are traced for every shape, so they are
-# written in `lax`: `jax.numpy` takes three times as long.
-
-ReduceLeaf = Callable[..., tuple[Array, ...]]
+# Functions that reduce a leaf, or a stack of leaves, return an array of a number for
+# each. They are traced for every shape, so they are written in `lax`: `jax.numpy` takes
+# three times as long. What they return is concatenated, so that what follows runs once.
 
 
-def _each(reduce_leaf: ReduceLeaf, floats: list[Array]) -> tuple[Array, Array]:
-    """`reduce_leaf` of each leaf, concatenated, so that what follows runs once."""
-    return _joined(map(reduce_leaf, floats))
+def _max_and_nan_of_each(floats: list[Array]) -> list[Array]:
+    results = zip(*map(_max_and_nan, floats), strict=True)
+    return [lax.concatenate(result, 0) for result in results]
 
 
-def _joined(
-    results: Iterable[tuple[Array, ...]], order: np.ndarray | None = None
-) -> tuple[Array, Array]:
-    """Concatenates per-leaf results, in `order`: numbers, and which leaves have NaN."""
-    joined = [lax.concatenate(x, 0) for x in zip(*results, strict=True)]
-    numbers, *flags = joined if order is None else [x[order] for x in joined]
-    return numbers, flags[0] if flags else lax.ne(numbers, numbers)
+TinySums = Callable[[list[Array]], Array]
+
+
+def _tiny_sums(floats: list[Array]) -> Array:
+    return lax.concatenate(list(map(_tiny_sum_of_squares, floats)), 0)
 
 
 # Small leaves of one type are reduced together on GPU: up to 2**16 elements each, a
@@ -168,12 +126,13 @@ def _joined(
 _SMALL, _TOGETHER = 2**16, 32
 
 
-def _each_together(reduce_leaf: ReduceLeaf, floats: list[Array]) -> tuple[Array, Array]:
-    """As `_each`, with fewer kernels where there are many small leaves."""
+def _tiny_sums_together(floats: list[Array]) -> Array:
+    """As `_tiny_sums`, with fewer kernels where there are many small leaves."""
     groups = _groups(floats)
-    results = [_reduce_group(reduce_leaf, [floats[i] for i in x]) for x in groups]
+    results = [_tiny_sum_of_group([floats[i] for i in group]) for group in groups]
+    sums = lax.concatenate(results, 0)
     order = np.argsort([i for group in groups for i in group])
-    return _joined(results, None if np.all(np.diff(order) == 1) else order)
+    return sums if np.all(np.diff(order) == 1) else sums[order]
 
 
 def _groups(floats: list[Array]) -> list[list[int]]:
@@ -188,14 +147,14 @@ def _groups(floats: list[Array]) -> list[list[int]]:
     return [group for of_type in groups.values() for group in of_type]
 
 
-def _reduce_group(reduce_leaf: ReduceLeaf, leaves: list[Array]) -> tuple[Array, ...]:
+def _tiny_sum_of_group(leaves: list[Array]) -> Array:
     if len(leaves) == 1:
-        return reduce_leaf(leaves[0])
+        return _tiny_sum_of_squares(leaves[0])
     rows = [lax.expand_dims(leaf, (0,)) for leaf in leaves]
-    return reduce_leaf(lax.concatenate(rows, 0), is_stack=True)
+    return _tiny_sum_of_squares(lax.concatenate(rows, 0), is_stack=True)
 
 
-def _parts(leaf: Any) -> list[Array]:
+def float32_parts(leaf: Any) -> list[Array]:
     """The real parts of `leaf` as float32; what is beyond its range is the largest."""
     array = widen(leaf)
     if array.dtype == jnp.float32:
@@ -227,25 +186,11 @@ def _larger_and_either(a: Sequence[Any], b: Sequence[Any]) -> tuple[Array, Array
 @jax.jit
 def _max_and_nan(leaf: Array) -> tuple[Array, Array]:
     """A flag for NaN too: XLA CPU drops it from a maximum (jax 0.10 and 0.12)."""
-    pairs = [(lax.abs(part), lax.ne(part, part)) for part in _parts(leaf)]
+    pairs = [(lax.abs(part), lax.ne(part, part)) for part in float32_parts(leaf)]
     start, axes = (np.float32(0.0), np.bool_(False)), _axes(leaf, False)
     found = [lax.reduce(pair, start, _larger_and_either, axes) for pair in pairs]
     most, has_nan = functools.reduce(_larger_and_either, found)
     return _per_leaf(most, False), _per_leaf(has_nan, False)
-
-
-@functools.partial(jax.jit, static_argnames="is_stack")
-def _max_of_bits(leaf: Array, is_stack: bool = False) -> tuple[Array]:
-    """Without their sign, the bits of floats are integers in order, NaN above inf."""
-
-    def most(part):
-        bits = lax.bitcast_convert_type(part, jnp.int32)
-        bits = lax.bitwise_and(bits, np.int32(0x7FFFFFFF))
-        return lax.reduce_max(bits, _axes(bits, is_stack))
-
-    # The maximum of an empty array is the smallest integer: clamp it to 0.
-    bits = functools.reduce(lax.max, map(most, _parts(leaf)), np.int32(0))
-    return (_per_leaf(lax.bitcast_convert_type(bits, jnp.float32), is_stack),)
 
 
 # The sum of 2**64 squares of the largest float32 times this is finite.
@@ -253,7 +198,7 @@ _TINY = np.float32(2.0**-96)
 
 
 @functools.partial(jax.jit, static_argnames="is_stack")
-def _tiny_sum_of_squares(leaf: Array, is_stack: bool = False) -> tuple[Array]:
+def _tiny_sum_of_squares(leaf: Array, is_stack: bool = False) -> Array:
     """Finite if and only if all elements are.
 
     Elements below 2**36 count as 2**36, so that no square is subnormal. The sum becomes
@@ -270,8 +215,8 @@ def _tiny_sum_of_squares(leaf: Array, is_stack: bool = False) -> tuple[Array]:
         size = lax.select_n(lax.lt(size, least), size, lax.full_like(size, least))
         return lax.reduce_sum(lax.square(size), _axes(size, is_stack))
 
-    totals = functools.reduce(lax.add, map(total, _parts(leaf)))
-    return (_per_leaf(totals, is_stack),)
+    totals = functools.reduce(lax.add, map(total, float32_parts(leaf)))
+    return _per_leaf(totals, is_stack)
 
 
 # Norms. The square of a float32 over 1.8e19 is inf: so is `optax.global_norm` then, and
@@ -285,10 +230,10 @@ def _norm_of_scaled(floats: list[Array]) -> Array:
     Scaling by a power of two is exact. The check for finiteness has found the largest
     magnitude; XLA merges the two reductions if both use all of their results.
     """
-    largest, has_nan = _each(_max_and_nan, lax.stop_gradient(floats))
+    largest, has_nan = _max_and_nan_of_each(lax.stop_gradient(floats))
     largest = jnp.max(jnp.where(has_nan, jnp.inf, largest))
     power = power_of_two_below(largest)
-    parts = [part for leaf in floats for part in _parts(leaf)]
+    parts = [part for leaf in floats for part in float32_parts(leaf)]
     # Where it is inf or NaN it stays so. Without the select XLA CPU would write the
     # reciprocal to memory for each element.
     is_known, inverse = largest < jnp.inf, lax.reciprocal(power)
@@ -296,9 +241,9 @@ def _norm_of_scaled(floats: list[Array]) -> Array:
     return norm_of_squares(scaled) * power
 
 
-def _norm_or_norm_of_tiny(each: Any, floats: list[Array]) -> Array:
+def _norm_or_norm_of_tiny(tiny_sums: TinySums, floats: list[Array]) -> Array:
     """Two sums, which XLA merges with those of clipping and of the check."""
-    norm, (totals, _) = norm_of_squares(floats), each(_tiny_sum_of_squares, floats)
+    norm, totals = norm_of_squares(floats), tiny_sums(floats)
     is_done = norm < jnp.inf
     # The select keeps XLA from turning the sum of a concatenation into additions.
     tiny = jnp.sqrt(jnp.sum(jnp.where(is_done, 1.0, totals))) / _TINY
@@ -317,7 +262,7 @@ def power_of_two_below(magnitude: Array) -> Array:
 
 def norm_of_squares(floats: Sequence[Array]) -> Array:
     """The L2 norm, as clipping computes it; inf if a square overflows."""
-    parts = [part for leaf in floats for part in _parts(leaf)]
+    parts = [part for leaf in floats for part in float32_parts(leaf)]
     sums = [lax.reduce_sum(lax.square(part), _axes(part, False)) for part in parts]
     return jnp.sqrt(sum(sums))
 
@@ -326,32 +271,21 @@ def norm_of_squares(floats: Sequence[Array]) -> Array:
 
 
 def _finite_by_max(floats: list[Array]) -> Array:
-    largest, has_nan = _each(_max_and_nan, floats)
+    largest, has_nan = _max_and_nan_of_each(floats)
     return (largest < jnp.inf) & ~has_nan
 
 
-def _magnitude_by_max(floats: list[Array]) -> Array:
-    largest, has_nan = _each(_max_and_nan, floats)
-    return jnp.where(has_nan, jnp.inf, largest)
+def _finite_by_sum(tiny_sums: TinySums, floats: list[Array]) -> Array:
+    return jnp.isfinite(tiny_sums(floats))
 
 
-def _finite_by_sum(each: Any, floats: list[Array]) -> Array:
-    return jnp.isfinite(each(_tiny_sum_of_squares, floats)[0])
-
-
-def _magnitude_by_bits(each: Any, floats: list[Array]) -> Array:
-    largest, has_nan = each(_max_of_bits, floats)
-    return jnp.where(has_nan, jnp.inf, largest)
-
-
-_CPU = Reductions(_finite_by_max, _magnitude_by_max, _norm_of_scaled)
+_CPU = Reductions(_finite_by_max, _norm_of_scaled)
 _GPU, _TPU = (
     Reductions(
-        functools.partial(_finite_by_sum, each),
-        functools.partial(_magnitude_by_bits, each),
-        functools.partial(_norm_or_norm_of_tiny, each),
+        functools.partial(_finite_by_sum, tiny_sums),
+        functools.partial(_norm_or_norm_of_tiny, tiny_sums),
     )
-    for each in (_each_together, _each)
+    for tiny_sums in (_tiny_sums_together, _tiny_sums)
 )
 
 
@@ -360,41 +294,34 @@ _GPU, _TPU = (
 Arrays = tuple[Array, ...]
 
 
-def count_true(
-    masks: Sequence[Array], keys: Sequence[Array] = (), wraps_at: int = 2**32
-) -> tuple[Array, list[Array]]:
-    """How often each of `masks` is true, and the largest of each of `keys`, or 0.
+def count_true(masks: Sequence[Array], wraps_at: int = 2**32) -> Array:
+    """How often each of `masks` is true.
 
     In one reduction, since several would each cost a pass over the data.
 
     Args:
       masks: `bool[...]`, all of one shape.
-      keys: numbers >= 0 of that shape.
       wraps_at: from how many elements on the counts are carried into a second digit.
-        That costs ten times as much, since XLA does not vectorize it. A symbolic number
-        of `jax.export` may be as large.
+        That costs ten times as much, since XLA does not vectorize it.
 
     Returns:
-      `u32[n, 2]`, the counts in base 2**32, high digit first; and the maxima.
+      `u32[n, 2]`, the counts in base 2**32, high digit first.
     """
-    shape = [*masks, *keys][0].shape
     lows = tuple(mask.astype(jnp.uint32) for mask in masks)
-    size = math.prod(shape)
-    has_highs = is_symbolic_dim(size) or size >= wraps_at
-    highs = tuple(map(jnp.zeros_like, lows)) if has_highs else ()
-    n, m = len(highs), len(highs) + len(lows)
-    operands = (*highs, *lows, *keys)
-    zeros = tuple(jnp.zeros((), operand.dtype) for operand in operands)
-    combine = functools.partial(_add_digits, n, m)
-    totals = lax.reduce(operands, zeros, combine, range(len(shape)))
-    low = jnp.stack(totals[n:m]) if masks else jnp.zeros((0,), jnp.uint32)
-    high = jnp.stack(totals[:n]) if highs else jnp.zeros_like(low)
-    return jnp.stack([high, low], axis=-1), list(totals[m:])
+    has_highs = lows[0].size >= wraps_at
+    digits = (*map(jnp.zeros_like, lows), *lows) if has_highs else lows
+    zeros = (np.uint32(0),) * len(digits)
+    add = _add_digits if has_highs else lambda a, b: tuple(map(jnp.add, a, b))
+    totals = lax.reduce(digits, zeros, add, range(lows[0].ndim))
+    low = jnp.stack(totals[-len(lows) :])
+    high = jnp.stack(totals[: len(lows)]) if has_highs else jnp.zeros_like(low)
+    return jnp.stack([high, low], axis=-1)
 
 
-def _add_digits(n: int, m: int, a: Arrays, b: Arrays) -> Arrays:
-    """The digits of `a` and `b` added and their keys compared: high, low, keys."""
-    low = list(map(jnp.add, a[n:m], b[n:m]))
-    carry = [c.astype(jnp.uint32) for c in map(jnp.less, low, a[n:m])]
+def _add_digits(a: Arrays, b: Arrays) -> Arrays:
+    """Numbers of two digits added: all high digits, then all low ones."""
+    n = len(a) // 2
+    low = list(map(jnp.add, a[n:], b[n:]))
+    carry = [c.astype(jnp.uint32) for c in map(jnp.less, low, a[n:])]
     high = map(jnp.add, map(jnp.add, a[:n], b[:n]), carry)
-    return (*high, *low, *map(jnp.maximum, a[m:], b[m:]))
+    return (*high, *low)

@@ -52,7 +52,6 @@ from jls._reduce import (
     any_nan,
     finite_leaves,
     global_norm,
-    leaf_magnitudes,
     norm_of_squares,
 )
 from jls._rollback import (
@@ -316,7 +315,7 @@ class _Observed(NamedTuple):
     leaves_finite: Array  # bool[n]  of the gradients
     is_finite: Array  # bool[]  whether both are finite
     is_partial: Array  # bool[]  whether parts of the gradients were left out
-    for_scaler: Array  # bool[] or f32[], what the scaler's `adjust` takes
+    for_scaler: Array  # bool[]  what the scaler's `adjust` takes
 
 
 class _SpikeDecision(NamedTuple):
@@ -512,18 +511,10 @@ def _observe(
         dtype = np.result_type(*(x.dtype for x in squares))
         of_each = jnp.stack([x.astype(dtype) for x in squares[:-1]])
         flags += [jnp.isfinite(of_each), norm_finite[None]]
-    if wrapper.scaler.sees == "max_abs":
-        with jax.named_scope(_scopes.GRADIENTS):
-            magnitudes = leaf_magnitudes(step.grads)
-        sizes = [jnp.where(jnp.concatenate(flags), jnp.float32(0.0), jnp.inf)]
-        sizes = jnp.concatenate([*sizes, magnitudes])
-        sizes = agree_on_max(sizes, wrapper.axis_name)
-        agreed, for_scaler = sizes < jnp.inf, jnp.max(sizes[1:])
     else:
-        if squares is None:
-            with jax.named_scope(_scopes.GRADIENTS):
-                flags += [finite_leaves(step.grads)]
-        agreed, for_scaler = agree(jnp.concatenate(flags), wrapper.axis_name), None
+        with jax.named_scope(_scopes.GRADIENTS):
+            flags += [finite_leaves(step.grads)]
+    agreed = agree(jnp.concatenate(flags), wrapper.axis_name)
     loss_finite, is_partial, of_grads = agreed[0], ~agreed[1], agreed[2:]
     leaves_finite = of_grads[: len(step.grads)]
     # The sum of all squares is finite only if that of each leaf is.
@@ -531,8 +522,7 @@ def _observe(
     with jax.named_scope(_scopes.DECISION):
         grads_finite = jnp.all(decides)
         is_finite = grads_finite & loss_finite
-    if for_scaler is None:
-        for_scaler = grads_finite & ~is_partial
+    for_scaler = grads_finite & ~is_partial
     _check_axes(is_finite, state.steps, wrapper.axis_name)
     return _Observed(loss_finite, leaves_finite, is_finite, is_partial, for_scaler)
 

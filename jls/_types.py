@@ -86,7 +86,7 @@ class InitFn(Protocol[InitT]):
 
 
 class AdjustFn(Protocol[StateT]):
-    def __call__(self, state: StateT, observed: Array | bool | float, /) -> StateT:
+    def __call__(self, state: StateT, grads_finite: Array | bool, /) -> StateT:
         """Returns the state after one step.
 
         A pure function that may run under `jit`, `scan` and `vmap`. It keeps the
@@ -94,10 +94,8 @@ class AdjustFn(Protocol[StateT]):
 
         Args:
           state: the state that scaled this step's loss.
-          observed: what the scaler's field `sees` names. "finite": `bool[]`, whether
-            every gradient of the step is finite, as `jls.all_finite` says. "max_abs":
-            `f32[]`, the largest magnitude among the true gradients of the step, as
-            `jls.max_abs` computes it: inf if any of them is not finite.
+          grads_finite: `bool[]`, whether every gradient of the step is finite, as
+            `jls.all_finite` says.
         """
         ...
 
@@ -121,18 +119,15 @@ class StaticPartial:
         return self.func(*args, **self.keywords, **kwargs)
 
 
-Sees = Literal["finite", "max_abs"]
-
-
 class LossScaler(NamedTuple, Generic[StateT]):
-    """A rule that moves the loss scale: two pure functions, and what they see.
+    """A rule that moves the loss scale: two pure functions.
 
-    To write your own, fill the fields. The state is a `ScalerState`, or any
+    To write your own, fill both fields. The state is a `ScalerState`, or any
     `NamedTuple` of arrays with a field `loss_scale` of type `f32[]`. Build the
     functions as `jax.tree_util.Partial` over module-level functions and the scaler is a
     pytree: it goes through `jit` and `vmap` as an argument, and its hyperparameters
-    change without a retrace; `sees` is a part of its structure. (Do not borrow the
-    `init` of `jls.static`: its `StaticState` says that the scale never moves.)
+    change without a retrace. (Do not borrow the `init` of `jls.static`: its
+    `StaticState` says that the scale never moves.)
 
     Example:
       >>> def adjust(state, grads_finite):
@@ -141,22 +136,10 @@ class LossScaler(NamedTuple, Generic[StateT]):
       >>> scaler = jls.types.LossScaler(jls.dynamic(1024.0).init, adjust)
       >>> scaler.adjust(scaler.init(), False).loss_scale
       Array(128., dtype=float32)
-
-    A scaler that sees how large the gradients are, not only whether they overflow. The
-    maximum is taken in the pass that checks for inf and NaN:
-
-      >>> def adjust(state, max_abs):  # keep the largest scaled gradient near 2**8
-      ...     scale = 2.0 ** (8 - jnp.ceil(jnp.log2(max_abs)))
-      ...     scale = jnp.where(jnp.isfinite(max_abs), scale, state.loss_scale / 2)
-      ...     return state._replace(loss_scale=jnp.clip(scale, 1.0, 2.0**24))
-      >>> scaler = jls.types.LossScaler(jls.dynamic(1024.0).init, adjust, "max_abs")
-      >>> scaler.adjust(scaler.init(), jls.max_abs(jnp.array([0.5, -2.0]))).loss_scale
-      Array(128., dtype=float32)
     """
 
     init: InitFn[StateT]
     adjust: AdjustFn[StateT]
-    sees: Sees = "finite"  # what `adjust` takes beside the state; see `AdjustFn`
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
@@ -173,21 +156,6 @@ class LossScaler(NamedTuple, Generic[StateT]):
 
     def __repr__(self) -> str:
         return format_rule(self, "adjust", self.hyperparameters)
-
-
-def _flatten(scaler: LossScaler) -> tuple[Any, Sees]:
-    key = jax.tree_util.GetAttrKey
-    functions = (key("init"), scaler.init), (key("adjust"), scaler.adjust)
-    return functions, scaler.sees
-
-
-def _unflatten(sees: Sees, functions: Any) -> LossScaler:
-    init, adjust = functions
-    return LossScaler(init, adjust, sees)
-
-
-# By hand, since `sees` is no leaf: a string cannot go through `jit`.
-jax.tree_util.register_pytree_with_keys(LossScaler, _flatten, _unflatten)
 
 
 class JudgeFn(Protocol[StateT]):

@@ -11,13 +11,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from jax.core import Tracer
-from jax.typing import DTypeLike
 
-from jls._bits import rounding_boundaries
 from jls._text import describe, path_name
-from jls._tree import is_inexact
 
 Word = TypeVar("Word", bound=str)
 
@@ -123,11 +119,24 @@ def host_interval(name: str, value: Any, low: int = 1) -> int:
     return interval(name, value, low)
 
 
-def limit(headroom: Any, dtype: DTypeLike) -> float:
-    """The largest number of `dtype`, less `headroom` bits."""
-    rounding_boundaries(dtype)  # or an error
-    headroom = number("headroom", headroom, "from 0 to 126", 0.0, 126.0)
-    return float(jnp.finfo(dtype).max) / 2.0**headroom
+def float_dtype(name: str, value: Any) -> np.dtype:
+    """A dtype of floats that a backward pass may have: 8 to 32 bits, with a sign."""
+    rule = (
+        f"{name} must be a floating-point dtype of 8 to 32 bits with a sign, such as "
+        "jnp.float16, jnp.bfloat16 or jnp.float8_e5m2,"
+    )
+    if is_unchecked(value):
+        raise TypeError(f"{rule} got an array of {value.dtype}: pass its dtype.")
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        raise TypeError(f"{rule} got {value!r}.") from None
+    if value is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{rule} got {value if value is None else dtype}.")
+    info = jnp.finfo(dtype)
+    if not 8 <= info.bits <= 32 or info.nmant == 0:
+        raise ValueError(f"{rule} got {dtype}.")
+    return dtype
 
 
 def function(name: str, value: Any) -> None:
@@ -213,20 +222,3 @@ def scaler_state(state: Any, state_type: Any, exact: bool = False) -> None:
             f"makes it, got {type(state).__name__}. For a state of jls.loss_scaled, "
             "pass opt_state.scaler_state."
         )
-
-
-def magnitude(value: Any) -> Array:
-    """`max_abs` as `f32[]`, or an error that says what it should have been."""
-    if not is_inexact(value) or jnp.iscomplexobj(value):
-        dtype = getattr(value, "dtype", None)
-        got = f"{type(value).__name__} {value!r}" if dtype is None else f"{dtype}"
-        raise TypeError(
-            "max_abs must be one floating-point number, the largest magnitude of the "
-            f"gradients, got {got}. jls.max_abs(grads) makes one."
-        )
-    if jnp.shape(value) != ():
-        raise ValueError(
-            f"max_abs must have shape (), got shape {jnp.shape(value)}. "
-            "Reduce it with jnp.max, or call the function under jax.vmap."
-        )
-    return jnp.asarray(value, jnp.float32)

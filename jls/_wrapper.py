@@ -13,7 +13,7 @@ Differs from `optax.apply_if_finite` in:
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from jls._state import find, is_wrapper_state, scaler_state_in
 from jls._step import WrapperUpdate, register_wrapper
 from jls._text import at, describe, first, path_name
 from jls._tree import is_inexact
-from jls._types import FIELDS, LossScaledState, LossScaler, Sees, SpikePolicy
+from jls._types import FIELDS, LossScaledState, LossScaler, SpikePolicy
 
 
 class _InitFn(Protocol):
@@ -139,7 +139,6 @@ def loss_scaled(
             f"scaler must be a jls.types.LossScaler, e.g. jls.{of_ours}, got "
             f"{describe(scaler)}."
         )
-    _validate.choice("scaler.sees", scaler.sees, get_args(Sees))
     if check_updates is not None:
         check_updates = _validate.flag("check_updates", check_updates, "or None")
     if spikes is not None and not isinstance(spikes, SpikePolicy):

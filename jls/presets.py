@@ -34,11 +34,11 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from jls import _spikes, _validate
-from jls._scalers.adaptive import adaptive
+from jls._scalers.adaptive import adaptive_adjust, adaptive_init
 from jls._scalers.dynamic import dynamic
 from jls._scalers.hysteresis import hysteresis as hysteresis_scaler
 from jls._scalers.hysteresis import hysteresis_adjust
-from jls._scalers.rule import start_at, switch
+from jls._scalers.rule import make, start_at, switch
 from jls._scalers.static import static
 from jls._tree import as_flag
 from jls._types import JlsWarning, LossScaler, ScalerState, SpikePolicy, SpikeState
@@ -255,9 +255,11 @@ def mindformers_adaptive(
 ) -> LossScaler:
     """Returns the scaler of MindFormers' `AdaptiveLossScaleUpdateCell`.
 
-    `jls.adaptive` with the ladder that MindFormers builds. Its scale can grow to inf;
-    here it stops at 2**126. A first scale below 1, which it accepts and raises to 1
-    on the first overflow, is an error here.
+    It grows often while the scale is being found, rarely later. Three growths lead to
+    the next longer window. Three non-finite steps without a growth in between lead down
+    to a window of 1, from which the climb starts again, except at the shortest window.
+    Its scale can grow to inf; here it stops at 2**126. A first scale below 1, which it
+    accepts and raises to 1 on the first overflow, is an error here.
 
     Args:
       loss_scale_value: the first loss scale, >= 1, which is also the floor.
@@ -301,13 +303,13 @@ def mindformers_adaptive(
             JlsWarning,
             stacklevel=2,
         )
-        window = None
-    return adaptive(
-        scale,
+        window = ladder[0]
+    return make(
+        Partial(adaptive_init, init_rung=1 + ladder.index(window)),
+        Partial(adaptive_adjust, intervals=ladder),
+        init_scale=scale,
         growth_factor=factor,
         backoff_factor=1 / factor,
-        intervals=ladder,
-        init_interval=window,
         min_scale=1.0,
         max_scale=_validate.LARGEST,
     )

@@ -5,11 +5,12 @@ You meet most of them as what a function returns or a field holds. To write a sc
 your own, fill a `LossScaler`; the rest is for annotations and `isinstance`.
 """
 
+import typing as _typing
+
+from jls import _gone
 from jls._audit.check import StepCheck as StepCheck
 from jls._ema import ParamsEmaState as ParamsEmaState
 from jls._origin.calibration import Calibration as Calibration
-from jls._origin.nonfinite import LeafReport as LeafReport
-from jls._origin.nonfinite import NonfiniteReport as NonfiniteReport
 from jls._origin.result import Birth as Birth
 from jls._origin.result import Why as Why
 from jls._origin.twin import Cotangent as Cotangent
@@ -17,11 +18,8 @@ from jls._program.places import Place as Place
 from jls._report.health import Health as Health
 from jls._report.requeue import BadBatch as BadBatch
 from jls._report.requeue import BatchQueue as BatchQueue
-from jls._report.underflow import Underflow as Underflow
-from jls._report.underflow import UnderflowShares as UnderflowShares
 from jls._report.verdict import Verdict as Verdict
 from jls._scalers.adaptive import AdaptiveState as AdaptiveState
-from jls._scalers.recent_max import RecentMaxState as RecentMaxState
 from jls._train.step import CarryingTrainStep as CarryingTrainStep
 from jls._train.step import PlainTrainStep as PlainTrainStep
 from jls._train.step import TrainStep as TrainStep
@@ -37,3 +35,8 @@ from jls._types import SpikeState as SpikeState
 from jls._types import StaticState as StaticState
 from jls._types import StepReport as StepReport
 from jls._wrapper import LossScaledTransformation as LossScaledTransformation
+
+if not _typing.TYPE_CHECKING:  # as in jls/__init__.py
+
+    def __getattr__(name: str) -> _typing.NoReturn:
+        raise _gone.attribute_error("jls.types", name)

@@ -325,6 +325,7 @@ SGD = optax.sgd(0.1, momentum=0.9)
 PARAMS = {"w": jnp.ones(2), "b": jnp.ones(1)}
 WRAPPED = jls.loss_scaled(SGD, jls.dynamic(8.0))
 RAW = raw_of(WRAPPED, PARAMS)
+ADAPTIVE = jls.presets.mindformers_adaptive(4.0, 2, 20)
 OTHER = r"Make target with the optimizer and the parameters that were saved\."
 
 
@@ -407,7 +408,7 @@ def test_there_is_a_checkpoint_of_each_scaler_policy_and_place():
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize(("version", "name"), SAVED)
+@pytest.mark.parametrize(("version", "name"), [x for x in SAVED if x[1] != "log_max"])
 def test_checkpoint_of_an_older_version_goes_on(version, name, tmp_path):
     target, trained = checkpoints.fresh(name), checkpoints.trained(name)
     raw = read(name, "msgpack", tmp_path, version)
@@ -438,14 +439,45 @@ def test_checkpoint_of_an_older_version_goes_on(version, name, tmp_path):
         chex.assert_trees_all_close(ours, theirs, rtol=1e-5)
 
 
+@pytest.mark.parametrize("form", ["msgpack", "orbax"])
+@pytest.mark.parametrize("version", ["0.1.0", "0.2.0"])
+@pytest.mark.parametrize("scaler", [jls.dynamic(8.0), ADAPTIVE], ids=["dynamic", "mf"])
+def test_a_run_of_recent_max_goes_on_at_its_scale(scaler, version, form, tmp_path):
+    """`log_max` is its first name."""
+    raw, target = read("log_max", form, tmp_path, version), checkpoints.fresh("log_max")
+    start = target.opt_state._replace(scaler_state=scaler.init())
+    state = jls.upgrade_state(target.replace(opt_state=start), raw)
+    opt_state, saved = state.opt_state, raw["opt_state"]
+    scale = saved["scaler_state"]["loss_scale"]
+    assert scale not in (4.0, 8.0)
+    expected = start.scaler_state._replace(loss_scale=scale)
+    assert_identical(opt_state.scaler_state, jax.tree.map(jnp.asarray, expected))
+    for name in ("inner_state", "applied", "steps", "skips", "nonfinite_losses"):
+        part = serialization.to_state_dict(getattr(opt_state, name))
+        assert_identical(*map(jax.tree.leaves, (part, saved[name])))
+    assert_identical(*map(jax.tree.leaves, (state.params, raw["params"])))
+
+
+@pytest.mark.parametrize("boxed", [True, False], ids=["orbax", "raw"])
+def test_recent_max_of_an_nnx_optimizer_goes_on_at_its_scale(boxed):
+    counts = dict.fromkeys(("finite_count", "window_count"), np.int32(5))
+    ceilings = "loss_scale", "ceiling", "previous_ceiling", "overflow_ceiling"
+    raw = counts | dict.fromkeys(ceilings, np.float32(64.0))
+    if boxed:
+        raw = {name: {"value": x} for name, x in raw.items()}
+    tx = jls.loss_scaled(optax.adam(0.1), jls.dynamic(8.0))
+    optimizer = nnx.Optimizer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
+    state = jls.upgrade_state(optimizer.opt_state.scaler_state, raw)
+    assert [leaf.get_value().item() for leaf in state] == [64.0, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("saved", "target", "scale"),
     [
         (jls.static(64.0), jls.static(8.0), 64.0),  # set by hand, or by the code then
         (jls.static(64.0), jls.dynamic(8.0), 8.0),
-        (jls.static(64.0), jls.adaptive(8.0), 8.0),
+        (jls.static(64.0), ADAPTIVE, 4.0),
         (jls.dynamic(2.0**16), jls.static(8.0), 8.0),
-        (jls.recent_max(2.0**16), jls.static(8.0), 8.0),
         (jls.dynamic(2.0**16), jls.dynamic(8.0), 2.0**16),
     ],
 )
@@ -463,7 +495,7 @@ def test_static_and_moving_scales_never_take_each_others(saved, target, scale, v
     assert jls.loss_scale(state) == scale
     assert state.steps == 7
     chex.assert_trees_all_equal_structs(state, new)
-    if scale == 8.0:
+    if scale == target.init().loss_scale:
         assert_identical(state.scaler_state, new.scaler_state)
         pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((state, new))]
         assert len(set(pointers)) == len(pointers)
@@ -477,7 +509,7 @@ def test_static_and_moving_scales_never_take_each_others(saved, target, scale, v
         ((8.0, -2, 0), jls.dynamic(4.0), (4.0, 0, 0)),
         ((8.0, 5, 1), jls.dynamic(4.0), (8.0, 5, 1)),
         ((8.0, 5, 1), jls.static(4.0), (4.0,)),
-        ((8.0, 5, 1, 2, -1), jls.adaptive(4.0), (8.0, 5, 1, 2, 0)),
+        ((8.0, 5, 1, 2, -1), ADAPTIVE, (8.0, 5, 1, 2, 0)),
     ],
 )
 def test_scaler_state_of_an_nnx_optimizer_of_0_1_0(saved, target, expected, boxed):
@@ -581,7 +613,7 @@ def test_a_scale_of_ones_own_that_moves_is_not_taken_for_a_static_one():
 
 @pytest.mark.parametrize("index", [None, "1", np.array([1, 2], np.int32)])
 def test_an_index_that_is_no_number_is_named(index):
-    optimizer = jls.loss_scaled(SGD, jls.adaptive())
+    optimizer = jls.loss_scaled(SGD, ADAPTIVE)
     raw = serialization.to_state_dict(optimizer.init(PARAMS))
     del raw["scaler_state"]["rung"]
     raw["scaler_state"]["interval_index"] = index
@@ -627,8 +659,6 @@ def test_fields_of_states_are_only_ever_appended():
         "consecutive_skips nonfinite_losses",
         jls.types.AdaptiveState: "loss_scale finite_count nonfinite_count growth_count "
         "rung",  # interval_index in 0.1.0
-        jls.types.RecentMaxState: "loss_scale finite_count window_count ceiling "
-        "previous_ceiling overflow_ceiling",
         jls.types.ParamsEmaState: "count weight ema",
         jls.types.SpikeState: "seen kept tokens found value limit steady_share",
     }
@@ -810,15 +840,10 @@ def test_result_shares_no_buffer_and_can_be_donated():
             id="saved without jls",
         ),
         pytest.param(
-            raw_of(jls.loss_scaled(SGD, jls.adaptive()), PARAMS),
+            raw_of(jls.loss_scaled(SGD, ADAPTIVE), PARAMS),
             r"at 'scaler_state', in ScalerState, it also has growth_count, "
             r"rung\. It is the state of another scaler",
             id="another scaler",
-        ),
-        pytest.param(
-            raw_of(jls.loss_scaled(SGD, jls.recent_max()), PARAMS),
-            r"lacks nonfinite_count and also has .*ceiling.* another scaler",
-            id="recent_max",
         ),
         pytest.param(
             raw_of(jls.loss_scaled(optax.adam(0.1)), PARAMS),
@@ -940,8 +965,8 @@ def test_state_without_parameters_can_be_saved_everywhere(tmp_path, jit_or_eager
 
 
 def test_a_scaler_with_the_fields_of_another_is_an_error():
-    """Those of `dynamic` are the first of `adaptive`: no reason to fill in the rest."""
-    target = jls.loss_scaled(SGD, jls.adaptive()).init(PARAMS)
+    """Those of `dynamic` are the first of another: no reason to fill in the rest."""
+    target = jls.loss_scaled(SGD, ADAPTIVE).init(PARAMS)
     with pytest.raises(ValueError, match="lacks growth_count, rung"):
         jls.upgrade_state(target, RAW)
 

@@ -39,9 +39,8 @@ def windows():
 # Name -> the inner optimizer and the scaler.
 STEPS = {
     "dynamic": (adamw, jls.dynamic(8.0, growth_interval=2)),
-    "adaptive": (momentum, jls.adaptive(8.0, intervals=(1, 2, 3))),
-    "cautious": (momentum, jls.cautious(8.0, growth_interval=2)),
-    "recent_max": (momentum, jls.recent_max(8.0, window=2)),
+    "adaptive": (momentum, jls.presets.mindformers_adaptive(8.0, 2, 1, 3, 1)),
+    "hysteresis": (momentum, jls.hysteresis(8.0, growth_interval=2)),
     "multi_steps_and_ema": (windows, jls.dynamic(8.0, growth_interval=2)),
 }
 

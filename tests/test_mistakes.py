@@ -282,11 +282,9 @@ ERRORS = {
         r"same structure, but 'frozen' is only in params\. .*optimizer.init\(part\)",
     ),
     "another scaler": (
-        lambda: jls.loss_scaled(optax.adam(0.1), jls.adaptive()).update(
-            PARAMS, STATE, PARAMS
-        ),
+        lambda: jls.skip_nonfinite(optax.adam(0.1)).update(PARAMS, STATE, PARAMS),
         ValueError,
-        "scaler.init makes an AdaptiveState, the optimizer's state carries a ScalerSta",
+        "scaler.init makes a StaticState, the optimizer's state carries a ScalerState",
     ),
     "select of two kinds": (
         lambda: jls.select(True, {"a": (X, X)}, {"a": [X, X]}),

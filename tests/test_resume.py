@@ -133,7 +133,7 @@ def test_resume_from_orbax_is_exact_without_a_retrace(tmp_path):
     saved = {name: runs(name, inner)[1] for name in SCALERS}
     restored = orbax(saved, {name: fresh(name, inner) for name in SCALERS}, tmp_path)
     assert_identical(restored, saved)
-    for name in ("dynamic", "adaptive", "recent_max", "user_written"):
+    for name in ("dynamic", "presets.mindformers_adaptive", "user_written"):
         step, _, expected, traces = runs(name, inner)
         run = train(step, restored[name], BATCHES[SAVED_AFTER:])
         assert_identical(run, expected)

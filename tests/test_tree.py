@@ -198,7 +198,6 @@ def test_partition_and_combine_are_inverse_and_build_no_node_in_between():
 def test_nodes_that_take_arrays_alone_go_through_a_step(jit_or_eager):
     params = {"layer": Strict(jnp.ones(2), jnp.ones(3))}
     assert jls.all_finite(params)
-    assert jls.max_abs(params) == 1.0
     optimizer = jls.loss_scaled(optax.sgd(0.5))
     update = jit_or_eager(optimizer.update)
     updates, state = update(params, optimizer.init(params), params)

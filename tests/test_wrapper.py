@@ -358,7 +358,7 @@ def test_clip_inside_sees_true_gradients_in_float32():
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [(jls.dynamic, jls.adaptive), (jls.adaptive, jls.dynamic)]
+    ("old", "new"), [(jls.dynamic, jls.static), (jls.static, jls.dynamic)]
 )
 def test_state_of_another_scaler_is_refused_with_the_way_on(old, new):
     params = jnp.ones(2)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a run on the host: health, History, underflow, requeue."""
+"""Reads a run on the host: health, History, requeue."""

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jls import _validate
-from jls._bits import rounding_boundaries
 from jls._nnx import is_model, is_optimizer, split_model
 from jls._report.poison import find_poison, flag_leaves
-from jls._report.underflow import measure_small
+from jls._report.small import measure_small
 from jls._report.verdict import (
     UNKNOWN,
     VERDICTS,
@@ -202,7 +201,7 @@ def health(
     warn_if = _check_verdicts("warn_if", warn_if)
     limit = _validate.host_interval("max_consecutive_skips", max_consecutive_skips)
     max_small = _validate.host_number("max_small", max_small, "from 0 to 1", 0.0, 1.0)
-    rounding_boundaries(dtype)  # or an error, with and without `grads`
+    dtype = _validate.float_dtype("dtype", dtype)
     if find(params, is_wrapper_state) and not find(state, is_wrapper_state):
         raise ValueError(
             "state must come first, got the parameters before it. The order is "
@@ -254,7 +253,7 @@ def health(
         else:
             known["nonfinite_leaves"] = _select_names(names, flags)
     if grads is not None:
-        small["dtype"] = jnp.dtype(dtype).name
+        small["dtype"] = dtype.name
 
     facts = Facts(
         metrics=counts,

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A record of a run on the host: append the metrics of a step, then read and plot."""
 
-import csv
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
-from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.typing import ArrayLike
 
+from jls._gone import Gone
 from jls._report.record import (
     Columns,
     Scalar,
@@ -28,8 +26,8 @@ class History:
     """A table of what a run logged, one row for each step, on the host.
 
     Rows need not have the same keys: a value that is missing is None in a row, NaN in a
-    column and nothing in a CSV file. `len` is the number of rows; iterating gives them
-    as dicts, and `pandas.DataFrame(dict(history))` makes a pandas table.
+    column. `len` is the number of rows; iterating gives them as dicts, and
+    `pandas.DataFrame(dict(history))` makes a pandas table, which writes CSV.
 
     Example:
       >>> optimizer = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(1024.0))
@@ -102,18 +100,15 @@ class History:
             values["step"] = values.get("steps") or self._next_steps(count)
         for number in values["step"]:
             _check_step(number)
-        self._extend(values, count)
-
-    def _next_steps(self, count: int) -> list[Scalar]:
-        last = (self._columns["step"] or [0])[-1] or 0
-        return [last + i for i in range(1, count + 1)]
-
-    def _extend(self, values: dict[str, list[Scalar | None]], count: int) -> None:
         rows = len(self)
         for name in values:
             self._columns.setdefault(name, [None] * rows)
         for name, column in self._columns.items():
             column += values.get(name, [None] * count)
+
+    def _next_steps(self, count: int) -> list[Scalar]:
+        last = (self._columns["step"] or [0])[-1] or 0
+        return [last + i for i in range(1, count + 1)]
 
     def __len__(self) -> int:
         return len(self._columns["step"])
@@ -233,72 +228,8 @@ class History:
             ) from error
         return plot(self._columns, axes)
 
-    def to_csv(self, file: str | Path | TextIO) -> None:
-        """Writes the table as CSV, from which `from_csv` reads the same numbers.
-
-        Names are written as they are: one that starts with "=" is a formula to a
-        spreadsheet.
-
-        Args:
-          file: a path, or a file open for writing text.
-
-        Example:
-          >>> import sys
-          >>> history = jls.History()
-          >>> history.append({"loss": 0.5, "applied": True})
-          >>> history.to_csv(sys.stdout)
-          step,loss,applied
-          1,0.5,True
-        """
-        with _opened(file, "w") as target:
-            writer = csv.DictWriter(target, self.keys(), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self)
-
-    @classmethod
-    def from_csv(cls, file: str | Path | TextIO) -> "History":
-        r"""Returns the history that `to_csv` wrote.
-
-        Args:
-          file: a path, or a file open for reading text.
-
-        Returns:
-          A `History` with the same columns and rows, to which more can be appended.
-
-        Raises:
-          ValueError: if there is no column "step", if a name stands twice, if a row has
-            more or fewer cells than there are names, if a cell is not a number, or if a
-            step is not finite.
-
-        Example:
-          >>> import io
-          >>> jls.History.from_csv(io.StringIO("step,loss\n1,0.5\n2,\n"))["loss"]
-          array([0.5, nan])
-        """
-        history = cls()
-        with _opened(file, "r") as source:
-            names, *rows = list(csv.reader(source)) or [[]]
-        if "step" not in names or len(set(names)) < len(names):
-            raise ValueError(
-                'the first line must be different names with "step" among them, got '
-                f"{names}."
-            )
-        for i, row in enumerate(rows, 1):
-            if len(row) != len(names):
-                raise ValueError(f"row {i} must have {len(names)} cells, got {row}.")
-        cells = list(zip(*rows, strict=True)) or [()] * len(names)
-        columns = {
-            name: [_parsed(name, text) for text in column]
-            for name, column in zip(names, cells, strict=True)
-        }
-        for number in columns["step"]:
-            if number is None:
-                raise ValueError(
-                    "step must be a number in every row, got an empty cell."
-                )
-            _check_step(number)
-        history._extend(columns, len(rows))
-        return history
+    if not TYPE_CHECKING:
+        to_csv, from_csv = Gone(), Gone()
 
 
 def _check_step(number: Scalar) -> None:
@@ -321,30 +252,6 @@ def _row_count(arrays: dict[str, np.ndarray]) -> int:
                 f"shape {array.shape}: scalars of one step, or all of them stacked."
             )
     return arrays[first].size
-
-
-def _opened(file: str | Path | TextIO, mode: str) -> Any:
-    if isinstance(file, str | Path):
-        return Path(file).open(mode, encoding="utf-8", newline="")
-    if not hasattr(file, "write" if mode == "w" else "read"):
-        raise TypeError(
-            f"file must be a path or an open text file, got {type(file).__name__}."
-        )
-    return nullcontext(file)
-
-
-_CELLS: dict[str, bool | None] = {"": None, "True": True, "False": False}
-
-
-def _parsed(name: str, text: str) -> Scalar | None:
-    if text in _CELLS:
-        return _CELLS[text]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    raise ValueError(f"{name} must be a number, True, False or nothing, got {text!r}.")
 
 
 # Summary.

@@ -95,8 +95,8 @@ def _count_nonfinite(leaves: list[Any]) -> Array:
     def tally(leaf):
         wide = widen(leaf)
         if jnp.iscomplexobj(wide):
-            return count_true([~jnp.isfinite(wide), jnp.zeros_like(wide, jnp.bool_)])[0]
-        return count_true([jnp.isnan(wide) | (wide == jnp.inf), wide == -jnp.inf])[0]
+            return count_true([~jnp.isfinite(wide), jnp.zeros_like(wide, jnp.bool_)])
+        return count_true([jnp.isnan(wide) | (wide == jnp.inf), wide == -jnp.inf])
 
     return jnp.stack([tally(leaf) for leaf in leaves])
 

@@ -21,6 +21,7 @@ Differs from other systems in:
    overflow; here an overflow never raises it.
 """
 
+import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -32,8 +33,9 @@ from jls._scalers.rule import (
     INIT_SCALE,
     MAX_SCALE,
     MIN_SCALE,
-    after_step,
+    is_due,
     make,
+    move,
     start_at,
     switch,
 )
@@ -45,12 +47,22 @@ def dynamic_adjust(
     state: ScalerState,
     grads_finite: Array | bool,
     *,
+    growth_interval: ArrayLike,
+    backoff_interval: ArrayLike,
     consecutive: bool,
-    **hyperparameters: ArrayLike,
+    **factors_and_bounds: ArrayLike,
 ) -> ScalerState:
     _validate.scaler_state(state, ScalerState)
     finite = as_flag("grads_finite", grads_finite)
-    return after_step(state, finite, finite, consecutive=consecutive, **hyperparameters)
+    up = finite & is_due(state.finite_count, growth_interval)
+    down = ~finite & is_due(state.nonfinite_count, backoff_interval)
+    kept = 0 if consecutive else state.nonfinite_count
+    bad = jnp.where(finite, kept, state.nonfinite_count + 1)
+    return ScalerState(
+        loss_scale=move(state.loss_scale, up, down, **factors_and_bounds),
+        finite_count=jnp.where(finite & ~up, state.finite_count + 1, 0),
+        nonfinite_count=jnp.where(down, 0, bad),
+    )
 
 
 def dynamic(

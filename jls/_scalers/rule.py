@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared parts of the scalers: defaults, checks, first state, growth and backoff."""
+"""Shared parts of the scalers: defaults, checks, first state, moves, counts."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from jls import _validate
 from jls._tree import is_array
-from jls._types import LossScaler, ScalerState, Sees, StateT, StaticPartial
+from jls._types import LossScaler, ScalerState, StateT, StaticPartial
 
 # Defaults of the factories. Factors and interval are torch's, 2^15 is the largest power
 # of two in float16, and 2^24 the cap of NVIDIA's apex.
@@ -30,7 +30,6 @@ def make(
     init: Callable[..., StateT],
     adjust: Callable[..., StateT],
     *,
-    sees: Sees = "finite",
     init_scale: Any,
     min_scale: Any,
     max_scale: Any,
@@ -42,7 +41,6 @@ def make(
       init: takes `init_scale`, the first loss scale.
       adjust: takes all other arguments as hyperparameters. Both may be a `Partial` that
         has others bound.
-      sees: what else `adjust` takes.
       init_scale: in [min_scale, max_scale].
       min_scale: a loss scale.
       max_scale: a loss scale.
@@ -60,7 +58,6 @@ def make(
     return LossScaler(
         _bind(init, init_scale=first_scale),
         _bind(adjust, **factors, **intervals, **scales),
-        sees,
     )
 
 
@@ -88,39 +85,6 @@ def start_at(init_scale: ArrayLike) -> ScalerState:
     )
 
 
-def after_step(
-    state: ScalerState,
-    finite: Array,
-    counts_towards_growth: Array,
-    *,
-    growth_interval: ArrayLike,
-    backoff_interval: ArrayLike,
-    consecutive: bool,
-    **factors_and_bounds: ArrayLike,
-) -> ScalerState:
-    """The state after one step.
-
-    Args:
-      state: the state before.
-      finite: `bool[]`, whether the gradients are finite.
-      counts_towards_growth: `bool[]`; a finite step that does not count restarts
-        `finite_count`.
-      growth_interval: steps that count, before a growth.
-      backoff_interval: non-finite steps before a backoff.
-      consecutive: whether a finite step restarts `nonfinite_count`.
-      factors_and_bounds: see `move`.
-    """
-    up = counts_towards_growth & is_due(state.finite_count, growth_interval)
-    down = ~finite & is_due(state.nonfinite_count, backoff_interval)
-    kept = 0 if consecutive else state.nonfinite_count
-    bad = jnp.where(finite, kept, state.nonfinite_count + 1)
-    return ScalerState(
-        loss_scale=move(state.loss_scale, up, down, **factors_and_bounds),
-        finite_count=jnp.where(counts_towards_growth & ~up, state.finite_count + 1, 0),
-        nonfinite_count=jnp.where(down, 0, bad),
-    )
-
-
 def move(
     loss_scale: Array,
     up: Array,
@@ -135,13 +99,8 @@ def move(
     floored = jnp.maximum(loss_scale * f32(backoff_factor), f32(min_scale))
     # A scale that was set below the floor stays: an overflow never raises it.
     backed_off = jnp.minimum(loss_scale, floored)
-    higher = grow(loss_scale, growth_factor, max_scale)
+    higher = jnp.minimum(loss_scale * f32(growth_factor), f32(max_scale))
     return jnp.where(up, higher, jnp.where(down, backed_off, loss_scale))
-
-
-def grow(loss_scale: Array, growth_factor: ArrayLike, max_scale: ArrayLike) -> Array:
-    """`loss_scale` one growth higher."""
-    return jnp.minimum(loss_scale * f32(growth_factor), f32(max_scale))
 
 
 def is_due(count: Array, interval: ArrayLike) -> Array:

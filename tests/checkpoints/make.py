@@ -14,7 +14,8 @@ from flax.training.train_state import TrainState
 
 import jls
 
-# Those of 0.1.0, by the names that their files have.
+# Those of 0.1.0, by the names that their files have. In the place of a scaler that is
+# gone, what its checkpoints go on with.
 SCALERS = {
     "static": jls.static(8.0),
     "dynamic": jls.dynamic(8.0, growth_interval=3),
@@ -22,9 +23,9 @@ SCALERS = {
         8.0, growth_interval=3, backoff_interval=2, consecutive=False
     ),
     "hysteresis": jls.hysteresis(8.0, growth_interval=3),
-    "adaptive": jls.adaptive(8.0, intervals=(2, 3)),
-    "cautious": jls.cautious(8.0, growth_interval=3),
-    "log_max": jls.recent_max(8.0, growth_interval=3),
+    "adaptive": jls.presets.mindformers_adaptive(8.0, 2, 2, 3, 2),
+    "cautious": jls.dynamic(8.0, growth_interval=3),
+    "log_max": jls.dynamic(8.0, growth_interval=3),
     "deepspeed": jls.presets.deepspeed(8.0, scale_window=3),
 }
 SPIKES = {

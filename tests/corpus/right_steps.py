@@ -41,9 +41,8 @@ RIGHT |= {f"{name}_by_hand": make for name, make in steps.PLACES.items()}
 
 with_wrapper("static", lambda inner: jls.loss_scaled(inner, jls.static(128.0)))
 with_wrapper("hysteresis", lambda inner: jls.loss_scaled(inner, jls.hysteresis(256.0)))
-with_wrapper("adaptive", lambda inner: jls.loss_scaled(inner, jls.adaptive(256.0)))
-with_wrapper("cautious", lambda inner: jls.loss_scaled(inner, jls.cautious(256.0)))
-with_wrapper("recent_max", lambda inner: jls.loss_scaled(inner, jls.recent_max()))
+ADAPTIVE = jls.presets.mindformers_adaptive(256.0, 2, 20)
+with_wrapper("adaptive", lambda inner: jls.loss_scaled(inner, ADAPTIVE))
 with_wrapper("megatron", lambda inner: jls.loss_scaled(inner, jls.presets.megatron()))
 with_wrapper("deepspeed", lambda inner: jls.loss_scaled(inner, jls.presets.deepspeed()))
 with_wrapper(

@@ -375,7 +375,7 @@ def bare_not_selected(scaler, state, loss_fn, params):
 SCALERS = {
     "dynamic": SCALER,
     "hysteresis": jls.hysteresis(2.0**10),
-    "adaptive": jls.adaptive(2.0**10),
+    "adaptive": jls.presets.mindformers_adaptive(2.0**10, 2, 20),
 }
 for name, scaler in SCALERS.items():
     for take in adjust_forgotten, adjust_dropped:

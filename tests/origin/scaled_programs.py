@@ -573,16 +573,6 @@ def scale_that_is_static(dtype):
 
 
 @scaled()
-def scale_of_recent_gradients(dtype):
-    def loss_fn(params, x):
-        y = x.astype(dtype) @ params["w"].astype(dtype)  # <- here
-        return jnp.sum(y.astype(jnp.float32) ** 2 * uneven(2))
-
-    optimizer = jls.loss_scaled(optax.sgd(1e-3), jls.recent_max())
-    return trained(loss_fn, {"w": normal(0, 4, 2)}, normal(1, 8, 4), optimizer)
-
-
-@scaled()
 def without_a_scale_as_yet(dtype):
     def loss_fn(params, x):
         y = x.astype(dtype) @ params["w"].astype(dtype)  # <- here

@@ -56,7 +56,6 @@ def test_every_recipe_is_tested():
         "bad_batch",
         "checkpoints",
         "clipping",
-        "underflow",
         "record",
         "devices",
         "by_hand",  # asks jls.check_step about each of its steps
@@ -211,12 +210,6 @@ def test_clipping_recipe_shows_the_traps(capsys):
     assert names["opt_state"].skips == 1
 
 
-def test_underflow_recipe_counts_what_is_lost(capsys):
-    names = run("underflow")
-    assert capsys.readouterr().out.startswith("[0.17 0.   0.  ]\n")
-    assert names["lost"].vanished[0] == pytest.approx(1 / 6)
-
-
 def test_record_of_a_run_says_what_happened_in_each_step(capsys):
     history = run("record")["history"]
     progress, *summary = capsys.readouterr().out.splitlines()
@@ -263,7 +256,7 @@ def test_ports_of_closures_and_of_other_states_skip_too():
     state = names["state"]
     after, logs = names["train_step"](state, *bad)
     assert_identical(after.params, state.params)
-    assert logs["largest"] == 0
+    assert set(jax.tree.leaves(logs["largest"])) == {0}
 
 
 def two_losses(scale):

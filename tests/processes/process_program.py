@@ -126,8 +126,7 @@ def train(optimizer, make_step, sharding):
         numbers = {name: x.item() for name, x in jls.metrics(state).items()}
         seen.append(numbers | {"loss": loss.item(), "moved": before != after})
         if not numbers["applied"]:
-            report = jls.nonfinite_report(grads)
-            bad = jls.health(state, params).numbers["nonfinite_leaves"]
+            found = jls.health(state, params, grads=grads).numbers
     state = jls.set_loss_scale(state, 64.0)
     step(params, state, put(X, SPLIT))
     jls.check_in_sync(state)
@@ -141,8 +140,8 @@ def train(optimizer, make_step, sharding):
             for leaf in state.inner_state[0].mu.values()
         ],
         "compiled": step._cache_size(),
-        "bad": bad,
-        "report": str(report),
+        "bad": found["nonfinite_leaves"],
+        "small": found["small"],
         "health": jls.health(state, params).sentence,
         # Without the parameters it reads numbers that every process has: one may ask.
         "health of rank 0": jls.health(state).sentence if RANK == 0 else None,

@@ -237,7 +237,9 @@ def test_promises_hold_at_every_step(inner):
 
 
 def test_promises_hold_in_a_loop_of_jitted_steps():
-    optimizer, step = make_step(SCALERS["adaptive"](), OPTIMIZERS["sgd"]())
+    optimizer, step = make_step(
+        SCALERS["presets.mindformers_adaptive"](), OPTIMIZERS["sgd"]()
+    )
     step = jax.jit(step, donate_argnums=0)
     drawn = draw(np.random.default_rng(1), 100)
     params = make_params()
@@ -249,7 +251,7 @@ def test_promises_hold_in_a_loop_of_jitted_steps():
 
 
 @pytest.mark.parametrize(
-    ("name", "inner"), [("dynamic", "multi_steps"), ("recent_max", "sgd")]
+    ("name", "inner"), [("dynamic", "multi_steps"), ("hysteresis", "sgd")]
 )
 def test_promises_hold_under_vmap(name, inner):
     drawn = draw(np.random.default_rng(2), 100, 8)
@@ -263,7 +265,7 @@ def test_promises_hold_under_vmap(name, inner):
 @pytest.mark.filterwarnings("ignore:.*parameters are bfloat16")  # also elsewhere
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(
-    ("name", "inner"), [("dynamic", "multi_steps"), ("cautious", "sgd")]
+    ("name", "inner"), [("dynamic", "multi_steps"), ("hysteresis", "sgd")]
 )
 def test_promises_hold_on_all_devices_under_shard_map(name, inner):
     """One device here; tests/devices has eight, with faults of their own."""

@@ -1,6 +1,5 @@
 """The laws that every scaler obeys. A new scaler is one more line in SCALERS."""
 
-import math
 import pickle
 from fractions import Fraction
 from functools import partial
@@ -46,17 +45,6 @@ def ladder(init_scale=8.0, factor=8.0):
     )
 
 
-def _magnitude_ladder_adjust(state, largest, *, factor):
-    return _ladder_adjust(state, jnp.isfinite(largest), factor=factor)
-
-
-def magnitude_ladder():
-    init = ladder().init
-    return jls.types.LossScaler(
-        init, Partial(_magnitude_ladder_adjust, factor=8.0), sees="max_abs"
-    )
-
-
 SCALERS = {
     "static": partial(jls.static, 8.0),
     "dynamic": partial(jls.dynamic, 8.0, growth_interval=GROWTH_INTERVAL),
@@ -79,7 +67,6 @@ SCALERS = {
     "hysteresis_refilled_by_finite": partial(
         jls.hysteresis, 8.0, growth_interval=GROWTH_INTERVAL, refill="finite"
     ),
-    "adaptive": partial(jls.adaptive, 8.0, intervals=(1, 2, GROWTH_INTERVAL)),
     "presets.torch": partial(jls.presets.torch, 8.0, growth_interval=GROWTH_INTERVAL),
     "presets.paddle": partial(
         jls.presets.paddle,
@@ -106,10 +93,7 @@ SCALERS = {
     "presets.megatron": partial(
         jls.presets.megatron, 8.0, growth_interval=GROWTH_INTERVAL
     ),
-    "cautious": partial(jls.cautious, 8.0, growth_interval=GROWTH_INTERVAL),
-    "recent_max": partial(jls.recent_max, 8.0, window=2),
     "user_written": ladder,
-    "user_written_magnitude": magnitude_ladder,
 }
 OURS = [name for name in SCALERS if "user" not in name]
 FLAGS = np.array([1, 1, 1, 0, 0, 1, 0, 0, 0, 1, 1, 1, 1, 1, 1], bool)
@@ -118,17 +102,6 @@ FLAGS = np.array([1, 1, 1, 0, 0, 1, 0, 0, 0, 1, 1, 1, 1, 1, 1], bool)
 @pytest.fixture(params=SCALERS)
 def scaler(request):
     return SCALERS[request.param]()
-
-
-def seen(scaler, flag):
-    """What the scaler sees of a step: the flag, or a magnitude of 2 or inf."""
-    if scaler.sees == "finite":
-        return flag
-    return jnp.where(flag, 2.0, jnp.inf)
-
-
-def adjust(scaler, state, flag):
-    return scaler.adjust(state, seen(scaler, flag))
 
 
 def loop(adjust, state, flags=FLAGS):
@@ -156,7 +129,7 @@ def test_init_gives_a_scale_and_strong_arrays_in_buffers_of_their_own(scaler):
 
 def test_adjust_keeps_structure_dtypes_and_weak_types(scaler):
     state = scaler.init()
-    after = jax.eval_shape(partial(adjust, scaler), state, jnp.asarray(True))
+    after = jax.eval_shape(scaler.adjust, state, jnp.asarray(True))
     chex.assert_trees_all_equal_structs(after, state)
     for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
         assert (new.dtype, new.shape, new.weak_type) == (old.dtype, (), False)
@@ -167,35 +140,31 @@ def test_one_trace_serves_a_whole_run(scaler):
     @jax.jit
     @chex.assert_max_traces(n=1)
     def traced(state, flag):
-        return adjust(scaler, state, flag)
+        return scaler.adjust(state, flag)
 
     loop(traced, scaler.init(), [True] * (2 * GROWTH_INTERVAL) + [False])
 
 
 def test_jit_equals_eager(scaler):
-    states = loop(partial(adjust, scaler), scaler.init())
-    chex.assert_trees_all_equal(
-        loop(jax.jit(partial(adjust, scaler)), scaler.init()), states
-    )
+    states = loop(scaler.adjust, scaler.init())
+    chex.assert_trees_all_equal(loop(jax.jit(scaler.adjust), scaler.init()), states)
 
 
 def test_scan_equals_loop(scaler):
     def step(state, flag):
-        state = adjust(scaler, state, flag)
+        state = scaler.adjust(state, flag)
         return state, state
 
     _, states = jax.jit(lambda s, f: jax.lax.scan(step, s, f))(scaler.init(), FLAGS)
-    chex.assert_trees_all_equal(
-        states, stacked(loop(partial(adjust, scaler), scaler.init()))
-    )
+    chex.assert_trees_all_equal(states, stacked(loop(scaler.adjust, scaler.init())))
 
 
 def test_vmap_equals_stack(scaler):
-    states = loop(partial(adjust, scaler), scaler.init())
+    states = loop(scaler.adjust, scaler.init())
     flags = jnp.asarray(np.resize([True, False], len(states)))
-    expected = [adjust(scaler, s, f) for s, f in zip(states, flags, strict=True)]
+    expected = [scaler.adjust(s, f) for s, f in zip(states, flags, strict=True)]
     chex.assert_trees_all_equal(
-        jax.vmap(partial(adjust, scaler))(stacked(states), flags), stacked(expected)
+        jax.vmap(scaler.adjust)(stacked(states), flags), stacked(expected)
     )
 
 
@@ -206,7 +175,7 @@ def test_vmap_over_the_scaler_itself_equals_stack(scaler):
     )
 
     def run(scaler):
-        return adjust(scaler, adjust(scaler, scaler.init(), False), False)
+        return scaler.adjust(scaler.adjust(scaler.init(), False), False)
 
     chex.assert_trees_all_equal(jax.vmap(run)(many), stacked([run(s) for s in scalers]))
 
@@ -225,12 +194,12 @@ def test_hyperparameter_changes_through_a_jit_argument_without_a_retrace(scaler)
     @jax.jit
     @chex.assert_max_traces(n=1)
     def overflow(scaler, state):
-        return adjust(scaler, state, False)
+        return scaler.adjust(state, False)
 
     other = jax.tree.map(lambda x: x * 2, scaler)
     states = [overflow(s, s.init()) for s in (scaler, other)]
     chex.assert_trees_all_equal(
-        states, [adjust(s, s.init(), False) for s in (scaler, other)]
+        states, [s.adjust(s.init(), False) for s in (scaler, other)]
     )
 
 
@@ -250,47 +219,40 @@ def test_numbers_of_any_kind_make_the_same_scaler():
 
 @pytest.mark.parametrize("wrap", [lambda x: x, np.asarray, jnp.asarray])
 def test_adjust_takes_python_numpy_and_device_scalars(scaler, wrap):
-    is_magnitude = scaler.sees == "max_abs"
-    for plain in (2.0, math.inf) if is_magnitude else (True, False):
-        ours = scaler.adjust(scaler.init(), wrap(plain))
-        chex.assert_trees_all_equal(
-            ours, adjust(scaler, scaler.init(), plain in (2.0, True))
-        )
+    for flag in (True, False):
+        ours = scaler.adjust(scaler.init(), wrap(flag))
+        chex.assert_trees_all_equal(ours, scaler.adjust(scaler.init(), flag))
 
 
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize(
-    ("flag", "magnitude", "error", "got"),
+    ("flag", "error", "got"),
     [
-        (1, 1, TypeError, "int 1"),
-        (None, None, TypeError, "NoneType None"),
-        (np.float32(1.0), True, TypeError, "(dtype float32|bool True)"),
-        (np.float32(1.0), np.bool_(True), TypeError, "(dtype float32|bool)"),
-        (np.array([True]), np.ones(1, np.float32), ValueError, r"shape \(1,\)"),
+        (1, TypeError, "int 1"),
+        (None, TypeError, "NoneType None"),
+        (np.float32(1.0), TypeError, "dtype float32"),
+        (np.array([True]), ValueError, r"shape \(1,\)"),
     ],
 )
-def test_adjust_refuses_what_it_cannot_mean(name, flag, magnitude, error, got):
+def test_adjust_refuses_what_it_cannot_mean(name, flag, error, got):
     scaler = SCALERS[name]()
-    is_magnitude = scaler.sees == "max_abs"
-    argument = magnitude if is_magnitude else flag
-    rule = "max_abs must" if is_magnitude else "grads_finite must"
-    with pytest.raises(error, match=f"{rule} .* got {got}"):
-        scaler.adjust(scaler.init(), argument)
-    with pytest.raises(error, match=f"{rule} .* got {got}"):
-        jax.jit(lambda state: scaler.adjust(state, argument))(scaler.init())
+    with pytest.raises(error, match=f"grads_finite must .* got {got}"):
+        scaler.adjust(scaler.init(), flag)
+    with pytest.raises(error, match=f"grads_finite must .* got {got}"):
+        jax.jit(lambda state: scaler.adjust(state, flag))(scaler.init())
 
 
 def test_scaler_and_state_survive_pickle(scaler):
-    state = adjust(scaler, scaler.init(), True)
+    state = scaler.adjust(scaler.init(), True)
     again, state_again = pickle.loads(pickle.dumps((scaler, state)))
     chex.assert_trees_all_equal(state_again, state)
     chex.assert_trees_all_equal(
-        adjust(again, state_again, False), adjust(scaler, state, False)
+        again.adjust(state_again, False), scaler.adjust(state, False)
     )
 
 
 def test_state_survives_flax_serialization_and_numpy(scaler):
-    state = adjust(scaler, adjust(scaler, scaler.init(), True), False)
+    state = scaler.adjust(scaler.adjust(scaler.init(), True), False)
     restored = serialization.from_bytes(scaler.init(), serialization.to_bytes(state))
     chex.assert_trees_all_equal(restored, state)
     chex.assert_trees_all_equal(jax.tree.map(np.asarray, state), state)
@@ -321,7 +283,7 @@ def test_everything_else_works_with_the_scaler(scaler):
     assert (state.steps, state.skips, state.nonfinite_losses) == (4, 2, 1)
     flags = [True, False, True]  # the step of the non-finite loss is not counted
     chex.assert_trees_all_equal(
-        state.scaler_state, loop(partial(adjust, scaler), scaler.init(), flags)[-1]
+        state.scaler_state, loop(scaler.adjust, scaler.init(), flags)[-1]
     )
     chex.assert_trees_all_equal(
         jls.set_loss_scale(state, 2.0).scaler_state.loss_scale, np.float32(2.0)

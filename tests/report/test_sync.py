@@ -10,7 +10,7 @@ import jls
 
 @pytest.mark.parametrize("wrap", [lambda state: state, lambda state: {"opt": (state,)}])
 def test_a_state_of_one_device_is_in_sync(wrap):
-    state = jls.loss_scaled(optax.adam(0.1), jls.recent_max(8.0)).init(jnp.ones(2))
+    state = jls.loss_scaled(optax.adam(0.1), jls.dynamic(8.0)).init(jnp.ones(2))
     jls.check_in_sync(wrap(state))
     jls.check_in_sync(wrap(state.scaler_state))
     jls.check_in_sync(wrap(jax.tree.map(np.asarray, state)))  # as Flax restores it

@@ -11,21 +11,15 @@ from flax.training.train_state import TrainState
 
 import jls
 from jls.types import (
-    AdaptiveState,
     BadBatch,
     BatchQueue,
     Health,
-    LeafReport,
     LossScaledState,
     LossScaler,
-    NonfiniteReport,
-    RecentMaxState,
     ScalerState,
     SkipReason,
     StaticState,
     StepReport,
-    Underflow,
-    UnderflowShares,
     Verdict,
 )
 
@@ -38,9 +32,6 @@ scaler = jls.dynamic(2.0**15, growth_interval=100, consecutive=False)
 assert_type(scaler, LossScaler[ScalerState])
 assert_type(jls.static(128.0), LossScaler[StaticState])
 assert_type(jls.hysteresis(refill="finite"), LossScaler[ScalerState])
-assert_type(jls.adaptive(intervals=(20, 30)).init(), AdaptiveState)
-assert_type(jls.cautious(headroom=2.0), LossScaler[ScalerState])
-assert_type(jls.recent_max().init(), RecentMaxState)
 assert_type(jls.presets.torch().hyperparameters, dict[str, Any])
 state = scaler.init()
 assert_type(state, ScalerState)
@@ -53,7 +44,6 @@ assert_type(jls.scale(state, params), Params)
 assert_type(jls.unscale(state, params), Params)
 assert_type(jls.select(True, params, params), Params)
 assert_type(jls.all_finite(params, axis_name=("data", "model")), jax.Array)
-assert_type(jls.max_abs(params), jax.Array)
 
 # The optimizer is optax's, with a typed state.
 optimizer = jls.loss_scaled(optax.adamw(3e-4), scaler, axis_name="data")
@@ -131,10 +121,6 @@ assert_type(jls.set_loss_scale(state, 1024), ScalerState)
 health = jls.health(opt_state, params, optimizer=optimizer, raise_if=["stalled"])
 assert_type(health, Health)
 verdict: Verdict = health.verdict
-assert_type(jls.nonfinite_report(params), NonfiniteReport)
-assert_type(jls.nonfinite_report(params).bad, tuple[LeafReport, ...])
-assert_type(jls.underflow(opt_state, params, dtype=jnp.bfloat16), Underflow)
-assert_type(jls.underflow(1024.0, params).total, UnderflowShares)
 assert_type(jls.History().line(), str)
 
 # The batches keep their type.
@@ -170,4 +156,3 @@ def with_equinox(model: Module) -> None:
     jls.wrap_state(optimizer, state.inner_state, model)
     jls.apply_gradients(optimizer, model, state, model)
     jls.health(state, model, grads=model)
-    jls.underflow(state, model)
