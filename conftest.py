@@ -23,8 +23,8 @@ import jls
 # Each worker has a core: to split a compilation over threads costs a quarter more.
 ONE_THREAD = "--xla_cpu_parallel_codegen_split_count=1"
 # Most of the time goes into compilation, and these take more than half of it away.
-# `--optimize` compiles as users do: .ci/run has it for what compares bits, for the
-# promises, and for what depends on the version of JAX.
+# `--optimize` compiles as users do: so .ci/run does for what compares bits, and for the
+# promises on the versions of JAX. What is measured or printed is always compiled so.
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 
 # Tracing makes garbage fast, and each collection looks at all that JAX has cached.
@@ -45,7 +45,11 @@ def pytest_addoption(parser):
 
 def _set_xla_flags(config):
     """For this process and its workers, before JAX starts."""
-    flags = [ONE_THREAD] if config.getoption("optimize") else [ONE_THREAD, QUICK]
+    paths = [Path(config.invocation_params.dir, x.split("::")[0]) for x in config.args]
+    shown = [Path(__file__).parent / "tests" / name for name in ("costs", "pages")]
+    is_shown = any(path.is_relative_to(folder) for path in paths for folder in shown)
+    as_users_do = config.getoption("optimize") or is_shown
+    flags = [ONE_THREAD] if as_users_do else [ONE_THREAD, QUICK]
     missing = [flag for flag in flags if flag not in os.environ.get("XLA_FLAGS", "")]
     if not missing:
         return

@@ -26,7 +26,7 @@ def pytest_addoption(parser):
     group.addoption(
         "--all",
         action="store_true",
-        help="eager twins everywhere, and whole products where `cover` takes a part",
+        help="eager twins everywhere, all cases where `cover` or `more` leaves some out",
     )
     group.addoption("--bits", action="store_true", help="only what compares bits")
     group.addoption(
@@ -80,7 +80,8 @@ def pytest_generate_tests(metafunc):
 def pytest_collection_modifyitems(config, items):
     kept = items[:]
     if not config.getoption("all"):
-        dropped = set().union(*map(_not_needed, _covered(kept).values()))
+        dropped = {item for item in kept if item.get_closest_marker("more")}
+        dropped.update(*map(_not_needed, _covered(kept).values()))
         kept = [item for item in kept if item not in dropped]
     if config.getoption("bits"):
         kept = [x for x in kept if _compares_bits(getattr(x, "function", None))]

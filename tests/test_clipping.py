@@ -164,6 +164,8 @@ TREES = {
 trees = pytest.mark.parametrize(("grads", "bad"), TREES.values(), ids=TREES)
 
 
+@pytest.mark.eager
+@pytest.mark.cover(2)
 @trees
 @pytest.mark.parametrize("check_updates", [True, False])
 @pytest.mark.parametrize("spikes", [None, jls.spikes(4)], ids=["", "spikes"])
@@ -190,6 +192,7 @@ def test_gradients_whose_squares_have_no_finite_sum_are_skipped(
     assert recovered.applied
 
 
+@pytest.mark.eager
 @trees
 def test_without_a_clip_by_the_norm_the_check_is_of_every_element(
     grads, bad, jit_or_eager
@@ -202,6 +205,7 @@ def test_without_a_clip_by_the_norm_the_check_is_of_every_element(
         assert state.nonfinite_leaves.tolist() == ([False, False] if is_finite else bad)
 
 
+@pytest.mark.eager
 @trees
 def test_the_report_has_the_norm_of_the_clip(grads, bad, jit_or_eager):
     for inner, is_clipped in ((BY_NORM, True), (optax.scale(1.0), False)):

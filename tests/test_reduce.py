@@ -115,6 +115,7 @@ def test_all_finite_is_what_numpy_says(jit_or_eager):
     assert set(found) == {True, False}
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("shape", [(65, 64), (100_000,), (10, 1000), (3, 3, 64, 64)])
 def test_one_nan_among_many_is_seen(jit_or_eager, shape, dtype):

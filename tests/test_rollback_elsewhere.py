@@ -27,6 +27,7 @@ def as_elsewhere(request):
     jax.clear_caches()
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("step", STEPS)
 def test_other_platforms_apply_or_roll_back_the_same(step, as_elsewhere):
     for flag in (True, False):
@@ -44,6 +45,7 @@ INNERS = {
 }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("as_elsewhere", ["cuda"], indirect=True)
 @pytest.mark.parametrize("check_updates", [True, False])

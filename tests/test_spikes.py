@@ -68,6 +68,7 @@ def run(optimizer, sizes, losses=None, jit=jax.jit):
 # The rule.
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("window", [2, 3, 8, 16])
 @pytest.mark.parametrize("budget", [0, 1, 2.5, 4, None])
 @pytest.mark.parametrize("options", [{}, {"warmup": 2, "max_norm": 20.0}], ids=str)

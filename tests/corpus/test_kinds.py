@@ -23,8 +23,7 @@ def test_right_step_is_not_called_broken(name):
     assert not result.not_tried, str(result)
 
 
-# What the program says by itself takes no run: all of them are read. Of the mistakes
-# that faults find, each sixth.
+# What the program says by itself takes no run: it is read.
 READ = {"not scaled", "scale leaks", "loss not passed", "gradients narrowed"}
 READ |= {"scale stuck"}
 TRIED = [name for name, wrong in WRONG.items() if wrong.code not in READ]
@@ -42,7 +41,7 @@ def test_mistake_is_read(name):
     assert broken <= {wrong.code} | wrong.also | wrong.instead
 
 
-@pytest.mark.parametrize("name", TRIED[::6])
+@pytest.mark.parametrize("name", TRIED)
 def test_mistake_is_found(name):
     wrong = WRONG[name]
     step, args, *kwargs = wrong.make()
@@ -50,8 +49,3 @@ def test_mistake_is_found(name):
     broken = set(result.broken)
     assert broken & ({wrong.code} | wrong.instead), str(result)
     assert broken <= {wrong.code} | wrong.also | wrong.instead, str(result)
-
-
-def test_there_are_many():
-    assert len(KINDS) >= 100
-    assert len(WRONG) >= 600
