@@ -267,6 +267,32 @@ def test_updates_that_are_never_applied_are_in_the_headline():
         result.raise_if_broken(not_tried="raise")
 
 
+def with_spikes(start):
+    """A step with a spike policy, from a state that `start` changes before."""
+    policy = jls.spikes()
+    optimizer = jls.loss_scaled(optax.sgd(0.01), steps.SCALER, spikes=policy)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        opt_state = start(opt_state, policy)
+        loss, grads = jls.value_and_grad(plain_loss)(opt_state, params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params = plain_params()
+    return step, (params, optimizer.init(params), BATCH)
+
+
+def test_spike_policy_that_is_started_anew_in_each_step_is_named():
+    def anew(opt_state, policy):
+        return opt_state._replace(spike_state=policy.init())
+
+    assert check(*with_spikes(anew)).broken == ("spike not skipped",)
+    right = check(*with_spikes(lambda opt_state, policy: opt_state))
+    assert right.ok
+    assert not {"spike not skipped"} & {*right.not_tried, *right.not_applicable}
+
+
 # What cannot be told.
 
 
