@@ -267,6 +267,31 @@ def test_updates_that_are_never_applied_are_in_the_headline():
         result.raise_if_broken(not_tried="raise")
 
 
+def cleaned_while_scaled(state, loss_fn, params, transform):
+    def scaled(params):
+        loss = loss_fn(params)
+        return jls.scale(state, loss), loss
+
+    (_, loss), grads = transform(scaled, has_aux=True)(params)
+    clean = partial(jnp.nan_to_num, posinf=0.0, neginf=0.0)
+    return loss, jls.unscale(state, jax.tree.map(clean, grads))
+
+
+@pytest.mark.parametrize(
+    ("gradients", "evidence"),
+    [
+        (cleaned_while_scaled, "with a loss scale of inf the gradients overflowed"),
+        # Of an infinite scale the gradients are NaN, which a clip keeps.
+        (steps.clipped_by_element, "an inf in the gradients was lost by"),
+    ],
+    ids=["while they are scaled", "where NaN stays"],
+)
+def test_overflow_that_is_hidden_is_named(gradients, evidence):
+    result = check(*plain(gradients, inner=optax.sgd(0.1)))
+    assert result.broken == ("overflow hidden",)
+    assert evidence in result.seen["overflow hidden"]
+
+
 def with_spikes(start):
     """A step with a spike policy, from a state that `start` changes before."""
     policy = jls.spikes()

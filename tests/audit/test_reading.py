@@ -77,6 +77,13 @@ def test_mistake_in_the_gradients_is_read(name):
     assert broken(*small(gradients)) == {code}
 
 
+def test_leak_that_an_optimizer_of_signs_hides_is_read():
+    """It trains alike with gradients of any size."""
+    _, findings, _ = read(*plain(steps.twice_unscaled, inner=optax.sign_sgd(0.1)))
+    text = findings.of("broken")["scale leaks"].text
+    assert "the gradients are divided by the loss scale once too often" in text
+
+
 RIGHT = {
     "as they are": lambda g: g,
     "bfloat16 and back": lambda g: g.astype(jnp.bfloat16).astype(jnp.float32),

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 import steps
-from steps import BATCH, plain, wrap
+from steps import plain
 
 import jls
 from jls._audit.check import read_step
