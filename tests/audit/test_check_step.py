@@ -267,6 +267,57 @@ def test_updates_that_are_never_applied_are_in_the_headline():
         result.raise_if_broken(not_tried="raise")
 
 
+def cleaned_while_scaled(state, loss_fn, params, transform):
+    def scaled(params):
+        loss = loss_fn(params)
+        return jls.scale(state, loss), loss
+
+    (_, loss), grads = transform(scaled, has_aux=True)(params)
+    clean = partial(jnp.nan_to_num, posinf=0.0, neginf=0.0)
+    return loss, jls.unscale(state, jax.tree.map(clean, grads))
+
+
+@pytest.mark.parametrize(
+    ("gradients", "evidence"),
+    [
+        (cleaned_while_scaled, "with a loss scale of inf the gradients overflowed"),
+        # Of an infinite scale the gradients are NaN, which a clip keeps.
+        (steps.clipped_by_element, "an inf in the gradients was lost by"),
+    ],
+    ids=["while they are scaled", "where NaN stays"],
+)
+def test_overflow_that_is_hidden_is_named(gradients, evidence):
+    result = check(*plain(gradients, inner=optax.sgd(0.1)))
+    assert result.broken == ("overflow hidden",)
+    assert evidence in result.seen["overflow hidden"]
+
+
+def with_spikes(start):
+    """A step with a spike policy, from a state that `start` changes before."""
+    policy = jls.spikes()
+    optimizer = jls.loss_scaled(optax.sgd(0.01), steps.SCALER, spikes=policy)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        opt_state = start(opt_state, policy)
+        loss, grads = jls.value_and_grad(plain_loss)(opt_state, params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params = plain_params()
+    return step, (params, optimizer.init(params), BATCH)
+
+
+def test_spike_policy_that_is_started_anew_in_each_step_is_named():
+    def anew(opt_state, policy):
+        return opt_state._replace(spike_state=policy.init())
+
+    assert check(*with_spikes(anew)).broken == ("spike not skipped",)
+    right = check(*with_spikes(lambda opt_state, policy: opt_state))
+    assert right.ok
+    assert not {"spike not skipped"} & {*right.not_tried, *right.not_applicable}
+
+
 # What cannot be told.
 
 

@@ -56,6 +56,8 @@ DEGREES = {
     "twice": (lambda s, x: s * x * (1 / s) * (1 / s), -1),
     "root": (lambda s, x: jnp.sqrt(s * x), 0.5),
     "power": (lambda s, x: (s * x) ** 3, 3),
+    "power that is no integer": (lambda s, x: (s * x) ** 1.5, 1.5),
+    "cube of a cube root": (lambda s, x: jnp.cbrt(s * x) ** 3 / s, 0),
     "norm": (lambda s, x: jnp.linalg.norm(s * x), 1),
     "normalized": (lambda s, x: s * x / jnp.linalg.norm(s * x), 0),
     "sum with zeros": (lambda s, x: s * x + jnp.zeros(6), 1),
@@ -141,6 +143,15 @@ def test_what_has_no_rule_is_unknown():
     assert value.degree.site.equation.primitive.name == "exp"
 
 
+def test_integers_of_scaled_numbers_are_unknown():
+    def fun(s, x):
+        return (s * x).astype(jnp.int32).astype(jnp.float32), jnp.argmax(s * x)
+
+    _, (truncated, largest) = read(fun, SCALE, X)
+    assert isinstance(truncated.degree, Unknown)
+    assert largest.degree == ZERO
+
+
 def test_zero_has_any_degree():
     _, (zero,) = read(lambda s, x: jnp.zeros(3), SCALE, X)
     assert zero.degree is ANY
@@ -158,12 +169,15 @@ def test_scales_of_two_states_are_two():
 def test_what_is_computed_from_the_scale_alone_is_a_scale_of_its_own():
     def fun(s, x):
         lower = jnp.minimum(s, 1024.0)
-        return lower * x / lower, lower * x / s, jnp.exp2(jnp.floor(jnp.log2(s))) * x
+        power = jnp.exp2(jnp.floor(jnp.log2(s)))
+        lowest = jnp.minimum(s, 512.0)
+        return lower * x / lower, lower * x / s, power * x, lower * x / lowest
 
-    _, (right, wrong, other) = read(fun, SCALE, X)
+    _, (right, wrong, other, another) = read(fun, SCALE, X)
     assert right.degree == ZERO
     assert len(wrong.degree) == 2
     assert len(other.degree) == 1
+    assert len(another.degree) == 2
 
 
 def test_dependence_is_by_data():
@@ -226,6 +240,10 @@ MOVES_ON = {
     "added +0.0, which turns -0.0 over": lambda ok, x, y: x + jnp.where(ok, y, 0.0),
     "the other": lambda ok, x, y: jnp.where(ok, x, y),
     "decayed": lambda ok, x, y: jnp.where(ok, y, x) * 0.99,
+    "inverted": lambda ok, x, y: 1 / jnp.where(ok, y, x),
+    "taken from 0": lambda ok, x, y: 0 - jnp.where(ok, y, x),
+    "its first element": lambda ok, x, y: jnp.full(6, jnp.where(ok, y, x)[0]),
+    "its maximum": lambda ok, x, y: jnp.full(6, jnp.max(jnp.where(ok, y, x))),
     "turned": lambda ok, x, y: jnp.where(ok, y, x)[::-1],
     "one round of a scan": lambda ok, x, y: lax.scan(
         lambda c, z: (jnp.where(ok, c, c + z), ()), x, jnp.ones(3)
@@ -266,3 +284,21 @@ def test_what_moves_is_not_proved(name):
 def test_numbers_are_known():
     _, (value,) = read(lambda s, x: jnp.full(4, 2.5), SCALE, X)
     assert value.known == Number(2.5)
+
+
+def test_what_holds_an_input_only_stores_it():
+    def fun(s, x, y):
+        stored = jnp.concatenate([y, x[:2]]), y.at[0].set(x[1]), x[::-1] * 1.0
+        return *stored, jnp.where(y[0] > 0, x, y), jnp.where(y[0] > 0, x, 0.9 * x)
+
+    _, values = read(fun, SCALE, X, X)
+    assert [value.holds for value in values] == [0b110, 0b110, 0, 0, 0]
+
+
+def test_sum_of_inputs_has_their_weights():
+    def fun(s, x, y):
+        return (3 * x - y) / 4, -(x + x), x * y, x + jnp.zeros(6), x.astype(jnp.float16)
+
+    _, values = read(fun, SCALE, X, X)
+    weights = [value.weights and dict(value.weights) for value in values]
+    assert weights == [{1: 0.75, 2: -0.25}, {1: -2.0}, None, {1: 1.0}, {1: 1.0}]
