@@ -32,7 +32,9 @@ NOT_COPIED = shutil.ignore_patterns(".git", ".*_cache", ".venv*", "__pycache__")
 JOBS = 2  # at a time, each in a copy of its own
 SECONDS = 600  # for the tests of one fault; to need more is to be caught
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
-HEAD = "| file | fault | outcome | first test that fails | seconds |\n" + "|---" * 5 + "|"
+HEAD = (
+    "| file | fault | outcome | first test that fails | seconds |\n" + "|---" * 5 + "|"
+)
 
 
 class Outcome(NamedTuple):
@@ -82,7 +84,9 @@ def try_all(faults: Sequence[Fault], root: Path) -> bool:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(JOBS) as pool:
         trees: queue.Queue[Path] = queue.Queue()
         for number in range(JOBS):
-            trees.put(Path(shutil.copytree(root, f"{folder}/{number}", ignore=NOT_COPIED)))
+            trees.put(
+                Path(shutil.copytree(root, f"{folder}/{number}", ignore=NOT_COPIED))
+            )
 
         def try_one(fault: Fault) -> Outcome:
             tree = trees.get()
@@ -98,7 +102,13 @@ def try_all(faults: Sequence[Fault], root: Path) -> bool:
         for fault, outcome in zip(faults, pool.map(try_one, faults), strict=True):
             outcomes.append(outcome)
             word = "caught" if outcome.is_caught else "SURVIVED"
-            row = [fault.file, fault.name, word, outcome.first, f"{outcome.seconds:.0f}"]
+            row = [
+                fault.file,
+                fault.name,
+                word,
+                outcome.first,
+                f"{outcome.seconds:.0f}",
+            ]
             print("|", " | ".join(row), "|", flush=True)
         is_clean = _pass_without(trees.get(), outcomes)
     caught = sum(outcome.is_caught for outcome in outcomes)
@@ -123,7 +133,9 @@ def choose(names: Sequence[str], path: str, part: str) -> list[Fault]:
     if unknown:
         known = "\n".join(fault.name for fault in FAULTS)
         sys.exit(f"no fault is called {sorted(unknown)}. There are:\n{known}")
-    chosen = [f for f in FAULTS if f.file.startswith(path) and f.name in (names or [f.name])]
+    chosen = [
+        f for f in FAULTS if f.file.startswith(path) and f.name in (names or [f.name])
+    ]
     number, of = (int(x) for x in part.split("/"))
     return chosen[number - 1 :: of]
 
@@ -131,8 +143,12 @@ def choose(names: Sequence[str], path: str, part: str) -> list[Fault]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="of faults; without one, all")
-    parser.add_argument("--file", default="", help="a file or folder, such as jls/_audit")
-    parser.add_argument("--part", default="1/1", help="2/8: every eighth, from the second")
+    parser.add_argument(
+        "--file", default="", help="a file or folder, such as jls/_audit"
+    )
+    parser.add_argument(
+        "--part", default="1/1", help="2/8: every eighth, from the second"
+    )
     given = parser.parse_args()
     chosen = choose(given.names, given.file, given.part)
     return 0 if try_all(chosen, ROOT) else 1
