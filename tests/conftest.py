@@ -26,7 +26,7 @@ def pytest_addoption(parser):
     group.addoption(
         "--all",
         action="store_true",
-        help="eager twins everywhere, all cases where `cover` or `more` leaves some out",
+        help="eager twins everywhere, and the cases that `cover` and `more` leave out",
     )
     group.addoption("--bits", action="store_true", help="only what compares bits")
     group.addoption(
@@ -109,7 +109,7 @@ def _covered(items):
 
 
 def _not_needed(cases):
-    """Cases without which every combination of n values of parameters is still there."""
+    """Cases without which each combination of n values of parameters is still there."""
     n = cases[0].get_closest_marker("cover").args[0]
     combinations = {
         case: {*itertools.combinations(case.callspec.indices.items(), n)}

@@ -1,9 +1,9 @@
 """Plants faults that a test must catch: `python tests/mutants.py [names...]`.
 
-Each of `tests/planted` is planted alone, in a copy of the tree, and the tests that must
-catch it run until the first one fails. A fault that SURVIVES is a promise without a test.
-At the end the tests that failed run once more in a copy without a fault, where they must
-pass.
+Each of `tests/planted` is planted alone, in a copy of the tree, and the tests that
+must catch it run until the first one fails. A fault that SURVIVES is a promise without
+a test. At the end the tests that failed run once more in a copy without a fault, where
+they must pass.
 
 `--file jls/_ema.py` plants those of one file or folder, `--part 2/8` every eighth.
 `tests/test_mutants.py` checks that the list fits the code. The code has moved on if it
