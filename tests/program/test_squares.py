@@ -79,6 +79,9 @@ NO_SUMS = {
     "clipped before": lambda a, b: sum(
         jnp.sum(jnp.clip(x, -1, 1) ** 2) for x in (a, b)
     ),
+    "rounded before": lambda a, b: sum(
+        jnp.sum(x.astype(jnp.float16).astype(jnp.float32) ** 2) for x in (a, b)
+    ),
     "with another term": lambda a, b: jnp.sum(a**2) + (1.0 + jnp.sum(b**2)),
     "a difference": lambda a, b: jnp.sum(a**2) - jnp.sum(b**2),
 }
