@@ -130,6 +130,13 @@ def test_text_has_others_after_the_first_and_counts_the_rest():
         (lambda x: 1 / x, 0.0, "A quotient by 0"),
         (jnp.exp, 100.0, r"exp is over 3.4028e\+38 from 88.72 on"),
         (lambda x: jnp.exp(half(x)), 12.0, "exp is over 65504 from 11.09 on"),
+        (jnp.exp2, 200.0, r"exp2 is over 3.4028e\+38 from 128 on"),
+        # No wider type helps: bfloat16 ends where float32 does.
+        (
+            lambda x: x.astype(jnp.bfloat16) * x.astype(jnp.bfloat16),
+            1e30,
+            r"Over 3.39e\+38, the largest bfloat16\.$",
+        ),
         (half, 1e5, "Over 65504, the largest float16. Compute this line in float32"),
         (lambda x: x * x, 1e30, r"Over 3.403e\+38, the largest float32"),
         (lambda x: x.astype(jnp.float8_e4m3fn), 1e3, "Over 448, the largest float8"),
@@ -215,6 +222,13 @@ def test_a_loop_that_goes_on_after_its_bad_round():
 
     birth = jls.why(fun, jnp.float32(1.0)).births[0]
     assert (birth.place.operation, birth.place.iteration) == ("div", (2, 1))
+
+
+def test_a_scan_that_begins_at_the_end():
+    def fun(x):
+        return lax.scan(lambda c, z: (c / z, ()), 1.0, x, reverse=True)[0]
+
+    assert first_of(fun, jnp.array([1.0, 0.0, 1.0])) == ("div", 1, (1,))
 
 
 def test_lanes_of_a_loop_that_end_apart():

@@ -369,13 +369,13 @@ FAULTS = [
         MISTAKES,
         '.split(".")[0] in _LIBRARIES:',
         '.split(".")[0] == "jls":',
-        (TOLD + "test_a_state_that_a_jitted_step_has_captured",),
+        (TOLD + "test_a_loss_that_was_scaled_by_hand",),
     ),
     Fault(
-        "a factor that float32 rounds to 1 is taken",
+        "a growth factor that float32 rounds to 1 is taken",
         CHECKS,
-        "if not low <= rounded <= high:",
-        "if not low <= exact <= high:",
+        "just_above = 1.0 + 2.0**-23",
+        "just_above = 1.0",
         (DYNAMIC + "test_hyperparameter_out_of_range_is_a_value_error",),
     ),
     Fault(

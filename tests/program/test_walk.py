@@ -116,6 +116,10 @@ PROGRAMS = {
         ),
         [set(), {0}, {0, 1}],
     ),
+    "while that reads inputs": (
+        lambda x, y: lax.while_loop(lambda c: c[0] < x[0], lambda c: c + y, y),
+        [{1}],
+    ),
     "fori_loop": (lambda x, y: lax.fori_loop(0, 3, lambda i, c: c * y, x), [{0, 1}]),
     "vmap": (jax.vmap(lambda x, y: (x * 2, y)), [{0}, {1}]),
     "grad of jit": (jax.grad(jax.jit(lambda x, y: (x * y).sum())), [{1}]),
