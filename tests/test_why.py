@@ -170,6 +170,13 @@ def test_first_operations_of_one_line_are_told_once():
     assert iterations == [(1,), (1,)]  # not once more for the third round
 
 
+def test_what_is_bad_in_rounds_in_a_row_is_told_of_the_first():
+    def fun(x):
+        return lax.scan(lambda carry, x: (jnp.log(x), ()), 1.0, x)[0]
+
+    assert first_of(fun, jnp.array([0.0, 1.0, 0.0, 0.0])) == ("log", 1, (2,))
+
+
 # Control flow, and what does no harm.
 
 
@@ -418,6 +425,19 @@ def test_a_bare_scaler():
     )
 
 
+def test_of_two_optimizers_the_one_that_skips_is_named():
+    optimizer = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(8.0))
+    step = jls.train_step(lambda p, x: jnp.sum(jnp.log(p["w"] * x)), optimizer)
+
+    def both(actor, critic, x):
+        return step(*actor, x + 1.0), step(*critic, x)
+
+    params = {"w": jnp.ones(2)}
+    start = params, optimizer.init(params)
+    why = jls.why(both, start, start, jnp.zeros(2))
+    assert why.results == ("loss (critic/1)", "gradient of 0/w (critic/1)")
+
+
 def test_updates_that_are_bad_alone():
     inner = optax.stateless(lambda updates, params: {"kernel": updates["kernel"] / 0})
     optimizer = jls.loss_scaled(inner, jls.dynamic(8.0), check_updates=True)
@@ -479,6 +499,8 @@ def test_what_is_inf_on_purpose_is_told_only_if_nothing_else_is():
     why = jls.why(lambda x: jnp.where(x > 0, jnp.inf, x), jnp.ones(2))
     assert [birth.place.operation for birth in why.births] == ["constant"]
     assert "inf is a number of the program here" in str(why)
+    why = jls.why(lambda x: (jnp.where(x > 0, jnp.inf, x), jnp.log(x - x)), jnp.ones(2))
+    assert [birth.place.operation for birth in why.births] == ["log"]
 
 
 # When the run does not repeat.

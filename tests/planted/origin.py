@@ -155,26 +155,18 @@ FAULTS = [
         (ADVICE,),
     ),
     Fault(
-        "an operation is told again in each later round",
+        "an operation is told of the last of several bad rounds",
         "jls/_origin/trail.py",
         "iterations[i] = _start_of_run(keys, iterations[i], _is_reversed(loop))",
         "iterations[i] = iterations[i] if len(keys) else 0",
-        (WHY + "test_first_operations_of_one_line_are_told_once",),
+        (WHY + "test_what_is_bad_in_rounds_in_a_row_is_told_of_the_first",),
     ),
     Fault(
         "inf that is written on purpose is told before what is born",
         "jls/_origin/trail.py",
         "(births if size.is_nan else on_purpose).append(birth)",
         "births.append(birth)",
-        (WHY + "test_an_overflow_beside_a_mask",),
-    ),
-    Fault(
-        "of a lane the last bad round is told",
-        "jls/_origin/trail.py",
-        "        first = last if kept is None else int(kept[0])\n"
-        "        result = carried",
-        "        first = last\n        result = carried",
-        (WHY + "test_lanes_of_a_loop_that_end_apart",),
+        (WHY + "test_what_is_inf_on_purpose_is_told_only_if_nothing_else_is",),
     ),
     Fault(
         "the square root of a negative number is called one of 0",
@@ -233,17 +225,10 @@ FAULTS = [
         (WHY + "test_text_of_a_step_whose_loss_scale_is_too_large",),
     ),
     Fault(
-        "the loss scale of a step is not known",
+        "of two optimizers it is not known which one has the fault",
         "jls/_origin/roots.py",
         "of_scales = scales & {_input_of(frame, x) for x in operands}",
         "of_scales = scales & {None}",
-        (WHY + "test_after_a_skip_the_scale_of_the_skipped_step_is_tried",),
-    ),
-    Fault(
-        "a scale that spoils the update alone is tried",
-        "jls/_origin/roots.py",
-        "roles = [role for role in self.found if role != NEW]",
-        "roles = [*self.found]",
-        (WHY + "test_updates_that_are_bad_alone",),
+        (WHY + "test_of_two_optimizers_the_one_that_skips_is_named",),
     ),
 ]

@@ -58,11 +58,11 @@ FAULTS = [
         (SQUARES + "test_of_complex_numbers_both_parts_count",),
     ),
     Fault(
-        "the sum over one leaf twice is taken for that over two",
+        "a sum with one leaf in it twice is taken for that over all",
         "jls/_program/squares.py",
         "if one.numbers.isdisjoint(other.numbers):",
         "if one.numbers or other.numbers:",
-        (SQUARES + "test_no_other_sum_is_taken_for_it[one leaf twice]",),
+        (SQUARES + "test_no_other_sum_is_taken_for_it[one leaf twice, and the other]",),
     ),
     Fault(
         "a clip's check computes the whole update again",

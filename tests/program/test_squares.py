@@ -71,6 +71,9 @@ NO_SUMS = {
     "some leaves": lambda a, b: jnp.sum(a**2) + jnp.sum(b),
     "one leaf": lambda a, b: jnp.sum(a**2),
     "one leaf twice": lambda a, b: jnp.sum(a**2) + jnp.sum(a**2),
+    "one leaf twice, and the other": lambda a, b: (
+        jnp.sum(a**2) + jnp.sum(a**2) + jnp.sum(b**2)
+    ),
     "rows": lambda a, b: jnp.sum(a**2, axis=1) + jnp.sum(b**2),
     "two leaves multiplied": lambda a, b: jnp.sum(a[0] * b) + jnp.sum(a**2),
     "not squared": lambda a, b: jnp.sum(a) + jnp.sum(b),
