@@ -455,6 +455,13 @@ def test_olmo_differs_below_a_window_of_6_as_documented(window):
     assert ours.tolist() == [[False, False], [False, True]]
 
 
+def test_norms_that_never_move_deviate_by_a_millionth_in_levanter():
+    norms = np.full((2, 5), 1e-3)
+    norms[:, 4] = 1.005e-3, 1.007e-3  # over the mean by 5e-6, and by 7e-6
+    ours = skips(presets.levanter_spikes(4), np.ones((2, 5)), norms)
+    assert ours.tolist() == [[False] * 5, [False] * 4 + [True]]
+
+
 def test_a_second_spike_hides_behind_the_first_as_in_the_systems():
     norms = np.random.default_rng(1).normal(1.0, 0.1, (1, 200))
     norms[0, [150, 180]] = 50.0, 20.0

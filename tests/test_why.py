@@ -130,6 +130,13 @@ def test_text_has_others_after_the_first_and_counts_the_rest():
         (lambda x: 1 / x, 0.0, "A quotient by 0"),
         (jnp.exp, 100.0, r"exp is over 3.4028e\+38 from 88.72 on"),
         (lambda x: jnp.exp(half(x)), 12.0, "exp is over 65504 from 11.09 on"),
+        (jnp.exp2, 200.0, r"exp2 is over 3.4028e\+38 from 128 on"),
+        # No wider type helps: bfloat16 ends where float32 does.
+        (
+            lambda x: x.astype(jnp.bfloat16) * x.astype(jnp.bfloat16),
+            1e30,
+            r"Over 3.39e\+38, the largest bfloat16\.$",
+        ),
         (half, 1e5, "Over 65504, the largest float16. Compute this line in float32"),
         (lambda x: x * x, 1e30, r"Over 3.403e\+38, the largest float32"),
         (lambda x: x.astype(jnp.float8_e4m3fn), 1e3, "Over 448, the largest float8"),
@@ -161,6 +168,13 @@ def test_first_operations_of_one_line_are_told_once():
     why = jls.why(lambda x: lax.scan(body, 1.0, x), jnp.array([1.0, 0.0, 0.0]))
     iterations = [birth.place.iteration for birth in why.births]
     assert iterations == [(1,), (1,)]  # not once more for the third round
+
+
+def test_what_is_bad_in_rounds_in_a_row_is_told_of_the_first():
+    def fun(x):
+        return lax.scan(lambda carry, x: (jnp.log(x), ()), 1.0, x)[0]
+
+    assert first_of(fun, jnp.array([0.0, 1.0, 0.0, 0.0])) == ("log", 1, (2,))
 
 
 # Control flow, and what does no harm.
@@ -215,6 +229,13 @@ def test_a_loop_that_goes_on_after_its_bad_round():
 
     birth = jls.why(fun, jnp.float32(1.0)).births[0]
     assert (birth.place.operation, birth.place.iteration) == ("div", (2, 1))
+
+
+def test_a_scan_that_begins_at_the_end():
+    def fun(x):
+        return lax.scan(lambda c, z: (c / z, ()), 1.0, x, reverse=True)[0]
+
+    assert first_of(fun, jnp.array([1.0, 0.0, 1.0])) == ("div", 1, (1,))
 
 
 def test_lanes_of_a_loop_that_end_apart():
@@ -404,6 +425,19 @@ def test_a_bare_scaler():
     )
 
 
+def test_of_two_optimizers_the_one_that_skips_is_named():
+    optimizer = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(8.0))
+    step = jls.train_step(lambda p, x: jnp.sum(jnp.log(p["w"] * x)), optimizer)
+
+    def both(actor, critic, x):
+        return step(*actor, x + 1.0), step(*critic, x)
+
+    params = {"w": jnp.ones(2)}
+    start = params, optimizer.init(params)
+    why = jls.why(both, start, start, jnp.zeros(2))
+    assert why.results == ("loss (critic/1)", "gradient of 0/w (critic/1)")
+
+
 def test_updates_that_are_bad_alone():
     inner = optax.stateless(lambda updates, params: {"kernel": updates["kernel"] / 0})
     optimizer = jls.loss_scaled(inner, jls.dynamic(8.0), check_updates=True)
@@ -465,6 +499,8 @@ def test_what_is_inf_on_purpose_is_told_only_if_nothing_else_is():
     why = jls.why(lambda x: jnp.where(x > 0, jnp.inf, x), jnp.ones(2))
     assert [birth.place.operation for birth in why.births] == ["constant"]
     assert "inf is a number of the program here" in str(why)
+    why = jls.why(lambda x: (jnp.where(x > 0, jnp.inf, x), jnp.log(x - x)), jnp.ones(2))
+    assert [birth.place.operation for birth in why.births] == ["log"]
 
 
 # When the run does not repeat.

@@ -6,6 +6,11 @@ STEP = "tests/promises/test_step.py"
 PROMISES = "tests/promises/test_promises.py"
 RUNS = "tests/promises/test_faults.py"
 ROLLBACK = "tests/promises/test_rollback.py"
+MISTAKES = "jls/_mistakes.py"
+CHECKS = "jls/_validate.py"
+TOLD = "tests/test_mistakes.py::"
+NOT_JITTED = "tests/train/test_not_jitted.py::"
+DYNAMIC = "tests/scalers/test_dynamic.py::"
 
 FAULTS = [
     Fault(
@@ -290,5 +295,117 @@ FAULTS = [
         "return jnp.where(jnp.isfinite(new), moved, old)",
         "return moved",
         ("tests/test_ema.py",),
+    ),
+    # Mistakes in calls, and checks of arguments.
+    Fault(
+        "a step that keeps its static scale to itself is warned of",
+        MISTAKES,
+        "if not is_constant or isinstance(scaler_state, StaticState):",
+        "if not is_constant:",
+        (TOLD + "test_a_right_program_hears_nothing[static]",),
+    ),
+    Fault(
+        "what is mapped over passes for an argument of a jitted step",
+        MISTAKES,
+        '"traced_for", "") == "jit"',
+        '"traced_for", "jit") == "jit"',
+        (TOLD + "test_a_right_program_hears_nothing[vmap]",),
+    ),
+    Fault(
+        "a loss function that logs a scaled loss is told that it returns it",
+        MISTAKES,
+        "if any(loss is one for one in scaled):",
+        "if scaled:",
+        (TOLD + "test_what_else_a_loss_function_may_do_with_jls_scale",),
+    ),
+    Fault(
+        "float16 gradients of float16 parameters are called too narrow",
+        MISTAKES,
+        "        and jnp.finfo(jnp.result_type(param)).bits >= 32\n",
+        "",
+        (
+            TOLD
+            + "test_gradients_that_are_as_narrow_as_they_may_be[float16 parameters]",
+        ),
+    ),
+    Fault(
+        "an extra argument that the optimizer keeps is called misspelt",
+        MISTAKES,
+        "read + program.outvars):",
+        "read):",
+        (TOLD + "test_extra_arguments_that_are_used_or_are_no_loss",),
+    ),
+    Fault(
+        "what fails in the right optimizer is blamed on its state",
+        MISTAKES,
+        "if made is None or made == got:",
+        "if made is None:",
+        (TOLD + "test_what_fails_in_the_right_optimizer_is_not_blamed_on_the_state",),
+    ),
+    Fault(
+        "the first eager call of a step is warned of, and not the second",
+        MISTAKES,
+        "        if self.count == 2:",
+        "        if self.count == 1:",
+        (NOT_JITTED + "test_second_call_of_a_step_that_is_not_jitted_is_warned_of",),
+    ),
+    Fault(
+        "parameters before the state are not told from a state that is missing",
+        MISTAKES,
+        "if args and find_scaler_states(args[0]):",
+        "if args and find_scaler_states(args[1:]):",
+        (TOLD + "test_mistake_is_an_error_with_the_line_to_write[swapped]",),
+    ),
+    Fault(
+        "a warning points to a line of jax",
+        MISTAKES,
+        '.split(".")[0] in _LIBRARIES:',
+        '.split(".")[0] == "jls":',
+        (TOLD + "test_a_loss_that_was_scaled_by_hand",),
+    ),
+    Fault(
+        "a growth factor that float32 rounds to 1 is taken",
+        CHECKS,
+        "just_above = 1.0 + 2.0**-23",
+        "just_above = 1.0",
+        (DYNAMIC + "test_hyperparameter_out_of_range_is_a_value_error",),
+    ),
+    Fault(
+        "True passes for a number",
+        CHECKS,
+        " and not isinstance(value, bool | np.bool_)",
+        "",
+        (DYNAMIC + "test_hyperparameter_of_another_type_is_a_type_error",),
+    ),
+    Fault(
+        "a floor above the cap is taken beside an array",
+        CHECKS,
+        "itertools.combinations(scales, 2)",
+        "itertools.pairwise(scales)",
+        (
+            DYNAMIC
+            + "test_bounds_are_compared_with_each_other_when_init_scale_is_an_array",
+        ),
+    ),
+    Fault(
+        "an array of floats passes for a count of steps",
+        CHECKS,
+        "    if not jnp.issubdtype(value.dtype, jnp.integer):\n",
+        "    if not jnp.issubdtype(value.dtype, jnp.number):\n",
+        (DYNAMIC + "test_interval_array_of_another_dtype_is_a_type_error",),
+    ),
+    Fault(
+        "a state that was donated is read",
+        CHECKS,
+        "if is_known and leaf.is_deleted():",
+        "if is_known and leaf.is_deleted() and not name:",
+        ("tests/report/test_health_faults.py::test_a_donated_state_is_named",),
+    ),
+    Fault(
+        "a scale that XLA flushes to 0 is taken",
+        CHECKS,
+        "SMALLEST, LARGEST = 2.0**-126, 2.0**126",
+        "SMALLEST, LARGEST = 2.0**-149, 2.0**126",
+        (DYNAMIC + "test_hyperparameter_out_of_range_is_a_value_error",),
     ),
 ]

@@ -3,6 +3,8 @@
 from planted.fault import Fault
 
 CALIBRATED = "tests/origin/test_calibrate.py"
+WHY = "tests/test_why.py::"
+ADVICE = WHY + "test_known_patterns_get_advice"
 
 FAULTS = [
     Fault(
@@ -137,5 +139,96 @@ FAULTS = [
         "        return not all(isinstance(x, Constant) for x in origins)",
         "        return bool(origins)",
         (CALIBRATED,),
+    ),
+    Fault(
+        "a scan from its end is followed from its beginning",
+        "jls/_origin/trail.py",
+        "        return 0 if _is_reversed(loop) else length - 1",
+        "        return length - 1",
+        (WHY + "test_a_scan_that_begins_at_the_end",),
+    ),
+    Fault(
+        "a NaN that is made of inf is not told",
+        "jls/_origin/trail.py",
+        "if not causes or (size.is_nan and not are_nan):",
+        "if not causes:",
+        (ADVICE,),
+    ),
+    Fault(
+        "an operation is told of the last of several bad rounds",
+        "jls/_origin/trail.py",
+        "iterations[i] = _start_of_run(keys, iterations[i], _is_reversed(loop))",
+        "iterations[i] = iterations[i] if len(keys) else 0",
+        (WHY + "test_what_is_bad_in_rounds_in_a_row_is_told_of_the_first",),
+    ),
+    Fault(
+        "inf that is written on purpose is told before what is born",
+        "jls/_origin/trail.py",
+        "(births if size.is_nan else on_purpose).append(birth)",
+        "births.append(birth)",
+        (WHY + "test_what_is_inf_on_purpose_is_told_only_if_nothing_else_is",),
+    ),
+    Fault(
+        "the square root of a negative number is called one of 0",
+        "jls/_origin/advice.py",
+        "return ROOT_NEGATIVE if birth.size.is_nan else SQRT",
+        "return SQRT",
+        (ADVICE,),
+    ),
+    Fault(
+        "exp2 is said to overflow where exp does",
+        "jls/_origin/advice.py",
+        '"exp2": math.log(2.0)}',
+        '"exp2": 1.0}',
+        (ADVICE,),
+    ),
+    Fault(
+        "float32 is to mend what overflows bfloat16",
+        "jls/_origin/advice.py",
+        "if info.bits < 32 and float(info.max) < 1e30 else BEYOND",
+        "if info.bits < 32 else BEYOND",
+        (ADVICE,),
+    ),
+    Fault(
+        "an overflow of a dtype without inf gets no advice",
+        "jls/_origin/advice.py",
+        "if birth.size.is_nan and has_inf:",
+        "if birth.size.is_nan:",
+        (ADVICE,),
+    ),
+    Fault(
+        "a backward quotient by the square root of 0 is called one by 0",
+        "jls/_origin/advice.py",
+        'return SQRT if "sqrt" in _makers(trail, birth.operands[-1]) else DIVIDE',
+        "return DIVIDE",
+        (WHY + "test_text_of_a_derivative",),
+    ),
+    Fault(
+        "the births that are told count among those that are not",
+        "jls/_origin/result.py",
+        'f"  and {len(others) - _OTHERS} more',
+        'f"  and {len(others)} more',
+        (WHY + "test_text_has_others_after_the_first_and_counts_the_rest",),
+    ),
+    Fault(
+        "of results that are not finite too many are counted",
+        "jls/_origin/result.py",
+        'f" and {len(names) - 3} more" if',
+        'f" and {len(names)} more" if',
+        (WHY + "test_text_has_others_after_the_first_and_counts_the_rest",),
+    ),
+    Fault(
+        "where the loss scale is too large, a line is to be mended",
+        "jls/_origin/result.py",
+        "        if not self.is_from_scale:\n            advices",
+        "        if self.births:\n            advices",
+        (WHY + "test_text_of_a_step_whose_loss_scale_is_too_large",),
+    ),
+    Fault(
+        "of two optimizers it is not known which one has the fault",
+        "jls/_origin/roots.py",
+        "of_scales = scales & {_input_of(frame, x) for x in operands}",
+        "of_scales = scales & {None}",
+        (WHY + "test_of_two_optimizers_the_one_that_skips_is_named",),
     ),
 ]

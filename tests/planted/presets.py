@@ -2,4 +2,179 @@
 
 from planted.fault import Fault
 
-FAULTS: list[Fault] = []
+PRESETS = "jls/presets.py"
+TESTS = "tests/test_presets.py::"
+DEFAULTS = TESTS + "test_long_runs_with_the_defaults_follow_the_rule_of_the_system"
+ALL_ARGUMENTS = TESTS + "test_eager_steps_follow_the_rule_of_the_system"
+BOUNDS = (
+    "tests/test_presets.py::"
+    "test_scale_stays_finite_and_positive_where_that_of_the_system_may_not"
+)
+SPIKES = TESTS + "test_spike_policies_follow_the_rules_in_plain_python"
+MILLIONTH = TESTS + "test_norms_that_never_move_deviate_by_a_millionth_in_levanter"
+WINDOW = (
+    "tests/test_presets.py::"
+    "test_window_that_is_not_on_the_ladder_warns_and_begins_with_the_shortest"
+)
+
+FAULTS = [
+    Fault(
+        "torch grows after 1000 steps by itself",
+        PRESETS,
+        "    growth_interval: int = 2000,\n    enabled: bool",
+        "    growth_interval: int = 1000,\n    enabled: bool",
+        (DEFAULTS + "[torch]",),
+    ),
+    Fault(
+        "torch that is not enabled scales all the same",
+        PRESETS,
+        '    if not _validate.flag("enabled", enabled):\n        return static(1.0)\n',
+        '    if not _validate.flag("enabled", enabled):\n'
+        "        return static(init_scale)\n",
+        (TESTS + "test_disabled_scaling_is_static",),
+    ),
+    Fault(
+        "paddle adds up bad steps that are not in a row",
+        PRESETS,
+        "    return _paddle(\n        True,\n",
+        "    return _paddle(\n        False,\n",
+        (ALL_ARGUMENTS,),
+    ),
+    Fault(
+        "paddle_doc backs off at the first bad step by itself",
+        PRESETS,
+        "decr_every_n_nan_or_inf: int = 2,",
+        "decr_every_n_nan_or_inf: int = 1,",
+        (DEFAULTS + "[paddle_doc]",),
+    ),
+    Fault(
+        "paddle without dynamic scaling forgets its scale",
+        PRESETS,
+        "        return static(scale)\n",
+        "        return static(1.0)\n",
+        (TESTS + "test_disabled_scaling_is_static",),
+    ),
+    Fault(
+        "mindspore has no floor",
+        PRESETS,
+        '        growth_interval=_validate.interval("scale_window", scale_window),\n'
+        "        min_scale=1.0,\n",
+        '        growth_interval=_validate.interval("scale_window", scale_window),\n'
+        "        min_scale=_validate.SMALLEST,\n",
+        (BOUNDS + "[mindspore]",),
+    ),
+    Fault(
+        "mindformers_adaptive begins with the longest window if it has no such",
+        PRESETS,
+        "        window = None\n",
+        "        window = longest\n",
+        (WINDOW,),
+    ),
+    Fault(
+        "the ladder of mindformers_adaptive has no rung of 50",
+        PRESETS,
+        "window -= 50 if window == 100 else shortest / 2",
+        "window -= shortest / 2",
+        (TESTS + "test_ladder_is_that_of_mindformers",),
+    ),
+    Fault(
+        "keras grows a step early",
+        PRESETS,
+        '            "dynamic_growth_steps", dynamic_growth_steps\n        ),\n',
+        '            "dynamic_growth_steps", dynamic_growth_steps\n'
+        "        )\n"
+        "        - 1,\n",
+        (DEFAULTS + "[keras]",),
+    ),
+    Fault(
+        "flax grows a step early",
+        PRESETS,
+        '_validate.interval("growth_interval", growth_interval) + 1',
+        '_validate.interval("growth_interval", growth_interval)',
+        (DEFAULTS + "[flax]",),
+    ),
+    Fault(
+        "flax falls through its floor",
+        PRESETS,
+        'min_scale=checked["minimum_scale"]',
+        "min_scale=_validate.SMALLEST",
+        (BOUNDS + "[flax]",),
+    ),
+    Fault(
+        "deepspeed does not read consecutive_hysteresis",
+        PRESETS,
+        'refill = "finite" if refilled_by_finite else "growth"',
+        'refill = "growth"',
+        (ALL_ARGUMENTS,),
+    ),
+    Fault(
+        "deepspeed counts the first finite step of a run",
+        PRESETS,
+        "finite_count=jnp.full((), -1, jnp.int32)",
+        "finite_count=jnp.full((), 0, jnp.int32)",
+        (DEFAULTS + "[deepspeed]",),
+    ),
+    Fault(
+        "deepspeed counts the first finite step after an overflow",
+        PRESETS,
+        "jnp.where(finite, state.finite_count, -1)",
+        "jnp.where(finite, state.finite_count, 0)",
+        (ALL_ARGUMENTS,),
+    ),
+    Fault(
+        "megatron does not read hysteresis",
+        PRESETS,
+        "        hysteresis=hysteresis,\n        min_scale=checked",
+        "        hysteresis=2,\n        min_scale=checked",
+        (ALL_ARGUMENTS,),
+    ),
+    Fault(
+        "megatron has a floor of 1 whatever it is given",
+        PRESETS,
+        'min_scale=checked["min_scale"]',
+        "min_scale=1.0",
+        (BOUNDS + "[megatron]",),
+    ),
+    Fault(
+        "in levanter a norm that never moves has no deviation",
+        PRESETS,
+        "deviation = jnp.maximum(window.deviation, 1e-6 / window.unit)",
+        "deviation = window.deviation",
+        (MILLIONTH,),
+    ),
+    Fault(
+        "in levanter the least deviation is a millionth of the norm",
+        PRESETS,
+        "1e-6 / window.unit",
+        "1e-6",
+        (MILLIONTH,),
+    ),
+    Fault(
+        "maxtext divides by n where n - 1 is meant",
+        PRESETS,
+        "window = _spikes.window_of(state, fewer=1)",
+        "window = _spikes.window_of(state)",
+        (SPIKES + "[6-1.5-maxtext_spikes]",),
+    ),
+    Fault(
+        "maxtext judges a step late",
+        PRESETS,
+        "_windowed(_maxtext_spikes_judge, window, sigmas, fewer=1)",
+        "_windowed(_maxtext_spikes_judge, window, sigmas)",
+        (SPIKES + "[6-1.5-maxtext_spikes]",),
+    ),
+    Fault(
+        "olmo does not read sigmas",
+        PRESETS,
+        "return maxtext_spikes(window, sigmas)",
+        "return maxtext_spikes(window)",
+        (SPIKES + "[6-1.5-olmo_spikes]",),
+    ),
+    Fault(
+        "spike_limit does not read max_loss",
+        PRESETS,
+        "_spikes.limits(loss=max_loss, norm=max_norm)",
+        "_spikes.limits(norm=max_norm)",
+        (TESTS + "test_spike_limits_are_constant",),
+    ),
+]

@@ -3,6 +3,20 @@
 from planted.fault import Fault
 
 REQUEUED = "tests/report/test_requeue.py"
+VERDICT = "jls/_report/verdict.py"
+HEALTH = "jls/_report/health.py"
+POISON = "jls/_report/poison.py"
+HISTORY = "jls/_report/history.py"
+RECORD = "jls/_report/record.py"
+BY_HAND = "tests/report/test_verdict.py::"
+SHORT = "tests/report/test_health.py::"
+RUNS = "tests/report/test_health_faults.py::"
+RECORDED = "tests/report/test_history.py::"
+UNDERFLOW = (
+    "tests/report/test_health.py::"
+    "test_a_skipped_step_comes_before_an_underflow_and_that_before_the_ceiling"
+)
+NUMBERS = BY_HAND + "test_each_number_of_a_sentence_is_the_right_one"
 
 FAULTS = [
     Fault(
@@ -84,5 +98,310 @@ FAULTS = [
         "return array.addressable_data(0) if is_global else array",
         "return array",
         ("tests/processes/test_processes.py",),
+    ),
+    Fault(
+        "at a quarter of the steps a run is not called skipping yet",
+        VERDICT,
+        "4 * count >= self.steps\n",
+        "4 * count > self.steps\n",
+        (BY_HAND + "test_skipping_begins_at_a_quarter_of_the_steps",),
+    ),
+    Fault(
+        "a scale that comes down is called skipping a step early",
+        VERDICT,
+        "return count > patience and",
+        "return count >= patience and",
+        (BY_HAND + "test_skipping_begins_at_a_quarter_of_the_steps",),
+    ),
+    Fault(
+        "a scaler that waits before it backs off is called skipping",
+        VERDICT,
+        "patience = COMING_DOWN * max(1, self.scaler.backoff_interval or 1)",
+        "patience = COMING_DOWN",
+        (RUNS + "test_a_scaler_that_waits_may_skip_as_often_as_it_waits",),
+    ),
+    Fault(
+        "what the last step was decides whether a run is skipping",
+        VERDICT,
+        '@_verdict("skipping", lambda f, _: f.is_often(f.skips))',
+        '@_verdict("skipping", lambda f, _: not f.skipped and f.is_often(f.skips))',
+        (RUNS + "test_a_quarter_skipped_is_called_skipping",),
+    ),
+    Fault(
+        "a run stalls at the limit, not above it",
+        VERDICT,
+        "f.consecutive_skips > m.consecutive_skips)",
+        "f.consecutive_skips >= m.consecutive_skips)",
+        (SHORT + "test_verdict_and_sentence",),
+    ),
+    Fault(
+        "at floor comes before stalled",
+        VERDICT,
+        '@_verdict("stalled", lambda f, m: f',
+        '@_verdict("stalled", lambda f, m: not f.is_at_floor and f',
+        (SHORT + "test_verdict_and_sentence",),
+    ),
+    Fault(
+        "a loss scale of 0 passes for a good one",
+        VERDICT,
+        "not 0 < f.loss_scale < math.inf",
+        "not 0 <= f.loss_scale < math.inf",
+        (RUNS + "test_a_scale_that_is_no_positive_number",),
+    ),
+    Fault(
+        "underflow comes before a step that was skipped",
+        VERDICT,
+        '@_verdict("recovering", lambda f, _: f.skipped)',
+        '@_verdict("recovering", lambda f, _: f.skipped and f.small is None)',
+        (UNDERFLOW,),
+    ),
+    Fault(
+        "of a scale at its floor all skips are said to be in a row",
+        VERDICT,
+        "is at its floor ({facts.consecutive_skips} skipped",
+        "is at its floor ({facts.skips} skipped",
+        (NUMBERS + "[at floor]",),
+    ),
+    Fault(
+        "a bad loss is said to be the cause of every skip",
+        VERDICT,
+        'f"cure ({facts.nonfinite_losses} of',
+        'f"cure ({facts.skips} of',
+        (NUMBERS + "[non-finite loss]",),
+    ),
+    Fault(
+        "skips for updates and spikes are said to be for gradients",
+        VERDICT,
+        "gradients = max(0, self.skips - sum(others.values()))",
+        "gradients = max(0, self.skips - self.nonfinite_losses)",
+        (NUMBERS + "[skipping]",),
+    ),
+    Fault(
+        "the spikes found and those skipped change places",
+        VERDICT,
+        'f"{facts.spikes_found} found, {facts.spikes} skipped"',
+        'f"{facts.spikes} found, {facts.spikes_found} skipped"',
+        (NUMBERS + "[ok, with spikes]",),
+    ),
+    Fault(
+        "what chance adds is called spiking",
+        VERDICT,
+        "return count - 2 * math.sqrt(count) > self",
+        "return count > self",
+        (BY_HAND + "test_spiking_is_more_than_the_share_and_what_chance_adds",),
+    ),
+    Fault(
+        "spikes that were skipped prove that a run is unstable",
+        VERDICT,
+        "            count -= self.spikes\n",
+        "            count -= 0\n",
+        (BY_HAND + "test_spiking_is_more_than_the_share_and_what_chance_adds",),
+    ),
+    Fault(
+        "in a long run ten spikes are called a part of the data",
+        VERDICT,
+        "if facts.spikes < max(10, facts.steps / 100):",
+        "if facts.spikes < 10:",
+        (BY_HAND + "test_rare_data_is_one_step_in_a_hundred_and_ten_at_least",),
+    ),
+    Fault(
+        "a budget with one skip left is called spent",
+        VERDICT,
+        "facts.policy.tokens >= 1 or",
+        "facts.policy.tokens > 1 or",
+        (BY_HAND + "test_a_budget_is_spent_where_less_than_one_step_is_left",),
+    ),
+    Fault(
+        "a window of 16 is called too short",
+        VERDICT,
+        "if 1 < policy.window < 16:",
+        "if 1 < policy.window <= 16:",
+        (BY_HAND + "test_many_spikes_have_a_cause_in_the_policy",),
+    ),
+    Fault(
+        "a growth interval of 25 is called too short",
+        VERDICT,
+        "interval < COMING_DOWN:",
+        "interval <= COMING_DOWN:",
+        (BY_HAND + "test_a_growth_interval_is_too_short_below_25",),
+    ),
+    Fault(
+        "a static scale of 1 is to be lowered",
+        VERDICT,
+        "return facts.is_static and facts.loss_scale > 1",
+        "return facts.is_static",
+        (SHORT + "test_a_static_scale_above_one_may_be_the_cause",),
+    ),
+    Fault(
+        "who has skipped before is asked whether jls made the gradients",
+        VERDICT,
+        "        if facts.skips == 0\n",
+        "        if not facts.skipped\n",
+        (SHORT + "test_verdict_and_sentence",),
+    ),
+    Fault(
+        "one bad gradient of several passes for all of them",
+        HEALTH,
+        "all_leaves_nonfinite=all(flags)",
+        "all_leaves_nonfinite=any(flags)",
+        (RUNS + "test_an_ordinary_overflow_gets_no_advice_on_the_loss",),
+    ),
+    Fault(
+        "narrow moments of wide parameters are not seen",
+        HEALTH,
+        "else is_narrow((params, wrapper_state.inner_state)),",
+        "else is_narrow(params),",
+        (BY_HAND + "test_moments_are_narrow_where_the_parameters_are_not[bfloat16]",),
+    ),
+    Fault(
+        "a checkpoint with a bad scale is safe to save",
+        HEALTH,
+        'not in ("poisoned", "bad scale", "stalled")',
+        'not in ("poisoned", "stalled")',
+        (RUNS + "test_a_scale_that_is_no_positive_number",),
+    ),
+    Fault(
+        "what was not looked at passes for not poisoned",
+        HEALTH,
+        'known["poisoned"] = facts.poisoned if flagged else None',
+        'known["poisoned"] = facts.poisoned',
+        (RUNS + "test_an_ok_says_whether_the_parameters_were_looked_at",),
+    ),
+    Fault(
+        "of two wrappers the first is taken for the one of the state",
+        HEALTH,
+        "fitting = [one for one in fitting if len(one.names) == size]",
+        "fitting = fitting[:1]",
+        (RUNS + "test_of_two_wrappers_the_one_that_made_the_state_is_to_be_passed",),
+    ),
+    Fault(
+        "a verdict that was asked for raises only where nothing may be saved",
+        HEALTH,
+        "    if result.verdict in raise_if:\n        raise",
+        "    if result.verdict in raise_if and not result.safe_to_save:\n        raise",
+        (SHORT + "test_raise_if_carries_the_verdict_and_warn_if_warns",),
+    ),
+    Fault(
+        "a maximum that is -inf before its first step is poison",
+        POISON,
+        "leaf.lows == leaf.size > 1 and steps > 0",
+        "leaf.lows == leaf.size > 1",
+        (BY_HAND + "test_a_maximum_is_minus_inf_before_its_first_step_alone",),
+    ),
+    Fault(
+        "a mask is doubted a skip early",
+        POISON,
+        "steps_go_on = consecutive_skips <= COMING_DOWN",
+        "steps_go_on = consecutive_skips < COMING_DOWN",
+        (
+            BY_HAND
+            + "test_a_mask_is_doubted_where_more_is_skipped_than_a_scale_takes_down",
+        ),
+    ),
+    Fault(
+        "a moment whose name ends like a mask's passes for its average",
+        POISON,
+        'name.endswith(f"/{param}")',
+        "name.endswith(param)",
+        (BY_HAND + "test_an_average_of_a_mask_has_its_whole_name[unmask-False]",),
+    ),
+    Fault(
+        "-inf is a mask though the moments are not finite",
+        POISON,
+        "not (steps_go_on and has_good_moments)",
+        "not steps_go_on",
+        (RUNS + "test_minus_inf_with_moments_that_are_not_finite_is_poison",),
+    ),
+    Fault(
+        "an inf that an optimizer keeps on purpose is poison",
+        POISON,
+        "lambda leaf: jnp.shape(leaf) not in shapes",
+        "lambda leaf: False",
+        (RUNS + "test_an_inf_that_an_optimizer_keeps_on_purpose_is_no_poison",),
+    ),
+    Fault(
+        "the best loss so far is poison while it is inf",
+        POISON,
+        "lambda leaf: jnp.ndim(leaf) == 0)",
+        "lambda leaf: False)",
+        (RUNS + "test_best_loss_so_far_may_be_inf_but_not_nan",),
+    ),
+    Fault(
+        "a complex number that is not finite passes for a mask",
+        POISON,
+        "count_true([~jnp.isfinite(wide), jnp.zeros_like(wide, jnp.bool_)])[0]",
+        "count_true([jnp.zeros_like(wide, jnp.bool_), ~jnp.isfinite(wide)])[0]",
+        (BY_HAND + "test_a_complex_leaf_is_no_mask",),
+    ),
+    Fault(
+        "the best loss is given the step of a NaN",
+        HISTORY,
+        'row = columns["loss"].index(best)',
+        "row = int(np.argmin(losses))",
+        (RECORDED + "test_summary_of_reports_counts_their_skips",),
+    ),
+    Fault(
+        "the skips of a run are those of the rows that were recorded",
+        HISTORY,
+        "if taken.size and skipped.size:",
+        "if not taken.size and skipped.size:",
+        (RECORDED + "test_summary_of_every_tenth_step_has_the_counts_of_the_run",),
+    ),
+    Fault(
+        "a last row without counts passes for a skipped step",
+        HISTORY,
+        "at_end = last is not None and bool(last > 0)",
+        "at_end = bool(streaks[-1] > 0)",
+        (RECORDED + "test_summary_does_not_know_of_a_last_row_without_counts",),
+    ),
+    Fault(
+        "a gap of one step passes for a record of every step",
+        HISTORY,
+        "if last - first >= len(steps) and",
+        "if last - first > len(steps) and",
+        (
+            RECORDED
+            + "test_summary_says_of_one_missing_step_that_not_all_were_recorded",
+        ),
+    ),
+    Fault(
+        "what a bad append has is appended in part",
+        HISTORY,
+        '        for number in values["step"]:\n'
+        "            _check_step(number)\n"
+        "        self._extend(values, count)",
+        "        self._extend(values, count)\n"
+        '        for number in values["step"]:\n'
+        "            _check_step(number)",
+        (RECORDED + "test_a_bad_append_appends_nothing",),
+    ),
+    Fault(
+        "before the first step a step passes for skipped",
+        RECORD,
+        '(column(columns, "applied") == 0) & (column(columns, "steps") != 0)',
+        'column(columns, "applied") == 0',
+        (RECORDED + "test_summary_of_a_state_before_its_first_step_has_no_skips",),
+    ),
+    Fault(
+        "where another run begins, fewer than no steps were skipped",
+        RECORD,
+        "    counts[1:] = np.where(since >= 0, since, counts[1:])\n    return counts\n",
+        "    counts[1:] = np.where(np.isfinite(since), since, counts[1:])\n"
+        "    return counts\n",
+        (RECORDED + "test_skips_of_another_run_do_not_count_against_those_before",),
+    ),
+    Fault(
+        "skips between two rows are not counted",
+        RECORD,
+        "    counts[1:] = np.where(since >= 0, since, counts[1:])\n    return counts\n",
+        "    return counts\n",
+        (RECORDED + "test_plot_of_every_tenth_step_marks_the_rows_after_skips",),
+    ),
+    Fault(
+        "a metric that is inf or NaN is no strict JSON",
+        RECORD,
+        "for name, number in numbers.items() if math.isfinite(number)}",
+        "for name, number in numbers.items()}",
+        ("tests/report/test_record.py::test_a_limit_of_nothing_is_none",),
     ),
 ]

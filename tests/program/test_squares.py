@@ -71,6 +71,9 @@ NO_SUMS = {
     "some leaves": lambda a, b: jnp.sum(a**2) + jnp.sum(b),
     "one leaf": lambda a, b: jnp.sum(a**2),
     "one leaf twice": lambda a, b: jnp.sum(a**2) + jnp.sum(a**2),
+    "one leaf twice, and the other": lambda a, b: (
+        jnp.sum(a**2) + jnp.sum(a**2) + jnp.sum(b**2)
+    ),
     "rows": lambda a, b: jnp.sum(a**2, axis=1) + jnp.sum(b**2),
     "two leaves multiplied": lambda a, b: jnp.sum(a[0] * b) + jnp.sum(a**2),
     "not squared": lambda a, b: jnp.sum(a) + jnp.sum(b),
@@ -78,6 +81,9 @@ NO_SUMS = {
     "of something else": lambda a, b: jnp.sum((2 * a) ** 2) + jnp.sum(b**2),
     "clipped before": lambda a, b: sum(
         jnp.sum(jnp.clip(x, -1, 1) ** 2) for x in (a, b)
+    ),
+    "rounded before": lambda a, b: sum(
+        jnp.sum(x.astype(jnp.float16).astype(jnp.float32) ** 2) for x in (a, b)
     ),
     "with another term": lambda a, b: jnp.sum(a**2) + (1.0 + jnp.sum(b**2)),
     "a difference": lambda a, b: jnp.sum(a**2) - jnp.sum(b**2),

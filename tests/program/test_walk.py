@@ -116,6 +116,10 @@ PROGRAMS = {
         ),
         [set(), {0}, {0, 1}],
     ),
+    "while that reads inputs": (
+        lambda x, y: lax.while_loop(lambda c: c[0] < x[0], lambda c: c + y, y),
+        [{1}],
+    ),
     "fori_loop": (lambda x, y: lax.fori_loop(0, 3, lambda i, c: c * y, x), [{0, 1}]),
     "vmap": (jax.vmap(lambda x, y: (x * 2, y)), [{0}, {1}]),
     "grad of jit": (jax.grad(jax.jit(lambda x, y: (x * y).sum())), [{1}]),
@@ -158,16 +162,21 @@ def test_branches_are_two_places():
     assert len(set(question.additions)) == 2
 
 
-def test_known_branch_is_the_only_one():
-    class Second(Inputs):
+@pytest.mark.parametrize(
+    ("known", "expected"), [(1, {1}), (-1, {0}), (2, {0, 1}), (7, {0, 1})]
+)
+def test_known_branch_is_the_only_one(known, expected):
+    """One out of range is the first or the last, as JAX has it."""
+
+    class Known(Inputs):
         def branch(self, index):
-            return 1
+            return known
 
     program = jax.make_jaxpr(
-        lambda i, x, y: lax.switch(i, [lambda: x, lambda: y, lambda: x])
+        lambda i, x, y: lax.switch(i, [lambda: x, lambda: y, lambda: x + y])
     )(0, X, Y)
     operands = [frozenset(["i"]), frozenset([0]), frozenset([1])]
-    assert walk(program, operands, Second()) == [frozenset([1])]
+    assert walk(program, operands, Known()) == [frozenset(expected)]
 
 
 # Replay.

@@ -12,6 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import jls
+from jls._report.record import skip_counts
 
 PARAMS = {"w": jnp.ones(2)}
 GRADS = [1.0, math.inf, math.inf, 1.0, 1.0, 1.0]
@@ -352,6 +353,17 @@ def test_summary_does_not_know_of_a_last_row_without_counts():
     history.append({"loss": 1.0})
     assert "The last step was skipped" not in history.summary()
     assert "1 of 2 steps (50.0%), up to 1 in a row" in history.summary()
+
+
+@pytest.mark.parametrize(("step", "is_said"), [(3, False), (4, True)])
+def test_summary_says_of_one_missing_step_that_not_all_were_recorded(step, is_said):
+    summary = stacked(loss_scale=[8.0, 4.0, 2.0], step=[1, 2, step]).summary()
+    assert ("Not every step was recorded" in summary) == is_said
+
+
+def test_skips_of_another_run_do_not_count_against_those_before():
+    columns = {"step": [10, 20, 1, 2], "skips": [3, 5, 0, 1], "applied": [True] * 4}
+    assert skip_counts(columns).tolist() == [0, 2, 0, 1]
 
 
 def test_summary_has_lines_of_at_most_80_columns():
