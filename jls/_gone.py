@@ -26,9 +26,10 @@ _WRITE = {
     "jls.types.UnderflowShares": _LOST,
     "jls.types.NonfiniteReport": _NONFINITE,
     "jls.types.LeafReport": _NONFINITE,
-    "jls.History.to_csv": "write pandas.DataFrame(dict(history)).to_csv(file)",
-    "jls.History.from_csv": "write pandas.read_csv(file), and for each row of "
-    "to_dict('records') history.append(row)",
+    "jls.History.to_csv": "write pandas.DataFrame(dict(history)).to_csv(file, "
+    "index=False)",
+    "jls.History.from_csv": "write table = pandas.read_csv(file), and history.append("
+    "{name: table[name].to_numpy() for name in table})",
 }
 
 

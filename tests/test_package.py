@@ -237,7 +237,7 @@ GONE = {
     "jls.types.UnderflowShares": r"jls\.calibrate",
     "jls.types.NonfiniteReport": r"jls\.why",
     "jls.types.LeafReport": r"jls\.why",
-    "jls.History.to_csv": r"pandas\.DataFrame\(dict\(history\)\)\.to_csv\(file\)",
+    "jls.History.to_csv": r"pandas\.DataFrame\(dict\(history\)\)\.to_csv\(file",
     "jls.History.from_csv": r"pandas\.read_csv\(file\)",
 }
 

@@ -256,7 +256,7 @@ def test_ports_of_closures_and_of_other_states_skip_too():
     state = names["state"]
     after, logs = names["train_step"](state, *bad)
     assert_identical(after.params, state.params)
-    assert set(jax.tree.leaves(logs["largest"])) == {0}
+    assert not any(jax.tree.leaves(logs["largest"]))
 
 
 def two_losses(scale):

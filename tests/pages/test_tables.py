@@ -90,7 +90,7 @@ def use(value, names):
         for part in value:
             use(part, names)
     elif isinstance(value, jls.types.LossScaler):
-        value.adjust(value.init(), False if value.sees == "finite" else jnp.inf)
+        value.adjust(value.init(), False)
     elif isinstance(value, optax.GradientTransformation):
         opt_state = value.init(names["params"])
         _, opt_state = value.update(names["grads"], opt_state, names["params"])

@@ -40,7 +40,7 @@ OPTIMIZERS = {
     "multi_steps": lambda: optax.chain(multi_steps(), jls.params_ema(0.9)),
 }
 CLIPPED = "adamw"  # by the global norm
-STEPS = 400
+STEPS = 500
 
 
 def pairs():
@@ -233,7 +233,7 @@ def test_promises_hold_at_every_step(inner):
         assert counts.sum() == STEPS == state.steps
         assert (counts[:3] > 20).all(), name  # applied, bad gradients, bad loss
         # Bad updates; SGD takes bfloat16 to the end of its range, and leaves it there.
-        assert counts[3] < STEPS / (3 if inner == "sgd" else 10), name
+        assert counts[3] < STEPS / (2 if inner == "sgd" else 10), name
 
 
 def test_promises_hold_in_a_loop_of_jitted_steps():
