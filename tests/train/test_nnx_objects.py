@@ -43,7 +43,12 @@ def contents(*objects):
     return jax.tree.map(np.array, keyless(states))
 
 
-@pytest.fixture(params=[nnx.jit, lambda step: step], ids=["jit", "eager"])
+@pytest.fixture(
+    params=[
+        pytest.param(nnx.jit, id="jit"),
+        pytest.param(lambda step: step, id="eager", marks=pytest.mark.more),
+    ]
+)
 def jit(request):
     return request.param
 

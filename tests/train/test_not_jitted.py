@@ -155,7 +155,14 @@ QUIET = {
 }
 
 
-@pytest.mark.parametrize("how", QUIET)
+@pytest.mark.parametrize(
+    "how",
+    [
+        # Without a jit it takes half a minute.
+        pytest.param(how, marks=pytest.mark.more if how == "shard_map" else ())
+        for how in QUIET
+    ],
+)
 def test_step_that_is_compiled_or_run_so_on_purpose_is_not(how):
     step, args = plain()
     assert QUIET[how](step, args) == []

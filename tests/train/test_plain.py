@@ -253,8 +253,11 @@ def make_equinox():
 
 @pytest.mark.parametrize(
     "jit",
-    [lambda f: f, eqx.filter_jit, partial(eqx.filter_jit, donate="all")],
-    ids=["eager", "jit", "donated"],
+    [
+        pytest.param(lambda f: f, id="eager", marks=pytest.mark.more),
+        pytest.param(eqx.filter_jit, id="jit"),
+        pytest.param(partial(eqx.filter_jit, donate="all"), id="donated"),
+    ],
 )
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_equinox_model_keeps_what_is_no_floating_point_array(jit, micro_batches):
