@@ -98,8 +98,11 @@ def test_skipped_step_keeps_params_that_an_addition_would_change(jit_or_eager):
 
 @pytest.mark.parametrize(
     "jit",
-    [lambda f: f, nnx.jit, partial(nnx.jit, donate_argnums=(0, 1))],
-    ids=["eager", "jit", "donated"],
+    [
+        pytest.param(lambda f: f, id="eager", marks=pytest.mark.more),
+        pytest.param(nnx.jit, id="jit"),
+        pytest.param(partial(nnx.jit, donate_argnums=(0, 1)), id="donated"),
+    ],
 )
 def test_nnx_step_changes_model_and_optimizer_or_leaves_them(jit):
     model, optimizer = make_nnx()
