@@ -1,8 +1,9 @@
 """The rules of the scalers in plain Python, for the tests to compare with.
 
-numpy only rounds each product to float32, as the device does.
+Each product is rounded to float32, as the device does: by C, which is quick.
 """
 
+import ctypes
 import itertools
 import math
 from fractions import Fraction
@@ -11,8 +12,7 @@ import numpy as np
 
 
 def float32(x):
-    with np.errstate(over="ignore"):
-        return float(np.float32(x))
+    return ctypes.c_float(x).value
 
 
 def lower(scale, backoff_factor, min_scale):
