@@ -35,6 +35,9 @@ def measure_small(
     return {"small": small, "all_zero": all_zero}
 
 
+_INF = 0x7F800000  # those of NaN are larger
+
+
 @functools.partial(jax.jit, static_argnums=2)
 def _small_share(
     leaves: list[Any], loss_scale: Array, bound: float
@@ -42,9 +45,9 @@ def _small_share(
     few = many = others = jnp.float32(0.0)
     for leaf in leaves:
         for part in float32_parts(leaf):
-            finite = jnp.isfinite(part)
-            # In the bits, since XLA takes a subnormal number for 0.
-            bits = lax.bitcast_convert_type(part, jnp.uint32) << 1
+            # In the bits without their sign, since XLA takes a subnormal number for 0.
+            bits = lax.bitcast_convert_type(part, jnp.int32) & 0x7FFFFFFF
+            finite = bits < _INF
             counts = finite & (bits > 0)
             is_small = jnp.abs(part) * loss_scale < bound
             few += jnp.sum(counts & is_small, dtype=jnp.float32)
