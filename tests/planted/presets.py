@@ -66,7 +66,7 @@ FAULTS = [
     Fault(
         "mindformers_adaptive begins with the longest window if it has no such",
         PRESETS,
-        "        window = None\n",
+        "        window = ladder[0]\n",
         "        window = longest\n",
         (WINDOW,),
     ),
