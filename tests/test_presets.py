@@ -128,7 +128,10 @@ def test_every_preset_is_tested():
     assert {name for name, _ in SMALL} == set(NAMES)
 
 
-@pytest.mark.parametrize(("name", "kwargs"), SMALL)
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [pytest.param(*x, marks=[pytest.mark.more] * (i % 2)) for i, x in enumerate(SMALL)],
+)
 def test_all_short_runs_follow_the_rule_of_the_system(name, kwargs):
     ours = loss_scales(getattr(presets, name)(**kwargs), SEQUENCES)
     expected = [rule(name, flags, **kwargs) for flags in SEQUENCES.tolist()]
@@ -300,7 +303,9 @@ def test_error_speaks_the_language_of_the_system(name, kwargs, message):
 # The systems themselves, where they are installed. Overflows are so frequent that the
 # scale stays in the range that all of them share.
 RUNS = [
-    (random_flags(300, seed, gap=gap), interval)
+    pytest.param(
+        random_flags(300, seed, gap=gap), interval, marks=[pytest.mark.more] * seed
+    )
     for seed in range(2)
     for interval, gap in [(1, 3), (2, 4), (3, 6)]
 ]
@@ -319,6 +324,7 @@ def flax_scales(flags, **kwargs):
 
 
 @pytest.mark.standard_promotion
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(("flags", "interval"), RUNS)
 @pytest.mark.parametrize("floor", [2.0**-126, 4.0, None])
 def test_flax_itself_moves_so(flags, interval, floor):

@@ -735,7 +735,13 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.more] * ("window 16" in name))
+        for name in POLICIES
+    ],
+)
 def test_no_steady_run_is_called_spiking(name):
     rng, runs, steps = np.random.default_rng(11), 8, 1500
     shape = (len(UNCHANGING) * runs, steps)

@@ -101,6 +101,7 @@ def test_a_time_is_the_median_of_calls(monkeypatch):
     assert doctor._seconds(lambda: None, repeats=3) == 3.0
 
 
+@pytest.mark.more
 def test_doctor_in_json_has_the_same_findings():
     flags = "--xla_force_host_platform_device_count=2"
     done = run("--json", XLA_FLAGS=flags)

@@ -99,7 +99,25 @@ OURS = [name for name in SCALERS if "user" not in name]
 FLAGS = np.array([1, 1, 1, 0, 0, 1, 0, 0, 0, 1, 1, 1, 1, 1, 1], bool)
 
 
-@pytest.fixture(params=SCALERS)
+def structure(name):
+    return jax.tree.structure(SCALERS[name]())
+
+
+# Presets that differ in numbers from one that is above them.
+ALIKE = [
+    name
+    for i, name in enumerate(SCALERS)
+    if name.startswith("presets")
+    and structure(name) in map(structure, list(SCALERS)[:i])
+]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=pytest.mark.more if name in ALIKE else ())
+        for name in SCALERS
+    ]
+)
 def scaler(request):
     return SCALERS[request.param]()
 

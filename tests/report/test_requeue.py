@@ -120,7 +120,7 @@ def played(fates, step, **options):
 @pytest.mark.parametrize("name", SCALES)
 def test_queue_is_the_loop_by_hand(name):
     rng = np.random.default_rng(0)
-    for _ in range(400):
+    for _ in range(120):
         fates = random_fates(rng)
         lag, retries, keep = (int(rng.integers(*x)) for x in ((0, 6), (1, 5), (0, 5)))
         tries, queue = played(fates, run_of(name), lag=lag, retries=retries, keep=keep)
@@ -139,7 +139,7 @@ def test_queue_is_the_loop_by_hand(name):
 def test_each_batch_is_used_once_or_is_bad_by_the_rule(name):
     """What the rule promises, said without the rule."""
     rng = np.random.default_rng(1)
-    for _ in range(200):
+    for _ in range(60):
         fates = random_fates(rng)
         lag, retries = int(rng.integers(0, 6)), int(rng.integers(1, 5))
         tries, queue = played(fates, run_of(name), lag=lag, retries=retries, keep=99)

@@ -158,8 +158,8 @@ QUIET = {
 @pytest.mark.parametrize(
     "how",
     [
-        # Without a jit it takes half a minute.
-        pytest.param(how, marks=pytest.mark.more if how == "shard_map" else ())
+        # Without a jit they take seconds.
+        pytest.param(how, marks=[pytest.mark.more] * how.startswith(("shard", "vmap")))
         for how in QUIET
     ],
 )

@@ -201,6 +201,7 @@ def test_the_right_one_of_several_optimizers_in_a_dict_is_not_guessed():
     assert reported(jls.loss_scaled(chosen, SCALER()), [GOOD]) == [None]
 
 
+@pytest.mark.more
 def test_closures_that_hold_themselves_end():
     inner, registry = optax.sgd(schedule), {}
 
