@@ -20,7 +20,8 @@ def test_faults_can_be_planted_once_and_are_code():
     for fault in FAULTS:
         text, _ = read(fault.file)
         assert text.count(fault.old) == 1, fault
-        assert text != (planted := text.replace(fault.old, fault.new)), fault
+        planted = text.replace(fault.old, fault.new)
+        assert planted != text, fault
         compile(planted, fault.file, "exec")
 
 
