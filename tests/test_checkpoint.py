@@ -1035,7 +1035,11 @@ def with_spikes(policy, *sizes, state=None):
 SIZES = [1.0, 1.1, 0.9, 1.0, 50.0, 60.0, 1.0, 2.0, 70.0]
 
 
-@pytest.mark.parametrize("at", [2, 5, 6, 9], ids=lambda at: f"after {at}")
+@pytest.mark.parametrize(
+    "at",
+    [pytest.param(at, marks=[pytest.mark.more] * (at > 5)) for at in (2, 5, 6, 9)],
+    ids=lambda at: f"after {at}",
+)
 def test_a_run_with_spikes_goes_on_in_its_warm_up_and_with_half_spent_tokens(
     at, tmp_path
 ):

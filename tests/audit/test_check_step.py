@@ -43,13 +43,20 @@ def test_right_step_is_not_called_broken(name):
     assert len(result.not_tried) <= 4
 
 
-@pytest.mark.parametrize("mistake", GRADIENTS)
+# Those that are found by reading are read in test_reading.py. Here one of each kind is
+# named by a whole call; with --all each.
+def one_of(names):
+    first, *others = names
+    return [first, *(pytest.param(x, marks=pytest.mark.more) for x in others)]
+
+
+@pytest.mark.parametrize("mistake", one_of(GRADIENTS))
 def test_mistake_in_the_gradients_is_named(mistake):
     gradients, code = GRADIENTS[mistake]
     assert check(*plain(gradients)).broken == (code,)
 
 
-@pytest.mark.parametrize("told", TOLD)
+@pytest.mark.parametrize("told", one_of(TOLD))
 def test_loss_that_the_optimizer_is_not_told_is_named(told):
     assert check(*plain(tell=TOLD[told])).broken == ("loss not passed",)
 
@@ -95,7 +102,7 @@ def test_value_read_at_the_host_is_named(read):
     assert check(reads, args).broken == ("host sync",)
 
 
-@pytest.mark.parametrize("every", [3, 5, 7, 10, 20])
+@pytest.mark.parametrize("every", one_of([3, 5, 7, 10, 20]))
 def test_value_read_now_and_then_is_no_sync(every):
     step, args = plain()
     calls = []
@@ -829,7 +836,7 @@ NARROW = {
 }
 
 
-@pytest.mark.parametrize("how", NARROW)
+@pytest.mark.parametrize("how", one_of(NARROW))
 def test_gradients_that_become_float16_are_named(how):
     cast, is_mistake = NARROW[how]
     result = check(*plain(partial(narrowed, cast)))

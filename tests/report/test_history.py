@@ -505,6 +505,7 @@ def test_plot_of_a_loss_that_is_not_all_positive_has_a_linear_axis():
     assert stacked(loss=[1.0, math.nan, 2.0]).plot().axes[0].get_yscale() == "log"
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("loss", [1.0, 0.0, -1.0, math.nan, math.inf])
 @pytest.mark.parametrize("skipped", [True, False])
 def test_plot_of_a_single_step(loss, skipped):
