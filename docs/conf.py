@@ -21,6 +21,7 @@ from sphinx.addnodes import pending_xref
 from sphinx.transforms import SphinxTransform
 
 import jls
+from jls import _gone
 from jls._audit import codes
 from jls._scalers import rule
 from jls._text import format_number
@@ -205,6 +206,8 @@ class LinkNames(SphinxTransform):
     def apply(self, **kwargs):
         for node in list(self.document.findall(nodes.literal)):
             name = re.match(r"jls(\.[a-zA-Z]\w*)+(?=\(|$)", node.astext())
+            if name and name[0] in _gone.WRITE:  # for the changelog
+                continue
             if name and not isinstance(node.parent, nodes.reference | pending_xref):
                 link = pending_xref(
                     refdomain="py",

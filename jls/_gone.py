@@ -13,7 +13,7 @@ _NONFINITE = (
     "jls.health(opt_state, params) names the leaves, jls.why(step, ...) the line that "
     "made them"
 )
-_WRITE = {
+WRITE = {
     "jls.adaptive": "use jls.presets.mindformers_adaptive",
     "jls.cautious": _SCALER,
     "jls.recent_max": _SCALER,
@@ -35,14 +35,14 @@ _WRITE = {
 
 def attribute_error(module: str, name: str) -> AttributeError:
     """The error for a name that `module` does not have."""
-    if f"{module}.{name}" in _WRITE:
+    if f"{module}.{name}" in WRITE:
         return _error(f"{module}.{name}")
     message = f"module {module!r} has no attribute {name!r}"
     return AttributeError(message, name=name, obj=sys.modules[module])
 
 
 def _error(name: str) -> AttributeError:
-    return AttributeError(f"{name} is gone since 0.4.0: {_WRITE[name]}.")
+    return AttributeError(f"{name} is gone since 0.4.0: {WRITE[name]}.")
 
 
 class Gone:
