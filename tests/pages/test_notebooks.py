@@ -38,7 +38,7 @@ from nbclient import NotebookClient
 
 path, folder = sys.argv[1:]
 notebook = nbformat.read(path, as_version=4)
-NotebookClient(notebook, timeout=90, resources={"metadata": {"path": folder}}).execute()
+NotebookClient(notebook, timeout=600, resources={"metadata": {"path": folder}}).execute()
 nbformat.write(notebook, path)
 """
 
