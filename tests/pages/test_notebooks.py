@@ -38,7 +38,8 @@ from nbclient import NotebookClient
 
 path, folder = sys.argv[1:]
 notebook = nbformat.read(path, as_version=4)
-NotebookClient(notebook, timeout=600, resources={"metadata": {"path": folder}}).execute()
+resources = {"metadata": {"path": folder}}
+NotebookClient(notebook, timeout=600, resources=resources).execute()
 nbformat.write(notebook, path)
 """
 
