@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import optax
 import pytest
@@ -53,12 +54,23 @@ def _set_xla_flags(config):
     missing = [flag for flag in flags if flag not in os.environ.get("XLA_FLAGS", "")]
     if not missing:
         return
+    if QUICK in missing and not _knows_quick(config):
+        missing.remove(QUICK)
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *missing])
-    # A flag that a version of XLA does not know ends the process.
-    probe = [sys.executable, "-c", "import jax; jax.devices('cpu')"]
-    done = subprocess.run(probe, capture_output=True)
-    if done.returncode != 0:
-        os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(QUICK, "")
+
+
+def _knows_quick(config):
+    """A flag that a version of XLA does not know ends the process: asked once."""
+    cache, key = getattr(config, "cache", None), f"jls/quick-{jaxlib.__version__}"
+    knows = cache and cache.get(key, None)
+    if knows is None:
+        probe = [sys.executable, "-c", "import jax; jax.devices('cpu')"]
+        env = os.environ | {"XLA_FLAGS": QUICK}
+        done = subprocess.run(probe, capture_output=True, env=env)
+        knows = done.returncode == 0
+        if cache:
+            cache.set(key, knows)
+    return knows
 
 
 def pytest_configure(config):

@@ -94,7 +94,7 @@ def pytest_collection_modifyitems(config, items):
             for item in kept
             if hasattr(item, "callspec") and any(map(item.path.is_relative_to, apart))
         ]
-        dropped = {x for i, x in enumerate(cases) if i % of != number % of}
+        dropped = {*cases} - {*cases[number - 1 :: of]}
         kept = [item for item in kept if item not in dropped]
     config.hook.pytest_deselected(items=[x for x in items if x not in set(kept)])
     items[:] = kept

@@ -111,23 +111,23 @@ def test_scale_of_1_that_moves_is_not_switched_off():
     assert broken(step, (params, opt_state, batch)) == {"not scaled"}
 
 
-def trained_by(change):
-    """A step whose updates are changed by (updates, old state, new state)."""
+def step_with(change=lambda updates, old, new: updates, choose=lambda old, new: new):
+    """A step that changes its updates, and returns a state chosen from (old, new)."""
     optimizer = wrap(optax.sgd(0.1))
 
     @jax.jit
     def step(params, opt_state, batch):
         loss, grads = jls.value_and_grad(plain_loss)(opt_state, params, batch)
         updates, new = optimizer.update(grads, opt_state, params, value=loss)
-        updates = change(updates, opt_state, new)
-        return optax.apply_updates(params, updates), new, loss
+        params = optax.apply_updates(params, change(updates, opt_state, new))
+        return params, choose(opt_state, new), loss
 
     params = plain_params()
     return step, (params, optimizer.init(params), BATCH)
 
 
 def test_updates_that_are_scaled_leak():
-    step = trained_by(lambda updates, old, new: jls.scale(old, updates))
+    step = step_with(change=lambda updates, old, new: jls.scale(old, updates))
     assert broken(*step) == {"scale leaks"}
 
 
@@ -141,32 +141,18 @@ def test_scale_after_the_update_is_another():
 
         return change
 
-    assert broken(*trained_by(by(0, 1))) == {"scale leaks"}
-    assert broken(*trained_by(by(0, 0))) == broken(*trained_by(by(1, 1))) == set()
+    assert broken(*step_with(by(0, 1))) == {"scale leaks"}
+    assert broken(*step_with(by(0, 0))) == broken(*step_with(by(1, 1))) == set()
 
 
 # A scaler that is never told.
-
-
-def returned(choose):
-    """A step that returns a state chosen from (old, new)."""
-    optimizer = wrap(optax.sgd(0.1))
-
-    @jax.jit
-    def step(params, opt_state, batch):
-        loss, grads = jls.value_and_grad(plain_loss)(opt_state, params, batch)
-        updates, new = optimizer.update(grads, opt_state, params, value=loss)
-        return optax.apply_updates(params, updates), choose(opt_state, new), loss
-
-    params = plain_params()
-    return step, (params, optimizer.init(params), BATCH)
 
 
 def test_state_that_a_skip_undoes_is_stuck():
     def choose(old, new):
         return jls.select(new.applied, new, old)
 
-    _, findings, _ = read(*returned(choose))
+    _, findings, _ = read(*step_with(choose=choose))
     assert "an overflow is one for ever" in findings.of("broken")["scale stuck"].text
 
 
@@ -174,8 +160,8 @@ def test_scaler_that_is_put_back_is_stuck():
     def choose(old, new):
         return new._replace(scaler_state=old.scaler_state)
 
-    assert broken(*returned(choose)) == {"scale stuck"}
-    assert broken(*returned(lambda old, new: new)) == set()
+    assert broken(*step_with(choose=choose)) == {"scale stuck"}
+    assert broken(*step_with()) == set()
 
 
 # Gradients that may lose an inf.
