@@ -221,22 +221,6 @@ NOT_TRANSFORMATIONS = {
 }
 
 
-@functools.cache
-def compiler_options():
-    """For a quick compilation, of which there are hundreds; not every jax has each."""
-    accepted = {}
-    for option in (
-        {"xla_backend_optimization_level": 0},
-        {"xla_cpu_use_fusion_emitters": False},
-    ):
-        try:
-            jax.jit(jnp.negative, compiler_options=option)(1.0)
-        except jax.errors.JaxRuntimeError:
-            continue
-        accepted |= option
-    return accepted
-
-
 def exported(table):
     """Those of `table` that the installed optax has."""
     return [name for name in table if name in {*dir(optax), *dir(contrib)}]
@@ -343,7 +327,7 @@ def run_jitted(name, dtype):
     """The history of a run of one jitted step, and whether its optimizer is blind."""
     traces = []
     optimizer, step = make_step(name, traces)
-    step = jax.jit(step, compiler_options=compiler_options())
+    step = jax.jit(step)
     params = initial_params(name, dtype)
     carry = params, optimizer.init(params)
     before = signature(carry)
@@ -391,7 +375,7 @@ def assert_skips_whole_steps(name, dtype):
 def assert_steps_like_the_optimizer_alone(name):
     alone = optax.with_extra_args_support(make(name))
 
-    @functools.partial(jax.jit, compiler_options=compiler_options())
+    @jax.jit
     def step(params, state):
         value, grads = jax.value_and_grad(loss_fn)(params)
         extra = extra_arguments(name, value, grads)
@@ -423,7 +407,7 @@ def assert_members_skip_on_their_own(name, dtype):
     ]
     poisons = jax.tree.map(lambda *p: np.stack(p), *rows)
 
-    @functools.partial(jax.jit, compiler_options=compiler_options())
+    @jax.jit
     def run(params, poisons):
         carry = params, jax.vmap(optimizer.init)(params)
         return carry, *jax.lax.scan(jax.vmap(step), carry, poisons)

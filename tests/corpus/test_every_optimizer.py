@@ -13,7 +13,6 @@ from optimizers import (
     assert_members_skip_on_their_own,
     assert_skips_whole_steps,
     assert_steps_like_the_optimizer_alone,
-    compiler_options,
     exported,
     extra_arguments,
     initial_params,
@@ -81,7 +80,7 @@ def test_a_skipped_step_of_an_exported_optimizer_ends(name):
     extra = extra_arguments(name, value, params)
     optimizer = jls.loss_scaled(as_exported(name, params, extra), jls.dynamic(8.0))
     state = optimizer.init(params)
-    update = jax.jit(optimizer.update, compiler_options=compiler_options())
+    update = jax.jit(optimizer.update)
     good = jax.tree.map(lambda p: 0.5 * p, params)
     for letter in "NF":
         grads = jax.tree.map(jnp.add, good, poison(params, letter))
