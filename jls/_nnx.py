@@ -114,16 +114,17 @@ def update_objects(model: Any, objects: Any, trained: Any, others: Any) -> None:
     nnx().update((model, objects), nnx().State({0: trained}), others)
 
 
-def untrained_variables(optimizer: Any, model: Any, objects: Any) -> list[Any]:
-    """The variables that a model and `objects` hold, but for those it trains."""
-    is_wanted = nnx().filterlib.to_predicate(optimizer.wrt)
-    found = [
-        variable
-        for path, variable in nnx().iter_graph(model)
-        if is_variable(variable) and not is_wanted(path, variable)
-    ]
-    found += [x for _, x in nnx().iter_graph(objects) if is_variable(x)]
+def variables_in(*trees: Any) -> list[Any]:
+    """The variables in NNX objects, or in what an optimizer keeps; each once."""
+    found = [x for _, x in nnx().iter_graph(trees) if is_variable(x)]
     return list({id(variable): variable for variable in found}.values())
+
+
+def trained_variables(optimizer: Any, model: Any) -> list[Any]:
+    """The variables of `model` that `optimizer` trains."""
+    is_wanted = nnx().filterlib.to_predicate(optimizer.wrt)
+    graph = nnx().iter_graph(model)
+    return [x for path, x in graph if is_variable(x) and is_wanted(path, x)]
 
 
 def nnx() -> Any:

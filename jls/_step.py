@@ -20,13 +20,13 @@ all gradients, as a clip by the global norm does, they are finite if that sum is
 would turn gradients of a norm over 1.8e19 into zeros.
 """
 
+import contextlib
 import contextvars
 import dataclasses
-import enum
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -74,6 +74,7 @@ from jls._tree import (
     is_array,
     is_extended,
     is_inexact,
+    is_key,
     is_narrow,
     leaves_at_floats,
     map_remainder,
@@ -121,7 +122,7 @@ class WrapperUpdate:
 
     @functools.cached_property
     def sums_of_squares(self) -> dict[Any, SumOfSquares | None]:
-        """Those of the inner optimizer, by all that it may depend on but numbers.
+        """Those of the inner optimizer, by all that it may depend on but arrays.
 
         For eager steps: a step that is traced looks at its own program.
         """
@@ -140,7 +141,10 @@ class WrapperUpdate:
             outcome = _attempt(
                 self, step, state, params, lambda updates: updates, step.no_updates
             )
-            return outcome.result, outcome.state
+        noted = _NOTED.get()
+        if noted is not None:
+            noted.append(Update(params, outcome.state))
+        return outcome.result, outcome.state
 
     def apply(
         self,
@@ -172,6 +176,29 @@ class Applied(NamedTuple):
     state: Any
     global_norm: Array  # f32[]  of the gradients
     updates: Any  # -0.0 if it was skipped; None unless they are kept
+
+
+class Update(NamedTuple):
+    """A call of a wrapper's update."""
+
+    params: Any
+    state: LossScaledState  # the new one
+
+
+# The updates since `updates_noted` began; None outside of it.
+_NOTED: contextvars.ContextVar[list[Update] | None]
+_NOTED = contextvars.ContextVar("_NOTED", default=None)
+
+
+@contextlib.contextmanager
+def updates_noted() -> Iterator[list[Update]]:
+    """Yields the list of the updates that are called, or traced, in the block."""
+    noted: list[Update] = []
+    token = _NOTED.set(noted)
+    try:
+        yield noted
+    finally:
+        _NOTED.reset(token)
 
 
 class FoundWrapper(NamedTuple):
@@ -474,15 +501,20 @@ def _found_once(
     except TypeError:  # not hashable
         return find()
     if is_new:
+        if len(known) >= _KNOWN_AT_MOST:  # such as a new number in each step
+            known.pop(next(iter(known)))
         known[key] = find()
     return known[key]
 
 
+_KNOWN_AT_MOST = 16
+
+
 def _kind(leaf: Any) -> Any:
-    """The value of a switch; the type of anything else, whose value may change."""
-    if isinstance(leaf, jax.Array | np.ndarray | np.generic):
+    """The type of an array, and the value of anything that a program may branch on."""
+    if isinstance(leaf, jax.Array | np.ndarray):
         return jax.typeof(leaf)
-    return leaf if isinstance(leaf, bool | str | enum.Enum) else type(leaf)
+    return type(leaf), leaf
 
 
 def _observe(
@@ -646,9 +678,7 @@ def _clone_keys(tree: Any) -> Any:
     """
 
     def clone(leaf):
-        dtype = getattr(leaf, "dtype", None)
-        is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-        return jax.random.clone(leaf) if is_key else leaf
+        return jax.random.clone(leaf) if is_key(leaf) else leaf
 
     return jax.tree.map(clone, tree)
 

@@ -47,6 +47,12 @@ def is_extended(leaf: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.extended)
 
 
+def is_key(leaf: Any) -> bool:
+    """Whether `leaf` is a typed PRNG key, or an array of them."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 # Dtypes.
 
 

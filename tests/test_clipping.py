@@ -493,12 +493,13 @@ def test_eager_steps_look_again_where_a_static_argument_changes_the_program():
         CLIPPED = 1
 
     def update(grads, state, params=None, *, clips=True, **extra):
-        clips = clips is True or clips is Mode.CLIPPED
+        clips = clips in (True, Mode.CLIPPED, max)
         return BY_NORM.update(grads, state) if clips else (grads, state)
 
     inner = optax.GradientTransformationExtraArgs(BY_NORM.init, update)
     grads = TREES["one leaf"][0]
-    for off, on in ((False, True), (Mode.PLAIN, Mode.CLIPPED)):
+    switches = (False, True), (0.0, 1.0), (Mode.PLAIN, Mode.CLIPPED), (min, max)
+    for off, on in switches:
         for order in ([off, on, off], [on, off, on]):
             optimizer = jls.loss_scaled(inner)
             for clips in order:
@@ -517,7 +518,7 @@ def test_eager_steps_look_again_for_gradients_of_another_shape():
 
 
 @pytest.mark.standard_promotion
-def test_eager_steps_are_traced_once_whatever_numbers_and_functions_they_are_given():
+def test_eager_steps_are_traced_once_for_the_same_numbers_and_functions():
     traces = []
 
     def update(grads, state, params=None, *, step, value_fn, **extra):
@@ -528,12 +529,15 @@ def test_eager_steps_are_traced_once_whatever_numbers_and_functions_they_are_giv
     inner = optax.GradientTransformationExtraArgs(BY_NORM.init, update)
     optimizer = jls.loss_scaled(inner)
     state = optimizer.init(TWO)
-    for i in range(4):
-        given = {"step": i, "value_fn": lambda x, i=i: i, "value": 0.5 * i}
+    for _ in range(4):
+        given = {"step": 7, "value_fn": jnp.sum, "value": jnp.float32(0.5)}
         _, state = optimizer.update(TWO, state, TWO, **given)
+    assert traces == [7]
+    for step in range(40):
+        _, state = optimizer.update(TWO, state, TWO, **given | {"step": step})
     assert state.applied
-    assert len(traces) == 1
-    assert len(optimizer.update.sums_of_squares) == 1
+    assert traces == [7, *range(7), *range(8, 40)]
+    assert len(optimizer.update.sums_of_squares) == 16
 
 
 @pytest.mark.standard_promotion

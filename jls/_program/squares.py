@@ -4,6 +4,7 @@
     square, sum     of each input: `jnp.sum(x**2)`, `jnp.sum((x.conj() * x).real)`, or
                     `jnp.sum(x.real**2 + x.imag**2)`
     add             of those sums, until all inputs are in
+    psum            of that over devices, if the program goes on with it
 
 What is computed otherwise, such as a norm over some of the inputs or over rows of them,
 is not found.
@@ -48,6 +49,7 @@ def find_sum_of_squares(jaxpr: Any, inputs: Sequence[Any]) -> SumOfSquares | Non
     Only the equations of `jaxpr` itself are read, not those of the programs it calls.
     """
     known: dict[Any, Any] = {}
+    total = None
     for number, variable in enumerate(inputs):
         known[variable] = _Term(1, number, _parts_of(variable))
     sum_of: dict[int, Any] = {}
@@ -62,9 +64,10 @@ def find_sum_of_squares(jaxpr: Any, inputs: Sequence[Any]) -> SumOfSquares | Non
             if len(result.numbers) == 1:
                 (number,) = result.numbers
                 sum_of.setdefault(number, variable)
-            if len(result.numbers) == len(inputs):
-                return _slice(jaxpr, inputs, sum_of, variable)
-    return None
+            is_total = len(result.numbers) == len(inputs)
+            if is_total and (total is None or _is_over_devices(equation)):
+                total = variable
+    return None if total is None else _slice(jaxpr, inputs, sum_of, total)
 
 
 def _parts_of(variable: Any) -> frozenset[str]:
@@ -85,6 +88,8 @@ def _apply(equation: Any, operands: list[Any], inputs: Sequence[Any]) -> Any:
         return _add(*operands)
     if name in ("copy", "pcast", "pvary") or _widens(equation):
         return first
+    if _is_over_devices(equation):
+        return first if isinstance(first, _Sum) and len(operands) == 1 else None
     if first == _ZERO:
         return _ZERO if name in ("broadcast_in_dim", "square") else None
     if not isinstance(first, _Term):
@@ -105,6 +110,12 @@ def _apply(equation: Any, operands: list[Any], inputs: Sequence[Any]) -> Any:
     elif name == "mul":
         return _multiply(*operands)
     return None
+
+
+def _is_over_devices(equation: Any) -> bool:
+    """Whether it sums over all devices of an axis of `shard_map` or `pmap`."""
+    is_sum = equation.primitive.name in ("psum", "psum2", "psum_invariant")
+    return is_sum and equation.params.get("axis_index_groups") is None
 
 
 def _widens(equation: Any) -> bool:

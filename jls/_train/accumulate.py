@@ -9,6 +9,7 @@ All devices leave out the same ones, as they skip the same steps.
 
 The gradients are true ones in at least float32, so a scale that changes between two
 steps does no harm. A micro-batch is left out by a select, since 0 times NaN is NaN.
+Each micro-batch gets keys of its own, so that no two drop the same units.
 """
 
 from collections.abc import Callable
@@ -19,12 +20,18 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jls._devices import AxisName, agree
+from jls._mistakes import warn
 from jls._reduce import all_finite
 from jls._text import join, path_name
-from jls._tree import select, wide_dtype, widen
+from jls._tree import is_array, is_key, select, wide_dtype, widen
 
 Accumulation = Literal["mean", "sum"]
 Drop = Literal["step", "micro_batch"]
+
+
+class MicroBatch(NamedTuple):
+    number: Array | None  # i32[]; None if the batch is not split
+    batch: Any
 
 
 class Accumulated(NamedTuple):
@@ -52,7 +59,7 @@ def accumulate(
     `grad_fn` returns `((loss, (carried, aux)), grads)`, with gradients like `params`.
     """
     if micro_batches == 1:
-        (loss, (carried, aux)), grads = grad_fn(carried, batch)
+        (loss, (carried, aux)), grads = grad_fn(carried, MicroBatch(None, batch))
         false, zero = jnp.zeros((), jnp.bool_), jnp.zeros((), jnp.int32)
         return Accumulated(widen(loss), grads, carried, aux, false, zero)
 
@@ -70,8 +77,10 @@ def accumulate(
         return (carried, total), (widen(loss), finite, counts, aux)
 
     zeros = jax.tree.map(_zeros, params)
+    numbers = jnp.arange(micro_batches)
+    parts = MicroBatch(numbers, _split(batch, micro_batches))
     (carried, grads), (losses, finite, counts, aux) = lax.scan(
-        body, (carried, zeros), _split(batch, micro_batches)
+        body, (carried, zeros), parts
     )
     losses = jnp.where(finite, losses, 0)
 
@@ -89,6 +98,37 @@ def accumulate(
         partial_overflow=jnp.any(finite & ~counts),
         dropped=jnp.sum(~counts, dtype=jnp.int32),
     )
+
+
+def keys_for(number: Array | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`kwargs`, with the number of the micro-batch folded into each PRNG key.
+
+    A raw key cannot be told from numbers, so it stays, with a warning.
+    """
+    if number is None:
+        return kwargs
+
+    def of_micro_batch(path, leaf):
+        if is_key(leaf):
+            keys = leaf.reshape(-1)
+            folded = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
+            return folded.reshape(leaf.shape)
+        name = path_name(path)
+        if _is_raw_key(leaf) and any(word in name.lower() for word in ("key", "rng")):
+            warn(
+                f"{name} is a raw PRNG key, uint32{list(leaf.shape)}: each micro-batch "
+                "gets the same one, and drops the same units. Pass a typed key, "
+                "jax.random.key(seed) or jax.random.wrap_key_data(key), into which the "
+                "step folds the number of the micro-batch."
+            )
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(of_micro_batch, kwargs)
+
+
+def _is_raw_key(leaf: Any) -> bool:
+    is_uint32 = is_array(leaf) and jnp.result_type(leaf) == jnp.uint32
+    return is_uint32 and jnp.shape(leaf)[-1:] in ((2,), (4,))
 
 
 def _zeros(param: Any) -> Array:

@@ -2,15 +2,18 @@
 """Roll back what a Flax NNX step that is written by hand changes in place."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jls._nnx import is_optimizer, objects_in, untrained_variables
-from jls._state import wrapper_state_in
+from jls._nnx import is_optimizer, objects_in, trained_variables, variables_in
+from jls._state import find, is_wrapper_state, wrapper_state_in
+from jls._step import Update, updates_noted
 from jls._text import describe
 from jls._tree import select
+from jls._types import LossScaledState
 
 
 @contextlib.contextmanager
@@ -18,18 +21,21 @@ def atomic(optimizer: Any, model: Any, *objects: Any) -> Iterator[None]:
     """Around a Flax NNX step written by hand: a skipped step leaves all as it was.
 
     The forward pass changes batch statistics and RNG counters in place, before anyone
-    knows whether the step is skipped. On leaving the block, if `optimizer.update`
-    skipped the step, `atomic` puts them back, bit for bit. The parameters and the
-    optimizer's state are those of the step before anyway. `jls.train_step` needs none
-    of this.
+    knows whether the step is skipped. On leaving the block, if an `update` in it
+    skipped its step, `atomic` puts all variables back as they were before the block,
+    bit for bit: also parameters and moments that another update in the block has moved,
+    as a GAN has it, or parameters that were changed by hand. So it does if the block
+    raises. The counters of jls and the loss scale stay, and so does
+    `nnx.Optimizer.step`, which counts calls. `jls.train_step` needs none of this.
 
     Args:
       optimizer: the `nnx.Optimizer`, made with `jls.loss_scaled` or
         `jls.skip_nonfinite`. Its `update` is called in the block, with `value=loss`.
-      model: the `nnx.Module` that it trains. Every variable that the optimizer does not
-        update is rolled back.
+      model: the `nnx.Module` that it trains.
       *objects: further NNX objects whose variables are rolled back: an `nnx.Rngs`, a
-        metric. What the block adds to them, such as sown values, stays.
+        metric, the model and the `nnx.Optimizer` of another loss. If one of them skips,
+        the step of each is rolled back. What the block adds to them, such as sown
+        values, stays.
 
     Returns:
       A context manager.
@@ -68,17 +74,72 @@ def atomic(optimizer: Any, model: Any, *objects: Any) -> Iterator[None]:
     for name, given in (("model", model), *(("objects", x) for x in objects)):
         if not objects_in(given):
             raise TypeError(f"{name} must be of Flax NNX, got {describe(given)}.")
-    steps = wrapper_state_in(optimizer).steps  # or an error, before anything changes
-    variables = untrained_variables(optimizer, model, objects)
-    before = [variable.get_value() for variable in variables]
-    yield
-    state = wrapper_state_in(optimizer)
-    if state.steps is steps:
+    wrapper_state_in(optimizer)  # or an error, before anything changes
+    optimizers = [optimizer, *filter(is_optimizer, objects_in(objects))]
+    wrappers = [node for one in optimizers for node in _wrapper_states(one)]
+    of_jls = [getattr(node, name) for node in wrappers for name in _KEPT]
+    kept = variables_in(of_jls, [one.step for one in optimizers])
+    changed = _without(variables_in(optimizers, model, objects), kept)
+    before = {id(variable): variable.get_value() for variable in changed}
+    skips = [node.skips.get_value() for node in wrappers]
+    steps = wrappers[0].steps.get_value()
+    try:
+        with updates_noted() as updates:
+            yield
+        _check_updated(wrappers[0], steps)
+    except BaseException:
+        for variable in changed:
+            variable.set_value(before[id(variable)])
+        raise
+    if _is_one_update(wrappers[0], updates, before.values()):
+        trained = trained_variables(optimizer, model)
+        changed = _without(changed, [*trained, *variables_in(optimizer)])
+    new_skips = [node.skips.get_value() for node in wrappers]
+    pairs = zip(new_skips, skips, strict=True)
+    is_applied = jnp.all(jnp.stack([new == old for new, old in pairs]))
+    for variable in changed:
+        new, old = variable.get_value(), before[id(variable)]
+        if jax.tree.structure(new) == jax.tree.structure(old):  # else it was added to
+            variable.set_value(select(is_applied, new, old))
+    for node in wrappers:
+        node.applied.set_value(node.applied.get_value() & is_applied)
+
+
+# The fields that count and scale, which a step that is rolled back moves all the same.
+_KEPT = [
+    name
+    for name in LossScaledState._fields
+    if name not in ("inner_state", "spike_state")
+]
+
+
+def _wrapper_states(optimizer: Any) -> list[LossScaledState]:
+    return [node for _, node in find(optimizer.opt_state, is_wrapper_state)]
+
+
+def _without(variables: list[Any], others: list[Any]) -> list[Any]:
+    left_out = set(map(id, others))
+    return [variable for variable in variables if id(variable) not in left_out]
+
+
+def _check_updated(wrapper: LossScaledState, old_steps: Any) -> None:
+    if wrapper.steps.get_value() is old_steps:
         raise ValueError(
             "optimizer.update must be called in the block of jls.atomic, which then "
             "knows whether the step was skipped. Write the call inside."
         )
-    for variable, old in zip(variables, before, strict=True):
-        new = variable.get_value()
-        if jax.tree.structure(new) == jax.tree.structure(old):  # else it was added to
-            variable.set_value(select(state.applied, new, old))
+
+
+def _is_one_update(
+    wrapper: LossScaledState, updates: list[Update], before: Iterable[Any]
+) -> bool:
+    """Whether the block has updated once, from the parameters that it began with.
+
+    Then the wrapper has rolled back what the optimizer updates, and a second select
+    would cost a copy of it. An update in a loop is not known by its state.
+    """
+    if len(updates) != 1:
+        return False
+    ((params, state),) = updates
+    is_direct = wrapper.steps.get_value() is state.steps
+    return is_direct and set(map(id, jax.tree.leaves(params))) <= set(map(id, before))

@@ -21,8 +21,14 @@ class LinenAdapter:
     """Carries every pytree field of the state but those that a step makes anew."""
 
     def __init__(
-        self, loss_fn: Callable[..., Any], carries: bool, has_aux: bool, state: Any
+        self,
+        loss_fn: Callable[..., Any],
+        carries: bool,
+        has_aux: bool,
+        state: Any,
+        kwargs: dict[str, Any],
     ):
+        self.kwargs = kwargs
         self._loss_fn, self._carries, self._has_aux = loss_fn, carries, has_aux
         self._names = names = names_in(state)
         self.model, self.optimizer = state, getattr(state, names.tx)
@@ -43,13 +49,12 @@ class LinenAdapter:
         return Parts(trainable(params), overwritten, opt_state, carried)
 
     def call(
-        self, params: Any, overwritten: Any, carried: Any, batch: Any
+        self, params: Any, overwritten: Any, carried: Any, batch: Any, **kwargs: Any
     ) -> LossOutput:
         params = {self._names.params: self._join(params, overwritten)}
         state = self._replace(params | carried)
-        output = unpack(
-            self._loss_fn(state, batch), self._carries, self._has_aux, carried
-        )
+        result = self._loss_fn(state, batch, **kwargs)
+        output = unpack(result, self._carries, self._has_aux, carried)
         _check_fields(output.carried, carried)
         _warn_of_fields_in_aux(output.aux, carried)
         fields = carried | dict(output.carried)

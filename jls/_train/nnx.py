@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapter for Flax NNX: a model and its `nnx.Optimizer`, changed in place."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -53,8 +52,8 @@ class NnxAdapter:
                 "it back."
             )
         self._objects = {name: x for name, x in kwargs.items() if objects_in(x)}
-        others = {name: x for name, x in kwargs.items() if name not in self._objects}
-        self._loss_fn, self._has_aux = functools.partial(loss_fn, **others), has_aux
+        self.kwargs = {n: x for n, x in kwargs.items() if n not in self._objects}
+        self._loss_fn, self._has_aux = loss_fn, has_aux
         self._graph, *self._state = self._split(self.model, self._objects)
         self.optimizer = self._optimizer.tx
 
@@ -66,10 +65,10 @@ class NnxAdapter:
         return Parts(params, None, read_variables(self._optimizer.opt_state), carried)
 
     def call(
-        self, params: Any, overwritten: Any, carried: Any, batch: Any
+        self, params: Any, overwritten: Any, carried: Any, batch: Any, **kwargs: Any
     ) -> LossOutput:
         model, objects = merge_objects(self._graph, params, carried)
-        result = self._loss_fn(model, batch, **objects)
+        result = self._loss_fn(model, batch, **objects, **kwargs)
         output = unpack(result, False, self._has_aux, None)
         after = read_variables(self._split(model, objects)[2])
         _check_structure(after, carried)

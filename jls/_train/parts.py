@@ -36,10 +36,15 @@ class Adapter(Protocol):
         """First argument of the user's functions: parameters, a state, a model."""
         ...
 
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The keyword arguments of the user's loss function that are pytrees."""
+        ...
+
     def split(self) -> Parts: ...
 
     def call(
-        self, params: Any, overwritten: Any, carried: Any, batch: Any
+        self, params: Any, overwritten: Any, carried: Any, batch: Any, **kwargs: Any
     ) -> LossOutput:
         """Calls the user's loss function on `batch`."""
         ...

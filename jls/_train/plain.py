@@ -26,7 +26,9 @@ class PlainAdapter:
         carries: bool,
         has_aux: bool,
         state: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ):
+        self.kwargs = kwargs
         self._loss_fn, self._carries, self._has_aux = loss_fn, carries, has_aux
         self._params, self._opt_state, *self._carried = state
         self.model, self.optimizer = self._params, optimizer
@@ -39,15 +41,15 @@ class PlainAdapter:
         return Parts(params, None, self._opt_state, carried)
 
     def call(
-        self, params: Any, overwritten: Any, carried: Any, batch: Any
+        self, params: Any, overwritten: Any, carried: Any, batch: Any, **kwargs: Any
     ) -> LossOutput:
         model = restore(params, self._params)
         if not self._carries:
-            result = self._loss_fn(model, batch)
+            result = self._loss_fn(model, batch, **kwargs)
             return unpack(result, False, self._has_aux, None)
         # A copy of the tree, since `equinox.nn.State` can be read only once.
         copy = jax.tree.map(lambda leaf: leaf, carried)
-        result = self._loss_fn(model, copy, batch)
+        result = self._loss_fn(model, copy, batch, **kwargs)
         output = unpack(result, True, self._has_aux, None)
         after = cast_like("what loss_fn carries", output.carried, carried)
         return output._replace(carried=after)

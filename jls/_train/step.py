@@ -37,7 +37,13 @@ from jls._scale import value_and_grad
 from jls._state import find_scaler_states
 from jls._step import find_wrappers
 from jls._text import describe
-from jls._train.accumulate import Accumulated, Accumulation, Drop, accumulate
+from jls._train.accumulate import (
+    Accumulated,
+    Accumulation,
+    Drop,
+    accumulate,
+    keys_for,
+)
 from jls._train.apply import (
     Rates,
     apply_and_report,
@@ -194,11 +200,12 @@ def train_step(
       report = step(model, optimizer, batch)
 
     `loss_fn` takes `(params, batch)`, `(params, carried, batch)`, `(state, batch)` or
-    `(model, batch)`, and the step's keyword arguments (`rng=`, `step=`) as they are.
-    NNX objects among these, such as `rngs=nnx.Rngs(0)` or a metric, are changed in
-    place, and rolled back as the model is. A `TrainState` may be a dataclass of your
-    own: without `step`, with `global_step`, or with other names than `tx`, `params` and
-    `opt_state` where only one field can be meant.
+    `(model, batch)`, and the step's keyword arguments (`rng=`, `step=`) as they are,
+    apart from keys with `micro_batches`. NNX objects among these, such as
+    `rngs=nnx.Rngs(0)` or a metric, are changed in place, and rolled back as the model
+    is. A `TrainState` may be a dataclass of your own: without `step`, with
+    `global_step`, or with other names than `tx`, `params` and `opt_state` where only
+    one field can be meant.
 
     The step is a pure function, except for NNX: there it changes model and optimizer in
     place. Jit it with `jax.jit`, NNX with `nnx.jit`, an Equinox model with
@@ -238,7 +245,9 @@ def train_step(
         was given, as in `optax.adamw(schedule)`; a constant is not found.
       micro_batches: >= 1, splits the batch along its leading axis and accumulates the
         gradients in float32, one micro-batch after the other: with k micro-batches,
-        example i goes into number i mod k.
+        example i goes into number i mod k. If it is over 1, `jax.random.fold_in` puts
+        that number into each typed PRNG key among the keyword arguments; keys in the
+        batch are split as all of it is.
       accumulation: "mean" or "sum" of the losses and gradients of the micro-batches.
       drop: what a non-finite micro-batch costs: "step", the whole step is skipped; or
         "micro_batch", only that one is left out. The mean is then over the others, the
@@ -283,7 +292,8 @@ def train_step(
 
     Warns:
       JlsWarning: at the second call that runs operation by operation, with 2**16
-        parameters or more; not under `jax.disable_jit`.
+        parameters or more; not under `jax.disable_jit`. With several micro-batches, if
+        a keyword argument seems to be a raw PRNG key, which all of them would share.
 
     Example:
       >>> optimizer = jls.loss_scaled(optax.sgd(0.5), jls.dynamic(1024.0))
@@ -360,8 +370,10 @@ def take_step(
     _refuse_lookahead(params)
     scaler_state = inner_wrapper_state(opt_state).scaler_state
 
-    def loss(params, overwritten, carried, batch):
-        output = adapter.call(params, overwritten, carried, batch)
+    def loss(params, overwritten, carried, micro_batch):
+        number, batch = micro_batch
+        kwargs = keys_for(number, adapter.kwargs)
+        output = adapter.call(params, overwritten, carried, batch, **kwargs)
         return output.loss, (output.carried, output.aux)
 
     transform = _differentiate
@@ -495,12 +507,11 @@ def _adapt(
     _check_order(optimizer, carries, args)
     if optimizer is None and is_nnx(args):
         return NnxAdapter(loss_fn, carries, has_aux, args, kwargs)
-    loss_fn = partial(loss_fn, **kwargs)
     is_flax = is_linen(args) or is_nnx(args)
     if optimizer is not None and not is_flax and len(args) == 3 + carries:
-        return PlainAdapter(loss_fn, optimizer, carries, has_aux, args[:-1])
+        return PlainAdapter(loss_fn, optimizer, carries, has_aux, args[:-1], kwargs)
     if optimizer is None and is_linen(args):
-        return LinenAdapter(loss_fn, carries, has_aux, args[0])
+        return LinenAdapter(loss_fn, carries, has_aux, args[0], kwargs)
     names = [type(x).__name__ for x in args]
     got = ", ".join(names) or "no positional argument"
     raise TypeError(f"{_form(optimizer, carries, is_flax)}; got {got}. {_BATCH}")

@@ -628,3 +628,35 @@ def test_a_spike_under_pmap_is_one_decision():
         grads = jnp.ones((8, 2)).at[5].mul(100.0 if wild else 1.0)
         _, state = step(grads, state, params)
         assert state.applied.tolist() == [not wild] * 8
+
+
+def clip_over_devices(axis_name):
+    """A clip by the global norm of parameters that are split over devices."""
+
+    def update(grads, state, params=None):
+        squares = sum(jnp.sum(x**2) for x in jax.tree.leaves(grads))
+        norm = jnp.sqrt(lax.psum(squares, axis_name))
+        return jax.tree.map(lambda x: x / jnp.maximum(norm, 1.0), grads), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+@checks
+@pytest.mark.parametrize(("size", "applied"), [(1e10, True), (1.5e19, False)])
+def test_a_norm_that_overflows_only_over_all_devices_skips(size, applied, check_vma):
+    """The square of each device's part is finite, their sum over devices is not."""
+    inner = optax.chain(clip_over_devices("d"), optax.sgd(1.0))
+    optimizer = jls.loss_scaled(inner, axis_name="d")
+    w = jnp.zeros(8)
+    state = optimizer.init(w)
+    specs = specs_of(state, P())
+
+    @jax.jit
+    @sharded(MESH, (P("d"), specs, P("d")), (P("d"), specs), check_vma)
+    def step(w, state, grads):
+        updates, state = optimizer.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    new, state = step(w, state, jnp.full(8, size, jnp.float32))
+    assert state.applied == applied
+    assert np.any(new != 0) == applied

@@ -41,6 +41,31 @@ def used_again(*leaves):
     return [x + y**2 for x, y in zip(clipped(*leaves), leaves, strict=True)]
 
 
+@pytest.mark.parametrize("is_logged", [False, True])
+def test_a_sum_over_devices_counts_as_the_sum(is_logged):
+    def clip(*leaves):
+        squares = sum(jnp.sum(x**2) for x in leaves)
+        total = jax.lax.psum(squares, "d")
+        divisor = squares if is_logged else total
+        return [x / jnp.sqrt(divisor) for x in leaves], total
+
+    jaxpr = jax.make_jaxpr(clip, axis_env=[("d", 2)])(A, B).jaxpr
+    found = find_sum_of_squares(jaxpr, jaxpr.invars)
+    (over_devices,) = (x for x in jaxpr.eqns if x.primitive.name.startswith("psum"))
+    assert found.total is over_devices.outvars[0]
+    assert len(found.jaxpr.outvars) == 3
+
+
+def test_a_sum_over_some_of_the_devices_does_not_count():
+    def clip(x):
+        groups = [[0, 1], [2, 3]]
+        return jax.lax.psum(jnp.sum(x**2), "d", axis_index_groups=groups)
+
+    jaxpr = jax.make_jaxpr(clip, axis_env=[("d", 4)])(A).jaxpr
+    found = find_sum_of_squares(jaxpr, jaxpr.invars)
+    assert found.total is jaxpr.eqns[-2].outvars[0]
+
+
 SUMS = {
     "optax": clipped,
     "products": by_products,

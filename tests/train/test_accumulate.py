@@ -1,6 +1,7 @@
 """Gradient accumulation: within a step, and across steps with `optax.MultiSteps`."""
 
 import itertools
+import re
 
 import chex
 import jax
@@ -181,6 +182,101 @@ def test_nnx_accumulates_and_rolls_everything_back(drop):
     report = step(model, optimizer, (x.at[0, 0].set(jnp.inf), labels))
     assert report.skipped == (drop == "step")
     assert report.dropped == (drop == "micro_batch")
+
+
+def bits(key):
+    return jax.random.bits(key, (3,))
+
+
+def random_loss(params, batch, *, rng, step=0):
+    del step
+    return jnp.mean(batch * params), jax.tree.map(bits, rng)
+
+
+def plain_masks(micro_batches, **kwargs):
+    optimizer = jls.loss_scaled(optax.sgd(0.1))
+    options = {"has_aux": True, "micro_batches": micro_batches}
+    step = jax.jit(jls.train_step(random_loss, optimizer, **options))
+    params = jnp.ones(2)
+    return step(params, optimizer.init(params), jnp.ones((4, 2)), **kwargs)[-1].aux
+
+
+def linen_masks(micro_batches, **kwargs):
+    def loss_fn(state, batch, **kwargs):
+        return random_loss(state.params, batch, **kwargs)
+
+    step = jls.train_step(loss_fn, has_aux=True, micro_batches=micro_batches)
+    return jax.jit(step)(linear_state(), jnp.ones((4, 2)), **kwargs)[-1].aux
+
+
+def nnx_masks(micro_batches, **kwargs):
+    def loss_fn(model, batch, **kwargs):
+        return random_loss(model.kernel[...].sum(), batch, **kwargs)
+
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, jls.loss_scaled(optax.sgd(0.1)), wrt=nnx.Param)
+    step = jls.train_step(loss_fn, has_aux=True, micro_batches=micro_batches)
+    return nnx.jit(step)(model, optimizer, jnp.ones((4, 2)), **kwargs).aux
+
+
+@pytest.mark.parametrize("masks", [plain_masks, linen_masks, nnx_masks])
+def test_each_micro_batch_gets_keys_of_its_own(masks):
+    key = jax.random.key(3)
+    got = masks(2, rng=key, step=7)
+    assert_identical(list(got), [bits(jax.random.fold_in(key, n)) for n in (0, 1)])
+    assert_identical(masks(1, rng=key), bits(key))
+
+
+def test_the_number_goes_into_each_of_an_array_of_keys():
+    keys = jax.random.split(jax.random.key(4))
+
+    def loss_fn(params, batch, rngs):
+        return jnp.mean(batch * params), jax.random.key_data(rngs)
+
+    optimizer = jls.loss_scaled(optax.sgd(0.1))
+    step = jls.train_step(loss_fn, optimizer, has_aux=True, micro_batches=2)
+    params, batch = jnp.ones(2), jnp.ones((4, 2))
+    *_, report = step(params, optimizer.init(params), batch, rngs=keys)
+    for number, folded in enumerate(report.aux):
+        expected = [jax.random.fold_in(key, number) for key in keys]
+        assert_identical(list(folded), list(map(jax.random.key_data, expected)))
+
+
+def test_keys_in_the_batch_are_split_as_they_are():
+    def loss_fn(params, batch):
+        return jnp.mean(params), jax.random.key_data(batch)
+
+    optimizer = jls.loss_scaled(optax.sgd(0.1))
+    step = jls.train_step(loss_fn, optimizer, has_aux=True, micro_batches=2)
+    params, keys = jnp.ones(2), jax.random.split(jax.random.key(4), 4)
+    *_, report = jax.jit(step)(params, optimizer.init(params), keys)
+    assert_identical(report.aux[1], jax.random.key_data(keys[1::2]))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "name"),
+    [
+        ({"rng": jax.random.PRNGKey(0)}, "rng is a raw PRNG key, uint32[2]"),
+        ({"rngs": {"dropout": np.zeros((3, 4), np.uint32)}}, "rngs/dropout is a raw"),
+        ({"dropout_key": np.zeros(2, np.uint32)}, "dropout_key is a raw PRNG key"),
+    ],
+)
+def test_a_raw_key_is_told(kwargs, name):
+    def loss_fn(params, batch, **kwargs):
+        del kwargs
+        return jnp.mean(batch * params)
+
+    optimizer = jls.loss_scaled(optax.sgd(0.1))
+    params, batch = jnp.ones(2), jnp.ones((4, 2))
+    state = optimizer.init(params)
+    jax.jit(jls.train_step(loss_fn, optimizer))(params, state, batch, **kwargs)
+    step = jax.jit(jls.train_step(loss_fn, optimizer, micro_batches=2))
+    step(params, state, batch, tokens=np.zeros(2, np.uint32), key=np.zeros(2, int))
+    step(params, state, batch, key=np.zeros(3, np.uint32))
+    with pytest.warns(jls.JlsWarning, match=re.escape(name)) as record:
+        step(params, state, batch, **kwargs)
+    assert len(record) == 1
+    assert record[0].filename == __file__
 
 
 def test_one_trace_of_the_loss_serves_all_micro_batches_and_steps():

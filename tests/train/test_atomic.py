@@ -1,0 +1,161 @@
+"""A block of `jls.atomic` with several updates, with exceptions, changed by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from shared import assert_identical
+
+import jls
+
+pytestmark = pytest.mark.standard_promotion
+
+
+class Module(nnx.Module):
+    def __init__(self):
+        self.norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+        self.dropout = nnx.Dropout(0.25, rngs=nnx.Rngs(1))
+        self.out = nnx.Linear(4, 3, rngs=nnx.Rngs(2))
+
+    def __call__(self, x):
+        return self.out(self.dropout(self.norm(x)))
+
+
+def make():
+    model = Module()
+    return model, nnx.Optimizer(model, jls.loss_scaled(optax.adam(0.1)), wrt=nnx.Param)
+
+
+def contents(model, optimizer):
+    """All that a skipped step leaves, on the host."""
+    everything = nnx.state(model), optimizer.opt_state.inner_state
+    values = jax.tree.leaves(jax.tree.map(lambda x: x, everything))
+    return [
+        np.array(jax.random.key_data(x) if is_key(x) else x)
+        for x in map(jnp.asarray, values)
+    ]
+
+
+def is_key(x):
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+X = jax.random.normal(jax.random.key(0), (8, 4))
+GOOD, BAD = 1.0, jnp.nan
+
+
+def take(model, optimizer, x, factor):
+    """A step of `optimizer` by hand on the loss times `factor`."""
+
+    def loss_fn(model):
+        return factor * jnp.mean(model(x) ** 2)
+
+    grad_fn = jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)
+    loss, grads = grad_fn(optimizer, model)
+    optimizer.update(model, grads, value=loss)
+
+
+@pytest.mark.parametrize("factors", [(BAD, GOOD), (GOOD, BAD), (GOOD, BAD, GOOD)])
+@pytest.mark.parametrize("jit", [nnx.jit, lambda step: step], ids=["jit", "eager"])
+def test_one_skip_in_a_block_rolls_back_all_of_it(factors, jit):
+    """As a critic is trained several times, or gradients are added up by hand."""
+    model, optimizer = make()
+
+    @jit
+    def step(model, optimizer, x, factors):
+        with jls.atomic(optimizer, model):
+            for factor in factors:
+                take(model, optimizer, x, factor)
+
+    before = contents(model, optimizer)
+    step(model, optimizer, X, factors)
+    assert_identical(contents(model, optimizer), before)
+    metrics = jls.host_metrics(optimizer)
+    assert (metrics["steps"], metrics["skips"]) == (len(factors), 1)
+    assert not metrics["applied"]
+    step(model, optimizer, X, (GOOD, GOOD))
+    assert jls.host_metrics(optimizer)["applied"]
+    assert any(map(np.any, map(np.not_equal, contents(model, optimizer), before)))
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_one_skip_rolls_back_the_other_optimizer_too(bad):
+    models = [make() for _ in range(2)]
+    before = [contents(*one) for one in models]
+
+    @nnx.jit
+    def step(models, x):
+        (generator, of_generator), (critic, of_critic) = models
+        with jls.atomic(of_generator, generator, critic, of_critic):
+            for i, (model, optimizer) in enumerate(models):
+                take(model, optimizer, x, BAD if i == bad else GOOD)
+
+    step(models, X)
+    for (model, optimizer), old in zip(models, before, strict=True):
+        assert_identical(contents(model, optimizer), old)
+        assert not jls.metrics(optimizer)["applied"]
+    assert [int(jls.metrics(one)["skips"]) for _, one in models] == [bad == 0, bad == 1]
+
+
+def test_what_is_changed_by_hand_in_a_block_that_skips_goes_back():
+    model, optimizer = make()
+    before = contents(model, optimizer)
+    with jls.atomic(optimizer, model):
+        model.out.kernel.set_value(0.9 * model.out.kernel.get_value())
+        take(model, optimizer, X, BAD)
+    assert_identical(contents(model, optimizer), before)
+
+
+def test_a_block_that_raises_leaves_all_as_it_was():
+    model, optimizer = make()
+    before = contents(model, optimizer)
+
+    def step():
+        with jls.atomic(optimizer, model):
+            take(model, optimizer, X, GOOD)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        step()
+    assert_identical(contents(model, optimizer), before)
+
+
+def test_a_block_with_one_update_moves_no_more_than_the_step_alone():
+    """Of what the optimizer updates: it has rolled that back itself."""
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, jls.loss_scaled(optax.adam(0.1)), wrt=nnx.Param)
+
+    def by_hand(model, optimizer, x):
+        take(model, optimizer, x, GOOD)
+
+    def atomic(model, optimizer, x):
+        with jls.atomic(optimizer, model):
+            take(model, optimizer, x, GOOD)
+
+    def moved(step):
+        lowered = nnx.jit(step).lower(model, optimizer, jnp.ones((8, 64)))
+        return lowered.compile().cost_analysis()["bytes accessed"]
+
+    assert moved(atomic) < 1.01 * moved(by_hand)
+
+
+def test_updates_in_a_loop_are_rolled_back_by_the_one_that_is_skipped():
+    """The loop is traced once, and skips in its second round of three."""
+    model, optimizer = make()
+    before = contents(model, optimizer)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry))
+        def rounds(objects, factor):
+            take(*objects, x, factor)
+            return objects
+
+        with jls.atomic(optimizer, model):
+            rounds((model, optimizer), jnp.array([GOOD, BAD, GOOD]))
+
+    step(model, optimizer, X)
+    assert_identical(contents(model, optimizer), before)
+    assert jls.metrics(optimizer)["skips"] == 1
