@@ -38,7 +38,7 @@ from jls._placement import copy_like, own_buffers, place_like, place_scalars
 from jls._scalers.adaptive import AdaptiveState
 from jls._state import find, is_scaler_state, is_wrapper_state
 from jls._step import wrapper_of
-from jls._tree import common_dtype, is_array, is_concrete
+from jls._tree import common_dtype, is_array, is_concrete, is_narrow, widen
 from jls._types import (
     FIELDS,
     LossScaledState,
@@ -203,6 +203,7 @@ def upgrade_state(target: State, saved: Any) -> State:
     Returns:
       A state like `target`, on the same devices and in buffers of its own, with the
       values of `saved`. Fields that the older jls did not have are those of `target`.
+      A loss scale that was saved in a narrower dtype is float32 again.
 
     Raises:
       TypeError: if `target` is not a state, or has shapes in place of arrays.
@@ -408,7 +409,7 @@ def _check_values(
         value = unbox(parts.get(name))
         if not jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.number):
             continue  # missing, or an error further on
-        numbers = np.asarray(value)
+        numbers = np.asarray(value).astype(np.float64)
         bad = numbers[~((low <= numbers) & (numbers <= high))]
         if bad.size:
             raise ValueError(
@@ -495,6 +496,8 @@ def _value(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
     if not is_array(target):  # a function or a string: code, which is not saved
         return target
     fits = is_array(saved) and np.shape(saved) == np.shape(target)
+    if path[-1:] == ("loss_scale",) and is_narrow(saved):
+        saved = widen(saved)
     dtype = common_dtype(saved, target) if fits else None
     if dtype is None:
         raise ValueError(

@@ -62,8 +62,8 @@ from jls._rollback import (
     sum_of_squares_in,
 )
 from jls._scalers.rule import count_up
-from jls._state import is_wrapper_state, wrapper_state_in
-from jls._text import an
+from jls._state import find_scaler_states, is_wrapper_state, wrapper_state_in
+from jls._text import an, at
 from jls._tree import (
     Remainder,
     as_flag,
@@ -763,6 +763,8 @@ def _may_be_bad(leaf: Any) -> bool:
 
 def _check_state(state: Any, params: Any) -> None:
     if is_wrapper_state(state):
+        for path, scaler_state in find_scaler_states(state):
+            _check_scale(scaler_state.loss_scale, path)
         return
     write = (
         "Pass what optimizer.init or the last update returned; what a run without jls "
@@ -774,6 +776,16 @@ def _check_state(state: Any, params: Any) -> None:
         "state must be a LossScaledState as the optimizer's init makes it, got "
         f"{type(state).__name__}. {write}."
     )
+
+
+def _check_scale(loss_scale: Any, path: str) -> None:
+    if is_narrow(loss_scale):
+        raise TypeError(
+            f"the loss scale must be float32, got {jnp.result_type(loss_scale)}"
+            f"{at(path)}, in which it may be inf. Return the state that update returns "
+            "without a cast: a cast of the whole tree takes the loss scale along. A "
+            "state that was saved so: jls.upgrade_state(optimizer.init(params), saved)."
+        )
 
 
 def _check_count(got: int, known: int, updates: Any, params: Any) -> None:

@@ -39,6 +39,12 @@ def first(name: str) -> str:
     return f", first '{name}'" if name else ""
 
 
+def first_three(names: Sequence[str]) -> str:
+    """`names`, "a, b, c and 2 more"; the name of a tree that is one leaf is empty."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(name or "(tree)" for name in names[:3]) + more
+
+
 def an(name: str) -> str:
     """The name of a type, with its article."""
     return f"{'an' if name[:1] in 'AEIOUaeio' else 'a'} {name}"

@@ -441,7 +441,7 @@ class StepReport(NamedTuple):
       >>> jls.types.StepReport._fields
       ('loss', 'skipped', 'loss_scale', 'learning_rate', 'global_norm', 'local_norm',
        'size', 'dropped', 'aux', 'skip_reason', 'limit_loss', 'limit_norm',
-       'update_norm')
+       'update_norm', 'scale_moves')
     """
 
     loss: Any  # f32[] or wider, the true forward loss, also of a skipped step; or None
@@ -462,6 +462,8 @@ class StepReport(NamedTuple):
     limit_norm: Any = None  # f32[]  above it, global_norm is one
     # f32[]  of the updates that were applied; None unless it was asked for
     update_norm: Any = None
+    # bool[]  whether a bad step lowers the loss scale at all: not a static one
+    scale_moves: Any = True
 
 
 def _keywords(function: Any) -> dict[str, Any]:

@@ -354,7 +354,8 @@ TAKES = {
     ("History.append", "norm"): LOGGED,
     ("History.plot", "axes"): {"None"},
     ("train_step", "learning_rate"): {"None", "2.5", "dict", "float32", "int32"},
-    ("requeue", "batches"): {"text", "list", "dict", "array", "vector", "integers"},
+    ("requeue", "batches"): {"text", "list", "dict"},
+    ("requeue", "first"): {"text", "list", "dict"},
     ("requeue", "lag"): {"0"},
     ("requeue", "keep"): {"0"},
 }

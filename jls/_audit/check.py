@@ -11,6 +11,7 @@ import optax
 from jls import _validate
 from jls._audit import codes
 from jls._audit.codes import CODES, TABLE, Code
+from jls._audit.dtypes import restore_dtypes, widen_scales
 from jls._audit.faults import try_all
 from jls._audit.findings import Findings
 from jls._audit.proofs import BY_READING, Proved, read_codes
@@ -131,8 +132,9 @@ def check_step(
     Returns:
       A `jls.types.StepCheck`. `broken` has the codes of the mistakes: "no step",
       "retraced", "host sync", "not scaled", "scale leaks", "loss not passed",
-      "gradients narrowed", "overflow hidden", "scale stuck", "nan committed", "not
-      atomic", "never recovers", "spike not skipped", "out of sync". `not_tried` says
+      "gradients narrowed", "overflow hidden", "scale stuck", "state narrowed", "nan
+      committed", "not atomic", "never recovers", "spike not skipped", "out of sync".
+      `not_tried` says
       what could not be tried, and why, `not_applicable` what does not apply to this
       step; `where` has the line of a mistake that was read; `ok` is whether none is
       broken; `str()` is a table for people, with the line to write;
@@ -159,7 +161,10 @@ def check_step(
     """
     with jax.debug_nans(False):  # NaN is what the faults are made of
         runner, findings, proved = read_step(step, args, kwargs, carried_args)
-        try_all(runner, findings, proved)
+        if findings.status("state narrowed") == "broken":
+            findings.mark_others_not_tried("mend the dtypes of the state first")
+        else:
+            try_all(runner, findings, proved)
     if proved is None:
         findings.mark_others_not_tried("there is no program to read")
     findings.mark_others_not_tried("no trial shows it")
@@ -182,6 +187,7 @@ def read_step(
     named = _named(carried_args, arguments, len(bound))
     scales = _require_scales(args, kwargs, arguments)
     findings = Findings()
+    arguments = widen_scales(arguments, scales, findings)
     reading = _read_program(step, arguments, scales, findings)
     runner = Runner(step, arguments, scales, named, reading, RUNS)
     proved = read_codes(runner, findings) if reading else None
@@ -212,8 +218,9 @@ def _read_program(
         findings.not_tried("host sync", last.reason)
     if not readable:
         return None
+    traced = restore_dtypes(readable[-1], arguments, scales, findings)
     try:
-        return Reading(readable[-1], scales)
+        return Reading(traced, scales)
     except Exception as error:  # a program that no test has: run it all the same
         name = type(error).__name__
         for code in BY_READING:

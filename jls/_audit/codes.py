@@ -13,6 +13,7 @@ Code = Literal[
     "gradients narrowed",
     "overflow hidden",
     "scale stuck",
+    "state narrowed",
     "nan committed",
     "not atomic",
     "never recovers",
@@ -108,6 +109,14 @@ TABLE: dict[Code, Mistake] = {
         "return the opt_state that optimizer.update returns in every step, good or "
         "bad: the wrapper rolls back what has to stay; with the pure functions: "
         "state = scaler.adjust(state, jls.all_finite(grads)), after jls.unscale",
+    ),
+    "state narrowed": Mistake(
+        "the state of the optimizer keeps its dtypes",
+        "the state of the optimizer comes back in a narrower dtype, or came in with a "
+        "loss scale narrower than float32, which is inf from 65520 on",
+        "reading",
+        "return the opt_state that optimizer.update returns, without a cast; moments "
+        "in bfloat16: optax.adamw(3e-4, mu_dtype=jnp.bfloat16)",
     ),
     "nan committed": Mistake(
         "after a fault no inf or NaN stayed",

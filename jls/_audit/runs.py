@@ -23,6 +23,7 @@ from jls._audit.reading import Reading
 from jls._audit.values import Value
 from jls._mistakes import eager_steps_allowed
 from jls._placement import place_like
+from jls._text import first_three
 from jls._trace.arguments import Arguments, Item, items_of
 from jls._trace.scales import Scale
 from jls._tree import is_array, is_concrete, is_extended, is_inexact
@@ -302,8 +303,7 @@ class Runner:
     def names(self, leaves: Sequence[int] | set[int] | frozenset[int]) -> str:
         """The paths of leaves, the first three of them."""
         paths = ["/".join(self.arguments.items[i].path) for i in sorted(leaves)]
-        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-        return ", ".join(paths[:3]) + more
+        return first_three(paths)
 
 
 _NOTHING = Value()

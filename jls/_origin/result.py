@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 
 from jls._program.places import Place, line_of_cell, short_path
-from jls._text import wrapped
+from jls._text import first_three, wrapped
 
 _OTHERS = 5  # births beside the first in the text: it fits on a screen
 
@@ -86,10 +86,9 @@ def _headline(why: Why) -> str:
     if not why.results:
         return "no inf and no NaN reaches a result."
     names = list(why.results)
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     if len(names) == 2:
         return f"not finite: {names[0]} and {names[1]}."
-    return f"not finite: {', '.join(names[:3])}{more}."
+    return f"not finite: {first_three(names)}."
 
 
 def _in_three_lines(birth: Birth) -> list[str]:

@@ -34,7 +34,7 @@ from jls._state import (
     refuse_around,
 )
 from jls._step import FoundWrapper, find_wrappers, wrapper_of
-from jls._text import an, wrapped
+from jls._text import an, describe, wrapped
 from jls._train_state import (
     FP8,
     is_train_state,
@@ -173,7 +173,8 @@ def health(
 
     Raises:
       UnhealthyError: if the verdict is in `raise_if`.
-      TypeError: if `optimizer` was not made by jls, or has the wrapper inside and
+      TypeError: if `params` holds no floating-point array, such as the optimizer;
+        if `optimizer` was not made by jls, or has the wrapper inside and
         `params` is None; if `max_consecutive_skips` is not an integer, `max_small` not
         a number known to Python, `dtype` not floating point, or `raise_if` or `warn_if`
         not iterable.
@@ -207,6 +208,7 @@ def health(
             "state must come first, got the parameters before it. The order is "
             "jls.health(opt_state, params), of NNX jls.health(optimizer, model)."
         )
+    _check_params(params)
     wrapper_state = concrete_wrapper_state_in(state)
     refuse_around(state)
     for name, tree in {"params": params, "grads": grads, "carried": carried}.items():
@@ -280,6 +282,18 @@ def health(
     if result.verdict in warn_if:
         warnings.warn(str(result), JlsWarning, stacklevel=2)
     return result
+
+
+def _check_params(params: Any) -> None:
+    if params is None or is_model(params) or named_floats(params)[0]:
+        return
+    got = describe(params)
+    if hasattr(params, "init") and hasattr(params, "update"):
+        write = "The optimizer goes by keyword: "
+        write += "jls.health(opt_state, params, optimizer=optimizer)."
+    else:
+        write = "The order is jls.health(opt_state, params); None does not look."
+    raise TypeError(f"params must hold floating-point arrays, got {got}. {write}")
 
 
 # What `state` is and holds.

@@ -135,7 +135,9 @@ def find_poison(
     masks: dict[str, int] = {}
 
     def is_mask(tree, leaf):
-        is_whole = leaf.lows == leaf.size > 1 and steps > 0
+        # A maximum of one element may be -inf until it has seen something.
+        may_wait = steps == 0 or (tree == "carried" and leaf.size == 1)
+        is_whole = leaf.lows == leaf.size and not may_wait
         if leaf.others or is_whole or not (steps_go_on and has_good_moments):
             return False
         return tree != "opt_state" or any(_ends_with(leaf.name, x) for x in masks)

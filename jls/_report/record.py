@@ -30,8 +30,8 @@ def host_metrics(state: Any) -> dict[str, float | int | bool | None]:
     Returns:
       A flat dict of bool, int and float. What is not finite is None, such as a limit of
       `jls.spikes` during its warm-up, or a loss of NaN: so it is strict JSON. Of a
-      state it has the names of `jls.metrics`; of a report its fields, None for those
-      that it does not have, with "learning_rate/group", "local_norm/layer/kernel" and
+      state it has the names of `jls.metrics`; of a report the fields that it has, but
+      for `scale_moves`, with "learning_rate/group", "local_norm/layer/kernel" and
       "aux/name" for values in dicts, and of `aux` the real scalars only. A reason is an
       int, which every logger takes: `jls.types.SkipReason(number).name` has its name.
 
@@ -56,7 +56,7 @@ def host_metrics(state: Any) -> dict[str, float | int | bool | None]:
 
 
 def _flatten_report(report: StepReport) -> dict[str, Any]:
-    """The fields of the report of one step by name; those that it lacks are None."""
+    """The fields of the report of one step by name, without those that are None."""
     _validate.concrete("report", report, " Return the report from the jitted step.")
     shape = np.shape(report.skipped)
     if shape != ():
@@ -66,11 +66,8 @@ def _flatten_report(report: StepReport) -> dict[str, Any]:
             "last one: jls.host_metrics(jax.tree.map(lambda x: x[-1], report))."
         )
     given = flatten_metrics(report, {})
-    flat: dict[str, Any] = {}
-    for field in report._fields:
-        below = {k: x for k, x in given.items() if k.split("/")[0] == field}
-        flat |= below or {field: None}
-    return flat
+    fields = report._fields
+    return dict(sorted(given.items(), key=lambda x: fields.index(x[0].split("/")[0])))
 
 
 def flatten_metrics(
@@ -78,7 +75,8 @@ def flatten_metrics(
 ) -> dict[str, Any]:
     """The given values by name, "a/b" for those in nested dicts; None is left out."""
     if isinstance(metrics, StepReport):
-        metrics = {**metrics._asdict(), "aux": None, **_numbers_in_aux(metrics)}
+        no_metrics = {"aux": None, "scale_moves": None}
+        metrics = {**metrics._asdict(), **no_metrics, **_numbers_in_aux(metrics)}
     if not isinstance(metrics, Mapping):
         raise TypeError(
             "metrics must be a dict of scalars, such as jls.metrics(state), or a "

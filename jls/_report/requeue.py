@@ -12,6 +12,7 @@ import numpy as np
 
 from jls import _validate
 from jls._text import describe
+from jls._tree import is_array
 from jls._types import SkipReason, StepReport
 
 BatchT = TypeVar("BatchT")
@@ -47,6 +48,7 @@ class _PendingStep(NamedTuple):
     held: _Held
     skip_reason: Any
     loss_scale: Any
+    scale_moves: Any
 
 
 class BatchQueue(Iterator[BatchT]):
@@ -64,10 +66,16 @@ class BatchQueue(Iterator[BatchT]):
     """
 
     def __init__(
-        self, batches: Iterable[BatchT], *, lag: int, retries: int, keep: int
+        self,
+        batches: Iterable[BatchT],
+        *,
+        first: Iterable[BatchT],
+        lag: int,
+        retries: int,
+        keep: int,
     ) -> None:
         self._lag, self._retries = lag, retries
-        self._batches = iter(batches)
+        self._first, self._batches = deque(first), iter(batches)
         self._taken = 0  # out of the data
         self._current: _Held[BatchT] | None = None  # handed out and not observed
         self._is_reentered = False
@@ -123,6 +131,9 @@ class BatchQueue(Iterator[BatchT]):
     def _take(self) -> _Held[BatchT]:
         """The next batch: what comes again goes first."""
         if not self._waiting:
+            if self._first:
+                self._taken += 1
+                return _Held(self._taken - 1, self._first.popleft())
             try:
                 batch = next(self._batches)
             except StopIteration:
@@ -140,9 +151,9 @@ class BatchQueue(Iterator[BatchT]):
     def observe(self, report: StepReport) -> None:
         """Takes the report of the step on the batch that was handed out last.
 
-        It starts to copy two numbers to the host, the skip reason and the loss scale,
-        and reads those of the step `lag` steps before, which decide about the batch of
-        that step. Nothing else of the report is read.
+        It starts to copy three numbers to the host, the skip reason, the loss scale and
+        whether that moves, and reads those of the step `lag` steps before, which decide
+        about the batch of that step. Nothing else of the report is read.
 
         Args:
           report: the `jls.types.StepReport` of the step.
@@ -177,12 +188,13 @@ class BatchQueue(Iterator[BatchT]):
             )
         self._check(report, held)
         with _reading():
-            flag, scale = _local(report.skip_reason), _local(report.loss_scale)
-            for array in (flag, scale):
+            read = report.skip_reason, report.loss_scale, report.scale_moves
+            local = list(map(_local, read))
+            for array in local:
                 if hasattr(array, "copy_to_host_async"):
                     array.copy_to_host_async()
         # First of all: an interrupt may end the wait below, and the step has run.
-        self._unread.append(_PendingStep(held, flag, scale))
+        self._unread.append(_PendingStep(held, *local))
         self._current = None
         try:
             while len(self._unread) > self._lag:
@@ -197,18 +209,19 @@ class BatchQueue(Iterator[BatchT]):
         """Returns the batches that still have to come again, for a checkpoint.
 
         They are what a run that resumes from the present state of the data would lose.
-        Save them beside it, or their indices, and hand them to the new queue first,
-        which counts from 0::
+        Save them beside it, or their indices, and hand them to the new queue, which
+        counts from 0::
 
           saved = [batch for _, batch in queue.outstanding()]
-          queue = jls.requeue(itertools.chain(saved, rest))
+          queue = jls.requeue(rest, first=saved)
 
         It waits for all steps so far. The same is decided about each of them as
         otherwise, only earlier; so if several processes train, all have to call it.
 
         Returns:
           A tuple of pairs of an index and a batch, in the order in which they will
-          come. A batch that was handed out and not observed is the first of them.
+          come. A batch that was handed out and not observed is the first of them; those
+          of `first` that have not come yet are the last.
 
         Raises:
           ValueError: if a report holds several runs.
@@ -222,7 +235,8 @@ class BatchQueue(Iterator[BatchT]):
         while self._unread:
             self._read_oldest()
         current = [] if self._current is None else [self._current]
-        return tuple((held.index, held.batch) for held in (*current, *self._waiting))
+        held = [(one.index, one.batch) for one in (*current, *self._waiting)]
+        return *held, *enumerate(self._first, self._taken)
 
     def _check(self, report: Any, held: _Held) -> None:
         if not isinstance(report, StepReport):
@@ -251,16 +265,18 @@ class BatchQueue(Iterator[BatchT]):
 
     def _read_oldest(self) -> None:
         """Reads the flag of the oldest step that is not read, and decides."""
-        held, flag, loss_scale = self._unread[0]
+        held, flag, loss_scale, moves = self._unread[0]
         reason = SkipReason(int(_read_scalar("skip_reason", flag)))
         scale = float(_read_scalar("loss_scale", loss_scale))
+        is_overflow = reason == SkipReason.GRADIENTS
+        may_pass = is_overflow and bool(_read_scalar("scale_moves", moves))
         self._unread.popleft()
         tried_at, self._scale = self._scale, scale
         if reason not in (SkipReason.GRADIENTS, SkipReason.LOSS):
             self._passed = scale  # the gradients were finite
         if reason == SkipReason.NONE:
             return
-        if reason == SkipReason.GRADIENTS and self._should_retry(held, tried_at, scale):
+        if may_pass and self._should_retry(held, tried_at, scale):
             self._waiting.append(held)
         else:
             self._bad_count += 1
@@ -301,7 +317,12 @@ def _read_scalar(name: str, array: Any) -> Any:
 
 
 def requeue(
-    batches: Iterable[BatchT], *, lag: int = 2, retries: int = 3, keep: int = 8
+    batches: Iterable[BatchT],
+    *,
+    first: Iterable[BatchT] = (),
+    lag: int = 2,
+    retries: int = 3,
+    keep: int = 8,
 ) -> BatchQueue[BatchT]:
     """Returns the batches, and hands out again those skipped for the loss scale.
 
@@ -316,7 +337,7 @@ def requeue(
     What becomes of a batch, by the `jls.types.SkipReason` of its step::
 
       NONE                   it was used
-      GRADIENTS              it comes again, before any new batch
+      GRADIENTS              it comes again, before any new batch, if the scale moves
       LOSS, UPDATES, SPIKE   it is bad: no loss scale can mend it
 
     A retry counts if other batches pass at its loss scale: if the last step with finite
@@ -324,7 +345,8 @@ def requeue(
     down. After `retries` of them the batch is bad. So at the start of a run, while
     nothing passes, a batch may come as often as the scale has to come down; later a
     gradient that is NaN at any scale costs `retries` further backoffs at most; and the
-    queue comes to an end with any scaler, also a static one.
+    queue comes to an end with any scaler. Under a static one, `jls.skip_nonfinite`'s
+    among them, nothing could mend a batch: it is bad at once.
 
     A loss that is not finite is known as such if the step was given it:
     `jls.train_step` does so; to `jls.apply_gradients` pass `value=loss`.
@@ -346,6 +368,8 @@ def requeue(
 
     Args:
       batches: any iterable. A prefetcher belongs here, before the queue.
+      first: what `outstanding` gave before a resume, handed out before `batches`, and
+        outstanding until it has come.
       lag: >= 0, how many steps late flags are read. 0 waits for every step.
       retries: >= 1, after how many retries that count a batch is bad.
       keep: >= 0, how many bad batches are kept, in `queue.bad`.
@@ -354,7 +378,8 @@ def requeue(
       A `jls.types.BatchQueue`, an iterator.
 
     Raises:
-      TypeError: if `batches` cannot be iterated over, or if a number is no integer.
+      TypeError: if `batches` or `first` cannot be iterated over, or is an array, whose
+        rows would come; or if a number is no integer.
       ValueError: if a number is out of range.
 
     Example:
@@ -376,10 +401,15 @@ def requeue(
     lag = _validate.host_interval("lag", lag, 0)
     retries = _validate.host_interval("retries", retries)
     keep = _validate.host_interval("keep", keep, 0)
-    try:
-        return BatchQueue(batches, lag=lag, retries=retries, keep=keep)
-    except TypeError as error:
-        raise TypeError(
-            f"batches must be iterable, got {describe(batches)}. Pass a list, a data "
-            "loader or a generator: jls.requeue(batches)."
-        ) from error
+    for name, given in (("batches", batches), ("first", first)):
+        if is_array(given) or not _is_iterable(given):
+            raise TypeError(
+                f"{name} must be an iterable of batches, got {describe(given)}. Pass a "
+                "list, a data loader or a generator: jls.requeue(batches)."
+            )
+    return BatchQueue(batches, first=first, lag=lag, retries=retries, keep=keep)
+
+
+def _is_iterable(value: Any) -> bool:
+    # A class with `__getitem__` alone is iterable too.
+    return hasattr(value, "__iter__") or hasattr(value, "__getitem__")

@@ -26,6 +26,7 @@ from jls._types import (
     LossScaledState,
     SkipReason,
     SpikeState,
+    StaticState,
     StepReport,
     spike_metrics,
 )
@@ -169,6 +170,7 @@ def apply_and_report(
         skip_reason=jnp.where(
             after.applied, SkipReason.NONE.value, after.last_skip_reason
         ),
+        scale_moves=jnp.asarray(not isinstance(after.scaler_state, StaticState)),
         **{f"limit_{name}": limits.get(f"limit_{name}") for name in SIGNALS},
     )
     return new_params, new_opt_state, report, updates

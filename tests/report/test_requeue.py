@@ -20,10 +20,11 @@ from jls.types import BadBatch, SkipReason, StepReport
 UNREAD = dict.fromkeys(StepReport._fields)
 
 
-def report_of(reason="NONE", scale=1.0):
-    """The two fields that are read, on the host: fast."""
-    flag = np.int32(SkipReason[reason])
-    return StepReport(**UNREAD | {"skip_reason": flag, "loss_scale": np.float32(scale)})
+def report_of(reason="NONE", scale=1.0, moves=True):
+    """The three fields that are read, on the host: fast."""
+    read = np.int32(SkipReason[reason]), np.float32(scale), np.bool_(moves)
+    names = "skip_reason", "loss_scale", "scale_moves"
+    return StepReport(**UNREAD | dict(zip(names, read, strict=True)))
 
 
 # Against the loop of tests/reference.py. The fate of a batch is the largest loss scale
@@ -327,11 +328,13 @@ def test_flag_is_read_lag_steps_late_and_nothing_else_is(lag):
                 report._replace(
                     skip_reason=logged(SkipReason[name], f"flag {steps}"),
                     loss_scale=logged(1.0, f"scale {steps}"),
+                    scale_moves=logged(True, f"moves {steps}"),
                 )
             )
             judged = steps - lag
-            expected = [f"copy flag {steps}", f"copy scale {steps}"]
+            expected = [f"copy {what} {steps}" for what in ("flag", "scale", "moves")]
             late = [f"read flag {judged}", f"read scale {judged}"]
+            late += [f"read moves {judged}"] * (skipped.get(judged) == "GRADIENTS")
             assert log == expected + (late if judged >= 0 else [])
             steps += 1
             del log[:]
@@ -570,6 +573,50 @@ def test_interrupted_and_resumed_run_uses_every_batch_once(lag, observes):
         assert sorted(used) == list(range(24))
 
 
+def test_a_second_checkpoint_has_what_the_first_saved_and_has_not_come_yet():
+    for stop in range(6):
+        queue, used = jls.requeue("cd", first="ab", lag=0), []
+        for batch in itertools.islice(queue, stop):
+            used.append(batch)
+            queue.observe(report_of())
+        saved = queue.outstanding()
+        assert saved == tuple(enumerate("ab"[stop:], stop))
+        rest = "cd"[max(stop - 2, 0) :]
+        resumed = jls.requeue(rest, first=[batch for _, batch in saved], lag=0)
+        used += trained(resumed, run_of("static"), dict.fromkeys("abcd", 2.0**24))
+        assert used == list("abcd")
+
+
+def test_what_is_skipped_comes_before_the_rest_of_the_saved():
+    queue = jls.requeue("cd", first=["a", "b"], lag=0)
+    assert next(queue) == "a"
+    queue.observe(report_of("GRADIENTS"))
+    assert queue.outstanding() == ((0, "a"), (1, "b"))
+    assert next(queue) == "a"
+    assert queue.outstanding() == ((0, "a"), (1, "b"))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [jls.skip_nonfinite(optax.sgd(0.1)), jls.loss_scaled(optax.sgd(0.1), jls.static())],
+)
+def test_a_batch_is_bad_at_once_where_no_scale_can_mend_it(optimizer):
+    def loss_fn(params, batch):  # its gradient overflows, its loss does not
+        return jnp.sum(params * batch) * 1e-30
+
+    step = jax.jit(jls.train_step(loss_fn, optimizer))
+    params = jnp.zeros(1)
+    opt_state, queue = optimizer.init(params), jls.requeue([1.0, jnp.inf, 2.0])
+    handed_out = []
+    for batch in queue:
+        handed_out.append(batch)
+        params, opt_state, report = step(params, opt_state, batch)
+        assert not report.scale_moves
+        queue.observe(report._replace(skip_reason=report.skip_reason // 2))
+    assert handed_out == [1.0, jnp.inf, 2.0]
+    assert [bad.index for bad in queue.bad] == [1]
+
+
 def test_first_that_was_skipped_is_the_first_that_comes_again():
     queue, handed_out = jls.requeue(range(6), lag=3), []
     for batch in queue:
@@ -676,10 +723,18 @@ def test_options_are_checked(name, value, error):
 
 @pytest.mark.parametrize("data", [None, 3, Batch(0), lambda: iter(())])
 def test_data_must_be_iterable(data):
-    with pytest.raises(
-        TypeError, match=rf"^batches must be iterable, got {type(data).__name__}"
-    ):
+    rule = rf"^batches must be an iterable of batches, got {type(data).__name__}"
+    with pytest.raises(TypeError, match=rule):
         jls.requeue(data)
+
+
+@pytest.mark.parametrize("name", ["batches", "first"])
+@pytest.mark.parametrize("array", [np.zeros((4, 2)), jnp.zeros(3)])
+def test_an_array_is_no_data_of_batches(name, array):
+    """Its rows would come, one by one."""
+    given = {"batches": [1.0], name: array}
+    with pytest.raises(TypeError, match=f"^{name} must be an iterable of batches, got"):
+        jls.requeue(**given)
 
 
 def test_options_may_be_of_numpy():

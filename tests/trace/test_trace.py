@@ -105,10 +105,10 @@ def test_objects_that_cached_partial_binds_are_arguments():
 
 def test_report_is_no_state():
     """Its loss scale has the name and the form of the state's."""
-    report = jls.types.StepReport(*map(jnp.float32, range(13)))
+    report = jls.types.StepReport(*map(jnp.float32, range(14)))
     types = {"/".join(x.path): x.variable_type for x in items_of((report, {"w": X}))}
     assert types.pop("1/w") == ""
-    assert len(types) == 13
+    assert len(types) == 14
     assert set(types.values()) == {REPORT}
 
 

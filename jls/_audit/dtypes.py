@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An optimizer state that a step is given, or returns, narrower than it has to be.
+
+In float16 a loss scale is inf from 65520 on, and every step after that is skipped. So
+the wrapper refuses a state whose loss scale is narrower than float32: such a step is
+read as if its state had kept its dtypes, and not run.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jls._audit.codes import Code
+from jls._audit.findings import Findings
+from jls._program.jaxprs import is_exact_cast
+from jls._text import first_three
+from jls._trace.arguments import Arguments, Item
+from jls._trace.scales import Scale, without_value
+from jls._trace.trace import Traced
+from jls._tree import is_concrete, is_inexact, is_narrow, widen
+
+CODE: Code = "state narrowed"
+
+
+def widen_scales(
+    arguments: Arguments, scales: Sequence[Scale], findings: Findings
+) -> Arguments:
+    """`arguments` with loss scales in float32; those that were narrower are broken."""
+    items = list(arguments.items)
+    for scale in scales:
+        loss_scale = items[scale.at].value
+        if is_narrow(loss_scale):
+            dtype = jnp.result_type(loss_scale)
+            findings.broken(CODE, f"the loss scale in {scale.name} came in as {dtype}")
+            wide = widen(loss_scale)
+            wide = wide if is_concrete(loss_scale) else np.asarray(wide)
+            items[scale.at] = items[scale.at]._replace(value=wide)
+    return arguments._replace(items=items)
+
+
+def restore_dtypes(
+    traced: Traced, arguments: Arguments, scales: Sequence[Scale], findings: Findings
+) -> Traced:
+    """`traced` with its states in the dtypes of `arguments`; narrower ones are broken.
+
+    States are found by the paths in them, since a narrower one is no longer alike.
+    """
+    old = {without_value(item.path): item.value for item in arguments.items}
+    outputs, objects = list(traced.outputs), list(traced.objects)
+    narrowed: dict[str, str] = {}
+    for scale in scales:
+        at = without_value(arguments.items[scale.at].path)[len(scale.root) :]
+        for items in (outputs, objects):
+            paths = [without_value(item.path) for item in items]
+            for root in [x[: len(x) - len(at)] for x in paths if x[-len(at) :] == at]:
+                for i, path in enumerate(paths):
+                    if path[: len(root)] != root:
+                        continue
+                    argument = (*scale.root, *path[len(root) :])
+                    before = old.get(argument)
+                    if _is_narrower(items[i].value, before):
+                        narrowed["/".join(argument)] = str(items[i].value.dtype)
+                        items[i] = _in_dtype(items[i], before.dtype)
+    if narrowed:
+        dtypes = " and ".join(sorted(set(narrowed.values())))
+        findings.broken(CODE, f"{first_three(list(narrowed))} came back as {dtypes}")
+    else:
+        findings.right(CODE)
+    return traced._replace(outputs=outputs, objects=objects)
+
+
+def _is_narrower(new: Any, old: Any) -> bool:
+    if not (is_inexact(old) and isinstance(new, jax.ShapeDtypeStruct)):
+        return False
+    dtype = jnp.result_type(old)
+    is_float = jnp.issubdtype(new.dtype, jnp.inexact) and new.shape == jnp.shape(old)
+    return is_float and new.dtype != dtype and is_exact_cast(new.dtype, dtype)
+
+
+def _in_dtype(item: Item, dtype: Any) -> Item:
+    return item._replace(value=jax.ShapeDtypeStruct(item.value.shape, dtype))
