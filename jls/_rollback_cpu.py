@@ -72,6 +72,20 @@ def select_in_place(
     return [result(*pair) for pair in zip(jaxpr.outvars, old, strict=True)]
 
 
+def computed_once(flags: Array) -> Array:
+    """`flags`, which on a CPU are in memory before anything reads them.
+
+    XLA CPU copies what is cheap into each fusion that reads it. The sum of a clip's
+    squares is a chain of one addition a leaf, and as many fusions ask for the decision:
+    with 200 leaves XLA would compile for minutes.
+    """
+    if not isinstance(flags, Tracer):
+        return flags
+    return lax.platform_dependent(
+        flags, cpu=lax.optimization_barrier, default=lambda flags: flags
+    )
+
+
 def where(flag: Array, new: Any, old: Any) -> Array:
     """`jnp.where` for one flag and one dtype, which takes JAX less time to trace."""
     new = _to_array(new)  # a literal of the program may be a Python number

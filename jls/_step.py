@@ -61,6 +61,7 @@ from jls._rollback import (
     roll_back_unless,
     sum_of_squares_in,
 )
+from jls._rollback_cpu import computed_once
 from jls._scalers.rule import count_up
 from jls._state import find_scaler_states, is_wrapper_state, wrapper_state_in
 from jls._text import an, at
@@ -534,7 +535,7 @@ def _observe(
     """
     with jax.named_scope(_scopes.LOSS):
         loss_finite = all_finite(step.extra.get("value"))
-    flags = [jnp.stack([loss_finite, ~step.partial_overflow])]
+    parts = [jnp.stack([loss_finite, ~step.partial_overflow])]
     if squares is not None:
         with jax.named_scope(_scopes.NORM):
             norm_finite = jnp.isfinite(squares[-1])
@@ -542,11 +543,12 @@ def _observe(
         # more.
         dtype = np.result_type(*(x.dtype for x in squares))
         of_each = jnp.stack([x.astype(dtype) for x in squares[:-1]])
-        flags += [jnp.isfinite(of_each), norm_finite[None]]
+        parts += [jnp.isfinite(of_each), norm_finite[None]]
     else:
         with jax.named_scope(_scopes.GRADIENTS):
-            flags += [finite_leaves(step.grads)]
-    agreed = agree(jnp.concatenate(flags), wrapper.axis_name)
+            parts += [finite_leaves(step.grads)]
+    flags = computed_once(jnp.concatenate(parts))
+    agreed = agree(flags, wrapper.axis_name)
     loss_finite, is_partial, of_grads = agreed[0], ~agreed[1], agreed[2:]
     leaves_finite = of_grads[: len(step.grads)]
     # The sum of all squares is finite only if that of each leaf is.

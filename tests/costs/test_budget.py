@@ -214,3 +214,41 @@ def test_spikes_cost_nothing_beside_a_clip_and_one_read_without(inner, form):
     # The decision needs the whole norm, until when gradients have to stay.
     stays = inner == "no clip" and (form == "train_step" or IN_MEMORY)
     assert memory <= plain_memory + stays * size + OF_WINDOW
+
+
+def updated(optimizer, params, state, grads):
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def updated_with_loss(optimizer, params, state, grads):
+    updates, state = optimizer.update(grads, state, params, value=jnp.float32(1))
+    return optax.apply_updates(params, updates), state
+
+
+def applied_by_flax(optimizer, params, state, grads):
+    train_state = TrainState(0, None, params, optimizer, state)
+    train_state = train_state.apply_gradients(grads=grads)
+    return train_state.params, train_state.opt_state
+
+
+@pytest.mark.parametrize("form", [updated, updated_with_loss, applied_by_flax])
+@pytest.mark.parametrize(
+    "leaves", [50, *(pytest.param(n, marks=pytest.mark.more) for n in (200, 1000))]
+)
+def test_a_clip_over_many_leaves_costs_each_of_them_the_same(form, leaves):
+    """The decision is computed once, not in each fusion that asks for it."""
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
+    params = {f"w{i}": jnp.ones((48, 48) if i % 2 else 48) for i in range(leaves)}
+
+    def program_of(optimizer, form):
+        step = jax.jit(functools.partial(form, optimizer), donate_argnums=(0, 1))
+        compiled = step.lower(params, optimizer.init(params), params).compile()
+        text, cost = compiled.as_text(), compiled.cost_analysis()
+        return text.count("\n"), text.count(" fusion("), cost["bytes accessed"]
+
+    lines, fusions, accessed = program_of(jls.loss_scaled(inner), form)
+    bare_lines, bare_fusions, bare_accessed = program_of(inner, updated)
+    assert lines < 2 * bare_lines
+    assert fusions < bare_fusions + 50
+    assert accessed < 1.01 * bare_accessed + SCALARS
