@@ -198,7 +198,7 @@ class EagerCalls:
           arguments: all arguments.
           write: makes the line that jits the step.
         """
-        if self.count > 1 or _MAY_BE_EAGER.get() or _is_jit_disabled():
+        if self.count > 1 or _MAY_BE_EAGER.get() or is_jit_disabled():
             return
         if sum(map(jnp.size, floats_of(params))) < _MANY_PARAMETERS:
             return
@@ -214,7 +214,8 @@ class EagerCalls:
             )
 
 
-def _is_jit_disabled() -> bool:
+def is_jit_disabled() -> bool:
+    """Whether `jax.disable_jit` is on."""
     return bool(getattr(jax.config, "jax_disable_jit", False))
 
 

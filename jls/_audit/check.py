@@ -17,6 +17,7 @@ from jls._audit.findings import Findings
 from jls._audit.proofs import BY_READING, Proved, read_codes
 from jls._audit.reading import Reading, Unread, try_to_trace
 from jls._audit.runs import Runner
+from jls._mistakes import is_jit_disabled
 from jls._program.places import Place, short_path
 from jls._state import find, is_wrapper_state
 from jls._text import wrapped
@@ -91,7 +92,9 @@ class StepCheck(NamedTuple):
 
     def _headline(self) -> str:
         untried = [code for code in CODES if code in self.not_tried]
-        rest = f" Not tried: {', '.join(untried)}." if untried else ""
+        others = [name for name in self.not_tried if name not in untried]
+        names = ", ".join([*untried, *others])
+        rest = f" Not tried: {names}." if names else ""
         if self.broken:
             count = len(self.broken)
             mistakes = "1 mistake" if count == 1 else f"{count} mistakes"
@@ -168,6 +171,13 @@ def check_step(
     if proved is None:
         findings.mark_others_not_tried("there is no program to read")
     findings.mark_others_not_tried("no trial shows it")
+    for name in dict.fromkeys(
+        runner.arguments.items[i].path[0] for i in sorted(runner.carried.doubtful)
+    ):
+        findings.untried[name] = (
+            "taken as data, but a result looks like it; if it is state, name all "
+            "arguments that come back: jls.check_step(step, ..., carried_args=(0, 1))"
+        )
     notes = _notes(runner, step)
     return _step_check(findings, _lines_to_write((args, kwargs), runner), notes)
 
@@ -189,7 +199,8 @@ def read_step(
     findings = Findings()
     arguments = widen_scales(arguments, scales, findings)
     reading = _read_program(step, arguments, scales, findings)
-    runner = Runner(step, arguments, scales, named, reading, RUNS)
+    around = _around((args, kwargs))
+    runner = Runner(step, arguments, scales, named, reading, RUNS, around)
     proved = read_codes(runner, findings) if reading else None
     return runner, findings, proved
 
@@ -238,16 +249,30 @@ def _notes(runner: Runner, step: Callable[..., Any]) -> list[str]:
     mine = dict.fromkeys(items[i].path[0] for i in sorted(carried.leaves))
     data = dict.fromkeys(x.path[0] for x in items if x.path[0] not in mine)
     notes = [f"Carried: {', '.join(mine)}." + _as_data(data)]
-    doubtful = dict.fromkeys(items[i].path[0] for i in sorted(carried.doubtful))
-    if doubtful:
+    weak = [i for i in sorted(carried.compared) if _loses_weak_type(runner, i)]
+    if weak:
         notes.append(
-            f"A result looks like {', '.join(doubtful)}: if that is state, name all "
-            "arguments that come back, jls.check_step(step, ..., carried_args=(0, 1))."
+            f"The second call compiles the step once more: {runner.names(weak)} "
+            f"{'is' if len(weak) == 1 else 'are'} weakly typed, and what comes back is "
+            "not. Give it a dtype: jnp.array(1.0, jnp.float32)."
         )
     reading = runner.reading
     if reading and not is_compiled(step) and not reading.traced.is_jitted:
         notes.append("Not jitted as passed: step = jax.jit(step).")
     return notes
+
+
+def _loses_weak_type(runner: Runner, leaf: int) -> bool:
+    if runner.reading is None or is_jit_disabled():
+        return False
+    traced, item = runner.reading.traced, runner.arguments.items[leaf]
+    new = {x.path: x.value for x in traced.outputs}.get(
+        runner.carried.sources.get(leaf, ())
+    )
+    if leaf in runner.carried.in_place:
+        new = {x.path: x.value for x in traced.objects}.get(item.path)
+    is_weak = getattr(item.value, "weak_type", False)
+    return is_weak and isinstance(new, jax.ShapeDtypeStruct) and not new.weak_type
 
 
 def _as_data(names: Iterable[str]) -> str:
@@ -274,15 +299,18 @@ def _step_check(
     )
 
 
+def _around(given: Any) -> list[type]:
+    """The types of optax's states in which there is a wrapper's."""
+    found = []
+    for kind in (optax.LookaheadState, *_OUTSIDE):
+        nodes = find(given, lambda node, kind=kind: isinstance(node, kind))
+        if any(find(node, is_wrapper_state) for _, node in nodes):
+            found.append(kind)
+    return found
+
+
 def _lines_to_write(given: Any, runner: Runner) -> dict[Code, str]:
     """The line to write for each mistake, in a step with these arguments."""
-
-    def has_around(kind: Any) -> bool:
-        return any(
-            find(node, is_wrapper_state)
-            for _, node in find(given, lambda node: isinstance(node, kind))
-        )
-
     lines: dict[Code, str] = {code: row.write for code, row in TABLE.items()}
     has_wrapper = any(scale.counters for scale in runner.scales)
     if find(given, lambda node: hasattr(node, "apply_gradients")):
@@ -295,7 +323,7 @@ def _lines_to_write(given: Any, runner: Runner) -> dict[Code, str]:
     for code in ("nan committed", "not atomic"):
         lines[code] += f". {codes.LEAVE_OUT}"
     for kind, outside in _OUTSIDE.items():
-        if has_around(kind):
+        if kind in runner.around:
             lines |= {
                 code: f"{line}; and {lines[code]}" for code, line in outside.items()
             }

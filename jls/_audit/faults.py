@@ -45,6 +45,7 @@ from jls._audit.runs import (
     may_take_fault,
     planted,
 )
+from jls._mistakes import is_jit_disabled
 from jls._program.places import Place, place_of
 from jls._text import format_scale
 from jls._trace.scales import Scale, is_switched_off
@@ -86,6 +87,8 @@ def try_all(runner: Runner, findings: Findings, proved: Proved | None) -> None:
     if always_compiles(good):
         findings.mark_others_not_tried("every call compiles")
         return
+    if is_jit_disabled():
+        findings.not_tried("retraced", "jax.disable_jit is on: nothing is compiled")
     findings.right("retraced")
     silent = "" if base else f"the parameters did not move in {len(good)} good steps"
     if not runner.params:

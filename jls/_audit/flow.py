@@ -165,6 +165,8 @@ class Flow:
             gain=max(one.gain, other.gain),
             narrowed=one.narrowed or other.narrowed,
             cleaned=one.cleaned or other.cleaned,
+            scaled=one.scaled or other.scaled,
+            is_of_scaled=one.is_of_scaled or other.is_of_scaled,
         )
 
     def carry(self, site: Site, before: Value, after: Value) -> Value:
@@ -237,6 +239,7 @@ class Flow:
                 holds=held_inputs(name, operands, data, aval),
                 is_splat=is_splat or aval.ndim == 0,
                 unscaled=next((x.unscaled for x in operands if x.unscaled), None),
+                is_of_scaled=any(_is_scaled(x) or x.is_of_scaled for x in operands),
             )
         if isinstance(known, Same) and name in UNCHANGED | {"convert_element_type"}:
             of_input = next(x for x in data if x.known == known)
@@ -332,15 +335,17 @@ def _with_history(
     by_scale: bool,
 ) -> Value:
     """`value` with its history since the loss scale was divided out of it."""
-    if value.degree not in (ZERO, ANY):
-        return value
-    if any(x.degree not in (ZERO, ANY) for x in operands):
+    name = site.equation.primitive.name
+    if any(map(_is_scaled, operands)):
+        cleaned, scaled = _cleaned_while_scaled(site, name, operands, data)
+        value = dataclasses.replace(value, cleaned=cleaned, scaled=scaled)
         if value.degree != ZERO:
             return value
         is_narrow = _is_narrower(aval.dtype, np.float32)
         narrowed = Cast(site, 1.0) if is_narrow and by_scale else None
         return dataclasses.replace(value, unscaled=site, narrowed=narrowed)
-    name = site.equation.primitive.name
+    if _is_scaled(value):
+        return value
     gradients = [x for x in operands if x.unscaled]
     if not gradients:
         return value
@@ -351,6 +356,7 @@ def _with_history(
         gain=gradient.gain * _gain(name, operands),
         narrowed=_narrowed(site, gradient, aval),
         cleaned=_cleaned(site, name, operands, data, gradients),
+        scaled=next((x.scaled for x in gradients if x.scaled), None),
     )
 
 
@@ -412,7 +418,29 @@ def _cleaned(
     return lost
 
 
-_SITES = ("site", "degree_site", "unscaled", "narrowed", "cleaned")
+def _is_scaled(value: Value) -> bool:
+    return value.degree not in (ZERO, ANY)
+
+
+def _cleaned_while_scaled(
+    site: Site, name: str, operands: Sequence[Value], data: list[Value]
+) -> tuple[Site | None, Site | None]:
+    """Where an inf of a scaled value may have been lost, and what made that value.
+
+    Only by a choice that the scaled values make themselves: what else a backward pass
+    does with them, it does to all loss scales alike.
+    """
+    scaled = [x for x in data if _is_scaled(x)]
+    lost = next(((x.cleaned, x.scaled) for x in scaled if x.cleaned), (None, None))
+    if name in SUMS and not all(x.cleaned for x in scaled):
+        return None, None  # it is in the result if it is in any of them
+    chooses = name == "select_n" and operands[0].is_of_scaled
+    if chooses and scaled and len(scaled) < len(data) and lost == (None, None):
+        return site, scaled[0].site
+    return lost
+
+
+_SITES = ("site", "degree_site", "unscaled", "narrowed", "cleaned", "scaled")
 
 
 def _says_the_same(one: Value, other: Value) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 
 from jls._audit.findings import Findings
 from jls._audit.leaves import as_numpy
-from jls._audit.runs import Leaves, Run, Runner
+from jls._audit.runs import Leaves, OutOfRunsError, Run, Runner
 from jls._text import format_scale
 from jls._trace.scales import Scale, is_switched_off
 
@@ -57,7 +57,28 @@ def take_good_steps(
     ]
     if later:
         findings.broken("retraced", f"good step {later[0]} compiled the step once more")
+    _look_for_counting_numbers(runner, findings)
     return base
+
+
+def _look_for_counting_numbers(runner: Runner, findings: Findings) -> None:
+    """Breaks "retraced" if a static number counts: each call is compiled for it."""
+    assert runner.numbers is not None
+    before, after = runner.numbers
+    if all(after.get(path, value) == value for path, value in before.items()):
+        return
+    try:
+        series, compiled = runner.calls_in_a_row(3)
+    except OutOfRunsError:
+        return
+    for path in series[0] if compiled else ():
+        values = [numbers.get(path) for numbers in series]
+        if len(set(values)) == len(values):
+            findings.broken(
+                "retraced",
+                f"{'/'.join(path)} is a static number that counts, {values[0]}, "
+                f"{values[1]}, {values[2]}: each call is compiled anew for it",
+            )
 
 
 def always_compiles(good: list[Run]) -> bool:

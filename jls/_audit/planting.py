@@ -23,9 +23,9 @@ def inf_is_applied(runner: Runner, leaves: list[Any], gradient: Value) -> bool |
 
     Returns:
       Whether no wrapper skipped; None if nothing can be planted where the loss scale
-      was divided out of the gradient.
+      was divided out of the gradient, or before that where an inf may be lost.
     """
-    reading, site = runner.reading, gradient.unscaled
+    reading, site = runner.reading, gradient.scaled or gradient.unscaled
     assert reading is not None
     if site is None or _is_on_several_devices(site):
         return None

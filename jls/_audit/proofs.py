@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import optax
 
 from jls._audit.codes import Code
 from jls._audit.findings import Findings
@@ -37,7 +38,9 @@ def read_codes(runner: Runner, findings: Findings) -> Proved:
     reading = runner.reading
     assert reading is not None
     wrappers = [k for k, scale in enumerate(runner.scales) if scale.counters]
-    missing = [k for k in wrappers if not reading.calls.get(k)]
+    # What is only read, such as the state of another network, is given no gradients.
+    returned = [k for k in wrappers if runner.scales[k].own & runner.carried.leaves]
+    missing = [k for k in returned if not reading.calls.get(k)]
     if missing:
         names = ", ".join(runner.scales[k].name for k in missing)
         reason = f"no update with {names} was found in the program of the step"
@@ -210,7 +213,7 @@ def _read_losses(
         findings.does_not_apply(
             code, "there is no wrapper with a loss scale that moves"
         )
-    elif any("steps_since_sync" in item.path for item in runner.arguments.items):
+    elif optax.LookaheadState in runner.around:
         reason = "optax.lookahead, outside, does not pass value= on"
         findings.does_not_apply(code, reason)
     if findings.is_settled(code):
@@ -329,5 +332,7 @@ def is_average(runner: Runner, leaf: int) -> bool:
         return False
     sources = set(reading.leaves_in(result.skipped.depends))
     others = {i for i in sources & runner.trained if i != leaf}
-    counts = {i for i in sources - runner.trained if not np.ndim(items[i].value)}
+    # A rate or a count; pmap stacks it, as it does the loss scales.
+    scalars = {(), (1,), *(np.shape(items[x.at].value) for x in runner.scales)}
+    counts = {i for i in sources if np.shape(items[i].value) in scalars}
     return bool(others) and sources - counts <= runner.trained

@@ -10,7 +10,7 @@ import contextvars
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,11 +20,12 @@ import numpy as np
 from jls._audit.carried import Carried, Named, match
 from jls._audit.leaves import as_numbers, as_numpy, own_leaves, same
 from jls._audit.reading import Reading
+from jls._audit.static import Numbers, numbers_in, subtree
 from jls._audit.values import Value
-from jls._mistakes import eager_steps_allowed
+from jls._mistakes import eager_steps_allowed, is_jit_disabled
 from jls._placement import place_like
 from jls._text import first_three
-from jls._trace.arguments import Arguments, Item, items_of
+from jls._trace.arguments import Arguments, BoundArguments, Item, items_of
 from jls._trace.scales import Scale
 from jls._tree import is_array, is_concrete, is_extended, is_inexact
 
@@ -64,9 +65,13 @@ class Runner:
         named: Named,
         reading: Reading | None,
         runs: int,
+        around: Iterable[type] = (),
     ) -> None:
         self.step, self.arguments, self.scales = step, arguments, scales
+        self.around = frozenset(around)  # types of states that hold a wrapper's
         self.reading, self.left = reading, runs
+        # The static numbers in the arguments, before and after the first run.
+        self.numbers: tuple[Numbers, Numbers] | None = None
         self._named = named
         self._carried: Carried | None = None
         self._places = list(map(_placement_of, arguments.leaves))
@@ -160,7 +165,9 @@ class Runner:
 
     def run(self, leaves: Sequence[Any], trial: str) -> Run:
         """One call of the step with copies of `leaves`."""
-        outputs, objects, compiled = self._call(leaves, trial)
+        call = self._copies(leaves)
+        result, compiled = self._call(call, trial)
+        outputs, objects = items_of(result), call.read()
         if self._carried is None:
             new = {item.path: item.value for item in objects}
             changed = {
@@ -169,6 +176,10 @@ class Runner:
                 if item.path in new and is_array(item.value)
             }
             self._match(outputs, changed)
+        if self.numbers is None:
+            before = self._by_name(self.arguments.rebuild(leaves))
+            after = self._returned(call, result)
+            self.numbers = numbers_in(before), numbers_in(after)
         after = self._after(leaves, outputs, objects)
         diverged = frozenset(i for i in self.carried.leaves if _copies_differ(after[i]))
         for i in self.carried.leaves:
@@ -182,15 +193,53 @@ class Runner:
         ]
         return Run(list(leaves), after, others, compiled, diverged)
 
-    def _call(
-        self, leaves: Sequence[Any], trial: str
-    ) -> tuple[list[Item], list[Item], bool]:
-        """The results, the leaves of the NNX objects, and whether the step compiled."""
+    def calls_in_a_row(self, count: int) -> tuple[list[Numbers], bool]:
+        """Calls the step, each time with what it returned the time before.
+
+        Returns:
+          The static numbers before the first call and after each, and whether the last
+          one was compiled.
+        """
+        leaves, given, compiled = self.arguments.leaves, {}, False
+        found = [numbers_in(self._by_name(self.arguments.rebuild(leaves)))]
+        for number in range(1, count + 1):
+            call = self._copies(leaves)
+            fresh = self._by_name(call) | given
+            args = tuple(fresh[name] for name in self.arguments.names)
+            kwargs = {name: fresh[name] for name in call.kwargs}
+            call = call._replace(args=args, kwargs=kwargs)
+            trial = f"call {number} in a row"
+            result, compiled = self._call(call, trial)
+            given = self._returned(call, result)
+            found.append(numbers_in(given))
+        return found, compiled
+
+    def _by_name(self, call: BoundArguments) -> dict[str, Any]:
+        return {
+            **dict(zip(self.arguments.names, call.args, strict=True)),
+            **call.kwargs,
+        }
+
+    def _returned(self, call: BoundArguments, result: Any) -> dict[str, Any]:
+        """The arguments that came back whole, as a loop passes them on."""
+        items, returned = self.arguments.items, {}
+        for i, source in self.carried.sources.items():
+            name, *inner = items[i].path
+            root = source[: len(source) - len(inner)]
+            if name not in returned and source[len(root) :] == tuple(inner):
+                returned[name] = subtree(result, root)
+        by_name = self._by_name(call)
+        return returned | {name: by_name[name] for name in self.arguments.in_place}
+
+    def _copies(self, leaves: Sequence[Any]) -> BoundArguments:
+        pairs = zip(leaves, self._places, strict=True)
+        return self.arguments.rebuild([_copy_to(leaf, place) for leaf, place in pairs])
+
+    def _call(self, call: BoundArguments, trial: str) -> tuple[Any, bool]:
+        """The result of the step, and whether it was compiled."""
         if self.left <= 0:
             raise OutOfRunsError
         self.left -= 1
-        pairs = zip(leaves, self._places, strict=True)
-        call = self.arguments.rebuild([_copy_to(leaf, place) for leaf, place in pairs])
         names: list[str] = []
         _listen()
         token = _COMPILED.set(names)
@@ -202,8 +251,8 @@ class Runner:
             raise
         finally:
             _COMPILED.reset(token)
-        compiled = any(name not in _LOOPS for name in names)
-        return items_of(result), call.read(), compiled
+        compiled = any(name not in _LOOPS for name in names) and not is_jit_disabled()
+        return result, compiled
 
     def _after(
         self, leaves: Sequence[Any], outputs: Sequence[Item], objects: Sequence[Item]

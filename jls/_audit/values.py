@@ -83,8 +83,11 @@ class Value:
     is_narrow: bool = False  # whether it comes through float16, or narrower
     is_splat: bool = False  # whether all elements are one scalar
     is_checked: bool = False  # whether it is a result of a wrapper's check
+    is_of_scaled: bool = False  # whether it is a flag, computed from scaled values
+    # Of a scaled value, or a gradient:
+    cleaned: Site | None = None  # where an inf in it may have been lost
+    scaled: Site | None = None  # what made it, if an inf was lost while it was scaled
     # Of a gradient:
     unscaled: Site | None = None  # where the loss scale was divided out of it
     gain: float = 1.0  # the factor it was multiplied by since
     narrowed: Cast | None = None  # where it became float16 since
-    cleaned: Site | None = None  # where an inf in it may have been lost since

@@ -101,4 +101,6 @@ def _abstract(item: Item) -> Item:
     if not hasattr(item.value, "dtype"):
         return item._replace(value=np.asarray(item.value))
     shape, dtype = np.shape(item.value), item.value.dtype
-    return item._replace(value=jax.ShapeDtypeStruct(shape, dtype))
+    is_weak = getattr(item.value, "weak_type", False)
+    abstract = jax.ShapeDtypeStruct(shape, dtype, weak_type=is_weak)
+    return item._replace(value=abstract)

@@ -113,7 +113,7 @@ _KEPT = [
 ]
 
 
-def _wrapper_states(optimizer: Any) -> list[LossScaledState]:
+def _wrapper_states(optimizer: Any) -> list[Any]:
     return [node for _, node in find(optimizer.opt_state, is_wrapper_state)]
 
 
@@ -122,7 +122,7 @@ def _without(variables: list[Any], others: list[Any]) -> list[Any]:
     return [variable for variable in variables if id(variable) not in left_out]
 
 
-def _check_updated(wrapper: LossScaledState, old_steps: Any) -> None:
+def _check_updated(wrapper: Any, old_steps: Any) -> None:
     if wrapper.steps.get_value() is old_steps:
         raise ValueError(
             "optimizer.update must be called in the block of jls.atomic, which then "
@@ -131,7 +131,7 @@ def _check_updated(wrapper: LossScaledState, old_steps: Any) -> None:
 
 
 def _is_one_update(
-    wrapper: LossScaledState, updates: list[Update], before: Iterable[Any]
+    wrapper: Any, updates: list[Update], before: Iterable[Any]
 ) -> bool:
     """Whether the block has updated once, from the parameters that it began with.
 

@@ -268,7 +268,7 @@ def test_updates_that_are_never_applied_are_in_the_headline():
 
     result = check(forgets, args)
     headline = " ".join(str(result).splitlines()[:2])
-    assert "no mistake in 10 of 12 that apply. Not tried: not atomic, never" in headline
+    assert "no mistake in 11 of 13 that apply. Not tried: not atomic, never" in headline
     assert "applied to nothing that comes back" in result.not_tried["not atomic"]
     with pytest.raises(AssertionError, match="applied to nothing"):
         result.raise_if_broken(not_tried="raise")
@@ -677,12 +677,12 @@ def test_step_must_be_a_function():
 def test_table_of_a_right_step():
     text = str(check(*plain()))
     headline, *rows, note = text.splitlines()
-    assert headline == "jls.check_step: no mistake in all 12 that apply."
+    assert headline == "jls.check_step: no mistake in all 13 that apply."
     heads = [row[:19].strip() for row in rows if row[:19].strip()]
     away = {"spike not skipped", "out of sync"}
     assert heads == [code for code in CODES if code not in away]
     assert all(len(row) <= 80 for row in rows)
-    assert text.count(" ok ") == 12
+    assert text.count(" ok ") == 13
     assert note == "Carried: params, opt_state. Taken as data: batch."
 
 
@@ -763,10 +763,11 @@ def test_compiled_step_is_tried_by_faults():
     step, args = plain()
     result = check(step.lower(*args).compile(), args)
     assert result.ok
-    assert set(result.not_tried) == {"scale leaks", "gradients narrowed"}
+    read = {"scale leaks", "gradients narrowed", "state narrowed"}
+    assert set(result.not_tried) == read
     assert "no program to read" in result.not_tried["scale leaks"]
     headline = " ".join(str(result).splitlines()[:2])
-    assert "Not tried: scale leaks, gradients narrowed." in headline
+    assert "Not tried: scale leaks, gradients narrowed, state" in headline
 
 
 def test_compiled_step_without_scaling_is_found_by_faults():

@@ -71,6 +71,33 @@ GRADIENTS = {
 }
 
 
+def cleaned_while_scaled(state, loss_fn, params, transform):
+    """The loss is told, and NaN where the loss scale is: a skip for another reason."""
+    del transform
+    scaled, grads = jax.value_and_grad(lambda p: jls.scale(state, loss_fn(p)))(params)
+    grads = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, 0), grads)
+    return scaled / jls.loss_scale(state), jls.unscale(state, grads)
+
+
+def test_gradients_that_are_cleaned_while_scaled_are_doubted_and_tried():
+    step, args = small(cleaned_while_scaled)
+    _, _, proved = read(step, args)
+    assert len(proved.cleaned) == 2
+    assert jls.check_step(step, *args).broken == ("overflow hidden",)
+
+
+def test_a_choice_that_scaled_values_do_not_make_is_no_cleaning():
+    def masked(state, loss_fn, params, transform):
+        loss, grads = steps.right_gradients(state, loss_fn, params, transform)
+        scaled = jls.scale(state, grads)
+        scaled = jax.tree.map(lambda g, w: jnp.where(w > 9, 0, g), scaled, params)
+        return loss, jls.unscale(state, scaled)
+
+    _, findings, proved = read(*small(masked))
+    assert not proved.cleaned
+    assert findings.status("overflow hidden") == "right"
+
+
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_mistake_in_the_gradients_is_read(name):
     gradients, code = GRADIENTS[name]

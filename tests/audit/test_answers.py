@@ -1,0 +1,303 @@
+"""Answers of `jls.check_step` that were not true once: an "ok", or an alarm."""
+
+import functools
+
+import equinox as eqx
+import flax
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from steps import plain
+
+import jls
+
+pytestmark = pytest.mark.standard_promotion
+
+X = jnp.ones((4, 3))
+
+
+def squares(params, x):
+    return jnp.mean((x @ params) ** 2)
+
+
+def make(inner=None, **options):
+    optimizer = jls.loss_scaled(inner or optax.adam(0.1), **options)
+    params = jnp.ones(3)
+    return optimizer, params, optimizer.init(params)
+
+
+def right_step(optimizer, params, opt_state, x):
+    loss, grads = jls.value_and_grad(squares)(opt_state, params, x)
+    updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+    return optax.apply_updates(params, updates), opt_state
+
+
+def words(check):
+    return " ".join(str(check).split())
+
+
+# Static numbers, for each of which the step is compiled anew.
+
+
+class CountingState(TrainState):
+    epoch: int = flax.struct.field(pytree_node=False, default=0)
+
+
+@pytest.mark.parametrize("by", [1, 0])
+def test_a_number_in_a_static_field_that_counts_is_retraced(by):
+    optimizer, params, _ = make()
+    state = CountingState.create(apply_fn=None, params=params, tx=optimizer)
+    step = jls.train_step(lambda state, x: squares(state.params, x))
+
+    @jax.jit
+    def counting(state, x):
+        state, report = step(state, x)
+        return state.replace(epoch=state.epoch + by), report
+
+    check = jls.check_step(counting, state, X)
+    assert check.broken == (("retraced",) if by else ())
+    if by:
+        assert "state/epoch is a static number that counts, 0, 1, 2" in words(check)
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        self.calls, self.is_training = 0, False
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_an_attribute_of_a_module_that_counts_is_retraced(counts):
+    """One that is set, as by `model.train()`, changes once: the step is right."""
+
+    def loss_fn(model, x):
+        model.calls += counts
+        model.is_training = True
+        return jnp.mean(model.linear(x) ** 2)
+
+    def step(model, optimizer, x):
+        grad_fn = jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)
+        loss, grads = grad_fn(optimizer, model, x)
+        optimizer.update(model, grads, value=loss)
+        model.calls, model.is_training = model.calls + counts, True
+
+    model = Net()
+    tx = jls.loss_scaled(optax.adam(0.1))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    check = jls.check_step(nnx.jit(step), model, optimizer, X)
+    assert check.broken == (("retraced",) if counts else ()), check
+    if counts:
+        assert "model/calls is a static number that counts" in words(check)
+
+
+class Module(eqx.Module):
+    w: jax.Array
+    calls: float = 0.0
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_float_in_an_equinox_model_that_counts_is_retraced(counts):
+    optimizer = jls.loss_scaled(optax.adam(0.1))
+    model = Module(jnp.ones(3))
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+
+    def loss_fn(model, x):
+        return jnp.mean((x @ model.w) ** 2)
+
+    @eqx.filter_jit
+    def step(model, opt_state, x):
+        grad_fn = jls.value_and_grad(loss_fn, transform=eqx.filter_value_and_grad)
+        loss, grads = grad_fn(opt_state, model, x)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        model = eqx.apply_updates(model, updates)
+        return Module(model.w, model.calls + counts), opt_state
+
+    check = jls.check_step(step, model, opt_state, X)
+    assert check.broken == (("retraced",) if counts else ()), check
+
+
+def test_a_number_that_counts_outside_of_the_jitted_part_is_right():
+    optimizer, params, opt_state = make()
+    inner = jax.jit(functools.partial(right_step, optimizer))
+
+    def step(params, opt_state, x, calls):
+        return *inner(params, opt_state, x), calls + 1
+
+    assert jls.check_step(step, params, opt_state, X, 0).ok
+
+
+def test_a_weakly_typed_parameter_is_noted():
+    optimizer, _, _ = make()
+
+    def loss_fn(params, x):
+        return jnp.mean((x * params["scale"]) ** 2)
+
+    step = jax.jit(jls.train_step(loss_fn, optimizer))
+    for scale, count in ((jnp.asarray(1.0), 1), (jnp.float32(1.0), 0)):
+        params = {"scale": scale}
+        check = jls.check_step(step, params, optimizer.init(params), X)
+        assert check.ok
+        notes = [x for x in check.notes if "params/scale is weakly typed" in x]
+        assert len(notes) == count
+
+
+def test_nothing_is_compiled_anew_where_jit_is_disabled():
+    optimizer, params, opt_state = make()
+    step = jax.jit(functools.partial(right_step, optimizer))
+    with jax.disable_jit():
+        check = jls.check_step(step, params, opt_state, X)
+    assert check.ok
+    assert set(check.not_tried) == {"retraced"}
+
+
+# States that narrow, in which a loss scale becomes inf.
+
+
+def to_half(tree):
+    def cast(x):
+        return x.astype(jnp.float16) if x.dtype == jnp.float32 else x
+
+    return jax.tree.map(cast, tree)
+
+
+def narrowing(part):
+    optimizer, params, opt_state = make()
+
+    @jax.jit
+    def step(params, opt_state, x):
+        params, opt_state = right_step(optimizer, params, opt_state, x)
+        half = to_half(opt_state)
+        if part == "moments":
+            half = opt_state._replace(inner_state=half.inner_state)
+        return params, half
+
+    return step, optimizer, params, opt_state
+
+
+@pytest.mark.parametrize("part", ["all", "moments"])
+def test_a_state_that_comes_back_narrower_is_named(part):
+    step, _, params, opt_state = narrowing(part)
+    check = jls.check_step(step, params, opt_state, X)
+    assert check.broken == ("state narrowed",)
+    assert "opt_state/inner_state/0/mu" in check.seen["state narrowed"]
+    assert "came back as float16" in check.seen["state narrowed"]
+    assert check.not_tried["retraced"] == "mend the dtypes of the state first"
+
+
+def test_a_state_that_came_in_narrow_is_named_and_refused_by_update():
+    step, optimizer, params, opt_state = narrowing("all")
+    params, narrow = step(params, opt_state, X)
+    check = jls.check_step(step, params, narrow, X)
+    assert check.broken == ("state narrowed",)
+    assert "opt_state/scaler_state came in as float16" in words(check)
+    rule = r"loss scale must be float32, got float16.* without a cast.*upgrade_state"
+    for run in (step, functools.partial(right_step, optimizer)):
+        with pytest.raises(TypeError, match=rule):
+            run(params, narrow, X)
+    wide = jls.upgrade_state(opt_state, opt_state._replace(scaler_state=narrow[1]))
+    assert wide.scaler_state.loss_scale.dtype == jnp.float32
+    assert wide.scaler_state.loss_scale == narrow.scaler_state.loss_scale
+    right_step(optimizer, params, wide, X)
+
+
+def test_moments_that_are_narrow_by_choice_are_right():
+    optimizer, params, opt_state = make(optax.adam(0.1, mu_dtype=jnp.bfloat16))
+    step = jax.jit(functools.partial(right_step, optimizer))
+    assert jls.check_step(step, params, opt_state, X).ok
+
+
+# What is carried, and what is only read.
+
+
+def test_a_path_with_words_of_optax_excuses_no_missing_loss():
+    optimizer, _, _ = make()
+
+    def loss_fn(params, x):
+        return squares(params["steps_since_sync"], x)
+
+    @jax.jit
+    def step(params, opt_state, x):
+        grads = jls.grad(loss_fn)(opt_state, params, x)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = {"steps_since_sync": jnp.ones(3)}
+    check = jls.check_step(step, params, optimizer.init(params), X)
+    assert check.broken == ("loss not passed",)
+
+
+def test_a_result_that_looks_like_an_argument_is_in_the_headline():
+    optimizer, params, opt_state = make()
+
+    @jax.jit
+    def step(params, opt_state, h, x):
+        params, opt_state = right_step(optimizer, params, opt_state, x)
+        return params, opt_state, jnp.tanh(h @ h)
+
+    args = params, opt_state, jnp.ones((3, 3)), X
+    check = jls.check_step(step, *args)
+    assert check.ok
+    assert "carried_args=(0, 1)" in check.not_tried["h"]
+    assert "13 that apply. Not tried: h." in words(check)
+    with pytest.raises(AssertionError, match="looks like it"):
+        check.raise_if_broken(not_tried="raise")
+    assert "h" not in jls.check_step(step, *args, carried_args=(0, 1, 2)).not_tried
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_rate_of_an_average_may_have_the_axis_of_pmap(shape):
+    optimizer, params, opt_state = make()
+
+    @jax.jit
+    def step(params, opt_state, average, rate, x):
+        params, opt_state = right_step(optimizer, params, opt_state, x)
+        average = rate * average + (1 - rate) * params
+        return params, opt_state, average, rate
+
+    rate = jnp.full(shape, 0.9)
+    check = jls.check_step(step, params, opt_state, 2 * params, rate, X)
+    assert check.ok, check
+
+
+def test_a_state_that_is_only_read_leaves_nothing_untried():
+    """As a critic's step is given the whole state of the actor."""
+    optimizer, params, opt_state = make()
+
+    @jax.jit
+    def step(params, opt_state, actor, x):
+        target = x @ actor.params
+        loss, grads = jls.value_and_grad(lambda w: jnp.mean((x @ w - target) ** 2))(
+            opt_state, params
+        )
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state
+
+    actor = TrainState.create(apply_fn=None, params=3 * params, tx=make()[0])
+    check = jls.check_step(step, params, opt_state, actor, X)
+    assert check.ok
+    assert not check.not_tried, check
+
+
+def test_gradients_cleaned_while_they_are_scaled_are_named():
+    """With an infinite scale the loss is NaN: a skip for another reason."""
+
+    def cleaned(state, loss_fn, params, transform):
+        del transform
+        scaled, grads = jax.value_and_grad(lambda p: jls.scale(state, loss_fn(p)))(
+            params
+        )
+        grads = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, 0), grads)
+        return scaled / jls.loss_scale(state), jls.unscale(state, grads)
+
+    check = jls.check_step(*_flat(plain(cleaned)))
+    assert check.broken == ("overflow hidden",)
+    assert check.where["overflow hidden"].file == __file__
+
+
+def _flat(made):
+    step, args = made
+    return step, *args
