@@ -63,7 +63,7 @@ def restore_dtypes(
                     before = old.get(argument)
                     if _is_narrower(items[i].value, before):
                         narrowed["/".join(argument)] = str(items[i].value.dtype)
-                        items[i] = _in_dtype(items[i], before.dtype)
+                        items[i] = _in_dtype(items[i], jnp.result_type(before))
     if narrowed:
         dtypes = " and ".join(sorted(set(narrowed.values())))
         findings.broken(CODE, f"{first_three(list(narrowed))} came back as {dtypes}")

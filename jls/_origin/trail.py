@@ -130,7 +130,7 @@ class Trail:
             value, reader = stack.pop()
             origin, size = self.origin(value), self.size(value)
             if isinstance(origin, OpResult):
-                origin = self._first_in_a_row(origin)
+                origin = self._first_in_a_row(origin, _shared_loops(origin, reader))
                 size = self._size_of_result(origin)
             if isinstance(origin, Constant):
                 birth = BirthRecord(origin._replace(reader=reader), size)
@@ -142,6 +142,7 @@ class Trail:
             if isinstance(origin, OpResult):
                 operands = self.operands(origin)
                 causes = self._causes(origin, operands, size)
+                causes = self._choices(origin, causes) or causes
                 are_nan = any(self.size(x).is_nan for x in causes)
                 if not causes or (size.is_nan and not are_nan):
                     births.append(
@@ -174,6 +175,38 @@ class Trail:
             return bad
         possible = _signs(name, sizes) if bad else None
         return bad if possible is None or size.nonfinite <= possible else []
+
+    def _choices(self, op: OpResult, causes: "list[RunValue]") -> "list[RunValue]":
+        """The bad values for which a `select_n` has put a number of the program in.
+
+        `jnp.hypot` gives inf where an operand is inf. [] if the causes are others.
+        """
+        if op.site.equation.primitive.name != "select_n" or not all(
+            isinstance(self.origin(x), Constant) for x in causes
+        ):
+            return []
+        here = RunValue(op.frame, op.site.equation.invars[0], op.iterations)
+        waiting, found, seen = [here], [], set[Any]()
+        while waiting and causes:
+            value = waiting.pop()
+            if is_inexact_atom(value.atom) and self.is_bad(value):
+                found.append(value)
+                continue
+            origin = self.origin(value)
+            # What only decides is not recorded, so its operands are asked.
+            if not isinstance(origin, OpResult) or origin in seen:
+                continue
+            seen.add(origin)
+            if not is_inexact_atom(value.atom) or not self._is_recorded(origin):
+                waiting += [
+                    RunValue(origin.frame, x, origin.iterations)
+                    for x in origin.site.equation.invars
+                    if not is_literal(x)
+                ]
+        return found
+
+    def _is_recorded(self, op: OpResult) -> bool:
+        return len(self._record(op.frame, op.number, op.iterations)) > 0
 
     def _taken(self, op: OpResult, count: int) -> list[Size]:
         """The sizes of the elements that a `select_n` takes from each case."""
@@ -322,13 +355,20 @@ class Trail:
         keys = self._record(op.frame, op.number, op.iterations)
         return read_size(keys[2 * op.result :][:2]) if len(keys) else NOTHING
 
-    def _first_in_a_row(self, op: OpResult) -> OpResult:
+    def _first_in_a_row(self, op: OpResult, shared: int) -> OpResult:
         """The same result in the first of the iterations in a row in which it is bad.
 
         Of a while loop no other iteration was recorded.
+
+        Args:
+          op: the result.
+          shared: how many loops it shares, in the same iteration, with the operation
+            that reads it. There it may have been bad before, and not been read.
         """
         iterations = list(op.iterations)
         for i, loop in enumerate(_loops_around(op.frame)):
+            if i < shared:
+                continue
             found = self._recorded(op.frame, op.number, tuple(iterations), every=i)
             if isinstance(found, WhileRecords) and loop.kind == "while":
                 kept = _iterations_with(found, iterations[i])
@@ -555,6 +595,22 @@ def _up(frame: Frame) -> Iterator[Frame]:
     while here is not None:
         yield here
         here = here.parent
+
+
+def _shared_loops(op: OpResult, reader: OpResult | None) -> int:
+    """How many loops two operations share, in the same iteration of each."""
+    if reader is None:
+        return 0
+    count = 0
+    for (loop, i), (other, j) in zip(
+        zip(_loops_around(op.frame), op.iterations, strict=True),
+        zip(_loops_around(reader.frame), reader.iterations, strict=True),
+        strict=False,
+    ):
+        if loop is not other or i != j:
+            break
+        count += 1
+    return count
 
 
 def _loops_around(frame: Frame) -> list[Frame]:

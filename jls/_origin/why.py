@@ -346,7 +346,8 @@ class Case:
         if not isinstance(origin, OpResult):
             reader = origin.reader
             place = place_of(reader.site) if reader else Place("")
-            place = place._replace(operation=CONSTANT)
+            iterations = reader.iterations if reader else ()
+            place = place._replace(operation=CONSTANT, iteration=iterations)
             return Birth(kind, place, advice=WRITTEN)
         site = origin.site
         place = place_of(site)

@@ -102,27 +102,34 @@ class _Frame(NamedTuple):
 def _frames(site: Site) -> Iterator[_Frame]:
     """The tracebacks of an equation and of the calls around it, innermost first.
 
-    A function of JAX, such as `jnp.where`, is traced once for many calls. In some
-    versions its equations have the lines of the first call: those are left out.
+    A function that JAX itself jits, such as `jnp.where`, is traced once for many calls,
+    and its equations have the lines of the first one: those around the function are
+    left out. Those inside are of a function of the user's that it calls, as
+    `jnp.piecewise` and `jax.pmap` do.
     """
     for depth in range(len(site.equations), 0, -1):
-        if not any(map(_is_of_jax, site.equations[: depth - 1])):
-            traceback = getattr(
-                site.equations[depth - 1].source_info, "traceback", None
-            )
-            for x in getattr(traceback, "frames", ()):
-                yield _Frame(x.file_name, x.line_num, x.function_name)
+        of_jax = set(map(_function_of_jax, site.equations[: depth - 1])) - {None}
+        traceback = getattr(site.equations[depth - 1].source_info, "traceback", None)
+        frames = []
+        for x in getattr(traceback, "frames", ()):
+            if (x.file_name, x.function_name.rpartition(".")[2]) in of_jax:
+                break
+            frames.append(_Frame(x.file_name, x.line_num, x.function_name))
+        else:
+            frames = [] if of_jax else frames
+        yield from frames
 
 
-def _is_of_jax(equation: Any) -> bool:
-    """Whether a call is of a function of JAX itself."""
+def _function_of_jax(equation: Any) -> tuple[str, str] | None:
+    """File and name of the function that a call is of, if JAX itself jits it."""
     program = called_program(equation)
     if program is None or equation.primitive.name not in ("jit", "pjit"):
-        return False
+        return None
     info = getattr(opened(program).jaxpr, "debug_info", None)
     where = str(getattr(info, "func_src_info", ""))  # "where at /.../jax/numpy.py:1"
-    file = where.rpartition(" at ")[2].rpartition(":")[0]
-    return bool(file) and _package_of(file) == "jax"
+    name, _, line = where.rpartition(" at ")
+    file = line.rpartition(":")[0]
+    return (file, name) if file and _package_of(file) == "jax" else None
 
 
 def _package_of(file: str) -> str:

@@ -130,9 +130,7 @@ def _check_updated(wrapper: Any, old_steps: Any) -> None:
         )
 
 
-def _is_one_update(
-    wrapper: Any, updates: list[Update], before: Iterable[Any]
-) -> bool:
+def _is_one_update(wrapper: Any, updates: list[Update], before: Iterable[Any]) -> bool:
     """Whether the block has updated once, from the parameters that it began with.
 
     Then the wrapper has rolled back what the optimizer updates, and a second select
