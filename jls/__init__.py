@@ -16,6 +16,7 @@
 #   _mistakes _spikes _train_state
 #   _scalers _state
 #   _validate
+#   _logged
 #   _types _reduce _rollback _placement
 #   _tree _devices _rollback_cpu
 #   _text _nnx _program _scopes _figure _gone

@@ -225,6 +225,11 @@ def upgrade_state(target: State, saved: Any) -> State:
             "target must be a new state, such as optimizer.init(params), got "
             f"{describe_node(target)}."
         )
+    if find(saved, is_wrapper_state) and not find(target, is_wrapper_state):
+        raise TypeError(
+            "target comes first: jls.upgrade_state(optimizer.init(params), saved). It "
+            f"must carry a state of jls, got {describe_node(target)}; saved has one."
+        )
     return _upgrade(target, saved, ())
 
 
@@ -410,7 +415,7 @@ def _check_values(
         if not jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.number):
             continue  # missing, or an error further on
         numbers = np.asarray(value).astype(np.float64)
-        bad = numbers[~((low <= numbers) & (numbers <= high))]
+        bad = np.asarray(value)[~((low <= numbers) & (numbers <= high))]
         if bad.size:
             raise ValueError(
                 f"saved must have a {rule} {format_path((*path, name))}, got {bad[0]}. "

@@ -33,11 +33,22 @@ WRITE = {
 }
 
 
+# What others have, by the words in its name, and what does it here.
+_ELSEWHERE = {
+    "scaler": "jls.loss_scaled(optimizer) scales and skips, by a scaler such as "
+    "jls.dynamic() or jls.presets.torch(): docs/coming_from.md has a table",
+    "dynamicscale": "jls.loss_scaled(optimizer, jls.presets.flax())",
+}
+
+
 def attribute_error(module: str, name: str) -> AttributeError:
     """The error for a name that `module` does not have."""
     if f"{module}.{name}" in WRITE:
         return _error(f"{module}.{name}")
     message = f"module {module!r} has no attribute {name!r}"
+    write = [x for word, x in _ELSEWHERE.items() if word in name.lower()]
+    if module == "jls" and write:
+        return AttributeError(f"{message}: {write[0]}.")
     return AttributeError(message, name=name, obj=sys.modules[module])
 
 

@@ -17,6 +17,7 @@ from jax.export import is_symbolic_dim
 
 from jls._devices import AxisName, agree
 from jls._scopes import CHECKED
+from jls._text import describe
 from jls._tree import floats_of, widen
 
 # Finiteness.
@@ -38,7 +39,8 @@ def all_finite(tree: Any, axis_name: AxisName = None) -> Array:
       `bool[]`, the same on every device of `axis_name`.
 
     Raises:
-      TypeError: if `axis_name` is neither a string nor a tuple of strings.
+      TypeError: if `tree` holds text alone, or if `axis_name` is neither a
+        string nor a tuple of strings.
       NameError: if an axis of `axis_name` is not bound where this is called.
 
     Example:
@@ -47,6 +49,12 @@ def all_finite(tree: Any, axis_name: AxisName = None) -> Array:
       >>> jls.all_finite([jnp.ones(3), jnp.array([1.0, jnp.nan])])
       Array(False, dtype=bool)
     """
+    leaves = jax.tree.leaves(tree)
+    if leaves and all(isinstance(x, str) for x in leaves):
+        raise TypeError(
+            f"tree must hold numbers, got {describe(tree)} with text alone. Pass the "
+            "arrays."
+        )
     with jax.named_scope(CHECKED):
         are_finite = finite_leaves(floats_of(tree))
     return agree(jnp.all(are_finite), axis_name)

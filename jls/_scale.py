@@ -4,7 +4,9 @@
 Both maps are linear and compute in at least float32.
 """
 
+import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
@@ -219,6 +221,9 @@ def value_and_grad(
             # whenever the scaled one overflows.
             return scale(scaler_state, loss), (loss, aux)
 
+        with contextlib.suppress(TypeError, ValueError):  # a function may have none
+            # NNX finds the positions of keyword arguments by it.
+            scaled.__signature__ = inspect.signature(fun)
         options = {} if argnums == 0 else {"argnums": argnums}
         differentiated = transform(scaled, has_aux=True, **options)
         value, grads = differentiated(*args, **kwargs)

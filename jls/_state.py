@@ -15,10 +15,17 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jls import _validate
+from jls._logged import flatten_metrics
 from jls._nnx import is_variable, read_variables
 from jls._placement import place_like
 from jls._text import at, join, path_name
-from jls._types import LossScaledState, SpikeState, logged, spike_metrics
+from jls._types import (
+    LossScaledState,
+    SpikeState,
+    StepReport,
+    logged,
+    spike_metrics,
+)
 
 State = TypeVar("State")
 
@@ -71,8 +78,11 @@ def scaler_state_in(state: Any) -> Any:
     return read_variables(_scaler_node_in(state))
 
 
-def _scaler_node_in(state: Any) -> Any:
-    """The same, with the `nnx.Variable`s that an `nnx.Optimizer` keeps it in."""
+def _scaler_node_in(state: Any, of_devices: bool = False) -> Any:
+    """The same, with the `nnx.Variable`s that an `nnx.Optimizer` keeps it in.
+
+    `of_devices` also takes one with an axis of devices, as `jax.pmap` keeps it.
+    """
     found = find_scaler_states(state)
     if not found:
         raise no_loss_scale(state)
@@ -84,7 +94,7 @@ def _scaler_node_in(state: Any) -> Any:
         )
     ((path, node),) = found
     shape = jnp.shape(read_variables(node.loss_scale))
-    if shape != ():
+    if shape != () and not (of_devices and len(shape) == 1):
         raise ValueError(
             f"loss_scale must have shape (), got shape {shape}{at(path)}. If "
             "jax.vmap or jax.pmap stacked it, it is of several members: pass the state "
@@ -154,6 +164,32 @@ def no_loss_scale(state: Any) -> ValueError:
     )
 
 
+def of_one_device(state: Any) -> Any:
+    """`state`, or that of one device, if it has an axis of devices that all agree.
+
+    Args:
+      state: of a wrapper, or a scaler. The wrapped optimizer's stays as it is.
+    """
+    scaler_state = getattr(state, "scaler_state", state)
+    ((_, node),) = find_scaler_states(scaler_state)
+    if jnp.ndim(node.loss_scale) != 1 or isinstance(node.loss_scale, Tracer):
+        return state
+    own = state._replace(inner_state=()) if is_wrapper_state(state) else state
+    own = jax.device_get(own)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(own)[0]:
+        if not np.array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape)):
+            raise ValueError(
+                "all devices must hold the same state, but they differ in "
+                f"{path_name(path)}: see jls.check_in_sync. If jax.vmap stacked the "
+                "states of several runs, pass one of them, "
+                "jax.tree.map(lambda a: a[0], state)."
+            )
+    own = jax.tree.map(lambda leaf: leaf[0], own)
+    if is_wrapper_state(state):
+        own = own._replace(inner_state=state.inner_state)
+    return own
+
+
 # Read.
 
 
@@ -189,10 +225,11 @@ def metrics(state: Any) -> dict[str, Array]:
     the values are the state's own buffers: fetch them before a step that donates it.
 
     Args:
-      state: anything that carries exactly one loss scale.
+      state: anything that carries exactly one loss scale, or a `jls.types.StepReport`.
 
     Returns:
-      A flat dict: `loss_scale` (f32[], of the next step), `applied` (bool[], whether
+      Of a report the fields that it has, see `jls.host_metrics`. Of a state a flat
+      dict: `loss_scale` (f32[], of the next step), `applied` (bool[], whether
       the last step was applied), the counts `steps`, `skips`, `consecutive_skips`,
       `nonfinite_losses` and `nonfinite_updates` (i32[]), `last_skip_reason` (i32[], a
       `jls.types.SkipReason`, of the last step that was skipped), and the count
@@ -213,6 +250,8 @@ def metrics(state: Any) -> dict[str, Array]:
       >>> metrics["loss_scale"], metrics["skips"]
       (Array(32768., dtype=float32), Array(0, dtype=int32))
     """
+    if isinstance(state, StepReport):
+        return flatten_metrics(state, {})
     values = {"loss_scale": loss_scale(state)}
     for _, node in find(state, is_wrapper_state):
         wrapper_state = read_variables(node)
@@ -233,7 +272,8 @@ def set_loss_scale(state: State, value: ArrayLike) -> State:
     bounds of the scaler are not consulted: it goes on from the new scale.
 
     Args:
-      state: anything that carries exactly one loss scale.
+      state: anything that carries exactly one loss scale; with an axis of devices, as
+        `jax.pmap` keeps it, all of them get the new one.
       value: a number, or an array of shape `()` or `(1,)`; from 2**-126 to 2**126.
         Stored as float32 in a buffer of its own.
 
@@ -251,9 +291,11 @@ def set_loss_scale(state: State, value: ArrayLike) -> State:
       Array(1024., dtype=float32)
     """
     new_scale = check_scale(value)
-    node = _scaler_node_in(state)  # one, or an error, before anything changes
+    # One, or an error, before anything changes.
+    node = _scaler_node_in(state, of_devices=True)
     scaler_state = read_variables(node)
-    fresh = {"loss_scale": new_scale}
+    shape = jnp.shape(scaler_state.loss_scale)
+    fresh = {"loss_scale": jnp.broadcast_to(new_scale, shape) if shape else new_scale}
     for count in ("finite_count", "nonfinite_count"):
         if count in node._fields:
             # Below 0 steps do not count yet: see jls.presets.deepspeed.

@@ -64,7 +64,7 @@ from jls._rollback import (
 from jls._rollback_cpu import computed_once
 from jls._scalers.rule import count_up
 from jls._state import find_scaler_states, is_wrapper_state, wrapper_state_in
-from jls._text import an, at
+from jls._text import an, at, describe
 from jls._tree import (
     Remainder,
     as_flag,
@@ -134,9 +134,16 @@ class WrapperUpdate:
         updates: Any,
         state: Any,
         params: Any = None,
+        *args: Any,
         **extra: Any,
     ) -> tuple[Any, LossScaledState]:
         """Returns the updates and the next state, as optax's `update` does."""
+        if args:
+            raise TypeError(
+                "update takes grads, state and params by position, got "
+                f"{len(args)} more: {', '.join(map(describe, args))}. All else goes by "
+                "keyword: optimizer.update(grads, opt_state, params, value=loss)."
+            )
         with jax.named_scope(_scopes.UPDATE):
             step = _take_apart(self, updates, state, params, extra)
             outcome = _attempt(

@@ -6,11 +6,13 @@ import enum
 import functools
 from collections.abc import Callable
 from typing import (
+    TYPE_CHECKING,
     Annotated,
     Any,
     Generic,
     Literal,
     NamedTuple,
+    NoReturn,
     Protocol,
     TypeVar,
     get_type_hints,
@@ -156,6 +158,35 @@ class LossScaler(NamedTuple, Generic[StateT]):
 
     def __repr__(self) -> str:
         return format_rule(self, "adjust", self.hyperparameters)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            write = _OF_A_GRAD_SCALER.get(name)
+            message = f"a jls.types.LossScaler has no attribute {name!r}"
+            if write is None:
+                raise AttributeError(message, name=name, obj=self)
+            raise AttributeError(
+                f"{message}: it is two pure functions, init and adjust. {write} "
+                "docs/coming_from.md has the rest."
+            )
+
+
+# What a scaler of PyTorch, Paddle or MindSpore does by itself.
+_STEP = (
+    "In the place of scaler.step(optimizer) and scaler.update() write optimizer = "
+    "jls.loss_scaled(inner, scaler), then updates, opt_state = optimizer.update("
+    "grads, opt_state, params, value=loss)."
+)
+_BACKWARD = (
+    "In the place of scaler.scale(loss).backward() and scaler.unscale_(optimizer) "
+    "write loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, batch)."
+)
+_OF_A_GRAD_SCALER = {
+    **dict.fromkeys(("scale", "unscale", "unscale_", "backward"), _BACKWARD),
+    **dict.fromkeys(("step", "update", "minimize"), _STEP),
+    **dict.fromkeys(("get_scale", "scale_value"), "Write jls.loss_scale(opt_state)."),
+}
 
 
 class JudgeFn(Protocol[StateT]):
@@ -353,7 +384,22 @@ class LossScaledState(NamedTuple):
           >>> state.hyperparams["learning_rate"]
           Array(0.5, dtype=float32)
         """
-        return _injected(self).hyperparams
+        return _inside(self, "hyperparams").hyperparams
+
+    @property
+    def inner_states(self) -> dict[str, Any]:
+        """The states that the one `optax.partition` inside keeps, by label.
+
+        Raises:
+          AttributeError: if the optimizer has none inside, or several.
+
+        Example:
+          >>> inner = optax.partition({"a": optax.sgd(0.5, 0.9)}, {"w": "a"})
+          >>> state = jls.loss_scaled(inner).init({"w": jnp.ones(3)})
+          >>> list(state.inner_states)
+          ['a']
+        """
+        return _inside(self, "inner_states").inner_states
 
     def __repr__(self) -> str:
         """All fields but those that may be long."""
@@ -374,24 +420,32 @@ FIELDS: dict[str, Field] = {
 LossScaledState.__new__.__annotations__ = get_type_hints(LossScaledState)
 
 
-def _has_hyperparams(node: Any) -> bool:
-    return "hyperparams" in getattr(type(node), "_fields", ())
+# The fields of optax's states that are read through the wrapper: what makes them.
+_FIELDS_INSIDE = {
+    "hyperparams": (
+        "optax.inject_hyperparams",
+        "optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)",
+    ),
+    "inner_states": ("optax.partition", "optax.partition(optimizers, labels)"),
+}
 
 
-def _injected(state: LossScaledState) -> Any:
-    """The one state of an `optax.inject_hyperparams` in the wrapped optimizer's."""
-    nodes = jax.tree.leaves(state.inner_state, is_leaf=_has_hyperparams)
-    found = list(filter(_has_hyperparams, nodes))
+def _inside(state: LossScaledState, field: str) -> Any:
+    """The one state in the wrapped optimizer's that has a field of that name."""
+
+    def has_field(node):
+        return field in getattr(type(node), "_fields", ())
+
+    nodes = jax.tree.leaves(state.inner_state, is_leaf=has_field)
+    found = list(filter(has_field, nodes))
     if len(found) != 1:
-        write = (
-            "Write jls.loss_scaled("
-            "optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3))."
-        )
+        maker, example = _FIELDS_INSIDE[field]
+        write = f"Write jls.loss_scaled({example})."
         if found:
             write = "Take the one that you mean from opt_state.inner_state."
         raise AttributeError(
-            "hyperparams must be those of the one optax.inject_hyperparams inside the "
-            f"wrapper, which has {len(found)}. {write}"
+            f"{field} must be those of the one {maker} inside the wrapper, which has "
+            f"{len(found)}. {write}"
         )
     return found[0]
 
@@ -400,17 +454,22 @@ _replace_fields = LossScaledState._replace
 
 
 def _replace(self: LossScaledState, /, **fields: Any) -> LossScaledState:
-    if "hyperparams" in fields:
-        node = _injected(self)
-        new = node._replace(hyperparams=fields.pop("hyperparams"))
-        inner_state = fields.get("inner_state", self.inner_state)
-        fields["inner_state"] = jax.tree.map(
-            lambda x: new if x is node else x, inner_state, is_leaf=lambda x: x is node
-        )
+    inner_state = fields.get("inner_state", self.inner_state)
+    for name in _FIELDS_INSIDE.keys() & fields.keys():
+        node = _inside(self, name)
+        new = node._replace(**{name: fields.pop(name)})
+        fields["inner_state"] = inner_state = _exchange(inner_state, node, new)
     return _replace_fields(self, **fields)
 
 
-# As one replaces them in the state of `optax.inject_hyperparams` itself. The body of a
+def _exchange(tree: Any, old: Any, new: Any) -> Any:
+    """`tree` with `new` in the place of the node `old`."""
+    return jax.tree.map(
+        lambda x: new if x is old else x, tree, is_leaf=lambda x: x is old
+    )
+
+
+# As one replaces them in the states of optax themselves. The body of a
 # NamedTuple cannot hold it.
 LossScaledState._replace = _replace  # pyright: ignore[reportAttributeAccessIssue]
 

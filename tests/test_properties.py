@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from shared import assert_identical
 
@@ -89,6 +89,8 @@ def flushed(values):
 @given(trees())
 @example([np.full(3, 3e38, np.float32)])  # its sum is inf
 def test_all_finite(tree):
+    leaves = jax.tree.leaves(tree)
+    assume(not leaves or not all(isinstance(x, str) for x in leaves))
     assert jls.all_finite(tree) == np.isfinite(numbers_in(tree)).all()
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from jls._origin.trail import BirthRecord, OpResult, RunValue, Trail
+from jls._program.places import functions_of_jax, place_of
 
 SQRT = (
     "The derivative of a square root, and of a norm, is inf at 0. Keep the argument "
-    "away from 0: jnp.sqrt(x + 1e-12)"
+    "away from 0: jnp.sqrt(x + {small})"
 )
 WHERE = (
     "0 times inf: a jnp.where hides this value, and its derivative still meets it. "
@@ -19,7 +20,20 @@ WHERE = (
 )
 LOG_0 = (
     "The logarithm of 0. Use jax.nn.log_softmax, jax.nn.log_sigmoid or jnp.logaddexp "
-    "on what comes before, or jnp.log(x + 1e-12)"
+    "on what comes before, or jnp.log(x + {small})"
+)
+ENTROPY = (
+    "0 times the logarithm of 0. Use jax.scipy.special.xlogy(x, y) for x * log(y), and "
+    "jax.scipy.special.entr(p) for -p * log(p)"
+)
+ARC = (
+    "The derivative of {name} is inf at the end of its range. Clip the argument: "
+    "jnp.clip(x, -1 + {edge}, 1 - {edge})"
+)
+EIGENVECTORS = (
+    "The derivative of eigenvectors divides by the differences of the eigenvalues, of "
+    "which two are equal. Part them first, such as by adding "
+    "jnp.diag({edge} * jnp.arange(n)), or use the eigenvalues alone"
 )
 LOG_NEGATIVE = "The logarithm of a negative number"
 ROOT_NEGATIVE = (
@@ -28,12 +42,12 @@ ROOT_NEGATIVE = (
 )
 POWER = (
     "A power of 0 with a negative exponent, as in the derivative of x ** 0.5 or of "
-    "a / x. Keep x away from 0: (x + 1e-12) ** p"
+    "a / x. Keep x away from 0: (x + {small}) ** p"
 )
 POWER_NEGATIVE = "A negative number to a power that is no integer"
 DIVIDE = (
     "A quotient by 0, such as a mean over nothing. Divide by jnp.maximum(count, 1), or "
-    "add 1e-12 to the divisor"
+    "add {small} to the divisor"
 )
 EXP = (
     "{name} is over {largest:.5g} from {limit:.4g} on. Clip the argument, subtract its "
@@ -49,7 +63,8 @@ BEYOND_NARROW = (
 )
 BEYOND = "Over {largest:.4g}, the largest {dtype}"
 NOT_POSITIVE = (
-    "The matrix is not positive definite, from rounding perhaps: add 1e-6 * jnp.eye(n)"
+    "The matrix is not positive definite, from rounding perhaps: add "
+    "{edge} * jnp.eye(n)"
 )
 NORM_OVERFLOWS = (
     "The gradients are finite, but their global norm is over 1.8e19: a float32 cannot "
@@ -68,11 +83,51 @@ def advise(trail: Trail, birth: BirthRecord, is_backward: bool) -> str:
     """One sentence of advice on a birth; "" if it is no known pattern."""
     origin = birth.origin
     assert isinstance(origin, OpResult)
+    words = _words(trail, birth, origin, is_backward) or _overflow(origin, birth)
+    return _for_dtype(words, dtype_of(origin))
+
+
+def _words(
+    trail: Trail, birth: BirthRecord, origin: OpResult, is_backward: bool
+) -> str:
     name = origin.site.equation.primitive.name
+    if is_backward and "eigh" in functions_of_jax(origin.site):
+        return EIGENVECTORS
+    if is_backward and name == "rsqrt":
+        for function in _arcs_beside(origin):
+            return ARC.replace("{name}", f"arc{function[1:]}")
     if name in ("div", "rsqrt") and not is_backward:
-        return _for_forward_div(birth) or _overflow(origin, birth)
+        return _for_forward_div(birth)
+    if name == "mul" and not is_backward:
+        return _for_forward_mul(trail, birth)
     known = _BY_OPERATION.get(name)
-    return (known and known(trail, birth)) or _overflow(origin, birth)
+    return known(trail, birth) if known else ""
+
+
+# What is added to a number to keep it away from 0, and taken from 1, by dtype. 1e-12 is
+# 0 in float16, and 1 - 1e-6 is 1 in both narrow ones.
+_SMALL, _EDGE = {"float16": "1e-4"}, {"float16": "2e-3", "bfloat16": "2e-2"}
+
+
+def _for_dtype(words: str, dtype: Any) -> str:
+    small, edge = _SMALL.get(dtype.name, "1e-12"), _EDGE.get(dtype.name, "1e-6")
+    return words.replace("{small}", small).replace("{edge}", edge)
+
+
+# Their derivatives have a root that is not the user's.
+_ARCS = {"acos", "asin"}
+
+
+def _arcs_beside(origin: OpResult) -> set[str]:
+    """Those in the same line, of the same program."""
+    here, frame = place_of(origin.site), origin.frame
+    return {
+        equation.primitive.name
+        for number, equation in enumerate(frame.jaxpr.eqns)
+        if equation.primitive.name in _ARCS
+        and (place := place_of(frame.site_of(number))).line == here.line
+        and place.file == here.file
+    }
 
 
 # Operations that give a number beyond the largest of finite operands.
@@ -163,6 +218,12 @@ def _for_mul(trail: Trail, birth: BirthRecord) -> str:
         return ""
     good = [x for x in birth.operands if not trail.is_bad(x)]
     return WHERE if any("where" in _makers(trail, x, _NEAR) for x in good) else ""
+
+
+def _for_forward_mul(trail: Trail, birth: BirthRecord) -> str:
+    bad = [x for x in birth.operands if trail.is_bad(x)]
+    is_log = any("log" in _makers(trail, x) for x in bad)
+    return ENTROPY if birth.size.is_nan and is_log else ""
 
 
 def _makers(trail: Trail, value: RunValue, depth: int = 2) -> set[str]:

@@ -328,7 +328,7 @@ class Case:
             births.setdefault((birth.kind, birth.place._replace(iteration=())), birth)
         return Why(
             births=tuple(births.values()),
-            results=tuple(dict.fromkeys(map(self._name, bad))),
+            results=_loss_first(dict.fromkeys(map(self._name, bad))),
             is_from_scale=is_from_scale,
             notes=(note,) if note else (),
         )
@@ -422,6 +422,10 @@ class Case:
             own = set(scale.root[1:])
             found = [x for x in found if own & set(x[0].path)] or found[:1]
         return ["/".join(x.path[1:]) or x.path[0] for x in found[0]] if found else []
+
+
+def _loss_first(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(names, key=lambda name: name.split(" (")[0] != "loss"))
 
 
 _SPIKE = SkipReason.SPIKE

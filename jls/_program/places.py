@@ -91,6 +91,17 @@ def is_transposed(site: Site) -> bool:
     )
 
 
+def functions_of_jax(site: Site) -> set[str]:
+    """The names of JAX's functions that made an equation, such as "arccos"."""
+    traceback = getattr(site.equation.source_info, "traceback", None)
+    made = {
+        x.function_name.rpartition(".")[2]
+        for x in getattr(traceback, "frames", ())
+        if _package_of(x.file_name) == "jax"
+    }
+    return made
+
+
 class _Frame(NamedTuple):
     """A line of a traceback."""
 
@@ -112,7 +123,8 @@ def _frames(site: Site) -> Iterator[_Frame]:
         traceback = getattr(site.equations[depth - 1].source_info, "traceback", None)
         frames = []
         for x in getattr(traceback, "frames", ()):
-            if (x.file_name, x.function_name.rpartition(".")[2]) in of_jax:
+            names = x.function_name.split(".")  # "_piecewise.<locals>.<lambda>"
+            if any((x.file_name, name) in of_jax for name in names):
                 break
             frames.append(_Frame(x.file_name, x.line_num, x.function_name))
         else:

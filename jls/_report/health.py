@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jls.health`: a verdict on a run from its counters, in words."""
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -31,10 +32,11 @@ from jls._state import (
     find,
     is_wrapper_state,
     metrics,
+    of_one_device,
     refuse_around,
 )
 from jls._step import FoundWrapper, find_wrappers, wrapper_of
-from jls._text import an, describe, wrapped
+from jls._text import an, wrapped
 from jls._train_state import (
     FP8,
     is_train_state,
@@ -117,7 +119,8 @@ def health(
     that made `state`.
 
     Args:
-      state: anything that carries one state of `jls.loss_scaled`. Of a Flax
+      state: anything that carries one state of `jls.loss_scaled`, also with an axis of
+        devices that all agree, as `jax.pmap` keeps it. Of a Flax
         `TrainState` all fields are looked at: `params` as such, others as carried.
       params: the parameters, to see whether an inf or NaN is in them or in the
         optimizer's state, where an inf counts in arrays of the shape of a parameter:
@@ -209,7 +212,7 @@ def health(
             "jls.health(opt_state, params), of NNX jls.health(optimizer, model)."
         )
     _check_params(params)
-    wrapper_state = concrete_wrapper_state_in(state)
+    wrapper_state = of_one_device(concrete_wrapper_state_in(state))
     refuse_around(state)
     for name, tree in {"params": params, "grads": grads, "carried": carried}.items():
         _validate.concrete(name, tree)
@@ -275,7 +278,7 @@ def health(
         **known,
     )
     known["poisoned"] = facts.poisoned if flagged else None
-    numbers = counts | known | small | policy
+    numbers = _strict(counts | known | small | policy)
     result = Health(*diagnose(facts, Limits(limit, max_small)), numbers)
     if result.verdict in raise_if:
         raise UnhealthyError(result)
@@ -285,15 +288,31 @@ def health(
 
 
 def _check_params(params: Any) -> None:
-    if params is None or is_model(params) or named_floats(params)[0]:
+    write = "The order is jls.health(opt_state, params); None does not look."
+    if (hasattr(params, "update") and hasattr(params, "init")) or is_optimizer(params):
+        write = (
+            "The optimizer goes by keyword: "
+            "jls.health(opt_state, params, optimizer=optimizer)."
+        )
+    elif (
+        params is None
+        or not jax.tree.leaves(params)
+        or is_model(params)
+        or named_floats(params)[0]
+    ):
         return
-    got = describe(params)
-    if hasattr(params, "init") and hasattr(params, "update"):
-        write = "The optimizer goes by keyword: "
-        write += "jls.health(opt_state, params, optimizer=optimizer)."
-    else:
-        write = "The order is jls.health(opt_state, params); None does not look."
-    raise TypeError(f"params must hold floating-point arrays, got {got}. {write}")
+    raise TypeError(
+        f"params must hold floating-point arrays, got {type(params).__name__}. {write}"
+    )
+
+
+def _strict(numbers: dict[str, Any]) -> dict[str, Any]:
+    """`numbers` with None for what is not finite, as strict JSON has no inf."""
+
+    def is_finite(number):
+        return not isinstance(number, float) or math.isfinite(number)
+
+    return {name: x if is_finite(x) else None for name, x in numbers.items()}
 
 
 # What `state` is and holds.

@@ -164,7 +164,8 @@ class History:
         parts = []
         if "loss" in now:
             parts.append(f"loss {now['loss']:.4g}")
-        if "loss_scale" in now:
+        scales = _known(self._columns, "loss_scale")
+        if "loss_scale" in now and np.any(scales != 1):
             parts.append(f"scale {format_scale(now['loss_scale'])}")
         if "skips" in now:
             streak = now.get("consecutive_skips")
@@ -323,6 +324,8 @@ def _scale_lines(columns: Columns) -> list[str]:
     first, last, low, high = map(
         format_scale, (scales[0], scales[-1], scales.min(), scales.max())
     )
+    if scales.min() == scales.max() == 1:  # there is none
+        return []
     if low == high:
         return [f"{low} throughout"]
     grown, backed_off = (int(np.sum(where)) for where in growths_and_backoffs(scales))

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls import _state, _validate
-from jls._text import path_name
+from jls._logged import Scalar, flatten_metrics, is_number
+from jls._nnx import read_variables
 from jls._types import SkipReason, StepReport
 
-Scalar = bool | int | float
 Columns = Mapping[str, Sequence[Scalar | None]]
 
 
@@ -24,8 +24,9 @@ def host_metrics(state: Any) -> dict[str, float | int | bool | None]:
     `state`: call it every so many steps, and before a step that donates the state.
 
     Args:
-      state: anything that carries exactly one loss scale, or the
-        `jls.types.StepReport` of one step.
+      state: anything that carries exactly one loss scale, also with an axis of devices
+        that all agree, as `jax.pmap` keeps it; or the `jls.types.StepReport` of one
+        step.
 
     Returns:
       A flat dict of bool, int and float. What is not finite is None, such as a limit of
@@ -47,12 +48,23 @@ def host_metrics(state: Any) -> dict[str, float | int | bool | None]:
     if isinstance(state, StepReport):
         flat = _flatten_report(state)
     else:
-        flat = _state.metrics(state)
+        flat = _state.metrics(_of_one_device(state))
         _validate.concrete("state", flat, " Inside use jls.metrics.")
     arrays = fetch({name: value for name, value in flat.items() if value is not None})
     numbers = {name: array.item() for name, array in arrays.items()}
     finite = {name: number for name, number in numbers.items() if math.isfinite(number)}
     return {name: finite.get(name) for name in flat}
+
+
+def _of_one_device(state: Any) -> Any:
+    """The part of `state` that has metrics, if it has an axis of devices; else all."""
+    wrappers = _state.find(state, _state.is_wrapper_state)
+    found = wrappers or _state.find_scaler_states(state)
+    if len(found) != 1:
+        return state
+    node = read_variables(found[0][1])
+    one = _state.of_one_device(node)
+    return state if one is node else one
 
 
 def _flatten_report(report: StepReport) -> dict[str, Any]:
@@ -70,44 +82,6 @@ def _flatten_report(report: StepReport) -> dict[str, Any]:
     return dict(sorted(given.items(), key=lambda x: fields.index(x[0].split("/")[0])))
 
 
-def flatten_metrics(
-    metrics: Mapping[str, Any] | StepReport, more: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The given values by name, "a/b" for those in nested dicts; None is left out."""
-    if isinstance(metrics, StepReport):
-        no_metrics = {"aux": None, "scale_moves": None}
-        metrics = {**metrics._asdict(), **no_metrics, **_numbers_in_aux(metrics)}
-    if not isinstance(metrics, Mapping):
-        raise TypeError(
-            "metrics must be a dict of scalars, such as jls.metrics(state), or a "
-            f"jls.types.StepReport, got {type(metrics).__name__}."
-        )
-    flat: dict[str, Any] = {}
-    _flatten_into((), {**metrics, **more}, flat)
-    return flat
-
-
-def _numbers_in_aux(report: StepReport) -> dict[str, Any]:
-    """The values in aux that are one number for each step, by name; no logits."""
-    flat, _ = jax.tree_util.tree_flatten_with_path({"aux": report.aux})
-    return {
-        path_name(path): leaf
-        for path, leaf in flat
-        if _is_number(leaf) and np.shape(leaf) == np.shape(report.skipped)
-    }
-
-
-def _flatten_into(path: tuple[str, ...], value: Any, flat: dict[str, Any]) -> None:
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            _flatten_into((*path, str(name)), inner, flat)
-    elif value is not None:
-        name = "/".join(path)
-        if name in flat:
-            raise ValueError(f"{name} must be given once, got it as a dict too.")
-        flat[name] = value
-
-
 def fetch(flat: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The values on the host, after one transfer for all of them."""
     for name, value in flat.items():
@@ -119,21 +93,11 @@ def fetch(flat: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def _check_scalar(name: str, value: Any) -> None:
     _validate.concrete(name, value)
-    if not _is_number(value):
+    if not is_number(value):
         got = getattr(value, "dtype", None) or f"{type(value).__name__} {value!r}"
         raise TypeError(
             f"{name} must be a real number of at most 64 bits, or an array, got {got}."
         )
-
-
-def _is_number(value: Any) -> bool:
-    """Whether `value` is a real number of at most 64 bits, or an array of them."""
-    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
-    if not (is_array or isinstance(value, Scalar)):
-        return False
-    dtype = value.dtype if is_array else np.asarray(value).dtype
-    kinds = jnp.floating, jnp.integer, jnp.bool_
-    return any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
 def _widest(value: np.ndarray) -> np.ndarray:

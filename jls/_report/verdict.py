@@ -185,6 +185,21 @@ class Facts:
         """The loss scale, for a sentence."""
         return scale_in_words(self.loss_scale)
 
+    @property
+    def has_scale(self) -> bool:
+        """Whether the loss is scaled: `jls.skip_nonfinite` leaves it as it is."""
+        return not (self.is_static and self.loss_scale == 1)
+
+    @property
+    def at_scale(self) -> str:
+        """The end of a sentence, "; the loss scale is 2^15"; "" if there is none."""
+        return f"; the loss scale is {self.scale}" if self.has_scale else ""
+
+    @property
+    def not_for_the_scale(self) -> str:
+        """The end of a sentence on what is not finite at any loss scale."""
+        return ", which no loss scale can cure" if self.has_scale else ""
+
 
 class Limits(NamedTuple):
     """The caller's limits."""
@@ -380,7 +395,7 @@ def _stalled(facts: Facts) -> str:
                 f"{_other_causes(facts)}"
             ),
             SkipReason.LOSS: (
-                "The loss itself is inf or NaN, which no loss scale can cure: "
+                f"The loss itself is inf or NaN{facts.not_for_the_scale}: "
                 f"{_why(facts)}{_ran_away(facts)}"
             ),
             SkipReason.UPDATES: (
@@ -398,7 +413,7 @@ def _stalled(facts: Facts) -> str:
         because = ", the last one as a spike"
     return (
         f"the last {facts.consecutive_skips} steps were all skipped{because}, and "
-        f"nothing is being learned; the loss scale is {facts.scale}. {advice}"
+        f"nothing is being learned{facts.at_scale}. {advice}"
     )
 
 
@@ -479,8 +494,8 @@ def _skipping(facts: Facts) -> str:
     main = [reason for reason, count in counts.items() if 4 * count >= facts.skips]
     advice = ". ".join(causes[reason](facts) for reason in main)
     return (
-        f"{_skips(facts)}, {listed}; the loss scale is {facts.scale}. A healthy run "
-        f"skips few steps once its scale is found. {advice}"
+        f"{_skips(facts)}, {listed}{facts.at_scale}. A healthy run skips few steps"
+        f"{' once its scale is found' if facts.has_scale else ''}. {advice}"
     )
 
 
@@ -506,8 +521,8 @@ def _bad_gradients(facts: Facts) -> str:
 
 def _bad_losses(facts: Facts) -> str:
     return (
-        "No loss scale cures a loss that is inf or NaN: with such a batch, "
-        f"{_why(facts)}"
+        f"{'No loss scale' if facts.has_scale else 'Nothing in the step'} cures a loss "
+        f"that is inf or NaN: with such a batch, {_why(facts)}"
     )
 
 
@@ -538,8 +553,8 @@ def _many_spikes(facts: Facts) -> str:
 @_verdict("non-finite loss", lambda f, _: f.skipped_for == SkipReason.LOSS)
 def _nonfinite_loss(facts: Facts) -> str:
     return (
-        "the forward loss of the last step was inf or NaN, which no loss scale can "
-        f"cure ({facts.nonfinite_losses} of {_steps(facts)} so far): with its batch, "
+        f"the forward loss of the last step was inf or NaN{facts.not_for_the_scale} "
+        f"({facts.nonfinite_losses} of {_steps(facts)} so far): with its batch, "
         f"{_why(facts)}"
     )
 
@@ -682,9 +697,12 @@ def _recovering(facts: Facts) -> str:
             f"{facts.scale}. {_skips(facts)}"
         )
     lower = f"{_lower(facts)}; else " if _can_lower(facts) else ""
+    never_moves = ""
+    if facts.has_scale:
+        never_moves = f"The loss scale of {facts.scale} is static, and never moves. "
     return (
-        f"{what}, {facts.consecutive_skips} in a row; {_skips(facts)}. The loss scale "
-        f"of {facts.scale} is static, and never moves. If this goes on, {lower}"
+        f"{what}, {facts.consecutive_skips} in a row; {_skips(facts)}. {never_moves}"
+        f"If this goes on, {lower}"
         f"{_why(facts)}{_loss_not_passed(facts)}"
     )
 
@@ -738,8 +756,8 @@ def _no_step(facts: Facts) -> str:
     else:
         lost = "this is not the state that the last one returned"
     return (
-        "no step was made yet, so there is nothing to judge; the loss scale is "
-        f"{facts.scale}. If you ran steps, {lost}"
+        f"no step was made yet, so there is nothing to judge{facts.at_scale}. If you "
+        f"ran steps, {lost}"
     )
 
 
@@ -783,7 +801,7 @@ def _ok(facts: Facts) -> str:
         )
     if not facts.saw_params:
         hint = f"; the parameters were not looked at{hint}"
-    return f"{_skips(facts)}; the loss scale is {facts.scale}{hint}"
+    return f"{_skips(facts)}{facts.at_scale}{hint}"
 
 
 def _steps(facts: Facts) -> str:

@@ -10,6 +10,7 @@ import optax
 from jax import Array
 
 from jls import _validate
+from jls._nnx import is_optimizer
 from jls._reduce import global_norm
 from jls._state import (
     find,
@@ -18,7 +19,7 @@ from jls._state import (
     refuse_around,
 )
 from jls._step import update_and_apply
-from jls._text import path_names
+from jls._text import describe, path_names
 from jls._train.schedules import find_schedules, group_of
 from jls._tree import difference, named_floats, restore, trainable
 from jls._types import (
@@ -178,10 +179,17 @@ def apply_and_report(
 
 def check_optimizer(optimizer: Any) -> None:
     functions = (getattr(optimizer, name, None) for name in ("init", "update"))
+    if is_optimizer(optimizer):
+        raise TypeError(
+            "optimizer must be left out for Flax NNX, whose nnx.Optimizer goes in with "
+            "each call: step = nnx.jit(jls.train_step(loss_fn)), then report = "
+            "step(model, optimizer, batch). With jls.apply_gradients: "
+            "optimizer.update(model, grads, value=loss)."
+        )
     if not all(map(callable, functions)):
         raise TypeError(
             "optimizer must be made by jls.loss_scaled or jls.skip_nonfinite, got "
-            f"{type(optimizer).__name__} {optimizer!r}."
+            f"{describe(optimizer)}."
         )
 
 

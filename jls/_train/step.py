@@ -505,9 +505,11 @@ def _adapt(
 ) -> Adapter:
     """The adapter for what the step was called with; the last is the batch."""
     _check_order(optimizer, carries, args)
+    is_flax = is_linen(args) or is_nnx(args)
+    if is_flax if optimizer is None else len(args) == 3 + carries and not is_flax:
+        _check_takes(loss_fn, 2 + (carries and optimizer is not None), kwargs)
     if optimizer is None and is_nnx(args):
         return NnxAdapter(loss_fn, carries, has_aux, args, kwargs)
-    is_flax = is_linen(args) or is_nnx(args)
     if optimizer is not None and not is_flax and len(args) == 3 + carries:
         return PlainAdapter(loss_fn, optimizer, carries, has_aux, args[:-1], kwargs)
     if optimizer is None and is_linen(args):
@@ -515,6 +517,23 @@ def _adapt(
     names = [type(x).__name__ for x in args]
     got = ", ".join(names) or "no positional argument"
     raise TypeError(f"{_form(optimizer, carries, is_flax)}; got {got}. {_BATCH}")
+
+
+def _check_takes(loss_fn: Callable[..., Any], count: int, kwargs: Any) -> None:
+    """Raises unless `loss_fn` can be called as the step calls it."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # a built-in function may have none
+        return
+    try:
+        signature.bind(*range(count), **kwargs)
+    except TypeError as error:
+        names = ["params or state", *(["carried"] if count == 3 else []), "batch"]
+        given = ", ".join([*names, *(f"{name}={name}" for name in kwargs)])
+        raise TypeError(
+            f"loss_fn is called as loss_fn({given}), got one that takes {signature}: "
+            f"{error}. {_BATCH}"
+        ) from None
 
 
 def _check_order(optimizer: Any, carries: bool, args: tuple[Any, ...]) -> None:

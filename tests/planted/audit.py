@@ -474,4 +474,70 @@ TRIALS = [
     ),
 ]
 
-FAULTS = DEGREES + KNOWN + READING + TRIALS
+ANSWERS = [
+    Fault(
+        "what scaled values choose is not doubted",
+        "jls/_audit/flow.py",
+        'chooses = name == "select_n" and operands[0].is_of_scaled',
+        "chooses = False",
+        ("tests/audit/test_reading.py",),
+    ),
+    Fault(
+        "every choice between scaled values and 0 is doubted",
+        "jls/_audit/flow.py",
+        'chooses = name == "select_n" and operands[0].is_of_scaled',
+        'chooses = name == "select_n"',
+        ("tests/audit/test_reading.py",),
+    ),
+    Fault(
+        "a number that changes once is taken for one that counts",
+        "jls/_audit/good_steps.py",
+        "if len(set(values)) == len(values):",
+        "if len(set(values)) > 1:",
+        ("tests/audit/test_answers.py",),
+    ),
+    Fault(
+        "a number that counts outside of the program is a mistake",
+        "jls/_audit/good_steps.py",
+        "for path in series[0] if compiled else ():",
+        "for path in series[0]:",
+        ("tests/audit/test_answers.py",),
+    ),
+    Fault(
+        "attributes of a module are no static numbers",
+        "jls/_audit/static.py",
+        "if type(value) in _NUMBERS and not name",
+        "if type(value) is complex and not name",
+        ("tests/audit/test_answers.py",),
+    ),
+    Fault(
+        "a moment that comes back narrower is right",
+        "jls/_audit/dtypes.py",
+        "if path[: len(root)] != root:",
+        "if path != (*root, *at):",
+        ("tests/audit/test_answers.py",),
+    ),
+    Fault(
+        "a rate with the axis of pmap makes an average a mistake",
+        "jls/_audit/proofs.py",
+        "scalars = {(), (1,), *",
+        "scalars = {(), *",
+        ("tests/audit/test_answers.py",),
+    ),
+    Fault(
+        "a state that is only read leaves codes untried",
+        "jls/_audit/proofs.py",
+        "if runner.scales[k].own & runner.carried.leaves]",
+        "]",
+        ("tests/audit/test_answers.py",),
+    ),
+    Fault(
+        "what was taken as data is not in the headline",
+        "jls/_audit/check.py",
+        "others = [name for name in self.not_tried if name not in untried]",
+        "others = list[str]()",
+        ("tests/audit/test_answers.py",),
+    ),
+]
+
+FAULTS = DEGREES + KNOWN + READING + TRIALS + ANSWERS

@@ -212,7 +212,7 @@ FAULTS = [
     ),
     Fault(
         "of results that are not finite too many are counted",
-        "jls/_origin/result.py",
+        "jls/_text.py",
         'f" and {len(names) - 3} more" if',
         'f" and {len(names)} more" if',
         (WHY + "test_text_has_others_after_the_first_and_counts_the_rest",),
@@ -230,5 +230,33 @@ FAULTS = [
         "of_scales = scales & {_input_of(frame, x) for x in operands}",
         "of_scales = scales & {None}",
         (WHY + "test_of_two_optimizers_the_one_that_skips_is_named",),
+    ),
+    Fault(
+        "a branch that is not taken is blamed for an earlier iteration",
+        "jls/_origin/trail.py",
+        "            if i < shared:\n                continue\n",
+        "",
+        ("tests/origin/test_lines.py",),
+    ),
+    Fault(
+        "an inf that is put in the place of an inf is the program's own",
+        "jls/_origin/trail.py",
+        "causes = self._choices(origin, causes) or causes",
+        "causes = causes or []",
+        ("tests/origin/test_lines.py",),
+    ),
+    Fault(
+        "a number of the program has no iteration",
+        "jls/_origin/why.py",
+        "iterations = reader.iterations if reader else ()",
+        "iterations = ()",
+        ("tests/origin/test_lines.py",),
+    ),
+    Fault(
+        "inside a function that JAX jits no line is known",
+        "jls/_program/places.py",
+        "if any((x.file_name, name) in of_jax for name in names):",
+        "if of_jax:",
+        ("tests/origin/test_lines.py",),
     ),
 ]

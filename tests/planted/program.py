@@ -25,8 +25,8 @@ FAULTS = [
     Fault(
         "the sum over some leaves is taken for that over all",
         "jls/_program/squares.py",
-        "if len(result.numbers) == len(inputs):",
-        "if len(result.numbers) == min(2, len(inputs)):",
+        "is_total = len(result.numbers) == len(inputs)",
+        "is_total = len(result.numbers) == min(2, len(inputs))",
         ("tests/program/test_squares.py",),
     ),
     Fault(

@@ -67,15 +67,15 @@ FAULTS = [
     Fault(
         "a batch with a bad loss comes again",
         "jls/_report/requeue.py",
-        "if reason == SkipReason.GRADIENTS and",
-        "if reason <= SkipReason.LOSS and",
+        "is_overflow = reason == SkipReason.GRADIENTS",
+        "is_overflow = reason <= SkipReason.LOSS",
         (REQUEUED,),
     ),
     Fault(
         "new batches come before those that come again",
         "jls/_report/requeue.py",
-        "        if not self._waiting:\n            try:",
-        "        if True:\n            try:",
+        "        if not self._waiting:\n            if self._first:",
+        "        if True:\n            if self._first:",
         (REQUEUED,),
     ),
     Fault(
@@ -165,8 +165,8 @@ FAULTS = [
     Fault(
         "a bad loss is said to be the cause of every skip",
         VERDICT,
-        'f"cure ({facts.nonfinite_losses} of',
-        'f"cure ({facts.skips} of',
+        'f"({facts.nonfinite_losses} of',
+        'f"({facts.skips} of',
         (NUMBERS + "[non-finite loss]",),
     ),
     Fault(
@@ -284,8 +284,8 @@ FAULTS = [
     Fault(
         "a maximum that is -inf before its first step is poison",
         POISON,
-        "leaf.lows == leaf.size > 1 and steps > 0",
-        "leaf.lows == leaf.size > 1",
+        "may_wait = steps == 0 or (tree",
+        "may_wait = False and (tree",
         (BY_HAND + "test_a_maximum_is_minus_inf_before_its_first_step_alone",),
     ),
     Fault(
@@ -400,5 +400,47 @@ FAULTS = [
         "for name, number in numbers.items() if math.isfinite(number)}",
         "for name, number in numbers.items()}",
         ("tests/report/test_record.py::test_a_limit_of_nothing_is_none",),
+    ),
+    Fault(
+        "a batch that no scale can mend comes again",
+        "jls/_report/requeue.py",
+        'is_overflow and bool(_read_scalar("scale_moves", moves))',
+        "is_overflow",
+        (REQUEUED,),
+    ),
+    Fault(
+        "what was saved and has not come yet is not outstanding",
+        "jls/_report/requeue.py",
+        "return *held, *enumerate(self._first, self._taken)",
+        "return tuple(held)",
+        (REQUEUED,),
+    ),
+    Fault(
+        "an optimizer is taken for parameters",
+        "jls/_report/health.py",
+        "    _check_params(params)\n",
+        "",
+        ("tests/report/test_doors.py",),
+    ),
+    Fault(
+        "devices that differ are read as the first",
+        "jls/_state.py",
+        "if not np.array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape)):",
+        "if False:",
+        ("tests/report/test_doors.py",),
+    ),
+    Fault(
+        "a run without a loss scale is told of one",
+        "jls/_report/verdict.py",
+        "return not (self.is_static and self.loss_scale == 1)",
+        "return True",
+        ("tests/report/test_doors.py",),
+    ),
+    Fault(
+        "a parameter of one element that is -inf is taken for a mask",
+        "jls/_report/poison.py",
+        '(tree == "carried" and leaf.size == 1)',
+        "leaf.size == 1",
+        ("tests/report/test_doors.py",),
     ),
 ]

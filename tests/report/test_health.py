@@ -226,7 +226,8 @@ def test_a_static_scale_has_no_bounds_and_does_not_move(scale):
         for changed in (state, jls.set_loss_scale(state, scale)):
             health = jls.health(changed, optimizer=optimizer)
             assert health.verdict == "recovering"
-            assert "is static, and never moves. If this goes on" in health.sentence
+            says_so = "is static, and never moves. If this goes on" in health.sentence
+            assert says_so == (scale != 1)
             assert "2 in a row; 2 of 3 steps" in health.sentence
         assert jls.health(after("o", jls.static(scale))).verdict == "recovering"
         assert jls.health(after(".", jls.static(scale))).verdict == "ok"

@@ -849,14 +849,14 @@ def test_one_member_of_a_vmapped_state_is_read_as_the_error_says(read):
     optimizer = jls.loss_scaled(optax.sgd(0.1))
     params = jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
     state = jax.vmap(optimizer.init)(params)
+    state = state._replace(steps=jnp.arange(2))  # they differ
     whole = TrainState(0, None, params, optimizer, state)
     for several in (state, (state, 3), whole):
-        with pytest.raises(ValueError, match=r"got shape \(2,\)") as caught:
+        with pytest.raises(ValueError, match=r"jax\.vmap") as caught:
             read(several)
         (line,) = re.findall(
             r"jax\.tree\.map\(lambda a: a\[0\], state\)", str(caught.value)
         )
-        assert "jax.vmap or jax.pmap" in str(caught.value)
         assert "whole train step" not in str(caught.value)
     one = eval(line, {"jax": jax, "state": state})
     assert read(one)

@@ -1,0 +1,202 @@
+"""What the tools for a run take: states of devices, no optimizer for parameters."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jls
+
+pytestmark = pytest.mark.standard_promotion
+
+OPTIMIZER = jls.loss_scaled(optax.adam(0.1), jls.dynamic(1024.0))
+PARAMS = {"w": jnp.ones(3)}
+STATE = OPTIMIZER.init(PARAMS)
+
+
+def stacked(tree, count=2):
+    """As `jax.pmap` keeps it."""
+    return jax.tree.map(lambda x: jnp.stack([x] * count), tree)
+
+
+# Parameters.
+
+
+@pytest.mark.parametrize("given", [OPTIMIZER, 3, "x", jnp.arange(3), {"n": 1}])
+def test_what_holds_no_floating_array_is_no_parameters(given):
+    with pytest.raises(TypeError, match="params must hold floating-point arrays, got"):
+        jls.health(STATE, given)
+
+
+def test_an_optimizer_in_their_place_is_told_its_keyword():
+    bad = {"w": jnp.full(3, jnp.nan)}
+    with pytest.raises(TypeError, match="optimizer=optimizer"):
+        jls.health(STATE, OPTIMIZER)
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="optimizer"):
+        jls.health(STATE, nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param))
+    assert jls.health(STATE, bad, optimizer=OPTIMIZER).verdict == "poisoned"
+    assert jls.health(STATE, {}).numbers["poisoned"] is False
+
+
+def test_a_parameter_of_one_element_that_is_minus_inf_is_no_mask():
+    for shape in ((), (1,)):
+        params = {"w": jnp.full(shape, -jnp.inf)}
+        state = OPTIMIZER.init(params)._replace(steps=jnp.int32(3))
+        health = jls.health(state, params)
+        assert health.verdict == "poisoned"
+        assert not health.safe_to_save
+
+
+# States of several devices.
+
+
+def test_a_state_of_devices_that_agree_is_read_and_set():
+    state, params = stacked(STATE), stacked(PARAMS)
+    assert jls.host_metrics(state) == jls.host_metrics(STATE)
+    assert jls.health(state, params).sentence == jls.health(STATE, PARAMS).sentence
+    new = jls.set_loss_scale(state, 8.0)
+    assert jls.host_metrics(new)["loss_scale"] == 8.0
+    assert new.scaler_state.loss_scale.tolist() == [8.0, 8.0]
+    assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, state)
+    bare = stacked(STATE.scaler_state)
+    assert jls.host_metrics(bare) == {"loss_scale": 1024.0}
+    for read in (jls.metrics, jls.loss_scale):
+        with pytest.raises(ValueError, match=r"lambda a: a\[0\], state"):
+            read(state)
+
+
+def test_what_is_not_finite_on_one_device_is_found():
+    params = stacked(PARAMS)
+    params["w"] = params["w"].at[1, 0].set(jnp.nan)
+    assert jls.health(stacked(STATE), params).verdict == "poisoned"
+
+
+@pytest.mark.parametrize("read", [jls.health, jls.host_metrics])
+def test_devices_that_differ_are_named(read):
+    state = stacked(STATE)._replace(skips=jnp.array([0, 1]))
+    with pytest.raises(ValueError, match=r"differ in skips: see jls\.check_in_sync"):
+        read(state)
+
+
+# Words.
+
+
+def test_a_run_without_a_loss_scale_is_told_of_none():
+    optimizer = jls.skip_nonfinite(optax.adam(0.1))
+    state = optimizer.init(PARAMS)
+    for loss, value in ((1.0, 1.0), (jnp.nan, 1.0), (1.0, jnp.nan), (1.0, 1.0)):
+        grads = jax.tree.map(lambda x, v=value: v * x, PARAMS)
+        assert "scale" not in jls.health(state, PARAMS).sentence
+        _, state = optimizer.update(grads, state, PARAMS, value=jnp.float32(loss))
+        text = str(jls.health(state, PARAMS, optimizer=optimizer))
+        assert "scale" not in text, text
+    history = jls.History()
+    history.append(jls.metrics(state))
+    assert "scale" not in history.line() + history.summary()
+
+
+def test_numbers_are_strict_json():
+    state = STATE._replace(
+        scaler_state=STATE.scaler_state._replace(loss_scale=jnp.float32(jnp.inf))
+    )
+    numbers = jls.health(state, PARAMS).numbers
+    assert numbers["loss_scale"] is None
+    json.dumps(numbers, allow_nan=False)
+
+
+def test_metrics_of_a_report_are_its_scalars():
+    _, _, report = jls.apply_gradients(OPTIMIZER, PARAMS, STATE, PARAMS)
+    metrics = jax.jit(jls.metrics)(report)
+    assert set(metrics) == set(jls.host_metrics(report))
+    assert not metrics["skipped"]
+
+
+# Doors for those who come from elsewhere.
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("scale", "jls.value_and_grad"),
+        ("unscale_", "jls.value_and_grad"),
+        ("step", "optimizer.update"),
+        ("update", "optimizer.update"),
+        ("get_scale", "jls.loss_scale"),
+    ],
+)
+def test_what_a_scaler_does_elsewhere_is_told(name, write):
+    with pytest.raises(AttributeError, match=f"{write}.*coming_from"):
+        getattr(jls.dynamic(), name)
+    assert not hasattr(jls.dynamic(), name)
+
+
+def test_a_scaler_of_another_library_is_told_what_does_it():
+    with pytest.raises(AttributeError, match=r"jls\.loss_scaled\(optimizer\).*table"):
+        jls.GradScaler  # noqa: B018
+    with pytest.raises(AttributeError, match=r"jls\.presets\.flax"):
+        jls.DynamicScale  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'grow'"):
+        jls.dynamic().grow  # noqa: B018
+
+
+def test_text_is_neither_finite_nor_not():
+    for text in ("abc", {"loss": "nan"}):
+        with pytest.raises(TypeError, match="tree must hold numbers"):
+            jls.all_finite(text)
+    assert jls.all_finite({"loss": 1.0, "name": "nan"})
+
+
+def test_a_loss_by_position_is_told_its_keyword():
+    with pytest.raises(TypeError, match="value=loss"):
+        OPTIMIZER.update(PARAMS, STATE, PARAMS, jnp.float32(1.0))
+
+
+def test_swapped_arguments_of_upgrade_state_are_told():
+    saved = {"inner_state": 1}
+    with pytest.raises(TypeError, match="target comes first"):
+        jls.upgrade_state(saved, STATE)
+
+
+def test_a_loss_function_that_takes_more_is_told_how_it_is_called():
+    step = jls.train_step(lambda params, x, y: 0.0, OPTIMIZER)
+    rule = r"called as loss_fn\(params or state, batch\).*\(params, x, y\)"
+    with pytest.raises(TypeError, match=rule):
+        step(PARAMS, STATE, jnp.ones(3))
+
+
+def test_an_nnx_optimizer_for_train_step_is_told_to_be_left_out():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
+    with pytest.raises(
+        TypeError, match=r"left out .*jls\.train_step\(loss_fn\)"
+    ) as told:
+        jls.train_step(lambda model, x: 0.0, optimizer)
+    assert len(str(told.value)) < 400
+
+
+def test_nnx_takes_arguments_of_the_loss_by_keyword():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
+
+    def loss_fn(model, x, scale=2.0):
+        return scale * jnp.mean(model(x) ** 2)
+
+    grad_fn = jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)
+    x = jnp.ones((2, 3))
+    loss, _ = grad_fn(optimizer, model, x=x)
+    assert loss == grad_fn(optimizer, model, x)[0]
+
+
+def test_states_by_label_are_read_and_exchanged_through_the_wrapper():
+    labels = {"w": "a"}
+    inner = optax.partition({"a": optax.inject_hyperparams(optax.sgd)(0.5)}, labels)
+    state = jls.loss_scaled(inner).init(PARAMS)
+    assert state.inner_states["a"].inner_state.hyperparams["learning_rate"] == 0.5
+    new = state._replace(inner_states={"a": None})
+    assert new.inner_states == {"a": None}
+    with pytest.raises(AttributeError, match=r"inner_states must be those of the one"):
+        STATE.inner_states  # noqa: B018
