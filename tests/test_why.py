@@ -582,3 +582,19 @@ def test_debug_nans_does_not_stop_it():
 def test_it_is_for_the_host():
     with pytest.raises(ValueError, match="x must be concrete, got a traced array"):
         jax.jit(lambda x: jls.why(roots, x).is_from_scale)(jnp.ones(2))
+
+
+def test_parameters_that_came_in_far_too_large_are_said_before_any_line():
+    def loss_fn(params, x):
+        return jnp.mean(jnp.exp(x @ params["w"]))
+
+    optimizer = jls.skip_nonfinite(optax.sgd(0.1))
+    step = jax.jit(jls.train_step(loss_fn, optimizer))
+    for size, says_so in ((1e8, True), (100.0, False)):
+        params = {"w": jnp.array([1.0, size])}
+        why = jls.why(step, params, optimizer.init(params), jnp.ones((2, 2)))
+        text = str(why)
+        assert ("The parameters that came in reach 1e+08 (params/w)" in text) == says_so
+        if says_so:
+            assert text.index("came in reach") < text.index("exp made inf")
+            assert "Clip the argument" not in text

@@ -5,12 +5,9 @@ Between the runs everything is on the host: on the devices there is what the cal
 holds, and the copies and the results of one run.
 """
 
-import contextlib
 import contextvars
 import functools
-import logging
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +23,7 @@ from jls._mistakes import eager_steps_allowed, is_jit_disabled
 from jls._placement import place_like
 from jls._text import first_three
 from jls._trace.arguments import Arguments, BoundArguments, Item, items_of
+from jls._trace.patience import logging_if_slow
 from jls._trace.scales import Scale
 from jls._tree import is_array, is_concrete, is_extended, is_inexact
 
@@ -33,8 +31,10 @@ Leaves = list[Any]
 
 # A loop or a branch outside of jit is compiled in each call; that is not the step.
 _LOOPS = ("jit(scan)", "jit(while)", "jit(cond)")
-# After this long without a word, people begin to think that a program hangs.
-_PATIENCE_IN_SECONDS = 5.0
+_SLOW = (
+    "jls.check_step is compiling and running the step; this takes as long as your "
+    "first step does."
+)
 
 _COMPILED: contextvars.ContextVar[list[str] | None]
 _COMPILED = contextvars.ContextVar("_COMPILED", default=None)
@@ -244,7 +244,7 @@ class Runner:
         _listen()
         token = _COMPILED.set(names)
         try:
-            with eager_steps_allowed(), _logging_if_slow():
+            with eager_steps_allowed(), logging_if_slow(_SLOW):
                 result = self.step(*call.args, **call.kwargs)
         except Exception as error:
             error.add_note(f"jls.check_step ran the step on copies: {trial}.")
@@ -451,22 +451,3 @@ def _note_compilation(event: str, duration_secs: float, **kwargs: str | int) -> 
     names = _COMPILED.get()
     if names is not None and event.endswith("backend_compile_duration"):
         names.append(str(kwargs.get("fun_name", "")))
-
-
-@contextlib.contextmanager
-def _logging_if_slow() -> Iterator[None]:
-    """Logs one line if a run takes long."""
-    timer = threading.Timer(
-        _PATIENCE_IN_SECONDS,
-        logging.getLogger("jls").warning,
-        [
-            "jls.check_step is compiling and running the step; this takes as long as "
-            "your first step does."
-        ],
-    )
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

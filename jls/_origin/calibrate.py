@@ -25,6 +25,7 @@ from jls._program.jaxprs import is_narrow_atom
 from jls._program.places import Place, is_transposed, place_of
 from jls._scalers.rule import bounds_of
 from jls._text import format_number, scale_in_words
+from jls._trace.patience import logging_if_slow
 from jls._trace.scales import is_switched_off
 from jls._trace.wrappers import scalers_in
 
@@ -89,10 +90,16 @@ def calibrate(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Calibra
       >>> opt_state = jls.set_loss_scale(opt_state, result.init_scale)
     """
     _validate.traceable("step", step)
-    with settings():
+    with settings(), logging_if_slow(_SLOW):
         return _Search(
             Case("jls.calibrate", step, args, kwargs), step, (args, kwargs)
         ).result()
+
+
+_SLOW = (
+    "jls.calibrate is compiling and running the step with a record beside each "
+    "operation; this takes four to eight times as long as to compile it alone."
+)
 
 
 class _Search:

@@ -14,6 +14,8 @@ from jls._text import first_three, wrapped
 _OTHERS = 5  # births beside the first in the text: it fits on a screen
 
 ARGUMENT, CONSTANT = "argument", "constant"
+# How the first note begins where no line is to blame.
+DIVERGED = "The parameters that came in reach"
 
 
 class Birth(NamedTuple):
@@ -54,7 +56,8 @@ class Why(NamedTuple):
             note = self.notes[0]
             return "\n".join(wrapped(f"jls.why: {note[0].lower()}{note[1:]}."))
         lines = wrapped(f"jls.why: {_headline(self)}")
-        if self.is_from_scale:  # no line is to blame
+        is_early = self.notes and self.notes[0].startswith(DIVERGED)
+        if self.is_from_scale or is_early:  # no line is to blame
             lines += _paragraphs(self.notes)
         if self.births:
             lines += ["", *_in_three_lines(self.births[0])]
@@ -63,7 +66,7 @@ class Why(NamedTuple):
             lines += [x for birth in others[:_OTHERS] for x in _in_one_line(birth)]
             if len(others) > _OTHERS:
                 lines.append(f"  and {len(others) - _OTHERS} more, see .births")
-        if not self.is_from_scale:
+        if not (self.is_from_scale or is_early):
             advices = [x.advice for x in self.births[: _OTHERS + 1] if x.advice]
             lines += _paragraphs([*self.notes, *[*dict.fromkeys(advices)][:2]])
         return "\n".join(lines)

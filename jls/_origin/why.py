@@ -15,7 +15,7 @@ from jls._origin import roots
 from jls._origin.advice import CAME_IN, NORM_OVERFLOWS, WRITTEN, advise, dtype_of
 from jls._origin.measure import Size
 from jls._origin.record import RecordedProgram
-from jls._origin.result import ARGUMENT, CONSTANT, Birth, Why
+from jls._origin.result import ARGUMENT, CONSTANT, DIVERGED, Birth, Why
 from jls._origin.roots import CheckedValues, checked_values, is_of_update
 from jls._origin.trail import Argument, BirthRecord, OpResult, RunValue, Trail
 from jls._program.frames import Frame, Variable, behind, independent_of
@@ -23,7 +23,15 @@ from jls._program.jaxprs import is_inexact_atom, is_literal
 from jls._program.places import Place, is_transposed, place_of
 from jls._scopes import GRADIENTS, UPDATE, marks_of
 from jls._text import scale_in_words
-from jls._trace.arguments import Arguments, check_usable, items_of, take_apart, unbind
+from jls._trace.arguments import (
+    Arguments,
+    Item,
+    check_usable,
+    items_of,
+    take_apart,
+    unbind,
+)
+from jls._trace.patience import logging_if_slow
 from jls._trace.scales import Scale, is_switched_off, scales_in, without_value
 from jls._trace.trace import ALL, READS, Traced, trace
 from jls._tree import is_array
@@ -32,6 +40,8 @@ from jls._types import SkipReason, known_skip_reason
 # Of the lowest loss scale that is tried, 2^-24: the smallest float16. A lower one is 0
 # when cast to float16.
 LOWEST_EXPONENT = -24
+# No model trains with parameters like these.
+_FAR_TOO_LARGE = 1e6
 
 
 def why(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Why:
@@ -78,8 +88,14 @@ def why(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Why:
       ('inf', 'div', True)
     """
     _validate.traceable("fun", fun)
-    with settings():
+    with settings(), logging_if_slow(_SLOW):
         return Case("jls.why", fun, args, kwargs).why()
+
+
+_SLOW = (
+    "jls.why is compiling and running the function with a record beside each "
+    "operation; this takes three to six times as long as to compile it alone."
+)
 
 
 @contextlib.contextmanager
@@ -326,11 +342,31 @@ class Case:
         for one in found:
             birth = self._birth(trail, one, forward)
             births.setdefault((birth.kind, birth.place._replace(iteration=())), birth)
+        came_in = any(x.place.operation == ARGUMENT for x in births.values())
+        diverged = "" if came_in or is_from_scale else self._diverged(bad)
         return Why(
             births=tuple(births.values()),
             results=_loss_first(dict.fromkeys(map(self._name, bad))),
             is_from_scale=is_from_scale,
-            notes=(note,) if note else (),
+            notes=tuple(filter(None, (diverged, note))),
+        )
+
+    def _diverged(self, bad: list[Bad]) -> str:
+        """A sentence on parameters that came in far too large; "" if none did."""
+        largest, name = 0.0, ""
+        for checked in {id(x.checked): x.checked for x in bad if x.checked}.values():
+            scale = None if checked.scale is None else self.scales.get(checked.scale)
+            for item in self._items_of(checked.found.get(roots.GRADIENTS, []), scale):
+                size = float(
+                    np.max(np.abs(np.asarray(item.value, np.float64)), initial=0)
+                )
+                if largest < size < math.inf:
+                    largest, name = size, "/".join(item.path)
+        if largest < _FAR_TOO_LARGE:
+            return ""
+        return (
+            f"{DIVERGED} {largest:.2g} ({name}): the run diverged before, and no line "
+            "is to blame. Look at the learning rate, and go back to an older checkpoint"
         )
 
     def _birth(
@@ -401,6 +437,13 @@ class Case:
     def _names_of(
         self, variables: Sequence[Variable], scale: Scale | None
     ) -> list[str]:
+        """The names of the parameters of these gradients; [] if that is unclear."""
+        items = self._items_of(variables, scale)
+        return ["/".join(x.path[1:]) or x.path[0] for x in items]
+
+    def _items_of(
+        self, variables: Sequence[Variable], scale: Scale | None
+    ) -> list[Item]:
         """The parameters with the shapes of these gradients; [] if that is unclear."""
         shapes = [atom.aval.shape for _, atom in variables]
         states = [x.root for x in self.scales.values()]
@@ -421,7 +464,7 @@ class Case:
         if scale and len(self.scales) > 1:  # "critic" in both paths
             own = set(scale.root[1:])
             found = [x for x in found if own & set(x[0].path)] or found[:1]
-        return ["/".join(x.path[1:]) or x.path[0] for x in found[0]] if found else []
+        return found[0] if found and shapes else []
 
 
 def _loss_first(names: Iterable[str]) -> tuple[str, ...]:

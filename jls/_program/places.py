@@ -94,12 +94,11 @@ def is_transposed(site: Site) -> bool:
 def functions_of_jax(site: Site) -> set[str]:
     """The names of JAX's functions that made an equation, such as "arccos"."""
     traceback = getattr(site.equation.source_info, "traceback", None)
-    made = {
+    return {
         x.function_name.rpartition(".")[2]
         for x in getattr(traceback, "frames", ())
         if _package_of(x.file_name) == "jax"
     }
-    return made
 
 
 class _Frame(NamedTuple):

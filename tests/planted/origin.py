@@ -220,8 +220,8 @@ FAULTS = [
     Fault(
         "where the loss scale is too large, a line is to be mended",
         "jls/_origin/result.py",
-        "        if not self.is_from_scale:\n            advices",
-        "        if self.births:\n            advices",
+        "        if not (self.is_from_scale or is_early):\n            advices",
+        "        if not is_early:\n            advices",
         (WHY + "test_text_of_a_step_whose_loss_scale_is_too_large",),
     ),
     Fault(
@@ -258,5 +258,19 @@ FAULTS = [
         "if any((x.file_name, name) in of_jax for name in names):",
         "if of_jax:",
         ("tests/origin/test_lines.py",),
+    ),
+    Fault(
+        "parameters that came in far too large are not told",
+        "jls/_origin/why.py",
+        "_FAR_TOO_LARGE = 1e6",
+        "_FAR_TOO_LARGE = 1e9",
+        (WHY + "test_parameters_that_came_in_far_too_large_are_said_before_any_line",),
+    ),
+    Fault(
+        "advice is for float32 in every dtype",
+        "jls/_origin/advice.py",
+        'small, edge = _SMALL.get(dtype.name, "1e-12"), _EDGE.get(dtype.name, "1e-6")',
+        'small, edge = "1e-12", "1e-6"',
+        ("tests/origin/test_advice.py",),
     ),
 ]
