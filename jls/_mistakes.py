@@ -21,7 +21,7 @@ from jax.core import Tracer
 from jls._nnx import has_variables, modules_in
 from jls._state import find_scaler_states
 from jls._text import at, describe, path_name
-from jls._tree import floats_of, is_inexact
+from jls._tree import difference, floats_of, is_inexact
 from jls._types import JlsWarning, StaticState
 
 _LIBRARIES = {"jls", "jax", "optax", "flax", "equinox"}
@@ -354,28 +354,57 @@ def _may_be_value(name: str) -> bool:
 
 @contextlib.contextmanager
 def foreign_state_named(
-    init: Callable[[Any], Any], inner_state: Any, params: Any
+    init: Callable[[Any], Any], inner_state: Any, params: Any, updates: Any
 ) -> Iterator[None]:
-    """Names a state of another optimizer as the cause of what fails in the block."""
+    """Names what does not belong together as the cause of what fails in the block."""
     try:
         yield
     except Exception as error:
-        made, got = _made_by(init, params), _kinds(jax.tree.structure(inner_state))
-        if made is None or made == got:
+        cause = _foreign(init, inner_state, params, updates)
+        if not cause:
             raise
-        raise ValueError(
+        raise ValueError(cause) from error
+
+
+def _foreign(
+    init: Callable[[Any], Any], inner_state: Any, params: Any, updates: Any
+) -> str:
+    """Why state, parameters and gradients are not of one run; "" if that is unknown."""
+    try:
+        made = jax.eval_shape(init, params)
+    except Exception:  # whatever stands in the way, such as params that are None
+        return ""
+    kinds, got = (_kinds(jax.tree.structure(x)) for x in (made, inner_state))
+    if kinds != got:
+        return (
             "state must be one that this optimizer made, got one of another optimizer: "
             f"it holds {', '.join(got) or 'no state'} where this one makes "
-            f"{', '.join(made) or 'no state'}. Pass what this optimizer's init made."
-        ) from error
+            f"{', '.join(kinds) or 'no state'}. Pass what this optimizer's init made."
+        )
+    known = params is not None
+    if known and jax.tree.structure(updates) != jax.tree.structure(params):
+        return (
+            "updates must be the gradients of params, but "
+            f"{difference(('updates', updates), ('params', params))}. Pass what "
+            "jls.value_and_grad returned for these params."
+        )
+    return _other_shape(made, inner_state)
 
 
-def _made_by(init: Callable[[Any], Any], params: Any) -> list[str] | None:
-    """The kinds of states that `init` makes; None if it cannot be asked."""
-    try:
-        return _kinds(jax.tree.structure(jax.eval_shape(init, params)))
-    except Exception:  # whatever stands in the way, such as params that are None
-        return None
+def _other_shape(made: Any, got: Any) -> str:
+    """Where a state has another shape than these parameters would make; "" nowhere."""
+    wanted, structure = jax.tree_util.tree_flatten_with_path(made)
+    if structure != jax.tree.structure(got):
+        return ""
+    for (path, new), old in zip(wanted, jax.tree.leaves(got), strict=True):
+        if jnp.shape(new) != jnp.shape(old):
+            return (
+                "state must be made for the params that it is passed with, but has "
+                f"shape {jnp.shape(old)}{at(path_name(path))}, where these params make "
+                f"{jnp.shape(new)}. If the model has changed, its optimizer starts "
+                "anew: opt_state = optimizer.init(params)."
+            )
+    return ""
 
 
 def _kinds(structure: Any) -> list[str]:

@@ -465,7 +465,7 @@ def _inner_step(
         grads = combine(inputs[: len(step.grads)], step.remainder)
         extra = combine(inputs[len(step.grads) :], other)
         extra = {"grad": grads, **extra}  # as a line search takes them
-        with foreign_state_named(wrapper.inner.init, inner_state, params):
+        with foreign_state_named(wrapper.inner.init, inner_state, params, grads):
             updates, new = wrapper.inner.update(grads, inner_state, params, **extra)
         name, integers = "the inner optimizer's", step.integers
         updates = cast_like(f"{name} update", updates, step.no_updates, integers)
@@ -494,6 +494,19 @@ def _prepare(
         given = grads, state.inner_state, params, step.extra
         sum_of_squares = _found_once(wrapper.sums_of_squares, given, find)
     return prepare(fun, inputs, is_traced, count, sum_of_squares)
+
+
+def sums_squares(wrapper: WrapperUpdate, params: Any, inner_state: Any) -> bool:
+    """Whether a clip's sum of squares is the check; False if that cannot be found."""
+    floats, remainder = partition(params)
+    grads: list[Any]
+    grads = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(widen, floats)]
+
+    def update(grads):
+        grads = combine(grads, remainder)
+        return wrapper.inner.update(grads, inner_state, params, grad=grads)
+
+    return sum_of_squares_in(update, grads, len(grads)) is not None
 
 
 def _found_once(

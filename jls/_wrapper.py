@@ -11,8 +11,9 @@ Differs from `optax.apply_if_finite` in:
 `_step` has the table of what a step does.
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import jax
@@ -150,7 +151,8 @@ def loss_scaled(
 
     def init(params):
         register_wrapper(update, params)
-        inner_state = inner.init(params)
+        with _foreign_leaf_named(params):
+            inner_state = inner.init(params)
         nested = find(inner_state, is_wrapper_state)
         if nested:
             raise ValueError(
@@ -232,6 +234,23 @@ def skip_nonfinite(
         check_updates=check_updates,
         spikes=spikes,
     )
+
+
+@contextlib.contextmanager
+def _foreign_leaf_named(params: Any) -> Iterator[None]:
+    """Names a leaf that is no array as the cause of what fails in the block."""
+    try:
+        yield
+    except Exception as error:
+        leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+        for path, leaf in leaves:
+            if isinstance(leaf, str | bytes):
+                raise TypeError(
+                    f"params must hold arrays, got {describe(leaf)}"
+                    f"{at(path_name(path))}. Keep the settings of a model apart from "
+                    "its parameters, or leave them out with None in their places."
+                ) from error
+        raise
 
 
 def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:

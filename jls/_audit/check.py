@@ -178,7 +178,7 @@ def check_step(
             "taken as data, but a result looks like it; if it is state, name all "
             "arguments that come back: jls.check_step(step, ..., carried_args=(0, 1))"
         )
-    notes = _notes(runner, step)
+    notes = [*_notes(runner, step), *findings.notes]
     return _step_check(findings, _lines_to_write((args, kwargs), runner), notes)
 
 

@@ -47,7 +47,7 @@ from jls._audit.runs import (
 )
 from jls._mistakes import is_jit_disabled
 from jls._program.places import Place, place_of
-from jls._text import format_scale
+from jls._text import first_three, format_scale
 from jls._trace.scales import Scale, is_switched_off
 from jls._tree import is_inexact
 from jls._types import SIGNALS, SpikeState
@@ -386,6 +386,26 @@ class _Trials:
         for _, found in sorted(inputs, key=lambda pair: (pair[0], len(pair[1]))):
             for i in found if len(found) <= _MANY_LEAVES else found[:1]:
                 self._try_nan(i)
+        hidden = [
+            x.what for x in self.faults if not x.scales and self._hides_nan(x.run)
+        ]
+        if hidden:
+            self.findings.notes.append(
+                f"The loss stays finite with {first_three(hidden)}, so the skip is "
+                "taken for an overflow: the loss scale backs off, and jls.requeue hands "
+                "the batch out again. If a jnp.nansum or a mask does it, give the "
+                "optimizer a loss that is NaN."
+            )
+
+    def _hides_nan(self, run: Run) -> bool:
+        """Whether a wrapper whose scale moves skipped for the gradients alone."""
+        return any(
+            scale.counters
+            and not scale.is_static
+            and self.runner.counted(run, scale, "skips") > 0
+            and not self.runner.counted(run, scale, "nonfinite_losses")
+            for scale in self.runner.scales
+        )
 
     def _reaches(self, leaf: int) -> bool:
         """Whether gradients or loss depend on it: on a learning rate they do not."""

@@ -23,6 +23,7 @@ class Findings:
     def __init__(self) -> None:
         self._found: dict[Code, Finding] = {}
         self.untried: dict[str, str] = {}  # arrays without a fault, and the reason
+        self.notes: list[str] = []  # on what is no mistake
 
     def broken(self, code: Code, evidence: str, place: Place | None = None) -> None:
         if self.status(code) != "broken":

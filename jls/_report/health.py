@@ -35,7 +35,7 @@ from jls._state import (
     of_one_device,
     refuse_around,
 )
-from jls._step import FoundWrapper, find_wrappers, wrapper_of
+from jls._step import FoundWrapper, find_wrappers, sums_squares, wrapper_of
 from jls._text import an, wrapped
 from jls._train_state import (
     FP8,
@@ -50,6 +50,7 @@ from jls._types import (
     JlsWarning,
     LossScaledState,
     LossScaler,
+    SkipReason,
     SpikeState,
     StaticState,
     known_skip_reason,
@@ -260,6 +261,7 @@ def health(
     if grads is not None:
         small["dtype"] = dtype.name
 
+    was_bad = in_a_row and counts["last_skip_reason"] == SkipReason.GRADIENTS
     facts = Facts(
         metrics=counts,
         all_leaves_nonfinite=all(flags),
@@ -272,6 +274,8 @@ def health(
         is_narrow=None
         if params is None
         else is_narrow((params, wrapper_state.inner_state)),
+        sums_squares=bool(found and was_bad)
+        and sums_squares(found.wrapper, params, wrapper_state.inner_state),
         small=Small(**small) if small else None,
         policy=PolicyFacts(**policy) if policy else None,
         scaler=_describe_scaler(found, params),

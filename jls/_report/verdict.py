@@ -94,6 +94,8 @@ class Facts:
     is_train_state: bool = False  # the state is a Flax `TrainState`
     is_nnx: bool = False  # the state or the parameters are those of an NNX model
     is_narrow: bool | None = None  # a parameter or a moment has less than 32 bits
+    # The check is the sum of squares of a clip: a leaf that is bad may be finite.
+    sums_squares: bool = False
     small: Small | None = None
     policy: PolicyFacts | None = None
     scaler: ScalerFacts = UNKNOWN
@@ -427,7 +429,11 @@ def _at_any_scale(facts: Facts) -> str:
 def _bad_gradients_of_last(facts: Facts) -> str:
     if facts.has_bad_norm:
         return "the squares of the last step's gradients overflowed"
-    return "the gradients of the last step were inf or NaN"
+    return f"the gradients of the last step were {_bad(facts)}"
+
+
+def _bad(facts: Facts) -> str:
+    return "inf, NaN, or over 1.8e19 in norm" if facts.sums_squares else "inf or NaN"
 
 
 def _why(facts: Facts) -> str:
@@ -512,7 +518,9 @@ def _bad_gradients(facts: Facts) -> str:
             f"The scale grows after {interval:g} good steps already, and what follows "
             "is skipped: raise growth_interval"
         )
-    what = "whose squares overflow" if facts.has_bad_norm else "that are inf or NaN"
+    what = f"that are {_bad(facts)}"
+    if facts.has_bad_norm:
+        what = "whose squares overflow"
     return (
         f"Gradients {what} again and again have a cause that no scale cures: "
         f"{_why(facts)}{_other_causes(facts)}"
@@ -607,8 +615,8 @@ def _loss_not_passed(facts: Facts) -> str:
     if not looks_so:
         return ""
     return (
-        ". All gradients were inf or NaN: if the loss was too, pass value=loss to the "
-        "optimizer's update, which then keeps the loss scale"
+        f". All gradients were {_bad(facts)}: if the loss was inf or NaN, pass "
+        "value=loss to the optimizer's update, which then keeps the loss scale"
     )
 
 

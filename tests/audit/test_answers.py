@@ -301,3 +301,16 @@ def test_gradients_cleaned_while_they_are_scaled_are_named():
 def _flat(made):
     step, args = made
     return step, *args
+
+
+@pytest.mark.parametrize("reduce", [jnp.nansum, jnp.sum])
+def test_a_loss_that_hides_a_nan_of_the_batch_is_noted(reduce):
+    optimizer, params, opt_state = make()
+
+    def loss_fn(params, x):
+        return reduce((x @ params) ** 2)
+
+    step = jax.jit(jls.train_step(loss_fn, optimizer))
+    check = jls.check_step(step, params, opt_state, X)
+    assert check.ok
+    assert ("stays finite with NaN in" in words(check)) == (reduce is jnp.nansum)

@@ -99,6 +99,21 @@ def test_a_run_without_a_loss_scale_is_told_of_none():
     assert "scale" not in history.line() + history.summary()
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_finite_gradients_behind_a_clip_are_not_called_inf(known):
+    clip = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+    for inner, huge in ((clip, 1e20), (clip, jnp.inf), (optax.adam(0.1), jnp.inf)):
+        optimizer = jls.loss_scaled(inner)
+        state = optimizer.init(PARAMS)
+        for size in (1.0, huge):
+            grads = {"w": jnp.array([1.0, size, 1.0])}
+            _, state = optimizer.update(grads, state, PARAMS, value=jnp.float32(1))
+        given = optimizer if known else None
+        text = jls.health(state, PARAMS, optimizer=given).sentence
+        words = "were inf, NaN, or over 1.8e19 in norm"
+        assert (words in text) == (known and inner is clip)
+
+
 def test_numbers_are_strict_json():
     state = STATE._replace(
         scaler_state=STATE.scaler_state._replace(loss_scale=jnp.float32(jnp.inf))
@@ -153,6 +168,30 @@ def test_text_is_neither_finite_nor_not():
 def test_a_loss_by_position_is_told_its_keyword():
     with pytest.raises(TypeError, match="value=loss"):
         OPTIMIZER.update(PARAMS, STATE, PARAMS, jnp.float32(1.0))
+
+
+def test_gradients_of_another_tree_are_told():
+    rule = r"^updates must be the gradients of params, but .*'v'"
+    with pytest.raises(ValueError, match=rule) as told:
+        OPTIMIZER.update({"v": jnp.ones(3)}, STATE, PARAMS)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("form", ["update", "step"])
+def test_a_state_of_a_model_of_other_shapes_is_told(form):
+    params = {"w": jnp.ones(5)}
+    step = jls.train_step(lambda params, x: jnp.mean(x * params["w"]), OPTIMIZER)
+    rule = r"has shape \(3,\) at '0/mu/w', where these params make \(5,\).*init\(params"
+    call = step if form == "step" else OPTIMIZER.update
+    args = (params, STATE, jnp.ones(1)) if form == "step" else (params, STATE, params)
+    with pytest.raises(ValueError, match=rule):
+        call(*args)
+
+
+def test_text_among_the_parameters_is_told_by_its_path():
+    rule = r"params must hold arrays, got str 'layer' at 'kind'"
+    with pytest.raises(TypeError, match=rule):
+        OPTIMIZER.init({"w": jnp.ones(3), "kind": "layer"})
 
 
 def test_swapped_arguments_of_upgrade_state_are_told():
