@@ -392,9 +392,9 @@ class _Trials:
         if hidden:
             self.findings.notes.append(
                 f"The loss stays finite with {first_three(hidden)}, so the skip is "
-                "taken for an overflow: the loss scale backs off, and jls.requeue hands "
-                "the batch out again. If a jnp.nansum or a mask does it, give the "
-                "optimizer a loss that is NaN."
+                "taken for an overflow: the loss scale backs off, and jls.requeue "
+                "hands the batch out again. If a jnp.nansum or a mask does it, give "
+                "the optimizer a loss that is NaN."
             )
 
     def _hides_nan(self, run: Run) -> bool:

@@ -261,7 +261,7 @@ def health(
     if grads is not None:
         small["dtype"] = dtype.name
 
-    was_bad = in_a_row and counts["last_skip_reason"] == SkipReason.GRADIENTS
+    was_bad = in_a_row > 0 and counts["last_skip_reason"] == SkipReason.GRADIENTS
     facts = Facts(
         metrics=counts,
         all_leaves_nonfinite=all(flags),
@@ -274,7 +274,8 @@ def health(
         is_narrow=None
         if params is None
         else is_narrow((params, wrapper_state.inner_state)),
-        sums_squares=bool(found and was_bad)
+        sums_squares=found is not None
+        and was_bad
         and sums_squares(found.wrapper, params, wrapper_state.inner_state),
         small=Small(**small) if small else None,
         policy=PolicyFacts(**policy) if policy else None,

@@ -483,6 +483,6 @@ FAULTS = [
         "jls/_state.py",
         "jnp.broadcast_to(new_scale, shape) if shape else new_scale",
         "new_scale",
-        ("tests/test_state.py",),
+        ("tests/report/test_doors.py",),
     ),
 ]
