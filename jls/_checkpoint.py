@@ -225,6 +225,11 @@ def upgrade_state(target: State, saved: Any) -> State:
             "target must be a new state, such as optimizer.init(params), got "
             f"{describe_node(target)}."
         )
+    if hasattr(target, "init") and hasattr(target, "update"):
+        raise TypeError(
+            "target must be a new state, got the optimizer. Write "
+            "jls.upgrade_state(optimizer.init(params), saved)."
+        )
     if find(saved, is_wrapper_state) and not find(target, is_wrapper_state):
         raise TypeError(
             "target comes first: jls.upgrade_state(optimizer.init(params), saved). It "

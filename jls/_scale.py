@@ -223,7 +223,7 @@ def value_and_grad(
 
         with contextlib.suppress(TypeError, ValueError):  # a function may have none
             # NNX finds the positions of keyword arguments by it.
-            scaled.__signature__ = inspect.signature(fun)
+            scaled.__signature__ = inspect.signature(fun, follow_wrapped=False)
         options = {} if argnums == 0 else {"argnums": argnums}
         differentiated = transform(scaled, has_aux=True, **options)
         value, grads = differentiated(*args, **kwargs)

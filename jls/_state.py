@@ -3,7 +3,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -120,6 +120,8 @@ def wrapper_state_in(state: Any) -> LossScaledState:
                 "What a run without jls has saved becomes one by jls.wrap_state("
                 "optimizer, state, params)."
             )
+        if isinstance(state, Mapping) and "scaler_state" in state:
+            write = "A saved one is jls.upgrade_state(optimizer.init(params), saved)."
         raise ValueError(
             "state must carry one state of jls.loss_scaled or jls.skip_nonfinite, got "
             f"{type(state).__name__} with {len(found)} of them. {write}"
@@ -172,7 +174,9 @@ def of_one_device(state: Any) -> Any:
     """
     scaler_state = getattr(state, "scaler_state", state)
     ((_, node),) = find_scaler_states(scaler_state)
-    if jnp.ndim(node.loss_scale) != 1 or isinstance(node.loss_scale, Tracer):
+    scale = node.loss_scale
+    is_array = isinstance(scale, jax.Array | np.ndarray)
+    if not is_array or isinstance(scale, Tracer) or scale.ndim != 1 or not scale.size:
         return state
     own = state._replace(inner_state=()) if is_wrapper_state(state) else state
     own = jax.device_get(own)

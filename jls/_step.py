@@ -207,6 +207,9 @@ def updates_noted() -> Iterator[list[Update]]:
         yield noted
     finally:
         _NOTED.reset(token)
+        outer = _NOTED.get()
+        if outer is not None:
+            outer += noted
 
 
 class FoundWrapper(NamedTuple):
@@ -268,7 +271,8 @@ def update_and_apply(
     if wrapper:
         return wrapper.apply(grads, state, params, keeps_updates, **extra)
     optimizer = optax.with_extra_args_support(optimizer)
-    updates, new_state = optimizer.update(grads, state, params, **extra)
+    with _bare_optimizer_named(optimizer, params):
+        updates, new_state = optimizer.update(grads, state, params, **extra)
     new_params = apply_updates(params, updates)
     norm = global_norm(floats_of(grads))
     applied = Applied(new_params, new_state, norm, updates if keeps_updates else None)
@@ -276,6 +280,25 @@ def update_and_apply(
         if _checks_updates(inside, grads, params):
             applied = _roll_back_if_stored_nonfinite(inside, (params, state), applied)
     return applied
+
+
+@contextlib.contextmanager
+def _bare_optimizer_named(optimizer: Any, params: Any) -> Iterator[None]:
+    """Names an optimizer without a wrapper as the cause of what fails in the block."""
+    try:
+        yield
+    except Exception as error:
+        try:
+            is_bare = not find_wrappers(optimizer, params)
+        except Exception:  # it cannot be asked
+            is_bare = False
+        if not is_bare:
+            raise
+        raise ValueError(
+            "optimizer must be the one that made the state, which is jls's, got one "
+            "without a wrapper. Pass what jls.loss_scaled or jls.skip_nonfinite "
+            "returned."
+        ) from error
 
 
 def _roll_back_if_stored_nonfinite(
@@ -491,7 +514,9 @@ def _prepare(
         # The step must be skipped for the same gradients as if it were traced.
         find = functools.partial(sum_of_squares_in, fun, inputs, count)
         grads = combine(step.grads, step.remainder)
-        given = grads, state.inner_state, params, step.extra
+        # On the loss no program branches: it is another in each step.
+        extra = {name: x for name, x in step.extra.items() if name != "value"}
+        given = grads, state.inner_state, params, extra
         sum_of_squares = _found_once(wrapper.sums_of_squares, given, find)
     return prepare(fun, inputs, is_traced, count, sum_of_squares)
 
@@ -532,10 +557,25 @@ _KNOWN_AT_MOST = 16
 
 
 def _kind(leaf: Any) -> Any:
-    """The type of an array, and the value of anything that a program may branch on."""
+    """The type of an array, the value of a number, and what else is as it is."""
     if isinstance(leaf, jax.Array | np.ndarray):
         return jax.typeof(leaf)
-    return type(leaf), leaf
+    is_value = isinstance(leaf, bool | int | float | complex | str | np.generic)
+    knows_itself = is_value or callable(leaf)
+    return type(leaf), leaf if knows_itself else _Itself(leaf)
+
+
+class _Itself:
+    """An object that equals itself alone, and lives as long as this."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
 
 
 def _observe(

@@ -422,11 +422,11 @@ LossScaledState.__new__.__annotations__ = get_type_hints(LossScaledState)
 
 # The fields of optax's states that are read through the wrapper: what makes them.
 _FIELDS_INSIDE = {
+    "inner_states": ("optax.partition", "optax.partition(optimizers, labels)"),
     "hyperparams": (
         "optax.inject_hyperparams",
         "optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)",
     ),
-    "inner_states": ("optax.partition", "optax.partition(optimizers, labels)"),
 }
 
 
@@ -454,12 +454,13 @@ _replace_fields = LossScaledState._replace
 
 
 def _replace(self: LossScaledState, /, **fields: Any) -> LossScaledState:
-    inner_state = fields.get("inner_state", self.inner_state)
-    for name in _FIELDS_INSIDE.keys() & fields.keys():
-        node = _inside(self, name)
-        new = node._replace(**{name: fields.pop(name)})
-        fields["inner_state"] = inner_state = _exchange(inner_state, node, new)
-    return _replace_fields(self, **fields)
+    inside = {name: fields.pop(name) for name in _FIELDS_INSIDE if name in fields}
+    state = _replace_fields(self, **fields)
+    for name, value in inside.items():
+        node = _inside(state, name)
+        new = _exchange(state.inner_state, node, node._replace(**{name: value}))
+        state = _replace_fields(state, inner_state=new)
+    return state
 
 
 def _exchange(tree: Any, old: Any, new: Any) -> Any:

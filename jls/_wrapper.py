@@ -244,11 +244,11 @@ def _foreign_leaf_named(params: Any) -> Iterator[None]:
     except Exception as error:
         leaves, _ = jax.tree_util.tree_flatten_with_path(params)
         for path, leaf in leaves:
-            if isinstance(leaf, str | bytes):
+            if isinstance(leaf, str | bytes) or callable(leaf):
                 raise TypeError(
-                    f"params must hold arrays, got {describe(leaf)}"
-                    f"{at(path_name(path))}. Keep the settings of a model apart from "
-                    "its parameters, or leave them out with None in their places."
+                    f"params must hold arrays, got {type(leaf).__name__}"
+                    f"{at(path_name(path))}. Put None in the places of all else, as "
+                    "eqx.filter(model, eqx.is_inexact_array) does."
                 ) from error
         raise
 

@@ -182,7 +182,9 @@ NNX_BARE: dict[Code, str] = {
     "not scaled": f"loss, grads = {_NNX_GRAD_FN}(state, model, batch)",
 }
 LINEN: dict[Code, str] = {
-    "loss not passed": "state = jls.apply_gradients(state, grads, value=loss)"
+    "loss not passed": "params, opt_state, report = jls.apply_gradients(state.tx, "
+    "grads, state.opt_state, state.params, value=loss), then state = state.replace("
+    "step=state.step + 1, params=params, opt_state=opt_state)"
 }
 # Before that line, if the optimizer has this around the wrapper.
 MULTI_STEPS: dict[Code, str] = {

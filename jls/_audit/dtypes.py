@@ -17,7 +17,7 @@ from jls._audit.codes import Code
 from jls._audit.findings import Findings
 from jls._program.jaxprs import is_exact_cast
 from jls._text import first_three
-from jls._trace.arguments import Arguments, Item
+from jls._trace.arguments import Arguments, Item, Keys
 from jls._trace.scales import Scale, without_value
 from jls._trace.trace import Traced
 from jls._tree import is_concrete, is_inexact, is_narrow, widen
@@ -46,30 +46,67 @@ def restore_dtypes(
 ) -> Traced:
     """`traced` with its states in the dtypes of `arguments`; narrower ones are broken.
 
-    States are found by the paths in them, since a narrower one is no longer alike.
+    States are found by the paths in them, since a narrower one is no longer alike. One
+    that also comes back as it has to be, such as that of another network or beside a
+    snapshot in bfloat16, is right.
     """
-    old = {without_value(item.path): item.value for item in arguments.items}
     outputs, objects = list(traced.outputs), list(traced.objects)
     narrowed: dict[str, str] = {}
     for scale in scales:
+        state = _state_of(arguments, scale)
         at = without_value(arguments.items[scale.at].path)[len(scale.root) :]
-        for items in (outputs, objects):
-            paths = [without_value(item.path) for item in items]
-            for root in [x[: len(x) - len(at)] for x in paths if x[-len(at) :] == at]:
-                for i, path in enumerate(paths):
-                    if path[: len(root)] != root:
-                        continue
-                    argument = (*scale.root, *path[len(root) :])
-                    before = old.get(argument)
-                    if _is_narrower(items[i].value, before):
-                        narrowed["/".join(argument)] = str(items[i].value.dtype)
-                        items[i] = _in_dtype(items[i], jnp.result_type(before))
+        copies = [
+            (items, copy)
+            for items in (outputs, objects)
+            for copy in _copies_in(items, state, at)
+        ]
+        if any(not _narrower_in(items, copy, state) for items, copy in copies):
+            continue
+        for items, copy in copies:
+            for path in _narrower_in(items, copy, state):
+                i, before = copy[path], state[path]
+                narrowed["/".join((*scale.root, *path))] = str(items[i].value.dtype)
+                items[i] = _in_dtype(items[i], jnp.result_type(before))
     if narrowed:
         dtypes = " and ".join(sorted(set(narrowed.values())))
         findings.broken(CODE, f"{first_three(list(narrowed))} came back as {dtypes}")
     else:
         findings.right(CODE)
     return traced._replace(outputs=outputs, objects=objects)
+
+
+def _state_of(arguments: Arguments, scale: Scale) -> dict[Keys, Any]:
+    """The leaves of the state that a loss scale is in, by the path in it."""
+    size = len(scale.root)
+    paths = [(without_value(item.path), item.value) for item in arguments.items]
+    return {path[size:]: x for path, x in paths if path[:size] == scale.root}
+
+
+def _copies_in(
+    items: Sequence[Item], state: dict[Keys, Any], at: Keys
+) -> list[dict[Keys, int]]:
+    """Where results have all paths of a state: the index of each leaf, by path.
+
+    Args:
+      items: the results.
+      state: the state.
+      at: the path of its loss scale.
+    """
+    places = {without_value(item.path): i for i, item in enumerate(items)}
+    roots = [path[: len(path) - len(at)] for path in places if path[-len(at) :] == at]
+    return [
+        {path: places[(*root, *path)] for path in state}
+        for root in roots
+        if all((*root, *path) in places for path in state)
+    ]
+
+
+def _narrower_in(
+    items: Sequence[Item], copy: dict[Keys, int], state: dict[Keys, Any]
+) -> list[Keys]:
+    return [
+        path for path, i in copy.items() if _is_narrower(items[i].value, state[path])
+    ]
 
 
 def _is_narrower(new: Any, old: Any) -> bool:

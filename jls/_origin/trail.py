@@ -181,13 +181,13 @@ class Trail:
 
         `jnp.hypot` gives inf where an operand is inf. [] if the causes are others.
         """
-        if op.site.equation.primitive.name != "select_n" or not all(
-            isinstance(self.origin(x), Constant) for x in causes
-        ):
+        is_choice = op.site.equation.primitive.name == "select_n"
+        origins = [self.origin(x) for x in causes]
+        if not (is_choice and causes and all(isinstance(x, Constant) for x in origins)):
             return []
         here = RunValue(op.frame, op.site.equation.invars[0], op.iterations)
         waiting, found, seen = [here], [], set[Any]()
-        while waiting and causes:
+        while waiting:
             value = waiting.pop()
             if is_inexact_atom(value.atom) and self.is_bad(value):
                 found.append(value)

@@ -342,8 +342,9 @@ class Case:
         for one in found:
             birth = self._birth(trail, one, forward)
             births.setdefault((birth.kind, birth.place._replace(iteration=())), birth)
-        came_in = any(x.place.operation == ARGUMENT for x in births.values())
-        diverged = "" if came_in or is_from_scale else self._diverged(bad)
+        first = next(iter(births.values()), None)
+        is_overflow = first and max(first.operands, default=0) >= _FAR_TOO_LARGE
+        diverged = self._diverged(bad) if is_overflow and not is_from_scale else ""
         return Why(
             births=tuple(births.values()),
             results=_loss_first(dict.fromkeys(map(self._name, bad))),
@@ -357,9 +358,7 @@ class Case:
         for checked in {id(x.checked): x.checked for x in bad if x.checked}.values():
             scale = None if checked.scale is None else self.scales.get(checked.scale)
             for item in self._items_of(checked.found.get(roots.GRADIENTS, []), scale):
-                size = float(
-                    np.max(np.abs(np.asarray(item.value, np.float64)), initial=0)
-                )
+                size = float(np.max(np.abs(np.asarray(item.value)), initial=0))
                 if largest < size < math.inf:
                     largest, name = size, "/".join(item.path)
         if largest < _FAR_TOO_LARGE:

@@ -91,7 +91,8 @@ def _apply(equation: Any, operands: list[Any], inputs: Sequence[Any]) -> Any:
     if _is_over_devices(equation):
         return first if isinstance(first, _Sum) and len(operands) == 1 else None
     if first == _ZERO:
-        return _ZERO if name in ("broadcast_in_dim", "square") else None
+        moved = "broadcast_in_dim", "square", "convert_element_type"
+        return _ZERO if name in moved else None
     if not isinstance(first, _Term):
         return None
     if name == "reduce_sum":

@@ -294,17 +294,15 @@ def health(
 
 def _check_params(params: Any) -> None:
     write = "The order is jls.health(opt_state, params); None does not look."
+    has_floats = params is not None and not is_model(params) and named_floats(params)[0]
+    if has_floats and not is_optimizer(params):
+        return
     if (hasattr(params, "update") and hasattr(params, "init")) or is_optimizer(params):
         write = (
             "The optimizer goes by keyword: "
             "jls.health(opt_state, params, optimizer=optimizer)."
         )
-    elif (
-        params is None
-        or not jax.tree.leaves(params)
-        or is_model(params)
-        or named_floats(params)[0]
-    ):
+    elif params is None or not jax.tree.leaves(params) or is_model(params):
         return
     raise TypeError(
         f"params must hold floating-point arrays, got {type(params).__name__}. {write}"
@@ -372,6 +370,11 @@ def _wrapper_in(
     optimizer: Any, state: Any, params: Any, wrapper_state: LossScaledState
 ) -> FoundWrapper | None:
     """The wrapper of the optimizer, or of the one that a Flax state carries."""
+    if isinstance(optimizer, LossScaler):
+        raise TypeError(
+            "optimizer must be what jls.loss_scaled returned, got its scaler. Write "
+            "optimizer = jls.loss_scaled(inner, scaler), and pass that."
+        )
     if optimizer is None:
         found = _wrappers_in(optimizer_in(state), params)
         return found[0] if len(found) == 1 else None

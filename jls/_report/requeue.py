@@ -337,7 +337,8 @@ def requeue(
     What becomes of a batch, by the `jls.types.SkipReason` of its step::
 
       NONE                   it was used
-      GRADIENTS              it comes again, before any new batch, if the scale moves
+      GRADIENTS              it comes again, before any new batch; under a static scale
+                             it is bad
       LOSS, UPDATES, SPIKE   it is bad: no loss scale can mend it
 
     A retry counts if other batches pass at its loss scale: if the last step with finite
@@ -368,8 +369,8 @@ def requeue(
 
     Args:
       batches: any iterable. A prefetcher belongs here, before the queue.
-      first: what `outstanding` gave before a resume, handed out before `batches`, and
-        outstanding until it has come.
+      first: the batches that `outstanding` gave before a resume. They are handed out
+        before `batches`, and outstanding until they have come.
       lag: >= 0, how many steps late flags are read. 0 waits for every step.
       retries: >= 1, after how many retries that count a batch is bad.
       keep: >= 0, how many bad batches are kept, in `queue.bad`.
@@ -411,5 +412,7 @@ def requeue(
 
 
 def _is_iterable(value: Any) -> bool:
-    # A class with `__getitem__` alone is iterable too.
+    if isinstance(value, type):
+        return False
+    # An object with `__getitem__` alone is iterable too.
     return hasattr(value, "__iter__") or hasattr(value, "__getitem__")

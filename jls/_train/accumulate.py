@@ -12,6 +12,7 @@ steps does no harm. A micro-batch is left out by a select, since 0 times NaN is 
 Each micro-batch gets keys of its own, so that no two drop the same units.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +22,7 @@ from jax import Array, lax
 
 from jls._devices import AxisName, agree
 from jls._mistakes import warn
+from jls._nnx import is_object
 from jls._reduce import all_finite
 from jls._text import join, path_name
 from jls._tree import is_array, is_key, select, wide_dtype, widen
@@ -101,20 +103,21 @@ def accumulate(
 
 
 def keys_for(number: Array | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`kwargs`, with the number of the micro-batch folded into each PRNG key.
+    """`kwargs`, with the number of the micro-batch folded into each typed PRNG key.
 
     A raw key cannot be told from numbers, so it stays, with a warning.
     """
     if number is None:
         return kwargs
 
-    def of_micro_batch(path, leaf):
+    def of_micro_batch(argument, path, leaf):
         if is_key(leaf):
             keys = leaf.reshape(-1)
             folded = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
             return folded.reshape(leaf.shape)
-        name = path_name(path)
-        if _is_raw_key(leaf) and any(word in name.lower() for word in ("key", "rng")):
+        name = join(argument, path_name(path))
+        words = set(re.split(r"[^a-z]+", name.lower()))
+        if _is_raw_key(leaf) and words & {"key", "keys", "rng", "rngs"}:
             warn(
                 f"{name} is a raw PRNG key, uint32{list(leaf.shape)}: each micro-batch "
                 "gets the same one, and drops the same units. Pass a typed key, "
@@ -123,7 +126,25 @@ def keys_for(number: Array | None, kwargs: dict[str, Any]) -> dict[str, Any]:
             )
         return leaf
 
-    return jax.tree_util.tree_map_with_path(of_micro_batch, kwargs)
+    return {
+        name: jax.tree_util.tree_map_with_path(
+            lambda path, leaf, name=name: of_micro_batch(name, path, leaf),
+            value,
+            is_leaf=is_object,  # an nnx.Rngs counts by itself
+        )
+        if _has_keys(value)
+        else value
+        for name, value in kwargs.items()
+    }
+
+
+def _has_keys(value: Any) -> bool:
+    """Whether a keyword argument holds something like a PRNG key."""
+    try:
+        leaves = jax.tree.leaves(value, is_leaf=is_object)
+    except ValueError:  # keys of a dict that have no order
+        return False
+    return any(is_key(leaf) or _is_raw_key(leaf) for leaf in leaves)
 
 
 def _is_raw_key(leaf: Any) -> bool:

@@ -24,8 +24,8 @@ def atomic(optimizer: Any, model: Any, *objects: Any) -> Iterator[None]:
     knows whether the step is skipped. On leaving the block, if an `update` in it
     skipped its step, `atomic` puts all variables back as they were before the block,
     bit for bit: also parameters and moments that another update in the block has moved,
-    as a GAN has it, or parameters that were changed by hand. So it does if the block
-    raises. The counters of jls and the loss scale stay, and so does
+    as a GAN has it, or parameters that were changed by hand before the update. So it
+    does if the block raises. The counters of jls and the loss scale stay, and so does
     `nnx.Optimizer.step`, which counts calls. `jls.train_step` needs none of this.
 
     Args:
@@ -83,6 +83,7 @@ def atomic(optimizer: Any, model: Any, *objects: Any) -> Iterator[None]:
     before = {id(variable): variable.get_value() for variable in changed}
     skips = [node.skips.get_value() for node in wrappers]
     steps = wrappers[0].steps.get_value()
+    updates: list[Update] = []
     try:
         with updates_noted() as updates:
             yield
@@ -90,8 +91,11 @@ def atomic(optimizer: Any, model: Any, *objects: Any) -> Iterator[None]:
     except BaseException:
         for variable in changed:
             variable.set_value(before[id(variable)])
+        for node in wrappers if updates else ():
+            node.applied.set_value(jnp.zeros_like(node.applied.get_value()))
         raise
-    if _is_one_update(wrappers[0], updates, before.values()):
+    has_one = len(optimizers) == 1
+    if has_one and _is_one_update(wrappers[0], updates, before.values()):
         trained = trained_variables(optimizer, model)
         changed = _without(changed, [*trained, *variables_in(optimizer)])
     new_skips = [node.skips.get_value() for node in wrappers]

@@ -522,7 +522,8 @@ def _adapt(
 def _check_takes(loss_fn: Callable[..., Any], count: int, kwargs: Any) -> None:
     """Raises unless `loss_fn` can be called as the step calls it."""
     try:
-        signature = inspect.signature(loss_fn)
+        # Not that of a function inside, to which a decorator may give more.
+        signature = inspect.signature(loss_fn, follow_wrapped=False)
     except (TypeError, ValueError):  # a built-in function may have none
         return
     try:

@@ -210,6 +210,30 @@ def test_moments_that_are_narrow_by_choice_are_right():
     assert jls.check_step(step, params, opt_state, X).ok
 
 
+def bf16(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+
+
+@pytest.mark.parametrize("beside", ["another network", "a snapshot", "a metric"])
+def test_what_is_narrow_beside_a_whole_state_is_right(beside):
+    wide, params, opt_state = make()
+    narrow, _, other = make(optax.adam(0.1, mu_dtype=jnp.bfloat16))
+
+    @jax.jit
+    def step(params, opt_state, other, x):
+        new, opt_state = right_step(wide, params, opt_state, x)
+        if beside == "another network":
+            _, other = right_step(narrow, params, other, x)
+        snapshot = {
+            "a snapshot": bf16(opt_state),
+            "a metric": {"loss_scale": bf16(opt_state.scaler_state.loss_scale)},
+        }
+        return new, opt_state, other, snapshot.get(beside)
+
+    check = jls.check_step(step, params, opt_state, other, X, carried_args=(0, 1, 2))
+    assert "state narrowed" not in check.broken, check
+
+
 # What is carried, and what is only read.
 
 

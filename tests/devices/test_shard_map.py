@@ -643,6 +643,27 @@ def clip_over_devices(axis_name):
 
 @checks
 @pytest.mark.parametrize(("size", "applied"), [(1e10, True), (1.5e19, False)])
+def test_the_clip_of_optax_is_the_check_of_each_device(size, applied, check_vma):
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    optimizer = jls.loss_scaled(inner, axis_name="d")
+    params = {"a": jnp.zeros(8), "b": jnp.zeros(8)}
+    state = optimizer.init(params)
+    specs = P("d"), specs_of(state, P()), P("d")
+
+    @jax.jit
+    @sharded(MESH, specs, specs[:2], check_vma)
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    grads = jax.tree.map(lambda x: jnp.full_like(x, size), params)
+    new, state = step(params, state, grads)
+    assert state.applied == applied
+    assert np.any(new["a"] != 0) == applied
+
+
+@checks
+@pytest.mark.parametrize(("size", "applied"), [(1e10, True), (1.5e19, False)])
 def test_a_norm_that_overflows_only_over_all_devices_skips(size, applied, check_vma):
     """The square of each device's part is finite, their sum over devices is not."""
     inner = optax.chain(clip_over_devices("d"), optax.sgd(1.0))

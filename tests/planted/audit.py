@@ -513,8 +513,9 @@ ANSWERS = [
     Fault(
         "a moment that comes back narrower is right",
         "jls/_audit/dtypes.py",
-        "if path[: len(root)] != root:",
-        "if path != (*root, *at):",
+        "path for path, i in copy.items() if _is_narrower(items[i].value, state[path])",
+        "p for p, i in copy.items() if p[-1] == 'loss_scale' and _is_narrower("
+        "items[i].value, state[p])",
         ("tests/audit/test_answers.py",),
     ),
     Fault(

@@ -1,7 +1,10 @@
 """What the tools for a run take: states of devices, no optimizer for parameters."""
 
+import collections
+import functools
 import json
 
+import flax
 import jax
 import jax.numpy as jnp
 import optax
@@ -189,9 +192,10 @@ def test_a_state_of_a_model_of_other_shapes_is_told(form):
 
 
 def test_text_among_the_parameters_is_told_by_its_path():
-    rule = r"params must hold arrays, got str 'layer' at 'kind'"
-    with pytest.raises(TypeError, match=rule):
-        OPTIMIZER.init({"w": jnp.ones(3), "kind": "layer"})
+    for leaf, name in (("layer", "str"), (jnp.tanh, "jnp|Pjit|ufunc|function")):
+        rule = rf"params must hold arrays, got .*({name}).* at 'kind'.*eqx\.filter"
+        with pytest.raises(TypeError, match=rule):
+            OPTIMIZER.init({"w": jnp.ones(3), "kind": leaf})
 
 
 def test_swapped_arguments_of_upgrade_state_are_told():
@@ -239,3 +243,61 @@ def test_states_by_label_are_read_and_exchanged_through_the_wrapper():
     assert new.inner_states == {"a": None}
     with pytest.raises(AttributeError, match=r"inner_states must be those of the one"):
         STATE.inner_states  # noqa: B018
+
+
+def test_a_scaler_in_the_place_of_the_optimizer_is_told():
+    with pytest.raises(TypeError, match=r"got its scaler.*jls\.loss_scaled\(inner"):
+        jls.health(STATE, PARAMS, optimizer=jls.dynamic())
+
+
+def test_the_optimizer_in_the_place_of_its_new_state_is_told():
+    with pytest.raises(TypeError, match=r"got the optimizer.*optimizer\.init\(params"):
+        jls.upgrade_state(OPTIMIZER, {})
+
+
+def test_a_saved_state_is_told_what_restores_it():
+    saved = flax.serialization.to_state_dict(STATE)
+    for read in (jls.health,):
+        with pytest.raises(ValueError, match=r"jls\.upgrade_state\(optimizer\.init"):
+            read(saved)
+
+
+def test_a_bare_optimizer_beside_a_state_of_jls_is_told():
+    step = jls.train_step(lambda params, x: jnp.mean(x * params["w"]), optax.adam(0.1))
+    with pytest.raises(ValueError, match=r"got one without a wrapper"):
+        step(PARAMS, STATE, jnp.ones(1))
+
+
+def test_a_loss_function_that_a_decorator_gives_more_is_called_as_it_is():
+    def with_factor(fun):
+        @functools.wraps(fun)
+        def wrapped(params, x):
+            return fun(params, x, 3.0)
+
+        return wrapped
+
+    @with_factor
+    def loss_fn(params, x, factor):
+        return factor * jnp.mean(x * params["w"])
+
+    step = jax.jit(jls.train_step(loss_fn, OPTIMIZER))
+    *_, report = step(PARAMS, STATE, jnp.ones(1))
+    assert report.loss == 3.0
+
+
+def test_hyperparameters_inside_exchanged_states_are_exchanged_too():
+    inner = optax.partition({"a": optax.inject_hyperparams(optax.sgd)(0.5)}, {"w": "a"})
+    state = jls.loss_scaled(inner).init(PARAMS)
+    other = jax.tree.map(lambda x: x + 1, state.inner_states)
+    rate = {"learning_rate": jnp.float32(7.0)}
+    new = state._replace(hyperparams=rate, inner_states=other)
+    assert new.hyperparams == rate
+    assert new.inner_states["a"].inner_state.count == 1
+
+
+def test_parameters_called_init_and_update_are_parameters():
+    params = collections.namedtuple("Layers", ["init", "update"])(
+        jnp.ones(2), jnp.ones(2)
+    )
+    state = OPTIMIZER.init(params)
+    assert jls.health(state, params).verdict == "no step"

@@ -253,6 +253,19 @@ def test_keys_in_the_batch_are_split_as_they_are():
     assert_identical(report.aux[1], jax.random.key_data(keys[1::2]))
 
 
+def test_what_is_no_pytree_reaches_the_loss_as_it_is():
+    def loss_fn(params, batch, config, table):
+        assert config == {"a": 1, 2: 3}  # its keys have no order
+        return jnp.mean(batch * params) * table.sum()
+
+    optimizer = jls.loss_scaled(optax.sgd(0.1))
+    step = jls.train_step(loss_fn, optimizer, micro_batches=2)
+    params, table = jnp.ones(2), np.ones((3, 2), np.uint32)
+    kwargs = {"config": {"a": 1, 2: 3}, "table": table}
+    *_, report = step(params, optimizer.init(params), jnp.ones((4, 2)), **kwargs)
+    assert report.loss == 6.0
+
+
 @pytest.mark.parametrize(
     ("kwargs", "name"),
     [
@@ -273,6 +286,7 @@ def test_a_raw_key_is_told(kwargs, name):
     step = jax.jit(jls.train_step(loss_fn, optimizer, micro_batches=2))
     step(params, state, batch, tokens=np.zeros(2, np.uint32), key=np.zeros(2, int))
     step(params, state, batch, key=np.zeros(3, np.uint32))
+    step(params, state, batch, monkey=np.zeros(2, np.uint32))
     with pytest.warns(jls.JlsWarning, match=re.escape(name)) as record:
         step(params, state, batch, **kwargs)
     assert len(record) == 1

@@ -119,6 +119,7 @@ def test_a_block_that_raises_leaves_all_as_it_was():
 
     with pytest.raises(KeyError):
         step()
+    assert not jls.metrics(optimizer)["applied"]
     assert_identical(contents(model, optimizer), before)
 
 
@@ -159,3 +160,24 @@ def test_updates_in_a_loop_are_rolled_back_by_the_one_that_is_skipped():
     step(model, optimizer, X)
     assert_identical(contents(model, optimizer), before)
     assert jls.metrics(optimizer)["skips"] == 1
+
+
+def test_a_bare_optimizer_beside_is_rolled_back_too():
+    model, optimizer = make()
+    other = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    before = contents(model, optimizer)
+    with jls.atomic(optimizer, model, other):
+        take(model, optimizer, X, BAD)
+        other.update(model, nnx.state(model, nnx.Param))
+    assert_identical(contents(model, optimizer), before)
+
+
+def test_a_block_inside_a_block_is_a_part_of_it():
+    model, optimizer = make()
+    other = nnx.Optimizer(model, jls.loss_scaled(optax.sgd(0.1)), wrt=nnx.Param)
+    before = contents(model, optimizer)
+    with jls.atomic(optimizer, model):
+        take(model, optimizer, X, BAD)
+        with jls.atomic(other, model):
+            take(model, other, X, GOOD)
+    assert_identical(contents(model, optimizer), before)
