@@ -116,6 +116,12 @@ def test_folder_apart_is_in_contributing_and_run_by_ci(folder):
     assert stage
 
 
+def test_one_command_can_collect_all_folders():
+    """Modules of tests are no packages: each has a name of its own."""
+    names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) == len(set(names))
+
+
 def test_all_other_tests_are_run_by_readme_and_ci():
     """`pytest` alone, and nothing takes a file away from it."""
     assert README_TESTS == "pytest -n 2 --dist loadfile" in CALLS

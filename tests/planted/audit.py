@@ -348,7 +348,7 @@ TRIALS = [
         "if first.setdefault(str(shard.index), bits) != bits:",
         "if first.setdefault(str(shard.device), bits) != bits:",
         (
-            "tests/devices/test_check_step.py::"
+            "tests/devices/test_check_step_on_devices.py::"
             "test_gradients_of_each_device_are_out_of_sync",
         ),
     ),
