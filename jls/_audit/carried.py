@@ -181,12 +181,14 @@ class _Pairing:
         """Whether a whole argument goes into a result that looks like it."""
         if len(path) > 1 or self.reading is None:
             return False
-        leaves = [(self.reading.bit(i), key) for key, i in self._leaves(path).items()]
-        results = [self.reading.outputs.get((*target, *key)) for _, key in leaves]
-        return any(
-            result is not None and result.now.depends & bit
-            for (bit, _), result in zip(leaves, results, strict=True)
-        )
+        for key, i in self._leaves(path).items():
+            result = self.reading.outputs.get((*target, *key))
+            # What comes back as it was, such as a frozen teacher, is no new state.
+            if result is None or self.reading.leaf_of(result.now) == i:
+                continue
+            if result.now.depends & self.reading.bit(i):
+                return True
+        return False
 
     def _is_outside(self, leaf: int, path: Keys) -> bool:
         return self.items[leaf].path[: len(path)] != path

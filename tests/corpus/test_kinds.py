@@ -14,13 +14,17 @@ pytestmark = [
 ]
 
 
+# They return arrays that look like their data, and are computed from it.
+LOOK_ALIKE = {"predictions_like_the_inputs": {"x"}}
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_right_step_is_not_called_broken(name):
     step, args, *kwargs = KINDS[name]()
     result = jls.check_step(step, *args, **dict(*kwargs))
     assert result.ok, str(result)
     # An ok is one: all that applies was looked at.
-    assert not result.not_tried, str(result)
+    assert result.not_tried.keys() == LOOK_ALIKE.get(name, set()), str(result)
 
 
 # What the program says by itself takes no run: it is read.
