@@ -64,7 +64,7 @@ jls.train_step(loss_fn, optax.sgd(0.1), carry=True)  # type: ignore[call-overloa
 jls.train_step(loss_fn, optimizer)(params, batch)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 jls.health(opt_state, raise_if=["staled"])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
 jls.health(opt_state, warn_if=["at the floor"])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
-jls.requeue([batch], 2)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+jls.requeue([batch], 2)  # type: ignore[arg-type, call-arg]  # pyright: ignore[reportCallIssue]
 jls.requeue(3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 jls.requeue([batch]).observe(opt_state)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
