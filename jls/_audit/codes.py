@@ -74,8 +74,8 @@ TABLE: dict[Code, Mistake] = {
         "update; scaled twice; clipped while scaled",
         "reading",
         "jls.value_and_grad(loss_fn) alone: it scales and unscales; no jls.scale in "
-        "the loss, no jls.unscale after it; clipping inside: "
-        "jls.loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), inner))",
+        "the loss, no jls.unscale after it; clipping inside, with clip = "
+        "optax.clip_by_global_norm(1.0): jls.loss_scaled(optax.chain(clip, inner))",
     ),
     "loss not passed": Mistake(
         "the optimizer is given the loss",

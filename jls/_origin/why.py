@@ -12,7 +12,14 @@ import numpy as np
 
 from jls import _validate
 from jls._origin import roots
-from jls._origin.advice import CAME_IN, NORM_OVERFLOWS, WRITTEN, advise, dtype_of
+from jls._origin.advice import (
+    CAME_IN,
+    ENTROPY,
+    NORM_OVERFLOWS,
+    WRITTEN,
+    advise,
+    dtype_of,
+)
 from jls._origin.measure import Size
 from jls._origin.record import RecordedProgram
 from jls._origin.result import ARGUMENT, CONSTANT, DIVERGED, Birth, Why
@@ -342,6 +349,13 @@ class Case:
         for one in found:
             birth = self._birth(trail, one, forward)
             births.setdefault((birth.kind, birth.place._replace(iteration=())), birth)
+        if any(x.advice == ENTROPY for x in births.values()):
+            # The logarithm alone needs no mending: it is the product that does.
+            is_log = "log", "log1p"
+            births = {
+                key: x._replace(advice="") if x.place.operation in is_log else x
+                for key, x in births.items()
+            }
         first = next(iter(births.values()), None)
         is_overflow = first and max(first.operands, default=0) >= _FAR_TOO_LARGE
         diverged = self._diverged(bad) if is_overflow and not is_from_scale else ""

@@ -208,8 +208,9 @@ def train_step(
     one field can be meant.
 
     The step is a pure function, except for NNX: there it changes model and optimizer in
-    place. Jit it with `jax.jit`, NNX with `nnx.jit`, an Equinox model with
-    `equinox.filter_jit`; donate the arguments that it returns anew.
+    place (its variables: a Python number that the loss function counts in an attribute
+    of the model stays as it was). Jit it with `jax.jit`, NNX with `nnx.jit`, an Equinox
+    model with `equinox.filter_jit`; donate the arguments that it returns anew.
 
     A skipped step leaves parameters, the wrapped optimizer's state, batch statistics
     and RNG counters as they were, bit for bit. The loss scale adjusts.

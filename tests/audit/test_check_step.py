@@ -15,6 +15,7 @@ from shared import bits
 from steps import BATCH, GRADIENTS, TOLD, X, plain, plain_loss, plain_params, wrap
 
 import jls
+from jls._audit import codes
 from jls._audit.codes import CODES
 
 # The mistakes that are planted here are warned of too, but for those of right steps.
@@ -672,6 +673,24 @@ def test_step_must_be_a_function():
 
 
 # The text.
+
+
+LINES = [
+    {code: row.write for code, row in codes.TABLE.items()},
+    codes.NNX,
+    codes.NNX_BARE,
+    codes.LINEN,
+    codes.MULTI_STEPS,
+    codes.MASKED,
+]
+
+
+@pytest.mark.parametrize("lines", LINES)
+def test_every_line_to_write_fits_on_a_screen(lines):
+    for code, line in lines.items():
+        write = {code: f"{line}. {codes.LEAVE_OUT}"}
+        text = str(jls.types.StepCheck(broken=(code,), write=write))
+        assert all(len(row) <= 80 for row in text.splitlines()), code
 
 
 def test_table_of_a_right_step():

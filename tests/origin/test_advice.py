@@ -153,6 +153,12 @@ def test_advice_done_as_it_says_mends_the_program(name, dtype):
     assert case.is_forward or jls.all_finite(grads)
 
 
+def test_of_an_entropy_the_product_is_mended_and_not_the_logarithm():
+    why = jls.why(CASES["entropy"].bad, jnp.array([0.0, 1.0]))
+    assert [x.place.operation for x in why.births] == ["log", "mul"]
+    assert "jax.nn.log_softmax" not in str(why)
+
+
 def test_no_advice_is_for_what_is_not_in_the_program():
     """Neither a root nor a power is written in these."""
     for name in ("arccos", "eigenvectors"):
