@@ -389,7 +389,8 @@ class _Trials:
         hidden = [
             x.what for x in self.faults if not x.scales and self._hides_nan(x.run)
         ]
-        if hidden:
+        is_told = self.findings.status("loss not passed") == "right"
+        if hidden and is_told:
             self.findings.notes.append(
                 f"The loss stays finite with {first_three(hidden)}, so the skip is "
                 "taken for an overflow: the loss scale backs off, and jls.requeue "

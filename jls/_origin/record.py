@@ -52,7 +52,8 @@ def as_large_as(equation: Any, result: int) -> Any | None:
     name, operands = equation.primitive.name, equation.invars
     if name in _SAME_SIZE:
         return operands[result] if len(operands) == len(equation.outvars) else None
-    if name == "convert_element_type" and is_inexact_atom(operands[0]):
+    are_inexact = all(map(is_inexact_atom, (operands[:1] + equation.outvars[:1])))
+    if name == "convert_element_type" and are_inexact:
         old, new = (jnp.finfo(x.aval.dtype) for x in (operands[0], equation.outvars[0]))
         is_wider = new.bits > old.bits and float(new.max) >= float(old.max)
         return operands[0] if is_wider or new.dtype == old.dtype else None

@@ -56,7 +56,7 @@ def namespace():
     params, batch, loss_fn = names["params"], names["batch"], names["loss_fn"]
     params = params | {"bias": jnp.zeros(1)}
     inner, scaler = optax.adamw(1e-3), jls.dynamic()
-    scaler_state = scaler.init()
+    scaler_state, overflow = scaler.init(), jnp.bool_(False)
     optimizer = jls.loss_scaled(inner, scaler)
     opt_state = optimizer.init(params)
     loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, batch)
