@@ -604,10 +604,11 @@ def _observe(
         dtype = np.result_type(*(x.dtype for x in squares))
         of_each = jnp.stack([x.astype(dtype) for x in squares[:-1]])
         parts += [jnp.isfinite(of_each), norm_finite[None]]
+        flags = computed_once(jnp.concatenate(parts))
     else:
         with jax.named_scope(_scopes.GRADIENTS):
             parts += [finite_leaves(step.grads)]
-    flags = computed_once(jnp.concatenate(parts))
+        flags = jnp.concatenate(parts)
     agreed = agree(flags, wrapper.axis_name)
     loss_finite, is_partial, of_grads = agreed[0], ~agreed[1], agreed[2:]
     leaves_finite = of_grads[: len(step.grads)]
