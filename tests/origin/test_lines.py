@@ -4,6 +4,7 @@
 import jax
 import pytest
 from finite_programs import FINITE
+from more_programs import MORE
 from programs import PROGRAMS, marked_lines
 
 import jls
@@ -17,9 +18,9 @@ def made(program):
     return program.make()
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [*PROGRAMS, *MORE])
 def test_the_first_birth_is_at_the_marked_line(name):
-    truth = PROGRAMS[name]
+    truth = (PROGRAMS | MORE)[name]
     fun, args = made(truth)
     why = jls.why(fun, *args)
     print(why)
