@@ -137,10 +137,9 @@ def check_step(
       "retraced", "host sync", "not scaled", "scale leaks", "loss not passed",
       "gradients narrowed", "overflow hidden", "scale stuck", "state narrowed", "nan
       committed", "not atomic", "never recovers", "spike not skipped", "out of sync".
-      `not_tried` says
-      what could not be tried, and why, `not_applicable` what does not apply to this
-      step; `where` has the line of a mistake that was read; `ok` is whether none is
-      broken; `str()` is a table for people, with the line to write;
+      `not_tried` says what could not be tried, and why, `not_applicable` what does not
+      apply to this step; `where` has the line of a mistake that was read; `ok` is
+      whether none is broken; `str()` is a table for people, with the line to write;
       `raise_if_broken()` is for tests.
 
     Raises:
@@ -263,16 +262,17 @@ def _notes(runner: Runner, step: Callable[..., Any]) -> list[str]:
 
 
 def _loses_weak_type(runner: Runner, leaf: int) -> bool:
-    if runner.reading is None or is_jit_disabled():
+    item = runner.arguments.items[leaf]
+    is_weak = getattr(item.value, "weak_type", False)
+    if not is_weak or runner.reading is None or is_jit_disabled():
         return False
-    traced, item = runner.reading.traced, runner.arguments.items[leaf]
+    traced = runner.reading.traced
     new = {x.path: x.value for x in traced.outputs}.get(
         runner.carried.sources.get(leaf, ())
     )
     if leaf in runner.carried.in_place:
         new = {x.path: x.value for x in traced.objects}.get(item.path)
-    is_weak = getattr(item.value, "weak_type", False)
-    return is_weak and isinstance(new, jax.ShapeDtypeStruct) and not new.weak_type
+    return isinstance(new, jax.ShapeDtypeStruct) and not new.weak_type
 
 
 def _as_data(names: Iterable[str]) -> str:

@@ -7,10 +7,9 @@ Python numbers among the leaves, which `equinox.filter_jit` takes for static.
 
 from typing import Any
 
-import jax
-
+from jls._checkpoint import branches, is_leaf
 from jls._nnx import is_object, is_variable, nnx
-from jls._trace.arguments import Keys, tokens
+from jls._trace.arguments import Keys
 
 _NUMBERS = (bool, int, float, complex, str)
 Numbers = dict[Keys, Any]  # by path
@@ -51,7 +50,5 @@ def subtree(tree: Any, path: Keys) -> Any:
 
 def children_of(tree: Any) -> dict[str, Any]:
     """The children of a node by name; none of a leaf."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda child: child is not tree
-    )
-    return {tokens(path)[0]: child for path, child in flat if path}
+    children, structure = branches(tree)
+    return {} if is_leaf(structure) else children

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jls.health`: a verdict on a run from its counters, in words."""
 
-import math
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from jax.typing import DTypeLike
 from jls import _validate
 from jls._nnx import is_model, is_optimizer, split_model
 from jls._report.poison import find_poison, flag_leaves
+from jls._report.record import strict
 from jls._report.small import measure_small
 from jls._report.verdict import (
     UNKNOWN,
@@ -283,7 +283,7 @@ def health(
         **known,
     )
     known["poisoned"] = facts.poisoned if flagged else None
-    numbers = _strict(counts | known | small | policy)
+    numbers = strict(counts | known | small | policy)
     result = Health(*diagnose(facts, Limits(limit, max_small)), numbers)
     if result.verdict in raise_if:
         raise UnhealthyError(result)
@@ -307,15 +307,6 @@ def _check_params(params: Any) -> None:
     raise TypeError(
         f"params must hold floating-point arrays, got {type(params).__name__}. {write}"
     )
-
-
-def _strict(numbers: dict[str, Any]) -> dict[str, Any]:
-    """`numbers` with None for what is not finite, as strict JSON has no inf."""
-
-    def is_finite(number):
-        return not isinstance(number, float) or math.isfinite(number)
-
-    return {name: x if is_finite(x) else None for name, x in numbers.items()}
 
 
 # What `state` is and holds.

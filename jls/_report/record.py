@@ -50,10 +50,16 @@ def host_metrics(state: Any) -> dict[str, float | int | bool | None]:
     else:
         flat = _state.metrics(_of_one_device(state))
         _validate.concrete("state", flat, " Inside use jls.metrics.")
-    arrays = fetch({name: value for name, value in flat.items() if value is not None})
-    numbers = {name: array.item() for name, array in arrays.items()}
-    finite = {name: number for name, number in numbers.items() if math.isfinite(number)}
-    return {name: finite.get(name) for name in flat}
+    return strict({name: array.item() for name, array in fetch(flat).items()})
+
+
+def strict(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """`numbers` with None for what is not finite, as strict JSON has no inf."""
+
+    def is_finite(number):
+        return not isinstance(number, float) or math.isfinite(number)
+
+    return {name: x if is_finite(x) else None for name, x in numbers.items()}
 
 
 def _of_one_device(state: Any) -> Any:
