@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -68,17 +69,34 @@ def ends(x: Array) -> list[Array]:
 
     Of a complex one, of its parts. Float64 beyond float32 counts as its largest.
     """
+    found, dtype = own_ends(x)
+    return found if dtype == jnp.float32 else list(_in_float32(jnp.stack(found), dtype))
+
+
+def own_ends(x: Array) -> tuple[list[Array], Any]:
+    """The ends of `x`, as keys of a dtype that may be narrower than float32.
+
+    Returns:
+      The keys, unsigned integers of the width of the dtype, and the dtype.
+    """
     if not x.size:
-        return [jnp.uint32(ZERO_KEY)] * 2
+        return [jnp.uint32(ZERO_KEY)] * 2, np.dtype(np.float32)
+    is_own = jnp.finfo(x.dtype).bits == 16 or x.dtype.name in _ORDERED
+    return list(_own_ends(x)), x.dtype if is_own else np.dtype(np.float32)
+
+
+# Compiled apart, so that JAX traces it once for all arrays of one shape and dtype.
+@jax.jit
+def _own_ends(x: Array) -> Sequence[Array]:
     parts = [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
     found = [_ends(part) for part in parts]
     if len(found) == 1:
-        return list(found[0])
+        return found[0]
     (high, low), (other_high, other_low) = found
     return [jnp.maximum(high, other_high), jnp.minimum(low, other_low)]
 
 
-def _ends(x: Array) -> tuple[Array, Array]:
+def _ends(x: Array) -> Sequence[Array]:
     info = jnp.finfo(x.dtype)
     if info.bits == 64:
         return _ends_of_double(x)
@@ -90,14 +108,28 @@ def _ends(x: Array) -> tuple[Array, Array]:
     sign, every = word(1 << (info.bits - 1)), word((1 << info.bits) - 1)
     bits = lax.bitcast_convert_type(x, word)
     keys = jnp.where(bits >= sign, bits ^ every, bits | sign)
-    found = _reduce(keys, keys)
-    if x.dtype == jnp.float32:
-        return found[0], found[1]
-    both = jnp.stack(found)
-    bits = jnp.where(both >= sign, both ^ sign, both ^ every)
-    wide = lax.bitcast_convert_type(bits, x.dtype).astype(jnp.float32)
-    high, low = key_of(wide)
-    return high, low
+    return _reduce(keys, keys)
+
+
+def _in_float32(keys: Any, dtype: Any) -> Array:
+    """Keys of a narrower dtype as keys of float32."""
+    bits = jnp.finfo(dtype).bits
+    word = _WORDS[bits]
+    sign, every = word(1 << (bits - 1)), word((1 << bits) - 1)
+    own = jnp.where(keys >= sign, keys ^ sign, keys ^ every)
+    return key_of(lax.bitcast_convert_type(own, dtype).astype(jnp.float32))
+
+
+def in_float32(keys: Sequence[Any], dtypes: Sequence[Any]) -> np.ndarray:
+    """Keys of several dtypes as keys of float32, on the host: `u32[n]`."""
+    found = np.empty(len(keys), np.uint32)
+    for dtype in set(dtypes):
+        places = [i for i, x in enumerate(dtypes) if x == dtype]
+        some = np.array([keys[i] for i in places])
+        if dtype != np.float32:
+            some = np.asarray(_in_float32(jnp.asarray(some), dtype))
+        found[places] = some
+    return found
 
 
 def _reduce(high: Array, low: Array) -> Sequence[Array]:

@@ -3,13 +3,14 @@
 
 The records, two numbers for each array:
 
-    an operation      the two ends of each result
+    an operation      the two ends of each result; on the device in its own dtype, but
+                      in loops, branches and `shard_map`, which work on float32's
     div, log, ...     after them the smallest magnitude of the operand that decides
     select_n          after them the ends of the elements taken from each case
     a scan            the ends of each slice that an iteration gets
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jls._origin.measure import ends
+from jls._origin.measure import ends, in_float32, own_ends
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import Program, is_inexact_atom, is_literal
 from jls._program.replay import TAKEN, ZERO_KEY, Records, Seen, replay
@@ -90,6 +91,8 @@ class RecordedProgram:
             for number, equation in enumerate(frame.jaxpr.eqns)
             if any((frame, x) in behind_roots for x in equation.outvars)
         }
+        self._once = {frame.site.numbers for frame in _run_once(root)}
+        self._dtypes: dict[tuple[int, ...], list[Any]] = {}  # of records of operations
         self._count = 0  # of what was recorded
         self._compiled: jax.stages.Compiled | None = None
 
@@ -97,7 +100,9 @@ class RecordedProgram:
         """One run; without `compiled` one operation at a time."""
         inputs = [jnp.asarray(x) for x in inputs]
         run = self.compiled(inputs) if compiled else self._run
-        return Recording(*jax.tree.map(np.asarray, run(inputs)))
+        arguments, records = jax.tree.map(np.asarray, run(inputs))
+        self._bring_to_float32(records)
+        return Recording(arguments, records)
 
     def compiled(self, inputs: Sequence[Any]) -> jax.stages.Compiled:
         """The program for inputs like these, compiled at the first call."""
@@ -105,6 +110,21 @@ class RecordedProgram:
             inputs = [jnp.asarray(x) for x in inputs]
             self._compiled = jax.jit(self._run).lower(inputs).compile()
         return self._compiled
+
+    def _bring_to_float32(self, records: Records) -> None:
+        """Replaces the records in their own dtypes by `u32[n]`."""
+        places = []
+        for numbers in self._dtypes:
+            inside = records
+            for number in numbers[:-1]:
+                inside = inside[number]
+            places.append((inside, numbers[-1]))
+        keys = [key for inside, number in places for key in inside[number]]
+        dtypes = [dtype for every in self._dtypes.values() for dtype in every]
+        found, start = in_float32(keys, dtypes), 0
+        for inside, number in places:
+            end = start + len(inside[number])
+            inside[number], start = found[start:end], end
 
     def _run(self, inputs: Sequence[Array]) -> tuple[list[Array], Records]:
         _, records = replay(self._program, inputs, self._watch, wide=self.WIDE)
@@ -134,14 +154,17 @@ class RecordedProgram:
 
     def _record(
         self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
-    ) -> Array | None:
+    ) -> Array | tuple[Array, ...] | None:
         arrays = list(results)
         name = site.equation.primitive.name
         if name == "select_n":
             arrays += _taken(*inputs)
         if name in SINGULAR:
             arrays.append(jnp.abs(inputs[SINGULAR[name]]))
-        return ends_of(arrays)
+        if site.numbers[:-1] not in self._once:
+            return ends_of(arrays)
+        keys, self._dtypes[site.numbers] = own_ends_of(arrays)
+        return keys
 
 
 # XLA recomputes a chain of fused operations for each of them that is recorded. So the
@@ -154,6 +177,26 @@ def ends_of(arrays: Sequence[Any]) -> Array | None:
     nothing = [jnp.uint32(ZERO_KEY)] * 2
     keys = [key for x in arrays for key in (ends(x) if is_inexact_atom(x) else nothing)]
     return jnp.stack(keys) if keys else None
+
+
+def own_ends_of(arrays: Sequence[Any]) -> tuple[tuple[Array, ...], list[Any]]:
+    """The ends of each array in its own dtype, and the dtype of each.
+
+    To stack them, and to bring them to float32, would double the kernels of a program.
+    """
+    nothing = [jnp.uint32(ZERO_KEY)] * 2, np.dtype(np.float32)
+    pairs = [own_ends(x) if is_inexact_atom(x) else nothing for x in arrays]
+    keys = tuple(key for found, _ in pairs for key in found)
+    return keys, [dtype for found, dtype in pairs for _ in found]
+
+
+def _run_once(frame: Frame) -> Iterator[Frame]:
+    """The frame, and those that it calls outside of loops, branches and `shard_map`."""
+    yield frame
+    for number, equation in enumerate(frame.jaxpr.eqns):
+        for called in frame.called(number):
+            if called.kind == "call" and equation.primitive.name != "shard_map":
+                yield from _run_once(called)
 
 
 def _taken(which: Array, *cases: Array) -> list[Array]:

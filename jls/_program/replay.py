@@ -87,7 +87,7 @@ class Seen(NamedTuple):
     """The results with which the program goes on, and the record of an operation."""
 
     results: Sequence[Any]  # of the same shapes and dtypes
-    record: Array | None = None  # u32[n]
+    record: Any = None  # u32[n]; anything outside of loops, branches and `shard_map`
 
 
 Watch = Callable[[Site, Sequence[Any], Sequence[Any]], Seen]
