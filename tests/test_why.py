@@ -12,6 +12,8 @@ import pytest
 from jax import lax
 
 import jls
+from jls._origin import record
+from jls._origin import why as origin_why
 
 
 def roots(x):
@@ -365,6 +367,46 @@ def test_a_true_nan_is_not_from_the_scale():
     assert why.births[0].place == jls.types.Place("argument", module="batch/x")
     assert why.is_from_scale is False
     assert why.notes == ("No loss scale mends it: it is there at 2^-24 too",)
+
+
+def records_of(array):
+    """The number of records in each run of a program for `array` in the batch."""
+    counts = []
+
+    class Counting(record.RecordedProgram):
+        def __call__(self, *args, **kwargs):
+            found = super().__call__(*args, **kwargs)
+            counts.append(len(jax.tree.leaves(found.records)))
+            return found
+
+    step, params, opt_state = made(jls.dynamic(8.0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(origin_why, "RecordedProgram", Counting)
+        assert jls.why(step, params, opt_state, {"x": array}).births
+    return counts
+
+
+def test_nan_that_came_in_is_told_without_a_record_of_each_operation():
+    few = records_of(BATCH["x"].at[0, 0].set(jnp.nan))
+    every = records_of(BATCH["x"].at[0, 0].set(jnp.inf))
+    assert max(few) <= 4 < 3 * max(few) < min(every)
+
+
+def test_nan_that_came_in_hides_no_other_birth():
+    def fun(x, y):
+        return jnp.log(x), 2 * y
+
+    why = jls.why(fun, jnp.zeros(2), jnp.full(2, jnp.nan))
+    assert {birth.place.operation for birth in why.births} == {"log", "argument"}
+
+
+def test_nan_that_reaches_no_result_is_not_named():
+    def fun(x, y, z):
+        return jnp.where(jnp.isnan(x), 0.0, x) * y + 0.0 * jnp.nan_to_num(z)
+
+    nan = jnp.full(2, jnp.nan)
+    why = jls.why(fun, nan, nan, nan)
+    assert [birth.place.module for birth in why.births] == ["y"]
 
 
 def test_a_scale_below_the_lowest_is_halved_once():

@@ -75,15 +75,21 @@ class RecordedProgram:
       program: a jaxpr.
       root: its frame.
       roots: the variables to follow back.
+      at_roots: whether only the operations that make the roots are recorded: XLA
+        compiles that in the time of the program itself.
     """
 
     WIDE = False  # whether narrow dtypes are replaced by float32
 
     def __init__(
-        self, program: Program, root: Frame, roots: Iterable[Variable]
+        self,
+        program: Program,
+        root: Frame,
+        roots: Iterable[Variable],
+        at_roots: bool = False,
     ) -> None:
         self._program = program
-        behind_roots = behind(roots)
+        behind_roots = _to_nearest_records(roots) if at_roots else behind(roots)
         self._read = [(root, x) in behind_roots for x in root.jaxpr.invars]
         self._wanted = {
             (*frame.site.numbers, number)
@@ -188,6 +194,24 @@ def own_ends_of(arrays: Sequence[Any]) -> tuple[tuple[Array, ...], list[Any]]:
     pairs = [own_ends(x) if is_inexact_atom(x) else nothing for x in arrays]
     keys = tuple(key for found, _ in pairs for key in found)
     return keys, [dtype for found, dtype in pairs for _ in found]
+
+
+def _to_nearest_records(roots: Iterable[Variable]) -> set[Variable]:
+    """The roots, and what leads from the records that tell their sizes to them."""
+    stack, found = list(roots), set[Variable]()
+    while stack:
+        variable = stack.pop()
+        frame, atom = variable
+        if is_literal(atom) or not is_inexact_atom(atom) or variable in found:
+            continue
+        found.add(variable)
+        maker = frame.makers.get(atom)
+        if maker is None or frame.called(maker.number):
+            stack += frame.sources(atom)
+        else:
+            same = as_large_as(frame.jaxpr.eqns[maker.number], maker.result)
+            stack += [] if same is None else [(frame, same)]
+    return found
 
 
 def _run_once(frame: Frame) -> Iterator[Frame]:

@@ -47,6 +47,8 @@ from jls._types import SkipReason, known_skip_reason
 # Of the lowest loss scale that is tried, 2^-24: the smallest float16. A lower one is 0
 # when cast to float16.
 LOWEST_EXPONENT = -24
+# Each argument with NaN in it is tried alone, in a run of its own.
+_MOST_RUNS = 32
 # No model trains with parameters like these.
 _FAR_TOO_LARGE = 1e6
 
@@ -155,9 +157,8 @@ class Case:
         self.checked = checked_values(self.root, list(self.scales))
         self.results = self._results()
         wanted = [x for checked in self.checked for x in checked.variables]
-        self.recorded = RecordedProgram(
-            self.traced.program, self.root, [*wanted, *self.results]
-        )
+        self.roots = [*wanted, *self.results]
+        self.recorded = RecordedProgram(self.traced.program, self.root, self.roots)
 
     def _results(self) -> dict[Variable, str]:
         """The results to check, by name, without arguments returned as they are."""
@@ -185,6 +186,9 @@ class Case:
         return names
 
     def why(self) -> Why:
+        came_in = self._came_in()
+        if came_in:
+            return came_in
         trail = self.run()
         bad = self.bad_roots(trail)
         if bad:
@@ -209,9 +213,10 @@ class Case:
         compiled: bool = True,
         at: Iterable[int] = (),
         program: RecordedProgram | None = None,
+        leaves: Sequence[Any] | None = None,
     ) -> Trail:
         """One run, with the loss scales `at` these inputs multiplied by `factor`."""
-        leaves = list(self.leaves)
+        leaves = list(self.leaves if leaves is None else leaves)
         for i in at:
             leaves[i] = jnp.asarray(leaves[i]) * jnp.asarray(factor, jnp.float32)
         return Trail((program or self.recorded)(leaves, compiled))
@@ -236,6 +241,43 @@ class Case:
         ]
         return [Bad(x, name, 0, None) for x, name in values if trail.is_bad(x)]
 
+    def _came_in(self) -> Why | None:
+        """Explains NaN among the arguments, without a record of each operation.
+
+        An argument is named if the results are finite with 0 in the place of NaN, and
+        not with the NaN of this argument alone. An inf may be there on purpose.
+        """
+        numbers = [
+            i
+            for i, leaf in enumerate(self.leaves)
+            if i not in self.scales and _holds_nan(leaf)
+        ]
+        if not 0 < len(numbers) <= _MOST_RUNS:
+            return None
+        program = RecordedProgram(
+            self.traced.program, self.root, self.roots, at_roots=True
+        )
+
+        def bad_roots(kept: Iterable[int]) -> list[Bad]:
+            leaves = list(self.leaves)
+            for i in {*numbers} - {*kept}:
+                leaves[i] = jnp.where(jnp.isnan(leaves[i]), 0, leaves[i])
+            return self.bad_roots(self.run(program=program, leaves=leaves))
+
+        bad = bad_roots(numbers)
+        if not bad or bad_roots(()):
+            return None
+        found = [i for i in numbers if bad_roots([i])]
+        is_from_scale, note = self._is_from_scale(bad, program)
+        if not found or is_from_scale:
+            return None
+        return Why(
+            births=tuple(self._birth_of_argument("nan", i) for i in found),
+            results=_loss_first(dict.fromkeys(map(self._name, bad))),
+            is_from_scale=is_from_scale,
+            notes=tuple(filter(None, (note,))),
+        )
+
     def _is_bad_as_it_is(self) -> bool:
         """Whether the function itself, on copies, gives a result that is not finite."""
         call = self.arguments.rebuild([_copy_leaf(x) for x in self.arguments.leaves])
@@ -255,7 +297,9 @@ class Case:
 
     # The loss scale.
 
-    def _is_from_scale(self, bad: list[Bad]) -> tuple[bool | None, str]:
+    def _is_from_scale(
+        self, bad: list[Bad], program: RecordedProgram | None = None
+    ) -> tuple[bool | None, str]:
         """Whether a lower scale is finite, and a sentence that says which."""
         at = {x.checked.scale for x in bad if x.checked and x.checked.scale is not None}
         at = [
@@ -271,7 +315,7 @@ class Case:
         worse, better = 0, max(1, math.ceil(math.log2(scale)) - LOWEST_EXPONENT)
 
         def is_finite(halvings: int) -> bool:
-            trail = self.run(2.0**-halvings, at=at)
+            trail = self.run(2.0**-halvings, at=at, program=program)
             return not self.bad_roots(trail)
 
         if not is_finite(better):
@@ -388,10 +432,7 @@ class Case:
         kind: Literal["inf", "nan"] = "nan" if found.size.is_nan else "inf"
         origin = found.origin
         if isinstance(origin, Argument):
-            item = self.arguments.items[self.traced.inputs[origin.number]]
-            place = Place(ARGUMENT, module="/".join(item.path))
-            dtype = str(jnp.result_type(item.value))
-            return Birth(kind, place, (), dtype, advice=CAME_IN)
+            return self._birth_of_argument(kind, origin.number)
         if not isinstance(origin, OpResult):
             reader = origin.reader
             place = place_of(reader.site) if reader else Place("")
@@ -414,6 +455,12 @@ class Case:
             if GRADIENTS in marks_of(site)
             else advise(trail, found, is_backward),
         )
+
+    def _birth_of_argument(self, kind: Literal["inf", "nan"], number: int) -> Birth:
+        item = self.arguments.items[self.traced.inputs[number]]
+        place = Place(ARGUMENT, module="/".join(item.path))
+        dtype = str(jnp.result_type(item.value))
+        return Birth(kind, place, (), dtype, advice=CAME_IN)
 
     def _forward(self) -> set[Variable] | None:
         """The variables that the loss comes from; None if the loss is not known."""
@@ -536,6 +583,10 @@ def _result(path: Sequence[str]) -> str:
     """A result by its path, such as "result[1].mu"."""
     keys = [f"[{key}]" if key.isdigit() else f".{key}" for key in path]
     return f"result{''.join(keys)}" if keys else "the result"
+
+
+def _holds_nan(leaf: Any) -> bool:
+    return is_inexact_atom(leaf) and bool(jnp.any(jnp.isnan(leaf)))
 
 
 def _copy_leaf(leaf: Any) -> Any:

@@ -57,6 +57,20 @@ FAULTS = [
         ("tests/test_why.py",),
     ),
     Fault(
+        "what came in is told only after a record of each operation",
+        "jls/_origin/why.py",
+        "        if not 0 < len(numbers) <= _MOST_RUNS:",
+        "        if not 0 < len(numbers) <= 0:",
+        ("tests/test_why.py",),
+    ),
+    Fault(
+        "NaN that came in hides what is born inside",
+        "jls/_origin/why.py",
+        "        if not bad or bad_roots(()):",
+        "        if not bad:",
+        ("tests/test_why.py",),
+    ),
+    Fault(
         "why takes a spike for a fault",
         "jls/_origin/why.py",
         "        return any(x not in (None, SkipReason.SPIKE) for x in reasons)",
