@@ -19,7 +19,7 @@
 #   _logged
 #   _types _reduce _rollback _placement
 #   _tree _devices _rollback_cpu
-#   _text _nnx _program _scopes _figure _gone
+#   _text _nnx _program _scopes _closures _figure _gone
 
 # isort: off
 import typing as _typing

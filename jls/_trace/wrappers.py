@@ -2,11 +2,11 @@
 """Finds the scalers of the optimizers that a user's step refers to."""
 
 import dis
-import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
+from jls._closures import held_by
 from jls._step import WrapperUpdate
 from jls._types import LossScaler
 
@@ -40,26 +40,20 @@ def scalers_in(step: Any, arguments: Any) -> list[LossScaler]:
 def _held_by(part: Any) -> Iterator[Any]:
     if inspect.ismodule(part) or inspect.isclass(part):
         return
-    if isinstance(part, Mapping):
-        yield from part.values()
-    elif isinstance(part, tuple | list):
-        yield from part
-    elif isinstance(part, functools.partial):
-        yield from (part.func, *part.args, *part.keywords.values())
-    elif inspect.ismethod(part):
-        yield part.__func__
-        yield from getattr(part.__self__, "__dict__", {}).values()
-    elif inspect.isfunction(part):
-        yield from cells(part)
-        yield from part.__defaults__ or ()
-        yield from (part.__kwdefaults__ or {}).values()
-        if (part.__module__ or "").partition(".")[0] not in _LIBRARY_PACKAGES:
-            names = _globals_of(part.__code__)
-            yield from (part.__globals__[x] for x in names if x in part.__globals__)
+    yield from (x for _, x in held_by(part))
     fields = getattr(part, "__dict__", {})  # not of an object that makes up attributes
     for name in ("tx", "__wrapped__"):  # of Flax's states, of a jitted function
         if name in fields:
             yield fields[name]
+    if inspect.ismethod(part):
+        yield from getattr(part.__self__, "__dict__", {}).values()
+    elif inspect.isfunction(part) and _is_of_user(part):
+        names = _globals_of(part.__code__)
+        yield from (part.__globals__[x] for x in names if x in part.__globals__)
+
+
+def _is_of_user(function: Any) -> bool:
+    return (function.__module__ or "").partition(".")[0] not in _LIBRARY_PACKAGES
 
 
 def _globals_of(code: Any) -> set[str]:
@@ -67,14 +61,3 @@ def _globals_of(code: Any) -> set[str]:
     names = {x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL"}
     inner = (x for x in code.co_consts if inspect.iscode(x))
     return names.union(*map(_globals_of, inner))
-
-
-def cells(function: Any) -> list[Any]:
-    """The contents of a function's closure."""
-    held = []
-    for cell in getattr(function, "__closure__", None) or ():
-        try:
-            held.append(cell.cell_contents)
-        except ValueError:  # not set yet
-            continue
-    return held

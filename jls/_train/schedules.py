@@ -21,7 +21,7 @@ import optax
 from jax import Array
 from jax.tree_util import DictKey
 
-from jls._trace.wrappers import cells
+from jls._closures import cells, held_by
 
 Group = tuple[str, ...]  # the keys of the dicts on the way: labels of optax.partition
 
@@ -145,17 +145,9 @@ def _codes() -> tuple[Any, Any, Any]:
 
 def _objects_in(part: Any) -> Iterator[tuple[Group, Any]]:
     """Objects in `part` that may hold update functions, with their keys in a dict."""
-    if isinstance(part, Mapping):
-        held = [((str(key),), x) for key, x in part.items()]
-    elif isinstance(part, tuple | list):
-        held = [((), x) for x in part]
-    elif isinstance(part, functools.partial):
-        held = [((), x) for x in (part.func, *part.args, *part.keywords.values())]
-    elif inspect.ismethod(part):
-        held = [((), part.__func__), ((), part.__self__)]
-    elif inspect.isfunction(part):
-        held = [((), x) for x in cells(part)]
-    else:  # of a jitted function that is what it wraps
+    held = [*held_by(part)]
+    if not (held or inspect.isfunction(part)):
+        # Of a jitted function that is what it wraps.
         held = [((), x) for x in getattr(part, "__dict__", {}).values()]
     return ((key, x) for key, x in held if _is_looked_into(x))
 
