@@ -16,8 +16,8 @@ import optax
 from jax import lax
 
 import jls
-from benchmarks.audit import STEPS, Step
-from jls._origin.why import Case
+from benchmarks.check import STEPS, Step
+from jls._tools.origin.why import Case
 
 
 def _layers_in_a_scan(width: int, layers: int, vocabulary: int) -> Step:

@@ -8,7 +8,7 @@ from matplotlib.ticker import NullLocator
 
 from benchmarks.contestants import FLOOR, OURS
 from benchmarks.report import contestants_of
-from jls._figure import BLACK, GREEN, JLS
+from jls._tools.figure import BLACK, GREEN, JLS
 
 # Okabe and Ito's colours; the marks differ in shape too, for print in grey.
 COLOURS = {

@@ -22,9 +22,9 @@ from sphinx.transforms import SphinxTransform
 
 import jls
 from jls import _gone
-from jls._audit import codes
 from jls._scalers import rule
 from jls._text import format_number
+from jls._tools.check import codes
 from jls.types import SkipReason
 
 DOCS = Path(__file__).parent

@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import jls
-from jls._figure import GREEN, GREY, JLS, WIDTH
+from jls._tools.figure import GREEN, GREY, JLS, WIDTH
 
 DOCS = Path(__file__).parent
 SHOWN = "loss", "loss_scale", "skipped"

@@ -5,21 +5,15 @@
 # folder may also import each other. A test reads this.
 #
 #   __main__
-#   _cli
 #   __init__
-#   types
-#   _audit
-#   _wrapper _checkpoint _train _report
-#   _origin
-#   _trace
-#   _step _scale _ema presets
-#   _mistakes _spikes _train_state
-#   _scalers _state
-#   _validate
-#   _logged
-#   _types _reduce _rollback _placement
-#   _tree _devices _rollback_cpu
-#   _text _nnx _program _scopes _closures _figure _gone
+#   types _tools.cli
+#   _wrapper _checkpoint _train _tools.check _tools.origin _tools.run
+#   _step _scale _ema
+#   _mistakes _train_state presets _tools.reading
+#   _state _spikes
+#   _scalers _logged _reduce _rollback _placement
+#   _types _validate _tree _rollback_cpu
+#   _text _nnx _program _scopes _closures _devices _gone _tools.figure _tools
 
 # isort: off
 import typing as _typing
@@ -48,17 +42,17 @@ from jls._spikes import spikes as spikes
 from jls._state import loss_scale as loss_scale
 from jls._state import set_loss_scale as set_loss_scale
 from jls._state import metrics as metrics
-from jls._report.record import host_metrics as host_metrics
+from jls._tools.run.record import host_metrics as host_metrics
 
 # Monitoring, on the host.
-from jls._report.health import health as health
-from jls._report.health import UnhealthyError as UnhealthyError
-from jls._report.history import History as History
-from jls._audit.check import check_step as check_step
-from jls._origin.calibrate import calibrate as calibrate
-from jls._origin.why import why as why
-from jls._report.sync import check_in_sync as check_in_sync
-from jls._report.requeue import requeue as requeue
+from jls._tools.run.health import health as health
+from jls._tools.run.health import UnhealthyError as UnhealthyError
+from jls._tools.run.history import History as History
+from jls._tools.check.check import check_step as check_step
+from jls._tools.origin.calibrate import calibrate as calibrate
+from jls._tools.origin.why import why as why
+from jls._tools.run.sync import check_in_sync as check_in_sync
+from jls._tools.run.requeue import requeue as requeue
 from jls._types import JlsWarning as JlsWarning
 
 # Pure functions, for training loops without optax.

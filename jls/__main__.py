@@ -82,9 +82,9 @@ def _run_doctor(arguments: list[str]) -> None:
         "--json", action="store_true", help="print the findings as JSON"
     )
     options = parser.parse_args(arguments)
-    from jls._cli import doctor
+    from jls._tools.cli import doctor
 
-    findings = doctor.examine()
+    findings = {"jls": __version__, **doctor.examine()}
     if options.json:
         print(json.dumps(findings, indent=2))
     else:
@@ -106,10 +106,10 @@ def _run_demo(arguments: list[str]) -> None:
         _check_output(parser, options.output)
     save_plot = None
     try:
-        from jls._cli import demo_report
+        from jls._tools.cli import demo_report
 
         if not options.no_plot:
-            from jls._cli.demo_plot import save as save_plot
+            from jls._tools.cli.demo_plot import save as save_plot
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in EXTRA:
             raise

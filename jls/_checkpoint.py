@@ -38,7 +38,15 @@ from jls._placement import copy_like, own_buffers, place_like, place_scalars
 from jls._scalers.adaptive import AdaptiveState
 from jls._state import find, is_scaler_state, is_wrapper_state
 from jls._step import wrapper_of
-from jls._tree import common_dtype, is_array, is_concrete, is_narrow, widen
+from jls._tree import (
+    branches,
+    common_dtype,
+    is_array,
+    is_concrete,
+    is_leaf,
+    is_narrow,
+    widen,
+)
 from jls._types import (
     FIELDS,
     LossScaledState,
@@ -531,25 +539,6 @@ def _number_as_array(number: Any, dtype: Any, path: tuple[str, ...]) -> np.ndarr
             f"saved must have a number that fits into {dtype} {format_path(path)}, got "
             f"{number}. {_OTHER}"
         ) from None
-
-
-# One level of a tree by name, for walks that name the path in their errors.
-
-
-def branches(node: Any) -> tuple[dict[str, Any], Any]:
-    """The children of `node` by name, and the structure that holds them.
-
-    A leaf, as `is_leaf` recognizes it, is its own child under the name "".
-    """
-    flat, structure = jax.tree_util.tree_flatten_with_path(
-        node, is_leaf=lambda child: child is not node
-    )
-    names = [jax.tree_util.keystr(path, simple=True) for path, _ in flat]
-    return dict(zip(names, [child for _, child in flat], strict=True)), structure
-
-
-def is_leaf(structure: Any) -> bool:
-    return structure == jax.tree.structure(0)
 
 
 def describe_node(node: Any) -> str:

@@ -383,3 +383,19 @@ def select(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
 
 def _dtype_name(leaf: Any) -> str:
     return str(getattr(leaf, "dtype", f"Python {type(leaf).__name__}"))
+
+
+def branches(node: Any) -> tuple[dict[str, Any], Any]:
+    """The children of `node` by name, and the structure that holds them.
+
+    A leaf, as `is_leaf` recognizes it, is its own child under the name "".
+    """
+    flat, structure = jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda child: child is not node
+    )
+    names = [jax.tree_util.keystr(path, simple=True) for path, _ in flat]
+    return dict(zip(names, [child for _, child in flat], strict=True)), structure
+
+
+def is_leaf(structure: Any) -> bool:
+    return structure == jax.tree.structure(0)

@@ -8,18 +8,18 @@ your own, fill a `LossScaler`; the rest is for annotations and `isinstance`.
 import typing as _typing
 
 from jls import _gone
-from jls._audit.check import StepCheck as StepCheck
 from jls._ema import ParamsEmaState as ParamsEmaState
-from jls._origin.calibration import Calibration as Calibration
-from jls._origin.result import Birth as Birth
-from jls._origin.result import Why as Why
-from jls._origin.twin import Cotangent as Cotangent
 from jls._program.places import Place as Place
-from jls._report.health import Health as Health
-from jls._report.requeue import BadBatch as BadBatch
-from jls._report.requeue import BatchQueue as BatchQueue
-from jls._report.verdict import Verdict as Verdict
 from jls._scalers.adaptive import AdaptiveState as AdaptiveState
+from jls._tools.check.check import StepCheck as StepCheck
+from jls._tools.origin.calibration import Calibration as Calibration
+from jls._tools.origin.result import Birth as Birth
+from jls._tools.origin.result import Why as Why
+from jls._tools.origin.twin import Cotangent as Cotangent
+from jls._tools.run.health import Health as Health
+from jls._tools.run.requeue import BadBatch as BadBatch
+from jls._tools.run.requeue import BatchQueue as BatchQueue
+from jls._tools.run.verdict import Verdict as Verdict
 from jls._train.step import CarryingTrainStep as CarryingTrainStep
 from jls._train.step import PlainTrainStep as PlainTrainStep
 from jls._train.step import TrainStep as TrainStep

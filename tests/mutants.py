@@ -144,7 +144,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="of faults; without one, all")
     parser.add_argument(
-        "--file", default="", help="a file or folder, such as jls/_audit"
+        "--file", default="", help="a file or folder, such as jls/_tools/check"
     )
     parser.add_argument(
         "--part", default="1/1", help="2/8: every eighth, from the second"

@@ -13,8 +13,8 @@ import pytest
 
 import jls
 from jls._checkpoint import RENAMED
-from jls._report import health, history, history_plot, record
-from jls._report.verdict import TABLE, Facts
+from jls._tools.run import health, history, history_plot, record
+from jls._tools.run.verdict import TABLE, Facts
 from jls._types import FIELDS, SIGNALS, Event, LossScaledState, logged, spike_metrics
 from jls.types import SpikeState, StepReport
 
@@ -199,7 +199,7 @@ def test_every_verdict_is_in_the_docs_and_tested(verdict):
     assert f"\n| {verdict} |" in page
     assert f'"{verdict}"' in inspect.getdoc(health.health)
     folder = Path(__file__).parent
-    texts = [path.read_text(encoding="utf-8") for path in folder.glob("report/*.py")]
+    texts = [path.read_text(encoding="utf-8") for path in folder.glob("run/*.py")]
     texts += [(folder / "test_spikes.py").read_text(encoding="utf-8")]
     assert f'"{verdict}"' in "".join(texts)
 

@@ -42,8 +42,9 @@ MODULES = {module_of(path): path for path in PACKAGE.rglob("*.py")}
 
 
 def room(module):
-    """The module, or the folder that it is in."""
-    return module.split(".")[0]
+    """The module, or the folder that it is in; of the tools, the tool."""
+    parts = module.removesuffix(".__init__").split(".")
+    return ".".join(parts[:2]) if parts[0] == "_tools" else parts[0]
 
 
 def imports(module):
@@ -60,7 +61,8 @@ def imports(module):
                 yield name
                 continue
             inner = name.removeprefix("jls").lstrip(".") or "__init__"
-            yield inner if inner in MODULES else inner.rpartition(".")[0] or "__init__"
+            names = inner, f"{inner}.__init__", inner.rpartition(".")[0]
+            yield next((name for name in names if name in MODULES), "__init__")
 
 
 def ours(module):
@@ -81,6 +83,23 @@ def test_modules_import_only_from_floors_below_or_their_own_folder(module):
         below += floor
     strangers = {name for name in ours(module) if room(name) != room(module)}
     assert {room(name) for name in strangers} <= set(below)
+
+
+def test_what_runs_in_a_training_job_imports_no_tool():
+    asking = {
+        module
+        for module in MODULES
+        if room(module).split(".")[0] != "_tools"
+        and any(name.startswith("_tools") for name in ours(module))
+    }
+    assert asking == {"__init__", "types", "__main__"}
+
+
+def test_the_house_is_small():
+    """At most ten floors, and a folder that can be looked through."""
+    assert len(FLOORS) <= 10
+    folders = {path.parent for path in MODULES.values()} - {PACKAGE}
+    assert all(len([*folder.glob("*.py")]) <= 24 for folder in folders)
 
 
 def test_there_is_no_circle():

@@ -81,7 +81,7 @@ def test_contributing_names_commands_that_there_are():
     [
         ("tests/promises/test_scaler_laws.py", ["SCALERS"]),
         ("tests/test_bad_inputs.py", ["FACTORIES"]),
-        ("jls/_report/verdict.py", ["Verdict", "Facts"]),
+        ("jls/_tools/run/verdict.py", ["Verdict", "Facts"]),
         ("jls/_types.py", ["Field", "Event", "LossScaledState", "SIGNALS", "JudgeFn"]),
         ("jls/_scalers/rule.py", ["make"]),
         ("jls/_step.py", ["_count", "_query_spike_policy"]),

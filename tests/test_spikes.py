@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from shared import assert_identical, judged
 
 import jls
-from jls._report.sync import _scalars
-from jls._report.verdict import Facts, PolicyFacts
+from jls._tools.run.sync import _scalars
+from jls._tools.run.verdict import Facts, PolicyFacts
 from jls._types import SIGNALS
 from jls.types import SkipReason, SpikePolicy
 

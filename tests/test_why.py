@@ -12,8 +12,8 @@ import pytest
 from jax import lax
 
 import jls
-from jls._origin import record
-from jls._origin import why as origin_why
+from jls._tools.origin import record
+from jls._tools.origin import why as origin_why
 
 
 def roots(x):

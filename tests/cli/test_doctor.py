@@ -7,7 +7,7 @@ import pytest
 
 import jls
 from jls.__main__ import main
-from jls._cli import doctor
+from jls._tools.cli import doctor
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -5,7 +5,7 @@ from right_kinds import KINDS
 from wrong_kinds import WRONG
 
 import jls
-from jls._audit.check import read_step
+from jls._tools.check.check import read_step
 
 # The mistakes that are planted here are warned of too.
 pytestmark = [

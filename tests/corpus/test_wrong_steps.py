@@ -1,7 +1,7 @@
 """`jls.check_step` names each planted mistake.
 
 Those that every library can make are tried in plain JAX by
-tests/audit/test_check_step.py.
+tests/check/test_check_step.py.
 """
 
 import functools

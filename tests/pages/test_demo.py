@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jls._cli import demo, demo_report
+from jls._tools.cli import demo, demo_report
 
 INSTALLS = ('pip install -e ".[demo]"', "pip install flax matplotlib rich scikit-learn")
 
@@ -107,8 +107,8 @@ INTERRUPTS = {
     ("command", "module", "interrupt"),
     [
         ("demo", "sklearn", "anywhere"),
-        ("demo", "jls._cli.demo", "in a callback"),
-        ("doctor", "jls._cli.doctor", "anywhere"),
+        ("demo", "jls._tools.cli.demo", "in a callback"),
+        ("doctor", "jls._tools.cli.doctor", "anywhere"),
     ],
 )
 def test_an_interrupt_ends_in_one_line(command, module, interrupt):
@@ -159,7 +159,7 @@ def test_every_run_is_on_the_device_that_was_chosen():
         import jax
         import jax.numpy as jnp
         import numpy as np
-        from jls._cli import demo, demo_report
+        from jls._tools.cli import demo, demo_report
         _, second = jax.devices()
         places, none = [], np.empty(0)
         def train(dtype, scaled, digits, steps, seed):

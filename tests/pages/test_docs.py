@@ -13,7 +13,7 @@ import pytest
 from code_blocks import blocks, execute
 
 import jls
-from jls._audit.codes import CODES
+from jls._tools.check.codes import CODES
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -1,10 +1,10 @@
 """Faults that a test must catch, a module for each part of jls."""
 
-from planted import audit, core, origin, presets, program, report, trace
+from planted import check, core, origin, presets, program, reading, run
 from planted.fault import Fault as Fault
 
 FAULTS = [
     fault
-    for module in (core, presets, program, trace, origin, report, audit)
+    for module in (core, presets, program, reading, origin, run, check)
     for fault in module.FAULTS
 ]

@@ -399,7 +399,7 @@ FAULTS = [
         CHECKS,
         "if is_known and leaf.is_deleted():",
         "if is_known and leaf.is_deleted() and not name:",
-        ("tests/report/test_health_faults.py::test_a_donated_state_is_named",),
+        ("tests/run/test_health_faults.py::test_a_donated_state_is_named",),
     ),
     Fault(
         "a scale that XLA flushes to 0 is taken",
@@ -469,7 +469,7 @@ FAULTS = [
         "jls/_step.py",
         "            _check_scale(scaler_state.loss_scale, path)\n",
         "            pass\n",
-        ("tests/audit/test_answers.py",),
+        ("tests/check/test_answers.py",),
     ),
     Fault(
         "a decision is computed in each fusion that asks for it",
@@ -483,6 +483,6 @@ FAULTS = [
         "jls/_state.py",
         "jnp.broadcast_to(new_scale, shape) if shape else new_scale",
         "new_scale",
-        ("tests/report/test_doors.py",),
+        ("tests/run/test_doors.py",),
     ),
 ]

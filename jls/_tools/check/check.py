@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jls.check_step`: injects faults into a step and names the mistakes it finds."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from jls import _validate
+from jls._mistakes import is_jit_disabled
+from jls._program.places import Place, short_path
+from jls._state import find, is_wrapper_state
+from jls._text import wrapped
+from jls._tools.check import codes
+from jls._tools.check.codes import CODES, TABLE, Code
+from jls._tools.check.dtypes import restore_dtypes, widen_scales
+from jls._tools.check.faults import try_all
+from jls._tools.check.findings import Findings
+from jls._tools.check.proofs import BY_READING, Proved, read_codes
+from jls._tools.check.reading import Reading, Unread, try_to_trace
+from jls._tools.check.runs import Runner
+from jls._tools.reading.arguments import Arguments, check_usable, take_apart, unbind
+from jls._tools.reading.scales import Scale, scales_in
+from jls._tools.reading.trace import Traced
+from jls._tree import is_array
+
+CarriedArgs = Mapping[int | str, Iterable[str]] | Iterable[int | str] | None
+
+# Bounds the time for steps with many scales and arrays; others take ten runs or so.
+RUNS = 32
+
+
+class StepCheck(NamedTuple):
+    """Result of `jls.check_step`: the mistakes it found, and what it could not check.
+
+    `print` it: the table has a row for each check, and the line to write where one is
+    broken.
+
+    Example:
+      >>> check = jls.types.StepCheck(broken=("not scaled",))
+      >>> check.ok
+      False
+    """
+
+    broken: tuple[Code, ...] = ()  # the codes of the mistakes
+    not_tried: Mapping[str, str] = {}  # a code, or a fault, and the reason
+    not_applicable: Mapping[Code, str] = {}  # a code, and why it does not apply
+    seen: Mapping[Code, str] = {}  # the evidence of each mistake, or a note
+    where: Mapping[Code, Place] = {}  # the line of the mistake, where it was read
+    write: Mapping[Code, str] = {}  # the line to write for each mistake
+    notes: tuple[str, ...] = ()  # such as which arguments were taken as state
+
+    @property
+    def ok(self) -> bool:
+        """Whether no mistake was found. What was not tried is in `not_tried`."""
+        return not self.broken
+
+    def raise_if_broken(self, not_tried: Literal["allow", "raise"] = "allow") -> None:
+        """Raises an `AssertionError` with the table if a mistake was found.
+
+        For a test of the step: `jls.check_step(step, *args).raise_if_broken()`.
+
+        Args:
+          not_tried: "raise" also raises if a check that applies was not tried, or a
+            fault could not be injected.
+        """
+        _validate.choice("not_tried", not_tried, ("allow", "raise"))
+        if self.broken or (not_tried == "raise" and self.not_tried):
+            raise AssertionError(str(self))
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, str, str]] = []
+        for code in CODES:
+            if code in self.broken:
+                rows.append((code, "BROKEN", self.seen.get(code, "")))
+                place = self.where.get(code)
+                if place and place.file:
+                    rows.append(("", "where", f"{short_path(place.file)}:{place.line}"))
+                rows.append(("", "write", self.write.get(code, TABLE[code].write)))
+            elif code in self.not_tried:
+                rows.append((code, "not tried", self.not_tried[code]))
+            elif code not in self.not_applicable:
+                text = TABLE[code].right + self.seen.get(code, "")
+                rows.append((code, "ok", text))
+        for name, reason in self.not_tried.items():
+            if name not in CODES:
+                rows.append(("", "not tried", f"{name}: {reason}"))
+        notes = [line for note in self.notes for line in wrapped(note)]
+        return "\n".join([*wrapped(self._headline()), *_table(rows), *notes])
+
+    def _headline(self) -> str:
+        untried = [code for code in CODES if code in self.not_tried]
+        others = [name for name in self.not_tried if name not in untried]
+        names = ", ".join([*untried, *others])
+        rest = f" Not tried: {names}." if names else ""
+        if self.broken:
+            count = len(self.broken)
+            mistakes = "1 mistake" if count == 1 else f"{count} mistakes"
+            return f"jls.check_step found {mistakes}: {', '.join(self.broken)}.{rest}"
+        applying = len(CODES) - len(self.not_applicable)
+        looked_at = f"{applying - len(untried)} of" if untried else "all"
+        return f"jls.check_step: no mistake in {looked_at} {applying} that apply.{rest}"
+
+
+def check_step(
+    step: Callable[..., Any],
+    /,
+    *args: Any,
+    carried_args: CarriedArgs = None,
+    **kwargs: Any,
+) -> StepCheck:
+    """Reads a train step, runs it with faults injected, and names the mistakes in it.
+
+    For a step written by hand, before a long run or in a test. First it reads the
+    program of the step: whether the gradients follow the loss scale, and are divided by
+    it once; whether the optimizer is given the loss; what stays if the step is skipped.
+    Then it runs the step some ten times, on copies: your arguments stay as they are,
+    also if the step donates them. An inf in the loss scale, and NaN in the batch, show
+    whether a bad step leaves anything behind, and whether training goes on after it. A
+    right step is never called broken; what could be neither read nor tried is said.
+
+    Args:
+      step: the function that you call in the loop: jitted or not, of plain pytrees,
+        Linen, NNX, Equinox or Haiku. It takes its state as arguments, and returns the
+        new state in any order or nesting; NNX objects it may change in place.
+      *args: its arguments, with a batch that it can step on. In a run of several
+        processes, process-local arrays.
+      carried_args: which arguments come back. Positions and keyword names, or a dict
+        from each of them to the fields to check, which leaves out running metrics, say.
+        None: found from the program and the shapes.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      A `jls.types.StepCheck`. `broken` has the codes of the mistakes: "no step",
+      "retraced", "host sync", "not scaled", "scale leaks", "loss not passed",
+      "gradients narrowed", "overflow hidden", "scale stuck", "state narrowed", "nan
+      committed", "not atomic", "never recovers", "spike not skipped", "out of sync".
+      `not_tried` says what could not be tried, and why, `not_applicable` what does not
+      apply to this step; `where` has the line of a mistake that was read; `ok` is
+      whether none is broken; `str()` is a table for people, with the line to write;
+      `raise_if_broken()` is for tests.
+
+    Raises:
+      TypeError: if `step` is not a function, or `carried_args` of another type.
+      ValueError: if no argument carries a loss scale (a step that closes over its state
+        cannot be checked), if the step does not return the state, or it is not clear
+        which result is which argument, if the step is skipped at every loss scale, or
+        if an array was donated to an earlier step, or is spread over several processes.
+      Exception: what the step itself raises, with a note that says in which trial.
+
+    Example:
+      >>> optimizer = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(1024.0))
+      >>> @jax.jit
+      ... def step(params, opt_state, x):
+      ...     grads = jax.grad(lambda params: jnp.mean((x @ params) ** 2))(params)
+      ...     updates, opt_state = optimizer.update(grads, opt_state, params)
+      ...     return optax.apply_updates(params, updates), opt_state
+      >>> params = jnp.ones(3)
+      >>> jls.check_step(step, params, optimizer.init(params), jnp.ones((4, 3))).broken
+      ('not scaled', 'loss not passed')
+    """
+    with jax.debug_nans(False):  # NaN is what the faults are made of
+        runner, findings, proved = read_step(step, args, kwargs, carried_args)
+        if findings.status("state narrowed") == "broken":
+            findings.mark_others_not_tried("mend the dtypes of the state first")
+        else:
+            try_all(runner, findings, proved)
+    if proved is None:
+        findings.mark_others_not_tried("there is no program to read")
+    findings.mark_others_not_tried("no trial shows it")
+    for name in dict.fromkeys(
+        runner.arguments.items[i].path[0] for i in sorted(runner.carried.doubtful)
+    ):
+        findings.untried[name] = (
+            "taken as data, but a result looks like it; if it is state, name all "
+            "arguments that come back: jls.check_step(step, ..., carried_args=(0, 1))"
+        )
+    notes = [*_notes(runner, step), *findings.notes]
+    return _step_check(findings, _lines_to_write((args, kwargs), runner), notes)
+
+
+def read_step(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    carried_args: CarriedArgs = None,
+) -> tuple[Runner, Findings, Proved | None]:
+    """The part of `check_step` that reads the program and runs nothing."""
+    _validate.function("step", step)
+    step, bound = unbind(step)
+    args = (*bound, *args)
+    arguments = take_apart(step, args, kwargs)
+    check_usable(arguments, "jls.check_step", "step")
+    named = _named(carried_args, arguments, len(bound))
+    scales = _require_scales(args, kwargs, arguments)
+    findings = Findings()
+    arguments = widen_scales(arguments, scales, findings)
+    reading = _read_program(step, arguments, scales, findings)
+    around = _around((args, kwargs))
+    runner = Runner(step, arguments, scales, named, reading, RUNS, around)
+    proved = read_codes(runner, findings) if reading else None
+    return runner, findings, proved
+
+
+def _read_program(
+    step: Callable[..., Any],
+    arguments: Arguments,
+    scales: list[Scale],
+    findings: Findings,
+) -> Reading | None:
+    """Reads the program of the step, and settles whether it syncs with the host."""
+    # A step may read a value every so many steps, which is right: it is a mistake only
+    # if three traces in a row do.
+    traces = [try_to_trace(step, arguments)]
+    while len(traces) < 3 and traces[-1].reads:
+        traces.append(try_to_trace(step, arguments))
+    readable = [x for x in traces if isinstance(x, Traced)]
+    last = traces[-1]
+    if last.reads:
+        how = last.reads if isinstance(last, Unread) else "jax.device_get"
+        evidence = f"the step reads a value of the device ({how})"
+        findings.broken("host sync", evidence)
+    elif isinstance(last, Traced) or is_compiled(step):
+        findings.right("host sync")
+    else:
+        findings.not_tried("host sync", last.reason)
+    if not readable:
+        return None
+    traced = restore_dtypes(readable[-1], arguments, scales, findings)
+    try:
+        return Reading(traced, scales)
+    except Exception as error:  # a program that no test has: run it all the same
+        name = type(error).__name__
+        for code in BY_READING:
+            findings.not_tried(code, f"the program cannot be read ({name})")
+        return None
+
+
+def is_compiled(step: Callable[..., Any]) -> bool:
+    """Whether a step is one compiled program."""
+    return hasattr(step, "lower") or isinstance(step, jax.stages.Compiled)
+
+
+def _notes(runner: Runner, step: Callable[..., Any]) -> list[str]:
+    items, carried = runner.arguments.items, runner.carried
+    mine = dict.fromkeys(items[i].path[0] for i in sorted(carried.leaves))
+    data = dict.fromkeys(x.path[0] for x in items if x.path[0] not in mine)
+    notes = [f"Carried: {', '.join(mine)}." + _as_data(data)]
+    weak = [i for i in sorted(carried.compared) if _loses_weak_type(runner, i)]
+    if weak:
+        notes.append(
+            f"The second call compiles the step once more: {runner.names(weak)} "
+            f"{'is' if len(weak) == 1 else 'are'} weakly typed, and what comes back is "
+            "not. Give it a dtype: jnp.array(1.0, jnp.float32)."
+        )
+    reading = runner.reading
+    if reading and not is_compiled(step) and not reading.traced.is_jitted:
+        notes.append("Not jitted as passed: step = jax.jit(step).")
+    return notes
+
+
+def _loses_weak_type(runner: Runner, leaf: int) -> bool:
+    item = runner.arguments.items[leaf]
+    is_weak = getattr(item.value, "weak_type", False)
+    if not is_weak or runner.reading is None or is_jit_disabled():
+        return False
+    traced = runner.reading.traced
+    new = {x.path: x.value for x in traced.outputs}.get(
+        runner.carried.sources.get(leaf, ())
+    )
+    if leaf in runner.carried.in_place:
+        new = {x.path: x.value for x in traced.objects}.get(item.path)
+    return isinstance(new, jax.ShapeDtypeStruct) and not new.weak_type
+
+
+def _as_data(names: Iterable[str]) -> str:
+    return f" Taken as data: {', '.join(names)}." if names else ""
+
+
+def _step_check(
+    findings: Findings, lines: Mapping[Code, str], notes: Iterable[str]
+) -> StepCheck:
+    broken = findings.of("broken")
+    right: dict[Code, str]
+    right = {code: x.text for code, x in findings.of("right").items() if x.text}
+    untried = {code: x.text for code, x in findings.of("not tried").items()}
+    away: dict[Code, str]
+    away = {code: x.text for code, x in findings.of("does not apply").items()}
+    return StepCheck(
+        broken=tuple(broken),
+        not_tried={**untried, **findings.untried},
+        not_applicable=away,
+        seen={**right, **{code: x.text for code, x in broken.items()}},
+        where={code: x.place for code, x in broken.items() if x.place},
+        write={code: lines[code] for code in broken},
+        notes=tuple(notes),
+    )
+
+
+def _around(given: Any) -> list[type]:
+    """The types of optax's states in which there is a wrapper's."""
+    found = []
+    for kind in (optax.LookaheadState, *_OUTSIDE):
+        nodes = find(given, lambda node, kind=kind: isinstance(node, kind))
+        if any(find(node, is_wrapper_state) for _, node in nodes):
+            found.append(kind)
+    return found
+
+
+def _lines_to_write(given: Any, runner: Runner) -> dict[Code, str]:
+    """The line to write for each mistake, in a step with these arguments."""
+    lines: dict[Code, str] = {code: row.write for code, row in TABLE.items()}
+    has_wrapper = any(scale.counters for scale in runner.scales)
+    if find(given, lambda node: hasattr(node, "apply_gradients")):
+        lines |= codes.LINEN
+    if runner.arguments.in_place:
+        lines |= codes.NNX if has_wrapper else codes.NNX_BARE
+    if not has_wrapper:  # the scaler's state alone: no optimizer knows of the skip
+        flag = ("opt_state.applied", "jls.all_finite(grads)")
+        lines = {code: line.replace(*flag) for code, line in lines.items()}
+    for code in ("nan committed", "not atomic"):
+        lines[code] += f". {codes.LEAVE_OUT}"
+    for kind, outside in _OUTSIDE.items():
+        if kind in runner.around:
+            lines |= {
+                code: f"{line}; and {lines[code]}" for code, line in outside.items()
+            }
+    return lines
+
+
+# What goes inside the wrapper, by the state of it.
+_OUTSIDE: dict[Any, dict[Code, str]] = {
+    optax.MultiStepsState: codes.MULTI_STEPS,
+    optax.MaskedState: codes.MASKED,
+}
+
+
+def _require_scales(
+    args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments
+) -> list[Scale]:
+    scales = scales_in(args, kwargs, arguments)
+    if not scales:
+        types = ", ".join(type(x).__name__ for x in (*args, *kwargs.values()))
+        raise ValueError(
+            "one argument of the step must carry a loss scale, got "
+            f"{types or 'no arguments'}. Pass the arguments of the step after it: "
+            "jls.check_step(step, params, opt_state, batch). Is the optimizer wrapped? "
+            "If not: optimizer = jls.loss_scaled(optimizer). A step that closes over "
+            "its state cannot be checked: make the state an argument."
+        )
+    return scales
+
+
+def _named(
+    carried_args: CarriedArgs, arguments: Arguments, bound: int
+) -> dict[str, tuple[str, ...] | None] | None:
+    """The names of the carried arguments, with the fields that count."""
+    if carried_args is None:
+        return None
+    rule = (
+        "carried_args must be positions and names of arguments, or a dict of them with "
+        f"the fields that count, got {carried_args!r}."
+    )
+    is_text_or_array = isinstance(carried_args, str | jax.Array | np.ndarray)
+    if is_text_or_array or not isinstance(carried_args, Iterable):
+        raise TypeError(rule)
+    named: dict[str, tuple[str, ...] | None] = {}
+    known = dict.fromkeys(item.path[0] for item in arguments.items)
+    with_arrays = {item.path[0] for item in arguments.items if is_array(item.value)}
+    names = ", ".join(name for name in known if name in with_arrays)
+    there = f"The arguments with arrays are {names}."
+    for key in carried_args:
+        if isinstance(key, bool) or not isinstance(key, int | str):
+            raise TypeError(rule)
+        fields = carried_args[key] if isinstance(carried_args, Mapping) else None
+        if isinstance(key, int):
+            positions = arguments.names[bound:]
+            if not 0 <= key < len(positions):
+                raise ValueError(
+                    f"carried_args must be positions below {len(positions)}, got {key}."
+                )
+            key = positions[key]
+        if key not in known:
+            raise ValueError(f"carried_args must name arguments, got {key!r}. {there}")
+        if key not in with_arrays:
+            raise ValueError(
+                f"carried_args must name arguments with arrays, got {key!r}. {there}"
+            )
+        if key in named:
+            raise ValueError(
+                f"carried_args must name each argument once, got {key!r} twice, by "
+                "position or by name."
+            )
+        named[key] = None if fields is None else tuple(fields)
+    if not named:
+        raise ValueError(
+            f"carried_args must name at least one argument, got {carried_args!r}. "
+            f"{there}"
+        )
+    return named
+
+
+def _table(rows: list[tuple[str, str, str]]) -> list[str]:
+    """The lines of a table; long texts wrap within their column."""
+    # The longest code has 18 letters: tables of all steps look alike.
+    width = max(18, *(len(code) for code, _, _ in rows))
+    lines = []
+    for code, verdict, text in rows:
+        head = f"{code:<{width}} {verdict:<9} "
+        lines += wrapped(text, indent=" " * len(head), initial=head)
+    return lines

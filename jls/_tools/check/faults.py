@@ -1,0 +1,682 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trials of `jls.check_step`: good steps, then one fault at a time.
+
+    good steps      the scale is lowered until none is skipped; then on, until the
+                    parameters have moved: each fault is injected at that point
+    scales          all at inf, and each alone if there are several; 2**126, where
+                    float16 overflows, if what happens to an inf could not be read
+    batch           NaN in one element of an array that is not carried
+    gradients       inf in one element, where reading doubts that it is kept
+    afterwards      good steps, until the parameters move again
+
+A right step is never called broken. A skipped step must leave the trained leaves as
+they are; all others must stay finite, unless they only store the faulty values.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jls._mistakes import is_jit_disabled
+from jls._program.places import Place, place_of
+from jls._text import first_three, format_scale
+from jls._tools.check.codes import Code
+from jls._tools.check.findings import Findings
+from jls._tools.check.good_steps import (
+    Base,
+    always_compiles,
+    take_good_steps,
+)
+from jls._tools.check.leaves import (
+    as_numbers,
+    as_numpy,
+    is_fp8,
+    is_rounding,
+    same,
+    units,
+)
+from jls._tools.check.planting import inf_is_applied
+from jls._tools.check.proofs import Proved, is_average, is_noise
+from jls._tools.check.runs import (
+    Leaves,
+    OutOfRunsError,
+    Run,
+    Runner,
+    filled,
+    may_take_fault,
+    planted,
+)
+from jls._tools.reading.scales import Scale, is_switched_off
+from jls._tree import is_inexact
+from jls._types import SIGNALS, SpikeState
+
+HUGE = 2.0**126  # the largest scale that `jls.set_loss_scale` takes
+# Of a larger argument that is only read, such as another model, one array is enough.
+_MANY_LEAVES = 8
+
+Exempt = Mapping[int, Any]  # the indices of elements that only store something, by leaf
+
+
+class Fault(NamedTuple):
+    """A run with a fault."""
+
+    what: str
+    run: Run
+    scales: tuple[Scale, ...]  # where the fault was, if in loss scales
+    exempt: Exempt
+
+
+def try_all(runner: Runner, findings: Findings, proved: Proved | None) -> None:
+    """Runs the trials one after the other, until no run is left."""
+    good = list[Run]()
+    start = runner.arguments.leaves
+    try:
+        base = take_good_steps(runner, start, good, findings)
+    except ValueError as error:
+        if not findings.of("broken"):
+            raise
+        # What was read says why, and what to write.
+        findings.mark_others_not_tried(str(error).partition(". ")[0])
+        return
+    if findings.status("no step") == "broken":
+        findings.mark_others_not_tried("a good step does not change all that it should")
+        return
+    findings.right("no step")
+    if always_compiles(good):
+        findings.mark_others_not_tried("every call compiles")
+        return
+    if is_jit_disabled():
+        findings.not_tried("retraced", "jax.disable_jit is on: nothing is compiled")
+    findings.right("retraced")
+    silent = "" if base else f"the parameters did not move in {len(good)} good steps"
+    if not runner.params:
+        silent = (
+            "the updates are applied to nothing that comes back: apply them, or name "
+            "all arguments that come back with carried_args="
+        )
+        findings.not_tried("not atomic", silent)
+    trials = _Trials(runner, base or Base(start, good[0], 1), good, findings, proved)
+    if base is not None:
+        runner.left += 2 * base.window
+    trials.try_scales()
+    for scale in runner.scales:
+        if scale.spikes:
+            trials.try_spike(scale)
+    if not any(scale.spikes for scale in runner.scales):
+        findings.does_not_apply("spike not skipped", "there is no spike policy")
+    trials.try_batch()
+    trials.check_stuck()
+    trials.check_overflow()
+    trials.check_skips()
+    if silent:
+        findings.not_tried("never recovers", silent)
+    else:
+        trials.try_recovery()
+    trials.compare_devices()
+
+
+class _Trials:
+    """The faults, from one point, and what they show."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        base: Base,
+        good: list[Run],
+        findings: Findings,
+        proved: Proved | None,
+    ) -> None:
+        self.runner, self.base, self.good = runner, base, good
+        self.findings, self.proved = findings, proved
+        self.items = runner.arguments.items
+        self.faults: list[Fault] = []
+        self.later: dict[str, Run] = {}  # the good step after a fault
+        self.stored = set[int]()  # leaves of which a fault was only stored
+
+    def _try(self, leaves: Leaves, trial: str, code: Code | None = None) -> Run | None:
+        """A run; None if it fails, with the reason in the findings."""
+        try:
+            return self.runner.run(leaves, trial)
+        except OutOfRunsError:
+            reason = "no run was left"
+        except Exception as error:
+            reason = f"the step raised {type(error).__name__} in {trial}"
+        if code:
+            self.findings.not_tried(code, reason)
+        else:
+            self.findings.untried[trial] = reason
+        return None
+
+    # Through the loss scales.
+
+    def try_scales(self) -> None:
+        scales = self.runner.scales
+        groups = [tuple(scales)]
+        groups += [(scale,) for scale in scales] if len(scales) > 1 else []
+        for group in groups:
+            self._try_scale(group, math.inf)
+        is_read = self.findings.status("overflow hidden") == "right"
+        if not is_read:
+            self._try_scale(tuple(scales), HUGE)
+
+    def _try_scale(self, scales: tuple[Scale, ...], value: float) -> None:
+        text = "inf" if value == math.inf else format_scale(value)
+        names = ", ".join(scale.name for scale in scales)
+        of = f" in {names}" if len(self.runner.scales) > 1 else ""
+        what, leaves = f"a loss scale of {text}{of}", self.base.leaves
+        for scale in scales:
+            leaves = self.runner.set_scale(leaves, scale, value)
+        run = self._try(leaves, what, "nan committed")
+        if run is not None:
+            seen = [
+                as_numpy(x[scale.at]).ravel()
+                for x in (self.base.leaves, self.base.right.after)
+                for scale in scales
+            ]
+            exempt = self._stored(run, np.concatenate(seen))
+            self.faults.append(Fault(what, run, scales, exempt))
+
+    def check_overflow(self) -> None:
+        """Whether a step whose gradients overflowed was applied."""
+        code: Code = "overflow hidden"
+        if any(map(is_fp8, self.items)):
+            self.findings.not_tried(code, "8-bit layers clip their gradients, rightly")
+            return
+        if all(is_switched_off(self.base.leaves[x.at], x) for x in self.runner.scales):
+            self._check_cleaned()
+            self.findings.not_tried(code, "the loss scale is static and 1")
+            return
+        if self.proved is None:
+            self._settle_unread()
+        explained = {"not scaled", "scale leaks"} & self.findings.of("broken").keys()
+        for fault in self.faults:
+            # Scales that the step does not use hide nothing.
+            if fault.scales and not explained and not self._scaler_was_notified(fault):
+                self._report_applied(fault)
+        self._check_cleaned()
+        if explained and not self.findings.is_settled(code):
+            self.findings.not_tried(
+                code, "the gradients are not scaled and unscaled once"
+            )
+        elif not self.findings.status(code) and any(x.scales for x in self.faults):
+            self.findings.right(code)
+
+    def check_stuck(self) -> None:
+        """Whether an overflow changes nothing, not even the loss scale and counters."""
+        code: Code = "scale stuck"
+        right = self.base.right
+        for fault in self.faults:
+            for scale in fault.scales:
+                own = scale.own & self.runner.carried.compared
+                moves, moved = (
+                    any(not same(run.before[i], run.after[i]) for i in own)
+                    for run in (right, fault.run)
+                )
+                # Of a bare scaler an infinite scale shows nothing.
+                is_comparable = scale.counters and not scale.is_static
+                if is_comparable and moves and not moved:
+                    self.findings.broken(
+                        code,
+                        f"{fault.what} changed nothing in {'/'.join(scale.root)}, not "
+                        "even the counters: an overflow is one for ever",
+                    )
+        if any(fault.scales for fault in self.faults):
+            self.findings.right(code)
+
+    def _settle_unread(self) -> None:
+        """Settles codes that reading would have settled, if there was no program."""
+        runner = self.runner
+        if any(x.scales and runner.all_skipped(x.run) for x in self.faults):
+            self.findings.right("not scaled")
+        moving = [x for x in runner.scales if x.counters and not x.is_static]
+        in_batch = [fault.run for fault in self.faults if not fault.scales]
+        if not moving:
+            reason = "no wrapper has a loss scale that moves"
+            self.findings.does_not_apply("loss not passed", reason)
+        elif all(
+            any(runner.counted(run, scale, "nonfinite_losses") for run in in_batch)
+            for scale in moving
+        ):
+            self.findings.right("loss not passed")
+
+    def _scaler_was_notified(self, fault: Fault) -> bool:
+        """Whether a scaler saw the overflow; a bare static one never does."""
+        return any(
+            self.runner.backed_off(fault.run, scale)
+            or (
+                self.runner.counted(fault.run, scale, "skips") > 0
+                or not self.runner.counted(fault.run, scale, "steps")
+                if scale.counters
+                else scale.is_static and not self._moved(fault.run)
+            )
+            for scale in fault.scales
+        )
+
+    def _report_applied(self, fault: Fault) -> None:
+        """Reports an applied step whose gradients were not scaled, or were cleaned."""
+        code: Code = "overflow hidden"
+        params = self._params()
+        if not self._is_steady():
+            return
+        right = self.base.right
+        is_same = all(same(fault.run.after[i], right.after[i]) for i in params)
+        if is_same and self.proved is None:
+            self.findings.broken(
+                "not scaled",
+                f"with {fault.what} the step came out as before: its gradients were "
+                "not scaled by that state",
+            )
+        elif not is_same:
+            cleaned = self.proved.cleaned if self.proved else ()
+            site = cleaned[0].cleaned if cleaned else None
+            place = place_of(site) if site else None
+            by = f", by {place}" if place else ""
+            evidence = (
+                f"with {fault.what} the gradients overflowed, and the step was applied"
+            )
+            self.findings.broken(
+                code,
+                f"{evidence}: something cleaned them before they were looked at{by}",
+                place,
+            )
+
+    def _is_steady(self) -> bool:
+        """Whether two equal calls give the same parameters."""
+        again = self._try(self.base.leaves, "a good step, repeated", "overflow hidden")
+        right = self.base.right
+        return again is not None and all(
+            same(again.after[i], right.after[i]) for i in self._params()
+        )
+
+    def _check_cleaned(self) -> None:
+        """Plants an inf in gradients of which reading doubts that they keep it."""
+        code: Code = "overflow hidden"
+        if self.findings.is_settled(code) or not (self.proved and self.proved.cleaned):
+            return
+        for gradient in self.proved.cleaned:
+            assert gradient.cleaned is not None
+            place = place_of(gradient.cleaned)
+            applied = inf_is_applied(self.runner, self.base.leaves, gradient)
+            if applied is None:
+                self.findings.not_tried(
+                    code, f"{place} may lose an inf, where no fault reaches it"
+                )
+            elif applied:
+                evidence = (
+                    f"an inf in the gradients was lost by {place}; the step was applied"
+                )
+                self.findings.broken(code, evidence, place)
+                return
+
+    # Through the spike policy.
+
+    def try_spike(self, scale: Scale) -> None:
+        """The good step after a window of far lower losses and norms: a spike."""
+        code: Code = "spike not skipped"
+        at, after = scale.spikes, self.base.right.after
+        if not set(SpikeState._fields) <= at.keys():
+            self.findings.not_tried(code, "the spike policy is not one of jls")
+            return
+        if self._is_unchanged(at.values()):
+            evidence = "the state of the spike policy comes back as it was"
+            self.findings.broken(code, evidence)
+            return
+        values = {name: as_numpy(after[i]).astype(np.float32) for name, i in at.items()}
+        seen, last = values["seen"], values["value"]
+        if seen.shape[-1] < 2:
+            self.findings.not_tried(code, "the limits of the spike policy are constant")
+            return
+        if not np.all(values["tokens"] > 0):
+            self.findings.not_tried(code, "the spike policy has no budget left, or 0")
+            return
+        loss, norm = (last[..., SIGNALS.index(name)] for name in ("loss", "norm"))
+        if not np.all(norm > 0) or not self.runner.counted(
+            self.base.right, scale, "steps"
+        ):
+            self.findings.not_tried(code, "a good step has no gradient to judge")
+            return
+        far = np.float32(2.0**40)  # however many deviations are allowed
+        lower = np.stack([loss - far * (1 + np.abs(loss)), norm / far], axis=-1)
+        leaves = list(self.base.leaves)
+        for name, value in {
+            "seen": np.repeat(lower[..., None], seen.shape[-1], axis=-1),
+            "kept": seen.shape[-1],
+            "tokens": np.maximum(values["tokens"], 1),
+        }.items():
+            leaves[at[name]] = filled(leaves[at[name]], value)
+        run = self._try(leaves, "a window of far lower losses and norms", code)
+        if run is None:
+            return
+        value, limit = (as_numpy(run.after[at[name]]) for name in ("value", "limit"))
+        has_limit = np.any(limit[..., SIGNALS.index("norm")] < np.inf)
+        if has_limit and not np.any(value > limit):
+            self.findings.not_tried(code, "no loss or norm is far enough above others")
+        elif not self.runner.counted(run, scale, "spikes"):
+            self.findings.broken(
+                code, "a step far above all that the spike policy had seen was applied"
+            )
+        elif np.any(values["kept"][..., 0] == 0):
+            self.findings.right(code, "; the loss is not judged, pass value=loss")
+        else:
+            self.findings.right(code)
+
+    def _is_unchanged(self, leaves: Iterable[int]) -> bool:
+        reading = self.runner.reading
+        results = {i: self.runner.result(i) for i in leaves}
+        return reading is not None and all(
+            x is not None and reading.leaf_of(x.now) == i for i, x in results.items()
+        )
+
+    # Through the batch.
+
+    def try_batch(self) -> None:
+        """NaN in an element of each array that is not carried."""
+        leaves, items = self.base.leaves, self.items
+        carried = self.runner.carried
+        # Not a part of an argument that is carried, such as a field left out.
+        owners = {items[k].path[0] for k in carried.leaves}
+        last = max(scale.at for scale in self.runner.scales)
+        inputs: list[tuple[bool, list[int]]] = []  # what comes after the state first
+        for path, below in units(items).items():
+            if path[0] not in owners:
+                fit = (i for i in below if may_take_fault(leaves[i]))
+                inputs.append((below[0] < last, [i for i in fit if self._reaches(i)]))
+        for _, found in sorted(inputs, key=lambda pair: (pair[0], len(pair[1]))):
+            for i in found if len(found) <= _MANY_LEAVES else found[:1]:
+                self._try_nan(i)
+        hidden = [
+            x.what for x in self.faults if not x.scales and self._hides_nan(x.run)
+        ]
+        is_told = self.findings.status("loss not passed") == "right"
+        if hidden and is_told:
+            self.findings.notes.append(
+                f"The loss stays finite with {first_three(hidden)}, so the skip is "
+                "taken for an overflow: the loss scale backs off, and jls.requeue "
+                "hands the batch out again. If a jnp.nansum or a mask does it, give "
+                "the optimizer a loss that is NaN."
+            )
+
+    def _hides_nan(self, run: Run) -> bool:
+        """Whether a wrapper whose scale moves skipped for the gradients alone."""
+        return any(
+            scale.counters
+            and not scale.is_static
+            and self.runner.counted(run, scale, "skips") > 0
+            and not self.runner.counted(run, scale, "nonfinite_losses")
+            for scale in self.runner.scales
+        )
+
+    def _reaches(self, leaf: int) -> bool:
+        """Whether gradients or loss depend on it: on a learning rate they do not."""
+        reading = self.runner.reading
+        if reading is None:
+            return True
+        return bool(reading.bit(leaf) & reading.flow.reaches_gradients)
+
+    def _try_nan(self, i: int) -> None:
+        leaves = self.base.leaves
+        what = f"NaN in {'/'.join(self.items[i].path)}"
+        faulty = [*leaves[:i], planted(leaves[i]), *leaves[i + 1 :]]
+        run = self._try(faulty, what)
+        if run is not None:
+            index = (0,) * np.ndim(leaves[i])
+            exempt = self._stored(run, np.atleast_1d(as_numpy(leaves[i])[index]))
+            self.faults.append(Fault(what, run, (), exempt))
+
+    def _stored(self, run: Run, values: np.ndarray) -> Exempt:
+        """The elements that only store faulty values, as those of a buffer do.
+
+        The program shows it: it only moves elements there. Without a program: the good
+        step wrote only a part of the leaf, or wrote one of `values` there, which the
+        fault replaced.
+        """
+        found = dict[int, np.ndarray]()
+        for i in self.runner.nonfinite(run) - self.runner.trained:
+            old, new, right = (
+                as_numbers(x[i]) for x in (run.before, run.after, self.base.right.after)
+            )
+            bad = np.isfinite(old) & ~np.isfinite(new)
+            result = self.runner.result(i)
+            if result is not None:
+                is_stored = bool(result.now.holds)
+            else:
+                # A step writes little of a buffer, but moves most parameters.
+                is_part = 2 * np.count_nonzero(right == old) >= right.size > 1
+                dtype = np.asarray(run.after[i]).dtype
+                known = np.isin(right[bad], as_numbers(values.astype(dtype)))
+                is_stored = is_part or bool(known.all())
+            if is_stored:
+                found[i] = bad
+        self.stored |= set(found)
+        return found
+
+    # The effects of the faults.
+
+    def check_skips(self) -> None:
+        hides = self.findings.status("overflow hidden") == "broken"
+        for fault in self.faults:
+            # A hidden overflow explains what it leaves in a step that is applied.
+            if not (hides and fault.scales and not self.runner.any_skipped(fault.run)):
+                self._check_nonfinite(fault)
+        if self.stored:
+            names = self.runner.names(self.stored)
+            note = f", but for {names}, where what came in is only stored"
+        else:
+            note = ""
+        if self.faults:
+            self.findings.right("nan committed", note)
+        self._check_atomic()
+
+    def _check_nonfinite(self, fault: Fault) -> None:
+        bad = self._persistent_nonfinite(fault)
+        bad -= self.runner.nonfinite(self.base.right)
+        if bad:
+            self.findings.broken(
+                "nan committed",
+                f"after {fault.what} an inf or NaN stayed in {self.runner.names(bad)}",
+            )
+
+    def _persistent_nonfinite(self, fault: Fault) -> set[int]:
+        """Leaves with a new inf or NaN that stays, unlike in a record of the loss."""
+        bad = self.runner.nonfinite(fault.run, fault.exempt)
+        trained = self.runner.trained
+        if bad <= trained:
+            return bad
+        later = self._good_step_after(fault, "nan committed")
+        if later is None:
+            return bad & trained
+        since = later._replace(before=self.base.leaves)
+        return bad & (trained | self.runner.nonfinite(since, fault.exempt))
+
+    def _good_step_after(self, fault: Fault, code: Code) -> Run | None:
+        run = self.later.get(fault.what)
+        if run is None:
+            leaves = self.runner.put_back(fault.run.after, self.base.leaves)
+            for i in fault.exempt:
+                leaves[i] = self.base.leaves[i]
+            run = self._try(leaves, f"a good step after {fault.what}", code)
+            if run is not None:
+                self.later[fault.what] = run
+        return run
+
+    def _check_atomic(self) -> None:
+        code: Code = "not atomic"
+        if self.findings.is_settled(code):
+            return
+        runner, proved = self.runner, self.proved
+        doubted = runner.trained if proved is None else proved.may_change
+        averages = {i for i in doubted if is_average(runner, i)}
+        noisy = {i for i in doubted if is_noise(runner, i)}
+        must = doubted - averages - noisy
+        notes = []
+        if averages:
+            notes.append(
+                f"{runner.names(averages)}: an average, which goes on towards what "
+                "stays"
+            )
+        if noisy:
+            notes.append(f"{runner.names(noisy)}: noise is added to it")
+        skipped = [fault for fault in self.faults if runner.all_skipped(fault.run)]
+        for fault in skipped:
+            moved = {
+                i
+                for i in runner.changed(fault.run, fault.exempt) & must
+                if not self._may_move(fault.run, i)
+            }
+            if moved:
+                self.findings.broken(
+                    code,
+                    f"{fault.what}: the step was skipped, but it changed "
+                    f"{runner.names(moved)}",
+                    self._place_of_move(min(moved)),
+                )
+                return
+        if self.findings.status(code) == "not tried":
+            return
+        if must and not skipped:
+            self.findings.not_tried(code, "no fault made the step skip")
+            return
+        others = self._moved_data(skipped)
+        if others:
+            notes.append(f"{runner.names(others)}: taken for data, not for parameters")
+        self.findings.right(code, "".join(f"; but {note}" for note in notes))
+
+    def _place_of_move(self, leaf: int) -> Place | None:
+        """The last operation on a leaf in a step that is skipped."""
+        result = self.runner.result(leaf)
+        site = result.skipped.site if result is not None else None
+        return place_of(site) if site else None
+
+    def _moved_data(self, skipped: list[Fault]) -> set[int]:
+        """Leaves that a skip changed and no update is in: buffers, environments."""
+        return {
+            i
+            for fault in skipped
+            for i in self.runner.changed(fault.run, fault.exempt)
+            - self.runner.trained
+            - self.runner.own
+            if is_inexact(self.items[i].value)
+            and not self._may_move(fault.run, i)
+            and i not in self.runner.nonfinite(fault.run)
+        }
+
+    def _may_move(self, run: Run, i: int) -> bool:
+        """Whether a leaf counts up, or is rounded, as weights that are normalized."""
+        old, new = (as_numpy(x[i]) for x in (run.before, run.after))
+        if old.ndim == 0 and bool(new == old + 1):
+            return True
+        return is_rounding(old, new)
+
+    # Afterwards.
+
+    def try_recovery(self) -> None:
+        """Good steps after a bad one: do the parameters move again?"""
+        code: Code = "never recovers"
+        bad = [fault for fault in self.faults if self._had_effect(fault)]
+        if not bad:
+            self.findings.not_tried(code, "no fault had an effect")
+            return
+        in_scale = [fault for fault in bad if fault.scales]
+        in_batch = [fault for fault in bad if not fault.scales]
+        # Of the batch one that left something behind, if there is one.
+        in_batch.sort(key=lambda x: not self.runner.nonfinite(x.run, x.exempt))
+        for fault in in_scale[:1] + in_batch[:1]:
+            run = self._good_step_after(fault, code)
+            for _ in range(self.base.window):
+                if run is None or self._moved(run):
+                    break
+                leaves = self.runner.put_back(run.after, self.base.leaves)
+                run = self._try(leaves, f"a good step after {fault.what}", code)
+            if run is None:
+                return
+            if not self._moved(run):
+                kept = self.runner.nonfinite(fault.run, fault.exempt)
+                names = self.runner.names(kept)
+                self.findings.broken(
+                    code,
+                    f"after {fault.what} no good step moved the parameters any more"
+                    + (f": {names} kept an inf or NaN" if kept else ""),
+                )
+        self.findings.right(code)
+
+    def _had_effect(self, fault: Fault) -> bool:
+        if self.runner.any_skipped(fault.run):
+            return True
+        params = self._params()
+        return bool(self.runner.nonfinite(fault.run)) or not all(
+            same(fault.run.after[i], self.base.right.after[i]) for i in params
+        )
+
+    def _params(self) -> list[int]:
+        return sorted(set().union(*self.runner.params))
+
+    def _moved(self, run: Run) -> bool:
+        """Whether any parameter is other than before."""
+        return any(not same(run.before[i], run.after[i]) for i in self._params())
+
+    # Devices.
+
+    def compare_devices(self) -> None:
+        """Whether all devices hold the same, of what they hold together."""
+        code: Code = "out of sync"
+        if len(self.runner.devices) < 2:
+            self.findings.does_not_apply(code, "everything carried is on one device")
+            return
+        runs = [("a good step", run) for run in self.good]
+        runs += [(fault.what, fault.run) for fault in self.faults]
+        compared = self.runner.carried.compared
+        if self._add_diverged((what, run.diverged & compared) for what, run in runs):
+            return
+        stacked = self._stacked()
+        if stacked is None:
+            self.findings.not_tried(code, "each device has parameters of its own")
+        elif stacked and self._diverge_in_a_good_step(stacked):
+            self.findings.not_tried(
+                code, "each device seems to train a model of its own"
+            )
+        elif stacked:
+            stacked &= compared
+            self._add_diverged(
+                (what, {i for i in stacked if _rows_differ(run.after[i])})
+                for what, run in runs
+            )
+        self.findings.right(code)
+
+    def _add_diverged(self, found: Iterable[tuple[str, Iterable[int]]]) -> bool:
+        """Reports the first run after which devices hold different values."""
+        for what, leaves in found:
+            if leaves:
+                names = self.runner.names(set(leaves))
+                self.findings.broken(
+                    "out of sync",
+                    f"after {what} devices hold different values of {names}",
+                )
+                return True
+        return False
+
+    def _diverge_in_a_good_step(self, stacked: set[int]) -> bool:
+        """Whether copies diverge where nothing was skipped: other seeds or rates.
+
+        Gradients of which no mean was taken look the same.
+        """
+        return any(
+            _rows_differ(run.after[i])
+            for run in self.good
+            if not self.runner.any_skipped(run)
+            for i in stacked - self.runner.own
+        )
+
+    def _stacked(self) -> set[int] | None:
+        """The leaves that `pmap` stacked by device; None if copies never agreed."""
+        if np.ndim(self.base.leaves[self.runner.scales[0].at]) == 0:
+            return set()
+        if any(_rows_differ(self.good[0].before[i]) for i in self._params()):
+            return None
+        return set(self.runner.trained) | self.runner.own
+
+
+def _rows_differ(leaf: Any) -> bool:
+    rows = as_numpy(leaf) if np.ndim(leaf) else np.zeros(1)
+    return any(not same(rows[0], row) for row in rows[1:])

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The findings of `jls.check_step` so far, by code."""
+
+from typing import Literal, NamedTuple
+
+from jls._program.places import Place
+from jls._tools.check.codes import CODES, Code
+
+Status = Literal["right", "broken", "not tried", "does not apply"]
+
+
+class Finding(NamedTuple):
+    """The status of one code."""
+
+    status: Status
+    text: str  # the evidence if broken, a note if right, else the reason
+    place: Place | None = None
+
+
+class Findings:
+    """The findings, by code. A mistake that was found stays found."""
+
+    def __init__(self) -> None:
+        self._found: dict[Code, Finding] = {}
+        self.untried: dict[str, str] = {}  # arrays without a fault, and the reason
+        self.notes: list[str] = []  # on what is no mistake
+
+    def broken(self, code: Code, evidence: str, place: Place | None = None) -> None:
+        if self.status(code) != "broken":
+            self._found[code] = Finding("broken", evidence, place)
+
+    def right(self, code: Code, note: str = "") -> None:
+        if self.status(code) is None:
+            self._found[code] = Finding("right", note)
+
+    def not_tried(self, code: Code, reason: str) -> None:
+        if self.status(code) is None:
+            self._found[code] = Finding("not tried", reason)
+
+    def does_not_apply(self, code: Code, reason: str) -> None:
+        self._found[code] = Finding("does not apply", reason)
+
+    def status(self, code: Code) -> Status | None:
+        found = self._found.get(code)
+        return found.status if found else None
+
+    def is_settled(self, code: Code) -> bool:
+        return self.status(code) in ("right", "broken", "does not apply")
+
+    def mark_others_not_tried(self, reason: str) -> None:
+        for code in CODES:
+            self.not_tried(code, reason)
+
+    def of(self, status: Status) -> dict[Code, Finding]:
+        """The findings of one kind, in the order of the codes."""
+        return {
+            code: self._found[code] for code in CODES if self.status(code) == status
+        }

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leaves of a step's arguments, and their values."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jls._tools.reading.arguments import Item, Keys
+from jls._tools.reading.scales import Scale
+from jls._train_state import FP8
+from jls._tree import common_dtype, is_array, is_extended
+
+# Flax keeps the amax history and the scales of its fp8 layers in variables whose
+# gradients are their next values. Their numbers follow the loss scale, rightly.
+_FP8 = (FP8, "OverwriteWithGradient")
+
+
+def own_leaves(scales: Sequence[Scale]) -> set[int]:
+    """All leaves that are jls's own."""
+    return {i for scale in scales for i in scale.own}
+
+
+def is_fp8(item: Item) -> bool:
+    return item.variable_type in _FP8 or any(key in _FP8 for key in item.path)
+
+
+def under(items: Sequence[Item], prefix: Keys) -> list[int]:
+    """The leaves below `prefix`."""
+    return [i for i, x in enumerate(items) if x.path[: len(prefix)] == prefix]
+
+
+def units(items: Sequence[Item], prefix: Keys = ()) -> dict[Keys, list[int]]:
+    """The leaves below `prefix`, by the next key."""
+    found = defaultdict(list)
+    for i, item in enumerate(items):
+        if item.path[: len(prefix)] == prefix and len(item.path) > len(prefix):
+            found[item.path[: len(prefix) + 1]].append(i)
+    return dict(found)
+
+
+def same_form(old: Any, new: Any) -> bool:
+    """Equal shape and dtype; a Python number may become an array."""
+    if not (has_form(old) and has_form(new)):
+        return has_form(old) == has_form(new)
+    if np.shape(old) != np.shape(new):
+        return False
+    if isinstance(old, np.ndarray):
+        old = np.zeros((), jax.dtypes.canonicalize_dtype(old.dtype))
+    return common_dtype(new, old) is not None
+
+
+def has_form(leaf: Any) -> bool:
+    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+# Values on the host.
+
+
+def as_numpy(leaf: Any) -> np.ndarray:
+    if is_array(leaf) and is_extended(leaf):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)
+
+
+def as_numbers(leaf: Any) -> np.ndarray:
+    """A floating-point leaf in a width in which differences are exact enough."""
+    value = as_numpy(leaf)
+    return value.astype(np.complex128 if np.iscomplexobj(value) else np.float64)
+
+
+def same(old: Any, new: Any, exempt: Any | None = None) -> bool:
+    """Equal numbers; NaN equals NaN, and a subnormal number may have become 0.
+
+    An element at index `exempt` may differ.
+    """
+    a, b = as_numpy(old), as_numpy(new)
+    if a.dtype.kind in "biu":
+        return bool(np.array_equal(a, b))
+    tiny = float(jnp.finfo(a.dtype).tiny)
+    with np.errstate(invalid="ignore"):
+        x, y = as_numbers(a), as_numbers(b)
+        equal = (x == y) | (np.isnan(x) & np.isnan(y)) | (np.abs(x - y) < tiny)
+    if exempt is not None:
+        equal = np.array(equal)
+        equal[exempt] = True
+    return bool(np.all(equal))
+
+
+def is_rounding(old: Any, new: Any) -> bool:
+    """Whether two arrays differ by 4 units in the last place at most; narrow ones 1."""
+    eps = float(jnp.finfo(as_numpy(old).dtype).eps)
+    # The eps of float32 is 1.2e-7, that of float16 9.8e-4.
+    most = 4 * eps if eps < 1e-5 else eps
+    x, y = as_numbers(old), as_numbers(new)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return same(old, new) or bool(np.all(np.abs(x - y) <= most * np.abs(x)))

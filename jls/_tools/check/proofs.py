@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The codes that the program of a step settles by itself."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import optax
+
+from jls._program.places import Place, place_of
+from jls._program.walk import Site
+from jls._tools.check.codes import Code
+from jls._tools.check.findings import Findings
+from jls._tools.check.flow import UpdateCall
+from jls._tools.check.leaves import is_fp8
+from jls._tools.check.runs import Runner
+from jls._tools.check.values import ANY, ZERO, Mixed, Unknown, Value
+from jls._tools.reading.scales import Scale, is_switched_off
+from jls._tree import is_inexact
+
+BY_READING: tuple[Code, ...] = (
+    "not scaled",
+    "scale leaks",
+    "loss not passed",
+    "gradients narrowed",
+)
+
+
+class Proved(NamedTuple):
+    """Facts from the program that tell which faults are worth a run."""
+
+    may_change: frozenset[int]  # leaves that a skip may change, as far as can be read
+    cleaned: tuple[Value, ...]  # gradients that may have lost an inf on their way
+
+
+def read_codes(runner: Runner, findings: Findings) -> Proved:
+    """Settles the codes that the program decides."""
+    reading = runner.reading
+    assert reading is not None
+    wrappers = [k for k, scale in enumerate(runner.scales) if scale.counters]
+    # What is only read, such as the state of another network, is given no gradients.
+    returned = [k for k in wrappers if runner.scales[k].own & runner.carried.leaves]
+    missing = [k for k in returned if not reading.calls.get(k)]
+    if missing:
+        names = ", ".join(runner.scales[k].name for k in missing)
+        reason = f"no update with {names} was found in the program of the step"
+        for code in BY_READING:
+            findings.not_tried(code, reason)
+    calls = [(k, call) for k in wrappers for call in reading.calls.get(k, [])]
+    _read_scaling(runner, calls, findings)
+    _read_losses(runner, calls, findings)
+    _read_narrowed(runner, calls, findings)
+    _read_stuck(runner, findings)
+    gradients = [gradient for _, call in calls for gradient in call.gradients]
+    cleaned = tuple(x for x in gradients if x.cleaned)
+    if calls and not missing and not cleaned:
+        findings.right("overflow hidden")
+    return Proved(_moved_by_skip(runner), cleaned)
+
+
+# Scaling.
+
+
+def _read_scaling(
+    runner: Runner, calls: Sequence[tuple[int, UpdateCall]], findings: Findings
+) -> None:
+    reading = runner.reading
+    assert reading is not None
+    leaves = runner.arguments.leaves
+    live = [
+        k for k, x in enumerate(runner.scales) if not is_switched_off(leaves[x.at], x)
+    ]
+    if not live:
+        for code in ("not scaled", "scale leaks", "gradients narrowed"):
+            findings.does_not_apply(code, "the loss scale is static and 1")
+        return
+    for k in live:
+        scale = runner.scales[k]
+        gradients = [x for j, call in calls if j == k for x in call.gradients]
+        if not scale.counters:
+            gradients = _read_bare(runner, scale, findings)
+        elif gradients:
+            site = next(call.site for j, call in calls if j == k)
+            _read_not_scaled(runner, k, gradients, site, findings)
+        if any(map(is_fp8, runner.arguments.items)):
+            reason = "8-bit layers keep magnitudes of scaled gradients, rightly"
+            findings.not_tried("scale leaks", reason)
+            continue
+        losses = [x for j, call in calls if j == k for x in call.losses]
+        _read_leaks(runner, gradients, "the gradients", scale, findings)
+        _read_leaks(runner, losses, "the loss", scale, findings)
+        if scale.counters:
+            updated = _trained(runner, reading.bits_of_calls(k))
+            _read_leaks(runner, updated, "what is trained", scale, findings)
+    if calls or not any(scale.counters for scale in runner.scales):
+        for code in ("not scaled", "scale leaks"):
+            findings.right(code)
+
+
+def _trained(runner: Runner, bits: int) -> list[Value]:
+    results = [runner.result(i) for i in sorted(runner.trained)]
+    return [x.now for x in results if x is not None and x.now.follows & bits]
+
+
+def _read_bare(runner: Runner, scale: Scale, findings: Findings) -> list[Value]:
+    """The results that contain gradients scaled by a scaler without a wrapper."""
+    reading = runner.reading
+    assert reading is not None
+    bit = reading.bit(scale.at)
+    leaves = runner.carried.compared - runner.own
+    leaves = [i for i in leaves if is_inexact(runner.arguments.items[i].value)]
+    results = [runner.result(i) for i in sorted(leaves)]
+    found = [x.now for x in results if x is not None and x.now.depends & bit]
+    if not results:
+        reason = "nothing comes back that could be trained"
+        findings.not_tried("not scaled", reason)
+    elif not found:
+        evidence = f"nothing that comes back depends on the loss scale in {scale.name}"
+        findings.broken("not scaled", evidence)
+    return [x for x in found if x.follows]
+
+
+def _read_not_scaled(
+    runner: Runner, k: int, gradients: Sequence[Value], site: Site, findings: Findings
+) -> None:
+    reading = runner.reading
+    assert reading is not None
+    bit = reading.bit(runner.scales[k].at)
+    lacking = [x for x in gradients if x.depends and not x.depends & bit]
+    if not lacking:
+        return
+    if len(lacking) < len(gradients) and not any(x.is_narrow for x in lacking):
+        note = f", but for {len(lacking)} of {len(gradients)}, made without float16"
+        findings.right("not scaled", note)
+        return
+    name = runner.scales[k].name
+    others = [
+        scale.name
+        for j, scale in enumerate(runner.scales)
+        if j != k and lacking[0].depends & reading.bit(scale.at)
+    ]
+    if others:
+        evidence = f"the gradients of {name} were scaled by {others[0]}"
+    else:
+        part = (
+            ""
+            if len(lacking) == len(gradients)
+            else (f"{len(lacking)} of {len(gradients)} of ")
+        )
+        evidence = (
+            f"{part}the gradients that the optimizer is given do not depend on the "
+            f"loss scale in {name}"
+        )
+    findings.broken("not scaled", evidence, _place_of_update(site))
+
+
+def _read_leaks(
+    runner: Runner, values: Sequence[Value], what: str, scale: Scale, findings: Findings
+) -> None:
+    for value in values:
+        degree = value.degree
+        if degree in (ZERO, ANY) or isinstance(degree, Unknown):
+            continue
+        if isinstance(degree, Mixed):
+            place = place_of(degree.site)
+            verb = "follow" if what == "the gradients" else "follows"
+            evidence = f"{what} {verb} the loss scale in part: mixed by {place}"
+            findings.broken("scale leaks", evidence, place)
+        else:
+            place = place_of(value.degree_site) if value.degree_site else None
+            by = f", last by {place}" if place and place.file else ""
+            evidence = f"{what} {_factor_in_words(degree, what)}{by}"
+            findings.broken("scale leaks", evidence, place)
+        return
+    for value in values:
+        if isinstance(value.degree, Unknown):
+            reason = f"what becomes of the loss scale in {place_of(value.degree.site)} "
+            findings.not_tried("scale leaks", reason + "is not known")
+            return
+
+
+def _factor_in_words(degree: Any, what: str) -> str:
+    """The power with which the loss scale is a factor, in words."""
+    verb = "are" if what == "the gradients" else "is"
+    powers = {}
+    for symbol, power in degree:
+        powers[symbol] = power
+    kinds = {symbol[0] for symbol in powers}
+    if len(powers) == 1 and kinds == {"scale"}:
+        (power,) = powers.values()
+        if power == 1:
+            return f"{verb} scaled: still multiplied by the loss scale"
+        if power == -1:
+            return f"{verb} divided by the loss scale once too often"
+        return f"{verb} multiplied by the loss scale to the power of {power}"
+    if "adjusted" in kinds:
+        return (
+            f"{verb} scaled with one state and unscaled with another: the loss scale "
+            "may have changed in between"
+        )
+    return f"{verb} scaled by one number and unscaled by another"
+
+
+# The loss, narrow gradients, bare scalers.
+
+
+def _read_losses(
+    runner: Runner, calls: Sequence[tuple[int, UpdateCall]], findings: Findings
+) -> None:
+    code: Code = "loss not passed"
+    wrappers = [x for x in runner.scales if x.counters and not x.is_static]
+    if not wrappers:
+        findings.does_not_apply(
+            code, "there is no wrapper with a loss scale that moves"
+        )
+    elif optax.LookaheadState in runner.around:
+        reason = "optax.lookahead, outside, does not pass value= on"
+        findings.does_not_apply(code, reason)
+    if findings.is_settled(code):
+        return
+    for k, call in calls:
+        scale = runner.scales[k]
+        if not scale.is_static and not call.losses:
+            name = f" with {scale.name}" if len(runner.scales) > 1 else ""
+            evidence = f"the update{name} is not given the loss, or only a constant"
+            findings.broken(code, evidence, _place_of_update(call.site))
+    if calls:
+        findings.right(code)
+
+
+def _place_of_update(site: Site) -> Place:
+    return place_of(site)._replace(operation="update", module="")
+
+
+def _read_narrowed(
+    runner: Runner, calls: Sequence[tuple[int, UpdateCall]], findings: Findings
+) -> None:
+    code: Code = "gradients narrowed"
+    for _, call in calls:
+        for gradient in call.gradients:
+            if gradient.narrowed is None:
+                continue
+            place = place_of(gradient.narrowed.site)
+            # A gain of 16 or more is another scale, applied on purpose.
+            if gradient.narrowed.gain >= 2.0**4:
+                findings.right(code, f", but for a cast of scaled ones by {place}")
+            else:
+                evidence = f"the true gradients became float16 by {place}"
+                findings.broken(code, evidence, place)
+    if calls:
+        findings.right(code)
+    elif not any(scale.counters for scale in runner.scales):
+        findings.does_not_apply(code, "no wrapper is given the gradients")
+
+
+def _read_stuck(runner: Runner, findings: Findings) -> None:
+    code: Code = "scale stuck"
+    if all(scale.is_static for scale in runner.scales):
+        findings.does_not_apply(code, "no loss scale moves")
+    calls = runner.reading.calls if runner.reading else {}
+    for k, scale in enumerate(runner.scales):
+        is_used = not scale.counters or calls.get(k)
+        if scale.is_static or not is_used:
+            continue
+        if scale.counters and _comes_back(runner, scale.own, is_skipped=False):
+            continue  # it is all of the old state: no step
+        if _comes_back(runner, scale.state, is_skipped=False):
+            findings.broken(code, f"the state in {scale.name} comes back as it was")
+        elif scale.counters and _comes_back(runner, scale.own, is_skipped=True):
+            name = "/".join(scale.root)
+            findings.broken(
+                code,
+                f"in a step that is skipped {name} comes back as it was, with its "
+                "counters and its loss scale: an overflow is one for ever",
+            )
+
+
+def _comes_back(runner: Runner, leaves: frozenset[int], is_skipped: bool) -> bool:
+    """Whether all of `leaves` come back as they were."""
+    reading = runner.reading
+    assert reading is not None
+    results = {i: runner.result(i) for i in leaves & runner.carried.leaves}
+    return bool(results) and all(
+        result is not None
+        and reading.leaf_of(result.skipped if is_skipped else result.now) == i
+        for i, result in results.items()
+    )
+
+
+# Skips.
+
+
+def _moved_by_skip(runner: Runner) -> frozenset[int]:
+    """The trained leaves that a skip may change, as far as the program shows.
+
+    Two kinds of them are right: leaves that random numbers are added to, and averages
+    that go on towards the parameters.
+    """
+    reading = runner.reading
+    assert reading is not None
+    found = set()
+    for i in runner.trained:
+        result = runner.result(i)
+        if result is None or reading.leaf_of(result.skipped) == i:
+            continue
+        found.add(i)
+    return frozenset(found)
+
+
+def is_noise(runner: Runner, leaf: int) -> bool:
+    """Whether a skip changes a leaf by random numbers."""
+    result = runner.result(leaf)
+    return (
+        result is not None
+        and runner.reading is not None
+        and runner.reading.flow.is_random(result.skipped)
+    )
+
+
+def is_average(runner: Runner, leaf: int) -> bool:
+    """Whether a skip makes a leaf out of itself and other trained leaves alone.
+
+    A target network does, an average of the parameters, and a record of them. Weights
+    that do not add up to 1 are no average.
+    """
+    reading, result = runner.reading, runner.result(leaf)
+    if reading is None or result is None:
+        return False
+    items, weights = runner.arguments.items, result.skipped.weights
+    # A decay and 1 - decay add up to 1, but for rounding.
+    if weights is not None and abs(sum(x for _, x in weights) - 1) > 1e-3:
+        return False
+    sources = set(reading.leaves_in(result.skipped.depends))
+    others = {i for i in sources & runner.trained if i != leaf}
+    # A rate or a count; pmap stacks it, as it does the loss scales.
+    scalars = {(), (1,), *(np.shape(items[x.at].value) for x in runner.scales)}
+    counts = {i for i in sources if np.shape(items[i].value) in scalars}
+    return bool(others) and sources - counts <= runner.trained

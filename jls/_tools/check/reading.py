@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces a step and reads its program twice: as it is, and with every step skipped."""
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from jls._mistakes import eager_steps_allowed
+from jls._program.jaxprs import opened
+from jls._program.walk import walk
+from jls._tools.check.flow import Flow, UpdateCall
+from jls._tools.check.values import Same, Value
+from jls._tools.reading.arguments import Arguments, Item
+from jls._tools.reading.scales import Scale
+from jls._tools.reading.trace import READS, Traced, trace
+
+
+class Unread(NamedTuple):
+    """A step without a program to read, and the reason."""
+
+    reason: str
+    reads: str = ""  # how the step reads values at the host, "" if it does not
+
+
+def try_to_trace(step: Callable[..., Any], arguments: Arguments) -> Traced | Unread:
+    """The program of a step; or why there is none."""
+    if isinstance(step, jax.stages.Compiled):
+        return Unread("the step is compiled ahead of time")
+    calls = list[None]()
+    try:
+        # A step under a transformation of JAX: its own effects, but no computation.
+        with _noting_device_get(calls), eager_steps_allowed():
+            traced = trace(step, arguments)
+    except READS as error:
+        name = type(error).__name__
+        return Unread("the step reads a value at the host", reads=name)
+    except Exception as error:
+        return Unread(f"the step cannot be traced ({type(error).__name__})")
+    return traced._replace(reads=bool(calls))
+
+
+@contextlib.contextmanager
+def _noting_device_get(calls: list[None]) -> Iterator[None]:
+    """Notes calls of `jax.device_get` with a tracer, which it gives back as it is."""
+    code = inspect.unwrap(jax.device_get).__code__
+    before = sys.getprofile()
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code is code:
+            arguments = jax.tree.leaves(list(frame.f_locals.values()))
+            calls.extend(None for x in arguments if isinstance(x, Tracer))
+
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+class Result(NamedTuple):
+    """The facts about a result, from both readings."""
+
+    now: Value  # in a step that is applied
+    skipped: Value  # in one that every wrapper skips
+
+
+class Reading:
+    """The facts about the results of a step."""
+
+    def __init__(self, traced: Traced, scales: Sequence[Scale]) -> None:
+        self.traced, self._scales = traced, scales
+        self._place = {i: n for n, i in enumerate(traced.inputs)}
+        self._avals = [x.aval for x in opened(traced.program).jaxpr.invars]
+        self.flow, now = self._read(frozenset())
+        _, skipped = self._read(None)
+        pairs = iter(map(Result, now, skipped))
+        items = [*traced.outputs, *traced.objects]
+        results = [next(pairs) if is_a_result(x) else None for x in items]
+        count = len(traced.outputs)
+        self.outputs = _by_path(traced.outputs, results[:count])
+        self.objects = _by_path(traced.objects, results[count:])
+        self.calls = self._calls()
+
+    def _read(self, skipped: frozenset[int] | None) -> tuple[Flow, list[Value]]:
+        places = [self._place[scale.at] for scale in self._scales]
+        states = frozenset(
+            self._place[i] for x in self._scales for i in x.state if i in self._place
+        )
+        flow = Flow(self._avals, places, states, skipped)
+        return flow, walk(self.traced.program, flow.inputs, flow)
+
+    def _calls(self) -> dict[int, list[UpdateCall]]:
+        """The calls of each wrapper, by the number of its loss scale."""
+        found: dict[int, list[UpdateCall]] = {}
+        lost: list[UpdateCall] = []
+        for call in self.flow.calls.values():
+            if call.scale is None:
+                lost.append(call)
+            else:
+                found.setdefault(call.scale, []).append(call)
+        wrappers = [k for k, scale in enumerate(self._scales) if scale.counters]
+        left = [k for k in wrappers if k not in found]
+        for k, call in zip(left or wrappers[:1], lost, strict=False):
+            found.setdefault(k, []).append(call)
+        return found
+
+    def bit(self, leaf: int) -> int:
+        """The bit of a leaf of the arguments; 0 if it is not an array."""
+        return 1 << self._place[leaf] if leaf in self._place else 0
+
+    def bits_of_calls(self, scale: int) -> int:
+        calls = self.calls.get(scale, [])
+        return sum(self.flow.bit_of_call(call.number) for call in calls)
+
+    @property
+    def bits_of_updates(self) -> int:
+        """The bits of what trains: updates; where no wrapper is, gradients."""
+        calls = sum(self.flow.bit_of_call(number) for number in self.flow.calls)
+        return calls or self.flow.bit_of_gradients
+
+    def leaf_of(self, value: Value) -> int | None:
+        """The leaf of the arguments that a value is, unchanged."""
+        known = value.known
+        return self.traced.inputs[known.number] if isinstance(known, Same) else None
+
+    def leaves_in(self, bits: int) -> list[int]:
+        """The leaves of the arguments in a set of bits."""
+        return [i for n, i in enumerate(self.traced.inputs) if bits >> n & 1]
+
+
+def is_a_result(item: Item) -> bool:
+    """Whether the program has a result for a leaf that came back."""
+    return isinstance(item.value, jax.ShapeDtypeStruct | np.ndarray)
+
+
+def _by_path(
+    items: Sequence[Item], results: Sequence[Result | None]
+) -> dict[tuple[str, ...], Result]:
+    return {x.path: y for x, y in zip(items, results, strict=True) if y is not None}

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Advice on the most common births of inf and NaN."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from jls._program.places import functions_of_jax, place_of
+from jls._tools.origin.trail import BirthRecord, OpResult, RunValue, Trail
+
+SQRT = (
+    "The derivative of a square root, and of a norm, is inf at 0. Keep the argument "
+    "away from 0: jnp.sqrt(x + {small})"
+)
+WHERE = (
+    "0 times inf: a jnp.where hides this value, and its derivative still meets it. "
+    "Make the argument safe first: f(jnp.where(ok, x, 1.0))"
+)
+LOG_0 = (
+    "The logarithm of 0. Use jax.nn.log_softmax, jax.nn.log_sigmoid or jnp.logaddexp "
+    "on what comes before, or jnp.log(x + {small})"
+)
+ENTROPY = (
+    "0 times the logarithm of 0. Use jax.scipy.special.xlogy(x, y) for x * log(y), and "
+    "jax.scipy.special.entr(p) for -p * log(p)"
+)
+ARC = (
+    "The derivative of {name} is inf at the end of its range. Clip the argument: "
+    "jnp.clip(x, -1 + {edge}, 1 - {edge})"
+)
+EIGENVECTORS = (
+    "The derivative of eigenvectors divides by the differences of the eigenvalues, of "
+    "which two are equal. Part them first, such as by adding "
+    "jnp.diag({edge} * jnp.arange(n)), or use the eigenvalues alone"
+)
+LOG_NEGATIVE = "The logarithm of a negative number"
+ROOT_NEGATIVE = (
+    "The square root of a negative number, from rounding perhaps: "
+    "jnp.maximum(x, 0.0), and for a variance jnp.mean((x - mean) ** 2)"
+)
+POWER = (
+    "A power of 0 with a negative exponent, as in the derivative of x ** 0.5 or of "
+    "a / x. Keep x away from 0: (x + {small}) ** p"
+)
+POWER_NEGATIVE = "A negative number to a power that is no integer"
+DIVIDE = (
+    "A quotient by 0, such as a mean over nothing. Divide by jnp.maximum(count, 1), or "
+    "add {small} to the divisor"
+)
+EXP = (
+    "{name} is over {largest:.5g} from {limit:.4g} on. Clip the argument, subtract its "
+    "maximum first, or stay with logarithms"
+)
+SOFTMAX = (
+    "inf - inf: a softmax or logsumexp over a row that is -inf throughout, or that has "
+    "overflowed. Give such a row one finite number, or leave it out of the loss"
+)
+BEYOND_NARROW = (
+    "Over {largest:.5g}, the largest {dtype}. Compute this line in float32, or make "
+    "its operands smaller"
+)
+BEYOND = "Over {largest:.4g}, the largest {dtype}"
+NOT_POSITIVE = (
+    "The matrix is not positive definite, from rounding perhaps: add "
+    "{edge} * jnp.eye(n)"
+)
+NORM_OVERFLOWS = (
+    "The gradients are finite, but their global norm is over 1.8e19: a float32 cannot "
+    "hold its square. A clip by that norm would turn them all into zeros, so the step "
+    "is skipped"
+)
+INDEX = "An index out of range: JAX reads NaN there"
+CAME_IN = "It came in with the arguments: nothing in this program made it"
+WRITTEN = "It is written in the program as a number, or the function closes over it"
+
+_NEAR = 4  # operations back to a where: casts and products may come in between
+_LOG_OF_BASE = {"exp": 1.0, "exp2": math.log(2.0)}
+
+
+def advise(trail: Trail, birth: BirthRecord, is_backward: bool) -> str:
+    """One sentence of advice on a birth; "" if it is no known pattern."""
+    origin = birth.origin
+    assert isinstance(origin, OpResult)
+    words = _words(trail, birth, origin, is_backward) or _overflow(origin, birth)
+    return _for_dtype(words, dtype_of(origin))
+
+
+def _words(
+    trail: Trail, birth: BirthRecord, origin: OpResult, is_backward: bool
+) -> str:
+    name = origin.site.equation.primitive.name
+    if is_backward and "eigh" in functions_of_jax(origin.site):
+        return EIGENVECTORS
+    if is_backward and name == "rsqrt":
+        for function in _arcs_beside(origin):
+            return ARC.replace("{name}", f"arc{function[1:]}")
+    if name in ("div", "rsqrt") and not is_backward:
+        return _for_forward_div(birth)
+    if name == "mul" and not is_backward:
+        return _for_forward_mul(trail, birth)
+    known = _BY_OPERATION.get(name)
+    return known(trail, birth) if known else ""
+
+
+# What is added to a number to keep it away from 0, and taken from 1, by dtype. 1e-12 is
+# 0 in float16, and 1 - 1e-6 is 1 in both narrow ones.
+_SMALL, _EDGE = {"float16": "1e-4"}, {"float16": "2e-3", "bfloat16": "2e-2"}
+
+
+def _for_dtype(words: str, dtype: Any) -> str:
+    small, edge = _SMALL.get(dtype.name, "1e-12"), _EDGE.get(dtype.name, "1e-6")
+    return words.replace("{small}", small).replace("{edge}", edge)
+
+
+# Their derivatives have a root that is not the user's.
+_ARCS = {"acos", "asin"}
+
+
+def _arcs_beside(origin: OpResult) -> set[str]:
+    """Those in the same line, of the same program."""
+    here, frame = place_of(origin.site), origin.frame
+    return {
+        equation.primitive.name
+        for number, equation in enumerate(frame.jaxpr.eqns)
+        if equation.primitive.name in _ARCS
+        and (place := place_of(frame.site_of(number))).line == here.line
+        and place.file == here.file
+    }
+
+
+# Operations that give a number beyond the largest of finite operands.
+_LARGE = frozenset(
+    """
+    add add_any conv_general_dilated convert_element_type cumprod cumsum div dot_general
+    integer_pow mul neg pow reduce_precision reduce_prod reduce_sum scatter-add square
+    sub
+    """.split()  # noqa: SIM905
+)
+
+
+def _overflow(origin: OpResult, birth: BirthRecord) -> str:
+    """A result beyond the largest number of its dtype."""
+    name = origin.site.equation.primitive.name
+    if name == "gather" and birth.size.is_nan:
+        return INDEX
+    dtype = dtype_of(origin)
+    if name not in _LARGE or not jnp.issubdtype(dtype, jnp.floating):
+        return ""
+    info = jnp.finfo(dtype)
+    has_inf = not dtype.name.startswith("float8_e4m3")
+    if birth.size.is_nan and has_inf:
+        return ""
+    # bfloat16 ends at 3.4e38, as float32 does: a wider dtype would not help.
+    words = BEYOND_NARROW if info.bits < 32 and float(info.max) < 1e30 else BEYOND
+    return words.format(largest=float(info.max), dtype=dtype.name)
+
+
+def dtype_of(result: OpResult) -> Any:
+    """The dtype of a result."""
+    return result.site.equation.outvars[result.result].aval.dtype
+
+
+def _for_div(trail: Trail, birth: BirthRecord) -> str:
+    if birth.range is None or birth.range.nearest > 0:
+        return ""
+    if birth.size.is_nan and "where" in _makers(trail, birth.operands[0], _NEAR):
+        return WHERE
+    return SQRT if "sqrt" in _makers(trail, birth.operands[-1]) else DIVIDE
+
+
+def _for_log(trail: Trail, birth: BirthRecord) -> str:
+    if birth.range is None:
+        return ""
+    return LOG_NEGATIVE if birth.range.low < 0 and birth.size.is_nan else LOG_0
+
+
+def _for_root(trail: Trail, birth: BirthRecord) -> str:
+    if birth.range is None:
+        return ""
+    return ROOT_NEGATIVE if birth.size.is_nan else SQRT
+
+
+def _for_forward_div(birth: BirthRecord) -> str:
+    """As `_for_div`, but not in a derivative: no square root is to blame."""
+    if birth.range is None:
+        return ""
+    if birth.range.nearest == 0:
+        return DIVIDE
+    return ROOT_NEGATIVE if birth.range.low < 0 and birth.size.is_nan else ""
+
+
+def _for_power(trail: Trail, birth: BirthRecord) -> str:
+    if birth.range is None:
+        return ""
+    if birth.size.is_nan:
+        return POWER_NEGATIVE if birth.range.low < 0 else ""
+    return POWER if birth.range.nearest == 0 else ""
+
+
+def _for_exp(trail: Trail, birth: BirthRecord) -> str:
+    assert isinstance(birth.origin, OpResult)
+    largest = float(jnp.finfo(dtype_of(birth.origin)).max)
+    name = birth.origin.site.equation.primitive.name
+    base = _LOG_OF_BASE.get(name, 1.0)
+    return EXP.format(name=name, largest=largest, limit=math.log(largest) / base)
+
+
+def _for_sub(trail: Trail, birth: BirthRecord) -> str:
+    is_pair = len(birth.operands) == 2 and all(map(trail.is_bad, birth.operands))
+    return SOFTMAX if birth.size.is_nan and is_pair else ""
+
+
+def _for_mul(trail: Trail, birth: BirthRecord) -> str:
+    """0 * inf where the 0 is from the other branch of a `where`."""
+    if not birth.size.is_nan:
+        return ""
+    good = [x for x in birth.operands if not trail.is_bad(x)]
+    return WHERE if any("where" in _makers(trail, x, _NEAR) for x in good) else ""
+
+
+def _for_forward_mul(trail: Trail, birth: BirthRecord) -> str:
+    bad = [x for x in birth.operands if trail.is_bad(x)]
+    is_log = any("log" in _makers(trail, x) for x in bad)
+    return ENTROPY if birth.size.is_nan and is_log else ""
+
+
+def _makers(trail: Trail, value: RunValue, depth: int = 2) -> set[str]:
+    """The names of the last operations behind a value, "where" for a `jnp.where`."""
+    origin = trail.origin(value)
+    if not isinstance(origin, OpResult) or not depth:
+        return set()
+    names = {origin.site.equation.primitive.name}
+    calls = [x.params.get("name") for x in origin.site.equations]
+    names |= {"where"} if "_where" in calls else set()
+    for operand in trail.operands(origin):
+        names |= _makers(trail, operand, depth - 1)
+    return names
+
+
+def _for_cholesky(trail: Trail, birth: BirthRecord) -> str:
+    return NOT_POSITIVE if birth.size.is_nan else ""
+
+
+_BY_OPERATION: dict[str, Callable[[Trail, BirthRecord], str]] = {
+    "cholesky": _for_cholesky,
+    "div": _for_div,
+    "log": _for_log,
+    "log1p": _for_log,
+    "sqrt": _for_root,
+    "rsqrt": _for_root,
+    "pow": _for_power,
+    "integer_pow": _for_power,
+    "exp": _for_exp,
+    "exp2": _for_exp,
+    "expm1": _for_exp,
+    "sub": _for_sub,
+    "mul": _for_mul,
+}

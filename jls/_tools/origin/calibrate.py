@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jls.calibrate`: the largest loss scale at which a batch does not overflow."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jls import _validate
+from jls._program.frames import Frame, Variable, behind
+from jls._program.jaxprs import is_narrow_atom
+from jls._program.places import Place, is_transposed, place_of
+from jls._scalers.rule import bounds_of
+from jls._text import format_number, scale_in_words
+from jls._tools.origin.calibration import Calibration
+from jls._tools.origin.record import RecordedProgram
+from jls._tools.origin.scalers import scalers_in
+from jls._tools.origin.trail import BirthRecord, Constant, OpResult, RunValue, Trail
+from jls._tools.origin.twin import (
+    Cotangent,
+    Elements,
+    LostInf,
+    Twin,
+    holds_inf,
+    narrow_after,
+)
+from jls._tools.origin.why import LOWEST_EXPONENT, Bad, Case, settings
+from jls._tools.reading.patience import logging_if_slow
+from jls._tools.reading.scales import is_switched_off
+
+_CAST = "convert_element_type"
+_HIGHEST_EXPONENT = 126  # of the largest loss scale that jls takes
+
+
+def calibrate(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Calibration:
+    """Finds the largest loss scale at which one batch does not overflow.
+
+    Every dynamic scale starts wrong: too high, and the first batches are skipped; too
+    low, and small gradients vanish. This finds, before the first step, the power of two
+    that is right::
+
+      result = jls.calibrate(step, params, opt_state, batch)
+      opt_state = jls.set_loss_scale(opt_state, result.init_scale)
+
+    For the host. The step is traced, compiled once with a number beside each operation,
+    and run at several loss scales, so the `ceiling` is exact for this batch and this
+    device: there the loss and all gradients are finite, at twice the scale one is not.
+    Then its float32 twin is compiled and run: it shows which values float16 loses.
+    Nothing of yours is changed or donated, but callbacks in the step run each time. It
+    takes seven to ten times as long as compiling the step.
+
+    It sees one batch. Others have larger gradients, so `init_scale` is half of the
+    ceiling; from there let `jls.dynamic` follow.
+
+    Args:
+      step: a whole train step, jitted or not: of plain pytrees, Linen, NNX, Equinox or
+        Haiku. Or another function of a loss scale and a batch, such as
+        `jls.value_and_grad(loss_fn)`.
+      *args: its arguments, with one state that carries a loss scale. Its number does
+        not matter.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      A `jls.types.Calibration`. `init_scale` is the scale to start with; `ceiling` the
+      largest one, a power of two, None where none is needed; `limited_by` the
+      `jls.types.Place` that overflows first above it; `overflows` the places of the
+      forward pass where float16 overflows and changes what follows, which no scale
+      mends: keep them in float32; `vanishing` the places where gradients vanish at
+      `init_scale`, with the share of them, from the largest. `str()` is for people, and
+      `plot()` a picture.
+
+    Raises:
+      TypeError: if `step` is not a function, or is compiled ahead of time.
+      ValueError: if no argument carries a loss scale, or several do; if the step is not
+        finite at any loss scale down to 2**-24; for arguments, see `jls.why`.
+      Exception: what `step` itself raises.
+
+    Example:
+      >>> def loss_fn(params, batch):
+      ...     hidden = batch.astype(jnp.float16) @ params.astype(jnp.float16)
+      ...     return jnp.sum(hidden.astype(jnp.float32) ** 2)
+      >>> optimizer = jls.loss_scaled(optax.sgd(0.1))
+      >>> params = jnp.full((4, 2), 0.5)
+      >>> opt_state = optimizer.init(params)
+      >>> step = jax.jit(jls.train_step(loss_fn, optimizer))
+      >>> result = jls.calibrate(step, params, opt_state, jnp.ones((8, 4)))
+      >>> result.ceiling, result.limited_by.operation, result.limited_by.is_backward
+      (1024.0, 'dot_general', True)
+      >>> opt_state = jls.set_loss_scale(opt_state, result.init_scale)
+    """
+    _validate.traceable("step", step)
+    with settings(), logging_if_slow(_SLOW):
+        return _Search(
+            Case("jls.calibrate", step, args, kwargs), step, (args, kwargs)
+        ).result()
+
+
+_SLOW = (
+    "jls.calibrate is compiling and running the step with a record beside each "
+    "operation; this takes four to eight times as long as to compile it alone."
+)
+
+
+class _Search:
+    """One step and one batch, at several loss scales."""
+
+    def __init__(self, case: Case, step: Callable[..., Any], arguments: Any) -> None:
+        self.case = case
+        self.at = _the_scale(case)
+        leaf = np.asarray(case.leaves[self.at])
+        self.now = float(np.max(leaf))
+        case.leaves[self.at] = jnp.ones_like(leaf)  # a run multiplies it
+        self.bounds = _bounds(step, arguments)
+        roots = [x for checked in case.checked for x in checked.before_update]
+        self.roots = roots or list(case.results)
+        self.on_the_way = behind(self.roots)
+        scale = case.root.jaxpr.invars[self.at]
+        self.narrow = narrow_after((case.root, scale), self.roots)
+
+    def result(self) -> Calibration:
+        if not self.narrow:
+            return Calibration(1.0, notes=(self._why_none(),))
+        if not self._is_finite(LOWEST_EXPONENT):
+            raise self._never_finite()
+        following = self._following()
+        if following is None:
+            return Calibration(1.0, notes=(self._why_none(),))
+        ceiling = self._ceiling() if following else None
+        if ceiling is None:
+            overflows = self._overflows(self.now)
+            note = _NO_CEILING if following else _ALL_ZERO
+            note = _OVERFLOWS if overflows else note
+            return Calibration(self.now, overflows=overflows, notes=(note,))
+        init_scale, note = self._start(ceiling)
+        limit, about_limit = self._limit(ceiling)
+        found = self._cotangents(following, init_scale)
+        shares: dict[Place, float] = {}
+        for x in found:
+            shares[x.place] = max(x.vanishing, shares.get(x.place, 0.0))
+        vanishing = sorted(shares.items(), key=lambda pair: -pair[1])
+        notes = [self._about_now(ceiling), note, about_limit]
+        write = self._line(init_scale) if init_scale != self.now else ""
+        return Calibration(
+            init_scale=init_scale,
+            ceiling=ceiling,
+            limited_by=limit,
+            overflows=self._overflows(init_scale),
+            vanishing=tuple(pair for pair in vanishing if pair[1]),
+            notes=tuple(filter(None, notes)),
+            cotangents=tuple(found),
+            write=write,
+        )
+
+    def _line(self, scale: float) -> str:
+        """The line that sets the scale."""
+        name = self.case.scales[self.at].root[0]
+        name = name if name.isidentifier() else "opt_state"
+        result = "" if name in self.case.arguments.in_place else f"{name} = "
+        return f"{result}jls.set_loss_scale({name}, {format_number(scale)})"
+
+    def _run(self, scale: float, program: RecordedProgram | None = None) -> Trail:
+        return self.case.run(scale, at=[self.at], program=program)
+
+    def _is_finite(self, exponent: int) -> bool:
+        return not self.case.bad_roots(self._run(2.0**exponent))
+
+    def _ceiling(self) -> float | None:
+        """The largest power of two that is finite; None if all are."""
+        low, high = LOWEST_EXPONENT, _HIGHEST_EXPONENT
+        if self._is_finite(high):
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._is_finite(middle):
+                low = middle
+            else:
+                high = middle
+        return 2.0**low
+
+    def _limit(self, ceiling: float) -> tuple[Place | None, str]:
+        """The place that overflows first above the ceiling, and what to do."""
+        trail, below = self._run(2 * ceiling), self._run(ceiling)
+        bad = self.case.bad_roots(trail)
+        for birth in trail.births([x.value for x in bad]):
+            op = birth.origin
+            if isinstance(op, OpResult):
+                atom = op.site.equation.outvars[op.result]
+                value = RunValue(op.frame, atom, op.iterations)
+                if not below.is_bad(value):
+                    found = self.case.explain(trail, [Bad(value, "", 0, None)], None)
+                    (first, *_) = found.births
+                    limit = first.place
+                    # The loss scale itself, cast to the dtype of the loss by jls.
+                    is_scale = first.operands == (2 * ceiling,)
+                    if is_scale and limit.operation == _CAST and atom.aval.shape == ():
+                        return limit._replace(file="", line=0, function=""), _OF_LOSS
+                    return limit, ""
+        return None, ""
+
+    def _start(self, ceiling: float) -> tuple[float, str]:
+        """The scale to start with, and a note about the scaler's bounds."""
+        half = ceiling / 2
+        if self.bounds is None:
+            return half, ""
+        low, high = self.bounds
+        if low > ceiling:
+            return half, (
+                f"The scaler's min_scale of {scale_in_words(low)} is over the ceiling: "
+                "from there it cannot come down. Give it a far lower one, such as "
+                f"min_scale={format_number(half / 2**10)}"
+            )
+        if high < half:
+            return high, (
+                f"The scaler's max_scale is {scale_in_words(high)}. Give it "
+                f"max_scale={format_number(half)} or more, and start there"
+            )
+        return max(half, low), ""
+
+    def _about_now(self, ceiling: float) -> str:
+        if is_switched_off(self.now, self.case.scales[self.at]):
+            return (
+                "jls.skip_nonfinite does not scale the loss, and a scale that is set "
+                "there never comes down. In float16 use jls.loss_scaled"
+            )
+        if self.now <= ceiling:
+            return ""
+        return (
+            f"The scale is {scale_in_words(self.now)} now, "
+            f"{scale_in_words(self.now / ceiling)} times too high for this batch"
+        )
+
+    # What float16 loses.
+
+    def _following(self) -> list[Variable] | None:
+        """The values that double with the scale in float32.
+
+        Values that come after the division by the scale do not double.
+
+        Returns:
+          [] if all of them are 0, None if none doubles.
+        """
+        self.twin = Twin(
+            self.case.traced.program,
+            self.case.root,
+            self.roots,
+            [x for x in self.narrow if x[1].aval.dtype == jnp.float16],
+        )
+        # The quotient is 2 if a value follows the scale, and 1 if it does not.
+        runs = [self._run(scale, self.twin).records for scale in (2.0**10, 2.0**11)]
+        pairs = [[self.twin.largest(run, x) for run in runs] for x in self.narrow]
+        following = [
+            variable
+            for variable, (one, other) in zip(self.narrow, pairs, strict=True)
+            if other > 1.5 * one
+        ]
+        is_zero = not any(other for _, other in pairs)
+        return following if following or is_zero else None
+
+    def _cotangents(self, following: list[Variable], scale: float) -> list[Cotangent]:
+        """The float16 values that are proportional to the loss scale."""
+        records = self._run(scale, self.twin).records
+        found = (self.twin.cotangent(records, x, scale) for x in following)
+        return [x for x in found if x is not None]
+
+    def _overflows(self, scale: float) -> tuple[Place, ...]:
+        """The places where float16 overflows before the loss, and it matters.
+
+        An inf that goes on to the loss leaves no scale finite. One that an operation
+        ends, such as 1 / x, matters if the result is not that of float32.
+        """
+        trail = self._run(scale)
+        sites = [
+            (frame, number)
+            for frame in self.case.root.all()
+            for number in range(len(frame.jaxpr.eqns))
+        ]
+        # Mostly there is none: then no loop needs to be gone through.
+        if not any(holds_inf(trail.records, *site) for site in sites):
+            return ()
+        ends = [end for site in sites for end in self._ends_of_inf(trail, *site)]
+        if not ends:
+            return ()
+        program, root = self.case.traced.program, self.case.root
+        elements = Elements(program, root, ends)
+        narrow, wide = (
+            self._run(scale, x).records
+            for x in (elements, Elements(program, root, ends, wide=True))
+        )
+        lost = [
+            value
+            for end in ends
+            if elements.are_lost(end, narrow, wide)
+            for value in trail.in_every_iteration(end.frame, end.operand)
+            if trail.is_bad(value)
+        ]
+        places = [
+            _place_of_equation(birth.origin.frame, birth.origin.number)
+            for birth in trail.births(lost)
+            if isinstance(birth.origin, OpResult) and self._is_of_data(trail, birth)
+        ]
+        return tuple(dict.fromkeys(places))
+
+    def _ends_of_inf(
+        self, trail: Trail, frame: Frame, number: int
+    ) -> Iterator[LostInf]:
+        """An operation of the forward pass that may give numbers for an inf."""
+        equation = frame.jaxpr.eqns[number]
+        floats = [x for x in equation.invars if is_narrow_atom(x)]
+        if not floats or frame.called(number) or is_transposed(frame.site_of(number)):
+            return
+        for i, result in enumerate(equation.outvars):
+            if (frame, result) in self.on_the_way:
+                for operand in floats:
+                    iterations = trail.in_every_iteration(frame, operand)
+                    if _is_elementwise(operand, result) and any(
+                        map(trail.is_bad, iterations)
+                    ):
+                        yield LostInf(frame, number, i, operand)
+
+    def _is_of_data(self, trail: Trail, birth: BirthRecord) -> bool:
+        """Whether an overflow is of the data, not of a number like -1e9 in a mask."""
+        origins = map(trail.origin, birth.operands)
+        return not all(isinstance(x, Constant) for x in origins)
+
+    # When there is no answer.
+
+    def _why_none(self) -> str:
+        atoms = (x for frame in self.case.root.all() for x in frame.makers)
+        if any(map(is_narrow_atom, atoms)):
+            return (
+                "No loss scale is needed, or the loss is not scaled: the step has "
+                "float16 in it, but none of it follows the loss scale. jls.check_step "
+                "says which"
+            )
+        return (
+            "No loss scale is needed: all that follows it is float32 or bfloat16, in "
+            "which no gradient vanishes. jls.skip_nonfinite skips bad steps without one"
+        )
+
+    def _never_finite(self) -> ValueError:
+        lowest = 2.0**LOWEST_EXPONENT
+        trail = self._run(lowest)
+        found = self.case.explain(trail, self.case.bad_roots(trail), None)
+        text = str(found).removeprefix("jls.why: ")
+        return ValueError(
+            "step must be finite at some loss scale, got one that is not at any down "
+            f"to {scale_in_words(lowest)}, so no scale mends it. {text}\n\n"
+            "More: print(jls.why(step, ...)) with the same arguments."
+        )
+
+
+_ALL_ZERO = (
+    "All float16 gradients of this batch are 0, in float32 too. So it says nothing "
+    "about the loss scale, which stays. The loss may be constant, or all units dead"
+)
+_OVERFLOWS = (
+    "No float16 gradient is left that could say which scale is right, since the "
+    "forward pass overflows. The scale stays"
+)
+_NO_CEILING = (
+    "Nothing overflows up to a loss scale of 2^126: the gradients of this batch are "
+    "tiny, or clipped on their way. The scale stays"
+)
+
+
+_OF_LOSS = (
+    "It is the loss itself that is float16, and the scale is cast to it. Compute the "
+    "loss in float32: jnp.mean(error.astype(jnp.float32))"
+)
+
+
+def _the_scale(case: Case) -> int:
+    """The input that is the loss scale."""
+    if len(case.scales) == 1:
+        return next(iter(case.scales))
+    if not case.scales:
+        raise ValueError(
+            "The arguments must carry a loss scale, got none. Pass the state of an "
+            "optimizer made by jls.loss_scaled, as the step gets it."
+        )
+    names = ", ".join(repr(x.name) for x in case.scales.values())
+    raise ValueError(
+        f"The arguments must carry one loss scale, got {len(case.scales)}: {names}. "
+        "Close over the others, at a low scale: other = jls.set_loss_scale(other, 1.0) "
+        "and jls.calibrate(lambda state: step(state, other, batch), state)."
+    )
+
+
+def _bounds(step: Callable[..., Any], arguments: Any) -> tuple[float, float] | None:
+    """The bounds that all scalers of the step share; None if they are not known."""
+    found = set(map(bounds_of, scalers_in(step, arguments)))
+    return found.pop() if len(found) == 1 else None
+
+
+def _place_of_equation(frame: Frame, number: int) -> Place:
+    return place_of(frame.site_of(number))
+
+
+def _is_elementwise(operand: Any, result: Any) -> bool:
+    """Whether an element of a result may be of one element of an operand."""
+    one, other = operand.aval.shape, result.aval.shape
+    return len(one) == len(other) and all(
+        n in (1, m) for n, m in zip(one, other, strict=True)
+    )

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The result of `jls.calibrate`, and its text."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from jls._program.places import Place
+from jls._text import scale_in_words, wrapped
+from jls._tools.origin.result import place_in_lines, place_in_words
+from jls._tools.origin.twin import Cotangent
+
+_MAX_PLACES = 5  # in one list of the text: it fits on a screen
+_MIN_SHARE = 0.01  # of gradients that vanish: a smaller share is no reason to act
+
+
+class Calibration(NamedTuple):
+    """Result of `jls.calibrate`: the loss scale to start with, and what limits it.
+
+    `print` it; `plot()` is a picture.
+
+    Example:
+      >>> state = jls.dynamic().init()
+      >>> result = jls.calibrate(jls.value_and_grad(jnp.sum), state, jnp.ones(3))
+      >>> result.init_scale, result.ceiling  # float32 needs none
+      (1.0, None)
+    """
+
+    init_scale: float  # half of the ceiling, within the scaler's bounds if known
+    ceiling: float | None = None  # the largest that is finite; None: none is needed
+    limited_by: Place | None = None  # what overflows first at twice the ceiling
+    # In the forward pass, changing what follows: no scale mends these.
+    overflows: tuple[Place, ...] = ()
+    # Where gradients vanish at `init_scale`, and which share; the largest first.
+    vanishing: tuple[tuple[Place, float], ...] = ()
+    notes: tuple[str, ...] = ()
+    cotangents: tuple[Cotangent, ...] = ()  # in the order of the program
+    write: str = ""  # the line that sets `init_scale`; "" if the scale is that already
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draws the float16 gradients of each module on the range of float16.
+
+        Each row is a module, or a line of the source. It shows how the magnitudes of
+        its float16 gradients spread over the powers of two, at a loss scale of 1 and at
+        `init_scale`; the darker, the more. On the left of float16 they vanish, on the
+        right they overflow. The row that limits the scale is marked. On the right is
+        which share of a row vanishes; `vanishing` is of single operations. Needs
+        Matplotlib.
+
+        Args:
+          axes: one of Matplotlib's Axes, or None.
+
+        Returns:
+          The Figure.
+
+        Raises:
+          TypeError: if `axes` is something else.
+          ValueError: if there is nothing to draw: no float16 follows the loss scale.
+          ImportError: without Matplotlib.
+
+        Example:
+          >>> result.plot().savefig("calibration.png")  # doctest: +SKIP
+        """
+        if not self.cotangents:
+            reason = self.notes[0] if self.notes else "Only float16 is drawn"
+            raise ValueError(
+                "There is nothing to draw: no float16 follows the loss scale. "
+                f"{reason}."
+            )
+        try:
+            from jls._tools.origin.calibration_plot import plot
+        except ImportError as error:
+            error.add_note("Calibration.plot needs Matplotlib: pip install matplotlib")
+            raise
+        return plot(self.cotangents, self.init_scale, self.limited_by, axes)
+
+    def __str__(self) -> str:
+        if self.ceiling is None:
+            note = "".join(self.notes[:1])
+            lines = wrapped(f"jls.calibrate: {note[:1].lower()}{note[1:]}.")
+            return "\n".join([*lines, *self._overflows_in_lines()])
+        start = scale_in_words(self.init_scale)
+        most, above = map(scale_in_words, (self.ceiling, 2 * self.ceiling))
+        limit = self.limited_by if self.limited_by and self.limited_by.file else None
+        lines = wrapped(
+            f"jls.calibrate: start with a loss scale of {start}. This batch allows "
+            f"{most}; at {above} float16 overflows{', first here:' if limit else '.'}"
+        )
+        if limit:
+            lines += ["", *place_in_lines(limit), *wrapped(f"  {limit.operation}")]
+        for note in self.notes:
+            lines += ["", *wrapped(f"{note}.")]
+        lines += self._overflows_in_lines()
+        shares = [pair for pair in self.vanishing if pair[1] >= _MIN_SHARE]
+        if shares:
+            text = f"At {start} these gradients vanish in part."
+            if 2 * self.init_scale >= self.ceiling:
+                text += (
+                    " Another scale would not help: compute them in float32 if they "
+                    "matter."
+                )
+            largest = dict[str, float]()  # of each line
+            for at, share in shares:
+                largest.setdefault(place_in_words(at), share)
+            items = [f"{share:.0%}  {words}" for words, share in largest.items()]
+            lines += ["", *wrapped(text), *_list(items)]
+        if self.write:
+            lines += ["", *wrapped(f"Write: {self.write}")]
+        return "\n".join(lines)
+
+    def _overflows_in_lines(self) -> list[str]:
+        if not self.overflows:
+            return []
+        text = (
+            "Keep these lines in float32. They overflow float16 in the forward "
+            "pass, which no loss scale mends, and what follows is finite and wrong:"
+        )
+        return ["", *wrapped(text), *_list(map(place_in_words, self.overflows))]
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _list(items: Iterable[str]) -> list[str]:
+    every = list(items)
+    lines = [
+        line for item in every[:_MAX_PLACES] for line in wrapped(f"  {item}", "    ")
+    ]
+    if len(every) > _MAX_PLACES:
+        lines.append(f"  and {len(every) - _MAX_PLACES} more")
+    return lines

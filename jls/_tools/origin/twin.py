@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The float32 twin of a float16 program: which values float16 loses at a loss scale.
+
+The twin has float32 in place of every narrower dtype (`_program.alone`), so no value
+overflows or vanishes. The record of each float16 value of the backward pass has, after
+its two ends:
+
+    counts    of a sample: of zeros, of those that vanish in float16, of those in each
+              of the powers of two of float16, of those that overflow
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jls._program.frames import Frame, Variable, behind
+from jls._program.jaxprs import Program, is_literal, is_narrow_atom
+from jls._program.places import Place, place_of
+from jls._program.replay import Seen, WhileRecords, floats_from_keys, key_of
+from jls._program.rules import CHOICES, MOVES
+from jls._program.walk import Site
+from jls._tools.origin.record import RecordedProgram, as_large_as, ends_of
+
+LOWEST, HIGHEST = -25, 15  # the powers of two whose numbers float16 does not lose
+_BINS = HIGHEST - LOWEST + 1
+_SAMPLE = 2**14  # elements of an array to count: they show a share of 1 % to a tenth
+
+
+class Cotangent(NamedTuple):
+    """A float16 value of the backward pass, as it would be in float32.
+
+    Example:
+      >>> jls.types.Cotangent._fields
+      ('place', 'largest', 'vanishing', 'shares')
+    """
+
+    place: Place
+    largest: float  # magnitude, at a loss scale of 1
+    vanishing: float  # of those not 0, the share that is rounded to 0 at `init_scale`
+    # 41 shares of those not 0, at `init_scale`: i is from 2**(i - 25) to 2**(i - 24)
+    shares: tuple[float, ...]
+
+
+class Twin(RecordedProgram):
+    """The twin of a program.
+
+    Args:
+      program: a jaxpr.
+      root: its frame.
+      roots: the variables to follow back.
+      counted: variables of float16 whose values are counted.
+    """
+
+    WIDE = True
+
+    def __init__(
+        self,
+        program: Program,
+        root: Frame,
+        roots: Iterable[Variable],
+        counted: Iterable[Variable],
+    ) -> None:
+        super().__init__(program, root, roots)
+        self._counted: dict[tuple[int, ...], set[int]] = {}
+        for frame, atom in counted:
+            number, result = frame.makers[atom]
+            key = _record_key(frame, number)
+            self._counted.setdefault(key, set()).add(result)
+
+    def _record(
+        self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
+    ) -> Array | None:
+        found = ends_of(results)
+        counted = self._counted.get(site.numbers)
+        if found is None or not counted:
+            return found
+        # Twice: over iterations and devices, the even ones are the largest numbers.
+        counts = [jnp.repeat(_bin_counts(results[i]), 2) for i in sorted(counted)]
+        return jnp.concatenate([found, *map(key_of, counts)])
+
+    def cotangent(
+        self, records: Any, variable: Variable, loss_scale: float
+    ) -> Cotangent | None:
+        """A counted variable, over all iterations of the loops around it.
+
+        Args:
+          records: those of a run at `loss_scale`.
+          variable: a result of an operation.
+          loss_scale: the scale of that run.
+
+        Returns:
+          None if the variable was not counted, or is 0 throughout.
+        """
+        frame, atom = variable
+        number, result = frame.makers[atom]
+        key = _record_key(frame, number)
+        rows = _record_rows(records, key)
+        if rows is None or result not in self._counted.get(key, ()):
+            return None
+        size = len(frame.jaxpr.eqns[number].outvars)
+        place = 2 * size + 2 * _NUM_COUNTS * sorted(self._counted[key]).index(result)
+        counts = rows[:, place : place + 2 * _NUM_COUNTS : 2].astype(np.float64).sum(0)
+        present = counts[1:].sum()
+        if not present:
+            return None
+        shares = counts / present
+        return Cotangent(
+            place=place_of(frame.site_of(number)),
+            largest=self.largest(records, variable) / loss_scale,
+            vanishing=float(shares[1]),
+            shares=tuple(shares[2:-1].tolist()),
+        )
+
+    def largest(self, records: Any, variable: Variable) -> float:
+        """The largest magnitude of a variable in one run; 0 if it is not recorded."""
+        frame, atom = variable
+        number, result = frame.makers[atom]
+        rows = _record_rows(records, _record_key(frame, number))
+        ends = None if rows is None else rows[:, 2 * result : 2 * result + 2]
+        return 0.0 if ends is None else float(np.abs(ends).max(initial=0.0))
+
+
+class LostInf(NamedTuple):
+    """A result that may be finite though an operand is inf."""
+
+    frame: Frame
+    number: int  # of the operation
+    result: int
+    operand: Any  # of the shape of the result, or broadcast to it
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        return _record_key(self.frame, self.number)
+
+
+class Elements(RecordedProgram):
+    """A program that records all elements of some operations' operands and results.
+
+    Args:
+      program: a jaxpr.
+      root: its frame.
+      ends: the operations.
+      wide: whether it is computed in float32.
+    """
+
+    def __init__(
+        self, program: Program, root: Frame, ends: Iterable[LostInf], wide: bool = False
+    ) -> None:
+        self._ends: dict[tuple[int, ...], list[LostInf]] = {}
+        for end in ends:
+            self._ends.setdefault(end.key, []).append(end)
+        results = [x for every in self._ends.values() for x in map(_result_of, every)]
+        super().__init__(program, root, results)
+        self.WIDE = wide
+
+    def _watch(self, site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> Seen:
+        arrays = []
+        for end in self._ends.get(site.numbers, ()):
+            operand = inputs[site.equation.invars.index(end.operand)]
+            result = results[end.result]
+            arrays += [result, jnp.broadcast_to(operand, result.shape)]
+        if not arrays:
+            return Seen(results)
+        flat = [jnp.ravel(x).astype(jnp.float32) for x in arrays]
+        return Seen(results, key_of(jnp.concatenate(flat)))
+
+    def are_lost(self, end: LostInf, narrow: Any, wide: Any) -> bool:
+        """Whether an inf becomes a finite number there, and not that of float32.
+
+        Args:
+          end: one of the operations.
+          narrow: the records of a run as it is.
+          wide: the records of a run in float32.
+        """
+        one, other = (_record_rows(records, end.key) for records in (narrow, wide))
+        if one is None or other is None:
+            return False
+        _, result = _result_of(end)
+        size = math.prod(result.aval.shape)
+        start = 2 * size * self._ends[end.key].index(end)
+        (value, operand), (expected, _) = (
+            np.split(x[:, start : start + 2 * size].astype(np.float64), 2, axis=1)
+            for x in (one, other)
+        )
+        ended = ~np.isfinite(operand) & np.isfinite(value) & np.isfinite(expected)
+        if not ended.any():
+            return False
+        largest = np.abs(expected[np.isfinite(expected)]).max()
+        value, expected = value[ended], expected[ended]
+        name = end.frame.jaxpr.eqns[end.number].primitive.name
+        # What float16 rounded on the way is far below these shares.
+        if name in CHOICES or name in MOVES:  # an element of another operand
+            room = largest / 16
+        else:
+            room = np.maximum(
+                np.abs(expected) / 4, max(_NEGLIGIBLE * largest, 2.0**-24)
+            )
+        return bool((np.abs(value - expected) > room).any())
+
+
+# Beside the largest number of an array. Where exp(x) overflows, 1 / (1 + exp(x)) is
+# below 2**-16; where a square does, its inverse root is 2**-8 and less.
+_NEGLIGIBLE = 2.0**-13
+
+
+def _result_of(end: LostInf) -> Variable:
+    return end.frame, end.frame.jaxpr.eqns[end.number].outvars[end.result]
+
+
+def holds_inf(records: Any, frame: Frame, number: int) -> bool:
+    """Whether a narrow result of an operation was inf or NaN in some round."""
+    if not any(map(is_narrow_atom, frame.jaxpr.eqns[number].outvars)):
+        return False
+    rows = (
+        None
+        if frame.called(number)
+        else _record_rows(records, _record_key(frame, number))
+    )
+    return rows is not None and not np.isfinite(rows).all()
+
+
+def _record_key(frame: Frame, number: int) -> tuple[int, ...]:
+    """The path of an operation's record in the records."""
+    return frame.site_of(number).numbers
+
+
+def _record_rows(records: Any, key: tuple[int, ...]) -> np.ndarray | None:
+    """The record of an operation, a row for each iteration: `f32[iterations, n]`."""
+    for part in key:
+        records = records.get(part) if isinstance(records, dict) else None
+    if isinstance(records, WhileRecords):
+        records = records.bad
+    if records is None:
+        return None
+    return floats_from_keys(records.reshape(-1, records.shape[-1]))
+
+
+_NUM_COUNTS = _BINS + 3
+
+
+def _bin_counts(x: Array) -> Array:
+    """The numbers of a sample of `x` that are 0, vanish, are in each bin, overflow."""
+    flat = jnp.ravel(x)
+    step = -(-flat.size // _SAMPLE)
+    while math.gcd(step, flat.size) > 1 and step > 1:  # not one channel of many
+        step += 1
+    sample = jnp.abs(flat[::step] if step > 1 else flat).astype(jnp.float32)
+    _, exponent = jnp.frexp(sample)  # 1 for 1.0
+    inside = jnp.clip(exponent - 1, LOWEST - 1, HIGHEST + 1) - LOWEST + 2
+    # The lowest power itself is half of the least number: it rounds to the even 0.
+    bins = jnp.where(sample <= 2.0**LOWEST, 1, inside)
+    bins = jnp.where(sample == 0, 0, bins)
+    return jnp.zeros(_NUM_COUNTS, jnp.float32).at[bins].add(jnp.float32(1.0))
+
+
+def narrow_after(scale: Variable, roots: Iterable[Variable]) -> list[Variable]:
+    """The results of operations in narrow dtypes between a loss scale and the roots.
+
+    They are in the order of the program.
+    """
+    ahead: dict[Variable, list[Variable]] = {}
+    for variable in behind(roots):
+        frame, atom = variable
+        for source in frame.sources(atom):
+            if not is_literal(source[1]):
+                ahead.setdefault(source, []).append(variable)
+    stack, following = [scale], set[Variable]()
+    while stack:
+        variable = stack.pop()
+        if variable not in following:
+            following.add(variable)
+            stack += ahead.get(variable, [])
+    return sorted(filter(_is_narrow_result, following), key=_order)
+
+
+def _is_narrow_result(variable: Variable) -> bool:
+    frame, atom = variable
+    if atom not in frame.makers or not is_narrow_atom(atom):
+        return False
+    number, result = frame.makers[atom]
+    is_call = bool(frame.called(number))
+    return not is_call and as_large_as(frame.jaxpr.eqns[number], result) is None
+
+
+def _order(variable: Variable) -> tuple[int, ...]:
+    frame, atom = variable
+    return (*frame.site.numbers, *frame.makers[atom])

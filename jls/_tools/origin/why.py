@@ -1,0 +1,593 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jls.why`: where the inf and NaN in the results of a function were born."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jls import _validate
+from jls._program.frames import Frame, Variable, behind, independent_of
+from jls._program.jaxprs import is_inexact_atom, is_literal
+from jls._program.places import Place, is_transposed, place_of
+from jls._scopes import GRADIENTS, UPDATE, marks_of
+from jls._text import scale_in_words
+from jls._tools.origin import roots
+from jls._tools.origin.advice import (
+    CAME_IN,
+    ENTROPY,
+    NORM_OVERFLOWS,
+    WRITTEN,
+    advise,
+    dtype_of,
+)
+from jls._tools.origin.measure import Size
+from jls._tools.origin.record import RecordedProgram
+from jls._tools.origin.result import ARGUMENT, CONSTANT, DIVERGED, Birth, Why
+from jls._tools.origin.roots import CheckedValues, checked_values, is_of_update
+from jls._tools.origin.trail import Argument, BirthRecord, OpResult, RunValue, Trail
+from jls._tools.reading.arguments import (
+    Arguments,
+    Item,
+    check_usable,
+    items_of,
+    take_apart,
+    unbind,
+)
+from jls._tools.reading.patience import logging_if_slow
+from jls._tools.reading.scales import Scale, is_switched_off, scales_in, without_value
+from jls._tools.reading.trace import ALL, READS, Traced, trace
+from jls._tree import is_array
+from jls._types import SkipReason, known_skip_reason
+
+# Of the lowest loss scale that is tried, 2^-24: the smallest float16. A lower one is 0
+# when cast to float16.
+LOWEST_EXPONENT = -24
+# Each argument with NaN in it is tried alone, in a run of its own.
+_MOST_RUNS = 32
+# No model trains with parameters like these.
+_FAR_TOO_LARGE = 1e6
+
+
+def why(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Why:
+    """Says where each inf and NaN in the results of `fun(*args, **kwargs)` was born.
+
+    For the host, when something has gone wrong. `fun` is traced, compiled once with a
+    number beside each operation, and run, under a loss scale at several scales; then
+    inf and NaN are followed back to the operations that made them of finite numbers,
+    also inside scan, while, cond, remat, vmap, custom derivatives and `shard_map`,
+    forward and backward. What is inf on purpose and reaches no result, such as a mask,
+    is not named. If nothing is found, `fun` itself may be run too, on copies, to see
+    whether it repeats. Nothing of yours is changed or donated.
+
+    For a train step that jls skips, pass the step itself, with the arguments of the
+    skipped call or the state after it: a skip changes nothing else. Then the search
+    begins at what the wrapper found: the loss, the gradients, or the new parameters.
+
+    Args:
+      fun: a loss, a gradient, or a whole step, jitted or not: of plain pytrees, Linen,
+        NNX, Equinox or Haiku. NNX objects that it changes in place are copied first.
+      *args: its arguments. In a run of several processes, process-local arrays.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      A `jls.types.Why`. `births` has a `jls.types.Birth` for each place, in the order
+      of the program: `kind` is "inf" or "nan", `place` the operation, file, line,
+      function, module, and the iteration of each loop around it; what came in with an
+      argument has the operation "argument" and its path for the module. `results` names
+      what is not finite. `is_from_scale` is True if it is gone at a lower loss scale,
+      False if it is there at the lowest one tried, 2^-24, too; None if there is no loss
+      scale, or if it was not tried. `str()` is for people.
+
+    Raises:
+      TypeError: if `fun` is not a function, or is compiled ahead of time.
+      ValueError: if no result is floating point, if an array was donated to an earlier
+        call, or is spread over several processes.
+      Exception: what `fun` itself raises.
+
+    Example:
+      >>> def loss_fn(x):
+      ...     return jnp.sum(jnp.sqrt(x))
+      >>> birth = jls.why(jax.grad(loss_fn), jnp.array([0.0, 1.0])).births[0]
+      >>> birth.kind, birth.place.operation, birth.place.is_backward
+      ('inf', 'div', True)
+    """
+    _validate.traceable("fun", fun)
+    with settings(), logging_if_slow(_SLOW):
+        return Case("jls.why", fun, args, kwargs).why()
+
+
+_SLOW = (
+    "jls.why is compiling and running the function with a record beside each "
+    "operation; this takes three to six times as long as to compile it alone."
+)
+
+
+@contextlib.contextmanager
+def settings() -> Iterator[None]:
+    """Sets JAX up to trace, compile and run programs with NaN."""
+    with (
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        jax.disable_jit(False),
+        jax.check_tracer_leaks(False),
+        jax.transfer_guard("allow"),
+    ):
+        yield
+
+
+class Bad(NamedTuple):
+    """A root that is not finite."""
+
+    value: RunValue
+    role: str  # in the wrapper; of a result its name
+    position: int  # among those of its role
+    checked: CheckedValues | None  # None of a result
+
+
+class Case:
+    """A function and its arguments, with the runs of its program."""
+
+    def __init__(
+        self,
+        tool: str,
+        fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.fun, bound = unbind(fun)
+        args = (*bound, *args)
+        self.arguments = take_apart(self.fun, args, kwargs)
+        check_usable(self.arguments, tool, "call")
+        for item in self.arguments.items:
+            _validate.concrete("/".join(item.path), item.value)
+        self.traced = _traced(tool, self.fun, self.arguments)
+        self.root = Frame(self.traced.program)
+        inputs = self.traced.inputs
+        self.leaves = [self.arguments.leaves[i] for i in inputs]
+        self.scales = {
+            inputs.index(scale.at): scale
+            for scale in scales_in(args, kwargs, self.arguments)
+            if scale.at in inputs
+        }
+        self.checked = checked_values(self.root, list(self.scales))
+        self.results = self._results()
+        wanted = [x for checked in self.checked for x in checked.variables]
+        self.roots = [*wanted, *self.results]
+        self.recorded = RecordedProgram(self.traced.program, self.root, self.roots)
+
+    def _results(self) -> dict[Variable, str]:
+        """The results to check, by name, without arguments returned as they are."""
+        items = [*self.traced.outputs, *self.traced.objects]
+        items = [x for x in items if isinstance(x.value, _RESULTS)]
+        outvars = self.root.jaxpr.outvars
+        if not any(map(is_inexact_atom, outvars)):
+            raise ValueError(
+                "fun must return floating-point numbers, got "
+                f"{len(outvars)} results without one: there is nothing to look at. "
+                "Return the loss, the gradients, or what else is not finite."
+            )
+        variables = [(self.root, x) for x in outvars]
+        # Results computed from an update follow from what the wrapper was given.
+        beside = set(independent_of(variables, is_of_update))
+        names = dict[Variable, str]()
+        for item, atom in zip(items, outvars, strict=True):
+            if is_literal(atom) or atom in self.root.inputs:
+                continue
+            if (self.root, atom) in beside:
+                name = "/".join(item.path)
+                if item not in self.traced.objects:
+                    name = _result(item.path)
+                names.setdefault((self.root, atom), name)
+        return names
+
+    def why(self) -> Why:
+        came_in = self._came_in()
+        if came_in:
+            return came_in
+        trail = self.run()
+        bad = self.bad_roots(trail)
+        if bad:
+            return self.explain(trail, bad, *self._is_from_scale(bad))
+        found = self._at_higher_scales()
+        if found:
+            return found
+        was_skipped = self._was_skipped()
+        if not (was_skipped or self._is_bad_as_it_is()):
+            return Why()
+        trail = self.run(compiled=False)
+        bad = self.bad_roots(trail)
+        if bad:
+            return self.explain(trail, bad, None, _ONE_BY_ONE)
+        return Why(notes=(_NOT_REPRODUCED_SKIP if was_skipped else _NOT_REPRODUCED,))
+
+    # Runs.
+
+    def run(
+        self,
+        factor: float = 1.0,
+        compiled: bool = True,
+        at: Iterable[int] = (),
+        program: RecordedProgram | None = None,
+        leaves: Sequence[Any] | None = None,
+    ) -> Trail:
+        """One run, with the loss scales `at` these inputs multiplied by `factor`."""
+        leaves = list(self.leaves if leaves is None else leaves)
+        for i in at:
+            leaves[i] = jnp.asarray(leaves[i]) * jnp.asarray(factor, jnp.float32)
+        return Trail((program or self.recorded)(leaves, compiled))
+
+    def bad_roots(self, trail: Trail) -> list[Bad]:
+        """The roots that are not finite; in loops, in the first such iteration."""
+        bad = []
+        for checked in self.checked:
+            for role, variables in checked.found.items():
+                for index, (frame, atom) in enumerate(variables):
+                    every = trail.in_every_iteration(frame, atom)
+                    value = next(filter(trail.is_bad, every), None)
+                    if value is not None:
+                        bad.append(Bad(value, role, index, checked))
+        # Bad gradients make their norm and the new parameters bad too.
+        for role in (roots.NEW, roots.NORM):
+            bad = [x for x in bad if x.role != role] or bad
+        if bad:
+            return bad
+        values = [
+            (RunValue(*variable), name) for variable, name in self.results.items()
+        ]
+        return [Bad(x, name, 0, None) for x, name in values if trail.is_bad(x)]
+
+    def _came_in(self) -> Why | None:
+        """Explains NaN among the arguments, without a record of each operation.
+
+        An argument is named if the results are finite with 0 in the place of NaN, and
+        not with the NaN of this argument alone. An inf may be there on purpose.
+        """
+        numbers = [
+            i
+            for i, leaf in enumerate(self.leaves)
+            if i not in self.scales and _holds_nan(leaf)
+        ]
+        if not 0 < len(numbers) <= _MOST_RUNS:
+            return None
+        program = RecordedProgram(
+            self.traced.program, self.root, self.roots, at_roots=True
+        )
+
+        def bad_roots(kept: Iterable[int]) -> list[Bad]:
+            leaves = list(self.leaves)
+            for i in {*numbers} - {*kept}:
+                leaves[i] = jnp.where(jnp.isnan(leaves[i]), 0, leaves[i])
+            return self.bad_roots(self.run(program=program, leaves=leaves))
+
+        bad = bad_roots(numbers)
+        if not bad or bad_roots(()):
+            return None
+        found = [i for i in numbers if bad_roots([i])]
+        is_from_scale, note = self._is_from_scale(bad, program)
+        if not found or is_from_scale:
+            return None
+        return Why(
+            births=tuple(self._birth_of_argument("nan", i) for i in found),
+            results=_loss_first(dict.fromkeys(map(self._name, bad))),
+            is_from_scale=is_from_scale,
+            notes=tuple(filter(None, (note,))),
+        )
+
+    def _is_bad_as_it_is(self) -> bool:
+        """Whether the function itself, on copies, gives a result that is not finite."""
+        call = self.arguments.rebuild([_copy_leaf(x) for x in self.arguments.leaves])
+        items = items_of(self.fun(*call.args, **call.kwargs))
+        found = {without_value(x.path): x.value for x in [*items, *call.read()]}
+        applied = {path: x for path, x in found.items() if path[-1:] == ("applied",)}
+        if applied:
+            return any(
+                not np.all(x)
+                and np.any(found.get((*path[:-1], "last_skip_reason")) != _SPIKE)
+                for path, x in applied.items()
+            )
+        floats = [
+            x.value for x in items if is_array(x.value) and is_inexact_atom(x.value)
+        ]
+        return not all(bool(jnp.all(jnp.isfinite(x))) for x in floats)
+
+    # The loss scale.
+
+    def _is_from_scale(
+        self, bad: list[Bad], program: RecordedProgram | None = None
+    ) -> tuple[bool | None, str]:
+        """Whether a lower scale is finite, and a sentence that says which."""
+        at = {x.checked.scale for x in bad if x.checked and x.checked.scale is not None}
+        at = [
+            i
+            for i in at or self.scales
+            if not is_switched_off(self.leaves[i], self.scales[i])
+        ]
+        if not at:
+            return None, ""
+        scale = max(float(np.max(self.leaves[i])) for i in at)
+        if not 0 < scale < math.inf:
+            return None, f"The loss scale is {scale}: no gradient can be finite"
+        worse, better = 0, max(1, math.ceil(math.log2(scale)) - LOWEST_EXPONENT)
+
+        def is_finite(halvings: int) -> bool:
+            trail = self.run(2.0**-halvings, at=at, program=program)
+            return not self.bad_roots(trail)
+
+        if not is_finite(better):
+            lowest = scale_in_words(min(2.0**LOWEST_EXPONENT, scale / 2))
+            return False, f"No loss scale mends it: it is there at {lowest} too"
+        while better - worse > 1:
+            middle = (better + worse) // 2
+            if is_finite(middle):
+                better = middle
+            else:
+                worse = middle
+        return True, (
+            f"It is the loss scale of {scale_in_words(scale)}: at "
+            f"{scale_in_words(scale * 2.0**-better)} all of this is finite, at "
+            f"{scale_in_words(scale * 2.0**-worse)} it is not. A dynamic scale "
+            "comes down by itself, if its min_scale lets it. This is what overflows "
+            "first"
+        )
+
+    def _at_higher_scales(self) -> Why | None:
+        """Explains skips from which the scale has backed off since."""
+        for at, scale in self.scales.items():
+            for doublings in range(1, self._backoffs(scale) + 1):
+                factor = 2.0**doublings
+                now = float(np.max(self.leaves[at]))
+                if not now * factor <= 2.0**126:
+                    break
+                trail = self.run(factor, at=[at])
+                bad = self.bad_roots(trail)
+                if bad:
+                    note = (
+                        f"The last step was skipped at a higher loss scale: at "
+                        f"{scale_in_words(now)} all of this is finite, at "
+                        f"{scale_in_words(now * factor)} it is not. The "
+                        "scale has come down since, and there is nothing to mend. "
+                        "This overflowed first"
+                    )
+                    return self.explain(trail, bad, True, note)
+        return None
+
+    def _backoffs(self, scale: Scale) -> int:
+        """The largest number of backoffs since the last good step."""
+        leaves = self.arguments.leaves
+        if scale.is_static:
+            return 0
+        if not scale.counters:
+            finite = scale.fields.get("finite_count")
+            return int(finite is not None and not np.any(np.asarray(leaves[finite])))
+        if self._skip_reason(scale) in (SkipReason.GRADIENTS, SkipReason.NONE):
+            return int(np.max(leaves[scale.counters["consecutive_skips"]]))
+        return 0
+
+    def _was_skipped(self) -> bool:
+        reasons = [self._skip_reason(x) for x in self.scales.values() if x.counters]
+        return any(x not in (None, SkipReason.SPIKE) for x in reasons)
+
+    def _skip_reason(self, scale: Scale) -> SkipReason | None:
+        """Why the last step was skipped; None if it was not."""
+        leaves = self.arguments.leaves
+        if not np.any(np.asarray(leaves[scale.counters["consecutive_skips"]])):
+            return None
+        reason = scale.counters.get("last_skip_reason")
+        if reason is None:
+            return SkipReason.NONE
+        return known_skip_reason(int(np.max(leaves[reason])))
+
+    # Words.
+
+    def explain(
+        self, trail: Trail, bad: list[Bad], is_from_scale: bool | None, note: str = ""
+    ) -> Why:
+        found = trail.births([x.value for x in bad])
+        forward = self._forward()
+        births: dict[Any, Birth] = {}
+        for one in found:
+            birth = self._birth(trail, one, forward)
+            births.setdefault((birth.kind, birth.place._replace(iteration=())), birth)
+        if any(x.advice == ENTROPY for x in births.values()):
+            # The logarithm alone needs no mending: it is the product that does.
+            is_log = "log", "log1p"
+            births = {
+                key: x._replace(advice="") if x.place.operation in is_log else x
+                for key, x in births.items()
+            }
+        first = next(iter(births.values()), None)
+        is_overflow = first and max(first.operands, default=0) >= _FAR_TOO_LARGE
+        diverged = self._diverged(bad) if is_overflow and not is_from_scale else ""
+        return Why(
+            births=tuple(births.values()),
+            results=_loss_first(dict.fromkeys(map(self._name, bad))),
+            is_from_scale=is_from_scale,
+            notes=tuple(filter(None, (diverged, note))),
+        )
+
+    def _diverged(self, bad: list[Bad]) -> str:
+        """A sentence on parameters that came in far too large; "" if none did."""
+        largest, name = 0.0, ""
+        for checked in {id(x.checked): x.checked for x in bad if x.checked}.values():
+            scale = None if checked.scale is None else self.scales.get(checked.scale)
+            for item in self._items_of(checked.found.get(roots.GRADIENTS, []), scale):
+                size = float(np.max(np.abs(np.asarray(item.value)), initial=0))
+                if largest < size < math.inf:
+                    largest, name = size, "/".join(item.path)
+        if largest < _FAR_TOO_LARGE:
+            return ""
+        return (
+            f"{DIVERGED} {largest:.2g} ({name}): the run diverged before, and no line "
+            "is to blame. Look at the learning rate, and go back to an older checkpoint"
+        )
+
+    def _birth(
+        self, trail: Trail, found: BirthRecord, forward: set[Variable] | None
+    ) -> Birth:
+        kind: Literal["inf", "nan"] = "nan" if found.size.is_nan else "inf"
+        origin = found.origin
+        if isinstance(origin, Argument):
+            return self._birth_of_argument(kind, origin.number)
+        if not isinstance(origin, OpResult):
+            reader = origin.reader
+            place = place_of(reader.site) if reader else Place("")
+            iterations = reader.iterations if reader else ()
+            place = place._replace(operation=CONSTANT, iteration=iterations)
+            return Birth(kind, place, advice=WRITTEN)
+        site = origin.site
+        place = place_of(site)
+        is_backward = place.is_backward
+        if forward is not None and UPDATE not in marks_of(site):
+            results = site.equation.outvars
+            is_backward |= not any((origin.frame, x) in forward for x in results)
+        return Birth(
+            kind=kind,
+            place=place._replace(is_backward=is_backward, iteration=origin.iterations),
+            operands=tuple(_magnitude(trail.size(x), kind) for x in found.operands),
+            dtype=str(dtype_of(origin)),
+            range=found.range and (found.range.low, found.range.high),
+            advice=NORM_OVERFLOWS
+            if GRADIENTS in marks_of(site)
+            else advise(trail, found, is_backward),
+        )
+
+    def _birth_of_argument(self, kind: Literal["inf", "nan"], number: int) -> Birth:
+        item = self.arguments.items[self.traced.inputs[number]]
+        place = Place(ARGUMENT, module="/".join(item.path))
+        dtype = str(jnp.result_type(item.value))
+        return Birth(kind, place, (), dtype, advice=CAME_IN)
+
+    def _forward(self) -> set[Variable] | None:
+        """The variables that the loss comes from; None if the loss is not known."""
+        losses = [
+            variable for x in self.checked for variable in x.found.get(roots.LOSS, ())
+        ]
+        forward = independent_of(self.results, _is_backward)
+        if not losses and len(forward) == len(self.results):
+            return None
+        losses += forward
+        # A gradient alone does not use the loss: it is computed and dropped.
+        return behind(losses or self.root.unused(_is_forward), is_of_update)
+
+    def _name(self, bad: Bad) -> str:
+        """The name of a root in the text."""
+        if bad.checked is None:
+            return bad.role
+        scale = (
+            None if bad.checked.scale is None else self.scales.get(bad.checked.scale)
+        )
+        name = {
+            roots.LOSS: "loss",
+            roots.NORM: roots.NORM,
+            roots.CHECKED: "what is checked for inf and NaN",
+        }.get(bad.role)
+        if name is None:
+            known = self._names_of(bad.checked.found[bad.role], scale)
+            one = bad.role.removesuffix("s")
+            name = f"{one} of {known[bad.position]}" if known else bad.role
+        if scale and len(self.scales) > 1:
+            name += f" ({'/'.join(scale.root)})"
+        return name
+
+    def _names_of(
+        self, variables: Sequence[Variable], scale: Scale | None
+    ) -> list[str]:
+        """The names of the parameters of these gradients; [] if that is unclear."""
+        items = self._items_of(variables, scale)
+        return ["/".join(x.path[1:]) or x.path[0] for x in items]
+
+    def _items_of(
+        self, variables: Sequence[Variable], scale: Scale | None
+    ) -> list[Item]:
+        """The parameters with the shapes of these gradients; [] if that is unclear."""
+        shapes = [atom.aval.shape for _, atom in variables]
+        states = [x.root for x in self.scales.values()]
+        items = [
+            x
+            for x in self.arguments.items
+            if is_array(x.value)
+            and is_inexact_atom(x.value)
+            and x.variable_type in ("", "Param")
+            and not any(x.path[: len(root)] == root for root in states)
+        ]
+        found = []
+        for start in range(len(items) - len(shapes) + 1):
+            part = items[start : start + len(shapes)]
+            is_one = len({x.path[0] for x in part}) == 1
+            if is_one and [np.shape(x.value) for x in part] == shapes:
+                found.append(part)
+        if scale and len(self.scales) > 1:  # "critic" in both paths
+            own = set(scale.root[1:])
+            found = [x for x in found if own & set(x[0].path)] or found[:1]
+        return found[0] if found and shapes else []
+
+
+def _loss_first(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(names, key=lambda name: name.split(" (")[0] != "loss"))
+
+
+_SPIKE = SkipReason.SPIKE
+_RESULTS = (jax.ShapeDtypeStruct, np.ndarray)
+_ONE_BY_ONE = (
+    "Compiled as one program, everything was finite: this was found by running one "
+    "operation at a time"
+)
+_NOT_REPRODUCED = (
+    "Not reproduced: the function gives inf or NaN, but not with a record beside each "
+    "operation, compiled or not. What XLA fuses is rounded differently"
+)
+_NOT_REPRODUCED_SKIP = (
+    "Not reproduced: the last step was skipped, but with these arguments everything is "
+    "finite, at this loss scale and at those since the skip. Pass the batch of the "
+    "skipped step. If the program was changed since, this is mended. Random keys that "
+    "are folded from the count of steps differ too"
+)
+
+
+def _traced(tool: str, fun: Callable[..., Any], arguments: Arguments) -> Traced:
+    try:
+        return trace(fun, arguments, ALL)
+    except READS as error:
+        error.add_note(
+            f"{tool} traces the function, as jax.jit does: it cannot read values at "
+            "the host. Pass the part that is jitted."
+        )
+        raise
+
+
+def _is_backward(frame: Frame, atom: Any) -> bool:
+    maker = frame.makers.get(atom)
+    return maker is not None and is_transposed(frame.site_of(maker.number))
+
+
+def _is_forward(frame: Frame, number: int) -> bool:
+    return not is_transposed(frame.site_of(number))
+
+
+def _magnitude(size: Size, kind: str) -> float:
+    """The largest magnitude of an operand.
+
+    For a birth of inf the largest finite one. -inf if a birth of NaN has no other.
+    """
+    if size.nonfinite == {"-inf"} and kind == "nan":
+        return -math.inf
+    return size.finite if kind == "inf" else size.magnitude
+
+
+def _result(path: Sequence[str]) -> str:
+    """A result by its path, such as "result[1].mu"."""
+    keys = [f"[{key}]" if key.isdigit() else f".{key}" for key in path]
+    return f"result{''.join(keys)}" if keys else "the result"
+
+
+def _holds_nan(leaf: Any) -> bool:
+    return is_inexact_atom(leaf) and bool(jnp.any(jnp.isnan(leaf)))
+
+
+def _copy_leaf(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, jax.Array | np.ndarray) else leaf

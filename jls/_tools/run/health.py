@@ -1,0 +1,471 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jls.health`: a verdict on a run from its counters, in words."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jls import _validate
+from jls._nnx import is_model, is_optimizer, split_model
+from jls._scalers.rule import bounds_of, scalar
+from jls._scalers.static import is_static
+from jls._state import (
+    concrete_wrapper_state_in,
+    find,
+    is_wrapper_state,
+    metrics,
+    of_one_device,
+    refuse_around,
+)
+from jls._step import FoundWrapper, find_wrappers, sums_squares, wrapper_of
+from jls._text import an, wrapped
+from jls._tools.run.poison import find_poison, flag_leaves
+from jls._tools.run.record import strict
+from jls._tools.run.small import measure_small
+from jls._tools.run.verdict import (
+    UNKNOWN,
+    VERDICTS,
+    Facts,
+    Limits,
+    PolicyFacts,
+    ScalerFacts,
+    Small,
+    Verdict,
+    diagnose,
+)
+from jls._train_state import (
+    FP8,
+    is_train_state,
+    names_in,
+    optimizer_in,
+    pytree_fields,
+)
+from jls._tree import is_narrow, named_floats
+from jls._types import (
+    SIGNALS,
+    JlsWarning,
+    LossScaledState,
+    LossScaler,
+    SkipReason,
+    SpikeState,
+    StaticState,
+    known_skip_reason,
+)
+
+
+class Health(NamedTuple):
+    """Result of `jls.health`: a verdict, a sentence, and the numbers behind them.
+
+    `print` it to read it, in lines of at most 80 columns. The sentence is one line, for
+    logs.
+
+    Example:
+      >>> state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))
+      >>> jls.health(state).verdict
+      'no step'
+    """
+
+    verdict: Verdict
+    sentence: str
+    numbers: dict[str, Any]
+
+    @property
+    def safe_to_save(self) -> bool:
+        """Whether a checkpoint may replace an older one.
+
+        False if the run is stalled, has a bad scale, or is poisoned, which shows only
+        where it was looked at (see `numbers["poisoned_leaves"]`): it will not get
+        better by itself, and you may need the older checkpoint.
+        """
+        return self.verdict not in ("poisoned", "bad scale", "stalled")
+
+    def __str__(self) -> str:
+        """Verdict and sentence, in lines of at most 80 columns."""
+        return "\n".join(wrapped(f"{self.verdict}: {self.sentence}"))
+
+
+class UnhealthyError(RuntimeError):
+    """Raised by `jls.health` for a verdict in `raise_if`; `health` has the verdict.
+
+    Example:
+      >>> issubclass(jls.UnhealthyError, RuntimeError)
+      True
+    """
+
+    def __init__(self, health: Health) -> None:
+        super().__init__(str(health))
+        self.health = health
+
+
+def health(
+    state: Any,
+    params: Any = None,
+    *,
+    grads: Any = None,
+    optimizer: Any = None,
+    carried: Any = None,
+    max_consecutive_skips: int = 50,
+    max_small: float = 0.1,
+    dtype: DTypeLike = jnp.float16,
+    raise_if: Iterable[Verdict] = (),
+    warn_if: Iterable[Verdict] = (),
+) -> Health:
+    """Returns a verdict on the run, in words; on the host, with small transfers.
+
+    Call it every so many steps, and before you keep a checkpoint. It waits for the step
+    that made `state`.
+
+    Args:
+      state: anything that carries one state of `jls.loss_scaled`, also with an axis of
+        devices that all agree, as `jax.pmap` keeps it. Of a Flax
+        `TrainState` all fields are looked at: `params` as such, others as carried.
+      params: the parameters, to see whether an inf or NaN is in them or in the
+        optimizer's state, where an inf counts in arrays of the shape of a parameter:
+        optimizers keep an inf in scalars on purpose, such as the best loss so far. Or
+        an NNX model, whose parameters are then what the optimizer updates (its `wrt`;
+        `nnx.Param` if no `nnx.Optimizer` is given), and whose other variables count as
+        carried. One pass over them on the device; None does not look, unless `state` is
+        a `TrainState`. If several processes share the arrays, every process has to make
+        the call.
+      grads: true gradients of a recent step, to see whether they are too small for the
+        loss scale. Two passes over them on the device; None does not look. Every
+        process has to make the call here too.
+      optimizer: what `jls.loss_scaled` returned, which knows the bounds of the scale;
+        or an optimizer that has it inside, such as an `optax.chain`, for which `params`
+        are needed; or an `nnx.Optimizer`. None takes it from `state` if that is a
+        `TrainState` or an `nnx.Optimizer`. Without it, health does not know the bounds,
+        and never says "at floor" or "at ceiling".
+      carried: what else goes from step to step, such as batch statistics or an average
+        of the parameters, to see whether an inf or NaN is in it: any pytree. An inf in
+        a scalar does not count. One pass over it; None looks only at what `state` and
+        `params` carry themselves: fields of a `TrainState`, variables of an NNX model.
+      max_consecutive_skips: >= 1, the largest number of steps skipped in a row that is
+        tolerated.
+      max_small: the tolerated share, in [0, 1], of nonzero gradients that are below the
+        smallest normal number of `dtype` once scaled.
+      dtype: the dtype of the backward pass, for `grads`: floating point, of 8 to 32
+        bits.
+      raise_if: verdicts for which to raise.
+      warn_if: verdicts for which to warn.
+
+    A parameter or carried array may hold -inf as a mask, and so may an average of it.
+    It is taken for one if some of its elements are finite, all of its others are -inf,
+    the moments are finite and steps are still applied; the sentence then names it.
+
+    Returns:
+      A `jls.types.Health`: `verdict` is one of "ok", "no step", "calibrating",
+      "recovering", "skipping", "dropping", "spike", "spiking", "at floor", "at
+      ceiling", "underflow", "non-finite loss", "non-finite update", "bad scale",
+      "stalled" and "poisoned"; `sentence` says what it means and what to do, on one
+      line; `str` of it all has lines of at most 80 columns. `numbers` holds what
+      `jls.host_metrics` returns (`last_skip_reason` as a `jls.types.SkipReason`),
+      whether the scale `is_static`, and its bounds, which are None if they are not
+      known; whether the run is `poisoned`, None if nothing was looked at; the
+      `poisoned_leaves`, names in lists by the tree that they are in, with a list for
+      each tree that was looked at ("params", "opt_state", "carried"); the `masks`,
+      their numbers of elements that are -inf by name; with `params`, also the names of
+      the `nonfinite_leaves` of the last step skipped for inf or NaN, None if the
+      optimizer is for a part of `params` and was not given; with `grads`, also the
+      share of `small` gradients in `dtype`, and whether they are `all_zero`; under
+      `jls.spikes` or a preset like it, also its `window`, the `tokens` that are left,
+      the `steady_share` of spikes let through that noise alone stays below, and
+      `loss_given` and `loss_never_given`, both false while nothing is known.
+
+    Raises:
+      UnhealthyError: if the verdict is in `raise_if`.
+      TypeError: if `params` holds no floating-point array, such as the optimizer;
+        if `optimizer` was not made by jls, or has the wrapper inside and
+        `params` is None; if `max_consecutive_skips` is not an integer, `max_small` not
+        a number known to Python, `dtype` not floating point, or `raise_if` or `warn_if`
+        not iterable.
+      ValueError: if `state` carries no such state, or several, such as those of the
+        members of a `jax.vmap`, or one inside an `optax.MultiSteps`; if an array is
+        traced, or was donated to an earlier step; if `optimizer` is of another kind
+        than the one that made it, if `params` has fewer leaves than the state knows, if
+        a name in `raise_if` or `warn_if` is not a verdict, or a number is out of range.
+
+    Warns:
+      JlsWarning: if the verdict is in `warn_if`.
+
+    Example:
+      >>> optimizer = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(1024.0))
+      >>> params = {"w": jnp.ones(2), "b": jnp.ones(1)}
+      >>> state = optimizer.init(params)
+      >>> grads = {"w": jnp.array([1.0, jnp.inf]), "b": jnp.ones(1)}
+      >>> for _ in range(3):
+      ...     _, state = optimizer.update(grads, state, params)
+      >>> print(jls.health(state, params, optimizer=optimizer))
+      calibrating: all 3 steps so far were skipped while the loss scale comes down, to
+      128 now. That is normal for the first ten or so. Not finite: w.
+    """
+    raise_if = _check_verdicts("raise_if", raise_if)
+    warn_if = _check_verdicts("warn_if", warn_if)
+    limit = _validate.host_interval("max_consecutive_skips", max_consecutive_skips)
+    max_small = _validate.host_number("max_small", max_small, "from 0 to 1", 0.0, 1.0)
+    dtype = _validate.float_dtype("dtype", dtype)
+    if find(params, is_wrapper_state) and not find(state, is_wrapper_state):
+        raise ValueError(
+            "state must come first, got the parameters before it. The order is "
+            "jls.health(opt_state, params), of NNX jls.health(optimizer, model)."
+        )
+    _check_params(params)
+    wrapper_state = of_one_device(concrete_wrapper_state_in(state))
+    refuse_around(state)
+    for name, tree in {"params": params, "grads": grads, "carried": carried}.items():
+        _validate.concrete(name, tree)
+    is_nnx = is_optimizer(state) or is_model(params)
+    others = [] if carried is None else [carried]
+    if is_model(params):
+        _, params, variables = split_model(params, state, optimizer)
+        others.append(variables)
+    held, fields = _fields_of(state)
+    params = held if params is None else params
+    if isinstance(params, Mapping) and FP8 in params:
+        # As in Flax's `TrainState.create`, the optimizer knows only the others.
+        others.append({FP8: params[FP8]})
+        params = params["params"]
+    if fields:
+        others.append(fields)
+    found = _wrapper_in(optimizer, state, params, wrapper_state)
+    scaler = found.wrapper.scaler if found else None
+
+    flagged = flag_leaves(params, wrapper_state.inner_state, others)
+    on_device = {
+        "metrics": metrics(wrapper_state),
+        "leaves": wrapper_state.nonfinite_leaves,
+        "bad": {tree: leaves.flags for tree, leaves in flagged.items()},
+        "small": {} if grads is None else measure_small(wrapper_state, grads, dtype),
+        "policy": _observe_spikes(wrapper_state.spike_state),
+    }
+    on_host = jax.tree.map(lambda x: x.tolist(), jax.device_get(on_device))
+    counts, flags, small, policy = (
+        on_host[name] for name in ("metrics", "leaves", "small", "policy")
+    )
+    counts["last_skip_reason"] = known_skip_reason(counts["last_skip_reason"])
+    steps, in_a_row = counts["steps"], counts["consecutive_skips"]
+    poison = find_poison(flagged, on_host["bad"], steps, in_a_row)
+    known = _describe_scale(scaler, wrapper_state, counts["loss_scale"])
+    known |= {"poisoned_leaves": poison.leaves, "masks": poison.masks}
+    unnamed = None
+    if params is not None:
+        names = found.names if found else named_floats(params)[0]
+        if names and len(flags) < len(names):  # it is around a part of them
+            known["nonfinite_leaves"] = None
+            unnamed = None if found else (sum(flags), len(flags))
+        else:
+            known["nonfinite_leaves"] = _select_names(names, flags)
+    if grads is not None:
+        small["dtype"] = dtype.name
+
+    was_bad = in_a_row > 0 and counts["last_skip_reason"] == SkipReason.GRADIENTS
+    facts = Facts(
+        metrics=counts,
+        all_leaves_nonfinite=all(flags),
+        all_leaves_finite=bool(flags) and not any(flags),
+        unnamed_leaves=unnamed,
+        is_doubted=poison.is_doubted,
+        saw_params=params is not None or bool(fields),
+        is_train_state=held is not None or bool(fields),
+        is_nnx=is_nnx,
+        is_narrow=None
+        if params is None
+        else is_narrow((params, wrapper_state.inner_state)),
+        sums_squares=found is not None
+        and was_bad
+        and sums_squares(found.wrapper, params, wrapper_state.inner_state),
+        small=Small(**small) if small else None,
+        policy=PolicyFacts(**policy) if policy else None,
+        scaler=_describe_scaler(found, params),
+        **known,
+    )
+    known["poisoned"] = facts.poisoned if flagged else None
+    numbers = strict(counts | known | small | policy)
+    result = Health(*diagnose(facts, Limits(limit, max_small)), numbers)
+    if result.verdict in raise_if:
+        raise UnhealthyError(result)
+    if result.verdict in warn_if:
+        warnings.warn(str(result), JlsWarning, stacklevel=2)
+    return result
+
+
+def _check_params(params: Any) -> None:
+    write = "The order is jls.health(opt_state, params); None does not look."
+    has_floats = params is not None and not is_model(params) and named_floats(params)[0]
+    if has_floats and not is_optimizer(params):
+        return
+    if (hasattr(params, "update") and hasattr(params, "init")) or is_optimizer(params):
+        write = (
+            "The optimizer goes by keyword: "
+            "jls.health(opt_state, params, optimizer=optimizer)."
+        )
+    elif params is None or not jax.tree.leaves(params) or is_model(params):
+        return
+    raise TypeError(
+        f"params must hold floating-point arrays, got {type(params).__name__}. {write}"
+    )
+
+
+# What `state` is and holds.
+
+
+def _fields_of(state: Any) -> tuple[Any, dict[str, Any]]:
+    """The parameters of a `TrainState`, and its fields that only it knows.
+
+    Those of the optimizer and the step count are not among them. None and no fields for
+    any other state.
+    """
+    if not is_train_state(state):
+        return None, {}
+    try:
+        names = names_in(state)
+    except (TypeError, ValueError):  # no field, or several, may hold the parameters
+        names = None
+    fields = {name: getattr(state, name) for name in pytree_fields(state)}
+    known = names or ("tx", "step")
+    others = {
+        name: field
+        for name, field in fields.items()
+        if name not in known and not find(field, is_wrapper_state)
+    }
+    return fields.get(names.params) if names else others.pop("params", None), others
+
+
+# Spikes.
+
+
+def _observe_spikes(state: Any) -> dict[str, Any]:
+    """The facts of a spike policy of jls; none of others."""
+    if not isinstance(state, SpikeState):
+        return {}
+    losses, norms = (state.kept[SIGNALS.index(name)] for name in ("loss", "norm"))
+    # One that is too large for float32 is judged, but does not enter the window.
+    given = (losses > 0) | (state.value[SIGNALS.index("loss")] != 0)
+    judges_by_window = state.seen.shape[1] > 1
+    return {
+        "tokens": state.tokens,
+        "steady_share": state.steady_share,
+        "loss_never_given": ~given & (norms > 0) & judges_by_window,
+        "loss_given": given,
+        "window": jnp.int32(state.seen.shape[1]),
+    }
+
+
+# The scale.
+
+
+def _wrapper_in(
+    optimizer: Any, state: Any, params: Any, wrapper_state: LossScaledState
+) -> FoundWrapper | None:
+    """The wrapper of the optimizer, or of the one that a Flax state carries."""
+    if isinstance(optimizer, LossScaler):
+        raise TypeError(
+            "optimizer must be what jls.loss_scaled returned, got its scaler. Write "
+            "optimizer = jls.loss_scaled(inner, scaler), and pass that."
+        )
+    if optimizer is None:
+        found = _wrappers_in(optimizer_in(state), params)
+        return found[0] if len(found) == 1 else None
+    found = _wrappers_in(optimizer_in(optimizer) or optimizer, params)
+    if not found:
+        further_inside = (
+            " If the wrapper is further inside, e.g. in an optax.chain, pass the "
+            "parameters too: jls.health(opt_state, params, optimizer=optimizer)."
+        )
+        raise TypeError(
+            "optimizer must be what jls.loss_scaled or jls.skip_nonfinite returned, or "
+            f"have it inside, got {type(optimizer).__name__}."
+            f"{further_inside if params is None else ''}"
+        )
+    structure = jax.tree.structure(wrapper_state.scaler_state)
+    fitting = [one for one in found if one.wrapper.scaler_structure == structure]
+    if not fitting:
+        ours = jax.eval_shape(found[0].wrapper.scaler.init)
+        states = ours, wrapper_state.scaler_state
+        names = " and state carries ".join(an(type(x).__name__) for x in states)
+        raise ValueError(
+            f"optimizer must be the one that made state: its scaler makes {names}. "
+            "Pass the optimizer that state comes from."
+        )
+    if len(fitting) > 1:  # each for a part of the parameters
+        size = wrapper_state.nonfinite_leaves.size
+        fitting = [one for one in fitting if len(one.names) == size]
+    if len(fitting) != 1:
+        raise ValueError(
+            "optimizer must have one wrapper that may have made state, got "
+            f"{len(fitting)}. Pass the one that did, and its part of params."
+        )
+    return fitting[0]
+
+
+def _wrappers_in(optimizer: Any, params: Any) -> list[FoundWrapper]:
+    """The wrappers in `optimizer`; without `params` only an outermost one is found."""
+    if wrapper_of(optimizer):
+        return find_wrappers(optimizer, params)
+    can_look = callable(getattr(optimizer, "init", None)) and params is not None
+    return find_wrappers(optimizer, params) if can_look else []
+
+
+def _describe_scale(
+    scaler: LossScaler | None, wrapper_state: LossScaledState, loss_scale: float
+) -> dict[str, Any]:
+    """Whether the scale can never move, and its bounds; None if they are not known."""
+    static = isinstance(wrapper_state.scaler_state, StaticState)
+    if is_static(scaler) if scaler else static:
+        return {"is_static": True, "min_scale": loss_scale, "max_scale": loss_scale}
+    bounds = bounds_of(scaler) if scaler else None
+    if bounds is None:
+        return {"is_static": False, "min_scale": None, "max_scale": None}
+    low, high = bounds
+    return {"is_static": low == high, "min_scale": low, "max_scale": high}
+
+
+def _describe_scaler(found: FoundWrapper | None, params: Any) -> ScalerFacts:
+    """The facts of a known optimizer: of its scaler, its checks and its policy."""
+    if found is None:
+        return UNKNOWN
+    wrapper, known = found.wrapper, found.wrapper.scaler.hyperparameters
+    checks = wrapper.check_updates
+    if checks is None and params is not None:
+        checks = is_narrow(params)
+    policy = wrapper.spikes.hyperparameters if wrapper.spikes else {}
+    return ScalerFacts(
+        backoff_interval=scalar(known, "backoff_interval"),
+        growth_interval=scalar(known, "growth_interval"),
+        adjusts=not is_static(wrapper.scaler),
+        checks_updates=checks,
+        sigmas=scalar(policy, "sigmas"),
+    )
+
+
+def _check_verdicts(name: str, verdicts: Iterable[Verdict]) -> tuple[Verdict, ...]:
+    rule = f"{name} must be verdicts out of {VERDICTS}, got {verdicts!r}."
+    if isinstance(verdicts, str) and verdicts in VERDICTS:
+        raise ValueError(
+            f"{name} must be a list of verdicts, got {verdicts!r}. Write "
+            f"{name}=[{verdicts!r}]."
+        )
+    try:
+        names = tuple(verdicts)  # an iterator can be asked only once
+    except TypeError:
+        raise TypeError(rule) from None
+    known = all(isinstance(name, str) and name in VERDICTS for name in names)
+    if isinstance(verdicts, str) or not known:
+        raise ValueError(rule)
+    return names
+
+
+def _select_names(names: list[str], flags: list[bool]) -> list[str]:
+    """The names of the parameters whose flag is set."""
+    # Without a leaf the state has one flag all the same, in 0.1.0 none.
+    if len(flags) != len(names) and (names or len(flags) > 1):
+        raise ValueError(
+            "params must be the parameters that the optimizer was initialized with: "
+            f"got {len(names)} floating-point leaves, the state knows {len(flags)}. "
+            "Pass all of them. If the model has changed since, its optimizer needs a "
+            "new optimizer.init(params)."
+        )
+    return [name for name, is_bad in zip(names, flags, strict=False) if is_bad]

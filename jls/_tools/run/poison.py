@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds an inf or a NaN that no further step removes, and masks of -inf."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jls._reduce import any_nan, count_true, finite_leaves
+from jls._tools.run.verdict import COMING_DOWN
+from jls._tree import named_floats, widen
+
+
+class FlaggedLeaves(NamedTuple):
+    """The leaves of a tree, with a flag for a NaN, and for an inf that may not be."""
+
+    names: list[str]
+    leaves: list[Any]
+    flags: Array  # bool[n]
+
+
+def flag_leaves(
+    params: Any, inner_state: Any, carried: list[Any]
+) -> dict[str, FlaggedLeaves]:
+    """Flags the leaves of each tree, on the device.
+
+    Args:
+      params: the parameters, or None.
+      inner_state: the state of the optimizer.
+      carried: other trees.
+    """
+    flagged = {}
+    if params is not None:
+        # All optimizers of optax that keep an inf on purpose keep it in a scalar.
+        shapes = {jnp.shape(leaf) for leaf in named_floats(params)[1]} - {()}
+        flagged["params"] = _flag([params], lambda _: False)
+        flagged["opt_state"] = _flag(
+            [inner_state], lambda leaf: jnp.shape(leaf) not in shapes
+        )
+    if carried:
+        # A scalar may be the best loss so far, which starts at inf.
+        flagged["carried"] = _flag(carried, lambda leaf: jnp.ndim(leaf) == 0)
+    return flagged
+
+
+def _flag(trees: list[Any], may_be_inf: Callable[[Any], bool]) -> FlaggedLeaves:
+    finite, others = [], []
+    for tree in trees:
+        for name, leaf in zip(*named_floats(tree), strict=True):
+            (others if may_be_inf(leaf) else finite).append((name, leaf))
+    flags = _nonfinite_flags([leaf for _, leaf in finite], [leaf for _, leaf in others])
+    names, leaves = ([pair[i] for pair in finite + others] for i in (0, 1))
+    return FlaggedLeaves(names, leaves, flags)
+
+
+@jax.jit
+def _nonfinite_flags(leaves: list[Any], may_be_inf: list[Any]) -> Array:
+    """`bool[n]`: whether each leaf holds a NaN, or an inf unless it may be inf."""
+    is_nan = [any_nan([leaf]) for leaf in may_be_inf]
+    return jnp.concatenate([~finite_leaves(leaves), jnp.array(is_nan, jnp.bool_)])
+
+
+class BadLeaf(NamedTuple):
+    """A flagged leaf."""
+
+    name: str
+    size: int
+    others: int  # elements that are NaN or +inf
+    lows: int  # elements that are -inf
+
+
+def _count_bad(leaves: FlaggedLeaves, flags: list[bool]) -> list[BadLeaf]:
+    """Counts elements of the flagged leaves alone: in most runs there are none."""
+    flagged = [
+        (name, leaf)
+        for name, leaf, flag in zip(leaves.names, leaves.leaves, flags, strict=True)
+        if flag
+    ]
+    if not flagged:
+        return []
+    tallies = jax.device_get(_count_nonfinite([leaf for _, leaf in flagged])).tolist()
+    return [
+        BadLeaf(name, jnp.size(leaf), *(high << 32 | low for high, low in pair))
+        for (name, leaf), pair in zip(flagged, tallies, strict=True)
+    ]
+
+
+@jax.jit
+def _count_nonfinite(leaves: list[Any]) -> Array:
+    """Numbers of NaN and +inf, and of -inf: `u32[n, 2, 2]`, in base 2**32."""
+
+    def tally(leaf):
+        wide = widen(leaf)
+        if jnp.iscomplexobj(wide):
+            return count_true([~jnp.isfinite(wide), jnp.zeros_like(wide, jnp.bool_)])
+        return count_true([jnp.isnan(wide) | (wide == jnp.inf), wide == -jnp.inf])
+
+    return jnp.stack([tally(leaf) for leaf in leaves])
+
+
+class Poison(NamedTuple):
+    """The leaves that are poisoned, and those that hold a mask."""
+
+    leaves: dict[str, list[str]]  # by tree
+    masks: dict[str, int]  # elements that are -inf, by name
+    is_doubted: bool  # the poisoned leaves hold -inf alone
+
+
+def find_poison(
+    flagged: dict[str, FlaggedLeaves],
+    flags: dict[str, list[bool]],
+    steps: int,
+    consecutive_skips: int,
+) -> Poison:
+    """Separates poisoned leaves from those whose -inf may be a mask.
+
+    A leaf is a mask if all of its non-finite elements are -inf, the moments are finite,
+    it has other elements too (or waits for its first step, as a maximum does that
+    starts at -inf), and steps are applied, which poison prevents: no more are skipped
+    in a row than a loss scale takes to come down. Averages of a mask, at its path in
+    the optimizer's state, are masks.
+
+    Args:
+      flagged: the leaves.
+      flags: their flags, on the host.
+      steps: the number of steps so far.
+      consecutive_skips: the number of steps skipped in a row, up to now.
+    """
+    bad = {tree: _count_bad(leaves, flags[tree]) for tree, leaves in flagged.items()}
+    steps_go_on = consecutive_skips <= COMING_DOWN
+    has_good_moments = not any(leaf.others for leaf in bad.get("opt_state", []))
+    masks: dict[str, int] = {}
+
+    def is_mask(tree, leaf):
+        # A maximum of one element may be -inf until it has seen something.
+        may_wait = steps == 0 or (tree == "carried" and leaf.size == 1)
+        is_whole = leaf.lows == leaf.size and not may_wait
+        if leaf.others or is_whole or not (steps_go_on and has_good_moments):
+            return False
+        return tree != "opt_state" or any(_ends_with(leaf.name, x) for x in masks)
+
+    poisoned: dict[str, list[BadLeaf]] = {}
+    for tree, leaves in bad.items():
+        poisoned[tree] = [leaf for leaf in leaves if not is_mask(tree, leaf)]
+        if tree != "opt_state":
+            masks |= {x.name: x.lows for x in leaves if x not in poisoned[tree]}
+    names = {tree: [leaf.name for leaf in found] for tree, found in poisoned.items()}
+    found = list(itertools.chain(*poisoned.values()))
+    has_others = any(leaf.others for leaf in found)
+    return Poison(names, masks, bool(found) and not steps_go_on and not has_others)
+
+
+def _ends_with(name: str, param: str) -> bool:
+    return param in ("", name) or name.endswith(f"/{param}")

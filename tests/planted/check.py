@@ -1,0 +1,544 @@
+"""`check_step`: what it reads of a program, what it tries, what it says."""
+
+from planted.fault import Fault
+
+CHECK = "tests/check/test_check_step.py::"
+READ = "tests/check/test_reading.py::"
+RUNS = "tests/check/test_runs.py::"
+FLOW = "tests/check/test_flow.py::"
+DEGREE = f"{FLOW}test_degree_is_what_numbers_say"
+NO_DEGREE = f"{FLOW}test_what_has_no_degree_is_mixed"
+MOVES_ON = f"{FLOW}test_what_moves_is_not_proved"
+AVERAGE = f"{READ}test_weights_of_an_average_add_up_to_1"
+GRADIENTS = f"{READ}test_mistake_in_the_gradients_is_read"
+CLEANED = f"{READ}test_gradients_that_may_lose_an_inf_are_found"
+RIGHT = f"{READ}test_right_step_is_proved"
+
+# The powers of the loss scale.
+DEGREES = [
+    Fault(
+        "a product of two values that follow the scale counts as one",
+        "jls/_tools/check/degrees.py",
+        "total[symbol] = total.get(symbol, Fraction()) + power",
+        "total[symbol] = power",
+        (f"{DEGREE}[unscaled]",),
+    ),
+    Fault(
+        "what is divided by the scale counts as multiplied by it",
+        "jls/_tools/check/degrees.py",
+        "_degree_of_power(site, degrees[1], -1)",
+        "degrees[1]",
+        (f"{DEGREE}[quotient]",),
+    ),
+    Fault(
+        "a power that is no integer has no rule",
+        "jls/_tools/check/degrees.py",
+        'if name == "pow" and isinstance(operands[1].known, Number):',
+        'if name == "power" and isinstance(operands[1].known, Number):',
+        (f"{DEGREE}[power that is no integer]",),
+    ),
+    Fault(
+        "three cube roots do not add up to one",
+        "jls/_tools/check/degrees.py",
+        "by = Fraction(exponent).limit_denominator(1000)",
+        "by = Fraction(exponent)",
+        (f"{DEGREE}[cube of a cube root]",),
+    ),
+    Fault(
+        "zeros in the place of scaled values count as unscaled ones",
+        "jls/_tools/check/degrees.py",
+        "found = [x.degree for x in values if x.degree != ANY]",
+        "found = [ZERO if x.degree == ANY else x.degree for x in values]",
+        (f"{DEGREE}[masked]",),
+    ),
+    Fault(
+        "the sum of a scaled and an unscaled value counts as scaled",
+        "jls/_tools/check/degrees.py",
+        "if all(degree == found[0] for degree in found):",
+        "if any(degree == found[0] for degree in found):",
+        (f"{NO_DEGREE}[sum]",),
+    ),
+    Fault(
+        "what the scale was mixed into is clean again after a product",
+        "jls/_tools/check/degrees.py",
+        "for kind in (AnyDegree, Mixed, Unknown):",
+        "for kind in (AnyDegree, Unknown):",
+        (f"{NO_DEGREE}[clipped by norm]",),
+    ),
+    Fault(
+        "a scaled value that is squashed counts as unscaled",
+        "jls/_tools/check/degrees.py",
+        "return Mixed(site, (ZERO, *degrees))",
+        "return ZERO",
+        (f"{NO_DEGREE}[squashed]",),
+    ),
+    Fault(
+        "a scaled value that is rounded to integers counts as unscaled",
+        "jls/_tools/check/degrees.py",
+        "return next(unknown, Unknown(site))",
+        "return next(unknown, ZERO)",
+        (f"{FLOW}test_integers_of_scaled_numbers_are_unknown",),
+    ),
+    Fault(
+        "two numbers made of the scale in two ways count as one",
+        "jls/_tools/check/degrees.py",
+        "symbol = (site.equation.primitive.name, inputs)",
+        "symbol = (site.equation.primitive.name, len(inputs))",
+        (f"{FLOW}test_what_is_computed_from_the_scale_alone_is_a_scale_of_its_own",),
+    ),
+]
+
+# What stays, what holds what, and the weights of sums.
+KNOWN = [
+    Fault(
+        "1 divided by a parameter counts as the parameter",
+        "jls/_tools/check/known.py",
+        'return x.value == 1 and (place == 1 or name == "mul")',
+        "return x.value == 1",
+        (f"{MOVES_ON}[inverted]",),
+    ),
+    Fault(
+        "a parameter with its sign turned counts as the parameter",
+        "jls/_tools/check/known.py",
+        'if x.value != 0 or (name == "sub" and place == 0):',
+        "if x.value != 0:",
+        (f"{MOVES_ON}[taken from 0]",),
+    ),
+    Fault(
+        "a parameter rounded to float16 counts as the parameter",
+        "jls/_tools/check/known.py",
+        "return known if is_exact_cast(old, new) else None",
+        "return known",
+        (f"{MOVES_ON}[narrowed]",),
+    ),
+    Fault(
+        "one element of a parameter counts as the parameter",
+        "jls/_tools/check/known.py",
+        "is_whole = isinstance(first, Same) and aval.size == avals[first.number].size",
+        "is_whole = isinstance(first, Same)",
+        (f"{MOVES_ON}[its first element]",),
+    ),
+    Fault(
+        "what a where may compute anew counts as only stored",
+        "jls/_tools/check/known.py",
+        "unite = operator.and_ if is_choice else operator.or_",
+        "unite = operator.or_",
+        (f"{FLOW}test_what_holds_an_input_only_stores_it",),
+    ),
+    Fault(
+        "the factor of an input in a sum is not looked at",
+        "jls/_tools/check/known.py",
+        "total[i] = total.get(i, 0.0) + sign * factor * weight",
+        "total[i] = total.get(i, 0.0) + sign * weight",
+        (f"{AVERAGE}[a sum with weights]",),
+    ),
+    Fault(
+        "what is subtracted counts as added",
+        "jls/_tools/check/known.py",
+        'sign = -1.0 if name == "sub" and place else 1.0',
+        "sign = 1.0",
+        (f"{AVERAGE}[one step towards the parameters]",),
+    ),
+]
+
+READING = [
+    Fault(
+        "gradients that were cleaned count as those that keep an inf",
+        "jls/_tools/check/flow.py",
+        '    """The operation that may have lost an inf of a gradient; None if it is '
+        'kept."""\n',
+        "    return None\n",
+        (f"{CLEANED}[nan_to_num]",),
+    ),
+    Fault(
+        "a where that puts 0 in the place of an inf keeps it",
+        "jls/_tools/check/flow.py",
+        "if not all(x.unscaled for x in data):",
+        "if not any(x.unscaled for x in data):",
+        (f"{CLEANED}[zero where it is not finite]",),
+    ),
+    Fault(
+        "a division by gradients keeps an inf in them",
+        "jls/_tools/check/flow.py",
+        "return operands[0].cleaned if operands[0].unscaled else lost or site",
+        "return operands[0].cleaned",
+        (f"{CLEANED}[divided by themselves]",),
+    ),
+    Fault(
+        "a parameter that one of two branches leaves stays in both",
+        "jls/_tools/check/flow.py",
+        "known=one.known if one.known == other.known else None,",
+        "known=one.known,",
+        (f"{MOVES_ON}[one round of a scan]",),
+    ),
+    Fault(
+        "the loss scale after an update counts as the one before it",
+        "jls/_tools/check/flow.py",
+        "result, degree=((symbol, Fraction(1)),), scale=old.scale",
+        "result, degree=old.degree if symbol else ZERO, scale=old.scale",
+        (f"{READ}test_scale_after_the_update_is_another",),
+    ),
+    Fault(
+        "small gradients vanish in bfloat16",
+        "jls/_tools/check/flow.py",
+        "return jnp.finfo(new).minexp > jnp.finfo(old).minexp",
+        "return jnp.finfo(new).bits < jnp.finfo(old).bits",
+        (f"{RIGHT}[bfloat16 and back]",),
+    ),
+    Fault(
+        "a factor before a cast to float16 is not looked at",
+        "jls/_tools/check/flow.py",
+        "gain=gradient.gain * _gain(name, operands),",
+        "gain=gradient.gain,",
+        (f"{RIGHT}[scaled, float16 and back]",),
+    ),
+    Fault(
+        "the state of a skipped step is read from one that is applied",
+        "jls/_tools/check/reading.py",
+        "_, skipped = self._read(None)",
+        "_, skipped = self._read(frozenset())",
+        (f"{READ}test_parameters_that_a_skip_may_change_are_found",),
+    ),
+    Fault(
+        "jax.device_get in a step goes unseen",
+        "jls/_tools/check/reading.py",
+        "return traced._replace(reads=bool(calls))",
+        "return traced",
+        (f"{READ}test_value_that_the_host_reads_is_read[device_get]",),
+    ),
+    Fault(
+        "not scaled: never found",
+        "jls/_tools/check/proofs.py",
+        "lacking = [x for x in gradients if x.depends and not x.depends & bit]",
+        "lacking = list[Value]()",
+        (f"{GRADIENTS}[not scaled]",),
+    ),
+    Fault(
+        "scale leaks: a factor of the whole is not found in the gradients",
+        "jls/_tools/check/proofs.py",
+        "if degree in (ZERO, ANY) or isinstance(degree, Unknown):",
+        "if not isinstance(degree, Mixed):",
+        (f"{READ}test_leak_that_an_optimizer_of_signs_hides_is_read",),
+    ),
+    Fault(
+        "scale leaks: not found in the loss",
+        "jls/_tools/check/proofs.py",
+        '_read_leaks(runner, losses, "the loss", scale, findings)',
+        '_read_leaks(runner, losses[1:], "the loss", scale, findings)',
+        (f"{GRADIENTS}[the scaled loss told]",),
+    ),
+    Fault(
+        "scale leaks: not found in the updates",
+        "jls/_tools/check/proofs.py",
+        "if x is not None and x.now.follows & bits]",
+        "if x is not None and not bits]",
+        (f"{READ}test_updates_that_are_scaled_leak",),
+    ),
+    Fault(
+        "loss not passed: never found",
+        "jls/_tools/check/proofs.py",
+        "if not scale.is_static and not call.losses:",
+        "if scale.is_static and not call.losses:",
+        (f"{READ}test_loss_that_is_not_passed_is_read[nothing]",),
+    ),
+    Fault(
+        "gradients narrowed: any cast counts as one on purpose",
+        "jls/_tools/check/proofs.py",
+        "if gradient.narrowed.gain >= 2.0**4:",
+        "if gradient.narrowed.gain >= 2.0**0:",
+        (f"{GRADIENTS}[narrowed]",),
+    ),
+    Fault(
+        "scale stuck: a state that comes back as it was is not found",
+        "jls/_tools/check/proofs.py",
+        "return bool(results) and all(",
+        "return not results and all(",
+        (f"{READ}test_scaler_that_is_put_back_is_stuck",),
+    ),
+    Fault(
+        "scale stuck: not found where a skip alone undoes the state",
+        "jls/_tools/check/proofs.py",
+        "elif scale.counters and _comes_back(runner, scale.own, is_skipped=True):",
+        "elif scale.counters and _comes_back(runner, scale.own, is_skipped=False):",
+        (f"{READ}test_state_that_a_skip_undoes_is_stuck",),
+    ),
+    Fault(
+        "the weights of an average are not added up",
+        "jls/_tools/check/proofs.py",
+        "abs(sum(x for _, x in weights) - 1) > 1e-3",
+        "abs(sum(x for _, x in weights) - 1) > 1e3",
+        (f"{AVERAGE}[a sum that grows]",),
+    ),
+    Fault(
+        "a parameter that a skip decays counts as an average",
+        "jls/_tools/check/proofs.py",
+        "return bool(others) and sources - counts <= runner.trained",
+        "return sources - counts <= runner.trained",
+        (f"{READ}test_parameters_that_a_skip_decays_a_little_are_no_average",),
+    ),
+    Fault(
+        "what a skip changes counts as noise",
+        "jls/_tools/check/proofs.py",
+        "        and runner.reading.flow.is_random(result.skipped)\n",
+        "",
+        (f"{READ}test_noise_is_told_from_what_is_not_random",),
+    ),
+    Fault(
+        "what a skip changes is not looked at",
+        "jls/_tools/check/proofs.py",
+        "if result is None or reading.leaf_of(result.skipped) == i:",
+        "if result is None or reading.leaf_of(result.now) != i:",
+        (f"{READ}test_parameters_that_a_skip_may_change_are_found",),
+    ),
+    Fault(
+        "host sync: never found",
+        "jls/_tools/check/check.py",
+        "    if last.reads:\n",
+        "    if last.reads and isinstance(last, Traced):\n",
+        (f"{READ}test_value_that_the_host_reads_is_read[float]",),
+    ),
+    Fault(
+        "host sync: found where the host reads a value now and then",
+        "jls/_tools/check/check.py",
+        "while len(traces) < 3 and traces[-1].reads:",
+        "while len(traces) < 1 and traces[-1].reads:",
+        (f"{READ}test_value_that_the_host_reads_once_in_three_traces_is_right",),
+    ),
+]
+
+TRIALS = [
+    Fault(
+        "a move of 4,000 units in the last place is rounding",
+        "jls/_tools/check/leaves.py",
+        "most = 4 * eps if eps < 1e-5 else eps",
+        "most = 4000 * eps if eps < 1e-5 else eps",
+        (f"{RUNS}test_rounding_is_a_few_units_in_the_last_place[float32-4]",),
+    ),
+    Fault(
+        "a parameter that stays NaN has moved",
+        "jls/_tools/check/leaves.py",
+        "equal = (x == y) | (np.isnan(x) & np.isnan(y)) | (np.abs(x - y) < tiny)",
+        "equal = (x == y) | (np.abs(x - y) < tiny)",
+        (f"{RUNS}test_nan_is_the_same_as_nan_and_inf_is_another",),
+    ),
+    Fault(
+        "one of two calls that skips is a skip of both",
+        "jls/_tools/check/runs.py",
+        'return calls > 0 and calls == self.counted(run, scale, "skips")',
+        'return calls > 0 and self.counted(run, scale, "skips") > 0',
+        (f"{RUNS}test_all_calls_of_a_wrapper_have_to_skip_to_be_a_skip",),
+    ),
+    Fault(
+        "the step is given the caller's arrays, and may donate them",
+        "jls/_tools/check/runs.py",
+        "    if is_concrete(leaf):\n        return jnp.array(leaf, copy=True)\n",
+        "    if is_concrete(leaf):\n        return leaf\n",
+        (f"{RUNS}test_step_does_not_get_the_arrays_of_the_caller",),
+    ),
+    Fault(
+        "a lowered scale grows as soon as the old one would have",
+        "jls/_tools/check/runs.py",
+        "np.minimum(as_numpy(leaves[count]), 0)",
+        "as_numpy(leaves[count])",
+        (f"{RUNS}test_another_scale_starts_the_count_to_its_growth_anew",),
+    ),
+    Fault(
+        "out of sync: never found",
+        "jls/_tools/check/runs.py",
+        "if first.setdefault(str(shard.index), bits) != bits:",
+        "if first.setdefault(str(shard.device), bits) != bits:",
+        (
+            "tests/devices/test_check_step_on_devices.py::"
+            "test_gradients_of_each_device_are_out_of_sync",
+        ),
+    ),
+    Fault(
+        "no step: never found where nothing changes",
+        "jls/_tools/check/good_steps.py",
+        "if not runner.changed(good[0]):",
+        "if not good[0].after:",
+        (f"{CHECK}test_plain_step_that_returns_what_it_got_is_no_step",),
+    ),
+    Fault(
+        "no step: not found where the old state comes back",
+        "jls/_tools/check/good_steps.py",
+        "if base is not None and _returns_old_state(runner, good):",
+        "if base is None and _returns_old_state(runner, good):",
+        (f"{CHECK}test_old_state_that_comes_back_is_no_step",),
+    ),
+    Fault(
+        "retraced: never found",
+        "jls/_tools/check/good_steps.py",
+        "    if later:\n",
+        "    if later and base is None:\n",
+        (f"{CHECK}test_jit_in_each_call_is_retraced",),
+    ),
+    Fault(
+        "retraced: found where the second step alone is compiled anew",
+        "jls/_tools/check/good_steps.py",
+        "if run.compiled and place > 2",
+        "if run.compiled and place > 1",
+        (f"{RUNS}test_second_step_may_compile_once_more",),
+    ),
+    Fault(
+        "nothing is planted where an inf should be",
+        "jls/_tools/check/planting.py",
+        "return x.at[(0,) * x.ndim].set(jnp.inf)",
+        "return x.at[(0,) * x.ndim].set(0.0)",
+        (f"{RUNS}test_inf_that_is_lost_is_told_from_one_that_is_kept",),
+    ),
+    Fault(
+        "overflow hidden: not found where gradients are cleaned while they are scaled",
+        "jls/_tools/check/faults.py",
+        "elif not is_same:",
+        "elif is_same:",
+        (f"{CHECK}test_overflow_that_is_hidden_is_named[while they are scaled]",),
+    ),
+    Fault(
+        "overflow hidden: not found where an inf alone is lost, and NaN stays",
+        "jls/_tools/check/faults.py",
+        "            elif applied:\n",
+        "            elif not applied:\n",
+        (f"{CHECK}test_overflow_that_is_hidden_is_named[where NaN stays]",),
+    ),
+    Fault(
+        "nan committed: never found",
+        "jls/_tools/check/faults.py",
+        "bad -= self.runner.nonfinite(self.base.right)",
+        "bad -= self.runner.nonfinite(fault.run)",
+        (f"{CHECK}test_metrics_that_a_bad_step_spoils_can_be_left_out",),
+    ),
+    Fault(
+        "nan committed: what is not trained only stores what came in",
+        "jls/_tools/check/faults.py",
+        "is_stored = bool(result.now.holds)",
+        "is_stored = True",
+        (f"{CHECK}test_metrics_that_a_bad_step_spoils_can_be_left_out",),
+    ),
+    Fault(
+        "not atomic: any leaf may move in a skip",
+        "jls/_tools/check/faults.py",
+        "        return is_rounding(old, new)\n",
+        "        return True\n",
+        (f"{CHECK}test_weight_decay_outside_is_not_atomic",),
+    ),
+    Fault(
+        "never recovers: never found",
+        "jls/_tools/check/faults.py",
+        "            if not self._moved(run):\n",
+        "            if not run.after:\n",
+        (f"{CHECK}test_accumulation_outside_never_recovers",),
+    ),
+    Fault(
+        "spike not skipped: never found by a run",
+        "jls/_tools/check/faults.py",
+        'elif not self.runner.counted(run, scale, "spikes"):',
+        'elif self.runner.counted(run, scale, "spikes") < 0:',
+        (f"{CHECK}test_spike_policy_that_is_started_anew_in_each_step_is_named",),
+    ),
+    Fault(
+        "a mistake that was found is taken back",
+        "jls/_tools/check/findings.py",
+        "        if self.status(code) is None:\n"
+        '            self._found[code] = Finding("right", note)\n',
+        '        self._found[code] = Finding("right", note)\n',
+        (f"{RUNS}test_mistake_that_was_found_stays_found",),
+    ),
+    Fault(
+        "what was not tried is not raised",
+        "jls/_tools/check/check.py",
+        'if self.broken or (not_tried == "raise" and self.not_tried):',
+        "if self.broken:",
+        (f"{RUNS}test_what_was_not_tried_is_raised_if_asked_for",),
+    ),
+    Fault(
+        "carried_args leaves no field out",
+        "jls/_tools/check/check.py",
+        "named[key] = None if fields is None else tuple(fields)",
+        "named[key] = None",
+        (f"{CHECK}test_metrics_that_a_bad_step_spoils_can_be_left_out",),
+    ),
+    Fault(
+        "a step with a bare scale is told of an optimizer",
+        "jls/_tools/check/check.py",
+        "    if not has_wrapper:  #",
+        "    if has_wrapper:  #",
+        (f"{CHECK}test_advice_on_nnx_is_for_nnx_whatever_carries_the_scale",),
+    ),
+    Fault(
+        "accumulation outside is not told to go inside",
+        "jls/_tools/check/codes.py",
+        '"never recovers": "jls.loss_scaled(optax.MultiSteps(inner, k))',
+        '"no step": "jls.loss_scaled(optax.MultiSteps(inner, k))',
+        (f"{CHECK}test_accumulation_outside_is_told_to_go_inside",),
+    ),
+]
+
+ANSWERS = [
+    Fault(
+        "what scaled values choose is not doubted",
+        "jls/_tools/check/flow.py",
+        'chooses = name == "select_n" and operands[0].is_of_scaled',
+        "chooses = False",
+        ("tests/check/test_reading.py",),
+    ),
+    Fault(
+        "every choice between scaled values and 0 is doubted",
+        "jls/_tools/check/flow.py",
+        'chooses = name == "select_n" and operands[0].is_of_scaled',
+        'chooses = name == "select_n"',
+        ("tests/check/test_reading.py",),
+    ),
+    Fault(
+        "a number that changes once is taken for one that counts",
+        "jls/_tools/check/good_steps.py",
+        "if len(set(values)) == len(values):",
+        "if len(set(values)) > 1:",
+        ("tests/check/test_answers.py",),
+    ),
+    Fault(
+        "a number that counts outside of the program is a mistake",
+        "jls/_tools/check/good_steps.py",
+        "for path in series[0] if compiled else ():",
+        "for path in series[0]:",
+        ("tests/check/test_answers.py",),
+    ),
+    Fault(
+        "attributes of a module are no static numbers",
+        "jls/_tools/check/static.py",
+        "if type(value) in _NUMBERS and not name",
+        "if type(value) is complex and not name",
+        ("tests/check/test_answers.py",),
+    ),
+    Fault(
+        "a moment that comes back narrower is right",
+        "jls/_tools/check/dtypes.py",
+        "path for path, i in copy.items() if _is_narrower(items[i].value, state[path])",
+        "p for p, i in copy.items() if p[-1] == 'loss_scale' and _is_narrower("
+        "items[i].value, state[p])",
+        ("tests/check/test_answers.py",),
+    ),
+    Fault(
+        "a rate with the axis of pmap makes an average a mistake",
+        "jls/_tools/check/proofs.py",
+        "scalars = {(), (1,), *",
+        "scalars = {(), *",
+        ("tests/check/test_answers.py",),
+    ),
+    Fault(
+        "a state that is only read leaves codes untried",
+        "jls/_tools/check/proofs.py",
+        "if runner.scales[k].own & runner.carried.leaves]",
+        "]",
+        ("tests/check/test_answers.py",),
+    ),
+    Fault(
+        "what was taken as data is not in the headline",
+        "jls/_tools/check/check.py",
+        "others = [name for name in self.not_tried if name not in untried]",
+        "others = list[str]()",
+        ("tests/check/test_answers.py",),
+    ),
+]
+
+FAULTS = DEGREES + KNOWN + READING + TRIALS + ANSWERS

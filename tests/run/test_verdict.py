@@ -1,0 +1,253 @@
+"""Verdicts at their limits, and the numbers in their sentences: of states made by hand.
+
+`tests/run/test_health.py` makes the runs.
+"""
+
+import math
+import re
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jls
+from jls.types import SkipReason
+
+PARAMS = {"w": jnp.ones(2), "b": jnp.ones(1)}
+
+
+def optimizer(policy=None, **options):
+    bounds = {"min_scale": 2.0, "max_scale": 32.0} | options
+    return jls.loss_scaled(optax.sgd(0.1), jls.dynamic(8.0, **bounds), spikes=policy)
+
+
+def policy_of(window=128, sigmas=6.0):
+    return jls.spikes(window, sigmas)
+
+
+PLAIN, GUARDED = optimizer(), optimizer(policy_of())
+
+
+def made(by=PLAIN, scale=8.0, of_policy=None, **counts):
+    """The state of a run that was counted so."""
+    state = jls.set_loss_scale(by.init(PARAMS), scale)
+    counts = {"steps": 100} | counts
+    if "consecutive_skips" in counts:
+        counts = {"last_skip_reason": SkipReason.GRADIENTS} | counts
+    state = state._replace(**{name: jnp.int32(x) for name, x in counts.items()})
+    if of_policy:
+        old = state.spike_state
+        new = {
+            name: jnp.asarray(x, getattr(old, name).dtype)
+            for name, x in of_policy.items()
+        }
+        state = state._replace(spike_state=old._replace(**new))
+    return state
+
+
+def verdict(by=PLAIN, **counts):
+    return jls.health(made(by, **counts), optimizer=by).verdict
+
+
+SENTENCES = {
+    "recovering": (
+        PLAIN,
+        {"skips": 7, "consecutive_skips": 2},
+        r"it was skipped, 2 in a row; the loss scale is 8\. 7 of 100 steps were",
+    ),
+    "at floor": (
+        PLAIN,
+        {"scale": 2.0, "skips": 7, "consecutive_skips": 3},
+        r"loss scale of 2 is at its floor \(3 skipped in a row\)",
+    ),
+    "stalled": (
+        PLAIN,
+        {"steps": 1000, "skips": 70, "consecutive_skips": 51},
+        "^the last 51 steps were all skipped, the last one for its gradients",
+    ),
+    "non-finite loss": (
+        PLAIN,
+        {
+            "skips": 9,
+            "consecutive_skips": 2,
+            "last_skip_reason": SkipReason.LOSS,
+            "nonfinite_losses": 5,
+            "nonfinite_updates": 3,
+        },
+        r"\(5 of 100 steps so far\)",
+    ),
+    "non-finite update": (
+        PLAIN,
+        {
+            "skips": 9,
+            "consecutive_skips": 2,
+            "last_skip_reason": SkipReason.UPDATES,
+            "nonfinite_losses": 5,
+            "nonfinite_updates": 3,
+        },
+        r"\(3 of 100 steps so far\)",
+    ),
+    "skipping": (
+        GUARDED,
+        {"skips": 60, "nonfinite_losses": 20, "nonfinite_updates": 17, "spikes": 9},
+        "^60 of 100 steps were skipped so far, 14 for their gradients, 20 for their "
+        "loss, 17 for their updates, 9 as spikes; the loss scale is 8",
+    ),
+    "dropping": (
+        PLAIN,
+        {"skips": 7, "partial_overflows": 60},
+        "^60 of 100 steps were applied without a part",
+    ),
+    "ok": (
+        PLAIN,
+        {"skips": 7, "partial_overflows": 4},
+        r"^7 of 100 steps were skipped so far; .* In 4 of them a part",
+    ),
+    "ok, with spikes": (
+        GUARDED,
+        {"skips": 7, "spikes": 3, "of_policy": {"found": 5}},
+        "Spikes: 5 found, 3 skipped",
+    ),
+    "spike": (
+        GUARDED,
+        {
+            "skips": 7,
+            "consecutive_skips": 1,
+            "last_skip_reason": SkipReason.SPIKE,
+            "spikes": 3,
+            "of_policy": {"found": 5, "value": [1.0, 9.0], "limit": [2.0, 8.5]},
+        },
+        r"gradient norm of 9 was over the limit of 8\.5 \(3 of 100 steps so far\)",
+    ),
+    "spiking": (
+        GUARDED,
+        {"skips": 7, "spikes": 3, "of_policy": {"found": 60, "steady_share": 0.1}},
+        r"^60 of 100 steps were spikes, .* explains \(3 skipped\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_each_number_of_a_sentence_is_the_right_one(name):
+    by, counts, words = SENTENCES[name]
+    health = jls.health(made(by, **counts), optimizer=by)
+    assert health.verdict == name.partition(",")[0]
+    assert re.search(words, health.sentence), health.sentence
+
+
+@pytest.mark.parametrize(
+    ("skips", "steps", "expected"),
+    [(25, 30, "ok"), (26, 104, "skipping"), (26, 105, "ok")],
+)
+def test_skipping_begins_at_a_quarter_of_the_steps(skips, steps, expected):
+    assert verdict(skips=skips, steps=steps) == expected
+    # The same of what is left out.
+    left_out = verdict(partial_overflows=skips, steps=steps)
+    assert left_out == {"skipping": "dropping"}.get(expected, expected)
+
+
+@pytest.mark.parametrize(
+    ("counts", "policy", "expected"),
+    [
+        ({}, {"found": 18}, "ok"),
+        ({}, {"found": 19}, "spiking"),
+        # Those that were skipped did not enter the window; without a budget none did.
+        ({"spikes": 1}, {"found": 19, "tokens": 3.0}, "ok"),
+        ({"spikes": 1}, {"found": 19, "tokens": math.inf}, "spiking"),
+    ],
+)
+def test_spiking_is_more_than_the_share_and_what_chance_adds(counts, policy, expected):
+    """Of 100 steps 10 may be spikes; of 19 spikes chance may add 8.7, of 18 8.5."""
+    policy = policy | {"steady_share": 0.1}
+    assert verdict(GUARDED, of_policy=policy, **counts) == expected
+
+
+@pytest.mark.parametrize(
+    ("spikes", "steps", "is_said"),
+    [(9, 100, False), (10, 1000, True), (10, 1001, False), (30, 3000, True)],
+)
+def test_rare_data_is_one_step_in_a_hundred_and_ten_at_least(spikes, steps, is_said):
+    state = made(GUARDED, steps=steps, skips=spikes, spikes=spikes)
+    state = state._replace(
+        spike_state=state.spike_state._replace(found=jnp.int32(spikes))
+    )
+    health = jls.health(state, optimizer=GUARDED)
+    assert health.verdict == "ok"
+    assert ("always the same batches" in health.sentence) == is_said
+
+
+@pytest.mark.parametrize(
+    ("tokens", "spikes", "is_said"),
+    [(1.0, 4, False), (0.9, 4, True), (0.0, 0, False)],
+)
+def test_a_budget_is_spent_where_less_than_one_step_is_left(tokens, spikes, is_said):
+    policy = {"tokens": tokens, "found": 4}
+    state = made(GUARDED, skips=spikes, spikes=spikes, of_policy=policy)
+    assert ("The budget is spent" in jls.health(state).sentence) == is_said
+
+
+@pytest.mark.parametrize(
+    ("window", "sigmas", "words"),
+    [
+        (15, 6.0, "A window of 15 is too short to tell a spike from noise"),
+        (16, 2.9, "So few sigmas call noise a spike"),
+        (16, 3.0, "raise sigmas or max_norm"),
+    ],
+)
+def test_many_spikes_have_a_cause_in_the_policy(window, sigmas, words):
+    by = optimizer(policy_of(window, sigmas))
+    health = jls.health(made(by, skips=60, spikes=60), optimizer=by)
+    assert health.verdict == "skipping"
+    assert words in health.sentence
+
+
+@pytest.mark.parametrize(("interval", "is_said"), [(24, True), (25, False)])
+def test_a_growth_interval_is_too_short_below_25(interval, is_said):
+    """As each growth may cost a skip: from 25 on, few enough."""
+    by = optimizer(growth_interval=interval)
+    health = jls.health(made(by, skips=60), optimizer=by)
+    assert health.verdict == "skipping"
+    assert ("raise growth_interval" in health.sentence) == is_said
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_moments_are_narrow_where_the_parameters_are_not(dtype):
+    state = made(skips=7, consecutive_skips=2, last_skip_reason=SkipReason.UPDATES)
+    state = state._replace(inner_state={"mu": jnp.ones(2, dtype)})
+    health = jls.health(state, PARAMS)
+    assert health.verdict == "non-finite update"
+    keep = "Keep parameters and moments in float32"
+    assert (keep in health.sentence) == (dtype == jnp.bfloat16)
+
+
+# Masks.
+
+MASK = jnp.array([1.0, -jnp.inf])
+
+
+@pytest.mark.parametrize(("skips", "expected"), [(25, "recovering"), (26, "poisoned")])
+def test_a_mask_is_doubted_where_more_is_skipped_than_a_scale_takes_down(
+    skips, expected
+):
+    state = made(steps=1000, skips=skips, consecutive_skips=skips)
+    assert jls.health(state, PARAMS | {"w": MASK}).verdict == expected
+
+
+def test_a_maximum_is_minus_inf_before_its_first_step_alone():
+    most = {"most": jnp.full(3, -jnp.inf)}
+    assert jls.health(made(steps=0), carried=most).verdict == "no step"
+    assert jls.health(made(steps=1), carried=most).verdict == "poisoned"
+
+
+@pytest.mark.parametrize(("name", "is_mask"), [("mask", True), ("unmask", False)])
+def test_an_average_of_a_mask_has_its_whole_name(name, is_mask):
+    state = made()._replace(inner_state={"mu": {name: MASK}})
+    health = jls.health(state, {"mask": MASK, "unmask": jnp.ones(2)})
+    assert health.verdict == ("ok" if is_mask else "poisoned")
+    bad = [] if is_mask else ["mu/unmask"]
+    assert health.numbers["poisoned_leaves"]["opt_state"] == bad
+
+
+def test_a_complex_leaf_is_no_mask():
+    leaf = {"z": jnp.array([1.0 + 0j, complex(-math.inf, 0)])}
+    assert jls.health(made(), carried=leaf).verdict == "poisoned"
