@@ -64,9 +64,9 @@ def finite_leaves(floats: Sequence[Any]) -> Array:
     """For each leaf, `bool[n]`, whether all of its elements are finite."""
     if not floats:
         return jnp.ones(0, jnp.bool_)
-    if all(jnp.ndim(leaf) == 0 for leaf in floats):  # such as a loss: nothing to reduce
+    if not any(map(jnp.ndim, floats)):  # such as a loss: nothing to reduce
         return jnp.stack([jnp.isfinite(widen(leaf)) for leaf in floats])
-    return _by_platform(lax.stop_gradient(list(floats)), "finite")
+    return _by_platform(list(floats), "finite")
 
 
 def any_nan(floats: Sequence[Any]) -> Array:
@@ -103,6 +103,8 @@ class Reductions(NamedTuple):
 @functools.partial(jax.jit, static_argnames="name")
 def _by_platform(floats: list[Array], name: str) -> Array:
     """The reduction of that name on the platform that the program is compiled for."""
+    if name == "finite":
+        floats = lax.stop_gradient(floats)
     return lax.platform_dependent(
         floats,
         cpu=getattr(_CPU, name),

@@ -29,11 +29,11 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import Array, lax
-from jax.core import Tracer, eval_jaxpr
+from jax.core import Tracer
 
-from jls._program.jaxprs import opened, programs_in
+from jls._program.jaxprs import opened, programs_in, run_as_call
 from jls._program.squares import SumOfSquares, find_sum_of_squares, needed_for
-from jls._rollback_cpu import select_in_place, where
+from jls._rollback_cpu import Chosen, on_cpu, select_in_place, where
 from jls._scopes import GRADIENTS
 from jls._tree import Remainder, Tree, combine, is_array, partition
 
@@ -74,7 +74,7 @@ def prepare(
     squares = None
     if sum_of_squares is not None:
         with jax.named_scope(GRADIENTS):
-            squares = eval_jaxpr(sum_of_squares.jaxpr, [], *inputs[:gradients])
+            squares = run_as_call(sum_of_squares.jaxpr, inputs[:gradients], "squares")
     return Prepared(fun, inputs, program, consts, squares)
 
 
@@ -119,11 +119,12 @@ def call(is_finite: Array, prepared: Prepared) -> Any:
         return program.run(_or_ones(is_finite, inputs), consts)
 
     def on_raw_inputs(is_finite, inputs, total, consts):
-        inputs, total = _as_given(is_finite, (inputs, total))
-        return program.run(inputs, consts, total)
+        sanitized = _or_ones(_is_given(is_finite), [*inputs, *total])
+        count = len(inputs)
+        return program.run(sanitized[:count], consts, sanitized[count:])
 
-    run = program.choose_strategy(on_raw_inputs, on_sanitized_inputs)
-    arrays = run(is_finite, list(inputs), _total(squares), consts)
+    chosen = program.choose_strategy(on_raw_inputs, on_sanitized_inputs)
+    arrays = chosen(is_finite, list(inputs), _total(squares), consts)
     return combine(arrays, program.remainder)
 
 
@@ -134,37 +135,44 @@ def _rolled_back(
     if program is None:
         return _select(flag, _arrays(fun(_or_ones(is_finite, inputs))), old)
 
-    def on_sanitized_inputs(flag, is_finite, inputs, total, consts, old):
+    arrays, places = _each_once([*consts, *old])
+    of_consts, of_old = places[: len(consts)], places[len(consts) :]
+
+    def unpacked(arrays):
+        return [arrays[i] for i in of_consts], [arrays[i] for i in of_old]
+
+    def on_sanitized_inputs(flag, is_finite, inputs, total, arrays):
+        consts, old = unpacked(arrays)
         return _select(flag, program.run(_or_ones(is_finite, inputs), consts), old)
 
-    def on_raw_inputs(flag, is_finite, inputs, total, consts, old):
-        inputs, total = _as_given(is_finite, (inputs, total))
-        arguments = [*consts, *inputs, *total]
-        return select_in_place(program.after_sum, flag, arguments, old)
+    def on_raw_inputs(flag, is_finite, inputs, total, arrays):
+        consts, old = unpacked(arrays)
+        inputs = [*inputs, *total]
+        chosen = Chosen(_is_given(is_finite), inputs, _ones_like(inputs))
+        return select_in_place(program.after_sum, flag, consts, chosen, old)
 
-    run = program.choose_strategy(on_raw_inputs, on_sanitized_inputs)
-    return run(flag, is_finite, list(inputs), _total(squares), consts, list(old))
+    chosen = program.choose_strategy(on_raw_inputs, on_sanitized_inputs)
+    return chosen(flag, is_finite, list(inputs), _total(squares), arrays)
+
+
+def _each_once(arrays: Arrays) -> tuple[list[Array], list[int]]:
+    """The arrays without repetitions, and for each of all the place of its own."""
+    found = {id(x): x for x in arrays}
+    places = {key: i for i, key in enumerate(found)}
+    return list(found.values()), [places[id(x)] for x in arrays]
 
 
 def _total(squares: list[Array] | None) -> list[Array]:
     return [] if squares is None else squares[-1:]
 
 
-def _as_given(is_finite: Array, inputs: Any) -> Any:
-    """The inputs of a program that cannot observe NaN; on a CPU they are sanitized too.
+def _is_given(is_finite: Array) -> Array:
+    """Whether a program that cannot observe NaN gets its inputs as they are.
 
-    XLA CPU hands sums to a library, and writes the operand to memory for it, unless a
-    select is in between.
+    On a CPU it does not if they are bad. There XLA hands sums to a library, and writes
+    the operand to memory for it, unless a select is in between.
     """
-    leaves, structure = jax.tree.flatten(inputs)
-
-    def same(is_finite, leaves):
-        return leaves
-
-    if leaves:
-        given = is_finite, leaves
-        leaves = lax.platform_dependent(*given, cpu=_or_ones, default=same)
-    return structure.unflatten(leaves)
+    return is_finite | ~on_cpu()
 
 
 class _Program(NamedTuple):
@@ -178,7 +186,7 @@ class _Program(NamedTuple):
 
     def run(self, inputs: Arrays, consts: Arrays, total: Arrays = ()) -> list[Array]:
         jaxpr = self.after_sum if total else self.jaxpr
-        return eval_jaxpr(jaxpr, [], *consts, *inputs, *total)
+        return run_as_call(jaxpr, [*consts, *inputs, *total], "optimizer")
 
     def choose_strategy(
         self, on_raw_inputs: Callable[..., Any], on_sanitized_inputs: Callable[..., Any]
@@ -235,16 +243,20 @@ def _arrays(tree: Any) -> list[Any]:
 
 
 def _or_ones(is_finite: Array, inputs: Arrays) -> list[Array]:
+    return _select(is_finite, inputs, _ones_like(inputs))
+
+
+def _ones_like(inputs: Arrays) -> list[Array]:
     ones = {}
 
-    def chosen(i, x):
+    def one(i, x):
         # Concrete arrays may lie on different devices: each gets ones of its own.
         kind = jax.typeof(x) if isinstance(x, Tracer) else i
         if kind not in ones:
             ones[kind] = lax.full_like(x, 1)
-        return where(is_finite, x, ones[kind])
+        return ones[kind]
 
-    return [chosen(*pair) for pair in enumerate(inputs)]
+    return [one(*pair) for pair in enumerate(inputs)]
 
 
 def _select(flag: Array, new: Arrays, old: Arrays) -> list[Array]:

@@ -13,63 +13,135 @@ and the old ones would be needed at the same time, and XLA CPU would copy the ol
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.core import Tracer, eval_jaxpr
+from jax.core import Tracer
 
-from jls._program.jaxprs import is_literal
+from jls._program.jaxprs import (
+    is_literal,
+    placed,
+    run_as_call,
+    variable_like,
+    variables_in,
+)
+
+
+class Chosen(NamedTuple):
+    """Arrays where `flag`, else others."""
+
+    flag: Array  # bool[]
+    new: Sequence[Array]
+    old: Sequence[Array]
 
 
 def select_in_place(
-    jaxpr: Any, flag: Array, arguments: Sequence[Array], old: Sequence[Array]
+    jaxpr: Any,
+    flag: Array,
+    consts: Sequence[Array],
+    inputs: Chosen,
+    old: Sequence[Array],
 ) -> list[Array]:
     """Results of `jaxpr` where `flag`, else `old`.
 
     On a CPU the program continues with the selected values. Elsewhere it continues
-    with its own, and so the selects are at the end. Nothing else differs: the program
-    is traced once for all platforms.
+    with its own, and so the selects are at the end. Nothing else differs: there is one
+    program for all platforms.
+
+    Args:
+      jaxpr: a program of `consts` and `inputs`.
+      flag: `bool[]`; where it is true, so is that of `inputs`.
+      consts: arrays.
+      inputs: arrays.
+      old: of the results.
     """
-    values = dict(zip(jaxpr.invars, arguments, strict=True))
-    olds = {
-        variable: x
-        for variable, x in zip(jaxpr.outvars, old, strict=True)
-        if not is_literal(variable) and variable not in values
+    writer = _Writer(jaxpr, [*consts, *inputs.new])
+    given = dict(zip(jaxpr.invars, writer.arguments, strict=True))
+    places = {
+        variable: i  # the last one, if it is returned twice
+        for i, variable in enumerate(jaxpr.outvars)
+        if not is_literal(variable) and variable not in given
     }
-    read = {atom for equation in jaxpr.eqns for atom in _variables(equation.invars)}
-    on_cpu = _on_cpu()
-    selected = {}
+    is_kept, is_given = map(writer.variable_of, (flag, inputs.flag))
+    is_here = writer.variable_of(on_cpu())
+    kept = {}  # results, selected
+    read = {}  # what the program reads in the place of variables; None until it does
+    of_inputs = jaxpr.invars[len(consts) :]
+    for x, ones in zip(of_inputs, map(writer.variable_of, inputs.old), strict=True):
+        read[x] = writer.select(is_given, x, ones, like=x)
 
-    def run(equations):
-        made = [variable for equation in equations for variable in equation.outvars]
-        inputs = [atom for equation in equations for atom in equation.invars]
-        inputs = [x for x in dict.fromkeys(_variables(inputs)) if x in values]
-        part = jaxpr.replace(invars=inputs, outvars=made, eqns=equations)
-        results = eval_jaxpr(part, [], *(values[variable] for variable in inputs))
-        for variable, x in zip(made, results, strict=True):
-            values[variable] = x
-            if variable in olds:
-                selected[variable] = kept = where(flag, x, olds[variable])
-                if variable in read:
-                    values[variable] = where(on_cpu, kept, x)
+    def operand(atom):
+        if is_literal(atom) or atom not in read:
+            return atom
+        if read[atom] is None:
+            read[atom] = writer.select(is_here, kept[atom], atom, like=atom)
+        return read[atom]
 
-    waiting = []
     for equation in jaxpr.eqns:
-        waiting.append(equation)
-        if not olds.keys().isdisjoint(equation.outvars):
-            run(waiting)
-            waiting = []
-    run(waiting)
+        if not read.keys().isdisjoint(variables_in(equation.invars)):
+            equation = equation.replace(invars=list(map(operand, equation.invars)))
+        writer.equations.append(equation)
+        for x in equation.outvars:
+            if x in places:
+                other = writer.variable_of(_to_array(old[places[x]], x.aval.dtype))
+                kept[x], read[x] = writer.select(is_kept, x, other), None
 
-    def result(output, x):
+    made = [(i, x) for i, x in enumerate(jaxpr.outvars) if not is_literal(x)]
+    made = [(i, kept[x] if places[x] == i else x) for i, x in made if x in places]
+    results = writer.run([x for _, x in made])
+    new = {i: result for (i, _), result in zip(made, results, strict=True)}
+
+    def result(i, output, x):
         if is_literal(output):
             return where(flag, output.val, x)
-        if olds.get(output) is x:  # else returned twice, with two old values
-            return selected[output]
-        return where(flag, values[output], x)
+        if output in given:
+            return where(flag, given[output], x)
+        return new[i] if places[output] == i else where(flag, new[i], x)
 
-    return [result(*pair) for pair in zip(jaxpr.outvars, old, strict=True)]
+    pairs = zip(jaxpr.outvars, old, strict=True)
+    return [result(i, *pair) for i, pair in enumerate(pairs)]
+
+
+class _Writer:
+    """A program that is written, and not traced; it begins as one without equations."""
+
+    def __init__(self, jaxpr: Any, arguments: Sequence[Array]) -> None:
+        self._jaxpr = jaxpr
+        self._invars = [*jaxpr.invars]
+        self._variables = dict(zip(map(id, arguments), jaxpr.invars, strict=True))
+        self._selects: dict[Any, Any] = {}
+        self.arguments = [*arguments]
+        self.equations: list[Any] = []
+
+    def variable_of(self, array: Array) -> Any:
+        """The variable that holds `array`, which becomes an argument if it is none."""
+        if id(array) not in self._variables:
+            self._variables[id(array)] = variable = variable_like(array)
+            self._invars.append(variable)
+            self.arguments.append(array)
+        return self._variables[id(array)]
+
+    def select(self, flag: Any, new: Any, old: Any, like: Any = None) -> Any:
+        """The variable of `new` where `flag`, else `old`.
+
+        `like` itself if it would be of another type than that: so would be all that is
+        computed from it.
+        """
+        kinds = flag.aval, new.aval, old.aval
+        if kinds not in self._selects:
+            self._selects[kinds] = jax.make_jaxpr(where)(*kinds).jaxpr
+        equations, (result,) = placed(self._selects[kinds], (flag, new, old))
+        self.equations += equations
+        return result if like is None or result.aval == like.aval else like
+
+    def run(self, outvars: Sequence[Any]) -> list[Array]:
+        """The results."""
+        program = self._jaxpr.replace(
+            invars=self._invars, outvars=outvars, eqns=self.equations
+        )
+        return run_as_call(program, self.arguments, "optimizer")
 
 
 def computed_once(flags: Array) -> Array:
@@ -98,12 +170,8 @@ def _to_array(x: Any, dtype: Any = None) -> Array:
     return jnp.asarray(x, dtype)
 
 
-def _on_cpu() -> Array:
+def on_cpu() -> Array:
     """True on a CPU; decided when the program is lowered."""
     return lax.platform_dependent(
         cpu=lambda: jnp.asarray(True), default=lambda: jnp.asarray(False)
     )
-
-
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [atom for atom in atoms if not is_literal(atom)]

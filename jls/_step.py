@@ -71,6 +71,7 @@ from jls._tree import (
     cast_like,
     combine,
     difference,
+    dtype_of,
     floats_of,
     is_array,
     is_extended,
@@ -788,13 +789,19 @@ def _no_updates(grads: list[Array], remainder: Remainder, params: Any) -> Any:
     def zero(grad, target):
         leaves = [leaf for leaf in (grad, target) if is_inexact(leaf)]
         # numpy's rule: JAX's rule raises under strict promotion.
-        dtype = np.result_type(*(wide_dtype(jnp.result_type(leaf)) for leaf in leaves))
-        is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-        value = complex(-0.0, -0.0) if is_complex else -0.0
+        dtype = np.result_type(*(wide_dtype(dtype_of(leaf)) for leaf in leaves))
         # Like the parameter, since gradients may still differ between devices, or have
         # an axis of examples.
         like = target if is_array(target) else grad
-        return jnp.full_like(like, value, dtype=dtype)
+        # Concrete arrays may lie on different devices.
+        kind = jax.typeof(like) if isinstance(like, Tracer) else id(like)
+        if (kind, dtype) not in made:
+            is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+            value = complex(-0.0, -0.0) if is_complex else -0.0
+            made[kind, dtype] = jnp.full_like(like, value, dtype=dtype)
+        return made[kind, dtype]
+
+    made: dict[Any, Array] = {}
 
     def zero_of_others(leaf):
         is_number = is_array(leaf) and not is_extended(leaf)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leaves of pytrees: which ones count, in which dtype, by which name."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,9 +23,8 @@ def is_array(leaf: Any) -> bool:
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
         return isinstance(leaf, bool | int | float | complex)
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic) and (
-        dtype != jax.dtypes.float0
-    )
+    is_of_array = isinstance(leaf, (Tracer, jax.Array, np.ndarray, np.generic))
+    return is_of_array and dtype != jax.dtypes.float0
 
 
 def is_concrete(leaf: Any) -> bool:
@@ -39,6 +39,11 @@ def is_inexact(leaf: Any) -> bool:
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
         return isinstance(leaf, float | complex)
+    return _is_inexact_dtype(dtype)
+
+
+@functools.cache
+def _is_inexact_dtype(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
@@ -50,12 +55,18 @@ def is_extended(leaf: Any) -> bool:
 def is_key(leaf: Any) -> bool:
     """Whether `leaf` is a typed PRNG key, or an array of them."""
     dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return dtype is not None and _is_key_dtype(dtype)
+
+
+@functools.cache
+def _is_key_dtype(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 # Dtypes.
 
 
+@functools.cache
 def wide_dtype(dtype: Any) -> Any:
     """`dtype`, or float32 if narrower; `promote_types` would refuse 8-bit floats."""
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
@@ -65,14 +76,27 @@ def widen(leaf: Any) -> Any:
     """An inexact leaf in at least float32; any other leaf unchanged."""
     if not is_inexact(leaf):
         return leaf
+    if _is_plain(leaf) and wide_dtype(leaf.dtype) == leaf.dtype:
+        return leaf
     array = jnp.asarray(leaf)
     return array.astype(wide_dtype(array.dtype))
 
 
+def _is_plain(leaf: Any) -> bool:
+    """Whether `leaf` is an array of JAX with a dtype of its own choice."""
+    # Keys have no such attribute.
+    return isinstance(leaf, (Tracer, Array)) and not getattr(leaf, "weak_type", False)
+
+
 def is_narrow(tree: Any) -> bool:
     """Whether any inexact leaf is narrower than float32."""
-    dtypes = [jnp.result_type(leaf) for leaf in floats_of(tree)]
+    dtypes = {dtype_of(leaf) for leaf in floats_of(tree)}
     return any(wide_dtype(dtype) != dtype for dtype in dtypes)
+
+
+def dtype_of(leaf: Any) -> Any:
+    """The dtype of an array or a number, as JAX computes with it."""
+    return leaf.dtype if isinstance(leaf, (Tracer, Array)) else jnp.result_type(leaf)
 
 
 def common_dtype(new: Any, old: Any) -> Any:
@@ -117,7 +141,7 @@ def cast_like(
     def cast(path, leaf, reference):
         if not is_array(reference):
             return reference
-        if isinstance(leaf, Array) and _is_like(leaf, reference):
+        if _is_plain(leaf) and _is_like(leaf, reference):
             return leaf
         shape, dtype = jnp.shape(reference), jnp.result_type(reference)
         new_shape, new_dtype = jnp.shape(leaf), jnp.result_type(leaf)
@@ -139,9 +163,8 @@ def cast_like(
 
 def _is_like(array: Array, other: Any) -> bool:
     """Whether nothing is left to cast."""
-    is_alike = isinstance(other, Array) and array.dtype == other.dtype
-    is_weak = getattr(array, "weak_type", False)  # keys have no such attribute
-    return is_alike and array.shape == other.shape and not is_weak
+    is_alike = isinstance(other, (Tracer, Array)) and array.dtype == other.dtype
+    return is_alike and array.shape == other.shape
 
 
 def _fits(dtype: Any, wanted: Any) -> bool:
@@ -182,7 +205,9 @@ def partition(
     """
     leaves, structure = jax.tree.flatten(tree)
     others = [_TAKEN if is_taken(leaf) else leaf for leaf in leaves]
-    return [leaf for leaf in leaves if is_taken(leaf)], Remainder(others, structure)
+    pairs = zip(leaves, others, strict=True)
+    taken = [leaf for leaf, other in pairs if other is _TAKEN]
+    return taken, Remainder(others, structure)
 
 
 def combine(floats: list[Any], remainder: Remainder) -> Any:

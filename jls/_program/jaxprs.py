@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.core import Tracer, eval_jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.extend.core.primitives import jit_p
 
 Program = Jaxpr | ClosedJaxpr
 
@@ -45,6 +47,11 @@ def is_program(value: Any) -> bool:
 def is_literal(atom: Any) -> bool:
     """Whether an operand is a number in the program, not a variable."""
     return isinstance(atom, Literal)
+
+
+def variables_in(atoms: Sequence[Any]) -> list[Any]:
+    """The operands that are variables, not numbers in the program."""
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
 def is_inexact_atom(atom: Any) -> bool:
@@ -102,6 +109,72 @@ def called_program(equation: Any) -> Program | None:
             fits &= len(inner.outvars) == len(equation.outvars)
             return program if fits else None
     return None
+
+
+# Programs that are written without being traced, which takes JAX most of the time.
+
+
+def variable_like(array: Any) -> Any:
+    """A new variable of the type of `array`."""
+    return Var(jax.typeof(array))
+
+
+class Placed(NamedTuple):
+    """The equations of a program in another one, and what they compute there."""
+
+    equations: list[Any]
+    results: list[Any]  # variables, operands or literals
+
+
+def placed(jaxpr: Any, operands: Sequence[Any]) -> Placed:
+    """The equations of an open program without constants, applied to `operands`."""
+    values = dict(zip(jaxpr.invars, operands, strict=True))
+
+    def read(atom):
+        return atom if is_literal(atom) else values[atom]
+
+    equations = []
+    for equation in jaxpr.eqns:
+        outvars = [Var(variable.aval) for variable in equation.outvars]
+        values.update(zip(equation.outvars, outvars, strict=True))
+        invars = list(map(read, equation.invars))
+        equations.append(equation.replace(invars=invars, outvars=outvars))
+    return Placed(equations, list(map(read, jaxpr.outvars)))
+
+
+def is_staged() -> bool:
+    """Whether what is computed here becomes a part of a program."""
+    return isinstance(jnp.zeros(()), Tracer)
+
+
+def run_as_call(jaxpr: Any, arguments: Sequence[Any], name: str) -> list[Any]:
+    """The results of an open program.
+
+    It is one operation, a call, of a program that is traced around it, which takes JAX
+    no time for each equation.
+
+    Args:
+      jaxpr: the program, without constants.
+      arguments: of its variables.
+      name: of the call.
+    """
+    if jaxpr.effects or not is_staged():
+        return eval_jaxpr(jaxpr, [], *arguments)
+    (call,) = jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0).eqns
+    if call.primitive is not jit_p:  # within `jax.disable_jit`
+        return eval_jaxpr(jaxpr, [], *arguments)
+    sizes = {"in": len(jaxpr.invars), "out": len(jaxpr.outvars)}
+    params = {
+        key: value * sizes[key.split("_")[0]] if key.endswith(_OF_EACH) else value
+        for key, value in call.params.items()
+    }
+    params["donated_invars"] *= sizes["in"]
+    params |= {"jaxpr": ClosedJaxpr(jaxpr, []), "name": name}
+    arguments = [x if isinstance(x, Array) else jnp.asarray(x) for x in arguments]
+    return jit_p.bind(*arguments, **params)
+
+
+_OF_EACH = ("_shardings", "_layouts")
 
 
 def scan_counts(equation: Any) -> tuple[int, int]:

@@ -13,7 +13,7 @@ is not found.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jls._program.jaxprs import is_exact_cast, is_literal
+from jls._program.jaxprs import is_exact_cast, is_literal, variables_in
 
 REAL, IMAG = "real", "imag"
 
@@ -48,12 +48,18 @@ def find_sum_of_squares(jaxpr: Any, inputs: Sequence[Any]) -> SumOfSquares | Non
 
     Only the equations of `jaxpr` itself are read, not those of the programs it calls.
     """
+    names = [equation.primitive.name for equation in jaxpr.eqns]
+    if names.count("reduce_sum") < len(inputs):
+        return None
     known: dict[Any, Any] = {}
     total = None
     for number, variable in enumerate(inputs):
         known[variable] = _Term(1, number, _parts_of(variable))
     sum_of: dict[int, Any] = {}
     for equation in jaxpr.eqns:
+        variables = variables_in(equation.invars)
+        if variables and known.keys().isdisjoint(variables):
+            continue
         operands = [_term_of(atom, known) for atom in equation.invars]
         result = _apply(equation, operands, inputs) if all(operands) else None
         if result is None:
@@ -176,10 +182,11 @@ def needed_for(jaxpr: Any, outvars: Sequence[Any], known: Sequence[Any] = ()) ->
       outvars: variables of it, or literals.
       known: variables that need not be computed.
     """
-    needed = {atom for atom in outvars if not is_literal(atom)} - set(known)
+    needed = set(variables_in(outvars)).difference(known)
     equations = []
     for equation in reversed(jaxpr.eqns):
         if not needed.isdisjoint(equation.outvars):
             equations.append(equation)
-            needed |= {x for x in equation.invars if not is_literal(x)} - set(known)
+            needed.update(variables_in(equation.invars))
+            needed.difference_update(known)
     return equations[::-1]
