@@ -16,6 +16,7 @@ from jax import Array, lax
 from jax.export import is_symbolic_dim
 
 from jls._devices import AxisName, agree
+from jls._program.writer import of_each
 from jls._scopes import CHECKED
 from jls._text import describe
 from jls._tree import floats_of, widen
@@ -119,7 +120,7 @@ def _by_platform(floats: list[Array], name: str) -> Array:
 
 
 def _max_and_nan_of_each(floats: list[Array]) -> list[Array]:
-    results = zip(*map(_max_and_nan, floats), strict=True)
+    results = zip(*of_each(_max_and_nan, floats), strict=True)
     return [lax.concatenate(result, 0) for result in results]
 
 
@@ -127,7 +128,7 @@ TinySums = Callable[[list[Array]], Array]
 
 
 def _tiny_sums(floats: list[Array]) -> Array:
-    return lax.concatenate(list(map(_tiny_sum_of_squares, floats)), 0)
+    return lax.concatenate([x for (x,) in of_each(_tiny_sum_of_squares, floats)], 0)
 
 
 # Small leaves of one type are reduced together on GPU: up to 2**16 elements each, a
@@ -139,10 +140,21 @@ _SMALL, _TOGETHER = 2**16, 32
 def _tiny_sums_together(floats: list[Array]) -> Array:
     """As `_tiny_sums`, with fewer kernels where there are many small leaves."""
     groups = _groups(floats)
-    results = [_tiny_sum_of_group([floats[i] for i in group]) for group in groups]
+    small = [i for group in groups if len(group) > 1 for i in group]
+    rows = of_each(_as_row, [floats[i] for i in small])
+    stacked = {i: row for i, (row,) in zip(small, rows, strict=True)}
+    results = []
+    for group in groups:
+        leaves = [stacked.get(i, floats[i]) for i in group]
+        stack = lax.concatenate(leaves, 0) if len(group) > 1 else leaves[0]
+        results.append(_tiny_sum_of_squares(stack, is_stack=len(group) > 1))
     sums = lax.concatenate(results, 0)
     order = np.argsort([i for group in groups for i in group])
     return sums if np.all(np.diff(order) == 1) else sums[order]
+
+
+def _as_row(leaf: Array) -> Array:
+    return lax.expand_dims(leaf, (0,))
 
 
 def _groups(floats: list[Array]) -> list[list[int]]:
@@ -155,13 +167,6 @@ def _groups(floats: list[Array]) -> list[list[int]]:
             of_type.append([])
         of_type[-1].append(i)
     return [group for of_type in groups.values() for group in of_type]
-
-
-def _tiny_sum_of_group(leaves: list[Array]) -> Array:
-    if len(leaves) == 1:
-        return _tiny_sum_of_squares(leaves[0])
-    rows = [lax.expand_dims(leaf, (0,)) for leaf in leaves]
-    return _tiny_sum_of_squares(lax.concatenate(rows, 0), is_stack=True)
 
 
 def float32_parts(leaf: Any) -> list[Array]:

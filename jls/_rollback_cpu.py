@@ -15,18 +15,12 @@ and the old ones would be needed at the same time, and XLA CPU would copy the ol
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import Tracer
 
-from jls._program.jaxprs import (
-    is_literal,
-    placed,
-    run_as_call,
-    variable_like,
-    variables_in,
-)
+from jls._program.jaxprs import is_literal, variables_in
+from jls._program.writer import Writer
 
 
 class Chosen(NamedTuple):
@@ -57,7 +51,7 @@ def select_in_place(
       inputs: arrays.
       old: of the results.
     """
-    writer = _Writer(jaxpr, [*consts, *inputs.new])
+    writer = Writer(jaxpr, [*consts, *inputs.new])
     given = dict(zip(jaxpr.invars, writer.arguments, strict=True))
     places = {
         variable: i  # the last one, if it is returned twice
@@ -68,15 +62,24 @@ def select_in_place(
     is_here = writer.variable_of(on_cpu())
     kept = {}  # results, selected
     read = {}  # what the program reads in the place of variables; None until it does
+
+    def select(flag, new, old):
+        (selected,) = writer.apply(where, flag, new, old)
+        return selected
+
+    def of_its_type(x, selected):
+        # With another type, that of all that is computed from it would change.
+        return selected if selected.aval == x.aval else x
+
     of_inputs = jaxpr.invars[len(consts) :]
     for x, ones in zip(of_inputs, map(writer.variable_of, inputs.old), strict=True):
-        read[x] = writer.select(is_given, x, ones, like=x)
+        read[x] = of_its_type(x, select(is_given, x, ones))
 
     def operand(atom):
         if is_literal(atom) or atom not in read:
             return atom
         if read[atom] is None:
-            read[atom] = writer.select(is_here, kept[atom], atom, like=atom)
+            read[atom] = of_its_type(atom, select(is_here, kept[atom], atom))
         return read[atom]
 
     for equation in jaxpr.eqns:
@@ -86,11 +89,11 @@ def select_in_place(
         for x in equation.outvars:
             if x in places:
                 other = writer.variable_of(_to_array(old[places[x]], x.aval.dtype))
-                kept[x], read[x] = writer.select(is_kept, x, other), None
+                kept[x], read[x] = select(is_kept, x, other), None
 
     made = [(i, x) for i, x in enumerate(jaxpr.outvars) if not is_literal(x)]
     made = [(i, kept[x] if places[x] == i else x) for i, x in made if x in places]
-    results = writer.run([x for _, x in made])
+    results = writer.run([x for _, x in made], "optimizer")
     new = {i: result for (i, _), result in zip(made, results, strict=True)}
 
     def result(i, output, x):
@@ -102,46 +105,6 @@ def select_in_place(
 
     pairs = zip(jaxpr.outvars, old, strict=True)
     return [result(i, *pair) for i, pair in enumerate(pairs)]
-
-
-class _Writer:
-    """A program that is written, and not traced; it begins as one without equations."""
-
-    def __init__(self, jaxpr: Any, arguments: Sequence[Array]) -> None:
-        self._jaxpr = jaxpr
-        self._invars = [*jaxpr.invars]
-        self._variables = dict(zip(map(id, arguments), jaxpr.invars, strict=True))
-        self._selects: dict[Any, Any] = {}
-        self.arguments = [*arguments]
-        self.equations: list[Any] = []
-
-    def variable_of(self, array: Array) -> Any:
-        """The variable that holds `array`, which becomes an argument if it is none."""
-        if id(array) not in self._variables:
-            self._variables[id(array)] = variable = variable_like(array)
-            self._invars.append(variable)
-            self.arguments.append(array)
-        return self._variables[id(array)]
-
-    def select(self, flag: Any, new: Any, old: Any, like: Any = None) -> Any:
-        """The variable of `new` where `flag`, else `old`.
-
-        `like` itself if it would be of another type than that: so would be all that is
-        computed from it.
-        """
-        kinds = flag.aval, new.aval, old.aval
-        if kinds not in self._selects:
-            self._selects[kinds] = jax.make_jaxpr(where)(*kinds).jaxpr
-        equations, (result,) = placed(self._selects[kinds], (flag, new, old))
-        self.equations += equations
-        return result if like is None or result.aval == like.aval else like
-
-    def run(self, outvars: Sequence[Any]) -> list[Array]:
-        """The results."""
-        program = self._jaxpr.replace(
-            invars=self._invars, outvars=outvars, eqns=self.equations
-        )
-        return run_as_call(program, self.arguments, "optimizer")
 
 
 def computed_once(flags: Array) -> Array:

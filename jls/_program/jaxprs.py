@@ -111,35 +111,12 @@ def called_program(equation: Any) -> Program | None:
     return None
 
 
-# Programs that are written without being traced, which takes JAX most of the time.
+# Programs that are written, see `writer`.
 
 
 def variable_like(array: Any) -> Any:
-    """A new variable of the type of `array`."""
-    return Var(jax.typeof(array))
-
-
-class Placed(NamedTuple):
-    """The equations of a program in another one, and what they compute there."""
-
-    equations: list[Any]
-    results: list[Any]  # variables, operands or literals
-
-
-def placed(jaxpr: Any, operands: Sequence[Any]) -> Placed:
-    """The equations of an open program without constants, applied to `operands`."""
-    values = dict(zip(jaxpr.invars, operands, strict=True))
-
-    def read(atom):
-        return atom if is_literal(atom) else values[atom]
-
-    equations = []
-    for equation in jaxpr.eqns:
-        outvars = [Var(variable.aval) for variable in equation.outvars]
-        values.update(zip(equation.outvars, outvars, strict=True))
-        invars = list(map(read, equation.invars))
-        equations.append(equation.replace(invars=invars, outvars=outvars))
-    return Placed(equations, list(map(read, jaxpr.outvars)))
+    """A new variable of the type of an array, a variable or a literal."""
+    return Var(getattr(array, "aval", None) or jax.typeof(array))
 
 
 def is_staged() -> bool:
@@ -150,8 +127,8 @@ def is_staged() -> bool:
 def run_as_call(jaxpr: Any, arguments: Sequence[Any], name: str) -> list[Any]:
     """The results of an open program.
 
-    It is one operation, a call, of a program that is traced around it, which takes JAX
-    no time for each equation.
+    It is one operation, a call, of a program that is traced around it: JAX does nothing
+    for each equation.
 
     Args:
       jaxpr: the program, without constants.

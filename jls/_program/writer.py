@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes programs without tracing them.
+
+JAX traces what is done to an array anew for each array. Here it is traced once for each
+type of them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import Array
+
+from jls._program.jaxprs import is_literal, run_as_call, variable_like
+
+
+class Writer:
+    """A program that is written equation by equation, and its arguments.
+
+    Args:
+      like: a program that has its first inputs; its equations are not taken over.
+      arguments: of these inputs.
+    """
+
+    def __init__(self, like: Any = None, arguments: Sequence[Array] = ()) -> None:
+        self._program = like or jax.make_jaxpr(lambda: ())().jaxpr
+        self._inputs = [*self._program.invars]
+        self._variables = dict(zip(map(id, arguments), self._inputs, strict=True))
+        self._traced: dict[Any, Any] = {}
+        self.arguments = [*arguments]
+        self.equations: list[Any] = []
+
+    def variable_of(self, array: Array) -> Any:
+        """The variable that holds `array`, which becomes an argument if it is none."""
+        if id(array) not in self._variables:
+            self._variables[id(array)] = variable = variable_like(array)
+            self._inputs.append(variable)
+            self.arguments.append(array)
+        return self._variables[id(array)]
+
+    def apply(self, fun: Callable[..., Any], *operands: Any) -> list[Any]:
+        """Adds the equations of `fun`, and returns the variables of its results.
+
+        Args:
+          fun: a function of arrays, without constants.
+          operands: variables.
+        """
+        kinds = fun, *(x.aval for x in operands)
+        if kinds not in self._traced:
+            self._traced[kinds] = jax.make_jaxpr(fun)(*kinds[1:]).jaxpr
+        jaxpr = self._traced[kinds]
+        values = dict(zip(jaxpr.invars, operands, strict=True))
+
+        def read(atom):
+            return atom if is_literal(atom) else values[atom]
+
+        for equation in jaxpr.eqns:
+            results = list(map(variable_like, equation.outvars))
+            inputs = list(map(read, equation.invars))
+            values.update(zip(equation.outvars, results, strict=True))
+            self.equations.append(equation.replace(invars=inputs, outvars=results))
+        return list(map(read, jaxpr.outvars))
+
+    def run(self, outvars: Sequence[Any], name: str) -> list[Array]:
+        """The values of variables; `name` is that of the call."""
+        program = self._program.replace(
+            invars=self._inputs, outvars=list(outvars), eqns=self.equations
+        )
+        return run_as_call(program, self.arguments, name)
+
+
+def of_each(fun: Callable[[Array], Any], arrays: Sequence[Array]) -> list[list[Array]]:
+    """For each array the results of `fun`, which is traced once for each type."""
+    if not arrays:
+        return []
+    writer = Writer()
+    results = [writer.apply(fun, writer.variable_of(array)) for array in arrays]
+    values = iter(writer.run([x for one in results for x in one], "of_each"))
+    return [[next(values) for _ in one] for one in results]
