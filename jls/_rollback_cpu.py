@@ -121,6 +121,23 @@ def computed_once(flags: Array) -> Array:
     )
 
 
+def at_once_on_gpu(*flags: Array) -> Sequence[Array]:
+    """`flags`, which on a GPU are in memory, as one array.
+
+    XLA GPU makes one kernel of all the counters that read the same array. Of those that
+    read the same scalar each would be a kernel.
+    """
+    if not isinstance(flags[0], Tracer):
+        return flags
+    array = lax.platform_dependent(
+        jnp.stack(flags),
+        cpu=lambda array: array,
+        tpu=lambda array: array,
+        default=lax.optimization_barrier,
+    )
+    return [array[i] for i in range(len(flags))]
+
+
 def where(flag: Array, new: Any, old: Any) -> Array:
     """`jnp.where` for one flag and one dtype, which takes JAX less time to trace."""
     new = _to_array(new)  # a literal of the program may be a Python number

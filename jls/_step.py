@@ -61,7 +61,7 @@ from jls._rollback import (
     roll_back_unless,
     sum_of_squares_in,
 )
-from jls._rollback_cpu import computed_once
+from jls._rollback_cpu import at_once_on_gpu, computed_once
 from jls._scalers.rule import count_up
 from jls._state import find_scaler_states, is_wrapper_state, wrapper_state_in
 from jls._text import an, at, describe
@@ -681,29 +681,39 @@ def _count(
 ) -> LossScaledState:
     """The next state: the scaler adjusts, the counters advance."""
     _check_scaler_state(wrapper, state.scaler_state)
-    adjusted = wrapper.scaler.adjust(state.scaler_state, observed.for_scaler)
-    adjusted = cast_like("the scaler's state", adjusted, state.scaler_state)
-    loss_finite, leaves_finite = observed.loss_finite, observed.leaves_finite
     spike_state, is_spike = spike
+    leaves_finite, never = observed.leaves_finite, jnp.zeros_like(applied)
     flags = ~leaves_finite if leaves_finite.size else state.nonfinite_leaves
-    never = jnp.zeros_like(applied)
     bad_updates = observed.is_finite & ~applied if step.checks_updates else never
+    is_applied, loss_finite, is_partial, for_scaler, bad_updates, is_spike, is_step = (
+        at_once_on_gpu(
+            applied,
+            observed.loss_finite,
+            observed.is_partial,
+            observed.for_scaler,
+            bad_updates,
+            is_spike,
+            ~never,
+        )
+    )
+    adjusted = wrapper.scaler.adjust(state.scaler_state, for_scaler)
+    adjusted = cast_like("the scaler's state", adjusted, state.scaler_state)
     gradients, loss, updates = SkipReason.GRADIENTS, SkipReason.LOSS, SkipReason.UPDATES
     reason = jnp.where(bad_updates, updates.value, gradients.value)
     reason = jnp.where(loss_finite, reason, loss.value)
-    was_finite = applied
+    was_finite = is_applied
     if wrapper.spikes is not None:
         # A step skipped for another reason leaves no trace in the policy's state.
-        was_finite, bad_updates = applied | is_spike, bad_updates & ~is_spike
+        was_finite, bad_updates = is_applied | is_spike, bad_updates & ~is_spike
         reason = jnp.where(is_spike, SkipReason.SPIKE.value, reason)
         spike_state = select(was_finite, spike_state, state.spike_state)
     events: dict[Event, Any] = {
-        "step": True,
-        "skip": ~applied,
+        "step": is_step,
+        "skip": ~is_applied,
         "nonfinite loss": ~loss_finite,
         "nonfinite update": bad_updates,
         "spike": is_spike,
-        "partial overflow": observed.is_partial & applied,
+        "partial overflow": is_partial & is_applied,
     }
     with jax.named_scope(_scopes.SCALE):
         scaler_state = select(loss_finite, adjusted, state.scaler_state)
@@ -711,7 +721,7 @@ def _count(
         inner_state=_clone_keys(inner_state),
         scaler_state=scaler_state,
         applied=applied,
-        last_skip_reason=jnp.where(applied, state.last_skip_reason, reason),
+        last_skip_reason=jnp.where(is_applied, state.last_skip_reason, reason),
         nonfinite_leaves=jnp.where(was_finite, state.nonfinite_leaves, flags),
         spike_state=spike_state,
         **_counts(state, events),
