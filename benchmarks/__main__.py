@@ -22,7 +22,15 @@ import optax
 from rich.console import Console
 
 import jls
-from benchmarks import figures, markdown, on_target, rank, report, torch_adamw
+from benchmarks import (
+    figures,
+    markdown,
+    on_target,
+    rank,
+    report,
+    torch_adamw,
+    tracing,
+)
 from benchmarks.contestants import ALL, FLOOR, MAIN, available
 from benchmarks.models import transformer_params
 from benchmarks.sizes import SIZES, Size
@@ -84,9 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "workloads": {},
         "torch": {},
         "limits": [],
+        "tracing": {},
     }
     if not options.no_torch and torch_adamw.is_available(device):
         results["torch"] = run_torch(size, device, options)
+    if not options.no_times:
+        results["tracing"] = tracing.figures(size.traced, names)
     for i, workload in enumerate(todo):
         left = deadline - time.perf_counter()
         console.print(f"[{i + 1}/{len(todo)}] {workload.name}, {left:.0f} s left")

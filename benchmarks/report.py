@@ -8,6 +8,7 @@ from rich.table import Table
 
 from benchmarks import rank
 from benchmarks.contestants import FLOOR, OURS, WHOLE
+from benchmarks.tracing import GUARDS
 
 MEGA = 1e6
 # Tolerated beside one percent: a few scalars, the loss scale and the counters.
@@ -53,6 +54,8 @@ def tables(results: dict[str, Any], wide: bool = True) -> list[Table]:
     made.append(_matrix(results, "Temporary / peak memory, MB", _memory))
     made.append(_matrix(results, "Kernels (and collectives) of a step", _kernels))
     made.append(_matrix(results, "Tracing + compilation, s", _compilation))
+    if results.get("tracing"):
+        made.append(_tracing(results["tracing"]))
     made.append(_behaviour(results))
     if results["limits"]:
         made.append(_limits(results))
@@ -164,6 +167,25 @@ def _kernels(one: dict[str, Any]) -> str:
 
 def _compilation(one: dict[str, Any]) -> str:
     return f"{one['trace_seconds']:.2f} + {one['compile_seconds']:.2f}"
+
+
+def _tracing(rows: dict[str, Any]) -> Table:
+    title = (
+        "Tracing an update: CPU ms, calls of Python a leaf; the others / plain optax"
+    )
+    table = Table(title=title, title_justify="left")
+    names = [name for name in GUARDS if any(name in row for row in rows.values())]
+    table.add_column("update")
+    for name in names:
+        table.add_column(name, justify="right")
+    for update, row in rows.items():
+        bare = row[FLOOR]
+        cells = [f"{1e3 * bare['seconds']:.0f}, {bare['calls_per_leaf']:,.0f}"]
+        for name in names[1:]:
+            ratios = (row[name][figure] / bare[figure] for figure in bare)
+            cells.append(", ".join(f"{ratio:.2f}" for ratio in ratios))
+        table.add_row(update, *cells)
+    return table
 
 
 def _behaviour(results: dict[str, Any]) -> Table:

@@ -17,6 +17,7 @@ class Size(NamedTuple):
     leaves: list[int]  # of a tree of `leaf_total` parameters
     leaf_total: int
     parameters: list[int]  # of a tree of 50 leaves
+    traced: list[int]  # leaves of an update that is traced alone
 
 
 GPU = Size(
@@ -31,6 +32,7 @@ GPU = Size(
     leaves=[10, 100, 1000],
     leaf_total=10**6,
     parameters=[10**6, 10**7, 10**8],
+    traced=[100, 400, 1600],
 )
 CPU = GPU._replace(
     muon_tree=(128, 4, 1000),
@@ -53,6 +55,7 @@ TINY = CPU._replace(
     leaves=[1, 3],
     leaf_total=1000,
     parameters=[1000, 4000],
+    traced=[3],
 )
 QUICK = CPU._replace(
     tree=(128, 4, 1000),
@@ -62,5 +65,6 @@ QUICK = CPU._replace(
     leaves=[10, 100],
     leaf_total=10**5,
     parameters=[10**5, 10**6],
+    traced=[100],
 )
 SIZES = {"gpu": GPU, "cpu": CPU, "quick": QUICK, "tiny": TINY}

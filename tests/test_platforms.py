@@ -100,3 +100,16 @@ def test_an_optimizer_gets_gradients_as_they_are_where_nothing_could_harm_it(
     jax.clear_caches()
     assert selects["cpu"] == selects["tpu"] + 1
     assert selects["cuda"] == selects["tpu"]
+
+
+def test_a_gpu_counts_in_one_kernel():
+    """Of those that read one array XLA makes one, of those that read scalars none."""
+    optimizer = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(8.0))
+    grads, state = jnp.ones(5), optimizer.init(jnp.ones(5))
+    traced = jax.jit(optimizer.update).trace(grads, state)
+    held = {
+        platform: text.count("optimization_barrier")
+        for platform in ("cpu", "cuda", "rocm", "tpu")
+        for text in [traced.lower(lowering_platforms=(platform,)).as_text()]
+    }
+    assert held == {"cpu": 0, "cuda": 1, "rocm": 1, "tpu": 0}

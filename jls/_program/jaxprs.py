@@ -116,7 +116,11 @@ def called_program(equation: Any) -> Program | None:
 
 def variable_like(array: Any) -> Any:
     """A new variable of the type of an array, a variable or a literal."""
-    return Var(getattr(array, "aval", None) or jax.typeof(array))
+    return Var(_type_of(array))
+
+
+def _type_of(array: Any) -> Any:
+    return getattr(array, "aval", None) or jax.typeof(array)
 
 
 def is_staged() -> bool:
@@ -169,9 +173,13 @@ def manual_axes(equation: Any) -> frozenset[str]:
     return frozenset(params.get("newly_manual_axes", params.get("manual_axes", ())))
 
 
-def varying_axes(array: Array) -> frozenset[str]:
-    """The axes of `shard_map` over which `array` differs, where JAX keeps track."""
-    kind: Any = jax.typeof(array)
+def varying_axes(array: Any) -> frozenset[str]:
+    """The axes of `shard_map` over which `array` differs, where JAX keeps track.
+
+    Args:
+      array: an array, a variable or a literal.
+    """
+    kind: Any = _type_of(array)
     return kind.mat.varying if hasattr(kind, "mat") else kind.vma  # since jax 0.12
 
 

@@ -106,9 +106,19 @@ def test_command_writes_figures_and_picture(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "Time of a step / plain optax" in said
     assert "Compiled bytes and clock agree on" in said
+    assert "Tracing an update" in said
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
     results = json.loads((tmp_path / "b.json").read_text())
-    assert set(results) == {"about", "behaviour", "workloads", "torch", "limits"}
+    parts = {"about", "behaviour", "workloads", "torch", "limits", "tracing"}
+    assert set(results) == parts
+    assert list(results["tracing"]) == [
+        "adam, 3 leaves",
+        "clip + adam, 3 leaves",
+        "sgd momentum, 3 leaves",
+    ]
+    for row in results["tracing"].values():
+        assert set(row) == {"optax", "jls"}
+        assert all(x["seconds"] > 0 < x["calls_per_leaf"] for x in row.values())
     assert results["about"]["sizes"] == "tiny"
     assert list(results["behaviour"]) == ["optax", "jls", "flax"]
     assert list(results["workloads"]) == [

@@ -12,6 +12,7 @@ from jax.extend.core import Primitive
 from shared import NAN, ONE, W, assert_identical
 
 import jls
+from jls._program.jaxprs import opened, programs_in, varying_axes
 from jls._rollback import prepare, roll_back_unless
 
 OLD = [
@@ -131,6 +132,35 @@ def test_a_step_is_traced_once_for_all_platforms():
     """Once for each would take JAX twice as long for a large model."""
     program = jax.make_jaxpr(guarded(moments))(jnp.asarray(True), *OLD)
     assert str(program).count(" sqrt ") == 1
+
+
+def equations_in(program):
+    for equation in opened(program).jaxpr.eqns:
+        yield equation
+        for inner in programs_in(equation):
+            yield from equations_in(inner)
+
+
+def test_what_differs_between_devices_is_known_to_differ():
+    """A new value that is the same on all devices, where each has kept its own."""
+
+    def step(mean, other):
+        mean = 2 * other
+        return [mean, other + mean]
+
+    def run(flag, *old):
+        prepared = prepare(lambda _: step(*old), [], is_traced=True)
+        return roll_back_unless(flag, flag, prepared, list(old))
+
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), "d")
+    each, same = jax.P("d"), jax.P()
+    specs = {"in_specs": (same, each, same), "out_specs": [each, same]}
+    run = jax.shard_map(run, mesh=mesh, **specs)
+    program = jax.make_jaxpr(run)(jnp.asarray(True), *OLD[:2])
+    for equation in equations_in(program):
+        if equation.primitive.name in ("add", "mul", "select_n"):
+            atoms = [*equation.invars, *equation.outvars]
+            assert len({varying_axes(atom) for atom in atoms}) == 1
 
 
 def test_derivatives_go_through():

@@ -1,0 +1,102 @@
+"""What JAX needs to trace an update alone, by the number of leaves.
+
+CPU seconds, and calls of Python functions, which no other process disturbs.
+"""
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jls
+
+ADAM = optax.adam(1e-3)
+OPTIMIZERS = {
+    "adam": ADAM,
+    "clip + adam": optax.chain(optax.clip_by_global_norm(1.0), ADAM),
+    "sgd momentum": optax.sgd(1e-3, momentum=0.9),
+}
+Guard = Callable[[optax.GradientTransformation], Any]
+GUARDS: dict[str, Guard] = {
+    "optax": lambda optimizer: optimizer,
+    "jls": jls.loss_scaled,
+    "apply_if_finite": partial(optax.apply_if_finite, max_consecutive_errors=2**30),
+}
+
+
+class Update:
+    """An update of so many leaves, to be traced; nothing is allocated."""
+
+    def __init__(self, optimizer: Any, leaves: int) -> None:
+        shapes = (48, 48), (48,)
+        self._optimizer = optimizer
+        self._params = {
+            f"w{i}": jax.ShapeDtypeStruct(shapes[i % 2], jnp.float32)
+            for i in range(leaves)
+        }
+        self._state = jax.eval_shape(optimizer.init, self._params)
+
+    def trace(self) -> Any:
+        """The program, of a function that JAX has not seen."""
+
+        def step(params, state, grads):
+            return self._optimizer.update(grads, state, params)
+
+        return jax.jit(step).trace(self._params, self._state, self._params)
+
+    def seconds(self, times: int = 3) -> float:
+        """The CPU time, the least of some, after one for nothing."""
+        self.trace()
+        seconds = []
+        for _ in range(times):
+            gc.collect()
+            start = time.process_time()
+            self.trace()
+            seconds.append(time.process_time() - start)
+        return min(seconds)
+
+    def calls(self) -> int:
+        """The calls of Python functions, once JAX knows the types of the leaves."""
+        self.trace()
+        count = 0
+
+        def see(frame, event, argument):
+            nonlocal count
+            count += event == "call"
+
+        before = sys.getprofile()
+        gc.disable()  # JAX has callbacks for it
+        sys.setprofile(see)
+        try:
+            self.trace()
+        finally:
+            sys.setprofile(before)
+            gc.enable()
+        return count
+
+
+def calls_per_leaf(optimizer: Any, few: int = 20, many: int = 40) -> float:
+    """Calls of Python functions for one leaf more."""
+    more = Update(optimizer, many).calls() - Update(optimizer, few).calls()
+    return more / (many - few)
+
+
+def figures(counts: Sequence[int], names: Sequence[str]) -> dict[str, Any]:
+    """By optimizer and number of leaves the figures of each contestant."""
+    found: dict[str, Any] = {}
+    for title, optimizer in OPTIMIZERS.items():
+        for count in counts:
+            row = found[f"{title}, {count:,} leaves"] = {}
+            for name in GUARDS.keys() & names:
+                update = Update(GUARDS[name](optimizer), count)
+                row[name] = {
+                    "seconds": update.seconds(),
+                    "calls_per_leaf": update.calls() / count,
+                }
+    return found
