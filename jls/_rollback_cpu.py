@@ -15,6 +15,7 @@ and the old ones would be needed at the same time, and XLA CPU would copy the ol
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import Tracer
@@ -127,8 +128,11 @@ def at_once_on_gpu(*flags: Array) -> Sequence[Array]:
     XLA GPU makes one kernel of all the counters that read the same array. Of those that
     read the same scalar each would be a kernel.
     """
-    if not isinstance(flags[0], Tracer):
-        return flags
+    return _at_once(flags) if isinstance(flags[0], Tracer) else flags
+
+
+@jax.jit
+def _at_once(flags: Sequence[Array]) -> list[Array]:
     array = lax.platform_dependent(
         jnp.stack(flags),
         cpu=lambda array: array,

@@ -5,7 +5,7 @@ All undocumented parts of jaxprs that jls uses are here and in `places`.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +52,11 @@ def is_literal(atom: Any) -> bool:
 def variables_in(atoms: Sequence[Any]) -> list[Any]:
     """The operands that are variables, not numbers in the program."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def substituted(atoms: Sequence[Any], values: Mapping[Any, Any]) -> list[Any]:
+    """The operands, with `values` in the place of variables that have one."""
+    return [x if isinstance(x, Literal) else values.get(x, x) for x in atoms]
 
 
 def is_inexact_atom(atom: Any) -> bool:

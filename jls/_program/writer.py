@@ -5,13 +5,14 @@ JAX traces what is done to an array anew for each array. Here it is traced once 
 type of them.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import Array
 
-from jls._program.jaxprs import is_literal, run_as_call, variable_like
+from jls._program.jaxprs import run_as_call, substituted, variable_like
 
 
 class Writer:
@@ -50,19 +51,17 @@ class Writer:
             self._traced[kinds] = jax.make_jaxpr(fun)(*kinds[1:]).jaxpr
         jaxpr = self._traced[kinds]
         values = dict(zip(jaxpr.invars, operands, strict=True))
-
-        def read(atom):
-            return atom if is_literal(atom) else values[atom]
-
         for equation in jaxpr.eqns:
             results = list(map(variable_like, equation.outvars))
-            inputs = list(map(read, equation.invars))
+            inputs = substituted(equation.invars, values)
             values.update(zip(equation.outvars, results, strict=True))
             self.equations.append(equation.replace(invars=inputs, outvars=results))
-        return list(map(read, jaxpr.outvars))
+        return substituted(jaxpr.outvars, values)
 
     def run(self, outvars: Sequence[Any], name: str) -> list[Array]:
         """The values of variables; `name` is that of the call."""
+        if not outvars:
+            return []
         program = self._program.replace(
             invars=self._inputs, outvars=list(outvars), eqns=self.equations
         )
@@ -71,9 +70,16 @@ class Writer:
 
 def of_each(fun: Callable[[Array], Any], arrays: Sequence[Array]) -> list[list[Array]]:
     """For each array the results of `fun`, which is traced once for each type."""
-    if not arrays:
-        return []
+    types = Counter(map(jax.typeof, arrays))
     writer = Writer()
-    results = [writer.apply(fun, writer.variable_of(array)) for array in arrays]
+    results = [
+        writer.apply(fun, writer.variable_of(x))
+        for x in arrays
+        if types[jax.typeof(x)] > 1
+    ]
     values = iter(writer.run([x for one in results for x in one], "of_each"))
-    return [[next(values) for _ in one] for one in results]
+    written = ([next(values) for _ in one] for one in results)
+    return [
+        next(written) if types[jax.typeof(x)] > 1 else jax.tree.leaves(fun(x))
+        for x in arrays
+    ]

@@ -199,7 +199,7 @@ FAULTS = [
         "what disable_jit runs at once is called as a jitted function",
         "jls/_program/jaxprs.py",
         "    if call.primitive is not jit_p:  # within `jax.disable_jit`\n",
-        "    if not call.params:\n",
+        "    if not call.invars:\n",
         ("tests/audit/test_answers.py",),
     ),
     Fault(
