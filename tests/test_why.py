@@ -296,6 +296,16 @@ def test_what_a_where_does_not_take_is_not_to_blame():
     assert first_of(fun, jnp.array([-1.0, 1.0]), jnp.zeros(2))[0] == "div"
 
 
+def test_what_a_scatter_drops_is_not_to_blame_for_another_kind():
+    def fun(x):
+        dropped = jnp.log(x - 3.0)
+        y = jnp.exp(x + 200.0)
+        return y.at[jnp.array([8, 9])].set(dropped)
+
+    births = jls.why(fun, jnp.ones(2)).births
+    assert [x.place.operation for x in births] == ["exp"]
+
+
 def test_a_reference_that_is_changed_in_place():
     if not hasattr(jax, "new_ref"):
         pytest.skip("this jax has no references")

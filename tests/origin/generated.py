@@ -20,7 +20,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from operations import BACKWARD, CONTAINERS, FORWARD, RULES, SAFE, SAFE_OF_TWO, Birth
+from operations import (
+    BACKWARD,
+    CONTAINERS,
+    FORWARD,
+    NEVER_TAKEN,
+    RULES,
+    SAFE,
+    SAFE_OF_TWO,
+    Birth,
+)
 
 import jls
 
@@ -88,6 +97,30 @@ class _Around(NamedTuple):
     has_lanes: bool = False  # both branches of a `cond` may run
 
 
+class _Loop(NamedTuple):
+    """A loop, and where in it `t` is 1."""
+
+    length: int
+    index: int
+    is_reversed: bool
+    again: bool  # in each later iteration too
+    around: _Around  # its body
+
+    def is_hit(self, number: str, first: int = 0) -> str:
+        """Whether the iteration with this number is one, as an expression."""
+        later = "<=" if self.is_reversed else ">="
+        return f"{number} {later if self.again else '=='} {self.index + first}"
+
+    @property
+    def hits(self) -> str:
+        """`t` in each iteration."""
+        return f"t * ({self.is_hit(f'jnp.arange({self.length})')})"
+
+    @property
+    def reverse(self) -> str:
+        return ", reverse=True" if self.is_reversed else ""
+
+
 class _Writer:
     """Writes the functions of a program, the inner ones first."""
 
@@ -124,7 +157,7 @@ class _Writer:
         lines = self.safe()
         for one in plants:
             depth = self.random.choice([0, 1, 1, 2, 2, 2]) if one else 1
-            lines += self.statements(depth, one, _Around()) + self.safe()
+            lines += self.beside(self.statements(depth, one, _Around())) + self.safe()
         return lines
 
     def function(self, head: str, body: list[str], decorator: str = "") -> None:
@@ -153,6 +186,13 @@ class _Writer:
                 lines.append('x = 0.5 * (tree["a"] + tree["b"][1][0])')
         return lines
 
+    def beside(self, lines: list[str]) -> list[str]:
+        """The lines, perhaps with a value beside them that is bad and never taken."""
+        if self.chance(0.7):
+            return lines
+        value, result = self.random.choice(NEVER_TAKEN)
+        return [f"z = {value}", *lines, f"x = {result}"]
+
     def born(self, code: str, birth: Birth, around: _Around) -> str:
         """A line with a birth."""
         self.births.append((birth, around.iteration))
@@ -160,7 +200,8 @@ class _Writer:
 
     def part(self, depth: int, plant: _Plant | None, around: _Around) -> str:
         """Writes a function of `x` and `t`, and returns its name."""
-        body = [*self.safe(), *self.statements(depth, plant, around), *self.safe()]
+        lines = self.beside(self.statements(depth, plant, around))
+        body = [*self.safe(), *lines, *self.safe()]
         name = self.name("part")
         self.function(f"{name}(x, t)", [*body, "return x"])
         return name
@@ -172,7 +213,9 @@ class _Writer:
         if not depth:
             if plant is None:
                 return self.safe()
-            return [self.born(f"x = {plant.birth.code}", plant.birth, around)]
+            line = self.born(f"x = {plant.birth.code}", plant.birth, around)
+            before = plant.birth.before
+            return [line] if before == "x" else [f"x = {before}", line]
         forms = [*_FORMS]
         if plant and plant.birth.is_backward:
             forms = [x for x in forms if x not in _NOT_DIFFERENTIATED]
@@ -180,11 +223,24 @@ class _Writer:
             forms.remove(_Writer._untaken)
         return self.random.choice(forms)(self, depth - 1, plant, around)
 
-    def iterations(self, around: _Around) -> tuple[int, int, _Around]:
-        """The length of a loop, an iteration of it, and what is around its body."""
-        length = self.random.randint(2, 4)
+    def loop(
+        self,
+        plant: _Plant | None,
+        around: _Around,
+        length: int = 0,
+        is_forward: bool = False,
+    ) -> _Loop:
+        """A loop with 2 to 4 iterations, in one or more of which `t` is 1."""
+        length = length or self.random.randint(2, 4)
         index = self.random.randrange(length)
-        return length, index, around._replace(iteration=(*around.iteration, index))
+        birth = plant.birth if plant else None
+        # What is bad again and again is born in the first of the iterations, if it is
+        # not of a derivative, and does not come in the place of what was bad before.
+        is_one = birth and (birth.is_backward or birth.is_instead or birth.is_written)
+        again = self.chance(0.4) and not is_one
+        is_reversed = self.chance(0.5) and not is_forward
+        around = around._replace(iteration=(*around.iteration, index))
+        return _Loop(length, index, is_reversed, again, around)
 
     # Calls.
 
@@ -247,80 +303,73 @@ class _Writer:
         return [f"x = jax.vmap({part})({_LANES}, {hits}).mean(0)"]
 
     def _map(self, depth, plant, around):
-        lane = self.random.randrange(3)
-        around = around._replace(iteration=(*around.iteration, lane))
-        part = self.part(depth, plant, around)
-        hits = f"t * jax.nn.one_hot({lane}, 3)"
-        return [f"x = lax.map(lambda a: {part}(*a), ({_LANES}, {hits})).mean(0)"]
+        loop = self.loop(plant, around, length=3, is_forward=True)
+        part = self.part(depth, plant, loop.around)
+        lanes = f"({_LANES}, {loop.hits})"
+        return [f"x = lax.map(lambda a: {part}(*a), {lanes}).mean(0)"]
 
     def _scan(self, depth, plant, around):
-        length, index, around = self.iterations(around)
-        part, name = self.part(depth, plant, around), self.name("step")
-        reverse = ", reverse=True" if self.chance(0.5) else ""
-        hits = f"t * jax.nn.one_hot({index}, {length})"
+        loop = self.loop(plant, around)
+        part, name = self.part(depth, plant, loop.around), self.name("step")
         self.function(f"{name}(x, hit)", [f"return {part}(x, hit), None"])
-        return [f"x, _ = lax.scan({name}, x, {hits}{reverse})"]
+        return [f"x, _ = lax.scan({name}, x, {loop.hits}{loop.reverse})"]
 
     def _scan_of_tree(self, depth, plant, around):
-        length, index, around = self.iterations(around)
-        part, name = self.part(depth, plant, around), self.name("step")
+        loop = self.loop(plant, around)
+        part, name = self.part(depth, plant, loop.around), self.name("step")
         body = [
             'x, t = carry["x"], carry["t"]',
-            f"x = {part}(x, jnp.where(i == {index}, t, 0.0))",
+            f"x = {part}(x, jnp.where({loop.is_hit('i')}, t, 0.0))",
             'return {"x": x, "t": t}, (x, [0.5 * x])',
         ]
         self.function(f"{name}(carry, i)", body)
-        reverse = ", reverse=True" if self.chance(0.5) else ""
-        scanned = f'{{"x": x, "t": t}}, jnp.arange({length})'
+        scanned = f'{{"x": x, "t": t}}, jnp.arange({loop.length})'
         return [
-            f"carry, (_, [stack]) = lax.scan({name}, {scanned}{reverse})",
+            f"carry, (_, [stack]) = lax.scan({name}, {scanned}{loop.reverse})",
             'x = 0.5 * (carry["x"] + stack.mean(0))',
         ]
 
     def _stacked(self, depth, plant, around):
-        length, index, around = self.iterations(around)
-        part, name = self.part(depth, plant, around), self.name("step")
-        body = [f"return 0.5 * x, {part}(x, hit)"]
-        self.function(f"{name}(x, hit)", body)
-        reverse = ", reverse=True" if self.chance(0.5) else ""
-        hits = f"t * jax.nn.one_hot({index}, {length})"
+        loop = self.loop(plant, around)
+        part, name = self.part(depth, plant, loop.around), self.name("step")
+        self.function(f"{name}(x, hit)", [f"return 0.5 * x, {part}(x, hit)"])
         return [
-            f"_, stack = lax.scan({name}, x, {hits}{reverse})",
+            f"_, stack = lax.scan({name}, x, {loop.hits}{loop.reverse})",
             "x = stack.mean(0)",
         ]
 
     def _fori(self, depth, plant, around):
-        length, index, around = self.iterations(around)
-        part, first = self.part(depth, plant, around), self.random.randrange(2)
-        hit = f"jnp.where(i == {first + index}, t, 0.0)"
-        loop = f"lax.fori_loop({first}, {first + length}"
-        return [f"x = {loop}, lambda i, x: {part}(x, {hit}), x)"]
+        loop = self.loop(plant, around, is_forward=True)
+        part, first = self.part(depth, plant, loop.around), self.random.randrange(2)
+        hit = f"jnp.where({loop.is_hit('i', first)}, t, 0.0)"
+        ends = f"{first}, {first + loop.length}"
+        return [f"x = lax.fori_loop({ends}, lambda i, x: {part}(x, {hit}), x)"]
 
     def _while(self, depth, plant, around):
-        length, index, around = self.iterations(around)
-        name = self._loop(depth, plant, around, index)
-        return [f"x = {name}(x, t, {length})"]
+        loop = self.loop(plant, around, is_forward=True)
+        name = self.while_loop(depth, plant, loop)
+        return [f"x = {name}(x, t, {loop.length})"]
 
     def _batched_while(self, depth, plant, around):
-        lengths = [self.random.randint(1, 4) for _ in range(3)]
-        lane = self.random.randrange(3)
-        index = self.random.randrange(lengths[lane])
-        around = _Around((*around.iteration, index), has_lanes=True)
-        name = self._loop(depth, plant, around, index)
+        lane, lengths = self.random.randrange(3), self.random.choices(range(1, 5), k=3)
+        around = around._replace(has_lanes=True)
+        loop = self.loop(plant, around, length=lengths[lane], is_forward=True)
+        name = self.while_loop(depth, plant, loop)
         lanes = f"{_LANES}, t * jax.nn.one_hot({lane}, 3), jnp.array({lengths})"
         return [f"x = jax.vmap({name})({lanes}).mean(0)"]
 
-    def _loop(self, depth, plant, around, index):
-        """Writes a while loop with `n` iterations, of which no derivative is taken."""
-        part, name = self.part(depth, plant, around), self.name("loop")
+    def while_loop(self, depth: int, plant: _Plant | None, loop: _Loop) -> str:
+        """Writes a loop with `n` iterations, of which no derivative is taken."""
+        part, name = self.part(depth, plant, loop.around), self.name("loop")
         body = [
-            "i, x, t = state",
-            f"return i + 1, {part}(x, jnp.where(i == {index}, t, 0.0)), t",
+            "i, x, t, n = state",
+            f"x = {part}(x, jnp.where({loop.is_hit('i')}, t, 0.0))",
+            "return i + 1, x / (n - i).astype(x.dtype), t, n",  # bad after the end
         ]
         self.function(f"{name}_body(state)", body)
         body = [
-            "state = lax.stop_gradient((0, x, t))",
-            f"state = lax.while_loop(lambda s: s[0] < n, {name}_body, state)",
+            "state = lax.stop_gradient((0, x, t, jnp.asarray(n)))",
+            f"state = lax.while_loop(lambda s: s[0] < s[3], {name}_body, state)",
             "return 0.5 * (x + lax.stop_gradient(state[1]))",
         ]
         self.function(f"{name}(x, t, n)", body)
@@ -425,9 +474,10 @@ def _difference(program: Program, found: Any, are_bad: list[bool]) -> str:
             continue
         if birth.is_written and places[0].operation != "constant":
             continue  # it has made a NaN there later
-        if places[0].iteration != expected.iteration:
+        is_known = is_bad or birth.is_backward  # else a later iteration may be read
+        if is_known and places[0].iteration != expected.iteration:
             return f"iteration {places[0].iteration}, not {expected.iteration}"
-        is_known = not birth.is_hidden if birth.is_backward else is_bad
+        is_known &= not birth.is_hidden
         if is_known and places[0].is_backward != birth.is_backward:
             return f"is_backward is {places[0].is_backward}"
     return ""

@@ -143,15 +143,34 @@ jnp.tanh(jnp.where(x > 1.0, jnp.inf, x))
 """)
 
 
+# A value with inf and NaN, and a later line that takes none of it. (Not a slice of an
+# array that holds it: `why` knows the size of arrays, not of elements.)
+NEVER_TAKEN = [
+    (
+        "jnp.sqrt(lax.stop_gradient(x) - 3.0)",
+        "jnp.where(jnp.abs(x - 50.0) < 1.0, z, x)",
+    ),
+    (
+        "jnp.exp(lax.stop_gradient(x) + 99.0)",
+        "lax.select(jnp.abs(x - 50.0) < 1.0, z, x)",
+    ),
+    ("1.0 / lax.stop_gradient(x - x)", "jnp.where(x == jnp.pi, z, x)"),
+    ("jnp.where(jnp.arange(4) < 2, -jnp.inf, 0.0)", "jax.nn.softmax(x + z)"),
+]
+
+
 class Birth(NamedTuple):
     """An expression that is bad where `t` is 1."""
 
     code: str
+    before: str = "x"  # what `x` becomes on the line before, perhaps inf on purpose
     # Of a derivative: where it is bad, the result of the expression is finite.
     is_backward: bool = False
     # Or it is bad for what is bad in the expression, and reaches no result but through
     # the derivative.
     is_hidden: bool = False
+    # Where it is bad, `x` has no part in it.
+    is_instead: bool = False
     # An inf that JAX or the user writes down: on purpose until it makes a NaN.
     is_written: bool = False
 
@@ -206,8 +225,6 @@ x * ((1.0 - t) * jnp.exp(200.0 * t)) * (jnp.exp(200.0 * t) * (1.0 - t))
 jnp.linalg.inv(jnp.eye(4) * (1.0 - t)) @ x
 jnp.linalg.solve(jnp.eye(4) * (1.0 - t), x)
 jnp.linalg.cholesky(jnp.eye(4) * (1.0 - 2.0 * t)) @ x
-0.5 * jax.nn.log_softmax(jnp.where(t > 0.5, -jnp.inf, x)) + 1.0
-jax.nn.softmax(jnp.where(t > 0.5, -jnp.inf, x))
 jax.scipy.special.logit(0.5 + 0.1 * x + 5.0 * t)
 0.3 * jax.scipy.special.xlogy(2.0, jnp.square(x) + 1.0 - 9.0 * t)
 0.5 * jax.scipy.special.gammaln((x + 3.0) * (1.0 - t))
@@ -216,12 +233,17 @@ jax.scipy.special.i0(0.3 * (x + 3.0) + 500.0 * t) / 2.0
 jnp.take(x, jnp.arange(4) + (9.0 * t).astype(int), mode="fill")
 x.at[0].divide(1.0 - t)
 x.at[1].multiply((0.5 + 1e30 * t) * (1.0 + 1e30 * t))
-jnp.nanmean(jnp.where(t > 0.5, jnp.nan, x)) + 0.0 * x
-jnp.where(t > 0.5, jnp.nan, x)
 0.3 * jnp.abs(lax.complex(x, x + 3.0) / (1.0 - t))
 jnp.exp((x - 2.0 + 20.0 * t).astype(jnp.float16)).astype(jnp.float32)
 jnp.square((x + 3.0 + 300.0 * t).astype(jnp.float16)).astype(jnp.float32) / 16.0
 jnp.log((x + 3.0 - 9.0 * t).astype(jnp.bfloat16)).astype(jnp.float32)
+""")
+
+_INSTEAD = _lines("""
+0.5 * jax.nn.log_softmax(jnp.where(t > 0.5, -jnp.inf, x)) + 1.0
+jax.nn.softmax(jnp.where(t > 0.5, -jnp.inf, x))
+jnp.nanmean(jnp.where(t > 0.5, jnp.nan, x)) + 0.0 * x
+jnp.where(t > 0.5, jnp.nan, x)
 """)
 
 _WRITTEN = _lines("""
@@ -257,8 +279,22 @@ jnp.where(t > 0.5, x, 1.0 / ((x + 3.0) * (1.0 - t)))
 jnp.minimum(jnp.exp(x - 2.0 + 200.0 * t), 1.0) * jnp.tanh(x)
 """)
 
+_OF_MASKS = [
+    Birth("jnp.exp(x - 2.0 + 200.0 * t)", "jnp.where(jnp.arange(4) < 3, x, -jnp.inf)"),
+    Birth("jnp.exp(x + 200.0 * t)", "jnp.log(jnp.where(x > 0.0, 1.0, 0.0)) + 0.1 * x"),
+    Birth("1.0 / (x * (1.0 - t))", "jnp.where(jnp.arange(4) < 3, x + 3.0, jnp.inf)"),
+    Birth("jnp.tanh(x) / (1.0 - t)", "jnp.where(x > 1.0, jnp.inf, x)"),
+    Birth("jnp.exp(x) + jnp.log(1.0 - t)", "jnp.where(x > 0.0, -jnp.inf, x)"),
+    Birth(
+        "jax.nn.softmax(x / (1.0 - t))",
+        "jnp.where(jnp.arange(4) < 2, -jnp.inf, x + 3.0)",
+    ),
+]
+
 FORWARD = [
     *map(Birth, _FORWARD),
+    *(Birth(code, is_instead=True) for code in _INSTEAD),
+    *_OF_MASKS,
     *(Birth(code, is_written=True) for code in _WRITTEN),
 ]
 BACKWARD = [

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 from generated import generate, judge
 from jax import lax
-from operations import BACKWARD, CONTAINERS, FORWARD, SAFE, SAFE_OF_TWO
+from operations import (
+    BACKWARD,
+    CONTAINERS,
+    FORWARD,
+    NEVER_TAKEN,
+    SAFE,
+    SAFE_OF_TWO,
+)
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -76,11 +83,21 @@ def test_safe_expressions_are_safe(code):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("birth", FORWARD + BACKWARD, ids=lambda birth: birth.code)
-def test_births_are_safe_until_they_are_bad(birth):
-    for result, slopes in runs(birth.code, 0.0):
+@pytest.mark.parametrize(("value", "code"), NEVER_TAKEN)
+def test_what_is_never_taken_is_bad_and_does_no_harm(value, code):
+    assert not any(is_finite(result) for result, _ in runs(value, 0.0))
+    for result, slopes in runs(f"(lambda x, z: {code})(x, {value})", 0.0):
         assert is_finite(result, slopes)
         assert jnp.abs(result).max() <= 2.001
-    last_result, last_slopes = [*runs(birth.code, 1.0)][-1]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("birth", FORWARD + BACKWARD, ids=lambda birth: birth.code)
+def test_births_are_safe_until_they_are_bad(birth):
+    code = f"(lambda x: {birth.code})({birth.before})"
+    for result, slopes in runs(code, 0.0):
+        assert is_finite(result, slopes)
+        assert jnp.abs(result).max() <= 2.001
+    last_result, last_slopes = [*runs(code, 1.0)][-1]
     assert is_finite(last_result) == birth.is_backward
     assert birth.is_backward <= (not is_finite(last_slopes))

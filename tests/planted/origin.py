@@ -36,6 +36,13 @@ FAULTS = [
         ("tests/test_why.py",),
     ),
     Fault(
+        "a NaN that a scatter drops is blamed for an inf",
+        "jls/_origin/trail.py",
+        "            return same or bad",
+        "            return bad",
+        (WHY + "test_what_a_scatter_drops_is_not_to_blame_for_another_kind",),
+    ),
+    Fault(
         "the exp of a mask is blamed for what overflows",
         "jls/_tools/origin/trail.py",
         '        return found[0] & {"inf"}',

@@ -21,6 +21,7 @@ from jls._program.replay import (
     ZERO_KEY,
     WhileRecords,
 )
+from jls._program.rules import MOVES
 from jls._program.walk import Site
 from jls._tools.origin.measure import NOTHING, Size, read_size, size_of
 from jls._tools.origin.record import SINGULAR, Recording, as_large_as
@@ -171,6 +172,9 @@ class Trail:
         if size.is_nan and any(x.is_nan for x in sizes):
             return [value for value, x in pairs if x.is_nan]
         bad = [value for value, x in pairs if x.is_bad]
+        if name in MOVES:  # a NaN that is moved stays one
+            same = [value for value, x in pairs if x.nonfinite & size.nonfinite]
+            return same or bad
         if size.is_nan or any(x.is_nan for x in sizes):
             return bad
         possible = _signs(name, sizes) if bad else None
