@@ -268,6 +268,20 @@ def test_nan_after_an_inf_that_did_no_harm():
     assert (birth.kind, birth.place.iteration) == ("nan", (3,))
 
 
+def test_a_lane_that_has_ended_is_not_to_blame():
+    @jax.vmap
+    def fun(x, n):
+        def body(c):
+            i, x = c
+            y = jnp.sqrt(x - jnp.where(i == 3, 9.0, 0.0))
+            return i + 1, y * ((n - i) / (n - i))  # NaN for a lane from its end on
+
+        return lax.while_loop(lambda c: c[0] < n, body, (0.0, x))[1]
+
+    place = jls.why(fun, jnp.ones(2), jnp.array([1.0, 4.0])).births[0].place
+    assert (place.operation, place.iteration) == ("sqrt", (3,))
+
+
 def test_an_overflow_beside_a_mask():
     def fun(scores, mask):
         scores = jnp.where(mask, scores, -jnp.inf)

@@ -3,7 +3,7 @@
 
 Each seed is a program in Python: expressions of `operations` in functions, and these in
 calls, loops and branches up to two deep. One line, or two, is bad where `t` is 1, in
-one iteration of the loops around it; where `t` is 0, the program is finite.
+one or more iterations of the loops around it; where `t` is 0, the program is finite.
 
 `python tests/origin/generated.py 0 500` judges the programs of these seeds, and prints
 what is not right.
@@ -42,7 +42,7 @@ class Expected(NamedTuple):
 
     lines: frozenset[int]  # one of them; JAX may not know more
     birth: Birth
-    iteration: tuple[int, ...]
+    iterations: tuple[frozenset[int], ...]  # of each loop; one of them
 
 
 class Program(NamedTuple):
@@ -72,10 +72,10 @@ def generate(seed: int) -> Program:
     names: dict[str, Any] = {}
     exec(compile(text, file, "exec"), names)
     births = []
-    for number, (birth, iteration) in enumerate(writer.births):
+    for number, (birth, iterations) in enumerate(writer.births):
         mark = f"  # <- {number}\n"
         found = frozenset(i for i, line in enumerate(lines, 1) if line.endswith(mark))
-        births.append(Expected(found, birth, iteration))
+        births.append(Expected(found, birth, iterations))
     fun = names["loss_fn"]
     if writer.has_gradient:
         fun = jax.value_and_grad(fun, has_aux=True)
@@ -93,7 +93,7 @@ class _Plant:
 class _Around(NamedTuple):
     """What is around a function."""
 
-    iteration: tuple[int, ...] = ()  # of each loop, in which `t` is 1
+    iterations: tuple[frozenset[int], ...] = ()  # of each loop, in which `t` is 1
     has_lanes: bool = False  # both branches of a `cond` may run
 
 
@@ -127,7 +127,7 @@ class _Writer:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.functions: list[str] = []
-        self.births: list[tuple[Birth, tuple[int, ...]]] = []
+        self.births: list[tuple[Birth, tuple[frozenset[int], ...]]] = []
         self.has_gradient = self.chance(0.5)
         self._count = 0
 
@@ -195,7 +195,7 @@ class _Writer:
 
     def born(self, code: str, birth: Birth, around: _Around) -> str:
         """A line with a birth."""
-        self.births.append((birth, around.iteration))
+        self.births.append((birth, around.iterations))
         return f"{code}  # <- {len(self.births) - 1}"
 
     def part(self, depth: int, plant: _Plant | None, around: _Around) -> str:
@@ -223,23 +223,14 @@ class _Writer:
             forms.remove(_Writer._untaken)
         return self.random.choice(forms)(self, depth - 1, plant, around)
 
-    def loop(
-        self,
-        plant: _Plant | None,
-        around: _Around,
-        length: int = 0,
-        is_forward: bool = False,
-    ) -> _Loop:
+    def loop(self, around: _Around, length: int = 0, is_forward: bool = False) -> _Loop:
         """A loop with 2 to 4 iterations, in one or more of which `t` is 1."""
         length = length or self.random.randint(2, 4)
         index = self.random.randrange(length)
-        birth = plant.birth if plant else None
-        # What is bad again and again is born in the first of the iterations, if it is
-        # not of a derivative, and does not come in the place of what was bad before.
-        is_one = birth and (birth.is_backward or birth.is_instead or birth.is_written)
-        again = self.chance(0.4) and not is_one
-        is_reversed = self.chance(0.5) and not is_forward
-        around = around._replace(iteration=(*around.iteration, index))
+        again, is_reversed = self.chance(0.4), self.chance(0.5) and not is_forward
+        hit = range(index + 1) if is_reversed else range(index, length)
+        hit = frozenset(hit if again else [index])
+        around = around._replace(iterations=(*around.iterations, hit))
         return _Loop(length, index, is_reversed, again, around)
 
     # Calls.
@@ -303,19 +294,19 @@ class _Writer:
         return [f"x = jax.vmap({part})({_LANES}, {hits}).mean(0)"]
 
     def _map(self, depth, plant, around):
-        loop = self.loop(plant, around, length=3, is_forward=True)
+        loop = self.loop(around, length=3, is_forward=True)
         part = self.part(depth, plant, loop.around)
         lanes = f"({_LANES}, {loop.hits})"
         return [f"x = lax.map(lambda a: {part}(*a), {lanes}).mean(0)"]
 
     def _scan(self, depth, plant, around):
-        loop = self.loop(plant, around)
+        loop = self.loop(around)
         part, name = self.part(depth, plant, loop.around), self.name("step")
         self.function(f"{name}(x, hit)", [f"return {part}(x, hit), None"])
         return [f"x, _ = lax.scan({name}, x, {loop.hits}{loop.reverse})"]
 
     def _scan_of_tree(self, depth, plant, around):
-        loop = self.loop(plant, around)
+        loop = self.loop(around)
         part, name = self.part(depth, plant, loop.around), self.name("step")
         body = [
             'x, t = carry["x"], carry["t"]',
@@ -330,7 +321,7 @@ class _Writer:
         ]
 
     def _stacked(self, depth, plant, around):
-        loop = self.loop(plant, around)
+        loop = self.loop(around)
         part, name = self.part(depth, plant, loop.around), self.name("step")
         self.function(f"{name}(x, hit)", [f"return 0.5 * x, {part}(x, hit)"])
         return [
@@ -339,21 +330,21 @@ class _Writer:
         ]
 
     def _fori(self, depth, plant, around):
-        loop = self.loop(plant, around, is_forward=True)
+        loop = self.loop(around, is_forward=True)
         part, first = self.part(depth, plant, loop.around), self.random.randrange(2)
         hit = f"jnp.where({loop.is_hit('i', first)}, t, 0.0)"
         ends = f"{first}, {first + loop.length}"
         return [f"x = lax.fori_loop({ends}, lambda i, x: {part}(x, {hit}), x)"]
 
     def _while(self, depth, plant, around):
-        loop = self.loop(plant, around, is_forward=True)
+        loop = self.loop(around, is_forward=True)
         name = self.while_loop(depth, plant, loop)
         return [f"x = {name}(x, t, {loop.length})"]
 
     def _batched_while(self, depth, plant, around):
         lane, lengths = self.random.randrange(3), self.random.choices(range(1, 5), k=3)
         around = around._replace(has_lanes=True)
-        loop = self.loop(plant, around, length=lengths[lane], is_forward=True)
+        loop = self.loop(around, length=lengths[lane], is_forward=True)
         name = self.while_loop(depth, plant, loop)
         lanes = f"{_LANES}, t * jax.nn.one_hot({lane}, 3), jnp.array({lengths})"
         return [f"x = jax.vmap({name})({lanes}).mean(0)"]
@@ -475,8 +466,12 @@ def _difference(program: Program, found: Any, are_bad: list[bool]) -> str:
         if birth.is_written and places[0].operation != "constant":
             continue  # it has made a NaN there later
         is_known = is_bad or birth.is_backward  # else a later iteration may be read
-        if is_known and places[0].iteration != expected.iteration:
-            return f"iteration {places[0].iteration}, not {expected.iteration}"
+        found_in, hit = places[0].iteration, expected.iterations
+        is_hit = len(found_in) == len(hit) and all(
+            map(frozenset.__contains__, hit, found_in)
+        )
+        if is_known and not is_hit:
+            return f"iteration {found_in}, not {[*map(sorted, hit)]}"
         is_known &= not birth.is_hidden
         if is_known and places[0].is_backward != birth.is_backward:
             return f"is_backward is {places[0].is_backward}"

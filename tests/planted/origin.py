@@ -29,6 +29,13 @@ FAULTS = [
         ("tests/test_why.py",),
     ),
     Fault(
+        "a lane that has ended is blamed",
+        "jls/_origin/trail.py",
+        "                stack.append((change, _maker_of(change) or reader))",
+        "                stack.append((change, reader))",
+        (WHY + "test_a_lane_that_has_ended_is_not_to_blame",),
+    ),
+    Fault(
         "what a where does not take is blamed",
         "jls/_tools/origin/trail.py",
         '        if name == "select_n":  # what is not taken does no harm',

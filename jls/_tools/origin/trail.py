@@ -155,7 +155,9 @@ class Trail:
             elif isinstance(origin, Stack):
                 stack.append((self._first_bad_of(origin), reader))
             elif isinstance(origin, LoopCarry):
-                stack.append((self._last_change_of(origin), reader))
+                # Other lanes, which had ended, may have been bad before.
+                change = self._last_change_of(origin)
+                stack.append((change, _maker_of(change) or reader))
             else:
                 births.append(BirthRecord(origin, size))
         return sorted(births or on_purpose, key=self._order)
@@ -591,6 +593,13 @@ def _identity(origin: Origin) -> Any:
     if isinstance(origin, Stack):
         return origin.frame, id(origin.atom), origin.iterations
     return origin
+
+
+def _maker_of(value: RunValue) -> OpResult | None:
+    """The operation or the call that a value is a result of; None if it is none."""
+    makers = value.frame.makers
+    maker = None if is_literal(value.atom) else makers.get(value.atom)
+    return maker and OpResult(value.frame, *maker, value.iterations)
 
 
 def _up(frame: Frame) -> Iterator[Frame]:
