@@ -268,6 +268,18 @@ def test_nan_after_an_inf_that_did_no_harm():
     assert (birth.kind, birth.place.iteration) == ("nan", (3,))
 
 
+def test_a_product_with_a_sign_that_the_loop_has_not_kept():
+    def fun(x):
+        def body(c):
+            i, x = c
+            y = x + jnp.log(jnp.where(i == 0, 1.0, 0.0))
+            return i + 1, jnp.sign(y) * y  # of the sign iteration 2 is kept, with a NaN
+
+        return lax.while_loop(lambda c: c[0] < 3, body, (0, x))[1]
+
+    assert first_of(fun, jnp.float32(1.0)) == ("log", 3, (1,))
+
+
 def test_a_lane_that_has_ended_is_not_to_blame():
     @jax.vmap
     def fun(x, n):

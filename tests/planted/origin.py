@@ -29,6 +29,13 @@ FAULTS = [
         ("tests/test_why.py",),
     ),
     Fault(
+        "what a while loop has not kept is positive",
+        "jls/_origin/trail.py",
+        "        if x.is_bad and (y.low < 0 or y == NOTHING):",
+        "        if x.is_bad and y.low < 0:",
+        (WHY + "test_a_product_with_a_sign_that_the_loop_has_not_kept",),
+    ),
+    Fault(
         "a lane that has ended is blamed",
         "jls/_origin/trail.py",
         "                stack.append((change, _maker_of(change) or reader))",

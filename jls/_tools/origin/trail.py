@@ -577,11 +577,14 @@ def _signs(name: str, sizes: "list[Size]") -> set[str] | None:
 
 
 def _signs_of_product(sizes: "list[Size]") -> set[str] | None:
-    """As `_signs`: without a negative number no sign changes."""
+    """As `_signs`: without a negative number no sign changes.
+
+    Zeros make NaN of an inf: here they stand for what a while loop has not kept.
+    """
     one, other = sizes
     found = one.nonfinite | other.nonfinite
     for x, y in ((one, other), (other, one)):
-        if x.is_bad and y.low < 0:
+        if x.is_bad and (y.low < 0 or y == NOTHING):
             found |= {_FLIP[sign] for sign in x.nonfinite}
     return found
 
