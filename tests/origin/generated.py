@@ -83,13 +83,6 @@ def generate(seed: int) -> Program:
     return Program(seed, file, text, fun, writer.has_gradient, births)
 
 
-class _Plant:
-    """A birth that is still to be written; `around` is where it is."""
-
-    def __init__(self, birth: Birth) -> None:
-        self.birth = birth
-
-
 class _Around(NamedTuple):
     """What is around a function."""
 
@@ -140,7 +133,7 @@ class _Writer:
         for _ in range({"one": 1, "two": 2, "none": 0}[kind]):
             is_backward = self.has_gradient and kind == "one" and self.chance(0.4)
             table = BACKWARD if is_backward else FORWARD
-            plants.append(_Plant(self.random.choice(table)))
+            plants.append(self.random.choice(table))
         body = ['start = jnp.tanh(params["w"] * x + params["b"])']
         chains = plants or [None]
         for number, plant in enumerate(chains):
@@ -150,7 +143,7 @@ class _Writer:
         body.append(f"return {' + '.join(sums)}, {results}")
         self.function("loss_fn(params, x, t)", body)
 
-    def chain(self, plant: _Plant | None) -> list[str]:
+    def chain(self, plant: Birth | None) -> list[str]:
         """Statements on `x`, with the plant in one of them."""
         plants = [plant, *[None] * self.random.choice([0, 0, 1])]
         self.random.shuffle(plants)
@@ -198,7 +191,7 @@ class _Writer:
         self.births.append((birth, around.iterations))
         return f"{code}  # <- {len(self.births) - 1}"
 
-    def part(self, depth: int, plant: _Plant | None, around: _Around) -> str:
+    def part(self, depth: int, plant: Birth | None, around: _Around) -> str:
         """Writes a function of `x` and `t`, and returns its name."""
         lines = self.beside(self.statements(depth, plant, around))
         body = [*self.safe(), *lines, *self.safe()]
@@ -206,18 +199,16 @@ class _Writer:
         self.function(f"{name}(x, t)", [*body, "return x"])
         return name
 
-    def statements(
-        self, depth: int, plant: _Plant | None, around: _Around
-    ) -> list[str]:
+    def statements(self, depth: int, plant: Birth | None, around: _Around) -> list[str]:
         """Statements with a birth in them, `depth` calls and loops down."""
         if not depth:
             if plant is None:
                 return self.safe()
-            line = self.born(f"x = {plant.birth.code}", plant.birth, around)
-            before = plant.birth.before
+            line = self.born(f"x = {plant.code}", plant, around)
+            before = plant.before
             return [line] if before == "x" else [f"x = {before}", line]
         forms = [*_FORMS]
-        if plant and plant.birth.is_backward:
+        if plant and plant.is_backward:
             forms = [x for x in forms if x not in _NOT_DIFFERENTIATED]
         if around.has_lanes:
             forms.remove(_Writer._untaken)
@@ -272,7 +263,7 @@ class _Writer:
     def _ruled(self, kind, depth, plant, around):
         """A function with a rule of its own: its name, the line of the rule, a call."""
         name, rule = self.name("ruled"), "d = d * jnp.cos(x)"
-        is_in_rule = plant is not None and plant.birth.is_backward
+        is_in_rule = plant is not None and plant.is_backward
         before = len(self.births)
         part = self.part(depth, None if is_in_rule else plant, around)
         self.function(f"{name}(x, t)", [f"return {part}(x, t)"], f"@jax.custom_{kind}")
@@ -349,7 +340,7 @@ class _Writer:
         lanes = f"{_LANES}, t * jax.nn.one_hot({lane}, 3), jnp.array({lengths})"
         return [f"x = jax.vmap({name})({lanes}).mean(0)"]
 
-    def while_loop(self, depth: int, plant: _Plant | None, loop: _Loop) -> str:
+    def while_loop(self, depth: int, plant: Birth | None, loop: _Loop) -> str:
         """Writes a loop with `n` iterations, of which no derivative is taken."""
         part, name = self.part(depth, plant, loop.around), self.name("loop")
         body = [
