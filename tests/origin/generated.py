@@ -430,8 +430,12 @@ def judge(program: Program) -> Verdict:
     except Exception as error:
         return Verdict("crash", f"{type(error).__name__}: {error}")
     if _is_finite(results):
-        word = "right" if why == jls.types.Why() else "wrong"
-        return Verdict(word, "the results are finite", text)
+        if why == jls.types.Why():
+            return Verdict("right", "the results are finite", text)
+        with jax.disable_jit():
+            if not _is_finite(program.fun(*bad)):
+                return Verdict("not judged", "XLA makes it finite", text)
+        return Verdict("wrong", "the results are finite", text)
     if not why.births:
         return Verdict("silent", "", text)
     reason = _difference(program, why.births, [not _is_finite(x) for x in sums])
