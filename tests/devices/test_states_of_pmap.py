@@ -1,5 +1,7 @@
 """The tools on a state with an axis of devices, as `jax.pmap` keeps it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -56,3 +58,83 @@ def test_why_names_the_line_inside_pmap():
     place = jls.why(step, *args).births[0].place
     assert (place.operation, place.function) == ("log", "log_loss")
     assert place.file == __file__
+
+
+def reports_of(loss_fn, steps=0):
+    """The report of a step under pmap, or of several that a scan inside stacks."""
+    optimizer, params = make(), {"w": jnp.ones(4)}
+    train_step = jls.train_step(loss_fn, optimizer)
+
+    def one(carried, batch):
+        *carried, report = train_step(*carried, batch)
+        return tuple(carried), report
+
+    def all_steps(params, opt_state, batch):
+        batches = jnp.stack([batch] * steps) if steps else batch
+        run = functools.partial(lax.scan, one) if steps else one
+        return run((params, opt_state), batches)[1]
+
+    batch = jnp.arange(COUNT * 8.0).reshape(COUNT, 2, 4) / 100
+    args = stacked(params), stacked(optimizer.init(params)), batch
+    return jax.pmap(all_steps, axis_name="d")(*args)
+
+
+def mean_loss(params, x):
+    return lax.pmean(loss_fn(params, x), "d")
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_report_of_pmap_is_a_row_of_each_step_and_not_of_each_device(steps):
+    report = reports_of(mean_loss, steps)
+    # The norm is of the gradients of each device: it is averaged inside the wrapper.
+    report = report._replace(global_norm=None)
+    one = jax.tree.map(lambda a: a[0], report)
+    history, of_one = jls.History(), jls.History()
+    history.append(report)
+    of_one.append(one)
+    assert len(history) == max(steps, 1)
+    assert list(history) == list(of_one)
+    if not steps:
+        assert jls.host_metrics(report) == jls.host_metrics(one)
+
+
+def test_devices_that_differ_in_a_report_are_told_to_average():
+    report = reports_of(loss_fn)
+    history = jls.History()
+    for read in (history.append, jls.host_metrics):
+        with pytest.raises(
+            ValueError, match=r"differ in loss: .*pmean.*a\[0\]"
+        ) as told:
+            read(report)
+        assert "jls.check_in_sync" in str(told.value)
+    assert len(history) == 0
+
+
+def test_a_nan_on_all_devices_is_one_value():
+    report = reports_of(lambda params, x: jnp.nan * mean_loss(params, x))
+    history = jls.History()
+    history.append(report)
+    assert len(history) == 1
+    assert history["skipped"].tolist() == [True]
+
+
+@pytest.mark.parametrize("count", [1, COUNT])
+def test_steps_that_a_scan_stacked_stay_steps(count):
+    """As many as there are devices, each of which has the batch of a step."""
+    optimizer, params = jls.loss_scaled(optax.sgd(0.1)), {"w": jnp.ones(4)}
+    train_step = jls.train_step(loss_fn, optimizer)
+
+    def one(carried, batch):
+        *carried, report = train_step(*carried, batch)
+        return tuple(carried), report
+
+    mesh = jax.sharding.Mesh(jax.devices()[:count], ("d",))
+    by_device = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    batches = jax.device_put(jnp.ones((count, 2, 4)), by_device)
+    carried = params, optimizer.init(params)
+    report = jax.jit(functools.partial(lax.scan, one))(carried, batches)[1]
+    assert report.loss.sharding.device_set == by_device.device_set
+    for given in (report, jax.device_get(report)):
+        history = jls.History()
+        history.append(given)
+        assert history["step"].tolist() == list(range(1, count + 1))

@@ -11,6 +11,7 @@ RECORD = "jls/_tools/run/record.py"
 BY_HAND = "tests/run/test_verdict.py::"
 SHORT = "tests/run/test_health.py::"
 RUNS = "tests/run/test_health_faults.py::"
+OF_PMAP = "tests/devices/test_states_of_pmap.py"
 RECORDED = "tests/run/test_history.py::"
 UNDERFLOW = (
     "tests/run/test_health.py::"
@@ -449,5 +450,33 @@ FAULTS = [
         "    return sum_of_squares_in(update, grads, len(grads)) is not None\n",
         "    return False\n",
         ("tests/run/test_doors.py",),
+    ),
+    Fault(
+        "each device of pmap is a row of the history",
+        RECORD,
+        "    return [shard.data for shard in value.addressable_shards]\n",
+        "    return value\n",
+        (OF_PMAP,),
+    ),
+    Fault(
+        "the steps of a scan on several devices are one row",
+        RECORD,
+        " or not has_a_row_each:\n",
+        ":\n",
+        (OF_PMAP,),
+    ),
+    Fault(
+        "the devices of a report may differ",
+        RECORD,
+        "    if not all(np.array_equal(first, row, equal_nan=True) for row in others):\n",
+        "    if False:\n",
+        (OF_PMAP,),
+    ),
+    Fault(
+        "a NaN on one device is another on the next",
+        RECORD,
+        ", equal_nan=True",
+        "",
+        (OF_PMAP,),
     ),
 ]

@@ -68,8 +68,9 @@ class History:
             `jls.types.StepReport`. Values in nested dicts get keys such as
             "local_norm/layer/kernel"; None is left out, and so is what in a report's
             `aux` is no real scalar. Or all of them stacked: arrays of one dimension and
-            the same length, a row for each element. (From `jax.pmap`, pass one
-            device's.)
+            the same length, a row for each element. Arrays of which each device holds
+            one row are of `jax.pmap`: the devices must agree, and are one row of the
+            history. (Fetched from them, they are taken for steps: pass one device's.)
           step: the number of the step, or an array of numbers for stacked values. None
             takes "step" or else "steps" out of the metrics, or continues by 1.
           more: further values by name: `loss=loss`, or with a report
@@ -78,8 +79,8 @@ class History:
         Raises:
           TypeError: if `metrics` is neither, or if a value is not a real number.
           ValueError: if a value is traced, if it has another length than the others or
-            several dimensions, if a step is not finite, or if there is no value at all.
-            Nothing is appended then.
+            several dimensions, if the devices of `jax.pmap` differ, if a step is not
+            finite, or if there is no value at all. Nothing is appended then.
 
         Example:
           >>> history = jls.History()

@@ -24,9 +24,9 @@ def host_metrics(state: Any) -> dict[str, float | int | bool | None]:
     `state`: call it every so many steps, and before a step that donates the state.
 
     Args:
-      state: anything that carries exactly one loss scale, also with an axis of devices
-        that all agree, as `jax.pmap` keeps it; or the `jls.types.StepReport` of one
-        step.
+      state: anything that carries exactly one loss scale, or the
+        `jls.types.StepReport` of one step; also with an axis of devices that all
+        agree, as `jax.pmap` returns it.
 
     Returns:
       A flat dict of bool, int and float. What is not finite is None, such as a limit of
@@ -37,8 +37,8 @@ def host_metrics(state: Any) -> dict[str, float | int | bool | None]:
       int, which every logger takes: `jls.types.SkipReason(number).name` has its name.
 
     Raises:
-      ValueError: if `state` carries no loss scale, or several, or is traced; or if a
-        report is stacked.
+      ValueError: if `state` carries no loss scale, or several, or is traced; if a
+        report is stacked; or if devices differ.
 
     Example:
       >>> state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))
@@ -46,11 +46,13 @@ def host_metrics(state: Any) -> dict[str, float | int | bool | None]:
       {'loss_scale': 32768.0, 'applied': False, 'steps': 0, 'skips': 0, ...}
     """
     if isinstance(state, StepReport):
-        flat = _flatten_report(state)
+        arrays = fetch(_flatten_report(state))
+        _check_one_step(arrays)
     else:
         flat = _state.metrics(_of_one_device(state))
         _validate.concrete("state", flat, " Inside use jls.metrics.")
-    return strict({name: array.item() for name, array in fetch(flat).items()})
+        arrays = fetch(flat)
+    return strict({name: array.item() for name, array in arrays.items()})
 
 
 def strict(numbers: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,25 +78,61 @@ def _of_one_device(state: Any) -> Any:
 def _flatten_report(report: StepReport) -> dict[str, Any]:
     """The fields of the report of one step by name, without those that are None."""
     _validate.concrete("report", report, " Return the report from the jitted step.")
-    shape = np.shape(report.skipped)
+    given = flatten_metrics(report, {})
+    fields = report._fields
+    return dict(sorted(given.items(), key=lambda x: fields.index(x[0].split("/")[0])))
+
+
+def _check_one_step(arrays: Mapping[str, np.ndarray]) -> None:
+    shape = arrays["skipped"].shape
     if shape != ():
         raise ValueError(
             f"report must be of one step, got fields of shape {shape}. For a table of "
             "all steps: history.append(report) with history = jls.History(). For the "
             "last one: jls.host_metrics(jax.tree.map(lambda x: x[-1], report))."
         )
-    given = flatten_metrics(report, {})
-    fields = report._fields
-    return dict(sorted(given.items(), key=lambda x: fields.index(x[0].split("/")[0])))
 
 
 def fetch(flat: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The values on the host, after one transfer for all of them."""
+    """The values on the host, after one transfer for all of them.
+
+    Without the axis of devices of `jax.pmap`, on which all have to agree.
+    """
     for name, value in flat.items():
         _check_scalar(name, value)
-    on_host = jax.device_get(dict(flat))
+    on_host = jax.device_get({name: _by_device(value) for name, value in flat.items()})
     # In the given order: a transfer of a dict sorts its keys.
-    return {name: _widest(np.asarray(on_host[name])) for name in flat}
+    return {name: _widest(_agreed(name, on_host[name])) for name in flat}
+
+
+def _by_device(value: Any) -> Any:
+    """A list of the rows if each device holds one, as under `jax.pmap`; else `value`.
+
+    What a scan stacked is whole on each device that holds it.
+    """
+    if not isinstance(value, jax.Array) or not value.ndim:
+        return value
+    count, *rest = value.shape
+    has_a_row_each = value.sharding.shard_shape(value.shape) == (1, *rest)
+    # Of one device, one row is one step either way.
+    if count == 1 or count != len(value.sharding.device_set) or not has_a_row_each:
+        return value
+    return [shard.data for shard in value.addressable_shards]
+
+
+def _agreed(name: str, value: Any) -> np.ndarray:
+    """The value that all devices have, or an error."""
+    if not isinstance(value, list):
+        return np.asarray(value)
+    first, *others = (row[0] for row in value)
+    if not all(np.array_equal(first, row, equal_nan=True) for row in others):
+        raise ValueError(
+            f"all devices must hold the same value, but they differ in {name}: average "
+            "it in the step with jax.lax.pmean, or pass the report of one device, "
+            "jax.tree.map(lambda a: a[0], report). Skips and the loss scale must not "
+            "differ: see jls.check_in_sync."
+        )
+    return np.asarray(first)
 
 
 def _check_scalar(name: str, value: Any) -> None:
