@@ -308,4 +308,25 @@ FAULTS = [
         'small, edge = "1e-12", "1e-6"',
         ("tests/origin/test_advice.py",),
     ),
+    Fault(
+        "the divisor of a float16 quotient is too small for its derivative",
+        "jls/_origin/advice.py",
+        '_DIVISOR = {"float16": "1e-2"}',
+        '_DIVISOR = {"float16": "1e-4"}',
+        ("tests/origin/test_advice.py",),
+    ),
+    Fault(
+        "log1p gets the advice of log",
+        "jls/_origin/advice.py",
+        '"log1p": _for_log1p,',
+        '"log1p": _for_log,',
+        ("tests/origin/test_advice.py",),
+    ),
+    Fault(
+        "beside an entropy the logarithm is to be mended too",
+        "jls/_origin/advice.py",
+        'return advice.startswith(ENTROPY.partition("{")[0])',
+        "return advice == ENTROPY",
+        ("tests/origin/test_advice.py",),
+    ),
 ]

@@ -468,8 +468,8 @@ FAULTS = [
     Fault(
         "the devices of a report may differ",
         RECORD,
-        "    if not all(np.array_equal(first, row, equal_nan=True) for row in others):\n",
-        "    if False:\n",
+        "if not all(np.array_equal(first, row, equal_nan=True) for row in others):",
+        "if False:",
         (OF_PMAP,),
     ),
     Fault(

@@ -23,8 +23,8 @@ LOG_0 = (
     "on what comes before, or jnp.log(x + {small})"
 )
 ENTROPY = (
-    "0 times the logarithm of 0. Use jax.scipy.special.xlogy(x, y) for x * log(y), and "
-    "jax.scipy.special.entr(p) for -p * log(p)"
+    "0 times the logarithm of 0. Write x * jnp.log(y + {small}): xlogy and entr of "
+    "jax.scipy.special are finite too, but their gradients are not"
 )
 ARC = (
     "The derivative of {name} is inf at the end of its range. Clip the argument: "
@@ -35,7 +35,14 @@ EIGENVECTORS = (
     "which two are equal. Part them first, such as by adding "
     "jnp.diag({edge} * jnp.arange(n)), or use the eigenvalues alone"
 )
-LOG_NEGATIVE = "The logarithm of a negative number"
+LOG_NEGATIVE = (
+    "The logarithm of a negative number. Keep the argument positive: "
+    "jnp.log(jnp.maximum(x, {small}))"
+)
+LOG1P = (
+    "The logarithm of 1 + x for an x of -1 or less. Keep x above it: "
+    "jnp.log1p(jnp.maximum(x, -1 + {edge}))"
+)
 ROOT_NEGATIVE = (
     "The square root of a negative number, from rounding perhaps: "
     "jnp.maximum(x, 0.0), and for a variance jnp.mean((x - mean) ** 2)"
@@ -44,10 +51,13 @@ POWER = (
     "A power of 0 with a negative exponent, as in the derivative of x ** 0.5 or of "
     "a / x. Keep x away from 0: (x + {small}) ** p"
 )
-POWER_NEGATIVE = "A negative number to a power that is no integer"
+POWER_NEGATIVE = (
+    "A negative number to a power that is no integer. Keep the number positive: "
+    "jnp.maximum(x, {small}) ** p"
+)
 DIVIDE = (
     "A quotient by 0, such as a mean over nothing. Divide by jnp.maximum(count, 1), or "
-    "add {small} to the divisor"
+    "add {divisor} to the divisor"
 )
 EXP = (
     "{name} is over {largest:.5g} from {limit:.4g} on. Clip the argument, subtract its "
@@ -61,7 +71,10 @@ BEYOND_NARROW = (
     "Over {largest:.5g}, the largest {dtype}. Compute this line in float32, or make "
     "its operands smaller"
 )
-BEYOND = "Over {largest:.4g}, the largest {dtype}"
+BEYOND = (
+    "Over {largest:.4g}, the largest {dtype}. Make its operands smaller, such as "
+    "x / jnp.max(jnp.abs(x))"
+)
 NOT_POSITIVE = (
     "The matrix is not positive definite, from rounding perhaps: add "
     "{edge} * jnp.eye(n)"
@@ -69,9 +82,12 @@ NOT_POSITIVE = (
 NORM_OVERFLOWS = (
     "The gradients are finite, but their global norm is over 1.8e19: a float32 cannot "
     "hold its square. A clip by that norm would turn them all into zeros, so the step "
-    "is skipped"
+    "is skipped. Look at the loss, or clip each element first: optax.clip(1e6)"
 )
-INDEX = "An index out of range: JAX reads NaN there"
+INDEX = (
+    "An index out of range, perhaps a label: JAX reads NaN there. Keep it in range, "
+    "jnp.clip(i, 0, n - 1), and leave such a row out of the loss"
+)
 CAME_IN = "It came in with the arguments: nothing in this program made it"
 WRITTEN = "It is written in the program as a number, or the function closes over it"
 
@@ -107,11 +123,14 @@ def _words(
 # What is added to a number to keep it away from 0, and taken from 1, by dtype. 1e-12 is
 # 0 in float16, and 1 - 1e-6 is 1 in both narrow ones.
 _SMALL, _EDGE = {"float16": "1e-4"}, {"float16": "2e-3", "bfloat16": "2e-2"}
+# The derivative of a quotient divides by its square.
+_DIVISOR = {"float16": "1e-2"}
 
 
 def _for_dtype(words: str, dtype: Any) -> str:
     small, edge = _SMALL.get(dtype.name, "1e-12"), _EDGE.get(dtype.name, "1e-6")
-    return words.replace("{small}", small).replace("{edge}", edge)
+    words = words.replace("{small}", small).replace("{edge}", edge)
+    return words.replace("{divisor}", _DIVISOR.get(dtype.name, "1e-12"))
 
 
 # Their derivatives have a root that is not the user's.
@@ -157,6 +176,11 @@ def _overflow(origin: OpResult, birth: BirthRecord) -> str:
     return words.format(largest=float(info.max), dtype=dtype.name)
 
 
+def is_of_entropy(advice: str) -> bool:
+    """Whether advice is on 0 times the logarithm of 0."""
+    return advice.startswith(ENTROPY.partition("{")[0])
+
+
 def dtype_of(result: OpResult) -> Any:
     """The dtype of a result."""
     return result.site.equation.outvars[result.result].aval.dtype
@@ -174,6 +198,10 @@ def _for_log(trail: Trail, birth: BirthRecord) -> str:
     if birth.range is None:
         return ""
     return LOG_NEGATIVE if birth.range.low < 0 and birth.size.is_nan else LOG_0
+
+
+def _for_log1p(trail: Trail, birth: BirthRecord) -> str:
+    return LOG1P
 
 
 def _for_root(trail: Trail, birth: BirthRecord) -> str:
@@ -247,7 +275,7 @@ _BY_OPERATION: dict[str, Callable[[Trail, BirthRecord], str]] = {
     "cholesky": _for_cholesky,
     "div": _for_div,
     "log": _for_log,
-    "log1p": _for_log,
+    "log1p": _for_log1p,
     "sqrt": _for_root,
     "rsqrt": _for_root,
     "pow": _for_power,

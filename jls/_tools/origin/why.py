@@ -19,11 +19,11 @@ from jls._text import scale_in_words
 from jls._tools.origin import roots
 from jls._tools.origin.advice import (
     CAME_IN,
-    ENTROPY,
     NORM_OVERFLOWS,
     WRITTEN,
     advise,
     dtype_of,
+    is_of_entropy,
 )
 from jls._tools.origin.measure import Size
 from jls._tools.origin.record import RecordedProgram
@@ -393,7 +393,7 @@ class Case:
         for one in found:
             birth = self._birth(trail, one, forward)
             births.setdefault((birth.kind, birth.place._replace(iteration=())), birth)
-        if any(x.advice == ENTROPY for x in births.values()):
+        if any(is_of_entropy(x.advice) for x in births.values()):
             # The logarithm alone needs no mending: it is the product that does.
             is_log = "log", "log1p"
             births = {
