@@ -36,7 +36,7 @@ from jls import _validate
 from jls._nnx import is_variable, read_variables, unbox
 from jls._placement import copy_like, own_buffers, place_like, place_scalars
 from jls._scalers.adaptive import AdaptiveState
-from jls._state import find, is_scaler_state, is_wrapper_state
+from jls._state import find, how_to_nest, is_scaler_state, is_wrapper_state
 from jls._step import wrapper_of
 from jls._tree import (
     branches,
@@ -145,6 +145,12 @@ def wrap_state(
             "result in its place."
         )
     state: Any = optimizer.init(params)
+    write = how_to_nest(inner_state)
+    if write:
+        raise ValueError(
+            "inner_state must be the state of the optimizer that was wrapped, got "
+            f"{type(inner_state).__name__}. {write}"
+        )
     _check_alike(inner_state, state.inner_state, ())
     placed = jax.tree.map(_move, inner_state, state.inner_state)
     owned = own_buffers(placed, (inner_state, params))
@@ -176,10 +182,12 @@ def unwrap_state(state: Any) -> Any:
       (TraceState(trace=Array([0., 0.], dtype=float32)), EmptyState())
     """
     if not find(state, is_wrapper_state):
+        write = how_to_nest(state) or (
+            "Is it unwrapped already? For an nnx.Optimizer, pass its opt_state."
+        )
         raise ValueError(
             "state must carry a state of jls.loss_scaled or jls.skip_nonfinite, got "
-            f"{type(state).__name__} without one. Is it unwrapped already? For an "
-            "nnx.Optimizer, pass its opt_state."
+            f"{type(state).__name__} without one. {write}"
         )
     return jax.tree.map(
         lambda node: node.inner_state if is_wrapper_state(node) else node,
@@ -242,6 +250,11 @@ def upgrade_state(target: State, saved: Any) -> State:
         raise TypeError(
             "target comes first: jls.upgrade_state(optimizer.init(params), saved). It "
             f"must carry a state of jls, got {describe_node(target)}; saved has one."
+        )
+    write = how_to_nest(saved)
+    if write and not how_to_nest(target):
+        raise ValueError(
+            f"saved must be nested as target is, got {type(saved).__name__}. {write}"
         )
     return _upgrade(target, saved, ())
 

@@ -19,7 +19,7 @@ import optax
 from jax.core import Tracer
 
 from jls._nnx import has_variables, modules_in
-from jls._state import find_scaler_states
+from jls._state import find_scaler_states, how_to_nest
 from jls._text import at, describe, path_name
 from jls._tree import difference, floats_of, is_inexact
 from jls._types import JlsWarning, StaticState
@@ -75,10 +75,14 @@ def check_order(state: Any, args: tuple[Any, ...]) -> None:
             f"state must come first, got {type(state).__name__} before "
             f"{type(args[0]).__name__}. The order is f(opt_state, params, ...)."
         )
+    write = how_to_nest(state) or (
+        "First comes a ScalerState, or the state of an optimizer made by "
+        "jls.loss_scaled or jls.skip_nonfinite: "
+        "jls.value_and_grad(loss_fn)(opt_state, params, batch)."
+    )
     raise ValueError(
-        f"state must carry a loss scale, got {type(state).__name__} without one. First "
-        "comes a ScalerState, or the state of an optimizer made by jls.loss_scaled or "
-        "jls.skip_nonfinite: jls.value_and_grad(loss_fn)(opt_state, params, batch)."
+        f"state must carry a loss scale, got {type(state).__name__} without one. "
+        f"{write}"
     )
 
 

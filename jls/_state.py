@@ -3,7 +3,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -122,6 +123,7 @@ def wrapper_state_in(state: Any) -> LossScaledState:
             )
         if isinstance(state, Mapping) and "scaler_state" in state:
             write = "A saved one is jls.upgrade_state(optimizer.init(params), saved)."
+        write = how_to_nest(state) or write
         raise ValueError(
             "state must carry one state of jls.loss_scaled or jls.skip_nonfinite, got "
             f"{type(state).__name__} with {len(found)} of them. {write}"
@@ -159,10 +161,43 @@ def is_multi_steps_state(node: Any) -> bool:
 
 
 def no_loss_scale(state: Any) -> ValueError:
+    write = how_to_nest(state) or (
+        "Pass a ScalerState, or the state of an optimizer made by jls.loss_scaled or "
+        "jls.skip_nonfinite."
+    )
     return ValueError(
         f"state must carry a loss scale, got {type(state).__name__} without one. "
-        "Pass a ScalerState, or the state of an optimizer made by "
-        "jls.loss_scaled or jls.skip_nonfinite."
+        f"{write}"
+    )
+
+
+# The path of a loss scale in a state, joined to one key; some leave out "_".
+_JOINED = re.compile(r"(.*?)scaler(_?)state(\W+)loss\2scale", re.IGNORECASE)
+
+
+def how_to_nest(tree: Any) -> str:
+    """What to write if the leaves of a state are in a flat dict; "" if they are not."""
+    for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        key = getattr(path[-1], "key", None) if path else None
+        if isinstance(key, tuple) and key[-2:] == ("scaler_state", "loss_scale"):
+            return _nest(key, key[:-2], "")
+        joined = _JOINED.fullmatch(key) if isinstance(key, str) else None
+        if joined:
+            before, underscore, separator = joined.groups()
+            above = before.split(separator)[:-1]
+            is_known = underscore and before == "".join(x + separator for x in above)
+            return _nest(key, above if is_known else None, f", sep={separator!r}")
+    return ""
+
+
+def _nest(key: Any, above: Sequence[str] | None, separator: str) -> str:
+    """The sentence for a state whose loss scale is at `key`, below the keys `above`."""
+    nested = f"flax.traverse_util.unflatten_dict(leaves{separator})"
+    nested += "".join(f"[{name!r}]" for name in above or ())
+    line = f": jls.upgrade_state(optimizer.init(params), {nested})"
+    return (
+        f"{key!r} is a leaf of a state in a flat dict: put the state together first"
+        f"{', as optimizer.init made it' if above is None else line}."
     )
 
 

@@ -63,7 +63,12 @@ from jls._rollback import (
 )
 from jls._rollback_cpu import at_once_on_gpu, computed_once
 from jls._scalers.rule import count_up
-from jls._state import find_scaler_states, is_wrapper_state, wrapper_state_in
+from jls._state import (
+    find_scaler_states,
+    how_to_nest,
+    is_wrapper_state,
+    wrapper_state_in,
+)
 from jls._text import an, at, describe
 from jls._tree import (
     Remainder,
@@ -846,15 +851,15 @@ def _check_state(state: Any, params: Any) -> None:
         for path, scaler_state in find_scaler_states(state):
             _check_scale(scaler_state.loss_scale, path)
         return
-    write = (
+    write = how_to_nest(state) or (
         "Pass what optimizer.init or the last update returned; what a run without jls "
-        "has saved becomes one by jls.wrap_state(optimizer, state, params)"
+        "has saved becomes one by jls.wrap_state(optimizer, state, params)."
     )
     if is_wrapper_state(params):
-        write = "The order is update(grads, state, params)"
+        write = "The order is update(grads, state, params)."
     raise TypeError(
         "state must be a LossScaledState as the optimizer's init makes it, got "
-        f"{type(state).__name__}. {write}."
+        f"{type(state).__name__}. {write}"
     )
 
 

@@ -14,6 +14,7 @@ from jls._nnx import is_optimizer
 from jls._reduce import global_norm
 from jls._state import (
     find,
+    how_to_nest,
     is_multi_steps_state,
     is_wrapper_state,
     refuse_around,
@@ -199,7 +200,8 @@ def inner_wrapper_state(opt_state: Any) -> LossScaledState:
     if len(found) != 1:
         raise ValueError(
             "the optimizer must be made by jls.loss_scaled or jls.skip_nonfinite, "
-            f"once: got a state with {len(found)} such wrappers."
+            f"once: got a state with {len(found)} such wrappers. "
+            f"{how_to_nest(opt_state)}".rstrip()
         )
     refuse_around(opt_state)
     return found[0]

@@ -301,3 +301,84 @@ def test_parameters_called_init_and_update_are_parameters():
     )
     state = OPTIMIZER.init(params)
     assert jls.health(state, params).verdict == "no step"
+
+
+# States that a program keeps as leaves by path.
+
+
+def flat(separator="/", prefix="opt"):
+    leaves, _ = jax.tree_util.tree_flatten_with_path(STATE)
+    paths = [
+        jax.tree_util.keystr(path, simple=True, separator="|").split("|")
+        for path, _ in leaves
+    ]
+    paths = [(prefix, *path) if prefix else tuple(path) for path in paths]
+    names = paths if separator is None else map(separator.join, paths)
+    return dict(zip(names, (leaf for _, leaf in leaves), strict=True))
+
+
+def loss_fn(params, x):
+    return jnp.mean(x * params["w"])
+
+
+TAKE_A_STATE = {
+    "loss_scale": jls.loss_scale,
+    "set_loss_scale": lambda state: jls.set_loss_scale(state, 2.0),
+    "metrics": jls.metrics,
+    "host_metrics": jls.host_metrics,
+    "health": jls.health,
+    "check_in_sync": jls.check_in_sync,
+    "scale": lambda state: jls.scale(state, 1.0),
+    "value_and_grad": lambda state: jls.value_and_grad(loss_fn)(state, PARAMS, 1.0),
+    "unwrap_state": jls.unwrap_state,
+    "wrap_state": lambda state: jls.wrap_state(OPTIMIZER, state, PARAMS),
+    "upgrade_state": lambda state: jls.upgrade_state(STATE, state),
+    "update": lambda state: OPTIMIZER.update(PARAMS, state, PARAMS),
+    "apply_gradients": lambda state: jls.apply_gradients(
+        OPTIMIZER, PARAMS, state, PARAMS
+    ),
+    "train_step": lambda state: jls.train_step(loss_fn, OPTIMIZER)(PARAMS, state, 1.0),
+    "check_step": lambda state: jls.check_step(lambda state: state, state),
+    "calibrate": lambda state: jls.calibrate(lambda state: state, state),
+}
+
+
+@pytest.mark.parametrize("name", TAKE_A_STATE)
+def test_a_state_as_leaves_by_path_is_told_how_to_be_put_together(name):
+    with pytest.raises((TypeError, ValueError)) as told:
+        TAKE_A_STATE[name](flat())
+    message = str(told.value)
+    assert "'opt/scaler_state/loss_scale'" in message
+    line = (
+        "jls.upgrade_state(optimizer.init(params), "
+        "flax.traverse_util.unflatten_dict(leaves, sep='/')['opt'])"
+    )
+    assert line in message
+    assert len(message) < 600
+
+
+@pytest.mark.parametrize("prefix", ["", "opt"])
+@pytest.mark.parametrize("separator", ["/", ".", None])
+def test_the_line_that_puts_leaves_together_runs(separator, prefix):
+    leaves = flat(separator, prefix)
+    with pytest.raises(ValueError, match=r"a flat dict") as told:
+        jls.loss_scale(leaves)
+    line = str(told.value).partition("first: ")[2].removesuffix(".")
+    given = {"jls": jls, "flax": flax, "optimizer": OPTIMIZER, "params": PARAMS}
+    state = eval(line, {**given, "leaves": leaves})
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, state, STATE))
+    assert jax.tree.structure(state) == jax.tree.structure(STATE)
+
+
+def test_leaves_under_other_names_are_told_without_a_line():
+    leaves = {name.replace("_", ""): leaf for name, leaf in flat().items()}
+    rule = r"'opt/scalerstate/lossscale'.*first, as optimizer\.init made it\.$"
+    with pytest.raises(ValueError, match=rule):
+        jls.loss_scale(leaves)
+
+
+@pytest.mark.parametrize("given", [{"loss_scale": 2.0}, {"scaler_state": {}}, {1: 2}])
+def test_other_dicts_are_not_taken_for_leaves_by_path(given):
+    with pytest.raises(ValueError, match="must carry a loss scale") as told:
+        jls.loss_scale(given)
+    assert "flat dict" not in str(told.value)

@@ -11,7 +11,7 @@ import optax
 from jls import _validate
 from jls._mistakes import is_jit_disabled
 from jls._program.places import Place, short_path
-from jls._state import find, is_wrapper_state
+from jls._state import find, how_to_nest, is_wrapper_state
 from jls._text import wrapped
 from jls._tools.check import codes
 from jls._tools.check.codes import CODES, TABLE, Code
@@ -343,12 +343,15 @@ def _require_scales(
     scales = scales_in(args, kwargs, arguments)
     if not scales:
         types = ", ".join(type(x).__name__ for x in (*args, *kwargs.values()))
+        write = how_to_nest((args, kwargs)) or (
+            "Pass the arguments of the step after it: jls.check_step(step, params, "
+            "opt_state, batch). Is the optimizer wrapped? If not: optimizer = "
+            "jls.loss_scaled(optimizer). A step that closes over its state cannot be "
+            "checked: make the state an argument."
+        )
         raise ValueError(
             "one argument of the step must carry a loss scale, got "
-            f"{types or 'no arguments'}. Pass the arguments of the step after it: "
-            "jls.check_step(step, params, opt_state, batch). Is the optimizer wrapped? "
-            "If not: optimizer = jls.loss_scaled(optimizer). A step that closes over "
-            "its state cannot be checked: make the state an argument."
+            f"{types or 'no arguments'}. {write}"
         )
     return scales
 

@@ -12,6 +12,7 @@ from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import is_narrow_atom
 from jls._program.places import Place, is_transposed, place_of
 from jls._scalers.rule import bounds_of
+from jls._state import how_to_nest
 from jls._text import format_number, scale_in_words
 from jls._tools.origin.calibration import Calibration
 from jls._tools.origin.record import RecordedProgram
@@ -375,10 +376,12 @@ def _the_scale(case: Case) -> int:
     if len(case.scales) == 1:
         return next(iter(case.scales))
     if not case.scales:
-        raise ValueError(
-            "The arguments must carry a loss scale, got none. Pass the state of an "
-            "optimizer made by jls.loss_scaled, as the step gets it."
+        call = case.arguments.rebuild(case.arguments.leaves)
+        write = how_to_nest((call.args, call.kwargs)) or (
+            "Pass the state of an optimizer made by jls.loss_scaled, as the step gets "
+            "it."
         )
+        raise ValueError(f"The arguments must carry a loss scale, got none. {write}")
     names = ", ".join(repr(x.name) for x in case.scales.values())
     raise ValueError(
         f"The arguments must carry one loss scale, got {len(case.scales)}: {names}. "
