@@ -11,7 +11,7 @@ import pytest
 from jax.scipy.special import entr, xlogy
 
 import jls
-from jls._origin import advice
+from jls._tools.origin import advice
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -25,7 +25,7 @@ EDGE = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-6}
 class Case(NamedTuple):
     """A program and what the advice makes of it; `s` is the number in the advice."""
 
-    advice: str  # its name in `jls._origin.advice`
+    advice: str  # its name in `jls._tools.origin.advice`
     bad: object  # x -> loss
     mended: object  # (x, s) -> loss
     x: list

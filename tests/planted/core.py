@@ -200,7 +200,7 @@ FAULTS = [
         "jls/_program/jaxprs.py",
         "    if call.primitive is not jit_p:  # within `jax.disable_jit`\n",
         "    if not call.invars:\n",
-        ("tests/audit/test_answers.py",),
+        ("tests/check/test_answers.py",),
     ),
     Fault(
         "a roll-back multiplies by the flag",

@@ -484,20 +484,20 @@ FAULTS = [
         "jls/_state.py",
         "above if is_known else None",
         "None",
-        ("tests/report/test_doors.py",),
+        ("tests/run/test_doors.py",),
     ),
     Fault(
         "leaves by other names are said to be put together by name",
         "jls/_state.py",
         "is_known = underscore and before",
         "is_known = before",
-        ("tests/report/test_doors.py",),
+        ("tests/run/test_doors.py",),
     ),
     Fault(
         "a flat dict is any with a loss scale in it",
         "jls/_state.py",
         "joined = _JOINED.fullmatch(key) if isinstance(key, str) else None",
         'joined = re.search(r"()(s?)(s?)loss_scale", str(key))',
-        ("tests/report/test_doors.py",),
+        ("tests/run/test_doors.py",),
     ),
 ]
