@@ -7,6 +7,7 @@ Errors are for what no right program does; warnings also for what is only slow.
 import contextlib
 import contextvars
 import difflib
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -64,6 +65,36 @@ def differentiated(args: tuple[Any, ...], argnums: Any) -> list[Any]:
     chosen = argnums if isinstance(argnums, tuple | list) else (argnums,)
     numbers = [getattr(one, "argnum", one) for one in chosen]
     return [args[n] for n in numbers if -len(args) <= n < len(args)]
+
+
+NO_STATE = inspect.Parameter.empty  # as a default: a signature then shows none
+
+
+def check_positions(
+    state: Any, args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Any
+) -> None:
+    """Raises unless the state, and what `argnums` names, were passed by position.
+
+    Args:
+      state: the state, or `NO_STATE`.
+      args: the arguments after it.
+      kwargs: the keyword arguments.
+      argnums: what to differentiate; () if another transform knows.
+    """
+    names = ", ".join(f"{name}=" for name in kwargs)
+    if state is NO_STATE:
+        raise TypeError(
+            f"state must come first, by position, got {names or 'no argument'}. Write "
+            "f(opt_state, params, batch)."
+        )
+    numbers = argnums if isinstance(argnums, tuple | list) else (argnums,)
+    lost = next((n for n in numbers if n >= len(args)), None)
+    if lost is not None:
+        got = f"{names} by keyword" if names else "nothing more"
+        raise TypeError(
+            f"what is differentiated, argument {lost} after state, must be passed by "
+            f"position, got {got}. Write f(opt_state, params, batch)."
+        )
 
 
 def check_order(state: Any, args: tuple[Any, ...]) -> None:

@@ -167,10 +167,10 @@ def value_and_grad(
 
     Raises:
       TypeError: at once, if `fun` or `transform` is not a function, `argnums` no
-        integers, or `has_aux` not a bool; when called, if the parameters or the loss
-        are not floating point or are in an NNX model that `jax.value_and_grad` would
-        differentiate, if what `fun` returns is not a pair with `has_aux`, or if
-        `transform` is of another form.
+        integers, or `has_aux` not a bool; when called, if the state or the parameters
+        are passed by keyword, if the parameters or the loss are not floating point or
+        are in an NNX model that `jax.value_and_grad` would differentiate, if what `fun`
+        returns is not a pair with `has_aux`, or if `transform` is of another form.
       ValueError: when called, if the loss is not a scalar, if `state` carries no loss
         scale, or several, or comes after the parameters, or if its wrapper is inside an
         `optax.MultiSteps`, which would keep a NaN for ever.
@@ -203,12 +203,14 @@ def value_and_grad(
     has_aux = _validate.flag("has_aux", has_aux)
 
     @_rename_like(fun)
-    def with_loss_scale(state, /, *args, **kwargs):
+    def with_loss_scale(state=_mistakes.NO_STATE, /, *args, **kwargs):
+        is_jax = transform is jax.value_and_grad
+        _mistakes.check_positions(state, args, kwargs, argnums if is_jax else ())
         _mistakes.check_order(state, args)
         scaler_state = scaler_state_in(state)
         refuse_around(state)
         trained = _mistakes.differentiated(args, argnums)
-        if transform is jax.value_and_grad:
+        if is_jax:
             _mistakes.check_differentiable(trained)
         _mistakes.warn_of_stale_state(scaler_state, trained)
 
@@ -267,7 +269,7 @@ def grad(
     with_value = value_and_grad(fun, argnums, has_aux, transform=transform)
 
     @_rename_like(fun)
-    def with_loss_scale(state, /, *args, **kwargs):
+    def with_loss_scale(state=_mistakes.NO_STATE, /, *args, **kwargs):
         value, grads = with_value(state, *args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 

@@ -28,6 +28,7 @@ from jls._text import format_numbers, format_record, format_rule
 AnyType = TypeVar("AnyType", bound=type)
 StateT = TypeVar("StateT")
 InitT = TypeVar("InitT", covariant=True)
+BatchT = TypeVar("BatchT")
 
 
 class JlsWarning(UserWarning):
@@ -302,6 +303,20 @@ class SkipReason(enum.IntEnum):
 def known_skip_reason(code: int) -> SkipReason:
     """NONE for a code that only a later version knows."""
     return SkipReason(code) if code in list(SkipReason) else SkipReason.NONE
+
+
+class BadBatch(NamedTuple, Generic[BatchT]):
+    """A batch that `jls.requeue` has given up, and why.
+
+    Example:
+      >>> jls.types.BadBatch(3, jnp.ones(2), jls.types.SkipReason.LOSS).reason.name
+      'LOSS'
+    """
+
+    # From 0, its place in the data.
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]
+    batch: BatchT
+    reason: SkipReason  # of its last try
 
 
 # Events that `LossScaledState` counts; `_step` says when each happens.

@@ -17,13 +17,13 @@ from jls._tools.origin.result import Birth as Birth
 from jls._tools.origin.result import Why as Why
 from jls._tools.origin.twin import Cotangent as Cotangent
 from jls._tools.run.health import Health as Health
-from jls._tools.run.requeue import BadBatch as BadBatch
 from jls._tools.run.requeue import BatchQueue as BatchQueue
 from jls._tools.run.verdict import Verdict as Verdict
 from jls._train.step import CarryingTrainStep as CarryingTrainStep
 from jls._train.step import PlainTrainStep as PlainTrainStep
 from jls._train.step import TrainStep as TrainStep
 from jls._types import AdjustFn as AdjustFn
+from jls._types import BadBatch as BadBatch
 from jls._types import InitFn as InitFn
 from jls._types import JudgeFn as JudgeFn
 from jls._types import LossScaledState as LossScaledState

@@ -88,6 +88,38 @@ ERRORS = {
         r"must carry a loss scale, got dict without one. First comes .*"
         r"jls.value_and_grad\(loss_fn\)\(opt_state, params, batch\)\.$",
     ),
+    "all by keyword": (
+        lambda: GRAD(opt_state=STATE, params=PARAMS, x=X),
+        TypeError,
+        r"state must come first, by position, got opt_state=, params=, x=\. Write "
+        r"f\(opt_state, params, batch\)\.$",
+    ),
+    "all by keyword, of grad": (
+        lambda: jls.grad(loss_fn)(state=STATE, params=PARAMS, x=X),
+        TypeError,
+        r"got state=, params=, x=\. Write f\(opt_state, params, batch\)\.$",
+    ),
+    "nothing at all": (
+        lambda: GRAD(),
+        TypeError,
+        r"state must come first, by position, got no argument\. Write",
+    ),
+    "parameters by keyword": (
+        lambda: GRAD(STATE, params=PARAMS, x=X),
+        TypeError,
+        r"what is differentiated, argument 0 after state, must be passed by position, "
+        r"got params=, x= by keyword\. Write f\(opt_state, params, batch\)\.$",
+    ),
+    "one of two by keyword": (
+        lambda: jls.value_and_grad(loss_fn, argnums=(0, 1))(STATE, PARAMS, x=X),
+        TypeError,
+        r"argument 1 after state, must be passed by position, got x= by keyword",
+    ),
+    "the state alone": (
+        lambda: GRAD(STATE),
+        TypeError,
+        r"argument 0 after state, must be passed by position, got nothing more\.",
+    ),
     "no params": (
         lambda: GRAD(train_state(), LABELLED),
         TypeError,

@@ -676,3 +676,14 @@ def test_parameters_that_came_in_far_too_large_are_said_before_any_line():
         if says_so:
             assert text.index("came in reach") < text.index("exp made inf")
             assert "Clip the argument" not in text
+
+
+@pytest.mark.parametrize("ask", [jls.why, jls.calibrate, jls.check_step])
+def test_what_a_queue_keeps_of_a_batch_is_told_where_the_batch_is(ask):
+    optimizer = jls.loss_scaled(optax.sgd(0.1))
+    params = {"w": jnp.ones(2)}
+    step = jls.train_step(lambda params, x: jnp.sum(params["w"] * x), optimizer)
+    bad = jls.types.BadBatch(3, jnp.ones(2), jls.types.SkipReason.LOSS)
+    for given in (bad, (bad,)):
+        with pytest.raises(TypeError, match=r"got a BadBatch.*queue\.bad\[0\]\.batch"):
+            ask(step, params, optimizer.init(params), given)

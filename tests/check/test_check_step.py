@@ -789,6 +789,19 @@ def test_compiled_step_is_tried_by_faults():
     assert "Not tried: scale leaks, gradients narrowed, state" in headline
 
 
+def test_compiled_step_whose_gradients_fit_at_any_scale_is_scaled():
+    """At 2^126 nothing overflows, so the step comes out as it was."""
+    optimizer = jls.loss_scaled(optax.sgd(0.1))
+    step = jax.jit(
+        jls.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), optimizer)
+    )
+    params = {"w": jnp.ones(4)}
+    args = params, optimizer.init(params), jnp.ones((2, 4))
+    result = jls.check_step(step.lower(*args).compile(), *args, carried_args=(0, 1))
+    assert result.broken == ()
+    assert "not scaled" not in result.not_tried
+
+
 def test_compiled_step_without_scaling_is_found_by_faults():
     step, args = plain(steps.unscaled_gradients)
     assert check(step.lower(*args).compile(), args).broken == ("not scaled",)

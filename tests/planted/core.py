@@ -520,4 +520,18 @@ FAULTS = [
         "new_scale",
         ("tests/run/test_doors.py",),
     ),
+    Fault(
+        "a state by keyword is Python's own error",
+        "jls/_mistakes.py",
+        "    if state is NO_STATE:\n",
+        "    if False:\n",
+        ("tests/test_mistakes.py",),
+    ),
+    Fault(
+        "of several arguments one that is passed by keyword is JAX's own error",
+        "jls/_mistakes.py",
+        "(n for n in numbers if n >= len(args)), None)",
+        "(n for n in numbers[:1] if n >= len(args)), None)",
+        ("tests/test_mistakes.py",),
+    ),
 ]

@@ -96,4 +96,11 @@ FAULTS = [
         "        pass\n",
         (f"{TRACE}test_scaler_that_a_step_holds_is_found[a method]",),
     ),
+    Fault(
+        "what a queue keeps of a batch is taken for the batch",
+        "jls/_trace/arguments.py",
+        "        if isinstance(node, BadBatch):\n",
+        "        if False:\n",
+        ("tests/test_why.py",),
+    ),
 ]

@@ -500,4 +500,11 @@ FAULTS = [
         'joined = re.search(r"()(s?)(s?)loss_scale", str(key))',
         ("tests/run/test_doors.py",),
     ),
+    Fault(
+        "a queue at its end is silent in a new loop",
+        "jls/_report/requeue.py",
+        "            self._is_at_end = True\n            raise StopIteration",
+        "            raise StopIteration",
+        (REQUEUED,),
+    ),
 ]

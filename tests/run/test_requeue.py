@@ -419,6 +419,18 @@ def test_no_data_is_no_batch():
     assert drain(jls.requeue([])) == []
 
 
+def test_a_loop_over_a_queue_at_its_end_is_told_to_make_one_for_each_epoch():
+    queue = jls.requeue(range(2))
+    assert list(drain(queue)) == [0, 1]
+    with pytest.warns(
+        jls.JlsWarning, match=r"each epoch: queue = jls\.requeue"
+    ) as told:
+        assert drain(queue) == []
+    assert told[0].filename == __file__
+    with pytest.raises(StopIteration):  # as of any iterator
+        next(queue)
+
+
 def test_iteration_ends_where_the_data_ends_early():
     def data():
         yield from range(3)

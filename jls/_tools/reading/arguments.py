@@ -20,7 +20,7 @@ from jls._nnx import (
     nnx,
 )
 from jls._tree import is_concrete
-from jls._types import StepReport
+from jls._types import BadBatch, StepReport
 
 Keys = tuple[str, ...]
 REPORT = "StepReport"  # the `variable_type` of a leaf of a `jls.types.StepReport`
@@ -61,6 +61,7 @@ def take_apart(
     """The leaves of the arguments by path, and a function that makes new arguments."""
     names = _argument_names(step, args)
     tree = (args, dict(kwargs))
+    _check_batches(tree, names)
     flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_object)
     paths = [(_argument(path, names), *tokens(path[2:])) for path, _ in flat]
     of_nnx = [is_object(leaf) for _, leaf in flat]
@@ -88,6 +89,20 @@ def take_apart(
     modules = zip(prefixes, objects, strict=True)
     in_place = frozenset(path[0] for path, x in modules if is_module_or_optimizer(x))
     return Arguments(names, plain + variables, rebuild, in_place)
+
+
+def _check_batches(tree: Any, names: list[str]) -> None:
+    """Raises if there is what `jls.requeue` keeps of a batch, and not the batch."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: is_object(node) or isinstance(node, BadBatch)
+    )
+    for path, node in flat:
+        if isinstance(node, BadBatch):
+            name = "/".join((_argument(path, names), *tokens(path[2:])))
+            raise TypeError(
+                f"{name} must be a batch, got a BadBatch, which has one beside its "
+                "index and reason. Pass queue.bad[0].batch."
+            )
 
 
 def _not_donated(items: list[Item]) -> list[Item]:

@@ -5,31 +5,16 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple
 
 import jax
 import numpy as np
 
 from jls import _validate
+from jls._mistakes import warn
 from jls._text import describe
 from jls._tree import is_array
-from jls._types import SkipReason, StepReport
-
-BatchT = TypeVar("BatchT")
-
-
-class BadBatch(NamedTuple, Generic[BatchT]):
-    """A batch that `jls.requeue` has given up, and why.
-
-    Example:
-      >>> jls.types.BadBatch(3, jnp.ones(2), jls.types.SkipReason.LOSS).reason.name
-      'LOSS'
-    """
-
-    # From 0, its place in the data.
-    index: int  # pyright: ignore[reportIncompatibleMethodOverride]
-    batch: BatchT
-    reason: SkipReason  # of its last try
+from jls._types import BadBatch, BatchT, SkipReason, StepReport
 
 
 @dataclasses.dataclass
@@ -78,7 +63,7 @@ class BatchQueue(Iterator[BatchT]):
         self._first, self._batches = deque(first), iter(batches)
         self._taken = 0  # out of the data
         self._current: _Held[BatchT] | None = None  # handed out and not observed
-        self._is_reentered = False
+        self._is_reentered = self._is_at_end = False
         self._unread: deque[_PendingStep] = deque()
         self._waiting: deque[_Held[BatchT]] = deque()  # to come again
         self._known: deque[Any] = deque(maxlen=lag + 1)  # flags of the last reports
@@ -112,6 +97,11 @@ class BatchQueue(Iterator[BatchT]):
         )
 
     def __iter__(self) -> Iterator[BatchT]:
+        if self._is_at_end:
+            warn(
+                "the queue has come to its end, and a new loop over it gets no batch. "
+                "Make one for each epoch: queue = jls.requeue(batches)."
+            )
         self._is_reentered = self._current is not None
         return self
 
@@ -144,6 +134,7 @@ class BatchQueue(Iterator[BatchT]):
         while self._unread and not self._waiting:
             self._read_oldest()
         if not self._waiting:
+            self._is_at_end = True
             raise StopIteration
         self._requeued += 1
         return self._waiting.popleft()
@@ -365,7 +356,8 @@ def requeue(
     all decide the same, since their reports agree. Under `jax.pmap` reports have a
     value for each device; they agree too.
 
-    If the data raises an error it goes through, and the next call goes on.
+    If the data raises an error it goes through, and the next call goes on. At the end
+    of the data the queue has come to its end too: make one for each epoch.
 
     Args:
       batches: any iterable. A prefetcher belongs here, before the queue.
@@ -382,6 +374,9 @@ def requeue(
       TypeError: if `batches` or `first` cannot be iterated over, or is an array, whose
         rows would come; or if a number is no integer.
       ValueError: if a number is out of range.
+
+    Warns:
+      JlsWarning: if a loop begins over a queue that has come to its end.
 
     Example:
       >>> optimizer = jls.loss_scaled(optax.sgd(0.5), jls.dynamic(1024.0))
