@@ -541,7 +541,7 @@ ANSWERS = [
     ),
     Fault(
         "without a program a scale at which the gradients fit is called not used",
-        "jls/_audit/faults.py",
+        "jls/_tools/check/faults.py",
         "if is_same and is_inf and self.proved is None:",
         "if is_same and self.proved is None:",
         (CHECK + "test_compiled_step_whose_gradients_fit_at_any_scale_is_scaled",),

@@ -98,7 +98,7 @@ FAULTS = [
     ),
     Fault(
         "what a queue keeps of a batch is taken for the batch",
-        "jls/_trace/arguments.py",
+        "jls/_tools/reading/arguments.py",
         "        if isinstance(node, BadBatch):\n",
         "        if False:\n",
         ("tests/test_why.py",),

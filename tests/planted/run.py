@@ -502,7 +502,7 @@ FAULTS = [
     ),
     Fault(
         "a queue at its end is silent in a new loop",
-        "jls/_report/requeue.py",
+        "jls/_tools/run/requeue.py",
         "            self._is_at_end = True\n            raise StopIteration",
         "            raise StopIteration",
         (REQUEUED,),
