@@ -60,7 +60,7 @@ def select_in_place(
         if not is_literal(variable) and variable not in given
     }
     is_kept, is_given = map(writer.variable_of, (flag, inputs.flag))
-    is_here = writer.variable_of(on_cpu())
+    (is_here,) = writer.apply(on_cpu)  # inside, where XLA folds it first
     kept = {}  # results, selected
     read = {}  # what the program reads in the place of variables; None until it does
 
