@@ -20,8 +20,10 @@ INNER = "jls_inner"
 DECISION = "jls_decision"
 SCALE = "jls_scale"
 CHECKED = "jls_checked"
+# What `jls.autocast` has rewritten.
+AUTOCAST = "jls_autocast"
 
-_ALL = (UPDATE, GRADIENTS, NORM, LOSS, NEW, INNER, DECISION, SCALE, CHECKED)
+_ALL = (UPDATE, GRADIENTS, NORM, LOSS, NEW, INNER, DECISION, SCALE, CHECKED, AUTOCAST)
 NONE = frozenset[str]()
 
 

@@ -4,14 +4,16 @@
 All undocumented parts of jaxprs that jls uses are here and in `places`.
 """
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import Tracer, eval_jaxpr
+from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.extend.core.primitives import jit_p
 
@@ -68,6 +70,11 @@ def is_inexact_atom(atom: Any) -> bool:
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
         return False
     return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def is_float32(atom: Any) -> bool:
+    """Whether a variable, a literal or an aval is float32."""
+    return getattr(getattr(atom, "aval", atom), "dtype", None) == jnp.float32
 
 
 def is_narrow_atom(atom: Any) -> bool:
@@ -196,3 +203,29 @@ def to_varying(array: Array, axes: frozenset[str]) -> Array:
     if hasattr(lax, "pcast"):
         return lax.pcast(array, missing, to="varying")
     return lax.pvary(array, missing)  # pyright: ignore  # before jax 0.9
+
+
+@contextlib.contextmanager
+def traced_as(equation: Any) -> Iterator[None]:
+    """Names and lines of an equation, for what is traced in its place."""
+    info = equation.source_info
+    names = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=names):
+        with equation.ctx.manager:
+            yield
+
+
+def bind(equation: Any, operands: Sequence[Any], **params: Any) -> list[Any]:
+    """The results of an equation with other operands, and with other parameters."""
+    made = equation.primitive.get_bind_params({**equation.params, **params})
+    # Before jax 0.10 a pair, with functions among the operands.
+    functions, made = made if isinstance(made, tuple) else ((), made)
+    with traced_as(equation):
+        results = equation.primitive.bind(*functions, *operands, **made)
+    return list(results) if equation.primitive.multiple_results else [results]
+
+
+def with_dtype(array: Any, dtype: Any) -> Any:
+    """The type of an array, with another dtype: to trace with."""
+    return jax.typeof(array).update(dtype=jnp.dtype(dtype), weak_type=False)
+

@@ -68,7 +68,6 @@ def short_path(file: str) -> str:
 
 def place_of(site: Site) -> Place:
     """The place of an equation: the innermost line that is the user's."""
-    stack = [name for equation in site.equations for name in _scopes(equation)]
     frames = list(_frames(site))
     mine = (frame for frame in frames if _package_of(frame.file) == "")
     others = (frame for frame in frames if _package_of(frame.file) in _RATHER_NOT)
@@ -78,9 +77,15 @@ def place_of(site: Site) -> Place:
         file=frame.file,
         line=frame.line,
         function=frame.function.rpartition("<locals>.")[2],
-        module="/".join(_modules(stack)),
+        module=modules_of(site),
         is_backward=is_transposed(site),
     )
+
+
+def modules_of(site: Site) -> str:
+    """The names of modules and scopes around an equation, "" if there are none."""
+    stack = [name for equation in site.equations for name in _scopes(equation)]
+    return "/".join(_modules(stack))
 
 
 def is_transposed(site: Site) -> bool:
@@ -118,7 +123,7 @@ def _frames(site: Site) -> Iterator[_Frame]:
     `jnp.piecewise` and `jax.pmap` do.
     """
     for depth in range(len(site.equations), 0, -1):
-        of_jax = set(map(_function_of_jax, site.equations[: depth - 1])) - {None}
+        of_jax = set(map(function_of_jax, site.equations[: depth - 1])) - {None}
         traceback = getattr(site.equations[depth - 1].source_info, "traceback", None)
         frames = []
         for x in getattr(traceback, "frames", ()):
@@ -131,7 +136,7 @@ def _frames(site: Site) -> Iterator[_Frame]:
         yield from frames
 
 
-def _function_of_jax(equation: Any) -> tuple[str, str] | None:
+def function_of_jax(equation: Any) -> tuple[str, str] | None:
     """File and name of the function that a call is of, if JAX itself jits it."""
     program = called_program(equation)
     if program is None or equation.primitive.name not in ("jit", "pjit"):

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which operations of a program stay as they are: a product in half is no other thing.
+
+    keep       a regular expression that is searched in the scope of an operation, or a
+               function of its `Place`
+    product    a dot, a convolution or a ragged dot of float32 arrays. Not one that asks
+               for a precision, nor an inner product, which is a sum
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jls._autocast.primitives import PRODUCTS
+from jls._program.jaxprs import is_float32
+from jls._program.places import Place, modules_of, place_of
+from jls._program.walk import Site
+from jls._text import first_three
+
+Keep = str | Callable[[Place], Any] | None
+
+
+class Choice:
+    """The dtype of a cast, and what stays as written in one program."""
+
+    def __init__(self, dtype: Any, keep: Keep) -> None:
+        self.dtype = jnp.dtype(dtype)
+        self._keep = re.compile(keep) if isinstance(keep, str) else keep
+        self._known: dict[tuple[int, ...], bool] = {}
+        self._scopes: dict[str, None] = {}
+        self._has_found = keep is None or callable(keep)
+
+    def is_kept(self, site: Site) -> bool:
+        """Whether `keep` finds an operation."""
+        if self._keep is None:
+            return False
+        if site.numbers not in self._known:
+            self._known[site.numbers] = self._is_kept(site)
+        return self._known[site.numbers]
+
+    def _is_kept(self, site: Site) -> bool:
+        if not isinstance(self._keep, re.Pattern):
+            assert self._keep is not None
+            return bool(self._keep(place_of(site)._replace(iteration=())))
+        scope = modules_of(site)
+        self._scopes[scope] = None
+        is_found = bool(self._keep.search(scope))
+        self._has_found |= is_found
+        return is_found
+
+    def check_found(self) -> None:
+        """Raises if `keep` found nothing, once a whole program was read."""
+        if self._has_found:
+            return
+        assert isinstance(self._keep, re.Pattern)
+        scopes = [scope for scope in self._scopes if scope]
+        there = first_three(scopes) if scopes else "no scopes at all"
+        raise ValueError(
+            f"keep must be found in a scope of the program, got {self._keep.pattern!r}."
+            f" There are: {there}. Scopes are the modules of Flax Linen and Haiku, and "
+            "jax.named_scope. By file or function: keep=lambda place: place.function "
+            '== "norm".'
+        )
+
+    def why_wide(self, site: Site) -> str | None:
+        """Why a product stays as it is; None if it is computed in half."""
+        equation = site.equation
+        if not _is_of_floats(equation, self.dtype):
+            return "dtype"
+        if _asks_for_precision(equation.params.get("precision")):
+            return "precision="
+        if _is_inner(equation):
+            return "inner product"
+        return "keep" if self.is_kept(site) else None
+
+    def is_cast(self, site: Site) -> bool:
+        """Whether an operation is a product that is computed in half."""
+        is_product = site.equation.primitive.name in PRODUCTS
+        return is_product and self.why_wide(site) is None
+
+
+def _is_of_floats(equation: Any, half: Any) -> bool:
+    """Whether a product is of float32, or of float32 and of what is in half already."""
+    first, second = equation.invars[:2]
+    dtypes = {first.aval.dtype, second.aval.dtype}
+    is_wide = is_float32(equation.outvars[0]) and jnp.dtype(jnp.float32) in dtypes
+    return is_wide and dtypes <= {jnp.dtype(jnp.float32), half}
+
+
+def _asks_for_precision(precision: Any) -> bool:
+    asked = precision if isinstance(precision, tuple) else (precision,)
+    return any(one not in (None, lax.Precision.DEFAULT) for one in asked)
+
+
+def _is_inner(equation: Any) -> bool:
+    """Whether each operand is summed over all axes but those of the batch."""
+    if equation.primitive.name != "dot_general":
+        return False
+    contracted, batch = equation.params["dimension_numbers"]
+    return all(
+        len(one) + len(other) == len(atom.aval.shape)
+        for one, other, atom in zip(
+            contracted, batch, equation.invars[:2], strict=True
+        )
+    )
+
+
+def multiplications(equation: Any) -> int:
+    """How many multiplications a product takes."""
+    left, right = equation.invars[:2]
+    size = int(np.prod(equation.outvars[0].aval.shape))
+    if equation.primitive.name == "dot_general":
+        (axes, _), _ = equation.params["dimension_numbers"]
+        return size * int(np.prod([left.aval.shape[axis] for axis in axes]))
+    if equation.primitive.name == "conv_general_dilated":
+        features = equation.params["dimension_numbers"].rhs_spec[0]
+        return size * (right.aval.size // max(1, right.aval.shape[features]))
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (axes, _), _ = numbers.dot_dimension_numbers
+    return size * int(np.prod([left.aval.shape[axis] for axis in axes]))
+

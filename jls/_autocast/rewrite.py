@@ -1,0 +1,483 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluates a float32 program with its products, and what lies between them, in half.
+
+Calls, loops, branches and custom derivatives stay what they are, and are rewritten
+inside. Every cast is where a value is used, so nothing but XLA merges two of them.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jls._autocast.held import MOST, Chain, Held, Stored
+from jls._autocast.keep import Choice
+from jls._autocast.kinds import Fact, Kind, Kinds, Step, Way
+from jls._autocast.leads import CONDITION, Leads
+from jls._autocast.primitives import ELEMENTWISE, OPAQUE, PAIRWISE, PRODUCTS, SHAPES
+from jls._program.jaxprs import (
+    Program,
+    bind,
+    called_program,
+    is_float32,
+    is_inexact_atom,
+    is_literal,
+    manual_axes,
+    opened,
+    scan_counts,
+    traced_as,
+    with_dtype,
+)
+from jls._program.places import function_of_jax
+from jls._program.walk import ROOT, Site
+
+
+class Rewrite:
+    """One program: what was read of it, and its evaluation."""
+
+    def __init__(self, choice: Choice, precision: Any) -> None:
+        self._choice, self._precision = choice, precision
+        self.leads = Leads(choice)
+        self._kinds = Kinds(choice, self.leads)
+
+    def read(
+        self,
+        program: Program,
+        facts: Sequence[Fact],
+        wanted: Sequence[bool] | None = None,
+        site: Site = ROOT,
+    ) -> list[Fact]:
+        """Reads a program before it is run, and the facts about its results.
+
+        Args:
+          program: a jaxpr.
+          facts: about its inputs.
+          wanted: which of its results lead to a product.
+          site: the calls around it.
+        """
+        results = opened(program).jaxpr.outvars
+        self.leads.read(program, wanted or [False] * len(results), site)
+        return self._kinds.read(program, facts, site)
+
+    def run(
+        self, program: Program, operands: Sequence[Held], site: Site = ROOT
+    ) -> list[Held]:
+        """The results of a program that was read."""
+        jaxpr, consts = opened(program)
+        known: dict[Any, Held] = {}
+        known.update(zip(jaxpr.constvars, map(self._constant, consts), strict=False))
+        known.update(zip(jaxpr.invars, operands, strict=True))
+
+        def look_up(atom: Any) -> Held:
+            return self._constant(atom.val) if is_literal(atom) else known[atom]
+
+        ends = _last_uses(jaxpr)
+        for number, equation in enumerate(jaxpr.eqns):
+            here = site.inside(equation, number)
+            results = self._equation(here, list(map(look_up, equation.invars)))
+            known.update(zip(equation.outvars, results, strict=True))
+            for atom in ends[number]:
+                del known[atom]
+        return list(map(look_up, jaxpr.outvars))
+
+    def _constant(self, value: Any) -> Stored:
+        return Stored(value, False, self._kinds.of_constant(value).is_beyond)
+
+    def _equation(self, site: Site, operands: list[Held]) -> Sequence[Held]:
+        equation = site.equation
+        step = self._kinds.steps[site.numbers]
+        name = equation.primitive.name
+        if name in self._CONTROL:
+            return self._CONTROL[name](self, site, operands, step.results)
+        program = called_program(equation)
+        if program is not None and name not in OPAQUE:
+            return self.run(program, operands, site)
+        if name == "convert_element_type" and is_float32(equation.invars[0]):
+            if is_float32(equation.outvars[0]):
+                return operands
+        elif name in ELEMENTWISE or name in SHAPES:
+            return [self._elementwise(equation, operands, step)]
+        return self._operation(equation, operands, step)
+
+    def _operation(
+        self, equation: Any, operands: list[Held], step: Step
+    ) -> Sequence[Held]:
+        """An operation that is computed at once."""
+        params = {}
+        if step.way == Way.PRODUCT and equation.params.get("preferred_element_type"):
+            params["preferred_element_type"] = self._choice.dtype
+        elif equation.primitive.name in PRODUCTS and step.way == Way.WIDE:
+            if equation.params["precision"] is None:
+                params["precision"] = self._precision
+        each = [step.way != Way.WIDE] * len(operands)
+        if equation.primitive.name in PAIRWISE:
+            each = [fact.is_half for fact in step.results]
+        inputs = [
+            self._half(atom, held) if is_half else held.wide()
+            for atom, held, is_half in zip(
+                equation.invars, operands, each, strict=True
+            )
+        ]
+        return self._stored(equation, bind(equation, inputs, **params), step.results)
+
+    def _elementwise(self, equation: Any, operands: list[Held], step: Step) -> Held:
+        """An operation that is computed at once, or as part of a chain."""
+        (fact,) = step.results
+        operands = [x.stored or x if isinstance(x, Chain) else x for x in operands]
+        chains = [x for x in operands if isinstance(x, Chain)]
+        if step.way == Way.HALF:
+            is_chain = any(x.is_half for x in chains)
+        elif step.way == Way.INSIDE:
+            is_chain = True
+        else:
+            is_grown = fact.share < 1 and fact.kind != Kind.CONSTANT
+            is_chain = bool(chains) or is_grown or any(x.is_half for x in operands)
+            is_chain &= is_float32(equation.outvars[0])
+        if not is_chain:
+            is_half = step.way == Way.HALF
+            inputs = [
+                self._half(atom, held) if is_half else held.wide()
+                for atom, held in zip(equation.invars, operands, strict=True)
+            ]
+            return self._stored(equation, bind(equation, inputs), [fact])[0]
+        chain = Chain(equation, operands, fact)
+        if chain.count > MOST:
+            stored = [self._in_memory(x, x.is_half) for x in operands]
+            chain = Chain(equation, stored, fact)
+        return chain
+
+    def _half(self, atom: Any, held: Held) -> Any:
+        """An operand for an operation in half; what is no float32 as it is."""
+        return held.half(self._choice.dtype) if is_float32(atom) else held.wide()
+
+    def _stored(
+        self, equation: Any, results: Sequence[Any], facts: Sequence[Fact]
+    ) -> list[Stored]:
+        return [
+            Stored(array, is_float32(atom) and fact.is_half, fact.is_beyond)
+            for atom, array, fact in zip(
+                equation.outvars, results, facts, strict=True
+            )
+        ]
+
+    def _in_memory(self, held: Held, is_half: bool, is_beyond: bool = False) -> Stored:
+        if isinstance(held, Stored) and held.is_half == is_half:
+            return held
+        array = held.half(self._choice.dtype) if is_half else held.wide()
+        return Stored(array, is_half, is_beyond)
+
+    # Of programs that are called: values go in and come out in memory.
+
+    def _inputs(self, operands: Sequence[Held]) -> list[Stored]:
+        return [
+            x if isinstance(x, Stored) else self._in_memory(x, x.is_half)
+            for x in operands
+        ]
+
+    def _as(self, held: Sequence[Held], facts: Sequence[Fact], atoms: Any) -> list[Any]:
+        """Values as arrays, in half where the facts say so."""
+        return [
+            self._in_memory(x, fact.is_half).array if is_float32(atom) else x.wide()
+            for x, fact, atom in zip(held, facts, atoms, strict=True)
+        ]
+
+    def _jit(
+        self, site: Site, operands: list[Held], facts: list[Fact]
+    ) -> Sequence[Held]:
+        """A `jit` of the user's stays one, with all that it was given."""
+        equation, program = site.equation, called_program(site.equation)
+        if program is None or function_of_jax(equation) is not None:
+            assert program is not None
+            return self.run(program, operands, site)
+        return self._rebound(site, operands, facts, lambda made: made)
+
+    def _remat(
+        self, site: Site, operands: list[Held], facts: list[Fact]
+    ) -> Sequence[Held]:
+        def unclosed(made):
+            jaxpr, consts = opened(made)
+            assert not consts  # arrays are operands
+            return jaxpr
+
+        return self._rebound(site, operands, facts, unclosed)
+
+    def _rebound(
+        self, site: Site, operands: list[Held], facts: list[Fact], close: Any
+    ) -> Sequence[Held]:
+        """A call of one program, with that program rewritten."""
+        equation, program = site.equation, called_program(site.equation)
+        assert program is not None
+        atoms = opened(program).jaxpr.outvars
+        inputs = self._inputs(operands)
+
+        def run(*arrays):
+            results = self.run(program, _like(inputs, arrays), site)
+            return self._as(results, facts, atoms)
+
+        made = jax.make_jaxpr(run)(*(x.array for x in inputs))
+        results = bind(equation, [x.array for x in inputs], jaxpr=close(made))
+        return self._stored(equation, results, facts)
+
+    def _scan(
+        self, site: Site, operands: list[Held], facts: list[Fact]
+    ) -> Sequence[Held]:
+        params, atoms = site.equation.params, site.equation.outvars
+        consts, carried = scan_counts(site.equation)
+        inputs = self._inputs(operands)
+        fixed, sliced = inputs[:consts], inputs[consts + carried :]
+        begin = self._as(
+            operands[consts : consts + carried], facts[:carried], atoms[:carried]
+        )
+
+        def body(carry, slices):
+            state = self._stored_like(carry, facts, atoms)
+            held = [*fixed, *state, *_like(sliced, slices)]
+            results = self.run(params["jaxpr"], held, site)
+            results = self._as(results, facts, atoms)
+            return results[:carried], results[carried:]
+
+        options = {}
+        if "_split_transpose" in params:
+            options["_split_transpose"] = params["_split_transpose"]
+        with traced_as(site.equation):
+            carry, stacks = lax.scan(
+                body,
+                begin,
+                [x.array for x in sliced],
+                length=params["length"],
+                reverse=params["reverse"],
+                unroll=params["unroll"],
+                **options,
+            )
+        return self._stored(site.equation, [*carry, *stacks], facts)
+
+    def _stored_like(self, arrays: Any, facts: Any, atoms: Any) -> list[Stored]:
+        return [
+            Stored(array, is_float32(atom) and fact.is_half, fact.is_beyond)
+            for array, fact, atom in zip(arrays, facts, atoms, strict=False)
+        ]
+
+    def _while(
+        self, site: Site, operands: list[Held], facts: list[Fact]
+    ) -> Sequence[Held]:
+        params, atoms = site.equation.params, site.equation.outvars
+        first = params["cond_nconsts"]
+        last = first + params["body_nconsts"]
+        inputs = self._inputs(operands[:last])
+        begin = self._as(operands[last:], facts, atoms)
+        beside = Site(site.equations, (*site.numbers, CONDITION))
+
+        def is_on(carry):
+            state = self._stored_like(carry, facts, atoms)
+            held = [*inputs[:first], *state]
+            return self.run(params["cond_jaxpr"], held, beside)[0].wide()
+
+        def body(carry):
+            state = self._stored_like(carry, facts, atoms)
+            held = [*inputs[first:], *state]
+            results = self.run(params["body_jaxpr"], held, site)
+            return self._as(results, facts, atoms)
+
+        with traced_as(site.equation):
+            results = lax.while_loop(is_on, body, begin)
+        return self._stored(site.equation, results, facts)
+
+    def _cond(
+        self, site: Site, operands: list[Held], facts: list[Fact]
+    ) -> Sequence[Held]:
+        index, *rest = self._inputs(operands)
+        atoms = site.equation.outvars
+
+        def branch(number, program, *arrays):
+            here = Site(site.equations, (*site.numbers, number))
+            return self._as(self.run(program, _like(rest, arrays), here), facts, atoms)
+
+        branches = [
+            partial(branch, number, program)
+            for number, program in enumerate(site.equation.params["branches"])
+        ]
+        with traced_as(site.equation):
+            results = lax.switch(index.array, branches, *(x.array for x in rest))
+        return self._stored(site.equation, results, facts)
+
+    def _shard_map(
+        self, site: Site, operands: list[Held], facts: list[Fact]
+    ) -> Sequence[Held]:
+        params, program = site.equation.params, called_program(site.equation)
+        assert program is not None
+        inputs, atoms = self._inputs(operands), site.equation.outvars
+
+        def run(*arrays):
+            return self._as(self.run(program, _like(inputs, arrays), site), facts, atoms)
+
+        with traced_as(site.equation):
+            results = jax.shard_map(
+                run,
+                mesh=params["mesh"],
+                in_specs=tuple(params["in_specs"]),
+                out_specs=list(params["out_specs"]),
+                check_vma=params["check_vma"],
+                axis_names=manual_axes(site.equation),
+            )(*(x.array for x in inputs))
+        return self._stored(site.equation, results, facts)
+
+    # Custom derivatives. JAX gives the rule of one equation as the derivative of it.
+
+    def _inner(self, program: Program, facts: Any, wanted: Any, site: Site) -> "Rewrite":
+        """The rewrite of a program that is beside the one that was read."""
+        inner = Rewrite(self._choice, self._precision)
+        inner.read(program, facts, wanted, site)
+        return inner
+
+    def _custom_jvp(
+        self, site: Site, operands: list[Held], facts: list[Fact]
+    ) -> Sequence[Held]:
+        equation, program = site.equation, called_program(site.equation)
+        assert program is not None
+        inputs, atoms = self._inputs(operands), equation.outvars
+
+        @jax.custom_jvp
+        def call(*arrays):
+            return self._as(self.run(program, _like(inputs, arrays), site), facts, atoms)
+
+        @call.defjvp
+        def rule(primals, tangents):
+            moving = [i for i, x in enumerate(equation.invars) if is_inexact_atom(x)]
+            held = [*_like(inputs, primals)]
+            held += _like([inputs[i] for i in moving], [tangents[i] for i in moving])
+
+            def differentiated(*arrays):
+                primals, given = arrays[: len(inputs)], arrays[len(inputs) :]
+                tangents = [_no_tangent(x) for x in primals]
+                for i, tangent in zip(moving, given, strict=True):
+                    tangents[i] = tangent
+                return jax.jvp(partial(_bound, equation), primals, tangents)
+
+            avals = [_type_of(x) for x in held]
+            made = jax.make_jaxpr(differentiated)(*avals)
+            known = [_fact_of(x) for x in held]
+            results = opened(made).jaxpr.outvars
+            outs = [*facts, *(f for f, x in zip(facts, atoms) if is_inexact_atom(x))]
+            wanted = [fact.is_half for fact in outs]
+            inner = self._inner(made, known, wanted, site)
+            arrays = inner._as(inner.run(made, held, site), outs, results)
+            values, found = arrays[: len(atoms)], iter(arrays[len(atoms) :])
+            tangents = [
+                next(found) if is_inexact_atom(atom) else _no_tangent(value)
+                for atom, value in zip(atoms, values, strict=True)
+            ]
+            return values, tangents
+
+        with traced_as(equation):
+            results = call(*(x.array for x in inputs))
+        return self._stored(equation, results, facts)
+
+    def _custom_vjp(
+        self, site: Site, operands: list[Held], facts: list[Fact]
+    ) -> Sequence[Held]:
+        """The rule gets and gives float32: its products are in half."""
+        equation = site.equation
+        program = called_program(equation)
+        assert program is not None
+
+        def rewritten(fun, *arrays):
+            made, shape = jax.make_jaxpr(fun, return_shape=True)(*arrays)
+            leaves = [Stored(x, False) for x in jax.tree.leaves(arrays)]
+            inner = self._inner(made, list(map(_fact_of, leaves)), None, site)
+            results = [x.wide() for x in inner.run(made, leaves, site)]
+            return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+        @jax.custom_vjp
+        def call(*arrays):
+            return rewritten(partial(_run_as_written, program), *arrays)
+
+        def forwards(*arrays):
+            return rewritten(
+                lambda *arrays: jax.vjp(partial(_bound, equation), *arrays), *arrays
+            )
+
+        def backwards(pullback, cotangents):
+            zeros = [
+                x if is_inexact_atom(atom) else None
+                for x, atom in zip(cotangents, equation.outvars, strict=True)
+            ]
+
+            def pulled(pullback, cotangents):
+                whole = [
+                    _no_tangent(atom.aval) if x is None else x
+                    for x, atom in zip(cotangents, equation.outvars, strict=True)
+                ]
+                found = pullback(whole)
+                return [
+                    x if is_inexact_atom(atom) else None
+                    for x, atom in zip(found, equation.invars, strict=True)
+                ]
+
+            return tuple(rewritten(pulled, pullback, zeros))
+
+        call.defvjp(forwards, backwards)
+        with traced_as(equation):
+            results = call(*(x.wide() for x in operands))
+        return self._stored(equation, results, facts)
+
+    _CONTROL: ClassVar = {
+        "jit": _jit,
+        "pjit": _jit,
+        "checkpoint": _remat,
+        "remat": _remat,
+        "remat2": _remat,
+        "scan": _scan,
+        "while": _while,
+        "cond": _cond,
+        "shard_map": _shard_map,
+        "custom_jvp_call": _custom_jvp,
+        "custom_vjp_call": _custom_vjp,
+        "custom_vjp_call_jaxpr": _custom_vjp,
+    }
+
+
+def _last_uses(jaxpr: Any) -> list[list[Any]]:
+    """Of each operation the variables that no later one needs."""
+    needed = {atom for atom in jaxpr.outvars if not is_literal(atom)}
+    ends: list[list[Any]] = []
+    for equation in reversed(jaxpr.eqns):
+        atoms = [*equation.invars, *equation.outvars]
+        last = {atom for atom in atoms if not is_literal(atom)} - needed
+        needed |= last
+        ends.append(list(last))
+    return ends[::-1]
+
+
+def _like(held: Sequence[Stored], arrays: Sequence[Any]) -> list[Stored]:
+    """Other arrays in the places of those that are held."""
+    return [
+        Stored(array, x.is_half, x._is_beyond)
+        for x, array in zip(held, arrays, strict=True)
+    ]
+
+
+def _fact_of(held: Stored) -> Fact:
+    """What is known of an input of a program beside the one that was read."""
+    return Fact(Kind.HALF if held.is_half else Kind.GIVEN)
+
+
+def _type_of(held: Stored) -> Any:
+    """What a program as written is traced with."""
+    return with_dtype(held.array, jnp.float32) if held.is_half else held.array
+
+
+def _no_tangent(value: Any) -> Any:
+    return np.zeros(np.shape(value), jax.dtypes.float0)
+
+
+def _bound(equation: Any, *operands: Any) -> list[Any]:
+    return bind(equation, operands)
+
+
+def _run_as_written(program: Program, *operands: Any) -> list[Any]:
+    jaxpr, consts = opened(program)
+    return jax.core.eval_jaxpr(jaxpr, consts, *operands)
