@@ -8,7 +8,7 @@
 #   __init__
 #   types _tools.cli
 #   _wrapper _checkpoint _train _tools.check _tools.origin _tools.run
-#   _step _scale _ema
+#   _step _scale _ema _autocast
 #   _mistakes _train_state presets _tools.reading
 #   _state _spikes
 #   _scalers _logged _reduce _rollback _placement
@@ -28,6 +28,9 @@ from jls._train.apply import apply_gradients as apply_gradients
 from jls._train.atomic import atomic as atomic
 from jls._scale import value_and_grad as value_and_grad
 from jls._scale import grad as grad
+
+# Half precision.
+from jls._autocast.autocast import autocast as autocast
 
 # Scalers.
 from jls._scalers.static import static as static

@@ -36,6 +36,11 @@ def marks_of(site: Any) -> frozenset[str]:
     return found
 
 
+def is_in(equation: Any, mark: str) -> bool:
+    """Whether one equation was traced under a scope."""
+    return mark in _marks_in(equation.source_info.name_stack)
+
+
 @functools.lru_cache(4096)
 def _marks_in(stack: Any) -> frozenset[str]:
     text = str(stack)

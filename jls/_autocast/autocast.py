@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jls.autocast`."""
+"""`jls.autocast`: traces a function in float32, and runs its program in half."""
 
 import functools
+import inspect
 import logging
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -17,45 +19,256 @@ from jls._autocast.held import Stored
 from jls._autocast.keep import Choice, Keep, multiplications
 from jls._autocast.kinds import Fact, Kind
 from jls._autocast.rewrite import Rewrite
-from jls._program.jaxprs import opened
+from jls._mistakes import warn
+from jls._nnx import is_object, merge_all, split_all, update_all
+from jls._program.jaxprs import traced_wide
 from jls._scopes import AUTOCAST
+from jls._text import describe
 from jls._tree import is_array
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_HALVES = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
+
 
 def autocast(fun: Callable[P, T], dtype: Any, *, keep: Keep = None) -> Callable[P, T]:
-    """TODO."""
+    """Returns `fun` with its float32 products computed in half precision.
+
+    What lies between two products is stored in half; what is summed, what follows the
+    last product, and what leaves float16's range is float32. The program of `fun` is
+    rewritten before anything differentiates it, so the gradients are computed alike.
+    Parameters, arguments and results stay float32: no optimizer and no checkpoint
+    knows of it.
+
+    `fun` is traced as float32. Inside it `x.dtype` is float32, so
+    `x.astype(jnp.float32)` and the `dtype=` of a layer protect nothing; `keep` does.
+
+    Args:
+      fun: any function of pytrees: a loss, or a model's apply. Flax NNX modules among
+        its arguments are changed in place as `fun` changes them.
+      dtype: `jnp.float16` or `jnp.bfloat16`, whichever is fast on the chip at hand, or
+        its name. `jnp.float32` returns `fun` as it is.
+      keep: what stays as written. A regular expression, searched in the scope of each
+        operation: the names of modules of Flax Linen and Haiku, and of
+        `jax.named_scope`, joined by "/". Or a function of a `jls.types.Place` that
+        returns whether to keep the operation there, for Flax NNX and Equinox, whose
+        modules have no scope.
+
+    Returns:
+      A function with the arguments and results of `fun`. Put it under `jax.grad`,
+      `jls.value_and_grad`, `jit` or `vmap` as `fun` itself.
+
+    Raises:
+      TypeError: at once, if `fun` is not a function, `dtype` not a dtype, or `keep`
+        neither a string nor a function.
+      ValueError: at once, for another dtype or a malformed regular expression; when it
+        is traced, if `keep` finds no operation, if `fun` calls the `update` of an
+        optimizer made by jls, or if it changes an NNX module that it closes over.
+
+    Warns:
+      JlsWarning: when it is traced, if there was no product to cast, or if arrays come
+        in in another half precision.
+
+    Example:
+      >>> def loss_fn(w, x):
+      ...     return jnp.mean(jnp.tanh(x @ w) ** 2)
+      >>> w, x = jnp.full((4, 4), 0.1), jnp.ones((2, 4))
+      >>> cast = jls.autocast(loss_fn, jnp.float16)
+      >>> cast(w, x).dtype, jax.grad(cast)(w, x).dtype
+      (dtype('float32'), dtype('float32'))
+      >>> jnp.abs(cast(w, x) - loss_fn(w, x)) < 1e-3
+      Array(True, dtype=bool)
+    """
     _validate.function("fun", fun)
-    half = jnp.dtype(dtype)
+    half = check_dtype("dtype", dtype)
+    check_keep(keep)
     if half == jnp.float32:
         return fun
+    called: Any = fun
+    owner = fun if is_object(fun) else getattr(fun, "__self__", None)
+    if is_object(owner):  # a module, or a method of one: its variables are arguments
+        called = fun.__func__ if inspect.ismethod(fun) else type(fun).__call__
 
-    @functools.wraps(fun)
     def cast(*args, **kwargs):
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        numbers = [i for i, x in enumerate(leaves) if hasattr(x, "dtype")]
-        shape: Any = None
+        args = (owner, *args) if called is not fun else args
+        return _Call(called, args, kwargs).run(half, keep)
 
-        def flat(*arrays):
-            nonlocal shape
-            whole = list(leaves)
-            for i, array in zip(numbers, arrays, strict=True):
-                whole[i] = array
-            args, kwargs = structure.unflatten(whole)
-            out, shape = jax.tree.flatten(fun(*args, **kwargs))
-            return out
-
-        arrays = [leaves[i] for i in numbers]
-        with jax.default_matmul_precision(None), jax.disable_jit(False):
-            program = jax.make_jaxpr(flat)(*arrays)
-        rewrite = Rewrite(Choice(half, keep), None)
-        facts = [Fact(Kind.GIVEN, name=object()) for _ in arrays]
-        rewrite.read(program, facts)
-        with jax.named_scope(AUTOCAST):
-            held = rewrite.run(program, [Stored(x, False) for x in arrays])
-            out = [x.wide() for x in held]
-        return jax.tree.unflatten(shape, out)
-
+    functools.update_wrapper(cast, called, updated=())
     return cast
+
+
+def check_dtype(name: str, value: Any) -> np.dtype:
+    """One of the three dtypes of a cast."""
+    rule = f"{name} must be jnp.float16, jnp.bfloat16 or jnp.float32,"
+    try:
+        dtype = None if value is None else jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or hasattr(value, "shape"):
+        raise TypeError(f"{rule} got {describe(value)}.")
+    if dtype not in (*_HALVES, jnp.float32):
+        raise ValueError(f"{rule} got {dtype}.")
+    return dtype
+
+
+def check_keep(keep: Any) -> None:
+    """Raises unless `keep` can say what stays as written."""
+    if keep is None or callable(keep):
+        return
+    if not isinstance(keep, str):
+        raise TypeError(
+            "keep must be a regular expression, a function of a jls.types.Place, or "
+            f"None, got {describe(keep)}."
+        )
+    try:
+        re.compile(keep)
+    except re.error as error:
+        raise ValueError(
+            f"keep must be a regular expression, got {keep!r}: {error}."
+        ) from None
+
+
+class _Call:
+    """One call of a function, as a program with arrays for arguments and results."""
+
+    def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._fun = fun
+        leaves, self._structure = jax.tree.flatten((args, kwargs), is_leaf=is_object)
+        self._leaves = leaves
+        self._numbers = [i for i, leaf in enumerate(leaves) if _is_traced(leaf)]
+        self._objects = [i for i, leaf in enumerate(leaves) if is_object(leaf)]
+        self.arrays = [leaves[i] for i in self._numbers]
+        if self._objects:
+            objects = [leaves[i] for i in self._objects]
+            self._graph, state = split_all(objects)
+            arrays, self._state = jax.tree.flatten(state)
+            self.arrays += arrays
+        self._out: Any = None  # the structure of what the last trace returned
+
+    def _flat(self, *arrays: Any) -> list[Any]:
+        """`fun` as a function of arrays."""
+        leaves, count = list(self._leaves), len(self._numbers)
+        for i, array in zip(self._numbers, arrays[:count], strict=True):
+            leaves[i] = array
+        objects: list[Any] = []
+        if self._objects:
+            state = self._state.unflatten(arrays[count:])
+            objects = merge_all(self._graph, state)
+            for i, made in zip(self._objects, objects, strict=True):
+                leaves[i] = made
+        args, kwargs = self._structure.unflatten(leaves)
+        result = self._fun(*args, **kwargs)
+        graph, state = split_all(objects) if objects else (None, None)
+        out, structure = jax.tree.flatten((result, state), is_leaf=is_object)
+        if any(map(is_object, out)):
+            raise TypeError(
+                "fun must return arrays, got an NNX object in its result. Its changes "
+                "reach the caller through the argument: return only what is computed."
+            )
+        traced = [i for i, leaf in enumerate(out) if _is_traced(leaf)]
+        arrays = tuple(out[i] for i in traced)
+        for i in traced:
+            out[i] = None
+        self._out = structure, out, traced, graph
+        return list(arrays)
+
+    def _result(self, arrays: Sequence[Any]) -> Any:
+        """What `fun` returned, after its changes of NNX objects were written back."""
+        structure, out, traced, graph = self._out
+        for i, array in zip(traced, arrays, strict=True):
+            out[i] = array
+        result, state = structure.unflatten(out)
+        if self._objects:
+            objects = [self._leaves[i] for i in self._objects]
+            update_all(objects, graph, state)
+        return result
+
+    def run(self, half: Any, keep: Keep) -> Any:
+        program = self._trace()
+        _warn_of_other_half(self.arrays, half)
+        rewrite = Rewrite(Choice(half, keep), _default_precision())
+        facts = [Fact(Kind.GIVEN, name=object()) for _ in self.arrays]
+        rewrite.read(program, facts)
+        rewrite.choice.check_found()
+        _say(rewrite)
+        with jax.named_scope(AUTOCAST):
+            held = [Stored(array, False) for array in self.arrays]
+            results = [x.wide() for x in rewrite.run(program, held)]
+        return self._result(results)
+
+    def _trace(self) -> Any:
+        try:
+            return traced_wide(self._flat, self.arrays)
+        except jax.errors.ConcretizationTypeError as error:
+            error.add_note(
+                "jls.autocast traces the whole function. If it reads values at the "
+                "host, pass only the part that can be jitted."
+            )
+            raise
+        except Exception as error:
+            if type(error).__name__ == "TraceContextError":
+                raise ValueError(
+                    "fun must not change an NNX object that it closes over, which "
+                    "counts as a constant. Pass it as an argument: "
+                    f"jls.autocast(loss_fn, dtype)(model, batch). {error}"
+                ) from error
+            raise
+
+
+def _is_traced(leaf: Any) -> bool:
+    """Whether a leaf is an array; Python numbers are part of the program."""
+    return hasattr(leaf, "dtype") and is_array(leaf)
+
+
+def _warn_of_other_half(arrays: Sequence[Any], half: Any) -> None:
+    dtypes = {jnp.result_type(x) for x in arrays} & {*_HALVES} - {half}
+    for other in dtypes:
+        warn(
+            f"autocast to {half} got arrays of {other}: what is computed from them "
+            f"stays as written. Pass float32 arrays, or dtype=jnp.{other}."
+        )
+
+
+def _default_precision() -> Any:
+    """What a product asks for that does not say, in the caller's configuration."""
+    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    (equation,) = jax.make_jaxpr(lax.dot)(one, one).eqns
+    return equation.params["precision"]
+
+
+def _say(rewrite: Rewrite) -> None:
+    """Tells the log what share of the multiplications is in half; warns of none."""
+    half, whole = 0, 0
+    reasons = Counter[str]()
+    for site in rewrite.leads.products.values():
+        lengths = [e.params["length"] for e in site.equations if "length" in e.params]
+        count = multiplications(site.equation) * int(np.prod(lengths))
+        reason = rewrite.choice.why_wide(site)
+        whole += count
+        half += count if reason is None else 0
+        if reason is not None:
+            reasons[reason] += 1
+    dtype = rewrite.choice.dtype
+    kept = ", ".join(f"{n} {_REASONS[reason]}" for reason, n in reasons.items())
+    if not half:
+        warn(
+            f"autocast to {dtype} found no product to cast"
+            f"{f': {kept}' if kept else ''}. It casts dots and convolutions of float32 "
+            "arrays: put it around the function that computes them."
+        )
+        return
+    logging.getLogger("jls").info(
+        "%s: %.3g %% of the multiplications; kept: %s",
+        dtype,
+        100 * half / whole,
+        kept or "none",
+    )
+
+
+_REASONS = {
+    "dtype": "of another dtype",
+    "precision=": "with precision=",
+    "inner product": "inner",
+    "keep": "by keep",
+}

@@ -111,14 +111,18 @@ class Chain:
     def _leaves(self) -> dict[int, Stored]:
         found: dict[int, Stored] = {}
         for operand in self._operands:
-            inner = operand._leaves() if isinstance(operand, Chain) else {}
-            found |= inner or {id(operand): operand}  # type: ignore[dict-item]
+            if isinstance(operand, Chain):
+                found |= operand._leaves()
+            elif not _is_number(operand):
+                found[id(operand)] = operand
         return found
 
     def _in_float32(self, known: dict[int, Any]) -> Any:
         if id(self) not in known:
             operands = [
-                x._in_float32(known) if isinstance(x, Chain) else known[id(x)]
+                x._in_float32(known)
+                if isinstance(x, Chain)
+                else known.get(id(x), x.array)
                 for x in self._operands
             ]
             (known[id(self)],) = bind(self._equation, operands)

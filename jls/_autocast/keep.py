@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which operations of a program stay as they are: a product in half is no other thing.
+"""Which products are computed in half, and which operations stay as written.
+
+What stays, and what a product is:
 
     keep       a regular expression that is searched in the scope of an operation, or a
                function of its `Place`
@@ -103,9 +105,7 @@ def _is_inner(equation: Any) -> bool:
     contracted, batch = equation.params["dimension_numbers"]
     return all(
         len(one) + len(other) == len(atom.aval.shape)
-        for one, other, atom in zip(
-            contracted, batch, equation.invars[:2], strict=True
-        )
+        for one, other, atom in zip(contracted, batch, equation.invars[:2], strict=True)
     )
 
 
@@ -122,4 +122,3 @@ def multiplications(equation: Any) -> int:
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (axes, _), _ = numbers.dot_dimension_numbers
     return size * int(np.prod([left.aval.shape[axis] for axis in axes]))
-

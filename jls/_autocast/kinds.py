@@ -213,12 +213,14 @@ class Kinds:
         ]
         made = Fact(max(deciding), min(1.0, largest / max(size, 1)), is_beyond)
         made = _with_maximum(made, name, facts)
-        if not made.is_half:
+        has_small_sum = any(fact.kind == Kind.WIDE for fact in facts)
+        # The norm of an argument is as good as half, where it leads to a product.
+        is_half = made.is_half or (made.kind == Kind.GIVEN and has_small_sum and leads)
+        if not is_half:
             return Way.WIDE, made
         made = made._replace(kind=Kind.HALF)
         if not leads or self._leaves_range(equation, name, atoms, facts):
             return Way.WIDE, made._replace(kind=Kind.WIDE)
-        has_small_sum = any(fact.kind == Kind.WIDE for fact in facts)
         is_inside = name in INSIDE or (is_beyond and name not in CHOICES)
         return (Way.INSIDE if has_small_sum or is_inside else Way.HALF), made
 
@@ -283,7 +285,7 @@ class Kinds:
 
     def _scan(self, site: Site, facts: list[Fact], leads: list[bool]) -> list[Fact]:
         consts, carried = scan_counts(site.equation)
-        slices = [fact.plain()._replace(share=1.0) for fact in facts[consts + carried :]]
+        slices = list(map(_entering, facts[consts + carried :]))
         carry = facts[consts : consts + carried]
         body = site.equation.params["jaxpr"]
         results = self._loop(site, body, facts[:consts], carry, slices, _scanned)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import eval_jaxpr
 
 from jls._autocast.held import MOST, Chain, Held, Stored
 from jls._autocast.keep import Choice
@@ -40,7 +41,7 @@ class Rewrite:
     """One program: what was read of it, and its evaluation."""
 
     def __init__(self, choice: Choice, precision: Any) -> None:
-        self._choice, self._precision = choice, precision
+        self.choice, self._precision = choice, precision
         self.leads = Leads(choice)
         self._kinds = Kinds(choice, self.leads)
 
@@ -108,19 +109,21 @@ class Rewrite:
     ) -> Sequence[Held]:
         """An operation that is computed at once."""
         params = {}
-        if step.way == Way.PRODUCT and equation.params.get("preferred_element_type"):
-            params["preferred_element_type"] = self._choice.dtype
-        elif equation.primitive.name in PRODUCTS and step.way == Way.WIDE:
-            if equation.params["precision"] is None:
-                params["precision"] = self._precision
+        name = equation.primitive.name
+        if step.way == Way.PRODUCT and equation.params["preferred_element_type"]:
+            params["preferred_element_type"] = self.choice.dtype
+        elif (
+            name in PRODUCTS
+            and step.way == Way.WIDE
+            and equation.params["precision"] is None
+        ):
+            params["precision"] = self._precision
         each = [step.way != Way.WIDE] * len(operands)
-        if equation.primitive.name in PAIRWISE:
+        if name in PAIRWISE:
             each = [fact.is_half for fact in step.results]
         inputs = [
             self._half(atom, held) if is_half else held.wide()
-            for atom, held, is_half in zip(
-                equation.invars, operands, each, strict=True
-            )
+            for atom, held, is_half in zip(equation.invars, operands, each, strict=True)
         ]
         return self._stored(equation, bind(equation, inputs, **params), step.results)
 
@@ -152,22 +155,20 @@ class Rewrite:
 
     def _half(self, atom: Any, held: Held) -> Any:
         """An operand for an operation in half; what is no float32 as it is."""
-        return held.half(self._choice.dtype) if is_float32(atom) else held.wide()
+        return held.half(self.choice.dtype) if is_float32(atom) else held.wide()
 
     def _stored(
         self, equation: Any, results: Sequence[Any], facts: Sequence[Fact]
     ) -> list[Stored]:
         return [
             Stored(array, is_float32(atom) and fact.is_half, fact.is_beyond)
-            for atom, array, fact in zip(
-                equation.outvars, results, facts, strict=True
-            )
+            for atom, array, fact in zip(equation.outvars, results, facts, strict=True)
         ]
 
     def _in_memory(self, held: Held, is_half: bool, is_beyond: bool = False) -> Stored:
         if isinstance(held, Stored) and held.is_half == is_half:
             return held
-        array = held.half(self._choice.dtype) if is_half else held.wide()
+        array = held.half(self.choice.dtype) if is_half else held.wide()
         return Stored(array, is_half, is_beyond)
 
     # Of programs that are called: values go in and come out in memory.
@@ -312,7 +313,8 @@ class Rewrite:
         inputs, atoms = self._inputs(operands), site.equation.outvars
 
         def run(*arrays):
-            return self._as(self.run(program, _like(inputs, arrays), site), facts, atoms)
+            results = self.run(program, _like(inputs, arrays), site)
+            return self._as(results, facts, atoms)
 
         with traced_as(site.equation):
             results = jax.shard_map(
@@ -327,9 +329,11 @@ class Rewrite:
 
     # Custom derivatives. JAX gives the rule of one equation as the derivative of it.
 
-    def _inner(self, program: Program, facts: Any, wanted: Any, site: Site) -> "Rewrite":
+    def _inner(
+        self, program: Program, facts: Any, wanted: Any, site: Site
+    ) -> "Rewrite":
         """The rewrite of a program that is beside the one that was read."""
-        inner = Rewrite(self._choice, self._precision)
+        inner = Rewrite(self.choice, self._precision)
         inner.read(program, facts, wanted, site)
         return inner
 
@@ -342,7 +346,8 @@ class Rewrite:
 
         @jax.custom_jvp
         def call(*arrays):
-            return self._as(self.run(program, _like(inputs, arrays), site), facts, atoms)
+            results = self.run(program, _like(inputs, arrays), site)
+            return self._as(results, facts, atoms)
 
         @call.defjvp
         def rule(primals, tangents):
@@ -355,13 +360,14 @@ class Rewrite:
                 tangents = [_no_tangent(x) for x in primals]
                 for i, tangent in zip(moving, given, strict=True):
                     tangents[i] = tangent
-                return jax.jvp(partial(_bound, equation), primals, tangents)
+                return jax.jvp(partial(_bound, equation), primals, tuple(tangents))
 
             avals = [_type_of(x) for x in held]
             made = jax.make_jaxpr(differentiated)(*avals)
             known = [_fact_of(x) for x in held]
             results = opened(made).jaxpr.outvars
-            outs = [*facts, *(f for f, x in zip(facts, atoms) if is_inexact_atom(x))]
+            moved = [i for i, atom in enumerate(atoms) if is_inexact_atom(atom)]
+            outs = [*facts, *(facts[i] for i in moved)]
             wanted = [fact.is_half for fact in outs]
             inner = self._inner(made, known, wanted, site)
             arrays = inner._as(inner.run(made, held, site), outs, results)
@@ -480,4 +486,4 @@ def _bound(equation: Any, *operands: Any) -> list[Any]:
 
 def _run_as_written(program: Program, *operands: Any) -> list[Any]:
     jaxpr, consts = opened(program)
-    return jax.core.eval_jaxpr(jaxpr, consts, *operands)
+    return eval_jaxpr(jaxpr, consts, *operands)

@@ -6,7 +6,7 @@ All undocumented parts of jaxprs that jls uses are here and in `places`.
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -210,9 +210,9 @@ def traced_as(equation: Any) -> Iterator[None]:
     """Names and lines of an equation, for what is traced in its place."""
     info = equation.source_info
     names = source_info_util.current_name_stack() + info.name_stack
-    with source_info_util.user_context(info.traceback, name_stack=names):
-        with equation.ctx.manager:
-            yield
+    lines = source_info_util.user_context(info.traceback, name_stack=names)
+    with lines, equation.ctx.manager:
+        yield
 
 
 def bind(equation: Any, operands: Sequence[Any], **params: Any) -> list[Any]:
@@ -229,3 +229,8 @@ def with_dtype(array: Any, dtype: Any) -> Any:
     """The type of an array, with another dtype: to trace with."""
     return jax.typeof(array).update(dtype=jnp.dtype(dtype), weak_type=False)
 
+
+def traced_wide(fun: Callable[..., Any], arrays: Sequence[Any]) -> Program:
+    """The program of a function whose products ask for no precision by default."""
+    with jax.default_matmul_precision(None), jax.disable_jit(False):
+        return jax.make_jaxpr(fun)(*arrays)
