@@ -124,7 +124,7 @@ def merge_all(structure: Any, state: Any) -> list[Any]:
     return nnx().merge(structure, state)
 
 
-def update_all(objects: list[Any], structure: Any, state: Any) -> None:
+def update_all(objects: list[Any], state: Any) -> None:
     """Writes variables of `split_all` back, and adds those that are new."""
     nnx().update(objects, state)
 

@@ -86,6 +86,7 @@ def autocast(fun: Callable[P, T], dtype: Any, *, keep: Keep = None) -> Callable[
     if half == jnp.float32:
         return fun
     called: Any = fun
+    named: Any = fun  # with its signature
     owner = fun if is_object(fun) else getattr(fun, "__self__", None)
     if is_object(owner):  # a module, or a method of one: its variables are arguments
         called = fun.__func__ if inspect.ismethod(fun) else type(fun).__call__
@@ -94,7 +95,7 @@ def autocast(fun: Callable[P, T], dtype: Any, *, keep: Keep = None) -> Callable[
         args = (owner, *args) if called is not fun else args
         return _Call(called, args, kwargs).run(half, keep)
 
-    functools.update_wrapper(cast, called, updated=())
+    functools.update_wrapper(cast, named, updated=())
     return cast
 
 
@@ -105,7 +106,7 @@ def check_dtype(name: str, value: Any) -> np.dtype:
         dtype = None if value is None else jnp.dtype(value)
     except TypeError:
         dtype = None
-    if dtype is None or hasattr(value, "shape"):
+    if dtype is None or _validate.is_unchecked(value):
         raise TypeError(f"{rule} got {describe(value)}.")
     if dtype not in (*_HALVES, jnp.float32):
         raise ValueError(f"{rule} got {dtype}.")
@@ -159,29 +160,24 @@ class _Call:
                 leaves[i] = made
         args, kwargs = self._structure.unflatten(leaves)
         result = self._fun(*args, **kwargs)
-        graph, state = split_all(objects) if objects else (None, None)
-        out, structure = jax.tree.flatten((result, state), is_leaf=is_object)
-        if any(map(is_object, out)):
-            raise TypeError(
-                "fun must return arrays, got an NNX object in its result. Its changes "
-                "reach the caller through the argument: return only what is computed."
-            )
+        state = split_all(objects)[1] if objects else None
+        out, structure = jax.tree.flatten((result, state))
         traced = [i for i, leaf in enumerate(out) if _is_traced(leaf)]
         arrays = tuple(out[i] for i in traced)
         for i in traced:
             out[i] = None
-        self._out = structure, out, traced, graph
+        self._out = structure, out, traced
         return list(arrays)
 
     def _result(self, arrays: Sequence[Any]) -> Any:
         """What `fun` returned, after its changes of NNX objects were written back."""
-        structure, out, traced, graph = self._out
+        structure, out, traced = self._out
         for i, array in zip(traced, arrays, strict=True):
             out[i] = array
         result, state = structure.unflatten(out)
         if self._objects:
             objects = [self._leaves[i] for i in self._objects]
-            update_all(objects, graph, state)
+            update_all(objects, state)
         return result
 
     def run(self, half: Any, keep: Keep) -> Any:

@@ -30,12 +30,14 @@ import jax.numpy as jnp
 import optax
 
 from jls import _validate
-from jls._mistakes import EagerCalls
+from jls._autocast.autocast import autocast, check_dtype, check_keep
+from jls._autocast.keep import Keep
+from jls._mistakes import EagerCalls, warn
 from jls._nnx import is_optimizer
 from jls._reduce import global_norm
 from jls._scale import value_and_grad
 from jls._state import find_scaler_states
-from jls._step import find_wrappers
+from jls._step import FoundWrapper, find_wrappers
 from jls._text import describe
 from jls._train.accumulate import (
     Accumulated,
@@ -57,7 +59,8 @@ from jls._train.nnx import NnxAdapter, is_nnx
 from jls._train.parts import Adapter, Parts
 from jls._train.plain import PlainAdapter
 from jls._tree import floats_of, is_array, select
-from jls._types import SkipReason, StepReport
+from jls._types import SkipReason, StaticState, StepReport
+from jls._validate import is_real
 
 
 class _TrainState(Protocol):
@@ -136,6 +139,8 @@ class Options(NamedTuple):
     local_norm: bool
     update_norm: bool
     extra: Extra
+    compute_dtype: Any  # float32: as the loss function is
+    keep: Keep
 
 
 class _Options(TypedDict, total=False):
@@ -147,6 +152,8 @@ class _Options(TypedDict, total=False):
     local_norm: bool
     update_norm: bool
     extra: Extra
+    compute_dtype: Any
+    keep: Keep
 
 
 @overload
@@ -186,6 +193,8 @@ def train_step(
     local_norm: bool = False,
     update_norm: bool = False,
     extra: Extra = None,
+    compute_dtype: Any = None,
+    keep: Keep = None,
 ) -> Any:
     """Returns a whole train step that scales the loss and skips bad steps.
 
@@ -261,6 +270,12 @@ def train_step(
         `value_fn` for `optax.lbfgs`: a dict, or a function of `(params, batch)` that
         returns one, for Linen of `(state, batch)`, for NNX of `(model, batch)`. The
         optimizer gets `value`, the loss, and `grad`, the gradients, without it.
+      compute_dtype: `jnp.float16` or `jnp.bfloat16`: the products of `loss_fn`, and
+        what lies between them, are computed in it, as by `jls.autocast`; so is
+        `value_fn` in `extra`. Parameters, gradients and the loss stay float32. None or
+        `jnp.float32` casts nothing.
+      keep: what of `loss_fn` stays as written under `compute_dtype`: a regular
+        expression or a function, see `jls.autocast`.
 
     Returns:
       The step. Its report is a `jls.types.StepReport`:
@@ -295,6 +310,8 @@ def train_step(
       JlsWarning: at the second call that runs operation by operation, with 2**16
         parameters or more; not under `jax.disable_jit`. With several micro-batches, if
         a keyword argument seems to be a raw PRNG key, which all of them would share.
+        With `compute_dtype=jnp.float16`, if the loss scale is static and 1; and what
+        `jls.autocast` warns of.
 
     Example:
       >>> optimizer = jls.loss_scaled(optax.sgd(0.5), jls.dynamic(1024.0))
@@ -338,7 +355,10 @@ def train_step(
         local_norm=_validate.flag("local_norm", local_norm),
         update_norm=_validate.flag("update_norm", update_norm),
         extra=_check_extra(extra),
+        compute_dtype=_compute_dtype(compute_dtype),
+        keep=keep,
     )
+    check_keep(keep)
 
     eager_calls = EagerCalls()
 
@@ -370,11 +390,15 @@ def take_step(
     params, overwritten, opt_state, carried = parts
     _refuse_lookahead(params)
     scaler_state = inner_wrapper_state(opt_state).scaler_state
+    if options.compute_dtype == jnp.float16 and isinstance(scaler_state, StaticState):
+        _warn_of_static_one(find_wrappers(adapter.optimizer, params))
+    cast = partial(autocast, dtype=options.compute_dtype, keep=options.keep)
+    call = cast(adapter.call)
 
     def loss(params, overwritten, carried, micro_batch):
         number, batch = micro_batch
         kwargs = keys_for(number, adapter.kwargs)
-        output = adapter.call(params, overwritten, carried, batch, **kwargs)
+        output = call(params, overwritten, carried, batch, **kwargs)
         return output.loss, (output.carried, output.aux)
 
     transform = _differentiate
@@ -394,13 +418,16 @@ def take_step(
         "value": accumulated.loss,
         "partial_overflow": accumulated.partial_overflow,
     }
+    more = _extra_arguments(options.extra, adapter.model, batch, extra)
+    if callable(more.get("value_fn")):  # the loss function once more, for a line search
+        more["value_fn"] = cast(more["value_fn"])
     new_params, new_opt_state, report, updates = apply_and_report(
         adapter.optimizer,
         accumulated.grads,
         opt_state,
         params,
         options.learning_rate,
-        extra | _extra_arguments(options.extra, adapter.model, batch, extra),
+        extra | more,
         options.update_norm,
     )
     norms, sizes = None, None
@@ -441,6 +468,22 @@ def _differentiate(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]
         return (scaled, (loss, ((overwritten, carried), aux))), grads
 
     return run
+
+
+def _compute_dtype(value: Any) -> Any:
+    return check_dtype("compute_dtype", jnp.float32 if value is None else value)
+
+
+def _warn_of_static_one(found: list[FoundWrapper]) -> None:
+    """Warns of float16 gradients that nothing scales."""
+    scalers = [one.wrapper.scaler for one in found]
+    scales = [scaler.hyperparameters.get("loss_scale") for scaler in scalers]
+    if any(is_real(scale) and scale == 1 for scale in scales):
+        warn(
+            "compute_dtype is float16 and the loss scale is static and 1, so small "
+            "gradients become 0. Write jls.loss_scaled(inner, jls.dynamic()), or "
+            "compute_dtype=jnp.bfloat16, which needs no scale."
+        )
 
 
 def _check_extra(extra: Extra) -> Extra:
