@@ -24,7 +24,7 @@ MOST = 8  # operations of a chain, all of which are computed again
 
 def rounded(value: Any, dtype: Any, is_beyond: bool) -> Any:
     """float32 in half; a finite number beyond the range becomes the largest one."""
-    if not is_beyond:
+    if not is_beyond and isinstance(value, Array):
         return lax.convert_element_type(value, dtype)
     largest = np.float32(jnp.finfo(dtype).max)
     if not isinstance(value, Array):
@@ -66,11 +66,16 @@ class Chain:
         name = equation.primitive.name
         inner = [x for x in operands if isinstance(x, Chain)]
         self.count = (name not in SHAPES) + sum(x.count for x in inner)
-        is_product = name == "mul" and any(map(_is_number, operands))
+        is_product = name == "mul" and any(map(is_number, operands))
         self._is_linear = name in LINEAR or is_product
         self._is_linear &= all(x._is_linear for x in inner)
         self._wide: Stored | None = None
         self._half: Stored | None = None
+
+    @classmethod
+    def is_of_number(cls, equation: Any, operands: Sequence["Stored | Chain"]) -> bool:
+        """Whether an operation gives a number in the program a shape."""
+        return equation.primitive.name in SHAPES and all(map(is_number, operands))
 
     @property
     def is_half(self) -> bool:
@@ -90,7 +95,11 @@ class Chain:
     def half(self, dtype: Any) -> Any:
         if self._half is None:
             is_beyond = self._fact.is_beyond
-            array = self._compute(lambda x: rounded(x, dtype, is_beyond))
+            if self.is_of_number(self._equation, self._operands):
+                (number,) = (x.half(dtype) for x in self._operands)
+                (array,) = bind(self._equation, [number])
+            else:
+                array = self._compute(lambda x: rounded(x, dtype, is_beyond))
             self._half = Stored(array, True)
         return self._half.array
 
@@ -113,7 +122,7 @@ class Chain:
         for operand in self._operands:
             if isinstance(operand, Chain):
                 found |= operand._leaves()
-            elif not _is_number(operand):
+            elif not is_number(operand):
                 found[id(operand)] = operand
         return found
 
@@ -132,5 +141,6 @@ class Chain:
 Held = Stored | Chain
 
 
-def _is_number(held: Held) -> bool:
-    return isinstance(held, Stored) and not isinstance(held.array, Array)
+def is_number(held: Held) -> bool:
+    """Whether it is a number in the program."""
+    return isinstance(held, Stored) and not isinstance(held.array, Array) and not np.shape(held.array)

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.core import eval_jaxpr
 
-from jls._autocast.held import MOST, Chain, Held, Stored
+from jls._autocast.held import MOST, Chain, Held, Stored, is_number
 from jls._autocast.keep import Choice
 from jls._autocast.kinds import Fact, Kind, Kinds, Step, Way
 from jls._autocast.leads import CONDITION, Leads
@@ -100,6 +100,9 @@ class Rewrite:
         if name == "convert_element_type" and is_float32(equation.invars[0]):
             if is_float32(equation.outvars[0]):
                 return operands
+        elif name == "convert_element_type" and is_number(operands[0]):
+            dtype = equation.outvars[0].aval.dtype
+            return [Stored(np.asarray(operands[0].wide()).astype(dtype), False)]
         elif name in ELEMENTWISE or name in SHAPES:
             return [self._elementwise(equation, operands, step)]
         return self._operation(equation, operands, step)
@@ -132,7 +135,9 @@ class Rewrite:
         (fact,) = step.results
         operands = [x.stored or x if isinstance(x, Chain) else x for x in operands]
         chains = [x for x in operands if isinstance(x, Chain)]
-        if step.way == Way.HALF:
+        if Chain.is_of_number(equation, operands):
+            is_chain = is_float32(equation.outvars[0])
+        elif step.way == Way.HALF:
             is_chain = any(x.is_half for x in chains)
         elif step.way == Way.INSIDE:
             is_chain = True

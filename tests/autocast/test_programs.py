@@ -1,0 +1,147 @@
+"""Float32 programs of every kind under `jls.autocast`."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from programs import PROGRAMS
+from reading import cast_by_hand, off, operations, products, saved, size_in_bytes
+
+import jls
+
+SCALE = 1024.0
+
+# Products that stay float32, forwards and with the gradient: those that ask for a
+# precision, in the derivatives of a Cholesky factor.
+AS_WRITTEN = {"fourier_and_linear_algebra": (0, 2)}
+# Programs whose trees, cast by hand, are no program: a carry changes its dtype, a
+# product asks for an algorithm that a CPU does not have.
+NOT_BY_HAND = {
+    "gpt_scan_remat",
+    "gpt_scan_policy",
+    "attention_of_jax",
+    "flash_attention_custom_vjp",
+}
+# The products that are left of a few in the largest programs.
+pytestmark = pytest.mark.standard_promotion
+
+
+@pytest.fixture(autouse=True)
+def _rank_promotion():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def scaled(loss, scale=SCALE):
+    return lambda params, batch: scale * loss(params, batch)
+
+
+def value_and_gradients(loss, params, batch):
+    value, grads = jax.jit(jax.value_and_grad(scaled(loss)))(params, batch)
+    return value / SCALE, jax.tree.map(lambda x: x / SCALE, grads)
+
+
+def wide_products(fun, *args):
+    found = [
+        x
+        for x in products(fun, *args)
+        if "float32" in (*x.operands, *x.results) and "custom_vjp" not in str(x.calls)
+    ]
+    return len(found)
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_product_is_half_forwards_and_backwards(name, half):
+    loss, params, batch = PROGRAMS[name]()
+    cast = jls.autocast(loss, half)
+    counts = (
+        wide_products(cast, params, batch),
+        wide_products(jax.grad(cast), params, batch),
+    )
+    assert counts == AS_WRITTEN.get(name, (0, 0))
+    assert products(cast, params, batch)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_loss_and_gradients_are_as_near_to_float32_as_by_hand(name):
+    loss, params, batch = PROGRAMS[name]()
+    value, grads = value_and_gradients(loss, params, batch)
+    cast, cast_grads = value_and_gradients(
+        jls.autocast(loss, jnp.float16), params, batch
+    )
+    assert off(cast, value) < 2e-3
+    allowed = 2e-3
+    if name not in NOT_BY_HAND:
+        by_hand = value_and_gradients(cast_by_hand(loss, jnp.float16), params, batch)
+        allowed = max(1.2 * off(by_hand[1], grads), 1.2e-3)
+    assert off(cast_grads, grads) < allowed
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_results_have_the_dtypes_and_the_structure_of_the_program(name):
+    loss, params, batch = PROGRAMS[name]()
+    cast = jax.value_and_grad(jls.autocast(loss, jnp.float16))
+    shapes = jax.eval_shape(cast, params, batch)
+    assert shapes == jax.eval_shape(jax.value_and_grad(loss), params, batch)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_loss_after_200_steps_is_that_of_float32(name):
+    loss, params, batch = PROGRAMS[name]()
+
+    def trained(dtype):
+        optimizer = jls.loss_scaled(optax.adam(1e-3))
+        step = jls.train_step(loss, optimizer, compute_dtype=dtype)
+
+        @jax.jit
+        def run(params):
+            def one(state, _):
+                *state, report = step(*state, batch)
+                return tuple(state), report.skipped
+
+            state = params, optimizer.init(params)
+            (params, _), skipped = jax.lax.scan(one, state, length=200)
+            return loss(params, batch), jnp.sum(skipped)
+
+        return run(params)
+
+    (wide, _), (half, skipped) = trained(None), trained(jnp.float16)
+    assert abs(half - wide) < 0.02 * abs(wide) + 1e-4
+    assert skipped < 10
+
+
+def transformer(name, dtype):
+    """Shapes alone: what is kept for the derivative of a transformer, in bytes."""
+    loss, params, batch = PROGRAMS[name]()
+    return size_in_bytes(saved(jls.autocast(loss, dtype), params, batch))
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt_unrolled", "gpt_scan_remat", "lstm", "convolutions_batch_norm"]
+)
+def test_what_is_kept_for_the_derivative_is_much_less_than_in_float32(name):
+    loss, params, batch = PROGRAMS[name]()
+    wide = size_in_bytes(saved(loss, params, batch))
+    half = size_in_bytes(saved(jls.autocast(loss, jnp.bfloat16), params, batch))
+    assert half <= 0.62 * wide
+
+
+def test_names_and_scopes_of_the_program_are_kept():
+    def loss(params, x):
+        with jax.named_scope("outer"):
+            return jax.lax.scan(
+                lambda x, w: (jnp.tanh(x @ w), None), x, jnp.stack([params, params])
+            )[0].sum()
+
+    plain = operations(loss, jnp.eye(4), jnp.ones((2, 4)))
+    cast = operations(jls.autocast(loss, "float16"), jnp.eye(4), jnp.ones((2, 4)))
+
+    def stack_of(found, name):
+        (one,) = [x for x in found if x.name == name]
+        return str(one.equation.source_info.name_stack)
+
+    assert stack_of(cast, "scan") == "jls_autocast/" + stack_of(plain, "scan")
+    inner = stack_of(cast, "dot_general")
+    assert inner.removeprefix("jls_autocast/") == stack_of(plain, "dot_general")

@@ -1,0 +1,570 @@
+"""The table of `jls.autocast`: what each operation of a float32 program becomes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from reading import named, only, operations, products, saved
+from shared import assert_identical
+
+import jls
+
+HALVES = [jnp.float16, jnp.bfloat16]
+HALF = pytest.mark.parametrize("half", HALVES, ids=["float16", "bfloat16"])
+X = jnp.asarray(np.random.RandomState(0).randn(4, 8), jnp.float32)
+W = jnp.asarray(np.random.RandomState(1).randn(8, 8), jnp.float32)
+F32 = "float32"
+
+
+def name_of(half):
+    return jnp.dtype(half).name
+
+
+def between(fun, half, keep=None):
+    """`fun` between two products, under an autocast."""
+    return jls.autocast(lambda x, w: fun(x @ w) @ w, half, keep=keep)
+
+
+def behind(fun, half):
+    """`fun` behind the last product."""
+    return jls.autocast(lambda x, w: fun(x @ w), half)
+
+
+# Products.
+
+
+@HALF
+def test_a_product_is_half_operands_and_result(half):
+    cast = jls.autocast(jnp.matmul, half)
+    (product,) = products(cast, X, W)
+    assert product.operands == (name_of(half),) * 2
+    assert product.results == (name_of(half),)
+    assert cast(X, W).dtype == jnp.float32
+
+
+def test_a_convolution_and_a_ragged_dot_are_half():
+    def convolve(x, w):
+        return lax.conv(x[None, None], w[None, None], (1, 1), "SAME")
+
+    def ragged(x, w):
+        return lax.ragged_dot(x, w[None], jnp.array([4], jnp.int32))
+
+    for fun in (convolve, ragged):
+        (product,) = products(jls.autocast(fun, jnp.float16), X, W)
+        assert {*product.operands[:2], *product.results} == {"float16"}
+
+
+def test_no_algorithm_of_a_product_is_asked_for():
+    (product,) = products(jls.autocast(jnp.matmul, jnp.float16), X, W)
+    assert product.equation.params["precision"] is None
+
+
+def test_the_backward_products_are_half_too():
+    def loss(x, w):
+        return jnp.sum(jnp.tanh(x @ w) @ w)
+
+    found = products(jax.grad(jls.autocast(loss, jnp.float16), argnums=(0, 1)), X, W)
+    assert len(found) == 6
+    assert {dtype for one in found for dtype in one.operands} == {"float16"}
+
+
+@pytest.mark.filterwarnings("ignore:autocast to float16 found no product")
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x, w: jnp.vdot(x, x),
+        lambda x, w: jnp.einsum("bd,bd->b", x, x),
+        lambda x, w: jnp.matmul(x, w, precision="highest"),
+        lambda x, w: x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16),
+        lambda x, w: x.astype(jnp.int32) @ w.astype(jnp.int32),
+        lambda x, w: x.astype(jnp.complex64) @ w.astype(jnp.complex64),
+    ],
+    ids=["vdot", "batched", "precision=", "bfloat16", "int32", "complex64"],
+)
+def test_inner_products_and_what_asks_for_more_stay_as_written(fun):
+    (plain,) = products(fun, X, W)
+    (product,) = products(jls.autocast(fun, jnp.float16), X, W)
+    assert product[:3] == plain[:3]
+    assert_identical(jls.autocast(fun, jnp.float16)(X, W), fun(X, W))
+
+
+def test_the_default_precision_of_the_user_counts_for_what_stays_float32():
+    def fun(x, w):
+        return jnp.vdot(x, x) + jnp.sum(x @ w)
+
+    with jax.default_matmul_precision("highest"):
+        inner, product = products(jls.autocast(fun, jnp.float16), X, W)
+    highest = (lax.Precision.HIGHEST,) * 2
+    assert inner.equation.params["precision"] == highest
+    assert product.equation.params["precision"] is None
+    assert product.results == ("float16",)
+
+
+def test_a_product_with_an_operand_in_half_is_half():
+    def fun(x, w):
+        dims = (((1,), (0,)), ((), ()))
+        half = w.astype(jnp.float16)
+        return lax.dot_general(x, half, dims, preferred_element_type=jnp.float32)
+
+    (product,) = products(jls.autocast(fun, jnp.float16), X, W)
+    assert product.operands == ("float16", "float16")
+
+
+# Between two products.
+
+
+@HALF
+@pytest.mark.parametrize(
+    ("name", "fun"),
+    [
+        ("tanh", jnp.tanh),
+        ("max", lambda x: jnp.maximum(x, 0.0)),
+        ("logistic", jax.nn.sigmoid),
+        ("mul", lambda x: 2 * x),
+        ("transpose", lambda x: x.T.T),
+        ("concatenate", lambda x: jnp.concatenate([x, jnp.ones((1, 8))])),
+        ("reduce_max", lambda x: x * jnp.max(x, axis=1, keepdims=True)),
+        ("select_n", lambda x: jnp.where(X > 0, x, 0)),
+    ],
+)
+def test_elementwise_operations_and_moves_are_stored_in_half(name, fun, half):
+    assert {x.results[0] for x in named(name, between(fun, half), X, W)} == {
+        name_of(half)
+    }
+
+
+def test_a_bias_follows_and_a_sum_of_full_size_does_not():
+    def bias(x):
+        return x + W[:1]
+
+    def total(x):
+        return x + jnp.cumsum(x, axis=1)
+
+    assert only("add", between(bias, jnp.float16), X, W) == "float16"
+    assert only("add", between(total, jnp.float16), X, W) == F32
+
+
+def norm(x):
+    mean = jnp.mean(x, axis=-1, keepdims=True)
+    var = jnp.mean((x - mean) ** 2, axis=-1, keepdims=True)
+    return (x - mean) * lax.rsqrt(var + 1e-6) * W[:1] + W[1:2]
+
+
+@HALF
+def test_a_chain_with_a_mean_is_rounded_once_at_its_end(half):
+    cast = between(norm, half)
+    h = (X.astype(half) @ W.astype(half)).astype(half)
+    once = norm(h.astype(jnp.float32)).astype(half)
+    assert_identical(cast(X, W), (once @ W.astype(half)).astype(jnp.float32))
+
+
+@HALF
+def test_a_chain_keeps_its_half_operand_for_the_derivative(half):
+    kept = saved(between(norm, half), X, W)
+    whole = [aval.dtype.name for aval in kept if aval.shape == X.shape]
+    # The operands of the two products, and the result of the first.
+    assert whole == [name_of(half)] * 3
+
+
+def test_a_chain_is_at_most_eight_operations():
+    def long(x):
+        for _ in range(20):
+            x = x * (1 + jnp.mean(x))
+        return x
+
+    found = operations(between(long, jnp.float16), X, W)
+    chains = [x for x in found if "checkpoint" in x.name or "remat" in x.name]
+    most = max(_muls(x) for x in chains)
+    assert most == 8
+
+
+def _muls(chain):
+    program = chain.equation.params["jaxpr"]
+    return sum(equation.primitive.name == "mul" for equation in program.eqns)
+
+
+def test_powers_are_computed_in_float32_and_stored_in_half():
+    big = jnp.full((4, 8), 300.0)  # its square is beyond float16
+    cast = jls.autocast(
+        lambda x, w: (((x @ w) ** 2) * 1e-3) @ w, jnp.float16
+    )
+    eye = jnp.eye(8)
+    np.testing.assert_allclose(cast(big, eye), big**2 * 1e-3, rtol=1e-3)
+    assert only("integer_pow", cast, X, W) == F32
+
+
+# float32.
+
+
+@pytest.mark.parametrize(
+    ("name", "fun"),
+    [
+        ("reduce_sum", lambda x: jnp.sum(x, axis=0, keepdims=True)),
+        ("reduce_sum", lambda x: jnp.mean(x, axis=0, keepdims=True)),
+        ("cumsum", lambda x: jnp.cumsum(x, axis=0)),
+        ("scatter-add", lambda x: jnp.zeros((4, 8)).at[jnp.array([0, 0])].add(x[:2])),
+        ("cumprod", lambda x: jnp.cumprod(x, axis=0)),
+    ],
+)
+@HALF
+def test_sums_are_float32(name, fun, half):
+    (found,) = named(name, between(fun, half), X, W)
+    assert found.results == (F32,)
+    assert set(found.operands) <= {F32, "int32"}
+
+
+@HALF
+@pytest.mark.parametrize(
+    ("name", "fun"),
+    [
+        ("tanh", jnp.tanh),
+        ("exp", jnp.exp),
+        ("abs", jnp.abs),
+        ("log", lambda x: jnp.log(jnp.abs(x) + 1)),
+        ("gather", lambda x: x[jnp.array([0, 1])]),
+    ],
+)
+def test_all_that_follows_the_last_product_is_float32(name, fun, half):
+    assert only(name, behind(fun, half), X, W) == F32
+
+
+@pytest.mark.parametrize(
+    ("name", "fun"),
+    [
+        ("exp", jnp.exp),
+        ("expm1", jnp.expm1),
+        ("log", lambda x: jnp.log(jnp.abs(x))),
+        ("pow", lambda x: jnp.abs(x) ** 1.5),
+        ("div", lambda x: 1 / x),
+        ("rsqrt", lambda x: lax.rsqrt(jnp.abs(x))),
+        ("tan", jnp.tan),
+    ],
+)
+def test_what_leaves_the_range_of_float16_is_float32_there(name, fun):
+    assert only(name, between(fun, jnp.float16), X, W) == F32
+    assert only(name, between(fun, jnp.bfloat16), X, W) == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "softmax",
+    [
+        jax.nn.softmax,
+        lambda x: jnp.exp(x - jnp.max(x, axis=-1, keepdims=True)),
+        lambda x: jnp.exp(x.T - jnp.max(x, axis=-1)[None]).T,
+    ],
+)
+def test_the_exp_of_a_softmax_is_half(softmax):
+    assert only("exp", between(softmax, jnp.float16), X, W) == "float16"
+
+
+def test_the_exp_of_what_another_maximum_is_taken_from_is_float32():
+    def fun(x):
+        return jnp.exp(x - jnp.max(X, axis=-1, keepdims=True))
+
+    assert only("exp", between(fun, jnp.float16), X, W) == F32
+
+
+def test_a_constant_that_half_rounds_to_0_makes_its_operation_float32():
+    def fun(x):
+        return x + 1e-9
+
+    assert only("add", between(fun, jnp.float16), X, W) == F32
+    assert only("add", between(fun, jnp.bfloat16), X, W) == "bfloat16"
+    ones = jnp.zeros((4, 8))
+    cast = behind(lambda x: jnp.log(x + 1e-9), jnp.float16)
+    np.testing.assert_allclose(cast(ones, W), np.log(1e-9), rtol=1e-6)
+
+
+@HALF
+def test_a_finite_constant_beyond_the_range_is_the_largest_number(half):
+    lowest = jnp.finfo(jnp.float32).min
+
+    def fun(x):
+        return jnp.where(jnp.eye(4, 8, dtype=bool), x, lowest)
+
+    eye = jnp.eye(8)
+    result = jls.autocast(lambda x, w: fun(x @ w) @ w, half)
+    found = [x for x in operations(result, X, eye) if x.name == "select_n"]
+    assert [x.results for x in found] == [(name_of(half),)]
+    clamped = jls.autocast(lambda x, w: jax.nn.softmax(fun(x @ w)) @ w, half)
+    empty = jls.autocast(
+        lambda x, w: jax.nn.softmax(jnp.where(False, x @ w, lowest)) @ w, half
+    )
+    assert jnp.all(jnp.isfinite(clamped(X, eye)))
+    np.testing.assert_allclose(empty(X, eye), 1 / 8, rtol=1e-2)
+
+
+def test_a_mask_that_is_added_is_clamped_too():
+    def fun(x, w, mask):
+        return jax.nn.softmax(x @ w + (1.0 - mask) * -1e9) @ w
+
+    cast = jls.autocast(fun, jnp.float16)
+    np.testing.assert_allclose(
+        cast(X, jnp.eye(8), jnp.zeros((4, 8))), np.full((4, 8), 1 / 8), rtol=1e-2
+    )
+
+
+def test_an_infinite_constant_stays_infinite():
+    def fun(x, w):
+        return jnp.where(jnp.eye(4, 8, dtype=bool), x @ w, -jnp.inf) @ w
+
+    assert jnp.all(jnp.isinf(jls.autocast(fun, jnp.float16)(X, jnp.ones((8, 8)))))
+
+
+def test_an_explicit_cast_from_another_float_is_float32_for_good():
+    def fun(x):
+        return x.astype(jnp.bfloat16).astype(jnp.float32) * 3
+
+    assert only("mul", between(fun, jnp.float16), X, W) == F32
+
+
+# Loops and branches.
+
+
+def scan(begin, step):
+    def fun(x, w):
+        return lax.scan(lambda c, _: (step(c, w), None), begin(x, w), length=3)[0]
+
+    return fun
+
+
+def carry_of(loop, fun, *args, half=jnp.float16):
+    """The dtype of what a loop carries."""
+    found = named(loop, jls.autocast(fun, half), *args)
+    return found[0].results[0]
+
+
+@HALF
+def test_a_carry_of_scan_that_enters_as_data_and_leads_to_a_product_is_half(half):
+    fun = scan(lambda x, w: x, lambda c, w: c + jnp.tanh(c @ w))
+    assert carry_of("scan", fun, X, W, half=half) == name_of(half)
+
+
+def test_a_carry_of_scan_that_enters_as_a_constant_is_float32():
+    def fun(x, w):
+        def step(total, row):
+            return total + row @ w, None
+
+        return lax.scan(step, jnp.zeros(8), x)[0] @ w
+
+    assert carry_of("scan", fun, X, W) == F32
+
+
+def test_a_carry_of_scan_that_leads_to_no_product_is_float32():
+    def fun(x, w):
+        def step(carry, row):
+            return carry + jnp.sum(row @ w), None
+
+        return lax.scan(step, x[0, 0], x)[0]
+
+    assert carry_of("scan", fun, X, W) == F32
+
+
+def test_a_carry_of_while_is_float32():
+    def fun(x, w):
+        return lax.while_loop(
+            lambda c: jnp.sum(c) < 0, lambda c: jnp.tanh(c @ w), x @ w
+        )
+
+    assert carry_of("while", fun, X, W) == F32
+
+
+@pytest.mark.parametrize("loop", ["scan", "while"])
+@pytest.mark.parametrize("begin", ["zeros", "argument"])
+def test_a_cache_that_is_only_written_into_is_half(loop, begin):
+    def fun(x, w, cache):
+        cache = jnp.zeros((4, 8)) if begin == "zeros" else cache
+
+        def step(i, state):
+            cache, y = state
+            cache = lax.dynamic_update_slice(cache, y @ w, (i, 0))
+            return cache, y + jnp.sum(cache @ w, axis=0, keepdims=True)
+
+        state = (cache, x[:1])
+        if loop == "while":
+            return lax.fori_loop(0, jnp.int32(4), step, state)[1]
+        return lax.scan(lambda s, i: (step(i, s), None), state, jnp.arange(4))[0][1]
+
+    (found,) = named(loop, jls.autocast(fun, jnp.float16), X, W, X)
+    of_cache = [
+        str(x.aval.dtype) for x in found.equation.outvars if x.aval.shape == (4, 8)
+    ]
+    assert of_cache == ["float16"]
+
+
+def test_branches_are_half_only_if_all_agree():
+    def fun(second):
+        def choose(x, w):
+            y = lax.cond(x[0, 0] > 0, jnp.tanh, second, x @ w)
+            return y @ w
+
+        return only("cond", jls.autocast(choose, jnp.float16), X, W)
+
+    assert fun(lambda y: 2 * y) == "float16"
+    assert fun(lambda y: jnp.cumsum(y, axis=0)) == F32
+
+
+def test_the_gradient_of_a_shared_weight_is_summed_in_float32():
+    def loss(w):
+        x = X
+        for _ in range(3):
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    sums = named("add_any", jax.grad(jls.autocast(loss, jnp.float16)), W)
+    of_weight = [x for x in sums if x.equation.outvars[0].aval.shape == W.shape]
+    assert [x.results[0] for x in of_weight] == [F32, F32]
+
+
+def test_the_gradient_of_a_weight_in_a_scan_is_summed_in_float32():
+    def loss(w):
+        x = lax.scan(lambda x, _: (jnp.tanh(x @ w), None), X, length=3)[0]
+        return jnp.sum(x)
+
+    found = operations(jax.grad(jls.autocast(loss, jnp.float16)), W)
+    sums = [x for x in found if x.name == "add_any" and x.calls]
+    assert sums
+    assert {
+        x.results[0] for x in sums if x.equation.outvars[0].aval.shape == W.shape
+    } == {F32}
+
+
+# Calls.
+
+
+def test_a_nested_jit_stays_one_with_what_it_donates():
+    inner = jax.jit(lambda x, w: jnp.tanh(x @ w), donate_argnums=0)
+    cast = jls.autocast(lambda x, w: inner(x, w) @ w, jnp.float16)
+    name = {"jit", "pjit"}
+    (found,) = [x for x in operations(cast, X, W) if x.name in name]
+    assert found.equation.params["donated_invars"] == (True, False)
+    assert found.results == ("float16",)
+
+
+def test_a_checkpoint_keeps_its_policy_and_prevents_what_it_prevented():
+    policy = jax.checkpoint_policies.dots_saveable
+
+    def fun(x, w):
+        inner = jax.checkpoint(
+            lambda x: jnp.tanh(x @ w), policy=policy, prevent_cse=False
+        )
+        return inner(x) @ w
+
+    found = [
+        x
+        for x in operations(jls.autocast(fun, jnp.float16), X, W)
+        if "policy" in x.equation.params
+    ]
+    assert [x.equation.params["policy"] for x in found] == [policy]
+    assert [x.equation.params["prevent_cse"] for x in found] == [False]
+
+
+def test_a_rule_of_custom_jvp_is_kept():
+    @jax.custom_jvp
+    def straight(x):
+        return jnp.round(x)
+
+    straight.defjvps(lambda t, ans, x: 3 * t)
+
+    def loss(x, w):
+        return jnp.sum(straight(x @ w) @ w)
+
+    cast = jls.autocast(loss, jnp.float16)
+    plain, ours = jax.grad(loss)(X, W), jax.grad(cast)(X, W)
+    np.testing.assert_allclose(ours, plain, rtol=2e-2, atol=0.2)
+    assert {d for x in products(jax.grad(cast), X, W) for d in x.operands} == {
+        "float16"
+    }
+
+
+def test_a_rule_of_custom_vjp_gets_and_gives_float32_with_products_in_half():
+    seen = []
+
+    @jax.custom_vjp
+    def layer(x, w):
+        return x @ w
+
+    def forwards(x, w):
+        seen.append(x.dtype)
+        return x @ w, (x, w)
+
+    def backwards(saved, g):
+        seen.append(g.dtype)
+        x, w = saved
+        return 3 * (g @ w.T), x.T @ g
+
+    layer.defvjp(forwards, backwards)
+
+    def loss(x, w):
+        return jnp.sum(layer(x @ w, w) ** 2)
+
+    cast = jls.autocast(loss, jnp.float16)
+    np.testing.assert_allclose(
+        jax.grad(cast)(X, W), jax.grad(loss)(X, W), rtol=2e-2, atol=0.5
+    )
+    assert {x.name for x in seen} == {F32}
+    found = products(jax.grad(cast), X, W)
+    assert {d for x in found for d in x.operands} == {"float16"}
+
+
+# keep.
+
+
+def scoped(x, w):
+    with jax.named_scope("first"):
+        x = jnp.tanh(x @ w)
+    with jax.named_scope("second"):
+        return jnp.tanh(x @ w)
+
+
+def test_keep_leaves_a_scope_as_written():
+    cast = jls.autocast(lambda x, w: scoped(x, w) @ w, jnp.float16, keep="second")
+    assert [x.results[0] for x in products(cast, X, W)] == ["float16", F32, "float16"]
+    assert [x.results[0] for x in named("tanh", cast, X, W)] == [F32, F32]
+
+
+def test_keep_reaches_into_a_scan():
+    def fun(x, w):
+        return lax.scan(lambda x, _: (scoped(x, w), None), x, length=2)[0]
+
+    cast = jls.autocast(fun, jnp.float16, keep="^first$")
+    assert [x.results[0] for x in products(cast, X, W)] == [F32, "float16"]
+
+
+def test_keep_may_be_a_function_of_a_place():
+    places = []
+
+    def is_kept(place):
+        places.append(place)
+        return place.function == "scoped" and place.module == "first"
+
+    cast = jls.autocast(scoped, jnp.float16, keep=is_kept)
+    assert [x.results[0] for x in products(cast, X, W)] == [F32, "float16"]
+    assert {type(place) for place in places} == {jls.types.Place}
+    assert {place.iteration for place in places} == {()}
+
+
+def test_what_leaves_a_kept_part_is_rounded_by_who_takes_it():
+    def fun(x, w):
+        y = x @ w
+        with jax.named_scope("exact"):
+            z = y * 1.0001
+        return (y + z) @ w
+
+    cast = jls.autocast(fun, jnp.float16, keep="exact")
+    assert only("add", cast, X, W) == "float16"
+    assert only("mul", cast, X, W) == F32
+
+
+# Without a product.
+
+
+@pytest.mark.filterwarnings("ignore:autocast to float16 found no product")
+def test_without_a_product_not_a_bit_changes():
+    def fun(x, w):
+        y = jax.nn.gelu(norm(x)) + jnp.vdot(w, w)
+        return jax.nn.softmax(y), jnp.sum(jnp.exp(y) / (1e-9 + jnp.abs(y)))
+
+    for f in (fun, lambda x, w: jax.grad(lambda x: fun(x, w)[1])(x)):
+        assert_identical(jls.autocast(f, jnp.float16)(X, W), f(X, W))
