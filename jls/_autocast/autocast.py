@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import eval_jaxpr
 
 from jls import _validate
 from jls._autocast.held import Stored
@@ -21,7 +22,7 @@ from jls._autocast.kinds import Fact, Kind
 from jls._autocast.rewrite import Rewrite
 from jls._mistakes import warn
 from jls._nnx import is_object, merge_all, split_all, update_all
-from jls._program.jaxprs import traced_wide
+from jls._program.jaxprs import opened, traced_wide
 from jls._scopes import AUTOCAST
 from jls._text import describe
 from jls._tree import is_array
@@ -103,10 +104,11 @@ def check_dtype(name: str, value: Any) -> np.dtype:
     """One of the three dtypes of a cast."""
     rule = f"{name} must be jnp.float16, jnp.bfloat16 or jnp.float32,"
     try:
-        dtype = None if value is None else jnp.dtype(value)
+        is_dtype = value is not None and not _validate.is_unchecked(value)
+        dtype = jnp.dtype(value) if is_dtype else None
     except TypeError:
         dtype = None
-    if dtype is None or _validate.is_unchecked(value):
+    if dtype is None:
         raise TypeError(f"{rule} got {describe(value)}.")
     if dtype not in (*_HALVES, jnp.float32):
         raise ValueError(f"{rule} got {dtype}.")
@@ -183,11 +185,15 @@ class _Call:
     def run(self, half: Any, keep: Keep) -> Any:
         program = self._trace()
         _warn_of_other_half(self.arrays, half)
-        rewrite = Rewrite(Choice(half, keep), _default_precision())
+        precision = _default_precision()
+        rewrite = Rewrite(Choice(half, keep), precision)
         facts = [Fact(Kind.GIVEN, name=object()) for _ in self.arrays]
         rewrite.read(program, facts)
         rewrite.choice.check_found()
-        _say(rewrite)
+        has_cast = _say(rewrite)
+        if not has_cast and precision is None:  # the very program, to the bit
+            jaxpr, consts = opened(program)
+            return self._result(eval_jaxpr(jaxpr, consts, *self.arrays))
         with jax.named_scope(AUTOCAST):
             held = [Stored(array, False) for array in self.arrays]
             results = [x.wide() for x in rewrite.run(program, held)]
@@ -233,8 +239,11 @@ def _default_precision() -> Any:
     return equation.params["precision"]
 
 
-def _say(rewrite: Rewrite) -> None:
-    """Tells the log what share of the multiplications is in half; warns of none."""
+def _say(rewrite: Rewrite) -> bool:
+    """Tells the log what share of the multiplications is in half; warns of none.
+
+    Returns whether there is any.
+    """
     half, whole = 0, 0
     reasons = Counter[str]()
     for site in rewrite.leads.products.values():
@@ -253,13 +262,14 @@ def _say(rewrite: Rewrite) -> None:
             f"{f': {kept}' if kept else ''}. It casts dots and convolutions of float32 "
             "arrays: put it around the function that computes them."
         )
-        return
+        return False
     logging.getLogger("jls").info(
         "%s: %.3g %% of the multiplications; kept: %s",
         dtype,
         100 * half / whole,
         kept or "none",
     )
+    return True
 
 
 _REASONS = {

@@ -143,4 +143,8 @@ Held = Stored | Chain
 
 def is_number(held: Held) -> bool:
     """Whether it is a number in the program."""
-    return isinstance(held, Stored) and not isinstance(held.array, Array) and not np.shape(held.array)
+    return (
+        isinstance(held, Stored)
+        and not isinstance(held.array, Array)
+        and not np.shape(held.array)
+    )

@@ -186,9 +186,7 @@ def _muls(chain):
 
 def test_powers_are_computed_in_float32_and_stored_in_half():
     big = jnp.full((4, 8), 300.0)  # its square is beyond float16
-    cast = jls.autocast(
-        lambda x, w: (((x @ w) ** 2) * 1e-3) @ w, jnp.float16
-    )
+    cast = jls.autocast(lambda x, w: (((x @ w) ** 2) * 1e-3) @ w, jnp.float16)
     eye = jnp.eye(8)
     np.testing.assert_allclose(cast(big, eye), big**2 * 1e-3, rtol=1e-3)
     assert only("integer_pow", cast, X, W) == F32
