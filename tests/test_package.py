@@ -178,6 +178,7 @@ def test_public_names_are_those_of_the_contract():
         "all_finite",
         "apply_gradients",
         "atomic",
+        "autocast",
         "calibrate",
         "check_in_sync",
         "check_step",
