@@ -64,6 +64,10 @@ class Rewrite:
         self.leads.read(program, wanted or [False] * len(results), site)
         return self._kinds.read(program, facts, site)
 
+    def fact_of(self, numbers: tuple[int, ...], result: int) -> Fact:
+        """What is known of a result of an operation, by the numbers of its site."""
+        return self._kinds.steps[numbers].results[result]
+
     def run(
         self, program: Program, operands: Sequence[Held], site: Site = ROOT
     ) -> list[Held]:
