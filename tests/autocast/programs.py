@@ -1,6 +1,6 @@
 """Float32 programs of every kind, each a loss of parameters and a batch.
 
-None has a dtype of its own. What each must do is in `test_programs.py`.
+None has a dtype of its own. What each must do is in `test_any_program.py`.
 """
 
 import functools

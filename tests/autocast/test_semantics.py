@@ -311,6 +311,19 @@ def test_an_infinite_constant_stays_infinite():
     assert jnp.all(jnp.isinf(jls.autocast(fun, jnp.float16)(X, jnp.ones((8, 8)))))
 
 
+def test_an_infinite_number_beside_finite_ones_stays_infinite():
+    mask = np.array([[0, -1e9, -np.inf, 0, 0, 0, 0, 0]], np.float32)
+
+    def fun(x, w):
+        # A sum over the products of finite numbers with 0 is finite, of inf it is NaN.
+        return (x @ w + mask) @ jnp.zeros((8, 8)).at[:2].set(w[:2])
+
+    cast = jls.autocast(fun, jnp.float16)
+    assert jnp.all(jnp.isnan(cast(jnp.zeros((4, 8)), jnp.eye(8))))
+    mask[0, 2] = 0
+    assert jnp.all(jnp.isfinite(cast(jnp.zeros((4, 8)), jnp.eye(8))))
+
+
 def test_an_explicit_cast_from_another_float_is_float32_for_good():
     def fun(x):
         return x.astype(jnp.bfloat16).astype(jnp.float32) * 3

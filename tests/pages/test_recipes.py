@@ -45,6 +45,7 @@ def run_all(recipe):
 
 def test_every_recipe_is_tested():
     others = {
+        "half_precision",
         "shortest_port",
         "two_losses",
         "learning_rate",
