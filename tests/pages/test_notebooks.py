@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 import jls
-from jls import _figure
+from jls._tools import figure as _figure
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
