@@ -100,6 +100,14 @@ def check_step(**options):
     return jls.check_step(options.pop("step"), params, opt_state, batch, **options)
 
 
+def matmul(x):
+    return x @ x
+
+
+def cast(**options):
+    return jls.autocast(**options)(jnp.ones((2, 2)))
+
+
 def why(fun):
     return jls.why(fun, jnp.ones(2))
 
@@ -247,6 +255,7 @@ CASES = {
             "return_updates": False,
         },
     ),
+    "autocast": (cast, {"fun": matmul, "dtype": "float16", "keep": None}),
     "atomic": (atomic, {"optimizer": nnx_optimizer, "model": model}),
     "calibrate": (calibrate, {"step": right_step}),
     "why": (why, {"fun": jnp.sqrt}),
@@ -331,6 +340,9 @@ TAKES = {
     ("grad", "has_aux"): set(),
     ("train_step", "has_aux"): set(),
     ("train_step", "carries"): set(),
+    ("train_step", "compute_dtype"): {"None"},
+    ("train_step", "keep"): {"None", "text", "function"},
+    ("autocast", "keep"): {"None"},
     ("apply_gradients", "grads"): set(),
     ("apply_gradients", "params"): set(),
     ("check_step", "carried_args"): {"None"},
@@ -375,6 +387,8 @@ LEFT = {
     ("grad", "transform", "function"),
     ("params_ema", "decay", "function"),
     ("train_step", "loss_fn", "function"),
+    ("autocast", "fun", "function"),
+    ("autocast", "keep", "function"),
     ("check_step", "step", "function"),
     ("calibrate", "step", "function"),
     ("why", "fun", "function"),
