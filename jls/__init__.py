@@ -8,12 +8,12 @@
 #   __init__
 #   types _tools.cli
 #   _wrapper _checkpoint _train _tools.check _tools.origin _tools.run
-#   _step _scale _ema _autocast
-#   _mistakes _train_state presets _tools.reading
+#   _step _scale _ema _autocast _tools.reading
+#   _mistakes _train_state presets
 #   _state _spikes
 #   _scalers _logged _reduce _rollback _placement
-#   _types _validate _tree _rollback_cpu
-#   _text _nnx _program _scopes _closures _devices _gone _tools.figure _tools
+#   _types _validate _tree _rollback_cpu _scopes
+#   _text _nnx _program _closures _devices _gone _tools.figure _tools
 
 # isort: off
 import typing as _typing

@@ -20,6 +20,7 @@ import optax
 from jax.core import Tracer
 
 from jls._nnx import has_variables, modules_in
+from jls._program.jaxprs import is_argument_of_jit
 from jls._state import find_scaler_states, how_to_nest
 from jls._text import at, describe, path_name
 from jls._tree import difference, floats_of, is_inexact
@@ -165,21 +166,14 @@ def warn_of_stale_state(scaler_state: Any, args: list[Any]) -> None:
     is_constant = not isinstance(scaler_state.loss_scale, Tracer)
     if not is_constant or isinstance(scaler_state, StaticState):
         return
-    if any(map(_is_argument_of_jit, jax.tree.leaves(args))):
+    tracers = [x for x in jax.tree.leaves(args) if isinstance(x, Tracer)]
+    if any(map(is_argument_of_jit, tracers)):
         warn(
             "the parameters are arguments of a jitted function, but the state is not: "
             "its loss scale is compiled in and will never move. Pass the state to the "
             "jitted function too, e.g. step(params, opt_state, batch). If it must not "
             "move, use jls.static."
         )
-
-
-def _is_argument_of_jit(leaf: Any) -> bool:
-    """Whether `leaf` is traced by a jit: not by grad, vmap, scan or shard_map."""
-    if not isinstance(leaf, Tracer):
-        return False
-    frame = getattr(leaf._trace, "frame", None)  # no public name says it
-    return getattr(getattr(frame, "debug_info", None), "traced_for", "") == "jit"
 
 
 # Results of `jls.scale` while a loss function runs.

@@ -32,6 +32,7 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from jls._program.jaxprs import opened, programs_in, run_as_call
+from jls._program.primitives import primitive_of
 from jls._program.squares import SumOfSquares, find_sum_of_squares, needed_for
 from jls._rollback_cpu import Chosen, on_cpu, select_in_place, where
 from jls._scopes import GRADIENTS
@@ -263,51 +264,15 @@ def _select(flag: Array, new: Arrays, old: Arrays) -> list[Array]:
     return [where(flag, x, y) for x, y in zip(new, old, strict=True)]
 
 
-# Operations that take the same time on any number, and show the result to nobody. All
-# others might observe a NaN: a loop until convergence, and what JAX computes by one on
-# some platform (svd, igamma); functions of the host; foreign code; exported programs.
-_BLIND = frozenset(
-    """
-    abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh
-    bitcast_convert_type broadcast_in_dim cbrt ceil clamp clz complex concatenate conj
-    conv_general_dilated convert_element_type copy copy_p cos cosh cumlogsumexp cummax
-    cummin cumprod cumsum device_put digamma div dot_general dynamic_slice
-    dynamic_update_slice eq eq_to erf erf_inv erfc exp exp2 expm1 fft floor full_like
-    gather ge gt imag integer_pow iota is_finite le le_to lgamma log log1p log2 logistic
-    lt lt_to max min mul mulhi name ne neg nextafter not one_minus_square
-    optimization_barrier or pad polynomial population_count pow real reduce_and
-    reduce_max reduce_min reduce_or reduce_precision reduce_prod reduce_sum
-    reduce_window_max reduce_window_min reduce_window_sum reduce_xor rem reshape rev
-    round rsqrt scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub
-    select_and_gather_add select_and_scatter_add select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh slice sort split sqrt
-    square squeeze stack stop_gradient sub tan tanh tile top_k transpose unstack xor
-
-    iota_2x32_shape random_bits random_clone random_fold_in random_seed random_split
-    random_unwrap random_wrap rng_bit_generator rng_uniform threefry2x32
-
-    all_gather all_gather_invariant all_to_all axis_index layout_constraint pbroadcast
-    pcast platform_index pmax pmin ppermute psum psum2 psum_invariant pvary
-    reduce_scatter reshard sharding_constraint
-    """.split()  # noqa: SIM905
-)
-# Calls are as blind as the programs that they call.
-_CALLS = frozenset(
-    """
-    checkpoint closed_call cond core_call custom_jvp_call custom_vjp_call
-    custom_vjp_call_jaxpr jit pjit reduce reduce_window remat remat2 scan
-    select_and_scatter shard_map
-    """.split()  # noqa: SIM905
-)
-
-
 def _observes_nan(program: Any) -> bool:
-    """Whether any operation, at any depth, could loop or raise on NaN."""
+    """Whether any operation, at any depth, could loop or raise on NaN.
+
+    A loop until convergence could, and what JAX computes by one on some platform (svd,
+    igamma); functions of the host; foreign code; exported programs.
+    """
     return not all(map(_is_blind, opened(program).jaxpr.eqns))
 
 
 def _is_blind(equation: Any) -> bool:
-    name = equation.primitive.name
-    if name not in _CALLS:
-        return name in _BLIND
-    return not any(map(_observes_nan, programs_in(equation)))
+    inner = programs_in(equation)
+    return primitive_of(equation).is_blind and not any(map(_observes_nan, inner))

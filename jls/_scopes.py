@@ -8,6 +8,8 @@ program of a step, what the wrapper was given and what it decided.
 import functools
 from typing import Any
 
+from jls._program.jaxprs import name_stack
+
 # The whole of an `update`; what it looks at, before and after it; the inner optimizer;
 # what is decided; the adjusted loss scale. And what `jls.all_finite` looks at. NORM:
 # whether the sum of the squares of the gradients is finite, where a clip computes it.
@@ -31,14 +33,14 @@ def marks_of(site: Any) -> frozenset[str]:
     """Which of the scopes are around an equation of a program."""
     found = NONE
     for equation in site.equations:
-        marks = _marks_in(equation.source_info.name_stack)
+        marks = _marks_in(name_stack(equation))
         found = found | marks if marks else found
     return found
 
 
 def is_in(equation: Any, mark: str) -> bool:
     """Whether one equation was traced under a scope."""
-    return mark in _marks_in(equation.source_info.name_stack)
+    return mark in _marks_in(name_stack(equation))
 
 
 @functools.lru_cache(4096)

@@ -22,7 +22,11 @@ from jls._autocast.kinds import Fact, Kind
 from jls._autocast.rewrite import Rewrite
 from jls._mistakes import warn
 from jls._nnx import is_object, merge_all, split_all, update_all
-from jls._program.jaxprs import opened, traced_wide
+from jls._program.jaxprs import (
+    opened,
+    parameter,
+    traced_wide,
+)
 from jls._scopes import AUTOCAST
 from jls._text import describe
 from jls._tree import is_array
@@ -183,7 +187,7 @@ class _Call:
         return result
 
     def run(self, half: Any, keep: Keep) -> Any:
-        program = self._trace()
+        program = self._traced()
         _warn_of_other_half(self.arrays, half)
         precision = _default_precision()
         rewrite = Rewrite(Choice(half, keep), precision)
@@ -199,7 +203,7 @@ class _Call:
             results = [x.wide() for x in rewrite.run(program, held)]
         return self._result(results)
 
-    def _trace(self) -> Any:
+    def _traced(self) -> Any:
         try:
             return traced_wide(self._flat, self.arrays)
         except jax.errors.ConcretizationTypeError as error:
@@ -236,7 +240,7 @@ def _default_precision() -> Any:
     """What a product asks for that does not say, in the caller's configuration."""
     one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     (equation,) = jax.make_jaxpr(lax.dot)(one, one).eqns
-    return equation.params["precision"]
+    return parameter(equation, "precision")
 
 
 def _say(rewrite: Rewrite) -> bool:
@@ -247,7 +251,7 @@ def _say(rewrite: Rewrite) -> bool:
     half, whole = 0, 0
     reasons = Counter[str]()
     for site in rewrite.leads.products.values():
-        lengths = [e.params["length"] for e in site.equations if "length" in e.params]
+        lengths = [parameter(x, "length", 1) for x in site.equations]
         count = multiplications(site.equation) * int(np.prod(lengths))
         reason = rewrite.choice.why_wide(site)
         whole += count

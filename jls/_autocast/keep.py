@@ -18,7 +18,10 @@ import numpy as np
 from jax import lax
 
 from jls._autocast.primitives import PRODUCTS
-from jls._program.jaxprs import is_float32
+from jls._program.jaxprs import (
+    is_float32,
+    parameter,
+)
 from jls._program.places import Place, modules_of, place_of
 from jls._program.walk import Site
 from jls._text import first_three
@@ -73,7 +76,7 @@ class Choice:
         equation = site.equation
         if not _is_of_floats(equation, self.dtype):
             return "dtype"
-        if _asks_for_precision(equation.params.get("precision")):
+        if _asks_for_precision(parameter(equation, "precision")):
             return "precision="
         if _is_inner(equation):
             return "inner product"
@@ -102,7 +105,7 @@ def _is_inner(equation: Any) -> bool:
     """Whether each operand is summed over all axes but those of the batch."""
     if equation.primitive.name != "dot_general":
         return False
-    contracted, batch = equation.params["dimension_numbers"]
+    contracted, batch = parameter(equation, "dimension_numbers")
     return all(
         len(one) + len(other) == len(atom.aval.shape)
         for one, other, atom in zip(contracted, batch, equation.invars[:2], strict=True)
@@ -114,11 +117,11 @@ def multiplications(equation: Any) -> int:
     left, right = equation.invars[:2]
     size = int(np.prod(equation.outvars[0].aval.shape))
     if equation.primitive.name == "dot_general":
-        (axes, _), _ = equation.params["dimension_numbers"]
+        (axes, _), _ = parameter(equation, "dimension_numbers")
         return size * int(np.prod([left.aval.shape[axis] for axis in axes]))
     if equation.primitive.name == "conv_general_dilated":
-        features = equation.params["dimension_numbers"].rhs_spec[0]
+        features = parameter(equation, "dimension_numbers").rhs_spec[0]
         return size * (right.aval.size // max(1, right.aval.shape[features]))
-    numbers = equation.params["ragged_dot_dimension_numbers"]
+    numbers = parameter(equation, "ragged_dot_dimension_numbers")
     (axes, _), _ = numbers.dot_dimension_numbers
     return size * int(np.prod([left.aval.shape[axis] for axis in axes]))

@@ -33,6 +33,7 @@ from jls._autocast.primitives import (
     SUMS_OVER_DEVICES,
     WRITES,
 )
+from jls._program.control import calls_of
 from jls._program.jaxprs import (
     Program,
     called_program,
@@ -40,7 +41,8 @@ from jls._program.jaxprs import (
     is_inexact_atom,
     is_literal,
     opened,
-    scan_counts,
+    parameter,
+    parameters,
 )
 from jls._program.rules import RANDOM, data_of
 from jls._program.walk import ROOT, Site
@@ -235,7 +237,7 @@ class Kinds:
         if name == "exp":
             return not facts[0].is_at_most_0  # softmax
         if name == "integer_pow":
-            return equation.params["y"] < 0
+            return parameter(equation, "y") < 0
         if name == "div":
             return facts[0].kind == Kind.CONSTANT
         return name in LEAVES_FLOAT16
@@ -284,10 +286,11 @@ class Kinds:
     # Control flow.
 
     def _scan(self, site: Site, facts: list[Fact], leads: list[bool]) -> list[Fact]:
-        consts, carried = scan_counts(site.equation)
+        (call,) = calls_of(site.equation)
+        consts, carried = call.consts, call.carried
         slices = list(map(_entering, facts[consts + carried :]))
         carry = facts[consts : consts + carried]
-        body = site.equation.params["jaxpr"]
+        body = call.program
         results = self._loop(site, body, facts[:consts], carry, slices, _scanned)
         stacked = [
             fact.plain() if lead or not fact.is_half else fact.plain(Kind.WIDE)
@@ -297,7 +300,7 @@ class Kinds:
 
     def _while(self, site: Site, facts: list[Fact], leads: list[bool]) -> list[Fact]:
         del leads
-        params = site.equation.params
+        params = parameters(site.equation)
         first = params["cond_nconsts"]
         last = first + params["body_nconsts"]
         body, fixed = params["body_jaxpr"], facts[first:last]
@@ -336,7 +339,7 @@ class Kinds:
     def _cond(self, site: Site, facts: list[Fact], leads: list[bool]) -> list[Fact]:
         branches = [
             self.read(branch, facts[1:], Site(site.equations, (*site.numbers, number)))
-            for number, branch in enumerate(site.equation.params["branches"])
+            for number, branch in enumerate(parameter(site.equation, "branches"))
         ]
         joined = []
         for results, lead in zip(zip(*branches, strict=True), leads, strict=True):

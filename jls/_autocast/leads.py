@@ -19,13 +19,15 @@ from jls._autocast.primitives import (
     PRODUCTS,
     WRITES,
 )
+from jls._program.control import calls_of
 from jls._program.jaxprs import (
     Program,
     called_program,
     is_float32,
     is_literal,
     opened,
-    scan_counts,
+    parameter,
+    parameters,
 )
 from jls._program.rules import data_of
 from jls._program.walk import ROOT, Site
@@ -100,12 +102,13 @@ class Leads:
         return [id(atom) in data for atom in equation.invars]
 
     def _scan(self, site: Site, results: list[bool]) -> list[bool]:
-        consts, carried = scan_counts(site.equation)
-        body = site.equation.params["jaxpr"]
+        (call,) = calls_of(site.equation)
+        consts, carried = call.consts, call.carried
+        body = call.program
         return self._loop(site, body, consts, carried, results)
 
     def _while(self, site: Site, results: list[bool]) -> list[bool]:
-        params = site.equation.params
+        params = parameters(site.equation)
         first, carried = params["cond_nconsts"], len(results)
         condition = Site(site.equations, (*site.numbers, CONDITION))
         self.read(params["cond_jaxpr"], [False], condition)
@@ -128,7 +131,7 @@ class Leads:
 
     def _cond(self, site: Site, results: list[bool]) -> list[bool]:
         found = [False] * (len(site.equation.invars) - 1)
-        for number, branch in enumerate(site.equation.params["branches"]):
+        for number, branch in enumerate(parameter(site.equation, "branches")):
             here = Site(site.equations, (*site.numbers, number))
             inputs = self.read(branch, results, here)
             found = [a or b for a, b in zip(found, inputs, strict=True)]

@@ -20,6 +20,7 @@ from jls._autocast.keep import Choice
 from jls._autocast.kinds import Fact, Kind, Kinds, Step, Way
 from jls._autocast.leads import CONDITION, Leads
 from jls._autocast.primitives import ELEMENTWISE, OPAQUE, PAIRWISE, PRODUCTS, SHAPES
+from jls._program.control import calls_of
 from jls._program.jaxprs import (
     Program,
     bind,
@@ -29,7 +30,8 @@ from jls._program.jaxprs import (
     is_literal,
     manual_axes,
     opened,
-    scan_counts,
+    parameter,
+    parameters,
     traced_as,
     with_dtype,
 )
@@ -117,12 +119,12 @@ class Rewrite:
         """An operation that is computed at once."""
         params = {}
         name = equation.primitive.name
-        if step.way == Way.PRODUCT and equation.params["preferred_element_type"]:
+        if step.way == Way.PRODUCT and parameter(equation, "preferred_element_type"):
             params["preferred_element_type"] = self.choice.dtype
         elif (
             name in PRODUCTS
             and step.way == Way.WIDE
-            and equation.params["precision"] is None
+            and parameter(equation, "precision") is None
         ):
             params["precision"] = self._precision
         each = [step.way != Way.WIDE] * len(operands)
@@ -235,8 +237,9 @@ class Rewrite:
     def _scan(
         self, site: Site, operands: list[Held], facts: list[Fact]
     ) -> Sequence[Held]:
-        params, atoms = site.equation.params, site.equation.outvars
-        consts, carried = scan_counts(site.equation)
+        params, atoms = parameters(site.equation), site.equation.outvars
+        (call,) = calls_of(site.equation)
+        consts, carried = call.consts, call.carried
         inputs = self._inputs(operands)
         fixed, sliced = inputs[:consts], inputs[consts + carried :]
         begin = self._as(
@@ -274,7 +277,7 @@ class Rewrite:
     def _while(
         self, site: Site, operands: list[Held], facts: list[Fact]
     ) -> Sequence[Held]:
-        params, atoms = site.equation.params, site.equation.outvars
+        params, atoms = parameters(site.equation), site.equation.outvars
         first = params["cond_nconsts"]
         last = first + params["body_nconsts"]
         inputs = self._inputs(operands[:last])
@@ -308,7 +311,7 @@ class Rewrite:
 
         branches = [
             partial(branch, number, program)
-            for number, program in enumerate(site.equation.params["branches"])
+            for number, program in enumerate(parameter(site.equation, "branches"))
         ]
         with traced_as(site.equation):
             results = lax.switch(index.array, branches, *(x.array for x in rest))
@@ -317,7 +320,7 @@ class Rewrite:
     def _shard_map(
         self, site: Site, operands: list[Held], facts: list[Fact]
     ) -> Sequence[Held]:
-        params, program = site.equation.params, called_program(site.equation)
+        params, program = parameters(site.equation), called_program(site.equation)
         assert program is not None
         inputs, atoms = self._inputs(operands), site.equation.outvars
 
@@ -332,7 +335,7 @@ class Rewrite:
                 in_specs=tuple(params["in_specs"]),
                 out_specs=list(params["out_specs"]),
                 check_vma=params["check_vma"],
-                axis_names=manual_axes(site.equation),
+                axis_names=manual_axes(site.equation) or frozenset(),
             )(*(x.array for x in inputs))
         return self._stored(site.equation, results, facts)
 

@@ -14,7 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import eval_jaxpr
 
-from jls._program.jaxprs import is_literal, is_narrow_atom, programs_in
+from jls._program.jaxprs import (
+    is_literal,
+    is_narrow_atom,
+    parameter,
+    parameters,
+    programs_in,
+)
 
 
 def run_alone(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -59,11 +65,12 @@ def run_wide(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> list[Any]:
 
 def _try_wide(equation: Any, inputs: Sequence[Any]) -> list[Any] | None:
     """As `run_wide`, with float32 in the operation's parameters; None if that fails."""
-    params = {name: _wide_dtype(x) for name, x in equation.params.items()}
+    params = {name: _wide_dtype(x) for name, x in parameters(equation).items()}
     if programs_in(equation):  # they are in the narrow dtype
-        if not equation.primitive.name.startswith("scatter"):
+        update = parameter(equation, "update_jaxpr")  # of a scatter
+        if update is None:
             return None
-        params["update_jaxpr"] = _wide_program(params["update_jaxpr"])
+        params["update_jaxpr"] = _wide_program(update)
     primitive = equation.primitive
     try:
         results = primitive.bind(*inputs, **params)

@@ -2,21 +2,10 @@
 """The calls of a program as a tree, to follow a value back to its sources."""
 
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Set as AbstractSet
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from jls._program.jaxprs import (
-    Program,
-    called_program,
-    is_inexact_atom,
-    is_literal,
-    opened,
-    scan_counts,
-)
-from jls._program.walk import ROOT, Site
-
-Kind = Literal["root", "call", "scan", "while", "branch"]
-
+from jls._program.control import ROOT, Call, Site, calls_of
+from jls._program.jaxprs import Program, is_inexact_atom, is_literal, opened
 
 Variable = tuple["Frame", Any]  # a variable of a program, and the call
 
@@ -40,10 +29,10 @@ class Frame:
         program: Program,
         parent: "Frame | None" = None,
         site: Site = ROOT,
-        kind: Kind = "root",
+        call: Call | None = None,
     ) -> None:
         self.jaxpr, consts = opened(program)
-        self.parent, self.site, self.kind = parent, site, kind
+        self.parent, self.site, self.call = parent, site, call
         self.consts = dict(zip(self.jaxpr.constvars, consts, strict=False))
         self.inputs = {x: i for i, x in enumerate(self.jaxpr.invars)}
         self.makers = {
@@ -54,16 +43,31 @@ class Frame:
         self._children: dict[int, list[Frame]] = {}
 
     @property
+    def kind(self) -> str:
+        """The kind of its call, "root" of the whole program."""
+        return self.call.kind if self.call else "root"
+
+    @property
     def is_loop(self) -> bool:
-        return self.kind in ("scan", "while")
+        return self.call is not None and self.call.is_loop
+
+    @property
+    def length(self) -> int:
+        """The number of iterations of a scan."""
+        return (self.call and self.call.length) or 0
+
+    @property
+    def is_reversed(self) -> bool:
+        """Whether a scan begins at the last slice."""
+        return self.call is not None and self.call.is_reversed
 
     @property
     def has_lanes(self) -> bool:
         """Whether it is the body of a batched while loop, whose lanes end apart."""
         if self.kind != "while":
             return False
-        cond, _ = opened(self.caller.params["cond_jaxpr"])
-        return bool(cond.outvars[0].aval.shape)
+        (condition,) = (x for x in calls_of(self.caller) if x.kind == "condition")
+        return bool(opened(condition.program).jaxpr.outvars[0].aval.shape)
 
     @property
     def caller(self) -> Any:
@@ -77,25 +81,13 @@ class Frame:
     def called(self, number: int) -> "list[Frame]":
         """The frames that an equation calls: one, or one for each branch of `cond`."""
         if number not in self._children:
-            self._children[number] = list(self._call(number))
+            site = self.site_of(number)
+            self._children[number] = [
+                Frame(x.program, self, x.site(site), x)
+                for x in calls_of(site.equation)
+                if x.kind != "condition"
+            ]
         return self._children[number]
-
-    def _call(self, number: int) -> "Iterator[Frame]":
-        site = self.site_of(number)
-        equation = site.equation
-        name, params = equation.primitive.name, equation.params
-        if name == "scan":
-            yield Frame(params["jaxpr"], self, site, "scan")
-        elif name == "while":
-            yield Frame(params["body_jaxpr"], self, site, "while")
-        elif name == "cond":
-            for i, branch in enumerate(params["branches"]):
-                here = Site(site.equations, (*site.numbers, i))
-                yield Frame(branch, self, here, "branch")
-        else:
-            program = called_program(equation)
-            if program is not None:
-                yield Frame(program, self, site, "call")
 
     def all(self) -> "Iterator[Frame]":
         """This frame, and all frames below it."""
@@ -103,6 +95,10 @@ class Frame:
         for number in range(len(self.jaxpr.eqns)):
             for child in self.called(number):
                 yield from child.all()
+
+    def by_site(self) -> "dict[tuple[int, ...], Frame]":
+        """This frame and those below it, by their places in the program."""
+        return {frame.site.numbers: frame for frame in self.all()}
 
     def unused(self, is_wanted: "Callable[[Frame, int], bool]") -> "Iterator[Variable]":
         """The unused results of this program and of its calls.
@@ -122,15 +118,13 @@ class Frame:
 
     def counts(self) -> tuple[int, int]:
         """The numbers of constants and of carried values among a loop's inputs."""
-        if self.kind == "scan":
-            return scan_counts(self.caller)
-        consts = self.caller.params["body_nconsts"]
-        return consts, len(self.inputs) - consts
+        assert self.call is not None
+        return self.call.consts, self.call.carried
 
     def given(self, index: int) -> Any:
         """The caller's operand for an input."""
-        offset = {"branch": 1, "while": self.caller.params.get("cond_nconsts", 0)}
-        return self.caller.invars[index + offset.get(self.kind, 0)]
+        assert self.call is not None
+        return self.caller.invars[self.call.operand(index)]
 
     def sources(self, variable: Any) -> "list[Variable]":
         """The variables that a variable comes from, one operation or call back."""
@@ -171,45 +165,13 @@ def behind(
       roots: variables, with their frames.
       is_end: where to stop.
     """
-    known = set[Variable]()
-    for root in roots:
-        known |= _behind([root], known, lambda frame, atom: False, is_end) or set()
-    return known
-
-
-def independent_of(
-    roots: Iterable[Variable], is_excluded: Callable[[Frame, Any], bool]
-) -> list[Variable]:
-    """The floating-point roots that are not computed from an excluded variable."""
-    known, found = set[Variable](), []
-    for root in roots:
-        if is_literal(root[1]) or not is_inexact_atom(root[1]):
-            continue
-        visited = _behind([root], known, is_excluded)
-        if visited is not None:
-            known |= visited
-            found.append(root)
-    return found
-
-
-def _behind(
-    roots: Iterable[Variable],
-    known: AbstractSet[Variable],
-    is_excluded: Callable[[Frame, Any], bool],
-    is_end: Callable[[Frame, Any], bool] = lambda frame, atom: False,
-) -> set[Variable] | None:
-    """As `behind`, without the known variables; None if one is excluded."""
-    stack, visited = list(roots), set[Variable]()
+    stack, found = list(roots), set[Variable]()
     while stack:
         variable = stack.pop()
         frame, atom = variable
-        if is_literal(atom) or not is_inexact_atom(atom):
+        if is_literal(atom) or not is_inexact_atom(atom) or variable in found:
             continue
-        if variable in visited or variable in known:
-            continue
-        if is_excluded(frame, atom):
-            return None
-        visited.add(variable)
+        found.add(variable)
         if not is_end(frame, atom):
             stack += frame.sources(atom)
-    return visited
+    return found

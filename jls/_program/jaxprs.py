@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a jaxpr, under the names of every version of JAX that jls supports.
 
-All undocumented parts of jaxprs that jls uses are here and in `places`.
+All private and undocumented parts of JAX that jls reads are read here, by `_part` and
+`parameter`. What a version of JAX does not have makes the answer poorer: a line is not
+known, a call is one operation that nothing is known of.
 """
 
 import contextlib
@@ -17,16 +19,27 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.extend.core.primitives import jit_p
 
+from jls._program.primitives import primitive_of
+
 Program = Jaxpr | ClosedJaxpr
 
-# Calls of one program with the operands of the equation, in their order.
-CALLS = frozenset(
-    """
-    checkpoint closed_call core_call custom_jvp_call custom_vjp_call
-    custom_vjp_call_jaxpr jit pjit remat remat2 run_state shard_map xla_pmap
-    """.split()  # noqa: SIM905
-)
-_PROGRAM = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+# The parameters that hold the one program of a call.
+_PROGRAM = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "fwd_jaxpr")
+
+
+def _part(node: Any, name: str, default: Any = None) -> Any:
+    """An attribute of one of JAX's objects, where it has one of this name."""
+    return getattr(node, name, default)
+
+
+def parameters(equation: Any) -> dict[str, Any]:
+    """The parameters of an equation."""
+    return equation.params
+
+
+def parameter(equation: Any, name: str, default: Any = None) -> Any:
+    """A parameter of an equation, where it has one of this name."""
+    return parameters(equation).get(name, default)
 
 
 class Opened(NamedTuple):
@@ -65,7 +78,7 @@ def is_inexact_atom(atom: Any) -> bool:
     """Whether a variable, a literal or an aval is real or complex floating point."""
     aval = getattr(atom, "aval", atom)
     dtype = getattr(aval, "dtype", None)
-    if hasattr(aval, "inner_aval"):  # a reference, as of jax.new_ref
+    if _part(aval, "inner_aval") is not None:  # a reference, as of jax.new_ref
         return False
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
         return False
@@ -105,22 +118,22 @@ def is_exact_cast(old: Any, new: Any) -> bool:
 
 def programs_in(equation: Any) -> list[Any]:
     """All programs that an equation holds, however its parameters nest them."""
-    values = jax.tree.leaves([*equation.params.values()], is_leaf=is_program)
+    values = jax.tree.leaves([*parameters(equation).values()], is_leaf=is_program)
     return list(filter(is_program, values))
 
 
 def called_program(equation: Any) -> Program | None:
     """The program that an equation calls with its operands; None if it does more."""
-    if equation.primitive.name not in CALLS:
+    if primitive_of(equation).control not in ("call", "devices"):
         return None
-    for name in _PROGRAM:
-        program = equation.params.get(name)
-        if program is not None and is_program(program):
-            inner = opened(program).jaxpr
-            fits = len(inner.invars) == len(equation.invars)
-            fits &= len(inner.outvars) == len(equation.outvars)
-            return program if fits else None
-    return None
+    programs = (parameter(equation, name) for name in _PROGRAM)
+    program = next(filter(is_program, programs), None)
+    if program is None:
+        return None
+    inner = opened(program).jaxpr
+    fits = len(inner.invars) == len(equation.invars)
+    fits &= len(inner.outvars) == len(equation.outvars)
+    return program if fits else None
 
 
 # Programs that are written, see `writer`.
@@ -170,19 +183,72 @@ def run_as_call(jaxpr: Any, arguments: Sequence[Any], name: str) -> list[Any]:
 _OF_EACH = ("_shardings", "_layouts")
 
 
-def scan_counts(equation: Any) -> tuple[int, int]:
+def scan_counts(equation: Any) -> tuple[int, int] | None:
     """The numbers of constants and of carried values among a scan's operands."""
-    params = equation.params
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()
+    counts = parameter(equation, "num_consts"), parameter(equation, "num_carry")
+    if None not in counts:
+        return counts
+    unpack = _part(parameter(equation, "ft_in"), "unpack")  # since jax 0.12
+    if unpack is None:
+        return None
+    consts, carry, _ = unpack()
     return len(consts), len(carry)
 
 
-def manual_axes(equation: Any) -> frozenset[str]:
+def manual_axes(equation: Any) -> frozenset[str] | None:
     """The mesh axes over which a `shard_map` divides its operands."""
-    params = equation.params
-    return frozenset(params.get("newly_manual_axes", params.get("manual_axes", ())))
+    old = parameter(equation, "manual_axes")
+    found = parameter(equation, "newly_manual_axes", old)  # since jax 0.10
+    return None if found is None else frozenset(found)
+
+
+# Where an equation comes from.
+
+
+class Line(NamedTuple):
+    """A line of a traceback."""
+
+    file: str
+    line: int
+    function: str  # such as "fun.<locals>.<lambda>"
+
+
+def name_stack(equation: Any) -> Any:
+    """The names of scopes around an equation, as text: "transpose(jvp(Dense_0))"."""
+    return _part(_part(equation, "source_info"), "name_stack", "")
+
+
+def lines_of(equation: Any) -> list[Line]:
+    """The traceback of an equation, innermost first."""
+    traceback = _part(_part(equation, "source_info"), "traceback")
+    return [
+        Line(
+            _part(x, "file_name", ""),
+            _part(x, "line_num", 0),
+            _part(x, "function_name", ""),
+        )
+        for x in _part(traceback, "frames", ())
+    ]
+
+
+def jitted_function(equation: Any) -> tuple[str, str]:
+    """File and name of the function that a `jit` is of; "" if they are not known."""
+    program = called_program(equation)
+    if program is None or equation.primitive.name != "jit":
+        return "", ""
+    info = _part(opened(program).jaxpr, "debug_info")
+    where = str(_part(info, "func_src_info", ""))  # "where at /.../jax/numpy.py:1"
+    name, _, line = where.rpartition(" at ")
+    return line.rpartition(":")[0], name
+
+
+def is_argument_of_jit(tracer: Any) -> bool:
+    """Whether a jit traces it: not grad, vmap, scan or shard_map."""
+    info = _part(_part(_part(tracer, "_trace"), "frame"), "debug_info")
+    return _part(info, "traced_for", "") == "jit"
+
+
+# Inside of `shard_map`.
 
 
 def varying_axes(array: Any) -> frozenset[str]:
@@ -191,8 +257,9 @@ def varying_axes(array: Any) -> frozenset[str]:
     Args:
       array: an array, a variable or a literal.
     """
-    kind: Any = _type_of(array)
-    return kind.mat.varying if hasattr(kind, "mat") else kind.vma  # since jax 0.12
+    kind = _type_of(array)
+    since_0_12 = _part(_part(kind, "mat"), "varying")
+    return _part(kind, "vma", frozenset()) if since_0_12 is None else since_0_12
 
 
 def to_varying(array: Array, axes: frozenset[str]) -> Array:

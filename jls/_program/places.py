@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jls._program.jaxprs import called_program, opened
-from jls._program.walk import Site
+from jls._program.control import Site
+from jls._program.jaxprs import Line, jitted_function, lines_of, name_stack
 
 # Packages whose lines are never named, and those named only if there is no other line.
 _NEVER = ("jax", "jaxlib", "jls")
@@ -68,15 +68,15 @@ def short_path(file: str) -> str:
 
 def place_of(site: Site) -> Place:
     """The place of an equation: the innermost line that is the user's."""
-    frames = list(_frames(site))
-    mine = (frame for frame in frames if _package_of(frame.file) == "")
-    others = (frame for frame in frames if _package_of(frame.file) in _RATHER_NOT)
-    frame = next(mine, None) or next(others, None) or _Frame("", 0, "")
+    lines = list(_lines(site))
+    mine = (line for line in lines if _package_of(line.file) == "")
+    others = (line for line in lines if _package_of(line.file) in _RATHER_NOT)
+    line = next(mine, None) or next(others, None) or Line("", 0, "")
     return Place(
         operation=site.equation.primitive.name,
-        file=frame.file,
-        line=frame.line,
-        function=frame.function.rpartition("<locals>.")[2],
+        file=line.file,
+        line=line.line,
+        function=line.function.rpartition("<locals>.")[2],
         module=modules_of(site),
         is_backward=is_transposed(site),
     )
@@ -90,31 +90,24 @@ def modules_of(site: Site) -> str:
 
 def is_transposed(site: Site) -> bool:
     """Whether an equation belongs to a transposed function: to a backward pass."""
-    return any(
-        "transpose(" in str(getattr(equation.source_info, "name_stack", ""))
-        for equation in site.equations
-    )
+    return any(_is_in_transposed(name_stack(x)) for x in site.equations)
+
+
+@functools.lru_cache(4096)
+def _is_in_transposed(stack: Any) -> bool:
+    return "transpose(" in str(stack)
 
 
 def functions_of_jax(site: Site) -> set[str]:
     """The names of JAX's functions that made an equation, such as "arccos"."""
-    traceback = getattr(site.equation.source_info, "traceback", None)
     return {
-        x.function_name.rpartition(".")[2]
-        for x in getattr(traceback, "frames", ())
-        if _package_of(x.file_name) == "jax"
+        x.function.rpartition(".")[2]
+        for x in lines_of(site.equation)
+        if _package_of(x.file) == "jax"
     }
 
 
-class _Frame(NamedTuple):
-    """A line of a traceback."""
-
-    file: str
-    line: int
-    function: str
-
-
-def _frames(site: Site) -> Iterator[_Frame]:
+def _lines(site: Site) -> Iterator[Line]:
     """The tracebacks of an equation and of the calls around it, innermost first.
 
     A function that JAX itself jits, such as `jnp.where`, is traced once for many calls,
@@ -124,27 +117,20 @@ def _frames(site: Site) -> Iterator[_Frame]:
     """
     for depth in range(len(site.equations), 0, -1):
         of_jax = set(map(function_of_jax, site.equations[: depth - 1])) - {None}
-        traceback = getattr(site.equations[depth - 1].source_info, "traceback", None)
-        frames = []
-        for x in getattr(traceback, "frames", ()):
-            names = x.function_name.split(".")  # "_piecewise.<locals>.<lambda>"
-            if any((x.file_name, name) in of_jax for name in names):
+        lines = []
+        for x in lines_of(site.equations[depth - 1]):
+            names = x.function.split(".")  # "_piecewise.<locals>.<lambda>"
+            if any((x.file, name) in of_jax for name in names):
                 break
-            frames.append(_Frame(x.file_name, x.line_num, x.function_name))
+            lines.append(x)
         else:
-            frames = [] if of_jax else frames
-        yield from frames
+            lines = [] if of_jax else lines
+        yield from lines
 
 
 def function_of_jax(equation: Any) -> tuple[str, str] | None:
     """File and name of the function that a call is of, if JAX itself jits it."""
-    program = called_program(equation)
-    if program is None or equation.primitive.name not in ("jit", "pjit"):
-        return None
-    info = getattr(opened(program).jaxpr, "debug_info", None)
-    where = str(getattr(info, "func_src_info", ""))  # "where at /.../jax/numpy.py:1"
-    name, _, line = where.rpartition(" at ")
-    file = line.rpartition(":")[0]
+    file, name = jitted_function(equation)
     return (file, name) if file and _package_of(file) == "jax" else None
 
 
@@ -172,7 +158,7 @@ def _is_of_python(file: str) -> bool:
 
 def _scopes(equation: Any) -> tuple[str, ...]:
     """The names of scopes around an equation, such as "transpose(jvp(Dense_0))"."""
-    return _split_stack(str(getattr(equation.source_info, "name_stack", "")))
+    return _split_stack(str(name_stack(equation)))
 
 
 @functools.lru_cache(4096)

@@ -23,16 +23,15 @@ import numpy as np
 from jax import Array, lax
 
 from jls._program.alone import run_alone, run_wide, widened
+from jls._program.control import ROOT, Call, Site, calls_of
 from jls._program.jaxprs import (
     Program,
-    called_program,
     is_literal,
     manual_axes,
     opened,
-    scan_counts,
+    parameter,
     to_varying,
 )
-from jls._program.walk import ROOT, Site
 
 # The record of an operation: u32[..., n], with an axis for each scan around it.
 # The numbers are keys of floats, as `key_of` makes them: the largest and the smallest
@@ -46,8 +45,6 @@ TAKEN = -3  # of a branch: the record of an inf if it was taken, else zeros
 CARRIED = -4  # of a while loop whose lanes end apart: the records of its carry
 
 NEVER = np.uint32(0xFFFF_FFFF)
-_WHOLE = ("xla_pmap", "run_state")
-
 
 # Keys of float32: in order, NaN at both ends.
 _SIGN, _INF = 0x8000_0000, 0x7F80_0000
@@ -90,6 +87,7 @@ class Seen(NamedTuple):
     record: Any = None  # u32[n]; anything outside of loops, branches and `shard_map`
 
 
+Replayed = tuple[list[Any], Records]
 Watch = Callable[[Site, Sequence[Any], Sequence[Any]], Seen]
 
 
@@ -99,7 +97,7 @@ def replay(
     watch: Watch,
     site: Site = ROOT,
     wide: bool = False,
-) -> tuple[list[Any], Records]:
+) -> Replayed:
     """The results of a program, and the records of its operations.
 
     Args:
@@ -125,9 +123,7 @@ class _Replay:
         self._wide = wide
         self._varying = varying  # the axes of shard_map that JAX keeps track of
 
-    def run(
-        self, program: Program, operands: Sequence[Any], site: Site
-    ) -> tuple[list[Any], Records]:
+    def run(self, program: Program, operands: Sequence[Any], site: Site) -> Replayed:
         jaxpr, consts = opened(program)
         known = widened if self._wide else _unchanged
         values = dict(zip(jaxpr.constvars, map(known, consts), strict=False))
@@ -149,18 +145,18 @@ class _Replay:
     def _equation(
         self, jaxpr: Any, site: Site, inputs: list[Any]
     ) -> tuple[Sequence[Any], Any]:
-        name, called = site.equation.primitive.name, called_program(site.equation)
-        if name in self._CONTROL:
-            results, records = self._CONTROL[name](self, site, inputs)
-        elif called is not None and name not in _WHOLE:
-            if site.equation.params.get("prevent_cse"):
-                inputs = list(lax.optimization_barrier(tuple(inputs)))
-            results, records = self.run(called, inputs, site)
-        else:
+        calls = calls_of(site.equation)
+        if not calls:
             run = run_wide if self._wide else run_alone
             results = run(jaxpr, site.equation, inputs)
             return self._see(site, inputs, results)
+        results, records = self._CONTROL[calls[0].kind](self, site, calls, inputs)
         return results, records or None
+
+    def _call(self, site: Site, calls: list[Call], inputs: list[Any]) -> Replayed:
+        if parameter(site.equation, "prevent_cse"):
+            inputs = list(lax.optimization_barrier(tuple(inputs)))
+        return self.run(calls[0].program, inputs, site)
 
     def _see(
         self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
@@ -176,46 +172,44 @@ class _Replay:
 
         return jax.tree.map(full, shapes)
 
-    def _scan(self, site: Site, inputs: list[Any]) -> tuple[list[Any], Records]:
-        params = site.equation.params
-        consts, carried = scan_counts(site.equation)
-        fixed, carry = inputs[:consts], inputs[consts : consts + carried]
-        beside = Site(site.equations, (*site.numbers, SLICES))
+    def _scan(self, site: Site, calls: list[Call], inputs: list[Any]) -> Replayed:
+        (call,) = calls
+        last = call.consts + call.carried
+        fixed, carry = inputs[: call.consts], inputs[call.consts : last]
+        beside = site.beside(SLICES)
 
         def body(carry, slices):
             seen, of_slices = self._see(beside, (), slices)
             operands = [*fixed, *carry, *seen]
-            results, records = self.run(params["jaxpr"], operands, site)
+            results, records = self.run(call.program, operands, site)
             if of_slices is not None:
                 records[SLICES] = of_slices
-            return results[:carried], (results[carried:], records)
+            return results[: call.carried], (results[call.carried :], records)
 
         carry, (stacks, records) = lax.scan(
             body,
             carry,
-            inputs[consts + carried :],
-            length=params["length"],
-            reverse=params["reverse"],
+            inputs[last:],
+            length=call.length,
+            reverse=call.is_reversed,
         )
         return [*carry, *stacks], records
 
-    def _while(self, site: Site, inputs: list[Any]) -> tuple[list[Any], Records]:
-        params = site.equation.params
-        first = params["cond_nconsts"]
-        last = first + params["body_nconsts"]
-        fixed, carry = inputs[first:last], inputs[last:]
+    def _while(self, site: Site, calls: list[Call], inputs: list[Any]) -> Replayed:
+        body_call, condition = calls
+        of_body = body_call.inputs(inputs)
+        fixed, carry = of_body[: body_call.consts], of_body[body_call.consts :]
 
         def run(carry):
-            return self.run(params["body_jaxpr"], [*fixed, *carry], site)
+            return self.run(body_call.program, [*fixed, *carry], site)
 
-        cond = params["cond_jaxpr"]
-        lanes = (
-            opened(cond).jaxpr.outvars[0].aval.shape
-        )  # of `vmap`: each ends by itself
+        # Of `vmap`: each lane ends by itself.
+        lanes = opened(condition.program).jaxpr.outvars[0].aval.shape
         unseen = _Replay(_see_nothing, self._wide, self._varying)
 
         def is_on(carry):
-            return unseen.run(cond, [*inputs[:first], *carry], site)[0][0]
+            operands = [*inputs[: condition.consts], *carry]
+            return unseen.run(condition.program, operands, site)[0][0]
 
         def stepped(carry):
             results, records = run(carry)
@@ -248,7 +242,7 @@ class _Replay:
         return carry, records
 
     def _see_carried(self, site: Site, number: int, value: Any) -> Any:
-        beside = Site(site.equations, (*site.numbers, CARRIED, number))
+        beside = site.beside(CARRIED, number)
         return self._see(beside, (), [value])[1]
 
     def _no_iteration_of(self, shape: Any) -> WhileRecords:
@@ -259,12 +253,9 @@ class _Replay:
         iterations = self._full(never).at[..., 0].set(NEVER)
         return WhileRecords(nothing, iterations, nothing, iterations)
 
-    def _cond(self, site: Site, inputs: list[Any]) -> tuple[list[Any], Records]:
+    def _cond(self, site: Site, calls: list[Call], inputs: list[Any]) -> Replayed:
         index, *operands = inputs
-        branches = [
-            partial(self._branch, program, Site(site.equations, (*site.numbers, i)))
-            for i, program in enumerate(site.equation.params["branches"])
-        ]
+        branches = [partial(self._branch, x.program, x.site(site)) for x in calls]
         numbers = range(len(branches))
         # Which branch it was is a record of each: what the watch says of inf.
         taken = [self._see_taken(site, number) for number in numbers]
@@ -287,42 +278,41 @@ class _Replay:
         return lax.switch(index, [branch(n) for n in numbers], *operands)
 
     def _see_taken(self, site: Site, number: int) -> Any:
-        beside = Site(site.equations, (*site.numbers, number, TAKEN))
+        beside = site.beside(number, TAKEN)
         return self._see(beside, (), [jnp.float32(jnp.inf)])[1]
 
-    def _branch(
-        self, program: Program, site: Site, *operands: Any
-    ) -> tuple[list[Any], Records]:
+    def _branch(self, program: Program, site: Site, *operands: Any) -> Replayed:
         return self.run(program, operands, site)
 
-    def _shard_map(self, site: Site, inputs: list[Any]) -> tuple[list[Any], Records]:
-        params, program = site.equation.params, called_program(site.equation)
-        assert program is not None
-        axes = manual_axes(site.equation)
-        varying = axes if params["check_vma"] else frozenset[str]()
+    def _devices(self, site: Site, calls: list[Call], inputs: list[Any]) -> Replayed:
+        (call,), equation = calls, site.equation
+        axes, is_checked = manual_axes(equation), parameter(equation, "check_vma")
+        assert axes is not None
+        varying = axes if is_checked else frozenset[str]()
         inside = _Replay(self._watch, self._wide, varying)
 
         def run(*operands):
-            results, records = inside.run(program, operands, site)
+            results, records = inside.run(call.program, operands, site)
             return results, jax.tree.map(lambda x: x[None], records)
 
         # Of each device its own, stacked along a new first axis.
         devices = jax.sharding.PartitionSpec(tuple(sorted(axes)))
         results, records = jax.shard_map(
             run,
-            mesh=params["mesh"],
-            in_specs=tuple(params["in_specs"]),
-            out_specs=(list(params["out_specs"]), devices),
-            check_vma=params["check_vma"],
+            mesh=parameter(equation, "mesh"),
+            in_specs=tuple(parameter(equation, "in_specs")),
+            out_specs=(list(parameter(equation, "out_specs")), devices),
+            check_vma=is_checked,
             axis_names=axes,
         )(*inputs)
         return results, jax.tree.map(_of_worst_device, records, is_leaf=_is_record)
 
     _CONTROL: ClassVar = {
+        "call": _call,
         "scan": _scan,
         "while": _while,
-        "cond": _cond,
-        "shard_map": _shard_map,
+        "branch": _cond,
+        "devices": _devices,
     }
 
 

@@ -13,7 +13,7 @@ is not found.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jls._program.jaxprs import is_exact_cast, is_literal, variables_in
+from jls._program.jaxprs import is_exact_cast, is_literal, parameter, variables_in
 
 REAL, IMAG = "real", "imag"
 
@@ -92,7 +92,7 @@ def _apply(equation: Any, operands: list[Any], inputs: Sequence[Any]) -> Any:
     name, first = equation.primitive.name, operands[0] if operands else None
     if name == "add":
         return _add(*operands)
-    if name in ("copy", "pcast", "pvary") or _widens(equation):
+    if name in ("copy", "pvary") or _widens(equation):
         return first
     if _is_over_devices(equation):
         return first if isinstance(first, _Sum) and len(operands) == 1 else None
@@ -103,7 +103,8 @@ def _apply(equation: Any, operands: list[Any], inputs: Sequence[Any]) -> Any:
         return None
     if name == "reduce_sum":
         is_whole = first.parts == _parts_of(inputs[first.number])
-        axes, shape = equation.params["axes"], equation.invars[0].aval.shape
+        axes = parameter(equation, "axes", ())
+        shape = equation.invars[0].aval.shape
         if first.power == 2 and is_whole and len(axes) == len(shape):
             return _Sum(frozenset({first.number}))
     elif first.power == 2:
@@ -112,7 +113,7 @@ def _apply(equation: Any, operands: list[Any], inputs: Sequence[Any]) -> Any:
         return first._replace(parts=first.parts & {name}, is_conjugate=False)
     elif name == "conj":
         return first._replace(is_conjugate=not first.is_conjugate)
-    elif name == "square" or (name == "integer_pow" and equation.params["y"] == 2):
+    elif name == "square" or (name == "integer_pow" and parameter(equation, "y") == 2):
         return first._replace(power=2) if len(first.parts) == 1 else None
     elif name == "mul":
         return _multiply(*operands)
@@ -121,8 +122,8 @@ def _apply(equation: Any, operands: list[Any], inputs: Sequence[Any]) -> Any:
 
 def _is_over_devices(equation: Any) -> bool:
     """Whether it sums over all devices of an axis of `shard_map` or `pmap`."""
-    is_sum = equation.primitive.name in ("psum", "psum2", "psum_invariant")
-    return is_sum and equation.params.get("axis_index_groups") is None
+    is_sum = equation.primitive.name in ("psum", "psum_invariant")
+    return is_sum and parameter(equation, "axis_index_groups") is None
 
 
 def _widens(equation: Any) -> bool:

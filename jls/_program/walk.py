@@ -11,28 +11,12 @@ results, from the facts about its operands. The walk handles control flow:
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from jls._program.jaxprs import Program, called_program, is_literal, opened, scan_counts
+from jls._program.control import ROOT, Call, Site, calls_of
+from jls._program.jaxprs import Program, is_literal, opened
 
 V = TypeVar("V")
-
-
-class Site(NamedTuple):
-    """The position of an equation: the calls around it and itself, outermost first."""
-
-    equations: tuple[Any, ...]
-    numbers: tuple[int, ...]  # of each in its program: sites of two calls differ
-
-    @property
-    def equation(self) -> Any:
-        return self.equations[-1]
-
-    def inside(self, equation: Any, number: int) -> "Site":
-        return Site((*self.equations, equation), (*self.numbers, number))
-
-
-ROOT = Site((), ())
 
 
 class Question(Protocol[V]):
@@ -102,73 +86,51 @@ def walk(
 
 
 def _of_equation(site: Site, operands: list[V], question: Question[V]) -> Sequence[V]:
-    equation = site.equation
-    name = equation.primitive.name
-    if name in _CONTROL:
-        question.on_call(site, operands)
-        return question.of_call(site, _CONTROL[name](site, operands, question))
-    program = called_program(equation)
-    if program is not None:
-        question.on_call(site, operands)
-        return question.of_call(site, walk(program, operands, question, site))
-    return question.of_equation(site, operands)
-
-
-def _scan(site: Site, operands: list[V], question: Question[V]) -> list[V]:
-    consts, carried = scan_counts(site.equation)
-    fixed, state = operands[:consts], operands[consts : consts + carried]
-    slices = [question.slice(x) for x in operands[consts + carried :]]
-    body = site.equation.params["jaxpr"]
-    state, results = _repeat(site, body, fixed, state, slices, question)
-    return [*state, *(question.stack(x) for x in results[carried:])]
-
-
-def _while(site: Site, operands: list[V], question: Question[V]) -> list[V]:
-    params = site.equation.params
-    first = params["cond_nconsts"]
-    last = first + params["body_nconsts"]
-    fixed, state = operands[first:last], operands[last:]
-    return _repeat(site, params["body_jaxpr"], fixed, state, [], question)[0]
+    calls = [x for x in calls_of(site.equation) if x.kind != "condition"]
+    if not calls:
+        return question.of_equation(site, operands)
+    question.on_call(site, operands)
+    if calls[0].is_loop:
+        results = _repeat(site, calls[0], operands, question)
+    elif calls[0].kind == "branch":
+        results = _choose(site, calls, operands, question)
+    else:
+        results = walk(calls[0].program, operands, question, site)
+    return question.of_call(site, results)
 
 
 def _repeat(
-    site: Site,
-    body: Any,
-    fixed: list[V],
-    state: list[V],
-    slices: list[V],
-    question: Question[V],
-) -> tuple[list[V], list[V]]:
-    """The facts about a loop's carry, and about the results, in any iteration."""
+    site: Site, call: Call, operands: list[V], question: Question[V]
+) -> list[V]:
+    """The facts about a loop's carry and its stacked results, in any iteration."""
+    inputs, last = call.inputs(operands), call.consts + call.carried
+    fixed, state = inputs[: call.consts], inputs[call.consts : last]
+    slices = [question.slice(x) for x in inputs[last:]]
     results: list[V] = []
     # Bounds the iterations: a fact reaches one more carried value in each of them, and
     # changes a few times.
     for _ in range(4 * len(state) + 8):
-        results = walk(body, [*fixed, *state, *slices], question, site)
+        results = walk(call.program, [*fixed, *state, *slices], question, site)
         pairs = zip(state, results, strict=False)
         joined = [question.carry(site, before, after) for before, after in pairs]
         if all(a is b for a, b in zip(joined, state, strict=True)):
             break
         state = joined
-    return state, results
+    return [*state, *(question.stack(x) for x in results[call.carried :])]
 
 
-def _cond(site: Site, operands: list[V], question: Question[V]) -> list[V]:
-    index, *rest = operands
-    branches = list(enumerate(site.equation.params["branches"]))
-    chosen = question.branch(index)
+def _choose(
+    site: Site, branches: list[Call], operands: list[V], question: Question[V]
+) -> list[V]:
+    chosen = question.branch(operands[0])
     if chosen is not None:
         chosen = min(max(chosen, 0), len(branches) - 1)  # as JAX clamps it
         branches = branches[chosen : chosen + 1]
     results = [
-        walk(branch, rest, question, Site(site.equations, (*site.numbers, number)))
-        for number, branch in branches
+        walk(x.program, x.inputs(operands), question, x.site(site)) for x in branches
     ]
     joined = results[0]
     for others in results[1:]:
         pairs = zip(joined, others, strict=True)
         joined = [question.join(site, one, other) for one, other in pairs]
     return joined
-
-
-_CONTROL = {"scan": _scan, "while": _while, "cond": _cond}

@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jls._program.facts import ANY, ZERO, Mixed, Number, Same, Unknown
 from jls._program.jaxprs import opened
 from jls._program.walk import walk
 from jls._scopes import DECISION, UPDATE
-from jls._tools.check.flow import Flow
-from jls._tools.check.values import ANY, ZERO, Mixed, Number, Same, Unknown
+from jls._tools.reading.flow import Flow
 
 X = jnp.asarray(np.random.default_rng(0).uniform(0.5, 2.0, 6), jnp.float32)
 SCALE = jnp.float32(8.0)
 SCALES = np.array([2.0**-4, 0.5, 4.0, 64.0])
 
 
-def read(fun, *args, skipped=frozenset(), scales=(0,)):
+def read(fun, *args, is_skipped=False, scales=(0,)):
     program = jax.make_jaxpr(fun)(*args)
     avals = [variable.aval for variable in opened(program).jaxpr.invars]
-    flow = Flow(avals, list(scales), frozenset(scales), skipped)
+    flow = Flow(avals, list(scales), frozenset(scales), is_skipped)
     return flow, walk(program, flow.inputs, flow)
 
 
@@ -157,6 +157,18 @@ def test_zero_has_any_degree():
     assert zero.degree is ANY
 
 
+def test_results_of_one_operation_on_several_arrays_have_degrees_of_their_own():
+    """Some versions of JAX sum a whole tree over devices in one operation."""
+
+    def fun(s, x):
+        return lax.psum((s * x, x, s * s * x), "devices")
+
+    program = jax.make_jaxpr(fun, axis_env=[("devices", 2)])(SCALE, X)
+    flow = Flow([x.aval for x in opened(program).jaxpr.invars], [0], frozenset([0]))
+    values = walk(program, flow.inputs, flow)
+    assert [dict(x.degree).get(("scale", 0), 0) for x in values] == [1, 0, 2]
+
+
 def test_scales_of_two_states_are_two():
     def fun(s, t, x):
         return s * x / t, s * x / s, t * x
@@ -258,12 +270,12 @@ def test_what_stays_is_proved(name):
     if name == "cast and back":
         program = skippable(fun)
         _, (value,) = read(
-            lambda s, x, y: program(s, half(x), half(y)), SCALE, X, X, skipped=None
+            lambda s, x, y: program(s, half(x), half(y)), SCALE, X, X, is_skipped=True
         )
         assert value.known is None  # it is a cast of the input: not the input
         return
     assert jnp.array_equal(fun(jnp.asarray(False), X, X + 1), X)
-    _, (value,) = read(skippable(fun), SCALE, X, X, skipped=None)
+    _, (value,) = read(skippable(fun), SCALE, X, X, is_skipped=True)
     assert value.known == Same(1)
     _, (applied,) = read(skippable(fun), SCALE, X, X)
     assert applied.known is None
@@ -277,8 +289,17 @@ def test_what_moves_is_not_proved(name):
     if "-0.0" in name:
         x = jnp.array([-0.0, *X[1:]])
     assert bits(np.asarray(fun(jnp.asarray(False), x, X + 1))) != bits(np.asarray(x))
-    _, (value,) = read(skippable(fun), SCALE, X, X, skipped=None)
+    _, (value,) = read(skippable(fun), SCALE, X, X, is_skipped=True)
     assert value.known != Same(1)
+
+
+def test_input_1_is_not_the_number_1():
+    def fun(s, x, y):
+        chosen = lax.cond(y[0] > 0, lambda: x, lambda: jnp.ones(6))
+        return chosen, jnp.where(y > 0, x, 1.0)
+
+    _, values = read(fun, SCALE, X, X)
+    assert [value.known for value in values] == [None, None]
 
 
 def test_numbers_are_known():

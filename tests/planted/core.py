@@ -341,9 +341,9 @@ FAULTS = [
     ),
     Fault(
         "what is mapped over passes for an argument of a jitted step",
-        MISTAKES,
-        '"traced_for", "") == "jit"',
-        '"traced_for", "jit") == "jit"',
+        "jls/_program/jaxprs.py",
+        'return _part(info, "traced_for", "") == "jit"',
+        "return info is None or bool(info)",
         (TOLD + "test_a_right_program_hears_nothing[vmap]",),
     ),
     Fault(
@@ -495,7 +495,7 @@ FAULTS = [
     Fault(
         "a sum over some devices is taken for that over all",
         "jls/_program/squares.py",
-        'is_sum and equation.params.get("axis_index_groups") is None',
+        'is_sum and parameter(equation, "axis_index_groups") is None',
         "is_sum",
         ("tests/program/test_squares.py",),
     ),

@@ -5,6 +5,7 @@ from planted.fault import Fault
 CLIP = "tests/test_clipping.py"
 SQUARES = "tests/program/test_squares.py::"
 WALK = "tests/program/test_walk.py::"
+OPERATIONS = "tests/program/test_operations.py::"
 PLACES = "tests/program/test_places.py::"
 
 FAULTS = [
@@ -96,17 +97,62 @@ FAULTS = [
     ),
     Fault(
         "what the condition of a while loop reads passes for what its body reads",
-        "jls/_program/walk.py",
-        "fixed, state = operands[first:last], operands[last:]",
-        "fixed, state = operands[:first], operands[last:]",
+        "jls/_program/control.py",
+        'Call("while", body, first, last, carried)',
+        'Call("while", body, 0, last, carried)',
         (WALK + "test_walk_knows_the_inputs_of_each_result[while that reads inputs]",),
     ),
     Fault(
         "a reciprocal square root passes for a square root",
-        "jls/_program/rules.py",
-        '"rsqrt": -0.5',
-        '"rsqrt": 0.5',
-        ("tests/program/test_rules.py::test_power_of_a_factor[rsqrt]",),
+        "jls/_program/primitives.py",
+        '"rsqrt", degree=-0.5',
+        '"rsqrt", degree=0.5',
+        (OPERATIONS + "test_power_of_a_factor[rsqrt]",),
+    ),
+    Fault(
+        "an operation has no row, and nothing says so",
+        "jls/_program/primitives.py",
+        '    _blind("cumlogsumexp"),\n',
+        "",
+        ("tests/program/test_primitives.py",),
+    ),
+    Fault(
+        "the largest element passes for one in its place",
+        "jls/_program/primitives.py",
+        '_blind("cummax cummin reduce_window_max',
+        '_elementwise("cummax cummin reduce_window_max',
+        (OPERATIONS + "test_element_is_computed_from_that_in_its_place",),
+    ),
+    Fault(
+        "a logarithm to the base of 2 is not singular",
+        "jls/_program/primitives.py",
+        '_elementwise("log2", singular=0, like="log"',
+        '_elementwise("log2", like="log"',
+        (OPERATIONS + "test_every_singular_function_of_one_operand_has_an_example",),
+    ),
+    Fault(
+        "a jax without names of scopes is an error",
+        "jls/_program/jaxprs.py",
+        'return _part(_part(equation, "source_info"), "name_stack", "")',
+        "return equation.source_info.name_stack",
+        ("tests/program/test_jaxprs.py",),
+    ),
+    Fault(
+        "a loop that lacks a parameter is run as if it had it",
+        "jls/_program/control.py",
+        "length is None or counts is None or is_reversed is None:",
+        "length is None or is_reversed is None:",
+        ("tests/program/test_jaxprs.py::test_why_and_calibrate_go_on_without[scan]",),
+    ),
+    Fault(
+        "the axes of devices are taken for known",
+        "jls/_program/control.py",
+        'return [x._replace(kind="devices") for x in _call(equation) if is_known]',
+        'return [x._replace(kind="devices") for x in _call(equation)]',
+        (
+            "tests/program/test_jaxprs.py::"
+            "test_why_and_calibrate_go_on_without[devices]",
+        ),
     ),
     Fault(
         "a line of jls is named",
@@ -118,8 +164,8 @@ FAULTS = [
     Fault(
         "a line of a library is named before the user's own",
         "jls/_program/places.py",
-        "frame = next(mine, None) or next(others, None)",
-        "frame = next(others, None) or next(mine, None)",
+        "line = next(mine, None) or next(others, None)",
+        "line = next(others, None) or next(mine, None)",
         (PLACES + "test_line_of_a_library_is_that_of_who_calls_it",),
     ),
 ]

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from jls._tools.check.leaves import has_form, same_form, under, units
-from jls._tools.check.reading import Reading
 from jls._tools.reading.arguments import REPORT, Arguments, Item, Keys
+from jls._tools.reading.reading import Reading
 from jls._tools.reading.scales import Scale
 from jls._tree import is_extended, is_inexact
 

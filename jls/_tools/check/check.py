@@ -19,9 +19,9 @@ from jls._tools.check.dtypes import restore_dtypes, widen_scales
 from jls._tools.check.faults import try_all
 from jls._tools.check.findings import Findings
 from jls._tools.check.proofs import BY_READING, Proved, read_codes
-from jls._tools.check.reading import Reading, Unread, try_to_trace
 from jls._tools.check.runs import Runner
 from jls._tools.reading.arguments import Arguments, check_usable, take_apart, unbind
+from jls._tools.reading.reading import Reading, Unread, try_to_trace
 from jls._tools.reading.scales import Scale, scales_in
 from jls._tools.reading.trace import Traced
 from jls._tree import is_array

@@ -416,7 +416,7 @@ class _Trials:
         reading = self.runner.reading
         if reading is None:
             return True
-        return bool(reading.bit(leaf) & reading.flow.reaches_gradients)
+        return bool(reading.bit(leaf) & reading.reaches_gradients)
 
     def _try_nan(self, i: int) -> None:
         leaves = self.base.leaves

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jls._program.control import Site
+from jls._program.facts import Value
+from jls._program.primitives import primitive_of
 from jls._program.replay import Seen, replay
-from jls._program.walk import Site
 from jls._tools.check.runs import Runner
-from jls._tools.check.values import Value
 
 
 def inf_is_applied(runner: Runner, leaves: list[Any], gradient: Value) -> bool | None:
@@ -49,7 +50,7 @@ def inf_is_applied(runner: Runner, leaves: list[Any], gradient: Value) -> bool |
 
 
 def _is_on_several_devices(site: Site) -> bool:
-    return any(x.primitive.name in ("shard_map", "xla_pmap") for x in site.equations)
+    return any(primitive_of(x).control == "devices" for x in site.equations)
 
 
 def _with_inf(x: Any) -> Any:

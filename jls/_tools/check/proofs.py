@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import optax
 
+from jls._program.control import Site
+from jls._program.facts import ANY, ZERO, Mixed, Unknown, Value
 from jls._program.places import Place, place_of
-from jls._program.walk import Site
+from jls._scopes import GRADIENTS, LOSS
 from jls._tools.check.codes import Code
 from jls._tools.check.findings import Findings
-from jls._tools.check.flow import UpdateCall
 from jls._tools.check.leaves import is_fp8
 from jls._tools.check.runs import Runner
-from jls._tools.check.values import ANY, ZERO, Mixed, Unknown, Value
 from jls._tools.reading.scales import Scale, is_switched_off
+from jls._tools.reading.updates import Checked
 from jls._tree import is_inexact
 
 BY_READING: tuple[Code, ...] = (
@@ -51,7 +52,7 @@ def read_codes(runner: Runner, findings: Findings) -> Proved:
     _read_losses(runner, calls, findings)
     _read_narrowed(runner, calls, findings)
     _read_stuck(runner, findings)
-    gradients = [gradient for _, call in calls for gradient in call.gradients]
+    gradients = [gradient for _, call in calls for gradient in call.values(GRADIENTS)]
     cleaned = tuple(x for x in gradients if x.cleaned)
     if calls and not missing and not cleaned:
         findings.right("overflow hidden")
@@ -62,7 +63,7 @@ def read_codes(runner: Runner, findings: Findings) -> Proved:
 
 
 def _read_scaling(
-    runner: Runner, calls: Sequence[tuple[int, UpdateCall]], findings: Findings
+    runner: Runner, calls: Sequence[tuple[int, Checked]], findings: Findings
 ) -> None:
     reading = runner.reading
     assert reading is not None
@@ -76,7 +77,7 @@ def _read_scaling(
         return
     for k in live:
         scale = runner.scales[k]
-        gradients = [x for j, call in calls if j == k for x in call.gradients]
+        gradients = [x for j, call in calls if j == k for x in call.values(GRADIENTS)]
         if not scale.counters:
             gradients = _read_bare(runner, scale, findings)
         elif gradients:
@@ -86,7 +87,7 @@ def _read_scaling(
             reason = "8-bit layers keep magnitudes of scaled gradients, rightly"
             findings.not_tried("scale leaks", reason)
             continue
-        losses = [x for j, call in calls if j == k for x in call.losses]
+        losses = [x for j, call in calls if j == k for x in call.values(LOSS)]
         _read_leaks(runner, gradients, "the gradients", scale, findings)
         _read_leaks(runner, losses, "the loss", scale, findings)
         if scale.counters:
@@ -205,7 +206,7 @@ def _factor_in_words(degree: Any, what: str) -> str:
 
 
 def _read_losses(
-    runner: Runner, calls: Sequence[tuple[int, UpdateCall]], findings: Findings
+    runner: Runner, calls: Sequence[tuple[int, Checked]], findings: Findings
 ) -> None:
     code: Code = "loss not passed"
     wrappers = [x for x in runner.scales if x.counters and not x.is_static]
@@ -220,7 +221,7 @@ def _read_losses(
         return
     for k, call in calls:
         scale = runner.scales[k]
-        if not scale.is_static and not call.losses:
+        if not scale.is_static and not call.values(LOSS):
             name = f" with {scale.name}" if len(runner.scales) > 1 else ""
             evidence = f"the update{name} is not given the loss, or only a constant"
             findings.broken(code, evidence, _place_of_update(call.site))
@@ -233,11 +234,11 @@ def _place_of_update(site: Site) -> Place:
 
 
 def _read_narrowed(
-    runner: Runner, calls: Sequence[tuple[int, UpdateCall]], findings: Findings
+    runner: Runner, calls: Sequence[tuple[int, Checked]], findings: Findings
 ) -> None:
     code: Code = "gradients narrowed"
     for _, call in calls:
-        for gradient in call.gradients:
+        for gradient in call.values(GRADIENTS):
             if gradient.narrowed is None:
                 continue
             place = place_of(gradient.narrowed.site)

@@ -16,14 +16,14 @@ import numpy as np
 
 from jls._mistakes import eager_steps_allowed, is_jit_disabled
 from jls._placement import place_like
+from jls._program.facts import Value
 from jls._text import first_three
 from jls._tools.check.carried import Carried, Named, match
 from jls._tools.check.leaves import as_numbers, as_numpy, own_leaves, same
-from jls._tools.check.reading import Reading
 from jls._tools.check.static import Numbers, numbers_in, subtree
-from jls._tools.check.values import Value
 from jls._tools.reading.arguments import Arguments, BoundArguments, Item, items_of
 from jls._tools.reading.patience import logging_if_slow
+from jls._tools.reading.reading import Reading
 from jls._tools.reading.scales import Scale
 from jls._tree import is_array, is_concrete, is_extended, is_inexact
 

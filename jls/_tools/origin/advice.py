@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jls._program.places import functions_of_jax, place_of
+from jls._program.primitives import primitive_of
 from jls._tools.origin.trail import BirthRecord, OpResult, RunValue, Trail
 
 SQRT = (
@@ -116,7 +117,7 @@ def _words(
         return _for_forward_div(birth)
     if name == "mul" and not is_backward:
         return _for_forward_mul(trail, birth)
-    known = _BY_OPERATION.get(name)
+    known = _BY_LIKENESS.get(primitive_of(origin.site.equation).like)
     return known(trail, birth) if known else ""
 
 
@@ -149,23 +150,14 @@ def _arcs_beside(origin: OpResult) -> set[str]:
     }
 
 
-# Operations that give a number beyond the largest of finite operands.
-_LARGE = frozenset(
-    """
-    add add_any conv_general_dilated convert_element_type cumprod cumsum div dot_general
-    integer_pow mul neg pow reduce_precision reduce_prod reduce_sum scatter-add square
-    sub
-    """.split()  # noqa: SIM905
-)
-
-
 def _overflow(origin: OpResult, birth: BirthRecord) -> str:
     """A result beyond the largest number of its dtype."""
-    name = origin.site.equation.primitive.name
-    if name == "gather" and birth.size.is_nan:
+    equation, dtype = origin.site.equation, dtype_of(origin)
+    if equation.primitive.name == "gather" and birth.size.is_nan:
         return INDEX
-    dtype = dtype_of(origin)
-    if name not in _LARGE or not jnp.issubdtype(dtype, jnp.floating):
+    if not primitive_of(equation).can_overflow or not jnp.issubdtype(
+        dtype, jnp.floating
+    ):
         return ""
     info = jnp.finfo(dtype)
     has_inf = not dtype.name.startswith("float8_e4m3")
@@ -271,18 +263,14 @@ def _for_cholesky(trail: Trail, birth: BirthRecord) -> str:
     return NOT_POSITIVE if birth.size.is_nan else ""
 
 
-_BY_OPERATION: dict[str, Callable[[Trail, BirthRecord], str]] = {
+_BY_LIKENESS: dict[str, Callable[[Trail, BirthRecord], str]] = {
     "cholesky": _for_cholesky,
     "div": _for_div,
+    "exp": _for_exp,
     "log": _for_log,
     "log1p": _for_log1p,
-    "sqrt": _for_root,
-    "rsqrt": _for_root,
-    "pow": _for_power,
-    "integer_pow": _for_power,
-    "exp": _for_exp,
-    "exp2": _for_exp,
-    "expm1": _for_exp,
-    "sub": _for_sub,
     "mul": _for_mul,
+    "power": _for_power,
+    "root": _for_root,
+    "sub": _for_sub,
 }

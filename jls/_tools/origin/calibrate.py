@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls import _validate
+from jls._program.facts import ANY, Unknown, Value
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import is_narrow_atom
 from jls._program.places import Place, is_transposed, place_of
@@ -15,7 +16,7 @@ from jls._scalers.rule import bounds_of
 from jls._state import how_to_nest
 from jls._text import format_number, scale_in_words
 from jls._tools.origin.calibration import Calibration
-from jls._tools.origin.record import RecordedProgram
+from jls._tools.origin.record import RecordedProgram, as_large_as
 from jls._tools.origin.scalers import scalers_in
 from jls._tools.origin.trail import BirthRecord, Constant, OpResult, RunValue, Trail
 from jls._tools.origin.twin import (
@@ -24,7 +25,6 @@ from jls._tools.origin.twin import (
     LostInf,
     Twin,
     holds_inf,
-    narrow_after,
 )
 from jls._tools.origin.why import LOWEST_EXPONENT, Bad, Case, settings
 from jls._tools.reading.patience import logging_if_slow
@@ -116,26 +116,32 @@ class _Search:
         roots = [x for checked in case.checked for x in checked.before_update]
         self.roots = roots or list(case.results)
         self.on_the_way = behind(self.roots)
-        scale = case.root.jaxpr.invars[self.at]
-        self.narrow = narrow_after((case.root, scale), self.roots)
+        self.narrow, self.following = self._read()
 
     def result(self) -> Calibration:
         if not self.narrow:
             return Calibration(1.0, notes=(self._why_none(),))
         if not self._is_finite(LOWEST_EXPONENT):
             raise self._never_finite()
-        following = self._following()
-        if following is None:
+        if not self.following:
             return Calibration(1.0, notes=(self._why_none(),))
-        ceiling = self._ceiling() if following else None
+        self.twin = Twin(
+            self.case.traced.program,
+            self.case.root,
+            self.roots,
+            [x for x in self.following if x[1].aval.dtype == jnp.float16],
+        )
+        ceiling = self._ceiling()
         if ceiling is None:
             overflows = self._overflows(self.now)
-            note = _NO_CEILING if following else _ALL_ZERO
+            note = _ALL_ZERO if self._is_zero() else _NO_CEILING
+            if self.case.scales[self.at].counters and not self.case.checked:
+                note = _NO_UPDATE
             note = _OVERFLOWS if overflows else note
             return Calibration(self.now, overflows=overflows, notes=(note,))
         init_scale, note = self._start(ceiling)
         limit, about_limit = self._limit(ceiling)
-        found = self._cotangents(following, init_scale)
+        found = self._cotangents(init_scale)
         shares: dict[Place, float] = {}
         for x in found:
             shares[x.place] = max(x.vanishing, shares.get(x.place, 0.0))
@@ -231,37 +237,36 @@ class _Search:
             f"{scale_in_words(self.now / ceiling)} times too high for this batch"
         )
 
-    # What float16 loses.
+    # What follows the scale, and what float16 loses of it.
 
-    def _following(self) -> list[Variable] | None:
-        """The values that double with the scale in float32.
+    def _read(self) -> tuple[list[Variable], list[Variable]]:
+        """The results in narrow dtypes that depend on the scale, and follow it.
 
-        Values that come after the division by the scale do not double.
-
-        Returns:
-          [] if all of them are 0, None if none doubles.
+        Those that follow it double with it. In the order of the program.
         """
-        self.twin = Twin(
-            self.case.traced.program,
-            self.case.root,
-            self.roots,
-            [x for x in self.narrow if x[1].aval.dtype == jnp.float16],
-        )
-        # The quotient is 2 if a value follows the scale, and 1 if it does not.
-        runs = [self._run(scale, self.twin).records for scale in (2.0**10, 2.0**11)]
-        pairs = [[self.twin.largest(run, x) for run in runs] for x in self.narrow]
-        following = [
-            variable
-            for variable, (one, other) in zip(self.narrow, pairs, strict=True)
-            if other > 1.5 * one
-        ]
-        is_zero = not any(other for _, other in pairs)
-        return following if following or is_zero else None
+        narrow, frames = self.case.reading.flow.narrow, self.case.root.by_site()
+        depend, follow = [], []
+        for numbers in sorted(narrow):
+            *around, number, result = numbers
+            value, frame = narrow[numbers], frames[tuple(around)]
+            equation = frame.jaxpr.eqns[number]
+            variable = frame, equation.outvars[result]
+            is_new = as_large_as(equation, result) is None
+            if is_new and variable in self.on_the_way and value.depends >> self.at & 1:
+                depend.append(variable)
+                if _follows(value):
+                    follow.append(variable)
+        return depend, follow
 
-    def _cotangents(self, following: list[Variable], scale: float) -> list[Cotangent]:
+    def _is_zero(self) -> bool:
+        """Whether all that follows the scale is 0, in float32 too."""
+        records = self._run(1.0, self.twin).records
+        return not any(self.twin.largest(records, x) for x in self.following)
+
+    def _cotangents(self, scale: float) -> list[Cotangent]:
         """The float16 values that are proportional to the loss scale."""
         records = self._run(scale, self.twin).records
-        found = (self.twin.cotangent(records, x, scale) for x in following)
+        found = (self.twin.cotangent(records, x, scale) for x in self.following)
         return [x for x in found if x is not None]
 
     def _overflows(self, scale: float) -> tuple[Place, ...]:
@@ -359,6 +364,10 @@ _OVERFLOWS = (
     "No float16 gradient is left that could say which scale is right, since the "
     "forward pass overflows. The scale stays"
 )
+_NO_UPDATE = (
+    "No update of the optimizer was found in the step, so what overflows in it is not "
+    "seen. The scale stays"
+)
 _NO_CEILING = (
     "Nothing overflows up to a loss scale of 2^126: the gradients of this batch are "
     "tiny, or clipped on their way. The scale stays"
@@ -369,6 +378,16 @@ _OF_LOSS = (
     "It is the loss itself that is float16, and the scale is cast to it. Compute the "
     "loss in float32: jnp.mean(error.astype(jnp.float32))"
 )
+
+
+def _follows(value: Value) -> bool:
+    """Whether the one loss scale is a factor of a value, as far as can be read."""
+    # What is 0 as written may not be in float32: a quotient by a number over 65504.
+    is_any = value.degree is ANY or isinstance(value.degree, Unknown)
+    return is_any or value.degree == _ONE
+
+
+_ONE = ((("scale", 0), 1),)
 
 
 def _the_scale(case: Case) -> int:

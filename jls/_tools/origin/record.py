@@ -18,43 +18,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jls._program.control import Site
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import Program, is_inexact_atom, is_literal
+from jls._program.primitives import primitive_of
 from jls._program.replay import TAKEN, ZERO_KEY, Records, Seen, replay
-from jls._program.rules import UNCHANGED
-from jls._program.walk import Site
 from jls._tools.origin.measure import ends, in_float32, own_ends
-
-# The results are as large as the operands, and not recorded.
-_SAME_SIZE = UNCHANGED | {"broadcast_in_dim", "rev", "transpose"}
-# Operations that are singular or grow fast, and the operand that decides.
-SINGULAR = {
-    "acos": 0,
-    "acosh": 0,
-    "asin": 0,
-    "atanh": 0,
-    "cosh": 0,
-    "div": 1,
-    "exp": 0,
-    "exp2": 0,
-    "expm1": 0,
-    "integer_pow": 0,
-    "log": 0,
-    "log1p": 0,
-    "pow": 0,
-    "rsqrt": 0,
-    "sinh": 0,
-    "sqrt": 0,
-}
 
 
 def as_large_as(equation: Any, result: int) -> Any | None:
     """The operand that is as large as a result, for every number; None if none is."""
-    name, operands = equation.primitive.name, equation.invars
-    if name in _SAME_SIZE:
+    operands = equation.invars
+    if primitive_of(equation).moves in ("all", "same"):
         return operands[result] if len(operands) == len(equation.outvars) else None
     are_inexact = all(map(is_inexact_atom, (operands[:1] + equation.outvars[:1])))
-    if name == "convert_element_type" and are_inexact:
+    is_cast = equation.primitive.name == "convert_element_type"
+    if is_cast and are_inexact:
         old, new = (jnp.finfo(x.aval.dtype) for x in (operands[0], equation.outvars[0]))
         is_wider = new.bits > old.bits and float(new.max) >= float(old.max)
         return operands[0] if is_wider or new.dtype == old.dtype else None
@@ -162,11 +141,11 @@ class RecordedProgram:
         self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
     ) -> Array | tuple[Array, ...] | None:
         arrays = list(results)
-        name = site.equation.primitive.name
-        if name == "select_n":
+        if site.equation.primitive.name == "select_n":
             arrays += _taken(*inputs)
-        if name in SINGULAR:
-            arrays.append(jnp.abs(inputs[SINGULAR[name]]))
+        singular = primitive_of(site.equation).singular
+        if singular is not None:
+            arrays.append(jnp.abs(inputs[singular]))
         if site.numbers[:-1] not in self._once:
             return ends_of(arrays)
         keys, self._dtypes[site.numbers] = own_ends_of(arrays)
@@ -217,9 +196,9 @@ def _to_nearest_records(roots: Iterable[Variable]) -> set[Variable]:
 def _run_once(frame: Frame) -> Iterator[Frame]:
     """The frame, and those that it calls outside of loops, branches and `shard_map`."""
     yield frame
-    for number, equation in enumerate(frame.jaxpr.eqns):
+    for number in range(len(frame.jaxpr.eqns)):
         for called in frame.called(number):
-            if called.kind == "call" and equation.primitive.name != "shard_map":
+            if called.kind == "call":
                 yield from _run_once(called)
 
 

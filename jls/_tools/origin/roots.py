@@ -5,14 +5,13 @@ A step that is skipped returns its old state, and no result is bad. So the roots
 values that the wrapper checks, and the results that do not come from its update.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 from jls import _scopes
 from jls._program.frames import Frame, Variable
-from jls._program.jaxprs import is_inexact_atom, is_literal
 from jls._scopes import marks_of
+from jls._tools.reading.updates import Checked
 
 LOSS, GRADIENTS, NEW, CHECKED = "loss", "gradients", "updates", "checked values"
 NORM = "sum of the squares of the gradients"  # of a clip inside, which is the check
@@ -25,17 +24,11 @@ _ROLES = {
 }
 
 
-@dataclasses.dataclass(eq=False)
-class CheckedValues:
+class CheckedValues(NamedTuple):
     """The values that one wrapper checks, or one call of `jls.all_finite`."""
 
-    found: dict[str, list[Variable]] = dataclasses.field(default_factory=dict)
-    scale: int | None = None  # the input of the program that is its loss scale
-
-    def add(self, role: str, variable: Variable) -> None:
-        variables = self.found.setdefault(role, [])
-        if variable not in variables:
-            variables.append(variable)
+    found: dict[str, list[Variable]]
+    scale: int | None  # the input of the program that is its loss scale
 
     @property
     def variables(self) -> list[Variable]:
@@ -48,55 +41,29 @@ class CheckedValues:
         return [x for role in roles for x in self.found[role]]
 
 
-def checked_values(root: Frame, scales: Sequence[int]) -> list[CheckedValues]:
+def checked_values(
+    calls: Sequence[Checked], root: Frame, scales: Sequence[int]
+) -> list[CheckedValues]:
     """The values that the wrappers in a program check, in order.
 
     Args:
+      calls: what is read of the program.
       root: the frame of the program.
       scales: which inputs of the program are loss scales.
     """
-    found: list[CheckedValues] = []
-    for frame in root.all():
-        _look_in(frame, set(scales), found)
-    return [checked for checked in found if checked.found]
+    frames, every = root.by_site(), []
+    for call in calls:
+        found = {
+            _ROLES[role]: [(frames[x.around], x.atom) for x in given.values()]
+            for role, given in call.given.items()
+            if given
+        }
+        scale = None if call.scale is None else scales[call.scale]
+        every.append(CheckedValues(found, scale))
+    return [x for x in every if x.found]
 
 
-def _look_in(frame: Frame, scales: set[int], found: list[CheckedValues]) -> None:
-    current: CheckedValues | None = None
-    around = marks_of(frame.site) if frame.site.equations else _scopes.NONE
-    for number, equation in enumerate(frame.jaxpr.eqns):
-        every = marks_of(frame.site_of(number))
-        marks = every - around
-        roles = [role for mark, role in _ROLES.items() if mark in marks]
-        if not roles and _scopes.SCALE not in marks:
-            current = current if every else None
-            continue
-        if current is None or (roles and current.scale is not None):
-            current = CheckedValues()
-            found.append(current)
-        operands = [x for x in equation.invars if not is_literal(x)]
-        if _scopes.SCALE in marks:
-            of_scales = scales & {_input_of(frame, x) for x in operands}
-            current.scale = next(iter(of_scales), current.scale)
-        for atom in filter(is_inexact_atom, operands):
-            maker = frame.makers.get(atom)
-            own = marks_of(frame.site_of(maker.number)) if maker else _scopes.NONE
-            if roles and not any(_ROLES.get(x) == roles[0] for x in own):
-                current.add(roles[0], (frame, atom))
-
-
-def _input_of(frame: Frame, atom: Any) -> int | None:
-    """The input of the program that a variable is, passed from call to call."""
-    here: Frame | None = frame
-    while here is not None and not is_literal(atom) and atom in here.inputs:
-        index = here.inputs[atom]
-        if here.parent is None:
-            return index
-        atom, here = here.given(index), here.parent
-    return None
-
-
-def is_of_update(frame: Frame, atom: Any) -> bool:
+def is_of_update(frame: Frame, atom: object) -> bool:
     """Whether a variable is computed in the update of a wrapper."""
     maker = frame.makers.get(atom)
     return maker is not None and _scopes.UPDATE in marks_of(frame.site_of(maker.number))

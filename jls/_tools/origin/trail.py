@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jls._program.control import Site
 from jls._program.frames import Frame
 from jls._program.jaxprs import is_inexact_atom, is_literal
+from jls._program.primitives import Primitive, primitive_of
 from jls._program.replay import (
     CARRIED,
     INF_KEY,
@@ -21,10 +23,8 @@ from jls._program.replay import (
     ZERO_KEY,
     WhileRecords,
 )
-from jls._program.rules import MOVES
-from jls._program.walk import Site
 from jls._tools.origin.measure import NOTHING, Size, read_size, size_of
-from jls._tools.origin.record import SINGULAR, Recording, as_large_as
+from jls._tools.origin.record import Recording, as_large_as
 
 
 class Range(NamedTuple):
@@ -166,20 +166,20 @@ class Trail:
         self, op: OpResult, operands: "list[RunValue]", size: Size
     ) -> "list[RunValue]":
         """The operands that may have made a result bad."""
-        name = op.site.equation.primitive.name
+        equation = op.site.equation
         sizes = [self.size(x) for x in operands]
-        if name == "select_n":  # what is not taken does no harm
+        if equation.primitive.name == "select_n":  # what is not taken does no harm
             sizes = self._taken(op, len(operands)) or sizes
         pairs = list(zip(operands, sizes, strict=True))
         if size.is_nan and any(x.is_nan for x in sizes):
             return [value for value, x in pairs if x.is_nan]
         bad = [value for value, x in pairs if x.is_bad]
-        if name in MOVES:  # a NaN that is moved stays one
+        if primitive_of(equation).moves:  # a NaN that is moved stays one
             same = [value for value, x in pairs if x.nonfinite & size.nonfinite]
             return same or bad
         if size.is_nan or any(x.is_nan for x in sizes):
             return bad
-        possible = _signs(name, sizes) if bad else None
+        possible = _signs(primitive_of(equation), sizes) if bad else None
         return bad if possible is None or size.nonfinite <= possible else []
 
     def _choices(self, op: OpResult, causes: "list[RunValue]") -> "list[RunValue]":
@@ -232,9 +232,10 @@ class Trail:
     def range_of(self, op: OpResult) -> Range | None:
         """The range of the operand that decides whether a result is finite."""
         equation = op.site.equation
-        if equation.primitive.name not in SINGULAR:
+        singular = primitive_of(equation).singular
+        if singular is None:
             return None
-        operand = equation.invars[SINGULAR[equation.primitive.name]]
+        operand = equation.invars[singular]
         keys = self._record(op.frame, op.number, op.iterations)
         offset = 2 * len(equation.outvars)
         is_real = is_inexact_atom(operand) and operand.aval.dtype.kind != "c"
@@ -329,10 +330,9 @@ class Trail:
             counted = self._record(loop, ITERATIONS, (*iterations, 0))
             count = int(counted[0]) if len(counted) else 0
             return count - 1 if count else None
-        length = loop.caller.params["length"]
-        if not length:
+        if not loop.length:
             return None
-        return 0 if _is_reversed(loop) else length - 1
+        return 0 if loop.is_reversed else loop.length - 1
 
     # How large it is.
 
@@ -381,7 +381,7 @@ class Trail:
                 iterations[i] = iterations[i] if kept is None else int(kept[0])
             elif isinstance(found, np.ndarray) and loop.kind == "scan":
                 keys = found[:, 2 * op.result : 2 * op.result + 2]
-                iterations[i] = _start_of_run(keys, iterations[i], _is_reversed(loop))
+                iterations[i] = _start_of_run(keys, iterations[i], loop.is_reversed)
         return op._replace(iterations=tuple(iterations))
 
     def _record(
@@ -436,17 +436,17 @@ class Trail:
         last = self._last_iteration(loop, iterations)
         if last is None:
             return range(0)
-        if _is_reversed(loop):
-            return range(loop.caller.params["length"] - 1, -1, -1)
+        if loop.is_reversed:
+            return range(loop.length - 1, -1, -1)
         return range(last + 1)
 
     def _iterations_of(self, stack: Stack) -> Iterator[RunValue]:
-        for index in range(stack.frame.caller.params["length"]):
+        for index in range(stack.frame.length):
             yield RunValue(stack.frame, stack.atom, (*stack.iterations, index))
 
     def _first_bad_of(self, stack: Stack) -> RunValue:
         bad = list(filter(self.is_bad, self._iterations_of(stack)))
-        return bad[-1 if _is_reversed(stack.frame) else 0]
+        return bad[-1 if stack.frame.is_reversed else 0]
 
     def _source_of(self, part: Slice) -> RunValue:
         """The sliced array; if a scan has stacked it, its result of that iteration."""
@@ -455,8 +455,8 @@ class Trail:
             same = RunValue(
                 whole.frame, whole.atom, (*whole.iterations, part.iterations[-1])
             )
-            length = part.frame.caller.params["length"]
-            if whole.frame.caller.params["length"] == length and self.is_bad(same):
+            length = part.frame.length
+            if whole.frame.length == length and self.is_bad(same):
                 return same
         return part.whole
 
@@ -538,10 +538,6 @@ def _start_of_run(keys: np.ndarray, index: int, is_reversed: bool) -> int:
     return int(earlier[-1]) + 1 if len(earlier) else 0
 
 
-def _is_reversed(loop: Frame) -> bool:
-    return loop.kind == "scan" and loop.caller.params["reverse"]
-
-
 def _in_iteration(found: WhileRecords, index: int) -> Any:
     """The record of an iteration of a while loop; zeros if it was not kept."""
     for record, iterations in (
@@ -558,22 +554,20 @@ def _in_iteration(found: WhileRecords, index: int) -> Any:
 _FLIP = {"inf": "-inf", "-inf": "inf"}
 
 
-def _signs(name: str, sizes: "list[Size]") -> set[str] | None:
+def _signs(row: Primitive, sizes: "list[Size]") -> set[str] | None:
     """The infinities that bad operands can lead to in a result; None if unknown."""
     found = [x.nonfinite for x in sizes]
-    if name in ("exp", "exp2"):
+    if row.infs == "exp":
         return found[0] & {"inf"}
-    if name in ("convert_element_type", "reduce_precision", "reduce_sum", "cumsum"):
+    if row.infs == "same":
         return found[0]
-    if name in ("add", "add_any"):
+    if row.infs == "sum":
         return found[0] | found[1]
-    if name == "sub":
+    if row.infs == "difference":
         return found[0] | {_FLIP[x] for x in found[1]}
-    if name == "div" and not sizes[0].is_bad:
+    if row.infs == "quotient" and not sizes[0].is_bad:
         return set()
-    if name in ("mul", "div", "dot_general"):
-        return _signs_of_product(sizes)
-    return None
+    return _signs_of_product(sizes) if row.infs else None
 
 
 def _signs_of_product(sizes: "list[Size]") -> set[str] | None:
@@ -641,14 +635,14 @@ def _equation_number(frame: Frame) -> int:
 
 
 def _iteration_before(loop: Frame, index: int) -> int | None:
-    if _is_reversed(loop):
-        last = loop.caller.params["length"] - 1
+    if loop.is_reversed:
+        last = loop.length - 1
         return index + 1 if index < last else None
     return index - 1 if index else None
 
 
 def _nth(loop: Frame, index: int) -> int:
     """The index of an iteration in time."""
-    if _is_reversed(loop):
-        return loop.caller.params["length"] - 1 - index
+    if loop.is_reversed:
+        return loop.length - 1 - index
     return index

@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jls._program.frames import Frame, Variable, behind
-from jls._program.jaxprs import Program, is_literal, is_narrow_atom
+from jls._program.control import Site
+from jls._program.frames import Frame, Variable
+from jls._program.jaxprs import Program, is_narrow_atom
 from jls._program.places import Place, place_of
+from jls._program.primitives import primitive_of
 from jls._program.replay import Seen, WhileRecords, floats_from_keys, key_of
-from jls._program.rules import CHOICES, MOVES
-from jls._program.walk import Site
-from jls._tools.origin.record import RecordedProgram, as_large_as, ends_of
+from jls._tools.origin.record import RecordedProgram, ends_of
 
 LOWEST, HIGHEST = -25, 15  # the powers of two whose numbers float16 does not lose
 _BINS = HIGHEST - LOWEST + 1
@@ -191,9 +191,9 @@ class Elements(RecordedProgram):
             return False
         largest = np.abs(expected[np.isfinite(expected)]).max()
         value, expected = value[ended], expected[ended]
-        name = end.frame.jaxpr.eqns[end.number].primitive.name
+        row = primitive_of(end.frame.jaxpr.eqns[end.number])
         # What float16 rounded on the way is far below these shares.
-        if name in CHOICES or name in MOVES:  # an element of another operand
+        if row.degree == "choice" or row.moves:  # an element of another operand
             room = largest / 16
         else:
             room = np.maximum(
@@ -255,37 +255,3 @@ def _bin_counts(x: Array) -> Array:
     bins = jnp.where(sample <= 2.0**LOWEST, 1, inside)
     bins = jnp.where(sample == 0, 0, bins)
     return jnp.zeros(_NUM_COUNTS, jnp.float32).at[bins].add(jnp.float32(1.0))
-
-
-def narrow_after(scale: Variable, roots: Iterable[Variable]) -> list[Variable]:
-    """The results of operations in narrow dtypes between a loss scale and the roots.
-
-    They are in the order of the program.
-    """
-    ahead: dict[Variable, list[Variable]] = {}
-    for variable in behind(roots):
-        frame, atom = variable
-        for source in frame.sources(atom):
-            if not is_literal(source[1]):
-                ahead.setdefault(source, []).append(variable)
-    stack, following = [scale], set[Variable]()
-    while stack:
-        variable = stack.pop()
-        if variable not in following:
-            following.add(variable)
-            stack += ahead.get(variable, [])
-    return sorted(filter(_is_narrow_result, following), key=_order)
-
-
-def _is_narrow_result(variable: Variable) -> bool:
-    frame, atom = variable
-    if atom not in frame.makers or not is_narrow_atom(atom):
-        return False
-    number, result = frame.makers[atom]
-    is_call = bool(frame.called(number))
-    return not is_call and as_large_as(frame.jaxpr.eqns[number], result) is None
-
-
-def _order(variable: Variable) -> tuple[int, ...]:
-    frame, atom = variable
-    return (*frame.site.numbers, *frame.makers[atom])

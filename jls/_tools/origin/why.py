@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls import _validate
-from jls._program.frames import Frame, Variable, behind, independent_of
+from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import is_inexact_atom, is_literal
 from jls._program.places import Place, is_transposed, place_of
 from jls._scopes import GRADIENTS, UPDATE, marks_of
@@ -38,7 +38,9 @@ from jls._tools.reading.arguments import (
     take_apart,
     unbind,
 )
+from jls._tools.reading.flow import THROUGH_BACKWARD, THROUGH_UPDATE
 from jls._tools.reading.patience import logging_if_slow
+from jls._tools.reading.reading import Reading
 from jls._tools.reading.scales import Scale, is_switched_off, scales_in, without_value
 from jls._tools.reading.trace import ALL, READS, Traced, trace
 from jls._tree import is_array
@@ -154,7 +156,10 @@ class Case:
             for scale in scales_in(args, kwargs, self.arguments)
             if scale.at in inputs
         }
-        self.checked = checked_values(self.root, list(self.scales))
+        self.reading = Reading(self.traced, list(self.scales.values()))
+        self.checked = checked_values(
+            self.reading.checked, self.root, list(self.scales)
+        )
         self.results = self._results()
         wanted = [x for checked in self.checked for x in checked.variables]
         self.roots = [*wanted, *self.results]
@@ -171,14 +176,12 @@ class Case:
                 f"{len(outvars)} results without one: there is nothing to look at. "
                 "Return the loss, the gradients, or what else is not finite."
             )
-        variables = [(self.root, x) for x in outvars]
-        # Results computed from an update follow from what the wrapper was given.
-        beside = set(independent_of(variables, is_of_update))
         names = dict[Variable, str]()
-        for item, atom in zip(items, outvars, strict=True):
+        for item, atom, value in zip(items, outvars, self.reading.results, strict=True):
             if is_literal(atom) or atom in self.root.inputs:
                 continue
-            if (self.root, atom) in beside:
+            # Results computed from an update follow from what the wrapper was given.
+            if is_inexact_atom(atom) and not value.through & THROUGH_UPDATE:
                 name = "/".join(item.path)
                 if item not in self.traced.objects:
                     name = _result(item.path)
@@ -467,7 +470,13 @@ class Case:
         losses = [
             variable for x in self.checked for variable in x.found.get(roots.LOSS, ())
         ]
-        forward = independent_of(self.results, _is_backward)
+        pairs = zip(self.root.jaxpr.outvars, self.reading.results, strict=True)
+        backward = {
+            x
+            for x, value in pairs
+            if not is_literal(x) and value.through & THROUGH_BACKWARD
+        }
+        forward = [x for x in self.results if x[1] not in backward]
         if not losses and len(forward) == len(self.results):
             return None
         losses += forward
@@ -558,11 +567,6 @@ def _traced(tool: str, fun: Callable[..., Any], arguments: Arguments) -> Traced:
             "the host. Pass the part that is jitted."
         )
         raise
-
-
-def _is_backward(frame: Frame, atom: Any) -> bool:
-    maker = frame.makers.get(atom)
-    return maker is not None and is_transposed(frame.site_of(maker.number))
 
 
 def _is_forward(frame: Frame, number: int) -> bool:

@@ -2,6 +2,7 @@
 """Traces a step and reads its program twice: as it is, and with every step skipped."""
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +14,14 @@ import numpy as np
 from jax.core import Tracer
 
 from jls._mistakes import eager_steps_allowed
+from jls._program.facts import Same, Value
 from jls._program.jaxprs import opened
 from jls._program.walk import walk
-from jls._tools.check.flow import Flow, UpdateCall
-from jls._tools.check.values import Same, Value
 from jls._tools.reading.arguments import Arguments, Item
+from jls._tools.reading.flow import Flow
 from jls._tools.reading.scales import Scale
 from jls._tools.reading.trace import READS, Traced, trace
+from jls._tools.reading.updates import Checked
 
 
 class Unread(NamedTuple):
@@ -72,35 +74,51 @@ class Result(NamedTuple):
 
 
 class Reading:
-    """The facts about the results of a step."""
+    """The facts about the results of a step.
+
+    Args:
+      traced: the program.
+      scales: the loss scales among the inputs.
+    """
 
     def __init__(self, traced: Traced, scales: Sequence[Scale]) -> None:
         self.traced, self._scales = traced, scales
         self._place = {i: n for n, i in enumerate(traced.inputs)}
         self._avals = [x.aval for x in opened(traced.program).jaxpr.invars]
-        self.flow, now = self._read(frozenset())
-        _, skipped = self._read(None)
-        pairs = iter(map(Result, now, skipped))
-        items = [*traced.outputs, *traced.objects]
-        results = [next(pairs) if is_a_result(x) else None for x in items]
-        count = len(traced.outputs)
-        self.outputs = _by_path(traced.outputs, results[:count])
-        self.objects = _by_path(traced.objects, results[count:])
+        self.flow, self.results = self._read()
+        self.checked = [x for x in self.flow.updates.calls.values() if x.given]
         self.calls = self._calls()
 
-    def _read(self, skipped: frozenset[int] | None) -> tuple[Flow, list[Value]]:
+    def _read(self, is_skipped: bool = False) -> tuple[Flow, list[Value]]:
         places = [self._place[scale.at] for scale in self._scales]
         states = frozenset(
             self._place[i] for x in self._scales for i in x.state if i in self._place
         )
-        flow = Flow(self._avals, places, states, skipped)
+        flow = Flow(self._avals, places, states, is_skipped)
         return flow, walk(self.traced.program, flow.inputs, flow)
 
-    def _calls(self) -> dict[int, list[UpdateCall]]:
+    @functools.cached_property
+    def _pairs(self) -> list[Result | None]:
+        _, skipped = self._read(is_skipped=True)
+        pairs = iter(map(Result, self.results, skipped))
+        items = [*self.traced.outputs, *self.traced.objects]
+        return [next(pairs) if is_a_result(x) else None for x in items]
+
+    @functools.cached_property
+    def outputs(self) -> dict[tuple[str, ...], Result]:
+        """The results that came back, by path."""
+        return _by_path(self.traced.outputs, self._pairs[: len(self.traced.outputs)])
+
+    @functools.cached_property
+    def objects(self) -> dict[tuple[str, ...], Result]:
+        """The leaves of NNX arguments afterwards, by path."""
+        return _by_path(self.traced.objects, self._pairs[len(self.traced.outputs) :])
+
+    def _calls(self) -> dict[int, list[Checked]]:
         """The calls of each wrapper, by the number of its loss scale."""
-        found: dict[int, list[UpdateCall]] = {}
-        lost: list[UpdateCall] = []
-        for call in self.flow.calls.values():
+        found: dict[int, list[Checked]] = {}
+        lost: list[Checked] = []
+        for call in self._updates:
             if call.scale is None:
                 lost.append(call)
             else:
@@ -111,19 +129,29 @@ class Reading:
             found.setdefault(k, []).append(call)
         return found
 
+    @property
+    def _updates(self) -> list[Checked]:
+        return [x for x in self.flow.updates.calls.values() if x.is_update]
+
     def bit(self, leaf: int) -> int:
         """The bit of a leaf of the arguments; 0 if it is not an array."""
         return 1 << self._place[leaf] if leaf in self._place else 0
 
     def bits_of_calls(self, scale: int) -> int:
-        calls = self.calls.get(scale, [])
-        return sum(self.flow.bit_of_call(call.number) for call in calls)
+        return self._bits(self.calls.get(scale, []))
+
+    def _bits(self, calls: Sequence[Checked]) -> int:
+        return sum(self.flow.updates.bit_of_call(x.number) for x in calls)
 
     @property
     def bits_of_updates(self) -> int:
         """The bits of what trains: updates; where no wrapper is, gradients."""
-        calls = sum(self.flow.bit_of_call(number) for number in self.flow.calls)
-        return calls or self.flow.bit_of_gradients
+        return self._bits(self._updates) or self.flow.bit_of_gradients
+
+    @property
+    def reaches_gradients(self) -> int:
+        """The bits of the inputs that gradients depend on."""
+        return self.flow.updates.reaches_gradients
 
     def leaf_of(self, value: Value) -> int | None:
         """The leaf of the arguments that a value is, unchanged."""

@@ -4,31 +4,26 @@
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jls._program.facts import Number, Operation, Same
 from jls._program.jaxprs import is_exact_cast
-from jls._program.rules import MOVES, UNCHANGED
-from jls._tools.check.values import Number, Same, Value
 
 
-def known_result(
-    equation: Any, operands: Sequence[Value], aval: Any, avals: Sequence[Any]
-) -> Same | Number | None:
+def known_result(op: Operation, avals: Sequence[Any]) -> Same | Number | None:
     """The input or the number that a result is; None if neither is known.
 
     Args:
-      equation: the operation.
-      operands: the facts about its operands.
-      aval: of the result.
+      op: the operation.
       avals: of the inputs of the program.
     """
-    name = equation.primitive.name
-    known = [x.known for x in operands]
+    name, row, aval = op.name, op.row, op.aval
+    known = [x.known for x in op.operands]
     if not known:
         return None
     numbers = [x.value for x in known if isinstance(x, Number)]
@@ -38,7 +33,7 @@ def known_result(
         if decisive in numbers:
             return Number(decisive)
         others = [x for x in known if not isinstance(x, Number)]
-        return others[0] if len(others) == 1 and numbers else _folded(equation, known)
+        return others[0] if len(others) == 1 and numbers else _folded(op)
     if name == "select_n":
         cases = known[1:]
         if isinstance(first, Number):
@@ -50,16 +45,16 @@ def known_result(
         neutral = _without_neutral(name, known)
         if neutral is not None:
             return neutral
-    if name in MOVES and len(numbers) == len(known):
-        return first if all(x == first for x in known) else None
-    if name in MOVES and isinstance(first, Number) and name in _ONE_OF_MANY:
-        return first
-    is_whole = isinstance(first, Same) and aval.size == avals[first.number].size
-    if name in UNCHANGED or name in ("broadcast_in_dim", "slice"):
-        return first if is_whole or isinstance(first, Number) else None
-    if name in _EXTREMES:
-        return first if isinstance(first, Number) else None
-    return _folded(equation, known)
+    if isinstance(first, Number):
+        if row.moves:
+            return first if all(x.known == first for x in op.data) else None
+        if row.is_extreme:
+            return first
+    if isinstance(first, Same) and (
+        row.moves == "same" or name in ("broadcast_in_dim", "slice")
+    ):
+        return first if aval.size == avals[first.number].size else None
+    return _folded(op)
 
 
 def _cast(known: Any, aval: Any, avals: Sequence[Any]) -> Same | Number | None:
@@ -75,31 +70,20 @@ def _cast(known: Any, aval: Any, avals: Sequence[Any]) -> Same | Number | None:
     return None
 
 
-def held_inputs(
-    name: str, operands: Sequence[Value], data: list[Value], aval: Any
-) -> int:
+def held_inputs(op: Operation) -> int:
     """The inputs whose elements a result holds, moved at most: a set of bits."""
-    if name == "convert_element_type":
-        return operands[0].holds
-    if name not in MOVES or not data:
+    if op.name == "convert_element_type":
+        return op.operands[0].holds
+    if not op.row.moves or not op.data:
         return 0
-    is_choice = name == "select_n" and (operands[0].is_splat or not aval.ndim)
+    is_choice = op.name == "select_n" and (op.operands[0].is_splat or not op.aval.ndim)
     unite = operator.and_ if is_choice else operator.or_
-    return functools.reduce(unite, (x.holds for x in data))
+    return functools.reduce(unite, (x.holds for x in op.data))
 
 
-_ONE_OF_MANY = frozenset(["broadcast_in_dim", "gather", "dynamic_slice", "pad"])
-
-
-_EXTREMES = frozenset(
-    ["reduce_and", "reduce_or", "reduce_max", "reduce_min", "pmax", "pmin"]
-)
-
-
-def weights_of(
-    name: str, operands: Sequence[Value]
-) -> tuple[tuple[int, float], ...] | None:
+def weights_of(op: Operation) -> tuple[tuple[int, float], ...] | None:
     """The weights of inputs in a sum, as far as numbers say them."""
+    name, operands = op.name, op.operands
     weights = [x.weights for x in operands]
     numbers = [x.known.value if isinstance(x.known, Number) else None for x in operands]
     factor = 1.0
@@ -116,7 +100,7 @@ def weights_of(
     elif name in ("add", "add_any", "sub"):
         # A sum of 0: the updates of a skip.
         weights = [() if n == 0 else w for n, w in zip(numbers, weights, strict=True)]
-    elif name not in UNCHANGED and name != "convert_element_type":
+    elif op.row.moves != "same" and name != "convert_element_type":
         return None
     total: dict[int, float] = {}
     for place, part in enumerate(weights):
@@ -153,37 +137,15 @@ def number_in(value: Any) -> Number | None:
     return Number(flat[0].item())
 
 
-_FOLDS: dict[str, Callable[..., Any]] = {
-    "not": np.invert,
-    "neg": np.negative,
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "max": np.maximum,
-    "min": np.minimum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
-    "is_finite": np.isfinite,
-}
-
-
-def _folded(equation: Any, known: Sequence[Any]) -> Number | None:
+def _folded(op: Operation) -> Number | None:
     """The number that an operation gives for numbers, with their dtypes' overflow."""
-    fold = _FOLDS.get(equation.primitive.name)
-    if fold is None or not all(isinstance(x, Number) for x in known):
+    known = [x.known.value for x in op.operands if isinstance(x.known, Number)]
+    if op.row.fold is None or len(known) < len(op.operands):
         return None
     with np.errstate(all="ignore"):
-        pairs = zip(known, equation.invars, strict=True)
-        operands = [np.asarray(x.value).astype(atom.aval.dtype) for x, atom in pairs]
-        return number_in(np.asarray(fold(*operands)))
+        pairs = zip(known, op.equation.invars, strict=True)
+        operands = [np.asarray(x).astype(atom.aval.dtype) for x, atom in pairs]
+        return number_in(np.asarray(op.row.fold(*operands)))
 
 
 def _without_neutral(name: str, known: Sequence[Any]) -> Any:

@@ -1,82 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules for degrees: which powers of the loss scales are factors of a result."""
+"""The rules for degrees: which powers of the scales are factors of a result."""
 
 import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from jls._program.rules import (
-    BOUNDED,
-    CHOICES,
-    HOMOGENEOUS,
-    MOVES,
-    POWERS,
-    PRODUCTS,
-    SUMS,
-)
-from jls._program.walk import Site
-from jls._tools.check.values import (
+from jls._program.control import Site
+from jls._program.facts import (
     ANY,
     ZERO,
     AnyDegree,
     Degree,
     Mixed,
     Number,
+    Operation,
     Powers,
     Unknown,
     Value,
 )
+from jls._program.jaxprs import parameter
 
 
-def degree_of(
-    site: Site, operands: Sequence[Value], data: list[Value], has_data: bool
-) -> Degree:
+def degree_of(op: Operation, has_data: bool) -> Degree:
     """The degree of a floating-point result.
 
     Args:
-      site: the operation.
-      operands: the facts about its operands.
-      data: those of the operands whose elements the result holds.
+      op: the operation.
       has_data: whether the result depends on more than the states of scalers.
     """
-    equation = site.equation
-    name = equation.primitive.name
-    degrees = [x.degree for x in operands]
-    if name in PRODUCTS:
+    row, site, kind = op.row, op.site, op.row.degree
+    degrees = [x.degree for x in op.operands]
+    if kind == "product":
         return _degree_of_product(degrees)
-    if name == "div":
+    if kind == "quotient":
         return _degree_of_product([degrees[0], _degree_of_power(site, degrees[1], -1)])
-    if name in POWERS:
-        return _degree_of_power(site, degrees[0], POWERS[name])
-    if name == "integer_pow":
-        return _degree_of_power(site, degrees[0], equation.params["y"])
-    if name == "pow" and isinstance(operands[1].known, Number):
-        return _degree_of_power(site, degrees[0], operands[1].known.value)
-    if name in HOMOGENEOUS or (name in MOVES and len(data) == 1):
+    exponent = _exponent(op)
+    if exponent is not None:
+        return _degree_of_power(site, degrees[0], exponent)
+    if row.is_homogeneous or (row.moves and len(op.data) == 1):
         return degrees[0]
-    if name in SUMS or name in CHOICES or name in MOVES:
-        return common_degree(site, data, has_data)
+    if kind in ("sum", "choice") or row.moves:
+        return common_degree(site, op.data, has_data)
     if all(degree in (ZERO, ANY) for degree in degrees):
         return ZERO
     broken = [x for x in degrees if isinstance(x, Mixed | Unknown)]
     if broken:
         return broken[0]
-    if name == "sign":
+    if kind == "order":
         return ZERO
-    if name in BOUNDED and has_data:
+    if kind == "bounded" and has_data:
         return Mixed(site, (ZERO, *degrees))
-    return _of_scales_alone(site, operands, has_data) or Unknown(site)
+    if op.name == "integer_pow":  # of which the exponent is not known
+        return Unknown(site)
+    return _of_scales_alone(site, op.operands, has_data) or Unknown(site)
 
 
-def degree_of_integers(site: Site, operands: Sequence[Value]) -> Degree:
+def _exponent(op: Operation) -> float | None:
+    """The power that an operation raises to; None if it does not, or is not known."""
+    if not isinstance(op.row.degree, str):
+        return op.row.degree
+    if op.row.degree != "power":
+        return None
+    if op.name == "integer_pow":
+        return parameter(op.equation, "y")
+    known = op.operands[1].known
+    return known.value if isinstance(known, Number) else None
+
+
+def degree_of_integers(op: Operation) -> Degree:
     """Of integers made from scaled numbers, as by rounding, nothing is known."""
-    degrees = [x.degree for x in operands if x.degree not in (ZERO, ANY)]
-    name = site.equation.primitive.name
-    if not degrees or name in ("sign", "argmax", "argmin", "argsort", "sort"):
+    degrees = [x.degree for x in op.operands if x.degree not in (ZERO, ANY)]
+    if not degrees or op.row.degree == "order" or op.name == "sort":
         return ZERO
     unknown = (x for x in degrees if isinstance(x, Unknown))
-    return next(unknown, Unknown(site))
+    return next(unknown, Unknown(op.site))
 
 
 def common_degree(site: Site, values: Sequence[Value], has_data: bool) -> Degree:

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Derives the facts about each value in the program of a step, without running it.
+
+With a wrapper's decision set to False, `known` shows what a skip leaves unchanged.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from jls._program.control import Site
+from jls._program.degrees import common_degree, degree_of, degree_of_integers
+from jls._program.facts import (
+    ANY,
+    ZERO,
+    Number,
+    Operation,
+    Same,
+    Value,
+    operations,
+)
+from jls._program.history import is_narrower, is_scaled, narrowed_by, with_history
+from jls._program.jaxprs import is_inexact_atom, is_narrow_atom
+from jls._program.known import held_inputs, known_result, number_in, weights_of
+from jls._program.places import is_transposed
+from jls._scopes import DECISION, INNER, SCALE, UPDATE, marks_of
+from jls._tools.reading.updates import Updates, roles_in
+
+# In `Value.through`.
+THROUGH_UPDATE, THROUGH_BACKWARD = 1, 2
+
+
+class Flow:
+    """The analysis; see `jls._program.walk.Question`.
+
+    Args:
+      avals: of the inputs.
+      scales: which inputs are loss scales.
+      states: all inputs that are in the state of a scaler.
+      is_skipped: whether every wrapper decides to skip.
+    """
+
+    def __init__(
+        self,
+        avals: Sequence[Any],
+        scales: Sequence[int],
+        states: frozenset[int],
+        is_skipped: bool = False,
+    ) -> None:
+        self._avals, self._is_skipped = avals, is_skipped
+        self._random = 1 << len(avals)
+        self._of_inputs = 2 * self._random - 1
+        self._of_scalers = sum(1 << i for i in states)
+        self.bit_of_gradients = 2 * self._random  # in `follows`: unscaled values
+        self.updates = Updates(4 * self._random)
+        # The results of operations in narrow dtypes, by their place in the program.
+        self.narrow: dict[tuple[int, ...], Value] = {}
+        self.inputs = [
+            self._input(i, aval, scales.index(i) if i in scales else None)
+            for i, aval in enumerate(avals)
+        ]
+
+    def _input(self, i: int, aval: Any, scale: int | None) -> Value:
+        bit = 1 << i
+        is_data = is_inexact_atom(aval)
+        return Value(
+            degree=ZERO if scale is None else ((("scale", scale), Fraction(1)),),
+            depends=bit if is_data else 0,
+            follows=bit if is_data else 0,
+            known=Same(i),
+            weights=((i, 1.0),),
+            holds=bit,
+            scale=scale,
+            is_splat=aval.ndim == 0,
+        )
+
+    def _has_data(self, depends: int) -> bool:
+        """Whether a set of inputs has more than the states of scalers."""
+        return bool(depends & ~self._of_scalers)
+
+    def is_random(self, value: Value) -> bool:
+        return bool(value.depends & self._random)
+
+    # Numbers in the program, and control flow.
+
+    def of_constant(self, value: Any) -> Value:
+        number = number_in(value)
+        if number is None:
+            return Value()
+        # No factor changes 0, inf and NaN.
+        is_any = isinstance(number.value, float) and (
+            number.value == 0 or not math.isfinite(number.value)
+        )
+        return Value(degree=ANY if is_any else ZERO, known=number, is_splat=True)
+
+    def on_call(self, site: Site, operands: Sequence[Value]) -> None:
+        self.updates.note(site, operands)
+
+    def of_call(self, site: Site, results: Sequence[Value]) -> Sequence[Value]:
+        return _with_roles(marks_of(site), results)
+
+    def branch(self, index: Value) -> int | None:
+        known = index.known
+        return int(known.value) if isinstance(known, Number) else None
+
+    def slice(self, value: Value) -> Value:
+        return value.sliced()
+
+    stack = slice
+
+    def join(self, site: Site, one: Value, other: Value) -> Value:
+        if one is other:
+            return one
+        has_data = self._has_data(one.depends | other.depends)
+        return one.joined(other).but(degree=common_degree(site, [one, other], has_data))
+
+    def carry(self, site: Site, before: Value, after: Value) -> Value:
+        if before.scale is not None:
+            return before  # the scaler adjusts it
+        joined = self.join(site, before, after)
+        return before if before.says_as_much_as(joined) else joined
+
+    # Operations.
+
+    def of_equation(self, site: Site, operands: Sequence[Value]) -> Sequence[Value]:
+        marks = self.updates.note(site, operands)
+        if INNER in marks:
+            operands = [self.updates.marked(x) for x in operands]
+        ops = operations(site, operands)
+        results = [self._result(op, marks) for op in ops]
+        if UPDATE in marks and ops and ops[0].name == "convert_element_type":
+            self.updates.widened(operands[0], results[0])
+        if DECISION in marks and self._is_skipped:
+            results = [
+                x.but(known=Number(False)) if op.aval.dtype == bool else x
+                for op, x in zip(ops, results, strict=True)
+            ]
+        if SCALE in marks:
+            results = [_adjusted(site, operands, x) for x in results]
+        for i, op in enumerate(ops):
+            if is_narrow_atom(op.aval):
+                self.narrow[(*site.numbers, i)] = results[i]
+        return _with_roles(marks, results)
+
+    def _result(self, op: Operation, marks: frozenset[str]) -> Value:
+        """The facts about a result, from the rules of each kind."""
+        known = known_result(op, self._avals)
+        if isinstance(known, Number):
+            return self.of_constant(known.value).but(known=known)
+        if op.name == "select_n" and isinstance(op.operands[0].known, Number):
+            return op.data[int(op.operands[0].known.value)]
+        depends, follows, through = self._taint(op, marks)
+        holds = held_inputs(op)
+        is_splat = op.aval.ndim == 0 or all(x.is_splat for x in op.operands)
+        if not is_inexact_atom(op.aval):
+            is_flag = op.aval.dtype == bool
+            return Value(
+                degree=ZERO if is_flag else degree_of_integers(op),
+                depends=depends & self._random if is_flag else depends,
+                known=known,
+                holds=holds,
+                is_splat=is_splat,
+                unscaled=next((x.unscaled for x in op.operands if x.unscaled), None),
+                is_of_scaled=any(is_scaled(x) or x.is_of_scaled for x in op.operands),
+            )
+        is_same = op.row.moves == "same" or op.name == "convert_element_type"
+        if isinstance(known, Same) and is_same:
+            value = next(x for x in op.data if x.known == known)
+            narrowed = narrowed_by(op, value)
+            return value if narrowed is value.narrowed else value.but(narrowed=narrowed)
+        degree = degree_of(op, self._has_data(depends))
+        is_narrow = is_narrower(op.aval.dtype, np.float32)
+        value = Value(
+            degree=degree,
+            depends=depends,
+            follows=follows,
+            through=through,
+            known=known,
+            weights=weights_of(op),
+            holds=holds,
+            site=op.site,
+            is_narrow=is_narrow or any(x.is_narrow for x in op.operands),
+            degree_site=_degree_site(op, degree),
+            is_splat=is_splat,
+        )
+        by_scale = any(x.depends and not self._has_data(x.depends) for x in op.operands)
+        value = with_history(op, value, by_scale)
+        if value.unscaled is not op.site:
+            return value
+        self.updates.reaches_gradients |= value.depends
+        return value.but(follows=follows | self.bit_of_gradients)
+
+    def _taint(self, op: Operation, marks: frozenset[str]) -> tuple[int, int, int]:
+        """What a result depends on, follows element by element, and goes through."""
+        facts = ((x.depends, x.follows, x.through) for x in op.operands)
+        columns = list(zip(*facts, strict=True)) or [(), (), ()]
+        depends, follows, through = (
+            functools.reduce(operator.or_, column, 0) for column in columns
+        )
+        if op.row.is_random:
+            depends |= self._random
+        if not op.row.moves and not op.row.is_elementwise:
+            follows &= ~self._of_inputs if INNER in marks else 0
+        if UPDATE in marks:
+            through |= THROUGH_UPDATE
+        if is_transposed(op.site):
+            through |= THROUGH_BACKWARD
+        return depends, follows, through
+
+
+def _with_roles(marks: frozenset[str], values: Sequence[Value]) -> Sequence[Value]:
+    roles = roles_in(marks)
+    return [x.but(roles=x.roles | roles) for x in values] if roles else values
+
+
+def _degree_site(op: Operation, degree: Any) -> Site | None:
+    if degree in (ZERO, ANY):
+        return None
+    same = (x.degree_site for x in op.operands if x.degree == degree and x.degree_site)
+    return next(same, op.site)
+
+
+def _adjusted(site: Site, operands: Sequence[Value], result: Value) -> Value:
+    """The loss scale after a step: another scale, with a symbol of its own."""
+    old = next((x for x in operands if x.scale is not None), None)
+    if old is None or result is old:
+        return result
+    symbol = ("adjusted", site.numbers)
+    return result.but(degree=((symbol, Fraction(1)),), scale=old.scale)

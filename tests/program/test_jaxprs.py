@@ -1,0 +1,178 @@
+"""The private parts of JAX: where one is missing, an answer is poorer, and no error."""
+
+import re
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import jls
+from jls._program import jaxprs
+from jls._program.frames import Frame
+from jls._program.places import place_of
+from jls._tools.check.check import read_step
+
+SOURCE = Path(jls.__file__).parent
+# Names that only `jaxprs` may read.
+PRIVATE = re.compile(
+    r"\b(jax\._src|source_info|name_stack\b(?!\()|traceback\.frames|debug_info|"
+    r"func_src_info|traced_for|inner_aval|ctx)\b|"
+    r"\b(equation|eqn|caller)\.params\b|\w\._trace\b"
+)
+
+
+def test_private_parts_are_read_in_one_place():
+    for path in SOURCE.rglob("*.py"):
+        if path.name == "jaxprs.py":
+            continue
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if "import" not in line:
+                assert not PRIVATE.search(line), f"{path}: {line}"
+
+
+def mesh():
+    return jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def loss_fn(params, batch):
+    """Of all kinds of control flow, in float16, with an inf in a loop."""
+
+    @jax.custom_jvp
+    def rule(x):
+        return x * 2
+
+    rule.defjvp(lambda x, t: (rule(x[0]), 2 * t[0]))
+
+    def body(carry, x):
+        hidden = jax.checkpoint(rule)(x * params["w"].astype(jnp.float16))
+        return carry + jnp.exp(batch["big"].astype(jnp.float16) * hidden), hidden
+
+    carry, hidden = lax.scan(body, jnp.zeros(3, jnp.float16), batch["x"])
+    spec = PartitionSpec()
+    on_devices = jax.shard_map(
+        lambda x: lax.psum(x**2, "d"), mesh=mesh(), in_specs=spec, out_specs=spec
+    )
+    total = on_devices(hidden.astype(jnp.float32)).sum()
+    total += lax.cond(total > 0, lambda x: x**3, lambda x: x, total)
+    looped = lax.while_loop(
+        lambda x: x[0] < 2, lambda x: (x[0] + 1, x[1] * 0.5), (0, total)
+    )[1]
+    return total + lax.stop_gradient(looped) + carry.astype(jnp.float32).sum()
+
+
+OPTIMIZER = jls.loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
+
+
+def step(params, opt_state, batch):
+    loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, batch)
+    updates, opt_state = OPTIMIZER.update(grads, opt_state, params, value=loss)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+def arguments(big):
+    params = {"w": jnp.full(3, 0.5)}
+    batch = {"x": jnp.full((2, 3), 0.5, jnp.float16), "big": jnp.float32(big)}
+    return params, OPTIMIZER.init(params), batch
+
+
+def read():
+    """Reads the step, and its places; and a tracer, for a warning."""
+    runner, findings, _ = read_step(step, arguments(0.1), {})
+    params, state, batch = arguments(0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        jax.make_jaxpr(lambda *args: jls.value_and_grad(loss_fn)(state, *args))(
+            params, batch
+        )
+    root = Frame(runner.reading.traced.program)
+    places = [
+        place_of(frame.site_of(number))
+        for frame in root.all()
+        for number in range(len(frame.jaxpr.eqns))
+    ]
+    return findings, places
+
+
+def names_asked(patch, missing=()):
+    """The private names that are asked for; the missing ones are not found."""
+    asked = set()
+    part, parameters = jaxprs._part, jaxprs.parameters
+
+    class Parameters(dict):
+        def get(self, name, default=None):
+            asked.add(name)
+            return default if name in missing else super().get(name, default)
+
+    def watched_part(node, name, default=None):
+        asked.add(name)
+        return default if name in missing else part(node, name, default)
+
+    patch.setattr(jaxprs, "_part", watched_part)
+    patch.setattr(jaxprs, "parameters", lambda x: Parameters(parameters(x)))
+    return asked
+
+
+# What belongs together, in any version of JAX.
+PARTS = {
+    "lines": ("traceback", "frames", "file_name", "line_num", "function_name"),
+    "names": ("name_stack",),
+    "lines and names": ("source_info",),
+    "functions of jax": ("debug_info", "func_src_info"),
+    "tracers": ("_trace", "frame", "traced_for"),
+    "references": ("inner_aval",),
+    "calls": ("jaxpr", "call_jaxpr"),
+    "remat": ("prevent_cse",),
+    "scan": ("num_consts", "num_carry", "ft_in", "unpack", "length", "reverse"),
+    "while": ("body_jaxpr", "body_nconsts", "cond_jaxpr", "cond_nconsts"),
+    "cond": ("branches",),
+    "devices": ("mesh", "in_specs", "out_specs", "check_vma", "manual_axes",
+                "newly_manual_axes"),
+    "axes that vary": ("mat", "varying", "vma"),
+    "powers and sums": ("y", "axes", "axis_index_groups"),
+    "scatter": ("update_jaxpr",),
+}  # fmt: skip
+NAMES = {name for names in PARTS.values() for name in names}
+
+
+def test_every_private_name_is_tried(monkeypatch):
+    asked = names_asked(monkeypatch)
+    read()
+    assert asked > {"func_src_info", "num_carry", "traced_for", "body_nconsts"}
+    assert asked <= NAMES
+
+
+def test_reading_goes_on_without_any_one_name(monkeypatch):
+    whole, places = read()
+    assert not set(whole.of("broken")) | set(whole.of("not tried"))
+    for name in sorted(NAMES):
+        with monkeypatch.context() as patch:
+            names_asked(patch, {name})
+            findings, _ = read()
+        assert not findings.of("broken"), name
+    with monkeypatch.context() as patch:
+        names_asked(patch, {"line_num"})
+        assert {x.line for x in read()[1]} == {0} != {x.line for x in places}
+
+
+@pytest.mark.parametrize("group", PARTS)
+def test_why_and_calibrate_go_on_without(group, monkeypatch):
+    names_asked(monkeypatch, PARTS[group])
+    assert jls.why(step, *arguments(60.0)).births
+    made = jls.calibrate(step, *arguments(0.1))
+    if PARTS[group][0] in ("name_stack", "source_info"):  # there is the wrapper
+        assert made.ceiling is None
+        assert "No update of the optimizer was found" in made.notes[0]
+    else:
+        assert made.ceiling == 2.0**12
+
+
+def test_reading_goes_on_without_all_of_them(monkeypatch):
+    names_asked(monkeypatch, NAMES)
+    findings, _ = read()
+    assert not findings.of("broken")
+    assert jls.why(step, *arguments(60.0)).results
