@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,7 @@ from jls._logged import flatten_metrics
 from jls._nnx import is_variable, read_variables
 from jls._placement import place_like
 from jls._text import at, join, path_name
-from jls._types import (
-    LossScaledState,
-    SpikeState,
-    StepReport,
-    logged,
-    spike_metrics,
-)
+from jls._types import LossScaledState, StepReport, wrapper_metrics
 
 State = TypeVar("State")
 
@@ -105,9 +99,42 @@ def _scaler_node_in(state: Any, of_devices: bool = False) -> Any:
     return node
 
 
+class Run(NamedTuple):
+    """The state of a run's wrapper, of one device, and the loss scale in it."""
+
+    state: LossScaledState
+    loss_scale: Array
+
+
+def run_in(state: Any) -> Run:
+    """The one run in `state`, or an error; for functions of the host.
+
+    `state` is searched once: for wrappers, and for what must not be around one.
+    """
+    nodes = [
+        (around, node)
+        for _, around in find(state, lambda x: is_wrapper_state(x) or _is_around(x))
+        for _, node in find(around, is_wrapper_state)
+    ]
+    wrapper_state = _one_wrapper_state([node for _, node in nodes], state)
+    _validate.concrete("state", wrapper_state)
+    wrapper_state = of_one_device(wrapper_state)
+    loss_scale = _scaler_node_in(wrapper_state).loss_scale
+    ((around, node),) = nodes
+    if around is not node:
+        raise _is_outside(around)
+    return Run(wrapper_state, jnp.asarray(loss_scale))
+
+
 def wrapper_state_in(state: Any) -> LossScaledState:
     """The one `LossScaledState` in `state`, or an error."""
-    found = find(state, is_wrapper_state)
+    return _one_wrapper_state(
+        [node for _, node in find(state, is_wrapper_state)], state
+    )
+
+
+def _one_wrapper_state(found: list[Any], state: Any) -> LossScaledState:
+    """The one that was found in `state`, or an error."""
     if not found and find_scaler_states(state):
         raise ValueError(
             "state must carry one state of jls.loss_scaled or jls.skip_nonfinite, got "
@@ -128,36 +155,37 @@ def wrapper_state_in(state: Any) -> LossScaledState:
             "state must carry one state of jls.loss_scaled or jls.skip_nonfinite, got "
             f"{type(state).__name__} with {len(found)} of them. {write}"
         )
-    return read_variables(found[0][1])
-
-
-def concrete_wrapper_state_in(state: Any) -> LossScaledState:
-    """Like `wrapper_state_in`, for functions of the host: not traced."""
-    wrapper_state = wrapper_state_in(state)
-    _validate.concrete("state", wrapper_state)
-    return wrapper_state
+    return read_variables(found[0])
 
 
 def refuse_around(state: Any) -> None:
     """Raises if the wrapper in `state` is inside what would undo what it does."""
-    for _, around in find(state, is_multi_steps_state):
+    for _, around in find(state, _is_around):
         if find(around, is_wrapper_state):
-            raise ValueError(
-                "optax.MultiSteps must be inside jls.loss_scaled, got it outside, "
-                "where a NaN stays in its accumulator for ever. Write "
-                "jls.loss_scaled(optax.MultiSteps(optimizer, k))."
-            )
-    for _, around in find(state, lambda x: isinstance(x, optax.ApplyIfFiniteState)):
-        if find(around.inner_state, is_wrapper_state):
-            raise ValueError(
-                "optax.apply_if_finite must not be around jls.loss_scaled, which does "
-                "all that it does: on a bad step it takes back the counters and the "
-                "loss scale too. Leave it out."
-            )
+            raise _is_outside(around)
 
 
 def is_multi_steps_state(node: Any) -> bool:
     return isinstance(node, optax.MultiStepsState)
+
+
+def _is_around(node: Any) -> bool:
+    return isinstance(node, optax.MultiStepsState | optax.ApplyIfFiniteState)
+
+
+def _is_outside(around: Any) -> ValueError:
+    """The error for a wrapper whose state is inside that of another optimizer."""
+    if is_multi_steps_state(around):
+        return ValueError(
+            "optax.MultiSteps must be inside jls.loss_scaled, got it outside, "
+            "where a NaN stays in its accumulator for ever. Write "
+            "jls.loss_scaled(optax.MultiSteps(optimizer, k))."
+        )
+    return ValueError(
+        "optax.apply_if_finite must not be around jls.loss_scaled, which does "
+        "all that it does: on a bad step it takes back the counters and the "
+        "loss scale too. Leave it out."
+    )
 
 
 def no_loss_scale(state: Any) -> ValueError:
@@ -207,11 +235,9 @@ def of_one_device(state: Any) -> Any:
     Args:
       state: of a wrapper, or a scaler. The wrapped optimizer's stays as it is.
     """
-    scaler_state = getattr(state, "scaler_state", state)
-    ((_, node),) = find_scaler_states(scaler_state)
-    scale = node.loss_scale
-    is_array = isinstance(scale, jax.Array | np.ndarray)
-    if not is_array or isinstance(scale, Tracer) or scale.ndim != 1 or not scale.size:
+    one = state.steps if is_wrapper_state(state) else state.loss_scale
+    is_array = isinstance(one, jax.Array | np.ndarray)
+    if not is_array or isinstance(one, Tracer) or one.ndim != 1 or not one.size:
         return state
     own = state._replace(inner_state=()) if is_wrapper_state(state) else state
     own = jax.device_get(own)
@@ -293,11 +319,7 @@ def metrics(state: Any) -> dict[str, Array]:
         return flatten_metrics(state, {})
     values = {"loss_scale": loss_scale(state)}
     for _, node in find(state, is_wrapper_state):
-        wrapper_state = read_variables(node)
-        values |= logged(wrapper_state)
-        spikes = wrapper_state.spike_state
-        if isinstance(spikes, SpikeState):
-            values |= {"spikes_found": spikes.found, **spike_metrics(spikes)}
+        values |= wrapper_metrics(read_variables(node))
     return values
 
 

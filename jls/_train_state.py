@@ -6,7 +6,8 @@ a field has another name, it is taken if no other field can be meant.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -21,9 +22,8 @@ FP8 = "_overwrite_with_gradient"  # the collection of Flax's fp8 layers
 
 
 def is_train_state(node: Any) -> bool:
-    if is_optimizer(node):
-        return False
-    return hasattr(node, "tx") or bool(_optimizers(node))
+    has_optimizer = hasattr(node, "tx") or bool(_optimizers(node))
+    return has_optimizer and not is_optimizer(node)
 
 
 def optimizer_in(state: Any) -> Any:
@@ -108,3 +108,32 @@ def pytree_fields(state: Any) -> list[str]:
         for field in dataclasses.fields(state)
         if field.metadata.get("pytree_node", not field.metadata.get("static"))
     ]
+
+
+class Carried(NamedTuple):
+    """What a state carries beside the optimizer's own and a count of steps."""
+
+    optimizer: Any = None
+    params: Any = None
+    others: Mapping[str, Any] = MappingProxyType({})  # further fields of a `TrainState`
+    is_nnx: bool = False  # it is an `nnx.Optimizer`
+
+
+def carried_by(state: Any) -> Carried:
+    """The optimizer, and the fields of a `TrainState` that only it knows."""
+    optimizer = optimizer_in(state)
+    if not is_train_state(state):
+        return Carried(optimizer, is_nnx=optimizer is not None)
+    try:
+        names = names_in(state)
+    except (TypeError, ValueError):  # no field, or several, may hold the parameters
+        names = None
+    fields = {name: getattr(state, name) for name in pytree_fields(state)}
+    known = names or ("tx", "step")
+    others = {
+        name: field
+        for name, field in fields.items()
+        if name not in known and not find(field, is_wrapper_state)
+    }
+    params = fields.get(names.params) if names else others.pop("params", None)
+    return Carried(optimizer, params, others)

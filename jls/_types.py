@@ -500,6 +500,14 @@ def logged(state: LossScaledState) -> dict[str, Array]:
     }
 
 
+def wrapper_metrics(state: LossScaledState) -> dict[str, Any]:
+    """The same, and what a spike policy of jls has found."""
+    spikes = state.spike_state
+    if not isinstance(spikes, SpikeState):
+        return logged(state)
+    return logged(state) | {"spikes_found": spikes.found, **spike_metrics(spikes)}
+
+
 def has_policy(state: LossScaledState) -> bool:
     """Whether it was made with a spike policy, whose own state may be empty."""
     return not isinstance(state.spikes, tuple)

@@ -45,6 +45,18 @@ def test_an_optimizer_in_their_place_is_told_its_keyword():
     assert jls.health(STATE, {}).numbers["poisoned"] is False
 
 
+def test_parameters_before_the_state_are_told_the_order():
+    with pytest.raises(ValueError, match=r"order is jls\.health\(opt_state, params\)"):
+        jls.health(PARAMS, STATE)
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"jls\.health\(optimizer, model\)"):
+        jls.health(model, nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param))
+    with pytest.raises(
+        ValueError, match=r"must carry one state of jls.* got dict with"
+    ):
+        jls.health(PARAMS, PARAMS)
+
+
 def test_a_parameter_of_one_element_that_is_minus_inf_is_no_mask():
     for shape in ((), (1,)):
         params = {"w": jnp.full(shape, -jnp.inf)}

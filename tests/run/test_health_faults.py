@@ -424,7 +424,7 @@ def test_of_two_wrappers_the_one_that_made_the_state_is_to_be_passed():
     assert jls.health(part, optimizer=transforms["w"]).verdict == "at ceiling"
 
 
-def test_multi_steps_around_the_wrapper_is_refused():
+def test_what_undoes_a_skip_is_refused_around_the_wrapper():
     inside = jls.loss_scaled(optax.MultiSteps(optax.sgd(0.1), 2))
     params, state = run(inside, [GOOD])
     assert jls.health(state, params, optimizer=inside).verdict == "ok"
@@ -433,6 +433,9 @@ def test_multi_steps_around_the_wrapper_is_refused():
     for nested in (state, (state, 3)):
         with pytest.raises(ValueError, match=r"MultiSteps must be inside jls.loss_s"):
             jls.health(nested, params)
+    around = optax.apply_if_finite(jls.loss_scaled(optax.sgd(0.1)), 5)
+    with pytest.raises(ValueError, match=r"apply_if_finite must not be around jls\.lo"):
+        jls.health(around.init(params))
 
 
 # A Flax TrainState, all of it ---------------------------------------------------------

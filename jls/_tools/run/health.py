@@ -13,17 +13,10 @@ from jls import _validate
 from jls._nnx import is_model, is_optimizer, split_model
 from jls._scalers.rule import bounds_of, scalar
 from jls._scalers.static import is_static
-from jls._state import (
-    concrete_wrapper_state_in,
-    find,
-    is_wrapper_state,
-    metrics,
-    of_one_device,
-    refuse_around,
-)
+from jls._state import Run, find, is_wrapper_state, run_in
 from jls._step import FoundWrapper, find_wrappers, sums_squares, wrapper_of
 from jls._text import an, wrapped
-from jls._tools.run.poison import find_poison, flag_leaves
+from jls._tools.run.poison import FlaggedLeaves, find_poison, flag_leaves
 from jls._tools.run.record import strict
 from jls._tools.run.small import measure_small
 from jls._tools.run.verdict import (
@@ -37,13 +30,7 @@ from jls._tools.run.verdict import (
     Verdict,
     diagnose,
 )
-from jls._train_state import (
-    FP8,
-    is_train_state,
-    names_in,
-    optimizer_in,
-    pytree_fields,
-)
+from jls._train_state import FP8, carried_by, optimizer_in
 from jls._tree import is_narrow, named_floats
 from jls._types import (
     SIGNALS,
@@ -54,6 +41,7 @@ from jls._types import (
     SpikeState,
     StaticState,
     known_skip_reason,
+    wrapper_metrics,
 )
 
 
@@ -207,79 +195,46 @@ def health(
     limit = _validate.host_interval("max_consecutive_skips", max_consecutive_skips)
     max_small = _validate.host_number("max_small", max_small, "from 0 to 1", 0.0, 1.0)
     dtype = _validate.float_dtype("dtype", dtype)
-    if find(params, is_wrapper_state) and not find(state, is_wrapper_state):
-        raise ValueError(
-            "state must come first, got the parameters before it. The order is "
-            "jls.health(opt_state, params), of NNX jls.health(optimizer, model)."
-        )
+    run = _run_in(state, params)
     _check_params(params)
-    wrapper_state = of_one_device(concrete_wrapper_state_in(state))
-    refuse_around(state)
     for name, tree in {"params": params, "grads": grads, "carried": carried}.items():
         _validate.concrete(name, tree)
-    is_nnx = is_optimizer(state) or is_model(params)
-    others = [] if carried is None else [carried]
-    if is_model(params):
-        _, params, variables = split_model(params, state, optimizer)
-        others.append(variables)
-    held, fields = _fields_of(state)
-    params = held if params is None else params
-    if isinstance(params, Mapping) and FP8 in params:
-        # As in Flax's `TrainState.create`, the optimizer knows only the others.
-        others.append({FP8: params[FP8]})
-        params = params["params"]
-    if fields:
-        others.append(fields)
-    found = _wrapper_in(optimizer, state, params, wrapper_state)
-    scaler = found.wrapper.scaler if found else None
-
-    flagged = flag_leaves(params, wrapper_state.inner_state, others)
+    subject = _gather(state, run, params, carried, optimizer)
+    flagged = subject.flag_leaves()
     on_device = {
-        "metrics": metrics(wrapper_state),
-        "leaves": wrapper_state.nonfinite_leaves,
+        "counts": {"loss_scale": run.loss_scale} | wrapper_metrics(run.state),
+        "leaves": run.state.nonfinite_leaves,
         "bad": {tree: leaves.flags for tree, leaves in flagged.items()},
-        "small": {} if grads is None else measure_small(wrapper_state, grads, dtype),
-        "policy": _observe_spikes(wrapper_state.spike_state),
+        "small": {} if grads is None else measure_small(run.loss_scale, grads, dtype),
+        "policy": _observe_spikes(run.state.spike_state),
     }
     on_host = jax.tree.map(lambda x: x.tolist(), jax.device_get(on_device))
-    counts, flags, small, policy = (
-        on_host[name] for name in ("metrics", "leaves", "small", "policy")
-    )
+    counts, small, policy = (on_host[name] for name in ("counts", "small", "policy"))
     counts["last_skip_reason"] = known_skip_reason(counts["last_skip_reason"])
-    steps, in_a_row = counts["steps"], counts["consecutive_skips"]
-    poison = find_poison(flagged, on_host["bad"], steps, in_a_row)
-    known = _describe_scale(scaler, wrapper_state, counts["loss_scale"])
+    poison = find_poison(
+        flagged, on_host["bad"], counts["steps"], counts["consecutive_skips"]
+    )
+    known = _describe_scale(subject, counts["loss_scale"])
     known |= {"poisoned_leaves": poison.leaves, "masks": poison.masks}
-    unnamed = None
-    if params is not None:
-        names = found.names if found else named_floats(params)[0]
-        if names and len(flags) < len(names):  # it is around a part of them
-            known["nonfinite_leaves"] = None
-            unnamed = None if found else (sum(flags), len(flags))
-        else:
-            known["nonfinite_leaves"] = _select_names(names, flags)
+    names, unnamed = _name_leaves(subject, on_host["leaves"])
+    if subject.params is not None:
+        known["nonfinite_leaves"] = names
     if grads is not None:
         small["dtype"] = dtype.name
-
-    was_bad = in_a_row > 0 and counts["last_skip_reason"] == SkipReason.GRADIENTS
     facts = Facts(
         metrics=counts,
-        all_leaves_nonfinite=all(flags),
-        all_leaves_finite=bool(flags) and not any(flags),
+        all_leaves_nonfinite=all(on_host["leaves"]),
+        all_leaves_finite=bool(on_host["leaves"]) and not any(on_host["leaves"]),
         unnamed_leaves=unnamed,
         is_doubted=poison.is_doubted,
-        saw_params=params is not None or bool(fields),
-        is_train_state=held is not None or bool(fields),
-        is_nnx=is_nnx,
-        is_narrow=None
-        if params is None
-        else is_narrow((params, wrapper_state.inner_state)),
-        sums_squares=found is not None
-        and was_bad
-        and sums_squares(found.wrapper, params, wrapper_state.inner_state),
+        saw_params=subject.params is not None or subject.is_train_state,
+        is_train_state=subject.is_train_state,
+        is_nnx=subject.is_nnx,
+        is_narrow=subject.is_narrow(),
+        sums_squares=subject.sums_squares(counts),
         small=Small(**small) if small else None,
         policy=PolicyFacts(**policy) if policy else None,
-        scaler=_describe_scaler(found, params),
+        scaler=_describe_scaler(subject),
         **known,
     )
     known["poisoned"] = facts.poisoned if flagged else None
@@ -309,29 +264,91 @@ def _check_params(params: Any) -> None:
     )
 
 
-# What `state` is and holds.
+# What the verdict is on.
 
 
-def _fields_of(state: Any) -> tuple[Any, dict[str, Any]]:
-    """The parameters of a `TrainState`, and its fields that only it knows.
+class _Subject(NamedTuple):
+    """What a verdict is on."""
 
-    Those of the optimizer and the step count are not among them. None and no fields for
-    any other state.
-    """
-    if not is_train_state(state):
-        return None, {}
+    run: Run
+    params: Any  # None if they are not looked at
+    others: list[Any]  # what else goes from step to step
+    found: FoundWrapper | None  # the optimizer's wrapper, if it is known
+    is_train_state: bool
+    is_nnx: bool
+
+    def flag_leaves(self) -> dict[str, FlaggedLeaves]:
+        """The leaves that are looked at, with their flags on the device."""
+        if self.params is None and not self.others:
+            return {}
+        return flag_leaves(self.params, self.run.state.inner_state, self.others)
+
+    def is_narrow(self) -> bool | None:
+        """Whether a parameter or a moment has less than 32 bits, if it is known."""
+        if self.params is None:
+            return None
+        return is_narrow((self.params, self.run.state.inner_state))
+
+    def sums_squares(self, counts: Mapping[str, Any]) -> bool:
+        """Whether the last step was skipped for a sum of squares of its gradients."""
+        was_bad = (
+            counts["consecutive_skips"] > 0
+            and counts["last_skip_reason"] == SkipReason.GRADIENTS
+        )
+        if not (self.found and was_bad):
+            return False
+        inner_state = self.run.state.inner_state
+        return sums_squares(self.found.wrapper, self.params, inner_state)
+
+
+def _run_in(state: Any, params: Any) -> Run:
     try:
-        names = names_in(state)
-    except (TypeError, ValueError):  # no field, or several, may hold the parameters
-        names = None
-    fields = {name: getattr(state, name) for name in pytree_fields(state)}
-    known = names or ("tx", "step")
-    others = {
-        name: field
-        for name, field in fields.items()
-        if name not in known and not find(field, is_wrapper_state)
-    }
-    return fields.get(names.params) if names else others.pop("params", None), others
+        return run_in(state)
+    except ValueError:
+        if find(params, is_wrapper_state) and not find(state, is_wrapper_state):
+            raise ValueError(
+                "state must come first, got the parameters before it. The order is "
+                "jls.health(opt_state, params), of NNX jls.health(optimizer, model)."
+            ) from None
+        raise
+
+
+def _gather(
+    state: Any, run: Run, params: Any, carried: Any, optimizer: Any
+) -> _Subject:
+    """What is given, and what `state` carries beside the optimizer's own."""
+    held = carried_by(state)
+    others = [] if carried is None else [carried]
+    is_nnx = held.is_nnx or is_model(params)
+    if is_model(params):
+        _, params, variables = split_model(params, state, optimizer)
+        others.append(variables)
+    params = held.params if params is None else params
+    if isinstance(params, Mapping) and FP8 in params:
+        # As in Flax's `TrainState.create`, the optimizer knows only the others.
+        others.append({FP8: params[FP8]})
+        params = params["params"]
+    if held.others:
+        others.append(dict(held.others))
+    found = _wrapper_in(optimizer, held.optimizer, params, run.state)
+    is_train_state = held.params is not None or bool(held.others)
+    return _Subject(run, params, others, found, is_train_state, is_nnx)
+
+
+def _name_leaves(
+    subject: _Subject, flags: list[bool]
+) -> tuple[list[str] | None, tuple[int, int] | None]:
+    """The leaves of the last skipped step that were not finite.
+
+    Their names, None if they are not known; and how many, of how many, if only that is.
+    """
+    params, found = subject.params, subject.found
+    if params is None:
+        return None, None
+    names = found.names if found else named_floats(params)[0]
+    if names and len(flags) < len(names):  # it is around a part of them
+        return None, None if found else (sum(flags), len(flags))
+    return _select_names(names, flags), None
 
 
 # Spikes.
@@ -358,16 +375,16 @@ def _observe_spikes(state: Any) -> dict[str, Any]:
 
 
 def _wrapper_in(
-    optimizer: Any, state: Any, params: Any, wrapper_state: LossScaledState
+    optimizer: Any, held: Any, params: Any, wrapper_state: LossScaledState
 ) -> FoundWrapper | None:
-    """The wrapper of the optimizer, or of the one that a Flax state carries."""
+    """The wrapper of the optimizer, or of the one `held` by a Flax state."""
     if isinstance(optimizer, LossScaler):
         raise TypeError(
             "optimizer must be what jls.loss_scaled returned, got its scaler. Write "
             "optimizer = jls.loss_scaled(inner, scaler), and pass that."
         )
     if optimizer is None:
-        found = _wrappers_in(optimizer_in(state), params)
+        found = _wrappers_in(held, params)
         return found[0] if len(found) == 1 else None
     found = _wrappers_in(optimizer_in(optimizer) or optimizer, params)
     if not found:
@@ -409,11 +426,10 @@ def _wrappers_in(optimizer: Any, params: Any) -> list[FoundWrapper]:
     return find_wrappers(optimizer, params) if can_look else []
 
 
-def _describe_scale(
-    scaler: LossScaler | None, wrapper_state: LossScaledState, loss_scale: float
-) -> dict[str, Any]:
+def _describe_scale(subject: _Subject, loss_scale: float) -> dict[str, Any]:
     """Whether the scale can never move, and its bounds; None if they are not known."""
-    static = isinstance(wrapper_state.scaler_state, StaticState)
+    scaler = subject.found.wrapper.scaler if subject.found else None
+    static = isinstance(subject.run.state.scaler_state, StaticState)
     if is_static(scaler) if scaler else static:
         return {"is_static": True, "min_scale": loss_scale, "max_scale": loss_scale}
     bounds = bounds_of(scaler) if scaler else None
@@ -423,8 +439,9 @@ def _describe_scale(
     return {"is_static": low == high, "min_scale": low, "max_scale": high}
 
 
-def _describe_scaler(found: FoundWrapper | None, params: Any) -> ScalerFacts:
+def _describe_scaler(subject: _Subject) -> ScalerFacts:
     """The facts of a known optimizer: of its scaler, its checks and its policy."""
+    found, params = subject.found, subject.params
     if found is None:
         return UNKNOWN
     wrapper, known = found.wrapper, found.wrapper.scaler.hyperparameters

@@ -12,12 +12,11 @@ from jax.typing import DTypeLike
 
 from jls import _validate
 from jls._reduce import float32_parts
-from jls._state import loss_scale
 from jls._tree import named_floats
 
 
 def measure_small(
-    state: Any, grads: optax.Updates, dtype: DTypeLike
+    loss_scale: Array, grads: optax.Updates, dtype: DTypeLike
 ) -> dict[str, Array]:
     """The numbers of `Small`, but for the name of the dtype, on the device.
 
@@ -31,7 +30,7 @@ def measure_small(
     # XLA flushes a product, or a bound, that is subnormal in float32.
     bound = max(normal, _validate.SMALLEST)
     leaves = named_floats(grads)[1]
-    small, all_zero = _small_share(leaves, loss_scale(state), bound)
+    small, all_zero = _small_share(leaves, loss_scale, bound)
     return {"small": small, "all_zero": all_zero}
 
 
