@@ -38,6 +38,7 @@ from jls._placement import copy_like, own_buffers, place_like, place_scalars
 from jls._scalers.adaptive import AdaptiveState
 from jls._state import find, how_to_nest, is_scaler_state, is_wrapper_state
 from jls._step import wrapper_of
+from jls._text import at, join, listed
 from jls._tree import (
     branches,
     common_dtype,
@@ -479,7 +480,7 @@ def _check_names(
     if not lacking and not unknown:
         return
     differences = [
-        f"{what} {join_names(names)}"
+        f"{what} {listed(names, _NAMES)}"
         for what, names in (("lacks", lacking), ("also has", unknown))
         if names
     ]
@@ -512,6 +513,7 @@ def _check_names(
 
 
 _OTHER = "Make target with the optimizer and the parameters that were saved."
+_NAMES = 8  # in a list: a state of jls has more fields than three
 _NO_TREE = (
     "Pass nested dicts, lists and arrays; for an object, "
     "flax.serialization.to_state_dict(object)."
@@ -564,14 +566,8 @@ def describe_node(node: Any) -> str:
         return "None"
     if is_leaf(structure):
         return f"a {type(node).__name__}"
-    return f"{type(node).__name__}({join_names(list(children))})"
-
-
-def join_names(names: list[str]) -> str:
-    """The names, or as many as a message can hold."""
-    more = [f"and {len(names) - 8} more"] if len(names) > 8 else []
-    return ", ".join([*names[:8], *more])
+    return f"{type(node).__name__}({listed(list(children), _NAMES)})"
 
 
 def format_path(path: tuple[str, ...]) -> str:
-    return f"at '{'/'.join(path)}'" if path else "at the root"
+    return at(join(*path)).lstrip() or "at the root"

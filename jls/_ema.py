@@ -27,6 +27,7 @@ from jls._nnx import read_variables
 from jls._placement import own_buffers
 from jls._scalers.rule import count_up
 from jls._state import find
+from jls._text import listed, quoted
 from jls._tree import is_array, is_extended, is_inexact, widen
 from jls._types import exportable
 
@@ -252,7 +253,7 @@ def eval_params(state: Any) -> Any:
             "jls.params_ema in it, last inside jls.loss_scaled."
         )
     if len(found) > 1:
-        paths = ", ".join(f"'{path}'" for path, _ in found)
+        paths = listed(quoted(path for path, _ in found))
         raise ValueError(
             "state must carry exactly one average of the parameters, got "
             f"{len(found)}: at {paths}. Pass the part that you mean."

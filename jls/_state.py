@@ -19,7 +19,7 @@ from jls import _validate
 from jls._logged import flatten_metrics
 from jls._nnx import is_variable, read_variables
 from jls._placement import place_like
-from jls._text import at, join, path_name
+from jls._text import at, describe, join, listed, path_name, quoted
 from jls._types import LossScaledState, StepReport, wrapper_metrics
 
 State = TypeVar("State")
@@ -82,7 +82,7 @@ def _scaler_node_in(state: Any, of_devices: bool = False) -> Any:
     if not found:
         raise no_loss_scale(state)
     if len(found) > 1:
-        paths = ", ".join(f"'{path}'" for path, _ in found)
+        paths = listed(quoted(path for path, _ in found))
         raise ValueError(
             f"state must carry exactly one loss scale, got {len(found)}: at {paths}. "
             "Pass the part that you mean."
@@ -377,8 +377,9 @@ def set_loss_scale(state: State, value: ArrayLike) -> State:
 def check_scale(value: Any) -> Array:
     """The loss scale `value` as `f32[]` in a fresh buffer, or an error."""
     if not _is_real_array(value) and not _validate.is_real(value):
-        got = getattr(value, "dtype", None) or f"{type(value).__name__} {value!r}"
-        raise TypeError(f"loss_scale must be a real number or array, got {got}.")
+        raise TypeError(
+            f"loss_scale must be a real number or array, got {describe(value)}."
+        )
     shape = np.shape(value)
     if shape not in ((), (1,)):
         raise ValueError(f"loss_scale must have shape () or (1,), got shape {shape}.")

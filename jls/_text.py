@@ -3,7 +3,7 @@
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ def path_names(paths: Sequence[Any]) -> list[str]:
 
 
 def join(*names: str) -> str:
-    """One path out of several, of which some may be the root of the one before."""
+    """One path out of several, or of keys; some may be the root of the one before."""
     return "/".join(filter(None, names))
 
 
@@ -34,15 +34,25 @@ def at(name: str) -> str:
     return f" at '{name}'" if name else ""
 
 
+def quoted(names: Iterable[str]) -> list[str]:
+    """Paths for a list in a sentence."""
+    return [f"'{name}'" for name in names]
+
+
 def first(name: str) -> str:
     """The first of several paths for a sentence, ", first 'l1/b'"; "" for the root."""
     return f", first '{name}'" if name else ""
 
 
-def first_three(names: Sequence[str]) -> str:
+def listed(names: Sequence[str], most: int = 3) -> str:
     """`names`, "a, b, c and 2 more"; the name of a tree that is one leaf is empty."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(name or "(tree)" for name in names[:3]) + more
+    more = and_more(names, most)
+    return ", ".join(name or "(tree)" for name in names[:most]) + (more and f" {more}")
+
+
+def and_more(items: Sequence[Any], most: int) -> str:
+    """How many come after the first, "and 2 more"; "" if none does."""
+    return f"and {len(items) - most} more" if len(items) > most else ""
 
 
 def an(name: str) -> str:

@@ -333,11 +333,11 @@ def as_flag(name: str, flag: Any) -> Array:
     """`flag` as `bool[]`, or an error that says what it should have been."""
     if isinstance(flag, bool):
         return jnp.asarray(flag)
-    dtype, shape = getattr(flag, "dtype", None), getattr(flag, "shape", None)
-    if dtype != jnp.bool_:
-        got = f"{type(flag).__name__} {flag!r}" if dtype is None else f"dtype {dtype}"
+    shape = getattr(flag, "shape", None)
+    if getattr(flag, "dtype", None) != jnp.bool_:
         raise TypeError(
-            f"{name} must be one boolean, got {got}. jls.all_finite(grads) makes one."
+            f"{name} must be one boolean, got {describe(flag)}. jls.all_finite(grads) "
+            "makes one."
         )
     if shape != ():
         raise ValueError(

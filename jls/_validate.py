@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jls._text import describe, path_name
+from jls._text import at, describe, path_name
 
 Word = TypeVar("Word", bound=str)
 
@@ -37,9 +37,7 @@ def number(name: str, value: Any, rule: str, low: float, high: float) -> Any:
     if is_unchecked(value):
         return _numeric(name, value)
     if not is_real(value):
-        raise TypeError(
-            f"{name} must be a real number, got {type(value).__name__} {value!r}."
-        )
+        raise TypeError(f"{name} must be a real number, got {describe(value)}.")
     try:
         exact = float(value)
     except OverflowError:  # an int of more than 308 digits
@@ -98,9 +96,7 @@ def interval(name: str, value: Any, low: int = 1) -> Any:
     if is_unchecked(value):
         return _whole(name, value)
     if not (is_real(value) and hasattr(value, "__index__")):
-        raise TypeError(
-            f"{name} must be an integer, got {type(value).__name__} {value!r}."
-        )
+        raise TypeError(f"{name} must be an integer, got {describe(value)}.")
     if not low <= value < 2**31:
         raise ValueError(f"{name} must be from {low} to 2^31 - 1, got {value!r}.")
     return int(value)
@@ -114,7 +110,7 @@ def host_interval(name: str, value: Any, low: int = 1) -> int:
         except TypeError:
             raise TypeError(
                 f"{name} must be an integer known before tracing, got an array of "
-                f"{value.dtype}{list(value.shape)}. Pass a Python number."
+                f"{describe(value)}. Pass a Python number."
             ) from None
     return interval(name, value, low)
 
@@ -170,11 +166,9 @@ def concrete(name: str, tree: Any, inside: str = "") -> None:
     """Raises if `tree` is traced; a message may say what to write `inside` of jit."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if isinstance(leaf, Tracer):
-            where = path_name(path)
             raise TracedError(
-                f"{name} must be concrete, got a traced array"
-                f"{f' at {where!r}' if where else ''}: call this outside jit, on what "
-                f"the step returned.{inside}"
+                f"{name} must be concrete, got a traced array{at(path_name(path))}: "
+                f"call this outside jit, on what the step returned.{inside}"
             )
     not_donated(name, tree)
 
@@ -195,7 +189,7 @@ def choice(name: str, value: Word, choices: Sequence[str]) -> Word:
     """One of a few words."""
     rule = f"{name} must be one of {', '.join(map(repr, choices))}"
     if not isinstance(value, str):
-        raise TypeError(f"{rule}, got {type(value).__name__} {value!r}.")
+        raise TypeError(f"{rule}, got {describe(value)}.")
     if value not in choices:
         raise ValueError(f"{rule}, got {value!r}.")
     return value

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import jls
+from jls._text import describe, listed
 
 
 @pytest.mark.parametrize(
@@ -102,3 +103,30 @@ def test_scaler_of_odd_functions_prints_them():
         scaler = jls.types.LossScaler(*functions)
         assert repr(scaler).startswith("LossScaler(init=")
         assert scaler.hyperparameters == {}
+
+
+@pytest.mark.parametrize(
+    ("names", "most", "text"),
+    [
+        ([], 3, ""),
+        (["a", ""], 3, "a, (tree)"),
+        (["a", "b", "c"], 3, "a, b, c"),
+        (["a", "b", "c", "d", "e"], 3, "a, b, c and 2 more"),
+        (["a", "b", "c", "d", "e"], 4, "a, b, c, d and 1 more"),
+    ],
+)
+def test_a_long_list_says_how_many_more_there_are(names, most, text):
+    assert listed(names, most) == text
+
+
+def test_a_value_is_described_on_one_line_without_the_numbers_of_an_array():
+    described = {
+        "str 'x'": "x",
+        "int 3": 3,
+        "NoneType None": None,
+        "float32[2,1]": jnp.ones((2, 1)),
+        "int64[]": np.array(3),
+        "list": [jnp.ones(3)],
+        "str": "x" * 80,
+    }
+    assert [describe(value) for value in described.values()] == list(described)

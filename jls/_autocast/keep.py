@@ -24,7 +24,7 @@ from jls._program.jaxprs import (
 )
 from jls._program.places import Place, modules_of, place_of
 from jls._program.walk import Site
-from jls._text import first_three
+from jls._text import listed
 
 Keep = str | Callable[[Place], Any] | None
 
@@ -63,7 +63,7 @@ class Choice:
             return
         assert isinstance(self._keep, re.Pattern)
         scopes = [scope for scope in self._scopes if scope]
-        there = first_three(scopes) if scopes else "no scopes at all"
+        there = listed(scopes) if scopes else "no scopes at all"
         raise ValueError(
             f"keep must be found in a scope of the program, got {self._keep.pattern!r}."
             f" There are: {there}. Scopes are the modules of Flax Linen and Haiku, and "

@@ -241,15 +241,15 @@ FAULTS = [
     Fault(
         "the births that are told count among those that are not",
         "jls/_tools/origin/result.py",
-        'f"  and {len(others) - _OTHERS} more',
-        'f"  and {len(others)} more',
+        "and_more(others, _OTHERS):",
+        "and_more(self.births, _OTHERS):",
         (WHY + "test_text_has_others_after_the_first_and_counts_the_rest",),
     ),
     Fault(
         "of results that are not finite too many are counted",
         "jls/_text.py",
-        'f" and {len(names) - 3} more" if',
-        'f" and {len(names)} more" if',
+        'f"and {len(items) - most} more" if',
+        'f"and {len(items)} more" if',
         (WHY + "test_text_has_others_after_the_first_and_counts_the_rest",),
     ),
     Fault(

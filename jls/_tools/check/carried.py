@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jls._text import join, listed, quoted
 from jls._tools.check.leaves import has_form, same_form, under, units
 from jls._tools.reading.arguments import REPORT, Arguments, Item, Keys
 from jls._tools.reading.reading import Reading
@@ -197,8 +198,8 @@ class _Pairing:
         return any(_are_nested(target, x) for x in self.sources.values())
 
     def _raise_ambiguous(self, group: list[Keys], targets: list[Keys]) -> None:
-        names = ", ".join(f"'{'/'.join(path)}'" for path in group)
-        found = ", ".join("/".join(path) or "all of it" for path in targets)
+        names = listed(quoted(join(*path) for path in group))
+        found = listed([join(*path) or "all of it" for path in targets])
         if len(targets) == 1:
             raise ValueError(
                 f"the step must return what it carries on from step to step, but its "
@@ -354,7 +355,7 @@ def _check_returned(
     lost = [arguments.items[s.at].path[0] for s in scales if s.at not in carried.leaves]
     if not missing and len(lost) < len(scales):
         return
-    where = ", ".join(f"'{name}'" for name in dict.fromkeys(missing or lost))
+    where = listed(quoted(dict.fromkeys(missing or lost)))
     raise ValueError(
         "the step must return what it carries on from step to step: no part of what "
         f"it returned has the paths, shapes and dtypes of {where}, which "

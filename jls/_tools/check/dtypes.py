@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls._program.jaxprs import is_exact_cast
-from jls._text import first_three
+from jls._text import join, listed
 from jls._tools.check.codes import Code
 from jls._tools.check.findings import Findings
 from jls._tools.reading.arguments import Arguments, Item, Keys
@@ -65,11 +65,11 @@ def restore_dtypes(
         for items, copy in copies:
             for path in _narrower_in(items, copy, state):
                 i, before = copy[path], state[path]
-                narrowed["/".join((*scale.root, *path))] = str(items[i].value.dtype)
+                narrowed[join(*scale.root, *path)] = str(items[i].value.dtype)
                 items[i] = _in_dtype(items[i], jnp.result_type(before))
     if narrowed:
         dtypes = " and ".join(sorted(set(narrowed.values())))
-        findings.broken(CODE, f"{first_three(list(narrowed))} came back as {dtypes}")
+        findings.broken(CODE, f"{listed(list(narrowed))} came back as {dtypes}")
     else:
         findings.right(CODE)
     return traced._replace(outputs=outputs, objects=objects)

@@ -21,7 +21,7 @@ import numpy as np
 
 from jls._mistakes import is_jit_disabled
 from jls._program.places import Place, place_of
-from jls._text import first_three, format_scale
+from jls._text import format_scale, join, listed
 from jls._tools.check.codes import Code
 from jls._tools.check.findings import Findings
 from jls._tools.check.good_steps import (
@@ -219,7 +219,7 @@ class _Trials:
                 if is_comparable and moves and not moved:
                     self.findings.broken(
                         code,
-                        f"{fault.what} changed nothing in {'/'.join(scale.root)}, not "
+                        f"{fault.what} changed nothing in {join(*scale.root)}, not "
                         "even the counters: an overflow is one for ever",
                     )
         if any(fault.scales for fault in self.faults):
@@ -395,7 +395,7 @@ class _Trials:
         is_told = self.findings.status("loss not passed") == "right"
         if hidden and is_told:
             self.findings.notes.append(
-                f"The loss stays finite with {first_three(hidden)}, so the skip is "
+                f"The loss stays finite with {listed(hidden)}, so the skip is "
                 "taken for an overflow: the loss scale backs off, and jls.requeue "
                 "hands the batch out again. If a jnp.nansum or a mask does it, give "
                 "the optimizer a loss that is NaN."
@@ -420,7 +420,7 @@ class _Trials:
 
     def _try_nan(self, i: int) -> None:
         leaves = self.base.leaves
-        what = f"NaN in {'/'.join(self.items[i].path)}"
+        what = f"NaN in {self.items[i].name}"
         faulty = [*leaves[:i], planted(leaves[i]), *leaves[i + 1 :]]
         run = self._try(faulty, what)
         if run is not None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jls._text import format_scale
+from jls._text import format_scale, join
 from jls._tools.check.findings import Findings
 from jls._tools.check.leaves import as_numpy
 from jls._tools.check.runs import Leaves, OutOfRunsError, Run, Runner
@@ -76,7 +76,7 @@ def _look_for_counting_numbers(runner: Runner, findings: Findings) -> None:
         if len(set(values)) == len(values):
             findings.broken(
                 "retraced",
-                f"{'/'.join(path)} is a static number that counts, {values[0]}, "
+                f"{join(*path)} is a static number that counts, {values[0]}, "
                 f"{values[1]}, {values[2]}: each call is compiled anew for it",
             )
 

@@ -11,6 +11,7 @@ from jls._program.control import Site
 from jls._program.facts import ANY, ZERO, Mixed, Unknown, Value
 from jls._program.places import Place, place_of
 from jls._scopes import GRADIENTS, LOSS
+from jls._text import join
 from jls._tools.check.codes import Code
 from jls._tools.check.findings import Findings
 from jls._tools.check.leaves import is_fp8
@@ -268,7 +269,7 @@ def _read_stuck(runner: Runner, findings: Findings) -> None:
         if _comes_back(runner, scale.state, is_skipped=False):
             findings.broken(code, f"the state in {scale.name} comes back as it was")
         elif scale.counters and _comes_back(runner, scale.own, is_skipped=True):
-            name = "/".join(scale.root)
+            name = join(*scale.root)
             findings.broken(
                 code,
                 f"in a step that is skipped {name} comes back as it was, with its "

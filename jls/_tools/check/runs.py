@@ -17,7 +17,7 @@ import numpy as np
 from jls._mistakes import eager_steps_allowed, is_jit_disabled
 from jls._placement import place_like
 from jls._program.facts import Value
-from jls._text import first_three
+from jls._text import listed
 from jls._tools.check.carried import Carried, Named, match
 from jls._tools.check.leaves import as_numbers, as_numpy, own_leaves, same
 from jls._tools.check.static import Numbers, numbers_in, subtree
@@ -351,8 +351,7 @@ class Runner:
 
     def names(self, leaves: Sequence[int] | set[int] | frozenset[int]) -> str:
         """The paths of leaves, the first three of them."""
-        paths = ["/".join(self.arguments.items[i].path) for i in sorted(leaves)]
-        return first_three(paths)
+        return listed([self.arguments.items[i].name for i in sorted(leaves)])
 
 
 _NOTHING = Value()

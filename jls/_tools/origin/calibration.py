@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jls._program.places import Place
-from jls._text import scale_in_words, wrapped
+from jls._text import and_more, scale_in_words, wrapped
 from jls._tools.origin.result import place_in_lines, place_in_words
 from jls._tools.origin.twin import Cotangent
 
@@ -125,6 +125,5 @@ def _list(items: Iterable[str]) -> list[str]:
     lines = [
         line for item in every[:_MAX_PLACES] for line in wrapped(f"  {item}", "    ")
     ]
-    if len(every) > _MAX_PLACES:
-        lines.append(f"  and {len(every) - _MAX_PLACES} more")
-    return lines
+    more = and_more(every, _MAX_PLACES)
+    return [*lines, f"  {more}"] if more else lines

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 
 from jls._program.places import Place, line_of_cell, short_path
-from jls._text import first_three, wrapped
+from jls._text import and_more, listed, wrapped
 
 _OTHERS = 5  # births beside the first in the text: it fits on a screen
 
@@ -64,8 +64,8 @@ class Why(NamedTuple):
         if others := self.births[1:]:
             lines += ["", "Later in the run:"]
             lines += [x for birth in others[:_OTHERS] for x in _in_one_line(birth)]
-            if len(others) > _OTHERS:
-                lines.append(f"  and {len(others) - _OTHERS} more, see .births")
+            if more := and_more(others, _OTHERS):
+                lines.append(f"  {more}, see .births")
         if not (self.is_from_scale or is_early):
             advices = [x.advice for x in self.births[: _OTHERS + 1] if x.advice]
             lines += _paragraphs([*self.notes, *[*dict.fromkeys(advices)][:2]])
@@ -91,7 +91,7 @@ def _headline(why: Why) -> str:
     names = list(why.results)
     if len(names) == 2:
         return f"not finite: {names[0]} and {names[1]}."
-    return f"not finite: {first_three(names)}."
+    return f"not finite: {listed(names)}."
 
 
 def _in_three_lines(birth: Birth) -> list[str]:

@@ -15,7 +15,7 @@ from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import is_inexact_atom, is_literal
 from jls._program.places import Place, is_transposed, place_of
 from jls._scopes import GRADIENTS, UPDATE, marks_of
-from jls._text import scale_in_words
+from jls._text import join, scale_in_words
 from jls._tools.origin import roots
 from jls._tools.origin.advice import (
     CAME_IN,
@@ -146,7 +146,7 @@ class Case:
         self.arguments = take_apart(self.fun, args, kwargs)
         check_usable(self.arguments, tool, "call")
         for item in self.arguments.items:
-            _validate.concrete("/".join(item.path), item.value)
+            _validate.concrete(item.name, item.value)
         self.traced = _traced(tool, self.fun, self.arguments)
         self.root = Frame(self.traced.program)
         inputs = self.traced.inputs
@@ -182,7 +182,7 @@ class Case:
                 continue
             # Results computed from an update follow from what the wrapper was given.
             if is_inexact_atom(atom) and not value.through & THROUGH_UPDATE:
-                name = "/".join(item.path)
+                name = item.name
                 if item not in self.traced.objects:
                     name = _result(item.path)
                 names.setdefault((self.root, atom), name)
@@ -421,7 +421,7 @@ class Case:
             for item in self._items_of(checked.found.get(roots.GRADIENTS, []), scale):
                 size = float(np.max(np.abs(np.asarray(item.value)), initial=0))
                 if largest < size < math.inf:
-                    largest, name = size, "/".join(item.path)
+                    largest, name = size, item.name
         if largest < _FAR_TOO_LARGE:
             return ""
         return (
@@ -461,7 +461,7 @@ class Case:
 
     def _birth_of_argument(self, kind: Literal["inf", "nan"], number: int) -> Birth:
         item = self.arguments.items[self.traced.inputs[number]]
-        place = Place(ARGUMENT, module="/".join(item.path))
+        place = Place(ARGUMENT, module=item.name)
         dtype = str(jnp.result_type(item.value))
         return Birth(kind, place, (), dtype, advice=CAME_IN)
 
@@ -500,7 +500,7 @@ class Case:
             one = bad.role.removesuffix("s")
             name = f"{one} of {known[bad.position]}" if known else bad.role
         if scale and len(self.scales) > 1:
-            name += f" ({'/'.join(scale.root)})"
+            name += f" ({join(*scale.root)})"
         return name
 
     def _names_of(
@@ -508,7 +508,7 @@ class Case:
     ) -> list[str]:
         """The names of the parameters of these gradients; [] if that is unclear."""
         items = self._items_of(variables, scale)
-        return ["/".join(x.path[1:]) or x.path[0] for x in items]
+        return [join(*x.path[1:]) or x.path[0] for x in items]
 
     def _items_of(
         self, variables: Sequence[Variable], scale: Scale | None

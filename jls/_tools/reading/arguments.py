@@ -19,6 +19,7 @@ from jls._nnx import (
     is_variable,
     nnx,
 )
+from jls._text import join
 from jls._tree import is_concrete
 from jls._types import BadBatch, StepReport
 
@@ -32,6 +33,10 @@ class Item(NamedTuple):
     path: Keys  # of an argument: its name comes first
     value: Any
     variable_type: str  # of its nnx.Variable, REPORT, or ""
+
+    @property
+    def name(self) -> str:
+        return join(*self.path)
 
 
 class Arguments(NamedTuple):
@@ -119,7 +124,7 @@ def check_usable(arguments: Arguments, tool: str, function: str) -> None:
     for path, leaf, _ in arguments.items:
         if not is_concrete(leaf):
             continue
-        name = "/".join(path)
+        name = join(*path)
         if leaf.is_deleted():
             raise ValueError(
                 f"{name} was donated to an earlier {function}, and is no more. Pass "

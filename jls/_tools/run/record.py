@@ -12,6 +12,7 @@ import numpy as np
 from jls import _state, _validate
 from jls._logged import Scalar, flatten_metrics, is_number
 from jls._nnx import read_variables
+from jls._text import describe
 from jls._types import SkipReason, StepReport
 
 Columns = Mapping[str, Sequence[Scalar | None]]
@@ -138,9 +139,9 @@ def _agreed(name: str, value: Any) -> np.ndarray:
 def _check_scalar(name: str, value: Any) -> None:
     _validate.concrete(name, value)
     if not is_number(value):
-        got = getattr(value, "dtype", None) or f"{type(value).__name__} {value!r}"
         raise TypeError(
-            f"{name} must be a real number of at most 64 bits, or an array, got {got}."
+            f"{name} must be a real number of at most 64 bits, or an array, got "
+            f"{describe(value)}."
         )
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
-from jls._text import first_three, scale_in_words
+from jls._text import listed, scale_in_words
 from jls._types import SIGNALS, SkipReason
 
 # In the order in which they are tried.
@@ -252,7 +252,7 @@ def diagnose(facts: Facts, limits: Limits) -> tuple[Verdict, str]:
 def _culprits(facts: Facts) -> str:
     """Which parameters caused the last skip, as far as their names are known."""
     if facts.nonfinite_leaves:
-        return f"Not finite: {first_three(facts.nonfinite_leaves)}"
+        return f"Not finite: {listed(facts.nonfinite_leaves)}"
     if facts.has_bad_norm:
         return (
             "Every gradient is finite, but their global norm is over 1.8e19: a float32 "
@@ -275,7 +275,7 @@ def _masks(facts: Facts) -> str:
     count, is_one = sum(facts.masks.values()), len(facts.masks) == 1
     holds, a_mask = ("holds", "a mask") if is_one else ("hold", "masks")
     note = (
-        f"{first_three(list(facts.masks))} {holds} -inf in {count} "
+        f"{listed(list(facts.masks))} {holds} -inf in {count} "
         f"element{'' if count == 1 else 's'}, taken for {a_mask}"
     )
     if facts.skipped:
@@ -296,7 +296,7 @@ def _poisoned(facts: Facts) -> str:
     found = {
         tree: names for tree, names in (facts.poisoned_leaves or {}).items() if names
     }
-    places = [f"{_TREES[tree]} ({first_three(names)})" for tree, names in found.items()]
+    places = [f"{_TREES[tree]} ({listed(names)})" for tree, names in found.items()]
     # Parameters spoil the moments, and moments the parameters: the first is advised on.
     trees = [t for t in found if t != "opt_state" or "params" not in found]
     rates = [name for name in found.get("opt_state", []) if "hyperparams/" in name]
