@@ -259,7 +259,7 @@ FAULTS = [
         HEALTH,
         "    _check_params(params)\n    for",
         "    _check_params(params)\n    run = run_in(state)\n    for",
-        ("tests/run/test_walk.py",),
+        ("tests/run/test_health_walk.py",),
     ),
     Fault(
         "a wrapper inside another optimizer passes for one outside",
