@@ -17,7 +17,7 @@ from jax.core import eval_jaxpr
 
 from jls import _validate
 from jls._autocast.held import Stored
-from jls._autocast.keep import Choice, Keep, multiplications
+from jls._autocast.keep import OUTER, Choice, Keep, multiplications
 from jls._autocast.kinds import Fact, Kind
 from jls._autocast.rewrite import Rewrite
 from jls._mistakes import warn
@@ -280,5 +280,6 @@ _REASONS = {
     "dtype": "of another dtype",
     "precision=": "with precision=",
     "inner product": "inner",
+    OUTER: "outer",
     "keep": "by keep",
 }

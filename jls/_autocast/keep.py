@@ -6,7 +6,8 @@ What stays, and what a product is:
     keep       a regular expression that is searched in the scope of an operation, or a
                function of its `Place`
     product    a dot, a convolution or a ragged dot of float32 arrays. Not one that asks
-               for a precision, nor an inner product, which is a sum
+               for a precision, nor an inner product, which is a sum, nor an outer one,
+               which sums nothing: an operation element by element
 """
 
 import re
@@ -17,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jls._autocast.primitives import PRODUCTS
 from jls._program.jaxprs import (
     is_float32,
     parameter,
@@ -27,6 +27,8 @@ from jls._program.walk import Site
 from jls._text import listed
 
 Keep = str | Callable[[Place], Any] | None
+
+OUTER = "outer product"
 
 
 class Choice:
@@ -80,12 +82,9 @@ class Choice:
             return "precision="
         if _is_inner(equation):
             return "inner product"
-        return "keep" if self.is_kept(site) else None
-
-    def is_cast(self, site: Site) -> bool:
-        """Whether an operation is a product that is computed in half."""
-        is_product = site.equation.primitive.name in PRODUCTS
-        return is_product and self.why_wide(site) is None
+        if self.is_kept(site):
+            return "keep"
+        return OUTER if _is_outer(equation) else None
 
 
 def _is_of_floats(equation: Any, half: Any) -> bool:
@@ -110,6 +109,15 @@ def _is_inner(equation: Any) -> bool:
         len(one) + len(other) == len(atom.aval.shape)
         for one, other, atom in zip(contracted, batch, equation.invars[:2], strict=True)
     )
+
+
+def _is_outer(equation: Any) -> bool:
+    """Whether nothing is summed: positions times frequencies, for one."""
+    if equation.primitive.name != "dot_general":
+        return False
+    (axes, _), _ = parameter(equation, "dimension_numbers")
+    shape = equation.invars[0].aval.shape
+    return all(shape[axis] == 1 for axis in axes)
 
 
 def multiplications(equation: Any) -> int:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jls._autocast.keep import Choice
+from jls._autocast.keep import OUTER, Choice
 from jls._autocast.leads import CONDITION, Leads
 from jls._autocast.primitives import (
     CHOICES,
@@ -143,8 +143,11 @@ class Kinds:
             return Step(Way.WIDE, [Fact(Kind.GIVEN) for _ in equation.outvars])
         if program is not None:
             return Step(Way.WIDE, self.read(program, facts, site))
-        if name in PRODUCTS and self._choice.is_cast(site):
+        why_wide = self._choice.why_wide(site) if name in PRODUCTS else ""
+        if why_wide is None:
             return Step(Way.PRODUCT, [Fact(Kind.HALF, name=object())])
+        if why_wide == OUTER:
+            return _of_outer(facts, leads[0])
         if self._choice.is_kept(site):
             return Step(Way.WIDE, [Fact(Kind.GIVEN) for _ in equation.outvars])
         way, results = self._of_operation(equation, name, facts, leads)
@@ -386,6 +389,17 @@ def _with_maximum(made: Fact, name: str, facts: Sequence[Fact]) -> Fact:
         maxima = frozenset[Any]().union(*(fact.maxima_of for fact in facts))
         return made._replace(maxima_of=maxima)
     return made
+
+
+def _of_outer(facts: Sequence[Fact], leads: bool) -> Step:
+    """A product that sums nothing; `facts` are of its two operands."""
+    kind = max(fact.kind for fact in facts)
+    is_beyond = any(fact.is_beyond for fact in facts)
+    is_half = kind in (Kind.HALF, Kind.CACHE)
+    if is_half and leads and not is_beyond:
+        return Step(Way.HALF, [Fact(Kind.HALF, name=object())])
+    made = Fact(Kind.WIDE if is_half else kind, 1.0, is_beyond, name=object())
+    return Step(Way.WIDE, [made])
 
 
 def _of_write(facts: Sequence[Fact], leads: bool) -> tuple[Way, Fact]:

@@ -9,7 +9,7 @@ or to the loss, must not be rounded. Read backwards, from the last operation.
 from collections.abc import Sequence
 from typing import Any
 
-from jls._autocast.keep import Choice
+from jls._autocast.keep import OUTER, Choice
 from jls._autocast.primitives import (
     ELEMENTWISE,
     EXTREMES,
@@ -89,8 +89,9 @@ class Leads:
             return self.read(program, results, site)
         if name in PRODUCTS:
             self.products[site.numbers] = site
-            is_cast = self._choice.is_cast(site)
-            return [is_cast and is_float32(atom) for atom in equation.invars]
+            why_wide = self._choice.why_wide(site)
+            leads = any(results) if why_wide == OUTER else why_wide is None
+            return [leads and is_float32(atom) for atom in equation.invars]
         nothing = [False] * len(equation.invars)
         if self._choice.is_kept(site):
             return nothing

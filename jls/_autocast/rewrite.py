@@ -119,7 +119,11 @@ class Rewrite:
         """An operation that is computed at once."""
         params = {}
         name = equation.primitive.name
-        if step.way == Way.PRODUCT and parameter(equation, "preferred_element_type"):
+        if (
+            name in PRODUCTS
+            and step.way != Way.WIDE
+            and parameter(equation, "preferred_element_type")
+        ):
             params["preferred_element_type"] = self.choice.dtype
         elif (
             name in PRODUCTS

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from reading import named, only, operations, products, saved
+from reading import named, off, only, operations, products, saved
 from shared import assert_identical
 
 import jls
@@ -110,6 +110,46 @@ def test_a_product_with_an_operand_in_half_is_half():
 
     (product,) = products(jls.autocast(fun, jnp.float16), X, W)
     assert product.operands == ("float16", "float16")
+
+
+OUTER = {
+    "outer": lambda x, y: jnp.einsum("i,j->ij", x, y),
+    "of a single column": lambda x, y: x[:, None] @ y[None],
+    "batched": lambda x, y: jnp.einsum("bi,bj->bij", x[None], y[None])[0],
+}
+
+
+@HALF
+@pytest.mark.parametrize("outer", OUTER.values(), ids=OUTER)
+def test_angles_of_a_rotary_embedding_are_float32(outer, half):
+    def fun(x, w, positions):
+        frequencies = 1e-4 ** (jnp.arange(4) / 4)
+        angles = outer(positions.astype(jnp.float32), frequencies)
+        turned = (x @ w) * jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=1)
+        return jnp.sum(jnp.square(turned @ w))
+
+    args = X, W, jnp.arange(len(X)) + 4000
+    cast = jls.autocast(fun, half)
+    assert off(cast(*args), fun(*args)) < 4 * jnp.finfo(half).eps
+    dtypes = [x.results[0] for x in products(cast, *args)]
+    assert sorted(dtypes) == sorted([name_of(half), F32, name_of(half)])
+
+
+@HALF
+def test_an_outer_product_between_two_products_is_stored_in_half(half):
+    def fun(x, w):
+        y = x @ w
+        return jnp.sum(jnp.einsum("bi,bj->bij", y, y) @ w)
+
+    outer = products(jls.autocast(fun, half), X, W)[1]
+    assert (*outer.operands, *outer.results) == (name_of(half),) * 3
+
+
+def test_an_outer_product_behind_the_last_product_is_float32():
+    def fun(x, w):
+        return jnp.einsum("bi,bj->bij", x @ w, jnp.sum(x, axis=1, keepdims=True))
+
+    assert products(jls.autocast(fun, jnp.float16), X, W)[1].results == (F32,)
 
 
 # Between two products.

@@ -119,6 +119,27 @@ FAULTS = [
         (SEMANTICS,),
     ),
     Fault(
+        "outer products are cast",
+        "jls/_autocast/keep.py",
+        "        return OUTER if _is_outer(equation) else None\n",
+        "        return None\n",
+        (SEMANTICS,),
+    ),
+    Fault(
+        "outer products are never half",
+        KINDS,
+        "    if is_half and leads and not is_beyond:\n",
+        "    if False:\n",
+        (SEMANTICS,),
+    ),
+    Fault(
+        "outer products do not lead to a product",
+        "jls/_autocast/leads.py",
+        "            leads = any(results) if why_wide == OUTER else why_wide is None\n",
+        "            leads = why_wide is None\n",
+        (SEMANTICS,),
+    ),
+    Fault(
         "a product that asks for a precision is cast",
         "jls/_autocast/keep.py",
         "    return any(one not in (None, lax.Precision.DEFAULT) for one in asked)\n",
