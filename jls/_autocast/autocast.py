@@ -25,6 +25,7 @@ from jls._nnx import is_object, merge_all, split_all, update_all
 from jls._program.jaxprs import (
     opened,
     parameter,
+    size_of,
     traced_wide,
 )
 from jls._scopes import AUTOCAST
@@ -252,7 +253,7 @@ def _say(rewrite: Rewrite) -> bool:
     reasons = Counter[str]()
     for site in rewrite.leads.products.values():
         lengths = [parameter(x, "length", 1) for x in site.equations]
-        count = multiplications(site.equation) * int(np.prod(lengths))
+        count = multiplications(site.equation) * size_of(lengths)
         reason = rewrite.choice.why_wide(site)
         whole += count
         half += count if reason is None else 0

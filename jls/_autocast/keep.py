@@ -15,12 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jls._program.jaxprs import (
     is_float32,
     parameter,
+    size_of,
 )
 from jls._program.places import Place, modules_of, place_of
 from jls._program.walk import Site
@@ -123,13 +123,14 @@ def _is_outer(equation: Any) -> bool:
 def multiplications(equation: Any) -> int:
     """How many multiplications a product takes."""
     left, right = equation.invars[:2]
-    size = int(np.prod(equation.outvars[0].aval.shape))
+    size = size_of(equation.outvars[0].aval.shape)
     if equation.primitive.name == "dot_general":
         (axes, _), _ = parameter(equation, "dimension_numbers")
-        return size * int(np.prod([left.aval.shape[axis] for axis in axes]))
+        return size * size_of(left.aval.shape[axis] for axis in axes)
     if equation.primitive.name == "conv_general_dilated":
         features = parameter(equation, "dimension_numbers").rhs_spec[0]
-        return size * (right.aval.size // max(1, right.aval.shape[features]))
+        shape = right.aval.shape
+        return size * (size_of(shape) // max(1, size_of([shape[features]])))
     numbers = parameter(equation, "ragged_dot_dimension_numbers")
     (axes, _), _ = numbers.dot_dimension_numbers
-    return size * int(np.prod([left.aval.shape[axis] for axis in axes]))
+    return size * size_of(left.aval.shape[axis] for axis in axes)

@@ -43,6 +43,7 @@ from jls._program.jaxprs import (
     opened,
     parameter,
     parameters,
+    size_of,
 )
 from jls._program.rules import RANDOM, data_of
 from jls._program.walk import ROOT, Site
@@ -362,7 +363,7 @@ _CONTROL = {"scan": Kinds._scan, "while": Kinds._while, "cond": Kinds._cond}
 
 
 def _size(aval: Any) -> int:
-    return int(np.prod(aval.shape))
+    return size_of(aval.shape)
 
 
 def _of_others(atom: Any, facts: Sequence[Fact]) -> Fact:

@@ -376,7 +376,10 @@ class Rewrite:
                 tangents = [_no_tangent(x) for x in primals]
                 for i, tangent in zip(moving, given, strict=True):
                     tangents[i] = tangent
-                return jax.jvp(partial(_bound, equation), primals, tuple(tangents))
+                bound = partial(_bound, equation)
+                values, tangents = jax.jvp(bound, primals, tuple(tangents))
+                pairs = zip(tangents, atoms, strict=True)
+                return [*values, *(x for x, atom in pairs if is_inexact_atom(atom))]
 
             avals = [_type_of(x) for x in held]
             made = jax.make_jaxpr(differentiated)(*avals)
@@ -405,6 +408,9 @@ class Rewrite:
         equation = site.equation
         program = called_program(equation)
         assert program is not None
+        # What its rule closes over. JAX refuses to differentiate with respect to it.
+        fixed = parameter(equation, "num_consts", 0)
+        no_cotangents = [None] * fixed
 
         def rewritten(fun, *arrays):
             made, shape = jax.make_jaxpr(fun, return_shape=True)(*arrays)
@@ -418,9 +424,11 @@ class Rewrite:
             return rewritten(partial(_run_as_written, program), *arrays)
 
         def forwards(*arrays):
-            return rewritten(
-                lambda *arrays: jax.vjp(partial(_bound, equation), *arrays), *arrays
-            )
+            def differentiated(*arrays):
+                bound = partial(_bound, equation, *arrays[:fixed])
+                return jax.vjp(bound, *arrays[fixed:])
+
+            return rewritten(differentiated, *arrays)
 
         def backwards(pullback, cotangents):
             zeros = [
@@ -433,7 +441,7 @@ class Rewrite:
                     _no_tangent(atom.aval) if x is None else x
                     for x, atom in zip(cotangents, equation.outvars, strict=True)
                 ]
-                found = pullback(whole)
+                found = [*no_cotangents, *pullback(whole)]
                 return [
                     x if is_inexact_atom(atom) else None
                     for x, atom in zip(found, equation.invars, strict=True)

@@ -8,13 +8,15 @@ known, a call is one operation that nothing is known of.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import Tracer, eval_jaxpr
+from jax.export import is_symbolic_dim
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.extend.core.primitives import jit_p
@@ -246,6 +248,19 @@ def is_argument_of_jit(tracer: Any) -> bool:
     """Whether a jit traces it: not grad, vmap, scan or shard_map."""
     info = _part(_part(_part(tracer, "_trace"), "frame"), "debug_info")
     return _part(info, "traced_for", "") == "jit"
+
+
+# Sizes.
+
+_SYMBOL = 1000  # larger than 1, as a dimension that is not known when it is exported
+
+
+def size_of(shape: Iterable[Any]) -> int:
+    """How many elements an array has. A symbol in its shape counts as 1000."""
+    return math.prod(
+        x._evaluate(dict.fromkeys(x._get_vars(), _SYMBOL)) if is_symbolic_dim(x) else x
+        for x in shape
+    )
 
 
 # Inside of `shard_map`.

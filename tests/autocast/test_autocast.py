@@ -104,6 +104,20 @@ def test_transformations_go_around_it(transform):
     assert off(cast, plain) < 0.05
 
 
+def test_it_can_be_exported_with_a_symbolic_shape():
+    def fun(w, x):
+        tokens = jnp.exp(-lax.conv(x[None], w[:, :, None], (1,), "SAME"))[0].T
+        mixed = jax.nn.softmax((tokens @ w) @ tokens.T) @ tokens
+        return jnp.mean(
+            (mixed + jnp.mean(tokens, axis=0, keepdims=True)).reshape(-1) ** 2
+        )
+
+    cast = jax.jit(jax.grad(jls.autocast(fun, jnp.float16)))
+    shape = jax.export.symbolic_shape("8, batch + 1")
+    exported = jax.export.export(cast)(W, jax.ShapeDtypeStruct(shape, jnp.float32))
+    assert_identical(exported.call(W, X.T), cast(W, X.T))
+
+
 def test_it_can_be_exported_for_other_platforms():
     cast = jax.jit(jax.grad(jls.autocast(loss, jnp.bfloat16)))
     exported = jax.export.export(cast, platforms=("cuda", "tpu", "cpu"))(W, X)

@@ -620,3 +620,36 @@ def test_without_a_product_not_a_bit_changes():
 
     for f in (fun, lambda x, w: jax.grad(lambda x: fun(x, w)[1])(x)):
         assert_identical(jax.jit(jls.autocast(f, jnp.float16))(X, W), jax.jit(f)(X, W))
+
+
+def test_a_custom_jvp_may_have_integers_for_operands_and_results():
+    @jax.custom_jvp
+    def counted(count, x):
+        return count + 1, jnp.tanh(x)
+
+    @counted.defjvp
+    def rule(primals, tangents):
+        count, y = counted(*primals)
+        return (count, y), (tangents[0], tangents[1] * (1 - y**2))
+
+    def fun(w, x):
+        count, y = counted(3, x @ w)
+        return jnp.mean((y @ w) ** 2) * count
+
+    cast = jls.autocast(fun, jnp.float16)
+    assert off(jax.grad(cast)(W, X), jax.grad(fun)(W, X)) < 2e-3
+    assert all("float32" not in one.operands for one in products(jax.grad(cast), W, X))
+
+
+def test_a_custom_vjp_may_close_over_an_array():
+    @jax.custom_vjp
+    def scaled(y):
+        return y * X
+
+    scaled.defvjp(lambda y: (scaled(y), None), lambda _, cotangent: (cotangent * X,))
+
+    def fun(w, x):
+        return jnp.mean((scaled(x @ w) @ w) ** 2)
+
+    cast = jls.autocast(fun, jnp.float16)
+    assert off(jax.grad(cast)(W, X), jax.grad(fun)(W, X)) < 2e-3

@@ -119,6 +119,28 @@ FAULTS = [
         (SEMANTICS,),
     ),
     Fault(
+        "what a custom_vjp closes over is differentiated",
+        REWRITE,
+        '        fixed = parameter(equation, "num_consts", 0)\n',
+        "        fixed = 0\n",
+        (SEMANTICS,),
+    ),
+    Fault(
+        "integers of a custom_jvp have tangents",
+        REWRITE,
+        "                return [*values, *(x for x, atom in pairs if is_inexact_atom"
+        "(atom))]\n",
+        "                return [*values, *(x for x, _ in pairs)]\n",
+        (SEMANTICS,),
+    ),
+    Fault(
+        "a symbolic dimension is 1",
+        "jls/_program/jaxprs.py",
+        "_SYMBOL = 1000  #",
+        "_SYMBOL = 1  #",
+        (CALLS,),
+    ),
+    Fault(
         "outer products are cast",
         "jls/_autocast/keep.py",
         "        return OUTER if _is_outer(equation) else None\n",
