@@ -252,15 +252,19 @@ def is_argument_of_jit(tracer: Any) -> bool:
 
 # Sizes.
 
-_SYMBOL = 1000  # larger than 1, as a dimension that is not known when it is exported
+_SYMBOL = 1000  # any number above 1: a symbol is a size that is not known yet
 
 
 def size_of(shape: Iterable[Any]) -> int:
     """How many elements an array has. A symbol in its shape counts as 1000."""
-    return math.prod(
-        x._evaluate(dict.fromkeys(x._get_vars(), _SYMBOL)) if is_symbolic_dim(x) else x
-        for x in shape
-    )
+    return math.prod(map(_as_number, shape))
+
+
+def _as_number(dimension: Any) -> int:
+    if not is_symbolic_dim(dimension):
+        return dimension
+    symbols = _part(dimension, "_get_vars")()
+    return _part(dimension, "_evaluate")(dict.fromkeys(symbols, _SYMBOL))
 
 
 # Inside of `shard_map`.

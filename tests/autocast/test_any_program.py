@@ -12,8 +12,9 @@ import jls
 SCALE = 1024.0
 
 # Products that stay float32, forwards and with the gradient: those that ask for a
-# precision, in the derivatives of a Cholesky factor.
-AS_WRITTEN = {"fourier_and_linear_algebra": (0, 2)}
+# precision, in the derivatives of a Cholesky factor; and the outer product of ones and
+# a parameter, in the gradient of a sum.
+AS_WRITTEN = {"fourier_and_linear_algebra": (0, 2), "gradient_penalty": (1, 2)}
 # Programs whose trees, cast by hand, are no program: a carry changes its dtype, a
 # product asks for an algorithm that a CPU does not have.
 NOT_BY_HAND = {
