@@ -248,7 +248,7 @@ def test_adjust_takes_python_numpy_and_device_scalars(scaler, wrap):
     [
         (1, TypeError, "int 1"),
         (None, TypeError, "NoneType None"),
-        (np.float32(1.0), TypeError, "dtype float32"),
+        (np.float32(1.0), TypeError, "float32"),
         (np.array([True]), ValueError, r"shape \(1,\)"),
     ],
 )
