@@ -138,11 +138,13 @@ def test_angles_of_a_rotary_embedding_are_float32(outer, half):
 @HALF
 def test_an_outer_product_between_two_products_is_stored_in_half(half):
     def fun(x, w):
-        y = x @ w
+        y = jnp.tanh(x @ w)
         return jnp.sum(jnp.einsum("bi,bj->bij", y, y) @ w)
 
-    outer = products(jls.autocast(fun, half), X, W)[1]
+    cast = jls.autocast(fun, half)
+    outer = products(cast, X, W)[1]
     assert (*outer.operands, *outer.results) == (name_of(half),) * 3
+    assert only("tanh", cast, X, W) == name_of(half)
 
 
 def test_an_outer_product_behind_the_last_product_is_float32():

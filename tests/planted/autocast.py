@@ -134,10 +134,10 @@ FAULTS = [
         (SEMANTICS,),
     ),
     Fault(
-        "a symbolic dimension is 1",
+        "a symbol in a shape has no size",
         "jls/_program/jaxprs.py",
-        "_SYMBOL = 1000  #",
-        "_SYMBOL = 1  #",
+        "    if not is_symbolic_dim(dimension):\n",
+        "    if True:\n",
         (CALLS,),
     ),
     Fault(
