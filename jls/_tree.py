@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.typing import ArrayLike
 
 from jls._nnx import is_variable, read_variables
@@ -23,7 +23,9 @@ def is_array(leaf: Any) -> bool:
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
         return isinstance(leaf, bool | int | float | complex)
-    is_of_array = isinstance(leaf, (Tracer, jax.Array, np.ndarray, np.generic))
+    if isinstance(leaf, Tracer):  # quicker than to ask whether it is a jax.Array
+        return isinstance(leaf.aval, ShapedArray) and dtype != jax.dtypes.float0
+    is_of_array = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
     return is_of_array and dtype != jax.dtypes.float0
 
 

@@ -205,3 +205,8 @@ def test_nodes_that_take_arrays_alone_go_through_a_step(jit_or_eager):
     updates, state = update(jax.tree.map(lambda x: x * jnp.inf, params), state, params)
     assert_identical(updates["layer"].n, jnp.full(3, -0.0))
     assert state.skips == 1
+
+
+def test_a_reference_is_no_array_under_jit():
+    ref = jax.new_ref(jnp.ones(3))
+    assert jax.jit(lambda ref: jls.all_finite({"ref": ref, "w": jnp.ones(2)}))(ref)

@@ -436,6 +436,34 @@ def test_nan_that_came_in_hides_no_other_birth():
     assert {birth.place.operation for birth in why.births} == {"log", "argument"}
 
 
+def test_nan_that_stands_for_nothing_is_not_to_blame_for_a_quotient():
+    def mean_of_known(x):
+        known = ~jnp.isnan(x)
+        return jnp.sum(jnp.where(known, x, 0.0)) / jnp.sum(known.astype(x.dtype))
+
+    why = jls.why(mean_of_known, jnp.full(3, jnp.nan))
+    assert why.births[0].place.operation == "div"
+
+
+def test_a_loop_that_nan_ends_is_not_run_without_it():
+    def grown(step, x):
+        return lax.while_loop(lambda x: x < 10.0, lambda x: x + step, x)
+
+    why = jls.why(grown, jnp.float32(jnp.nan), jnp.float32(1.0))
+    assert why.births[0].place.module == "step"
+
+
+def test_what_a_function_prints_is_not_printed_for_each_argument(capsys):
+    def shown(x, y):
+        jax.debug.print("called {}", x.shape)
+        return x + y
+
+    nan = jnp.full(2, jnp.nan)
+    assert jls.why(shown, nan, nan).births
+    jax.effects_barrier()
+    assert capsys.readouterr().out.count("called") <= 1
+
+
 def test_nan_that_reaches_no_result_is_not_named():
     def fun(x, y, z):
         return jnp.where(jnp.isnan(x), 0.0, x) * y + 0.0 * jnp.nan_to_num(z)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jls._autocast.keep import OUTER, Choice
 from jls._autocast.leads import CONDITION, Leads
@@ -47,6 +48,7 @@ from jls._program.jaxprs import (
 )
 from jls._program.rules import RANDOM, data_of
 from jls._program.walk import ROOT, Site
+from jls._tree import is_extended
 
 
 class Kind(IntEnum):
@@ -124,8 +126,9 @@ class Kinds:
 
     def of_constant(self, value: Any) -> Fact:
         """The fact about a number in the program, or about an array that it holds."""
-        is_number = not np.shape(value)
-        if not is_number and not isinstance(value, np.ndarray):
+        is_number = not np.shape(value) and not is_extended(value)
+        is_known = is_number or isinstance(value, np.ndarray)
+        if not is_known or isinstance(value, Tracer):
             return Fact(Kind.GIVEN, name=object())
         array = np.asarray(value) if hasattr(value, "dtype") else np.array(value)
         if array.dtype != np.float32:

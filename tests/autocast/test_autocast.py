@@ -424,3 +424,18 @@ def test_models_of_other_libraries_are_cast():
         ours = eqx.filter_value_and_grad(jls.autocast(of_equinox, "float16"))(mlp, x)
     leaves = [eqx.filter(tree, eqx.is_inexact_array) for tree in (ours, plain)]
     assert off(*leaves) < 1e-2
+
+
+def test_scalars_and_keys_that_it_closes_over():
+    key = jax.random.key(0)
+
+    def noise(w):
+        return jax.random.normal(key, X.shape) @ w
+
+    assert jls.autocast(noise, jnp.float16)(W).dtype == jnp.float32
+
+    @jax.jit
+    def divided(t):
+        return jls.autocast(lambda w: (X @ w) / t, jnp.float16)(W)
+
+    assert divided(2.0).dtype == jnp.float32

@@ -80,8 +80,15 @@ FAULTS = [
     Fault(
         "what came in is told only after a record of each operation",
         "jls/_tools/origin/why.py",
-        "        if not 0 < len(numbers) <= _MOST_RUNS:",
-        "        if not 0 < len(numbers) <= 0:",
+        "        if not 0 < len(numbers) <= _MOST_RUNS or",
+        "        if not 0 < len(numbers) <= 0 or",
+        ("tests/test_why.py",),
+    ),
+    Fault(
+        "NaN that stands for nothing is blamed for a quotient",
+        "jls/_tools/origin/why.py",
+        "        return not given.isdisjoint(behind(asked))",
+        "        return False",
         ("tests/test_why.py",),
     ),
     Fault(

@@ -484,8 +484,8 @@ FAULTS = [
     Fault(
         "the steps of a scan on several devices are one row",
         RECORD,
-        " or not has_a_row_each:\n",
-        ":\n",
+        "return is_one_each and value.sharding.shard_shape(value.shape) == (1, *rest)",
+        "return is_one_each",
         (OF_PMAP,),
     ),
     Fault(

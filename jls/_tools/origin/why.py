@@ -58,8 +58,8 @@ _FAR_TOO_LARGE = 1e6
 def why(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Why:
     """Says where each inf and NaN in the results of `fun(*args, **kwargs)` was born.
 
-    For the host, when something has gone wrong. `fun` is traced, compiled once with a
-    number beside each operation, and run, under a loss scale at several scales; then
+    For the host, when something has gone wrong. `fun` is traced, compiled with a number
+    beside each operation, and run, under a loss scale at several scales; then
     inf and NaN are followed back to the operations that made them of finite numbers,
     also inside scan, while, cond, remat, vmap, custom derivatives and `shard_map`,
     forward and backward. What is inf on purpose and reaches no result, such as a mask,
@@ -248,14 +248,15 @@ class Case:
         """Explains NaN among the arguments, without a record of each operation.
 
         An argument is named if the results are finite with 0 in the place of NaN, and
-        not with the NaN of this argument alone. An inf may be there on purpose.
+        not with the NaN of this argument alone. An inf may be there on purpose. Where
+        the program asks what is NaN, it may do something else with 0.
         """
         numbers = [
             i
             for i, leaf in enumerate(self.leaves)
             if i not in self.scales and _holds_nan(leaf)
         ]
-        if not 0 < len(numbers) <= _MOST_RUNS:
+        if not 0 < len(numbers) <= _MOST_RUNS or self._may_decide(numbers):
             return None
         program = RecordedProgram(
             self.traced.program, self.root, self.roots, at_roots=True
@@ -264,7 +265,7 @@ class Case:
         def bad_roots(kept: Iterable[int]) -> list[Bad]:
             leaves = list(self.leaves)
             for i in {*numbers} - {*kept}:
-                leaves[i] = jnp.where(jnp.isnan(leaves[i]), 0, leaves[i])
+                leaves[i] = _without_nan(leaves[i])
             return self.bad_roots(self.run(program=program, leaves=leaves))
 
         bad = bad_roots(numbers)
@@ -280,6 +281,27 @@ class Case:
             is_from_scale=is_from_scale,
             notes=tuple(filter(None, (note,))),
         )
+
+    def _may_decide(self, numbers: Iterable[int]) -> bool:
+        """Whether an integer or a flag is computed from one of these inputs.
+
+        Those of jls do no harm. A `while` loop might not end, and what a callback does
+        would be done again.
+        """
+        frames = list(self.root.all())
+        if self.root.jaxpr.effects or any(frame.kind == "while" for frame in frames):
+            return True
+        asked = [
+            (frame, atom)
+            for frame in frames
+            for number, equation in enumerate(frame.jaxpr.eqns)
+            if not all(map(is_inexact_atom, equation.outvars))
+            and not frame.called(number)
+            and not marks_of(frame.site_of(number))
+            for atom in equation.invars
+        ]
+        given = {(self.root, self.root.jaxpr.invars[i]) for i in numbers}
+        return not given.isdisjoint(behind(asked))
 
     def _is_bad_as_it_is(self) -> bool:
         """Whether the function itself, on copies, gives a result that is not finite."""
@@ -590,7 +612,15 @@ def _result(path: Sequence[str]) -> str:
 
 
 def _holds_nan(leaf: Any) -> bool:
-    return is_inexact_atom(leaf) and bool(jnp.any(jnp.isnan(leaf)))
+    return is_inexact_atom(leaf) and bool(np.isnan(np.asarray(leaf)).any())
+
+
+def _without_nan(leaf: Any) -> Any:
+    """An array with 0 in the place of NaN, in the place of `leaf`."""
+    array = np.asarray(leaf)
+    array = np.where(np.isnan(array), np.zeros((), array.dtype), array)
+    is_placed = getattr(leaf, "committed", False)
+    return jax.device_put(array, leaf.sharding) if is_placed else array
 
 
 def _copy_leaf(leaf: Any) -> Any:

@@ -101,22 +101,36 @@ def fetch(flat: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """
     for name, value in flat.items():
         _check_scalar(name, value)
-    on_host = jax.device_get({name: _by_device(value) for name, value in flat.items()})
+    if _is_of_pmap(flat):
+        flat = {name: _by_device(value) for name, value in flat.items()}
+    on_host = jax.device_get(dict(flat))
     # In the given order: a transfer of a dict sorts its keys.
     return {name: _widest(_agreed(name, on_host[name])) for name in flat}
 
 
-def _by_device(value: Any) -> Any:
-    """A list of the rows if each device holds one, as under `jax.pmap`; else `value`.
+def _is_of_pmap(flat: Mapping[str, Any]) -> bool:
+    """Whether the arrays have a row on each device, as under `jax.pmap`.
 
-    What a scan stacked is whole on each device that holds it.
+    What a scan stacked is whole on each device that holds it. Arrays of the user's may
+    be sharded by step; of what jls makes, nothing is.
     """
-    if not isinstance(value, jax.Array) or not value.ndim:
-        return value
+    arrays = [value for value in flat.values() if np.ndim(value)]
+    is_ours = not flat.keys().isdisjoint(("loss_scale", "skipped"))
+    return is_ours and bool(arrays) and all(map(_has_rows_on_devices, arrays))
+
+
+def _has_rows_on_devices(value: Any) -> bool:
+    if not isinstance(value, jax.Array):
+        return False
     count, *rest = value.shape
-    has_a_row_each = value.sharding.shard_shape(value.shape) == (1, *rest)
     # Of one device, one row is one step either way.
-    if count == 1 or count != len(value.sharding.device_set) or not has_a_row_each:
+    is_one_each = 1 < count == len(value.sharding.device_set)
+    return is_one_each and value.sharding.shard_shape(value.shape) == (1, *rest)
+
+
+def _by_device(value: Any) -> Any:
+    """The rows of an array; a number as it is."""
+    if not np.ndim(value):
         return value
     return [shard.data for shard in value.addressable_shards]
 
