@@ -70,8 +70,6 @@ html_show_sourcelink = False
 pygments_dark_style = "github-dark"
 copybutton_exclude = ".linenos, .gp, .go"  # of a doctest, copies what was typed
 
-# A dtype with a shape, such as f32[]; a field or an enum member with its comment.
-DTYPE = re.compile(r"\b(bool|[fiu]\d+)\[\w*\]")
 FIELD = re.compile(r"    (?P<name>\w+)(?:: | = )[^#]+?(?:  # (?P<comment>.*))?$")
 
 
@@ -116,19 +114,6 @@ def draw_picture() -> None:
     with contextlib.redirect_stdout(None):
         figure = runpy.run_path(str(DOCS / "healthy_run.py"))["figure"]
     figure.savefig(target / "healthy_run.png", dpi=150)
-
-
-def write_diffs() -> None:
-    """Writes what jls changes in each of the examples."""
-    target, examples = DOCS / "diffs", DOCS.parent / "examples"
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir()
-    for program in sorted(examples.glob("*.py")):
-        old, new = examples / "plain" / program.name, program
-        texts = (path.read_text(encoding="utf-8").splitlines() for path in (old, new))
-        names = (str(path.relative_to(DOCS.parent)) for path in (old, new))
-        diff = difflib.unified_diff(*texts, *names, lineterm="")
-        (target / f"{program.stem}.diff").write_text("\n".join(diff), encoding="utf-8")
 
 
 def fields_of(record: type) -> list[str]:
@@ -271,70 +256,11 @@ class LinkNotes(SphinxTransform):
             text.parent.replace(text, linked)
 
 
-# What people write in programs: a call, an assignment of one, a name. Brackets may hold
-# brackets.
-BRACKETS = r"\([^()]*\)"
-for _ in range(3):
-    BRACKETS = rf"\((?:[^()]|{BRACKETS})*\)"
-CODE = re.compile(
-    r"(?:with )?(?:\w+(?:, \w+)* = )?"
-    r"\b(?:jls|jnp|jax|nnx|optax|optimizer|scaler)\.[\w.]*\w"
-    rf"(?:{BRACKETS})*:?|\bvalue=|\bopt_state\b"
-)
-
-# What the advice of `jls.check_step` depends on, beside the mistake.
-MENDS = {
-    "NNX": codes.NNX,
-    "a Flax TrainState": codes.LINEN,
-    "optax.MultiSteps outside": codes.MULTI_STEPS,
-    "optax.masked or optax.partition outside": codes.MASKED,
-}
-
-
-def write_codes() -> None:
-    """Writes the tables of the mistakes that `jls.check_step` looks for."""
-    ways = {"reading": "reading", "faults": "faults", "both": "reading, then faults"}
-    rows = [["code", "broken when", "found by", "write"]]
-    for code, row in codes.TABLE.items():
-        rows.append([f'"{code}"', row.broken, ways[row.by], row.write])
-    write_table("codes", rows)
-    rows = [["of", "code", "write"]]
-    for kind, mends in MENDS.items():
-        for mend in dict.fromkeys(mends.values()):
-            names = ", ".join(f'"{code}"' for code in mends if mends[code] == mend)
-            rows.append([kind, names, mend])
-    write_table("mends", rows)
-
-
-def write_skip_reasons() -> None:
-    """Writes the table of the reasons for which a step is skipped."""
-    rows = [["number", "reason", "when"]]
-    for line in FIELDS[SkipReason]:
-        if member := re.fullmatch(r"\* \*\*(\w+)\*\*: (.*)", line):
-            name, comment = member.groups()
-            rows.append([str(int(SkipReason[name])), name, comment])
-    write_table("skip_reasons", rows)
-
-
-def write_table(name: str, rows: list[list[str]]) -> None:
-    """Writes a table that a page includes, with its code marked as such."""
-    title, *rows = rows
-    lines = [title, ["---"] * len(title)]
-    lines += [[CODE.sub(r"`\g<0>`", cell) for cell in row] for row in rows]
-    target = DOCS / "tables"
-    target.mkdir(exist_ok=True)
-    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    (target / f"{name}.md").write_text(text, encoding="utf-8")
-
-
 def setup(app):
     """Called by Sphinx."""
     copy_notebooks()
     copy_pictures()
     draw_picture()
-    write_diffs()
-    write_codes()
-    write_skip_reasons()
     app.connect("autodoc-process-docstring", document, priority=400)
     app.connect("autodoc-process-signature", show_defaults)
     app.connect("source-read", link_to_copies)

@@ -34,11 +34,11 @@ def test_right_step_is_not_called_broken(name):
 
 # The recipes of the documentation with a step, and how each is called.
 RECIPES = {
-    "getting_started": "train_step, params, opt_state, batch",
+    "getting_started": "step, model, optimizer, (x, y)",
     "recipes/flax_linen": "train_step, state, (x, y)",
     "recipes/flax_nnx": "train_step, model, optimizer, (x, y)",
-    "recipes/equinox": "train_step, model, opt_state, (x, y)",
-    "recipes/plain_jax": "train_step, w, state, jnp.ones((8, 4))",
+    "recipes/half_precision": "step, params, opt_state, batch",
+    "recipes/plain_jax": "train_step, params, opt_state, (x, y)",
     "recipes/gradient_accumulation": "step, w, opt_state, jnp.ones((8, 3))",
     "recipes/devices": "train_step, params, opt_state, x",
 }

@@ -49,10 +49,9 @@ NOT_NEEDED = {
 @pytest.fixture(scope="module")
 def namespace():
     """The names that the cells of the migration table use."""
-    code = next(
-        x.code for x in blocks(page("getting_started")) if x.language == "python"
-    )
-    names = execute(code, "getting_started.md", {"__name__": "page"})
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = next(x.code for x in blocks(readme) if x.language == "python")
+    names = execute(code, "README.md", {"__name__": "page"})
     params, batch, loss_fn = names["params"], names["batch"], names["loss_fn"]
     params = params | {"bias": jnp.zeros(1)}
     inner, scaler = optax.adamw(1e-3), jls.dynamic()
@@ -61,7 +60,11 @@ def namespace():
     opt_state = optimizer.init(params)
     loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, batch)
     saved = flax.serialization.to_state_dict(opt_state)
-    labels = {"w": "a", "bias": "b"}  # of the parameters, for optax.partition
+    labels = {
+        "up": "a",
+        "down": "a",
+        "bias": "b",
+    }  # of the parameters, for optax.partition
     losses, mask = jnp.ones(4), jnp.array([1.0, 1.0, 0.0, 0.0])
 
     def state_loss(state, batch):
