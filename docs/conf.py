@@ -6,7 +6,6 @@ Nothing is fetched and no notebook is run: their outputs are kept in the files.
 import base64
 import contextlib
 import dataclasses
-import difflib
 import enum
 import inspect
 import json
@@ -24,8 +23,6 @@ import jls
 from jls import _gone
 from jls._scalers import rule
 from jls._text import format_number
-from jls._tools.check import codes
-from jls.types import SkipReason
 
 DOCS = Path(__file__).parent
 
@@ -70,6 +67,8 @@ html_show_sourcelink = False
 pygments_dark_style = "github-dark"
 copybutton_exclude = ".linenos, .gp, .go"  # of a doctest, copies what was typed
 
+# A dtype with a shape, such as f32[]; a field or an enum member with its comment.
+DTYPE = re.compile(r"\b(bool|[fiu]\d+)\[\w*\]")
 FIELD = re.compile(r"    (?P<name>\w+)(?:: | = )[^#]+?(?:  # (?P<comment>.*))?$")
 
 
