@@ -11,7 +11,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jls
-import jmp
 import numpy as np
 import optax
 from sklearn.datasets import load_digits
@@ -82,7 +81,6 @@ def batches(images, labels, batch_size, rng):
 
 def loss_fn(model, batch, key):
     images, labels = batch
-    model, images = jmp.cast_to_half((model, images))
     logits = jax.vmap(model)(images, jax.random.split(key, len(images)))
     logits = logits.astype(jnp.float32)  # whatever the model computes in
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
@@ -102,7 +100,9 @@ def main(epochs=8, width=32, depth=2, batch_size=50):
     optimizer = optax.adamw(3e-3)
     optimizer = jls.loss_scaled(optimizer, jls.dynamic(growth_interval=25))
     opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-    train_step = jls.train_step(loss_fn, optimizer, has_aux=True)
+    train_step = jls.train_step(
+        loss_fn, optimizer, has_aux=True, compute_dtype=jnp.float16
+    )
 
     step = eqx.filter_jit(train_step, donate="all")
     for epoch in range(1, epochs + 1):

@@ -14,22 +14,22 @@ from sklearn.datasets import load_digits
 
 
 class Block(nnx.Module):
-    def __init__(self, width_in, width_out, dtype, rngs):
+    def __init__(self, width_in, width_out, rngs):
         kernel = (3, 3)
-        self.conv = nnx.Conv(width_in, width_out, kernel, dtype=dtype, rngs=rngs)
-        self.norm = nnx.BatchNorm(width_out, momentum=0.9, dtype=dtype, rngs=rngs)
+        self.conv = nnx.Conv(width_in, width_out, kernel, rngs=rngs)
+        self.norm = nnx.BatchNorm(width_out, momentum=0.9, rngs=rngs)
 
     def __call__(self, x):
         return nnx.max_pool(nnx.relu(self.norm(self.conv(x))), (2, 2), (2, 2))
 
 
 class ConvNet(nnx.Module):
-    def __init__(self, width, rngs, dtype=jnp.float32):  # parameters are float32
-        self.block1 = Block(1, width, dtype, rngs)
-        self.block2 = Block(width, 2 * width, dtype, rngs)
-        self.linear = nnx.Linear(8 * width, 4 * width, dtype=dtype, rngs=rngs)
+    def __init__(self, width, rngs):
+        self.block1 = Block(1, width, rngs)
+        self.block2 = Block(width, 2 * width, rngs)
+        self.linear = nnx.Linear(8 * width, 4 * width, rngs=rngs)
         self.dropout = nnx.Dropout(0.3, rngs=rngs)
-        self.head = nnx.Linear(4 * width, 10, dtype=jnp.float32, rngs=rngs)
+        self.head = nnx.Linear(4 * width, 10, rngs=rngs)
         loss, accuracy = nnx.metrics.Average("loss"), nnx.metrics.Accuracy()
         self.metrics = nnx.MultiMetric(loss=loss, accuracy=accuracy)
 
@@ -69,11 +69,11 @@ def count_correct(model, images, labels):
 
 def main(epochs=8, width=16, batch_size=50):
     train_set, (test_images, test_labels) = load()
-    model = ConvNet(width, nnx.Rngs(0), dtype=jnp.float16)
+    model = ConvNet(width, nnx.Rngs(0))
     tx = optax.adamw(1e-3)
     tx = jls.loss_scaled(tx, jls.dynamic(growth_interval=25))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    train_step = jls.train_step(loss_fn)
+    train_step = jls.train_step(loss_fn, compute_dtype=jnp.float16)
 
     step, rng = nnx.jit(train_step), np.random.default_rng(0)
     for epoch in range(1, epochs + 1):

@@ -13,22 +13,22 @@ from sklearn.datasets import load_digits
 
 
 class Block(nnx.Module):
-    def __init__(self, width_in, width_out, dtype, rngs):
+    def __init__(self, width_in, width_out, rngs):
         kernel = (3, 3)
-        self.conv = nnx.Conv(width_in, width_out, kernel, dtype=dtype, rngs=rngs)
-        self.norm = nnx.BatchNorm(width_out, momentum=0.9, dtype=dtype, rngs=rngs)
+        self.conv = nnx.Conv(width_in, width_out, kernel, rngs=rngs)
+        self.norm = nnx.BatchNorm(width_out, momentum=0.9, rngs=rngs)
 
     def __call__(self, x):
         return nnx.max_pool(nnx.relu(self.norm(self.conv(x))), (2, 2), (2, 2))
 
 
 class ConvNet(nnx.Module):
-    def __init__(self, width, rngs, dtype=jnp.float32):  # parameters are float32
-        self.block1 = Block(1, width, dtype, rngs)
-        self.block2 = Block(width, 2 * width, dtype, rngs)
-        self.linear = nnx.Linear(8 * width, 4 * width, dtype=dtype, rngs=rngs)
+    def __init__(self, width, rngs):
+        self.block1 = Block(1, width, rngs)
+        self.block2 = Block(width, 2 * width, rngs)
+        self.linear = nnx.Linear(8 * width, 4 * width, rngs=rngs)
         self.dropout = nnx.Dropout(0.3, rngs=rngs)
-        self.head = nnx.Linear(4 * width, 10, dtype=jnp.float32, rngs=rngs)
+        self.head = nnx.Linear(4 * width, 10, rngs=rngs)
         loss, accuracy = nnx.metrics.Average("loss"), nnx.metrics.Accuracy()
         self.metrics = nnx.MultiMetric(loss=loss, accuracy=accuracy)
 
