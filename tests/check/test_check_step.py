@@ -129,7 +129,7 @@ def test_text_with_a_value_is_not_taken_for_right():
         f"{result[-1]:.3f}"
         return result
 
-    result = check(reads, args)
+    result = jls.check_step(reads, *args, carried_args=(0, 1))
     assert "host sync" in {*result.broken, *result.not_tried}
 
 
@@ -625,7 +625,7 @@ def test_step_that_raises_in_a_fault_is_not_called_broken():
             raise FloatingPointError
         return result
 
-    result = check(stops, args)
+    result = jls.check_step(stops, *args, carried_args=(0, 1))
     assert result.broken == ("host sync",)
     assert "raised FloatingPointError" in result.not_tried["NaN in argument 2/x"]
 
@@ -775,36 +775,7 @@ def test_step_that_takes_long_says_what_it_does(monkeypatch, caplog):
     assert "compiling and running the step" in caplog.text
 
 
-# Steps without a program to read, and with operations that have no rule.
-
-
-def test_compiled_step_is_tried_by_faults():
-    step, args = plain()
-    result = check(step.lower(*args).compile(), args)
-    assert result.ok
-    read = {"scale leaks", "gradients narrowed", "state narrowed"}
-    assert set(result.not_tried) == read
-    assert "no program to read" in result.not_tried["scale leaks"]
-    headline = " ".join(str(result).splitlines()[:2])
-    assert "Not tried: scale leaks, gradients narrowed, state" in headline
-
-
-def test_compiled_step_whose_gradients_fit_at_any_scale_is_scaled():
-    """At 2^126 nothing overflows, so the step comes out as it was."""
-    optimizer = jls.loss_scaled(optax.sgd(0.1))
-    step = jax.jit(
-        jls.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), optimizer)
-    )
-    params = {"w": jnp.ones(4)}
-    args = params, optimizer.init(params), jnp.ones((2, 4))
-    result = jls.check_step(step.lower(*args).compile(), *args, carried_args=(0, 1))
-    assert result.broken == ()
-    assert "not scaled" not in result.not_tried
-
-
-def test_compiled_step_without_scaling_is_found_by_faults():
-    step, args = plain(steps.unscaled_gradients)
-    assert check(step.lower(*args).compile(), args).broken == ("not scaled",)
+# Steps with operations that have no rule.
 
 
 def test_host_callback_on_the_way_of_the_gradients_is_said():

@@ -12,7 +12,7 @@ import jls
 from jls._tools.check.check import read_step
 from jls._tools.check.findings import Findings
 from jls._tools.check.good_steps import take_good_steps
-from jls._tools.check.leaves import is_rounding, same
+from jls._tools.check.leaves import as_numpy, is_rounding, same
 from jls._tools.check.planting import inf_is_applied
 from jls._tools.check.runs import Run
 
@@ -54,13 +54,13 @@ def test_nan_is_the_same_as_nan_and_inf_is_another():
 
 def run_of(runner, **new):
     """A run in which the leaves of the wrapper with these names have new values."""
-    before = runner.arguments.leaves
-    after = list(before)
-    (scale,) = runner.scales
+    start, (scale,) = runner.start, runner.scales
+    before = {i: as_numpy(start[i]) for i in runner.own}
+    after = dict(before)
     for name, value in new.items():
         at = (scale.fields | scale.counters)[name]
         after[at] = np.asarray(value, after[at].dtype)
-    return Run(before, after, [], False, frozenset()), scale
+    return Run(runner, start, start, before, after, False, frozenset()), scale
 
 
 def small(*args, **kwargs):
@@ -75,19 +75,23 @@ def runner():
 def test_all_calls_of_a_wrapper_have_to_skip_to_be_a_skip(runner):
     for calls, skips, is_skip in [(1, 1, True), (1, 0, False), (2, 1, False)]:
         run, scale = run_of(runner, steps=calls, skips=skips)
-        assert runner.was_skipped(run, scale) == is_skip
-        assert runner.any_skipped(run) == bool(skips)
+        assert run.was_skipped(scale) == is_skip
+        assert run.any_skipped() == bool(skips)
 
 
 def test_scaler_that_counts_down_has_backed_off(runner):
-    assert runner.backed_off(*run_of(runner, loss_scale=512.0))
-    assert runner.backed_off(*run_of(runner, nonfinite_count=1))
-    assert not runner.backed_off(*run_of(runner, finite_count=1))
-    assert not runner.backed_off(*run_of(runner, loss_scale=2048.0))
+    def backed_off(**new):
+        run, scale = run_of(runner, **new)
+        return run.backed_off(scale)
+
+    assert backed_off(loss_scale=512.0)
+    assert backed_off(nonfinite_count=1)
+    assert not backed_off(finite_count=1)
+    assert not backed_off(loss_scale=2048.0)
 
 
 def test_another_scale_starts_the_count_to_its_growth_anew(runner):
-    leaves, (scale,) = runner.arguments.leaves, runner.scales
+    leaves, (scale,) = list(runner.start), runner.scales
     leaves[scale.fields["finite_count"]] = jnp.int32(3)
     new = runner.set_scale(leaves, scale, 2.0)
     assert new[scale.at] == 2.0
@@ -104,7 +108,7 @@ def test_step_does_not_get_the_arrays_of_the_caller():
 
     runner, _, _ = read_step(notes, args, {})
     given.clear()
-    runner.run(runner.arguments.leaves, "a run")
+    runner.run(runner.start, "a run")
     assert len(given) == len(jax.tree.leaves(args))
     assert not {id(x) for x in given} & {id(x) for x in jax.tree.leaves(args)}
     pointers = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(args)}
@@ -117,7 +121,7 @@ def test_step_does_not_get_the_arrays_of_the_caller():
 def good_steps_of(step, args):
     runner, findings, _ = read_step(step, args, {})
     good = []
-    take_good_steps(runner, runner.arguments.leaves, good, findings)
+    take_good_steps(runner, runner.start, good, findings)
     return good, findings
 
 
@@ -143,8 +147,8 @@ def applied_with_inf(change):
         loss, grads = steps.right_gradients(state, loss_fn, params, transform)
         return loss, jax.tree.map(change, grads)
 
-    runner, _, proved = read_step(*small(gradients), {})
-    return inf_is_applied(runner, runner.arguments.leaves, proved.cleaned[0])
+    runner, _, (cleaned, *_) = read_step(*small(gradients), {})
+    return inf_is_applied(runner, runner.reading, runner.start, cleaned)
 
 
 def test_inf_that_is_lost_is_told_from_one_that_is_kept():

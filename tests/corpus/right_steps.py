@@ -130,7 +130,7 @@ def jitted_inside():
 @right
 def ahead_of_time():
     step, args = plain()
-    return step.lower(*args).compile(), args
+    return step.lower(*args).compile(), args, {"carried_args": (0, 1)}
 
 
 @right

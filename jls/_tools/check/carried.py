@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matches the results of a step to its arguments.
 
-An argument and a result with equal paths, shapes and dtypes are a pair if the program
-proves it: in a skipped step the result is the argument. Next come results that are
-computed from the argument element by element, as new parameters are. The others pair in
-order, if there are equally many.
+Only an argument and a result with equal paths, shapes and dtypes can be a pair. First
+come those that the program proves: in a skipped step the result is the argument, or it
+is computed from it element by element, as new parameters are. What is left pairs in
+order if there are equally many and nothing contradicts it; an array alone only if all
+arguments before it come back.
 """
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from jls._text import join, listed, quoted
 from jls._tools.check.leaves import has_form, same_form, under, units
 from jls._tools.reading.arguments import REPORT, Arguments, Item, Keys
-from jls._tools.reading.reading import Reading
+from jls._tools.reading.reading import Reading, Result
 from jls._tools.reading.scales import Scale
-from jls._tree import is_extended, is_inexact
+from jls._tree import is_inexact
 
 Named = Mapping[str, Sequence[str] | None] | None
 
@@ -27,195 +28,14 @@ Named = Mapping[str, Sequence[str] | None] | None
 class Carried(NamedTuple):
     """The arguments' leaves that a step returns, and their paths in the results."""
 
-    sources: dict[int, Keys]  # leaf of the arguments -> path in the outputs
-    in_place: frozenset[int]  # leaves that are read from the NNX objects
-    compared: frozenset[int]  # leaves that have to be right
-    doubtful: frozenset[int]  # leaves taken as data, though a result looks like them
+    sources: Mapping[int, Keys] = {}  # leaf of the arguments -> path in the results
+    in_place: frozenset[int] = frozenset()  # leaves that are read from the NNX objects
+    compared: frozenset[int] = frozenset()  # leaves that have to be right
+    doubtful: frozenset[int] = frozenset()  # taken as data, though a result looks so
 
     @property
     def leaves(self) -> frozenset[int]:
         return self.in_place | self.sources.keys()
-
-
-# How sure a pair is, from least to most.
-_AGAINST, _FROZEN, _ALIKE, _FOLLOWS, _PROVED = range(5)
-
-
-class _Pairing:
-    """Pairs subtrees of the arguments with subtrees of the outputs."""
-
-    def __init__(
-        self,
-        items: Sequence[Item],
-        outputs: Sequence[Item],
-        scales: Sequence[Scale],
-        reading: Reading | None,
-    ) -> None:
-        self.items, self.scales, self.reading = items, scales, reading
-        self.sources: dict[Keys, Keys] = {}  # subtree of the arguments -> of outputs
-        self.doubtful: set[Keys] = set()
-        self.subtrees: dict[Keys, dict[Keys, Item]] = defaultdict(dict)
-        for item in outputs:
-            for end in range(len(item.path) + 1):
-                self.subtrees[item.path[:end]][item.path[end:]] = item
-        self._order = {path: n for n, path in enumerate(self.subtrees)}
-
-    def pair(self, wanted: Sequence[Keys], is_free: bool) -> None:
-        """Pairs each of `wanted`, as far as it can.
-
-        Args:
-          wanted: subtrees of the arguments.
-          is_free: whether they may be data.
-        """
-        alike: dict[Any, list[Keys]] = defaultdict(list)
-        for path in wanted:
-            alike[frozenset(self._leaves(path))].append(path)
-        # Larger ones first: a part of one is no result by itself.
-        for keys in sorted(alike, key=len, reverse=True):
-            for group in self._partition(alike[keys]):
-                self._pair_alike(group, is_free)
-
-    def _leaves(self, path: Keys) -> dict[Keys, int]:
-        return {self.items[i].path[len(path) :]: i for i in under(self.items, path)}
-
-    def _partition(self, paths: list[Keys]) -> list[list[Keys]]:
-        """Groups of subtrees with equal shapes and dtypes."""
-        parts: list[list[Keys]] = []
-        for path in paths:
-            mine = self._leaves(path)
-            for part in parts:
-                first = self._leaves(part[0])
-                if all(
-                    same_form(self.items[first[key]].value, self.items[mine[key]].value)
-                    for key in mine
-                ):
-                    part.append(path)
-                    break
-            else:
-                parts.append([path])
-        return parts
-
-    def _pair_alike(self, group: list[Keys], is_free: bool) -> None:
-        first = self._leaves(group[0])
-        targets = [
-            target
-            for target, leaves in self.subtrees.items()
-            if leaves.keys() == first.keys()
-            and not self.is_used(target)
-            and all(
-                same_form(self.items[i].value, leaves[key].value)
-                for key, i in first.items()
-            )
-        ]
-        sure = {(p, t): self._sureness(p, t) for p in group for t in targets}
-        while targets and group:
-            best = max(
-                ((p, t) for p in group for t in targets),
-                key=lambda pair: (sure[pair], -self._order[pair[1]]),
-            )
-            if sure[best] < _FOLLOWS:
-                break
-            self._take(*best, group, targets)
-        if not group or not targets:
-            return
-        if self._pairs_in_order(group, targets, sure, is_free):
-            for pair in list(zip(group, targets, strict=True)):
-                self._take(*pair, group, targets)
-        elif not is_free:
-            self._raise_ambiguous(group, targets)
-        else:
-            self.doubtful |= {
-                p for p in group for t in targets if self._may_be_state(p, t)
-            }
-
-    def _take(
-        self, path: Keys, target: Keys, group: list[Keys], targets: list[Keys]
-    ) -> None:
-        self.sources[path] = target
-        group.remove(path)
-        targets[:] = [t for t in targets if not _are_nested(t, target)]
-
-    def _pairs_in_order(
-        self,
-        group: list[Keys],
-        targets: list[Keys],
-        sure: Mapping[tuple[Keys, Keys], int],
-        is_free: bool,
-    ) -> bool:
-        pairs = list(zip(group, targets, strict=False))
-        least = _ALIKE if is_free else _FROZEN
-        if len(group) != len(targets) or any(sure[pair] < least for pair in pairs):
-            return False
-        if not is_free or self.reading is None:
-            return True
-        # Floats that the program computes without these, such as predictions, are no
-        # state. For counts and keys the program does not show that.
-        return not any(
-            is_inexact(self.items[i].value) for p in group for i in under(self.items, p)
-        )
-
-    def _sureness(self, path: Keys, target: Keys) -> int:
-        if self.reading is None:
-            return _ALIKE
-        proved = frozen = follows = against = 0
-        leaves = self._leaves(path)
-        for key, i in leaves.items():
-            result = self.reading.outputs.get((*target, *key))
-            if result is None:
-                continue
-            kept = self.reading.leaf_of(result.skipped)
-            if kept is not None and kept != i:
-                against += self._is_outside(kept, path)
-            is_same = self.reading.leaf_of(result.now) == i
-            proved += kept == i and not is_same
-            frozen += is_same
-            follows += bool(result.now.follows & self.reading.bit(i))
-        if proved:
-            return _PROVED
-        if against:
-            return _AGAINST
-        if frozen == len(leaves):
-            return _FROZEN
-        return _FOLLOWS if follows else _ALIKE
-
-    def _may_be_state(self, path: Keys, target: Keys) -> bool:
-        """Whether a whole argument goes into a result that looks like it."""
-        if len(path) > 1 or self.reading is None:
-            return False
-        for key, i in self._leaves(path).items():
-            result = self.reading.outputs.get((*target, *key))
-            # What comes back as it was, such as a frozen teacher, is no new state.
-            if result is None or self.reading.leaf_of(result.now) == i:
-                continue
-            if result.now.depends & self.reading.bit(i):
-                return True
-        return False
-
-    def _is_outside(self, leaf: int, path: Keys) -> bool:
-        return self.items[leaf].path[: len(path)] != path
-
-    def is_used(self, target: Keys) -> bool:
-        return any(_are_nested(target, x) for x in self.sources.values())
-
-    def _raise_ambiguous(self, group: list[Keys], targets: list[Keys]) -> None:
-        names = listed(quoted(join(*path) for path in group))
-        found = listed([join(*path) or "all of it" for path in targets])
-        if len(targets) == 1:
-            raise ValueError(
-                f"the step must return what it carries on from step to step, but its "
-                f"result {found} is none of the new {names}. Return the new state, or "
-                "name the arguments that come back with carried_args=."
-            )
-        raise ValueError(
-            f"what comes back from the step must be clear, but {names} may be any of "
-            f"its results {found}. Name the arguments that come back, by position or "
-            "name: jls.check_step(step, ..., carried_args=(0, 1)); and return the new "
-            "state in the order of the arguments."
-        )
-
-
-def _are_nested(one: Keys, other: Keys) -> bool:
-    return one[: len(other)] == other or other[: len(one)] == one
 
 
 def match(
@@ -237,141 +57,209 @@ def match(
         them; or None to find out.
       reading: the facts from the program, if it can be read.
     """
-    items = arguments.items
-    outputs = [item for item in outputs if item.variable_type != REPORT]
-    pairing = _Pairing(items, outputs, scales, reading)
-    tops = units(items)
-    states = [path for path in tops if any(_holds(items, x, path) for x in scales)]
-    if named is None:
-        wanted = states
-        trees = [path for path, at in tops.items() if items[at[0]].path != path]
-        pairing.pair(states, is_free=False)
-        pairing.pair([x for x in trees if x not in pairing.sources], is_free=True)
-        _pair_parts(pairing, [x for x in trees if x not in pairing.sources])
-        arrays = [path for path in tops if path not in trees]
-        _pair_arrays(pairing, list(tops), arrays, states)
-    else:
-        wanted = [path for path in tops if path[0] in named]
-        pairing.pair(wanted, is_free=False)
-    for path in wanted:
-        if path not in pairing.sources and path[0] not in arguments.in_place:
-            inner = [part for part in units(items, path) if part != path]
-            pairing.pair(inner, is_free=named is None)
-    sources = pairing.sources
-    in_place = frozenset[int]()
-    for path, leaves in tops.items():
-        if path[0] not in arguments.in_place or (
-            named is not None and path not in wanted
-        ):
-            continue
-        if path not in sources or any(objects.get(i) for i in leaves):
-            sources.pop(path, None)
-            in_place |= frozenset(leaves)
-    by_leaf = {
-        i: (*target, *items[i].path[len(path) :])
-        for path, target in sources.items()
-        for i in under(items, path)
+    items, tops = arguments.items, units(arguments.items)
+    if reading is None and named is None:
+        names = listed([top[0] for top in tops])
+        raise ValueError(
+            "carried_args must name the arguments that come back, since there is no "
+            f"program to read, out of {names}. Write their positions or names: "
+            "jls.check_step(step, ..., carried_args=(0, 1))."
+        )
+    holders = [items[x.at].path[0] for x in scales] if named is None else named
+    states = [x for x in tops if x[0] in holders]
+    others = [x for x in tops if named is None and x not in states]
+    trees = [x for x in others if items[tops[x][0]].path != x]
+    pairs = _Pairs(items, outputs, reading)
+    pairs.pair(states)
+    pairs.check_clear(states)
+    pairs.pair(trees, is_free=True)
+    plain = [x for x in [*states, *trees] if x[0] not in arguments.in_place]
+    pairs.pair_parts(plain, is_free=named is None)
+    for n, top in enumerate(tops):
+        is_array = hasattr(items[tops[top][0]].value, "dtype")
+        if is_array and top in others and top not in trees:
+            is_next = all(x in pairs.found for x in list(tops)[:n])
+            pairs.pair([top], is_free=True, in_order=is_next)
+    doubtful = {i for x in others if pairs.may_be_state(x) for i in tops[x]}
+    in_place = set[int]()
+    for top in [*states, *others]:
+        is_changed = top not in pairs.found or any(map(objects.get, tops[top]))
+        if top[0] in arguments.in_place and is_changed:
+            pairs.found.pop(top, None)
+            in_place |= set(tops[top])
+    sources = {
+        i: (*target, *items[i].path[len(unit) :])
+        for unit, target in pairs.found.items()
+        for i in under(items, unit)
     }
-    doubtful = {i for path in pairing.doubtful for i in under(items, path)}
-    carried = Carried(by_leaf, in_place, frozenset(), frozenset(doubtful))
-    carried = carried._replace(doubtful=carried.doubtful - carried.leaves)
-    _check_returned(arguments, carried, scales, named)
-    return carried._replace(compared=_counted(arguments, carried, named))
+    carried = in_place | sources.keys()
+    _check_returned(items, carried, scales, named)
+    compared = {i for i in carried if _counts(items[i], named)}
+    found = in_place, compared, doubtful - carried
+    return Carried(sources, *map(frozenset, found))
 
 
-def _pair_parts(pairing: _Pairing, trees: Iterable[Keys]) -> None:
-    """Pairs parts of trees that come back by themselves."""
-    for path in trees:
-        parts = [part for part in units(pairing.items, path) if part != path]
-        if parts and pairing.reading is not None:
-            found = dict(pairing.sources)
-            pairing.pair(parts, is_free=True)
-            if pairing.sources == found:
-                _pair_parts(pairing, parts)
+class _Fact(NamedTuple):
+    """What the program says of a leaf and a result that may be its next value."""
+
+    rank: int  # 0 if it proves nothing, 1 if a skip leaves it: the lower the surer
+    kept: int | None  # the leaf that the result is if the step is skipped
+    is_frozen: bool  # it comes back as it was: an old copy, or what is only read
+    is_computed: bool  # it is another value, into which the leaf goes
 
 
-def _pair_arrays(
-    pairing: _Pairing, tops: list[Keys], arrays: list[Keys], states: list[Keys]
-) -> None:
-    """Pairs arguments that are single arrays: parameters, counts, keys, or data."""
-    last = max((tops.index(path) for path in states), default=-1)
-    items = pairing.items
-    for path in arrays:
-        (at,) = under(items, path)
-        leaf = items[at].value
-        before = tops[: tops.index(path)]
-        if not isinstance(leaf, jax.Array | np.ndarray):
-            continue
-        is_key = is_extended(leaf) or leaf.dtype == np.uint32
-        pairing.pair([path], is_free=True)
-        if path in pairing.sources:
-            if _is_no_state(pairing, path, before):
-                del pairing.sources[path]
-            continue
-        is_first = tops.index(path) < last
-        is_first &= pairing.reading is None and not is_key
-        if is_first and all(x in pairing.sources for x in before):
-            _pair_first(pairing, path)
+def _fact(reading: Reading, leaf: int, result: Result) -> _Fact:
+    now, bit = result.now, reading.bit(leaf)
+    kept, is_frozen = reading.leaf_of(result.skipped), reading.leaf_of(now) == leaf
+    rank = int(kept == leaf and not is_frozen)
+    if kept is None and now.follows & bit:
+        rank = 1 + len(reading.leaves_in(now.follows))  # of an average both
+    return _Fact(rank, kept, is_frozen, bool(now.depends & bit) and not is_frozen)
 
 
-def _is_no_state(pairing: _Pairing, path: Keys, before: list[Keys]) -> bool:
-    """Whether nothing but equal form makes two arrays a pair."""
-    (at,) = under(pairing.items, path)
-    reading, target = pairing.reading, pairing.sources[path]
-    if reading is None:
-        return True
-    result = reading.outputs[target]
-    if reading.leaf_of(result.now) == at:
-        return True
-    if reading.leaf_of(result.skipped) == at:
-        return False
-    if result.now.follows & reading.bits_of_updates:
-        return False
-    return not all(x in pairing.sources for x in before)
+class _Pairs:
+    """Pairs units, subtrees of the arguments, with subtrees of the results."""
+
+    def __init__(
+        self, items: Sequence[Item], outputs: Sequence[Item], reading: Reading | None
+    ) -> None:
+        self.found: dict[Keys, Keys] = {}  # unit -> subtree of the results
+        self._items, self._reading = items, reading
+        self._subtrees = defaultdict[Keys, dict[Keys, Any]](dict)
+        for path, value, kind in outputs:
+            for end in range(len(path) + 1) if kind != REPORT else ():
+                self._subtrees[path[:end]][path[end:]] = value
+        self._alike = defaultdict[Any, list[Keys]](list)  # with equal paths and shapes
+        for path, leaves in self._subtrees.items():
+            self._alike[_form(leaves)].append(path)
+
+    def pair(
+        self, wanted: Sequence[Keys], is_free: bool = False, in_order: bool = True
+    ) -> None:
+        """Pairs units, as far as it can.
+
+        Args:
+          wanted: the units.
+          is_free: whether they may be data.
+          in_order: whether what the program leaves open pairs in order.
+        """
+        proved = [
+            (-len(facts), min(ranks), unit, target)
+            for unit in wanted
+            for target in self._targets(unit)
+            if (facts := self._facts(unit, target))
+            and (ranks := [x.rank for x in facts if x.rank])
+        ]
+        # A whole before its parts.
+        for *_, unit, target in sorted(proved, key=lambda x: x[:2]):
+            if unit not in self.found and self._is_untaken(target):
+                self.found[unit] = target
+        by_size = defaultdict[int, list[Keys]](list)
+        for unit in wanted if in_order else ():
+            by_size[-len(self._leaves(unit))].append(unit)
+        for _, alike in sorted(by_size.items()):
+            self._pair_in_order(alike, is_free)
+
+    def _pair_in_order(self, wanted: Sequence[Keys], is_free: bool) -> None:
+        """Pairs units of one size."""
+        by_targets = defaultdict[tuple[Keys, ...], list[Keys]](list)
+        for unit in wanted:
+            if unit not in self.found:
+                by_targets[tuple(self._targets(unit))].append(unit)
+        for targets, alike in by_targets.items():
+            pairs = list(zip(alike, targets, strict=False))
+            is_contradicted = any(self._is_contradicted(*x, is_free) for x in pairs)
+            if len(alike) == len(targets) and not is_contradicted:
+                self.found |= dict(pairs)
+
+    def pair_parts(self, wanted: Sequence[Keys], is_free: bool) -> None:
+        """Pairs the parts of units that come back by themselves."""
+        left = [unit for unit in wanted if unit not in self.found]
+        parts = [x for unit in left for x in units(self._items, unit) if x != unit]
+        if parts:
+            self.pair(parts, is_free)
+            self.pair_parts(parts, is_free)
+
+    def check_clear(self, wanted: Sequence[Keys]) -> None:
+        """Raises if a unit has not been paired, but looks like a result."""
+        left = [unit for unit in wanted if unit not in self.found]
+        targets = [target for unit in left for target in self._targets(unit)]
+        if targets:
+            names = listed(quoted(join(*unit) for unit in left))
+            results = listed([join(*x) or "all of it" for x in dict.fromkeys(targets)])
+            raise ValueError(
+                f"what comes back from the step must be clear, but {names} may be any "
+                f"of its results {results}. Name the arguments that come back, by "
+                "position or name: jls.check_step(step, ..., carried_args=(0, 1)); and "
+                "return the new state in the order of the arguments."
+            )
+
+    def may_be_state(self, unit: Keys) -> bool:
+        """Whether a result that looks like a unit is computed from it."""
+        facts = (self._facts(unit, target) for target in self._targets(unit))
+        return any(x.is_computed for x in itertools.chain(*facts))
+
+    def _leaves(self, unit: Keys) -> dict[Keys, int]:
+        return {self._items[i].path[len(unit) :]: i for i in under(self._items, unit)}
+
+    def _targets(self, unit: Keys) -> list[Keys]:
+        """The results of the form of a unit that are not taken."""
+        leaves = {key: self._items[i].value for key, i in self._leaves(unit).items()}
+        return [
+            target
+            for target in self._alike[_form(leaves)]
+            if self._is_untaken(target)
+            and all(
+                same_form(leaves[key], x) for key, x in self._subtrees[target].items()
+            )
+        ]
+
+    def _is_untaken(self, target: Keys) -> bool:
+        taken = self.found.values()
+        return not any(x[: len(target)] == target[: len(x)] for x in taken)
+
+    def _facts(self, unit: Keys, target: Keys) -> list[_Fact]:
+        outputs = self._reading.outputs if self._reading else {}
+        return [
+            _fact(self._reading, i, outputs[path])
+            for key, i in self._leaves(unit).items()
+            if self._reading and (path := (*target, *key)) in outputs
+        ]
+
+    def _is_contradicted(self, unit: Keys, target: Keys, is_free: bool) -> bool:
+        facts, mine = self._facts(unit, target), self._leaves(unit).values()
+        if not {x.kept for x in facts} <= {None, *mine}:
+            return True
+        # Floats that the program computes without these, such as predictions, are no
+        # state. Of counts and keys the program does not show that.
+        has_floats = any(is_inexact(self._items[i].value) for i in mine)
+        return is_free and (has_floats or all(x.is_frozen for x in facts))
 
 
-def _pair_first(pairing: _Pairing, path: Keys) -> None:
-    """Pairs an array before the state with the first result of its form."""
-    (at,) = under(pairing.items, path)
-    for target, leaves in pairing.subtrees.items():
-        is_free = list(leaves) == [()] and not pairing.is_used(target)
-        if is_free and same_form(pairing.items[at].value, leaves[()].value):
-            pairing.sources[path] = target
-            return
+def _form(leaves: Mapping[Keys, Any]) -> frozenset[tuple[Keys, Any]]:
+    return frozenset(
+        (key, np.shape(x) if has_form(x) else None) for key, x in leaves.items()
+    )
 
 
-def _holds(items: Sequence[Item], scale: Scale, path: Keys) -> bool:
-    return items[scale.at].path[: len(path)] == path
+def _counts(item: Item, named: Named) -> bool:
+    """Whether a carried leaf is in no field that `carried_args` leaves out."""
+    fields = named[item.path[0]] if named is not None else None
+    is_named = fields is None or item.path[1:2] in [(field,) for field in fields]
+    return is_named and has_form(item.value)
 
 
 def _check_returned(
-    arguments: Arguments,
-    carried: Carried,
-    scales: Sequence[Scale],
-    named: Named,
+    items: Sequence[Item], carried: Set[int], scales: Sequence[Scale], named: Named
 ) -> None:
-    paths = {arguments.items[i].path[0] for i in carried.leaves}
-    missing = [name for name in named or () if name not in paths]
-    lost = [arguments.items[s.at].path[0] for s in scales if s.at not in carried.leaves]
-    if not missing and len(lost) < len(scales):
-        return
-    where = listed(quoted(dict.fromkeys(missing or lost)))
-    raise ValueError(
-        "the step must return what it carries on from step to step: no part of what "
-        f"it returned has the paths, shapes and dtypes of {where}, which "
-        f"{'carried_args names' if missing else 'holds the loss scale'}. Return the "
-        "new state, or name the arguments that come back with carried_args=."
-    )
-
-
-def _counted(arguments: Arguments, carried: Carried, named: Named) -> frozenset[int]:
-    """The carried arrays, without the fields that `carried_args` leaves out."""
-
-    def counts(item: Item) -> bool:
-        fields = named[item.path[0]] if named is not None else None
-        return fields is None or item.path[1:2] in [(field,) for field in fields]
-
-    items = arguments.items
-    return frozenset(
-        i for i in carried.leaves if has_form(items[i].value) and counts(items[i])
-    )
+    names = {items[i].path[0] for i in carried}
+    missing = [name for name in named or () if name not in names]
+    lost = [items[x.at].path[0] for x in scales if x.at not in carried]
+    if missing or len(lost) == len(scales):
+        where = listed(quoted(dict.fromkeys(missing or lost)))
+        raise ValueError(
+            "the step must return what it carries on from step to step: no part of "
+            f"what it returned has the paths, shapes and dtypes of {where}, which "
+            f"{'carried_args names' if missing else 'holds the loss scale'}. Return "
+            "the new state, or name the arguments that come back with carried_args=."
+        )

@@ -10,6 +10,7 @@ import optax
 
 from jls import _validate
 from jls._mistakes import is_jit_disabled
+from jls._program.facts import Value
 from jls._program.places import Place, short_path
 from jls._state import find, how_to_nest, is_wrapper_state
 from jls._text import wrapped
@@ -18,7 +19,7 @@ from jls._tools.check.codes import CODES, TABLE, Code
 from jls._tools.check.dtypes import restore_dtypes, widen_scales
 from jls._tools.check.faults import try_all
 from jls._tools.check.findings import Findings
-from jls._tools.check.proofs import BY_READING, Proved, read_codes
+from jls._tools.check.proofs import BY_READING, mark_not_applicable, read_codes
 from jls._tools.check.runs import Runner
 from jls._tools.reading.arguments import Arguments, check_usable, take_apart, unbind
 from jls._tools.reading.reading import Reading, Unread, try_to_trace
@@ -162,13 +163,11 @@ def check_step(
       ('not scaled', 'loss not passed')
     """
     with jax.debug_nans(False):  # NaN is what the faults are made of
-        runner, findings, proved = read_step(step, args, kwargs, carried_args)
+        runner, findings, cleaned = read_step(step, args, kwargs, carried_args)
         if findings.status("state narrowed") == "broken":
             findings.mark_others_not_tried("mend the dtypes of the state first")
         else:
-            try_all(runner, findings, proved)
-    if proved is None:
-        findings.mark_others_not_tried("there is no program to read")
+            try_all(runner, findings, cleaned)
     findings.mark_others_not_tried("no trial shows it")
     for name in dict.fromkeys(
         runner.arguments.items[i].path[0] for i in sorted(runner.carried.doubtful)
@@ -186,8 +185,12 @@ def read_step(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     carried_args: CarriedArgs = None,
-) -> tuple[Runner, Findings, Proved | None]:
-    """The part of `check_step` that reads the program and runs nothing."""
+) -> tuple[Runner, Findings, tuple[Value, ...]]:
+    """The part of `check_step` that reads the program and runs nothing.
+
+    Returns:
+      What runs the step, the findings, and the gradients that may have lost an inf.
+    """
     _validate.function("step", step)
     step, bound = unbind(step)
     args = (*bound, *args)
@@ -200,8 +203,9 @@ def read_step(
     reading = _read_program(step, arguments, scales, findings)
     around = _around((args, kwargs))
     runner = Runner(step, arguments, scales, named, reading, RUNS, around)
-    proved = read_codes(runner, findings) if reading else None
-    return runner, findings, proved
+    mark_not_applicable(runner, findings)
+    cleaned = read_codes(runner, reading, findings) if reading else ()
+    return runner, findings, cleaned
 
 
 def _read_program(
@@ -226,16 +230,16 @@ def _read_program(
         findings.right("host sync")
     else:
         findings.not_tried("host sync", last.reason)
-    if not readable:
-        return None
-    traced = restore_dtypes(readable[-1], arguments, scales, findings)
-    try:
-        return Reading(traced, scales)
-    except Exception as error:  # a program that no test has: run it all the same
-        name = type(error).__name__
-        for code in BY_READING:
-            findings.not_tried(code, f"the program cannot be read ({name})")
-        return None
+    reason = "" if isinstance(last, Traced) else last.reason
+    if readable:
+        traced = restore_dtypes(readable[-1], arguments, scales, findings)
+        try:
+            return Reading(traced, scales)
+        except Exception as error:  # a program that no test has: run it all the same
+            reason = f"it raises {type(error).__name__}"
+    for code in (*BY_READING, "state narrowed"):
+        findings.not_tried(code, f"there is no program to read: {reason}")
+    return None
 
 
 def is_compiled(step: Callable[..., Any]) -> bool:
@@ -247,7 +251,7 @@ def _notes(runner: Runner, step: Callable[..., Any]) -> list[str]:
     items, carried = runner.arguments.items, runner.carried
     mine = dict.fromkeys(items[i].path[0] for i in sorted(carried.leaves))
     data = dict.fromkeys(x.path[0] for x in items if x.path[0] not in mine)
-    notes = [f"Carried: {', '.join(mine)}." + _as_data(data)]
+    notes = [f"Carried: {', '.join(mine)}." + _as_data(data)] if mine else []
     weak = [i for i in sorted(carried.compared) if _loses_weak_type(runner, i)]
     if weak:
         notes.append(

@@ -14,12 +14,13 @@ they are; all others must stay finite, unless they only store the faulty values.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jls._mistakes import is_jit_disabled
+from jls._program.facts import Value
 from jls._program.places import Place, place_of
 from jls._text import format_scale, join, listed
 from jls._tools.check.codes import Code
@@ -30,21 +31,19 @@ from jls._tools.check.good_steps import (
     take_good_steps,
 )
 from jls._tools.check.leaves import (
-    as_numbers,
-    as_numpy,
     is_fp8,
     is_rounding,
-    same,
     units,
 )
 from jls._tools.check.planting import inf_is_applied
-from jls._tools.check.proofs import Proved, is_average, is_noise
+from jls._tools.check.proofs import is_average, is_noise, moved_by_skip
 from jls._tools.check.runs import (
     Leaves,
     OutOfRunsError,
     Run,
     Runner,
     filled,
+    is_new,
     may_take_fault,
     planted,
 )
@@ -68,10 +67,16 @@ class Fault(NamedTuple):
     exempt: Exempt
 
 
-def try_all(runner: Runner, findings: Findings, proved: Proved | None) -> None:
-    """Runs the trials one after the other, until no run is left."""
+def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> None:
+    """Runs the trials one after the other, until no run is left.
+
+    Args:
+      runner: of the step.
+      findings: what was read.
+      cleaned: gradients that may have lost an inf on their way.
+    """
     good = list[Run]()
-    start = runner.arguments.leaves
+    start = runner.start
     try:
         base = take_good_steps(runner, start, good, findings)
     except ValueError as error:
@@ -97,15 +102,13 @@ def try_all(runner: Runner, findings: Findings, proved: Proved | None) -> None:
             "all arguments that come back with carried_args="
         )
         findings.not_tried("not atomic", silent)
-    trials = _Trials(runner, base or Base(start, good[0], 1), good, findings, proved)
+    trials = _Trials(runner, base or Base(start, good[0], 1), good, findings, cleaned)
     if base is not None:
         runner.left += 2 * base.window
     trials.try_scales()
     for scale in runner.scales:
         if scale.spikes:
             trials.try_spike(scale)
-    if not any(scale.spikes for scale in runner.scales):
-        findings.does_not_apply("spike not skipped", "there is no spike policy")
     trials.try_batch()
     trials.check_stuck()
     trials.check_overflow()
@@ -126,10 +129,10 @@ class _Trials:
         base: Base,
         good: list[Run],
         findings: Findings,
-        proved: Proved | None,
+        cleaned: Sequence[Value],
     ) -> None:
         self.runner, self.base, self.good = runner, base, good
-        self.findings, self.proved = findings, proved
+        self.findings, self.cleaned = findings, cleaned
         self.items = runner.arguments.items
         self.faults: list[Fault] = []
         self.later: dict[str, Run] = {}  # the good step after a fault
@@ -148,6 +151,14 @@ class _Trials:
         else:
             self.findings.untried[trial] = reason
         return None
+
+    def _report(self, code: Code, evidence: str, place: Place | None = None) -> None:
+        """A mistake; not tried where only a program says whether it is one."""
+        if self.runner.reading is not None:
+            self.findings.broken(code, evidence, place)
+        else:
+            reason = f"{evidence}. Without a program to read, that may be right"
+            self.findings.not_tried(code, reason)
 
     # Through the loss scales.
 
@@ -170,13 +181,7 @@ class _Trials:
             leaves = self.runner.set_scale(leaves, scale, value)
         run = self._try(leaves, what, "nan committed")
         if run is not None:
-            seen = [
-                as_numpy(x[scale.at]).ravel()
-                for x in (self.base.leaves, self.base.right.after)
-                for scale in scales
-            ]
-            exempt = self._stored(run, np.concatenate(seen))
-            self.faults.append(Fault(what, run, scales, exempt))
+            self.faults.append(Fault(what, run, scales, self._stored(run)))
 
     def check_overflow(self) -> None:
         """Whether a step whose gradients overflowed was applied."""
@@ -188,8 +193,6 @@ class _Trials:
             self._check_cleaned()
             self.findings.not_tried(code, "the loss scale is static and 1")
             return
-        if self.proved is None:
-            self._settle_unread()
         explained = {"not scaled", "scale leaks"} & self.findings.of("broken").keys()
         for fault in self.faults:
             # Scales that the step does not use hide nothing.
@@ -210,98 +213,71 @@ class _Trials:
         for fault in self.faults:
             for scale in fault.scales:
                 own = scale.own & self.runner.carried.compared
-                moves, moved = (
-                    any(not same(run.before[i], run.after[i]) for i in own)
-                    for run in (right, fault.run)
-                )
                 # Of a bare scaler an infinite scale shows nothing.
                 is_comparable = scale.counters and not scale.is_static
-                if is_comparable and moves and not moved:
+                counts = is_comparable and not right.keeps(own)
+                if counts and fault.run.keeps(own):
                     self.findings.broken(
                         code,
                         f"{fault.what} changed nothing in {join(*scale.root)}, not "
                         "even the counters: an overflow is one for ever",
                     )
-        if any(fault.scales for fault in self.faults):
+        is_seen = self.runner.reading or all(x.counters for x in self.runner.scales)
+        if is_seen and any(fault.scales for fault in self.faults):
             self.findings.right(code)
-
-    def _settle_unread(self) -> None:
-        """Settles codes that reading would have settled, if there was no program."""
-        runner = self.runner
-        if any(x.scales and runner.all_skipped(x.run) for x in self.faults):
-            self.findings.right("not scaled")
-        moving = [x for x in runner.scales if x.counters and not x.is_static]
-        in_batch = [fault.run for fault in self.faults if not fault.scales]
-        if not moving:
-            reason = "no wrapper has a loss scale that moves"
-            self.findings.does_not_apply("loss not passed", reason)
-        elif all(
-            any(runner.counted(run, scale, "nonfinite_losses") for run in in_batch)
-            for scale in moving
-        ):
-            self.findings.right("loss not passed")
 
     def _scaler_was_notified(self, fault: Fault) -> bool:
         """Whether a scaler saw the overflow; a bare static one never does."""
+        run = fault.run
         return any(
-            self.runner.backed_off(fault.run, scale)
+            run.backed_off(scale)
             or (
-                self.runner.counted(fault.run, scale, "skips") > 0
-                or not self.runner.counted(fault.run, scale, "steps")
+                run.counted(scale, "skips") > 0 or not run.counted(scale, "steps")
                 if scale.counters
-                else scale.is_static and not self._moved(fault.run)
+                else scale.is_static and run.keeps(self._params())
             )
             for scale in fault.scales
         )
 
     def _report_applied(self, fault: Fault) -> None:
-        """Reports an applied step whose gradients were not scaled, or were cleaned."""
-        code: Code = "overflow hidden"
+        """Reports an applied step whose gradients overflowed and were cleaned."""
         params = self._params()
-        if not self._is_steady():
-            return
-        right = self.base.right
-        is_same = all(same(fault.run.after[i], right.after[i]) for i in params)
         # At a large scale the gradients may fit, and then the step is the same rightly.
-        scales = [as_numpy(fault.run.before[x.at]) for x in fault.scales]
-        is_inf = all(np.all(np.isinf(scale)) for scale in scales)
-        if is_same and is_inf and self.proved is None:
-            self.findings.broken(
-                "not scaled",
-                f"with {fault.what} the step came out as before: its gradients were "
-                "not scaled by that state",
-            )
-        elif not is_same:
-            cleaned = self.proved.cleaned if self.proved else ()
-            site = cleaned[0].cleaned if cleaned else None
+        if self._is_steady() and not fault.run.comes_out_as(self.base.right, params):
+            site = self.cleaned[0].cleaned if self.cleaned else None
             place = place_of(site) if site else None
             by = f", by {place}" if place else ""
             evidence = (
                 f"with {fault.what} the gradients overflowed, and the step was applied"
             )
-            self.findings.broken(
-                code,
+            self._report(
+                "overflow hidden",
                 f"{evidence}: something cleaned them before they were looked at{by}",
                 place,
             )
+        elif self.runner.reading is None and np.all(np.isinf(self._faulty(fault))):
+            reason = f"with {fault.what} the step was applied"
+            self.findings.not_tried("overflow hidden", reason)
+
+    def _faulty(self, fault: Fault) -> list[np.ndarray]:
+        return [fault.run.before[scale.at] for scale in fault.scales]
 
     def _is_steady(self) -> bool:
         """Whether two equal calls give the same parameters."""
         again = self._try(self.base.leaves, "a good step, repeated", "overflow hidden")
         right = self.base.right
-        return again is not None and all(
-            same(again.after[i], right.after[i]) for i in self._params()
-        )
+        return again is not None and again.comes_out_as(right, self._params())
 
     def _check_cleaned(self) -> None:
         """Plants an inf in gradients of which reading doubts that they keep it."""
         code: Code = "overflow hidden"
-        if self.findings.is_settled(code) or not (self.proved and self.proved.cleaned):
+        reading = self.runner.reading
+        if reading is None or self.findings.is_settled(code):
             return
-        for gradient in self.proved.cleaned:
+        for gradient in self.cleaned:
             assert gradient.cleaned is not None
             place = place_of(gradient.cleaned)
-            applied = inf_is_applied(self.runner, self.base.leaves, gradient)
+            applied = inf_is_applied(self.runner, reading, self.base.leaves, gradient)
             if applied is None:
                 self.findings.not_tried(
                     code, f"{place} may lose an inf, where no fault reaches it"
@@ -322,11 +298,11 @@ class _Trials:
         if not set(SpikeState._fields) <= at.keys():
             self.findings.not_tried(code, "the spike policy is not one of jls")
             return
-        if self._is_unchanged(at.values()):
+        if self.runner.is_proved_to_stay(at.values(), is_skipped=False):
             evidence = "the state of the spike policy comes back as it was"
             self.findings.broken(code, evidence)
             return
-        values = {name: as_numpy(after[i]).astype(np.float32) for name, i in at.items()}
+        values = {name: after[i].astype(np.float32) for name, i in at.items()}
         seen, last = values["seen"], values["value"]
         if seen.shape[-1] < 2:
             self.findings.not_tried(code, "the limits of the spike policy are constant")
@@ -335,9 +311,7 @@ class _Trials:
             self.findings.not_tried(code, "the spike policy has no budget left, or 0")
             return
         loss, norm = (last[..., SIGNALS.index(name)] for name in ("loss", "norm"))
-        if not np.all(norm > 0) or not self.runner.counted(
-            self.base.right, scale, "steps"
-        ):
+        if not np.all(norm > 0) or not self.base.right.counted(scale, "steps"):
             self.findings.not_tried(code, "a good step has no gradient to judge")
             return
         far = np.float32(2.0**40)  # however many deviations are allowed
@@ -352,11 +326,11 @@ class _Trials:
         run = self._try(leaves, "a window of far lower losses and norms", code)
         if run is None:
             return
-        value, limit = (as_numpy(run.after[at[name]]) for name in ("value", "limit"))
+        value, limit = (run.after[at[name]] for name in ("value", "limit"))
         has_limit = np.any(limit[..., SIGNALS.index("norm")] < np.inf)
         if has_limit and not np.any(value > limit):
             self.findings.not_tried(code, "no loss or norm is far enough above others")
-        elif not self.runner.counted(run, scale, "spikes"):
+        elif not run.counted(scale, "spikes"):
             self.findings.broken(
                 code, "a step far above all that the spike policy had seen was applied"
             )
@@ -364,13 +338,6 @@ class _Trials:
             self.findings.right(code, "; the loss is not judged, pass value=loss")
         else:
             self.findings.right(code)
-
-    def _is_unchanged(self, leaves: Iterable[int]) -> bool:
-        reading = self.runner.reading
-        results = {i: self.runner.result(i) for i in leaves}
-        return reading is not None and all(
-            x is not None and reading.leaf_of(x.now) == i for i, x in results.items()
-        )
 
     # Through the batch.
 
@@ -406,8 +373,8 @@ class _Trials:
         return any(
             scale.counters
             and not scale.is_static
-            and self.runner.counted(run, scale, "skips") > 0
-            and not self.runner.counted(run, scale, "nonfinite_losses")
+            and run.counted(scale, "skips") > 0
+            and not run.counted(scale, "nonfinite_losses")
             for scale in self.runner.scales
         )
 
@@ -424,34 +391,18 @@ class _Trials:
         faulty = [*leaves[:i], planted(leaves[i]), *leaves[i + 1 :]]
         run = self._try(faulty, what)
         if run is not None:
-            index = (0,) * np.ndim(leaves[i])
-            exempt = self._stored(run, np.atleast_1d(as_numpy(leaves[i])[index]))
-            self.faults.append(Fault(what, run, (), exempt))
+            self.faults.append(Fault(what, run, (), self._stored(run)))
 
-    def _stored(self, run: Run, values: np.ndarray) -> Exempt:
+    def _stored(self, run: Run) -> Exempt:
         """The elements that only store faulty values, as those of a buffer do.
 
-        The program shows it: it only moves elements there. Without a program: the good
-        step wrote only a part of the leaf, or wrote one of `values` there, which the
-        fault replaced.
+        The program only moves elements there.
         """
         found = dict[int, np.ndarray]()
-        for i in self.runner.nonfinite(run) - self.runner.trained:
-            old, new, right = (
-                as_numbers(x[i]) for x in (run.before, run.after, self.base.right.after)
-            )
-            bad = np.isfinite(old) & ~np.isfinite(new)
+        for i in run.nonfinite() - self.runner.trained:
             result = self.runner.result(i)
-            if result is not None:
-                is_stored = bool(result.now.holds)
-            else:
-                # A step writes little of a buffer, but moves most parameters.
-                is_part = 2 * np.count_nonzero(right == old) >= right.size > 1
-                dtype = np.asarray(run.after[i]).dtype
-                known = np.isin(right[bad], as_numbers(values.astype(dtype)))
-                is_stored = is_part or bool(known.all())
-            if is_stored:
-                found[i] = bad
+            if result is not None and result.now.holds:
+                found[i] = is_new(run.before[i], run.after[i])
         self.stored |= set(found)
         return found
 
@@ -461,7 +412,7 @@ class _Trials:
         hides = self.findings.status("overflow hidden") == "broken"
         for fault in self.faults:
             # A hidden overflow explains what it leaves in a step that is applied.
-            if not (hides and fault.scales and not self.runner.any_skipped(fault.run)):
+            if not (hides and fault.scales and not fault.run.any_skipped()):
                 self._check_nonfinite(fault)
         if self.stored:
             names = self.runner.names(self.stored)
@@ -474,29 +425,28 @@ class _Trials:
 
     def _check_nonfinite(self, fault: Fault) -> None:
         bad = self._persistent_nonfinite(fault)
-        bad -= self.runner.nonfinite(self.base.right)
+        bad -= self.base.right.nonfinite()
         if bad:
-            self.findings.broken(
+            self._report(
                 "nan committed",
                 f"after {fault.what} an inf or NaN stayed in {self.runner.names(bad)}",
             )
 
     def _persistent_nonfinite(self, fault: Fault) -> set[int]:
         """Leaves with a new inf or NaN that stays, unlike in a record of the loss."""
-        bad = self.runner.nonfinite(fault.run, fault.exempt)
+        bad = fault.run.nonfinite(fault.exempt)
         trained = self.runner.trained
         if bad <= trained:
             return bad
         later = self._good_step_after(fault, "nan committed")
         if later is None:
             return bad & trained
-        since = later._replace(before=self.base.leaves)
-        return bad & (trained | self.runner.nonfinite(since, fault.exempt))
+        return bad & (trained | later.nonfinite(fault.exempt, since=self.base.right))
 
     def _good_step_after(self, fault: Fault, code: Code) -> Run | None:
         run = self.later.get(fault.what)
         if run is None:
-            leaves = self.runner.put_back(fault.run.after, self.base.leaves)
+            leaves = self.runner.put_back(fault.run.returned, self.base.leaves)
             for i in fault.exempt:
                 leaves[i] = self.base.leaves[i]
             run = self._try(leaves, f"a good step after {fault.what}", code)
@@ -508,8 +458,8 @@ class _Trials:
         code: Code = "not atomic"
         if self.findings.is_settled(code):
             return
-        runner, proved = self.runner, self.proved
-        doubted = runner.trained if proved is None else proved.may_change
+        runner = self.runner
+        doubted = moved_by_skip(runner)
         averages = {i for i in doubted if is_average(runner, i)}
         noisy = {i for i in doubted if is_noise(runner, i)}
         must = doubted - averages - noisy
@@ -521,15 +471,15 @@ class _Trials:
             )
         if noisy:
             notes.append(f"{runner.names(noisy)}: noise is added to it")
-        skipped = [fault for fault in self.faults if runner.all_skipped(fault.run)]
+        skipped = [fault for fault in self.faults if fault.run.all_skipped()]
         for fault in skipped:
             moved = {
                 i
-                for i in runner.changed(fault.run, fault.exempt) & must
+                for i in fault.run.changed(fault.exempt) & must
                 if not self._may_move(fault.run, i)
             }
             if moved:
-                self.findings.broken(
+                self._report(
                     code,
                     f"{fault.what}: the step was skipped, but it changed "
                     f"{runner.names(moved)}",
@@ -557,17 +507,17 @@ class _Trials:
         return {
             i
             for fault in skipped
-            for i in self.runner.changed(fault.run, fault.exempt)
+            for i in fault.run.changed(fault.exempt)
             - self.runner.trained
             - self.runner.own
             if is_inexact(self.items[i].value)
             and not self._may_move(fault.run, i)
-            and i not in self.runner.nonfinite(fault.run)
+            and i not in fault.run.nonfinite()
         }
 
     def _may_move(self, run: Run, i: int) -> bool:
         """Whether a leaf counts up, or is rounded, as weights that are normalized."""
-        old, new = (as_numpy(x[i]) for x in (run.before, run.after))
+        old, new = run.before[i], run.after[i]
         if old.ndim == 0 and bool(new == old + 1):
             return True
         return is_rounding(old, new)
@@ -584,18 +534,18 @@ class _Trials:
         in_scale = [fault for fault in bad if fault.scales]
         in_batch = [fault for fault in bad if not fault.scales]
         # Of the batch one that left something behind, if there is one.
-        in_batch.sort(key=lambda x: not self.runner.nonfinite(x.run, x.exempt))
+        in_batch.sort(key=lambda x: not x.run.nonfinite(x.exempt))
         for fault in in_scale[:1] + in_batch[:1]:
             run = self._good_step_after(fault, code)
             for _ in range(self.base.window):
-                if run is None or self._moved(run):
+                if run is None or not run.keeps(self._params()):
                     break
-                leaves = self.runner.put_back(run.after, self.base.leaves)
+                leaves = self.runner.put_back(run.returned, self.base.leaves)
                 run = self._try(leaves, f"a good step after {fault.what}", code)
             if run is None:
                 return
-            if not self._moved(run):
-                kept = self.runner.nonfinite(fault.run, fault.exempt)
+            if run.keeps(self._params()):
+                kept = fault.run.nonfinite(fault.exempt)
                 names = self.runner.names(kept)
                 self.findings.broken(
                     code,
@@ -605,19 +555,12 @@ class _Trials:
         self.findings.right(code)
 
     def _had_effect(self, fault: Fault) -> bool:
-        if self.runner.any_skipped(fault.run):
-            return True
-        params = self._params()
-        return bool(self.runner.nonfinite(fault.run)) or not all(
-            same(fault.run.after[i], self.base.right.after[i]) for i in params
-        )
+        run, right = fault.run, self.base.right
+        is_seen = run.any_skipped() or bool(run.nonfinite())
+        return is_seen or not run.comes_out_as(right, self._params())
 
     def _params(self) -> list[int]:
         return sorted(set().union(*self.runner.params))
-
-    def _moved(self, run: Run) -> bool:
-        """Whether any parameter is other than before."""
-        return any(not same(run.before[i], run.after[i]) for i in self._params())
 
     # Devices.
 
@@ -630,56 +573,15 @@ class _Trials:
         runs = [("a good step", run) for run in self.good]
         runs += [(fault.what, fault.run) for fault in self.faults]
         compared = self.runner.carried.compared
-        if self._add_diverged((what, run.diverged & compared) for what, run in runs):
-            return
-        stacked = self._stacked()
-        if stacked is None:
-            self.findings.not_tried(code, "each device has parameters of its own")
-        elif stacked and self._diverge_in_a_good_step(stacked):
-            self.findings.not_tried(
-                code, "each device seems to train a model of its own"
-            )
-        elif stacked:
-            stacked &= compared
-            self._add_diverged(
-                (what, {i for i in stacked if _rows_differ(run.after[i])})
-                for what, run in runs
-            )
-        self.findings.right(code)
-
-    def _add_diverged(self, found: Iterable[tuple[str, Iterable[int]]]) -> bool:
-        """Reports the first run after which devices hold different values."""
-        for what, leaves in found:
-            if leaves:
-                names = self.runner.names(set(leaves))
+        for what, run in runs:
+            if run.diverged & compared:
+                names = self.runner.names(run.diverged & compared)
                 self.findings.broken(
-                    "out of sync",
-                    f"after {what} devices hold different values of {names}",
+                    code, f"after {what} devices hold different values of {names}"
                 )
-                return True
-        return False
-
-    def _diverge_in_a_good_step(self, stacked: set[int]) -> bool:
-        """Whether copies diverge where nothing was skipped: other seeds or rates.
-
-        Gradients of which no mean was taken look the same.
-        """
-        return any(
-            _rows_differ(run.after[i])
-            for run in self.good
-            if not self.runner.any_skipped(run)
-            for i in stacked - self.runner.own
-        )
-
-    def _stacked(self) -> set[int] | None:
-        """The leaves that `pmap` stacked by device; None if copies never agreed."""
-        if np.ndim(self.base.leaves[self.runner.scales[0].at]) == 0:
-            return set()
-        if any(_rows_differ(self.good[0].before[i]) for i in self._params()):
-            return None
-        return set(self.runner.trained) | self.runner.own
-
-
-def _rows_differ(leaf: Any) -> bool:
-    rows = as_numpy(leaf) if np.ndim(leaf) else np.zeros(1)
-    return any(not same(rows[0], row) for row in rows[1:])
+        if any(self.base.right.after[x.at].ndim for x in self.runner.scales):
+            reason = (
+                "of a state with an axis of devices each may train a model of its own"
+            )
+            self.findings.not_tried(code, reason)
+        self.findings.right(code)

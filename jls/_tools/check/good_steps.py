@@ -36,14 +36,16 @@ def take_good_steps(
     every call compiles: then all codes are in `findings`.
     """
     good.append(runner.run(start, "the first good step"))
-    if not runner.changed(good[0]):
+    if not good[0].changed():
         findings.broken("no step", "a good step changed nothing that the step carries")
         return None
     start = _lower_scales(runner, start, good)
     base = _step_until_moved(runner, start, good, MOST_STEPS)
     # The third step of a series is the first that must not compile.
     for _ in range(3 - max(_positions(good))):
-        good.append(runner.run(runner.put_back(good[-1].after, start), "a good step"))
+        good.append(
+            runner.run(runner.put_back(good[-1].returned, start), "a good step")
+        )
     if base is not None and _returns_old_state(runner, good):
         findings.broken(
             "no step",
@@ -90,17 +92,11 @@ def _returns_old_state(runner: Runner, good: list[Run]) -> bool:
     scales = runner.scales
     if not all(x.counters for x in scales) or not runner.own <= runner.carried.leaves:
         return False
-    reading = runner.reading
-    if reading is not None:
-        steps = [scales[k].counters["steps"] for k in reading.calls]
-        results = {i: runner.result(i) for i in steps}
-        return any(
-            result is not None and reading.leaf_of(result.now) == i
-            for i, result in results.items()
-        )
-    is_new_elsewhere = any("steps" in item.path for run in good for item in run.outputs)
-    return not is_new_elsewhere and not any(
-        runner.own & runner.changed(run) for run in good
+    if runner.reading is None:
+        return all(run.keeps(runner.own) for run in good)
+    return any(
+        runner.is_proved_to_stay([scales[k].counters["steps"]], is_skipped=False)
+        for k in runner.reading.calls
     )
 
 
@@ -112,9 +108,9 @@ def _positions(good: list[Run]) -> list[int]:
     """
     places = [1]
     for last, run in itertools.pairwise(good):
-        old, new = last.after, run.before
+        old, new = last.returned, run.given
         went_on = any(
-            a is b for a, b, c in zip(old, new, last.before, strict=True) if a is not c
+            a is b for a, b, c in zip(old, new, last.given, strict=True) if a is not c
         )
         places.append(places[-1] + 1 if went_on else 1)
     return places
@@ -131,36 +127,34 @@ def _step_until_moved(
     base, leaves, waited = None, start, 1
     for number in range(1, most + 1):
         run = good[-1]
-        if number > 1 and runner.any_skipped(run):
+        if number > 1 and run.any_skipped():
             break
-        if runner.moved(run):
+        if run.moved():
             window = max(waited, base.window if base else 1)
             base, waited = Base(leaves, run, window), 0
             if number > 1:
                 break
         if number == most or always_compiles(good):
             break
-        leaves, waited = runner.put_back(run.after, start), waited + 1
+        leaves, waited = runner.put_back(run.returned, start), waited + 1
         good.append(runner.run(leaves, f"good step {number + 1}"))
     return base
 
 
 def _lower_scales(runner: Runner, start: Leaves, good: list[Run]) -> Leaves:
     """Lowers each loss scale at which the last step was skipped, until none is."""
-    used = [
-        x for x in runner.scales if x.counters or runner.scaler_changed(good[-1], x)
-    ]
+    used = [x for x in runner.scales if x.counters or not good[-1].keeps(x.state)]
     for bits in LOWER:
-        skipped = [x for x in used if runner.was_skipped(good[-1], x)]
+        skipped = list(filter(good[-1].was_skipped, used))
         for scale in skipped:
-            if scale.counters and runner.counted(good[-1], scale, "nonfinite_losses"):
+            if scale.counters and good[-1].counted(scale, "nonfinite_losses"):
                 raise ValueError(
                     "the loss of these arguments must be finite, but the step was "
                     "skipped for its loss. Pass a good batch; or the forward pass "
                     "overflows: see jls.health(opt_state, params)."
                 )
         for scale in skipped:
-            if "spikes" in scale.counters and runner.counted(good[-1], scale, "spikes"):
+            if "spikes" in scale.counters and good[-1].counted(scale, "spikes"):
                 raise ValueError(
                     "the step of these arguments must be a usual one, but the spike "
                     "policy skipped it: its loss or gradient norm is over the limit in "
@@ -174,7 +168,7 @@ def _lower_scales(runner: Runner, start: Leaves, good: list[Run]) -> Leaves:
             lower = np.maximum(as_numpy(start[scale.at]) * 2.0**-bits, 2.0**-126)
             start = runner.set_scale(start, scale, lower)
         good.append(runner.run(start, "a good step at a lower loss scale"))
-    skipped = [x for x in used if runner.was_skipped(good[-1], x)]
+    skipped = list(filter(good[-1].was_skipped, used))
     if skipped:
         scales = ", ".join(_format(start, scale) for scale in skipped)
         raise ValueError(

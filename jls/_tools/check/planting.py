@@ -11,14 +11,18 @@ from jls._program.control import Site
 from jls._program.facts import Value
 from jls._program.primitives import primitive_of
 from jls._program.replay import Seen, replay
-from jls._tools.check.runs import Runner
+from jls._tools.check.runs import Leaves, Runner
+from jls._tools.reading.reading import Reading
 
 
-def inf_is_applied(runner: Runner, leaves: list[Any], gradient: Value) -> bool | None:
+def inf_is_applied(
+    runner: Runner, reading: Reading, leaves: Leaves, gradient: Value
+) -> bool | None:
     """Whether a step is applied in which a true gradient has an inf in one element.
 
     Args:
       runner: of the step.
+      reading: of its program.
       leaves: its arguments.
       gradient: the facts about a gradient that a wrapper is given.
 
@@ -26,8 +30,7 @@ def inf_is_applied(runner: Runner, leaves: list[Any], gradient: Value) -> bool |
       Whether no wrapper skipped; None if nothing can be planted where the loss scale
       was divided out of the gradient, or before that where an inf may be lost.
     """
-    reading, site = runner.reading, gradient.scaled or gradient.unscaled
-    assert reading is not None
+    site = gradient.scaled or gradient.unscaled
     if site is None or _is_on_several_devices(site):
         return None
 
@@ -41,7 +44,7 @@ def inf_is_applied(runner: Runner, leaves: list[Any], gradient: Value) -> bool |
         results, _ = replay(reading.traced.program, inputs, plant)
         return {i: results[n] for i, n in counters.items()}
 
-    counters = _results_of_counters(runner)
+    counters = _results_of_counters(runner, reading)
     if not counters:
         return None
     inputs = [jnp.asarray(leaves[i]) for i in reading.traced.inputs]
@@ -59,10 +62,8 @@ def _with_inf(x: Any) -> Any:
     return x.at[(0,) * x.ndim].set(jnp.inf)
 
 
-def _results_of_counters(runner: Runner) -> dict[int, int]:
+def _results_of_counters(runner: Runner, reading: Reading) -> dict[int, int]:
     """The place among the results of each wrapper's count of skips, by leaf."""
-    reading = runner.reading
-    assert reading is not None
     paths = {
         runner.carried.sources.get(scale.counters["skips"]): scale.counters["skips"]
         for scale in runner.scales

@@ -2,7 +2,7 @@
 """The codes that the program of a step settles by itself."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import optax
@@ -16,6 +16,7 @@ from jls._tools.check.codes import Code
 from jls._tools.check.findings import Findings
 from jls._tools.check.leaves import is_fp8
 from jls._tools.check.runs import Runner
+from jls._tools.reading.reading import Reading
 from jls._tools.reading.scales import Scale, is_switched_off
 from jls._tools.reading.updates import Checked
 from jls._tree import is_inexact
@@ -28,17 +29,35 @@ BY_READING: tuple[Code, ...] = (
 )
 
 
-class Proved(NamedTuple):
-    """Facts from the program that tell which faults are worth a run."""
+def mark_not_applicable(runner: Runner, findings: Findings) -> None:
+    """Notes which codes do not apply to a step with these scales."""
+    leaves, scales = runner.arguments.leaves, runner.scales
+    if all(is_switched_off(leaves[x.at], x) for x in scales):
+        for code in ("not scaled", "scale leaks", "gradients narrowed"):
+            findings.does_not_apply(code, "the loss scale is static and 1")
+    if not any(x.counters for x in scales):
+        reason = "no wrapper is given the gradients"
+        findings.does_not_apply("gradients narrowed", reason)
+    if not any(x.counters and not x.is_static for x in scales):
+        reason = "there is no wrapper with a loss scale that moves"
+        findings.does_not_apply("loss not passed", reason)
+    elif optax.LookaheadState in runner.around:
+        reason = "optax.lookahead, outside, does not pass value= on"
+        findings.does_not_apply("loss not passed", reason)
+    if all(x.is_static for x in scales):
+        findings.does_not_apply("scale stuck", "no loss scale moves")
+    if not any(x.spikes for x in scales):
+        findings.does_not_apply("spike not skipped", "there is no spike policy")
 
-    may_change: frozenset[int]  # leaves that a skip may change, as far as can be read
-    cleaned: tuple[Value, ...]  # gradients that may have lost an inf on their way
 
+def read_codes(
+    runner: Runner, reading: Reading, findings: Findings
+) -> tuple[Value, ...]:
+    """Settles the codes that the program decides.
 
-def read_codes(runner: Runner, findings: Findings) -> Proved:
-    """Settles the codes that the program decides."""
-    reading = runner.reading
-    assert reading is not None
+    Returns:
+      The gradients that may have lost an inf on their way.
+    """
     wrappers = [k for k, scale in enumerate(runner.scales) if scale.counters]
     # What is only read, such as the state of another network, is given no gradients.
     returned = [k for k in wrappers if runner.scales[k].own & runner.carried.leaves]
@@ -49,41 +68,38 @@ def read_codes(runner: Runner, findings: Findings) -> Proved:
         for code in BY_READING:
             findings.not_tried(code, reason)
     calls = [(k, call) for k in wrappers for call in reading.calls.get(k, [])]
-    _read_scaling(runner, calls, findings)
+    _read_scaling(runner, reading, calls, findings)
     _read_losses(runner, calls, findings)
     _read_narrowed(runner, calls, findings)
-    _read_stuck(runner, findings)
+    _read_stuck(runner, reading, findings)
     gradients = [gradient for _, call in calls for gradient in call.values(GRADIENTS)]
     cleaned = tuple(x for x in gradients if x.cleaned)
     if calls and not missing and not cleaned:
         findings.right("overflow hidden")
-    return Proved(_moved_by_skip(runner), cleaned)
+    return cleaned
 
 
 # Scaling.
 
 
 def _read_scaling(
-    runner: Runner, calls: Sequence[tuple[int, Checked]], findings: Findings
+    runner: Runner,
+    reading: Reading,
+    calls: Sequence[tuple[int, Checked]],
+    findings: Findings,
 ) -> None:
-    reading = runner.reading
-    assert reading is not None
     leaves = runner.arguments.leaves
     live = [
         k for k, x in enumerate(runner.scales) if not is_switched_off(leaves[x.at], x)
     ]
-    if not live:
-        for code in ("not scaled", "scale leaks", "gradients narrowed"):
-            findings.does_not_apply(code, "the loss scale is static and 1")
-        return
     for k in live:
         scale = runner.scales[k]
         gradients = [x for j, call in calls if j == k for x in call.values(GRADIENTS)]
         if not scale.counters:
-            gradients = _read_bare(runner, scale, findings)
+            gradients = _read_bare(runner, reading, scale, findings)
         elif gradients:
             site = next(call.site for j, call in calls if j == k)
-            _read_not_scaled(runner, k, gradients, site, findings)
+            _read_not_scaled(runner, reading, k, gradients, site, findings)
         if any(map(is_fp8, runner.arguments.items)):
             reason = "8-bit layers keep magnitudes of scaled gradients, rightly"
             findings.not_tried("scale leaks", reason)
@@ -104,10 +120,10 @@ def _trained(runner: Runner, bits: int) -> list[Value]:
     return [x.now for x in results if x is not None and x.now.follows & bits]
 
 
-def _read_bare(runner: Runner, scale: Scale, findings: Findings) -> list[Value]:
+def _read_bare(
+    runner: Runner, reading: Reading, scale: Scale, findings: Findings
+) -> list[Value]:
     """The results that contain gradients scaled by a scaler without a wrapper."""
-    reading = runner.reading
-    assert reading is not None
     bit = reading.bit(scale.at)
     leaves = runner.carried.compared - runner.own
     leaves = [i for i in leaves if is_inexact(runner.arguments.items[i].value)]
@@ -123,10 +139,13 @@ def _read_bare(runner: Runner, scale: Scale, findings: Findings) -> list[Value]:
 
 
 def _read_not_scaled(
-    runner: Runner, k: int, gradients: Sequence[Value], site: Site, findings: Findings
+    runner: Runner,
+    reading: Reading,
+    k: int,
+    gradients: Sequence[Value],
+    site: Site,
+    findings: Findings,
 ) -> None:
-    reading = runner.reading
-    assert reading is not None
     bit = reading.bit(runner.scales[k].at)
     lacking = [x for x in gradients if x.depends and not x.depends & bit]
     if not lacking:
@@ -210,14 +229,6 @@ def _read_losses(
     runner: Runner, calls: Sequence[tuple[int, Checked]], findings: Findings
 ) -> None:
     code: Code = "loss not passed"
-    wrappers = [x for x in runner.scales if x.counters and not x.is_static]
-    if not wrappers:
-        findings.does_not_apply(
-            code, "there is no wrapper with a loss scale that moves"
-        )
-    elif optax.LookaheadState in runner.around:
-        reason = "optax.lookahead, outside, does not pass value= on"
-        findings.does_not_apply(code, reason)
     if findings.is_settled(code):
         return
     for k, call in calls:
@@ -251,24 +262,19 @@ def _read_narrowed(
                 findings.broken(code, evidence, place)
     if calls:
         findings.right(code)
-    elif not any(scale.counters for scale in runner.scales):
-        findings.does_not_apply(code, "no wrapper is given the gradients")
 
 
-def _read_stuck(runner: Runner, findings: Findings) -> None:
+def _read_stuck(runner: Runner, reading: Reading, findings: Findings) -> None:
     code: Code = "scale stuck"
-    if all(scale.is_static for scale in runner.scales):
-        findings.does_not_apply(code, "no loss scale moves")
-    calls = runner.reading.calls if runner.reading else {}
     for k, scale in enumerate(runner.scales):
-        is_used = not scale.counters or calls.get(k)
+        is_used = not scale.counters or reading.calls.get(k)
         if scale.is_static or not is_used:
             continue
-        if scale.counters and _comes_back(runner, scale.own, is_skipped=False):
+        if scale.counters and runner.is_proved_to_stay(scale.own, is_skipped=False):
             continue  # it is all of the old state: no step
-        if _comes_back(runner, scale.state, is_skipped=False):
+        if runner.is_proved_to_stay(scale.state, is_skipped=False):
             findings.broken(code, f"the state in {scale.name} comes back as it was")
-        elif scale.counters and _comes_back(runner, scale.own, is_skipped=True):
+        elif scale.counters and runner.is_proved_to_stay(scale.own):
             name = join(*scale.root)
             findings.broken(
                 code,
@@ -277,46 +283,24 @@ def _read_stuck(runner: Runner, findings: Findings) -> None:
             )
 
 
-def _comes_back(runner: Runner, leaves: frozenset[int], is_skipped: bool) -> bool:
-    """Whether all of `leaves` come back as they were."""
-    reading = runner.reading
-    assert reading is not None
-    results = {i: runner.result(i) for i in leaves & runner.carried.leaves}
-    return bool(results) and all(
-        result is not None
-        and reading.leaf_of(result.skipped if is_skipped else result.now) == i
-        for i, result in results.items()
-    )
-
-
 # Skips.
 
 
-def _moved_by_skip(runner: Runner) -> frozenset[int]:
+def moved_by_skip(runner: Runner) -> set[int]:
     """The trained leaves that a skip may change, as far as the program shows.
 
     Two kinds of them are right: leaves that random numbers are added to, and averages
     that go on towards the parameters.
     """
-    reading = runner.reading
-    assert reading is not None
-    found = set()
-    for i in runner.trained:
-        result = runner.result(i)
-        if result is None or reading.leaf_of(result.skipped) == i:
-            continue
-        found.add(i)
-    return frozenset(found)
+    return {i for i in runner.trained if not runner.is_proved_to_stay([i])}
 
 
 def is_noise(runner: Runner, leaf: int) -> bool:
     """Whether a skip changes a leaf by random numbers."""
-    result = runner.result(leaf)
-    return (
-        result is not None
-        and runner.reading is not None
-        and runner.reading.flow.is_random(result.skipped)
-    )
+    reading, result = runner.reading, runner.result(leaf)
+    if reading is None or result is None:
+        return False
+    return reading.flow.is_random(result.skipped)
 
 
 def is_average(runner: Runner, leaf: int) -> bool:

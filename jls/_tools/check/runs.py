@@ -7,6 +7,7 @@ holds, and the copies and the results of one run.
 
 import contextvars
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,15 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls._mistakes import eager_steps_allowed, is_jit_disabled
-from jls._placement import place_like
-from jls._program.facts import Value
 from jls._text import listed
 from jls._tools.check.carried import Carried, Named, match
 from jls._tools.check.leaves import as_numbers, as_numpy, own_leaves, same
 from jls._tools.check.static import Numbers, numbers_in, subtree
 from jls._tools.reading.arguments import Arguments, BoundArguments, Item, items_of
 from jls._tools.reading.patience import logging_if_slow
-from jls._tools.reading.reading import Reading
+from jls._tools.reading.reading import Reading, Result
 from jls._tools.reading.scales import Scale
 from jls._tree import is_array, is_concrete, is_extended, is_inexact
 
@@ -45,13 +44,86 @@ class OutOfRunsError(Exception):
 
 
 class Run(NamedTuple):
-    """The arguments and the results of one run of the step."""
+    """One run of the step, on the host."""
 
-    before: Leaves  # all leaves of the arguments
-    after: Leaves  # the same, with those that came back
-    outputs: list[Item]  # what else the step returned
+    runner: "Runner"
+    given: Leaves  # all leaves of the arguments
+    returned: Leaves  # the same, with those that came back
+    before: Mapping[int, np.ndarray]  # the numbers in what is carried, and in scales
+    after: Mapping[int, np.ndarray]
     compiled: bool
     diverged: frozenset[int]  # leaves of which devices hold different copies
+
+    def changed(self, exempt: Mapping[int, Any] = {}) -> set[int]:
+        """The carried leaves that it changed."""
+        return {
+            i
+            for i in self.runner.carried.compared
+            if not self.keeps([i], exempt.get(i))
+        }
+
+    def keeps(self, leaves: Iterable[int], exempt: Any | None = None) -> bool:
+        """Whether leaves are as they were."""
+        return all(same(self.before[i], self.after[i], exempt) for i in leaves)
+
+    def comes_out_as(self, other: "Run", leaves: Iterable[int]) -> bool:
+        """Whether another run left the same in these leaves."""
+        return all(same(self.after[i], other.after[i]) for i in leaves)
+
+    def moved(self) -> bool:
+        """Whether every wrapper moved some of the parameters that it trains."""
+        params = self.runner.params
+        return bool(params) and not any(map(self.keeps, params))
+
+    def nonfinite(
+        self, exempt: Mapping[int, Any] = {}, since: "Run | None" = None
+    ) -> set[int]:
+        """The carried leaves in which an inf or NaN is new; not jls's own.
+
+        Args:
+          exempt: the indices of elements that do not count, by leaf.
+          since: the run before which it is new; this one if None.
+        """
+        old = (since or self).before
+        return {
+            i
+            for i in self.runner.carried.compared - self.runner.own
+            if is_inexact(self.after[i])
+            and is_new(old[i], self.after[i], exempt.get(i)).any()
+        }
+
+    def counted(self, scale: Scale, counter: str) -> int:
+        """By how much a counter of the wrapper rose."""
+        at = scale.counters[counter]
+        return int((self.after[at] - self.before[at]).sum())
+
+    def was_skipped(self, scale: Scale) -> bool:
+        """Whether every call of the wrapper in this run skipped."""
+        if not scale.counters:
+            return self.backed_off(scale)
+        calls = self.counted(scale, "steps")
+        return calls > 0 and calls == self.counted(scale, "skips")
+
+    def all_skipped(self) -> bool:
+        return all(map(self.was_skipped, self.runner.scales))
+
+    def any_skipped(self) -> bool:
+        return any(
+            self.counted(x, "skips") > 0 if x.counters else self.backed_off(x)
+            for x in self.runner.scales
+        )
+
+    def backed_off(self, scale: Scale) -> bool:
+        """Whether the scaler saw an overflow, as far as its state shows."""
+        old, new = self.before[scale.at], self.after[scale.at]
+        if np.any(new < old) or self._rose(scale, "nonfinite_count"):
+            return True
+        has_grown = "finite_count" not in scale.fields or np.any(new > old)
+        return not has_grown and not self._rose(scale, "finite_count")
+
+    def _rose(self, scale: Scale, field: str) -> bool:
+        at = scale.fields.get(field)
+        return at is not None and bool(np.any(self.after[at] > self.before[at]))
 
 
 class Runner:
@@ -72,8 +144,8 @@ class Runner:
         self.reading, self.left = reading, runs
         # The static numbers in the arguments, before and after the first run.
         self.numbers: tuple[Numbers, Numbers] | None = None
+        self.carried = Carried()
         self._named = named
-        self._carried: Carried | None = None
         self._places = list(map(_placement_of, arguments.leaves))
         self.devices = set[jax.Device]()  # that hold what comes back
         if reading is not None:
@@ -85,14 +157,14 @@ class Runner:
             self._match(reading.traced.outputs, changed)
 
     def _match(self, outputs: Sequence[Item], changed: Mapping[int, bool]) -> None:
-        self._carried = match(
+        self.carried = match(
             self.arguments, outputs, changed, self.scales, self._named, self.reading
         )
 
-    @property
-    def carried(self) -> Carried:
-        assert self._carried is not None
-        return self._carried
+    @functools.cached_property
+    def start(self) -> Leaves:
+        """The leaves of the arguments, on the host."""
+        return _to_host(self.arguments.leaves)
 
     @functools.cached_property
     def own(self) -> set[int]:
@@ -103,23 +175,40 @@ class Runner:
         """Floating-point leaves that come back and have an update in them.
 
         Where there is no wrapper, they have gradients in them that were unscaled.
-        Without a program to read: as many as the wrapper has parameters.
+        Without a program, all of them.
         """
-        floats = [
+        items, reading = self.arguments.items, self.reading
+        floats = self.carried.compared - self.own
+        floats = frozenset(i for i in floats if is_inexact(items[i].value))
+        if reading is None:
+            return floats
+        return self._following(floats, reading.bits_of_updates)
+
+    @functools.cached_property
+    def params(self) -> list[frozenset[int]]:
+        """The leaves that each wrapper trains, without its own state."""
+        items, reading = self.arguments.items, self.reading
+        roots = [scale.root for scale in self.scales]
+        outside = frozenset(
             i
-            for i in self.carried.compared - self.own
-            if is_inexact(self.arguments.items[i].value)
+            for i in self.trained
+            if not any(items[i].path[: len(root)] == root for root in roots)
+        )
+        if reading is None or not reading.calls:
+            return [outside] if outside else []
+        groups = [
+            self._following(outside, bits)
+            for k in reading.calls
+            if (bits := reading.bits_of_calls(k))
         ]
-        if self.reading is None:
-            return frozenset(self._of_the_size_of_parameters(floats))
-        updates = self.reading.bits_of_updates
-        return frozenset(i for i in floats if self._now(i).follows & updates)
+        return [group for group in groups if group]
 
-    def _now(self, leaf: int) -> Any:
-        result = self.result(leaf)
-        return result.now if result else _NOTHING
+    def _following(self, leaves: Iterable[int], bits: int) -> frozenset[int]:
+        """The leaves whose new values are computed from a set of bits."""
+        results = {i: self.result(i) for i in leaves}
+        return frozenset(i for i, x in results.items() if x and x.now.follows & bits)
 
-    def result(self, leaf: int) -> Any:
+    def result(self, leaf: int) -> Result | None:
         """The facts about a carried leaf, if the program can be read."""
         if self.reading is None:
             return None
@@ -127,71 +216,44 @@ class Runner:
             return self.reading.objects.get(self.arguments.items[leaf].path)
         return self.reading.outputs.get(self.carried.sources[leaf])
 
-    def _of_the_size_of_parameters(self, floats: Sequence[int]) -> set[int]:
-        items = self.arguments.items
-        found = set[int]()
-        for scale in self.scales:
-            flags = scale.counters.get("nonfinite_leaves")
-            count = -1 if flags is None else np.shape(items[flags].value)[-1]
-            outside = [
-                i for i in floats if items[i].path[: len(scale.root)] != scale.root
-            ]
-            for end in range(1, max((len(items[i].path) for i in outside), default=0)):
-                for root in {items[i].path[:end] for i in outside}:
-                    part = [i for i in outside if items[i].path[:end] == root]
-                    found |= set(part) if len(part) == count else set()
-            if count == -1 or (count == 1 and not found):
-                found |= set(outside)
-        return found
+    def is_proved_to_stay(self, leaves: Iterable[int], is_skipped: bool = True) -> bool:
+        """Whether all of `leaves` come back as they were, if they come back.
 
-    @functools.cached_property
-    def params(self) -> list[frozenset[int]]:
-        """The leaves that each wrapper trains, without its own state."""
-        items = self.arguments.items
-        roots = [scale.root for scale in self.scales]
-        outside = [
-            i
-            for i in sorted(self.trained)
-            if not any(items[i].path[: len(root)] == root for root in roots)
-        ]
-        if self.reading is None or not self.reading.calls:
-            return [frozenset(outside)]
-        groups = [
-            frozenset(i for i in outside if self._now(i).follows & bits)
-            for k in self.reading.calls
-            if (bits := self.reading.bits_of_calls(k))
-        ]
-        return [group for group in groups if group]
+        Args:
+          leaves: some leaves.
+          is_skipped: in a step that is skipped; else in every step.
+        """
+        results = {i: self.result(i) for i in self.carried.leaves.intersection(leaves)}
+        return bool(results) and all(
+            self.reading is not None
+            and result is not None
+            and self.reading.leaf_of(result.skipped if is_skipped else result.now) == i
+            for i, result in results.items()
+        )
 
-    def run(self, leaves: Sequence[Any], trial: str) -> Run:
+    def run(self, leaves: Leaves, trial: str) -> Run:
         """One call of the step with copies of `leaves`."""
         call = self._copies(leaves)
         result, compiled = self._call(call, trial)
         outputs, objects = items_of(result), call.read()
-        if self._carried is None:
-            new = {item.path: item.value for item in objects}
-            changed = {
-                i: not same(item.value, new[item.path])
-                for i, item in enumerate(self.arguments.items)
-                if item.path in new and is_array(item.value)
-            }
-            self._match(outputs, changed)
+        if not self.carried.leaves:  # there is no program
+            self._match(outputs, {})
         if self.numbers is None:
             before = self._by_name(self.arguments.rebuild(leaves))
-            after = self._returned(call, result)
-            self.numbers = numbers_in(before), numbers_in(after)
-        after = self._after(leaves, outputs, objects)
-        diverged = frozenset(i for i in self.carried.leaves if _copies_differ(after[i]))
-        for i in self.carried.leaves:
-            self._places[i] = _placement_of(after[i])
-            if is_concrete(after[i]):
-                self.devices |= after[i].sharding.device_set
-            after[i] = _to_host(after[i])
-        taken = set(self.carried.sources.values())
-        others = [
-            x._replace(value=_to_host(x.value)) for x in outputs if x.path not in taken
-        ]
-        return Run(list(leaves), after, others, compiled, diverged)
+            self.numbers = numbers_in(before), numbers_in(self._returned(call, result))
+        new = self._carried_values(outputs, objects)
+        diverged = frozenset(i for i, x in new.items() if _copies_differ(x))
+        for i, value in new.items():
+            self._places[i] = _placement_of(value)
+            if is_concrete(value):
+                self.devices |= value.sharding.device_set
+        new = dict(zip(new, _to_host(list(new.values())), strict=True))
+        returned = [new.get(i, leaf) for i, leaf in enumerate(leaves)]
+        before, after = (
+            {i: as_numpy(x[i]) for i in self.carried.leaves | self.own}
+            for x in (leaves, returned)
+        )
+        return Run(self, leaves, returned, before, after, compiled, diverged)
 
     def calls_in_a_row(self, count: int) -> tuple[list[Numbers], bool]:
         """Calls the step, each time with what it returned the time before.
@@ -200,7 +262,7 @@ class Runner:
           The static numbers before the first call and after each, and whether the last
           one was compiled.
         """
-        leaves, given, compiled = self.arguments.leaves, {}, False
+        leaves, given, compiled = self.start, {}, False
         found = [numbers_in(self._by_name(self.arguments.rebuild(leaves)))]
         for number in range(1, count + 1):
             call = self._copies(leaves)
@@ -254,18 +316,15 @@ class Runner:
         compiled = any(name not in _LOOPS for name in names) and not is_jit_disabled()
         return result, compiled
 
-    def _after(
-        self, leaves: Sequence[Any], outputs: Sequence[Item], objects: Sequence[Item]
-    ) -> Leaves:
-        after = list(leaves)
+    def _carried_values(
+        self, outputs: Sequence[Item], objects: Sequence[Item]
+    ) -> dict[int, Any]:
+        """What came back, by leaf; not what the step has donated."""
         returned = {item.path: item.value for item in outputs}
-        for i, path in self.carried.sources.items():
-            after[i] = returned[path]
+        values = {i: returned[path] for i, path in self.carried.sources.items()}
         in_place = {item.path: item.value for item in objects}
-        for i in self.carried.in_place:
-            # The values of the copies, in buffers that no later run donates.
-            after[i] = in_place.get(self.arguments.items[i].path, leaves[i])
-        return after
+        names = {i: self.arguments.items[i].path for i in self.carried.in_place}
+        return values | {i: in_place[x] for i, x in names.items() if x in in_place}
 
     # Loss scales.
 
@@ -283,78 +342,9 @@ class Runner:
         kept = self.carried.leaves - {i for x in self.scales for i in x.state}
         return [leaves[i] if i in kept else base[i] for i in range(len(base))]
 
-    # The effects of a run.
-
-    def counted(self, run: Run, scale: Scale, counter: str) -> int:
-        """By how much a counter of the wrapper rose."""
-        at = scale.counters[counter]
-        return int((as_numpy(run.after[at]) - as_numpy(run.before[at])).sum())
-
-    def was_skipped(self, run: Run, scale: Scale) -> bool:
-        """Whether every call of the wrapper in this run skipped."""
-        if not scale.counters:
-            return self.backed_off(run, scale)
-        calls = self.counted(run, scale, "steps")
-        return calls > 0 and calls == self.counted(run, scale, "skips")
-
-    def all_skipped(self, run: Run) -> bool:
-        return all(self.was_skipped(run, scale) for scale in self.scales)
-
-    def any_skipped(self, run: Run) -> bool:
-        return any(
-            self.counted(run, x, "skips") > 0 if x.counters else self.backed_off(run, x)
-            for x in self.scales
-        )
-
-    def scaler_changed(self, run: Run, scale: Scale) -> bool:
-        """Whether the run changed the state of the scaler."""
-        return any(not same(run.before[i], run.after[i]) for i in scale.state)
-
-    def backed_off(self, run: Run, scale: Scale) -> bool:
-        """Whether the scaler saw an overflow, as far as its state shows."""
-        old, new = (as_numpy(x[scale.at]) for x in (run.before, run.after))
-        if np.any(new < old):
-            return True
-        bad = scale.fields.get("nonfinite_count")
-        if bad is not None and np.any(
-            as_numpy(run.after[bad]) > as_numpy(run.before[bad])
-        ):
-            return True
-        good = scale.fields.get("finite_count")
-        if good is None or np.any(new > old):
-            return False
-        return not np.any(as_numpy(run.after[good]) > as_numpy(run.before[good]))
-
-    def changed(self, run: Run, exempt: Mapping[int, Any] = {}) -> set[int]:
-        """The carried leaves that the run changed."""
-        return {
-            i
-            for i in self.carried.compared
-            if not same(run.before[i], run.after[i], exempt.get(i))
-        }
-
-    def moved(self, run: Run) -> bool:
-        """Whether every wrapper moved some of the parameters that it trains."""
-        return bool(self.params) and all(
-            any(not same(run.before[i], run.after[i]) for i in group)
-            for group in self.params
-        )
-
-    def nonfinite(self, run: Run, exempt: Mapping[int, Any] = {}) -> set[int]:
-        """The carried leaves in which an inf or NaN is new; not jls's own."""
-        return {
-            i
-            for i in self.carried.compared - self.own
-            if is_inexact(run.after[i])
-            and _is_new(run.before[i], run.after[i], exempt.get(i))
-        }
-
-    def names(self, leaves: Sequence[int] | set[int] | frozenset[int]) -> str:
+    def names(self, leaves: Iterable[int]) -> str:
         """The paths of leaves, the first three of them."""
         return listed([self.arguments.items[i].name for i in sorted(leaves)])
-
-
-_NOTHING = Value()
 
 
 class _Placement(NamedTuple):
@@ -383,11 +373,22 @@ def _copy_to(leaf: Any, place: _Placement | None) -> Any:
     return jnp.array(leaf, copy=True)
 
 
-def _to_host(leaf: Any) -> Any:
-    if not is_concrete(leaf) or is_extended(leaf) or leaf.is_deleted():
-        return leaf
+def _to_host(leaves: Leaves) -> Leaves:
+    """`leaves` with numpy arrays, all fetched at once.
+
+    Keys and weakly typed arrays, which numpy has not, stay where they are.
+    """
+    moves = [_is_on_device(leaf) and not leaf.weak_type for leaf in leaves]
+    fetched = iter(jax.device_get(list(itertools.compress(leaves, moves))))
     # A view would keep the array on the device.
-    return np.array(leaf) if leaf.is_fully_addressable else leaf
+    return [
+        np.array(next(fetched)) if move else leaf
+        for leaf, move in zip(leaves, moves, strict=True)
+    ]
+
+
+def _is_on_device(leaf: Any) -> bool:
+    return is_concrete(leaf) and not is_extended(leaf) and not leaf.is_deleted()
 
 
 def _copies_differ(leaf: Any) -> bool:
@@ -406,25 +407,25 @@ def _copies_differ(leaf: Any) -> bool:
     return False
 
 
-def _is_new(old: Any, new: Any, exempt: Any | None) -> bool:
+def is_new(old: Any, new: Any, exempt: Any | None = None) -> np.ndarray:
+    """Where an inf or NaN is that was not there, but for the indices `exempt`."""
     found = np.array(np.isfinite(as_numbers(old)) & ~np.isfinite(as_numbers(new)))
     if exempt is not None:
         found[exempt] = False
-    return bool(found.any())
+    return found
 
 
-def filled(leaf: Any, value: Any) -> Any:
+def filled(leaf: Any, value: Any) -> np.ndarray:
     """`value` in the shape and the dtype of `leaf`."""
-    array = np.array(np.broadcast_to(np.asarray(value), np.shape(leaf)))
-    array = array.astype(np.asarray(leaf).dtype)
-    return place_like(jnp.array(array), leaf) if is_concrete(leaf) else array
+    old = as_numpy(leaf)
+    return np.array(np.broadcast_to(np.asarray(value), old.shape), old.dtype)
 
 
-def planted(leaf: Any, value: float = np.nan) -> Any:
+def planted(leaf: Any, value: float = np.nan) -> np.ndarray:
     """`leaf` with its first element replaced."""
     array = np.array(as_numpy(leaf))
     array[(0,) * array.ndim] = value
-    return place_like(jnp.array(array), leaf) if is_concrete(leaf) else array
+    return array
 
 
 def may_take_fault(leaf: Any) -> bool:
