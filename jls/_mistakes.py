@@ -10,6 +10,7 @@ import difflib
 import inspect
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -208,6 +209,17 @@ def warn_of_scaled_loss(loss: Any, scaled: list[Any]) -> None:
         )
 
 
+# The first leaf of all that `jls.value_and_grad` returned, while it lives.
+_GRADIENTS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def note_gradients(grads: Any) -> None:
+    """Called by `jls.value_and_grad`: lets `check_not_swapped` know them again."""
+    for leaf in jax.tree.leaves(grads)[:1]:
+        if isinstance(leaf, jax.Array):
+            _GRADIENTS[id(leaf)] = leaf
+
+
 # Of a whole step.
 
 
@@ -266,6 +278,18 @@ def eager_steps_allowed() -> Iterator[None]:
 
 
 # Of the optimizer's `update`.
+
+
+def check_not_swapped(updates: Any, params: Any) -> None:
+    """Raises if gradients of `jls.value_and_grad` come in the place of the params."""
+    grads, trained = (jax.tree.leaves(x)[:1] for x in (updates, params))
+    is_known = any(_GRADIENTS.get(id(leaf)) is leaf for leaf in trained)
+    if is_known and not any(x is y for x, y in zip(grads, trained, strict=False)):
+        raise ValueError(
+            "update got the gradients of jls.value_and_grad in the place of params. "
+            "The order is optimizer.update(grads, opt_state, params, value=loss), and "
+            "of an nnx.Optimizer optimizer.update(model, grads, value=loss)."
+        )
 
 
 def warn_of_narrowed(grads: list[Any], params: list[Any] | None) -> None:

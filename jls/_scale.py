@@ -236,7 +236,9 @@ def value_and_grad(
             )
         _, (loss, aux) = value
         loss = widen(loss)
-        return ((loss, aux) if has_aux else loss), unscale(scaler_state, grads)
+        grads = unscale(scaler_state, grads)
+        _mistakes.note_gradients(grads)
+        return ((loss, aux) if has_aux else loss), grads
 
     return with_loss_scale
 

@@ -40,6 +40,7 @@ from jls import _scopes
 from jls._devices import AxisName, agree, agree_on_max
 from jls._mistakes import (
     cause_of_count,
+    check_not_swapped,
     check_value,
     foreign_state_named,
     warn_of_misspelt_value,
@@ -405,6 +406,7 @@ def _take_apart(
     extra: dict[str, Any],
 ) -> _Step:
     _check_state(state, params)
+    check_not_swapped(updates, params)
     partial_overflow = extra.pop("partial_overflow", False)
     partial_overflow = as_flag("partial_overflow", partial_overflow)
     check_value(extra.get("value"))

@@ -112,9 +112,9 @@ def loss_scaled(
         another type; at `update`, if `state` is not a state of this wrapper, or
         `value` not a floating-point number.
       ValueError: at `init`, if `inner` already contains a wrapper of jls; at `update`,
-        if `value` is no scalar, if `state` was made by another inner optimizer, or with
-        other `spikes`, or if `inner`, `scaler` or `spikes` changes the structure or a
-        shape of its state.
+        if `value` is no scalar, if `params` are the gradients of `jls.value_and_grad`,
+        if `state` was made by another inner optimizer, or with other `spikes`, or if
+        `inner`, `scaler` or `spikes` changes the structure or a shape of its state.
 
     Warns:
       JlsWarning: at `init`, if a parameter is float16 or bfloat16; at `update`, when

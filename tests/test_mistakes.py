@@ -70,6 +70,24 @@ INSIDE = jls.loss_scaled(optax.lookahead(optax.sgd(0.1), 2, 0.5))
 OUTSIDE = optax.lookahead(jls.loss_scaled(optax.sgd(0.1)), 2, 0.5)
 
 
+def swapped_in_chain():
+    chain = optax.chain(OPTIMIZER, optax.scale(1.0))
+    state = chain.init(PARAMS)
+    return chain.update(PARAMS, state, GRAD(state, PARAMS, X)[1])
+
+
+def swapped_of_nnx(jit):
+    """Flax does that too, and the model stays as it is."""
+
+    @jit
+    def step(model, optimizer, x):
+        grad_fn = jls.value_and_grad(nnx_linear_loss, transform=nnx.value_and_grad)
+        loss, grads = grad_fn(optimizer, model, x)
+        optimizer.update(grads, model, value=loss)
+
+    step(*nnx_run(), X)
+
+
 # Errors that name the line to write ---------------------------------------------------
 
 LABELLED = {"x": X, "y": jnp.arange(2)}
@@ -323,6 +341,34 @@ ERRORS = {
         ValueError,
         "same structure, but 'a' is a tuple in on_true, a list in on_false",
     ),
+    "gradients for params": (
+        lambda: OPTIMIZER.update(PARAMS, STATE, GRAD(STATE, PARAMS, X)[1]),
+        ValueError,
+        r"gradients of jls.value_and_grad in the place of params\. .*"
+        r"optimizer.update\(grads, opt_state, params, value=loss\)",
+    ),
+    "gradients for params, jitted": (
+        lambda: jax.jit(
+            lambda s, p: OPTIMIZER.update(p, s, jls.grad(loss_fn)(s, p, X))
+        )(STATE, PARAMS),
+        ValueError,
+        "in the place of params",
+    ),
+    "gradients for params, within a chain": (
+        swapped_in_chain,
+        ValueError,
+        "in the place of params",
+    ),
+    "gradients for the model": (
+        lambda: swapped_of_nnx(lambda step: step),
+        ValueError,
+        r"of an nnx.Optimizer optimizer.update\(model, grads, value=loss\)\.$",
+    ),
+    "gradients for the model, jitted": (
+        lambda: swapped_of_nnx(nnx.jit),
+        ValueError,
+        r"of an nnx.Optimizer optimizer.update\(model, grads, value=loss\)\.",
+    ),
     "losses": (
         lambda: OPTIMIZER.update(PARAMS, STATE, PARAMS, value=X),
         ValueError,
@@ -484,6 +530,9 @@ RIGHT = {
     ),
     "Python numbers": lambda: jls.value_and_grad(lambda p: p**2)(STATE, 3.0),
     "no value": lambda: OPTIMIZER.update(PARAMS, STATE, PARAMS),
+    "gradients twice": lambda: [
+        OPTIMIZER.update(grads, STATE, grads) for grads in [GRAD(STATE, PARAMS, X)[1]]
+    ],
     "None": lambda: OPTIMIZER.update(PARAMS, STATE, PARAMS, value=None),
     "numbers": lambda: [
         OPTIMIZER.update(PARAMS, STATE, PARAMS, value=one)

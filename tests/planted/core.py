@@ -534,4 +534,18 @@ FAULTS = [
         "(n for n in numbers[:1] if n >= len(args)), None)",
         ("tests/test_mistakes.py",),
     ),
+    Fault(
+        "gradients in the place of the parameters are applied",
+        "jls/_mistakes.py",
+        "            _GRADIENTS[id(leaf)] = leaf\n",
+        "            pass\n",
+        ("tests/test_mistakes.py",),
+    ),
+    Fault(
+        "gradients that are passed as the parameters too are refused",
+        "jls/_mistakes.py",
+        "is_known and not any(x is y for x, y in zip(grads, trained, strict=False))",
+        "is_known",
+        ("tests/test_mistakes.py",),
+    ),
 ]
