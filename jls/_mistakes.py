@@ -388,16 +388,22 @@ def warn_of_misspelt_value(
             return update(grads, state, params, **extra | {name: loss})
 
         try:
-            program = jax.make_jaxpr(with_loss)(extra[name]).jaxpr
+            is_used = is_read(with_loss, extra[name])
         except Exception:  # it will be raised where the step is taken
             return
-        read = [atom for equation in program.eqns for atom in equation.invars]
-        if not any(program.invars[0] is atom for atom in read + program.outvars):
+        if not is_used:
             warn(
                 f"the optimizer's update got {name}=, which the wrapped optimizer does "
                 "not use, and no value=. If it is the loss, write value=loss: only so "
                 "is a step skipped for its loss, with the loss scale kept."
             )
+
+
+def is_read(fun: Callable[[Any], Any], value: Any) -> bool:
+    """Whether `fun(value)` computes with `value`, an array, or returns it."""
+    program = jax.make_jaxpr(fun)(value).jaxpr
+    read = [atom for equation in program.eqns for atom in equation.invars]
+    return any(program.invars[0] is atom for atom in read + program.outvars)
 
 
 def _may_be_value(name: str) -> bool:

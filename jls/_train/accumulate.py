@@ -116,8 +116,7 @@ def keys_for(number: Array | None, kwargs: dict[str, Any]) -> dict[str, Any]:
             folded = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
             return folded.reshape(leaf.shape)
         name = join(argument, path_name(path))
-        words = set(re.split(r"[^a-z]+", name.lower()))
-        if _is_raw_key(leaf) and words & {"key", "keys", "rng", "rngs"}:
+        if _is_raw_key(leaf) and _may_be_key(name):
             warn(
                 f"{name} is a raw PRNG key, uint32{list(leaf.shape)}: each micro-batch "
                 "gets the same one, and drops the same units. Pass a typed key, "
@@ -138,8 +137,25 @@ def keys_for(number: Array | None, kwargs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def keys_in(values: dict[str, Any]) -> dict[str, Any]:
+    """The PRNG keys in `values` by name: the typed, and what seems to be a raw one."""
+    found = {name: value for name, value in values.items() if _has_keys(value)}
+    flat, _ = jax.tree_util.tree_flatten_with_path(found, is_leaf=is_object)
+    leaves = {path_name(path): leaf for path, leaf in flat}
+    return {
+        name: leaf
+        for name, leaf in leaves.items()
+        if is_key(leaf) or (_is_raw_key(leaf) and _may_be_key(name))
+    }
+
+
+def _may_be_key(name: str) -> bool:
+    words = set(re.split(r"[^a-z]+", name.lower()))
+    return bool(words & {"key", "keys", "rng", "rngs"})
+
+
 def _has_keys(value: Any) -> bool:
-    """Whether a keyword argument holds something like a PRNG key."""
+    """Whether `value` holds something like a PRNG key."""
     try:
         leaves = jax.tree.leaves(value, is_leaf=is_object)
     except ValueError:  # keys of a dict that have no order

@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapter for Flax Linen: a `TrainState`, or a subclass with fields of its own."""
 
+import contextlib
 import dataclasses
+import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
+
+from jls._mistakes import is_read, warn
+from jls._train.accumulate import keys_in
 from jls._train.parts import LossOutput, Parts, unpack
 from jls._train_state import FP8, is_train_state, names_in, pytree_fields
 from jls._tree import cast_like, restore, trainable
@@ -27,7 +33,9 @@ class LinenAdapter:
         has_aux: bool,
         state: Any,
         kwargs: dict[str, Any],
+        is_split: bool,
     ):
+        self._is_split = is_split
         self.kwargs = kwargs
         self._loss_fn, self._carries, self._has_aux = loss_fn, carries, has_aux
         self._names = names = names_in(state)
@@ -51,13 +59,21 @@ class LinenAdapter:
     def call(
         self, params: Any, overwritten: Any, carried: Any, batch: Any, **kwargs: Any
     ) -> LossOutput:
-        params = {self._names.params: self._join(params, overwritten)}
-        state = self._replace(params | carried)
-        result = self._loss_fn(state, batch, **kwargs)
-        output = unpack(result, self._carries, self._has_aux, carried)
+        given = {self._names.params: self._join(params, overwritten)} | carried
+
+        def call(fields):
+            state = self._replace(given | fields)
+            with _params_named(self._loss_fn, state):
+                result = self._loss_fn(state, batch, **kwargs)
+            return unpack(result, self._carries, self._has_aux, carried)
+
+        output = call({})
         _check_fields(output.carried, carried)
         _warn_of_fields_in_aux(output.aux, carried)
         fields = carried | dict(output.carried)
+        if self._is_split:
+            kept = {n: x for n, x in carried.items() if fields[n] is x}
+            _warn_of_shared_keys(kept, lambda fields: call(fields).loss)
         after = cast_like("what loss_fn carries", fields, carried)
         return output._replace(carried=after)
 
@@ -77,6 +93,61 @@ class LinenAdapter:
             params = restore(params, self._params["params"])
             return {"params": params, FP8: overwritten}
         return restore(params, self._params)
+
+
+_NAMES_OF_PARAMS = ("params", "parameters", "variables", "weights", "p", "w")
+
+
+@contextlib.contextmanager
+def _params_named(loss_fn: Callable[..., Any], state: Any) -> Iterator[None]:
+    """Names a loss function that wants the parameters as the cause of what fails."""
+    try:
+        yield
+    except Exception as error:
+        name, first = type(state).__name__, _first_parameter(loss_fn)
+        # "'TrainState' object is not subscriptable"; one that is called is another slip
+        is_used_so = isinstance(error, TypeError) and f"'{name}'" in str(error)
+        is_used_so &= "callable" not in str(error)
+        if not (is_used_so or first in _NAMES_OF_PARAMS):
+            raise
+        raise TypeError(
+            f"loss_fn gets the {name}, with the parameters to differentiate in it, but "
+            f"takes {first or 'its first argument'} for the parameters themselves. "
+            "Write def loss_fn(state, batch), and in it state.params."
+        ) from error
+
+
+def _first_parameter(function: Callable[..., Any]) -> str:
+    try:
+        return next(iter(inspect.signature(function).parameters), "")
+    except (TypeError, ValueError):  # a built-in function may have none
+        return ""
+
+
+def _warn_of_shared_keys(
+    fields: dict[str, Any], loss: Callable[[dict[str, Any]], Any]
+) -> None:
+    """Warns of keys in `fields`, if the loss reads them: all micro-batches share them.
+
+    Args:
+      fields: of the state; those that the loss function does not return anew.
+      loss: the loss with other values of these.
+    """
+    for path, key in keys_in(fields).items():
+
+        def with_key(other, key=key):
+            return loss(jax.tree.map(lambda x: other if x is key else x, fields))
+
+        is_used = False
+        with contextlib.suppress(Exception):  # it is no loss, and refused as such
+            is_used = is_read(with_key, key)
+        if is_used:
+            warn(
+                f"each micro-batch gets the same PRNG key, state.{path}, and drops the "
+                "same units. Pass a typed key by keyword, step(state, batch, key=key): "
+                "the step folds the number of the micro-batch into it. Or return a new "
+                f"{path.split('/')[0]}, with carries=True."
+            )
 
 
 def _check_fields(fields: Any, carried: dict[str, Any]) -> None:

@@ -309,7 +309,8 @@ def train_step(
     Warns:
       JlsWarning: at the second call that runs operation by operation, with 2**16
         parameters or more; not under `jax.disable_jit`. With several micro-batches, if
-        a keyword argument seems to be a raw PRNG key, which all of them would share.
+        a keyword argument seems to be a raw PRNG key, which all of them would share, or
+        if they share a key in a field of a `TrainState`.
         With `compute_dtype=jnp.float16`, if the loss scale is static and 1; and what
         `jls.autocast` warns of.
 
@@ -360,10 +361,10 @@ def train_step(
     )
     check_keep(keep)
 
-    eager_calls = EagerCalls()
+    eager_calls, is_split = EagerCalls(), options.micro_batches > 1
 
     def step(*args, **kwargs):
-        adapter = _adapt(loss_fn, optimizer, carries, has_aux, args, kwargs)
+        adapter = _adapt(loss_fn, optimizer, carries, has_aux, is_split, args, kwargs)
         parts, arguments = adapter.split(), (args, kwargs)
         write = partial(_jitted, adapter, arguments)
         eager_calls.warn_at_second(parts.params, arguments, write)
@@ -544,6 +545,7 @@ def _adapt(
     optimizer: Any,
     carries: bool,
     has_aux: bool,
+    is_split: bool,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Adapter:
@@ -557,7 +559,7 @@ def _adapt(
     if optimizer is not None and not is_flax and len(args) == 3 + carries:
         return PlainAdapter(loss_fn, optimizer, carries, has_aux, args[:-1], kwargs)
     if optimizer is None and is_linen(args):
-        return LinenAdapter(loss_fn, carries, has_aux, args[0], kwargs)
+        return LinenAdapter(loss_fn, carries, has_aux, args[0], kwargs, is_split)
     names = [type(x).__name__ for x in args]
     got = ", ".join(names) or "no positional argument"
     raise TypeError(f"{_form(optimizer, carries, is_flax)}; got {got}. {_BATCH}")

@@ -366,8 +366,8 @@ FAULTS = [
     Fault(
         "an extra argument that the optimizer keeps is called misspelt",
         MISTAKES,
-        "read + program.outvars):",
-        "read):",
+        "read + program.outvars)",
+        "read)",
         (TOLD + "test_extra_arguments_that_are_used_or_are_no_loss",),
     ),
     Fault(
@@ -454,7 +454,7 @@ FAULTS = [
         "a raw key that all micro-batches share is not told",
         "jls/_train/accumulate.py",
         'words & {"key", "keys", "rng", "rngs"}',
-        'name in ("key", "rng")',
+        '{name} & {"key", "rng"}',
         ("tests/train/test_accumulate.py",),
     ),
     Fault(
@@ -547,5 +547,33 @@ FAULTS = [
         "is_known and not any(x is y for x, y in zip(grads, trained, strict=False))",
         "is_known",
         ("tests/test_mistakes.py",),
+    ),
+    Fault(
+        "a key in the state that all micro-batches share is not told",
+        "jls/_train/linen.py",
+        "        if self._is_split:\n",
+        "        if False:\n",
+        ("tests/train/test_accumulate.py",),
+    ),
+    Fault(
+        "a key in the state that the loss does not read is told",
+        "jls/_train/linen.py",
+        "        is_used = False\n",
+        "        is_used = True\n",
+        ("tests/train/test_accumulate.py",),
+    ),
+    Fault(
+        "a key in the state that the loss renews is told",
+        "jls/_train/linen.py",
+        "kept = {n: x for n, x in carried.items() if fields[n] is x}",
+        "kept = carried",
+        ("tests/train/test_accumulate.py",),
+    ),
+    Fault(
+        "what fails in a loss is blamed on its argument",
+        "jls/_train/linen.py",
+        "if not (is_used_so or first in _NAMES_OF_PARAMS):",
+        "if False:",
+        ("tests/train/test_train_step.py",),
     ),
 ]

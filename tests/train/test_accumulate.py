@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 from models import (
     linear_loss,
     linear_state,
@@ -291,6 +292,47 @@ def test_a_raw_key_is_told(kwargs, name):
         step(params, state, batch, **kwargs)
     assert len(record) == 1
     assert record[0].filename == __file__
+
+
+class KeyedState(TrainState):
+    dropout_key: jax.Array
+    tables: dict
+
+
+def keyed_loss(state, batch):
+    key = jax.random.fold_in(state.dropout_key, state.step)
+    return jnp.mean(batch * state.params * jax.random.normal(key, (2,)))
+
+
+def keyed_step(loss_fn, key, **options):
+    tx = jls.loss_scaled(optax.sgd(0.1))
+    tables = {"hash": jnp.zeros(2, jnp.uint32), "seed": jax.random.key(0)}
+    state = KeyedState.create(
+        apply_fn=None, params=jnp.ones(2), tx=tx, dropout_key=key, tables=tables
+    )
+    return jax.jit(jls.train_step(loss_fn, **options))(state, jnp.ones((4, 2)))
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_a_key_in_the_state_that_all_micro_batches_share_is_told(make):
+    message = r"the same PRNG key, state.dropout_key, .* a new dropout_key, with carr"
+    with pytest.warns(jls.JlsWarning, match=message) as record:
+        keyed_step(keyed_loss, make(0), micro_batches=2)
+    assert len(record) == 1
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_keys_in_the_state_that_do_no_harm_are_not_told(make):
+    def renewing(state, batch):
+        loss = keyed_loss(state, batch)
+        return loss, {"dropout_key": jax.random.split(state.dropout_key)[0]}
+
+    def without_key(state, batch):
+        return jnp.mean(batch * state.params) * (1 + state.tables["hash"].sum())
+
+    keyed_step(keyed_loss, make(0))
+    keyed_step(renewing, make(0), micro_batches=2, carries=True)
+    keyed_step(without_key, make(0), micro_batches=2)
 
 
 def test_one_trace_of_the_loss_serves_all_micro_batches_and_steps():

@@ -1,5 +1,6 @@
 """One pure train step, for Linen, for NNX and for plain functions."""
 
+import inspect
 from functools import partial
 
 import chex
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from models import (
     BAD,
@@ -403,6 +405,50 @@ def test_multi_steps_around_the_wrapper_is_refused():
 def test_wrong_arguments_of_the_step_are_named(args):
     with pytest.raises(TypeError, match=r"call step\(state, batch\) .*got Linear"):
         jls.train_step(linear_loss)(linear_state(), *args)
+
+
+def indexing(net, batch):
+    return jnp.sum(net["w"] * batch)
+
+
+def searching(net, batch):
+    return jnp.sum(batch) if "w" in net else 0.0
+
+
+def of_params(params, batch):
+    return jnp.sum(params.x * batch)
+
+
+def of_variables(variables, batch):
+    return jnp.sum(nn.Dense(1).apply({"params": variables}, batch))
+
+
+@pytest.mark.parametrize("loss_fn", [indexing, searching, of_params, of_variables])
+def test_a_linen_loss_that_wants_the_parameters_is_told(loss_fn):
+    name = next(iter(inspect.signature(loss_fn).parameters))
+    message = rf"gets the \w+, .* takes {name} for .* loss_fn\(state, batch\)"
+    with pytest.raises(TypeError, match=message):
+        jls.train_step(loss_fn)(linear_state(), GOOD)
+
+
+def test_what_else_fails_in_a_linen_loss_is_its_own_error():
+    def calling(state, batch):
+        return state(batch)
+
+    def lacking(state, batch):
+        return state.batch_stats
+
+    def of_nothing(*args):
+        raise KeyError
+
+    for loss_fn, error in (
+        (calling, TypeError),
+        (lacking, AttributeError),
+        (of_nothing, KeyError),
+    ):
+        with pytest.raises(error) as caught:
+            jls.train_step(loss_fn)(linear_state(), GOOD)
+        assert "loss_fn gets" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
