@@ -558,8 +558,8 @@ FAULTS = [
     Fault(
         "a key in the state that the loss does not read is told",
         "jls/_train/linen.py",
-        "        is_used = False\n",
-        "        is_used = True\n",
+        "is_used = is_read(with_key, key)",
+        "is_used = True",
         ("tests/train/test_accumulate.py",),
     ),
     Fault(
