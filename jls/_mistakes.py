@@ -27,15 +27,27 @@ from jls._text import at, describe, path_name
 from jls._tree import difference, floats_of, is_inexact
 from jls._types import JlsWarning, StaticState
 
-_LIBRARIES = {"jls", "jax", "optax", "flax", "equinox"}
+_LIBRARIES = {"jls", "jax", "optax", "flax", "equinox", "contextlib"}
 
 
 def warn(message: str) -> None:
     """Warns at the line of the user's program that led here."""
-    level, frame = 1, sys._getframe()
+    level, _ = _user_frame()
+    warnings.warn(message, JlsWarning, stacklevel=level)
+
+
+def user_variables() -> dict[str, Any]:
+    """The local variables at the line of the user's program that led here."""
+    _, frame = _user_frame()
+    return dict(frame.f_locals) if frame else {}
+
+
+def _user_frame() -> tuple[int, Any]:
+    """The innermost frame outside of the libraries, and how many calls away it is."""
+    level, frame = 0, sys._getframe()
     while frame and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, JlsWarning, stacklevel=level)
+    return level, frame
 
 
 # Of `value_and_grad`.

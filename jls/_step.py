@@ -219,6 +219,11 @@ def updates_noted() -> Iterator[list[Update]]:
             outer += noted
 
 
+def is_noting_updates() -> bool:
+    """Whether this runs in a block of `updates_noted`."""
+    return _NOTED.get() is not None
+
+
 class FoundWrapper(NamedTuple):
     """A wrapper somewhere in an optimizer, and the parameters that it is for."""
 

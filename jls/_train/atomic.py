@@ -8,11 +8,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jls._nnx import is_optimizer, objects_in, trained_variables, variables_in
+from jls._mistakes import user_variables, warn
+from jls._nnx import (
+    is_object,
+    is_optimizer,
+    objects_in,
+    trained_variables,
+    variables_in,
+)
 from jls._state import find, is_wrapper_state, wrapper_state_in
-from jls._step import Update, updates_noted
+from jls._step import Update, is_noting_updates, updates_noted
 from jls._text import describe
-from jls._tree import select
+from jls._tree import is_inexact, select
 from jls._types import LossScaledState
 
 
@@ -35,7 +42,8 @@ def atomic(optimizer: Any, model: Any, *objects: Any) -> Iterator[None]:
       *objects: further NNX objects whose variables are rolled back: an `nnx.Rngs`, a
         metric, the model and the `nnx.Optimizer` of another loss. If one of them skips,
         the step of each is rolled back. What the block adds to them, such as sown
-        values, stays.
+        values, stays; and so does what it changes in objects that are not named, such
+        as a NaN in a metric.
 
     Returns:
       A context manager.
@@ -46,6 +54,10 @@ def atomic(optimizer: Any, model: Any, *objects: Any) -> Iterator[None]:
       ValueError: if its state carries no state of `jls.loss_scaled`, or several; on
         leaving, if the block has not called `optimizer.update`, or has changed the
         shape or the dtype of a variable.
+
+    Warns:
+      JlsWarning: on leaving, if the block has changed floating-point variables of an
+        NNX object that is not named, as far as a local variable holds it.
 
     Example:
       >>> from flax import nnx
@@ -83,6 +95,7 @@ def atomic(optimizer: Any, model: Any, *objects: Any) -> Iterator[None]:
     before = {id(variable): variable.get_value() for variable in changed}
     skips = [node.skips.get_value() for node in wrappers]
     steps = wrappers[0].steps.get_value()
+    beside = {} if is_noting_updates() else _floats_beside([*changed, *kept])
     updates: list[Update] = []
     try:
         with updates_noted() as updates:
@@ -94,6 +107,7 @@ def atomic(optimizer: Any, model: Any, *objects: Any) -> Iterator[None]:
         for node in wrappers if updates else ():
             node.applied.set_value(jnp.zeros_like(node.applied.get_value()))
         raise
+    _warn_of_changes(beside)
     has_one = len(optimizers) == 1
     if has_one and _is_one_update(wrappers[0], updates, before.values()):
         trained = trained_variables(optimizer, model)
@@ -124,6 +138,29 @@ def _wrapper_states(optimizer: Any) -> list[Any]:
 def _without(variables: list[Any], others: list[Any]) -> list[Any]:
     left_out = set(map(id, others))
     return [variable for variable in variables if id(variable) not in left_out]
+
+
+def _floats_beside(named: list[Any]) -> dict[str, list[tuple[Any, Any]]]:
+    """Floating-point variables that are not named, and values, by local variable."""
+    return {
+        name: [
+            (variable, value)
+            for variable in _without(variables_in(node), named)
+            if is_inexact(value := variable.get_value())
+        ]
+        for name, node in user_variables().items()
+        if is_object(node) and not is_optimizer(node)
+    }
+
+
+def _warn_of_changes(beside: dict[str, list[tuple[Any, Any]]]) -> None:
+    for name, pairs in beside.items():
+        if any(variable.get_value() is not old for variable, old in pairs):
+            warn(
+                f"{name} changes in the block of jls.atomic, which does not name it: a "
+                "skipped step keeps the change, a NaN too. Write "
+                f"jls.atomic(optimizer, model, {name}), or change it after the block."
+            )
 
 
 def _check_updated(wrapper: Any, old_steps: Any) -> None:

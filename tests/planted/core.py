@@ -576,4 +576,25 @@ FAULTS = [
         "if False:",
         ("tests/train/test_train_step.py",),
     ),
+    Fault(
+        "a metric that a block changes and does not name is not told",
+        "jls/_train/atomic.py",
+        "if is_object(node) and not is_optimizer(node)",
+        "if False",
+        ("tests/train/test_atomic.py",),
+    ),
+    Fault(
+        "a metric that the block around names is told",
+        "jls/_train/atomic.py",
+        "beside = {} if is_noting_updates() else",
+        "beside =",
+        ("tests/train/test_atomic.py",),
+    ),
+    Fault(
+        "a generator of random numbers that a block does not name is told",
+        "jls/_train/atomic.py",
+        "            if is_inexact(value := variable.get_value())\n",
+        "            if [value := variable.get_value()]\n",
+        ("tests/train/test_atomic.py",),
+    ),
 ]
