@@ -77,21 +77,14 @@ def diff(name: str) -> str:
     old, new = EXAMPLES / "plain" / f"{name}.py", EXAMPLES / f"{name}.py"
     texts = (path.read_text(encoding="utf-8").splitlines() for path in (old, new))
     names = (path.relative_to(DOCS.parent).as_posix() for path in (old, new))
-    lines = difflib.unified_diff(*texts, *names, lineterm="")
+    lines = difflib.unified_diff(*texts, *names, n=1, lineterm="")
     return "\n".join(["```diff", *(line.rstrip() for line in lines), "```"])
-
-
-def healthy_run() -> str:
-    """Writes the script that draws the picture of a healthy run."""
-    code = (DOCS / "healthy_run.py").read_text(encoding="utf-8").rstrip()
-    return f"```{{code-block}} python\n{code}\n```"
 
 
 PARTS = {
     "codes": codes_of_check_step,
     "mends": mends,
     "skip_reasons": skip_reasons,
-    "healthy_run": healthy_run,
     **{
         path.stem: lambda name=path.stem: diff(name)
         for path in sorted(EXAMPLES.glob("*.py"))
