@@ -601,6 +601,71 @@ def test_a_mask_of_minus_inf_comes_after_what_it_spoils():
     assert jls.why(fun, jnp.ones(3), jnp.zeros(3).at[1].set(-jnp.inf)).births == ()
 
 
+def test_arguments_come_in_their_order():
+    def fun(params, x, y):
+        return params["a"] + params["b"] + x + y
+
+    for bad in jnp.full((2, 2), jnp.array([[jnp.inf], [jnp.nan]])):
+        why = jls.why(fun, {"b": bad, "a": bad}, bad, bad)
+        paths = [birth.place.module for birth in why.births]
+        assert paths == ["params/a", "params/b", "x", "y"]
+
+
+def of_a_logarithm(x, zero):
+    return jnp.exp(x) + jnp.log(x - 50.0)
+
+
+def of_a_product(x, zero):
+    return (3.0 * x) * (2.0 * x) * 1e10
+
+
+def of_a_product_with_a_number(x, zero):
+    return 1e20 * (x + 1.0)
+
+
+def of_a_quotient(x, zero):
+    return 1.0 / (x - 2.0) + x
+
+
+def of_a_quotient_by_a_number(x, zero):
+    return (x + 1.0) / zero
+
+
+@pytest.mark.parametrize(
+    ("step", "text", "advice"),
+    [
+        (of_a_logarithm, "log made NaN (float32)", "logarithm of a negative number"),
+        (of_a_product, "mul made inf (float32)", "Over 3.403e+38"),
+        (
+            of_a_product_with_a_number,
+            "mul made inf of up to 1e+20 (float32)",
+            "Over 3.403e+38",
+        ),
+        (of_a_quotient, "div made inf of up to 1 (float32)", "A quotient by 0"),
+        (
+            of_a_quotient_by_a_number,
+            "div made inf by a division by 0 (float32)",
+            "A quotient by 0",
+        ),
+    ],
+)
+def test_numbers_that_a_while_loop_has_not_kept_are_left_out(step, text, advice):
+    """Of an operand that is bad in a later iteration it keeps that one."""
+
+    def fun(x, zero):
+        state = lax.while_loop(
+            lambda state: state[0] < 8,
+            lambda state: (state[0] + 1, step(state[1], zero)),
+            (0, x),
+        )
+        return state[1]
+
+    why = jls.why(fun, jnp.full(2, 2.0), 0.0)
+    event, *_ = [x.strip() for x in str(why).splitlines() if " made " in x]
+    assert event == text
+    assert advice in why.births[0].advice
+
+
 def test_what_is_inf_on_purpose_is_told_only_if_nothing_else_is():
     why = jls.why(lambda x: jnp.where(x > 0, jnp.inf, x), jnp.ones(2))
     assert [birth.place.operation for birth in why.births] == ["constant"]

@@ -66,8 +66,8 @@ FAULTS = [
     Fault(
         "a mask comes before what it spoils",
         "jls/_tools/origin/trail.py",
-        "            return (1 if self.is_mask(birth) else -1,)",
-        "            return (-1,)",
+        "return (1 if self.is_mask(birth) else -1, number)",
+        "return (-1, number)",
         ("tests/test_why.py",),
     ),
     Fault(
@@ -335,5 +335,39 @@ FAULTS = [
         'return advice.startswith(ENTROPY.partition("{")[0])',
         "return advice == ENTROPY",
         ("tests/origin/test_advice.py",),
+    ),
+    Fault(
+        "what a while loop has not kept is 0",
+        "jls/_tools/origin/trail.py",
+        "    return _NO_RECORD\n",
+        "    return jax.tree.map(lambda x: np.full_like(x, 1 << 31), found.bad)\n",
+        (
+            "tests/test_why.py::test_numbers_that_a_while_loop_has_not_kept_are_left_out",
+        ),
+    ),
+    Fault(
+        "an operand that is not known is told as 0",
+        "jls/_tools/origin/why.py",
+        "                if trail.is_known(x)\n",
+        "",
+        (
+            "tests/test_why.py::test_numbers_that_a_while_loop_has_not_kept_are_left_out",
+        ),
+    ),
+    Fault(
+        "the logarithm of a number that is not known is that of 0",
+        "jls/_tools/origin/advice.py",
+        "return LOG_NEGATIVE if birth.size.is_nan else LOG_0",
+        "return LOG_0",
+        (
+            "tests/test_why.py::test_numbers_that_a_while_loop_has_not_kept_are_left_out",
+        ),
+    ),
+    Fault(
+        "arguments come in another order",
+        "jls/_tools/origin/trail.py",
+        "else -1, number)",
+        "else -1,)",
+        ("tests/test_why.py::test_arguments_come_in_their_order",),
     ),
 ]

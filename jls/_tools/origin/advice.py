@@ -189,7 +189,7 @@ def _for_div(trail: Trail, birth: BirthRecord) -> str:
 def _for_log(trail: Trail, birth: BirthRecord) -> str:
     if birth.range is None:
         return ""
-    return LOG_NEGATIVE if birth.range.low < 0 and birth.size.is_nan else LOG_0
+    return LOG_NEGATIVE if birth.size.is_nan else LOG_0
 
 
 def _for_log1p(trail: Trail, birth: BirthRecord) -> str:

@@ -28,7 +28,8 @@ class Birth(NamedTuple):
 
     kind: Literal["inf", "nan"]
     place: Place  # of an argument: the operation is "argument", the module its path
-    operands: tuple[float, ...] = ()  # the largest magnitude of each floating operand
+    # The largest magnitude of each floating operand, as far as it was kept in a loop.
+    operands: tuple[float, ...] = ()
     dtype: str = ""  # of the result
     range: tuple[float, float] | None = None  # of the operand that decides, if one does
     advice: str = ""  # one sentence for the known patterns
@@ -145,6 +146,8 @@ def _event_in_words(birth: Birth) -> str:
     if birth.range is not None and all(map(math.isfinite, birth.range)):
         low, high = map(_format_value, birth.range)
         between = low if low == high else f"numbers from {low} to {high}"
+        if operation == "div" and len(operands) == 1:  # of the divisor
+            return f"{text} by a division by {between} {dtype}"
         if operation == "div":
             up_to = "up to " if birth.operands[0] else ""
             return f"{text} of {up_to}{operands[0]}, divided by {between} {dtype}"

@@ -2,6 +2,7 @@
 """Follows what is not finite back to the operations that made it of finite numbers."""
 
 import functools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,6 @@ from jls._program.replay import (
     NEVER,
     SLICES,
     TAKEN,
-    ZERO_KEY,
     WhileRecords,
 )
 from jls._tools.origin.measure import NOTHING, Size, read_size, size_of
@@ -31,7 +31,7 @@ class Range(NamedTuple):
     """The range of the numbers in an operand."""
 
     nearest: float  # the smallest magnitude
-    low: float
+    low: float  # NaN if it is not known, as in some iterations of a while loop
     high: float
 
 
@@ -120,6 +120,21 @@ class Trail:
     def is_bad(self, value: RunValue) -> bool:
         return self.size(value).is_bad
 
+    def is_known(self, value: RunValue) -> bool:
+        """Whether there is a record of a value: of a while loop not all are kept."""
+        origin = self.origin(value)
+        if isinstance(origin, Stack):
+            return all(map(self.is_known, self._iterations_of(origin)))
+        if isinstance(origin, OpResult):
+            number = origin.number
+        elif isinstance(origin, Slice):
+            number = SLICES
+        elif isinstance(origin, LoopCarry):
+            number = (CARRIED, origin.number)
+        else:
+            return origin is not None
+        return len(self._record(origin.frame, number, origin.iterations)) > 0
+
     def births(self, roots: Iterable[RunValue]) -> "list[BirthRecord]":
         """The births of inf and NaN in the roots, in the order of the program."""
         stack: list[tuple[RunValue, OpResult | None]]
@@ -203,16 +218,14 @@ class Trail:
             if not isinstance(origin, OpResult) or origin in seen:
                 continue
             seen.add(origin)
-            if not is_inexact_atom(value.atom) or not self._is_recorded(origin):
+            record = self._recorded(origin.frame, origin.number, origin.iterations)
+            if not (is_inexact_atom(value.atom) and isinstance(record, np.ndarray)):
                 waiting += [
                     RunValue(origin.frame, x, origin.iterations)
                     for x in origin.site.equation.invars
                     if not is_literal(x)
                 ]
         return found
-
-    def _is_recorded(self, op: OpResult) -> bool:
-        return len(self._record(op.frame, op.number, op.iterations)) > 0
 
     def _taken(self, op: OpResult, count: int) -> list[Size]:
         """The sizes of the elements that a `select_n` takes from each case."""
@@ -241,7 +254,8 @@ class Trail:
         is_real = is_inexact_atom(operand) and operand.aval.dtype.kind != "c"
         if not is_real or len(keys) < offset + 2:
             return None
-        high, low = self.size(RunValue(op.frame, operand, op.iterations))
+        value = RunValue(op.frame, operand, op.iterations)
+        high, low = self.size(value) if self.is_known(value) else (math.nan, math.nan)
         return Range(read_size(keys[offset:]).low, low, high)
 
     # What a value is.
@@ -481,7 +495,8 @@ class Trail:
             origin = origin.reader
         if not isinstance(origin, OpResult):
             # What is -inf alone may be a mask, on purpose.
-            return (1 if self.is_mask(birth) else -1,)
+            number = origin.number if isinstance(origin, Argument) else -1
+            return (1 if self.is_mask(birth) else -1, number)
         chain = [*reversed(list(_up(origin.frame)))]
         iterations = iter(origin.iterations)
         key: list[int] = []
@@ -539,7 +554,7 @@ def _start_of_run(keys: np.ndarray, index: int, is_reversed: bool) -> int:
 
 
 def _in_iteration(found: WhileRecords, index: int) -> Any:
-    """The record of an iteration of a while loop; zeros if it was not kept."""
+    """The record of an iteration of a while loop; [] if it was not kept."""
     for record, iterations in (
         (found.nan, found.nan_iterations.tolist()),
         (found.bad, found.bad_iterations.tolist()),
@@ -548,7 +563,7 @@ def _in_iteration(found: WhileRecords, index: int) -> Any:
             return record
     if int(found.bad_iterations[0]) == NEVER:
         return found.bad
-    return jax.tree.map(lambda x: np.full_like(x, ZERO_KEY), found.bad)
+    return _NO_RECORD
 
 
 _FLIP = {"inf": "-inf", "-inf": "inf"}

@@ -29,7 +29,14 @@ from jls._tools.origin.measure import Size
 from jls._tools.origin.record import RecordedProgram
 from jls._tools.origin.result import ARGUMENT, CONSTANT, DIVERGED, Birth, Why
 from jls._tools.origin.roots import CheckedValues, checked_values, is_of_update
-from jls._tools.origin.trail import Argument, BirthRecord, OpResult, RunValue, Trail
+from jls._tools.origin.trail import (
+    Argument,
+    BirthRecord,
+    OpResult,
+    Range,
+    RunValue,
+    Trail,
+)
 from jls._tools.reading.arguments import (
     Arguments,
     Item,
@@ -473,9 +480,13 @@ class Case:
         return Birth(
             kind=kind,
             place=place._replace(is_backward=is_backward, iteration=origin.iterations),
-            operands=tuple(_magnitude(trail.size(x), kind) for x in found.operands),
+            operands=tuple(
+                _magnitude(trail.size(x), kind)
+                for x in found.operands
+                if trail.is_known(x)
+            ),
             dtype=str(dtype_of(origin)),
-            range=found.range and (found.range.low, found.range.high),
+            range=_ends(found.range),
             advice=NORM_OVERFLOWS
             if GRADIENTS in marks_of(site)
             else advise(trail, found, is_backward),
@@ -593,6 +604,11 @@ def _traced(tool: str, fun: Callable[..., Any], arguments: Arguments) -> Traced:
 
 def _is_forward(frame: Frame, number: int) -> bool:
     return not is_transposed(frame.site_of(number))
+
+
+def _ends(found: Range | None) -> tuple[float, float] | None:
+    """The ends of a range, as far as they are known."""
+    return None if found is None or math.isnan(found.low) else (found.low, found.high)
 
 
 def _magnitude(size: Size, kind: str) -> float:
