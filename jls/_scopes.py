@@ -22,10 +22,12 @@ INNER = "jls_inner"
 DECISION = "jls_decision"
 SCALE = "jls_scale"
 CHECKED = "jls_checked"
-# What `jls.autocast` has rewritten.
+# What `jls.autocast` has rewritten, and the products that its `keep` left as written.
 AUTOCAST = "jls_autocast"
+KEPT = "jls_kept"
 
-_ALL = (UPDATE, GRADIENTS, NORM, LOSS, NEW, INNER, DECISION, SCALE, CHECKED, AUTOCAST)
+_WRAPPER = (UPDATE, GRADIENTS, NORM, LOSS, NEW, INNER, DECISION, SCALE, CHECKED)
+_ALL = (*_WRAPPER, AUTOCAST, KEPT)
 NONE = frozenset[str]()
 
 

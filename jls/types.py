@@ -16,6 +16,7 @@ from jls._tools.origin.calibration import Calibration as Calibration
 from jls._tools.origin.result import Birth as Birth
 from jls._tools.origin.result import Why as Why
 from jls._tools.origin.twin import Cotangent as Cotangent
+from jls._tools.reading.precision import Precision as Precision
 from jls._tools.run.health import Health as Health
 from jls._tools.run.requeue import BatchQueue as BatchQueue
 from jls._tools.run.verdict import Verdict as Verdict

@@ -231,6 +231,7 @@ def test_types_are_those_of_the_contract():
         "ParamsEmaState",
         "Place",
         "PlainTrainStep",
+        "Precision",
         "ScalerState",
         "SkipReason",
         "SpikePolicy",

@@ -17,17 +17,14 @@ from jax.core import eval_jaxpr
 
 from jls import _validate
 from jls._autocast.held import Stored
-from jls._autocast.keep import OUTER, Choice, Keep, multiplications
+from jls._autocast.keep import OUTER, Choice, Keep
 from jls._autocast.kinds import Fact, Kind
 from jls._autocast.rewrite import Rewrite
 from jls._mistakes import warn
 from jls._nnx import is_object, merge_all, split_all, update_all
-from jls._program.jaxprs import (
-    opened,
-    parameter,
-    size_of,
-    traced_wide,
-)
+from jls._program.frames import Frame
+from jls._program.jaxprs import Program, opened, parameter, traced_wide
+from jls._program.products import products_in
 from jls._scopes import AUTOCAST
 from jls._text import describe
 from jls._tree import is_array
@@ -195,7 +192,7 @@ class _Call:
         facts = [Fact(Kind.GIVEN, name=object()) for _ in self.arrays]
         rewrite.read(program, facts)
         rewrite.choice.check_found()
-        has_cast = _say(rewrite)
+        has_cast = _say(rewrite.choice, program)
         if not has_cast and precision is None:  # the very program, to the bit
             jaxpr, consts = opened(program)
             return self._result(eval_jaxpr(jaxpr, consts, *self.arrays))
@@ -244,22 +241,21 @@ def _default_precision() -> Any:
     return parameter(equation, "precision")
 
 
-def _say(rewrite: Rewrite) -> bool:
+def _say(choice: Choice, program: Program) -> bool:
     """Tells the log what share of the multiplications is in half; warns of none.
 
     Returns whether there is any.
     """
-    half, whole = 0, 0
+    half, whole = list[int](), 0
     reasons = Counter[str]()
-    for site in rewrite.leads.products.values():
-        lengths = [parameter(x, "length", 1) for x in site.equations]
-        count = multiplications(site.equation) * size_of(lengths)
-        reason = rewrite.choice.why_wide(site)
-        whole += count
-        half += count if reason is None else 0
-        if reason is not None:
+    for product in products_in(Frame(program)):
+        reason = choice.why_wide(product.site)
+        whole += product.multiplications
+        if reason is None:
+            half.append(product.multiplications)
+        else:
             reasons[reason] += 1
-    dtype = rewrite.choice.dtype
+    dtype = choice.dtype
     kept = ", ".join(f"{n} {_REASONS[reason]}" for reason, n in reasons.items())
     if not half:
         warn(
@@ -271,7 +267,7 @@ def _say(rewrite: Rewrite) -> bool:
     logging.getLogger("jls").info(
         "%s: %.3g %% of the multiplications; kept: %s",
         dtype,
-        100 * half / whole,
+        100 * sum(half) / max(1, whole),
         kept or "none",
     )
     return True

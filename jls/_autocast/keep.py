@@ -15,14 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 
-from jls._program.jaxprs import (
-    is_float32,
-    parameter,
-    size_of,
-)
+from jls._program.jaxprs import is_float32
 from jls._program.places import Place, modules_of, place_of
+from jls._program.products import asks_for_precision, is_inner, is_outer
 from jls._program.walk import Site
 from jls._text import listed
 
@@ -78,13 +74,13 @@ class Choice:
         equation = site.equation
         if not _is_of_floats(equation, self.dtype):
             return "dtype"
-        if _asks_for_precision(parameter(equation, "precision")):
+        if asks_for_precision(equation):
             return "precision="
-        if _is_inner(equation):
+        if is_inner(equation):
             return "inner product"
         if self.is_kept(site):
             return "keep"
-        return OUTER if _is_outer(equation) else None
+        return OUTER if is_outer(equation) else None
 
 
 def _is_of_floats(equation: Any, half: Any) -> bool:
@@ -93,44 +89,3 @@ def _is_of_floats(equation: Any, half: Any) -> bool:
     dtypes = {first.aval.dtype, second.aval.dtype}
     is_wide = is_float32(equation.outvars[0]) and jnp.dtype(jnp.float32) in dtypes
     return is_wide and dtypes <= {jnp.dtype(jnp.float32), half}
-
-
-def _asks_for_precision(precision: Any) -> bool:
-    asked = precision if isinstance(precision, tuple) else (precision,)
-    return any(one not in (None, lax.Precision.DEFAULT) for one in asked)
-
-
-def _is_inner(equation: Any) -> bool:
-    """Whether each operand is summed over all axes but those of the batch."""
-    if equation.primitive.name != "dot_general":
-        return False
-    contracted, batch = parameter(equation, "dimension_numbers")
-    return all(
-        len(one) + len(other) == len(atom.aval.shape)
-        for one, other, atom in zip(contracted, batch, equation.invars[:2], strict=True)
-    )
-
-
-def _is_outer(equation: Any) -> bool:
-    """Whether nothing is summed: positions times frequencies, for one."""
-    if equation.primitive.name != "dot_general":
-        return False
-    (axes, _), _ = parameter(equation, "dimension_numbers")
-    shape = equation.invars[0].aval.shape
-    return all(shape[axis] == 1 for axis in axes)
-
-
-def multiplications(equation: Any) -> int:
-    """How many multiplications a product takes."""
-    left, right = equation.invars[:2]
-    size = size_of(equation.outvars[0].aval.shape)
-    if equation.primitive.name == "dot_general":
-        (axes, _), _ = parameter(equation, "dimension_numbers")
-        return size * size_of(left.aval.shape[axis] for axis in axes)
-    if equation.primitive.name == "conv_general_dilated":
-        features = parameter(equation, "dimension_numbers").rhs_spec[0]
-        shape = right.aval.shape
-        return size * (size_of(shape) // max(1, size_of([shape[features]])))
-    numbers = parameter(equation, "ragged_dot_dimension_numbers")
-    (axes, _), _ = numbers.dot_dimension_numbers
-    return size * size_of(left.aval.shape[axis] for axis in axes)

@@ -30,7 +30,6 @@ from jls._autocast.primitives import (
     LEAVES_FLOAT16,
     MOVES,
     PAIRWISE,
-    PRODUCTS,
     SUMS_OVER_DEVICES,
     WRITES,
 )
@@ -46,6 +45,7 @@ from jls._program.jaxprs import (
     parameters,
     size_of,
 )
+from jls._program.products import PRODUCTS
 from jls._program.rules import RANDOM, data_of
 from jls._program.walk import ROOT, Site
 from jls._tree import is_extended

@@ -16,7 +16,6 @@ from jls._autocast.primitives import (
     MOVES,
     OPAQUE,
     PAIRWISE,
-    PRODUCTS,
     WRITES,
 )
 from jls._program.control import calls_of
@@ -29,6 +28,7 @@ from jls._program.jaxprs import (
     parameter,
     parameters,
 )
+from jls._program.products import PRODUCTS
 from jls._program.rules import data_of
 from jls._program.walk import ROOT, Site
 from jls._scopes import UPDATE, is_in
@@ -42,7 +42,6 @@ class Leads:
     def __init__(self, choice: Choice) -> None:
         self._choice = choice
         self._found: dict[tuple[int, ...], set[Any]] = {}
-        self.products: dict[tuple[int, ...], Site] = {}  # all of them, in half or not
 
     def at(self, site: Site, atom: Any) -> bool:
         """Whether a variable of the program that is called at `site` leads to one."""
@@ -88,7 +87,6 @@ class Leads:
         if program is not None and name not in OPAQUE:
             return self.read(program, results, site)
         if name in PRODUCTS:
-            self.products[site.numbers] = site
             why_wide = self._choice.why_wide(site)
             leads = any(results) if why_wide == OUTER else why_wide is None
             return [leads and is_float32(atom) for atom in equation.invars]

@@ -7,8 +7,6 @@ One that is in no set runs as written, in float32, and what it returns stays flo
 from jls._program.rules import MOVES as _MOVES
 from jls._program.rules import RANDOM
 
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
-
 # Computed in half, element by element.
 _IN_HALF = frozenset(
     """

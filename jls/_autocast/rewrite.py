@@ -19,7 +19,7 @@ from jls._autocast.held import MOST, Chain, Held, Stored, is_number
 from jls._autocast.keep import Choice
 from jls._autocast.kinds import Fact, Kind, Kinds, Step, Way
 from jls._autocast.leads import CONDITION, Leads
-from jls._autocast.primitives import ELEMENTWISE, OPAQUE, PAIRWISE, PRODUCTS, SHAPES
+from jls._autocast.primitives import ELEMENTWISE, OPAQUE, PAIRWISE, SHAPES
 from jls._program.control import calls_of
 from jls._program.jaxprs import (
     Program,
@@ -36,7 +36,9 @@ from jls._program.jaxprs import (
     with_dtype,
 )
 from jls._program.places import function_of_jax
+from jls._program.products import PRODUCTS
 from jls._program.walk import ROOT, Site
+from jls._scopes import KEPT
 
 
 class Rewrite:
@@ -111,6 +113,9 @@ class Rewrite:
             return [Stored(np.asarray(operands[0].wide()).astype(dtype), False)]
         elif name in ELEMENTWISE or name in SHAPES:
             return [self._elementwise(equation, operands, step)]
+        elif name in PRODUCTS and self.choice.why_wide(site) == "keep":
+            with jax.named_scope(KEPT):
+                return self._operation(equation, operands, step)
         return self._operation(equation, operands, step)
 
     def _operation(

@@ -131,6 +131,7 @@ class Value:
     # The factor it was multiplied by since.
     gain: Annotated[float, Fact(max, lambda gain: None)] = 1.0
     narrowed: Annotated[Cast | None, _FIRST] = None  # where it became float16 since
+    never_scaled: Where = None  # a backward product in float16 behind it, of no scale
 
     def but(self, **facts: Any) -> "Value":
         """The value with other facts."""

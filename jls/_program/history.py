@@ -13,6 +13,8 @@ import numpy as np
 from jls._program.control import Site
 from jls._program.facts import ANY, ZERO, Cast, Number, Operation, Value
 from jls._program.jaxprs import is_inexact_atom, parameter
+from jls._program.places import is_gradient_in_loss, is_transposed
+from jls._program.products import PRODUCTS, wider_dtype
 
 
 def with_history(op: Operation, value: Value, by_scale: bool) -> Value:
@@ -41,6 +43,24 @@ def with_history(op: Operation, value: Value, by_scale: bool) -> Value:
         cleaned=_cleaned(op, gradients),
         scaled=next((x.scaled for x in gradients if x.scaled), None),
     )
+
+
+def never_scaled_by(op: Operation, value: Value) -> Site | None:
+    """The backward product in float16 behind a result of which no scale is a factor.
+
+    What is computed once more for a backward pass leads to what is scaled there.
+    """
+    sites = [x.never_scaled for x in op.operands if x.never_scaled]
+    sites = sorted(sites, key=is_gradient_in_loss, reverse=True)
+    if is_scaled(value):
+        return next(filter(is_gradient_in_loss, sites), None)
+    is_new = (
+        op.name in PRODUCTS
+        and value.degree == ZERO
+        and wider_dtype(op.equation) == jnp.float16
+        and is_transposed(op.site)
+    )
+    return next(iter(sites), op.site if is_new else None)
 
 
 def is_scaled(value: Value) -> bool:

@@ -93,6 +93,13 @@ def is_transposed(site: Site) -> bool:
     return any(_is_in_transposed(name_stack(x)) for x in site.equations)
 
 
+def is_gradient_in_loss(site: Site) -> bool:
+    """Whether an equation belongs to a backward pass that is differentiated itself."""
+    stack = "/".join(str(name_stack(x)) for x in site.equations)
+    around, found, _ = stack.partition("transpose(jvp(")
+    return bool(found) and "jvp(" in around
+
+
 @functools.lru_cache(4096)
 def _is_in_transposed(stack: Any) -> bool:
     return "transpose(" in str(stack)

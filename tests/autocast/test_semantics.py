@@ -447,6 +447,18 @@ def test_a_cache_that_is_only_written_into_is_half(loop, begin):
     assert of_cache == ["float16"]
 
 
+def test_a_product_in_the_smaller_branch_alone_is_half():
+    def large(x):
+        with jax.named_scope("large"):
+            return x @ W @ W
+
+    def fun(x):
+        return lax.cond(x[0, 0] > 0, large, lambda x: x @ W, x)
+
+    cast = jls.autocast(fun, jnp.float16, keep="large")
+    assert {x.dtype for x in products(cast, X)} == {jnp.float16, jnp.float32}
+
+
 def test_branches_are_half_only_if_all_agree():
     def fun(second):
         def choose(x, w):

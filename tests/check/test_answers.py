@@ -270,7 +270,8 @@ def test_a_result_that_looks_like_an_argument_is_in_the_headline():
     check = jls.check_step(step, *args)
     assert check.ok
     assert "carried_args=(0, 1)" in check.not_tried["h"]
-    assert "13 that apply. Not tried: h." in words(check)
+    assert "13 that apply, but no product is half" in words(check)
+    assert "does nothing. Not tried: h." in words(check)
     with pytest.raises(AssertionError, match="looks like it"):
         check.raise_if_broken(not_tried="raise")
     assert "h" not in jls.check_step(step, *args, carried_args=(0, 1, 2)).not_tried

@@ -18,11 +18,17 @@ pytestmark = [
 LOOK_ALIKE = {"predictions_like_the_inputs": {"x"}}
 
 
+# What is not half in them is said, and is no mistake: most of a small model, a gradient
+# inside the loss.
+NOT_ALL_HALF = {"nnx_lora", "simclr", "equation_in_the_loss", "wgan_gp"}
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_right_step_is_not_called_broken(name):
     step, args, *kwargs = KINDS[name]()
     result = jls.check_step(step, *args, **dict(*kwargs))
     assert result.ok, str(result)
+    assert bool(result.half) == (name in NOT_ALL_HALF), result.half
     # An ok is one: all that applies was looked at.
     assert result.not_tried.keys() == LOOK_ALIKE.get(name, set()), str(result)
 

@@ -114,7 +114,7 @@ FAULTS = [
     Fault(
         "inner products are cast",
         "jls/_autocast/keep.py",
-        "        if _is_inner(equation):\n",
+        "        if is_inner(equation):\n",
         "        if False:\n",
         (SEMANTICS,),
     ),
@@ -143,7 +143,7 @@ FAULTS = [
     Fault(
         "outer products are cast",
         "jls/_autocast/keep.py",
-        "        return OUTER if _is_outer(equation) else None\n",
+        "        return OUTER if is_outer(equation) else None\n",
         "        return None\n",
         (SEMANTICS,),
     ),
@@ -163,7 +163,7 @@ FAULTS = [
     ),
     Fault(
         "a product that asks for a precision is cast",
-        "jls/_autocast/keep.py",
+        "jls/_program/products.py",
         "    return any(one not in (None, lax.Precision.DEFAULT) for one in asked)\n",
         "    return False and bool(asked)\n",
         (SEMANTICS,),

@@ -3,6 +3,13 @@
 from planted.fault import Fault
 
 TRACE = "tests/reading/test_trace.py::"
+PRECISION = "jls/_tools/reading/precision.py"
+SHARES = "tests/reading/test_precision.py::test_shares_are_those_worked_out_by_hand"
+RAISES = "tests/reading/test_precision.py::test_a_right_step_in_float16_raises_nothing"
+MISSES = (
+    "tests/reading/test_precision.py::test_what_a_loss_scale_misses_is_in_the_headline"
+)
+COUNTS = "tests/program/test_products.py::"
 
 FAULTS = [
     Fault(
@@ -102,5 +109,148 @@ FAULTS = [
         "        if isinstance(node, BadBatch):\n",
         "        if False:\n",
         ("tests/test_why.py",),
+    ),
+    # How much of it is half.
+    Fault(
+        "a product in a scan counts once",
+        "jls/_program/products.py",
+        '(frame.length if frame.kind == "scan" else 1)',
+        "1",
+        (f"{COUNTS}test_a_product_counts_with_the_loops_around_it",),
+    ),
+    Fault(
+        "each branch of a cond counts",
+        "jls/_program/products.py",
+        "int(i == largest)",
+        "1",
+        (f"{COUNTS}test_a_product_counts_with_the_loops_around_it",),
+    ),
+    Fault(
+        "of two branches with as many multiplications the wider one counts",
+        "jls/_program/products.py",
+        "-sum(n * size for n, size in counts)",
+        "sum(n * size for n, size in counts)",
+        (f"{COUNTS}test_of_two_branches_with_as_many_the_narrower_one_counts",),
+    ),
+    Fault(
+        "the zeros of a dilated operand are multiplied",
+        "jls/_program/products.py",
+        ' // math.prod(parameter(equation, "lhs_dilation", ()))',
+        "",
+        (f"{COUNTS}test_a_gradient_takes_what_the_product_takes[stride-0]",),
+    ),
+    Fault(
+        "each group of a ragged product has all rows",
+        "jls/_program/products.py",
+        "if set(numbers.lhs_ragged_dimensions) & set(axes):",
+        "if False:",
+        (f"{COUNTS}test_a_gradient_takes_what_the_product_takes[ragged-1]",),
+    ),
+    Fault(
+        "a teacher counts",
+        PRECISION,
+        "self._follow = [x for x in self._products if self._depends(x) & self._bit]",
+        "self._follow = list(self._products)",
+        (f"{RAISES}[teacher]",),
+    ),
+    Fault(
+        "a static scale is one that moves",
+        PRECISION,
+        "if self._scale.is_static or not is_used",
+        "if not is_used",
+        ("tests/reading/test_precision.py::test_under_a_static_scale_nothing_is_said",),
+    ),
+    Fault(
+        "float16 without a product is not seen",
+        PRECISION,
+        "follows = self._has_float16()",
+        "follows = False",
+        (f"{RAISES}[elementwise]",),
+    ),
+    Fault(
+        "bfloat16 is half as float16 is",
+        PRECISION,
+        "if halves == {jnp.dtype(jnp.bfloat16)} and not follows:",
+        "if False:",
+        (f"{SHARES}[bfloat16 under a scale-plain]",),
+    ),
+    Fault(
+        "a kernel that is not known is in float32",
+        PRECISION,
+        "primitive_of(equation) is UNKNOWN and any(",
+        "False and any(",
+        (f"{RAISES}[foreign kernel]",),
+    ),
+    Fault(
+        "a temperature is told that nothing is half",
+        PRECISION,
+        "if not self._follow and len(self._reading.scales) > 1:",
+        "if False:",
+        (
+            "tests/reading/test_precision.py::"
+            "test_a_temperature_and_an_optimizer_of_matrices_raise_nothing",
+        ),
+    ),
+    Fault(
+        "products of the optimizer are the model's",
+        PRECISION,
+        "    if UPDATE in marks:\n",
+        "    if False:\n",
+        (
+            "tests/reading/test_precision.py::"
+            "test_a_temperature_and_an_optimizer_of_matrices_raise_nothing[muon]",
+        ),
+    ),
+    Fault(
+        "what `keep` kept is of the model",
+        "jls/_autocast/rewrite.py",
+        "            with jax.named_scope(KEPT):\n",
+        '            with jax.named_scope("kept"):\n',
+        (
+            "tests/reading/test_precision.py::"
+            "test_keep_is_a_reason_forwards_and_backwards",
+        ),
+    ),
+    Fault(
+        "what remat computes once more is a gradient",
+        "jls/_program/history.py",
+        "    if is_scaled(value):\n"
+        "        return next(filter(is_gradient_in_loss, sites), None)\n",
+        "",
+        (f"{RAISES}[remat]",),
+    ),
+    Fault(
+        "a gradient inside the loss is not seen",
+        "jls/_program/history.py",
+        "return next(filter(is_gradient_in_loss, sites), None)",
+        "return None",
+        (f"{MISSES}[penalty]",),
+    ),
+    Fault(
+        "a forward product in float16 lacks a scale",
+        "jls/_program/history.py",
+        "        and is_transposed(op.site)\n",
+        "",
+        (f"{RAISES}[micro-batches]",),
+    ),
+    Fault(
+        "the gradients of one network are those of the next",
+        "jls/_tools/reading/flow.py",
+        "if INNER not in marks:  # parameters",
+        "if True:  # parameters",
+        (
+            "tests/reading/test_precision.py::"
+            "test_a_penalty_is_named_for_the_network_that_it_trains",
+        ),
+    ),
+    Fault(
+        "a cast with products in one branch alone is none",
+        "jls/_autocast/autocast.py",
+        "    if not half:\n",
+        "    if not sum(half):\n",
+        (
+            "tests/autocast/test_semantics.py::"
+            "test_a_product_in_the_smaller_branch_alone_is_half",
+        ),
     ),
 ]

@@ -530,4 +530,24 @@ FAULTS = [
         "            raise StopIteration",
         (REQUEUED,),
     ),
+    Fault(
+        "a state under a static scale is asked for half precision",
+        "jls/_tools/run/verdict.py",
+        "    if not facts.moves:\n",
+        "    if False:\n",
+        (
+            "tests/run/test_health.py::"
+            "test_the_text_under_a_scale_that_moves_ends_with_the_question_for_half",
+        ),
+    ),
+    Fault(
+        "a run at its floor does not know of keep",
+        "jls/_tools/run/verdict.py",
+        "{_why(facts)}{_keep(facts)}. Or lower min_scale",
+        "{_why(facts)}. Or lower min_scale",
+        (
+            "tests/run/test_health.py::"
+            "test_a_scale_that_can_fall_no_further_asks_to_keep_a_module_wide",
+        ),
+    ),
 ]

@@ -83,10 +83,37 @@ def test_verdict_and_sentence(steps, verdict, words):
     )
     assert health.verdict == verdict
     assert re.search(words, health.sentence), health.sentence
-    assert unwrapped(health) == f"{verdict}: {health.sentence}"
+    assert unwrapped(health) == f"{verdict}: {health.sentence} {health.ask}"
     assert max(map(len, str(health).splitlines())) <= 80
     assert health.sentence.endswith((".", "?"))
     assert "  " not in health.sentence
+
+
+@pytest.mark.parametrize("steps", [".ooo", ".oooo"], ids=["at floor", "stalled"])
+def test_a_scale_that_can_fall_no_further_asks_to_keep_a_module_wide(steps):
+    health = jls.health(
+        after(steps), PARAMS, optimizer=OPTIMIZER, max_consecutive_skips=3
+    )
+    assert "keep that module in float32 (keep=, or its dtype)" in health.sentence
+
+
+def test_the_text_under_a_scale_that_moves_ends_with_the_question_for_half():
+    tx = jls.loss_scaled(optax.sgd(0.1))
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    for given, arguments in (
+        ((tx.init(PARAMS), PARAMS), "step, params, opt_state, batch"),
+        ((state,), "step, state, batch"),
+        ((optimizer, model), "step, model, optimizer, batch"),
+    ):
+        last = str(jls.health(*given)).splitlines()[-1]
+        assert last == f"Half precision? print(jls.check_step({arguments}))"
+    inner = optax.sgd(0.1)
+    for still in (jls.skip_nonfinite(inner), jls.loss_scaled(inner, jls.static(8.0))):
+        health = jls.health(still.init(PARAMS))
+        assert health.ask == ""
+        assert "Half precision?" not in str(health)
 
 
 def reference(steps, limit, floor, ceiling):

@@ -11,6 +11,7 @@ import optax
 from jls import _validate
 from jls._mistakes import is_jit_disabled
 from jls._program.facts import Value
+from jls._program.frames import Frame
 from jls._program.places import Place, short_path
 from jls._state import find, how_to_nest, is_wrapper_state
 from jls._text import wrapped
@@ -22,8 +23,9 @@ from jls._tools.check.findings import Findings
 from jls._tools.check.proofs import BY_READING, mark_not_applicable, read_codes
 from jls._tools.check.runs import Runner
 from jls._tools.reading.arguments import Arguments, check_usable, take_apart, unbind
+from jls._tools.reading.precision import Precision, Seen, in_words, look_at
 from jls._tools.reading.reading import Reading, Unread, try_to_trace
-from jls._tools.reading.scales import Scale, scales_in
+from jls._tools.reading.scales import Scale, is_switched_off, scales_in
 from jls._tools.reading.trace import Traced
 from jls._tree import is_array
 
@@ -52,6 +54,8 @@ class StepCheck(NamedTuple):
     where: Mapping[Code, Place] = {}  # the line of the mistake, where it was read
     write: Mapping[Code, str] = {}  # the line to write for each mistake
     notes: tuple[str, ...] = ()  # such as which arguments were taken as state
+    precision: Precision | None = None  # None without a program to read
+    half: str = ""  # what the headline says of half precision; "" if nothing
 
     @property
     def ok(self) -> bool:
@@ -88,6 +92,8 @@ class StepCheck(NamedTuple):
         for name, reason in self.not_tried.items():
             if name not in CODES:
                 rows.append(("", "not tried", f"{name}: {reason}"))
+        if self.precision is not None:
+            rows.append(("precision", "", in_words(self.precision)))
         notes = [line for note in self.notes for line in wrapped(note)]
         return "\n".join([*wrapped(self._headline()), *_table(rows), *notes])
 
@@ -99,10 +105,12 @@ class StepCheck(NamedTuple):
         if self.broken:
             count = len(self.broken)
             mistakes = "1 mistake" if count == 1 else f"{count} mistakes"
+            rest = f"{f' Besides, {self.half}.' if self.half else ''}{rest}"
             return f"jls.check_step found {mistakes}: {', '.join(self.broken)}.{rest}"
         applying = len(CODES) - len(self.not_applicable)
         looked_at = f"{applying - len(untried)} of" if untried else "all"
-        return f"jls.check_step: no mistake in {looked_at} {applying} that apply.{rest}"
+        rest = f"{f', but {self.half}' if self.half else ''}.{rest}"
+        return f"jls.check_step: no mistake in {looked_at} {applying} that apply{rest}"
 
 
 def check_step(
@@ -177,7 +185,17 @@ def check_step(
             "arguments that come back: jls.check_step(step, ..., carried_args=(0, 1))"
         )
     notes = [*_notes(runner, step), *findings.notes]
-    return _step_check(findings, _lines_to_write((args, kwargs), runner), notes)
+    found = _step_check(findings, _lines_to_write((args, kwargs), runner), notes)
+    if runner.reading is None:
+        return found
+    seen = look_at_precision(runner, runner.reading)
+    return found._replace(precision=seen.precision, half=seen.headline)
+
+
+def look_at_precision(runner: Runner, reading: Reading) -> Seen:
+    leaves = runner.arguments.leaves
+    live = [x for x in reading.scales if not is_switched_off(leaves[x.at], x)]
+    return look_at(reading, Frame(reading.traced.program), live)
 
 
 def read_step(
@@ -239,6 +257,7 @@ def _read_program(
             reason = f"it raises {type(error).__name__}"
     for code in (*BY_READING, "state narrowed"):
         findings.not_tried(code, f"there is no program to read: {reason}")
+    findings.notes.append(f"The precision is not known: {reason}.")
     return None
 
 

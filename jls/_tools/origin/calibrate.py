@@ -28,6 +28,7 @@ from jls._tools.origin.twin import (
 )
 from jls._tools.origin.why import LOWEST_EXPONENT, Bad, Case, settings
 from jls._tools.reading.patience import logging_if_slow
+from jls._tools.reading.precision import Seen, look_at
 from jls._tools.reading.scales import is_switched_off
 
 _CAST = "convert_element_type"
@@ -92,9 +93,10 @@ def calibrate(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Calibra
     """
     _validate.traceable("step", step)
     with settings(), logging_if_slow(_SLOW):
-        return _Search(
-            Case("jls.calibrate", step, args, kwargs), step, (args, kwargs)
-        ).result()
+        case = Case("jls.calibrate", step, args, kwargs)
+        search = _Search(case, step, (args, kwargs))
+        seen = search.precision()
+        return search.result()._replace(precision=seen.precision, half=seen.headline)
 
 
 _SLOW = (
@@ -117,6 +119,11 @@ class _Search:
         self.roots = roots or list(case.results)
         self.on_the_way = behind(self.roots)
         self.narrow, self.following = self._read()
+
+    def precision(self) -> Seen:
+        scale = self.case.scales[self.at]
+        live = [] if is_switched_off(self.now, scale) else [scale]
+        return look_at(self.case.reading, self.case.root, live)
 
     def result(self) -> Calibration:
         if not self.narrow:

@@ -8,6 +8,7 @@ from jls._program.places import Place
 from jls._text import and_more, scale_in_words, wrapped
 from jls._tools.origin.result import place_in_lines, place_in_words
 from jls._tools.origin.twin import Cotangent
+from jls._tools.reading.precision import Precision, in_words
 
 _MAX_PLACES = 5  # in one list of the text: it fits on a screen
 _MIN_SHARE = 0.01  # of gradients that vanish: a smaller share is no reason to act
@@ -35,6 +36,8 @@ class Calibration(NamedTuple):
     notes: tuple[str, ...] = ()
     cotangents: tuple[Cotangent, ...] = ()  # in the order of the program
     write: str = ""  # the line that sets `init_scale`; "" if the scale is that already
+    precision: Precision | None = None  # what share of the step is half
+    half: str = ""  # what the headline says of half precision; "" if nothing
 
     def plot(self, axes: Any = None) -> Any:
         """Draws the float16 gradients of each module on the range of float16.
@@ -76,14 +79,17 @@ class Calibration(NamedTuple):
     def __str__(self) -> str:
         if self.ceiling is None:
             note = "".join(self.notes[:1])
-            lines = wrapped(f"jls.calibrate: {note[:1].lower()}{note[1:]}.")
-            return "\n".join([*lines, *self._overflows_in_lines()])
+            lines = wrapped(f"jls.calibrate: {self._after_half(note)}.")
+            lines += [*self._overflows_in_lines(), *self._precision_in_lines()]
+            return "\n".join(lines)
         start = scale_in_words(self.init_scale)
         most, above = map(scale_in_words, (self.ceiling, 2 * self.ceiling))
         limit = self.limited_by if self.limited_by and self.limited_by.file else None
+        begin = self._after_half(f"Start with a loss scale of {start}")
+        end = ", first here:" if limit else "."
         lines = wrapped(
-            f"jls.calibrate: start with a loss scale of {start}. This batch allows "
-            f"{most}; at {above} float16 overflows{', first here:' if limit else '.'}"
+            f"jls.calibrate: {begin}. This batch allows {most}; at {above} float16 "
+            f"overflows{end}"
         )
         if limit:
             lines += ["", *place_in_lines(limit), *wrapped(f"  {limit.operation}")]
@@ -103,9 +109,19 @@ class Calibration(NamedTuple):
                 largest.setdefault(place_in_words(at), share)
             items = [f"{share:.0%}  {words}" for words, share in largest.items()]
             lines += ["", *wrapped(text), *_list(items)]
+        lines += self._precision_in_lines()
         if self.write:
             lines += ["", *wrapped(f"Write: {self.write}")]
         return "\n".join(lines)
+
+    def _after_half(self, text: str) -> str:
+        """A sentence, after what is said of half precision."""
+        return f"{self.half}. {text}" if self.half else f"{text[:1].lower()}{text[1:]}"
+
+    def _precision_in_lines(self) -> list[str]:
+        if self.precision is None:
+            return []
+        return ["", *wrapped(f"Precision: {in_words(self.precision)}.")]
 
     def _overflows_in_lines(self) -> list[str]:
         if not self.overflows:

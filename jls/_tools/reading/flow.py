@@ -24,10 +24,17 @@ from jls._program.facts import (
     Value,
     operations,
 )
-from jls._program.history import is_narrower, is_scaled, narrowed_by, with_history
+from jls._program.history import (
+    is_narrower,
+    is_scaled,
+    narrowed_by,
+    never_scaled_by,
+    with_history,
+)
 from jls._program.jaxprs import is_inexact_atom, is_narrow_atom
 from jls._program.known import held_inputs, known_result, number_in, weights_of
 from jls._program.places import is_transposed
+from jls._program.products import PRODUCTS
 from jls._scopes import DECISION, INNER, SCALE, UPDATE, marks_of
 from jls._tools.reading.updates import Updates, roles_in
 
@@ -58,8 +65,10 @@ class Flow:
         self._of_scalers = sum(1 << i for i in states)
         self.bit_of_gradients = 2 * self._random  # in `follows`: unscaled values
         self.updates = Updates(4 * self._random)
-        # The results of operations in narrow dtypes, by their place in the program.
+        # By the place in the program: the results of operations in narrow dtypes, and
+        # those of products.
         self.narrow: dict[tuple[int, ...], Value] = {}
+        self.products: dict[tuple[int, ...], Value] = {}
         self.inputs = [
             self._input(i, aval, scales.index(i) if i in scales else None)
             for i, aval in enumerate(avals)
@@ -145,6 +154,8 @@ class Flow:
         for i, op in enumerate(ops):
             if is_narrow_atom(op.aval):
                 self.narrow[(*site.numbers, i)] = results[i]
+            if op.name in PRODUCTS:
+                self.products[site.numbers] = results[i]
         return _with_roles(marks, results)
 
     def _result(self, op: Operation, marks: frozenset[str]) -> Value:
@@ -188,6 +199,8 @@ class Flow:
             degree_site=_degree_site(op, degree),
             is_splat=is_splat,
         )
+        if INNER not in marks:  # parameters come out of it
+            value = value.but(never_scaled=never_scaled_by(op, value))
         by_scale = any(x.depends and not self._has_data(x.depends) for x in op.operands)
         value = with_history(op, value, by_scale)
         if value.unscaled is not op.site:

@@ -82,7 +82,7 @@ class Reading:
     """
 
     def __init__(self, traced: Traced, scales: Sequence[Scale]) -> None:
-        self.traced, self._scales = traced, scales
+        self.traced, self.scales = traced, scales
         self._place = {i: n for n, i in enumerate(traced.inputs)}
         self._avals = [x.aval for x in opened(traced.program).jaxpr.invars]
         self.flow, self.results = self._read()
@@ -90,9 +90,9 @@ class Reading:
         self.calls = self._calls()
 
     def _read(self, is_skipped: bool = False) -> tuple[Flow, list[Value]]:
-        places = [self._place[scale.at] for scale in self._scales]
+        places = [self._place[scale.at] for scale in self.scales]
         states = frozenset(
-            self._place[i] for x in self._scales for i in x.state if i in self._place
+            self._place[i] for x in self.scales for i in x.state if i in self._place
         )
         flow = Flow(self._avals, places, states, is_skipped)
         return flow, walk(self.traced.program, flow.inputs, flow)
@@ -123,7 +123,7 @@ class Reading:
                 lost.append(call)
             else:
                 found.setdefault(call.scale, []).append(call)
-        wrappers = [k for k, scale in enumerate(self._scales) if scale.counters]
+        wrappers = [k for k, scale in enumerate(self.scales) if scale.counters]
         left = [k for k in wrappers if k not in found]
         for k, call in zip(left or wrappers[:1], lost, strict=False):
             found.setdefault(k, []).append(call)

@@ -28,6 +28,7 @@ from jls._tools.run.verdict import (
     ScalerFacts,
     Small,
     Verdict,
+    ask_for_half,
     diagnose,
 )
 from jls._train_state import FP8, carried_by, optimizer_in
@@ -60,6 +61,9 @@ class Health(NamedTuple):
     verdict: Verdict
     sentence: str
     numbers: dict[str, Any]
+    # The line that asks how much of the step is half, which the state does not know; ""
+    # under a static scale.
+    ask: str = ""
 
     @property
     def safe_to_save(self) -> bool:
@@ -73,7 +77,8 @@ class Health(NamedTuple):
 
     def __str__(self) -> str:
         """Verdict and sentence, in lines of at most 80 columns."""
-        return "\n".join(wrapped(f"{self.verdict}: {self.sentence}"))
+        lines = wrapped(f"{self.verdict}: {self.sentence}")
+        return "\n".join([*lines, self.ask] if self.ask else lines)
 
 
 class UnhealthyError(RuntimeError):
@@ -149,7 +154,9 @@ def health(
       "recovering", "skipping", "dropping", "spike", "spiking", "at floor", "at
       ceiling", "underflow", "non-finite loss", "non-finite update", "bad scale",
       "stalled" and "poisoned"; `sentence` says what it means and what to do, on one
-      line; `str` of it all has lines of at most 80 columns. `numbers` holds what
+      line; `str` of it all has lines of at most 80 columns, and under a scale that
+      moves ends with the line that asks `jls.check_step` how much of the step is half,
+      `ask`. `numbers` holds what
       `jls.host_metrics` returns (`last_skip_reason` as a `jls.types.SkipReason`),
       whether the scale `is_static`, and its bounds, which are None if they are not
       known; whether the run is `poisoned`, None if nothing was looked at; the
@@ -189,6 +196,7 @@ def health(
       >>> print(jls.health(state, params, optimizer=optimizer))
       calibrating: all 3 steps so far were skipped while the loss scale comes down, to
       128 now. That is normal for the first ten or so. Not finite: w.
+      Half precision? print(jls.check_step(step, params, opt_state, batch))
     """
     raise_if = _check_verdicts("raise_if", raise_if)
     warn_if = _check_verdicts("warn_if", warn_if)
@@ -239,7 +247,8 @@ def health(
     )
     known["poisoned"] = facts.poisoned if flagged else None
     numbers = strict(counts | known | small | policy)
-    result = Health(*diagnose(facts, Limits(limit, max_small)), numbers)
+    verdict, sentence = diagnose(facts, Limits(limit, max_small))
+    result = Health(verdict, sentence, numbers, ask_for_half(facts))
     if result.verdict in raise_if:
         raise UnhealthyError(result)
     if result.verdict in warn_if:

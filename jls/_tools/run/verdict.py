@@ -394,7 +394,7 @@ def _stalled(facts: Facts) -> str:
             SkipReason.GRADIENTS: (
                 f"{_at_any_scale(facts)}: {_why(facts)}"
                 f"{'' if facts.saw_params else ', and for an inf in a parameter'}"
-                f"{_other_causes(facts)}"
+                f"{_keep(facts)}{_other_causes(facts)}"
             ),
             SkipReason.LOSS: (
                 f"The loss itself is inf or NaN{facts.not_for_the_scale}: "
@@ -438,12 +438,30 @@ def _bad(facts: Facts) -> str:
 
 def _why(facts: Facts) -> str:
     """The line to write that names the line of the source."""
-    arguments = "params, opt_state, batch"
+    return f"print(jls.why({_arguments(facts)})) names the line"
+
+
+def _keep(facts: Facts) -> str:
+    """What to do if float16 overflows at that line."""
+    if facts.has_bad_norm:
+        return ""
+    return "; if it overflows, keep that module in float32 (keep=, or its dtype)"
+
+
+def ask_for_half(facts: Facts) -> str:
+    """The line to write that says how much of a step is half, which no state knows."""
+    if not facts.moves:
+        return ""
+    return f"Half precision? print(jls.check_step({_arguments(facts)}))"
+
+
+def _arguments(facts: Facts) -> str:
+    """What a tool takes that reads the step."""
     if facts.is_nnx:
-        arguments = "model, optimizer, batch"
-    elif facts.is_train_state:
-        arguments = "state, batch"
-    return f"print(jls.why(step, {arguments})) names the line"
+        return "step, model, optimizer, batch"
+    if facts.is_train_state:
+        return "step, state, batch"
+    return "step, params, opt_state, batch"
 
 
 def _ran_away(facts: Facts) -> str:
@@ -474,7 +492,7 @@ def _at_floor(facts: Facts) -> str:
     return (
         f"{_bad_gradients_of_last(facts)}, and the loss scale of "
         f"{facts.scale} is at its floor ({facts.consecutive_skips} skipped in a row), "
-        f"so no lower scale will help: {_why(facts)}. Or lower min_scale"
+        f"so no lower scale will help: {_why(facts)}{_keep(facts)}. Or lower min_scale"
         f"{_other_causes(facts)}"
     )
 

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What share of a step is computed in half precision, and what is not, and why."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jls._program.facts import Value
+from jls._program.frames import Frame
+from jls._program.jaxprs import is_inexact_atom
+from jls._program.places import Place, is_gradient_in_loss, place_of, short_path
+from jls._program.primitives import UNKNOWN, primitive_of
+from jls._program.products import (
+    Product,
+    asks_for_precision,
+    is_inner,
+    is_outer,
+    products_in,
+)
+from jls._scopes import GRADIENTS, KEPT, UPDATE, marks_of
+from jls._text import listed, wrapped
+from jls._tools.reading.flow import THROUGH_BACKWARD
+from jls._tools.reading.reading import Reading
+from jls._tools.reading.scales import Scale
+
+BY_MODEL = "by the model"
+_MOST_LINES = 5  # of the text
+_MOST_PLACES = 2  # in a line of it
+_IDLE = "the loss scale does nothing"
+_HALVES = ("float16", "bfloat16")
+
+
+class Precision(NamedTuple):
+    """The precision of a step: what its products multiply, and why some are wide.
+
+    Products are matrix products, convolutions and ragged products, forwards and
+    backwards. One in a scan counts once for each iteration, one in a `while` once; of
+    the branches of `cond` the largest counts; `shard_map` counts one device. What a
+    chip makes of a float32 product (TF32, passes of bfloat16) is not counted, nor is
+    what foreign kernels do, such as Pallas.
+
+    `print` it: at most five lines.
+
+    Example:
+      >>> optimizer = jls.loss_scaled(optax.sgd(0.1))
+      >>> step = jax.jit(jls.train_step(lambda w, x: jnp.mean((x @ w) ** 2), optimizer))
+      >>> w, x = jnp.ones((4, 2)), jnp.ones((8, 4))
+      >>> jls.calibrate(step, w, optimizer.init(w), x).precision.products
+      (('float32', 2, 1.0),)
+    """
+
+    # The dtype of the operands, how many products there are in it, and their share of
+    # all multiplications, from 0 to 1; the widest first.
+    products: tuple[tuple[str, int, float], ...] = ()
+    # The products wider than 16 bits, the largest first, and why: "by the model",
+    # "inner product", "outer product", "precision=", "keep", "optimizer", "float64",
+    # "integer", or "while" in a loop of which nobody knows the length.
+    wide: tuple[tuple[Place, str], ...] = ()
+
+    def __str__(self) -> str:
+        lines = wrapped(f"{in_words(self, places=False)}.")
+        reasons = dict[str, list[Place]]()
+        for place, reason in self.wide:
+            reasons.setdefault(reason, []).append(place)
+        most = _MOST_LINES - len(lines)
+        every = list(reasons.items())
+        shown = every if len(every) <= most else every[: most - 1]
+        for reason, places in shown:
+            lines.append(_in_one_line(reason, places))
+        if len(shown) < len(every):
+            rest = [f"{len(places)} {reason}" for reason, places in every[len(shown) :]]
+            lines.append(f"wide too: {', '.join(rest)}"[:80])
+        return "\n".join(lines)
+
+
+def _in_one_line(reason: str, places: Sequence[Place]) -> str:
+    """A reason and some of its places, in 80 columns."""
+    names = _names(places)
+    for most in range(min(_MOST_PLACES, len(names)), 0, -1):
+        line = f"{reason}: {listed(names, most)}"
+        if len(line) <= 80:
+            return line
+    return f"{reason}: {len(names)} places"
+
+
+def in_words(precision: Precision, places: bool = True) -> str:
+    """The shares in a sentence; and the first float32 products of the model's."""
+    shares = [(dtype, _percent(share)) for dtype, _, share in precision.products]
+    if not shares:
+        return "no matrix products"
+    (dtype, share), *others = shares
+    text = f"{dtype} in {share} of the multiplications"
+    text += "".join(f", {dtype} in {share}" for dtype, share in others)
+    by_model = [place for place, reason in precision.wide if reason == BY_MODEL]
+    if places and by_model and others:
+        text += f"; {BY_MODEL}: {listed(_names(by_model), _MOST_PLACES)}"
+    return text
+
+
+def _names(places: Iterable[Place]) -> list[str]:
+    """Places by their modules, or by their lines; each once."""
+    names = (
+        f"{x.module} ({Path(x.file).name}:{x.line})" if x.module and x.file else str(x)
+        for x in places
+    )
+    return list(dict.fromkeys(names))
+
+
+def _percent(share: float) -> str:
+    if 0 < share < 0.005:
+        return "under 1 %"
+    return "over 99 %" if 0.995 <= share < 1 else f"{100 * share:.0f} %"
+
+
+def precision_of(products: Iterable[Product]) -> Precision:
+    """The precision of a program, from its products."""
+    counts = dict[str, tuple[int, int]]()
+    sizes = dict[str, int]()
+    wide = list[tuple[int, Place, str]]()
+    for product in products:
+        name, count = product.dtype.name, product.multiplications
+        number, total = counts.get(name, (0, 0))
+        counts[name], sizes[name] = (number + 1, total + count), product.dtype.itemsize
+        reason = why_wide(product)
+        if reason:
+            wide.append((count, place_of(product.site), reason))
+    whole = max(1, sum(total for _, total in counts.values()))
+    rows = [(name, number, total / whole) for name, (number, total) in counts.items()]
+    wide.sort(key=lambda row: -row[0])
+    return Precision(
+        tuple(sorted(rows, key=lambda row: (-sizes[row[0]], -row[2]))),
+        tuple(dict.fromkeys((place, reason) for _, place, reason in wide)),
+    )
+
+
+def why_wide(product: Product) -> str:
+    """Why a product is wider than 16 bits; "" if it is not."""
+    dtype, equation = product.dtype, product.equation
+    if dtype.itemsize <= 2:
+        return ""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return "integer"
+    if dtype in (jnp.float64, jnp.complex128):
+        return "float64"
+    marks = marks_of(product.site)
+    if UPDATE in marks:
+        return "optimizer"
+    if KEPT in marks:
+        return "keep"
+    if asks_for_precision(equation):
+        return "precision="
+    if is_inner(equation):
+        return "inner product"
+    if is_outer(equation):
+        return "outer product"
+    is_in_while = any(x.primitive.name == "while" for x in product.site.equations)
+    return "while" if is_in_while else BY_MODEL
+
+
+# What the headlines of the tools say.
+
+
+class Seen(NamedTuple):
+    """What a tool says of half precision."""
+
+    precision: Precision
+    headline: str  # what its headline has to say; "" if all is as it should be
+
+
+def look_at(reading: Reading, root: Frame, live: Sequence[Scale]) -> Seen:
+    """The precision of a step, and what its loss scales miss.
+
+    In the headline only what leads to a gradient that a wrapper is given counts, so
+    that it is true of no teacher, target network or rollout.
+
+    Args:
+      reading: the facts about the step.
+      root: the frame of its program.
+      live: the loss scales that are not static and 1.
+    """
+    products = products_in(root)
+    precision = precision_of(products)
+    found = dict[str, list[str]]()
+    for scale in live:
+        step = _Step(reading, root, products, scale)
+        for words in (step.not_scaled(), step.not_half(precision)):
+            if words:
+                found.setdefault(words, []).append(scale.name)
+    is_one = len(live) == 1
+    each = (x if is_one else f"{x} ({listed(names)})" for x, names in found.items())
+    return Seen(precision, "; ".join(each))
+
+
+class _Step:
+    """The part of a step that one loss scale is for."""
+
+    def __init__(
+        self,
+        reading: Reading,
+        root: Frame,
+        products: Sequence[Product],
+        scale: Scale,
+    ) -> None:
+        self._reading, self._root, self._scale = reading, root, scale
+        self._products = [x for x in products if UPDATE not in marks_of(x.site)]
+        number = reading.scales.index(scale)
+        self._calls = reading.calls.get(number, [])
+        self._bit = reading.bit(scale.at)
+        self._others = sum(reading.bit(x.at) for x in reading.scales) & ~self._bit
+        self._follow = [x for x in self._products if self._depends(x) & self._bit]
+        self._backward = [
+            product
+            for product in self._products
+            if (value := self._value(product)) and self._is_of_backward(value)
+        ]
+
+    def _value(self, product: Product) -> Value | None:
+        return self._reading.flow.products.get(product.site.numbers)
+
+    def _depends(self, product: Product) -> int:
+        value = self._value(product)
+        return value.depends if value else 0
+
+    def _is_of_backward(self, value: Value) -> bool:
+        """Whether a value may belong to the backward pass that is scaled."""
+        is_backward = bool(value.through & THROUGH_BACKWARD)
+        return bool(value.depends & self._bit) or (
+            is_backward and not value.depends & self._others
+        )
+
+    def not_scaled(self) -> str:
+        """Where a float16 product of the backward pass has no loss scale."""
+        gradients = [x for call in self._calls for x in call.values(GRADIENTS)]
+        site = next((x.never_scaled for x in gradients if x.never_scaled), None)
+        if site is None:
+            return ""
+        place = place_of(site)
+        within = ", of a gradient inside the loss" if is_gradient_in_loss(site) else ""
+        at = f", at {short_path(place.file)}:{place.line}" if place.file else ""
+        return f"its gradients are not scaled: {place.operation} in float16{within}{at}"
+
+    def not_half(self, precision: Precision) -> str:
+        """That there is no half precision, little of it, or the wrong one."""
+        is_used = bool(self._calls) or not self._scale.counters
+        if self._scale.is_static or not is_used or self._has_foreign_half():
+            return ""
+        halves = {x.dtype for x in self._backward if x.dtype.itemsize <= 2}
+        follows = self._has_float16()
+        if not self._follow and len(self._reading.scales) > 1:
+            return ""  # of a temperature, say
+        if not halves and not follows:
+            is_any = any(dtype in _HALVES for dtype, _, _ in precision.products)
+            return f"no product {'that follows it ' if is_any else ''}is half: {_IDLE}"
+        if halves == {jnp.dtype(jnp.bfloat16)} and not follows:
+            return "bfloat16 needs no loss scale: jls.skip_nonfinite"
+        counted = self._follow or self._backward
+        is_little = all(map(_is_mostly_wide, (self._products, counted)))
+        if not is_little or any(x.itemsize == 1 for x in halves):
+            return ""
+        shares = {dtype: share for dtype, _, share in precision.products}
+        share = _percent(shares.get("float16", 0.0))
+        return f"float16 in {share} of the multiplications"
+
+    def _has_float16(self) -> bool:
+        """Whether something in the backward pass is float16, or narrower."""
+        return any(map(self._is_of_backward, self._reading.flow.narrow.values()))
+
+    def _has_foreign_half(self) -> bool:
+        """Whether an operation that nothing is known of gets numbers in half."""
+        return any(
+            primitive_of(equation) is UNKNOWN and any(map(_is_half, equation.invars))
+            for frame in self._root.all()
+            for equation in frame.jaxpr.eqns
+        )
+
+
+def _is_mostly_wide(products: Sequence[Product]) -> bool:
+    """Whether the model has at least half of the multiplications in float32."""
+    whole = sum(x.multiplications for x in products)
+    by_model = (x.multiplications for x in products if why_wide(x) == BY_MODEL)
+    return bool(whole) and sum(by_model) >= whole / 2
+
+
+def _is_half(atom: Any) -> bool:
+    return is_inexact_atom(atom) and atom.aval.dtype.itemsize <= 2
