@@ -3,6 +3,9 @@ import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import jls
@@ -29,9 +32,10 @@ def test_doctor_prints_what_a_person_can_act_on():
     for check in doctor.CHECKS:
         assert f"yes  {check}" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 60
-    *_, where, what = done.stdout.split("\n\n")
+    *_, where, what, write = done.stdout.split("\n\n")
     assert where.startswith("JAX has no GPU or TPU here")
     assert what.startswith("Train in ")
+    assert write.startswith("Write:\n  optimizer = jls.")
 
 
 # What a T4 might give; no GPU is here.
@@ -57,7 +61,10 @@ GPU = {
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_report_of_a_gpu_ends_with_its_dtype_and_cuts_no_number(width):
-    findings = GPU | {"advice": doctor.advice(GPU["matmul_gflops"])}
+    findings = GPU | {
+        "advice": doctor.advice(GPU["matmul_gflops"]),
+        "write": doctor.lines_to_write("float16", "jls.loss_scaled"),
+    }
     lines = doctor.report(findings, width).splitlines()
     assert max(map(len, lines)) <= width
     assert lines[0] == "jls 1.2.3, jax 0.10.2 on gpu: 8 x NVIDIA H100 80GB HBM3"
@@ -67,11 +74,32 @@ def test_the_report_of_a_gpu_ends_with_its_dtype_and_cuts_no_number(width):
         ["bfloat16", "3000", "2000", "to", "4000", "0.75"],
         ["float16", "812346", "712346", "to", "912346", "203.09"],
     ]
-    end = " ".join("\n".join(lines).split("\n\n")[-1].split())
-    assert end == (
+    *_, end, write = "\n".join(lines).split("\n\n")
+    assert write.splitlines() == [
+        "Write:",
+        "  optimizer = jls.loss_scaled(optimizer)",
+        "  step = jls.train_step(loss_fn, optimizer,",
+        "                        compute_dtype=jnp.float16)",
+    ]
+    assert " ".join(end.split()) == (
         "Train in float16 with jls.loss_scaled: it runs at 203.1 x the speed of "
         "float32 here, bfloat16 at 0.8 x."
     )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_lines_to_write_train_a_float32_model(dtype):
+    wrapper = "jls.loss_scaled" if dtype == "float16" else "jls.skip_nonfinite"
+
+    def loss_fn(w, x):
+        return jnp.mean((x @ w) ** 2)
+
+    names = {"jls": jls, "jnp": jnp, "loss_fn": loss_fn, "optimizer": optax.sgd(0.1)}
+    exec(doctor.lines_to_write(dtype, wrapper), names)
+    w, x = jnp.ones((4, 2)), jnp.ones((3, 4))
+    program = jax.make_jaxpr(names["step"])(w, names["optimizer"].init(w), x)
+    short = {"float16": "f16[3,2]", "bfloat16": "bf16[3,2]", "float32": "f32[3,2]"}
+    assert short[dtype] in str(program)
 
 
 def test_speeds_are_medians_of_turns(monkeypatch):

@@ -43,7 +43,8 @@ def test_the_demo_shows_float16_failing_and_jls_matching_float32(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     rows = re.findall(
-        r"│ (float\S+(?: \S+)*) +│ +([\d.]+)% │ +\S+ │ +(\S+) │ +(\S+) │ +([\d.]+)% │",
+        r"│ (float\S+(?: \S+)*) +│ +([\d.]+)% │ +\S+ │ +(\S+) │ +(\S+) │ +([\d.]+)% │"
+        r" ([\d.]+) MB │",
         done.stdout,
     )
     assert [row[0] for row in rows] == [row[0] for row in demo_report.CONFIGURATIONS]
@@ -53,7 +54,12 @@ def test_the_demo_shows_float16_failing_and_jls_matching_float32(tmp_path):
     assert abs(scaled - float32) < 3
     assert int(rows[2][2]) >= 1  # skips
     assert float(rows[0][4]) < 20 < 90 < float(rows[1][4])  # zero gradients
-    assert "scaling failed" in done.stdout
+    memory = [float(row[5]) for row in rows]
+    assert memory[1] == memory[2] < 0.6 * memory[0]
+    words = " ".join(done.stdout.split())
+    assert "learned nothing" in words
+    assert "is tiny, which says nothing: guessing has 9.0e-02" in words
+    assert "The network is float32 in all three runs." in words
     assert "matched float32" in " ".join(done.stdout.split())
     highest = re.search(r"2\^15\s+and\s+2\^(\d+)", done.stdout)
     assert highest is not None, "the scale never grew"
@@ -184,12 +190,12 @@ def test_the_table_fits_the_terminal(width, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= width
     assert "…" not in printed
-    for text in ("95.0%", "2^16", "50.0%", "test accuracy", "loss_scaled", "1.0e+00"):
+    for text in ("95.0%", "2^16", "50.0%", "accuracy", "with jls", "1.0e+00", "2.4 MB"):
         assert text in printed
     wide, narrow = (demo_report._record(runs.scaled, flag) for flag in (True, False))
     assert wide == "loss 1.0e+00  scale 2^16  skips 1"
-    assert len(f"{'':20} 1200/1200 {narrow}") <= 60
-    assert len(f"{'':20} {'':12} 1200/1200 {wide}") <= demo_report.WIDE
+    assert len(f"{'':17} 1200/1200 {narrow}") <= 60
+    assert len(f"{'':17} {'':12} 1200/1200 {wide}") <= demo_report.WIDE
 
 
 def finished(accuracy, applied=(False, True, True), zeros=(0.0, 0.5, 0.6)):
@@ -199,22 +205,37 @@ def finished(accuracy, applied=(False, True, True), zeros=(0.0, 0.5, 0.6)):
         scales=np.array([2.0**14, 2.0**15, 2.0**16], np.float32),
         applied=np.array(applied),
         accuracy=accuracy,
+        memory=2364508,
     )
 
 
 @pytest.mark.parametrize(
     ("accuracies", "words"),
     [
-        ((0.95, 0.10, 0.94), ["scaling failed", "matched float32", "1 step whose"]),
-        ((0.95, 0.10, 0.40), ["scaling failed", "did not match float32"]),
+        ((0.95, 0.10, 0.94), ["learned nothing", "matched float32", "1 step whose"]),
+        ((0.95, 0.10, 0.40), ["learned nothing", "did not match float32"]),
         ((0.95, 0.94, 0.95), ["kept up this time", "matched float32"]),
-        ((0.80, 0.10, 0.95), ["scaling failed", "better than float32"]),
+        ((0.80, 0.10, 0.95), ["learned nothing", "better than float32"]),
         ((0.20, 0.10, 0.95), ["try more --steps"]),
     ],
 )
 def test_the_sentence_says_what_the_results_say(accuracies, words):
     text = demo_report.sentence(demo_report.Runs(*map(finished, accuracies)))
     assert all(word in text for word in words), text
+
+
+@pytest.mark.standard_promotion
+def test_memory_is_that_of_shapes_worked_out_by_hand():
+    digits = demo.load(0)
+    images, hidden, scores = (1347 * size for size in (64, 64, 10))
+    float32, half = (
+        next(demo.train(dtype, False, digits, 1, 0)).memory
+        for dtype in (np.float32, np.float16)
+    )
+    # Of each sigmoid its result, and one number for its slope; six layers.
+    kept = images + 2 * 6 * hidden
+    assert float32 == pytest.approx(4 * (kept + scores), rel=0.1)
+    assert half == pytest.approx(2 * kept + 6 * scores, rel=0.1)
 
 
 def test_the_zeros_of_a_skipped_step_do_not_count():

@@ -550,4 +550,18 @@ FAULTS = [
             "test_a_scale_that_can_fall_no_further_asks_to_keep_a_module_wide",
         ),
     ),
+    Fault(
+        "the demo trains in float32 throughout",
+        "jls/_tools/cli/demo.py",
+        "    loss_fn = autocast(loss_fn, dtype)\n",
+        "",
+        ("tests/pages/test_demo.py::test_memory_is_that_of_shapes_worked_out_by_hand",),
+    ),
+    Fault(
+        "the doctor writes another dtype than it says",
+        "jls/_tools/cli/doctor.py",
+        "compute_dtype=jnp.{dtype})",
+        "compute_dtype=jnp.float16)",
+        ("tests/cli/test_doctor.py::test_the_lines_to_write_train_a_float32_model",),
+    ),
 ]

@@ -81,6 +81,7 @@ def examine() -> dict[str, Any]:
         "dtype": dtype,
         "wrapper": wrapper,
         "advice": advice(medians),
+        "write": lines_to_write(dtype, wrapper),
         "ok": all(checks.values()),
     }
 
@@ -109,6 +110,15 @@ def advice(speeds: dict[str, float]) -> str:
         f"{bfloat16}.",
     }
     return f"Train in {dtype} with {wrapper}: {reason[dtype]}"
+
+
+def lines_to_write(dtype: str, wrapper: str) -> str:
+    """The code that trains a float32 model in a dtype."""
+    return (
+        f"optimizer = {wrapper}(optimizer)\n"
+        "step = jls.train_step(loss_fn, optimizer,\n"
+        f"                      compute_dtype=jnp.{dtype})"
+    )
 
 
 def report(findings: dict[str, Any], width: int = 80) -> str:
@@ -146,6 +156,7 @@ def report(findings: dict[str, Any], width: int = 80) -> str:
         closing.append(NOT_OK)
     for text in closing:
         lines += ["", textwrap.fill(text, width)]
+    lines += ["", "Write:", textwrap.indent(findings["write"], "  ")]
     return "\n".join(lines)
 
 
