@@ -89,9 +89,9 @@ def loss_scaled(
         state. A mask of -inf among the parameters may stay one. Without `params`, and
         for what is chained after the wrapper, only the updates can be judged that the
         wrapper returns. Updates and new state are then read once more: on a CPU, a
-        whole train step of a small transformer moves 1.4 times the bytes. None does so
+        whole train step of a small transformer moves 1.4 times the bytes. None is True
         if a parameter is narrower than float32, where an optimizer's eps and moments
-        underflow. False never does.
+        underflow, else False.
       spikes: a policy that also skips finite steps that are far out of line, such as
         `jls.spikes()`. It needs the loss as `value`, or judges the gradient norm alone.
         None skips no finite step.
