@@ -168,10 +168,6 @@ COSTS = [
     "1,000 leaves, adamw",
     "update, adamw",
     "update, clip + adamw",
-    "update, adamw, accumulation over 8",
-    "update, sgd with momentum",
-    "update, adafactor",
-    "update, muon, 1 million",
 ]
 
 

@@ -1,8 +1,12 @@
 """docs/comparison.md says what the libraries do: it is asked again wherever they are.
 
 A library that is not installed, or of which the page does not speak in the installed
-version, is skipped. To bring a column up to date, install the new version, write its
-number on the page, and run these tests; the page has the command.
+version, is skipped. To bring a column up to date, write the new version on the page and
+run, in a fresh environment (MaxText needs Python 3.12):
+
+    pip install -e ".[test]" keras mixed-precision-for-jax torch ai2-olmo-core maxtext
+    pip install --no-deps --pre levanter
+    pytest tests/pages/comparison tests/devices/test_comparison_on_devices.py
 """
 
 import dataclasses
