@@ -33,11 +33,17 @@ WRITE = {
 }
 
 
+_AUTOCAST = (
+    "jls.autocast(loss_fn, jnp.float16) makes a function that computes in half "
+    "precision, and so does jls.train_step(..., compute_dtype=jnp.float16)"
+)
 # What others have, by the words in its name, and what does it here.
 _ELSEWHERE = {
     "scaler": "jls.loss_scaled(optimizer) scales and skips, by a scaler such as "
     "jls.dynamic() or jls.presets.torch(): docs/coming_from.md has a table",
     "dynamicscale": "jls.loss_scaled(optimizer, jls.presets.flax())",
+    "cast": _AUTOCAST,
+    "half": _AUTOCAST,
 }
 
 

@@ -191,7 +191,7 @@ def _is_outside(around: Any) -> ValueError:
 def no_loss_scale(state: Any) -> ValueError:
     write = how_to_nest(state) or (
         "Pass a ScalerState, or the state of an optimizer made by jls.loss_scaled or "
-        "jls.skip_nonfinite."
+        "jls.skip_nonfinite: opt_state = optimizer.init(params)."
     )
     return ValueError(
         f"state must carry a loss scale, got {type(state).__name__} without one. "
@@ -351,6 +351,11 @@ def set_loss_scale(state: State, value: ArrayLike) -> State:
       >>> state.loss_scale
       Array(1024., dtype=float32)
     """
+    if find_scaler_states(value):
+        raise TypeError(
+            f"state must come first, got {describe(state)} before "
+            f"{describe(value)}. The order is jls.set_loss_scale(state, value)."
+        )
     new_scale = check_scale(value)
     # One, or an error, before anything changes.
     node = _scaler_node_in(state, of_devices=True)

@@ -258,7 +258,8 @@ def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     if isinstance(inner, type) or not all(map(callable, functions)):
         raise TypeError(
             "inner must be an optax.GradientTransformation, e.g. optax.adamw(3e-4), or "
-            f"an object with init and update, got {describe(inner)}."
+            f"an object with init and update, got {describe(inner)}. The order is "
+            "jls.loss_scaled(inner, scaler)."
         )
     if isinstance(inner, optax.GradientTransformation) and not isinstance(
         inner, optax.GradientTransformationExtraArgs

@@ -248,7 +248,7 @@ ERRORS = {
     "state first": (
         lambda: jls.train_step(loss_fn, OPTIMIZER)(STATE, PARAMS, X),
         ValueError,
-        r"order is step\(params, opt_state, batch\), got LossScaledState, dict, Array",
+        r"order is step\(params, opt_state, batch\), got LossScaledState, dict, float",
     ),
     "state last": (
         lambda: jls.train_step(loss_fn, OPTIMIZER)(PARAMS, X, STATE),
@@ -258,17 +258,17 @@ ERRORS = {
     "state after what is carried": (
         lambda: jls.train_step(loss_fn, OPTIMIZER, carries=True)(PARAMS, X, STATE, X),
         ValueError,
-        r"The order is step\(params, opt_state, carried, batch\), got dict, Array",
+        r"The order is step\(params, opt_state, carried, batch\), got dict, float32",
     ),
     "batch before a train state": (
         lambda: jls.train_step(loss_fn)(X, train_state()),
         ValueError,
-        r"The order is step\(state, batch\), got ArrayImpl, TrainState",
+        r"The order is step\(state, batch\), got float32.2\], TrainState",
     ),
     "optimizer before the model": (
         lambda: jls.train_step(nnx_loss)(*nnx_run()[::-1], X),
         ValueError,
-        r"The order is step\(model, optimizer, batch\), got Optimizer, Linear, Array",
+        r"The order is step\(model, optimizer, batch\), got Optimizer, Linear, float32",
     ),
     "update with the state last": (
         lambda: OPTIMIZER.update(PARAMS, PARAMS, STATE),
@@ -368,6 +368,42 @@ ERRORS = {
         lambda: swapped_of_nnx(nnx.jit),
         ValueError,
         r"of an nnx.Optimizer optimizer.update\(model, grads, value=loss\)\.",
+    ),
+    "scaler before the optimizer": (
+        lambda: jls.loss_scaled(jls.dynamic(), optax.sgd(0.1)),
+        TypeError,
+        r"got LossScaler. The order is jls.loss_scaled\(inner, scaler\)\.$",
+    ),
+    "optimizer before the loss function": (
+        lambda: jls.train_step(OPTIMIZER, loss_fn),
+        TypeError,
+        r"loss_fn must come first, got Loss.* jls.train_step\(loss_fn, optimizer\)\.$",
+    ),
+    "gradients before the optimizer": (
+        lambda: jls.apply_gradients(PARAMS, OPTIMIZER, STATE, PARAMS),
+        TypeError,
+        r"got dict. The order is jls.apply_gradients\(optimizer, grads, opt_state, p",
+    ),
+    "scale before the state": (
+        lambda: jls.set_loss_scale(8.0, STATE),
+        TypeError,
+        r"state must come first, got float 8.0 before LossScaledState. The order is "
+        r"jls.set_loss_scale\(state, value\)\.$",
+    ),
+    "optimizer for its state": (
+        lambda: jls.loss_scale(OPTIMIZER),
+        ValueError,
+        r"got LossScaledTransformation without one. .*optimizer.init\(params\)\.$",
+    ),
+    "batch in two parts": (
+        lambda: jax.jit(jls.train_step(loss_fn, OPTIMIZER))(PARAMS, STATE, X, X),
+        TypeError,
+        r"got dict, LossScaledState, float32\[2\], float32\[2\]. A batch is one arg",
+    ),
+    "cast by another name": (
+        lambda: jls.auto_cast,
+        AttributeError,
+        r"'auto_cast': jls.autocast\(loss_fn, jnp.float16\) makes a function",
     ),
     "losses": (
         lambda: OPTIMIZER.update(PARAMS, STATE, PARAMS, value=X),

@@ -111,7 +111,8 @@ def apply_gradients(
       >>> params, report.global_norm
       (Array([-0.5, -1. ], dtype=float32), Array(5., dtype=float32))
     """
-    check_optimizer(optimizer)
+    order = "jls.apply_gradients(optimizer, grads, opt_state, params)"
+    check_optimizer(optimizer, order)
     return_updates = _validate.flag("return_updates", return_updates)
     if value is not None:
         extra["value"] = value
@@ -178,7 +179,8 @@ def apply_and_report(
     return new_params, new_opt_state, report, updates
 
 
-def check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: Any, order: str) -> None:
+    """Raises unless it is an optimizer of optax; `order` is how it is passed."""
     functions = (getattr(optimizer, name, None) for name in ("init", "update"))
     if is_optimizer(optimizer):
         raise TypeError(
@@ -190,7 +192,7 @@ def check_optimizer(optimizer: Any) -> None:
     if not all(map(callable, functions)):
         raise TypeError(
             "optimizer must be made by jls.loss_scaled or jls.skip_nonfinite, got "
-            f"{describe(optimizer)}."
+            f"{describe(optimizer)}. The order is {order}."
         )
 
 

@@ -340,9 +340,14 @@ def train_step(
       >>> state.params
       Array([-0.5, -1. ], dtype=float32)
     """
+    if isinstance(loss_fn, optax.GradientTransformation):
+        raise TypeError(
+            f"loss_fn must come first, got {type(loss_fn).__name__}. The order is "
+            "jls.train_step(loss_fn, optimizer)."
+        )
     _validate.function("loss_fn", loss_fn)
     if optimizer is not None:
-        check_optimizer(optimizer)
+        check_optimizer(optimizer, "jls.train_step(loss_fn, optimizer)")
     has_aux = _validate.flag("has_aux", has_aux)
     carries = _validate.flag("carries", carries)
     _validate.choice("accumulation", accumulation, get_args(Accumulation))
@@ -560,8 +565,7 @@ def _adapt(
         return PlainAdapter(loss_fn, optimizer, carries, has_aux, args[:-1], kwargs)
     if optimizer is None and is_linen(args):
         return LinenAdapter(loss_fn, carries, has_aux, args[0], kwargs, is_split)
-    names = [type(x).__name__ for x in args]
-    got = ", ".join(names) or "no positional argument"
+    got = ", ".join(map(describe, args)) or "no positional argument"
     raise TypeError(f"{_form(optimizer, carries, is_flax)}; got {got}. {_BATCH}")
 
 
@@ -594,10 +598,10 @@ def _check_order(optimizer: Any, carries: bool, args: tuple[Any, ...]) -> None:
     if len(args) != len(order) or belongs_there(args[index]):
         return
     if any(map(belongs_there, args)):
-        types = ", ".join(type(x).__name__ for x in args)
+        got = ", ".join(map(describe, args))
         raise ValueError(
-            f"The order is step({', '.join(order)}), got {types}: {order[index]} must "
-            f"be argument {index + 1}."
+            f"The order is step({', '.join(order)}), got {got}: {order[index]} must be "
+            f"argument {index + 1}."
         )
 
 

@@ -597,4 +597,18 @@ FAULTS = [
         "            if [value := variable.get_value()]\n",
         ("tests/train/test_atomic.py",),
     ),
+    Fault(
+        "a loss scale before the state is told as no number",
+        "jls/_state.py",
+        "    if find_scaler_states(value):\n",
+        "    if False:\n",
+        ("tests/test_mistakes.py",),
+    ),
+    Fault(
+        "an optimizer before the loss function is told as no function",
+        "jls/_train/step.py",
+        "    if isinstance(loss_fn, optax.GradientTransformation):\n",
+        "    if False:\n",
+        ("tests/test_mistakes.py",),
+    ),
 ]
