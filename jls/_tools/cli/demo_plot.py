@@ -31,8 +31,10 @@ def save(runs: Runs, output: Path) -> None:
     losses.set_yscale("log")
     losses.set_ylabel("training loss")
     losses.set_title("One float32 network on handwritten digits, trained three times")
-    title = "accuracy, and memory that the backward pass needs"
-    losses.legend(loc="center right", title=title)
+    title = "accuracy, memory that the backward pass needs"
+    losses.legend(
+        loc="center right", title=title, fontsize="small", title_fontsize="small"
+    )
 
     skipped = ~runs.scaled.applied
     scale.step(steps, runs.scaled.scales, where="post", color=JLS, label="loss scale")
