@@ -11,7 +11,7 @@ from steps import BATCH, plain, plain_loss, plain_params, wrap
 
 import jls
 from jls._tools.check.check import read_step
-from jls._tools.check.proofs import BY_READING, is_average, is_noise, moved_by_skip
+from jls._tools.check.proofs import BY_READING, is_average, is_noise
 
 # The mistakes that are planted here are warned of too.
 pytestmark = [
@@ -230,9 +230,9 @@ def test_gradients_that_keep_an_inf_are_proved(how):
 
 def test_parameters_that_a_skip_may_change_are_found():
     runner, _, _ = read(*small())
-    assert not moved_by_skip(runner)
+    assert not runner.doubted
     runner, _, _ = read(*small(wrap=steps.decay_outside))
-    assert moved_by_skip(runner) == {leaf_of(runner, f"params/w{i}") for i in (1, 2)}
+    assert runner.doubted == {leaf_of(runner, f"params/w{i}") for i in (1, 2)}
 
 
 def followed(follow):
@@ -275,7 +275,7 @@ def test_parameters_that_a_skip_decays_a_little_are_no_average():
 
     runner, _, _ = read(*small(wrap=decay))
     leaf = leaf_of(runner, "params/w1")
-    assert leaf in moved_by_skip(runner)
+    assert leaf in runner.doubted
     assert not is_average(runner, leaf)
 
 

@@ -121,7 +121,7 @@ def test_step_does_not_get_the_arrays_of_the_caller():
 def good_steps_of(step, args):
     runner, findings, _ = read_step(step, args, {})
     good = []
-    take_good_steps(runner, runner.start, good, findings)
+    take_good_steps(runner, good, findings)
     return good, findings
 
 

@@ -293,9 +293,9 @@ READING = [
     ),
     Fault(
         "what a skip changes is not looked at",
-        "jls/_tools/check/proofs.py",
-        "if not runner.is_proved_to_stay([i])}",
-        "if runner.is_proved_to_stay([i])}",
+        "jls/_tools/check/runs.py",
+        "if not self.is_proved_to_stay([i])}",
+        "if self.is_proved_to_stay([i])}",
         (f"{READ}test_parameters_that_a_skip_may_change_are_found",),
     ),
     Fault(

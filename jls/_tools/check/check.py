@@ -20,9 +20,9 @@ from jls._tools.check.codes import CODES, TABLE, Code
 from jls._tools.check.dtypes import restore_dtypes, widen_scales
 from jls._tools.check.faults import try_all
 from jls._tools.check.findings import Findings
-from jls._tools.check.proofs import BY_READING, mark_not_applicable, read_codes
+from jls._tools.check.proofs import BY_READING, read_codes
 from jls._tools.check.runs import Runner
-from jls._tools.reading.arguments import Arguments, check_usable, take_apart, unbind
+from jls._tools.reading.arguments import Arguments, open_call
 from jls._tools.reading.precision import Precision, Seen, in_words, look_at
 from jls._tools.reading.reading import Reading, Unread, try_to_trace
 from jls._tools.reading.scales import Scale, is_switched_off, scales_in
@@ -210,20 +210,16 @@ def read_step(
       What runs the step, the findings, and the gradients that may have lost an inf.
     """
     _validate.function("step", step)
-    step, bound = unbind(step)
-    args = (*bound, *args)
-    arguments = take_apart(step, args, kwargs)
-    check_usable(arguments, "jls.check_step", "step")
-    named = _named(carried_args, arguments, len(bound))
+    given = len(args)
+    step, args, arguments = open_call("jls.check_step", "step", step, args, kwargs)
+    named = _named(carried_args, arguments, len(args) - given)
     scales = _require_scales(args, kwargs, arguments)
     findings = Findings()
     arguments = widen_scales(arguments, scales, findings)
     reading = _read_program(step, arguments, scales, findings)
     around = _around((args, kwargs))
     runner = Runner(step, arguments, scales, named, reading, RUNS, around)
-    mark_not_applicable(runner, findings)
-    cleaned = read_codes(runner, reading, findings) if reading else ()
-    return runner, findings, cleaned
+    return runner, findings, read_codes(runner, findings)
 
 
 def _read_program(

@@ -36,7 +36,7 @@ from jls._tools.check.leaves import (
     units,
 )
 from jls._tools.check.planting import inf_is_applied
-from jls._tools.check.proofs import is_average, is_noise, moved_by_skip
+from jls._tools.check.proofs import is_average, is_noise
 from jls._tools.check.runs import (
     Leaves,
     OutOfRunsError,
@@ -76,9 +76,8 @@ def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> Non
       cleaned: gradients that may have lost an inf on their way.
     """
     good = list[Run]()
-    start = runner.start
     try:
-        base = take_good_steps(runner, start, good, findings)
+        base = take_good_steps(runner, good, findings)
     except ValueError as error:
         if not findings.of("broken"):
             raise
@@ -102,7 +101,9 @@ def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> Non
             "all arguments that come back with carried_args="
         )
         findings.not_tried("not atomic", silent)
-    trials = _Trials(runner, base or Base(start, good[0], 1), good, findings, cleaned)
+    trials = _Trials(
+        runner, base or Base(good[0].given, good[0], 1), good, findings, cleaned
+    )
     if base is not None:
         runner.left += 2 * base.window
     trials.try_scales()
@@ -459,7 +460,7 @@ class _Trials:
         if self.findings.is_settled(code):
             return
         runner = self.runner
-        doubted = moved_by_skip(runner)
+        doubted = runner.doubted
         averages = {i for i in doubted if is_average(runner, i)}
         noisy = {i for i in doubted if is_noise(runner, i)}
         must = doubted - averages - noisy

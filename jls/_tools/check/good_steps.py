@@ -27,14 +27,13 @@ class Base(NamedTuple):
     window: int  # good steps from one move of the parameters to the next
 
 
-def take_good_steps(
-    runner: Runner, start: Leaves, good: list[Run], findings: Findings
-) -> Base | None:
+def take_good_steps(runner: Runner, good: list[Run], findings: Findings) -> Base | None:
     """Good steps until the parameters have moved, None if they never do.
 
     Every run is added to `good`. No fault makes sense if nothing is carried, or if
     every call compiles: then all codes are in `findings`.
     """
+    start = runner.start
     good.append(runner.run(start, "the first good step"))
     if not good[0].changed():
         findings.broken("no step", "a good step changed nothing that the step carries")

@@ -29,7 +29,7 @@ BY_READING: tuple[Code, ...] = (
 )
 
 
-def mark_not_applicable(runner: Runner, findings: Findings) -> None:
+def _mark_not_applicable(runner: Runner, findings: Findings) -> None:
     """Notes which codes do not apply to a step with these scales."""
     leaves, scales = runner.arguments.leaves, runner.scales
     if all(is_switched_off(leaves[x.at], x) for x in scales):
@@ -50,14 +50,16 @@ def mark_not_applicable(runner: Runner, findings: Findings) -> None:
         findings.does_not_apply("spike not skipped", "there is no spike policy")
 
 
-def read_codes(
-    runner: Runner, reading: Reading, findings: Findings
-) -> tuple[Value, ...]:
-    """Settles the codes that the program decides.
+def read_codes(runner: Runner, findings: Findings) -> tuple[Value, ...]:
+    """Settles the codes that the program decides, and those that do not apply.
 
     Returns:
       The gradients that may have lost an inf on their way.
     """
+    _mark_not_applicable(runner, findings)
+    reading = runner.reading
+    if reading is None:
+        return ()
     wrappers = [k for k, scale in enumerate(runner.scales) if scale.counters]
     # What is only read, such as the state of another network, is given no gradients.
     returned = [k for k in wrappers if runner.scales[k].own & runner.carried.leaves]
@@ -283,16 +285,8 @@ def _read_stuck(runner: Runner, reading: Reading, findings: Findings) -> None:
             )
 
 
-# Skips.
-
-
-def moved_by_skip(runner: Runner) -> set[int]:
-    """The trained leaves that a skip may change, as far as the program shows.
-
-    Two kinds of them are right: leaves that random numbers are added to, and averages
-    that go on towards the parameters.
-    """
-    return {i for i in runner.trained if not runner.is_proved_to_stay([i])}
+# Skips. Two kinds of leaves that one moves are right: leaves that random numbers
+# are added to, and averages that go on towards the parameters.
 
 
 def is_noise(runner: Runner, leaf: int) -> bool:

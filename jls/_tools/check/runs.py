@@ -203,6 +203,11 @@ class Runner:
         ]
         return [group for group in groups if group]
 
+    @property
+    def doubted(self) -> set[int]:
+        """The trained leaves that a skip may change, as far as the program shows."""
+        return {i for i in self.trained if not self.is_proved_to_stay([i])}
+
     def _following(self, leaves: Iterable[int], bits: int) -> frozenset[int]:
         """The leaves whose new values are computed from a set of bits."""
         results = {i: self.result(i) for i in leaves}

@@ -40,10 +40,8 @@ from jls._tools.origin.trail import (
 from jls._tools.reading.arguments import (
     Arguments,
     Item,
-    check_usable,
     items_of,
-    take_apart,
-    unbind,
+    open_call,
 )
 from jls._tools.reading.flow import THROUGH_BACKWARD, THROUGH_UPDATE
 from jls._tools.reading.patience import logging_if_slow
@@ -148,10 +146,7 @@ class Case:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        self.fun, bound = unbind(fun)
-        args = (*bound, *args)
-        self.arguments = take_apart(self.fun, args, kwargs)
-        check_usable(self.arguments, tool, "call")
+        self.fun, args, self.arguments = open_call(tool, "call", fun, args, kwargs)
         for item in self.arguments.items:
             _validate.concrete(item.name, item.value)
         self.traced = _traced(tool, self.fun, self.arguments)

@@ -60,6 +60,29 @@ class BoundArguments(NamedTuple):
     read: Callable[[], list[Item]]  # the leaves in the NNX objects by now
 
 
+def open_call(
+    tool: str,
+    function: str,
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> tuple[Callable[..., Any], tuple[Any, ...], Arguments]:
+    """A user's function, its arguments, and these taken apart.
+
+    Args:
+      tool: which was called.
+      function: what the user calls the function, for messages.
+      fun: the function; objects that are bound to it become its first arguments.
+      args: its arguments.
+      kwargs: its keyword arguments.
+    """
+    fun, bound = unbind(fun)
+    args = (*bound, *args)
+    arguments = take_apart(fun, args, kwargs)
+    check_usable(arguments, tool, function)
+    return fun, args, arguments
+
+
 def take_apart(
     step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Arguments:
