@@ -252,8 +252,8 @@ READING = [
     Fault(
         "gradients narrowed: any cast counts as one on purpose",
         "jls/_tools/check/proofs.py",
-        "if gradient.narrowed.gain >= 2.0**4:",
-        "if gradient.narrowed.gain >= 2.0**0:",
+        "if gradient.narrowed.gain >= _SCALED_ON_PURPOSE:",
+        "if gradient.narrowed.gain >= 1.0:",
         (f"{GRADIENTS}[narrowed]",),
     ),
     Fault(
@@ -273,8 +273,8 @@ READING = [
     Fault(
         "the weights of an average are not added up",
         "jls/_tools/check/proofs.py",
-        "abs(sum(x for _, x in weights) - 1) > 1e-3",
-        "abs(sum(x for _, x in weights) - 1) > 1e3",
+        "abs(sum(x for _, x in weights) - 1) > _ROUNDING",
+        "abs(sum(x for _, x in weights) - 1) > 1 / _ROUNDING",
         (f"{AVERAGE}[a sum that grows]",),
     ),
     Fault(
@@ -398,8 +398,8 @@ TRIALS = [
     Fault(
         "overflow hidden: not found where gradients are cleaned while they are scaled",
         "jls/_tools/check/faults.py",
-        "and not fault.run.comes_out_as(self.base.right, params):",
-        "and fault.run.comes_out_as(self.base.right, params):",
+        "and not fault.run.comes_out_as(self.base.good_run, params):",
+        "and fault.run.comes_out_as(self.base.good_run, params):",
         (f"{CHECK}test_overflow_that_is_hidden_is_named[while they are scaled]",),
     ),
     Fault(
@@ -412,7 +412,7 @@ TRIALS = [
     Fault(
         "nan committed: never found",
         "jls/_tools/check/faults.py",
-        "bad -= self.base.right.nonfinite()",
+        "bad -= self.base.good_run.nonfinite()",
         "bad -= fault.run.nonfinite()",
         (f"{CHECK}test_metrics_that_a_bad_step_spoils_can_be_left_out",),
     ),

@@ -31,7 +31,8 @@ from jls._tree import is_array
 
 CarriedArgs = Mapping[int | str, Iterable[str]] | Iterable[int | str] | None
 
-# Bounds the time for steps with many scales and arrays; others take ten runs or so.
+# Of most steps ten runs or so are enough. `MOST_STEPS` good steps and a run for each of
+# `LOWER` are 23, which leaves nine for the faults of a step that needs all of these.
 RUNS = 32
 
 
@@ -138,7 +139,8 @@ def check_step(
         processes, process-local arrays.
       carried_args: which arguments come back. Positions and keyword names, or a dict
         from each of them to the fields to check, which leaves out running metrics, say.
-        None: found from the program and the shapes.
+        None: found from the program and the shapes. A step without a program to read,
+        since it is compiled ahead of time or reads at the host, needs them.
       **kwargs: its keyword arguments.
 
     Returns:
@@ -155,7 +157,8 @@ def check_step(
       TypeError: if `step` is not a function, or `carried_args` of another type.
       ValueError: if no argument carries a loss scale (a step that closes over its state
         cannot be checked), if the step does not return the state, or it is not clear
-        which result is which argument, if the step is skipped at every loss scale, or
+        which result is which argument, also since `carried_args` is missing where
+        there is no program to read, if the step is skipped at every loss scale, or
         if an array was donated to an earlier step, or is spread over several processes.
       Exception: what the step itself raises, with a note that says in which trial.
 

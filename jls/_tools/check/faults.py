@@ -52,10 +52,13 @@ from jls._tree import is_inexact
 from jls._types import SIGNALS, SpikeState
 
 HUGE = 2.0**126  # the largest scale that `jls.set_loss_scale` takes
-# Of a larger argument that is only read, such as another model, one array is enough.
+# A batch has fewer arrays than this. Of a larger argument that is only read, such as
+# another model, one array is enough: all of them go into the gradients together.
 _MANY_LEAVES = 8
 
-Exempt = Mapping[int, Any]  # the indices of elements that only store something, by leaf
+StoredElements = Mapping[
+    int, Any
+]  # the indices of elements that only store something, by leaf
 
 
 class Fault(NamedTuple):
@@ -64,7 +67,7 @@ class Fault(NamedTuple):
     what: str
     run: Run
     scales: tuple[Scale, ...]  # where the fault was, if in loss scales
-    exempt: Exempt
+    exempt: StoredElements
 
 
 def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> None:
@@ -94,13 +97,15 @@ def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> Non
     if is_jit_disabled():
         findings.not_tried("retraced", "jax.disable_jit is on: nothing is compiled")
     findings.right("retraced")
-    silent = "" if base else f"the parameters did not move in {len(good)} good steps"
+    why_unmoved = (
+        "" if base else f"the parameters did not move in {len(good)} good steps"
+    )
     if not runner.params:
-        silent = (
+        why_unmoved = (
             "the updates are applied to nothing that comes back: apply them, or name "
             "all arguments that come back with carried_args="
         )
-        findings.not_tried("not atomic", silent)
+        findings.not_tried("not atomic", why_unmoved)
     trials = _Trials(
         runner, base or Base(good[0].given, good[0], 1), good, findings, cleaned
     )
@@ -114,8 +119,8 @@ def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> Non
     trials.check_stuck()
     trials.check_overflow()
     trials.check_skips()
-    if silent:
-        findings.not_tried("never recovers", silent)
+    if why_unmoved:
+        findings.not_tried("never recovers", why_unmoved)
     else:
         trials.try_recovery()
     trials.compare_devices()
@@ -139,7 +144,9 @@ class _Trials:
         self.later: dict[str, Run] = {}  # the good step after a fault
         self.stored = set[int]()  # leaves of which a fault was only stored
 
-    def _try(self, leaves: Leaves, trial: str, code: Code | None = None) -> Run | None:
+    def _run_or_note(
+        self, leaves: Leaves, trial: str, code: Code | None = None
+    ) -> Run | None:
         """A run; None if it fails, with the reason in the findings."""
         try:
             return self.runner.run(leaves, trial)
@@ -180,7 +187,7 @@ class _Trials:
         what, leaves = f"a loss scale of {text}{of}", self.base.leaves
         for scale in scales:
             leaves = self.runner.set_scale(leaves, scale, value)
-        run = self._try(leaves, what, "nan committed")
+        run = self._run_or_note(leaves, what, "nan committed")
         if run is not None:
             self.faults.append(Fault(what, run, scales, self._stored(run)))
 
@@ -210,7 +217,7 @@ class _Trials:
     def check_stuck(self) -> None:
         """Whether an overflow changes nothing, not even the loss scale and counters."""
         code: Code = "scale stuck"
-        right = self.base.right
+        right = self.base.good_run
         for fault in self.faults:
             for scale in fault.scales:
                 own = scale.own & self.runner.carried.compared
@@ -244,7 +251,7 @@ class _Trials:
         """Reports an applied step whose gradients overflowed and were cleaned."""
         params = self._params()
         # At a large scale the gradients may fit, and then the step is the same rightly.
-        if self._is_steady() and not fault.run.comes_out_as(self.base.right, params):
+        if self._is_steady() and not fault.run.comes_out_as(self.base.good_run, params):
             site = self.cleaned[0].cleaned if self.cleaned else None
             place = place_of(site) if site else None
             by = f", by {place}" if place else ""
@@ -265,8 +272,10 @@ class _Trials:
 
     def _is_steady(self) -> bool:
         """Whether two equal calls give the same parameters."""
-        again = self._try(self.base.leaves, "a good step, repeated", "overflow hidden")
-        right = self.base.right
+        again = self._run_or_note(
+            self.base.leaves, "a good step, repeated", "overflow hidden"
+        )
+        right = self.base.good_run
         return again is not None and again.comes_out_as(right, self._params())
 
     def _check_cleaned(self) -> None:
@@ -295,7 +304,7 @@ class _Trials:
     def try_spike(self, scale: Scale) -> None:
         """The good step after a window of far lower losses and norms: a spike."""
         code: Code = "spike not skipped"
-        at, after = scale.spikes, self.base.right.after
+        at, after = scale.spikes, self.base.good_run.after
         if not set(SpikeState._fields) <= at.keys():
             self.findings.not_tried(code, "the spike policy is not one of jls")
             return
@@ -312,7 +321,7 @@ class _Trials:
             self.findings.not_tried(code, "the spike policy has no budget left, or 0")
             return
         loss, norm = (last[..., SIGNALS.index(name)] for name in ("loss", "norm"))
-        if not np.all(norm > 0) or not self.base.right.counted(scale, "steps"):
+        if not np.all(norm > 0) or not self.base.good_run.counted(scale, "steps"):
             self.findings.not_tried(code, "a good step has no gradient to judge")
             return
         far = np.float32(2.0**40)  # however many deviations are allowed
@@ -324,7 +333,7 @@ class _Trials:
             "tokens": np.maximum(values["tokens"], 1),
         }.items():
             leaves[at[name]] = filled(leaves[at[name]], value)
-        run = self._try(leaves, "a window of far lower losses and norms", code)
+        run = self._run_or_note(leaves, "a window of far lower losses and norms", code)
         if run is None:
             return
         value, limit = (run.after[at[name]] for name in ("value", "limit"))
@@ -349,12 +358,14 @@ class _Trials:
         # Not a part of an argument that is carried, such as a field left out.
         owners = {items[k].path[0] for k in carried.leaves}
         last = max(scale.at for scale in self.runner.scales)
-        inputs: list[tuple[bool, list[int]]] = []  # what comes after the state first
+        after_state, before_state = list[list[int]](), list[list[int]]()
         for path, below in units(items).items():
             if path[0] not in owners:
                 fit = (i for i in below if may_take_fault(leaves[i]))
-                inputs.append((below[0] < last, [i for i in fit if self._reaches(i)]))
-        for _, found in sorted(inputs, key=lambda pair: (pair[0], len(pair[1]))):
+                where = before_state if below[0] < last else after_state
+                where.append([i for i in fit if self._reaches(i)])
+        # The batch comes after the state, as a rule, and has few arrays.
+        for found in [*sorted(after_state, key=len), *sorted(before_state, key=len)]:
             for i in found if len(found) <= _MANY_LEAVES else found[:1]:
                 self._try_nan(i)
         hidden = [
@@ -390,11 +401,11 @@ class _Trials:
         leaves = self.base.leaves
         what = f"NaN in {self.items[i].name}"
         faulty = [*leaves[:i], planted(leaves[i]), *leaves[i + 1 :]]
-        run = self._try(faulty, what)
+        run = self._run_or_note(faulty, what)
         if run is not None:
             self.faults.append(Fault(what, run, (), self._stored(run)))
 
-    def _stored(self, run: Run) -> Exempt:
+    def _stored(self, run: Run) -> StoredElements:
         """The elements that only store faulty values, as those of a buffer do.
 
         The program only moves elements there.
@@ -426,7 +437,7 @@ class _Trials:
 
     def _check_nonfinite(self, fault: Fault) -> None:
         bad = self._persistent_nonfinite(fault)
-        bad -= self.base.right.nonfinite()
+        bad -= self.base.good_run.nonfinite()
         if bad:
             self._report(
                 "nan committed",
@@ -442,7 +453,7 @@ class _Trials:
         later = self._good_step_after(fault, "nan committed")
         if later is None:
             return bad & trained
-        return bad & (trained | later.nonfinite(fault.exempt, since=self.base.right))
+        return bad & (trained | later.nonfinite(fault.exempt, since=self.base.good_run))
 
     def _good_step_after(self, fault: Fault, code: Code) -> Run | None:
         run = self.later.get(fault.what)
@@ -450,7 +461,7 @@ class _Trials:
             leaves = self.runner.put_back(fault.run.returned, self.base.leaves)
             for i in fault.exempt:
                 leaves[i] = self.base.leaves[i]
-            run = self._try(leaves, f"a good step after {fault.what}", code)
+            run = self._run_or_note(leaves, f"a good step after {fault.what}", code)
             if run is not None:
                 self.later[fault.what] = run
         return run
@@ -542,7 +553,7 @@ class _Trials:
                 if run is None or not run.keeps(self._params()):
                     break
                 leaves = self.runner.put_back(run.returned, self.base.leaves)
-                run = self._try(leaves, f"a good step after {fault.what}", code)
+                run = self._run_or_note(leaves, f"a good step after {fault.what}", code)
             if run is None:
                 return
             if run.keeps(self._params()):
@@ -556,7 +567,7 @@ class _Trials:
         self.findings.right(code)
 
     def _had_effect(self, fault: Fault) -> bool:
-        run, right = fault.run, self.base.right
+        run, right = fault.run, self.base.good_run
         is_seen = run.any_skipped() or bool(run.nonfinite())
         return is_seen or not run.comes_out_as(right, self._params())
 
@@ -580,7 +591,7 @@ class _Trials:
                 self.findings.broken(
                     code, f"after {what} devices hold different values of {names}"
                 )
-        if any(self.base.right.after[x.at].ndim for x in self.runner.scales):
+        if any(self.base.good_run.after[x.at].ndim for x in self.runner.scales):
             reason = (
                 "of a state with an axis of devices each may train a model of its own"
             )

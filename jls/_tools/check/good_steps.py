@@ -23,7 +23,7 @@ class Base(NamedTuple):
     """The point at which faults are injected."""
 
     leaves: Leaves
-    right: Run  # the good step from here
+    good_run: Run  # the good step from here
     window: int  # good steps from one move of the parameters to the next
 
 

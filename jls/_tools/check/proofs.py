@@ -29,6 +29,13 @@ BY_READING: tuple[Code, ...] = (
 )
 
 
+# The factor before a cast to float16 from which on it is another loss scale: a sum over
+# micro-batches or a few devices may multiply by their number, a scale wins four bits.
+_SCALED_ON_PURPOSE = 2.0**4
+# A decay and 1 - decay add up to 1, but for rounding: the eps of float16 is 9.8e-4.
+_ROUNDING = 1e-3
+
+
 def _mark_not_applicable(runner: Runner, findings: Findings) -> None:
     """Notes which codes do not apply to a step with these scales."""
     leaves, scales = runner.arguments.leaves, runner.scales
@@ -256,8 +263,7 @@ def _read_narrowed(
             if gradient.narrowed is None:
                 continue
             place = place_of(gradient.narrowed.site)
-            # A gain of 16 or more is another scale, applied on purpose.
-            if gradient.narrowed.gain >= 2.0**4:
+            if gradient.narrowed.gain >= _SCALED_ON_PURPOSE:
                 findings.right(code, f", but for a cast of scaled ones by {place}")
             else:
                 evidence = f"the true gradients became float16 by {place}"
@@ -307,8 +313,7 @@ def is_average(runner: Runner, leaf: int) -> bool:
     if reading is None or result is None:
         return False
     items, weights = runner.arguments.items, result.skipped.weights
-    # A decay and 1 - decay add up to 1, but for rounding.
-    if weights is not None and abs(sum(x for _, x in weights) - 1) > 1e-3:
+    if weights is not None and abs(sum(x for _, x in weights) - 1) > _ROUNDING:
         return False
     sources = set(reading.leaves_in(result.skipped.depends))
     others = {i for i in sources & runner.trained if i != leaf}
