@@ -125,6 +125,8 @@ def check_order(state: Any, args: tuple[Any, ...]) -> None:
         "jls.loss_scaled or jls.skip_nonfinite: "
         "jls.value_and_grad(loss_fn)(opt_state, params, batch)."
     )
+    if has_variables(state):
+        write = "First comes the nnx.Optimizer: f(optimizer, model, batch)."
     raise ValueError(
         f"state must carry a loss scale, got {type(state).__name__} without one. "
         f"{write}"

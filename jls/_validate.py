@@ -138,6 +138,13 @@ def float_dtype(name: str, value: Any) -> np.dtype:
 def function(name: str, value: Any) -> None:
     if not callable(value):
         raise TypeError(f"{name} must be a function, got {describe(value)}.")
+    if isinstance(value, type):
+        raise TypeError(f"{name} must be a function, got the class {value.__name__}.")
+    if all(hasattr(value, method) for method in ("bind", "apply", "lazy_init")):
+        raise TypeError(
+            f"{name} must be a function, got the Linen module {type(value).__name__}, "
+            "which is called by its apply. Pass a function that calls that."
+        )
 
 
 def traceable(name: str, value: Any) -> None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 
@@ -68,6 +69,11 @@ OF_BOTH = OPTIMIZER.init(BOTH)
 FAST = optax.LookaheadParams.init_synced(PARAMS)
 INSIDE = jls.loss_scaled(optax.lookahead(optax.sgd(0.1), 2, 0.5))
 OUTSIDE = optax.lookahead(jls.loss_scaled(optax.sgd(0.1)), 2, 0.5)
+
+
+def model_for_loss(model):
+    optimizer = nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
+    jls.train_step(model)(model, optimizer, X)
 
 
 def swapped_in_chain():
@@ -368,6 +374,31 @@ ERRORS = {
         lambda: swapped_of_nnx(nnx.jit),
         ValueError,
         r"of an nnx.Optimizer optimizer.update\(model, grads, value=loss\)\.",
+    ),
+    "model for the loss function, of NNX": (
+        lambda: model_for_loss(linear()),
+        TypeError,
+        r"got the model itself, Linear. Write def loss_fn\(model, batch\)\.$",
+    ),
+    "model for the loss function, of Linen": (
+        lambda: jls.train_step(nn.Dense(2)),
+        TypeError,
+        "loss_fn must be a function, got the Linen module Dense, .* a function that ca",
+    ),
+    "class for a function": (
+        lambda: jls.value_and_grad(nnx.Linear),
+        TypeError,
+        r"fun must be a function, got the class Linear\.$",
+    ),
+    "optimizer without jls": (
+        lambda: jls.train_step(loss_fn, optax.sgd(0.1))(PARAMS, (), X),
+        ValueError,
+        r"got a state with 0 such .* Write optimizer = jls.loss_scaled\(optimizer\), a",
+    ),
+    "model without its optimizer": (
+        lambda: jls.value_and_grad(nnx_loss, transform=nnx.value_and_grad)(linear(), X),
+        ValueError,
+        r"got Linear without one. First comes the nnx.Optimizer: f\(optimizer, model, ",
     ),
     "scaler before the optimizer": (
         lambda: jls.loss_scaled(jls.dynamic(), optax.sgd(0.1)),

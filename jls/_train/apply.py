@@ -196,6 +196,12 @@ def check_optimizer(optimizer: Any, order: str) -> None:
         )
 
 
+_WRAP = (
+    "Write optimizer = jls.loss_scaled(optimizer), and make the state with that: "
+    "opt_state = optimizer.init(params), or a new TrainState or nnx.Optimizer."
+)
+
+
 def inner_wrapper_state(opt_state: Any) -> LossScaledState:
     """The state of the one wrapper in `opt_state`, not inside a `MultiSteps`."""
     found = [node for _, node in find(opt_state, is_wrapper_state)]
@@ -203,7 +209,7 @@ def inner_wrapper_state(opt_state: Any) -> LossScaledState:
         raise ValueError(
             "the optimizer must be made by jls.loss_scaled or jls.skip_nonfinite, "
             f"once: got a state with {len(found)} such wrappers. "
-            f"{how_to_nest(opt_state)}".rstrip()
+            f"{how_to_nest(opt_state) or ('' if found else _WRAP)}".rstrip()
         )
     refuse_around(opt_state)
     return found[0]

@@ -555,6 +555,11 @@ def _adapt(
     kwargs: dict[str, Any],
 ) -> Adapter:
     """The adapter for what the step was called with; the last is the batch."""
+    if args and args[0] is loss_fn:
+        raise TypeError(
+            "loss_fn must be a function of the model that returns the loss, got the "
+            f"model itself, {type(loss_fn).__name__}. Write def loss_fn(model, batch)."
+        )
     _check_order(optimizer, carries, args)
     is_flax = is_linen(args) or is_nnx(args)
     if is_flax if optimizer is None else len(args) == 3 + carries and not is_flax:

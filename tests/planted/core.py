@@ -611,4 +611,25 @@ FAULTS = [
         "    if False:\n",
         ("tests/test_mistakes.py",),
     ),
+    Fault(
+        "a class is taken for a function",
+        "jls/_validate.py",
+        "    if isinstance(value, type):\n        raise TypeError(f",
+        "    if False:\n        raise TypeError(f",
+        ("tests/test_mistakes.py",),
+    ),
+    Fault(
+        "a model in the place of the loss function is called",
+        "jls/_train/step.py",
+        "    if args and args[0] is loss_fn:\n",
+        "    if False:\n",
+        ("tests/test_mistakes.py",),
+    ),
+    Fault(
+        "an optimizer without jls is told without the line",
+        "jls/_train/apply.py",
+        "('' if found else _WRAP)",
+        "''",
+        ("tests/test_mistakes.py",),
+    ),
 ]
