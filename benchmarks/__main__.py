@@ -26,7 +26,6 @@ from benchmarks import (
     figures,
     markdown,
     on_target,
-    rank,
     report,
     torch_adamw,
     tracing,
@@ -112,7 +111,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             break
         results["workloads"][workload.name] = one
         results["limits"] = report.limits(results)
-        rank.add(results)
         results["about"]["seconds"] = time.perf_counter() - start
         # After each workload, so that an interrupted run leaves its figures.
         options.json.write_text(json.dumps(results, indent=2) + "\n")

@@ -6,7 +6,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import rank
 from benchmarks.contestants import FLOOR, OURS, WHOLE
 from benchmarks.tracing import GUARDS
 
@@ -34,8 +33,6 @@ def show(results: dict[str, Any], console: Console) -> None:
         if isinstance(one, dict):
             ratio = _text(one["ratio"])
             console.print(f"torch AdamW {name}: with / without GradScaler {ratio}")
-    if ranked := rank.line(results):
-        console.print(ranked)
     for line in [*not_least(results), *errors(results)]:
         console.print(line)
 
