@@ -705,6 +705,47 @@ def test_table_of_a_right_step():
     assert note == "Carried: params, opt_state. Taken as data: batch."
 
 
+def test_the_precision_of_a_step_is_in_its_table_and_headline():
+    optimizer = wrap(optax.sgd(0.1))
+
+    def loss_fn(params, batch):
+        hidden = jnp.tanh(batch["x"] @ params["w1"])
+        return jnp.mean((hidden @ params["w2"] - batch["y"]) ** 2)
+
+    texts = {}
+    for dtype in (jnp.float32, jnp.float16):
+        step = jax.jit(jls.train_step(loss_fn, optimizer, compute_dtype=dtype))
+        params = plain_params()
+        result = jls.check_step(step, params, optimizer.init(params), BATCH)
+        assert result.ok
+        assert result.precision is not None
+        texts[dtype] = str(result)
+    half, whole = texts[jnp.float16], texts[jnp.float32]
+    assert half.startswith("jls.check_step: no mistake in all 13 that apply.\n")
+    assert "precision                    float16 in 100 % of the mult" in half
+    assert " ".join(whole.split()).startswith(
+        "jls.check_step: no mistake in all 13 that apply, but no product is half: the "
+        "loss scale does nothing. no step "
+    )
+    assert "precision                    float32 in 100 % of the mult" in whole
+
+
+def test_a_broken_step_says_its_mistakes_before_its_precision():
+    half = "no product is half"
+    text = str(jls.types.StepCheck(broken=("no step",), half=half))
+    assert text.startswith(
+        "jls.check_step found 1 mistake: no step. Besides, no product is half."
+    )
+
+
+def test_a_step_without_a_program_has_no_precision_and_says_why():
+    result = check(*RIGHT["ahead_of_time"]())
+    assert result.precision is None
+    assert result.half == ""
+    reason = "The precision is not known: the step is compiled ahead of time."
+    assert reason in result.notes
+
+
 def test_table_of_a_broken_step_has_the_line_to_write():
     result = check(*plain(steps.unscaled_gradients, tell=steps.tell_nothing))
     text = " ".join(str(result).split())

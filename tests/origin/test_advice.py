@@ -270,10 +270,44 @@ def test_a_norm_that_overflows_is_mended_by_a_clip_of_each_element(dtype):
     assert "optax.clip(1e6)" in advice.NORM_OVERFLOWS
 
 
+@pytest.mark.parametrize("scope", ["router", ""])
+def test_an_overflow_under_an_autocast_is_mended_by_the_keep_that_is_written(scope):
+    def router(x, w):
+        if not scope:
+            return x @ w
+        with jax.named_scope(scope):
+            return x @ w
+
+    def loss_fn(x, w):
+        return jnp.mean((router(x, w) * 1e-6) @ w)
+
+    x, w = jnp.full((2, 8), 300.0), jnp.full((8, 8), 300.0)
+    (birth, *_) = jls.why(jls.autocast(loss_fn, jnp.float16), x, w).births
+    words = _any_number(advice.BEYOND_IN_AUTOCAST)
+    assert re.fullmatch(words, birth.advice)
+    found = re.search(r"keep=(.+)\. Or make", birth.advice)
+    assert found is not None
+    cast = jls.autocast(loss_fn, jnp.float16, keep=eval(found[1]))
+    assert not jls.why(cast, x, w).births
+    assert jls.all_finite(cast(x, w))
+
+
+def test_a_backward_overflow_under_an_autocast_names_no_keep():
+    """A loss scale mends it."""
+
+    def loss_fn(x, w):
+        return 1e5 * jnp.sum(x @ w)
+
+    fun = jax.grad(jls.autocast(loss_fn, jnp.float16))
+    why = jls.why(fun, jnp.ones((2, 8)), jnp.ones((8, 8)))
+    assert why.births
+    assert not any("keep=" in birth.advice for birth in why.births)
+
+
 def test_each_advice_has_a_test():
     written = {name for name in vars(advice) if name.isupper() and name[0] != "_"}
     no_advice = {"CAME_IN", "WRITTEN"}  # they say what it is, and name no line to write
-    by_hand = {"NORM_OVERFLOWS"}
+    by_hand = {"NORM_OVERFLOWS", "BEYOND_IN_AUTOCAST"}
     assert written == {case.advice for case in CASES.values()} | no_advice | by_hand
 
 

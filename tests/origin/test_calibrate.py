@@ -345,7 +345,7 @@ def test_overflow_behind_which_all_is_zero_is_named():
 def test_wide_dtypes_need_none(dtype):
     found = calibrate_plain(loss_in(dtype), W, X)
     assert found[:5] == (1.0, None, None, (), ())
-    assert str(found).startswith("jls.calibrate: no loss scale is needed:")
+    assert "No loss scale is needed:" in " ".join(str(found).split())
 
 
 def test_data_in_float16_need_none():
@@ -812,3 +812,67 @@ def test_picture_on_axes_of_the_callers():
     assert found.plot(axes) is figure
     with pytest.raises(TypeError, match="axes must be one of"):
         found.plot([axes])
+
+
+def step_in(dtypes, wrapper=jls.loss_scaled):
+    """A step of two layers in these dtypes, and its arguments."""
+
+    def loss_fn(params, x):
+        for w, dtype in zip(params, dtypes, strict=True):
+            x = jnp.tanh(x.astype(dtype) @ w.astype(dtype))
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    optimizer = wrapper(optax.sgd(0.1))
+    params = [jnp.full((16, 16), 0.1), jnp.full((16, 16), 0.1)]
+    step = jax.jit(jls.train_step(loss_fn, optimizer))
+    return step, params, optimizer.init(params), jnp.ones((4, 16))
+
+
+WHOLE, HALF, BRAIN = jnp.float32, jnp.float16, jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "begin", "line"),
+    [
+        (
+            (WHOLE, WHOLE),
+            "no product is half: the loss scale does nothing. No loss scale is needed:",
+            "float32 in 100 % of the multiplications.",
+        ),
+        (
+            (WHOLE, HALF),
+            # Two products of the first layer, three of the second.
+            "start with a loss scale of ",
+            "float32 in 40 % of the multiplications, float16 in 60 %; by the model: ",
+        ),
+        (
+            (HALF, WHOLE),
+            "float16 in 40 % of the multiplications. Start with a loss scale of ",
+            "float32 in 60 % of the multiplications, float16 in 40 %; by the model: ",
+        ),
+        (
+            (HALF, HALF),
+            "start with a loss scale of ",
+            "float16 in 100 % of the multiplications.",
+        ),
+        (
+            (BRAIN, BRAIN),
+            "bfloat16 needs no loss scale: jls.skip_nonfinite. No loss scale is needed",
+            "bfloat16 in 100 % of the multiplications.",
+        ),
+    ],
+)
+def test_the_text_says_how_much_of_the_step_is_half(dtypes, begin, line):
+    found = jls.calibrate(*step_in(dtypes))
+    text = " ".join(str(found).split())
+    assert text.startswith(f"jls.calibrate: {begin}")
+    assert f" Precision: {line}" in text
+    assert max(map(len, str(found).splitlines())) <= 80
+
+
+def test_of_a_step_that_is_not_scaled_on_purpose_nothing_is_said():
+    for dtype in (WHOLE, BRAIN):
+        found = jls.calibrate(*step_in((dtype, dtype), jls.skip_nonfinite))
+        assert str(found).startswith("jls.calibrate: no loss scale is needed")
+        assert found.half == ""
+        assert found.precision is not None

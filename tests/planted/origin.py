@@ -370,4 +370,21 @@ FAULTS = [
         "else -1,)",
         ("tests/test_why.py::test_arguments_come_in_their_order",),
     ),
+    Fault(
+        "an overflow that a loss scale mends is to be kept in float32",
+        "jls/_tools/origin/advice.py",
+        'keep = "" if is_backward else _keep(origin)',
+        "keep = _keep(origin)",
+        (
+            "tests/origin/test_advice.py::"
+            "test_a_backward_overflow_under_an_autocast_names_no_keep",
+        ),
+    ),
+    Fault(
+        "keep is advised where there is no autocast",
+        "jls/_tools/origin/advice.py",
+        "    if _scopes.AUTOCAST not in _scopes.marks_of(origin.site):\n",
+        "    if False:\n",
+        ("tests/origin/test_advice.py::test_advice_done_as_it_says_mends_the_program",),
+    ),
 ]

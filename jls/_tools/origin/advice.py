@@ -2,11 +2,13 @@
 """Advice on the most common births of inf and NaN."""
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
+from jls import _scopes
 from jls._program.places import functions_of_jax, place_of
 from jls._program.primitives import primitive_of
 from jls._tools.origin.trail import BirthRecord, OpResult, RunValue, Trail
@@ -72,6 +74,10 @@ BEYOND_NARROW = (
     "Over {largest:.5g}, the largest {dtype}. Compute this line in float32, or make "
     "its operands smaller"
 )
+BEYOND_IN_AUTOCAST = (
+    "Over {largest:.5g}, the largest {dtype}. Keep it in float32: autocast with "
+    "{keep}. Or make its operands smaller"
+)
 BEYOND = (
     "Over {largest:.4g}, the largest {dtype}. Make its operands smaller, such as "
     "x / jnp.max(jnp.abs(x))"
@@ -100,7 +106,8 @@ def advise(trail: Trail, birth: BirthRecord, is_backward: bool) -> str:
     """One sentence of advice on a birth; "" if it is no known pattern."""
     origin = birth.origin
     assert isinstance(origin, OpResult)
-    words = _words(trail, birth, origin, is_backward) or _overflow(origin, birth)
+    words = _words(trail, birth, origin, is_backward)
+    words = words or _overflow(origin, birth, is_backward)
     return _for_dtype(words, dtype_of(origin))
 
 
@@ -150,7 +157,7 @@ def _arcs_beside(origin: OpResult) -> set[str]:
     }
 
 
-def _overflow(origin: OpResult, birth: BirthRecord) -> str:
+def _overflow(origin: OpResult, birth: BirthRecord, is_backward: bool) -> str:
     """A result beyond the largest number of its dtype."""
     equation, dtype = origin.site.equation, dtype_of(origin)
     if equation.primitive.name == "gather" and birth.size.is_nan:
@@ -165,7 +172,25 @@ def _overflow(origin: OpResult, birth: BirthRecord) -> str:
         return ""
     # bfloat16 ends at 3.4e38, as float32 does: a wider dtype would not help.
     words = BEYOND_NARROW if info.bits < 32 and float(info.max) < 1e30 else BEYOND
-    return words.format(largest=float(info.max), dtype=dtype.name)
+    keep = "" if is_backward else _keep(origin)
+    if keep and words == BEYOND_NARROW:
+        words = BEYOND_IN_AUTOCAST
+    return words.format(largest=float(info.max), dtype=dtype.name, keep=keep)
+
+
+def _keep(origin: OpResult) -> str:
+    """The argument of `jls.autocast` that keeps an operation; "" where there is none.
+
+    By its module; in libraries whose modules have no scope, by its function.
+    """
+    place = place_of(origin.site)
+    if _scopes.AUTOCAST not in _scopes.marks_of(origin.site):
+        return ""
+    if place.module:
+        return f'keep="{re.escape(place.module)}"'
+    if place.function:
+        return f'keep=lambda place: place.function == "{place.function}"'
+    return ""
 
 
 def is_of_entropy(advice: str) -> bool:
