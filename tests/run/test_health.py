@@ -66,7 +66,7 @@ def after(steps, scaler=None):
         ),
         # One good step, and then none: it may be that step that was too large.
         (".llll", "stalled", r"parameters may be too large: .* still scaled \(jls.ch"),
-        ("llll", "stalled", r"cure: print\(jls.why\(step, .* the line.$"),
+        ("llll", "stalled", r"cure: print\(jls.why\(step, .* its dtype\)\.$"),
         (".u", "non-finite update", r"or into an update too large .* \(1 of 2 steps"),
         (".oooo", "stalled", "last 4 steps were all skipped, .* for its gradients"),
         (".llll", "stalled", "for its loss, .* The loss itself is inf or NaN"),
@@ -89,12 +89,23 @@ def test_verdict_and_sentence(steps, verdict, words):
     assert "  " not in health.sentence
 
 
-@pytest.mark.parametrize("steps", [".ooo", ".oooo"], ids=["at floor", "stalled"])
+@pytest.mark.parametrize("steps", [".ooo", ".oooo", ".llll"])
 def test_a_scale_that_can_fall_no_further_asks_to_keep_a_module_wide(steps):
     health = jls.health(
         after(steps), PARAMS, optimizer=OPTIMIZER, max_consecutive_skips=3
     )
     assert "keep that module in float32 (keep=, or its dtype)" in health.sentence
+
+
+def test_without_a_loss_scale_no_module_is_to_be_kept_in_float32():
+    optimizer = jls.skip_nonfinite(optax.sgd(0.1))
+    state = optimizer.init(PARAMS)
+    for _ in range(3):
+        grads = jax.tree.map(lambda x: jnp.nan * x, PARAMS)
+        _, state = optimizer.update(grads, state, PARAMS)
+    health = jls.health(state, PARAMS, max_consecutive_skips=2)
+    assert health.verdict == "stalled"
+    assert "keep that module" not in health.sentence
 
 
 def test_the_text_under_a_scale_that_moves_ends_with_the_question_for_half():

@@ -398,7 +398,7 @@ def _stalled(facts: Facts) -> str:
             ),
             SkipReason.LOSS: (
                 f"The loss itself is inf or NaN{facts.not_for_the_scale}: "
-                f"{_why(facts)}{_ran_away(facts)}"
+                f"{_why(facts)}{_keep(facts)}{_ran_away(facts)}"
             ),
             SkipReason.UPDATES: (
                 "The optimizer turns finite gradients into inf or NaN updates. "
@@ -443,7 +443,7 @@ def _why(facts: Facts) -> str:
 
 def _keep(facts: Facts) -> str:
     """What to do if float16 overflows at that line."""
-    if facts.has_bad_norm:
+    if facts.has_bad_norm or not facts.has_scale:
         return ""
     return "; if it overflows, keep that module in float32 (keep=, or its dtype)"
 
