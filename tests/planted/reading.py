@@ -172,7 +172,7 @@ FAULTS = [
         PRECISION,
         "if halves == {jnp.dtype(jnp.bfloat16)} and not follows:",
         "if False:",
-        (f"{SHARES}[bfloat16 under a scale-plain]",),
+        (f"{SHARES}[plain-bfloat16 under a scale]",),
     ),
     Fault(
         "a kernel that is not known is in float32",
