@@ -70,7 +70,7 @@ _RECENT_MAX = {"loss_scale", "finite_count", "window_count", "overflow_ceiling"}
 _RECENT_MAX |= {"ceiling", "previous_ceiling"}
 # By field of a `SpikeState`: the numbers that a run can have there. A judged value may
 # overflow float32; without a budget the tokens are inf.
-_SPIKES = {
+_SPIKE_RANGES = {
     "seen": ("finite number", -_LARGEST_FLOAT, _LARGEST_FLOAT),
     "tokens": ("number >= 0", 0, np.inf),
     "found": ("number from 0 to 2^31 - 1", 0, 2**31 - 1),
@@ -153,7 +153,7 @@ def wrap_state(
             f"{type(inner_state).__name__}. {write}"
         )
     _check_alike(inner_state, state.inner_state, ())
-    placed = jax.tree.map(_move, inner_state, state.inner_state)
+    placed = jax.tree.map(_to_devices_of, inner_state, state.inner_state)
     owned = own_buffers(placed, (inner_state, params))
     return place_scalars(state._replace(inner_state=owned), params)
 
@@ -263,7 +263,7 @@ def upgrade_state(target: State, saved: Any) -> State:
 # Wrap.
 
 
-def _move(value: Any, like: Any) -> Any:
+def _to_devices_of(value: Any, like: Any) -> Any:
     """`value`, moved to the devices of `like` unless it is committed."""
     is_placed = is_concrete(value) and value.committed
     return value if is_placed else place_like(value, like)
@@ -316,7 +316,7 @@ def _advice(given: Any, wanted: Any) -> str:
 def _upgrade(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
     children, structure = branches(target)
     if is_leaf(structure):
-        return _value(target, saved, path)
+        return _restored_leaf(target, saved, path)
     parts = _children_of(saved)
     if parts is None and is_variable(target):
         parts = dict.fromkeys(children, saved)
@@ -328,7 +328,7 @@ def _upgrade(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
         )
     parts = _renamed(type(target), parts)
     if is_scaler_state(target):
-        parts = _translate(target, saved, parts)
+        parts = _static_or_moving(target, saved, parts)
         if parts is None:
             return _copy_tree(target)
         rule = "number from 2^-126 to 2^126"
@@ -342,7 +342,7 @@ def _upgrade(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
         rule = f"number from 0 to {most}, a jls.types.SkipReason,"
         _check_values(parts, ("last_skip_reason",), path, rule, 0, most)
     if isinstance(target, SpikeState):
-        for name, (rule, low, high) in _SPIKES.items():
+        for name, (rule, low, high) in _SPIKE_RANGES.items():
             _check_values(parts, (name,), path, rule, low, high)
         most = 2 * jnp.shape(read_variables(target.seen))[-1] - 1
         rule = f"number from 0 to {most}, below two windows,"
@@ -357,7 +357,9 @@ def _upgrade(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
     return structure.unflatten(new)
 
 
-def _translate(target: Any, saved: Any, parts: dict[str, Any]) -> dict[str, Any] | None:
+def _static_or_moving(
+    target: Any, saved: Any, parts: dict[str, Any]
+) -> dict[str, Any] | None:
     """The parts as of this version; None if the scale starts as in `target`."""
     is_static = isinstance(target, StaticState)
     moves = "finite_count" in target._fields
@@ -416,8 +418,8 @@ def _check_spikes(
         raise ValueError(
             f"saved must be of the spike policy of target {format_path(path)}, but it "
             f"was saved with spikes=, and target has {other}. Make target with the "
-            "policy that was saved, jls.loss_scaled(..., spikes=...), or leave what it "
-            "has seen behind: delete 'spikes' and 'spike_state' from saved, or of an "
+            "policy that was saved, jls.loss_scaled(..., spikes=...), or start "
+            "the policy anew: delete 'spikes' and 'spike_state' from saved, or of an "
             "object saved._replace(spikes=(), spike_state=())."
         )
     return parts
@@ -520,7 +522,7 @@ _NO_TREE = (
 )
 
 
-def _value(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
+def _restored_leaf(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
     if isinstance(target, jax.ShapeDtypeStruct):
         raise TypeError(
             f"target must have arrays, got a jax.ShapeDtypeStruct {format_path(path)}. "

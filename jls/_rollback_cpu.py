@@ -55,7 +55,7 @@ def select_in_place(
     writer = Writer(jaxpr, [*consts, *inputs.new])
     given = dict(zip(jaxpr.invars, writer.arguments, strict=True))
     places = {
-        variable: i  # the last one, if it is returned twice
+        variable: i  # the last place, if it is returned twice
         for i, variable in enumerate(jaxpr.outvars)
         if not is_literal(variable) and variable not in given
     }
@@ -92,10 +92,10 @@ def select_in_place(
                 other = writer.variable_of(_to_array(old[places[x]], x.aval.dtype))
                 kept[x], read[x] = select(is_kept, x, other), None
 
-    made = [(i, x) for i, x in enumerate(jaxpr.outvars) if not is_literal(x)]
-    made = [(i, kept[x] if places[x] == i else x) for i, x in made if x in places]
-    results = writer.run([x for _, x in made], "optimizer")
-    new = {i: result for (i, _), result in zip(made, results, strict=True)}
+    defined = [(i, x) for i, x in enumerate(jaxpr.outvars) if not is_literal(x)]
+    defined = [(i, kept[x] if places[x] == i else x) for i, x in defined if x in places]
+    results = writer.run([x for _, x in defined], "optimizer")
+    new = {i: result for (i, _), result in zip(defined, results, strict=True)}
 
     def result(i, output, x):
         if is_literal(output):

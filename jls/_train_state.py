@@ -38,7 +38,7 @@ class Names(NamedTuple):
     tx: str
     opt_state: str
     params: str
-    calls: str | None  # their count; None if there is none
+    step_count: str | None  # None if there is none
 
 
 def names_in(state: Any) -> Names:
@@ -49,7 +49,7 @@ def names_in(state: Any) -> Names:
             f"{type(state).__name__}."
         )
     fields = pytree_fields(state)
-    tx = "tx" if hasattr(state, "tx") else _only("an optimizer", _optimizers(state))
+    tx = "tx" if hasattr(state, "tx") else _the_one("an optimizer", _optimizers(state))
 
     def has_wrapper(name):
         return bool(find(getattr(state, name), is_wrapper_state))
@@ -57,18 +57,20 @@ def names_in(state: Any) -> Names:
     opt_state = "opt_state"
     if opt_state not in fields:
         states = filter(has_wrapper, fields)
-        opt_state = _only("the state of an optimizer made by jls", states)
+        opt_state = _the_one("the state of an optimizer made by jls", states)
     params = "params"
     if params not in fields:
         init, shapes = getattr(state, tx).init, _shapes(getattr(state, opt_state))
         others = [name for name in fields if name != opt_state]
         fitting = (x for x in others if _shapes_from(init, getattr(state, x)) == shapes)
-        params = _only("the parameters of that optimizer", fitting)
-    calls = next((name for name in ("step", "global_step") if name in fields), None)
-    return Names(tx, opt_state, params, calls)
+        params = _the_one("the parameters of that optimizer", fitting)
+    step_count = next(
+        (name for name in ("step", "global_step") if name in fields), None
+    )
+    return Names(tx, opt_state, params, step_count)
 
 
-def _only(what: str, names: Iterable[str]) -> str:
+def _the_one(what: str, names: Iterable[str]) -> str:
     found = list(names)
     if len(found) != 1:
         raise ValueError(

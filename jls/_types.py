@@ -25,7 +25,7 @@ from jax import export as jax_export
 
 from jls._text import format_numbers, format_record, format_rule
 
-AnyType = TypeVar("AnyType", bound=type)
+TypeT = TypeVar("TypeT", bound=type)
 StateT = TypeVar("StateT")
 InitT = TypeVar("InitT", covariant=True)
 BatchT = TypeVar("BatchT")
@@ -42,7 +42,7 @@ class JlsWarning(UserWarning):
     """
 
 
-def exportable(state_type: AnyType) -> AnyType:
+def exportable(state_type: TypeT) -> TypeT:
     """Lets `jax.export` serialize a function that takes or returns a `NamedTuple`."""
     jax_export.register_namedtuple_serialization(
         state_type, serialized_name=f"jls.{state_type.__name__}"
@@ -341,7 +341,7 @@ class Field(NamedTuple):
     was: str | None = None  # its name in older checkpoints
 
 
-_Counter = functools.partial(Field, jnp.int32, is_logged=True)
+_counter = functools.partial(Field, jnp.int32, is_logged=True)
 
 
 @exportable
@@ -361,15 +361,15 @@ class LossScaledState(NamedTuple):
     # bool[]  whether the last step was applied; False before the first
     applied: Annotated[Array, Field(jnp.bool_, is_logged=True)]
     # i32[]  calls of update
-    steps: Annotated[Array, _Counter("step")]
+    steps: Annotated[Array, _counter("step")]
     # i32[]  steps that were skipped
-    skips: Annotated[Array, _Counter("skip")]
+    skips: Annotated[Array, _counter("skip")]
     # i32[]  steps skipped since the last applied one
-    consecutive_skips: Annotated[Array, _Counter("skip", is_consecutive=True)]
+    consecutive_skips: Annotated[Array, _counter("skip", is_consecutive=True)]
     # i32[]  skipped because the forward loss was not finite
-    nonfinite_losses: Annotated[Array, _Counter("nonfinite loss")]
+    nonfinite_losses: Annotated[Array, _counter("nonfinite loss")]
     # i32[]  skipped for an update: inf, NaN or too large
-    nonfinite_updates: Annotated[Array, _Counter("nonfinite update", since="0.1.0")]
+    nonfinite_updates: Annotated[Array, _counter("nonfinite update", since="0.1.0")]
     # i32[]  a SkipReason, of the last skipped step
     last_skip_reason: Annotated[
         Array, Field(jnp.int32, is_logged=True, since="0.1.0", was="skip_reason")
@@ -377,11 +377,11 @@ class LossScaledState(NamedTuple):
     # bool[n]  by floating-point leaf, of the last step skipped for inf or NaN
     nonfinite_leaves: Annotated[Array, Field(since="0.1.0")]
     # i32[]  steps skipped by the spike policy; () without one
-    spikes: Annotated[Any, _Counter("spike", is_of_policy=True, since="0.2.0")]
+    spikes: Annotated[Any, _counter("spike", is_of_policy=True, since="0.2.0")]
     # The spike policy's state; () without one.
     spike_state: Annotated[Any, Field(is_of_policy=True, since="0.2.0")]
     # i32[]  applied without the parts of the gradients that were not finite
-    partial_overflows: Annotated[Array, _Counter("partial overflow", since="0.3.0")]
+    partial_overflows: Annotated[Array, _counter("partial overflow", since="0.3.0")]
 
     @property
     def hyperparams(self) -> dict[str, Any]:

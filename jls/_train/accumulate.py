@@ -41,7 +41,9 @@ class Accumulated(NamedTuple):
     grads: Any  # NaN if every micro-batch is left out
     carried: Any  # of the last micro-batch that counts
     aux: Any  # of each micro-batch, stacked; with one, its own
-    partial_overflow: Array  # bool[]  whether one with a finite loss is left out
+    partial_overflow: (
+        Array  # bool[]  whether a micro-batch with a finite loss was left out
+    )
     dropped: Array  # i32[]  micro-batches left out
 
 
@@ -68,20 +70,20 @@ def accumulate(
     def body(carry, micro_batch):
         old, total = carry
         (loss, (carried, aux)), grads = grad_fn(old, micro_batch)
-        finite = counts = jnp.asarray(True)
+        finite = is_kept = jnp.asarray(True)
         if drop == "micro_batch":
             flags = jnp.stack([jnp.isfinite(loss), all_finite(grads)])
             flags = agree(flags, axis_name)
-            finite, counts = flags[0], jnp.all(flags)
-            grads = select(counts, grads, jax.tree.map(jnp.zeros_like, grads))
-            carried = select(counts, carried, old)
+            finite, is_kept = flags[0], jnp.all(flags)
+            grads = select(is_kept, grads, jax.tree.map(jnp.zeros_like, grads))
+            carried = select(is_kept, carried, old)
         total = jax.tree.map(jnp.add, total, grads)
-        return (carried, total), (widen(loss), finite, counts, aux)
+        return (carried, total), (widen(loss), finite, is_kept, aux)
 
     zeros = jax.tree.map(_zeros, params)
     numbers = jnp.arange(micro_batches)
     parts = MicroBatch(numbers, _split(batch, micro_batches))
-    (carried, grads), (losses, finite, counts, aux) = lax.scan(
+    (carried, grads), (losses, finite, is_kept, aux) = lax.scan(
         body, (carried, zeros), parts
     )
     losses = jnp.where(finite, losses, 0)
@@ -94,11 +96,11 @@ def accumulate(
 
     return Accumulated(
         loss=reduce(jnp.sum(losses), finite),
-        grads=jax.tree.map(lambda total: reduce(total, counts), grads),
+        grads=jax.tree.map(lambda total: reduce(total, is_kept), grads),
         carried=carried,
         aux=aux,
-        partial_overflow=jnp.any(finite & ~counts),
-        dropped=jnp.sum(~counts, dtype=jnp.int32),
+        partial_overflow=jnp.any(finite & ~is_kept),
+        dropped=jnp.sum(~is_kept, dtype=jnp.int32),
     )
 
 

@@ -81,8 +81,8 @@ class LinenAdapter:
         names, new = self._names, dict(parts.carried)
         new[names.params] = self._join(parts.params, parts.overwritten)
         new[names.opt_state] = parts.opt_state
-        if names.calls is not None:
-            new[names.calls] = getattr(self.model, names.calls) + 1
+        if names.step_count is not None:
+            new[names.step_count] = getattr(self.model, names.step_count) + 1
         return self._replace(new), report
 
     def _replace(self, fields: dict[str, Any]) -> Any:

@@ -306,8 +306,8 @@ FAULTS = [
     Fault(
         "a micro-batch with a NaN loss and finite gradients counts",
         "jls/_train/accumulate.py",
-        "finite, counts = flags[0], jnp.all(flags)",
-        "finite, counts = flags[0], flags[1]",
+        "finite, is_kept = flags[0], jnp.all(flags)",
+        "finite, is_kept = flags[0], flags[1]",
         ("tests/train/test_accumulate.py",),
     ),
     Fault(

@@ -37,10 +37,10 @@ FAULTS = [
     Fault(
         "a retry counts only if a batch was applied in between",
         "jls/_tools/run/requeue.py",
-        "            self._passed = scale  # the gradients were finite\n",
-        "            self._passed = scale\n"
+        "            self._last_good_scale = scale  # the gradients were finite\n",
+        "            self._last_good_scale = scale\n"
         "        if reason == SkipReason.GRADIENTS:\n"
-        "            self._passed = 0.0\n",
+        "            self._last_good_scale = 0.0\n",
         (REQUEUED,),
     ),
     Fault(

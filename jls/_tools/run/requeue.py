@@ -18,7 +18,7 @@ from jls._types import BadBatch, BatchT, SkipReason, StepReport
 
 
 @dataclasses.dataclass
-class _Held(Generic[BatchT]):
+class _Entry(Generic[BatchT]):
     """A batch that may come again, and the history of its tries."""
 
     index: int
@@ -30,7 +30,7 @@ class _Held(Generic[BatchT]):
 class _PendingStep(NamedTuple):
     """A step whose flag was not read yet; arrays on the device."""
 
-    held: _Held
+    held: _Entry
     skip_reason: Any
     loss_scale: Any
     scale_moves: Any
@@ -62,13 +62,15 @@ class BatchQueue(Iterator[BatchT]):
         self._lag, self._retries = lag, retries
         self._first, self._batches = deque(first), iter(batches)
         self._taken = 0  # out of the data
-        self._current: _Held[BatchT] | None = None  # handed out and not observed
+        self._current: _Entry[BatchT] | None = None  # handed out and not observed
         self._is_reentered = self._is_at_end = False
         self._unread: deque[_PendingStep] = deque()
-        self._waiting: deque[_Held[BatchT]] = deque()  # to come again
-        self._known: deque[Any] = deque(maxlen=lag + 1)  # flags of the last reports
+        self._waiting: deque[_Entry[BatchT]] = deque()  # to come again
+        self._recent_flags: deque[Any] = deque(
+            maxlen=lag + 1
+        )  # flags of the last reports
         self._scale = math.inf  # after the last step of which the flag is read
-        self._passed = 0.0  # after the last of these with finite gradients
+        self._last_good_scale = 0.0  # after the last of these with finite gradients
         self._bad: deque[BadBatch[BatchT]] = deque(maxlen=keep)
         self._handed_out = self._requeued = self._bad_count = 0
 
@@ -118,19 +120,19 @@ class BatchQueue(Iterator[BatchT]):
         self._handed_out += 1
         return self._current.batch
 
-    def _take(self) -> _Held[BatchT]:
+    def _take(self) -> _Entry[BatchT]:
         """The next batch: what comes again goes first."""
         if not self._waiting:
             if self._first:
                 self._taken += 1
-                return _Held(self._taken - 1, self._first.popleft())
+                return _Entry(self._taken - 1, self._first.popleft())
             try:
                 batch = next(self._batches)
             except StopIteration:
                 self._batches = iter(())
             else:
                 self._taken += 1
-                return _Held(self._taken - 1, batch)
+                return _Entry(self._taken - 1, batch)
         while self._unread and not self._waiting:
             self._read_oldest()
         if not self._waiting:
@@ -194,7 +196,7 @@ class BatchQueue(Iterator[BatchT]):
             self._unread.pop()
             self._current = held
             raise
-        self._known.append(report.skip_reason)
+        self._recent_flags.append(report.skip_reason)
 
     def outstanding(self) -> tuple[tuple[int, BatchT], ...]:
         """Returns the batches that still have to come again, for a checkpoint.
@@ -229,7 +231,7 @@ class BatchQueue(Iterator[BatchT]):
         held = [(one.index, one.batch) for one in (*current, *self._waiting)]
         return *held, *enumerate(self._first, self._taken)
 
-    def _check(self, report: Any, held: _Held) -> None:
+    def _check(self, report: Any, held: _Entry) -> None:
         if not isinstance(report, StepReport):
             raise TypeError(
                 "report must be a jls.types.StepReport, as a step of jls.train_step or "
@@ -241,7 +243,9 @@ class BatchQueue(Iterator[BatchT]):
         read = {"skip_reason": flag, "loss_scale": report.loss_scale}
         _validate.concrete("report", read)
         # Arrays alone: Python has only one 0.
-        if _validate.is_unchecked(flag) and any(flag is known for known in self._known):
+        if _validate.is_unchecked(flag) and any(
+            flag is known for known in self._recent_flags
+        ):
             raise ValueError(
                 f"report must be of the step on batch {held.index}, got that of an "
                 "earlier step. Pass what the step on the last batch returned."
@@ -264,7 +268,7 @@ class BatchQueue(Iterator[BatchT]):
         self._unread.popleft()
         tried_at, self._scale = self._scale, scale
         if reason not in (SkipReason.GRADIENTS, SkipReason.LOSS):
-            self._passed = scale  # the gradients were finite
+            self._last_good_scale = scale  # the gradients were finite
         if reason == SkipReason.NONE:
             return
         if may_pass and self._should_retry(held, tried_at, scale):
@@ -273,11 +277,11 @@ class BatchQueue(Iterator[BatchT]):
             self._bad_count += 1
             self._bad.append(BadBatch(held.index, held.batch, reason))
 
-    def _should_retry(self, held: _Held, tried_at: float, scale: float) -> bool:
+    def _should_retry(self, held: _Entry, tried_at: float, scale: float) -> bool:
         """Counts a try that overflowed; whether there may be another."""
         if held.scale is not None:
             # If others pass at this scale, or the scale stays, it is the batch.
-            others_pass = tried_at <= self._passed
+            others_pass = tried_at <= self._last_good_scale
             held.counted += others_pass or not scale < held.scale
         held.scale = scale
         return held.counted < self._retries
@@ -364,7 +368,7 @@ def requeue(
       first: the batches that `outstanding` gave before a resume. They are handed out
         before `batches`, and outstanding until they have come.
       lag: >= 0, how many steps late flags are read. 0 waits for every step.
-      retries: >= 1, after how many retries that count a batch is bad.
+      retries: >= 1, retries that count before a batch is given up.
       keep: >= 0, how many bad batches are kept, in `queue.bad`.
 
     Returns:
