@@ -64,10 +64,8 @@ def names_in(state: Any) -> Names:
         others = [name for name in fields if name != opt_state]
         fitting = (x for x in others if _shapes_from(init, getattr(state, x)) == shapes)
         params = _the_one("the parameters of that optimizer", fitting)
-    step_count = next(
-        (name for name in ("step", "global_step") if name in fields), None
-    )
-    return Names(tx, opt_state, params, step_count)
+    counts = (name for name in ("step", "global_step") if name in fields)
+    return Names(tx, opt_state, params, next(counts, None))
 
 
 def _the_one(what: str, names: Iterable[str]) -> str:

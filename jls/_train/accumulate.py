@@ -41,9 +41,8 @@ class Accumulated(NamedTuple):
     grads: Any  # NaN if every micro-batch is left out
     carried: Any  # of the last micro-batch that counts
     aux: Any  # of each micro-batch, stacked; with one, its own
-    partial_overflow: (
-        Array  # bool[]  whether a micro-batch with a finite loss was left out
-    )
+    # bool[]  whether a micro-batch with a finite loss was left out
+    partial_overflow: Array
     dropped: Array  # i32[]  micro-batches left out
 
 

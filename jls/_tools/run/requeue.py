@@ -66,9 +66,7 @@ class BatchQueue(Iterator[BatchT]):
         self._is_reentered = self._is_at_end = False
         self._unread: deque[_PendingStep] = deque()
         self._waiting: deque[_Entry[BatchT]] = deque()  # to come again
-        self._recent_flags: deque[Any] = deque(
-            maxlen=lag + 1
-        )  # flags of the last reports
+        self._recent_flags: deque[Any] = deque(maxlen=lag + 1)
         self._scale = math.inf  # after the last step of which the flag is read
         self._last_good_scale = 0.0  # after the last of these with finite gradients
         self._bad: deque[BadBatch[BatchT]] = deque(maxlen=keep)
@@ -243,9 +241,8 @@ class BatchQueue(Iterator[BatchT]):
         read = {"skip_reason": flag, "loss_scale": report.loss_scale}
         _validate.concrete("report", read)
         # Arrays alone: Python has only one 0.
-        if _validate.is_unchecked(flag) and any(
-            flag is known for known in self._recent_flags
-        ):
+        is_recent = any(flag is one for one in self._recent_flags)
+        if _validate.is_unchecked(flag) and is_recent:
             raise ValueError(
                 f"report must be of the step on batch {held.index}, got that of an "
                 "earlier step. Pass what the step on the last batch returned."
