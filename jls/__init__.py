@@ -45,7 +45,7 @@ from jls._spikes import spikes as spikes
 from jls._state import loss_scale as loss_scale
 from jls._state import set_loss_scale as set_loss_scale
 from jls._state import metrics as metrics
-from jls._tools.run.record import host_metrics as host_metrics
+from jls._tools.run.columns import host_metrics as host_metrics
 
 # Monitoring, on the host.
 from jls._tools.run.health import health as health

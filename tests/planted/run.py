@@ -7,7 +7,7 @@ VERDICT = "jls/_tools/run/verdict.py"
 HEALTH = "jls/_tools/run/health.py"
 POISON = "jls/_tools/run/poison.py"
 HISTORY = "jls/_tools/run/history.py"
-RECORD = "jls/_tools/run/record.py"
+RECORD = "jls/_tools/run/columns.py"
 BY_HAND = "tests/run/test_verdict.py::"
 SHORT = "tests/run/test_health.py::"
 RUNS = "tests/run/test_health_faults.py::"
@@ -423,7 +423,7 @@ FAULTS = [
         RECORD,
         "return not isinstance(number, float) or math.isfinite(number)",
         "return True",
-        ("tests/run/test_record.py::test_a_limit_of_nothing_is_none",),
+        ("tests/run/test_columns.py::test_a_limit_of_nothing_is_none",),
     ),
     Fault(
         "a batch that no scale can mend comes again",

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import jls
-from jls._tools.run.record import skip_counts
+from jls._tools.run.columns import skip_counts
 
 PARAMS = {"w": jnp.ones(2)}
 GRADS = [1.0, math.inf, math.inf, 1.0, 1.0, 1.0]

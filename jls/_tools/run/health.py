@@ -16,8 +16,8 @@ from jls._scalers.static import is_static
 from jls._state import Run, find, is_wrapper_state, run_in
 from jls._step import FoundWrapper, find_wrappers, sums_squares, wrapper_of
 from jls._text import an, wrapped
+from jls._tools.run.columns import strict
 from jls._tools.run.poison import FlaggedLeaves, find_poison, flag_leaves
-from jls._tools.run.record import strict
 from jls._tools.run.small import measure_small
 from jls._tools.run.verdict import (
     UNKNOWN,

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from jls._gone import Gone
 from jls._text import format_scale, wrapped
-from jls._tools.run.record import (
+from jls._tools.run.columns import (
     Columns,
     Scalar,
     as_array,

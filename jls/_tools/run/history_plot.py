@@ -30,7 +30,7 @@ from jls._tools.figure import (
     ShownFigure,
     with_exponent,
 )
-from jls._tools.run.record import (
+from jls._tools.run.columns import (
     Columns,
     column,
     growths_and_backoffs,
