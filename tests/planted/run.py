@@ -249,9 +249,9 @@ FAULTS = [
     ),
     Fault(
         "narrow moments of wide parameters are not seen",
-        HEALTH,
-        "return is_narrow((self.params, self.run.state.inner_state))",
-        "return is_narrow(self.params)",
+        POISON,
+        'return any(self._flagged[x].is_narrow() for x in ("params", "opt_state"))',
+        'return self._flagged["params"].is_narrow()',
         (BY_HAND + "test_moments_are_narrow_where_the_parameters_are_not[bfloat16]",),
     ),
     Fault(
@@ -287,7 +287,7 @@ FAULTS = [
     Fault(
         "what was not looked at passes for not poisoned",
         HEALTH,
-        'known["poisoned"] = facts.poisoned if flagged else None',
+        'known["poisoned"] = facts.poisoned if poison.leaves else None',
         'known["poisoned"] = facts.poisoned',
         (RUNS + "test_an_ok_says_whether_the_parameters_were_looked_at",),
     ),
@@ -346,8 +346,8 @@ FAULTS = [
     Fault(
         "the best loss so far is poison while it is inf",
         POISON,
-        "lambda leaf: jnp.ndim(leaf) == 0)",
-        "lambda leaf: False)",
+        "lambda leaf: jnp.ndim(leaf) == 0",
+        "lambda leaf: False",
         (RUNS + "test_best_loss_so_far_may_be_inf_but_not_nan",),
     ),
     Fault(

@@ -17,7 +17,7 @@ from jls._state import Run, find, is_wrapper_state, run_in
 from jls._step import FoundWrapper, find_wrappers, sums_squares, wrapper_of
 from jls._text import an, wrapped
 from jls._tools.run.columns import strict
-from jls._tools.run.poison import FlaggedLeaves, find_poison, flag_leaves
+from jls._tools.run.poison import Suspects
 from jls._tools.run.small import measure_small
 from jls._tools.run.verdict import (
     UNKNOWN,
@@ -208,20 +208,18 @@ def health(
     for name, tree in {"params": params, "grads": grads, "carried": carried}.items():
         _validate.concrete(name, tree)
     subject = _gather(state, run, params, carried, optimizer)
-    flagged = subject.flag_leaves()
+    suspects = subject.suspects()
     on_device = {
         "counts": {"loss_scale": run.loss_scale} | wrapper_metrics(run.state),
         "leaves": run.state.nonfinite_leaves,
-        "bad": {tree: leaves.flags for tree, leaves in flagged.items()},
+        "bad": suspects.flags,
         "small": {} if grads is None else measure_small(run.loss_scale, grads, dtype),
         "policy": _observe_spikes(run.state.spike_state),
     }
     on_host = jax.tree.map(lambda x: x.tolist(), jax.device_get(on_device))
     counts, small, policy = (on_host[name] for name in ("counts", "small", "policy"))
     counts["last_skip_reason"] = known_skip_reason(counts["last_skip_reason"])
-    poison = find_poison(
-        flagged, on_host["bad"], counts["steps"], counts["consecutive_skips"]
-    )
+    poison = suspects.find(on_host["bad"], counts["steps"], counts["consecutive_skips"])
     known = _describe_scale(subject, counts["loss_scale"])
     known |= {"poisoned_leaves": poison.leaves, "masks": poison.masks}
     names, unnamed = _name_leaves(subject, on_host["leaves"])
@@ -238,14 +236,14 @@ def health(
         saw_params=subject.params is not None or subject.is_train_state,
         is_train_state=subject.is_train_state,
         is_nnx=subject.is_nnx,
-        is_narrow=subject.is_narrow(),
+        is_narrow=suspects.is_narrow,
         sums_squares=subject.sums_squares(counts),
         small=Small(**small) if small else None,
         policy=PolicyFacts(**policy) if policy else None,
         scaler=_describe_scaler(subject),
         **known,
     )
-    known["poisoned"] = facts.poisoned if flagged else None
+    known["poisoned"] = facts.poisoned if poison.leaves else None
     numbers = strict(counts | known | small | policy)
     verdict, sentence = diagnose(facts, Limits(limit, max_small))
     result = Health(verdict, sentence, numbers, ask_for_half(facts))
@@ -286,17 +284,11 @@ class _Subject(NamedTuple):
     is_train_state: bool
     is_nnx: bool
 
-    def flag_leaves(self) -> dict[str, FlaggedLeaves]:
+    def suspects(self) -> Suspects:
         """The leaves that are looked at, with their flags on the device."""
-        if self.params is None and not self.others:
-            return {}
-        return flag_leaves(self.params, self.run.state.inner_state, self.others)
-
-    def is_narrow(self) -> bool | None:
-        """Whether a parameter or a moment has less than 32 bits, if it is known."""
         if self.params is None:
-            return None
-        return is_narrow((self.params, self.run.state.inner_state))
+            return Suspects(None, None, self.others)
+        return Suspects(self.params, self.run.state.inner_state, self.others)
 
     def sums_squares(self, counts: Mapping[str, Any]) -> bool:
         """Whether the last step was skipped for a sum of squares of its gradients."""

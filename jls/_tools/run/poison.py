@@ -11,56 +11,7 @@ from jax import Array
 
 from jls._reduce import any_nan, count_true, finite_leaves
 from jls._tools.run.verdict import COMING_DOWN
-from jls._tree import named_floats, widen
-
-
-class FlaggedLeaves(NamedTuple):
-    """The leaves of a tree, with a flag for a NaN, and for an inf that may not be."""
-
-    names: list[str]
-    leaves: list[Any]
-    flags: Array  # bool[n]
-
-
-def flag_leaves(
-    params: Any, inner_state: Any, carried: list[Any]
-) -> dict[str, FlaggedLeaves]:
-    """Flags the leaves of each tree, on the device.
-
-    Args:
-      params: the parameters, or None.
-      inner_state: the state of the optimizer.
-      carried: other trees.
-    """
-    flagged = {}
-    if params is not None:
-        # All optimizers of optax that keep an inf on purpose keep it in a scalar.
-        shapes = {jnp.shape(leaf) for leaf in named_floats(params)[1]} - {()}
-        flagged["params"] = _flag([params], lambda _: False)
-        flagged["opt_state"] = _flag(
-            [inner_state], lambda leaf: jnp.shape(leaf) not in shapes
-        )
-    if carried:
-        # A scalar may be the best loss so far, which starts at inf.
-        flagged["carried"] = _flag(carried, lambda leaf: jnp.ndim(leaf) == 0)
-    return flagged
-
-
-def _flag(trees: list[Any], may_be_inf: Callable[[Any], bool]) -> FlaggedLeaves:
-    finite, others = [], []
-    for tree in trees:
-        for name, leaf in zip(*named_floats(tree), strict=True):
-            (others if may_be_inf(leaf) else finite).append((name, leaf))
-    flags = _nonfinite_flags([leaf for _, leaf in finite], [leaf for _, leaf in others])
-    names, leaves = ([pair[i] for pair in finite + others] for i in (0, 1))
-    return FlaggedLeaves(names, leaves, flags)
-
-
-@jax.jit
-def _nonfinite_flags(leaves: list[Any], may_be_inf: list[Any]) -> Array:
-    """`bool[n]`: whether each leaf holds a NaN, or an inf unless it may be inf."""
-    is_nan = [any_nan([leaf]) for leaf in may_be_inf]
-    return jnp.concatenate([~finite_leaves(leaves), jnp.array(is_nan, jnp.bool_)])
+from jls._tree import is_narrow, named_floats, widen
 
 
 class BadLeaf(NamedTuple):
@@ -72,20 +23,90 @@ class BadLeaf(NamedTuple):
     lows: int  # elements that are -inf
 
 
-def _count_bad(leaves: FlaggedLeaves, flags: list[bool]) -> list[BadLeaf]:
-    """Counts elements of the flagged leaves alone: in most runs there are none."""
-    flagged = [
-        (name, leaf)
-        for name, leaf, flag in zip(leaves.names, leaves.leaves, flags, strict=True)
-        if flag
-    ]
-    if not flagged:
-        return []
-    tallies = jax.device_get(_count_nonfinite([leaf for _, leaf in flagged])).tolist()
-    return [
-        BadLeaf(name, jnp.size(leaf), *(high << 32 | low for high, low in pair))
-        for (name, leaf), pair in zip(flagged, tallies, strict=True)
-    ]
+class FlaggedLeaves:
+    """The leaves of trees, with a flag for a NaN, and for an inf that may not be.
+
+    Args:
+      trees: what to look at.
+      may_be_inf: whether a leaf may hold an inf on purpose.
+    """
+
+    def __init__(self, trees: list[Any], may_be_inf: Callable[[Any], bool]) -> None:
+        finite, others = [], []
+        for tree in trees:
+            for name, leaf in zip(*named_floats(tree), strict=True):
+                (others if may_be_inf(leaf) else finite).append((name, leaf))
+        self._named = finite + others
+        self.flags = _nonfinite_flags(  # bool[n], on the device
+            [leaf for _, leaf in finite], [leaf for _, leaf in others]
+        )
+
+    def is_narrow(self) -> bool:
+        """Whether a leaf has less than 32 bits."""
+        return any(is_narrow(leaf) for _, leaf in self._named)
+
+    def count_bad(self, flags: list[bool]) -> list[BadLeaf]:
+        """Counts elements of the flagged leaves alone: in most runs there are none."""
+        pairs = zip(self._named, flags, strict=True)
+        flagged = [named for named, flag in pairs if flag]
+        if not flagged:
+            return []
+        tallies = jax.device_get(_count_nonfinite([leaf for _, leaf in flagged]))
+        return [
+            BadLeaf(name, jnp.size(leaf), *(high << 32 | low for high, low in pair))
+            for (name, leaf), pair in zip(flagged, tallies.tolist(), strict=True)
+        ]
+
+
+class Suspects:
+    """The trees in which there may be poison, with the flags of their leaves.
+
+    Args:
+      params: the parameters, or None.
+      inner_state: the state of the optimizer.
+      carried: other trees.
+    """
+
+    def __init__(self, params: Any, inner_state: Any, carried: list[Any]) -> None:
+        self._flagged: dict[str, FlaggedLeaves] = {}
+        if params is not None:
+            # All optimizers of optax that keep an inf on purpose keep it in a scalar.
+            shapes = {jnp.shape(leaf) for leaf in named_floats(params)[1]} - {()}
+            self._flagged["params"] = FlaggedLeaves([params], lambda _: False)
+            self._flagged["opt_state"] = FlaggedLeaves(
+                [inner_state], lambda leaf: jnp.shape(leaf) not in shapes
+            )
+        if carried:
+            # A scalar may be the best loss so far, which starts at inf.
+            self._flagged["carried"] = FlaggedLeaves(
+                carried, lambda leaf: jnp.ndim(leaf) == 0
+            )
+
+    @property
+    def flags(self) -> dict[str, Array]:
+        """`bool[n]` for each tree, on the device."""
+        return {tree: leaves.flags for tree, leaves in self._flagged.items()}
+
+    @property
+    def is_narrow(self) -> bool | None:
+        """Whether a parameter or a moment has less than 32 bits, if it is known."""
+        if "params" not in self._flagged:
+            return None
+        return any(self._flagged[x].is_narrow() for x in ("params", "opt_state"))
+
+    def find(
+        self, flags: dict[str, list[bool]], steps: int, consecutive_skips: int
+    ) -> "Poison":
+        """The leaves that are poisoned, by their flags on the host."""
+        bad = {tree: x.count_bad(flags[tree]) for tree, x in self._flagged.items()}
+        return _find_poison(bad, steps, consecutive_skips)
+
+
+@jax.jit
+def _nonfinite_flags(leaves: list[Any], may_be_inf: list[Any]) -> Array:
+    """`bool[n]`: whether each leaf holds a NaN, or an inf unless it may be inf."""
+    is_nan = [any_nan([leaf]) for leaf in may_be_inf]
+    return jnp.concatenate([~finite_leaves(leaves), jnp.array(is_nan, jnp.bool_)])
 
 
 @jax.jit
@@ -109,11 +130,8 @@ class Poison(NamedTuple):
     is_doubted: bool  # the poisoned leaves hold -inf alone
 
 
-def find_poison(
-    flagged: dict[str, FlaggedLeaves],
-    flags: dict[str, list[bool]],
-    steps: int,
-    consecutive_skips: int,
+def _find_poison(
+    bad: dict[str, list[BadLeaf]], steps: int, consecutive_skips: int
 ) -> Poison:
     """Separates poisoned leaves from those whose -inf may be a mask.
 
@@ -124,12 +142,10 @@ def find_poison(
     the optimizer's state, are masks.
 
     Args:
-      flagged: the leaves.
-      flags: their flags, on the host.
+      bad: the flagged leaves, by tree.
       steps: the number of steps so far.
       consecutive_skips: the number of steps skipped in a row, up to now.
     """
-    bad = {tree: _count_bad(leaves, flags[tree]) for tree, leaves in flagged.items()}
     steps_go_on = consecutive_skips <= COMING_DOWN
     has_good_moments = not any(leaf.others for leaf in bad.get("opt_state", []))
     masks: dict[str, int] = {}
