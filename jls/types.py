@@ -13,6 +13,7 @@ from jls._program.places import Place as Place
 from jls._scalers.adaptive import AdaptiveState as AdaptiveState
 from jls._tools.check.check import StepCheck as StepCheck
 from jls._tools.origin.calibration import Calibration as Calibration
+from jls._tools.origin.losses import PrecisionLoss as PrecisionLoss
 from jls._tools.origin.result import Birth as Birth
 from jls._tools.origin.result import Why as Why
 from jls._tools.origin.twin import Cotangent as Cotangent

@@ -232,6 +232,7 @@ def test_types_are_those_of_the_contract():
         "Place",
         "PlainTrainStep",
         "Precision",
+        "PrecisionLoss",
         "ScalerState",
         "SkipReason",
         "SpikePolicy",

@@ -25,7 +25,7 @@ from jls._nnx import is_object, merge_all, split_all, update_all
 from jls._program.frames import Frame
 from jls._program.jaxprs import Program, opened, parameter, traced_wide
 from jls._program.products import products_in
-from jls._scopes import AUTOCAST
+from jls._scopes import AUTOCAST, UPDATE, is_in
 from jls._text import describe
 from jls._tree import is_array
 
@@ -186,6 +186,7 @@ class _Call:
 
     def run(self, half: Any, keep: Keep) -> Any:
         program = self._traced()
+        _refuse_update(program)
         _warn_of_other_half(self.arrays, half)
         precision = _default_precision()
         rewrite = Rewrite(Choice(half, keep), precision)
@@ -231,6 +232,16 @@ def _warn_of_other_half(arrays: Sequence[Any], half: Any) -> None:
         warn(
             f"autocast to {half} got arrays of {other}: what is computed from them "
             f"stays as written. Pass float32 arrays, or dtype=jnp.{other}."
+        )
+
+
+def _refuse_update(program: Program) -> None:
+    equations = (x for frame in Frame(program).all() for x in frame.jaxpr.eqns)
+    if any(is_in(x, UPDATE) for x in equations):
+        raise ValueError(
+            "fun must not call the update of an optimizer made by jls, which counts "
+            "and scales in float32. Put it around the loss: "
+            "jls.autocast(loss_fn, dtype)."
         )
 
 

@@ -251,7 +251,8 @@ class Kinds:
 
     def _vanishes(self, value: Any) -> bool:
         """Whether half rounds a number in the program to 0."""
-        return bool(value != 0 and np.asarray(value).astype(self._half.dtype) == 0)
+        with np.errstate(over="ignore"):
+            return bool(value != 0 and np.asarray(value).astype(self._half.dtype) == 0)
 
     def _of_move(
         self, equation: Any, name: str, facts: list[Fact], leads: bool

@@ -31,7 +31,6 @@ from jls._program.jaxprs import (
 from jls._program.products import PRODUCTS
 from jls._program.rules import data_of
 from jls._program.walk import ROOT, Site
-from jls._scopes import UPDATE, is_in
 
 _FOLLOW = ELEMENTWISE | MOVES | EXTREMES | WRITES | {"convert_element_type"}
 
@@ -67,7 +66,6 @@ class Leads:
         )
         for number in reversed(range(len(jaxpr.eqns))):
             equation = jaxpr.eqns[number]
-            _refuse_update(equation)
             here = site.inside(equation, number)
             results = [x in found for x in equation.outvars]
             operands = self._of_equation(here, results)
@@ -135,15 +133,6 @@ class Leads:
             inputs = self.read(branch, results, here)
             found = [a or b for a, b in zip(found, inputs, strict=True)]
         return [False, *found]
-
-
-def _refuse_update(equation: Any) -> None:
-    if is_in(equation, UPDATE):
-        raise ValueError(
-            "fun must not call the update of an optimizer made by jls, which counts "
-            "and scales in float32. Put it around the loss: "
-            "jls.autocast(loss_fn, dtype)."
-        )
 
 
 CONDITION = -1  # of a while loop, in the place of the number of a branch

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one operation of a program by itself, as it is or in float32.
 
-In float32, what is float16 or 8 bits wide in a program neither overflows nor vanishes:
-all of its values are known as they would be without the narrow dtype. Operations that
-cannot be computed like this get narrow operands, as before, and widen their results.
+In float32, what is half precision or 8 bits wide in a program is not rounded, does not
+overflow and does not vanish: all of its values are known as they would be without the
+narrow dtype. Operations that cannot be computed like this get narrow operands, as
+before, and widen their results.
+
+    AS_WRITTEN    each operation as the program has it
+    WIDE          in float32
+    BOTH          both ways beside each other, each value a `Pair`
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +20,27 @@ import numpy as np
 from jax.core import eval_jaxpr
 
 from jls._program.jaxprs import (
+    is_half_atom,
+    is_inexact_atom,
     is_literal,
-    is_narrow_atom,
     parameter,
     parameters,
     programs_in,
 )
+
+
+class Arithmetic(NamedTuple):
+    """How the values of a program are held, and its operations computed."""
+
+    held: Callable[[Any], Any]  # an argument of the program, or a number in it
+    run: Callable[[Any, Any, Sequence[Any]], list[Any]]  # jaxpr, equation, operands
+
+
+class Pair(NamedTuple):
+    """A floating-point value as the program has it, and as it is in float32."""
+
+    narrow: Any
+    wide: Any
 
 
 def run_alone(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -39,7 +59,7 @@ def run_alone(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> list[Any]:
 def widened(value: Any) -> Any:
     """The same numbers in float32, if they are in a narrower dtype."""
     # The numbers in a program are of a class of its own in some versions of JAX.
-    return jnp.asarray(value, jnp.float32) if is_narrow_atom(value) else value
+    return jnp.asarray(value, jnp.float32) if is_half_atom(value) else value
 
 
 def run_wide(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -51,13 +71,13 @@ def run_wide(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> list[Any]:
       inputs: its operands, widened.
     """
     atoms = [*equation.invars, *equation.outvars]
-    if not any(map(is_narrow_atom, atoms)):
+    if not any(map(is_half_atom, atoms)):
         return run_alone(jaxpr, equation, inputs)
     wide = _try_wide(equation, inputs)
     if wide is not None:
         return wide
     narrow = [
-        jnp.asarray(x, atom.aval.dtype) if is_narrow_atom(atom) else x
+        jnp.asarray(x, atom.aval.dtype) if is_half_atom(atom) else x
         for atom, x in zip(equation.invars, inputs, strict=True)
     ]
     return list(map(widened, run_alone(jaxpr, equation, narrow)))
@@ -108,6 +128,39 @@ def _wide_dtype(value: Any) -> Any:
     is_dtype = isinstance(value, np.dtype) or (
         isinstance(value, type) and issubclass(value, np.generic)
     )
-    if is_dtype and is_narrow_atom(jax.ShapeDtypeStruct((), value)):
+    if is_dtype and is_half_atom(jax.ShapeDtypeStruct((), value)):
         return np.dtype(np.float32)
     return value
+
+
+def _run_both(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> list[Any]:
+    """The results of one operation both ways.
+
+    What is no floating-point number, such as a flag or an index, is that of the program
+    as it is. So both ways take the same branches, and differ by rounding alone.
+    """
+    narrow = [x.narrow if isinstance(x, Pair) else x for x in inputs]
+    results = run_alone(jaxpr, equation, narrow)
+    atoms = equation.outvars
+    if not any(map(is_inexact_atom, atoms)):
+        return results
+    pairs = [x for x in inputs if isinstance(x, Pair)]
+    is_same = all(x.narrow is x.wide for x in pairs)
+    if equation.effects or (is_same and not any(map(is_half_atom, atoms))):
+        others = list(map(widened, results))
+    else:
+        wide = [x.wide if isinstance(x, Pair) else x for x in inputs]
+        others = run_wide(jaxpr, equation, wide)
+    return [
+        Pair(one, other) if is_inexact_atom(atom) else one
+        for one, other, atom in zip(results, others, atoms, strict=True)
+    ]
+
+
+def _pair_of(value: Any) -> Any:
+    return Pair(value, widened(value)) if is_inexact_atom(value) else value
+
+
+AS_WRITTEN = Arithmetic(lambda value: value, run_alone)
+WIDE = Arithmetic(widened, run_wide)
+BOTH = Arithmetic(_pair_of, _run_both)

@@ -100,6 +100,13 @@ def is_narrow_atom(atom: Any) -> bool:
     return float(jnp.finfo(dtype).max) < float(jnp.finfo(jnp.bfloat16).max)
 
 
+def is_half_atom(atom: Any) -> bool:
+    """Whether it is floating point with fewer bits than float32."""
+    if not is_inexact_atom(atom):
+        return False
+    return jnp.finfo(getattr(atom, "aval", atom).dtype).bits < 32
+
+
 @functools.cache
 def is_exact_cast(old: Any, new: Any) -> bool:
     """Whether a cast keeps every number."""

@@ -18,7 +18,8 @@ _RATHER_NOT = ("optax", "flax", "equinox", "haiku")
 # What Python calls the user's own lines where they are in no file.
 _TYPED = ("<stdin>", "<python-input", "<ipython-input")
 # Scopes that jls and JAX open themselves.
-_NO_MODULES = ("jls_", "checkpoint", "rematted_computation")
+_REMATTED = "rematted_computation"
+_NO_MODULES = ("jls_", "checkpoint", _REMATTED)
 
 
 class Place(NamedTuple):
@@ -88,6 +89,21 @@ def modules_of(site: Site) -> str:
     return "/".join(_modules(stack))
 
 
+def modules_in_loss(site: Site) -> str:
+    """As `modules_of`, but for what is around the function that is differentiated.
+
+    Those are the scopes of `jls.autocast` of that function.
+    """
+    stack = [name for equation in site.equations for name in _scopes(equation)]
+    begin = next((i for i, name in enumerate(stack) if "jvp(" in name), 0)
+    return "/".join(_modules(stack[begin:]))
+
+
+def is_differentiated(site: Site) -> bool:
+    """Whether an equation is of a function that is differentiated, or of its result."""
+    return any("jvp(" in str(name_stack(x)) for x in site.equations)
+
+
 def is_transposed(site: Site) -> bool:
     """Whether an equation belongs to a transposed function: to a backward pass."""
     return any(_is_in_transposed(name_stack(x)) for x in site.equations)
@@ -98,6 +114,11 @@ def is_gradient_in_loss(site: Site) -> bool:
     stack = "/".join(str(name_stack(x)) for x in site.equations)
     around, found, _ = stack.partition("transpose(jvp(")
     return bool(found) and "jvp(" in around
+
+
+def is_recomputed(site: Site) -> bool:
+    """Whether a backward pass computes an equation of the forward pass once more."""
+    return any(_REMATTED in str(name_stack(x)) for x in site.equations)
 
 
 @functools.lru_cache(4096)

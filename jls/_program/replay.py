@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jls._program.alone import run_alone, run_wide, widened
+from jls._program.alone import AS_WRITTEN, Arithmetic
 from jls._program.control import ROOT, Call, Site, calls_of
 from jls._program.jaxprs import (
     Program,
@@ -96,7 +96,7 @@ def replay(
     operands: Sequence[Any],
     watch: Watch,
     site: Site = ROOT,
-    wide: bool = False,
+    arithmetic: Arithmetic = AS_WRITTEN,
 ) -> Replayed:
     """The results of a program, and the records of its operations.
 
@@ -107,25 +107,28 @@ def replay(
         perhaps more than once. Slices, taken branches and carries come as the results
         of an operation with one of the negative numbers above.
       site: the calls around the program.
-      wide: whether float32 replaces narrow dtypes, see `widened`.
+      arithmetic: how it is computed. `BOTH` gives the watch pairs, and returns them.
     """
-    operands = list(map(widened, operands)) if wide else operands
-    return _Replay(watch, wide).run(program, operands, site)
+    held = list(map(arithmetic.held, operands))
+    return _Replay(watch, arithmetic).run(program, held, site)
 
 
 class _Replay:
     """A replay with one watch; each `shard_map` in it has a replay of its own."""
 
     def __init__(
-        self, watch: Watch, wide: bool, varying: frozenset[str] = frozenset()
+        self,
+        watch: Watch,
+        arithmetic: Arithmetic,
+        varying: frozenset[str] = frozenset(),
     ) -> None:
         self._watch = watch
-        self._wide = wide
+        self._arithmetic = arithmetic
         self._varying = varying  # the axes of shard_map that JAX keeps track of
 
     def run(self, program: Program, operands: Sequence[Any], site: Site) -> Replayed:
         jaxpr, consts = opened(program)
-        known = widened if self._wide else _unchanged
+        known = self._arithmetic.held
         values = dict(zip(jaxpr.constvars, map(known, consts), strict=False))
         values.update(zip(jaxpr.invars, operands, strict=True))
         records: Records = {}
@@ -147,8 +150,7 @@ class _Replay:
     ) -> tuple[Sequence[Any], Any]:
         calls = calls_of(site.equation)
         if not calls:
-            run = run_wide if self._wide else run_alone
-            results = run(jaxpr, site.equation, inputs)
+            results = self._arithmetic.run(jaxpr, site.equation, inputs)
             return self._see(site, inputs, results)
         results, records = self._CONTROL[calls[0].kind](self, site, calls, inputs)
         return results, records or None
@@ -205,7 +207,7 @@ class _Replay:
 
         # Of `vmap`: each lane ends by itself.
         lanes = opened(condition.program).jaxpr.outvars[0].aval.shape
-        unseen = _Replay(_see_nothing, self._wide, self._varying)
+        unseen = _Replay(_see_nothing, self._arithmetic, self._varying)
 
         def is_on(carry):
             operands = [*inputs[: condition.consts], *carry]
@@ -289,7 +291,7 @@ class _Replay:
         axes, is_checked = manual_axes(equation), parameter(equation, "check_vma")
         assert axes is not None
         varying = axes if is_checked else frozenset[str]()
-        inside = _Replay(self._watch, self._wide, varying)
+        inside = _Replay(self._watch, self._arithmetic, varying)
 
         def run(*operands):
             results, records = inside.run(call.program, operands, site)
@@ -316,10 +318,6 @@ class _Replay:
     }
 
 
-def _unchanged(value: Any) -> Any:
-    return value
-
-
 def _see_nothing(site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> Seen:
     del site, inputs
     return Seen(results)
@@ -332,7 +330,7 @@ def _select_lanes(pred: Array, new: Sequence[Any], old: Sequence[Any]) -> list[A
         dimensions = tuple(range(pred.ndim))
         return lax.select(lax.broadcast_in_dim(pred, new.shape, dimensions), new, old)
 
-    return [select(*pair) for pair in zip(new, old, strict=True)]
+    return jax.tree.map(select, list(new), list(old))
 
 
 def _is_record(node: Any) -> bool:

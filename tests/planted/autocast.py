@@ -212,8 +212,8 @@ FAULTS = [
     ),
     Fault(
         "the update of a wrapper is cast with the loss",
-        "jls/_autocast/leads.py",
-        "            _refuse_update(equation)\n",
+        "jls/_autocast/autocast.py",
+        "        _refuse_update(program)\n",
         "",
         (CALLS,),
     ),

@@ -6,7 +6,87 @@ CALIBRATED = "tests/origin/test_calibrate.py"
 WHY = "tests/test_why.py::"
 ADVICE = WHY + "test_known_patterns_get_advice"
 
+KEPT = "tests/origin/test_keep.py::"
+LOST = "tests/origin/test_losses.py::"
+
 FAULTS = [
+    Fault(
+        "keep of block_1 finds block_10",
+        "jls/_tools/origin/kept.py",
+        '    return f"^({\'|\'.join(found)})$" if len(found) > 1 else f"^{found[0]}$"',
+        "    return '|'.join(found)",
+        (KEPT + "test_data_beyond_the_range_is_kept_where_it_comes_in",),
+    ),
+    Fault(
+        "keep does not escape the names of scopes",
+        "jls/_tools/origin/kept.py",
+        '+ "(/.*)?" if parents else re.escape(scope)',
+        '+ "(/.*)?" if parents else scope',
+        (KEPT + "test_scope_of_special_characters",),
+    ),
+    Fault(
+        "keep has scopes around the function that is differentiated",
+        "jls/_program/places.py",
+        'if "jvp(" in name), 0)',
+        'if "jvp(" in name and not stack), 0)',
+        (KEPT + "test_scopes_around_the_step_are_not_of_the_loss",),
+    ),
+    Fault(
+        "a mask is kept in float32",
+        "jls/_tools/origin/kept.py",
+        "_size(trail, value) >= _BEYOND and not _is_written(trail, value)",
+        "_size(trail, value) >= _BEYOND",
+        (KEPT + "test_masks_sums_and_the_loss_do_no_harm",),
+    ),
+    Fault(
+        "a number of the program times data is taken for a mask",
+        "jls/_tools/origin/kept.py",
+        "if any(_BEYOND <= _size(trail, value) <= _size(trail, x) for x in written):",
+        "if any(_BEYOND <= _size(trail, x) for x in written):",
+        (KEPT + "test_number_of_the_program_that_multiplies_data_is_no_mask",),
+    ),
+    Fault(
+        "what a kept value goes on to is not kept",
+        "jls/_tools/origin/kept.py",
+        "            if not more or self._has_half:",
+        "            if more or self._has_half:",
+        (KEPT + "test_what_leaves_its_block_is_kept_wherever_it_goes",),
+    ),
+    Fault(
+        "losses: flags are those of each side",
+        "jls/_program/alone.py",
+        "        Pair(one, other) if is_inexact_atom(atom) else one\n",
+        "        Pair(one, other)\n",
+        (LOST + "test_flags_and_indices_are_shared",),
+    ),
+    Fault(
+        "losses: a line is not tried",
+        "jls/_tools/origin/losses.py",
+        "        if gain >= _MIN_GAIN:",
+        "        if gain >= 2:",
+        (LOST + "test_lines_are_limited",),
+    ),
+    Fault(
+        "losses: what float32 does not know either is named",
+        "jls/_tools/origin/losses.py",
+        "np.where(is_known & np.isfinite(factors), factors, 0.0)",
+        "np.where(np.isfinite(factors), factors, 0.0)",
+        (LOST + "test_gradient_that_float32_does_not_know_either_is_not_named",),
+    ),
+    Fault(
+        "losses: the sum of a loop is compared with the sum before",
+        "jls/_tools/origin/losses.py",
+        "if (start := _accumulated(frame, number)) is not None:",
+        "if (start := None) is not None:",
+        (LOST + "test_line_is_the_right_one[long_sum-float16]",),
+    ),
+    Fault(
+        "losses: a scale at which true gradients overflow",
+        "jls/_tools/origin/calibrate.py",
+        "        room = float(np.finfo(np.float16).max) / largest / 4",
+        "        room = 2.0**100",
+        (LOST + "test_line_is_the_right_one[gradient_of_a_bias-float16]",),
+    ),
     Fault(
         "why does not know which branch was taken",
         "jls/_program/replay.py",

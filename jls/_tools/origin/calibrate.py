@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jls.calibrate`: the largest loss scale at which a batch does not overflow."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,13 +11,18 @@ import numpy as np
 from jls import _validate
 from jls._program.facts import ANY, Unknown, Value
 from jls._program.frames import Frame, Variable, behind
-from jls._program.jaxprs import is_narrow_atom
+from jls._program.jaxprs import is_half_atom, is_narrow_atom
 from jls._program.places import Place, is_transposed, place_of
 from jls._scalers.rule import bounds_of
+from jls._scopes import AUTOCAST, marks_of
 from jls._state import how_to_nest
 from jls._text import format_number, scale_in_words
+from jls._tools.origin import roots
 from jls._tools.origin.calibration import Calibration
+from jls._tools.origin.kept import Forward, Kept, variables_of
+from jls._tools.origin.losses import BothWays, Losses, find_losses
 from jls._tools.origin.record import RecordedProgram, as_large_as
+from jls._tools.origin.result import Why
 from jls._tools.origin.scalers import scalers_in
 from jls._tools.origin.trail import BirthRecord, Constant, OpResult, RunValue, Trail
 from jls._tools.origin.twin import (
@@ -35,7 +41,9 @@ _CAST = "convert_element_type"
 _HIGHEST_EXPONENT = 126  # of the largest loss scale that jls takes
 
 
-def calibrate(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Calibration:
+def calibrate(
+    step: Callable[..., Any], /, *args: Any, losses: bool = False, **kwargs: Any
+) -> Calibration:
     """Finds the largest loss scale at which one batch does not overflow.
 
     Every dynamic scale starts wrong: too high, and the first batches are skipped; too
@@ -61,6 +69,9 @@ def calibrate(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Calibra
         `jls.value_and_grad(loss_fn)`.
       *args: its arguments, with one state that carries a loss scale. Its number does
         not matter.
+      losses: whether to find which lines lose precision, in float16 or bfloat16. It
+        takes three more compiles of the step. A step with a keyword of this name:
+        `functools.partial(step, losses=...)`.
       **kwargs: its keyword arguments.
 
     Returns:
@@ -68,14 +79,20 @@ def calibrate(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Calibra
       largest one, a power of two, None where none is needed; `limited_by` the
       `jls.types.Place` that overflows first above it; `overflows` the places of the
       forward pass where float16 overflows and changes what follows, which no scale
-      mends: keep them in float32; `vanishing` the places where gradients vanish at
-      `init_scale`, with the share of them, from the largest. `str()` is for people, and
-      `plot()` a picture.
+      mends: keep them in float32; `keep` what to pass to `jls.autocast` or
+      `jls.train_step`, so that nothing of the forward pass leaves the range of float16
+      in this batch, also of a step that is float32 now, None where nothing does: a
+      regular expression, or a function where the modules have no scope (Flax NNX,
+      Equinox); `losses` the lines that lose precision, each a
+      `jls.types.PrecisionLoss`, by the factor, at most ten; `vanishing` the places
+      where gradients vanish at `init_scale`, with the share of them, from the largest.
+      `str()` is for people, and `plot()` a picture.
 
     Raises:
       TypeError: if `step` is not a function, or is compiled ahead of time.
       ValueError: if no argument carries a loss scale, or several do; if the step is not
-        finite at any loss scale down to 2**-24; for arguments, see `jls.why`.
+        finite at any loss scale down to 2**-24, and no `keep` of an autocast mends it;
+        for arguments, see `jls.why`.
       Exception: what `step` itself raises.
 
     Example:
@@ -96,7 +113,9 @@ def calibrate(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Calibra
         case = Case("jls.calibrate", step, args, kwargs)
         search = _Search(case, step, (args, kwargs))
         seen = search.precision()
-        return search.result()._replace(precision=seen.precision, half=seen.headline)
+        result = search.result()
+        result = search.with_losses(result) if losses else result
+        return result._replace(precision=seen.precision, half=seen.headline)
 
 
 _SLOW = (
@@ -115,8 +134,8 @@ class _Search:
         self.now = float(np.max(leaf))
         case.leaves[self.at] = jnp.ones_like(leaf)  # a run multiplies it
         self.bounds = _bounds(step, arguments)
-        roots = [x for checked in case.checked for x in checked.before_update]
-        self.roots = roots or list(case.results)
+        checked = [x for values in case.checked for x in values.before_update]
+        self.roots = checked or list(case.results)
         self.on_the_way = behind(self.roots)
         self.narrow, self.following = self._read()
 
@@ -127,17 +146,17 @@ class _Search:
 
     def result(self) -> Calibration:
         if not self.narrow:
-            return Calibration(1.0, notes=(self._why_none(),))
-        if not self._is_finite(LOWEST_EXPONENT):
-            raise self._never_finite()
-        if not self.following:
-            return Calibration(1.0, notes=(self._why_none(),))
+            return self._no_scale(self._kept_if_half())
         self.twin = Twin(
             self.case.traced.program,
             self.case.root,
             self.roots,
             [x for x in self.following if x[1].aval.dtype == jnp.float16],
         )
+        if not self._is_finite(LOWEST_EXPONENT):
+            return self._overflowing()
+        if not self.following:
+            return self._no_scale(self._kept(self._run(1.0, self.twin)))
         ceiling = self._ceiling()
         if ceiling is None:
             overflows = self._overflows(self.now)
@@ -145,15 +164,21 @@ class _Search:
             if self.case.scales[self.at].counters and not self.case.checked:
                 note = _NO_UPDATE
             note = _OVERFLOWS if overflows else note
-            return Calibration(self.now, overflows=overflows, notes=(note,))
+            kept = self._kept(self._run(1.0, self.twin))
+            notes = tuple(filter(None, (note, kept.note)))
+            return Calibration(
+                self.now, overflows=overflows, notes=notes, keep=kept.keep
+            )
         init_scale, note = self._start(ceiling)
         limit, about_limit = self._limit(ceiling)
-        found = self._cotangents(init_scale)
+        trail = self._run(init_scale, self.twin)
+        found = self._cotangents(trail, init_scale)
+        kept = self._kept(trail)
         shares: dict[Place, float] = {}
         for x in found:
             shares[x.place] = max(x.vanishing, shares.get(x.place, 0.0))
         vanishing = sorted(shares.items(), key=lambda pair: -pair[1])
-        notes = [self._about_now(ceiling), note, about_limit]
+        notes = [self._about_now(ceiling), note, about_limit, kept.note]
         write = self._line(init_scale) if init_scale != self.now else ""
         return Calibration(
             init_scale=init_scale,
@@ -164,7 +189,45 @@ class _Search:
             notes=tuple(filter(None, notes)),
             cotangents=tuple(found),
             write=write,
+            keep=kept.keep,
         )
+
+    def with_losses(self, result: Calibration) -> Calibration:
+        """The result, with the lines that lose precision."""
+        root = self.case.root
+        if not any(is_half_atom(x) for frame in root.all() for x in frame.makers):
+            notes = (*result.notes, *Losses(0.0, ()).notes)
+            return result._replace(notes=notes)
+        forward = self.case.forward()
+        gradients = [
+            x
+            for checked in self.case.checked
+            for role, found in checked.found.items()
+            if role != roots.LOSS
+            for x in found
+            if x in checked.before_update
+        ] or [x for x in self.case.results if forward is None or x not in forward]
+        both = BothWays(self.case.traced.program, root, gradients)
+        leaves = self._leaves(self._low_scale(result))
+        found = find_losses(both, root, leaves, gradients)
+        return result._replace(losses=found.lines, notes=(*result.notes, *found.notes))
+
+    def _low_scale(self, result: Calibration) -> float:
+        """A loss scale at which no gradient overflows, though each is rounded."""
+        largest = max((x.largest for x in result.cotangents), default=0.0)
+        if result.ceiling is None or not largest:
+            return self.now if result.ceiling is None else result.init_scale
+        room = float(np.finfo(np.float16).max) / largest / 4
+        return min(result.init_scale, 2.0 ** math.floor(math.log2(room)))
+
+    def _leaves(self, scale: float) -> list[Any]:
+        leaves = list(self.case.leaves)
+        leaves[self.at] = jnp.asarray(leaves[self.at]) * jnp.float32(scale)
+        return leaves
+
+    def _no_scale(self, kept: Kept) -> Calibration:
+        notes = tuple(filter(None, (self._why_none(), kept.note)))
+        return Calibration(1.0, notes=notes, keep=kept.keep)
 
     def _line(self, scale: float) -> str:
         """The line that sets the scale."""
@@ -270,11 +333,37 @@ class _Search:
         records = self._run(1.0, self.twin).records
         return not any(self.twin.largest(records, x) for x in self.following)
 
-    def _cotangents(self, scale: float) -> list[Cotangent]:
-        """The float16 values that are proportional to the loss scale."""
-        records = self._run(scale, self.twin).records
+    def _cotangents(self, trail: Trail, scale: float) -> list[Cotangent]:
+        """The float16 values that are proportional to the loss scale.
+
+        Args:
+          trail: of a run of the twin at `scale`.
+          scale: a loss scale.
+        """
+        records = trail.records
         found = (self.twin.cotangent(records, x, scale) for x in self.following)
         return [x for x in found if x is not None]
+
+    # What has to stay float32.
+
+    def _forward(self) -> Forward:
+        traced, root = self.case.traced, self.case.root
+        return Forward(traced.program, root, self.case.forward())
+
+    def _kept(self, trail: Trail) -> Kept:
+        """What has to stay float32, of a step in float16; `trail` is of its twin."""
+        forward = self._forward()
+        return forward.kept(trail, forward.touches())
+
+    def _kept_if_half(self) -> Kept:
+        """The same of a step without float16."""
+        forward = self._forward()
+        touches = forward.touches()
+        if not touches:
+            return Kept()
+        program, root = self.case.traced.program, self.case.root
+        recorded = RecordedProgram(program, root, variables_of(touches))
+        return forward.kept(self._run(1.0, recorded), touches)
 
     def _overflows(self, scale: float) -> tuple[Place, ...]:
         """The places where float16 overflows before the loss, and it matters.
@@ -351,10 +440,30 @@ class _Search:
             "which no gradient vanishes. jls.skip_nonfinite skips bad steps without one"
         )
 
-    def _never_finite(self) -> ValueError:
+    def _overflowing(self) -> Calibration:
+        """The result for an autocast whose forward pass overflows at any scale."""
         lowest = 2.0**LOWEST_EXPONENT
-        trail = self._run(lowest)
+        trail, wide = self._run(lowest), self._run(lowest, self.twin)
         found = self.case.explain(trail, self.case.bad_roots(trail), None)
+        is_cast = any(
+            AUTOCAST in marks_of(frame.site_of(number))
+            for frame in self.case.root.all()
+            for number in range(len(frame.jaxpr.eqns))
+        )
+        kept = Kept()
+        if is_cast and not self.case.bad_roots(wide):
+            kept = self._kept(wide)
+        if kept.keep is None:
+            raise self._never_finite(found)
+        return Calibration(
+            self.now,
+            overflows=tuple(birth.place for birth in found.births),
+            notes=(_NEEDS_KEEP, kept.note),
+            keep=kept.keep,
+        )
+
+    def _never_finite(self, found: Why) -> ValueError:
+        lowest = 2.0**LOWEST_EXPONENT
         text = str(found).removeprefix("jls.why: ")
         return ValueError(
             "step must be finite at some loss scale, got one that is not at any down "
@@ -370,6 +479,10 @@ _ALL_ZERO = (
 _OVERFLOWS = (
     "No float16 gradient is left that could say which scale is right, since the "
     "forward pass overflows. The scale stays"
+)
+_NEEDS_KEEP = (
+    "The forward pass overflows, so no loss scale mends this batch: `keep` does. The "
+    "scale stays"
 )
 _NO_UPDATE = (
     "No update of the optimizer was found in the step, so what overflows in it is not "

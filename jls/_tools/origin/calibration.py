@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from jls._program.places import Place
 from jls._text import and_more, scale_in_words, wrapped
+from jls._tools.origin.kept import InFunctions, Keep
+from jls._tools.origin.losses import PrecisionLoss
 from jls._tools.origin.result import place_in_lines, place_in_words
 from jls._tools.origin.twin import Cotangent
 from jls._tools.reading.precision import Precision, in_words
@@ -38,6 +40,10 @@ class Calibration(NamedTuple):
     write: str = ""  # the line that sets `init_scale`; "" if the scale is that already
     precision: Precision | None = None  # what share of the step is half
     half: str = ""  # what the headline says of half precision; "" if nothing
+    # What has to stay float32 in the forward pass: for `jls.autocast`; None if nothing.
+    keep: Keep = None
+    # With `losses=True`: the lines that lose precision, by the factor.
+    losses: tuple[PrecisionLoss, ...] = ()
 
     def plot(self, axes: Any = None) -> Any:
         """Draws the float16 gradients of each module on the range of float16.
@@ -80,7 +86,10 @@ class Calibration(NamedTuple):
         if self.ceiling is None:
             note = "".join(self.notes[:1])
             lines = wrapped(f"jls.calibrate: {self._after_half(note)}.")
-            lines += [*self._overflows_in_lines(), *self._precision_in_lines()]
+            for note in self.notes[1:]:
+                lines += ["", *wrapped(f"{note}.")]
+            lines += [*self._overflows_in_lines(), *self._losses_in_lines()]
+            lines += [*self._precision_in_lines(), *self._keep_in_lines()]
             return "\n".join(lines)
         start = scale_in_words(self.init_scale)
         most, above = map(scale_in_words, (self.ceiling, 2 * self.ceiling))
@@ -109,10 +118,33 @@ class Calibration(NamedTuple):
                 largest.setdefault(place_in_words(at), share)
             items = [f"{share:.0%}  {words}" for words, share in largest.items()]
             lines += ["", *wrapped(text), *_list(items)]
+        lines += self._losses_in_lines()
         lines += self._precision_in_lines()
         if self.write:
             lines += ["", *wrapped(f"Write: {self.write}")]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._keep_in_lines()])
+
+    def _losses_in_lines(self) -> list[str]:
+        if not self.losses:
+            return []
+        text = (
+            "These lines lose precision: their error, how many times that of their "
+            "operands it is, and which share of the gradients' error is gone without:"
+        )
+        items = [
+            f"{x.error:.1%} (x{x.factor:.0f}), {x.gain:.0%}  {place_in_words(x.place)}"
+            for x in self.losses
+        ]
+        return ["", *wrapped(text), *_list(items)]
+
+    def _keep_in_lines(self) -> list[str]:
+        if self.keep is None:
+            return []
+        if isinstance(self.keep, str):
+            return ["", f'Write: keep=r"{self.keep}"']
+        if isinstance(self.keep, InFunctions):
+            return ["", *wrapped(f"Pass keep=calibration.keep: {self.keep!r}")]
+        return []
 
     def _after_half(self, text: str) -> str:
         """A sentence, after what is said of half precision."""

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jls._program.alone import AS_WRITTEN
 from jls._program.control import Site
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import Program, is_inexact_atom, is_literal
@@ -58,7 +59,7 @@ class RecordedProgram:
         compiles that in the time of the program itself.
     """
 
-    WIDE = False  # whether narrow dtypes are replaced by float32
+    ARITHMETIC = AS_WRITTEN
 
     def __init__(
         self,
@@ -112,7 +113,9 @@ class RecordedProgram:
             inside[number], start = found[start:end], end
 
     def _run(self, inputs: Sequence[Array]) -> tuple[list[Array], Records]:
-        _, records = replay(self._program, inputs, self._watch, wide=self.WIDE)
+        _, records = replay(
+            self._program, inputs, self._watch, arithmetic=self.ARITHMETIC
+        )
         pairs = zip(inputs, self._read, strict=True)
         nothing = jnp.full(2, ZERO_KEY)
         sizes = [jnp.stack(ends(x)) if is_read else nothing for x, is_read in pairs]

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jls._program.alone import AS_WRITTEN, WIDE
 from jls._program.control import Site
 from jls._program.frames import Frame, Variable
 from jls._program.jaxprs import Program, is_narrow_atom
@@ -55,7 +56,7 @@ class Twin(RecordedProgram):
       counted: variables of float16 whose values are counted.
     """
 
-    WIDE = True
+    ARITHMETIC = WIDE
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class Elements(RecordedProgram):
             self._ends.setdefault(end.key, []).append(end)
         results = [x for every in self._ends.values() for x in map(_result_of, every)]
         super().__init__(program, root, results)
-        self.WIDE = wide
+        self.ARITHMETIC = WIDE if wide else AS_WRITTEN
 
     def _watch(self, site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> Seen:
         arrays = []

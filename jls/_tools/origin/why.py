@@ -415,7 +415,7 @@ class Case:
         self, trail: Trail, bad: list[Bad], is_from_scale: bool | None, note: str = ""
     ) -> Why:
         found = trail.births([x.value for x in bad])
-        forward = self._forward()
+        forward = self.forward()
         births: dict[Any, Birth] = {}
         for one in found:
             birth = self._birth(trail, one, forward)
@@ -493,7 +493,7 @@ class Case:
         dtype = str(jnp.result_type(item.value))
         return Birth(kind, place, (), dtype, advice=CAME_IN)
 
-    def _forward(self) -> set[Variable] | None:
+    def forward(self) -> set[Variable] | None:
         """The variables that the loss comes from; None if the loss is not known."""
         losses = [
             variable for x in self.checked for variable in x.found.get(roots.LOSS, ())

@@ -1,0 +1,474 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which operations of a step in half precision lose most of it.
+
+The program is run in half and in float32 beside each other. Of each result it is
+recorded how far the two are apart, over all of its elements, and how large it is in
+float32: the quotient is its error. An operation whose error is many times that of its
+operands loses precision there, such as the difference of two numbers that are nearly
+equal. Whether it matters is tried: with its result as in float32, how much of the
+error of the gradients is gone?
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jls._program.alone import BOTH, Pair
+from jls._program.control import Site
+from jls._program.frames import Frame, Variable
+from jls._program.jaxprs import (
+    Program,
+    is_half_atom,
+    is_inexact_atom,
+    is_literal,
+    variables_in,
+)
+from jls._program.places import Place, is_recomputed, place_of
+from jls._program.primitives import primitive_of
+from jls._program.replay import (
+    Records,
+    Seen,
+    WhileRecords,
+    floats_from_keys,
+    key_of,
+    replay,
+)
+from jls._tools.origin.record import RecordedProgram, as_large_as
+
+MOST = 10  # lines that are named; each is tried in a run of its own
+# Times the error of the operands, or that of one rounding: sums and products of what
+# has been rounded a few times stay far below.
+_MIN_FACTOR = 8.0
+_MIN_GAIN = 0.1  # of the gradients' error
+# Float32 loses at the same places, and so much less as its unit is smaller. A number of
+# which it knows no digit, such as the gradient of a bias before a norm, is rounding.
+_UNIT_OF_FLOAT32 = 2.0**-24
+_KNOWN = 1 / 16
+
+
+class PrecisionLoss(NamedTuple):
+    """A line that loses precision, in half precision, for one batch.
+
+    Errors are relative to the same program in float32: the sum of the magnitudes of all
+    differences, over that of all numbers.
+
+    Example:
+      >>> jls.types.PrecisionLoss._fields
+      ('place', 'factor', 'error', 'gain')
+    """
+
+    place: Place
+    factor: float  # the error of its result, over the largest one of its operands
+    error: float  # of its result
+    gain: float  # the share of the gradients' error that is gone where it loses nothing
+
+
+class Losses(NamedTuple):
+    """What is found of one step and batch."""
+
+    error: float  # of the gradients, all together
+    lines: tuple[PrecisionLoss, ...]  # by the factor, the largest first
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A sentence on the gradients of this batch."""
+        if not math.isfinite(self.error):
+            return (
+                "No line is named, since in half precision the gradients of this batch "
+                "are not finite. jls.why says where that is from",
+            )
+        if not self.error:
+            return ("No precision is lost: the gradients are those of float32",)
+        text = f"The gradients are {self.error:.2%} off those of float32"
+        if not self.lines:
+            return (f"{text}, and no line of the step stands out",)
+        gains = [f"{x.gain:.0%}" for x in self.lines]
+        each = "" if len(gains) == 1 else ", one at a time"
+        return (
+            f"{text}. With these lines as in float32{each}, {', '.join(gains)} of that "
+            "is gone",
+        )
+
+
+class BothWays(RecordedProgram):
+    """A program in half precision, and in float32 beside it.
+
+    Args:
+      program: a jaxpr.
+      root: its frame.
+      roots: the variables to follow back.
+    """
+
+    ARITHMETIC = BOTH
+
+    def __init__(
+        self, program: Program, root: Frame, roots: Iterable[Variable]
+    ) -> None:
+        super().__init__(program, root, roots)
+        self._numbers: dict[tuple[int, ...], int]
+        self._numbers = {x: i for i, x in enumerate(sorted(self._wanted))}
+        self._exact: Any = None  # bool[operations]: which get the result of float32
+
+    def run(
+        self, inputs: Sequence[Any], exact: Iterable[tuple[int, ...]] = ()
+    ) -> Records:
+        """The records of one run.
+
+        Args:
+          inputs: of the program.
+          exact: the operations whose results are as in float32, rounded once.
+        """
+        mask = np.zeros(len(self._numbers), bool)
+        mask[[self._numbers[x] for x in exact if x in self._numbers]] = True
+        return self([*inputs, mask]).records
+
+    def compiled(self, inputs: Sequence[Any]) -> jax.stages.Compiled:
+        if self._compiled is None:
+            lowered = jax.jit(self._run).lower([jnp.asarray(x) for x in inputs])
+            try:
+                self._compiled = lowered.compile(_OPTIONS)
+            except Exception:  # a platform that has no such option
+                self._compiled = lowered.compile()
+        return self._compiled
+
+    def _run(self, inputs: Sequence[Array]) -> tuple[list[Array], Records]:
+        *operands, self._exact = inputs
+        _, records = replay(
+            self._program, operands, self._watch, arithmetic=self.ARITHMETIC
+        )
+        self._exact = None
+        return [], records
+
+    def _watch(self, site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> Seen:
+        number = self._numbers.get(site.numbers)
+        is_new = any(as_large_as(site.equation, i) is None for i in range(len(results)))
+        pairs = [x for x in results if isinstance(x, Pair)]
+        if number is None or not is_new or all(x.narrow is x.wide for x in pairs):
+            return Seen(results)
+        held, sizes = [], []
+        for x in results:
+            size = jnp.zeros(2, jnp.float32)
+            if isinstance(x, Pair):
+                narrow, size = _measured(self._exact[number], *x)
+                x = Pair(narrow, x.wide)
+            held.append(x)
+            sizes.append(size)
+        self._count += 1
+        if self._count % _CHAIN == 0:
+            held = jax.lax.optimization_barrier(held)
+        # Twice: over iterations and devices, the even ones are the largest numbers.
+        return Seen(held, key_of(jnp.repeat(jnp.concatenate(sizes), 2)))
+
+
+# As in `RecordedProgram`, but with twice the operations.
+_CHAIN = 1
+
+# XLA would leave out roundings between operations that it fuses, and with them what the
+# next platform does not leave out.
+# With optimizations a compile takes three times as long, for a run of milliseconds.
+_OPTIONS = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
+
+
+# Compiled apart, so that JAX traces it once for all arrays of one shape and dtype.
+@jax.jit
+def _measured(is_exact: Array, narrow: Array, wide: Array) -> tuple[Array, Array]:
+    """A value in half, or as in float32, and its distance from that and its size."""
+    narrow = jnp.where(is_exact, wide.astype(narrow.dtype), narrow)
+    other = narrow.astype(wide.dtype)
+    apart = jnp.where(other == wide, 0, jnp.abs(other - wide))  # of inf and inf too
+    size = jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0)
+    sums = [jnp.sum(x.astype(jnp.float32)) for x in (apart, size)]
+    return narrow, jnp.stack(sums)
+
+
+class _Sizes(NamedTuple):
+    """The distance of a value from float32, and its size there.
+
+    `f32[...]`, an axis for each loop around it, outermost first, of length 1 where the
+    iterations are not kept apart.
+    """
+
+    apart: np.ndarray
+    size: np.ndarray
+
+    @property
+    def error(self) -> np.ndarray:
+        """`apart / size`; NaN where all numbers are 0."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(self.size > 0, self.apart / self.size, np.nan)
+
+    def map(self, function: Any) -> "_Sizes":
+        return _Sizes(*map(function, self))
+
+
+class Errors:
+    """The errors of all values in one run."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self._known: dict[Variable, _Sizes] = {}
+
+    def of(self, frame: Frame, atom: Any) -> _Sizes:
+        """The sizes of a value in each iteration of the loops around it."""
+        if is_literal(atom) or not is_inexact_atom(atom):
+            return _exact(frame)
+        if (frame, atom) not in self._known:
+            self._known[frame, atom] = _exact(frame)  # a carry that nothing changes
+            self._known[frame, atom] = self._find(frame, atom)
+        return self._known[frame, atom]
+
+    def recorded(self, frame: Frame, number: int) -> list[_Sizes] | None:
+        """Those of each result of an operation; None if it has no record."""
+        found: Any = self._records
+        for key in frame.site_of(number).numbers:
+            found = found.get(key) if isinstance(found, dict) else None
+        if isinstance(found, WhileRecords):
+            found = found.bad
+        if found is None or isinstance(found, dict):
+            return None
+        numbers = floats_from_keys(found)[..., ::2]
+        for axis, loop in enumerate(_loops_around(frame)):
+            if loop.kind == "while":
+                numbers = np.expand_dims(numbers, axis)
+        count = numbers.shape[-1] // 2
+        return [
+            _Sizes(numbers[..., 2 * i], numbers[..., 2 * i + 1]) for i in range(count)
+        ]
+
+    def _find(self, frame: Frame, atom: Any) -> _Sizes:
+        if atom in frame.inputs:
+            return self._of_input(frame, frame.inputs[atom])
+        if atom not in frame.makers:
+            return _exact(frame)
+        number, result = frame.makers[atom]
+        called = frame.called(number)
+        if called:
+            found = [self._of_call(x, result) for x in called]
+            apart, size = (np.add.reduce(x) for x in zip(*found, strict=True))
+            return _Sizes(apart, size)
+        recorded = self.recorded(frame, number)
+        if recorded is not None:
+            return recorded[result]
+        same = as_large_as(frame.jaxpr.eqns[number], result)
+        return _exact(frame) if same is None else self.of(frame, same)
+
+    def _of_call(self, child: Frame, result: int) -> _Sizes:
+        found = self.of(child, child.jaxpr.outvars[result])
+        if not child.is_loop:
+            return found
+        if result >= child.counts()[1]:
+            return found.map(lambda x: x.sum(-1))
+        return found.map(lambda x: x[..., 0 if child.is_reversed else -1])
+
+    def _of_input(self, frame: Frame, index: int) -> _Sizes:
+        if frame.parent is None:
+            return _exact(frame)
+        outside = self.of(frame.parent, frame.given(index))
+        if not frame.is_loop:
+            return outside
+        outside = outside.map(lambda x: x[..., None])
+        consts, carried = frame.counts()
+        if not consts <= index < consts + carried:
+            return outside
+        after = self.of(frame, frame.jaxpr.outvars[index - consts])
+        if frame.kind == "while":
+            return after
+        pairs = zip(outside, after, strict=True)
+        return _Sizes(*(_one_later(*pair, frame.is_reversed) for pair in pairs))
+
+
+def _one_later(first: np.ndarray, after: np.ndarray, is_reversed: bool) -> np.ndarray:
+    """What each iteration is given, from what it makes."""
+    shape = np.broadcast_shapes(first.shape[:-1], after.shape[:-1])
+    first, after = (np.broadcast_to(x, (*shape, x.shape[-1])) for x in (first, after))
+    if is_reversed:
+        return np.concatenate([after[..., 1:], first], axis=-1)
+    return np.concatenate([first, after[..., :-1]], axis=-1)
+
+
+def _exact(frame: Frame) -> _Sizes:
+    shape = (1,) * len(_loops_around(frame))
+    return _Sizes(np.zeros(shape), np.ones(shape))
+
+
+def _loops_around(frame: Frame) -> list[Frame]:
+    found, here = [], frame
+    while here is not None:
+        found += [here] if here.is_loop else []
+        here = here.parent
+    return found[::-1]
+
+
+class _Growth(NamedTuple):
+    """How much an operation adds to the error of its operands."""
+
+    frame: Frame
+    number: int
+    factor: float
+    error: float
+
+    @property
+    def site(self) -> Site:
+        return self.frame.site_of(self.number)
+
+    @property
+    def readers(self) -> list[Site]:
+        """The operations beside it that read its results."""
+        equations = self.frame.jaxpr.eqns
+        results = equations[self.number].outvars
+        return [
+            self.frame.site_of(number)
+            for number, equation in enumerate(equations)
+            if not self.frame.called(number)
+            and not set(results).isdisjoint(variables_in(equation.invars))
+        ]
+
+
+def find_losses(
+    both: BothWays,
+    root: Frame,
+    inputs: Sequence[Any],
+    gradients: Sequence[Variable],
+) -> Losses:
+    """The lines of a step that lose precision which its gradients miss.
+
+    Args:
+      both: its program, both ways.
+      root: its frame.
+      inputs: of one call.
+      gradients: what the error of a line is judged by.
+    """
+    errors = Errors(both.run(inputs))
+    error = _of_all(errors, gradients)
+    units = [_unit(x) for frame in root.all() for x in frame.makers if is_half_atom(x)]
+    if not units or not error > _MIN_FACTOR * min(units) / 2:
+        return Losses(error, ())
+    growths: dict[Place, list[_Growth]] = {}
+    for growth in _growths(errors, root, min(units)):
+        growths.setdefault(_line_of(growth.site), []).append(growth)
+    largest = {at: max(every, key=_by_factor) for at, every in growths.items()}
+    order = sorted(largest, key=lambda at: -largest[at].factor)
+    found = []
+
+    def gain_of(sites: Iterable[Site]) -> float:
+        exact = Errors(both.run(inputs, {x.numbers for x in sites}))
+        return 1 - _of_all(exact, gradients) / error
+
+    for at in order[:MOST]:
+        # What a backward pass computes again is in another place.
+        there = [
+            growth
+            for other, every in growths.items()
+            if other._replace(is_backward=at.is_backward) == at
+            for growth in every
+        ]
+        gain = gain_of([growth.site for growth in there])
+        if not gain >= _MIN_GAIN:  # its result itself is too small for half
+            gain = gain_of([x for growth in there for x in growth.readers])
+        if gain >= _MIN_GAIN:
+            one = largest[at]
+            found.append(PrecisionLoss(at, one.factor, one.error, gain))
+    return Losses(error, tuple(found))
+
+
+def _of_all(errors: Errors, variables: Iterable[Variable]) -> float:
+    """The error of several values together."""
+    every = [errors.of(frame, atom) for frame, atom in variables]
+    apart, size = (sum(float(x.sum()) for x in one) for one in zip(*every, strict=True))
+    return apart / size if size else 0.0
+
+
+def _line_of(site: Site) -> Place:
+    place = place_of(site)
+    return place._replace(is_backward=False) if is_recomputed(site) else place
+
+
+def _by_factor(growth: _Growth) -> float:
+    return growth.factor
+
+
+def _unit(atom: Any) -> float:
+    """The largest relative error of one rounding to the dtype of a value."""
+    return float(jnp.finfo(getattr(atom, "aval", atom).dtype).eps) / 2
+
+
+def _growths(errors: Errors, root: Frame, unit: float) -> Iterator[_Growth]:
+    """The operations whose results have many times the error of their operands."""
+    for frame in root.all():
+        for number, equation in enumerate(frame.jaxpr.eqns):
+            if frame.called(number) or primitive_of(equation).moves:
+                continue
+            recorded = errors.recorded(frame, number)
+            if recorded is None:
+                continue
+            atoms = [*equation.invars, *equation.outvars]
+            least = max((_unit(x) for x in atoms if is_half_atom(x)), default=unit)
+            sizes = [errors.of(frame, x) for x in equation.invars]
+            if (start := _accumulated(frame, number)) is not None:
+                sizes[start] = _before_first(errors, frame, equation.invars[start])
+            before = np.fmax.reduce(
+                np.broadcast_arrays(least, *(x.error for x in sizes))
+            )
+            for found in recorded:
+                factors = found.error / before
+                is_known = found.error * _UNIT_OF_FLOAT32 / least < _KNOWN
+                factors = np.where(is_known & np.isfinite(factors), factors, 0.0)
+                i = int(np.argmax(factors))
+                factor = float(factors.flat[i])
+                if factor >= _MIN_FACTOR:
+                    error = float(np.broadcast_to(found.error, factors.shape).flat[i])
+                    yield _Growth(frame, number, factor, error)
+
+
+def _accumulated(frame: Frame, number: int) -> int | None:
+    """The operand that a loop adds up, and does nothing else with; None if none is.
+
+    The error of a sum grows from iteration to iteration, so it is compared with that of
+    what is added, and with that of the number that the loop starts with.
+    """
+    equation = frame.jaxpr.eqns[number]
+    if not frame.is_loop or equation.primitive.name not in _SUMS:
+        return None
+    consts, carried = frame.counts()
+    carry = frame.jaxpr.invars[consts : consts + carried]
+    for given, made in zip(carry, frame.jaxpr.outvars[:carried], strict=True):
+        if is_literal(made) or _behind_casts(frame, made) is not equation.outvars[0]:
+            continue
+        for operand, atom in enumerate(equation.invars):
+            users = [e for e in frame.jaxpr.eqns if given in variables_in(e.invars)]
+            if (
+                not is_literal(atom)
+                and _behind_casts(frame, atom) is given
+                and len(users) == 1
+            ):
+                return operand
+    return None
+
+
+_SUMS = ("add", "add_any", "sub", "scatter-add")
+
+
+def _behind_casts(frame: Frame, atom: Any) -> Any:
+    """The variable that is moved or cast to `atom`."""
+    while atom in frame.makers:
+        equation = frame.jaxpr.eqns[frame.makers[atom].number]
+        is_cast = equation.primitive.name == "convert_element_type"
+        if not is_cast and primitive_of(equation).moves not in ("all", "same"):
+            return atom
+        if len(equation.invars) != 1 or is_literal(equation.invars[0]):
+            return atom
+        atom = equation.invars[0]
+    return atom
+
+
+def _before_first(errors: Errors, frame: Frame, atom: Any) -> _Sizes:
+    """The sizes of what a loop starts with."""
+    assert frame.parent is not None
+    index = frame.inputs[_behind_casts(frame, atom)]
+    outside = errors.of(frame.parent, frame.given(index))
+    return outside.map(lambda x: x[..., None])

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Calibration.keep`: what has to stay float32, of models with one block too large."""
+
+import functools
+import re
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from scaled_programs import normal
+
+import jls
+from jls._program.frames import Frame
+from jls._program.places import modules_of, place_of
+
+pytestmark = pytest.mark.standard_promotion
+
+GAIN = 1e3  # twice: far beyond float16
+FEATURES, LARGE = 4, 1
+EIGHT = (0, 1, 2, 3, 4, 5, 10, 11)  # the numbers of the blocks
+THREE = (0, 1, 10)
+
+
+def gains(numbers, leaves):
+    """Of each block, by which its hidden values are multiplied; and of its result."""
+    inside = [GAIN if i == LARGE else 1.0 for i in numbers]
+    return [
+        (i, x, 1.0 if leaves else 1 / x) for i, x in zip(numbers, inside, strict=True)
+    ]
+
+
+def normed(x):
+    mean = jnp.mean(x, -1, keepdims=True)
+    centered = x - mean
+    return centered * jax.lax.rsqrt(jnp.mean(centered**2, -1, keepdims=True) + 1e-3)
+
+
+class Block(nn.Module):
+    gain: float
+    back: float
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.Dense(FEATURES)(normed(x)) * self.gain * self.gain
+        return x + nn.Dense(FEATURES)(h) * self.back * self.back
+
+
+class Linen(nn.Module):
+    numbers: tuple[int, ...]
+    leaves: bool
+
+    @nn.compact
+    def __call__(self, x):
+        for i, *pair in gains(self.numbers, self.leaves):
+            x = Block(*pair, name=f"block_{i}")(x)
+        return nn.Dense(1)(normed(x))
+
+
+def in_linen(numbers, leaves):
+    model = Linen(numbers, leaves)
+    params = model.init(jax.random.key(0), jnp.ones((4, FEATURES)))
+    return model.apply, params
+
+
+class HaikuBlock(hk.Module):
+    def __init__(self, gain, back, name):
+        super().__init__(name=name)
+        self.gain, self.back = gain, back
+
+    def __call__(self, x):
+        h = hk.Linear(FEATURES)(normed(x)) * self.gain * self.gain
+        return x + hk.Linear(FEATURES)(h) * self.back * self.back
+
+
+class Haiku(hk.Module):
+    def __call__(self, x, numbers, leaves):
+        for i, *pair in gains(numbers, leaves):
+            x = HaikuBlock(*pair, name=f"block_{i}")(x)
+        return hk.Linear(1)(normed(x))
+
+
+def in_haiku(numbers, leaves):
+    model = hk.without_apply_rng(hk.transform(lambda x: Haiku()(x, numbers, leaves)))
+    return model.apply, model.init(jax.random.key(0), jnp.ones((4, FEATURES)))
+
+
+def in_plain(numbers, leaves):
+    def apply(params, x):
+        for i, gain, back in gains(numbers, leaves):
+            with jax.named_scope(f"block_{i}"):
+                h = normed(x) @ params["up"][i] * gain * gain
+                x = x + h @ params["down"][i] * back * back
+        with jax.named_scope("head"):
+            return normed(x) @ params["out"]
+
+    square = (12, FEATURES, FEATURES)
+    shapes = {"up": square, "down": square, "out": (FEATURES, 1)}
+    return apply, {name: normal(1, *shape) / 3 for name, shape in shapes.items()}
+
+
+MODELS = {"linen": in_linen, "haiku": in_haiku, "plain": in_plain}
+X = normal(5, 4, FEATURES)
+
+
+def step_of(apply: Any, params: Any, dtype: Any = None, keep: Any = None) -> Any:
+    def loss_fn(params, x):
+        return jnp.mean((apply(params, x) - 1.0) ** 2)
+
+    optimizer = jls.loss_scaled(optax.sgd(1e-3), jls.dynamic(2.0**4))
+    step = jls.train_step(loss_fn, optimizer, compute_dtype=dtype, keep=keep)
+    return step, (params, optimizer.init(params), X)
+
+
+def model_of(library, dtype=None, leaves=False):
+    return MODELS[library](EIGHT if dtype is None else THREE, leaves)
+
+
+@functools.cache
+def calibrated(library, dtype=None, leaves=False):
+    step, args = step_of(*model_of(library, dtype, leaves), dtype=dtype)
+    return jls.calibrate(step, *args)
+
+
+def modules_by_dtype(step, args):
+    """The modules of the forward products, of float16 and of float32."""
+    found = {jnp.dtype(x): set() for x in (jnp.float16, jnp.float32)}
+    for frame in Frame(jax.make_jaxpr(step)(*args)).all():
+        for number, equation in enumerate(frame.jaxpr.eqns):
+            site = frame.site_of(number)
+            is_product = equation.primitive.name == "dot_general"
+            if is_product and not place_of(site).is_backward:
+                found[equation.invars[0].aval.dtype].add(modules_of(site))
+    return found.values()
+
+
+def number_of(module):
+    found = re.search(r"[Bb]lock_(\d+)", module)
+    return int(found[1]) if found else None
+
+
+@pytest.mark.parametrize(
+    ("library", "dtype"), [*((x, None) for x in MODELS), ("linen", "float16")]
+)
+def test_block_that_overflows_is_kept_alone(library, dtype):
+    found = calibrated(library, dtype)
+    assert "range of float16 in" in " ".join(str(found).split())
+    assert f'Write: keep=r"{found.keep}"' in str(found)
+    model = model_of(library, dtype)
+    step, args = step_of(*model, dtype="float16", keep=found.keep)
+    *_, report = jax.jit(step)(*args)
+    assert not report.skipped
+    half, wide = modules_by_dtype(step, args)
+    assert {number_of(x) for x in wide} == {LARGE}
+    numbers = EIGHT if dtype is None else THREE
+    assert {number_of(x) for x in half} >= {*numbers} - {LARGE}
+    without, args = step_of(*model, dtype="float16")
+    assert jax.jit(without)(*args)[-1].skipped
+
+
+def test_cast_step_says_what_the_float32_step_says():
+    step, args = step_of(*in_linen(THREE, False))
+    assert jls.calibrate(step, *args).keep == calibrated("linen", "float16").keep
+
+
+@pytest.mark.parametrize("library", MODELS)
+def test_what_leaves_its_block_is_kept_wherever_it_goes(library):
+    found = calibrated(library, leaves=True)
+    text = " ".join(str(found).split())
+    assert re.search(r"in \S*[Bb]lock_1\S*.* and go on to", text)
+    step, args = step_of(
+        *model_of(library, leaves=True), dtype="float16", keep=found.keep
+    )
+    *_, report = jax.jit(step)(*args)
+    assert not report.skipped
+    assert np.isfinite(report.loss)
+
+
+@pytest.mark.parametrize("dtype", [None, "float16", "bfloat16"])
+def test_nothing_is_kept_where_nothing_overflows(dtype):
+    step, args = step_of(*in_plain((0, 10), False), dtype=dtype)
+    found = jls.calibrate(step, *args)
+    assert found.keep is None
+    assert "keep" not in str(found)
+
+
+def test_bfloat16_says_what_float16_would_need():
+    step, args = step_of(*in_plain(THREE, False))
+    assert calibrated("plain", "bfloat16").keep == jls.calibrate(step, *args).keep
+
+
+def test_scopes_around_the_step_are_not_of_the_loss():
+    step, args = step_of(*in_plain(EIGHT, False))
+
+    def around(*args):
+        with jax.named_scope("outer"):
+            return step(*args)
+
+    assert jls.calibrate(around, *args).keep == calibrated("plain").keep
+
+
+def test_scope_of_special_characters():
+    def apply(params, x):
+        for name in ("a+b", "a.b", "ab", "aab"):
+            with jax.named_scope(name):
+                gain = GAIN if name == "a.b" else 1.0
+                h = (x @ params["up"][0]) * gain * gain
+                x = h @ params["down"][0] / gain / gain
+        return x
+
+    params = in_plain(THREE, False)[1]
+    step, args = step_of(apply, params)
+    keep = jls.calibrate(step, *args).keep
+    assert keep == r"^a\.b$"
+    step, args = step_of(apply, params, "float16", keep)
+    assert not jax.jit(step)(*args)[-1].skipped
+
+
+def test_masks_sums_and_the_loss_do_no_harm():
+    """What an autocast keeps in float32 anyway, or clamps."""
+
+    def apply(params, x):
+        with jax.named_scope("attention"):
+            scores = x @ params["up"][0] @ x.T
+            scores = jnp.where(jnp.tril(jnp.ones((4, 4))) > 0, scores, -1e9)
+            x = jax.nn.softmax(scores, -1) @ x
+            scores = x @ x.T + jnp.where(jnp.eye(4) > 0, 0.0, -1e30)
+            x = jax.nn.softmax(scores / 2, -1) @ x
+            bias = (1.0 - (x[:, 0] > 0).astype(jnp.float32)) * -1e9
+            x = jax.nn.softmax((x @ x.T + bias) * 0.5, -1) @ x
+        with jax.named_scope("norm"):
+            x = x * 1e3
+            x = x * jax.lax.rsqrt(jnp.sum(jnp.square(x * 10), -1, keepdims=True))
+        return (x @ params["out"]) * 1e6
+
+    params = in_plain(THREE, False)[1]
+    step, args = step_of(apply, params)
+    assert jls.calibrate(step, *args).keep is None
+
+
+def test_number_of_the_program_that_multiplies_data_is_no_mask():
+    """An autocast would clamp the product, as it does with a mask."""
+
+    def apply(params, x):
+        with jax.named_scope("large"):
+            h = (x @ params["up"][0] + 10.0) * 1e5
+            return (h @ params["out"]) / 1e5
+
+    step, args = step_of(apply, in_plain(THREE, False)[1])
+    assert jls.calibrate(step, *args).keep == "^large$"
+
+
+def test_data_beyond_the_range_is_kept_where_it_comes_in():
+    def apply(params, x):
+        with jax.named_scope("first"):
+            x = jnp.tanh((x * 1e5) @ params["up"][0] / 1e5)
+        with jax.named_scope("second"):
+            return x @ params["out"]
+
+    params = in_plain(THREE, False)[1]
+    step, args = step_of(apply, params)
+    keep = jls.calibrate(step, *args).keep
+    assert keep == "^first$"
+    step, args = step_of(apply, params, "float16", keep)
+    assert not jax.jit(step)(*args)[-1].skipped
+
+
+# Without scopes.
+
+
+class Small(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(FEATURES, FEATURES, rngs=rngs)
+        self.down = nnx.Linear(FEATURES, FEATURES, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(self.up(x))
+
+
+class Large(Small):
+    def __call__(self, x):
+        return x + self.down(self.up(x) * GAIN * GAIN) / GAIN / GAIN
+
+
+class OfNNX(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List(
+            [(Large if i == LARGE else Small)(rngs) for i in range(4)]
+        )
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_modules_without_scopes_are_kept_by_functions(dtype):
+    def loss_fn(model, x):
+        return jnp.mean((model(x) - 1.0) ** 2)
+
+    def made(**options):
+        model = OfNNX(nnx.Rngs(0))
+        inner = jls.loss_scaled(optax.sgd(1e-3), jls.dynamic(2.0**4))
+        optimizer = nnx.Optimizer(model, inner, wrt=nnx.Param)
+        return jls.train_step(loss_fn, **options), model, optimizer, X
+
+    found = jls.calibrate(*made(compute_dtype=dtype))
+    assert repr(found.keep) == "<keep of Large.__call__ (test_keep.py)>"
+    assert repr(found.keep) in " ".join(str(found).split())
+    step, *args = made(compute_dtype="float16", keep=found.keep)
+    assert not nnx.jit(step)(*args).skipped

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Calibration.losses`: the lines that lose precision, where they are known."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import lossy_programs
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from lossy_programs import LOSSY, RIGHT, layered, marked_line
+from scaled_programs import normal, trained
+
+import jls
+from jls._program.alone import BOTH, Pair
+from jls._program.frames import Frame
+from jls._program.replay import Seen, replay
+from jls._tools.origin import losses
+from jls._tools.origin.losses import BothWays, Errors, find_losses
+
+pytestmark = pytest.mark.standard_promotion
+
+HERE = Path(lossy_programs.__file__)
+HALVES = ("float16", "bfloat16")
+CASES = [
+    (name, dtype)
+    for name, program in LOSSY.items()
+    for dtype in HALVES
+    if program.only in ("", dtype)
+]
+
+
+@functools.cache
+def calibrated(make, dtype):
+    made = make(jnp.dtype(dtype))
+    return jls.calibrate(made.step, *made.args, losses=True)
+
+
+def test_there_are_twelve_programs():
+    assert len(LOSSY) >= 12
+    assert len(RIGHT) >= 12
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_line_is_the_right_one(name, dtype):
+    program = LOSSY[name]
+    found = calibrated(program.make, dtype)
+    first, *others = found.losses
+    assert (Path(first.place.file), first.place.line) == (
+        HERE,
+        marked_line(program.make),
+    )
+    assert first.place.is_backward == program.is_backward
+    assert first.gain > 0.5
+    assert first.factor >= 8
+    assert {x.place.line for x in others} <= {first.place.line}
+    text = str(found)
+    assert f"{HERE.name}:{first.place.line}" in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", RIGHT)
+def test_no_line_of_a_right_program_stands_out(name, dtype):
+    found = calibrated(RIGHT[name], dtype)
+    assert found.losses == ()
+    assert found.notes[-1].endswith("no line of the step stands out")
+
+
+def test_losses_are_found_on_demand():
+    made = LOSSY["exp_minus_one"].make(jnp.float16)
+    found = jls.calibrate(made.step, *made.args)
+    assert found.losses == ()
+    assert "off those of float32" not in str(found)
+
+
+def test_float32_has_nothing_to_lose():
+    made = layered(jnp.tanh, jnp.float32)
+    found = jls.calibrate(made.step, *made.args, losses=True)
+    assert found.losses == ()
+    assert "No precision is lost" in found.notes[-1]
+
+
+def test_step_may_take_losses_itself():
+    """By a partial, as the docstring says."""
+
+    def loss_fn(params, x, losses):
+        return losses * jnp.mean((x.astype(jnp.bfloat16) @ params).astype(jnp.float32))
+
+    made = trained(loss_fn, jnp.ones((4, 2)), normal(0, 8, 4), kwargs={"losses": 2.0})
+    step = functools.partial(made.step, losses=2.0)
+    assert jls.calibrate(step, *made.args).init_scale == 1.0
+
+
+# The errors, by hand.
+
+
+def errors_of(fun, *args):
+    program = jax.make_jaxpr(fun)(*args)
+    root = Frame(program)
+    both = BothWays(program, root, [(root, x) for x in root.jaxpr.outvars])
+    return both, root, Errors(both.run(args))
+
+
+def test_error_is_that_of_the_sums_of_magnitudes():
+    x = normal(0, 300)
+    _, root, errors = errors_of(lambda x: x.astype(jnp.float16) * 3, x)
+    atom = root.jaxpr.outvars[0]
+    half = np.asarray(x).astype(np.float16)
+    narrow = (half * np.float16(3)).astype(np.float64)
+    wide = np.asarray(x, np.float64) * 3
+    expected = np.abs(narrow - wide).sum() / np.abs(wide).sum()
+    np.testing.assert_allclose(errors.of(root, atom).error, expected, rtol=1e-4)
+
+
+def test_flags_and_indices_are_shared():
+    """A relu whose sign rounding changes would be an error of 100 % there."""
+    x = jnp.float32(1 + 2**-13)
+
+    def fun(x):
+        y = x.astype(jnp.float16)
+        return jnp.where(y > 1, y, y * 100)
+
+    _, root, errors = errors_of(fun, x)
+    assert errors.of(root, root.jaxpr.outvars[0]).error < 1e-3
+
+
+def test_both_ways_in_loops_and_branches():
+    """Pairs go through all control flow: each side is what it is alone."""
+
+    def fun(x):
+        y = x.astype(jnp.float16)
+        y, ys = lax.scan(lambda c, _: (c * 1.01, c + 1), y, None, length=3)
+        y = lax.while_loop(lambda c: c.max() < 8, lambda c: c * 1.5, y)
+        y = lax.cond(y[0] > 0, lambda y: y / 3, lambda y: y * 3, y)
+        y = jax.checkpoint(jnp.sin)(y)
+        return y, ys, jnp.argsort(y)
+
+    x = jnp.abs(normal(0, 5)) + 0.5
+    program = jax.make_jaxpr(fun)(x)
+
+    def watch(site, inputs, results):
+        return Seen(results)
+
+    results, _ = replay(program, [x], watch, arithmetic=BOTH)
+    pairs = [r for r in results if isinstance(r, Pair)]
+    assert len(pairs) == 2
+    for pair, value in zip(pairs, fun(x)[:2], strict=True):
+        assert pair.narrow.dtype == jnp.float16
+        assert pair.wide.dtype == jnp.float32
+        np.testing.assert_array_equal(pair.narrow, value)
+        np.testing.assert_allclose(pair.wide, value, rtol=2e-2)
+        assert (np.asarray(pair.wide) != np.asarray(value, np.float32)).any()
+
+
+def test_lines_are_limited(monkeypatch):
+    def act(h):
+        h = (h + jnp.asarray(30, h.dtype)) - jnp.asarray(30, h.dtype)
+        return (h + jnp.asarray(50, h.dtype)) - jnp.asarray(50, h.dtype)
+
+    made = layered(act, jnp.bfloat16)
+    assert len(jls.calibrate(made.step, *made.args, losses=True).losses) == 2
+    assert losses.MOST == 10
+    monkeypatch.setattr(losses, "MOST", 1)
+    assert len(jls.calibrate(made.step, *made.args, losses=True).losses) == 1
+
+
+def test_gradient_that_float32_does_not_know_either_is_not_named():
+    """A bias before a norm: its gradient is 0, and what is left is rounding."""
+
+    def loss_fn(params, x):
+        h = x.astype(jnp.bfloat16) @ params["w"].astype(jnp.bfloat16)
+        h = (h + params["b"].astype(jnp.bfloat16)).astype(jnp.float32)
+        h = h - jnp.mean(h, 0)
+        return jnp.mean((h * jnp.arange(4.0) - 1) ** 2)
+
+    params = {"w": normal(0, 8, 4), "b": jnp.ones(4)}
+    made = trained(loss_fn, params, normal(1, 64, 8), jls.loss_scaled(optax.sgd(1.0)))
+    assert jls.calibrate(made.step, *made.args, losses=True).losses == ()
+
+
+def test_find_losses_without_half_precision():
+    both, root, _ = errors_of(lambda x: x * 3, normal(0, 3))
+    found = find_losses(both, root, [normal(0, 3)], [(root, root.jaxpr.outvars[0])])
+    assert found == (0.0, ())
+
+
+def test_gradients_that_are_not_finite_are_said():
+    """The difference of squares is below 0 where it is rounded."""
+
+    def act(h):
+        variance = (
+            jnp.mean(h * h, -1, keepdims=True) - jnp.mean(h, -1, keepdims=True) ** 2
+        )
+        return h * lax.rsqrt(variance)
+
+    made = layered(act, jnp.bfloat16, offset=64.0)
+    found = jls.calibrate(made.step, *made.args, losses=True)
+    assert found.losses == ()
+    assert "jls.why says where" in found.notes[-1]
