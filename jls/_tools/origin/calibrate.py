@@ -32,7 +32,7 @@ from jls._tools.origin.twin import (
     Twin,
     holds_inf,
 )
-from jls._tools.origin.why import LOWEST_EXPONENT, Bad, Case, settings
+from jls._tools.origin.why import LOWEST_EXPONENT, AnyProgram, Bad, Case, settings
 from jls._tools.reading.patience import logging_if_slow
 from jls._tools.reading.precision import Seen, look_at
 from jls._tools.reading.scales import is_switched_off
@@ -236,7 +236,7 @@ class _Search:
         result = "" if name in self.case.arguments.in_place else f"{name} = "
         return f"{result}jls.set_loss_scale({name}, {format_number(scale)})"
 
-    def _run(self, scale: float, program: RecordedProgram | None = None) -> Trail:
+    def _run(self, scale: float, program: AnyProgram | None = None) -> Trail:
         return self.case.run(scale, at=[self.at], program=program)
 
     def _is_finite(self, exponent: int) -> bool:
@@ -257,9 +257,23 @@ class _Search:
 
     def _limit(self, ceiling: float) -> tuple[Place | None, str]:
         """The place that overflows first above the ceiling, and what to do."""
-        trail, below = self._run(2 * ceiling), self._run(ceiling)
-        bad = self.case.bad_roots(trail)
-        for birth in trail.births([x.value for x in bad]):
+        trail = self._run(2 * ceiling)
+        values = [x.value for x in self.case.bad_roots(trail)]
+        found = self._limit_in(*self.case.closer(trail, values, True), values, ceiling)
+        if found is None:  # what was born there is there at the ceiling too
+            closer = self.case.closer(trail, values)
+            found = self._limit_in(*closer, values, ceiling)
+        return found or (None, "")
+
+    def _limit_in(
+        self,
+        trail: Trail,
+        program: AnyProgram,
+        values: list[RunValue],
+        ceiling: float,
+    ) -> tuple[Place, str] | None:
+        below = self._run(ceiling, program)
+        for birth in trail.births(values):
             op = birth.origin
             if isinstance(op, OpResult):
                 atom = op.site.equation.outvars[op.result]
@@ -273,7 +287,7 @@ class _Search:
                     if is_scale and limit.operation == _CAST and atom.aval.shape == ():
                         return limit._replace(file="", line=0, function=""), _OF_LOSS
                     return limit, ""
-        return None, ""
+        return None
 
     def _start(self, ceiling: float) -> tuple[float, str]:
         """The scale to start with, and a note about the scaler's bounds."""
@@ -379,7 +393,13 @@ class _Search:
         ]
         # Mostly there is none: then no loop needs to be gone through.
         if not any(holds_inf(trail.records, *site) for site in sites):
-            return ()
+            if not self.case.landmarks:
+                return ()
+            records = self._run(scale, self.twin).records
+            if not any(self.twin.may_overflow(records, *site) for site in sites):
+                return ()
+        if self.case.landmarks:
+            trail = self._run(scale, self.case.program())
         ends = [end for site in sites for end in self._ends_of_inf(trail, *site)]
         if not ends:
             return ()

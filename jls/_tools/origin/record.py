@@ -10,7 +10,7 @@ The records, two numbers for each array:
     a scan            the ends of each slice that an iteration gets
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +41,9 @@ def as_large_as(equation: Any, result: int) -> Any | None:
     return None
 
 
+Numbers = tuple[int, ...]  # the place of an operation in a program
+
+
 class Recording(NamedTuple):
     """The records of one run of a program."""
 
@@ -57,6 +60,9 @@ class RecordedProgram:
       roots: the variables to follow back.
       at_roots: whether only the operations that make the roots are recorded: XLA
         compiles that in the time of the program itself.
+      only: the operations to record, by their places in the program; None for all.
+      beside: whether arguments, slices of loops and taken branches are recorded too.
+        Without them it is a closer look at what another program has found.
     """
 
     ARITHMETIC = AS_WRITTEN
@@ -67,16 +73,14 @@ class RecordedProgram:
         root: Frame,
         roots: Iterable[Variable],
         at_roots: bool = False,
+        only: Container[Numbers] | None = None,
+        beside: bool = True,
     ) -> None:
         self._program = program
-        behind_roots = _to_nearest_records(roots) if at_roots else behind(roots)
-        self._read = [(root, x) in behind_roots for x in root.jaxpr.invars]
-        self._wanted = {
-            (*frame.site.numbers, number)
-            for frame in root.all()
-            for number, equation in enumerate(frame.jaxpr.eqns)
-            if any((frame, x) in behind_roots for x in equation.outvars)
-        }
+        behind_roots = to_nearest_records(roots) if at_roots else behind(roots)
+        self._read = [beside and (root, x) in behind_roots for x in root.jaxpr.invars]
+        self._wanted = makers_of(root, behind_roots)
+        self._only, self._beside = only, beside
         self._once = {frame.site.numbers for frame in _run_once(root)}
         self._dtypes: dict[tuple[int, ...], list[Any]] = {}  # of records of operations
         self._count = 0  # of what was recorded
@@ -94,7 +98,9 @@ class RecordedProgram:
         """The program for inputs like these, compiled at the first call."""
         if self._compiled is None:
             inputs = [jnp.asarray(x) for x in inputs]
-            self._compiled = jax.jit(self._run).lower(inputs).compile()
+            lowered = jax.jit(self._run).lower(inputs)
+            is_quick = self.WIDE or not self._beside
+            self._compiled = lowered.compile(_quickly() if is_quick else None)
         return self._compiled
 
     def _bring_to_float32(self, records: Records) -> None:
@@ -125,15 +131,14 @@ class RecordedProgram:
         beside = next((i for i, x in enumerate(site.numbers) if x < 0), None)
         if beside is not None:  # what a loop slices or carries, which branch it was
             around = beside - (site.numbers[beside] == TAKEN)
-            is_wanted = site.numbers[:around] in self._wanted
+            is_wanted = self._beside and site.numbers[:around] in self._wanted
             return Seen(results, ends_of(results) if is_wanted else None)
         equation = site.equation
         if results and all(map(is_literal, equation.invars)):
             # Of numbers alone, such as a mask: XLA would take seconds to fold them.
             results = lax.optimization_barrier(tuple(results))
-        if site.numbers not in self._wanted:
-            return Seen(results)
-        if all(as_large_as(equation, i) is not None for i in range(len(results))):
+        is_left_out = self._only is not None and site.numbers not in self._only
+        if site.numbers not in self._wanted or is_left_out or is_moved(equation):
             return Seen(results)
         self._count += 1
         if self._count % _CHAIN == 0:
@@ -153,6 +158,40 @@ class RecordedProgram:
             return ends_of(arrays)
         keys, self._dtypes[site.numbers] = own_ends_of(arrays)
         return keys
+
+
+def _quickly() -> dict[str, Any]:
+    """Options with which XLA compiles in less time what runs a few times.
+
+    The last bits may differ: so what decides whether a number is finite goes without.
+    """
+    is_cpu = jax.default_backend() == "cpu"
+    return {"xla_backend_optimization_level": 0} if is_cpu else {}
+
+
+class TwoPrograms:
+    """Two programs that record different operations of one, as if they were one.
+
+    Args:
+      first: its records count where the other has none.
+      second: the other.
+    """
+
+    def __init__(self, first: RecordedProgram, second: RecordedProgram) -> None:
+        self._first, self._second = first, second
+
+    def __call__(self, inputs: Sequence[Any], compiled: bool = True) -> Recording:
+        """One run of each."""
+        found = (x(inputs, compiled) for x in (self._first, self._second))
+        (arguments, records), (_, more) = found
+        return Recording(arguments, _merged(more, records))
+
+
+def _merged(records: Any, more: Any) -> Any:
+    if not (isinstance(records, dict) and isinstance(more, dict)):
+        return more if records is None else records
+    numbers = {**records, **more}
+    return {key: _merged(records.get(key), more.get(key)) for key in numbers}
 
 
 # XLA recomputes a chain of fused operations for each of them that is recorded. So the
@@ -178,7 +217,23 @@ def own_ends_of(arrays: Sequence[Any]) -> tuple[tuple[Array, ...], list[Any]]:
     return keys, [dtype for found, dtype in pairs for _ in found]
 
 
-def _to_nearest_records(roots: Iterable[Variable]) -> set[Variable]:
+def is_moved(equation: Any) -> bool:
+    """Whether all results are as large as an operand, so that none is recorded."""
+    results = range(len(equation.outvars))
+    return all(as_large_as(equation, i) is not None for i in results)
+
+
+def makers_of(root: Frame, variables: Container[Variable]) -> set[Numbers]:
+    """The places of the operations and calls that have one of these as a result."""
+    return {
+        (*frame.site.numbers, number)
+        for frame in root.all()
+        for number, equation in enumerate(frame.jaxpr.eqns)
+        if any((frame, x) in variables for x in equation.outvars)
+    }
+
+
+def to_nearest_records(roots: Iterable[Variable]) -> set[Variable]:
     """The roots, and what leads from the records that tell their sizes to them."""
     stack, found = list(roots), set[Variable]()
     while stack:

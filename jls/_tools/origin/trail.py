@@ -24,7 +24,7 @@ from jls._program.replay import (
     WhileRecords,
 )
 from jls._tools.origin.measure import NOTHING, Size, read_size, size_of
-from jls._tools.origin.record import Recording, as_large_as
+from jls._tools.origin.record import Numbers, Recording, as_large_as
 
 
 class Range(NamedTuple):
@@ -98,16 +98,38 @@ class LoopCarry(NamedTuple):
 Origin = Constant | Argument | Slice | Stack | LoopCarry | OpResult
 
 
+class Shortcuts(NamedTuple):
+    """How to go through a run in which some operations were not recorded.
+
+    `jls._tools.origin.regions` finds it.
+    """
+
+    open: frozenset[Numbers]  # the operations whose operands are known too
+    beyond: dict[OpResult, list[RunValue]]  # from the others to what made them NaN
+
+
+class LostError(Exception):
+    """A search came to an operation of whose operands nothing is known."""
+
+
 class Trail:
     """One run, to be followed back.
 
     Args:
       run: what was recorded of a program.
+      leaves: its arguments in that run.
+      shortcuts: through what was not recorded; None if all operations were.
     """
 
-    def __init__(self, run: Recording) -> None:
-        self.records = run.records
+    def __init__(
+        self,
+        run: Recording,
+        leaves: Sequence[Any] = (),
+        shortcuts: Shortcuts | None = None,
+    ) -> None:
+        self.records, self.leaves = run.records, leaves
         self._arguments = run.arguments
+        self.shortcuts = shortcuts
         # Bounds the memory of a long search.
         self._size = functools.lru_cache(1 << 20)(self._find_size)
 
@@ -136,7 +158,11 @@ class Trail:
         return len(self._record(origin.frame, number, origin.iterations)) > 0
 
     def births(self, roots: Iterable[RunValue]) -> "list[BirthRecord]":
-        """The births of inf and NaN in the roots, in the order of the program."""
+        """The births of inf and NaN in the roots, in the order of the program.
+
+        Raises:
+          LostError: with `shortcuts`, if they do not lead on.
+        """
         stack: list[tuple[RunValue, OpResult | None]]
         stack = [(value, None) for value in roots if self.is_bad(value)]
         visited = set[Any]()
@@ -146,16 +172,19 @@ class Trail:
             value, reader = stack.pop()
             origin, size = self.origin(value), self.size(value)
             if isinstance(origin, OpResult):
-                origin = self._first_in_a_row(origin, _shared_loops(origin, reader))
-                size = self._size_of_result(origin)
+                origin = self.first_in_a_row(origin, reader)
+                size = self.size_of_result(origin)
             if isinstance(origin, Constant):
                 birth = BirthRecord(origin._replace(reader=reader), size)
                 (births if size.is_nan else on_purpose).append(birth)
                 continue
-            if origin is None or (key := _identity(origin)) in visited:
+            if origin is None or (key := identity_of(origin)) in visited:
                 continue
             visited.add(key)
             if isinstance(origin, OpResult):
+                if self.shortcuts and origin.site.numbers not in self.shortcuts.open:
+                    stack += [(x, origin) for x in self._beyond(origin)]
+                    continue
                 operands = self.operands(origin)
                 causes = self._causes(origin, operands, size)
                 causes = self._choices(origin, causes) or causes
@@ -165,17 +194,29 @@ class Trail:
                         BirthRecord(origin, size, operands, self.range_of(origin))
                     )
                 stack += [(cause, origin) for cause in causes]
-            elif isinstance(origin, Slice):
-                stack.append((self._source_of(origin), reader))
-            elif isinstance(origin, Stack):
-                stack.append((self._first_bad_of(origin), reader))
-            elif isinstance(origin, LoopCarry):
-                # Other lanes, which had ended, may have been bad before.
-                change = self._last_change_of(origin)
-                stack.append((change, _maker_of(change) or reader))
-            else:
+            elif isinstance(origin, Argument):
                 births.append(BirthRecord(origin, size))
+            else:
+                stack.append(self.through_loop(origin, reader))
         return sorted(births or on_purpose, key=self._order)
+
+    def through_loop(
+        self, origin: Slice | Stack | LoopCarry, reader: OpResult | None
+    ) -> tuple[RunValue, OpResult | None]:
+        """The bad value in another iteration or loop, and what it is read by."""
+        if isinstance(origin, Slice):
+            return self._source_of(origin), reader
+        if isinstance(origin, Stack):
+            return self._first_bad_of(origin), reader
+        # Other lanes, which had ended, may have been bad before.
+        change = self._last_change_of(origin)
+        return change, _maker_of(change) or reader
+
+    def _beyond(self, op: OpResult) -> "list[RunValue]":
+        beyond = self.shortcuts.beyond if self.shortcuts else {}
+        if op not in beyond:
+            raise LostError
+        return beyond[op]
 
     def _causes(
         self, op: OpResult, operands: "list[RunValue]", size: Size
@@ -369,22 +410,23 @@ class Trail:
             numbers = (CARRIED, origin.number)
             keys = self._record(origin.frame, numbers, origin.iterations)
             return read_size(keys) if len(keys) else NOTHING
-        return self._size_of_result(origin) if isinstance(origin, OpResult) else NOTHING
+        return self.size_of_result(origin) if isinstance(origin, OpResult) else NOTHING
 
-    def _size_of_result(self, op: OpResult) -> Size:
+    def size_of_result(self, op: OpResult) -> Size:
         keys = self._record(op.frame, op.number, op.iterations)
         return read_size(keys[2 * op.result :][:2]) if len(keys) else NOTHING
 
-    def _first_in_a_row(self, op: OpResult, shared: int) -> OpResult:
+    def first_in_a_row(self, op: OpResult, reader: OpResult | None) -> OpResult:
         """The same result in the first of the iterations in a row in which it is bad.
 
         Of a while loop no other iteration was recorded.
 
         Args:
           op: the result.
-          shared: how many loops it shares, in the same iteration, with the operation
-            that reads it. There it may have been bad before, and not been read.
+          reader: the operation that reads it. In the loops that both share, in the same
+            iteration, it may have been bad before, and not been read.
         """
+        shared = _shared_loops(op, reader)
         iterations = list(op.iterations)
         for i, loop in enumerate(_loops_around(op.frame)):
             if i < shared:
@@ -598,7 +640,7 @@ def _signs_of_product(sizes: "list[Size]") -> set[str] | None:
     return found
 
 
-def _identity(origin: Origin) -> Any:
+def identity_of(origin: Origin) -> Any:
     """A hashable key of an origin; the numbers of a program have no hash."""
     if isinstance(origin, Slice):
         return origin[:3]

@@ -2,8 +2,10 @@
 """The float32 twin of a float16 program: which values float16 loses at a loss scale.
 
 The twin has float32 in place of every narrower dtype (`_program.alone`), so no value
-overflows or vanishes. The record of each float16 value of the backward pass has, after
-its two ends:
+overflows or vanishes. Only what is narrow in the program is recorded: the two ends of
+each result, and a sample of each float16 value of the backward pass. Its elements are
+counted on the host, so XLA need not compile that for each of them; on the device in
+a `while` loop and on several devices, where several records become one.
 
     counts    of a sample: of zeros, of those that vanish in float16, of those in each
               of the powers of two of float16, of those that overflow
@@ -13,6 +15,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -66,6 +69,7 @@ class Twin(RecordedProgram):
         counted: Iterable[Variable],
     ) -> None:
         super().__init__(program, root, roots)
+        self._merged = {x.site.numbers for x in root.all() if _is_merged(x)}
         self._counted: dict[tuple[int, ...], set[int]] = {}
         for frame, atom in counted:
             number, result = frame.makers[atom]
@@ -74,13 +78,18 @@ class Twin(RecordedProgram):
 
     def _record(
         self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
-    ) -> Array | None:
+    ) -> Array | tuple[Array, ...] | None:
+        if not any(map(is_narrow_atom, site.equation.outvars)):
+            return None
         found = ends_of(results)
         counted = self._counted.get(site.numbers)
         if found is None or not counted:
             return found
+        samples = [_sample_of(results[i]) for i in sorted(counted)]
+        if site.numbers[:-1] not in self._merged:
+            return found, *map(key_of, samples)
         # Twice: over iterations and devices, the even ones are the largest numbers.
-        counts = [jnp.repeat(_bin_counts(results[i]), 2) for i in sorted(counted)]
+        counts = [jnp.repeat(_bin_counts(x), 2) for x in samples]
         return jnp.concatenate([found, *map(key_of, counts)])
 
     def cotangent(
@@ -99,12 +108,21 @@ class Twin(RecordedProgram):
         frame, atom = variable
         number, result = frame.makers[atom]
         key = _record_key(frame, number)
-        rows = _record_rows(records, key)
-        if rows is None or result not in self._counted.get(key, ()):
+        record = _record_of(records, key)
+        if record is None or result not in self._counted.get(key, ()):
             return None
-        size = len(frame.jaxpr.eqns[number].outvars)
-        place = 2 * size + 2 * _NUM_COUNTS * sorted(self._counted[key]).index(result)
-        counts = rows[:, place : place + 2 * _NUM_COUNTS : 2].astype(np.float64).sum(0)
+        index = sorted(self._counted[key]).index(result)
+        if isinstance(record, tuple):
+            keys = record[1 + index]
+            rows = floats_from_keys(keys.reshape(-1, keys.shape[-1]))
+            found = np.stack([_count_on_host(x) for x in rows])
+        else:
+            size = len(frame.jaxpr.eqns[number].outvars)
+            place = 2 * size + 2 * _NUM_COUNTS * index
+            rows = _record_rows(records, key)
+            assert rows is not None
+            found = rows[:, place : place + 2 * _NUM_COUNTS : 2]
+        counts = found.astype(np.float64).sum(0)
         present = counts[1:].sum()
         if not present:
             return None
@@ -123,6 +141,19 @@ class Twin(RecordedProgram):
         rows = _record_rows(records, _record_key(frame, number))
         ends = None if rows is None else rows[:, 2 * result : 2 * result + 2]
         return 0.0 if ends is None else float(np.abs(ends).max(initial=0.0))
+
+    def may_overflow(self, records: Any, frame: Frame, number: int) -> bool:
+        """Whether a narrow result is so large that it may be inf in its own dtype."""
+        called = frame.called(number)
+        rows = None if called else _record_rows(records, _record_key(frame, number))
+        if rows is None:
+            return False
+        sizes = np.abs(rows[:, : 2 * len(frame.jaxpr.eqns[number].outvars)]).max(0)
+        return any(
+            not sizes[2 * i : 2 * i + 2].max() < float(jnp.finfo(x.aval.dtype).max) / 2
+            for i, x in enumerate(frame.jaxpr.eqns[number].outvars)
+            if is_narrow_atom(x)
+        )
 
 
 class LostInf(NamedTuple):
@@ -229,27 +260,51 @@ def _record_key(frame: Frame, number: int) -> tuple[int, ...]:
     return frame.site_of(number).numbers
 
 
-def _record_rows(records: Any, key: tuple[int, ...]) -> np.ndarray | None:
-    """The record of an operation, a row for each iteration: `f32[iterations, n]`."""
+def _record_of(records: Any, key: tuple[int, ...]) -> Any:
+    """The record of an operation; None if there is none."""
     for part in key:
         records = records.get(part) if isinstance(records, dict) else None
-    if isinstance(records, WhileRecords):
-        records = records.bad
-    if records is None:
-        return None
-    return floats_from_keys(records.reshape(-1, records.shape[-1]))
+    return records.bad if isinstance(records, WhileRecords) else records
+
+
+def _record_rows(records: Any, key: tuple[int, ...]) -> np.ndarray | None:
+    """The record of an operation, a row for each iteration: `f32[iterations, n]`.
+
+    Without its samples.
+    """
+    record = _record_of(records, key)
+    keys = record[0] if isinstance(record, tuple) else record
+    return None if keys is None else floats_from_keys(keys.reshape(-1, keys.shape[-1]))
+
+
+def _is_merged(frame: Frame) -> bool:
+    """Whether records of several iterations or devices become one."""
+    here: Frame | None = frame
+    while here is not None and here.kind not in ("while", "devices"):
+        here = here.parent
+    return here is not None
 
 
 _NUM_COUNTS = _BINS + 3
 
 
-def _bin_counts(x: Array) -> Array:
-    """The numbers of a sample of `x` that are 0, vanish, are in each bin, overflow."""
+def _sample_of(x: Array) -> Array:
+    """Magnitudes of at most `_SAMPLE` elements."""
     flat = jnp.ravel(x)
     step = -(-flat.size // _SAMPLE)
     while math.gcd(step, flat.size) > 1 and step > 1:  # not one channel of many
         step += 1
-    sample = jnp.abs(flat[::step] if step > 1 else flat).astype(jnp.float32)
+    return jnp.abs(flat[::step] if step > 1 else flat).astype(jnp.float32)
+
+
+def _count_on_host(sample: np.ndarray) -> np.ndarray:
+    # All of one length, so that this is compiled once: zeros count for nothing.
+    return np.asarray(_bin_counts(np.pad(sample, (0, _SAMPLE - len(sample)))))
+
+
+@jax.jit
+def _bin_counts(sample: Array) -> Array:
+    """The numbers of a sample that are 0, vanish, are in each bin, overflow."""
     _, exponent = jnp.frexp(sample)  # 1 for 1.0
     inside = jnp.clip(exponent - 1, LOWEST - 1, HIGHEST + 1) - LOWEST + 2
     # The lowest power itself is half of the least number: it rounds to the even 0.

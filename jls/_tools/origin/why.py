@@ -16,7 +16,7 @@ from jls._program.jaxprs import is_inexact_atom, is_literal
 from jls._program.places import Place, is_transposed, place_of
 from jls._scopes import GRADIENTS, UPDATE, marks_of
 from jls._text import join, scale_in_words
-from jls._tools.origin import roots
+from jls._tools.origin import regions, roots
 from jls._tools.origin.advice import (
     CAME_IN,
     NORM_OVERFLOWS,
@@ -26,12 +26,13 @@ from jls._tools.origin.advice import (
     is_of_entropy,
 )
 from jls._tools.origin.measure import Size
-from jls._tools.origin.record import RecordedProgram
+from jls._tools.origin.record import RecordedProgram, TwoPrograms, makers_of
 from jls._tools.origin.result import ARGUMENT, CONSTANT, DIVERGED, Birth, Why
 from jls._tools.origin.roots import CheckedValues, checked_values, is_of_update
 from jls._tools.origin.trail import (
     Argument,
     BirthRecord,
+    LostError,
     OpResult,
     Range,
     RunValue,
@@ -51,6 +52,7 @@ from jls._tools.reading.trace import ALL, READS, Traced, trace
 from jls._tree import is_array
 from jls._types import SkipReason, known_skip_reason
 
+AnyProgram = RecordedProgram | TwoPrograms
 # Of the lowest loss scale that is tried, 2^-24: the smallest float16. A lower one is 0
 # when cast to float16.
 LOWEST_EXPONENT = -24
@@ -165,7 +167,12 @@ class Case:
         self.results = self._results()
         wanted = [x for checked in self.checked for x in checked.variables]
         self.roots = [*wanted, *self.results]
-        self.recorded = RecordedProgram(self.traced.program, self.root, self.roots)
+        self.landmarks = regions.landmarks(self.root, self.roots, regions.FEW)
+        self.recorded = self.program(only=self.landmarks)
+
+    def program(self, **which: Any) -> RecordedProgram:
+        """The program with records of its operations, see `RecordedProgram`."""
+        return RecordedProgram(self.traced.program, self.root, self.roots, **which)
 
     def _results(self) -> dict[Variable, str]:
         """The results to check, by name, without arguments returned as they are."""
@@ -204,7 +211,7 @@ class Case:
         was_skipped = self._was_skipped()
         if not (was_skipped or self._is_bad_as_it_is()):
             return Why()
-        trail = self.run(compiled=False)
+        trail = self.run(compiled=False, program=self.program())
         bad = self.bad_roots(trail)
         if bad:
             return self.explain(trail, bad, None, _ONE_BY_ONE)
@@ -217,14 +224,45 @@ class Case:
         factor: float = 1.0,
         compiled: bool = True,
         at: Iterable[int] = (),
-        program: RecordedProgram | None = None,
+        program: AnyProgram | None = None,
         leaves: Sequence[Any] | None = None,
     ) -> Trail:
         """One run, with the loss scales `at` these inputs multiplied by `factor`."""
         leaves = list(self.leaves if leaves is None else leaves)
         for i in at:
             leaves[i] = jnp.asarray(leaves[i]) * jnp.asarray(factor, jnp.float32)
-        return Trail((program or self.recorded)(leaves, compiled))
+        return Trail((program or self.recorded)(leaves, compiled), leaves)
+
+    def closer(
+        self, trail: Trail, values: Sequence[RunValue], only_first: bool = False
+    ) -> tuple[Trail, AnyProgram]:
+        """A run like this one in which the births of bad values are found.
+
+        Args:
+          trail: the run.
+          values: the bad values.
+          only_first: whether one birth is enough.
+
+        Returns:
+          The run, and the program that was run.
+        """
+        if trail.shortcuts or self.landmarks is None:
+            return trail, self.recorded
+        wanted = makers_of(self.root, behind(self.roots))
+        found = regions.search(
+            trail, values, self.landmarks, wanted, regions.FEW, only_first
+        )
+        program: AnyProgram = self.recorded
+        if found.only:
+            closely = self.program(only=found.only, beside=False)
+            program = TwoPrograms(self.recorded, closely)
+        closer = Trail(program(trail.leaves), trail.leaves, found.shortcuts)
+        with contextlib.suppress(LostError):
+            if closer.births(values):
+                return closer, program
+        # XLA has rounded the two programs differently.
+        self.landmarks, self.recorded = None, self.program()
+        return self.run(leaves=trail.leaves), self.recorded
 
     def bad_roots(self, trail: Trail) -> list[Bad]:
         """The roots that are not finite; in loops, in the first such iteration."""
@@ -260,9 +298,9 @@ class Case:
         ]
         if not 0 < len(numbers) <= _MOST_RUNS or self._may_decide(numbers):
             return None
-        program = RecordedProgram(
-            self.traced.program, self.root, self.roots, at_roots=True
-        )
+        program = self.recorded
+        if self.landmarks is None:
+            program = self.program(at_roots=True)
 
         def bad_roots(kept: Iterable[int]) -> list[Bad]:
             leaves = list(self.leaves)
@@ -414,6 +452,7 @@ class Case:
     def explain(
         self, trail: Trail, bad: list[Bad], is_from_scale: bool | None, note: str = ""
     ) -> Why:
+        trail, _ = self.closer(trail, [x.value for x in bad])
         found = trail.births([x.value for x in bad])
         forward = self.forward()
         births: dict[Any, Birth] = {}

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which operations to record, where a record of each would take minutes to compile.
+
+XLA takes as long for a few records as for the operation itself. So a large program is
+compiled with few of them, at landmarks: then it is known between which landmarks an inf
+or a NaN was born, and only the operations in there are recorded, in a second program.
+
+    landmark    an operation that is recorded: a product of matrices, whose result is in
+                memory anyway, or one in a long row without; what the roots are read
+                from; what an iteration of a scan ends with; all that is in a `while`;
+                and for `calibrate`, what may be inf in float16 and small in float32
+    region      a landmark with a bad result, and what is between it and those before
+    open        a region whose operations are recorded: something was born there
+    passed      one in which a NaN came in and got to the result by arithmetic. More may
+                be born there: it is open too, as long as these are few
+"""
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from jls._program.frames import Frame, Variable, behind
+from jls._program.jaxprs import is_inexact_atom, is_literal, is_narrow_atom
+from jls._program.primitives import Primitive, primitive_of
+from jls._tools.origin.record import (
+    Numbers,
+    is_moved,
+    makers_of,
+    to_nearest_records,
+)
+from jls._tools.origin.trail import (
+    Argument,
+    Constant,
+    OpResult,
+    Origin,
+    RunValue,
+    Shortcuts,
+    Trail,
+    identity_of,
+)
+
+# So many records do not take long to compile.
+FEW = 256
+# The longest row of operations between landmarks.
+_ROW = 32
+
+
+def landmarks(
+    root: Frame, roots: Collection[Variable], few: int
+) -> frozenset[Numbers] | None:
+    """The operations to record first; None if all, since they are few.
+
+    Args:
+      root: the frame of the program.
+      roots: the variables to follow back.
+      few: how many they may be.
+    """
+    wanted = makers_of(root, behind(roots))
+    every = {
+        (*frame.site.numbers, number)
+        for frame in root.all()
+        for number, equation in enumerate(frame.jaxpr.eqns)
+        if not frame.called(number) and not is_moved(equation)
+    } & wanted
+    if len(every) <= few:
+        return None
+    found = set(_in_rows(root, every, {}))
+    ends = list(roots)
+    for frame in root.all():
+        if frame.is_loop:
+            ends += [(frame, x) for x in frame.jaxpr.outvars]
+        if _is_in_while(frame):
+            places = range(len(frame.jaxpr.eqns))
+            found |= {(*frame.site.numbers, number) for number in places} & every
+    return frozenset(found | makers_of(root, to_nearest_records(ends)) & every)
+
+
+def _in_rows(
+    frame: Frame, every: set[Numbers], rows: dict[Variable, int]
+) -> Iterator[Numbers]:
+    """The landmarks of a program and its calls.
+
+    Args:
+      frame: the program.
+      every: the operations that can be recorded.
+      rows: of each variable, how many operations without a landmark are before it.
+    """
+
+    def row_of(frame: Frame, atoms: Iterable[Any]) -> int:
+        known = [rows.get((frame, x), 0) for x in atoms if not is_literal(x)]
+        return max(known, default=0)
+
+    for number, equation in enumerate(frame.jaxpr.eqns):
+        called = frame.called(number)
+        for child in called:
+            if not child.is_loop:
+                for x, index in child.inputs.items():
+                    rows[child, x] = row_of(frame, [child.given(index)])
+            yield from _in_rows(child, every, rows)
+        row, numbers = row_of(frame, equation.invars), (*frame.site.numbers, number)
+        if numbers in every:
+            row += 1
+            known = primitive_of(equation)
+            if row > _ROW or _is_in_memory(known) or _is_pole(known, equation):
+                yield numbers
+                row = 0
+        for i, x in enumerate(equation.outvars):
+            ends = [row_of(child, child.jaxpr.outvars[i : i + 1]) for child in called]
+            rows[frame, x] = max(ends, default=row)
+
+
+def _is_in_memory(row: Primitive) -> bool:
+    """Whether it is a product of matrices or a convolution."""
+    return row.degree == "product" and not row.is_elementwise
+
+
+def _is_pole(row: Primitive, equation: Any) -> bool:
+    """Whether it may divide by a number that a narrow dtype has rounded to 0."""
+    return row.like in ("div", "root", "log") and is_narrow_atom(equation.outvars[0])
+
+
+def _is_in_while(frame: Frame | None) -> bool:
+    while frame is not None:
+        if frame.kind == "while":
+            return True
+        frame = frame.parent
+    return False
+
+
+class Region(NamedTuple):
+    """An operation, and those between it and the ones recorded before."""
+
+    top: OpResult
+    inside: frozenset[OpResult]
+    ends: tuple[RunValue, ...]  # what comes in
+    nan: tuple[RunValue, ...]  # those with a NaN that gets to the top for certain
+
+
+class Search(NamedTuple):
+    """Where to look closely."""
+
+    only: frozenset[Numbers]  # the operations to record
+    shortcuts: Shortcuts
+
+
+def search(
+    trail: Trail,
+    roots: Iterable[RunValue],
+    recorded: frozenset[Numbers],
+    wanted: Collection[Numbers],
+    few: int,
+    only_first: bool = False,
+) -> Search:
+    """Says where to look for the births of what is bad in some roots.
+
+    Args:
+      trail: a run with records at landmarks.
+      roots: its bad roots.
+      recorded: the landmarks.
+      wanted: the operations that the roots are computed from.
+      few: how many operations may be recorded that need not be.
+      only_first: whether one birth is enough.
+    """
+    regions = list(_regions(trail, roots, recorded, wanted))
+    only, opened = set[Numbers](), set[Numbers]()
+    ranked = sorted(regions, key=lambda x: _rank(trail, x))
+    for region in ranked[:1] if only_first else ranked:
+        here = {x.site.numbers for x in (region.top, *region.inside)}
+        ends = map(trail.origin, region.ends)
+        around = [x for x in ends if isinstance(x, OpResult)]
+        more = here.union(x.site.numbers for x in around if not _is_in_while(x.frame))
+        if _is_passed(trail, region) and len(only | more) > few:
+            continue
+        opened |= here
+        if region.inside:
+            only |= more
+    beyond = {
+        x.top: [*(x.nan if _is_passed(trail, x) else filter(trail.is_bad, x.ends))]
+        for x in regions
+        if only_first or _is_passed(trail, x)
+    }
+    return Search(frozenset(only), Shortcuts(frozenset(opened), beyond))
+
+
+def _is_passed(trail: Trail, region: Region) -> bool:
+    return bool(region.nan) and trail.size_of_result(region.top).is_nan
+
+
+def _rank(trail: Trail, region: Region) -> tuple[Any, ...]:
+    """A key for the order in which to look into regions: that of the program.
+
+    What is passed comes last, but for what an inf came into: it may be a NaN later.
+    """
+    is_passed = _is_passed(trail, region)
+    has_inf = any(trail.is_bad(x) and not trail.size(x).is_nan for x in region.ends)
+    return is_passed, is_passed and not has_inf, region.top.site.numbers
+
+
+def _regions(
+    trail: Trail,
+    roots: Iterable[RunValue],
+    recorded: frozenset[Numbers],
+    wanted: Collection[Numbers],
+) -> Iterator[Region]:
+    """The regions that an inf or a NaN in the roots may have come through."""
+    stack: list[tuple[RunValue, OpResult | None]] = [(x, None) for x in roots]
+    visited = set[Any]()
+    while stack:
+        value, reader = stack.pop()
+        origin = trail.origin(value) if trail.is_bad(value) else None
+        if isinstance(origin, OpResult):
+            origin = trail.first_in_a_row(origin, reader)
+        if origin is None or isinstance(origin, Argument | Constant):
+            continue
+        if (key := identity_of(origin)) in visited:
+            continue
+        visited.add(key)
+        if isinstance(origin, OpResult):
+            region = _region(trail, origin, recorded, wanted)
+            yield region
+            ends = region.nan if _is_passed(trail, region) else region.ends
+            stack += [(x, origin) for x in ends]
+        else:
+            stack.append(trail.through_loop(origin, reader))
+
+
+def _region(
+    trail: Trail,
+    top: OpResult,
+    recorded: frozenset[Numbers],
+    wanted: Collection[Numbers],
+) -> Region:
+    """The region of a landmark."""
+    inside, ends, nan = set[OpResult](), dict[Any, RunValue](), dict[Any, RunValue]()
+    # In two rounds: the operations from which a NaN gets to the top come first.
+    for is_sure in (True, False):
+        stack, visited = [top], set[OpResult]()
+        while stack:
+            op = stack.pop()
+            if op in visited:
+                continue
+            visited.add(op)
+            if is_sure and not _keeps_nan(op.site.equation):
+                continue
+            for value, origin in _operands(trail, op, wanted):
+                if isinstance(origin, OpResult) and origin.site.numbers not in recorded:
+                    inside.add(origin)
+                    stack.append(origin)
+                else:
+                    ends[identity_of(origin)] = value
+                    if is_sure and trail.size(value).is_nan:
+                        nan[identity_of(origin)] = value
+    return Region(top, frozenset(inside), tuple(ends.values()), tuple(nan.values()))
+
+
+def _operands(
+    trail: Trail, op: OpResult, wanted: Collection[Numbers]
+) -> Iterator[tuple[RunValue, Origin]]:
+    """What an operation is computed from, and what decides in a `select_n`."""
+    values = trail.operands(op)
+    equation = op.site.equation
+    if equation.primitive.name == "select_n":
+        values.append(RunValue(op.frame, equation.invars[0], op.iterations))
+    visited = set[Any]()
+    while values:
+        value = values.pop()
+        origin = trail.origin(value)
+        if origin is None or isinstance(origin, Constant):
+            continue
+        if (key := identity_of(origin)) in visited:
+            continue
+        visited.add(key)
+        is_float = is_inexact_atom(value.atom)
+        if isinstance(origin, OpResult) and not (
+            is_float and origin.site.numbers in wanted
+        ):
+            values += [
+                RunValue(origin.frame, x, origin.iterations)
+                for x in origin.site.equation.invars
+                if not is_literal(x)
+            ]
+        elif is_float:
+            yield value, origin
+
+
+def _keeps_nan(equation: Any) -> bool:
+    """Whether a NaN in any operand is one in the result.
+
+    XLA's maximum may lose it. A convolution with strides may step over it: that a whole
+    array is NaN just there, and another NaN is born behind it, has not been seen.
+    """
+    row = primitive_of(equation)
+    if row.moves:
+        is_whole = equation.primitive.name in ("concatenate", "pad", "stack", "tile")
+        return row.moves != "some" or is_whole
+    is_function = row.like in ("exp", "log", "log1p", "root")
+    return row.infs != "" or row.keeps_inf or is_function or _is_smooth(row.degree)
+
+
+def _is_smooth(degree: str | float) -> bool:
+    arithmetic = ("linear", "sum", "product", "quotient", "bounded")
+    return degree in arithmetic or not isinstance(degree, str)
