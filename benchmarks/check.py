@@ -61,7 +61,8 @@ def _convnet() -> Step:
     return _step(convnet_loss, convnet_params(8, [1, 1], 10), batch)
 
 
-def _transformer(width: int, layers: int, vocabulary: int) -> Step:
+def transformer_step(width: int, layers: int, vocabulary: int) -> Step:
+    """A step of a float16 transformer, and its arguments."""
     params = transformer_params(width, layers, vocabulary)
     batch = (*transformer_batch(1, 16, vocabulary), GOOD)
     return _step(transformer_loss(8), params, batch)
@@ -70,8 +71,8 @@ def _transformer(width: int, layers: int, vocabulary: int) -> Step:
 STEPS: dict[str, Callable[[], Step]] = {
     "perceptron, 40 parameters": _perceptron,
     "convnet": _convnet,
-    "transformer, 0.6 M parameters": lambda: _transformer(64, 6, 2048),
-    "transformer, 30 M parameters": lambda: _transformer(512, 9, 3072),
+    "transformer, 0.6 M parameters": lambda: transformer_step(64, 6, 2048),
+    "transformer, 30 M parameters": lambda: transformer_step(512, 9, 3072),
 }
 
 

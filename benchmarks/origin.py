@@ -1,59 +1,88 @@
-"""What `jls.why` takes: `python -m benchmarks.origin`.
+"""What `jls.why` and `jls.calibrate` take: `python -m benchmarks.origin`.
 
-For each step the seconds to compile it as it is and with a record beside each
-operation, the seconds of one run of both, the temporary memory of both, and the seconds
-of a whole call of `jls.why` on a batch with a NaN in it.
+For whole steps the CPU seconds to trace and compile them; those of `jls.why` on a
+batch whose loss overflows, and of `jls.calibrate` on a good one, also as multiples of
+the first; and of how many operations, of those that could be, the first program has a
+record.
+
+Seconds are CPU time of the process: other work on the machine counts for little. Prints
+a table, and writes the figures as JSON.
 """
 
+import argparse
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import linen as nn
+from flax import nnx
 from jax import lax
 
 import jls
-from benchmarks.check import STEPS, Step
+from benchmarks.check import Step, transformer_step
+from benchmarks.models import (
+    GOOD,
+    boosted_cross_entropy,
+    convnet_batch,
+    transformer_batch,
+)
 from jls._tools.origin.why import Case
 
+VOCABULARY = 512
+# The loss is over 2: times this it is inf, and all gradients with it.
+TOO_LARGE = np.float32(2.0**127)
 
-def _layers_in_a_scan(width: int, layers: int, vocabulary: int) -> Step:
-    """A float16 transformer whose layers are stacked."""
 
+def scanned_step(scans: int, blocks: int, width: int) -> Step:
+    """A float16 transformer: scans over stacked layers, each of some blocks, remat."""
+
+    @jax.checkpoint
     def block(x, layer):
         q, k, v = jnp.split(_normal(x) @ layer["qkv"].astype(x.dtype), 3, axis=-1)
-        scores = (q @ k.T).astype(jnp.float32) / width**0.5
-        scores = jnp.where(jnp.tri(len(x), dtype=bool), scores, -jnp.inf)
+        scores = (q @ k.swapaxes(1, 2)).astype(jnp.float32) / width**0.5
+        scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), scores, -jnp.inf)
         x = x + jax.nn.softmax(scores).astype(x.dtype) @ v
         hidden = jax.nn.gelu(_normal(x) @ layer["up"].astype(x.dtype))
-        return x + hidden @ layer["down"].astype(x.dtype), None
+        return x + hidden @ layer["down"].astype(x.dtype)
+
+    def blocks_of(x, layers):
+        for layer in layers:
+            x = block(x, layer)
+        return x, None
 
     def loss_fn(params, batch):
-        tokens, targets, weight = batch
+        tokens, targets, boost = batch
         x = params["embedding"].astype(jnp.float16)[tokens]
-        x, _ = lax.scan(jax.checkpoint(block), x, params["layers"])
-        logits = (x @ params["embedding"].astype(x.dtype).T).astype(jnp.float32)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-        return jnp.mean(losses) * weight
+        for stack in params["stacks"]:
+            x, _ = lax.scan(blocks_of, x, stack)
+        logits = x @ params["embedding"].astype(x.dtype).T
+        return boosted_cross_entropy(logits, targets, boost)
+
+    rng = np.random.default_rng(0)
 
     def normal(*shape):
-        return np.random.default_rng(0).normal(0, 0.02, shape).astype(np.float32)
+        return jnp.asarray(rng.normal(0, 0.02, shape).astype(np.float32))
+
+    def layer():
+        return {
+            "qkv": normal(2, width, 3 * width),
+            "up": normal(2, width, 4 * width),
+            "down": normal(2, 4 * width, width),
+        }
 
     params = {
-        "embedding": jnp.asarray(normal(vocabulary, width)),
-        "layers": {
-            "qkv": jnp.asarray(normal(layers, width, 3 * width)),
-            "up": jnp.asarray(normal(layers, width, 4 * width)),
-            "down": jnp.asarray(normal(layers, 4 * width, width)),
-        },
+        "embedding": normal(VOCABULARY, width),
+        "stacks": [[layer() for _ in range(blocks)] for _ in range(scans)],
     }
-    tokens = jnp.arange(65) % vocabulary
-    batch = tokens[:-1], tokens[1:], jnp.float32(1.0)
     optimizer = jls.loss_scaled(optax.adamw(1e-3), jls.dynamic(64.0))
     step = jax.jit(jls.train_step(loss_fn, optimizer))
+    batch = (*transformer_batch(2, 32, VOCABULARY), GOOD)
     return step, (params, optimizer.init(params), batch)
 
 
@@ -63,59 +92,207 @@ def _normal(x: Any) -> Any:
     return (wide * spread).astype(x.dtype)
 
 
-ALL: dict[str, Callable[[], Step]] = {
-    **STEPS,
-    "transformer, 30 M parameters, layers in a scan": lambda: _layers_in_a_scan(
-        512, 9, 3072
-    ),
+class ResNet(nn.Module):
+    """A float16 network of residual blocks with batch normalization, in Linen."""
+
+    width: int
+    blocks: Sequence[int]
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The logits of images."""
+        x = nn.relu(self._convolve(x, self.width, 3, 1))
+        for stage, count in enumerate(self.blocks):
+            for number in range(count):
+                stride = 2 if stage and not number else 1
+                width = self.width * 2**stage
+                y = nn.relu(self._convolve(x, width, 3, stride))
+                y = self._convolve(y, width, 3, 1)
+                if y.shape != x.shape:
+                    x = self._convolve(x, width, 1, stride)
+                x = nn.relu(x + y)
+        return nn.Dense(10, dtype=jnp.float16)(x.mean((1, 2)))
+
+    def _convolve(self, x: jax.Array, width: int, size: int, stride: int) -> jax.Array:
+        x = nn.Conv(width, (size, size), stride, use_bias=False, dtype=jnp.float16)(x)
+        return nn.BatchNorm(use_running_average=False, dtype=jnp.float16)(x)
+
+
+def resnet_step(width: int, blocks: Sequence[int]) -> Step:
+    """A step that has the batch statistics beside the parameters."""
+    model = ResNet(width, blocks)
+    images, targets = convnet_batch(4, 16, 10)
+    variables = _filled(jax.eval_shape(model.init, jax.random.key(0), images))
+    optimizer = jls.loss_scaled(optax.sgd(0.1, momentum=0.9), jls.dynamic(64.0))
+
+    def loss_fn(params, stats, batch):
+        images, targets, boost = batch
+        logits, updated = model.apply(
+            {"params": params, "batch_stats": stats}, images, mutable=["batch_stats"]
+        )
+        loss = boosted_cross_entropy(logits, targets, boost)
+        return loss, updated["batch_stats"]
+
+    @jax.jit
+    def step(params, stats, opt_state, batch):
+        value_and_grad = jls.value_and_grad(loss_fn, has_aux=True)
+        (loss, new), grads = value_and_grad(opt_state, params, stats, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), new, opt_state, loss
+
+    params = variables["params"]
+    args = params, variables["batch_stats"], optimizer.init(params)
+    return step, (*args, (images, targets, GOOD))
+
+
+def _filled(shapes: Any) -> Any:
+    """Variables of these shapes: random matrices, and ones."""
+    rng = np.random.default_rng(0)
+
+    def fill(x):
+        if len(x.shape) < 2:
+            return jnp.ones(x.shape)
+        return jnp.asarray(rng.normal(0, 0.1, x.shape).astype(np.float32))
+
+    return jax.tree.map(fill, shapes)
+
+
+class Layer(nnx.Module):
+    """A layer of a transformer in bfloat16, in NNX."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs) -> None:
+        half = {"dtype": jnp.bfloat16, "rngs": rngs}
+        self.norm1 = nnx.LayerNorm(width, **half)
+        self.attention = nnx.MultiHeadAttention(4, width, decode=False, **half)
+        self.norm2 = nnx.LayerNorm(width, **half)
+        self.up = nnx.Linear(width, 4 * width, **half)
+        self.down = nnx.Linear(4 * width, width, **half)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The next values of the residual stream."""
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(nnx.gelu(self.up(self.norm2(x))))
+
+
+class LanguageModel(nnx.Module):
+    """A transformer in bfloat16, in NNX."""
+
+    def __init__(self, layers: int, width: int, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(VOCABULARY, width, dtype=jnp.bfloat16, rngs=rngs)
+        self.layers = nnx.List([Layer(width, rngs) for _ in range(layers)])
+        self.head = nnx.Linear(width, VOCABULARY, dtype=jnp.bfloat16, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """The logits of the next tokens."""
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def nnx_step(layers: int, width: int) -> Step:
+    """A step that changes an NNX model in place."""
+    model = LanguageModel(layers, width, nnx.Rngs(0))
+
+    def loss_fn(model, batch):
+        tokens, targets, boost = batch
+        return boosted_cross_entropy(model(tokens), targets, boost)
+
+    wrapper = jls.loss_scaled(optax.adamw(1e-3), jls.dynamic(64.0))
+    optimizer = nnx.Optimizer(model, wrapper, wrt=nnx.Param)
+    step = nnx.jit(jls.train_step(loss_fn))
+    batch = (*transformer_batch(2, 32, VOCABULARY), GOOD)
+    return step, (model, optimizer, batch)
+
+
+STEPS: dict[str, Callable[[], Step]] = {
+    "transformer, float16, clip + adamw": lambda: transformer_step(128, 12, VOCABULARY),
+    "ResNet, float16, batch norm, Linen": lambda: resnet_step(16, (2, 2, 2, 2)),
+    "transformer, float16, scan and remat": lambda: scanned_step(2, 3, 128),
+    "transformer, bfloat16, NNX, adamw": lambda: nnx_step(8, 128),
+}
+QUICK: dict[str, Callable[[], Step]] = {
+    "transformer, float16, clip + adamw": lambda: transformer_step(16, 4, VOCABULARY),
+    "ResNet, float16, batch norm, Linen": lambda: resnet_step(4, (1, 1)),
+    "transformer, float16, scan and remat": lambda: scanned_step(1, 2, 16),
+    "transformer, bfloat16, NNX, adamw": lambda: nnx_step(2, 16),
 }
 
 
+def overflowing(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with a batch whose loss is inf."""
+    return *args[:-1], (*args[-1][:-1], TOO_LARGE)
+
+
 def _seconds(run: Callable[[], Any]) -> tuple[float, Any]:
-    start = time.perf_counter()
+    start = time.process_time()
     result = run()
-    return time.perf_counter() - start, result
+    return time.process_time() - start, result
 
 
-def _fastest(run: Callable[[], Any]) -> float:
-    return min(_seconds(run)[0] for _ in range(3))
+def figures(make: Callable[[], Step]) -> dict[str, float]:
+    """What the two tools take on one step."""
+    step: Any
+    step, args = make()
+    plain, _ = _seconds(lambda: step.lower(*args).compile())
+    case = Case("jls.why", step, args, {})
+    every = len(case.program().operations)
+    why, found = _seconds(lambda: jls.why(step, *overflowing(args)))
+    assert found.births
+    calibrate, _ = _seconds(lambda: jls.calibrate(step, *args))
+    return {
+        "compile": plain,
+        "operations": every,
+        "recorded": len(case.recorded.operations),
+        "why": why,
+        "calibrate": calibrate,
+    }
 
 
-def _with_nan(batch: Any) -> Any:
-    """The batch with NaN in all that is floating point."""
-    return jax.tree.map(lambda x: x * np.nan if x.dtype.kind == "f" else x, batch)
+HEAD = (
+    "compile, s",
+    "operations",
+    "recorded first",
+    "`jls.why`, s",
+    "times",
+    "`jls.calibrate`, s",
+    "times",
+)
 
 
-def main() -> None:
-    """Prints the table."""
-    head = (
-        "parameters",
-        "compile, s",
-        "recorded",
-        "run, s",
-        "recorded",
-        "MB",
-        "recorded",
-    )
-    print(f"| step | {' | '.join([*head, 'jls.why, s'])} |")
-    print("|---|" + "--:|" * (len(head) + 1))
-    for name, make in ALL.items():
-        step, args = make()
-        args = (*args[:2], _with_nan(args[2]))
-        count = sum(np.size(x) for x in jax.tree.leaves(args[0]))
-        lowered = jax.jit(step).lower(*args)
-        cells = []
-        plain, compiled = _seconds(lowered.compile)
-        run = _fastest(lambda f=compiled, x=args: jax.block_until_ready(f(*x)))
-        case = Case("jls.why", step, args, {})
-        recorded, program = _seconds(lambda x=case: x.recorded.compiled(x.leaves))
-        again = _fastest(lambda x=case: x.recorded(x.leaves))
-        cells += [f"{plain:.1f}", f"{recorded:.1f}", f"{run:.3f}", f"{again:.3f}"]
-        for one in (compiled, program):
-            cells.append(f"{one.memory_analysis().temp_size_in_bytes / 1e6:.0f}")
-        whole, why = _seconds(lambda f=step, x=args: jls.why(f, *x))
-        assert why.births[0].place.operation == "argument"
-        print(f"| {name} | {count:,} | {' | '.join(cells)} | {whole:.1f} |", flush=True)
+def row(name: str, found: dict[str, float]) -> str:
+    """A row of the table."""
+    plain, why, calibrate = (found[x] for x in ("compile", "why", "calibrate"))
+    cells = [
+        f"{plain:.1f}",
+        f"{found['operations']:,}",
+        f"{found['recorded']:,}",
+        f"{why:.1f}",
+        f"{why / plain:.1f}",
+        f"{calibrate:.1f}",
+        f"{calibrate / plain:.1f}",
+    ]
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
+    """Prints the table, and writes the figures."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.origin")
+    add = parser.add_argument
+    add("--quick", action="store_true", help="small steps, which prove nothing")
+    add("--steps", default="", metavar="TEXT", help="those whose name contains it")
+    add("--json", type=Path, default=Path("benchmarks_origin.json"), metavar="FILE")
+    options = parser.parse_args(arguments)
+    steps = QUICK if options.quick else STEPS
+    print(f"| step | {' | '.join(HEAD)} |")
+    print("|---|" + "--:|" * len(HEAD))
+    results: dict[str, dict[str, float]] = {}
+    for name, make in steps.items():
+        if options.steps in name:
+            results[name] = figures(make)
+            print(row(name, results[name]), flush=True)
+            options.json.write_text(json.dumps(results, indent=2) + "\n")
+    return results
 
 
 if __name__ == "__main__":

@@ -20,6 +20,10 @@ def made(program):
 
 @pytest.mark.parametrize("name", [*PROGRAMS, *MORE])
 def test_the_first_birth_is_at_the_marked_line(name):
+    names_the_marked_line(name)
+
+
+def names_the_marked_line(name):
     truth = (PROGRAMS | MORE)[name]
     fun, args = made(truth)
     why = jls.why(fun, *args)

@@ -3,6 +3,7 @@
 from planted.fault import Fault
 
 CALIBRATED = "tests/origin/test_calibrate.py"
+REGIONS = "tests/origin/test_regions.py"
 WHY = "tests/test_why.py::"
 ADVICE = WHY + "test_known_patterns_get_advice"
 
@@ -107,6 +108,34 @@ FAULTS = [
         "                results = _select_lanes(is_on(carry), results, carry)",
         "                results = list(results)",
         ("tests/test_why.py",),
+    ),
+    Fault(
+        "a large program is recorded in full at once",
+        "jls/_tools/origin/regions.py",
+        "    if len(every) <= few:",
+        "    if len(every) >= few:",
+        (REGIONS + "::test_a_birth_is_looked_for_where_it_is",),
+    ),
+    Fault(
+        "of the parts of a large program only those without a NaN before are found",
+        "jls/_tools/origin/regions.py",
+        "        ends = region.nan if _is_passed(trail, region) else region.ends",
+        "        ends = [] if _is_passed(trail, region) else region.ends",
+        (REGIONS,),
+    ),
+    Fault(
+        "what decides in a select is not looked at in a part",
+        "jls/_tools/origin/regions.py",
+        '    if equation.primitive.name == "select_n":',
+        '    if equation.primitive.name == "select":',
+        (REGIONS,),
+    ),
+    Fault(
+        "what float16 rounds to 0 is no landmark",
+        "jls/_tools/origin/regions.py",
+        '    return row.like in ("div", "root", "log") and is_narrow',
+        "    return row.like in () and is_narrow",
+        (REGIONS,),
     ),
     Fault(
         "what a while loop has not kept is positive",

@@ -80,7 +80,9 @@ class RecordedProgram:
         behind_roots = to_nearest_records(roots) if at_roots else behind(roots)
         self._read = [beside and (root, x) in behind_roots for x in root.jaxpr.invars]
         self._wanted = makers_of(root, behind_roots)
-        self._only, self._beside = only, beside
+        self._beside = beside
+        every = recordable(root, behind_roots)
+        self.operations = {x for x in every if only is None or x in only}
         self._once = {frame.site.numbers for frame in _run_once(root)}
         self._dtypes: dict[tuple[int, ...], list[Any]] = {}  # of records of operations
         self._count = 0  # of what was recorded
@@ -99,7 +101,7 @@ class RecordedProgram:
         if self._compiled is None:
             inputs = [jnp.asarray(x) for x in inputs]
             lowered = jax.jit(self._run).lower(inputs)
-            is_quick = self.WIDE or not self._beside
+            is_quick = self.ARITHMETIC is not AS_WRITTEN or not self._beside
             self._compiled = lowered.compile(_quickly() if is_quick else None)
         return self._compiled
 
@@ -137,8 +139,7 @@ class RecordedProgram:
         if results and all(map(is_literal, equation.invars)):
             # Of numbers alone, such as a mask: XLA would take seconds to fold them.
             results = lax.optimization_barrier(tuple(results))
-        is_left_out = self._only is not None and site.numbers not in self._only
-        if site.numbers not in self._wanted or is_left_out or is_moved(equation):
+        if site.numbers not in self.operations:
             return Seen(results)
         self._count += 1
         if self._count % _CHAIN == 0:
@@ -217,12 +218,6 @@ def own_ends_of(arrays: Sequence[Any]) -> tuple[tuple[Array, ...], list[Any]]:
     return keys, [dtype for found, dtype in pairs for _ in found]
 
 
-def is_moved(equation: Any) -> bool:
-    """Whether all results are as large as an operand, so that none is recorded."""
-    results = range(len(equation.outvars))
-    return all(as_large_as(equation, i) is not None for i in results)
-
-
 def makers_of(root: Frame, variables: Container[Variable]) -> set[Numbers]:
     """The places of the operations and calls that have one of these as a result."""
     return {
@@ -231,6 +226,20 @@ def makers_of(root: Frame, variables: Container[Variable]) -> set[Numbers]:
         for number, equation in enumerate(frame.jaxpr.eqns)
         if any((frame, x) in variables for x in equation.outvars)
     }
+
+
+def recordable(root: Frame, variables: Container[Variable]) -> set[Numbers]:
+    """The places of the operations of which records can be made, as of `makers_of`."""
+    found = set[Numbers]()
+    for frame in root.all():
+        for number, equation in enumerate(frame.jaxpr.eqns):
+            results = enumerate(equation.outvars)
+            if not frame.called(number) and any(
+                (frame, x) in variables and as_large_as(equation, i) is None
+                for i, x in results
+            ):
+                found.add((*frame.site.numbers, number))
+    return found
 
 
 def to_nearest_records(roots: Iterable[Variable]) -> set[Variable]:

@@ -23,8 +23,8 @@ from jls._program.jaxprs import is_inexact_atom, is_literal, is_narrow_atom
 from jls._program.primitives import Primitive, primitive_of
 from jls._tools.origin.record import (
     Numbers,
-    is_moved,
     makers_of,
+    recordable,
     to_nearest_records,
 )
 from jls._tools.origin.trail import (
@@ -54,13 +54,7 @@ def landmarks(
       roots: the variables to follow back.
       few: how many they may be.
     """
-    wanted = makers_of(root, behind(roots))
-    every = {
-        (*frame.site.numbers, number)
-        for frame in root.all()
-        for number, equation in enumerate(frame.jaxpr.eqns)
-        if not frame.called(number) and not is_moved(equation)
-    } & wanted
+    every = recordable(root, behind(roots))
     if len(every) <= few:
         return None
     found = set(_in_rows(root, every, {}))

@@ -69,9 +69,11 @@ def why(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Why:
     beside each operation, and run, under a loss scale at several scales; then
     inf and NaN are followed back to the operations that made them of finite numbers,
     also inside scan, while, cond, remat, vmap, custom derivatives and `shard_map`,
-    forward and backward. What is inf on purpose and reaches no result, such as a mask,
-    is not named. If nothing is found, `fun` itself may be run too, on copies, to see
-    whether it repeats. Nothing of yours is changed or donated.
+    forward and backward. A large function is compiled with few numbers first, and then
+    with those of the parts in which something was born: of what is born behind another
+    NaN, some may then be left out. What is inf on purpose and reaches no result, such
+    as a mask, is not named. If nothing is found, `fun` itself may be run too, on
+    copies, to see whether it repeats. Nothing of yours is changed or donated.
 
     For a train step that jls skips, pass the step itself, with the arguments of the
     skipped call or the state after it: a skip changes nothing else. Then the search
@@ -112,7 +114,7 @@ def why(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Why:
 
 _SLOW = (
     "jls.why is compiling and running the function with a record beside each "
-    "operation; this takes three to six times as long as to compile it alone."
+    "operation; this takes two to three times as long as to compile it alone."
 )
 
 
@@ -168,6 +170,8 @@ class Case:
         wanted = [x for checked in self.checked for x in checked.variables]
         self.roots = [*wanted, *self.results]
         self.landmarks = regions.landmarks(self.root, self.roots, regions.FEW)
+        if self.root.jaxpr.effects:  # each program would print again
+            self.landmarks = None
         self.recorded = self.program(only=self.landmarks)
 
     def program(self, **which: Any) -> RecordedProgram:
@@ -211,7 +215,8 @@ class Case:
         was_skipped = self._was_skipped()
         if not (was_skipped or self._is_bad_as_it_is()):
             return Why()
-        trail = self.run(compiled=False, program=self.program())
+        self.landmarks, self.recorded = None, self.program()
+        trail = self.run(compiled=False)
         bad = self.bad_roots(trail)
         if bad:
             return self.explain(trail, bad, None, _ONE_BY_ONE)

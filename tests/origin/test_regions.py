@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A large program is recorded in parts; the answer is that of the whole."""
+
+import jax.numpy as jnp
+import pytest
+from programs import PROGRAMS
+from scaled_programs import SCALED, made_of
+from test_calibrate import calibrated
+from test_lines import names_the_marked_line
+
+import jls
+from jls._tools.origin import record, regions
+
+pytestmark = pytest.mark.standard_promotion
+
+# Of two births that meet one is left out: the text of `jls.why` says so.
+TWO_BIRTHS = "entropy_hidden_by_a_where"
+NAMES = [name for name in PROGRAMS if name != TWO_BIRTHS]
+
+
+def some(names, step):
+    """Every so many of the names, the others with `--all`."""
+    return [
+        pytest.param(name, marks=pytest.mark.more if i % step else ())
+        for i, name in enumerate(names)
+    ]
+
+
+@pytest.fixture
+def in_parts(monkeypatch):
+    """As if each program were large."""
+    monkeypatch.setattr(regions, "FEW", 0)
+    monkeypatch.setattr(regions, "_ROW", 3)
+
+
+@pytest.mark.parametrize("name", some(NAMES, 8))
+def test_the_line_is_found_in_parts(name, in_parts):
+    names_the_marked_line(name)
+
+
+@pytest.mark.filterwarnings("ignore::jls.JlsWarning")
+@pytest.mark.parametrize("name", some(SCALED, 8))
+def test_the_scale_is_found_in_parts(name, request):
+    _, whole = calibrated(name)
+    request.getfixturevalue("in_parts")
+    made = made_of(SCALED[name])
+    found = jls.calibrate(made.step, *made.args, **made.kwargs)
+    assert found.ceiling == whole.ceiling
+    assert found.limited_by == whole.limited_by
+    assert found.overflows == whole.overflows
+    assert found.vanishing == whole.vanishing
+
+
+def deep(layers):
+    """A function of many operations in a row."""
+
+    def fun(x):
+        for _ in range(layers):
+            x = jnp.tanh(x @ x) * 0.5 + x
+        return x
+
+    return fun
+
+
+@pytest.fixture
+def records(monkeypatch):
+    """How many operations each program that is run has records of."""
+    counts = []
+
+    class Counting(record.RecordedProgram):
+        def __call__(self, *args, **kwargs):
+            counts.append(len(self.operations))
+            return super().__call__(*args, **kwargs)
+
+    monkeypatch.setattr("jls._tools.origin.why.RecordedProgram", Counting)
+    return counts
+
+
+def test_a_birth_is_looked_for_where_it_is(records):
+    def fun(x):
+        return deep(40)(jnp.sqrt(deep(40)(x) - 1))
+
+    (birth,) = jls.why(fun, jnp.zeros((2, 2))).births
+    assert birth.place.operation == "sqrt"
+    first, _, closely = records
+    assert first <= 90  # a product in each layer, and what cuts the rows
+    assert closely <= 0.9 * regions.FEW + 60
