@@ -208,14 +208,14 @@ def nnx_step(layers: int, width: int) -> Step:
 STEPS: dict[str, Callable[[], Step]] = {
     "transformer, float16, clip + adamw": lambda: transformer_step(128, 12, VOCABULARY),
     "ResNet, float16, batch norm, Linen": lambda: resnet_step(16, (2, 2, 2, 2)),
-    "transformer, float16, scan and remat": lambda: scanned_step(2, 3, 128),
+    "transformer, float16, scan and remat": lambda: scanned_step(2, 4, 128),
     "transformer, bfloat16, NNX, adamw": lambda: nnx_step(8, 128),
 }
 QUICK: dict[str, Callable[[], Step]] = {
-    "transformer, float16, clip + adamw": lambda: transformer_step(16, 4, VOCABULARY),
-    "ResNet, float16, batch norm, Linen": lambda: resnet_step(4, (1, 1)),
-    "transformer, float16, scan and remat": lambda: scanned_step(1, 2, 16),
-    "transformer, bfloat16, NNX, adamw": lambda: nnx_step(2, 16),
+    "transformer, float16, clip + adamw": lambda: transformer_step(16, 1, VOCABULARY),
+    "ResNet, float16, batch norm, Linen": lambda: resnet_step(4, (1,)),
+    "transformer, float16, scan and remat": lambda: scanned_step(1, 1, 16),
+    "transformer, bfloat16, NNX, adamw": lambda: nnx_step(1, 16),
 }
 
 

@@ -84,7 +84,7 @@ class Seen(NamedTuple):
     """The results with which the program goes on, and the record of an operation."""
 
     results: Sequence[Any]  # of the same shapes and dtypes
-    record: Any = None  # u32[n]; anything outside of loops, branches and `shard_map`
+    record: Any = None  # u32[n]; in calls and scans alone any arrays
 
 
 Replayed = tuple[list[Any], Records]

@@ -3,6 +3,7 @@
 
 import jax.numpy as jnp
 import pytest
+from more_programs import MORE
 from programs import PROGRAMS
 from scaled_programs import SCALED, made_of
 from test_calibrate import calibrated
@@ -10,12 +11,13 @@ from test_lines import names_the_marked_line
 
 import jls
 from jls._tools.origin import record, regions
+from jls._tools.origin.why import Case
 
 pytestmark = pytest.mark.standard_promotion
 
 # Of two births that meet one is left out: the text of `jls.why` says so.
 TWO_BIRTHS = "entropy_hidden_by_a_where"
-NAMES = [name for name in PROGRAMS if name != TWO_BIRTHS]
+NAMES = [name for name in [*MORE, *PROGRAMS] if name != TWO_BIRTHS]
 
 
 def some(names, step):
@@ -85,3 +87,31 @@ def test_a_birth_is_looked_for_where_it_is(records):
     first, _, closely = records
     assert first <= 90  # a product in each layer, and what cuts the rows
     assert closely <= 0.9 * regions.FEW + 60
+
+
+def test_a_quotient_in_float16_is_recorded_first():
+    """In float32 its divisor may not be 0."""
+
+    def fun(x):
+        half = x.astype(jnp.float16)
+        return deep(80)((1 / half).astype(jnp.float32))
+
+    case = Case("jls.why", fun, (jnp.ones((2, 2)),), {})
+    frames = case.root.by_site()
+    names = {frames[at].jaxpr.eqns[i].primitive.name for at, i in places(case)}
+    assert "div" in names
+
+
+def places(case):
+    assert case.landmarks is not None
+    return [((*numbers[:-1],), numbers[-1]) for numbers in case.landmarks]
+
+
+@pytest.mark.parametrize("ask", [jls.why, jls.calibrate])
+def test_a_tool_that_takes_long_says_what_it_does(ask, monkeypatch, caplog):
+    monkeypatch.setattr("jls._tools.reading.patience._PATIENCE_IN_SECONDS", 0.0)
+    made = made_of(SCALED[next(iter(SCALED))])
+    ask(made.step, *made.args, **made.kwargs)
+    assert (
+        f"{ask.__module__.rpartition('.')[2]} is compiling and running" in caplog.text
+    )

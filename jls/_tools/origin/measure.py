@@ -120,15 +120,16 @@ def _in_float32(keys: Any, dtype: Any) -> Array:
     return key_of(lax.bitcast_convert_type(own, dtype).astype(jnp.float32))
 
 
-def in_float32(keys: Sequence[Any], dtypes: Sequence[Any]) -> np.ndarray:
-    """Keys of several dtypes as keys of float32, on the host: `u32[n]`."""
-    found = np.empty(len(keys), np.uint32)
-    for dtype in set(dtypes):
+def in_float32(keys: Sequence[Any], dtypes: Sequence[Any]) -> list[np.ndarray]:
+    """Arrays of keys of several dtypes as keys of float32, on the host."""
+    found = list(map(np.asarray, keys))
+    for dtype in set(dtypes) - {np.dtype(np.float32)}:
         places = [i for i, x in enumerate(dtypes) if x == dtype]
-        some = np.array([keys[i] for i in places])
-        if dtype != np.float32:
-            some = np.asarray(_in_float32(jnp.asarray(some), dtype))
-        found[places] = some
+        flat = np.concatenate([np.ravel(found[i]) for i in places])
+        rest = np.asarray(_in_float32(jnp.asarray(flat), dtype))
+        for i in places:
+            shape, size = found[i].shape, found[i].size
+            found[i], rest = rest[:size].reshape(shape), rest[size:]
     return found
 
 

@@ -4,7 +4,7 @@
 The records, two numbers for each array:
 
     an operation      the two ends of each result; on the device in its own dtype, but
-                      in loops, branches and `shard_map`, which work on float32's
+                      in `while`, branches and `shard_map`, which work on float32's
     div, log, ...     after them the smallest magnitude of the operand that decides
     select_n          after them the ends of the elements taken from each case
     a scan            the ends of each slice that an iteration gets
@@ -83,7 +83,7 @@ class RecordedProgram:
         self._beside = beside
         every = recordable(root, behind_roots)
         self.operations = {x for x in every if only is None or x in only}
-        self._once = {frame.site.numbers for frame in _run_once(root)}
+        self._own = {frame.site.numbers for frame in _calls_and_scans(root)}
         self._dtypes: dict[tuple[int, ...], list[Any]] = {}  # of records of operations
         self._count = 0  # of what was recorded
         self._compiled: jax.stages.Compiled | None = None
@@ -106,7 +106,7 @@ class RecordedProgram:
         return self._compiled
 
     def _bring_to_float32(self, records: Records) -> None:
-        """Replaces the records in their own dtypes by `u32[n]`."""
+        """Replaces the records in their own dtypes by `u32[..., n]`."""
         places = []
         for numbers in self._dtypes:
             inside = records
@@ -118,7 +118,7 @@ class RecordedProgram:
         found, start = in_float32(keys, dtypes), 0
         for inside, number in places:
             end = start + len(inside[number])
-            inside[number], start = found[start:end], end
+            inside[number], start = np.stack(found[start:end], axis=-1), end
 
     def _run(self, inputs: Sequence[Array]) -> tuple[list[Array], Records]:
         _, records = replay(
@@ -155,7 +155,7 @@ class RecordedProgram:
         singular = primitive_of(site.equation).singular
         if singular is not None:
             arrays.append(jnp.abs(inputs[singular]))
-        if site.numbers[:-1] not in self._once:
+        if site.numbers[:-1] not in self._own:
             return ends_of(arrays)
         keys, self._dtypes[site.numbers] = own_ends_of(arrays)
         return keys
@@ -260,13 +260,13 @@ def to_nearest_records(roots: Iterable[Variable]) -> set[Variable]:
     return found
 
 
-def _run_once(frame: Frame) -> Iterator[Frame]:
-    """The frame, and those that it calls outside of loops, branches and `shard_map`."""
+def _calls_and_scans(frame: Frame) -> Iterator[Frame]:
+    """The frame, and those below it that are in calls and scans alone."""
     yield frame
     for number in range(len(frame.jaxpr.eqns)):
         for called in frame.called(number):
-            if called.kind == "call":
-                yield from _run_once(called)
+            if called.kind in ("call", "scan"):
+                yield from _calls_and_scans(called)
 
 
 def _taken(which: Array, *cases: Array) -> list[Array]:

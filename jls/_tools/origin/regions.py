@@ -38,7 +38,8 @@ from jls._tools.origin.trail import (
     identity_of,
 )
 
-# So many records do not take long to compile.
+# So many records do not take long to compile: a program that has no more is recorded at
+# once, and half as many are added where they need not be.
 FEW = 256
 # The longest row of operations between landmarks.
 _ROW = 32
@@ -151,7 +152,7 @@ def search(
       roots: its bad roots.
       recorded: the landmarks.
       wanted: the operations that the roots are computed from.
-      few: how many operations may be recorded that need not be.
+      few: as for `landmarks`.
       only_first: whether one birth is enough.
     """
     regions = list(_regions(trail, roots, recorded, wanted))
@@ -162,7 +163,7 @@ def search(
         ends = map(trail.origin, region.ends)
         around = [x for x in ends if isinstance(x, OpResult)]
         more = here.union(x.site.numbers for x in around if not _is_in_while(x.frame))
-        if _is_passed(trail, region) and len(only | more) > few:
+        if _is_passed(trail, region) and len(only | more) > few // 2:
             continue
         opened |= here
         if region.inside:

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `jls.why` and `jls.calibrate` compile: counted, not timed."""
+
+import json
+
+import pytest
+
+from benchmarks.origin import QUICK, STEPS, main
+from jls._tools.origin.why import Case
+
+pytestmark = pytest.mark.standard_promotion
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_few_operations_of_a_whole_step_are_recorded_first(name):
+    """XLA takes as long for a record as for an operation."""
+    step, args = STEPS[name]()
+    case = Case("jls.why", step, args, {})
+    every = len(case.program().operations)
+    assert every > 700
+    assert len(case.recorded.operations) <= every / 5
+
+
+def test_the_benchmark_prints_and_writes_its_figures(tmp_path, capsys):
+    file = tmp_path / "figures.json"
+    found = main(["--quick", "--steps", "clip", "--json", str(file)])
+    assert json.loads(file.read_text()) == found
+    (name,) = found
+    assert name in QUICK
+    rows = capsys.readouterr().out.splitlines()
+    assert len({row.count("|") for row in rows}) == 1
+    assert rows[-1].startswith(f"| {name} | ")
