@@ -19,11 +19,11 @@ from jls import _validate
 from jls._autocast.held import Stored
 from jls._autocast.keep import OUTER, Choice, Keep
 from jls._autocast.kinds import Fact, Kind
-from jls._autocast.rewrite import Rewrite
+from jls._autocast.rewrite import ClosedOverError, Rewrite
 from jls._mistakes import warn
 from jls._nnx import is_object, merge_all, split_all, update_all
 from jls._program.frames import Frame
-from jls._program.jaxprs import Program, opened, parameter, traced_wide
+from jls._program.jaxprs import Program, opened, parameter, trace_of, traced_wide
 from jls._program.products import products_in
 from jls._scopes import AUTOCAST, UPDATE, is_in
 from jls._text import describe
@@ -149,10 +149,12 @@ class _Call:
             self._graph, state = split_all(objects)
             arrays, self._state = jax.tree.flatten(state)
             self.arrays += arrays
-        self._out: Any = None  # the structure of what the last trace returned
+        self._trace: Any = None  # the last one
+        self._out: Any = None  # the structure of what it returned
 
     def _flat(self, *arrays: Any) -> list[Any]:
         """`fun` as a function of arrays."""
+        self._trace = trace_of(arrays[0]) if arrays else None
         leaves, count = list(self._leaves), len(self._numbers)
         for i, array in zip(self._numbers, arrays[:count], strict=True):
             leaves[i] = array
@@ -189,7 +191,7 @@ class _Call:
         _refuse_update(program)
         _warn_of_other_half(self.arrays, half)
         precision = _default_precision()
-        rewrite = Rewrite(Choice(half, keep), precision)
+        rewrite = Rewrite(Choice(half, keep), precision, self._trace)
         facts = [Fact(Kind.GIVEN, name=object()) for _ in self.arrays]
         rewrite.read(program, facts)
         rewrite.choice.check_found()
@@ -197,9 +199,18 @@ class _Call:
         if not has_cast and precision is None:  # the very program, to the bit
             jaxpr, consts = opened(program)
             return self._result(eval_jaxpr(jaxpr, consts, *self.arrays))
-        with jax.named_scope(AUTOCAST):
-            held = [Stored(array, False) for array in self.arrays]
-            results = [x.wide() for x in rewrite.run(program, held)]
+        try:
+            with jax.named_scope(AUTOCAST):
+                held = [Stored(array, False) for array in self.arrays]
+                results = [x.wide() for x in rewrite.run(program, held)]
+        except (ClosedOverError, jax.errors.UnexpectedTracerError):
+            warn(
+                f"autocast to {half} left a function as written: the derivative rule "
+                "of a jax.custom_vjp in it closes over an array that is computed in "
+                "the function. Make that array an argument of the custom_vjp."
+            )
+            args, kwargs = self._structure.unflatten(self._leaves)
+            return self._fun(*args, **kwargs)
         return self._result(results)
 
     def _traced(self) -> Any:

@@ -8,6 +8,7 @@ its operands in half, and no array of float32.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,9 +32,20 @@ def rounded(value: Any, dtype: Any, is_beyond: bool) -> Any:
         value = np.asarray(value, np.float32)
         value = np.where(np.isfinite(value), np.clip(value, -largest, largest), value)
         return value.astype(dtype)
+    return lax.convert_element_type(_clamped(value, largest), dtype)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _clamped(value: Any, largest: np.float32) -> Any:
+    """Finite numbers up to the largest one; inf and NaN as they are."""
     clamped = lax.clamp(-largest, value, largest)
-    clamped = lax.select(lax.is_finite(value), clamped, value)
-    return lax.convert_element_type(clamped, dtype)
+    return lax.select(lax.is_finite(value), clamped, value)
+
+
+@_clamped.defjvp
+def _tangent_of_clamped(largest, primals, tangents):
+    """The tangent as in float32: no array has to say where a number was clamped."""
+    return _clamped(*primals, largest), *tangents
 
 
 class Stored:

@@ -41,6 +41,7 @@ class Leads:
     def __init__(self, choice: Choice) -> None:
         self._choice = choice
         self._found: dict[tuple[int, ...], set[Any]] = {}
+        self.has_rules = False  # whether there is a custom_vjp
 
     def at(self, site: Site, atom: Any) -> bool:
         """Whether a variable of the program that is called at `site` leads to one."""
@@ -81,6 +82,7 @@ class Leads:
         name = equation.primitive.name
         if name in _CONTROL:
             return _CONTROL[name](self, site, results)
+        self.has_rules |= name.startswith("custom_vjp_call")
         program = called_program(equation)
         if program is not None and name not in OPAQUE:
             return self.read(program, results, site)

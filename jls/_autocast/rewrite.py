@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import eval_jaxpr
+from jax.tree_util import Partial
 
 from jls._autocast.held import MOST, Chain, Held, Stored, is_number
 from jls._autocast.keep import Choice
@@ -32,7 +33,9 @@ from jls._program.jaxprs import (
     opened,
     parameter,
     parameters,
+    trace_of,
     traced_as,
+    variable_of,
     with_dtype,
 )
 from jls._program.places import function_of_jax
@@ -41,12 +44,23 @@ from jls._program.walk import ROOT, Site
 from jls._scopes import KEPT
 
 
-class Rewrite:
-    """One program: what was read of it, and its evaluation."""
+class ClosedOverError(Exception):
+    """The rule of a custom_vjp needs an array that is no longer there."""
 
-    def __init__(self, choice: Choice, precision: Any) -> None:
-        self.choice, self._precision = choice, precision
+
+class Rewrite:
+    """One program: what was read of it, and its evaluation.
+
+    Attributes:
+      choice: what is cast.
+      leads: which of its variables lead to a product.
+    """
+
+    def __init__(self, choice: Choice, precision: Any, trace: Any = None) -> None:
+        self.choice, self._precision, self._trace = choice, precision, trace
         self.leads = Leads(choice)
+        # What the rule of a custom_vjp may close over, where there is one.
+        self._closed_over: dict[Any, Held] = {}
         self._kinds = Kinds(choice, self.leads)
 
     def read(
@@ -80,6 +94,8 @@ class Rewrite:
         known: dict[Any, Held] = {}
         known.update(zip(jaxpr.constvars, map(self._constant, consts), strict=False))
         known.update(zip(jaxpr.invars, operands, strict=True))
+        if self.leads.has_rules:
+            self._closed_over |= known
 
         def look_up(atom: Any) -> Held:
             return self._constant(atom.val) if is_literal(atom) else known[atom]
@@ -88,12 +104,20 @@ class Rewrite:
         for number, equation in enumerate(jaxpr.eqns):
             here = site.inside(equation, number)
             results = self._equation(here, list(map(look_up, equation.invars)))
-            known.update(zip(equation.outvars, results, strict=True))
+            made = dict(zip(equation.outvars, results, strict=True))
+            known |= made
+            if self.leads.has_rules:
+                self._closed_over |= made
             for atom in ends[number]:
                 del known[atom]
         return list(map(look_up, jaxpr.outvars))
 
     def _constant(self, value: Any) -> Stored:
+        held = self._closed_over.get(variable_of(value))
+        if held is not None:
+            return self._in_memory(held, False)
+        if self._trace is not None and trace_of(value) is self._trace:
+            raise ClosedOverError
         return Stored(value, False, self._kinds.of_constant(value).is_beyond)
 
     def _equation(self, site: Site, operands: list[Held]) -> Sequence[Held]:
@@ -354,7 +378,8 @@ class Rewrite:
         self, program: Program, facts: Any, wanted: Any, site: Site
     ) -> "Rewrite":
         """The rewrite of a program that is beside the one that was read."""
-        inner = Rewrite(self.choice, self._precision)
+        inner = Rewrite(self.choice, self._precision, self._trace)
+        inner._closed_over = self._closed_over
         inner.read(program, facts, wanted, site)
         return inner
 
@@ -417,29 +442,30 @@ class Rewrite:
         fixed = parameter(equation, "num_consts", 0)
         no_cotangents = [None] * fixed
 
-        def rewritten(fun, *arrays):
-            made, shape = jax.make_jaxpr(fun, return_shape=True)(*arrays)
-            leaves = [Stored(x, False) for x in jax.tree.leaves(arrays)]
-            inner = self._inner(made, list(map(_fact_of, leaves)), None, site)
-            results = [x.wide() for x in inner.run(made, leaves, site)]
-            return jax.tree.unflatten(jax.tree.structure(shape), results)
+        def traced(fun, *trees):
+            """The program of a function of trees, read; and a function that runs it."""
+            made, shape = jax.make_jaxpr(fun, return_shape=True)(*trees)
+            facts = [Fact(Kind.GIVEN) for _ in jax.tree.leaves(trees)]
+            inner = self._inner(made, facts, None, site)
+            structure = jax.tree.structure(shape)
+            for value in opened(made).consts:
+                inner._constant(value)  # raises, where one is not there
+
+            def run(*trees):
+                leaves = [Stored(x, False) for x in jax.tree.leaves(trees)]
+                results = [x.wide() for x in inner.run(made, leaves, site)]
+                return jax.tree.unflatten(structure, results)
+
+            return run
 
         @jax.custom_vjp
         def call(*arrays):
-            return rewritten(partial(_run_as_written, program), *arrays)
+            return traced(partial(_run_as_written, program), *arrays)(*arrays)
 
         def forwards(*arrays):
             def differentiated(*arrays):
                 bound = partial(_bound, equation, *arrays[:fixed])
                 return jax.vjp(bound, *arrays[fixed:])
-
-            return rewritten(differentiated, *arrays)
-
-        def backwards(pullback, cotangents):
-            zeros = [
-                x if is_inexact_atom(atom) else None
-                for x, atom in zip(cotangents, equation.outvars, strict=True)
-            ]
 
             def pulled(pullback, cotangents):
                 whole = [
@@ -452,7 +478,18 @@ class Rewrite:
                     for x, atom in zip(found, equation.invars, strict=True)
                 ]
 
-            return tuple(rewritten(pulled, pullback, zeros))
+            results, pullback = traced(differentiated, *arrays)(*arrays)
+            zeros = [x if is_inexact_atom(x) else None for x in results]
+            # Now, while what the rule closes over can still be used.
+            back = traced(pulled, pullback, zeros)
+            return results, Partial(back, pullback)
+
+        def backwards(pull, cotangents):
+            zeros = [
+                x if is_inexact_atom(atom) else None
+                for x, atom in zip(cotangents, equation.outvars, strict=True)
+            ]
+            return tuple(pull(zeros))
 
         call.defvjp(forwards, backwards)
         with traced_as(equation):

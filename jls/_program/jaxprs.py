@@ -66,6 +66,16 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, Literal)
 
 
+def variable_of(value: Any) -> Any:
+    """The variable that stands for a tracer in the program that it was traced into."""
+    return _part(value, "val") if isinstance(value, Tracer) else None
+
+
+def trace_of(value: Any) -> Any:
+    """What a tracer belongs to: it may be used until that ends."""
+    return _part(value, "_trace")
+
+
 def variables_in(atoms: Sequence[Any]) -> list[Any]:
     """The operands that are variables, not numbers in the program."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]

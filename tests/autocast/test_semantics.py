@@ -336,6 +336,22 @@ def test_a_finite_constant_beyond_the_range_is_the_largest_number(half):
     np.testing.assert_allclose(empty(X, eye), 1 / 8, rtol=1e-2)
 
 
+def test_the_derivative_does_not_ask_where_a_number_was_clamped():
+    causal = jnp.tril(jnp.ones((4, 4), bool))
+
+    def fun(x, w):
+        scores = x @ w @ x.T
+        scores = jnp.where(causal, scores, jnp.finfo(scores.dtype).min)
+        return jnp.mean(jax.nn.softmax(scores) @ x @ w)
+
+    x = jnp.sin(jnp.arange(32.0)).reshape(4, 8)
+    cast = jls.autocast(fun, jnp.float16)
+    assert off(jax.grad(cast)(x, W), jax.grad(fun)(x, W)) < 4e-3
+    names = {one.name for one in operations(jax.grad(cast), x, W)}
+    assert "clamp" in names
+    assert not names & {"gt", "lt"}
+
+
 def test_a_mask_that_is_added_is_clamped_too():
     def fun(x, w, mask):
         return jax.nn.softmax(x @ w + (1.0 - mask) * -1e9) @ w
@@ -667,3 +683,48 @@ def test_a_custom_vjp_may_close_over_an_array():
 
     cast = jls.autocast(fun, jnp.float16)
     assert off(jax.grad(cast)(W, X), jax.grad(fun)(W, X)) < 2e-3
+
+
+def closing_over(where):
+    """A loss with a rule of custom_vjp that closes over an array computed in it."""
+
+    def fun(w, x):
+        scale = jnp.mean(x) + 1
+
+        @jax.custom_vjp
+        def scaled(y):
+            return y * (scale if "primal" in where else 2.0)
+
+        def forwards(y):
+            return scaled(y) + (scale if "forwards" in where else 0.0), None
+
+        def backwards(_, cotangent):
+            return (cotangent * (scale if "backwards" in where else 2.0),)
+
+        scaled.defvjp(forwards, backwards)
+        return jnp.mean((scaled(x @ w) @ w) ** 2)
+
+    return fun
+
+
+# Older versions of JAX rename the variables of a program.
+IS_OLD = jax.__version_info__ < (0, 10)
+
+
+@pytest.mark.skipif(IS_OLD, reason="then the function is left as written, see below")
+@pytest.mark.parametrize("where", ["primal", "forwards", "backwards"])
+@pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun], ids=["jit", "eager"])
+def test_a_rule_of_custom_vjp_may_close_over_an_array_of_the_program(where, jit):
+    fun = closing_over(where)
+    cast = jit(jax.grad(jls.autocast(fun, jnp.float16)))
+    assert off(cast(W, X), jax.grad(fun)(W, X)) < 2e-3
+    assert {one.operands[0] for one in products(cast, W, X)} == {"float16"}
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun], ids=["jit", "eager"])
+def test_where_that_array_is_lost_the_function_runs_as_written(jit, monkeypatch):
+    monkeypatch.setattr("jls._autocast.rewrite.variable_of", lambda value: None)
+    fun = closing_over("backwards")
+    with pytest.warns(jls.JlsWarning, match="an argument of the custom_vjp"):
+        ours = jit(jax.grad(jls.autocast(fun, jnp.float16)))(W, X)
+    assert_identical(ours, jit(jax.grad(fun))(W, X))

@@ -126,6 +126,27 @@ FAULTS = [
         (SEMANTICS,),
     ),
     Fault(
+        "what a rule of custom_vjp closes over is not looked up",
+        REWRITE,
+        "                self._closed_over |= made\n",
+        "                pass\n",
+        (SEMANTICS,),
+    ),
+    Fault(
+        "an array that a rule of custom_vjp closes over is lost in silence",
+        REWRITE,
+        "            raise ClosedOverError\n",
+        "            pass\n",
+        (SEMANTICS,),
+    ),
+    Fault(
+        "a clamped number has another derivative than in float32",
+        HELD,
+        "    return _clamped(*primals, largest), *tangents\n",
+        "    return _clamped(*primals, largest), 0 * tangents[0]\n",
+        (SEMANTICS,),
+    ),
+    Fault(
         "integers of a custom_jvp have tangents",
         REWRITE,
         "                return [*values, *(x for x, atom in pairs if is_inexact_atom"
