@@ -17,8 +17,8 @@ import numpy as np
 from jax import Array, lax
 
 from jls._autocast.kinds import Fact
-from jls._autocast.primitives import LINEAR, SHAPES
 from jls._program.jaxprs import bind
+from jls._program.primitives import primitive_of
 
 MOST = 8  # operations of a chain, all of which are computed again
 
@@ -75,11 +75,11 @@ class Chain:
     ) -> None:
         self._equation, self._fact = equation, fact
         self._operands = operands
-        name = equation.primitive.name
+        row, name = primitive_of(equation), equation.primitive.name
         inner = [x for x in operands if isinstance(x, Chain)]
-        self.count = (name not in SHAPES) + sum(x.count for x in inner)
+        self.count = (row.cast != "shape") + sum(x.count for x in inner)
         is_product = name == "mul" and any(map(is_number, operands))
-        self._is_linear = name in LINEAR or is_product
+        self._is_linear = row.saves_nothing or is_product
         self._is_linear &= all(x._is_linear for x in inner)
         self._wide: Stored | None = None
         self._half: Stored | None = None
@@ -87,7 +87,8 @@ class Chain:
     @classmethod
     def is_of_number(cls, equation: Any, operands: Sequence["Stored | Chain"]) -> bool:
         """Whether an operation gives a number in the program a shape."""
-        return equation.primitive.name in SHAPES and all(map(is_number, operands))
+        is_shape = primitive_of(equation).cast == "shape"
+        return is_shape and all(map(is_number, operands))
 
     @property
     def is_half(self) -> bool:

@@ -20,35 +20,22 @@ import numpy as np
 from jax.core import Tracer
 
 from jls._autocast.keep import OUTER, Choice
-from jls._autocast.leads import CONDITION, Leads
-from jls._autocast.primitives import (
-    CHOICES,
-    ELEMENTWISE,
-    EXTREMES,
-    FOREIGN,
-    INSIDE,
-    LEAVES_FLOAT16,
-    MOVES,
-    PAIRWISE,
-    SUMS_OVER_DEVICES,
-    WRITES,
-)
-from jls._program.control import calls_of
+from jls._autocast.leads import Leads, moves_each
+from jls._program.control import CONDITION, ROOT, Call, Site, calls_of
 from jls._program.jaxprs import (
     Program,
-    called_program,
     is_float32,
     is_inexact_atom,
     is_literal,
     opened,
     parameter,
-    parameters,
     size_of,
 )
-from jls._program.products import PRODUCTS
-from jls._program.rules import RANDOM, data_of
-from jls._program.walk import ROOT, Site
+from jls._program.primitives import Primitive, primitive_of
 from jls._tree import is_extended
+
+# Programs that JAX does not see into. What they return is as good as an argument.
+_FOREIGN = ("custom_vjp_call", "ffi_call", "pallas_call", "run_state", "xla_pmap")
 
 
 class Kind(IntEnum):
@@ -139,22 +126,20 @@ class Kinds:
 
     def _of_equation(self, site: Site, facts: list[Fact], leads: list[bool]) -> Step:
         equation = site.equation
-        name = equation.primitive.name
-        if name in _CONTROL:
-            return Step(Way.WIDE, _CONTROL[name](self, site, facts, leads))
-        program = called_program(equation)
-        if name in FOREIGN:
+        if equation.primitive.name in _FOREIGN:
             return Step(Way.WIDE, [Fact(Kind.GIVEN) for _ in equation.outvars])
-        if program is not None:
-            return Step(Way.WIDE, self.read(program, facts, site))
-        why_wide = self._choice.why_wide(site) if name in PRODUCTS else ""
+        calls = calls_of(equation)
+        if calls:
+            return Step(Way.WIDE, self._of_calls(site, calls, facts, leads))
+        is_product = primitive_of(equation).cast == "product"
+        why_wide = self._choice.why_wide(site) if is_product else ""
         if why_wide is None:
             return Step(Way.PRODUCT, [Fact(Kind.HALF, name=object())])
         if why_wide == OUTER:
             return _of_outer(facts, leads[0])
         if self._choice.is_kept(site):
             return Step(Way.WIDE, [Fact(Kind.GIVEN) for _ in equation.outvars])
-        way, results = self._of_operation(equation, name, facts, leads)
+        way, results = self._of_operation(equation, facts, leads)
         named = (
             fact if fact.name is not None else fact._replace(name=object())
             for fact in results
@@ -162,11 +147,12 @@ class Kinds:
         return Step(way, list(named))
 
     def _of_operation(
-        self, equation: Any, name: str, facts: list[Fact], leads: list[bool]
+        self, equation: Any, facts: list[Fact], leads: list[bool]
     ) -> tuple[Way, list[Fact]]:
+        name, row = equation.primitive.name, primitive_of(equation)
         if not any(map(is_float32, equation.outvars)):
             return Way.WIDE, [_of_others(x, facts) for x in equation.outvars]
-        if name in PAIRWISE:
+        if moves_each(equation):
             results = [
                 fact if fact.is_half and lead else _not_half(fact)
                 for fact, lead in zip(facts, leads, strict=True)
@@ -174,18 +160,18 @@ class Kinds:
             return Way.HALF, results
         if name == "convert_element_type":
             return Way.WIDE, [self._of_cast(equation, facts[0], leads[0])]
-        if name in ELEMENTWISE:
-            way, fact = self._of_elementwise(equation, name, facts, leads[0])
+        if row.cast in ("half", "inside", "leaves"):
+            way, fact = self._of_elementwise(equation, row, facts, leads[0])
             return way, [fact]
-        if name in WRITES:
-            way, fact = _of_write(data_of(name, facts), leads[0])
+        if row.cast == "write":
+            way, fact = _of_write(facts[row.data], leads[0])
             return way, [fact]
-        if name in MOVES or name in EXTREMES:
-            way, fact = self._of_move(equation, name, facts, any(leads))
+        if row.cast in ("move", "shape", "extreme"):
+            way, fact = self._of_move(equation, row, facts, any(leads))
             return way, [fact] * len(equation.outvars)
-        if name in RANDOM or name in ("bitcast_convert_type", "iota"):
+        if row.is_random or name in ("bitcast_convert_type", "iota"):
             return Way.WIDE, [_of_others(x, facts) for x in equation.outvars]
-        if name in SUMS_OVER_DEVICES:
+        if row.cast == "devices":
             wide = any(fact.kind == Kind.WIDE for fact in facts)
             kind = Kind.WIDE if wide else Kind.GIVEN
             return Way.WIDE, [Fact(kind) for _ in equation.outvars]
@@ -202,10 +188,10 @@ class Kinds:
         return fact.plain()
 
     def _of_elementwise(
-        self, equation: Any, name: str, facts: list[Fact], leads: bool
+        self, equation: Any, row: Primitive, facts: list[Fact], leads: bool
     ) -> tuple[Way, Fact]:
-        atoms = data_of(name, [*equation.invars])
-        facts = data_of(name, facts)
+        name = equation.primitive.name
+        atoms, facts = equation.invars[row.data], facts[row.data]
         size = _size(equation.outvars[0].aval)
         differing = [
             0.0
@@ -228,26 +214,27 @@ class Kinds:
         if not is_half:
             return Way.WIDE, made
         made = made._replace(kind=Kind.HALF)
-        if not leads or self._leaves_range(equation, name, atoms, facts):
+        if not leads or self._leaves_range(equation, row, atoms, facts):
             return Way.WIDE, made._replace(kind=Kind.WIDE)
-        is_inside = name in INSIDE or (is_beyond and name not in CHOICES)
+        is_inside = row.cast == "inside" or (is_beyond and not row.is_choice)
         return (Way.INSIDE if has_small_sum or is_inside else Way.HALF), made
 
     def _leaves_range(
-        self, equation: Any, name: str, atoms: list[Any], facts: list[Fact]
+        self, equation: Any, row: Primitive, atoms: list[Any], facts: list[Fact]
     ) -> bool:
         """Whether half is too narrow for an operation, or for its derivative."""
         if any(is_literal(x) and self._vanishes(x.val) for x in atoms):
             return True
         if not self._is_float16:
             return False
+        name = equation.primitive.name
         if name == "exp":
             return not facts[0].is_at_most_0  # softmax
         if name == "integer_pow":
             return parameter(equation, "y") < 0
         if name == "div":
             return facts[0].kind == Kind.CONSTANT
-        return name in LEAVES_FLOAT16
+        return row.cast == "leaves"
 
     def _vanishes(self, value: Any) -> bool:
         """Whether half rounds a number in the program to 0."""
@@ -255,10 +242,10 @@ class Kinds:
             return bool(value != 0 and np.asarray(value).astype(self._half.dtype) == 0)
 
     def _of_move(
-        self, equation: Any, name: str, facts: list[Fact], leads: bool
+        self, equation: Any, row: Primitive, facts: list[Fact], leads: bool
     ) -> tuple[Way, Fact]:
-        moved = data_of(name, facts)
-        sizes = [_size(x.aval) for x in data_of(name, [*equation.invars])]
+        moved = facts[row.data]
+        sizes = [_size(x.aval) for x in equation.invars[row.data]]
         sized = [
             (size, fact)
             for size, fact in zip(sizes, moved, strict=True)
@@ -269,10 +256,10 @@ class Kinds:
             return Way.WIDE, Fact(Kind.CONSTANT, is_beyond=is_beyond)
         largest = max(sized, key=lambda pair: pair[0])[1]
         share = 1.0
-        if name == "broadcast_in_dim":
+        if equation.primitive.name == "broadcast_in_dim":
             size = _size(equation.outvars[0].aval)
             share = min(1.0, largest.share * sizes[0] / max(size, 1))
-        elif len(moved) == 1 and name in MOVES:
+        elif len(moved) == 1 and row.moves:
             share = largest.share
         result = Fact(largest.kind, share, is_beyond)
         if len(moved) == 1:
@@ -281,7 +268,7 @@ class Kinds:
                 maxima_of=largest.maxima_of,
                 is_at_most_0=largest.is_at_most_0,
             )
-        if name in EXTREMES:
+        if row.cast == "extreme":
             result = result._replace(
                 name=None, maxima_of=largest.maxima_of | {largest.name}
             )
@@ -293,29 +280,36 @@ class Kinds:
 
     # Control flow.
 
-    def _scan(self, site: Site, facts: list[Fact], leads: list[bool]) -> list[Fact]:
-        (call,) = calls_of(site.equation)
-        consts, carried = call.consts, call.carried
-        slices = list(map(_entering, facts[consts + carried :]))
-        carry = facts[consts : consts + carried]
-        body = call.program
-        results = self._loop(site, body, facts[:consts], carry, slices, _scanned)
-        stacked = [
-            fact.plain() if lead or not fact.is_half else fact.plain(Kind.WIDE)
-            for fact, lead in zip(results[carried:], leads[carried:], strict=True)
-        ]
-        return results[:carried] + stacked
+    def _of_calls(
+        self, site: Site, calls: list[Call], facts: list[Fact], leads: list[bool]
+    ) -> list[Fact]:
+        if calls[0].is_loop:
+            results = self._of_loop(site, calls[0], facts, leads)
+            for call in calls[1:]:  # the condition of a `while`
+                inputs = [*facts[: call.consts], *results]
+                self.read(call.program, inputs, site.beside(CONDITION))
+            return results
+        branches = [self.read(x.program, x.inputs(facts), x.site(site)) for x in calls]
+        return _chosen(branches, leads) if calls[0].kind == "branch" else branches[0]
 
-    def _while(self, site: Site, facts: list[Fact], leads: list[bool]) -> list[Fact]:
-        del leads
-        params = parameters(site.equation)
-        first = params["cond_nconsts"]
-        last = first + params["body_nconsts"]
-        body, fixed = params["body_jaxpr"], facts[first:last]
-        results = self._loop(site, body, fixed, facts[last:], [], _repeated)
-        condition = Site(site.equations, (*site.numbers, CONDITION))
-        self.read(params["cond_jaxpr"], [*facts[:first], *results], condition)
-        return results
+    def _of_loop(
+        self, site: Site, call: Call, facts: list[Fact], leads: list[bool]
+    ) -> list[Fact]:
+        inputs, last = call.inputs(facts), call.consts + call.carried
+        results = self._loop(
+            site,
+            call.program,
+            inputs[: call.consts],
+            inputs[call.consts : last],
+            list(map(_entering, inputs[last:])),
+            _scanned if call.kind == "scan" else _repeated,
+        )
+        carried, stacked = results[: call.carried], results[call.carried :]
+        stacks = zip(stacked, leads[call.carried :], strict=True)
+        return carried + [
+            fact.plain() if lead or not fact.is_half else fact.plain(Kind.WIDE)
+            for fact, lead in stacks
+        ]
 
     def _loop(
         self,
@@ -344,26 +338,21 @@ class Kinds:
                 return [*state, *results[len(state) :]]
             state = joined
 
-    def _cond(self, site: Site, facts: list[Fact], leads: list[bool]) -> list[Fact]:
-        branches = [
-            self.read(branch, facts[1:], Site(site.equations, (*site.numbers, number)))
-            for number, branch in enumerate(parameter(site.equation, "branches"))
-        ]
-        joined = []
-        for results, lead in zip(zip(*branches, strict=True), leads, strict=True):
-            kind = max(fact.kind for fact in results)
-            is_half = kind in (Kind.HALF, Kind.CACHE)
-            joined.append(
-                Fact(
-                    Kind.WIDE if is_half and not lead else kind,
-                    max(fact.share for fact in results),
-                    any(fact.is_beyond for fact in results),
-                )
+
+def _chosen(branches: list[list[Fact]], leads: list[bool]) -> list[Fact]:
+    """What is one of several is half if all are."""
+    joined = []
+    for results, lead in zip(zip(*branches, strict=True), leads, strict=True):
+        kind = max(fact.kind for fact in results)
+        is_half = kind in (Kind.HALF, Kind.CACHE)
+        joined.append(
+            Fact(
+                Kind.WIDE if is_half and not lead else kind,
+                max(fact.share for fact in results),
+                any(fact.is_beyond for fact in results),
             )
-        return joined
-
-
-_CONTROL = {"scan": Kinds._scan, "while": Kinds._while, "cond": Kinds._cond}
+        )
+    return joined
 
 
 def _size(aval: Any) -> int:

@@ -10,29 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jls._autocast.keep import OUTER, Choice
-from jls._autocast.primitives import (
-    ELEMENTWISE,
-    EXTREMES,
-    MOVES,
-    OPAQUE,
-    PAIRWISE,
-    WRITES,
-)
-from jls._program.control import calls_of
-from jls._program.jaxprs import (
-    Program,
-    called_program,
-    is_float32,
-    is_literal,
-    opened,
-    parameter,
-    parameters,
-)
-from jls._program.products import PRODUCTS
-from jls._program.rules import data_of
-from jls._program.walk import ROOT, Site
-
-_FOLLOW = ELEMENTWISE | MOVES | EXTREMES | WRITES | {"convert_element_type"}
+from jls._program.control import CONDITION, ROOT, Call, Site, calls_of
+from jls._program.jaxprs import Program, is_float32, is_literal, opened
+from jls._program.primitives import primitive_of
 
 
 class Leads:
@@ -79,64 +59,55 @@ class Leads:
 
     def _of_equation(self, site: Site, results: list[bool]) -> list[bool]:
         equation = site.equation
-        name = equation.primitive.name
-        if name in _CONTROL:
-            return _CONTROL[name](self, site, results)
-        self.has_rules |= name.startswith("custom_vjp_call")
-        program = called_program(equation)
-        if program is not None and name not in OPAQUE:
-            return self.read(program, results, site)
-        if name in PRODUCTS:
+        row, calls = primitive_of(equation), calls_of(equation)
+        self.has_rules |= equation.primitive.name == "custom_vjp_call"
+        if calls:
+            return self._of_calls(site, calls, results)
+        if row.cast == "product":
             why_wide = self._choice.why_wide(site)
             leads = any(results) if why_wide == OUTER else why_wide is None
             return [leads and is_float32(atom) for atom in equation.invars]
         nothing = [False] * len(equation.invars)
         if self._choice.is_kept(site):
             return nothing
-        if name in PAIRWISE:
+        if moves_each(equation):
             return results
-        if name not in _FOLLOW or not any(results):
+        is_cast = equation.primitive.name == "convert_element_type"
+        if (row.cast in ("", "devices") and not is_cast) or not any(results):
             return nothing
-        data = {id(x) for x in data_of(name, [*equation.invars])}
+        data = {id(x) for x in equation.invars[row.data]}
         return [id(atom) in data for atom in equation.invars]
 
-    def _scan(self, site: Site, results: list[bool]) -> list[bool]:
-        (call,) = calls_of(site.equation)
-        consts, carried = call.consts, call.carried
-        body = call.program
-        return self._loop(site, body, consts, carried, results)
-
-    def _while(self, site: Site, results: list[bool]) -> list[bool]:
-        params = parameters(site.equation)
-        first, carried = params["cond_nconsts"], len(results)
-        condition = Site(site.equations, (*site.numbers, CONDITION))
-        self.read(params["cond_jaxpr"], [False], condition)
-        body, consts = params["body_jaxpr"], params["body_nconsts"]
-        return [False] * first + self._loop(site, body, consts, carried, results)
-
-    def _loop(
-        self, site: Site, body: Any, consts: int, carried: int, results: list[bool]
+    def _of_calls(
+        self, site: Site, calls: list[Call], results: list[bool]
     ) -> list[bool]:
+        found = [False] * len(site.equation.invars)
+        for call in calls:
+            if call.kind == "condition":
+                self.read(call.program, [False], site.beside(CONDITION))
+                continue
+            read = self._loop if call.is_loop else self._once
+            for i, leads in enumerate(read(site, call, results)):
+                found[call.operand(i)] |= leads
+        return found
+
+    def _once(self, site: Site, call: Call, results: list[bool]) -> list[bool]:
+        return self.read(call.program, results, call.site(site))
+
+    def _loop(self, site: Site, call: Call, results: list[bool]) -> list[bool]:
         """What is carried leads to a product if it does in any later iteration."""
-        wanted = list(results)
+        wanted, last = list(results), call.consts + call.carried
         while True:
-            inputs = self.read(body, wanted, site)
-            carry = inputs[consts : consts + carried]
+            inputs = self.read(call.program, wanted, site)
+            carry = inputs[call.consts : last]
             more = [a or b for a, b in zip(wanted, carry, strict=False)]
-            if more == wanted[:carried]:
-                inputs[consts : consts + carried] = more
+            if more == wanted[: call.carried]:
+                inputs[call.consts : last] = more
                 return inputs
-            wanted[:carried] = more
-
-    def _cond(self, site: Site, results: list[bool]) -> list[bool]:
-        found = [False] * (len(site.equation.invars) - 1)
-        for number, branch in enumerate(parameter(site.equation, "branches")):
-            here = Site(site.equations, (*site.numbers, number))
-            inputs = self.read(branch, results, here)
-            found = [a or b for a, b in zip(found, inputs, strict=True)]
-        return [False, *found]
+            wanted[: call.carried] = more
 
 
-CONDITION = -1  # of a while loop, in the place of the number of a branch
-
-_CONTROL = {"scan": Leads._scan, "while": Leads._while, "cond": Leads._cond}
+def moves_each(equation: Any) -> bool:
+    """Whether it moves several operands, each to a result of its own."""
+    row, count = primitive_of(equation), len(equation.outvars)
+    return bool(row.moves) and row.is_pairwise and len(equation.invars) == count > 1

@@ -19,9 +19,8 @@ from jax.tree_util import Partial
 from jls._autocast.held import MOST, Chain, Held, Stored, is_number
 from jls._autocast.keep import Choice
 from jls._autocast.kinds import Fact, Kind, Kinds, Step, Way
-from jls._autocast.leads import CONDITION, Leads
-from jls._autocast.primitives import ELEMENTWISE, OPAQUE, PAIRWISE, SHAPES
-from jls._program.control import calls_of
+from jls._autocast.leads import Leads, moves_each
+from jls._program.control import CONDITION, ROOT, Site, calls_of
 from jls._program.jaxprs import (
     Program,
     bind,
@@ -39,8 +38,7 @@ from jls._program.jaxprs import (
     with_dtype,
 )
 from jls._program.places import function_of_jax
-from jls._program.products import PRODUCTS
-from jls._program.walk import ROOT, Site
+from jls._program.primitives import primitive_of
 from jls._scopes import KEPT
 
 
@@ -123,21 +121,21 @@ class Rewrite:
     def _equation(self, site: Site, operands: list[Held]) -> Sequence[Held]:
         equation = site.equation
         step = self._kinds.steps[site.numbers]
-        name = equation.primitive.name
-        if name in self._CONTROL:
+        name, row = equation.primitive.name, primitive_of(equation)
+        calls = calls_of(equation)
+        if calls and name in self._CONTROL:
             return self._CONTROL[name](self, site, operands, step.results)
-        program = called_program(equation)
-        if program is not None and name not in OPAQUE:
-            return self.run(program, operands, site)
+        if calls:
+            return self.run(calls[0].program, operands, site)
         if name == "convert_element_type" and is_float32(equation.invars[0]):
             if is_float32(equation.outvars[0]):
                 return operands
         elif name == "convert_element_type" and is_number(operands[0]):
             dtype = equation.outvars[0].aval.dtype
             return [Stored(np.asarray(operands[0].wide()).astype(dtype), False)]
-        elif name in ELEMENTWISE or name in SHAPES:
+        elif row.cast in ("half", "inside", "leaves", "shape"):
             return [self._elementwise(equation, operands, step)]
-        elif name in PRODUCTS and self.choice.why_wide(site) == "keep":
+        elif row.cast == "product" and self.choice.why_wide(site) == "keep":
             with jax.named_scope(KEPT):
                 return self._operation(equation, operands, step)
         return self._operation(equation, operands, step)
@@ -147,21 +145,14 @@ class Rewrite:
     ) -> Sequence[Held]:
         """An operation that is computed at once."""
         params = {}
-        name = equation.primitive.name
-        if (
-            name in PRODUCTS
-            and step.way != Way.WIDE
-            and parameter(equation, "preferred_element_type")
-        ):
-            params["preferred_element_type"] = self.choice.dtype
-        elif (
-            name in PRODUCTS
-            and step.way == Way.WIDE
-            and parameter(equation, "precision") is None
-        ):
+        is_product = primitive_of(equation).cast == "product"
+        if is_product and step.way != Way.WIDE:
+            if parameter(equation, "preferred_element_type"):
+                params["preferred_element_type"] = self.choice.dtype
+        elif is_product and parameter(equation, "precision") is None:
             params["precision"] = self._precision
         each = [step.way != Way.WIDE] * len(operands)
-        if name in PAIRWISE:
+        if moves_each(equation):
             each = [fact.is_half for fact in step.results]
         inputs = [
             self._half(atom, held) if is_half else held.wide()
@@ -315,7 +306,7 @@ class Rewrite:
         last = first + params["body_nconsts"]
         inputs = self._inputs(operands[:last])
         begin = self._as(operands[last:], facts, atoms)
-        beside = Site(site.equations, (*site.numbers, CONDITION))
+        beside = site.beside(CONDITION)
 
         def is_on(carry):
             state = self._stored_like(carry, facts, atoms)
@@ -339,7 +330,7 @@ class Rewrite:
         atoms = site.equation.outvars
 
         def branch(number, program, *arrays):
-            here = Site(site.equations, (*site.numbers, number))
+            here = site.beside(number)
             return self._as(self.run(program, _like(rest, arrays), here), facts, atoms)
 
         branches = [
@@ -498,9 +489,6 @@ class Rewrite:
 
     _CONTROL: ClassVar = {
         "jit": _jit,
-        "pjit": _jit,
-        "checkpoint": _remat,
-        "remat": _remat,
         "remat2": _remat,
         "scan": _scan,
         "while": _while,
@@ -508,7 +496,6 @@ class Rewrite:
         "shard_map": _shard_map,
         "custom_jvp_call": _custom_jvp,
         "custom_vjp_call": _custom_vjp,
-        "custom_vjp_call_jaxpr": _custom_vjp,
     }
 
 

@@ -56,6 +56,29 @@ class Primitive(NamedTuple):
     # The result of elements that are all equal is one of them.
     is_extreme: bool = False
     is_random: bool = False
+    # How `jls.autocast` computes it: as written, in float32, and so its result; or a
+    #     "product"    in half, accumulated in float32
+    #     "half"       in half, element by element
+    #     "inside"     in float32, and stored in half: float16 overflows on the way
+    #     "leaves"     in half, but in float32 for float16, whose range it leaves,
+    #                  or its derivative does
+    #     "move"       in half, if what it moves is
+    #     "shape"      likewise, and free where it is fused with arithmetic
+    #     "write"      in half, if it writes half into what is only written into
+    #     "extreme"    in half, if its operands are: exact in any dtype
+    #     "devices"    in float32, and its result as good as an argument
+    cast: Literal[
+        "",
+        "product",
+        "half",
+        "inside",
+        "leaves",
+        "move",
+        "shape",
+        "write",
+        "extreme",
+        "devices",
+    ] = ""
     # The programs that it runs; see `control`.
     control: Literal["", "call", "scan", "while", "cond", "devices"] = ""
     # The versions of JAX that have it, of those that are tested; "" if all do.
@@ -65,6 +88,16 @@ class Primitive(NamedTuple):
     @property
     def is_linear(self) -> bool:
         return self.degree == "linear"
+
+    @property
+    def saves_nothing(self) -> bool:
+        """Whether the derivative needs none of the operands."""
+        return self.degree in ("linear", "sum") or bool(self.moves)
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether each element of the result is one of the operands'."""
+        return self.degree == "choice" or bool(self.moves)
 
     @property
     def is_homogeneous(self) -> bool:
@@ -88,6 +121,7 @@ def _elementwise(names: str, **columns: Any) -> _Rows:
 
 
 _SUM = {"degree": "sum", "can_overflow": True}
+_POWER = {"degree": "power", "can_overflow": True, "singular": 0, "like": "power"}
 _SCATTER = {"data": slice(0, 3, 2), "is_elementwise": True}
 
 TABLES: tuple[_Rows, ...] = (
@@ -95,34 +129,44 @@ TABLES: tuple[_Rows, ...] = (
     _blind(
         """
         copy device_put layout_constraint name optimization_barrier pbroadcast pvary
-        random_clone reshape reshard sharding_constraint squeeze stop_gradient
-        xla_metadata_value
+        random_clone reshard sharding_constraint stop_gradient xla_metadata_value
         """,
         moves="same",
         is_pairwise=True,
+        cast="move",
     ),
-    _blind("relayout", moves="same", since="0.12"),
+    _blind("reshape squeeze", moves="same", is_pairwise=True, cast="shape"),
+    _blind("relayout", moves="same", cast="move", since="0.12"),
     # Elements of the operands.
-    _blind("broadcast_in_dim rev transpose", moves="all"),
-    _blind("all_gather all_gather_invariant all_to_all ppermute", moves="some"),
-    _blind("concatenate pad slice split", moves="some"),
-    _blind("stack tile unstack", moves="some", since="0.10"),
-    _blind("dynamic_slice gather", moves="some", data=slice(1)),
-    _blind("dynamic_update_slice", moves="some", data=slice(2)),
-    _blind("scatter", moves="some", data=slice(0, 3, 2)),
-    _blind("select_n", moves="some", data=slice(1, None)),
-    _blind("sort", moves="some", is_pairwise=True),
+    _blind("broadcast_in_dim", moves="all", cast="shape"),
+    _blind("rev transpose", moves="all", cast="move"),
+    _blind(
+        "all_gather all_gather_invariant all_to_all ppermute", moves="some", cast="move"
+    ),
+    _blind("concatenate pad slice split", moves="some", cast="move"),
+    _blind("stack tile unstack", moves="some", cast="move", since="0.10"),
+    _blind("dynamic_slice gather", moves="some", data=slice(1), cast="move"),
+    _blind("dynamic_update_slice", moves="some", data=slice(2), cast="write"),
+    _blind("scatter", moves="some", data=slice(0, 3, 2), cast="write"),
+    _blind("select_n", moves="some", data=slice(1, None), cast="half"),
+    _blind("sort", moves="some", is_pairwise=True, cast="move"),
     # Sums and differences.
-    _elementwise("add", infs="sum", fold=np.add, **_SUM),
-    _elementwise("add_any", infs="sum", **_SUM),
-    _elementwise("sub", infs="difference", like="sub", fold=np.subtract, **_SUM),
+    _elementwise("add", infs="sum", fold=np.add, cast="half", **_SUM),
+    _elementwise("add_any", infs="sum", cast="half", **_SUM),
+    _elementwise(
+        "sub", infs="difference", like="sub", fold=np.subtract, cast="half", **_SUM
+    ),
     _blind("scatter-add scatter-sub", **_SCATTER, **_SUM),
     _blind("cumsum reduce_sum", degree="linear", infs="same", can_overflow=True),
     _blind("fft reduce_window_sum", degree="linear", can_overflow=True),
     _elementwise(
-        "psum psum_invariant", degree="linear", is_pairwise=True, can_overflow=True
+        "psum psum_invariant",
+        degree="linear",
+        is_pairwise=True,
+        can_overflow=True,
+        cast="devices",
     ),
-    _elementwise("reduce_scatter", degree="linear", can_overflow=True),
+    _elementwise("reduce_scatter", degree="linear", can_overflow=True, cast="devices"),
     # Products.
     _elementwise(
         "mul",
@@ -131,6 +175,7 @@ TABLES: tuple[_Rows, ...] = (
         can_overflow=True,
         like="mul",
         fold=np.multiply,
+        cast="half",
     ),
     _elementwise(
         "div",
@@ -139,20 +184,30 @@ TABLES: tuple[_Rows, ...] = (
         can_overflow=True,
         singular=1,
         like="div",
+        cast="half",
     ),
-    _blind("dot_general", degree="product", infs="product", can_overflow=True),
-    _blind("conv_general_dilated", degree="product", can_overflow=True),
-    _rows("ragged_dot_general", degree="product", can_overflow=True),
+    _blind(
+        "dot_general",
+        degree="product",
+        infs="product",
+        can_overflow=True,
+        cast="product",
+    ),
+    _blind("conv_general_dilated", degree="product", can_overflow=True, cast="product"),
+    _rows("ragged_dot_general", degree="product", can_overflow=True, cast="product"),
     _blind("scatter-mul", data=slice(0, 3, 2), degree="product", can_overflow=True),
     _blind("cumprod reduce_prod", can_overflow=True),
     # Powers.
-    _elementwise("square", degree=2.0, keeps_inf=True, can_overflow=True),
-    _elementwise("sqrt", degree=0.5, keeps_inf=True, singular=0, like="root"),
-    _elementwise("rsqrt", degree=-0.5, singular=0, like="root"),
-    _elementwise("cbrt", degree=1 / 3),
     _elementwise(
-        "integer_pow pow", degree="power", can_overflow=True, singular=0, like="power"
+        "square", degree=2.0, keeps_inf=True, can_overflow=True, cast="inside"
     ),
+    _elementwise(
+        "sqrt", degree=0.5, keeps_inf=True, singular=0, like="root", cast="half"
+    ),
+    _elementwise("rsqrt", degree=-0.5, singular=0, like="root", cast="leaves"),
+    _elementwise("cbrt", degree=1 / 3, cast="half"),
+    _elementwise("integer_pow", cast="inside", **_POWER),
+    _elementwise("pow", cast="leaves", **_POWER),
     _blind("one_minus_square polynomial", is_elementwise=True, since="0.12"),
     # Numbers cast, signs changed, parts taken.
     _elementwise(
@@ -161,36 +216,49 @@ TABLES: tuple[_Rows, ...] = (
         infs="same",
         can_overflow=True,
     ),
-    _elementwise("neg", degree="linear", can_overflow=True, fold=np.negative),
+    _elementwise(
+        "neg", degree="linear", can_overflow=True, fold=np.negative, cast="half"
+    ),
     _elementwise("conj imag real", degree="linear"),
-    _elementwise("abs", degree="same", keeps_inf=True),
+    _elementwise("abs", degree="same", keeps_inf=True, cast="half"),
     _elementwise("complex nextafter", degree="choice"),
-    _elementwise("ceil floor rem round"),
+    _elementwise("ceil floor rem round", cast="half"),
     _blind("bitcast_convert_type"),
     # One of several numbers.
-    _elementwise("max", degree="choice", fold=np.maximum),
-    _elementwise("min", degree="choice", fold=np.minimum),
+    _elementwise("max", degree="choice", fold=np.maximum, cast="half"),
+    _elementwise("min", degree="choice", fold=np.minimum, cast="half"),
     _elementwise(
         "clamp",
         degree="choice",
         fold=lambda low, x, high: np.minimum(np.maximum(x, low), high),
+        cast="half",
     ),
     _blind("scatter-max scatter-min", **_SCATTER, degree="choice"),
     _elementwise(
         "select_and_gather_add select_and_scatter_add", data=slice(1), degree="choice"
     ),
-    _blind("pmax pmin", degree="same", is_pairwise=True, is_extreme=True),
-    _blind("reduce_max reduce_min", degree="same", is_extreme=True),
-    _blind("cummax cummin reduce_window_max reduce_window_min top_k", degree="same"),
+    _blind(
+        "pmax pmin", degree="same", is_pairwise=True, is_extreme=True, cast="extreme"
+    ),
+    _blind("reduce_max reduce_min", degree="same", is_extreme=True, cast="extreme"),
+    _blind(
+        "cummax cummin reduce_window_max reduce_window_min",
+        degree="same",
+        cast="extreme",
+    ),
+    _blind("top_k", degree="same"),
     # Functions of one number, or of two.
-    _elementwise("cos erf erfc logistic sin tanh", degree="bounded"),
-    _elementwise("exp exp2", infs="exp", singular=0, like="exp"),
-    _elementwise("expm1", singular=0, like="exp"),
-    _elementwise("log", singular=0, like="log"),
-    _elementwise("log1p", singular=0, like="log1p"),
-    _elementwise("log2", singular=0, like="log", since="0.12"),
-    _elementwise("acos acosh asin atanh cosh sinh", singular=0),
-    _elementwise("asinh atan atan2 digamma erf_inv lgamma tan"),
+    _elementwise("cos erf erfc logistic sin tanh", degree="bounded", cast="half"),
+    _elementwise("exp exp2", infs="exp", singular=0, like="exp", cast="leaves"),
+    _elementwise("expm1", singular=0, like="exp", cast="leaves"),
+    _elementwise("log", singular=0, like="log", cast="leaves"),
+    _elementwise("log1p", singular=0, like="log1p", cast="leaves"),
+    _elementwise("log2", singular=0, like="log", cast="leaves", since="0.12"),
+    _elementwise("acosh atanh", singular=0, cast="half"),
+    _elementwise("acos asin cosh sinh", singular=0, cast="leaves"),
+    _elementwise("asinh atan atan2", cast="half"),
+    _elementwise("erf_inv tan", cast="leaves"),
+    _elementwise("digamma lgamma"),
     _rows(
         """
         bessel_i0e bessel_i1e igamma igamma_grad_a igammac polygamma
@@ -200,7 +268,7 @@ TABLES: tuple[_Rows, ...] = (
     ),
     _blind("cumlogsumexp"),
     # Signs, order, comparisons, integers.
-    _elementwise("sign", degree="order"),
+    _elementwise("sign", degree="order", cast="half"),
     _blind("argmax argmin", degree="order"),
     _blind("is_finite", fold=np.isfinite),
     _blind("eq", fold=np.equal),

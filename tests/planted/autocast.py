@@ -70,15 +70,15 @@ FAULTS = [
     Fault(
         "an infinite mask becomes finite",
         HELD,
-        "    clamped = lax.select(lax.is_finite(value), clamped, value)\n",
-        "",
+        "    return lax.select(lax.is_finite(value), clamped, value)\n",
+        "    return clamped\n",
         (SEMANTICS,),
     ),
     Fault(
         "the loss is half",
         KINDS,
-        "if not leads or self._leaves_range(equation, name, atoms, facts):",
-        "if self._leaves_range(equation, name, atoms, facts):",
+        "if not leads or self._leaves_range(equation, row, atoms, facts):",
+        "if self._leaves_range(equation, row, atoms, facts):",
         (SEMANTICS,),
     ),
     Fault(
@@ -103,6 +103,20 @@ FAULTS = [
         "            self.cast = rounded(self.array, dtype, self._is_beyond)\n"
         "        return self.cast\n",
         (SEMANTICS,),
+    ),
+    Fault(
+        "a reciprocal root is half in float16",
+        "jls/_program/primitives.py",
+        'like="root", cast="leaves"),',
+        'like="root", cast="half"),',
+        (SEMANTICS,),
+    ),
+    Fault(
+        "the condition of a loop is read like a call",
+        "jls/_autocast/leads.py",
+        '            if call.kind == "condition":\n',
+        "            if False:\n",
+        (SEMANTICS, PROGRAMS),
     ),
     Fault(
         "smaller operands decide",
@@ -213,8 +227,8 @@ FAULTS = [
     Fault(
         "the branches of a cond need not agree",
         KINDS,
-        "            kind = max(fact.kind for fact in results)\n",
-        "            kind = min(fact.kind for fact in results)\n",
+        "        kind = max(fact.kind for fact in results)\n",
+        "        kind = min(fact.kind for fact in results)\n",
         (SEMANTICS,),
     ),
     Fault(

@@ -119,8 +119,8 @@ FAULTS = [
     Fault(
         "the largest element passes for one in its place",
         "jls/_program/primitives.py",
-        '_blind("cummax cummin reduce_window_max',
-        '_elementwise("cummax cummin reduce_window_max',
+        '_blind(\n        "cummax cummin reduce_window_max',
+        '_elementwise(\n        "cummax cummin reduce_window_max',
         (OPERATIONS + "test_element_is_computed_from_that_in_its_place",),
     ),
     Fault(
