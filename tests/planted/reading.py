@@ -198,7 +198,7 @@ FAULTS = [
         "    if False:\n",
         (
             "tests/reading/test_precision.py::"
-            "test_a_temperature_and_an_optimizer_of_matrices_raise_nothing[muon]",
+            "test_products_of_an_optimizer_are_not_the_model_s",
         ),
     ),
     Fault(
@@ -231,7 +231,7 @@ FAULTS = [
         "jls/_program/history.py",
         "        and is_transposed(op.site)\n",
         "",
-        (f"{RAISES}[micro-batches]",),
+        (f"{RAISES}[weighed]",),
     ),
     Fault(
         "the gradients of one network are those of the next",

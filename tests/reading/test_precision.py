@@ -428,6 +428,24 @@ def scaled_penalty():
     return step, PARAMS, optimizer.init(PARAMS), BATCH
 
 
+def weighed_by_a_forward_pass():
+    """True gradients, times a number of a forward pass in float16."""
+    optimizer = moving()
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        loss_fn = loss_with([F16] * 4)
+        loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, batch)
+        weight = 1 + loss_fn(params, batch)
+        grads = jax.tree.map(lambda g: g * weight, grads)
+        params, opt_state, _ = jls.apply_gradients(
+            optimizer, grads, opt_state, params, value=loss
+        )
+        return params, opt_state
+
+    return step, PARAMS, optimizer.init(PARAMS), BATCH
+
+
 def elementwise_float16(params, batch):
     return jnp.mean((params[0].astype(F16) * 2).astype(F32) ** 2)
 
@@ -466,6 +484,7 @@ RIGHT = {
     "experts": lambda: experts(F16),
     "int8": lambda: step_of(int8_forwards),
     "penalty with a scale": scaled_penalty,
+    "weighed": weighed_by_a_forward_pass,
     "elementwise": lambda: step_of(elementwise_float16, PARAMS[:1]),
     "foreign kernel": lambda: step_of(foreign),
     "micro-batches": accumulated,
@@ -484,6 +503,12 @@ OF_CORPUS = ["sac_in_one_dict", "muon", "ppo_with_shuffled_minibatches"]
 def test_a_temperature_and_an_optimizer_of_matrices_raise_nothing(name):
     step, args, *_ = (KINDS | PROGRAMS | RIGHT_STEPS)[name]()
     assert look(step, *args).headline == ""
+
+
+def test_products_of_an_optimizer_are_not_the_model_s():
+    step, args, *_ = RIGHT_STEPS["muon"]()
+    found = [reason for _, reason in look(step, *args).precision.wide]
+    assert set(found) == {"optimizer"}
 
 
 def test_a_penalty_is_named_for_the_network_that_it_trains():
