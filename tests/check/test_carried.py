@@ -66,6 +66,11 @@ RESULTS = {
         "1",
         "0",
     ),
+    "something made of the old ones first": (
+        lambda old, new, other: (jax.tree.map(jnp.sin, old[0]), *new),
+        "1",
+        None,
+    ),
     "something made of them first": (
         lambda old, new, other: (jax.tree.map(jnp.sin, new[0]), *new),
         "1",
@@ -145,13 +150,14 @@ def test_an_array_alone_pairs_if_all_before_it_come_back():
 
 
 def test_predictions_are_data_and_said_to_be_doubtful():
-    def returns(old, new, x):
-        return *new, jnp.tanh(x @ x)
+    def returns(old, new, data):
+        return *new, {"x": jnp.tanh(data["x"] @ data["x"])}
 
-    runner = read(*with_more(returns, jnp.ones((3, 3))))
+    data = {"x": jnp.ones((3, 3))}
+    runner = read(*with_more(returns, data))
     (doubtful,) = runner.carried.doubtful
-    assert runner.arguments.items[doubtful].name == "argument 3"
-    frozen = read(*with_more(lambda old, new, x: (*new, x), jnp.ones((3, 3))))
+    assert runner.arguments.items[doubtful].name == "argument 3/x"
+    frozen = read(*with_more(lambda old, new, x: (*new, x), data))
     assert not frozen.carried.doubtful
 
 
