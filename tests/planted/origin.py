@@ -121,21 +121,14 @@ FAULTS = [
         "jls/_tools/origin/regions.py",
         "        ends = region.nan if _is_passed(trail, region) else region.ends",
         "        ends = [] if _is_passed(trail, region) else region.ends",
-        (REGIONS,),
-    ),
-    Fault(
-        "what decides in a select is not looked at in a part",
-        "jls/_tools/origin/regions.py",
-        '    if equation.primitive.name == "select_n":',
-        '    if equation.primitive.name == "select":',
-        (REGIONS,),
+        (REGIONS + "::test_a_birth_is_looked_for_where_it_is",),
     ),
     Fault(
         "what float16 rounds to 0 is no landmark",
         "jls/_tools/origin/regions.py",
         '    return row.like in ("div", "root", "log") and is_narrow',
         "    return row.like in () and is_narrow",
-        (REGIONS,),
+        (REGIONS + "::test_a_quotient_in_float16_is_recorded_first",),
     ),
     Fault(
         "what a while loop has not kept is positive",

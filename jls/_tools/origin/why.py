@@ -114,7 +114,7 @@ def why(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Why:
 
 _SLOW = (
     "jls.why is compiling and running the function with a record beside each "
-    "operation; this takes two to three times as long as to compile it alone."
+    "operation; this takes two to four times as long as to compile it alone."
 )
 
 
