@@ -152,10 +152,8 @@ class Program:
         for one in inside.values():
             called = one.called()
             if one.kind == "while":
-                trips = TRIPS.search(one.attributes)
-                yield from self._walk(
-                    called["body"][0], times * int(trips[1] if trips else 1)
-                )
+                trips = self._trips(one)
+                yield from self._walk(called["body"][0], times * (trips or 1))
                 if not trips:
                     yield from self._walk(called["condition"][0], times)
             elif one.kind == "conditional":
@@ -169,6 +167,11 @@ class Program:
                 yield from self._walk(called["to_apply"][0], times)
             elif not _is_free(one):
                 yield self._kernel(one, inside, ends, times)
+
+    def _trips(self, one: Instruction) -> int | None:
+        """How often the body of a loop runs, where the compiler says so."""
+        trips = TRIPS.search(one.attributes)
+        return int(trips[1]) if trips else None
 
     def _kernel(
         self,

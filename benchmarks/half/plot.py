@@ -1,0 +1,69 @@
+"""The picture: the temporary memory of a step, by chip and by way."""
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from PIL import Image
+
+from benchmarks.half.programs import WAYS, half_of
+from benchmarks.targets import TARGETS
+from jls._tools.figure import JLS
+
+MODEL = "transformer, scan"
+COLOURS = {"float32": "#999999", "by hand": "#E69F00", "autocast": JLS}
+LABELS = {
+    "float32": "float32",
+    "by hand": "dtype= by hand",
+    "autocast": "jls.autocast",
+}
+
+
+def save(results: dict[str, Any], path: Path) -> None:
+    """Bars, three for each chip; each of the last two says its part of float32."""
+    chips = {
+        name: results[name]["models"][MODEL]
+        for name in TARGETS
+        if len(results.get(name, {}).get("models", {}).get(MODEL, {})) == len(WAYS)
+    }
+    figure = Figure(figsize=(7.2, 1.1 + 0.72 * len(chips)), layout="constrained")
+    axes: Any = figure.subplots()
+    for row, ways in enumerate(chips.values()):
+        whole = ways["float32"]["temporary_bytes"]
+        for i, way in enumerate(WAYS):
+            size = ways[way]["temporary_bytes"]
+            place = row + 0.27 * (i - 1)
+            label = LABELS[way] if row == 0 else None
+            axes.barh(place, size / 1e9, 0.25, color=COLOURS[way], label=label)
+            part = "" if way == "float32" else f"  ({size / whole:.0%})"
+            said = f" {size / 1e9:.1f}{part}"
+            axes.text(size / 1e9, place, said, va="center", fontsize=9)
+    names = [_name(name) for name in chips]
+    axes.set_yticks(range(len(names)), names, fontsize=10)
+    axes.invert_yaxis()
+    axes.margins(x=0.08)
+    axes.tick_params(length=0)
+    axes.grid(axis="x", color="#cfcfcf", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    axes.set_xlabel("temporary memory of one step, GB (part of float32)", fontsize=10)
+    figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=10)
+    axes.set_title(
+        "Transformer of 136 million parameters, 8 x 512 words; compiled, not run",
+        fontsize=10,
+        loc="left",
+        color="#555555",
+    )
+    figure.savefig(path, dpi=150)
+    if path.suffix == ".png":  # few colours make a small file
+        with Image.open(path) as picture:
+            few = picture.convert("RGB").quantize(64)
+        few.save(path, optimize=True)
+
+
+def _name(target: str) -> str:
+    """The chip, and below it the half precision that it is fast in."""
+    one = TARGETS[target]
+    chip = one.chip.removeprefix("NVIDIA ").removesuffix(" 80GB HBM3")
+    return f"{chip}\n{half_of(one).__name__}"
