@@ -10,8 +10,9 @@ from jax import lax
 from jls._program.control import Site
 from jls._program.frames import Frame
 from jls._program.jaxprs import parameter, size_of
+from jls._program.primitives import TABLE
 
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+PRODUCTS = frozenset(name for name, row in TABLE.items() if row.cast == "product")
 
 
 class Product(NamedTuple):
