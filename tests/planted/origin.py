@@ -140,8 +140,8 @@ FAULTS = [
     Fault(
         "a lane that has ended is blamed",
         "jls/_tools/origin/trail.py",
-        "                stack.append((change, _maker_of(change) or reader))",
-        "                stack.append((change, reader))",
+        "        return change, _maker_of(change) or reader",
+        "        return change, reader",
         (WHY + "test_a_lane_that_has_ended_is_not_to_blame",),
     ),
     Fault(
