@@ -316,6 +316,11 @@ class _Growth(NamedTuple):
     def site(self) -> Site:
         return self.frame.site_of(self.number)
 
+    def error_in(self, errors: Errors) -> float:
+        """The error of its results in another run."""
+        every = errors.recorded(self.frame, self.number) or []
+        return max((float(np.nan_to_num(x.error).max()) for x in every), default=0.0)
+
     @property
     def readers(self) -> list[Site]:
         """The operations beside it that read its results."""
@@ -355,9 +360,10 @@ def find_losses(
     order = sorted(largest, key=lambda at: -largest[at].factor)
     found = []
 
-    def gain_of(sites: Iterable[Site]) -> float:
+    def run(sites: Iterable[Site]) -> tuple[Errors, float]:
+        """The errors with these results as in float32, and what is gone of it."""
         exact = Errors(both.run(inputs, {x.numbers for x in sites}))
-        return 1 - _of_all(exact, gradients) / error
+        return exact, 1 - _of_all(exact, gradients) / error
 
     for at in order[:MOST]:
         # What a backward pass computes again is in another place.
@@ -367,11 +373,11 @@ def find_losses(
             if other._replace(is_backward=at.is_backward) == at
             for growth in every
         ]
-        gain = gain_of([growth.site for growth in there])
-        if not gain >= _MIN_GAIN:  # its result itself is too small for half
-            gain = gain_of([x for growth in there for x in growth.readers])
+        one = largest[at]
+        exact, gain = run([growth.site for growth in there])
+        if one.error_in(exact) > one.error / 2:  # half has no numbers that are so small
+            _, gain = run([x for growth in there for x in growth.readers])
         if gain >= _MIN_GAIN:
-            one = largest[at]
             found.append(PrecisionLoss(at, one.factor, one.error, gain))
     return Losses(error, tuple(found))
 
