@@ -149,12 +149,12 @@ class _Call:
             self._graph, state = split_all(objects)
             arrays, self._state = jax.tree.flatten(state)
             self.arrays += arrays
-        self._trace: Any = None  # the last one
+        self._own_trace: Any = None  # the last one
         self._out: Any = None  # the structure of what it returned
 
     def _flat(self, *arrays: Any) -> list[Any]:
         """`fun` as a function of arrays."""
-        self._trace = trace_of(arrays[0]) if arrays else None
+        self._own_trace = trace_of(arrays[0]) if arrays else None
         leaves, count = list(self._leaves), len(self._numbers)
         for i, array in zip(self._numbers, arrays[:count], strict=True):
             leaves[i] = array
@@ -191,7 +191,7 @@ class _Call:
         _refuse_update(program)
         _warn_of_other_half(self.arrays, half)
         precision = _default_precision()
-        rewrite = Rewrite(Choice(half, keep), precision, self._trace)
+        rewrite = Rewrite(Choice(half, keep), precision, self._own_trace)
         facts = [Fact(Kind.GIVEN, name=object()) for _ in self.arrays]
         rewrite.read(program, facts)
         rewrite.choice.check_found()

@@ -55,7 +55,7 @@ class Rewrite:
     """
 
     def __init__(self, choice: Choice, precision: Any, trace: Any = None) -> None:
-        self.choice, self._precision, self._trace = choice, precision, trace
+        self.choice, self._precision, self._own_trace = choice, precision, trace
         self.leads = Leads(choice)
         # What the rule of a custom_vjp may close over, where there is one.
         self._closed_over: dict[Any, Held] = {}
@@ -114,7 +114,7 @@ class Rewrite:
         held = self._closed_over.get(variable_of(value))
         if held is not None:
             return self._in_memory(held, False)
-        if self._trace is not None and trace_of(value) is self._trace:
+        if self._own_trace is not None and trace_of(value) is self._own_trace:
             raise ClosedOverError
         return Stored(value, False, self._kinds.of_constant(value).is_beyond)
 
@@ -369,7 +369,7 @@ class Rewrite:
         self, program: Program, facts: Any, wanted: Any, site: Site
     ) -> "Rewrite":
         """The rewrite of a program that is beside the one that was read."""
-        inner = Rewrite(self.choice, self._precision, self._trace)
+        inner = Rewrite(self.choice, self._precision, self._own_trace)
         inner._closed_over = self._closed_over
         inner.read(program, facts, wanted, site)
         return inner
