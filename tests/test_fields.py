@@ -13,7 +13,7 @@ import pytest
 
 import jls
 from jls._checkpoint import RENAMED
-from jls._tools.run import health, history, history_plot, record
+from jls._tools.run import columns, health, history, history_plot
 from jls._tools.run.verdict import TABLE, Facts
 from jls._types import FIELDS, SIGNALS, Event, LossScaledState, logged, spike_metrics
 from jls.types import SpikeState, StepReport
@@ -152,7 +152,7 @@ def test_a_new_field_reaches_health_by_itself():
 def columns_read():
     """The names of columns, literals, that the record of a run looks up."""
     readers = {"column", "_known"}
-    for module in (record, history, history_plot):
+    for module in (columns, history, history_plot):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if not isinstance(node, ast.Call):
                 continue
