@@ -1,12 +1,13 @@
 """Compiles workloads and contestants for targets; runs nothing."""
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import platform
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -203,14 +204,18 @@ def shortened(error: Exception) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"[:300]
 
 
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of those that are installed."""
+    versions = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
+
+
 def about(target: Target) -> dict[str, Any]:
     """What was compiled for what, with versions."""
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions = versions_of(PACKAGES)
     import jls
 
     return {

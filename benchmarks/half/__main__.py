@@ -5,7 +5,6 @@ that are in the file; prints the tables, and draws the picture.
 """
 
 import argparse
-import importlib.metadata
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from benchmarks.half import programs
 from benchmarks.half.tables import tables
+from benchmarks.on_target import versions_of
 from benchmarks.targets import TARGETS
 
 PACKAGES = ("jax", "libtpu", "jax-cuda12-plugin", "flax", "optax")
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             for way in programs.WAYS:
                 one = programs.figures(make(), way, TARGETS[name])
                 entry = results.setdefault(name, {"versions": {}, "models": {}})
-                entry["versions"] |= _versions()
+                entry["versions"] |= versions_of(PACKAGES)
                 entry["models"].setdefault(model, {})[way] = one
                 options.json.write_text(json.dumps(results, indent=2) + "\n")
                 print(name, model, way, one, flush=True)
@@ -39,17 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
         plot.save(results, options.plot)
     return results
-
-
-def _versions() -> dict[str, str]:
-    """Of what is installed."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _parser() -> argparse.ArgumentParser:

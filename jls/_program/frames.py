@@ -89,6 +89,17 @@ class Frame:
             ]
         return self._children[number]
 
+    def around(self) -> "Iterator[Frame]":
+        """This frame, and those around it, innermost first."""
+        here: Frame | None = self
+        while here is not None:
+            yield here
+            here = here.parent
+
+    def loops(self) -> "list[Frame]":
+        """The loops that this frame is in, and itself; outermost first."""
+        return [x for x in self.around() if x.is_loop][::-1]
+
     def all(self) -> "Iterator[Frame]":
         """This frame, and all frames below it."""
         yield self

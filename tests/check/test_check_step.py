@@ -853,15 +853,7 @@ def test_place_of_a_mistake_is_a_line_of_the_user():
 
 
 def test_scale_that_is_never_adjusted_is_stuck():
-    scaler = jls.dynamic(2.0**10)
-
-    @jax.jit
-    def step(params, state, batch):
-        loss, grads = jls.value_and_grad(plain_loss)(state, params, batch)
-        new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-        return jls.select(jls.all_finite(grads), new, params), state, loss
-
-    result = check(step, (plain_params(), scaler.init(), BATCH))
+    result = check(*steps.never_adjusted())
     assert result.broken == ("scale stuck",)
     assert "scaler.adjust" in result.write["scale stuck"]
 

@@ -141,6 +141,19 @@ def plain_loss(params, batch):
     return mse(predict(params, batch["x"]), batch)
 
 
+def never_adjusted():
+    """A bare scaler whose state comes back as it was."""
+    scaler = jls.dynamic(2.0**10)
+
+    @jax.jit
+    def step(params, state, batch):
+        loss, grads = jls.value_and_grad(plain_loss)(state, params, batch)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return jls.select(jls.all_finite(grads), new, params), state, loss
+
+    return step, (plain_params(), scaler.init(), BATCH)
+
+
 def plain(gradients=right_gradients, tell=tell, wrap=wrap, inner=None, **jit):
     optimizer = wrap(inner or optax.adam(1e-2))
 

@@ -242,10 +242,6 @@ def _in_half(equation: Any, step: Step) -> tuple[list[Any], list[Any]]:
     return list(filter(is_float32, variables_in(equation.invars))), results
 
 
-def _results(frame: Frame, equation: Any) -> Iterator[Variable]:
-    return ((frame, x) for x in equation.outvars)
-
-
 def _scope(site: Site) -> str | tuple[str, str]:
     """The scope of an operation; where it has none, its file and function."""
     scope = modules_in_loss(site)

@@ -33,12 +33,11 @@ from jls._program.primitives import primitive_of
 from jls._program.replay import (
     Records,
     Seen,
-    WhileRecords,
     floats_from_keys,
     key_of,
     replay,
 )
-from jls._tools.origin.record import RecordedProgram, as_large_as
+from jls._tools.origin.record import RecordedProgram, as_large_as, record_of
 
 MOST = 10  # lines that are named; each is tried in a run of its own
 # Times the error of the operands, or that of one rounding: sums and products of what
@@ -127,14 +126,11 @@ class BothWays(RecordedProgram):
         mask[[self._numbers[x] for x in exact if x in self._numbers]] = True
         return self([*inputs, mask]).records
 
-    def compiled(self, inputs: Sequence[Any]) -> jax.stages.Compiled:
-        if self._compiled is None:
-            lowered = jax.jit(self._run).lower([jnp.asarray(x) for x in inputs])
-            try:
-                self._compiled = lowered.compile(_OPTIONS)
-            except Exception:  # a platform that has no such option
-                self._compiled = lowered.compile()
-        return self._compiled
+    def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        try:
+            return lowered.compile(_OPTIONS)
+        except Exception:  # a platform that has no such option
+            return lowered.compile()
 
     def _run(self, inputs: Sequence[Array]) -> tuple[list[Array], Records]:
         *operands, self._exact = inputs
@@ -158,15 +154,11 @@ class BothWays(RecordedProgram):
                 x = Pair(narrow, x.wide)
             held.append(x)
             sizes.append(size)
-        self._count += 1
-        if self._count % _CHAIN == 0:
-            held = jax.lax.optimization_barrier(held)
+        # As in `RecordedProgram`, but after each: there are twice the operations.
+        held = jax.lax.optimization_barrier(held)
         # Twice: over iterations and devices, the even ones are the largest numbers.
         return Seen(held, key_of(jnp.repeat(jnp.concatenate(sizes), 2)))
 
-
-# As in `RecordedProgram`, but with twice the operations.
-_CHAIN = 1
 
 # XLA would leave out roundings between operations that it fuses, and with them what the
 # next platform does not leave out.
@@ -224,15 +216,11 @@ class Errors:
 
     def recorded(self, frame: Frame, number: int) -> list[_Sizes] | None:
         """Those of each result of an operation; None if it has no record."""
-        found: Any = self._records
-        for key in frame.site_of(number).numbers:
-            found = found.get(key) if isinstance(found, dict) else None
-        if isinstance(found, WhileRecords):
-            found = found.bad
+        found = record_of(self._records, frame.site_of(number).numbers)
         if found is None or isinstance(found, dict):
             return None
         numbers = floats_from_keys(found)[..., ::2]
-        for axis, loop in enumerate(_loops_around(frame)):
+        for axis, loop in enumerate(frame.loops()):
             if loop.kind == "while":
                 numbers = np.expand_dims(numbers, axis)
         count = numbers.shape[-1] // 2
@@ -292,16 +280,8 @@ def _one_later(first: np.ndarray, after: np.ndarray, is_reversed: bool) -> np.nd
 
 
 def _exact(frame: Frame) -> _Sizes:
-    shape = (1,) * len(_loops_around(frame))
+    shape = (1,) * len(frame.loops())
     return _Sizes(np.zeros(shape), np.ones(shape))
-
-
-def _loops_around(frame: Frame) -> list[Frame]:
-    found, here = [], frame
-    while here is not None:
-        found += [here] if here.is_loop else []
-        here = here.parent
-    return found[::-1]
 
 
 class _Growth(NamedTuple):

@@ -23,8 +23,24 @@ from jls._program.control import Site
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import Program, is_inexact_atom, is_literal
 from jls._program.primitives import primitive_of
-from jls._program.replay import TAKEN, ZERO_KEY, Records, Seen, replay
+from jls._program.replay import (
+    TAKEN,
+    ZERO_KEY,
+    Records,
+    Seen,
+    WhileRecords,
+    replay,
+)
 from jls._tools.origin.measure import ends, in_float32, own_ends
+
+Numbers = tuple[int, ...]  # the place of an operation in a program
+
+
+def record_of(records: Any, numbers: Numbers) -> Any:
+    """The record of an operation in a run, by its place; None if there is none."""
+    for number in numbers:
+        records = records.get(number) if isinstance(records, dict) else None
+    return records.bad if isinstance(records, WhileRecords) else records
 
 
 def as_large_as(equation: Any, result: int) -> Any | None:
@@ -39,9 +55,6 @@ def as_large_as(equation: Any, result: int) -> Any | None:
         is_wider = new.bits > old.bits and float(new.max) >= float(old.max)
         return operands[0] if is_wider or new.dtype == old.dtype else None
     return None
-
-
-Numbers = tuple[int, ...]  # the place of an operation in a program
 
 
 class Recording(NamedTuple):
@@ -101,9 +114,12 @@ class RecordedProgram:
         if self._compiled is None:
             inputs = [jnp.asarray(x) for x in inputs]
             lowered = jax.jit(self._run).lower(inputs)
-            is_quick = self.ARITHMETIC is not AS_WRITTEN or not self._beside
-            self._compiled = lowered.compile(_quickly() if is_quick else None)
+            self._compiled = self._compile(lowered)
         return self._compiled
+
+    def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        is_quick = self.ARITHMETIC is not AS_WRITTEN or not self._beside
+        return lowered.compile(_quickly() if is_quick else None)
 
     def _bring_to_float32(self, records: Records) -> None:
         """Replaces the records in their own dtypes by `u32[..., n]`."""

@@ -113,12 +113,8 @@ def _is_pole(row: Primitive, equation: Any) -> bool:
     return row.like in ("div", "root", "log") and is_narrow_atom(equation.outvars[0])
 
 
-def _is_in_while(frame: Frame | None) -> bool:
-    while frame is not None:
-        if frame.kind == "while":
-            return True
-        frame = frame.parent
-    return False
+def _is_in_while(frame: Frame) -> bool:
+    return any(x.kind == "while" for x in frame.around())
 
 
 class Region(NamedTuple):

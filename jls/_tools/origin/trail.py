@@ -428,7 +428,7 @@ class Trail:
         """
         shared = _shared_loops(op, reader)
         iterations = list(op.iterations)
-        for i, loop in enumerate(_loops_around(op.frame)):
+        for i, loop in enumerate(op.frame.loops()):
             if i < shared:
                 continue
             found = self._recorded(op.frame, op.number, tuple(iterations), every=i)
@@ -461,7 +461,7 @@ class Trail:
             found = found.get(key) if isinstance(found, dict) else None
         if found is None:
             return None
-        loops = _loops_around(frame)
+        loops = frame.loops()
         axis = 0
         for i, (loop, index) in enumerate(zip(loops, iterations, strict=True)):
             if loop.kind == "scan" and i == every:
@@ -480,7 +480,7 @@ class Trail:
     def in_every_iteration(self, frame: Frame, atom: Any) -> list[RunValue]:
         """A value in each iteration of the loops that it is in, in order of time."""
         values: list[tuple[int, ...]] = [()]
-        for loop in _loops_around(frame):
+        for loop in frame.loops():
             values = [
                 (*iterations, index)
                 for iterations in values
@@ -539,7 +539,7 @@ class Trail:
             # What is -inf alone may be a mask, on purpose.
             number = origin.number if isinstance(origin, Argument) else -1
             return (1 if self.is_mask(birth) else -1, number)
-        chain = [*reversed(list(_up(origin.frame)))]
+        chain = [*reversed(list(origin.frame.around()))]
         iterations = iter(origin.iterations)
         key: list[int] = []
         for frame in chain[1:]:
@@ -656,33 +656,20 @@ def _maker_of(value: RunValue) -> OpResult | None:
     return maker and OpResult(value.frame, *maker, value.iterations)
 
 
-def _up(frame: Frame) -> Iterator[Frame]:
-    """A frame, and those around it."""
-    here: Frame | None = frame
-    while here is not None:
-        yield here
-        here = here.parent
-
-
 def _shared_loops(op: OpResult, reader: OpResult | None) -> int:
     """How many loops two operations share, in the same iteration of each."""
     if reader is None:
         return 0
     count = 0
     for (loop, i), (other, j) in zip(
-        zip(_loops_around(op.frame), op.iterations, strict=True),
-        zip(_loops_around(reader.frame), reader.iterations, strict=True),
+        zip(op.frame.loops(), op.iterations, strict=True),
+        zip(reader.frame.loops(), reader.iterations, strict=True),
         strict=False,
     ):
         if loop is not other or i != j:
             break
         count += 1
     return count
-
-
-def _loops_around(frame: Frame) -> list[Frame]:
-    """The loops that a frame is in, and the frame itself; outermost first."""
-    return [x for x in _up(frame) if x.is_loop][::-1]
 
 
 def _equation_number(frame: Frame) -> int:

@@ -26,8 +26,8 @@ from jls._program.frames import Frame, Variable
 from jls._program.jaxprs import Program, is_narrow_atom
 from jls._program.places import Place, place_of
 from jls._program.primitives import primitive_of
-from jls._program.replay import Seen, WhileRecords, floats_from_keys, key_of
-from jls._tools.origin.record import RecordedProgram, ends_of
+from jls._program.replay import Seen, floats_from_keys, key_of
+from jls._tools.origin.record import RecordedProgram, ends_of, record_of
 
 LOWEST, HIGHEST = -25, 15  # the powers of two whose numbers float16 does not lose
 _BINS = HIGHEST - LOWEST + 1
@@ -108,7 +108,7 @@ class Twin(RecordedProgram):
         frame, atom = variable
         number, result = frame.makers[atom]
         key = _record_key(frame, number)
-        record = _record_of(records, key)
+        record = record_of(records, key)
         if record is None or result not in self._counted.get(key, ()):
             return None
         index = sorted(self._counted[key]).index(result)
@@ -260,29 +260,19 @@ def _record_key(frame: Frame, number: int) -> tuple[int, ...]:
     return frame.site_of(number).numbers
 
 
-def _record_of(records: Any, key: tuple[int, ...]) -> Any:
-    """The record of an operation; None if there is none."""
-    for part in key:
-        records = records.get(part) if isinstance(records, dict) else None
-    return records.bad if isinstance(records, WhileRecords) else records
-
-
 def _record_rows(records: Any, key: tuple[int, ...]) -> np.ndarray | None:
     """The record of an operation, a row for each iteration: `f32[iterations, n]`.
 
     Without its samples.
     """
-    record = _record_of(records, key)
+    record = record_of(records, key)
     keys = record[0] if isinstance(record, tuple) else record
     return None if keys is None else floats_from_keys(keys.reshape(-1, keys.shape[-1]))
 
 
 def _is_merged(frame: Frame) -> bool:
     """Whether records of several iterations or devices become one."""
-    here: Frame | None = frame
-    while here is not None and here.kind not in ("while", "devices"):
-        here = here.parent
-    return here is not None
+    return any(x.kind in ("while", "devices") for x in frame.around())
 
 
 _NUM_COUNTS = _BINS + 3
