@@ -394,7 +394,7 @@ def by_path(tree):
 
 SAVED = [
     (version, path.stem)
-    for version in ("0.1.0", "0.2.0")
+    for version in ("0.1.0", "0.2.0", "0.3.0")
     for path in sorted((FOLDER / version).glob("*.msgpack"))
 ]
 
@@ -402,8 +402,8 @@ SAVED = [
 def test_there_is_a_checkpoint_of_each_scaler_policy_and_place():
     names = {version: {n for v, n in SAVED if v == version} for version, _ in SAVED}
     assert names["0.1.0"] == set(checkpoints.SCALERS)
-    assert names["0.2.0"] == set(checkpoints.optimizers())
-    saved = {name.removesuffix("_scaler") for name in names["0.2.0"]}
+    assert names["0.2.0"] == names["0.3.0"] == set(checkpoints.optimizers())
+    saved = {name.removesuffix("_scaler") for name in names["0.3.0"]}
     assert set(jls.presets.__all__) <= saved
 
 
@@ -452,7 +452,7 @@ def test_checkpoint_of_an_older_version_goes_on(version, name, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["msgpack", "orbax"])
-@pytest.mark.parametrize("version", ["0.1.0", "0.2.0"])
+@pytest.mark.parametrize("version", ["0.1.0", "0.2.0", "0.3.0"])
 @pytest.mark.parametrize("scaler", [jls.dynamic(8.0), ADAPTIVE], ids=["dynamic", "mf"])
 def test_a_run_of_recent_max_goes_on_at_its_scale(scaler, version, form, tmp_path):
     """`log_max` is its first name."""
@@ -658,7 +658,7 @@ def test_without_the_upgrade_an_older_checkpoint_is_an_error(tmp_path):
 
 def test_fixtures_are_small():
     files = [f for f in FOLDER.rglob("*") if f.suffix in (".msgpack", ".zip")]
-    assert len(files) == 49
+    assert len(files) == 82
     assert all(file.stat().st_size < 20_000 for file in files)
 
 
