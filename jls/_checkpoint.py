@@ -40,12 +40,12 @@ from jls._state import find, how_to_nest, is_scaler_state, is_wrapper_state
 from jls._step import wrapper_of
 from jls._text import at, join, listed
 from jls._tree import (
-    branches,
     common_dtype,
     is_array,
     is_concrete,
     is_leaf,
     is_narrow,
+    one_level,
     widen,
 )
 from jls._types import (
@@ -271,7 +271,7 @@ def _to_devices_of(value: Any, like: Any) -> Any:
 
 def _check_alike(given: Any, wanted: Any, path: tuple[str, ...]) -> None:
     """Raises for the first place where the two states differ."""
-    (children, form), (others, other_form) = branches(given), branches(wanted)
+    (children, form), (others, other_form) = one_level(given), one_level(wanted)
     is_end = is_leaf(form)
     if form != other_form or (
         is_end and _shape_and_dtype(given) != _shape_and_dtype(wanted)
@@ -314,10 +314,10 @@ def _advice(given: Any, wanted: Any) -> str:
 
 
 def _upgrade(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
-    children, structure = branches(target)
+    children, structure = one_level(target)
     if is_leaf(structure):
         return _restored_leaf(target, saved, path)
-    parts = _children_of(saved)
+    parts = _parts_of(saved)
     if parts is None and is_variable(target):
         parts = dict.fromkeys(children, saved)
     if parts is None:
@@ -372,7 +372,7 @@ def _static_or_moving(
     if is_static:
         return {"loss_scale": parts["loss_scale"]}
     if parts.keys() == _RECENT_MAX and not parts.keys() <= set(target._fields):
-        return branches(target)[0] | {"loss_scale": parts["loss_scale"]}
+        return one_level(target)[0] | {"loss_scale": parts["loss_scale"]}
     return parts
 
 
@@ -408,7 +408,7 @@ def _check_spikes(
     """`parts`; without the fields of a spike policy where there was none."""
     saved = parts.get("spike_state")
     if isinstance(target.spike_state, SpikeState):
-        saved = _renamed(SpikeState, _children_of(saved) or {})
+        saved = _renamed(SpikeState, _parts_of(saved) or {})
     if not jax.tree.leaves(parts.get("spikes")):
         return {name: part for name, part in parts.items() if name not in _OF_POLICY}
     if not has_policy(target) or _policy_shapes(saved) != _policy_shapes(
@@ -457,11 +457,11 @@ def _copy_tree(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: copy_like(leaf, leaf), tree)
 
 
-def _children_of(saved: Any) -> dict[str, Any] | None:
+def _parts_of(saved: Any) -> dict[str, Any] | None:
     """The parts of a saved node by name; None for a leaf."""
     if isinstance(saved, Mapping):  # with keys of any kind
         return {str(name): part for name, part in saved.items()}
-    children, structure = branches(saved)  # None, and Orbax's empty tuple, have none
+    children, structure = one_level(saved)  # None, and Orbax's empty tuple, have none
     return None if is_leaf(structure) else children
 
 
@@ -563,7 +563,7 @@ def describe_node(node: Any) -> str:
     if is_array(node):
         dtype = getattr(node, "dtype", f"a Python {type(node).__name__}")
         return f"{dtype} of shape {jnp.shape(node)}"
-    children, structure = branches(node)
+    children, structure = one_level(node)
     if node is None:
         return "None"
     if is_leaf(structure):

@@ -13,7 +13,7 @@ from jax.core import ShapedArray, Tracer
 from jax.typing import ArrayLike
 
 from jls._nnx import is_variable, read_variables
-from jls._text import an, at, describe, path_name, path_names
+from jls._text import an, at, describe, join, path_name, path_names
 
 Tree = TypeVar("Tree")
 
@@ -277,7 +277,7 @@ def difference(one: tuple[str, Any], other: tuple[str, Any]) -> str:
     """
     (name, tree), (other_name, other_tree) = one, other
     path, kind, other_kind = _first_difference(tree, other_tree) or ((), "", "")
-    place = path_name(path)
+    place = join(*path)
     if not kind or not other_kind:
         return f"'{place}' is only in {name if kind else other_name}"
     if kind == other_kind:
@@ -287,45 +287,30 @@ def difference(one: tuple[str, Any], other: tuple[str, Any]) -> str:
     return f"'{place}' is {kind} in {name}, {other_kind} in {other_name}"
 
 
-def _first_difference(tree: Any, other: Any) -> tuple[Any, str, str] | None:
+def _first_difference(tree: Any, other: Any) -> tuple[tuple[str, ...], str, str] | None:
     """Its path, and what either tree has there: "" for nothing."""
-    (children, node), (other_children, other_node) = map(_children, (tree, other))
-    if node is None or other_node is None:
-        if node is other_node:
-            return None
-        return (), _kind(tree), _kind(other)
+    (children, node), (other_children, other_node) = map(one_level, (tree, other))
+    if is_leaf(node) and is_leaf(other_node):
+        return None
     if type(tree) is not type(other):
         return (), _kind(tree), _kind(other)
-    for key, child in children.items():
-        if key not in other_children:
-            return (key,), _kind(child), ""
-        found = _first_difference(child, other_children[key])
+    for name, child in children.items():
+        if name not in other_children:
+            return (name,), _kind(child), ""
+        found = _first_difference(child, other_children[name])
         if found:
-            return (key, *found[0]), *found[1:]
-    for key, child in other_children.items():
-        if key not in children:
-            return (key,), "", _kind(child)
+            return (name, *found[0]), *found[1:]
+    for name, child in other_children.items():
+        if name not in children:
+            return (name,), "", _kind(child)
     return None if node == other_node else ((), _kind(tree), _kind(other))
-
-
-def _children(tree: Any) -> tuple[dict[Any, Any], Any]:
-    """The children of a node by key, and its structure; None for that of a leaf."""
-    if _is_leaf(tree):
-        return {}, None
-    flat, structure = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: node is not tree
-    )
-    return {path[0]: child for path, child in flat}, structure
-
-
-def _is_leaf(tree: Any) -> bool:
-    return jax.tree_util.all_leaves([tree])
 
 
 def _kind(tree: Any) -> str:
     if tree is None:
         return "None"
-    return describe(tree) if _is_leaf(tree) else an(type(tree).__name__)
+    is_end = is_leaf(jax.tree.structure(tree))
+    return describe(tree) if is_end else an(type(tree).__name__)
 
 
 # Select.
@@ -412,16 +397,12 @@ def _dtype_name(leaf: Any) -> str:
     return str(getattr(leaf, "dtype", f"Python {type(leaf).__name__}"))
 
 
-def branches(node: Any) -> tuple[dict[str, Any], Any]:
-    """The children of `node` by name, and the structure that holds them.
-
-    A leaf, as `is_leaf` recognizes it, is its own child under the name "".
-    """
+def one_level(node: Any) -> tuple[dict[str, Any], Any]:
+    """The children of `node` by name, none of a leaf, and the structure of them."""
     flat, structure = jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda child: child is not node
     )
-    names = [jax.tree_util.keystr(path, simple=True) for path, _ in flat]
-    return dict(zip(names, [child for _, child in flat], strict=True)), structure
+    return {path_name(path): child for path, child in flat if path}, structure
 
 
 def is_leaf(structure: Any) -> bool:

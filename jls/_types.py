@@ -300,7 +300,7 @@ class SkipReason(enum.IntEnum):
     SPIKE = 4  # all was finite, but loss or gradient norm was far out of line
 
 
-def known_skip_reason(code: int) -> SkipReason:
+def skip_reason_of(code: int) -> SkipReason:
     """NONE for a code that only a later version knows."""
     return SkipReason(code) if code in list(SkipReason) else SkipReason.NONE
 

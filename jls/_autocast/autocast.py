@@ -141,9 +141,9 @@ class _Call:
         self._fun = fun
         leaves, self._structure = jax.tree.flatten((args, kwargs), is_leaf=is_object)
         self._leaves = leaves
-        self._numbers = [i for i, leaf in enumerate(leaves) if _is_traced(leaf)]
+        self._indices = [i for i, leaf in enumerate(leaves) if _is_traced(leaf)]
         self._objects = [i for i, leaf in enumerate(leaves) if is_object(leaf)]
-        self.arrays = [leaves[i] for i in self._numbers]
+        self.arrays = [leaves[i] for i in self._indices]
         if self._objects:
             objects = [leaves[i] for i in self._objects]
             self._graph, state = split_all(objects)
@@ -155,8 +155,8 @@ class _Call:
     def _flat(self, *arrays: Any) -> list[Any]:
         """`fun` as a function of arrays."""
         self._own_trace = trace_of(arrays[0]) if arrays else None
-        leaves, count = list(self._leaves), len(self._numbers)
-        for i, array in zip(self._numbers, arrays[:count], strict=True):
+        leaves, count = list(self._leaves), len(self._indices)
+        for i, array in zip(self._indices, arrays[:count], strict=True):
             leaves[i] = array
         objects: list[Any] = []
         if self._objects:

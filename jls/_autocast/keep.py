@@ -41,9 +41,9 @@ class Choice:
         """Whether `keep` finds an operation."""
         if self._keep is None:
             return False
-        if site.numbers not in self._known:
-            self._known[site.numbers] = self._is_kept(site)
-        return self._known[site.numbers]
+        if site.indices not in self._known:
+            self._known[site.indices] = self._is_kept(site)
+        return self._known[site.indices]
 
     def _is_kept(self, site: Site) -> bool:
         if not isinstance(self._keep, re.Pattern):

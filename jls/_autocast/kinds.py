@@ -21,7 +21,7 @@ from jax.core import Tracer
 
 from jls._autocast.keep import OUTER, Choice
 from jls._autocast.leads import Leads, moves_each
-from jls._program.control import CONDITION, ROOT, Call, Site, calls_of
+from jls._program.control import CONDITION, MAIN, Call, Site, calls_of
 from jls._program.jaxprs import (
     Program,
     is_float32,
@@ -91,7 +91,7 @@ class Kinds:
         self._is_float16 = choice.dtype == jnp.float16
 
     def read(
-        self, program: Program, operands: Sequence[Fact], site: Site = ROOT
+        self, program: Program, operands: Sequence[Fact], site: Site = MAIN
     ) -> list[Fact]:
         """The facts about the results of a program, from those about its inputs."""
         jaxpr, consts = opened(program)
@@ -102,12 +102,12 @@ class Kinds:
         def look_up(atom: Any) -> Fact:
             return self.of_constant(atom.val) if is_literal(atom) else known[atom]
 
-        for number, equation in enumerate(jaxpr.eqns):
-            here = site.inside(equation, number)
+        for index, equation in enumerate(jaxpr.eqns):
+            here = site.inside(equation, index)
             facts = [look_up(atom) for atom in equation.invars]
             leads = [self._leads.at(site, x) for x in equation.outvars]
             step = self._of_equation(here, facts, leads)
-            self.steps[here.numbers] = step
+            self.steps[here.indices] = step
             known.update(zip(equation.outvars, step.results, strict=True))
         return [look_up(atom) for atom in jaxpr.outvars]
 

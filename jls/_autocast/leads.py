@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jls._autocast.keep import OUTER, Choice
-from jls._program.control import CONDITION, ROOT, Call, Site, calls_of
+from jls._program.control import CONDITION, MAIN, Call, Site, calls_of
 from jls._program.jaxprs import Program, is_float32, is_literal, opened
 from jls._program.primitives import primitive_of
 
@@ -25,10 +25,10 @@ class Leads:
 
     def at(self, site: Site, atom: Any) -> bool:
         """Whether a variable of the program that is called at `site` leads to one."""
-        return not is_literal(atom) and atom in self._found.get(site.numbers, ())
+        return not is_literal(atom) and atom in self._found.get(site.indices, ())
 
     def read(
-        self, program: Program, wanted: Sequence[bool], site: Site = ROOT
+        self, program: Program, wanted: Sequence[bool], site: Site = MAIN
     ) -> list[bool]:
         """Which inputs of a program lead to a product.
 
@@ -39,15 +39,15 @@ class Leads:
         """
         jaxpr = opened(program).jaxpr
         found: set[Any] = set()
-        self._found[site.numbers] = found
+        self._found[site.indices] = found
         found.update(
             atom
             for atom, is_wanted in zip(jaxpr.outvars, wanted, strict=True)
             if is_wanted and not is_literal(atom)
         )
-        for number in reversed(range(len(jaxpr.eqns))):
-            equation = jaxpr.eqns[number]
-            here = site.inside(equation, number)
+        for index in reversed(range(len(jaxpr.eqns))):
+            equation = jaxpr.eqns[index]
+            here = site.inside(equation, index)
             results = [x in found for x in equation.outvars]
             operands = self._of_equation(here, results)
             found.update(

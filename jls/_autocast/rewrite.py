@@ -20,7 +20,7 @@ from jls._autocast.held import MOST, Chain, Held, Stored, is_number
 from jls._autocast.keep import Choice
 from jls._autocast.kinds import Fact, Kind, Kinds, Step, Way
 from jls._autocast.leads import Leads, moves_each
-from jls._program.control import CONDITION, ROOT, Site, calls_of
+from jls._program.control import CONDITION, MAIN, Site, calls_of
 from jls._program.jaxprs import (
     Program,
     bind,
@@ -66,7 +66,7 @@ class Rewrite:
         program: Program,
         facts: Sequence[Fact],
         wanted: Sequence[bool] | None = None,
-        site: Site = ROOT,
+        site: Site = MAIN,
     ) -> list[Fact]:
         """Reads a program before it is run, and the facts about its results.
 
@@ -80,12 +80,12 @@ class Rewrite:
         self.leads.read(program, wanted or [False] * len(results), site)
         return self._kinds.read(program, facts, site)
 
-    def fact_of(self, numbers: tuple[int, ...], result: int) -> Fact:
-        """What is known of a result of an operation, by the numbers of its site."""
-        return self._kinds.steps[numbers].results[result]
+    def fact_of(self, indices: tuple[int, ...], result: int) -> Fact:
+        """What is known of a result of an operation, by its site."""
+        return self._kinds.steps[indices].results[result]
 
     def run(
-        self, program: Program, operands: Sequence[Held], site: Site = ROOT
+        self, program: Program, operands: Sequence[Held], site: Site = MAIN
     ) -> list[Held]:
         """The results of a program that was read."""
         jaxpr, consts = opened(program)
@@ -99,14 +99,14 @@ class Rewrite:
             return self._constant(atom.val) if is_literal(atom) else known[atom]
 
         ends = _last_uses(jaxpr)
-        for number, equation in enumerate(jaxpr.eqns):
-            here = site.inside(equation, number)
+        for index, equation in enumerate(jaxpr.eqns):
+            here = site.inside(equation, index)
             results = self._equation(here, list(map(look_up, equation.invars)))
             made = dict(zip(equation.outvars, results, strict=True))
             known |= made
             if self.leads.has_rules:
                 self._closed_over |= made
-            for atom in ends[number]:
+            for atom in ends[index]:
                 del known[atom]
         return list(map(look_up, jaxpr.outvars))
 
@@ -120,7 +120,7 @@ class Rewrite:
 
     def _equation(self, site: Site, operands: list[Held]) -> Sequence[Held]:
         equation = site.equation
-        step = self._kinds.steps[site.numbers]
+        step = self._kinds.steps[site.indices]
         name, row = equation.primitive.name, primitive_of(equation)
         calls = calls_of(equation)
         if calls and name in self._CONTROL:
@@ -326,19 +326,19 @@ class Rewrite:
     def _cond(
         self, site: Site, operands: list[Held], facts: list[Fact]
     ) -> Sequence[Held]:
-        index, *rest = self._inputs(operands)
+        which, *rest = self._inputs(operands)
         atoms = site.equation.outvars
 
-        def branch(number, program, *arrays):
-            here = site.beside(number)
+        def branch(index, program, *arrays):
+            here = site.beside(index)
             return self._as(self.run(program, _like(rest, arrays), here), facts, atoms)
 
         branches = [
-            partial(branch, number, program)
-            for number, program in enumerate(parameter(site.equation, "branches"))
+            partial(branch, index, program)
+            for index, program in enumerate(parameter(site.equation, "branches"))
         ]
         with traced_as(site.equation):
-            results = lax.switch(index.array, branches, *(x.array for x in rest))
+            results = lax.switch(which.array, branches, *(x.array for x in rest))
         return self._stored(site.equation, results, facts)
 
     def _shard_map(

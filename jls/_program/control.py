@@ -32,21 +32,21 @@ class Site(NamedTuple):
     """The position of an equation: the calls around it and itself, outermost first."""
 
     equations: tuple[Any, ...]
-    numbers: tuple[int, ...]  # of each in its program: sites of two calls differ
+    indices: tuple[int, ...]  # of each in its program: sites of two calls differ
 
     @property
     def equation(self) -> Any:
         return self.equations[-1]
 
-    def inside(self, equation: Any, number: int) -> "Site":
-        return Site((*self.equations, equation), (*self.numbers, number))
+    def inside(self, equation: Any, index: int) -> "Site":
+        return Site((*self.equations, equation), (*self.indices, index))
 
-    def beside(self, *numbers: int) -> "Site":
+    def beside(self, *indices: int) -> "Site":
         """The position of a part of an equation, such as a branch."""
-        return Site(self.equations, (*self.numbers, *numbers))
+        return Site(self.equations, (*self.indices, *indices))
 
 
-ROOT = Site((), ())
+MAIN = Site((), ())
 
 
 class Call(NamedTuple):

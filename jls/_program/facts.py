@@ -55,7 +55,7 @@ ANY, ZERO = AnyDegree.ANY, ()
 class Same:
     """An input, unchanged but for its shape."""
 
-    number: int
+    index: int
 
 
 @dataclasses.dataclass(frozen=True)  # as tuples, input 0 and the number 0 were equal
@@ -113,7 +113,7 @@ class Value:
     known: Annotated[Same | Number | None, _IF_EQUAL] = None
     # Inputs and their weights, if it is a weighted sum of inputs.
     weights: Annotated[tuple[tuple[int, float], ...] | None, _IF_EQUAL] = None
-    scale: Annotated[int | None, _IF_EQUAL] = None  # the number of the scale that it is
+    scale: Annotated[int | None, _IF_EQUAL] = None  # the index of the scale that it is
     site: Where = None  # the last operation on it
     degree_site: Where = None  # the operation that gave it this degree, if not 0
     is_narrow: Is = False  # it comes through float16, or narrower

@@ -4,7 +4,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from jls._program.control import ROOT, Call, Site, calls_of
+from jls._program.control import MAIN, Call, Site, calls_of
 from jls._program.jaxprs import Program, is_inexact_atom, is_literal, opened
 
 Variable = tuple["Frame", Any]  # a variable of a program, and the call
@@ -13,7 +13,7 @@ Variable = tuple["Frame", Any]  # a variable of a program, and the call
 class Maker(NamedTuple):
     """The equation that defines a variable, and which of its results it is."""
 
-    number: int  # of the equation
+    position: int  # of the equation
     result: int
 
 
@@ -28,7 +28,7 @@ class Frame:
         self,
         program: Program,
         parent: "Frame | None" = None,
-        site: Site = ROOT,
+        site: Site = MAIN,
         call: Call | None = None,
     ) -> None:
         self.jaxpr, consts = opened(program)
@@ -36,16 +36,16 @@ class Frame:
         self.consts = dict(zip(self.jaxpr.constvars, consts, strict=False))
         self.inputs = {x: i for i, x in enumerate(self.jaxpr.invars)}
         self.makers = {
-            x: Maker(number, i)
-            for number, equation in enumerate(self.jaxpr.eqns)
+            x: Maker(index, i)
+            for index, equation in enumerate(self.jaxpr.eqns)
             for i, x in enumerate(equation.outvars)
         }
         self._children: dict[int, list[Frame]] = {}
 
     @property
     def kind(self) -> str:
-        """The kind of its call, "root" of the whole program."""
-        return self.call.kind if self.call else "root"
+        """The kind of its call, "main" of the whole program."""
+        return self.call.kind if self.call else "main"
 
     @property
     def is_loop(self) -> bool:
@@ -74,20 +74,20 @@ class Frame:
         """The equation that calls this program."""
         return self.site.equation
 
-    def site_of(self, number: int) -> Site:
+    def site_of(self, index: int) -> Site:
         """The site of an equation of this program."""
-        return self.site.inside(self.jaxpr.eqns[number], number)
+        return self.site.inside(self.jaxpr.eqns[index], index)
 
-    def called(self, number: int) -> "list[Frame]":
+    def called(self, index: int) -> "list[Frame]":
         """The frames that an equation calls: one, or one for each branch of `cond`."""
-        if number not in self._children:
-            site = self.site_of(number)
-            self._children[number] = [
+        if index not in self._children:
+            site = self.site_of(index)
+            self._children[index] = [
                 Frame(x.program, self, x.site(site), x)
                 for x in calls_of(site.equation)
                 if x.kind != "condition"
             ]
-        return self._children[number]
+        return self._children[index]
 
     def around(self) -> "Iterator[Frame]":
         """This frame, and those around it, innermost first."""
@@ -103,27 +103,27 @@ class Frame:
     def all(self) -> "Iterator[Frame]":
         """This frame, and all frames below it."""
         yield self
-        for number in range(len(self.jaxpr.eqns)):
-            for child in self.called(number):
+        for index in range(len(self.jaxpr.eqns)):
+            for child in self.called(index):
                 yield from child.all()
 
     def by_site(self) -> "dict[tuple[int, ...], Frame]":
         """This frame and those below it, by their places in the program."""
-        return {frame.site.numbers: frame for frame in self.all()}
+        return {frame.site.indices: frame for frame in self.all()}
 
     def unused(self, is_wanted: "Callable[[Frame, int], bool]") -> "Iterator[Variable]":
         """The unused results of this program and of its calls.
 
         Args:
-          is_wanted: selects equations, by frame and number.
+          is_wanted: selects equations, by frame and index.
         """
         used = {x for e in self.jaxpr.eqns for x in e.invars if not is_literal(x)}
         used |= {x for x in self.jaxpr.outvars if not is_literal(x)}
         for x, maker in self.makers.items():
-            if x not in used and is_wanted(self, maker.number):
+            if x not in used and is_wanted(self, maker.position):
                 yield self, x
-        for number in range(len(self.jaxpr.eqns)):
-            for child in self.called(number):
+        for index in range(len(self.jaxpr.eqns)):
+            for child in self.called(index):
                 if not child.is_loop:
                     yield from child.unused(is_wanted)
 
@@ -143,8 +143,8 @@ class Frame:
             return self._sources_of_input(self.inputs[variable])
         if variable not in self.makers:
             return []
-        number, result = self.makers[variable]
-        equation, called = self.jaxpr.eqns[number], self.called(number)
+        index, result = self.makers[variable]
+        equation, called = self.jaxpr.eqns[index], self.called(index)
         found: list[Variable]
         found = [(child, child.jaxpr.outvars[result]) for child in called]
         if not called:

@@ -53,7 +53,7 @@ def known_result(op: Operation, avals: Sequence[Any]) -> Same | Number | None:
     if isinstance(first, Same) and (
         row.moves == "same" or name in ("broadcast_in_dim", "slice")
     ):
-        return first if aval.size == avals[first.number].size else None
+        return first if aval.size == avals[first.index].size else None
     return _folded(op)
 
 
@@ -65,7 +65,7 @@ def _cast(known: Any, aval: Any, avals: Sequence[Any]) -> Same | Number | None:
         with np.errstate(all="ignore"):
             return number_in(np.asarray(known.value).astype(aval.dtype))
     if isinstance(known, Same):
-        old, new = avals[known.number].dtype, aval.dtype
+        old, new = avals[known.index].dtype, aval.dtype
         return known if is_exact_cast(old, new) else None
     return None
 

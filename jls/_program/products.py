@@ -38,12 +38,12 @@ def products_in(frame: Frame) -> list[Product]:
     multiplications: those of the others are 0. `shard_map` counts one device.
     """
     found = []
-    for number, equation in enumerate(frame.jaxpr.eqns):
-        called = frame.called(number)
+    for index, equation in enumerate(frame.jaxpr.eqns):
+        called = frame.called(index)
         if called:
             found += _of_calls(called)
         elif equation.primitive.name in PRODUCTS:
-            found.append(Product(frame.site_of(number), multiplications(equation)))
+            found.append(Product(frame.site_of(index), multiplications(equation)))
     return found
 
 

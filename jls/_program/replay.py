@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array, lax
 
 from jls._program.alone import AS_WRITTEN, Arithmetic
-from jls._program.control import ROOT, Call, Site, calls_of
+from jls._program.control import MAIN, Call, Site, calls_of
 from jls._program.jaxprs import (
     Program,
     is_literal,
@@ -36,7 +36,7 @@ from jls._program.jaxprs import (
 # The record of an operation: u32[..., n], with an axis for each scan around it.
 # The numbers are keys of floats, as `key_of` makes them: the largest and the smallest
 # of an array in turn.
-Records = dict[int, Any]  # by the number of the equation: of an operation, or of a call
+Records = dict[int, Any]  # by the index of the equation: of an operation, or of a call
 
 # The keys of records that belong to no equation.
 SLICES = -1  # of a scan: the record of the slices that each iteration gets
@@ -80,7 +80,7 @@ class WhileRecords(NamedTuple):
     nan_iterations: Any
 
 
-class Seen(NamedTuple):
+class Watched(NamedTuple):
     """The results with which the program goes on, and the record of an operation."""
 
     results: Sequence[Any]  # of the same shapes and dtypes
@@ -88,14 +88,14 @@ class Seen(NamedTuple):
 
 
 Replayed = tuple[list[Any], Records]
-Watch = Callable[[Site, Sequence[Any], Sequence[Any]], Seen]
+Watch = Callable[[Site, Sequence[Any], Sequence[Any]], Watched]
 
 
 def replay(
     program: Program,
     operands: Sequence[Any],
     watch: Watch,
-    site: Site = ROOT,
+    site: Site = MAIN,
     arithmetic: Arithmetic = AS_WRITTEN,
 ) -> Replayed:
     """The results of a program, and the records of its operations.
@@ -105,7 +105,7 @@ def replay(
       operands: its inputs; arrays, or tracers.
       watch: called with the site, the operands and the results of each operation,
         perhaps more than once. Slices, taken branches and carries come as the results
-        of an operation with one of the negative numbers above.
+        of an operation with one of the negative indices above.
       site: the calls around the program.
       arithmetic: how it is computed. `BOTH` gives the watch pairs, and returns them.
     """
@@ -136,13 +136,13 @@ class _Replay:
         def read(atom: Any) -> Any:
             return known(atom.val) if is_literal(atom) else values[atom]
 
-        for number, equation in enumerate(jaxpr.eqns):
-            here = site.inside(equation, number)
+        for index, equation in enumerate(jaxpr.eqns):
+            here = site.inside(equation, index)
             inputs = [read(atom) for atom in equation.invars]
             results, record = self._equation(jaxpr, here, inputs)
             values.update(zip(equation.outvars, results, strict=True))
             if record is not None:
-                records[number] = record
+                records[index] = record
         return [read(atom) for atom in jaxpr.outvars], records
 
     def _equation(
@@ -243,8 +243,8 @@ class _Replay:
             records[ITERATIONS] = to_varying(iterations.reshape(1), self._varying)
         return carry, records
 
-    def _see_carried(self, site: Site, number: int, value: Any) -> Any:
-        beside = site.beside(CARRIED, number)
+    def _see_carried(self, site: Site, index: int, value: Any) -> Any:
+        beside = site.beside(CARRIED, index)
         return self._see(beside, (), [value])[1]
 
     def _no_iteration_of(self, shape: Any) -> WhileRecords:
@@ -256,31 +256,31 @@ class _Replay:
         return WhileRecords(nothing, iterations, nothing, iterations)
 
     def _cond(self, site: Site, calls: list[Call], inputs: list[Any]) -> Replayed:
-        index, *operands = inputs
+        which, *operands = inputs
         branches = [partial(self._branch, x.program, x.site(site)) for x in calls]
-        numbers = range(len(branches))
+        indices = range(len(branches))
         # Which branch it was is a record of each: what the watch says of inf.
-        taken = [self._see_taken(site, number) for number in numbers]
+        taken = [self._see_taken(site, index) for index in indices]
         shapes = []
         for run, mark in zip(branches, taken, strict=True):
             shape = jax.eval_shape(run, *operands)[1]
             shapes.append(shape if mark is None else {**shape, TAKEN: mark})
 
-        def branch(number):
+        def branch(index):
             def run(*operands):
-                results, records = branches[number](*operands)
+                results, records = branches[index](*operands)
                 found = dict(enumerate(map(self._full, shapes)))
-                if taken[number] is not None:
-                    records = {**records, TAKEN: taken[number]}
-                found[number] = records
+                if taken[index] is not None:
+                    records = {**records, TAKEN: taken[index]}
+                found[index] = records
                 return results, {i: x for i, x in found.items() if x}
 
             return run
 
-        return lax.switch(index, [branch(n) for n in numbers], *operands)
+        return lax.switch(which, [branch(i) for i in indices], *operands)
 
-    def _see_taken(self, site: Site, number: int) -> Any:
-        beside = site.beside(number, TAKEN)
+    def _see_taken(self, site: Site, index: int) -> Any:
+        beside = site.beside(index, TAKEN)
         return self._see(beside, (), [jnp.float32(jnp.inf)])[1]
 
     def _branch(self, program: Program, site: Site, *operands: Any) -> Replayed:
@@ -318,9 +318,9 @@ class _Replay:
     }
 
 
-def _see_nothing(site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> Seen:
+def _see_nothing(site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> Watched:
     del site, inputs
-    return Seen(results)
+    return Watched(results)
 
 
 def _select_lanes(pred: Array, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
@@ -338,18 +338,18 @@ def _is_record(node: Any) -> bool:
 
 
 def _flat(records: Records) -> dict[tuple[int, ...], Any]:
-    """The records of operations, by their numbers."""
+    """The records of operations, by their indices."""
     flat, _ = jax.tree_util.tree_flatten_with_path(records, is_leaf=_is_record)
     return {tuple(key.key for key in path): record for path, record in flat}
 
 
 def _nested(flat: dict[tuple[int, ...], Any]) -> Records:
     records: Records = {}
-    for numbers, record in flat.items():
+    for indices, record in flat.items():
         inner = records
-        for number in numbers[:-1]:
-            inner = inner.setdefault(number, {})
-        inner[numbers[-1]] = record
+        for index in indices[:-1]:
+            inner = inner.setdefault(index, {})
+        inner[indices[-1]] = record
     return records
 
 

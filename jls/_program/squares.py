@@ -29,7 +29,7 @@ class _Term(NamedTuple):
     """An input, or its square, element by element; of a complex one, in parts."""
 
     power: int
-    number: int  # of the input
+    input: int  # its index
     parts: frozenset[str]
     is_conjugate: bool = False
 
@@ -37,7 +37,7 @@ class _Term(NamedTuple):
 class _Sum(NamedTuple):
     """The sum of the squares of all elements of some inputs."""
 
-    numbers: frozenset[int]
+    inputs: frozenset[int]
 
 
 _ZERO = "zero"
@@ -53,8 +53,8 @@ def find_sum_of_squares(jaxpr: Any, inputs: Sequence[Any]) -> SumOfSquares | Non
         return None
     known: dict[Any, Any] = {}
     total = None
-    for number, variable in enumerate(inputs):
-        known[variable] = _Term(1, number, _parts_of(variable))
+    for index, variable in enumerate(inputs):
+        known[variable] = _Term(1, index, _parts_of(variable))
     sum_of: dict[int, Any] = {}
     for equation in jaxpr.eqns:
         variables = variables_in(equation.invars)
@@ -67,10 +67,10 @@ def find_sum_of_squares(jaxpr: Any, inputs: Sequence[Any]) -> SumOfSquares | Non
         (variable,) = equation.outvars
         known[variable] = result
         if isinstance(result, _Sum):
-            if len(result.numbers) == 1:
-                (number,) = result.numbers
-                sum_of.setdefault(number, variable)
-            is_total = len(result.numbers) == len(inputs)
+            if len(result.inputs) == 1:
+                (index,) = result.inputs
+                sum_of.setdefault(index, variable)
+            is_total = len(result.inputs) == len(inputs)
             if is_total and (total is None or _is_over_devices(equation)):
                 total = variable
     return None if total is None else _slice(jaxpr, inputs, sum_of, total)
@@ -102,11 +102,11 @@ def _apply(equation: Any, operands: list[Any], inputs: Sequence[Any]) -> Any:
     if not isinstance(first, _Term):
         return None
     if name == "reduce_sum":
-        is_whole = first.parts == _parts_of(inputs[first.number])
+        is_whole = first.parts == _parts_of(inputs[first.input])
         axes = parameter(equation, "axes", ())
         shape = equation.invars[0].aval.shape
         if first.power == 2 and is_whole and len(axes) == len(shape):
-            return _Sum(frozenset({first.number}))
+            return _Sum(frozenset({first.input}))
     elif first.power == 2:
         return first if name == REAL else None
     elif name in (REAL, IMAG):
@@ -139,10 +139,10 @@ def _add(one: Any, other: Any) -> Any:
         result = other if one == _ZERO else one
         return None if isinstance(result, _Term) and result.power == 1 else result
     if isinstance(one, _Sum) and isinstance(other, _Sum):
-        if one.numbers.isdisjoint(other.numbers):
-            return _Sum(one.numbers | other.numbers)
+        if one.inputs.isdisjoint(other.inputs):
+            return _Sum(one.inputs | other.inputs)
     elif isinstance(one, _Term) and isinstance(other, _Term):
-        is_same = (one.power, one.number) == (2, other.number) and other.power == 2
+        is_same = (one.power, one.input) == (2, other.input) and other.power == 2
         if is_same and one.parts.isdisjoint(other.parts):
             return one._replace(parts=one.parts | other.parts)
     return None
@@ -162,7 +162,7 @@ def _multiply(one: Any, other: Any) -> Any:
 def _slice(
     jaxpr: Any, inputs: Sequence[Any], sum_of: dict[int, Any], total: Any
 ) -> SumOfSquares:
-    outvars = [*(sum_of[number] for number in range(len(inputs))), total]
+    outvars = [*(sum_of[index] for index in range(len(inputs))), total]
     return SumOfSquares(
         jaxpr.replace(
             constvars=[],

@@ -13,7 +13,7 @@ results, from the facts about its operands. The walk handles control flow:
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
-from jls._program.control import ROOT, Call, Site, calls_of
+from jls._program.control import MAIN, Call, Site, calls_of
 from jls._program.jaxprs import Program, is_literal, opened
 
 V = TypeVar("V")
@@ -60,7 +60,7 @@ class Question(Protocol[V]):
 
 
 def walk(
-    program: Program, operands: Sequence[V], question: Question[V], site: Site = ROOT
+    program: Program, operands: Sequence[V], question: Question[V], site: Site = MAIN
 ) -> list[V]:
     """The facts about the results of a program, from those about its operands.
 
@@ -78,8 +78,8 @@ def walk(
     def read(atom: Any) -> V:
         return question.of_constant(atom.val) if is_literal(atom) else known[atom]
 
-    for number, equation in enumerate(jaxpr.eqns):
-        here = site.inside(equation, number)
+    for index, equation in enumerate(jaxpr.eqns):
+        here = site.inside(equation, index)
         results = _of_equation(here, [read(x) for x in equation.invars], question)
         known.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]

@@ -16,7 +16,7 @@ from scaled_programs import normal, trained
 import jls
 from jls._program.alone import BOTH, Pair
 from jls._program.frames import Frame
-from jls._program.replay import Seen, replay
+from jls._program.replay import Watched, replay
 from jls._tools.origin import losses
 from jls._tools.origin.losses import BothWays, Errors, find_losses
 
@@ -157,7 +157,7 @@ def test_both_ways_in_loops_and_branches():
     program = jax.make_jaxpr(fun)(x)
 
     def watch(site, inputs, results):
-        return Seen(results)
+        return Watched(results)
 
     results, _ = replay(program, [x], watch, arithmetic=BOTH)
     pairs = [r for r in results if isinstance(r, Pair)]

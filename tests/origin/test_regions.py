@@ -97,7 +97,7 @@ def test_a_quotient_in_float16_is_recorded_first():
         return deep(80)((1 / half).astype(jnp.float32))
 
     case = Case("jls.why", fun, (jnp.ones((2, 2)),), {})
-    frames = case.root.by_site()
+    frames = case.main.by_site()
     names = {frames[at].jaxpr.eqns[i].primitive.name for at, i in places(case)}
     assert "div" in names
 

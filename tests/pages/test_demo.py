@@ -192,7 +192,7 @@ def test_the_table_fits_the_terminal(width, monkeypatch, capsys):
     assert "…" not in printed
     for text in ("95.0%", "2^16", "50.0%", "accuracy", "with jls", "1.0e+00", "2.4 MB"):
         assert text in printed
-    wide, narrow = (demo_report._record(runs.scaled, flag) for flag in (True, False))
+    wide, narrow = (demo_report._status(runs.scaled, flag) for flag in (True, False))
     assert wide == "loss 1.0e+00  scale 2^16  skips 1"
     assert len(f"{'':17} 1200/1200 {narrow}") <= 60
     assert len(f"{'':17} {'':12} 1200/1200 {wide}") <= demo_report.WIDE

@@ -122,7 +122,7 @@ KNOWN = [
     Fault(
         "one element of a parameter counts as the parameter",
         "jls/_program/known.py",
-        "return first if aval.size == avals[first.number].size else None",
+        "return first if aval.size == avals[first.index].size else None",
         "return first",
         (f"{MOVES_ON}[its first element]",),
     ),

@@ -77,7 +77,7 @@ FAULTS = [
     Fault(
         "losses: the sum of a loop is compared with the sum before",
         "jls/_tools/origin/losses.py",
-        "if (start := _accumulated(frame, number)) is not None:",
+        "if (start := _accumulated(frame, index)) is not None:",
         "if (start := None) is not None:",
         (LOST + "test_line_is_the_right_one[long_sum-float16]",),
     ),
@@ -91,8 +91,8 @@ FAULTS = [
     Fault(
         "why does not know which branch was taken",
         "jls/_program/replay.py",
-        "        taken = [self._see_taken(site, number) for number in numbers]",
-        "        taken = [None for number in numbers]",
+        "        taken = [self._see_taken(site, index) for index in indices]",
+        "        taken = [None for index in indices]",
         ("tests/test_why.py",),
     ),
     Fault(
@@ -168,8 +168,8 @@ FAULTS = [
     Fault(
         "a mask comes before what it spoils",
         "jls/_tools/origin/trail.py",
-        "return (1 if self.is_mask(birth) else -1, number)",
-        "return (-1, number)",
+        "return (1 if self.is_mask(birth) else -1, index)",
+        "return (-1, index)",
         ("tests/test_why.py",),
     ),
     Fault(
@@ -182,8 +182,8 @@ FAULTS = [
     Fault(
         "what came in is told only after a record of each operation",
         "jls/_tools/origin/why.py",
-        "        if not 0 < len(numbers) <= _MOST_RUNS or",
-        "        if not 0 < len(numbers) <= 0 or",
+        "        if not 0 < len(indices) <= _MOST_RUNS or",
+        "        if not 0 < len(indices) <= 0 or",
         ("tests/test_why.py",),
     ),
     Fault(
@@ -468,7 +468,7 @@ FAULTS = [
     Fault(
         "arguments come in another order",
         "jls/_tools/origin/trail.py",
-        "else -1, number)",
+        "else -1, index)",
         "else -1,)",
         ("tests/test_why.py::test_arguments_come_in_their_order",),
     ),

@@ -26,8 +26,8 @@ FAULTS = [
     Fault(
         "the sum over some leaves is taken for that over all",
         "jls/_program/squares.py",
-        "is_total = len(result.numbers) == len(inputs)",
-        "is_total = len(result.numbers) == min(2, len(inputs))",
+        "is_total = len(result.inputs) == len(inputs)",
+        "is_total = len(result.inputs) == min(2, len(inputs))",
         ("tests/program/test_squares.py",),
     ),
     Fault(
@@ -40,7 +40,7 @@ FAULTS = [
     Fault(
         "a part of complex numbers is taken for the whole",
         "jls/_program/squares.py",
-        "is_whole = first.parts == _parts_of(inputs[first.number])",
+        "is_whole = first.parts == _parts_of(inputs[first.input])",
         "is_whole = True",
         ("tests/program/test_squares.py",),
     ),
@@ -61,8 +61,8 @@ FAULTS = [
     Fault(
         "a sum with one leaf in it twice is taken for that over all",
         "jls/_program/squares.py",
-        "if one.numbers.isdisjoint(other.numbers):",
-        "if one.numbers or other.numbers:",
+        "if one.inputs.isdisjoint(other.inputs):",
+        "if one.inputs or other.inputs:",
         (SQUARES + "test_no_other_sum_is_taken_for_it[one leaf twice, and the other]",),
     ),
     Fault(

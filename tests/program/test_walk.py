@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jls._program.jaxprs import opened
-from jls._program.replay import Seen, replay
+from jls._program.replay import Watched, replay
 from jls._program.walk import walk
 
 X, Y = jnp.arange(3.0), jnp.ones(3)
@@ -26,7 +26,7 @@ class Inputs:
 
     def of_equation(self, site, operands):
         if site.equation.primitive.name == "add":
-            self.additions.append(site.numbers)
+            self.additions.append(site.indices)
         return [frozenset().union(*operands)] * len(site.equation.outvars)
 
     def on_call(self, site, operands):
@@ -187,7 +187,7 @@ def test_replay_without_a_change_gives_the_same(name):
     fun = PROGRAMS[name][0]
     program = jax.make_jaxpr(fun)(X, Y)
     run = functools.partial(
-        replay, program, watch=lambda site, x, results: Seen(results)
+        replay, program, watch=lambda site, x, results: Watched(results)
     )
     for new, records in (run([X, Y]), jax.jit(run)([X, Y])):
         assert not records
@@ -200,9 +200,9 @@ def doubled_at(operation):
 
     def change(site, inputs, results):
         if site.equation.primitive.name != operation:
-            return Seen(results)
+            return Watched(results)
         seen.append(site)
-        return Seen([2 * x for x in results])
+        return Watched([2 * x for x in results])
 
     return change, seen
 
@@ -241,8 +241,8 @@ def test_replay_finds_the_sites_of_the_walk():
     walk(program, [frozenset([0]), frozenset([1])], question)
     change, seen = doubled_at("add")
     replay(program, [X, Y], change)
-    numbers = [site.numbers for site in seen]
-    assert list(dict.fromkeys(numbers)) == question.additions
+    indices = [site.indices for site in seen]
+    assert list(dict.fromkeys(indices)) == question.additions
 
 
 def test_replay_goes_into_programs_over_several_devices():

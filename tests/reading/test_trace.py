@@ -176,7 +176,7 @@ def test_each_scale_has_the_counters_of_its_own_wrapper():
     bare = scales_of({"one": state}, state.scaler_state)[1]
     assert bare.counters == {}
     assert bare.own == bare.state
-    assert bare.root == ("opt_state",)
+    assert bare.path == ("opt_state",)
 
 
 def test_count_beside_a_bare_scale_is_no_wrapper():

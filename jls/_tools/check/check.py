@@ -23,7 +23,7 @@ from jls._tools.check.findings import Findings
 from jls._tools.check.proofs import BY_READING, read_codes
 from jls._tools.check.runs import Runner
 from jls._tools.reading.arguments import Arguments, open_call
-from jls._tools.reading.precision import Precision, Seen, in_words, look_at
+from jls._tools.reading.precision import Precision, PrecisionReport, in_words, look_at
 from jls._tools.reading.reading import Reading, Unread, try_to_trace
 from jls._tools.reading.scales import Scale, is_switched_off, scales_in
 from jls._tools.reading.trace import Traced
@@ -195,7 +195,7 @@ def check_step(
     return found._replace(precision=seen.precision, half=seen.headline)
 
 
-def look_at_precision(runner: Runner, reading: Reading) -> Seen:
+def look_at_precision(runner: Runner, reading: Reading) -> PrecisionReport:
     leaves = runner.arguments.leaves
     live = [x for x in reading.scales if not is_switched_off(leaves[x.at], x)]
     return look_at(reading, Frame(reading.traced.program), live)

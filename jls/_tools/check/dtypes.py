@@ -54,7 +54,7 @@ def restore_dtypes(
     narrowed: dict[str, str] = {}
     for scale in scales:
         state = _state_of(arguments, scale)
-        at = without_value(arguments.items[scale.at].path)[len(scale.root) :]
+        at = without_value(arguments.items[scale.at].path)[len(scale.path) :]
         copies = [
             (items, copy)
             for items in (outputs, objects)
@@ -65,7 +65,7 @@ def restore_dtypes(
         for items, copy in copies:
             for path in _narrower_in(items, copy, state):
                 i, before = copy[path], state[path]
-                narrowed[join(*scale.root, *path)] = str(items[i].value.dtype)
+                narrowed[join(*scale.path, *path)] = str(items[i].value.dtype)
                 items[i] = _in_dtype(items[i], jnp.result_type(before))
     if narrowed:
         dtypes = " and ".join(sorted(set(narrowed.values())))
@@ -77,9 +77,9 @@ def restore_dtypes(
 
 def _state_of(arguments: Arguments, scale: Scale) -> dict[Keys, Any]:
     """The leaves of the state that a loss scale is in, by the path in it."""
-    size = len(scale.root)
+    size = len(scale.path)
     paths = [(without_value(item.path), item.value) for item in arguments.items]
-    return {path[size:]: x for path, x in paths if path[:size] == scale.root}
+    return {path[size:]: x for path, x in paths if path[:size] == scale.path}
 
 
 def _copies_in(

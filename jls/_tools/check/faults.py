@@ -227,7 +227,7 @@ class _Trials:
                 if counts and fault.run.keeps(own):
                     self.findings.broken(
                         code,
-                        f"{fault.what} changed nothing in {join(*scale.root)}, not "
+                        f"{fault.what} changed nothing in {join(*scale.path)}, not "
                         "even the counters: an overflow is one for ever",
                     )
         is_seen = self.runner.reading or all(x.counters for x in self.runner.scales)

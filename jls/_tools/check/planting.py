@@ -10,7 +10,7 @@ import numpy as np
 from jls._program.control import Site
 from jls._program.facts import Value
 from jls._program.primitives import primitive_of
-from jls._program.replay import Seen, replay
+from jls._program.replay import Watched, replay
 from jls._tools.check.runs import Leaves, Runner
 from jls._tools.reading.reading import Reading
 
@@ -35,9 +35,9 @@ def inf_is_applied(
         return None
 
     def plant(here, inputs, results):
-        if here.numbers != site.numbers:
-            return Seen(results)
-        return Seen([_with_inf(x) for x in results])
+        if here.indices != site.indices:
+            return Watched(results)
+        return Watched([_with_inf(x) for x in results])
 
     @jax.jit
     def run(inputs):

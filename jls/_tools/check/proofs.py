@@ -283,7 +283,7 @@ def _read_stuck(runner: Runner, reading: Reading, findings: Findings) -> None:
         if runner.is_proved_to_stay(scale.state, is_skipped=False):
             findings.broken(code, f"the state in {scale.name} comes back as it was")
         elif scale.counters and runner.is_proved_to_stay(scale.own):
-            name = join(*scale.root)
+            name = join(*scale.path)
             findings.broken(
                 code,
                 f"in a step that is skipped {name} comes back as it was, with its "

@@ -188,7 +188,7 @@ class Runner:
     def params(self) -> list[frozenset[int]]:
         """The leaves that each wrapper trains, without its own state."""
         items, reading = self.arguments.items, self.reading
-        roots = [scale.root for scale in self.scales]
+        roots = [scale.path for scale in self.scales]
         outside = frozenset(
             i
             for i in self.trained

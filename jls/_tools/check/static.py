@@ -9,7 +9,7 @@ from typing import Any
 
 from jls._nnx import is_object, is_variable, nnx
 from jls._tools.reading.arguments import Keys
-from jls._tree import branches, is_leaf
+from jls._tree import one_level
 
 _NUMBERS = (bool, int, float, complex, str)
 Numbers = dict[Keys, Any]  # by path
@@ -21,7 +21,7 @@ def numbers_in(tree: Any, path: Keys = ()) -> Numbers:
         return _numbers_in_object(tree, path)
     if type(tree) in _NUMBERS:
         return {path: tree}
-    children, found = children_of(tree), {}
+    (children, _), found = one_level(tree), {}
     for name, value in getattr(tree, "__dict__", {}).items():
         if name not in children and type(value) in _NUMBERS:
             found[(*path, name)] = value
@@ -44,11 +44,5 @@ def _numbers_in_object(tree: Any, path: Keys) -> Numbers:
 def subtree(tree: Any, path: Keys) -> Any:
     """The part of a tree at a path."""
     for name in path:
-        tree = children_of(tree)[name]
+        tree = one_level(tree)[0][name]
     return tree
-
-
-def children_of(tree: Any) -> dict[str, Any]:
-    """The children of a node by name; none of a leaf."""
-    children, structure = branches(tree)
-    return {} if is_leaf(structure) else children

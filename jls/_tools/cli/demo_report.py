@@ -65,19 +65,19 @@ def _train_all(steps: int, seed: int, console: Console) -> Runs:
         TextColumn("{task.description:<17}"),
         *bar_column,
         TextColumn("{task.completed:>{task.fields[digits]}}/{task.total}"),
-        TextColumn("{task.fields[record]}"),
+        TextColumn("{task.fields[status]}"),
         console=console,
     )
     finished = []
     with progress:
         for name, dtype, scaled in CONFIGURATIONS:
             bar = progress.add_task(
-                name, total=steps, digits=len(str(steps)), record="compiling"
+                name, total=steps, digits=len(str(steps)), status="compiling"
             )
             so_far = None
             for so_far in demo.train(dtype, scaled, digits, steps, seed):
                 progress.update(
-                    bar, completed=len(so_far.losses), record=_record(so_far, is_wide)
+                    bar, completed=len(so_far.losses), status=_status(so_far, is_wide)
                 )
             finished.append(so_far)
     return Runs(*finished)
@@ -167,9 +167,9 @@ def sentence(runs: Runs) -> str:
 
 
 def first_zeros(run: demo.Progress) -> float:
-    """The share of zeros at the first step taken: a skipped one has NaN for zeros."""
-    taken = run.zeros[run.applied]
-    return float(taken[0]) if len(taken) else math.nan
+    """The share of zeros at the first applied step; a skipped one has NaN."""
+    of_applied = run.zeros[run.applied]
+    return float(of_applied[0]) if len(of_applied) else math.nan
 
 
 def megabytes(size: int) -> str:
@@ -182,9 +182,9 @@ def percent(share: float | None) -> str:
     return "-" if share is None or math.isnan(share) else f"{100 * share:.1f}%"
 
 
-def _record(run: demo.Progress, is_wide: bool) -> str:
-    record = f"loss {run.losses[-1]:.1e}"
+def _status(run: demo.Progress, is_wide: bool) -> str:
+    text = f"loss {run.losses[-1]:.1e}"
     if len(run.scales):
-        record += f"  scale {format_scale(run.scales[-1])}"
-        record += f"  skips {np.sum(~run.applied)}" if is_wide else ""
-    return record
+        text += f"  scale {format_scale(run.scales[-1])}"
+        text += f"  skips {np.sum(~run.applied)}" if is_wide else ""
+    return text

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jls import _scopes
 from jls._program.places import functions_of_jax, place_of
 from jls._program.primitives import primitive_of
-from jls._tools.origin.trail import BirthRecord, OpResult, RunValue, Trail
+from jls._tools.origin.trail import FoundBirth, OpResult, RunValue, Trail
 
 SQRT = (
     "The derivative of a square root, and of a norm, is inf at 0. Keep the argument "
@@ -102,7 +102,7 @@ _NEAR = 4  # operations back to a where: casts and products may come in between
 _LOG_OF_BASE = {"exp": 1.0, "exp2": math.log(2.0)}
 
 
-def advise(trail: Trail, birth: BirthRecord, is_backward: bool) -> str:
+def advise(trail: Trail, birth: FoundBirth, is_backward: bool) -> str:
     """One sentence of advice on a birth; "" if it is no known pattern."""
     origin = birth.origin
     assert isinstance(origin, OpResult)
@@ -111,9 +111,7 @@ def advise(trail: Trail, birth: BirthRecord, is_backward: bool) -> str:
     return _for_dtype(words, dtype_of(origin))
 
 
-def _words(
-    trail: Trail, birth: BirthRecord, origin: OpResult, is_backward: bool
-) -> str:
+def _words(trail: Trail, birth: FoundBirth, origin: OpResult, is_backward: bool) -> str:
     name = origin.site.equation.primitive.name
     if is_backward and "eigh" in functions_of_jax(origin.site):
         return EIGENVECTORS
@@ -150,14 +148,14 @@ def _arcs_beside(origin: OpResult) -> set[str]:
     here, frame = place_of(origin.site), origin.frame
     return {
         equation.primitive.name
-        for number, equation in enumerate(frame.jaxpr.eqns)
+        for index, equation in enumerate(frame.jaxpr.eqns)
         if equation.primitive.name in _ARCS
-        and (place := place_of(frame.site_of(number))).line == here.line
+        and (place := place_of(frame.site_of(index))).line == here.line
         and place.file == here.file
     }
 
 
-def _overflow(origin: OpResult, birth: BirthRecord, is_backward: bool) -> str:
+def _overflow(origin: OpResult, birth: FoundBirth, is_backward: bool) -> str:
     """A result beyond the largest number of its dtype."""
     equation, dtype = origin.site.equation, dtype_of(origin)
     if equation.primitive.name == "gather" and birth.size.is_nan:
@@ -203,7 +201,7 @@ def dtype_of(result: OpResult) -> Any:
     return result.site.equation.outvars[result.result].aval.dtype
 
 
-def _for_div(trail: Trail, birth: BirthRecord) -> str:
+def _for_div(trail: Trail, birth: FoundBirth) -> str:
     if birth.range is None or birth.range.nearest > 0:
         return ""
     if birth.size.is_nan and "where" in _makers(trail, birth.operands[0], _NEAR):
@@ -211,23 +209,23 @@ def _for_div(trail: Trail, birth: BirthRecord) -> str:
     return SQRT if "sqrt" in _makers(trail, birth.operands[-1]) else DIVIDE
 
 
-def _for_log(trail: Trail, birth: BirthRecord) -> str:
+def _for_log(trail: Trail, birth: FoundBirth) -> str:
     if birth.range is None:
         return ""
     return LOG_NEGATIVE if birth.size.is_nan else LOG_0
 
 
-def _for_log1p(trail: Trail, birth: BirthRecord) -> str:
+def _for_log1p(trail: Trail, birth: FoundBirth) -> str:
     return LOG1P
 
 
-def _for_root(trail: Trail, birth: BirthRecord) -> str:
+def _for_root(trail: Trail, birth: FoundBirth) -> str:
     if birth.range is None:
         return ""
     return ROOT_NEGATIVE if birth.size.is_nan else SQRT
 
 
-def _for_forward_div(birth: BirthRecord) -> str:
+def _for_forward_div(birth: FoundBirth) -> str:
     """As `_for_div`, but not in a derivative: no square root is to blame."""
     if birth.range is None:
         return ""
@@ -236,7 +234,7 @@ def _for_forward_div(birth: BirthRecord) -> str:
     return ROOT_NEGATIVE if birth.range.low < 0 and birth.size.is_nan else ""
 
 
-def _for_power(trail: Trail, birth: BirthRecord) -> str:
+def _for_power(trail: Trail, birth: FoundBirth) -> str:
     if birth.range is None:
         return ""
     if birth.size.is_nan:
@@ -244,7 +242,7 @@ def _for_power(trail: Trail, birth: BirthRecord) -> str:
     return POWER if birth.range.nearest == 0 else ""
 
 
-def _for_exp(trail: Trail, birth: BirthRecord) -> str:
+def _for_exp(trail: Trail, birth: FoundBirth) -> str:
     assert isinstance(birth.origin, OpResult)
     largest = float(jnp.finfo(dtype_of(birth.origin)).max)
     name = birth.origin.site.equation.primitive.name
@@ -252,12 +250,12 @@ def _for_exp(trail: Trail, birth: BirthRecord) -> str:
     return EXP.format(name=name, largest=largest, limit=math.log(largest) / base)
 
 
-def _for_sub(trail: Trail, birth: BirthRecord) -> str:
+def _for_sub(trail: Trail, birth: FoundBirth) -> str:
     is_pair = len(birth.operands) == 2 and all(map(trail.is_bad, birth.operands))
     return SOFTMAX if birth.size.is_nan and is_pair else ""
 
 
-def _for_mul(trail: Trail, birth: BirthRecord) -> str:
+def _for_mul(trail: Trail, birth: FoundBirth) -> str:
     """0 * inf where the 0 is from the other branch of a `where`."""
     if not birth.size.is_nan:
         return ""
@@ -265,7 +263,7 @@ def _for_mul(trail: Trail, birth: BirthRecord) -> str:
     return WHERE if any("where" in _makers(trail, x, _NEAR) for x in good) else ""
 
 
-def _for_forward_mul(trail: Trail, birth: BirthRecord) -> str:
+def _for_forward_mul(trail: Trail, birth: FoundBirth) -> str:
     bad = [x for x in birth.operands if trail.is_bad(x)]
     is_log = any("log" in _makers(trail, x) for x in bad)
     return ENTROPY if birth.size.is_nan and is_log else ""
@@ -284,11 +282,11 @@ def _makers(trail: Trail, value: RunValue, depth: int = 2) -> set[str]:
     return names
 
 
-def _for_cholesky(trail: Trail, birth: BirthRecord) -> str:
+def _for_cholesky(trail: Trail, birth: FoundBirth) -> str:
     return NOT_POSITIVE if birth.size.is_nan else ""
 
 
-_BY_LIKENESS: dict[str, Callable[[Trail, BirthRecord], str]] = {
+_BY_LIKENESS: dict[str, Callable[[Trail, FoundBirth], str]] = {
     "cholesky": _for_cholesky,
     "div": _for_div,
     "exp": _for_exp,

@@ -24,17 +24,17 @@ from jls._tools.origin.losses import BothWays, Losses, find_losses
 from jls._tools.origin.record import RecordedProgram, as_large_as
 from jls._tools.origin.result import Why
 from jls._tools.origin.scalers import scalers_in
-from jls._tools.origin.trail import BirthRecord, Constant, OpResult, RunValue, Trail
+from jls._tools.origin.trail import Constant, FoundBirth, OpResult, RunValue, Trail
 from jls._tools.origin.twin import (
     Cotangent,
     Elements,
-    LostInf,
+    EndOfInf,
     Twin,
     holds_inf,
 )
 from jls._tools.origin.why import LOWEST_EXPONENT, AnyProgram, Bad, Case, settings
 from jls._tools.reading.patience import logging_if_slow
-from jls._tools.reading.precision import Seen, look_at
+from jls._tools.reading.precision import PrecisionReport, look_at
 from jls._tools.reading.scales import is_switched_off
 
 _CAST = "convert_element_type"
@@ -140,17 +140,17 @@ class _Search:
         self.on_the_way = behind(self.roots)
         self.narrow, self.following = self._read()
 
-    def precision(self) -> Seen:
+    def precision(self) -> PrecisionReport:
         scale = self.case.scales[self.at]
         live = [] if is_switched_off(self.now, scale) else [scale]
-        return look_at(self.case.reading, self.case.root, live)
+        return look_at(self.case.reading, self.case.main, live)
 
     def result(self) -> Calibration:
         if not self.narrow:
             return self._no_scale(self._kept_if_half())
         self.twin = Twin(
             self.case.traced.program,
-            self.case.root,
+            self.case.main,
             self.roots,
             [x for x in self.following if x[1].aval.dtype == jnp.float16],
         )
@@ -195,8 +195,8 @@ class _Search:
 
     def with_losses(self, result: Calibration) -> Calibration:
         """The result, with the lines that lose precision."""
-        root = self.case.root
-        if not any(is_half_atom(x) for frame in root.all() for x in frame.makers):
+        main = self.case.main
+        if not any(is_half_atom(x) for frame in main.all() for x in frame.makers):
             notes = (*result.notes, *Losses(0.0, ()).notes)
             return result._replace(notes=notes)
         forward = self.case.forward()
@@ -208,9 +208,9 @@ class _Search:
             for x in found
             if x in checked.before_update
         ] or [x for x in self.case.results if forward is None or x not in forward]
-        both = BothWays(self.case.traced.program, root, gradients)
+        both = BothWays(self.case.traced.program, main, gradients)
         leaves = self._leaves(self._low_scale(result))
-        found = find_losses(both, root, leaves, gradients)
+        found = find_losses(both, main, leaves, gradients)
         return result._replace(losses=found.lines, notes=(*result.notes, *found.notes))
 
     def _low_scale(self, result: Calibration) -> float:
@@ -232,7 +232,7 @@ class _Search:
 
     def _line(self, scale: float) -> str:
         """The line that sets the scale."""
-        name = self.case.scales[self.at].root[0]
+        name = self.case.scales[self.at].path[0]
         name = name if name.isidentifier() else "opt_state"
         result = "" if name in self.case.arguments.in_place else f"{name} = "
         return f"{result}jls.set_loss_scale({name}, {format_number(scale)})"
@@ -329,12 +329,12 @@ class _Search:
 
         Those that follow it double with it. In the order of the program.
         """
-        narrow, frames = self.case.reading.flow.narrow, self.case.root.by_site()
+        narrow, frames = self.case.reading.flow.narrow, self.case.main.by_site()
         depend, follow = [], []
-        for numbers in sorted(narrow):
-            *around, number, result = numbers
-            value, frame = narrow[numbers], frames[tuple(around)]
-            equation = frame.jaxpr.eqns[number]
+        for indices in sorted(narrow):
+            *around, index, result = indices
+            value, frame = narrow[indices], frames[tuple(around)]
+            equation = frame.jaxpr.eqns[index]
             variable = frame, equation.outvars[result]
             is_new = as_large_as(equation, result) is None
             if is_new and variable in self.on_the_way and value.depends >> self.at & 1:
@@ -362,8 +362,8 @@ class _Search:
     # What has to stay float32.
 
     def _forward(self) -> Forward:
-        traced, root = self.case.traced, self.case.root
-        return Forward(traced.program, root, self.case.forward())
+        traced, main = self.case.traced, self.case.main
+        return Forward(traced.program, main, self.case.forward())
 
     def _kept(self, trail: Trail) -> Kept:
         """What has to stay float32, of a step in float16; `trail` is of its twin."""
@@ -376,8 +376,8 @@ class _Search:
         touches = forward.touches()
         if not touches:
             return Kept()
-        program, root = self.case.traced.program, self.case.root
-        recorded = RecordedProgram(program, root, variables_of(touches))
+        program, main = self.case.traced.program, self.case.main
+        recorded = RecordedProgram(program, main, variables_of(touches))
         return forward.kept(self._run(1.0, recorded), touches)
 
     def _overflows(self, scale: float) -> tuple[Place, ...]:
@@ -388,9 +388,9 @@ class _Search:
         """
         trail = self._run(scale)
         sites = [
-            (frame, number)
-            for frame in self.case.root.all()
-            for number in range(len(frame.jaxpr.eqns))
+            (frame, index)
+            for frame in self.case.main.all()
+            for index in range(len(frame.jaxpr.eqns))
         ]
         # Mostly there is none: then no loop needs to be gone through.
         if not any(holds_inf(trail.records, *site) for site in sites):
@@ -404,11 +404,11 @@ class _Search:
         ends = [end for site in sites for end in self._ends_of_inf(trail, *site)]
         if not ends:
             return ()
-        program, root = self.case.traced.program, self.case.root
-        elements = Elements(program, root, ends)
+        program, main = self.case.traced.program, self.case.main
+        elements = Elements(program, main, ends)
         narrow, wide = (
             self._run(scale, x).records
-            for x in (elements, Elements(program, root, ends, wide=True))
+            for x in (elements, Elements(program, main, ends, wide=True))
         )
         lost = [
             value
@@ -418,19 +418,19 @@ class _Search:
             if trail.is_bad(value)
         ]
         places = [
-            _place_of_equation(birth.origin.frame, birth.origin.number)
+            _place_of_equation(birth.origin.frame, birth.origin.position)
             for birth in trail.births(lost)
             if isinstance(birth.origin, OpResult) and self._is_of_data(trail, birth)
         ]
         return tuple(dict.fromkeys(places))
 
     def _ends_of_inf(
-        self, trail: Trail, frame: Frame, number: int
-    ) -> Iterator[LostInf]:
+        self, trail: Trail, frame: Frame, index: int
+    ) -> Iterator[EndOfInf]:
         """An operation of the forward pass that may give numbers for an inf."""
-        equation = frame.jaxpr.eqns[number]
+        equation = frame.jaxpr.eqns[index]
         floats = [x for x in equation.invars if is_narrow_atom(x)]
-        if not floats or frame.called(number) or is_transposed(frame.site_of(number)):
+        if not floats or frame.called(index) or is_transposed(frame.site_of(index)):
             return
         for i, result in enumerate(equation.outvars):
             if (frame, result) in self.on_the_way:
@@ -439,9 +439,9 @@ class _Search:
                     if _is_elementwise(operand, result) and any(
                         map(trail.is_bad, iterations)
                     ):
-                        yield LostInf(frame, number, i, operand)
+                        yield EndOfInf(frame, index, i, operand)
 
-    def _is_of_data(self, trail: Trail, birth: BirthRecord) -> bool:
+    def _is_of_data(self, trail: Trail, birth: FoundBirth) -> bool:
         """Whether an overflow is of the data, not of a number like -1e9 in a mask."""
         origins = map(trail.origin, birth.operands)
         return not all(isinstance(x, Constant) for x in origins)
@@ -449,7 +449,7 @@ class _Search:
     # When there is no answer.
 
     def _why_none(self) -> str:
-        atoms = (x for frame in self.case.root.all() for x in frame.makers)
+        atoms = (x for frame in self.case.main.all() for x in frame.makers)
         if any(map(is_narrow_atom, atoms)):
             return (
                 "No loss scale is needed, or the loss is not scaled: the step has "
@@ -467,9 +467,9 @@ class _Search:
         trail, wide = self._run(lowest), self._run(lowest, self.twin)
         found = self.case.explain(trail, self.case.bad_roots(trail), None)
         is_cast = any(
-            AUTOCAST in marks_of(frame.site_of(number))
-            for frame in self.case.root.all()
-            for number in range(len(frame.jaxpr.eqns))
+            AUTOCAST in marks_of(frame.site_of(index))
+            for frame in self.case.main.all()
+            for index in range(len(frame.jaxpr.eqns))
         )
         kept = Kept()
         if is_cast and not self.case.bad_roots(wide):
@@ -556,8 +556,8 @@ def _bounds(step: Callable[..., Any], arguments: Any) -> tuple[float, float] | N
     return found.pop() if len(found) == 1 else None
 
 
-def _place_of_equation(frame: Frame, number: int) -> Place:
-    return place_of(frame.site_of(number))
+def _place_of_equation(frame: Frame, index: int) -> Place:
+    return place_of(frame.site_of(index))
 
 
 def _is_elementwise(operand: Any, result: Any) -> bool:

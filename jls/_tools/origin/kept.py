@@ -73,13 +73,13 @@ class Touch(NamedTuple):
     """An operation of the forward pass, with the values of it that are half."""
 
     frame: Frame
-    number: int
+    position: int
     operands: list[Any]
     results: list[Any]
 
     @property
     def site(self) -> Site:
-        return self.frame.site_of(self.number)
+        return self.frame.site_of(self.position)
 
     @property
     def atoms(self) -> list[Any]:
@@ -88,7 +88,7 @@ class Touch(NamedTuple):
     @property
     def floats(self) -> list[Any]:
         """All of its operands, half or not."""
-        operands = variables_in(self.frame.jaxpr.eqns[self.number].invars)
+        operands = variables_in(self.frame.jaxpr.eqns[self.position].invars)
         return list(filter(is_inexact_atom, operands))
 
 
@@ -97,24 +97,24 @@ class Forward:
 
     Args:
       program: of the whole step.
-      root: its frame.
+      main: its frame.
       forward: the variables that the loss comes from; None if that is not known.
     """
 
     def __init__(
-        self, program: Program, root: Frame, forward: set[Variable] | None
+        self, program: Program, main: Frame, forward: set[Variable] | None
     ) -> None:
-        self._program, self._root = program, root
+        self._program, self._main = program, main
         found = [
-            (frame, number)
-            for frame in root.all()
-            for number, equation in enumerate(frame.jaxpr.eqns)
-            if not frame.called(number)
+            (frame, index)
+            for frame in main.all()
+            for index, equation in enumerate(frame.jaxpr.eqns)
+            if not frame.called(index)
             and (
                 forward is None or any((frame, x) in forward for x in equation.outvars)
             )
-            and not is_transposed(frame.site_of(number))
-            and UPDATE not in marks_of(frame.site_of(number))
+            and not is_transposed(frame.site_of(index))
+            and UPDATE not in marks_of(frame.site_of(index))
         ]
         inside = [(f, n) for f, n in found if is_differentiated(f.site_of(n))]
         self._sites = inside or found
@@ -146,7 +146,7 @@ class Forward:
             more = [
                 touch
                 for touch in touches
-                if touch.site.numbers not in found
+                if touch.site.indices not in found
                 and any(is_beyond(touch.frame, x) for x in touch.atoms)
             ]
             if not found:
@@ -155,24 +155,24 @@ class Forward:
                     for touch in more
                     if not any(is_beyond(touch.frame, x) for x in touch.floats)
                 ]
-            found |= {touch.site.numbers: touch.site for touch in more}
+            found |= {touch.site.indices: touch.site for touch in more}
             if not more or self._has_half:
                 break
             touches = self._of_cast(list(found.values()))
-        return self._as_keep([found[numbers] for numbers in sorted(found)], born)
+        return self._as_keep([found[indices] for indices in sorted(found)], born)
 
     def _of_dtypes(self) -> list[Touch]:
         every = [
             Touch(
                 frame,
-                number,
+                index,
                 list(filter(is_half_atom, variables_in(equation.invars))),
                 list(filter(is_half_atom, equation.outvars)),
             )
-            for frame, number in self._sites
+            for frame, index in self._sites
             # What reads the result of a cast is touched by it. An autocast casts
             # outside of all scopes.
-            if not _is_cast(equation := frame.jaxpr.eqns[number])
+            if not _is_cast(equation := frame.jaxpr.eqns[index])
         ]
         return [x for x in every if x.atoms]
 
@@ -182,18 +182,18 @@ class Forward:
         Args:
           kept: operations whose scopes stay as written.
         """
-        sites = {frame.site_of(number).numbers for frame, number in self._sites}
+        sites = {frame.site_of(index).indices for frame, index in self._sites}
         choice = _OfForward(sites, set(map(_scope, kept)))
         leads = Leads(choice)
-        jaxpr = self._root.jaxpr
+        jaxpr = self._main.jaxpr
         leads.read(self._program, [False] * len(jaxpr.outvars))
         kinds = Kinds(choice, leads)
         given = [Fact(Kind.GIVEN, name=object()) for _ in jaxpr.invars]
         kinds.read(self._program, given)
         every = [
-            Touch(frame, number, *_in_half(frame.jaxpr.eqns[number], step))
-            for frame, number in self._sites
-            if (step := kinds.steps.get(frame.site_of(number).numbers)) is not None
+            Touch(frame, index, *_in_half(frame.jaxpr.eqns[index], step))
+            for frame, index in self._sites
+            if (step := kinds.steps.get(frame.site_of(index).indices)) is not None
         ]
         return [x for x in every if x.atoms]
 
@@ -223,7 +223,7 @@ class _OfForward(Choice):
         self._sites, self._kept = sites, kept
 
     def is_kept(self, site: Site) -> bool:
-        return site.numbers not in self._sites or _scope(site) in self._kept
+        return site.indices not in self._sites or _scope(site) in self._kept
 
 
 def _is_cast(equation: Any) -> bool:

@@ -32,7 +32,7 @@ from jls._program.places import Place, is_recomputed, place_of
 from jls._program.primitives import primitive_of
 from jls._program.replay import (
     Records,
-    Seen,
+    Watched,
     floats_from_keys,
     key_of,
     replay,
@@ -99,18 +99,18 @@ class BothWays(RecordedProgram):
 
     Args:
       program: a jaxpr.
-      root: its frame.
+      main: its frame.
       roots: the variables to follow back.
     """
 
     ARITHMETIC = BOTH
 
     def __init__(
-        self, program: Program, root: Frame, roots: Iterable[Variable]
+        self, program: Program, main: Frame, roots: Iterable[Variable]
     ) -> None:
-        super().__init__(program, root, roots)
-        self._numbers: dict[tuple[int, ...], int]
-        self._numbers = {x: i for i, x in enumerate(sorted(self._wanted))}
+        super().__init__(program, main, roots)
+        self._indices: dict[tuple[int, ...], int]
+        self._indices = {x: i for i, x in enumerate(sorted(self._wanted))}
         self._exact: Any = None  # bool[operations]: which get the result of float32
 
     def run(
@@ -122,8 +122,8 @@ class BothWays(RecordedProgram):
           inputs: of the program.
           exact: the operations whose results are as in float32, rounded once.
         """
-        mask = np.zeros(len(self._numbers), bool)
-        mask[[self._numbers[x] for x in exact if x in self._numbers]] = True
+        mask = np.zeros(len(self._indices), bool)
+        mask[[self._indices[x] for x in exact if x in self._indices]] = True
         return self([*inputs, mask]).records
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
@@ -140,24 +140,26 @@ class BothWays(RecordedProgram):
         self._exact = None
         return [], records
 
-    def _watch(self, site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> Seen:
-        number = self._numbers.get(site.numbers)
+    def _watch(
+        self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
+    ) -> Watched:
+        index = self._indices.get(site.indices)
         is_new = any(as_large_as(site.equation, i) is None for i in range(len(results)))
         pairs = [x for x in results if isinstance(x, Pair)]
-        if number is None or not is_new or all(x.narrow is x.wide for x in pairs):
-            return Seen(results)
+        if index is None or not is_new or all(x.narrow is x.wide for x in pairs):
+            return Watched(results)
         held, sizes = [], []
         for x in results:
             size = jnp.zeros(2, jnp.float32)
             if isinstance(x, Pair):
-                narrow, size = _measured(self._exact[number], *x)
+                narrow, size = _measured(self._exact[index], *x)
                 x = Pair(narrow, x.wide)
             held.append(x)
             sizes.append(size)
         # As in `RecordedProgram`, but after each: there are twice the operations.
         held = jax.lax.optimization_barrier(held)
         # Twice: over iterations and devices, the even ones are the largest numbers.
-        return Seen(held, key_of(jnp.repeat(jnp.concatenate(sizes), 2)))
+        return Watched(held, key_of(jnp.repeat(jnp.concatenate(sizes), 2)))
 
 
 # XLA would leave out roundings between operations that it fuses, and with them what the
@@ -214,9 +216,9 @@ class Errors:
             self._known[frame, atom] = self._find(frame, atom)
         return self._known[frame, atom]
 
-    def recorded(self, frame: Frame, number: int) -> list[_Sizes] | None:
+    def recorded(self, frame: Frame, index: int) -> list[_Sizes] | None:
         """Those of each result of an operation; None if it has no record."""
-        found = record_of(self._records, frame.site_of(number).numbers)
+        found = record_of(self._records, frame.site_of(index).indices)
         if found is None or isinstance(found, dict):
             return None
         numbers = floats_from_keys(found)[..., ::2]
@@ -233,16 +235,16 @@ class Errors:
             return self._of_input(frame, frame.inputs[atom])
         if atom not in frame.makers:
             return _exact(frame)
-        number, result = frame.makers[atom]
-        called = frame.called(number)
+        index, result = frame.makers[atom]
+        called = frame.called(index)
         if called:
             found = [self._of_call(x, result) for x in called]
             apart, size = (np.add.reduce(x) for x in zip(*found, strict=True))
             return _Sizes(apart, size)
-        recorded = self.recorded(frame, number)
+        recorded = self.recorded(frame, index)
         if recorded is not None:
             return recorded[result]
-        same = as_large_as(frame.jaxpr.eqns[number], result)
+        same = as_large_as(frame.jaxpr.eqns[index], result)
         return _exact(frame) if same is None else self.of(frame, same)
 
     def _of_call(self, child: Frame, result: int) -> _Sizes:
@@ -288,35 +290,35 @@ class _Growth(NamedTuple):
     """How much an operation adds to the error of its operands."""
 
     frame: Frame
-    number: int
+    position: int
     factor: float
     error: float
 
     @property
     def site(self) -> Site:
-        return self.frame.site_of(self.number)
+        return self.frame.site_of(self.position)
 
     def error_in(self, errors: Errors) -> float:
         """The error of its results in another run."""
-        every = errors.recorded(self.frame, self.number) or []
+        every = errors.recorded(self.frame, self.position) or []
         return max((float(np.nan_to_num(x.error).max()) for x in every), default=0.0)
 
     @property
     def readers(self) -> list[Site]:
         """The operations beside it that read its results."""
         equations = self.frame.jaxpr.eqns
-        results = equations[self.number].outvars
+        results = equations[self.position].outvars
         return [
-            self.frame.site_of(number)
-            for number, equation in enumerate(equations)
-            if not self.frame.called(number)
+            self.frame.site_of(index)
+            for index, equation in enumerate(equations)
+            if not self.frame.called(index)
             and not set(results).isdisjoint(variables_in(equation.invars))
         ]
 
 
 def find_losses(
     both: BothWays,
-    root: Frame,
+    main: Frame,
     inputs: Sequence[Any],
     gradients: Sequence[Variable],
 ) -> Losses:
@@ -324,17 +326,17 @@ def find_losses(
 
     Args:
       both: its program, both ways.
-      root: its frame.
+      main: its frame.
       inputs: of one call.
       gradients: what the error of a line is judged by.
     """
     errors = Errors(both.run(inputs))
     error = _of_all(errors, gradients)
-    units = [_unit(x) for frame in root.all() for x in frame.makers if is_half_atom(x)]
+    units = [_unit(x) for frame in main.all() for x in frame.makers if is_half_atom(x)]
     if not units or not error > _MIN_FACTOR * min(units) / 2:
         return Losses(error, ())
     growths: dict[Place, list[_Growth]] = {}
-    for growth in _growths(errors, root, min(units)):
+    for growth in _growths(errors, main, min(units)):
         growths.setdefault(_line_of(growth.site), []).append(growth)
     largest = {at: max(every, key=_by_factor) for at, every in growths.items()}
     order = sorted(largest, key=lambda at: -largest[at].factor)
@@ -342,7 +344,7 @@ def find_losses(
 
     def run(sites: Iterable[Site]) -> tuple[Errors, float]:
         """The errors with these results as in float32, and what is gone of it."""
-        exact = Errors(both.run(inputs, {x.numbers for x in sites}))
+        exact = Errors(both.run(inputs, {x.indices for x in sites}))
         return exact, 1 - _of_all(exact, gradients) / error
 
     for at in order[:MOST]:
@@ -383,19 +385,19 @@ def _unit(atom: Any) -> float:
     return float(jnp.finfo(getattr(atom, "aval", atom).dtype).eps) / 2
 
 
-def _growths(errors: Errors, root: Frame, unit: float) -> Iterator[_Growth]:
+def _growths(errors: Errors, main: Frame, unit: float) -> Iterator[_Growth]:
     """The operations whose results have many times the error of their operands."""
-    for frame in root.all():
-        for number, equation in enumerate(frame.jaxpr.eqns):
-            if frame.called(number) or primitive_of(equation).moves:
+    for frame in main.all():
+        for index, equation in enumerate(frame.jaxpr.eqns):
+            if frame.called(index) or primitive_of(equation).moves:
                 continue
-            recorded = errors.recorded(frame, number)
+            recorded = errors.recorded(frame, index)
             if recorded is None:
                 continue
             atoms = [*equation.invars, *equation.outvars]
             least = max((_unit(x) for x in atoms if is_half_atom(x)), default=unit)
             sizes = [errors.of(frame, x) for x in equation.invars]
-            if (start := _accumulated(frame, number)) is not None:
+            if (start := _accumulated(frame, index)) is not None:
                 sizes[start] = _before_first(errors, frame, equation.invars[start])
             before = np.fmax.reduce(
                 np.broadcast_arrays(least, *(x.error for x in sizes))
@@ -408,16 +410,16 @@ def _growths(errors: Errors, root: Frame, unit: float) -> Iterator[_Growth]:
                 factor = float(factors.flat[i])
                 if factor >= _MIN_FACTOR:
                     error = float(np.broadcast_to(found.error, factors.shape).flat[i])
-                    yield _Growth(frame, number, factor, error)
+                    yield _Growth(frame, index, factor, error)
 
 
-def _accumulated(frame: Frame, number: int) -> int | None:
+def _accumulated(frame: Frame, index: int) -> int | None:
     """The operand that a loop adds up, and does nothing else with; None if none is.
 
     The error of a sum grows from iteration to iteration, so it is compared with that of
     what is added, and with that of the number that the loop starts with.
     """
-    equation = frame.jaxpr.eqns[number]
+    equation = frame.jaxpr.eqns[index]
     if not frame.is_loop or equation.primitive.name not in _SUMS:
         return None
     consts, carried = frame.counts()
@@ -442,7 +444,7 @@ _SUMS = ("add", "add_any", "sub", "scatter-add")
 def _behind_casts(frame: Frame, atom: Any) -> Any:
     """The variable that is moved or cast to `atom`."""
     while atom in frame.makers:
-        equation = frame.jaxpr.eqns[frame.makers[atom].number]
+        equation = frame.jaxpr.eqns[frame.makers[atom].position]
         is_cast = equation.primitive.name == "convert_element_type"
         if not is_cast and primitive_of(equation).moves not in ("all", "same"):
             return atom

@@ -27,19 +27,19 @@ from jls._program.replay import (
     TAKEN,
     ZERO_KEY,
     Records,
-    Seen,
+    Watched,
     WhileRecords,
     replay,
 )
 from jls._tools.origin.measure import ends, in_float32, own_ends
 
-Numbers = tuple[int, ...]  # the place of an operation in a program
+Indices = tuple[int, ...]  # the place of an operation in a program
 
 
-def record_of(records: Any, numbers: Numbers) -> Any:
+def record_of(records: Any, indices: Indices) -> Any:
     """The record of an operation in a run, by its place; None if there is none."""
-    for number in numbers:
-        records = records.get(number) if isinstance(records, dict) else None
+    for index in indices:
+        records = records.get(index) if isinstance(records, dict) else None
     return records.bad if isinstance(records, WhileRecords) else records
 
 
@@ -57,7 +57,7 @@ def as_large_as(equation: Any, result: int) -> Any | None:
     return None
 
 
-class Recording(NamedTuple):
+class RunRecords(NamedTuple):
     """The records of one run of a program."""
 
     arguments: list[np.ndarray]  # u32[2]: the ends
@@ -69,7 +69,7 @@ class RecordedProgram:
 
     Args:
       program: a jaxpr.
-      root: its frame.
+      main: its frame.
       roots: the variables to follow back.
       at_roots: whether only the operations that make the roots are recorded: XLA
         compiles that in the time of the program itself.
@@ -83,31 +83,31 @@ class RecordedProgram:
     def __init__(
         self,
         program: Program,
-        root: Frame,
+        main: Frame,
         roots: Iterable[Variable],
         at_roots: bool = False,
-        only: Container[Numbers] | None = None,
+        only: Container[Indices] | None = None,
         beside: bool = True,
     ) -> None:
         self._program = program
         behind_roots = to_nearest_records(roots) if at_roots else behind(roots)
-        self._read = [beside and (root, x) in behind_roots for x in root.jaxpr.invars]
-        self._wanted = makers_of(root, behind_roots)
+        self._read = [beside and (main, x) in behind_roots for x in main.jaxpr.invars]
+        self._wanted = makers_of(main, behind_roots)
         self._beside = beside
-        every = recordable(root, behind_roots)
+        every = recordable(main, behind_roots)
         self.operations = {x for x in every if only is None or x in only}
-        self._own = {frame.site.numbers for frame in _calls_and_scans(root)}
+        self._own = {frame.site.indices for frame in _calls_and_scans(main)}
         self._dtypes: dict[tuple[int, ...], list[Any]] = {}  # of records of operations
         self._count = 0  # of what was recorded
         self._compiled: jax.stages.Compiled | None = None
 
-    def __call__(self, inputs: Sequence[Any], compiled: bool = True) -> Recording:
+    def __call__(self, inputs: Sequence[Any], compiled: bool = True) -> RunRecords:
         """One run; without `compiled` one operation at a time."""
         inputs = [jnp.asarray(x) for x in inputs]
         run = self.compiled(inputs) if compiled else self._run
         arguments, records = jax.tree.map(np.asarray, run(inputs))
         self._bring_to_float32(records)
-        return Recording(arguments, records)
+        return RunRecords(arguments, records)
 
     def compiled(self, inputs: Sequence[Any]) -> jax.stages.Compiled:
         """The program for inputs like these, compiled at the first call."""
@@ -124,17 +124,17 @@ class RecordedProgram:
     def _bring_to_float32(self, records: Records) -> None:
         """Replaces the records in their own dtypes by `u32[..., n]`."""
         places = []
-        for numbers in self._dtypes:
+        for indices in self._dtypes:
             inside = records
-            for number in numbers[:-1]:
-                inside = inside[number]
-            places.append((inside, numbers[-1]))
-        keys = [key for inside, number in places for key in inside[number]]
+            for index in indices[:-1]:
+                inside = inside[index]
+            places.append((inside, indices[-1]))
+        keys = [key for inside, index in places for key in inside[index]]
         dtypes = [dtype for every in self._dtypes.values() for dtype in every]
         found, start = in_float32(keys, dtypes), 0
-        for inside, number in places:
-            end = start + len(inside[number])
-            inside[number], start = np.stack(found[start:end], axis=-1), end
+        for inside, index in places:
+            end = start + len(inside[index])
+            inside[index], start = np.stack(found[start:end], axis=-1), end
 
     def _run(self, inputs: Sequence[Array]) -> tuple[list[Array], Records]:
         _, records = replay(
@@ -145,22 +145,24 @@ class RecordedProgram:
         sizes = [jnp.stack(ends(x)) if is_read else nothing for x, is_read in pairs]
         return sizes, records
 
-    def _watch(self, site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> Seen:
-        beside = next((i for i, x in enumerate(site.numbers) if x < 0), None)
+    def _watch(
+        self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
+    ) -> Watched:
+        beside = next((i for i, x in enumerate(site.indices) if x < 0), None)
         if beside is not None:  # what a loop slices or carries, which branch it was
-            around = beside - (site.numbers[beside] == TAKEN)
-            is_wanted = self._beside and site.numbers[:around] in self._wanted
-            return Seen(results, ends_of(results) if is_wanted else None)
+            around = beside - (site.indices[beside] == TAKEN)
+            is_wanted = self._beside and site.indices[:around] in self._wanted
+            return Watched(results, ends_of(results) if is_wanted else None)
         equation = site.equation
         if results and all(map(is_literal, equation.invars)):
             # Of numbers alone, such as a mask: XLA would take seconds to fold them.
             results = lax.optimization_barrier(tuple(results))
-        if site.numbers not in self.operations:
-            return Seen(results)
+        if site.indices not in self.operations:
+            return Watched(results)
         self._count += 1
         if self._count % _CHAIN == 0:
             results = lax.optimization_barrier(tuple(results))
-        return Seen(results, self._record(site, inputs, results))
+        return Watched(results, self._record(site, inputs, results))
 
     def _record(
         self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
@@ -171,9 +173,9 @@ class RecordedProgram:
         singular = primitive_of(site.equation).singular
         if singular is not None:
             arrays.append(jnp.abs(inputs[singular]))
-        if site.numbers[:-1] not in self._own:
+        if site.indices[:-1] not in self._own:
             return ends_of(arrays)
-        keys, self._dtypes[site.numbers] = own_ends_of(arrays)
+        keys, self._dtypes[site.indices] = own_ends_of(arrays)
         return keys
 
 
@@ -197,18 +199,18 @@ class TwoPrograms:
     def __init__(self, first: RecordedProgram, second: RecordedProgram) -> None:
         self._first, self._second = first, second
 
-    def __call__(self, inputs: Sequence[Any], compiled: bool = True) -> Recording:
+    def __call__(self, inputs: Sequence[Any], compiled: bool = True) -> RunRecords:
         """One run of each."""
         found = (x(inputs, compiled) for x in (self._first, self._second))
         (arguments, records), (_, more) = found
-        return Recording(arguments, _merged(more, records))
+        return RunRecords(arguments, _merged(more, records))
 
 
 def _merged(records: Any, more: Any) -> Any:
     if not (isinstance(records, dict) and isinstance(more, dict)):
         return more if records is None else records
-    numbers = {**records, **more}
-    return {key: _merged(records.get(key), more.get(key)) for key in numbers}
+    keys = {**records, **more}
+    return {key: _merged(records.get(key), more.get(key)) for key in keys}
 
 
 # XLA recomputes a chain of fused operations for each of them that is recorded. So the
@@ -234,27 +236,27 @@ def own_ends_of(arrays: Sequence[Any]) -> tuple[tuple[Array, ...], list[Any]]:
     return keys, [dtype for found, dtype in pairs for _ in found]
 
 
-def makers_of(root: Frame, variables: Container[Variable]) -> set[Numbers]:
+def makers_of(main: Frame, variables: Container[Variable]) -> set[Indices]:
     """The places of the operations and calls that have one of these as a result."""
     return {
-        (*frame.site.numbers, number)
-        for frame in root.all()
-        for number, equation in enumerate(frame.jaxpr.eqns)
+        (*frame.site.indices, index)
+        for frame in main.all()
+        for index, equation in enumerate(frame.jaxpr.eqns)
         if any((frame, x) in variables for x in equation.outvars)
     }
 
 
-def recordable(root: Frame, variables: Container[Variable]) -> set[Numbers]:
+def recordable(main: Frame, variables: Container[Variable]) -> set[Indices]:
     """The places of the operations of which records can be made, as of `makers_of`."""
-    found = set[Numbers]()
-    for frame in root.all():
-        for number, equation in enumerate(frame.jaxpr.eqns):
+    found = set[Indices]()
+    for frame in main.all():
+        for index, equation in enumerate(frame.jaxpr.eqns):
             results = enumerate(equation.outvars)
-            if not frame.called(number) and any(
+            if not frame.called(index) and any(
                 (frame, x) in variables and as_large_as(equation, i) is None
                 for i, x in results
             ):
-                found.add((*frame.site.numbers, number))
+                found.add((*frame.site.indices, index))
     return found
 
 
@@ -268,10 +270,10 @@ def to_nearest_records(roots: Iterable[Variable]) -> set[Variable]:
             continue
         found.add(variable)
         maker = frame.makers.get(atom)
-        if maker is None or frame.called(maker.number):
+        if maker is None or frame.called(maker.position):
             stack += frame.sources(atom)
         else:
-            same = as_large_as(frame.jaxpr.eqns[maker.number], maker.result)
+            same = as_large_as(frame.jaxpr.eqns[maker.position], maker.result)
             stack += [] if same is None else [(frame, same)]
     return found
 
@@ -279,8 +281,8 @@ def to_nearest_records(roots: Iterable[Variable]) -> set[Variable]:
 def _calls_and_scans(frame: Frame) -> Iterator[Frame]:
     """The frame, and those below it that are in calls and scans alone."""
     yield frame
-    for number in range(len(frame.jaxpr.eqns)):
-        for called in frame.called(number):
+    for index in range(len(frame.jaxpr.eqns)):
+        for called in frame.called(index):
             if called.kind in ("call", "scan"):
                 yield from _calls_and_scans(called)
 

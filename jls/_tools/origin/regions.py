@@ -22,7 +22,7 @@ from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import is_inexact_atom, is_literal, is_narrow_atom
 from jls._program.primitives import Primitive, primitive_of
 from jls._tools.origin.record import (
-    Numbers,
+    Indices,
     makers_of,
     recordable,
     to_nearest_records,
@@ -46,32 +46,32 @@ _ROW = 32
 
 
 def landmarks(
-    root: Frame, roots: Collection[Variable], few: int
-) -> frozenset[Numbers] | None:
+    main: Frame, roots: Collection[Variable], few: int
+) -> frozenset[Indices] | None:
     """The operations to record first; None if all, since they are few.
 
     Args:
-      root: the frame of the program.
+      main: the frame of the program.
       roots: the variables to follow back.
       few: how many they may be.
     """
-    every = recordable(root, behind(roots))
+    every = recordable(main, behind(roots))
     if len(every) <= few:
         return None
-    found = set(_in_rows(root, every, {}))
+    found = set(_in_rows(main, every, {}))
     ends = list(roots)
-    for frame in root.all():
+    for frame in main.all():
         if frame.is_loop:
             ends += [(frame, x) for x in frame.jaxpr.outvars]
         if _is_in_while(frame):
             places = range(len(frame.jaxpr.eqns))
-            found |= {(*frame.site.numbers, number) for number in places} & every
-    return frozenset(found | makers_of(root, to_nearest_records(ends)) & every)
+            found |= {(*frame.site.indices, index) for index in places} & every
+    return frozenset(found | makers_of(main, to_nearest_records(ends)) & every)
 
 
 def _in_rows(
-    frame: Frame, every: set[Numbers], rows: dict[Variable, int]
-) -> Iterator[Numbers]:
+    frame: Frame, every: set[Indices], rows: dict[Variable, int]
+) -> Iterator[Indices]:
     """The landmarks of a program and its calls.
 
     Args:
@@ -84,19 +84,19 @@ def _in_rows(
         known = [rows.get((frame, x), 0) for x in atoms if not is_literal(x)]
         return max(known, default=0)
 
-    for number, equation in enumerate(frame.jaxpr.eqns):
-        called = frame.called(number)
+    for index, equation in enumerate(frame.jaxpr.eqns):
+        called = frame.called(index)
         for child in called:
             if not child.is_loop:
-                for x, index in child.inputs.items():
-                    rows[child, x] = row_of(frame, [child.given(index)])
+                for x, i in child.inputs.items():
+                    rows[child, x] = row_of(frame, [child.given(i)])
             yield from _in_rows(child, every, rows)
-        row, numbers = row_of(frame, equation.invars), (*frame.site.numbers, number)
-        if numbers in every:
+        row, indices = row_of(frame, equation.invars), (*frame.site.indices, index)
+        if indices in every:
             row += 1
             known = primitive_of(equation)
             if row > _ROW or _is_in_memory(known) or _is_pole(known, equation):
-                yield numbers
+                yield indices
                 row = 0
         for i, x in enumerate(equation.outvars):
             ends = [row_of(child, child.jaxpr.outvars[i : i + 1]) for child in called]
@@ -129,15 +129,15 @@ class Region(NamedTuple):
 class Search(NamedTuple):
     """Where to look closely."""
 
-    only: frozenset[Numbers]  # the operations to record
+    only: frozenset[Indices]  # the operations to record
     shortcuts: Shortcuts
 
 
 def search(
     trail: Trail,
     roots: Iterable[RunValue],
-    recorded: frozenset[Numbers],
-    wanted: Collection[Numbers],
+    recorded: frozenset[Indices],
+    wanted: Collection[Indices],
     few: int,
     only_first: bool = False,
 ) -> Search:
@@ -152,13 +152,13 @@ def search(
       only_first: whether one birth is enough.
     """
     regions = list(_regions(trail, roots, recorded, wanted))
-    only, opened = set[Numbers](), set[Numbers]()
+    only, opened = set[Indices](), set[Indices]()
     ranked = sorted(regions, key=lambda x: _rank(trail, x))
     for region in ranked[:1] if only_first else ranked:
-        here = {x.site.numbers for x in (region.top, *region.inside)}
+        here = {x.site.indices for x in (region.top, *region.inside)}
         ends = map(trail.origin, region.ends)
         around = [x for x in ends if isinstance(x, OpResult)]
-        more = here.union(x.site.numbers for x in around if not _is_in_while(x.frame))
+        more = here.union(x.site.indices for x in around if not _is_in_while(x.frame))
         if _is_passed(trail, region) and len(only | more) > few // 2:
             continue
         opened |= here
@@ -183,14 +183,14 @@ def _rank(trail: Trail, region: Region) -> tuple[Any, ...]:
     """
     is_passed = _is_passed(trail, region)
     has_inf = any(trail.is_bad(x) and not trail.size(x).is_nan for x in region.ends)
-    return is_passed, is_passed and not has_inf, region.top.site.numbers
+    return is_passed, is_passed and not has_inf, region.top.site.indices
 
 
 def _regions(
     trail: Trail,
     roots: Iterable[RunValue],
-    recorded: frozenset[Numbers],
-    wanted: Collection[Numbers],
+    recorded: frozenset[Indices],
+    wanted: Collection[Indices],
 ) -> Iterator[Region]:
     """The regions that an inf or a NaN in the roots may have come through."""
     stack: list[tuple[RunValue, OpResult | None]] = [(x, None) for x in roots]
@@ -217,8 +217,8 @@ def _regions(
 def _region(
     trail: Trail,
     top: OpResult,
-    recorded: frozenset[Numbers],
-    wanted: Collection[Numbers],
+    recorded: frozenset[Indices],
+    wanted: Collection[Indices],
 ) -> Region:
     """The region of a landmark."""
     inside, ends, nan = set[OpResult](), dict[Any, RunValue](), dict[Any, RunValue]()
@@ -233,7 +233,7 @@ def _region(
             if is_sure and not _keeps_nan(op.site.equation):
                 continue
             for value, origin in _operands(trail, op, wanted):
-                if isinstance(origin, OpResult) and origin.site.numbers not in recorded:
+                if isinstance(origin, OpResult) and origin.site.indices not in recorded:
                     inside.add(origin)
                     stack.append(origin)
                 else:
@@ -244,7 +244,7 @@ def _region(
 
 
 def _operands(
-    trail: Trail, op: OpResult, wanted: Collection[Numbers]
+    trail: Trail, op: OpResult, wanted: Collection[Indices]
 ) -> Iterator[tuple[RunValue, Origin]]:
     """What an operation is computed from, and what decides in a `select_n`."""
     values = trail.operands(op)
@@ -262,7 +262,7 @@ def _operands(
         visited.add(key)
         is_float = is_inexact_atom(value.atom)
         if isinstance(origin, OpResult) and not (
-            is_float and origin.site.numbers in wanted
+            is_float and origin.site.indices in wanted
         ):
             values += [
                 RunValue(origin.frame, x, origin.iterations)

@@ -42,16 +42,16 @@ class CheckedValues(NamedTuple):
 
 
 def checked_values(
-    calls: Sequence[Checked], root: Frame, scales: Sequence[int]
+    calls: Sequence[Checked], main: Frame, scales: Sequence[int]
 ) -> list[CheckedValues]:
     """The values that the wrappers in a program check, in order.
 
     Args:
       calls: what is read of the program.
-      root: the frame of the program.
+      main: the frame of the program.
       scales: which inputs of the program are loss scales.
     """
-    frames, every = root.by_site(), []
+    frames, every = main.by_site(), []
     for call in calls:
         found = {
             _ROLES[role]: [(frames[x.around], x.atom) for x in given.values()]
@@ -66,4 +66,6 @@ def checked_values(
 def is_of_update(frame: Frame, atom: object) -> bool:
     """Whether a variable is computed in the update of a wrapper."""
     maker = frame.makers.get(atom)
-    return maker is not None and _scopes.UPDATE in marks_of(frame.site_of(maker.number))
+    return maker is not None and _scopes.UPDATE in marks_of(
+        frame.site_of(maker.position)
+    )

@@ -24,7 +24,7 @@ from jls._program.replay import (
     WhileRecords,
 )
 from jls._tools.origin.measure import NOTHING, Size, read_size, size_of
-from jls._tools.origin.record import Numbers, Recording, as_large_as
+from jls._tools.origin.record import Indices, RunRecords, as_large_as
 
 
 class Range(NamedTuple):
@@ -54,14 +54,14 @@ class Constant(NamedTuple):
 class Argument(NamedTuple):
     """An input of the whole program."""
 
-    number: int
+    position: int
 
 
 class Slice(NamedTuple):
     """The slice of an array that an iteration of a scan gets."""
 
     frame: Frame
-    number: int  # among the arrays that are sliced
+    position: int  # among the arrays that are sliced
     iterations: tuple[int, ...]
     whole: RunValue
 
@@ -78,20 +78,20 @@ class OpResult(NamedTuple):
     """A result of an operation."""
 
     frame: Frame
-    number: int
+    position: int
     result: int
     iterations: tuple[int, ...]
 
     @property
     def site(self) -> Site:
-        return self.frame.site_of(self.number)
+        return self.frame.site_of(self.position)
 
 
 class LoopCarry(NamedTuple):
     """A carried value of a batched while loop: some lanes have ended before."""
 
     frame: Frame
-    number: int
+    position: int
     iterations: tuple[int, ...]
 
 
@@ -104,7 +104,7 @@ class Shortcuts(NamedTuple):
     `jls._tools.origin.regions` finds it.
     """
 
-    open: frozenset[Numbers]  # the operations whose operands are known too
+    open: frozenset[Indices]  # the operations whose operands are known too
     beyond: dict[OpResult, list[RunValue]]  # from the others to what made them NaN
 
 
@@ -123,7 +123,7 @@ class Trail:
 
     def __init__(
         self,
-        run: Recording,
+        run: RunRecords,
         leaves: Sequence[Any] = (),
         shortcuts: Shortcuts | None = None,
     ) -> None:
@@ -148,16 +148,16 @@ class Trail:
         if isinstance(origin, Stack):
             return all(map(self.is_known, self._iterations_of(origin)))
         if isinstance(origin, OpResult):
-            number = origin.number
+            index = origin.position
         elif isinstance(origin, Slice):
-            number = SLICES
+            index = SLICES
         elif isinstance(origin, LoopCarry):
-            number = (CARRIED, origin.number)
+            index = (CARRIED, origin.position)
         else:
             return origin is not None
-        return len(self._record(origin.frame, number, origin.iterations)) > 0
+        return len(self._record(origin.frame, index, origin.iterations)) > 0
 
-    def births(self, roots: Iterable[RunValue]) -> "list[BirthRecord]":
+    def births(self, roots: Iterable[RunValue]) -> "list[FoundBirth]":
         """The births of inf and NaN in the roots, in the order of the program.
 
         Raises:
@@ -166,8 +166,8 @@ class Trail:
         stack: list[tuple[RunValue, OpResult | None]]
         stack = [(value, None) for value in roots if self.is_bad(value)]
         visited = set[Any]()
-        births: list[BirthRecord] = []
-        on_purpose: list[BirthRecord] = []  # inf that is written in the program
+        births: list[FoundBirth] = []
+        on_purpose: list[FoundBirth] = []  # inf that is written in the program
         while stack:
             value, reader = stack.pop()
             origin, size = self.origin(value), self.size(value)
@@ -175,14 +175,14 @@ class Trail:
                 origin = self.first_in_a_row(origin, reader)
                 size = self.size_of_result(origin)
             if isinstance(origin, Constant):
-                birth = BirthRecord(origin._replace(reader=reader), size)
+                birth = FoundBirth(origin._replace(reader=reader), size)
                 (births if size.is_nan else on_purpose).append(birth)
                 continue
             if origin is None or (key := identity_of(origin)) in visited:
                 continue
             visited.add(key)
             if isinstance(origin, OpResult):
-                if self.shortcuts and origin.site.numbers not in self.shortcuts.open:
+                if self.shortcuts and origin.site.indices not in self.shortcuts.open:
                     stack += [(x, origin) for x in self._beyond(origin)]
                     continue
                 operands = self.operands(origin)
@@ -191,11 +191,11 @@ class Trail:
                 are_nan = any(self.size(x).is_nan for x in causes)
                 if not causes or (size.is_nan and not are_nan):
                     births.append(
-                        BirthRecord(origin, size, operands, self.range_of(origin))
+                        FoundBirth(origin, size, operands, self.range_of(origin))
                     )
                 stack += [(cause, origin) for cause in causes]
             elif isinstance(origin, Argument):
-                births.append(BirthRecord(origin, size))
+                births.append(FoundBirth(origin, size))
             else:
                 stack.append(self.through_loop(origin, reader))
         return sorted(births or on_purpose, key=self._order)
@@ -259,7 +259,7 @@ class Trail:
             if not isinstance(origin, OpResult) or origin in seen:
                 continue
             seen.add(origin)
-            record = self._recorded(origin.frame, origin.number, origin.iterations)
+            record = self._recorded(origin.frame, origin.position, origin.iterations)
             if not (is_inexact_atom(value.atom) and isinstance(record, np.ndarray)):
                 waiting += [
                     RunValue(origin.frame, x, origin.iterations)
@@ -270,7 +270,7 @@ class Trail:
 
     def _taken(self, op: OpResult, count: int) -> list[Size]:
         """The sizes of the elements that a `select_n` takes from each case."""
-        keys = self._record(op.frame, op.number, op.iterations)
+        keys = self._record(op.frame, op.position, op.iterations)
         sizes = [read_size(keys[i : i + 2]) for i in range(2, len(keys), 2)]
         return sizes if len(sizes) == count else []
 
@@ -290,7 +290,7 @@ class Trail:
         if singular is None:
             return None
         operand = equation.invars[singular]
-        keys = self._record(op.frame, op.number, op.iterations)
+        keys = self._record(op.frame, op.position, op.iterations)
         offset = 2 * len(equation.outvars)
         is_real = is_inexact_atom(operand) and operand.aval.dtype.kind != "c"
         if not is_real or len(keys) < offset + 2:
@@ -341,15 +341,15 @@ class Trail:
         return RunValue(frame, result, (*iterations[:-1], before))
 
     def _of_result(
-        self, frame: Frame, number: int, result: int, iterations: tuple[int, ...]
+        self, frame: Frame, index: int, result: int, iterations: tuple[int, ...]
     ) -> RunValue | Origin | None:
-        called = frame.called(number)
-        equation = frame.jaxpr.eqns[number]
+        called = frame.called(index)
+        equation = frame.jaxpr.eqns[index]
         if not called:
             operand = as_large_as(equation, result)
             if operand is not None:
                 return RunValue(frame, operand, iterations)
-            return OpResult(frame, number, result, iterations)
+            return OpResult(frame, index, result, iterations)
         if called[0].kind == "branch":
             taken = [
                 RunValue(child, child.jaxpr.outvars[result], iterations)
@@ -398,22 +398,22 @@ class Trail:
         if isinstance(origin, Constant):
             return size_of(origin.value)
         if isinstance(origin, Argument):
-            return read_size(self._arguments[origin.number])
+            return read_size(self._arguments[origin.position])
         if isinstance(origin, Slice):
             keys = self._record(origin.frame, SLICES, origin.iterations)
-            return read_size(keys[2 * origin.number :][:2]) if len(keys) else NOTHING
+            return read_size(keys[2 * origin.position :][:2]) if len(keys) else NOTHING
         if isinstance(origin, Stack):
             sizes = [self.size(x) for x in self._iterations_of(origin)]
             worst = [x for x in sizes if x.is_nan] or [x for x in sizes if x.is_bad]
             return max(worst or sizes, key=lambda x: x.magnitude, default=NOTHING)
         if isinstance(origin, LoopCarry):
-            numbers = (CARRIED, origin.number)
-            keys = self._record(origin.frame, numbers, origin.iterations)
+            indices = (CARRIED, origin.position)
+            keys = self._record(origin.frame, indices, origin.iterations)
             return read_size(keys) if len(keys) else NOTHING
         return self.size_of_result(origin) if isinstance(origin, OpResult) else NOTHING
 
     def size_of_result(self, op: OpResult) -> Size:
-        keys = self._record(op.frame, op.number, op.iterations)
+        keys = self._record(op.frame, op.position, op.iterations)
         return read_size(keys[2 * op.result :][:2]) if len(keys) else NOTHING
 
     def first_in_a_row(self, op: OpResult, reader: OpResult | None) -> OpResult:
@@ -431,7 +431,7 @@ class Trail:
         for i, loop in enumerate(op.frame.loops()):
             if i < shared:
                 continue
-            found = self._recorded(op.frame, op.number, tuple(iterations), every=i)
+            found = self._recorded(op.frame, op.position, tuple(iterations), every=i)
             if isinstance(found, WhileRecords) and loop.kind == "while":
                 kept = _iterations_with(found, iterations[i])
                 iterations[i] = iterations[i] if kept is None else int(kept[0])
@@ -441,38 +441,38 @@ class Trail:
         return op._replace(iterations=tuple(iterations))
 
     def _record(
-        self, frame: Frame, number: int | tuple[int, ...], iterations: tuple[int, ...]
+        self, frame: Frame, index: int | tuple[int, ...], iterations: tuple[int, ...]
     ) -> np.ndarray:
         """The record of an operation in an iteration, `u32[n]`; [] if there is none."""
-        found = self._recorded(frame, number, iterations)
+        found = self._recorded(frame, index, iterations)
         return found if isinstance(found, np.ndarray) else _NO_RECORD
 
     def _recorded(
         self,
         frame: Frame,
-        number: int | tuple[int, ...],
+        index: int | tuple[int, ...],
         iterations: tuple[int, ...],
         every: int | None = None,
     ) -> Any:
-        """As `_record`, but with all recorded iterations of the loop number `every`."""
-        numbers = number if isinstance(number, tuple) else (number,)
+        """As `_record`, but with all recorded iterations of loop `every`."""
+        indices = index if isinstance(index, tuple) else (index,)
         found: Any = self.records
-        for key in (*frame.site.numbers, *numbers):
+        for key in (*frame.site.indices, *indices):
             found = found.get(key) if isinstance(found, dict) else None
         if found is None:
             return None
         loops = frame.loops()
         axis = 0
-        for i, (loop, index) in enumerate(zip(loops, iterations, strict=True)):
+        for i, (loop, iteration) in enumerate(zip(loops, iterations, strict=True)):
             if loop.kind == "scan" and i == every:
                 axis += 1
             elif loop.kind == "scan":
-                found = jax.tree.map(lambda x, i=index, a=axis: x.take(i, a), found)
-        for i, (loop, index) in enumerate(zip(loops, iterations, strict=True)):
+                found = jax.tree.map(lambda x, i=iteration, a=axis: x.take(i, a), found)
+        for i, (loop, iteration) in enumerate(zip(loops, iterations, strict=True)):
             if loop.kind == "while" and isinstance(found, WhileRecords):
                 if i == every or found.bad_iterations.ndim > 1:
                     return found
-                found = _in_iteration(found, index)
+                found = _in_iteration(found, iteration)
         return found
 
     # From iteration to iteration.
@@ -519,43 +519,43 @@ class Trail:
     def _last_change_of(self, carried: LoopCarry) -> RunValue:
         """The value with which a lane became bad, in the first bad iteration."""
         *outer, last = carried.iterations
-        numbers, loops = (CARRIED, carried.number), len(carried.iterations)
+        indices, loops = (CARRIED, carried.position), len(carried.iterations)
         found = self._recorded(
-            carried.frame, numbers, carried.iterations, every=loops - 1
+            carried.frame, indices, carried.iterations, every=loops - 1
         )
         kept = (
             _iterations_with(found, last) if isinstance(found, WhileRecords) else None
         )
         first = last if kept is None else int(kept[0])
-        result = carried.frame.jaxpr.outvars[carried.number]
+        result = carried.frame.jaxpr.outvars[carried.position]
         return RunValue(carried.frame, result, (*outer, first))
 
-    def _order(self, birth: "BirthRecord") -> tuple[Any, ...]:
+    def _order(self, birth: "FoundBirth") -> tuple[Any, ...]:
         """A key by which births are in the order in which they happened."""
         origin = birth.origin
         if isinstance(origin, Constant) and origin.reader is not None:
             origin = origin.reader
         if not isinstance(origin, OpResult):
             # What is -inf alone may be a mask, on purpose.
-            number = origin.number if isinstance(origin, Argument) else -1
-            return (1 if self.is_mask(birth) else -1, number)
+            index = origin.position if isinstance(origin, Argument) else -1
+            return (1 if self.is_mask(birth) else -1, index)
         chain = [*reversed(list(origin.frame.around()))]
         iterations = iter(origin.iterations)
         key: list[int] = []
         for frame in chain[1:]:
-            key.append(_equation_number(frame))
+            key.append(_equation_index(frame))
             if frame.is_loop:
                 key.append(_nth(frame, next(iterations)))
-        return (0, *key, origin.number)
+        return (0, *key, origin.position)
 
-    def is_mask(self, birth: "BirthRecord") -> bool:
+    def is_mask(self, birth: "FoundBirth") -> bool:
         """Whether an argument holds -inf, but no inf and no NaN."""
         if not isinstance(birth.origin, Argument):
             return False
         return birth.size.nonfinite == {"-inf"}
 
 
-class BirthRecord(NamedTuple):
+class FoundBirth(NamedTuple):
     """The birth of an inf or a NaN; `jls.types.Birth` has it in words."""
 
     origin: OpResult | Argument | Constant
@@ -672,10 +672,10 @@ def _shared_loops(op: OpResult, reader: OpResult | None) -> int:
     return count
 
 
-def _equation_number(frame: Frame) -> int:
-    """The number of the equation that calls a frame."""
-    numbers = frame.site.numbers
-    return numbers[-2] if frame.kind == "branch" else numbers[-1]
+def _equation_index(frame: Frame) -> int:
+    """The index of the equation that calls a frame."""
+    indices = frame.site.indices
+    return indices[-2] if frame.kind == "branch" else indices[-1]
 
 
 def _iteration_before(loop: Frame, index: int) -> int | None:

@@ -26,7 +26,7 @@ from jls._program.frames import Frame, Variable
 from jls._program.jaxprs import Program, is_narrow_atom
 from jls._program.places import Place, place_of
 from jls._program.primitives import primitive_of
-from jls._program.replay import Seen, floats_from_keys, key_of
+from jls._program.replay import Watched, floats_from_keys, key_of
 from jls._tools.origin.record import RecordedProgram, ends_of, record_of
 
 LOWEST, HIGHEST = -25, 15  # the powers of two whose numbers float16 does not lose
@@ -54,7 +54,7 @@ class Twin(RecordedProgram):
 
     Args:
       program: a jaxpr.
-      root: its frame.
+      main: its frame.
       roots: the variables to follow back.
       counted: variables of float16 whose values are counted.
     """
@@ -64,16 +64,16 @@ class Twin(RecordedProgram):
     def __init__(
         self,
         program: Program,
-        root: Frame,
+        main: Frame,
         roots: Iterable[Variable],
         counted: Iterable[Variable],
     ) -> None:
-        super().__init__(program, root, roots)
-        self._merged = {x.site.numbers for x in root.all() if _is_merged(x)}
+        super().__init__(program, main, roots)
+        self._merged = {x.site.indices for x in main.all() if _is_merged(x)}
         self._counted: dict[tuple[int, ...], set[int]] = {}
         for frame, atom in counted:
-            number, result = frame.makers[atom]
-            key = _record_key(frame, number)
+            index, result = frame.makers[atom]
+            key = _record_key(frame, index)
             self._counted.setdefault(key, set()).add(result)
 
     def _record(
@@ -82,11 +82,11 @@ class Twin(RecordedProgram):
         if not any(map(is_narrow_atom, site.equation.outvars)):
             return None
         found = ends_of(results)
-        counted = self._counted.get(site.numbers)
+        counted = self._counted.get(site.indices)
         if found is None or not counted:
             return found
         samples = [_sample_of(results[i]) for i in sorted(counted)]
-        if site.numbers[:-1] not in self._merged:
+        if site.indices[:-1] not in self._merged:
             return found, *map(key_of, samples)
         # Twice: over iterations and devices, the even ones are the largest numbers.
         counts = [jnp.repeat(_bin_counts(x), 2) for x in samples]
@@ -106,19 +106,19 @@ class Twin(RecordedProgram):
           None if the variable was not counted, or is 0 throughout.
         """
         frame, atom = variable
-        number, result = frame.makers[atom]
-        key = _record_key(frame, number)
+        index, result = frame.makers[atom]
+        key = _record_key(frame, index)
         record = record_of(records, key)
         if record is None or result not in self._counted.get(key, ()):
             return None
-        index = sorted(self._counted[key]).index(result)
+        column = sorted(self._counted[key]).index(result)
         if isinstance(record, tuple):
-            keys = record[1 + index]
+            keys = record[1 + column]
             rows = floats_from_keys(keys.reshape(-1, keys.shape[-1]))
             found = np.stack([_count_on_host(x) for x in rows])
         else:
-            size = len(frame.jaxpr.eqns[number].outvars)
-            place = 2 * size + 2 * _NUM_COUNTS * index
+            size = len(frame.jaxpr.eqns[index].outvars)
+            place = 2 * size + 2 * _NUM_COUNTS * column
             rows = _record_rows(records, key)
             assert rows is not None
             found = rows[:, place : place + 2 * _NUM_COUNTS : 2]
@@ -128,7 +128,7 @@ class Twin(RecordedProgram):
             return None
         shares = counts / present
         return Cotangent(
-            place=place_of(frame.site_of(number)),
+            place=place_of(frame.site_of(index)),
             largest=self.largest(records, variable) / loss_scale,
             vanishing=float(shares[1]),
             shares=tuple(shares[2:-1].tolist()),
@@ -137,36 +137,36 @@ class Twin(RecordedProgram):
     def largest(self, records: Any, variable: Variable) -> float:
         """The largest magnitude of a variable in one run; 0 if it is not recorded."""
         frame, atom = variable
-        number, result = frame.makers[atom]
-        rows = _record_rows(records, _record_key(frame, number))
+        index, result = frame.makers[atom]
+        rows = _record_rows(records, _record_key(frame, index))
         ends = None if rows is None else rows[:, 2 * result : 2 * result + 2]
         return 0.0 if ends is None else float(np.abs(ends).max(initial=0.0))
 
-    def may_overflow(self, records: Any, frame: Frame, number: int) -> bool:
+    def may_overflow(self, records: Any, frame: Frame, index: int) -> bool:
         """Whether a narrow result is so large that it may be inf in its own dtype."""
-        called = frame.called(number)
-        rows = None if called else _record_rows(records, _record_key(frame, number))
+        called = frame.called(index)
+        rows = None if called else _record_rows(records, _record_key(frame, index))
         if rows is None:
             return False
-        sizes = np.abs(rows[:, : 2 * len(frame.jaxpr.eqns[number].outvars)]).max(0)
+        sizes = np.abs(rows[:, : 2 * len(frame.jaxpr.eqns[index].outvars)]).max(0)
         return any(
             not sizes[2 * i : 2 * i + 2].max() < float(jnp.finfo(x.aval.dtype).max) / 2
-            for i, x in enumerate(frame.jaxpr.eqns[number].outvars)
+            for i, x in enumerate(frame.jaxpr.eqns[index].outvars)
             if is_narrow_atom(x)
         )
 
 
-class LostInf(NamedTuple):
+class EndOfInf(NamedTuple):
     """A result that may be finite though an operand is inf."""
 
     frame: Frame
-    number: int  # of the operation
+    position: int  # of the operation
     result: int
     operand: Any  # of the shape of the result, or broadcast to it
 
     @property
     def key(self) -> tuple[int, ...]:
-        return _record_key(self.frame, self.number)
+        return _record_key(self.frame, self.position)
 
 
 class Elements(RecordedProgram):
@@ -174,33 +174,39 @@ class Elements(RecordedProgram):
 
     Args:
       program: a jaxpr.
-      root: its frame.
+      main: its frame.
       ends: the operations.
       wide: whether it is computed in float32.
     """
 
     def __init__(
-        self, program: Program, root: Frame, ends: Iterable[LostInf], wide: bool = False
+        self,
+        program: Program,
+        main: Frame,
+        ends: Iterable[EndOfInf],
+        wide: bool = False,
     ) -> None:
-        self._ends: dict[tuple[int, ...], list[LostInf]] = {}
+        self._ends: dict[tuple[int, ...], list[EndOfInf]] = {}
         for end in ends:
             self._ends.setdefault(end.key, []).append(end)
         results = [x for every in self._ends.values() for x in map(_result_of, every)]
-        super().__init__(program, root, results)
+        super().__init__(program, main, results)
         self.ARITHMETIC = WIDE if wide else AS_WRITTEN
 
-    def _watch(self, site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> Seen:
+    def _watch(
+        self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
+    ) -> Watched:
         arrays = []
-        for end in self._ends.get(site.numbers, ()):
+        for end in self._ends.get(site.indices, ()):
             operand = inputs[site.equation.invars.index(end.operand)]
             result = results[end.result]
             arrays += [result, jnp.broadcast_to(operand, result.shape)]
         if not arrays:
-            return Seen(results)
+            return Watched(results)
         flat = [jnp.ravel(x).astype(jnp.float32) for x in arrays]
-        return Seen(results, key_of(jnp.concatenate(flat)))
+        return Watched(results, key_of(jnp.concatenate(flat)))
 
-    def are_lost(self, end: LostInf, narrow: Any, wide: Any) -> bool:
+    def are_lost(self, end: EndOfInf, narrow: Any, wide: Any) -> bool:
         """Whether an inf becomes a finite number there, and not that of float32.
 
         Args:
@@ -223,7 +229,7 @@ class Elements(RecordedProgram):
             return False
         largest = np.abs(expected[np.isfinite(expected)]).max()
         value, expected = value[ended], expected[ended]
-        row = primitive_of(end.frame.jaxpr.eqns[end.number])
+        row = primitive_of(end.frame.jaxpr.eqns[end.position])
         # What float16 rounded on the way is far below these shares.
         if row.degree == "choice" or row.moves:  # an element of another operand
             room = largest / 16
@@ -239,25 +245,25 @@ class Elements(RecordedProgram):
 _NEGLIGIBLE = 2.0**-13
 
 
-def _result_of(end: LostInf) -> Variable:
-    return end.frame, end.frame.jaxpr.eqns[end.number].outvars[end.result]
+def _result_of(end: EndOfInf) -> Variable:
+    return end.frame, end.frame.jaxpr.eqns[end.position].outvars[end.result]
 
 
-def holds_inf(records: Any, frame: Frame, number: int) -> bool:
+def holds_inf(records: Any, frame: Frame, index: int) -> bool:
     """Whether a narrow result of an operation was inf or NaN in some round."""
-    if not any(map(is_narrow_atom, frame.jaxpr.eqns[number].outvars)):
+    if not any(map(is_narrow_atom, frame.jaxpr.eqns[index].outvars)):
         return False
     rows = (
         None
-        if frame.called(number)
-        else _record_rows(records, _record_key(frame, number))
+        if frame.called(index)
+        else _record_rows(records, _record_key(frame, index))
     )
     return rows is not None and not np.isfinite(rows).all()
 
 
-def _record_key(frame: Frame, number: int) -> tuple[int, ...]:
+def _record_key(frame: Frame, index: int) -> tuple[int, ...]:
     """The path of an operation's record in the records."""
-    return frame.site_of(number).numbers
+    return frame.site_of(index).indices
 
 
 def _record_rows(records: Any, key: tuple[int, ...]) -> np.ndarray | None:

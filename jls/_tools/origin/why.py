@@ -31,7 +31,7 @@ from jls._tools.origin.result import ARGUMENT, CONSTANT, DIVERGED, Birth, Why
 from jls._tools.origin.roots import CheckedValues, checked_values, is_of_update
 from jls._tools.origin.trail import (
     Argument,
-    BirthRecord,
+    FoundBirth,
     LostError,
     OpResult,
     Range,
@@ -50,7 +50,7 @@ from jls._tools.reading.reading import Reading
 from jls._tools.reading.scales import Scale, is_switched_off, scales_in, without_value
 from jls._tools.reading.trace import ALL, READS, Traced, trace
 from jls._tree import is_array
-from jls._types import SkipReason, known_skip_reason
+from jls._types import SkipReason, skip_reason_of
 
 AnyProgram = RecordedProgram | TwoPrograms
 # Of the lowest loss scale that is tried, 2^-24: the smallest float16. A lower one is 0
@@ -154,7 +154,7 @@ class Case:
         for item in self.arguments.items:
             _validate.concrete(item.name, item.value)
         self.traced = _traced(tool, self.fun, self.arguments)
-        self.root = Frame(self.traced.program)
+        self.main = Frame(self.traced.program)
         inputs = self.traced.inputs
         self.leaves = [self.arguments.leaves[i] for i in inputs]
         self.scales = {
@@ -164,25 +164,25 @@ class Case:
         }
         self.reading = Reading(self.traced, list(self.scales.values()))
         self.checked = checked_values(
-            self.reading.checked, self.root, list(self.scales)
+            self.reading.checked, self.main, list(self.scales)
         )
         self.results = self._results()
         wanted = [x for checked in self.checked for x in checked.variables]
         self.roots = [*wanted, *self.results]
-        self.landmarks = regions.landmarks(self.root, self.roots, regions.FEW)
-        if self.root.jaxpr.effects:  # each program would print again
+        self.landmarks = regions.landmarks(self.main, self.roots, regions.FEW)
+        if self.main.jaxpr.effects:  # each program would print again
             self.landmarks = None
         self.recorded = self.program(only=self.landmarks)
 
     def program(self, **which: Any) -> RecordedProgram:
         """The program with records of its operations, see `RecordedProgram`."""
-        return RecordedProgram(self.traced.program, self.root, self.roots, **which)
+        return RecordedProgram(self.traced.program, self.main, self.roots, **which)
 
     def _results(self) -> dict[Variable, str]:
         """The results to check, by name, without arguments returned as they are."""
         items = [*self.traced.outputs, *self.traced.objects]
         items = [x for x in items if isinstance(x.value, _RESULTS)]
-        outvars = self.root.jaxpr.outvars
+        outvars = self.main.jaxpr.outvars
         if not any(map(is_inexact_atom, outvars)):
             raise ValueError(
                 "fun must return floating-point numbers, got "
@@ -191,14 +191,14 @@ class Case:
             )
         names = dict[Variable, str]()
         for item, atom, value in zip(items, outvars, self.reading.results, strict=True):
-            if is_literal(atom) or atom in self.root.inputs:
+            if is_literal(atom) or atom in self.main.inputs:
                 continue
             # Results computed from an update follow from what the wrapper was given.
             if is_inexact_atom(atom) and not value.through & THROUGH_UPDATE:
                 name = item.name
                 if item not in self.traced.objects:
                     name = _result(item.path)
-                names.setdefault((self.root, atom), name)
+                names.setdefault((self.main, atom), name)
         return names
 
     def why(self) -> Why:
@@ -253,7 +253,7 @@ class Case:
         """
         if trail.shortcuts or self.landmarks is None:
             return trail, self.recorded
-        wanted = makers_of(self.root, behind(self.roots))
+        wanted = makers_of(self.main, behind(self.roots))
         found = regions.search(
             trail, values, self.landmarks, wanted, regions.FEW, only_first
         )
@@ -296,12 +296,12 @@ class Case:
         not with the NaN of this argument alone. An inf may be there on purpose. Where
         the program asks what is NaN, it may do something else with 0.
         """
-        numbers = [
+        indices = [
             i
             for i, leaf in enumerate(self.leaves)
             if i not in self.scales and _holds_nan(leaf)
         ]
-        if not 0 < len(numbers) <= _MOST_RUNS or self._may_decide(numbers):
+        if not 0 < len(indices) <= _MOST_RUNS or self._may_decide(indices):
             return None
         program = self.recorded
         if self.landmarks is None:
@@ -309,14 +309,14 @@ class Case:
 
         def bad_roots(kept: Iterable[int]) -> list[Bad]:
             leaves = list(self.leaves)
-            for i in {*numbers} - {*kept}:
+            for i in {*indices} - {*kept}:
                 leaves[i] = _without_nan(leaves[i])
             return self.bad_roots(self.run(program=program, leaves=leaves))
 
-        bad = bad_roots(numbers)
+        bad = bad_roots(indices)
         if not bad or bad_roots(()):
             return None
-        found = [i for i in numbers if bad_roots([i])]
+        found = [i for i in indices if bad_roots([i])]
         is_from_scale, note = self._is_from_scale(bad, program)
         if not found or is_from_scale:
             return None
@@ -327,25 +327,25 @@ class Case:
             notes=tuple(filter(None, (note,))),
         )
 
-    def _may_decide(self, numbers: Iterable[int]) -> bool:
+    def _may_decide(self, indices: Iterable[int]) -> bool:
         """Whether an integer or a flag is computed from one of these inputs.
 
         Those of jls do no harm. A `while` loop might not end, and what a callback does
         would be done again.
         """
-        frames = list(self.root.all())
-        if self.root.jaxpr.effects or any(frame.kind == "while" for frame in frames):
+        frames = list(self.main.all())
+        if self.main.jaxpr.effects or any(frame.kind == "while" for frame in frames):
             return True
         asked = [
             (frame, atom)
             for frame in frames
-            for number, equation in enumerate(frame.jaxpr.eqns)
+            for index, equation in enumerate(frame.jaxpr.eqns)
             if not all(map(is_inexact_atom, equation.outvars))
-            and not frame.called(number)
-            and not marks_of(frame.site_of(number))
+            and not frame.called(index)
+            and not marks_of(frame.site_of(index))
             for atom in equation.invars
         ]
-        given = {(self.root, self.root.jaxpr.invars[i]) for i in numbers}
+        given = {(self.main, self.main.jaxpr.invars[i]) for i in indices}
         return not given.isdisjoint(behind(asked))
 
     def _is_bad_as_it_is(self) -> bool:
@@ -450,7 +450,7 @@ class Case:
         reason = scale.counters.get("last_skip_reason")
         if reason is None:
             return SkipReason.NONE
-        return known_skip_reason(int(np.max(leaves[reason])))
+        return skip_reason_of(int(np.max(leaves[reason])))
 
     # Words.
 
@@ -498,12 +498,12 @@ class Case:
         )
 
     def _birth(
-        self, trail: Trail, found: BirthRecord, forward: set[Variable] | None
+        self, trail: Trail, found: FoundBirth, forward: set[Variable] | None
     ) -> Birth:
         kind: Literal["inf", "nan"] = "nan" if found.size.is_nan else "inf"
         origin = found.origin
         if isinstance(origin, Argument):
-            return self._birth_of_argument(kind, origin.number)
+            return self._birth_of_argument(kind, origin.position)
         if not isinstance(origin, OpResult):
             reader = origin.reader
             place = place_of(reader.site) if reader else Place("")
@@ -531,8 +531,8 @@ class Case:
             else advise(trail, found, is_backward),
         )
 
-    def _birth_of_argument(self, kind: Literal["inf", "nan"], number: int) -> Birth:
-        item = self.arguments.items[self.traced.inputs[number]]
+    def _birth_of_argument(self, kind: Literal["inf", "nan"], index: int) -> Birth:
+        item = self.arguments.items[self.traced.inputs[index]]
         place = Place(ARGUMENT, module=item.name)
         dtype = str(jnp.result_type(item.value))
         return Birth(kind, place, (), dtype, advice=CAME_IN)
@@ -542,7 +542,7 @@ class Case:
         losses = [
             variable for x in self.checked for variable in x.found.get(roots.LOSS, ())
         ]
-        pairs = zip(self.root.jaxpr.outvars, self.reading.results, strict=True)
+        pairs = zip(self.main.jaxpr.outvars, self.reading.results, strict=True)
         backward = {
             x
             for x, value in pairs
@@ -553,7 +553,7 @@ class Case:
             return None
         losses += forward
         # A gradient alone does not use the loss: it is computed and dropped.
-        return behind(losses or self.root.unused(_is_forward), is_of_update)
+        return behind(losses or self.main.unused(_is_forward), is_of_update)
 
     def _name(self, bad: Bad) -> str:
         """The name of a root in the text."""
@@ -572,7 +572,7 @@ class Case:
             one = bad.role.removesuffix("s")
             name = f"{one} of {known[bad.position]}" if known else bad.role
         if scale and len(self.scales) > 1:
-            name += f" ({join(*scale.root)})"
+            name += f" ({join(*scale.path)})"
         return name
 
     def _names_of(
@@ -587,7 +587,7 @@ class Case:
     ) -> list[Item]:
         """The parameters with the shapes of these gradients; [] if that is unclear."""
         shapes = [atom.aval.shape for _, atom in variables]
-        states = [x.root for x in self.scales.values()]
+        states = [x.path for x in self.scales.values()]
         items = [
             x
             for x in self.arguments.items
@@ -603,7 +603,7 @@ class Case:
             if is_one and [np.shape(x.value) for x in part] == shapes:
                 found.append(part)
         if scale and len(self.scales) > 1:  # "critic" in both paths
-            own = set(scale.root[1:])
+            own = set(scale.path[1:])
             found = [x for x in found if own & set(x[0].path)] or found[:1]
         return found[0] if found and shapes else []
 
@@ -641,8 +641,8 @@ def _traced(tool: str, fun: Callable[..., Any], arguments: Arguments) -> Traced:
         raise
 
 
-def _is_forward(frame: Frame, number: int) -> bool:
-    return not is_transposed(frame.site_of(number))
+def _is_forward(frame: Frame, index: int) -> bool:
+    return not is_transposed(frame.site_of(index))
 
 
 def _ends(found: Range | None) -> tuple[float, float] | None:

@@ -247,7 +247,7 @@ def _split_nnx(objects: list[Any], prefixes: list[Keys]) -> tuple[Any, Any, list
     items = []
     for path, node in flat:
         variable_type = type(node).__name__ if is_variable(node) else ""
-        number, *inner = path
-        place = (*prefixes[number.key], *tokens(inner))
+        index, *inner = path
+        place = (*prefixes[index.key], *tokens(inner))
         items += [Item(place, leaf, variable_type) for leaf in jax.tree.leaves(node)]
     return graph, state, items

@@ -153,9 +153,9 @@ class Flow:
             results = [_adjusted(site, operands, x) for x in results]
         for i, op in enumerate(ops):
             if is_narrow_atom(op.aval):
-                self.narrow[(*site.numbers, i)] = results[i]
+                self.narrow[(*site.indices, i)] = results[i]
             if op.name in PRODUCTS:
-                self.products[site.numbers] = results[i]
+                self.products[site.indices] = results[i]
         return _with_roles(marks, results)
 
     def _result(self, op: Operation, marks: frozenset[str]) -> Value:
@@ -243,5 +243,5 @@ def _adjusted(site: Site, operands: Sequence[Value], result: Value) -> Value:
     old = next((x for x in operands if x.scale is not None), None)
     if old is None or result is old:
         return result
-    symbol = ("adjusted", site.numbers)
+    symbol = ("adjusted", site.indices)
     return result.but(degree=((symbol, Fraction(1)),), scale=old.scale)

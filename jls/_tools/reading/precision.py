@@ -162,14 +162,14 @@ def why_wide(product: Product) -> str:
 # What the headlines of the tools say.
 
 
-class Seen(NamedTuple):
+class PrecisionReport(NamedTuple):
     """What a tool says of half precision."""
 
     precision: Precision
     headline: str  # what its headline has to say; "" if all is as it should be
 
 
-def look_at(reading: Reading, root: Frame, live: Sequence[Scale]) -> Seen:
+def look_at(reading: Reading, main: Frame, live: Sequence[Scale]) -> PrecisionReport:
     """The precision of a step, and what its loss scales miss.
 
     In the headline only what leads to a gradient that a wrapper is given counts, so
@@ -177,20 +177,20 @@ def look_at(reading: Reading, root: Frame, live: Sequence[Scale]) -> Seen:
 
     Args:
       reading: the facts about the step.
-      root: the frame of its program.
+      main: the frame of its program.
       live: the loss scales that are not static and 1.
     """
-    products = products_in(root)
+    products = products_in(main)
     precision = precision_of(products)
     found = dict[str, list[str]]()
     for scale in live:
-        step = _Step(reading, root, products, scale)
+        step = _Step(reading, main, products, scale)
         for words in (step.not_scaled(), step.not_half(precision)):
             if words:
                 found.setdefault(words, []).append(scale.name)
     is_one = len(live) == 1
     each = (x if is_one else f"{x} ({listed(names)})" for x, names in found.items())
-    return Seen(precision, "; ".join(each))
+    return PrecisionReport(precision, "; ".join(each))
 
 
 class _Step:
@@ -199,14 +199,14 @@ class _Step:
     def __init__(
         self,
         reading: Reading,
-        root: Frame,
+        main: Frame,
         products: Sequence[Product],
         scale: Scale,
     ) -> None:
-        self._reading, self._root, self._scale = reading, root, scale
+        self._reading, self._main, self._scale = reading, main, scale
         self._products = [x for x in products if UPDATE not in marks_of(x.site)]
-        number = reading.scales.index(scale)
-        self._calls = reading.calls.get(number, [])
+        index = reading.scales.index(scale)
+        self._calls = reading.calls.get(index, [])
         self._bit = reading.bit(scale.at)
         self._others = sum(reading.bit(x.at) for x in reading.scales) & ~self._bit
         self._follow = [x for x in self._products if self._depends(x) & self._bit]
@@ -217,7 +217,7 @@ class _Step:
         ]
 
     def _value(self, product: Product) -> Value | None:
-        return self._reading.flow.products.get(product.site.numbers)
+        return self._reading.flow.products.get(product.site.indices)
 
     def _depends(self, product: Product) -> int:
         value = self._value(product)
@@ -271,7 +271,7 @@ class _Step:
         """Whether an operation that nothing is known of gets numbers in half."""
         return any(
             primitive_of(equation) is UNKNOWN and any(map(_is_half, equation.invars))
-            for frame in self._root.all()
+            for frame in self._main.all()
             for equation in frame.jaxpr.eqns
         )
 

@@ -115,7 +115,7 @@ class Reading:
         return _by_path(self.traced.objects, self._pairs[len(self.traced.outputs) :])
 
     def _calls(self) -> dict[int, list[Checked]]:
-        """The calls of each wrapper, by the number of its loss scale."""
+        """The calls of each wrapper, by the index of its loss scale."""
         found: dict[int, list[Checked]] = {}
         lost: list[Checked] = []
         for call in self._updates:
@@ -141,7 +141,7 @@ class Reading:
         return self._bits(self.calls.get(scale, []))
 
     def _bits(self, calls: Sequence[Checked]) -> int:
-        return sum(self.flow.updates.bit_of_call(x.number) for x in calls)
+        return sum(self.flow.updates.bit_of_call(x.index) for x in calls)
 
     @property
     def bits_of_updates(self) -> int:
@@ -156,7 +156,7 @@ class Reading:
     def leaf_of(self, value: Value) -> int | None:
         """The leaf of the arguments that a value is, unchanged."""
         known = value.known
-        return self.traced.inputs[known.number] if isinstance(known, Same) else None
+        return self.traced.inputs[known.index] if isinstance(known, Same) else None
 
     def leaves_in(self, bits: int) -> list[int]:
         """The leaves of the arguments in a set of bits."""

@@ -21,7 +21,7 @@ class Scale(NamedTuple):
     own: frozenset[int]  # all leaves that are jls's own
     fields: dict[str, int]  # leaves of the scaler's state, by name
     spikes: dict[str, int]  # leaves of the spike policy's state, by name; {} if none
-    root: Keys  # the path of the wrapper's state, or of the scaler's if it is bare
+    path: Keys  # the path of the wrapper's state, or of the scaler's if it is bare
 
     @property
     def is_static(self) -> bool:

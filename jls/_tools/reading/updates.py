@@ -31,10 +31,10 @@ class Given(NamedTuple):
 class Checked:
     """What one call of a wrapper's `update` looks at, or of `jls.all_finite`."""
 
-    number: int
+    index: int
     site: Site  # of its first operation
     is_update: bool
-    scale: int | None = None  # the number of its loss scale
+    scale: int | None = None  # the index of its loss scale
     given: dict[str, dict[Any, Given]] = dataclasses.field(default_factory=dict)
     is_over: bool = False
 
@@ -55,12 +55,12 @@ class Updates:
         self.reaches_gradients = 0  # a set of bits: inputs that gradients depend on
         self._first_bit = first_bit
         self._open: Checked | None = None
-        self._numbers: dict[Any, int] = {}  # of calls, by site
+        self._indices: dict[Any, int] = {}  # of calls, by site
         self._gradients: dict[int, tuple[Value, int]] = {}  # by identity, with bits
 
-    def bit_of_call(self, number: int) -> int:
+    def bit_of_call(self, index: int) -> int:
         """The bit, in `follows`, of the gradients in a call of a wrapper."""
-        return self._first_bit << number
+        return self._first_bit << index
 
     def note(self, site: Site, operands: Sequence[Value]) -> frozenset[str]:
         """Notes what an operation, or a call, looks at; and its scopes."""
@@ -83,8 +83,8 @@ class Updates:
         call = self._open
         is_next = call is not None and call.is_over and role in (GRADIENTS, LOSS)
         if call is None or is_next or call.is_update != is_update:
-            number = self._numbers.setdefault(site.numbers, len(self._numbers))
-            call = self._open = self.calls[number] = Checked(number, site, is_update)
+            index = self._indices.setdefault(site.indices, len(self._indices))
+            call = self._open = self.calls[index] = Checked(index, site, is_update)
         return call
 
     def _look(
@@ -94,12 +94,12 @@ class Updates:
         for atom, value in zip(site.equation.invars, operands, strict=True):
             if is_literal(atom) or not is_inexact_atom(atom) or role in value.roles:
                 continue
-            around = site.numbers[:-1]
+            around = site.indices[:-1]
             one = given[around, atom] = Given(around, atom, value)
             if call.is_update and one.is_data and role in (GRADIENTS, LOSS):
                 self.reaches_gradients |= value.depends
                 if role == GRADIENTS:
-                    self._gradients[id(value)] = value, self.bit_of_call(call.number)
+                    self._gradients[id(value)] = value, self.bit_of_call(call.index)
 
     def widened(self, old: Value, new: Value) -> None:
         """Notes that a wrapper has cast a gradient."""

@@ -41,7 +41,7 @@ from jls._types import (
     SkipReason,
     SpikeState,
     StaticState,
-    known_skip_reason,
+    skip_reason_of,
     wrapper_metrics,
 )
 
@@ -218,7 +218,7 @@ def health(
     }
     on_host = jax.tree.map(lambda x: x.tolist(), jax.device_get(on_device))
     counts, small, policy = (on_host[name] for name in ("counts", "small", "policy"))
-    counts["last_skip_reason"] = known_skip_reason(counts["last_skip_reason"])
+    counts["last_skip_reason"] = skip_reason_of(counts["last_skip_reason"])
     poison = suspects.find(on_host["bad"], counts["steps"], counts["consecutive_skips"])
     known = _describe_scale(subject, counts["loss_scale"])
     known |= {"poisoned_leaves": poison.leaves, "masks": poison.masks}
