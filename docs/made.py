@@ -8,12 +8,14 @@ import difflib
 import re
 from pathlib import Path
 
-from jls._tools.check import codes
 from jls.types import SkipReason
 
 DOCS = Path(__file__).parent
 EXAMPLES = DOCS.parent / "examples"
 PART = re.compile(r"(<!-- made: (\w+) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)
+
+# A block of a diff that is gone.
+LONG = re.compile(r"(?:^-.*\n){4,}", re.MULTILINE)
 
 # What people write in programs: a call, an assignment of one, a name. Brackets may hold
 # brackets.
@@ -26,14 +28,6 @@ CODE = re.compile(
     rf"(?:{BRACKETS})*:?|\bvalue=|\bopt_state\b"
 )
 
-# What the advice of `jls.check_step` depends on, beside the mistake.
-MENDS = {
-    "NNX": codes.NNX,
-    "a Flax TrainState": codes.LINEN,
-    "optax.MultiSteps outside": codes.MULTI_STEPS,
-    "optax.masked or optax.partition outside": codes.MASKED,
-}
-
 
 def table(rows: list[list[str]]) -> str:
     """Writes a table, with its code marked as such."""
@@ -41,25 +35,6 @@ def table(rows: list[list[str]]) -> str:
     lines = [title, ["---"] * len(title)]
     lines += [[CODE.sub(r"`\g<0>`", cell) for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def codes_of_check_step() -> str:
-    """Writes the table of the mistakes that `jls.check_step` looks for."""
-    ways = {"reading": "reading", "faults": "faults", "both": "reading, then faults"}
-    rows = [["code", "broken when", "found by", "write"]]
-    for code, row in codes.TABLE.items():
-        rows.append([f'"{code}"', row.broken, ways[row.by], row.write])
-    return table(rows)
-
-
-def mends() -> str:
-    """Writes which other line is right for NNX, for Linen, around the wrapper."""
-    rows = [["of", "code", "write"]]
-    for kind, lines in MENDS.items():
-        for line in dict.fromkeys(lines.values()):
-            names = ", ".join(f'"{code}"' for code in lines if lines[code] == line)
-            rows.append([kind, names, line])
-    return table(rows)
 
 
 def skip_reasons() -> str:
@@ -72,18 +47,24 @@ def skip_reasons() -> str:
     return table(rows)
 
 
+def shorten(block: re.Match[str]) -> str:
+    """Writes the first of the lines that are gone, and how many follow."""
+    first, *rest = block[0].splitlines()
+    indent = re.match(r"- *", first)[0]
+    return f"{first}\n{indent}    ...  # {len(rest)} lines\n"
+
+
 def diff(name: str) -> str:
-    """Writes what jls changes in an example."""
+    """Writes what jls changes in an example, a gap in the place of what stays."""
     old, new = EXAMPLES / "plain" / f"{name}.py", EXAMPLES / f"{name}.py"
     texts = (path.read_text(encoding="utf-8").splitlines() for path in (old, new))
-    names = (path.relative_to(DOCS.parent).as_posix() for path in (old, new))
-    lines = difflib.unified_diff(*texts, *names, n=1, lineterm="")
-    return "\n".join(["```diff", *(line.rstrip() for line in lines), "```"])
+    _, _, _, *lines = difflib.unified_diff(*texts, n=0, lineterm="")
+    text = "\n".join("" if line.startswith("@@") else line.rstrip() for line in lines)
+    text = re.sub(r"^-\n", "", text, flags=re.MULTILINE)
+    return f"```diff\n{LONG.sub(shorten, text)}\n```"
 
 
 PARTS = {
-    "codes": codes_of_check_step,
-    "mends": mends,
     "skip_reasons": skip_reasons,
     **{
         path.stem: lambda name=path.stem: diff(name)

@@ -1,34 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mistakes that `jls.check_step` looks for: one table, which the docs include."""
+"""The mistakes that `jls.check_step` looks for: what each means, and what to write."""
 
 from typing import Literal, NamedTuple, get_args
 
 Code = Literal[
+    # A good step changes nothing of what it returns, or returns the old state of
+    # the optimizer.
     "no step",
+    # The third good step, or a later one, is compiled again.
     "retraced",
+    # The step reads a value of the device at the host by itself.
     "host sync",
+    # Gradients that a wrapper is given do not depend on its loss scale.
     "not scaled",
+    # The loss scale is a factor of the gradients or the loss that the optimizer is
+    # given, or of a part of them: unscaled twice, never, with the state after the
+    # update; scaled twice; clipped while scaled.
     "scale leaks",
+    # The optimizer is not given the loss: value= is missing or misspelt, or what is
+    # around the wrapper drops it.
     "loss not passed",
+    # True gradients are cast to float16 before the optimizer gets them, where the
+    # small ones vanish.
     "gradients narrowed",
+    # Something between the gradients and the optimizer replaces inf or NaN, so that
+    # a step that overflowed is applied.
     "overflow hidden",
+    # The state of a scaler comes back as it was, or a bad step is undone with the
+    # counters and the loss scale: an overflow is then one for ever.
     "scale stuck",
+    # The state of the optimizer comes back in a narrower dtype, or came in with a
+    # loss scale narrower than float32, which is inf from 65520 on.
     "state narrowed",
+    # After a fault an inf or NaN stays in what the step carries.
     "nan committed",
+    # A skipped step changes parameters, or what belongs to them.
     "not atomic",
+    # After one bad step the parameters never move again.
     "never recovers",
+    # A step far above all that the spike policy has seen is applied.
     "spike not skipped",
+    # Devices hold different values of what they should hold together.
     "out of sync",
 ]
 CODES: tuple[Code, ...] = get_args(Code)
 
 
 class Mistake(NamedTuple):
-    """The texts of a mistake, and how it is found."""
+    """What `jls.check_step` says of one."""
 
     right: str  # what holds in a right step
-    broken: str  # what is wrong, for the docs
-    by: str  # how it is found: "reading", "faults" or "both"
     write: str  # the line to write
 
 
@@ -42,111 +63,73 @@ _VALUE_AND_GRAD = "loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, 
 TABLE: dict[Code, Mistake] = {
     "no step": Mistake(
         "a good step changes what the step carries",
-        "a good step changes nothing of what it returns, or returns the old state of "
-        "the optimizer",
-        "both",
         "return the new params and the new opt_state from the step",
     ),
     "retraced": Mistake(
         "the third good step was not compiled again",
-        "the third good step, or a later one, is compiled again",
-        "faults",
         "step = jax.jit(train_step) once, outside the loop; numbers that change go in "
         "as arrays",
     ),
     "host sync": Mistake(
         "the step reads no value at the host",
-        "the step reads a value of the device at the host by itself",
-        "reading",
         "return the value from the step, and read it every so many steps: "
         "jls.metrics(opt_state), one jax.device_get",
     ),
     "not scaled": Mistake(
         "the gradients follow the loss scale",
-        "gradients that a wrapper is given do not depend on its loss scale",
-        "reading",
         f"{_VALUE_AND_GRAD}, with the opt_state that the step was given",
     ),
     "scale leaks": Mistake(
         "the loss scale is left in neither gradients nor loss",
-        "the loss scale is a factor of the gradients or the loss that the optimizer is "
-        "given, or of a part of them: unscaled twice, never, with the state after the "
-        "update; scaled twice; clipped while scaled",
-        "reading",
         "jls.value_and_grad(loss_fn) alone: it scales and unscales; no jls.scale in "
         "the loss, no jls.unscale after it; clipping inside, with clip = "
         "optax.clip_by_global_norm(1.0): jls.loss_scaled(optax.chain(clip, inner))",
     ),
     "loss not passed": Mistake(
         "the optimizer is given the loss",
-        "the optimizer is not given the loss: value= is missing or misspelt, or what "
-        "is around the wrapper drops it",
-        "reading",
         _UPDATE,
     ),
     "gradients narrowed": Mistake(
         "the true gradients stay in float32",
-        "true gradients are cast to float16 before the optimizer gets them, where the "
-        "small ones vanish",
-        "reading",
         "keep what jls.value_and_grad returns in float32; to send fewer bytes, cast to "
         "bfloat16, which has the range",
     ),
     "overflow hidden": Mistake(
         "an inf in the gradients reaches the optimizer",
-        "something between the gradients and the optimizer replaces inf or NaN, so "
-        "that a step that overflowed is applied",
-        "both",
         "no jnp.nan_to_num, no elementwise clip and no jnp.where(isfinite) before "
         "jls.loss_scaled sees the gradients; "
         "jls.loss_scaled(optax.chain(optax.clip(1.0), inner))",
     ),
     "scale stuck": Mistake(
         "the scaler is told of good and of bad steps",
-        "the state of a scaler comes back as it was, or a bad step is undone with the "
-        "counters and the loss scale: an overflow is then one for ever",
-        "both",
         "return the opt_state that optimizer.update returns in every step, good or "
         "bad: the wrapper rolls back what has to stay; with the pure functions: "
         "state = scaler.adjust(state, jls.all_finite(grads)), after jls.unscale",
     ),
     "state narrowed": Mistake(
         "the state of the optimizer keeps its dtypes",
-        "the state of the optimizer comes back in a narrower dtype, or came in with a "
-        "loss scale narrower than float32, which is inf from 65520 on",
-        "reading",
         "return the opt_state that optimizer.update returns, without a cast; moments "
         "in bfloat16: optax.adamw(3e-4, mu_dtype=jnp.bfloat16)",
     ),
     "nan committed": Mistake(
         "after a fault no inf or NaN stayed",
-        "after a fault an inf or NaN stays in what the step carries",
-        "faults",
         _SELECT,
     ),
     "not atomic": Mistake(
         "a skipped step leaves what is trained as it was",
-        "a skipped step changes parameters, or what belongs to them",
-        "both",
         f"{_SELECT}; {_DECAY}",
     ),
     "never recovers": Mistake(
         "after a bad step, good ones train on",
-        "after one bad step the parameters never move again",
-        "faults",
         _SELECT,
     ),
     "spike not skipped": Mistake(
         "a step far out of line was skipped",
-        "a step far above all that the spike policy has seen is applied",
-        "faults",
         f"{_UPDATE}, with the true gradients, and keep all of the opt_state that it "
         "returns",
     ),
     "out of sync": Mistake(
         "all devices hold the same",
-        "devices hold different values of what they should hold together",
-        "faults",
         'jls.loss_scaled(inner, axis_name="data"), and grads = jax.lax.pmean(grads, '
         '"data") before the update',
     ),
