@@ -39,6 +39,7 @@ from jls._program.jaxprs import (
 )
 from jls._program.places import function_of_jax
 from jls._program.primitives import primitive_of
+from jls._program.replay import select_lanes
 from jls._scopes import KEPT
 
 
@@ -317,10 +318,14 @@ class Rewrite:
             state = self._stored_like(carry, facts, atoms)
             held = [*inputs[first:], *state]
             results = self.run(params["body_jaxpr"], held, site)
-            return self._as(results, facts, atoms)
+            results = self._as(results, facts, atoms)
+            return select_lanes(is_on(carry), results, carry) if lanes else results
 
+        # Of `vmap`: each lane ends by itself.
+        lanes = opened(params["cond_jaxpr"]).jaxpr.outvars[0].aval.shape
+        is_any_on = (lambda carry: jnp.any(is_on(carry))) if lanes else is_on
         with traced_as(site.equation):
-            results = lax.while_loop(is_on, body, begin)
+            results = lax.while_loop(is_any_on, body, begin)
         return self._stored(site.equation, results, facts)
 
     def _cond(

@@ -21,8 +21,6 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.extend.core.primitives import jit_p
 
-from jls._program.primitives import primitive_of
-
 Program = Jaxpr | ClosedJaxpr
 
 # The parameters that hold the one program of a call.
@@ -142,9 +140,7 @@ def programs_in(equation: Any) -> list[Any]:
 
 
 def called_program(equation: Any) -> Program | None:
-    """The program that an equation calls with its operands; None if it does more."""
-    if primitive_of(equation).control not in ("call", "devices"):
-        return None
+    """The program of an equation that is a call, of its operands and no more."""
     programs = (parameter(equation, name) for name in _PROGRAM)
     program = next(filter(is_program, programs), None)
     if program is None:
@@ -252,8 +248,8 @@ def lines_of(equation: Any) -> list[Line]:
 
 def jitted_function(equation: Any) -> tuple[str, str]:
     """File and name of the function that a `jit` is of; "" if they are not known."""
-    program = called_program(equation)
-    if program is None or equation.primitive.name != "jit":
+    program = called_program(equation) if equation.primitive.name == "jit" else None
+    if program is None:
         return "", ""
     info = _part(opened(program).jaxpr, "debug_info")
     where = str(_part(info, "func_src_info", ""))  # "where at /.../jax/numpy.py:1"

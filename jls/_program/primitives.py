@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from jls._program.jaxprs import parameter
+
 
 class Primitive(NamedTuple):
     """What is known of a primitive; the defaults of the columns assume nothing.
@@ -312,4 +314,12 @@ TABLE: _Rows = {name: row for rows in TABLES for name, row in rows.items()}
 
 def primitive_of(equation: Any) -> Primitive:
     """What is known of the primitive of an equation."""
-    return TABLE.get(equation.primitive.name, UNKNOWN)
+    name = equation.primitive.name
+    if name == "scatter" and _computes(parameter(equation, "update_jaxpr")):
+        return UNKNOWN
+    return TABLE.get(name, UNKNOWN)
+
+
+def _computes(update: Any) -> bool:
+    """Whether a scatter writes more than what it is given: `x.at[i].apply(fun)`."""
+    return update is None or bool(update.eqns)

@@ -216,7 +216,7 @@ class _Replay:
         def stepped(carry):
             results, records = run(carry)
             if lanes:
-                results = _select_lanes(is_on(carry), results, carry)
+                results = select_lanes(is_on(carry), results, carry)
                 seen = {i: self._see_carried(site, i, x) for i, x in enumerate(results)}
                 seen = {i: record for i, record in seen.items() if record is not None}
                 records = {**records, CARRIED: seen} if seen else records
@@ -323,7 +323,7 @@ def _see_nothing(site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> W
     return Watched(results)
 
 
-def _select_lanes(pred: Array, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+def select_lanes(pred: Array, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
     """The new values in the active lanes, the old ones in the others."""
 
     def select(new, old):

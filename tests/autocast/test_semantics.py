@@ -382,6 +382,15 @@ def test_an_infinite_number_beside_finite_ones_stays_infinite():
     assert jnp.all(jnp.isfinite(cast(jnp.zeros((4, 8)), jnp.eye(8))))
 
 
+def test_a_scatter_that_computes_is_as_written():
+    def fun(x):
+        return jnp.sin(x).at[jnp.array([0, 1])].apply(jnp.cos)
+
+    cast = between(fun, jnp.float16)
+    assert only("scatter", cast, X, W) == only("sin", cast, X, W) == F32
+    assert off(cast(X, W), fun(X @ W) @ W) < 2e-3
+
+
 def test_an_explicit_cast_from_another_float_is_float32_for_good():
     def fun(x):
         return x.astype(jnp.bfloat16).astype(jnp.float32) * 3
@@ -438,6 +447,24 @@ def test_a_carry_of_while_is_float32():
         )
 
     assert carry_of("while", fun, X, W) == F32
+
+
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_each_lane_of_a_batched_while_ends_by_itself(transform):
+    def one(x, last):
+        return lax.while_loop(
+            lambda state: state[1] < last,
+            lambda state: (jnp.tanh(state[0] @ W) + 1, state[1] + 1),
+            (x, 0),
+        )
+
+    def fun(x):
+        return jax.vmap(one)(x, jnp.arange(4))
+
+    cast = transform(jls.autocast(fun, jnp.float16))
+    assert_identical(cast(X)[1], jnp.arange(4))
+    assert off(cast(X)[0], fun(X)[0]) < 2e-3
+    assert {one.results[0] for one in products(cast, X)} == {"float16"}
 
 
 @pytest.mark.parametrize("loop", ["scan", "while"])

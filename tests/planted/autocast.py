@@ -280,4 +280,19 @@ FAULTS = [
         "    if any(is_real(scale) and scale == 0 for scale in scales):\n",
         (STEP,),
     ),
+    Fault(
+        "a lane of a batched loop goes on after its end",
+        REWRITE,
+        "            return select_lanes(is_on(carry), results, carry) if lanes else "
+        "results\n",
+        "            return results\n",
+        (SEMANTICS,),
+    ),
+    Fault(
+        "a scatter that computes is taken for one that writes",
+        "jls/_program/primitives.py",
+        "    return update is None or bool(update.eqns)\n",
+        "    return update is None\n",
+        (SEMANTICS,),
+    ),
 ]
