@@ -439,6 +439,26 @@ def foreign_state_named(
         raise ValueError(cause) from error
 
 
+@contextlib.contextmanager
+def other_params_noted(
+    init: Callable[[Any], Any], opt_state: Any, params: Any
+) -> Iterator[None]:
+    """Adds to an error in the block that a state was made for other parameters."""
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(Exception):  # whatever stands in the way
+            made = jax.eval_shape(init, params)
+            if jax.tree.structure(made) != jax.tree.structure(opt_state):
+                of_both = ("optimizer.init(params)", made), ("opt_state", opt_state)
+                error.add_note(
+                    f"opt_state was not made for these params: {difference(*of_both)}. "
+                    "If the model has changed, its optimizer starts anew: opt_state = "
+                    "optimizer.init(params)."
+                )
+        raise
+
+
 def _foreign(
     init: Callable[[Any], Any], inner_state: Any, params: Any, updates: Any
 ) -> str:

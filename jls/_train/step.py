@@ -32,7 +32,7 @@ import optax
 from jls import _validate
 from jls._autocast.autocast import autocast, check_dtype, check_keep
 from jls._autocast.keep import Keep
-from jls._mistakes import EagerCalls, warn
+from jls._mistakes import EagerCalls, other_params_noted, warn
 from jls._nnx import is_optimizer
 from jls._reduce import global_norm
 from jls._scale import value_and_grad
@@ -410,16 +410,17 @@ def take_step(
     transform = _differentiate
     differentiated: Any = value_and_grad(loss, has_aux=True, transform=transform)
     before = overwritten, carried
-    accumulated = accumulate(
-        lambda carried, part: differentiated(scaler_state, params, carried, part),
-        params,
-        before,
-        batch,
-        micro_batches=options.micro_batches,
-        accumulation=options.accumulation,
-        drop=options.drop,
-        axis_name=_axis_name(adapter.optimizer, params, options),
-    )
+    with other_params_noted(adapter.optimizer.init, opt_state, params):
+        accumulated = accumulate(
+            lambda carried, part: differentiated(scaler_state, params, carried, part),
+            params,
+            before,
+            batch,
+            micro_batches=options.micro_batches,
+            accumulation=options.accumulation,
+            drop=options.drop,
+            axis_name=_axis_name(adapter.optimizer, params, options),
+        )
     extra = {
         "value": accumulated.loss,
         "partial_overflow": accumulated.partial_overflow,

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A large program is recorded in parts; the answer is that of the whole."""
 
+import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from more_programs import MORE
 from programs import PROGRAMS
@@ -10,7 +12,9 @@ from test_calibrate import calibrated
 from test_lines import names_the_marked_line
 
 import jls
+from jls._program.places import is_transposed
 from jls._tools.origin import record, regions
+from jls._tools.origin.calibrate import _Search
 from jls._tools.origin.why import Case
 
 pytestmark = pytest.mark.standard_promotion
@@ -115,3 +119,32 @@ def test_a_tool_that_takes_long_says_what_it_does(ask, monkeypatch, caplog):
     assert (
         f"{ask.__module__.rpartition('.')[2]} is compiling and running" in caplog.text
     )
+
+
+def test_the_twin_records_of_the_backward_pass_what_follows_the_scale():
+    """XLA takes as long for a record as for an operation, and nobody reads the rest."""
+
+    def loss_fn(params, x):
+        h = jnp.tanh(x.astype(jnp.float16) @ params.astype(jnp.float16))
+        return jnp.mean((h * h).astype(jnp.float32))
+
+    optimizer = jls.loss_scaled(optax.sgd(0.1))
+    step = jls.train_step(loss_fn, optimizer)
+    args = jnp.eye(4), optimizer.init(jnp.eye(4)), jnp.ones((2, 4))
+    search = _Search(Case("jls.calibrate", jax.jit(step), args, {}), step, (args, {}))
+    search.result()
+    sites = [
+        frame.site_of(index)
+        for frame, index in (
+            (frame, index)
+            for frame in search.case.main.all()
+            for index in range(len(frame.jaxpr.eqns))
+        )
+    ]
+    backward = {x.indices for x in sites if is_transposed(x)}
+    following = {
+        (*frame.site.indices, frame.makers[atom].position)
+        for frame, atom in search.following
+    }
+    assert search.twin.operations & backward == following & backward
+    assert search.twin.operations - backward

@@ -632,4 +632,18 @@ FAULTS = [
         "''",
         ("tests/test_mistakes.py",),
     ),
+    Fault(
+        "a slip in the loss is put down to the state",
+        "jls/_mistakes.py",
+        "            if jax.tree.structure(made) != jax.tree.structure(opt_state):\n",
+        "            if made is not opt_state:\n",
+        ("tests/run/test_doors.py",),
+    ),
+    Fault(
+        "a state of other parameters is not told where the loss fails",
+        "jls/_train/step.py",
+        "other_params_noted(adapter.optimizer.init, opt_state, params)",
+        "other_params_noted(adapter.optimizer.init, opt_state, None)",
+        ("tests/run/test_doors.py",),
+    ),
 ]

@@ -257,6 +257,20 @@ FAULTS = [
         (CALIBRATED,),
     ),
     Fault(
+        "the twin records what nobody asks about",
+        "jls/_tools/origin/twin.py",
+        "        self.operations &= narrow\n",
+        "        self.operations &= narrow | self.operations\n",
+        ("tests/origin/test_regions.py",),
+    ),
+    Fault(
+        "negative numbers of a sample vanish",
+        "jls/_tools/origin/twin.py",
+        "rows = np.abs(bits.reshape(-1, bits.shape[-1]).view(np.float32))",
+        "rows = bits.reshape(-1, bits.shape[-1]).view(np.float32)",
+        (CALIBRATED,),
+    ),
+    Fault(
         "the twin adds rows of an embedding in float16",
         "jls/_program/alone.py",
         "        if update is None:\n",

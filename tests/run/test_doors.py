@@ -25,6 +25,10 @@ def stacked(tree, count=2):
     return jax.tree.map(lambda x: jnp.stack([x] * count), tree)
 
 
+def notes_of(told):
+    return "\n".join(getattr(told.value, "__notes__", []))
+
+
 # Parameters.
 
 
@@ -201,6 +205,27 @@ def test_a_state_of_a_model_of_other_shapes_is_told(form):
     args = (params, STATE, jnp.ones(1)) if form == "step" else (params, STATE, params)
     with pytest.raises(ValueError, match=rule):
         call(*args)
+
+
+def test_a_state_of_other_parameters_is_noted_where_the_loss_fails():
+    step = jls.train_step(lambda params, x: jnp.mean(x * params["w"]), OPTIMIZER)
+    with pytest.raises(KeyError) as told:
+        step({"v": jnp.ones(3)}, STATE, jnp.ones(3))
+    assert "opt_state was not made for these params" in notes_of(told)
+    with pytest.raises(TypeError) as told:  # its own fault alone
+        step(PARAMS, STATE, jnp.ones(4))
+    assert "opt_state" not in notes_of(told)
+
+
+def test_nothing_is_noted_where_the_loss_of_nnx_fails():
+    def loss_fn(model, x):
+        raise KeyError("a slip in the loss")
+
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
+    with pytest.raises(KeyError) as told:
+        nnx.jit(jls.train_step(loss_fn))(model, optimizer, jnp.ones(2))
+    assert "opt_state" not in notes_of(told)
 
 
 def test_text_among_the_parameters_is_told_by_its_path():

@@ -152,7 +152,7 @@ class _Search:
             self.case.traced.program,
             self.case.main,
             self.roots,
-            [x for x in self.following if x[1].aval.dtype == jnp.float16],
+            self.following,
         )
         if not self._is_finite(LOWEST_EXPONENT):
             return self._overflowing()

@@ -2,32 +2,39 @@
 """The float32 twin of a float16 program: which values float16 loses at a loss scale.
 
 The twin has float32 in place of every narrower dtype (`_program.alone`), so no value
-overflows or vanishes. Only what is narrow in the program is recorded: the two ends of
-each result, and a sample of each float16 value of the backward pass. Its elements are
-counted on the host, so XLA need not compile that for each of them; on the device in
-a `while` loop and on several devices, where several records become one.
+overflows or vanishes. Only what somebody asks about is recorded: the two ends of what
+is narrow in the forward pass or follows the scale, and of the latter a sample where it
+is float16. Its elements are counted on the host, so XLA need not compile that for each
+of them; on the device in a `while` loop and on several devices, where several records
+become one.
 
     counts    of a sample: of zeros, of those that vanish in float16, of those in each
               of the powers of two of float16, of those that overflow
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jls._program.alone import AS_WRITTEN, WIDE
 from jls._program.control import Site
 from jls._program.frames import Frame, Variable
 from jls._program.jaxprs import Program, is_narrow_atom
-from jls._program.places import Place, place_of
+from jls._program.places import Place, is_transposed, place_of
 from jls._program.primitives import primitive_of
 from jls._program.replay import Watched, floats_from_keys, key_of
-from jls._tools.origin.record import RecordedProgram, ends_of, record_of
+from jls._tools.origin.record import (
+    RecordedProgram,
+    ends_of,
+    makers_of,
+    record_of,
+    to_nearest_records,
+)
 
 LOWEST, HIGHEST = -25, 15  # the powers of two whose numbers float16 does not lose
 _BINS = HIGHEST - LOWEST + 1
@@ -56,7 +63,7 @@ class Twin(RecordedProgram):
       program: a jaxpr.
       main: its frame.
       roots: the variables to follow back.
-      counted: variables of float16 whose values are counted.
+      following: variables that follow the loss scale; those of float16 are counted.
     """
 
     ARITHMETIC = WIDE
@@ -65,31 +72,43 @@ class Twin(RecordedProgram):
         self,
         program: Program,
         main: Frame,
-        roots: Iterable[Variable],
-        counted: Iterable[Variable],
+        roots: Collection[Variable],
+        following: Iterable[Variable],
     ) -> None:
         super().__init__(program, main, roots)
         self._merged = {x.site.indices for x in main.all() if _is_merged(x)}
         self._counted: dict[tuple[int, ...], set[int]] = {}
-        for frame, atom in counted:
+        asked = makers_of(main, to_nearest_records(roots))
+        for frame, atom in following:
             index, result = frame.makers[atom]
             key = _record_key(frame, index)
-            self._counted.setdefault(key, set()).add(result)
+            asked.add(key)
+            if atom.aval.dtype == jnp.float16:
+                self._counted.setdefault(key, set()).add(result)
+        narrow = {
+            _record_key(frame, index)
+            for frame in main.all()
+            for index, equation in enumerate(frame.jaxpr.eqns)
+            if any(map(is_narrow_atom, equation.outvars))
+            and (
+                not is_transposed(frame.site_of(index))
+                or _record_key(frame, index) in asked
+            )
+        }
+        self.operations &= narrow
 
     def _record(
         self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
     ) -> Array | tuple[Array, ...] | None:
-        if not any(map(is_narrow_atom, site.equation.outvars)):
-            return None
         found = ends_of(results)
         counted = self._counted.get(site.indices)
         if found is None or not counted:
             return found
         samples = [_sample_of(results[i]) for i in sorted(counted)]
         if site.indices[:-1] not in self._merged:
-            return found, *map(key_of, samples)
+            return found, *(lax.bitcast_convert_type(x, jnp.uint32) for x in samples)
         # Twice: over iterations and devices, the even ones are the largest numbers.
-        counts = [jnp.repeat(_bin_counts(x), 2) for x in samples]
+        counts = [jnp.repeat(_bin_counts(jnp.abs(x)), 2) for x in samples]
         return jnp.concatenate([found, *map(key_of, counts)])
 
     def cotangent(
@@ -113,8 +132,8 @@ class Twin(RecordedProgram):
             return None
         column = sorted(self._counted[key]).index(result)
         if isinstance(record, tuple):
-            keys = record[1 + column]
-            rows = floats_from_keys(keys.reshape(-1, keys.shape[-1]))
+            bits = record[1 + column]
+            rows = np.abs(bits.reshape(-1, bits.shape[-1]).view(np.float32))
             found = np.stack([_count_on_host(x) for x in rows])
         else:
             size = len(frame.jaxpr.eqns[index].outvars)
@@ -285,12 +304,12 @@ _NUM_COUNTS = _BINS + 3
 
 
 def _sample_of(x: Array) -> Array:
-    """Magnitudes of at most `_SAMPLE` elements."""
+    """At most `_SAMPLE` elements: `f32[n]`."""
     flat = jnp.ravel(x)
     step = -(-flat.size // _SAMPLE)
     while math.gcd(step, flat.size) > 1 and step > 1:  # not one channel of many
         step += 1
-    return jnp.abs(flat[::step] if step > 1 else flat).astype(jnp.float32)
+    return (flat[::step] if step > 1 else flat).astype(jnp.float32)
 
 
 def _count_on_host(sample: np.ndarray) -> np.ndarray:
