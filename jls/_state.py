@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from jls import _validate
 from jls._logged import flatten_metrics
-from jls._nnx import is_variable, read_variables
+from jls._nnx import is_optimizer, is_variable, read_variables
 from jls._placement import place_like
 from jls._text import at, describe, join, listed, path_name, quoted
 from jls._types import LossScaledState, StepReport, wrapper_metrics
@@ -150,6 +150,11 @@ def _one_wrapper_state(found: list[Any], state: Any) -> LossScaledState:
             )
         if isinstance(state, Mapping) and "scaler_state" in state:
             write = "A saved one is jls.upgrade_state(optimizer.init(params), saved)."
+        if not found and is_optimizer(state):
+            write = (
+                "Wrap what it is made with: nnx.Optimizer(model, jls.skip_nonfinite(tx)"
+                ", wrt=nnx.Param), or jls.loss_scaled(tx)."
+            )
         write = how_to_nest(state) or write
         raise ValueError(
             "state must carry one state of jls.loss_scaled or jls.skip_nonfinite, got "
@@ -384,6 +389,7 @@ def check_scale(value: Any) -> Array:
     if not _is_real_array(value) and not _validate.is_real(value):
         raise TypeError(
             f"loss_scale must be a real number or array, got {describe(value)}."
+            f"{_validate.field_meant(value, 'init_scale')}"
         )
     shape = np.shape(value)
     if shape not in ((), (1,)):

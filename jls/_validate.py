@@ -37,7 +37,10 @@ def number(name: str, value: Any, rule: str, low: float, high: float) -> Any:
     if is_unchecked(value):
         return _numeric(name, value)
     if not is_real(value):
-        raise TypeError(f"{name} must be a real number, got {describe(value)}.")
+        raise TypeError(
+            f"{name} must be a real number, got {describe(value)}."
+            f"{field_meant(value, 'init_scale')}"
+        )
     try:
         exact = float(value)
     except OverflowError:  # an int of more than 308 digits
@@ -47,6 +50,12 @@ def number(name: str, value: Any, rule: str, low: float, high: float) -> Any:
     if not low <= rounded <= high:
         raise ValueError(f"{name} must be {rule} (as float32), got {value!r}.")
     return rounded
+
+
+def field_meant(value: Any, name: str) -> str:
+    """The sentence for a result of `jls.calibrate` in the place of its field."""
+    is_result = name in getattr(type(value), "_fields", ())
+    return f" Pass its field: result.{name}." if is_result else ""
 
 
 def host_number(name: str, value: Any, rule: str, low: float, high: float) -> float:

@@ -75,6 +75,24 @@ def test_text_of_what_came_in():
     ]
 
 
+def test_text_of_several_arguments_has_nothing_later():
+    x = jnp.array([jnp.nan, 1.0])
+    text = str(jls.why(lambda x, y: jnp.sum(x + y), x, x))
+    assert "Later" not in text
+    assert text.index("came in: x") < text.index("came in: y")
+
+    def fun(x, y):
+        return jnp.sum(x) + jnp.sum(jnp.log(y))
+
+    text = str(jls.why(fun, jnp.array([jnp.inf, 1.0]), jnp.zeros(2)))
+    assert text.index("came in: x") < text.index("Later") < text.index("log made")
+
+    mask = jnp.full(3, -jnp.inf)
+    text = str(jls.why(lambda x, mask: jax.nn.softmax(x + mask), jnp.ones(3), mask))
+    assert text.index("sub made") < text.index("came in: mask")
+    assert "Later" not in text
+
+
 def test_text_of_what_is_finite():
     why = jls.why(roots, jnp.ones(2))
     assert str(why) == "jls.why: no inf and no NaN reaches a result."

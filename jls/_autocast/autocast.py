@@ -35,7 +35,9 @@ T = TypeVar("T")
 _HALVES = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 
 
-def autocast(fun: Callable[P, T], dtype: Any, *, keep: Keep = None) -> Callable[P, T]:
+def autocast(
+    fun: Callable[P, T], dtype: Any = None, *, keep: Keep = None
+) -> Callable[P, T]:
     """Returns `fun` with its float32 products computed in half precision.
 
     What lies between two products is stored in half; what is summed, what follows the
@@ -84,6 +86,11 @@ def autocast(fun: Callable[P, T], dtype: Any, *, keep: Keep = None) -> Callable[
       Array(True, dtype=bool)
     """
     _validate.function("fun", fun)
+    if dtype is None:
+        raise TypeError(
+            "dtype must be given: jls.autocast(fun, jnp.bfloat16), or jnp.float16 "
+            "where bfloat16 is slow, as on a T4."
+        )
     half = check_dtype("dtype", dtype)
     check_keep(keep)
     if half == jnp.float32:
@@ -113,8 +120,17 @@ def check_dtype(name: str, value: Any) -> np.dtype:
     if dtype is None:
         raise TypeError(f"{rule} got {describe(value)}.")
     if dtype not in (*_HALVES, jnp.float32):
-        raise ValueError(f"{rule} got {dtype}.")
+        # "f16" is float128 to NumPy.
+        got = describe(value) if isinstance(value, str) else dtype
+        raise ValueError(f"{rule} got {got}.")
     return dtype
+
+
+def _keep_meant(keep: Any) -> str:
+    """What to write in the place of a `keep` of another type; "" if unclear."""
+    if isinstance(keep, list | tuple | set) and all(isinstance(x, str) for x in keep):
+        return f" Write keep={'|'.join(sorted(keep))!r}." if keep else ""
+    return _validate.field_meant(keep, "keep")
 
 
 def check_keep(keep: Any) -> None:
@@ -124,7 +140,7 @@ def check_keep(keep: Any) -> None:
     if not isinstance(keep, str):
         raise TypeError(
             "keep must be a regular expression, a function of a jls.types.Place, or "
-            f"None, got {describe(keep)}."
+            f"None, got {describe(keep)}.{_keep_meant(keep)}"
         )
     try:
         re.compile(keep)

@@ -503,4 +503,11 @@ FAULTS = [
         "    if False:\n",
         ("tests/origin/test_advice.py::test_advice_done_as_it_says_mends_the_program",),
     ),
+    Fault(
+        "what came in is said to be later in the run",
+        "jls/_tools/origin/result.py",
+        "[x for x in self.births[1:] if not _came_in(x)]",
+        "[*self.births[1:]]",
+        ("tests/test_why.py",),
+    ),
 ]

@@ -419,3 +419,66 @@ def test_other_dicts_are_not_taken_for_leaves_by_path(given):
     with pytest.raises(ValueError, match="must carry a loss scale") as told:
         jls.loss_scale(given)
     assert "flat dict" not in str(told.value)
+
+
+# One thing in the place of another.
+
+
+@pytest.fixture(scope="module")
+def calibration():
+    return jls.types.Calibration(init_scale=1024.0, keep="head")
+
+
+def test_a_calibration_in_the_place_of_a_scale_is_told_its_field(calibration):
+    for call in (
+        lambda: jls.set_loss_scale(STATE, calibration),
+        lambda: jls.dynamic(calibration),
+        lambda: jls.static(calibration),
+    ):
+        with pytest.raises(TypeError, match=r"got Calibration\. Pass .*init_scale\.$"):
+            call()
+
+
+def test_a_calibration_in_the_place_of_keep_is_told_its_field(calibration):
+    with pytest.raises(TypeError, match=r"Pass its field: result\.keep\.$"):
+        jls.autocast(jnp.sum, jnp.float16, keep=calibration)
+
+
+def test_a_list_of_names_in_the_place_of_keep_is_told_the_expression():
+    with pytest.raises(TypeError, match=r"Write keep='embed\|head'\.$"):
+        jls.autocast(jnp.sum, jnp.float16, keep=["head", "embed"])
+
+
+def test_an_autocast_without_a_dtype_is_told_what_to_write():
+    with pytest.raises(TypeError, match=r"jls\.autocast\(fun, jnp\.bfloat16\)"):
+        jls.autocast(jnp.sum)
+
+
+def test_a_dtype_that_numpy_takes_for_another_is_shown_as_it_was_written():
+    with pytest.raises(ValueError, match=r"jnp\.float16, .* got str 'f16'"):
+        jls.autocast(jnp.sum, "f16")
+
+
+@pytest.mark.parametrize("given", [{"x": jnp.ones(3)}, "train"])
+def test_one_batch_or_a_name_is_no_queue(given):
+    with pytest.raises(TypeError, match="batches must be an iterable of batches"):
+        jls.requeue(given)
+
+
+def test_a_bare_optimizer_of_nnx_is_told_how_it_is_wrapped():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    wrap = r"nnx\.Optimizer\(model, jls\.skip_nonfinite\(tx\)"
+    with pytest.raises(ValueError, match=wrap), jls.atomic(optimizer, model):
+        pass
+    with pytest.raises(ValueError, match=wrap):
+        jls.health(optimizer, model)
+
+
+def test_the_loss_scale_of_a_state_is_told_its_function():
+    with pytest.raises(AttributeError, match=r"Write jls\.loss_scale\(opt_state\)$"):
+        _ = STATE.loss_scale
+    with pytest.raises(AttributeError, match=r"no attribute 'skipped'$"):
+        _ = STATE.skipped
+    with pytest.raises(AttributeError, match=r"optax\.inject_hyperparams inside"):
+        _ = STATE.hyperparams

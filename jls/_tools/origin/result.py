@@ -60,9 +60,14 @@ class Why(NamedTuple):
         is_early = self.notes and self.notes[0].startswith(DIVERGED)
         if self.is_from_scale or is_early:  # no line is to blame
             lines += _paragraphs(self.notes)
-        if self.births:
-            lines += ["", *_in_three_lines(self.births[0])]
-        if others := self.births[1:]:
+        # What came in was there before all else.
+        at_first = [*self.births[:1], *filter(_came_in, self.births[1:])]
+        if at_first:
+            lines.append("")
+            lines += [x for b in at_first[: _OTHERS + 1] for x in _in_three_lines(b)]
+            if more := and_more(at_first, _OTHERS + 1):
+                lines.append(f"  {more}, see .births")
+        if others := [x for x in self.births[1:] if not _came_in(x)]:
             lines += ["", "Later in the run:"]
             lines += [x for birth in others[:_OTHERS] for x in _in_one_line(birth)]
             if more := and_more(others, _OTHERS):
@@ -95,9 +100,13 @@ def _headline(why: Why) -> str:
     return f"not finite: {listed(names)}."
 
 
+def _came_in(birth: Birth) -> bool:
+    return birth.place.operation == ARGUMENT
+
+
 def _in_three_lines(birth: Birth) -> list[str]:
     place = birth.place
-    if place.operation == ARGUMENT:
+    if _came_in(birth):
         return wrapped(f"  {_event_in_words(birth)}")
     return [*place_in_lines(place), *wrapped(f"  {_event_in_words(birth)}", "    ")]
 
@@ -112,7 +121,7 @@ def place_in_lines(place: Place) -> list[str]:
 
 
 def _in_one_line(birth: Birth) -> list[str]:
-    if birth.place.operation == ARGUMENT:
+    if _came_in(birth):
         return wrapped(f"  {_event_in_words(birth)}")
     return wrapped(f"  {place_in_words(birth.place)}: {_event_in_words(birth)}", "    ")
 

@@ -4,7 +4,7 @@
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple
 
 import jax
@@ -399,7 +399,8 @@ def requeue(
     retries = _validate.host_interval("retries", retries)
     keep = _validate.host_interval("keep", keep, 0)
     for name, given in (("batches", batches), ("first", first)):
-        if is_array(given) or not _is_iterable(given):
+        is_one = is_array(given) or isinstance(given, Mapping | str)
+        if is_one or not _is_iterable(given):
             raise TypeError(
                 f"{name} must be an iterable of batches, got {describe(given)}. Pass a "
                 "list, a data loader or a generator: jls.requeue(batches)."
