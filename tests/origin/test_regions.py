@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from generated import arguments, generate
 from more_programs import MORE
 from programs import PROGRAMS
 from scaled_programs import SCALED, made_of
@@ -21,6 +22,8 @@ pytestmark = pytest.mark.standard_promotion
 
 # Of two births that meet one is left out: the text of `jls.why` says so.
 TWO_BIRTHS = "entropy_hidden_by_a_where"
+# Of generated programs those with two births, in any order.
+TWO_BIRTHS_OF_A_SEED = [i for i in range(500, 650) if len(generate(i).births) == 2]
 NAMES = [name for name in [*MORE, *PROGRAMS] if name != TWO_BIRTHS]
 
 
@@ -55,6 +58,17 @@ def test_the_scale_is_found_in_parts(name, request):
     assert found.limited_by == whole.limited_by
     assert found.overflows == whole.overflows
     assert found.vanishing == whole.vanishing
+
+
+@pytest.mark.parametrize("seed", some(TWO_BIRTHS_OF_A_SEED, 6))
+def test_the_first_of_two_births_is_found_in_parts(seed, request):
+    program = generate(seed)
+    args = arguments(seed, 1.0)
+    whole = jls.why(program.fun, *args).births
+    request.getfixturevalue("in_parts")
+    found = jls.why(program.fun, *args).births
+    assert found[:1] == whole[:1]
+    assert {x.place for x in found} <= {x.place for x in whole}
 
 
 def deep(layers):
@@ -116,9 +130,8 @@ def test_a_tool_that_takes_long_says_what_it_does(ask, monkeypatch, caplog):
     monkeypatch.setattr("jls._tools.reading.patience._PATIENCE_IN_SECONDS", 0.0)
     made = made_of(SCALED[next(iter(SCALED))])
     ask(made.step, *made.args, **made.kwargs)
-    assert (
-        f"{ask.__module__.rpartition('.')[2]} is compiling and running" in caplog.text
-    )
+    name = ask.__module__.rpartition(".")[2]
+    assert caplog.text.count(f"{name} is compiling and running") == 1
 
 
 def test_the_twin_records_of_the_backward_pass_what_follows_the_scale():
