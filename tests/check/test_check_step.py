@@ -728,6 +728,8 @@ def test_the_precision_of_a_step_is_in_its_table_and_headline():
         "loss scale does nothing. no step "
     )
     assert "precision                    float32 in 100 % of the mult" in whole
+    assert "\n                   write     jls.train_step(..., compute_dtype=" in whole
+    assert " write " not in half
 
 
 def test_a_broken_step_says_its_mistakes_before_its_precision():

@@ -345,7 +345,16 @@ def test_overflow_behind_which_all_is_zero_is_named():
 def test_wide_dtypes_need_none(dtype):
     found = calibrate_plain(loss_in(dtype), W, X)
     assert found[:5] == (1.0, None, None, (), ())
-    assert "No loss scale is needed:" in " ".join(str(found).split())
+    assert found.notes == ("In float32 and bfloat16 no gradient vanishes",)
+
+
+def test_what_has_no_loss_scale_is_told_that_it_needs_none():
+    optimizer = jls.skip_nonfinite(optax.sgd(1e-3))
+    step = jls.train_step(loss_in(jnp.float32), optimizer)
+    found = jls.calibrate(step, W, optimizer.init(W), X)
+    assert str(found).startswith("jls.calibrate: no loss scale is needed: all that ")
+    assert found.notes[0].endswith("in which no gradient vanishes")
+    assert found.write == ""
 
 
 def test_data_in_float16_need_none():
@@ -836,19 +845,19 @@ WHOLE, HALF, BRAIN = jnp.float32, jnp.float16, jnp.bfloat16
     [
         (
             (WHOLE, WHOLE),
-            "no product is half: the loss scale does nothing. No loss scale is needed:",
+            "no product is half: the loss scale does nothing. In float32 and ",
             "float32 in 100 % of the multiplications.",
         ),
         (
             (WHOLE, HALF),
             # Two products of the first layer, three of the second.
             "start with a loss scale of ",
-            "float32 in 40 % of the multiplications, float16 in 60 %; by the model: ",
+            "float32 in 40 % of the multiplications, float16 in 60 %; float32 by ",
         ),
         (
             (HALF, WHOLE),
             "float16 in 40 % of the multiplications. Start with a loss scale of ",
-            "float32 in 60 % of the multiplications, float16 in 40 %; by the model: ",
+            "float32 in 60 % of the multiplications, float16 in 40 %; float32 by ",
         ),
         (
             (HALF, HALF),
@@ -857,7 +866,7 @@ WHOLE, HALF, BRAIN = jnp.float32, jnp.float16, jnp.bfloat16
         ),
         (
             (BRAIN, BRAIN),
-            "bfloat16 needs no loss scale: jls.skip_nonfinite. No loss scale is needed",
+            "bfloat16 needs no loss scale: jls.skip_nonfinite. In float32 and bf",
             "bfloat16 in 100 % of the multiplications.",
         ),
     ],

@@ -149,7 +149,9 @@ def number_of(module):
 )
 def test_block_that_overflows_is_kept_alone(library, dtype):
     found = calibrated(library, dtype)
-    assert "range of float16 in" in " ".join(str(found).split())
+    text = " ".join(str(found).split())
+    assert ("In float16 forward values would" in text) == (dtype is None)
+    assert ("values leave the range of float16 in" in text) == (dtype is not None)
     assert f'Write: keep=r"{found.keep}"' in str(found)
     model = model_of(library, dtype)
     step, args = step_of(*model, dtype="float16", keep=found.keep)
@@ -165,7 +167,64 @@ def test_block_that_overflows_is_kept_alone(library, dtype):
 
 def test_cast_step_says_what_the_float32_step_says():
     step, args = step_of(*in_linen(THREE, False))
-    assert jls.calibrate(step, *args).keep == calibrated("linen", "float16").keep
+    found, cast = jls.calibrate(step, *args), calibrated("linen", "float16")
+    assert found.keep == cast.keep
+    note, again = found.notes[-1], "Then call jls.calibrate again for the loss scale"
+    assert note.startswith("In float16 forward values would be out of range in Linen/b")
+    assert again not in note
+    assert cast.notes[-1].startswith("Forward values leave the range of float16 in L")
+    assert cast.notes[-1].endswith(again)
+
+
+def test_what_is_said_to_overflow_is_not_what_makes_nan_of_it():
+    found = calibrated("linen", "float16")
+    assert [x.operation for x in found.overflows] == ["mul"]
+
+
+def overflowing_gate(params, x):
+    """Of an inf it makes 1, and its derivative there is 0."""
+    with jax.named_scope("gate"):
+        gate = jnp.tanh((x * 1e3) @ (params["up"][0] * 1e3))
+    with jax.named_scope("head"):
+        return (gate + x) @ params["out"]
+
+
+def test_the_scale_is_set_when_nothing_is_left_to_keep():
+    params = in_plain(THREE, False)[1]
+    step, args = step_of(overflowing_gate, params, "float16")
+    found = jls.calibrate(step, *args)
+    assert found.ceiling is not None
+    assert found.write == 'keep=r"^gate$"'
+    step, args = step_of(overflowing_gate, params, "float16", found.keep)
+    found = jls.calibrate(step, *args)
+    assert found.keep is None
+    assert found.write.startswith("opt_state = jls.set_loss_scale(opt_state, ")
+
+
+def test_where_there_is_no_autocast_no_keep_is_written():
+    def by_hand(params, x):
+        params = jax.tree.map(lambda w: w.astype(jnp.float16), params)
+        return overflowing_gate(params, x.astype(jnp.float16)).astype(jnp.float32)
+
+    step, args = step_of(by_hand, in_plain(THREE, False)[1])
+    found = jls.calibrate(step, *args)
+    assert found.keep == "^gate$"
+    assert "range of float16 in gate. Compute that in float32. Then" in found.notes[-1]
+    assert "Write" not in str(found)
+
+
+def test_a_long_expression_is_not_printed():
+    def apply(params, x):
+        for i in range(9):
+            with jax.named_scope(f"a_long_name_of_number_{i}"):
+                x = jnp.tanh(x @ params["up"][i] * 1e6)
+        return x @ params["out"]
+
+    step, args = step_of(apply, in_plain(THREE, False)[1])
+    found = jls.calibrate(step, *args)
+    assert len(found.keep) > 80
+    assert "Write: keep=calibration.keep" in str(found).splitlines()
+    assert all(len(line) <= 80 for line in str(found).splitlines())
 
 
 @pytest.mark.parametrize("library", MODELS)

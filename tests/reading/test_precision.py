@@ -166,6 +166,8 @@ def test_shares_are_those_worked_out_by_hand(library, name):
     dtypes, optimizer, compute_dtype, headline = STEPS[name]
     seen = look(*library(dtypes, optimizer(), compute_dtype=compute_dtype))
     assert seen.headline == headline
+    is_little = headline in (NO_HALF, STEPS["half done"][-1])
+    assert seen.write.startswith("jls.train_step(..., compute_dtype=") == is_little
     if compute_dtype != F32:
         dtypes = [compute_dtype] * 4
     expected = {}

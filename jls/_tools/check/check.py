@@ -53,7 +53,8 @@ class StepCheck(NamedTuple):
     not_applicable: Mapping[Code, str] = {}  # a code, and why it does not apply
     seen: Mapping[Code, str] = {}  # the evidence of each mistake, or a note
     where: Mapping[Code, Place] = {}  # the line of the mistake, where it was read
-    write: Mapping[Code, str] = {}  # the line to write for each mistake
+    # The line to write for each mistake, and for more of "precision".
+    write: Mapping[str, str] = {}
     notes: tuple[str, ...] = ()  # such as which arguments were taken as state
     precision: Precision | None = None  # None without a program to read
     half: str = ""  # what the headline says of half precision; "" if nothing
@@ -95,6 +96,8 @@ class StepCheck(NamedTuple):
                 rows.append(("", "not tried", f"{name}: {reason}"))
         if self.precision is not None:
             rows.append(("precision", "", in_words(self.precision)))
+            if "precision" in self.write:
+                rows.append(("", "write", self.write["precision"]))
         notes = [line for note in self.notes for line in wrapped(note)]
         return "\n".join([*wrapped(self._headline()), *_table(rows), *notes])
 
@@ -192,7 +195,8 @@ def check_step(
     if runner.reading is None:
         return found
     seen = look_at_precision(runner, runner.reading)
-    return found._replace(precision=seen.precision, half=seen.headline)
+    write = {**found.write, "precision": seen.write} if seen.write else found.write
+    return found._replace(precision=seen.precision, half=seen.headline, write=write)
 
 
 def look_at_precision(runner: Runner, reading: Reading) -> PrecisionReport:

@@ -14,7 +14,6 @@ from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import is_half_atom, is_narrow_atom
 from jls._program.places import Place, is_transposed, place_of
 from jls._scalers.rule import bounds_of
-from jls._scopes import AUTOCAST, marks_of
 from jls._state import how_to_nest
 from jls._text import format_number, scale_in_words
 from jls._tools.origin import roots
@@ -34,7 +33,7 @@ from jls._tools.origin.twin import (
 )
 from jls._tools.origin.why import LOWEST_EXPONENT, AnyProgram, Bad, Case, settings
 from jls._tools.reading.patience import logging_if_slow
-from jls._tools.reading.precision import PrecisionReport, look_at
+from jls._tools.reading.precision import look_at
 from jls._tools.reading.scales import is_switched_off
 
 _CAST = "convert_element_type"
@@ -84,9 +83,10 @@ def calibrate(
       `jls.train_step`, so that nothing of the forward pass leaves the range of float16
       in this batch, also of a step that is float32 now, None where nothing does: a
       regular expression, or a function where the modules have no scope (Flax NNX,
-      Equinox); `losses` the lines that lose precision, each a
-      `jls.types.PrecisionLoss`, by the factor, at most ten; `vanishing` the places
-      where gradients vanish at `init_scale`, with the share of them, from the largest.
+      Equinox), and with it the step has another ceiling: calibrate again; `losses` the
+      lines that lose precision, each a `jls.types.PrecisionLoss`, by the factor, at
+      most ten; `vanishing` the places where gradients vanish at `init_scale`, with the
+      share of them, from the largest.
       `str()` is for people, and `plot()` a picture.
 
     Raises:
@@ -113,9 +113,9 @@ def calibrate(
     with settings(), logging_if_slow(_SLOW):
         case = Case("jls.calibrate", step, args, kwargs)
         search = _Search(case, step, (args, kwargs))
-        seen = search.precision()
         result = search.result()
         result = search.with_losses(result) if losses else result
+        seen = search.seen
         return result._replace(precision=seen.precision, half=seen.headline)
 
 
@@ -139,11 +139,9 @@ class _Search:
         self.roots = checked or list(case.results)
         self.on_the_way = behind(self.roots)
         self.narrow, self.following = self._read()
-
-    def precision(self) -> PrecisionReport:
-        scale = self.case.scales[self.at]
-        live = [] if is_switched_off(self.now, scale) else [scale]
-        return look_at(self.case.reading, self.case.main, live)
+        scale = case.scales[self.at]
+        self.is_off = is_switched_off(self.now, scale)
+        self.seen = look_at(case.reading, case.main, [] if self.is_off else [scale])
 
     def result(self) -> Calibration:
         if not self.narrow:
@@ -168,7 +166,11 @@ class _Search:
             kept = self._kept(self._run(1.0, self.twin))
             notes = tuple(filter(None, (note, kept.note)))
             return Calibration(
-                self.now, overflows=overflows, notes=notes, keep=kept.keep
+                self.now,
+                overflows=overflows,
+                notes=notes,
+                write=kept.write,
+                keep=kept.keep,
             )
         init_scale, note = self._start(ceiling)
         limit, about_limit = self._limit(ceiling)
@@ -181,6 +183,8 @@ class _Search:
         vanishing = sorted(shares.items(), key=lambda pair: -pair[1])
         notes = [self._about_now(ceiling), note, about_limit, kept.note]
         write = self._line(init_scale) if init_scale != self.now else ""
+        if kept.keep is not None:  # the step that comes of it has another scale
+            write = kept.write
         return Calibration(
             init_scale=init_scale,
             ceiling=ceiling,
@@ -228,7 +232,8 @@ class _Search:
 
     def _no_scale(self, kept: Kept) -> Calibration:
         notes = tuple(filter(None, (self._why_none(), kept.note)))
-        return Calibration(1.0, notes=notes, keep=kept.keep)
+        write = "\n".join(filter(None, (self.seen.write, kept.write)))
+        return Calibration(1.0, notes=notes, write=write, keep=kept.keep)
 
     def _line(self, scale: float) -> str:
         """The line that sets the scale."""
@@ -310,7 +315,7 @@ class _Search:
         return max(half, low), ""
 
     def _about_now(self, ceiling: float) -> str:
-        if is_switched_off(self.now, self.case.scales[self.at]):
+        if self.is_off:
             return (
                 "jls.skip_nonfinite does not scale the loss, and a scale that is set "
                 "there never comes down. In float16 use jls.loss_scaled"
@@ -456,30 +461,30 @@ class _Search:
                 "float16 in it, but none of it follows the loss scale. jls.check_step "
                 "says which"
             )
-        return (
+        if self.seen.headline:
+            return "In float32 and bfloat16 no gradient vanishes"
+        note = (
             "No loss scale is needed: all that follows it is float32 or bfloat16, in "
-            "which no gradient vanishes. jls.skip_nonfinite skips bad steps without one"
+            "which no gradient vanishes"
         )
+        skips = "jls.skip_nonfinite skips bad steps without one"
+        return note if self.is_off else f"{note}. {skips}"
 
     def _overflowing(self) -> Calibration:
         """The result for an autocast whose forward pass overflows at any scale."""
         lowest = 2.0**LOWEST_EXPONENT
         trail, wide = self._run(lowest), self._run(lowest, self.twin)
         found = self.case.explain(trail, self.case.bad_roots(trail), None)
-        is_cast = any(
-            AUTOCAST in marks_of(frame.site_of(index))
-            for frame in self.case.main.all()
-            for index in range(len(frame.jaxpr.eqns))
-        )
         kept = Kept()
-        if is_cast and not self.case.bad_roots(wide):
+        if self._forward().is_cast and not self.case.bad_roots(wide):
             kept = self._kept(wide)
         if kept.keep is None:
             raise self._never_finite(found)
         return Calibration(
             self.now,
-            overflows=tuple(birth.place for birth in found.births),
+            overflows=tuple(x.place for x in found.births if x.kind == "inf"),
             notes=(_NEEDS_KEEP, kept.note),
+            write=kept.write,
             keep=kept.keep,
         )
 
@@ -502,8 +507,7 @@ _OVERFLOWS = (
     "forward pass overflows. The scale stays"
 )
 _NEEDS_KEEP = (
-    "The forward pass overflows, so no loss scale mends this batch: `keep` does. The "
-    "scale stays"
+    "The forward pass overflows, so no loss scale mends this batch: `keep` does"
 )
 _NO_UPDATE = (
     "No update of the optimizer was found in the step, so what overflows in it is not "

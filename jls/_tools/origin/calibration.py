@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jls._program.places import Place
 from jls._text import and_more, scale_in_words, wrapped
-from jls._tools.origin.kept import InFunctions, Keep
+from jls._tools.origin.kept import Keep
 from jls._tools.origin.losses import PrecisionLoss
 from jls._tools.origin.result import place_in_lines, place_in_words
 from jls._tools.origin.twin import Cotangent
@@ -37,7 +37,7 @@ class Calibration(NamedTuple):
     vanishing: tuple[tuple[Place, float], ...] = ()
     notes: tuple[str, ...] = ()
     cotangents: tuple[Cotangent, ...] = ()  # in the order of the program
-    write: str = ""  # the line that sets `init_scale`; "" if the scale is that already
+    write: str = ""  # what to write in the step, or before it; "" if nothing
     precision: Precision | None = None  # what share of the step is half
     half: str = ""  # what the headline says of half precision; "" if nothing
     # What has to stay float32 in the forward pass: for `jls.autocast`; None if nothing.
@@ -89,7 +89,7 @@ class Calibration(NamedTuple):
             for note in self.notes[1:]:
                 lines += ["", *wrapped(f"{note}.")]
             lines += [*self._overflows_in_lines(), *self._losses_in_lines()]
-            lines += [*self._precision_in_lines(), *self._keep_in_lines()]
+            lines += [*self._precision_in_lines(), *self._write_in_lines()]
             return "\n".join(lines)
         start = scale_in_words(self.init_scale)
         most, above = map(scale_in_words, (self.ceiling, 2 * self.ceiling))
@@ -119,10 +119,8 @@ class Calibration(NamedTuple):
             items = [f"{share:.0%}  {words}" for words, share in largest.items()]
             lines += ["", *wrapped(text), *_list(items)]
         lines += self._losses_in_lines()
-        lines += self._precision_in_lines()
-        if self.write:
-            lines += ["", *wrapped(f"Write: {self.write}")]
-        return "\n".join([*lines, *self._keep_in_lines()])
+        lines += [*self._precision_in_lines(), *self._write_in_lines()]
+        return "\n".join(lines)
 
     def _losses_in_lines(self) -> list[str]:
         if not self.losses:
@@ -137,14 +135,9 @@ class Calibration(NamedTuple):
         ]
         return ["", *wrapped(text), *_list(items)]
 
-    def _keep_in_lines(self) -> list[str]:
-        if self.keep is None:
-            return []
-        if isinstance(self.keep, str):
-            return ["", f'Write: keep=r"{self.keep}"']
-        if isinstance(self.keep, InFunctions):
-            return ["", *wrapped(f"Pass keep=calibration.keep: {self.keep!r}")]
-        return []
+    def _write_in_lines(self) -> list[str]:
+        lines = [x for y in self.write.splitlines() for x in wrapped(f"Write: {y}")]
+        return ["", *lines] if lines else []
 
     def _after_half(self, text: str) -> str:
         """A sentence, after what is said of half precision."""
@@ -160,7 +153,7 @@ class Calibration(NamedTuple):
             return []
         text = (
             "Keep these lines in float32. They overflow float16 in the forward "
-            "pass, which no loss scale mends, and what follows is finite and wrong:"
+            "pass, which no loss scale mends. What follows is wrong, finite or not:"
         )
         return ["", *wrapped(text), *_list(map(place_in_words, self.overflows))]
 

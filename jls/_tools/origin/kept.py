@@ -25,6 +25,7 @@ from jls._program.jaxprs import (
     is_half_atom,
     is_inexact_atom,
     is_literal,
+    is_narrow_atom,
     variables_in,
 )
 from jls._program.places import (
@@ -35,7 +36,7 @@ from jls._program.places import (
     place_of,
 )
 from jls._program.primitives import primitive_of
-from jls._scopes import UPDATE, marks_of
+from jls._scopes import AUTOCAST, UPDATE, marks_of
 from jls._text import listed
 from jls._tools.origin.trail import Constant, OpResult, RunValue, Trail
 
@@ -67,6 +68,7 @@ class Kept(NamedTuple):
 
     keep: Keep = None
     note: str = ""  # where the numbers are
+    write: str = ""  # the argument of an autocast; "" where there can be none
 
 
 class Touch(NamedTuple):
@@ -118,9 +120,10 @@ class Forward:
         ]
         inside = [(f, n) for f, n in found if is_differentiated(f.site_of(n))]
         self._sites = inside or found
-        self._has_half = any(
-            is_half_atom(x) for frame, _ in self._sites for x in frame.makers
-        )
+        made = [x for frame in {f for f, _ in self._sites} for x in frame.makers]
+        self._has_half = any(map(is_half_atom, made))
+        self._has_float16 = any(map(is_narrow_atom, made))
+        self.is_cast = any(AUTOCAST in marks_of(f.site_of(n)) for f, n in self._sites)
 
     def touches(self) -> list[Touch]:
         """The operations with values in half, or that an autocast would make half."""
@@ -205,14 +208,19 @@ class Forward:
         first = list(dict.fromkeys(map(_name, born or sites[:1])))
         others = [x for x in names if x not in first]
         note = f"Forward values leave the range of float16 in {listed(first)}"
+        if not self._has_float16:
+            note = f"In float16 forward values would be out of range in {listed(first)}"
         if others:
             note += f", and go on to {listed(others)}: `keep` has them all"
         functions = tuple(x for x in scopes if not isinstance(x, str))
         named = tuple(x for x in scopes if isinstance(x, str))
-        if functions:
-            return Kept(InFunctions(functions, named), note)
         every = {modules_in_loss(frame.site_of(n)) for frame, n in self._sites}
-        return Kept(_pattern(named, every), note)
+        keep = InFunctions(functions, named) if functions else _pattern(named, every)
+        if not self._has_float16:
+            return Kept(keep, note, _argument(keep))
+        if self.is_cast:
+            return Kept(keep, f"{note}. {_AGAIN}", _argument(keep))
+        return Kept(keep, f"{note}. Compute that in float32. {_AGAIN}")
 
 
 class _OfForward(Choice):
@@ -224,6 +232,17 @@ class _OfForward(Choice):
 
     def is_kept(self, site: Site) -> bool:
         return site.indices not in self._sites or _scope(site) in self._kept
+
+
+_AGAIN = "Then call jls.calibrate again for the loss scale"
+
+
+def _argument(keep: Keep) -> str:
+    """The argument to write, in a line of 80 columns if it is an expression."""
+    if not isinstance(keep, str):
+        return f"keep=calibration.keep  # {keep!r}"
+    text = f'keep=r"{keep}"'
+    return text if len(text) <= 80 - len("Write: ") else "keep=calibration.keep"
 
 
 def _is_cast(equation: Any) -> bool:

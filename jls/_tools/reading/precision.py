@@ -29,6 +29,7 @@ BY_MODEL = "by the model"
 _MOST_LINES = 5  # of the text
 _MOST_PLACES = 2  # in a line of it
 _IDLE = "the loss scale does nothing"
+_HALF = "jls.train_step(..., compute_dtype=jnp.float16), or jls.autocast"
 _HALVES = ("float16", "bfloat16")
 
 
@@ -95,7 +96,7 @@ def in_words(precision: Precision, places: bool = True) -> str:
     text += "".join(f", {dtype} in {share}" for dtype, share in others)
     by_model = [place for place, reason in precision.wide if reason == BY_MODEL]
     if places and by_model and others:
-        text += f"; {BY_MODEL}: {listed(_names(by_model), _MOST_PLACES)}"
+        text += f"; float32 {BY_MODEL}: {listed(_names(by_model), _MOST_PLACES)}"
     return text
 
 
@@ -167,6 +168,7 @@ class PrecisionReport(NamedTuple):
 
     precision: Precision
     headline: str  # what its headline has to say; "" if all is as it should be
+    write: str = ""  # what makes it half; "" if nothing has to
 
 
 def look_at(reading: Reading, main: Frame, live: Sequence[Scale]) -> PrecisionReport:
@@ -182,15 +184,24 @@ def look_at(reading: Reading, main: Frame, live: Sequence[Scale]) -> PrecisionRe
     """
     products = products_in(main)
     precision = precision_of(products)
-    found = dict[str, list[str]]()
+    found, write = dict[str, list[str]](), ""
     for scale in live:
         step = _Step(reading, main, products, scale)
-        for words in (step.not_scaled(), step.not_half(precision)):
+        half = step.not_half(precision)
+        for words in (step.not_scaled(), half.words):
             if words:
                 found.setdefault(words, []).append(scale.name)
+        write = write or half.write
     is_one = len(live) == 1
     each = (x if is_one else f"{x} ({listed(names)})" for x, names in found.items())
-    return PrecisionReport(precision, "; ".join(each))
+    return PrecisionReport(precision, "; ".join(each), write)
+
+
+class _NotHalf(NamedTuple):
+    """That there is no half precision, little of it, or the wrong one."""
+
+    words: str = ""
+    write: str = ""
 
 
 class _Step:
@@ -241,27 +252,28 @@ class _Step:
         at = f", at {short_path(place.file)}:{place.line}" if place.file else ""
         return f"its gradients are not scaled: {place.operation} in float16{within}{at}"
 
-    def not_half(self, precision: Precision) -> str:
-        """That there is no half precision, little of it, or the wrong one."""
+    def not_half(self, precision: Precision) -> _NotHalf:
+        """What to say of the half precision that the loss scale is for."""
         is_used = bool(self._calls) or not self._scale.counters
         if self._scale.is_static or not is_used or self._has_foreign_half():
-            return ""
+            return _NotHalf()
         halves = {x.dtype for x in self._backward if x.dtype.itemsize <= 2}
         follows = self._has_float16()
         if not self._follow and len(self._reading.scales) > 1:
-            return ""  # of a temperature, say
+            return _NotHalf()  # of a temperature, say
         if not halves and not follows:
             is_any = any(dtype in _HALVES for dtype, _, _ in precision.products)
-            return f"no product {'that follows it ' if is_any else ''}is half: {_IDLE}"
+            words = f"no product {'that follows it ' if is_any else ''}is half: {_IDLE}"
+            return _NotHalf(words, f"{_HALF}; to stay in float32, jls.skip_nonfinite")
         if halves == {jnp.dtype(jnp.bfloat16)} and not follows:
-            return "bfloat16 needs no loss scale: jls.skip_nonfinite"
+            return _NotHalf("bfloat16 needs no loss scale: jls.skip_nonfinite")
         counted = self._follow or self._backward
         is_little = all(map(_is_mostly_wide, (self._products, counted)))
         if not is_little or any(x.itemsize == 1 for x in halves):
-            return ""
+            return _NotHalf()
         shares = {dtype: share for dtype, _, share in precision.products}
         share = _percent(shares.get("float16", 0.0))
-        return f"float16 in {share} of the multiplications"
+        return _NotHalf(f"float16 in {share} of the multiplications", _HALF)
 
     def _has_float16(self) -> bool:
         """Whether something in the backward pass is float16, or narrower."""
