@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The matrix products and convolutions of a program, and what each multiplies."""
 
-import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax import lax
 
 from jls._program.control import Site
@@ -35,7 +35,8 @@ def products_in(frame: Frame) -> list[Product]:
 
     A scan multiplies by its length; a `while` counts as one iteration, without its
     condition; of the branches of `cond` only one counts, that with the most
-    multiplications: those of the others are 0. `shard_map` counts one device.
+    multiplications: those of the others are 0. `shard_map` counts one device. What
+    `jax.checkpoint` computes again counts again.
     """
     found = []
     for index, equation in enumerate(frame.jaxpr.eqns):
@@ -72,22 +73,48 @@ def wider_dtype(equation: Any) -> Any:
 
 def multiplications(equation: Any) -> int:
     """How many multiplications one product takes."""
-    left, right = equation.invars[:2]
+    left, *_ = equation.invars
     size = size_of(equation.outvars[0].aval.shape)
     if equation.primitive.name == "dot_general":
         (axes, _), _ = parameter(equation, "dimension_numbers")
         return size * size_of(left.aval.shape[axis] for axis in axes)
     if equation.primitive.name == "conv_general_dilated":
-        features = parameter(equation, "dimension_numbers").rhs_spec[0]
-        window = size_of(x for i, x in enumerate(right.aval.shape) if i != features)
-        # The zeros between the elements of a dilated operand are not multiplied.
-        return size * window // math.prod(parameter(equation, "lhs_dilation", ()))
+        return _of_convolution(equation)
     numbers = parameter(equation, "ragged_dot_dimension_numbers")
     (axes, _), _ = numbers.dot_dimension_numbers
-    summed = size_of(left.aval.shape[axis] for axis in axes)
+    count = size * size_of(left.aval.shape[axis] for axis in axes)
     if set(numbers.lhs_ragged_dimensions) & set(axes):  # each row is in one group
-        summed = summed // max(1, equation.invars[2].aval.shape[-1])
-    return size * summed
+        count = count // max(1, equation.invars[2].aval.shape[-1])
+    return count
+
+
+def _of_convolution(equation: Any) -> int:
+    """The multiplications of a convolution, without those of padding.
+
+    Nor are the zeros between the elements of a dilated operand multiplied.
+    """
+    left, right, result = (
+        [size_of([n]) for n in atom.aval.shape]
+        for atom in (*equation.invars[:2], *equation.outvars)
+    )
+    of_left, of_right, of_result = parameter(equation, "dimension_numbers")
+    batch, features, *axes = (result[axis] for axis in of_result)
+    count = batch * features * right[of_right[1]]
+    for i, outputs in enumerate(axes):
+        stride, dilation, padding, hole = (
+            parameter(equation, name)[i]
+            for name in ("window_strides", "lhs_dilation", "padding", "rhs_dilation")
+        )
+        reach, window = outputs * stride, right[of_right[2 + i]] * hole
+        # How many elements of the windows of all results are in each place: the window
+        # of a result begins at its place, and goes on in steps of `hole`.
+        begun = np.zeros((-(-(reach + window) // hole), hole), int)
+        begun.reshape(-1)[:reach:stride] += 1
+        begun.reshape(-1)[window : window + reach : stride] -= 1
+        elements = begun.cumsum(0).reshape(-1)
+        at = np.arange(left[of_left[2 + i]]) * dilation + size_of(padding[:1])
+        count *= int(elements[at[(at >= 0) & (at < len(elements))]].sum())
+    return count
 
 
 def asks_for_precision(equation: Any) -> bool:

@@ -135,9 +135,16 @@ FAULTS = [
     Fault(
         "the zeros of a dilated operand are multiplied",
         "jls/_program/products.py",
-        ' // math.prod(parameter(equation, "lhs_dilation", ()))',
-        "",
+        "len(elements))]].sum())",
+        "len(elements))]].sum() * dilation)",
         (f"{COUNTS}test_a_gradient_takes_what_the_product_takes[stride-0]",),
+    ),
+    Fault(
+        "the zeros of padding are multiplied",
+        "jls/_program/products.py",
+        "count *= int(elements[at[(at >= 0) & (at < len(elements))]].sum())",
+        "count *= int(elements.sum())",
+        (f"{COUNTS}test_a_convolution_counts_as_in_xla",),
     ),
     Fault(
         "each group of a ragged product has all rows",
@@ -145,6 +152,13 @@ FAULTS = [
         "if set(numbers.lhs_ragged_dimensions) & set(axes):",
         "if False:",
         (f"{COUNTS}test_a_gradient_takes_what_the_product_takes[ragged-1]",),
+    ),
+    Fault(
+        "it is not said that a while counts once",
+        PRECISION,
+        "    if any(reason == _WHILE for _, reason in precision.wide):\n",
+        "    if False:\n",
+        ("tests/reading/test_precision.py::test_each_reason",),
     ),
     Fault(
         "a teacher counts",

@@ -19,6 +19,7 @@ from right_steps import RIGHT as RIGHT_STEPS
 
 import jls
 from jls._tools.check.check import look_at_precision, read_step
+from jls._tools.reading.precision import in_words
 
 # Steps with a mistake are warned of too.
 pytestmark = [
@@ -711,6 +712,9 @@ def test_each_reason(loss_fn, expected):
         return loss_fn(w, lax.stop_gradient(x))
 
     assert set(reasons(stopped)) == expected
+    step = step_of(stopped, PARAMS[1], jnp.ones((4, 16)))
+    text = in_words(look(*step).precision)
+    assert ("; one round of each `while` counts" in text) == ("while" in expected)
 
 
 def test_float64_is_a_reason():

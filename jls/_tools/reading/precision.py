@@ -26,6 +26,7 @@ from jls._tools.reading.reading import Reading
 from jls._tools.reading.scales import Scale
 
 BY_MODEL = "by the model"
+_WHILE = "while"
 _MOST_LINES = 5  # of the text
 _MOST_PLACES = 2  # in a line of it
 _IDLE = "the loss scale does nothing"
@@ -37,10 +38,11 @@ class Precision(NamedTuple):
     """The precision of a step: what its products multiply, and why some are wide.
 
     Products are matrix products, convolutions and ragged products, forwards and
-    backwards. One in a scan counts once for each iteration, one in a `while` once; of
-    the branches of `cond` the largest counts; `shard_map` counts one device. What a
-    chip makes of a float32 product (TF32, passes of bfloat16) is not counted, nor is
-    what foreign kernels do, such as Pallas.
+    backwards. One in a scan counts once for each iteration, one in a `while` once,
+    since nobody knows how long it is; what `jax.checkpoint` computes again counts
+    again; of the branches of `cond` the largest counts; `shard_map` counts one device.
+    Zeros of padding are not multiplied. What a chip makes of a float32 product (TF32,
+    passes of bfloat16) is not counted, nor is what foreign kernels do, such as Pallas.
 
     `print` it: at most five lines.
 
@@ -97,6 +99,8 @@ def in_words(precision: Precision, places: bool = True) -> str:
     by_model = [place for place, reason in precision.wide if reason == BY_MODEL]
     if places and by_model and others:
         text += f"; float32 {BY_MODEL}: {listed(_names(by_model), _MOST_PLACES)}"
+    if any(reason == _WHILE for _, reason in precision.wide):
+        text += f"; one round of each `{_WHILE}` counts"
     return text
 
 
@@ -156,8 +160,8 @@ def why_wide(product: Product) -> str:
         return "inner product"
     if is_outer(equation):
         return "outer product"
-    is_in_while = any(x.primitive.name == "while" for x in product.site.equations)
-    return "while" if is_in_while else BY_MODEL
+    is_in_while = any(x.primitive.name == _WHILE for x in product.site.equations)
+    return _WHILE if is_in_while else BY_MODEL
 
 
 # What the headlines of the tools say.
