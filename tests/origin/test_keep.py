@@ -181,6 +181,54 @@ def test_what_is_said_to_overflow_is_not_what_makes_nan_of_it():
     assert [x.operation for x in found.overflows] == ["mul"]
 
 
+def kept_in_steps(params, x):
+    """Beside "a" in float32, "b" is half, and what it takes from there overflows."""
+    with jax.named_scope("a"):
+        large = jnp.exp(x @ params["up"][1]) * 1e6
+        gate = jnp.tanh((x * 1e3) @ (params["up"][0] * 1e3))
+    with jax.named_scope("b"):
+        x = (large + x @ params["up"][2]) / 1e6
+    with jax.named_scope("head"):
+        return (x + gate) @ params["out"]
+
+
+def test_what_is_half_only_beside_what_is_kept_is_kept_too():
+    params = in_plain(THREE, False)[1]
+    step, args = step_of(kept_in_steps, params)
+    keep = jls.calibrate(step, *args).keep
+    assert keep == "^(a|b)$"
+    skips = {}
+    for one in ("^a$", keep):
+        step, args = step_of(kept_in_steps, params, "float16", one)
+        skips[one] = bool(jax.jit(step)(*args)[-1].skipped)
+    assert skips == {"^a$": True, keep: False}
+
+
+def test_what_is_kept_already_is_in_the_next_keep():
+    params = in_plain(THREE, False)[1]
+    step, args = step_of(kept_in_steps, params, "float16", "^a$")
+    found = jls.calibrate(step, *args)
+    assert found.keep == "^(a|b)$"
+    assert "range of float16 in b. Then" in found.notes[-1]
+
+
+def test_what_is_large_inside_a_chain_alone_is_not_kept():
+    def apply(params, x):
+        with jax.named_scope("a"):
+            gate = jnp.tanh((x * 1e3) @ (params["up"][0] * 1e3))
+            x = (x @ params["up"][1]) * 1e3 * 1e3
+        with jax.named_scope("b"):
+            x = normed(x)
+        with jax.named_scope("head"):
+            return (x + gate) @ params["out"]
+
+    params = in_plain(THREE, False)[1]
+    step, args = step_of(apply, params)
+    assert jls.calibrate(step, *args).keep == "^a$"
+    step, args = step_of(apply, params, "float16", "^a$")
+    assert not jax.jit(step)(*args)[-1].skipped
+
+
 def overflowing_gate(params, x):
     """Of an inf it makes 1, and its derivative there is 0."""
     with jax.named_scope("gate"):
@@ -217,7 +265,7 @@ def test_a_long_expression_is_not_printed():
     def apply(params, x):
         for i in range(9):
             with jax.named_scope(f"a_long_name_of_number_{i}"):
-                x = jnp.tanh(x @ params["up"][i] * 1e6)
+                x = jnp.tanh((x * 1e3) @ (params["up"][i] * 1e3))
         return x @ params["out"]
 
     step, args = step_of(apply, in_plain(THREE, False)[1])

@@ -51,7 +51,21 @@ FAULTS = [
         "jls/_tools/origin/kept.py",
         "            if not more or self._has_half:",
         "            if more or self._has_half:",
-        (KEPT + "test_what_leaves_its_block_is_kept_wherever_it_goes",),
+        (KEPT + "test_what_is_half_only_beside_what_is_kept_is_kept_too",),
+    ),
+    Fault(
+        "what is kept already is not in the next keep",
+        "jls/_tools/origin/kept.py",
+        "if KEPT in marks_of(site)]",
+        "if False]",
+        (KEPT + "test_what_is_kept_already_is_in_the_next_keep",),
+    ),
+    Fault(
+        "what is large inside a chain alone is kept",
+        "jls/_tools/origin/kept.py",
+        "    return [], [x for x in results if x in ends]",
+        "    return [], results",
+        (KEPT + "test_what_is_large_inside_a_chain_alone_is_not_kept",),
     ),
     Fault(
         "the scale of a step that still needs a keep is to be set",

@@ -36,7 +36,7 @@ from jls._program.places import (
     place_of,
 )
 from jls._program.primitives import primitive_of
-from jls._scopes import AUTOCAST, UPDATE, marks_of
+from jls._scopes import AUTOCAST, KEPT, UPDATE, marks_of
 from jls._text import listed
 from jls._tools.origin.trail import Constant, OpResult, RunValue, Trail
 
@@ -123,7 +123,7 @@ class Forward:
         made = [x for frame in {f for f, _ in self._sites} for x in frame.makers]
         self._has_half = any(map(is_half_atom, made))
         self._has_float16 = any(map(is_narrow_atom, made))
-        self.is_cast = any(AUTOCAST in marks_of(f.site_of(n)) for f, n in self._sites)
+        self.is_cast = any(AUTOCAST in marks_of(f.site_of(i)) for f, i in self._sites)
 
     def touches(self) -> list[Touch]:
         """The operations with values in half, or that an autocast would make half."""
@@ -194,7 +194,7 @@ class Forward:
         given = [Fact(Kind.GIVEN, name=object()) for _ in jaxpr.invars]
         kinds.read(self._program, given)
         every = [
-            Touch(frame, index, *_in_half(frame.jaxpr.eqns[index], step))
+            Touch(frame, index, *_in_half(frame, index, step))
             for frame, index in self._sites
             if (step := kinds.steps.get(frame.site_of(index).indices)) is not None
         ]
@@ -203,7 +203,9 @@ class Forward:
     def _as_keep(self, sites: list[Site], born: list[Site]) -> Kept:
         if not sites:
             return Kept()
-        scopes = list(dict.fromkeys(map(_scope, sites)))
+        every = [frame.site_of(index) for frame, index in self._sites]
+        before = [site for site in every if KEPT in marks_of(site)]
+        scopes = list(dict.fromkeys(map(_scope, [*before, *sites])))
         names = list(dict.fromkeys(map(_name, sites)))
         first = list(dict.fromkeys(map(_name, born or sites[:1])))
         others = [x for x in names if x not in first]
@@ -214,8 +216,8 @@ class Forward:
             note += f", and go on to {listed(others)}: `keep` has them all"
         functions = tuple(x for x in scopes if not isinstance(x, str))
         named = tuple(x for x in scopes if isinstance(x, str))
-        every = {modules_in_loss(frame.site_of(n)) for frame, n in self._sites}
-        keep = InFunctions(functions, named) if functions else _pattern(named, every)
+        modules = set(map(modules_in_loss, every))
+        keep = InFunctions(functions, named) if functions else _pattern(named, modules)
         if not self._has_float16:
             return Kept(keep, note, _argument(keep))
         if self.is_cast:
@@ -249,16 +251,19 @@ def _is_cast(equation: Any) -> bool:
     return equation.primitive.name == "convert_element_type"
 
 
-def _in_half(equation: Any, step: Step) -> tuple[list[Any], list[Any]]:
+def _in_half(frame: Frame, index: int, step: Step) -> tuple[list[Any], list[Any]]:
     """The operands and the results of an operation that are half."""
+    equation = frame.jaxpr.eqns[index]
     results = [
         x
         for x, fact in zip(equation.outvars, step.results, strict=True)
         if is_float32(x) and fact.is_half
     ]
-    if step.way not in (Way.HALF, Way.PRODUCT):
-        return [], results
-    return list(filter(is_float32, variables_in(equation.invars))), results
+    if step.way in (Way.HALF, Way.PRODUCT):
+        return list(filter(is_float32, variables_in(equation.invars))), results
+    # Inside a chain nothing is rounded: what is at its end is an operand of the next.
+    ends = variables_in(frame.jaxpr.outvars)
+    return [], [x for x in results if x in ends]
 
 
 def _scope(site: Site) -> str | tuple[str, str]:
