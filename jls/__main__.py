@@ -29,11 +29,12 @@ python -m jls [demo] [options]
 
 SUMMARIES = {
     "demo": "Trains one float32 Flax network, untouched, on 1347 handwritten digits, "
-    "three times: in float32, in float16 by jls.autocast without a loss scale, and the "
-    "same with jls.loss_scaled. Shows the loss, the loss scale and the skipped steps, "
-    "then how well each run reads 450 digits that it has not seen, and the memory that "
-    "its backward pass needs. Runs on the GPU if JAX has one, else on the CPU, in less "
-    "than a minute, and downloads nothing. Without a command, this is what runs.",
+    "four times: in float32, in float16 by jls.autocast without a loss scale, the same "
+    "with jls.loss_scaled, and in bfloat16. Shows the loss, the loss scale and the "
+    "skipped steps, then how well each run reads 450 digits that it has not seen, and "
+    "the memory that its backward pass needs. Runs on the GPU if JAX has one, else on "
+    "the CPU, in about a minute, and downloads nothing. Without a command, this is "
+    "what runs.",
     "doctor": "Times each dtype on this machine, checks that XLA detects inf and NaN "
     "inside jit, and measures what a wrapped step costs. Ends with the dtype to train "
     "in, and the lines to write. Exits with 0 if everything that jls relies on holds, "
@@ -195,7 +196,7 @@ def _integer_from(least: int):
 
 
 def _check_output(parser: argparse.ArgumentParser, output: Path) -> None:
-    """Refuses a file that cannot be written, before half a minute of training."""
+    """Refuses a file that cannot be written, before a minute of training."""
     if output.suffix not in (".png", ".svg", ".pdf"):
         parser.error(f"--output must end in .png, .svg or .pdf, got '{output}'")
     if not output.parent.is_dir():

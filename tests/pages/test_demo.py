@@ -48,18 +48,19 @@ def test_the_demo_shows_float16_failing_and_jls_matching_float32(tmp_path):
         done.stdout,
     )
     assert [row[0] for row in rows] == [row[0] for row in demo_report.CONFIGURATIONS]
-    float32, unscaled, scaled = (float(row[1]) for row in rows)
+    float32, unscaled, scaled, bfloat16 = (float(row[1]) for row in rows)
     assert float32 > 93
     assert unscaled < 30
     assert abs(scaled - float32) < 3
+    assert abs(bfloat16 - float32) < 3
     assert int(rows[2][2]) >= 1  # skips
     assert float(rows[0][4]) < 20 < 90 < float(rows[1][4])  # zero gradients
     memory = [float(row[5]) for row in rows]
-    assert memory[1] == memory[2] < 0.6 * memory[0]
+    assert memory[1] == memory[2] == memory[3] < 0.6 * memory[0]
     words = " ".join(done.stdout.split())
     assert "learned nothing" in words
     assert "is tiny, which says nothing: guessing has 9.0e-02" in words
-    assert "The network is float32 in all three runs." in words
+    assert "The network is float32 in all four runs." in words
     assert "matched float32" in " ".join(done.stdout.split())
     highest = re.search(r"2\^15\s+and\s+2\^(\d+)", done.stdout)
     assert highest is not None, "the scale never grew"
@@ -179,13 +180,13 @@ def test_every_run_is_on_the_device_that_was_chosen():
     flags = "--xla_force_host_platform_device_count=2"
     done = run(code=code, XLA_FLAGS=flags)
     assert done.stdout.splitlines()[0] == "Training on the CPU."
-    assert done.stdout.splitlines()[-1] == "15 True", done.stderr
+    assert done.stdout.splitlines()[-1] == "20 True", done.stderr
 
 
 @pytest.mark.parametrize("width", [60, 77, 78, 120])
 def test_the_table_fits_the_terminal(width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
-    runs = demo_report.Runs(*map(finished, (0.95, 0.10, 0.94)))
+    runs = demo_report.Runs(*map(finished, (0.95, 0.10, 0.94, 0.95)))
     demo_report.show(runs)
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= width
@@ -194,8 +195,8 @@ def test_the_table_fits_the_terminal(width, monkeypatch, capsys):
         assert text in printed
     wide, narrow = (demo_report._status(runs.scaled, flag) for flag in (True, False))
     assert wide == "loss 1.0e+00  scale 2^16  skips 1"
-    assert len(f"{'':17} 1200/1200 {narrow}") <= 60
-    assert len(f"{'':17} {'':12} 1200/1200 {wide}") <= demo_report.WIDE
+    assert len(f"{'':18} 1200/1200 {narrow}") <= 60
+    assert len(f"{'':18} {'':12} 1200/1200 {wide}") <= demo_report.WIDE
 
 
 def finished(accuracy, applied=(False, True, True), zeros=(0.0, 0.5, 0.6)):
@@ -212,11 +213,26 @@ def finished(accuracy, applied=(False, True, True), zeros=(0.0, 0.5, 0.6)):
 @pytest.mark.parametrize(
     ("accuracies", "words"),
     [
-        ((0.95, 0.10, 0.94), ["learned nothing", "matched float32", "1 step whose"]),
-        ((0.95, 0.10, 0.40), ["learned nothing", "did not match float32"]),
-        ((0.95, 0.94, 0.95), ["kept up this time", "matched float32"]),
-        ((0.80, 0.10, 0.95), ["learned nothing", "better than float32"]),
-        ((0.20, 0.10, 0.95), ["try more --steps"]),
+        (
+            (0.95, 0.10, 0.94, 0.96),
+            [
+                "learned nothing",
+                "matched float32",
+                "1 step whose",
+                "reads 96.0%, since",
+            ],
+        ),
+        (
+            (0.95, 0.10, 0.40, 0.50),
+            [
+                "learned nothing",
+                "did not match float32",
+                "scale reads 50.0%. The",
+            ],
+        ),
+        ((0.95, 0.94, 0.95, 0.95), ["kept up this time", "matched float32"]),
+        ((0.80, 0.10, 0.95, 0.80), ["learned nothing", "better than float32"]),
+        ((0.20, 0.10, 0.95, 0.20), ["try more --steps"]),
     ],
 )
 def test_the_sentence_says_what_the_results_say(accuracies, words):

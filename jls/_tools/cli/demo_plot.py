@@ -9,13 +9,14 @@ from matplotlib.ticker import FuncFormatter
 
 from jls._text import format_scale
 from jls._tools.cli.demo_report import Runs, megabytes, percent
-from jls._tools.figure import BLACK, JLS, RED, WIDTH, with_exponent
+from jls._tools.figure import BLACK, GREY, JLS, RED, WIDTH, with_exponent
 
 # The runs in their order. Line styles differ too: clear to every eye and in print.
 STYLES = {
     "float32": {"color": BLACK, "linestyle": "-", "linewidth": 3.5, "alpha": 0.35},
     "float16, no scale": {"color": RED, "linestyle": "--", "linewidth": 1.8},
     "float16 with jls": {"color": JLS, "linestyle": "-", "linewidth": 1.3},
+    "bfloat16, no scale": {"color": GREY, "linestyle": ":", "linewidth": 1.5},
 }
 
 
@@ -30,7 +31,7 @@ def save(runs: Runs, output: Path) -> None:
         losses.plot(steps, run.losses, label=label, **style)
     losses.set_yscale("log")
     losses.set_ylabel("training loss")
-    losses.set_title("One float32 network on handwritten digits, trained three times")
+    losses.set_title("One float32 network on handwritten digits, trained four times")
     title = "accuracy, memory that the backward pass needs"
     losses.legend(
         loc="center right", title=title, fontsize="small", title_fontsize="small"

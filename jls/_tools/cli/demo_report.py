@@ -19,6 +19,7 @@ CONFIGURATIONS = (
     ("float32", jnp.float32, False),
     ("float16, no scale", jnp.float16, False),
     ("float16 with jls", jnp.float16, True),
+    ("bfloat16, no scale", jnp.bfloat16, False),
 )
 HEADINGS = ("accuracy", "loss", "skips", "scale", "zeros", "memory")
 NOTE = (
@@ -40,10 +41,11 @@ class Runs(NamedTuple):
     float32: demo.Progress
     unscaled: demo.Progress
     scaled: demo.Progress
+    bfloat16: demo.Progress
 
 
 def train_all(steps: int, seed: int) -> Runs:
-    """Trains the three runs under a progress bar each."""
+    """Trains the runs under a progress bar each."""
     console = Console()
     device = demo.choose_device()
     console.print(f"Training {on_device(device)}.", highlight=False)
@@ -62,7 +64,7 @@ def _train_all(steps: int, seed: int, console: Console) -> Runs:
     is_wide = console.width >= WIDE
     bar_column = [BarColumn(bar_width=12)] if is_wide else []
     progress = Progress(
-        TextColumn("{task.description:<17}"),
+        TextColumn("{task.description:<18}"),
         *bar_column,
         TextColumn("{task.completed:>{task.fields[digits]}}/{task.total}"),
         TextColumn("{task.fields[status]}"),
@@ -126,7 +128,7 @@ def _as_table(rows: list[tuple[str, ...]]) -> Table:
 
 def sentence(runs: Runs) -> str:
     """The outcome in words, from the results alone."""
-    reference, unscaled, scaled = (run.accuracy or 0.0 for run in runs)
+    reference, unscaled, scaled, bfloat16 = (run.accuracy or 0.0 for run in runs)
     steps = len(runs.float32.losses)
     if reference < 0.5:  # guessing gives 0.1, a trained network 0.96
         return (
@@ -154,6 +156,9 @@ def sentence(runs: Runs) -> str:
         verdict = f"did better than float32 with {percent(scaled)}"
     else:
         verdict = f"did not match float32: it reads {percent(scaled)}"
+    last = f"bfloat16 without a loss scale reads {percent(bfloat16)}"
+    if abs(bfloat16 - reference) <= CLOSE:
+        last += ", since it has the range of float32"
     scales = runs.scaled.scales
     skips = int(np.sum(~runs.scaled.applied))
     return (
@@ -162,7 +167,7 @@ def sentence(runs: Runs) -> str:
         f"{'step' if skips == 1 else 'steps'} whose gradients overflowed "
         f"{'was' if skips == 1 else 'were'} skipped. Its backward pass needs "
         f"{megabytes(runs.scaled.memory)} instead of {megabytes(runs.float32.memory)}. "
-        "The network is float32 in all three runs."
+        f"{last}. The network is float32 in all four runs."
     )
 
 
