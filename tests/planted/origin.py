@@ -154,7 +154,7 @@ FAULTS = [
     Fault(
         "the lanes of a loop that have ended go on",
         "jls/_program/replay.py",
-        "                results = _select_lanes(is_on(carry), results, carry)",
+        "                results = select_lanes(is_on(carry), results, carry)",
         "                results = list(results)",
         ("tests/test_why.py",),
     ),
