@@ -218,7 +218,7 @@ def finished(accuracy, applied=(False, True, True), zeros=(0.0, 0.5, 0.6)):
             [
                 "learned nothing",
                 "matched float32",
-                "1 step whose",
+                "2^16 (max_scale=2^40), and 1 step whose",
                 "reads 96.0%, since",
             ],
         ),

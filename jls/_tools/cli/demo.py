@@ -29,6 +29,7 @@ from jls._state import metrics
 from jls._wrapper import loss_scaled
 
 CHUNK = 20  # steps between two looks at the device
+MAX_SCALE = 2.0**40  # lets the scale follow gradients that shrink
 
 StepFn = Callable[..., tuple[tuple[Any, Any], dict[str, Array]]]
 
@@ -113,8 +114,8 @@ def train(
     loss_fn = autocast(loss_fn, dtype)
     if scaled:
         # An interval of 2000 suits long runs; in this short one 25 lets the scale
-        # find its place, and the higher bound lets it follow the shrinking gradients.
-        scaler = dynamic(growth_interval=25, max_scale=2.0**40)
+        # find its place.
+        scaler = dynamic(growth_interval=25, max_scale=MAX_SCALE)
         optimizer = loss_scaled(optimizer, scaler)
         step = scaled_step(loss_fn, optimizer)
     else:

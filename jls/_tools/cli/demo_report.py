@@ -163,7 +163,8 @@ def sentence(runs: Runs) -> str:
     skips = int(np.sum(~runs.scaled.applied))
     return (
         f"{first} float16 with jls.loss_scaled {verdict}; its loss scale moved between "
-        f"{format_scale(scales.min())} and {format_scale(scales.max())}, and {skips} "
+        f"{format_scale(scales.min())} and {format_scale(scales.max())} (max_scale="
+        f"{format_scale(demo.MAX_SCALE)}), and {skips} "
         f"{'step' if skips == 1 else 'steps'} whose gradients overflowed "
         f"{'was' if skips == 1 else 'were'} skipped. Its backward pass needs "
         f"{megabytes(runs.scaled.memory)} instead of {megabytes(runs.float32.memory)}. "
