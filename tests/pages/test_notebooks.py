@@ -258,7 +258,7 @@ def test_they_say_where_to_get_jls_and_ask_no_index(tmp_path):
     (tmp_path / "jls").mkdir()  # a folder that Python would import
     calls, imported, printed = run_setup_cell(tmp_path)
     assert (calls, imported) == ([], "None")
-    assert "Whoever gave you this notebook has them." in printed
+    assert "in a checkout makes a wheel." in printed
 
 
 def test_it_runs_on_the_gpu_if_there_is_one(notebook):
