@@ -367,8 +367,8 @@ TAKES = {
     ("History.append", "norm"): LOGGED,
     ("History.plot", "axes"): {"None"},
     ("train_step", "learning_rate"): {"None", "2.5", "dict", "float32", "int32"},
-    ("requeue", "batches"): {"text", "list", "dict"},
-    ("requeue", "first"): {"text", "list", "dict"},
+    ("requeue", "batches"): {"list"},
+    ("requeue", "first"): {"list"},
     ("requeue", "lag"): {"0"},
     ("requeue", "keep"): {"0"},
 }
