@@ -125,7 +125,8 @@ def wrap_state(
       `optimizer.init` puts them.
 
     Raises:
-      TypeError: if `optimizer` was not made by jls, or has the wrapper further inside.
+      TypeError: if `optimizer` was not made by jls, or has the wrapper further inside;
+        if the parameters come first.
       ValueError: if `inner_state` differs from what `optimizer` keeps inside, in the
         structure, or in a shape or dtype. The message has the first path that differs.
 
@@ -151,6 +152,11 @@ def wrap_state(
         raise ValueError(
             "inner_state must be the state of the optimizer that was wrapped, got "
             f"{type(inner_state).__name__}. {write}"
+        )
+    if _are_swapped(optimizer, inner_state, params):
+        raise TypeError(
+            "inner_state comes before params, got the parameters first. The order is "
+            "jls.wrap_state(optimizer, inner_state, params)."
         )
     _check_alike(inner_state, state.inner_state, ())
     placed = jax.tree.map(_to_devices_of, inner_state, state.inner_state)
@@ -261,6 +267,19 @@ def upgrade_state(target: State, saved: Any) -> State:
 
 
 # Wrap.
+
+
+def _are_swapped(optimizer: Any, inner_state: Any, params: Any) -> bool:
+    """Whether the two are right in the other order alone."""
+
+    def fit(inner_state, params):
+        try:
+            made = jax.eval_shape(optimizer.init, params).inner_state
+        except Exception:  # what is no parameters
+            return False
+        return jax.tree.structure(inner_state) == jax.tree.structure(made)
+
+    return not fit(inner_state, params) and fit(params, inner_state)
 
 
 def _to_devices_of(value: Any, like: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 
 from jls._text import at, describe, path_name
@@ -39,7 +40,7 @@ def number(name: str, value: Any, rule: str, low: float, high: float) -> Any:
     if not is_real(value):
         raise TypeError(
             f"{name} must be a real number, got {describe(value)}."
-            f"{field_meant(value, 'init_scale')}"
+            f"{field_meant(value, 'init_scale')}{_optimizer_meant(value)}"
         )
     try:
         exact = float(value)
@@ -56,6 +57,12 @@ def field_meant(value: Any, name: str) -> str:
     """The sentence for a result of `jls.calibrate` in the place of its field."""
     is_result = name in getattr(type(value), "_fields", ())
     return f" Pass its field: result.{name}." if is_result else ""
+
+
+def _optimizer_meant(value: Any) -> str:
+    """The sentence for an optimizer in the place of a number of a scaler."""
+    is_optimizer = isinstance(value, optax.GradientTransformation)
+    return " Write jls.loss_scaled(optimizer, scaler)." if is_optimizer else ""
 
 
 def host_number(name: str, value: Any, rule: str, low: float, high: float) -> float:

@@ -695,4 +695,18 @@ FAULTS = [
         "if isinstance(keep, tuple | set) and",
         ("tests/run/test_doors.py",),
     ),
+    Fault(
+        "swapped arguments of wrap_state lead to a checkpoint",
+        "jls/_checkpoint.py",
+        "    if _are_swapped(optimizer, inner_state, params):",
+        "    if _are_swapped(optimizer, params, params):",
+        ("tests/run/test_doors.py",),
+    ),
+    Fault(
+        "what is right is called swapped",
+        "jls/_checkpoint.py",
+        "    return not fit(inner_state, params) and fit(params, inner_state)",
+        "    return fit(params, inner_state) or fit(inner_state, params)",
+        ("tests/run/test_doors.py",),
+    ),
 ]

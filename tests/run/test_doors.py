@@ -482,3 +482,21 @@ def test_the_loss_scale_of_a_state_is_told_its_function():
         _ = STATE.skipped
     with pytest.raises(AttributeError, match=r"optax\.inject_hyperparams inside"):
         _ = STATE.hyperparams
+
+
+@pytest.mark.parametrize("scaler", [jls.dynamic, jls.static, jls.presets.torch])
+def test_an_optimizer_in_the_place_of_a_scale_is_told_where_it_goes(scaler):
+    with pytest.raises(TypeError, match=r"jls\.loss_scaled\(optimizer, scaler\)\.$"):
+        scaler(optax.adam(0.1))
+
+
+def test_swapped_arguments_of_wrap_state_are_told():
+    saved = optax.adam(0.1).init(PARAMS)
+    with pytest.raises(TypeError, match=r"order is jls\.wrap_state\(optimizer, inner"):
+        jls.wrap_state(OPTIMIZER, PARAMS, saved)
+    jls.wrap_state(OPTIMIZER, saved, PARAMS)
+    # Of an optimizer without a state both orders may look alike.
+    bare = jls.loss_scaled(optax.identity())
+    jls.wrap_state(bare, optax.identity().init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match="in structure, shapes and dtypes"):
+        jls.wrap_state(OPTIMIZER, optax.sgd(0.1).init(PARAMS), PARAMS)
