@@ -95,7 +95,9 @@ def test_the_lines_to_write_train_a_float32_model(dtype):
         return jnp.mean((x @ w) ** 2)
 
     names = {"jls": jls, "jnp": jnp, "loss_fn": loss_fn, "optimizer": optax.sgd(0.1)}
-    exec(doctor.lines_to_write(dtype, wrapper), names)
+    write = doctor.lines_to_write(dtype, wrapper)
+    assert ("compute_dtype" in write) == (dtype != "float32")
+    exec(write, names)
     w, x = jnp.ones((4, 2)), jnp.ones((3, 4))
     program = jax.make_jaxpr(names["step"])(w, names["optimizer"].init(w), x)
     short = {"float16": "f16[3,2]", "bfloat16": "bf16[3,2]", "float32": "f32[3,2]"}

@@ -18,7 +18,14 @@ from jls._program.alone import BOTH, Pair
 from jls._program.frames import Frame
 from jls._program.replay import Watched, replay
 from jls._tools.origin import losses
-from jls._tools.origin.losses import BothWays, Errors, find_losses
+from jls._tools.origin.losses import (
+    BothWays,
+    Errors,
+    Losses,
+    PrecisionLoss,
+    find_losses,
+)
+from jls.types import Place
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -82,6 +89,20 @@ def test_no_line_of_a_right_program_stands_out(name, dtype):
     found = calibrated(RIGHT[name], dtype)
     assert found.losses == ()
     assert found.notes[-1].endswith("no line of the step stands out")
+
+
+def test_the_words_say_how_far_off_and_how_much_of_it_is_gone():
+    line = PrecisionLoss(Place("sub"), 300.0, 0.1, 0.9)
+    (note,) = Losses(0.0644, (line,)).notes
+    assert note == (
+        "The gradients are 6.44% off those of float32. With the line below as in "
+        "float32, 90% of that is gone"
+    )
+    (note,) = Losses(15.868, (line, line._replace(gain=0.2))).notes
+    assert note == (
+        "The gradients are 15.9 times their size off those of float32. With each of "
+        "the lines below as in float32, 90%, 20% of that is gone"
+    )
 
 
 def test_losses_are_found_on_demand():

@@ -114,9 +114,11 @@ def advice(speeds: dict[str, float]) -> str:
 
 def lines_to_write(dtype: str, wrapper: str) -> str:
     """The code that trains a float32 model in a dtype."""
+    wrap = f"optimizer = {wrapper}(optimizer)\n"
+    if dtype == "float32":
+        return f"{wrap}step = jls.train_step(loss_fn, optimizer)"
     return (
-        f"optimizer = {wrapper}(optimizer)\n"
-        "step = jls.train_step(loss_fn, optimizer,\n"
+        f"{wrap}step = jls.train_step(loss_fn, optimizer,\n"
         f"                      compute_dtype=jnp.{dtype})"
     )
 

@@ -125,15 +125,12 @@ class Calibration(NamedTuple):
     def _losses_in_lines(self) -> list[str]:
         if not self.losses:
             return []
-        text = (
-            "These lines lose precision: their error, how many times that of their "
-            "operands it is, and which share of the gradients' error is gone without:"
-        )
         items = [
-            f"{x.error:.1%} (x{x.factor:.0f}), {x.gain:.0%}  {place_in_words(x.place)}"
+            f"{place_in_words(x.place)}: {x.error:.1%} off, "
+            f"{x.factor:.0f} times as much as its operands"
             for x in self.losses
         ]
-        return ["", *wrapped(text), *_list(items)]
+        return ["", "These lines lose precision:", *_list(items)]
 
     def _write_in_lines(self) -> list[str]:
         lines = [x for y in self.write.splitlines() for x in wrapped(f"Write: {y}")]

@@ -83,15 +83,15 @@ class Losses(NamedTuple):
             )
         if not self.error:
             return ("No precision is lost: the gradients are those of float32",)
-        text = f"The gradients are {self.error:.2%} off those of float32"
+        size = f"{self.error:.2%}"
+        if self.error >= 1:
+            size = f"{self.error:.1f} times their size"
+        text = f"The gradients are {size} off those of float32"
         if not self.lines:
             return (f"{text}, and no line of the step stands out",)
-        gains = [f"{x.gain:.0%}" for x in self.lines]
-        each = "" if len(gains) == 1 else ", one at a time"
-        return (
-            f"{text}. With these lines as in float32{each}, {', '.join(gains)} of that "
-            "is gone",
-        )
+        gains = ", ".join(f"{x.gain:.0%}" for x in self.lines)
+        lines = "each of the lines below" if len(self.lines) > 1 else "the line below"
+        return (f"{text}. With {lines} as in float32, {gains} of that is gone",)
 
 
 class BothWays(RecordedProgram):
