@@ -79,6 +79,21 @@ def step_of(loss_fn, params=PARAMS, batch=BATCH, optimizer=None, **options):
     return step, params, optimizer.init(params), batch
 
 
+def step_by_hand(gradients):
+    """A step with the loss and the gradients that `gradients` makes of its state."""
+    optimizer = moving()
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        loss, grads = gradients(opt_state, params, batch)
+        params, opt_state, _ = jls.apply_gradients(
+            optimizer, grads, opt_state, params, value=loss
+        )
+        return params, opt_state
+
+    return step, PARAMS, optimizer.init(PARAMS), BATCH
+
+
 def plain(dtypes, optimizer, **options):
     return step_of(loss_with(dtypes), optimizer=optimizer, **options)
 
@@ -249,10 +264,7 @@ def target_network_in_float32():
 
 
 def rollout_in_float32():
-    optimizer = moving()
-
-    @jax.jit
-    def step(params, opt_state, batch):
+    def gradients(opt_state, params, batch):
         def act(x, _):
             y = apply(params, x, [F32] * 4)
             return x + jnp.sum(y, 1, keepdims=True), x
@@ -262,13 +274,9 @@ def rollout_in_float32():
         def loss_fn(params):
             return half_loss(params, (lax.stop_gradient(x), None), batch[1])
 
-        loss, grads = jls.value_and_grad(loss_fn)(opt_state, params)
-        params, opt_state, _ = jls.apply_gradients(
-            optimizer, grads, opt_state, params, value=loss
-        )
-        return params, opt_state
+        return jls.value_and_grad(loss_fn)(opt_state, params)
 
-    return step, PARAMS, optimizer.init(PARAMS), BATCH
+    return step_by_hand(gradients)
 
 
 def lora_on_a_frozen_base():
@@ -411,10 +419,8 @@ def penalty(params, batch, scale=1.0):
 
 def scaled_penalty():
     """A gradient inside of the loss, with the loss scale of its own state."""
-    optimizer = moving()
 
-    @jax.jit
-    def step(params, opt_state, batch):
+    def gradients(opt_state, params, batch):
         def loss_fn(params, batch):
             def energy(x):
                 return jnp.sum(apply(params, x, [F16] * 4))
@@ -422,31 +428,21 @@ def scaled_penalty():
             slope = jls.grad(energy)(opt_state, batch[0])
             return jnp.mean(energy(batch[0])) + jnp.mean(slope**2)
 
-        loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, batch)
-        params, opt_state, _ = jls.apply_gradients(
-            optimizer, grads, opt_state, params, value=loss
-        )
-        return params, opt_state
+        return jls.value_and_grad(loss_fn)(opt_state, params, batch)
 
-    return step, PARAMS, optimizer.init(PARAMS), BATCH
+    return step_by_hand(gradients)
 
 
 def weighed_by_a_forward_pass():
     """True gradients, times a number of a forward pass in float16."""
-    optimizer = moving()
 
-    @jax.jit
-    def step(params, opt_state, batch):
+    def gradients(opt_state, params, batch):
         loss_fn = loss_with([F16] * 4)
         loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, batch)
         weight = 1 + loss_fn(params, batch)
-        grads = jax.tree.map(lambda g: g * weight, grads)
-        params, opt_state, _ = jls.apply_gradients(
-            optimizer, grads, opt_state, params, value=loss
-        )
-        return params, opt_state
+        return loss, jax.tree.map(lambda g: g * weight, grads)
 
-    return step, PARAMS, optimizer.init(PARAMS), BATCH
+    return step_by_hand(gradients)
 
 
 def elementwise_float16(params, batch):
@@ -565,33 +561,20 @@ INTEGERS = jnp.ones((2, 2), jnp.int32)
 
 
 def without_a_scale():
-    optimizer = moving()
+    def gradients(opt_state, params, batch):
+        return jax.value_and_grad(loss_with([F16] * 4))(params, batch)
 
-    @jax.jit
-    def step(params, opt_state, batch):
-        loss, grads = jax.value_and_grad(loss_with([F16] * 4))(params, batch)
-        params, opt_state, _ = jls.apply_gradients(
-            optimizer, grads, opt_state, params, value=loss
-        )
-        return params, opt_state
-
-    return step, PARAMS, optimizer.init(PARAMS), BATCH
+    return step_by_hand(gradients)
 
 
 def one_of_two_losses_without_a_scale():
-    optimizer = moving()
-
-    @jax.jit
-    def step(params, opt_state, batch):
+    def gradients(opt_state, params, batch):
         loss_fn = loss_with([F16] * 4)
         loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, batch)
         more = jax.grad(lambda params: 0.1 * remat(params, batch))(params)
-        params, opt_state, _ = jls.apply_gradients(
-            optimizer, jax.tree.map(jnp.add, grads, more), opt_state, params, value=loss
-        )
-        return params, opt_state
+        return loss, jax.tree.map(jnp.add, grads, more)
 
-    return step, PARAMS, optimizer.init(PARAMS), BATCH
+    return step_by_hand(gradients)
 
 
 def two_networks():
