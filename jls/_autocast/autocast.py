@@ -33,6 +33,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _HALVES = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
+_READS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 def autocast(
@@ -58,7 +64,8 @@ def autocast(
         operation: the names of modules of Flax Linen and Haiku, and of
         `jax.named_scope`, joined by "/". Or a function of a `jls.types.Place` that
         returns whether to keep the operation there, for Flax NNX and Equinox, whose
-        modules have no scope.
+        modules have no scope: `lambda place: "Router" in place.function` finds those of
+        `Router.__call__`.
 
     Returns:
       A function with the arguments and results of `fun`. Put it under `jax.grad`,
@@ -72,8 +79,8 @@ def autocast(
         optimizer made by jls, or if it changes an NNX module that it closes over.
 
     Warns:
-      JlsWarning: when it is traced, if there was no product to cast, or if arrays come
-        in in another half precision.
+      JlsWarning: when it is traced, if there was no product to cast, if a function
+        `keep` kept nothing, or if arrays come in in another half precision.
 
     Example:
       >>> def loss_fn(w, x):
@@ -232,7 +239,7 @@ class _Call:
     def _traced(self) -> Any:
         try:
             return traced_wide(self._flat, self.arrays)
-        except jax.errors.ConcretizationTypeError as error:
+        except _READS_VALUES as error:
             error.add_note(
                 "jls.autocast traces the whole function. If it reads values at the "
                 "host, pass only the part that can be jitted."

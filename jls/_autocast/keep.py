@@ -16,6 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jls._mistakes import warn
 from jls._program.jaxprs import is_float32
 from jls._program.places import Place, modules_of, place_of
 from jls._program.products import asks_for_precision, is_inner, is_outer
@@ -34,8 +35,8 @@ class Choice:
         self.dtype = jnp.dtype(dtype)
         self._keep = re.compile(keep) if isinstance(keep, str) else keep
         self._known: dict[tuple[int, ...], bool] = {}
-        self._scopes: dict[str, None] = {}
-        self._has_found = keep is None or callable(keep)
+        self._seen: dict[str, None] = {}  # scopes, or functions
+        self._has_found = keep is None
 
     def is_kept(self, site: Site) -> bool:
         """Whether `keep` finds an operation."""
@@ -46,27 +47,33 @@ class Choice:
         return self._known[site.indices]
 
     def _is_kept(self, site: Site) -> bool:
-        if not isinstance(self._keep, re.Pattern):
+        if isinstance(self._keep, re.Pattern):
+            where = modules_of(site)
+            is_found = bool(self._keep.search(where))
+        else:
             assert self._keep is not None
-            return bool(self._keep(place_of(site)._replace(iteration=())))
-        scope = modules_of(site)
-        self._scopes[scope] = None
-        is_found = bool(self._keep.search(scope))
+            place = place_of(site)._replace(iteration=())
+            where, is_found = place.function, bool(self._keep(place))
+        self._seen[where] = None
         self._has_found |= is_found
         return is_found
 
     def check_found(self) -> None:
-        """Raises if `keep` found nothing, once a whole program was read."""
+        """Raises or warns if `keep` found nothing, once a whole program was read."""
         if self._has_found:
             return
-        assert isinstance(self._keep, re.Pattern)
-        scopes = [scope for scope in self._scopes if scope]
-        there = listed(scopes) if scopes else "no scopes at all"
-        raise ValueError(
-            f"keep must be found in a scope of the program, got {self._keep.pattern!r}."
-            f" There are: {there}. Scopes are the modules of Flax Linen and Haiku, and "
-            "jax.named_scope. By file or function: keep=lambda place: place.function "
-            '== "norm".'
+        seen = [where for where in self._seen if where]
+        if isinstance(self._keep, re.Pattern):
+            there = listed(seen) if seen else "no scopes at all"
+            raise ValueError(
+                "keep must be found in a scope of the program, got "
+                f"{self._keep.pattern!r}. There are: {there}. Scopes are the modules "
+                "of Flax Linen and Haiku, and jax.named_scope. By class or function: "
+                'keep=lambda place: "Norm" in place.function.'
+            )
+        warn(
+            "keep found no operation: it returned False for every place. The functions "
+            f"of the program are: {listed(seen) if seen else 'not known'}."
         )
 
     def why_wide(self, site: Site) -> str | None:

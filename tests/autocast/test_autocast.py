@@ -203,11 +203,11 @@ def test_sharded_arrays_stay_sharded(explicit):
     ("arguments", "error", "message"),
     [
         ((3, "float16"), TypeError, "^fun must be a function, got int 3"),
-        ((loss, None), TypeError, "^dtype must be jnp.float16, .*, got NoneType"),
+        ((loss, None), TypeError, "^dtype must be given: jls.autocast"),
         ((loss, "halb"), TypeError, "^dtype must be jnp.float16, .*, got str 'halb'"),
         ((loss, X), TypeError, r"^dtype must be jnp.float16, .* got float32\[4,8\]"),
-        ((loss, "float64"), ValueError, "^dtype must be .*, got float64"),
-        ((loss, "int8"), ValueError, "^dtype must be .*, got int8"),
+        ((loss, "float64"), ValueError, "^dtype must be .*, got str 'float64'"),
+        ((loss, "int8"), ValueError, "^dtype must be .*, got str 'int8'"),
     ],
 )
 def test_a_bad_argument_is_an_error_at_once(arguments, error, message):
@@ -252,6 +252,11 @@ def test_what_keep_raises_is_raised():
         jls.autocast(loss, jnp.float16, keep=keep)(W, X)
 
 
+def test_a_function_keep_that_keeps_nothing_lists_the_functions():
+    with pytest.warns(jls.JlsWarning, match="keep found no operation.*are: loss"):
+        jls.autocast(loss, "float16", keep=lambda place: place.function == "los")(W, X)
+
+
 def test_no_product_is_a_warning_that_says_why():
     with pytest.warns(jls.JlsWarning, match="no product to cast: 1 inner. It casts"):
         jls.autocast(lambda x: jnp.vdot(x, x), jnp.float16)(X)
@@ -275,9 +280,20 @@ def test_the_update_of_a_wrapper_inside_is_an_error():
         jls.autocast(step, jnp.float16)(W, optimizer.init(W))
 
 
-def test_a_function_that_reads_values_at_the_host_gets_a_note():
-    with pytest.raises(jax.errors.ConcretizationTypeError) as error:
-        jls.autocast(lambda w, x: float(loss(w, x)), jnp.float16)(W, X)
+@pytest.mark.parametrize(
+    "read",
+    [
+        float,
+        bool,
+        np.asarray,
+        lambda value: list(range(10))[value.astype(int)],
+        lambda value: X[value < X],
+    ],
+    ids=["float", "bool", "array", "index", "mask"],
+)
+def test_a_function_that_reads_values_at_the_host_gets_a_note(read):
+    with pytest.raises((TypeError, IndexError)) as error:
+        jls.autocast(lambda w, x: read(loss(w, x)), jnp.float16)(W, X)
     assert "pass only the part that can be jitted" in "".join(error.value.__notes__)
 
 
@@ -424,6 +440,46 @@ def test_models_of_other_libraries_are_cast():
         ours = eqx.filter_value_and_grad(jls.autocast(of_equinox, "float16"))(mlp, x)
     leaves = [eqx.filter(tree, eqx.is_inexact_array) for tree in (ours, plain)]
     assert off(*leaves) < 1e-2
+
+
+class Router(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+class Routed(nnx.Module):
+    def __init__(self):
+        self.router, self.linear = Router(), nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.linear(self.router(x))
+
+
+class EquinoxRouter(eqx.Module):
+    linear: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+def of_equinox(x):
+    keys = jax.random.split(jax.random.key(0))
+    router = EquinoxRouter(eqx.nn.Linear(8, 8, key=keys[0]))
+    return jax.vmap(eqx.nn.Linear(8, 8, key=keys[1]))(jax.vmap(router)(x))
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("model", [lambda x: Routed()(x), of_equinox])
+def test_keep_finds_the_modules_of_nnx_and_equinox_by_file_and_function(model):
+    def keep(place):
+        return place.file == __file__ and "Router" in place.function
+
+    with jax.numpy_rank_promotion("allow"):
+        found = products(jls.autocast(model, jnp.float16, keep=keep), X)
+    assert [x.results[0] for x in found] == ["float32", "float16"]
 
 
 def test_scalars_and_keys_that_it_closes_over():

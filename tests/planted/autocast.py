@@ -295,4 +295,18 @@ FAULTS = [
         "    return update is None\n",
         (SEMANTICS,),
     ),
+    Fault(
+        "a function that keeps nothing is silent",
+        "jls/_autocast/keep.py",
+        "        self._has_found = keep is None\n",
+        "        self._has_found = keep is None or callable(keep)\n",
+        (CALLS,),
+    ),
+    Fault(
+        "reading an array at the host gets no note",
+        "jls/_autocast/autocast.py",
+        "    jax.errors.TracerArrayConversionError,\n",
+        "",
+        (CALLS,),
+    ),
 ]

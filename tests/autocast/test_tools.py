@@ -1,0 +1,102 @@
+"""The tools that explain a step see through `jls.autocast`."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jls
+
+X = jnp.asarray(np.random.RandomState(0).randn(8, 4), jnp.float32)
+W = jnp.asarray(np.random.RandomState(1).randn(4, 4) * 0.3, jnp.float32)
+OPTIMIZER = jls.loss_scaled(optax.sgd(0.1), jls.static(64.0))
+
+
+def loss_fn(w, x):
+    with jax.named_scope("layer"):
+        hidden = jnp.tanh(x @ w)
+    with jax.named_scope("head"):
+        return jnp.mean((hidden @ w) ** 2)
+
+
+def bad_forwards(w, x):
+    with jax.named_scope("layer"):
+        hidden = jnp.log(jnp.abs(x @ w) - 1e4)  # here
+    return jnp.mean(hidden @ w)
+
+
+def bad_backwards(w, x):
+    with jax.named_scope("layer"):
+        size = jnp.sqrt(jnp.sum((x @ w) ** 2) * 0)  # here
+    return size + jnp.mean(x @ w)
+
+
+def step_of(loss):
+    step = jls.train_step(loss, OPTIMIZER, compute_dtype=jnp.float16)
+    return step, (W, OPTIMIZER.init(W), jnp.abs(X))
+
+
+WAYS = {
+    "around a loss": lambda loss: (jls.autocast(loss, jnp.float16), (W, jnp.abs(X))),
+    "in a gradient": lambda loss: (
+        jax.grad(jls.autocast(loss, jnp.float16)),
+        (W, jnp.abs(X)),
+    ),
+    "around a gradient": lambda loss: (
+        jls.autocast(jax.grad(loss), jnp.float16),
+        (W, jnp.abs(X)),
+    ),
+    "in a train_step": step_of,
+    "in a jitted train_step": lambda loss: (
+        jax.jit(step_of(loss)[0]),
+        step_of(loss)[1],
+    ),
+}
+
+
+def line_of(fun):
+    code = fun.__code__
+    lines = Path(code.co_filename).read_text(encoding="utf-8").splitlines()
+    return next(n for n in range(code.co_firstlineno, 99) if "# here" in lines[n - 1])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_why_names_the_line_and_the_scope_of_what_is_born_forwards(way):
+    fun, args = WAYS[way](bad_forwards)
+    place = jls.why(fun, *args).births[0].place
+    assert (place.operation, place.file) == ("log", __file__)
+    assert (place.line, place.function) == (line_of(bad_forwards), "bad_forwards")
+    assert (place.module, place.is_backward) == ("layer", False)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "around a loss"])
+def test_why_names_the_line_and_the_direction_of_what_is_born_backwards(way):
+    fun, args = WAYS[way](bad_backwards)
+    place = jls.why(fun, *args).births[0].place
+    assert (place.line, place.file) == (line_of(bad_backwards), __file__)
+    assert (place.function, place.module) == ("bad_backwards", "layer")
+    assert place.is_backward
+
+
+def test_calibrate_and_check_step_work_on_a_step_with_it():
+    step, args = step_of(loss_fn)
+    calibration = jls.calibrate(step, *args)
+    assert calibration.precision is not None
+    assert calibration.limited_by is not None
+    assert calibration.precision.products[0][0] == "float16"
+    assert "jls" not in calibration.limited_by.module
+    assert calibration.limited_by.file == __file__
+    check = jls.check_step(jax.jit(step), *args)
+    assert check.ok, check
+    assert check.precision is not None
+    assert [x[0] for x in check.precision.products] == ["float16"]
+
+
+def test_the_update_of_a_wrapper_inside_is_an_error_in_a_whole_step_too():
+    step = jls.train_step(loss_fn, OPTIMIZER)
+    for cast in (jls.autocast(step, "float16"), jls.autocast(jax.jit(step), "float16")):
+        with pytest.raises(ValueError, match="Put it around the loss"):
+            cast(W, OPTIMIZER.init(W), X)
