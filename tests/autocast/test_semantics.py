@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas
 from reading import named, off, only, operations, products, saved
 from shared import assert_identical
 
@@ -253,6 +254,50 @@ def test_sums_are_float32(name, fun, half):
     (found,) = named(name, between(fun, half), X, W)
     assert found.results == (F32,)
     assert set(found.operands) <= {F32, "int32"}
+
+
+def test_a_psum_is_float32():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec()
+
+    def fun(x):
+        total = jax.shard_map(
+            lambda x: lax.psum(jnp.tanh(x), "d"),
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=spec,
+            check_vma=False,
+        )
+        return total(x)
+
+    (found,) = named("psum", between(fun, jnp.float16), X, W)
+    assert found.operands == found.results == (F32,)
+
+
+def of_host(x):
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.pure_callback(np.sin, shape, x, vmap_method="sequential")
+
+
+def of_pallas(x):
+    def kernel(operand, result):
+        result[...] = jnp.dot(operand[...], operand[...].T)[:, :1] * operand[...]
+
+    return pallas.pallas_call(
+        kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True
+    )(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "fun"), [("pure_callback", of_host), ("pallas_call", of_pallas)]
+)
+def test_what_jax_does_not_see_into_is_as_written(name, fun):
+    cast = between(fun, jnp.float16)
+    (found,) = named(name, cast, X, W)
+    assert found.operands == found.results == (F32,)
+    assert off(cast(X, W), fun(X @ W) @ W) < 4e-3
+    inside = [one for one in products(cast, X, W) if name in one.calls]
+    assert {dtype for one in inside for dtype in one.operands} <= {F32}
 
 
 @HALF

@@ -309,4 +309,25 @@ FAULTS = [
         "",
         (CALLS,),
     ),
+    Fault(
+        "the result of a product is float32",
+        REWRITE,
+        '                params["preferred_element_type"] = self.choice.dtype\n',
+        '                params["preferred_element_type"] = jnp.float32\n',
+        (SEMANTICS,),
+    ),
+    Fault(
+        "products of other dtypes are cast",
+        "jls/_autocast/keep.py",
+        "    return is_wide and dtypes <= {jnp.dtype(jnp.float32), half}\n",
+        "    return is_wide or dtypes <= {jnp.dtype(jnp.float32), half}\n",
+        (SEMANTICS,),
+    ),
+    Fault(
+        "a sum over devices is half",
+        "jls/_program/primitives.py",
+        '        can_overflow=True,\n        cast="devices",\n',
+        '        can_overflow=True,\n        cast="half",\n',
+        (SEMANTICS,),
+    ),
 ]

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from flax import nnx
+from flax import nnx, serialization
 from flax.training import train_state
 from reading import products
 from shared import assert_identical
@@ -60,6 +60,16 @@ def test_products_are_half_and_all_else_is_float32():
 @pytest.mark.parametrize("dtype", [None, jnp.float32, "float32"])
 def test_none_and_float32_cast_nothing(dtype):
     assert_identical(take(compute_dtype=dtype, keep="anything"), take())
+
+
+@pytest.mark.parametrize(("first", "last"), [("float16", None), (None, "float16")])
+def test_a_checkpoint_of_a_run_with_it_goes_on_without_and_the_other_way(first, last):
+    made = take(compute_dtype=first)[:2]
+    other = take(compute_dtype=last)[:2]
+    read = serialization.from_bytes(other, serialization.to_bytes(made))
+    chex.assert_trees_all_equal_shapes_and_dtypes(read, made)
+    step = jax.jit(jls.train_step(loss_fn, OPTIMIZER, compute_dtype=last))
+    assert_identical(step(*read, BATCH)[:2], step(*made, BATCH)[:2])
 
 
 @pytest.mark.parametrize(
