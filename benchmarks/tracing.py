@@ -64,21 +64,26 @@ class Update:
     def calls(self) -> int:
         """The calls of Python functions, once JAX knows the types of the leaves."""
         self.trace()
-        count = 0
+        return python_calls(self.trace)
 
-        def see(frame, event, argument):
-            nonlocal count
-            count += event == "call"
 
-        before = sys.getprofile()
-        gc.disable()  # JAX has callbacks for it
-        sys.setprofile(see)
-        try:
-            self.trace()
-        finally:
-            sys.setprofile(before)
-            gc.enable()
-        return count
+def python_calls(fun: Callable[[], Any]) -> int:
+    """How many Python functions are called while `fun` runs."""
+    count = 0
+
+    def see(frame, event, argument):
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    gc.disable()  # JAX has callbacks for it
+    sys.setprofile(see)
+    try:
+        fun()
+    finally:
+        sys.setprofile(before)
+        gc.enable()
+    return count
 
 
 def calls_per_leaf(optimizer: Any, few: int = 20, many: int = 40) -> float:

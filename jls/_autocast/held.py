@@ -7,9 +7,8 @@ memory, rounded once, and computed again for the derivative: what is kept until 
 its operands in half, and no array of float32.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,35 +16,18 @@ import numpy as np
 from jax import Array, lax
 
 from jls._autocast.kinds import Fact
-from jls._program.jaxprs import bind
+from jls._autocast.shared import TO_FLOAT32, Cast, Number, bind_shared, call_shared
+from jls._program.jaxprs import (
+    Operation,
+    operation_of,
+    shared_names,
+    traceback_of,
+    traced_as,
+    traced_at,
+)
 from jls._program.primitives import primitive_of
 
 MOST = 8  # operations of a chain, all of which are computed again
-
-
-def rounded(value: Any, dtype: Any, is_beyond: bool) -> Any:
-    """float32 in half; a finite number beyond the range becomes the largest one."""
-    if not is_beyond and isinstance(value, Array):
-        return lax.convert_element_type(value, dtype)
-    largest = np.float32(jnp.finfo(dtype).max)
-    if not isinstance(value, Array):
-        value = np.asarray(value, np.float32)
-        value = np.where(np.isfinite(value), np.clip(value, -largest, largest), value)
-        return value.astype(dtype)
-    return lax.convert_element_type(_clamped(value, largest), dtype)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _clamped(value: Any, largest: np.float32) -> Any:
-    """Finite numbers up to the largest one; inf and NaN as they are."""
-    clamped = lax.clamp(-largest, value, largest)
-    return lax.select(lax.is_finite(value), clamped, value)
-
-
-@_clamped.defjvp
-def _tangent_of_clamped(largest, primals, tangents):
-    """The tangent as in float32: no array has to say where a number was clamped."""
-    return _clamped(*primals, largest), *tangents
 
 
 class Stored:
@@ -56,15 +38,16 @@ class Stored:
 
     def wide(self) -> Any:
         """The array as the program has it."""
-        if self.is_half:
-            return lax.convert_element_type(self.array, jnp.float32)
-        return self.array
+        return _cast(self.array, TO_FLOAT32) if self.is_half else self.array
 
     def half(self, dtype: Any) -> Any:
         # Anew for each use: the gradients of a shared weight are summed in float32.
-        if self.is_half:
-            return self.array
-        return rounded(self.array, dtype, self._is_beyond)
+        cast = self.cast(dtype)
+        return _cast(self.array, cast) if cast else self.array
+
+    def cast(self, dtype: Any) -> Cast | None:
+        """What makes it half, unless it is."""
+        return None if self.is_half else Cast(dtype, self._is_beyond)
 
 
 class Chain:
@@ -102,33 +85,53 @@ class Chain:
 
     def wide(self) -> Any:
         if self._wide is None:
-            self._wide = Stored(self._compute(lambda x: x), False, self._fact.is_beyond)
+            self._wide = Stored(self._compute(None), False, self._fact.is_beyond)
         return self._wide.array
 
     def half(self, dtype: Any) -> Any:
         if self._half is None:
-            is_beyond = self._fact.is_beyond
             if self.is_of_number(self._equation, self._operands):
                 (number,) = (x.half(dtype) for x in self._operands)
-                (array,) = bind(self._equation, [number])
+                (array,) = bind_shared(self._equation, [number])
             else:
-                array = self._compute(lambda x: rounded(x, dtype, is_beyond))
+                array = self._compute(Cast(dtype, self._fact.is_beyond))
             self._half = Stored(array, True)
         return self._half.array
 
-    def _compute(self, finish: Callable[[Any], Any]) -> Any:
-        leaves = list(self._leaves().values())
+    def _compute(self, rounds: Cast | None) -> Any:
+        if self._is_linear:
+            wide = {id(x): x.wide() for x in self._leaves().values()}
+            result = self._in_float32(wide)
+            return _cast(result, rounds) if rounds else result
+        leaves, equations = self._leaves(), list[Any]()
+        places = {key: i for i, key in enumerate(leaves)}
+        operands = list[tuple[Any, ...]]()
+        self._write(places, equations, operands)
+        outside, inside = shared_names(equations)
+        steps = (
+            Step(operation_of(equation), traceback_of(equation), names, given)
+            for equation, names, given in zip(equations, inside, operands, strict=True)
+        )
+        is_half = tuple(x.is_half for x in leaves.values())
+        written = Written(tuple(steps), is_half, rounds)
+        with traced_as(self._equation, outside):
+            return call_shared(written, [x.array for x in leaves.values()])
 
-        def run(*arrays):
-            known = {
-                id(leaf): Stored(array, leaf.is_half).wide()
-                for leaf, array in zip(leaves, arrays, strict=True)
-            }
-            return finish(self._in_float32(known))
-
-        if not self._is_linear:
-            run = jax.checkpoint(run, prevent_cse=False)
-        return run(*(leaf.array for leaf in leaves))
+    def _write(self, places: dict[int, int], equations: Any, operands: Any) -> None:
+        """Adds its operations, in their order; `places` are of arrays among all."""
+        if id(self) in places:
+            return
+        given = list[Any]()
+        for x in self._operands:
+            if isinstance(x, Chain):
+                x._write(places, equations, operands)
+            elif is_number(x):
+                given.append(Number(x.array))
+                continue
+            given.append(places[id(x)])
+        places[id(self)] = len(places)
+        equations.append(self._equation)
+        operands.append(tuple(given))
 
     def _leaves(self) -> dict[int, Stored]:
         found: dict[int, Stored] = {}
@@ -147,11 +150,49 @@ class Chain:
                 else known.get(id(x), x.array)
                 for x in self._operands
             ]
-            (known[id(self)],) = bind(self._equation, operands)
+            (known[id(self)],) = bind_shared(self._equation, operands)
         return known[id(self)]
 
 
+class Step(NamedTuple):
+    """An operation of a chain."""
+
+    operation: Operation
+    traceback: Any
+    names: Any  # of the scopes within that of the chain
+    operands: tuple[int | Number, ...]  # numbers of arrays and of earlier results
+
+
+class Written(NamedTuple):
+    """A chain as a function of arrays, the same for all chains that look alike."""
+
+    steps: tuple[Step, ...]
+    is_half: tuple[bool, ...]  # of each array
+    rounds: Cast | None
+
+    def __call__(self, *arrays: Any) -> Any:
+        return jax.checkpoint(self._run, prevent_cse=False)(*arrays)
+
+    def _run(self, *arrays: Any) -> Any:
+        values = [
+            lax.convert_element_type(array, jnp.float32) if is_half else array
+            for array, is_half in zip(arrays, self.is_half, strict=True)
+        ]
+        for step in self.steps:
+            operands = [
+                x.value if isinstance(x, Number) else values[x] for x in step.operands
+            ]
+            context = step.operation.context.manager
+            with traced_at(step.traceback, step.names), context:
+                values += step.operation.bind(operands)
+        return self.rounds(values[-1]) if self.rounds else values[-1]
+
+
 Held = Stored | Chain
+
+
+def _cast(array: Any, cast: Cast) -> Any:
+    return call_shared(cast, [array]) if isinstance(array, Array) else cast(array)
 
 
 def is_number(held: Held) -> bool:

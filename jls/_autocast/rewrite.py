@@ -20,6 +20,7 @@ from jls._autocast.held import MOST, Chain, Held, Stored, is_number
 from jls._autocast.keep import Choice
 from jls._autocast.kinds import Fact, Kind, Kinds, Step, Way
 from jls._autocast.leads import Leads, moves_each
+from jls._autocast.shared import TO_FLOAT32, Cast, bind_shared
 from jls._program.control import CONDITION, MAIN, Site, calls_of
 from jls._program.jaxprs import (
     Program,
@@ -155,11 +156,23 @@ class Rewrite:
         each = [step.way != Way.WIDE] * len(operands)
         if moves_each(equation):
             each = [fact.is_half for fact in step.results]
-        inputs = [
-            self._half(atom, held) if is_half else held.wide()
-            for atom, held, is_half in zip(equation.invars, operands, each, strict=True)
-        ]
-        return self._stored(equation, bind(equation, inputs, **params), step.results)
+        results = self._bound(equation, operands, each, **params)
+        return self._stored(equation, results, step.results)
+
+    def _bound(
+        self, equation: Any, operands: list[Held], each: list[bool], **params: Any
+    ) -> list[Any]:
+        """The results of an operation that takes some of its operands in half."""
+        arrays, casts = list[Any](), list[Cast | None]()
+        for atom, held, is_half in zip(equation.invars, operands, each, strict=True):
+            dtype = self.choice.dtype if is_half and is_float32(atom) else None
+            if isinstance(held, Chain) or held.is_half == (dtype is not None):
+                arrays.append(held.half(dtype) if dtype else held.wide())
+                casts.append(None)
+            else:
+                arrays.append(held.array)
+                casts.append(held.cast(dtype) if dtype else TO_FLOAT32)
+        return bind_shared(equation, arrays, casts, **params)
 
     def _elementwise(self, equation: Any, operands: list[Held], step: Step) -> Held:
         """An operation that is computed at once, or as part of a chain."""
@@ -177,21 +190,15 @@ class Rewrite:
             is_chain = bool(chains) or is_grown or any(x.is_half for x in operands)
             is_chain &= is_float32(equation.outvars[0])
         if not is_chain:
-            is_half = step.way == Way.HALF
-            inputs = [
-                self._half(atom, held) if is_half else held.wide()
-                for atom, held in zip(equation.invars, operands, strict=True)
-            ]
-            return self._stored(equation, bind(equation, inputs), [fact])[0]
+            each = [step.way == Way.HALF] * len(operands)
+            return self._stored(
+                equation, self._bound(equation, operands, each), [fact]
+            )[0]
         chain = Chain(equation, operands, fact)
         if chain.count > MOST:
             stored = [self._in_memory(x, x.is_half) for x in operands]
             chain = Chain(equation, stored, fact)
         return chain
-
-    def _half(self, atom: Any, held: Held) -> Any:
-        """An operand for an operation in half; what is no float32 as it is."""
-        return held.half(self.choice.dtype) if is_float32(atom) else held.wide()
 
     def _stored(
         self, equation: Any, results: Sequence[Any], facts: Sequence[Fact]

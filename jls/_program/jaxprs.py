@@ -8,6 +8,7 @@ known, a call is one operation that nothing is known of.
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -305,23 +306,63 @@ def to_varying(array: Array, axes: frozenset[str]) -> Array:
 
 
 @contextlib.contextmanager
-def traced_as(equation: Any) -> Iterator[None]:
-    """Names and lines of an equation, for what is traced in its place."""
-    info = equation.source_info
-    names = source_info_util.current_name_stack() + info.name_stack
-    lines = source_info_util.user_context(info.traceback, name_stack=names)
-    with lines, equation.ctx.manager:
+def traced_as(equation: Any, names: Any = None) -> Iterator[None]:
+    """Names and lines of an equation, for what is traced in its place.
+
+    Args:
+      equation: of a program.
+      names: its name stack, where that is not the whole one.
+    """
+    names = equation.source_info.name_stack if names is None else names
+    with traced_at(traceback_of(equation), names), equation.ctx.manager:
         yield
+
+
+def traced_at(traceback: Any, names: Any) -> Any:
+    """Lines, and names of scopes, for what is traced there."""
+    names = source_info_util.current_name_stack() + names
+    return source_info_util.user_context(traceback, name_stack=names)
+
+
+def traceback_of(equation: Any) -> Any:
+    """Where the user's program computes it; equal for equal calls of one line."""
+    return equation.source_info.traceback
+
+
+def shared_names(equations: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """The scopes around all of some equations; and of each the scopes within."""
+    stacks = [name_stack(x) for x in equations]
+    whole = [_part(x, "stack", ()) for x in stacks]
+    levels = zip(*whole, strict=False)
+    count = len(list(itertools.takewhile(lambda x: len({*x}) == 1, levels)))
+    return stacks[0][:count], [x[count:] for x in stacks]
+
+
+class Operation(NamedTuple):
+    """What an equation computes, wherever it stands. Equal ones compute the same."""
+
+    primitive: Any
+    params: tuple[tuple[str, Any], ...]
+    context: Any  # the settings of JAX around it
+
+    def bind(self, operands: Sequence[Any]) -> list[Any]:
+        made = self.primitive.get_bind_params(dict(self.params))
+        # Before jax 0.10 a pair, with functions among the operands.
+        functions, made = made if isinstance(made, tuple) else ((), made)
+        results = self.primitive.bind(*functions, *operands, **made)
+        return list(results) if self.primitive.multiple_results else [results]
+
+
+def operation_of(equation: Any, **params: Any) -> Operation:
+    """What an equation computes, with other parameters."""
+    params = {**equation.params, **params}
+    return Operation(equation.primitive, tuple(params.items()), equation.ctx)
 
 
 def bind(equation: Any, operands: Sequence[Any], **params: Any) -> list[Any]:
     """The results of an equation with other operands, and with other parameters."""
-    made = equation.primitive.get_bind_params({**equation.params, **params})
-    # Before jax 0.10 a pair, with functions among the operands.
-    functions, made = made if isinstance(made, tuple) else ((), made)
     with traced_as(equation):
-        results = equation.primitive.bind(*functions, *operands, **made)
-    return list(results) if equation.primitive.multiple_results else [results]
+        return operation_of(equation, **params).bind(operands)
 
 
 def with_dtype(array: Any, dtype: Any) -> Any:

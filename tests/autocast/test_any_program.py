@@ -8,6 +8,8 @@ from programs import PROGRAMS
 from reading import cast_by_hand, off, operations, products
 
 import jls
+from jls._program.frames import Frame
+from jls._program.places import place_of
 
 SCALE = 1024.0
 
@@ -129,3 +131,36 @@ def test_names_and_scopes_of_the_program_are_kept():
     assert stack_of(cast, "scan") == "jls_autocast/" + stack_of(plain, "scan")
     inner = stack_of(cast, "dot_general")
     assert inner.removeprefix("jls_autocast/") == stack_of(plain, "dot_general")
+
+
+def test_chains_that_look_alike_have_names_and_lines_of_their_own():
+    def centred(y):
+        with jax.named_scope("centre"):
+            y = y - jnp.mean(y, -1, keepdims=True)
+        with jax.named_scope("bend"):
+            return jnp.tanh(y)
+
+    def loss(w, x):
+        for name in ("first", "second"):
+            with jax.named_scope(name):
+                x = centred(x @ w)
+        return (x @ w).sum()
+
+    def places(fun):
+        root = Frame(jax.make_jaxpr(fun)(jnp.eye(4), jnp.ones((2, 4))))
+        sites = [
+            frame.site_of(number)
+            for frame in root.all()
+            for number in range(len(frame.jaxpr.eqns))
+        ]
+        kinds = ("sub", "tanh")
+        return [
+            (x.equation.primitive.name, place_of(x)._replace(iteration=()))
+            for x in sites
+            if x.equation.primitive.name in kinds
+        ]
+
+    found = places(jls.autocast(loss, "float16"))
+    modules = [place.module for _, place in found]
+    assert modules == ["first/centre", "first/bend", "second/centre", "second/bend"]
+    assert found == places(loss)

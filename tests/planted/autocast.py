@@ -5,10 +5,12 @@ from planted.fault import Fault
 SEMANTICS = "tests/autocast/test_semantics.py"
 PROGRAMS = "tests/autocast/test_any_program.py"
 CALLS = "tests/autocast/test_autocast.py"
+COSTS = "tests/costs/test_tracing_autocast.py"
 STEP = "tests/train/test_compute_dtype.py"
 KINDS = "jls/_autocast/kinds.py"
 REWRITE = "jls/_autocast/rewrite.py"
 HELD = "jls/_autocast/held.py"
+SHARED = "jls/_autocast/shared.py"
 
 FAULTS = [
     Fault(
@@ -21,9 +23,37 @@ FAULTS = [
     Fault(
         "a chain keeps its arrays of float32 for the derivative",
         HELD,
-        "            run = jax.checkpoint(run, prevent_cse=False)\n",
-        "            pass\n",
+        "        return jax.checkpoint(self._run, prevent_cse=False)(*arrays)\n",
+        "        return self._run(*arrays)\n",
         (SEMANTICS,),
+    ),
+    Fault(
+        "each operation is traced anew",
+        SHARED,
+        "@functools.lru_cache(_MOST)\n",
+        "@functools.lru_cache(0)\n",
+        (COSTS,),
+    ),
+    Fault(
+        "each chain is traced anew",
+        HELD,
+        "            return call_shared(written, [x.array for x in leaves.values()])\n",
+        "            return written(*(x.array for x in leaves.values()))\n",
+        (COSTS,),
+    ),
+    Fault(
+        "operations on two numbers share a trace",
+        SHARED,
+        "        self._bits = type(value), array.dtype, array.tobytes()\n",
+        "        self._bits = type(value), array.dtype\n",
+        (SEMANTICS,),
+    ),
+    Fault(
+        "a chain has the scopes of its last operation",
+        HELD,
+        "Step(operation_of(equation), traceback_of(equation), names, given)",
+        "Step(operation_of(equation), traceback_of(equation), inside[-1], given)",
+        (PROGRAMS,),
     ),
     Fault(
         "a chain has no end",
@@ -62,14 +92,14 @@ FAULTS = [
     ),
     Fault(
         "a mask beyond the range becomes inf",
-        HELD,
-        "    largest = np.float32(jnp.finfo(dtype).max)\n",
-        "    largest = np.float32(np.inf)\n",
+        SHARED,
+        "        largest = np.float32(jnp.finfo(self.dtype).max)\n",
+        "        largest = np.float32(np.inf)\n",
         (SEMANTICS,),
     ),
     Fault(
         "an infinite mask becomes finite",
-        HELD,
+        SHARED,
         "    return lax.select(lax.is_finite(value), clamped, value)\n",
         "    return clamped\n",
         (SEMANTICS,),
@@ -97,11 +127,13 @@ FAULTS = [
     ),
     Fault(
         "the cast of a shared weight is made once, so its gradients are summed in half",
-        HELD,
-        "        return rounded(self.array, dtype, self._is_beyond)\n",
-        "        if not hasattr(self, 'cast'):\n"
-        "            self.cast = rounded(self.array, dtype, self._is_beyond)\n"
-        "        return self.cast\n",
+        REWRITE,
+        "                arrays.append(held.array)\n"
+        "                casts.append(held.cast(dtype) if dtype else TO_FLOAT32)\n",
+        "                if not hasattr(held, 'once'):\n"
+        "                    held.once = held.half(dtype) if dtype else held.wide()\n"
+        "                arrays.append(held.once)\n"
+        "                casts.append(None)\n",
         (SEMANTICS,),
     ),
     Fault(
@@ -155,7 +187,7 @@ FAULTS = [
     ),
     Fault(
         "a clamped number has another derivative than in float32",
-        HELD,
+        SHARED,
         "    return _clamped(*primals, largest), *tangents\n",
         "    return _clamped(*primals, largest), 0 * tangents[0]\n",
         (SEMANTICS,),
@@ -262,7 +294,7 @@ FAULTS = [
     Fault(
         "lines and scopes of the program are lost",
         "jls/_program/jaxprs.py",
-        "    names = source_info_util.current_name_stack() + info.name_stack\n",
+        "    names = source_info_util.current_name_stack() + names\n",
         "    names = source_info_util.current_name_stack()\n",
         (PROGRAMS,),
     ),
