@@ -7,6 +7,7 @@ memory, rounded once, and computed again for the derivative: what is kept until 
 its operands in half, and no array of float32.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from jls._autocast.shared import TO_FLOAT32, Cast, Number, bind_shared, call_sha
 from jls._program.jaxprs import (
     Operation,
     operation_of,
+    settings_beside,
     shared_names,
     traceback_of,
     traced_as,
@@ -34,7 +36,7 @@ class Stored:
     """An array in memory. If it is in half, the program has it in float32."""
 
     def __init__(self, array: Any, is_half: bool, is_beyond: bool = False) -> None:
-        self.array, self.is_half, self._is_beyond = array, is_half, is_beyond
+        self.array, self.is_half, self.is_beyond = array, is_half, is_beyond
 
     def wide(self) -> Any:
         """The array as the program has it."""
@@ -47,7 +49,7 @@ class Stored:
 
     def cast(self, dtype: Any) -> Cast | None:
         """What makes it half, unless it is."""
-        return None if self.is_half else Cast(dtype, self._is_beyond)
+        return None if self.is_half else Cast(dtype, self.is_beyond)
 
 
 class Chain:
@@ -109,7 +111,13 @@ class Chain:
         self._write(places, equations, operands)
         outside, inside = shared_names(equations)
         steps = (
-            Step(operation_of(equation), traceback_of(equation), names, given)
+            Step(
+                operation_of(equation),
+                traceback_of(equation),
+                names,
+                settings_beside(equation, self._equation),
+                given,
+            )
             for equation, names, given in zip(equations, inside, operands, strict=True)
         )
         is_half = tuple(x.is_half for x in leaves.values())
@@ -160,6 +168,7 @@ class Step(NamedTuple):
     operation: Operation
     traceback: Any
     names: Any  # of the scopes within that of the chain
+    settings: Any  # of JAX, where they are not those of the chain
     operands: tuple[int | Number, ...]  # numbers of arrays and of earlier results
 
 
@@ -182,8 +191,8 @@ class Written(NamedTuple):
             operands = [
                 x.value if isinstance(x, Number) else values[x] for x in step.operands
             ]
-            context = step.operation.context.manager
-            with traced_at(step.traceback, step.names), context:
+            settings = getattr(step.settings, "manager", contextlib.nullcontext())
+            with traced_at(step.traceback, step.names), settings:
                 values += step.operation.bind(operands)
         return self.rounds(values[-1]) if self.rounds else values[-1]
 

@@ -29,8 +29,10 @@ from jls._program.jaxprs import (
     is_float32,
     is_inexact_atom,
     is_literal,
+    jitted_inline,
     manual_axes,
     opened,
+    operation_of,
     parameter,
     parameters,
     trace_of,
@@ -62,6 +64,7 @@ class Rewrite:
         # What the rule of a custom_vjp may close over, where there is one.
         self._closed_over: dict[Any, Held] = {}
         self._kinds = Kinds(choice, self.leads)
+        self._bodies: dict[Any, Any] = {}  # of calls that are alike
 
     def read(
         self,
@@ -257,14 +260,48 @@ class Rewrite:
         assert program is not None
         atoms = opened(program).jaxpr.outvars
         inputs = self._inputs(operands)
+        arrays = [x.array for x in inputs]
 
         def run(*arrays):
             results = self.run(program, _like(inputs, arrays), site)
             return self._as(results, facts, atoms)
 
-        made = jax.make_jaxpr(run)(*(x.array for x in inputs))
-        results = bind(equation, [x.array for x in inputs], jaxpr=close(made))
-        return self._stored(equation, results, facts)
+        def made(*arrays):
+            body = close(jax.make_jaxpr(run)(*arrays))
+            return operation_of(equation, jaxpr=body).bind(arrays)
+
+        with traced_as(equation):
+            steps = self._steps(program, site)
+            if steps is None:
+                return self._stored(equation, made(*arrays), facts)
+            # Layers that are alike have one body, which JAX differentiates once.
+            key = operation_of(equation), steps
+            key += tuple((x.is_half, x.is_beyond) for x in (*inputs, *facts))
+            if key not in self._bodies:
+                self._bodies[key] = jitted_inline(made)
+            return self._stored(equation, self._bodies[key](*arrays), facts)
+
+    def _steps(self, program: Program, site: Site) -> tuple[Any, ...] | None:
+        """What becomes of a program, if that is all that its results depend on."""
+        jaxpr, consts = opened(program)
+        if consts or not self.choice.is_everywhere:
+            return None
+        found = list[Any]()
+        for number, equation in enumerate(jaxpr.eqns):
+            here = site.inside(equation, number)
+            if equation.primitive.name == "custom_vjp_call":  # may close over arrays
+                return None
+            step = self._kinds.steps[here.numbers]
+            facts = ((x.kind, x.share < 1, x.is_beyond) for x in step.results)
+            found.append((step.way, *facts))
+            for call in calls_of(equation):
+                is_beside = call.kind == "condition"
+                inside = here.beside(CONDITION) if is_beside else call.site(here)
+                steps = self._steps(call.program, inside)
+                if steps is None:
+                    return None
+                found.append(steps)
+        return tuple(found)
 
     def _scan(
         self, site: Site, operands: list[Held], facts: list[Fact]
@@ -526,7 +563,7 @@ def _last_uses(jaxpr: Any) -> list[list[Any]]:
 def _like(held: Sequence[Stored], arrays: Sequence[Any]) -> list[Stored]:
     """Other arrays in the places of those that are held."""
     return [
-        Stored(array, x.is_half, x._is_beyond)
+        Stored(array, x.is_half, x.is_beyond)
         for x, array in zip(held, arrays, strict=True)
     ]
 

@@ -16,7 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jls._program.jaxprs import Operation, is_program, operation_of, traced_as
+from jls._program.jaxprs import (
+    Operation,
+    is_program,
+    jitted_inline,
+    operation_of,
+    traced_as,
+)
 
 _MOST = 2048  # operations and chains that are remembered
 
@@ -86,13 +92,12 @@ class _Single(NamedTuple):
                 values.append(operand.value)
             else:
                 values.append(operand(next(given)) if operand else next(given))
-        with self.operation.context.manager:
-            return self.operation.bind(values)
+        return self.operation.bind(values)
 
 
 @functools.lru_cache(_MOST)
 def _jitted(fun: Callable[..., Any]) -> Callable[..., Any]:
-    return jax.jit(lambda *arrays: fun(*arrays), inline=True)
+    return jitted_inline(lambda *arrays: fun(*arrays))
 
 
 def call_shared(fun: Callable[..., Any], arrays: Sequence[Any]) -> Any:

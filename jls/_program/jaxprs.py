@@ -199,6 +199,12 @@ def run_as_call(jaxpr: Any, arguments: Sequence[Any], name: str) -> list[Any]:
 _OF_EACH = ("_shardings", "_layouts")
 
 
+def jitted_inline(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun` jitted, which JAX traces once, and puts into the program as it is."""
+    early = _part(_part(jax, "Inline"), "JAX_EARLY", True)  # since jax 0.12
+    return jax.jit(fun, inline=early)
+
+
 def scan_counts(equation: Any) -> tuple[int, int] | None:
     """The numbers of constants and of carried values among a scan's operands."""
     counts = parameter(equation, "num_consts"), parameter(equation, "num_carry")
@@ -324,6 +330,13 @@ def traced_at(traceback: Any, names: Any) -> Any:
     return source_info_util.user_context(traceback, name_stack=names)
 
 
+def settings_beside(equation: Any, other: Any) -> Any:
+    """What JAX keeps of its settings at an equation; None if `other` has the same."""
+    mine, theirs = equation.ctx, other.ctx
+    # Before jax 0.10 one has no equality.
+    return None if mine is theirs or repr(mine) == repr(theirs) else mine
+
+
 def traceback_of(equation: Any) -> Any:
     """Where the user's program computes it; equal for equal calls of one line."""
     return equation.source_info.traceback
@@ -339,11 +352,13 @@ def shared_names(equations: Sequence[Any]) -> tuple[Any, list[Any]]:
 
 
 class Operation(NamedTuple):
-    """What an equation computes, wherever it stands. Equal ones compute the same."""
+    """What an equation computes, wherever it stands, with the settings of JAX there.
+
+    Equal ones compute the same.
+    """
 
     primitive: Any
     params: tuple[tuple[str, Any], ...]
-    context: Any  # the settings of JAX around it
 
     def bind(self, operands: Sequence[Any]) -> list[Any]:
         made = self.primitive.get_bind_params(dict(self.params))
@@ -356,7 +371,7 @@ class Operation(NamedTuple):
 def operation_of(equation: Any, **params: Any) -> Operation:
     """What an equation computes, with other parameters."""
     params = {**equation.params, **params}
-    return Operation(equation.primitive, tuple(params.items()), equation.ctx)
+    return Operation(equation.primitive, tuple(params.items()))
 
 
 def bind(equation: Any, operands: Sequence[Any], **params: Any) -> list[Any]:

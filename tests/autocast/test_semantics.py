@@ -596,6 +596,49 @@ def test_a_nested_jit_stays_one_with_what_it_donates():
     assert found.results == ("float16",)
 
 
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
+def test_calls_that_become_the_same_share_a_body_and_no_others(wrap):
+    def layer(x, w):
+        return jnp.tanh(x @ w) + 0.5
+
+    one = wrap(layer)
+
+    def loss(x, w):
+        for _ in range(5):
+            x = one(x, w)
+        return x
+
+    cast = jls.autocast(loss, jnp.float16)
+    names = ("jit", "pjit", "checkpoint", "remat2")
+    calls = [x for x in operations(cast, X, W) if x.name in names and not x.calls]
+    results = [call.results for call in calls]
+    assert results == [("float16",)] * 4 + [("float32",)]
+    bodies = [id(call.equation.params["jaxpr"]) for call in calls]
+    first, second, third, fourth, last = bodies
+    assert second == third == fourth
+    assert len({first, second, last}) == 3  # of an argument, of half; what it gives
+    inlined = jls.autocast(
+        lambda x, w: [x := layer(x, w) for _ in range(5)][-1], jnp.float16
+    )
+    assert_identical(cast(X, W), inlined(X, W))
+
+
+def test_calls_that_are_kept_share_no_body():
+    @jax.jit
+    def layer(x, w):
+        return jnp.tanh(x @ w)
+
+    def loss(x, w):
+        for name in ("half", "whole", "half"):
+            with jax.named_scope(name):
+                x = layer(x, w)
+        return x @ w
+
+    cast = jls.autocast(loss, jnp.float16, keep="whole")
+    found = [x.results[0] for x in named("dot_general", cast, X, W)]
+    assert found == ["float16", "float32", "float16", "float16"]
+
+
 def test_a_checkpoint_keeps_its_policy_and_prevents_what_it_prevented():
     policy = jax.checkpoint_policies.dots_saveable
 
