@@ -291,7 +291,7 @@ class Rewrite:
             here = site.inside(equation, number)
             if equation.primitive.name == "custom_vjp_call":  # may close over arrays
                 return None
-            step = self._kinds.steps[here.numbers]
+            step = self._kinds.steps[here.indices]
             facts = ((x.kind, x.share < 1, x.is_beyond) for x in step.results)
             found.append((step.way, *facts))
             for call in calls_of(equation):
