@@ -91,11 +91,20 @@ def test_scaler_that_counts_down_has_backed_off(runner):
 
 
 def test_another_scale_starts_the_count_to_its_growth_anew(runner):
+    (scale,) = runner.scales
+    count = scale.fields["finite_count"]
+    for before, after in [(3, 0), (-1, -1)]:
+        runner.start[count] = np.int32(before)
+        assert runner.at_scale(scale, 2.0) == {scale.at: 2.0, count: after}
+
+
+def test_next_step_starts_with_what_came_back_at_the_first_scale(runner):
     leaves, (scale,) = list(runner.start), runner.scales
-    leaves[scale.fields["finite_count"]] = jnp.int32(3)
-    new = runner.set_scale(leaves, scale, 2.0)
-    assert new[scale.at] == 2.0
-    assert new[scale.fields["finite_count"]] == 0
+    run = runner.run(leaves, "a step", {scale.at: np.inf})
+    assert run.given[scale.at] == np.inf
+    assert leaves[scale.at] == run.next[scale.at] == 1024.0
+    (steps,) = (i for i in run.changed() if i == scale.counters["steps"])
+    assert run.next[steps] == run.returned[steps] == 1
 
 
 def test_step_does_not_get_the_arrays_of_the_caller():

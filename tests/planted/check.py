@@ -300,14 +300,14 @@ READING = [
     ),
     Fault(
         "host sync: never found",
-        "jls/_tools/check/check.py",
+        "jls/_tools/check/program.py",
         "    if last.reads:\n",
         "    if last.reads and isinstance(last, Traced):\n",
         (f"{READ}test_value_that_the_host_reads_is_read[float]",),
     ),
     Fault(
         "host sync: found where the host reads a value now and then",
-        "jls/_tools/check/check.py",
+        "jls/_tools/check/program.py",
         "while len(traces) < 3 and traces[-1].reads:",
         "while len(traces) < 1 and traces[-1].reads:",
         (f"{READ}test_value_that_the_host_reads_once_in_three_traces_is_right",),
@@ -346,9 +346,16 @@ TRIALS = [
     Fault(
         "a lowered scale grows as soon as the old one would have",
         "jls/_tools/check/runs.py",
-        "np.minimum(as_numpy(leaves[count]), 0)",
-        "as_numpy(leaves[count])",
+        "np.minimum(as_numpy(self.start[count]), 0)",
+        "as_numpy(self.start[count])",
         (f"{RUNS}test_another_scale_starts_the_count_to_its_growth_anew",),
+    ),
+    Fault(
+        "the next step starts at the scale of the fault",
+        "jls/_tools/check/runs.py",
+        "kept = runner.carried.leaves - {i for x in runner.scales for i in x.state}",
+        "kept = runner.carried.leaves",
+        (f"{RUNS}test_next_step_starts_with_what_came_back_at_the_first_scale",),
     ),
     Fault(
         "out of sync: never found",
@@ -520,7 +527,7 @@ ANSWERS = [
     ),
     Fault(
         "a moment that comes back narrower is right",
-        "jls/_tools/check/dtypes.py",
+        "jls/_tools/check/program.py",
         "path for path, i in copy.items() if _is_narrower(items[i].value, state[path])",
         "p for p, i in copy.items() if p[-1] == 'loss_scale' and _is_narrower("
         "items[i].value, state[p])",

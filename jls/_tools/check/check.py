@@ -17,16 +17,15 @@ from jls._state import find, how_to_nest, is_wrapper_state
 from jls._text import wrapped
 from jls._tools.check import codes
 from jls._tools.check.codes import CODES, TABLE, Code
-from jls._tools.check.dtypes import restore_dtypes, widen_scales
 from jls._tools.check.faults import try_all
 from jls._tools.check.findings import Findings
-from jls._tools.check.proofs import BY_READING, read_codes
+from jls._tools.check.program import read_program
+from jls._tools.check.proofs import read_codes
 from jls._tools.check.runs import Runner
 from jls._tools.reading.arguments import Arguments, open_call
 from jls._tools.reading.precision import Precision, PrecisionReport, in_words, look_at
-from jls._tools.reading.reading import Reading, Unread, try_to_trace
+from jls._tools.reading.reading import Reading
 from jls._tools.reading.scales import Scale, is_switched_off, scales_in
-from jls._tools.reading.trace import Traced
 from jls._tree import is_array
 
 CarriedArgs = Mapping[int | str, Iterable[str]] | Iterable[int | str] | None
@@ -190,7 +189,7 @@ def check_step(
             "taken as data, but a result looks like it; if it is state, name all "
             "arguments that come back: jls.check_step(step, ..., carried_args=(0, 1))"
         )
-    notes = [*_notes(runner, step), *findings.notes]
+    notes = [*_notes(runner), *findings.notes]
     found = _step_check(findings, _lines_to_write((args, kwargs), runner), notes)
     if runner.reading is None:
         return found
@@ -222,54 +221,13 @@ def read_step(
     named = _named(carried_args, arguments, len(args) - given)
     scales = _require_scales(args, kwargs, arguments)
     findings = Findings()
-    arguments = widen_scales(arguments, scales, findings)
-    reading = _read_program(step, arguments, scales, findings)
+    arguments, reading = read_program(step, arguments, scales, findings)
     around = _around((args, kwargs))
     runner = Runner(step, arguments, scales, named, reading, RUNS, around)
     return runner, findings, read_codes(runner, findings)
 
 
-def _read_program(
-    step: Callable[..., Any],
-    arguments: Arguments,
-    scales: list[Scale],
-    findings: Findings,
-) -> Reading | None:
-    """Reads the program of the step, and settles whether it syncs with the host."""
-    # A step may read a value every so many steps, which is right: it is a mistake only
-    # if three traces in a row do.
-    traces = [try_to_trace(step, arguments)]
-    while len(traces) < 3 and traces[-1].reads:
-        traces.append(try_to_trace(step, arguments))
-    readable = [x for x in traces if isinstance(x, Traced)]
-    last = traces[-1]
-    if last.reads:
-        how = last.reads if isinstance(last, Unread) else "jax.device_get"
-        evidence = f"the step reads a value of the device ({how})"
-        findings.broken("host sync", evidence)
-    elif isinstance(last, Traced) or is_compiled(step):
-        findings.right("host sync")
-    else:
-        findings.not_tried("host sync", last.reason)
-    reason = "" if isinstance(last, Traced) else last.reason
-    if readable:
-        traced = restore_dtypes(readable[-1], arguments, scales, findings)
-        try:
-            return Reading(traced, scales)
-        except Exception as error:  # a program that no test has: run it all the same
-            reason = f"it raises {type(error).__name__}"
-    for code in (*BY_READING, "state narrowed"):
-        findings.not_tried(code, f"there is no program to read: {reason}")
-    findings.notes.append(f"The precision is not known: {reason}.")
-    return None
-
-
-def is_compiled(step: Callable[..., Any]) -> bool:
-    """Whether a step is one compiled program."""
-    return hasattr(step, "lower") or isinstance(step, jax.stages.Compiled)
-
-
-def _notes(runner: Runner, step: Callable[..., Any]) -> list[str]:
+def _notes(runner: Runner) -> list[str]:
     items, carried = runner.arguments.items, runner.carried
     mine = dict.fromkeys(items[i].path[0] for i in sorted(carried.leaves))
     data = dict.fromkeys(x.path[0] for x in items if x.path[0] not in mine)
@@ -281,9 +239,6 @@ def _notes(runner: Runner, step: Callable[..., Any]) -> list[str]:
             f"{'is' if len(weak) == 1 else 'are'} weakly typed, and what comes back is "
             "not. Give it a dtype: jnp.array(1.0, jnp.float32)."
         )
-    reading = runner.reading
-    if reading and not is_compiled(step) and not reading.traced.is_jitted:
-        notes.append("Not jitted as passed: step = jax.jit(step).")
     return notes
 
 

@@ -42,7 +42,6 @@ from jls._tools.check.runs import (
     OutOfRunsError,
     Run,
     Runner,
-    filled,
     is_new,
     may_take_fault,
     planted,
@@ -56,9 +55,8 @@ HUGE = 2.0**126  # the largest scale that `jls.set_loss_scale` takes
 # another model, one array is enough: all of them go into the gradients together.
 _MANY_LEAVES = 8
 
-StoredElements = Mapping[
-    int, Any
-]  # the indices of elements that only store something, by leaf
+# The indices of elements that only store something, by leaf.
+StoredElements = Mapping[int, Any]
 
 
 class Fault(NamedTuple):
@@ -106,9 +104,7 @@ def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> Non
             "all arguments that come back with carried_args="
         )
         findings.not_tried("not atomic", why_unmoved)
-    trials = _Trials(
-        runner, base or Base(good[0].given, good[0], 1), good, findings, cleaned
-    )
+    trials = _Trials(runner, base or Base(good[0], 1), good, findings, cleaned)
     if base is not None:
         runner.left += 2 * base.window
     trials.try_scales()
@@ -138,6 +134,7 @@ class _Trials:
         cleaned: Sequence[Value],
     ) -> None:
         self.runner, self.base, self.good = runner, base, good
+        self.leaves = base.good_run.given  # the point
         self.findings, self.cleaned = findings, cleaned
         self.items = runner.arguments.items
         self.faults: list[Fault] = []
@@ -145,11 +142,15 @@ class _Trials:
         self.stored = set[int]()  # leaves of which a fault was only stored
 
     def _run_or_note(
-        self, leaves: Leaves, trial: str, code: Code | None = None
+        self,
+        leaves: Leaves,
+        trial: str,
+        code: Code | None = None,
+        changes: Mapping[int, Any] = {},
     ) -> Run | None:
         """A run; None if it fails, with the reason in the findings."""
         try:
-            return self.runner.run(leaves, trial)
+            return self.runner.run(leaves, trial, changes)
         except OutOfRunsError:
             reason = "no run was left"
         except Exception as error:
@@ -184,10 +185,10 @@ class _Trials:
         text = "inf" if value == math.inf else format_scale(value)
         names = ", ".join(scale.name for scale in scales)
         of = f" in {names}" if len(self.runner.scales) > 1 else ""
-        what, leaves = f"a loss scale of {text}{of}", self.base.leaves
+        what, changes = f"a loss scale of {text}{of}", dict[int, Any]()
         for scale in scales:
-            leaves = self.runner.set_scale(leaves, scale, value)
-        run = self._run_or_note(leaves, what, "nan committed")
+            changes |= self.runner.at_scale(scale, value)
+        run = self._run_or_note(self.leaves, what, "nan committed", changes)
         if run is not None:
             self.faults.append(Fault(what, run, scales, self._stored(run)))
 
@@ -197,7 +198,7 @@ class _Trials:
         if any(map(is_fp8, self.items)):
             self.findings.not_tried(code, "8-bit layers clip their gradients, rightly")
             return
-        if all(is_switched_off(self.base.leaves[x.at], x) for x in self.runner.scales):
+        if all(is_switched_off(self.leaves[x.at], x) for x in self.runner.scales):
             self._check_cleaned()
             self.findings.not_tried(code, "the loss scale is static and 1")
             return
@@ -273,7 +274,7 @@ class _Trials:
     def _is_steady(self) -> bool:
         """Whether two equal calls give the same parameters."""
         again = self._run_or_note(
-            self.base.leaves, "a good step, repeated", "overflow hidden"
+            self.leaves, "a good step, repeated", "overflow hidden"
         )
         right = self.base.good_run
         return again is not None and again.comes_out_as(right, self._params())
@@ -287,7 +288,7 @@ class _Trials:
         for gradient in self.cleaned:
             assert gradient.cleaned is not None
             place = place_of(gradient.cleaned)
-            applied = inf_is_applied(self.runner, reading, self.base.leaves, gradient)
+            applied = inf_is_applied(self.runner, reading, self.leaves, gradient)
             if applied is None:
                 self.findings.not_tried(
                     code, f"{place} may lose an inf, where no fault reaches it"
@@ -326,14 +327,13 @@ class _Trials:
             return
         far = np.float32(2.0**40)  # however many deviations are allowed
         lower = np.stack([loss - far * (1 + np.abs(loss)), norm / far], axis=-1)
-        leaves = list(self.base.leaves)
-        for name, value in {
-            "seen": np.repeat(lower[..., None], seen.shape[-1], axis=-1),
-            "kept": seen.shape[-1],
-            "tokens": np.maximum(values["tokens"], 1),
-        }.items():
-            leaves[at[name]] = filled(leaves[at[name]], value)
-        run = self._run_or_note(leaves, "a window of far lower losses and norms", code)
+        changes = {
+            at["seen"]: np.repeat(lower[..., None], seen.shape[-1], axis=-1),
+            at["kept"]: seen.shape[-1],
+            at["tokens"]: np.maximum(values["tokens"], 1),
+        }
+        what = "a window of far lower losses and norms"
+        run = self._run_or_note(self.leaves, what, code, changes)
         if run is None:
             return
         value, limit = (run.after[at[name]] for name in ("value", "limit"))
@@ -353,7 +353,7 @@ class _Trials:
 
     def try_batch(self) -> None:
         """NaN in an element of each array that is not carried."""
-        leaves, items = self.base.leaves, self.items
+        leaves, items = self.leaves, self.items
         carried = self.runner.carried
         # Not a part of an argument that is carried, such as a field left out.
         owners = {items[k].path[0] for k in carried.leaves}
@@ -398,10 +398,8 @@ class _Trials:
         return bool(reading.bit(leaf) & reading.reaches_gradients)
 
     def _try_nan(self, i: int) -> None:
-        leaves = self.base.leaves
         what = f"NaN in {self.items[i].name}"
-        faulty = [*leaves[:i], planted(leaves[i]), *leaves[i + 1 :]]
-        run = self._run_or_note(faulty, what)
+        run = self._run_or_note(self.leaves, what, changes={i: planted(self.leaves[i])})
         if run is not None:
             self.faults.append(Fault(what, run, (), self._stored(run)))
 
@@ -458,10 +456,9 @@ class _Trials:
     def _good_step_after(self, fault: Fault, code: Code) -> Run | None:
         run = self.later.get(fault.what)
         if run is None:
-            leaves = self.runner.put_back(fault.run.returned, self.base.leaves)
-            for i in fault.exempt:
-                leaves[i] = self.base.leaves[i]
-            run = self._run_or_note(leaves, f"a good step after {fault.what}", code)
+            stored = {i: self.leaves[i] for i in fault.exempt}
+            what = f"a good step after {fault.what}"
+            run = self._run_or_note(fault.run.next, what, code, stored)
             if run is not None:
                 self.later[fault.what] = run
         return run
@@ -552,8 +549,8 @@ class _Trials:
             for _ in range(self.base.window):
                 if run is None or not run.keeps(self._params()):
                     break
-                leaves = self.runner.put_back(run.returned, self.base.leaves)
-                run = self._run_or_note(leaves, f"a good step after {fault.what}", code)
+                what = f"a good step after {fault.what}"
+                run = self._run_or_note(run.next, what, code)
             if run is None:
                 return
             if run.keeps(self._params()):

@@ -2,7 +2,7 @@
 """The good steps of `jls.check_step`, which lead to where faults are injected."""
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,6 @@ LOWER = (4, 4, 4, 4, 8, 8, 16)
 class Base(NamedTuple):
     """The point at which faults are injected."""
 
-    leaves: Leaves
     good_run: Run  # the good step from here
     window: int  # good steps from one move of the parameters to the next
 
@@ -33,18 +32,15 @@ def take_good_steps(runner: Runner, good: list[Run], findings: Findings) -> Base
     Every run is added to `good`. No fault makes sense if nothing is carried, or if
     every call compiles: then all codes are in `findings`.
     """
-    start = runner.start
-    good.append(runner.run(start, "the first good step"))
+    good.append(runner.run(runner.start, "the first good step"))
     if not good[0].changed():
         findings.broken("no step", "a good step changed nothing that the step carries")
         return None
-    start = _lower_scales(runner, start, good)
-    base = _step_until_moved(runner, start, good, MOST_STEPS)
+    _lower_scales(runner, good)
+    base = _step_until_moved(runner, good, MOST_STEPS)
     # The third step of a series is the first that must not compile.
     for _ in range(3 - max(_positions(good))):
-        good.append(
-            runner.run(runner.put_back(good[-1].returned, start), "a good step")
-        )
+        good.append(runner.run(good[-1].next, "a good step"))
     if base is not None and _returns_old_state(runner, good):
         findings.broken(
             "no step",
@@ -115,32 +111,30 @@ def _positions(good: list[Run]) -> list[int]:
     return places
 
 
-def _step_until_moved(
-    runner: Runner, start: Leaves, good: list[Run], most: int
-) -> Base | None:
+def _step_until_moved(runner: Runner, good: list[Run], most: int) -> Base | None:
     """Takes good steps until two have moved the parameters.
 
-    The last run so far was the first of them, from `start`. The base is the second step
-    that moved, since moments are 0 in the first.
+    The last run so far was the first of them. The base is the second step that moved,
+    since moments are 0 in the first.
     """
-    base, leaves, waited = None, start, 1
+    base, waited = None, 1
     for number in range(1, most + 1):
         run = good[-1]
         if number > 1 and run.any_skipped():
             break
         if run.moved():
             window = max(waited, base.window if base else 1)
-            base, waited = Base(leaves, run, window), 0
+            base, waited = Base(run, window), 0
             if number > 1:
                 break
         if number == most or always_compiles(good):
             break
-        leaves, waited = runner.put_back(run.returned, start), waited + 1
-        good.append(runner.run(leaves, f"good step {number + 1}"))
+        waited += 1
+        good.append(runner.run(run.next, f"good step {number + 1}"))
     return base
 
 
-def _lower_scales(runner: Runner, start: Leaves, good: list[Run]) -> Leaves:
+def _lower_scales(runner: Runner, good: list[Run]) -> None:
     """Lowers each loss scale at which the last step was skipped, until none is."""
     used = [x for x in runner.scales if x.counters or not good[-1].keeps(x.state)]
     for bits in LOWER:
@@ -160,22 +154,24 @@ def _lower_scales(runner: Runner, start: Leaves, good: list[Run]) -> Leaves:
                     "jls.metrics(opt_state). Pass a good batch, or a state from "
                     "optimizer.init(params)."
                 )
+        start = runner.start
         skipped = [x for x in skipped if not is_switched_off(start[x.at], x)]
         if not skipped:
             break
+        changes = dict[int, Any]()
         for scale in skipped:
             lower = np.maximum(as_numpy(start[scale.at]) * 2.0**-bits, 2.0**-126)
-            start = runner.set_scale(start, scale, lower)
-        good.append(runner.run(start, "a good step at a lower loss scale"))
+            changes |= runner.at_scale(scale, lower)
+        good.append(runner.run(start, "a good step at a lower loss scale", changes))
+        runner.start = good[-1].given
     skipped = list(filter(good[-1].was_skipped, used))
     if skipped:
-        scales = ", ".join(_format(start, scale) for scale in skipped)
+        scales = ", ".join(_format(runner.start, scale) for scale in skipped)
         raise ValueError(
             "the step must not be skipped at every loss scale, but was with these "
             f"arguments, last at {scales}. Pass a good batch; or the step makes NaN of "
             "one: print(jls.why(step, ...)) with the same arguments names the line."
         )
-    return start
 
 
 def _format(leaves: Leaves, scale: Scale) -> str:

@@ -54,6 +54,17 @@ class Run(NamedTuple):
     compiled: bool
     diverged: frozenset[int]  # leaves of which devices hold different copies
 
+    @property
+    def next(self) -> Leaves:
+        """The arguments of a good step after it.
+
+        The states of the scalers, and all that does not come back, are as at the start.
+        """
+        runner = self.runner
+        kept = runner.carried.leaves - {i for x in runner.scales for i in x.state}
+        pairs = enumerate(zip(self.returned, runner.start, strict=True))
+        return [new if i in kept else old for i, (new, old) in pairs]
+
     def changed(self, exempt: Mapping[int, Any] = {}) -> set[int]:
         """The carried leaves that it changed."""
         return {
@@ -146,6 +157,8 @@ class Runner:
         self.numbers: tuple[Numbers, Numbers] | None = None
         self.carried = Carried()
         self._named = named
+        # The leaves of the arguments, on the host; at a lower loss scale, if need be.
+        self.start = _to_host(arguments.leaves)
         self._places = list(map(_placement_of, arguments.leaves))
         self.devices = set[jax.Device]()  # that hold what comes back
         if reading is not None:
@@ -160,11 +173,6 @@ class Runner:
         self.carried = match(
             self.arguments, outputs, changed, self.scales, self._named, self.reading
         )
-
-    @functools.cached_property
-    def start(self) -> Leaves:
-        """The leaves of the arguments, on the host."""
-        return _to_host(self.arguments.leaves)
 
     @functools.cached_property
     def own(self) -> set[int]:
@@ -236,8 +244,17 @@ class Runner:
             for i, result in results.items()
         )
 
-    def run(self, leaves: Leaves, trial: str) -> Run:
-        """One call of the step with copies of `leaves`."""
+    def run(self, leaves: Leaves, trial: str, changes: Mapping[int, Any] = {}) -> Run:
+        """One call of the step with copies of `leaves`.
+
+        Args:
+          leaves: of its arguments.
+          trial: what the call is for.
+          changes: other values for some leaves.
+        """
+        leaves = [
+            filled(x, changes[i]) if i in changes else x for i, x in enumerate(leaves)
+        ]
         call = self._copies(leaves)
         result, compiled = self._call(call, trial)
         outputs, objects = items_of(result), call.read()
@@ -333,19 +350,13 @@ class Runner:
 
     # Loss scales.
 
-    def set_scale(self, leaves: Leaves, scale: Scale, value: Any) -> Leaves:
-        """`leaves` with another loss scale, and the count of finite steps at 0."""
-        new = list(leaves)
-        new[scale.at] = filled(leaves[scale.at], value)
+    def at_scale(self, scale: Scale, value: Any) -> dict[int, Any]:
+        """Another loss scale, and the count of finite steps at 0."""
         count = scale.fields.get("finite_count")
-        if count is not None:  # below 0 steps do not count yet
-            new[count] = filled(leaves[count], np.minimum(as_numpy(leaves[count]), 0))
-        return new
-
-    def put_back(self, leaves: Leaves, base: Leaves) -> Leaves:
-        """`leaves` with the scaler states and all that is not carried as in `base`."""
-        kept = self.carried.leaves - {i for x in self.scales for i in x.state}
-        return [leaves[i] if i in kept else base[i] for i in range(len(base))]
+        if count is None:
+            return {scale.at: value}
+        # Below 0 steps do not count yet.
+        return {scale.at: value, count: np.minimum(as_numpy(self.start[count]), 0)}
 
     def names(self, leaves: Iterable[int]) -> str:
         """The paths of leaves, the first three of them."""

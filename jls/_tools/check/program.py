@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer state that a step is given, or returns, narrower than it has to be.
+"""Reads the program of a step, once.
 
 In float16 a loss scale is inf from 65520 on, and every step after that is skipped. So
-the wrapper refuses a state whose loss scale is narrower than float32: such a step is
-read as if its state had kept its dtypes, and not run.
+the wrapper refuses a state whose loss scale is narrower than float32: a step that is
+given one, or returns one, is read as if its state had kept its dtypes, and not run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,9 @@ from jls._program.jaxprs import is_exact_cast
 from jls._text import join, listed
 from jls._tools.check.codes import Code
 from jls._tools.check.findings import Findings
+from jls._tools.check.proofs import BY_READING
 from jls._tools.reading.arguments import Arguments, Item, Keys
+from jls._tools.reading.reading import Reading, Unread, try_to_trace
 from jls._tools.reading.scales import Scale, without_value
 from jls._tools.reading.trace import Traced
 from jls._tree import is_concrete, is_inexact, is_narrow, widen
@@ -25,7 +27,56 @@ from jls._tree import is_concrete, is_inexact, is_narrow, widen
 CODE: Code = "state narrowed"
 
 
-def widen_scales(
+def read_program(
+    step: Callable[..., Any],
+    arguments: Arguments,
+    scales: Sequence[Scale],
+    findings: Findings,
+) -> tuple[Arguments, Reading | None]:
+    """Reads the program of the step, and settles whether it syncs with the host.
+
+    Returns:
+      The arguments that it is read with, and what is read; None without a program.
+    """
+    arguments = _widen_scales(arguments, scales, findings)
+    # A step may read a value every so many steps, which is right: it is a mistake only
+    # if three traces in a row do.
+    traces = [try_to_trace(step, arguments)]
+    while len(traces) < 3 and traces[-1].reads:
+        traces.append(try_to_trace(step, arguments))
+    readable = [x for x in traces if isinstance(x, Traced)]
+    last = traces[-1]
+    if last.reads:
+        how = last.reads if isinstance(last, Unread) else "jax.device_get"
+        evidence = f"the step reads a value of the device ({how})"
+        findings.broken("host sync", evidence)
+    elif isinstance(last, Traced) or _is_compiled(step):
+        findings.right("host sync")
+    else:
+        findings.not_tried("host sync", last.reason)
+    reason = "" if isinstance(last, Traced) else last.reason
+    if readable:
+        traced = _restore_dtypes(readable[-1], arguments, scales, findings)
+        try:
+            reading = Reading(traced, scales)
+        except Exception as error:  # a program that no test has: run it all the same
+            reason = f"it raises {type(error).__name__}"
+        else:
+            if not (_is_compiled(step) or traced.is_jitted):
+                findings.notes.append("Not jitted as passed: step = jax.jit(step).")
+            return arguments, reading
+    for code in (*BY_READING, CODE):
+        findings.not_tried(code, f"there is no program to read: {reason}")
+    findings.notes.append(f"The precision is not known: {reason}.")
+    return arguments, None
+
+
+def _is_compiled(step: Callable[..., Any]) -> bool:
+    """Whether a step is one compiled program."""
+    return hasattr(step, "lower") or isinstance(step, jax.stages.Compiled)
+
+
+def _widen_scales(
     arguments: Arguments, scales: Sequence[Scale], findings: Findings
 ) -> Arguments:
     """`arguments` with loss scales in float32; those that were narrower are broken."""
@@ -41,7 +92,7 @@ def widen_scales(
     return arguments._replace(items=items)
 
 
-def restore_dtypes(
+def _restore_dtypes(
     traced: Traced, arguments: Arguments, scales: Sequence[Scale], findings: Findings
 ) -> Traced:
     """`traced` with its states in the dtypes of `arguments`; narrower ones are broken.
