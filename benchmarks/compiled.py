@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks.contestants import ALL, FLOOR, Run
+from benchmarks.contestants import ALL, Rules, Run
 from benchmarks.hlo import Program
 from benchmarks.placement import Placement
 from benchmarks.targets import Target
@@ -46,8 +46,8 @@ def compile_step(
     Seconds are CPU time, of all threads: what else the machine does hardly counts.
     """
     make = (workload.contestants or ALL)[name]
-    run = make(workload.optimizer, problem.loss_fn, workload.rules)
-    batch = workload.batches(problem, guarded=name != FLOOR)[0]
+    run = make(workload.optimizer, problem.loss_fn, Rules())
+    batch = problem.good
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # jls warns of narrow parameters
         state = jax.eval_shape(run.init, problem.params)
@@ -56,7 +56,7 @@ def compile_step(
             where.sharded(state),
             where.sharded_batch(batch),
         )
-        lowered, traced = _traced(run, args, (0, 1) if workload.donate else ())
+        lowered, traced = _traced(run, args)
         start = time.process_time()
         compiled = lowered.compile()
         seconds = time.process_time() - start
@@ -89,14 +89,14 @@ def warm_up(where: Placement) -> None:
     jax.jit(lambda x: jnp.tanh(x @ x)).lower(x).compile()
 
 
-def _traced(run: Run, args: Any, donated: tuple[int, ...]) -> tuple[Any, float]:
+def _traced(run: Run, args: Any) -> tuple[Any, float]:
     """The step, lowered, and the seconds that takes when nothing is cached."""
     seconds, lowered = [], None
     shardings = jax.tree.map(lambda leaf: leaf.sharding, args[:2])
     for _ in range(TRACES):
         # A new jit each time, and none of what JAX remembers of the last.
         step = jax.jit(
-            run.step, donate_argnums=donated, out_shardings=(*shardings, None)
+            run.step, donate_argnums=(0, 1), out_shardings=(*shardings, None)
         )
         jax.clear_caches()
         gc.collect()

@@ -23,16 +23,15 @@ class Contest:
 
     def __init__(self, workload: Workload, name: str, problem: Problem):
         make = contestants.ALL[name]
-        run = make(workload.optimizer, problem.loss_fn, workload.rules)
-        self.batches = workload.batches(problem, guarded=name != FLOOR)
+        run = make(workload.optimizer, problem.loss_fn, Rules())
+        self.batch, self.cycle = problem.good, workload.cycle
         # Copies, since donation destroys its arguments.
         self.params = jax.tree.map(jnp.copy, problem.params)
         sharding = jax.tree.leaves(self.params)[0].sharding
         self.state = jax.device_put(run.init(self.params), sharding)
-        donated = (0, 1) if workload.donate else ()
         start = time.perf_counter()
-        step = jax.jit(run.step, donate_argnums=donated, out_shardings=sharding)
-        lowered = step.lower(self.params, self.state, self.batches[0])
+        step = jax.jit(run.step, donate_argnums=(0, 1), out_shardings=sharding)
+        lowered = step.lower(self.params, self.state, self.batch)
         traced = time.perf_counter()
         self.compiled = lowered.compile()
         self.seconds = traced - start, time.perf_counter() - traced
@@ -56,14 +55,14 @@ class Contest:
     def seconds_per_step(self, cycles: int) -> float:
         """Times whole cycles, until the last result is there."""
         params, state, loss = self.params, self.state, None
+        steps = cycles * self.cycle
         start = time.perf_counter()
-        for _ in range(cycles):
-            for batch in self.batches:
-                params, state, loss = self.compiled(params, state, batch)
+        for _ in range(steps):
+            params, state, loss = self.compiled(params, state, self.batch)
         jax.block_until_ready((params, state, loss))
         elapsed = time.perf_counter() - start
         self.params, self.state = params, state
-        return elapsed / (cycles * len(self.batches))
+        return elapsed / steps
 
 
 def measure(
@@ -75,7 +74,7 @@ def measure(
     a while is slow for all. The order changes from round to round.
     """
     floor = contests[FLOOR]
-    cycles = round(sample / (floor.seconds_per_step(1) * len(floor.batches)))
+    cycles = round(sample / (floor.seconds_per_step(1) * floor.cycle))
     names, samples = list(contests), {name: [] for name in contests}
     start = time.perf_counter()
     for i in range(max_rounds):

@@ -8,7 +8,6 @@ class Size(NamedTuple):
 
     tree: tuple[int, int, int]  # for updates alone
     muon_tree: tuple[int, int, int]  # smaller where matrix products are slow
-    big_tree: tuple[int, int, int] | None
     transformer: tuple[int, int, int]
     tokens: tuple[int, int]  # batch, length
     convnet: tuple[int, list[int], int]  # width, blocks, classes
@@ -23,7 +22,6 @@ class Size(NamedTuple):
 GPU = Size(
     tree=(512, 4, 8000),
     muon_tree=(512, 4, 8000),
-    big_tree=(1024, 24, 24000),
     transformer=(1024, 4, 16000),
     tokens=(8, 512),
     convnet=(64, [3, 4, 6, 3], 1000),
@@ -36,7 +34,6 @@ GPU = Size(
 )
 CPU = GPU._replace(
     muon_tree=(128, 4, 1000),
-    big_tree=None,
     transformer=(128, 4, 1000),
     tokens=(2, 32),
     convnet=(16, [1, 1], 10),

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from benchmarks import models
-from benchmarks.contestants import FEW, MAIN, Make, Rules
+from benchmarks.contestants import FEW, MAIN, Make
 from benchmarks.sizes import Size
 
 
@@ -56,25 +56,12 @@ class Workload(NamedTuple):
     problem: Callable[[], Problem]
     optimizer: optax.GradientTransformation
     cycle: int = 1  # steps that belong together: a sample is one or more cycles
-    overflows: bool = False  # the first step of each cycle is bad
-    donate: bool = True
     # The fewest extra reads of all gradients that a guard needs, in an update alone.
     least_reads: int | None = None
     only: list[str] | None = None  # these contestants, unless the user names them
     contestants: dict[str, Make] | None = None  # in the place of the usual ones
     quick: bool = False  # whether `--quick` runs it
     growth: str | None = None  # "leaves" or "parameters" if this is a point of a curve
-
-    def batches(self, problem: Problem, guarded: bool) -> list[Any]:
-        """The batches of one cycle. Without a guard all are good: the floor trains."""
-        bad = self.overflows and guarded
-        first = problem.bad if bad else problem.good
-        return [first, *[problem.good] * (self.cycle - 1)]
-
-    @property
-    def rules(self) -> Rules:
-        """With overflows the scale grows as often as it backs off, and stays level."""
-        return Rules(self.cycle // 2) if self.overflows else Rules()
 
 
 LEARNING_RATE = 1e-4
@@ -104,7 +91,6 @@ def workloads(size: Size) -> Iterator[Workload]:
         return training(params, models.convnet_loss, batch)
 
     secondary: dict[str, Any] = {"only": MAIN}
-    bad: dict[str, Any] = {"cycle": 20, "overflows": True, **secondary}
     accumulated: dict[str, Any] = {"cycle": 8, **secondary}
     yield Workload("update adamw", tree(), ADAMW, least_reads=1, quick=True)
     yield Workload("update clip + adamw", tree(), CLIPPED, least_reads=0, quick=True)
@@ -114,18 +100,12 @@ def workloads(size: Size) -> Iterator[Workload]:
     yield Workload("update adafactor", tree(), ADAFACTOR, least_reads=0)
     yield Workload("update muon", tree(size.muon_tree), MUON, least_reads=1)
     yield Workload("step convnet, sgd momentum", convnet, MOMENTUM)
-    yield Workload("step transformer, 1 overflow in 20", transformer, ADAMW, **bad)
     yield Workload(
         "step transformer, accumulation over 8", transformer, ACCUMULATED, **accumulated
     )
-    if size.big_tree:
-        big = tree(size.big_tree)
-        yield Workload("update adamw, big", big, ADAMW, least_reads=1, only=MAIN)
-    yield Workload("update adamw, 1 overflow in 20", tree(), ADAMW, **bad)
     yield Workload(
         "update adamw, accumulation over 8", tree(), ACCUMULATED, **accumulated
     )
-    yield Workload("update adamw, not donated", tree(), ADAMW, donate=False)
     for total in size.parameters:
         problem = _even_tree(total, 50)
         name = f"update adamw, {total:,} parameters"

@@ -19,6 +19,7 @@ from benchmarks import (
 )
 from benchmarks import target_workloads as listed
 from benchmarks.__main__ import main
+from benchmarks.contestants import Rules
 from benchmarks.target_workloads import TINY, target_workloads
 from benchmarks.workloads import many_leaves
 
@@ -60,7 +61,7 @@ def test_train_steps_of_all_libraries_train_alike(name):
     problem = small()
     losses = {}
     for contestant, make in workload.contestants.items():
-        run = make(workload.optimizer, problem.loss_fn, workload.rules)
+        run = make(workload.optimizer, problem.loss_fn, Rules())
         params, state = problem.params, run.init(problem.params)
         step = jax.jit(run.step)
         for _ in range(2):

@@ -30,9 +30,7 @@ SIZE = CPU._replace(
     images=(2, 16),
     many_leaves=(40, 16),
 )
-WORKLOADS = {
-    one.name: one for one in workloads(SIZE) if not (one.growth or one.overflows)
-}
+WORKLOADS = {one.name: one for one in workloads(SIZE) if not one.growth}
 PEERS = [name for name in available() if name in WHOLE and name != OURS]
 # The loss scale and the counters: scalars, and a number for each leaf.
 SCALARS = 8192
@@ -41,7 +39,6 @@ SCALARS = 8192
 # array in memory with itself, and has to write what it sees there.
 MORE_PASSES = {
     "update adamw": 1,
-    "update adamw, not donated": 1,
     "update adamw, accumulation over 8": 1,
     "update sgd momentum": 1,
     "update adafactor": 1,
