@@ -273,7 +273,7 @@ FAULTS = [
     Fault(
         "a result that float16 rounds to 0 in any case is called wrong",
         "jls/_tools/origin/twin.py",
-        "max(_NEGLIGIBLE * largest, 2.0**-24)",
+        "max(_NEGLIGIBLE * largest, _LEAST)",
         "_NEGLIGIBLE * largest",
         (CALIBRATED,),
     ),

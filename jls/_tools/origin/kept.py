@@ -42,6 +42,7 @@ from jls._tools.origin.trail import Constant, OpResult, RunValue, Trail
 
 # Half of the last step above the largest float16: it rounds to inf.
 _BEYOND = 65520.0
+# Each round casts around what is kept so far: after a few there is nothing new.
 _MOST_ROUNDS = 20
 
 
@@ -344,7 +345,7 @@ def _is_written(trail: Trail, value: RunValue) -> bool:
     return False
 
 
-_LONGEST = 1000
+_LONGEST = 1000  # operations to go back, those of each iteration of a loop again
 _CHOICES = ("select_n", "max", "min", "clamp")
 
 

@@ -162,7 +162,10 @@ class Twin(RecordedProgram):
         return 0.0 if ends is None else float(np.abs(ends).max(initial=0.0))
 
     def may_overflow(self, records: Any, frame: Frame, index: int) -> bool:
-        """Whether a narrow result is so large that it may be inf in its own dtype."""
+        """Whether a narrow result is so large that it may be inf in its own dtype.
+
+        From half of the largest number on: roundings before it add up to less.
+        """
         called = frame.called(index)
         rows = None if called else _record_rows(records, _record_key(frame, index))
         if rows is None:
@@ -249,16 +252,19 @@ class Elements(RecordedProgram):
         largest = np.abs(expected[np.isfinite(expected)]).max()
         value, expected = value[ended], expected[ended]
         row = primitive_of(end.frame.jaxpr.eqns[end.position])
-        # What float16 rounded on the way is far below these shares.
         if row.degree == "choice" or row.moves:  # an element of another operand
-            room = largest / 16
+            room = largest * _OF_LARGEST
         else:
-            room = np.maximum(
-                np.abs(expected) / 4, max(_NEGLIGIBLE * largest, 2.0**-24)
-            )
+            negligible = max(_NEGLIGIBLE * largest, _LEAST)
+            room = np.maximum(np.abs(expected) * _OF_EACH, negligible)
         return bool((np.abs(value - expected) > room).any())
 
 
+# By how much float16 may be off without an inf: a rounding is 2**-11 of a number, so
+# these are 512 of them in a row, and 128 of the largest number, which other elements
+# may have been on their way. What an inf leaves is another number: 0 in the place of 1.
+_OF_EACH, _OF_LARGEST = 2.0**-2, 2.0**-4
+_LEAST = 2.0**-24  # float16 has none below
 # Beside the largest number of an array. Where exp(x) overflows, 1 / (1 + exp(x)) is
 # below 2**-16; where a square does, its inverse root is 2**-8 and less.
 _NEGLIGIBLE = 2.0**-13
