@@ -168,4 +168,11 @@ FAULTS = [
         "line = next(others, None) or next(mine, None)",
         (PLACES + "test_line_of_a_library_is_that_of_who_calls_it",),
     ),
+    Fault(
+        "an operation has no advice",
+        "jls/_program/primitives.py",
+        '_rows("cholesky", like="cholesky"),',
+        '_rows("cholesky"),',
+        (OPERATIONS + "test_every_likeness_has_advice",),
+    ),
 ]

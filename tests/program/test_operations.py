@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jls._program.jaxprs import opened, programs_in
 from jls._program.primitives import TABLE
+from jls._tools.origin import advice
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
 Y = jnp.asarray(np.random.default_rng(1).normal(size=(4, 6)), jnp.float32)
@@ -273,6 +274,11 @@ def test_every_singular_function_of_one_operand_has_an_example():
     assert those(TABLE, lambda x: x.singular is not None) == sorted(
         by_two | SINGULAR.keys()
     )
+
+
+def test_every_likeness_has_advice():
+    """And no advice is for operations that there are not."""
+    assert {row.like for row in TABLE.values()} - {""} == advice._BY_LIKENESS.keys()
 
 
 def test_every_row_with_a_degree_has_an_example():
