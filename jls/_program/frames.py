@@ -107,6 +107,13 @@ class Frame:
             for child in self.called(index):
                 yield from child.all()
 
+    def operations(self) -> "Iterator[tuple[Frame, int]]":
+        """The operations in this frame and in all below, by frame and index."""
+        for frame in self.all():
+            for index in range(len(frame.jaxpr.eqns)):
+                if not frame.called(index):
+                    yield frame, index
+
     def by_site(self) -> "dict[tuple[int, ...], Frame]":
         """This frame and those below it, by their places in the program."""
         return {frame.site.indices: frame for frame in self.all()}

@@ -392,11 +392,7 @@ class _Search:
         ends, such as 1 / x, matters if the result is not that of float32.
         """
         trail = self._run(scale)
-        sites = [
-            (frame, index)
-            for frame in self.case.main.all()
-            for index in range(len(frame.jaxpr.eqns))
-        ]
+        sites = list(self.case.main.operations())
         # Mostly there is none: then no loop needs to be gone through.
         if not any(holds_inf(trail.records, *site) for site in sites):
             if not self.case.landmarks:

@@ -110,13 +110,10 @@ class Forward:
         self._program, self._main = program, main
         found = [
             (frame, index)
-            for frame in main.all()
-            for index, equation in enumerate(frame.jaxpr.eqns)
-            if not frame.called(index)
-            and (
-                forward is None or any((frame, x) in forward for x in equation.outvars)
-            )
-            and not is_transposed(frame.site_of(index))
+            for frame, index in main.operations()
+            if forward is None
+            or any((frame, x) in forward for x in frame.jaxpr.eqns[index].outvars)
+            if not is_transposed(frame.site_of(index))
             and UPDATE not in marks_of(frame.site_of(index))
         ]
         inside = [(f, n) for f, n in found if is_differentiated(f.site_of(n))]

@@ -387,30 +387,28 @@ def _unit(atom: Any) -> float:
 
 def _growths(errors: Errors, main: Frame, unit: float) -> Iterator[_Growth]:
     """The operations whose results have many times the error of their operands."""
-    for frame in main.all():
-        for index, equation in enumerate(frame.jaxpr.eqns):
-            if frame.called(index) or primitive_of(equation).moves:
-                continue
-            recorded = errors.recorded(frame, index)
-            if recorded is None:
-                continue
-            atoms = [*equation.invars, *equation.outvars]
-            least = max((_unit(x) for x in atoms if is_half_atom(x)), default=unit)
-            sizes = [errors.of(frame, x) for x in equation.invars]
-            if (start := _accumulated(frame, index)) is not None:
-                sizes[start] = _before_first(errors, frame, equation.invars[start])
-            before = np.fmax.reduce(
-                np.broadcast_arrays(least, *(x.error for x in sizes))
-            )
-            for found in recorded:
-                factors = found.error / before
-                is_known = found.error * _UNIT_OF_FLOAT32 / least < _KNOWN
-                factors = np.where(is_known & np.isfinite(factors), factors, 0.0)
-                i = int(np.argmax(factors))
-                factor = float(factors.flat[i])
-                if factor >= _MIN_FACTOR:
-                    error = float(np.broadcast_to(found.error, factors.shape).flat[i])
-                    yield _Growth(frame, index, factor, error)
+    for frame, index in main.operations():
+        equation = frame.jaxpr.eqns[index]
+        if primitive_of(equation).moves:
+            continue
+        recorded = errors.recorded(frame, index)
+        if recorded is None:
+            continue
+        atoms = [*equation.invars, *equation.outvars]
+        least = max((_unit(x) for x in atoms if is_half_atom(x)), default=unit)
+        sizes = [errors.of(frame, x) for x in equation.invars]
+        if (start := _accumulated(frame, index)) is not None:
+            sizes[start] = _before_first(errors, frame, equation.invars[start])
+        before = np.fmax.reduce(np.broadcast_arrays(least, *(x.error for x in sizes)))
+        for found in recorded:
+            factors = found.error / before
+            is_known = found.error * _UNIT_OF_FLOAT32 / least < _KNOWN
+            factors = np.where(is_known & np.isfinite(factors), factors, 0.0)
+            i = int(np.argmax(factors))
+            factor = float(factors.flat[i])
+            if factor >= _MIN_FACTOR:
+                error = float(np.broadcast_to(found.error, factors.shape).flat[i])
+                yield _Growth(frame, index, factor, error)
 
 
 def _accumulated(frame: Frame, index: int) -> int | None:

@@ -248,16 +248,14 @@ def makers_of(main: Frame, variables: Container[Variable]) -> set[Indices]:
 
 def recordable(main: Frame, variables: Container[Variable]) -> set[Indices]:
     """The places of the operations of which records can be made, as of `makers_of`."""
-    found = set[Indices]()
-    for frame in main.all():
-        for index, equation in enumerate(frame.jaxpr.eqns):
-            results = enumerate(equation.outvars)
-            if not frame.called(index) and any(
-                (frame, x) in variables and as_large_as(equation, i) is None
-                for i, x in results
-            ):
-                found.add((*frame.site.indices, index))
-    return found
+    return {
+        (*frame.site.indices, index)
+        for frame, index in main.operations()
+        if any(
+            (frame, x) in variables and as_large_as(frame.jaxpr.eqns[index], i) is None
+            for i, x in enumerate(frame.jaxpr.eqns[index].outvars)
+        )
+    }
 
 
 def to_nearest_records(roots: Iterable[Variable]) -> set[Variable]:

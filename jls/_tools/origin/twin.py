@@ -166,8 +166,7 @@ class Twin(RecordedProgram):
 
         From half of the largest number on: roundings before it add up to less.
         """
-        called = frame.called(index)
-        rows = None if called else _record_rows(records, _record_key(frame, index))
+        rows = _record_rows(records, _record_key(frame, index))
         if rows is None:
             return False
         sizes = np.abs(rows[:, : 2 * len(frame.jaxpr.eqns[index].outvars)]).max(0)
@@ -278,11 +277,7 @@ def holds_inf(records: Any, frame: Frame, index: int) -> bool:
     """Whether a narrow result of an operation was inf or NaN in some round."""
     if not any(map(is_narrow_atom, frame.jaxpr.eqns[index].outvars)):
         return False
-    rows = (
-        None
-        if frame.called(index)
-        else _record_rows(records, _record_key(frame, index))
-    )
+    rows = _record_rows(records, _record_key(frame, index))
     return rows is not None and not np.isfinite(rows).all()
 
 

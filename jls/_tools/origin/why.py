@@ -333,17 +333,15 @@ class Case:
         Those of jls do no harm. A `while` loop might not end, and what a callback does
         would be done again.
         """
-        frames = list(self.main.all())
-        if self.main.jaxpr.effects or any(frame.kind == "while" for frame in frames):
+        has_while = any(frame.kind == "while" for frame in self.main.all())
+        if self.main.jaxpr.effects or has_while:
             return True
         asked = [
             (frame, atom)
-            for frame in frames
-            for index, equation in enumerate(frame.jaxpr.eqns)
-            if not all(map(is_inexact_atom, equation.outvars))
-            and not frame.called(index)
+            for frame, index in self.main.operations()
+            if not all(map(is_inexact_atom, frame.jaxpr.eqns[index].outvars))
             and not marks_of(frame.site_of(index))
-            for atom in equation.invars
+            for atom in frame.jaxpr.eqns[index].invars
         ]
         given = {(self.main, self.main.jaxpr.invars[i]) for i in indices}
         return not given.isdisjoint(behind(asked))
