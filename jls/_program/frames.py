@@ -175,13 +175,13 @@ class Frame:
 
 def behind(
     roots: Iterable[Variable],
-    is_end: Callable[[Frame, Any], bool] = lambda frame, atom: False,
+    sources: Callable[[Frame, Any], Iterable[Variable]] = Frame.sources,
 ) -> set[Variable]:
     """The roots, and all floating-point variables that they are computed from.
 
     Args:
       roots: variables, with their frames.
-      is_end: where to stop.
+      sources: what a variable comes from, one step back.
     """
     stack, found = list(roots), set[Variable]()
     while stack:
@@ -190,6 +190,5 @@ def behind(
         if is_literal(atom) or not is_inexact_atom(atom) or variable in found:
             continue
         found.add(variable)
-        if not is_end(frame, atom):
-            stack += frame.sources(atom)
+        stack += sources(frame, atom)
     return found

@@ -260,20 +260,15 @@ def recordable(main: Frame, variables: Container[Variable]) -> set[Indices]:
 
 def to_nearest_records(roots: Iterable[Variable]) -> set[Variable]:
     """The roots, and what leads from the records that tell their sizes to them."""
-    stack, found = list(roots), set[Variable]()
-    while stack:
-        variable = stack.pop()
-        frame, atom = variable
-        if is_literal(atom) or not is_inexact_atom(atom) or variable in found:
-            continue
-        found.add(variable)
+
+    def sources(frame: Frame, atom: Any) -> list[Variable]:
         maker = frame.makers.get(atom)
         if maker is None or frame.called(maker.position):
-            stack += frame.sources(atom)
-        else:
-            same = as_large_as(frame.jaxpr.eqns[maker.position], maker.result)
-            stack += [] if same is None else [(frame, same)]
-    return found
+            return frame.sources(atom)
+        same = as_large_as(frame.jaxpr.eqns[maker.position], maker.result)
+        return [] if same is None else [(frame, same)]
+
+    return behind(roots, sources)
 
 
 def _calls_and_scans(frame: Frame) -> Iterator[Frame]:

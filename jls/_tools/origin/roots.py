@@ -6,7 +6,7 @@ values that the wrapper checks, and the results that do not come from its update
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jls import _scopes
 from jls._program.frames import Frame, Variable
@@ -63,9 +63,8 @@ def checked_values(
     return [x for x in every if x.found]
 
 
-def is_of_update(frame: Frame, atom: object) -> bool:
-    """Whether a variable is computed in the update of a wrapper."""
+def before_update(frame: Frame, atom: Any) -> list[Variable]:
+    """The sources of a variable; none of what the update of a wrapper computes."""
     maker = frame.makers.get(atom)
-    return maker is not None and _scopes.UPDATE in marks_of(
-        frame.site_of(maker.position)
-    )
+    is_of_update = maker and _scopes.UPDATE in marks_of(frame.site_of(maker.position))
+    return [] if is_of_update else frame.sources(atom)

@@ -28,7 +28,7 @@ from jls._tools.origin.advice import (
 from jls._tools.origin.measure import Size
 from jls._tools.origin.record import RecordedProgram, TwoPrograms, makers_of
 from jls._tools.origin.result import ARGUMENT, CONSTANT, DIVERGED, Birth, Why
-from jls._tools.origin.roots import CheckedValues, checked_values, is_of_update
+from jls._tools.origin.roots import CheckedValues, before_update, checked_values
 from jls._tools.origin.trail import (
     Argument,
     FoundBirth,
@@ -551,7 +551,7 @@ class Case:
             return None
         losses += forward
         # A gradient alone does not use the loss: it is computed and dropped.
-        return behind(losses or self.main.unused(_is_forward), is_of_update)
+        return behind(losses or self.main.unused(_is_forward), before_update)
 
     def _name(self, bad: Bad) -> str:
         """The name of a root in the text."""
