@@ -337,12 +337,11 @@ def _roll_back_if_stored_nonfinite(
         happened = dict.fromkeys(("step", "skip", "nonfinite update"), True)
         events = dict.fromkeys(get_args(Event), False) | happened
         reason = jnp.full_like(new.last_skip_reason, SkipReason.UPDATES.value)
-        return new._replace(
-            inner_state=old.inner_state,
+        return old._replace(
+            scaler_state=new.scaler_state,
             applied=jnp.zeros_like(new.applied),
             last_skip_reason=reason,
             nonfinite_leaves=bad,
-            spike_state=old.spike_state,
             **_counts(old, events),
         )
 
