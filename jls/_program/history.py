@@ -5,14 +5,13 @@ An inf may be lost on the way, small numbers in a cast to a narrow dtype.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jls._program.control import Site
 from jls._program.facts import ANY, ZERO, Cast, Number, Operation, Value
-from jls._program.jaxprs import is_inexact_atom, parameter
+from jls._program.jaxprs import is_inexact_atom, is_narrower, parameter
 from jls._program.places import is_gradient_in_loss, is_transposed
 from jls._program.products import PRODUCTS, wider_dtype
 
@@ -66,11 +65,6 @@ def never_scaled_by(op: Operation, value: Value) -> Site | None:
 def is_scaled(value: Value) -> bool:
     """Whether a scale is a factor of it, in any power."""
     return value.degree not in (ZERO, ANY)
-
-
-def is_narrower(new: Any, old: Any) -> bool:
-    """Whether small numbers vanish in `new` that are in the range of `old`."""
-    return jnp.finfo(new).minexp > jnp.finfo(old).minexp
 
 
 def narrowed_by(op: Operation, gradient: Value) -> Cast | None:

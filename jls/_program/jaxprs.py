@@ -101,6 +101,10 @@ def is_float32(atom: Any) -> bool:
     return getattr(getattr(atom, "aval", atom), "dtype", None) == jnp.float32
 
 
+# Three ways to be narrow. Half: few bits, for memory and precision. Narrow: large
+# numbers overflow, as in float16 and not in bfloat16. Narrower: small numbers vanish.
+
+
 def is_narrow_atom(atom: Any) -> bool:
     """Whether it is floating point with a smaller range than float32."""
     if not is_inexact_atom(atom):
@@ -114,6 +118,11 @@ def is_half_atom(atom: Any) -> bool:
     if not is_inexact_atom(atom):
         return False
     return jnp.finfo(getattr(atom, "aval", atom).dtype).bits < 32
+
+
+def is_narrower(new: Any, old: Any) -> bool:
+    """Whether small numbers vanish in a dtype that are in the range of another."""
+    return jnp.finfo(new).minexp > jnp.finfo(old).minexp
 
 
 @functools.cache

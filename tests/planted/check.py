@@ -188,7 +188,7 @@ READING = [
     ),
     Fault(
         "small gradients vanish in bfloat16",
-        "jls/_program/history.py",
+        "jls/_program/jaxprs.py",
         "return jnp.finfo(new).minexp > jnp.finfo(old).minexp",
         "return jnp.finfo(new).bits < jnp.finfo(old).bits",
         (f"{RIGHT}[bfloat16 and back]",),
@@ -528,8 +528,8 @@ ANSWERS = [
     Fault(
         "a moment that comes back narrower is right",
         "jls/_tools/check/program.py",
-        "path for path, i in copy.items() if _is_narrower(items[i].value, state[path])",
-        "p for p, i in copy.items() if p[-1] == 'loss_scale' and _is_narrower("
+        "path for path, i in copy.items() if _is_cut(items[i].value, state[path])",
+        "p for p, i in copy.items() if p[-1] == 'loss_scale' and _is_cut("
         "items[i].value, state[p])",
         ("tests/check/test_answers.py",),
     ),

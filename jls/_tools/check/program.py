@@ -155,12 +155,10 @@ def _copies_in(
 def _narrower_in(
     items: Sequence[Item], copy: dict[Keys, int], state: dict[Keys, Any]
 ) -> list[Keys]:
-    return [
-        path for path, i in copy.items() if _is_narrower(items[i].value, state[path])
-    ]
+    return [path for path, i in copy.items() if _is_cut(items[i].value, state[path])]
 
 
-def _is_narrower(new: Any, old: Any) -> bool:
+def _is_cut(new: Any, old: Any) -> bool:
     if not (is_inexact(old) and isinstance(new, jax.ShapeDtypeStruct)):
         return False
     dtype = jnp.result_type(old)

@@ -25,13 +25,12 @@ from jls._program.facts import (
     operations,
 )
 from jls._program.history import (
-    is_narrower,
     is_scaled,
     narrowed_by,
     never_scaled_by,
     with_history,
 )
-from jls._program.jaxprs import is_inexact_atom, is_narrow_atom
+from jls._program.jaxprs import is_inexact_atom, is_narrow_atom, is_narrower
 from jls._program.known import held_inputs, known_result, number_in, weights_of
 from jls._program.places import is_transposed
 from jls._program.products import PRODUCTS
