@@ -21,11 +21,10 @@ from jls._autocast.keep import Choice
 from jls._autocast.kinds import Fact, Kind, Kinds, Step, Way
 from jls._autocast.leads import Leads, moves_each
 from jls._autocast.shared import TO_FLOAT32, Cast, bind_shared
-from jls._program.control import CONDITION, MAIN, Site, calls_of
+from jls._program.control import CONDITION, MAIN, Call, Site, calls_of
 from jls._program.jaxprs import (
     Program,
     bind,
-    called_program,
     is_float32,
     is_inexact_atom,
     is_literal,
@@ -128,10 +127,9 @@ class Rewrite:
         step = self._kinds.steps[site.indices]
         name, row = equation.primitive.name, primitive_of(equation)
         calls = calls_of(equation)
-        if calls and name in self._CONTROL:
-            return self._CONTROL[name](self, site, operands, step.results)
         if calls:
-            return self.run(calls[0].program, operands, site)
+            control = self._CONTROL[calls[0].kind]
+            return control(self, site, calls, operands, step.results)
         if name == "convert_element_type" and is_float32(equation.invars[0]):
             if is_float32(equation.outvars[0]):
                 return operands
@@ -232,46 +230,35 @@ class Rewrite:
             for x, fact, atom in zip(held, facts, atoms, strict=True)
         ]
 
-    def _jit(
-        self, site: Site, operands: list[Held], facts: list[Fact]
+    def _call(
+        self, site: Site, calls: list[Call], operands: list[Held], facts: list[Fact]
     ) -> Sequence[Held]:
-        """A `jit` of the user's stays one, with all that it was given."""
-        equation, program = site.equation, called_program(site.equation)
-        if program is None or function_of_jax(equation) is not None:
-            assert program is not None
-            return self.run(program, operands, site)
-        return self._rebound(site, operands, facts, lambda made: made)
-
-    def _remat(
-        self, site: Site, operands: list[Held], facts: list[Fact]
-    ) -> Sequence[Held]:
-        def unclosed(made):
-            jaxpr, consts = opened(made)
-            assert not consts  # arrays are operands
-            return jaxpr
-
-        return self._rebound(site, operands, facts, unclosed)
-
-    def _rebound(
-        self, site: Site, operands: list[Held], facts: list[Fact], close: Any
-    ) -> Sequence[Held]:
-        """A call of one program, with that program rewritten."""
-        equation, program = site.equation, called_program(site.equation)
-        assert program is not None
-        atoms = opened(program).jaxpr.outvars
-        inputs = self._inputs(operands)
-        arrays = [x.array for x in inputs]
+        """A jit of the user's, remat and custom derivatives stay what they are."""
+        (call,), equation = calls, site.equation
+        name = equation.primitive.name
+        if name == "custom_jvp_call":
+            return self._custom_jvp(site, call, operands, facts)
+        if name == "custom_vjp_call":
+            return self._custom_vjp(site, call, operands, facts)
+        is_kept = name == "jit" and function_of_jax(equation) is None
+        if not is_kept and name != "remat2":
+            return self.run(call.program, operands, site)
+        inputs, atoms = self._inputs(operands), opened(call.program).jaxpr.outvars
 
         def run(*arrays):
-            results = self.run(program, _like(inputs, arrays), site)
+            results = self.run(call.program, _like(inputs, arrays), site)
             return self._as(results, facts, atoms)
 
         def made(*arrays):
-            body = close(jax.make_jaxpr(run)(*arrays))
+            body: Any = jax.make_jaxpr(run)(*arrays)
+            if name == "remat2":
+                body, consts = opened(body)
+                assert not consts  # arrays are operands
             return operation_of(equation, jaxpr=body).bind(arrays)
 
+        arrays = [x.array for x in inputs]
         with traced_as(equation):
-            steps = self._steps(program, site)
+            steps = self._steps(call.program, site)
             if steps is None:
                 return self._stored(equation, made(*arrays), facts)
             # Layers that are alike have one body, which JAX differentiates once.
@@ -287,8 +274,8 @@ class Rewrite:
         if consts or not self.choice.is_everywhere:
             return None
         found = list[Any]()
-        for number, equation in enumerate(jaxpr.eqns):
-            here = site.inside(equation, number)
+        for index, equation in enumerate(jaxpr.eqns):
+            here = site.inside(equation, index)
             if equation.primitive.name == "custom_vjp_call":  # may close over arrays
                 return None
             step = self._kinds.steps[here.indices]
@@ -304,10 +291,9 @@ class Rewrite:
         return tuple(found)
 
     def _scan(
-        self, site: Site, operands: list[Held], facts: list[Fact]
+        self, site: Site, calls: list[Call], operands: list[Held], facts: list[Fact]
     ) -> Sequence[Held]:
-        params, atoms = parameters(site.equation), site.equation.outvars
-        (call,) = calls_of(site.equation)
+        (call,), atoms = calls, site.equation.outvars
         consts, carried = call.consts, call.carried
         inputs = self._inputs(operands)
         fixed, sliced = inputs[:consts], inputs[consts + carried :]
@@ -318,21 +304,19 @@ class Rewrite:
         def body(carry, slices):
             state = self._stored_like(carry, facts, atoms)
             held = [*fixed, *state, *_like(sliced, slices)]
-            results = self.run(params["jaxpr"], held, site)
+            results = self.run(call.program, held, site)
             results = self._as(results, facts, atoms)
             return results[:carried], results[carried:]
 
-        options = {}
-        if "_split_transpose" in params:
-            options["_split_transpose"] = params["_split_transpose"]
+        params = parameters(site.equation)
+        options = {x: params[x] for x in ("unroll", "_split_transpose") if x in params}
         with traced_as(site.equation):
             carry, stacks = lax.scan(
                 body,
                 begin,
                 [x.array for x in sliced],
-                length=params["length"],
-                reverse=params["reverse"],
-                unroll=params["unroll"],
+                length=call.length,
+                reverse=call.is_reversed,
                 **options,
             )
         return self._stored(site.equation, [*carry, *stacks], facts)
@@ -344,11 +328,11 @@ class Rewrite:
         ]
 
     def _while(
-        self, site: Site, operands: list[Held], facts: list[Fact]
+        self, site: Site, calls: list[Call], operands: list[Held], facts: list[Fact]
     ) -> Sequence[Held]:
-        params, atoms = parameters(site.equation), site.equation.outvars
-        first = params["cond_nconsts"]
-        last = first + params["body_nconsts"]
+        (body_call, condition), atoms = calls, site.equation.outvars
+        first = condition.consts
+        last = first + body_call.consts
         inputs = self._inputs(operands[:last])
         begin = self._as(operands[last:], facts, atoms)
         beside = site.beside(CONDITION)
@@ -356,49 +340,45 @@ class Rewrite:
         def is_on(carry):
             state = self._stored_like(carry, facts, atoms)
             held = [*inputs[:first], *state]
-            return self.run(params["cond_jaxpr"], held, beside)[0].wide()
+            return self.run(condition.program, held, beside)[0].wide()
 
         def body(carry):
             state = self._stored_like(carry, facts, atoms)
             held = [*inputs[first:], *state]
-            results = self.run(params["body_jaxpr"], held, site)
+            results = self.run(body_call.program, held, site)
             results = self._as(results, facts, atoms)
             return select_lanes(is_on(carry), results, carry) if lanes else results
 
         # Of `vmap`: each lane ends by itself.
-        lanes = opened(params["cond_jaxpr"]).jaxpr.outvars[0].aval.shape
+        lanes = opened(condition.program).jaxpr.outvars[0].aval.shape
         is_any_on = (lambda carry: jnp.any(is_on(carry))) if lanes else is_on
         with traced_as(site.equation):
             results = lax.while_loop(is_any_on, body, begin)
         return self._stored(site.equation, results, facts)
 
     def _cond(
-        self, site: Site, operands: list[Held], facts: list[Fact]
+        self, site: Site, calls: list[Call], operands: list[Held], facts: list[Fact]
     ) -> Sequence[Held]:
         which, *rest = self._inputs(operands)
         atoms = site.equation.outvars
 
-        def branch(index, program, *arrays):
-            here = site.beside(index)
-            return self._as(self.run(program, _like(rest, arrays), here), facts, atoms)
+        def branch(call, *arrays):
+            results = self.run(call.program, _like(rest, arrays), call.site(site))
+            return self._as(results, facts, atoms)
 
-        branches = [
-            partial(branch, index, program)
-            for index, program in enumerate(parameter(site.equation, "branches"))
-        ]
+        branches = [partial(branch, call) for call in calls]
         with traced_as(site.equation):
             results = lax.switch(which.array, branches, *(x.array for x in rest))
         return self._stored(site.equation, results, facts)
 
-    def _shard_map(
-        self, site: Site, operands: list[Held], facts: list[Fact]
+    def _devices(
+        self, site: Site, calls: list[Call], operands: list[Held], facts: list[Fact]
     ) -> Sequence[Held]:
-        params, program = parameters(site.equation), called_program(site.equation)
-        assert program is not None
+        (call,), params = calls, parameters(site.equation)
         inputs, atoms = self._inputs(operands), site.equation.outvars
 
         def run(*arrays):
-            results = self.run(program, _like(inputs, arrays), site)
+            results = self.run(call.program, _like(inputs, arrays), site)
             return self._as(results, facts, atoms)
 
         with traced_as(site.equation):
@@ -424,18 +404,17 @@ class Rewrite:
         return inner
 
     def _custom_jvp(
-        self, site: Site, operands: list[Held], facts: list[Fact]
+        self, site: Site, call: Call, operands: list[Held], facts: list[Fact]
     ) -> Sequence[Held]:
-        equation, program = site.equation, called_program(site.equation)
-        assert program is not None
-        inputs, atoms = self._inputs(operands), equation.outvars
+        equation, atoms = site.equation, site.equation.outvars
+        inputs = self._inputs(operands)
 
         @jax.custom_jvp
-        def call(*arrays):
-            results = self.run(program, _like(inputs, arrays), site)
+        def run(*arrays):
+            results = self.run(call.program, _like(inputs, arrays), site)
             return self._as(results, facts, atoms)
 
-        @call.defjvp
+        @run.defjvp
         def rule(primals, tangents):
             moving = [i for i, x in enumerate(equation.invars) if is_inexact_atom(x)]
             held = [*_like(inputs, primals)]
@@ -468,16 +447,14 @@ class Rewrite:
             return values, tangents
 
         with traced_as(equation):
-            results = call(*(x.array for x in inputs))
+            results = run(*(x.array for x in inputs))
         return self._stored(equation, results, facts)
 
     def _custom_vjp(
-        self, site: Site, operands: list[Held], facts: list[Fact]
+        self, site: Site, call: Call, operands: list[Held], facts: list[Fact]
     ) -> Sequence[Held]:
         """The rule gets and gives float32: its products are in half."""
         equation = site.equation
-        program = called_program(equation)
-        assert program is not None
         # What its rule closes over. JAX refuses to differentiate with respect to it.
         fixed = parameter(equation, "num_consts", 0)
         no_cotangents = [None] * fixed
@@ -499,8 +476,8 @@ class Rewrite:
             return run
 
         @jax.custom_vjp
-        def call(*arrays):
-            return traced(partial(_run_as_written, program), *arrays)(*arrays)
+        def run(*arrays):
+            return traced(partial(_run_as_written, call.program), *arrays)(*arrays)
 
         def forwards(*arrays):
             def differentiated(*arrays):
@@ -531,20 +508,17 @@ class Rewrite:
             ]
             return tuple(pull(zeros))
 
-        call.defvjp(forwards, backwards)
+        run.defvjp(forwards, backwards)
         with traced_as(equation):
-            results = call(*(x.wide() for x in operands))
+            results = run(*(x.wide() for x in operands))
         return self._stored(equation, results, facts)
 
     _CONTROL: ClassVar = {
-        "jit": _jit,
-        "remat2": _remat,
+        "call": _call,
         "scan": _scan,
         "while": _while,
-        "cond": _cond,
-        "shard_map": _shard_map,
-        "custom_jvp_call": _custom_jvp,
-        "custom_vjp_call": _custom_vjp,
+        "branch": _cond,
+        "devices": _devices,
     }
 
 

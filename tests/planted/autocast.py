@@ -273,15 +273,15 @@ FAULTS = [
     Fault(
         "the rule of a custom_jvp is left out",
         REWRITE,
-        '        "custom_jvp_call": _custom_jvp,\n',
-        "",
+        'if name == "custom_jvp_call":',
+        "if False:",
         (SEMANTICS,),
     ),
     Fault(
         "a nested jit loses what it was given",
         REWRITE,
-        "        if program is None or function_of_jax(equation) is not None:\n",
-        "        if True:\n",
+        'is_kept = name == "jit" and function_of_jax(equation) is None',
+        "is_kept = False",
         (SEMANTICS,),
     ),
     Fault(
