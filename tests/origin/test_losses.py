@@ -163,6 +163,18 @@ def test_flags_and_indices_are_shared():
     assert errors.of(root, root.jaxpr.outvars[0]).error < 1e-3
 
 
+def test_an_index_beside_numbers_is_shared():
+    """Which of two is the largest, if rounding makes them equal."""
+    x = jnp.float32([1, 1 + 2**-13])
+
+    def fun(x):
+        _, at = lax.top_k(x.astype(jnp.float16), 1)
+        return at.astype(jnp.float16) + 1
+
+    _, root, errors = errors_of(fun, x)
+    assert errors.of(root, root.jaxpr.outvars[0]).error < 1e-3
+
+
 def test_both_ways_in_loops_and_branches():
     """Pairs go through all control flow: each side is what it is alone."""
 

@@ -154,6 +154,16 @@ FAULTS = [
         (f"{COUNTS}test_a_gradient_takes_what_the_product_takes[ragged-1]",),
     ),
     Fault(
+        "what has no product is told to cast one",
+        PRECISION,
+        "has_products = bool(precision.products)",
+        "has_products = True",
+        (
+            "tests/reading/test_precision.py::"
+            "test_what_has_no_product_is_not_told_to_cast_one",
+        ),
+    ),
+    Fault(
         "it is not said that a while counts once",
         PRECISION,
         "    if any(reason == _WHILE for _, reason in precision.wide):\n",

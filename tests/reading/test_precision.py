@@ -634,6 +634,11 @@ WRONG = {
 }
 
 
+def test_what_has_no_product_is_not_told_to_cast_one():
+    make, _ = WRONG["no product"]
+    assert look(*make()).write == "jls.skip_nonfinite"
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_what_a_loss_scale_misses_is_in_the_headline(name):
     make, headline = WRONG[name]

@@ -268,7 +268,9 @@ class _Step:
         if not halves and not follows:
             is_any = any(dtype in _HALVES for dtype, _, _ in precision.products)
             words = f"no product {'that follows it ' if is_any else ''}is half: {_IDLE}"
-            return _NotHalf(words, f"{_HALF}; to stay in float32, jls.skip_nonfinite")
+            has_products = bool(precision.products)
+            write = f"{_HALF}; to stay in float32, " if has_products else ""
+            return _NotHalf(words, f"{write}jls.skip_nonfinite")
         if halves == {jnp.dtype(jnp.bfloat16)} and not follows:
             return _NotHalf("bfloat16 needs no loss scale: jls.skip_nonfinite")
         counted = self._follow or self._backward
