@@ -43,7 +43,7 @@ def test_the_demo_shows_float16_failing_and_jls_matching_float32(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     rows = re.findall(
-        r"│ (float\S+(?: \S+)*) +│ +([\d.]+)% │ +\S+ │ +(\S+) │ +(\S+) │ +([\d.]+)% │"
+        r"│ (b?float\S+(?: \S+)*) +│ +([\d.]+)% │ +\S+ │ +(\S+) │ +(\S+) │ +([\d.]+)% │"
         r" ([\d.]+) MB │",
         done.stdout,
     )
