@@ -70,6 +70,11 @@ def test_the_backward_products_are_half_too():
     assert {dtype for one in found for dtype in one.operands} == {"float16"}
 
 
+def in_float32(x, w):
+    dimensions = (((1,), (0,)), ((), ()))
+    return lax.dot_general(x, w, dimensions, preferred_element_type=jnp.float32)
+
+
 @pytest.mark.filterwarnings("ignore:autocast to float16 found no product")
 @pytest.mark.parametrize(
     "fun",
@@ -80,8 +85,19 @@ def test_the_backward_products_are_half_too():
         lambda x, w: x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16),
         lambda x, w: x.astype(jnp.int32) @ w.astype(jnp.int32),
         lambda x, w: x.astype(jnp.complex64) @ w.astype(jnp.complex64),
+        lambda x, w: in_float32(x.astype(jnp.float16), w.astype(jnp.float16)),
+        lambda x, w: in_float32(x.astype(jnp.bfloat16), w),
     ],
-    ids=["vdot", "batched", "precision=", "bfloat16", "int32", "complex64"],
+    ids=[
+        "vdot",
+        "batched",
+        "precision=",
+        "bfloat16",
+        "int32",
+        "complex64",
+        "float16 to float32",
+        "bfloat16 and float32",
+    ],
 )
 def test_inner_products_and_what_asks_for_more_stay_as_written(fun):
     (plain,) = products(fun, X, W)
@@ -105,9 +121,7 @@ def test_the_default_precision_of_the_user_counts_for_what_stays_float32():
 
 def test_a_product_with_an_operand_in_half_is_half():
     def fun(x, w):
-        dims = (((1,), (0,)), ((), ()))
-        half = w.astype(jnp.float16)
-        return lax.dot_general(x, half, dims, preferred_element_type=jnp.float32)
+        return in_float32(x, w.astype(jnp.float16))
 
     (product,) = products(jls.autocast(fun, jnp.float16), X, W)
     assert product.operands == ("float16", "float16")
