@@ -408,7 +408,8 @@ def test_the_derivative_does_not_ask_where_a_number_was_clamped():
     assert off(jax.grad(cast)(x, W), jax.grad(fun)(x, W)) < 4e-3
     names = {one.name for one in operations(jax.grad(cast), x, W)}
     assert "clamp" in names
-    assert not names & {"gt", "lt"}
+    plain = {one.name for one in operations(jax.grad(fun), x, W)}  # a max has its own
+    assert not (names - plain) & {"gt", "lt"}
 
 
 def test_a_mask_that_is_added_is_clamped_too():
