@@ -38,11 +38,6 @@ class Choice:
         self._seen: dict[str, None] = {}  # scopes, or functions
         self._has_found = keep is None
 
-    @property
-    def is_everywhere(self) -> bool:
-        """Whether it is the same at each site of an equation."""
-        return self._keep is None
-
     def is_kept(self, site: Site) -> bool:
         """Whether `keep` finds an operation."""
         if self._keep is None:

@@ -271,7 +271,7 @@ class Rewrite:
     def _steps(self, program: Program, site: Site) -> tuple[Any, ...] | None:
         """What becomes of a program, if that is all that its results depend on."""
         jaxpr, consts = opened(program)
-        if consts or not self.choice.is_everywhere:
+        if consts:
             return None
         found = list[Any]()
         for index, equation in enumerate(jaxpr.eqns):

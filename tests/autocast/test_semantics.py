@@ -638,6 +638,33 @@ def test_calls_that_become_the_same_share_a_body_and_no_others(wrap):
     assert_identical(cast(X, W), inlined(X, W))
 
 
+def test_calls_share_no_body_where_other_things_become_of_it():
+    @jax.jit
+    def weighted(x, w):
+        return jnp.exp(x) @ w
+
+    def loss(x, w):
+        y = x @ w
+        below_0 = y - jnp.max(y, axis=-1, keepdims=True)
+        return (weighted(below_0, w) + weighted(y, w) + weighted(x, w)) @ w
+
+    cast = jls.autocast(loss, jnp.float16)
+    found = [x.operands[0] for x in named("exp", cast, X, W)]
+    assert found == ["float16", "float32", "float32"]
+    for product in products(cast, X, W):
+        assert product.operands == ("float16", "float16")
+
+
+def test_calls_of_an_argument_and_of_half_share_no_body():
+    @jax.jit
+    def layer(x, w):
+        return x @ w
+
+    cast = jls.autocast(lambda x, w: layer(x @ w, w) + layer(x, w), jnp.float16)
+    for product in products(cast, X, W):
+        assert product.operands == ("float16", "float16")
+
+
 def test_calls_that_are_kept_share_no_body():
     @jax.jit
     def layer(x, w):

@@ -35,6 +35,13 @@ FAULTS = [
         (COSTS,),
     ),
     Fault(
+        "operations share a trace with those on other meshes",
+        SHARED,
+        "        jitted = _jitted(fun, jax.sharding.get_abstract_mesh())\n",
+        "        jitted = _jitted(fun, None)\n",
+        (CALLS,),
+    ),
+    Fault(
         "each chain is traced anew",
         HELD,
         "            return call_shared(written, [x.array for x in leaves.values()])\n",
@@ -60,13 +67,6 @@ FAULTS = [
         REWRITE,
         "for x in (*inputs, *facts))\n",
         "for x in facts)\n",
-        (SEMANTICS,),
-    ),
-    Fault(
-        "calls share a body within and without what is kept",
-        "jls/_autocast/keep.py",
-        "        return self._keep is None\n",
-        "        return True\n",
         (SEMANTICS,),
     ),
     Fault(
