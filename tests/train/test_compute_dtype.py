@@ -203,7 +203,11 @@ def test_a_static_scale_of_1_under_float16_is_a_warning():
     ("options", "error", "message"),
     [
         ({"compute_dtype": 16}, TypeError, "^compute_dtype must be .*, got int 16"),
-        ({"compute_dtype": "int8"}, ValueError, "^compute_dtype must be .* got int8"),
+        (
+            {"compute_dtype": "int8"},
+            ValueError,
+            "^compute_dtype must be .* got str 'int8'",
+        ),
         ({"keep": 3}, TypeError, "^keep must be"),
         ({"keep": "("}, ValueError, "^keep must be"),
     ],
