@@ -33,6 +33,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _HALVES = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
+_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 _READS_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
@@ -92,6 +93,13 @@ def autocast(
       >>> jnp.abs(cast(w, x) - loss_fn(w, x)) < 1e-3
       Array(True, dtype=bool)
     """
+    given: Any = fun  # a dtype or a device, as torch's context takes it
+    if isinstance(given, str) or any(given is x for x in _DTYPES):
+        got = repr(given) if isinstance(given, str) else f"jnp.{jnp.dtype(given)}"
+        raise TypeError(
+            f"fun must be a function, got {got}. An autocast is a function, no "
+            "context: call what jls.autocast(loss_fn, jnp.float16) returns."
+        )
     _validate.function("fun", fun)
     if dtype is None:
         raise TypeError(

@@ -203,6 +203,16 @@ def test_sharded_arrays_stay_sharded(explicit):
     ("arguments", "error", "message"),
     [
         ((3, "float16"), TypeError, "^fun must be a function, got int 3"),
+        (
+            ("cuda", "float16"),
+            TypeError,
+            "^fun must be .* is a function, no context",
+        ),
+        (
+            (jnp.float16,),
+            TypeError,
+            "^fun must be .* got jnp.float16. .* is a function, no context",
+        ),
         ((loss, None), TypeError, "^dtype must be given: jls.autocast"),
         ((loss, "halb"), TypeError, "^dtype must be jnp.float16, .*, got str 'halb'"),
         ((loss, X), TypeError, r"^dtype must be jnp.float16, .* got float32\[4,8\]"),

@@ -41,6 +41,8 @@ def code_in(cell):
 MIGRATION = table(page("coming_from"))
 SCALERS = table(page("scalers"))
 NOT_NEEDED = {
+    "Paddle `decorate`, MindSpore at `O2`: weights in half, a float32 copy of them in "
+    "the optimizer",
     "MindSpore `drop_overflow_update=True`, `get_drop_overflow_update` [7]",
     "torch `is_enabled`; Paddle `is_enable`",
 }
