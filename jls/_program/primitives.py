@@ -321,5 +321,5 @@ def primitive_of(equation: Any) -> Primitive:
 
 
 def _computes(update: Any) -> bool:
-    """Whether a scatter writes more than what it is given: `x.at[i].apply(fun)`."""
-    return update is None or bool(update.eqns)
+    """Whether a scatter does more than write what it is given: `x.at[i].apply(fun)`."""
+    return update is not None and bool(update.eqns)

@@ -351,9 +351,16 @@ FAULTS = [
     Fault(
         "a scatter that computes is taken for one that writes",
         "jls/_program/primitives.py",
-        "    return update is None or bool(update.eqns)\n",
-        "    return update is None\n",
+        "    return update is not None and bool(update.eqns)\n",
+        "    return False\n",
         (SEMANTICS,),
+    ),
+    Fault(
+        "a scatter that writes is taken for one that computes",
+        "jls/_program/primitives.py",
+        "    return update is not None and bool(update.eqns)\n",
+        "    return update is None or bool(update.eqns)\n",
+        ("tests/program/test_primitives.py",),
     ),
     Fault(
         "a function that keeps nothing is silent",

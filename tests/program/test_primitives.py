@@ -5,9 +5,11 @@ import importlib
 import sys
 
 import jax
+import jax.numpy as jnp
+import pytest
 from jax.extend.core import Primitive
 
-from jls._program.primitives import TABLE, TABLES
+from jls._program.primitives import TABLE, TABLES, primitive_of
 
 VERSION = jax.__version_info__[:2]
 # What `import jax` brings, and the modules that make primitives of their own.
@@ -123,3 +125,17 @@ def test_removed_row_is_missed(monkeypatch):
         with monkeypatch.context() as patch:
             patch.delitem(TABLE, name)
             assert missing() == [name]
+
+
+@pytest.mark.parametrize(
+    ("fun", "is_known"),
+    [
+        (lambda x: x.at[0].set(1.0), True),
+        (lambda x: x.at[jnp.arange(2)].set(x[:2]), True),
+        (lambda x: x.at[0].apply(jnp.sin), False),
+    ],
+)
+def test_a_scatter_is_known_if_all_that_it_does_is_to_write(fun, is_known):
+    program = jax.make_jaxpr(fun)(jnp.zeros(8))
+    (scatter,) = (x for x in program.eqns if x.primitive.name == "scatter")
+    assert (primitive_of(scatter) is TABLE["scatter"]) == is_known
