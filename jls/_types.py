@@ -416,16 +416,6 @@ class LossScaledState(NamedTuple):
         """
         return _inside(self, "inner_states").inner_states
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            if name in _FIELDS_INSIDE:  # its property has found none, or several
-                _inside(self, name)
-            message = f"a jls.types.LossScaledState has no attribute {name!r}"
-            if name in ("loss_scale", "scale"):
-                message += ". Write jls.loss_scale(opt_state)"
-            raise AttributeError(message, name=name, obj=self)
-
     def __repr__(self) -> str:
         """All fields but those that may be long."""
         return format_record(

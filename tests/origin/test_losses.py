@@ -223,7 +223,8 @@ def test_sum_that_float32_does_not_know_either_is_not_named():
         return jnp.sum(centered.astype(jnp.bfloat16).astype(jnp.float32))
 
     _, root, errors = errors_of(fun, normal(0, 301))
-    assert errors.of(root, root.jaxpr.outvars[0]).error > 1000
+    error = errors.of(root, root.jaxpr.outvars[0]).error
+    assert error > 1000 or np.isnan(error)  # in float32 it may be 0
     growths = losses._growths(errors, root, 2.0**-9)
     assert not [x for x in growths if x.site.equation.primitive.name == "reduce_sum"]
 

@@ -661,20 +661,6 @@ FAULTS = [
         ("tests/run/test_doors.py",),
     ),
     Fault(
-        "the way to a loss scale is not told",
-        "jls/_types.py",
-        '            if name in ("loss_scale", "scale"):',
-        '            if name in ("scale",):',
-        ("tests/run/test_doors.py",),
-    ),
-    Fault(
-        "what is not inside the wrapper is not told",
-        "jls/_types.py",
-        "            if name in _FIELDS_INSIDE:",
-        "            if name in ():",
-        ("tests/run/test_doors.py",),
-    ),
-    Fault(
         "a bare optimizer of NNX is told to wrap its state",
         "jls/_state.py",
         "        if not found and is_optimizer(state):",

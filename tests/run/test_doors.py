@@ -475,15 +475,6 @@ def test_a_bare_optimizer_of_nnx_is_told_how_it_is_wrapped():
         jls.health(optimizer, model)
 
 
-def test_the_loss_scale_of_a_state_is_told_its_function():
-    with pytest.raises(AttributeError, match=r"Write jls\.loss_scale\(opt_state\)$"):
-        _ = STATE.loss_scale
-    with pytest.raises(AttributeError, match=r"no attribute 'skipped'$"):
-        _ = STATE.skipped
-    with pytest.raises(AttributeError, match=r"optax\.inject_hyperparams inside"):
-        _ = STATE.hyperparams
-
-
 @pytest.mark.parametrize("scaler", [jls.dynamic, jls.static, jls.presets.torch])
 def test_an_optimizer_in_the_place_of_a_scale_is_told_where_it_goes(scaler):
     with pytest.raises(TypeError, match=r"jls\.loss_scaled\(optimizer, scaler\)\.$"):

@@ -587,20 +587,20 @@ def test_interrupted_and_resumed_run_uses_every_batch_once(lag, observes):
 
 def test_a_second_checkpoint_has_what_the_first_saved_and_has_not_come_yet():
     for stop in range(6):
-        queue, used = jls.requeue("cd", first="ab", lag=0), []
+        queue, used = jls.requeue(list("cd"), first=list("ab"), lag=0), []
         for batch in itertools.islice(queue, stop):
             used.append(batch)
             queue.observe(report_of())
         saved = queue.outstanding()
         assert saved == tuple(enumerate("ab"[stop:], stop))
-        rest = "cd"[max(stop - 2, 0) :]
+        rest = list("cd")[max(stop - 2, 0) :]
         resumed = jls.requeue(rest, first=[batch for _, batch in saved], lag=0)
         used += trained(resumed, run_of("static"), dict.fromkeys("abcd", 2.0**24))
         assert used == list("abcd")
 
 
 def test_what_is_skipped_comes_before_the_rest_of_the_saved():
-    queue = jls.requeue("cd", first=["a", "b"], lag=0)
+    queue = jls.requeue(list("cd"), first=["a", "b"], lag=0)
     assert next(queue) == "a"
     queue.observe(report_of("GRADIENTS"))
     assert queue.outstanding() == ((0, "a"), (1, "b"))
@@ -660,7 +660,7 @@ def test_outstanding_does_not_change_what_is_decided():
 
 
 def test_report_of_pmap_has_a_value_for_each_device():
-    queue = jls.requeue("ab", lag=0)
+    queue = jls.requeue(list("ab"), lag=0)
     flags = np.int32([1, 1, 1, 1])
     next(queue)
     queue.observe(report_of()._replace(skip_reason=flags, loss_scale=flags / 2))
@@ -750,13 +750,15 @@ def test_an_array_is_no_data_of_batches(name, array):
 
 
 def test_options_may_be_of_numpy():
-    queue = jls.requeue("ab", lag=np.int64(0), keep=jnp.asarray(0), retries=np.int32(1))
+    queue = jls.requeue(
+        list("ab"), lag=np.int64(0), keep=jnp.asarray(0), retries=np.int32(1)
+    )
     assert drain(queue, lambda _: "LOSS") == ["a", "b"]
     assert (queue.bad, queue.bad_count) == ((), 2)
 
 
 def test_each_batch_is_observed_once():
-    queue = jls.requeue("abc")
+    queue = jls.requeue(list("abc"))
     with pytest.raises(ValueError, match=r"no batch was handed out yet"):
         queue.observe(report_of())
     assert next(queue) == "a"
@@ -781,13 +783,13 @@ def test_prefetcher_after_the_queue_is_refused():
             waiting.extend(itertools.islice(batches, 1))
 
     with pytest.raises(ValueError, match="A prefetcher has to stand before the queue"):
-        next(prefetched(jls.requeue("abc")))
+        next(prefetched(jls.requeue(list("abc"))))
     assert drain(jls.requeue(prefetched(iter("abc")))) == ["a", "b", "c"]
 
 
 def test_what_is_no_report_is_named():
     opt_state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
-    queue = jls.requeue("ab")
+    queue = jls.requeue(list("ab"))
     next(queue)
     for report, called in [
         (opt_state, "LossScaledState"),
@@ -806,7 +808,7 @@ def test_what_is_no_report_is_named():
 
 @pytest.mark.parametrize("field", ["skip_reason", "loss_scale"])
 def test_traced_report_is_refused(field):
-    queue = jls.requeue("ab")
+    queue = jls.requeue(list("ab"))
     next(queue)
 
     def observe(value):
@@ -836,14 +838,14 @@ def test_report_of_an_earlier_step_is_refused(ago, make):
 
 
 def test_numbers_of_python_are_no_arrays_of_an_earlier_step():
-    queue = jls.requeue("abc")
+    queue = jls.requeue(list("abc"))
     for _ in queue:
         queue.observe(report_of()._replace(skip_reason=0))
     assert queue.bad == ()
 
 
 def test_bad_batches_are_named_tuples():
-    queue = jls.requeue("ab")
+    queue = jls.requeue(list("ab"))
     assert drain(queue, lambda batch: "LOSS" if batch == "b" else "NONE") == ["a", "b"]
     assert queue.bad == (BadBatch(1, "b", SkipReason.LOSS),)
     assert isinstance(queue, jls.types.BatchQueue)
