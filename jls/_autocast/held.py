@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from jls._autocast.kinds import Fact
 from jls._autocast.shared import TO_FLOAT32, Cast, Number, bind_shared, call_shared
@@ -184,7 +183,7 @@ class Written(NamedTuple):
 
     def _run(self, *arrays: Any) -> Any:
         values = [
-            lax.convert_element_type(array, jnp.float32) if is_half else array
+            TO_FLOAT32(array) if is_half else array
             for array, is_half in zip(arrays, self.is_half, strict=True)
         ]
         for step in self.steps:

@@ -21,7 +21,7 @@ from jax.core import Tracer
 
 from jls._autocast.keep import OUTER, Choice
 from jls._autocast.leads import Leads, moves_each
-from jls._program.control import CONDITION, MAIN, Call, Site, calls_of
+from jls._program.control import MAIN, Call, Site, calls_of
 from jls._program.jaxprs import (
     Program,
     is_float32,
@@ -287,7 +287,7 @@ class Kinds:
             results = self._of_loop(site, calls[0], facts, leads)
             for call in calls[1:]:  # the condition of a `while`
                 inputs = [*facts[: call.consts], *results]
-                self.read(call.program, inputs, site.beside(CONDITION))
+                self.read(call.program, inputs, call.site(site))
             return results
         branches = [self.read(x.program, x.inputs(facts), x.site(site)) for x in calls]
         return _chosen(branches, leads) if calls[0].kind == "branch" else branches[0]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jls._autocast.keep import OUTER, Choice
-from jls._program.control import CONDITION, MAIN, Call, Site, calls_of
+from jls._program.control import MAIN, Call, Site, calls_of
 from jls._program.jaxprs import Program, is_float32, is_literal, opened
 from jls._program.primitives import primitive_of
 
@@ -84,7 +84,7 @@ class Leads:
         found = [False] * len(site.equation.invars)
         for call in calls:
             if call.kind == "condition":
-                self.read(call.program, [False], site.beside(CONDITION))
+                self.read(call.program, [False], call.site(site))
                 continue
             read = self._loop if call.is_loop else self._once
             for i, leads in enumerate(read(site, call, results)):

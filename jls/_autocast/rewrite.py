@@ -21,7 +21,7 @@ from jls._autocast.keep import Choice
 from jls._autocast.kinds import Fact, Kind, Kinds, Step, Way
 from jls._autocast.leads import Leads, moves_each
 from jls._autocast.shared import TO_FLOAT32, Cast, bind_shared
-from jls._program.control import CONDITION, MAIN, Call, Site, calls_of
+from jls._program.control import MAIN, Call, Site, calls_of
 from jls._program.jaxprs import (
     Program,
     bind,
@@ -282,9 +282,7 @@ class Rewrite:
             facts = ((x.kind, x.share < 1, x.is_beyond) for x in step.results)
             found.append((step.way, *facts))
             for call in calls_of(equation):
-                is_beside = call.kind == "condition"
-                inside = here.beside(CONDITION) if is_beside else call.site(here)
-                steps = self._steps(call.program, inside)
+                steps = self._steps(call.program, call.site(here))
                 if steps is None:
                     return None
                 found.append(steps)
@@ -335,7 +333,7 @@ class Rewrite:
         last = first + body_call.consts
         inputs = self._inputs(operands[:last])
         begin = self._as(operands[last:], facts, atoms)
-        beside = site.beside(CONDITION)
+        beside = condition.site(site)
 
         def is_on(carry):
             state = self._stored_like(carry, facts, atoms)

@@ -25,7 +25,7 @@ from jls._program.primitives import primitive_of
 
 Kind = Literal["call", "devices", "scan", "while", "condition", "branch"]
 
-CONDITION = -5  # beside the index of a `while`: of what its condition computes
+_CONDITION = -5  # beside the index of a `while`: of what its condition computes
 
 
 class Site(NamedTuple):
@@ -81,6 +81,8 @@ class Call(NamedTuple):
 
     def site(self, site: Site) -> Site:
         """The position of the program, from that of the equation."""
+        if self.kind == "condition":
+            return site.beside(_CONDITION)
         return site if self.branch is None else site.beside(self.branch)
 
 

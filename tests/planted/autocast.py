@@ -363,6 +363,13 @@ FAULTS = [
         ("tests/program/test_primitives.py",),
     ),
     Fault(
+        "the condition of a loop has the place of its body",
+        "jls/_program/control.py",
+        "            return site.beside(_CONDITION)\n",
+        "            return site\n",
+        (SEMANTICS,),
+    ),
+    Fault(
         "a function that keeps nothing is silent",
         "jls/_autocast/keep.py",
         "        self._has_found = keep is None\n",

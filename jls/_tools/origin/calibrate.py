@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jls.calibrate`: the largest loss scale at which a batch does not overflow."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -366,24 +367,23 @@ class _Search:
 
     # What has to stay float32.
 
+    @functools.cached_property
     def _forward(self) -> Forward:
         traced, main = self.case.traced, self.case.main
         return Forward(traced.program, main, self.case.forward())
 
     def _kept(self, trail: Trail) -> Kept:
         """What has to stay float32, of a step in float16; `trail` is of its twin."""
-        forward = self._forward()
-        return forward.kept(trail, forward.touches())
+        return self._forward.kept(trail, self._forward.touches())
 
     def _kept_if_half(self) -> Kept:
         """The same of a step without float16."""
-        forward = self._forward()
-        touches = forward.touches()
+        touches = self._forward.touches()
         if not touches:
             return Kept()
         program, main = self.case.traced.program, self.case.main
         recorded = RecordedProgram(program, main, variables_of(touches))
-        return forward.kept(self._run(1.0, recorded), touches)
+        return self._forward.kept(self._run(1.0, recorded), touches)
 
     def _overflows(self, scale: float) -> tuple[Place, ...]:
         """The places where float16 overflows before the loss, and it matters.
@@ -472,7 +472,7 @@ class _Search:
         trail, wide = self._run(lowest), self._run(lowest, self.twin)
         found = self.case.explain(trail, self.case.bad_roots(trail), None)
         kept = Kept()
-        if self._forward().is_cast and not self.case.bad_roots(wide):
+        if self._forward.is_cast and not self.case.bad_roots(wide):
             kept = self._kept(wide)
         if kept.keep is None:
             raise self._never_finite(found)
