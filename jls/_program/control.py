@@ -28,11 +28,14 @@ Kind = Literal["call", "devices", "scan", "while", "condition", "branch"]
 _CONDITION = -5  # beside the index of a `while`: of what its condition computes
 
 
+Indices = tuple[int, ...]  # the place of an operation in a program
+
+
 class Site(NamedTuple):
     """The position of an equation: the calls around it and itself, outermost first."""
 
     equations: tuple[Any, ...]
-    indices: tuple[int, ...]  # of each in its program: sites of two calls differ
+    indices: Indices  # of each in its program: sites of two calls differ
 
     @property
     def equation(self) -> Any:

@@ -13,7 +13,7 @@ makes are returned beside the results:
     shard_map         for each operation the record of the device with the worst numbers
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array, lax
 
 from jls._program.alone import AS_WRITTEN, Arithmetic
-from jls._program.control import MAIN, Call, Site, calls_of
+from jls._program.control import MAIN, Call, Indices, Site, calls_of
 from jls._program.jaxprs import (
     Program,
     is_literal,
@@ -31,6 +31,7 @@ from jls._program.jaxprs import (
     opened,
     parameter,
     to_varying,
+    variables_in,
 )
 
 # The record of an operation: u32[..., n], with an axis for each scan around it.
@@ -97,6 +98,7 @@ def replay(
     watch: Watch,
     site: Site = MAIN,
     arithmetic: Arithmetic = AS_WRITTEN,
+    only: Container[Indices] | None = None,
 ) -> Replayed:
     """The results of a program, and the records of its operations.
 
@@ -108,9 +110,12 @@ def replay(
         of an operation with one of the negative indices above.
       site: the calls around the program.
       arithmetic: how it is computed. `BOTH` gives the watch pairs, and returns them.
+      only: the places of the operations to watch, and of the calls around them. What
+        they do not need is left out, and a result that is not computed is None.
     """
     held = list(map(arithmetic.held, operands))
-    return _Replay(watch, arithmetic).run(program, held, site)
+    used = None if only is None else ()
+    return _Replay(watch, arithmetic, only=only).run(program, held, site, used)
 
 
 class _Replay:
@@ -121,12 +126,21 @@ class _Replay:
         watch: Watch,
         arithmetic: Arithmetic,
         varying: frozenset[str] = frozenset(),
+        only: Container[Indices] | None = None,
     ) -> None:
         self._watch = watch
         self._arithmetic = arithmetic
         self._varying = varying  # the axes of shard_map that JAX keeps track of
+        self._only = only
 
-    def run(self, program: Program, operands: Sequence[Any], site: Site) -> Replayed:
+    def run(
+        self,
+        program: Program,
+        operands: Sequence[Any],
+        site: Site,
+        used: Collection[int] | None = None,
+    ) -> Replayed:
+        """One run of a program; of its results those that are `used`, None for all."""
         jaxpr, consts = opened(program)
         known = self._arithmetic.held
         values = dict(zip(jaxpr.constvars, map(known, consts), strict=False))
@@ -136,29 +150,54 @@ class _Replay:
         def read(atom: Any) -> Any:
             return known(atom.val) if is_literal(atom) else values[atom]
 
-        for index, equation in enumerate(jaxpr.eqns):
+        if used is None:
+            used = range(len(jaxpr.outvars))
+        needed = self._needed(jaxpr, site, used)
+        for index in sorted(needed):
+            equation = jaxpr.eqns[index]
             here = site.inside(equation, index)
             inputs = [read(atom) for atom in equation.invars]
-            results, record = self._equation(jaxpr, here, inputs)
+            results, record = self._equation(jaxpr, here, inputs, needed[index])
             values.update(zip(equation.outvars, results, strict=True))
             if record is not None:
                 records[index] = record
-        return [read(atom) for atom in jaxpr.outvars], records
+        found = enumerate(jaxpr.outvars)
+        return [read(x) if i in used else None for i, x in found], records
+
+    def _needed(
+        self, jaxpr: Any, site: Site, used: Collection[int]
+    ) -> dict[int, list[int]]:
+        """The equations to run, and of each the results that are used."""
+        live = set(variables_in([jaxpr.outvars[i] for i in used]))
+        needed = dict[int, list[int]]()
+        for index in reversed(range(len(jaxpr.eqns))):
+            equation = jaxpr.eqns[index]
+            mine = [i for i, x in enumerate(equation.outvars) if x in live]
+            is_watched = self._only is None or (*site.indices, index) in self._only
+            if mine or is_watched or equation.effects:
+                needed[index] = mine
+                live.update(variables_in(equation.invars))
+        return needed
 
     def _equation(
-        self, jaxpr: Any, site: Site, inputs: list[Any]
+        self, jaxpr: Any, site: Site, inputs: list[Any], used: Collection[int]
     ) -> tuple[Sequence[Any], Any]:
         calls = calls_of(site.equation)
         if not calls:
             results = self._arithmetic.run(jaxpr, site.equation, inputs)
             return self._see(site, inputs, results)
-        results, records = self._CONTROL[calls[0].kind](self, site, calls, inputs)
+        if calls[0].kind == "call":
+            results, records = self._call(site, calls[0], inputs, used)
+        else:
+            results, records = self._CONTROL[calls[0].kind](self, site, calls, inputs)
         return results, records or None
 
-    def _call(self, site: Site, calls: list[Call], inputs: list[Any]) -> Replayed:
+    def _call(
+        self, site: Site, call: Call, inputs: list[Any], used: Collection[int]
+    ) -> Replayed:
         if parameter(site.equation, "prevent_cse"):
             inputs = list(lax.optimization_barrier(tuple(inputs)))
-        return self.run(calls[0].program, inputs, site)
+        return self.run(call.program, inputs, site, used)
 
     def _see(
         self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
@@ -310,7 +349,6 @@ class _Replay:
         return results, jax.tree.map(_of_worst_device, records, is_leaf=_is_record)
 
     _CONTROL: ClassVar = {
-        "call": _call,
         "scan": _scan,
         "while": _while,
         "branch": _cond,

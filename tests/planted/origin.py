@@ -320,6 +320,13 @@ FAULTS = [
         (CALIBRATED,),
     ),
     Fault(
+        "of a sample that is whole only the largest number counts",
+        "jls/_tools/origin/twin.py",
+        "for x in (one.max(1), one.min(1))",
+        "for x in (one.max(1), one.max(1))",
+        (CALIBRATED,),
+    ),
+    Fault(
         "the twin adds rows of an embedding in float16",
         "jls/_program/alone.py",
         "        if update is None:\n",

@@ -245,6 +245,46 @@ def test_replay_finds_the_sites_of_the_walk():
     assert list(dict.fromkeys(indices)) == question.additions
 
 
+def test_replay_leaves_out_what_the_watched_operations_do_not_need():
+    """Of the call one of two results; of the loop nothing."""
+
+    @jax.jit
+    def both(x, y):
+        return jnp.exp(x), jnp.sin(y)
+
+    def fun(x, y):
+        one, other = both(x, y)
+        total, _ = lax.scan(lambda c, z: (c + z, None), 0.0, other)
+        return one - y, total
+
+    program = jax.make_jaxpr(fun)(X, Y)
+    equations = opened(program).jaxpr.eqns
+    place = next(i for i, e in enumerate(equations) if e.primitive.name == "sub")
+    seen = []
+
+    def watch(site, inputs, results):
+        seen.append(site.equation.primitive.name)
+        return Watched(results, jnp.zeros(2, jnp.uint32))
+
+    results, records = replay(program, [X, Y], watch, only={(place,)})
+    assert results == [None, None]
+    assert seen == ["exp", "sub"]
+    assert place in records
+
+
+def test_replay_runs_callbacks_that_nobody_watches():
+    found = []
+
+    def fun(x, y):
+        jax.debug.callback(lambda z: found.append(float(z)), x[0])
+        return x + y
+
+    program = jax.make_jaxpr(fun)(X, Y)
+    replay(program, [X, Y], lambda site, x, results: Watched(results), only=set())
+    jax.effects_barrier()
+    assert found == [0.0]
+
+
 def test_replay_goes_into_programs_over_several_devices():
     change, seen = doubled_at("mul")
     program = jax.make_jaxpr(on_devices)(X, Y)

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 from jls._program.alone import AS_WRITTEN
-from jls._program.control import Site
+from jls._program.control import Indices, Site
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import Program, is_inexact_atom, is_literal
 from jls._program.primitives import primitive_of
@@ -32,8 +32,6 @@ from jls._program.replay import (
     replay,
 )
 from jls._tools.origin.measure import ends, in_float32, own_ends
-
-Indices = tuple[int, ...]  # the place of an operation in a program
 
 
 def record_of(records: Any, indices: Indices) -> Any:
@@ -98,6 +96,8 @@ class RecordedProgram:
         self.operations = {x for x in every if only is None or x in only}
         self._own = {frame.site.indices for frame in _calls_and_scans(main)}
         self._dtypes: dict[tuple[int, ...], list[Any]] = {}  # of records of operations
+        watched = self.operations | (self._wanted if beside else set())
+        self._only = {x[:n] for x in watched for n in range(1, len(x) + 1)}
         self._count = 0  # of what was recorded
         self._compiled: jax.stages.Compiled | None = None
 
@@ -138,7 +138,11 @@ class RecordedProgram:
 
     def _run(self, inputs: Sequence[Array]) -> tuple[list[Array], Records]:
         _, records = replay(
-            self._program, inputs, self._watch, arithmetic=self.ARITHMETIC
+            self._program,
+            inputs,
+            self._watch,
+            arithmetic=self.ARITHMETIC,
+            only=self._only,
         )
         pairs = zip(inputs, self._read, strict=True)
         nothing = jnp.full(2, ZERO_KEY)
@@ -166,7 +170,7 @@ class RecordedProgram:
 
     def _record(
         self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
-    ) -> Array | tuple[Array, ...] | None:
+    ) -> Array | tuple[Array | None, ...] | None:
         arrays = list(results)
         if site.equation.primitive.name == "select_n":
             arrays += _taken(*inputs)

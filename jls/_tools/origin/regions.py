@@ -18,11 +18,11 @@ or a NaN was born, and only the operations in there are recorded, in a second pr
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from jls._program.control import Indices
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import is_inexact_atom, is_literal, is_narrow_atom
 from jls._program.primitives import Primitive, primitive_of
 from jls._tools.origin.record import (
-    Indices,
     makers_of,
     recordable,
     to_nearest_records,

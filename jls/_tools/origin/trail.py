@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jls._program.control import Site
+from jls._program.control import Indices, Site
 from jls._program.frames import Frame
 from jls._program.jaxprs import is_inexact_atom, is_literal
 from jls._program.primitives import Primitive, primitive_of
@@ -24,7 +24,7 @@ from jls._program.replay import (
     WhileRecords,
 )
 from jls._tools.origin.measure import NOTHING, Size, read_size, size_of
-from jls._tools.origin.record import Indices, RunRecords, as_large_as
+from jls._tools.origin.record import RunRecords, as_large_as
 
 
 class Range(NamedTuple):

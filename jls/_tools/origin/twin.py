@@ -86,30 +86,34 @@ class Twin(RecordedProgram):
             if atom.aval.dtype == jnp.float16:
                 self._counted.setdefault(key, set()).add(result)
         narrow = {
-            _record_key(frame, index)
+            site.indices
             for frame in main.all()
             for index, equation in enumerate(frame.jaxpr.eqns)
             if any(map(is_narrow_atom, equation.outvars))
             and (
-                not is_transposed(frame.site_of(index))
-                or _record_key(frame, index) in asked
+                (site := frame.site_of(index)).indices in asked
+                or not is_transposed(site)
             )
         }
         self.operations &= narrow
 
     def _record(
         self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
-    ) -> Array | tuple[Array, ...] | None:
-        found = ends_of(results)
+    ) -> Array | tuple[Array | None, ...] | None:
         counted = self._counted.get(site.indices)
-        if found is None or not counted:
-            return found
+        if not counted:
+            return ends_of(results)
         samples = [_sample_of(results[i]) for i in sorted(counted)]
         if site.indices[:-1] not in self._merged:
+            # The ends of what the samples hold whole are found on the host.
+            sizes = [x.size for x in results]
+            is_whole = all(sizes) and [x.size for x in samples] == sizes
+            found = None if is_whole else ends_of(results)
             return found, *(lax.bitcast_convert_type(x, jnp.uint32) for x in samples)
         # Twice: over iterations and devices, the even ones are the largest numbers.
         counts = [jnp.repeat(_bin_counts(jnp.abs(x)), 2) for x in samples]
-        return jnp.concatenate([found, *map(key_of, counts)])
+        found = [ends_of(results), *map(key_of, counts)]
+        return jnp.concatenate([x for x in found if x is not None])
 
     def cotangent(
         self, records: Any, variable: Variable, loss_scale: float
@@ -292,8 +296,14 @@ def _record_rows(records: Any, key: tuple[int, ...]) -> np.ndarray | None:
     Without its samples.
     """
     record = record_of(records, key)
-    keys = record[0] if isinstance(record, tuple) else record
-    return None if keys is None else floats_from_keys(keys.reshape(-1, keys.shape[-1]))
+    if isinstance(record, tuple):
+        record, *samples = record
+        if record is None:
+            found = [x.reshape(-1, x.shape[-1]).view(np.float32) for x in samples]
+            return np.stack([x for one in found for x in (one.max(1), one.min(1))], 1)
+    if record is None:
+        return None
+    return floats_from_keys(record.reshape(-1, record.shape[-1]))
 
 
 def _is_merged(frame: Frame) -> bool:
