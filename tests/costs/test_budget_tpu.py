@@ -6,11 +6,14 @@ Needs libtpu (`pip install -e ".[tpu-aot]"`), and no TPU.
 import functools
 from functools import partial
 
+import optax
 import pytest
 
 from benchmarks import ENVIRONMENT, compiled, placement, target_workloads
 from benchmarks.contestants import ALL, FLOOR, OURS
 from benchmarks.contestants import ours as by_hand
+from benchmarks.half import models as half_models
+from benchmarks.half import programs as half_programs
 from benchmarks.targets import TARGETS
 from jls import spikes
 
@@ -64,6 +67,18 @@ def test_spikes_read_the_gradients_no_more_often(workload):
     plain, ours = (figures_of(workload, name) for name in (OURS, SPIKES))
     assert ours["bytes_accessed"] <= 1.001 * plain["bytes_accessed"]
     assert ours["temporary_bytes"] <= 1.01 * plain["temporary_bytes"]
+
+
+def test_autocast_needs_less_than_dtype_by_hand():
+    """A transformer whose layers are in a scan, forward, backward and update."""
+    model = half_models.transformer("scan", (4096, 512, 4, 8), (8, 512))
+    by_dtype, ours = (
+        half_programs.figures(model, way, TARGETS["v5e"], optax.sgd(0.1))
+        for way in ("by hand", "autocast")
+    )
+    assert ours["bytes"] <= 0.95 * by_dtype["bytes"]
+    assert ours["temporary_bytes"] <= 0.92 * by_dtype["temporary_bytes"]
+    assert ours["kernels"] <= by_dtype["kernels"]
 
 
 LAYOUTS = {
