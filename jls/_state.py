@@ -100,10 +100,14 @@ def _scaler_node_in(state: Any, of_devices: bool = False) -> Any:
 
 
 class Run(NamedTuple):
-    """The state of a run's wrapper, of one device, and the loss scale in it."""
+    """The state of a run's wrapper, and the loss scale in it.
 
-    state: LossScaledState
-    loss_scale: Array
+    On the host, and of one device; the wrapped optimizer's is as it was given.
+    """
+
+    state: LossScaledState  # without that of the wrapped optimizer
+    inner_state: Any
+    loss_scale: np.ndarray
 
 
 def run_in(state: Any) -> Run:
@@ -116,21 +120,21 @@ def run_in(state: Any) -> Run:
         for _, around in find(state, lambda x: is_wrapper_state(x) or _is_around(x))
         for _, node in find(around, is_wrapper_state)
     ]
-    wrapper_state = _one_wrapper_state([node for _, node in nodes], state)
-    _validate.concrete("state", wrapper_state)
-    wrapper_state = of_one_device(wrapper_state)
-    loss_scale = _scaler_node_in(wrapper_state).loss_scale
+    node = _one_wrapper_state([node for _, node in nodes], state)
+    _validate.concrete("state", node)
+    own = jax.device_get(node._asdict() | {"inner_state": ()})
+    own = of_one_device(LossScaledState(**read_variables(own)))
+    loss_scale = _scaler_node_in(own).loss_scale
     ((around, node),) = nodes
     if around is not node:
         raise _is_outside(around)
-    return Run(wrapper_state, jnp.asarray(loss_scale))
+    return Run(own, node.inner_state, loss_scale)
 
 
 def wrapper_state_in(state: Any) -> LossScaledState:
     """The one `LossScaledState` in `state`, or an error."""
-    return _one_wrapper_state(
-        [node for _, node in find(state, is_wrapper_state)], state
-    )
+    nodes = [node for _, node in find(state, is_wrapper_state)]
+    return read_variables(_one_wrapper_state(nodes, state))
 
 
 def _one_wrapper_state(found: list[Any], state: Any) -> LossScaledState:
@@ -160,7 +164,7 @@ def _one_wrapper_state(found: list[Any], state: Any) -> LossScaledState:
             "state must carry one state of jls.loss_scaled or jls.skip_nonfinite, got "
             f"{type(state).__name__} with {len(found)} of them. {write}"
         )
-    return read_variables(found[0])
+    return found[0]
 
 
 def refuse_around(state: Any) -> None:
@@ -238,14 +242,17 @@ def of_one_device(state: Any) -> Any:
     """`state`, or that of one device, if it has an axis of devices that all agree.
 
     Args:
-      state: of a wrapper, or a scaler. The wrapped optimizer's stays as it is.
+      state: of a wrapper, or a scaler.
+
+    Returns:
+      That of one device is on the host, without the wrapped optimizer's.
     """
     one = state.steps if is_wrapper_state(state) else state.loss_scale
     is_array = isinstance(one, jax.Array | np.ndarray)
     if not is_array or isinstance(one, Tracer) or one.ndim != 1 or not one.size:
         return state
-    own = state._replace(inner_state=()) if is_wrapper_state(state) else state
-    own = jax.device_get(own)
+    state = state._replace(inner_state=()) if is_wrapper_state(state) else state
+    own = jax.device_get(state)
     for path, leaf in jax.tree_util.tree_flatten_with_path(own)[0]:
         if not np.array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape)):
             raise ValueError(
@@ -254,10 +261,7 @@ def of_one_device(state: Any) -> Any:
                 "states of several runs, pass one of them, "
                 "jax.tree.map(lambda a: a[0], state)."
             )
-    own = jax.tree.map(lambda leaf: leaf[0], own)
-    if is_wrapper_state(state):
-        own = own._replace(inner_state=state.inner_state)
-    return own
+    return jax.tree.map(lambda leaf: leaf[0], own)
 
 
 # Read.

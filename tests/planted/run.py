@@ -262,6 +262,13 @@ FAULTS = [
         ("tests/run/test_health_walk.py",),
     ),
     Fault(
+        "the counters are read one by one on the device",
+        "jls/_state.py",
+        '    own = jax.device_get(node._asdict() | {"inner_state": ()})\n',
+        '    own = node._asdict() | {"inner_state": ()}\n',
+        ("tests/run/test_health_walk.py",),
+    ),
+    Fault(
         "a wrapper inside another optimizer passes for one outside",
         "jls/_state.py",
         "    if around is not node:\n",

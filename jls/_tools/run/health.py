@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jls import _validate
-from jls._nnx import is_model, is_optimizer, split_model
+from jls._nnx import is_model, is_optimizer, read_variables, split_model
 from jls._scalers.rule import bounds_of, scalar
 from jls._scalers.static import is_static
 from jls._state import Run, find, is_wrapper_state, run_in
@@ -288,7 +289,7 @@ class _Subject(NamedTuple):
         """The leaves that are looked at, with their flags on the device."""
         if self.params is None:
             return Suspects(None, None, self.others)
-        return Suspects(self.params, self.run.state.inner_state, self.others)
+        return Suspects(self.params, self.run.inner_state, self.others)
 
     def sums_squares(self, counts: Mapping[str, Any]) -> bool:
         """Whether the last step was skipped for a sum of squares of its gradients."""
@@ -298,7 +299,7 @@ class _Subject(NamedTuple):
         )
         if not (self.found and was_bad):
             return False
-        inner_state = self.run.state.inner_state
+        inner_state = read_variables(self.run.inner_state)
         return sums_squares(self.found.wrapper, self.params, inner_state)
 
 
@@ -368,7 +369,7 @@ def _observe_spikes(state: Any) -> dict[str, Any]:
         "steady_share": state.steady_share,
         "loss_never_given": ~given & (norms > 0) & judges_by_window,
         "loss_given": given,
-        "window": jnp.int32(state.seen.shape[1]),
+        "window": np.int32(state.seen.shape[1]),
     }
 
 
