@@ -19,7 +19,8 @@ _RATHER_NOT = ("optax", "flax", "equinox", "haiku")
 _TYPED = ("<stdin>", "<python-input", "<ipython-input")
 # Scopes that jls and JAX open themselves.
 _REMATTED = "rematted_computation"
-_NO_MODULES = ("jls_", "checkpoint", _REMATTED)
+_OF_JLS = "jls_"
+_NO_MODULES = (_OF_JLS, "checkpoint", _REMATTED)
 
 
 class Place(NamedTuple):
@@ -86,17 +87,20 @@ def place_of(site: Site) -> Place:
 def modules_of(site: Site) -> str:
     """The names of modules and scopes around an equation, "" if there are none."""
     stack = [name for equation in site.equations for name in _scopes(equation)]
-    return "/".join(_modules(stack))
+    return "/".join(_modules(_names(stack)))
 
 
 def modules_in_loss(site: Site) -> str:
-    """As `modules_of`, but for what is around the function that is differentiated.
+    """As `modules_of`, without what is around the loss: what a `keep` is searched in.
 
-    Those are the scopes of `jls.autocast` of that function.
+    The loss is what a `jls.autocast` is of; without one, the function that is
+    differentiated.
     """
     stack = [name for equation in site.equations for name in _scopes(equation)]
     begin = next((i for i, name in enumerate(stack) if "jvp(" in name), 0)
-    return "/".join(_modules(stack[begin:]))
+    names = _names(stack[begin:])
+    marks = [i for i, name in enumerate(names, 1) if name.startswith(_OF_JLS)]
+    return "/".join(_modules(names[marks[-1] if marks else 0 :]))
 
 
 def is_differentiated(site: Site) -> bool:
@@ -202,11 +206,16 @@ def _split_stack(stack: str) -> tuple[str, ...]:
     return tuple(filter(None, parts))
 
 
-def _modules(stack: Sequence[str]) -> list[str]:
-    """The names without the transformations around them, and without those of jls."""
+def _names(stack: Sequence[str]) -> list[str]:
+    """The names without the transformations around them."""
     found = []
     for name in stack:
         while match := re.fullmatch(r"\w+\((.*)\)", name):
             name = match[1]
-        found += [x for x in _split_stack(name) if not x.startswith(_NO_MODULES)]
+        found += _split_stack(name)
     return found
+
+
+def _modules(names: Sequence[str]) -> list[str]:
+    """The names without those of jls and JAX."""
+    return [x for x in names if not x.startswith(_NO_MODULES)]

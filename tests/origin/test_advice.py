@@ -285,11 +285,36 @@ def test_an_overflow_under_an_autocast_is_mended_by_the_keep_that_is_written(sco
     (birth, *_) = jls.why(jls.autocast(loss_fn, jnp.float16), x, w).births
     words = _any_number(advice.BEYOND_IN_AUTOCAST)
     assert re.fullmatch(words, birth.advice)
-    found = re.search(r"keep=(.+)\. Or make", birth.advice)
-    assert found is not None
-    cast = jls.autocast(loss_fn, jnp.float16, keep=eval(found[1]))
+    keep = kept_in(birth.advice)
+    assert keep is not None
+    cast = jls.autocast(loss_fn, jnp.float16, keep=keep)
     assert not jls.why(cast, x, w).births
     assert jls.all_finite(cast(x, w))
+
+
+def kept_in(advice):
+    found = re.search(r"keep=(.+)\. Or make", advice)
+    return found and eval(found[1])
+
+
+def test_the_keep_of_an_overflow_finds_that_scope_alone():
+    """Not block_10 beside block_1, wherever the autocast is called."""
+
+    def loss_fn(x, w):
+        with jax.named_scope("block_10"):
+            x = x @ w * 1e-3
+        with jax.named_scope("block_1"):
+            x = x @ w
+        return jnp.mean((x * 1e-6) @ w)
+
+    def whole(x, w):
+        with jax.named_scope("outer"):
+            return jls.autocast(loss_fn, jnp.float16)(x, w)
+
+    x, w = jnp.full((2, 8), 30.0), jnp.full((8, 8), 200.0)
+    for fun in (whole, jax.value_and_grad(whole)):
+        births = jls.why(fun, x, w).births
+        assert [kept_in(x.advice) for x in births] == [r"^block_1$"]
 
 
 def test_a_backward_overflow_under_an_autocast_names_no_keep():

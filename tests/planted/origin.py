@@ -8,6 +8,7 @@ WHY = "tests/test_why.py::"
 ADVICE = WHY + "test_known_patterns_get_advice"
 
 KEPT = "tests/origin/test_keep.py::"
+ADVICES = "tests/origin/test_advice.py::"
 LOST = "tests/origin/test_losses.py::"
 
 FAULTS = [
@@ -17,6 +18,20 @@ FAULTS = [
         '    return f"^({\'|\'.join(found)})$" if len(found) > 1 else f"^{found[0]}$"',
         "    return '|'.join(found)",
         (KEPT + "test_data_beyond_the_range_is_kept_where_it_comes_in",),
+    ),
+    Fault(
+        "the keep that why writes finds block_10 beside block_1",
+        "jls/_tools/origin/advice.py",
+        """return f'keep=r"{pattern([scope])}"'""",
+        """return f'keep=r"{scope}"'""",
+        (ADVICES + "test_the_keep_of_an_overflow_finds_that_scope_alone",),
+    ),
+    Fault(
+        "the keep that why writes has scopes around the autocast",
+        "jls/_program/places.py",
+        "_modules(names[marks[-1] if marks else 0 :])",
+        "_modules(names)",
+        (ADVICES + "test_the_keep_of_an_overflow_finds_that_scope_alone",),
     ),
     Fault(
         "keep does not escape the names of scopes",
@@ -547,10 +562,7 @@ FAULTS = [
         "jls/_tools/origin/advice.py",
         'keep = "" if is_backward else _keep(origin)',
         "keep = _keep(origin)",
-        (
-            "tests/origin/test_advice.py::"
-            "test_a_backward_overflow_under_an_autocast_names_no_keep",
-        ),
+        (ADVICES + "test_a_backward_overflow_under_an_autocast_names_no_keep",),
     ),
     Fault(
         "keep is advised where there is no autocast",

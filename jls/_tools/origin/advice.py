@@ -2,15 +2,15 @@
 """Advice on the most common births of inf and NaN."""
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
 from jls import _scopes
-from jls._program.places import functions_of_jax, place_of
+from jls._program.places import functions_of_jax, modules_in_loss, place_of
 from jls._program.primitives import primitive_of
+from jls._tools.origin.kept import pattern
 from jls._tools.origin.trail import FoundBirth, OpResult, RunValue, Trail
 
 SQRT = (
@@ -179,16 +179,14 @@ def _overflow(origin: OpResult, birth: FoundBirth, is_backward: bool) -> str:
 def _keep(origin: OpResult) -> str:
     """The argument of `jls.autocast` that keeps an operation; "" where there is none.
 
-    By its module; in libraries whose modules have no scope, by its function.
+    By its scope alone; in libraries whose modules have none, by its function.
     """
-    place = place_of(origin.site)
     if _scopes.AUTOCAST not in _scopes.marks_of(origin.site):
         return ""
-    if place.module:
-        return f'keep="{re.escape(place.module)}"'
-    if place.function:
-        return f'keep=lambda place: place.function == "{place.function}"'
-    return ""
+    scope, function = modules_in_loss(origin.site), place_of(origin.site).function
+    if scope:
+        return f'keep=r"{pattern([scope])}"'
+    return f'keep=lambda place: place.function == "{function}"' if function else ""
 
 
 def is_of_entropy(advice: str) -> bool:

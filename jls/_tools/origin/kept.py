@@ -215,7 +215,7 @@ class Forward:
         functions = tuple(x for x in scopes if not isinstance(x, str))
         named = tuple(x for x in scopes if isinstance(x, str))
         modules = set(map(modules_in_loss, every))
-        keep = InFunctions(functions, named) if functions else _pattern(named, modules)
+        keep = InFunctions(functions, named) if functions else pattern(named, modules)
         if not self._has_float16:
             return Kept(keep, note, _argument(keep))
         if self.is_cast:
@@ -278,10 +278,11 @@ def _name(site: Site) -> str:
     return scope if isinstance(scope, str) else scope[1] or "the loss"
 
 
-def _pattern(scopes: Sequence[str], every: Iterable[str]) -> str:
+def pattern(scopes: Sequence[str], every: Iterable[str] = ()) -> str:
     """A regular expression of these scopes, and of no others.
 
-    Of a scope that is kept with all that is inside it the parts are not listed.
+    Of a scope that is kept with all that is inside it, by `every` scope of the loss,
+    the parts are not listed.
     """
     kept, found = set(scopes), list[str]()
     for scope in scopes:
