@@ -78,6 +78,10 @@ class Frame:
         """The site of an equation of this program."""
         return self.site.inside(self.jaxpr.eqns[index], index)
 
+    def indices_of(self, index: int) -> tuple[int, ...]:
+        """The indices of that site, by which records and facts are kept."""
+        return (*self.site.indices, index)
+
     def called(self, index: int) -> "list[Frame]":
         """The frames that an equation calls: one, or one for each branch of `cond`."""
         if index not in self._children:

@@ -183,7 +183,7 @@ class Forward:
         Args:
           kept: operations whose scopes stay as written.
         """
-        sites = {frame.site_of(index).indices for frame, index in self._sites}
+        sites = {frame.indices_of(index) for frame, index in self._sites}
         choice = _OfForward(sites, set(map(_scope, kept)))
         leads = Leads(choice)
         jaxpr = self._main.jaxpr
@@ -191,10 +191,14 @@ class Forward:
         kinds = Kinds(choice, leads)
         given = [Fact(Kind.GIVEN, name=object()) for _ in jaxpr.invars]
         kinds.read(self._program, given)
+        ends = {
+            frame: set(variables_in(frame.jaxpr.outvars))
+            for frame in {frame for frame, _ in self._sites}
+        }
         every = [
-            Touch(frame, index, *_in_half(frame, index, step))
+            Touch(frame, index, *_in_half(frame.jaxpr.eqns[index], step, ends[frame]))
             for frame, index in self._sites
-            if (step := kinds.steps.get(frame.site_of(index).indices)) is not None
+            if (step := kinds.steps.get(frame.indices_of(index))) is not None
         ]
         return [x for x in every if x.atoms]
 
@@ -249,9 +253,14 @@ def _is_cast(equation: Any) -> bool:
     return equation.primitive.name == "convert_element_type"
 
 
-def _in_half(frame: Frame, index: int, step: Step) -> tuple[list[Any], list[Any]]:
-    """The operands and the results of an operation that are half."""
-    equation = frame.jaxpr.eqns[index]
+def _in_half(equation: Any, step: Step, ends: set[Any]) -> tuple[list[Any], list[Any]]:
+    """The operands and the results of an operation that are half.
+
+    Args:
+      equation: the operation.
+      step: how an autocast computes it.
+      ends: the results of its program.
+    """
     results = [
         x
         for x, fact in zip(equation.outvars, step.results, strict=True)
@@ -260,7 +269,6 @@ def _in_half(frame: Frame, index: int, step: Step) -> tuple[list[Any], list[Any]
     if step.way in (Way.HALF, Way.PRODUCT):
         return list(filter(is_float32, variables_in(equation.invars))), results
     # Inside a chain nothing is rounded: what is at its end is an operand of the next.
-    ends = variables_in(frame.jaxpr.outvars)
     return [], [x for x in results if x in ends]
 
 

@@ -218,7 +218,7 @@ class Errors:
 
     def recorded(self, frame: Frame, index: int) -> list[_Sizes] | None:
         """Those of each result of an operation; None if it has no record."""
-        found = record_of(self._records, frame.site_of(index).indices)
+        found = record_of(self._records, frame.indices_of(index))
         if found is None or isinstance(found, dict):
             return None
         numbers = floats_from_keys(found)[..., ::2]

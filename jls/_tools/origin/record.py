@@ -243,7 +243,7 @@ def own_ends_of(arrays: Sequence[Any]) -> tuple[tuple[Array, ...], list[Any]]:
 def makers_of(main: Frame, variables: Container[Variable]) -> set[Indices]:
     """The places of the operations and calls that have one of these as a result."""
     return {
-        (*frame.site.indices, index)
+        frame.indices_of(index)
         for frame in main.all()
         for index, equation in enumerate(frame.jaxpr.eqns)
         if any((frame, x) in variables for x in equation.outvars)
@@ -253,7 +253,7 @@ def makers_of(main: Frame, variables: Container[Variable]) -> set[Indices]:
 def recordable(main: Frame, variables: Container[Variable]) -> set[Indices]:
     """The places of the operations of which records can be made, as of `makers_of`."""
     return {
-        (*frame.site.indices, index)
+        frame.indices_of(index)
         for frame, index in main.operations()
         if any(
             (frame, x) in variables and as_large_as(frame.jaxpr.eqns[index], i) is None

@@ -65,7 +65,7 @@ def landmarks(
             ends += [(frame, x) for x in frame.jaxpr.outvars]
         if _is_in_while(frame):
             places = range(len(frame.jaxpr.eqns))
-            found |= {(*frame.site.indices, index) for index in places} & every
+            found |= {frame.indices_of(index) for index in places} & every
     return frozenset(found | makers_of(main, to_nearest_records(ends)) & every)
 
 
@@ -91,7 +91,7 @@ def _in_rows(
                 for x, i in child.inputs.items():
                     rows[child, x] = row_of(frame, [child.given(i)])
             yield from _in_rows(child, every, rows)
-        row, indices = row_of(frame, equation.invars), (*frame.site.indices, index)
+        row, indices = row_of(frame, equation.invars), frame.indices_of(index)
         if indices in every:
             row += 1
             known = primitive_of(equation)

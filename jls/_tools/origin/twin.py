@@ -81,18 +81,17 @@ class Twin(RecordedProgram):
         asked = makers_of(main, to_nearest_records(roots))
         for frame, atom in following:
             index, result = frame.makers[atom]
-            key = _record_key(frame, index)
+            key = frame.indices_of(index)
             asked.add(key)
             if atom.aval.dtype == jnp.float16:
                 self._counted.setdefault(key, set()).add(result)
         narrow = {
-            site.indices
-            for frame in main.all()
-            for index, equation in enumerate(frame.jaxpr.eqns)
-            if any(map(is_narrow_atom, equation.outvars))
+            key
+            for frame, index in main.operations()
+            if any(map(is_narrow_atom, frame.jaxpr.eqns[index].outvars))
             and (
-                (site := frame.site_of(index)).indices in asked
-                or not is_transposed(site)
+                (key := frame.indices_of(index)) in asked
+                or not is_transposed(frame.site_of(index))
             )
         }
         self.operations &= narrow
@@ -130,7 +129,7 @@ class Twin(RecordedProgram):
         """
         frame, atom = variable
         index, result = frame.makers[atom]
-        key = _record_key(frame, index)
+        key = frame.indices_of(index)
         record = record_of(records, key)
         if record is None or result not in self._counted.get(key, ()):
             return None
@@ -161,7 +160,7 @@ class Twin(RecordedProgram):
         """The largest magnitude of a variable in one run; 0 if it is not recorded."""
         frame, atom = variable
         index, result = frame.makers[atom]
-        rows = _record_rows(records, _record_key(frame, index))
+        rows = _record_rows(records, frame.indices_of(index))
         ends = None if rows is None else rows[:, 2 * result : 2 * result + 2]
         return 0.0 if ends is None else float(np.abs(ends).max(initial=0.0))
 
@@ -170,7 +169,7 @@ class Twin(RecordedProgram):
 
         From half of the largest number on: roundings before it add up to less.
         """
-        rows = _record_rows(records, _record_key(frame, index))
+        rows = _record_rows(records, frame.indices_of(index))
         if rows is None:
             return False
         sizes = np.abs(rows[:, : 2 * len(frame.jaxpr.eqns[index].outvars)]).max(0)
@@ -191,7 +190,7 @@ class EndOfInf(NamedTuple):
 
     @property
     def key(self) -> tuple[int, ...]:
-        return _record_key(self.frame, self.position)
+        return self.frame.indices_of(self.position)
 
 
 class Elements(RecordedProgram):
@@ -281,13 +280,8 @@ def holds_inf(records: Any, frame: Frame, index: int) -> bool:
     """Whether a narrow result of an operation was inf or NaN in some round."""
     if not any(map(is_narrow_atom, frame.jaxpr.eqns[index].outvars)):
         return False
-    rows = _record_rows(records, _record_key(frame, index))
+    rows = _record_rows(records, frame.indices_of(index))
     return rows is not None and not np.isfinite(rows).all()
-
-
-def _record_key(frame: Frame, index: int) -> tuple[int, ...]:
-    """The path of an operation's record in the records."""
-    return frame.site_of(index).indices
 
 
 def _record_rows(records: Any, key: tuple[int, ...]) -> np.ndarray | None:
