@@ -322,7 +322,8 @@ class Kinds:
     ) -> list[Fact]:
         """The facts about the results of a loop's body, in any iteration."""
         inputs = opened(body).jaxpr.invars[len(fixed) :]
-        leads = [self._leads.at(site, x) for x in inputs]
+        is_kept = self._choice.is_kept(site)
+        leads = [self._leads.at(site, x) and not is_kept for x in inputs]
         state = [_entering(fact) for fact in carry]
         while True:
             results = self.read(body, [*fixed, *state, *slices], site)

@@ -97,6 +97,10 @@ class Leads:
     def _loop(self, site: Site, call: Call, results: list[bool]) -> list[bool]:
         """What is carried leads to a product if it does in any later iteration."""
         wanted, last = list(results), call.consts + call.carried
+        if self._choice.is_kept(site):
+            inputs = self.read(call.program, [False] * len(results), site)
+            inputs[call.consts : last] = [False] * call.carried
+            return inputs
         while True:
             inputs = self.read(call.program, wanted, site)
             carry = inputs[call.consts : last]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import eval_jaxpr
+from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import Partial
 
 from jls._autocast.held import MOST, Chain, Held, Stored, is_number
@@ -295,9 +296,7 @@ class Rewrite:
         consts, carried = call.consts, call.carried
         inputs = self._inputs(operands)
         fixed, sliced = inputs[:consts], inputs[consts + carried :]
-        begin = self._as(
-            operands[consts : consts + carried], facts[:carried], atoms[:carried]
-        )
+        entering = operands[consts : consts + carried]
 
         def body(carry, slices):
             state = self._stored_like(carry, facts, atoms)
@@ -311,7 +310,7 @@ class Rewrite:
         with traced_as(site.equation):
             carry, stacks = lax.scan(
                 body,
-                begin,
+                self._as(entering, facts[:carried], atoms[:carried]),
                 [x.array for x in sliced],
                 length=call.length,
                 reverse=call.is_reversed,
@@ -332,7 +331,6 @@ class Rewrite:
         first = condition.consts
         last = first + body_call.consts
         inputs = self._inputs(operands[:last])
-        begin = self._as(operands[last:], facts, atoms)
         beside = condition.site(site)
 
         def is_on(carry):
@@ -351,6 +349,7 @@ class Rewrite:
         lanes = opened(condition.program).jaxpr.outvars[0].aval.shape
         is_any_on = (lambda carry: jnp.any(is_on(carry))) if lanes else is_on
         with traced_as(site.equation):
+            begin = self._as(operands[last:], facts, atoms)
             results = lax.while_loop(is_any_on, body, begin)
         return self._stored(site.equation, results, facts)
 
@@ -453,9 +452,6 @@ class Rewrite:
     ) -> Sequence[Held]:
         """The rule gets and gives float32: its products are in half."""
         equation = site.equation
-        # What its rule closes over. JAX refuses to differentiate with respect to it.
-        fixed = parameter(equation, "num_consts", 0)
-        no_cotangents = [None] * fixed
 
         def traced(fun, *trees):
             """The program of a function of trees, read; and a function that runs it."""
@@ -477,21 +473,31 @@ class Rewrite:
         def run(*arrays):
             return traced(partial(_run_as_written, call.program), *arrays)(*arrays)
 
-        def forwards(*arrays):
+        def forwards(*primals):
+            # A rule may ask what is differentiated, or refuse an argument that is.
+            arrays = [x.value for x in primals]
+            moving = [
+                i
+                for i, x in enumerate(primals)
+                if x.perturbed and is_inexact_atom(equation.invars[i])
+            ]
+
             def differentiated(*arrays):
-                bound = partial(_bound, equation, *arrays[:fixed])
-                return jax.vjp(bound, *arrays[fixed:])
+                def bound(*moved):
+                    given = list(arrays)
+                    for i, array in zip(moving, moved, strict=True):
+                        given[i] = array
+                    return _bound(equation, *given)
+
+                return jax.vjp(bound, *(arrays[i] for i in moving))
 
             def pulled(pullback, cotangents):
                 whole = [
                     _no_tangent(atom.aval) if x is None else x
                     for x, atom in zip(cotangents, equation.outvars, strict=True)
                 ]
-                found = [*no_cotangents, *pullback(whole)]
-                return [
-                    x if is_inexact_atom(atom) else None
-                    for x, atom in zip(found, equation.invars, strict=True)
-                ]
+                found = dict(zip(moving, pullback(whole), strict=True))
+                return [found.get(i) for i in range(len(arrays))]
 
             results, pullback = traced(differentiated, *arrays)(*arrays)
             zeros = [x if is_inexact_atom(x) else None for x in results]
@@ -501,12 +507,12 @@ class Rewrite:
 
         def backwards(pull, cotangents):
             zeros = [
-                x if is_inexact_atom(atom) else None
+                _instantiated(x) if is_inexact_atom(atom) else None
                 for x, atom in zip(cotangents, equation.outvars, strict=True)
             ]
             return tuple(pull(zeros))
 
-        run.defvjp(forwards, backwards)
+        run.defvjp(forwards, backwards, symbolic_zeros=True)
         with traced_as(equation):
             results = run(*(x.wide() for x in operands))
         return self._stored(equation, results, facts)
@@ -552,6 +558,12 @@ def _type_of(held: Stored) -> Any:
 
 def _no_tangent(value: Any) -> Any:
     return np.zeros(np.shape(value), jax.dtypes.float0)
+
+
+def _instantiated(cotangent: Any) -> Any:
+    """The array that a cotangent stands for."""
+    is_zero = isinstance(cotangent, SymbolicZero)
+    return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
 
 
 def _bound(equation: Any, *operands: Any) -> list[Any]:

@@ -771,6 +771,31 @@ def test_keep_reaches_into_a_scan():
     assert [x.results[0] for x in products(cast, X, W)] == [F32, "float16"]
 
 
+@pytest.mark.parametrize("loop", ["scan", "while"])
+def test_a_loop_that_keep_finds_carries_float32(loop):
+    """Small steps, such as those of an integrator, vanish beside a carry in half."""
+
+    def scanned(x, w):
+        x = x @ w  # half, unless it enters the loop
+        return lax.scan(lambda x, _: (x + jnp.tanh(x @ w), x), x, length=3)[1] @ w
+
+    def repeated(x, w):
+        def body(carry):
+            i, cache = carry
+            return i + 1, lax.dynamic_update_index_in_dim(cache, x @ w, i, 0)
+
+        cache = jnp.zeros((2, *X.shape))
+        return lax.while_loop(lambda carry: carry[0] < 2, body, (0, cache))[1] @ w
+
+    fun = {"scan": scanned, "while": repeated}[loop]
+    (carried,) = named(loop, jls.autocast(fun, jnp.float16), X, W)
+    assert "float16" in carried.results
+    cast = jls.autocast(fun, jnp.float16, keep=lambda place: place.operation == loop)
+    (kept,) = named(loop, cast, X, W)
+    assert "float16" not in (*kept.operands, *kept.results)
+    assert {x.operands[0] for x in products(cast, X, W)} == {"float16"}
+
+
 def test_keep_may_be_a_function_of_a_place():
     places = []
 
@@ -826,6 +851,38 @@ def test_a_custom_jvp_may_have_integers_for_operands_and_results():
     cast = jls.autocast(fun, jnp.float16)
     assert off(jax.grad(cast)(W, X), jax.grad(fun)(W, X)) < 2e-3
     assert all("float32" not in one.operands for one in products(jax.grad(cast), W, X))
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun], ids=["jit", "eager"])
+def test_a_rule_of_custom_vjp_sees_what_is_differentiated(jit):
+    """Equinox refuses a gradient of what it was told has none, such as a time."""
+    seen = []
+
+    @jax.custom_vjp
+    def layer(w, x, time):
+        return x @ w * time, jnp.sum(x)
+
+    def forwards(w, x, time):
+        seen.append((w.perturbed, x.perturbed, time.perturbed))
+        return layer(w.value, x.value, time.value), (w.value, x.value, time.value)
+
+    def backwards(saved, cotangents):
+        w, x, time = saved
+        g = cotangents[0] * time  # the sum is not used: nothing comes back for it
+        return x.T @ g, g @ w.T, None
+
+    layer.defvjp(forwards, backwards, symbolic_zeros=True)
+
+    def loss(w, x, time):
+        hidden, _ = layer(w, jnp.tanh(x @ w), time)
+        return jnp.mean(hidden**2)
+
+    cast = jls.autocast(loss, jnp.float16)
+    for argnums, expected in ((0, (True, True, False)), (1, (False, True, False))):
+        seen.clear()
+        ours = jit(jax.grad(cast, argnums))(W, X, jnp.float32(2.0))
+        assert set(seen) == {expected}
+        assert off(ours, jax.grad(loss, argnums)(W, X, jnp.float32(2.0))) < 2e-3
 
 
 def test_a_custom_vjp_may_close_over_an_array():

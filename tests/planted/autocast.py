@@ -2,6 +2,7 @@
 
 from planted.fault import Fault
 
+TOOLS = "tests/autocast/test_tools.py"
 SEMANTICS = "tests/autocast/test_semantics.py"
 PROGRAMS = "tests/autocast/test_any_program.py"
 CALLS = "tests/autocast/test_autocast.py"
@@ -193,11 +194,53 @@ FAULTS = [
         (SEMANTICS,),
     ),
     Fault(
-        "what a custom_vjp closes over is differentiated",
+        "all arguments of a custom_vjp are differentiated",
         REWRITE,
-        '        fixed = parameter(equation, "num_consts", 0)\n',
-        "        fixed = 0\n",
+        "                if x.perturbed and is_inexact_atom(equation.invars[i])\n",
+        "                if is_inexact_atom(equation.invars[i])\n",
         (SEMANTICS,),
+    ),
+    Fault(
+        "a cotangent of 0 reaches the rule of a custom_vjp as a symbol",
+        REWRITE,
+        "                _instantiated(x) if is_inexact_atom(atom) else None\n",
+        "                x if is_inexact_atom(atom) else None\n",
+        (SEMANTICS,),
+    ),
+    Fault(
+        "the cast of a value that enters a loop has no line",
+        REWRITE,
+        "        with traced_as(site.equation):\n"
+        "            carry, stacks = lax.scan(\n"
+        "                body,\n"
+        "                self._as(entering, facts[:carried], atoms[:carried]),\n",
+        "        begin = self._as(entering, facts[:carried], atoms[:carried])\n"
+        "        with traced_as(site.equation):\n"
+        "            carry, stacks = lax.scan(\n"
+        "                body,\n"
+        "                begin,\n",
+        (TOOLS,),
+    ),
+    Fault(
+        "what a kept loop carries is stored in half",
+        KINDS,
+        "        leads = [self._leads.at(site, x) and not is_kept for x in inputs]\n",
+        "        leads = [self._leads.at(site, x) for x in inputs]\n",
+        (SEMANTICS, TOOLS),
+    ),
+    Fault(
+        "what a kept loop carries is rounded before it enters, and in each iteration",
+        "jls/_autocast/leads.py",
+        "        if self._choice.is_kept(site):\n            inputs",
+        "        if False:\n            inputs",
+        (SEMANTICS,),
+    ),
+    Fault(
+        "calibrate takes every loop for one that is kept",
+        "jls/_tools/origin/kept.py",
+        " and not calls_of(site.equation)\n",
+        "\n",
+        ("tests/origin/test_keep.py",),
     ),
     Fault(
         "what a rule of custom_vjp closes over is not looked up",

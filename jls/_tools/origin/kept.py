@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jls._autocast.keep import Choice
 from jls._autocast.kinds import Fact, Kind, Kinds, Step, Way
 from jls._autocast.leads import Leads
-from jls._program.control import Site
+from jls._program.control import Site, calls_of
 from jls._program.frames import Frame, Variable
 from jls._program.jaxprs import (
     Program,
@@ -235,7 +235,8 @@ class _OfForward(Choice):
         self._sites, self._kept = sites, kept
 
     def is_kept(self, site: Site) -> bool:
-        return site.indices not in self._sites or _scope(site) in self._kept
+        is_other = site.indices not in self._sites and not calls_of(site.equation)
+        return is_other or _scope(site) in self._kept
 
 
 _AGAIN = "Then call jls.calibrate again for the loss scale"
