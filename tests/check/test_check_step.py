@@ -1,5 +1,6 @@
 """`jls.check_step` on plain steps, and what it says; more steps in tests/corpus."""
 
+import re
 from functools import partial
 
 import jax
@@ -691,6 +692,12 @@ def test_every_line_to_write_fits_on_a_screen(lines):
         write = {code: f"{line}. {codes.LEAVE_OUT}"}
         text = str(jls.types.StepCheck(broken=(code,), write=write))
         assert all(len(row) <= 80 for row in text.splitlines()), code
+
+
+def test_the_docstring_lists_the_codes_in_their_order():
+    text = " ".join(str(jls.check_step.__doc__).split())
+    listed = text.split("the codes of the mistakes: ")[1].split(". ")[0]
+    assert re.findall('"(.*?)"', listed) == list(CODES)
 
 
 def test_table_of_a_right_step():
