@@ -206,7 +206,9 @@ class Kinds:
         deciding = [
             fact.kind for fact, n in zip(facts, differing, strict=True) if n == largest
         ]
-        made = Fact(max(deciding), min(1.0, largest / max(size, 1)), is_beyond)
+        # exp of a number beyond the range is 0 or inf, tanh is -1 or 1.
+        stays = is_beyond and row.infs != "exp" and row.degree != "bounded"
+        made = Fact(max(deciding), min(1.0, largest / max(size, 1)), stays)
         made = _with_maximum(made, name, facts)
         has_small_sum = any(fact.kind == Kind.WIDE for fact in facts)
         # The norm of an argument is as good as half, where it leads to a product.

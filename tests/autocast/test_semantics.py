@@ -400,7 +400,7 @@ def test_the_derivative_does_not_ask_where_a_number_was_clamped():
 
     def fun(x, w):
         scores = x @ w @ x.T
-        scores = jnp.where(causal, scores, jnp.finfo(scores.dtype).min)
+        scores = 0.5 * jnp.where(causal, scores, jnp.finfo(scores.dtype).min)
         return jnp.mean(jax.nn.softmax(scores) @ x @ w)
 
     x = jnp.sin(jnp.arange(32.0)).reshape(4, 8)
@@ -410,6 +410,21 @@ def test_the_derivative_does_not_ask_where_a_number_was_clamped():
     assert "clamp" in names
     plain = {one.name for one in operations(jax.grad(fun), x, W)}  # a max has its own
     assert not (names - plain) & {"gt", "lt"}
+
+
+@HALF
+@pytest.mark.parametrize("bounded", [jax.nn.softmax, jnp.tanh, jax.nn.sigmoid])
+def test_what_a_mask_cannot_take_beyond_the_range_is_not_clamped(half, bounded):
+    lowest = jnp.finfo(jnp.float32).min
+    eye = jnp.eye(4, 8, dtype=bool)
+    cast = jls.autocast(lambda x, w: bounded(jnp.where(eye, x @ w, lowest)) @ w, half)
+    assert not {one.name for one in operations(cast, X, W)} & {"clamp", "is_finite"}
+    assert jnp.all(jnp.isfinite(cast(X, W)))
+    # Nor is what becomes of it; what is added to it could be beyond.
+    more = jls.autocast(
+        lambda x, w: (2 * jnp.where(eye, x @ w, lowest) + bounded(x @ w)) @ w, half
+    )
+    assert "clamp" in {one.name for one in operations(more, X, W)}
 
 
 def test_a_mask_that_is_added_is_clamped_too():

@@ -127,6 +127,20 @@ FAULTS = [
         (SEMANTICS,),
     ),
     Fault(
+        "the softmax of a mask is clamped, and kept in float32 until it is",
+        KINDS,
+        '        stays = is_beyond and row.infs != "exp" and row.degree != "bounded"\n',
+        "        stays = is_beyond\n",
+        (SEMANTICS,),
+    ),
+    Fault(
+        "twice a mask is not clamped",
+        KINDS,
+        '        stays = is_beyond and row.infs != "exp" and row.degree != "bounded"\n',
+        "        stays = False\n",
+        (SEMANTICS,),
+    ),
+    Fault(
         "an infinite mask becomes finite",
         SHARED,
         "    return lax.select(lax.is_finite(value), clamped, value)\n",
