@@ -562,8 +562,10 @@ def _no_tangent(value: Any) -> Any:
 
 def _instantiated(cotangent: Any) -> Any:
     """The array that a cotangent stands for."""
-    is_zero = isinstance(cotangent, SymbolicZero)
-    return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    aval: Any = cotangent.aval
+    return jnp.zeros(aval.shape, aval.dtype)
 
 
 def _bound(equation: Any, *operands: Any) -> list[Any]:

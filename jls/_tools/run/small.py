@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jls import _validate
 from jls._reduce import float32_parts
@@ -16,7 +16,7 @@ from jls._tree import named_floats
 
 
 def measure_small(
-    loss_scale: Array, grads: optax.Updates, dtype: DTypeLike
+    loss_scale: ArrayLike, grads: optax.Updates, dtype: DTypeLike
 ) -> dict[str, Array]:
     """The numbers of `Small`, but for the name of the dtype, on the device.
 
