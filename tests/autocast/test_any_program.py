@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from programs import PROGRAMS
+from float32_programs import PROGRAMS
 from reading import cast_by_hand, off, operations, products
 
 import jls
