@@ -786,29 +786,37 @@ def test_keep_reaches_into_a_scan():
     assert [x.results[0] for x in products(cast, X, W)] == [F32, "float16"]
 
 
-@pytest.mark.parametrize("loop", ["scan", "while"])
-def test_a_loop_that_keep_finds_carries_float32(loop):
+@pytest.mark.parametrize("what", ["sums", "tanh", "products", "a cache"])
+def test_a_loop_that_keep_finds_carries_float32(what):
     """Small steps, such as those of an integrator, vanish beside a carry in half."""
 
-    def scanned(x, w):
-        x = x @ w  # half, unless it enters the loop
+    def sums(x, w):
         return lax.scan(lambda x, _: (x + jnp.tanh(x @ w), x), x, length=3)[1] @ w
 
-    def repeated(x, w):
+    def tanh(x, w):
+        return lax.scan(lambda x, _: (jnp.tanh(x @ w), x), x, length=3)[1] @ w
+
+    def products_alone(x, w):
+        return lax.scan(lambda x, _: (x @ w, x), x, length=3)[1] @ w
+
+    def cache(x, w):
         def body(carry):
             i, cache = carry
             return i + 1, lax.dynamic_update_index_in_dim(cache, x @ w, i, 0)
 
-        cache = jnp.zeros((2, *X.shape))
-        return lax.while_loop(lambda carry: carry[0] < 2, body, (0, cache))[1] @ w
+        start = 0, jnp.zeros((2, *X.shape))
+        return lax.while_loop(lambda carry: carry[0] < 2, body, start)[1] @ w
 
-    fun = {"scan": scanned, "while": repeated}[loop]
+    funs = {"sums": sums, "tanh": tanh, "products": products_alone, "a cache": cache}
+    fun = funs[what]
+    loop = "while" if what == "a cache" else "scan"
     (carried,) = named(loop, jls.autocast(fun, jnp.float16), X, W)
     assert "float16" in carried.results
     cast = jls.autocast(fun, jnp.float16, keep=lambda place: place.operation == loop)
     (kept,) = named(loop, cast, X, W)
     assert "float16" not in (*kept.operands, *kept.results)
     assert {x.operands[0] for x in products(cast, X, W)} == {"float16"}
+    assert {x.results[0] for x in named("tanh", cast, X, W)} <= {F32}
 
 
 def test_keep_may_be_a_function_of_a_place():
@@ -883,7 +891,7 @@ def test_a_rule_of_custom_vjp_sees_what_is_differentiated(jit):
 
     def backwards(saved, cotangents):
         w, x, time = saved
-        g = cotangents[0] * time  # the sum is not used: nothing comes back for it
+        g = cotangents[0] * time
         return x.T @ g, g @ w.T, None
 
     layer.defvjp(forwards, backwards, symbolic_zeros=True)
@@ -898,6 +906,24 @@ def test_a_rule_of_custom_vjp_sees_what_is_differentiated(jit):
         ours = jit(jax.grad(cast, argnums))(W, X, jnp.float32(2.0))
         assert set(seen) == {expected}
         assert off(ours, jax.grad(loss, argnums)(W, X, jnp.float32(2.0))) < 2e-3
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun], ids=["jit", "eager"])
+def test_a_result_of_a_custom_vjp_may_be_unused(jit):
+    @jax.custom_vjp
+    def both(y):
+        return 2 * y, 3 * y
+
+    def backwards(_, cotangents):
+        return (2 * cotangents[0] + 3 * cotangents[1],)
+
+    both.defvjp(lambda y: (both(y), None), backwards)
+
+    def loss(w, x):
+        return jnp.mean((both(x @ w)[0] @ w) ** 2)
+
+    cast = jls.autocast(loss, jnp.float16)
+    assert off(jit(jax.grad(cast))(W, X), jax.grad(loss)(W, X)) < 2e-3
 
 
 def test_a_custom_vjp_may_close_over_an_array():

@@ -422,3 +422,21 @@ def test_modules_without_scopes_are_kept_by_functions(dtype):
     assert repr(found.keep) in " ".join(str(found).split())
     step, *args = made(compute_dtype="float16", keep=found.keep)
     assert not nnx.jit(step)(*args).skipped
+
+
+def test_a_carry_that_leaves_the_range_is_found_before_a_product_takes_it():
+    def loss_fn(w, x):
+        def body(carry, _):
+            return jnp.tanh(carry @ w) * 1e3 * 1e3, None
+
+        return jnp.mean(jnp.log1p(jax.lax.scan(body, x, length=1)[0] ** 2))
+
+    optimizer = jls.loss_scaled(optax.sgd(0.1))
+    w = jnp.eye(4)
+    state = optimizer.init(w)
+    step = jax.jit(jls.train_step(loss_fn, optimizer))
+    made = jls.calibrate(step, w, state, jnp.ones((2, 4)))
+    assert "out of range in body" in str(made)
+    cast = jls.train_step(loss_fn, optimizer, compute_dtype="float16", keep=made.keep)
+    with pytest.warns(jls.JlsWarning, match="no product to cast: 1 by keep"):
+        assert jnp.isfinite(cast(w, state, jnp.ones((2, 4)))[2].loss)
