@@ -101,9 +101,13 @@ class Chain:
 
     def _compute(self, rounds: Cast | None) -> Any:
         if self._is_linear:
-            wide = {id(x): x.wide() for x in self._leaves().values()}
+            with traced_as(self._equation):
+                wide = {id(x): x.wide() for x in self._leaves().values()}
             result = self._in_float32(wide)
-            return _cast(result, rounds) if rounds else result
+            if rounds is None:
+                return result
+            with traced_as(self._equation):
+                return _cast(result, rounds)
         leaves, equations = self._leaves(), list[Any]()
         places = {key: i for i, key in enumerate(leaves)}
         operands = list[tuple[Any, ...]]()

@@ -39,8 +39,9 @@ from jls._program.jaxprs import (
     traced_as,
     variable_of,
     with_dtype,
+    with_source,
 )
-from jls._program.places import function_of_jax
+from jls._program.places import function_of_jax, has_line_inside
 from jls._program.primitives import primitive_of
 from jls._program.replay import select_lanes
 from jls._scopes import KEPT
@@ -65,6 +66,8 @@ class Rewrite:
         self._closed_over: dict[Any, Held] = {}
         self._kinds = Kinds(choice, self.leads)
         self._bodies: dict[Any, Any] = {}  # of calls that are alike
+        # Of functions that JAX jits, by their sites: with the lines of the calls.
+        self._inlined: dict[tuple[int, ...], Any] = {}
 
     def read(
         self,
@@ -90,9 +93,23 @@ class Rewrite:
         return self._kinds.steps[indices].results[result]
 
     def run(
-        self, program: Program, operands: Sequence[Held], site: Site = MAIN
+        self,
+        program: Program,
+        operands: Sequence[Held],
+        site: Site = MAIN,
+        caller: Any = None,
+        is_rule: bool = False,
     ) -> list[Held]:
-        """The results of a program that was read."""
+        """The results of a program that was read.
+
+        Args:
+          program: a jaxpr.
+          operands: its inputs.
+          site: the calls around it.
+          caller: the equation of a function that JAX jits, which stays no call, or of
+            a rule. What is inside may have no line of the user's, and takes this one.
+          is_rule: whether it is of a rule, which is run inside of the caller's scopes.
+        """
         jaxpr, consts = opened(program)
         known: dict[Any, Held] = {}
         known.update(zip(jaxpr.constvars, map(self._constant, consts), strict=False))
@@ -103,9 +120,18 @@ class Rewrite:
         def look_up(atom: Any) -> Held:
             return self._constant(atom.val) if is_literal(atom) else known[atom]
 
+        function = None if caller is None else function_of_jax(caller)
         ends = _last_uses(jaxpr)
         for index, equation in enumerate(jaxpr.eqns):
             here = site.inside(equation, index)
+            if caller is not None:
+                inside = equation.source_info.name_stack
+                outside = caller.source_info.name_stack
+                self._inlined[here.indices] = with_source(
+                    equation,
+                    equation if has_line_inside(equation, function) else caller,
+                    outside[:0] if is_rule else outside + inside,
+                )
             results = self._equation(here, list(map(look_up, equation.invars)))
             made = dict(zip(equation.outvars, results, strict=True))
             known |= made
@@ -123,8 +149,12 @@ class Rewrite:
             raise ClosedOverError
         return Stored(value, False, self._kinds.of_constant(value).is_beyond)
 
+    def _at(self, site: Site) -> Any:
+        """The equation at a site, with the line and the scopes that it has there."""
+        return self._inlined.get(site.indices, site.equation)
+
     def _equation(self, site: Site, operands: list[Held]) -> Sequence[Held]:
-        equation = site.equation
+        equation = self._at(site)
         step = self._kinds.steps[site.indices]
         name, row = equation.primitive.name, primitive_of(equation)
         calls = calls_of(equation)
@@ -235,7 +265,7 @@ class Rewrite:
         self, site: Site, calls: list[Call], operands: list[Held], facts: list[Fact]
     ) -> Sequence[Held]:
         """A jit of the user's, remat and custom derivatives stay what they are."""
-        (call,), equation = calls, site.equation
+        (call,), equation = calls, self._at(site)
         name = equation.primitive.name
         if name == "custom_jvp_call":
             return self._custom_jvp(site, call, operands, facts)
@@ -243,7 +273,8 @@ class Rewrite:
             return self._custom_vjp(site, call, operands, facts)
         is_kept = name == "jit" and function_of_jax(equation) is None
         if not is_kept and name != "remat2":
-            return self.run(call.program, operands, site)
+            caller = equation if name == "jit" else None
+            return self.run(call.program, operands, site, caller)
         inputs, atoms = self._inputs(operands), opened(call.program).jaxpr.outvars
 
         def run(*arrays):
@@ -307,7 +338,7 @@ class Rewrite:
 
         params = parameters(site.equation)
         options = {x: params[x] for x in ("unroll", "_split_transpose") if x in params}
-        with traced_as(site.equation):
+        with traced_as(self._at(site)):
             carry, stacks = lax.scan(
                 body,
                 self._as(entering, facts[:carried], atoms[:carried]),
@@ -348,7 +379,7 @@ class Rewrite:
         # Of `vmap`: each lane ends by itself.
         lanes = opened(condition.program).jaxpr.outvars[0].aval.shape
         is_any_on = (lambda carry: jnp.any(is_on(carry))) if lanes else is_on
-        with traced_as(site.equation):
+        with traced_as(self._at(site)):
             begin = self._as(operands[last:], facts, atoms)
             results = lax.while_loop(is_any_on, body, begin)
         return self._stored(site.equation, results, facts)
@@ -364,7 +395,7 @@ class Rewrite:
             return self._as(results, facts, atoms)
 
         branches = [partial(branch, call) for call in calls]
-        with traced_as(site.equation):
+        with traced_as(self._at(site)):
             results = lax.switch(which.array, branches, *(x.array for x in rest))
         return self._stored(site.equation, results, facts)
 
@@ -378,7 +409,7 @@ class Rewrite:
             results = self.run(call.program, _like(inputs, arrays), site)
             return self._as(results, facts, atoms)
 
-        with traced_as(site.equation):
+        with traced_as(self._at(site)):
             results = jax.shard_map(
                 run,
                 mesh=params["mesh"],
@@ -403,7 +434,7 @@ class Rewrite:
     def _custom_jvp(
         self, site: Site, call: Call, operands: list[Held], facts: list[Fact]
     ) -> Sequence[Held]:
-        equation, atoms = site.equation, site.equation.outvars
+        equation, atoms = self._at(site), site.equation.outvars
         inputs = self._inputs(operands)
 
         @jax.custom_jvp
@@ -435,7 +466,8 @@ class Rewrite:
             outs = [*facts, *(facts[i] for i in moved)]
             wanted = [fact.is_half for fact in outs]
             inner = self._inner(made, known, wanted, site)
-            arrays = inner._as(inner.run(made, held, site), outs, results)
+            held = inner.run(made, held, site, equation, is_rule=True)
+            arrays = inner._as(held, outs, results)
             values, found = arrays[: len(atoms)], iter(arrays[len(atoms) :])
             tangents = [
                 next(found) if is_inexact_atom(atom) else _no_tangent(value)
@@ -451,7 +483,7 @@ class Rewrite:
         self, site: Site, call: Call, operands: list[Held], facts: list[Fact]
     ) -> Sequence[Held]:
         """The rule gets and gives float32: its products are in half."""
-        equation = site.equation
+        equation = self._at(site)
 
         def traced(fun, *trees):
             """The program of a function of trees, read; and a function that runs it."""

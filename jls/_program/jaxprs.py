@@ -251,7 +251,11 @@ def name_stack(equation: Any) -> Any:
 
 def lines_of(equation: Any) -> list[Line]:
     """The traceback of an equation, innermost first."""
-    traceback = _part(_part(equation, "source_info"), "traceback")
+    return lines_in(_part(_part(equation, "source_info"), "traceback"))
+
+
+def lines_in(traceback: Any) -> list[Line]:
+    """The frames of a traceback, innermost first."""
     return [
         Line(
             _part(x, "file_name", ""),
@@ -349,6 +353,13 @@ def settings_beside(equation: Any, other: Any) -> Any:
 def traceback_of(equation: Any) -> Any:
     """Where the user's program computes it; equal for equal calls of one line."""
     return equation.source_info.traceback
+
+
+def with_source(equation: Any, other: Any, names: Any) -> Any:
+    """An equation with the traceback of another, and with names of scopes."""
+    info = equation.source_info
+    info = info.replace(traceback=traceback_of(other), name_stack=names)
+    return equation.replace(source_info=info)
 
 
 def shared_names(equations: Sequence[Any]) -> tuple[Any, list[Any]]:

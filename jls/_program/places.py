@@ -5,12 +5,19 @@ import functools
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jls._program.control import Site
-from jls._program.jaxprs import Line, jitted_function, lines_of, name_stack
+from jls._program.jaxprs import (
+    Line,
+    jitted_function,
+    lines_in,
+    lines_of,
+    name_stack,
+    traceback_of,
+)
 
 # Packages whose lines are never named, and those named only if there is no other line.
 _NEVER = ("jax", "jaxlib", "jls")
@@ -149,15 +156,32 @@ def _lines(site: Site) -> Iterator[Line]:
     """
     for depth in range(len(site.equations), 0, -1):
         of_jax = set(map(function_of_jax, site.equations[: depth - 1])) - {None}
-        lines = []
-        for x in lines_of(site.equations[depth - 1]):
-            names = x.function.split(".")  # "_piecewise.<locals>.<lambda>"
-            if any((x.file, name) in of_jax for name in names):
-                break
-            lines.append(x)
-        else:
-            lines = [] if of_jax else lines
-        yield from lines
+        yield from _inside(lines_of(site.equations[depth - 1]), of_jax)
+
+
+def _inside(lines: Sequence[Line], functions: Collection[Any]) -> Sequence[Line]:
+    """The lines that are inside of some functions of JAX; all if there are none."""
+    for i, x in enumerate(lines):
+        names = x.function.split(".")  # "_piecewise.<locals>.<lambda>"
+        if any((x.file, name) in functions for name in names):
+            return lines[:i]
+    return () if functions else lines
+
+
+def has_line_inside(equation: Any, function: tuple[str, str] | None) -> bool:
+    """Whether an equation of a function that JAX jits has a line of the user's there.
+
+    Args:
+      equation: of its program.
+      function: that function, as `function_of_jax` gives it; None if it is a rule.
+    """
+    return _has_line_inside(traceback_of(equation), function)
+
+
+@functools.lru_cache(4096)
+def _has_line_inside(traceback: Any, function: tuple[str, str] | None) -> bool:
+    lines = _inside(lines_in(traceback), {function} - {None})
+    return any(_package_of(line.file) == "" for line in lines)
 
 
 def function_of_jax(equation: Any) -> tuple[str, str] | None:

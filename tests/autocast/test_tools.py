@@ -9,6 +9,8 @@ import optax
 import pytest
 
 import jls
+from jls._program.frames import Frame
+from jls._program.places import place_of
 
 X = jnp.asarray(np.random.RandomState(0).randn(8, 4), jnp.float32)
 W = jnp.asarray(np.random.RandomState(1).randn(4, 4) * 0.3, jnp.float32)
@@ -79,6 +81,35 @@ def test_why_names_the_line_and_the_direction_of_what_is_born_backwards(way):
     assert (place.line, place.file) == (line_of(bad_backwards), __file__)
     assert (place.function, place.module) == ("bad_backwards", "layer")
     assert place.is_backward
+
+
+def of_jax(w, x):
+    """Of functions that JAX jits, with derivatives of its own, or calls the user's."""
+    with jax.named_scope("layer"):
+        hidden = jax.nn.silu(x @ w)
+        hidden = jnp.where(hidden > 0, hidden, jax.nn.softplus(hidden @ w))
+        hidden = jnp.clip(hidden @ w, -3.0, 3.0)
+        factor = jnp.linalg.cholesky(hidden.T @ hidden + 0.1 * jnp.eye(4))
+    return jnp.mean((hidden @ factor) ** 2)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun], ids=["jit", "eager"])
+@pytest.mark.parametrize("grad", [jax.grad, lambda fun: fun], ids=["grad", "loss"])
+def test_operations_inside_a_function_of_jax_have_the_line_and_scope_of_its_call(
+    jit, grad
+):
+    other = jax.nn.silu(X), jnp.where(X > 0, X, 1.0), jnp.clip(X, -3.0, 3.0)
+    del other  # what JAX has traced before has other lines
+    written = jax.make_jaxpr(jit(grad(of_jax)))(W, X)
+    cast = jax.make_jaxpr(jit(grad(jls.autocast(of_jax, jnp.float16))))(W, X)
+    plain, ours = (
+        [place_of(frame.site_of(i)) for frame, i in Frame(made).operations()]
+        for made in (written, cast)
+    )
+    assert {(x.file, x.line) for x in ours} == {(x.file, x.line) for x in plain}
+    last = max(x.line for x in plain)
+    modules = {x.module for x in ours if x.line < last}
+    assert modules - {"layer/layer"} == {"layer"}  # twice in what a remat recomputes
 
 
 def scanned(w, x):

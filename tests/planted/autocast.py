@@ -224,15 +224,58 @@ FAULTS = [
     Fault(
         "the cast of a value that enters a loop has no line",
         REWRITE,
-        "        with traced_as(site.equation):\n"
+        "        with traced_as(self._at(site)):\n"
         "            carry, stacks = lax.scan(\n"
         "                body,\n"
         "                self._as(entering, facts[:carried], atoms[:carried]),\n",
         "        begin = self._as(entering, facts[:carried], atoms[:carried])\n"
-        "        with traced_as(site.equation):\n"
+        "        with traced_as(self._at(site)):\n"
         "            carry, stacks = lax.scan(\n"
         "                body,\n"
         "                begin,\n",
+        (TOOLS,),
+    ),
+    Fault(
+        "what is inside of a function of JAX has no line",
+        REWRITE,
+        '            caller = equation if name == "jit" else None\n',
+        "            caller = None\n",
+        (TOOLS,),
+    ),
+    Fault(
+        "what is inside of a function of JAX has no scope",
+        REWRITE,
+        "outside[:0] if is_rule else outside + inside,\n",
+        "outside[:0] if is_rule else inside,\n",
+        (TOOLS,),
+    ),
+    Fault(
+        "what a rule computes has no line",
+        REWRITE,
+        "            held = inner.run(made, held, site, equation, is_rule=True)\n",
+        "            held = inner.run(made, held, site)\n",
+        (TOOLS,),
+    ),
+    Fault(
+        "what a rule computes has the scopes of its call twice",
+        REWRITE,
+        "outside[:0] if is_rule else outside + inside,\n",
+        "outside + inside,\n",
+        (TOOLS,),
+    ),
+    Fault(
+        "what is inside of a function of JAX has the line where that was traced first",
+        "jls/_program/places.py",
+        "    return () if functions else lines\n",
+        "    return lines\n",
+        (TOOLS, "tests/origin/test_lines.py"),
+    ),
+    Fault(
+        "the rounding at the end of a linear chain has no line",
+        HELD,
+        "            with traced_as(self._equation):\n"
+        "                return _cast(result, rounds)\n",
+        "            return _cast(result, rounds)\n",
         (TOOLS,),
     ),
     Fault(
