@@ -484,8 +484,8 @@ FAULTS = [
     Fault(
         "inside a function that JAX jits no line is known",
         "jls/_program/places.py",
-        "if any((x.file, name) in of_jax for name in names):",
-        "if of_jax:",
+        "if any((x.file, name) in functions for name in names):",
+        "if functions:",
         ("tests/origin/test_lines.py",),
     ),
     Fault(
