@@ -163,10 +163,15 @@ _FOR_NNX = (
 )
 
 
+def is_equinox(node: Any) -> bool:
+    """Whether it is a module of Equinox."""
+    return any(base.__module__.startswith("equinox") for base in type(node).__mro__)
+
+
 def _instead(arg: Any) -> str:
     if has_variables(arg):
         return _FOR_NNX
-    if any(base.__module__.startswith("equinox") for base in type(arg).__mro__):
+    if is_equinox(arg):
         return (
             "For an Equinox model pass the transform: "
             "jls.value_and_grad(loss_fn, transform=eqx.filter_value_and_grad)."

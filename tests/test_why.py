@@ -798,3 +798,10 @@ def test_what_a_queue_keeps_of_a_batch_is_told_where_the_batch_is(ask):
     for given in (bad, (bad,)):
         with pytest.raises(TypeError, match=r"got a BadBatch.*queue\.bad\[0\]\.batch"):
             ask(step, params, optimizer.init(params), given)
+
+
+def test_a_number_just_over_1_is_not_printed_as_1():
+    """The arccosine of 1 is 0."""
+    over = jnp.nextafter(jnp.float32(1.0), jnp.float32(2.0))
+    for x, words in ((over, "1.00000012"), (-over, "-1.00000012")):
+        assert f"acos made NaN of {words} (float32)" in str(jls.why(jnp.arccos, x))

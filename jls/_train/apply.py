@@ -198,7 +198,8 @@ def check_optimizer(optimizer: Any, order: str) -> None:
 
 _WRAP = (
     "Write optimizer = jls.loss_scaled(optimizer), and make the state with that: "
-    "opt_state = optimizer.init(params), or a new TrainState or nnx.Optimizer."
+    "opt_state = optimizer.init(params), or a new TrainState or nnx.Optimizer. "
+    "One restored as plain dicts is jls.upgrade_state(optimizer.init(params), saved)."
 )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import optax
 
+from jls._train.apply import inner_wrapper_state
 from jls._train.parts import LossOutput, Parts, unpack
 from jls._tree import cast_like, restore, trainable
 from jls._types import StepReport
@@ -62,6 +63,7 @@ class PlainAdapter:
 
 def _check_initialized(optimizer: Any, opt_state: Any, params: Any) -> None:
     expected = jax.tree.structure(jax.eval_shape(optimizer.init, params))
+    inner_wrapper_state(opt_state)
     if jax.tree.structure(opt_state) != expected:
         raise ValueError(
             "opt_state must be made from the floating-point arrays of params alone, "

@@ -343,3 +343,30 @@ def test_a_loss_that_hides_a_nan_of_the_batch_is_noted(reduce):
     check = jls.check_step(step, params, opt_state, X)
     assert check.ok
     assert ("stays finite with NaN in" in words(check)) == (reduce is jnp.nansum)
+
+
+def test_the_line_to_write_for_an_equinox_model_passes_its_transform():
+    optimizer = jls.loss_scaled(optax.sgd(0.1))
+    model = eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0))
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+
+    def loss_fn(model, x):
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    def make_step(value_and_grad):
+        @eqx.filter_jit
+        def step(model, opt_state, batch):
+            loss, grads = value_and_grad(opt_state, model, batch)
+            updates, opt_state = optimizer.update(grads, opt_state, value=loss)
+            return eqx.apply_updates(model, updates), opt_state
+
+        return step
+
+    bare = eqx.filter_value_and_grad(loss_fn)
+    args = model, opt_state, X
+    check = jls.check_step(make_step(lambda state, *args: bare(*args)), *args)
+    assert check.broken == ("not scaled",)
+    line = "jls.value_and_grad(loss_fn, transform=eqx.filter_value_and_grad)"
+    assert f"loss, grads = {line}(opt_state, model, batch)" in check.write["not scaled"]
+    namespace = {"jls": jls, "eqx": eqx, "loss_fn": loss_fn}
+    assert jls.check_step(make_step(eval(line, namespace)), *args).ok

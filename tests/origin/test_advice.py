@@ -270,7 +270,7 @@ def test_a_norm_that_overflows_is_mended_by_a_clip_of_each_element(dtype):
     assert "optax.clip(1e6)" in advice.NORM_OVERFLOWS
 
 
-@pytest.mark.parametrize("scope", ["router", ""])
+@pytest.mark.parametrize("scope", ["router", "router.first", ""])
 def test_an_overflow_under_an_autocast_is_mended_by_the_keep_that_is_written(scope):
     def router(x, w):
         if not scope:

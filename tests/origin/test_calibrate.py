@@ -415,7 +415,8 @@ def test_true_nan_is_never_finite():
 
 
 def test_arguments_without_a_loss_scale():
-    with pytest.raises(ValueError, match="must carry a loss scale, got none"):
+    words = r"must carry a loss scale, got none\. Pass the step and .*jls\.calibrate\("
+    with pytest.raises(ValueError, match=words):
         jls.calibrate(loss_in(jnp.float16), W, X)
 
 

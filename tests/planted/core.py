@@ -695,4 +695,11 @@ FAULTS = [
         "    return fit(params, inner_state) or fit(inner_state, params)",
         ("tests/run/test_doors.py",),
     ),
+    Fault(
+        "a state of dicts is said to be made from other arrays",
+        "jls/_train/plain.py",
+        "    inner_wrapper_state(opt_state)\n",
+        "",
+        ("tests/train/test_plain.py",),
+    ),
 ]

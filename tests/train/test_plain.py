@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import serialization
 from models import SCALER, cross_entropy, linear_state, make_batch, spoiled
 from shared import assert_identical
 
@@ -274,6 +275,21 @@ def test_equinox_model_keeps_what_is_no_floating_point_array(jit, micro_batches)
         assert report.skipped == np.isnan(value)
         is_same = np.array_equal(model["mlp"].layers[0].weight, before)
         assert is_same == np.isnan(value)
+
+
+def test_an_equinox_state_restored_as_dicts_is_upgraded_as_the_error_says():
+    model, optimizer, opt_state = make_equinox()
+    step = eqx.filter_jit(jls.train_step(equinox_loss, optimizer))
+    call = model, make_batch()
+
+    def run(state):
+        return step(call[0], state, call[1], key=jax.random.key(3))
+
+    dicts = serialization.to_state_dict(opt_state)
+    words = "got a state with 0 such wrappers.*jls.upgrade_state"
+    with pytest.raises(ValueError, match=words):
+        run(dicts)
+    run(jls.upgrade_state(opt_state, dicts))
 
 
 def test_equinox_state_is_carried():

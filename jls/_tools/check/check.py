@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from jls import _validate
-from jls._mistakes import is_jit_disabled
+from jls._mistakes import is_equinox, is_jit_disabled
 from jls._program.facts import Value
 from jls._program.frames import Frame
 from jls._program.places import Place, short_path
@@ -296,6 +296,8 @@ def _lines_to_write(given: Any, runner: Runner) -> dict[Code, str]:
     has_wrapper = any(scale.counters for scale in runner.scales)
     if find(given, lambda node: hasattr(node, "apply_gradients")):
         lines |= codes.LINEN
+    if find(given, is_equinox):
+        lines |= codes.EQUINOX
     if runner.arguments.in_place:
         lines |= codes.NNX if has_wrapper else codes.NNX_BARE
     if not has_wrapper:  # the scaler's state alone: no optimizer knows of the skip

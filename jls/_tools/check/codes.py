@@ -164,6 +164,11 @@ NNX_BARE: dict[Code, str] = {
     "no step": _NNX_STEP,
     "not scaled": f"loss, grads = {_NNX_GRAD_FN}(state, model, batch)",
 }
+EQUINOX: dict[Code, str] = {
+    "not scaled": "loss, grads = jls.value_and_grad(loss_fn, "
+    "transform=eqx.filter_value_and_grad)(opt_state, model, batch), with the opt_state "
+    "that the step was given",
+}
 LINEN: dict[Code, str] = {
     "loss not passed": "params, opt_state, report = jls.apply_gradients(state.tx, "
     "grads, state.opt_state, state.params, value=loss), then state = state.replace("

@@ -538,8 +538,8 @@ def _the_scale(case: Case) -> int:
     if not case.scales:
         call = case.arguments.rebuild(case.arguments.leaves)
         write = how_to_nest((call.args, call.kwargs)) or (
-            "Pass the state of an optimizer made by jls.loss_scaled, as the step gets "
-            "it."
+            "Pass the step and its arguments, among them the state of an optimizer "
+            "made by jls.loss_scaled: jls.calibrate(step, params, opt_state, batch)."
         )
         raise ValueError(f"The arguments must carry a loss scale, got none. {write}")
     names = ", ".join(repr(x.name) for x in case.scales.values())

@@ -176,4 +176,8 @@ def _kind_in_words(birth: Birth) -> str:
 
 
 def _format_value(value: float) -> str:
-    return "NaN" if math.isnan(value) else f"{value:.4g}"
+    if math.isnan(value):
+        return "NaN"
+    text = f"{value:.4g}"
+    # Just over 1, where some functions end, is not 1.
+    return f"{value:.9g}" if text in ("1", "-1") and abs(value) != 1 else text
