@@ -10,17 +10,19 @@ arguments before it come back.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jls._text import join, listed, quoted
-from jls._tools.check.leaves import has_form, same_form, under, units
+from jls._tools.check.leaves import subtrees
 from jls._tools.reading.arguments import REPORT, Arguments, Item, Keys
 from jls._tools.reading.reading import Reading, Result
 from jls._tools.reading.scales import Scale
-from jls._tree import is_inexact
+from jls._tree import is_array, is_inexact
 
 Named = Mapping[str, Sequence[str] | None] | None
 
@@ -57,9 +59,10 @@ def match(
         them; or None to find out.
       reading: the facts from the program, if it can be read.
     """
-    items, tops = arguments.items, units(arguments.items)
+    items = arguments.items
+    tops = list(dict.fromkeys(x.path[:1] for x in items))
     if reading is None and named is None:
-        names = listed([top[0] for top in tops])
+        names = listed([name for (name,) in tops])
         raise ValueError(
             "carried_args must name the arguments that come back, since there is no "
             f"program to read, out of {names}. Write their positions or names: "
@@ -68,29 +71,28 @@ def match(
     holders = [items[x.at].path[0] for x in scales] if named is None else named
     states = [x for x in tops if x[0] in holders]
     others = [x for x in tops if named is None and x not in states]
-    trees = [x for x in others if items[tops[x][0]].path != x]
     pairs = _Pairs(items, outputs, reading)
-    pairs.pair(states)
+    pairs.pair(states, may_be_data=False)
     pairs.check_clear(states)
-    pairs.pair(trees, is_free=True)
-    plain = [x for x in [*states, *trees] if x[0] not in arguments.in_place]
-    pairs.pair_parts(plain, is_free=named is None)
-    for n, top in enumerate(tops):
-        is_array = hasattr(items[tops[top][0]].value, "dtype")
-        if is_array and top in others and top not in trees:
-            is_next = all(x in pairs.found for x in list(tops)[:n])
-            pairs.pair([top], is_free=True, in_order=is_next)
-    doubtful = {i for x in others if pairs.may_be_state(x) for i in tops[x]}
-    in_place = set[int]()
-    for top in [*states, *others]:
-        is_changed = top not in pairs.found or any(map(objects.get, tops[top]))
-        if top[0] in arguments.in_place and is_changed:
-            pairs.found.pop(top, None)
-            in_place |= set(tops[top])
+    alone = [x for x in others if items[pairs.units[x][0]].path == x]
+    trees = [x for x in [*states, *others] if x not in alone]
+    pairs.pair([x for x in pairs.units if x[:1] in trees])
+    for top in alone:
+        is_next = pairs.found.keys() >= {*tops[: tops.index(top)]}
+        pairs.pair([top], in_order=is_next)
+    doubtful = {i for x in others if pairs.may_be_state(x) for i in pairs.units[x]}
+    in_place = {
+        i
+        for top in [*states, *others]
+        if top[0] in arguments.in_place
+        and (top not in pairs.found or any(map(objects.get, pairs.units[top])))
+        for i in pairs.units[top]
+    }
     sources = {
         i: (*target, *items[i].path[len(unit) :])
         for unit, target in pairs.found.items()
-        for i in under(items, unit)
+        for i in pairs.units[unit]
+        if i not in in_place
     }
     carried = in_place | sources.keys()
     _check_returned(items, carried, scales, named)
@@ -103,7 +105,6 @@ class _Fact(NamedTuple):
     """What the program says of a leaf and a result that may be its next value."""
 
     rank: int  # 0 if it proves nothing, 1 if a skip leaves it: the lower the surer
-    kept: int | None  # the leaf that the result is if the step is skipped
     is_frozen: bool  # it comes back as it was: an old copy, or what is only read
     is_computed: bool  # it is another value, into which the leaf goes
 
@@ -113,77 +114,59 @@ def _fact(reading: Reading, leaf: int, result: Result) -> _Fact:
     kept, is_frozen = reading.leaf_of(result.skipped), reading.leaf_of(now) == leaf
     rank = int(kept == leaf and not is_frozen)
     if kept is None and now.follows & bit:
-        rank = 1 + len(reading.leaves_in(now.follows))  # of an average both
-    return _Fact(rank, kept, is_frozen, bool(now.depends & bit) and not is_frozen)
+        rank = 1 + now.follows.bit_count()  # of an average both trees
+    return _Fact(rank, is_frozen, bool(now.depends & bit) and not is_frozen)
 
 
 class _Pairs:
-    """Pairs units, subtrees of the arguments, with subtrees of the results."""
+    """Pairs units, subtrees of the arguments, with subtrees of the results.
+
+    Of one form are those of equal paths, shapes and dtypes.
+    """
 
     def __init__(
         self, items: Sequence[Item], outputs: Sequence[Item], reading: Reading | None
     ) -> None:
         self.found: dict[Keys, Keys] = {}  # unit -> subtree of the results
-        self._items, self._reading = items, reading
-        self._subtrees = defaultdict[Keys, dict[Keys, Any]](dict)
-        for path, value, kind in outputs:
-            for end in range(len(path) + 1) if kind != REPORT else ():
-                self._subtrees[path[:end]][path[end:]] = value
-        self._alike = defaultdict[Any, list[Keys]](list)  # with equal paths and shapes
-        for path, leaves in self._subtrees.items():
-            self._alike[_form(leaves)].append(path)
+        self.units, self._items, self._reading = subtrees(items), items, reading
+        results = [x for x in outputs if x.variable_type != REPORT]
+        self._alike = defaultdict[Any, list[Keys]](list)  # the results of each form
+        for path, leaves in subtrees(results).items():
+            self._alike[_form(results, path, leaves)].append(path)
 
     def pair(
-        self, wanted: Sequence[Keys], is_free: bool = False, in_order: bool = True
+        self, wanted: Iterable[Keys], may_be_data: bool = True, in_order: bool = True
     ) -> None:
-        """Pairs units, as far as it can.
+        """Pairs units, as far as it can; a whole before its parts.
 
         Args:
           wanted: the units.
-          is_free: whether they may be data.
+          may_be_data: whether they may be data.
           in_order: whether what the program leaves open pairs in order.
         """
-        proved = [
-            (-len(facts), min(ranks), unit, target)
-            for unit in wanted
-            for target in self._targets(unit)
-            if (facts := self._facts(unit, target))
-            and (ranks := [x.rank for x in facts if x.rank])
-        ]
-        # A whole before its parts.
-        for *_, unit, target in sorted(proved, key=lambda x: x[:2]):
-            if unit not in self.found and self._is_untaken(target):
-                self.found[unit] = target
-        by_size = defaultdict[int, list[Keys]](list)
-        for unit in wanted if in_order else ():
-            by_size[-len(self._leaves(unit))].append(unit)
-        for _, alike in sorted(by_size.items()):
-            self._pair_in_order(alike, is_free)
-
-    def _pair_in_order(self, wanted: Sequence[Keys], is_free: bool) -> None:
-        """Pairs units of one size."""
-        by_targets = defaultdict[tuple[Keys, ...], list[Keys]](list)
-        for unit in wanted:
-            if unit not in self.found:
-                by_targets[tuple(self._targets(unit))].append(unit)
-        for targets, alike in by_targets.items():
-            pairs = list(zip(alike, targets, strict=False))
-            is_contradicted = any(self._is_contradicted(*x, is_free) for x in pairs)
-            if len(alike) == len(targets) and not is_contradicted:
+        by_form = defaultdict[Any, list[Keys]](list)
+        for unit in sorted(wanted, key=lambda x: -len(self.units[x])):
+            by_form[self._form_of(unit)].append(unit)
+        for form, units in by_form.items():
+            units = _apart(units, self.found)
+            proved = [
+                (min(ranks), pair)
+                for pair in itertools.product(units, self._targets(form))
+                if (ranks := [x.rank for x in self._facts(*pair) if x.rank])
+            ]
+            for _, (unit, target) in sorted(proved, key=lambda x: x[0]):
+                if unit not in self.found and target not in self.found.values():
+                    self.found[unit] = target
+            units, targets = _apart(units, self.found), self._targets(form)
+            pairs = list(zip(units, targets, strict=False))
+            is_open = may_be_data and any(self._looks_like_data(*x) for x in pairs)
+            if in_order and len(units) == len(targets) and not is_open:
                 self.found |= dict(pairs)
 
-    def pair_parts(self, wanted: Sequence[Keys], is_free: bool) -> None:
-        """Pairs the parts of units that come back by themselves."""
-        left = [unit for unit in wanted if unit not in self.found]
-        parts = [x for unit in left for x in units(self._items, unit) if x != unit]
-        if parts:
-            self.pair(parts, is_free)
-            self.pair_parts(parts, is_free)
-
-    def check_clear(self, wanted: Sequence[Keys]) -> None:
-        """Raises if a unit has not been paired, but looks like a result."""
-        left = [unit for unit in wanted if unit not in self.found]
-        targets = [target for unit in left for target in self._targets(unit)]
+    def check_clear(self, states: Sequence[Keys]) -> None:
+        """Raises if a state has not been paired, but looks like a result."""
+        left = [unit for unit in states if unit not in self.found]
+        targets = [x for unit in left for x in self._targets(self._form_of(unit))]
         if targets:
             names = listed(quoted(join(*unit) for unit in left))
             results = listed([join(*x) or "all of it" for x in dict.fromkeys(targets)])
@@ -196,57 +179,59 @@ class _Pairs:
 
     def may_be_state(self, unit: Keys) -> bool:
         """Whether a result that looks like a unit is computed from it."""
-        facts = (self._facts(unit, target) for target in self._targets(unit))
-        return any(x.is_computed for x in itertools.chain(*facts))
+        targets = self._targets(self._form_of(unit))
+        return any(x.is_computed for y in targets for x in self._facts(unit, y))
 
-    def _leaves(self, unit: Keys) -> dict[Keys, int]:
-        return {self._items[i].path[len(unit) :]: i for i in under(self._items, unit)}
+    def _form_of(self, unit: Keys) -> Any:
+        return _form(self._items, unit, self.units[unit])
 
-    def _targets(self, unit: Keys) -> list[Keys]:
-        """The results of the form of a unit that are not taken."""
-        leaves = {key: self._items[i].value for key, i in self._leaves(unit).items()}
-        return [
-            target
-            for target in self._alike[_form(leaves)]
-            if self._is_untaken(target)
-            and all(
-                same_form(leaves[key], x) for key, x in self._subtrees[target].items()
-            )
-        ]
-
-    def _is_untaken(self, target: Keys) -> bool:
-        taken = self.found.values()
-        return not any(x[: len(target)] == target[: len(x)] for x in taken)
+    def _targets(self, form: Any) -> list[Keys]:
+        """The results of a form that are not taken."""
+        return _apart(self._alike[form], self.found.values())
 
     def _facts(self, unit: Keys, target: Keys) -> list[_Fact]:
-        outputs = self._reading.outputs if self._reading else {}
-        return [
-            _fact(self._reading, i, outputs[path])
-            for key, i in self._leaves(unit).items()
-            if self._reading and (path := (*target, *key)) in outputs
-        ]
+        if self._reading is None:
+            return []
+        ends = {i: self._items[i].path[len(unit) :] for i in self.units[unit]}
+        results = {i: self._reading.outputs.get((*target, *x)) for i, x in ends.items()}
+        return [_fact(self._reading, i, x) for i, x in results.items() if x is not None]
 
-    def _is_contradicted(self, unit: Keys, target: Keys, is_free: bool) -> bool:
-        facts, mine = self._facts(unit, target), self._leaves(unit).values()
-        if not {x.kept for x in facts} <= {None, *mine}:
-            return True
+    def _looks_like_data(self, unit: Keys, target: Keys) -> bool:
         # Floats that the program computes without these, such as predictions, are no
         # state. Of counts and keys the program does not show that.
-        has_floats = any(is_inexact(self._items[i].value) for i in mine)
-        return is_free and (has_floats or all(x.is_frozen for x in facts))
+        has_floats = any(is_inexact(self._items[i].value) for i in self.units[unit])
+        return has_floats or all(x.is_frozen for x in self._facts(unit, target))
 
 
-def _form(leaves: Mapping[Keys, Any]) -> frozenset[tuple[Keys, Any]]:
+def _apart(paths: Iterable[Keys], others: Collection[Keys]) -> list[Keys]:
+    """The subtrees that have no leaf in common with others."""
+    return [
+        path
+        for path in paths
+        if not any(x[: len(path)] == path[: len(x)] for x in others)
+    ]
+
+
+def _form(items: Sequence[Item], path: Keys, leaves: Sequence[int]) -> frozenset[Any]:
+    """The paths of leaves below a path, and their shapes and dtypes.
+
+    A Python number has those of its array.
+    """
+    found = [(items[i].path[len(path) :], items[i].value) for i in leaves]
     return frozenset(
-        (key, np.shape(x) if has_form(x) else None) for key, x in leaves.items()
+        (x, np.shape(y), jnp.result_type(y)) if _has_form(y) else x for x, y in found
     )
+
+
+def _has_form(leaf: Any) -> bool:
+    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def _counts(item: Item, named: Named) -> bool:
     """Whether a carried leaf is in no field that `carried_args` leaves out."""
     fields = named[item.path[0]] if named is not None else None
     is_named = fields is None or item.path[1:2] in [(field,) for field in fields]
-    return is_named and has_form(item.value)
+    return is_named and _has_form(item.value)
 
 
 def _check_returned(

@@ -33,7 +33,7 @@ from jls._tools.check.good_steps import (
 from jls._tools.check.leaves import (
     is_fp8,
     is_rounding,
-    units,
+    subtrees,
 )
 from jls._tools.check.planting import inf_is_applied
 from jls._tools.check.proofs import is_average, is_noise
@@ -359,8 +359,8 @@ class _Trials:
         owners = {items[k].path[0] for k in carried.leaves}
         last = max(scale.at for scale in self.runner.scales)
         after_state, before_state = list[list[int]](), list[list[int]]()
-        for path, below in units(items).items():
-            if path[0] not in owners:
+        for path, below in subtrees(items).items():
+            if len(path) == 1 and path[0] not in owners:
                 fit = (i for i in below if may_take_fault(leaves[i]))
                 where = before_state if below[0] < last else after_state
                 where.append([i for i in fit if self._reaches(i)])

@@ -12,7 +12,7 @@ import numpy as np
 from jls._tools.reading.arguments import Item, Keys
 from jls._tools.reading.scales import Scale
 from jls._train_state import FP8
-from jls._tree import common_dtype, is_array, is_extended
+from jls._tree import is_array, is_extended
 
 # Flax keeps the amax history and the scales of its fp8 layers in variables whose
 # gradients are their next values. Their numbers follow the loss scale, rightly.
@@ -28,33 +28,13 @@ def is_fp8(item: Item) -> bool:
     return item.variable_type in _FP8 or any(key in _FP8 for key in item.path)
 
 
-def under(items: Sequence[Item], prefix: Keys) -> list[int]:
-    """The leaves below `prefix`."""
-    return [i for i, x in enumerate(items) if x.path[: len(prefix)] == prefix]
-
-
-def units(items: Sequence[Item], prefix: Keys = ()) -> dict[Keys, list[int]]:
-    """The leaves below `prefix`, by the next key."""
-    found = defaultdict(list)
+def subtrees(items: Sequence[Item]) -> dict[Keys, list[int]]:
+    """The leaves below each path."""
+    found = defaultdict[Keys, list[int]](list)
     for i, item in enumerate(items):
-        if item.path[: len(prefix)] == prefix and len(item.path) > len(prefix):
-            found[item.path[: len(prefix) + 1]].append(i)
-    return dict(found)
-
-
-def same_form(old: Any, new: Any) -> bool:
-    """Equal shape and dtype; a Python number may become an array."""
-    if not (has_form(old) and has_form(new)):
-        return has_form(old) == has_form(new)
-    if np.shape(old) != np.shape(new):
-        return False
-    if isinstance(old, np.ndarray):
-        old = np.zeros((), jax.dtypes.canonicalize_dtype(old.dtype))
-    return common_dtype(new, old) is not None
-
-
-def has_form(leaf: Any) -> bool:
-    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+        for end in range(len(item.path) + 1):
+            found[item.path[:end]].append(i)
+    return found
 
 
 # Values on the host.
