@@ -21,7 +21,7 @@ from jax.core import Tracer
 
 from jls._autocast.keep import OUTER, Choice
 from jls._autocast.leads import Leads, moves_each
-from jls._program.control import MAIN, Call, Site, calls_of
+from jls._program.control import MAIN, Call, Site, calls_of, evaluate
 from jls._program.jaxprs import (
     Program,
     is_float32,
@@ -94,22 +94,14 @@ class Kinds:
         self, program: Program, operands: Sequence[Fact], site: Site = MAIN
     ) -> list[Fact]:
         """The facts about the results of a program, from those about its inputs."""
-        jaxpr, consts = opened(program)
-        known: dict[Any, Fact] = {}
-        known.update(zip(jaxpr.constvars, map(self.of_constant, consts), strict=False))
-        known.update(zip(jaxpr.invars, operands, strict=True))
 
-        def look_up(atom: Any) -> Fact:
-            return self.of_constant(atom.val) if is_literal(atom) else known[atom]
-
-        for index, equation in enumerate(jaxpr.eqns):
-            here = site.inside(equation, index)
-            facts = [look_up(atom) for atom in equation.invars]
-            leads = [self._leads.at(site, x) for x in equation.outvars]
+        def run(here: Site, facts: list[Fact]) -> Sequence[Fact]:
+            leads = [self._leads.at(site, x) for x in here.equation.outvars]
             step = self._of_equation(here, facts, leads)
             self.steps[here.indices] = step
-            known.update(zip(equation.outvars, step.results, strict=True))
-        return [look_up(atom) for atom in jaxpr.outvars]
+            return step.results
+
+        return evaluate(program, operands, self.of_constant, run, site)
 
     def of_constant(self, value: Any) -> Fact:
         """The fact about a number in the program, or about an array that it holds."""

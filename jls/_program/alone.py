@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import eval_jaxpr
 
+from jls._program.control import evaluate
 from jls._program.jaxprs import (
     is_half_atom,
     is_inexact_atom,
@@ -108,15 +109,10 @@ def _wide_program(jaxpr: Any) -> Any:
     """A program without constants, such as the sum of two numbers, in float32."""
 
     def run(*operands):
-        values = dict(zip(jaxpr.invars, operands, strict=True))
+        def run_one(site, inputs):
+            return run_wide(jaxpr, site.equation, inputs)
 
-        def read(atom):
-            return widened(atom.val) if is_literal(atom) else values[atom]
-
-        for equation in jaxpr.eqns:
-            results = run_wide(jaxpr, equation, list(map(read, equation.invars)))
-            values.update(zip(equation.outvars, results, strict=True))
-        return list(map(read, jaxpr.outvars))
+        return evaluate(jaxpr, operands, widened, run_one)
 
     avals = (x.aval for x in jaxpr.invars)
     shapes = [jax.ShapeDtypeStruct(x.shape, _wide_dtype(x.dtype)) for x in avals]

@@ -10,12 +10,13 @@
 Any other equation is one operation, and so is one of these that lacks a part.
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from jls._program.jaxprs import (
     Program,
     called_program,
+    is_literal,
     manual_axes,
     opened,
     parameter,
@@ -23,6 +24,7 @@ from jls._program.jaxprs import (
 )
 from jls._program.primitives import primitive_of
 
+V = TypeVar("V")
 Kind = Literal["call", "devices", "scan", "while", "condition", "branch"]
 
 _CONDITION = -5  # beside the index of a `while`: of what its condition computes
@@ -50,6 +52,35 @@ class Site(NamedTuple):
 
 
 MAIN = Site((), ())
+
+
+def evaluate(
+    program: Program,
+    operands: Sequence[V],
+    held: Callable[[Any], V],
+    run: Callable[[Site, list[V]], Sequence[V]],
+    site: Site = MAIN,
+) -> list[V]:
+    """The results of a program, one equation after the other.
+
+    Args:
+      program: a jaxpr.
+      operands: what stands for its inputs.
+      held: gives what stands for a number in the program.
+      run: gives the results of an equation, from what stands for its operands.
+      site: the calls around the program.
+    """
+    jaxpr, consts = opened(program)
+    known: dict[Any, V] = dict(zip(jaxpr.constvars, map(held, consts), strict=False))
+    known.update(zip(jaxpr.invars, operands, strict=True))
+
+    def read(atom: Any) -> V:
+        return held(atom.val) if is_literal(atom) else known[atom]
+
+    for index, equation in enumerate(jaxpr.eqns):
+        results = run(site.inside(equation, index), list(map(read, equation.invars)))
+        known.update(zip(equation.outvars, results, strict=True))
+    return list(map(read, jaxpr.outvars))
 
 
 class Call(NamedTuple):

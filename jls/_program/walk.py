@@ -10,11 +10,12 @@ results, from the facts about its operands. The walk handles control flow:
     anything else          the question
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
-from jls._program.control import MAIN, Call, Site, calls_of
-from jls._program.jaxprs import Program, is_literal, opened
+from jls._program.control import MAIN, Call, Site, calls_of, evaluate
+from jls._program.jaxprs import Program
 
 V = TypeVar("V")
 
@@ -70,19 +71,8 @@ def walk(
       question: the analysis.
       site: the calls around the program.
     """
-    jaxpr, consts = opened(program)
-    known: dict[Any, V] = {}
-    known.update(zip(jaxpr.constvars, map(question.of_constant, consts), strict=False))
-    known.update(zip(jaxpr.invars, operands, strict=True))
-
-    def read(atom: Any) -> V:
-        return question.of_constant(atom.val) if is_literal(atom) else known[atom]
-
-    for index, equation in enumerate(jaxpr.eqns):
-        here = site.inside(equation, index)
-        results = _of_equation(here, [read(x) for x in equation.invars], question)
-        known.update(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    run = functools.partial(_of_equation, question=question)
+    return evaluate(program, operands, question.of_constant, run, site)
 
 
 def _of_equation(site: Site, operands: list[V], question: Question[V]) -> Sequence[V]:
