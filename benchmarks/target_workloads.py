@@ -15,7 +15,6 @@ import optax
 from benchmarks import models, train_steps
 from benchmarks.contestants import ALL, FEW, MAIN, ours
 from benchmarks.workloads import (
-    ACCUMULATED,
     ADAFACTOR,
     ADAMW,
     CLIPPED,
@@ -36,8 +35,6 @@ class TargetSize(NamedTuple):
 
     transformer: tuple[int, int, int] = (2560, 2, 12000)
     tokens: tuple[int, int] = (4, 512)  # batch, length
-    large: tuple[int, int, int] = (4096, 4, 24000)
-    large_tokens: tuple[int, int] = (1, 512)
     convnet: tuple[int, list[int], int] = (64, [3, 4, 6, 3], 1000)
     images: tuple[int, int] = (64, 224)  # batch, pixels
     many_leaves: tuple[int, int] = (1000, 256)  # leaves, width
@@ -47,8 +44,6 @@ SIZE = TargetSize()
 TINY = TargetSize(
     transformer=(32, 1, 50),
     tokens=(1, 8),
-    large=(32, 2, 50),
-    large_tokens=(1, 8),
     convnet=(4, [1], 4),
     images=(1, 16),
     many_leaves=(3, 8),
@@ -92,12 +87,9 @@ def target_workloads(size: TargetSize) -> Iterator[Workload]:
     yield Workload("adafactor", usual(), ADAFACTOR, **main)
     yield Workload("muon", usual(), MUON, **main)
     yield Workload("lion", usual(), LION, **main)
-    yield Workload("accumulation over 8, adamw", usual(), ACCUMULATED, **main)
     yield Workload("check_updates, adamw", usual(), ADAMW, contestants=checked, **main)
     yield Workload("bfloat16 parameters, adamw", usual(jnp.bfloat16), ADAMW, **main)
     yield Workload("ResNet-50, sgd momentum", lambda: convnet(size), MOMENTUM, **main)
-    large = partial(transformer, size.large, size.large_tokens)
-    yield Workload("1 B parameters, adamw", large, ADAMW, **main)
     leaves = partial(many_leaves, *size.many_leaves)
     # XLA takes two minutes for each, and for Flax's chain of a thousand `and`s four.
     yield Workload("1,000 leaves, adamw", leaves, ADAMW, only=FEW)

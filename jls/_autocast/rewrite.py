@@ -88,10 +88,6 @@ class Rewrite:
         self.leads.read(program, wanted or [False] * len(results), site)
         return self._kinds.read(program, facts, site)
 
-    def fact_of(self, indices: tuple[int, ...], result: int) -> Fact:
-        """What is known of a result of an operation, by its site."""
-        return self._kinds.steps[indices].results[result]
-
     def run(
         self,
         program: Program,

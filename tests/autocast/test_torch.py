@@ -13,8 +13,8 @@ from reading import operations, products
 
 import jls
 from jls._autocast.keep import Choice
-from jls._autocast.kinds import Fact, Kind
-from jls._autocast.rewrite import Rewrite
+from jls._autocast.kinds import Fact, Kind, Kinds
+from jls._autocast.leads import Leads
 
 X = jnp.asarray(np.random.RandomState(0).rand(4, 8) * 0.5 + 0.25, jnp.float32)
 W = jnp.asarray(np.random.RandomState(1).rand(8, 8) * 0.2, jnp.float32)
@@ -117,12 +117,16 @@ def whole(fun):
 def enters(fun):
     """The dtype that `fun` has for jls, before the last product rounds it."""
     program = jax.make_jaxpr(whole(fun))(X, W)
-    rewrite = Rewrite(Choice(jnp.float16, None), None)
-    rewrite.read(program, [Fact(Kind.GIVEN, name=object())] * 2)
+    choice = Choice(jnp.float16, None)
+    leads = Leads(choice)
+    leads.read(program, [False])
+    kinds = Kinds(choice, leads)
+    kinds.read(program, [Fact(Kind.GIVEN, name=object())] * 2)
     (operand, _) = program.eqns[-1].invars
     for number, equation in enumerate(program.eqns):
         if operand in equation.outvars:
-            fact = rewrite.fact_of((number,), equation.outvars.index(operand))
+            results = kinds.steps[number,].results
+            fact = results[equation.outvars.index(operand)]
             return HALF if fact.is_half else F32
     raise AssertionError(operand)
 

@@ -37,10 +37,10 @@ def small():
 def test_models_have_shapes_without_numbers():
     size = listed.SIZE
     problem = compiled.abstract(
-        lambda: listed.transformer(size.large, size.large_tokens)
+        lambda: listed.transformer(size.transformer, size.tokens)
     )
     count = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
-    assert 0.9e9 < count < 1.1e9
+    assert 218e6 < count < 220e6  # as the tables say
     assert all(
         isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(problem[2:])
     )
@@ -49,8 +49,8 @@ def test_models_have_shapes_without_numbers():
 def test_named_dimensions_are_all_there():
     names = " ".join(WORKLOADS)
     for word in (
-        *("adamw", "clip", "sgd", "adafactor", "muon", "lion", "accumulation over 8"),
-        *("check_updates", "bfloat16", "Linen", "NNX", "ResNet", "1 B", "1,000 leaves"),
+        *("adamw", "clip", "sgd", "adafactor", "muon", "lion", "check_updates"),
+        *("bfloat16", "Linen", "NNX", "ResNet", "1,000 leaves"),
     ):
         assert word in names
 

@@ -419,7 +419,7 @@ class _Search:
             if trail.is_bad(value)
         ]
         places = [
-            _place_of_equation(birth.origin.frame, birth.origin.position)
+            place_of(birth.origin.site)
             for birth in trail.births(lost)
             if isinstance(birth.origin, OpResult) and self._is_of_data(trail, birth)
         ]
@@ -554,10 +554,6 @@ def _bounds(step: Callable[..., Any], arguments: Any) -> tuple[float, float] | N
     """The bounds that all scalers of the step share; None if they are not known."""
     found = set(map(bounds_of, scalers_in(step, arguments)))
     return found.pop() if len(found) == 1 else None
-
-
-def _place_of_equation(frame: Frame, index: int) -> Place:
-    return place_of(frame.site_of(index))
 
 
 def _is_elementwise(operand: Any, result: Any) -> bool:
