@@ -146,7 +146,7 @@ class Kinds:
             return Way.WIDE, [_of_others(x, facts) for x in equation.outvars]
         if moves_each(equation):
             results = [
-                fact if fact.is_half and lead else _not_half(fact)
+                fact.plain(Kind.WIDE) if fact.is_half and not lead else fact
                 for fact, lead in zip(facts, leads, strict=True)
             ]
             return Way.HALF, results
@@ -360,10 +360,6 @@ def _of_others(atom: Any, facts: Sequence[Fact]) -> Fact:
         return Fact(Kind.WIDE)
     is_constant = all(fact.kind == Kind.CONSTANT for fact in facts)
     return Fact(Kind.CONSTANT if is_constant else Kind.GIVEN)
-
-
-def _not_half(fact: Fact) -> Fact:
-    return fact.plain(Kind.WIDE) if fact.is_half else fact
 
 
 def _with_maximum(made: Fact, name: str, facts: Sequence[Fact]) -> Fact:

@@ -86,13 +86,13 @@ class Leads:
             if call.kind == "condition":
                 self.read(call.program, [False], call.site(site))
                 continue
-            read = self._loop if call.is_loop else self._once
-            for i, leads in enumerate(read(site, call, results)):
+            if call.is_loop:
+                inputs = self._loop(site, call, results)
+            else:
+                inputs = self.read(call.program, results, call.site(site))
+            for i, leads in enumerate(inputs):
                 found[call.operand(i)] |= leads
         return found
-
-    def _once(self, site: Site, call: Call, results: list[bool]) -> list[bool]:
-        return self.read(call.program, results, call.site(site))
 
     def _loop(self, site: Site, call: Call, results: list[bool]) -> list[bool]:
         """What is carried leads to a product if it does in any later iteration."""

@@ -231,16 +231,17 @@ class Rewrite:
     def _stored(
         self, equation: Any, results: Sequence[Any], facts: Sequence[Fact]
     ) -> list[Stored]:
+        """Results as arrays; of a loop also what it carries, the first of them."""
         return [
             Stored(array, is_float32(atom) and fact.is_half, fact.is_beyond)
-            for atom, array, fact in zip(equation.outvars, results, facts, strict=True)
+            for atom, array, fact in zip(equation.outvars, results, facts, strict=False)
         ]
 
-    def _in_memory(self, held: Held, is_half: bool, is_beyond: bool = False) -> Stored:
+    def _in_memory(self, held: Held, is_half: bool) -> Stored:
         if isinstance(held, Stored) and held.is_half == is_half:
             return held
         array = held.half(self.choice.dtype) if is_half else held.wide()
-        return Stored(array, is_half, is_beyond)
+        return Stored(array, is_half)
 
     # Of programs that are called: values go in and come out in memory.
 
@@ -326,7 +327,7 @@ class Rewrite:
         entering = operands[consts : consts + carried]
 
         def body(carry, slices):
-            state = self._stored_like(carry, facts, atoms)
+            state = self._stored(site.equation, carry, facts)
             held = [*fixed, *state, *_like(sliced, slices)]
             results = self.run(call.program, held, site)
             results = self._as(results, facts, atoms)
@@ -345,12 +346,6 @@ class Rewrite:
             )
         return self._stored(site.equation, [*carry, *stacks], facts)
 
-    def _stored_like(self, arrays: Any, facts: Any, atoms: Any) -> list[Stored]:
-        return [
-            Stored(array, is_float32(atom) and fact.is_half, fact.is_beyond)
-            for array, fact, atom in zip(arrays, facts, atoms, strict=False)
-        ]
-
     def _while(
         self, site: Site, calls: list[Call], operands: list[Held], facts: list[Fact]
     ) -> Sequence[Held]:
@@ -361,12 +356,12 @@ class Rewrite:
         beside = condition.site(site)
 
         def is_on(carry):
-            state = self._stored_like(carry, facts, atoms)
+            state = self._stored(site.equation, carry, facts)
             held = [*inputs[:first], *state]
             return self.run(condition.program, held, beside)[0].wide()
 
         def body(carry):
-            state = self._stored_like(carry, facts, atoms)
+            state = self._stored(site.equation, carry, facts)
             held = [*inputs[first:], *state]
             results = self.run(body_call.program, held, site)
             results = self._as(results, facts, atoms)

@@ -13,7 +13,6 @@ from jls._tools.origin import advice
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
 Y = jnp.asarray(np.random.default_rng(1).normal(size=(4, 6)), jnp.float32)
-IMAGE = X.reshape(1, 1, 4, 6)
 ROWS = jnp.array([2, 0])
 
 

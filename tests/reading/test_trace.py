@@ -36,10 +36,6 @@ def scales_of(*args, **kwargs):
     return scales_in(args, kwargs, take_apart(fun, args, kwargs))
 
 
-def bytes_of(tree):
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
-
-
 # Arguments.
 
 

@@ -231,7 +231,8 @@ def _notes(runner: Runner) -> list[str]:
     items, carried = runner.arguments.items, runner.carried
     mine = dict.fromkeys(items[i].path[0] for i in sorted(carried.leaves))
     data = dict.fromkeys(x.path[0] for x in items if x.path[0] not in mine)
-    notes = [f"Carried: {', '.join(mine)}." + _as_data(data)] if mine else []
+    as_data = f" Taken as data: {', '.join(data)}." if data else ""
+    notes = [f"Carried: {', '.join(mine)}.{as_data}"] if mine else []
     weak = [i for i in sorted(carried.compared) if _loses_weak_type(runner, i)]
     if weak:
         notes.append(
@@ -254,10 +255,6 @@ def _loses_weak_type(runner: Runner, leaf: int) -> bool:
     if leaf in runner.carried.in_place:
         new = {x.path: x.value for x in traced.objects}.get(item.path)
     return isinstance(new, jax.ShapeDtypeStruct) and not new.weak_type
-
-
-def _as_data(names: Iterable[str]) -> str:
-    return f" Taken as data: {', '.join(names)}." if names else ""
 
 
 def _step_check(

@@ -44,7 +44,7 @@ from jls._tools.check.runs import (
     Runner,
     is_new,
     may_take_fault,
-    planted,
+    with_nan,
 )
 from jls._tools.reading.scales import Scale, is_switched_off
 from jls._tree import is_inexact
@@ -399,7 +399,9 @@ class _Trials:
 
     def _try_nan(self, i: int) -> None:
         what = f"NaN in {self.items[i].name}"
-        run = self._run_or_note(self.leaves, what, changes={i: planted(self.leaves[i])})
+        run = self._run_or_note(
+            self.leaves, what, changes={i: with_nan(self.leaves[i])}
+        )
         if run is not None:
             self.faults.append(Fault(what, run, (), self._stored(run)))
 

@@ -437,10 +437,10 @@ def filled(leaf: Any, value: Any) -> np.ndarray:
     return np.array(np.broadcast_to(np.asarray(value), old.shape), old.dtype)
 
 
-def planted(leaf: Any, value: float = np.nan) -> np.ndarray:
-    """`leaf` with its first element replaced."""
+def with_nan(leaf: Any) -> np.ndarray:
+    """`leaf` with NaN for its first element."""
     array = np.array(as_numpy(leaf))
-    array[(0,) * array.ndim] = value
+    array[(0,) * array.ndim] = np.nan
     return array
 
 

@@ -338,7 +338,7 @@ def find_losses(
     growths: dict[Place, list[_Growth]] = {}
     for growth in _growths(errors, main, min(units)):
         growths.setdefault(_line_of(growth.site), []).append(growth)
-    largest = {at: max(every, key=_by_factor) for at, every in growths.items()}
+    largest = {at: max(every, key=lambda x: x.factor) for at, every in growths.items()}
     order = sorted(largest, key=lambda at: -largest[at].factor)
     found = []
 
@@ -374,10 +374,6 @@ def _of_all(errors: Errors, variables: Iterable[Variable]) -> float:
 def _line_of(site: Site) -> Place:
     place = place_of(site)
     return place._replace(is_backward=False) if is_recomputed(site) else place
-
-
-def _by_factor(growth: _Growth) -> float:
-    return growth.factor
 
 
 def _unit(atom: Any) -> float:

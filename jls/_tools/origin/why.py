@@ -550,8 +550,10 @@ class Case:
         if not losses and len(forward) == len(self.results):
             return None
         losses += forward
-        # A gradient alone does not use the loss: it is computed and dropped.
-        return behind(losses or self.main.unused(_is_forward), before_update)
+        if not losses:  # a gradient alone does not use it: it is computed and dropped
+            unused = self.main.unused(lambda x, i: not is_transposed(x.site_of(i)))
+            losses = list(unused)
+        return behind(losses, before_update)
 
     def _name(self, bad: Bad) -> str:
         """The name of a root in the text."""
@@ -637,10 +639,6 @@ def _traced(tool: str, fun: Callable[..., Any], arguments: Arguments) -> Traced:
             "the host. Pass the part that is jitted."
         )
         raise
-
-
-def _is_forward(frame: Frame, index: int) -> bool:
-    return not is_transposed(frame.site_of(index))
 
 
 def _ends(found: Range | None) -> tuple[float, float] | None:
