@@ -5,6 +5,10 @@ A chain of elementwise operations in which a mean, a norm or a sum takes part is
 until something else needs its result. It is then computed in float32 from what is in
 memory, rounded once, and computed again for the derivative: what is kept until then are
 its operands in half, and no array of float32.
+
+Where the derivative is computed in the same body, XLA merges what both computations
+share. A sum, or what is cheap, it then computes again by itself; but what is costly,
+such as the tanh of a GELU, it keeps in float32, unless it is kept apart.
 """
 
 import contextlib
@@ -36,10 +40,17 @@ class Stored:
 
     def __init__(self, array: Any, is_half: bool, is_beyond: bool = False) -> None:
         self.array, self.is_half, self.is_beyond = array, is_half, is_beyond
+        self._wide: Any = None if is_half else array
 
     def wide(self) -> Any:
-        """The array as the program has it."""
-        return _cast(self.array, TO_FLOAT32) if self.is_half else self.array
+        """The array as the program has it.
+
+        One for all who use it: the cotangents of what is in half are summed in float32.
+        Those of a loss may all but cancel.
+        """
+        if self._wide is None:
+            self._wide = _cast(self.array, TO_FLOAT32)
+        return self._wide
 
     def half(self, dtype: Any) -> Any:
         # Anew for each use: the gradients of a shared weight are summed in float32.
@@ -55,9 +66,14 @@ class Chain:
     """The result of an operation in float32 that is not computed yet."""
 
     def __init__(
-        self, equation: Any, operands: Sequence["Stored | Chain"], fact: Fact
+        self,
+        equation: Any,
+        operands: Sequence["Stored | Chain"],
+        fact: Fact,
+        is_beside: bool = False,
     ) -> None:
         self._equation, self._fact = equation, fact
+        self._is_beside = is_beside  # in one body with its derivative
         self._operands = operands
         row, name = primitive_of(equation), equation.primitive.name
         inner = [x for x in operands if isinstance(x, Chain)]
@@ -83,6 +99,10 @@ class Chain:
     def stored(self) -> Stored | None:
         """What of it is in memory already."""
         return self._half if self.is_half else self._wide
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return self._equation.outvars[0].aval.shape
 
     def wide(self) -> Any:
         if self._wide is None:
@@ -124,9 +144,15 @@ class Chain:
             for equation, names, given in zip(equations, inside, operands, strict=True)
         )
         is_half = tuple(x.is_half for x in leaves.values())
-        written = Written(tuple(steps), is_half, rounds)
+        is_apart = self._is_beside and rounds is not None
+        is_apart &= any(primitive_of(x).is_costly for x in equations)
+        # With a mean or a sum in it, it would have to be written before it is apart.
+        is_apart &= all(x.array.shape == self._shape for x in leaves.values())
+        written = Written(tuple(steps), is_half, rounds, is_apart)
         with traced_as(self._equation, outside):
-            return call_shared(written, [x.array for x in leaves.values()])
+            arrays = [x.array for x in leaves.values()]
+            wide = [x.wide() for x in leaves.values() if x.is_half]
+            return call_shared(written, [*arrays, *wide])
 
     def _write(self, places: dict[int, int], equations: Any, operands: Any) -> None:
         """Adds its operations, in their order; `places` are of arrays among all."""
@@ -176,19 +202,26 @@ class Step(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A chain as a function of arrays, the same for all chains that look alike."""
+    """A chain as a function of arrays, the same for all chains that look alike.
+
+    After them it takes those in half once more, in float32: that is what it is
+    differentiated with respect to, while those in half are kept.
+    """
 
     steps: tuple[Step, ...]
     is_half: tuple[bool, ...]  # of each array
     rounds: Cast | None
+    is_apart: bool  # from what is computed again
 
     def __call__(self, *arrays: Any) -> Any:
-        return jax.checkpoint(self._run, prevent_cse=False)(*arrays)
+        return jax.checkpoint(self._run, prevent_cse=self.is_apart)(*arrays)
 
     def _run(self, *arrays: Any) -> Any:
+        count = len(self.is_half)
+        wide = iter(arrays[count:])
         values = [
-            TO_FLOAT32(array) if is_half else array
-            for array, is_half in zip(arrays, self.is_half, strict=True)
+            _in_place_of(next(wide), array) if is_half else array
+            for array, is_half in zip(arrays[:count], self.is_half, strict=True)
         ]
         for step in self.steps:
             operands = [
@@ -198,6 +231,18 @@ class Written(NamedTuple):
             with traced_at(step.traceback, step.names), settings:
                 values += step.operation.bind(operands)
         return self.rounds(values[-1]) if self.rounds else values[-1]
+
+
+@jax.custom_jvp
+def _in_place_of(wide: Any, half: Any) -> Any:
+    """`wide`, computed from the same array in half."""
+    return TO_FLOAT32(half)
+
+
+@_in_place_of.defjvp
+def _tangent_in_place_of(primals, tangents):
+    _, half = primals
+    return TO_FLOAT32(half), tangents[0]  # needs `wide` no more: it is not kept
 
 
 Held = Stored | Chain

@@ -21,7 +21,8 @@ from jls._autocast.held import MOST, Chain, Held, Stored, is_number
 from jls._autocast.keep import Choice
 from jls._autocast.kinds import Fact, Kind, Kinds, Step, Way
 from jls._autocast.leads import Leads, moves_each
-from jls._autocast.shared import TO_FLOAT32, Cast, bind_shared
+from jls._autocast.pick import bind_pick, is_pick
+from jls._autocast.shared import Cast, bind_shared
 from jls._program.control import MAIN, Call, Site, calls_of
 from jls._program.jaxprs import (
     Program,
@@ -139,6 +140,8 @@ class Rewrite:
 
     def _constant(self, value: Any) -> Stored:
         held = self._closed_over.get(variable_of(value))
+        if isinstance(held, Stored):
+            (held,) = _anew([held])
         if held is not None:
             return self._in_memory(held, False)
         if self._own_trace is not None and trace_of(value) is self._own_trace:
@@ -164,17 +167,17 @@ class Rewrite:
             dtype = equation.outvars[0].aval.dtype
             return [Stored(np.asarray(operands[0].wide()).astype(dtype), False)]
         elif row.cast in ("half", "inside", "leaves", "shape"):
-            return [self._elementwise(equation, operands, step)]
+            return [self._elementwise(site, operands, step)]
         elif row.cast == "product" and self.choice.why_wide(site) == "keep":
             with jax.named_scope(KEPT):
-                return self._operation(equation, operands, step)
-        return self._operation(equation, operands, step)
+                return self._operation(site, operands, step)
+        return self._operation(site, operands, step)
 
     def _operation(
-        self, equation: Any, operands: list[Held], step: Step
+        self, site: Site, operands: list[Held], step: Step
     ) -> Sequence[Held]:
         """An operation that is computed at once."""
-        params = {}
+        params, equation = {}, site.equation
         is_product = primitive_of(equation).cast == "product"
         if is_product and step.way != Way.WIDE:
             if parameter(equation, "preferred_element_type"):
@@ -184,7 +187,10 @@ class Rewrite:
         each = [step.way != Way.WIDE] * len(operands)
         if moves_each(equation):
             each = [fact.is_half for fact in step.results]
-        results = self._bound(equation, operands, each, **params)
+        if is_pick(equation) and step.way == Way.WIDE and not self.choice.is_kept(site):
+            results = bind_pick(equation, [x.wide() for x in operands])
+        else:
+            results = self._bound(equation, operands, each, **params)
         return self._stored(equation, results, step.results)
 
     def _bound(
@@ -194,17 +200,17 @@ class Rewrite:
         arrays, casts = list[Any](), list[Cast | None]()
         for atom, held, is_half in zip(equation.invars, operands, each, strict=True):
             dtype = self.choice.dtype if is_half and is_float32(atom) else None
-            if isinstance(held, Chain) or held.is_half == (dtype is not None):
+            if isinstance(held, Stored) and dtype:
+                arrays.append(held.array)
+                casts.append(held.cast(dtype))
+            else:
                 arrays.append(held.half(dtype) if dtype else held.wide())
                 casts.append(None)
-            else:
-                arrays.append(held.array)
-                casts.append(held.cast(dtype) if dtype else TO_FLOAT32)
         return bind_shared(equation, arrays, casts, **params)
 
-    def _elementwise(self, equation: Any, operands: list[Held], step: Step) -> Held:
+    def _elementwise(self, site: Site, operands: list[Held], step: Step) -> Held:
         """An operation that is computed at once, or as part of a chain."""
-        (fact,) = step.results
+        (fact,), equation = step.results, site.equation
         operands = [x.stored or x if isinstance(x, Chain) else x for x in operands]
         chains = [x for x in operands if isinstance(x, Chain)]
         if Chain.is_of_number(equation, operands):
@@ -222,10 +228,11 @@ class Rewrite:
             return self._stored(
                 equation, self._bound(equation, operands, each), [fact]
             )[0]
-        chain = Chain(equation, operands, fact)
+        is_beside = not any(map(_is_run_apart, site.equations))
+        chain = Chain(equation, operands, fact, is_beside)
         if chain.count > MOST:
             stored = [self._in_memory(x, x.is_half) for x in operands]
-            chain = Chain(equation, stored, fact)
+            chain = Chain(equation, stored, fact, is_beside)
         return chain
 
     def _stored(
@@ -328,7 +335,7 @@ class Rewrite:
 
         def body(carry, slices):
             state = self._stored(site.equation, carry, facts)
-            held = [*fixed, *state, *_like(sliced, slices)]
+            held = [*_anew(fixed), *state, *_like(sliced, slices)]
             results = self.run(call.program, held, site)
             results = self._as(results, facts, atoms)
             return results[:carried], results[carried:]
@@ -357,12 +364,12 @@ class Rewrite:
 
         def is_on(carry):
             state = self._stored(site.equation, carry, facts)
-            held = [*inputs[:first], *state]
+            held = [*_anew(inputs[:first]), *state]
             return self.run(condition.program, held, beside)[0].wide()
 
         def body(carry):
             state = self._stored(site.equation, carry, facts)
-            held = [*inputs[first:], *state]
+            held = [*_anew(inputs[first:]), *state]
             results = self.run(body_call.program, held, site)
             results = self._as(results, facts, atoms)
             return select_lanes(is_on(carry), results, carry) if lanes else results
@@ -549,6 +556,16 @@ class Rewrite:
     }
 
 
+def _is_run_apart(equation: Any) -> bool:
+    """Whether what it calls is in one body, and its derivative in another.
+
+    The derivative of a remat runs it again: to keep chains in it apart from what they
+    are then would compute them three times.
+    """
+    is_loop = any(call.is_loop for call in calls_of(equation))
+    return is_loop or equation.primitive.name == "remat2"
+
+
 def _last_uses(jaxpr: Any) -> list[list[Any]]:
     """Of each operation the variables that no later one needs."""
     needed = {atom for atom in jaxpr.outvars if not is_literal(atom)}
@@ -567,6 +584,11 @@ def _like(held: Sequence[Stored], arrays: Sequence[Any]) -> list[Stored]:
         Stored(array, x.is_half, x.is_beyond)
         for x, array in zip(held, arrays, strict=True)
     ]
+
+
+def _anew(held: Sequence[Stored]) -> list[Stored]:
+    """What is held outside of a body, for the inside."""
+    return _like(held, [x.array for x in held])
 
 
 def _fact_of(held: Stored) -> Fact:

@@ -97,6 +97,11 @@ class Primitive(NamedTuple):
         return self.degree in ("linear", "sum") or bool(self.moves)
 
     @property
+    def is_costly(self) -> bool:
+        """Whether a chip takes many steps for an element."""
+        return self.degree == "bounded" or self.cast == "leaves"
+
+    @property
     def is_choice(self) -> bool:
         """Whether each element of the result is one of the operands'."""
         return self.degree == "choice" or bool(self.moves)

@@ -3,6 +3,8 @@
 from planted.fault import Fault
 
 TOOLS = "tests/autocast/test_tools.py"
+MEMORY = "tests/autocast/test_memory.py"
+LOSS = "tests/autocast/test_loss.py"
 SEMANTICS = "tests/autocast/test_semantics.py"
 PROGRAMS = "tests/autocast/test_any_program.py"
 CALLS = "tests/autocast/test_autocast.py"
@@ -12,6 +14,7 @@ KINDS = "jls/_autocast/kinds.py"
 REWRITE = "jls/_autocast/rewrite.py"
 HELD = "jls/_autocast/held.py"
 SHARED = "jls/_autocast/shared.py"
+PICK = "jls/_autocast/pick.py"
 
 FAULTS = [
     Fault(
@@ -24,9 +27,100 @@ FAULTS = [
     Fault(
         "a chain keeps its arrays of float32 for the derivative",
         HELD,
-        "        return jax.checkpoint(self._run, prevent_cse=False)(*arrays)\n",
-        "        return self._run(*arrays)\n",
+        "return jax.checkpoint(self._run, prevent_cse=self.is_apart)(*arrays)\n",
+        "return self._run(*arrays)\n",
         (SEMANTICS,),
+    ),
+    Fault(
+        "XLA keeps the tanh of a GELU in float32",
+        HELD,
+        "        is_apart = self._is_beside and rounds is not None\n",
+        "        is_apart = False\n",
+        (MEMORY,),
+    ),
+    Fault(
+        "a GELU in a loop is kept apart from nothing",
+        REWRITE,
+        '    return is_loop or equation.primitive.name == "remat2"\n',
+        '    return equation.primitive.name == "remat2"\n',
+        (MEMORY,),
+    ),
+    Fault(
+        "a GELU in a remat is computed three times",
+        REWRITE,
+        '    return is_loop or equation.primitive.name == "remat2"\n',
+        "    return is_loop\n",
+        (MEMORY,),
+    ),
+    Fault(
+        "a softmax is kept apart: its scores are written once more",
+        HELD,
+        "is_apart &= all(x.array.shape == self._shape for x in leaves.values())\n",
+        "pass\n",
+        (MEMORY,),
+    ),
+    Fault(
+        "a cheap chain is kept apart",
+        HELD,
+        "        is_apart &= any(primitive_of(x).is_costly for x in equations)\n",
+        "",
+        (MEMORY,),
+    ),
+    Fault(
+        "what is in half is cast to float32 for each use: its cotangents are rounded",
+        HELD,
+        "        if self._wide is None:\n            self._wide = _cast(",
+        "        if not self.is_half or True:\n            self._wide = _cast(",
+        (LOSS,),
+    ),
+    Fault(
+        "the cotangents of a chain are rounded before they are summed",
+        HELD,
+        "            _in_place_of(next(wide), array) if is_half else array\n",
+        "            TO_FLOAT32(array) if is_half else array\n",
+        (LOSS,),
+    ),
+    Fault(
+        "a chain keeps its operands in float32 beside those in half",
+        HELD,
+        "    return TO_FLOAT32(half), tangents[0]  # needs",
+        "    return _in_place_of(primals[0], half), tangents[0]  # needs",
+        (MEMORY,),
+    ),
+    Fault(
+        "what is cast to float32 in a loop is used outside of it",
+        REWRITE,
+        "            held = [*_anew(fixed), *state, *_like(sliced, slices)]\n",
+        "            held = [*fixed, *state, *_like(sliced, slices)]\n",
+        (LOSS,),
+    ),
+    Fault(
+        "the derivative of a label's logit is scattered into zeros",
+        REWRITE,
+        "        if is_pick(equation) and step.way == Way.WIDE and",
+        "        if False and step.way == Way.WIDE and",
+        (LOSS,),
+    ),
+    Fault(
+        "a label that is kept is not computed as written",
+        REWRITE,
+        " and not self.choice.is_kept(site):\n            results = bind_pick(",
+        ":\n            results = bind_pick(",
+        (LOSS,),
+    ),
+    Fault(
+        "a label in a loop keeps a mask of all logits",
+        PICK,
+        "@functools.partial(jax.checkpoint, prevent_cse=False)\n",
+        "",
+        (LOSS,),
+    ),
+    Fault(
+        "a label beyond the last one that is clipped has no derivative",
+        PICK,
+        "    lax.GatherScatterMode.FILL_OR_DROP,\n",
+        "    lax.GatherScatterMode.FILL_OR_DROP,\n    lax.GatherScatterMode.CLIP,\n",
+        (LOSS,),
     ),
     Fault(
         "each operation is traced anew",
@@ -45,8 +139,8 @@ FAULTS = [
     Fault(
         "each chain is traced anew",
         HELD,
-        "            return call_shared(written, [x.array for x in leaves.values()])\n",
-        "            return written(*(x.array for x in leaves.values()))\n",
+        "            return call_shared(written, [*arrays, *wide])\n",
+        "            return written(*arrays, *wide)\n",
         (COSTS,),
     ),
     Fault(
