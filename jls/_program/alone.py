@@ -21,6 +21,7 @@ from jax.core import eval_jaxpr
 
 from jls._program.control import evaluate
 from jls._program.jaxprs import (
+    has_side_effects,
     is_half_atom,
     is_inexact_atom,
     is_literal,
@@ -142,7 +143,8 @@ def _run_both(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> list[Any]:
         return results
     pairs = [x for x in inputs if isinstance(x, Pair)]
     is_same = all(x.narrow is x.wide for x in pairs)
-    if equation.effects or (is_same and not any(map(is_half_atom, atoms))):
+    is_once = has_side_effects(equation)
+    if is_once or (is_same and not any(map(is_half_atom, atoms))):
         others = list(map(widened, results))
     else:
         wide = [x.wide if isinstance(x, Pair) else x for x in inputs]

@@ -249,6 +249,12 @@ def name_stack(equation: Any) -> Any:
     return _part(_part(equation, "source_info"), "name_stack", "")
 
 
+def has_side_effects(equation: Any) -> bool:
+    """Whether it matters how often an equation runs. A `psum` only names an axis."""
+    effects = _part(equation, "effects", ())
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in effects)
+
+
 def lines_of(equation: Any) -> list[Line]:
     """The traceback of an equation, innermost first."""
     return lines_in(_part(_part(equation, "source_info"), "traceback"))

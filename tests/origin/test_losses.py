@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import lossy_programs
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from lossy_programs import LOSSY, RIGHT, layered, marked_line
@@ -248,3 +249,39 @@ def test_gradients_that_are_not_finite_are_said():
     found = jls.calibrate(made.step, *made.args, losses=True)
     assert found.losses == ()
     assert "jls.why says where" in found.notes[-1]
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_gradients_that_are_summed_over_devices_have_their_errors(check_vma):
+    def loss(w, x):
+        return jnp.mean((jnp.tanh(x @ w) @ w) ** 2)
+
+    def step_of(axis):
+        optimizer = jls.loss_scaled(optax.sgd(0.1), axis_name=axis)
+
+        def step(w, state, x):
+            cast = jls.autocast(loss, jnp.float16)
+            value, grads = jls.value_and_grad(cast)(state, w, x)
+            if axis:
+                value, grads = lax.pmean((value, grads), axis)
+            updates, state = optimizer.update(grads, state, w, value=value)
+            return optax.apply_updates(w, updates), state, value
+
+        return optimizer, step
+
+    w, x = 0.3 * normal(0, 8, 8), normal(1, 16, 8)
+    optimizer, alone = step_of(None)
+    expected = jls.calibrate(jax.jit(alone), w, optimizer.init(w), x, losses=True)
+    optimizer, step = step_of("data")
+    one, several = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(one, one, several),
+        out_specs=one,
+        check_vma=check_vma,
+    )
+    made = jls.calibrate(jax.jit(sharded), w, optimizer.init(w), x, losses=True)
+    (note,) = (x for x in expected.notes if "off those of float32" in x)
+    assert note in made.notes
