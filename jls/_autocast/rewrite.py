@@ -27,6 +27,7 @@ from jls._program.control import MAIN, Call, Site, calls_of
 from jls._program.jaxprs import (
     Program,
     bind,
+    inlined,
     is_float32,
     is_inexact_atom,
     is_literal,
@@ -40,7 +41,6 @@ from jls._program.jaxprs import (
     traced_as,
     variable_of,
     with_dtype,
-    with_source,
 )
 from jls._program.places import function_of_jax, has_line_inside
 from jls._program.primitives import primitive_of
@@ -122,12 +122,11 @@ class Rewrite:
         for index, equation in enumerate(jaxpr.eqns):
             here = site.inside(equation, index)
             if caller is not None:
-                inside = equation.source_info.name_stack
-                outside = caller.source_info.name_stack
-                self._inlined[here.indices] = with_source(
+                self._inlined[here.indices] = inlined(
                     equation,
-                    equation if has_line_inside(equation, function) else caller,
-                    outside[:0] if is_rule else outside + inside,
+                    caller,
+                    has_line=has_line_inside(equation, function),
+                    is_rule=is_rule,
                 )
             results = self._equation(here, list(map(look_up, equation.invars)))
             made = dict(zip(equation.outvars, results, strict=True))

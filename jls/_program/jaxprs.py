@@ -257,11 +257,7 @@ def has_side_effects(equation: Any) -> bool:
 
 def lines_of(equation: Any) -> list[Line]:
     """The traceback of an equation, innermost first."""
-    return lines_in(_part(_part(equation, "source_info"), "traceback"))
-
-
-def lines_in(traceback: Any) -> list[Line]:
-    """The frames of a traceback, innermost first."""
+    traceback = _part(_part(equation, "source_info"), "traceback")
     return [
         Line(
             _part(x, "file_name", ""),
@@ -361,10 +357,21 @@ def traceback_of(equation: Any) -> Any:
     return equation.source_info.traceback
 
 
-def with_source(equation: Any, other: Any, names: Any) -> Any:
-    """An equation with the traceback of another, and with names of scopes."""
-    info = equation.source_info
-    info = info.replace(traceback=traceback_of(other), name_stack=names)
+def inlined(equation: Any, caller: Any, *, has_line: bool, is_rule: bool) -> Any:
+    """An equation of a program that is run in the place of a call of it.
+
+    Args:
+      equation: of the program.
+      caller: the call.
+      has_line: whether it keeps its own traceback, or gets that of the call.
+      is_rule: whether it is run inside of the scopes of the call.
+    """
+    info, outside = equation.source_info, caller.source_info
+    names = outside.name_stack
+    info = info.replace(
+        traceback=info.traceback if has_line else outside.traceback,
+        name_stack=names[:0] if is_rule else names + info.name_stack,
+    )
     return equation.replace(source_info=info)
 
 

@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jls._program.control import Site
-from jls._program.jaxprs import (
-    Line,
-    jitted_function,
-    lines_in,
-    lines_of,
-    name_stack,
-    traceback_of,
-)
+from jls._program.jaxprs import Line, jitted_function, lines_of, name_stack
 
 # Packages whose lines are never named, and those named only if there is no other line.
 _NEVER = ("jax", "jaxlib", "jls")
@@ -175,13 +168,14 @@ def has_line_inside(equation: Any, function: tuple[str, str] | None) -> bool:
       equation: of its program.
       function: that function, as `function_of_jax` gives it; None if it is a rule.
     """
-    return _has_line_inside(traceback_of(equation), function)
+    lines = tuple(lines_of(equation))
+    return _has_line_inside(lines, function)
 
 
 @functools.lru_cache(4096)
-def _has_line_inside(traceback: Any, function: tuple[str, str] | None) -> bool:
-    lines = _inside(lines_in(traceback), {function} - {None})
-    return any(_package_of(line.file) == "" for line in lines)
+def _has_line_inside(lines: Sequence[Line], function: tuple[str, str] | None) -> bool:
+    inside = _inside(lines, {function} - {None})
+    return any(_package_of(line.file) == "" for line in inside)
 
 
 def function_of_jax(equation: Any) -> tuple[str, str] | None:

@@ -338,9 +338,9 @@ FAULTS = [
     ),
     Fault(
         "what is inside of a function of JAX has no scope",
-        REWRITE,
-        "outside[:0] if is_rule else outside + inside,\n",
-        "outside[:0] if is_rule else inside,\n",
+        "jls/_program/jaxprs.py",
+        "names[:0] if is_rule else names + info.name_stack,\n",
+        "names[:0] if is_rule else info.name_stack,\n",
         (TOOLS,),
     ),
     Fault(
@@ -352,9 +352,9 @@ FAULTS = [
     ),
     Fault(
         "what a rule computes has the scopes of its call twice",
-        REWRITE,
-        "outside[:0] if is_rule else outside + inside,\n",
-        "outside + inside,\n",
+        "jls/_program/jaxprs.py",
+        "names[:0] if is_rule else names + info.name_stack,\n",
+        "names + info.name_stack,\n",
         (TOOLS,),
     ),
     Fault(
