@@ -176,7 +176,7 @@ class Rewrite:
         self, site: Site, operands: list[Held], step: Step
     ) -> Sequence[Held]:
         """An operation that is computed at once."""
-        params, equation = {}, site.equation
+        params, equation = {}, self._at(site)
         is_product = primitive_of(equation).cast == "product"
         if is_product and step.way != Way.WIDE:
             if parameter(equation, "preferred_element_type"):
@@ -187,7 +187,7 @@ class Rewrite:
         if moves_each(equation):
             each = [fact.is_half for fact in step.results]
         if is_pick(equation) and step.way == Way.WIDE and not self.choice.is_kept(site):
-            results = bind_pick(equation, [x.wide() for x in operands])
+            results = bind_pick(equation, [_wide(equation, x) for x in operands])
         else:
             results = self._bound(equation, operands, each, **params)
         return self._stored(equation, results, step.results)
@@ -203,13 +203,13 @@ class Rewrite:
                 arrays.append(held.array)
                 casts.append(held.cast(dtype))
             else:
-                arrays.append(held.half(dtype) if dtype else held.wide())
+                arrays.append(held.half(dtype) if dtype else _wide(equation, held))
                 casts.append(None)
         return bind_shared(equation, arrays, casts, **params)
 
     def _elementwise(self, site: Site, operands: list[Held], step: Step) -> Held:
         """An operation that is computed at once, or as part of a chain."""
-        (fact,), equation = step.results, site.equation
+        (fact,), equation = step.results, self._at(site)
         operands = [x.stored or x if isinstance(x, Chain) else x for x in operands]
         chains = [x for x in operands if isinstance(x, Chain)]
         if Chain.is_of_number(equation, operands):
@@ -553,6 +553,14 @@ class Rewrite:
         "branch": _cond,
         "devices": _devices,
     }
+
+
+def _wide(equation: Any, held: Held) -> Any:
+    """The array in float32; if it is cast now, for this equation, with its line."""
+    if isinstance(held, Chain) or not held.is_half:
+        return held.wide()
+    with traced_as(equation):
+        return held.wide()
 
 
 def _is_run_apart(equation: Any) -> bool:

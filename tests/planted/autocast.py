@@ -598,4 +598,11 @@ FAULTS = [
         '        can_overflow=True,\n        cast="half",\n',
         (SEMANTICS,),
     ),
+    Fault(
+        "the cast of an operand to float32 has no line",
+        REWRITE,
+        "    with traced_as(equation):\n        return held.wide()\n",
+        "    return held.wide()\n",
+        (TOOLS,),
+    ),
 ]
