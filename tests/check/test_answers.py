@@ -370,3 +370,33 @@ def test_the_line_to_write_for_an_equinox_model_passes_its_transform():
     assert f"loss, grads = {line}(opt_state, model, batch)" in check.write["not scaled"]
     namespace = {"jls": jls, "eqx": eqx, "loss_fn": loss_fn}
     assert jls.check_step(make_step(eval(line, namespace)), *args).ok
+
+
+def test_statistics_that_come_back_in_the_aux_of_a_report_are_not_data():
+    """Without a name they may be metrics: they are not tried."""
+
+    def loss_fn(params, batch, stats):
+        mean = 0.9 * stats["mean"] + 0.1 * batch.mean(0)
+        return jnp.mean(((batch - mean) @ params) ** 2), {"mean": mean}
+
+    optimizer, params, opt_state = make()
+    step = jax.jit(jls.train_step(loss_fn, optimizer, has_aux=True))
+    args, stats = (params, opt_state, X), {"mean": jnp.zeros(3)}
+    check = jls.check_step(step, *args, stats=stats)
+    assert check.ok
+    assert check.not_tried.keys() == {"stats"}
+    check = jls.check_step(step, *args, stats=stats, carried_args=(0, 1, "stats"))
+    assert "nan committed" in check.broken
+
+
+def test_metrics_in_the_aux_of_a_report_leave_the_batch_as_data():
+    def loss_fn(params, batch):
+        loss = jnp.mean((batch["x"] @ params) ** 2)
+        return loss, {"x": batch["x"] * 2, "loss": loss}
+
+    optimizer, params, opt_state = make()
+    step = jax.jit(jls.train_step(loss_fn, optimizer, has_aux=True))
+    check = jls.check_step(step, params, opt_state, {"x": X})
+    assert check.ok
+    assert not check.not_tried
+    assert "Taken as data: batch." in str(check)

@@ -636,6 +636,20 @@ CARRIED = [
         ("tests/check/test_answers.py",),
     ),
     Fault(
+        "what comes back in the aux of a report is data",
+        "jls/_tools/check/carried.py",
+        "for x in free if aux.may_be_state(x) for",
+        "for x in free if False for",
+        ("tests/check/test_answers.py",),
+    ),
+    Fault(
+        "no argument that is named comes back in the aux of a report",
+        "jls/_tools/check/carried.py",
+        "    if named is None:\n        outputs =",
+        "    if True:\n        outputs =",
+        ("tests/check/test_answers.py",),
+    ),
+    Fault(
         "two counts pair with one result",
         "jls/_tools/check/carried.py",
         "len(units) == len(targets)",

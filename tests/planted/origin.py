@@ -586,16 +586,6 @@ FAULTS = [
         ("tests/test_why.py",),
     ),
     Fault(
-        "the keep of a module is a pattern in a plain text",
-        "jls/_tools/origin/advice.py",
-        'raw = "r" if',
-        'raw = "" if',
-        (
-            "tests/origin/test_advice.py::"
-            "test_an_overflow_under_an_autocast_is_mended_by_the_keep_that_is_written",
-        ),
-    ),
-    Fault(
         "a number just over 1 is printed as 1",
         "jls/_tools/origin/result.py",
         'if text in ("1", "-1") and',

@@ -36,8 +36,8 @@ FAULTS = [
     Fault(
         "a report of a step counts as state",
         "jls/_tools/reading/arguments.py",
-        "Item(tokens((*path, *more)), x, REPORT)",
-        'Item(tokens((*path, *more)), x, "")',
+        'kind = AUX if tokens(more)[0] == "aux" else REPORT',
+        'kind = ""',
         (f"{TRACE}test_report_is_no_state",),
     ),
     Fault(

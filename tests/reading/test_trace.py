@@ -12,7 +12,7 @@ from flax import nnx
 
 import jls
 from jls._tools.origin.scalers import scalers_in
-from jls._tools.reading.arguments import REPORT, items_of, take_apart, unbind
+from jls._tools.reading.arguments import AUX, REPORT, items_of, take_apart, unbind
 from jls._tools.reading.scales import is_switched_off, scales_in
 from jls._tools.reading.trace import READS, trace
 
@@ -104,7 +104,8 @@ def test_report_is_no_state():
     report = jls.types.StepReport(*map(jnp.float32, range(14)))
     types = {"/".join(x.path): x.variable_type for x in items_of((report, {"w": X}))}
     assert types.pop("1/w") == ""
-    assert len(types) == 14
+    assert types.pop("0/aux") == AUX
+    assert len(types) == 13
     assert set(types.values()) == {REPORT}
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from jls._text import join, listed, quoted
 from jls._tools.check.leaves import subtrees
-from jls._tools.reading.arguments import REPORT, Arguments, Item, Keys
+from jls._tools.reading.arguments import AUX, REPORT, Arguments, Item, Keys
 from jls._tools.reading.reading import Reading, Result
 from jls._tools.reading.scales import Scale
 from jls._tree import is_array, is_inexact
@@ -71,6 +71,10 @@ def match(
     holders = [items[x.at].path[0] for x in scales] if named is None else named
     states = [x for x in tops if x[0] in holders]
     others = [x for x in tops if named is None and x not in states]
+    in_aux = [x for x in outputs if x.variable_type == AUX]
+    # What a report holds is for people, unless the caller says that it comes back.
+    if named is None:
+        outputs = [x for x in outputs if x.variable_type != AUX]
     pairs = _Pairs(items, outputs, reading)
     pairs.pair(states, may_be_data=False)
     pairs.check_clear(states)
@@ -81,6 +85,8 @@ def match(
         is_next = pairs.found.keys() >= {*tops[: tops.index(top)]}
         pairs.pair([top], in_order=is_next)
     doubtful = {i for x in others if pairs.may_be_state(x) for i in pairs.units[x]}
+    aux, free = _Pairs(items, in_aux, reading), [x for x in others if x in trees]
+    doubtful |= {i for x in free if aux.may_be_state(x) for i in pairs.units[x]}
     in_place = {
         i
         for top in [*states, *others]

@@ -24,7 +24,8 @@ from jls._tree import is_concrete
 from jls._types import BadBatch, StepReport
 
 Keys = tuple[str, ...]
-REPORT = "StepReport"  # the `variable_type` of a leaf of a `jls.types.StepReport`
+# The `variable_type` of a leaf of a `jls.types.StepReport`, and of one in its `aux`.
+REPORT, AUX = "StepReport", "StepReport.aux"
 
 
 class Item(NamedTuple):
@@ -32,7 +33,7 @@ class Item(NamedTuple):
 
     path: Keys  # of an argument: its name comes first
     value: Any
-    variable_type: str  # of its nnx.Variable, REPORT, or ""
+    variable_type: str  # of its nnx.Variable, REPORT, AUX, or ""
 
     @property
     def name(self) -> str:
@@ -174,7 +175,9 @@ def items_of(tree: Any) -> list[Item]:
             items += _split_nnx([leaf], [tokens(path)])[2]
         elif isinstance(leaf, StepReport):
             inner, _ = jax.tree_util.tree_flatten_with_path(leaf)
-            items += [Item(tokens((*path, *more)), x, REPORT) for more, x in inner]
+            for more, x in inner:
+                kind = AUX if tokens(more)[0] == "aux" else REPORT
+                items.append(Item(tokens((*path, *more)), x, kind))
         else:
             items.append(Item(tokens(path), leaf, ""))
     return items
