@@ -266,9 +266,9 @@ FAULTS = [
         "the cast of a shared weight is made once, so its gradients are summed in half",
         REWRITE,
         "                arrays.append(held.array)\n"
-        "                casts.append(held.cast(dtype) if dtype else TO_FLOAT32)\n",
+        "                casts.append(held.cast(dtype))\n",
         "                if not hasattr(held, 'once'):\n"
-        "                    held.once = held.half(dtype) if dtype else held.wide()\n"
+        "                    held.once = held.half(dtype)\n"
         "                arrays.append(held.once)\n"
         "                casts.append(None)\n",
         (SEMANTICS,),
