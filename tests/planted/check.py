@@ -670,6 +670,13 @@ CARRIED = [
         "",
         (f"{CARRIED_BY}test_what_stays_open_is_an_error_with_the_candidates",),
     ),
+    Fault(
+        "a step whose updates go nowhere is a step",
+        "jls/_tools/check/faults.py",
+        "    if runner.params:\n",
+        "    if runner:\n",
+        ("tests/check/test_check_step.py",),
+    ),
 ]
 
 FAULTS = DEGREES + KNOWN + READING + TRIALS + ANSWERS + CARRIED

@@ -88,7 +88,14 @@ def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> Non
     if findings.status("no step") == "broken":
         findings.mark_others_not_tried("a good step does not change all that it should")
         return
-    findings.right("no step")
+    no_params = (
+        "the updates are applied to nothing that comes back: apply them, or name all "
+        "arguments that come back with carried_args="
+    )
+    if runner.params:
+        findings.right("no step")
+    else:
+        findings.not_tried("no step", no_params)
     if always_compiles(good):
         findings.mark_others_not_tried("every call compiles")
         return
@@ -99,10 +106,7 @@ def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> Non
         "" if base else f"the parameters did not move in {len(good)} good steps"
     )
     if not runner.params:
-        why_unmoved = (
-            "the updates are applied to nothing that comes back: apply them, or name "
-            "all arguments that come back with carried_args="
-        )
+        why_unmoved = no_params
         findings.not_tried("not atomic", why_unmoved)
     trials = _Trials(runner, base or Base(good[0], 1), good, findings, cleaned)
     if base is not None:

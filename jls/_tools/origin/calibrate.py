@@ -58,7 +58,7 @@ def calibrate(
     device: there the loss and all gradients are finite, at twice the scale one is not.
     Then its float32 twin is compiled and run: it shows which values float16 loses.
     Nothing of yours is changed or donated, but callbacks in the step run each time. It
-    takes two to six times as long as compiling a large step, longer beside a small
+    takes up to four times as long as compiling a large step, longer beside a small
     one.
 
     It sees one batch. Others have larger gradients, so `init_scale` is half of the
@@ -122,7 +122,7 @@ def calibrate(
 
 _SLOW = (
     "jls.calibrate is compiling and running the step with a record beside each "
-    "operation; this takes two to six times as long as to compile it alone."
+    "operation; this takes up to four times as long as to compile it alone."
 )
 
 

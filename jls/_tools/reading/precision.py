@@ -85,7 +85,7 @@ def _in_one_line(reason: str, places: Sequence[Place]) -> str:
         line = f"{reason}: {listed(names, most)}"
         if len(line) <= 80:
             return line
-    return f"{reason}: {len(names)} places"
+    return f"{reason}: {len(names)} place{'s' if len(names) > 1 else ''}"
 
 
 def in_words(precision: Precision, places: bool = True) -> str:
