@@ -29,7 +29,6 @@ Kind = Literal["call", "devices", "scan", "while", "condition", "branch"]
 
 _CONDITION = -5  # beside the index of a `while`: of what its condition computes
 
-
 Indices = tuple[int, ...]  # the place of an operation in a program
 
 

@@ -4,7 +4,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from jls._program.control import MAIN, Call, Site, calls_of
+from jls._program.control import MAIN, Call, Indices, Site, calls_of
 from jls._program.jaxprs import Program, is_inexact_atom, is_literal, opened
 
 Variable = tuple["Frame", Any]  # a variable of a program, and the call
@@ -78,7 +78,7 @@ class Frame:
         """The site of an equation of this program."""
         return self.site.inside(self.jaxpr.eqns[index], index)
 
-    def indices_of(self, index: int) -> tuple[int, ...]:
+    def indices_of(self, index: int) -> Indices:
         """The indices of that site, by which records and facts are kept."""
         return (*self.site.indices, index)
 

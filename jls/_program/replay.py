@@ -26,6 +26,7 @@ from jls._program.alone import AS_WRITTEN, Arithmetic
 from jls._program.control import MAIN, Call, Indices, Site, calls_of
 from jls._program.jaxprs import (
     Program,
+    has_side_effects,
     is_literal,
     manual_axes,
     opened,
@@ -174,7 +175,7 @@ class _Replay:
             equation = jaxpr.eqns[index]
             mine = [i for i, x in enumerate(equation.outvars) if x in live]
             is_watched = self._only is None or (*site.indices, index) in self._only
-            if mine or is_watched or equation.effects:
+            if mine or is_watched or has_side_effects(equation):
                 needed[index] = mine
                 live.update(variables_in(equation.invars))
         return needed

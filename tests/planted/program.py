@@ -178,14 +178,14 @@ FAULTS = [
     Fault(
         "a replay runs what the watched operations do not need",
         "jls/_program/replay.py",
-        "            if mine or is_watched or equation.effects:\n",
+        "            if mine or is_watched or has_side_effects(equation):\n",
         "            if True:\n",
         (WALK + "test_replay_leaves_out_what_the_watched_operations_do_not_need",),
     ),
     Fault(
         "a replay leaves out callbacks",
         "jls/_program/replay.py",
-        "            if mine or is_watched or equation.effects:\n",
+        "            if mine or is_watched or has_side_effects(equation):\n",
         "            if mine or is_watched:\n",
         (WALK + "test_replay_runs_callbacks_that_nobody_watches",),
     ),

@@ -96,7 +96,7 @@ class RecordedProgram:
         self.operations = {x for x in every if only is None or x in only}
         self._own = {frame.site.indices for frame in _calls_and_scans(main)}
         self._dtypes: dict[tuple[int, ...], list[Any]] = {}  # of records of operations
-        watched = self.operations | (self._wanted if beside else set())
+        watched = self._wanted if beside else self.operations
         self._only = {x[:n] for x in watched for n in range(1, len(x) + 1)}
         self._count = 0  # of what was recorded
         self._compiled: jax.stages.Compiled | None = None

@@ -109,10 +109,11 @@ class Twin(RecordedProgram):
             is_whole = all(sizes) and [x.size for x in samples] == sizes
             found = None if is_whole else ends_of(results)
             return found, *(lax.bitcast_convert_type(x, jnp.uint32) for x in samples)
+        found = ends_of(results)
+        assert found is not None
         # Twice: over iterations and devices, the even ones are the largest numbers.
         counts = [jnp.repeat(_bin_counts(jnp.abs(x)), 2) for x in samples]
-        found = [ends_of(results), *map(key_of, counts)]
-        return jnp.concatenate([x for x in found if x is not None])
+        return jnp.concatenate([found, *map(key_of, counts)])
 
     def cotangent(
         self, records: Any, variable: Variable, loss_scale: float
