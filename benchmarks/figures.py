@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,23 +18,42 @@ from benchmarks.workloads import Problem, Workload
 LEAST_ROUNDS = 5  # even when time is short
 
 
-class Contest:
-    """One contestant on one workload: compiled, then stepped."""
+class Steps:
+    """A step that is compiled, and then taken again and again."""
 
-    def __init__(self, workload: Workload, name: str, problem: Problem):
-        make = contestants.ALL[name]
-        run = make(workload.optimizer, problem.loss_fn, Rules())
-        self.batch, self.cycle = problem.good, workload.cycle
+    def __init__(self, step: Any, params: Any, state: Any, batch: Any, cycle: int = 1):
         # Copies, since donation destroys its arguments.
-        self.params = jax.tree.map(jnp.copy, problem.params)
-        sharding = jax.tree.leaves(self.params)[0].sharding
-        self.state = jax.device_put(run.init(self.params), sharding)
+        self.params = jax.tree.map(jnp.copy, params)
+        self.state, self.batch, self.cycle = state, batch, cycle
         start = time.perf_counter()
-        step = jax.jit(run.step, donate_argnums=(0, 1), out_shardings=sharding)
         lowered = step.lower(self.params, self.state, self.batch)
         traced = time.perf_counter()
         self.compiled = lowered.compile()
         self.seconds = traced - start, time.perf_counter() - traced
+
+    def seconds_per_step(self, cycles: int) -> float:
+        """Times whole cycles, until the last result is there."""
+        params, state, loss = self.params, self.state, None
+        steps = cycles * self.cycle
+        start = time.perf_counter()
+        for _ in range(steps):
+            params, state, loss = self.compiled(params, state, self.batch)
+        jax.block_until_ready((params, state, loss))
+        elapsed = time.perf_counter() - start
+        self.params, self.state = params, state
+        return elapsed / steps
+
+
+class Contest(Steps):
+    """One contestant on one workload."""
+
+    def __init__(self, workload: Workload, name: str, problem: Problem):
+        make = contestants.ALL[name]
+        run = make(workload.optimizer, problem.loss_fn, Rules())
+        sharding = jax.tree.leaves(problem.params)[0].sharding
+        state = jax.device_put(run.init(problem.params), sharding)
+        step = jax.jit(run.step, donate_argnums=(0, 1), out_shardings=sharding)
+        super().__init__(step, problem.params, state, problem.good, workload.cycle)
 
     def figures(self) -> dict[str, Any]:
         """The figures that need no run."""
@@ -52,29 +71,21 @@ class Contest:
             "compile_seconds": self.seconds[1],
         }
 
-    def seconds_per_step(self, cycles: int) -> float:
-        """Times whole cycles, until the last result is there."""
-        params, state, loss = self.params, self.state, None
-        steps = cycles * self.cycle
-        start = time.perf_counter()
-        for _ in range(steps):
-            params, state, loss = self.compiled(params, state, self.batch)
-        jax.block_until_ready((params, state, loss))
-        elapsed = time.perf_counter() - start
-        self.params, self.state = params, state
-        return elapsed / steps
-
 
 def measure(
-    contests: dict[str, Contest], seconds: float, max_rounds: int, sample: float
+    contests: Mapping[str, Steps],
+    seconds: float,
+    max_rounds: int,
+    sample: float,
+    floor: str = FLOOR,
 ) -> dict[str, list[float]]:
     """Seconds per step of each contestant, in rounds; each steps once in each round.
 
     Neighbours in time are compared with each other, so that a machine that is slow for
     a while is slow for all. The order changes from round to round.
     """
-    floor = contests[FLOOR]
-    cycles = round(sample / (floor.seconds_per_step(1) * floor.cycle))
+    base = contests[floor]
+    cycles = round(sample / (base.seconds_per_step(1) * base.cycle))
     names, samples = list(contests), {name: [] for name in contests}
     start = time.perf_counter()
     for i in range(max_rounds):
@@ -135,17 +146,19 @@ def _tiny() -> Problem:
     return Problem(jnp.ones(8), loss_fn, (x, good), (x, bad))
 
 
-def ratios(samples: dict[str, list[float]]) -> Iterator[tuple[str, dict[str, Any]]]:
+def ratios(
+    samples: dict[str, list[float]], floor: str = FLOOR
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """The time of each contestant and how it compares, pair by pair, with the floor."""
-    floor = samples[FLOOR]
+    base = samples[floor]
     for name, values in samples.items():
-        pairs = list(zip(values, floor, strict=True))
+        pairs = list(zip(values, base, strict=True))
         yield (
             name,
             {
                 "rounds": len(values),
                 "seconds_per_step": spread(values),
-                "ratio": spread([value / base for value, base in pairs]),
-                "extra_seconds": spread([value - base for value, base in pairs]),
+                "ratio": spread([value / least for value, least in pairs]),
+                "extra_seconds": spread([value - least for value, least in pairs]),
             },
         )

@@ -1,0 +1,168 @@
+"""Trains a transformer on text, in float32 and in four ways in half precision.
+
+Bytes of the modules of Python's standard library, in one order; the last hundredth is
+for validation. In float16 with `jls.dynamic()`, in bfloat16 with `jls.skip_nonfinite`.
+Prints the loss on the validation, which is computed in float32, as training goes on.
+"""
+
+import argparse
+import json
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jls
+from benchmarks.half.models import Model, transformer
+
+BYTES = 256
+
+
+class Way(NamedTuple):
+    """The dtype on the layers, and that of the autocast."""
+
+    dtype: Any = None
+    compute_dtype: Any = None
+
+    @property
+    def half(self) -> Any:
+        """What it computes in, or None."""
+        return self.dtype or self.compute_dtype
+
+
+WAYS = {
+    "float32": Way(),
+    "bfloat16 by hand": Way(dtype=jnp.bfloat16),
+    "bfloat16 autocast": Way(compute_dtype=jnp.bfloat16),
+    "float16 by hand": Way(dtype=jnp.float16),
+    "float16 autocast": Way(compute_dtype=jnp.float16),
+}
+
+
+class Size(NamedTuple):
+    """Width, layers and heads; batch and length; for how many batches one validates."""
+
+    shape: tuple[int, int, int] = (384, 6, 6)
+    tokens: tuple[int, int] = (32, 512)
+    validated: int = 8
+
+
+SIZE = Size()
+TINY = Size((16, 1, 2), (2, 16), 1)
+
+
+def text() -> np.ndarray:
+    """The bytes of all modules of the standard library, without its tests."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = [path for path in folder.rglob("*.py") if _is_module(path, folder)]
+    ordered = sorted(files, key=lambda path: str(path.relative_to(folder)))
+    # Neighbours in one folder are alike: what is held back comes from all.
+    shuffled = np.random.default_rng(0).permutation(len(ordered))
+    joined = b"\n".join(ordered[i].read_bytes() for i in shuffled)
+    return np.frombuffer(joined, np.uint8)
+
+
+def _is_module(path: Path, folder: Path) -> bool:
+    return not {"site-packages", "test", "tests"} & {*path.relative_to(folder).parts}
+
+
+def batches(
+    data: np.ndarray, tokens: tuple[int, int], seed: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Bytes and the bytes that follow them, from random places, for ever."""
+    random = np.random.default_rng(seed)
+    count, length = tokens
+    while True:
+        starts = random.integers(0, len(data) - length - 1, count)
+        rows = data[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+        yield rows[:, :-1], rows[:, 1:]
+
+
+def losses(
+    model: Model, way: Way, data: np.ndarray, size: Size, steps: int, seed: int
+) -> dict[str, Any]:
+    """The loss on the validation, ten times in one run, and what was skipped."""
+    held = len(data) // 100
+    seen, unseen = data[:-held], data[-held:]
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-3, steps // 20 + 1, steps)
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+    is_float16 = way.half == jnp.float16
+    optimizer: Any = (jls.loss_scaled if is_float16 else jls.skip_nonfinite)(inner)
+
+    def loss_of(params, batch, dtype):
+        loss, _ = model.loss(dtype)(params, {}, batch)
+        return loss
+
+    loss_fn = partial(loss_of, dtype=way.dtype)
+    step = jls.train_step(loss_fn, optimizer, compute_dtype=way.compute_dtype)
+    step = jax.jit(step, donate_argnums=(0, 1))
+    validate: Callable[..., Any] = jax.jit(partial(loss_of, dtype=None))
+    fixed = batches(unseen, size.tokens, 0)
+    checks = [next(fixed) for _ in range(size.validated)]
+    made = jax.jit(model.make(None).init)(jax.random.key(seed), checks[0][0])
+    params, opt_state = made["params"], jax.jit(optimizer.init)(made["params"])
+    results: dict[str, Any] = {"steps": [], "losses": []}
+    start = time.perf_counter()
+    for i, batch in zip(range(1, steps + 1), batches(seen, size.tokens, seed)):
+        params, opt_state, _ = step(params, opt_state, batch)
+        if i % max(1, steps // 10) == 0:
+            found = [float(validate(params, check)) for check in checks]
+            results["steps"].append(i)
+            results["losses"].append(float(np.mean(found)))
+    health = jls.health(opt_state, params)
+    results |= {"seconds": time.perf_counter() - start, "health": str(health)}
+    return results
+
+
+def table(results: dict[str, list[dict[str, Any]]]) -> str:
+    """One row for each way and seed; the last of the losses beside those before it."""
+    (first, *_), *_ = results.values()
+    heads = ("way", "seed", *(f"step {step:,}" for step in first["steps"]))
+    rows = [heads, ("---", *["--:"] * (len(heads) - 1))]
+    for way, runs in results.items():
+        for seed, run in enumerate(runs):
+            rows.append((way, f"{seed}", *(f"{loss:.4f}" for loss in run["losses"])))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Trains each way with each seed; returns the losses."""
+    options = _parser().parse_args(arguments)
+    size = TINY if options.tiny else SIZE
+    model = transformer("scan", (BYTES, *size.shape), size.tokens)
+    data = text()
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; {len(data):,} bytes")
+    results: dict[str, Any] = {}
+    for seed in range(options.seeds):
+        for name, way in WAYS.items():
+            one = losses(model, way, data, size, options.steps, seed)
+            results.setdefault(name, []).append(one)
+            last, seconds = one["losses"][-1], one["seconds"]
+            print(f"{name}, seed {seed}: {last:.4f} in {seconds:.0f} s", flush=True)
+            print(f"  {one['health'].splitlines()[0]}", flush=True)
+            options.json.write_text(json.dumps(results, indent=2) + "\n")
+    print(table(results))
+    return results
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.half.training", description=__doc__
+    )
+    add = parser.add_argument
+    add("--steps", type=int, default=3000, help="default: 3000")
+    add("--seeds", type=int, default=2, help="default: 2")
+    add("--tiny", action="store_true", help="a model that learns little")
+    add("--json", type=Path, default=Path("benchmarks_training.json"), metavar="FILE")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
