@@ -93,10 +93,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "limits": [],
         "tracing": {},
     }
-    if not options.no_torch and torch_adamw.is_available(device):
-        results["torch"] = run_torch(size, device, options)
-    if not options.no_times:
-        results["tracing"] = tracing.figures(size.traced, names)
     for i, workload in enumerate(todo):
         left = deadline - time.perf_counter()
         console.print(f"[{i + 1}/{len(todo)}] {workload.name}, {left:.0f} s left")
@@ -114,7 +110,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         results["about"]["seconds"] = time.perf_counter() - start
         # After each workload, so that an interrupted run leaves its figures.
         options.json.write_text(json.dumps(results, indent=2) + "\n")
+    is_over = "interrupted" in results["about"] or time.perf_counter() > deadline
+    if not (options.no_torch or is_over) and torch_adamw.is_available(device):
+        results["torch"] = run_torch(size, device, options)
+    if not (options.no_times or is_over):
+        results["tracing"] = tracing.figures(size.traced, names)
     if results["workloads"]:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
         report.show(results, console)
         console.print(f"Figures: {options.json}")
         if not (options.no_plot or options.no_times):

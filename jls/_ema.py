@@ -28,7 +28,7 @@ from jls._placement import own_buffers
 from jls._scalers.rule import count_up
 from jls._state import find
 from jls._text import listed, quoted
-from jls._tree import is_array, is_extended, is_inexact, widen
+from jls._tree import is_array, is_extended, is_inexact, widen, widen_as_stored
 from jls._types import exportable
 
 
@@ -127,7 +127,7 @@ def params_ema(
             new = _apply_update(param, update)
             if not is_inexact(old):
                 return own_buffers(new, param)
-            new = widen(new)
+            new = widen_as_stored(new)
             moved = old + rate.astype(old.dtype) * (new - old)
             moved = jnp.where(rate == 1, new, moved)  # exactly, whatever `old` is
             return jnp.where(jnp.isfinite(new), moved, old)

@@ -84,6 +84,7 @@ from jls._tree import (
     is_inexact,
     is_key,
     is_narrow,
+    largest_stored,
     leaves_at_floats,
     map_remainder,
     named_floats,
@@ -785,8 +786,8 @@ def _finite_if_storable(
 ) -> list[Array]:
     """For each update an array that is finite where the update may be applied.
 
-    Where the update and its parameter are finite, that is the new parameter, as it
-    would be stored; elsewhere the update, since a parameter may be a mask of -inf.
+    Where the update and its parameter are finite, that is the new parameter, or inf if
+    it overflows in its dtype. Elsewhere it is the update: a mask of -inf is legal.
     """
     leaves, targets = leaves_at_floats(updates, remainder), _targets(params, remainder)
     if targets is None:
@@ -795,9 +796,13 @@ def _finite_if_storable(
     def storable(update, param):
         if not is_inexact(param):
             return update
-        stored = widen(apply_updates(param, update)).astype(update.dtype)
+        dtype = np.result_type(wide_dtype(dtype_of(param)), update.dtype)
+        stored = widen(param).astype(dtype) + update.astype(dtype)
+        if dtype != dtype_of(param):
+            fits = jnp.abs(stored) <= largest_stored(dtype_of(param), dtype)
+            stored = jnp.where(fits, stored, jnp.inf)
         are_finite = jnp.isfinite(widen(param)) & jnp.isfinite(update)
-        return jnp.where(are_finite, stored, update)
+        return jnp.where(are_finite, stored.astype(update.dtype), update)
 
     return list(map(storable, leaves, targets))
 

@@ -2,13 +2,14 @@
 """Leaves of pytrees: which ones count, in which dtype, by which name."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.core import ShapedArray, Tracer
 from jax.typing import ArrayLike
 
@@ -82,6 +83,39 @@ def widen(leaf: Any) -> Any:
         return leaf
     array = jnp.asarray(leaf)
     return array.astype(wide_dtype(array.dtype))
+
+
+@functools.cache
+def largest_stored(dtype: Any, wide: Any) -> float:
+    """The largest number of the dtype `wide` that is finite when cast to `dtype`.
+
+    To cast and look asks XLA for nothing: on a GPU it takes a cast and its way back for
+    no cast at all, and an overflow between them is not seen.
+    """
+    info, largest = jnp.finfo(dtype), jnp.finfo(wide).max
+
+    def is_stored(number):
+        with np.errstate(over="ignore"):
+            return np.isfinite(np.asarray(number).astype(dtype))
+
+    if is_stored(largest):
+        return float(largest)
+    # Up to half the way to where the next number would be.
+    top = float(info.max)
+    half_way = top + 2.0 ** (math.floor(math.log2(top)) - info.nmant - 1)
+    last = largest.dtype.type(half_way)
+    return float(last if is_stored(last) else np.nextafter(last, 0 * last))
+
+
+def widen_as_stored(array: Array) -> Array:
+    """`widen`, with the rounding of a sum that has just been cast to a half precision.
+
+    XLA on a GPU takes a cast and its way back for no cast at all.
+    """
+    if array.dtype not in (jnp.float16, jnp.bfloat16):
+        return widen(array)
+    info = jnp.finfo(array.dtype)
+    return lax.reduce_precision(widen(array), info.nexp, info.nmant)
 
 
 def _is_plain(leaf: Any) -> bool:

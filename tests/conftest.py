@@ -171,6 +171,13 @@ def _compiled_anew(request):
         compilation_cache.reset_cache()  # whether it is used is asked once
 
 
+@pytest.fixture
+def on_cpu():
+    """For what XLA makes of a program on a CPU, also where JAX has a GPU."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _traces():
     """`chex.assert_max_traces` counts over all tests that define the same function."""

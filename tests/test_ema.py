@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from excess import with_excess_precision
 from flax import linen, nnx, serialization
 from flax.training.train_state import TrainState
 from shared import assert_identical, run
@@ -295,10 +296,16 @@ def test_narrow_params_are_averaged_in_float32(jit_or_eager):
 
 
 @pytest.mark.filterwarnings("ignore:.*parameters are bfloat16")
-def test_what_is_averaged_are_the_rounded_params():
+@pytest.mark.parametrize(
+    "compiled",
+    [lambda fun: fun, with_excess_precision],
+    ids=["as written", "as on a GPU"],
+)
+def test_what_is_averaged_are_the_rounded_params(compiled):
     """Master weights are not invented: the average is of what the model ran with."""
     params = jnp.array([256.0, -256.0], jnp.bfloat16)
-    history, averages = trajectory(scaled(0.5), params, [jnp.full(2, 0.25)])
+    grads = [jnp.full(2, 0.25)]
+    history, averages = trajectory(scaled(0.5), params, grads, compiled)
     assert_identical(history[1], params)
     assert averages[1].tolist() == [256.0, -256.0]
 

@@ -90,7 +90,7 @@ def test_axis_name_of_another_type_is_a_type_error(axis_name):
         jls.all_finite(jnp.ones(2), axis_name=axis_name)
 
 
-def test_flags_cost_one_read():
+def test_flags_cost_one_read(on_cpu):
     params = [jnp.ones((64, 64)) for _ in range(20)]
     compiled = jax.jit(finite_leaves).lower(params).compile()
     size = sum(leaf.nbytes for leaf in params)
@@ -233,7 +233,8 @@ def test_global_norm_is_right_wherever_float32_can_hold_it(norm, exponent):
         "count": jnp.int32(7),
     }
     expected = np.float32(np.sqrt(25 + 6 * 0.25) * 2.0 ** (exponent - 3))
-    if exponent < -60 and norm is NORMS[-1]:
+    is_gpu = norm is NORMS[-1] or jax.default_backend() == "gpu"
+    if exponent < -60 and is_gpu:
         expected = np.float32(0.0)  # as that of optax
     chex.assert_trees_all_close(norm(tree), expected, rtol=1e-6)
 
@@ -242,7 +243,8 @@ def test_global_norm_is_right_wherever_float32_can_hold_it(norm, exponent):
 def test_global_norm_of_narrow_and_complex_leaves_is_taken_in_float32(norm):
     # 300**2 is inf in float16; optax.global_norm of this is.
     assert norm(jnp.full(4, 300, jnp.float16)) == 600.0
-    assert norm([jnp.array([3e30 + 4e30j], jnp.complex64)]) == np.float32(5e30)
+    of_complex = norm([jnp.array([3e30 + 4e30j], jnp.complex64)])
+    np.testing.assert_allclose(of_complex, np.float32(5e30), rtol=1e-6)
     assert norm(jnp.array([3, 4], jnp.float8_e4m3fn)) == 5.0
 
 

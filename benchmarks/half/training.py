@@ -108,10 +108,11 @@ def losses(
     checks = [next(fixed) for _ in range(size.validated)]
     made = jax.jit(model.make(None).init)(jax.random.key(seed), checks[0][0])
     params, opt_state = made["params"], jax.jit(optimizer.init)(made["params"])
-    results: dict[str, Any] = {"steps": [], "losses": []}
+    results: dict[str, Any] = {"seed": seed, "steps": [], "losses": []}
+    fed = batches(seen, size.tokens, seed)
     start = time.perf_counter()
-    for i, batch in zip(range(1, steps + 1), batches(seen, size.tokens, seed)):
-        params, opt_state, _ = step(params, opt_state, batch)
+    for i in range(1, steps + 1):
+        params, opt_state, _ = step(params, opt_state, next(fed))
         if i % max(1, steps // 10) == 0:
             found = [float(validate(params, check)) for check in checks]
             results["steps"].append(i)
@@ -122,13 +123,15 @@ def losses(
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """One row for each way and seed; the last of the losses beside those before it."""
+    """One row for each way and seed."""
     (first, *_), *_ = results.values()
     heads = ("way", "seed", *(f"step {step:,}" for step in first["steps"]))
     rows = [heads, ("---", *["--:"] * (len(heads) - 1))]
     for way, runs in results.items():
-        for seed, run in enumerate(runs):
-            rows.append((way, f"{seed}", *(f"{loss:.4f}" for loss in run["losses"])))
+        for run in runs:
+            rows.append(
+                (way, f"{run['seed']}", *(f"{loss:.4f}" for loss in run["losses"]))
+            )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -140,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     data = text()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; {len(data):,} bytes")
     results: dict[str, Any] = {}
-    for seed in range(options.seeds):
+    for seed in options.seeds:
         for name, way in WAYS.items():
             one = losses(model, way, data, size, options.steps, seed)
             results.setdefault(name, []).append(one)
@@ -158,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--steps", type=int, default=3000, help="default: 3000")
-    add("--seeds", type=int, default=2, help="default: 2")
+    add("--seeds", type=int, nargs="+", default=[0, 1], help="default: 0 1")
     add("--tiny", action="store_true", help="a model that learns little")
     add("--json", type=Path, default=Path("benchmarks_training.json"), metavar="FILE")
     return parser

@@ -143,7 +143,7 @@ TABLES: tuple[_Rows, ...] = (
         cast="move",
     ),
     _blind("reshape squeeze", moves="same", is_pairwise=True, cast="shape"),
-    _blind("relayout", moves="same", cast="move", since="0.12"),
+    _blind("relayout", moves="same", cast="move", since="0.11"),
     # Elements of the operands.
     _blind("broadcast_in_dim", moves="all", cast="shape"),
     _blind("rev transpose", moves="all", cast="move"),
@@ -215,7 +215,8 @@ TABLES: tuple[_Rows, ...] = (
     _elementwise("cbrt", degree=1 / 3, cast="half"),
     _elementwise("integer_pow", cast="inside", **_POWER),
     _elementwise("pow", cast="leaves", **_POWER),
-    _blind("one_minus_square polynomial", is_elementwise=True, since="0.12"),
+    _blind("one_minus_square", is_elementwise=True, since="0.11"),
+    _blind("polynomial", is_elementwise=True, since="0.12"),
     # Numbers cast, signs changed, parts taken.
     _elementwise(
         "convert_element_type reduce_precision",
@@ -260,7 +261,7 @@ TABLES: tuple[_Rows, ...] = (
     _elementwise("expm1", singular=0, like="exp", cast="leaves"),
     _elementwise("log", singular=0, like="log", cast="leaves"),
     _elementwise("log1p", singular=0, like="log1p", cast="leaves"),
-    _elementwise("log2", singular=0, like="log", cast="leaves", since="0.12"),
+    _elementwise("log2", singular=0, like="log", cast="leaves", since="0.11"),
     _elementwise("acosh atanh", singular=0, cast="half"),
     _elementwise("acos asin cosh sinh", singular=0, cast="leaves"),
     _elementwise("asinh atan atan2", cast="half"),

@@ -25,7 +25,7 @@ def run(*arguments, **environment):
 
 
 def test_doctor_prints_what_a_person_can_act_on():
-    done = run(COLUMNS="60", XLA_FLAGS="")
+    done = run(COLUMNS="60", XLA_FLAGS="", JAX_PLATFORMS="cpu")
     assert (done.returncode, done.stderr) == (0, "")
     for words in ("GFLOP/s (384 x 384, 7 rounds)", "A wrapped train step took about"):
         assert words in done.stdout

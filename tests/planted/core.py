@@ -156,9 +156,23 @@ FAULTS = [
     Fault(
         "a parameter that overflows in its own dtype is stored",
         "jls/_step.py",
-        "stored = widen(apply_updates(param, update)).astype(update.dtype)",
-        "stored = (widen(param) + widen(update)).astype(update.dtype)",
+        "if dtype != dtype_of(param):",
+        "if False:",
         (STEP,),
+    ),
+    Fault(
+        "a parameter that overflows on a GPU, between two casts, is stored",
+        "jls/_step.py",
+        "stored = widen(param).astype(dtype) + update.astype(dtype)",
+        "stored = widen(apply_updates(param, update)).astype(update.dtype)",
+        (STEP,),
+    ),
+    Fault(
+        "what is averaged on a GPU was never rounded",
+        "jls/_tree.py",
+        "return lax.reduce_precision(widen(array), info.nexp, info.nmant)",
+        "return widen(array)",
+        ("tests/test_ema.py",),
     ),
     Fault(
         "two leaves that one value is stored in are rolled back to one of them",

@@ -97,7 +97,7 @@ CONVOLUTIONS = {
 
 
 @pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
-def test_a_convolution_counts_as_in_xla(options):
+def test_a_convolution_counts_as_in_xla(options, on_cpu):
     """Padding is not multiplied, nor are the zeros between dilated elements."""
     options = {"window_strides": (1, 1)} | options
     kernel = KERNEL[:, :, : 4 // options.get("feature_group_count", 1)]

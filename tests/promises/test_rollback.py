@@ -366,7 +366,7 @@ def test_no_tracer_outlives_its_trace(inner):
     assert state.applied
 
 
-def test_the_state_changes_in_place_and_is_read_once():
+def test_the_state_changes_in_place_and_is_read_once(on_cpu):
     """What all this is for."""
     args = [jnp.asarray(True), *jnp.ones((3, 1 << 16))]
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import reference
+from excess import with_excess_precision
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -132,7 +133,12 @@ by_table = optax.stateless(lambda rows, _: jnp.array(MADE)[rows.astype(jnp.int32
     [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float8_e5m2, jnp.float8_e4m3fn],
 )
 @pytest.mark.filterwarnings("ignore:.*parameters are float16")
-def test_a_parameter_never_overflows_in_its_own_dtype(dtype, jit_or_eager):
+@pytest.mark.parametrize(
+    "compiled",
+    [lambda fun: fun, with_excess_precision],
+    ids=["as written", "as on a GPU"],
+)
+def test_a_parameter_never_overflows_in_its_own_dtype(dtype, compiled, jit_or_eager):
     info = jnp.finfo(dtype)
     values = [0.0, -2.0, float(info.max), float(info.min), float(info.smallest_normal)]
     values += [-jnp.inf, jnp.nan]  # a mask of -inf may stay one
@@ -153,7 +159,8 @@ def test_a_parameter_never_overflows_in_its_own_dtype(dtype, jit_or_eager):
         stored, applied, *_ = update_and_apply(optimizer, row, state, param)
         return updates, made.applied, stored, applied.applied
 
-    updates, made, stored, applied = jit_or_eager(jax.vmap(step))(params, rows)
+    step = jit_or_eager(compiled(jax.vmap(step)))
+    updates, made, stored, applied = step(params, rows)
     assert made.tolist() == applied.tolist() == expected
     assert 0 < sum(expected) < len(expected)
     is_number = ~np.isnan(wide)  # the payload of a NaN may change

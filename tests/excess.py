@@ -1,0 +1,55 @@
+"""What XLA may do to half precision on a GPU, done here."""
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from jls._program.jaxprs import bind, called_program, is_exact_cast, opened
+
+
+def with_excess_precision(fun):
+    """`fun`, without any cast to a narrower float whose result is cast back.
+
+    XLA may leave out both (`xla_allow_excess_precision`): on a GPU it does, where they
+    meet in one kernel, on a CPU hardly ever.
+    """
+
+    def run(*args):
+        program, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+        found = _run(program, [(leaf, None) for leaf in jax.tree.leaves(args)])
+        return jax.tree.unflatten(jax.tree.structure(shapes), [x for x, _ in found])
+
+    return run
+
+
+def _run(program, args):
+    """The results, and what each was before a cast to a narrower float, or None."""
+    jaxpr, consts = opened(program)
+    known = dict(zip(jaxpr.constvars, ((x, None) for x in consts), strict=True))
+    known |= dict(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom):
+        return (atom.val, None) if isinstance(atom, Literal) else known[atom]
+
+    for equation in jaxpr.eqns:
+        inputs = [read(atom) for atom in equation.invars]
+        inner = called_program(equation)
+        if inner is not None:
+            found = _run(inner, inputs)
+        elif equation.primitive.name == "convert_element_type":
+            found = [_cast(equation, *inputs[0])]
+        else:
+            values = bind(equation, [value for value, _ in inputs])
+            found = [(value, None) for value in values]
+        known |= dict(zip(equation.outvars, found, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _cast(equation, value, before):
+    dtype = equation.params["new_dtype"]
+    if before is not None and before.dtype == dtype:
+        return before, None
+    (new,) = bind(equation, [value])
+    is_rounded = jnp.issubdtype(dtype, jnp.floating)
+    is_rounded &= not is_exact_cast(value.dtype, dtype)
+    return new, value if is_rounded else None
