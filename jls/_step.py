@@ -79,12 +79,12 @@ from jls._tree import (
     difference,
     dtype_of,
     floats_of,
+    inf_if_too_large,
     is_array,
     is_extended,
     is_inexact,
     is_key,
     is_narrow,
-    largest_stored,
     leaves_at_floats,
     map_remainder,
     named_floats,
@@ -324,7 +324,10 @@ def _roll_back_if_stored_nonfinite(
     """
     params, state = old
     pairs = zip(floats_of(params), floats_of(applied.params), strict=True)
-    stored = [jnp.where(jnp.isfinite(widen(x)), widen(y), 0) for x, y in pairs]
+    stored = [
+        jnp.where(jnp.isfinite(widen(x)), inf_if_too_large(widen(y), dtype_of(y)), 0)
+        for x, y in pairs
+    ]
     with jax.named_scope(_scopes.NEW):
         are_finite = finite_leaves(stored)
     are_finite = agree(are_finite, wrapper.axis_name)
@@ -798,9 +801,7 @@ def _finite_if_storable(
             return update
         dtype = np.result_type(wide_dtype(dtype_of(param)), update.dtype)
         stored = widen(param).astype(dtype) + update.astype(dtype)
-        if dtype != dtype_of(param):
-            fits = jnp.abs(stored) <= largest_stored(dtype_of(param), dtype)
-            stored = jnp.where(fits, stored, jnp.inf)
+        stored = inf_if_too_large(stored, dtype_of(param))
         are_finite = jnp.isfinite(widen(param)) & jnp.isfinite(update)
         return jnp.where(are_finite, stored.astype(update.dtype), update)
 

@@ -85,13 +85,21 @@ def widen(leaf: Any) -> Any:
     return array.astype(wide_dtype(array.dtype))
 
 
-@functools.cache
-def largest_stored(dtype: Any, wide: Any) -> float:
-    """The largest number of the dtype `wide` that is finite when cast to `dtype`.
+# XLA on a GPU takes a cast to a narrower float and its way back for no cast at all:
+# what is rounded between them, or overflows, is then not seen.
 
-    To cast and look asks XLA for nothing: on a GPU it takes a cast and its way back for
-    no cast at all, and an overflow between them is not seen.
-    """
+
+def inf_if_too_large(array: Array, dtype: Any) -> Array:
+    """`array`, a wide one, with inf for all that is not finite when cast to `dtype`."""
+    if array.dtype == dtype:
+        return array
+    fits = jnp.abs(array) <= _largest_stored(dtype, array.dtype)
+    return jnp.where(fits, array, jnp.inf)
+
+
+@functools.cache
+def _largest_stored(dtype: Any, wide: Any) -> float:
+    """The largest number of the dtype `wide` that is finite when cast to `dtype`."""
     info, largest = jnp.finfo(dtype), jnp.finfo(wide).max
 
     def is_stored(number):
@@ -108,10 +116,7 @@ def largest_stored(dtype: Any, wide: Any) -> float:
 
 
 def widen_as_stored(array: Array) -> Array:
-    """`widen`, with the rounding of a sum that has just been cast to a half precision.
-
-    XLA on a GPU takes a cast and its way back for no cast at all.
-    """
+    """`widen`, and rounded to the dtype of `array` if that is a half precision."""
     if array.dtype not in (jnp.float16, jnp.bfloat16):
         return widen(array)
     info = jnp.finfo(array.dtype)

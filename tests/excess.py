@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.extend.core import Literal
 
 from jls._program.jaxprs import bind, called_program, is_exact_cast, opened
@@ -53,3 +54,9 @@ def _cast(equation, value, before):
     is_rounded = jnp.issubdtype(dtype, jnp.floating)
     is_rounded &= not is_exact_cast(value.dtype, dtype)
     return new, value if is_rounded else None
+
+
+AS_WRITTEN_OR_ON_A_GPU = [
+    pytest.param(lambda fun: fun, id="as written"),
+    pytest.param(with_excess_precision, id="as on a GPU"),
+]

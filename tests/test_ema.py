@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from excess import with_excess_precision
+from excess import AS_WRITTEN_OR_ON_A_GPU
 from flax import linen, nnx, serialization
 from flax.training.train_state import TrainState
 from shared import assert_identical, run
@@ -296,11 +296,7 @@ def test_narrow_params_are_averaged_in_float32(jit_or_eager):
 
 
 @pytest.mark.filterwarnings("ignore:.*parameters are bfloat16")
-@pytest.mark.parametrize(
-    "compiled",
-    [lambda fun: fun, with_excess_precision],
-    ids=["as written", "as on a GPU"],
-)
+@pytest.mark.parametrize("compiled", AS_WRITTEN_OR_ON_A_GPU)
 def test_what_is_averaged_are_the_rounded_params(compiled):
     """Master weights are not invented: the average is of what the model ran with."""
     params = jnp.array([256.0, -256.0], jnp.bfloat16)

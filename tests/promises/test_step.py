@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 import reference
-from excess import with_excess_precision
+from excess import AS_WRITTEN_OR_ON_A_GPU
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -133,11 +133,7 @@ by_table = optax.stateless(lambda rows, _: jnp.array(MADE)[rows.astype(jnp.int32
     [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float8_e5m2, jnp.float8_e4m3fn],
 )
 @pytest.mark.filterwarnings("ignore:.*parameters are float16")
-@pytest.mark.parametrize(
-    "compiled",
-    [lambda fun: fun, with_excess_precision],
-    ids=["as written", "as on a GPU"],
-)
+@pytest.mark.parametrize("compiled", AS_WRITTEN_OR_ON_A_GPU)
 def test_a_parameter_never_overflows_in_its_own_dtype(dtype, compiled, jit_or_eager):
     info = jnp.finfo(dtype)
     values = [0.0, -2.0, float(info.max), float(info.min), float(info.smallest_normal)]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from excess import AS_WRITTEN_OR_ON_A_GPU
 from flax import serialization
 from models import SCALER, cross_entropy, linear_state, make_batch, spoiled
 from shared import assert_identical
@@ -149,7 +150,7 @@ def scanned(step):
     return run
 
 
-def test_steps_in_a_scan_over_seeds_are_the_single_ones():
+def test_steps_in_a_scan_over_seeds_are_the_single_ones(on_cpu):
     optimizer = make_optimizer()
     step = jls.train_step(carrying, optimizer, carries=True, has_aux=True)
     batches = [make_batch(seed=seed) for seed in range(3)]
@@ -441,7 +442,10 @@ def test_apply_gradients_refuses_a_bare_optimizer():
 
 @pytest.mark.filterwarnings("ignore:.*parameters are")
 @pytest.mark.parametrize("check_updates", [None, False])
-def test_what_is_stored_is_checked_also_around_the_wrapper(check_updates, jit_or_eager):
+@pytest.mark.parametrize("compiled", AS_WRITTEN_OR_ON_A_GPU)
+def test_what_is_stored_is_checked_also_around_the_wrapper(
+    check_updates, compiled, jit_or_eager
+):
     """The update of 1 becomes one of 1e5 outside, and float16 ends at 65504."""
     tx = optax.chain(
         jls.loss_scaled(
@@ -453,6 +457,7 @@ def test_what_is_stored_is_checked_also_around_the_wrapper(check_updates, jit_or
     opt_state = tx.init(params)
 
     @jit_or_eager
+    @compiled
     def step(params, opt_state):
         return jls.apply_gradients(tx, jnp.ones(2), opt_state, params)
 
