@@ -202,9 +202,9 @@ class JudgeFn(Protocol[StateT]):
 
         Args:
           state: the state before the step.
-          loss: `f32[]`, the true loss; None if `update` gets no `value`.
-          norm: `f32[]`, the global L2 norm of the true gradients, before clipping. Of
-            gradients over 1.8e19 it may be inf (where the optimizer clips by it, such
+          loss: `f32[]`, the unscaled loss; None if `update` gets no `value`.
+          norm: `f32[]`, the global L2 norm of the unscaled gradients, before clipping.
+            For gradients over 1.8e19 it may be inf (if the optimizer clips by it, such
             a step is skipped before): keep that out of averages.
         """
         ...
@@ -527,12 +527,12 @@ class StepReport(NamedTuple):
        'update_norm', 'scale_moves')
     """
 
-    loss: Any  # f32[] or wider, the true forward loss, also of a skipped step; or None
+    loss: Any  # f32[] or wider, the unscaled loss, also of a skipped step; or None
     skipped: Array  # bool[]  whether the step was skipped
     loss_scale: Array  # f32[]  the loss scale of the next step
     # f32[], or a dict of f32[] by group; None if it is neither given nor found
     learning_rate: Any
-    # f32[]  of the true gradients, before clipping; over 1.8e19, inf where one clips
+    # f32[]  of the unscaled gradients, before clipping; inf over 1.8e19 where one clips
     global_norm: Array
     local_norm: Any  # None, or a dict of f32[] by the path of the parameter
     # None, or a dict by path: numbers of elements, i32[]; f32[] from 2**31 on
