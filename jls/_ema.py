@@ -42,7 +42,7 @@ class ParamsEmaState(NamedTuple):
       {'w': Array([1., 1.], dtype=float32)}
     """
 
-    # Steps averaged. The name is that of optax's counts, and of a method of tuples.
+    # Steps averaged, named as optax names its counts.
     count: Array  # i32[]  # pyright: ignore[reportIncompatibleMethodOverride]
     weight: Array  # f32[]  in [0, 1], of the average so far against an empty start
     ema: optax.Params  # like the parameters, in at least float32

@@ -250,8 +250,8 @@ SIGNALS = "loss", "norm"
 class SpikeState(NamedTuple):
     """State of `jls.spikes`, and of the presets like it.
 
-    The first axis of an array is over the signals: the loss, then the norm. A loss that
-    is not given counts as 0, and is not judged. A limit is inf while nothing is judged.
+    Index 0 of the first axis of an array is the loss, index 1 the norm. A loss that is
+    not given counts as 0, and is not judged. A limit is inf while nothing is judged.
 
     Example:
       >>> jls.spikes(window=4, budget=2).init()
@@ -265,7 +265,7 @@ class SpikeState(NamedTuple):
     tokens: Array  # f32[]  how many steps may be skipped now
     found: Array  # i32[]  spikes so far, skipped or let through
     value: Array  # f32[n]  the last values that were judged
-    limit: Array  # f32[n]  what they were held against
+    limit: Array  # f32[n]  the limits that these were compared with
     steady_share: Array  # f32[]  the share of spikes that noise alone stays below
 
     def __repr__(self) -> str:
@@ -294,9 +294,9 @@ class SkipReason(enum.IntEnum):
     """
 
     NONE = 0  # no step was skipped yet
-    GRADIENTS = 1  # a gradient was inf or NaN, or the sum of squares in the optimizer
+    GRADIENTS = 1  # a gradient, or the sum of their squares, was inf or NaN
     LOSS = 2  # the forward loss was inf or NaN
-    UPDATES = 3  # gradients and loss were finite, but not what would have been kept
+    UPDATES = 3  # gradients and loss were finite, but not the update or the new state
     SPIKE = 4  # all was finite, but loss or gradient norm was far out of line
 
 

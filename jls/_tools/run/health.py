@@ -62,17 +62,17 @@ class Health(NamedTuple):
     verdict: Verdict
     sentence: str
     numbers: dict[str, Any]
-    # The line that asks how much of the step is half, which the state does not know; ""
-    # under a static scale.
+    # The call of `jls.check_step` that shows how much of the step is in half precision;
+    # "" under a static scale.
     ask: str = ""
 
     @property
     def safe_to_save(self) -> bool:
         """Whether a checkpoint may replace an older one.
 
-        False if the run is stalled, has a bad scale, or is poisoned, which shows only
-        where it was looked at (see `numbers["poisoned_leaves"]`): it will not get
-        better by itself, and you may need the older checkpoint.
+        False if the run is stalled, has a bad scale, or is poisoned: it will not
+        recover by itself, and you may need the older checkpoint. Poison is found only
+        in what was checked: see `numbers["poisoned_leaves"]`.
         """
         return self.verdict not in ("poisoned", "bad scale", "stalled")
 

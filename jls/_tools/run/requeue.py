@@ -41,9 +41,8 @@ class BatchQueue(Iterator[BatchT]):
 
     An iterator. Call `observe` once after each step.
 
-    A new loop over it, as after an interrupt in a notebook, first hands out once more
-    the batch that was not observed, if there is one: it is not known whether its step
-    ran.
+    A new loop over it, such as after an interrupt in a notebook, first hands out again
+    the batch that was not observed, if there is one: its step may not have run.
 
     Example:
       >>> jls.requeue([1, 2, 3])
@@ -199,15 +198,15 @@ class BatchQueue(Iterator[BatchT]):
     def outstanding(self) -> tuple[tuple[int, BatchT], ...]:
         """Returns the batches that still have to come again, for a checkpoint.
 
-        They are what a run that resumes from the present state of the data would lose.
-        Save them beside it, or their indices, and hand them to the new queue, which
-        counts from 0::
+        A run that resumes from the current position in the data would lose them. Save
+        them, or their indices, with the checkpoint, and pass them to the new queue,
+        which counts from 0::
 
           saved = [batch for _, batch in queue.outstanding()]
           queue = jls.requeue(rest, first=saved)
 
-        It waits for all steps so far. The same is decided about each of them as
-        otherwise, only earlier; so if several processes train, all have to call it.
+        It waits for all steps so far, and decides about their batches earlier than
+        usual, but no differently. So if several processes train, all have to call it.
 
         Returns:
           A tuple of pairs of an index and a batch, in the order in which they will
