@@ -57,8 +57,8 @@ def params_ema(
     passes them on and averages `optax.apply_updates(params, updates)`. A skipped step
     leaves the average, its weight and its count as they were, bit for bit. Outside the
     wrapper a skipped step would count the unchanged parameters once more; before other
-    transformations it would average parameters that nobody has: `jls.loss_scaled` warns
-    at `init`, if their states have arrays.
+    transformations it would average parameters that no step has: `jls.loss_scaled`
+    warns at `init`, if their states have arrays.
 
     Args:
       decay: how much of the average one step keeps, in [0, 1) as float32: 0.999
