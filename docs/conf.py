@@ -117,12 +117,13 @@ def draw_picture() -> None:
 
 def fields_of(record: type) -> list[str]:
     """Lists the fields of a record with their comments."""
+    names = {*inspect.get_annotations(record), *getattr(record, "__members__", ())}
     lines, above = [], []
     for line in inspect.getsource(record).splitlines():
         if line.startswith("    # "):
             above.append(line.removeprefix("    # "))
-        elif field := FIELD.match(line):
-            aside = (field["comment"] or "").partition("  # ")[0]
+        elif (field := FIELD.match(line)) and field["name"] in names:
+            aside = re.sub(r"(^|  # )pyright: .*", "", field["comment"] or "")
             says = DTYPE.sub(r"`\g<0>`", " ".join([aside, *above]))
             lines.append(f"* **{field['name']}**: {says}".rstrip(": "))
             above = []

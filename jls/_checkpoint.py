@@ -108,7 +108,7 @@ def wrap_state(
     inner_state: Any,
     params: Any,
 ) -> LossScaledState:
-    """Returns the state with which a run that had no jls continues with it.
+    """Returns the state with which a run that had no jls continues under jls.
 
     Moments, schedule counts and accumulators are those of `inner_state`; loss scale and
     counters start as in a new run.
@@ -209,10 +209,10 @@ def upgrade_state(target: State, saved: Any) -> State:
     Checkpoint libraries restore into a `target` only what has its exact structure. Read
     the checkpoint without one instead, and pass what you get to this function.
 
-    It also takes a run from a static scale to one that moves, or back: the scale then
-    starts as in `target`, and everything else goes on. A run without a spike policy
-    goes on under one, which warms up first. A run of the scalers that are gone,
-    `jls.cautious` and `jls.recent_max`, goes on at its scale under `jls.dynamic`.
+    It also converts between a static scale and a dynamic one: the scale then starts as
+    in `target`, and everything else continues. A spike policy may be added; it warms up
+    first. A run of the removed scalers `jls.cautious` and `jls.recent_max` continues at
+    its scale under `jls.dynamic`.
 
     Args:
       target: a new state: `optimizer.init(params)`, or anything that contains one, such

@@ -42,7 +42,7 @@ class ParamsEmaState(NamedTuple):
       {'w': Array([1., 1.], dtype=float32)}
     """
 
-    # Steps averaged. The name is that of optax's counts, and of a method of tuples.
+    # Steps averaged, named as optax names its counts.
     count: Array  # i32[]  # pyright: ignore[reportIncompatibleMethodOverride]
     weight: Array  # f32[]  in [0, 1], of the average so far against an empty start
     ema: optax.Params  # like the parameters, in at least float32
@@ -57,8 +57,8 @@ def params_ema(
     passes them on and averages `optax.apply_updates(params, updates)`. A skipped step
     leaves the average, its weight and its count as they were, bit for bit. Outside the
     wrapper a skipped step would count the unchanged parameters once more; before other
-    transformations it would average parameters that nobody has: `jls.loss_scaled` warns
-    at `init`, if their states have arrays.
+    transformations it would average parameters that no step has: `jls.loss_scaled`
+    warns at `init`, if their states have arrays.
 
     Args:
       decay: how much of the average one step keeps, in [0, 1) as float32: 0.999

@@ -34,14 +34,14 @@ def all_finite(tree: Any, axis_name: AxisName = None) -> Array:
     Args:
       tree: any pytree.
       axis_name: the axis or axes of `shard_map`, `pmap` or `vmap` whose devices have to
-        agree. Under plain `jit` nothing is needed: sharded arrays are global there.
+        agree. Plain `jit` needs no axis: sharded arrays are global there.
 
     Returns:
       `bool[]`, the same on every device of `axis_name`.
 
     Raises:
-      TypeError: if `tree` holds text alone, or if `axis_name` is neither a
-        string nor a tuple of strings.
+      TypeError: if `tree` holds only text, or if `axis_name` is neither a string nor a
+        tuple of strings.
       NameError: if an axis of `axis_name` is not bound where this is called.
 
     Example:

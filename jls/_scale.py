@@ -144,9 +144,9 @@ def value_and_grad(
     """Returns a function that computes the loss and its gradients under a loss scale.
 
     It multiplies the loss by the loss scale, differentiates, and divides the gradients
-    by it again, so that small ones do not vanish in float16 on the way. Nothing scaled
-    is visible: clip, log, average and accumulate the result as usual. It does not
-    adjust the scale; the optimizer made by `jls.loss_scaled` does.
+    by it, so that small ones do not vanish in float16 on the way. You see only unscaled
+    values: clip, log, average and accumulate them as usual. It does not adjust the
+    scale; the optimizer made by `jls.loss_scaled` does.
 
     Args:
       fun: returns the loss, a real floating-point scalar, or `(loss, aux)`. Reduce a

@@ -50,21 +50,21 @@ def spikes(
     """Returns a policy that skips steps whose loss or gradient norm is far out of line.
 
     For `jls.loss_scaled(..., spikes=...)` and `jls.skip_nonfinite(..., spikes=...)`. A
-    step is a spike if its loss, or the global norm of its true gradients before
+    step is a spike if its loss, or the global norm of its unscaled gradients before
     clipping, is above the mean of the last `window` kept ones by more than `sigmas`
     deviations. It is skipped as any bad step is, except that the loss scale adjusts as
     after a finite step. Pass the loss to `update` as `value=loss`, or only the norm is
     judged; `jls.train_step` does.
 
-    It is a seat belt: it pays against single bad batches and hardware faults, not
-    against a model that is unstable. The budget bounds how many steps are skipped, not
-    which: valid data that is rare and far larger than the rest, such as a few long
-    documents, may be skipped each time. Count first, with `budget=0`, and look at what
-    is found. docs/questions/spikes.md has the evidence.
+    It is a seat belt: it helps against single bad batches and hardware faults, not
+    against an unstable model. The budget bounds how many steps are skipped, not which:
+    valid data that is rare and far larger than the rest, such as a few long documents,
+    may be skipped each time. Count first, with `budget=0`, and look at the spikes
+    found. docs/questions/spikes.md has the evidence.
 
     Args:
-      window: >= 2, how many kept steps the mean and the deviation are of. With fewer
-        than 16 even normal noise makes false alarms.
+      window: >= 2, how many kept steps the mean and the deviation are taken over. With
+        fewer than 16 even normal noise causes false alarms.
       sigmas: > 0 and finite. The deviation counts as at least a 512th of the mean. No
         steady signal exceeds its own mean by 6 deviations in more than 1 of 37 steps,
         whatever its distribution (Cantelli's inequality: 1 / (1 + sigmas**2)).

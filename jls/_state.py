@@ -302,9 +302,9 @@ def metrics(state: Any) -> dict[str, Array]:
       state: anything that carries exactly one loss scale, or a `jls.types.StepReport`.
 
     Returns:
-      Of a report the fields that it has, see `jls.host_metrics`. Of a state a flat
-      dict: `loss_scale` (f32[], of the next step), `applied` (bool[], whether
-      the last step was applied), the counts `steps`, `skips`, `consecutive_skips`,
+      For a report the fields that it has, see `jls.host_metrics`. For a state a flat
+      dict: `loss_scale` (f32[], of the next step), `applied` (bool[], whether the last
+      step was applied), the counts `steps`, `skips`, `consecutive_skips`,
       `nonfinite_losses` and `nonfinite_updates` (i32[]), `last_skip_reason` (i32[], a
       `jls.types.SkipReason`, of the last step that was skipped), and the count
       `partial_overflows` of steps that were applied without a part of their gradients,
@@ -315,8 +315,7 @@ def metrics(state: Any) -> dict[str, Array]:
       `limit_norm` (f32[]; a limit is inf while nothing is judged).
 
     Raises:
-      ValueError: see `jls.loss_scale`. Of several members, `jax.vmap(jls.metrics)`
-        returns what they have.
+      ValueError: see `jls.loss_scale`. For several members use `jax.vmap(jls.metrics)`.
 
     Example:
       >>> state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))

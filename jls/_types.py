@@ -202,9 +202,9 @@ class JudgeFn(Protocol[StateT]):
 
         Args:
           state: the state before the step.
-          loss: `f32[]`, the true loss; None if `update` gets no `value`.
-          norm: `f32[]`, the global L2 norm of the true gradients, before clipping. Of
-            gradients over 1.8e19 it may be inf (where the optimizer clips by it, such
+          loss: `f32[]`, the unscaled loss; None if `update` gets no `value`.
+          norm: `f32[]`, the global L2 norm of the unscaled gradients, before clipping.
+            For gradients over 1.8e19 it may be inf (if the optimizer clips by it, such
             a step is skipped before): keep that out of averages.
         """
         ...
@@ -250,8 +250,8 @@ SIGNALS = "loss", "norm"
 class SpikeState(NamedTuple):
     """State of `jls.spikes`, and of the presets like it.
 
-    The first axis of an array is over the signals: the loss, then the norm. A loss that
-    is not given counts as 0, and is not judged. A limit is inf while nothing is judged.
+    Index 0 of the first axis of an array is the loss, index 1 the norm. A loss that is
+    not given counts as 0, and is not judged. A limit is inf while nothing is judged.
 
     Example:
       >>> jls.spikes(window=4, budget=2).init()
@@ -265,7 +265,7 @@ class SpikeState(NamedTuple):
     tokens: Array  # f32[]  how many steps may be skipped now
     found: Array  # i32[]  spikes so far, skipped or let through
     value: Array  # f32[n]  the last values that were judged
-    limit: Array  # f32[n]  what they were held against
+    limit: Array  # f32[n]  the limits that these were compared with
     steady_share: Array  # f32[]  the share of spikes that noise alone stays below
 
     def __repr__(self) -> str:
@@ -294,9 +294,9 @@ class SkipReason(enum.IntEnum):
     """
 
     NONE = 0  # no step was skipped yet
-    GRADIENTS = 1  # a gradient was inf or NaN, or the sum of squares in the optimizer
+    GRADIENTS = 1  # a gradient, or the sum of their squares, was inf or NaN
     LOSS = 2  # the forward loss was inf or NaN
-    UPDATES = 3  # gradients and loss were finite, but not what would have been kept
+    UPDATES = 3  # gradients and loss were finite, but not the update or the new state
     SPIKE = 4  # all was finite, but loss or gradient norm was far out of line
 
 
@@ -527,12 +527,12 @@ class StepReport(NamedTuple):
        'update_norm', 'scale_moves')
     """
 
-    loss: Any  # f32[] or wider, the true forward loss, also of a skipped step; or None
+    loss: Any  # f32[] or wider, the unscaled loss, also of a skipped step; or None
     skipped: Array  # bool[]  whether the step was skipped
     loss_scale: Array  # f32[]  the loss scale of the next step
     # f32[], or a dict of f32[] by group; None if it is neither given nor found
     learning_rate: Any
-    # f32[]  of the true gradients, before clipping; over 1.8e19, inf where one clips
+    # f32[]  of the unscaled gradients, before clipping; inf over 1.8e19 where one clips
     global_norm: Array
     local_norm: Any  # None, or a dict of f32[] by the path of the parameter
     # None, or a dict by path: numbers of elements, i32[]; f32[] from 2**31 on

@@ -62,35 +62,35 @@ def loss_scaled(
 ) -> LossScaledTransformation:
     """Wraps `inner` so that it skips non-finite steps and adjusts the loss scale.
 
-    It takes true gradients, as `jls.value_and_grad` returns them, and never unscales. A
-    skipped step is atomic: `inner`'s state stays bit for bit and the updates are -0.0,
-    so parameters, moments, schedule counts and accumulators inside are the old ones.
-    Transformations outside do not freeze: put clipping and accumulation inside.
+    It takes unscaled gradients, as `jls.value_and_grad` returns them, and never
+    unscales. A skipped step leaves `inner`'s state as it was, bit for bit, and its
+    updates are -0.0: parameters, moments, schedule counts and accumulators inside keep
+    their values. Transformations outside still act: put clipping and accumulation
+    inside.
 
-    A step is skipped if an element of the gradients is inf or NaN. Where `inner` sums
-    the squares of all gradients as it gets them, as a clip by the global norm does that
-    is the first in a chain, the step is skipped if that sum is inf or NaN: a norm over
-    1.8e19 counts as not finite too, since `optax.clip_by_global_norm` would turn all
-    gradients into zeros.
+    A step is skipped if an element of the gradients is inf or NaN. If `inner` sums the
+    squares of all gradients that it gets, as `optax.clip_by_global_norm` at the start
+    of a chain does, the step is skipped if that sum is inf or NaN. A norm over 1.8e19
+    then counts as not finite too: the clip would turn all gradients into zeros.
 
     Args:
       inner: any optax transformation, or an object with `init` and `update` such as
-        `optax.MultiSteps`. Extra arguments of `update` reach it if it takes any, and
-        besides them `grad`, the gradients that it gets, as line searches want it.
-        `value` and `grad` are left out if its signature has no place for them.
+        `optax.MultiSteps`. If its `update` takes extra arguments, it gets those of the
+        wrapper's `update`, and as `grad` its gradients, which line searches need.
+        `value` and `grad` are left out if its signature does not take them.
       scaler: how the loss scale moves.
       axis_name: the axis or axes of `shard_map` or `pmap` over which all devices have
         to take the same decision. Only the decision is reduced, and with `spikes` the
-        largest loss and norm: average the gradients yourself, before. Under plain `jit`
-        nothing is needed.
-      check_updates: True also skips the step (a finite one for the scaler) if `inner`
-        makes, out of finite gradients, an update that is not finite, or one with which
-        a finite parameter overflows in its own dtype, or a NaN in a scalar of its
-        state. A mask of -inf among the parameters may stay one. Without `params`, and
-        for what is chained after the wrapper, only the updates can be judged that the
-        wrapper returns. Updates and new state are then read once more: on a CPU, a
-        whole train step of a small transformer moves 1.4 times the bytes. None is True
-        if a parameter is narrower than float32, where an optimizer's eps and moments
+        largest loss and norm: average the gradients yourself, first. Plain `jit` needs
+        no axis.
+      check_updates: True also skips a step with finite gradients if `inner` makes an
+        update that is not finite, an update with which a finite parameter overflows in
+        its dtype, or a NaN in a scalar of its state. For the scaler such a step is
+        finite. A mask of -inf among the parameters is allowed. Without `params`, or
+        with transformations chained after the wrapper, it checks only the updates that
+        the wrapper returns. It reads updates and new state once more: on a CPU, a whole
+        train step of a small transformer moves 1.4 times the bytes. None means True if
+        a parameter is narrower than float32, where an optimizer's eps and moments
         underflow, else False.
       spikes: a policy that also skips finite steps that are far out of line, such as
         `jls.spikes()`. It needs the loss as `value`, or judges the gradient norm alone.
@@ -98,7 +98,7 @@ def loss_scaled(
 
     Returns:
       A transformation with state `jls.types.LossScaledState`. Its `update` takes
-      optax's extra argument `value`, the true loss: if that is not finite (on any
+      optax's extra argument `value`, the unscaled loss: if that is not finite (on any
       device of `axis_name`), the step is skipped and counted as a nonfinite loss, and
       the loss scale stays, since no scale can cure it. It also takes
       `partial_overflow`, a flag for gradients from which overflowing parts have been

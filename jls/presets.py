@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss scaling of other systems, step for step, under their argument names.
 
-Each function but those at the end returns a `jls.types.LossScaler` that moves the scale
+Each function but the last four returns a `jls.types.LossScaler` that moves the scale
 as its namesake does, with the same defaults, and is used like any other scaler::
 
     optimizer = jls.loss_scaled(optax.adamw(3e-4), jls.presets.torch())
 
-Those named after spikes are spike policies, for `jls.loss_scaled(..., spikes=...)`:
-see the end.
+The last four are spike policies, for `jls.loss_scaled(..., spikes=...)`.
 
 What no preset copies:
 
@@ -603,10 +602,10 @@ def maxtext_spikes(window: int = 128, sigmas: float = 6.0) -> SpikePolicy[SpikeS
     """Returns the spike policy of MaxText's `skip_step_on_spikes`.
 
     A step is skipped if its loss or its gradient norm is above mean + sigmas *
-    deviation (with n - 1) over the last `window` values, from one value fewer on than
-    `max(2, window // 2)`. Skipped values enter the window too, and there is no budget.
-    MaxText judges the norm of the clipped gradients, which hides what clipping has cut;
-    here it is the true one.
+    deviation (with n - 1) over the last `window` values, from `max(2, window // 2) - 1`
+    values on. Skipped values enter the window too, and there is no budget. MaxText
+    judges the norm of the clipped gradients, which hides what clipping has cut; here it
+    is the norm before clipping.
 
     Args:
       window: >= 2, MaxText's `skip_step_interval`.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The types of jls: states, scalers and their protocols, results.
 
-You meet most of them as what a function returns or a field holds. To write a scaler of
+Functions return most of them, or fields hold them. To write a scaler of
 your own, fill a `LossScaler`; the rest is for annotations and `isinstance`.
 """
 

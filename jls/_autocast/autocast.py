@@ -49,9 +49,9 @@ def autocast(
 
     What lies between two products is stored in half; what is summed, what follows the
     last product, and what leaves float16's range is float32. The program of `fun` is
-    rewritten before anything differentiates it, so the gradients are computed alike.
-    Parameters, arguments and results stay float32: no optimizer and no checkpoint
-    knows of it.
+    rewritten before anything differentiates it, so the gradients are computed the same
+    way. Parameters, arguments and results stay float32: optimizers and checkpoints
+    notice nothing.
 
     `fun` is traced as float32. Inside it `x.dtype` is float32, so
     `x.astype(jnp.float32)` and the `dtype=` of a layer protect nothing; `keep` does.
@@ -81,7 +81,7 @@ def autocast(
 
     Warns:
       JlsWarning: when it is traced, if there was no product to cast, if a function
-        `keep` kept nothing, or if arrays come in in another half precision.
+        `keep` kept nothing, or if arguments are in another half precision.
 
     Example:
       >>> def loss_fn(w, x):

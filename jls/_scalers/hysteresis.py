@@ -81,8 +81,8 @@ def hysteresis(
     """Returns a scaler that tolerates a few non-finite steps before it backs off.
 
     The first `hysteresis - 1` non-finite steps leave the scale alone, so that a rare
-    bad batch does not cost a factor of two. Every one after them backs off, until the
-    budget is refilled. `nonfinite_count` is their number since then.
+    bad batch does not cost a factor of two. Each one after them backs off, until the
+    budget is refilled. `nonfinite_count` counts them since the last refill.
 
     Args:
       init_scale: the first loss scale, in [min_scale, max_scale].

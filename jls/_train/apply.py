@@ -68,23 +68,24 @@ def apply_gradients(
     return_updates: bool = False,
     **extra: Any,
 ) -> Any:
-    """Applies true gradients to the parameters, or skips the step; and reports.
+    """Applies unscaled gradients to the parameters or skips the step, and reports.
 
-    For those who make the gradients themselves, with `jls.value_and_grad` or otherwise:
-    `optimizer.update` and `optax.apply_updates` in one. Where updates are checked, it
-    checks the very parameters that it returns.
+    For a step that computes the gradients itself, with `jls.value_and_grad` or
+    otherwise: `optimizer.update` and `optax.apply_updates` in one. If updates are
+    checked, it checks exactly the parameters that it returns.
 
     Args:
       optimizer: made by `jls.loss_scaled` or `jls.skip_nonfinite`, or one that contains
         one such wrapper, e.g. an `optax.chain`.
-      grads: true gradients, of the structure of `params`, of any floating-point dtype.
-        Those of an Equinox model have None where the model has no floating-point array.
+      grads: unscaled gradients, of the structure of `params`, of any floating-point
+        dtype. Those of an Equinox model have None where the model has no floating-point
+        array.
       opt_state: what `optimizer.init(params)` or the last step returned.
       params: the parameters. They keep their dtypes.
-      value: the true loss, a real floating-point scalar. If it is not finite, the step
-        is skipped for it, and the loss scale stays. None if it is not known.
-      return_updates: whether to return the updates too, for a log of them or of their
-        norm. They are then kept in memory.
+      value: the unscaled loss, a real floating-point scalar. If it is not finite, the
+        step is skipped for it, and the loss scale stays. None if it is not known.
+      return_updates: whether to return the updates too, for example to log their norm.
+        They then stay in memory.
       **extra: for `optimizer.update`, e.g. `partial_overflow=`.
 
     Returns:

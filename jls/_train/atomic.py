@@ -25,14 +25,14 @@ from jls._types import LossScaledState
 
 @contextlib.contextmanager
 def atomic(optimizer: Any, model: Any, *objects: Any) -> Iterator[None]:
-    """Around a Flax NNX step written by hand: a skipped step leaves all as it was.
+    """Surrounds a Flax NNX step written by hand: a skipped step then changes nothing.
 
     The forward pass changes batch statistics and RNG counters in place, before anyone
-    knows whether the step is skipped. On leaving the block, if an `update` in it
-    skipped its step, `atomic` puts all variables back as they were before the block,
-    bit for bit: also parameters and moments that another update in the block has moved,
-    as a GAN has it, or parameters that were changed by hand before the update. So it
-    does if the block raises. The counters of jls and the loss scale stay, and so does
+    knows whether the step is skipped. If an `update` in the block skips its step, or
+    the block raises, `atomic` at its end restores all variables to what they were
+    before, bit for bit. This includes parameters and moments that another update in the
+    block has moved, as in a GAN, and parameters that were changed by hand before the
+    update. The counters of jls and the loss scale are not rolled back, nor is
     `nnx.Optimizer.step`, which counts calls. `jls.train_step` needs none of this.
 
     Args:
@@ -42,8 +42,8 @@ def atomic(optimizer: Any, model: Any, *objects: Any) -> Iterator[None]:
       *objects: further NNX objects whose variables are rolled back: an `nnx.Rngs`, a
         metric, the model and the `nnx.Optimizer` of another loss. If one of them skips,
         the step of each is rolled back. What the block adds to them, such as sown
-        values, stays; and so does what it changes in objects that are not named, such
-        as a NaN in a metric.
+        values, stays. So does what it changes in objects that are not passed, such as a
+        NaN in a metric.
 
     Returns:
       A context manager.

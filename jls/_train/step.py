@@ -209,15 +209,15 @@ def train_step(
       report = step(model, optimizer, batch)
 
     `loss_fn` takes `(params, batch)`, `(params, carried, batch)`, `(state, batch)` or
-    `(model, batch)`, and the step's keyword arguments (`rng=`, `step=`) as they are,
-    apart from keys with `micro_batches`. NNX objects among these, such as
-    `rngs=nnx.Rngs(0)` or a metric, are changed in place, and rolled back as the model
-    is. A `TrainState` may be a dataclass of your own: without `step`, with
-    `global_step`, or with other names than `tx`, `params` and `opt_state` where only
+    `(model, batch)`, and the step's keyword arguments (`rng=`, `step=`), unchanged
+    except for keys with `micro_batches`. NNX objects among these, such as
+    `rngs=nnx.Rngs(0)` or a metric, are changed in place, and rolled back like the
+    model. A `TrainState` may be a dataclass of your own. It may have no `step`, or
+    `global_step` instead, and other names for `tx`, `params` and `opt_state` if only
     one field can be meant.
 
     The step is a pure function, except for NNX: there it changes model and optimizer in
-    place (its variables: a Python number that the loss function counts in an attribute
+    place (only variables: a Python number that the loss function counts in an attribute
     of the model stays as it was). Jit it with `jax.jit`, NNX with `nnx.jit`, an Equinox
     model with `equinox.filter_jit`; donate the arguments that it returns anew.
 
@@ -227,17 +227,17 @@ def train_step(
     `jls.metrics(state)` has the counts of all steps and of skipped ones.
 
     Under `jax.shard_map` and `jax.pmap` the optimizer needs `axis_name=`, and you
-    average the gradients: return `jax.lax.pmean(loss, axis_name)` from `loss_fn` under
-    `shard_map`, whose automatic sum does the rest; without its checks, and under
-    `pmap`, put the mean first inside the optimizer. If a parameter is split, the norms
-    in the report are of the device's own part. (`jax.shard_map` takes no keyword
+    average the gradients. Under `shard_map` return `jax.lax.pmean(loss, axis_name)`
+    from `loss_fn`: its automatic sum does the rest. With `check_vma=False`, and under
+    `pmap`, put the mean first inside the optimizer. If a parameter is sharded, the
+    norms in the report cover the device's own shard. (`jax.shard_map` takes no keyword
     arguments: wrap the step there.)
 
     Args:
       loss_fn: returns the loss, a real floating-point scalar; with `has_aux` and
         `carries` more. Linen's takes the `TrainState` with the parameters to
-        differentiate in `state.params`. An Equinox model is differentiated by its
-        floating-point arrays; its optimizer is initialized with
+        differentiate in `state.params`. An Equinox model is differentiated with respect
+        to its floating-point arrays; its optimizer is initialized with
         `optimizer.init(equinox.filter(model, equinox.is_inexact_array))`.
       optimizer: made by `jls.loss_scaled` or `jls.skip_nonfinite`, or one that contains
         one such wrapper; None for Flax.
@@ -250,14 +250,14 @@ def train_step(
         values for fields of the `TrainState`, e.g. `{"batch_stats": ...}`; NNX needs
         none, since a model's variables are carried anyway.
       learning_rate: for the report: a schedule or a number > 0, or a dict of them by
-        group. A schedule is called with the count of steps applied before. None looks
+        group. A schedule is called with the number of steps applied so far. None looks
         into the optimizer, for `optax.inject_hyperparams` and for a schedule that optax
         was given, as in `optax.adamw(schedule)`; a constant is not found.
       micro_batches: >= 1, splits the batch along its leading axis and accumulates the
         gradients in float32, one micro-batch after the other: with k micro-batches,
-        example i goes into number i mod k. If it is over 1, `jax.random.fold_in` puts
-        that number into each typed PRNG key among the keyword arguments; keys in the
-        batch are split as all of it is.
+        example i goes into number i mod k. If k > 1, `jax.random.fold_in` puts that
+        number into each typed PRNG key among the keyword arguments; keys in the batch
+        are split like the rest of it.
       accumulation: "mean" or "sum" of the losses and gradients of the micro-batches.
       drop: what a non-finite micro-batch costs: "step", the whole step is skipped; or
         "micro_batch", only that one is left out. The mean is then over the others, the
@@ -269,7 +269,7 @@ def train_step(
       extra: further arguments for the `update` of an optimizer that wants them, such as
         `value_fn` for `optax.lbfgs`: a dict, or a function of `(params, batch)` that
         returns one, for Linen of `(state, batch)`, for NNX of `(model, batch)`. The
-        optimizer gets `value`, the loss, and `grad`, the gradients, without it.
+        loss, as `value`, and the gradients, as `grad`, need no `extra`.
       compute_dtype: `jnp.float16` or `jnp.bfloat16`: the products of `loss_fn`, and
         what lies between them, are computed in it, as by `jls.autocast`; so is
         `value_fn` in `extra`. Parameters, gradients and the loss stay float32. None or
@@ -279,16 +279,16 @@ def train_step(
 
     Returns:
       The step. Its report is a `jls.types.StepReport`:
-      `loss` is true and finite whenever the forward loss is (with
-      `drop="micro_batch"`, of the micro-batches with a finite loss);
+      `loss` is unscaled, and finite whenever the forward loss is (with
+      `drop="micro_batch"`, it is that of the micro-batches with a finite loss);
       `skipped` says whether the step was skipped, for whatever reason;
       `loss_scale` is that of the next step;
-      `learning_rate` is the one that was given or found, without what else scales the
+      `learning_rate` is the one that was given or found, without other factors of the
       updates, such as a warmup after it; None without one, a dict by group if there are
       several (after a skipped step an injected one is still that of the last applied
       step);
-      `global_norm` is the L2 norm of the true gradients before clipping, not finite if
-      they are not; over 1.8e19 it is inf where the optimizer clips by it;
+      `global_norm` is the L2 norm of the unscaled gradients before clipping, not finite
+      if they are not; if the optimizer clips by it, it is inf over 1.8e19;
       `local_norm` and `size` are dicts by the path of the parameter, or None;
       `dropped` counts micro-batches left out;
       `aux` is what `loss_fn` returned for it, or None;

@@ -129,9 +129,10 @@ def check_step(
     program of the step: whether the gradients follow the loss scale, and are divided by
     it once; whether the optimizer is given the loss; what stays if the step is skipped.
     Then it runs the step some ten times, on copies: your arguments stay as they are,
-    also if the step donates them. An inf in the loss scale, and NaN in the batch, show
+    even if the step donates them. An inf in the loss scale, and NaN in the batch, show
     whether a bad step leaves anything behind, and whether training goes on after it. A
-    right step is never called broken; what could be neither read nor tried is said.
+    correct step is never called broken. The result says what could be neither read nor
+    tried.
 
     Args:
       step: the function that you call in the loop: jitted or not, of plain pytrees,
@@ -140,9 +141,10 @@ def check_step(
       *args: its arguments, with a batch that it can step on. In a run of several
         processes, process-local arrays.
       carried_args: which arguments come back. Positions and keyword names, or a dict
-        from each of them to the fields to check, which leaves out running metrics, say.
-        None: found from the program and the shapes. A step without a program to read,
-        since it is compiled ahead of time or reads at the host, needs them.
+        from each of them to the fields to check, for example to leave out running
+        metrics. None finds them from the program and the shapes. A step without a
+        program to read, because it is compiled ahead of time or reads values at the
+        host, needs them.
       **kwargs: its keyword arguments.
 
     Returns:
@@ -158,10 +160,10 @@ def check_step(
     Raises:
       TypeError: if `step` is not a function, or `carried_args` of another type.
       ValueError: if no argument carries a loss scale (a step that closes over its state
-        cannot be checked), if the step does not return the state, or it is not clear
-        which result is which argument, also since `carried_args` is missing where
-        there is no program to read, if the step is skipped at every loss scale, or
-        if an array was donated to an earlier step, or is spread over several processes.
+        cannot be checked), if the step does not return the state, if it is not clear
+        which result is which argument (without a program to read, `carried_args` says
+        so), if the step is skipped at every loss scale, or if an array was donated to
+        an earlier step, or is spread over several processes.
       Exception: what the step itself raises, with a note that says in which trial.
 
     Example:

@@ -46,9 +46,9 @@ def calibrate(
 ) -> Calibration:
     """Finds the largest loss scale at which one batch does not overflow.
 
-    Every dynamic scale starts wrong: too high, and the first batches are skipped; too
-    low, and small gradients vanish. This finds, before the first step, the power of two
-    that is right::
+    If a dynamic scale starts too high, the first batches are skipped; if it starts too
+    low, small gradients vanish. This finds the right power of two before the first
+    step::
 
       result = jls.calibrate(step, params, opt_state, batch)
       opt_state = jls.set_loss_scale(opt_state, result.init_scale)
@@ -56,23 +56,22 @@ def calibrate(
     For the host. The step is traced, compiled once with a number beside each operation,
     and run at several loss scales, so the `ceiling` is exact for this batch and this
     device: there the loss and all gradients are finite, at twice the scale one is not.
-    Then its float32 twin is compiled and run: it shows which values float16 loses.
-    Nothing of yours is changed or donated, but callbacks in the step run each time. It
-    takes up to four times as long as compiling a large step, longer beside a small
-    one.
+    Then the same step in float32 is compiled and run: it shows which values float16
+    loses. Nothing of yours is changed or donated, but callbacks in the step run each
+    time. It takes up to four times as long as compiling a large step, longer beside a
+    small one.
 
-    It sees one batch. Others have larger gradients, so `init_scale` is half of the
+    It sees one batch. Others may have larger gradients, so `init_scale` is half of the
     ceiling; from there let `jls.dynamic` follow.
 
     Args:
       step: a whole train step, jitted or not: of plain pytrees, Linen, NNX, Equinox or
         Haiku. Or another function of a loss scale and a batch, such as
         `jls.value_and_grad(loss_fn)`.
-      *args: its arguments, with one state that carries a loss scale. Its number does
-        not matter.
-      losses: whether to find which lines lose precision, in float16 or bfloat16. It
-        takes three more compiles of the step. A step with a keyword of this name:
-        `functools.partial(step, losses=...)`.
+      *args: its arguments, with one state that carries a loss scale, of any value.
+      losses: whether to find which lines lose precision, in float16 or bfloat16. This
+        compiles the step three more times. If the step itself has a keyword `losses`,
+        pass `functools.partial(step, losses=...)`.
       **kwargs: its keyword arguments.
 
     Returns:

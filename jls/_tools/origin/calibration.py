@@ -31,7 +31,7 @@ class Calibration(NamedTuple):
     init_scale: float  # half of the ceiling, within the scaler's bounds if known
     ceiling: float | None = None  # the largest that is finite; None: none is needed
     limited_by: Place | None = None  # what overflows first at twice the ceiling
-    # In the forward pass, changing what follows: no scale mends these.
+    # In the forward pass, and change what follows: no scale helps against these.
     overflows: tuple[Place, ...] = ()
     # Where gradients vanish at `init_scale`, and which share; the largest first.
     vanishing: tuple[tuple[Place, float], ...] = ()
@@ -52,8 +52,8 @@ class Calibration(NamedTuple):
         its float16 gradients spread over the powers of two, at a loss scale of 1 and at
         `init_scale`; the darker, the more. On the left of float16 they vanish, on the
         right they overflow. The row that limits the scale is marked. On the right is
-        which share of a row vanishes; `vanishing` is of single operations. Needs
-        Matplotlib.
+        the share of each row that vanishes; the field `vanishing` has those of single
+        operations. Needs Matplotlib.
 
         Args:
           axes: one of Matplotlib's Axes, or None.

@@ -64,7 +64,7 @@ class PrecisionLoss(NamedTuple):
     place: Place
     factor: float  # the error of its result, over the largest one of its operands
     error: float  # of its result
-    gain: float  # the share of the gradients' error that is gone where it loses nothing
+    gain: float  # the share of the gradients' error that is gone if it loses nothing
 
 
 class Losses(NamedTuple):

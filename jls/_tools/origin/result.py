@@ -19,7 +19,7 @@ DIVERGED = "The parameters that came in reach"
 
 
 class Birth(NamedTuple):
-    """An operation that made inf or NaN of finite numbers, or NaN of inf.
+    """An operation that made inf or NaN from finite numbers, or NaN from inf.
 
     Example:
       >>> jls.why(lambda x: jnp.log(x), jnp.zeros(3)).births[0].kind

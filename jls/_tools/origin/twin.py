@@ -51,8 +51,9 @@ class Cotangent(NamedTuple):
 
     place: Place
     largest: float  # magnitude, at a loss scale of 1
-    vanishing: float  # of those not 0, the share that is rounded to 0 at `init_scale`
-    # 41 shares of those not 0, at `init_scale`: i is from 2**(i - 25) to 2**(i - 24)
+    # The share of its nonzero numbers that is rounded to 0 at `init_scale`.
+    vanishing: float
+    # 41 shares of them, at `init_scale`: number i is from 2**(i - 25) to 2**(i - 24).
     shares: tuple[float, ...]
 
 

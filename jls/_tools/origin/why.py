@@ -65,15 +65,15 @@ _FAR_TOO_LARGE = 1e6
 def why(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Why:
     """Says where each inf and NaN in the results of `fun(*args, **kwargs)` was born.
 
-    For the host, when something has gone wrong. `fun` is traced, compiled with a number
-    beside each operation, and run, under a loss scale at several scales; then
-    inf and NaN are followed back to the operations that made them of finite numbers,
-    also inside scan, while, cond, remat, vmap, custom derivatives and `shard_map`,
-    forward and backward. A large function is compiled with few numbers first, and then
-    with those of the parts in which something was born: of what is born behind another
-    NaN, some may then be left out. What is inf on purpose and reaches no result, such
-    as a mask, is not named. If nothing is found, `fun` itself may be run too, on
-    copies, to see whether it repeats. Nothing of yours is changed or donated.
+    For the host, when something has gone wrong. `fun` is traced, compiled with a record
+    beside each operation, and run; if there is a loss scale, at several scales. Then
+    each inf and NaN is followed back to its birth: the operation that made it from
+    finite numbers, also inside scan, while, cond, remat, vmap, custom derivatives and
+    `shard_map`, forward and backward. A large function is compiled with few records
+    first, then with those of the parts that have a birth, so a birth behind another NaN
+    may be missed. An inf that is made on purpose and reaches no result, such as that in
+    a mask, is not named. If nothing is found, `fun` itself may be run too, on copies,
+    to see whether the failure repeats. Nothing of yours is changed or donated.
 
     For a train step that jls skips, pass the step itself, with the arguments of the
     skipped call or the state after it: a skip changes nothing else. Then the search

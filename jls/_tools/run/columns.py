@@ -30,11 +30,11 @@ def host_metrics(state: Any) -> dict[str, float | int | bool | None]:
         agree, as `jax.pmap` returns it.
 
     Returns:
-      A flat dict of bool, int and float. What is not finite is None, such as a limit of
-      `jls.spikes` during its warm-up, or a loss of NaN: so it is strict JSON. Of a
-      state it has the names of `jls.metrics`; of a report the fields that it has, but
-      for `scale_moves`, with "learning_rate/group", "local_norm/layer/kernel" and
-      "aux/name" for values in dicts, and of `aux` the real scalars only. A reason is an
+      A flat dict of bool, int and float. Numbers that are not finite are None, such as
+      a limit of `jls.spikes` during its warm-up, or a NaN loss: so it is strict JSON.
+      For a state it has the names of `jls.metrics`; for a report its fields, except
+      `scale_moves`, with "learning_rate/group", "local_norm/layer/kernel" and
+      "aux/name" for values in dicts, and only the real scalars of `aux`. A reason is an
       int, which every logger takes: `jls.types.SkipReason(number).name` has its name.
 
     Raises:

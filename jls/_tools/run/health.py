@@ -62,17 +62,17 @@ class Health(NamedTuple):
     verdict: Verdict
     sentence: str
     numbers: dict[str, Any]
-    # The line that asks how much of the step is half, which the state does not know; ""
-    # under a static scale.
+    # The call of `jls.check_step` that shows how much of the step is in half precision;
+    # "" under a static scale.
     ask: str = ""
 
     @property
     def safe_to_save(self) -> bool:
         """Whether a checkpoint may replace an older one.
 
-        False if the run is stalled, has a bad scale, or is poisoned, which shows only
-        where it was looked at (see `numbers["poisoned_leaves"]`): it will not get
-        better by itself, and you may need the older checkpoint.
+        False if the run is stalled, has a bad scale, or is poisoned: it will not
+        recover by itself, and you may need the older checkpoint. Poison is found only
+        in what was checked: see `numbers["poisoned_leaves"]`.
         """
         return self.verdict not in ("poisoned", "bad scale", "stalled")
 
@@ -115,19 +115,19 @@ def health(
 
     Args:
       state: anything that carries one state of `jls.loss_scaled`, also with an axis of
-        devices that all agree, as `jax.pmap` keeps it. Of a Flax
-        `TrainState` all fields are looked at: `params` as such, others as carried.
+        devices that all agree, as `jax.pmap` keeps it. All fields of a Flax
+        `TrainState` are checked: `params` as such, the others as carried.
       params: the parameters, to see whether an inf or NaN is in them or in the
         optimizer's state, where an inf counts in arrays of the shape of a parameter:
         optimizers keep an inf in scalars on purpose, such as the best loss so far. Or
         an NNX model, whose parameters are then what the optimizer updates (its `wrt`;
         `nnx.Param` if no `nnx.Optimizer` is given), and whose other variables count as
-        carried. One pass over them on the device; None does not look, unless `state` is
-        a `TrainState`. If several processes share the arrays, every process has to make
-        the call.
-      grads: true gradients of a recent step, to see whether they are too small for the
-        loss scale. Two passes over them on the device; None does not look. Every
-        process has to make the call here too.
+        carried. One pass over them on the device; None checks nothing, unless `state`
+        is a `TrainState`. If several processes share the arrays, every process has to
+        make the call.
+      grads: unscaled gradients of a recent step, to see whether they are too small for
+        the loss scale. Two passes over them on the device; None checks nothing. Here
+        too every process has to make the call.
       optimizer: what `jls.loss_scaled` returned, which knows the bounds of the scale;
         or an optimizer that has it inside, such as an `optax.chain`, for which `params`
         are needed; or an `nnx.Optimizer`. None takes it from `state` if that is a
@@ -135,7 +135,7 @@ def health(
         and never says "at floor" or "at ceiling".
       carried: what else goes from step to step, such as batch statistics or an average
         of the parameters, to see whether an inf or NaN is in it: any pytree. An inf in
-        a scalar does not count. One pass over it; None looks only at what `state` and
+        a scalar does not count. One pass over it; None checks only what `state` and
         `params` carry themselves: fields of a `TrainState`, variables of an NNX model.
       max_consecutive_skips: >= 1, the largest number of steps skipped in a row that is
         tolerated.
@@ -155,18 +155,17 @@ def health(
       "recovering", "skipping", "dropping", "spike", "spiking", "at floor", "at
       ceiling", "underflow", "non-finite loss", "non-finite update", "bad scale",
       "stalled" and "poisoned"; `sentence` says what it means and what to do, on one
-      line; `str` of it all has lines of at most 80 columns, and under a scale that
-      moves ends with the line that asks `jls.check_step` how much of the step is half,
-      `ask`. `numbers` holds what
-      `jls.host_metrics` returns (`last_skip_reason` as a `jls.types.SkipReason`),
-      whether the scale `is_static`, and its bounds, which are None if they are not
-      known; whether the run is `poisoned`, None if nothing was looked at; the
-      `poisoned_leaves`, names in lists by the tree that they are in, with a list for
-      each tree that was looked at ("params", "opt_state", "carried"); the `masks`,
-      their numbers of elements that are -inf by name; with `params`, also the names of
-      the `nonfinite_leaves` of the last step skipped for inf or NaN, None if the
-      optimizer is for a part of `params` and was not given; with `grads`, also the
-      share of `small` gradients in `dtype`, and whether they are `all_zero`; under
+      line; its `str` has lines of at most 80 columns, and under a dynamic scale ends
+      with `ask`, the `jls.check_step` call that shows how much of the step is half.
+      `numbers` holds what `jls.host_metrics` returns (`last_skip_reason` as a
+      `jls.types.SkipReason`), whether the scale `is_static`, and its bounds, which are
+      None if they are not known; whether the run is `poisoned`, None if nothing was
+      looked at; the `poisoned_leaves`, names in lists by the tree that they are in,
+      with a list for each tree that was looked at ("params", "opt_state", "carried");
+      the `masks`, their numbers of elements that are -inf by name; with `params`, also
+      the names of the `nonfinite_leaves` of the last step skipped for inf or NaN, None
+      if the optimizer is for a part of `params` and was not given; with `grads`, also
+      the share of `small` gradients in `dtype`, and whether they are `all_zero`; under
       `jls.spikes` or a preset like it, also its `window`, the `tokens` that are left,
       the `steady_share` of spikes let through that noise alone stays below, and
       `loss_given` and `loss_never_given`, both false while nothing is known.

@@ -66,11 +66,12 @@ class History:
         Args:
           metrics: a dict of scalars, such as `jls.metrics(state)`, or a
             `jls.types.StepReport`. Values in nested dicts get keys such as
-            "local_norm/layer/kernel"; None is left out, and so is what in a report's
-            `aux` is no real scalar. Or all of them stacked: arrays of one dimension and
-            the same length, a row for each element. Arrays of which each device holds
-            one row are of `jax.pmap`: the devices must agree, and are one row of the
-            history. (Fetched from them, they are taken for steps: pass one device's.)
+            "local_norm/layer/kernel"; None is left out, and so are values in a report's
+            `aux` that are not real scalars. Or all of them stacked: arrays of one
+            dimension and the same length, a row for each element. Arrays with one row
+            on each device come from `jax.pmap`: the devices must agree, and make one
+            row of the history. (Once fetched, such arrays are taken for steps: pass
+            those of one device.)
           step: the number of the step, or an array of numbers for stacked values. None
             takes "step" or else "steps" out of the metrics, or continues by 1.
           more: further values by name: `loss=loss`, or with a report

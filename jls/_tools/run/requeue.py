@@ -41,9 +41,8 @@ class BatchQueue(Iterator[BatchT]):
 
     An iterator. Call `observe` once after each step.
 
-    A new loop over it, as after an interrupt in a notebook, first hands out once more
-    the batch that was not observed, if there is one: it is not known whether its step
-    ran.
+    A new loop over it, such as after an interrupt in a notebook, first hands out again
+    the batch that was not observed, if there is one: its step may not have run.
 
     Example:
       >>> jls.requeue([1, 2, 3])
@@ -199,15 +198,15 @@ class BatchQueue(Iterator[BatchT]):
     def outstanding(self) -> tuple[tuple[int, BatchT], ...]:
         """Returns the batches that still have to come again, for a checkpoint.
 
-        They are what a run that resumes from the present state of the data would lose.
-        Save them beside it, or their indices, and hand them to the new queue, which
-        counts from 0::
+        A run that resumes from the current position in the data would lose them. Save
+        them, or their indices, with the checkpoint, and pass them to the new queue,
+        which counts from 0::
 
           saved = [batch for _, batch in queue.outstanding()]
           queue = jls.requeue(rest, first=saved)
 
-        It waits for all steps so far. The same is decided about each of them as
-        otherwise, only earlier; so if several processes train, all have to call it.
+        It waits for all steps so far, and decides about their batches earlier than
+        usual, but no differently. So if several processes train, all have to call it.
 
         Returns:
           A tuple of pairs of an index and a batch, in the order in which they will
@@ -333,37 +332,37 @@ def requeue(
                              it is bad
       LOSS, UPDATES, SPIKE   it is bad: no loss scale can mend it
 
-    A retry counts if other batches pass at its loss scale: if the last step with finite
-    gradients left that scale or a higher one. It counts too if the scale does not come
-    down. After `retries` of them the batch is bad. So at the start of a run, while
-    nothing passes, a batch may come as often as the scale has to come down; later a
-    gradient that is NaN at any scale costs `retries` further backoffs at most; and the
-    queue comes to an end with any scaler. Under a static one, `jls.skip_nonfinite`'s
-    among them, nothing could mend a batch: it is bad at once.
+    A retry counts if other batches pass at its loss scale, that is, if the last step
+    with finite gradients left that scale or a higher one. It also counts if the scale
+    does not come down. After `retries` that count the batch is bad. So at the start of
+    a run, while nothing passes, a batch may come as often as the scale has to come
+    down; later a gradient that is NaN at any scale costs `retries` further backoffs at
+    most; and the queue comes to an end with any scaler. Under a static scale, which
+    `jls.skip_nonfinite` has, a batch is bad at once.
 
-    A loss that is not finite is known as such if the step was given it:
-    `jls.train_step` does so; to `jls.apply_gradients` pass `value=loss`.
+    The queue knows of a non-finite loss only if the step was given the loss:
+    `jls.train_step` passes it; to `jls.apply_gradients` pass `value=loss`.
 
     Flags are read `lag` steps late, so that the device always has a step to run; only
     at the end of the data the queue waits for the last of them. Batches are held, not
     copied: beside the one in the loop at most `lag + keep`. So the step must not donate
     its batch, and a loader must not write the next batch into the same array.
 
-    A batch that two optimizers learn from, as in a GAN, has two reports, and one may be
-    skipped alone: then it cannot come again for the one and not for the other. Let both
-    skip together, and observe one report.
+    A batch that two optimizers learn from, as in a GAN, has two reports. If only one of
+    them is skipped, the batch cannot come again for that one alone. Let both skip
+    together, and observe one report.
 
     With several processes each has its own queue, over its own part of the data, and
     all decide the same, since their reports agree. Under `jax.pmap` reports have a
     value for each device; they agree too.
 
-    If the data raises an error it goes through, and the next call goes on. At the end
-    of the data the queue has come to its end too: make one for each epoch.
+    An error that the data raises is passed on, and the next call continues. The queue
+    ends with the data: make one for each epoch.
 
     Args:
       batches: any iterable. A prefetcher belongs here, before the queue.
       first: the batches that `outstanding` gave before a resume. They are handed out
-        before `batches`, and outstanding until they have come.
+        before `batches`, and count as outstanding until then.
       lag: >= 0, how many steps late flags are read. 0 waits for every step.
       retries: >= 1, retries that count before a batch is given up.
       keep: >= 0, how many bad batches are kept, in `queue.bad`.
