@@ -54,8 +54,11 @@ class Size(NamedTuple):
     validated: int = 8
 
 
-SIZE = Size()
-TINY = Size((16, 1, 2), (2, 16), 1)
+SIZES = {
+    "gpu": Size(),
+    "cpu": Size((128, 2, 4), (8, 64), 64),
+    "tiny": Size((16, 1, 2), (2, 16), 1),
+}
 
 
 def text() -> np.ndarray:
@@ -138,7 +141,8 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Trains each way with each seed; returns the losses."""
     options = _parser().parse_args(arguments)
-    size = TINY if options.tiny else SIZE
+    device = jax.default_backend()
+    size = SIZES[options.size or ("cpu" if device == "cpu" else "gpu")]
     model = transformer("scan", (BYTES, *size.shape), size.tokens)
     data = text()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; {len(data):,} bytes")
@@ -162,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--steps", type=int, default=3000, help="default: 3000")
     add("--seeds", type=int, nargs="+", default=[0, 1], help="default: 0 1")
-    add("--tiny", action="store_true", help="a model that learns little")
+    add("--size", choices=list(SIZES), help="default: that of the device")
     add("--json", type=Path, default=Path("benchmarks_training.json"), metavar="FILE")
     return parser
 
