@@ -4,10 +4,11 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks import targets
-from benchmarks.half import programs
+from benchmarks.half import programs, timed, training
 from benchmarks.half.__main__ import main
 from benchmarks.half.tables import ratios
 from benchmarks.half.traffic import Traffic
@@ -111,3 +112,39 @@ def test_ratios_are_of_autocast_and_by_hand():
     figures = {"bytes": 10, "temporary_bytes": 100}
     halves = {"bytes": 5, "temporary_bytes": 40}
     assert ratios({"by hand": figures, "autocast": halves}) == (0.5, 0.4)
+
+
+def test_a_timed_step_has_a_row(tmp_path, capsys):
+    arguments = ["--tiny", "--models", "unrolled", "--seconds", "0.1", "--rounds", "3"]
+    results = timed.main([*arguments, "--json", str(tmp_path / "t.json")])
+    assert results == json.loads((tmp_path / "t.json").read_text())
+    (ways,) = results["models"].values()
+    assert ways["by hand"]["ratio"]["median"] == 1.0
+    assert all(ways[way]["seconds_per_step"]["median"] > 0 for way in programs.WAYS)
+    assert "| transformer, unrolled | " in capsys.readouterr().out
+
+
+def test_training_goes_on_with_what_follows(tmp_path, capsys, monkeypatch):
+    ways = {name: training.WAYS[name] for name in ("float32", "float16 autocast")}
+    monkeypatch.setattr(training, "WAYS", ways)
+    arguments = ["--size", "tiny", "--steps", "20", "--seeds", "3"]
+    results = training.main([*arguments, "--json", str(tmp_path / "t.json")])
+    assert results == json.loads((tmp_path / "t.json").read_text())
+    for (one,) in results.values():
+        assert one["steps"] == [*range(2, 21, 2)]
+        assert one["losses"][-1] < one["losses"][0] < 7  # log(256) is 5.5
+        assert one["health"].startswith("ok: 0 of 20 steps")
+    last = [one["losses"][-1] for (one,) in results.values()]
+    np.testing.assert_allclose(*last, rtol=1e-3)
+    assert "| float16 autocast | 3 | " in capsys.readouterr().out
+
+
+def test_targets_of_training_are_the_bytes_that_follow():
+    data = training.text()
+    assert len(data) > 5e6
+    assert b"def " in data[:100_000].tobytes()
+    inputs, targets = next(training.batches(data, (4, 8), 0))
+    assert inputs.shape == targets.shape == (4, 8)
+    assert (inputs[:, 1:] == targets[:, :-1]).all()
+    again, _ = next(training.batches(data, (4, 8), 0))
+    assert (again == inputs).all()
