@@ -628,8 +628,8 @@ FAULTS = [
     Fault(
         "an optimizer without jls is told without the line",
         "jls/_train/apply.py",
-        "('' if found else _WRAP)",
-        "''",
+        "WRAP_WHOLE if found else _WRAP",
+        "WRAP_WHOLE if found else ''",
         ("tests/test_mistakes.py",),
     ),
     Fault(
