@@ -248,6 +248,31 @@ def test_wrapper_inside_a_mask_is_told_of_the_mask():
     assert "nan_to_num" not in text
 
 
+@pytest.mark.parametrize("other", ["sgd", "adam"])
+def test_wrapper_in_a_partition_is_told_of_the_whole(other):
+    def beside_a_bare_one(inner):
+        parts = {"guarded": wrap(inner), "bare": getattr(optax, other)(1e-3)}
+        return optax.multi_transform(parts, {"w1": "guarded", "w2": "bare"})
+
+    result = check(*plain(wrap=beside_a_bare_one))
+    assert {"nan committed", "not atomic"} <= set(result.broken)
+    assert "params/w2" in result.seen["not atomic"]
+    for code in ("nan committed", "not atomic"):
+        line = "jls.loss_scaled(optax.multi_transform(parts, labels)), with no wrapper"
+        assert result.write[code].startswith(line)
+        assert "optax.masked" not in result.write[code]
+
+
+def test_frozen_part_beside_the_wrapper_is_right():
+    def beside_a_frozen_one(inner):
+        parts = {"guarded": wrap(inner), "frozen": optax.set_to_zero()}
+        return optax.multi_transform(parts, {"w1": "guarded", "w2": "frozen"})
+
+    result = check(*plain(wrap=beside_a_frozen_one))
+    assert result.ok, str(result)
+    assert not result.not_tried
+
+
 def test_cleaned_gradients_are_told_of_what_cleans_them():
     text = " ".join(str(check(*plain(steps.cleaned))).split())
     assert "no jnp.nan_to_num, no elementwise clip" in text

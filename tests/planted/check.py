@@ -316,6 +316,13 @@ READING = [
 
 TRIALS = [
     Fault(
+        "what no wrapper trains beside one that trains is data",
+        "jls/_tools/check/runs.py",
+        "self._following(floats, reading.bits_of_updates) | beside",
+        "self._following(floats, reading.bits_of_updates or bits)",
+        (f"{CHECK}test_wrapper_in_a_partition_is_told_of_the_whole",),
+    ),
+    Fault(
         "a move of 4,000 units in the last place is rounding",
         "jls/_tools/check/leaves.py",
         "most = 4 * eps if eps < 1e-5 else eps",

@@ -302,8 +302,11 @@ def _lines_to_write(given: Any, runner: Runner) -> dict[Code, str]:
         lines = {code: line.replace(*flag) for code, line in lines.items()}
     for code in ("nan committed", "not atomic"):
         lines[code] += f". {codes.LEAVE_OUT}"
+    around = set(runner.around)
+    if optax.PartitionState in around:  # it masks each of its parts
+        around.discard(optax.MaskedState)
     for kind, outside in _OUTSIDE.items():
-        if kind in runner.around:
+        if kind in around:
             lines |= {
                 code: f"{line}; and {lines[code]}" for code, line in outside.items()
             }
@@ -314,6 +317,7 @@ def _lines_to_write(given: Any, runner: Runner) -> dict[Code, str]:
 _OUTSIDE: dict[Any, dict[Code, str]] = {
     optax.MultiStepsState: codes.MULTI_STEPS,
     optax.MaskedState: codes.MASKED,
+    optax.PartitionState: codes.PARTITION,
 }
 
 
