@@ -13,6 +13,13 @@ LOST = "tests/origin/test_losses.py::"
 
 FAULTS = [
     Fault(
+        "the variance of a batch norm is a softmax",
+        "jls/_tools/origin/advice.py",
+        'return SOFTMAX if any(_is_of_maximum(trail, *pair) for pair in pairs) else ""',
+        "return SOFTMAX",
+        (WHY + "test_a_variance_that_overflows_is_no_softmax",),
+    ),
+    Fault(
         "keep of block_1 finds block_10",
         "jls/_tools/origin/kept.py",
         '    return f"^({\'|\'.join(found)})$" if len(found) > 1 else f"^{found[0]}$"',

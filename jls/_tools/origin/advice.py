@@ -11,7 +11,14 @@ from jls import _scopes
 from jls._program.places import functions_of_jax, modules_in_loss, place_of
 from jls._program.primitives import primitive_of
 from jls._tools.origin.kept import pattern
-from jls._tools.origin.trail import FoundBirth, OpResult, RunValue, Trail
+from jls._tools.origin.trail import (
+    Constant,
+    FoundBirth,
+    OpResult,
+    RunValue,
+    Trail,
+    identity_of,
+)
 
 SQRT = (
     "The derivative of a square root, and of a norm, is inf at 0. Keep the argument "
@@ -98,6 +105,7 @@ INDEX = (
 CAME_IN = "It came in with the arguments: nothing in this program made it"
 WRITTEN = "It is written in the program as a number, or the function closes over it"
 
+_MAXIMA = ("max", "reduce_max", "pmax")
 _NEAR = 4  # operations back to a where: casts and products may come in between
 _LOG_OF_BASE = {"exp": 1.0, "exp2": math.log(2.0)}
 
@@ -250,7 +258,36 @@ def _for_exp(trail: Trail, birth: FoundBirth) -> str:
 
 def _for_sub(trail: Trail, birth: FoundBirth) -> str:
     is_pair = len(birth.operands) == 2 and all(map(trail.is_bad, birth.operands))
-    return SOFTMAX if birth.size.is_nan and is_pair else ""
+    if not (birth.size.is_nan and is_pair):
+        return ""
+    # A variance, and a deviation from the mean, are inf - inf too.
+    one, other = birth.operands
+    pairs = (one, other), (other, one)
+    return SOFTMAX if any(_is_of_maximum(trail, *pair) for pair in pairs) else ""
+
+
+def _is_of_maximum(trail: Trail, value: RunValue, other: RunValue) -> bool:
+    """Whether `other` is made of a maximum of `value`, as in a softmax."""
+    moved = _moved_to(trail, value)
+    near = _near(trail, other, 7)
+    maxima = [x for x in near if x.site.equation.primitive.name in _MAXIMA]
+    return any(
+        moved & _moved_to(trail, x) for maker in maxima for x in trail.operands(maker)
+    )
+
+
+def _moved_to(trail: Trail, value: RunValue, depth: int = _NEAR) -> set[Any]:
+    """What the elements of a value are, behind operations that move them."""
+    origin = trail.origin(value)
+    if isinstance(origin, Constant):
+        return {id(origin.value)}
+    found = {identity_of(origin)} if origin else set[Any]()
+    if not isinstance(origin, OpResult) or not depth:
+        return found
+    if primitive_of(origin.site.equation).moves:
+        for operand in trail.operands(origin):
+            found |= _moved_to(trail, operand, depth - 1)
+    return found
 
 
 def _for_mul(trail: Trail, birth: FoundBirth) -> str:
@@ -269,15 +306,23 @@ def _for_forward_mul(trail: Trail, birth: FoundBirth) -> str:
 
 def _makers(trail: Trail, value: RunValue, depth: int = 2) -> set[str]:
     """The names of the last operations behind a value, "where" for a `jnp.where`."""
+    names = set[str]()
+    for maker in _near(trail, value, depth):
+        calls = [x.params.get("name") for x in maker.site.equations]
+        names.add(maker.site.equation.primitive.name)
+        names |= {"where"} if "_where" in calls else set()
+    return names
+
+
+def _near(trail: Trail, value: RunValue, depth: int) -> set[OpResult]:
+    """The last operations behind a value."""
     origin = trail.origin(value)
     if not isinstance(origin, OpResult) or not depth:
         return set()
-    names = {origin.site.equation.primitive.name}
-    calls = [x.params.get("name") for x in origin.site.equations]
-    names |= {"where"} if "_where" in calls else set()
+    found = {origin}
     for operand in trail.operands(origin):
-        names |= _makers(trail, operand, depth - 1)
-    return names
+        found |= _near(trail, operand, depth - 1)
+    return found
 
 
 def _for_cholesky(trail: Trail, birth: FoundBirth) -> str:
