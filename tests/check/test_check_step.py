@@ -212,6 +212,48 @@ def test_advice_on_nnx_is_for_nnx_whatever_carries_the_scale():
     assert "=nnx.value_and_grad)(optimizer, model, batch)" in wrapped["not scaled"]
 
 
+def test_lines_of_an_nnx_step_have_the_names_of_its_arguments():
+    """Also where these are the usual names of others."""
+
+    def loss_fn(model, x, y):
+        return jnp.mean((model(x) - y) ** 2)
+
+    def step(m, o, x):
+        loss, grads = nnx.value_and_grad(loss_fn)(m, x, x)
+        o.update(m, grads)
+        return loss
+
+    def with_labels(optimizer, model, x, y):
+        loss, grads = nnx.value_and_grad(loss_fn)(optimizer, x, y)
+        model.update(optimizer, grads)
+        return loss
+
+    def in_a_dict(both, x):
+        return step(both["model"], both["optimizer"], x)
+
+    def with_bare_scale(m, s, x):
+        loss, grads = nnx.value_and_grad(loss_fn)(m, x, x)
+        params = nnx.state(m, nnx.Param)
+        nnx.update(m, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads))
+        return jls.dynamic(8.0).adjust(s, jls.all_finite(grads)), loss
+
+    model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, wrap(optax.sgd(0.1)), wrt=nnx.Param)
+    both, x = {"model": model, "optimizer": optimizer}, jnp.arange(8.0).reshape(4, 2)
+    write = check(nnx.jit(step), (model, optimizer, x)).write
+    assert write["not scaled"].endswith("(o, m, x)")
+    assert write["loss not passed"] == "o.update(m, grads, value=loss)"
+    assert write["nan committed"].startswith("with jls.atomic(o, m): around")
+    assert "in the model. If some state" in write["nan committed"]
+    write = check(nnx.jit(with_labels), (model, optimizer, x, x)).write
+    assert write["not scaled"].endswith("(model, optimizer, x, y)")
+    assert write["loss not passed"] == "model.update(optimizer, grads, value=loss)"
+    write = check(nnx.jit(in_a_dict), (both, x)).write  # each is a part of one
+    assert write["not scaled"].endswith("(optimizer, model, batch)")
+    bare = nnx.jit(with_bare_scale), (model, jls.dynamic(8.0).init(), x)
+    assert check(*bare).write["not scaled"].endswith("(s, m, x)")
+
+
 def test_advice_of_each_kind_is_kept():
     """A batch statistic that stays NaN, with a mask around the wrapper."""
     model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
@@ -709,6 +751,7 @@ LINES = [
     codes.LINEN,
     codes.MULTI_STEPS,
     codes.MASKED,
+    codes.PARTITION,
 ]
 
 

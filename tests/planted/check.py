@@ -498,6 +498,13 @@ TRIALS = [
 
 ANSWERS = [
     Fault(
+        "the lines of an NNX step have the usual names",
+        "jls/_tools/check/check.py",
+        "lambda found: names.get(found[0], found[0])",
+        "lambda found: found[0]",
+        (f"{CHECK}test_lines_of_an_nnx_step_have_the_names_of_its_arguments",),
+    ),
+    Fault(
         "what scaled values choose is not doubted",
         "jls/_program/history.py",
         'chooses = op.name == "select_n" and op.operands[0].is_of_scaled',
