@@ -17,17 +17,26 @@ from jls._program.jaxprs import is_inexact_atom
 from jls._program.primitives import primitive_of
 from jls._program.walk import walk
 from jls._scopes import UPDATE, marks_of
-from jls._step import updates_noted, wrapper_of
+from jls._step import find_wrappers, updates_noted
 from jls._text import path_name
+from jls._tree import named_floats
 from jls._types import JlsWarning
 
 
 def unguarded(
     optimizer: Any, grads: Any, state: Any, params: Any, **extra: Any
 ) -> list[str]:
-    """The paths of the updates that are made of gradients past every wrapper."""
-    if wrapper_of(optimizer):
+    """The paths of the updates that are made of gradients past every wrapper.
+
+    None if the wrappers are given all parameters, as those in a chain are.
+    """
+    try:
+        found = find_wrappers(optimizer, params)
+    except Exception:  # it is raised where the step is taken
         return []
+    names = {name for wrapper in found for name in wrapper.names}
+    if names.issuperset(named_floats(params)[0]):
+        return []  # without the time to trace the optimizer once more
 
     update_fn = optax.with_extra_args_support(optimizer).update
 

@@ -23,6 +23,13 @@ FAULTS = [
         (f"{TRAIN}test_wrapper_that_decides_on_all_that_moves_is_taken",),
     ),
     Fault(
+        "an optimizer that is wrapped whole is traced twice",
+        "jls/_train/unguarded.py",
+        "if names.issuperset(named_floats(params)[0]):",
+        "if ():",
+        (f"{TRAIN}test_optimizer_that_is_wrapped_whole_is_traced_once",),
+    ),
+    Fault(
         "what is read of an optimizer counts as a step",
         "jls/_train/unguarded.py",
         "            noted.clear()  # they are of this trace\n",

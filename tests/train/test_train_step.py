@@ -465,6 +465,20 @@ def test_wrapper_that_decides_on_all_that_moves_is_taken(name):
     assert len(noted) == 1  # what was read of the optimizer is no step
 
 
+def test_optimizer_that_is_wrapped_whole_is_traced_once():
+    calls = []
+
+    def update(updates, state, params=None):
+        calls.append(params)
+        return updates, state
+
+    counts = optax.GradientTransformation(lambda params: (), update)
+    optimizer = optax.chain(counts, wrapped())
+    step = jax.jit(jls.train_step(sum_of_parts, optimizer))
+    step(PARTS, optimizer.init(PARTS), GOOD[None])
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("name", ["sgd", "masked"])
 def test_part_without_a_gradient_needs_no_wrapper(name, micro_batches):
