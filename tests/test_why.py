@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 
 import jls
@@ -179,6 +180,55 @@ def test_known_patterns_get_advice(fun, x, advice):
     why = jls.why(fun, jnp.float32(x))
     text = str(why).replace("\n", " ")
     assert re.search(advice, text), text
+
+
+ROWS = jnp.array([[-jnp.inf] * 3, [0.0, 1.0, 2.0]])
+
+
+def with_a_running_maximum(scores):
+    def body(carry, x):
+        old, total = carry
+        new = jnp.maximum(old, x)
+        return (new, total * jnp.exp(old - new) + jnp.exp(x - new)), ()
+
+    start = jnp.full(2, -jnp.inf), jnp.zeros(2)
+    return lax.scan(body, start, scores.T)[0]
+
+
+SOFTMAXES = {
+    "softmax": jax.nn.softmax,
+    "log_softmax": jax.nn.log_softmax,
+    "by hand": lambda x: jnp.exp(x - jnp.max(x, 1, keepdims=True)),
+    "of a part": lambda x: jax.nn.softmax(x, where=jnp.arange(3) < 2),
+    "float16": lambda x: jax.nn.softmax(x.astype(jnp.float16)),
+    "logsumexp": lambda x: x - jax.nn.logsumexp(x, 1, keepdims=True),
+    "entropy of labels": lambda x: optax.softmax_cross_entropy_with_integer_labels(
+        x, jnp.array([0, 1])
+    ),
+    "running maximum": with_a_running_maximum,
+}
+# Their infs are no row of a softmax.
+OTHERS = {
+    "variance": lambda x: jnp.mean(x**2) - jnp.mean(x) ** 2,
+    "deviation": lambda x: x - x.mean(),
+    "deviation of maxima": lambda x: jnp.max(x, 1) - jnp.max(x, 1).mean(),
+    "difference": lambda x: x - 2 * x,
+}
+
+
+@pytest.mark.parametrize("name", [*SOFTMAXES, *OTHERS])
+def test_a_difference_of_infs_is_a_softmax_if_a_maximum_is_subtracted(name):
+    why = jls.why(SOFTMAXES.get(name) or OTHERS[name], ROWS)
+    found = {x.advice[:20] for x in why.births if x.place.operation == "sub"}
+    assert found == {"inf - inf: a softmax" if name in SOFTMAXES else ""}
+
+
+@pytest.mark.parametrize("norm", [nnx.BatchNorm, nnx.LayerNorm])
+def test_a_variance_that_overflows_is_no_softmax(norm):
+    layer = norm(4, rngs=nnx.Rngs(0))
+    why = jls.why(lambda layer, x: layer(x).sum(), layer, 1e30 * jnp.eye(4))
+    assert [x.place.operation for x in why.births] == ["square", "sub"]
+    assert "softmax" not in str(why)
 
 
 def test_first_operations_of_one_line_are_told_once():

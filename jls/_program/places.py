@@ -86,8 +86,7 @@ def place_of(site: Site) -> Place:
 
 def modules_of(site: Site) -> str:
     """The names of modules and scopes around an equation, "" if there are none."""
-    stack = [name for equation in site.equations for name in _scopes(equation)]
-    return "/".join(_modules(_names(stack)))
+    return "/".join(_modules(_names(_stack_of(site))))
 
 
 def modules_in_loss(site: Site) -> str:
@@ -96,7 +95,7 @@ def modules_in_loss(site: Site) -> str:
     The loss is what a `jls.autocast` is of; without one, the function that is
     differentiated.
     """
-    stack = [name for equation in site.equations for name in _scopes(equation)]
+    stack = _stack_of(site)
     begin = next((i for i, name in enumerate(stack) if "jvp(" in name), 0)
     names = _names(stack[begin:])
     marks = [i for i, name in enumerate(names, 1) if name.startswith(_OF_JLS)]
@@ -204,6 +203,24 @@ def _is_of_python(file: str) -> bool:
 
 
 # The names of scopes and modules.
+
+
+def _stack_of(site: Site) -> list[str]:
+    """The names of scopes around an equation, outermost first.
+
+    JAX writes those around a checkpoint twice in its backward pass, but not in that of
+    a checkpoint inside of it.
+    """
+    stack, is_backward, is_inside = list[str](), False, False
+    for equation in site.equations:
+        scopes = _scopes(equation)
+        is_backward |= _is_in_transposed(name_stack(equation))
+        if equation.primitive.name == "remat2" and not is_inside:
+            first, second = scopes[: len(scopes) // 2], scopes[len(scopes) // 2 :]
+            is_twice = is_backward and _names(first) == _names(second)
+            scopes, is_inside = first if is_twice else scopes, True
+        stack += scopes
+    return stack
 
 
 def _scopes(equation: Any) -> tuple[str, ...]:

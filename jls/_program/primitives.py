@@ -262,10 +262,11 @@ TABLES: tuple[_Rows, ...] = (
     _elementwise("log", singular=0, like="log", cast="leaves"),
     _elementwise("log1p", singular=0, like="log1p", cast="leaves"),
     _elementwise("log2", singular=0, like="log", cast="leaves", since="0.11"),
-    _elementwise("acosh atanh", singular=0, cast="half"),
-    _elementwise("acos asin cosh sinh", singular=0, cast="leaves"),
+    _elementwise("acosh atanh", singular=0, like="arc", cast="half"),
+    _elementwise("acos asin erf_inv", singular=0, like="arc", cast="leaves"),
+    _elementwise("cosh sinh", singular=0, cast="leaves"),
     _elementwise("asinh atan atan2", cast="half"),
-    _elementwise("erf_inv tan", cast="leaves"),
+    _elementwise("tan", cast="leaves"),
     _elementwise("digamma lgamma"),
     _rows(
         """

@@ -204,14 +204,21 @@ _WRAP = (
 )
 
 
+WRAP_WHOLE = (
+    "Wrap the whole once, and none of its parts, as in "
+    "jls.loss_scaled(optax.multi_transform(parts, labels))."
+)
+
+
 def inner_wrapper_state(opt_state: Any) -> LossScaledState:
     """The state of the one wrapper in `opt_state`, not inside a `MultiSteps`."""
     found = [node for _, node in find(opt_state, is_wrapper_state)]
     if len(found) != 1:
+        write = WRAP_WHOLE if found else _WRAP
         raise ValueError(
             "the optimizer must be made by jls.loss_scaled or jls.skip_nonfinite, "
             f"once: got a state with {len(found)} such wrappers. "
-            f"{how_to_nest(opt_state) or ('' if found else _WRAP)}".rstrip()
+            f"{how_to_nest(opt_state) or write}"
         )
     refuse_around(opt_state)
     return found[0]

@@ -38,7 +38,7 @@ from jls._reduce import global_norm
 from jls._scale import value_and_grad
 from jls._state import find_scaler_states
 from jls._step import FoundWrapper, find_wrappers
-from jls._text import describe
+from jls._text import describe, listed, quoted
 from jls._train.accumulate import (
     Accumulated,
     Accumulation,
@@ -47,6 +47,7 @@ from jls._train.accumulate import (
     keys_for,
 )
 from jls._train.apply import (
+    WRAP_WHOLE,
     Rates,
     apply_and_report,
     check_optimizer,
@@ -58,6 +59,7 @@ from jls._train.linen import LinenAdapter, is_linen, is_train_state
 from jls._train.nnx import NnxAdapter, is_nnx
 from jls._train.parts import Adapter, Parts
 from jls._train.plain import PlainAdapter
+from jls._train.unguarded import follow, unguarded
 from jls._tree import floats_of, is_array, select
 from jls._types import SkipReason, StaticState, StepReport
 from jls._validate import is_real
@@ -301,8 +303,9 @@ def train_step(
 
     Raises:
       TypeError, ValueError: at once for a bad option; when the step is traced, if the
-        optimizer was not made by jls or is inside an `optax.MultiSteps` (which would
-        keep a NaN for ever: put it inside), if `micro_batches` does not divide the
+        optimizer was not made by jls, is inside an `optax.MultiSteps` (which would keep
+        a NaN for ever: put it inside), or has the wrapper around a part of it, so that
+        a skipped step would move the others, if `micro_batches` does not divide the
         batch, if `loss_fn` returns something else, if the arguments come in another
         order, or if the parameters are `optax.LookaheadParams`.
 
@@ -410,8 +413,9 @@ def take_step(
     transform = _differentiate
     differentiated: Any = value_and_grad(loss, has_aux=True, transform=transform)
     before = overwritten, carried
-    with other_params_noted(adapter.optimizer.init, opt_state, params):
-        accumulated = accumulate(
+
+    def differentiate(params, before, batch):
+        return accumulate(
             lambda carried, part: differentiated(scaler_state, params, carried, part),
             params,
             before,
@@ -421,6 +425,9 @@ def take_step(
             drop=options.drop,
             axis_name=_axis_name(adapter.optimizer, params, options),
         )
+
+    with other_params_noted(adapter.optimizer.init, opt_state, params):
+        accumulated = differentiate(params, before, batch)
     extra = {
         "value": accumulated.loss,
         "partial_overflow": accumulated.partial_overflow,
@@ -428,9 +435,14 @@ def take_step(
     more = _extra_arguments(options.extra, adapter.model, batch, extra)
     if callable(more.get("value_fn")):  # the loss function once more, for a line search
         more["value_fn"] = cast(more["value_fn"])
+    grads = accumulated.grads
+    past = unguarded(adapter.optimizer, grads, opt_state, params, **extra, **more)
+    if past:
+        made = follow(lambda *x: differentiate(*x).grads, params, before, batch)
+        _refuse_unguarded([name for name in past if name in made])
     new_params, new_opt_state, report, updates = apply_and_report(
         adapter.optimizer,
-        accumulated.grads,
+        grads,
         opt_state,
         params,
         options.learning_rate,
@@ -439,7 +451,7 @@ def take_step(
     )
     norms, sizes = None, None
     if options.local_norm:
-        norms, sizes = local_norms(accumulated.grads)
+        norms, sizes = local_norms(grads)
     report = report._replace(
         local_norm=norms,
         size=sizes,
@@ -449,6 +461,16 @@ def take_step(
     )
     after = select(~report.skipped, accumulated.carried, before)
     return Parts(new_params, after[0], new_opt_state, after[1]), report
+
+
+def _refuse_unguarded(names: list[str]) -> None:
+    """Raises if a step that is skipped would move parameters all the same."""
+    if names:
+        raise ValueError(
+            "the optimizer must be wrapped whole, got a wrapper around a part of it: "
+            f"a skipped step would move {listed(quoted(names))}. {WRAP_WHOLE} A part "
+            "that must not move is optax.set_to_zero()."
+        )
 
 
 def _refuse_lookahead(params: Any) -> None:

@@ -212,6 +212,48 @@ def test_advice_on_nnx_is_for_nnx_whatever_carries_the_scale():
     assert "=nnx.value_and_grad)(optimizer, model, batch)" in wrapped["not scaled"]
 
 
+def test_lines_of_an_nnx_step_have_the_names_of_its_arguments():
+    """Also where these are the usual names of others."""
+
+    def loss_fn(model, x, y):
+        return jnp.mean((model(x) - y) ** 2)
+
+    def step(m, o, x):
+        loss, grads = nnx.value_and_grad(loss_fn)(m, x, x)
+        o.update(m, grads)
+        return loss
+
+    def with_labels(optimizer, model, x, y):
+        loss, grads = nnx.value_and_grad(loss_fn)(optimizer, x, y)
+        model.update(optimizer, grads)
+        return loss
+
+    def in_a_dict(both, x):
+        return step(both["model"], both["optimizer"], x)
+
+    def with_bare_scale(m, s, x):
+        loss, grads = nnx.value_and_grad(loss_fn)(m, x, x)
+        params = nnx.state(m, nnx.Param)
+        nnx.update(m, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads))
+        return jls.dynamic(8.0).adjust(s, jls.all_finite(grads)), loss
+
+    model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, wrap(optax.sgd(0.1)), wrt=nnx.Param)
+    both, x = {"model": model, "optimizer": optimizer}, jnp.arange(8.0).reshape(4, 2)
+    write = check(nnx.jit(step), (model, optimizer, x)).write
+    assert write["not scaled"].endswith("(o, m, x)")
+    assert write["loss not passed"] == "o.update(m, grads, value=loss)"
+    assert write["nan committed"].startswith("with jls.atomic(o, m): around")
+    assert "in the model. If some state" in write["nan committed"]
+    write = check(nnx.jit(with_labels), (model, optimizer, x, x)).write
+    assert write["not scaled"].endswith("(model, optimizer, x, y)")
+    assert write["loss not passed"] == "model.update(optimizer, grads, value=loss)"
+    write = check(nnx.jit(in_a_dict), (both, x)).write  # each is a part of one
+    assert write["not scaled"].endswith("(optimizer, model, batch)")
+    bare = nnx.jit(with_bare_scale), (model, jls.dynamic(8.0).init(), x)
+    assert check(*bare).write["not scaled"].endswith("(s, m, x)")
+
+
 def test_advice_of_each_kind_is_kept():
     """A batch statistic that stays NaN, with a mask around the wrapper."""
     model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
@@ -246,6 +288,31 @@ def test_wrapper_inside_a_mask_is_told_of_the_mask():
     assert "jls.loss_scaled(optax.masked(inner, mask))" in text
     assert "MultiSteps" not in text
     assert "nan_to_num" not in text
+
+
+@pytest.mark.parametrize("other", ["sgd", "adam"])
+def test_wrapper_in_a_partition_is_told_of_the_whole(other):
+    def beside_a_bare_one(inner):
+        parts = {"guarded": wrap(inner), "bare": getattr(optax, other)(1e-3)}
+        return optax.multi_transform(parts, {"w1": "guarded", "w2": "bare"})
+
+    result = check(*plain(wrap=beside_a_bare_one))
+    assert {"nan committed", "not atomic"} <= set(result.broken)
+    assert "params/w2" in result.seen["not atomic"]
+    for code in ("nan committed", "not atomic"):
+        line = "jls.loss_scaled(optax.multi_transform(parts, labels)), with no wrapper"
+        assert result.write[code].startswith(line)
+        assert "optax.masked" not in result.write[code]
+
+
+def test_frozen_part_beside_the_wrapper_is_right():
+    def beside_a_frozen_one(inner):
+        parts = {"guarded": wrap(inner), "frozen": optax.set_to_zero()}
+        return optax.multi_transform(parts, {"w1": "guarded", "w2": "frozen"})
+
+    result = check(*plain(wrap=beside_a_frozen_one))
+    assert result.ok, str(result)
+    assert not result.not_tried
 
 
 def test_cleaned_gradients_are_told_of_what_cleans_them():
@@ -684,6 +751,7 @@ LINES = [
     codes.LINEN,
     codes.MULTI_STEPS,
     codes.MASKED,
+    codes.PARTITION,
 ]
 
 

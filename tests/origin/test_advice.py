@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.scipy.special import entr, xlogy
+from jax.scipy.special import entr, erfinv, xlogy
 
 import jls
 from jls._tools.origin import advice
@@ -97,6 +97,85 @@ CASES = {
         lambda x, s: jnp.arcsin(jnp.clip(x, -1 + s, 1 - s)).sum(),
         [-1.0, 0.5],
         "jnp.clip(x, -1 + {0}, 1 - {0})",
+        EDGE,
+    ),
+    "arccos out of its range": Case(
+        "ARC",
+        lambda x: jnp.arccos(x).sum(),
+        lambda x, s: jnp.arccos(jnp.clip(x, -1 + s, 1 - s)).sum(),
+        [1.1, 0.5],
+        "jnp.clip(x, -1 + {0}, 1 - {0})",
+        EDGE,
+        is_forward=True,
+    ),
+    "arcsin out of its range": Case(
+        "ARC",
+        lambda x: jnp.arcsin(x).sum(),
+        lambda x, s: jnp.arcsin(jnp.clip(x, -1 + s, 1 - s)).sum(),
+        [-1.1, 0.5],
+        "jnp.clip(x, -1 + {0}, 1 - {0})",
+        EDGE,
+        is_forward=True,
+    ),
+    "arctanh": Case(
+        "ARC",
+        lambda x: jnp.arctanh(x).sum(),
+        lambda x, s: jnp.arctanh(jnp.clip(x, -1 + s, 1 - s)).sum(),
+        [1.0, 0.5],
+        "jnp.clip(x, -1 + {0}, 1 - {0})",
+        EDGE,
+        is_forward=True,
+    ),
+    "arctanh out of its range": Case(
+        "ARC",
+        lambda x: jnp.arctanh(x).sum(),
+        lambda x, s: jnp.arctanh(jnp.clip(x, -1 + s, 1 - s)).sum(),
+        [-1.1, 0.5],
+        "jnp.clip(x, -1 + {0}, 1 - {0})",
+        EDGE,
+        is_forward=True,
+    ),
+    "derivative of arctanh": Case(
+        "ARC",
+        lambda x: jnp.arctanh(x).sum(),
+        lambda x, s: jnp.arctanh(jnp.clip(x, -1 + s, 1 - s)).sum(),
+        [1.0, -1.0],
+        "jnp.clip(x, -1 + {0}, 1 - {0})",
+        EDGE,
+    ),
+    "erfinv": Case(
+        "ARC",
+        lambda x: erfinv(x).sum(),
+        lambda x, s: erfinv(jnp.clip(x, -1 + s, 1 - s)).sum(),
+        [1.0, 0.5],
+        "jnp.clip(x, -1 + {0}, 1 - {0})",
+        EDGE,
+        is_forward=True,
+    ),
+    "erfinv out of its range": Case(
+        "ARC",
+        lambda x: erfinv(x).sum(),
+        lambda x, s: erfinv(jnp.clip(x, -1 + s, 1 - s)).sum(),
+        [-1.1, 0.5],
+        "jnp.clip(x, -1 + {0}, 1 - {0})",
+        EDGE,
+        is_forward=True,
+    ),
+    "arccosh": Case(
+        "ARCCOSH",
+        lambda x: jnp.arccosh(x).sum(),
+        lambda x, s: jnp.arccosh(jnp.maximum(x, 1 + s)).sum(),
+        [0.9, 2.0],
+        "jnp.maximum(x, 1 + {})",
+        EDGE,
+        is_forward=True,
+    ),
+    "derivative of arccosh": Case(
+        "ARCCOSH",
+        lambda x: jnp.arccosh(x).sum(),
+        lambda x, s: jnp.arccosh(jnp.maximum(x, 1 + s)).sum(),
+        [1.0, 2.0],
+        "jnp.maximum(x, 1 + {})",
         EDGE,
     ),
     "eigenvectors": Case(
@@ -350,8 +429,29 @@ def test_of_an_entropy_the_product_is_mended_and_not_the_logarithm():
 
 def test_no_advice_is_for_what_is_not_in_the_program():
     """Neither a root nor a power is written in these."""
-    for name in ("arccos", "eigenvectors"):
+    inverses = "arccos", "derivative of arctanh", "derivative of arccosh"
+    for name in (*inverses, "eigenvectors"):
         case = CASES[name]
         why = jls.why(jax.grad(case.bad), jnp.array(case.x))
         assert "sqrt" not in str(why).split("made")[1]
         assert "** p" not in str(why)
+        assert "quotient" not in str(why)
+
+
+BESIDE = {
+    "SQRT": lambda arc, x, y: (jnp.sqrt(x) + arc(y)).sum(),
+    "POWER": lambda arc, x, y: (x**-1 + arc(y)).sum(),
+    "DIVIDE": lambda arc, x, y: (y / x + arc(y)).sum(),
+}
+
+
+@pytest.mark.parametrize("arc", [jnp.arctanh, jnp.arccos, jnp.arccosh])
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_derivative_beside_an_arc_function_is_not_of_it(name, arc):
+    """In one line with it, and of another argument."""
+    y = jnp.full(1, 1.5 if arc is jnp.arccosh else 0.5)
+    fun = jax.grad(lambda x, y: BESIDE[name](arc, x, y), (0, 1))
+    found = [x.advice for x in jls.why(fun, jnp.zeros(1), y).births]
+    words = _any_number(getattr(advice, name))
+    assert any(re.fullmatch(words, x) for x in found)
+    assert not any("arc" in x for x in found)

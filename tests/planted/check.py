@@ -316,6 +316,13 @@ READING = [
 
 TRIALS = [
     Fault(
+        "what no wrapper trains beside one that trains is data",
+        "jls/_tools/check/runs.py",
+        "self._following(floats, reading.bits_of_updates) | beside",
+        "self._following(floats, reading.bits_of_updates or bits)",
+        (f"{CHECK}test_wrapper_in_a_partition_is_told_of_the_whole",),
+    ),
+    Fault(
         "a move of 4,000 units in the last place is rounding",
         "jls/_tools/check/leaves.py",
         "most = 4 * eps if eps < 1e-5 else eps",
@@ -490,6 +497,13 @@ TRIALS = [
 ]
 
 ANSWERS = [
+    Fault(
+        "the lines of an NNX step have the usual names",
+        "jls/_tools/check/check.py",
+        "lambda found: names.get(found[0], found[0])",
+        "lambda found: found[0]",
+        (f"{CHECK}test_lines_of_an_nnx_step_have_the_names_of_its_arguments",),
+    ),
     Fault(
         "what scaled values choose is not doubted",
         "jls/_program/history.py",

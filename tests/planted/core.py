@@ -12,7 +12,44 @@ TOLD = "tests/test_mistakes.py::"
 NOT_JITTED = "tests/train/test_not_jitted.py::"
 DYNAMIC = "tests/scalers/test_dynamic.py::"
 
+TRAIN = "tests/train/test_train_step.py::"
+
 FAULTS = [
+    Fault(
+        "a frozen part counts as one that no wrapper keeps",
+        "jls/_train/unguarded.py",
+        "return [is_data and is_inexact_atom(atom) for is_data, atom in pairs]",
+        "return [is_inexact_atom(atom) for is_data, atom in pairs]",
+        (f"{TRAIN}test_wrapper_that_decides_on_all_that_moves_is_taken",),
+    ),
+    Fault(
+        "an optimizer that is wrapped whole is traced twice",
+        "jls/_train/unguarded.py",
+        "if names.issuperset(named_floats(params)[0]):",
+        "if ():",
+        (f"{TRAIN}test_optimizer_that_is_wrapped_whole_is_traced_once",),
+    ),
+    Fault(
+        "what is read of an optimizer counts as a step",
+        "jls/_train/unguarded.py",
+        "            noted.clear()  # they are of this trace\n",
+        "",
+        (f"{TRAIN}test_wrapper_that_decides_on_all_that_moves_is_taken",),
+    ),
+    Fault(
+        "gradients that are constant count as ones that may be NaN",
+        "jls/_train/step.py",
+        "[name for name in past if name in made]",
+        "past",
+        (f"{TRAIN}test_part_without_a_gradient_needs_no_wrapper",),
+    ),
+    Fault(
+        "a part beside the wrapper takes a NaN",
+        "jls/_train/step.py",
+        "    if past:\n",
+        "    if ():\n",
+        (f"{TRAIN}test_wrapper_around_a_part_is_refused",),
+    ),
     Fault(
         "-inf is lost in the maximum",
         "jls/_reduce.py",
@@ -649,8 +686,8 @@ FAULTS = [
     Fault(
         "an optimizer without jls is told without the line",
         "jls/_train/apply.py",
-        "('' if found else _WRAP)",
-        "''",
+        "WRAP_WHOLE if found else _WRAP",
+        "WRAP_WHOLE if found else ''",
         ("tests/test_mistakes.py",),
     ),
     Fault(

@@ -13,6 +13,27 @@ LOST = "tests/origin/test_losses.py::"
 
 FAULTS = [
     Fault(
+        "each quotient in a line with arctanh is its derivative",
+        "jls/_tools/origin/advice.py",
+        "if is_here and read & _named(trail, argument):",
+        "if is_here:",
+        (ADVICES + "test_a_derivative_beside_an_arc_function_is_not_of_it",),
+    ),
+    Fault(
+        "the derivative of arctanh is a quotient of the user's",
+        "jls/_tools/origin/advice.py",
+        'name in ("div", "integer_pow", "rsqrt"):',
+        'name == "rsqrt":',
+        (ADVICES + "test_no_advice_is_for_what_is_not_in_the_program",),
+    ),
+    Fault(
+        "the variance of a batch norm is a softmax",
+        "jls/_tools/origin/advice.py",
+        'return SOFTMAX if any(_is_of_maximum(trail, *pair) for pair in pairs) else ""',
+        "return SOFTMAX",
+        (WHY + "test_a_variance_that_overflows_is_no_softmax",),
+    ),
+    Fault(
         "keep of block_1 finds block_10",
         "jls/_tools/origin/kept.py",
         '    return f"^({\'|\'.join(found)})$" if len(found) > 1 else f"^{found[0]}$"',

@@ -10,6 +10,27 @@ PLACES = "tests/program/test_places.py::"
 
 FAULTS = [
     Fault(
+        "scopes around a checkpoint are named twice",
+        "jls/_program/places.py",
+        "is_twice = is_backward and _names(first) == _names(second)",
+        "is_twice = False",
+        (PLACES + "test_scopes_around_a_checkpoint_are_named_once",),
+    ),
+    Fault(
+        "a scope in one of its own name is left out in the forward pass",
+        "jls/_program/places.py",
+        "is_twice = is_backward and _names(first) == _names(second)",
+        "is_twice = _names(first) == _names(second)",
+        (PLACES + "test_scopes_around_a_checkpoint_are_named_once",),
+    ),
+    Fault(
+        "a scope in one of its own name is left out inside of a checkpoint",
+        "jls/_program/places.py",
+        'equation.primitive.name == "remat2" and not is_inside:',
+        'equation.primitive.name == "remat2":',
+        (PLACES + "test_scopes_around_a_checkpoint_are_named_once",),
+    ),
+    Fault(
         "a norm that overflows is not looked at, only the leaves",
         "jls/_step.py",
         "norm_finite = jnp.isfinite(squares[-1])",

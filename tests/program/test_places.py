@@ -155,6 +155,61 @@ def test_scopes_of_the_user_are_named_and_those_of_jls_are_not():
     assert place.module == "block"
 
 
+def in_scopes(*names):
+    """Each name is a scope; None is a checkpoint of what is inside of it."""
+
+    def wrapped(checkpoint):
+        def fun(x):
+            return jnp.sin(jnp.sin(x))
+
+        for name in reversed(names):
+            if name == "scan":
+                fun = scanned(fun)
+            elif name == "jit":
+                fun = jax.jit(fun)
+            else:
+                fun = jax.named_scope(name)(fun) if name else checkpoint(fun)
+        return lambda x: fun(x).sum()
+
+    return wrapped
+
+
+def scanned(fun):
+    return lambda x: lax.scan(lambda x, _: (fun(x), ()), x, length=2)[0]
+
+
+GRADS = {
+    "grad": jax.grad,
+    "jitted": lambda fun: jax.jit(jax.grad(jax.jit(fun))),
+    "forward": lambda fun: lambda x: jax.jvp(fun, (x,), (x,)),
+}
+
+
+@pytest.mark.parametrize("gradient", GRADS)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("layer", None),
+        ("layer", None, "in"),
+        ("out", "layer", None, "in"),
+        ("layer", "layer", None, "in"),  # a module that has the name of its parent
+        ("layer", None, "layer"),
+        ("out", None, "layer", None, "in"),
+        ("out", None, "layer", "layer", None, "in"),
+        ("out", "scan", "layer", None, "in"),
+        ("out", "scan", None, "layer", None, "in"),
+        ("out", "jit", "layer", None, "in"),
+    ],
+)
+def test_scopes_around_a_checkpoint_are_named_once(names, gradient):
+    fun, modules = in_scopes(*names), []
+    for checkpoint in (jax.checkpoint, lambda fun: fun):
+        program = GRADS[gradient](fun(checkpoint))
+        found = {x.module for name in ("sin", "cos") for x in places(name, program, X)}
+        modules.append(found)
+    assert modules[0] == modules[1]
+
+
 def test_nnx_modules_are_read_through():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     graph, state = nnx.split(model)

@@ -33,6 +33,7 @@ from models import (
 from shared import assert_identical
 
 import jls
+from jls._step import updates_noted
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -391,8 +392,102 @@ def test_keyword_arguments_reach_every_micro_batch(jit_or_eager):
 def test_several_wrappers_are_refused():
     group = jls.loss_scaled(optax.sgd(0.1), SCALER())
     tx = optax.chain(group, group)
-    with pytest.raises(ValueError, match="once: got a state with 2 such wrappers"):
+    words = (
+        r"once: got a state with 2 such wrappers\. Wrap the whole once.*parts, labels"
+    )
+    with pytest.raises(ValueError, match=words):
         jls.train_step(linear_loss)(linear_state(tx=tx), GOOD)
+
+
+# A wrapper around a part of the optimizer.
+
+PARTS = {"a": jnp.ones(2), "b": jnp.ones(2)}
+LABELS = {"a": "a", "b": "b"}
+ONLY_A, ONLY_B = {"a": True, "b": False}, {"a": False, "b": True}
+
+
+def sum_of_parts(params, batch):
+    return jnp.sum((batch @ params["a"] + batch @ params["b"]) ** 2)
+
+
+def of_a_alone(params, batch):
+    frozen = jax.lax.stop_gradient(params["b"])
+    return sum_of_parts(params | {"b": frozen}, batch)
+
+
+def wrapped():
+    return jls.loss_scaled(optax.adam(0.1), SCALER())
+
+
+def beside(other):
+    return optax.multi_transform({"a": wrapped(), "b": other}, LABELS)
+
+
+BESIDE_A_BARE_PART = {
+    "sgd": lambda: beside(optax.sgd(0.1)),
+    "a guard of its own": lambda: beside(optax.apply_if_finite(optax.sgd(0.1), 3)),
+    "masked": lambda: optax.masked(wrapped(), ONLY_A),
+    "clipped": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0), beside(optax.adam(0.1))
+    ),
+}
+WHOLE = {
+    "frozen": lambda: beside(optax.set_to_zero()),
+    "clipped": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0), beside(optax.set_to_zero())
+    ),
+    "masked": lambda: optax.chain(
+        optax.masked(wrapped(), ONLY_A), optax.masked(optax.set_to_zero(), ONLY_B)
+    ),
+    "decay": lambda: optax.chain(wrapped(), optax.add_decayed_weights(0.1)),
+    "flat": lambda: optax.flatten(wrapped()),
+}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("name", BESIDE_A_BARE_PART)
+def test_wrapper_around_a_part_is_refused(name, micro_batches, jit_or_eager):
+    optimizer = BESIDE_A_BARE_PART[name]()
+    step = jit_or_eager(
+        jls.train_step(sum_of_parts, optimizer, micro_batches=micro_batches)
+    )
+    words = r"must be wrapped whole, .* would move 'b'\. Wrap the whole .*set_to_zero"
+    with pytest.raises(ValueError, match=words):
+        step(PARTS, optimizer.init(PARTS), jnp.stack([GOOD, GOOD]))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_wrapper_that_decides_on_all_that_moves_is_taken(name):
+    optimizer = WHOLE[name]()
+    step = jax.jit(jls.train_step(sum_of_parts, optimizer))
+    with updates_noted() as noted:
+        *_, report = step(PARTS, optimizer.init(PARTS), GOOD[None])
+    assert not report.skipped
+    assert len(noted) == 1  # what was read of the optimizer is no step
+
+
+def test_optimizer_that_is_wrapped_whole_is_traced_once():
+    calls = []
+
+    def update(updates, state, params=None):
+        calls.append(params)
+        return updates, state
+
+    counts = optax.GradientTransformation(lambda params: (), update)
+    optimizer = optax.chain(counts, wrapped())
+    step = jax.jit(jls.train_step(sum_of_parts, optimizer))
+    step(PARTS, optimizer.init(PARTS), GOOD[None])
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("name", ["sgd", "masked"])
+def test_part_without_a_gradient_needs_no_wrapper(name, micro_batches):
+    optimizer, batch = BESIDE_A_BARE_PART[name](), jnp.stack([GOOD, BAD])
+    step = jax.jit(jls.train_step(of_a_alone, optimizer, micro_batches=micro_batches))
+    params, _, report = step(PARTS, optimizer.init(PARTS), batch)
+    assert report.skipped
+    assert_identical(params, PARTS)
 
 
 def test_multi_steps_around_the_wrapper_is_refused():

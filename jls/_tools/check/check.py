@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jls.check_step`: injects faults into a step and names the mistakes it finds."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -298,24 +299,58 @@ def _lines_to_write(given: Any, runner: Runner) -> dict[Code, str]:
     if find(given, is_equinox):
         lines |= codes.EQUINOX
     if runner.arguments.in_place:
-        lines |= codes.NNX if has_wrapper else codes.NNX_BARE
+        own = codes.NNX if has_wrapper else codes.NNX_BARE
+        names = _names_in(runner)
+        lines |= {code: _with_names(line, names) for code, line in own.items()}
     if not has_wrapper:  # the scaler's state alone: no optimizer knows of the skip
         flag = ("opt_state.applied", "jls.all_finite(grads)")
         lines = {code: line.replace(*flag) for code, line in lines.items()}
     for code in ("nan committed", "not atomic"):
         lines[code] += f". {codes.LEAVE_OUT}"
+    around = set(runner.around)
+    if optax.PartitionState in around:  # it masks each of its parts
+        around.discard(optax.MaskedState)
     for kind, outside in _OUTSIDE.items():
-        if kind in runner.around:
+        if kind in around:
             lines |= {
                 code: f"{line}; and {lines[code]}" for code, line in outside.items()
             }
     return lines
 
 
+def _names_in(runner: Runner) -> dict[str, str]:
+    """What an NNX step calls its arguments, by the usual names; {} if not clear."""
+    items, arguments = runner.arguments.items, runner.arguments
+    if len(runner.scales) != 1:
+        return {}
+    (scale,) = runner.scales
+    carries, *inner = scale.path  # an nnx.Optimizer, or the state of a scaler
+    is_whole = inner[:1] == ["opt_state"] if scale.counters else not inner
+    trained = {items[i].path[0] for group in runner.params for i in group}
+    trained = trained or arguments.in_place - {carries}
+    if not is_whole or len(trained) != 1 or carries in trained:
+        return {}
+    others = {carries, *trained, *arguments.in_place}
+    data = [name for name in arguments.names if name not in others]
+    names = {
+        "optimizer" if scale.counters else "state": [carries],
+        "model": list(trained),
+        "batch": data,
+    }
+    is_clear = data and all(x.isidentifier() for own in names.values() for x in own)
+    return {usual: ", ".join(own) for usual, own in names.items()} if is_clear else {}
+
+
+def _with_names(line: str, names: Mapping[str, str]) -> str:
+    """A line to write with the names of arguments, where it is code."""
+    return re.sub(r"\w+(?=[,).])", lambda found: names.get(found[0], found[0]), line)
+
+
 # What goes inside the wrapper, by the state of it.
 _OUTSIDE: dict[Any, dict[Code, str]] = {
     optax.MultiStepsState: codes.MULTI_STEPS,
     optax.MaskedState: codes.MASKED,
+    optax.PartitionState: codes.PARTITION,
 }
 
 

@@ -140,8 +140,12 @@ _ATOMIC = (
     "takes back what the step changed in the model"
 )
 _MASKED = (
-    "jls.loss_scaled(optax.masked(inner, mask)), and optax.partition inside likewise: "
-    "the wrapper sees no gradient of what a mask outside leaves out"
+    "jls.loss_scaled(optax.masked(inner, mask)): the wrapper sees no gradient of what "
+    "a mask outside leaves out"
+)
+_PARTITION = (
+    "jls.loss_scaled(optax.multi_transform(parts, labels)), with no wrapper in the "
+    "parts: one sees no gradient of the others"
 )
 
 _NNX_STEP = (
@@ -183,6 +187,7 @@ MASKED: dict[Code, str] = {
     "not atomic": _MASKED,
     "never recovers": _MASKED,
 }
+PARTITION: dict[Code, str] = dict.fromkeys(MASKED, _PARTITION)
 LEAVE_OUT = (
     "If some state is meant to move in a bad step, name only the fields that must not: "
     'jls.check_step(..., carried_args={"state": ["params", "opt_state"]})'

@@ -182,15 +182,18 @@ class Runner:
     def trained(self) -> frozenset[int]:
         """Floating-point leaves that come back and have an update in them.
 
-        Where there is no wrapper, they have gradients in them that were unscaled.
-        Without a program, all of them.
+        Or themselves and gradients that were unscaled: where there is no wrapper, and
+        where one is around a part of the optimizer. Without a program, all of them.
         """
         items, reading = self.arguments.items, self.reading
         floats = self.carried.compared - self.own
         floats = frozenset(i for i in floats if is_inexact(items[i].value))
         if reading is None:
             return floats
-        return self._following(floats, reading.bits_of_updates)
+        bits = reading.flow.bit_of_gradients
+        beside = (self._following([i], reading.bit(i)) for i in floats)
+        beside = self._following(frozenset().union(*beside), bits)
+        return self._following(floats, reading.bits_of_updates) | beside
 
     @functools.cached_property
     def params(self) -> list[frozenset[int]]:

@@ -11,7 +11,14 @@ from jls import _scopes
 from jls._program.places import functions_of_jax, modules_in_loss, place_of
 from jls._program.primitives import primitive_of
 from jls._tools.origin.kept import pattern
-from jls._tools.origin.trail import FoundBirth, OpResult, RunValue, Trail
+from jls._tools.origin.trail import (
+    Constant,
+    FoundBirth,
+    OpResult,
+    RunValue,
+    Trail,
+    identity_of,
+)
 
 SQRT = (
     "The derivative of a square root, and of a norm, is inf at 0. Keep the argument "
@@ -30,8 +37,12 @@ ENTROPY = (
     "jax.scipy.special are finite too, but their gradients are not"
 )
 ARC = (
-    "The derivative of {name} is inf at the end of its range. Clip the argument: "
-    "jnp.clip(x, -1 + {edge}, 1 - {edge})"
+    "{name} or its derivative is not finite at -1, at 1 and beyond, where rounding may "
+    "have brought the argument. Clip it: jnp.clip(x, -1 + {edge}, 1 - {edge})"
+)
+ARCCOSH = (
+    "arccosh or its derivative is not finite at 1 and below, where rounding may have "
+    "brought the argument. Keep it above: jnp.maximum(x, 1 + {edge})"
 )
 EIGENVECTORS = (
     "The derivative of eigenvectors divides by the differences of the eigenvalues, of "
@@ -98,6 +109,7 @@ INDEX = (
 CAME_IN = "It came in with the arguments: nothing in this program made it"
 WRITTEN = "It is written in the program as a number, or the function closes over it"
 
+_MAXIMA = ("max", "reduce_max", "pmax")
 _NEAR = 4  # operations back to a where: casts and products may come in between
 _LOG_OF_BASE = {"exp": 1.0, "exp2": math.log(2.0)}
 
@@ -115,9 +127,9 @@ def _words(trail: Trail, birth: FoundBirth, origin: OpResult, is_backward: bool)
     name = origin.site.equation.primitive.name
     if is_backward and "eigh" in functions_of_jax(origin.site):
         return EIGENVECTORS
-    if is_backward and name == "rsqrt":
-        for function in _arcs_beside(origin):
-            return ARC.replace("{name}", f"arc{function[1:]}")
+    if is_backward and name in ("div", "integer_pow", "rsqrt"):
+        for arc in _arcs_behind(trail, birth):
+            return _of_arc(arc)
     if name in ("div", "rsqrt") and not is_backward:
         return _for_forward_div(birth)
     if name == "mul" and not is_backward:
@@ -139,20 +151,40 @@ def _for_dtype(words: str, dtype: Any) -> str:
     return words.replace("{divisor}", _DIVISOR.get(dtype.name, "1e-12"))
 
 
-# Their derivatives have a root that is not the user's.
-_ARCS = {"acos", "asin"}
+# By the names of primitives, those that people write.
+_ARCS = {
+    "acos": "arccos",
+    "acosh": "arccosh",
+    "asin": "arcsin",
+    "atanh": "arctanh",
+    "erf_inv": "erfinv",
+}
 
 
-def _arcs_beside(origin: OpResult) -> set[str]:
-    """Those in the same line, of the same program."""
-    here, frame = place_of(origin.site), origin.frame
-    return {
-        equation.primitive.name
-        for index, equation in enumerate(frame.jaxpr.eqns)
-        if equation.primitive.name in _ARCS
-        and (place := place_of(frame.site_of(index))).line == here.line
-        and place.file == here.file
-    }
+def _arcs_behind(trail: Trail, birth: FoundBirth) -> set[str]:
+    """Those of which it is the derivative, whose root or quotient is not the user's.
+
+    It is made of the same argument, in the same line.
+    """
+    assert isinstance(birth.origin, OpResult)
+    near = {birth.origin, *_near(trail, birth.operands[-1], 4)}
+    read = {x for op in near for y in trail.operands(op) for x in _named(trail, y)}
+    here = place_of(birth.origin.site)
+    found = set[str]()
+    for frame, iterations in {(op.frame, op.iterations) for op in near}:
+        for index, equation in enumerate(frame.jaxpr.eqns):
+            if equation.primitive.name not in _ARCS:
+                continue
+            place = place_of(frame.site_of(index))
+            argument = RunValue(frame, equation.invars[0], iterations)
+            is_here = (place.file, place.line) == (here.file, here.line)
+            if is_here and read & _named(trail, argument):
+                found.add(equation.primitive.name)
+    return found
+
+
+def _of_arc(name: str) -> str:
+    return ARCCOSH if name == "acosh" else ARC.replace("{name}", _ARCS[name])
 
 
 def _overflow(origin: OpResult, birth: FoundBirth, is_backward: bool) -> str:
@@ -250,7 +282,46 @@ def _for_exp(trail: Trail, birth: FoundBirth) -> str:
 
 def _for_sub(trail: Trail, birth: FoundBirth) -> str:
     is_pair = len(birth.operands) == 2 and all(map(trail.is_bad, birth.operands))
-    return SOFTMAX if birth.size.is_nan and is_pair else ""
+    if not (birth.size.is_nan and is_pair):
+        return ""
+    # A variance, and a deviation from the mean, are inf - inf too.
+    one, other = birth.operands
+    pairs = (one, other), (other, one)
+    return SOFTMAX if any(_is_of_maximum(trail, *pair) for pair in pairs) else ""
+
+
+def _is_of_maximum(trail: Trail, value: RunValue, other: RunValue) -> bool:
+    """Whether `other` is made of a maximum of `value`, as in a softmax."""
+    moved = _moved_to(trail, value)
+    near = _near(trail, other, 7)
+    maxima = [x for x in near if x.site.equation.primitive.name in _MAXIMA]
+    return any(
+        moved & _moved_to(trail, x) for maker in maxima for x in trail.operands(maker)
+    )
+
+
+def _moved_to(trail: Trail, value: RunValue, depth: int = _NEAR) -> set[Any]:
+    """What the elements of a value are, behind operations that move them."""
+    origin, found = trail.origin(value), _named(trail, value)
+    if not isinstance(origin, OpResult) or not depth:
+        return found
+    if primitive_of(origin.site.equation).moves:
+        for operand in trail.operands(origin):
+            found |= _moved_to(trail, operand, depth - 1)
+    return found
+
+
+def _named(trail: Trail, value: RunValue) -> set[Any]:
+    """A key for what a value is; none if that is not known."""
+    origin = trail.origin(value)
+    if isinstance(origin, Constant):
+        return {id(origin.value)}
+    return {identity_of(origin)} if origin else set()
+
+
+def _for_arc(trail: Trail, birth: FoundBirth) -> str:
+    assert isinstance(birth.origin, OpResult)
+    return _of_arc(birth.origin.site.equation.primitive.name)
 
 
 def _for_mul(trail: Trail, birth: FoundBirth) -> str:
@@ -269,15 +340,23 @@ def _for_forward_mul(trail: Trail, birth: FoundBirth) -> str:
 
 def _makers(trail: Trail, value: RunValue, depth: int = 2) -> set[str]:
     """The names of the last operations behind a value, "where" for a `jnp.where`."""
+    names = set[str]()
+    for maker in _near(trail, value, depth):
+        calls = [x.params.get("name") for x in maker.site.equations]
+        names.add(maker.site.equation.primitive.name)
+        names |= {"where"} if "_where" in calls else set()
+    return names
+
+
+def _near(trail: Trail, value: RunValue, depth: int) -> set[OpResult]:
+    """The last operations behind a value."""
     origin = trail.origin(value)
     if not isinstance(origin, OpResult) or not depth:
         return set()
-    names = {origin.site.equation.primitive.name}
-    calls = [x.params.get("name") for x in origin.site.equations]
-    names |= {"where"} if "_where" in calls else set()
+    found = {origin}
     for operand in trail.operands(origin):
-        names |= _makers(trail, operand, depth - 1)
-    return names
+        found |= _near(trail, operand, depth - 1)
+    return found
 
 
 def _for_cholesky(trail: Trail, birth: FoundBirth) -> str:
@@ -285,6 +364,7 @@ def _for_cholesky(trail: Trail, birth: FoundBirth) -> str:
 
 
 _BY_LIKENESS: dict[str, Callable[[Trail, FoundBirth], str]] = {
+    "arc": _for_arc,
     "cholesky": _for_cholesky,
     "div": _for_div,
     "exp": _for_exp,
