@@ -19,7 +19,7 @@ from jls._devices import AxisName, agree
 from jls._program.writer import of_each
 from jls._scopes import CHECKED
 from jls._text import describe
-from jls._tree import floats_of, widen
+from jls._tree import floats_of, widen, widen_as_stored
 
 # Finiteness.
 
@@ -66,7 +66,7 @@ def finite_leaves(floats: Sequence[Any]) -> Array:
     if not floats:
         return jnp.ones(0, jnp.bool_)
     if not any(map(jnp.ndim, floats)):  # such as a loss: nothing to reduce
-        return jnp.stack([jnp.isfinite(widen(leaf)) for leaf in floats])
+        return jnp.stack([jnp.isfinite(widen_as_stored(leaf)) for leaf in floats])
     return _by_platform(list(floats), "finite")
 
 
@@ -171,7 +171,7 @@ def _groups(floats: list[Array]) -> list[list[int]]:
 
 def float32_parts(leaf: Any) -> list[Array]:
     """The real parts of `leaf` as float32; what is beyond its range is the largest."""
-    array = widen(leaf)
+    array = widen_as_stored(leaf)
     if array.dtype == jnp.float32:
         return [array]
     parts = [array.real, array.imag] if jnp.iscomplexobj(array) else [array]

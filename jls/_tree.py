@@ -90,11 +90,11 @@ def widen(leaf: Any) -> Any:
 
 
 def inf_if_too_large(array: Array, dtype: Any) -> Array:
-    """`array`, a wide one, with inf for all that is not finite when cast to `dtype`."""
+    """`array`, a wide one, with inf for what is too large to be finite in `dtype`."""
     if array.dtype == dtype:
         return array
-    fits = jnp.abs(array) <= _largest_stored(dtype, array.dtype)
-    return jnp.where(fits, array, jnp.inf)
+    is_too_large = jnp.abs(array) > _largest_stored(dtype, array.dtype)
+    return jnp.where(is_too_large, jnp.inf, array)
 
 
 @functools.cache
@@ -115,12 +115,16 @@ def _largest_stored(dtype: Any, wide: Any) -> float:
     return float(last if is_stored(last) else np.nextafter(last, 0 * last))
 
 
-def widen_as_stored(array: Array) -> Array:
-    """`widen`, and rounded to the dtype of `array` if that is a half precision."""
-    if array.dtype not in (jnp.float16, jnp.bfloat16):
-        return widen(array)
-    info = jnp.finfo(array.dtype)
-    return lax.reduce_precision(widen(array), info.nexp, info.nmant)
+def widen_as_stored(leaf: Any) -> Array:
+    """`widen` of an inexact leaf that may just have been cast to its dtype.
+
+    Rounded to that if it is a half precision; inf if too large for a narrower one.
+    """
+    wide, dtype = jnp.asarray(widen(leaf)), dtype_of(leaf)
+    if dtype in (jnp.float16, jnp.bfloat16):
+        info = jnp.finfo(dtype)
+        return lax.reduce_precision(wide, info.nexp, info.nmant)
+    return inf_if_too_large(wide, dtype)
 
 
 def _is_plain(leaf: Any) -> bool:

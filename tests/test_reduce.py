@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from excess import AS_WRITTEN_OR_ON_A_GPU
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from shared import FLOATS
@@ -23,6 +24,26 @@ from jls._reduce import (
 from jls._tree import floats_of
 
 # all_finite ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+@pytest.mark.parametrize("compiled", AS_WRITTEN_OR_ON_A_GPU)
+@pytest.mark.parametrize(
+    "dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e5m2, jnp.float8_e4m3fn]
+)
+def test_what_has_just_overflowed_is_not_finite(dtype, compiled, shape):
+    largest = jnp.full(shape, jnp.finfo(dtype).max).astype(jnp.float32)
+
+    def keep_finite(wide):
+        new = wide.astype(dtype)
+        is_finite = jls.all_finite(new)
+        return is_finite, jls.select(is_finite, new, jnp.zeros_like(new))
+
+    step = jax.jit(compiled(keep_finite))
+    assert step(largest)[0]
+    is_finite, kept = step(largest * (1.003 if dtype == jnp.bfloat16 else 1.5))
+    assert not is_finite
+    assert not np.any(np.asarray(kept, np.float32))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
