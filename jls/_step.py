@@ -92,6 +92,7 @@ from jls._tree import (
     select,
     wide_dtype,
     widen,
+    widen_as_stored,
 )
 from jls._types import (
     FIELDS,
@@ -325,8 +326,7 @@ def _roll_back_if_stored_nonfinite(
     params, state = old
     pairs = zip(floats_of(params), floats_of(applied.params), strict=True)
     stored = [
-        jnp.where(jnp.isfinite(widen(x)), inf_if_too_large(widen(y), dtype_of(y)), 0)
-        for x, y in pairs
+        jnp.where(jnp.isfinite(widen(x)), widen_as_stored(y), 0) for x, y in pairs
     ]
     with jax.named_scope(_scopes.NEW):
         are_finite = finite_leaves(stored)

@@ -21,7 +21,7 @@ class Model(NamedTuple):
     def variables(self) -> Any:
         """The shapes of its parameters and of its batch statistics."""
         made = jax.eval_shape(self.make(None).init, jax.random.key(0), self.inputs)
-        return {"params": made["params"], "others": _without_params(made)}
+        return {"params": made["params"], "others": without_params(made)}
 
     def loss(self, dtype: Any = None) -> Callable[..., Any]:
         """(parameters and batch statistics, batch) -> the loss, and new statistics.
@@ -42,7 +42,8 @@ class Model(NamedTuple):
         return loss_fn
 
 
-def _without_params(variables: Any) -> dict[str, Any]:
+def without_params(variables: Any) -> dict[str, Any]:
+    """What a model has beside its parameters, such as batch statistics."""
     return {name: tree for name, tree in variables.items() if name != "params"}
 
 

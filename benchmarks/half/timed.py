@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import figures
-from benchmarks.half.models import Model
+from benchmarks.half.models import Model, without_params
 from benchmarks.half.programs import MODELS, TINY, WAYS, run_of
 
 BY_HAND = "by hand"
@@ -26,8 +26,7 @@ def steps_of(model: Model, way: str, half: Any) -> figures.Steps:
     key = jax.random.key(0)
     words_or_images, labels = (_filled(x, key) for x in (model.inputs, model.labels))
     made = jax.jit(model.make(None).init)(key, words_or_images)
-    others = {name: tree for name, tree in made.items() if name != "params"}
-    variables = {"params": made["params"], "others": others}
+    variables = {"params": made["params"], "others": without_params(made)}
     run = run_of(model, way, half)
     step = jax.jit(run.step, donate_argnums=(0, 1))
     state = jax.jit(run.init)(variables)

@@ -36,6 +36,21 @@ class Case(NamedTuple):
 
 
 LABELS = jnp.array([0, 5])
+
+
+def arc(fun, x, is_forward=False):
+    """A function that ends at -1 and 1."""
+    return Case(
+        "ARC",
+        lambda x: fun(x).sum(),
+        lambda x, s: fun(jnp.clip(x, -1 + s, 1 - s)).sum(),
+        x,
+        "jnp.clip(x, -1 + {0}, 1 - {0})",
+        EDGE,
+        is_forward=is_forward,
+    )
+
+
 CASES = {
     "root": Case(
         "SQRT",
@@ -83,84 +98,15 @@ CASES = {
         "x * jnp.log(y + {})",
         is_forward=True,
     ),
-    "arccos": Case(
-        "ARC",
-        lambda x: jnp.arccos(x).sum(),
-        lambda x, s: jnp.arccos(jnp.clip(x, -1 + s, 1 - s)).sum(),
-        [1.0, 0.5],
-        "jnp.clip(x, -1 + {0}, 1 - {0})",
-        EDGE,
-    ),
-    "arcsin": Case(
-        "ARC",
-        lambda x: jnp.arcsin(x).sum(),
-        lambda x, s: jnp.arcsin(jnp.clip(x, -1 + s, 1 - s)).sum(),
-        [-1.0, 0.5],
-        "jnp.clip(x, -1 + {0}, 1 - {0})",
-        EDGE,
-    ),
-    "arccos out of its range": Case(
-        "ARC",
-        lambda x: jnp.arccos(x).sum(),
-        lambda x, s: jnp.arccos(jnp.clip(x, -1 + s, 1 - s)).sum(),
-        [1.1, 0.5],
-        "jnp.clip(x, -1 + {0}, 1 - {0})",
-        EDGE,
-        is_forward=True,
-    ),
-    "arcsin out of its range": Case(
-        "ARC",
-        lambda x: jnp.arcsin(x).sum(),
-        lambda x, s: jnp.arcsin(jnp.clip(x, -1 + s, 1 - s)).sum(),
-        [-1.1, 0.5],
-        "jnp.clip(x, -1 + {0}, 1 - {0})",
-        EDGE,
-        is_forward=True,
-    ),
-    "arctanh": Case(
-        "ARC",
-        lambda x: jnp.arctanh(x).sum(),
-        lambda x, s: jnp.arctanh(jnp.clip(x, -1 + s, 1 - s)).sum(),
-        [1.0, 0.5],
-        "jnp.clip(x, -1 + {0}, 1 - {0})",
-        EDGE,
-        is_forward=True,
-    ),
-    "arctanh out of its range": Case(
-        "ARC",
-        lambda x: jnp.arctanh(x).sum(),
-        lambda x, s: jnp.arctanh(jnp.clip(x, -1 + s, 1 - s)).sum(),
-        [-1.1, 0.5],
-        "jnp.clip(x, -1 + {0}, 1 - {0})",
-        EDGE,
-        is_forward=True,
-    ),
-    "derivative of arctanh": Case(
-        "ARC",
-        lambda x: jnp.arctanh(x).sum(),
-        lambda x, s: jnp.arctanh(jnp.clip(x, -1 + s, 1 - s)).sum(),
-        [1.0, -1.0],
-        "jnp.clip(x, -1 + {0}, 1 - {0})",
-        EDGE,
-    ),
-    "erfinv": Case(
-        "ARC",
-        lambda x: erfinv(x).sum(),
-        lambda x, s: erfinv(jnp.clip(x, -1 + s, 1 - s)).sum(),
-        [1.0, 0.5],
-        "jnp.clip(x, -1 + {0}, 1 - {0})",
-        EDGE,
-        is_forward=True,
-    ),
-    "erfinv out of its range": Case(
-        "ARC",
-        lambda x: erfinv(x).sum(),
-        lambda x, s: erfinv(jnp.clip(x, -1 + s, 1 - s)).sum(),
-        [-1.1, 0.5],
-        "jnp.clip(x, -1 + {0}, 1 - {0})",
-        EDGE,
-        is_forward=True,
-    ),
+    "arccos": arc(jnp.arccos, [1.0, 0.5]),
+    "arcsin": arc(jnp.arcsin, [-1.0, 0.5]),
+    "arccos out of its range": arc(jnp.arccos, [1.1, 0.5], is_forward=True),
+    "arcsin out of its range": arc(jnp.arcsin, [-1.1, 0.5], is_forward=True),
+    "arctanh": arc(jnp.arctanh, [1.0, 0.5], is_forward=True),
+    "arctanh out of its range": arc(jnp.arctanh, [-1.1, 0.5], is_forward=True),
+    "derivative of arctanh": arc(jnp.arctanh, [1.0, -1.0]),
+    "erfinv": arc(erfinv, [1.0, 0.5], is_forward=True),
+    "erfinv out of its range": arc(erfinv, [-1.1, 0.5], is_forward=True),
     "arccosh": Case(
         "ARCCOSH",
         lambda x: jnp.arccosh(x).sum(),
