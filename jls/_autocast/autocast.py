@@ -16,9 +16,9 @@ from jax import lax
 from jax.core import eval_jaxpr
 
 from jls import _validate
+from jls._autocast.halves import IN_MEMORY
 from jls._autocast.held import Stored
 from jls._autocast.keep import OUTER, Choice, Keep
-from jls._autocast.kinds import Fact, Kind
 from jls._autocast.rewrite import ClosedOverError, Rewrite
 from jls._mistakes import warn
 from jls._nnx import is_object, merge_all, split_all, update_all
@@ -223,8 +223,7 @@ class _Call:
         _warn_of_other_half(self.arrays, half)
         precision = _default_precision()
         rewrite = Rewrite(Choice(half, keep), precision, self._own_trace)
-        facts = [Fact(Kind.GIVEN, name=object()) for _ in self.arrays]
-        rewrite.read(program, facts)
+        rewrite.read(program, [IN_MEMORY for _ in self.arrays])
         rewrite.choice.check_found()
         has_cast = _say(rewrite.choice, program)
         if not has_cast and precision is None:  # the very program, to the bit
@@ -232,7 +231,7 @@ class _Call:
             return self._result(eval_jaxpr(jaxpr, consts, *self.arrays))
         try:
             with jax.named_scope(AUTOCAST):
-                held = [Stored(array, False) for array in self.arrays]
+                held = [Stored(array) for array in self.arrays]
                 results = [x.wide() for x in rewrite.run(program, held)]
         except (ClosedOverError, jax.errors.UnexpectedTracerError):
             warn(

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The values of a program while it is rewritten: in memory, or not computed yet.
 
-A chain of elementwise operations in which a mean, a norm or a sum takes part is put off
-until something else needs its result. It is then computed in float32 from what is in
-memory, rounded once, and computed again for the derivative: what is kept until then are
-its operands in half, and no array of float32.
+What products give is in memory, in half. So is what sums, loops and calls give, in
+float32. An elementwise operation is put off, as part of a chain, until something else
+needs its result. The chain is then computed in float32 from what is in memory, and
+rounded if a product takes it. For the derivative it is computed again: what is kept
+until then is what it began with, and no other array of float32.
+
+    h = x @ w              in memory, in half
+    y = gelu(h + b)        a chain of twelve operations, from h and b
+    y @ v                  computes it in float32, and rounds it once
+                           the derivative computes it again from h and b
 
 Where the derivative is computed in the same body, XLA merges what both computations
 share. A sum, or what is cheap, it then computes again by itself; but what is costly,
@@ -12,18 +18,21 @@ such as the tanh of a GELU, it keeps in float32, unless it is kept apart.
 """
 
 import contextlib
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jls._autocast.kinds import Fact
 from jls._autocast.shared import TO_FLOAT32, Cast, Number, bind_shared, call_shared
 from jls._program.jaxprs import (
     Operation,
+    is_float32,
     operation_of,
+    parameter,
     settings_beside,
     shared_names,
     traceback_of,
@@ -32,15 +41,22 @@ from jls._program.jaxprs import (
 )
 from jls._program.primitives import primitive_of
 
-MOST = 8  # operations of a chain, all of which are computed again
+MOST = 48  # operations of a chain, all of which are computed again
 
 
 class Stored:
-    """An array in memory. If it is in half, the program has it in float32."""
+    """An array in memory. If it is in half, the program has it in float32.
 
-    def __init__(self, array: Any, is_half: bool, is_beyond: bool = False) -> None:
-        self.array, self.is_half, self.is_beyond = array, is_half, is_beyond
+    A running value is in float32. In half is what is kept of it for a derivative that
+    is no worse for that.
+    """
+
+    def __init__(
+        self, array: Any, is_half: bool = False, is_running: bool = False
+    ) -> None:
+        self.array, self.is_half, self.is_running = array, is_half, is_running
         self._wide: Any = None if is_half else array
+        self._kept: Any = None
 
     def wide(self) -> Any:
         """The array as the program has it.
@@ -54,35 +70,46 @@ class Stored:
 
     def half(self, dtype: Any) -> Any:
         # Anew for each use: the gradients of a shared weight are summed in float32.
-        cast = self.cast(dtype)
-        return _cast(self.array, cast) if cast else self.array
+        return self.array if self.is_half else _cast(self.array, Cast(dtype))
 
-    def cast(self, dtype: Any) -> Cast | None:
-        """What makes it half, unless it is."""
-        return None if self.is_half else Cast(dtype, self.is_beyond)
+    def kept(self, dtype: Any) -> Any:
+        """A running value in half."""
+        if self._kept is None:
+            self._kept = _cast(self.array, Cast(dtype))
+        return self._kept
 
 
 class Chain:
-    """The result of an operation in float32 that is not computed yet."""
+    """The result of an operation in float32 that is not computed yet.
+
+    Args:
+      equation: the operation.
+      operands: its operands.
+      dtype: the half precision.
+      index: of the result among those of the operation.
+      is_beside: whether it is in one body with its derivative.
+    """
 
     def __init__(
         self,
         equation: Any,
         operands: Sequence["Stored | Chain"],
-        fact: Fact,
+        dtype: Any,
+        index: int = 0,
         is_beside: bool = False,
     ) -> None:
-        self._equation, self._fact = equation, fact
-        self._is_beside = is_beside  # in one body with its derivative
-        self._operands = operands
-        row, name = primitive_of(equation), equation.primitive.name
+        self.equation, self.operands = equation, operands
+        self._dtype, self._index, self._is_beside = dtype, index, is_beside
         inner = [x for x in operands if isinstance(x, Chain)]
-        self.count = (row.cast != "shape") + sum(x.count for x in inner)
+        self.nodes: frozenset[int] = frozenset({id(self)}).union(
+            *(x.nodes for x in inner)
+        )
+        row, name = primitive_of(equation), equation.primitive.name
         is_product = name == "mul" and any(map(is_number, operands))
         self._is_linear = row.saves_nothing or is_product
         self._is_linear &= all(x._is_linear for x in inner)
-        self._wide: Stored | None = None
-        self._half: Stored | None = None
+        self._wide: Any = None
+        self._half: Any = None
 
     @classmethod
     def is_of_number(cls, equation: Any, operands: Sequence["Stored | Chain"]) -> bool:
@@ -90,93 +117,143 @@ class Chain:
         is_shape = primitive_of(equation).cast == "shape"
         return is_shape and all(map(is_number, operands))
 
-    @property
-    def is_half(self) -> bool:
-        """Whether it is half where it is stored."""
-        return self._fact.is_half
+    def on(self, arrays: Mapping[int, "Stored"]) -> "Chain":
+        """The same chain, of other arrays in the places of some."""
+        made: dict[int, Stored | Chain] = dict(arrays)
+
+        def rebuilt(held: Held) -> Held:
+            if id(held) not in made:
+                made[id(held)] = (
+                    held._with([rebuilt(x) for x in held.operands])
+                    if isinstance(held, Chain)
+                    else held
+                )
+            return made[id(held)]
+
+        chain = rebuilt(self)
+        assert isinstance(chain, Chain)
+        return chain
+
+    def _with(self, operands: Sequence["Stored | Chain"]) -> "Chain":
+        return Chain(self.equation, operands, self._dtype, self._index, self._is_beside)
 
     @property
-    def stored(self) -> Stored | None:
-        """What of it is in memory already."""
-        return self._half if self.is_half else self._wide
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return self._equation.outvars[0].aval.shape
+    def atom(self) -> Any:
+        """The variable of the program that it is."""
+        return self.equation.outvars[self._index]
 
     def wide(self) -> Any:
         if self._wide is None:
-            self._wide = Stored(self._compute(None), False, self._fact.is_beyond)
-        return self._wide.array
+            self._wide = self._compute(None)
+        return self._wide
 
     def half(self, dtype: Any) -> Any:
         if self._half is None:
-            if self.is_of_number(self._equation, self._operands):
-                (number,) = (x.half(dtype) for x in self._operands)
-                (array,) = bind_shared(self._equation, [number])
+            if self.is_of_number(self.equation, self.operands):
+                numbers = [x.half(dtype) for x in self.operands]
+                (self._half,) = bind_shared(self.equation, numbers)
             else:
-                array = self._compute(Cast(dtype, self._fact.is_beyond))
-            self._half = Stored(array, True)
-        return self._half.array
+                self._half = self._clamped(dtype)._compute(Cast(dtype))
+        return self._half
+
+    def _clamped(self, dtype: Any) -> "Chain":
+        """The same with numbers that are an element of the result within the range.
+
+        A mask that a product takes is written with the lowest number of float32.
+        """
+        if not primitive_of(self.equation).moves:
+            return self
+        data = primitive_of(self.equation).data
+        operands = list(self.operands)
+        for i in range(*data.indices(len(operands))):
+            held = operands[i]
+            if isinstance(held, Chain):
+                operands[i] = held._clamped(dtype)
+            elif is_number(held) and is_float32(self.equation.invars[i]):
+                operands[i] = _within_range(held, dtype)
+        pairs = zip(operands, self.operands, strict=True)
+        return self if all(a is b for a, b in pairs) else self._with(operands)
 
     def _compute(self, rounds: Cast | None) -> Any:
+        leaves = self.leaves()
         if self._is_linear:
-            with traced_as(self._equation):
-                wide = {id(x): x.wide() for x in self._leaves().values()}
-            result = self._in_float32(wide)
+            with traced_as(self.equation):
+                known = {key: x.wide() for key, x in leaves.items()}
+            result = self._in_float32(known)
             if rounds is None:
                 return result
-            with traced_as(self._equation):
+            with traced_as(self.equation):
                 return _cast(result, rounds)
-        leaves, equations = self._leaves(), list[Any]()
-        places = {key: i for i, key in enumerate(leaves)}
+        nodes = list[Chain]()
         operands = list[tuple[Any, ...]]()
-        self._write(places, equations, operands)
+        places = {key: i for i, key in enumerate(leaves)}
+        self._write(places, nodes, operands)
+        equations = [x.equation for x in nodes]
         outside, inside = shared_names(equations)
         steps = (
             Step(
-                operation_of(equation),
-                traceback_of(equation),
+                operation_of(node.equation),
+                traceback_of(node.equation),
                 names,
-                settings_beside(equation, self._equation),
+                settings_beside(node.equation, self.equation),
                 given,
+                node._index,
             )
-            for equation, names, given in zip(equations, inside, operands, strict=True)
+            for node, names, given in zip(nodes, inside, operands, strict=True)
         )
-        is_half = tuple(x.is_half for x in leaves.values())
+        forms = tuple(
+            "half"
+            if x.is_half
+            else "running"
+            if x.is_running and _is_kept_in_half(i, len(leaves), nodes, operands)
+            else ""
+            for i, x in enumerate(leaves.values())
+        )
         is_apart = self._is_beside and rounds is not None
         is_apart &= any(primitive_of(x).is_costly for x in equations)
-        # With a mean or a sum in it, it would have to be written before it is apart.
-        is_apart &= all(x.array.shape == self._shape for x in leaves.values())
-        written = Written(tuple(steps), is_half, rounds, is_apart)
-        with traced_as(self._equation, outside):
-            arrays = [x.array for x in leaves.values()]
-            wide = [x.wide() for x in leaves.values() if x.is_half]
+        written = Written(tuple(steps), forms, rounds, is_apart)
+        pairs = list(zip(forms, leaves.values(), strict=True))
+        with traced_as(self.equation, outside):
+            arrays = [
+                x.kept(self._dtype) if form == "running" else x.array
+                for form, x in pairs
+            ]
+            wide = [x.wide() for form, x in pairs if form]
             return call_shared(written, [*arrays, *wide])
 
-    def _write(self, places: dict[int, int], equations: Any, operands: Any) -> None:
+    def _write(
+        self, places: dict[int, int], nodes: "list[Chain]", operands: Any
+    ) -> None:
         """Adds its operations, in their order; `places` are of arrays among all."""
         if id(self) in places:
             return
         given = list[Any]()
-        for x in self._operands:
+        for x in self.operands:
             if isinstance(x, Chain):
-                x._write(places, equations, operands)
+                x._write(places, nodes, operands)
             elif is_number(x):
                 given.append(Number(x.array))
                 continue
             given.append(places[id(x)])
         places[id(self)] = len(places)
-        equations.append(self._equation)
+        nodes.append(self)
         operands.append(tuple(given))
 
-    def _leaves(self) -> dict[int, Stored]:
+    def leaves(self) -> dict[int, Stored]:
+        """What is in memory, from which it is computed."""
         found: dict[int, Stored] = {}
-        for operand in self._operands:
-            if isinstance(operand, Chain):
-                found |= operand._leaves()
-            elif not is_number(operand):
-                found[id(operand)] = operand
+        seen = set[int]()
+
+        def visit(chain: Chain) -> None:
+            seen.add(id(chain))
+            for x in chain.operands:
+                if isinstance(x, Chain):
+                    if id(x) not in seen:
+                        visit(x)
+                elif not is_number(x):
+                    found[id(x)] = x
+
+        visit(self)
         return found
 
     def _in_float32(self, known: dict[int, Any]) -> Any:
@@ -185,9 +262,9 @@ class Chain:
                 x._in_float32(known)
                 if isinstance(x, Chain)
                 else known.get(id(x), x.array)
-                for x in self._operands
+                for x in self.operands
             ]
-            (known[id(self)],) = bind_shared(self._equation, operands)
+            known[id(self)] = bind_shared(self.equation, operands)[self._index]
         return known[id(self)]
 
 
@@ -199,38 +276,63 @@ class Step(NamedTuple):
     names: Any  # of the scopes within that of the chain
     settings: Any  # of JAX, where they are not those of the chain
     operands: tuple[int | Number, ...]  # numbers of arrays and of earlier results
+    index: int  # of the result that counts
 
 
 class Written(NamedTuple):
     """A chain as a function of arrays, the same for all chains that look alike.
 
-    After them it takes those in half once more, in float32: that is what it is
-    differentiated with respect to, while those in half are kept.
+    After them it takes those that are kept in half once more, in float32: that is what
+    it is differentiated with respect to, while those in half are kept.
     """
 
     steps: tuple[Step, ...]
-    is_half: tuple[bool, ...]  # of each array
+    forms: tuple[str, ...]  # of each array: "half", a "running" value in half, or ""
     rounds: Cast | None
     is_apart: bool  # from what is computed again
 
     def __call__(self, *arrays: Any) -> Any:
-        return jax.checkpoint(self._run, prevent_cse=self.is_apart)(*arrays)
+        if "running" in self.forms:
+            return _from_running(self, *arrays)
+        return self.again(*arrays)
 
-    def _run(self, *arrays: Any) -> Any:
-        count = len(self.is_half)
-        wide = iter(arrays[count:])
-        values = [
-            _in_place_of(next(wide), array) if is_half else array
-            for array, is_half in zip(arrays[:count], self.is_half, strict=True)
-        ]
+    def again(self, *arrays: Any) -> Any:
+        """From what is kept, which is also how the derivative computes it."""
+        run = jax.checkpoint(self._run_kept, prevent_cse=self.is_apart)
+        return run(*arrays)
+
+    def _run_kept(self, *arrays: Any) -> Any:
+        wide = iter(arrays[len(self.forms) :])
+        pairs = zip(self.forms, arrays, strict=False)
+        return self._run([_in_place_of(next(wide), x) if f else x for f, x in pairs])
+
+    def from_wide(self, *arrays: Any) -> Any:
+        """From running values as they are."""
+        wide = iter(arrays[len(self.forms) :])
+        pairs = zip(self.forms, arrays, strict=False)
+        return self._run([next(wide) if f else x for f, x in pairs])
+
+    def _run(self, values: list[Any]) -> Any:
         for step in self.steps:
             operands = [
                 x.value if isinstance(x, Number) else values[x] for x in step.operands
             ]
             settings = getattr(step.settings, "manager", contextlib.nullcontext())
             with traced_at(step.traceback, step.names), settings:
-                values += step.operation.bind(operands)
+                values.append(step.operation.bind(operands)[step.index])
         return self.rounds(values[-1]) if self.rounds else values[-1]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _from_running(written: Written, *arrays: Any) -> Any:
+    """A chain with the derivative that it has at what is kept of running values."""
+    return written.from_wide(*arrays)
+
+
+@_from_running.defjvp
+def _tangent_from_running(written, primals, tangents):
+    _, tangent = jax.jvp(written.again, primals, tangents)
+    return written.from_wide(*primals), tangent
 
 
 @jax.custom_jvp
@@ -243,6 +345,49 @@ def _in_place_of(wide: Any, half: Any) -> Any:
 def _tangent_in_place_of(primals, tangents):
     _, half = primals
     return TO_FLOAT32(half), tangents[0]  # needs `wide` no more: it is not kept
+
+
+def _within_range(number: Stored, dtype: Any) -> Stored:
+    """A number, or the largest of its sign that there is in half."""
+    value, largest = np.asarray(number.array), float(jnp.finfo(dtype).max)
+    if not np.isfinite(value) or abs(float(value)) <= largest:
+        return number
+    return Stored(np.float32(np.copysign(largest, value)))
+
+
+def _is_kept_in_half(
+    place: int,
+    count: int,
+    nodes: Sequence[Chain],
+    operands: Sequence[tuple[Any, ...]],
+) -> bool:
+    """Whether the derivatives of a chain are linear in one of its arrays.
+
+    Then they are as good with that in half: it is added and moved, multiplied by others
+    or once by itself. A root or a comparison may need what half rounds away.
+    """
+    powers: dict[int, int] = {place: 1}
+    for i, (node, given) in enumerate(zip(nodes, operands, strict=True)):
+        row, name = primitive_of(node.equation), node.equation.primitive.name
+        found = [0 if isinstance(x, Number) else powers.get(x, 0) for x in given]
+        if not any(found):
+            continue
+        if row.saves_nothing:
+            power = max(found)
+        elif name == "mul":
+            power = sum(found)
+        elif name == "div" and not found[1]:
+            power = found[0]
+        elif name == "square" or (
+            name == "integer_pow" and parameter(node.equation, "y") == 2
+        ):
+            power = 2 * found[0]
+        else:
+            return False
+        if power > 2:
+            return False
+        powers[count + i] = power
+    return True
 
 
 Held = Stored | Chain

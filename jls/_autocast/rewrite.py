@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluates a float32 program with its products, and what lies between them, in half.
+"""Evaluates a float32 program with its products in half, and nothing else.
 
 Calls, loops, branches and custom derivatives stay what they are, and are rewritten
 inside. Every cast is where a value is used, so nothing but XLA merges two of them.
@@ -17,16 +17,17 @@ from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import Partial
 
+from jls._autocast.halves import IN_MEMORY, Fact, Halves
 from jls._autocast.held import MOST, Chain, Held, Stored, is_number
-from jls._autocast.keep import Choice
-from jls._autocast.kinds import Fact, Kind, Kinds, Step, Way
-from jls._autocast.leads import Leads, moves_each
+from jls._autocast.keep import OUTER, Choice
 from jls._autocast.pick import bind_pick, is_pick
+from jls._autocast.readers import Readers
 from jls._autocast.shared import Cast, bind_shared
 from jls._program.control import MAIN, Call, Site, calls_of
 from jls._program.jaxprs import (
     Program,
     bind,
+    called_program,
     inlined,
     is_float32,
     is_inexact_atom,
@@ -37,6 +38,7 @@ from jls._program.jaxprs import (
     operation_of,
     parameter,
     parameters,
+    size_of,
     trace_of,
     traced_as,
     variable_of,
@@ -45,6 +47,7 @@ from jls._program.jaxprs import (
 from jls._program.places import function_of_jax, has_line_inside
 from jls._program.primitives import primitive_of
 from jls._program.replay import select_lanes
+from jls._program.walk import walk
 from jls._scopes import KEPT
 
 
@@ -57,15 +60,13 @@ class Rewrite:
 
     Attributes:
       choice: what is cast.
-      leads: which of its variables lead to a product.
     """
 
     def __init__(self, choice: Choice, precision: Any, trace: Any = None) -> None:
         self.choice, self._precision, self._own_trace = choice, precision, trace
-        self.leads = Leads(choice)
+        self._readers, self._halves = Readers(choice), Halves(choice)
         # What the rule of a custom_vjp may close over, where there is one.
         self._closed_over: dict[Any, Held] = {}
-        self._kinds = Kinds(choice, self.leads)
         self._bodies: dict[Any, Any] = {}  # of calls that are alike
         # Of functions that JAX jits, by their sites: with the lines of the calls.
         self._inlined: dict[tuple[int, ...], Any] = {}
@@ -82,12 +83,12 @@ class Rewrite:
         Args:
           program: a jaxpr.
           facts: about its inputs.
-          wanted: which of its results lead to a product.
+          wanted: which of its results are read as they are: all by default.
           site: the calls around it.
         """
         results = opened(program).jaxpr.outvars
-        self.leads.read(program, wanted or [False] * len(results), site)
-        return self._kinds.read(program, facts, site)
+        self._readers.read(program, wanted or [True] * len(results), site)
+        return walk(program, facts, self._halves, site)
 
     def run(
         self,
@@ -111,7 +112,7 @@ class Rewrite:
         known: dict[Any, Held] = {}
         known.update(zip(jaxpr.constvars, map(self._constant, consts), strict=False))
         known.update(zip(jaxpr.invars, operands, strict=True))
-        if self.leads.has_rules:
+        if self._readers.has_rules:
             self._closed_over |= known
 
         def look_up(atom: Any) -> Held:
@@ -131,7 +132,7 @@ class Rewrite:
             results = self._equation(here, list(map(look_up, equation.invars)))
             made = dict(zip(equation.outvars, results, strict=True))
             known |= made
-            if self.leads.has_rules:
+            if self._readers.has_rules:
                 self._closed_over |= made
             for atom in ends[index]:
                 del known[atom]
@@ -145,7 +146,7 @@ class Rewrite:
             return self._in_memory(held, False)
         if self._own_trace is not None and trace_of(value) is self._own_trace:
             raise ClosedOverError
-        return Stored(value, False, self._kinds.of_constant(value).is_beyond)
+        return Stored(value)
 
     def _at(self, site: Site) -> Any:
         """The equation at a site, with the line and the scopes that it has there."""
@@ -153,94 +154,169 @@ class Rewrite:
 
     def _equation(self, site: Site, operands: list[Held]) -> Sequence[Held]:
         equation = self._at(site)
-        step = self._kinds.steps[site.indices]
         name, row = equation.primitive.name, primitive_of(equation)
         calls = calls_of(equation)
-        if calls:
-            control = self._CONTROL[calls[0].kind]
-            return control(self, site, calls, operands, step.results)
+        if calls and not _is_elementwise(equation):
+            return self._CONTROL[calls[0].kind](self, site, calls, operands)
         if name == "convert_element_type" and is_float32(equation.invars[0]):
             if is_float32(equation.outvars[0]):
                 return operands
-        elif name == "convert_element_type" and is_number(operands[0]):
-            dtype = equation.outvars[0].aval.dtype
-            return [Stored(np.asarray(operands[0].wide()).astype(dtype), False)]
-        elif row.cast in ("half", "inside", "leaves", "shape"):
-            return [self._elementwise(site, operands, step)]
-        elif row.cast == "product" and self.choice.why_wide(site) == "keep":
-            with jax.named_scope(KEPT):
-                return self._operation(site, operands, step)
-        return self._operation(site, operands, step)
+            if is_number(operands[0]):
+                dtype = equation.outvars[0].aval.dtype
+                return [Stored(np.asarray(operands[0].wide()).astype(dtype))]
+        if row.cast == "product":
+            return self._product(site, operands)
+        if row.moves and row.cast and not self.choice.is_kept(site):
+            moved = self._moved(site, operands)
+            if moved is not None:
+                return moved
+        if row.cast in ("chain", "shape") or calls:
+            return self._elementwise(site, operands)
+        if row.cast == "end":
+            return [self._end(equation, operands)]
+        return self._at_once(site, operands)
 
-    def _operation(
-        self, site: Site, operands: list[Held], step: Step
-    ) -> Sequence[Held]:
-        """An operation that is computed at once."""
-        params, equation = {}, self._at(site)
-        is_product = primitive_of(equation).cast == "product"
-        if is_product and step.way != Way.WIDE:
+    def _product(self, site: Site, operands: list[Held]) -> Sequence[Held]:
+        equation, why_wide = self._at(site), self.choice.why_wide(site)
+        half = self.choice.dtype
+        if why_wide is None:
+            params = {}
             if parameter(equation, "preferred_element_type"):
-                params["preferred_element_type"] = self.choice.dtype
-        elif is_product and parameter(equation, "precision") is None:
+                params["preferred_element_type"] = half
+            each = [is_float32(x) for x in equation.invars]
+            return self._stored(
+                equation, self._bound(equation, operands, each, **params), half
+            )
+        if why_wide in _ELEMENTWISE and parameter(equation, "precision") is None:
+            params = {**parameters(equation), "precision": self._precision}
+            equation = equation.replace(params=params)
+        if why_wide == OUTER:
+            return self._chain(site, equation, operands)
+        if why_wide == "inner product":
+            return [self._end(equation, operands)]
+        if why_wide == "keep":
+            with jax.named_scope(KEPT):
+                return self._at_once(site, operands)
+        return self._at_once(site, operands)
+
+    def _at_once(self, site: Site, operands: list[Held]) -> Sequence[Held]:
+        """An operation as it is written."""
+        equation, params = self._at(site), {}
+        is_product = primitive_of(equation).cast == "product"
+        if is_product and parameter(equation, "precision") is None:
             params["precision"] = self._precision
-        each = [step.way != Way.WIDE] * len(operands)
-        if moves_each(equation):
-            each = [fact.is_half for fact in step.results]
-        if is_pick(equation) and step.way == Way.WIDE and not self.choice.is_kept(site):
+        if is_pick(equation) and not self.choice.is_kept(site):
             results = bind_pick(equation, [_wide(equation, x) for x in operands])
         else:
+            each = [False] * len(operands)
             results = self._bound(equation, operands, each, **params)
-        return self._stored(equation, results, step.results)
+        return self._stored(equation, results)
 
     def _bound(
         self, equation: Any, operands: list[Held], each: list[bool], **params: Any
     ) -> list[Any]:
         """The results of an operation that takes some of its operands in half."""
         arrays, casts = list[Any](), list[Cast | None]()
-        for atom, held, is_half in zip(equation.invars, operands, each, strict=True):
-            dtype = self.choice.dtype if is_half and is_float32(atom) else None
-            if isinstance(held, Stored) and dtype:
+        for held, is_half in zip(operands, each, strict=True):
+            is_cast = is_half and isinstance(held, Stored) and not held.is_half
+            casts.append(Cast(self.choice.dtype) if is_cast else None)
+            if is_cast:
                 arrays.append(held.array)
-                casts.append(held.cast(dtype))
+            elif is_half:
+                arrays.append(held.half(self.choice.dtype))
             else:
-                arrays.append(held.half(dtype) if dtype else _wide(equation, held))
-                casts.append(None)
+                arrays.append(_wide(equation, held))
         return bind_shared(equation, arrays, casts, **params)
 
-    def _elementwise(self, site: Site, operands: list[Held], step: Step) -> Held:
-        """An operation that is computed at once, or as part of a chain."""
-        (fact,), equation = step.results, self._at(site)
-        operands = [x.stored or x if isinstance(x, Chain) else x for x in operands]
-        chains = [x for x in operands if isinstance(x, Chain)]
-        if Chain.is_of_number(equation, operands):
-            is_chain = is_float32(equation.outvars[0])
-        elif step.way == Way.HALF:
-            is_chain = any(x.is_half for x in chains)
-        elif step.way == Way.INSIDE:
-            is_chain = True
-        else:
-            is_grown = fact.share < 1 and fact.kind != Kind.CONSTANT
-            is_chain = bool(chains) or is_grown or any(x.is_half for x in operands)
-            is_chain &= is_float32(equation.outvars[0])
-        if not is_chain:
-            each = [step.way == Way.HALF] * len(operands)
-            return self._stored(
-                equation, self._bound(equation, operands, each), [fact]
-            )[0]
+    def _moved(self, site: Site, operands: list[Held]) -> Sequence[Held] | None:
+        """What is half, or in memory, or rounded by all that read it, moved at once."""
+        equation, half = self._at(site), self.choice.dtype
+        row, count = primitive_of(equation), len(equation.outvars)
+        is_pair = row.is_pairwise and count == len(operands) > 1
+        if not is_float32(equation.outvars[0]):
+            return None
+        places = range(len(operands))[row.data]
+        data = [operands[i] for i in places]
+        rounds = [self._readers.round_result(site, x) for x in site.equation.outvars]
+        size = size_of(equation.outvars[0].aval.shape)
+        grows = size > size_of(equation.invars[0].aval.shape)
+        if (row.moves == "all" and grows) or all(map(is_number, data)):
+            return None
+        if is_pair:
+            each = [
+                is_float32(atom) and (_is_half(x, half) or (fits and _is_cast(x)))
+                for atom, x, fits in zip(equation.invars, operands, rounds, strict=True)
+            ]
+            results = self._bound(equation, operands, each)
+            return [
+                Stored(array, is_half)
+                for array, is_half in zip(results, each, strict=True)
+            ]
+        is_half = all(_is_half(x, half) for x in data)
+        is_half |= all(rounds) and any(map(_is_cast, data))
+        if not is_half and row.cast == "shape" and any(map(_is_cast, data)):
+            return None
+        if not is_half and is_pick(equation):
+            return None
+        each = [is_half and i in places for i in range(len(operands))]
+        is_running = not is_half and any(
+            isinstance(x, Stored) and x.is_running for x in data
+        )
+        is_running |= any(x in self._halves.running for x in site.equation.outvars)
+        return [
+            Stored(x, is_half, is_running)
+            for x in self._bound(equation, operands, each)
+        ]
+
+    def _elementwise(self, site: Site, operands: list[Held]) -> Sequence[Held]:
+        """An operation that is part of a chain, or is computed at once."""
+        equation = self._at(site)
+        is_float = any(map(is_float32, equation.outvars))
+        is_of_number = Chain.is_of_number(equation, operands) and is_float
+        is_chained = any(isinstance(x, Chain) for x in operands)
+        is_arithmetic = is_float and not all(map(is_number, operands))
+        if is_pick(equation) or not (is_of_number or is_chained or is_arithmetic):
+            return self._at_once(site, operands)
+        return self._chain(site, equation, operands)
+
+    def _chain(self, site: Site, equation: Any, operands: list[Held]) -> Sequence[Held]:
         is_beside = not any(map(_is_run_apart, site.equations))
-        chain = Chain(equation, operands, fact, is_beside)
-        if chain.count > MOST:
-            stored = [self._in_memory(x, x.is_half) for x in operands]
-            chain = Chain(equation, stored, fact, is_beside)
-        return chain
+
+        def made(operands: list[Held]) -> list[Chain]:
+            return [
+                Chain(equation, operands, self.choice.dtype, i, is_beside)
+                for i in range(len(equation.outvars))
+            ]
+
+        chains = made(operands)
+        if len(chains[0].nodes) > MOST:
+            chains = made([self._in_memory(x, False) for x in operands])
+        return [
+            Stored(chain.wide(), is_running=True)
+            if atom in self._halves.running
+            else chain
+            for chain, atom in zip(chains, site.equation.outvars, strict=True)
+        ]
+
+    def _end(self, equation: Any, operands: list[Held]) -> Held:
+        """An operation of a chain whose result is in memory."""
+        row, half = primitive_of(equation), self.choice.dtype
+        (atom,) = equation.outvars
+        if row.degree == "same" and all(_is_half(x, half) for x in operands):
+            each = [True] * len(operands)
+            (array,) = self._bound(equation, operands, each)
+            return Stored(array, is_float32(atom))
+        if not any(map(_is_cast, operands)):
+            return Stored(*self._bound(equation, operands, [False] * len(operands)))
+        return Stored(Chain(equation, operands, half).wide())
 
     def _stored(
-        self, equation: Any, results: Sequence[Any], facts: Sequence[Fact]
+        self, equation: Any, results: Sequence[Any], dtype: Any = None
     ) -> list[Stored]:
-        """Results as arrays; of a loop also what it carries, the first of them."""
+        """Results as arrays, of float32 or of half."""
         return [
-            Stored(array, is_float32(atom) and fact.is_half, fact.is_beyond)
-            for atom, array, fact in zip(equation.outvars, results, facts, strict=False)
+            Stored(array, dtype is not None and is_float32(atom))
+            for atom, array in zip(equation.outvars, results, strict=True)
         ]
 
     def _in_memory(self, held: Held, is_half: bool) -> Stored:
@@ -251,38 +327,49 @@ class Rewrite:
 
     # Of programs that are called: values go in and come out in memory.
 
-    def _inputs(self, operands: Sequence[Held]) -> list[Stored]:
+    def _inputs(self, site: Site, call: Call, operands: Sequence[Held]) -> list[Stored]:
+        """The inputs of a program that is called."""
+        atoms, here = opened(call.program).jaxpr.invars, call.site(site)
         return [
-            x if isinstance(x, Stored) else self._in_memory(x, x.is_half)
-            for x in operands
+            x
+            if isinstance(x, Stored)
+            else self._in_memory(
+                x, is_float32(atom) and self._readers.round_input(here, atom)
+            )
+            for x, atom in zip(call.inputs(operands), atoms, strict=True)
         ]
 
-    def _as(self, held: Sequence[Held], facts: Sequence[Fact], atoms: Any) -> list[Any]:
-        """Values as arrays, in half where the facts say so."""
+    def _are_half(self, site: Site) -> list[bool]:
+        """Which results of a call are half where they are stored."""
         return [
-            self._in_memory(x, fact.is_half).array if is_float32(atom) else x.wide()
-            for x, fact, atom in zip(held, facts, atoms, strict=True)
+            is_float32(atom)
+            and (
+                self._halves.is_half(site, i) or self._readers.round_result(site, atom)
+            )
+            for i, atom in enumerate(site.equation.outvars)
         ]
 
-    def _call(
-        self, site: Site, calls: list[Call], operands: list[Held], facts: list[Fact]
-    ) -> Sequence[Held]:
+    def _as(self, held: Sequence[Held], halves: Sequence[bool]) -> list[Any]:
+        """Values as arrays, some of them in half."""
+        pairs = zip(held, halves, strict=True)
+        return [self._in_memory(x, is_half).array for x, is_half in pairs]
+
+    def _call(self, site: Site, calls: list[Call], operands: list[Held]) -> Any:
         """A jit of the user's, remat and custom derivatives stay what they are."""
         (call,), equation = calls, self._at(site)
         name = equation.primitive.name
         if name == "custom_jvp_call":
-            return self._custom_jvp(site, call, operands, facts)
+            return self._custom_jvp(site, call, operands)
         if name == "custom_vjp_call":
-            return self._custom_vjp(site, call, operands, facts)
+            return self._custom_vjp(site, call, operands)
         is_kept = name == "jit" and function_of_jax(equation) is None
         if not is_kept and name != "remat2":
             caller = equation if name == "jit" else None
             return self.run(call.program, operands, site, caller)
-        inputs, atoms = self._inputs(operands), opened(call.program).jaxpr.outvars
+        inputs, halves = self._inputs(site, call, operands), self._are_half(site)
 
         def run(*arrays):
-            results = self.run(call.program, _like(inputs, arrays), site)
-            return self._as(results, facts, atoms)
+            return self._as(self.run(call.program, _like(inputs, arrays), site), halves)
 
         def made(*arrays):
             body: Any = jax.make_jaxpr(run)(*arrays)
@@ -295,16 +382,16 @@ class Rewrite:
         with traced_as(equation):
             steps = self._steps(call.program, site)
             if steps is None:
-                return self._stored(equation, made(*arrays), facts)
+                return _results(made(*arrays), halves)
             # Layers that are alike have one body, which JAX differentiates once.
-            key = operation_of(equation), steps
-            key += tuple((x.is_half, x.is_beyond) for x in (*inputs, *facts))
+            key = operation_of(equation), steps, tuple(halves)
+            key += tuple((x.is_half, x.is_running) for x in inputs)
             if key not in self._bodies:
                 self._bodies[key] = jitted_inline(made)
-            return self._stored(equation, self._bodies[key](*arrays), facts)
+            return _results(self._bodies[key](*arrays), halves)
 
     def _steps(self, program: Program, site: Site) -> tuple[Any, ...] | None:
-        """What becomes of a program, if that is all that its results depend on."""
+        """A key for what becomes of a body; None if it closes over arrays."""
         jaxpr, consts = opened(program)
         if consts:
             return None
@@ -313,98 +400,104 @@ class Rewrite:
             here = site.inside(equation, index)
             if equation.primitive.name == "custom_vjp_call":  # may close over arrays
                 return None
-            step = self._kinds.steps[here.indices]
-            facts = ((x.kind, x.share < 1, x.is_beyond) for x in step.results)
-            found.append((step.way, *facts))
-            for call in calls_of(equation):
+            rounds = (self._readers.round_result(here, x) for x in equation.outvars)
+            found.append((self.choice.is_kept(here), *rounds))
+            calls = calls_of(equation)
+            if calls:
+                found.append(tuple(self._are_half(here)))
+            for call in calls:
                 steps = self._steps(call.program, call.site(here))
                 if steps is None:
                     return None
                 found.append(steps)
         return tuple(found)
 
-    def _scan(
-        self, site: Site, calls: list[Call], operands: list[Held], facts: list[Fact]
-    ) -> Sequence[Held]:
-        (call,), atoms = calls, site.equation.outvars
-        consts, carried = call.consts, call.carried
-        inputs = self._inputs(operands)
-        fixed, sliced = inputs[:consts], inputs[consts + carried :]
-        entering = operands[consts : consts + carried]
+    def _carried(self, site: Site, count: int) -> list[bool]:
+        """Which carried values of a loop are half."""
+        is_kept = self.choice.is_kept(site)
+        return [x and not is_kept for x in self._are_half(site)[:count]]
+
+    def _scan(self, site: Site, calls: list[Call], operands: list[Held]) -> Any:
+        (call,) = calls
+        consts, last = call.consts, call.consts + call.carried
+        halves = self._carried(site, call.carried)
+        halves += self._are_half(site)[call.carried :]
+        inputs = self._inputs(site, call, operands)
+        # Cotangents of what is the same in each iteration are summed in float32.
+        fixed = [self._fixed(x) for x in call.inputs(operands)[:consts]]
+        sliced = inputs[last:]
 
         def body(carry, slices):
-            state = self._stored(site.equation, carry, facts)
-            held = [*_anew(fixed), *state, *_like(sliced, slices)]
-            results = self.run(call.program, held, site)
-            results = self._as(results, facts, atoms)
-            return results[:carried], results[carried:]
+            held = [*_anew(fixed), *_state(carry, halves), *_like(sliced, slices)]
+            results = self._as(self.run(call.program, held, site), halves)
+            return results[: call.carried], results[call.carried :]
 
         params = parameters(site.equation)
         options = {x: params[x] for x in ("unroll", "_split_transpose") if x in params}
+        entering = call.inputs(operands)[consts:last]
         with traced_as(self._at(site)):
             carry, stacks = lax.scan(
                 body,
-                self._as(entering, facts[:carried], atoms[:carried]),
+                self._as(entering, halves[: call.carried]),
                 [x.array for x in sliced],
                 length=call.length,
                 reverse=call.is_reversed,
                 **options,
             )
-        return self._stored(site.equation, [*carry, *stacks], facts)
+        return _results([*carry, *stacks], halves)
 
-    def _while(
-        self, site: Site, calls: list[Call], operands: list[Held], facts: list[Fact]
-    ) -> Sequence[Held]:
-        (body_call, condition), atoms = calls, site.equation.outvars
+    def _fixed(self, held: Held) -> Stored:
+        return held if isinstance(held, Stored) else self._in_memory(held, False)
+
+    def _while(self, site: Site, calls: list[Call], operands: list[Held]) -> Any:
+        body_call, condition = calls
         first = condition.consts
         last = first + body_call.consts
-        inputs = self._inputs(operands[:last])
+        fixed = [self._fixed(x) for x in operands[:last]]
+        halves = self._carried(site, body_call.carried)
         beside = condition.site(site)
 
         def is_on(carry):
-            state = self._stored(site.equation, carry, facts)
-            held = [*_anew(inputs[:first]), *state]
+            held = [*_anew(fixed[:first]), *_state(carry, halves)]
             return self.run(condition.program, held, beside)[0].wide()
 
         def body(carry):
-            state = self._stored(site.equation, carry, facts)
-            held = [*_anew(inputs[first:]), *state]
-            results = self.run(body_call.program, held, site)
-            results = self._as(results, facts, atoms)
+            held = [*_anew(fixed[first:]), *_state(carry, halves)]
+            results = self._as(self.run(body_call.program, held, site), halves)
             return select_lanes(is_on(carry), results, carry) if lanes else results
 
         # Of `vmap`: each lane ends by itself.
         lanes = opened(condition.program).jaxpr.outvars[0].aval.shape
         is_any_on = (lambda carry: jnp.any(is_on(carry))) if lanes else is_on
         with traced_as(self._at(site)):
-            begin = self._as(operands[last:], facts, atoms)
+            begin = self._as(operands[last:], halves)
             results = lax.while_loop(is_any_on, body, begin)
-        return self._stored(site.equation, results, facts)
+        return _results(results, halves)
 
-    def _cond(
-        self, site: Site, calls: list[Call], operands: list[Held], facts: list[Fact]
-    ) -> Sequence[Held]:
-        which, *rest = self._inputs(operands)
-        atoms = site.equation.outvars
+    def _cond(self, site: Site, calls: list[Call], operands: list[Held]) -> Any:
+        halves = self._are_half(site)
+        each = [self._inputs(site, call, operands) for call in calls]
+        rest = [  # float32 if one of the branches needs that
+            next((x for x in inputs if not x.is_half), inputs[0])
+            for inputs in zip(*each, strict=True)
+        ]
 
         def branch(call, *arrays):
-            results = self.run(call.program, _like(rest, arrays), call.site(site))
-            return self._as(results, facts, atoms)
+            held = self.run(call.program, _like(rest, arrays), call.site(site))
+            return self._as(held, halves)
 
         branches = [partial(branch, call) for call in calls]
+        which = operands[0].wide()
         with traced_as(self._at(site)):
-            results = lax.switch(which.array, branches, *(x.array for x in rest))
-        return self._stored(site.equation, results, facts)
+            results = lax.switch(which, branches, *(x.array for x in rest))
+        return _results(results, halves)
 
-    def _devices(
-        self, site: Site, calls: list[Call], operands: list[Held], facts: list[Fact]
-    ) -> Sequence[Held]:
+    def _devices(self, site: Site, calls: list[Call], operands: list[Held]) -> Any:
         (call,), params = calls, parameters(site.equation)
-        inputs, atoms = self._inputs(operands), site.equation.outvars
+        inputs, halves = self._inputs(site, call, operands), self._are_half(site)
 
         def run(*arrays):
-            results = self.run(call.program, _like(inputs, arrays), site)
-            return self._as(results, facts, atoms)
+            return self._as(self.run(call.program, _like(inputs, arrays), site), halves)
 
         with traced_as(self._at(site)):
             results = jax.shard_map(
@@ -415,7 +508,7 @@ class Rewrite:
                 check_vma=params["check_vma"],
                 axis_names=manual_axes(site.equation) or frozenset(),
             )(*(x.array for x in inputs))
-        return self._stored(site.equation, results, facts)
+        return _results(results, halves)
 
     # Custom derivatives. JAX gives the rule of one equation as the derivative of it.
 
@@ -428,25 +521,45 @@ class Rewrite:
         inner.read(program, facts, wanted, site)
         return inner
 
-    def _custom_jvp(
-        self, site: Site, call: Call, operands: list[Held], facts: list[Fact]
-    ) -> Sequence[Held]:
+    def _custom_jvp(self, site: Site, call: Call, operands: list[Held]) -> Any:
+        """A rule is evaluated as the function is.
+
+        It is given what chains are computed from beside what they are: it computes them
+        again, and nothing of them is kept.
+        """
         equation, atoms = self._at(site), site.equation.outvars
-        inputs = self._inputs(operands)
+        inputs, halves = self._inputs(site, call, operands), self._are_half(site)
+        chains = [x if isinstance(x, Chain) else None for x in operands]
+        leaves = list(
+            {
+                k: x for chain in chains if chain for k, x in chain.leaves().items()
+            }.items()
+        )
+        count = len(inputs)
 
         @jax.custom_jvp
         def run(*arrays):
-            results = self.run(call.program, _like(inputs, arrays), site)
-            return self._as(results, facts, atoms)
+            held = _like(inputs, arrays[:count])
+            return self._as(self.run(call.program, held, site), halves)
 
         @run.defjvp
         def rule(primals, tangents):
             moving = [i for i, x in enumerate(equation.invars) if is_inexact_atom(x)]
-            held = [*_like(inputs, primals)]
+            values, begun = primals[:count], primals[count:]
+            arrays = {
+                key: made
+                for (key, _), made in zip(
+                    leaves, _like([x for _, x in leaves], begun), strict=True
+                )
+            }
+            held: list[Held] = [
+                stored if chain is None or stored.is_half else chain.on(arrays)
+                for stored, chain in zip(_like(inputs, values), chains, strict=True)
+            ]
             held += _like([inputs[i] for i in moving], [tangents[i] for i in moving])
 
             def differentiated(*arrays):
-                primals, given = arrays[: len(inputs)], arrays[len(inputs) :]
+                primals, given = arrays[:count], arrays[count:]
                 tangents = [_no_tangent(x) for x in primals]
                 for i, tangent in zip(moving, given, strict=True):
                     tangents[i] = tangent
@@ -455,44 +568,40 @@ class Rewrite:
                 pairs = zip(tangents, atoms, strict=True)
                 return [*values, *(x for x, atom in pairs if is_inexact_atom(atom))]
 
-            avals = [_type_of(x) for x in held]
+            avals = [_type_of(x) for x in (*inputs, *(inputs[i] for i in moving))]
             made = jax.make_jaxpr(differentiated)(*avals)
-            known = [_fact_of(x) for x in held]
-            results = opened(made).jaxpr.outvars
             moved = [i for i, atom in enumerate(atoms) if is_inexact_atom(atom)]
-            outs = [*facts, *(facts[i] for i in moved)]
-            wanted = [fact.is_half for fact in outs]
-            inner = self._inner(made, known, wanted, site)
-            held = inner.run(made, held, site, equation, is_rule=True)
-            arrays = inner._as(held, outs, results)
-            values, found = arrays[: len(atoms)], iter(arrays[len(atoms) :])
+            outs = [*halves, *(halves[i] for i in moved)]
+            known = [Fact(isinstance(x, Stored) and x.is_half) for x in held]
+            inner = self._inner(made, known, [not x for x in outs], site)
+            found = inner.run(made, held, site, equation, is_rule=True)
+            arrays = inner._as(found, outs)
+            values, changes = arrays[: len(atoms)], iter(arrays[len(atoms) :])
             tangents = [
-                next(found) if is_inexact_atom(atom) else _no_tangent(value)
+                next(changes) if is_inexact_atom(atom) else _no_tangent(value)
                 for atom, value in zip(atoms, values, strict=True)
             ]
             return values, tangents
 
         with traced_as(equation):
-            results = run(*(x.array for x in inputs))
-        return self._stored(equation, results, facts)
+            arrays = [x.array for x in (*inputs, *(x for _, x in leaves))]
+            return _results(run(*arrays), halves)
 
-    def _custom_vjp(
-        self, site: Site, call: Call, operands: list[Held], facts: list[Fact]
-    ) -> Sequence[Held]:
+    def _custom_vjp(self, site: Site, call: Call, operands: list[Held]) -> Any:
         """The rule gets and gives float32: its products are in half."""
         equation = self._at(site)
 
         def traced(fun, *trees):
             """The program of a function of trees, read; and a function that runs it."""
             made, shape = jax.make_jaxpr(fun, return_shape=True)(*trees)
-            facts = [Fact(Kind.GIVEN) for _ in jax.tree.leaves(trees)]
+            facts = [IN_MEMORY for _ in jax.tree.leaves(trees)]
             inner = self._inner(made, facts, None, site)
             structure = jax.tree.structure(shape)
             for value in opened(made).consts:
                 inner._constant(value)  # raises, where one is not there
 
             def run(*trees):
-                leaves = [Stored(x, False) for x in jax.tree.leaves(trees)]
+                leaves = [Stored(x) for x in jax.tree.leaves(trees)]
                 results = [x.wide() for x in inner.run(made, leaves, site)]
                 return jax.tree.unflatten(structure, results)
 
@@ -544,7 +653,7 @@ class Rewrite:
         run.defvjp(forwards, backwards, symbolic_zeros=True)
         with traced_as(equation):
             results = run(*(x.wide() for x in operands))
-        return self._stored(equation, results, facts)
+        return self._stored(equation, results)
 
     _CONTROL: ClassVar = {
         "call": _call,
@@ -561,6 +670,45 @@ def _wide(equation: Any, held: Held) -> Any:
         return held.wide()
     with traced_as(equation):
         return held.wide()
+
+
+# Products that are computed in float32, as elementwise operations and sums are.
+_ELEMENTWISE = (OUTER, "inner product")
+
+
+def _is_cast(held: Held) -> bool:
+    """Whether it comes from a product: it is in half, or not computed yet."""
+    return isinstance(held, Chain) or held.is_half
+
+
+def _is_half(held: Held, dtype: Any) -> bool:
+    """Whether nothing is lost if it is in half: a number may be as good there."""
+    if not is_number(held):
+        return isinstance(held, Stored) and held.is_half
+    number = np.asarray(held.wide())
+    with np.errstate(over="ignore"):
+        rounded = number.astype(dtype).astype(number.dtype)
+    return bool(rounded == number or number != number)
+
+
+def _is_elementwise(equation: Any) -> bool:
+    """Whether it is a function with a derivative of its own that a chain may have."""
+    if equation.primitive.name != "custom_jvp_call" or len(equation.outvars) > 1:
+        return False
+    if not is_float32(equation.outvars[0]):
+        return False
+    program = called_program(equation)
+    return program is not None and _is_chain(program)
+
+
+def _is_chain(program: Program) -> bool:
+    jaxpr, consts = opened(program)
+    return not consts and all(
+        _is_chain(calls[0].program)
+        if (calls := calls_of(x)) and calls[0].kind == "call"
+        else primitive_of(x).cast in ("chain", "shape")
+        for x in jaxpr.eqns
+    )
 
 
 def _is_run_apart(equation: Any) -> bool:
@@ -585,10 +733,22 @@ def _last_uses(jaxpr: Any) -> list[list[Any]]:
     return ends[::-1]
 
 
+def _results(arrays: Sequence[Any], halves: Sequence[bool]) -> list[Stored]:
+    return [Stored(x, is_half) for x, is_half in zip(arrays, halves, strict=True)]
+
+
+def _state(arrays: Sequence[Any], halves: Sequence[bool]) -> list[Stored]:
+    """What a loop carries, in its body."""
+    return [
+        Stored(array, is_half, is_running=is_float32(array) and not is_half)
+        for array, is_half in zip(arrays, halves, strict=False)
+    ]
+
+
 def _like(held: Sequence[Stored], arrays: Sequence[Any]) -> list[Stored]:
     """Other arrays in the places of those that are held."""
     return [
-        Stored(array, x.is_half, x.is_beyond)
+        Stored(array, x.is_half, x.is_running)
         for x, array in zip(held, arrays, strict=True)
     ]
 
@@ -596,11 +756,6 @@ def _like(held: Sequence[Stored], arrays: Sequence[Any]) -> list[Stored]:
 def _anew(held: Sequence[Stored]) -> list[Stored]:
     """What is held outside of a body, for the inside."""
     return _like(held, [x.array for x in held])
-
-
-def _fact_of(held: Stored) -> Fact:
-    """What is known of an input of a program beside the one that was read."""
-    return Fact(Kind.HALF if held.is_half else Kind.GIVEN)
 
 
 def _type_of(held: Stored) -> Any:

@@ -31,37 +31,22 @@ class Cast(NamedTuple):
     """A dtype that a float32 array is rounded to, or one in half is float32 again."""
 
     dtype: Any
-    is_beyond: bool = False
 
     def __call__(self, value: Any) -> Any:
         """The array, or number, in this dtype.
 
-        In half a finite number beyond the range becomes the largest one.
+        A finite number in the program that is beyond its range, such as a mask, becomes
+        the largest one.
         """
-        if not self.is_beyond and isinstance(value, Array):
+        if isinstance(value, Array):
             return lax.convert_element_type(value, self.dtype)
         largest = np.float32(jnp.finfo(self.dtype).max)
-        if not isinstance(value, Array):
-            value = np.asarray(value, np.float32)
-            clipped = np.clip(value, -largest, largest)
-            return np.where(np.isfinite(value), clipped, value).astype(self.dtype)
-        return lax.convert_element_type(_clamped(value, largest), self.dtype)
+        value = np.asarray(value, np.float32)
+        clipped = np.clip(value, -largest, largest)
+        return np.where(np.isfinite(value), clipped, value).astype(self.dtype)
 
 
 TO_FLOAT32 = Cast(jnp.dtype(jnp.float32))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _clamped(value: Any, largest: np.float32) -> Any:
-    """Finite numbers up to the largest one; inf and NaN as they are."""
-    clamped = lax.clamp(-largest, value, largest)
-    return lax.select(lax.is_finite(value), clamped, value)
-
-
-@_clamped.defjvp
-def _tangent_of_clamped(largest, primals, tangents):
-    """The tangent as in float32: no array has to say where a number was clamped."""
-    return _clamped(*primals, largest), *tangents
 
 
 class Number:

@@ -58,29 +58,13 @@ class Primitive(NamedTuple):
     # The result of elements that are all equal is one of them.
     is_extreme: bool = False
     is_random: bool = False
-    # How `jls.autocast` computes it: as written, in float32, and so its result; or a
+    # How `jls.autocast` computes it: at once, from float32, as what is unknown; or a
     #     "product"    in half, accumulated in float32
-    #     "half"       in half, element by element
-    #     "inside"     in float32, and stored in half: float16 overflows on the way
-    #     "leaves"     in half, but in float32 for float16, whose range it leaves,
-    #                  or its derivative does
-    #     "move"       in half, if what it moves is
-    #     "shape"      likewise, and free where it is fused with arithmetic
-    #     "write"      in half, if it writes half into what is only written into
-    #     "extreme"    in half, if its operands are: exact in any dtype
-    #     "devices"    in float32, and its result as good as an argument
-    cast: Literal[
-        "",
-        "product",
-        "half",
-        "inside",
-        "leaves",
-        "move",
-        "shape",
-        "write",
-        "extreme",
-        "devices",
-    ] = ""
+    #     "chain"      element by element, as part of a chain
+    #     "shape"      a move that a chain goes through
+    #     "move"       a move that is made at once: of half, if it is half
+    #     "end"        the last operation of a chain, whose result is in memory
+    cast: Literal["", "product", "chain", "shape", "move", "end"] = ""
     # The programs that it runs; see `control`.
     control: Literal["", "call", "scan", "while", "cond", "devices"] = ""
     # The versions of JAX that have it, of those that are tested; "" if all do.
@@ -99,12 +83,8 @@ class Primitive(NamedTuple):
     @property
     def is_costly(self) -> bool:
         """Whether a chip takes many steps for an element."""
-        return self.degree == "bounded" or self.cast == "leaves"
-
-    @property
-    def is_choice(self) -> bool:
-        """Whether each element of the result is one of the operands'."""
-        return self.degree == "choice" or bool(self.moves)
+        costly = ("arc", "exp", "log", "log1p", "power", "root")
+        return self.degree == "bounded" or self.like in costly
 
     @property
     def is_homogeneous(self) -> bool:
@@ -135,33 +115,38 @@ TABLES: tuple[_Rows, ...] = (
     # Each operand as it is.
     _blind(
         """
-        copy device_put layout_constraint name optimization_barrier pbroadcast pvary
-        random_clone reshard sharding_constraint stop_gradient xla_metadata_value
+        copy device_put layout_constraint name optimization_barrier random_clone reshard
+        sharding_constraint stop_gradient xla_metadata_value
         """,
         moves="same",
         is_pairwise=True,
         cast="move",
     ),
-    _blind("reshape squeeze", moves="same", is_pairwise=True, cast="shape"),
+    _blind(
+        "pbroadcast pvary reshape squeeze",
+        moves="same",
+        is_pairwise=True,
+        cast="shape",
+    ),
     _blind("relayout", moves="same", cast="move", since="0.11"),
     # Elements of the operands.
     _blind("broadcast_in_dim", moves="all", cast="shape"),
-    _blind("rev transpose", moves="all", cast="move"),
+    _blind("rev transpose", moves="all", cast="shape"),
     _blind(
         "all_gather all_gather_invariant all_to_all ppermute", moves="some", cast="move"
     ),
-    _blind("concatenate pad slice split", moves="some", cast="move"),
-    _blind("stack tile unstack", moves="some", cast="move", since="0.10"),
-    _blind("dynamic_slice gather", moves="some", data=slice(1), cast="move"),
-    _blind("dynamic_update_slice", moves="some", data=slice(2), cast="write"),
-    _blind("scatter", moves="some", data=slice(0, 3, 2), cast="write"),
-    _blind("select_n", moves="some", data=slice(1, None), cast="half"),
+    _blind("concatenate pad slice split", moves="some", cast="shape"),
+    _blind("stack tile unstack", moves="some", cast="shape", since="0.10"),
+    _blind("dynamic_slice gather", moves="some", data=slice(1), cast="shape"),
+    _blind("dynamic_update_slice", moves="some", data=slice(2), cast="move"),
+    _blind("scatter", moves="some", data=slice(0, 3, 2), cast="move"),
+    _blind("select_n", moves="some", data=slice(1, None), cast="shape"),
     _blind("sort", moves="some", is_pairwise=True, cast="move"),
     # Sums and differences.
-    _elementwise("add", infs="sum", fold=np.add, cast="half", **_SUM),
-    _elementwise("add_any", infs="sum", cast="half", **_SUM),
+    _elementwise("add", infs="sum", fold=np.add, cast="chain", **_SUM),
+    _elementwise("add_any", infs="sum", cast="chain", **_SUM),
     _elementwise(
-        "sub", infs="difference", like="sub", fold=np.subtract, cast="half", **_SUM
+        "sub", infs="difference", like="sub", fold=np.subtract, cast="chain", **_SUM
     ),
     _blind("scatter-add scatter-sub", **_SCATTER, **_SUM),
     _blind("cumsum reduce_sum", degree="linear", infs="same", can_overflow=True),
@@ -171,9 +156,8 @@ TABLES: tuple[_Rows, ...] = (
         degree="linear",
         is_pairwise=True,
         can_overflow=True,
-        cast="devices",
     ),
-    _elementwise("reduce_scatter", degree="linear", can_overflow=True, cast="devices"),
+    _elementwise("reduce_scatter", degree="linear", can_overflow=True),
     # Products.
     _elementwise(
         "mul",
@@ -182,7 +166,7 @@ TABLES: tuple[_Rows, ...] = (
         can_overflow=True,
         like="mul",
         fold=np.multiply,
-        cast="half",
+        cast="chain",
     ),
     _elementwise(
         "div",
@@ -191,7 +175,7 @@ TABLES: tuple[_Rows, ...] = (
         can_overflow=True,
         singular=1,
         like="div",
-        cast="half",
+        cast="chain",
     ),
     _blind(
         "dot_general",
@@ -203,93 +187,93 @@ TABLES: tuple[_Rows, ...] = (
     _blind("conv_general_dilated", degree="product", can_overflow=True, cast="product"),
     _rows("ragged_dot_general", degree="product", can_overflow=True, cast="product"),
     _blind("scatter-mul", data=slice(0, 3, 2), degree="product", can_overflow=True),
-    _blind("cumprod reduce_prod", can_overflow=True),
+    _blind("cumprod reduce_prod", can_overflow=True, cast="end"),
     # Powers.
     _elementwise(
-        "square", degree=2.0, keeps_inf=True, can_overflow=True, cast="inside"
+        "square", degree=2.0, keeps_inf=True, can_overflow=True, cast="chain"
     ),
     _elementwise(
-        "sqrt", degree=0.5, keeps_inf=True, singular=0, like="root", cast="half"
+        "sqrt", degree=0.5, keeps_inf=True, singular=0, like="root", cast="chain"
     ),
-    _elementwise("rsqrt", degree=-0.5, singular=0, like="root", cast="leaves"),
-    _elementwise("cbrt", degree=1 / 3, cast="half"),
-    _elementwise("integer_pow", cast="inside", **_POWER),
-    _elementwise("pow", cast="leaves", **_POWER),
-    _blind("one_minus_square", is_elementwise=True, since="0.11"),
-    _blind("polynomial", is_elementwise=True, since="0.12"),
+    _elementwise("rsqrt", degree=-0.5, singular=0, like="root", cast="chain"),
+    _elementwise("cbrt", degree=1 / 3, cast="chain"),
+    _elementwise("integer_pow", cast="chain", **_POWER),
+    _elementwise("pow", cast="chain", **_POWER),
+    _elementwise("one_minus_square", cast="chain", since="0.11"),
+    _elementwise("polynomial", cast="chain", since="0.12"),
     # Numbers cast, signs changed, parts taken.
     _elementwise(
         "convert_element_type reduce_precision",
         degree="linear",
         infs="same",
         can_overflow=True,
+        cast="chain",
     ),
     _elementwise(
-        "neg", degree="linear", can_overflow=True, fold=np.negative, cast="half"
+        "neg", degree="linear", can_overflow=True, fold=np.negative, cast="chain"
     ),
     _elementwise("conj imag real", degree="linear"),
-    _elementwise("abs", degree="same", keeps_inf=True, cast="half"),
+    _elementwise("abs", degree="same", keeps_inf=True, cast="chain"),
     _elementwise("complex nextafter", degree="choice"),
-    _elementwise("ceil floor rem round", cast="half"),
+    _elementwise("ceil floor rem round", cast="chain"),
     _blind("bitcast_convert_type"),
     # One of several numbers.
-    _elementwise("max", degree="choice", fold=np.maximum, cast="half"),
-    _elementwise("min", degree="choice", fold=np.minimum, cast="half"),
+    _elementwise("max", degree="choice", fold=np.maximum, cast="chain"),
+    _elementwise("min", degree="choice", fold=np.minimum, cast="chain"),
     _elementwise(
         "clamp",
         degree="choice",
         fold=lambda low, x, high: np.minimum(np.maximum(x, low), high),
-        cast="half",
+        cast="chain",
     ),
     _blind("scatter-max scatter-min", **_SCATTER, degree="choice"),
     _elementwise(
         "select_and_gather_add select_and_scatter_add", data=slice(1), degree="choice"
     ),
-    _blind(
-        "pmax pmin", degree="same", is_pairwise=True, is_extreme=True, cast="extreme"
-    ),
-    _blind("reduce_max reduce_min", degree="same", is_extreme=True, cast="extreme"),
+    _blind("pmax pmin", degree="same", is_pairwise=True, is_extreme=True),
+    _blind("reduce_max reduce_min", degree="same", is_extreme=True, cast="end"),
     _blind(
         "cummax cummin reduce_window_max reduce_window_min",
         degree="same",
-        cast="extreme",
+        cast="end",
     ),
     _blind("top_k", degree="same"),
     # Functions of one number, or of two.
-    _elementwise("cos erf erfc logistic sin tanh", degree="bounded", cast="half"),
-    _elementwise("exp exp2", infs="exp", singular=0, like="exp", cast="leaves"),
-    _elementwise("expm1", singular=0, like="exp", cast="leaves"),
-    _elementwise("log", singular=0, like="log", cast="leaves"),
-    _elementwise("log1p", singular=0, like="log1p", cast="leaves"),
-    _elementwise("log2", singular=0, like="log", cast="leaves", since="0.11"),
-    _elementwise("acosh atanh", singular=0, like="arc", cast="half"),
-    _elementwise("acos asin erf_inv", singular=0, like="arc", cast="leaves"),
-    _elementwise("cosh sinh", singular=0, cast="leaves"),
-    _elementwise("asinh atan atan2", cast="half"),
-    _elementwise("tan", cast="leaves"),
-    _elementwise("digamma lgamma"),
+    _elementwise("cos erf erfc logistic sin tanh", degree="bounded", cast="chain"),
+    _elementwise("exp exp2", infs="exp", singular=0, like="exp", cast="chain"),
+    _elementwise("expm1", singular=0, like="exp", cast="chain"),
+    _elementwise("log", singular=0, like="log", cast="chain"),
+    _elementwise("log1p", singular=0, like="log1p", cast="chain"),
+    _elementwise("log2", singular=0, like="log", cast="chain", since="0.11"),
+    _elementwise("acosh atanh", singular=0, like="arc", cast="chain"),
+    _elementwise("acos asin erf_inv", singular=0, like="arc", cast="chain"),
+    _elementwise("cosh sinh", singular=0, cast="chain"),
+    _elementwise("asinh atan atan2", cast="chain"),
+    _elementwise("tan", cast="chain"),
+    _elementwise("digamma lgamma", cast="chain"),
     _rows(
         """
         bessel_i0e bessel_i1e igamma igamma_grad_a igammac polygamma
         regularized_incomplete_beta zeta
         """,
         is_elementwise=True,
+        cast="chain",
     ),
-    _blind("cumlogsumexp"),
+    _blind("cumlogsumexp", cast="end"),
     # Signs, order, comparisons, integers.
-    _elementwise("sign", degree="order", cast="half"),
+    _elementwise("sign", degree="order", cast="chain"),
     _blind("argmax argmin", degree="order"),
-    _blind("is_finite", fold=np.isfinite),
-    _blind("eq", fold=np.equal),
-    _blind("ne", fold=np.not_equal),
-    _blind("lt", fold=np.less),
-    _blind("le", fold=np.less_equal),
-    _blind("gt", fold=np.greater),
-    _blind("ge", fold=np.greater_equal),
-    _blind("and", fold=np.bitwise_and),
-    _blind("or", fold=np.bitwise_or),
-    _blind("xor", fold=np.bitwise_xor),
-    _blind("not", fold=np.invert),
+    _blind("is_finite", fold=np.isfinite, cast="chain"),
+    _blind("eq", fold=np.equal, cast="chain"),
+    _blind("ne", fold=np.not_equal, cast="chain"),
+    _blind("lt", fold=np.less, cast="chain"),
+    _blind("le", fold=np.less_equal, cast="chain"),
+    _blind("gt", fold=np.greater, cast="chain"),
+    _blind("ge", fold=np.greater_equal, cast="chain"),
+    _blind("and", fold=np.bitwise_and, cast="chain"),
+    _blind("or", fold=np.bitwise_or, cast="chain"),
+    _blind("xor", fold=np.bitwise_xor, cast="chain"),
+    _blind("not", fold=np.invert, cast="chain"),
     _blind("reduce_and reduce_or", is_extreme=True),
     _blind(
         """

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jls._autocast.keep import Choice
-from jls._autocast.kinds import Fact, Kind, Kinds, Step, Way
-from jls._autocast.leads import Leads
 from jls._program.control import Site, calls_of
 from jls._program.frames import Frame, Variable
 from jls._program.jaxprs import (
@@ -185,22 +183,14 @@ class Forward:
         """
         sites = {frame.indices_of(index) for frame, index in self._sites}
         choice = _OfForward(sites, set(map(_scope, kept)))
-        leads = Leads(choice)
-        jaxpr = self._main.jaxpr
-        leads.read(self._program, [False] * len(jaxpr.outvars))
-        kinds = Kinds(choice, leads)
-        given = [Fact(Kind.GIVEN, name=object()) for _ in jaxpr.invars]
-        kinds.read(self._program, given)
-        ends = {
-            frame: set(variables_in(frame.jaxpr.outvars))
-            for frame in {frame for frame, _ in self._sites}
-        }
-        every = [
-            Touch(frame, index, *_in_half(frame.jaxpr.eqns[index], step, ends[frame]))
-            for frame, index in self._sites
-            if (step := kinds.steps.get(frame.indices_of(index))) is not None
-        ]
-        return [x for x in every if x.atoms]
+        found = []
+        for frame, index in self._sites:
+            equation = frame.jaxpr.eqns[index]
+            is_product = primitive_of(equation).cast == "product"
+            if is_product and choice.why_wide(frame.site_of(index)) is None:
+                operands = list(filter(is_float32, variables_in(equation.invars)))
+                found.append(Touch(frame, index, operands, list(equation.outvars)))
+        return found
 
     def _as_keep(self, sites: list[Site], born: list[Site]) -> Kept:
         if not sites:
@@ -252,25 +242,6 @@ def _argument(keep: Keep) -> str:
 
 def _is_cast(equation: Any) -> bool:
     return equation.primitive.name == "convert_element_type"
-
-
-def _in_half(equation: Any, step: Step, ends: set[Any]) -> tuple[list[Any], list[Any]]:
-    """The operands and the results of an operation that are half.
-
-    Args:
-      equation: the operation.
-      step: how an autocast computes it.
-      ends: the results of its program.
-    """
-    results = [
-        x
-        for x, fact in zip(equation.outvars, step.results, strict=True)
-        if is_float32(x) and fact.is_half
-    ]
-    if step.way in (Way.HALF, Way.PRODUCT):
-        return list(filter(is_float32, variables_in(equation.invars))), results
-    # Inside a chain nothing is rounded: what is at its end is an operand of the next.
-    return [], [x for x in results if x in ends]
 
 
 def _scope(site: Site) -> str | tuple[str, str]:

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which values of a program are half by themselves, and which are running values.
+
+The results of products are half, and so is what is moved of them. A running value is
+what one thing after the other is added to: a residual stream, an integrator. There is
+one of it at a time, so it is kept in memory, and is not computed anew from all terms.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jls._autocast.keep import Choice
+from jls._program.control import Site
+from jls._program.jaxprs import is_float32, is_literal, size_of
+from jls._program.primitives import Primitive, primitive_of
+
+
+class Fact(NamedTuple):
+    """What is known of a value before anything is computed."""
+
+    is_half: bool = False
+    # Variables: an array in memory, and those of what was added to it; the last two.
+    row: tuple[Any, ...] = ()
+    is_spread: bool = False  # an array that was broadcast, such as a bias
+
+
+IN_MEMORY = Fact(row=(None,))
+
+
+class Halves:
+    """The question for `walk`.
+
+    Attributes:
+      running: the variables that are running values.
+    """
+
+    def __init__(self, choice: Choice) -> None:
+        self._choice = choice
+        self.running: set[Any] = set()
+        self._results: dict[tuple[int, ...], Sequence[Fact]] = {}
+
+    def is_half(self, site: Site, index: int) -> bool:
+        """Whether a result of a call, a loop or branches is half by itself."""
+        return self._results[site.indices][index].is_half
+
+    def of_constant(self, value: Any) -> Fact:
+        """The fact about a number in the program."""
+        del value
+        return Fact()
+
+    def on_call(self, site: Site, operands: Sequence[Fact]) -> None:
+        """Nothing is remembered of where a call is."""
+
+    def of_call(self, site: Site, results: Sequence[Fact]) -> Sequence[Fact]:
+        """What a rule of `custom_vjp` gives is float32."""
+        if site.equation.primitive.name == "custom_vjp_call":
+            results = [IN_MEMORY] * len(results)
+        self._results[site.indices] = results
+        return results
+
+    def join(self, site: Site, one: Fact, other: Fact) -> Fact:
+        """Of branches."""
+        is_half = one.is_half and other.is_half
+        return Fact(is_half, max(one.row, other.row, key=len))
+
+    def carry(self, site: Site, before: Fact, after: Fact) -> Fact:
+        """What is carried is in memory."""
+        joined = IN_MEMORY._replace(is_half=before.is_half and after.is_half)
+        return before if joined == before else joined
+
+    def slice(self, value: Fact) -> Fact:
+        """It is in memory, as the whole."""
+        return IN_MEMORY._replace(is_half=value.is_half)
+
+    def stack(self, value: Fact) -> Fact:
+        """It is in memory."""
+        return self.slice(value)
+
+    def branch(self, index: Fact) -> int | None:
+        """It is not known."""
+        return None
+
+    def of_equation(self, site: Site, operands: Sequence[Fact]) -> Sequence[Fact]:
+        """The facts about the results of an operation."""
+        equation, row = site.equation, primitive_of(site.equation)
+        if not any(map(is_float32, equation.outvars)):
+            return [Fact()] * len(equation.outvars)
+        if row.cast == "product":
+            return [Fact(self._choice.why_wide(site) is None)]
+        is_kept = self._choice.is_kept(site)
+        if row.moves and not is_kept:
+            return _moved(equation, row, operands)
+        return [self._of_elementwise(equation, operands)] * len(equation.outvars)
+
+    def _of_elementwise(self, equation: Any, operands: Sequence[Fact]) -> Fact:
+        name, shape = equation.primitive.name, equation.outvars[0].aval.shape
+        arrays = [
+            (atom, fact)
+            for atom, fact in zip(equation.invars, operands, strict=True)
+            if not is_literal(atom) and not fact.is_spread and atom.aval.shape == shape
+        ]
+        row = max((fact.row for _, fact in arrays), default=(), key=len)
+        if name in ("neg", "copy") or (name in ("mul", "div") and len(arrays) == 1):
+            return Fact(row=row)
+        if name not in ("add", "sub", "add_any") or not row:
+            return Fact()
+        if len(arrays) < 2:  # a bias
+            return Fact(row=row)
+        if len(row) > 1:  # the second in a row
+            self.running.update((*row, *equation.outvars))
+        return Fact(row=(row[-1], *equation.outvars))
+
+
+def _moved(equation: Any, primitive: Primitive, facts: Sequence[Fact]) -> list[Fact]:
+    count = len(equation.outvars)
+    if primitive.is_pairwise and count == len(facts) > 1:
+        return list(facts)
+    moved = facts[primitive.data]
+    sizes = [size_of(x.aval.shape) for x in equation.invars[primitive.data]]
+    grown = size_of(equation.outvars[0].aval.shape) > max(sizes, default=0)
+    is_spread = equation.primitive.name == "broadcast_in_dim" and grown
+    is_half = all(fact.is_half for fact in moved)
+    row = max((fact.row for fact in moved), default=(), key=len)
+    if len(row) == 1:
+        row = tuple(equation.outvars[:1])
+    return [Fact(is_half, () if is_spread else row, is_spread)] * count
