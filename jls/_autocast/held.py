@@ -11,10 +11,6 @@ until then is what it began with, and no other array of float32.
     y = gelu(h + b)        a chain of twelve operations, from h and b
     y @ v                  computes it in float32, and rounds it once
                            the derivative computes it again from h and b
-
-Where the derivative is computed in the same body, XLA merges what both computations
-share. A sum, or what is cheap, it then computes again by itself; but what is costly,
-such as the tanh of a GELU, it keeps in float32, unless it is kept apart.
 """
 
 import contextlib
@@ -87,7 +83,6 @@ class Chain:
       operands: its operands.
       dtype: the half precision.
       index: of the result among those of the operation.
-      is_beside: whether it is in one body with its derivative.
     """
 
     def __init__(
@@ -96,10 +91,9 @@ class Chain:
         operands: Sequence["Stored | Chain"],
         dtype: Any,
         index: int = 0,
-        is_beside: bool = False,
     ) -> None:
         self.equation, self.operands = equation, operands
-        self._dtype, self._index, self._is_beside = dtype, index, is_beside
+        self._dtype, self._index = dtype, index
         inner = [x for x in operands if isinstance(x, Chain)]
         self.nodes: frozenset[int] = frozenset({id(self)}).union(
             *(x.nodes for x in inner)
@@ -135,7 +129,7 @@ class Chain:
         return chain
 
     def _with(self, operands: Sequence["Stored | Chain"]) -> "Chain":
-        return Chain(self.equation, operands, self._dtype, self._index, self._is_beside)
+        return Chain(self.equation, operands, self._dtype, self._index)
 
     @property
     def atom(self) -> Any:
@@ -209,9 +203,7 @@ class Chain:
             else ""
             for i, x in enumerate(leaves.values())
         )
-        is_apart = self._is_beside and rounds is not None
-        is_apart &= any(primitive_of(x).is_costly for x in equations)
-        written = Written(tuple(steps), forms, rounds, is_apart)
+        written = Written(tuple(steps), forms, rounds)
         pairs = list(zip(forms, leaves.values(), strict=True))
         with traced_as(self.equation, outside):
             arrays = [
@@ -289,7 +281,6 @@ class Written(NamedTuple):
     steps: tuple[Step, ...]
     forms: tuple[str, ...]  # of each array: "half", a "running" value in half, or ""
     rounds: Cast | None
-    is_apart: bool  # from what is computed again
 
     def __call__(self, *arrays: Any) -> Any:
         if "running" in self.forms:
@@ -298,8 +289,7 @@ class Written(NamedTuple):
 
     def again(self, *arrays: Any) -> Any:
         """From what is kept, which is also how the derivative computes it."""
-        run = jax.checkpoint(self._run_kept, prevent_cse=self.is_apart)
-        return run(*arrays)
+        return jax.checkpoint(self._run_kept, prevent_cse=False)(*arrays)
 
     def _run_kept(self, *arrays: Any) -> Any:
         wide = iter(arrays[len(self.forms) :])

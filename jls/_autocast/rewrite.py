@@ -280,11 +280,9 @@ class Rewrite:
         return self._chain(site, equation, operands)
 
     def _chain(self, site: Site, equation: Any, operands: list[Held]) -> Sequence[Held]:
-        is_beside = not any(map(_is_run_apart, site.equations))
-
         def made(operands: list[Held]) -> list[Chain]:
             return [
-                Chain(equation, operands, self.choice.dtype, i, is_beside)
+                Chain(equation, operands, self.choice.dtype, i)
                 for i in range(len(equation.outvars))
             ]
 
@@ -709,16 +707,6 @@ def _is_chain(program: Program) -> bool:
         else primitive_of(x).cast in ("chain", "shape")
         for x in jaxpr.eqns
     )
-
-
-def _is_run_apart(equation: Any) -> bool:
-    """Whether what it calls is in one body, and its derivative in another.
-
-    The derivative of a remat runs it again: to keep chains in it apart from what they
-    are then would compute them three times.
-    """
-    is_loop = any(call.is_loop for call in calls_of(equation))
-    return is_loop or equation.primitive.name == "remat2"
 
 
 def _last_uses(jaxpr: Any) -> list[list[Any]]:

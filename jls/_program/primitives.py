@@ -81,12 +81,6 @@ class Primitive(NamedTuple):
         return self.degree in ("linear", "sum") or bool(self.moves)
 
     @property
-    def is_costly(self) -> bool:
-        """Whether a chip takes many steps for an element."""
-        costly = ("arc", "exp", "log", "log1p", "power", "root")
-        return self.degree == "bounded" or self.like in costly
-
-    @property
     def is_homogeneous(self) -> bool:
         return self.degree in ("linear", "same")
 
@@ -189,9 +183,7 @@ TABLES: tuple[_Rows, ...] = (
     _blind("scatter-mul", data=slice(0, 3, 2), degree="product", can_overflow=True),
     _blind("cumprod reduce_prod", can_overflow=True, cast="end"),
     # Powers.
-    _elementwise(
-        "square", degree=2.0, keeps_inf=True, can_overflow=True, cast="chain"
-    ),
+    _elementwise("square", degree=2.0, keeps_inf=True, can_overflow=True, cast="chain"),
     _elementwise(
         "sqrt", degree=0.5, keeps_inf=True, singular=0, like="root", cast="chain"
     ),
