@@ -100,15 +100,17 @@ class Halves:
             if not is_literal(atom) and not fact.is_spread and atom.aval.shape == shape
         ]
         row = max((fact.row for _, fact in arrays), default=(), key=len)
-        if name in ("neg", "copy") or (name in ("mul", "div") and len(arrays) == 1):
+        if len(arrays) == 1 and name in (*_SUMS, *_SCALES):  # with a number, or a bias
             return Fact(row=row)
-        if name not in ("add", "sub", "add_any") or not row:
+        if len(arrays) < 2 or name not in _SUMS:
             return Fact()
-        if len(arrays) < 2:  # a bias
-            return Fact(row=row)
         if len(row) > 1:  # the second in a row
             self.running.update((*row, *equation.outvars))
-        return Fact(row=(row[-1], *equation.outvars))
+        return Fact(row=(*row[-1:], *equation.outvars))
+
+
+_SUMS = ("add", "add_any", "sub")
+_SCALES = ("copy", "div", "max", "mul", "neg")
 
 
 def _moved(equation: Any, primitive: Primitive, facts: Sequence[Fact]) -> list[Fact]:

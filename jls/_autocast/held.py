@@ -24,9 +24,12 @@ import numpy as np
 from jax import Array
 
 from jls._autocast.shared import TO_FLOAT32, Cast, Number, bind_shared, call_shared
+from jls._program.control import calls_of
 from jls._program.jaxprs import (
     Operation,
     is_float32,
+    is_literal,
+    opened,
     operation_of,
     parameter,
     settings_beside,
@@ -37,7 +40,7 @@ from jls._program.jaxprs import (
 )
 from jls._program.primitives import primitive_of
 
-MOST = 48  # operations of a chain, all of which are computed again
+MOST = 32  # operations of a chain, all of which are computed again
 
 
 class Stored:
@@ -53,6 +56,7 @@ class Stored:
         self.array, self.is_half, self.is_running = array, is_half, is_running
         self._wide: Any = None if is_half else array
         self._kept: Any = None
+        self._is_fixed = False
 
     def wide(self) -> Any:
         """The array as the program has it.
@@ -65,8 +69,21 @@ class Stored:
         return self._wide
 
     def half(self, dtype: Any) -> Any:
+        if self._is_fixed:
+            return call_shared(_half_of, [self.array, self.wide()])
         # Anew for each use: the gradients of a shared weight are summed in float32.
         return self.array if self.is_half else _cast(self.array, Cast(dtype))
+
+    def fixed(self, array: Any, wide: Any) -> "Stored":
+        """The same in each iteration of a loop: its cotangents are summed in float32.
+
+        Args:
+          array: in half, in the body of the loop.
+          wide: in float32, in the body.
+        """
+        made = Stored(array, True)
+        made._wide, made._is_fixed = wide, True
+        return made
 
     def kept(self, dtype: Any) -> Any:
         """A running value in half."""
@@ -326,6 +343,18 @@ def _tangent_from_running(written, primals, tangents):
 
 
 @jax.custom_jvp
+def _half_of(half: Any, wide: Any) -> Any:
+    """`half`, as what is rounded of the same array in float32."""
+    del wide
+    return half
+
+
+@_half_of.defjvp
+def _tangent_of_half_of(primals, tangents):
+    return primals[0], Cast(primals[0].dtype)(tangents[1])
+
+
+@jax.custom_jvp
 def _in_place_of(wide: Any, half: Any) -> Any:
     """`wide`, computed from the same array in half."""
     return TO_FLOAT32(half)
@@ -354,7 +383,8 @@ def _is_kept_in_half(
     """Whether the derivatives of a chain are linear in one of its arrays.
 
     Then they are as good with that in half: it is added and moved, multiplied by others
-    or once by itself. A root or a comparison may need what half rounds away.
+    or once by itself. A root or a comparison may need what half rounds away; but not
+    its sign, of which a relu asks.
     """
     powers: dict[int, int] = {place: 1}
     for i, (node, given) in enumerate(zip(nodes, operands, strict=True)):
@@ -362,7 +392,7 @@ def _is_kept_in_half(
         found = [0 if isinstance(x, Number) else powers.get(x, 0) for x in given]
         if not any(found):
             continue
-        if row.saves_nothing:
+        if row.saves_nothing or (_is_relu(node) and place in given):
             power = max(found)
         elif name == "mul":
             power = sum(found)
@@ -378,6 +408,25 @@ def _is_kept_in_half(
             return False
         powers[count + i] = power
     return True
+
+
+def _is_relu(chain: Chain) -> bool:
+    """Whether it is the larger one of an array and 0."""
+    equation = chain.equation
+    while calls_of(equation):
+        equations = opened(calls_of(equation)[0].program).jaxpr.eqns
+        if len(equations) != 1:
+            return False
+        (equation,) = equations
+        if equation.primitive.name == "max":
+            return any(is_literal(x) and x.val == 0 for x in equation.invars)
+    operands = [
+        x.operands[0] if isinstance(x, Chain) and len(x.operands) == 1 else x
+        for x in chain.operands
+    ]
+    return equation.primitive.name == "max" and any(
+        is_number(x) and x.array == 0 for x in operands
+    )
 
 
 Held = Stored | Chain

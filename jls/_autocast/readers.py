@@ -25,6 +25,7 @@ class Readers:
     def __init__(self, choice: Choice) -> None:
         self._choice = choice
         self._found: dict[tuple[int, ...], set[Any]] = {}
+        self._carried: dict[tuple[int, ...], list[bool]] = {}
         self.has_rules = False
 
     def round_input(self, site: Site, atom: Any) -> bool:
@@ -34,6 +35,10 @@ class Readers:
     def round_result(self, site: Site, atom: Any) -> bool:
         """Whether all that read a result of the equation at `site` round it first."""
         return atom not in self._found[site.indices[:-1]]
+
+    def round_carried(self, site: Site) -> list[bool]:
+        """Whether all that read a value that the loop at `site` carries round it."""
+        return [not x for x in self._carried[site.indices]]
 
     def read(
         self, program: Program, wanted: Sequence[bool], site: Site = MAIN
@@ -105,7 +110,7 @@ class Readers:
             carried = inputs[call.consts : last]
             more = [a or b for a, b in zip(wanted, carried, strict=False)]
             if more == wanted[: call.carried]:
-                inputs[call.consts : last] = more
+                inputs[call.consts : last] = self._carried[site.indices] = more
                 return inputs
             wanted[: call.carried] = more
 

@@ -323,6 +323,9 @@ class Rewrite:
         array = held.half(self.choice.dtype) if is_half else held.wide()
         return Stored(array, is_half)
 
+    def _in_memory_wide(self, held: Held) -> Stored:
+        return held if isinstance(held, Stored) else self._in_memory(held, False)
+
     # Of programs that are called: values go in and come out in memory.
 
     def _inputs(self, site: Site, call: Call, operands: Sequence[Held]) -> list[Stored]:
@@ -337,14 +340,18 @@ class Rewrite:
             for x, atom in zip(call.inputs(operands), atoms, strict=True)
         ]
 
-    def _are_half(self, site: Site) -> list[bool]:
+    def _are_half(self, site: Site, call: Call) -> list[bool]:
         """Which results of a call are half where they are stored."""
+        atoms = site.equation.outvars
+        rounds = [self._readers.round_result(site, x) for x in atoms]
+        alone = [self._halves.is_half(site, i) for i in range(len(atoms))]
+        if call.is_loop:
+            rounds[: call.carried] = self._readers.round_carried(site)
+            if self.choice.is_kept(site):
+                alone[: call.carried] = [False] * call.carried
         return [
-            is_float32(atom)
-            and (
-                self._halves.is_half(site, i) or self._readers.round_result(site, atom)
-            )
-            for i, atom in enumerate(site.equation.outvars)
+            is_float32(atom) and (is_rounded or is_half)
+            for atom, is_rounded, is_half in zip(atoms, rounds, alone, strict=True)
         ]
 
     def _as(self, held: Sequence[Held], halves: Sequence[bool]) -> list[Any]:
@@ -364,7 +371,7 @@ class Rewrite:
         if not is_kept and name != "remat2":
             caller = equation if name == "jit" else None
             return self.run(call.program, operands, site, caller)
-        inputs, halves = self._inputs(site, call, operands), self._are_half(site)
+        inputs, halves = self._inputs(site, call, operands), self._are_half(site, call)
 
         def run(*arrays):
             return self._as(self.run(call.program, _like(inputs, arrays), site), halves)
@@ -402,7 +409,7 @@ class Rewrite:
             found.append((self.choice.is_kept(here), *rounds))
             calls = calls_of(equation)
             if calls:
-                found.append(tuple(self._are_half(here)))
+                found.append(tuple(self._are_half(here, calls[0])))
             for call in calls:
                 steps = self._steps(call.program, call.site(here))
                 if steps is None:
@@ -410,23 +417,16 @@ class Rewrite:
                 found.append(steps)
         return tuple(found)
 
-    def _carried(self, site: Site, count: int) -> list[bool]:
-        """Which carried values of a loop are half."""
-        is_kept = self.choice.is_kept(site)
-        return [x and not is_kept for x in self._are_half(site)[:count]]
-
     def _scan(self, site: Site, calls: list[Call], operands: list[Held]) -> Any:
         (call,) = calls
         consts, last = call.consts, call.consts + call.carried
-        halves = self._carried(site, call.carried)
-        halves += self._are_half(site)[call.carried :]
+        halves = self._are_half(site, call)
         inputs = self._inputs(site, call, operands)
-        # Cotangents of what is the same in each iteration are summed in float32.
-        fixed = [self._fixed(x) for x in call.inputs(operands)[:consts]]
+        fixed = [self._in_memory_wide(x) for x in call.inputs(operands)[:consts]]
         sliced = inputs[last:]
 
         def body(carry, slices):
-            held = [*_anew(fixed), *_state(carry, halves), *_like(sliced, slices)]
+            held = [*_fixed(fixed), *_state(carry, halves), *_like(sliced, slices)]
             results = self._as(self.run(call.program, held, site), halves)
             return results[: call.carried], results[call.carried :]
 
@@ -444,15 +444,12 @@ class Rewrite:
             )
         return _results([*carry, *stacks], halves)
 
-    def _fixed(self, held: Held) -> Stored:
-        return held if isinstance(held, Stored) else self._in_memory(held, False)
-
     def _while(self, site: Site, calls: list[Call], operands: list[Held]) -> Any:
         body_call, condition = calls
         first = condition.consts
         last = first + body_call.consts
-        fixed = [self._fixed(x) for x in operands[:last]]
-        halves = self._carried(site, body_call.carried)
+        fixed = [self._in_memory_wide(x) for x in operands[:last]]
+        halves = self._are_half(site, body_call)
         beside = condition.site(site)
 
         def is_on(carry):
@@ -473,7 +470,7 @@ class Rewrite:
         return _results(results, halves)
 
     def _cond(self, site: Site, calls: list[Call], operands: list[Held]) -> Any:
-        halves = self._are_half(site)
+        halves = self._are_half(site, calls[0])
         each = [self._inputs(site, call, operands) for call in calls]
         rest = [  # float32 if one of the branches needs that
             next((x for x in inputs if not x.is_half), inputs[0])
@@ -492,7 +489,7 @@ class Rewrite:
 
     def _devices(self, site: Site, calls: list[Call], operands: list[Held]) -> Any:
         (call,), params = calls, parameters(site.equation)
-        inputs, halves = self._inputs(site, call, operands), self._are_half(site)
+        inputs, halves = self._inputs(site, call, operands), self._are_half(site, call)
 
         def run(*arrays):
             return self._as(self.run(call.program, _like(inputs, arrays), site), halves)
@@ -526,7 +523,7 @@ class Rewrite:
         again, and nothing of them is kept.
         """
         equation, atoms = self._at(site), site.equation.outvars
-        inputs, halves = self._inputs(site, call, operands), self._are_half(site)
+        inputs, halves = self._inputs(site, call, operands), self._are_half(site, call)
         chains = [x if isinstance(x, Chain) else None for x in operands]
         leaves = list(
             {
@@ -723,6 +720,14 @@ def _last_uses(jaxpr: Any) -> list[list[Any]]:
 
 def _results(arrays: Sequence[Any], halves: Sequence[bool]) -> list[Stored]:
     return [Stored(x, is_half) for x, is_half in zip(arrays, halves, strict=True)]
+
+
+def _fixed(held: Sequence[Stored]) -> list[Stored]:
+    """What is the same in each iteration, in the body of a `scan`."""
+    return [
+        x.fixed(x.array, x.wide()) if x.is_half else y
+        for x, y in zip(held, _anew(held), strict=True)
+    ]
 
 
 def _state(arrays: Sequence[Any], halves: Sequence[bool]) -> list[Stored]:
