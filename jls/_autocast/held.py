@@ -74,15 +74,14 @@ class Stored:
         # Anew for each use: the gradients of a shared weight are summed in float32.
         return self.array if self.is_half else _cast(self.array, Cast(dtype))
 
-    def fixed(self, array: Any, wide: Any) -> "Stored":
-        """The same in each iteration of a loop: its cotangents are summed in float32.
+    def fixed(self, wide: Any) -> "Stored":
+        """The same array inside of a loop: its cotangents are summed in float32.
 
         Args:
-          array: in half, in the body of the loop.
-          wide: in float32, in the body.
+          wide: it in float32, from outside of the loop.
         """
-        made = Stored(array, True)
-        made._wide, made._is_fixed = wide, True
+        made = Stored(self.array, self.is_half, self.is_running)
+        made._wide, made._is_fixed = wide, self.is_half
         return made
 
     def kept(self, dtype: Any) -> Any:

@@ -423,10 +423,12 @@ class Rewrite:
         halves = self._are_half(site, call)
         inputs = self._inputs(site, call, operands)
         fixed = [self._in_memory_wide(x) for x in call.inputs(operands)[:consts]]
+        wide = [x.wide() for x in fixed]
         sliced = inputs[last:]
 
         def body(carry, slices):
-            held = [*_fixed(fixed), *_state(carry, halves), *_like(sliced, slices)]
+            inside = [x.fixed(y) for x, y in zip(fixed, wide, strict=True)]
+            held = [*inside, *_state(carry, halves), *_like(sliced, slices)]
             results = self._as(self.run(call.program, held, site), halves)
             return results[: call.carried], results[call.carried :]
 
@@ -720,14 +722,6 @@ def _last_uses(jaxpr: Any) -> list[list[Any]]:
 
 def _results(arrays: Sequence[Any], halves: Sequence[bool]) -> list[Stored]:
     return [Stored(x, is_half) for x, is_half in zip(arrays, halves, strict=True)]
-
-
-def _fixed(held: Sequence[Stored]) -> list[Stored]:
-    """What is the same in each iteration, in the body of a `scan`."""
-    return [
-        x.fixed(x.array, x.wide()) if x.is_half else y
-        for x, y in zip(held, _anew(held), strict=True)
-    ]
 
 
 def _state(arrays: Sequence[Any], halves: Sequence[bool]) -> list[Stored]:

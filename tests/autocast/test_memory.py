@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen as nn
-from reading import named, saved, size_in_bytes
+from reading import saved, size_in_bytes
 
 import jls
 
@@ -88,8 +88,9 @@ MODELS = {
     "ResNet with batch norm": (ResNet, jnp.float32, (8, 16, 16, 3)),
     "LSTM": (Lstm, jnp.float32, (4, 32, 16)),
 }
-# Of what is kept with `dtype=`. The state of an LSTM begins as zeros: in float32.
-MOST = {"LSTM": 0.8}
+# Of what is kept with `dtype=`. The state of an LSTM is a running value; what a remat is
+# given is kept as it is.
+MOST = {"LSTM": 0.8, "transformer, remat": 0.85}
 
 
 def kept(name, dtype=None, cast=None):
@@ -114,38 +115,3 @@ def test_less_is_kept_than_with_dtype_by_hand(name, half):
     by_hand = kept(name, dtype=jnp.dtype(half))
     assert kept(name, cast=half) <= MOST.get(name, 0.65) * by_hand
     assert by_hand < kept(name)
-
-
-def layer(x, w):
-    scores = jnp.where(jnp.eye(8, dtype=bool), x @ w, jnp.finfo(x.dtype).min)
-    x = jax.nn.gelu(jax.nn.softmax(scores) @ w) @ w
-    return x**3 @ w
-
-
-def unrolled(x, w):
-    return layer(layer(x, w), w)
-
-
-def looped(x, w):
-    return jax.lax.scan(lambda x, _: (layer(x, w), None), x, length=2)[0]
-
-
-def rematted(x, w):
-    return jax.checkpoint(layer, prevent_cse=False)(x, w)
-
-
-@pytest.mark.parametrize(
-    ("fun", "count"),
-    [(unrolled, 2), (looped, 0), (rematted, 0)],
-    ids=["unrolled", "scan", "remat"],
-)
-def test_a_gelu_is_kept_apart_from_what_is_computed_again_beside_it(fun, count):
-    cast = jls.autocast(lambda x, w: jnp.mean(fun(x, w)), "bfloat16")
-    w = jnp.ones((8, 8))
-    found = named("remat2", jax.grad(cast), w, w)
-    apart = [
-        x.equation.params["jaxpr"] for x in found if x.equation.params["prevent_cse"]
-    ]
-    assert len(apart) == count < len(found)
-    for jaxpr in apart:  # no softmax and no cube, which XLA computes again by itself
-        assert "tanh" in {x.primitive.name for x in jaxpr.eqns}

@@ -10,6 +10,7 @@ from reading import named, off, only, operations, products, saved
 from shared import assert_identical
 
 import jls
+from jls._autocast.held import MOST
 
 HALVES = [jnp.float16, jnp.bfloat16]
 HALF = pytest.mark.parametrize("half", HALVES, ids=["float16", "bfloat16"])
@@ -151,15 +152,16 @@ def test_angles_of_a_rotary_embedding_are_float32(outer, half):
 
 
 @HALF
-def test_an_outer_product_between_two_products_is_stored_in_half(half):
+def test_an_outer_product_is_computed_element_by_element_in_float32(half):
     def fun(x, w):
         y = jnp.tanh(x @ w)
         return jnp.sum(jnp.einsum("bi,bj->bij", y, y) @ w)
 
     cast = jls.autocast(fun, half)
     outer = products(cast, X, W)[1]
-    assert (*outer.operands, *outer.results) == (name_of(half),) * 3
-    assert only("tanh", cast, X, W) == name_of(half)
+    assert (*outer.operands, *outer.results) == (F32,) * 3
+    kept = [x for x in saved(cast, X, W) if x.shape == (4, 8, 8)]
+    assert {x.dtype for x in kept} <= {jnp.dtype(half)}
 
 
 def test_an_outer_product_behind_the_last_product_is_float32():
@@ -172,35 +174,69 @@ def test_an_outer_product_behind_the_last_product_is_float32():
 # Between two products.
 
 
+ELEMENTWISE = {
+    "tanh": jnp.tanh,
+    "max": lambda x: jnp.maximum(x, 0.0),
+    "logistic": jax.nn.sigmoid,
+    "mul": lambda x: 2 * x,
+    "exp": jnp.exp,
+    "exp2": jnp.exp2,
+    "expm1": jnp.expm1,
+    "log": lambda x: jnp.log(jnp.abs(x)),
+    "pow": lambda x: jnp.abs(x) ** 1.5,
+    "integer_pow": lambda x: x**3,
+    "div": lambda x: 1 / x,
+    "rsqrt": lambda x: lax.rsqrt(jnp.abs(x)),
+    "tan": jnp.tan,
+    "add": lambda x: x + W[:1],
+    "sub": lambda x: x - 1e-9,
+    "lgamma": lambda x: lax.lgamma(jnp.abs(x) + 1),
+}
+
+
 @HALF
-@pytest.mark.parametrize(
-    ("name", "fun"),
-    [
-        ("tanh", jnp.tanh),
-        ("max", lambda x: jnp.maximum(x, 0.0)),
-        ("logistic", jax.nn.sigmoid),
-        ("mul", lambda x: 2 * x),
-        ("transpose", lambda x: x.T.T),
-        ("concatenate", lambda x: jnp.concatenate([x, jnp.ones((1, 8))])),
-        ("reduce_max", lambda x: x * jnp.max(x, axis=1, keepdims=True)),
-        ("select_n", lambda x: jnp.where(X > 0, x, 0)),
-    ],
-)
-def test_elementwise_operations_and_moves_are_stored_in_half(name, fun, half):
-    assert {x.results[0] for x in named(name, between(fun, half), X, W)} == {
-        name_of(half)
-    }
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_operations_are_float32(name, half):
+    cast = between(ELEMENTWISE[name], half)
+    assert {x.results[0] for x in named(name, cast, X, W)} == {F32}
+    h = (X.astype(half) @ W.astype(half)).astype(F32)
+    once = ELEMENTWISE[name](h).astype(half) @ W.astype(half)
+    assert off(cast(X, W), once.astype(F32)) < float(jnp.finfo(half).eps) / 2
 
 
-def test_a_bias_follows_and_a_sum_of_full_size_does_not():
-    def bias(x):
-        return x + W[:1]
+MOVES = {
+    "transpose": lambda x: x.T.T,
+    "concatenate": lambda x: jnp.concatenate([x, x[:1]]),
+    "reverse": lambda x: x[::-1],
+    "gather": lambda x: x[jnp.array([0, 1])],
+    "select_n": lambda x: jnp.where(X > 0, x, 0),
+    "split": lambda x: jnp.concatenate(jnp.split(x, 2, axis=0)[::-1]),
+    "reduce_max": lambda x: jnp.max(x, axis=0, keepdims=True),
+}
 
-    def total(x):
-        return x + jnp.cumsum(x, axis=1)
 
-    assert only("add", between(bias, jnp.float16), X, W) == "float16"
-    assert only("add", between(total, jnp.float16), X, W) == F32
+@HALF
+@pytest.mark.parametrize("name", MOVES)
+def test_what_is_moved_of_a_product_is_half(name, half):
+    found = operations(between(MOVES[name], half), X, W)
+    found = [x for x in found if x.name not in ("lt", "gt", "convert_element_type")]
+    dtypes = {d for x in found for d in x.results} - {"bool", "int32"}
+    assert dtypes - {name_of(half)} <= ({F32} if name == "select_n" else set())
+    assert [x.results[0] for x in found if x.name == name] in (
+        [[]] if name == "reverse" else [[name_of(half)], [name_of(half)] * 2]
+    )
+
+
+@HALF
+def test_a_chain_that_is_moved_is_rounded_where_a_product_takes_it(half):
+    def fun(x):
+        y = jnp.sin(x) * 1e-3
+        return jnp.concatenate([y[:, :4], 1 - y[:, 4:]], axis=1)
+
+    cast = between(fun, half)
+    h = (X.astype(half) @ W.astype(half)).astype(F32)
+    once = fun(h).astype(half) @ W.astype(half)
+    assert off(cast(X, W), once.astype(F32)) < float(jnp.finfo(half).eps) / 2
 
 
 def norm(x):
@@ -225,29 +261,127 @@ def test_a_chain_keeps_its_half_operand_for_the_derivative(half):
     assert whole == [name_of(half)] * 3
 
 
-def test_a_chain_is_at_most_eight_operations():
+def test_a_chain_has_so_many_operations_at_most():
     def long(x):
-        for _ in range(20):
-            x = x * (1 + jnp.mean(x))
+        for _ in range(2 * MOST):
+            x = jnp.sin(x)
         return x
 
     found = operations(between(long, jnp.float16), X, W)
     chains = [x for x in found if "checkpoint" in x.name or "remat" in x.name]
-    most = max(_muls(x) for x in chains)
-    assert most == 8
+    most = max(_sines(x) for x in chains)
+    assert most == MOST
 
 
-def _muls(chain):
+def _sines(chain):
     program = chain.equation.params["jaxpr"]
-    return sum(equation.primitive.name == "mul" for equation in program.eqns)
+    return sum(equation.primitive.name == "sin" for equation in program.eqns)
 
 
-def test_powers_are_computed_in_float32_and_stored_in_half():
+def test_a_power_beyond_the_range_is_float32_on_the_way():
     big = jnp.full((4, 8), 300.0)  # its square is beyond float16
     cast = jls.autocast(lambda x, w: (((x @ w) ** 2) * 1e-3) @ w, jnp.float16)
-    eye = jnp.eye(8)
-    np.testing.assert_allclose(cast(big, eye), big**2 * 1e-3, rtol=1e-3)
-    assert only("integer_pow", cast, X, W) == F32
+    np.testing.assert_allclose(cast(big, jnp.eye(8)), big**2 * 1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("factor", [1e6, 4e-8, 1e-30, 1e30])
+def test_a_constant_is_the_constant(factor):
+    def fun(x, w):
+        return (((x @ w) * factor) / factor) @ w
+
+    x = jnp.full((4, 8), 0.5)
+    assert off(jls.autocast(fun, jnp.float16)(x, W), fun(x, W)) < 2e-3
+
+
+def test_a_denominator_is_not_0():
+    def fun(x, w):
+        h = x @ w
+        g = h * h
+        return (h * g / g) @ w
+
+    x = jnp.full((4, 8), 1e-4)
+    assert off(jls.autocast(fun, jnp.float16)(x, jnp.eye(8)), x) < 2e-3
+
+
+@HALF
+@pytest.mark.parametrize("moved", [lambda s: s[::-1], lambda s: jnp.roll(s, 1, 0)])
+def test_an_exp_less_another_maximum_is_in_range(moved, half):
+    def fun(x, w):
+        s = x @ w
+        return jnp.exp(moved(s) - jnp.max(s, axis=1, keepdims=True)) * 1e-3 @ w
+
+    x = jnp.asarray([[0.0] * 8, [12.0] * 8])
+    assert off(jls.autocast(fun, half)(x, jnp.eye(8)), fun(x, jnp.eye(8))) < 0.01
+
+
+GUARDS = {
+    "log1p": lambda p: jnp.log1p(-jnp.minimum(p, 1 - 1e-6)),
+    "logit": lambda p: jnp.log(jnp.clip(p, 1e-5, 1 - 1e-5) / (1 - p + 1e-5)),
+    "arccos": lambda p: jnp.arccos(jnp.clip(p, -1 + 1e-6, 1 - 1e-6)),
+    "arctanh": lambda p: jnp.arctanh(jnp.clip(p, -1 + 1e-6, 1 - 1e-6)),
+    "erf_inv": lambda p: lax.erf_inv(jnp.minimum(p, 1 - 1e-6)),
+    "gumbel": lambda p: -jnp.log(-jnp.log(jnp.clip(p, 1e-6, 1 - 1e-6))),
+    "quotient": lambda p: 1e-4 / (1 - jnp.minimum(p, 1 - 1e-4)),
+    "in the log": lambda p: jnp.log(1 - p + 1e-6),
+}
+
+
+@HALF
+@pytest.mark.parametrize("name", GUARDS)
+def test_a_guard_guards(name, half):
+    def loss(w, x):
+        return jnp.mean((GUARDS[name](jax.nn.sigmoid(9 * x @ w)) @ w) ** 2)
+
+    for grad in (jax.grad, lambda f: jax.jit(jax.grad(f))):
+        ours = grad(jls.autocast(loss, half))(W, X)
+        assert jnp.all(jnp.isfinite(ours))
+
+
+@HALF
+def test_a_running_value_that_is_unrolled_is_float32_and_is_kept_in_half(half):
+    def steps(x, w, count=6):
+        for _ in range(count):
+            y = x - jnp.mean(x, axis=-1, keepdims=True)
+            x = x + 1e-3 * jnp.tanh(y @ w)
+        return x
+
+    cast = jls.autocast(steps, half)
+    moved, expected = cast(X, W) - X, steps(X, W) - X
+    assert off(moved, expected) < 8 * float(jnp.finfo(half).eps)
+    kept = [x for x in saved(cast, X, W) if x.shape == X.shape]
+    assert {x.dtype.name for x in kept} == {name_of(half)}
+
+
+@HALF
+@pytest.mark.parametrize(
+    ("fun", "is_half"),
+    [
+        (lambda x: x * jnp.mean(x), True),
+        (lambda x: x**2, True),
+        (jax.nn.relu, True),
+        (lambda x: jnp.maximum(x, 0), True),
+        (lambda x: jnp.where(jnp.eye(4, 8, dtype=bool), -x, x) / 3, True),
+        (jnp.sin, False),
+        (lambda x: x**2 * x, False),
+        (lambda x: jnp.maximum(x, 0.1), False),
+        (lambda x: jnp.sin(x - jnp.mean(x)), False),
+    ],
+)
+def test_a_running_value_is_kept_in_half_where_its_derivative_is_linear_in_it(
+    fun, is_half, half
+):
+    def steps(x, w):
+        for _ in range(4):
+            x = x + 0.1 * (fun(x) @ w)
+        return jnp.sum(x)
+
+    kept = [x for x in saved(jls.autocast(steps, half), X, W) if x.shape == X.shape]
+    assert (F32 not in {x.dtype.name for x in kept}) == is_half
+    # The values are those of float32.
+    cast, x = jls.autocast(steps, half), 0.3 * X
+    assert off(jax.grad(cast)(x, W), jax.grad(steps)(x, W)) < 16 * float(
+        jnp.finfo(half).eps
+    )
 
 
 # float32.
@@ -315,126 +449,72 @@ def test_what_jax_does_not_see_into_is_as_written(name, fun):
 
 
 @HALF
-@pytest.mark.parametrize(
-    ("name", "fun"),
-    [
-        ("tanh", jnp.tanh),
-        ("exp", jnp.exp),
-        ("abs", jnp.abs),
-        ("log", lambda x: jnp.log(jnp.abs(x) + 1)),
-        ("gather", lambda x: x[jnp.array([0, 1])]),
-    ],
-)
-def test_all_that_follows_the_last_product_is_float32(name, fun, half):
-    assert only(name, behind(fun, half), X, W) == F32
+@pytest.mark.parametrize("fun", [jnp.tanh, jnp.exp, jnp.abs])
+def test_all_that_follows_the_last_product_is_float32(fun, half):
+    found = operations(behind(fun, half), X, W)[-1]
+    assert found.results == (F32,)
 
 
-@pytest.mark.parametrize(
-    ("name", "fun"),
-    [
-        ("exp", jnp.exp),
-        ("expm1", jnp.expm1),
-        ("log", lambda x: jnp.log(jnp.abs(x))),
-        ("pow", lambda x: jnp.abs(x) ** 1.5),
-        ("div", lambda x: 1 / x),
-        ("rsqrt", lambda x: lax.rsqrt(jnp.abs(x))),
-        ("tan", jnp.tan),
-    ],
-)
-def test_what_leaves_the_range_of_float16_is_float32_there(name, fun):
-    assert only(name, between(fun, jnp.float16), X, W) == F32
-    assert only(name, between(fun, jnp.bfloat16), X, W) == "bfloat16"
+LOWEST = jnp.finfo(jnp.float32).min
+MASKS = {
+    "chosen": lambda x, w: jnp.where(jnp.eye(4, 8, dtype=bool), x @ w, LOWEST),
+    "chosen and moved": lambda x, w: jnp.where(
+        jnp.eye(8, 4, dtype=bool), (x @ w).T, LOWEST
+    ).T[:, ::-1],
+    "chosen of a chain": lambda x, w: jnp.where(
+        jnp.eye(4, 8, dtype=bool), jnp.sin(x @ w), LOWEST
+    ),
+    "an array": lambda x, w: np.full((4, 8), -1e9, np.float32) + 0 * (x @ w)[0, 0],
+}
 
 
-@pytest.mark.parametrize(
-    "softmax",
-    [
-        jax.nn.softmax,
-        lambda x: jnp.exp(x - jnp.max(x, axis=-1, keepdims=True)),
-        lambda x: jnp.exp(x.T - jnp.max(x, axis=-1)[None]).T,
-    ],
-)
-def test_the_exp_of_a_softmax_is_half(softmax):
-    assert only("exp", between(softmax, jnp.float16), X, W) == "float16"
+@pytest.mark.parametrize("name", MASKS)
+def test_a_finite_constant_that_a_product_takes_is_the_largest_number(name):
+    cast = jls.autocast(lambda x, w: MASKS[name](x, w) @ w, jnp.float16)
+    largest = float(jnp.finfo(jnp.float16).max)
+    if name == "an array":  # what is computed with it is as it is
+        assert not jnp.any(jnp.isfinite(cast(X, jnp.eye(8))))
+    else:
+        result = cast(X, jnp.ones((8, 8)) / 64)
+        assert jnp.all(jnp.isfinite(result))
+        assert jnp.min(result) < -largest / 64
 
 
-def test_the_exp_of_what_another_maximum_is_taken_from_is_float32():
-    def fun(x):
-        return jnp.exp(x - jnp.max(X, axis=-1, keepdims=True))
-
-    assert only("exp", between(fun, jnp.float16), X, W) == F32
-
-
-def test_a_constant_that_half_rounds_to_0_makes_its_operation_float32():
-    def fun(x):
-        return x + 1e-9
-
-    assert only("add", between(fun, jnp.float16), X, W) == F32
-    assert only("add", between(fun, jnp.bfloat16), X, W) == "bfloat16"
-    ones = jnp.zeros((4, 8))
-    cast = behind(lambda x: jnp.log(x + 1e-9), jnp.float16)
-    np.testing.assert_allclose(cast(ones, W), np.log(1e-9), rtol=1e-6)
+def test_a_constant_array_that_a_product_takes_is_within_the_range():
+    mask = np.asarray([[-1e9, 0, 0, 0, 1e9, 0, 0, np.inf]] * 4, np.float32)
+    cast = jls.autocast(lambda w: mask @ w, jnp.float16)
+    result = cast(jnp.eye(8)[:, :7].at[7].set(0.0))
+    assert jnp.all(jnp.isnan(result))  # inf * 0
+    mask[:, 7] = 0
+    result = jls.autocast(lambda w: mask @ w, jnp.float16)(jnp.eye(8) / 2)
+    np.testing.assert_allclose(result[0, 0], -65504 / 2)
+    np.testing.assert_allclose(result[0, 4], 65504 / 2)
 
 
 @HALF
-def test_a_finite_constant_beyond_the_range_is_the_largest_number(half):
-    lowest = jnp.finfo(jnp.float32).min
-
-    def fun(x):
-        return jnp.where(jnp.eye(4, 8, dtype=bool), x, lowest)
-
-    eye = jnp.eye(8)
-    result = jls.autocast(lambda x, w: fun(x @ w) @ w, half)
-    found = [x for x in operations(result, X, eye) if x.name == "select_n"]
-    assert [x.results for x in found] == [(name_of(half),)]
-    clamped = jls.autocast(lambda x, w: jax.nn.softmax(fun(x @ w)) @ w, half)
-    empty = jls.autocast(
-        lambda x, w: jax.nn.softmax(jnp.where(False, x @ w, lowest)) @ w, half
-    )
-    assert jnp.all(jnp.isfinite(clamped(X, eye)))
-    np.testing.assert_allclose(empty(X, eye), 1 / 8, rtol=1e-2)
-
-
-def test_the_derivative_does_not_ask_where_a_number_was_clamped():
+@pytest.mark.parametrize("lowest", [-1e9, -1e30, float(LOWEST)])
+@pytest.mark.parametrize("kind", ["constant", "argument", "added"])
+def test_a_masked_softmax_is_that_of_float32(kind, lowest, half):
     causal = jnp.tril(jnp.ones((4, 4), bool))
 
-    def fun(x, w):
-        scores = x @ w @ x.T
-        scores = 0.5 * jnp.where(causal, scores, jnp.finfo(scores.dtype).min)
-        return jnp.mean(jax.nn.softmax(scores) @ x @ w)
-
-    x = jnp.sin(jnp.arange(32.0)).reshape(4, 8)
-    cast = jls.autocast(fun, jnp.float16)
-    assert off(jax.grad(cast)(x, W), jax.grad(fun)(x, W)) < 4e-3
-    names = {one.name for one in operations(jax.grad(cast), x, W)}
-    assert "clamp" in names
-    plain = {one.name for one in operations(jax.grad(fun), x, W)}  # a max has its own
-    assert not (names - plain) & {"gt", "lt"}
-
-
-@HALF
-@pytest.mark.parametrize("bounded", [jax.nn.softmax, jnp.tanh, jax.nn.sigmoid])
-def test_what_a_mask_cannot_take_beyond_the_range_is_not_clamped(half, bounded):
-    lowest = jnp.finfo(jnp.float32).min
-    eye = jnp.eye(4, 8, dtype=bool)
-    cast = jls.autocast(lambda x, w: bounded(jnp.where(eye, x @ w, lowest)) @ w, half)
-    assert not {one.name for one in operations(cast, X, W)} & {"clamp", "is_finite"}
-    assert jnp.all(jnp.isfinite(cast(X, W)))
-    # Nor is what becomes of it; what is added to it could be beyond.
-    more = jls.autocast(
-        lambda x, w: (2 * jnp.where(eye, x @ w, lowest) + bounded(x @ w)) @ w, half
-    )
-    assert "clamp" in {one.name for one in operations(more, X, W)}
-
-
-def test_a_mask_that_is_added_is_clamped_too():
     def fun(x, w, mask):
-        return jax.nn.softmax(x @ w + (1.0 - mask) * -1e9) @ w
+        scores = x @ w @ x.T
+        if kind == "constant":
+            scores = jnp.where(causal, scores, lowest)
+        elif kind == "argument":
+            scores = scores + mask
+        else:
+            scores = scores + (1.0 - causal.astype(jnp.float32)) * lowest
+        return jnp.mean(jnp.sin(jax.nn.softmax(0.5 * scores) @ x @ w))
 
-    cast = jls.autocast(fun, jnp.float16)
-    np.testing.assert_allclose(
-        cast(X, jnp.eye(8), jnp.zeros((4, 8))), np.full((4, 8), 1 / 8), rtol=1e-2
-    )
+    args = X, W, jnp.where(causal, 0, lowest)
+    cast = jls.autocast(fun, half)
+    eps = float(jnp.finfo(half).eps)
+    assert off(cast(*args), fun(*args)) < 16 * eps
+    assert off(jax.grad(cast)(*args), jax.grad(fun)(*args)) < 16 * eps
+    # Where a number was within the range is not asked.
+    names = {one.name for one in operations(jax.grad(cast), *args)}
+    assert not names & {"clamp", "is_finite"}
 
 
 def test_an_infinite_constant_stays_infinite():
@@ -442,19 +522,6 @@ def test_an_infinite_constant_stays_infinite():
         return jnp.where(jnp.eye(4, 8, dtype=bool), x @ w, -jnp.inf) @ w
 
     assert jnp.all(jnp.isinf(jls.autocast(fun, jnp.float16)(X, jnp.ones((8, 8)))))
-
-
-def test_an_infinite_number_beside_finite_ones_stays_infinite():
-    mask = np.array([[0, -1e9, -np.inf, 0, 0, 0, 0, 0]], np.float32)
-
-    def fun(x, w):
-        # A sum over the products of finite numbers with 0 is finite, of inf it is NaN.
-        return (x @ w + mask) @ jnp.zeros((8, 8)).at[:2].set(w[:2])
-
-    cast = jls.autocast(fun, jnp.float16)
-    assert jnp.all(jnp.isnan(cast(jnp.zeros((4, 8)), jnp.eye(8))))
-    mask[0, 2] = 0
-    assert jnp.all(jnp.isfinite(cast(jnp.zeros((4, 8)), jnp.eye(8))))
 
 
 def test_a_scatter_that_computes_is_as_written():
@@ -466,11 +533,13 @@ def test_a_scatter_that_computes_is_as_written():
     assert off(cast(X, W), fun(X @ W) @ W) < 2e-3
 
 
-def test_an_explicit_cast_from_another_float_is_float32_for_good():
+def test_an_explicit_cast_rounds_as_it_says():
     def fun(x):
         return x.astype(jnp.bfloat16).astype(jnp.float32) * 3
 
+    h = (X.astype(jnp.float16) @ W.astype(jnp.float16)).astype(F32)
     assert only("mul", between(fun, jnp.float16), X, W) == F32
+    assert off(behind(fun, jnp.float16)(X, W), fun(h)) == 0
 
 
 # Loops and branches.
@@ -489,30 +558,88 @@ def carry_of(loop, fun, *args, half=jnp.float16):
     return found[0].results[0]
 
 
+def cell(h, c, row, w):
+    """An LSTM whose gates are one product."""
+    gates = jnp.concatenate([row, h]) @ jnp.concatenate([w, w])
+    f, i, o, g = jnp.split(jax.nn.sigmoid(gates), 4)
+    c = jnp.concatenate([f, f, f, f]) * c + jnp.concatenate([i * g] * 4)
+    return jnp.concatenate([o] * 4) * jnp.tanh(c), c
+
+
+CARRIES = {  # whether what is carried is half
+    "small steps": (lambda c, r, w: c + 1e-3 * jnp.tanh(c @ w), False),
+    "an average": (lambda c, r, w: 0.9 * c + 0.1 * jnp.tanh(r @ w), False),
+    "a sum": (lambda c, r, w: c + r @ w, False),
+    "a mean": (lambda c, r, w: jnp.tanh(c @ w) * jnp.mean(c), False),
+    "a vanilla RNN": (lambda c, r, w: jnp.tanh(c @ w + r @ w), True),
+    "a product": (lambda c, r, w: c @ w, True),
+    "a product of what is moved": (lambda c, r, w: (c[::-1] @ w)[::-1], True),
+    "a product that a sum reads": (lambda c, r, w: c @ w + 0 * jnp.sum(c), False),
+}
+
+
 @HALF
-def test_a_carry_of_scan_that_enters_as_data_and_leads_to_a_product_is_half(half):
-    fun = scan(lambda x, w: x, lambda c, w: c + jnp.tanh(c @ w))
-    assert carry_of("scan", fun, X, W, half=half) == name_of(half)
+@pytest.mark.parametrize("name", CARRIES)
+def test_a_carry_of_scan_is_half_if_products_alone_read_it(name, half):
+    step, is_half = CARRIES[name]
 
-
-def test_a_carry_of_scan_that_enters_as_a_constant_is_float32():
     def fun(x, w):
-        def step(total, row):
-            return total + row @ w, None
+        def body(c, row):
+            return step(c, row, w), None
 
-        return lax.scan(step, jnp.zeros(8), x)[0] @ w
+        return lax.scan(body, X * x[0, 0], jnp.stack([x] * 3))[0] @ w
 
-    assert carry_of("scan", fun, X, W) == F32
+    expected = name_of(half) if is_half else F32
+    assert carry_of("scan", fun, X, W, half=half) == expected
 
 
-def test_a_carry_of_scan_that_leads_to_no_product_is_float32():
+def test_the_carries_of_an_lstm_are_half_and_float32():
     def fun(x, w):
-        def step(carry, row):
-            return carry + jnp.sum(row @ w), None
+        def body(carry, row):
+            carry = cell(*carry, row, w)
+            return carry, carry[0]
 
-        return lax.scan(step, x[0, 0], x)[0]
+        return lax.scan(body, (x[0], x[0]), x)[1] @ w
 
-    assert carry_of("scan", fun, X, W) == F32
+    (found,) = named("scan", jls.autocast(fun, jnp.float16), X, W)
+    assert found.results == ("float16", F32, "float16")
+
+
+@HALF
+@pytest.mark.parametrize("loop", ["scan", "fori", "while"])
+def test_a_loop_of_small_steps_moves(loop, half):
+    def step(c, w):
+        return c + 1e-3 * jnp.tanh(c @ w)
+
+    def fun(x, w):
+        if loop == "scan":
+            return lax.scan(lambda c, _: (step(c, w), None), x, length=300)[0]
+        if loop == "fori":
+            return lax.fori_loop(0, 300, lambda _, c: step(c, w), x)
+        return lax.while_loop(
+            lambda s: s[0] < 300, lambda s: (s[0] + 1, step(s[1], w)), (0, x)
+        )[1]
+
+    moved = jax.jit(jls.autocast(fun, half))(X, W) - X
+    assert off(moved, fun(X, W) - X) < 4 * float(jnp.finfo(half).eps)
+    if loop != "while":
+        ours = jax.grad(lambda w: jnp.sum(jls.autocast(fun, half)(X, w) ** 2))(W)
+        plain = jax.grad(lambda w: jnp.sum(fun(X, w) ** 2))(W)
+        assert off(ours, plain) < 8 * float(jnp.finfo(half).eps)
+
+
+@HALF
+def test_cotangents_of_what_is_the_same_in_each_iteration_are_summed_in_float32(half):
+    def fun(x, w):
+        keys = x @ w
+
+        def body(c, _):
+            return 0.9 * c + 0.1 * jnp.tanh(c @ w), jnp.sum(c @ keys.T)
+
+        return jnp.sum(lax.scan(body, jnp.ones((4, 8)), length=500)[1])
+
+    ours = jax.jit(jax.grad(jls.autocast(fun, half)))(X, W)
+    assert off(ours, jax.grad(fun)(X, W)) < 4 * float(jnp.finfo(half).eps)
 
 
 def test_a_carry_of_while_is_float32():
@@ -577,16 +704,17 @@ def test_a_product_in_the_smaller_branch_alone_is_half():
     assert {x.operands[0] for x in products(cast, X)} == {"float16", "float32"}
 
 
-def test_branches_are_half_only_if_all_agree():
-    def fun(second):
+@pytest.mark.parametrize("second", [lambda y: 2 * y, lambda y: jnp.cumsum(y, axis=0)])
+def test_the_result_of_branches_is_half_if_products_alone_read_it(second):
+    def dtype(reads):
         def choose(x, w):
             y = lax.cond(x[0, 0] > 0, jnp.tanh, second, x @ w)
-            return y @ w
+            return reads(y) @ w
 
         return only("cond", jls.autocast(choose, jnp.float16), X, W)
 
-    assert fun(lambda y: 2 * y) == "float16"
-    assert fun(lambda y: jnp.cumsum(y, axis=0)) == F32
+    assert dtype(lambda y: y[::-1]) == "float16"
+    assert dtype(jnp.sin) == F32
 
 
 def test_the_gradient_of_a_shared_weight_is_summed_in_float32():
@@ -653,21 +781,17 @@ def test_calls_that_become_the_same_share_a_body_and_no_others(wrap):
     assert_identical(cast(X, W), inlined(X, W))
 
 
-def test_calls_share_no_body_where_other_things_become_of_it():
+def test_calls_share_no_body_where_others_read_the_results():
     @jax.jit
-    def weighted(x, w):
-        return jnp.exp(x) @ w
+    def halved(x, w):
+        return 0.5 * (x @ w)
 
     def loss(x, w):
-        y = x @ w
-        below_0 = y - jnp.max(y, axis=-1, keepdims=True)
-        return (weighted(below_0, w) + weighted(y, w) + weighted(x, w)) @ w
+        return halved(x, w) @ w + jnp.sin(halved(x, w))
 
-    cast = jls.autocast(loss, jnp.float16)
-    found = [x.operands[0] for x in named("exp", cast, X, W)]
-    assert found == ["float16", "float32", "float32"]
-    for product in products(cast, X, W):
-        assert product.operands == ("float16", "float16")
+    found = operations(jls.autocast(loss, jnp.float16), X, W)
+    calls = [x for x in found if x.name in ("jit", "pjit") and not x.calls]
+    assert [x.results[0] for x in calls if len(x.operands) == 2] == ["float16", F32]
 
 
 def test_calls_of_an_argument_and_of_half_share_no_body():
@@ -708,10 +832,10 @@ def test_a_checkpoint_keeps_its_policy_and_prevents_what_it_prevented():
     found = [
         x
         for x in operations(jls.autocast(fun, jnp.float16), X, W)
-        if "policy" in x.equation.params
+        if "policy" in x.equation.params and not x.calls
     ]
-    assert [x.equation.params["policy"] for x in found] == [policy]
-    assert [x.equation.params["prevent_cse"] for x in found] == [False]
+    assert found[0].equation.params["policy"] == policy
+    assert found[0].equation.params["prevent_cse"] is False
 
 
 def test_a_rule_of_custom_jvp_is_kept():
@@ -786,18 +910,13 @@ def test_keep_reaches_into_a_scan():
     assert [x.results[0] for x in products(cast, X, W)] == [F32, "float16"]
 
 
-@pytest.mark.parametrize("what", ["sums", "tanh", "products", "a cache"])
+@pytest.mark.parametrize("what", ["tanh", "products", "a cache"])
 def test_a_loop_that_keep_finds_carries_float32(what):
-    """Small steps, such as those of an integrator, vanish beside a carry in half."""
-
-    def sums(x, w):
-        return lax.scan(lambda x, _: (x + jnp.tanh(x @ w), x), x, length=3)[1] @ w
-
     def tanh(x, w):
-        return lax.scan(lambda x, _: (jnp.tanh(x @ w), x), x, length=3)[1] @ w
+        return lax.scan(lambda x, _: (jnp.tanh(x @ w), x), x, length=3)[0] @ w
 
     def products_alone(x, w):
-        return lax.scan(lambda x, _: (x @ w, x), x, length=3)[1] @ w
+        return lax.scan(lambda x, _: (x @ w, None), x, length=3)[0] @ w
 
     def cache(x, w):
         def body(carry):
@@ -807,16 +926,15 @@ def test_a_loop_that_keep_finds_carries_float32(what):
         start = 0, jnp.zeros((2, *X.shape))
         return lax.while_loop(lambda carry: carry[0] < 2, body, start)[1] @ w
 
-    funs = {"sums": sums, "tanh": tanh, "products": products_alone, "a cache": cache}
-    fun = funs[what]
+    fun = {"tanh": tanh, "products": products_alone, "a cache": cache}[what]
     loop = "while" if what == "a cache" else "scan"
     (carried,) = named(loop, jls.autocast(fun, jnp.float16), X, W)
     assert "float16" in carried.results
     cast = jls.autocast(fun, jnp.float16, keep=lambda place: place.operation == loop)
     (kept,) = named(loop, cast, X, W)
-    assert "float16" not in (*kept.operands, *kept.results)
+    last = {"tanh": 1, "products": 1, "a cache": 2}[what]
+    assert "float16" not in kept.results[:last]
     assert {x.operands[0] for x in products(cast, X, W)} == {"float16"}
-    assert {x.results[0] for x in named("tanh", cast, X, W)} <= {F32}
 
 
 def test_keep_may_be_a_function_of_a_place():
@@ -836,11 +954,11 @@ def test_what_leaves_a_kept_part_is_rounded_by_who_takes_it():
     def fun(x, w):
         y = x @ w
         with jax.named_scope("exact"):
-            z = y * 1.0001
-        return (y + z) @ w
+            z = y @ w
+        return (z * 1.0001) @ w
 
     cast = jls.autocast(fun, jnp.float16, keep="exact")
-    assert only("add", cast, X, W) == "float16"
+    assert [x.operands[0] for x in products(cast, X, W)] == ["float16", F32, "float16"]
     assert only("mul", cast, X, W) == F32
 
 
