@@ -254,6 +254,18 @@ def test_a_keep_that_finds_nothing_lists_the_scopes_that_are_there():
         jls.autocast(loss, jnp.float16, keep="decoder")(W, X)
 
 
+def test_keep_finds_a_scope_as_the_user_wrote_it():
+    def fun(w, x):
+        x = jax.named_scope("q(1)")(jnp.matmul)(x, w)
+        return jnp.sum(jax.named_scope("k(1)")(jnp.matmul)(x, w))
+
+    for keep in ("q", r"^q\(1\)$", lambda place: place.module == "q(1)"):
+        found = products(jls.autocast(fun, "float16", keep=keep), W, X)
+        assert [x.results for x in found] == [("float32",), ("float16",)]
+    with pytest.raises(ValueError, match=r"There are: k\(1\), q\(1\)\."):
+        jls.autocast(fun, "float16", keep="^1$")(W, X)
+
+
 def test_what_keep_raises_is_raised():
     def keep(place):
         raise KeyError(place.operation)
