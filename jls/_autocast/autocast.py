@@ -75,9 +75,10 @@ def autocast(
     Raises:
       TypeError: at once, if `fun` is not a function, `dtype` not a dtype, or `keep`
         neither a string nor a function.
-      ValueError: at once, for another dtype or a malformed regular expression; when it
-        is traced, if `keep` finds no operation, if `fun` calls the `update` of an
-        optimizer made by jls, or if it changes an NNX module that it closes over.
+      ValueError: at once, for another dtype, or a regular expression that is malformed
+        or empty; when it is traced, if `keep` finds no operation, if `fun` calls the
+        `update` of an optimizer made by jls, or if it changes an NNX module that it
+        closes over.
 
     Warns:
       JlsWarning: when it is traced, if there was no product to cast, if a function
@@ -156,6 +157,11 @@ def check_keep(keep: Any) -> None:
         raise TypeError(
             "keep must be a regular expression, a function of a jls.types.Place, or "
             f"None, got {describe(keep)}.{_keep_meant(keep)}"
+        )
+    if not keep:
+        raise ValueError(
+            'keep must be a regular expression of what stays as written, got "". It '
+            "keeps everything: leave it out."
         )
     try:
         re.compile(keep)

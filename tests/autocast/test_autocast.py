@@ -230,11 +230,14 @@ def test_a_bad_argument_is_an_error_at_once(arguments, error, message):
     [
         (3, TypeError, "^keep must be a regular expression, a function .*, got int 3"),
         ("(", ValueError, r"^keep must be a regular expression, got '\('"),
+        ("", ValueError, r'^keep must be .*, got ""\. It keeps everything: leave it'),
     ],
 )
 def test_a_bad_keep_is_an_error_at_once(keep, error, message):
     with pytest.raises(error, match=message):
         jls.autocast(loss, "float16", keep=keep)
+    with pytest.raises(error, match=message):
+        jls.train_step(loss, compute_dtype="float16", keep=keep)
 
 
 def test_a_keep_that_finds_nothing_lists_the_scopes_that_are_there():
