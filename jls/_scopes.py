@@ -23,12 +23,14 @@ INNER = "jls_inner"
 DECISION = "jls_decision"
 SCALE = "jls_scale"
 CHECKED = "jls_checked"
-# What `jls.autocast` has rewritten, and the products that its `keep` left as written.
+# What `jls.autocast` has rewritten, the products that its `keep` left as written, and
+# the outer ones: their derivatives have these scopes too.
 AUTOCAST = "jls_autocast"
 KEPT = "jls_kept"
+OUTER_PRODUCT = "jls_outer"
 
 _WRAPPER = {UPDATE, GRADIENTS, NORM, LOSS, NEW, INNER, DECISION, SCALE, CHECKED}
-_ALL = frozenset({*_WRAPPER, AUTOCAST, KEPT})
+_ALL = frozenset({*_WRAPPER, AUTOCAST, KEPT, OUTER_PRODUCT})
 NONE = frozenset[str]()
 
 

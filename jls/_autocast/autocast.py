@@ -23,7 +23,7 @@ from jls._autocast.rewrite import ClosedOverError, Rewrite
 from jls._mistakes import warn
 from jls._nnx import is_object, merge_all, split_all, update_all
 from jls._program.frames import Frame
-from jls._program.jaxprs import Program, opened, parameter, trace_of, traced_wide
+from jls._program.jaxprs import Program, parameter, trace_of, traced_wide
 from jls._program.products import products_in
 from jls._scopes import AUTOCAST, UPDATE, is_in
 from jls._text import describe
@@ -234,7 +234,7 @@ class _Call:
         rewrite.choice.check_found()
         has_cast = _say(rewrite.choice, program)
         if not has_cast and precision is None:  # the very program, to the bit
-            jaxpr, consts = opened(program)
+            jaxpr, consts = rewrite.choice.marked(program)
             return self._result(eval_jaxpr(jaxpr, consts, *self.arrays))
         try:
             with jax.named_scope(AUTOCAST):

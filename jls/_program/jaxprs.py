@@ -420,6 +420,13 @@ def inlined(equation: Any, caller: Any, *, has_line: bool, is_rule: bool) -> Any
     return equation.replace(source_info=info)
 
 
+def in_scope(equation: Any, name: str) -> Any:
+    """An equation with one more scope around all of its own."""
+    info = equation.source_info
+    names = source_info_util.new_name_stack(name) + info.name_stack
+    return equation.replace(source_info=info.replace(name_stack=names))
+
+
 def shared_names(equations: Sequence[Any]) -> tuple[Any, list[Any]]:
     """The scopes around all of some equations; and of each the scopes within."""
     stacks = [name_stack(x) for x in equations]

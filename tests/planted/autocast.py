@@ -102,6 +102,20 @@ FAULTS = [
         (LOSS,),
     ),
     Fault(
+        "an empty keep keeps everything",
+        "jls/_autocast/autocast.py",
+        "    if not keep:\n",
+        "    if ():\n",
+        (f"{CALLS}::test_a_bad_keep_is_an_error_at_once",),
+    ),
+    Fault(
+        "a keep without compute_dtype keeps nothing",
+        "jls/_train/step.py",
+        "if keep is not None and compute_dtype is None:",
+        "if ():",
+        (f"{STEP}::test_a_keep_of_nothing_that_is_cast_is_an_error_at_once",),
+    ),
+    Fault(
         "a label that is kept is not computed as written",
         REWRITE,
         " and not self.choice.is_kept(site):\n            results = bind_pick(",
