@@ -216,7 +216,8 @@ class _Call:
         """What `fun` returned, after its changes of NNX objects were written back."""
         structure, out, traced = self._out
         for i, array in zip(traced, arrays, strict=True):
-            out[i] = array
+            # A constant in the program is one of JAX's own numbers, which is no array.
+            out[i] = jnp.asarray(array)
         result, state = structure.unflatten(out)
         if self._objects:
             objects = [self._leaves[i] for i in self._objects]

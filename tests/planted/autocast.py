@@ -102,6 +102,16 @@ FAULTS = [
         (LOSS,),
     ),
     Fault(
+        "a constant result is no array, and is not rolled back",
+        "jls/_autocast/autocast.py",
+        "out[i] = jnp.asarray(array)",
+        "out[i] = array",
+        (
+            f"{CALLS}::test_constant_results_are_arrays_of_their_types",
+            "tests/train/test_train_step.py::test_weak_constants_are_rolled_back_too",
+        ),
+    ),
+    Fault(
         "an empty keep keeps everything",
         "jls/_autocast/autocast.py",
         "    if not keep:\n",

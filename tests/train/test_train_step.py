@@ -717,6 +717,22 @@ def test_a_weak_field_that_is_not_returned_stays_weak():
     assert len(traces) == 1
 
 
+@pytest.mark.parametrize("before", [weak, lambda: {"calls": 0, "mean": 0.0}])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_weak_constants_are_rolled_back_too(before, dtype, jit_or_eager):
+    def loss_fn(params, carried, x):
+        after = {"calls": jnp.array(1), "mean": jnp.asarray(0.5)}
+        return jnp.mean((x @ params) ** 2), after
+
+    optimizer, params = moving(), jnp.eye(8)
+    step = jls.train_step(loss_fn, optimizer, carries=True, compute_dtype=dtype)
+    state = params, optimizer.init(params), before()
+    for bad, expected in ((jnp.nan, (0, 0.0)), (1.0, (1, 0.5))):
+        *_, carried, _ = jit_or_eager(step)(*state, bad * jnp.ones((4, 8)))
+        assert tuple(carried.values()) == expected
+        assert all_weak(carried)
+
+
 @pytest.mark.parametrize(("before", "after"), [(weak, strong), (strong, weak)])
 def test_what_is_carried_is_strong_if_it_was_or_if_the_new_one_is(before, after):
     def loss_fn(params, carried, x):
