@@ -6,9 +6,10 @@ program of a step, what the wrapper was given and what it decided.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
-from jls._program.jaxprs import name_stack
+from jls._program.jaxprs import Name, names_around
 
 # The whole of an `update`; what it looks at, before and after it; the inner optimizer;
 # what is decided; the adjusted loss scale. And what `jls.all_finite` looks at. NORM:
@@ -22,12 +23,14 @@ INNER = "jls_inner"
 DECISION = "jls_decision"
 SCALE = "jls_scale"
 CHECKED = "jls_checked"
-# What `jls.autocast` has rewritten, and the products that its `keep` left as written.
+# What `jls.autocast` has rewritten, the products that its `keep` left as written, and
+# the outer ones: their derivatives have these scopes too.
 AUTOCAST = "jls_autocast"
 KEPT = "jls_kept"
+OUTER_PRODUCT = "jls_outer"
 
-_WRAPPER = (UPDATE, GRADIENTS, NORM, LOSS, NEW, INNER, DECISION, SCALE, CHECKED)
-_ALL = (*_WRAPPER, AUTOCAST, KEPT)
+_WRAPPER = {UPDATE, GRADIENTS, NORM, LOSS, NEW, INNER, DECISION, SCALE, CHECKED}
+_ALL = frozenset({*_WRAPPER, AUTOCAST, KEPT, OUTER_PRODUCT})
 NONE = frozenset[str]()
 
 
@@ -35,17 +38,16 @@ def marks_of(site: Any) -> frozenset[str]:
     """Which of the scopes are around an equation of a program."""
     found = NONE
     for equation in site.equations:
-        marks = _marks_in(name_stack(equation))
+        marks = _marks_in(names_around(equation))
         found = found | marks if marks else found
     return found
 
 
 def is_in(equation: Any, mark: str) -> bool:
     """Whether one equation was traced under a scope."""
-    return mark in _marks_in(name_stack(equation))
+    return mark in _marks_in(names_around(equation))
 
 
 @functools.lru_cache(4096)
-def _marks_in(stack: Any) -> frozenset[str]:
-    text = str(stack)
-    return frozenset(x for x in _ALL if x in text) if "jls_" in text else NONE
+def _marks_in(names: Sequence[Name]) -> frozenset[str]:
+    return _ALL.intersection(name.text for name in names)

@@ -133,6 +133,15 @@ def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, (Tracer, Array)) and not getattr(leaf, "weak_type", False)
 
 
+def _are_weak(leaves: Sequence[Any], dtype: Any) -> bool:
+    """Whether all are of this dtype and weakly typed, as Python numbers are."""
+    return all(
+        getattr(leaf, "weak_type", not hasattr(leaf, "dtype"))
+        and jnp.result_type(leaf) == dtype
+        for leaf in leaves
+    )
+
+
 def is_narrow(tree: Any) -> bool:
     """Whether any inexact leaf is narrower than float32."""
     dtypes = {dtype_of(leaf) for leaf in floats_of(tree)}
@@ -168,6 +177,8 @@ def cast_like(
 ) -> Any:
     """`new` in the dtypes of `old`, which bfloat16 moments leave on the first step.
 
+    What is weakly typed in both stays so, or the next step would be compiled again.
+
     Args:
       name: of both, for messages.
       new: a tree.
@@ -190,6 +201,8 @@ def cast_like(
             return leaf
         shape, dtype = jnp.shape(reference), jnp.result_type(reference)
         new_shape, new_dtype = jnp.shape(leaf), jnp.result_type(leaf)
+        if shape == new_shape and _are_weak([leaf, reference], dtype):
+            return jnp.asarray(leaf)
         if shape == new_shape and _fits(new_dtype, dtype):
             is_key = is_extended(reference)
             return leaf if is_key else jnp.asarray(leaf).astype(dtype)
@@ -391,7 +404,8 @@ def select(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
       on_false: a pytree of the same structure, shapes and dtypes.
 
     Returns:
-      A pytree like `on_true`. Leaves that are not arrays come from `on_true`.
+      A pytree like `on_true`. Leaves that are not arrays come from `on_true`. What is
+      weakly typed in both trees, as Python numbers are, stays so.
 
     Raises:
       TypeError: if `pred` is not boolean.
@@ -430,7 +444,9 @@ def select(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
                 f"{where} must have the same dtype, got {_dtype_name(new)} and "
                 f"{_dtype_name(old)}. Cast one of them."
             )
-        return jnp.where(flag, jnp.asarray(new, dtype), jnp.asarray(old, dtype))
+        stays_weak = _are_weak([new, old], dtype)
+        pair = [jnp.asarray(x, None if stays_weak else dtype) for x in (new, old)]
+        return jnp.where(flag, *pair)
 
     leaves = [choose(p, n, o) for (p, n), o in zip(paths, others, strict=True)]
     return structure.unflatten(leaves)

@@ -341,7 +341,7 @@ TAKES = {
     ("train_step", "has_aux"): set(),
     ("train_step", "carries"): set(),
     ("train_step", "compute_dtype"): {"None"},
-    ("train_step", "keep"): {"None", "text", "function"},
+    ("train_step", "keep"): {"None"},  # there is no compute_dtype
     ("autocast", "keep"): {"None"},
     ("apply_gradients", "grads"): set(),
     ("apply_gradients", "params"): set(),

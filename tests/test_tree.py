@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 from typing import Any
 
 import chex
@@ -50,6 +51,19 @@ def test_select_carries_none_static_keys_and_float0():
 def test_select_gives_a_python_number_the_dtype_of_the_other():
     chosen = jls.select(True, {"step": 0}, {"step": jnp.int32(5)})
     assert (chosen["step"], chosen["step"].dtype) == (0, jnp.int32)
+
+
+def test_select_leaves_weak_what_is_weak_in_both(jit_or_eager):
+    choose = jit_or_eager(functools.partial(jls.select, True))
+    weak, strong = jnp.asarray(2.0), jnp.float32(3.0)
+    for new, old, is_weak in (
+        (weak, weak, True),
+        (weak, 3.0, True),
+        (weak, strong, False),
+        (strong, weak, False),
+    ):
+        chosen = choose(new, old)
+        assert (chosen, chosen.dtype, chosen.weak_type) == (new, jnp.float32, is_weak)
 
 
 def test_select_works_under_vmap():

@@ -23,7 +23,7 @@ from jls._autocast.rewrite import ClosedOverError, Rewrite
 from jls._mistakes import warn
 from jls._nnx import is_object, merge_all, split_all, update_all
 from jls._program.frames import Frame
-from jls._program.jaxprs import Program, opened, parameter, trace_of, traced_wide
+from jls._program.jaxprs import Program, parameter, trace_of, traced_wide
 from jls._program.products import products_in
 from jls._scopes import AUTOCAST, UPDATE, is_in
 from jls._text import describe
@@ -75,9 +75,10 @@ def autocast(
     Raises:
       TypeError: at once, if `fun` is not a function, `dtype` not a dtype, or `keep`
         neither a string nor a function.
-      ValueError: at once, for another dtype or a malformed regular expression; when it
-        is traced, if `keep` finds no operation, if `fun` calls the `update` of an
-        optimizer made by jls, or if it changes an NNX module that it closes over.
+      ValueError: at once, for another dtype, or a regular expression that is malformed
+        or empty; when it is traced, if `keep` finds no operation, if `fun` calls the
+        `update` of an optimizer made by jls, or if it changes an NNX module that it
+        closes over.
 
     Warns:
       JlsWarning: when it is traced, if there was no product to cast, if a function
@@ -157,6 +158,11 @@ def check_keep(keep: Any) -> None:
             "keep must be a regular expression, a function of a jls.types.Place, or "
             f"None, got {describe(keep)}.{_keep_meant(keep)}"
         )
+    if not keep:
+        raise ValueError(
+            'keep must be a regular expression of what stays as written, got "". It '
+            "keeps everything: leave it out."
+        )
     try:
         re.compile(keep)
     except re.error as error:
@@ -210,7 +216,8 @@ class _Call:
         """What `fun` returned, after its changes of NNX objects were written back."""
         structure, out, traced = self._out
         for i, array in zip(traced, arrays, strict=True):
-            out[i] = array
+            # A constant in the program is one of JAX's own numbers, which is no array.
+            out[i] = jnp.asarray(array)
         result, state = structure.unflatten(out)
         if self._objects:
             objects = [self._leaves[i] for i in self._objects]
@@ -227,7 +234,7 @@ class _Call:
         rewrite.choice.check_found()
         has_cast = _say(rewrite.choice, program)
         if not has_cast and precision is None:  # the very program, to the bit
-            jaxpr, consts = opened(program)
+            jaxpr, consts = rewrite.choice.marked(program)
             return self._result(eval_jaxpr(jaxpr, consts, *self.arrays))
         try:
             with jax.named_scope(AUTOCAST):

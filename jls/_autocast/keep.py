@@ -17,15 +17,20 @@ from typing import Any
 import jax.numpy as jnp
 
 from jls._mistakes import warn
-from jls._program.jaxprs import is_float32
+from jls._program.frames import Frame
+from jls._program.jaxprs import Opened, Program, in_scope, is_float32, opened
 from jls._program.places import Place, modules_of, place_of
-from jls._program.products import asks_for_precision, is_inner, is_outer
+from jls._program.products import asks_for_precision, is_inner, is_outer, products_in
 from jls._program.walk import Site
+from jls._scopes import KEPT, OUTER_PRODUCT
 from jls._text import listed
 
 Keep = str | Callable[[Place], Any] | None
 
+KEEP = "keep"
 OUTER = "outer product"
+# The scopes by which the tools know why a product, or its derivative, is as written.
+_MARKS = {KEEP: KEPT, OUTER: OUTER_PRODUCT}
 
 
 class Choice:
@@ -86,8 +91,29 @@ class Choice:
         if is_inner(equation):
             return "inner product"
         if self.is_kept(site):
-            return "keep"
+            return KEEP
         return OUTER if is_outer(equation) else None
+
+    def mark_of(self, site: Site) -> str | None:
+        """The scope of jls for a product, by why it stays as it is; None for none."""
+        return _MARKS.get(self.why_wide(site) or "")
+
+    def marked(self, program: Program) -> Opened:
+        """A program without a product in half: as it is, with the scopes of jls.
+
+        A call has one for all that is in it: that of `keep`, if it finds any of it.
+        """
+        marks = dict[int, str]()
+        for product in products_in(Frame(program)):
+            mark, index = self.mark_of(product.site), product.site.indices[0]
+            if mark and marks.get(index) != KEPT:
+                marks[index] = mark
+        jaxpr, consts = opened(program)
+        equations = [
+            in_scope(equation, marks[i]) if i in marks else equation
+            for i, equation in enumerate(jaxpr.eqns)
+        ]
+        return Opened(jaxpr.replace(eqns=equations), consts)
 
 
 def _is_of_floats(equation: Any, half: Any) -> bool:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -249,6 +250,50 @@ def name_stack(equation: Any) -> Any:
     return _part(_part(equation, "source_info"), "name_stack", "")
 
 
+class Name(NamedTuple):
+    """A scope around an equation, or a transformation of JAX, such as "jvp"."""
+
+    text: str
+    is_transform: bool = False
+
+
+def names_around(equation: Any) -> tuple[Name, ...]:
+    """The names around an equation, outermost first."""
+    return _names_in(name_stack(equation))
+
+
+@functools.lru_cache(4096)
+def _names_in(stack: Any) -> tuple[Name, ...]:
+    parts = _part(stack, "stack", ())
+    names = [_part(x, "name") for x in parts]
+    if None in names or not names:
+        return tuple(_names_of_text(str(stack)))
+    pairs = zip(names, parts, strict=True)
+    return tuple(Name(name, type(x).__name__ == "Transform") for name, x in pairs)
+
+
+# By its text alone a scope such as "vmap(1)" cannot be told from a transformation.
+_TRANSFORM = re.compile(r"(jvp|transpose|vmap)\((.*)\)")
+
+
+def _names_of_text(text: str) -> Iterator[Name]:
+    """The names in "transpose(jvp(block))/Dense_0"."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "/" and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    for part in filter(None, parts):
+        match = _TRANSFORM.fullmatch(part)
+        if match:
+            yield Name(match[1], True)
+            yield from _names_of_text(match[2])
+        else:
+            yield Name(part)
+
+
 def has_side_effects(equation: Any) -> bool:
     """Whether it matters how often an equation runs. A `psum` only names an axis."""
     effects = _part(equation, "effects", ())
@@ -373,6 +418,13 @@ def inlined(equation: Any, caller: Any, *, has_line: bool, is_rule: bool) -> Any
         name_stack=names[:0] if is_rule else names + info.name_stack,
     )
     return equation.replace(source_info=info)
+
+
+def in_scope(equation: Any, name: str) -> Any:
+    """An equation with one more scope around all of its own."""
+    info = equation.source_info
+    names = source_info_util.new_name_stack(name) + info.name_stack
+    return equation.replace(source_info=info.replace(name_stack=names))
 
 
 def shared_names(equations: Sequence[Any]) -> tuple[Any, list[Any]]:

@@ -2,7 +2,7 @@
 """Turns an equation of a program into a place in the user's source."""
 
 import functools
-import re
+import itertools
 import sys
 import sysconfig
 from collections.abc import Collection, Iterator, Sequence
@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jls._program.control import Site
-from jls._program.jaxprs import Line, jitted_function, lines_of, name_stack
+from jls._program.jaxprs import (
+    Line,
+    Name,
+    jitted_function,
+    lines_of,
+    names_around,
+)
 
 # Packages whose lines are never named, and those named only if there is no other line.
 _NEVER = ("jax", "jaxlib", "jls")
@@ -19,8 +25,10 @@ _RATHER_NOT = ("optax", "flax", "equinox", "haiku")
 _TYPED = ("<stdin>", "<python-input", "<ipython-input")
 # Scopes that jls and JAX open themselves.
 _REMATTED = "rematted_computation"
+_OF_JAX = ("checkpoint", _REMATTED)
 _OF_JLS = "jls_"
-_NO_MODULES = (_OF_JLS, "checkpoint", _REMATTED)
+_JVP, _TRANSPOSE = Name("jvp", True), Name("transpose", True)
+_OF_PRODUCTS = ("jls_kept", "jls_outer")  # around one operation, anywhere in the loss
 
 
 class Place(NamedTuple):
@@ -96,37 +104,33 @@ def modules_in_loss(site: Site) -> str:
     differentiated.
     """
     stack = _stack_of(site)
-    begin = next((i for i, name in enumerate(stack) if "jvp(" in name), 0)
-    names = _names(stack[begin:])
+    begin = next((i for i, scope in enumerate(stack) if _JVP in scope.transforms), 0)
+    names = [x for x in _names(stack[begin:]) if x not in _OF_PRODUCTS]
     marks = [i for i, name in enumerate(names, 1) if name.startswith(_OF_JLS)]
     return "/".join(_modules(names[marks[-1] if marks else 0 :]))
 
 
 def is_differentiated(site: Site) -> bool:
     """Whether an equation is of a function that is differentiated, or of its result."""
-    return any("jvp(" in str(name_stack(x)) for x in site.equations)
+    return any(_JVP in names_around(x) for x in site.equations)
 
 
 def is_transposed(site: Site) -> bool:
     """Whether an equation belongs to a transposed function: to a backward pass."""
-    return any(_is_in_transposed(name_stack(x)) for x in site.equations)
+    return any(_TRANSPOSE in names_around(x) for x in site.equations)
 
 
 def is_gradient_in_loss(site: Site) -> bool:
     """Whether an equation belongs to a backward pass that is differentiated itself."""
-    stack = "/".join(str(name_stack(x)) for x in site.equations)
-    around, found, _ = stack.partition("transpose(jvp(")
-    return bool(found) and "jvp(" in around
+    names = [name for x in site.equations for name in names_around(x)]
+    pairs = enumerate(itertools.pairwise(names))
+    begin = next((i for i, pair in pairs if pair == (_TRANSPOSE, _JVP)), 0)
+    return _JVP in names[:begin]
 
 
 def is_recomputed(site: Site) -> bool:
     """Whether a backward pass computes an equation of the forward pass once more."""
-    return any(_REMATTED in str(name_stack(x)) for x in site.equations)
-
-
-@functools.lru_cache(4096)
-def _is_in_transposed(stack: Any) -> bool:
-    return "transpose(" in str(stack)
+    return any(Name(_REMATTED) in names_around(x) for x in site.equations)
 
 
 def functions_of_jax(site: Site) -> set[str]:
@@ -205,16 +209,23 @@ def _is_of_python(file: str) -> bool:
 # The names of scopes and modules.
 
 
-def _stack_of(site: Site) -> list[str]:
-    """The names of scopes around an equation, outermost first.
+class _Scope(NamedTuple):
+    """A scope, "" after the last one, and the transformations that begin at it."""
+
+    name: str
+    transforms: tuple[Name, ...]
+
+
+def _stack_of(site: Site) -> list[_Scope]:
+    """The scopes around an equation, outermost first.
 
     JAX writes those around a checkpoint twice in its backward pass, but not in that of
     a checkpoint inside of it.
     """
-    stack, is_backward, is_inside = list[str](), False, False
+    stack, is_backward, is_inside = list[_Scope](), False, False
     for equation in site.equations:
-        scopes = _scopes(equation)
-        is_backward |= _is_in_transposed(name_stack(equation))
+        scopes = _scopes(names_around(equation))
+        is_backward |= _TRANSPOSE in names_around(equation)
         if equation.primitive.name == "remat2" and not is_inside:
             first, second = scopes[: len(scopes) // 2], scopes[len(scopes) // 2 :]
             is_twice = is_backward and _names(first) == _names(second)
@@ -223,34 +234,22 @@ def _stack_of(site: Site) -> list[str]:
     return stack
 
 
-def _scopes(equation: Any) -> tuple[str, ...]:
-    """The names of scopes around an equation, such as "transpose(jvp(Dense_0))"."""
-    return _split_stack(str(name_stack(equation)))
-
-
 @functools.lru_cache(4096)
-def _split_stack(stack: str) -> tuple[str, ...]:
-    """The parts of a stack of names, split at each "/" outside of parentheses."""
-    parts, depth = [""], 0
-    for letter in stack:
-        depth += (letter == "(") - (letter == ")")
-        if letter == "/" and not depth:
-            parts.append("")
+def _scopes(names: Sequence[Name]) -> tuple[_Scope, ...]:
+    found, transforms = list[_Scope](), list[Name]()
+    for name in names:
+        if name.is_transform:
+            transforms.append(name)
         else:
-            parts[-1] += letter
-    return tuple(filter(None, parts))
+            found.append(_Scope(name.text, tuple(transforms)))
+            transforms = []
+    return (*found, _Scope("", tuple(transforms))) if transforms else tuple(found)
 
 
-def _names(stack: Sequence[str]) -> list[str]:
-    """The names without the transformations around them."""
-    found = []
-    for name in stack:
-        while match := re.fullmatch(r"\w+\((.*)\)", name):
-            name = match[1]
-        found += _split_stack(name)
-    return found
+def _names(scopes: Sequence[_Scope]) -> list[str]:
+    return [scope.name for scope in scopes if scope.name]
 
 
 def _modules(names: Sequence[str]) -> list[str]:
     """The names without those of jls and JAX."""
-    return [x for x in names if not x.startswith(_NO_MODULES)]
+    return [x for x in names if x not in _OF_JAX and not x.startswith(_OF_JLS)]

@@ -276,8 +276,8 @@ def train_step(
         what lies between them, are computed in it, as by `jls.autocast`; so is
         `value_fn` in `extra`. Parameters, gradients and the loss stay float32. None or
         `jnp.float32` casts nothing.
-      keep: what of `loss_fn` stays as written under `compute_dtype`: a regular
-        expression or a function, see `jls.autocast`.
+      keep: what of `loss_fn` stays as written under `compute_dtype`, without which it
+        is an error: a regular expression or a function, see `jls.autocast`.
 
     Returns:
       The step. Its report is a `jls.types.StepReport`:
@@ -368,6 +368,11 @@ def train_step(
         keep=keep,
     )
     check_keep(keep)
+    if keep is not None and compute_dtype is None:
+        raise ValueError(
+            f"keep must come with compute_dtype=, got {describe(keep)} alone. Without "
+            "it nothing is cast: add compute_dtype=jnp.bfloat16, or leave keep out."
+        )
 
     eager_calls, is_split = EagerCalls(), options.micro_batches > 1
 

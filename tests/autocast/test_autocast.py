@@ -230,11 +230,14 @@ def test_a_bad_argument_is_an_error_at_once(arguments, error, message):
     [
         (3, TypeError, "^keep must be a regular expression, a function .*, got int 3"),
         ("(", ValueError, r"^keep must be a regular expression, got '\('"),
+        ("", ValueError, r'^keep must be .*, got ""\. It keeps everything: leave it'),
     ],
 )
 def test_a_bad_keep_is_an_error_at_once(keep, error, message):
     with pytest.raises(error, match=message):
         jls.autocast(loss, "float16", keep=keep)
+    with pytest.raises(error, match=message):
+        jls.train_step(loss, compute_dtype="float16", keep=keep)
 
 
 def test_a_keep_that_finds_nothing_lists_the_scopes_that_are_there():
@@ -254,6 +257,18 @@ def test_a_keep_that_finds_nothing_lists_the_scopes_that_are_there():
         jls.autocast(loss, jnp.float16, keep="decoder")(W, X)
 
 
+def test_keep_finds_a_scope_as_the_user_wrote_it():
+    def fun(w, x):
+        x = jax.named_scope("q(1)")(jnp.matmul)(x, w)
+        return jnp.sum(jax.named_scope("k(1)")(jnp.matmul)(x, w))
+
+    for keep in ("q", r"^q\(1\)$", lambda place: place.module == "q(1)"):
+        found = products(jls.autocast(fun, "float16", keep=keep), W, X)
+        assert [x.results for x in found] == [("float32",), ("float16",)]
+    with pytest.raises(ValueError, match=r"There are: k\(1\), q\(1\)\."):
+        jls.autocast(fun, "float16", keep="^1$")(W, X)
+
+
 def test_what_keep_raises_is_raised():
     def keep(place):
         raise KeyError(place.operation)
@@ -265,6 +280,22 @@ def test_what_keep_raises_is_raised():
 def test_a_function_keep_that_keeps_nothing_lists_the_functions():
     with pytest.warns(jls.JlsWarning, match="keep found no operation.*are: loss"):
         jls.autocast(loss, "float16", keep=lambda place: place.function == "los")(W, X)
+
+
+@pytest.mark.filterwarnings("ignore::jls.JlsWarning")  # of no product
+@pytest.mark.parametrize("fun", [jnp.sum, lambda x: jnp.sum(x @ x.T)])
+def test_constant_results_are_arrays_of_their_types(fun):
+    """JAX itself has numbers of its own for them, which are no arrays."""
+
+    def constants(x):
+        numbers = jnp.int32(3), jnp.asarray(2), jnp.float32(1.5), jnp.asarray(0.5)
+        return fun(x), *numbers, jnp.ones(2)
+
+    results = jls.autocast(constants, "bfloat16")(X)  # not jitted
+    for one, other in zip(results[1:], constants(X)[1:], strict=True):
+        assert isinstance(one, jax.Array)
+        assert one.weak_type == other.weak_type
+        assert_identical(one, other)
 
 
 def test_no_product_is_a_warning_that_says_why():

@@ -102,6 +102,30 @@ FAULTS = [
         (LOSS,),
     ),
     Fault(
+        "a constant result is no array, and is not rolled back",
+        "jls/_autocast/autocast.py",
+        "out[i] = jnp.asarray(array)",
+        "out[i] = array",
+        (
+            f"{CALLS}::test_constant_results_are_arrays_of_their_types",
+            "tests/train/test_train_step.py::test_weak_constants_are_rolled_back_too",
+        ),
+    ),
+    Fault(
+        "an empty keep keeps everything",
+        "jls/_autocast/autocast.py",
+        "    if not keep:\n",
+        "    if ():\n",
+        (f"{CALLS}::test_a_bad_keep_is_an_error_at_once",),
+    ),
+    Fault(
+        "a keep without compute_dtype keeps nothing",
+        "jls/_train/step.py",
+        "if keep is not None and compute_dtype is None:",
+        "if ():",
+        (f"{STEP}::test_a_keep_of_nothing_that_is_cast_is_an_error_at_once",),
+    ),
+    Fault(
         "a label that is kept is not computed as written",
         REWRITE,
         " and not self.choice.is_kept(site):\n            results = bind_pick(",

@@ -16,6 +16,23 @@ TRAIN = "tests/train/test_train_step.py::"
 
 FAULTS = [
     Fault(
+        "what is carried weakly typed comes back strong from the loss function",
+        "jls/_tree.py",
+        "if shape == new_shape and _are_weak([leaf, reference], dtype):",
+        "if ():",
+        (f"{TRAIN}test_what_is_carried_stays_weak_and_a_step_is_traced_once",),
+    ),
+    Fault(
+        "what is carried weakly typed comes back strong from the rollback",
+        "jls/_tree.py",
+        "stays_weak = _are_weak([new, old], dtype)",
+        "stays_weak = False",
+        (
+            f"{TRAIN}test_what_is_carried_stays_weak_and_a_step_is_traced_once",
+            "tests/test_tree.py::test_select_leaves_weak_what_is_weak_in_both",
+        ),
+    ),
+    Fault(
         "a frozen part counts as one that no wrapper keeps",
         "jls/_train/unguarded.py",
         "return [is_data and is_inexact_atom(atom) for is_data, atom in pairs]",

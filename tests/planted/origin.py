@@ -64,8 +64,8 @@ FAULTS = [
     Fault(
         "keep has scopes around the function that is differentiated",
         "jls/_program/places.py",
-        'if "jvp(" in name), 0)',
-        'if "jvp(" in name and not stack), 0)',
+        "if _JVP in scope.transforms), 0)",
+        "if _JVP in scope.transforms and not stack), 0)",
         (KEPT + "test_scopes_around_the_step_are_not_of_the_loss",),
     ),
     Fault(

@@ -31,6 +31,27 @@ FAULTS = [
         (PLACES + "test_scopes_around_a_checkpoint_are_named_once",),
     ),
     Fault(
+        "a scope with the name of a transformation is taken for one",
+        "jls/_program/jaxprs.py",
+        "    if None in names or not names:\n",
+        "    if True:\n",
+        (PLACES + "test_a_scope_is_named_as_the_user_wrote_it",),
+    ),
+    Fault(
+        "a scope that begins as one of JAX's own is left out",
+        "jls/_program/places.py",
+        "if x not in _OF_JAX and not x.startswith(_OF_JLS)]",
+        "if not x.startswith((*_OF_JAX, _OF_JLS))]",
+        (PLACES + "test_a_scope_is_named_as_the_user_wrote_it",),
+    ),
+    Fault(
+        "a mark on a product hides the scopes around the loop that it is in",
+        "jls/_program/places.py",
+        "if x not in _OF_PRODUCTS]",
+        "if x]",
+        (PLACES + "test_a_mark_on_a_product_is_no_border_of_the_loss",),
+    ),
+    Fault(
         "a norm that overflows is not looked at, only the leaves",
         "jls/_step.py",
         "norm_finite = jnp.isfinite(squares[-1])",

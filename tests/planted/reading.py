@@ -11,7 +11,36 @@ MISSES = (
 )
 COUNTS = "tests/program/test_products.py::"
 
+WHOLE = (
+    "tests/reading/test_precision.py::"
+    "test_keep_is_the_reason_where_it_finds_all_products"
+)
+
 FAULTS = [
+    Fault(
+        "what keep finds has no mark if it finds everything",
+        "jls/_autocast/keep.py",
+        "in_scope(equation, marks[i]) if i in marks else equation",
+        "equation",
+        (WHOLE,),
+    ),
+    Fault(
+        "the headline does not say that it is keep that leaves nothing in half",
+        PRECISION,
+        "if _KEEP in reasons and BY_MODEL not in reasons:",
+        "if ():",
+        (WHOLE,),
+    ),
+    Fault(
+        "the derivative of an outer product is float32 by the model",
+        PRECISION,
+        "if OUTER_PRODUCT in marks or is_outer(equation):",
+        "if is_outer(equation):",
+        (
+            "tests/reading/test_precision.py::"
+            "test_an_outer_product_and_its_derivative_have_one_reason",
+        ),
+    ),
     Fault(
         "two arguments of one role have one name",
         "jls/_tools/reading/arguments.py",

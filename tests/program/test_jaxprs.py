@@ -121,6 +121,7 @@ def names_asked(patch, missing=()):
 PARTS = {
     "lines": ("traceback", "frames", "file_name", "line_num", "function_name"),
     "names": ("name_stack",),
+    "scopes": ("stack", "name"),
     "lines and names": ("source_info",),
     "functions of jax": ("debug_info", "func_src_info"),
     "tracers": ("_trace", "frame", "traced_for"),

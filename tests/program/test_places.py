@@ -10,7 +10,18 @@ from flax import linen as nn
 from flax import nnx
 from jax import lax
 
-from jls._program.places import Place, place_of
+from jls._program import jaxprs
+from jls._program.jaxprs import names_around
+from jls._program.places import (
+    Place,
+    is_differentiated,
+    is_gradient_in_loss,
+    is_recomputed,
+    is_transposed,
+    modules_in_loss,
+    modules_of,
+    place_of,
+)
 from jls._program.walk import walk
 from jls._tree import select
 
@@ -18,17 +29,17 @@ X = jnp.arange(1.0, 4.0)
 
 
 class Places:
-    """The places of one operation."""
+    """The places of one operation, or what `read` says of each."""
 
-    def __init__(self, operation):
-        self.operation, self.found = operation, []
+    def __init__(self, operation, read=place_of):
+        self.operation, self.read, self.found = operation, read, []
 
     def of_constant(self, value):
         return None
 
     def of_equation(self, site, operands):
         if site.equation.primitive.name == self.operation:
-            self.found.append(place_of(site))
+            self.found.append(self.read(site))
         return [None] * len(site.equation.outvars)
 
     def on_call(self, site, operands):
@@ -52,9 +63,9 @@ class Places:
         return None
 
 
-def places(operation, fun, *args):
+def places(operation, fun, *args, read=place_of):
     program = jax.make_jaxpr(fun)(*args)
-    question = Places(operation)
+    question = Places(operation, read)
     walk(program, [None] * len(jax.tree.leaves(args)), question)
     return question.found
 
@@ -153,6 +164,75 @@ def test_scopes_of_the_user_are_named_and_those_of_jls_are_not():
 
     (place,) = places("exp", fun, X)
     assert place.module == "block"
+
+
+# Names that a user may give a scope, and JAX gives its transformations or its own.
+OF_THE_USER = [
+    "head(1)",
+    "jvp(1)",
+    "transpose(jvp(a/b))",
+    "vmap()",
+    "f(a)/g(b)",
+    "checkpoint_2",
+    "rematted_computations",
+    ")/(",
+]
+
+
+@pytest.mark.parametrize("name", OF_THE_USER)
+def test_a_scope_is_named_as_the_user_wrote_it(name):
+    fun = in_scopes("out", name, "in")(jax.checkpoint)
+    vmapped = jax.vmap(lambda x: fun(x[None]))
+    for program in (fun, jax.jit(fun), jax.grad(fun), vmapped, jax.grad(jax.jit(fun))):
+        assert {x.module for x in places("sin", program, X)} == {f"out/{name}/in"}
+    for read in (is_differentiated, is_transposed, is_gradient_in_loss, is_recomputed):
+        assert not any(places("sin", fun, X, read=read))
+    assert any(x.is_backward for x in places("mul", jax.grad(fun), X))
+    remat = in_scopes("out", name, None, "in")(jax.checkpoint)
+    for operation in ("sin", "cos"):
+        for place in places(operation, jax.grad(remat), X):
+            assert place.module == f"out/{name}/in"
+
+
+def test_two_scopes_that_differ_before_a_parenthesis_are_two():
+    def fun(x):
+        q = jax.named_scope("q(1)")(jnp.sin)(x)
+        return q + jax.named_scope("k(1)")(jnp.sin)(x)
+
+    assert [x.module for x in places("sin", fun, X)] == ["q(1)", "k(1)"]
+
+
+@pytest.mark.parametrize("operation", ["sin", "cos", "mul"])
+def test_without_its_parts_a_stack_is_read_as_text(operation, monkeypatch):
+    """As well, but for scopes that have the names of transformations."""
+    fun = in_scopes("out", None, "head(1)", "in")(jax.checkpoint)
+
+    def names(site):
+        return [names_around(x) for x in site.equations]
+
+    def read():
+        jaxprs._names_in.cache_clear()
+        made = jax.grad(lambda x: jax.vmap(fun)(x[None]).sum())
+        return places(operation, made, X, read=names)
+
+    whole = read()
+    part = jaxprs._part
+    monkeypatch.setattr(
+        jaxprs, "_part", lambda x, y, z=None: z if y == "stack" else part(x, y, z)
+    )
+    assert read() == whole
+    jaxprs._names_in.cache_clear()
+
+
+def test_a_mark_on_a_product_is_no_border_of_the_loss():
+    def fun(x):
+        kept = jax.named_scope("jls_kept")(jax.named_scope("in")(jnp.sin))
+        body = scanned(kept)
+        with jax.named_scope("outside"), jax.named_scope("jls_autocast"):
+            return jax.named_scope("layers")(body)(x)
+
+    assert places("sin", fun, X, read=modules_in_loss) == ["layers/in"]
+    assert places("sin", fun, X, read=modules_of) == ["outside/layers/in"]
 
 
 def in_scopes(*names):

@@ -16,6 +16,7 @@ from jax import lax
 from right_kinds import KINDS
 from right_programs import PROGRAMS
 from right_steps import RIGHT as RIGHT_STEPS
+from shared import assert_identical
 
 import jls
 from jls._tools.check.check import look_at_precision, read_step
@@ -670,6 +671,92 @@ def scoped(w, x):
 def test_keep_is_a_reason_forwards_and_backwards():
     assert reasons(scoped, compute_dtype=F16, keep="router") == ["keep"] * 2
     assert reasons(scoped, compute_dtype=F16) == []
+
+
+def in_block(place):
+    return place.function == "block"
+
+
+def block(w, x):
+    return jnp.tanh(jnp.tanh(x @ w) @ w)
+
+
+def in_a_loop(w, x):
+    return jnp.mean(lax.scan(lambda x, _: (block(w, x), ()), x, length=2)[0] ** 2)
+
+
+@jax.custom_vjp
+def ruled(w, x):
+    return block(w, x)
+
+
+ruled.defvjp(
+    lambda w, x: (block(w, x), (w, x)),
+    lambda saved, ct: (saved[1].T @ ct, block(saved[0], ct)),
+)
+
+
+WHOLE = {
+    "block": lambda w, x: jnp.mean(block(w, x) ** 2),
+    "jit": lambda w, x: jnp.mean(jax.jit(block)(w, x) ** 2),
+    "scan": in_a_loop,
+    "remat": lambda w, x: jnp.mean(jax.checkpoint(block)(w, x) ** 2),
+    "rule": lambda w, x: jnp.mean(ruled(w, x) ** 2),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_keep_is_the_reason_where_it_finds_all_products(name):
+    step = step_of(
+        WHOLE[name], PARAMS[1], jnp.ones((4, 16)), compute_dtype=F16, keep=in_block
+    )
+    seen = look(*step)
+    assert {reason for _, reason in seen.precision.wide} == {"keep"}
+    assert (
+        seen.headline == "keep leaves no product in half: the loss scale does nothing"
+    )
+    assert seen.write == "a narrower keep; to stay in float32, jls.skip_nonfinite"
+    plain = step_of(WHOLE[name], PARAMS[1], jnp.ones((4, 16)))
+    for run in (
+        lambda step, *args: step(*args),
+        lambda step, *args: step.__wrapped__(*args),
+    ):
+        assert_identical(run(*step), run(*plain))
+
+
+def test_what_keep_does_not_find_has_its_own_reason_where_nothing_is_half():
+    def loss_fn(w, x):
+        y = jnp.matmul(x, w, precision="highest") + block(w, x)
+        return jnp.mean(y) + jnp.vdot(y, y)
+
+    found = reasons(loss_fn, compute_dtype=F16, keep=in_block)
+    assert set(found) == {"keep", "precision=", "inner product", "outer product"}
+
+
+def decays(w, x):
+    """Mamba's: the outer product of the steps and of a matrix."""
+    step = jax.nn.softplus(x @ w)
+    decay = jnp.exp(jnp.einsum("le,es->les", step, -jnp.exp(w[:, :4])))
+    return jnp.mean((decay.sum(-1) @ w) ** 2)
+
+
+def only_an_outer_product(w, x):
+    decay = jnp.exp(jnp.einsum("le,es->les", x * w[0], -jnp.exp(w[:, :4])))
+    return jnp.mean(decay**2)
+
+
+def repeated(loss_fn):
+    def repeats(w, x):
+        return lax.scan(lambda sum, _: (sum + loss_fn(w, x), ()), 0.0, length=2)[0]
+
+    return repeats
+
+
+@pytest.mark.parametrize("wrapped", [lambda f: f, jax.checkpoint, jax.jit, repeated])
+@pytest.mark.parametrize("loss_fn", [decays, only_an_outer_product])
+def test_an_outer_product_and_its_derivative_have_one_reason(loss_fn, wrapped):
+    found = reasons(wrapped(loss_fn), compute_dtype=F16)
+    assert set(found) <= {"outer product"}
 
 
 @pytest.mark.parametrize(

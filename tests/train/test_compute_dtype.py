@@ -57,9 +57,22 @@ def test_products_are_half_and_all_else_is_float32():
     assert not report.skipped
 
 
-@pytest.mark.parametrize("dtype", [None, jnp.float32, "float32"])
-def test_none_and_float32_cast_nothing(dtype):
-    assert_identical(take(compute_dtype=dtype, keep="anything"), take())
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compute_dtype": None},
+        {"compute_dtype": jnp.float32, "keep": "anything"},
+        {"compute_dtype": "float32", "keep": None},
+    ],
+)
+def test_none_and_float32_cast_nothing(options):
+    assert_identical(take(**options), take())
+
+
+@pytest.mark.parametrize("keep", ["router", lambda place: True])
+def test_a_keep_of_nothing_that_is_cast_is_an_error_at_once(keep):
+    with pytest.raises(ValueError, match=r"^keep must come with compute_dtype="):
+        jls.train_step(loss_fn, OPTIMIZER, keep=keep)
 
 
 @pytest.mark.parametrize(("first", "last"), [("float16", None), (None, "float16")])

@@ -2,6 +2,7 @@
 
 import inspect
 from functools import partial
+from typing import Any
 
 import chex
 import jax
@@ -11,6 +12,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from flax.training import train_state
 from models import (
     BAD,
     GOOD,
@@ -603,3 +605,141 @@ def test_nnx_refuses_carries_and_models_that_change_their_structure():
     with pytest.raises(ValueError, match="must leave the variables"):
         jls.train_step(sowing)(model, optimizer, make_batch())
     assert not hasattr(model, "seen")
+
+
+# Steps that carry weakly typed arrays, which plain JAX compiles once.
+
+
+def weak():
+    return {"calls": jnp.array(0), "mean": jnp.asarray(0.0)}
+
+
+def strong():
+    return {"calls": jnp.int32(0), "mean": jnp.float32(0.0)}
+
+
+def all_weak(tree):
+    return all(x.weak_type for x in jax.tree.leaves(tree))
+
+
+def moved_on(carried, x):
+    """The carried arrays after a batch: no dtype is named, so they stay weak."""
+    calls, mean = carried["calls"] + 1, 0.75 * carried["mean"]
+    return {"calls": calls, "mean": mean + jnp.where(x[0, 0] > 1, 0.5, 0.25)}
+
+
+def run_plain(make, batches, traces, **options):
+    def loss_fn(params, carried, x):
+        traces.append(None)
+        return jnp.mean((x @ params) ** 2), moved_on(carried, x)
+
+    optimizer, params = moving(), jnp.eye(8)
+    step = jax.jit(jls.train_step(loss_fn, optimizer, carries=True, **options))
+    state = params, optimizer.init(params), make()
+    for x in batches:
+        *state, report = step(*state, x)
+        yield state[-1], report
+
+
+def run_linen(make, batches, traces, is_returned=True, **options):
+    class State(train_state.TrainState):
+        seen: Any = None
+
+    def loss_fn(state, x):
+        traces.append(None)
+        loss = jnp.mean((x @ state.params) ** 2)
+        return loss, {"seen": moved_on(state.seen, x)} if is_returned else {}
+
+    state = State.create(
+        apply_fn=None, params=jnp.eye(8), tx=moving(), seen=make()
+    ).replace(step=jnp.int32(0))
+    step = jax.jit(jls.train_step(loss_fn, carries=True, **options))
+    for x in batches:
+        state, report = step(state, x)
+        yield state.seen, report
+
+
+def run_nnx(make, batches, traces, **options):
+    class Net(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.eye(8))
+            self.calls, self.mean = map(nnx.Variable, make().values())
+
+        def seen(self):
+            return {"calls": self.calls.get_value(), "mean": self.mean.get_value()}
+
+    def loss_fn(model, x):
+        traces.append(None)
+        for name, value in moved_on(model.seen(), x).items():
+            getattr(model, name).set_value(value)
+        return jnp.mean((x @ model.w[...]) ** 2)
+
+    model = Net()
+    optimizer = nnx.Optimizer(model, moving(), wrt=nnx.Param)
+    step = nnx.jit(jls.train_step(loss_fn, **options))
+    for x in batches:
+        report = step(model, optimizer, x)
+        yield model.seen(), report
+
+
+def moving():
+    return jls.loss_scaled(optax.adam(1e-3), jls.dynamic(1024.0))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"compute_dtype": jnp.float16},
+        {"micro_batches": 2},
+        {"micro_batches": 2, "drop": "micro_batch", "compute_dtype": jnp.bfloat16},
+    ],
+    ids=["", "autocast", "micro", "drop"],
+)
+@pytest.mark.parametrize("run", [run_plain, run_linen, run_nnx])
+def test_what_is_carried_stays_weak_and_a_step_is_traced_once(run, options):
+    good = jnp.ones((4, 8))
+    batches, traces = [good, good, good * jnp.nan, good], list[None]()
+    seen, reports = zip(*run(weak, batches, traces, **options), strict=True)
+    assert [bool(x.skipped) for x in reports] == [False, False, True, False]
+    assert all_weak(seen)
+    of_one_step = list[None]()
+    list(run(weak, batches[:1], of_one_step, **options))
+    assert len(traces) == len(of_one_step)
+    as_strong, others = zip(*run(strong, batches, [], **options), strict=True)
+    assert not any(x.weak_type for x in jax.tree.leaves(as_strong))
+    assert_identical((seen, reports), (as_strong, others))
+
+
+def test_a_weak_field_that_is_not_returned_stays_weak():
+    run = run_linen(weak, [jnp.ones((4, 8))] * 3, traces := [], is_returned=False)
+    assert all_weak([seen for seen, _ in run])
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("before", [weak, lambda: {"calls": 0, "mean": 0.0}])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_weak_constants_are_rolled_back_too(before, dtype, jit_or_eager):
+    def loss_fn(params, carried, x):
+        after = {"calls": jnp.array(1), "mean": jnp.asarray(0.5)}
+        return jnp.mean((x @ params) ** 2), after
+
+    optimizer, params = moving(), jnp.eye(8)
+    step = jls.train_step(loss_fn, optimizer, carries=True, compute_dtype=dtype)
+    state = params, optimizer.init(params), before()
+    for bad, expected in ((jnp.nan, (0, 0.0)), (1.0, (1, 0.5))):
+        *_, carried, _ = jit_or_eager(step)(*state, bad * jnp.ones((4, 8)))
+        assert tuple(carried.values()) == expected
+        assert all_weak(carried)
+
+
+@pytest.mark.parametrize(("before", "after"), [(weak, strong), (strong, weak)])
+def test_what_is_carried_is_strong_if_it_was_or_if_the_new_one_is(before, after):
+    def loss_fn(params, carried, x):
+        return jnp.mean((x @ params) ** 2), after()
+
+    optimizer = moving()
+    step = jax.jit(jls.train_step(loss_fn, optimizer, carries=True))
+    args = jnp.eye(8), optimizer.init(jnp.eye(8)), before()
+    *_, carried, _ = step(*args, jnp.ones((4, 8)))
+    assert not any(x.weak_type for x in jax.tree.leaves(carried))

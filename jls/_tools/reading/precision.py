@@ -19,17 +19,19 @@ from jls._program.products import (
     is_outer,
     products_in,
 )
-from jls._scopes import GRADIENTS, KEPT, UPDATE, marks_of
+from jls._scopes import GRADIENTS, KEPT, OUTER_PRODUCT, UPDATE, marks_of
 from jls._text import listed, wrapped
 from jls._tools.reading.flow import THROUGH_BACKWARD
 from jls._tools.reading.reading import Reading
 from jls._tools.reading.scales import Scale
 
 BY_MODEL = "by the model"
+_KEEP = "keep"
 _WHILE = "while"
 _MOST_LINES = 5  # of the text
 _MOST_PLACES = 2  # in a line of it
 _IDLE = "the loss scale does nothing"
+_STAY = "to stay in float32, jls.skip_nonfinite"
 _HALF = "jls.train_step(..., compute_dtype=jnp.float16), or jls.autocast"
 _HALVES = ("float16", "bfloat16")
 
@@ -152,13 +154,13 @@ def why_wide(product: Product) -> str:
     marks = marks_of(product.site)
     if UPDATE in marks:
         return "optimizer"
-    if KEPT in marks:
-        return "keep"
     if asks_for_precision(equation):
         return "precision="
+    if KEPT in marks:
+        return _KEEP
     if is_inner(equation):
         return "inner product"
-    if is_outer(equation):
+    if OUTER_PRODUCT in marks or is_outer(equation):
         return "outer product"
     is_in_while = any(x.primitive.name == _WHILE for x in product.site.equations)
     return _WHILE if is_in_while else BY_MODEL
@@ -266,11 +268,15 @@ class _Step:
         if not self._follow and len(self._reading.scales) > 1:
             return _NotHalf()  # of a temperature, say
         if not halves and not follows:
+            reasons = {why_wide(x) for x in self._products}
+            if _KEEP in reasons and BY_MODEL not in reasons:
+                words = f"keep leaves no product in half: {_IDLE}"
+                return _NotHalf(words, f"a narrower keep; {_STAY}")
             is_any = any(dtype in _HALVES for dtype, _, _ in precision.products)
             words = f"no product {'that follows it ' if is_any else ''}is half: {_IDLE}"
             has_products = bool(precision.products)
-            write = f"{_HALF}; to stay in float32, " if has_products else ""
-            return _NotHalf(words, f"{write}jls.skip_nonfinite")
+            write = f"{_HALF}; {_STAY}" if has_products else "jls.skip_nonfinite"
+            return _NotHalf(words, write)
         if halves == {jnp.dtype(jnp.bfloat16)} and not follows:
             return _NotHalf("bfloat16 needs no loss scale: jls.skip_nonfinite")
         counted = self._follow or self._backward
