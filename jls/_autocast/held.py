@@ -115,8 +115,9 @@ class Chain:
             *(x.nodes for x in inner)
         )
         row, name = primitive_of(equation), equation.primitive.name
-        is_product = name == "mul" and any(map(is_number, operands))
-        self._is_linear = row.saves_nothing or is_product
+        is_scaled = name == "mul" and any(map(is_number, operands))
+        is_scaled |= name == "div" and is_number(operands[1])
+        self._is_linear = row.saves_nothing or is_scaled
         self._is_linear &= all(x._is_linear for x in inner)
         self._wide: Any = None
         self._half: Any = None

@@ -28,6 +28,7 @@ from jls._program.jaxprs import (
     Program,
     bind,
     called_program,
+    in_scope,
     inlined,
     is_float32,
     is_inexact_atom,
@@ -48,7 +49,6 @@ from jls._program.places import function_of_jax, has_line_inside
 from jls._program.primitives import primitive_of
 from jls._program.replay import select_lanes
 from jls._program.walk import walk
-from jls._scopes import KEPT
 
 
 class ClosedOverError(Exception):
@@ -174,7 +174,7 @@ class Rewrite:
             return self._elementwise(site, operands)
         if row.cast == "end":
             return [self._end(equation, operands)]
-        return self._at_once(site, operands)
+        return self._at_once(site, equation, operands)
 
     def _product(self, site: Site, operands: list[Held]) -> Sequence[Held]:
         equation, why_wide = self._at(site), self.choice.why_wide(site)
@@ -187,29 +187,29 @@ class Rewrite:
             return self._stored(
                 equation, self._bound(equation, operands, each, **params), half
             )
-        if why_wide in _ELEMENTWISE and parameter(equation, "precision") is None:
+        if parameter(equation, "precision") is None:
             params = {**parameters(equation), "precision": self._precision}
             equation = equation.replace(params=params)
+        mark = self.choice.mark_of(site)
+        if mark:
+            equation = in_scope(equation, mark)
         if why_wide == OUTER:
             return self._chain(site, equation, operands)
         if why_wide == "inner product":
             return [self._end(equation, operands)]
-        if why_wide == "keep":
-            with jax.named_scope(KEPT):
-                return self._at_once(site, operands)
-        return self._at_once(site, operands)
+        return self._at_once(site, equation, operands)
 
-    def _at_once(self, site: Site, operands: list[Held]) -> Sequence[Held]:
-        """An operation as it is written."""
-        equation, params = self._at(site), {}
-        is_product = primitive_of(equation).cast == "product"
-        if is_product and parameter(equation, "precision") is None:
-            params["precision"] = self._precision
-        if is_pick(equation) and not self.choice.is_kept(site):
+    def _is_pick(self, site: Site) -> bool:
+        return is_pick(site.equation) and not self.choice.is_kept(site)
+
+    def _at_once(
+        self, site: Site, equation: Any, operands: list[Held]
+    ) -> Sequence[Held]:
+        """An operation in float32."""
+        if self._is_pick(site):
             results = bind_pick(equation, [_wide(equation, x) for x in operands])
         else:
-            each = [False] * len(operands)
-            results = self._bound(equation, operands, each, **params)
+            results = self._bound(equation, operands, [False] * len(operands))
         return self._stored(equation, results)
 
     def _bound(
@@ -256,7 +256,7 @@ class Rewrite:
         is_half |= all(rounds) and any(map(_is_cast, data))
         if not is_half and row.cast == "shape" and any(map(_is_cast, data)):
             return None
-        if not is_half and is_pick(equation):
+        if not is_half and self._is_pick(site):
             return None
         each = [is_half and i in places for i in range(len(operands))]
         is_running = not is_half and any(
@@ -275,8 +275,8 @@ class Rewrite:
         is_of_number = Chain.is_of_number(equation, operands) and is_float
         is_chained = any(isinstance(x, Chain) for x in operands)
         is_arithmetic = is_float and not all(map(is_number, operands))
-        if is_pick(equation) or not (is_of_number or is_chained or is_arithmetic):
-            return self._at_once(site, operands)
+        if self._is_pick(site) or not (is_of_number or is_chained or is_arithmetic):
+            return self._at_once(site, equation, operands)
         return self._chain(site, equation, operands)
 
     def _chain(self, site: Site, equation: Any, operands: list[Held]) -> Sequence[Held]:
@@ -667,10 +667,6 @@ def _wide(equation: Any, held: Held) -> Any:
         return held.wide()
     with traced_as(equation):
         return held.wide()
-
-
-# Products that are computed in float32, as elementwise operations and sums are.
-_ELEMENTWISE = (OUTER, "inner product")
 
 
 def _is_cast(held: Held) -> bool:
