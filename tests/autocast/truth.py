@@ -1,0 +1,452 @@
+"""What rounding products alone explains: the reference of promise 18.
+
+A program and its gradients are traced as float32 into one program, and that is run
+equation by equation. Where it comes to a float32 product, the operands are rounded to
+half, multiplied and summed in float32, and the result is rounded. The backward pass is
+a part of the program, so its products are rounded too. Nothing else is changed, and
+nothing of `jls._autocast` is used.
+
+It runs seven times: with nothing rounded, and for each half dtype with products rounded
+to nearest, and twice to either neighbour by a hash of the number. One compiled program
+does all of them, so they differ by what is rounded and by nothing else.
+
+A product that an autocast leaves as written is left as written here too, with its
+derivative: an inner product, an outer one, one that asks for a precision.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import eval_jaxpr
+
+from jls._program.jaxprs import (
+    bind,
+    called_program,
+    is_float32,
+    is_literal,
+    manual_axes,
+    opened,
+)
+from jls._program.products import PRODUCTS, asks_for_precision, is_inner, is_outer
+
+HALVES = ("float16", "bfloat16")
+LOSS_SCALE = 1024.0  # so that no gradient is lost to the range of float16
+
+# What is promised.
+RESULTS, GRADIENTS, UNITS = 2.0, 4.0, 2.0
+
+# What is not judged.
+MOST = 6e4  # into or out of a product, near the end of float16
+USELESS = 0.2  # the error of a reference that says nothing any more
+NEAR = 3.0  # how many times the reference's error a choice has to be away
+
+
+# Rounding.
+
+
+class Rounding(NamedTuple):
+    """How products are rounded: numbers, so that one compiled program does all."""
+
+    is_on: Any
+    seed: Any  # 0: to nearest; else to either neighbour
+    unit: Any  # the distance of two neighbours at 1
+    least: Any  # the distance of two neighbours at 0
+    largest: Any
+
+
+def rounding(dtype: Any, seed: int = 0) -> Rounding:
+    info = jnp.finfo(dtype)
+    # Below this float32 has no normal numbers to compute with.
+    least = max(float(info.smallest_subnormal), float(jnp.finfo(jnp.float32).tiny))
+    is_on = np.bool_(dtype != "float32")
+    numbers = (np.float32(x) for x in (info.eps, least, info.max))
+    return Rounding(is_on, np.uint32(seed), *numbers)
+
+
+WIDE = rounding("float32")
+SEEDS = (0, 1, 2)
+
+
+def rounded(x: Any, how: Rounding) -> Any:
+    """A neighbour of each number in half, in float32."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    exponent = bits & jnp.uint32(0x7F80_0000)
+    power = lax.bitcast_convert_type(exponent, jnp.float32)
+    step = jnp.maximum(power * how.unit, how.least)
+    steps = x / step
+    noise = (_hash(bits, how.seed) >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+    near = jnp.where(how.seed == 0, jnp.round(steps), jnp.floor(steps + noise)) * step
+    endless = jnp.where(x > 0, jnp.float32(np.inf), jnp.float32(-np.inf))
+    near = jnp.where(jnp.abs(near) > how.largest, endless, near)
+    return jnp.where(how.is_on & jnp.isfinite(x), near, x)
+
+
+def _hash(bits: Any, seed: Any) -> Any:
+    """Of a number, not of its place: a number is rounded alike wherever it is used."""
+    bits = bits ^ (seed * jnp.uint32(0x9E37_79B9))
+    for shift, factor in ((16, 0x7FEB_352D), (15, 0x846C_A68B)):
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+    return bits ^ (bits >> 16)
+
+
+# Running a program with its products rounded.
+
+
+class Seen(NamedTuple):
+    """What is to be known of a run, beside its results."""
+
+    largest: Any  # f32[]  of all operands and results of products
+    margins: list[Any]  # of comparisons: how far the operands are apart
+    choices: list[Any]  # other integers and booleans that were computed from floats
+
+
+def run(program: Any, operands: Any, how: Rounding) -> tuple[list[Any], Seen]:
+    """The results of a program with its products rounded.
+
+    Comparisons in `while` and `shard_map` are not seen.
+    """
+    jaxpr, consts = opened(program)
+    values = dict(zip(jaxpr.constvars, consts, strict=True))
+    values.update(zip(jaxpr.invars, operands, strict=True))
+    seen = Seen(jnp.float32(0), [], [])
+
+    def read(atom):
+        return atom.val if is_literal(atom) else values[atom]
+
+    for equation in jaxpr.eqns:
+        results, more = _equation(equation, list(map(read, equation.invars)), how)
+        values.update(zip(equation.outvars, results, strict=True))
+        seen = _both(seen, more)
+    return list(map(read, jaxpr.outvars)), seen
+
+
+def _both(one: Seen, other: Seen) -> Seen:
+    largest = jnp.maximum(one.largest, other.largest)
+    return Seen(largest, one.margins + other.margins, one.choices + other.choices)
+
+
+def _equation(equation: Any, operands: list[Any], how: Rounding) -> Any:
+    if special := _CONTROL.get(equation.primitive.name):
+        return special(equation, operands, how)
+    if program := called_program(equation):
+        return run(program, operands, how)
+    if is_rounded(equation):
+        return _product(equation, operands, how)
+    results = bind(equation, operands)
+    return results, _seen_of(equation, operands, results)
+
+
+def is_rounded(equation: Any) -> bool:
+    """Whether it is a product of float32 numbers that asks for no precision."""
+    if equation.primitive.name not in PRODUCTS or asks_for_precision(equation):
+        return False
+    return all(map(is_float32, equation.invars[:2]))
+
+
+def _product(equation: Any, operands: list[Any], how: Rounding) -> Any:
+    exact = lax.Precision.HIGHEST
+    taken = [rounded(x, how) for x in operands[:2]]
+    (given,) = bind(equation, [*taken, *operands[2:]], precision=(exact, exact))
+    numbers = [*operands[:2], given]
+    sizes = [jnp.max(jnp.abs(x)) for x in numbers if x.size]
+    largest = functools.reduce(jnp.maximum, sizes, jnp.float32(0))
+    return [rounded(given, how)], Seen(largest, [], [])
+
+
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+
+
+def _seen_of(equation: Any, operands: list[Any], results: list[Any]) -> Seen:
+    nothing = Seen(jnp.float32(0), [], [])
+    if not any(map(_is_float, operands)):
+        return nothing
+    if equation.primitive.name in _COMPARISONS:
+        one, other = operands
+        return nothing._replace(margins=[one - other])
+    if equation.primitive.name == "sign":
+        return nothing._replace(margins=[*operands])
+    # Bits taken from a float belong to random numbers, and choose nothing.
+    if equation.primitive.name == "bitcast_convert_type":
+        return nothing
+    return nothing._replace(choices=[x for x in results if not _is_float(x)])
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
+def _scan(equation: Any, operands: list[Any], how: Rounding) -> Any:
+    params = equation.params
+    consts, carried = params["num_consts"], params["num_carry"]
+    fixed, carry = operands[:consts], operands[consts : consts + carried]
+
+    def body(carry, slices):
+        results, seen = run(params["jaxpr"], [*fixed, *carry, *slices], how)
+        return results[:carried], (results[carried:], seen)
+
+    carry, (stacks, seen) = lax.scan(
+        body,
+        carry,
+        operands[consts + carried :],
+        length=params["length"],
+        reverse=params["reverse"],
+    )
+    largest = jnp.max(seen.largest, initial=0.0)
+    return [*carry, *stacks], seen._replace(largest=largest)
+
+
+def _while(equation: Any, operands: list[Any], how: Rounding) -> Any:
+    params = equation.params
+    first = params["cond_nconsts"]
+    last = first + params["body_nconsts"]
+
+    def is_on(state):
+        ((result,), _) = run(params["cond_jaxpr"], [*operands[:first], *state[0]], how)
+        return result
+
+    def body(state):
+        results, seen = run(
+            params["body_jaxpr"], [*operands[first:last], *state[0]], how
+        )
+        return results, jnp.maximum(state[1], seen.largest)
+
+    begin = operands[last:], jnp.float32(0)
+    results, largest = lax.while_loop(is_on, body, begin)
+    return results, Seen(largest, [], [])
+
+
+def _cond(equation: Any, operands: list[Any], how: Rounding) -> Any:
+    which, *rest = operands
+    branches = [
+        functools.partial(lambda program, *x: run(program, x, how), program)
+        for program in equation.params["branches"]
+    ]
+    shapes = [jax.eval_shape(branch, *rest)[1] for branch in branches]
+
+    def padded(index, *rest):
+        results, seen = branches[index](*rest)
+        others = [jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), s) for s in shapes]
+        others[index] = seen
+        return results, functools.reduce(_both, others)
+
+    padded_branches = [functools.partial(padded, i) for i in range(len(branches))]
+    return lax.switch(which.astype(jnp.int32), padded_branches, *rest)
+
+
+def _shard_map(equation: Any, operands: list[Any], how: Rounding) -> Any:
+    params = equation.params
+    results = jax.shard_map(
+        lambda *x: run(params["jaxpr"], x, how)[0],
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=list(params["out_specs"]),
+        check_vma=params["check_vma"],
+        axis_names=manual_axes(equation) or frozenset(),
+    )(*operands)
+    return results, Seen(jnp.float32(0), [], [])
+
+
+_CONTROL = {"scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map}
+
+
+# A program with its gradients.
+
+
+def with_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The results of `fun(params, batch)`, and the gradients of its scaled loss."""
+
+    def scaled(params, batch):
+        results = fun(params, batch)
+        results = results if isinstance(results, dict) else {"loss": results}
+        return LOSS_SCALE * jnp.mean(results["loss"]), results
+
+    def both(params, batch):
+        grads, results = jax.grad(scaled, has_aux=True)(params, batch)
+        return {"result": results, "gradient": grads}
+
+    return both
+
+
+def as_written(program: Any) -> Any:
+    """A program that asks for a precision where an autocast leaves products alone.
+
+    JAX gives the precision to the derivatives too.
+    """
+
+    def edited(value):
+        if hasattr(value, "eqns"):
+            jaxpr, _ = opened(value)
+            jaxpr = jaxpr.replace(eqns=list(map(equation, jaxpr.eqns)))
+            is_closed = value.__class__ is not jaxpr.__class__
+            return value.replace(jaxpr=jaxpr) if is_closed else jaxpr
+        return tuple(map(edited, value)) if isinstance(value, tuple) else value
+
+    def equation(one):
+        params = {name: edited(value) for name, value in one.params.items()}
+        if is_inner(one) or is_outer(one):
+            params["precision"] = (lax.Precision.HIGHEST,) * 2
+        return one.replace(params=params)
+
+    return edited(program)
+
+
+def _traced(fun: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """The program of a function of trees, and the shapes of its results."""
+    return jax.make_jaxpr(fun, return_shape=True)(*args)
+
+
+def _given_by_products(program: Any, is_given: list[bool]) -> list[bool]:
+    """Which results are the numbers that a product gave, moved at most."""
+    jaxpr, _ = opened(program)
+    known = dict(zip(jaxpr.invars, is_given, strict=True))
+    for equation in jaxpr.eqns:
+        given = [not is_literal(x) and known.get(x, False) for x in equation.invars]
+        name, inner = equation.primitive.name, called_program(equation)
+        if is_rounded(equation):
+            results = [True]
+        elif name in _MOVES:
+            results = [given[0]]
+        elif inner is not None and name not in _CONTROL:
+            results = _given_by_products(inner, given)
+        else:
+            results = [False] * len(equation.outvars)
+        known.update(zip(equation.outvars, results, strict=True))
+    return [not is_literal(x) and known.get(x, False) for x in jaxpr.outvars]
+
+
+_MOVES = ("reshape", "transpose", "squeeze", "broadcast_in_dim", "slice", "rev", "copy")
+
+
+# The verdict.
+
+
+class Truth(NamedTuple):
+    """What a program gives in float32, and how far the reference is off."""
+
+    wide: dict[str, np.ndarray]
+    errors: dict[str, dict[str, float]]  # of each half dtype, of each result
+    given: frozenset[str]  # the results that products gave
+    left_out: dict[str, str]  # why a half dtype is not judged; "" if it is
+
+
+class Line(NamedTuple):
+    """How one result of an autocast compares."""
+
+    name: str
+    ours: float
+    reference: float
+    allowed: float
+
+    @property
+    def is_right(self) -> bool:
+        return self.ours <= self.allowed
+
+    def __str__(self):
+        numbers = f"{self.ours:.3g} off, the reference {self.reference:.3g}"
+        return f"{self.name}: {numbers}, allowed {self.allowed:.3g}"
+
+
+def named(results: Any) -> dict[str, np.ndarray]:
+    """The floats in a tree of results by name, gradients without their scale."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(results)
+    found = {}
+    for path, leaf in leaves:
+        if _is_float(leaf):
+            scale = LOSS_SCALE if path[0].key == "gradient" else 1.0
+            found[jax.tree_util.keystr(path)] = np.asarray(leaf, np.float64) / scale
+    return found
+
+
+def error(x: np.ndarray, right: np.ndarray) -> float:
+    """The largest difference over the largest magnitude."""
+    if not np.all(np.isfinite(x)):
+        return math.inf
+    size = np.max(np.abs(right), initial=0.0)
+    return float(np.max(np.abs(x - right), initial=0.0) / (size or 1.0))
+
+
+def truth_of(fun: Callable[..., Any], params: Any, batch: Any) -> Truth:
+    """Runs a program as float32, and with its products rounded."""
+    program, shape = _traced(fun, params, batch)
+    marked, structure = as_written(program), jax.tree.structure(shape)
+
+    def again(params, batch):
+        results = eval_jaxpr(*opened(marked), *jax.tree.leaves((params, batch)))
+        return jax.tree.unflatten(structure, results)
+
+    whole, shape = _traced(with_gradients(again), params, batch)
+    leaves, structure = jax.tree.leaves((params, batch)), jax.tree.structure(shape)
+    compiled = jax.jit(lambda how, *leaves: run(whole, leaves, how))
+
+    def results(how):
+        found, seen = compiled(how, *leaves)
+        return named(jax.tree.unflatten(structure, found)), seen
+
+    wide, seen = results(WIDE)
+    flags = _given_by_products(whole, [False] * len(leaves))
+    flags = jax.tree.leaves_with_path(jax.tree.unflatten(structure, flags))
+    given = frozenset(jax.tree_util.keystr(path) for path, is_so in flags if is_so)
+    errors, left_out = {}, {}
+    for half in HALVES:
+        runs = [results(rounding(half, seed)) for seed in SEEDS]
+        errors[half] = {
+            name: max(error(found[name], right) for found, _ in runs)
+            for name, right in wide.items()
+        }
+        others = [other for _, other in runs]
+        left_out[half] = _why_left_out(half, wide, errors[half], seen, others)
+    return Truth(wide, errors, given, left_out)
+
+
+def _why_left_out(
+    half: str,
+    wide: dict[str, np.ndarray],
+    errors: dict[str, float],
+    seen: Seen,
+    others: list[Seen],
+) -> str:
+    if not all(np.all(np.isfinite(x)) for x in wide.values()):
+        return "float32 is not finite"
+    if half == "float16" and seen.largest > MOST:
+        return "a product takes or gives over 6e4"
+    if not all(map(math.isfinite, errors.values())):
+        return "the reference is not finite"
+    if max(errors.values()) > USELESS:
+        return "the reference is off by over a fifth"
+    if any(_is_near(*x) for x in zip(seen.margins, *(x.margins for x in others))):
+        return "a choice is near"
+    if any(
+        not np.array_equal(x, y)
+        for other in others
+        for x, y in zip(seen.choices, other.choices, strict=True)
+    ):
+        return "a choice differs"
+    return ""
+
+
+def _is_near(margin: Any, *others: Any) -> bool:
+    """Whether a comparison might come out otherwise for a little more rounding."""
+    margin, others = np.asarray(margin), np.asarray(others)
+    with np.errstate(invalid="ignore"):
+        moved = np.max(np.abs(others - margin), axis=0)
+    moved = np.where(np.isnan(moved), 0.0, moved)
+    return bool(np.any((np.abs(margin) <= NEAR * moved) & (moved > 0)))
+
+
+def compare(results: Any, truth: Truth, half: str) -> list[Line]:
+    """The results of `with_gradients`, each beside what is allowed."""
+    found, lines = named(results), []
+    assert found.keys() == truth.wide.keys()
+    for name, right in truth.wide.items():
+        reference = truth.errors[half][name]
+        factor = GRADIENTS if name.startswith("['gradient']") else RESULTS
+        unit = jnp.finfo(half if name in truth.given else jnp.float32).eps
+        allowed = factor * reference + UNITS * float(unit)
+        lines.append(Line(name, error(found[name], right), reference, allowed))
+    return lines
