@@ -99,22 +99,31 @@ def _hash(bits: Any, seed: Any) -> Any:
 
 
 class Seen(NamedTuple):
-    """What is to be known of a run, beside its results."""
+    """What is to be known of a run, beside its results: of each equation in order."""
 
-    largest: Any  # f32[]  of all operands and results of products
+    sizes: list[Any]  # the largest operand or result of a product
     margins: list[Any]  # of comparisons: how far the operands are apart
     choices: list[Any]  # other integers and booleans that were computed from floats
+
+
+def _nothing() -> Seen:
+    return Seen([], [], [])
+
+
+def _both(one: Seen, other: Seen) -> Seen:
+    return Seen(*(x + y for x, y in zip(one, other, strict=True)))
 
 
 def run(program: Any, operands: Any, how: Rounding) -> tuple[list[Any], Seen]:
     """The results of a program with its products rounded.
 
-    Comparisons in `while` and `shard_map` are not seen.
+    It runs as it is, since operations alike are compiled once for all programs. Loops
+    and branches are compiled. Comparisons in `while` and `shard_map` are not seen.
     """
     jaxpr, consts = opened(program)
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values.update(zip(jaxpr.invars, operands, strict=True))
-    seen = Seen(jnp.float32(0), [], [])
+    seen = _nothing()
 
     def read(atom):
         return atom.val if is_literal(atom) else values[atom]
@@ -126,20 +135,50 @@ def run(program: Any, operands: Any, how: Rounding) -> tuple[list[Any], Seen]:
     return list(map(read, jaxpr.outvars)), seen
 
 
-def _both(one: Seen, other: Seen) -> Seen:
-    largest = jnp.maximum(one.largest, other.largest)
-    return Seen(largest, one.margins + other.margins, one.choices + other.choices)
-
-
 def _equation(equation: Any, operands: list[Any], how: Rounding) -> Any:
-    if special := _CONTROL.get(equation.primitive.name):
-        return special(equation, operands, how)
+    name = equation.primitive.name
+    if name in _CONTROL:
+        return _compiled(_CONTROL[name], _Same(equation))(operands, how)
     if program := called_program(equation):
         return run(program, operands, how)
     if is_rounded(equation):
-        return _product(equation, operands, how)
+        return _compiled(_product, _Alike(equation))(operands, how)
     results = bind(equation, operands)
     return results, _seen_of(equation, operands, results)
+
+
+class _Same(NamedTuple):
+    """An equation as a key: a program that it holds is equal to itself only."""
+
+    equation: Any
+
+    def __hash__(self):
+        return id(self.equation)
+
+    def __eq__(self, other):
+        return self.equation is other.equation
+
+
+class _Alike(NamedTuple):
+    """An equation as a key, equal to others of the same parameters."""
+
+    equation: Any
+
+    @property
+    def parts(self):
+        name, params = self.equation.primitive.name, self.equation.params
+        return name, tuple(sorted((key, str(value)) for key, value in params.items()))
+
+    def __hash__(self):
+        return hash(self.parts)
+
+    def __eq__(self, other):
+        return self.parts == other.parts
+
+
+@functools.lru_cache(maxsize=200)
+def _compiled(rule: Callable[..., Any], key: Any) -> Callable[..., Any]:
+    return jax.jit(functools.partial(rule, key.equation))
 
 
 def is_rounded(equation: Any) -> bool:
@@ -153,28 +192,23 @@ def _product(equation: Any, operands: list[Any], how: Rounding) -> Any:
     exact = lax.Precision.HIGHEST
     taken = [rounded(x, how) for x in operands[:2]]
     (given,) = bind(equation, [*taken, *operands[2:]], precision=(exact, exact))
-    numbers = [*operands[:2], given]
-    sizes = [jnp.max(jnp.abs(x)) for x in numbers if x.size]
-    largest = functools.reduce(jnp.maximum, sizes, jnp.float32(0))
-    return [rounded(given, how)], Seen(largest, [], [])
+    sizes = [jnp.max(jnp.abs(x)) for x in (*operands[:2], given) if x.size]
+    return [rounded(given, how)], _nothing()._replace(sizes=sizes)
 
 
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 def _seen_of(equation: Any, operands: list[Any], results: list[Any]) -> Seen:
-    nothing = Seen(jnp.float32(0), [], [])
-    if not any(map(_is_float, operands)):
-        return nothing
-    if equation.primitive.name in _COMPARISONS:
-        one, other = operands
-        return nothing._replace(margins=[one - other])
-    if equation.primitive.name == "sign":
-        return nothing._replace(margins=[*operands])
+    name = equation.primitive.name
     # Bits taken from a float belong to random numbers, and choose nothing.
-    if equation.primitive.name == "bitcast_convert_type":
-        return nothing
-    return nothing._replace(choices=[x for x in results if not _is_float(x)])
+    if name == "bitcast_convert_type" or not any(map(_is_float, operands)):
+        return _nothing()
+    if name in _COMPARISONS:
+        return _nothing()._replace(margins=[lax.sub(*operands)])
+    if name == "sign":
+        return _nothing()._replace(margins=[*operands])
+    return _nothing()._replace(choices=[x for x in results if not _is_float(x)])
 
 
 def _is_float(x: Any) -> bool:
@@ -197,28 +231,26 @@ def _scan(equation: Any, operands: list[Any], how: Rounding) -> Any:
         length=params["length"],
         reverse=params["reverse"],
     )
-    largest = jnp.max(seen.largest, initial=0.0)
-    return [*carry, *stacks], seen._replace(largest=largest)
+    return [*carry, *stacks], seen
 
 
 def _while(equation: Any, operands: list[Any], how: Rounding) -> Any:
     params = equation.params
     first = params["cond_nconsts"]
     last = first + params["body_nconsts"]
+    fixed = operands[first:last]
 
     def is_on(state):
-        ((result,), _) = run(params["cond_jaxpr"], [*operands[:first], *state[0]], how)
+        (result,), _ = run(params["cond_jaxpr"], [*operands[:first], *state[0]], how)
         return result
 
     def body(state):
-        results, seen = run(
-            params["body_jaxpr"], [*operands[first:last], *state[0]], how
-        )
-        return results, jnp.maximum(state[1], seen.largest)
+        results, seen = run(params["body_jaxpr"], [*fixed, *state[0]], how)
+        sizes = [jnp.max(x) for x in seen.sizes]
+        return results, functools.reduce(jnp.maximum, sizes, state[1])
 
-    begin = operands[last:], jnp.float32(0)
-    results, largest = lax.while_loop(is_on, body, begin)
-    return results, Seen(largest, [], [])
+    results, size = lax.while_loop(is_on, body, (operands[last:], jnp.float32(0)))
+    return results, _nothing()._replace(sizes=[size])
 
 
 def _cond(equation: Any, operands: list[Any], how: Rounding) -> Any:
@@ -231,12 +263,12 @@ def _cond(equation: Any, operands: list[Any], how: Rounding) -> Any:
 
     def padded(index, *rest):
         results, seen = branches[index](*rest)
-        others = [jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), s) for s in shapes]
-        others[index] = seen
-        return results, functools.reduce(_both, others)
+        all_seen = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        all_seen[index] = seen
+        return results, functools.reduce(_both, all_seen)
 
-    padded_branches = [functools.partial(padded, i) for i in range(len(branches))]
-    return lax.switch(which.astype(jnp.int32), padded_branches, *rest)
+    alike = [functools.partial(padded, i) for i in range(len(branches))]
+    return lax.switch(lax.convert_element_type(which, jnp.int32), alike, *rest)
 
 
 def _shard_map(equation: Any, operands: list[Any], how: Rounding) -> Any:
@@ -249,7 +281,7 @@ def _shard_map(equation: Any, operands: list[Any], how: Rounding) -> Any:
         check_vma=params["check_vma"],
         axis_names=manual_axes(equation) or frozenset(),
     )(*operands)
-    return results, Seen(jnp.float32(0), [], [])
+    return results, _nothing()
 
 
 _CONTROL = {"scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map}
@@ -285,7 +317,7 @@ def as_written(program: Any) -> Any:
             jaxpr = jaxpr.replace(eqns=list(map(equation, jaxpr.eqns)))
             is_closed = value.__class__ is not jaxpr.__class__
             return value.replace(jaxpr=jaxpr) if is_closed else jaxpr
-        return tuple(map(edited, value)) if isinstance(value, tuple) else value
+        return tuple(map(edited, value)) if type(value) is tuple else value
 
     def equation(one):
         params = {name: edited(value) for name, value in one.params.items()}
@@ -382,10 +414,9 @@ def truth_of(fun: Callable[..., Any], params: Any, batch: Any) -> Truth:
 
     whole, shape = _traced(with_gradients(again), params, batch)
     leaves, structure = jax.tree.leaves((params, batch)), jax.tree.structure(shape)
-    compiled = jax.jit(lambda how, *leaves: run(whole, leaves, how))
 
     def results(how):
-        found, seen = compiled(how, *leaves)
+        found, seen = run(whole, leaves, how)
         return named(jax.tree.unflatten(structure, found)), seen
 
     wide, seen = results(WIDE)
@@ -413,7 +444,7 @@ def _why_left_out(
 ) -> str:
     if not all(np.all(np.isfinite(x)) for x in wide.values()):
         return "float32 is not finite"
-    if half == "float16" and seen.largest > MOST:
+    if half == "float16" and any(np.max(x) > MOST for x in seen.sizes):
         return "a product takes or gives over 6e4"
     if not all(map(math.isfinite, errors.values())):
         return "the reference is not finite"
