@@ -153,7 +153,7 @@ def fast_variance_with_an_offset(h, p):
 
 @block
 def one_plus_little(h, p):
-    return 1e4 * ((1 + 1e-4 * h) ** 2 - 1)
+    return 1e3 * ((1 + 1e-3 * h) ** 2 - 1)
 
 
 # Constants.
@@ -187,40 +187,49 @@ def below_every_half(h, p):
 # Exponentials less a maximum of something else.
 
 
-def _less(h, most):
-    e = jnp.exp(8 * h - most)
+def _less(s, most):
+    e = jnp.exp(s - most)
     return e / (1 + e) + 1e-3 * jnp.log(e)
+
+
+def _most(s):
+    return jnp.max(s, -1, keepdims=True)
 
 
 @block
 def exp_less_the_maximum(h, p):
-    return jnp.exp(8 * h - jnp.max(8 * h, -1, keepdims=True))
+    s = 8 * h
+    return jnp.exp(s - _most(s))
 
 
 @block
 def exp_less_the_maximum_of_reversed_rows(h, p):
-    return _less(h, jnp.max(8 * h[::-1], -1, keepdims=True))
+    s = 12 * h
+    return _less(s, _most(s[::-1]))
 
 
 @block
 def exp_less_the_maximum_of_the_first_row(h, p):
-    return _less(h, jnp.max(8 * h[:1], -1, keepdims=True))
+    s = 12 * h
+    return _less(s, _most(s[:1]))
 
 
 @block
 def exp_less_the_maximum_of_rolled_rows(h, p):
-    return _less(h, jnp.max(8 * jnp.roll(h, 1, 0), -1, keepdims=True))
+    s = 12 * h
+    return _less(s, _most(jnp.roll(s, 1, 0)))
 
 
 @block
 def exp_less_the_maximum_of_a_half(h, p):
-    return _less(h, jnp.max(8 * h[:, : N // 2], -1, keepdims=True))
+    s = 12 * h
+    return _less(s, _most(s[:, : N // 2]))
 
 
 @block
 def exp_less_the_maximum_or_0(h, p):
-    most = jnp.max(8 * h, -1, keepdims=True)
-    return _less(h, jnp.where(p["b"][0] > 1e3, most, 0.0))
+    s = 12 * h
+    return _less(s, jnp.where(p["b"][0] > 1e3, _most(s), 0.0))
 
 
 @block
@@ -661,8 +670,9 @@ def framed(*parts: Block, seed: int = 0, size: float = 1.0) -> Program:
     return Program(loss, params, numbers(ROWS, 3, scale=1.0))
 
 
+# With this seed no choice is near in any of them.
 TABLE: dict[str, Callable[[], Program]] = {
-    name: functools.partial(framed, part) for name, part in BLOCKS.items()
+    name: functools.partial(framed, part, seed=1) for name, part in BLOCKS.items()
 }
 
 
@@ -804,7 +814,12 @@ def _in_vmap(part, times):
 WRAPS = [_plain] * 3
 WRAPS += [_in_jit, _in_remat, _in_residual, _in_branch, _in_vmap]
 WRAPS += [_in_scan, _in_small_steps]
-TAMED = {"none": lambda x: x, "tanh": jnp.tanh, "apart": apart, "rms": lambda x: 4 * apart(x)}
+TAMED = {
+    "none": lambda x: x,
+    "tanh": jnp.tanh,
+    "apart": apart,
+    "rms": lambda x: 4 * apart(x),
+}
 
 # Slow to compile or to run, so not inside of a loop.
 LOOPS = [name for name in BLOCKS if "scan" in name or "steps" in name]

@@ -16,7 +16,7 @@ derivative: an inner product, an outer one, one that asks for a precision.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,7 +36,8 @@ from jls._program.jaxprs import (
 from jls._program.products import PRODUCTS, asks_for_precision, is_inner, is_outer
 
 HALVES = ("float16", "bfloat16")
-LOSS_SCALE = 1024.0  # so that no gradient is lost to the range of float16
+# Of the loss: the first with which the gradients are in the range of float16.
+LOSS_SCALES = (1024.0, 16.0, 0.25)
 
 # What is promised.
 RESULTS, GRADIENTS, UNITS = 2.0, 4.0, 2.0
@@ -71,6 +72,9 @@ def rounding(dtype: Any, seed: int = 0) -> Rounding:
 
 WIDE = rounding("float32")
 SEEDS = (0, 1, 2)
+# For a second look. Of a result of a few numbers the three may be near by luck: of 40
+# random programs rounded with a seventh seed 6 % are wrong by three seeds, by luck.
+MORE_SEEDS = range(3, 9)
 
 
 def rounded(x: Any, how: Rounding) -> Any:
@@ -293,13 +297,13 @@ _CONTROL = {"scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_m
 def with_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
     """The results of `fun(params, batch)`, and the gradients of its scaled loss."""
 
-    def scaled(params, batch):
+    def scaled(params, batch, scale):
         results = fun(params, batch)
         results = results if isinstance(results, dict) else {"loss": results}
-        return LOSS_SCALE * jnp.mean(results["loss"]), results
+        return scale * jnp.mean(results["loss"]), results
 
-    def both(params, batch):
-        grads, results = jax.grad(scaled, has_aux=True)(params, batch)
+    def both(params, batch, scale):
+        grads, results = jax.grad(scaled, has_aux=True)(params, batch, scale)
         return {"result": results, "gradient": grads}
 
     return both
@@ -358,15 +362,6 @@ _MOVES = ("reshape", "transpose", "squeeze", "broadcast_in_dim", "slice", "rev",
 # The verdict.
 
 
-class Truth(NamedTuple):
-    """What a program gives in float32, and how far the reference is off."""
-
-    wide: dict[str, np.ndarray]
-    errors: dict[str, dict[str, float]]  # of each half dtype, of each result
-    given: frozenset[str]  # the results that products gave
-    left_out: dict[str, str]  # why a half dtype is not judged; "" if it is
-
-
 class Line(NamedTuple):
     """How one result of an autocast compares."""
 
@@ -384,15 +379,96 @@ class Line(NamedTuple):
         return f"{self.name}: {numbers}, allowed {self.allowed:.3g}"
 
 
-def named(results: Any) -> dict[str, np.ndarray]:
-    """The floats in a tree of results by name, gradients without their scale."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(results)
-    found = {}
-    for path, leaf in leaves:
-        if _is_float(leaf):
-            scale = LOSS_SCALE if path[0].key == "gradient" else 1.0
-            found[jax.tree_util.keystr(path)] = np.asarray(leaf, np.float64) / scale
-    return found
+class Truth:
+    """What a program gives in float32, and how far the reference is off."""
+
+    def __init__(self, fun: Callable[..., Any], params: Any, batch: Any) -> None:
+        program, shape = _traced(fun, params, batch)
+        marked, structure = as_written(program), jax.tree.structure(shape)
+
+        def again(params, batch):
+            results = eval_jaxpr(*opened(marked), *jax.tree.leaves((params, batch)))
+            return jax.tree.unflatten(structure, results)
+
+        args = params, batch, jnp.float32(1)
+        self._program, shape = _traced(with_gradients(again), *args)
+        self._structure = jax.tree.structure(shape)
+        self._leaves = jax.tree.leaves((params, batch))
+        for scale in LOSS_SCALES:
+            self.scale = jnp.float32(scale)
+            self.wide, self._seen = self._run(WIDE)
+            if all(np.max(x) <= MOST for x in self._seen.sizes):
+                break
+        flags = _given_by_products(self._program, [False] * (len(self._leaves) + 1))
+        paths = jax.tree.leaves_with_path(jax.tree.unflatten(self._structure, flags))
+        self.given = {jax.tree_util.keystr(path) for path, is_so in paths if is_so}
+        self._known: dict[Any, Any] = {}
+
+    def named(self, results: Any) -> dict[str, np.ndarray]:
+        """The floats in a tree of results by name, gradients without their scale."""
+        found = {}
+        for path, leaf in jax.tree.leaves_with_path(results):
+            if _is_float(leaf):
+                scale = float(self.scale) if path[0].key == "gradient" else 1.0
+                found[jax.tree_util.keystr(path)] = np.asarray(leaf, float) / scale
+        return found
+
+    def _run(self, how: Rounding) -> tuple[dict[str, np.ndarray], Seen]:
+        found, seen = run(self._program, [*self._leaves, self.scale], how)
+        return self.named(jax.tree.unflatten(self._structure, found)), seen
+
+    def runs(self, half: str, seeds: Sequence[int] = SEEDS) -> list[Any]:
+        """What the reference gives, for each of the seeds."""
+        for seed in seeds:
+            if (half, seed) not in self._known:
+                self._known[half, seed] = self._run(rounding(half, seed))
+        return [self._known[half, seed] for seed in seeds]
+
+    def errors(self, half: str, seeds: Sequence[int] = SEEDS) -> dict[str, float]:
+        """How far the reference is off in each result, in the worst of some runs."""
+        runs = self.runs(half, seeds)
+        return {
+            name: max(error(found[name], right) for found, _ in runs)
+            for name, right in self.wide.items()
+        }
+
+    def why_left_out(self, half: str) -> str:
+        """Why the program is not judged; "" if it is."""
+        seen, errors = self._seen, self.errors(half)
+        others = [other for _, other in self.runs(half)]
+        if not all(np.all(np.isfinite(x)) for x in self.wide.values()):
+            return "float32 is not finite"
+        if half == "float16" and not all(np.max(x) <= MOST for x in seen.sizes):
+            return "a product takes or gives over 6e4"
+        if not all(map(math.isfinite, errors.values())):
+            return "the reference is not finite"
+        margins = [x.margins for x in (seen, *others)]
+        if any(_is_near(*x) for x in zip(*margins, strict=True)):
+            return "a choice is near"
+        choices = [x.choices for x in (seen, *others)]
+        if any(np.any(x[0] != y) for x in zip(*choices, strict=True) for y in x[1:]):
+            return "a choice differs"
+        return "the reference is off by over a fifth" * (max(errors.values()) > USELESS)
+
+    def compare(self, found: dict[str, np.ndarray], half: str) -> list[Line]:
+        """Each result beside what is allowed; a second look where one is wrong."""
+        lines = self._lines(found, half, SEEDS)
+        if all(line.is_right for line in lines):
+            return lines
+        return self._lines(found, half, (*SEEDS, *MORE_SEEDS))
+
+    def _lines(
+        self, found: dict[str, np.ndarray], half: str, seeds: Sequence[int]
+    ) -> list[Line]:
+        errors = self.errors(half, seeds)
+        assert found.keys() == self.wide.keys()
+        lines = []
+        for name, right in self.wide.items():
+            factor = GRADIENTS if name.startswith("['gradient']") else RESULTS
+            unit = jnp.finfo(half if name in self.given else jnp.float32).eps
+            allowed = factor * errors[name] + UNITS * float(unit)
+            lines.append(Line(name, error(found[name], right), errors[name], allowed))
+        return lines
 
 
 def error(x: np.ndarray, right: np.ndarray) -> float:
@@ -403,81 +479,10 @@ def error(x: np.ndarray, right: np.ndarray) -> float:
     return float(np.max(np.abs(x - right), initial=0.0) / (size or 1.0))
 
 
-def truth_of(fun: Callable[..., Any], params: Any, batch: Any) -> Truth:
-    """Runs a program as float32, and with its products rounded."""
-    program, shape = _traced(fun, params, batch)
-    marked, structure = as_written(program), jax.tree.structure(shape)
-
-    def again(params, batch):
-        results = eval_jaxpr(*opened(marked), *jax.tree.leaves((params, batch)))
-        return jax.tree.unflatten(structure, results)
-
-    whole, shape = _traced(with_gradients(again), params, batch)
-    leaves, structure = jax.tree.leaves((params, batch)), jax.tree.structure(shape)
-
-    def results(how):
-        found, seen = run(whole, leaves, how)
-        return named(jax.tree.unflatten(structure, found)), seen
-
-    wide, seen = results(WIDE)
-    flags = _given_by_products(whole, [False] * len(leaves))
-    flags = jax.tree.leaves_with_path(jax.tree.unflatten(structure, flags))
-    given = frozenset(jax.tree_util.keystr(path) for path, is_so in flags if is_so)
-    errors, left_out = {}, {}
-    for half in HALVES:
-        runs = [results(rounding(half, seed)) for seed in SEEDS]
-        errors[half] = {
-            name: max(error(found[name], right) for found, _ in runs)
-            for name, right in wide.items()
-        }
-        others = [other for _, other in runs]
-        left_out[half] = _why_left_out(half, wide, errors[half], seen, others)
-    return Truth(wide, errors, given, left_out)
-
-
-def _why_left_out(
-    half: str,
-    wide: dict[str, np.ndarray],
-    errors: dict[str, float],
-    seen: Seen,
-    others: list[Seen],
-) -> str:
-    if not all(np.all(np.isfinite(x)) for x in wide.values()):
-        return "float32 is not finite"
-    if half == "float16" and any(np.max(x) > MOST for x in seen.sizes):
-        return "a product takes or gives over 6e4"
-    if not all(map(math.isfinite, errors.values())):
-        return "the reference is not finite"
-    if max(errors.values()) > USELESS:
-        return "the reference is off by over a fifth"
-    if any(_is_near(*x) for x in zip(seen.margins, *(x.margins for x in others))):
-        return "a choice is near"
-    if any(
-        not np.array_equal(x, y)
-        for other in others
-        for x, y in zip(seen.choices, other.choices, strict=True)
-    ):
-        return "a choice differs"
-    return ""
-
-
 def _is_near(margin: Any, *others: Any) -> bool:
     """Whether a comparison might come out otherwise for a little more rounding."""
-    margin, others = np.asarray(margin), np.asarray(others)
+    margin = np.asarray(margin)
     with np.errstate(invalid="ignore"):
-        moved = np.max(np.abs(others - margin), axis=0)
+        moved = np.max([np.abs(other - margin) for other in others], axis=0)
     moved = np.where(np.isnan(moved), 0.0, moved)
     return bool(np.any((np.abs(margin) <= NEAR * moved) & (moved > 0)))
-
-
-def compare(results: Any, truth: Truth, half: str) -> list[Line]:
-    """The results of `with_gradients`, each beside what is allowed."""
-    found, lines = named(results), []
-    assert found.keys() == truth.wide.keys()
-    for name, right in truth.wide.items():
-        reference = truth.errors[half][name]
-        factor = GRADIENTS if name.startswith("['gradient']") else RESULTS
-        unit = jnp.finfo(half if name in truth.given else jnp.float32).eps
-        allowed = factor * reference + UNITS * float(unit)
-        lines.append(Line(name, error(found[name], right), reference, allowed))
-    return lines
