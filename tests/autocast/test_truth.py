@@ -69,12 +69,18 @@ def fresh_seeds(count):
 
 
 def more(is_more):
-    return [pytest.mark.more] * is_more
+    return [pytest.mark.more] * bool(is_more)
 
 
-# In a normal run a row is jitted in one dtype, eager in the other; with `--all` both.
+# In a normal run a row is jitted in one dtype, eager in the other; with `--all` both,
+# and those that are like another one.
+ALIKE = {"log1p_of_a_negative_bound", "odds_of_nearly_one", "entropy", "huge_and_tiny"}
+ALIKE |= {"fast_variance", "below_every_half", "exp_less_the_maximum_of_rolled_rows"}
+ALIKE |= {"roots_and_powers", "cumulative_product_of_shares", "cumulative_sum"}
+ALIKE |= {"tiny_weights", "rms_norm", "softmax", "leaky_relu", "gelu", "silu"}
+ALIKE |= {"remat", "small_steps_in_fori", "sampler", "inner_optimizer"}
 ROWS = [
-    pytest.param(name, half, run, marks=more((i + j + k) % 2), id=id_)
+    pytest.param(name, half, run, marks=more(name in ALIKE or (i + j + k) % 2), id=id_)
     for i, name in enumerate(TABLE)
     for j, half in enumerate(HALVES)
     for k, run in enumerate([jax.jit, lambda fun: fun])

@@ -93,10 +93,8 @@ def rounded(x: Any, how: Rounding) -> Any:
 
 def _hash(bits: Any, seed: Any) -> Any:
     """Of a number, not of its place: a number is rounded alike wherever it is used."""
-    bits = bits ^ (seed * jnp.uint32(0x9E37_79B9))
-    for shift, factor in ((16, 0x7FEB_352D), (15, 0x846C_A68B)):
-        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
-    return bits ^ (bits >> 16)
+    bits = (bits ^ (seed * jnp.uint32(0x9E37_79B9))) * jnp.uint32(0x7FEB_352D)
+    return (bits ^ (bits >> 15)) * jnp.uint32(0x846C_A68B)
 
 
 # Running a program with its products rounded.
@@ -194,10 +192,14 @@ def is_rounded(equation: Any) -> bool:
 
 def _product(equation: Any, operands: list[Any], how: Rounding) -> Any:
     exact = lax.Precision.HIGHEST
-    taken = [rounded(x, how) for x in operands[:2]]
-    (given,) = bind(equation, [*taken, *operands[2:]], precision=(exact, exact))
-    sizes = [jnp.max(jnp.abs(x)) for x in (*operands[:2], given) if x.size]
-    return [rounded(given, how)], _nothing()._replace(sizes=sizes)
+    one, other, *rest = operands
+    # As one array: half as much to compile.
+    both = jnp.concatenate([one.ravel(), other.ravel()])
+    taken = jnp.split(rounded(both, how), [one.size])
+    taken = [x.reshape(like.shape) for x, like in zip(taken, (one, other), strict=True)]
+    (given,) = bind(equation, [*taken, *rest], precision=(exact, exact))
+    size = jnp.max(jnp.abs(jnp.concatenate([both, given.ravel()])), initial=0.0)
+    return [rounded(given, how)], _nothing()._replace(sizes=[size])
 
 
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
