@@ -739,6 +739,22 @@ def slow_average_of_a_target():
 
 
 @row
+def small_steps_unrolled():
+    """From data, as a solver takes them; and what they changed."""
+    numbers = Numbers()
+    params = {"w": numbers(N, N), "x": numbers(ROWS, N, scale=1.0)}
+
+    def loss(params, _):
+        x = params["x"]
+        for _ in range(10):
+            x = x + 1e-3 * jnp.tanh(x @ params["w"])
+        change = 100 * (x - params["x"])
+        return {"change": change, "loss": jnp.mean((change @ params["w"]) ** 2, -1)}
+
+    return Program(loss, params, None)
+
+
+@row
 def inverse_by_newton():
     numbers = Numbers()
     noise = 0.1 * numbers(N, N)
@@ -815,10 +831,10 @@ WRAPS = [_plain] * 3
 WRAPS += [_in_jit, _in_remat, _in_residual, _in_branch, _in_vmap]
 WRAPS += [_in_scan, _in_small_steps]
 TAMED = {
-    "none": lambda x: x,
+    "as it is": lambda x: x,
     "tanh": jnp.tanh,
     "apart": apart,
-    "rms": lambda x: 4 * apart(x),
+    "larger": lambda x: 4 * apart(x),
 }
 
 # Slow to compile or to run, so not inside of a loop.
@@ -840,6 +856,6 @@ def random_program(seed: int) -> tuple[Program, str]:
         tame = sorted(TAMED)[chosen.randint(len(TAMED))]
         inner = wrap(BLOCKS[name], int(chosen.randint(2, 6)))
         parts.append(lambda h, p, inner=inner, tame=TAMED[tame]: tame(inner(h, p)))
-        said.append(f"{wrap.__name__[1:]} {name} {tame}")
+        said.append(f"{name} ({wrap.__name__[1:]}, {tame})")
     size = float(chosen.choice([0.3, 1.0, 3.0]))
     return framed(*parts, seed=seed, size=size), "; ".join(said)

@@ -103,6 +103,8 @@ RANDOM = [
     for j, half in enumerate(HALVES)
 ]
 
+JUDGED = []  # of the random programs that ran
+
 
 pytestmark = [
     pytest.mark.standard_promotion,
@@ -137,9 +139,16 @@ def test_so_is_a_model(name, half):
 @pytest.mark.parametrize(("seed", "half"), RANDOM)
 def test_so_is_a_random_program(seed, half):
     lines = judged("seed", seed, half)
+    JUDGED.append(not isinstance(lines, str))
     if isinstance(lines, str):
         pytest.skip(lines)
     assert not wrong(lines), explained("seed", seed, half, lines)
+
+
+def test_most_random_programs_are_judged():
+    if len(JUDGED) < 20:
+        pytest.skip("few of them ran in this process")
+    assert np.mean(JUDGED) > 0.6
 
 
 @pytest.mark.parametrize("half", HALVES)
