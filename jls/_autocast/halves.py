@@ -106,7 +106,7 @@ class Halves:
             return Fact()
         if len(row) > 1:  # the second in a row
             self.running.update((*row, *equation.outvars))
-        return Fact(row=(*row[-1:], *equation.outvars))
+        return Fact(row=(*(row or equation.outvars)[-1:], *equation.outvars))
 
 
 _SUMS = ("add", "add_any", "sub")

@@ -57,6 +57,7 @@ class Stored:
         self._wide: Any = None if is_half else array
         self._kept: Any = None
         self._is_fixed = False
+        self.is_reduced = False  # smaller than what it was computed from, as a mean is
 
     def wide(self) -> Any:
         """The array as the program has it.

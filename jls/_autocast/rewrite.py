@@ -173,7 +173,7 @@ class Rewrite:
         if row.cast in ("chain", "shape") or calls:
             return self._elementwise(site, operands)
         if row.cast == "end":
-            return [self._end(equation, operands)]
+            return self._end(equation, operands)
         return self._at_once(site, equation, operands)
 
     def _product(self, site: Site, operands: list[Held]) -> Sequence[Held]:
@@ -184,9 +184,8 @@ class Rewrite:
             if parameter(equation, "preferred_element_type"):
                 params["preferred_element_type"] = half
             each = [is_float32(x) for x in equation.invars]
-            return self._stored(
-                equation, self._bound(equation, operands, each, **params), half
-            )
+            (array,) = self._bound(equation, operands, each, **params)
+            return [Stored(array, is_float32(equation.outvars[0]))]
         if parameter(equation, "precision") is None:
             params = {**parameters(equation), "precision": self._precision}
             equation = equation.replace(params=params)
@@ -196,7 +195,7 @@ class Rewrite:
         if why_wide == OUTER:
             return self._chain(site, equation, operands)
         if why_wide == "inner product":
-            return [self._end(equation, operands)]
+            return self._end(equation, operands)
         return self._at_once(site, equation, operands)
 
     def _is_pick(self, site: Site) -> bool:
@@ -210,7 +209,7 @@ class Rewrite:
             results = bind_pick(equation, [_wide(equation, x) for x in operands])
         else:
             results = self._bound(equation, operands, [False] * len(operands))
-        return self._stored(equation, results)
+        return self._stored(equation, results, operands)
 
     def _bound(
         self, equation: Any, operands: list[Held], each: list[bool], **params: Any
@@ -238,8 +237,7 @@ class Rewrite:
         places = range(len(operands))[row.data]
         data = [operands[i] for i in places]
         rounds = [self._readers.round_result(site, x) for x in site.equation.outvars]
-        size = size_of(equation.outvars[0].aval.shape)
-        grows = size > size_of(equation.invars[0].aval.shape)
+        grows = _size(equation.outvars[:1]) > _size(equation.invars[:1])
         if (row.moves == "all" and grows) or all(map(is_number, data)):
             return None
         if is_pair:
@@ -263,10 +261,8 @@ class Rewrite:
             isinstance(x, Stored) and x.is_running for x in data
         )
         is_running |= any(x in self._halves.running for x in site.equation.outvars)
-        return [
-            Stored(x, is_half, is_running)
-            for x in self._bound(equation, operands, each)
-        ]
+        results = self._bound(equation, operands, each)
+        return self._stored(equation, results, operands, is_half, is_running)
 
     def _elementwise(self, site: Site, operands: list[Held]) -> Sequence[Held]:
         """An operation that is part of a chain, or is computed at once."""
@@ -274,7 +270,9 @@ class Rewrite:
         is_float = any(map(is_float32, equation.outvars))
         is_of_number = Chain.is_of_number(equation, operands) and is_float
         is_chained = any(isinstance(x, Chain) for x in operands)
-        is_arithmetic = is_float and not all(map(is_number, operands))
+        grows = _size(equation.outvars[:1]) > _size(equation.invars)
+        is_small = not grows and all(is_number(x) or _is_reduced(x) for x in operands)
+        is_arithmetic = is_float and not is_small
         if self._is_pick(site) or not (is_of_number or is_chained or is_arithmetic):
             return self._at_once(site, equation, operands)
         return self._chain(site, equation, operands)
@@ -296,26 +294,35 @@ class Rewrite:
             for chain, atom in zip(chains, site.equation.outvars, strict=True)
         ]
 
-    def _end(self, equation: Any, operands: list[Held]) -> Held:
+    def _end(self, equation: Any, operands: list[Held]) -> Sequence[Held]:
         """An operation of a chain whose result is in memory."""
         row, half = primitive_of(equation), self.choice.dtype
-        (atom,) = equation.outvars
         if row.degree == "same" and all(_is_half(x, half) for x in operands):
-            each = [True] * len(operands)
-            (array,) = self._bound(equation, operands, each)
-            return Stored(array, is_float32(atom))
-        if not any(map(_is_cast, operands)):
-            return Stored(*self._bound(equation, operands, [False] * len(operands)))
-        return Stored(Chain(equation, operands, half).wide())
+            results = self._bound(equation, operands, [True] * len(operands))
+            return self._stored(equation, results, operands, is_half=True)
+        if any(map(_is_cast, operands)):
+            results = [Chain(equation, operands, half).wide()]
+        else:
+            results = self._bound(equation, operands, [False] * len(operands))
+        return self._stored(equation, results, operands)
 
     def _stored(
-        self, equation: Any, results: Sequence[Any], dtype: Any = None
+        self,
+        equation: Any,
+        arrays: Sequence[Any],
+        operands: Sequence[Held],
+        is_half: bool = False,
+        is_running: bool = False,
     ) -> list[Stored]:
-        """Results as arrays, of float32 or of half."""
-        return [
-            Stored(array, dtype is not None and is_float32(atom))
-            for atom, array in zip(equation.outvars, results, strict=True)
+        """Results in memory."""
+        results = [
+            Stored(array, is_half and is_float32(atom), is_running)
+            for array, atom in zip(arrays, equation.outvars, strict=True)
         ]
+        is_small = all(is_number(x) or _is_reduced(x) for x in operands)
+        for result, atom in zip(results, equation.outvars, strict=True):
+            result.is_reduced = is_small or _size([atom]) < _size(equation.invars)
+        return results
 
     def _in_memory(self, held: Held, is_half: bool) -> Stored:
         if isinstance(held, Stored) and held.is_half == is_half:
@@ -650,7 +657,7 @@ class Rewrite:
         run.defvjp(forwards, backwards, symbolic_zeros=True)
         with traced_as(equation):
             results = run(*(x.wide() for x in operands))
-        return self._stored(equation, results)
+        return [Stored(x) for x in results]
 
     _CONTROL: ClassVar = {
         "call": _call,
@@ -672,6 +679,15 @@ def _wide(equation: Any, held: Held) -> Any:
 def _is_cast(held: Held) -> bool:
     """Whether it comes from a product: it is in half, or not computed yet."""
     return isinstance(held, Chain) or held.is_half
+
+
+def _is_reduced(held: Held) -> bool:
+    return isinstance(held, Stored) and held.is_reduced
+
+
+def _size(atoms: Sequence[Any]) -> int:
+    """The size of the largest one."""
+    return max((size_of(getattr(x.aval, "shape", ())) for x in atoms), default=0)
 
 
 def _is_half(held: Held, dtype: Any) -> bool:
