@@ -78,7 +78,10 @@ ALIKE = {"log1p_of_a_negative_bound", "odds_of_nearly_one", "entropy", "huge_and
 ALIKE |= {"fast_variance", "below_every_half", "exp_less_the_maximum_of_rolled_rows"}
 ALIKE |= {"roots_and_powers", "cumulative_product_of_shares", "cumulative_sum"}
 ALIKE |= {"tiny_weights", "rms_norm", "softmax", "leaky_relu", "gelu", "silu"}
-ALIKE |= {"remat", "small_steps_in_fori", "sampler", "inner_optimizer"}
+ALIKE |= {"remat", "small_steps_in_fori", "sampler", "inner_optimizer", "lstm"}
+ALIKE |= {"erf_inv_of_a_clip", "exp_less_the_maximum_of_a_half", "softplus"}
+ALIKE |= {"tiny_squares", "log_of_exp", "shared_weights", "attention"}
+ALIKE |= {"residual_stream"}
 ROWS = [
     pytest.param(name, half, run, marks=more(name in ALIKE or (i + j + k) % 2), id=id_)
     for i, name in enumerate(TABLE)
@@ -90,7 +93,7 @@ ROWS = [
 LONG = {"gpt_unrolled", "gpt_scan_remat", "gpt_scan_policy", "attention_of_jax"}
 LONG |= {"experts_cond_ragged", "associative_scan", "mlp_vmap_map"}
 LONG |= {"convolutions_batch_norm", "fourier_and_linear_algebra"}
-LONG |= {"variational_autoencoder"}
+LONG |= {"variational_autoencoder", "gradient_penalty"}
 MODELS = [
     pytest.param(name, half, marks=more(name in LONG or i % 2 != j))
     for i, name in enumerate(PROGRAMS)
