@@ -12,14 +12,14 @@ import os
 import warnings
 from pathlib import Path
 
+import guarded_programs
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import right_programs
 from float32_programs import PROGRAMS
+from guarded_programs import TABLE, random_program
 from jax import lax
-from right_programs import TABLE, random_program
 from truth import HALVES, Truth, rounded, rounding, with_gradients
 
 import jls
@@ -248,16 +248,16 @@ def test_what_rounds_more_than_products_is_wrong(name, half):
         return lax.reduce_precision(x, info.nexp, info.nmant)
 
     def bound(h, p):
-        return jnp.log1p(-jnp.minimum(less(right_programs.chance(h)), 1 - 1e-6))
+        return jnp.log1p(-jnp.minimum(less(guarded_programs.chance(h)), 1 - 1e-6))
 
     def steps(h, p):
         def step(c, _):
             return less(c + 2e-3 * jnp.tanh(c @ p["w"])), None
 
-        return lax.scan(step, h, length=right_programs.STEPS)[0]
+        return lax.scan(step, h, length=guarded_programs.STEPS)[0]
 
     part = bound if name.startswith("log1p") else steps
-    loss = right_programs.framed(part, seed=1).loss
+    loss = guarded_programs.framed(part, seed=1).loss
     lines = judged("row", name, half, cast=lambda *_: loss)
     found = {line.name for line in wrong(lines)}
     assert {"['result']['loss']", "['result']['before']"} <= found
