@@ -848,7 +848,7 @@ def random_program(seed: int) -> tuple[Program, str]:
     """A program, and what it is made of."""
     chosen = np.random.RandomState(seed)
     names, parts, said = sorted(BLOCKS), [], []
-    for _ in range(chosen.randint(1, 4)):
+    for _ in range(chosen.choice([1, 1, 2, 2, 3])):
         name = names[chosen.randint(len(names))]
         wrap = WRAPS[chosen.randint(len(WRAPS))]
         if name in LOOPS and wrap in (_in_scan, _in_small_steps, _in_vmap):
