@@ -21,7 +21,7 @@ from jls._autocast.halves import IN_MEMORY, Fact, Halves
 from jls._autocast.held import MOST, Chain, Held, Stored, is_number
 from jls._autocast.keep import OUTER, Choice
 from jls._autocast.pick import bind_pick, is_pick
-from jls._autocast.readers import Readers
+from jls._autocast.readers import MOVES, Readers
 from jls._autocast.shared import Cast, bind_shared
 from jls._program.control import MAIN, Call, Site, calls_of
 from jls._program.jaxprs import (
@@ -166,7 +166,7 @@ class Rewrite:
                 return [Stored(np.asarray(operands[0].wide()).astype(dtype))]
         if row.cast == "product":
             return self._product(site, operands)
-        if row.moves and row.cast and not self.choice.is_kept(site):
+        if row.cast in MOVES and not self.choice.is_kept(site):
             moved = self._moved(site, operands)
             if moved is not None:
                 return moved
