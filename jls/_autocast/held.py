@@ -16,7 +16,7 @@ until then is what it began with, and no other array of float32.
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -286,7 +286,7 @@ class Step(NamedTuple):
     names: Any  # of the scopes within that of the chain
     settings: Any  # of JAX, where they are not those of the chain
     operands: tuple[int | Number, ...]  # numbers of arrays and of earlier results
-    index: int  # of the result that counts
+    result: int  # which of its results counts
 
 
 class Written(NamedTuple):
@@ -327,7 +327,7 @@ class Written(NamedTuple):
             ]
             settings = getattr(step.settings, "manager", contextlib.nullcontext())
             with traced_at(step.traceback, step.names), settings:
-                values.append(step.operation.bind(operands)[step.index])
+                values.append(step.operation.bind(operands)[step.result])
         return self.rounds(values[-1]) if self.rounds else values[-1]
 
 
@@ -437,7 +437,7 @@ def _cast(array: Any, cast: Cast) -> Any:
     return call_shared(cast, [array]) if isinstance(array, Array) else cast(array)
 
 
-def is_number(held: Held) -> bool:
+def is_number(held: Held) -> TypeGuard[Stored]:
     """Whether it is a number in the program."""
     return (
         isinstance(held, Stored)

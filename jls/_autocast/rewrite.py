@@ -217,14 +217,15 @@ class Rewrite:
         """The results of an operation that takes some of its operands in half."""
         arrays, casts = list[Any](), list[Cast | None]()
         for held, is_half in zip(operands, each, strict=True):
-            is_cast = is_half and isinstance(held, Stored) and not held.is_half
-            casts.append(Cast(self.choice.dtype) if is_cast else None)
-            if is_cast:
-                arrays.append(held.array)
-            elif is_half:
-                arrays.append(held.half(self.choice.dtype))
+            cast = None
+            if not is_half:
+                array = _wide(equation, held)
+            elif isinstance(held, Stored) and not held.is_half:
+                array, cast = held.array, Cast(self.choice.dtype)
             else:
-                arrays.append(_wide(equation, held))
+                array = held.half(self.choice.dtype)
+            arrays.append(array)
+            casts.append(cast)
         return bind_shared(equation, arrays, casts, **params)
 
     def _moved(self, site: Site, operands: list[Held]) -> Sequence[Held] | None:
