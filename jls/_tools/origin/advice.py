@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jls import _scopes
 from jls._program.places import functions_of_jax, modules_in_loss, place_of
 from jls._program.primitives import primitive_of
-from jls._tools.origin.kept import pattern
+from jls._tools.reading.keep import pattern
 from jls._tools.origin.trail import (
     Constant,
     FoundBirth,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jls._program.places import Place
 from jls._text import and_more, scale_in_words, wrapped
-from jls._tools.origin.kept import Keep
+from jls._tools.reading.keep import Keep
 from jls._tools.origin.losses import PrecisionLoss
 from jls._tools.origin.result import place_in_lines, place_in_words
 from jls._tools.origin.twin import Cotangent
