@@ -22,6 +22,7 @@ from jls._tools.origin.calibration import Calibration
 from jls._tools.origin.kept import AGAIN, Forward, Kept, argument, variables_of
 from jls._tools.origin.losses import BothWays, Losses, find_losses
 from jls._tools.origin.record import RecordedProgram, as_large_as
+from jls._tools.origin.result import place_in_words
 from jls._tools.origin.scalers import scalers_in
 from jls._tools.origin.trail import Constant, FoundBirth, OpResult, RunValue, Trail
 from jls._tools.origin.twin import (
@@ -487,10 +488,15 @@ class _Search:
             return None
         keep = forward.keep_of(units, widths.units)
         found = self.case.explain(trail, self.case.bad_roots(trail), None)
+        overflows = tuple(x.place for x in found.births if x.kind == "inf")
+        notes = [kept.note or (AGAIN if self.narrow else "")]
+        if found.births and not overflows:
+            here = place_in_words(found.births[0].place)
+            notes = [f"In half this line makes NaN: {here}", *notes]
         return Calibration(
             self.now,
-            overflows=tuple(x.place for x in found.births if x.kind == "inf"),
-            notes=(_NEEDS_KEEP, kept.note or AGAIN),
+            overflows=overflows,
+            notes=(_NEEDS_KEEP, *filter(None, notes)),
             write=argument(keep),
             keep=keep,
         )
@@ -515,7 +521,7 @@ _OVERFLOWS = (
     "No float16 gradient is left that could say which scale is right, since the "
     "forward pass overflows. The scale stays"
 )
-_NEEDS_KEEP = "In float32 this step is finite, and at no loss scale in half: it needs `keep`"
+_NEEDS_KEEP = "In float32 this step is finite, in half at no loss scale: it needs `keep`"
 _NO_UPDATE = (
     "No update of the optimizer was found in the step, so what overflows in it is not "
     "seen. The scale stays"

@@ -32,7 +32,6 @@ from jls._program.replay import (
     replay,
 )
 from jls._tools.origin.measure import ends, in_float32, own_ends
-from jls._tools.reading.widths import quick_options
 
 
 def record_of(records: Any, indices: Indices) -> Any:
@@ -120,7 +119,7 @@ class RecordedProgram:
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         is_quick = self.ARITHMETIC is not AS_WRITTEN or not self._beside
-        return lowered.compile(quick_options() if is_quick else None)
+        return lowered.compile(_quickly() if is_quick else None)
 
     def _bring_to_float32(self, records: Records) -> None:
         """Replaces the records in their own dtypes by `u32[..., n]`."""
@@ -182,6 +181,15 @@ class RecordedProgram:
             return ends_of(arrays)
         keys, self._dtypes[site.indices] = own_ends_of(arrays)
         return keys
+
+
+def _quickly() -> dict[str, Any]:
+    """Options with which XLA compiles in less time what runs a few times.
+
+    The last bits may differ: so what decides whether a number is finite goes without.
+    """
+    is_cpu = jax.default_backend() == "cpu"
+    return {"xla_backend_optimization_level": 0} if is_cpu else {}
 
 
 class TwoPrograms:

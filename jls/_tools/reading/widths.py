@@ -99,8 +99,7 @@ class Widths:
         mask = np.array([x in wide for x in self.units])
         given = [*map(jnp.asarray, inputs), mask]
         if self._compiled is None:
-            lowered = jax.jit(self._run).lower(given)
-            self._compiled = lowered.compile(quick_options())
+            self._compiled = jax.jit(self._run).lower(given).compile()
         return not any(map(_holds_nan, _leaves(self._compiled(given))))
 
     def _run(self, inputs: Sequence[Array]) -> Records:
@@ -137,15 +136,6 @@ class Widths:
         is_finite = jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats])
         number = jnp.where(is_finite.all(), jnp.float32(0), jnp.float32(jnp.nan))
         return Watched(results, key_of(jnp.stack([number, number])))
-
-
-def quick_options() -> dict[str, Any]:
-    """Options with which XLA compiles in less time what runs a few times.
-
-    The last bits may differ: so what decides whether a number is finite goes without.
-    """
-    is_cpu = jax.default_backend() == "cpu"
-    return {"xla_backend_optimization_level": 0} if is_cpu else {}
 
 
 def _is_cast_product(site: Site) -> bool:
