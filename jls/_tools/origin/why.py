@@ -509,6 +509,11 @@ class Case:
         """The same, or the `keep` with which it is finite: then no line is to blame."""
         if found.is_from_scale or found.is_early:
             return found
+        is_for_a_scale = all(
+            x.place.is_backward and x.dtype == "float16" for x in found.births
+        )
+        if is_for_a_scale and found.is_from_scale is None:  # there is none yet
+            return found
         keep = self.widths.keep(self.leaves_at(2.0**LOWEST_EXPONENT))
         if keep is None:
             return found
