@@ -521,7 +521,9 @@ _OVERFLOWS = (
     "No float16 gradient is left that could say which scale is right, since the "
     "forward pass overflows. The scale stays"
 )
-_NEEDS_KEEP = "In float32 this step is finite, in half at no loss scale: it needs `keep`"
+_NEEDS_KEEP = (
+    "In float32 this step is finite, in half at no loss scale: it needs `keep`"
+)
 _NO_UPDATE = (
     "No update of the optimizer was found in the step, so what overflows in it is not "
     "seen. The scale stays"
