@@ -369,7 +369,7 @@ larger_than_a_tenth.defjvps(lambda t, ans, x: jnp.where(x > 0.1, t, 0.0))
         (jax.nn.relu, True),
         (lambda x: jnp.maximum(x, 0), True),
         (lambda x: jnp.where(jnp.eye(4, 8, dtype=bool), -x, x) / 3, True),
-        (lambda x: (x.T * jnp.mean(x)).T, True),
+        (lambda x: x[::-1] * jnp.mean(x), True),
         (jnp.sin, False),
         (lambda x: x**2 * x, False),
         (lambda x: x**3, False),

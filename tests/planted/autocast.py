@@ -20,6 +20,10 @@ SHARED = "jls/_autocast/shared.py"
 PICK = "jls/_autocast/pick.py"
 
 READ = f"{BORDERS}::test_what_crosses_a_border_is_half_if_all_that_read_it_round_it"
+INSIDE = (
+    f"{BORDERS}::"
+    "test_what_crosses_a_border_in_a_call_is_half_if_products_read_what_that_gives"
+)
 ALONE = f"{BORDERS}::test_what_is_half_by_itself_is_stored_in_half_and_nothing_else"
 MOVED = f"{BORDERS}::test_what_is_moved_of_a_chain_is_half_if_products_alone_read_it"
 WHILE = f"{BORDERS}::test_a_carry_that_the_condition_of_a_loop_reads_is_float32"
@@ -133,7 +137,7 @@ FAULTS = [
         "                inputs = self.read(\n"
         "                    call.program, [True] * len(results), call.site(site)\n"
         "                )\n",
-        (READ,),
+        (INSIDE,),
     ),
     # What is half by itself, and what is a running value.
     Fault(
@@ -183,7 +187,7 @@ FAULTS = [
         HALVES,
         "        if len(row) > 1:  # the second in a row\n",
         "        if ():\n",
-        (UNROLLED,),
+        (STEPS,),
     ),
     Fault(
         "one sum is a running value",
@@ -483,10 +487,7 @@ FAULTS = [
         REWRITE,
         "        if why_wide == OUTER:\n",
         "        if ():\n",
-        (
-            f"{SEMANTICS}::"
-            "test_an_outer_product_is_computed_element_by_element_in_float32",
-        ),
+        (KEPT,),
     ),
     Fault(
         "a product that asks for a precision is cast",
