@@ -287,7 +287,7 @@ def test_a_power_beyond_the_range_is_float32_on_the_way():
 @pytest.mark.parametrize("factor", [1e6, 4e-8, 1e-30, 1e30])
 def test_a_constant_is_the_constant(factor):
     def fun(x, w):
-        return (((x @ w) * factor) / factor) @ w
+        return (((x @ w) * factor) * (1 / factor)) @ w
 
     x = jnp.full((4, 8), 0.5)
     assert off(jls.autocast(fun, jnp.float16)(x, W), fun(x, W)) < 2e-3
@@ -352,6 +352,14 @@ def test_a_running_value_that_is_unrolled_is_float32_and_is_kept_in_half(half):
     assert {x.dtype.name for x in kept} == {name_of(half)}
 
 
+@jax.custom_jvp
+def larger_than_a_tenth(x):
+    return jnp.maximum(x, 0.1)
+
+
+larger_than_a_tenth.defjvps(lambda t, ans, x: jnp.where(x > 0.1, t, 0.0))
+
+
 @HALF
 @pytest.mark.parametrize(
     ("fun", "is_half"),
@@ -363,9 +371,14 @@ def test_a_running_value_that_is_unrolled_is_float32_and_is_kept_in_half(half):
         (jax.nn.relu, True),
         (lambda x: jnp.maximum(x, 0), True),
         (lambda x: jnp.where(jnp.eye(4, 8, dtype=bool), -x, x) / 3, True),
+        (lambda x: x[::-1] * jnp.mean(x), True),
         (jnp.sin, False),
         (lambda x: x**2 * x, False),
+        (lambda x: x**3, False),
+        (lambda x: 1 / (2 + x**2), False),
         (lambda x: jnp.maximum(x, 0.1), False),
+        (larger_than_a_tenth, False),
+        (lambda x: jax.nn.relu(x - jnp.mean(x)), False),
         (lambda x: jnp.sin(x - jnp.mean(x)), False),
     ],
 )
@@ -519,9 +532,10 @@ def test_a_masked_softmax_is_that_of_float32(kind, lowest, half):
     assert not names & {"clamp", "is_finite"}
 
 
-def test_an_infinite_constant_stays_infinite():
+@pytest.mark.parametrize("of", [lambda y: y, jnp.sin], ids=["a product", "a chain"])
+def test_an_infinite_constant_stays_infinite(of):
     def fun(x, w):
-        return jnp.where(jnp.eye(4, 8, dtype=bool), x @ w, -jnp.inf) @ w
+        return jnp.where(jnp.eye(4, 8, dtype=bool), of(x @ w), -jnp.inf) @ w
 
     assert jnp.all(jnp.isinf(jls.autocast(fun, jnp.float16)(X, jnp.ones((8, 8)))))
 

@@ -99,8 +99,8 @@ FAULTS = [
     Fault(
         "what is large inside a chain alone is kept",
         "jls/_tools/origin/kept.py",
-        "    return [], [x for x in results if x in ends]",
-        "    return [], results",
+        "            if is_product and choice.why_wide(",
+        "            if not is_product or choice.why_wide(",
         (KEPT + "test_what_is_large_inside_a_chain_alone_is_not_kept",),
     ),
     Fault(

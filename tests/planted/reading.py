@@ -256,9 +256,9 @@ FAULTS = [
     ),
     Fault(
         "what `keep` kept is of the model",
-        "jls/_autocast/rewrite.py",
-        "            with jax.named_scope(KEPT):\n",
-        '            with jax.named_scope("kept"):\n',
+        "jls/_autocast/keep.py",
+        "_MARKS = {KEEP: KEPT, ",
+        '_MARKS = {KEEP: "kept", ',
         (
             "tests/reading/test_precision.py::"
             "test_keep_is_a_reason_forwards_and_backwards",
