@@ -20,7 +20,7 @@ from jls._text import format_number, scale_in_words
 from jls._tools.origin import roots
 from jls._tools.origin.calibration import Calibration
 from jls._tools.origin.kept import AGAIN, Forward, Kept, argument, variables_of
-from jls._tools.origin.losses import BothWays, Losses, find_losses
+from jls._tools.origin.losses import BothWays, Losses, find_built_up, find_losses
 from jls._tools.origin.record import RecordedProgram, as_large_as
 from jls._tools.origin.result import place_in_words
 from jls._tools.origin.scalers import scalers_in
@@ -211,10 +211,17 @@ class _Search:
             for x in found
             if x in checked.before_update
         ] or [x for x in self.case.results if forward is None or x not in forward]
-        both = BothWays(self.case.traced.program, main, gradients)
+        losses = [x for c in self.case.checked for x in c.found.get(roots.LOSS, ())]
+        others = {
+            x: name for x, name in self.case.results.items() if x in (forward or ())
+        }
+        results = {**dict.fromkeys(losses, "the loss"), **others}
+        both = BothWays(self.case.traced.program, main, [*gradients, *results])
         leaves = self._leaves(self._low_scale(result))
         found = find_losses(both, main, leaves, gradients)
-        return result._replace(losses=found.lines, notes=(*result.notes, *found.notes))
+        built_up = find_built_up(both, main, leaves, results)
+        notes = (*result.notes, *found.notes, *filter(None, [built_up]))
+        return result._replace(losses=found.lines, notes=notes)
 
     def _low_scale(self, result: Calibration) -> float:
         """A loss scale at which no gradient overflows, though each is rounded."""
