@@ -355,7 +355,8 @@ def test_empty_arrays_do_no_harm(dtype):
 
     def loss_fn(w, x):
         h = x.astype(dtype) @ w.astype(dtype)
-        total = lax.associative_scan(jnp.add, h, axis=-1) + jnp.sum(h[:0] @ w.T[:0])
+        total = lax.associative_scan(jnp.add, h, axis=-1)
+        total += jnp.sum(h[:0] @ w.T.astype(dtype))
         rows = lax.scan(lambda c, s: (c, jnp.tanh(s[:0])), 0.0, h)[1]
         ended = jnp.concatenate([h[:0], 1 / (1 + jnp.exp(h[:1]))])
         return sum(jnp.mean(x.astype(jnp.float32)) for x in (total, ended)) + jnp.sum(

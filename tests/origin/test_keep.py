@@ -9,7 +9,6 @@ import equinox as eqx
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -286,8 +285,7 @@ def test_what_leaves_its_block_is_kept_where_a_product_takes_it(library):
     found = calibrated(library, leaves=True)
     model = model_of(library, leaves=True)
     step, args = step_of(*model, dtype="float16", keep=found.keep)
-    *_, report = jax.jit(step)(*args)
-    assert np.isfinite(report.loss)
+    assert not jax.jit(step)(*args)[-1].skipped
     _, wide = modules_by_dtype(step, args)
     assert {number_of(x) for x in wide} == {LARGE}
 

@@ -407,6 +407,7 @@ _MIN_OFF = 0.1
 
 def _builds_up(errors: Errors, loop: Frame, wanted: Container[Variable]) -> bool:
     """Whether the error of what a loop carries grows with its iterations."""
+    assert loop.parent is not None
     consts, carried = loop.counts()
     for i, atom in enumerate(loop.jaxpr.outvars[:carried]):
         if (loop, atom) not in wanted:

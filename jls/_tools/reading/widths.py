@@ -58,7 +58,7 @@ class Widths:
             if any((frame, x) in nearest for x in frame.jaxpr.eqns[index].outvars)
         }
         self._only = {x[:n] for x in self._makers for n in range(1, len(x) + 1)}
-        self._compiled: jax.stages.Compiled | None = None
+        self._compiled = jax.jit(self._run)
 
     def keep(self, inputs: Sequence[Any]) -> str | InFunctions | None:
         """The least `keep` with which a run is finite; None if none helps."""
@@ -98,8 +98,6 @@ class Widths:
     def _is_finite(self, inputs: Sequence[Any], wide: Collection[Unit]) -> bool:
         mask = np.array([x in wide for x in self.units])
         given = [*map(jnp.asarray, inputs), mask]
-        if self._compiled is None:
-            self._compiled = jax.jit(self._run).lower(given).compile()
         return not any(map(_holds_nan, _leaves(self._compiled(given))))
 
     def _run(self, inputs: Sequence[Array]) -> Records:
