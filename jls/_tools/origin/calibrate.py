@@ -69,9 +69,10 @@ def calibrate(
         Haiku. Or another function of a loss scale and a batch, such as
         `jls.value_and_grad(loss_fn)`.
       *args: its arguments, with one state that carries a loss scale, of any value.
-      losses: whether to find which lines lose precision, in float16 or bfloat16. This
-        compiles the step three more times. If the step itself has a keyword `losses`,
-        pass `functools.partial(step, losses=...)`.
+      losses: whether to find which lines lose precision, in float16 or bfloat16, and
+        whether the error of a result builds up in a loop. This compiles the step three
+        more times. If the step itself has a keyword `losses`, pass
+        `functools.partial(step, losses=...)`.
       **kwargs: its keyword arguments.
 
     Returns:
@@ -81,12 +82,13 @@ def calibrate(
       forward pass where float16 overflows and changes what follows, which no scale
       mends: keep them in float32; `keep` what to pass to `jls.autocast` or
       `jls.train_step`, so that nothing of the forward pass leaves the range of float16
-      in this batch, also of a step that is float32 now, None where nothing does: a
-      regular expression, or a function where the modules have no scope (Flax NNX,
-      Equinox), and with it the step has another ceiling: calibrate again; `losses` the
-      lines that lose precision, each a `jls.types.PrecisionLoss`, by the factor, at
-      most ten; `vanishing` the places where gradients vanish at `init_scale`, with the
-      share of them, from the largest.
+      in this batch, also of a step that is float32 now, and so that a cast step is
+      finite if it is so in float32; None where nothing has to be kept; a regular
+      expression, or a function where the modules have no scope (Flax NNX, Equinox), and
+      with it the step has another ceiling: calibrate again; `losses` the lines that
+      lose precision, each a `jls.types.PrecisionLoss`, by the factor, at most ten;
+      `vanishing` the places where gradients vanish at `init_scale`, with the share of
+      them, from the largest.
       `str()` is for people, and `plot()` a picture.
 
     Raises:

@@ -89,6 +89,9 @@ def why(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Why:
     skipped call or the state after it: a skip changes nothing else. Then the search
     begins at what the wrapper found: the loss, the gradients, or the new parameters.
 
+    If `jls.autocast` is in it, and in float32 it is finite, that is said first, with
+    the least `keep` that mends it, and no line is to blame.
+
     Args:
       fun: a loss, a gradient, or a whole step, jitted or not: of plain pytrees, Linen,
         NNX, Equinox or Haiku. NNX objects that it changes in place are copied first.
