@@ -108,7 +108,7 @@ FAULTS = [
         "jls/_tools/origin/kept.py",
         "        return [*self.operands, *self.results]",
         "        return [*self.results]",
-        (KEPT + "test_data_beyond_the_range_is_kept_where_it_comes_in",),
+        (KEPT + "test_number_of_the_program_that_multiplies_data_is_no_mask",),
     ),
     Fault(
         "an error that builds up in a while loop is not said",
