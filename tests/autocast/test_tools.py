@@ -113,6 +113,23 @@ def test_operations_inside_a_function_of_jax_have_the_line_and_scope_of_its_call
     assert modules - {"layer/layer"} == {"layer"}  # twice in what a remat recomputes
 
 
+def of_few_lines(w, x):
+    half = x @ w
+    linear = 2 * half + x
+    soft = jax.nn.softmax(jnp.sin(linear @ w))
+    return jnp.sum(half) + jnp.sum(jnp.cos(soft @ w))
+
+
+@pytest.mark.parametrize("grad", [jax.grad, lambda fun: fun], ids=["grad", "loss"])
+def test_every_cast_and_every_rule_has_a_line_of_the_function(grad):
+    made = jax.make_jaxpr(grad(jls.autocast(of_few_lines, jnp.float16)))(W, X)
+    places = [place_of(frame.site_of(i)) for frame, i in Frame(made).operations()]
+    assert {(x.file, x.function) for x in places} == {(__file__, "of_few_lines")}
+    linear = of_few_lines.__code__.co_firstlineno + 2
+    casts = [x.line for x in places if x.operation == "convert_element_type"]
+    assert {linear, linear + 1, linear + 2} <= set(casts)
+
+
 def scanned(w, x):
     def body(carry, _):
         return carry @ w, None
