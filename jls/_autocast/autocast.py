@@ -47,11 +47,11 @@ def autocast(
 ) -> Callable[P, T]:
     """Returns `fun` with its float32 products computed in half precision.
 
-    What lies between two products is stored in half; what is summed, what follows the
-    last product, and what leaves float16's range is float32. The program of `fun` is
-    rewritten before anything differentiates it, so the gradients are computed the same
-    way. Parameters, arguments and results stay float32: optimizers and checkpoints
-    notice nothing.
+    Products are computed in half; everything else is float32. Only what a product takes
+    or gives, and what is kept for the backward pass, is stored in half: a guard guards,
+    and a loop of small steps moves. The program of `fun` is rewritten before anything
+    differentiates it, so the gradients are computed the same way. Parameters, arguments
+    and results stay float32: optimizers and checkpoints notice nothing.
 
     `fun` is traced as float32. Inside it `x.dtype` is float32, so
     `x.astype(jnp.float32)` and the `dtype=` of a layer protect nothing; `keep` does.

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jls._autocast.keep import Choice
+from jls._autocast.readers import MOVES
 from jls._program.control import Site
 from jls._program.jaxprs import is_float32, is_literal, size_of
 from jls._program.primitives import Primitive, primitive_of
@@ -88,7 +89,7 @@ class Halves:
         if row.cast == "product":
             return [Fact(self._choice.why_wide(site) is None)]
         is_kept = self._choice.is_kept(site)
-        if row.moves and not is_kept:
+        if row.cast in MOVES and not is_kept:
             return _moved(equation, row, operands)
         return [self._of_elementwise(equation, operands)] * len(equation.outvars)
 

@@ -16,7 +16,7 @@ until then is what it began with, and no other array of float32.
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,6 @@ from jls._program.jaxprs import (
     is_literal,
     opened,
     operation_of,
-    parameter,
     settings_beside,
     shared_names,
     traceback_of,
@@ -286,7 +285,7 @@ class Step(NamedTuple):
     names: Any  # of the scopes within that of the chain
     settings: Any  # of JAX, where they are not those of the chain
     operands: tuple[int | Number, ...]  # numbers of arrays and of earlier results
-    index: int  # of the result that counts
+    result: int  # which of its results counts
 
 
 class Written(NamedTuple):
@@ -327,7 +326,7 @@ class Written(NamedTuple):
             ]
             settings = getattr(step.settings, "manager", contextlib.nullcontext())
             with traced_at(step.traceback, step.names), settings:
-                values.append(step.operation.bind(operands)[step.index])
+                values.append(step.operation.bind(operands)[step.result])
         return self.rounds(values[-1]) if self.rounds else values[-1]
 
 
@@ -381,33 +380,31 @@ def _is_kept_in_half(
     nodes: Sequence[Chain],
     operands: Sequence[tuple[Any, ...]],
 ) -> bool:
-    """Whether the derivatives of a chain are linear in one of its arrays.
+    """Whether the derivatives of a chain are as good with one of its arrays in half.
 
-    Then they are as good with that in half: it is added and moved, multiplied by others
-    or once by itself. A root or a comparison may need what half rounds away; but not
-    its sign, of which a relu asks.
+    They are if it is multiplied, and then added to something, or not at all: there is
+    only its relative error in them. What is left of a difference, of a root or of a
+    comparison may be what half rounds away; but not its sign, of which a relu asks.
     """
-    powers: dict[int, int] = {place: 1}
+    sums = dict[int, bool]()  # places of what is computed from it; whether it is a sum
+    sums[place] = False
     for i, (node, given) in enumerate(zip(nodes, operands, strict=True)):
         row, name = primitive_of(node.equation), node.equation.primitive.name
-        found = [0 if isinstance(x, Number) else powers.get(x, 0) for x in given]
-        if not any(found):
+        found = [sums[x] for x in given if not isinstance(x, Number) and x in sums]
+        if not found:
             continue
-        if row.saves_nothing or (_is_relu(node) and place in given):
-            power = max(found)
-        elif name == "mul":
-            power = sum(found)
-        elif name == "div" and not found[1]:
-            power = found[0]
-        elif name == "square" or (
-            name == "integer_pow" and parameter(node.equation, "y") == 2
-        ):
-            power = 2 * found[0]
-        else:
+        is_sum = any(found)
+        if row.saves_nothing:
+            is_sum |= row.degree == "sum"
+        elif name == "div" and given[1] in sums:
             return False
-        if power > 2:
+        elif name in ("div", "mul"):
+            by_number = any(isinstance(x, Number) for x in given)
+            if len(found) > 1 or (is_sum and not by_number):
+                return False
+        elif not (_is_relu(node) and place in given):
             return False
-        powers[count + i] = power
+        sums[count + i] = is_sum
     return True
 
 
@@ -437,7 +434,7 @@ def _cast(array: Any, cast: Cast) -> Any:
     return call_shared(cast, [array]) if isinstance(array, Array) else cast(array)
 
 
-def is_number(held: Held) -> bool:
+def is_number(held: Held) -> TypeGuard[Stored]:
     """Whether it is a number in the program."""
     return (
         isinstance(held, Stored)

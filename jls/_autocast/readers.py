@@ -14,6 +14,11 @@ from jls._program.control import MAIN, Call, Site, calls_of
 from jls._program.jaxprs import Program, is_literal, opened
 from jls._program.primitives import primitive_of
 
+MOVES = (
+    "move",
+    "shape",
+)  # how a primitive is cast that moves elements, or chooses them
+
 
 class Readers:
     """The variables of a program, and of all that it calls, that are read as they are.
@@ -71,7 +76,7 @@ class Readers:
             return [True] * len(found) if is_rule else found
         if row.cast == "product":
             return [self._choice.why_wide(site) is not None] * len(equation.invars)
-        if not row.moves or self._choice.is_kept(site):
+        if row.cast not in MOVES or self._choice.is_kept(site):
             return [True] * len(equation.invars)
         if row.is_pairwise and len(results) == len(equation.invars):
             return results

@@ -21,7 +21,7 @@ from jls._autocast.halves import IN_MEMORY, Fact, Halves
 from jls._autocast.held import MOST, Chain, Held, Stored, is_number
 from jls._autocast.keep import OUTER, Choice
 from jls._autocast.pick import bind_pick, is_pick
-from jls._autocast.readers import Readers
+from jls._autocast.readers import MOVES, Readers
 from jls._autocast.shared import Cast, bind_shared
 from jls._program.control import MAIN, Call, Site, calls_of
 from jls._program.jaxprs import (
@@ -166,7 +166,7 @@ class Rewrite:
                 return [Stored(np.asarray(operands[0].wide()).astype(dtype))]
         if row.cast == "product":
             return self._product(site, operands)
-        if row.moves and row.cast and not self.choice.is_kept(site):
+        if row.cast in MOVES and not self.choice.is_kept(site):
             moved = self._moved(site, operands)
             if moved is not None:
                 return moved
@@ -217,14 +217,15 @@ class Rewrite:
         """The results of an operation that takes some of its operands in half."""
         arrays, casts = list[Any](), list[Cast | None]()
         for held, is_half in zip(operands, each, strict=True):
-            is_cast = is_half and isinstance(held, Stored) and not held.is_half
-            casts.append(Cast(self.choice.dtype) if is_cast else None)
-            if is_cast:
-                arrays.append(held.array)
-            elif is_half:
-                arrays.append(held.half(self.choice.dtype))
+            cast = None
+            if not is_half:
+                array = _wide(equation, held)
+            elif isinstance(held, Stored) and not held.is_half:
+                array, cast = held.array, Cast(self.choice.dtype)
             else:
-                arrays.append(_wide(equation, held))
+                array = held.half(self.choice.dtype)
+            arrays.append(array)
+            casts.append(cast)
         return bind_shared(equation, arrays, casts, **params)
 
     def _moved(self, site: Site, operands: list[Held]) -> Sequence[Held] | None:

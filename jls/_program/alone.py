@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import eval_jaxpr
 
-from jls._program.control import evaluate
+from jls._program.control import Site, evaluate
 from jls._program.jaxprs import (
     has_side_effects,
     is_half_atom,
@@ -35,7 +35,7 @@ class Arithmetic(NamedTuple):
     """How the values of a program are held, and its operations computed."""
 
     held: Callable[[Any], Any]  # an argument of the program, or a number in it
-    run: Callable[[Any, Any, Sequence[Any]], list[Any]]  # jaxpr, equation, operands
+    run: Callable[[Any, Site, Sequence[Any]], list[Any]]  # jaxpr, operation, operands
 
 
 class Pair(NamedTuple):
@@ -130,12 +130,13 @@ def _wide_dtype(value: Any) -> Any:
     return value
 
 
-def _run_both(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> list[Any]:
+def _run_both(jaxpr: Any, site: Site, inputs: Sequence[Any]) -> list[Any]:
     """The results of one operation both ways.
 
     What is no floating-point number, such as a flag or an index, is that of the program
     as it is. So both ways take the same branches, and differ by rounding alone.
     """
+    equation = site.equation
     narrow = [x.narrow if isinstance(x, Pair) else x for x in inputs]
     results = run_alone(jaxpr, equation, narrow)
     atoms = equation.outvars
@@ -159,6 +160,8 @@ def _pair_of(value: Any) -> Any:
     return Pair(value, widened(value)) if is_inexact_atom(value) else value
 
 
-AS_WRITTEN = Arithmetic(lambda value: value, run_alone)
-WIDE = Arithmetic(widened, run_wide)
+AS_WRITTEN = Arithmetic(
+    lambda value: value, lambda jaxpr, site, x: run_alone(jaxpr, site.equation, x)
+)
+WIDE = Arithmetic(widened, lambda jaxpr, site, x: run_wide(jaxpr, site.equation, x))
 BOTH = Arithmetic(_pair_of, _run_both)

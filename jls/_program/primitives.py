@@ -135,7 +135,7 @@ TABLES: tuple[_Rows, ...] = (
     _blind("dynamic_update_slice", moves="some", data=slice(2), cast="move"),
     _blind("scatter", moves="some", data=slice(0, 3, 2), cast="move"),
     _blind("select_n", moves="some", data=slice(1, None), cast="shape"),
-    _blind("sort", moves="some", is_pairwise=True, cast="move"),
+    _blind("sort", moves="some", is_pairwise=True),
     # Sums and differences.
     _elementwise("add", infs="sum", fold=np.add, cast="chain", **_SUM),
     _elementwise("add_any", infs="sum", cast="chain", **_SUM),

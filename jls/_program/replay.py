@@ -185,7 +185,7 @@ class _Replay:
     ) -> tuple[Sequence[Any], Any]:
         calls = calls_of(site.equation)
         if not calls:
-            results = self._arithmetic.run(jaxpr, site.equation, inputs)
+            results = self._arithmetic.run(jaxpr, site, inputs)
             return self._see(site, inputs, results)
         if calls[0].kind == "call":
             results, records = self._call(site, calls[0], inputs, used)

@@ -670,9 +670,11 @@ def framed(*parts: Block, seed: int = 0, size: float = 1.0) -> Program:
     return Program(loss, params, numbers(ROWS, 3, scale=1.0))
 
 
-# With this seed no choice is near in any of them.
+# With these seeds no choice is near in any of them.
+_SEEDS = {"logit_of_a_clip": 2}
 TABLE: dict[str, Callable[[], Program]] = {
-    name: functools.partial(framed, part, seed=1) for name, part in BLOCKS.items()
+    name: functools.partial(framed, part, seed=_SEEDS.get(name, 1))
+    for name, part in BLOCKS.items()
 }
 
 

@@ -156,19 +156,24 @@ def test_what_a_rule_computes_has_the_scopes_of_its_call_once():
 
 def scanned(w, x):
     def body(carry, _):
-        return carry @ w, None
+        return jnp.sin(carry @ w), None
 
-    return jnp.mean(jnp.log1p((jax.lax.scan(body, x, length=2)[0] @ w) ** 2))  # here
+    y = jax.lax.scan(body, x, length=2)[0]  # here
+    return jnp.mean(jnp.log1p((y @ w) ** 2))
 
 
-def test_why_names_the_line_of_what_enters_a_loop():
+def test_why_names_the_line_of_what_enters_a_loop_and_a_keep_that_helps():
     args = W, X.at[0, 0].set(1e6)
     why = jls.why(jls.autocast(scanned, jnp.float16), *args)
     place = why.births[0].place
     assert (place.operation, place.file) == ("convert_element_type", __file__)
     assert (place.line, place.function) == (line_of(scanned), "scanned")
     advice = " ".join(str(why).split())
-    assert 'keep=lambda place: place.function == "scanned"' in advice
+    assert 'keep=lambda place: place.function == "body"' in advice
+    kept = jls.autocast(
+        scanned, jnp.float16, keep=lambda place: place.function == "body"
+    )
+    assert jnp.isfinite(kept(*args))
 
 
 def test_calibrate_and_check_step_work_on_a_step_with_it():

@@ -17,6 +17,7 @@ import pytest
 import scaled_programs
 from flax import nnx
 from flax.training import train_state
+from jax import lax
 from scaled_programs import HARMLESS, SCALED, SILENT, made_of, marked_lines, normal
 
 import jls
@@ -346,6 +347,28 @@ def test_wide_dtypes_need_none(dtype):
     found = calibrate_plain(loss_in(dtype), W, X)
     assert found[:5] == (1.0, None, None, (), ())
     assert found.notes == ("In float32 and bfloat16 no gradient vanishes",)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_empty_arrays_do_no_harm(dtype):
+    """`lax.associative_scan` makes some."""
+
+    def loss_fn(w, x):
+        h = x.astype(dtype) @ w.astype(dtype)
+        total = lax.associative_scan(jnp.add, h, axis=-1) + jnp.sum(h[:0] @ w.T[:0])
+        rows = lax.scan(lambda c, s: (c, jnp.tanh(s[:0])), 0.0, h)[1]
+        ended = jnp.concatenate([h[:0], 1 / (1 + jnp.exp(h[:1]))])
+        return sum(jnp.mean(x.astype(jnp.float32)) for x in (total, ended)) + jnp.sum(
+            rows.astype(jnp.float32)
+        )
+
+    optimizer, w = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(16.0)), jnp.ones((8, 16))
+    step = jax.jit(jls.train_step(loss_fn, optimizer))
+    args = w, optimizer.init(w), jnp.ones((16, 8))
+    found = jls.calibrate(step, *args, losses=True)
+    assert (found.ceiling is None) == (dtype == jnp.bfloat16)
+    assert not jls.why(step, *args).births
+    assert jls.why(step, *args[:2], jnp.full((16, 8), jnp.inf)).births
 
 
 def test_what_has_no_loss_scale_is_told_that_it_needs_none():

@@ -2,6 +2,8 @@
 """`Calibration.losses`: the lines that lose precision, where they are known."""
 
 import functools
+import inspect
+import re
 from pathlib import Path
 
 import jax
@@ -248,7 +250,99 @@ def test_gradients_that_are_not_finite_are_said():
     made = layered(act, jnp.bfloat16, offset=64.0)
     found = jls.calibrate(made.step, *made.args, losses=True)
     assert found.losses == ()
-    assert "jls.why says where" in found.notes[-1]
+    assert found.notes[-1] == (
+        "In half precision the gradients of this batch are not finite, so no line that "
+        "loses precision was looked for"
+    )
+
+
+def test_of_an_overflow_no_note_denies_the_line_that_is_named():
+    def loss_fn(w, x):
+        return jnp.mean((x @ w * 1e3) @ w)
+
+    w, optimizer = jnp.full((8, 8), 30.0), jls.loss_scaled(optax.sgd(0.1))
+    step = jls.train_step(loss_fn, optimizer, compute_dtype="float16")
+    args = w, optimizer.init(w), jnp.ones((4, 8))
+    found = jls.calibrate(jax.jit(step), *args, losses=True)
+    assert found.overflows[0].function == "loss_fn"
+    assert "in loss_fn" in str(found)
+    assert "No line is named" not in str(found)
+
+
+# Error that builds up from iteration to iteration: no line stands out.
+
+
+def repeated(gain, loop):
+    """A recurrent network: from a gain over 1 on two states nearby part from it."""
+
+    def loss_fn(params, x):
+        def cell(c):
+            return jnp.tanh(gain * c @ params["w"])
+
+        return jnp.mean((loop(cell, x) @ params["v"] - 1) ** 2)
+
+    return loss_fn
+
+
+def in_fori(cell, x):
+    return lax.fori_loop(0, 60, lambda i, c: cell(c), x)
+
+
+def in_scan(cell, x):
+    step = jax.checkpoint(lambda c, _: (cell(c), None))
+    return lax.scan(step, x, None, length=60)[0]
+
+
+def in_while(cell, x):
+    state = lax.while_loop(
+        lambda s: s[0] < 60, lambda s: (s[0] + 1, cell(s[1])), (0, x)
+    )
+    return lax.stop_gradient(state[1])
+
+
+def small_steps(cell, x):
+    return lax.fori_loop(0, 300, lambda i, c: c + 1e-3 * cell(c), x)
+
+
+LOOPS = (in_fori, in_scan, in_while)
+
+
+def built_up_in(loop, gain, dtype, has_aux=False):
+    params = {"w": normal(1, 16, 16) / 4, "v": normal(2, 16, 1)}
+    loss_fn = repeated(gain, loop)
+
+    def with_aux(params, x):
+        return jnp.mean((x @ params["v"]) ** 2), {"later": loss_fn(params, x)}
+
+    optimizer = jls.loss_scaled(optax.sgd(1e-3), jls.dynamic(16.0, min_scale=2.0**-24))
+    fun = with_aux if has_aux else loss_fn
+    step = jls.train_step(fun, optimizer, compute_dtype=dtype, has_aux=has_aux)
+    args = params, optimizer.init(params), normal(3, 8, 16)
+    notes = jls.calibrate(jax.jit(step), *args, losses=True).notes
+    return [x for x in notes if "builds up" in x]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_error_that_builds_up_in_a_loop_is_said_with_its_line(loop, dtype):
+    (note,) = built_up_in(loop, 3.0, dtype)
+    assert note.startswith("In half precision the loss is ")
+    _, line = inspect.getsourcelines(loop)
+    last = line + len(inspect.getsource(loop).splitlines())
+    found = re.search(rf"in the loop at \S*:(\d+) in {loop.__name__}$", note)
+    assert found
+    assert line < int(found[1]) < last
+
+
+def test_error_that_builds_up_in_what_else_comes_back_is_said():
+    (note,) = built_up_in(in_fori, 3.0, "bfloat16", has_aux=True)
+    assert note.startswith("In half precision result[2].aux.later is ")
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("loop", [*LOOPS, small_steps])
+def test_no_error_builds_up_in_a_right_loop(loop, dtype):
+    assert built_up_in(loop, 0.9, dtype) == []
 
 
 @pytest.mark.parametrize("check_vma", [False, True])

@@ -6,11 +6,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jls._program.frames import Frame
+from jls._scopes import NEW
 from jls._text import format_scale, join
 from jls._tools.check.findings import Findings
 from jls._tools.check.leaves import as_numpy
-from jls._tools.check.runs import Leaves, OutOfRunsError, Run, Runner
+from jls._tools.check.runs import Leaves, OutOfRunsError, Run, Runner, filled
+from jls._tools.reading.keep import argument_of
 from jls._tools.reading.scales import Scale, is_switched_off
+from jls._tools.reading.widths import Widths
 
 # Good steps until the parameters have to move: two updates of optax.MultiSteps(8).
 MOST_STEPS = 16
@@ -141,6 +145,7 @@ def _lower_scales(runner: Runner, good: list[Run]) -> None:
         skipped = list(filter(good[-1].was_skipped, used))
         for scale in skipped:
             if scale.counters and good[-1].counted(scale, "nonfinite_losses"):
+                _raise_if_float32_is_finite(runner)
                 raise ValueError(
                     "the loss of these arguments must be finite, but the step was "
                     "skipped for its loss. Pass a good batch; or the forward pass "
@@ -166,11 +171,41 @@ def _lower_scales(runner: Runner, good: list[Run]) -> None:
         runner.start = good[-1].given
     skipped = list(filter(good[-1].was_skipped, used))
     if skipped:
+        _raise_if_float32_is_finite(runner)
         scales = ", ".join(_format(runner.start, scale) for scale in skipped)
         raise ValueError(
             "the step must not be skipped at every loss scale, but was with these "
             f"arguments, last at {scales}. Pass a good batch; or the step makes NaN of "
             "one: print(jls.why(step, ...)) with the same arguments names the line."
+        )
+
+
+def _raise_if_float32_is_finite(runner: Runner) -> None:
+    """Raises if it is an autocast that makes the inf or the NaN, and a `keep` helps."""
+    if runner.reading is None:
+        return
+    leaves, reading = list(runner.start), runner.reading
+    for scale in runner.scales:
+        if not is_switched_off(leaves[scale.at], scale):
+            leaves[scale.at] = filled(leaves[scale.at], 2.0**-24)
+    main = Frame(reading.traced.program)
+    frames = main.by_site()
+    roots = [
+        (frames[x.around], x.atom)
+        for call in reading.checked
+        for role, given in call.given.items()
+        if role != NEW
+        for x in given.values()
+    ]
+    widths = Widths(reading.traced.program, main, roots)
+    keep = widths.keep([leaves[i] for i in reading.traced.inputs])
+    if keep is not None:
+        write = argument_of(keep) or "the keep that jls.calibrate finds"
+        raise ValueError(
+            "the step must be finite with these arguments, but was skipped. The batch "
+            "is good: in float32 this step is finite, in half at no loss scale. Write "
+            f"{write}. print(jls.why(step, ...)) with the same arguments names the "
+            "line."
         )
 
 

@@ -7,10 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jls import _scopes
-from jls._program.places import functions_of_jax, modules_in_loss, place_of
+from jls._program.places import functions_of_jax, place_of
 from jls._program.primitives import primitive_of
-from jls._tools.origin.kept import pattern
 from jls._tools.origin.trail import (
     Constant,
     FoundBirth,
@@ -58,8 +56,8 @@ LOG1P = (
     "jnp.log1p(jnp.maximum(x, -1 + {edge}))"
 )
 ROOT_NEGATIVE = (
-    "The square root of a negative number, from rounding perhaps: "
-    "jnp.maximum(x, 0.0), and for a variance jnp.mean((x - mean) ** 2)"
+    "The square root of a negative number, from rounding perhaps. Keep the argument "
+    "above 0: jnp.maximum(x, {small}). Compute a variance as jnp.mean((x - mean) ** 2)"
 )
 POWER = (
     "A power of 0 with a negative exponent, as in the derivative of x ** 0.5 or of "
@@ -84,10 +82,6 @@ SOFTMAX = (
 BEYOND_NARROW = (
     "Over {largest:.5g}, the largest {dtype}. Compute this line in float32, or make "
     "its operands smaller"
-)
-BEYOND_IN_AUTOCAST = (
-    "Over {largest:.5g}, the largest {dtype}. Keep it in float32: autocast with "
-    "{keep}. Or make its operands smaller"
 )
 BEYOND = (
     "Over {largest:.4g}, the largest {dtype}. Make its operands smaller, such as "
@@ -119,7 +113,7 @@ def advise(trail: Trail, birth: FoundBirth, is_backward: bool) -> str:
     origin = birth.origin
     assert isinstance(origin, OpResult)
     words = _words(trail, birth, origin, is_backward)
-    words = words or _overflow(origin, birth, is_backward)
+    words = words or _overflow(origin, birth)
     return _for_dtype(words, dtype_of(origin))
 
 
@@ -187,7 +181,7 @@ def _of_arc(name: str) -> str:
     return ARCCOSH if name == "acosh" else ARC.replace("{name}", _ARCS[name])
 
 
-def _overflow(origin: OpResult, birth: FoundBirth, is_backward: bool) -> str:
+def _overflow(origin: OpResult, birth: FoundBirth) -> str:
     """A result beyond the largest number of its dtype."""
     equation, dtype = origin.site.equation, dtype_of(origin)
     if equation.primitive.name == "gather" and birth.size.is_nan:
@@ -202,23 +196,7 @@ def _overflow(origin: OpResult, birth: FoundBirth, is_backward: bool) -> str:
         return ""
     # bfloat16 ends at 3.4e38, as float32 does: a wider dtype would not help.
     words = BEYOND_NARROW if info.bits < 32 and float(info.max) < 1e30 else BEYOND
-    keep = "" if is_backward else _keep(origin)
-    if keep and words == BEYOND_NARROW:
-        words = BEYOND_IN_AUTOCAST
-    return words.format(largest=float(info.max), dtype=dtype.name, keep=keep)
-
-
-def _keep(origin: OpResult) -> str:
-    """The argument of `jls.autocast` that keeps an operation; "" where there is none.
-
-    By its scope alone; in libraries whose modules have none, by its function.
-    """
-    if _scopes.AUTOCAST not in _scopes.marks_of(origin.site):
-        return ""
-    scope, function = modules_in_loss(origin.site), place_of(origin.site).function
-    if scope:
-        return f'keep=r"{pattern([scope])}"'
-    return f'keep=lambda place: place.function == "{function}"' if function else ""
+    return words.format(largest=float(info.max), dtype=dtype.name)
 
 
 def is_of_entropy(advice: str) -> bool:
@@ -261,7 +239,10 @@ def _for_forward_div(birth: FoundBirth) -> str:
         return ""
     if birth.range.nearest == 0:
         return DIVIDE
-    return ROOT_NEGATIVE if birth.range.low < 0 and birth.size.is_nan else ""
+    if birth.range.low < 0 and birth.size.is_nan:
+        # The derivative of an inverse root divides by it and by the number.
+        return ROOT_NEGATIVE.replace("{small}", "{divisor}")
+    return ""
 
 
 def _for_power(trail: Trail, birth: FoundBirth) -> str:

@@ -4,7 +4,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,10 +19,10 @@ from jls._state import how_to_nest
 from jls._text import format_number, scale_in_words
 from jls._tools.origin import roots
 from jls._tools.origin.calibration import Calibration
-from jls._tools.origin.kept import Forward, Kept, variables_of
-from jls._tools.origin.losses import BothWays, Losses, find_losses
+from jls._tools.origin.kept import AGAIN, Forward, Kept, argument, variables_of
+from jls._tools.origin.losses import BothWays, Losses, find_built_up, find_losses
 from jls._tools.origin.record import RecordedProgram, as_large_as
-from jls._tools.origin.result import Why
+from jls._tools.origin.result import place_in_words
 from jls._tools.origin.scalers import scalers_in
 from jls._tools.origin.trail import Constant, FoundBirth, OpResult, RunValue, Trail
 from jls._tools.origin.twin import (
@@ -135,8 +135,7 @@ class _Search:
         self.now = float(np.max(leaf))
         case.leaves[self.at] = jnp.ones_like(leaf)  # a run multiplies it
         self.bounds = _bounds(step, arguments)
-        checked = [x for values in case.checked for x in values.before_update]
-        self.roots = checked or list(case.results)
+        self.roots = case.before_update
         self.on_the_way = behind(self.roots)
         self.narrow, self.following = self._read()
         scale = case.scales[self.at]
@@ -145,7 +144,7 @@ class _Search:
 
     def result(self) -> Calibration:
         if not self.narrow:
-            return self._no_scale(self._kept_if_half())
+            return self._mended(1.0) or self._no_scale(self._kept_if_half())
         self.twin = Twin(
             self.case.traced.program,
             self.case.main,
@@ -153,7 +152,7 @@ class _Search:
             self.following,
         )
         if not self._is_finite(LOWEST_EXPONENT):
-            return self._overflowing()
+            return self._mended(2.0**LOWEST_EXPONENT) or self._never_finite()
         if not self.following:
             return self._no_scale(self._kept(self._run(1.0, self.twin)))
         ceiling = self._ceiling()
@@ -212,10 +211,17 @@ class _Search:
             for x in found
             if x in checked.before_update
         ] or [x for x in self.case.results if forward is None or x not in forward]
-        both = BothWays(self.case.traced.program, main, gradients)
+        losses = [x for c in self.case.checked for x in c.found.get(roots.LOSS, ())]
+        others = {
+            x: name for x, name in self.case.results.items() if x in (forward or ())
+        }
+        results = {**dict.fromkeys(losses, "the loss"), **others}
+        both = BothWays(self.case.traced.program, main, [*gradients, *results])
         leaves = self._leaves(self._low_scale(result))
         found = find_losses(both, main, leaves, gradients)
-        return result._replace(losses=found.lines, notes=(*result.notes, *found.notes))
+        built_up = find_built_up(both, main, leaves, results)
+        notes = (*result.notes, *found.notes, *filter(None, [built_up]))
+        return result._replace(losses=found.lines, notes=notes)
 
     def _low_scale(self, result: Calibration) -> float:
         """A loss scale at which no gradient overflows, though each is rounded."""
@@ -465,30 +471,51 @@ class _Search:
         skips = "jls.skip_nonfinite skips bad steps without one"
         return note if self.is_off else f"{note}. {skips}"
 
-    def _overflowing(self) -> Calibration:
-        """The result for an autocast whose forward pass overflows at any scale."""
-        lowest = 2.0**LOWEST_EXPONENT
-        trail, wide = self._run(lowest), self._run(lowest, self.twin)
+    def _mended(self, scale: float) -> Calibration | None:
+        """The result for an autocast that makes inf or NaN at any loss scale.
+
+        Args:
+          scale: a low one.
+
+        Returns:
+          None if the step is finite, or no `keep` makes it so.
+        """
+        forward, widths = self._forward, self.case.widths
+        if not widths.units:
+            return None
+        if not self.narrow:
+            at_roots = self.case.program(at_roots=True)
+            if not self.case.bad_roots(self._run(scale, at_roots)):
+                return None
+        trail, kept = self._run(scale), Kept()
+        if self.narrow:
+            kept = self._kept(self._run(scale, self.twin))
+        units = widths.least(self._leaves(scale), kept.units)
+        if not units:
+            return None
+        keep = forward.keep_of(units, widths.units)
         found = self.case.explain(trail, self.case.bad_roots(trail), None)
-        kept = Kept()
-        if self._forward.is_cast and not self.case.bad_roots(wide):
-            kept = self._kept(wide)
-        if kept.keep is None:
-            raise self._never_finite(found)
+        overflows = tuple(x.place for x in found.births if x.kind == "inf")
+        notes = [kept.note or (AGAIN if self.narrow else "")]
+        if found.births and not overflows:
+            here = place_in_words(found.births[0].place)
+            notes = [f"In half this line makes NaN: {here}", *notes]
         return Calibration(
             self.now,
-            overflows=tuple(x.place for x in found.births if x.kind == "inf"),
-            notes=(_NEEDS_KEEP, kept.note),
-            write=kept.write,
-            keep=kept.keep,
+            overflows=overflows,
+            notes=(_NEEDS_KEEP, *filter(None, notes)),
+            write=argument(keep),
+            keep=keep,
         )
 
-    def _never_finite(self, found: Why) -> ValueError:
-        lowest = 2.0**LOWEST_EXPONENT
+    def _never_finite(self) -> NoReturn:
+        trail = self._run(2.0**LOWEST_EXPONENT)
+        found = self.case.explain(trail, self.case.bad_roots(trail), None)
+        lowest = scale_in_words(2.0**LOWEST_EXPONENT)
         text = str(found).removeprefix("jls.why: ")
-        return ValueError(
+        raise ValueError(
             "step must be finite at some loss scale, got one that is not at any down "
-            f"to {scale_in_words(lowest)}, so no scale mends it. {text}\n\n"
+            f"to {lowest}, so no scale mends it. {text}\n\n"
             "More: print(jls.why(step, ...)) with the same arguments."
         )
 
@@ -502,7 +529,7 @@ _OVERFLOWS = (
     "forward pass overflows. The scale stays"
 )
 _NEEDS_KEEP = (
-    "The forward pass overflows, so no loss scale mends this batch: `keep` does"
+    "In float32 this step is finite, in half at no loss scale: it needs `keep`"
 )
 _NO_UPDATE = (
     "No update of the optimizer was found in the step, so what overflows in it is not "

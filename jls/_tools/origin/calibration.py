@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from jls._program.places import Place
 from jls._text import and_more, scale_in_words, wrapped
-from jls._tools.origin.kept import Keep
 from jls._tools.origin.losses import PrecisionLoss
 from jls._tools.origin.result import place_in_lines, place_in_words
 from jls._tools.origin.twin import Cotangent
+from jls._tools.reading.keep import Keep
 from jls._tools.reading.precision import Precision, in_words
 
 _MAX_PLACES = 5  # in one list of the text: it fits on a screen

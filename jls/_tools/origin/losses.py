@@ -10,7 +10,7 @@ error of the gradients is gone?
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from jax import Array
 
 from jls._program.alone import BOTH, Pair
 from jls._program.control import Site
-from jls._program.frames import Frame, Variable
+from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import (
     Program,
     is_half_atom,
@@ -28,7 +28,7 @@ from jls._program.jaxprs import (
     is_literal,
     variables_in,
 )
-from jls._program.places import Place, is_recomputed, place_of
+from jls._program.places import Place, is_recomputed, is_transposed, place_of
 from jls._program.primitives import primitive_of
 from jls._program.replay import (
     Records,
@@ -38,6 +38,7 @@ from jls._program.replay import (
     replay,
 )
 from jls._tools.origin.record import RecordedProgram, as_large_as, record_of
+from jls._tools.origin.result import place_in_words
 
 MOST = 10  # lines that are named; each is tried in a run of its own
 # Times the error of the operands, or that of one rounding: sums and products of what
@@ -78,8 +79,8 @@ class Losses(NamedTuple):
         """A sentence on the gradients of this batch."""
         if not math.isfinite(self.error):
             return (
-                "No line is named, since in half precision the gradients of this batch "
-                "are not finite. jls.why says where that is from",
+                "In half precision the gradients of this batch are not finite, so no "
+                "line that loses precision was looked for",
             )
         if not self.error:
             return ("No precision is lost: the gradients are those of float32",)
@@ -333,7 +334,7 @@ def find_losses(
     errors = Errors(both.run(inputs))
     error = _of_all(errors, gradients)
     units = [_unit(x) for frame in main.all() for x in frame.makers if is_half_atom(x)]
-    if not units or not error > _MIN_FACTOR * min(units) / 2:
+    if not units or not _MIN_FACTOR * min(units) / 2 < error < math.inf:
         return Losses(error, ())
     growths: dict[Place, list[_Growth]] = {}
     for growth in _growths(errors, main, min(units)):
@@ -362,6 +363,70 @@ def find_losses(
         if gain >= _MIN_GAIN:
             found.append(PrecisionLoss(at, one.factor, one.error, gain))
     return Losses(error, tuple(found))
+
+
+def find_built_up(
+    both: BothWays,
+    main: Frame,
+    inputs: Sequence[Any],
+    results: Mapping[Variable, str],
+) -> str:
+    """A sentence on a result whose error builds up in a loop; "" if there is none.
+
+    From iteration to iteration it grows a little, so that no line stands out.
+
+    Args:
+      both: a program, both ways.
+      main: its frame.
+      inputs: of one call.
+      results: of the forward pass, with their names.
+    """
+    errors = Errors(both.run(inputs))
+    loops = [x for x in main.all() if x.is_loop and not is_transposed(x.site)]
+    for variable, name in results.items():
+        error = _of_all(errors, [variable])
+        if not _MIN_OFF <= error < math.inf:
+            continue
+        found = behind([variable])
+        for loop in loops:
+            if not _builds_up(errors, loop, found):
+                continue
+            inside = {frame.indices_of(index) for frame, index in loop.operations()}
+            exact = _of_all(Errors(both.run(inputs, inside)), [variable])
+            if exact < error / 2:
+                place = place_of(loop.site)._replace(module="")
+                return (
+                    f"In half precision {name} is {_share(error)} off that of float32: "
+                    f"the error builds up in the loop at {place_in_words(place)}"
+                )
+    return ""
+
+
+_MIN_OFF = 0.1
+
+
+def _builds_up(errors: Errors, loop: Frame, wanted: Container[Variable]) -> bool:
+    """Whether the error of what a loop carries grows with its iterations."""
+    consts, carried = loop.counts()
+    for i, atom in enumerate(loop.jaxpr.outvars[:carried]):
+        if (loop, atom) not in wanted:
+            continue
+        every = errors.of(loop, atom).error
+        before = errors.of(loop.parent, loop.given(consts + i)).error[..., None]
+        if loop.kind != "while":  # its iterations are known
+            before = every[..., -1:] if loop.is_reversed else every[..., :1]
+        before = np.nanmax(np.fmax(before, _HALF_A_UNIT))
+        last = np.nanmax(np.nan_to_num(every, nan=0.0))
+        if last >= max(_MIN_OFF, _MIN_FACTOR * before):
+            return True
+    return False
+
+
+_HALF_A_UNIT = 2.0**-12  # of float16
+
+
+def _share(error: float) -> str:
+    return f"{error:.1f} times its size" if error >= 1 else f"{error:.0%}"
 
 
 def _of_all(errors: Errors, variables: Iterable[Variable]) -> float:

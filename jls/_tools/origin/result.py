@@ -16,6 +16,7 @@ _OTHERS = 5  # births beside the first in the text: it fits on a screen
 ARGUMENT, CONSTANT = "argument", "constant"
 # How the first note begins where no line is to blame.
 DIVERGED = "The parameters that came in reach"
+IN_FLOAT32 = "In float32 this is finite"
 
 
 class Birth(NamedTuple):
@@ -52,13 +53,17 @@ class Why(NamedTuple):
     is_from_scale: bool | None = None
     notes: tuple[str, ...] = ()
 
+    @property
+    def is_early(self) -> bool:
+        """Whether no line is to blame, which is said before any line."""
+        return bool(self.notes) and self.notes[0].startswith((DIVERGED, IN_FLOAT32))
+
     def __str__(self) -> str:
         if self.notes and not self.results:
             note = self.notes[0]
             return "\n".join(wrapped(f"jls.why: {note[0].lower()}{note[1:]}."))
         lines = wrapped(f"jls.why: {_headline(self)}")
-        is_early = self.notes and self.notes[0].startswith(DIVERGED)
-        if self.is_from_scale or is_early:  # no line is to blame
+        if self.is_from_scale or self.is_early:
             lines += _paragraphs(self.notes)
         # What came in was there before all else.
         at_first = [*self.births[:1], *filter(_came_in, self.births[1:])]
@@ -72,7 +77,7 @@ class Why(NamedTuple):
             lines += [x for birth in others[:_OTHERS] for x in _in_one_line(birth)]
             if more := and_more(others, _OTHERS):
                 lines.append(f"  {more}, see .births")
-        if not (self.is_from_scale or is_early):
+        if not (self.is_from_scale or self.is_early):
             advices = [x.advice for x in self.births[: _OTHERS + 1] if x.advice]
             lines += _paragraphs([*self.notes, *[*dict.fromkeys(advices)][:2]])
         return "\n".join(lines)

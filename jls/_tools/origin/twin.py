@@ -84,7 +84,7 @@ class Twin(RecordedProgram):
             index, result = frame.makers[atom]
             key = frame.indices_of(index)
             asked.add(key)
-            if atom.aval.dtype == jnp.float16:
+            if atom.aval.dtype == jnp.float16 and atom.aval.size:
                 self._counted.setdefault(key, set()).add(result)
         narrow = {
             key

@@ -2,6 +2,7 @@
 """`jls.why`: where the inf and NaN in the results of a function were born."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -27,7 +28,14 @@ from jls._tools.origin.advice import (
 )
 from jls._tools.origin.measure import Size
 from jls._tools.origin.record import RecordedProgram, TwoPrograms, makers_of
-from jls._tools.origin.result import ARGUMENT, CONSTANT, DIVERGED, Birth, Why
+from jls._tools.origin.result import (
+    ARGUMENT,
+    CONSTANT,
+    DIVERGED,
+    IN_FLOAT32,
+    Birth,
+    Why,
+)
 from jls._tools.origin.roots import CheckedValues, before_update, checked_values
 from jls._tools.origin.trail import (
     Argument,
@@ -45,10 +53,12 @@ from jls._tools.reading.arguments import (
     open_call,
 )
 from jls._tools.reading.flow import THROUGH_BACKWARD, THROUGH_UPDATE
+from jls._tools.reading.keep import argument_of
 from jls._tools.reading.patience import logging_if_slow
 from jls._tools.reading.reading import Reading
 from jls._tools.reading.scales import Scale, is_switched_off, scales_in, without_value
 from jls._tools.reading.trace import ALL, READS, Traced, trace
+from jls._tools.reading.widths import Widths
 from jls._tree import is_array
 from jls._types import SkipReason, skip_reason_of
 
@@ -173,6 +183,8 @@ class Case:
         if self.main.jaxpr.effects:  # each program would print again
             self.landmarks = None
         self.recorded = self.program(only=self.landmarks)
+        checked = [x for values in self.checked for x in values.before_update]
+        self.before_update = checked or list(self.results)
 
     def program(self, **which: Any) -> RecordedProgram:
         """The program with records of its operations, see `RecordedProgram`."""
@@ -208,7 +220,8 @@ class Case:
         trail = self.run()
         bad = self.bad_roots(trail)
         if bad:
-            return self.explain(trail, bad, *self._is_from_scale(bad))
+            found = self.explain(trail, bad, *self._is_from_scale(bad))
+            return self._with_keep(found)
         found = self._at_higher_scales()
         if found:
             return found
@@ -477,6 +490,37 @@ class Case:
             results=_loss_first(dict.fromkeys(map(self._name, bad))),
             is_from_scale=is_from_scale,
             notes=tuple(filter(None, (diverged, note))),
+        )
+
+    @functools.cached_property
+    def widths(self) -> Widths:
+        """The program with the width of its products as an argument."""
+        return Widths(self.traced.program, self.main, self.before_update)
+
+    def leaves_at(self, scale: float) -> list[Any]:
+        """The inputs, with this for each loss scale that is not switched off."""
+        leaves = list(self.leaves)
+        for i, one in self.scales.items():
+            if not is_switched_off(leaves[i], one):
+                leaves[i] = jnp.full_like(leaves[i], scale)
+        return leaves
+
+    def _with_keep(self, found: Why) -> Why:
+        """The same, or the `keep` with which it is finite: then no line is to blame."""
+        if found.is_from_scale or found.is_early:
+            return found
+        is_for_a_scale = all(
+            x.place.is_backward and x.dtype == "float16" for x in found.births
+        )
+        if is_for_a_scale and found.is_from_scale is None:  # there is none yet
+            return found
+        keep = self.widths.keep(self.leaves_at(2.0**LOWEST_EXPONENT))
+        if keep is None:
+            return found
+        write = argument_of(keep) or "jls.calibrate finds the keep"
+        return found._replace(
+            births=tuple(x._replace(advice="") for x in found.births),
+            notes=(f"{IN_FLOAT32}: {write}", *found.notes),
         )
 
     def _diverged(self, bad: list[Bad]) -> str:
