@@ -228,6 +228,46 @@ def test_a_number_that_there_is_not_in_half_is_moved_in_float32():
     assert jls.autocast(fun, F16)(X, W)[0, 0] == jnp.float32(0.1)
 
 
+@pytest.mark.parametrize("number", [-3e38, -jnp.inf])
+def test_a_mask_of_what_others_read_too_is_in_range_where_a_product_takes_it(number):
+    def fun(x, w):
+        y = jnp.where(jnp.eye(4, 8, dtype=bool), jnp.sin(x @ w), number)
+        return jnp.exp(y) + y @ w
+
+    result = jls.autocast(fun, F16)(X, jnp.ones((8, 8)) / 64)
+    assert jnp.all(jnp.isfinite(result)) == np.isfinite(number)
+    assert jnp.all(result < -1000)
+
+
+def test_calls_share_no_body_with_one_that_is_kept():
+    @jax.jit
+    def layer(x, w):
+        return jnp.tanh(x @ w)
+
+    def fun(x, w):
+        return jnp.sin(layer(x, w)) + jnp.cos(exact(layer, x, w))
+
+    cast = jls.autocast(fun, F16, keep="exact")
+    assert [x.results[0] for x in products(cast, X, W)] == [F16, F32]
+
+
+def test_calls_share_no_body_where_others_read_what_they_hand_on():
+    @jax.jit
+    def both(x, w):
+        return x, jnp.tanh(x @ w)
+
+    def fun(x, w):
+        (first, _), (second, _) = both(x, w), both(x, w)
+        return first @ w + jnp.sin(second)
+
+    calls = [
+        x
+        for x in operations(jls.autocast(fun, F16), X, W)
+        if x.name == "jit" and not x.calls
+    ]
+    assert [x.results[0] for x in calls] == [F16, F32]
+
+
 # What is kept for the derivative.
 
 
@@ -245,6 +285,21 @@ CHAINS = {
 @pytest.mark.parametrize("name", CHAINS)
 def test_the_derivative_of_a_chain_keeps_no_float32(name):
     assert kept_of(lambda x, w: CHAINS[name](x @ w, w)) == {F16}
+
+
+def test_a_rule_of_custom_jvp_computes_again_what_it_is_given():
+    @jax.custom_jvp
+    def total(y):
+        return jnp.sum(jnp.sin(y), axis=1)
+
+    @total.defjvp
+    def rule(primals, tangents):
+        return total(*primals), jnp.sum(jnp.cos(primals[0]) * tangents[0], axis=1)
+
+    def fun(x, w):
+        return total(jnp.cos(x) * jnp.exp(x)) + jnp.sum(x @ w)
+
+    assert kept_of(fun) <= {F16}
 
 
 def test_one_sum_or_a_row_of_biases_is_no_running_value():
@@ -285,6 +340,40 @@ def test_a_running_value_is_one_however_it_is_written(form):
     assert len(named(sums, cast, X, W)) == 6
     assert kept_of(steps) == {F16}
     assert off([cast(X, W)], [steps(X, W)]) < 1e-4
+
+
+def test_what_is_moved_of_a_running_value_is_kept_in_half():
+    def steps(x, w):
+        for _ in range(4):
+            x = x + 1e-3 * (x @ w)
+        return jnp.sum((x[::-1] * jnp.mean(x)) @ w)
+
+    assert kept_of(steps) == {F16}
+
+
+def test_what_a_scan_carries_is_kept_in_half():
+    def fun(x, w):
+        def body(c, _):
+            return c + 1e-3 * ((c * jnp.mean(c)) @ w), None
+
+        return jnp.sum(lax.scan(body, x, length=5)[0])
+
+    kept = saved(jls.autocast(fun, F16), X, W)
+    assert {x.dtype.name for x in kept if x.shape == (5, *X.shape)} == {F16}
+
+
+def test_cotangents_of_a_constant_of_a_scan_are_carried_in_float32():
+    def fun(x, w):
+        keys = x @ w
+
+        def body(c, _):
+            return 0.9 * c + 0.1 * jnp.tanh(c @ w), jnp.sum(c @ keys.T)
+
+        return jnp.sum(lax.scan(body, jnp.ones((4, 8)), length=5)[1])
+
+    forwards, backwards = named("scan", jax.grad(jls.autocast(fun, F16)), X, W)
+    assert F16 in forwards.operands
+    assert backwards.results == (F32,)
 
 
 def test_a_running_value_that_a_call_is_given_is_kept_in_half_there():

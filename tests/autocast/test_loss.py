@@ -130,3 +130,12 @@ def test_what_is_float32_in_a_loop_is_cast_there():
     assert off([cast(X, W)], [fun(X, W)]) < 0.02
     grad = jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(x @ w)) + cast(x, w)))
     assert jnp.all(jnp.isfinite(grad(X, W)))
+
+
+def test_what_is_cast_in_a_while_loop_is_cast_anew_behind_it():
+    def fun(x, w):
+        y = x @ w
+        loop = lax.fori_loop(0, jnp.int32(3), lambda _, s: s + jnp.sum(jnp.exp(y)), 0.0)
+        return loop + jnp.sum(jnp.exp(y))
+
+    assert off([jls.autocast(fun, "bfloat16")(X, W)], [fun(X, W)]) < 0.02

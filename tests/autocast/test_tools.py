@@ -113,6 +113,47 @@ def test_operations_inside_a_function_of_jax_have_the_line_and_scope_of_its_call
     assert modules - {"layer/layer"} == {"layer"}  # twice in what a remat recomputes
 
 
+def of_few_lines(w, x):
+    half = x @ w
+    linear = 2 * half + x
+    soft = jax.nn.softmax(jnp.sin(linear @ w))
+    return jnp.sum(half @ w) + jnp.sum(jnp.cos(soft @ w))
+
+
+@pytest.mark.parametrize("grad", [jax.grad, lambda fun: fun], ids=["grad", "loss"])
+def test_every_cast_and_every_rule_has_a_line_of_the_function(grad):
+    jax.jvp(jax.nn.softmax, (X,), (X,))  # what JAX has traced before has other lines
+    made = jax.make_jaxpr(grad(jls.autocast(of_few_lines, jnp.float16)))(W, X)
+    places = [place_of(frame.site_of(i)) for frame, i in Frame(made).operations()]
+    assert {(x.file, x.function) for x in places} == {(__file__, "of_few_lines")}
+    linear = of_few_lines.__code__.co_firstlineno + 2
+    casts = [x.line for x in places if x.operation == "convert_element_type"]
+    assert set(range(linear, linear + 3)) <= set(casts)
+
+
+def test_what_a_rule_computes_has_the_scopes_of_its_call_once():
+    @jax.custom_jvp
+    def twice(y, w):
+        return 2 * (y @ w)
+
+    @twice.defjvp
+    def rule(primals, tangents):
+        (y, w), (dy, dw) = primals, tangents
+        return twice(y, w), 2 * (dy @ w + y @ dw)
+
+    def loss(w, x):
+        with jax.named_scope("layer"):
+            return jnp.sum(twice(jnp.sin(x @ w), w))
+
+    def pushed(w, x):
+        return jax.jvp(lambda w: jls.autocast(loss, jnp.float16)(w, x), (w,), (w,))
+
+    made = jax.make_jaxpr(pushed)(W, X)
+    places = [place_of(frame.site_of(i)) for frame, i in Frame(made).operations()]
+    found = {x.module for x in places if x.operation == "dot_general"}
+    assert found == {"layer"}
+
+
 def scanned(w, x):
     def body(carry, _):
         return jnp.sin(carry @ w), None

@@ -43,10 +43,13 @@ RUNNING = (
 UNROLLED = (
     f"{SEMANTICS}::test_a_running_value_that_is_unrolled_is_float32_and_is_kept_in_half"
 )
-FIXED = (
-    f"{SEMANTICS}::"
-    "test_cotangents_of_what_is_the_same_in_each_iteration_are_summed_in_float32"
+FIXED = f"{BORDERS}::test_cotangents_of_a_constant_of_a_scan_are_carried_in_float32"
+CLAMPED = (
+    f"{BORDERS}::"
+    "test_a_mask_of_what_others_read_too_is_in_range_where_a_product_takes_it"
 )
+SCOPES = f"{TOOLS}::test_what_a_rule_computes_has_the_scopes_of_its_call_once"
+EVERY = f"{TOOLS}::test_every_cast_and_every_rule_has_a_line_of_the_function"
 BRANCHES = f"{SEMANTICS}::test_the_result_of_branches_is_half_if_products_alone_read_it"
 KEPT_LOOP = f"{SEMANTICS}::test_a_loop_that_keep_finds_carries_float32"
 HALF_KEPT = f"{SEMANTICS}::test_a_chain_keeps_its_half_operand_for_the_derivative"
@@ -279,7 +282,7 @@ FAULTS = [
         HELD,
         "    sums[place] = False\n",
         "    return False\n",
-        (UNROLLED,),
+        (RUNNING,),
     ),
     Fault(
         "the derivative at a running value is that in float32, which is kept",
@@ -357,7 +360,7 @@ FAULTS = [
         "            with traced_as(self.equation):\n"
         "                return _cast(result, rounds)\n",
         "            return _cast(result, rounds)\n",
-        (LINES,),
+        (EVERY,),
     ),
     Fault(
         "each chain is traced anew",
@@ -371,7 +374,7 @@ FAULTS = [
         HELD,
         "                self._half = self._clamped(dtype)._compute(Cast(dtype))\n",
         "                self._half = self._compute(Cast(dtype))\n",
-        (MASKS,),
+        (CLAMPED,),
     ),
     Fault(
         "a number that is computed with is clamped",
@@ -385,7 +388,7 @@ FAULTS = [
         HELD,
         "    if not np.isfinite(value) or abs(",
         "    if abs(",
-        (INFINITE,),
+        (CLAMPED,),
     ),
     # Operations that are traced once.
     Fault(
@@ -526,7 +529,7 @@ FAULTS = [
         REWRITE,
         "            isinstance(x, Stored) and x.is_running for x in data\n",
         "            isinstance(x, Stored) and x is None for x in data\n",
-        (RUNNING,),
+        (f"{BORDERS}::test_what_is_moved_of_a_running_value_is_kept_in_half",),
     ),
     Fault(
         "the maximum of what is half is float32",
@@ -655,7 +658,7 @@ FAULTS = [
         REWRITE,
         "is_running=is_float32(array) and not is_half)\n",
         "is_running=False)\n",
-        (MEMORY,),
+        (f"{BORDERS}::test_what_a_scan_carries_is_kept_in_half",),
     ),
     Fault(
         "the constants of a scan are cast in each iteration",
@@ -669,7 +672,7 @@ FAULTS = [
         REWRITE,
         "            held = [*_anew(fixed[first:]), *_state(carry, halves)]\n",
         "            held = [*fixed[first:], *_state(carry, halves)]\n",
-        (f"{LOSS}::test_what_is_float32_in_a_loop_is_cast_there",),
+        (f"{LOSS}::test_what_is_cast_in_a_while_loop_is_cast_anew_behind_it",),
     ),
     Fault(
         "a lane of a batched loop goes on after its end",
@@ -708,14 +711,14 @@ FAULTS = [
         REWRITE,
         "            key = operation_of(equation), steps, tuple(halves)\n",
         "            key = operation_of(equation), tuple(halves)\n",
-        (f"{SEMANTICS}::test_calls_that_are_kept_share_no_body", BORDERS),
+        (f"{BORDERS}::test_calls_share_no_body_with_one_that_is_kept",),
     ),
     Fault(
         "calls of one program share a body, whatever becomes of what they give",
         REWRITE,
         "            key = operation_of(equation), steps, tuple(halves)\n",
         "            key = operation_of(equation), steps\n",
-        (OTHERS_READ,),
+        (f"{BORDERS}::test_calls_share_no_body_where_others_read_what_they_hand_on",),
     ),
     Fault(
         "calls share a body with those of other dtypes",
@@ -758,7 +761,7 @@ FAULTS = [
         REWRITE,
         "stored if chain is None or stored.is_half else chain.on(arrays)\n",
         "stored\n",
-        (KEPT,),
+        (f"{BORDERS}::test_a_rule_of_custom_jvp_computes_again_what_it_is_given",),
     ),
     Fault(
         "integers of a custom_jvp have tangents",
@@ -816,7 +819,7 @@ FAULTS = [
         REWRITE,
         "    with traced_as(equation):\n        return held.wide()\n",
         "    return held.wide()\n",
-        (TOOLS,),
+        (EVERY,),
     ),
     Fault(
         "what is inside of a function of JAX has no line",
@@ -833,18 +836,18 @@ FAULTS = [
         (LINES,),
     ),
     Fault(
-        "what a rule computes has no line",
+        "what a rule computes is run as what stands beside its call",
         REWRITE,
         "            found = inner.run(made, held, site, equation, is_rule=True)\n",
         "            found = inner.run(made, held, site)\n",
-        (TOOLS,),
+        (SCOPES,),
     ),
     Fault(
         "what a rule computes has the scopes of its call twice",
         "jls/_program/jaxprs.py",
         "names[:0] if is_rule else names + info.name_stack,\n",
         "names + info.name_stack,\n",
-        (TOOLS,),
+        (SCOPES,),
     ),
     Fault(
         "what is inside of a function of JAX has the line where that was traced first",
