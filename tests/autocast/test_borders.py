@@ -158,6 +158,16 @@ def test_a_carry_that_the_condition_of_a_loop_reads_is_float32():
     assert results_of("while", lambda x, w: fun(x, w, is_rounded)) == (F16,)
 
 
+def test_the_condition_of_a_loop_is_not_taken_for_its_body():
+    def is_on(c):
+        return jnp.sum(jnp.cos(jnp.sin(c)[::-1])) < 0
+
+    def fun(x, w):
+        return lax.while_loop(is_on, lambda c: jnp.tanh(c @ w), x @ w) @ w
+
+    assert results_of("rev", fun) == (F32,)
+
+
 @pytest.mark.parametrize("is_read", [True, False])
 def test_a_carry_that_a_later_iteration_reads_is_float32(is_read):
     def fun(x, w):

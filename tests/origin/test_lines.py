@@ -8,6 +8,7 @@ from more_programs import MORE
 from programs import PROGRAMS, marked_lines
 
 import jls
+from jls._program.places import has_line_inside
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -57,3 +58,10 @@ def test_what_is_finite_is_left_alone(name):
     why = jls.why(fun, *args)
     print(why)
     assert why == jls.types.Why()
+
+
+def test_a_line_around_a_function_of_jax_is_none_inside_of_it():
+    """Its program may have been traced where another one was called."""
+    (equation,) = jax.make_jaxpr(lambda x: -x)(1.0).jaxpr.eqns
+    assert has_line_inside(equation, None)
+    assert not has_line_inside(equation, ("/jax/_src/numpy/util.py", "_where"))

@@ -687,7 +687,7 @@ FAULTS = [
         "jls/_program/control.py",
         "            return site.beside(_CONDITION)\n",
         "            return site\n",
-        (SEMANTICS, BORDERS),
+        (f"{BORDERS}::test_the_condition_of_a_loop_is_not_taken_for_its_body",),
     ),
     Fault(
         "a nested jit loses what it was given",
@@ -854,7 +854,9 @@ FAULTS = [
         "jls/_program/places.py",
         "    return () if functions else lines\n",
         "    return lines\n",
-        (TOOLS, "tests/origin/test_lines.py"),
+        (
+            "tests/origin/test_lines.py::test_a_line_around_a_function_of_jax_is_none_inside_of_it",
+        ),
     ),
     Fault(
         "lines and scopes of the program are lost",
