@@ -394,6 +394,8 @@ def _is_kept_in_half(
         if not found:
             continue
         is_sum = any(found)
+        if not is_float32(node.atom):  # an integer part may be another one
+            return False
         if row.saves_nothing:
             is_sum |= row.degree == "sum"
         elif name == "div" and given[1] in sums:

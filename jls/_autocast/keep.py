@@ -36,12 +36,17 @@ _MARKS = {KEEP: KEPT, OUTER: OUTER_PRODUCT}
 class Choice:
     """The dtype of a cast, and what stays as written in one program."""
 
-    def __init__(self, dtype: Any, keep: Keep) -> None:
+    def __init__(self, dtype: Any, keep: Keep | re.Pattern[str]) -> None:
         self.dtype = jnp.dtype(dtype)
-        self._keep = re.compile(keep) if isinstance(keep, str) else keep
+        # A pattern that is compiled stays as it is.
+        self._keep = keep if keep is None or callable(keep) else re.compile(keep)
         self._known: dict[tuple[int, ...], bool] = {}
         self._seen: dict[str, None] = {}  # scopes, or functions
         self._has_found = keep is None
+
+    def anew(self) -> "Choice":
+        """The same for another program, such as that of a rule."""
+        return Choice(self.dtype, self._keep)
 
     def is_kept(self, site: Site) -> bool:
         """Whether `keep` finds an operation."""

@@ -287,7 +287,7 @@ class Rewrite:
 
         chains = made(operands)
         if len(chains[0].nodes) > MOST:
-            chains = made([self._in_memory(x, False) for x in operands])
+            chains = made([self._in_memory_wide(x) for x in operands])
         return [
             Stored(chain.wide(), is_running=True)
             if atom in self._halves.running
@@ -332,6 +332,7 @@ class Rewrite:
         return Stored(array, is_half)
 
     def _in_memory_wide(self, held: Held) -> Stored:
+        """What is in memory as it is, and a chain in float32."""
         return held if isinstance(held, Stored) else self._in_memory(held, False)
 
     # Of programs that are called: values go in and come out in memory.
@@ -521,7 +522,7 @@ class Rewrite:
         self, program: Program, facts: Any, wanted: Any, site: Site
     ) -> "Rewrite":
         """The rewrite of a program that is beside the one that was read."""
-        inner = Rewrite(self.choice, self._precision, self._own_trace)
+        inner = Rewrite(self.choice.anew(), self._precision, self._own_trace)
         inner._closed_over = self._closed_over
         inner.read(program, facts, wanted, site)
         return inner

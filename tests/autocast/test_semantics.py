@@ -937,6 +937,53 @@ def test_keep_leaves_a_scope_as_written():
     assert [x.results[0] for x in named("tanh", cast, X, W)] == [F32, F32]
 
 
+def test_keep_finds_operations_of_a_rule_by_their_own_scopes():
+    @jax.custom_jvp
+    def fun(x):
+        with jax.named_scope("plain"):
+            x = x @ W
+        with jax.named_scope("exact"):
+            return x @ W
+
+    @fun.defjvp
+    def rule(primals, tangents):
+        with jax.named_scope("exact"):
+            tangent = tangents[0] @ W
+        with jax.named_scope("plain"):
+            return fun(primals[0]), tangent @ W
+
+    cast = jls.autocast(lambda x: fun(x @ W), jnp.float16, keep="exact")
+    (value, tangent) = ([], [])
+    for one in products(lambda x: jax.jvp(cast, (x,), (x,)), X):
+        (value if one.calls else tangent).append(one.operands[0])
+    assert value == ["float16", F32]
+    # Of the product before the function; of the rule, first "exact", then "plain".
+    assert tangent == ["float16", "float16", F32, "float16"]
+
+
+@HALF
+def test_an_integer_part_of_a_running_value_is_the_same_in_the_derivative(half):
+    def loss(x, w):
+        for _ in range(3):
+            x = x + 1e-3 * jnp.tanh(x @ w)
+        cell = (3 * x).astype(jnp.int32).astype(jnp.float32)
+        return jnp.sum(cell * jnp.mean(x)) + jnp.sum(cell * x)
+
+    x, w = jnp.full((4, 8), 1.9999), jnp.zeros((8, 8))  # 3 * 1.9999 is below 6
+    np.testing.assert_allclose(jax.grad(jls.autocast(loss, half))(x, w), 10, rtol=1e-3)
+
+
+def test_what_a_long_chain_begins_with_is_kept_in_half():
+    def fun(x):
+        y = x
+        for _ in range(MOST):
+            y = jnp.sin(y)
+        return jnp.sin(y * x)
+
+    kept = [x for x in saved(between(fun, jnp.float16), X, W) if x.shape == X.shape]
+    assert len([x for x in kept if x.dtype == jnp.float32]) == 1
+
+
 def test_keep_reaches_into_a_scan():
     def fun(x, w):
         return lax.scan(lambda x, _: (scoped(x, w), None), x, length=2)[0]

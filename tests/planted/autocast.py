@@ -948,4 +948,28 @@ FAULTS = [
         "    if any(is_real(scale) and scale == 0 for scale in scales):\n",
         (f"{STEP}::test_a_static_scale_of_1_under_float16_is_a_warning",),
     ),
+    Fault(
+        "an integer part of a running value is that of half",
+        HELD,
+        "        if not is_float32(node.atom):  # an integer part may be another one\n",
+        "        if False:\n",
+        (
+            f"{SEMANTICS}::"
+            "test_an_integer_part_of_a_running_value_is_the_same_in_the_derivative",
+        ),
+    ),
+    Fault(
+        "operations of a rule are kept if those of the function are",
+        REWRITE,
+        "Rewrite(self.choice.anew(), ",
+        "Rewrite(self.choice, ",
+        (f"{SEMANTICS}::test_keep_finds_operations_of_a_rule_by_their_own_scopes",),
+    ),
+    Fault(
+        "what a long chain begins with is kept in float32",
+        REWRITE,
+        "            chains = made([self._in_memory_wide(x) for x in operands])\n",
+        "            chains = made([self._in_memory(x, False) for x in operands])\n",
+        (f"{SEMANTICS}::test_what_a_long_chain_begins_with_is_kept_in_half",),
+    ),
 ]
