@@ -13,6 +13,7 @@ from jls._autocast.keep import Choice
 from jls._autocast.readers import MOVES
 from jls._program.control import Site
 from jls._program.jaxprs import is_float32, is_literal, size_of
+from jls._program.places import is_relu_of_jax
 from jls._program.primitives import Primitive, primitive_of
 
 
@@ -56,8 +57,18 @@ class Halves:
         """What a rule of `custom_vjp` gives is float32."""
         if site.equation.primitive.name == "custom_vjp_call":
             results = [IN_MEMORY] * len(results)
+        if is_relu_of_jax(site.equation):
+            results = [self._of_relu(site.equation, *results)]
         self._results[site.indices] = results
         return results
+
+    def _of_relu(self, equation: Any, fact: Fact) -> Fact:
+        """What a relu gives is the running value, and not what it takes."""
+        (before,), (after,) = equation.invars, equation.outvars
+        if before in self.running:
+            self.running.remove(before)
+            self.running.add(after)
+        return fact._replace(row=tuple(after if x is before else x for x in fact.row))
 
     def join(self, site: Site, one: Fact, other: Fact) -> Fact:
         """Of branches."""

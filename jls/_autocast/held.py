@@ -21,15 +21,12 @@ from typing import Any, NamedTuple, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jls._autocast.shared import TO_FLOAT32, Cast, Number, bind_shared, call_shared
-from jls._program.control import calls_of
 from jls._program.jaxprs import (
     Operation,
     is_float32,
-    is_literal,
-    opened,
     operation_of,
     settings_beside,
     shared_names,
@@ -37,6 +34,7 @@ from jls._program.jaxprs import (
     traced_as,
     traced_at,
 )
+from jls._program.places import is_relu_of_jax
 from jls._program.primitives import primitive_of
 
 MOST = 32  # operations of a chain, all of which are computed again
@@ -342,6 +340,32 @@ def _tangent_from_running(written, primals, tangents):
     return written.from_wide(*primals), tangent
 
 
+class Relu(NamedTuple):
+    """JAX's relu where its result is a running value, of which half is kept."""
+
+    dtype: Any
+
+    def __call__(self, array: Any) -> Any:
+        return _relu(array, self.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _relu(array: Any, dtype: Any) -> Any:
+    """Its derivative asks only for the sign of the result."""
+    del dtype
+    return lax.max(array, lax.full_like(array, 0))
+
+
+@_relu.defjvp
+def _tangent_of_relu(dtype, primals, tangents):
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def passed(half, tangent):
+        return lax.select(half > 0, tangent, lax.full_like(tangent, 0))
+
+    result = _relu(*primals, dtype)
+    return result, passed(Cast(dtype)(result), *tangents)
+
+
 @jax.custom_jvp
 def _half_of(half: Any, wide: Any) -> Any:
     """`half`, as what is rounded of the same array in float32."""
@@ -412,21 +436,13 @@ def _is_kept_in_half(
 
 def _is_relu(chain: Chain) -> bool:
     """Whether it is the larger one of an array and 0."""
-    equation = chain.equation
-    while calls_of(equation):
-        equations = opened(calls_of(equation)[0].program).jaxpr.eqns
-        if len(equations) != 1:
-            return False
-        (equation,) = equations
-        if equation.primitive.name == "max":
-            return any(is_literal(x) and x.val == 0 for x in equation.invars)
     operands = [
         x.operands[0] if isinstance(x, Chain) and len(x.operands) == 1 else x
         for x in chain.operands
     ]
-    return equation.primitive.name == "max" and any(
-        is_number(x) and x.array == 0 for x in operands
-    )
+    is_larger = chain.equation.primitive.name == "max"
+    is_larger &= any(is_number(x) and x.array == 0 for x in operands)
+    return is_larger or is_relu_of_jax(chain.equation)
 
 
 Held = Stored | Chain

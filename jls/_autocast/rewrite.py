@@ -18,11 +18,11 @@ from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import Partial
 
 from jls._autocast.halves import IN_MEMORY, Fact, Halves
-from jls._autocast.held import MOST, Chain, Held, Stored, is_number
+from jls._autocast.held import MOST, Chain, Held, Relu, Stored, is_number
 from jls._autocast.keep import OUTER, Choice
 from jls._autocast.pick import bind_pick, is_pick
 from jls._autocast.readers import MOVES, Readers
-from jls._autocast.shared import Cast, bind_shared
+from jls._autocast.shared import Cast, bind_shared, call_shared
 from jls._program.control import MAIN, Call, Site, calls_of
 from jls._program.jaxprs import (
     Program,
@@ -45,7 +45,7 @@ from jls._program.jaxprs import (
     variable_of,
     with_dtype,
 )
-from jls._program.places import function_of_jax, has_line_inside
+from jls._program.places import function_of_jax, has_line_inside, is_relu_of_jax
 from jls._program.primitives import primitive_of
 from jls._program.replay import select_lanes
 from jls._program.walk import walk
@@ -285,6 +285,12 @@ class Rewrite:
                 for i in range(len(equation.outvars))
             ]
 
+        is_running = any(x in self._halves.running for x in site.equation.outvars)
+        if is_running and is_relu_of_jax(equation):
+            (held,) = operands
+            with traced_as(equation):
+                array = call_shared(Relu(self.choice.dtype), [held.wide()])
+            return [Stored(array, is_running=True)]
         chains = made(operands)
         if len(chains[0].nodes) > MOST:
             chains = made([self._in_memory_wide(x) for x in operands])

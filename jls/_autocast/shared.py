@@ -81,16 +81,22 @@ class _Single(NamedTuple):
 
 
 @functools.lru_cache(_MOST)
-def _jitted(fun: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
-    """`fun` as a function of its own for each mesh: a type may name one."""
-    del mesh
+def _jitted(fun: Callable[..., Any], kind: Any, mesh: Any) -> Callable[..., Any]:
+    """`fun` as a function of its own for each mesh: a type may name one.
+
+    Args:
+      fun: the function.
+      kind: its type, since tuples of two types may be equal.
+      mesh: the mesh.
+    """
+    del kind, mesh
     return jitted_inline(lambda *arrays: fun(*arrays))
 
 
 def call_shared(fun: Callable[..., Any], arrays: Sequence[Any]) -> Any:
     """`fun` of arrays, traced once for all functions that are equal to it."""
     try:
-        jitted = _jitted(fun, jax.sharding.get_abstract_mesh())
+        jitted = _jitted(fun, type(fun), jax.sharding.get_abstract_mesh())
     except TypeError:  # a parameter has no hash
         return fun(*arrays)
     return jitted(*arrays)

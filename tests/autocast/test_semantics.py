@@ -10,7 +10,11 @@ from reading import named, off, only, operations, products, saved
 from shared import assert_identical
 
 import jls
-from jls._autocast.held import MOST
+from jls._autocast.halves import IN_MEMORY, Halves
+from jls._autocast.held import MOST, Relu
+from jls._autocast.keep import Choice
+from jls._autocast.shared import Cast, call_shared
+from jls._program.walk import walk
 
 HALVES = [jnp.float16, jnp.bfloat16]
 HALF = pytest.mark.parametrize("half", HALVES, ids=["float16", "bfloat16"])
@@ -350,6 +354,52 @@ def test_a_running_value_that_is_unrolled_is_float32_and_is_kept_in_half(half):
     assert off(moved, expected) < 8 * float(jnp.finfo(half).eps)
     kept = [x for x in saved(cast, X, W) if x.shape == X.shape]
     assert {x.dtype.name for x in kept} == {name_of(half)}
+
+
+@HALF
+def test_of_a_residual_stream_through_a_relu_one_array_is_kept(half):
+    def steps(x, w):
+        for _ in range(6):
+            x = jax.nn.relu(x + jnp.tanh(x @ w))
+        return jnp.sum(x)
+
+    program = jax.make_jaxpr(steps)(X, W)
+    halves = Halves(Choice(half, None))
+    walk(program, [IN_MEMORY] * 2, halves)
+    given = [x.outvars[0] for x in program.eqns if "custom_jvp" in x.primitive.name]
+    taken = [x.outvars[0] for x in program.eqns if x.primitive.name == "add"]
+    assert halves.running >= {*given[:-1]}
+    assert not halves.running & {*taken}
+    cast, eps = jls.autocast(steps, half), float(jnp.finfo(half).eps)
+    assert off(jax.grad(cast)(X, W), jax.grad(steps)(X, W)) < 16 * eps
+    kept = [x for x in saved(cast, X, W) if x.shape == X.shape]
+    # In each step what a product takes, in both forms, and what it gives: not the sum.
+    assert [x.dtype.name for x in kept].count(name_of(half)) <= 3 * 6 + 1
+    assert F32 not in {x.dtype.name for x in kept}
+
+
+@HALF
+def test_a_relu_and_a_cast_to_one_dtype_share_no_trace(half):
+    dtype = jnp.dtype(half)
+    assert Cast(dtype) == Relu(dtype)  # as tuples
+    assert call_shared(Cast(dtype), [X]).dtype == half
+    assert call_shared(Relu(dtype), [X]).dtype == jnp.float32
+
+
+def test_a_relu_with_a_derivative_of_its_own_keeps_it():
+    @jax.custom_jvp
+    def relu(x):
+        return jax.nn.relu(x)
+
+    relu.defjvps(lambda t, ans, x: jnp.where(x > -0.5, 3 * t, 0.0))
+
+    def steps(x, w):
+        for _ in range(4):
+            x = relu(x + 0.1 * jnp.sin(x @ w))
+        return jnp.sum(x)
+
+    cast = jls.autocast(steps, jnp.float16)
+    assert off(jax.grad(cast)(X, W), jax.grad(steps)(X, W)) < 4e-3
 
 
 @jax.custom_jvp

@@ -301,15 +301,8 @@ FAULTS = [
     Fault(
         "the larger one of a running value and any number counts as a relu",
         HELD,
-        "        is_number(x) and x.array == 0 for x in operands\n",
-        "        is_number(x) for x in operands\n",
-        (RUNNING,),
-    ),
-    Fault(
-        "any maximum with a derivative of its own counts as a relu",
-        HELD,
-        "any(is_literal(x) and x.val == 0 for x in equation.invars)",
-        "any(is_literal(x) for x in equation.invars)",
+        "any(is_number(x) and x.array == 0 for x in operands)",
+        "any(is_number(x) for x in operands)",
         (RUNNING,),
     ),
     Fault(
@@ -415,8 +408,8 @@ FAULTS = [
     Fault(
         "operations share a trace with those on other meshes",
         SHARED,
-        "        jitted = _jitted(fun, jax.sharding.get_abstract_mesh())\n",
-        "        jitted = _jitted(fun, None)\n",
+        "        jitted = _jitted(fun, type(fun), jax.sharding.get_abstract_mesh())\n",
+        "        jitted = _jitted(fun, type(fun), None)\n",
         (f"{CALLS}::test_sharded_arrays_stay_sharded",),
     ),
     Fault(
@@ -971,5 +964,33 @@ FAULTS = [
         "            chains = made([self._in_memory_wide(x) for x in operands])\n",
         "            chains = made([self._in_memory(x, False) for x in operands])\n",
         (f"{SEMANTICS}::test_what_a_long_chain_begins_with_is_kept_in_half",),
+    ),
+    Fault(
+        "a relu keeps what it takes beside what it gives",
+        "jls/_autocast/halves.py",
+        "        if before in self.running:\n",
+        "        if False:\n",
+        (f"{SEMANTICS}::test_of_a_residual_stream_through_a_relu_one_array_is_kept",),
+    ),
+    Fault(
+        "a relu passes all cotangents on",
+        HELD,
+        "lax.select(half > 0, tangent",
+        "lax.select(half >= 0, tangent",
+        (f"{SEMANTICS}::test_of_a_residual_stream_through_a_relu_one_array_is_kept",),
+    ),
+    Fault(
+        "any custom rule of a relu is taken for that of JAX",
+        "jls/_program/places.py",
+        "    functions = [function_of_jax(x) for x in inner]\n",
+        '    functions = [("", "relu")]\n',
+        (f"{SEMANTICS}::test_a_relu_with_a_derivative_of_its_own_keeps_it",),
+    ),
+    Fault(
+        "a relu and a cast share a trace",
+        SHARED,
+        "        jitted = _jitted(fun, type(fun), jax",
+        "        jitted = _jitted(fun, None, jax",
+        (f"{SEMANTICS}::test_a_relu_and_a_cast_to_one_dtype_share_no_trace",),
     ),
 ]
