@@ -18,7 +18,7 @@ from jax.core import eval_jaxpr
 from jls import _validate
 from jls._autocast.halves import IN_MEMORY
 from jls._autocast.held import Stored
-from jls._autocast.keep import OUTER, Choice, Keep
+from jls._autocast.keep import KEEP, OUTER, Choice, Keep
 from jls._autocast.rewrite import ClosedOverError, Rewrite
 from jls._mistakes import warn
 from jls._nnx import is_object, merge_all, split_all, update_all
@@ -317,10 +317,15 @@ def _say(choice: Choice, program: Program) -> bool:
     dtype = choice.dtype
     kept = ", ".join(f"{n} {_REASONS[reason]}" for reason, n in reasons.items())
     if not half:
+        advice = (
+            "Write a narrower keep."
+            if KEEP in reasons
+            else "It casts dots and convolutions of float32 arrays: put it around the "
+            "function that computes them."
+        )
         warn(
             f"autocast to {dtype} found no product to cast"
-            f"{f': {kept}' if kept else ''}. It casts dots and convolutions of float32 "
-            "arrays: put it around the function that computes them."
+            f"{f': {kept}' if kept else ''}. {advice}"
         )
         return False
     logging.getLogger("jls").info(
