@@ -710,7 +710,7 @@ def _is_half(held: Held, dtype: Any) -> bool:
 
 def _is_elementwise(equation: Any) -> bool:
     """Whether it is a function with a derivative of its own that a chain may have."""
-    if equation.primitive.name != "custom_jvp_call" or len(equation.outvars) > 1:
+    if equation.primitive.name != "custom_jvp_call" or len(equation.outvars) != 1:
         return False
     if not is_float32(equation.outvars[0]):
         return False

@@ -1115,6 +1115,23 @@ def test_without_a_product_not_a_bit_changes():
         assert_identical(jax.jit(jls.autocast(f, jnp.float16))(X, W), jax.jit(f)(X, W))
 
 
+def test_a_custom_jvp_may_have_no_results():
+    """Checkpointed loops of Equinox have some."""
+
+    @jax.custom_jvp
+    def nothing(x):
+        return []
+
+    nothing.defjvp(lambda primals, tangents: ([], []))
+
+    def fun(w, x):
+        nothing(x @ w)
+        return jnp.mean((x @ w) ** 2)
+
+    cast = jls.autocast(fun, jnp.float16)
+    assert off(jax.grad(cast)(W, X), jax.grad(fun)(W, X)) < 2e-3
+
+
 def test_a_custom_jvp_may_have_integers_for_operands_and_results():
     @jax.custom_jvp
     def counted(count, x):

@@ -993,4 +993,11 @@ FAULTS = [
         "        jitted = _jitted(fun, None, jax",
         (f"{SEMANTICS}::test_a_relu_and_a_cast_to_one_dtype_share_no_trace",),
     ),
+    Fault(
+        "a custom_jvp has a result",
+        REWRITE,
+        "or len(equation.outvars) != 1:\n",
+        "or len(equation.outvars) > 1:\n",
+        (f"{SEMANTICS}::test_a_custom_jvp_may_have_no_results",),
+    ),
 ]
