@@ -233,7 +233,7 @@ class Rewrite:
         equation, half = self._at(site), self.choice.dtype
         row, count = primitive_of(equation), len(equation.outvars)
         is_pair = row.is_pairwise and count == len(operands) > 1
-        if not is_float32(equation.outvars[0]):
+        if not any(map(is_float32, equation.outvars)):
             return None
         places = range(len(operands))[row.data]
         data = [operands[i] for i in places]
