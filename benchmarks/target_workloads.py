@@ -25,6 +25,7 @@ from benchmarks.workloads import (
     Workload,
     many_leaves,
     training,
+    update_only,
 )
 
 LION = optax.lion(LEARNING_RATE)
@@ -34,6 +35,7 @@ class TargetSize(NamedTuple):
     """A transformer is (width, layers, vocabulary)."""
 
     transformer: tuple[int, int, int] = (2560, 2, 12000)
+    deep: tuple[int, int, int] = (768, 12, 50257)  # 98 leaves, half of them small
     tokens: tuple[int, int] = (4, 512)  # batch, length
     convnet: tuple[int, list[int], int] = (64, [3, 4, 6, 3], 1000)
     images: tuple[int, int] = (64, 224)  # batch, pixels
@@ -43,6 +45,7 @@ class TargetSize(NamedTuple):
 SIZE = TargetSize()
 TINY = TargetSize(
     transformer=(32, 1, 50),
+    deep=(32, 2, 50),
     tokens=(1, 8),
     convnet=(4, [1], 4),
     images=(1, 16),
@@ -90,6 +93,12 @@ def target_workloads(size: TargetSize) -> Iterator[Workload]:
     yield Workload("check_updates, adamw", usual(), ADAMW, contestants=checked, **main)
     yield Workload("bfloat16 parameters, adamw", usual(jnp.bfloat16), ADAMW, **main)
     yield Workload("ResNet-50, sgd momentum", lambda: convnet(size), MOMENTUM, **main)
+
+    def update():
+        return update_only(models.transformer_params(*size.deep))
+
+    yield Workload("update alone, adamw", update, ADAMW, **main)
+    yield Workload("update alone, sgd momentum", update, MOMENTUM, **main)
     leaves = partial(many_leaves, *size.many_leaves)
     # XLA takes two minutes for each, and for Flax's chain of a thousand `and`s four.
     yield Workload("1,000 leaves, adamw", leaves, ADAMW, only=FEW)

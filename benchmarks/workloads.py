@@ -77,7 +77,7 @@ def workloads(size: Size) -> Iterator[Workload]:
     """The list, the most telling first, since a run may run out of time."""
 
     def tree(shape=size.tree):
-        return lambda: _update_only(models.transformer_params(*shape))
+        return lambda: update_only(models.transformer_params(*shape))
 
     def transformer():
         width, _, vocabulary = size.transformer
@@ -135,7 +135,8 @@ def training(params: Any, loss_fn: Any, batch: tuple[Any, Any]) -> Problem:
     return Problem(params, loss_fn, (*batch, good), (*batch, bad))
 
 
-def _update_only(params: Any) -> Problem:
+def update_only(params: Any) -> Problem:
+    """A step whose gradients are its batch."""
     leaves, structure = jax.tree.flatten(params)
     rng = models.generator(2)
     grads = [models.normal(rng, *x.shape, fan_in=10**6) for x in leaves]
@@ -152,6 +153,6 @@ def _even_tree(total: int, leaves: int) -> Callable[[], Problem]:
     def problem():
         rng = models.generator(0)
         leaf = total // leaves
-        return _update_only([models.normal(rng, leaf, fan_in=1) for _ in range(leaves)])
+        return update_only([models.normal(rng, leaf, fan_in=1) for _ in range(leaves)])
 
     return problem

@@ -6,6 +6,7 @@ at a time, where they reduce it: eagerly, a wide copy of all of them would cost 
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -61,13 +62,19 @@ def all_finite(tree: Any, axis_name: AxisName = None) -> Array:
     return agree(jnp.all(are_finite), axis_name)
 
 
-def finite_leaves(floats: Sequence[Any]) -> Array:
-    """For each leaf, `bool[n]`, whether all of its elements are finite."""
+def finite_leaves(floats: Sequence[Any], roles: Sequence[str] = ()) -> Array:
+    """For each leaf, `bool[n]`, whether all of its elements are finite.
+
+    Args:
+      floats: the leaves.
+      roles: a name for each, the same for leaves that lie on devices in the same way.
+        Without it large leaves are not reduced together.
+    """
     if not floats:
         return jnp.ones(0, jnp.bool_)
     if not any(map(jnp.ndim, floats)):  # such as a loss: nothing to reduce
         return jnp.stack([jnp.isfinite(widen_as_stored(leaf)) for leaf in floats])
-    return _by_platform(list(floats), "finite")
+    return _by_platform(list(floats), "finite", tuple(roles))
 
 
 def any_nan(floats: Sequence[Any]) -> Array:
@@ -76,15 +83,20 @@ def any_nan(floats: Sequence[Any]) -> Array:
     return jnp.any(jnp.stack(flags)) if flags else jnp.asarray(False)
 
 
-def global_norm(floats: Sequence[Any]) -> Array:
+def global_norm(floats: Sequence[Any], roles: Sequence[str] = ()) -> Array:
     """The L2 norm over all leaves, `f32[]`; inf or NaN if a leaf is not finite.
 
     Its squares do not overflow; the norm does, over 3.4e38. On GPU and TPU the squares
-    of magnitudes below 1e-23 are 0.
+    of magnitudes below 1e-23 are 0. For `roles` see `finite_leaves`.
     """
     if not floats:
         return jnp.float32(0.0)
-    return _by_platform(list(floats), "norm")
+    return _by_platform(list(floats), "norm", tuple(roles))
+
+
+def norm_of_squares(floats: Sequence[Any], roles: Sequence[str] = ()) -> Array:
+    """The same as clipping computes it: inf if a square overflows."""
+    return _by_platform(list(floats), "norm_of_squares", tuple(roles))
 
 
 # Which reduction is best differs by platform, and the program decides, not the host.
@@ -99,10 +111,11 @@ class Reductions(NamedTuple):
 
     finite: Callable[[list[Array]], Array]  # bool[n]
     norm: Callable[[list[Array]], Array]  # f32[]
+    norm_of_squares: Callable[[list[Array]], Array]  # f32[]
 
 
-@functools.partial(jax.jit, static_argnames="name")
-def _by_platform(floats: list[Array], name: str) -> Array:
+@functools.partial(jax.jit, static_argnames=("name", "roles"))
+def _by_platform(floats: list[Array], name: str, roles: tuple[str, ...]) -> Array:
     """The reduction of that name on the platform that the program is compiled for."""
     if name == "finite":
         floats = lax.stop_gradient(floats)
@@ -110,7 +123,7 @@ def _by_platform(floats: list[Array], name: str) -> Array:
         floats,
         cpu=getattr(_CPU, name),
         tpu=getattr(_TPU, name),
-        default=getattr(_GPU, name),
+        default=getattr(_on_gpu(roles), name),
     )
 
 
@@ -124,30 +137,35 @@ def _max_and_nan_of_each(floats: list[Array]) -> list[Array]:
     return [lax.concatenate(result, 0) for result in results]
 
 
-TinySums = Callable[[list[Array]], Array]
+# A number for each leaf: f32[n].
+Sums = Callable[[list[Array]], Array]
 
 
 def _tiny_sums(floats: list[Array]) -> Array:
     return lax.concatenate([x for (x,) in of_each(_tiny_sum_of_squares, floats)], 0)
 
 
-# Small leaves of one type are reduced together on GPU: up to 2**16 elements each, a
-# size at which a kernel costs more to launch than to run. More than 32 together take
-# XLA longer to compile, and launch hardly fewer kernels.
+# On GPU leaves of one type are reduced together, since a kernel for each costs more to
+# launch than to run: those of one role, as in the layers of a model, and small ones, up
+# to 2**16 elements. (Large ones of different roles may be sharded in different ways:
+# XLA would move them.) More than 32 together take XLA longer to compile, and launch
+# hardly fewer kernels.
 _SMALL, _TOGETHER = 2**16, 32
 
 
-def _tiny_sums_together(floats: list[Array]) -> Array:
-    """As `_tiny_sums`, with fewer kernels where there are many small leaves."""
-    groups = _groups(floats)
-    small = [i for group in groups if len(group) > 1 for i in group]
-    rows = of_each(_as_row, [floats[i] for i in small])
-    stacked = {i: row for i, (row,) in zip(small, rows, strict=True)}
+def _sums_together(
+    roles: Sequence[str], sum_of: Callable[..., Array], floats: list[Array]
+) -> Array:
+    """The sum of each leaf, with fewer kernels where there are many leaves."""
+    groups = _groups(floats, roles)
+    stacks = [i for group in groups if len(group) > 1 for i in group]
+    rows = of_each(_as_row, [floats[i] for i in stacks])
+    stacked = {i: row for i, (row,) in zip(stacks, rows, strict=True)}
     results = []
     for group in groups:
         leaves = [stacked.get(i, floats[i]) for i in group]
         stack = lax.concatenate(leaves, 0) if len(group) > 1 else leaves[0]
-        results.append(_tiny_sum_of_squares(stack, is_stack=len(group) > 1))
+        results.append(sum_of(stack, is_stack=len(group) > 1))
     sums = lax.concatenate(results, 0)
     order = np.argsort([i for group in groups for i in group])
     return sums if np.all(np.diff(order) == 1) else sums[order]
@@ -157,16 +175,23 @@ def _as_row(leaf: Array) -> Array:
     return lax.expand_dims(leaf, (0,))
 
 
-def _groups(floats: list[Array]) -> list[list[int]]:
-    """The places of leaves that are reduced together."""
+def _groups(floats: list[Array], roles: Sequence[str]) -> list[list[int]]:
+    """The places of leaves that are reduced together: of one type, and of one role.
+
+    Small ones that share their role with no other are together all the same.
+    """
+    kinds = list(zip(map(jax.typeof, floats), roles or range(len(floats)), strict=True))
+    counts = Counter(kinds)
     groups: dict[Any, list[list[int]]] = {}
-    for i, leaf in enumerate(floats):
-        is_small = not is_symbolic_dim(leaf.size) and leaf.size <= _SMALL
-        of_type = groups.setdefault(jax.typeof(leaf) if is_small else i, [[]])
-        if len(of_type[-1]) == _TOGETHER:
-            of_type.append([])
-        of_type[-1].append(i)
-    return [group for of_type in groups.values() for group in of_type]
+    for i, (leaf, kind) in enumerate(zip(floats, kinds, strict=True)):
+        if counts[kind] == 1:
+            is_small = not is_symbolic_dim(leaf.size) and leaf.size <= _SMALL
+            kind = kind[0] if is_small else i
+        of_kind = groups.setdefault(kind, [[]])
+        if len(of_kind[-1]) == _TOGETHER:
+            of_kind.append([])
+        of_kind[-1].append(i)
+    return [group for of_kind in groups.values() for group in of_kind]
 
 
 def float32_parts(leaf: Any) -> list[Array]:
@@ -253,16 +278,18 @@ def _norm_of_scaled(floats: list[Array]) -> Array:
     # reciprocal to memory for each element.
     is_known, inverse = largest < jnp.inf, lax.reciprocal(power)
     scaled = [lax.select(is_known, x * inverse, x) for x in parts]
-    return norm_of_squares(scaled) * power
+    return _norm_of_squares(scaled) * power
 
 
-def _norm_or_norm_of_tiny(tiny_sums: TinySums, floats: list[Array]) -> Array:
+def _norm_or_norm_of_tiny(
+    tiny: Sums, norm_of: Callable[[list[Array]], Array], floats: list[Array]
+) -> Array:
     """Two sums, which XLA merges with those of clipping and of the check."""
-    norm, totals = norm_of_squares(floats), tiny_sums(floats)
+    norm, totals = norm_of(floats), tiny(floats)
     is_done = norm < jnp.inf
     # The select keeps XLA from turning the sum of a concatenation into additions.
-    tiny = jnp.sqrt(jnp.sum(jnp.where(is_done, 1.0, totals))) / _TINY
-    return jnp.where(is_done, norm, tiny)
+    of_tiny = jnp.sqrt(jnp.sum(jnp.where(is_done, 1.0, totals))) / _TINY
+    return jnp.where(is_done, norm, of_tiny)
 
 
 def power_of_two_below(magnitude: Array) -> Array:
@@ -275,11 +302,23 @@ def power_of_two_below(magnitude: Array) -> Array:
     return jnp.clip(exponent, 2.0**-126, 2.0**126)
 
 
-def norm_of_squares(floats: Sequence[Array]) -> Array:
-    """The L2 norm, as clipping computes it; inf if a square overflows."""
+def _norm_of_squares(floats: Sequence[Array]) -> Array:
     parts = [part for leaf in floats for part in float32_parts(leaf)]
     sums = [lax.reduce_sum(lax.square(part), _axes(part, False)) for part in parts]
     return jnp.sqrt(sum(sums))
+
+
+def _norm_of_squares_together(roles: Sequence[str], floats: list[Array]) -> Array:
+    return jnp.sqrt(jnp.sum(_sums_together(roles, _sum_of_squares, floats)))
+
+
+@functools.partial(jax.jit, static_argnames="is_stack")
+def _sum_of_squares(leaf: Array, is_stack: bool) -> Array:
+    sums = [
+        lax.reduce_sum(lax.square(part), _axes(part, is_stack))
+        for part in float32_parts(leaf)
+    ]
+    return _per_leaf(functools.reduce(lax.add, sums), is_stack)
 
 
 # By platform.
@@ -290,18 +329,28 @@ def _finite_by_max(floats: list[Array]) -> Array:
     return (largest < jnp.inf) & ~has_nan
 
 
-def _finite_by_sum(tiny_sums: TinySums, floats: list[Array]) -> Array:
-    return jnp.isfinite(tiny_sums(floats))
+def _finite_by_sum(tiny: Sums, floats: list[Array]) -> Array:
+    return jnp.isfinite(tiny(floats))
 
 
-_CPU = Reductions(_finite_by_max, _norm_of_scaled)
-_GPU, _TPU = (
-    Reductions(
-        functools.partial(_finite_by_sum, tiny_sums),
-        functools.partial(_norm_or_norm_of_tiny, tiny_sums),
+def _by_sums(tiny: Sums, norm_of: Callable[[list[Array]], Array]) -> Reductions:
+    return Reductions(
+        functools.partial(_finite_by_sum, tiny),
+        functools.partial(_norm_or_norm_of_tiny, tiny, norm_of),
+        norm_of,
     )
-    for tiny_sums in (_tiny_sums_together, _tiny_sums)
-)
+
+
+def _on_gpu(roles: Sequence[str]) -> Reductions:
+    """With the leaves of each of `roles` together."""
+    return _by_sums(
+        functools.partial(_sums_together, roles, _tiny_sum_of_squares),
+        functools.partial(_norm_of_squares_together, roles),
+    )
+
+
+_CPU = Reductions(_finite_by_max, _norm_of_scaled, _norm_of_squares)
+_TPU = _by_sums(_tiny_sums, _norm_of_squares)
 
 
 # Counts.

@@ -89,6 +89,7 @@ from jls._tree import (
     map_remainder,
     named_floats,
     partition,
+    roles_of,
     select,
     wide_dtype,
     widen,
@@ -373,6 +374,7 @@ class _Step(NamedTuple):
     """The inputs of a step."""
 
     grads: list[Array]  # the floating-point leaves, in at least float32
+    roles: list[str]  # of each of them; see `roles_of`
     remainder: Remainder  # the tree without those leaves
     checks_updates: bool
     extra: dict[str, Any]  # for the inner optimizer
@@ -426,6 +428,7 @@ def _take_apart(
     grads = list(map(widen, floats))
     return _Step(
         grads=grads,
+        roles=roles_of(updates),
         remainder=remainder,
         checks_updates=_checks_updates(wrapper, updates, params),
         extra=extra,
@@ -623,7 +626,7 @@ def _observe(
         flags = computed_once(jnp.concatenate(parts))
     else:
         with jax.named_scope(_scopes.GRADIENTS):
-            parts += [finite_leaves(step.grads)]
+            parts += [finite_leaves(step.grads, step.roles)]
         flags = jnp.concatenate(parts)
     agreed = agree(flags, wrapper.axis_name)
     loss_finite, is_partial, of_grads = agreed[0], ~agreed[1], agreed[2:]
@@ -642,7 +645,8 @@ def _norm(step: _Step, squares: list[Array] | None, reports_norm: bool) -> Array
     """The global norm of the gradients: where a clip computes it, the clip's."""
     if squares is not None:
         return jnp.sqrt(jnp.real(squares[-1])).astype(jnp.float32)
-    return global_norm(step.grads) if reports_norm else norm_of_squares(step.grads)
+    norm_of = global_norm if reports_norm else norm_of_squares
+    return norm_of(step.grads, step.roles)
 
 
 def _query_spike_policy(

@@ -3,6 +3,7 @@
 
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -319,6 +320,17 @@ def named_floats(tree: Any) -> tuple[list[str], list[Any]]:
     found = [(path, read_variables(leaf)) for path, leaf in flat]
     found = [(path, leaf) for path, leaf in found if is_inexact(leaf)]
     return path_names([path for path, _ in found]), [leaf for _, leaf in found]
+
+
+def roles_of(tree: Any) -> list[str]:
+    """For each float its path without the number of its layer, `layers/0/mlp/w`.
+
+    Leaves of one role are sharded alike. A number at the end of a path stays: it may be
+    that of a matrix in a layer, whose neighbors may be sharded in another way.
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    names = [path_name(path) for path, leaf in flat if is_inexact(leaf)]
+    return [re.sub(r"\d+(?=/)", "", name, count=1) for name in names]
 
 
 # Structures.

@@ -1,6 +1,7 @@
 """One pass over the leaves, and over the devices: finite, norms and counts."""
 
 import functools
+import re
 
 import chex
 import jax
@@ -21,7 +22,7 @@ from jls._reduce import (
     finite_leaves,
     global_norm,
 )
-from jls._tree import floats_of
+from jls._tree import floats_of, named_floats, roles_of
 
 # all_finite ---------------------------------------------------------------------------
 
@@ -165,7 +166,7 @@ def test_devices_agree_under_shard_map():
 FORMS = {
     "cpu": _reduce._CPU.finite,
     "tpu": _reduce._TPU.finite,
-    "gpu": _reduce._GPU.finite,
+    "gpu": _reduce._on_gpu(()).finite,
 }
 forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
@@ -204,14 +205,65 @@ def test_a_product_that_overflows_is_never_taken_for_finite(form):
 
 
 def test_small_leaves_of_one_type_are_reduced_together():
-    leaves = [jnp.ones((2, 3)), jnp.ones(4)] * 40 + [jnp.ones(2**17)]
-    groups = _reduce._groups(leaves)
-    assert sorted(i for group in groups for i in group) == list(range(81))
-    assert sorted(map(len, groups)) == [1, 8, 8, 32, 32]
+    leaves = [jnp.ones((2, 3)), jnp.ones(4)] * 40 + [jnp.ones(2**17)] * 2
+    groups = _reduce._groups(leaves, ())
+    assert sorted(i for group in groups for i in group) == list(range(82))
+    assert sorted(map(len, groups)) == [1, 1, 8, 8, 32, 32]
     leaves[5] = leaves[5].at[0].set(jnp.nan)
     leaves[76] = leaves[76].at[1, 1].set(jnp.inf)
     finite = jax.jit(FORMS["gpu"])(leaves)
     assert np.flatnonzero(~np.asarray(finite)).tolist() == [5, 76]
+
+
+def test_leaves_of_one_role_are_reduced_together_and_others_only_if_they_are_small():
+    """Large ones may be sharded in another way, and XLA would move them."""
+    layer = {"query": jnp.ones(2**17), "out": [jnp.ones(2**17)] * 2, "b": jnp.ones(3)}
+    tree = {"layers": [layer] * 3, "first": jnp.ones(3), "last": jnp.ones(3)}
+    names, _ = named_floats(tree)
+    groups = _reduce._groups(floats_of(tree), roles_of(tree))
+    assert [[names[i] for i in group] for group in groups] == [
+        ["first", "last"],
+        [f"layers/{i}/b" for i in range(3)],
+        [f"layers/{i}/out/0" for i in range(3)],
+        [f"layers/{i}/out/1" for i in range(3)],
+        [f"layers/{i}/query" for i in range(3)],
+    ]
+    flat = {f"Dense_{i}": jnp.ones(2**17) for i in range(2)}
+    assert len(_reduce._groups(floats_of(flat), roles_of(flat))) == 2
+
+
+@pytest.mark.parametrize("name", _reduce.Reductions._fields)
+@pytest.mark.parametrize("bad", [None, 4, 9])
+def test_what_is_reduced_together_is_what_is_reduced_alone(name, bad):
+    leaves = [jnp.arange(6.0).reshape(2, 3) * i for i in range(4)]
+    leaves += [jnp.full(2**16 + 1, i, jnp.float16) for i in range(8)]
+    if bad is not None:
+        leaves[bad] = leaves[bad].at[1].set(jnp.nan)
+    roles = ["a", "b", "a", "b", *["c", "d"] * 4]
+    together, alone = (
+        jax.jit(getattr(of, name))(leaves)
+        for of in (_reduce._on_gpu(roles), _reduce._TPU)
+    )
+    chex.assert_trees_all_close(together, alone, rtol=1e-6)
+
+
+def test_a_gpu_checks_the_layers_of_a_model_in_a_few_kernels():
+    """The 148 leaves of a GPT of 12 layers, of which 50 are large."""
+    shapes = [(768,)] * 6 + [(2304,), (3072,)]
+    shapes += [(768, 768), (768, 2304), (768, 3072), (3072, 768)]
+    layer = {str(i): jax.ShapeDtypeStruct(x, jnp.float32) for i, x in enumerate(shapes)}
+    ends = [(1024, 768), (50257, 768), (768,), (768,)]
+    ends = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ends]
+    params = {"layers": [{name: {"w": x} for name, x in layer.items()}] * 12}
+    params["ends"] = ends
+    optimizer = jls.loss_scaled(optax.sgd(0.1))
+    state = jax.eval_shape(optimizer.init, params)
+    # To check, to take the norm, and beside the norm in case it overflows.
+    apply = functools.partial(jls.apply_gradients, optimizer)
+    for update, passes in ((optimizer.update, 1), (apply, 3)):
+        traced = jax.jit(update).trace(params, state, params)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert 0 < len(re.findall("call @.*sum_of_squares", text)) <= 16 * passes
 
 
 def test_no_wide_copy_of_a_whole_tree_is_made(monkeypatch):
@@ -236,7 +288,7 @@ def norm_of(tree):
 def norm_of_gpu(tree):
     """The form that the platforms have which are not here."""
     floats = floats_of(tree)
-    return _reduce._GPU.norm(floats) if floats else 0.0
+    return _reduce._on_gpu(()).norm(floats) if floats else 0.0
 
 
 NORMS = [norm_of, jax.jit(norm_of), jax.jit(norm_of_gpu)]

@@ -84,8 +84,29 @@ FAULTS = [
     Fault(
         "all_finite looks at a sum, which may overflow",
         "jls/_reduce.py",
-        '    return _by_platform(list(floats), "finite")\n',
+        '    return _by_platform(list(floats), "finite", tuple(roles))\n',
         "    return jnp.stack([jnp.isfinite(jnp.sum(widen(x))) for x in floats])\n",
+        ("tests/test_reduce.py",),
+    ),
+    Fault(
+        "large leaves that are sharded in different ways are reduced together",
+        "jls/_reduce.py",
+        "kind = kind[0] if is_small else i",
+        "kind = kind[0]",
+        ("tests/test_reduce.py",),
+    ),
+    Fault(
+        "the matrices of one layer have one role",
+        "jls/_tree.py",
+        'r"\\d+(?=/)", "", name, count=1',
+        'r"\\d+", "", name',
+        ("tests/test_reduce.py",),
+    ),
+    Fault(
+        "each layer is a role of its own",
+        "jls/_step.py",
+        "roles=roles_of(updates),",
+        "roles=[],",
         ("tests/test_reduce.py",),
     ),
     Fault(
