@@ -148,7 +148,7 @@ class Options(NamedTuple):
 class _Options(TypedDict, total=False):
     has_aux: bool
     learning_rate: Rates
-    micro_batches: int
+    micro_batches: int | None
     accumulation: Accumulation
     drop: Drop
     local_norm: bool
@@ -189,7 +189,7 @@ def train_step(
     has_aux: bool = False,
     carries: bool = False,
     learning_rate: Rates = None,
-    micro_batches: int = 1,
+    micro_batches: int | None = None,
     accumulation: Accumulation = "mean",
     drop: Drop = "step",
     local_norm: bool = False,
@@ -259,7 +259,8 @@ def train_step(
         gradients in float32, one micro-batch after the other: with k micro-batches,
         example i goes into number i mod k. If k > 1, `jax.random.fold_in` puts that
         number into each typed PRNG key among the keyword arguments; keys in the batch
-        are split like the rest of it.
+        are split like the rest of it. None is 1, and `accumulation` and `drop` are then
+        an error.
       accumulation: "mean" or "sum" of the losses and gradients of the micro-batches.
       drop: what a non-finite micro-batch costs: "step", the whole step is skipped; or
         "micro_batch", only that one is left out. The mean is then over the others, the
@@ -356,9 +357,16 @@ def train_step(
     _validate.choice("accumulation", accumulation, get_args(Accumulation))
     _validate.choice("drop", drop, get_args(Drop))
     check_rates(learning_rate)
+    for name, value in {"accumulation": accumulation, "drop": drop}.items():
+        if micro_batches is None and value not in ("mean", "step"):
+            raise ValueError(
+                f"{name} must come with micro_batches=, got {value!r} alone. Add the "
+                f"number of micro-batches, or leave {name} out."
+            )
+    count = 1 if micro_batches is None else micro_batches
     options = Options(
         learning_rate=learning_rate,
-        micro_batches=_validate.host_interval("micro_batches", micro_batches),
+        micro_batches=_validate.host_interval("micro_batches", count),
         accumulation=accumulation,
         drop=drop,
         local_norm=_validate.flag("local_norm", local_norm),
@@ -604,13 +612,9 @@ def _adapt(
 
 def _check_takes(loss_fn: Callable[..., Any], count: int, kwargs: Any) -> None:
     """Raises unless `loss_fn` can be called as the step calls it."""
+    signature = _validate.signature_of(loss_fn)
     try:
-        # Not that of a function inside, to which a decorator may give more.
-        signature = inspect.signature(loss_fn, follow_wrapped=False)
-    except (TypeError, ValueError):  # a built-in function may have none
-        return
-    try:
-        signature.bind(*range(count), **kwargs)
+        _ = signature and signature.bind(*range(count), **kwargs)
     except TypeError as error:
         names = ["params or state", *(["carried"] if count == 3 else []), "batch"]
         given = ", ".join([*names, *(f"{name}={name}" for name in kwargs)])

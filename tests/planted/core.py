@@ -605,7 +605,7 @@ FAULTS = [
     Fault(
         "a state by keyword is Python's own error",
         "jls/_mistakes.py",
-        "    if state is NO_STATE:\n",
+        "    if state is NOT_GIVEN:\n",
         "    if False:\n",
         ("tests/test_mistakes.py",),
     ),
