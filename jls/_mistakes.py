@@ -318,8 +318,8 @@ def check_shapes(grads: list[Any], params: list[Any] | None, updates: Any) -> No
       params: their parameters, None if they are not known.
       updates: the gradients.
     """
-    for i, (grad, param) in enumerate(zip(grads, params or [], strict=params is not None)):
-        shape, wanted = jnp.shape(grad), jnp.shape(param)
+    for i, param in enumerate(params or []):
+        shape, wanted = jnp.shape(grads[i]), jnp.shape(param)
         if wanted not in (shape, shape[1:]):
             raise ValueError(
                 f"updates must be the gradients of params, but have shape {shape}"

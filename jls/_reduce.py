@@ -39,8 +39,8 @@ def all_finite(tree: Any, axis_name: AxisName = None) -> Array:
       `bool[]`, the same on every device of `axis_name`.
 
     Raises:
-      TypeError: if `tree` is None, or holds only text, or if `axis_name` is neither a string nor a
-        tuple of strings.
+      TypeError: if `tree` is None, or holds only text, or if `axis_name` is neither a
+        string nor a tuple of strings.
       NameError: if an axis of `axis_name` is not bound where this is called.
 
     Example:

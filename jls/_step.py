@@ -616,7 +616,7 @@ def _observe(
         optimizer does not sum them.
     """
     with jax.named_scope(_scopes.LOSS):
-        loss_finite = all_finite(step.extra.get("value", ()))
+        loss_finite = all_finite([step.extra.get("value")])
     parts = [jnp.stack([loss_finite, ~step.partial_overflow])]
     if squares is not None:
         with jax.named_scope(_scopes.NORM):

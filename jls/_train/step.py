@@ -613,8 +613,10 @@ def _adapt(
 def _check_takes(loss_fn: Callable[..., Any], count: int, kwargs: Any) -> None:
     """Raises unless `loss_fn` can be called as the step calls it."""
     signature = _validate.signature_of(loss_fn)
+    if signature is None:
+        return
     try:
-        _ = signature and signature.bind(*range(count), **kwargs)
+        signature.bind(*range(count), **kwargs)
     except TypeError as error:
         names = ["params or state", *(["carried"] if count == 3 else []), "batch"]
         given = ", ".join([*names, *(f"{name}={name}" for name in kwargs)])

@@ -93,8 +93,10 @@ def _check_takes(
     if hasattr(inspect.unwrap(fun), "__signature__"):
         return  # a step of jls says itself what it takes
     signature = _validate.signature_of(fun)
+    if signature is None:
+        return
     try:
-        _ = signature and signature.bind(*args, **kwargs)
+        signature.bind(*args, **kwargs)
     except TypeError as error:
         name = getattr(fun, "__name__", "fun")
         every = signature.parameters.values()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jls.health`: a verdict on a run from its counters, in words."""
 
+import itertools
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -174,15 +175,15 @@ def health(
     Raises:
       UnhealthyError: if the verdict is in `raise_if`.
       TypeError: if `params` holds no floating-point array, such as the optimizer, or
-        `grads` none, or `carried` no array; if `optimizer` was not made by jls, or has the wrapper inside and
-        `params` is None; if `max_consecutive_skips` is not an integer, `max_small` not
-        a number known to Python, `dtype` not floating point, or `raise_if` or `warn_if`
-        not iterable.
+        `grads` none, or `carried` no array; if `optimizer` was not made by jls, or has
+        the wrapper inside and `params` is None; if `max_consecutive_skips` is not an
+        integer, `max_small` not a number known to Python, `dtype` not floating point,
+        or `raise_if` or `warn_if` not iterable.
       ValueError: if `state` carries no such state, or several, such as those of the
         members of a `jax.vmap`, or one inside an `optax.MultiSteps`; if an array is
         traced, or was donated to an earlier step; if `optimizer` is of another kind
         than the one that made it, if `params` has fewer leaves than the state knows, or
-        `params` or `grads` other shapes than the moments of Adam or of a momentum, if a
+        `params` or `grads` other shapes than the moments of Adam or of a momentum; if a
         name in `raise_if` or `warn_if` is not a verdict, or a number is out of range.
 
     Warns:
@@ -214,8 +215,7 @@ def health(
     for name, tree in {"params": params, "grads": grads, "carried": carried}.items():
         _validate.concrete(name, tree)
     subject = _gather(state, run, params, carried, optimizer)
-    for name, tree in {"params": subject.params, "grads": grads}.items():
-        _check_shapes(name, tree, run.inner_state)
+    _check_shapes({"params": subject.params, "grads": grads}, run.inner_state)
     suspects = subject.suspects()
     on_device = {
         "counts": {"loss_scale": run.loss_scale} | wrapper_metrics(run.state),
@@ -264,9 +264,7 @@ def health(
 
 def _check_params(params: Any) -> None:
     write = "The order is jls.health(opt_state, params); None does not look."
-    is_optax = hasattr(params, "update") and hasattr(params, "init")
-    is_either = is_optax or is_optimizer(params)
-    if is_either:
+    if (hasattr(params, "update") and hasattr(params, "init")) or is_optimizer(params):
         write = (
             "The optimizer goes by keyword: "
             "jls.health(opt_state, params, optimizer=optimizer)."
@@ -275,7 +273,7 @@ def _check_params(params: Any) -> None:
         return
 
     def is_held(leaf):
-        return is_inexact(leaf) and not is_either
+        return is_inexact(leaf) and not is_optimizer(params)
 
     check_holds("params", params, is_held, "floating-point arrays", write)
 
@@ -361,19 +359,20 @@ def _name_leaves(
     return _select_names(names, flags), None
 
 
-def _check_shapes(argument: str, tree: Any, inner_state: Any) -> None:
-    """Raises if moments of optax, one for each leaf of `tree`, have other shapes."""
-    names, leaves = named_floats(tree)
-    kinds = optax.ScaleByAdamState | optax.TraceState
-    for _, node in find(inner_state, lambda x: isinstance(x, kinds)):
-        is_adam = isinstance(node, optax.ScaleByAdamState)
-        moments = named_floats(node.mu if is_adam else node.trace)[1]
+def _check_shapes(arguments: Mapping[str, Any], inner_state: Any) -> None:
+    """Raises if moments of optax, one for each leaf of a tree, have other shapes."""
+    given = {name: tree for name, tree in arguments.items() if tree is not None}
+    kinds = {optax.ScaleByAdamState: "mu", optax.TraceState: "trace"}
+    nodes = jax.tree.leaves(inner_state, is_leaf=lambda x: type(x) in kinds)
+    found = [getattr(x, kinds[type(x)]) for x in nodes if type(x) in kinds]
+    for (argument, tree), node in itertools.product(given.items(), found):
+        names, leaves = named_floats(tree)
+        moments = jax.tree.leaves(node)
         if len(moments) != len(leaves):  # they are of a part
             continue
         for name, leaf, moment in zip(names, leaves, moments, strict=True):
             got, known = jnp.shape(leaf), jnp.shape(moment)
-            # Under `jax.pmap` one of them may have an axis of devices.
-            if got not in (known, known[1:]) and got[1:] != known:
+            if got not in (known, known[1:]):  # without the axis of `jax.pmap`
                 raise ValueError(
                     f"{argument} must have the shapes that the optimizer was "
                     f"initialized with, got {got}{at(name)}, where its moments have "

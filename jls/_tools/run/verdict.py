@@ -836,7 +836,7 @@ def _ok(facts: Facts) -> str:
         )
     if not facts.saw_params:
         hint = f"; the parameters were not looked at{hint}"
-    hint += _started_high(facts)
+    hint += "" if has_sunk else _started_high(facts)
     return f"{_skips(facts)}{facts.at_scale}{hint}"
 
 
