@@ -148,6 +148,9 @@ def health(
       raise_if: verdicts for which to raise.
       warn_if: verdicts for which to warn.
 
+    Of the first 100 steps "ok" says if five or more were skipped only because the loss
+    scale started too high, if `optimizer` is known.
+
     A parameter or carried array may hold -inf as a mask, and so may an average of it.
     It is taken for one if some of its elements are finite, all of its others are -inf,
     the moments are finite and steps are still applied; the sentence then names it.
