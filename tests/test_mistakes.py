@@ -1,5 +1,6 @@
 """Mistakes that are told while a step is traced. Right programs hear nothing."""
 
+import functools
 import warnings
 
 import equinox as eqx
@@ -68,6 +69,9 @@ BOTH = {"w": X, "frozen": X}
 OF_BOTH = OPTIMIZER.init(BOTH)
 FAST = optax.LookaheadParams.init_synced(PARAMS)
 INSIDE = jls.loss_scaled(optax.lookahead(optax.sgd(0.1), 2, 0.5))
+PRIVATE = jls.skip_nonfinite(
+    optax.contrib.differentially_private_aggregate(1.0, 0.1, 0)
+)
 MOMENTUM = jls.skip_nonfinite(optax.sgd(0.1, 0.9))
 OUTSIDE = optax.lookahead(jls.loss_scaled(optax.sgd(0.1)), 2, 0.5)
 
@@ -773,6 +777,24 @@ RIGHT = {
         OPTIMIZER.update(grads, STATE, grads) for grads in [GRAD(STATE, PARAMS, X)[1]]
     ],
     "None": lambda: OPTIMIZER.update(PARAMS, STATE, PARAMS, value=None),
+    "gradients of examples": lambda: PRIVATE.update(
+        {"w": jnp.ones((3, 2))}, PRIVATE.init(PARAMS), PARAMS
+    ),
+    "frozen layers of a tuple": lambda: OPTIMIZER.update(
+        (X, None), OPTIMIZER.init((X, None)), (X, None)
+    ),
+    "one micro-batch": lambda: jls.train_step(
+        loss_fn, OPTIMIZER, micro_batches=1, drop="micro_batch", accumulation="sum"
+    )(PARAMS, STATE, jnp.ones((1, 2))),
+    "a first scale of 8": lambda: [jls.hysteresis(8.0), jls.hysteresis(2**15)],
+    "float0 to unscale": lambda: jls.unscale(STATE, np.zeros(2, jax.dtypes.float0)),
+    "a decorated loss": lambda: jls.why(
+        functools.wraps(loss_fn)(lambda *args: jnp.log(args[0])), X
+    ),
+    "parameters of which a part is trained": lambda: [
+        jls.health(tx.init(PARAMS), {"other": jnp.ones(3), **PARAMS})
+        for tx in [jls.loss_scaled(optax.adam(0.1))]
+    ],
     "numbers": lambda: [
         OPTIMIZER.update(PARAMS, STATE, PARAMS, value=one)
         for one in (1.0, np.float32(1.0), np.ones(()), jnp.bfloat16(1.0), jnp.nan)
