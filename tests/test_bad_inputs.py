@@ -142,7 +142,7 @@ def defaults(function, **required):
     return {
         p.name: required.get(p.name, p.default)
         for p in parameters
-        if p.kind != p.VAR_KEYWORD
+        if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     }
 
 

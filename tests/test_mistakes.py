@@ -448,6 +448,12 @@ ERRORS = {
         ValueError,
         r"accumulation must come with micro_batches=, got 'sum' alone",
     ),
+    "a dtype by position": (
+        lambda: jls.train_step(loss_fn, OPTIMIZER, jnp.float16),
+        TypeError,
+        r"train_step takes loss_fn and optimizer by position, got 1 more: .*float16.*"
+        r"by keyword: jls.train_step\(loss_fn, optimizer, compute_dtype=",
+    ),
     "why without arguments": (
         lambda: jls.why(loss_fn),
         TypeError,
