@@ -42,8 +42,14 @@ _ELSEWHERE = {
     "scaler": "jls.loss_scaled(optimizer) scales and skips, by a scaler such as "
     "jls.dynamic() or jls.presets.torch(): docs/coming_from.md has a table",
     "dynamicscale": "jls.loss_scaled(optimizer, jls.presets.flax())",
+    "nooploss": "jls.skip_nonfinite(optimizer) skips, and does not scale",
+    "staticloss": "jls.loss_scaled(optimizer, jls.static(scale))",
+    "lossscal": "jls.loss_scaled(optimizer, jls.dynamic())",
+    "select": "jls.select(finite, new, old)",
     "cast": _AUTOCAST,
     "half": _AUTOCAST,
+    "float16": _AUTOCAST,
+    "policy": _AUTOCAST,
 }
 
 

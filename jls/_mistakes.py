@@ -22,9 +22,9 @@ from jax.core import Tracer
 
 from jls._nnx import has_variables, modules_in
 from jls._program.jaxprs import is_argument_of_jit
-from jls._state import find_scaler_states, how_to_nest
+from jls._state import find, find_scaler_states, how_to_nest, is_wrapper_state
 from jls._text import at, describe, path_name
-from jls._tree import difference, floats_of, is_inexact
+from jls._tree import difference, floats_of, is_inexact, named_floats
 from jls._types import JlsWarning, StaticState
 
 _LIBRARIES = {"jls", "jax", "optax", "flax", "equinox", "contextlib"}
@@ -81,7 +81,7 @@ def differentiated(args: tuple[Any, ...], argnums: Any) -> list[Any]:
     return [args[n] for n in numbers if -len(args) <= n < len(args)]
 
 
-NO_STATE = inspect.Parameter.empty  # as a default: a signature then shows none
+NOT_GIVEN = inspect.Parameter.empty  # as a default: a signature then shows none
 
 
 def check_positions(
@@ -90,13 +90,13 @@ def check_positions(
     """Raises unless the state, and what `argnums` names, were passed by position.
 
     Args:
-      state: the state, or `NO_STATE`.
+      state: the state, or `NOT_GIVEN`.
       args: the arguments after it.
       kwargs: the keyword arguments.
       argnums: what to differentiate; () if another transform knows.
     """
     names = ", ".join(f"{name}=" for name in kwargs)
-    if state is NO_STATE:
+    if state is NOT_GIVEN:
         raise TypeError(
             f"state must come first, by position, got {names or 'no argument'}. Write "
             "f(opt_state, params, batch)."
@@ -296,7 +296,39 @@ def eager_steps_allowed() -> Iterator[None]:
         _MAY_BE_EAGER.reset(token)
 
 
-# Of the optimizer's `update`.
+# Of an optimizer.
+
+
+def check_no_state(params: Any) -> None:
+    """Raises if a `TrainState` comes in the place of the parameters in it."""
+    if hasattr(params, "opt_state") and find(params, is_wrapper_state):
+        raise TypeError(
+            f"params must be the parameters alone, got {type(params).__name__}, which "
+            "holds a state of jls too. Pass state.params."
+        )
+
+
+def check_shapes(grads: list[Any], params: list[Any] | None, updates: Any) -> None:
+    """Raises if a gradient has another shape than its parameter.
+
+    An axis of examples in front is allowed, as `optax.contrib.dpsgd` takes it.
+
+    Args:
+      grads: the floating-point leaves of the gradients.
+      params: their parameters, None if they are not known.
+      updates: the gradients.
+    """
+    for i, param in enumerate(params or []):
+        shape, wanted = jnp.shape(grads[i]), jnp.shape(param)
+        if wanted not in (shape, shape[1:]):
+            raise ValueError(
+                f"updates must be the gradients of params, but have shape {shape}"
+                f"{at(named_floats(updates)[0][i])}, where params have {wanted}. "
+                f"{_OF_THESE}"
+            )
+
+
+_OF_THESE = "Pass what jls.value_and_grad returned for these params."
 
 
 def check_not_swapped(updates: Any, params: Any) -> None:
@@ -334,7 +366,9 @@ def warn_of_narrowed(grads: list[Any], params: list[Any] | None) -> None:
         )
 
 
-def cause_of_count(got: int, known: int, updates: Any, params: Any) -> str:
+def cause_of_count(
+    got: int, known: int, updates: Any, params: Any, wrapper: str
+) -> str:
     """Why an optimizer gets other leaves than it was initialized with; what to write.
 
     Args:
@@ -342,27 +376,21 @@ def cause_of_count(got: int, known: int, updates: Any, params: Any) -> str:
       known: that of the parameters at `init`.
       updates: the gradients.
       params: what was passed with them; None if nothing was.
+      wrapper: the name of the function that made the optimizer.
     """
-    outside = (
-        "An optimizer that keeps a copy of the params beside them goes outside: "
-        "optax.lookahead(jls.loss_scaled(...), ...)."
-    )
-    if isinstance(params, optax.LookaheadParams):
-        return outside
     if any(map(_is_mask, jax.tree.leaves((updates, params), is_leaf=_is_mask))):
-        return "Put the mask inside: jls.loss_scaled(optax.masked(inner, mask))."
+        return f"Put the mask inside: {wrapper}(optax.masked(inner, mask))."
     if got > known:
         return (
             "Initialize with all that is trained, optimizer.init(params), or "
             "differentiate by that part alone."
         )
-    frozen = (
+    return (
         "If a part is frozen, initialize with the trained one, "
         "optimizer.init(trained); or pass the gradients of all, and freeze inside: "
-        'jls.loss_scaled(optax.partition({"train": inner, "freeze": '
+        f'{wrapper}(optax.partition({{"train": inner, "freeze": '
         "optax.set_to_zero()}, labels))."
     )
-    return f"{frozen} {outside}" if params is None and known == 2 * got else frozen
 
 
 def _is_mask(node: Any) -> bool:
@@ -468,9 +496,11 @@ def _foreign(
     init: Callable[[Any], Any], inner_state: Any, params: Any, updates: Any
 ) -> str:
     """Why state, parameters and gradients are not of one run; "" if that is unknown."""
+    known = params is not None
+    trained, name = (params, "params") if known else (updates, "updates")
     try:
-        made = jax.eval_shape(init, params)
-    except Exception:  # whatever stands in the way, such as params that are None
+        made = jax.eval_shape(init, trained)
+    except Exception:  # whatever stands in the way
         return ""
     kinds, got = (_kinds(jax.tree.structure(x)) for x in (made, inner_state))
     if kinds != got:
@@ -479,28 +509,31 @@ def _foreign(
             f"it holds {', '.join(got) or 'no state'} where this one makes "
             f"{', '.join(kinds) or 'no state'}. Pass what this optimizer's init made."
         )
-    known = params is not None
     if known and jax.tree.structure(updates) != jax.tree.structure(params):
         return (
             "updates must be the gradients of params, but "
-            f"{difference(('updates', updates), ('params', params))}. Pass what "
-            "jls.value_and_grad returned for these params."
+            f"{difference(('updates', updates), ('params', params))}. {_OF_THESE}"
         )
-    return _other_shape(made, inner_state)
+    how = _other_shape(made, inner_state, name)
+    if not how:
+        return ""
+    return (
+        f"state must be made for the {name} that it is passed with, but {how}. If the "
+        "model has changed, its optimizer starts anew: opt_state = "
+        "optimizer.init(params)."
+    )
 
 
-def _other_shape(made: Any, got: Any) -> str:
-    """Where a state has another shape than these parameters would make; "" nowhere."""
+def _other_shape(made: Any, got: Any, name: str) -> str:
+    """Where a state differs from what these parameters would make; "" nowhere."""
     wanted, structure = jax.tree_util.tree_flatten_with_path(made)
     if structure != jax.tree.structure(got):
-        return ""
+        return difference(("it", got), (f"what these {name} make", made))
     for (path, new), old in zip(wanted, jax.tree.leaves(got), strict=True):
         if jnp.shape(new) != jnp.shape(old):
             return (
-                "state must be made for the params that it is passed with, but has "
-                f"shape {jnp.shape(old)}{at(path_name(path))}, where these params make "
-                f"{jnp.shape(new)}. If the model has changed, its optimizer starts "
-                "anew: opt_state = optimizer.init(params)."
+                f"has shape {jnp.shape(old)}{at(path_name(path))}, where these {name} "
+                f"make {jnp.shape(new)}"
             )
     return ""
 

@@ -15,9 +15,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jls import _mistakes, _validate
-from jls._state import refuse_around, scaler_state_in
+from jls._state import find_scaler_states, refuse_around, scaler_state_in
 from jls._text import describe
-from jls._tree import Tree, is_array, is_inexact, widen
+from jls._tree import (
+    Tree,
+    check_holds,
+    is_array,
+    is_differentiable,
+    is_inexact,
+    widen,
+)
 
 P = ParamSpec("P")
 Aux = TypeVar("Aux")
@@ -36,6 +43,7 @@ def scale(state: Any, tree: Tree) -> Tree:
       A pytree like `tree`; floating-point leaves narrower than float32 become float32.
 
     Raises:
+      TypeError: if `tree` is None, or has leaves and none that is floating point.
       ValueError: if `state` carries no loss scale, or several, or stacked ones.
 
     Warns:
@@ -51,6 +59,7 @@ def scale(state: Any, tree: Tree) -> Tree:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, arXiv:1710.03740,
       section 3.2.
     """
+    _check_tree("scale", state, tree)
     loss_scale = scaler_state_in(state).loss_scale
     loss: Any = tree
     if getattr(loss, "dtype", None) == jnp.float16 and jnp.shape(loss) == ():
@@ -79,6 +88,7 @@ def unscale(state: Any, tree: Tree) -> Tree:
       Exact if the scale is a power of two; any other rounds twice.
 
     Raises:
+      TypeError: if `tree` is None, or has leaves and none that is floating point.
       ValueError: if `state` carries no loss scale, or several, or stacked ones.
 
     Example:
@@ -86,6 +96,7 @@ def unscale(state: Any, tree: Tree) -> Tree:
       >>> jls.unscale(state, [jnp.float16(2**-14), 3])
       [Array(1.8626451e-09, dtype=float32), 3]
     """
+    _check_tree("unscale", state, tree)
     loss_scale = scaler_state_in(state).loss_scale
 
     @functools.cache
@@ -95,6 +106,12 @@ def unscale(state: Any, tree: Tree) -> Tree:
         return lax.reciprocal(jnp.asarray(loss_scale, dtype))
 
     return jax.tree.map(lambda leaf: _times(leaf, factor), tree)
+
+
+def _check_tree(name: str, state: Any, tree: Any) -> None:
+    if find_scaler_states(tree) and not find_scaler_states(state):
+        raise ValueError(f"state must come first. Write jls.{name}(state, tree).")
+    check_holds("tree", tree, is_differentiable, "floating-point numbers")
 
 
 def _times(leaf: Any, factor: Callable[[Any], Array]) -> Any:
@@ -203,7 +220,7 @@ def value_and_grad(
     has_aux = _validate.flag("has_aux", has_aux)
 
     @_rename_like(fun)
-    def with_loss_scale(state=_mistakes.NO_STATE, /, *args, **kwargs):
+    def with_loss_scale(state=_mistakes.NOT_GIVEN, /, *args, **kwargs):
         is_jax = transform is jax.value_and_grad
         _mistakes.check_positions(state, args, kwargs, argnums if is_jax else ())
         _mistakes.check_order(state, args)
@@ -271,7 +288,7 @@ def grad(
     with_value = value_and_grad(fun, argnums, has_aux, transform=transform)
 
     @_rename_like(fun)
-    def with_loss_scale(state=_mistakes.NO_STATE, /, *args, **kwargs):
+    def with_loss_scale(state=_mistakes.NOT_GIVEN, /, *args, **kwargs):
         value, grads = with_value(state, *args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 

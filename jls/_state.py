@@ -20,7 +20,7 @@ from jls._logged import flatten_metrics
 from jls._nnx import is_optimizer, is_variable, read_variables
 from jls._placement import place_like
 from jls._text import at, describe, join, listed, path_name, quoted
-from jls._types import LossScaledState, StepReport, wrapper_metrics
+from jls._types import LossScaledState, StaticState, StepReport, wrapper_metrics
 
 State = TypeVar("State")
 
@@ -182,16 +182,29 @@ def _is_around(node: Any) -> bool:
     return isinstance(node, optax.MultiStepsState | optax.ApplyIfFiniteState)
 
 
+def wrapper_name(scaler_state: Any) -> str:
+    """Which function makes wrappers with such a state, for messages.
+
+    A static scale of 1 tells `jls.skip_nonfinite`; one that is traced counts as 1.
+    """
+    scale = read_variables(getattr(scaler_state, "loss_scale", 0))
+    is_static = isinstance(scaler_state, StaticState)
+    is_one = is_static and (isinstance(scale, Tracer) or bool(np.all(scale == 1)))
+    return "jls.skip_nonfinite" if is_one else "jls.loss_scaled"
+
+
 def _is_outside(around: Any) -> ValueError:
     """The error for a wrapper whose state is inside that of another optimizer."""
+    (_, node), *_ = find(around, is_wrapper_state)
+    wrapper = wrapper_name(node.scaler_state)
     if is_multi_steps_state(around):
         return ValueError(
-            "optax.MultiSteps must be inside jls.loss_scaled, got it outside, "
+            f"optax.MultiSteps must be inside {wrapper}, got it outside, "
             "where a NaN stays in its accumulator for ever. Write "
-            "jls.loss_scaled(optax.MultiSteps(optimizer, k))."
+            f"{wrapper}(optax.MultiSteps(optimizer, k))."
         )
     return ValueError(
-        "optax.apply_if_finite must not be around jls.loss_scaled, which does "
+        f"optax.apply_if_finite must not be around {wrapper}, which does "
         "all that it does: on a bad step it takes back the counters and the "
         "loss scale too. Leave it out."
     )

@@ -36,11 +36,13 @@ import optax
 from jax import Array, lax
 from jax.core import Tracer
 
-from jls import _scopes
+from jls import _scopes, _validate
 from jls._devices import AxisName, agree, agree_on_max
 from jls._mistakes import (
     cause_of_count,
+    check_no_state,
     check_not_swapped,
+    check_shapes,
     check_value,
     foreign_state_named,
     warn_of_misspelt_value,
@@ -68,9 +70,10 @@ from jls._state import (
     find_scaler_states,
     how_to_nest,
     is_wrapper_state,
+    wrapper_name,
     wrapper_state_in,
 )
-from jls._text import an, at, describe
+from jls._text import an, at
 from jls._tree import (
     Remainder,
     as_flag,
@@ -148,12 +151,8 @@ class WrapperUpdate:
         **extra: Any,
     ) -> tuple[Any, LossScaledState]:
         """Returns the updates and the next state, as optax's `update` does."""
-        if args:
-            raise TypeError(
-                "update takes grads, state and params by position, got "
-                f"{len(args)} more: {', '.join(map(describe, args))}. All else goes by "
-                "keyword: optimizer.update(grads, opt_state, params, value=loss)."
-            )
+        write = "optimizer.update(grads, opt_state, params, value=loss)"
+        _validate.no_more("update", "grads, state and params", args, write)
         with jax.named_scope(_scopes.UPDATE):
             step = _take_apart(self, updates, state, params, extra)
             outcome = _attempt(
@@ -416,6 +415,7 @@ def _take_apart(
     extra: dict[str, Any],
 ) -> _Step:
     _check_state(state, params)
+    check_no_state(params)
     check_not_swapped(updates, params)
     partial_overflow = extra.pop("partial_overflow", False)
     partial_overflow = as_flag("partial_overflow", partial_overflow)
@@ -423,8 +423,10 @@ def _take_apart(
     inner_state = state.inner_state
     warn_of_misspelt_value(wrapper.inner.update, updates, inner_state, params, extra)
     floats, remainder = partition(updates)
-    _check_count(len(floats), state.nonfinite_leaves.size, updates, params)
-    warn_of_narrowed(floats, _targets(params, remainder))
+    _check_count(len(floats), state, updates, params)
+    targets = _targets(params, remainder)
+    check_shapes(floats, targets, updates)
+    warn_of_narrowed(floats, targets)
     grads = list(map(widen, floats))
     return _Step(
         grads=grads,
@@ -613,7 +615,7 @@ def _observe(
         optimizer does not sum them.
     """
     with jax.named_scope(_scopes.LOSS):
-        loss_finite = all_finite(step.extra.get("value"))
+        loss_finite = all_finite([step.extra.get("value")])
     parts = [jnp.stack([loss_finite, ~step.partial_overflow])]
     if squares is not None:
         with jax.named_scope(_scopes.NORM):
@@ -873,6 +875,8 @@ def _check_state(state: Any, params: Any) -> None:
     )
     if is_wrapper_state(params):
         write = "The order is update(grads, state, params)."
+    elif hasattr(state, "opt_state"):
+        write = "Pass the field that holds it: state.opt_state."
     raise TypeError(
         "state must be a LossScaledState as the optimizer's init makes it, got "
         f"{type(state).__name__}. {write}"
@@ -889,12 +893,15 @@ def _check_scale(loss_scale: Any, path: str) -> None:
         )
 
 
-def _check_count(got: int, known: int, updates: Any, params: Any) -> None:
+def _check_count(got: int, state: Any, updates: Any, params: Any) -> None:
+    known = state.nonfinite_leaves.size
     # Without a floating-point leaf there is one flag all the same; in 0.1.0 none.
     if got != known and (got or known > 1):
+        wrapper = wrapper_name(state.scaler_state)
         raise ValueError(
             "updates must have as many floating-point leaves as the params of init, "
-            f"got {got} and {known}. {cause_of_count(got, known, updates, params)}"
+            f"got {got} and {known}. "
+            f"{cause_of_count(got, known, updates, params, wrapper)}"
         )
 
 

@@ -333,6 +333,29 @@ def roles_of(tree: Any) -> list[str]:
     return [re.sub(r"\d+(?=/)", "", name, count=1) for name in names]
 
 
+def check_holds(
+    name: str, tree: Any, is_held: Callable[[Any], bool], what: str, write: str = ""
+) -> None:
+    """Raises if `tree` is None, or has leaves and none that it must hold.
+
+    Args:
+      name: of the argument.
+      tree: a pytree.
+      is_held: whether a leaf is what the tree must hold.
+      what: the same in words.
+      write: the sentence that says what to write.
+    """
+    leaves = jax.tree.leaves(tree, is_leaf=is_variable)
+    if tree is None or (leaves and not any(map(is_held, read_variables(leaves)))):
+        got = describe(tree)
+        raise TypeError(f"{name} must hold {what}, got {got}. {write}".rstrip())
+
+
+def is_differentiable(leaf: Any) -> bool:
+    """Whether a leaf is floating point, or the float0 gradient of one that is not."""
+    return is_inexact(leaf) or getattr(leaf, "dtype", None) == jax.dtypes.float0
+
+
 # Structures.
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of arguments. Values inside arrays are not checked; they may be traced."""
 
+import contextlib
+import inspect
 import itertools
 import math
 import numbers
@@ -161,6 +163,33 @@ def function(name: str, value: Any) -> None:
             f"{name} must be a function, got the Linen module {type(value).__name__}, "
             "which is called by its apply. Pass a function that calls that."
         )
+
+
+def no_more(function: str, by_position: str, more: Sequence[Any], write: str) -> None:
+    """Raises if a function got more by position than it takes.
+
+    Args:
+      function: its name.
+      by_position: what it takes so, in words.
+      more: what it got beside.
+      write: the call to write.
+    """
+    if more:
+        raise TypeError(
+            f"{function} takes {by_position} by position, got {len(more)} more: "
+            f"{', '.join(map(describe, more))}. All else goes by keyword: {write}."
+        )
+
+
+def signature_of(function: Any) -> inspect.Signature | None:
+    """What a function takes, as far as it is known; a decorator may take other things.
+
+    Of an object of a library, such as `nnx.jit` makes, it is that of what is inside.
+    """
+    for follow in (False, True):
+        with contextlib.suppress(TypeError, ValueError):  # a built-in may have none
+            return inspect.signature(function, follow_wrapped=follow)
+    return None
 
 
 def traceable(name: str, value: Any) -> None:

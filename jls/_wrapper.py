@@ -23,11 +23,11 @@ import optax
 from jls import _validate
 from jls._devices import AxisName, check_axis_name
 from jls._ema import warn_if_not_last
-from jls._mistakes import warn
+from jls._mistakes import check_no_state, warn
 from jls._placement import own_buffers, place_all, place_scalars
 from jls._scalers.dynamic import dynamic
 from jls._scalers.static import static
-from jls._state import find, is_wrapper_state, scaler_state_in
+from jls._state import find, is_wrapper_state, scaler_state_in, wrapper_name
 from jls._step import WrapperUpdate, register_wrapper
 from jls._text import at, describe, first, path_name
 from jls._tree import is_inexact
@@ -75,9 +75,10 @@ def loss_scaled(
 
     Args:
       inner: any optax transformation, or an object with `init` and `update` such as
-        `optax.MultiSteps`. If its `update` takes extra arguments, it gets those of the
-        wrapper's `update`, and as `grad` its gradients, which line searches need.
-        `value` and `grad` are left out if its signature does not take them.
+        `optax.MultiSteps`. (`optax.lookahead` goes outside.) If its `update` takes
+        extra arguments, it gets those of the wrapper's `update`, and as `grad` its
+        gradients, which line searches need. `value` and `grad` are left out if its
+        signature does not take them.
       scaler: how the loss scale moves.
       axis_name: the axis or axes of `shard_map` or `pmap` over which all devices have
         to take the same decision. Only the decision is reduced, and with `spikes` the
@@ -111,8 +112,10 @@ def loss_scaled(
       TypeError: if `inner`, `scaler`, `axis_name`, `check_updates` or `spikes` is of
         another type; at `update`, if `state` is not a state of this wrapper, or
         `value` not a floating-point number.
-      ValueError: at `init`, if `inner` already contains a wrapper of jls; at `update`,
-        if `value` is no scalar, if `params` are the gradients of `jls.value_and_grad`,
+      ValueError: at `init`, if `inner` already contains a wrapper of jls, or an
+        `optax.lookahead`; at `update`, if `value` is no scalar, if `params` are the
+        gradients of `jls.value_and_grad`, if a gradient has another shape than its
+        parameter (an axis of examples in front is allowed),
         if `state` was made by another inner optimizer, or with other `spikes`, or if
         `inner`, `scaler` or `spikes` changes the structure or a shape of its state.
 
@@ -150,6 +153,7 @@ def loss_scaled(
     check_axis_name(axis_name)
 
     def init(params):
+        check_no_state(params)
         register_wrapper(update, params)
         with _foreign_leaf_named(params):
             inner_state = inner.init(params)
@@ -159,6 +163,12 @@ def loss_scaled(
                 "inner must not contain jls.loss_scaled or jls.skip_nonfinite, but its "
                 f"state has one{at(nested[0][0])}: the step would be checked and the "
                 "scale adjusted twice. Keep the outermost wrapper."
+            )
+        if find(inner_state, lambda x: isinstance(x, optax.LookaheadState)):
+            raise ValueError(
+                "inner must not contain optax.lookahead, which updates more than it "
+                "gets gradients for. It goes outside: optax.lookahead("
+                f"{wrapper_name(scaler.init())}(inner), sync_period, slow_step_size)."
             )
         warn_if_not_last(inner, inner_state, params)
         # A scaler may hold on to the arrays that it returns: all are foreign.

@@ -445,7 +445,7 @@ def deepspeed(
     )
     refill = "finite" if refilled_by_finite else "growth"
     scaler = hysteresis_scaler(
-        init_scale,
+        _validate.scale_value("init_scale", init_scale),
         growth_factor=factor,
         backoff_factor=1 / factor,
         growth_interval=_validate.interval("scale_window", scale_window),

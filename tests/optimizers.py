@@ -184,7 +184,7 @@ PER_EXAMPLE = {
 CANNOT = {
     "lookahead": (
         lambda: optax.lookahead(optax.sgd(0.1), 2, 0.5),
-        "updates must have as many floating-point leaves",
+        "inner must not contain optax.lookahead, which",
         "its gradients are those of a half of its parameters; wrap its fast optimizer",
     ),
     "measure_with_ema": (

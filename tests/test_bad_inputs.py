@@ -142,7 +142,7 @@ def defaults(function, **required):
     return {
         p.name: required.get(p.name, p.default)
         for p in parameters
-        if p.kind != p.VAR_KEYWORD
+        if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     }
 
 
@@ -308,7 +308,7 @@ TAKES = {
     "enabled": {"True"},
     "use_dynamic_loss_scaling": {"True"},
     "consecutive_hysteresis": {"True"},
-    "tree": ALL,  # a leaf of any kind
+    "tree": {"2.5", "nan", "inf", "1j", "dict", "array", "vector", "float32"},
     "grads": ALL,
     "params": ALL,
     "value": {"None", "2.5", "nan", "inf", "float32"},
@@ -339,6 +339,7 @@ TAKES = {
     ("value_and_grad", "has_aux"): set(),  # this loss function has none
     ("grad", "has_aux"): set(),
     ("train_step", "has_aux"): set(),
+    ("train_step", "micro_batches"): {"None"},
     ("train_step", "carries"): set(),
     ("train_step", "compute_dtype"): {"None"},
     ("train_step", "keep"): {"None"},  # there is no compute_dtype
@@ -350,12 +351,12 @@ TAKES = {
     ("loss_scaled", "axis_name"): {"None", "text"},
     ("skip_nonfinite", "axis_name"): {"None", "text"},
     ("loss_scaled", "scaler"): set(),
-    ("all_finite", "tree"): ALL - {"text"},
+    ("all_finite", "tree"): ALL - {"text", "None"},
     ("all_finite", "axis_name"): {"None"},
     ("set_loss_scale", "value"): {"2.5", "float32", "int32"},
     ("health", "params"): {"None"},
-    ("health", "carried"): set(VALUES),
-    ("health", "grads"): set(VALUES),
+    ("health", "carried"): set(VALUES) - {"text", "object", "function"},
+    ("health", "grads"): {"None", "2.5", "nan", "inf", "1j", "dict", "array", "vector"},
     ("health", "max_small"): {"0"},
     ("upgrade_state", "target"): set(),
     ("nonfinite_leaves", "params"): set(),

@@ -1,5 +1,6 @@
 """Mistakes that are told while a step is traced. Right programs hear nothing."""
 
+import functools
 import warnings
 
 import equinox as eqx
@@ -68,6 +69,10 @@ BOTH = {"w": X, "frozen": X}
 OF_BOTH = OPTIMIZER.init(BOTH)
 FAST = optax.LookaheadParams.init_synced(PARAMS)
 INSIDE = jls.loss_scaled(optax.lookahead(optax.sgd(0.1), 2, 0.5))
+PRIVATE = jls.skip_nonfinite(
+    optax.contrib.differentially_private_aggregate(1.0, 0.1, 0)
+)
+MOMENTUM = jls.skip_nonfinite(optax.sgd(0.1, 0.9))
 OUTSIDE = optax.lookahead(jls.loss_scaled(optax.sgd(0.1)), 2, 0.5)
 
 
@@ -307,9 +312,185 @@ ERRORS = {
         r"not be optax.LookaheadParams.*\(loss_fn\)\(opt_state, params.fast, batch\)",
     ),
     "lookahead inside": (
-        lambda: INSIDE.update(PARAMS, INSIDE.init(FAST), FAST),
+        lambda: INSIDE.init(FAST),
         ValueError,
-        r"got 1 and 2. An optimizer that keeps a copy .*optax.lookahead\(jls.loss_sca",
+        r"goes outside: optax.lookahead\(jls.loss_scaled\(inner\), sync_period",
+    ),
+    "lookahead inside, in a chain": (
+        lambda: jls.skip_nonfinite(
+            optax.chain(optax.clip(1.0), optax.lookahead(optax.sgd(0.1), 2, 0.5))
+        ).init(FAST),
+        ValueError,
+        r"goes outside: optax.lookahead\(jls.skip_nonfinite\(inner\)",
+    ),
+    "skip_nonfinite in MultiSteps": (
+        lambda: jls.value_and_grad(loss_fn)(
+            optax.MultiSteps(jls.skip_nonfinite(optax.sgd(0.1)), 2).init(PARAMS),
+            PARAMS,
+            X,
+        ),
+        ValueError,
+        r"Write jls.skip_nonfinite\(optax.MultiSteps\(optimizer, k\)\)\.$",
+    ),
+    "a static scale in MultiSteps": (
+        lambda: jls.value_and_grad(loss_fn)(
+            optax.MultiSteps(jls.loss_scaled(optax.sgd(0.1), jls.static(8.0)), 2).init(
+                PARAMS
+            ),
+            PARAMS,
+            X,
+        ),
+        ValueError,
+        r"Write jls.loss_scaled\(optax.MultiSteps\(optimizer, k\)\)\.$",
+    ),
+    "skip_nonfinite in apply_if_finite": (
+        lambda: jls.health(
+            optax.apply_if_finite(jls.skip_nonfinite(optax.sgd(0.1)), 2).init(PARAMS)
+        ),
+        ValueError,
+        r"must not be around jls.skip_nonfinite, which",
+    ),
+    "a TrainState for apply_gradients": (
+        lambda: jls.apply_gradients(train_state(), PARAMS, value=1.0),
+        TypeError,
+        r"Write jls\.apply_gradients\(state\.tx, grads, state\.opt_state, "
+        r"state\.params, value=loss\), or step = jls\.train_step\(loss_fn\)",
+    ),
+    "a TrainState for train_step": (
+        lambda: jls.train_step(loss_fn, train_state()),
+        TypeError,
+        r"optimizer must be the tx of a TrainState, got the whole",
+    ),
+    "a TrainState as the state": (
+        lambda: OPTIMIZER.update(PARAMS, train_state(), PARAMS),
+        TypeError,
+        r"got TrainState\. Pass the field that holds it: state\.opt_state\.$",
+    ),
+    "a TrainState as the parameters": (
+        lambda: OPTIMIZER.update(PARAMS, STATE, train_state()),
+        TypeError,
+        r"params must be the parameters alone, got TrainState.*Pass state\.params\.$",
+    ),
+    "a TrainState for init": (
+        lambda: OPTIMIZER.init(train_state()),
+        TypeError,
+        r"params must be the parameters alone, got TrainState.*Pass state\.params\.$",
+    ),
+    "apply_gradients without a state": (
+        lambda: jls.apply_gradients(OPTIMIZER, PARAMS),
+        TypeError,
+        r"opt_state and params must be given. The order is jls\.apply_gradients\(opt",
+    ),
+    "apply_gradients with the state last": (
+        lambda: jls.apply_gradients(OPTIMIZER, PARAMS, PARAMS, STATE),
+        TypeError,
+        r"params must come last, got its state. The order is jls\.apply_gradients\(opt",
+    ),
+    "gradients of another shape": (
+        lambda: OPTIMIZER.update({"w": jnp.ones(5)}, STATE, PARAMS),
+        ValueError,
+        r"updates must be the gradients of params, but have shape \(5,\) at 'w', where "
+        r"params have \(2,\)\. Pass what jls\.value_and_grad",
+    ),
+    "gradients that would be broadcast": (
+        lambda: jls.apply_gradients(OPTIMIZER, {"w": jnp.ones(())}, STATE, PARAMS),
+        ValueError,
+        r"but have shape \(\) at 'w', where params have \(2,\)",
+    ),
+    "gradients of another shape, without params": (
+        lambda: OPTIMIZER.update({"w": jnp.ones(5)}, OPTIMIZER.init(PARAMS)),
+        ValueError,
+        r"state must be made for the updates that it is passed with, but has shape "
+        r"\(2,\) at '0/mu/w', where these updates make \(5,\)",
+    ),
+    "a None more in the parameters": (
+        lambda: jls.train_step(loss_fn, OPTIMIZER)(
+            PARAMS | {"n": None}, OPTIMIZER.init(PARAMS), X
+        ),
+        ValueError,
+        r"state must be made for the params .* but '0/mu/n' is only in what these "
+        r"params make.*optimizer\.init\(params\)\.$",
+    ),
+    "a None fewer in the parameters": (
+        lambda: jls.train_step(loss_fn, OPTIMIZER)(
+            PARAMS, OPTIMIZER.init(PARAMS | {"n": None}), X
+        ),
+        ValueError,
+        r"but '0/mu/n' is only in it\. If the model has changed",
+    ),
+    "the tree before the state": (
+        lambda: jls.scale(X, STATE),
+        ValueError,
+        r"state must come first. Write jls\.scale\(state, tree\)\.$",
+    ),
+    "gradients before the state": (
+        lambda: jls.unscale(PARAMS, STATE),
+        ValueError,
+        r"state must come first. Write jls\.unscale\(state, tree\)\.$",
+    ),
+    "integers to scale": (
+        lambda: jls.scale(STATE, jnp.arange(3)),
+        TypeError,
+        r"tree must hold floating-point numbers, got int32\[3\]\.$",
+    ),
+    "a name of a dtype": (
+        lambda: jls.autocast(loss_fn, "fp16"),
+        TypeError,
+        r'or a name that jnp.dtype takes, such as "float16" or "half", got str \'fp16',
+    ),
+    "drop without micro-batches": (
+        lambda: jls.train_step(loss_fn, drop="micro_batch"),
+        ValueError,
+        r"drop must come with micro_batches=, got 'micro_batch' alone",
+    ),
+    "accumulation without micro-batches": (
+        lambda: jls.train_step(loss_fn, accumulation="sum"),
+        ValueError,
+        r"accumulation must come with micro_batches=, got 'sum' alone",
+    ),
+    "a dtype by position": (
+        lambda: jls.train_step(loss_fn, OPTIMIZER, jnp.float16),
+        TypeError,
+        r"train_step takes loss_fn and optimizer by position, got 1 more: .*float16.*"
+        r"by keyword: jls.train_step\(loss_fn, optimizer, compute_dtype=",
+    ),
+    "why without arguments": (
+        lambda: jls.why(loss_fn),
+        TypeError,
+        r"jls.why calls loss_fn with the arguments after it: missing .*'params'. Write "
+        r"jls.why\(loss_fn, params, x\)\.$",
+    ),
+    "why of a jitted function without arguments": (
+        lambda: jls.why(jax.jit(loss_fn), PARAMS),
+        TypeError,
+        r"Write jls.why\(loss_fn, params, x\)\.$",
+    ),
+    "calibrate without arguments": (
+        lambda: jls.calibrate(nnx.jit(nnx_linear_loss)),
+        TypeError,
+        r"Write jls.calibrate\(nnx_linear_loss, model, x\)\.$",
+    ),
+    "hysteresis as the first argument": (
+        lambda: jls.hysteresis(2),
+        ValueError,
+        r"init_scale must be a float if it is below 16, got 2. Write "
+        r"hysteresis\(hysteresis=2\) for the count of steps, or init_scale=2\.0\.$",
+    ),
+    "a batch in the place of the parameters": (
+        lambda: jls.health(OPTIMIZER.init(PARAMS), (jnp.ones((4, 3)),)),
+        ValueError,
+        r"params must have the shapes that the optimizer was initialized with, got "
+        r"\(4, 3\) at '0', where its moments have \(2,\)\.$",
+    ),
+    "a batch in the place of the gradients": (
+        lambda: jls.health(MOMENTUM.init(PARAMS), PARAMS, grads=jnp.ones((4, 2))),
+        ValueError,
+        r"grads must have the shapes .* got \(4, 2\), where its moments have \(2,\)",
+    ),
+    "text as gradients": (
+        lambda: jls.health(STATE, PARAMS, grads="x"),
+        TypeError,
+        r"grads must hold floating-point arrays, got str 'x'",
     ),
     "gradients of a part": (
         lambda: OPTIMIZER.update({"w": X, "frozen": None}, OF_BOTH, PARAMS),
@@ -320,7 +501,8 @@ ERRORS = {
     "gradients of a part, without params": (
         lambda: OPTIMIZER.update(PARAMS, OF_BOTH),
         ValueError,
-        r"If a part is frozen, .*An optimizer that keeps a copy .*optax.lookahead\(jls",
+        r"If a part is frozen, .* optimizer.init\(trained\); or .*jls.loss_scaled\("
+        r"optax.*set_to_zero\(\)\}, labels\)\)\.$",
     ),
     "state of a part": (
         lambda: OPTIMIZER.update(BOTH, STATE, BOTH),
@@ -601,6 +783,24 @@ RIGHT = {
         OPTIMIZER.update(grads, STATE, grads) for grads in [GRAD(STATE, PARAMS, X)[1]]
     ],
     "None": lambda: OPTIMIZER.update(PARAMS, STATE, PARAMS, value=None),
+    "gradients of examples": lambda: PRIVATE.update(
+        {"w": jnp.ones((3, 2))}, PRIVATE.init(PARAMS), PARAMS
+    ),
+    "frozen layers of a tuple": lambda: OPTIMIZER.update(
+        (X, None), OPTIMIZER.init((X, None)), (X, None)
+    ),
+    "one micro-batch": lambda: jls.train_step(
+        loss_fn, OPTIMIZER, micro_batches=1, drop="micro_batch", accumulation="sum"
+    )(PARAMS, STATE, jnp.ones((1, 2))),
+    "a first scale of 8": lambda: [jls.hysteresis(8.0), jls.hysteresis(2**15)],
+    "float0 to unscale": lambda: jls.unscale(STATE, np.zeros(2, jax.dtypes.float0)),
+    "a decorated loss": lambda: jls.why(
+        functools.wraps(loss_fn)(lambda *args: jnp.log(args[0])), X
+    ),
+    "parameters of which a part is trained": lambda: [
+        jls.health(tx.init(PARAMS), {"other": jnp.ones(3), **PARAMS})
+        for tx in [jls.loss_scaled(optax.adam(0.1))]
+    ],
     "numbers": lambda: [
         OPTIMIZER.update(PARAMS, STATE, PARAMS, value=one)
         for one in (1.0, np.float32(1.0), np.ones(()), jnp.bfloat16(1.0), jnp.nan)

@@ -127,7 +127,10 @@ def autocast(
 
 def check_dtype(name: str, value: Any) -> np.dtype:
     """One of the three dtypes of a cast."""
-    rule = f"{name} must be jnp.float16, jnp.bfloat16 or jnp.float32,"
+    rule = (
+        f"{name} must be jnp.float16, jnp.bfloat16 or jnp.float32, or a name that "
+        'jnp.dtype takes, such as "float16" or "half",'
+    )
     try:
         is_dtype = value is not None and not _validate.is_unchecked(value)
         dtype = jnp.dtype(value) if is_dtype else None

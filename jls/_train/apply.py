@@ -10,6 +10,7 @@ import optax
 from jax import Array
 
 from jls import _validate
+from jls._mistakes import NOT_GIVEN
 from jls._nnx import is_optimizer
 from jls._reduce import global_norm
 from jls._state import (
@@ -61,8 +62,8 @@ def apply_gradients(
 def apply_gradients(
     optimizer: optax.GradientTransformation,
     grads: Any,
-    opt_state: Any,
-    params: Any,
+    opt_state: Any = NOT_GIVEN,
+    params: Any = NOT_GIVEN,
     *,
     value: Any = None,
     return_updates: bool = False,
@@ -114,6 +115,10 @@ def apply_gradients(
     """
     order = "jls.apply_gradients(optimizer, grads, opt_state, params)"
     check_optimizer(optimizer, order)
+    if opt_state is NOT_GIVEN or params is NOT_GIVEN:
+        raise TypeError(f"opt_state and params must be given. The order is {order}.")
+    if is_wrapper_state(params):
+        raise TypeError(f"params must come last, got its state. The order is {order}.")
     return_updates = _validate.flag("return_updates", return_updates)
     if value is not None:
         extra["value"] = value
@@ -189,6 +194,13 @@ def check_optimizer(optimizer: Any, order: str) -> None:
             "each call: step = nnx.jit(jls.train_step(loss_fn)), then report = "
             "step(model, optimizer, batch). With jls.apply_gradients: "
             "optimizer.update(model, grads, value=loss)."
+        )
+    if hasattr(optimizer, "opt_state"):
+        raise TypeError(
+            f"optimizer must be the tx of a {type(optimizer).__name__}, got the whole. "
+            "Write jls.apply_gradients(state.tx, grads, state.opt_state, state.params, "
+            "value=loss), or step = jls.train_step(loss_fn), then state, report = "
+            "step(state, batch)."
         )
     if not all(map(callable, functions)):
         raise TypeError(

@@ -3,10 +3,11 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jls._mistakes import user_variables, warn
 from jls._nnx import (
@@ -16,15 +17,17 @@ from jls._nnx import (
     trained_variables,
     variables_in,
 )
+from jls._scalers.rule import count_up
 from jls._state import find, is_wrapper_state, wrapper_state_in
 from jls._step import Update, is_noting_updates, updates_noted
 from jls._text import describe
 from jls._tree import is_inexact, select
-from jls._types import LossScaledState
+from jls._types import LossScaledState, SkipReason
 
 
-@contextlib.contextmanager
-def atomic(optimizer: Any, model: Any, *objects: Any) -> Iterator[None]:
+def atomic(
+    optimizer: Any, model: Any, *objects: Any
+) -> contextlib.AbstractContextManager[None]:
     """Surrounds a Flax NNX step written by hand: a skipped step then changes nothing.
 
     The forward pass changes batch statistics and RNG counters in place, before anyone
@@ -33,7 +36,8 @@ def atomic(optimizer: Any, model: Any, *objects: Any) -> Iterator[None]:
     before, bit for bit. This includes parameters and moments that another update in the
     block has moved, as in a GAN, and parameters that were changed by hand before the
     update. The counters of jls and the loss scale are not rolled back, nor is
-    `nnx.Optimizer.step`, which counts calls. `jls.train_step` needs none of this.
+    `nnx.Optimizer.step`, which counts calls. Each update of a block that is restored
+    counts as skipped, a good one too. `jls.train_step` needs none of this.
 
     Args:
       optimizer: the `nnx.Optimizer`, made with `jls.loss_scaled` or
@@ -57,7 +61,8 @@ def atomic(optimizer: Any, model: Any, *objects: Any) -> Iterator[None]:
 
     Warns:
       JlsWarning: on leaving, if the block has changed floating-point variables of an
-        NNX object that is not named, as far as a local variable holds it.
+        NNX object that is not named, as far as a local variable holds it; and if
+        `with` was left out.
 
     Example:
       >>> from flax import nnx
@@ -87,20 +92,45 @@ def atomic(optimizer: Any, model: Any, *objects: Any) -> Iterator[None]:
         if not objects_in(given):
             raise TypeError(f"{name} must be of Flax NNX, got {describe(given)}.")
     wrapper_state_in(optimizer)  # or an error, before anything changes
+    return _Block(_roll_back_skipped(optimizer, model, objects))
+
+
+class _Block(contextlib.AbstractContextManager[None]):
+    """A context that warns if it was never entered."""
+
+    def __init__(self, block: contextlib.AbstractContextManager[None]) -> None:
+        self._block, self._is_entered = block, False
+
+    def __enter__(self) -> None:
+        self._is_entered = True
+        self._block.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._block.__exit__(*error)
+
+    def __del__(self) -> None:
+        if not self._is_entered:
+            warn(
+                "jls.atomic was called, but not entered, and changes nothing. Write "
+                "with jls.atomic(optimizer, model): before the block."
+            )
+
+
+@contextlib.contextmanager
+def _roll_back_skipped(optimizer: Any, model: Any, objects: Any) -> Iterator[None]:
     optimizers = [optimizer, *filter(is_optimizer, objects_in(objects))]
     wrappers = [node for one in optimizers for node in _wrapper_states(one)]
     of_jls = [getattr(node, name) for node in wrappers for name in _KEPT]
     kept = variables_in(of_jls, [one.step for one in optimizers])
     changed = _without(variables_in(optimizers, model, objects), kept)
     before = {id(variable): variable.get_value() for variable in changed}
-    skips = [node.skips.get_value() for node in wrappers]
-    steps = wrappers[0].steps.get_value()
+    counts = [_counts(node) for node in wrappers]
     beside = {} if is_noting_updates() else _floats_beside([*changed, *kept])
     updates: list[Update] = []
     try:
         with updates_noted() as updates:
             yield
-        _check_updated(wrappers[0], steps)
+        _check_updated(wrappers[0], counts[0].steps)
     except BaseException:
         for variable in changed:
             variable.set_value(before[id(variable)])
@@ -109,18 +139,75 @@ def atomic(optimizer: Any, model: Any, *objects: Any) -> Iterator[None]:
         raise
     _warn_of_changes(beside)
     has_one = len(optimizers) == 1
-    if has_one and _is_one_update(wrappers[0], updates, before.values()):
+    is_one = has_one and _is_one_update(wrappers[0], updates, before.values())
+    if is_one:
         trained = trained_variables(optimizer, model)
         changed = _without(changed, [*trained, *variables_in(optimizer)])
-    new_skips = [node.skips.get_value() for node in wrappers]
-    pairs = zip(new_skips, skips, strict=True)
-    is_applied = jnp.all(jnp.stack([new == old for new, old in pairs]))
+    are_applied = [
+        node.skips.get_value() == old.skips
+        for node, old in zip(wrappers, counts, strict=True)
+    ]
+    is_applied = jnp.all(jnp.stack(are_applied))
     for variable in changed:
         new, old = variable.get_value(), before[id(variable)]
         if jax.tree.structure(new) == jax.tree.structure(old):  # else it was added to
             variable.set_value(select(is_applied, new, old))
-    for node in wrappers:
-        node.applied.set_value(node.applied.get_value() & is_applied)
+    if not is_one:
+        reason = _reason_of_first(wrappers, are_applied)
+        for node, old in zip(wrappers, counts, strict=True):
+            _count_as_skipped(node, old, reason, is_applied)
+
+
+class _Counts(NamedTuple):
+    """The counters of a wrapper before the block."""
+
+    steps: Array
+    skips: Array
+    in_a_row: Array
+
+
+def _counts(node: Any) -> _Counts:
+    counters = node.steps, node.skips, node.consecutive_skips
+    return _Counts(*(counter.get_value() for counter in counters))
+
+
+def _reason_of_first(wrappers: list[Any], are_applied: list[Array]) -> Array:
+    """The reason of the first wrapper that has skipped."""
+    reasons = jnp.stack([node.last_skip_reason.get_value() for node in wrappers])
+    return reasons[jnp.argmin(jnp.stack(are_applied))]
+
+
+def _count_as_skipped(
+    node: Any, old: _Counts, reason: Array, is_applied: Array
+) -> None:
+    """Counts the updates that were good, and are lost with the block, as skipped."""
+    now = {name: getattr(node, name).get_value() for name in _COUNTED}
+    steps = now["steps"] - old.steps
+    lost = jnp.where(is_applied, 0, steps - (now["skips"] - old.skips))
+    in_a_row = count_up(old.in_a_row, steps)
+    new = {
+        "applied": now["applied"] & is_applied,
+        "skips": count_up(now["skips"], lost),
+        "consecutive_skips": jnp.where(is_applied, now["consecutive_skips"], in_a_row),
+        "last_skip_reason": jnp.where(lost > 0, reason, now["last_skip_reason"]),
+    }
+    for name, of in _BY_REASON.items():
+        counter = getattr(node, name)
+        if not isinstance(counter, tuple):  # without a spike policy
+            by_reason = jnp.where(reason == of, lost, 0)
+            new[name] = count_up(counter.get_value(), by_reason)
+    for name, value in new.items():
+        getattr(node, name).set_value(value)
+
+
+_COUNTED = "steps", "applied", "skips", "consecutive_skips", "last_skip_reason"
+
+# The counters of skips for one reason.
+_BY_REASON = {
+    "nonfinite_losses": SkipReason.LOSS,
+    "nonfinite_updates": SkipReason.UPDATES,
+    "spikes": SkipReason.SPIKE,
+}
 
 
 # The fields that count and scale, which a step that is rolled back moves all the same.

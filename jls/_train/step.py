@@ -148,7 +148,7 @@ class Options(NamedTuple):
 class _Options(TypedDict, total=False):
     has_aux: bool
     learning_rate: Rates
-    micro_batches: int
+    micro_batches: int | None
     accumulation: Accumulation
     drop: Drop
     local_norm: bool
@@ -185,11 +185,11 @@ def train_step(
 def train_step(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation | None = None,
-    *,
+    *more: Any,
     has_aux: bool = False,
     carries: bool = False,
     learning_rate: Rates = None,
-    micro_batches: int = 1,
+    micro_batches: int | None = None,
     accumulation: Accumulation = "mean",
     drop: Drop = "step",
     local_norm: bool = False,
@@ -243,6 +243,7 @@ def train_step(
         `optimizer.init(equinox.filter(model, equinox.is_inexact_array))`.
       optimizer: made by `jls.loss_scaled` or `jls.skip_nonfinite`, or one that contains
         one such wrapper; None for Flax.
+      *more: an error: all that follows goes by keyword.
       has_aux: `loss_fn` returns `(loss, aux)`: metrics, logits, any pytree of arrays.
         It comes back as `report.aux`, untouched, also on a skipped step. With k
         micro-batches it is stacked to `[k, ...]`.
@@ -259,7 +260,8 @@ def train_step(
         gradients in float32, one micro-batch after the other: with k micro-batches,
         example i goes into number i mod k. If k > 1, `jax.random.fold_in` puts that
         number into each typed PRNG key among the keyword arguments; keys in the batch
-        are split like the rest of it.
+        are split like the rest of it. None is 1, and `accumulation` and `drop` are then
+        an error.
       accumulation: "mean" or "sum" of the losses and gradients of the micro-batches.
       drop: what a non-finite micro-batch costs: "step", the whole step is skipped; or
         "micro_batch", only that one is left out. The mean is then over the others, the
@@ -343,6 +345,8 @@ def train_step(
       >>> state.params
       Array([-0.5, -1. ], dtype=float32)
     """
+    write = "jls.train_step(loss_fn, optimizer, compute_dtype=jnp.float16)"
+    _validate.no_more("train_step", "loss_fn and optimizer", more, write)
     if isinstance(loss_fn, optax.GradientTransformation):
         raise TypeError(
             f"loss_fn must come first, got {type(loss_fn).__name__}. The order is "
@@ -356,9 +360,16 @@ def train_step(
     _validate.choice("accumulation", accumulation, get_args(Accumulation))
     _validate.choice("drop", drop, get_args(Drop))
     check_rates(learning_rate)
+    for name, value in {"accumulation": accumulation, "drop": drop}.items():
+        if micro_batches is None and value not in ("mean", "step"):
+            raise ValueError(
+                f"{name} must come with micro_batches=, got {value!r} alone. Add the "
+                f"number of micro-batches, or leave {name} out."
+            )
+    count = 1 if micro_batches is None else micro_batches
     options = Options(
         learning_rate=learning_rate,
-        micro_batches=_validate.host_interval("micro_batches", micro_batches),
+        micro_batches=_validate.host_interval("micro_batches", count),
         accumulation=accumulation,
         drop=drop,
         local_norm=_validate.flag("local_norm", local_norm),
@@ -604,10 +615,8 @@ def _adapt(
 
 def _check_takes(loss_fn: Callable[..., Any], count: int, kwargs: Any) -> None:
     """Raises unless `loss_fn` can be called as the step calls it."""
-    try:
-        # Not that of a function inside, to which a decorator may give more.
-        signature = inspect.signature(loss_fn, follow_wrapped=False)
-    except (TypeError, ValueError):  # a built-in function may have none
+    signature = _validate.signature_of(loss_fn)
+    if signature is None:
         return
     try:
         signature.bind(*range(count), **kwargs)

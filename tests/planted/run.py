@@ -21,6 +21,48 @@ NUMBERS = BY_HAND + "test_each_number_of_a_sentence_is_the_right_one"
 
 FAULTS = [
     Fault(
+        "a scale that has grown counts as one that started too high",
+        VERDICT,
+        "not (start == known.init_scale or is_too_high)",
+        "start < 0",
+        (BY_HAND + "test_a_scale_that_started_too_high_is_called_so",),
+    ),
+    Fault(
+        "skips for a loss count as those of a scale that started too high",
+        VERDICT,
+        "if not (backoff and is_all and",
+        "if not (backoff and",
+        (BY_HAND + "test_a_scale_that_started_too_high_is_called_so",),
+    ),
+    Fault(
+        "a scale above its maximum is told at the ceiling alone",
+        VERDICT,
+        'sentences.append(_above_ceiling(facts, "The"))',
+        "pass",
+        (BY_HAND + "test_a_scale_above_its_maximum_is_called_so_under_any_verdict",),
+    ),
+    Fault(
+        "parameters of other shapes are taken",
+        HEALTH,
+        "            if got not in (known, known[1:]):",
+        "            if False:",
+        ("tests/test_mistakes.py",),
+    ),
+    Fault(
+        "a line goes on over a NaN",
+        "jls/_tools/run/history_plot.py",
+        "    x, y = steps, np.where(is_finite, values, np.nan)\n",
+        "    x, y = steps[is_finite], values[is_finite]\n",
+        (RECORDED + "test_a_line_has_a_gap_where_a_value_is_not_finite",),
+    ),
+    Fault(
+        "a first step that was skipped for its loss may be a backoff",
+        RECORD,
+        "is_other = any(x > SkipReason.GRADIENTS for x in reason)",
+        "is_other = False",
+        (RECORDED + "test_a_first_step_that_was_skipped_may_be_a_backoff",),
+    ),
+    Fault(
         "a retry counts only if others pass",
         "jls/_tools/run/requeue.py",
         "held.counted += others_pass or not scale < held.scale",
@@ -257,8 +299,8 @@ FAULTS = [
     Fault(
         "a state is searched a second time",
         HEALTH,
-        "    _check_params(params)\n    for",
-        "    _check_params(params)\n    run = run_in(state)\n    for",
+        "    _check_params(params)\n    if",
+        "    _check_params(params)\n    run = run_in(state)\n    if",
         ("tests/run/test_health_walk.py",),
     ),
     Fault(

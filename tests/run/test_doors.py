@@ -173,12 +173,25 @@ def test_a_scaler_of_another_library_is_told_what_does_it():
         jls.GradScaler  # noqa: B018
     with pytest.raises(AttributeError, match=r"jls\.presets\.flax"):
         jls.DynamicScale  # noqa: B018
+    for name, write in {
+        "DynamicLossScale": r"jls\.loss_scaled\(optimizer, jls\.dynamic\(\)\)",
+        "StaticLossScale": r"jls\.loss_scaled\(optimizer, jls\.static\(scale\)\)",
+        "NoOpLossScale": r"jls\.skip_nonfinite\(optimizer\)",
+        "LossScaleOptimizer": r"jls\.loss_scaled\(optimizer, jls\.dynamic\(\)\)",
+        "select_tree": r"jls\.select\(finite, new, old\)",
+        **dict.fromkeys(
+            ("Policy", "get_policy", "cast_to_half", "float16", "bfloat16"),
+            r"jls\.autocast\(loss_fn, jnp\.float16\)",
+        ),
+    }.items():
+        with pytest.raises(AttributeError, match=f"no attribute '{name}': {write}"):
+            getattr(jls, name)
     with pytest.raises(AttributeError, match="has no attribute 'grow'"):
         jls.dynamic().grow  # noqa: B018
 
 
-def test_text_is_neither_finite_nor_not():
-    for text in ("abc", {"loss": "nan"}):
+def test_text_and_none_are_neither_finite_nor_not():
+    for text in ("abc", {"loss": "nan"}, None):
         with pytest.raises(TypeError, match="tree must hold numbers"):
             jls.all_finite(text)
     assert jls.all_finite({"loss": 1.0, "name": "nan"})

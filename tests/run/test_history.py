@@ -433,7 +433,8 @@ def test_line_is_the_last_row(metrics, line):
 def drawn(panel, marker):
     """The x of the marks of one kind."""
     lines = [line for line in panel.lines if line.get_marker() == marker]
-    return [x for line in lines for x in line.get_xdata().tolist()]
+    points = [pair for line in lines for pair in line.get_xydata().tolist()]
+    return [x for x, y in points if np.isfinite(y)]
 
 
 def labels(panel):
@@ -469,6 +470,49 @@ def test_plot_shows_loss_scale_and_norm_with_every_skip():
     assert drawn(loss, "o") == [1, 3, 4, 5, 6]
     assert drawn(norm, "o") == [1, 4, 5, 6]
     assert norm.get_xlabel() == "step"
+
+
+@pytest.mark.parametrize("count", [8, 100])
+def test_a_line_has_a_gap_where_a_value_is_not_finite(count):
+    losses = np.linspace(2.0, 1.0, count)
+    losses[[2, 4]] = np.nan, np.inf
+    history = stacked(loss=losses, loss_scale=np.full(count, 8.0))
+    line, *others = history.plot().axes[0].lines
+    (y,) = [line.get_ydata()]
+    assert np.isnan(y).nonzero()[0].tolist() == [2, 4]
+    # What stands alone is no line: it is a point.
+    points = [x.get_xdata().tolist() for x in others if x.get_marker() == "o"]
+    assert points == ([[4]] if count == 100 else [])
+
+
+def test_rows_without_a_value_make_no_gap():
+    history = jls.History()
+    for i in range(100):
+        history.append({"loss_scale": 8.0} | ({"loss": 1.0 + i} if i % 10 == 0 else {}))
+    line = history.plot().axes[0].lines[0]
+    assert line.get_xdata().tolist() == [*range(1, 101, 10)]
+    assert np.isfinite(line.get_ydata()).all()
+
+
+def test_a_long_line_has_a_gap_where_no_row_of_a_part_is_finite():
+    losses = np.ones(5000)
+    losses[1000:1100], losses[3000] = np.nan, np.inf
+    y = stacked(loss=losses).plot().axes[0].lines[0].get_ydata()
+    assert np.isnan(y).sum() == 32  # parts of three rows
+
+
+@pytest.mark.parametrize(
+    ("reason", "backoffs"), [(1, "1 or 2"), (2, "1"), (4, "1"), (None, "1 or 2")]
+)
+def test_a_first_step_that_was_skipped_may_be_a_backoff(reason, backoffs):
+    """No row has the loss scale before it, and a hysteresis may have kept it."""
+    reasons = {} if reason is None else {"skip_reason": [reason, 1, 0]}
+    history = stacked(
+        loss_scale=[4.0, 2.0, 2.0], skipped=[True, True, False], **reasons
+    )
+    assert f"backoff ({backoffs})" in labels(history.plot().axes[0])
+    noun = "backoff" if backoffs == "1" else "backoffs"
+    assert f"0 growths, {backoffs} {noun}" in history.summary()
 
 
 def test_plot_of_the_scale_is_a_step_line_through_every_change():
@@ -559,7 +603,7 @@ def test_plot_of_a_long_run_has_few_marks():
     loss, scale, _ = figure.axes
     assert 200 < len(drawn(loss, "|")) <= 400
     assert 60 < len(drawn(scale, "^")) <= 120
-    assert labels(loss) == ["median and range of 34 rows", f"skipped steps ({n // 3})"]
+    assert labels(loss) == ["median and range of 50 rows", f"skipped steps ({n // 3})"]
     assert max(len(line.get_xdata()) for line in loss.lines) <= 2000
     band = loss.collections[0].get_paths()[0].vertices
     finite = history["loss"][~skipped]

@@ -210,6 +210,65 @@ def test_a_growth_interval_is_too_short_below_25(interval, is_said):
     assert ("raise growth_interval" in health.sentence) == is_said
 
 
+def started_high(skips=5, scale=2.0**10, by=None, **counts):
+    by = by or jls.loss_scaled(optax.sgd(0.1))  # from 2^15
+    counts = {"applied": True, "skips": skips} | counts
+    health = jls.health(made(by, scale, **counts), optimizer=by)
+    return re.findall(
+        r"All (\d+) skips brought the scale from (.*): start", str(health)
+    )
+
+
+SAID = [("5", "2^15 to 2^10")]
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        ({}, SAID),
+        ({"skips": 4, "scale": 2.0**11}, []),  # as many a run has
+        ({"steps": 101}, []),
+        ({"scale": 2.0**11}, []),  # it has grown, or one skip did not lower it
+        ({"scale": 2.0**9}, []),
+        ({"nonfinite_losses": 1}, []),
+        ({"nonfinite_updates": 1}, []),
+        ({"partial_overflows": 1}, []),
+        ({"consecutive_skips": 1}, []),  # it may still come down
+        ({"scale": 2.0**35}, []),  # "at ceiling"
+        ({"scale": 2.0**20}, [("5", "2^25 to 2^20")]),  # set over the maximum by hand
+        ({"scale": 2.0**19}, []),  # set by hand, to what the scaler might have reached
+        ({"skips": 15, "scale": 1.0}, []),  # the last resort, not where to start
+    ],
+)
+def test_a_scale_that_started_too_high_is_called_so(counts, said):
+    found = started_high(**counts)
+    assert [(skips, " ".join(rest.split())) for skips, rest in found] == said
+
+
+@pytest.mark.parametrize(
+    "scaler",
+    [
+        jls.dynamic(backoff_interval=2),
+        jls.hysteresis(),
+        jls.dynamic(growth_interval=50),
+        jls.static(2.0**20),
+    ],
+)
+def test_where_a_scale_has_started_is_known_of_no_other_rule(scaler):
+    by = jls.loss_scaled(optax.sgd(0.1), scaler)
+    assert not started_high(by=by, scale=2.0**20)
+
+
+def test_a_scale_above_its_maximum_is_called_so_under_any_verdict():
+    for counts in ({"steps": 0}, {"skips": 3, "consecutive_skips": 3}):
+        health = jls.health(made(PLAIN, 64.0, **counts), optimizer=PLAIN)
+        assert health.verdict in ("no step", "recovering")
+        said = "The loss scale of 64 is above its maximum of 32: it was set by hand"
+        assert said in health.sentence
+        at_most = jls.health(made(PLAIN, 32.0, **counts), optimizer=PLAIN)
+        assert "above its maximum" not in at_most.sentence
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_moments_are_narrow_where_the_parameters_are_not(dtype):
     state = made(skips=7, consecutive_skips=2, last_skip_reason=SkipReason.UPDATES)

@@ -9,6 +9,7 @@ from flax import nnx
 from shared import assert_identical
 
 import jls
+from jls.types import SkipReason
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -73,7 +74,9 @@ def test_one_skip_in_a_block_rolls_back_all_of_it(factors, jit):
     step(model, optimizer, X, factors)
     assert_identical(contents(model, optimizer), before)
     metrics = jls.host_metrics(optimizer)
-    assert (metrics["steps"], metrics["skips"]) == (len(factors), 1)
+    lost = {name: metrics[name] for name in ("steps", "skips", "consecutive_skips")}
+    assert set(lost.values()) == {len(factors)}
+    assert metrics["last_skip_reason"] == SkipReason.LOSS
     assert not metrics["applied"]
     step(model, optimizer, X, (GOOD, GOOD))
     assert jls.host_metrics(optimizer)["applied"]
@@ -96,7 +99,8 @@ def test_one_skip_rolls_back_the_other_optimizer_too(bad):
     for (model, optimizer), old in zip(models, before, strict=True):
         assert_identical(contents(model, optimizer), old)
         assert not jls.metrics(optimizer)["applied"]
-    assert [int(jls.metrics(one)["skips"]) for _, one in models] == [bad == 0, bad == 1]
+        assert jls.metrics(optimizer)["skips"] == 1
+        assert jls.metrics(optimizer)["last_skip_reason"] == SkipReason.LOSS
 
 
 def test_what_is_changed_by_hand_in_a_block_that_skips_goes_back():
@@ -159,7 +163,44 @@ def test_updates_in_a_loop_are_rolled_back_by_the_one_that_is_skipped():
 
     step(model, optimizer, X)
     assert_identical(contents(model, optimizer), before)
-    assert jls.metrics(optimizer)["skips"] == 1
+    assert jls.metrics(optimizer)["skips"] == 3
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_update_that_is_lost_counts_for_the_reason_of_the_block(is_first):
+    """As a good step of the same optimizer, and after a good block."""
+    model, optimizer = make()
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    losses = [jnp.float32(jnp.nan if is_first == bad else 1) for bad in (True, False)]
+
+    @nnx.jit
+    def step(model, optimizer, losses):
+        with jls.atomic(optimizer, model):
+            for loss in losses:
+                optimizer.update(model, grads, value=loss)
+
+    step(model, optimizer, [jnp.float32(1), jnp.float32(1)])
+    for names in (["skips"], ["consecutive_skips", "nonfinite_losses"]):
+        assert [int(jls.metrics(optimizer)[name]) for name in names] == [0] * len(names)
+    step(model, optimizer, losses)
+    metrics = jls.host_metrics(optimizer)
+    counted = "skips", "consecutive_skips", "nonfinite_losses"
+    assert [metrics[name] for name in counted] == [2, 2, 2]
+    assert (metrics["steps"], metrics["last_skip_reason"]) == (4, SkipReason.LOSS)
+    step(model, optimizer, [jnp.float32(1), jnp.float32(1)])
+    metrics = jls.host_metrics(optimizer)
+    assert [metrics[name] for name in counted] == [2, 0, 2]
+
+
+def test_a_block_that_was_not_entered_is_told():
+    model, optimizer = make()
+    with pytest.warns(jls.JlsWarning, match=r"not entered.*with jls.atomic\(") as said:
+        jls.atomic(optimizer, model)
+    assert said[0].filename == __file__
+    block = jls.atomic(optimizer, model)
+    with block:  # hears nothing
+        take(model, optimizer, X, GOOD)
+    del block
 
 
 def test_a_bare_optimizer_beside_is_rolled_back_too():

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jls import _validate
 from jls._nnx import (
     is_module_or_optimizer,
     is_object,
@@ -77,11 +78,33 @@ def open_call(
       args: its arguments.
       kwargs: its keyword arguments.
     """
+    _check_takes(tool, fun, args, kwargs)
     fun, bound = unbind(fun)
     args = (*bound, *args)
     arguments = take_apart(fun, args, kwargs)
     check_usable(arguments, tool, function)
     return fun, args, arguments
+
+
+def _check_takes(
+    tool: str, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Raises if `fun` cannot be called with these arguments."""
+    if hasattr(inspect.unwrap(fun), "__signature__"):
+        return  # a step of jls says itself what it takes
+    signature = _validate.signature_of(fun)
+    if signature is None:
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(fun, "__name__", "fun")
+        every = signature.parameters.values()
+        names = ", ".join(x.name for x in every if x.default is x.empty)
+        raise TypeError(
+            f"{tool} calls {name} with the arguments after it: {error}. Write "
+            f"{tool}({name}, {names})."
+        ) from None
 
 
 def take_apart(

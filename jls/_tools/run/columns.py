@@ -206,6 +206,17 @@ def spike_counts(columns: Columns) -> np.ndarray:
     return np.minimum(counts, skips)
 
 
+def count_backoffs(columns: Columns, seen: int) -> str:
+    """How many backoffs there were: `seen`, or one more if the first row may be one.
+
+    It may if its step was skipped for the gradients: no row has the scale before it.
+    """
+    reason = column(columns, "skip_reason")[0], column(columns, "last_skip_reason")[0]
+    is_other = any(x > SkipReason.GRADIENTS for x in reason)
+    may_be_one = skip_counts(columns)[0] > 0 and not is_other
+    return f"{seen} or {seen + 1}" if may_be_one else str(seen)
+
+
 def growths_and_backoffs(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Flags: whether a loss scale is above, and whether below, the one before it."""
     change = np.diff(scales, prepend=scales[:1])

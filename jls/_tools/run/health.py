@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jls.health`: a verdict on a run from its counters, in words."""
 
+import itertools
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.typing import DTypeLike
 
 from jls import _validate
@@ -16,7 +18,7 @@ from jls._scalers.rule import bounds_of, scalar
 from jls._scalers.static import is_static
 from jls._state import Run, find, is_wrapper_state, run_in
 from jls._step import FoundWrapper, find_wrappers, sums_squares, wrapper_of
-from jls._text import an, wrapped
+from jls._text import an, at, wrapped
 from jls._tools.run.columns import strict
 from jls._tools.run.poison import Suspects
 from jls._tools.run.small import measure_small
@@ -33,7 +35,7 @@ from jls._tools.run.verdict import (
     diagnose,
 )
 from jls._train_state import FP8, carried_by, optimizer_in
-from jls._tree import is_narrow, named_floats
+from jls._tree import check_holds, is_array, is_inexact, is_narrow, named_floats
 from jls._types import (
     SIGNALS,
     JlsWarning,
@@ -146,6 +148,9 @@ def health(
       raise_if: verdicts for which to raise.
       warn_if: verdicts for which to warn.
 
+    Of the first 100 steps "ok" says if five or more were skipped only because the loss
+    scale started too high, if `optimizer` is known.
+
     A parameter or carried array may hold -inf as a mask, and so may an average of it.
     It is taken for one if some of its elements are finite, all of its others are -inf,
     the moments are finite and steps are still applied; the sentence then names it.
@@ -172,16 +177,17 @@ def health(
 
     Raises:
       UnhealthyError: if the verdict is in `raise_if`.
-      TypeError: if `params` holds no floating-point array, such as the optimizer;
-        if `optimizer` was not made by jls, or has the wrapper inside and
-        `params` is None; if `max_consecutive_skips` is not an integer, `max_small` not
-        a number known to Python, `dtype` not floating point, or `raise_if` or `warn_if`
-        not iterable.
+      TypeError: if `params` holds no floating-point array, such as the optimizer, or
+        `grads` none, or `carried` no array; if `optimizer` was not made by jls, or has
+        the wrapper inside and `params` is None; if `max_consecutive_skips` is not an
+        integer, `max_small` not a number known to Python, `dtype` not floating point,
+        or `raise_if` or `warn_if` not iterable.
       ValueError: if `state` carries no such state, or several, such as those of the
         members of a `jax.vmap`, or one inside an `optax.MultiSteps`; if an array is
         traced, or was donated to an earlier step; if `optimizer` is of another kind
-        than the one that made it, if `params` has fewer leaves than the state knows, if
-        a name in `raise_if` or `warn_if` is not a verdict, or a number is out of range.
+        than the one that made it, if `params` has fewer leaves than the state knows, or
+        `params` or `grads` other shapes than the moments of Adam or of a momentum; if a
+        name in `raise_if` or `warn_if` is not a verdict, or a number is out of range.
 
     Warns:
       JlsWarning: if the verdict is in `warn_if`.
@@ -205,9 +211,14 @@ def health(
     dtype = _validate.float_dtype("dtype", dtype)
     run = _run_in(state, params)
     _check_params(params)
+    if grads is not None:
+        check_holds("grads", grads, is_inexact, "floating-point arrays")
+    if carried is not None:
+        check_holds("carried", carried, is_array, "arrays")
     for name, tree in {"params": params, "grads": grads, "carried": carried}.items():
         _validate.concrete(name, tree)
     subject = _gather(state, run, params, carried, optimizer)
+    _check_shapes({"params": subject.params, "grads": grads}, run.inner_state)
     suspects = subject.suspects()
     on_device = {
         "counts": {"loss_scale": run.loss_scale} | wrapper_metrics(run.state),
@@ -256,19 +267,18 @@ def health(
 
 def _check_params(params: Any) -> None:
     write = "The order is jls.health(opt_state, params); None does not look."
-    has_floats = params is not None and not is_model(params) and named_floats(params)[0]
-    if has_floats and not is_optimizer(params):
-        return
     if (hasattr(params, "update") and hasattr(params, "init")) or is_optimizer(params):
         write = (
             "The optimizer goes by keyword: "
             "jls.health(opt_state, params, optimizer=optimizer)."
         )
-    elif params is None or not jax.tree.leaves(params) or is_model(params):
+    elif params is None or is_model(params):
         return
-    raise TypeError(
-        f"params must hold floating-point arrays, got {type(params).__name__}. {write}"
-    )
+
+    def is_held(leaf):
+        return is_inexact(leaf) and not is_optimizer(params)
+
+    check_holds("params", params, is_held, "floating-point arrays", write)
 
 
 # What the verdict is on.
@@ -350,6 +360,27 @@ def _name_leaves(
     if names and len(flags) < len(names):  # it is around a part of them
         return None, None if found else (sum(flags), len(flags))
     return _select_names(names, flags), None
+
+
+def _check_shapes(arguments: Mapping[str, Any], inner_state: Any) -> None:
+    """Raises if moments of optax, one for each leaf of a tree, have other shapes."""
+    given = {name: tree for name, tree in arguments.items() if tree is not None}
+    kinds = {optax.ScaleByAdamState: "mu", optax.TraceState: "trace"}
+    nodes = jax.tree.leaves(inner_state, is_leaf=lambda x: type(x) in kinds)
+    found = [getattr(x, kinds[type(x)]) for x in nodes if type(x) in kinds]
+    for (argument, tree), node in itertools.product(given.items(), found):
+        names, leaves = named_floats(tree)
+        moments = jax.tree.leaves(node)
+        if len(moments) != len(leaves):  # they are of a part
+            continue
+        for name, leaf, moment in zip(names, leaves, moments, strict=True):
+            got, known = jnp.shape(leaf), jnp.shape(moment)
+            if got not in (known, known[1:]):  # without the axis of `jax.pmap`
+                raise ValueError(
+                    f"{argument} must have the shapes that the optimizer was "
+                    f"initialized with, got {got}{at(name)}, where its moments have "
+                    f"{known}."
+                )
 
 
 # Spikes.
@@ -451,6 +482,8 @@ def _describe_scaler(subject: _Subject) -> ScalerFacts:
         checks = is_narrow(params)
     policy = wrapper.spikes.hyperparameters if wrapper.spikes else {}
     return ScalerFacts(
+        init_scale=scalar(known, "init_scale"),
+        backoff_factor=scalar(known, "backoff_factor"),
         backoff_interval=scalar(known, "backoff_interval"),
         growth_interval=scalar(known, "growth_interval"),
         adjusts=not is_static(wrapper.scaler),

@@ -13,6 +13,7 @@ from jls._tools.run.columns import (
     Columns,
     Scalar,
     as_array,
+    count_backoffs,
     fetch,
     flatten_metrics,
     growths_and_backoffs,
@@ -182,7 +183,8 @@ class History:
 
         Skips are the run's own count if the metrics have it, else those of the rows. A
         growth or backoff is a row whose loss scale differs from the row before: append
-        `jls.metrics(state)` before the first step to see what that step does.
+        `jls.metrics(state)` before the first step to see what that step does. Without
+        it, a first step that was skipped may have been a backoff or not: "1 or 2".
 
         Returns:
           Lines of at most 80 columns; `print` them.
@@ -197,9 +199,10 @@ class History:
         """Draws loss, loss scale and gradient norm over the steps, one above the other.
 
         It draws what was recorded of "loss", "loss_scale" and "global_norm" (or
-        "grad_norm"). Ticks at the foot of a panel are skipped steps; triangles are
-        growths and backoffs; diamonds are skipped spikes, and a dashed line is the
-        limit of `jls.spikes`. Long runs are drawn as medians with their range.
+        "grad_norm"). A line has a gap where a value is inf or NaN. Ticks at the foot of
+        a panel are skipped steps; triangles are growths and backoffs, counted as in
+        `summary`; diamonds are skipped spikes, and a dashed line is the limit of
+        `jls.spikes`. Long runs are drawn as medians with their range.
 
         Args:
           axes: None makes a figure, which a notebook shows if it is a cell's last line,
@@ -331,9 +334,10 @@ def _scale_lines(columns: Columns) -> list[str]:
     if low == high:
         return [f"{low} throughout"]
     grown, backed_off = (int(np.sum(where)) for where in growths_and_backoffs(scales))
+    backoffs = count_backoffs(columns, backed_off)
     return [
         f"{first} first, {last} last, {low} lowest, {high} highest",
-        f"{_quantity(grown, 'growth')}, {_quantity(backed_off, 'backoff')}",
+        f"{_quantity(grown, 'growth')}, {backoffs} backoff{'s' * (backoffs != '1')}",
     ]
 
 

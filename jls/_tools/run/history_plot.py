@@ -33,6 +33,7 @@ from jls._tools.figure import (
 from jls._tools.run.columns import (
     Columns,
     column,
+    count_backoffs,
     growths_and_backoffs,
     skip_counts,
     spike_counts,
@@ -125,11 +126,11 @@ def _panels(columns: Columns) -> list[tuple[str, Draw]]:
 
 def _draw_loss(panel: Axes, columns: Columns, steps: np.ndarray) -> None:
     losses = column(columns, "loss")
-    _draw_line(panel, steps, losses)
+    is_known = _is_known(columns, "loss")
+    _draw_line(panel, steps[is_known], losses[is_known])
     _draw_limit(panel, steps, column(columns, "limit_loss"))
     # A skipped step has its tick already. One with a bad loss and no tick was either
     # applied, which is serious, or nobody recorded whether it was.
-    is_known = np.array([value is not None for value in columns["loss"]])
     bad = is_known & ~np.isfinite(losses) & (skip_counts(columns) == 0)
     if bad.any():
         label = f"loss inf or NaN ({np.sum(bad)})"
@@ -138,8 +139,13 @@ def _draw_loss(panel: Axes, columns: Columns, steps: np.ndarray) -> None:
 
 def _draw_norm(panel: Axes, columns: Columns, steps: np.ndarray) -> None:
     name = next(name for name in NORMS if name in columns)
-    _draw_line(panel, steps, column(columns, name))
+    is_known = _is_known(columns, name)
+    _draw_line(panel, steps[is_known], column(columns, name)[is_known])
     _draw_limit(panel, steps, column(columns, "limit_norm"))
+
+
+def _is_known(columns: Columns, name: str) -> np.ndarray:
+    return np.array([value is not None for value in columns[name]], bool)
 
 
 def _draw_limit(panel: Axes, steps: np.ndarray, limits: np.ndarray) -> None:
@@ -167,13 +173,13 @@ def _draw_scale(panel: Axes, columns: Columns, steps: np.ndarray) -> None:
     panel.step(
         x[corners], y[corners], where="post", color=JLS, lw=1.6, marker=marker, ms=3.5
     )
-    for where, shape, color, word in (
-        (grown, "^", GREEN, "growth"),
-        (backed_off, "v", RED, "backoff"),
+    backoffs = count_backoffs(columns, np.sum(backed_off))
+    for where, shape, color, label in (
+        (grown, "^", GREEN, f"growth ({np.sum(grown)})"),
+        (backed_off, "v", RED, f"backoff ({backoffs})"),
     ):
         if where.any():
             at = np.flatnonzero(where)[_thin(x[where], MARKS)]
-            label = f"{word} ({np.sum(where)})"
             style = {"linestyle": "none", "marker": shape, "ms": 6.5, "color": color}
             panel.plot(
                 x[at], y[at], mec="white", mew=0.6, zorder=3, label=label, **style
@@ -192,30 +198,36 @@ def _draw_scale(panel: Axes, columns: Columns, steps: np.ndarray) -> None:
 
 
 def _draw_line(panel: Axes, steps: np.ndarray, values: np.ndarray) -> None:
-    """The finite values; the line goes on over the others."""
+    """A line, with a gap where a value is not finite."""
     values = values.astype(np.float64)
     is_finite = np.isfinite(values)
-    x, y = steps[is_finite], values[is_finite]
-    if not y.size:
+    x, y = steps, np.where(is_finite, values, np.nan)
+    if not is_finite.any():
         panel.set_yticks([])
         center = {"ha": "center", "va": "center", "transform": panel.transAxes}
         panel.text(0.5, 0.5, "no finite value", color=GREY, **center)
         return
-    if np.all(y > 0):
-        _use_log_axis(panel, np.log10(y.max()) - np.log10(y.min()))
+    low, high = np.nanmin(y), np.nanmax(y)
+    if low > 0:
+        _use_log_axis(panel, np.log10(high) - np.log10(low))
     panel.margins(y=0.12)  # room for the ticks under the line
     label = None
     if len(y) > POINTS:
         size = -(-len(y) // POINTS)
         parts = [slice(i, i + size) for i in range(0, len(y), size)]
-        lowest = [np.min(y[part]) for part in parts]
-        highest = [np.max(y[part]) for part in parts]
+        known = [y[part][is_finite[part]] for part in parts]
+        known = [part if part.size else np.array([np.nan]) for part in known]
+        lowest, highest = map(np.min, known), map(np.max, known)
         x = np.array([np.median(x[part]) for part in parts])
-        y = np.array([np.median(y[part]) for part in parts])
-        panel.fill_between(x, lowest, highest, color=JLS, alpha=0.25, linewidth=0)
+        y = np.array([np.median(part) for part in known])
+        panel.fill_between(x, [*lowest], [*highest], color=JLS, alpha=0.25, linewidth=0)
         label = f"median and range of {size} rows"
     marker = "o" if len(y) <= 40 else None
     panel.plot(x, y, color=JLS, linewidth=1.4, marker=marker, ms=3.5, label=label)
+    is_gap = np.isnan(np.pad(y, 1, constant_values=np.nan))
+    is_alone = ~is_gap[1:-1] & is_gap[:-2] & is_gap[2:]  # a line of one point
+    if marker is None and is_alone.any():
+        panel.plot(x[is_alone], y[is_alone], "o", color=JLS, ms=1.5)
 
 
 def _use_log_axis(panel: Axes, decades: float) -> None:

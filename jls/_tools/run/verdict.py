@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
-from jls._text import listed, scale_in_words
+from jls._text import format_scale, listed, scale_in_words
 from jls._types import SIGNALS, SkipReason
 
 # In the order in which they are tried.
@@ -60,6 +60,8 @@ class PolicyFacts(NamedTuple):
 class ScalerFacts(NamedTuple):
     """The facts of a known optimizer's wrapper; None if they are not known."""
 
+    init_scale: float | None = None
+    backoff_factor: float | None = None
     backoff_interval: float | None = None
     growth_interval: float | None = None
     adjusts: bool | None = None  # False for jls.static; True also with equal bounds
@@ -244,6 +246,8 @@ def diagnose(facts: Facts, limits: Limits) -> tuple[Verdict, str]:
         sentences.append(_culprits(facts))
     if row.verdict != "poisoned":
         sentences.append(_masks(facts))
+    if row.verdict not in ("bad scale", "at ceiling"):
+        sentences.append(_above_ceiling(facts, "The"))
     sentences = [text.rstrip(" .") for text in sentences if text]
     ended = [text if text.endswith("?") else f"{text}." for text in sentences]
     return row.verdict, " ".join(ended)
@@ -794,16 +798,21 @@ def _at_ceiling(facts: Facts) -> str:
         if facts.skips == 0
         else ""
     )
-    most = facts.max_scale
-    if most is not None and facts.loss_scale > most:
-        return (
-            f"the loss scale of {facts.scale} is above its maximum of "
-            f"{scale_in_words(most)}: it was set by hand, or saved under another "
-            "scaler. It comes down when it would grow next, or after an overflow"
-        )
-    return (
+    return _above_ceiling(facts) or (
         f"the loss scale of {facts.scale} can grow no further. If gradients are still "
         f"too small for float16, raise max_scale{never}"
+    )
+
+
+def _above_ceiling(facts: Facts, the: str = "the") -> str:
+    """That the scale is where the scaler never puts it."""
+    most = facts.max_scale
+    if most is None or not facts.moves or facts.loss_scale <= most:
+        return ""
+    return (
+        f"{the} loss scale of {facts.scale} is above its maximum of "
+        f"{scale_in_words(most)}: it was set by hand, or saved under another "
+        "scaler. It comes down when it would grow next, or after an overflow"
     )
 
 
@@ -827,7 +836,34 @@ def _ok(facts: Facts) -> str:
         )
     if not facts.saw_params:
         hint = f"; the parameters were not looked at{hint}"
+    hint += "" if has_sunk else _started_high(facts)
     return f"{_skips(facts)}{facts.at_scale}{hint}"
+
+
+# A run that is compared with another one is no longer than this.
+_START = 100
+
+
+def _started_high(facts: Facts) -> str:
+    """Where the scale should have started, if that alone has cost several steps."""
+    known, backoff = facts.scaler, facts.scaler.backoff_factor
+    is_all = facts.skips_by == {SkipReason.GRADIENTS: facts.skips}
+    if not (backoff and is_all and facts.skips >= 5 and facts.steps <= _START):
+        return ""
+    start = facts.loss_scale / backoff**facts.skips  # if it has not grown since
+    # Set by hand: the scaler itself puts it nowhere above its maximum.
+    is_too_high = (
+        start > (facts.max_scale or math.inf)
+        and known.backoff_interval == 1
+        and facts.steps <= (known.growth_interval or 0)
+    )
+    if facts.partial_overflows or not (start == known.init_scale or is_too_high):
+        return ""
+    return (
+        f". All {facts.skips} skips brought the scale from {format_scale(start)} to "
+        f"{format_scale(facts.loss_scale)}: start there; print(jls.calibrate("
+        f"{_arguments(facts)})) says where"
+    )
 
 
 def _steps(facts: Facts) -> str:
