@@ -40,6 +40,9 @@ Code = Literal[
     "never recovers",
     # A step far above all that the spike policy has seen is applied.
     "spike not skipped",
+    # In shard_map JAX has summed the gradients over devices, and the loss that the
+    # optimizer is given is their mean.
+    "summed over devices",
     # Devices hold different values of what they should hold together.
     "out of sync",
 ]
@@ -127,6 +130,10 @@ TABLE: dict[Code, Mistake] = {
         "a step far out of line was skipped",
         f"{_UPDATE}, with the true gradients, and keep all of the opt_state that it "
         "returns",
+    ),
+    "summed over devices": Mistake(
+        "the gradients are those of the loss that is given",
+        'return jax.lax.pmean(loss, "data") from loss_fn, and no pmean of the gradients',
     ),
     "out of sync": Mistake(
         "all devices hold the same",

@@ -583,7 +583,9 @@ class _Trials:
         """Whether all devices hold the same, of what they hold together."""
         code: Code = "out of sync"
         if len(self.runner.devices) < 2:
-            self.findings.does_not_apply(code, "everything carried is on one device")
+            for name in (code, "summed over devices"):
+                reason = "everything carried is on one device"
+                self.findings.does_not_apply(name, reason)
             return
         runs = [("a good step", run) for run in self.good]
         runs += [(fault.what, fault.run) for fault in self.faults]

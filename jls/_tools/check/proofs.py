@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The codes that the program of a step settles by itself."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import optax
 
 from jls._program.control import Site
-from jls._program.facts import ANY, ZERO, Mixed, Unknown, Value
+from jls._program.facts import ANY, ZERO, Mixed, Multiple, Unknown, Value
 from jls._program.places import Place, place_of
 from jls._scopes import GRADIENTS, LOSS
 from jls._text import join
@@ -16,6 +17,7 @@ from jls._tools.check.codes import Code
 from jls._tools.check.findings import Findings
 from jls._tools.check.leaves import is_fp8
 from jls._tools.check.runs import Runner
+from jls._tools.reading.derivatives import DERIVATIVE, devices_along, is_tracked
 from jls._tools.reading.reading import Reading
 from jls._tools.reading.scales import Scale, is_switched_off
 from jls._tools.reading.updates import Checked
@@ -26,6 +28,7 @@ BY_READING: tuple[Code, ...] = (
     "scale leaks",
     "loss not passed",
     "gradients narrowed",
+    "summed over devices",
 )
 
 
@@ -81,6 +84,7 @@ def read_codes(runner: Runner, findings: Findings) -> tuple[Value, ...]:
     _read_losses(runner, calls, findings)
     _read_narrowed(runner, calls, findings)
     _read_stuck(runner, reading, findings)
+    _read_summed(reading, calls, findings)
     gradients = [gradient for _, call in calls for gradient in call.values(GRADIENTS)]
     cleaned = tuple(x for x in gradients if x.cleaned)
     if calls and not missing and not cleaned:
@@ -270,6 +274,61 @@ def _read_narrowed(
                 findings.broken(code, evidence, place)
     if calls:
         findings.right(code)
+
+
+def _read_summed(
+    reading: Reading,
+    calls: Sequence[tuple[int, Checked]],
+    findings: Findings,
+) -> None:
+    """Whether the gradients are a sum over devices where the loss is their mean."""
+    code: Code = "summed over devices"
+    found = [call for _, call in calls if is_tracked(call.site)]
+    if not found:
+        reason = "no wrapper is in a shard_map that sums gradients by itself"
+        findings.does_not_apply(code, reason)
+    for call in found:
+        losses, gradients = call.values(LOSS), call.values(GRADIENTS)
+        loss = losses[0].multiple if len(losses) == 1 else None
+        if not losses:
+            findings.not_tried(code, "the update is not given the loss")
+        elif loss is None or not reading.flow.derivatives.of_the_loss(loss):
+            reason = "the loss that is given is not seen to be differentiated"
+            findings.not_tried(code, reason)
+        else:
+            for gradient in gradients:
+                _read_sum(reading, call.site, loss, gradient, findings)
+    if found:
+        findings.right(code)
+
+
+def _read_sum(
+    reading: Reading, site: Site, loss: Multiple, gradient: Value, findings: Findings
+) -> None:
+    code: Code = "summed over devices"
+    made, axes = gradient.multiple, loss.local - loss.varying
+    count = devices_along(site, axes)
+    unknown = "over which devices the gradients are summed is not known"
+    if made is None or made.of is not DERIVATIVE or gradient.degree != ZERO:
+        findings.not_tried(code, unknown)
+        return
+    is_whole = not loss.varying and not made.varying & loss.local
+    is_mean = bool(axes) and math.isclose(loss.factor * count, 1)
+    if reading.flow.derivatives.has_factor(count) or not is_whole:
+        findings.not_tried(code, unknown)
+    elif math.isclose(made.factor, loss.factor):
+        pass
+    elif is_mean and math.isclose(made.factor, 1) and not made.local & axes:
+        names = ", ".join(map(repr, sorted(axes)))
+        place = place_of(gradient.site) if gradient.site else None
+        findings.broken(
+            code,
+            f"gradients are summed over {names} already: average the loss instead of "
+            f"the gradients, which are {count} times those of the loss that is given",
+            place._replace(operation="psum") if place else None,
+        )
+    else:
+        findings.not_tried(code, unknown)
 
 
 def _read_stuck(runner: Runner, reading: Reading, findings: Findings) -> None:
