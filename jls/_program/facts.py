@@ -142,6 +142,8 @@ class Value:
     gain: Annotated[float, Fact(max, lambda gain: None)] = 1.0
     narrowed: Annotated[Cast | None, _FIRST] = None  # where it became float16 since
     never_scaled: Where = None  # a backward product in float16 behind it, of no scale
+    # Of what an inner optimizer makes: of the numbers that it is multiplied by.
+    sign: Annotated[int | None, _IF_EQUAL] = None
     multiple: Annotated[Multiple | None, _IF_EQUAL] = None
 
     def but(self, **facts: Any) -> "Value":

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple, get_args
 
 Code = Literal[
     # A good step changes nothing of what it returns, or returns the old state of
-    # the optimizer.
+    # the optimizer, or its updates reach nothing that comes back.
     "no step",
     # The third good step, or a later one, is compiled again.
     "retraced",
@@ -66,7 +66,8 @@ _VALUE_AND_GRAD = "loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, 
 TABLE: dict[Code, Mistake] = {
     "no step": Mistake(
         "a good step changes what the step carries",
-        "return the new params and the new opt_state from the step",
+        "return optax.apply_updates(params, updates) and the new opt_state from the "
+        "step",
     ),
     "retraced": Mistake(
         "the third good step was not compiled again",

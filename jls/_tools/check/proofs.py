@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The codes that the program of a step settles by itself."""
 
+import functools
 import math
+import operator
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,9 +31,8 @@ BY_READING: tuple[Code, ...] = (
     "scale leaks",
     "loss not passed",
     "gradients narrowed",
-    "summed over devices",
 )
-
+SUMMED: Code = "summed over devices"
 
 # The factor before a cast to float16 from which on it is another loss scale: a sum over
 # micro-batches or a few devices may multiply by their number, a scale wins four bits.
@@ -85,6 +87,9 @@ def read_codes(runner: Runner, findings: Findings) -> tuple[Value, ...]:
     _read_narrowed(runner, calls, findings)
     _read_stuck(runner, reading, findings)
     _read_summed(reading, calls, findings)
+    for k in returned:
+        _read_forgotten(runner, reading, k, findings)
+    _note_subtracted(reading, findings)
     gradients = [gradient for _, call in calls for gradient in call.values(GRADIENTS)]
     cleaned = tuple(x for x in gradients if x.cleaned)
     if calls and not missing and not cleaned:
@@ -276,13 +281,61 @@ def _read_narrowed(
         findings.right(code)
 
 
+def _read_forgotten(
+    runner: Runner, reading: Reading, k: int, findings: Findings
+) -> None:
+    """Whether updates reach nothing, and the parameters come back as they were."""
+    items, carried = runner.arguments.items, runner.carried
+    roots = [scale.path for scale in runner.scales]
+    inside = {
+        i
+        for i in carried.leaves
+        if any(items[i].path[: len(root)] == root for root in roots)
+    }
+    states = {carried.sources.get(i, items[i].path) for i in inside}
+    results = (reading.outputs | reading.objects).items()
+    returned = [x.now for path, x in results if path not in states]
+    calls, bits = reading.calls.get(k, []), reading.bits_of_calls(k)
+    trained = [x for call in calls for x in call.given.get(GRADIENTS, {}).values()]
+    needs = functools.reduce(operator.or_, (x.value.depends for x in trained), 0)
+    stays = {reading.leaf_of(x) for x in returned} - {None} - inside
+    others = [x for x in returned if reading.leaf_of(x) is None]
+    if any(x.follows & bits for x in returned) or any(
+        # By way of integers, which follow nothing.
+        not x.follows & reading.bits_of_updates and not needs & ~x.depends
+        for x in others
+    ):
+        return
+    shapes = Counter(x.atom.aval.shape for x in trained)
+    if shapes and shapes <= Counter(np.shape(items[i].value) for i in stays):
+        findings.broken(
+            "no step",
+            "the updates reach nothing that comes back, and the parameters come back "
+            "as they were",
+            _place_of_update(calls[0].site),
+        )
+
+
+def _note_subtracted(reading: Reading, findings: Findings) -> None:
+    """Updates are made to be added: optax multiplies by a negative learning rate."""
+    for site, updates in reading.flow.subtracted:
+        if updates.follows & reading.bits_of_updates:
+            place = place_of(site)
+            findings.notes.append(
+                f"The updates are subtracted by {place}, but the optimizer has made "
+                "them negative already, to be added: the step goes up. Write "
+                "optax.apply_updates(params, updates)."
+            )
+            return
+
+
 def _read_summed(
     reading: Reading,
     calls: Sequence[tuple[int, Checked]],
     findings: Findings,
 ) -> None:
     """Whether the gradients are a sum over devices where the loss is their mean."""
-    code: Code = "summed over devices"
+    code = SUMMED
     found = [call for _, call in calls if is_tracked(call.site)]
     if not found:
         reason = "no wrapper is in a shard_map that sums gradients by itself"
@@ -305,7 +358,7 @@ def _read_summed(
 def _read_sum(
     reading: Reading, site: Site, loss: Multiple, gradient: Value, findings: Findings
 ) -> None:
-    code: Code = "summed over devices"
+    code = SUMMED
     made, axes = gradient.multiple, loss.local - loss.varying
     count = devices_along(site, axes)
     unknown = "over which devices the gradients are summed is not known"

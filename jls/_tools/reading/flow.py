@@ -66,6 +66,8 @@ class Flow:
         self.bit_of_gradients = 2 * self._random  # in `follows`: unscaled values
         self.updates = Updates(4 * self._random)
         self.derivatives = Derivatives(self._is_of_scales)
+        # Where updates with a negative factor are subtracted from something.
+        self.subtracted: list[tuple[Site, Value]] = []
         # By the place in the program: the results of operations in narrow dtypes, and
         # those of products.
         self.narrow: dict[tuple[int, ...], Value] = {}
@@ -207,7 +209,10 @@ class Flow:
             is_narrow=is_narrow or any(x.is_narrow for x in op.operands),
             degree_site=_degree_site(op, degree),
             is_splat=is_splat,
+            sign=_sign(op, INNER in marks),
         )
+        if op.name == "sub" and not marks and _is_change(op):
+            self.subtracted.append((op.site, op.operands[1]))
         if INNER not in marks:  # parameters come out of it
             value = value.but(never_scaled=never_scaled_by(op, value))
         by_scale = any(map(self._is_of_scales, op.operands))
@@ -238,6 +243,26 @@ class Flow:
 def _with_roles(marks: frozenset[str], values: Sequence[Value]) -> Sequence[Value]:
     roles = roles_in(marks)
     return [x.but(roles=x.roles | roles) for x in values] if roles else values
+
+
+def _is_change(op: Operation) -> bool:
+    """Whether it subtracts from an input what an optimizer has made negative."""
+    first, second = op.operands
+    return isinstance(first.known, Same) and second.sign == -1
+
+
+def _sign(op: Operation, is_inner: bool) -> int | None:
+    """The sign of the numbers that an inner optimizer has multiplied by."""
+    signs = [x.sign for x in op.operands]
+    if op.name in ("mul", "div", "neg"):
+        known = [x.known.value for x in op.operands if isinstance(x.known, Number)]
+        own = [-1 if x < 0 else 1 for x in known] + [-1] * (op.name == "neg")
+        signs = [x for x in signs if x is not None]
+        return math.prod([*own, *signs]) if signs or (is_inner and own) else None
+    data = op.data if op.row.moves else op.operands[: op.name == "convert_element_type"]
+    # A skip makes zeros.
+    moved = {x.sign for x in data if not isinstance(x.known, Number)}
+    return moved.pop() if len(moved) == 1 else None
 
 
 def _degree_site(op: Operation, degree: Any) -> Site | None:
