@@ -166,7 +166,10 @@ def test_old_state_that_comes_back_is_no_step():
     assert result.broken == ("no step",)
     assert "the old state" in result.seen["no step"]
     text = " ".join(str(result).split())
-    assert "write return optax.apply_updates(params, updates) and the new opt_state" in text
+    assert (
+        "write return optax.apply_updates(params, updates) and the new opt_state"
+        in text
+    )
     assert "nnx" not in text
 
 

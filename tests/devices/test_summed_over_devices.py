@@ -235,8 +235,21 @@ def loss_beside_its_mean(grad, opt_state, params, x):
     return mean(loss), grads
 
 
+def loss_beside_a_part_of_it(grad, opt_state, params, x):
+    """A part of the whole is differentiated, and the whole is given."""
+    if grad in (scaled_by_hand, autocast):
+        return mean_inside(grad, opt_state, params, x)
+
+    def loss_fn_(params):
+        loss = loss_fn(params, x)
+        return loss / N, loss
+
+    (_, loss), grads = grad(loss_fn_, opt_state, params, has_aux=True)
+    return mean(loss), grads
+
+
 def another_loss_beside_it(grad, opt_state, params, x):
-    """The loss that is given is that of an auxiliary output."""
+    """The loss that is given is an auxiliary output."""
     if grad in (scaled_by_hand, autocast):
         return mean_inside(grad, opt_state, params, x)
 
@@ -279,6 +292,7 @@ RIGHT = [
     varying_params,
     reduce_scatter,
     loss_beside_its_mean,
+    loss_beside_a_part_of_it,
     another_loss_beside_it,
     divided_by_a_rule,
     seed_of_a_mean,
@@ -286,6 +300,7 @@ RIGHT = [
 NOT_SEEN = {
     reduce_scatter,
     loss_beside_its_mean,
+    loss_beside_a_part_of_it,
     another_loss_beside_it,
     divided_by_a_rule,
     seed_of_a_mean,
@@ -318,19 +333,13 @@ def test_mean_inside_over_one_axis_of_two_is_right(grad):
 
 
 def sums_on_purpose(grad, opt_state, params, x):
-    return total(grad(loss_fn, opt_state, params, x)[0]), over_n(
-        total(grad(loss_fn, opt_state, params, x)[1])
-    )
+    loss, grads = grad(loss_fn, opt_state, params, x)
+    return total(loss), grads
 
 
 @ways
 def test_sums_on_purpose_are_right(grad):
-    result, factor = check(
-        lambda *args: (lambda loss, grads: (total(loss), grads))(
-            *grad(loss_fn, args[1], args[2], args[3])
-        ),
-        grad,
-    )
+    result, factor = check(sums_on_purpose, grad)
     assert factor == N  # as meant
     assert result.ok, str(result)
     assert not result.not_tried, str(result)

@@ -28,7 +28,9 @@ def mean_loss(w, x):
 
 def sum_loss(w, x):
     errors = (x @ w - 1) ** 2
-    return lax.psum(jnp.sum(errors) / lax.psum(jnp.float32(errors.size), "data"), "data")
+    return lax.psum(
+        jnp.sum(errors) / lax.psum(jnp.float32(errors.size), "data"), "data"
+    )
 
 
 def make(loss_fn, axis_name="data", mean_of_gradients=False, **options):

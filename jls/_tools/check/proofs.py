@@ -377,7 +377,7 @@ def _read_sum(
         findings.broken(
             code,
             f"gradients are summed over {names} already: average the loss instead of "
-            f"the gradients, which are {count} times those of the loss that is given",
+            f"the gradients, which are {count} times too large",
             place._replace(operation="psum") if place else None,
         )
     else:
