@@ -136,7 +136,7 @@ def is_recomputed(site: Site) -> bool:
 
 
 def is_of_custom_rule(site: Site) -> bool:
-    """Whether a `custom_vjp` or a `custom_jvp`, not of jls, may have made an equation."""
+    """Whether an equation is of a `custom_vjp` or a `custom_jvp` that is not of jls."""
     return any(_is_of_custom_rule(tuple(lines_of(x))) for x in site.equations)
 
 

@@ -504,10 +504,10 @@ def _refuse_local_loss(loss: Any, params: Any) -> None:
         name = quoted(axes)[0] if len(axes) == 1 else str(tuple(axes))
         name = name.replace("'", '"')
         raise ValueError(
-            "loss_fn must return the same loss on all devices of jax.shard_map, got "
-            f"one that varies over {listed(quoted(axes))}, where JAX sums the gradients "
-            f"by itself. Write jax.lax.pmean(loss, {name}) in loss_fn; or jax.lax.psum, "
-            "if the losses of the devices add up to the whole."
+            "loss_fn must return the same loss on all devices of jax.shard_map, where "
+            "JAX sums the gradients by itself, got one that varies over "
+            f"{listed(quoted(axes))}. Write jax.lax.pmean(loss, {name}) in loss_fn; or "
+            "jax.lax.psum, if the losses of the devices add up to the whole."
         )
 
 

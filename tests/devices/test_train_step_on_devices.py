@@ -42,7 +42,11 @@ def make(loss_fn, axis_name="data", mean_of_gradients=False, **options):
     return optimizer, jls.train_step(loss_fn, optimizer, **options)
 
 
-def sharded(step, mesh=MESH, specs=(P(), P(), P("data")), out_specs=P(), **options):
+SPECS = P(), P(), P("data")
+SAME = P()
+
+
+def sharded(step, mesh=MESH, specs=SPECS, out_specs=SAME, **options):
     return jax.jit(
         jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out_specs, **options)
     )

@@ -153,10 +153,10 @@ def check_step(
       "retraced", "host sync", "not scaled", "scale leaks", "loss not passed",
       "gradients narrowed", "overflow hidden", "scale stuck", "state narrowed", "nan
       committed", "not atomic", "never recovers", "spike not skipped", "summed over
-      devices", "out of sync". `not_tried` says what could not be tried, and why, `not_applicable` what does not
-      apply to this step; `where` has the line of a mistake that was read; `ok` is
-      whether none is broken; `str()` is a table for people, with the line to write;
-      `raise_if_broken()` is for tests.
+      devices", "out of sync". `not_tried` says what could not be tried, and why,
+      `not_applicable` what does not apply to this step; `where` has the line of a
+      mistake that was read; `ok` is whether none is broken; `str()` is a table for
+      people, with the line to write; `raise_if_broken()` is for tests.
 
     Raises:
       TypeError: if `step` is not a function, or `carried_args` of another type.

@@ -134,7 +134,8 @@ TABLE: dict[Code, Mistake] = {
     ),
     "summed over devices": Mistake(
         "the gradients are those of the loss that is given",
-        'return jax.lax.pmean(loss, "data") from loss_fn, and no pmean of the gradients',
+        'return jax.lax.pmean(loss, "data") from loss_fn, without a pmean of the '
+        "gradients",
     ),
     "out of sync": Mistake(
         "all devices hold the same",

@@ -298,8 +298,9 @@ def _read_forgotten(
     calls, bits = reading.calls.get(k, []), reading.bits_of_calls(k)
     trained = [x for call in calls for x in call.given.get(GRADIENTS, {}).values()]
     needs = functools.reduce(operator.or_, (x.value.depends for x in trained), 0)
-    stays = {reading.leaf_of(x) for x in returned} - {None} - inside
-    others = [x for x in returned if reading.leaf_of(x) is None]
+    leaves = [reading.leaf_of(x) for x in returned]
+    stays = {i for i in leaves if i is not None} - inside
+    others = [x for x, i in zip(returned, leaves, strict=True) if i is None]
     if any(x.follows & bits for x in returned) or any(
         # By way of integers, which follow nothing.
         not x.follows & reading.bits_of_updates and not needs & ~x.depends

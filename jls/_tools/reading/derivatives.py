@@ -91,12 +91,12 @@ class Derivatives:
         return not loss.local or self._seeds == {1.0}
 
     def has_factor(self, number: float) -> bool:
-        """Whether a rule of the user's may multiply derivatives by a number, or divide."""
+        """Whether a custom rule may multiply derivatives by a number, or divide."""
         return bool(self._factors & {number, 1 / number, None})
 
 
 def is_tracked(site: Site) -> bool:
-    """Whether JAX keeps track, at an operation, of the axes over which values differ."""
+    """Whether JAX keeps track, at an operation, of where devices differ."""
     return bool(_shard_maps(site))
 
 
