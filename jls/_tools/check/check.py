@@ -424,7 +424,7 @@ def _named(
 
 def _table(rows: list[tuple[str, str, str]]) -> list[str]:
     """The lines of a table; long texts wrap within their column."""
-    # The longest code has 18 letters: tables of all steps look alike.
+    # The longest code has 18 letters, on one device: tables of all steps look alike.
     width = max(18, *(len(code) for code, _, _ in rows))
     lines = []
     for code, verdict, text in rows:
