@@ -12,8 +12,8 @@
 #   _mistakes _train_state presets
 #   _state _spikes
 #   _scalers _logged _reduce _rollback _placement
-#   _types _validate _tree _rollback_cpu _scopes
-#   _text _nnx _program _closures _devices _gone _tools.figure _tools
+#   _types _validate _tree _rollback_cpu _scopes _devices
+#   _text _nnx _program _closures _gone _tools.figure _tools
 
 # isort: off
 import typing as _typing

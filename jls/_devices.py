@@ -6,6 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jls._program.jaxprs import to_varying, varying_axes
+
 AxisName = str | tuple[str, ...] | None
 
 
@@ -40,10 +42,20 @@ def agree(flags: Array, axis_name: AxisName) -> Array:
     names = bound_names(axis_name)
     if not names:
         return flags
-    return lax.pmin(flags.astype(jnp.int32), names).astype(jnp.bool_)
+    numbers = _varying(flags.astype(jnp.int32), names)
+    return lax.pmin(numbers, names).astype(jnp.bool_)
 
 
 def agree_on_max(magnitudes: Array, axis_name: AxisName) -> Array:
     """The maximum of each over the devices of `axis_name`; one small collective."""
     names = bound_names(axis_name)
-    return lax.pmax(magnitudes, names) if names else magnitudes
+    return lax.pmax(_varying(magnitudes, names), names) if names else magnitudes
+
+
+def _varying(array: Array, names: tuple[str, ...]) -> Array:
+    """`array`, as one that differs over all axes, if JAX says that it does over some.
+
+    jax 0.12 reduces over axes that are alike alone.
+    """
+    axes = frozenset(names)
+    return to_varying(array, axes) if axes & varying_axes(array) else array

@@ -10,6 +10,7 @@ follows     the inputs, and the gradients given to a wrapper, from which it is
 through     the parts of the program in which it is computed: updates, backward passes
 holds       the inputs whose elements it holds, moved at most
 history     what became of it since a scale was divided out of it
+multiple    the loss or the derivative that it is a multiple of, in `shard_map`
 """
 
 import dataclasses
@@ -72,6 +73,15 @@ class Cast(NamedTuple):
     gain: float
 
 
+class Multiple(NamedTuple):
+    """A number times a value, or times the sum of it over the devices of an axis."""
+
+    of: Any  # the place of the operation that made the value
+    local: frozenset[str]  # the axes over which the value differs
+    varying: frozenset[str]  # those of them over which it is not summed
+    factor: float = 1.0
+
+
 class Fact(NamedTuple):
     """How a fact is joined with that of another value, to one that holds of both."""
 
@@ -132,6 +142,9 @@ class Value:
     gain: Annotated[float, Fact(max, lambda gain: None)] = 1.0
     narrowed: Annotated[Cast | None, _FIRST] = None  # where it became float16 since
     never_scaled: Where = None  # a backward product in float16 behind it, of no scale
+    # Of what an inner optimizer makes: of the numbers that it is multiplied by.
+    sign: Annotated[int | None, _IF_EQUAL] = None
+    multiple: Annotated[Multiple | None, _IF_EQUAL] = None
 
     def but(self, **facts: Any) -> "Value":
         """The value with other facts."""

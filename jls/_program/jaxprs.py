@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.core import Tracer, eval_jaxpr
+from jax.core import ShapedArray, Tracer, eval_jaxpr
 from jax.export import is_symbolic_dim
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
@@ -354,9 +354,9 @@ def varying_axes(array: Any) -> frozenset[str]:
     """The axes of `shard_map` over which `array` differs, where JAX keeps track.
 
     Args:
-      array: an array, a variable or a literal.
+      array: an array, a variable, a literal or an aval.
     """
-    kind = _type_of(array)
+    kind = array if isinstance(array, ShapedArray) else _type_of(array)
     since_0_12 = _part(_part(kind, "mat"), "varying")
     return _part(kind, "vma", frozenset()) if since_0_12 is None else since_0_12
 

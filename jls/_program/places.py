@@ -135,6 +135,21 @@ def is_recomputed(site: Site) -> bool:
     return any(Name(_REMATTED) in names_around(x) for x in site.equations)
 
 
+def is_of_custom_rule(site: Site) -> bool:
+    """Whether an equation is of a `custom_vjp` or a `custom_jvp` that is not of jls."""
+    return any(_is_of_custom_rule(tuple(lines_of(x))) for x in site.equations)
+
+
+@functools.lru_cache(4096)
+def _is_of_custom_rule(lines: Sequence[Line]) -> bool:
+    for i, line in enumerate(lines):
+        if line.function in ("custom_vjp.__call__", "custom_jvp.__call__"):
+            callers = (_package_of(x.file) for x in lines[i:])
+            if next((x for x in callers if x != "jax"), "") != "jls":
+                return True
+    return False
+
+
 def functions_of_jax(site: Site) -> set[str]:
     """The names of JAX's functions that made an equation, such as "arccos"."""
     return {

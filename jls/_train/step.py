@@ -34,6 +34,7 @@ from jls._autocast.autocast import autocast, check_dtype, check_keep
 from jls._autocast.keep import Keep
 from jls._mistakes import EagerCalls, other_params_noted, warn
 from jls._nnx import is_optimizer
+from jls._program.jaxprs import varying_axes
 from jls._reduce import global_norm
 from jls._scale import value_and_grad
 from jls._state import find_scaler_states
@@ -309,7 +310,8 @@ def train_step(
         a NaN for ever: put it inside), or has the wrapper around a part of it, so that
         a skipped step would move the others, if `micro_batches` does not divide the
         batch, if `loss_fn` returns something else, if the arguments come in another
-        order, or if the parameters are `optax.LookaheadParams`.
+        order, if the parameters are `optax.LookaheadParams`, or if `shard_map` sums the
+        gradients of a loss that each device has for itself.
 
     Warns:
       JlsWarning: at the second call that runs operation by operation, with 2**16
@@ -424,6 +426,7 @@ def take_step(
         number, batch = micro_batch
         kwargs = keys_for(number, adapter.kwargs)
         output = call(params, overwritten, carried, batch, **kwargs)
+        _refuse_local_loss(output.loss, params)
         return output.loss, (output.carried, output.aux)
 
     transform = _differentiate
@@ -496,6 +499,26 @@ def _refuse_lookahead(params: Any) -> None:
             "ones alone. Write loss, grads = jls.value_and_grad(loss_fn)(opt_state, "
             "params.fast, batch), and params, opt_state, report = "
             "jls.apply_gradients(optimizer, grads, opt_state, params, value=loss)."
+        )
+
+
+def _refuse_local_loss(loss: Any, params: Any) -> None:
+    """Raises if each device has a loss of its own, and JAX sums its gradients.
+
+    In `shard_map` it does so for parameters that all devices share. It would raise
+    later, for the report, and advise to switch off its checks: then devices part.
+    """
+    axes = varying_axes(loss) if is_array(loss) else frozenset[str]()
+    own = [varying_axes(x) for x in floats_of(params)] if axes else []
+    axes = sorted(axes - frozenset.intersection(*own)) if own else []
+    if axes:
+        name = quoted(axes)[0] if len(axes) == 1 else str(tuple(axes))
+        name = name.replace("'", '"')
+        raise ValueError(
+            "loss_fn must return the same loss on all devices of jax.shard_map, where "
+            "JAX sums the gradients by itself, got one that varies over "
+            f"{listed(quoted(axes))}. Write jax.lax.pmean(loss, {name}) in loss_fn; or "
+            "jax.lax.psum, if the losses of the devices add up to the whole."
         )
 
 

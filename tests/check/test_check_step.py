@@ -166,7 +166,10 @@ def test_old_state_that_comes_back_is_no_step():
     assert result.broken == ("no step",)
     assert "the old state" in result.seen["no step"]
     text = " ".join(str(result).split())
-    assert "write return the new params and the new opt_state from the step" in text
+    assert (
+        "write return optax.apply_updates(params, updates) and the new opt_state"
+        in text
+    )
     assert "nnx" not in text
 
 
@@ -327,21 +330,126 @@ def test_accumulation_outside_is_told_to_go_inside():
     assert "jls.loss_scaled(optax.MultiSteps(inner, k)), accumulation inside" in text
 
 
-def test_updates_that_are_never_applied_are_in_the_headline():
+def forgetful(wrap=wrap, inner=lambda: optax.adam(1e-3), returned=None):
+    """A step that does not apply its updates, and its arguments."""
+    optimizer = wrap(inner())
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        loss, grads = jls.value_and_grad(plain_loss)(opt_state, params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        more = () if returned is None else (returned(params, updates),)
+        return params, opt_state, loss, *more
+
+    params, _, batch = plain()[1]
+    return step, (params, optimizer.init(params), batch)
+
+
+@pytest.mark.parametrize("inner", [optax.adam, optax.sgd, optax.lion])
+@pytest.mark.parametrize("of", [wrap, jls.skip_nonfinite], ids=["scaled", "skips"])
+def test_updates_that_are_never_applied_are_no_step(of, inner):
+    result = check(*forgetful(of, lambda: inner(1e-3)))
+    assert result.broken == ("no step",)
+    assert "reach nothing that comes back" in result.seen["no step"]
+    assert result.where["no step"].function == "step"
+    assert "return optax.apply_updates(params, updates)" in result.write["no step"]
+    with pytest.raises(AssertionError, match="no step"):
+        result.raise_if_broken()
+
+
+def test_updates_of_one_of_two_wrappers_that_are_never_applied_are_no_step():
     step, args = plain()
 
     @jax.jit
-    def forgets(params, opt_state, batch):
-        _, opt_state, loss = step(params, opt_state, batch)
-        return params, opt_state, loss
+    def two(one, other, one_state, other_state, batch):
+        new, one_state, loss = step(one, one_state, batch)
+        _, other_state, _ = step(other, other_state, batch)
+        return new, other, one_state, other_state, loss
 
-    result = check(forgets, args)
+    params, opt_state, batch = args
+    result = check(two, (params, params, opt_state, opt_state, batch))
+    assert result.broken == ("no step",)
+
+
+def test_updates_for_the_outside_are_not_called_forgotten():
+    """The loop applies them, which no program shows."""
+    result = check(*forgetful(returned=lambda params, updates: updates))
+    assert result.ok
     headline = " ".join(str(result).splitlines()[:2])
-    assert "no mistake in 10 of 13 that apply. Not tried: no step, not at" in headline
+    assert "Not tried: no step, not atomic, never recovers" in headline
     for code in ("no step", "not atomic"):
         assert "applied to nothing that comes back" in result.not_tried[code]
     with pytest.raises(AssertionError, match="applied to nothing"):
         result.raise_if_broken(not_tried="raise")
+
+
+def test_parameters_beside_their_old_values_are_right():
+    result = check(*forgetful(returned=optax.apply_updates))
+    assert "no step" not in result.broken
+
+
+def test_parameters_in_integers_are_not_called_forgotten():
+    """A table of eight bits is trained, and the float32 start comes back too."""
+    optimizer = wrap(optax.sgd(1e-3))
+
+    @jax.jit
+    def step(first, table, opt_state, batch):
+        params = {name: first[name] + table[name] / 128.0 for name in first}
+        loss, grads = jls.value_and_grad(plain_loss)(opt_state, params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        change = jax.tree.map(lambda x: jnp.sign(x).astype(jnp.int8), updates)
+        return first, jax.tree.map(jnp.add, table, change), opt_state, loss
+
+    params, _, batch = plain()[1]
+    table = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.int8), params)
+    args = params, table, optimizer.init(params), batch
+    assert "no step" not in check(step, args).broken
+
+
+SUBTRACTED = "The updates are subtracted by sub"
+
+
+def subtracting(inner):
+    optimizer = wrap(inner)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        loss, grads = jls.value_and_grad(plain_loss)(opt_state, params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        params = jax.tree.map(lambda p, u: p - u, params, updates)
+        return params, opt_state, loss
+
+    params, _, batch = plain()[1]
+    return step, (params, optimizer.init(params), batch)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.sgd(1e-3),
+        optax.adamw(optax.cosine_decay_schedule(1e-3, 10)),
+        optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1e-3)),
+        optax.MultiSteps(optax.adam(1e-3), 2),
+    ],
+    ids=["sgd", "schedule", "injected", "lion", "MultiSteps"],
+)
+def test_updates_that_are_subtracted_are_noted(inner):
+    result = check(*subtracting(inner))
+    assert result.ok
+    (note,) = [x for x in result.notes if x.startswith(SUBTRACTED)]
+    assert "in <lambda> (test_check_step.py:" in note
+    assert "optax.apply_updates(params, updates)" in note
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [optax.scale_by_adam(), optax.chain(optax.adam(1e-3), optax.scale(-1.0))],
+    ids=["no rate", "turned round"],
+)
+def test_updates_that_are_made_to_be_subtracted_are_not_noted(inner):
+    result = check(*subtracting(inner))
+    assert not any(x.startswith(SUBTRACTED) for x in result.notes)
 
 
 def cleaned_while_scaled(state, loss_fn, params, transform):
@@ -774,7 +882,7 @@ def test_table_of_a_right_step():
     headline, *rows, note = text.splitlines()
     assert headline == "jls.check_step: no mistake in all 13 that apply."
     heads = [row[:19].strip() for row in rows if row[:19].strip()]
-    away = {"spike not skipped", "out of sync"}
+    away = {"spike not skipped", "summed over devices", "out of sync"}
     assert heads == [*(code for code in CODES if code not in away), "precision"]
     assert all(len(row) <= 80 for row in rows)
     assert text.count(" ok ") == 13

@@ -1980,7 +1980,43 @@ def two_bare_scalers_with_flags_swapped():
     return step, (one, two, SCALER.init(), SCALER.init(), BATCH, dict(OUTLIER))
 
 
-# The old state comes back.
+# The updates are not applied, or the old state comes back.
+
+
+@wrong("no step")
+def updates_that_are_never_applied():
+    step, (params, *args) = mlp(lambda: optax.adamw(1e-3))
+
+    @jax.jit
+    def forgets(params, *args):
+        _, *others = step(params, *args)
+        return params, *others
+
+    return forgets, (params, *args)
+
+
+@wrong("no step")
+def updates_of_one_network_that_are_never_applied():
+    step, (g, *args) = gan()
+
+    @jax.jit
+    def forgets(g, *args):
+        _, *others = step(g, *args)
+        return g, *others
+
+    return forgets, (g, *args)
+
+
+@wrong("no step")
+def updates_beside_batch_statistics_that_are_never_applied():
+    step, (state, batch) = steps.linen()
+
+    @jax.jit
+    def forgets(state, batch):
+        new, loss = step(state, batch)
+        return new.replace(params=state.params), loss
+
+    return forgets, (state, batch)
 
 
 @wrong("no step", "scale stuck")

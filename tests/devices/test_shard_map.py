@@ -416,7 +416,7 @@ def test_micro_batch_is_dropped_by_all_devices_or_by_none(check_vma, is_deep):
 
     def loss_fn(state, x):
         loss = half_loss(state.params, x)
-        return loss / 8 if check_vma else loss  # JAX adds up, or nobody
+        return lax.pmean(loss, "d") if check_vma else loss
 
     state = train_state("d", None if check_vma else mean_over("d"))
     if is_deep:
@@ -436,18 +436,6 @@ def test_micro_batch_is_dropped_by_all_devices_or_by_none(check_vma, is_deep):
     assert reports.dropped.tolist() == [1] * 8
     assert reports.loss_scale.tolist() == [32.0] * 8  # no scale mends a bad loss
     assert jnp.all(jnp.isfinite(reports.loss))
-
-
-def test_gradients_of_a_local_loss_are_summed_by_jax_not_averaged():
-    """What the documentation warns of: jls leaves them as they come."""
-    state = train_state("d")
-    step = jls.train_step(lambda state, x: half_loss(state.params, x))
-    specs = specs_of(state, P())
-    step = jax.jit(
-        sharded(MESH, (specs, P("d")), (specs, P("d")))(reports_of_all(step))
-    )
-    state, _ = step(state, ROWS)
-    assert state.params.tolist() == [1.0 - 0.5 * 28.0] * 8
 
 
 def test_axes_that_stay_automatic_need_no_name():

@@ -15,6 +15,69 @@ GRADIENTS = f"{READ}test_mistake_in_the_gradients_is_read"
 CLEANED = f"{READ}test_gradients_that_may_lose_an_inf_are_found"
 RIGHT = f"{READ}test_right_step_is_proved"
 
+SUMMED = "tests/devices/test_summed_over_devices.py::"
+RIGHT_SUMS = f"{SUMMED}test_right_form_is_right"
+
+# Sums over devices, and means.
+SUMS = [
+    Fault(
+        "a sum over equal values does not multiply",
+        "jls/_tools/reading/derivatives.py",
+        "factor=multiple.factor * devices_along(op.site, equal),",
+        "factor=multiple.factor,",
+        (
+            f"{SUMMED}test_sums_beside_a_mean_of_the_loss_are_broken[mean_of_both-plain]",
+        ),
+    ),
+    Fault(
+        "a division after the sum does not count",
+        "jls/_tools/reading/derivatives.py",
+        "return x.multiple._replace(factor=x.multiple.factor * by)",
+        "return x.multiple",
+        (
+            f"{SUMMED}test_sums_beside_a_mean_of_the_loss_are_broken[mean_of_the_loss-plain]",
+        ),
+    ),
+    Fault(
+        "a division by a rule of the user's does not count",
+        "jls/_tools/reading/derivatives.py",
+        "return bool(self._factors & {number, 1 / number, None})",
+        "return False",
+        (f"{RIGHT_SUMS}[divided_by_a_rule-scaled]",),
+    ),
+    Fault(
+        "a backward pass may begin with any number",
+        "jls/_tools/reading/derivatives.py",
+        "return not loss.local or self._seeds == {1.0}",
+        "return True",
+        (f"{RIGHT_SUMS}[seed_of_a_mean-plain]",),
+    ),
+    Fault(
+        "any loss is the one that is differentiated",
+        "jls/_tools/reading/derivatives.py",
+        "if (list(self._scaled) or unused) != [loss.of]:",
+        "if not self._scalars:",
+        (f"{RIGHT_SUMS}[loss_beside_a_part_of_it-scaled]",),
+    ),
+    Fault(
+        "a loss of each device is not refused",
+        "jls/_train/step.py",
+        "        _refuse_local_loss(output.loss, params)\n",
+        "",
+        ("tests/devices/test_train_step_on_devices.py",),
+    ),
+    Fault(
+        "a loss of each device is refused where each has a model of its own",
+        "jls/_train/step.py",
+        "sorted(axes - frozenset.intersection(*own)) if own else []",
+        "sorted(axes) if own else []",
+        (
+            "tests/devices/test_train_step_on_devices.py::"
+            "test_models_of_each_device_have_losses_of_their_own",
+        ),
+    ),
+]
+
 # The powers of the loss scale.
 DEGREES = [
     Fault(
@@ -388,6 +451,35 @@ TRIALS = [
         "if base is None and _returns_old_state(runner, good):",
         (f"{CHECK}test_old_state_that_comes_back_is_no_step",),
     ),
+    Fault(
+        "no step: not found where the updates reach nothing",
+        "jls/_tools/check/proofs.py",
+        "if shapes and shapes <= Counter(",
+        "if not shapes and shapes <= Counter(",
+        (f"{CHECK}test_updates_that_are_never_applied_are_no_step",),
+    ),
+    Fault(
+        "no step: found where integers are computed from the updates",
+        "jls/_tools/check/proofs.py",
+        "not x.follows & reading.bits_of_updates and not needs & ~x.depends",
+        "x.follows & reading.bits_of_updates and not needs & ~x.depends",
+        (f"{CHECK}test_parameters_in_integers_are_not_called_forgotten",),
+    ),
+    Fault(
+        "updates that are made positive by a factor count as negative",
+        "jls/_tools/reading/flow.py",
+        "return math.prod([*own, *signs])",
+        "return min([*own, *signs])",
+        (f"{CHECK}test_updates_that_are_made_to_be_subtracted_are_not_noted",),
+    ),
+    Fault(
+        "updates are noted as subtracted without a negative learning rate",
+        "jls/_tools/reading/flow.py",
+        "isinstance(first.known, Same) and second.sign == -1",
+        "isinstance(first.known, Same)",
+        (f"{CHECK}test_updates_that_are_made_to_be_subtracted_are_not_noted",),
+    ),
+    *SUMS,
     Fault(
         "retraced: never found",
         "jls/_tools/check/good_steps.py",

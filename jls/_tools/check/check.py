@@ -152,11 +152,11 @@ def check_step(
       A `jls.types.StepCheck`. `broken` has the codes of the mistakes: "no step",
       "retraced", "host sync", "not scaled", "scale leaks", "loss not passed",
       "gradients narrowed", "overflow hidden", "scale stuck", "state narrowed", "nan
-      committed", "not atomic", "never recovers", "spike not skipped", "out of sync".
-      `not_tried` says what could not be tried, and why, `not_applicable` what does not
-      apply to this step; `where` has the line of a mistake that was read; `ok` is
-      whether none is broken; `str()` is a table for people, with the line to write;
-      `raise_if_broken()` is for tests.
+      committed", "not atomic", "never recovers", "spike not skipped", "summed over
+      devices", "out of sync". `not_tried` says what could not be tried, and why,
+      `not_applicable` what does not apply to this step; `where` has the line of a
+      mistake that was read; `ok` is whether none is broken; `str()` is a table for
+      people, with the line to write; `raise_if_broken()` is for tests.
 
     Raises:
       TypeError: if `step` is not a function, or `carried_args` of another type.
@@ -424,7 +424,7 @@ def _named(
 
 def _table(rows: list[tuple[str, str, str]]) -> list[str]:
     """The lines of a table; long texts wrap within their column."""
-    # The longest code has 18 letters: tables of all steps look alike.
+    # The longest code has 18 letters, on one device: tables of all steps look alike.
     width = max(18, *(len(code) for code, _, _ in rows))
     lines = []
     for code, verdict, text in rows:

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple, get_args
 
 Code = Literal[
     # A good step changes nothing of what it returns, or returns the old state of
-    # the optimizer.
+    # the optimizer, or its updates reach nothing that comes back.
     "no step",
     # The third good step, or a later one, is compiled again.
     "retraced",
@@ -40,6 +40,9 @@ Code = Literal[
     "never recovers",
     # A step far above all that the spike policy has seen is applied.
     "spike not skipped",
+    # In shard_map JAX has summed the gradients over devices, and the loss that the
+    # optimizer is given is their mean.
+    "summed over devices",
     # Devices hold different values of what they should hold together.
     "out of sync",
 ]
@@ -63,7 +66,8 @@ _VALUE_AND_GRAD = "loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, 
 TABLE: dict[Code, Mistake] = {
     "no step": Mistake(
         "a good step changes what the step carries",
-        "return the new params and the new opt_state from the step",
+        "return optax.apply_updates(params, updates) and the new opt_state from the "
+        "step",
     ),
     "retraced": Mistake(
         "the third good step was not compiled again",
@@ -127,6 +131,11 @@ TABLE: dict[Code, Mistake] = {
         "a step far out of line was skipped",
         f"{_UPDATE}, with the true gradients, and keep all of the opt_state that it "
         "returns",
+    ),
+    "summed over devices": Mistake(
+        "the gradients are those of the loss that is given",
+        'return jax.lax.pmean(loss, "data") from loss_fn, without a pmean of the '
+        "gradients",
     ),
     "out of sync": Mistake(
         "all devices hold the same",

@@ -36,7 +36,7 @@ from jls._tools.check.leaves import (
     subtrees,
 )
 from jls._tools.check.planting import inf_is_applied
-from jls._tools.check.proofs import is_average, is_noise
+from jls._tools.check.proofs import SUMMED, is_average, is_noise
 from jls._tools.check.runs import (
     Leaves,
     OutOfRunsError,
@@ -76,6 +76,10 @@ def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> Non
       findings: what was read.
       cleaned: gradients that may have lost an inf on their way.
     """
+    unchanged = "a good step does not change all that it should"
+    if findings.status("no step") == "broken":
+        findings.mark_others_not_tried(unchanged)
+        return
     good = list[Run]()
     try:
         base = take_good_steps(runner, good, findings)
@@ -86,7 +90,7 @@ def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> Non
         findings.mark_others_not_tried(str(error).partition(". ")[0])
         return
     if findings.status("no step") == "broken":
-        findings.mark_others_not_tried("a good step does not change all that it should")
+        findings.mark_others_not_tried(unchanged)
         return
     no_params = (
         "the updates are applied to nothing that comes back: apply them, or name all "
@@ -583,7 +587,9 @@ class _Trials:
         """Whether all devices hold the same, of what they hold together."""
         code: Code = "out of sync"
         if len(self.runner.devices) < 2:
-            self.findings.does_not_apply(code, "everything carried is on one device")
+            for name in (code, SUMMED):
+                reason = "everything carried is on one device"
+                self.findings.does_not_apply(name, reason)
             return
         runs = [("a good step", run) for run in self.good]
         runs += [(fault.what, fault.run) for fault in self.faults]

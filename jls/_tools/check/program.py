@@ -17,7 +17,7 @@ from jls._program.jaxprs import is_exact_cast
 from jls._text import join, listed
 from jls._tools.check.codes import Code
 from jls._tools.check.findings import Findings
-from jls._tools.check.proofs import BY_READING
+from jls._tools.check.proofs import BY_READING, SUMMED
 from jls._tools.reading.arguments import Arguments, Item, Keys
 from jls._tools.reading.reading import Reading, Unread, try_to_trace
 from jls._tools.reading.scales import Scale, without_value
@@ -65,7 +65,7 @@ def read_program(
             if not (_is_compiled(step) or traced.is_jitted):
                 findings.notes.append("Not jitted as passed: step = jax.jit(step).")
             return arguments, reading
-    for code in (*BY_READING, CODE):
+    for code in (*BY_READING, CODE, SUMMED):
         findings.not_tried(code, f"there is no program to read: {reason}")
     findings.notes.append(f"The precision is not known: {reason}.")
     return arguments, None

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The codes that the program of a step settles by itself."""
 
+import functools
+import math
+import operator
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +12,7 @@ import numpy as np
 import optax
 
 from jls._program.control import Site
-from jls._program.facts import ANY, ZERO, Mixed, Unknown, Value
+from jls._program.facts import ANY, ZERO, Mixed, Multiple, Unknown, Value
 from jls._program.places import Place, place_of
 from jls._scopes import GRADIENTS, LOSS
 from jls._text import join
@@ -16,6 +20,7 @@ from jls._tools.check.codes import Code
 from jls._tools.check.findings import Findings
 from jls._tools.check.leaves import is_fp8
 from jls._tools.check.runs import Runner
+from jls._tools.reading.derivatives import DERIVATIVE, devices_along, is_tracked
 from jls._tools.reading.reading import Reading
 from jls._tools.reading.scales import Scale, is_switched_off
 from jls._tools.reading.updates import Checked
@@ -27,7 +32,7 @@ BY_READING: tuple[Code, ...] = (
     "loss not passed",
     "gradients narrowed",
 )
-
+SUMMED: Code = "summed over devices"
 
 # The factor before a cast to float16 from which on it is another loss scale: a sum over
 # micro-batches or a few devices may multiply by their number, a scale wins four bits.
@@ -81,6 +86,10 @@ def read_codes(runner: Runner, findings: Findings) -> tuple[Value, ...]:
     _read_losses(runner, calls, findings)
     _read_narrowed(runner, calls, findings)
     _read_stuck(runner, reading, findings)
+    _read_summed(reading, calls, findings)
+    for k in returned:
+        _read_forgotten(runner, reading, k, findings)
+    _note_subtracted(reading, findings)
     gradients = [gradient for _, call in calls for gradient in call.values(GRADIENTS)]
     cleaned = tuple(x for x in gradients if x.cleaned)
     if calls and not missing and not cleaned:
@@ -270,6 +279,110 @@ def _read_narrowed(
                 findings.broken(code, evidence, place)
     if calls:
         findings.right(code)
+
+
+def _read_forgotten(
+    runner: Runner, reading: Reading, k: int, findings: Findings
+) -> None:
+    """Whether updates reach nothing, and the parameters come back as they were."""
+    items, carried = runner.arguments.items, runner.carried
+    roots = [scale.path for scale in runner.scales]
+    inside = {
+        i
+        for i in carried.leaves
+        if any(items[i].path[: len(root)] == root for root in roots)
+    }
+    states = {carried.sources.get(i, items[i].path) for i in inside}
+    results = (reading.outputs | reading.objects).items()
+    returned = [x.now for path, x in results if path not in states]
+    calls, bits = reading.calls.get(k, []), reading.bits_of_calls(k)
+    trained = [x for call in calls for x in call.given.get(GRADIENTS, {}).values()]
+    needs = functools.reduce(operator.or_, (x.value.depends for x in trained), 0)
+    leaves = [reading.leaf_of(x) for x in returned]
+    stays = {i for i in leaves if i is not None} - inside
+    others = [x for x, i in zip(returned, leaves, strict=True) if i is None]
+    if any(x.follows & bits for x in returned) or any(
+        # By way of integers, which follow nothing.
+        not x.follows & reading.bits_of_updates and not needs & ~x.depends
+        for x in others
+    ):
+        return
+    shapes = Counter(x.atom.aval.shape for x in trained)
+    if shapes and shapes <= Counter(np.shape(items[i].value) for i in stays):
+        findings.broken(
+            "no step",
+            "the updates reach nothing that comes back, and the parameters come back "
+            "as they were",
+            _place_of_update(calls[0].site),
+        )
+
+
+def _note_subtracted(reading: Reading, findings: Findings) -> None:
+    """Updates are made to be added: optax multiplies by a negative learning rate."""
+    for site, updates in reading.flow.subtracted:
+        if updates.follows & reading.bits_of_updates:
+            place = place_of(site)
+            findings.notes.append(
+                f"The updates are subtracted by {place}, but the optimizer has made "
+                "them negative already, to be added: the step goes up. Write "
+                "optax.apply_updates(params, updates)."
+            )
+            return
+
+
+def _read_summed(
+    reading: Reading,
+    calls: Sequence[tuple[int, Checked]],
+    findings: Findings,
+) -> None:
+    """Whether the gradients are a sum over devices where the loss is their mean."""
+    code = SUMMED
+    found = [call for _, call in calls if is_tracked(call.site)]
+    if not found:
+        reason = "no wrapper is in a shard_map that sums gradients by itself"
+        findings.does_not_apply(code, reason)
+    for call in found:
+        losses, gradients = call.values(LOSS), call.values(GRADIENTS)
+        loss = losses[0].multiple if len(losses) == 1 else None
+        if not losses:
+            findings.not_tried(code, "the update is not given the loss")
+        elif loss is None or not reading.flow.derivatives.of_the_loss(loss):
+            reason = "the loss that is given is not seen to be differentiated"
+            findings.not_tried(code, reason)
+        else:
+            for gradient in gradients:
+                _read_sum(reading, call.site, loss, gradient, findings)
+    if found:
+        findings.right(code)
+
+
+def _read_sum(
+    reading: Reading, site: Site, loss: Multiple, gradient: Value, findings: Findings
+) -> None:
+    code = SUMMED
+    made, axes = gradient.multiple, loss.local - loss.varying
+    count = devices_along(site, axes)
+    unknown = "over which devices the gradients are summed is not known"
+    if made is None or made.of is not DERIVATIVE or gradient.degree != ZERO:
+        findings.not_tried(code, unknown)
+        return
+    is_whole = not loss.varying and not made.varying & loss.local
+    is_mean = bool(axes) and math.isclose(loss.factor * count, 1)
+    if reading.flow.derivatives.has_factor(count) or not is_whole:
+        findings.not_tried(code, unknown)
+    elif math.isclose(made.factor, loss.factor):
+        pass
+    elif is_mean and math.isclose(made.factor, 1) and not made.local & axes:
+        names = ", ".join(map(repr, sorted(axes)))
+        place = place_of(gradient.site) if gradient.site else None
+        findings.broken(
+            code,
+            f"gradients are summed over {names} already: average the loss instead of "
+            f"the gradients, which are {count} times too large",
+            place._replace(operation="psum") if place else None,
+        )
+    else:
+        findings.not_tried(code, unknown)
 
 
 def _read_stuck(runner: Runner, reading: Reading, findings: Findings) -> None:

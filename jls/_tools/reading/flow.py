@@ -35,6 +35,7 @@ from jls._program.known import held_inputs, known_result, number_in, weights_of
 from jls._program.places import is_transposed
 from jls._program.products import PRODUCTS
 from jls._scopes import DECISION, INNER, SCALE, UPDATE, marks_of
+from jls._tools.reading.derivatives import Derivatives
 from jls._tools.reading.updates import Updates, roles_in
 
 # In `Value.through`.
@@ -64,6 +65,9 @@ class Flow:
         self._of_scalers = sum(1 << i for i in states)
         self.bit_of_gradients = 2 * self._random  # in `follows`: unscaled values
         self.updates = Updates(4 * self._random)
+        self.derivatives = Derivatives(self._is_of_scales)
+        # Where updates with a negative factor are subtracted from something.
+        self.subtracted: list[tuple[Site, Value]] = []
         # By the place in the program: the results of operations in narrow dtypes, and
         # those of products.
         self.narrow: dict[tuple[int, ...], Value] = {}
@@ -90,6 +94,10 @@ class Flow:
     def _has_data(self, depends: int) -> bool:
         """Whether a set of inputs has more than the states of scalers."""
         return bool(depends & ~self._of_scalers)
+
+    def _is_of_scales(self, value: Value) -> bool:
+        """Whether a value is computed from the states of scalers alone."""
+        return bool(value.depends) and not self._has_data(value.depends)
 
     def is_random(self, value: Value) -> bool:
         return bool(value.depends & self._random)
@@ -140,7 +148,7 @@ class Flow:
         if INNER in marks:
             operands = [self.updates.marked(x) for x in operands]
         ops = operations(site, operands)
-        results = [self._result(op, marks) for op in ops]
+        results = [self._with_multiple(op, self._result(op, marks)) for op in ops]
         if UPDATE in marks and ops and ops[0].name == "convert_element_type":
             self.updates.widened(operands[0], results[0])
         if DECISION in marks and self._is_skipped:
@@ -156,6 +164,10 @@ class Flow:
             if op.name in PRODUCTS:
                 self.products[site.indices] = results[i]
         return _with_roles(marks, results)
+
+    def _with_multiple(self, op: Operation, value: Value) -> Value:
+        multiple = self.derivatives.multiple(op) if is_inexact_atom(op.aval) else None
+        return value if multiple == value.multiple else value.but(multiple=multiple)
 
     def _result(self, op: Operation, marks: frozenset[str]) -> Value:
         """The facts about a result, from the rules of each kind."""
@@ -197,10 +209,13 @@ class Flow:
             is_narrow=is_narrow or any(x.is_narrow for x in op.operands),
             degree_site=_degree_site(op, degree),
             is_splat=is_splat,
+            sign=_sign(op, INNER in marks),
         )
+        if op.name == "sub" and not marks and _is_change(op):
+            self.subtracted.append((op.site, op.operands[1]))
         if INNER not in marks:  # parameters come out of it
             value = value.but(never_scaled=never_scaled_by(op, value))
-        by_scale = any(x.depends and not self._has_data(x.depends) for x in op.operands)
+        by_scale = any(map(self._is_of_scales, op.operands))
         value = with_history(op, value, by_scale)
         if value.unscaled is not op.site:
             return value
@@ -228,6 +243,26 @@ class Flow:
 def _with_roles(marks: frozenset[str], values: Sequence[Value]) -> Sequence[Value]:
     roles = roles_in(marks)
     return [x.but(roles=x.roles | roles) for x in values] if roles else values
+
+
+def _is_change(op: Operation) -> bool:
+    """Whether it subtracts from an input what an optimizer has made negative."""
+    first, second = op.operands
+    return isinstance(first.known, Same) and second.sign == -1
+
+
+def _sign(op: Operation, is_inner: bool) -> int | None:
+    """The sign of the numbers that an inner optimizer has multiplied by."""
+    signs = [x.sign for x in op.operands]
+    if op.name in ("mul", "div", "neg"):
+        known = [x.known.value for x in op.operands if isinstance(x.known, Number)]
+        own = [-1 if x < 0 else 1 for x in known] + [-1] * (op.name == "neg")
+        signs = [x for x in signs if x is not None]
+        return math.prod([*own, *signs]) if signs or (is_inner and own) else None
+    data = op.data if op.row.moves else op.operands[: op.name == "convert_element_type"]
+    # A skip makes zeros.
+    moved = {x.sign for x in data if not isinstance(x.known, Number)}
+    return moved.pop() if len(moved) == 1 else None
 
 
 def _degree_site(op: Operation, degree: Any) -> Site | None:
