@@ -219,9 +219,10 @@ def value_and_grad(
         by_name = {name: x for name, x in kwargs.items() if name not in names}
 
         def scaled(*given, **kwargs):
-            kwargs |= zip(names, given[len(args) :], strict=True)
+            count = len(given) - len(names)
+            kwargs |= zip(names, given[count:], strict=True)
             with _mistakes.scaled_within() as made:
-                result = fun(*given[: len(args)], **kwargs)
+                result = fun(*given[:count], **kwargs)
             loss, aux = _loss_and_aux(result, has_aux)
             _mistakes.warn_of_scaled_loss(loss, made)
             # The true loss travels as aux: scaled and divided again it would be NaN
