@@ -126,8 +126,13 @@ def is_transposed(site: Site) -> bool:
 
 
 def is_gradient_in_loss(site: Site) -> bool:
-    """Whether an equation belongs to a backward pass that is differentiated itself."""
+    """Whether an equation belongs to a backward pass that is differentiated itself.
+
+    What a backward pass computes once more is what was differentiated.
+    """
     names = [name for x in site.equations for name in names_around(x)]
+    if Name(_REMATTED) in names:
+        names = [_JVP, *names[len(names) - names[::-1].index(Name(_REMATTED)) :]]
     pairs = enumerate(itertools.pairwise(names))
     begin = next((i for i, pair in pairs if pair == (_TRANSPOSE, _JVP)), 0)
     return _JVP in names[:begin]
