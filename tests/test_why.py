@@ -860,11 +860,10 @@ def test_without_a_step_too(form):
     assert "Look at the learning rate" in text
     assert text.index("the run diverged before") < text.index("exp made inf")
     assert "Clip the argument" not in text
-    for params, x in (
-        ({"w": jnp.ones(2)}, 1e18 * x),  # the batch
-        ({"w": jnp.full(2, 100.0)}, x),
-    ):
-        assert "diverged" not in str(jls.why(fun, params, x))
+    of_the_batch = jls.why(fun, {"w": jnp.ones(2)}, 1e18 * x)
+    of_the_line = jls.why(fun, {"w": jnp.full(2, 100.0)}, x)
+    assert not of_the_batch.is_early
+    assert not of_the_line.is_early
 
 
 def test_a_number_that_is_written_came_in_with_no_argument():
