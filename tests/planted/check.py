@@ -521,7 +521,7 @@ ANSWERS = [
     Fault(
         "a number that changes once is taken for one that counts",
         "jls/_tools/check/good_steps.py",
-        "if len(set(values)) == len(values):",
+        "if len(set(values)) == len(values) and compiled[-1]:",
         "if len(set(values)) > 1 and compiled[-1]:",
         ("tests/check/test_answers.py",),
     ),

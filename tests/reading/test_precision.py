@@ -660,6 +660,22 @@ def test_a_penalty_is_found_inside_of(name):
     assert look(*step_of(AROUND[name](penalty))).headline.startswith(IN_LOSS)
 
 
+def penalty_of_a_linear_end(params, batch):
+    """Its first backward product is of parameters alone: JAX moves it out of a loop."""
+    first = params[0].astype(F16)
+    last = first[:1].T
+
+    def energy(x):
+        return jnp.sum((jnp.tanh(x.astype(F16) @ first) @ last).astype(F32))
+
+    return energy(batch[0]) + jnp.mean(jax.grad(energy)(batch[0]) ** 2)
+
+
+def test_a_penalty_is_found_where_a_part_of_it_is_moved_out_of_a_loop():
+    step = step_of(in_rows(penalty_of_a_linear_end), PARAMS[:1])
+    assert look(*step).headline.startswith(IN_LOSS)
+
+
 @pytest.mark.parametrize("name", AROUND)
 @pytest.mark.parametrize("loss_fn", [loss_with([F16] * 4), recomputes])
 def test_a_loss_without_a_penalty_has_none_inside_of(name, loss_fn):
