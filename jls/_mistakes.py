@@ -75,10 +75,14 @@ def check_argnums(argnums: Any) -> None:
 
 
 def differentiated(args: tuple[Any, ...], argnums: Any) -> list[Any]:
-    """The arguments that `argnums` names; an `nnx.DiffState` has a number in it."""
+    """The arguments that `argnums` names."""
+    return [args[n] for n in numbers_of(argnums) if -len(args) <= n < len(args)]
+
+
+def numbers_of(argnums: Any) -> list[int]:
+    """The numbers in `argnums`; an `nnx.DiffState` has one in it."""
     chosen = argnums if isinstance(argnums, tuple | list) else (argnums,)
-    numbers = [getattr(one, "argnum", one) for one in chosen]
-    return [args[n] for n in numbers if -len(args) <= n < len(args)]
+    return [getattr(one, "argnum", one) for one in chosen]
 
 
 NOT_GIVEN = inspect.Parameter.empty  # as a default: a signature then shows none

@@ -7,6 +7,7 @@ Both maps are linear and compute in at least float32.
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
@@ -231,21 +232,23 @@ def value_and_grad(
             _mistakes.check_differentiable(trained)
         _mistakes.warn_of_stale_state(scaler_state, trained)
 
-        def scaled(*args, **kwargs):
+        names = [] if is_jax else _in_order(fun, argnums, len(args), kwargs)
+        by_name = {name: x for name, x in kwargs.items() if name not in names}
+
+        def scaled(*given, **kwargs):
+            count = len(given) - len(names)
+            kwargs |= zip(names, given[count:], strict=True)
             with _mistakes.scaled_within() as made:
-                result = fun(*args, **kwargs)
+                result = fun(*given[:count], **kwargs)
             loss, aux = _loss_and_aux(result, has_aux)
             _mistakes.warn_of_scaled_loss(loss, made)
             # The true loss travels as aux: scaled and divided again it would be NaN
             # whenever the scaled one overflows.
             return scale(scaler_state, loss), (loss, aux)
 
-        with contextlib.suppress(TypeError, ValueError):  # a function may have none
-            # NNX finds the positions of keyword arguments by it.
-            scaled.__signature__ = inspect.signature(fun, follow_wrapped=False)
         options = {} if argnums == 0 else {"argnums": argnums}
         differentiated = transform(scaled, has_aux=True, **options)
-        value, grads = differentiated(*args, **kwargs)
+        value, grads = differentiated(*args, *map(kwargs.get, names), **by_name)
         if not (isinstance(value, tuple) and len(value) == 2):
             raise TypeError(
                 "transform must be of the form of jax.value_and_grad, and return "
@@ -305,6 +308,24 @@ def _rename_like(fun: Callable[..., Any]) -> Callable[..., Any]:
         return wrapper
 
     return rename
+
+
+def _in_order(
+    fun: Callable[..., Any], argnums: Any, count: int, kwargs: dict[str, Any]
+) -> list[str]:
+    """The keyword arguments to pass after `count` others: NNX takes none by keyword.
+
+    Those that `argnums` may name are where a signature has them.
+    """
+    found: list[str] = []
+    for is_inner in (False, True):
+        with contextlib.suppress(TypeError, ValueError):  # a function may have none
+            signature = inspect.signature(fun, follow_wrapped=is_inner)
+            after = list(signature.parameters)[count:]
+            found = found or list(itertools.takewhile(kwargs.__contains__, after))
+    if max(_mistakes.numbers_of(argnums), default=0) >= count + len(found):
+        return found
+    return [*found, *(name for name in kwargs if name not in found)]
 
 
 def _loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:

@@ -308,6 +308,80 @@ def test_nnx_transform_keeps_batch_statistics_and_other_variables():
     assert not np.array_equal(scaled.norm.mean[...], np.zeros(2))
 
 
+def loss_by_keyword(model, x, y=0.0, *, scale=1.0):
+    return jnp.mean((model(x) - y) ** 2) * scale
+
+
+@functools.wraps(loss_by_keyword)
+def wrapped(*args, **kwargs):
+    return loss_by_keyword(*args, **kwargs)
+
+
+def opaque(*args, **kwargs):
+    return loss_by_keyword(*args, **kwargs)
+
+
+class Task:
+    def loss(self, model, x, y=0.0):
+        return loss_by_keyword(model, x, y)
+
+
+BY_KEYWORD = {
+    "plain": loss_by_keyword,
+    "wrapped": wrapped,
+    "opaque": opaque,
+    "method": Task().loss,
+    "partial": functools.partial(loss_by_keyword, scale=2.0),
+}
+
+
+@pytest.mark.parametrize("library", ["nnx", "equinox", "jax"])
+@pytest.mark.parametrize("loss", BY_KEYWORD)
+def test_data_by_keyword(loss, library):
+    fun, x = BY_KEYWORD[loss], jnp.ones((5, 3))
+    options, model = {}, lambda x: x @ jnp.ones((3, 1))
+    if library == "nnx":
+        options = {"transform": nnx.value_and_grad}
+        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    if library == "equinox":
+        options = {"transform": eqx.filter_value_and_grad}
+        model = jax.vmap(eqx.nn.Linear(3, 1, key=jax.random.key(0)))
+    if library == "jax":
+        inner = fun
+
+        def fun(w, **kwargs):
+            return inner(lambda x: x @ w, **kwargs)
+
+        model = jnp.ones((3, 1))
+    ours = jls.value_and_grad(fun, **options)
+    for given in ({"x": x}, {"y": jnp.ones((5, 1)), "x": x}):
+        loss, _ = ours(DYNAMIC, model, **given)
+        np.testing.assert_allclose(loss, fun(model, **given), rtol=1e-6)
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_nnx_models_by_keyword_are_the_ones_that_argnums_names(wraps):
+    def loss_fn(actor, critic, x):
+        return jnp.mean(actor(x)) + 2 * jnp.mean(critic(x))
+
+    @functools.wraps(loss_fn)
+    def wrapped(*args, **kwargs):
+        return loss_fn(*args, **kwargs)
+
+    actor, critic = (nnx.Linear(3, 1, rngs=nnx.Rngs(i)) for i in (0, 1))
+    transform = functools.partial(nnx.value_and_grad)
+    fun = jls.value_and_grad(
+        wrapped if wraps else loss_fn, argnums=(0, 1), transform=transform
+    )
+    x = jnp.ones((5, 3))
+    _, (of_actor, of_critic) = fun(DYNAMIC, actor, x=x, critic=critic)
+    assert of_actor["bias"][...] == 1.0
+    assert of_critic["bias"][...] == 2.0
+    nothing = jls.value_and_grad(opaque, argnums=(0, 1), transform=transform)
+    with pytest.raises(TypeError, match="could not be resolved to positions"):
+        nothing(DYNAMIC, actor, x=x, y=critic)
+
+
 def test_equinox_transform():
     model = eqx.nn.MLP(3, "scalar", 4, 2, key=jax.random.key(0))
 

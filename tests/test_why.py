@@ -839,6 +839,74 @@ def test_parameters_that_came_in_far_too_large_are_said_before_any_line():
             assert "Clip the argument" not in text
 
 
+def exploding(params, x):
+    return jnp.sum(jnp.exp(x @ params["w"]))
+
+
+FORMS = {
+    "gradient": (jax.grad(exploding), "The parameters that came in reach"),
+    "both": (jax.jit(jax.value_and_grad(exploding)), "The parameters that came in"),
+    "loss": (exploding, "What came in reaches 1e+18 (params/w): if these are"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_without_a_step_too(form):
+    fun, words = FORMS[form]
+    params, x = {"w": jnp.full(2, 1e18)}, jnp.ones((3, 2))
+    text = " ".join(str(jls.why(fun, params, x)).split())
+    assert words in text
+    assert "(params/w)" in text
+    assert "Look at the learning rate" in text
+    assert text.index("the run diverged before") < text.index("exp made inf")
+    assert "Clip the argument" not in text
+    of_the_batch = jls.why(fun, {"w": jnp.ones(2)}, 1e18 * x)
+    of_the_line = jls.why(fun, {"w": jnp.full(2, 100.0)}, x)
+    assert not of_the_batch.is_early
+    assert not of_the_line.is_early
+
+
+def test_a_number_that_is_written_came_in_with_no_argument():
+    why = jls.why(lambda: jnp.exp(jnp.full(2, 1e18)))
+    assert why.births
+    assert not why.is_early
+
+
+@pytest.mark.parametrize("init_scale", [2.0**15, 2.0**20])  # 2^20 is inf in float16
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_state_that_is_kept_in_half(dtype, init_scale):
+    """And is widened before the update."""
+    optimizer = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(init_scale))
+
+    def cast(tree, dtype):
+        return jax.tree.map(
+            lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+            tree,
+        )
+
+    @jax.jit
+    def step(w, state, x):
+        state = cast(state, jnp.float32)
+        loss, grads = jls.value_and_grad(
+            lambda w: jnp.mean((half(x) @ half(w)).astype(jnp.float32) ** 2)
+        )(state, w)
+        updates, state = optimizer.update(grads, state, w, value=loss)
+        return optax.apply_updates(w, updates), cast(state, dtype), loss
+
+    w, x = jnp.ones((4, 1)), jnp.ones((8, 4))
+    state = cast(optimizer.init(w), dtype)
+    came_in = jls.why(step, w, state, jnp.full((8, 4), jnp.nan))
+    assert "NaN came in: x (float32)" in str(came_in)
+    why = jls.why(step, w, state, x)
+    calibration = jls.calibrate(step, w, state, x)
+    assert calibration.init_scale == 2.0**11
+    if jnp.isinf(state.scaler_state.loss_scale):
+        assert "inf came in: state/scaler_state/loss_scale" in str(why)
+        assert "The scale is inf now." in str(calibration)
+    else:
+        assert why.is_from_scale
+
+
 @pytest.mark.parametrize("ask", [jls.why, jls.calibrate, jls.check_step])
 def test_what_a_queue_keeps_of_a_batch_is_told_where_the_batch_is(ask):
     optimizer = jls.loss_scaled(optax.sgd(0.1))

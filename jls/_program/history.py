@@ -50,7 +50,6 @@ def never_scaled_by(op: Operation, value: Value) -> Site | None:
     What is computed once more for a backward pass leads to what is scaled there.
     """
     sites = [x.never_scaled for x in op.operands if x.never_scaled]
-    sites = sorted(sites, key=is_gradient_in_loss, reverse=True)
     if is_scaled(value):
         return next(filter(is_gradient_in_loss, sites), None)
     is_new = (
@@ -59,7 +58,10 @@ def never_scaled_by(op: Operation, value: Value) -> Site | None:
         and wider_dtype(op.equation) == jnp.float16
         and is_transposed(op.site)
     )
-    return next(iter(sites), op.site if is_new else None)
+    if is_new:
+        sites.append(op.site)
+    # One that JAX has moved out of a loop no longer says that it is in the loss.
+    return next(filter(is_gradient_in_loss, sites), next(iter(sites), None))
 
 
 def is_scaled(value: Value) -> bool:

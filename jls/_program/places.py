@@ -23,8 +23,9 @@ from jls._program.jaxprs import (
 # Packages whose lines are never named, and those named only if there is no other line.
 _NEVER = ("jax", "jaxlib", "jls")
 _RATHER_NOT = ("optax", "flax", "equinox", "haiku")
+_INSTALLED = {"site-packages", "dist-packages"}  # the folders of libraries
 # What Python calls the user's own lines where they are in no file.
-_TYPED = ("<stdin>", "<python-input", "<ipython-input")
+_TYPED = ("<stdin>", "<python-input", "<ipython-input", "<command-", "<doctest ")
 # Scopes that jls and JAX open themselves.
 _REMATTED = "rematted_computation"
 _OF_JAX = ("checkpoint", _REMATTED)
@@ -79,11 +80,13 @@ def short_path(file: str) -> str:
 
 
 def place_of(site: Site) -> Place:
-    """The place of an equation: the innermost line that is the user's."""
-    lines = list(_lines(site))
-    mine = (line for line in lines if _package_of(line.file) == "")
-    others = (line for line in lines if _package_of(line.file) in _RATHER_NOT)
-    line = next(mine, None) or next(others, None) or Line("", 0, "")
+    """The place of an equation: the innermost line that is the user's.
+
+    A program that is all of libraries, such as a training package that is installed,
+    has a line of theirs.
+    """
+    lines = [x for x in _lines(site) if _rank(x) < _NOBODYS]
+    line = min(lines, key=_rank, default=Line("", 0, ""))
     return Place(
         operation=site.equation.primitive.name,
         file=line.file,
@@ -123,8 +126,13 @@ def is_transposed(site: Site) -> bool:
 
 
 def is_gradient_in_loss(site: Site) -> bool:
-    """Whether an equation belongs to a backward pass that is differentiated itself."""
+    """Whether an equation belongs to a backward pass that is differentiated itself.
+
+    What a backward pass computes once more is what was differentiated.
+    """
     names = [name for x in site.equations for name in names_around(x)]
+    if Name(_REMATTED) in names:
+        names = [_JVP, *names[len(names) - names[::-1].index(Name(_REMATTED)) :]]
     pairs = enumerate(itertools.pairwise(names))
     begin = next((i for i, pair in pairs if pair == (_TRANSPOSE, _JVP)), 0)
     return _JVP in names[:begin]
@@ -155,34 +163,37 @@ def functions_of_jax(site: Site) -> set[str]:
     return {
         x.function.rpartition(".")[2]
         for x in lines_of(site.equation)
-        if _package_of(x.file) == "jax"
+        if _known_package(x.file) == "jax"
     }
 
 
 def _lines(site: Site) -> Iterator[Line]:
     """The tracebacks of an equation and of the calls around it, innermost first.
 
-    A function that JAX itself jits, such as `jnp.where`, is traced once for many calls,
-    and its equations have the lines of the first one: those around the function are
-    left out. Those inside are of a function of the user's that it calls, as
+    A function that JAX or a library jits, such as `jnp.where`, is traced once for many
+    calls, and its equations have the lines of the first one: those around the function
+    are left out. Those inside are of a function of the user's that it calls, as
     `jnp.piecewise` and `jax.pmap` do.
     """
     for depth in range(len(site.equations), 0, -1):
-        of_jax = set(map(function_of_jax, site.equations[: depth - 1])) - {None}
-        yield from _inside(lines_of(site.equations[depth - 1]), of_jax)
+        lines, around = lines_of(site.equations[depth - 1]), site.equations[: depth - 1]
+        of_jax = set(map(function_of_jax, around)) - {None}
+        jitted = {x for x in map(jitted_function, around) if x[0] and _rank_of(x[0])}
+        # A wrapper that a library jits has the name of what it wraps: it is not found.
+        yield from _inside(lines, of_jax | jitted) or (() if of_jax else lines)
 
 
 def _inside(lines: Sequence[Line], functions: Collection[Any]) -> Sequence[Line]:
-    """The lines that are inside of some functions of JAX; all if there are none."""
+    """The lines that are inside of some functions of others."""
     for i, x in enumerate(lines):
         names = x.function.split(".")  # "_piecewise.<locals>.<lambda>"
         if any((x.file, name) in functions for name in names):
             return lines[:i]
-    return () if functions else lines
+    return ()
 
 
 def has_line_inside(equation: Any, function: tuple[str, str] | None) -> bool:
-    """Whether an equation of a function that JAX jits has a line of the user's there.
+    """Whether an equation of a function that JAX jits has a line of others there.
 
     Args:
       equation: of its program.
@@ -194,14 +205,14 @@ def has_line_inside(equation: Any, function: tuple[str, str] | None) -> bool:
 
 @functools.lru_cache(4096)
 def _has_line_inside(lines: Sequence[Line], function: tuple[str, str] | None) -> bool:
-    inside = _inside(lines, {function} - {None})
-    return any(_package_of(line.file) == "" for line in inside)
+    inside = lines if function is None else _inside(lines, {function})
+    return any(_rank(x) < _NOBODYS for x in inside)
 
 
 def function_of_jax(equation: Any) -> tuple[str, str] | None:
     """File and name of the function that a call is of, if JAX itself jits it."""
     file, name = jitted_function(equation)
-    return (file, name) if file and _package_of(file) == "jax" else None
+    return (file, name) if file and _known_package(file) == "jax" else None
 
 
 def is_relu_of_jax(equation: Any) -> bool:
@@ -214,23 +225,38 @@ def is_relu_of_jax(equation: Any) -> bool:
     return len(functions) == 1 and (functions[0] or ("", ""))[1] == "relu"
 
 
-def _package_of(file: str) -> str:
-    """The package or library that a file belongs to, "" for the user's own."""
+# Whose a line is: the user's; of a library; of one in which others are written.
+_MINE, _OF_LIBRARY, _OF_MODELS, _NOBODYS = range(4)
+
+
+def _rank(line: Line) -> int:
+    return _rank_of(line.file, line.function)
+
+
+@functools.lru_cache(4096)
+def _rank_of(file: str, function: str = "") -> int:
+    if file.startswith("<"):
+        # "<string>" is of `python -c`, and has the __init__ of each dataclass.
+        is_typed = file == "<string>" and "__" not in function
+        return _MINE if is_typed or file.startswith(_TYPED) else _NOBODYS
+    package = _known_package(file)
+    if package:
+        return _NOBODYS if package in _NEVER else _OF_MODELS
+    if not _INSTALLED.isdisjoint(Path(file).parts):
+        return _OF_LIBRARY
+    is_of_python = file.startswith(sysconfig.get_path("stdlib"))
+    return _NOBODYS if is_of_python or not file else _MINE
+
+
+@functools.lru_cache(4096)
+def _known_package(file: str) -> str:
+    """JAX, jls, or a library of models or optimizers; "" for any other."""
     for package in (*_NEVER, *_RATHER_NOT):
         module = sys.modules.get(package)
         init = getattr(module, "__file__", None)
         if init and Path(file).is_relative_to(Path(init).parent):
             return package
-    if file.startswith(_TYPED):
-        return ""
-    if file.startswith("<") or _is_of_python(file):
-        return "python"
     return ""
-
-
-def _is_of_python(file: str) -> bool:
-    library = sysconfig.get_path("stdlib")
-    return file.startswith(library) and "-packages" not in file[len(library) :]
 
 
 # The names of scopes and modules.

@@ -1,6 +1,8 @@
 """Answers of `jls.check_step` that were not true once: an "ok", or an alarm."""
 
+import dataclasses
 import functools
+from typing import NamedTuple
 
 import equinox as eqx
 import flax
@@ -93,6 +95,67 @@ def test_an_attribute_of_a_module_that_counts_is_retraced(counts):
     assert check.broken == (("retraced",) if counts else ()), check
     if counts:
         assert "model/calls is a static number that counts" in words(check)
+
+
+class Rates(NamedTuple):
+    rate: float
+    count: int = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:  # a leaf
+    rate: float
+
+
+STATICS = {
+    "dict": lambda rate: {"rate": rate},
+    "nested": lambda rate: {"a": {"rate": rate, "ticks": [2, "name"]}},
+    "list": lambda rate: [rate],
+    "NamedTuple": Rates,
+    "dataclass": Settings,
+    "number": lambda rate: rate,
+}
+
+
+def step_with(make, jit, factor):
+    optimizer = jls.loss_scaled(optax.sgd(0.1))
+
+    def numbers(rates):
+        leaves = jax.tree.leaves(rates)
+        return [x.rate if isinstance(x, Settings) else x for x in leaves]
+
+    @jit
+    def step(w, state, rates, x):
+        (rate, *_) = numbers(rates)
+        loss, grads = jls.value_and_grad(squares)(state, w, x)
+        grads = jax.tree.map(lambda g: g * rate, grads)
+        updates, state = optimizer.update(grads, state, w, value=loss)
+        rates = make(factor * rate if factor else 0.5)
+        return optax.apply_updates(w, updates), state, rates, loss
+
+    params = jnp.ones(3)
+    return step, params, optimizer.init(params), make(1.0), X
+
+
+@pytest.mark.parametrize("kind", STATICS)
+def test_a_number_that_comes_back_other_in_each_call_is_retraced(kind):
+    """`eqx.filter_jit` takes Python numbers for static."""
+    check = jls.check_step(*step_with(STATICS[kind], eqx.filter_jit, 0.99))
+    assert check.broken == ("retraced",), check
+    assert "is a static number that counts, 1.0, 0.99, 0.9801" in words(check)
+    once = jls.check_step(*step_with(STATICS[kind], eqx.filter_jit, 0))
+    assert once.broken == ()
+    assert "is a static number, 1.0, that comes back as 0.5" in words(once)
+    same = jls.check_step(*step_with(STATICS[kind], eqx.filter_jit, 1))
+    assert same.broken == ()
+    assert "static number" not in words(same)
+
+
+@pytest.mark.parametrize("kind", ["dict", "list", "NamedTuple", "number"])
+def test_a_number_that_jax_jits_is_none_that_is_static(kind):
+    check = jls.check_step(*step_with(STATICS[kind], jax.jit, 0.99))
+    assert check.broken == ()
+    assert "static number" not in words(check)
 
 
 class Module(eqx.Module):

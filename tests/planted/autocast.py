@@ -845,7 +845,7 @@ FAULTS = [
     Fault(
         "what is inside of a function of JAX has the line where that was traced first",
         "jls/_program/places.py",
-        "    return () if functions else lines\n",
+        "    return ()\n",
         "    return lines\n",
         (
             "tests/origin/test_lines.py::test_a_line_around_a_function_of_jax_is_none_inside_of_it",

@@ -613,15 +613,22 @@ ANSWERS = [
     Fault(
         "a number that changes once is taken for one that counts",
         "jls/_tools/check/good_steps.py",
-        "if len(set(values)) == len(values):",
-        "if len(set(values)) > 1:",
+        "if len(set(values)) == len(values) and compiled[-1]:",
+        "if len(set(values)) > 1 and compiled[-1]:",
         ("tests/check/test_answers.py",),
     ),
     Fault(
         "a number that counts outside of the program is a mistake",
         "jls/_tools/check/good_steps.py",
-        "for path in series[0] if compiled else ():",
-        "for path in series[0]:",
+        "if len(set(values)) == len(values) and compiled[-1]:",
+        "if len(set(values)) == len(values):",
+        ("tests/check/test_answers.py",),
+    ),
+    Fault(
+        "an argument of numbers alone does not come back",
+        "jls/_tools/check/static.py",
+        "        if len(same) == 1:\n",
+        "        if False:\n",
         ("tests/check/test_answers.py",),
     ),
     Fault(

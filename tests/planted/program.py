@@ -206,9 +206,16 @@ FAULTS = [
     Fault(
         "a line of a library is named before the user's own",
         "jls/_program/places.py",
-        "line = next(mine, None) or next(others, None)",
-        "line = next(others, None) or next(mine, None)",
+        "line = min(lines, key=_rank, default",
+        "line = max(lines, key=_rank, default",
         (PLACES + "test_line_of_a_library_is_that_of_who_calls_it",),
+    ),
+    Fault(
+        "what is installed is taken for the user's own",
+        "jls/_program/places.py",
+        '_INSTALLED = {"site-packages", "dist-packages"}',
+        '_INSTALLED = {"site-packages"}',
+        (PLACES + "test_what_is_installed_is_a_library",),
     ),
     Fault(
         "an operation has no advice",

@@ -280,6 +280,20 @@ FAULTS = [
         (f"{MISSES}[penalty]",),
     ),
     Fault(
+        "a gradient that is computed once more is not inside the loss",
+        "jls/_program/places.py",
+        "    if Name(_REMATTED) in names:\n",
+        "    if False:\n",
+        ("tests/reading/test_precision.py::test_a_penalty_is_found_inside_of[remat]",),
+    ),
+    Fault(
+        "a product that JAX moved out of a loop hides the gradient inside the loss",
+        "jls/_program/history.py",
+        "        sites.append(op.site)\n",
+        "        sites = sites or [op.site]\n",
+        ("tests/reading/test_precision.py::test_a_penalty_is_found_inside_of[scan]",),
+    ),
+    Fault(
         "a forward product in float16 lacks a scale",
         "jls/_program/history.py",
         "        and is_transposed(op.site)\n",

@@ -1,5 +1,8 @@
 """Places: from an equation of a program to a line of this file."""
 
+import functools
+import importlib
+import sys
 from pathlib import Path
 
 import jax
@@ -14,6 +17,7 @@ from jls._program import jaxprs
 from jls._program.jaxprs import names_around
 from jls._program.places import (
     Place,
+    _rank_of,
     is_differentiated,
     is_gradient_in_loss,
     is_recomputed,
@@ -130,6 +134,107 @@ def test_line_of_a_library_is_that_of_who_calls_it():
 
     (place,) = places("clamp", clips, X) or places("min", clips, X)
     assert (place.file, place.line) == (__file__, line_of("clipped"))
+
+
+LIBRARY = """
+import functools
+import jax, jax.numpy as jnp
+from flax import nnx
+
+def inverse(x):
+    return jnp.sqrt(x) / jnp.sum(x)
+
+jitted = jax.jit(inverse)
+
+@functools.partial(jax.jit, static_argnums=0)
+def mapped(fun, x):
+    return fun(x)
+
+@jax.custom_vjp
+def ruled(x):
+    return jnp.sqrt(x)
+
+ruled.defvjp(lambda x: (jnp.sqrt(x), x), lambda x, g: (g / jnp.sqrt(x),))
+
+def renamed(fun):
+    def wrapped(x):
+        return fun(x) + 0
+    wrapped.__name__ = fun.__name__
+    return jax.jit(wrapped)
+
+def merged(graph):
+    return lambda state, x: nnx.merge(graph, state)(x)
+"""
+
+
+@pytest.fixture(params=["site-packages", "dist-packages", "editable"])
+def library(request, tmp_path, monkeypatch):
+    """A module in one of these folders."""
+    folder = tmp_path / request.param
+    folder.mkdir()
+    folder.joinpath("fakelib.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(folder)
+    yield importlib.import_module("fakelib")
+    del sys.modules["fakelib"]
+
+
+def test_what_is_installed_is_a_library(library):
+    """It is the user's own where it is installed in editable mode."""
+
+    def calls(x):
+        first = library.inverse(x)  # called
+        second = library.jitted(x)  # called jitted
+        third = library.jitted(x)  # called jitted again
+        fourth = library.ruled(x)  # called with a rule
+        return first, second, third, fourth
+
+    library.jitted(X)
+    found = places("sqrt", calls, X)
+    if "editable" in library.__file__:
+        assert {x.file for x in found} == {library.__file__}
+        return
+    called = ["called", "called jitted", "called jitted again", "called with a rule"]
+    assert [x.line for x in found] == list(map(line_of, called))
+    assert {(x.file, x.function) for x in found} == {(__file__, "calls")}
+    grads = jax.grad(lambda x: library.ruled(x).sum())  # called backward
+    (*_, backward) = places("sqrt", grads, X)
+    assert (backward.line, backward.is_backward) == (line_of("called backward"), True)
+
+
+def test_a_function_of_the_user_that_a_library_calls_is_the_users(library):
+    def passes(x):
+        return library.mapped(rooted, x) + library.renamed(rooted)(x)
+
+    assert [x.line for x in places("sqrt", passes, X)] == [line_of("the root")] * 2
+
+
+def test_a_program_that_is_all_of_libraries_has_a_line_of_theirs(library):
+    """Rather of one that is not known: a training package that is installed."""
+    graph, state = nnx.split(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
+    (place,) = places("dot_general", library.merged(graph), state, X)
+    # Before 0.9 JAX's tracebacks go on to the script.
+    assert place.file in (library.__file__, __file__)
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "is_the_users"),
+    [
+        ("<stdin>", "f", True),
+        ("<ipython-input-1-0a>", "<module>", True),
+        ("<command-12>", "loss", True),
+        ("<doctest jls[0]>", "loss", True),
+        ("<string>", "loss", True),
+        ("<string>", "__create_fn__.<locals>.__init__", False),
+        ("<frozen runpy>", "_run_code", False),
+        ("<attrs generated init>", "Model.__init__", False),
+        (functools.__file__, "reduce", False),
+        (pytest.__file__, "main", False),
+        ("/home/me/my-packages/model.py", "loss", True),
+        (__file__, "loss", True),
+    ],
+)
+def test_whose_a_line_is(file, function, is_the_users):
+    assert (_rank_of(file, function) == 0) == is_the_users
 
 
 def test_lines_of_jls_are_never_named():

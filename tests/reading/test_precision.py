@@ -418,11 +418,12 @@ def penalty(params, batch, scale=1.0):
     return jnp.mean(apply(params, batch[0], [F16] * 4)) + jnp.mean(slope**2)
 
 
-def scaled_penalty():
+def scaled_penalty(checkpoint=lambda fun: fun):
     """A gradient inside of the loss, with the loss scale of its own state."""
 
     def gradients(opt_state, params, batch):
         def loss_fn(params, batch):
+            @checkpoint
             def energy(x):
                 return jnp.sum(apply(params, x, [F16] * 4))
 
@@ -484,6 +485,7 @@ RIGHT = {
     "experts": lambda: experts(F16),
     "int8": lambda: step_of(int8_forwards),
     "penalty with a scale": scaled_penalty,
+    "penalty with a scale, computed again": lambda: scaled_penalty(jax.checkpoint),
     "weighed": weighed_by_a_forward_pass,
     "elementwise": lambda: step_of(elementwise_float16, PARAMS[:1]),
     "foreign kernel": lambda: step_of(foreign),
@@ -600,6 +602,84 @@ def two_networks():
 
     d = jnp.ones((2, 2))
     return step, PARAMS, d, optimizer.init(PARAMS), optimizer.init(d), BATCH
+
+
+def in_rows(loss_fn, wrap=lambda body: body):
+    """A scan over the examples; what does not depend on them, JAX moves out of it."""
+
+    def scanned(params, batch):
+        body = wrap(lambda total, row: (total + loss_fn(params, row), None))
+        rows = jax.tree.map(lambda x: x[:, None], batch)
+        return lax.scan(body, jnp.float32(0.0), rows)[0]
+
+    return scanned
+
+
+@jax.custom_vjp
+def recomputes(params, batch):
+    return loss_with([F16] * 4)(params, batch)
+
+
+recomputes.defvjp(
+    lambda params, batch: (recomputes(params, batch), (params, batch)),
+    lambda saved, ct: (
+        jax.vjp(lambda params: loss_with([F16] * 4)(params, saved[1]), saved[0])[1](ct)[
+            0
+        ],
+        None,
+    ),
+)
+
+
+AROUND = {
+    "remat": jax.checkpoint,
+    "remat twice": lambda fun: jax.checkpoint(jax.checkpoint(fun)),
+    "jit and remat": lambda fun: jax.jit(jax.checkpoint(jax.jit(fun))),
+    "scan": in_rows,
+    "remat in a scan": lambda fun: in_rows(fun, jax.checkpoint),
+    "cond": lambda fun: (
+        lambda params, batch: lax.cond(
+            batch[0].sum() > 0, fun, lambda params, _: jnp.sum(params[0]), params, batch
+        )
+    ),
+    "map": lambda fun: (
+        lambda params, batch: lax.map(
+            lambda row: fun(params, jax.tree.map(lambda x: x[None], row)), batch
+        ).mean()
+    ),
+    "vmap": lambda fun: (
+        lambda params, batch: jax.vmap(
+            lambda row: fun(params, jax.tree.map(lambda x: x[None], row))
+        )(batch).mean()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_a_penalty_is_found_inside_of(name):
+    assert look(*step_of(AROUND[name](penalty))).headline.startswith(IN_LOSS)
+
+
+def penalty_of_a_linear_end(params, batch):
+    """Its first backward product is of parameters alone: JAX moves it out of a loop."""
+    first = params[0].astype(F16)
+    last = first[:1].T
+
+    def energy(x):
+        return jnp.sum((jnp.tanh(x.astype(F16) @ first) @ last).astype(F32))
+
+    return energy(batch[0]) + jnp.mean(jax.grad(energy)(batch[0]) ** 2)
+
+
+def test_a_penalty_is_found_where_a_part_of_it_is_moved_out_of_a_loop():
+    step = step_of(in_rows(penalty_of_a_linear_end), PARAMS[:1])
+    assert look(*step).headline.startswith(IN_LOSS)
+
+
+@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.parametrize("loss_fn", [loss_with([F16] * 4), recomputes])
+def test_a_loss_without_a_penalty_has_none_inside_of(name, loss_fn):
+    assert look(*step_of(AROUND[name](loss_fn))).headline == ""
 
 
 WRONG = {

@@ -72,13 +72,18 @@ def _look_for_counting_numbers(runner: Runner, findings: Findings) -> None:
         series, compiled = runner.calls_in_a_row(3)
     except OutOfRunsError:
         return
-    for path in series[0] if compiled else ():
+    for path in series[0]:
         values = [numbers.get(path) for numbers in series]
-        if len(set(values)) == len(values):
+        if len(set(values)) == len(values) and compiled[-1]:
             findings.broken(
                 "retraced",
                 f"{join(*path)} is a static number that counts, {values[0]}, "
                 f"{values[1]}, {values[2]}: each call is compiled anew for it",
+            )
+        elif values[0] != values[1] and compiled[1] and not compiled[-1]:
+            findings.notes.append(
+                f"The second call compiles the step once more: {join(*path)} is a "
+                f"static number, {values[0]}, that comes back as {values[1]}."
             )
 
 

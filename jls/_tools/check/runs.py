@@ -19,7 +19,7 @@ from jls._mistakes import eager_steps_allowed, is_jit_disabled
 from jls._text import listed
 from jls._tools.check.carried import Carried, Named, match
 from jls._tools.check.leaves import as_numbers, as_numpy, own_leaves, same
-from jls._tools.check.static import Numbers, numbers_in, subtree
+from jls._tools.check.static import Numbers, numbers_in, static_roots, subtree
 from jls._tools.reading.arguments import Arguments, BoundArguments, Item, items_of
 from jls._tools.reading.patience import logging_if_slow
 from jls._tools.reading.reading import Reading, Result
@@ -280,14 +280,14 @@ class Runner:
         )
         return Run(self, leaves, returned, before, after, compiled, diverged)
 
-    def calls_in_a_row(self, count: int) -> tuple[list[Numbers], bool]:
+    def calls_in_a_row(self, count: int) -> tuple[list[Numbers], list[bool]]:
         """Calls the step, each time with what it returned the time before.
 
         Returns:
-          The static numbers before the first call and after each, and whether the last
-          one was compiled.
+          The static numbers before the first call and after each, and whether each call
+          was compiled.
         """
-        leaves, given, compiled = self.start, {}, False
+        leaves, given, compiled = self.start, {}, list[bool]()
         found = [numbers_in(self._by_name(self.arguments.rebuild(leaves)))]
         for number in range(1, count + 1):
             call = self._copies(leaves)
@@ -296,7 +296,8 @@ class Runner:
             kwargs = {name: fresh[name] for name in call.kwargs}
             call = call._replace(args=args, kwargs=kwargs)
             trial = f"call {number} in a row"
-            result, compiled = self._call(call, trial)
+            result, is_compiled = self._call(call, trial)
+            compiled.append(is_compiled)
             given = self._returned(call, result)
             found.append(numbers_in(given))
         return found, compiled
@@ -309,13 +310,15 @@ class Runner:
 
     def _returned(self, call: BoundArguments, result: Any) -> dict[str, Any]:
         """The arguments that came back whole, as a loop passes them on."""
-        items, returned = self.arguments.items, {}
+        items, roots = self.arguments.items, dict[str, tuple[str, ...]]()
         for i, source in self.carried.sources.items():
             name, *inner = items[i].path
             root = source[: len(source) - len(inner)]
-            if name not in returned and source[len(root) :] == tuple(inner):
-                returned[name] = subtree(result, root)
+            if source[len(root) :] == tuple(inner):
+                roots.setdefault(name, root)
         by_name = self._by_name(call)
+        roots |= static_roots(by_name, result, roots)
+        returned = {name: subtree(result, root) for name, root in roots.items()}
         return returned | {name: by_name[name] for name in self.arguments.in_place}
 
     def _copies(self, leaves: Sequence[Any]) -> BoundArguments:

@@ -330,6 +330,8 @@ class _Search:
             )
         if self.now <= ceiling:
             return ""
+        if math.isinf(self.now):  # of a state that is kept in float16
+            return "The scale is inf now"
         return (
             f"The scale is {scale_in_words(self.now)} now, "
             f"{scale_in_words(self.now / ceiling)} times too high for this batch"

@@ -16,6 +16,7 @@ _OTHERS = 5  # births beside the first in the text: it fits on a screen
 ARGUMENT, CONSTANT = "argument", "constant"
 # How the first note begins where no line is to blame.
 DIVERGED = "The parameters that came in reach"
+FAR_TOO_LARGE = "What came in reaches"
 IN_FLOAT32 = "In float32 this is finite"
 
 
@@ -56,7 +57,8 @@ class Why(NamedTuple):
     @property
     def is_early(self) -> bool:
         """Whether no line is to blame, which is said before any line."""
-        return bool(self.notes) and self.notes[0].startswith((DIVERGED, IN_FLOAT32))
+        starts = DIVERGED, FAR_TOO_LARGE, IN_FLOAT32
+        return bool(self.notes) and self.notes[0].startswith(starts)
 
     def __str__(self) -> str:
         if self.notes and not self.results:

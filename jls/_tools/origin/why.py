@@ -32,6 +32,7 @@ from jls._tools.origin.result import (
     ARGUMENT,
     CONSTANT,
     DIVERGED,
+    FAR_TOO_LARGE,
     IN_FLOAT32,
     Birth,
     Why,
@@ -251,7 +252,8 @@ class Case:
         """One run, with the loss scales `at` these inputs multiplied by `factor`."""
         leaves = list(self.leaves if leaves is None else leaves)
         for i in at:
-            leaves[i] = jnp.asarray(leaves[i]) * jnp.asarray(factor, jnp.float32)
+            scale = jnp.asarray(leaves[i], jnp.float32)  # it may be kept in float16
+            leaves[i] = jnp.full_like(leaves[i], scale * jnp.float32(factor))
         return Trail((program or self.recorded)(leaves, compiled), leaves)
 
     def closer(
@@ -528,18 +530,29 @@ class Case:
 
     def _diverged(self, bad: list[Bad]) -> str:
         """A sentence on parameters that came in far too large; "" if none did."""
-        largest, name = 0.0, ""
+        items, is_known = list[Item](), True
         for checked in {id(x.checked): x.checked for x in bad if x.checked}.values():
             scale = None if checked.scale is None else self.scales.get(checked.scale)
-            for item in self._items_of(checked.found.get(roots.GRADIENTS, []), scale):
-                size = float(np.max(np.abs(np.asarray(item.value)), initial=0))
-                if largest < size < math.inf:
-                    largest, name = size, item.name
+            items += self._items_of(checked.found.get(roots.GRADIENTS, []), scale)
+        if not self.checked:  # a loss or its gradient, not a step
+            items = self._items_of([x for x in self.results if x[1] in self.backward])
+            is_known = bool(items) and len(items[0].path) > 1
+            first = self.arguments.names[:1]
+            items = items or [x for x in self._inexact if x.path[0] in first]
+        largest, name = 0.0, ""
+        for item in items:
+            size = float(np.max(np.abs(np.asarray(item.value)), initial=0))
+            if largest < size < math.inf:
+                largest, name = size, item.name
         if largest < _FAR_TOO_LARGE:
             return ""
+        start, what = DIVERGED, ""
+        if not is_known:
+            start, what = FAR_TOO_LARGE, "if these are parameters, "
         return (
-            f"{DIVERGED} {largest:.2g} ({name}): the run diverged before, and no line "
-            "is to blame. Look at the learning rate, and go back to an older checkpoint"
+            f"{start} {largest:.2g} ({name}): {what}the run diverged before, and no "
+            "line is to blame. Look at the learning rate, and go back to an older "
+            "checkpoint"
         )
 
     def _birth(
@@ -587,13 +600,7 @@ class Case:
         losses = [
             variable for x in self.checked for variable in x.found.get(roots.LOSS, ())
         ]
-        pairs = zip(self.main.jaxpr.outvars, self.reading.results, strict=True)
-        backward = {
-            x
-            for x, value in pairs
-            if not is_literal(x) and value.through & THROUGH_BACKWARD
-        }
-        forward = [x for x in self.results if x[1] not in backward]
+        forward = [x for x in self.results if x[1] not in self.backward]
         if not losses and len(forward) == len(self.results):
             return None
         losses += forward
@@ -601,6 +608,16 @@ class Case:
             unused = self.main.unused(lambda x, i: not is_transposed(x.site_of(i)))
             losses = list(unused)
         return behind(losses, before_update)
+
+    @functools.cached_property
+    def backward(self) -> set[Any]:
+        """The results that a backward pass makes."""
+        pairs = zip(self.main.jaxpr.outvars, self.reading.results, strict=True)
+        return {
+            x
+            for x, value in pairs
+            if not is_literal(x) and value.through & THROUGH_BACKWARD
+        }
 
     def _name(self, bad: Bad) -> str:
         """The name of a root in the text."""
@@ -629,13 +646,11 @@ class Case:
         items = self._items_of(variables, scale)
         return [join(*x.path[1:]) or x.path[0] for x in items]
 
-    def _items_of(
-        self, variables: Sequence[Variable], scale: Scale | None
-    ) -> list[Item]:
-        """The parameters with the shapes of these gradients; [] if that is unclear."""
-        shapes = [atom.aval.shape for _, atom in variables]
+    @property
+    def _inexact(self) -> list[Item]:
+        """The arguments that may be parameters."""
         states = [x.path for x in self.scales.values()]
-        items = [
+        return [
             x
             for x in self.arguments.items
             if is_array(x.value)
@@ -643,6 +658,12 @@ class Case:
             and x.variable_type in ("", "Param")
             and not any(x.path[: len(root)] == root for root in states)
         ]
+
+    def _items_of(
+        self, variables: Sequence[Variable], scale: Scale | None = None
+    ) -> list[Item]:
+        """The parameters with the shapes of these gradients; [] if that is unclear."""
+        shapes, items = [atom.aval.shape for _, atom in variables], self._inexact
         found = []
         for start in range(len(items) - len(shapes) + 1):
             part = items[start : start + len(shapes)]
