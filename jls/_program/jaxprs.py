@@ -11,16 +11,19 @@ import functools
 import itertools
 import math
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer, eval_jaxpr
 from jax.export import is_symbolic_dim
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var
+from jax.extend.core import Literal as Number
 from jax.extend.core.primitives import jit_p
 
 Program = Jaxpr | ClosedJaxpr
@@ -63,7 +66,7 @@ def is_program(value: Any) -> bool:
 
 def is_literal(atom: Any) -> bool:
     """Whether an operand is a number in the program, not a variable."""
-    return isinstance(atom, Literal)
+    return isinstance(atom, Number)
 
 
 def variable_of(value: Any) -> Any:
@@ -78,12 +81,12 @@ def trace_of(value: Any) -> Any:
 
 def variables_in(atoms: Sequence[Any]) -> list[Any]:
     """The operands that are variables, not numbers in the program."""
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
+    return [atom for atom in atoms if not isinstance(atom, Number)]
 
 
 def substituted(atoms: Sequence[Any], values: Mapping[Any, Any]) -> list[Any]:
     """The operands, with `values` in the place of variables that have one."""
-    return [x if isinstance(x, Literal) else values.get(x, x) for x in atoms]
+    return [x if isinstance(x, Number) else values.get(x, x) for x in atoms]
 
 
 def is_inexact_atom(atom: Any) -> bool:
@@ -146,20 +149,84 @@ def is_exact_cast(old: Any, new: Any) -> bool:
 
 def programs_in(equation: Any) -> list[Any]:
     """All programs that an equation holds, however its parameters nest them."""
-    values = jax.tree.leaves([*parameters(equation).values()], is_leaf=is_program)
-    return list(filter(is_program, values))
+    of_hi = [] if _hi_of(equation) is None else [called_program(equation)]
+    values = [*parameters(equation).values(), *of_hi]
+    return list(filter(is_program, jax.tree.leaves(values, is_leaf=is_program)))
 
 
 def called_program(equation: Any) -> Program | None:
     """The program of an equation that is a call, of its operands and no more."""
+    hi = _hi_of(equation)
     programs = (parameter(equation, name) for name in _PROGRAM)
     program = next(filter(is_program, programs), None)
-    if program is None:
-        return None
+    if hi is not None:
+        program = _part(_part(hi, "traced", hi), "jaxpr")
+    if _fits(equation, program):
+        return program
+    return None if hi is None else _expanded(equation, hi)
+
+
+def _fits(equation: Any, program: Any) -> bool:
+    if not is_program(program):
+        return False
     inner = opened(program).jaxpr
     fits = len(inner.invars) == len(equation.invars)
-    fits &= len(inner.outvars) == len(equation.outvars)
-    return program if fits else None
+    return fits and len(inner.outvars) == len(equation.outvars)
+
+
+# Since jax 0.12 there are calls of objects, hi primitives, that hold what they compute
+# and the rules for their derivatives. With the flags jax_custom_jvp3, jax_custom_vjp3
+# and jax_remat3 all custom derivatives and checkpoints are such calls.
+
+Rule = Literal["", "jvp", "vjp", "remat"]
+
+_RULES: dict[str, Rule] = {
+    "custom_jvp_call": "jvp",
+    "custom_vjp_call": "vjp",
+    "remat2": "remat",
+    "RematTraced": "remat",  # the classes of hi primitives
+    "OptRemat": "",  # the forward pass of a rule
+}
+_NAMES = ("CheckpointName", "CheckpointNameFwd")
+_EXPANDED: dict[int, Program | None] = {}  # by the id of a hi primitive
+
+
+def _hi_of(equation: Any) -> Any:
+    return parameter(equation, "_prim")
+
+
+def _expanded(equation: Any, hi: Any) -> Program | None:
+    """The program that JAX itself puts in the place of a hi primitive."""
+    if id(hi) not in _EXPANDED:
+        weakref.finalize(hi, _EXPANDED.pop, id(hi), None)
+        expand = _part(equation.primitive, "to_lojax")
+        try:
+            program = jax.make_jaxpr(lambda *x: expand(*x, **parameters(equation)))(
+                *(x.aval for x in equation.invars)
+            )
+        except Exception:  # it is an operation of which nothing is known
+            program = None
+        _EXPANDED[id(hi)] = program
+    program = _EXPANDED[id(hi)]
+    return program if _fits(equation, program) else None
+
+
+def rule_of(equation: Any) -> Rule:
+    """What a call has beside its program: a rule for its derivative.
+
+    "remat" if the derivative computes the program again.
+    """
+    hi = _hi_of(equation)
+    kind = equation.primitive.name if hi is None else type(hi).__name__
+    if hi is None or kind in _RULES:
+        return _RULES.get(kind, "")
+    backwards = _part(_part(type(hi), "vjp_fwd"), "__name__", "")
+    return "jvp" if backwards.startswith("_vjp_fwd_from_") else "vjp"
+
+
+def is_checkpoint_name(equation: Any) -> bool:
+    """Whether it is a `checkpoint_name`, as a hi primitive."""
+    return type(_hi_of(equation)).__name__ in _NAMES
 
 
 # Programs that are written, see `writer`.
@@ -446,6 +513,9 @@ class Operation(NamedTuple):
     params: tuple[tuple[str, Any], ...]
 
     def bind(self, operands: Sequence[Any]) -> list[Any]:
+        hi = dict(self.params).get("_prim")
+        if type(hi).__name__ in _NAMES:  # it holds the type of its operand
+            return [checkpoint_name(*operands, _part(hi, "name"))]
         made = self.primitive.get_bind_params(dict(self.params))
         # Before jax 0.10 a pair, with functions among the operands.
         functions, made = made if isinstance(made, tuple) else ((), made)
@@ -463,6 +533,19 @@ def bind(equation: Any, operands: Sequence[Any], **params: Any) -> list[Any]:
     """The results of an equation with other operands, and with other parameters."""
     with traced_as(equation):
         return operation_of(equation, **params).bind(operands)
+
+
+def bind_remat(
+    equation: Any, fun: Callable[..., Any], operands: Sequence[Any]
+) -> list[Any]:
+    """The results of a checkpoint, of another function of its operands."""
+    hi = _hi_of(equation)
+    if hi is not None:
+        policy, prevent_cse = _part(hi, "policy"), _part(hi, "prevent_cse", True)
+        return jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)(*operands)
+    body, consts = opened(jax.make_jaxpr(fun)(*operands))
+    assert not consts  # arrays are operands
+    return operation_of(equation, jaxpr=body).bind(operands)
 
 
 def with_dtype(array: Any, dtype: Any) -> Any:

@@ -18,6 +18,7 @@ from jls._program.jaxprs import (
     lines_of,
     names_around,
     opened,
+    rule_of,
 )
 
 # Packages whose lines are never named, and those named only if there is no other line.
@@ -191,7 +192,7 @@ def function_of_jax(equation: Any) -> tuple[str, str] | None:
 
 def is_relu_of_jax(equation: Any) -> bool:
     """Whether a call is `jax.nn.relu`, whose derivative is 1 or 0."""
-    if equation.primitive.name != "custom_jvp_call":
+    if rule_of(equation) != "jvp":
         return False
     program = called_program(equation)
     inner = [] if program is None else opened(program).jaxpr.eqns
@@ -238,7 +239,7 @@ def _stack_of(site: Site) -> list[_Scope]:
     for equation in site.equations:
         scopes = _scopes(names_around(equation))
         is_backward |= _TRANSPOSE in names_around(equation)
-        if equation.primitive.name == "remat2" and not is_inside:
+        if rule_of(equation) == "remat" and not is_inside:
             first, second = scopes[: len(scopes) // 2], scopes[len(scopes) // 2 :]
             is_twice = is_backward and _names(first) == _names(second)
             scopes, is_inside = first if is_twice else scopes, True
