@@ -13,7 +13,6 @@ until then is what it began with, and no other array of float32.
                            the derivative computes it again from h and b
 """
 
-import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
@@ -26,6 +25,7 @@ from jax import Array, lax
 from jls._autocast.shared import TO_FLOAT32, Cast, Number, bind_shared, call_shared
 from jls._program.jaxprs import (
     Operation,
+    in_settings,
     is_float32,
     operation_of,
     settings_beside,
@@ -322,8 +322,7 @@ class Written(NamedTuple):
             operands = [
                 x.value if isinstance(x, Number) else values[x] for x in step.operands
             ]
-            settings = getattr(step.settings, "manager", contextlib.nullcontext())
-            with traced_at(step.traceback, step.names), settings:
+            with traced_at(step.traceback, step.names), in_settings(step.settings):
                 values.append(step.operation.bind(operands)[step.result])
         return self.rounds(values[-1]) if self.rounds else values[-1]
 

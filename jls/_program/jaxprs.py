@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -195,6 +195,11 @@ def _hi_of(equation: Any) -> Any:
     return parameter(equation, "_prim")
 
 
+def is_hi(equation: Any) -> bool:
+    """Whether it is a call of a hi primitive."""
+    return _hi_of(equation) is not None
+
+
 def _expanded(equation: Any, hi: Any) -> Program | None:
     """The program that JAX itself puts in the place of a hi primitive."""
     if id(hi) not in _EXPANDED:
@@ -257,23 +262,25 @@ def run_as_call(jaxpr: Any, arguments: Sequence[Any], name: str) -> list[Any]:
       arguments: of its variables.
       name: of the call.
     """
-    if jaxpr.effects or not is_staged():
+    if effects_of(jaxpr) or not is_staged():
         return eval_jaxpr(jaxpr, [], *arguments)
     (call,) = jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0).eqns
     if call.primitive is not jit_p:  # within `jax.disable_jit`
         return eval_jaxpr(jaxpr, [], *arguments)
-    sizes = {"in": len(jaxpr.invars), "out": len(jaxpr.outvars)}
-    params = {
-        key: value * sizes[key.split("_")[0]] if key.endswith(_OF_EACH) else value
-        for key, value in call.params.items()
-    }
-    params["donated_invars"] *= sizes["in"]
+    params = dict(parameters(call))
+    for key in _OF_EACH:
+        if parameter(call, key) is None:
+            return eval_jaxpr(jaxpr, [], *arguments)
+        params[key] *= len(jaxpr.outvars if key.startswith("out") else jaxpr.invars)
     params |= {"jaxpr": ClosedJaxpr(jaxpr, []), "name": name}
     arguments = [x if isinstance(x, Array) else jnp.asarray(x) for x in arguments]
     return jit_p.bind(*arguments, **params)
 
 
-_OF_EACH = ("_shardings", "_layouts")
+_OF_EACH = (
+    *("in_shardings", "in_layouts", "donated_invars"),
+    *("out_shardings", "out_layouts"),
+)
 
 
 def jitted_inline(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -361,10 +368,15 @@ def _names_of_text(text: str) -> Iterator[Name]:
             yield Name(part)
 
 
+def effects_of(node: Any) -> Collection[Any]:
+    """What an equation or a program does beside its results, such as printing."""
+    return _part(node, "effects", ())
+
+
 def has_side_effects(equation: Any) -> bool:
     """Whether it matters how often an equation runs. A `psum` only names an axis."""
-    effects = _part(equation, "effects", ())
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in effects)
+    names = {type(effect).__name__ for effect in effects_of(equation)}
+    return bool(names - {"NamedAxisEffect"})
 
 
 def lines_of(equation: Any) -> list[Line]:
@@ -410,8 +422,10 @@ def size_of(shape: Iterable[Any]) -> int:
 def _as_number(dimension: Any) -> int:
     if not is_symbolic_dim(dimension):
         return dimension
-    symbols = _part(dimension, "_get_vars")()
-    return _part(dimension, "_evaluate")(dict.fromkeys(symbols, _SYMBOL))
+    symbols, evaluate = _part(dimension, "_get_vars"), _part(dimension, "_evaluate")
+    if symbols is None or evaluate is None:
+        return _SYMBOL
+    return evaluate(dict.fromkeys(symbols(), _SYMBOL))
 
 
 # Inside of `shard_map`.
@@ -446,27 +460,38 @@ def traced_as(equation: Any, names: Any = None) -> Iterator[None]:
       equation: of a program.
       names: its name stack, where that is not the whole one.
     """
-    names = equation.source_info.name_stack if names is None else names
-    with traced_at(traceback_of(equation), names), equation.ctx.manager:
+    names = name_stack(equation) if names is None else names
+    settings = in_settings(_part(equation, "ctx"))
+    with traced_at(traceback_of(equation), names), settings:
         yield
 
 
 def traced_at(traceback: Any, names: Any) -> Any:
     """Lines, and names of scopes, for what is traced there."""
-    names = source_info_util.current_name_stack() + names
-    return source_info_util.user_context(traceback, name_stack=names)
+    context = _part(source_info_util, "user_context")
+    around = _part(source_info_util, "current_name_stack")
+    if context is None:
+        return contextlib.nullcontext()
+    if around is None or isinstance(names, str):
+        return context(traceback)
+    return context(traceback, name_stack=around() + names)
+
+
+def in_settings(settings: Any) -> Any:
+    """A context with the settings of JAX at an equation, None for those that are on."""
+    return _part(settings, "manager") or contextlib.nullcontext()
 
 
 def settings_beside(equation: Any, other: Any) -> Any:
     """What JAX keeps of its settings at an equation; None if `other` has the same."""
-    mine, theirs = equation.ctx, other.ctx
+    mine, theirs = _part(equation, "ctx"), _part(other, "ctx")
     # Before jax 0.10 one has no equality.
     return None if mine is theirs or repr(mine) == repr(theirs) else mine
 
 
 def traceback_of(equation: Any) -> Any:
     """Where the user's program computes it; equal for equal calls of one line."""
-    return equation.source_info.traceback
+    return _part(_part(equation, "source_info"), "traceback")
 
 
 def inlined(equation: Any, caller: Any, *, has_line: bool, is_rule: bool) -> Any:
@@ -478,20 +503,29 @@ def inlined(equation: Any, caller: Any, *, has_line: bool, is_rule: bool) -> Any
       has_line: whether it keeps its own traceback, or gets that of the call.
       is_rule: whether it is run inside of the scopes of the call.
     """
-    info, outside = equation.source_info, caller.source_info
-    names = outside.name_stack
-    info = info.replace(
-        traceback=info.traceback if has_line else outside.traceback,
-        name_stack=names[:0] if is_rule else names + info.name_stack,
+    names = name_stack(caller)
+    return _with_source(
+        equation,
+        traceback=traceback_of(equation if has_line else caller),
+        name_stack=names[:0] if is_rule else names + name_stack(equation),
     )
-    return equation.replace(source_info=info)
 
 
 def in_scope(equation: Any, name: str) -> Any:
     """An equation with one more scope around all of its own."""
-    info = equation.source_info
-    names = source_info_util.new_name_stack(name) + info.name_stack
-    return equation.replace(source_info=info.replace(name_stack=names))
+    scope, names = _part(source_info_util, "new_name_stack"), name_stack(equation)
+    if scope is None or isinstance(names, str):
+        return equation
+    return _with_source(equation, name_stack=scope(name) + names)
+
+
+def _with_source(equation: Any, **parts: Any) -> Any:
+    """An equation with another line or other scopes, as far as they are known."""
+    replace = _part(_part(equation, "source_info"), "replace")
+    if replace is None:
+        return equation
+    known = {x: y for x, y in parts.items() if y is not None and y != ""}
+    return equation.replace(source_info=replace(**known))
 
 
 def shared_names(equations: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -511,22 +545,41 @@ class Operation(NamedTuple):
 
     primitive: Any
     params: tuple[tuple[str, Any], ...]
+    count: int  # of its results
 
     def bind(self, operands: Sequence[Any]) -> list[Any]:
         hi = dict(self.params).get("_prim")
         if type(hi).__name__ in _NAMES:  # it holds the type of its operand
             return [checkpoint_name(*operands, _part(hi, "name"))]
-        made = self.primitive.get_bind_params(dict(self.params))
+        prepare = _part(self.primitive, "get_bind_params")
+        if prepare is None:
+            return self._evaluated(operands)
+        made = prepare(dict(self.params))
         # Before jax 0.10 a pair, with functions among the operands.
         functions, made = made if isinstance(made, tuple) else ((), made)
         results = self.primitive.bind(*functions, *operands, **made)
         return list(results) if self.primitive.multiple_results else [results]
 
+    def _evaluated(self, operands: Sequence[Any]) -> list[Any]:
+        """Its results, without the settings of JAX, as a program of one equation."""
+        like = jax.make_jaxpr(jnp.negative)(0.0).jaxpr
+        equation = like.eqns[0].replace(
+            invars=list(map(variable_like, operands)),
+            outvars=[variable_like(0.0) for _ in range(self.count)],
+            primitive=self.primitive,
+            params=dict(self.params),
+        )
+        alone = like.replace(
+            invars=equation.invars, outvars=equation.outvars, eqns=[equation]
+        )
+        return eval_jaxpr(alone, [], *operands)
+
 
 def operation_of(equation: Any, **params: Any) -> Operation:
     """What an equation computes, with other parameters."""
     params = {**equation.params, **params}
-    return Operation(equation.primitive, tuple(params.items()))
+    count = len(equation.outvars)
+    return Operation(equation.primitive, tuple(params.items()), count)
 
 
 def bind(equation: Any, operands: Sequence[Any], **params: Any) -> list[Any]:
@@ -550,7 +603,11 @@ def bind_remat(
 
 def with_dtype(array: Any, dtype: Any) -> Any:
     """The type of an array, with another dtype: to trace with."""
-    return jax.typeof(array).update(dtype=jnp.dtype(dtype), weak_type=False)
+    kind, dtype = jax.typeof(array), jnp.dtype(dtype)
+    update = _part(kind, "update")
+    if update is None:
+        return jax.ShapeDtypeStruct(kind.shape, dtype)
+    return update(dtype=dtype, weak_type=False)
 
 
 def traced_wide(fun: Callable[..., Any], arrays: Sequence[Any]) -> Program:
