@@ -25,6 +25,7 @@ from jax import Array, lax
 from jls._autocast.shared import TO_FLOAT32, Cast, Number, bind_shared, call_shared
 from jls._program.jaxprs import (
     Operation,
+    checkpointed,
     in_settings,
     is_float32,
     operation_of,
@@ -304,7 +305,7 @@ class Written(NamedTuple):
 
     def again(self, *arrays: Any) -> Any:
         """From what is kept, which is also how the derivative computes it."""
-        return jax.checkpoint(self._run_kept, prevent_cse=False)(*arrays)
+        return checkpointed(self._run_kept)(*arrays)
 
     def _run_kept(self, *arrays: Any) -> Any:
         wide = iter(arrays[len(self.forms) :])
@@ -357,7 +358,7 @@ def _relu(array: Any, dtype: Any) -> Any:
 
 @_relu.defjvp
 def _tangent_of_relu(dtype, primals, tangents):
-    @functools.partial(jax.checkpoint, prevent_cse=False)
+    @checkpointed
     def passed(half, tangent):
         return lax.select(half > 0, tangent, lax.full_like(tangent, 0))
 

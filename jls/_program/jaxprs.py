@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer, eval_jaxpr
 from jax.export import is_symbolic_dim
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var, primitives
 from jax.extend.core import Literal as Number
 from jax.extend.core.primitives import jit_p
 
@@ -186,6 +186,8 @@ _RULES: dict[str, Rule] = {
     "remat2": "remat",
     "RematTraced": "remat",  # the classes of hi primitives
     "OptRemat": "",  # the forward pass of a rule
+    "CheckpointName": "",
+    "CheckpointNameFwd": "",
 }
 _NAMES = ("CheckpointName", "CheckpointNameFwd")
 _EXPANDED: dict[int, Program | None] = {}  # by the id of a hi primitive
@@ -599,6 +601,28 @@ def bind_remat(
     body, consts = opened(jax.make_jaxpr(fun)(*operands))
     assert not consts  # arrays are operands
     return operation_of(equation, jaxpr=body).bind(operands)
+
+
+def checkpointed(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun`, a function of arrays, which the derivative computes again from these.
+
+    Part of what is linear, where a checkpoint of jax_remat3 has no transpose.
+    """
+
+    def run(*arrays):
+        if not _part(jax.config, "jax_remat3", False):
+            return jax.checkpoint(fun, prevent_cse=False)(*arrays)
+        remat = _part(primitives, "remat_p")
+        if remat is None:
+            return fun(*arrays)
+        body, shape = jax.make_jaxpr(fun, return_shape=True)(*arrays)
+        jaxpr, consts = opened(body)
+        assert not consts  # arrays are operands
+        params = {"prevent_cse": False, "differentiated": False, "policy": None}
+        results = remat.bind(*arrays, jaxpr=jaxpr, **params)
+        return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+    return run
 
 
 def with_dtype(array: Any, dtype: Any) -> Any:
