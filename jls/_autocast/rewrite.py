@@ -549,11 +549,13 @@ class Rewrite:
             }.items()
         )
         count = len(inputs)
+        caller = equation if function_of_jax(equation) else None
 
         @jax.custom_jvp
         def run(*arrays):
             held = _like(inputs, arrays[:count])
-            return self._as(self.run(call.program, held, site), halves)
+            results = self.run(call.program, held, site, caller)
+            return self._as(results, halves)
 
         @run.defjvp
         def rule(primals, tangents):

@@ -395,8 +395,12 @@ def lines_of(equation: Any) -> list[Line]:
 
 
 def jitted_function(equation: Any) -> tuple[str, str]:
-    """File and name of the function that a `jit` is of; "" if they are not known."""
-    program = called_program(equation) if equation.primitive.name == "jit" else None
+    """File and name of the function that a `jit` is of; "" if they are not known.
+
+    Functions with custom derivatives that are hi primitives are jitted too.
+    """
+    is_jit = equation.primitive.name == "jit" or is_hi(equation)
+    program = called_program(equation) if is_jit else None
     if program is None:
         return "", ""
     info = _part(opened(program).jaxpr, "debug_info")
@@ -526,7 +530,7 @@ def _with_source(equation: Any, **parts: Any) -> Any:
     replace = _part(_part(equation, "source_info"), "replace")
     if replace is None:
         return equation
-    known = {x: y for x, y in parts.items() if y is not None and y != ""}
+    known = {x: y for x, y in parts.items() if not isinstance(y, str | None)}
     return equation.replace(source_info=replace(**known))
 
 
