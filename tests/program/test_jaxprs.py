@@ -201,26 +201,35 @@ PARTS = {
 }  # fmt: skip
 
 
-def everything_read(patch, missing=()):
-    """The findings of `check_step`, places; and the names that were asked for."""
-    asked = names_asked(patch, missing)
-    findings, places = read()
+def names_read(patch, run):
+    with patch.context() as local:
+        asked = names_asked(local)
+        run()
+    return asked
+
+
+def traced():
     jax.make_jaxpr(half)(*HALF)
-    return findings, places, asked
 
 
 def test_reading_goes_on_without_any_one_name(monkeypatch):
-    with monkeypatch.context() as patch:
-        whole, places, names = everything_read(patch)
+    whole, places = read()
     assert not set(whole.of("broken")) | set(whole.of("not tried"))
-    assert names > {"func_src_info", "num_carry", "traced_for", "get_bind_params"}
+    names, of_half = names_read(monkeypatch, read), names_read(monkeypatch, traced)
+    assert names > {"func_src_info", "num_carry", "traced_for", "body_nconsts"}
+    assert of_half > {"get_bind_params", "ctx", "user_context"}
     for name in sorted(names):
         with monkeypatch.context() as patch:
-            findings, _, _ = everything_read(patch, {name})
+            names_asked(patch, {name})
+            findings, _ = read()
         assert not findings.of("broken"), name
+    for name in sorted(of_half - names):
+        with monkeypatch.context() as patch:
+            names_asked(patch, {name})
+            traced()
     with monkeypatch.context() as patch:
-        assert {x.line for x in everything_read(patch, {"line_num"})[1]} == {0}
-    assert {x.line for x in places} != {0}
+        names_asked(patch, {"line_num"})
+        assert {x.line for x in read()[1]} == {0} != {x.line for x in places}
 
 
 @pytest.mark.parametrize("reader", readers())
@@ -234,7 +243,7 @@ def test_autocast_check_step_and_why_go_on_without_what(reader, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert not jls.check_step(jax.jit(train), *args).broken
-        assert jls.why(jax.grad(half_loss), HALF[0], HALF[1] * jnp.inf).results
+        assert jls.why(half_loss, HALF[0], HALF[1] * jnp.inf).results
 
 
 @pytest.mark.parametrize("group", PARTS)
@@ -250,8 +259,9 @@ def test_why_and_calibrate_go_on_without(group, monkeypatch):
 
 
 def test_reading_goes_on_without_all_of_them(monkeypatch):
-    with monkeypatch.context() as patch:
-        names = everything_read(patch)[2]
-    findings, _, _ = everything_read(monkeypatch, names)
+    names = names_read(monkeypatch, read) | names_read(monkeypatch, traced)
+    names_asked(monkeypatch, names)
+    findings, _ = read()
+    traced()
     assert not findings.of("broken")
     assert jls.why(step, *arguments(60.0)).results
