@@ -551,12 +551,12 @@ class Operation(NamedTuple):
 
     primitive: Any
     params: tuple[tuple[str, Any], ...]
-    count: int  # of its results
+    results: int  # how many it has
 
     def bind(self, operands: Sequence[Any]) -> list[Any]:
         hi = dict(self.params).get("_prim")
         if type(hi).__name__ in _NAMES:  # it holds the type of its operand
-            return [checkpoint_name(*operands, _part(hi, "name"))]
+            return [checkpoint_name(operands[0], _part(hi, "name"))]
         prepare = _part(self.primitive, "get_bind_params")
         if prepare is None:
             return self._evaluated(operands)
@@ -571,7 +571,7 @@ class Operation(NamedTuple):
         like = jax.make_jaxpr(jnp.negative)(0.0).jaxpr
         equation = like.eqns[0].replace(
             invars=list(map(variable_like, operands)),
-            outvars=[variable_like(0.0) for _ in range(self.count)],
+            outvars=[variable_like(0.0) for _ in range(self.results)],
             primitive=self.primitive,
             params=dict(self.params),
         )

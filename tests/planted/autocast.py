@@ -224,7 +224,7 @@ FAULTS = [
     Fault(
         "a chain keeps its arrays of float32 for the derivative",
         HELD,
-        "        return jax.checkpoint(self._run_kept, prevent_cse=False)(*arrays)\n",
+        "        return checkpointed(self._run_kept)(*arrays)\n",
         "        return self._run_kept(*arrays)\n",
         (HALF_KEPT,),
     ),
@@ -824,8 +824,8 @@ FAULTS = [
     Fault(
         "what is inside of a function of JAX has no scope",
         "jls/_program/jaxprs.py",
-        "names[:0] if is_rule else names + info.name_stack,\n",
-        "names[:0] if is_rule else info.name_stack,\n",
+        "names[:0] if is_rule else names + name_stack(equation),\n",
+        "names[:0] if is_rule else name_stack(equation),\n",
         (LINES,),
     ),
     Fault(
@@ -838,8 +838,8 @@ FAULTS = [
     Fault(
         "what a rule computes has the scopes of its call twice",
         "jls/_program/jaxprs.py",
-        "names[:0] if is_rule else names + info.name_stack,\n",
-        "names + info.name_stack,\n",
+        "names[:0] if is_rule else names + name_stack(equation),\n",
+        "names + name_stack(equation),\n",
         (SCOPES,),
     ),
     Fault(
@@ -854,8 +854,8 @@ FAULTS = [
     Fault(
         "lines and scopes of the program are lost",
         "jls/_program/jaxprs.py",
-        "    names = source_info_util.current_name_stack() + names\n",
-        "    names = source_info_util.current_name_stack()\n",
+        "    return context(traceback, name_stack=around() + names)\n",
+        "    return context(traceback, name_stack=around())\n",
         (f"{PROGRAMS}::test_names_and_scopes_of_the_program_are_kept",),
     ),
     # keep.
