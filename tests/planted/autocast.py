@@ -592,7 +592,7 @@ FAULTS = [
     Fault(
         "a label in a loop keeps a mask of all logits",
         PICK,
-        "@functools.partial(jax.checkpoint, prevent_cse=False)\n",
+        "@checkpointed\n",
         "",
         (f"{LOSS}::test_a_pick_in_a_loop_keeps_the_indices_alone",),
     ),
@@ -685,14 +685,14 @@ FAULTS = [
     Fault(
         "a nested jit loses what it was given",
         REWRITE,
-        'is_kept = name == "jit" and function_of_jax(equation) is None',
+        "is_kept = is_jit and function_of_jax(equation) is None",
         "is_kept = False",
         (f"{SEMANTICS}::test_a_nested_jit_stays_one_with_what_it_donates",),
     ),
     Fault(
         "a checkpoint is left out",
         REWRITE,
-        '        if not is_kept and name != "remat2":\n',
+        '        if not is_kept and rule != "remat":\n',
         "        if not is_kept:\n",
         (
             f"{SEMANTICS}::"
@@ -738,7 +738,7 @@ FAULTS = [
     Fault(
         "the rule of a custom_jvp is left out",
         REWRITE,
-        '        if name == "custom_jvp_call":\n',
+        '        if rule == "jvp":\n',
         "        if ():\n",
         (RULE,),
     ),
@@ -817,7 +817,7 @@ FAULTS = [
     Fault(
         "what is inside of a function of JAX has no line",
         REWRITE,
-        '            caller = equation if name == "jit" else None\n',
+        "            caller = equation if is_jit else None\n",
         "            caller = None\n",
         (LINES,),
     ),
