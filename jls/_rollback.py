@@ -31,7 +31,7 @@ import jax
 from jax import Array, lax
 from jax.core import Tracer
 
-from jls._program.jaxprs import opened, programs_in, run_as_call
+from jls._program.jaxprs import effects_of, opened, programs_in, run_as_call
 from jls._program.primitives import primitive_of
 from jls._program.squares import SumOfSquares, find_sum_of_squares, needed_for
 from jls._rollback_cpu import Chosen, on_cpu, select_in_place, where
@@ -224,7 +224,7 @@ def _trace(
         jaxpr=jaxpr,
         after_sum=after_sum,
         remainder=remainder,
-        observes_nan=bool(jaxpr.effects) or _observes_nan(jaxpr),
+        observes_nan=bool(effects_of(jaxpr)) or _observes_nan(jaxpr),
         sum_of_squares=found,
     )
     return program, list(traced.consts)

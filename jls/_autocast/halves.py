@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jls._autocast.keep import Choice
 from jls._autocast.readers import MOVES
 from jls._program.control import Site
-from jls._program.jaxprs import is_float32, is_literal, size_of
+from jls._program.jaxprs import is_float32, is_literal, rule_of, size_of
 from jls._program.places import is_relu_of_jax
 from jls._program.primitives import Primitive, primitive_of
 
@@ -55,7 +55,7 @@ class Halves:
 
     def of_call(self, site: Site, results: Sequence[Fact]) -> Sequence[Fact]:
         """What a rule of `custom_vjp` gives is float32."""
-        if site.equation.primitive.name == "custom_vjp_call":
+        if rule_of(site.equation) == "vjp":
             results = [IN_MEMORY] * len(results)
         if is_relu_of_jax(site.equation):
             results = [self._of_relu(site.equation, *results)]

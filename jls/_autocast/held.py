@@ -13,7 +13,6 @@ until then is what it began with, and no other array of float32.
                            the derivative computes it again from h and b
 """
 
-import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
@@ -26,6 +25,8 @@ from jax import Array, lax
 from jls._autocast.shared import TO_FLOAT32, Cast, Number, bind_shared, call_shared
 from jls._program.jaxprs import (
     Operation,
+    checkpointed,
+    in_settings,
     is_float32,
     operation_of,
     settings_beside,
@@ -304,7 +305,7 @@ class Written(NamedTuple):
 
     def again(self, *arrays: Any) -> Any:
         """From what is kept, which is also how the derivative computes it."""
-        return jax.checkpoint(self._run_kept, prevent_cse=False)(*arrays)
+        return checkpointed(self._run_kept)(*arrays)
 
     def _run_kept(self, *arrays: Any) -> Any:
         wide = iter(arrays[len(self.forms) :])
@@ -322,8 +323,7 @@ class Written(NamedTuple):
             operands = [
                 x.value if isinstance(x, Number) else values[x] for x in step.operands
             ]
-            settings = getattr(step.settings, "manager", contextlib.nullcontext())
-            with traced_at(step.traceback, step.names), settings:
+            with traced_at(step.traceback, step.names), in_settings(step.settings):
                 values.append(step.operation.bind(operands)[step.result])
         return self.rounds(values[-1]) if self.rounds else values[-1]
 
@@ -358,7 +358,7 @@ def _relu(array: Any, dtype: Any) -> Any:
 
 @_relu.defjvp
 def _tangent_of_relu(dtype, primals, tangents):
-    @functools.partial(jax.checkpoint, prevent_cse=False)
+    @checkpointed
     def passed(half, tangent):
         return lax.select(half > 0, tangent, lax.full_like(tangent, 0))
 

@@ -18,6 +18,7 @@ from jax import lax
 from jls._autocast.shared import call_shared
 from jls._program.jaxprs import (
     Operation,
+    checkpointed,
     is_float32,
     operation_of,
     parameter,
@@ -76,7 +77,7 @@ def _tangent_of_picked(operation, primals, tangents):
     return picked, lax.reshape(tangent, picked.shape)
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False)
+@checkpointed
 def _selected(rows: Any, indices: Any) -> Any:
     """As sums of rows of zeros with the picked elements; its transpose has no sum."""
     last = rows.ndim - 1

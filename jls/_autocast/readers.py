@@ -11,7 +11,7 @@ from typing import Any
 
 from jls._autocast.keep import Choice
 from jls._program.control import MAIN, Call, Site, calls_of
-from jls._program.jaxprs import Program, is_literal, opened
+from jls._program.jaxprs import Program, is_literal, opened, rule_of
 from jls._program.primitives import primitive_of
 
 MOVES = (
@@ -69,7 +69,7 @@ class Readers:
     def _of_equation(self, site: Site, results: list[bool]) -> list[bool]:
         equation = site.equation
         row, calls = primitive_of(equation), calls_of(equation)
-        is_rule = equation.primitive.name == "custom_vjp_call"
+        is_rule = rule_of(equation) == "vjp"
         self.has_rules |= is_rule
         if calls:
             found = self._of_calls(site, calls, results)

@@ -27,6 +27,7 @@ from jls._program.control import MAIN, Call, Site, calls_of
 from jls._program.jaxprs import (
     Program,
     bind,
+    bind_remat,
     called_program,
     in_scope,
     inlined,
@@ -39,6 +40,7 @@ from jls._program.jaxprs import (
     operation_of,
     parameter,
     parameters,
+    rule_of,
     size_of,
     trace_of,
     traced_as,
@@ -377,14 +379,14 @@ class Rewrite:
     def _call(self, site: Site, calls: list[Call], operands: list[Held]) -> Any:
         """A jit of the user's, remat and custom derivatives stay what they are."""
         (call,), equation = calls, self._at(site)
-        name = equation.primitive.name
-        if name == "custom_jvp_call":
+        rule, is_jit = rule_of(equation), equation.primitive.name == "jit"
+        if rule == "jvp":
             return self._custom_jvp(site, call, operands)
-        if name == "custom_vjp_call":
+        if rule == "vjp":
             return self._custom_vjp(site, call, operands)
-        is_kept = name == "jit" and function_of_jax(equation) is None
-        if not is_kept and name != "remat2":
-            caller = equation if name == "jit" else None
+        is_kept = is_jit and function_of_jax(equation) is None
+        if not is_kept and rule != "remat":
+            caller = equation if is_jit else None
             return self.run(call.program, operands, site, caller)
         inputs, halves = self._inputs(site, call, operands), self._are_half(site, call)
 
@@ -392,10 +394,9 @@ class Rewrite:
             return self._as(self.run(call.program, _like(inputs, arrays), site), halves)
 
         def made(*arrays):
-            body: Any = jax.make_jaxpr(run)(*arrays)
-            if name == "remat2":
-                body, consts = opened(body)
-                assert not consts  # arrays are operands
+            if rule == "remat":
+                return bind_remat(equation, run, arrays)
+            body = jax.make_jaxpr(run)(*arrays)
             return operation_of(equation, jaxpr=body).bind(arrays)
 
         arrays = [x.array for x in inputs]
@@ -418,7 +419,7 @@ class Rewrite:
         found = list[Any]()
         for index, equation in enumerate(jaxpr.eqns):
             here = site.inside(equation, index)
-            if equation.primitive.name == "custom_vjp_call":  # may close over arrays
+            if rule_of(equation) == "vjp":  # may close over arrays
                 return None
             rounds = (self._readers.round_result(here, x) for x in equation.outvars)
             found.append((self.choice.is_kept(here), *rounds))
@@ -548,11 +549,13 @@ class Rewrite:
             }.items()
         )
         count = len(inputs)
+        caller = equation if function_of_jax(equation) else None
 
         @jax.custom_jvp
         def run(*arrays):
             held = _like(inputs, arrays[:count])
-            return self._as(self.run(call.program, held, site), halves)
+            results = self.run(call.program, held, site, caller)
+            return self._as(results, halves)
 
         @run.defjvp
         def rule(primals, tangents):
@@ -710,7 +713,7 @@ def _is_half(held: Held, dtype: Any) -> bool:
 
 def _is_elementwise(equation: Any) -> bool:
     """Whether it is a function with a derivative of its own that a chain may have."""
-    if equation.primitive.name != "custom_jvp_call" or len(equation.outvars) != 1:
+    if rule_of(equation) != "jvp" or len(equation.outvars) != 1:
         return False
     if not is_float32(equation.outvars[0]):
         return False

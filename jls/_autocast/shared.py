@@ -18,6 +18,7 @@ from jax import Array, lax
 
 from jls._program.jaxprs import (
     Operation,
+    effects_of,
     is_program,
     jitted_inline,
     operation_of,
@@ -129,7 +130,7 @@ def bind_shared(
         else:
             kept.append(Number(cast(value) if cast else value))
     single = _Single(operation, tuple(kept))
-    is_plain = not equation.effects and not any(
+    is_plain = not effects_of(equation) and not any(
         is_program(value) for _, value in operation.params
     )
     with traced_as(equation):

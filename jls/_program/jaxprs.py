@@ -11,16 +11,19 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray, Tracer, eval_jaxpr
 from jax.export import is_symbolic_dim
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var, primitives
+from jax.extend.core import Literal as Number
 from jax.extend.core.primitives import jit_p
 
 Program = Jaxpr | ClosedJaxpr
@@ -63,7 +66,7 @@ def is_program(value: Any) -> bool:
 
 def is_literal(atom: Any) -> bool:
     """Whether an operand is a number in the program, not a variable."""
-    return isinstance(atom, Literal)
+    return isinstance(atom, Number)
 
 
 def variable_of(value: Any) -> Any:
@@ -78,12 +81,12 @@ def trace_of(value: Any) -> Any:
 
 def variables_in(atoms: Sequence[Any]) -> list[Any]:
     """The operands that are variables, not numbers in the program."""
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
+    return [atom for atom in atoms if not isinstance(atom, Number)]
 
 
 def substituted(atoms: Sequence[Any], values: Mapping[Any, Any]) -> list[Any]:
     """The operands, with `values` in the place of variables that have one."""
-    return [x if isinstance(x, Literal) else values.get(x, x) for x in atoms]
+    return [x if isinstance(x, Number) else values.get(x, x) for x in atoms]
 
 
 def is_inexact_atom(atom: Any) -> bool:
@@ -146,20 +149,91 @@ def is_exact_cast(old: Any, new: Any) -> bool:
 
 def programs_in(equation: Any) -> list[Any]:
     """All programs that an equation holds, however its parameters nest them."""
-    values = jax.tree.leaves([*parameters(equation).values()], is_leaf=is_program)
-    return list(filter(is_program, values))
+    of_hi = [] if _hi_of(equation) is None else [called_program(equation)]
+    values = [*parameters(equation).values(), *of_hi]
+    return list(filter(is_program, jax.tree.leaves(values, is_leaf=is_program)))
 
 
 def called_program(equation: Any) -> Program | None:
     """The program of an equation that is a call, of its operands and no more."""
+    hi = _hi_of(equation)
     programs = (parameter(equation, name) for name in _PROGRAM)
     program = next(filter(is_program, programs), None)
-    if program is None:
-        return None
+    if hi is not None:
+        program = _part(_part(hi, "traced", hi), "jaxpr")
+    if _fits(equation, program):
+        return program
+    return None if hi is None else _expanded(equation, hi)
+
+
+def _fits(equation: Any, program: Any) -> bool:
+    if not is_program(program):
+        return False
     inner = opened(program).jaxpr
     fits = len(inner.invars) == len(equation.invars)
-    fits &= len(inner.outvars) == len(equation.outvars)
-    return program if fits else None
+    return fits and len(inner.outvars) == len(equation.outvars)
+
+
+# Since jax 0.12 there are calls of objects, hi primitives, that hold what they compute
+# and the rules for their derivatives. With the flags jax_custom_jvp3, jax_custom_vjp3
+# and jax_remat3 all custom derivatives and checkpoints are such calls.
+
+Rule = Literal["", "jvp", "vjp", "remat"]
+
+_RULES: dict[str, Rule] = {
+    "custom_jvp_call": "jvp",
+    "custom_vjp_call": "vjp",
+    "remat2": "remat",
+    "RematTraced": "remat",  # the classes of hi primitives
+    "OptRemat": "",  # the forward pass of a rule
+    "CheckpointName": "",
+    "CheckpointNameFwd": "",
+}
+_NAMES = ("CheckpointName", "CheckpointNameFwd")
+_EXPANDED: dict[int, Program | None] = {}  # by the id of a hi primitive
+
+
+def _hi_of(equation: Any) -> Any:
+    return parameter(equation, "_prim")
+
+
+def is_hi(equation: Any) -> bool:
+    """Whether it is a call of a hi primitive."""
+    return _hi_of(equation) is not None
+
+
+def _expanded(equation: Any, hi: Any) -> Program | None:
+    """The program that JAX itself puts in the place of a hi primitive."""
+    if id(hi) not in _EXPANDED:
+        weakref.finalize(hi, _EXPANDED.pop, id(hi), None)
+        expand = _part(equation.primitive, "to_lojax")
+        try:
+            program = jax.make_jaxpr(lambda *x: expand(*x, **parameters(equation)))(
+                *(x.aval for x in equation.invars)
+            )
+        except Exception:  # it is an operation of which nothing is known
+            program = None
+        _EXPANDED[id(hi)] = program
+    program = _EXPANDED[id(hi)]
+    return program if _fits(equation, program) else None
+
+
+def rule_of(equation: Any) -> Rule:
+    """What a call has beside its program: a rule for its derivative.
+
+    "remat" if the derivative computes the program again.
+    """
+    hi = _hi_of(equation)
+    kind = equation.primitive.name if hi is None else type(hi).__name__
+    if hi is None or kind in _RULES:
+        return _RULES.get(kind, "")
+    backwards = _part(_part(type(hi), "vjp_fwd"), "__name__", "")
+    return "jvp" if backwards.startswith("_vjp_fwd_from_") else "vjp"
+
+
+def is_checkpoint_name(equation: Any) -> bool:
+    """Whether it is a `checkpoint_name`, as a hi primitive."""
+    return type(_hi_of(equation)).__name__ in _NAMES
 
 
 # Programs that are written, see `writer`.
@@ -190,23 +264,25 @@ def run_as_call(jaxpr: Any, arguments: Sequence[Any], name: str) -> list[Any]:
       arguments: of its variables.
       name: of the call.
     """
-    if jaxpr.effects or not is_staged():
+    if effects_of(jaxpr) or not is_staged():
         return eval_jaxpr(jaxpr, [], *arguments)
     (call,) = jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0).eqns
     if call.primitive is not jit_p:  # within `jax.disable_jit`
         return eval_jaxpr(jaxpr, [], *arguments)
-    sizes = {"in": len(jaxpr.invars), "out": len(jaxpr.outvars)}
-    params = {
-        key: value * sizes[key.split("_")[0]] if key.endswith(_OF_EACH) else value
-        for key, value in call.params.items()
-    }
-    params["donated_invars"] *= sizes["in"]
+    params = dict(parameters(call))
+    for key in _OF_EACH:
+        if parameter(call, key) is None:
+            return eval_jaxpr(jaxpr, [], *arguments)
+        params[key] *= len(jaxpr.outvars if key.startswith("out") else jaxpr.invars)
     params |= {"jaxpr": ClosedJaxpr(jaxpr, []), "name": name}
     arguments = [x if isinstance(x, Array) else jnp.asarray(x) for x in arguments]
     return jit_p.bind(*arguments, **params)
 
 
-_OF_EACH = ("_shardings", "_layouts")
+_OF_EACH = (
+    *("in_shardings", "in_layouts", "donated_invars"),
+    *("out_shardings", "out_layouts"),
+)
 
 
 def jitted_inline(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -294,10 +370,15 @@ def _names_of_text(text: str) -> Iterator[Name]:
             yield Name(part)
 
 
+def effects_of(node: Any) -> Collection[Any]:
+    """What an equation or a program does beside its results, such as printing."""
+    return _part(node, "effects", ())
+
+
 def has_side_effects(equation: Any) -> bool:
     """Whether it matters how often an equation runs. A `psum` only names an axis."""
-    effects = _part(equation, "effects", ())
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in effects)
+    names = {type(effect).__name__ for effect in effects_of(equation)}
+    return bool(names - {"NamedAxisEffect"})
 
 
 def lines_of(equation: Any) -> list[Line]:
@@ -314,8 +395,12 @@ def lines_of(equation: Any) -> list[Line]:
 
 
 def jitted_function(equation: Any) -> tuple[str, str]:
-    """File and name of the function that a `jit` is of; "" if they are not known."""
-    program = called_program(equation) if equation.primitive.name == "jit" else None
+    """File and name of the function that a `jit` is of; "" if they are not known.
+
+    Functions with custom derivatives that are hi primitives are jitted too.
+    """
+    is_jit = equation.primitive.name == "jit" or is_hi(equation)
+    program = called_program(equation) if is_jit else None
     if program is None:
         return "", ""
     info = _part(opened(program).jaxpr, "debug_info")
@@ -343,8 +428,10 @@ def size_of(shape: Iterable[Any]) -> int:
 def _as_number(dimension: Any) -> int:
     if not is_symbolic_dim(dimension):
         return dimension
-    symbols = _part(dimension, "_get_vars")()
-    return _part(dimension, "_evaluate")(dict.fromkeys(symbols, _SYMBOL))
+    symbols, evaluate = _part(dimension, "_get_vars"), _part(dimension, "_evaluate")
+    if symbols is None or evaluate is None:
+        return _SYMBOL
+    return evaluate(dict.fromkeys(symbols(), _SYMBOL))
 
 
 # Inside of `shard_map`.
@@ -379,27 +466,38 @@ def traced_as(equation: Any, names: Any = None) -> Iterator[None]:
       equation: of a program.
       names: its name stack, where that is not the whole one.
     """
-    names = equation.source_info.name_stack if names is None else names
-    with traced_at(traceback_of(equation), names), equation.ctx.manager:
+    names = name_stack(equation) if names is None else names
+    settings = in_settings(_part(equation, "ctx"))
+    with traced_at(traceback_of(equation), names), settings:
         yield
 
 
 def traced_at(traceback: Any, names: Any) -> Any:
     """Lines, and names of scopes, for what is traced there."""
-    names = source_info_util.current_name_stack() + names
-    return source_info_util.user_context(traceback, name_stack=names)
+    context = _part(source_info_util, "user_context")
+    around = _part(source_info_util, "current_name_stack")
+    if context is None:
+        return contextlib.nullcontext()
+    if around is None or isinstance(names, str):
+        return context(traceback)
+    return context(traceback, name_stack=around() + names)
+
+
+def in_settings(settings: Any) -> Any:
+    """A context with the settings of JAX at an equation, None for those that are on."""
+    return _part(settings, "manager") or contextlib.nullcontext()
 
 
 def settings_beside(equation: Any, other: Any) -> Any:
     """What JAX keeps of its settings at an equation; None if `other` has the same."""
-    mine, theirs = equation.ctx, other.ctx
+    mine, theirs = _part(equation, "ctx"), _part(other, "ctx")
     # Before jax 0.10 one has no equality.
     return None if mine is theirs or repr(mine) == repr(theirs) else mine
 
 
 def traceback_of(equation: Any) -> Any:
     """Where the user's program computes it; equal for equal calls of one line."""
-    return equation.source_info.traceback
+    return _part(_part(equation, "source_info"), "traceback")
 
 
 def inlined(equation: Any, caller: Any, *, has_line: bool, is_rule: bool) -> Any:
@@ -411,20 +509,29 @@ def inlined(equation: Any, caller: Any, *, has_line: bool, is_rule: bool) -> Any
       has_line: whether it keeps its own traceback, or gets that of the call.
       is_rule: whether it is run inside of the scopes of the call.
     """
-    info, outside = equation.source_info, caller.source_info
-    names = outside.name_stack
-    info = info.replace(
-        traceback=info.traceback if has_line else outside.traceback,
-        name_stack=names[:0] if is_rule else names + info.name_stack,
+    names = name_stack(caller)
+    return _with_source(
+        equation,
+        traceback=traceback_of(equation if has_line else caller),
+        name_stack=names[:0] if is_rule else names + name_stack(equation),
     )
-    return equation.replace(source_info=info)
 
 
 def in_scope(equation: Any, name: str) -> Any:
     """An equation with one more scope around all of its own."""
-    info = equation.source_info
-    names = source_info_util.new_name_stack(name) + info.name_stack
-    return equation.replace(source_info=info.replace(name_stack=names))
+    scope, names = _part(source_info_util, "new_name_stack"), name_stack(equation)
+    if scope is None or isinstance(names, str):
+        return equation
+    return _with_source(equation, name_stack=scope(name) + names)
+
+
+def _with_source(equation: Any, **parts: Any) -> Any:
+    """An equation with another line or other scopes, as far as they are known."""
+    replace = _part(_part(equation, "source_info"), "replace")
+    if replace is None:
+        return equation
+    known = {x: y for x, y in parts.items() if not isinstance(y, str | None)}
+    return equation.replace(source_info=replace(**known))
 
 
 def shared_names(equations: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -444,19 +551,41 @@ class Operation(NamedTuple):
 
     primitive: Any
     params: tuple[tuple[str, Any], ...]
+    results: int  # how many it has
 
     def bind(self, operands: Sequence[Any]) -> list[Any]:
-        made = self.primitive.get_bind_params(dict(self.params))
+        hi = dict(self.params).get("_prim")
+        if type(hi).__name__ in _NAMES:  # it holds the type of its operand
+            return [checkpoint_name(operands[0], _part(hi, "name"))]
+        prepare = _part(self.primitive, "get_bind_params")
+        if prepare is None:
+            return self._evaluated(operands)
+        made = prepare(dict(self.params))
         # Before jax 0.10 a pair, with functions among the operands.
         functions, made = made if isinstance(made, tuple) else ((), made)
         results = self.primitive.bind(*functions, *operands, **made)
         return list(results) if self.primitive.multiple_results else [results]
 
+    def _evaluated(self, operands: Sequence[Any]) -> list[Any]:
+        """Its results, without the settings of JAX, as a program of one equation."""
+        like = jax.make_jaxpr(jnp.negative)(0.0).jaxpr
+        equation = like.eqns[0].replace(
+            invars=list(map(variable_like, operands)),
+            outvars=[variable_like(0.0) for _ in range(self.results)],
+            primitive=self.primitive,
+            params=dict(self.params),
+        )
+        alone = like.replace(
+            invars=equation.invars, outvars=equation.outvars, eqns=[equation]
+        )
+        return eval_jaxpr(alone, [], *operands)
+
 
 def operation_of(equation: Any, **params: Any) -> Operation:
     """What an equation computes, with other parameters."""
     params = {**equation.params, **params}
-    return Operation(equation.primitive, tuple(params.items()))
+    count = len(equation.outvars)
+    return Operation(equation.primitive, tuple(params.items()), count)
 
 
 def bind(equation: Any, operands: Sequence[Any], **params: Any) -> list[Any]:
@@ -465,9 +594,48 @@ def bind(equation: Any, operands: Sequence[Any], **params: Any) -> list[Any]:
         return operation_of(equation, **params).bind(operands)
 
 
+def bind_remat(
+    equation: Any, fun: Callable[..., Any], operands: Sequence[Any]
+) -> list[Any]:
+    """The results of a checkpoint, of another function of its operands."""
+    hi = _hi_of(equation)
+    if hi is not None:
+        policy, prevent_cse = _part(hi, "policy"), _part(hi, "prevent_cse", True)
+        return jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)(*operands)
+    body, consts = opened(jax.make_jaxpr(fun)(*operands))
+    assert not consts  # arrays are operands
+    return operation_of(equation, jaxpr=body).bind(operands)
+
+
+def checkpointed(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun`, a function of arrays, which the derivative computes again from these.
+
+    Part of what is linear, where a checkpoint of jax_remat3 has no transpose.
+    """
+
+    def run(*arrays):
+        if not _part(jax.config, "jax_remat3", False):
+            return jax.checkpoint(fun, prevent_cse=False)(*arrays)
+        remat = _part(primitives, "remat_p")
+        if remat is None:
+            return fun(*arrays)
+        body, shape = jax.make_jaxpr(fun, return_shape=True)(*arrays)
+        jaxpr, consts = opened(body)
+        assert not consts  # arrays are operands
+        params = {"prevent_cse": False, "differentiated": False, "policy": None}
+        results = remat.bind(*arrays, jaxpr=jaxpr, **params)
+        return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+    return run
+
+
 def with_dtype(array: Any, dtype: Any) -> Any:
     """The type of an array, with another dtype: to trace with."""
-    return jax.typeof(array).update(dtype=jnp.dtype(dtype), weak_type=False)
+    kind, dtype = jax.typeof(array), jnp.dtype(dtype)
+    update = _part(kind, "update")
+    if update is None:
+        return jax.ShapeDtypeStruct(kind.shape, dtype)
+    return update(dtype=dtype, weak_type=False)
 
 
 def traced_wide(fun: Callable[..., Any], arrays: Sequence[Any]) -> Program:

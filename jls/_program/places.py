@@ -14,10 +14,12 @@ from jls._program.jaxprs import (
     Line,
     Name,
     called_program,
+    is_hi,
     jitted_function,
     lines_of,
     names_around,
     opened,
+    rule_of,
 )
 
 # Packages whose lines are never named, and those named only if there is no other line.
@@ -217,7 +219,7 @@ def function_of_jax(equation: Any) -> tuple[str, str] | None:
 
 def is_relu_of_jax(equation: Any) -> bool:
     """Whether a call is `jax.nn.relu`, whose derivative is 1 or 0."""
-    if equation.primitive.name != "custom_jvp_call":
+    if rule_of(equation) != "jvp":
         return False
     program = called_program(equation)
     inner = [] if program is None else opened(program).jaxpr.eqns
@@ -276,6 +278,7 @@ def _stack_of(site: Site) -> list[_Scope]:
     a checkpoint inside of it.
     """
     stack, is_backward, is_inside = list[_Scope](), False, False
+    jvps = 1  # that a scope has by the gradient itself: 0 in a program that it calls
     for equation in site.equations:
         scopes = _scopes(names_around(equation))
         is_backward |= _TRANSPOSE in names_around(equation)
@@ -283,8 +286,34 @@ def _stack_of(site: Site) -> list[_Scope]:
             first, second = scopes[: len(scopes) // 2], scopes[len(scopes) // 2 :]
             is_twice = is_backward and _names(first) == _names(second)
             scopes, is_inside = first if is_twice else scopes, True
-        stack += scopes
+        if is_backward:
+            _add_once(stack, scopes, jvps)
+        else:
+            stack += scopes
+        if _JVP in names_around(equation) and not is_hi(equation):
+            jvps = 0
     return stack
+
+
+def _add_once(stack: list[_Scope], scopes: Sequence[_Scope], jvps: int) -> None:
+    """Adds scopes, without those that are on the stack already.
+
+    With jax_remat3, what a checkpoint computes in the backward pass is named from the
+    start of the program that it is in, again for each further `jvp`.
+    """
+    rest = [x for x in scopes if x.name not in _OF_JAX or x.transforms]
+    while rest:
+        for _ in range(jvps, rest[0].transforms.count(_JVP)):
+            counts = range(min(len(stack), len(rest)), 0, -1)
+            again = (n for n in counts if _same(stack[-n:], rest[:n]))
+            rest = rest[next(again, 0) :]
+            if not rest:
+                return
+        stack.append(rest.pop(0))
+
+
+def _same(one: Sequence[_Scope], other: Sequence[_Scope]) -> bool:
+    return [x.name for x in one] == [x.name for x in other]
 
 
 @functools.lru_cache(4096)

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jls._program.jaxprs import parameter
+from jls._program.jaxprs import is_checkpoint_name, parameter
 
 
 class Primitive(NamedTuple):
@@ -285,6 +285,8 @@ TABLES: tuple[_Rows, ...] = (
     # Control flow.
     _blind("custom_jvp_call custom_vjp_call jit remat2", control="call"),
     _blind("call closed_call", control="call", until="0.10"),
+    _blind("call_hi_primitive", control="call", since="0.10"),
+    _blind("eval_jaxpr", control="call"),
     _rows("composite custom_vmap_call", control="call"),
     _blind("cond", control="cond"),
     _blind("scan", control="scan"),
@@ -298,6 +300,8 @@ TABLE: _Rows = {name: row for rows in TABLES for name, row in rows.items()}
 def primitive_of(equation: Any) -> Primitive:
     """What is known of the primitive of an equation."""
     name = equation.primitive.name
+    if is_checkpoint_name(equation):
+        name = "name"
     if name == "scatter" and _computes(parameter(equation, "update_jaxpr")):
         return UNKNOWN
     return TABLE.get(name, UNKNOWN)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The matrix products and convolutions of a program, and what each multiplies."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,15 +72,18 @@ def wider_dtype(equation: Any) -> Any:
 
 
 def multiplications(equation: Any) -> int:
-    """How many multiplications one product takes."""
+    """How many multiplications one product takes; 1 for each result if unknown."""
     left, *_ = equation.invars
     size = size_of(equation.outvars[0].aval.shape)
     if equation.primitive.name == "dot_general":
-        (axes, _), _ = parameter(equation, "dimension_numbers")
-        return size * size_of(left.aval.shape[axis] for axis in axes)
+        axes = _contracted(equation)
+        return size * size_of(left.aval.shape[axis] for axis in axes or ())
     if equation.primitive.name == "conv_general_dilated":
-        return _of_convolution(equation)
+        found = _of_convolution(equation)
+        return size if found is None else found
     numbers = parameter(equation, "ragged_dot_dimension_numbers")
+    if numbers is None:
+        return size
     (axes, _), _ = numbers.dot_dimension_numbers
     count = size * size_of(left.aval.shape[axis] for axis in axes)
     if set(numbers.lhs_ragged_dimensions) & set(axes):  # each row is in one group
@@ -88,23 +91,33 @@ def multiplications(equation: Any) -> int:
     return count
 
 
-def _of_convolution(equation: Any) -> int:
+def _contracted(equation: Any) -> Sequence[int] | None:
+    """The axes of the left operand of a dot that are summed."""
+    numbers = parameter(equation, "dimension_numbers")
+    return None if numbers is None else numbers[0][0]
+
+
+_OF_WINDOWS = ("window_strides", "lhs_dilation", "padding", "rhs_dilation")
+
+
+def _of_convolution(equation: Any) -> int | None:
     """The multiplications of a convolution, without those of padding.
 
     Nor are the zeros between the elements of a dilated operand multiplied.
     """
+    numbers = parameter(equation, "dimension_numbers")
+    windows = [parameter(equation, name) for name in _OF_WINDOWS]
+    if numbers is None or None in windows:
+        return None
     left, right, result = (
         [size_of([n]) for n in atom.aval.shape]
         for atom in (*equation.invars[:2], *equation.outvars)
     )
-    of_left, of_right, of_result = parameter(equation, "dimension_numbers")
+    of_left, of_right, of_result = numbers
     batch, features, *axes = (result[axis] for axis in of_result)
     count = batch * features * right[of_right[1]]
     for i, outputs in enumerate(axes):
-        stride, dilation, padding, hole = (
-            parameter(equation, name)[i]
-            for name in ("window_strides", "lhs_dilation", "padding", "rhs_dilation")
-        )
+        stride, dilation, padding, hole = (x[i] for x in windows)
         reach, window = outputs * stride, right[of_right[2 + i]] * hole
         # How many elements of the windows of all results are in each place: the window
         # of a result begins at its place, and goes on in steps of `hole`.
@@ -128,8 +141,8 @@ def is_inner(equation: Any) -> bool:
     """Whether each operand is summed over all axes but those of the batch."""
     if equation.primitive.name != "dot_general":
         return False
-    contracted, batch = parameter(equation, "dimension_numbers")
-    return all(
+    contracted, batch = parameter(equation, "dimension_numbers", ((), ()))
+    return bool(contracted) and all(
         len(one) + len(other) == len(atom.aval.shape)
         for one, other, atom in zip(contracted, batch, equation.invars[:2], strict=True)
     )
@@ -139,6 +152,5 @@ def is_outer(equation: Any) -> bool:
     """Whether nothing is summed: positions times frequencies, for one."""
     if equation.primitive.name != "dot_general":
         return False
-    (axes, _), _ = parameter(equation, "dimension_numbers")
-    shape = equation.invars[0].aval.shape
-    return all(shape[axis] == 1 for axis in axes)
+    axes, shape = _contracted(equation), equation.invars[0].aval.shape
+    return axes is not None and all(shape[axis] == 1 for axis in axes)

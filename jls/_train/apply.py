@@ -12,6 +12,7 @@ from jax import Array
 from jls import _validate
 from jls._mistakes import NOT_GIVEN
 from jls._nnx import is_optimizer
+from jls._program.jaxprs import effects_of
 from jls._reduce import global_norm
 from jls._state import (
     find,
@@ -307,7 +308,7 @@ def learning_rates(
 
 def _scheduled_rate(schedule: Callable[[Array], Any], count: Array) -> Array | None:
     """None if the schedule must not be called again, as it prints, say."""
-    if jax.make_jaxpr(lambda count: schedule(count))(count).effects:
+    if effects_of(jax.make_jaxpr(lambda count: schedule(count))(count)):
         return None
     rate = jnp.asarray(schedule(count), jnp.float32)
     return rate if rate.shape == () else None

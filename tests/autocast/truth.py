@@ -32,6 +32,7 @@ from jls._program.jaxprs import (
     is_literal,
     manual_axes,
     opened,
+    scan_counts,
 )
 from jls._program.products import PRODUCTS, asks_for_precision, is_inner, is_outer
 
@@ -224,7 +225,7 @@ def _is_float(x: Any) -> bool:
 
 def _scan(equation: Any, operands: list[Any], how: Rounding) -> Any:
     params = equation.params
-    consts, carried = params["num_consts"], params["num_carry"]
+    consts, carried = scan_counts(equation)
     fixed, carry = operands[:consts], operands[consts : consts + carried]
 
     def body(carry, slices):

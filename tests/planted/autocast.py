@@ -224,7 +224,7 @@ FAULTS = [
     Fault(
         "a chain keeps its arrays of float32 for the derivative",
         HELD,
-        "        return jax.checkpoint(self._run_kept, prevent_cse=False)(*arrays)\n",
+        "        return checkpointed(self._run_kept)(*arrays)\n",
         "        return self._run_kept(*arrays)\n",
         (HALF_KEPT,),
     ),
@@ -592,7 +592,7 @@ FAULTS = [
     Fault(
         "a label in a loop keeps a mask of all logits",
         PICK,
-        "@functools.partial(jax.checkpoint, prevent_cse=False)\n",
+        "@checkpointed\n",
         "",
         (f"{LOSS}::test_a_pick_in_a_loop_keeps_the_indices_alone",),
     ),
@@ -685,14 +685,14 @@ FAULTS = [
     Fault(
         "a nested jit loses what it was given",
         REWRITE,
-        'is_kept = name == "jit" and function_of_jax(equation) is None',
+        "is_kept = is_jit and function_of_jax(equation) is None",
         "is_kept = False",
         (f"{SEMANTICS}::test_a_nested_jit_stays_one_with_what_it_donates",),
     ),
     Fault(
         "a checkpoint is left out",
         REWRITE,
-        '        if not is_kept and name != "remat2":\n',
+        '        if not is_kept and rule != "remat":\n',
         "        if not is_kept:\n",
         (
             f"{SEMANTICS}::"
@@ -738,7 +738,7 @@ FAULTS = [
     Fault(
         "the rule of a custom_jvp is left out",
         REWRITE,
-        '        if name == "custom_jvp_call":\n',
+        '        if rule == "jvp":\n',
         "        if ():\n",
         (RULE,),
     ),
@@ -817,15 +817,15 @@ FAULTS = [
     Fault(
         "what is inside of a function of JAX has no line",
         REWRITE,
-        '            caller = equation if name == "jit" else None\n',
+        "            caller = equation if is_jit else None\n",
         "            caller = None\n",
         (LINES,),
     ),
     Fault(
         "what is inside of a function of JAX has no scope",
         "jls/_program/jaxprs.py",
-        "names[:0] if is_rule else names + info.name_stack,\n",
-        "names[:0] if is_rule else info.name_stack,\n",
+        "names[:0] if is_rule else names + name_stack(equation),\n",
+        "names[:0] if is_rule else name_stack(equation),\n",
         (LINES,),
     ),
     Fault(
@@ -838,8 +838,8 @@ FAULTS = [
     Fault(
         "what a rule computes has the scopes of its call twice",
         "jls/_program/jaxprs.py",
-        "names[:0] if is_rule else names + info.name_stack,\n",
-        "names + info.name_stack,\n",
+        "names[:0] if is_rule else names + name_stack(equation),\n",
+        "names + name_stack(equation),\n",
         (SCOPES,),
     ),
     Fault(
@@ -854,8 +854,8 @@ FAULTS = [
     Fault(
         "lines and scopes of the program are lost",
         "jls/_program/jaxprs.py",
-        "    names = source_info_util.current_name_stack() + names\n",
-        "    names = source_info_util.current_name_stack()\n",
+        "    return context(traceback, name_stack=around() + names)\n",
+        "    return context(traceback, name_stack=around())\n",
         (f"{PROGRAMS}::test_names_and_scopes_of_the_program_are_kept",),
     ),
     # keep.

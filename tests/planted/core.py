@@ -294,8 +294,8 @@ FAULTS = [
     Fault(
         "the inner optimizer is bound again, equation by equation",
         "jls/_program/jaxprs.py",
-        "    if jaxpr.effects or not is_staged():\n",
-        "    if jaxpr.effects or jaxpr.eqns:\n",
+        "    if effects_of(jaxpr) or not is_staged():\n",
+        "    if effects_of(jaxpr) or jaxpr.eqns:\n",
         ("tests/costs/test_tracing.py",),
     ),
     Fault(

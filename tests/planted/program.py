@@ -24,6 +24,13 @@ FAULTS = [
         (PLACES + "test_scopes_around_a_checkpoint_are_named_once",),
     ),
     Fault(
+        "a jax without the names of convolutions is an error",
+        "jls/_program/products.py",
+        "    if numbers is None or None in windows:\n",
+        "    if False:\n",
+        ("tests/program/test_jaxprs.py",),
+    ),
+    Fault(
         "a scope in one of its own name is left out inside of a checkpoint",
         "jls/_program/places.py",
         'equation.primitive.name == "remat2" and not is_inside:',

@@ -52,9 +52,9 @@ UNKNOWN = {
         xla_pmap
     """,
     "of transformations, gone before a program is read": """
-        call_hi_primitive call_hi_primitive_linearized compute_on
-        custom_jvp_call_jaxpr custom_lin custom_partitioning custom_transpose_call
-        eval_jaxpr linear_call remat_opt stage unreachable xla_metadata_call zeros_like
+        call_hi_primitive_linearized compute_on custom_jvp_call_jaxpr custom_lin
+        custom_partitioning custom_transpose_call linear_call remat_opt stage
+        unreachable xla_metadata_call zeros_like
     """,
     "tokens, empty arrays, extended dtypes": """
         after_all create_token dce_sink empty empty2 from_edtype scaled_dot tie

@@ -13,7 +13,7 @@ import numpy as np
 
 from jls import _validate
 from jls._program.frames import Frame, Variable, behind
-from jls._program.jaxprs import is_inexact_atom, is_literal
+from jls._program.jaxprs import effects_of, is_inexact_atom, is_literal
 from jls._program.places import Place, is_transposed, place_of
 from jls._scopes import GRADIENTS, UPDATE, marks_of
 from jls._text import join, scale_in_words
@@ -184,7 +184,7 @@ class Case:
         wanted = [x for checked in self.checked for x in checked.variables]
         self.roots = [*wanted, *self.results]
         self.landmarks = regions.landmarks(self.main, self.roots, regions.FEW)
-        if self.main.jaxpr.effects:  # each program would print again
+        if effects_of(self.main.jaxpr):  # each program would print again
             self.landmarks = None
         self.recorded = self.program(only=self.landmarks)
         checked = [x for values in self.checked for x in values.before_update]
@@ -352,7 +352,7 @@ class Case:
         would be done again.
         """
         has_while = any(frame.kind == "while" for frame in self.main.all())
-        if self.main.jaxpr.effects or has_while:
+        if effects_of(self.main.jaxpr) or has_while:
             return True
         asked = [
             (frame, atom)
