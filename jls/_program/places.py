@@ -154,7 +154,7 @@ def is_of_custom_rule(site: Site) -> bool:
 def _is_of_custom_rule(lines: Sequence[Line]) -> bool:
     for i, line in enumerate(lines):
         if line.function in ("custom_vjp.__call__", "custom_jvp.__call__"):
-            callers = (_package_of(x.file) for x in lines[i:])
+            callers = (_known_package(x.file) for x in lines[i:])
             if next((x for x in callers if x != "jax"), "") != "jls":
                 return True
     return False
