@@ -106,7 +106,7 @@ RENAMED: dict[type, dict[str, tuple[tuple[str, ...], Callable[..., Any]]]] = {
 def wrap_state(
     optimizer: optax.GradientTransformation,
     inner_state: Any,
-    params: Any,
+    params: Any = None,
 ) -> LossScaledState:
     """Returns the state with which a run that had no jls continues under jls.
 
@@ -126,7 +126,7 @@ def wrap_state(
 
     Raises:
       TypeError: if `optimizer` was not made by jls, or has the wrapper further inside;
-        if the parameters come first.
+        if the parameters are missing, or come first.
       ValueError: if `inner_state` differs from what `optimizer` keeps inside, in the
         structure, or in a shape or dtype. The message has the first path that differs.
 
@@ -145,6 +145,11 @@ def wrap_state(
             f"another {type(optimizer).__name__}. If the wrapper is further inside, "
             "e.g. in an optax.chain, call this with that part alone, and put the "
             "result in its place."
+        )
+    if params is None:
+        raise TypeError(
+            "params must be the parameters, as for optimizer.init, got none. Write "
+            "jls.wrap_state(optimizer, inner_state, params)."
         )
     state: Any = optimizer.init(params)
     write = how_to_nest(inner_state)

@@ -19,7 +19,8 @@ from jax.export import is_symbolic_dim
 from jls._devices import AxisName, agree
 from jls._program.writer import of_each
 from jls._scopes import CHECKED
-from jls._tree import check_holds, floats_of, widen, widen_as_stored
+from jls._text import describe
+from jls._tree import floats_of, widen, widen_as_stored
 
 # Finiteness.
 
@@ -29,7 +30,7 @@ def all_finite(tree: Any, axis_name: AxisName = None) -> Array:
 
     Exact: finite elements never count as an overflow, however large or many. Leaves
     that are not floating point (None, int, bool, PRNG keys, float0, functions) count as
-    finite, and so does an empty tree, but not None in the place of the tree.
+    finite, and so does an empty tree.
 
     Args:
       tree: any pytree.
@@ -40,8 +41,8 @@ def all_finite(tree: Any, axis_name: AxisName = None) -> Array:
       `bool[]`, the same on every device of `axis_name`.
 
     Raises:
-      TypeError: if `tree` is None, or holds only text, or if `axis_name` is neither a
-        string nor a tuple of strings.
+      TypeError: if `tree` holds only text, or if `axis_name` is neither a string nor a
+        tuple of strings.
       NameError: if an axis of `axis_name` is not bound where this is called.
 
     Example:
@@ -50,7 +51,12 @@ def all_finite(tree: Any, axis_name: AxisName = None) -> Array:
       >>> jls.all_finite([jnp.ones(3), jnp.array([1.0, jnp.nan])])
       Array(False, dtype=bool)
     """
-    check_holds("tree", tree, lambda x: not isinstance(x, str), "numbers")
+    leaves = jax.tree.leaves(tree)
+    if leaves and all(isinstance(x, str) for x in leaves):
+        raise TypeError(
+            f"tree must hold numbers, got {describe(tree)} with text alone. Pass the "
+            "arrays."
+        )
     with jax.named_scope(CHECKED):
         are_finite = finite_leaves(floats_of(tree))
     return agree(jnp.all(are_finite), axis_name)
@@ -90,6 +96,8 @@ def global_norm(floats: Sequence[Any], roles: Sequence[str] = ()) -> Array:
 
 def norm_of_squares(floats: Sequence[Any], roles: Sequence[str] = ()) -> Array:
     """The same as clipping computes it: inf if a square overflows."""
+    if not floats:
+        return jnp.float32(0.0)
     return _by_platform(list(floats), "norm_of_squares", tuple(roles))
 
 

@@ -36,7 +36,7 @@ import optax
 from jax import Array, lax
 from jax.core import Tracer
 
-from jls import _scopes, _validate
+from jls import _scopes
 from jls._devices import AxisName, agree, agree_on_max
 from jls._mistakes import (
     cause_of_count,
@@ -73,7 +73,7 @@ from jls._state import (
     wrapper_name,
     wrapper_state_in,
 )
-from jls._text import an, at
+from jls._text import an, at, describe
 from jls._tree import (
     Remainder,
     as_flag,
@@ -151,8 +151,12 @@ class WrapperUpdate:
         **extra: Any,
     ) -> tuple[Any, LossScaledState]:
         """Returns the updates and the next state, as optax's `update` does."""
-        write = "optimizer.update(grads, opt_state, params, value=loss)"
-        _validate.no_more("update", "grads, state and params", args, write)
+        if args:
+            raise TypeError(
+                "update takes grads, state and params by position, got "
+                f"{len(args)} more: {', '.join(map(describe, args))}. All else goes by "
+                "keyword: optimizer.update(grads, opt_state, params, value=loss)."
+            )
         with jax.named_scope(_scopes.UPDATE):
             step = _take_apart(self, updates, state, params, extra)
             outcome = _attempt(
@@ -615,7 +619,7 @@ def _observe(
         optimizer does not sum them.
     """
     with jax.named_scope(_scopes.LOSS):
-        loss_finite = all_finite([step.extra.get("value")])
+        loss_finite = all_finite(step.extra.get("value"))
     parts = [jnp.stack([loss_finite, ~step.partial_overflow])]
     if squares is not None:
         with jax.named_scope(_scopes.NORM):

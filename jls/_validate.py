@@ -165,22 +165,6 @@ def function(name: str, value: Any) -> None:
         )
 
 
-def no_more(function: str, by_position: str, more: Sequence[Any], write: str) -> None:
-    """Raises if a function got more by position than it takes.
-
-    Args:
-      function: its name.
-      by_position: what it takes so, in words.
-      more: what it got beside.
-      write: the call to write.
-    """
-    if more:
-        raise TypeError(
-            f"{function} takes {by_position} by position, got {len(more)} more: "
-            f"{', '.join(map(describe, more))}. All else goes by keyword: {write}."
-        )
-
-
 def signature_of(function: Any) -> inspect.Signature | None:
     """What a function takes, as far as it is known; a decorator may take other things.
 

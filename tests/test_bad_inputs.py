@@ -351,7 +351,7 @@ TAKES = {
     ("loss_scaled", "axis_name"): {"None", "text"},
     ("skip_nonfinite", "axis_name"): {"None", "text"},
     ("loss_scaled", "scaler"): set(),
-    ("all_finite", "tree"): ALL - {"text", "None"},
+    ("all_finite", "tree"): ALL - {"text"},
     ("all_finite", "axis_name"): {"None"},
     ("set_loss_scale", "value"): {"2.5", "float32", "int32"},
     ("health", "params"): {"None"},

@@ -448,11 +448,11 @@ ERRORS = {
         ValueError,
         r"accumulation must come with micro_batches=, got 'sum' alone",
     ),
-    "a dtype by position": (
-        lambda: jls.train_step(loss_fn, OPTIMIZER, jnp.float16),
+    "a state to wrap, without params": (
+        lambda: jls.wrap_state(OPTIMIZER, optax.sgd(0.1).init(PARAMS)),
         TypeError,
-        r"train_step takes loss_fn and optimizer by position, got 1 more: .*float16.*"
-        r"by keyword: jls.train_step\(loss_fn, optimizer, compute_dtype=",
+        r"params must be the parameters, as for optimizer\.init, got none\. Write "
+        r"jls\.wrap_state\(optimizer, inner_state, params\)\.",
     ),
     "why without arguments": (
         lambda: jls.why(loss_fn),

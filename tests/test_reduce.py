@@ -75,9 +75,7 @@ def test_all_finite_of_python_numbers():
     assert not jls.all_finite(complex(1.0, float("inf")))
 
 
-@pytest.mark.parametrize(
-    "tree", [[], {}, [None], (None, {"a": []}), optax.MaskedNode()]
-)
+@pytest.mark.parametrize("tree", [None, [], {}, (None, {"a": []}), optax.MaskedNode()])
 def test_an_empty_tree_is_finite(tree):
     assert jls.all_finite(tree)
 

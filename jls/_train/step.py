@@ -186,7 +186,7 @@ def train_step(
 def train_step(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation | None = None,
-    *more: Any,
+    *,
     has_aux: bool = False,
     carries: bool = False,
     learning_rate: Rates = None,
@@ -244,7 +244,6 @@ def train_step(
         `optimizer.init(equinox.filter(model, equinox.is_inexact_array))`.
       optimizer: made by `jls.loss_scaled` or `jls.skip_nonfinite`, or one that contains
         one such wrapper; None for Flax.
-      *more: an error: all that follows goes by keyword.
       has_aux: `loss_fn` returns `(loss, aux)`: metrics, logits, any pytree of arrays.
         It comes back as `report.aux`, untouched, also on a skipped step. With k
         micro-batches it is stacked to `[k, ...]`.
@@ -347,8 +346,6 @@ def train_step(
       >>> state.params
       Array([-0.5, -1. ], dtype=float32)
     """
-    write = "jls.train_step(loss_fn, optimizer, compute_dtype=jnp.float16)"
-    _validate.no_more("train_step", "loss_fn and optimizer", more, write)
     if isinstance(loss_fn, optax.GradientTransformation):
         raise TypeError(
             f"loss_fn must come first, got {type(loss_fn).__name__}. The order is "
