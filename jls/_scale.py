@@ -60,7 +60,8 @@ def scale(state: Any, tree: Tree) -> Tree:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, arXiv:1710.03740,
       section 3.2.
     """
-    _check_tree("scale", state, tree)
+    _check_order("scale", state, tree)
+    check_holds("tree", tree, is_differentiable, "floating-point numbers")
     loss_scale = scaler_state_in(state).loss_scale
     loss: Any = tree
     if getattr(loss, "dtype", None) == jnp.float16 and jnp.shape(loss) == ():
@@ -89,7 +90,6 @@ def unscale(state: Any, tree: Tree) -> Tree:
       Exact if the scale is a power of two; any other rounds twice.
 
     Raises:
-      TypeError: if `tree` is None, or has leaves and none that is floating point.
       ValueError: if `state` carries no loss scale, or several, or stacked ones.
 
     Example:
@@ -97,7 +97,7 @@ def unscale(state: Any, tree: Tree) -> Tree:
       >>> jls.unscale(state, [jnp.float16(2**-14), 3])
       [Array(1.8626451e-09, dtype=float32), 3]
     """
-    _check_tree("unscale", state, tree)
+    _check_order("unscale", state, tree)
     loss_scale = scaler_state_in(state).loss_scale
 
     @functools.cache
@@ -109,10 +109,9 @@ def unscale(state: Any, tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: _times(leaf, factor), tree)
 
 
-def _check_tree(name: str, state: Any, tree: Any) -> None:
+def _check_order(name: str, state: Any, tree: Any) -> None:
     if find_scaler_states(tree) and not find_scaler_states(state):
         raise ValueError(f"state must come first. Write jls.{name}(state, tree).")
-    check_holds("tree", tree, is_differentiable, "floating-point numbers")
 
 
 def _times(leaf: Any, factor: Callable[[Any], Array]) -> Any:

@@ -142,7 +142,7 @@ def defaults(function, **required):
     return {
         p.name: required.get(p.name, p.default)
         for p in parameters
-        if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        if p.kind != p.VAR_KEYWORD
     }
 
 
@@ -352,6 +352,7 @@ TAKES = {
     ("skip_nonfinite", "axis_name"): {"None", "text"},
     ("loss_scaled", "scaler"): set(),
     ("all_finite", "tree"): ALL - {"text"},
+    ("unscale", "tree"): ALL,  # a leaf of any kind
     ("all_finite", "axis_name"): {"None"},
     ("set_loss_scale", "value"): {"2.5", "float32", "int32"},
     ("health", "params"): {"None"},

@@ -53,6 +53,7 @@ def test_a_step_goes_through_few_modules():
     assert walk.calls[:2] == ["check_step", "read_step"]
     assert {"match", "read_codes", "try_all", "take_good_steps"} <= set(walk.calls)
     assert 20 < len(walk.modules) <= 27, walk.modules
-    # The arguments are taken apart once, and a run is never handed on to be compared.
-    assert modules.count("arguments") == 2
+    # The arguments are bound and taken apart once, and a run is never handed on to be
+    # compared.
+    assert modules.count("arguments") == 3
     assert "leaves" not in modules

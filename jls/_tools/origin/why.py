@@ -536,9 +536,9 @@ class Case:
             items += self._items_of(checked.found.get(roots.GRADIENTS, []), scale)
         if not self.checked:  # a loss or its gradient, not a step
             items = self._items_of([x for x in self.results if x[1] in self.backward])
-            is_known = bool(items) and len(items[0].path) > 1
-            first = self.arguments.names[:1]
+            is_known, first = bool(items), self.arguments.names[:1]
             items = items or [x for x in self._inexact if x.path[0] in first]
+            items = [x for x in items if len(x.path) > 1]  # an array may be data
         largest, name = 0.0, ""
         for item in items:
             size = float(np.max(np.abs(np.asarray(item.value)), initial=0))
@@ -546,13 +546,15 @@ class Case:
                 largest, name = size, item.name
         if largest < _FAR_TOO_LARGE:
             return ""
-        start, what = DIVERGED, ""
+        write = "Look at the learning rate, and go back to an older checkpoint"
         if not is_known:
-            start, what = FAR_TOO_LARGE, "if these are parameters, "
+            return (
+                f"{FAR_TOO_LARGE} {largest:.2g} ({name}). If that is a parameter, the "
+                f"run diverged before. {write}"
+            )
         return (
-            f"{start} {largest:.2g} ({name}): {what}the run diverged before, and no "
-            "line is to blame. Look at the learning rate, and go back to an older "
-            "checkpoint"
+            f"{DIVERGED} {largest:.2g} ({name}): the run diverged before, and no line "
+            f"is to blame. {write}"
         )
 
     def _birth(
