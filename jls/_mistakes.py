@@ -532,7 +532,7 @@ def _other_shape(made: Any, got: Any, name: str) -> str:
     """Where a state differs from what these parameters would make; "" nowhere."""
     wanted, structure = jax.tree_util.tree_flatten_with_path(made)
     if structure != jax.tree.structure(got):
-        return difference(("it", got), (f"what these {name} make", made))
+        return difference(("it", got), (f"a new state of these {name}", made))
     for (path, new), old in zip(wanted, jax.tree.leaves(got), strict=True):
         if jnp.shape(new) != jnp.shape(old):
             return (

@@ -166,8 +166,8 @@ def loss_scaled(
             )
         if find(inner_state, lambda x: isinstance(x, optax.LookaheadState)):
             raise ValueError(
-                "inner must not contain optax.lookahead, which updates more than it "
-                "gets gradients for. It goes outside: optax.lookahead("
+                "inner must not contain optax.lookahead, which keeps a second copy of "
+                "the params. It goes outside: optax.lookahead("
                 f"{wrapper_name(scaler.init())}(inner), sync_period, slow_step_size)."
             )
         warn_if_not_last(inner, inner_state, params)

@@ -76,6 +76,15 @@ MOMENTUM = jls.skip_nonfinite(optax.sgd(0.1, 0.9))
 OUTSIDE = optax.lookahead(jls.loss_scaled(optax.sgd(0.1)), 2, 0.5)
 
 
+def of_flat_leaves(inner):
+    """An optimizer that keeps its moments flat."""
+
+    def init(params):
+        return inner.init(jax.tree.map(jnp.ravel, params))
+
+    return optax.GradientTransformation(init, inner.update)
+
+
 def model_for_loss(model):
     optimizer = nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
     jls.train_step(model)(model, optimizer, X)
@@ -359,7 +368,7 @@ ERRORS = {
     "a TrainState for train_step": (
         lambda: jls.train_step(loss_fn, train_state()),
         TypeError,
-        r"optimizer must be the tx of a TrainState, got the whole",
+        r"optimizer must be the tx of the TrainState, got all of it",
     ),
     "a TrainState as the state": (
         lambda: OPTIMIZER.update(PARAMS, train_state(), PARAMS),
@@ -384,7 +393,8 @@ ERRORS = {
     "apply_gradients with the state last": (
         lambda: jls.apply_gradients(OPTIMIZER, PARAMS, PARAMS, STATE),
         TypeError,
-        r"params must come last, got its state. The order is jls\.apply_gradients\(opt",
+        r"params must come last, got an optimizer state. The order is "
+        r"jls\.apply_gradients\(opt",
     ),
     "gradients of another shape": (
         lambda: OPTIMIZER.update({"w": jnp.ones(5)}, STATE, PARAMS),
@@ -408,8 +418,8 @@ ERRORS = {
             PARAMS | {"n": None}, OPTIMIZER.init(PARAMS), X
         ),
         ValueError,
-        r"state must be made for the params .* but '0/mu/n' is only in what these "
-        r"params make.*optimizer\.init\(params\)\.$",
+        r"state must be made for the params .* but '0/mu/n' is only in a new "
+        r"state of these params.*optimizer\.init\(params\)\.$",
     ),
     "a None fewer in the parameters": (
         lambda: jls.train_step(loss_fn, OPTIMIZER)(
@@ -479,13 +489,13 @@ ERRORS = {
     "a batch in the place of the parameters": (
         lambda: jls.health(OPTIMIZER.init(PARAMS), (jnp.ones((4, 3)),)),
         ValueError,
-        r"params must have the shapes that the optimizer was initialized with, got "
+        r"params must be those that the optimizer was initialized with, got shape "
         r"\(4, 3\) at '0', where its moments have \(2,\)\.$",
     ),
-    "a batch in the place of the gradients": (
-        lambda: jls.health(MOMENTUM.init(PARAMS), PARAMS, grads=jnp.ones((4, 2))),
+    "another batch there": (
+        lambda: jls.health(MOMENTUM.init(PARAMS), jnp.ones((4, 2))),
         ValueError,
-        r"grads must have the shapes .* got \(4, 2\), where its moments have \(2,\)",
+        r"got shape \(4, 2\), where its moments have \(2,\)\.$",
     ),
     "text as gradients": (
         lambda: jls.health(STATE, PARAMS, grads="x"),
@@ -792,7 +802,23 @@ RIGHT = {
     "one micro-batch": lambda: jls.train_step(
         loss_fn, OPTIMIZER, micro_batches=1, drop="micro_batch", accumulation="sum"
     )(PARAMS, STATE, jnp.ones((1, 2))),
-    "a first scale of 8": lambda: [jls.hysteresis(8.0), jls.hysteresis(2**15)],
+    "a first scale of 8": lambda: [
+        jls.hysteresis(8.0),
+        jls.hysteresis(2**15),
+        jls.hysteresis(2**3, hysteresis=4),
+    ],
+    "moments of other shapes": lambda: [
+        jls.health(tx.init(params), params)
+        for params in ({"w": jnp.ones((2, 3))}, {"w": jnp.ones((2, 3)), "b": X})
+        for inner in (optax.adam(0.1), optax.sgd(0.1, momentum=0.9))
+        for tx in (
+            jls.loss_scaled(optax.flatten(inner)),
+            jls.loss_scaled(of_flat_leaves(inner)),
+        )
+    ],
+    "gradients with an axis of examples": lambda: jls.health(
+        MOMENTUM.init(PARAMS), PARAMS, grads=jnp.ones((4, 2))
+    ),
     "float0 to unscale": lambda: jls.unscale(STATE, np.zeros(2, jax.dtypes.float0)),
     "a decorated loss": lambda: jls.why(
         functools.wraps(loss_fn)(lambda *args: jnp.log(args[0])), X

@@ -86,7 +86,7 @@ def hysteresis(
 
     Args:
       init_scale: the first loss scale, in [min_scale, max_scale]; a float if it is
-        below 16, so that `hysteresis(2)` is an error, and not a loss scale of 2.
+        below 16: `hysteresis(2)` is an error, and not a loss scale of 2.
       growth_factor: finite and > 1; multiplies the scale.
       backoff_factor: in (0, 1); multiplies the scale.
       growth_interval: >= 1, consecutive finite optimizer steps before a growth.
@@ -118,7 +118,7 @@ def hysteresis(
       2.0
     """
     refill = _validate.choice("refill", refill, get_args(Refill))
-    if type(init_scale) is int and 0 < init_scale < 16:
+    if type(init_scale) is int and 0 < init_scale < 16 and hysteresis == 2:
         raise ValueError(
             f"init_scale must be a float if it is below 16, got {init_scale}. Write "
             f"hysteresis(hysteresis={init_scale}) for the count of steps, or "

@@ -119,7 +119,9 @@ def apply_gradients(
     if opt_state is NOT_GIVEN or params is NOT_GIVEN:
         raise TypeError(f"opt_state and params must be given. The order is {order}.")
     if is_wrapper_state(params):
-        raise TypeError(f"params must come last, got its state. The order is {order}.")
+        raise TypeError(
+            f"params must come last, got an optimizer state. The order is {order}."
+        )
     return_updates = _validate.flag("return_updates", return_updates)
     if value is not None:
         extra["value"] = value
@@ -188,7 +190,8 @@ def apply_and_report(
 
 def check_optimizer(optimizer: Any, order: str) -> None:
     """Raises unless it is an optimizer of optax; `order` is how it is passed."""
-    functions = (getattr(optimizer, name, None) for name in ("init", "update"))
+    functions = [getattr(optimizer, name, None) for name in ("init", "update")]
+    is_one = all(map(callable, functions))
     if is_optimizer(optimizer):
         raise TypeError(
             "optimizer must be left out for Flax NNX, whose nnx.Optimizer goes in with "
@@ -196,14 +199,14 @@ def check_optimizer(optimizer: Any, order: str) -> None:
             "step(model, optimizer, batch). With jls.apply_gradients: "
             "optimizer.update(model, grads, value=loss)."
         )
-    if hasattr(optimizer, "opt_state"):
+    if hasattr(optimizer, "opt_state") and not is_one:
         raise TypeError(
-            f"optimizer must be the tx of a {type(optimizer).__name__}, got the whole. "
-            "Write jls.apply_gradients(state.tx, grads, state.opt_state, state.params, "
-            "value=loss), or step = jls.train_step(loss_fn), then state, report = "
-            "step(state, batch)."
+            f"optimizer must be the tx of the {type(optimizer).__name__}, got all of "
+            "it. Write jls.apply_gradients(state.tx, grads, state.opt_state, "
+            "state.params, value=loss), or step = jls.train_step(loss_fn), then state, "
+            "report = step(state, batch)."
         )
-    if not all(map(callable, functions)):
+    if not is_one:
         raise TypeError(
             "optimizer must be made by jls.loss_scaled or jls.skip_nonfinite, got "
             f"{describe(optimizer)}. The order is {order}."

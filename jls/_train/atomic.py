@@ -2,7 +2,8 @@
 """Roll back what a Flax NNX step that is written by hand changes in place."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -92,27 +93,34 @@ def atomic(
         if not objects_in(given):
             raise TypeError(f"{name} must be of Flax NNX, got {describe(given)}.")
     wrapper_state_in(optimizer)  # or an error, before anything changes
-    return _Block(_roll_back_skipped(optimizer, model, objects))
+    return _Block(functools.partial(_roll_back_skipped, optimizer, model, objects))
 
 
-class _Block(contextlib.AbstractContextManager[None]):
-    """A context that warns if it was never entered."""
+class _Block(contextlib.AbstractContextManager[None], contextlib.ContextDecorator):
+    """A context, or a decorator, that warns if it was never entered."""
 
-    def __init__(self, block: contextlib.AbstractContextManager[None]) -> None:
-        self._block, self._is_entered = block, False
+    def __init__(
+        self, make: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> None:
+        self._make, self._is_used = make, False
+
+    def __call__(self, fun: Any) -> Any:
+        self._is_used = True
+        return super().__call__(fun)
 
     def __enter__(self) -> None:
-        self._is_entered = True
+        self._is_used = True
+        self._block = self._make()
         self._block.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._block.__exit__(*error)
 
     def __del__(self) -> None:
-        if not self._is_entered:
+        if not self._is_used:
             warn(
                 "jls.atomic was called, but not entered, and changes nothing. Write "
-                "with jls.atomic(optimizer, model): before the block."
+                "`with jls.atomic(optimizer, model):` before the block."
             )
 
 

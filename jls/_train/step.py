@@ -380,8 +380,8 @@ def train_step(
     check_keep(keep)
     if keep is not None and compute_dtype is None:
         raise ValueError(
-            f"keep must come with compute_dtype=, got {describe(keep)} alone. Without "
-            "it nothing is cast: add compute_dtype=jnp.bfloat16, or leave keep out."
+            f"keep must come with compute_dtype=, got {describe(keep)} alone. Add "
+            "compute_dtype=jnp.bfloat16, or leave keep out."
         )
 
     eager_calls, is_split = EagerCalls(), options.micro_batches > 1

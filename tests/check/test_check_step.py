@@ -406,16 +406,18 @@ def test_parameters_in_integers_are_not_called_forgotten():
     assert "no step" not in check(step, args).broken
 
 
-SUBTRACTED = "The updates are subtracted by sub"
+SUBTRACTED = "The updates of optax are negative already"
 
 
-def subtracting(inner):
+def subtracting(inner, turn=lambda grads: grads):
     optimizer = wrap(inner)
 
     @jax.jit
     def step(params, opt_state, batch):
         loss, grads = jls.value_and_grad(plain_loss)(opt_state, params, batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        updates, opt_state = optimizer.update(
+            turn(grads), opt_state, params, value=loss
+        )
         params = jax.tree.map(lambda p, u: p - u, params, updates)
         return params, opt_state, loss
 
@@ -450,6 +452,23 @@ def test_updates_that_are_subtracted_are_noted(inner):
 def test_updates_that_are_made_to_be_subtracted_are_not_noted(inner):
     result = check(*subtracting(inner))
     assert not any(x.startswith(SUBTRACTED) for x in result.notes)
+
+
+def test_updates_that_are_subtracted_for_a_reason_are_not_noted():
+    turned = subtracting(optax.sgd(1e-3), partial(jax.tree.map, jnp.negative))
+    optimizer = wrap(optax.sgd(1e-3))
+
+    @jax.jit
+    def logging(params, opt_state, batch):
+        loss, grads = jls.value_and_grad(plain_loss)(opt_state, params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        beside = jax.tree.map(lambda p, u: jnp.mean(p - u), params, updates)
+        return optax.apply_updates(params, updates), opt_state, (loss, beside)
+
+    params, _, batch = plain()[1]
+    for step, args in (turned, (logging, (params, optimizer.init(params), batch))):
+        notes = check(step, args).notes
+        assert not any(x.startswith(SUBTRACTED) for x in notes)
 
 
 def cleaned_while_scaled(state, loss_fn, params, transform):

@@ -69,12 +69,12 @@ def autocast(loss_fn, opt_state, *args):
     return scaled(jls.autocast(loss_fn, jnp.float16), opt_state, *args)
 
 
+SGD = optax.sgd(0.1)
 ways = pytest.mark.parametrize("grad", [plain, scaled, scaled_by_hand, autocast])
 
 
-def check(grads_of, grad, mesh=MESH, **options):
+def check(grads_of, grad, mesh=MESH, rule=SGD, **options):
     """The result for a step, and by what its update is larger than the true one."""
-    rule = optax.sgd(0.1)
     if grad is plain:
         optimizer = jls.skip_nonfinite(rule, axis_name=mesh.axis_names)
     else:
@@ -150,6 +150,15 @@ def test_sums_beside_a_mean_of_the_loss_are_broken(grads_of, grad):
     assert result.broken == (CODE,), str(result)
     said = "gradients are summed over 'data' already: average the loss instead of"
     assert result.seen[CODE].startswith(said)
+
+
+@ways
+def test_sum_that_the_optimizer_makes_a_mean_is_not_tried(grad):
+    rule = optax.chain(optax.scale(1 / N), optax.sgd(0.1))
+    result, factor = check(mean_of_both, grad, rule=rule)
+    assert factor == 1
+    assert result.ok, str(result)
+    assert CODE in result.not_tried
 
 
 def test_the_line_is_that_of_the_mean_of_the_gradients():

@@ -41,9 +41,19 @@ SUMS = [
     Fault(
         "a division by a rule of the user's does not count",
         "jls/_tools/reading/derivatives.py",
-        "return bool(self._factors & {number, 1 / number, None})",
-        "return False",
+        "            self._factors |= {x.value if",
+        "            {x.value if",
         (f"{RIGHT_SUMS}[divided_by_a_rule-scaled]",),
+    ),
+    Fault(
+        "a mean that the optimizer makes does not count",
+        "jls/_tools/reading/flow.py",
+        "            self.derivatives.note_inner(ops)\n",
+        "            pass\n",
+        (
+            "tests/devices/test_summed_over_devices.py::"
+            "test_sum_that_the_optimizer_makes_a_mean_is_not_tried",
+        ),
     ),
     Fault(
         "a backward pass may begin with any number",

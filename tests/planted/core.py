@@ -584,7 +584,7 @@ FAULTS = [
     Fault(
         "a block that was not entered is not told",
         "jls/_train/atomic.py",
-        "        if not self._is_entered:\n",
+        "        if not self._is_used:\n",
         "        if False:\n",
         ("tests/train/test_atomic.py",),
     ),

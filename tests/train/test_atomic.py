@@ -194,13 +194,22 @@ def test_an_update_that_is_lost_counts_for_the_reason_of_the_block(is_first):
 
 def test_a_block_that_was_not_entered_is_told():
     model, optimizer = make()
-    with pytest.warns(jls.JlsWarning, match=r"not entered.*with jls.atomic\(") as said:
+    with pytest.warns(jls.JlsWarning, match=r"not entered.*`with jls.atomic\(") as said:
         jls.atomic(optimizer, model)
     assert said[0].filename == __file__
     block = jls.atomic(optimizer, model)
-    with block:  # hears nothing
-        take(model, optimizer, X, GOOD)
+    for _ in range(2):
+        with block:  # hears nothing
+            take(model, optimizer, X, GOOD)
     del block
+
+    @jls.atomic(optimizer, model)
+    def step(x):
+        take(model, optimizer, x, GOOD)
+
+    step(X)
+    step(X)
+    assert jls.metrics(optimizer)["steps"] == 4
 
 
 def test_a_bare_optimizer_beside_is_rolled_back_too():

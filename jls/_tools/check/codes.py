@@ -133,8 +133,8 @@ TABLE: dict[Code, Mistake] = {
         "returns",
     ),
     "summed over devices": Mistake(
-        "the gradients are those of the loss that is given",
-        'return jax.lax.pmean(loss, "data") from loss_fn, without a pmean of the '
+        "the gradients match the loss passed to update",
+        'return jax.lax.pmean(loss, "data") from loss_fn, and drop the pmean of the '
         "gradients",
     ),
     "out of sync": Mistake(

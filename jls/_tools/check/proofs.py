@@ -318,14 +318,22 @@ def _read_forgotten(
 
 
 def _note_subtracted(reading: Reading, findings: Findings) -> None:
-    """Updates are made to be added: optax multiplies by a negative learning rate."""
+    """Notes that updates are subtracted: optax has made them negative, to be added.
+
+    Right where the user has changed the sign of the gradients too.
+    """
+    gradients = [x for call in reading.checked for x in call.values(GRADIENTS)]
+    if any(x.site and x.site.equation.primitive.name == "neg" for x in gradients):
+        return
+    results = (x.now.site for x in (reading.outputs | reading.objects).values())
+    returned = {site.indices for site in results if site}
     for site, updates in reading.flow.subtracted:
-        if updates.follows & reading.bits_of_updates:
+        if updates.follows & reading.bits_of_updates and site.indices in returned:
             place = place_of(site)
+            where = str(place).removeprefix(place.operation)
             findings.notes.append(
-                f"The updates are subtracted by {place}, but the optimizer has made "
-                "them negative already, to be added: the step goes up. Write "
-                "optax.apply_updates(params, updates)."
+                f"The updates of optax are negative already, but subtracted{where}. "
+                "Write optax.apply_updates(params, updates)."
             )
             return
 

@@ -9,7 +9,7 @@ of the value that they began as (`Multiple`).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jls._program.control import Site
@@ -33,7 +33,8 @@ class Derivatives:
         self._used = set[Any]()  # those of which it computes something else
         self._scaled = dict[Any, None]()  # those that it multiplies by a loss scale
         self._seeds = set[float]()  # of backward passes
-        # The factors of custom rules in backward passes; None if they are not known.
+        # The factors of custom rules in backward passes, and of inner optimizers; None
+        # if one is not known.
         self._factors = set[float | None]()
 
     def multiple(self, op: Operation) -> Multiple | None:
@@ -90,9 +91,21 @@ class Derivatives:
             return False
         return not loss.local or self._seeds == {1.0}
 
+    def note_inner(self, ops: Sequence[Operation]) -> None:
+        """Notes the numbers by which an inner optimizer multiplies or divides."""
+        for op in ops:
+            if op.name in ("mul", "div"):
+                known = [x.known for x in op.operands]
+                self._factors |= {abs(x.value) for x in known if isinstance(x, Number)}
+
     def has_factor(self, number: float) -> bool:
-        """Whether a custom rule may multiply derivatives by a number, or divide."""
-        return bool(self._factors & {number, 1 / number, None})
+        """Whether derivatives may be multiplied by a number, or divided, on the way."""
+        return any(
+            x is None
+            or math.isclose(x, number, rel_tol=1e-6)
+            or math.isclose(x * number, 1, rel_tol=1e-6)
+            for x in self._factors
+        )
 
 
 def is_tracked(site: Site) -> bool:

@@ -149,6 +149,8 @@ class Flow:
             operands = [self.updates.marked(x) for x in operands]
         ops = operations(site, operands)
         results = [self._with_multiple(op, self._result(op, marks)) for op in ops]
+        if INNER in marks:
+            self.derivatives.note_inner(ops)
         if UPDATE in marks and ops and ops[0].name == "convert_element_type":
             self.updates.widened(operands[0], results[0])
         if DECISION in marks and self._is_skipped:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jls.health`: a verdict on a run from its counters, in words."""
 
-import itertools
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -186,8 +186,8 @@ def health(
         members of a `jax.vmap`, or one inside an `optax.MultiSteps`; if an array is
         traced, or was donated to an earlier step; if `optimizer` is of another kind
         than the one that made it, if `params` has fewer leaves than the state knows, or
-        `params` or `grads` other shapes than the moments of Adam or of a momentum; if a
-        name in `raise_if` or `warn_if` is not a verdict, or a number is out of range.
+        other shapes than the moments of Adam or of a momentum; if a name in `raise_if`
+        or `warn_if` is not a verdict, or a number is out of range.
 
     Warns:
       JlsWarning: if the verdict is in `warn_if`.
@@ -218,7 +218,8 @@ def health(
     for name, tree in {"params": params, "grads": grads, "carried": carried}.items():
         _validate.concrete(name, tree)
     subject = _gather(state, run, params, carried, optimizer)
-    _check_shapes({"params": subject.params, "grads": grads}, run.inner_state)
+    if subject.params is not None:
+        _check_shapes(subject.params, run.inner_state)
     suspects = subject.suspects()
     on_device = {
         "counts": {"loss_scale": run.loss_scale} | wrapper_metrics(run.state),
@@ -362,25 +363,26 @@ def _name_leaves(
     return _select_names(names, flags), None
 
 
-def _check_shapes(arguments: Mapping[str, Any], inner_state: Any) -> None:
-    """Raises if moments of optax, one for each leaf of a tree, have other shapes."""
-    given = {name: tree for name, tree in arguments.items() if tree is not None}
+def _check_shapes(params: Any, inner_state: Any) -> None:
+    """Raises if no parameter has the shape of a moment, of which each should have one.
+
+    An optimizer may keep flat moments, or smaller ones of large matrices.
+    """
     kinds = {optax.ScaleByAdamState: "mu", optax.TraceState: "trace"}
     nodes = jax.tree.leaves(inner_state, is_leaf=lambda x: type(x) in kinds)
-    found = [getattr(x, kinds[type(x)]) for x in nodes if type(x) in kinds]
-    for (argument, tree), node in itertools.product(given.items(), found):
-        names, leaves = named_floats(tree)
-        moments = jax.tree.leaves(node)
-        if len(moments) != len(leaves):  # they are of a part
-            continue
-        for name, leaf, moment in zip(names, leaves, moments, strict=True):
-            got, known = jnp.shape(leaf), jnp.shape(moment)
-            if got not in (known, known[1:]):  # without the axis of `jax.pmap`
-                raise ValueError(
-                    f"{argument} must have the shapes that the optimizer was "
-                    f"initialized with, got {got}{at(name)}, where its moments have "
-                    f"{known}."
-                )
+    names, leaves = named_floats(params)
+    shapes = list(map(jnp.shape, leaves))
+    for node in (getattr(x, kinds[type(x)]) for x in nodes if type(x) in kinds):
+        known = list(map(jnp.shape, jax.tree.leaves(node)))
+        without_axis = [x[1:] for x in known]  # of `jax.pmap`
+        is_other = len(known) == len(shapes) and {*shapes}.isdisjoint(
+            [*known, *without_axis]
+        )
+        if is_other and sum(map(math.prod, shapes)) != sum(map(math.prod, known)):
+            raise ValueError(
+                "params must be those that the optimizer was initialized with, got "
+                f"shape {shapes[0]}{at(names[0])}, where its moments have {known[0]}."
+            )
 
 
 # Spikes.

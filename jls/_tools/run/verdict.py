@@ -812,7 +812,7 @@ def _above_ceiling(facts: Facts, the: str = "the") -> str:
     return (
         f"{the} loss scale of {facts.scale} is above its maximum of "
         f"{scale_in_words(most)}: it was set by hand, or saved under another "
-        "scaler. It comes down when it would grow next, or after an overflow"
+        "scaler. There it stays until it backs off, or would grow"
     )
 
 
@@ -861,8 +861,8 @@ def _started_high(facts: Facts) -> str:
         return ""
     return (
         f". All {facts.skips} skips brought the scale from {format_scale(start)} to "
-        f"{format_scale(facts.loss_scale)}: start there; print(jls.calibrate("
-        f"{_arguments(facts)})) says where"
+        f"{format_scale(facts.loss_scale)}: start there, or where print(jls.calibrate("
+        f"{_arguments(facts)})) says"
     )
 
 
