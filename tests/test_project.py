@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -166,7 +167,7 @@ def test_folder_apart_is_collected_if_it_is_named(args, collected, request):
 
 def test_ci_has_the_stages_that_it_names():
     (names,) = re.findall(r"^STAGES=\((.*)\)$", CI, re.MULTILINE)
-    (more,) = re.findall(r"STAGES=\(.*\}\" (.*) test\); fi$", CI, re.MULTILINE)
+    (more,) = re.findall(r"STAGES=\(.*\}\" (.*) test\)$", CI, re.MULTILINE)
     stages = re.findall(r"^stage_(\w+)\(\)", CI, re.MULTILINE)
     assert sorted([*names.split(), *more.split()]) == sorted(stages)
     for row in re.findall(r'"([^"]*)"', re.search(r"^BESIDE=.*$", CI, re.M)[0]):
@@ -179,6 +180,63 @@ def test_ci_says_which_stages_there_are():
     done = subprocess.run([ROOT / ".ci/run", "lnt"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "'lnt'. There are: lint types " in done.stderr
+
+
+# A Python whose environments have commands that do nothing.
+PYTHON = """#!/bin/sh
+[ "$2" = venv ] || exit 0
+mkdir -p "$3/bin"
+for name in pip uv pytest python; do
+  printf '#!/bin/sh\\n' > "$3/bin/$name" && chmod +x "$3/bin/$name"
+done
+"""
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
+def test_ci_leaves_out_the_same_tests_of_the_same_commit(tmp_path):
+    tree, stubs = tmp_path / "tree", tmp_path / "stubs"
+    (tree / ".ci").mkdir(parents=True)
+    shutil.copy(ROOT / ".ci/run", tree / ".ci/run")
+    stubs.mkdir()
+    for name, text in {"python3": PYTHON, "date": "#!/bin/sh\necho $$\n"}.items():
+        (stubs / name).write_text(text)
+        (stubs / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{stubs}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+
+    def call(*command):
+        run = subprocess.run(
+            command, cwd=tree, env=env, check=True, capture_output=True, text=True
+        )
+        return run.stdout.splitlines()
+
+    def commit(text):
+        (tree / "file").write_text(text)
+        call("git", "add", ".")
+        call("git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", text)
+
+    def chosen(*arguments):
+        """What CI says first, and the commands that follow from it."""
+        first, *lines = call(".ci/run", *arguments, "tools", "bits")
+        lines = [line for line in lines if line.startswith("+ ")]
+        (part,) = re.findall(r"--part (\d/\d)", "\n".join(lines))
+        others = re.findall(r"max_isa=(\w+)", "\n".join(lines))
+        assert f": tools {part}, bits {' '.join(others)}" in first
+        return first, *lines
+
+    without_git = chosen()
+    call("git", "init", "-q")
+    assert chosen() == without_git
+    seen = set()
+    for number in range(8):
+        commit(f"{number}")
+        seen.add(chosen())
+    assert "--part 2/3" in chosen("--part", "2")[1]
+    (tree / "file").write_text("not committed")
+    (tree / "new").write_text("not committed")
+    assert chosen() in seen
+    assert len({first.partition(": ")[2] for first, *_ in seen}) > 1
+    first, *_ = call(".ci/run", "--all", "faults")
+    assert re.search(r": tools 1/1, bits SSE4_2.*, faults [1-8]/8$", first)
 
 
 def test_no_table_is_cut_in_two():
