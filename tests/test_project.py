@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from apart import APART, command
+from planted import FAULTS
 
 import jls
 from benchmarks.targets import TARGETS
@@ -77,6 +78,37 @@ def test_contributing_names_commands_that_there_are():
         assert all(f'"{option}"' in text for option in options)
 
 
+MODULES = [path.relative_to(ROOT).as_posix() for path in (ROOT / "jls").rglob("*.py")]
+
+
+def read_tests_by_module():
+    """Of each row of the table the modules or folders, and where their tests are."""
+    table = CONTRIBUTING.partition("| module | its tests |\n")[2].partition("\n\n")[0]
+    rows = [row.strip("|").split("|") for row in table.splitlines()[1:]]
+    return [[re.findall(r"`([^`]+)`", cell) for cell in row] for row in rows]
+
+
+def is_in(path, places):
+    return any(path == place or path.startswith(f"{place}/") for place in places)
+
+
+def test_contributing_says_where_the_tests_of_each_module_are():
+    rows, caught_by = read_tests_by_module(), {}
+    for fault in FAULTS:
+        files = {test.partition("::")[0] for test in fault.tests}
+        caught_by.setdefault(fault.file, set()).update(files)
+    for module in MODULES:
+        tests = [tests for modules, tests in rows if is_in(module, modules)]
+        by_name = ROOT / "tests" / f"test_{Path(module).stem.lstrip('_')}.py"
+        if module != "jls/_tools/__init__.py":
+            assert len(tests) + (not tests and by_name.exists()) == 1, module
+        # Of the tests that catch a fault in it, some are there.
+        if tests and module in caught_by:
+            assert any(is_in(file, tests[0]) for file in caught_by[module]), module
+    for modules, _ in rows:
+        assert all(any(is_in(x, [place]) for x in MODULES) for place in modules)
+
+
 @pytest.mark.parametrize(
     ("path", "names"),
     [
@@ -130,6 +162,18 @@ def test_all_other_tests_are_run_by_readme_and_ci():
     assert len(re.findall(r"^ +paste \w+ '\"\.\[test\]\"'$", CI, re.MULTILINE)) == 1
     assert "--ignore" not in CI
     assert "--deselect" not in CI
+
+
+def test_pytest_alone_runs_what_the_readme_runs():
+    """Two workers are only faster: they choose as one process does."""
+    for path in (ROOT / "conftest.py", ROOT / "tests/conftest.py"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"XDIST|xdist|worker_?(id|input)|numprocesses", text)
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    options = table["tool"]["pytest"]["ini_options"]
+    assert options["testpaths"] == ["jls", "tests"]
+    strict = ["--strict-markers", "--strict-config", "--doctest-modules"]
+    assert options["addopts"] == strict
 
 
 class FakeConfig:
