@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""jls: loss scaling and bad-step skipping for JAX."""
+"""jls: mixed precision for JAX.
+
+It turns a float32 program into half precision, guards it, and explains it.
+"""
 
 # The floors of the package. A module imports only from lower floors; modules in one
 # folder may also import each other. A test reads this.

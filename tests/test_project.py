@@ -311,6 +311,15 @@ def test_hosted_documentation_is_built_as_ours():
     assert set(install["extra_requirements"]) <= set(PROJECT["optional-dependencies"])
 
 
+def test_all_that_describe_jls_say_what_the_readme_says():
+    (said,) = re.findall(
+        "^`jls` (turns .*)\\.$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert PROJECT["description"] == f"Mixed precision for JAX: {said}"
+    assert jls.__doc__ == f"jls: mixed precision for JAX.\n\nIt {said}.\n"
+    assert parsed("CITATION.cff")["title"] == "jls: mixed precision for JAX"
+
+
 def test_the_citation_is_of_this_version():
     citation = parsed("CITATION.cff")
     assert citation["version"] == jls.__version__
