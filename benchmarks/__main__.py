@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,14 +18,13 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import optax
-from rich.console import Console
 
 import jls
 from benchmarks import (
     figures,
-    markdown,
     on_target,
     report,
+    target_report,
     torch_adamw,
     tracing,
 )
@@ -84,7 +82,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options.plot = options.plot or Path("benchmarks.png")
     minutes = options.minutes or (0.8 if options.quick else 8.0)
     deadline = start + 60 * minutes
-    console = _console()
     results: dict[str, Any] = {
         "about": _about(sizes, options.devices),
         "behaviour": {name: figures.behaviour(name) for name in names},
@@ -95,9 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     }
     for i, workload in enumerate(todo):
         left = deadline - time.perf_counter()
-        console.print(f"[{i + 1}/{len(todo)}] {workload.name}, {left:.0f} s left")
+        print(f"[{i + 1}/{len(todo)}] {workload.name}, {left:.0f} s left")
         if left < 0:
-            console.print("Out of time: skipping the rest.")
+            print("Out of time: skipping the rest.")
             break
         share = left / (len(todo) - i)
         try:
@@ -117,29 +114,33 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         results["tracing"] = tracing.figures(size.traced, names)
     if results["workloads"]:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
-        report.show(results, console)
-        console.print(f"Figures: {options.json}")
+        report.show(results)
+        print(f"Figures: {options.json}")
         if not (options.no_plot or options.no_times):
             from benchmarks import plot  # it takes a second to import matplotlib
 
             plot.save(results, options.plot)
-            console.print(f"Picture: {options.plot}")
-    return _unless_interrupted(results, [results], console)
+            print(f"Picture: {options.plot}")
+    return _unless_interrupted(results, [results])
 
 
 def _unless_interrupted(
-    results: dict[str, Any], runs: Iterable[dict[str, Any]], console: Console
+    results: dict[str, Any], runs: Iterable[dict[str, Any]]
 ) -> dict[str, Any]:
     """`results`, or the exit that a shell expects after Ctrl-C."""
     if any(run["about"].get("interrupted") for run in runs):
-        console.print("Interrupted. The workloads that were finished are above.")
+        print("Interrupted. The workloads that were finished are above.")
         raise SystemExit(130)
     return results
 
 
 def _print_markdown(parser: argparse.ArgumentParser, files: list[Path]) -> dict:
     try:
-        print("\n\n".join(map(markdown.tables, files)))
+        for path in files:
+            results = json.loads(path.read_text())
+            is_compiled = "how" in results["about"]
+            tables = (target_report if is_compiled else report).tables(results)
+            print(*tables, sep="\n\n", end="\n\n")
     except (OSError, ValueError, KeyError) as error:
         parser.error(f"--markdown takes files that --json has written: {error!r}")
     return {}
@@ -196,16 +197,11 @@ def _on_targets(
     if options.list:
         print("\n".join(listed))
         return {}
-    console = _console()
     try:
-        results = on_target.run_all(options, names, console)
+        results = on_target.run_all(options, names)
     except MissingCompilerError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
-    return _unless_interrupted(results, results.values(), console)
-
-
-def _console() -> Console:
-    return Console() if sys.stdout.isatty() else Console(width=140)
+    return _unless_interrupted(results, results.values())
 
 
 def run(

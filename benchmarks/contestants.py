@@ -26,6 +26,8 @@ class Rules(NamedTuple):
     growth_interval: int = 2000
     # Start as the documentation shows, even with Python numbers, which take 2 traces.
     as_documented: bool = False
+    # What a step returns of its loss and its gradients.
+    report: Callable[[Any, Any], Any] = lambda loss, grads: loss
 
 
 class Run(NamedTuple):
@@ -38,12 +40,12 @@ class Run(NamedTuple):
 
 def plain(optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules) -> Run:
     """No scaling and no guard: the floor."""
-    del rules
 
     def step(params, state, batch):
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
+        params = optax.apply_updates(params, updates)
+        return params, state, rules.report(loss, grads)
 
     return Run(optimizer.init, step)
 
@@ -57,27 +59,32 @@ def apply_if_finite(
 
 def flax(optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules) -> Run:
     """DynamicScale; selects parameters and optimizer state, as in Flax's examples."""
-    from flax.training.dynamic_scale import DynamicScale
 
     def init(params):
-        scale, steps = INIT_SCALE, 0
-        if not rules.as_documented:
-            scale, steps = jnp.float32(scale), jnp.int32(steps)
-        numbers: dict[str, Any] = {"scale": scale, "fin_steps": steps}
-        interval = rules.growth_interval
-        return DynamicScale(growth_interval=interval, **numbers), optimizer.init(params)
+        return dynamic_scale(rules), optimizer.init(params)
 
     def step(params, state, batch):
-        dynamic_scale, opt_state = state
-        grad_fn = dynamic_scale.value_and_grad(loss_fn)
-        dynamic_scale, is_finite, loss, grads = grad_fn(params, batch)
+        scale, opt_state = state
+        scale, is_finite, loss, grads = scale.value_and_grad(loss_fn)(params, batch)
         updates, new_opt_state = optimizer.update(grads, opt_state, params)
         new_params = optax.apply_updates(params, updates)
         select = partial(jax.tree.map, partial(jnp.where, is_finite))
         opt_state = select(new_opt_state, opt_state)
-        return select(new_params, params), (dynamic_scale, opt_state), loss
+        report = rules.report(loss, grads)
+        return select(new_params, params), (scale, opt_state), report
 
     return Run(init, step)
+
+
+def dynamic_scale(rules: Rules) -> Any:
+    """Flax's loss scale; of arrays, as it is after the first step, if not as shown."""
+    from flax.training.dynamic_scale import DynamicScale
+
+    scale, steps = INIT_SCALE, 0
+    if not rules.as_documented:
+        scale, steps = jnp.float32(scale), jnp.int32(steps)
+    numbers: dict[str, Any] = {"scale": scale, "fin_steps": steps}
+    return DynamicScale(growth_interval=rules.growth_interval, **numbers)
 
 
 def jmp(optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules) -> Run:
@@ -142,15 +149,22 @@ def ours(
     **options: Any,
 ) -> Run:
     """jls, as in the main loop of its README, with these options of the wrapper."""
-    scaler = jls.dynamic(INIT_SCALE, growth_interval=rules.growth_interval)
-    guarded = jls.loss_scaled(optimizer, scaler, **options)
+    wrapped = guarded(optimizer, rules, **options)
 
     def step(params, state, batch):
         loss, grads = jls.value_and_grad(loss_fn)(state, params, batch)
-        updates, state = guarded.update(grads, state, params, value=loss)
+        updates, state = wrapped.update(grads, state, params, value=loss)
         return optax.apply_updates(params, updates), state, loss
 
-    return Run(guarded.init, step)
+    return Run(wrapped.init, step)
+
+
+def guarded(
+    optimizer: optax.GradientTransformation, rules: Rules, **options: Any
+) -> Any:
+    """The optimizer, with the guard of jls."""
+    scaler = jls.dynamic(INIT_SCALE, growth_interval=rules.growth_interval)
+    return jls.loss_scaled(optimizer, scaler, **options)
 
 
 Make = Callable[[optax.GradientTransformation, Any, Rules], Run]

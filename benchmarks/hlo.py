@@ -9,6 +9,9 @@ from typing import NamedTuple
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
 INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\(")
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
+LAYOUT = re.compile(ARRAY.pattern + r"(\{[^}]*\})?")
+ON_CHIP = re.compile(r"S\(\d+\)")
+PARTS = ("slice", "dynamic-slice", "gather")
 CALLED = re.compile(
     r"(to_apply|calls|body|condition|true_computation|false_computation|"
     r"branch_computations)=(\{[^}]*\}|%?[\w.-]+)"
@@ -81,11 +84,12 @@ class Program:
 
     Each launched instruction reads its operands, each once, and writes its result. A
     fusion is one, whatever happens inside; of an operand that it only slices or gathers
-    from, it reads that part, and of one that it updates in place, nothing. Caches are
-    ignored, and a scatter counts as if it read and wrote all. The body of a loop counts
-    as often as it is known to run, else once; of a conditional the larger branch
-    counts. An asynchronous instruction counts once: it reads at its start, and writes
-    what its end returns.
+    from, however deep inside, it reads that part, and of one that it updates in place,
+    nothing. Caches are ignored, and a scatter counts as if it read and wrote all. The
+    body of a loop counts as often as it is known to run, else once; of a conditional
+    the larger branch counts. An asynchronous instruction counts once: it reads at its
+    start, and writes what its end returns. An array on a TPU's chip costs nothing,
+    whoever reads or writes it, and what is brought there ahead of time counts once.
     """
 
     def __init__(self, text: str):
@@ -168,11 +172,6 @@ class Program:
             elif not _is_free(one):
                 yield self._kernel(one, inside, ends, times)
 
-    def _trips(self, one: Instruction) -> int | None:
-        """How often the body of a loop runs, where the compiler says so."""
-        trips = TRIPS.search(one.attributes)
-        return int(trips[1]) if trips else None
-
     def _kernel(
         self,
         one: Instruction,
@@ -192,36 +191,86 @@ class Program:
             dict(self._collectives(one, operands, result)),
         )
 
+    def _trips(self, one: Instruction) -> int | None:
+        """How often the body of a loop runs, where that is known."""
+        if known := TRIPS.search(one.attributes):
+            return int(known[1])
+        condition = self.computations[one.called()["condition"][0]]
+        (root,) = (part for part in condition.values() if part.is_root)
+        ends = [condition[x] for x in root.operands if x in condition]
+        numbers = [x.attributes.partition(")")[0] for x in ends if x.kind == "constant"]
+        is_count = root.kind == "compare" and "direction=LT" in root.attributes
+        return int(numbers[0]) if is_count and numbers else None
+
     def _moved(
         self, one: Instruction, inside: dict[str, Instruction], result: str
     ) -> int:
         """The bytes that one launch reads and writes."""
-        shapes = {name: inside[name].shape for name in one.operands if name in inside}
-        if one.kind != "fusion":
-            read = (_read(name, shape, [one]) for name, shape in shapes.items())
-            return sum(read) + _written(one, shapes, result)
-        body = self.computations.get(one.called().get("calls", [""])[0], {})
-        total = 0
-        users: dict[str, list[Instruction]] = {}
-        for part in body.values():
-            for name in part.operands:
-                users.setdefault(name, []).append(part)
-        parameters = {
+        if one.kind in ("copy-start", "slice-start"):
+            made = array_bytes(result)
+            source, target = LAYOUT.findall(one.shape)[:2]
+            return sum(made for x in (source, target) if not ON_CHIP.search(x[2]))
+        read = sum(
+            self._read_by(one, inside, x)
+            for x in {*one.operands}
+            if x in inside and _in_memory(inside[x].shape)
+        )
+        return read + self._written(one, inside, _in_memory(result))
+
+    def _body(self, one: Instruction) -> tuple[dict[str, Instruction], dict[int, str]]:
+        """The computation of a fusion, and the names of its parameters."""
+        body = self.computations[one.called()["calls"][0]]
+        return body, {
             int(part.attributes.partition(")")[0]): part.name
             for part in body.values()
             if part.kind == "parameter"
         }
-        for i, name in enumerate(one.operands):
-            if name in shapes:
-                parameter = parameters.get(i, "")
-                total += _read(parameter, shapes[name], users.get(parameter, []))
-        roots = [part for part in body.values() if part.is_root]
-        if roots and roots[0].kind == "tuple":
-            roots = [body[name] for name in roots[0].operands]
-        if not roots:
-            return total + array_bytes(result)
-        inner = {name: part.shape for name, part in body.items()}
-        return total + sum(_written(root, inner, root.shape) for root in roots)
+
+    def _read(self, body: dict[str, Instruction], name: str) -> int:
+        """What a computation reads of one of its arrays."""
+        users = (user for user in body.values() if name in user.operands)
+        return min(
+            sum(self._read_by(user, body, name) for user in users),
+            array_bytes(body[name].shape),
+        )
+
+    def _read_by(
+        self, user: Instruction, body: dict[str, Instruction], name: str
+    ) -> int:
+        is_first = user.operands.index(name) == 0 and user.operands.count(name) == 1
+        if user.kind in PARTS and is_first:
+            return array_bytes(user.shape)
+        if user.kind == "dynamic-update-slice" and is_first:
+            return 0
+        if user.kind == "bitcast":
+            return self._read(body, user.name)
+        if user.kind == "fusion":
+            inner, parameters = self._body(user)
+            places = [i for i, x in enumerate(user.operands) if x == name]
+            return sum(self._read(inner, parameters[i]) for i in places)
+        return array_bytes(body[name].shape)
+
+    def _written(
+        self, one: Instruction, body: dict[str, Instruction], whole: int
+    ) -> int:
+        """What an instruction writes, of at most `whole` bytes: a part, if in place."""
+        if one.kind == "dynamic-update-slice":
+            return min(whole, array_bytes(body[one.operands[1]].shape))
+        if one.kind == "bitcast":
+            source = body[one.operands[0]]
+            return self._written(source, body, whole)
+        if one.kind != "fusion":
+            return whole
+        inner, _ = self._body(one)
+        (root,) = (part for part in inner.values() if part.is_root)
+        if root.kind != "tuple":
+            return self._written(root, inner, whole)
+        sizes = [_in_memory(found[0]) for found in LAYOUT.finditer(one.shape)]
+        roots = [inner[x] for x in root.operands]
+        if len(roots) != len(sizes):  # a tuple in a tuple
+            return whole
+        pairs = zip(roots, sizes, strict=True)
+        return sum(self._written(x, inner, size) for x, size in pairs)
 
     def _collectives(
         self, one: Instruction, operands: list[str], result: str
@@ -247,23 +296,13 @@ def array_bytes(shape: str) -> int:
     )
 
 
-def _read(name: str, shape: str, users: list[Instruction]) -> int:
-    """What `users` read of the array `name`."""
-    parts = 0
-    for user in users:
-        first = user.operands[:1] == [name] and user.operands.count(name) == 1
-        if first and user.kind in ("slice", "dynamic-slice", "gather"):
-            parts += array_bytes(user.shape)
-        elif not (first and user.kind == "dynamic-update-slice"):
-            return array_bytes(shape)
-    return min(parts, array_bytes(shape))
-
-
-def _written(one: Instruction, shapes: dict[str, str], result: str) -> int:
-    """All of the result, or what is updated of it in place."""
-    if one.kind == "dynamic-update-slice":
-        return array_bytes(shapes.get(one.operands[1], result))
-    return array_bytes(result)
+def _in_memory(shape: str) -> int:
+    """The bytes of those arrays in a shape that are not on the chip."""
+    return sum(
+        array_bytes(f"{dtype}[{sizes}]")
+        for dtype, sizes, layout in LAYOUT.findall(shape)
+        if not ON_CHIP.search(layout)
+    )
 
 
 def _bits(dtype: str) -> int:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 
 from benchmarks import target_report
 from benchmarks.compiled import (
@@ -38,9 +37,7 @@ OUT_OF_MEMORY = re.compile(
 MANY_CHIPS = ("adamw", "clip + adamw")
 
 
-def run_all(
-    options: argparse.Namespace, names: list[str], console: Console
-) -> dict[str, Any]:
+def run_all(options: argparse.Namespace, names: list[str]) -> dict[str, Any]:
     """The figures by target; those whose compiler is missing are left out."""
     missing = None
     results: dict[str, Any] = {}
@@ -50,19 +47,20 @@ def run_all(
         except MissingCompilerError as error:
             missing = error
             if options.target == "all":
-                console.print(f"Skipped {error}", markup=False)
+                print(f"Skipped {error}")
             continue
         where = path_for(options.json, ".json", target.name, options)
-        one = results[target.name] = run(target, options, names, console, where)
+        one = results[target.name] = run(target, options, names, where)
         if one["workloads"]:
-            target_report.show(one, console, options.explain)
-            console.print(f"Figures: {where}")
+            print(*target_report.tables(one), sep="\n\n")
+            print(*target_report.lines(one, options.explain), sep="\n")
+            print(f"Figures: {where}")
             if not options.no_plot:
                 from benchmarks import target_plot
 
                 picture = path_for(options.plot, ".png", target.name, options)
                 if target_plot.save(one, picture):
-                    console.print(f"Picture: {picture}")
+                    print(f"Picture: {picture}")
         if "interrupted" in one["about"]:
             break
     if missing and not results:
@@ -91,11 +89,7 @@ def path_for(
 
 
 def run(
-    target: Target,
-    options: argparse.Namespace,
-    names: list[str],
-    console: Console,
-    where: Path,
+    target: Target, options: argparse.Namespace, names: list[str], where: Path
 ) -> dict[str, Any]:
     """Compiles all that was asked for; writes the figures after each workload."""
     start = time.perf_counter()
@@ -103,9 +97,9 @@ def run(
     todo = chosen(options)
     for i, (name, workload, chips, mesh) in enumerate(todo):
         seconds = time.perf_counter() - start
-        console.print(f"[{i + 1}/{len(todo)}] {target.name}: {name}", highlight=False)
+        print(f"[{i + 1}/{len(todo)}] {target.name}: {name}", flush=True)
         if options.minutes and seconds > 60 * options.minutes:
-            console.print("Out of time: skipping the rest.")
+            print("Out of time: skipping the rest.")
             break
         devices = target.devices(chips)
         placement = MESHES[mesh](devices) if mesh else whole(devices)
@@ -143,7 +137,7 @@ def run_workload(
         "leaves": len(leaves),
         "results": results,
     }
-    worse = target_report.not_least("", one)
+    worse = target_report.where_not_least("", one)
     if worse:
         # The list is of kernels.
         fewest = [x.peer for x in worse if x.figure == "kernels"]

@@ -5,9 +5,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
+from PIL import Image
 
 from benchmarks.contestants import FLOOR, OURS
-from benchmarks.report import contestants_of
+from benchmarks.tables import contestants_of
 from jls._tools.figure import BLACK, GREEN, JLS
 
 # Okabe and Ito's colours; the marks differ in shape too, for print in grey.
@@ -34,9 +35,26 @@ def style(name: str) -> dict[str, Any]:
     }
 
 
+def clear(axes: Any) -> None:
+    """Takes the frame away, and draws lines for the numbers."""
+    axes.tick_params(length=0)
+    axes.grid(axis="x", color="#cfcfcf", linewidth=0.8, zorder=1)
+    axes.set_axisbelow(True)
+    axes.spines[:].set_visible(False)
+
+
+def save_small(figure: Figure, path: Path, colours: int) -> None:
+    """Few colours make a small file."""
+    figure.savefig(path, dpi=150)
+    if path.suffix == ".png":
+        with Image.open(path) as picture:
+            few = picture.convert("RGB").quantize(colours)
+        few.save(path, optimize=True)
+
+
 def save(results: dict[str, Any], path: Path) -> None:
     """Ratios as points with their quartiles; below them the two curves of growth."""
-    names = [name for name in contestants_of(results) if name != FLOOR]
+    names = [name for name in contestants_of(results["workloads"]) if name != FLOOR]
     workloads = results["workloads"]
     rows = [name for name in workloads if workloads[name]["growth"] is None]
     kinds = ("leaves", "parameters")

@@ -86,82 +86,34 @@ def tpu_shape(chips: int, axes: int) -> tuple[int, ...]:
     return tuple(sorted(shape, reverse=True)) if axes == 2 else tuple(shape)
 
 
-def _gpu(name: str, capability: str, memory: int, chip: str, **numbers: Any) -> Target:
+# A chip a line: what `_gpu` takes.
+GPUS = """
+h100 9.0 84942979072 132 128 3352320000000 52428800 233472 232448 1.98 NVIDIA H100 80GB HBM3
+a100 8.0 85100068864 108 64 2039040000000 41943040 167936 166912 1.41 NVIDIA A100-SXM4-80GB
+v100 7.0 16935682048 80 64 898048000000 6291456 98304 98304 1.53 Tesla V100-SXM2-16GB
+t4 7.5 15828320256 40 64 320064000000 4194304 65536 65536 1.59 Tesla T4
+b200 10.0 191514411008 148 128 7672320000000 132644864 233472 232448 1.965 NVIDIA B200
+"""  # noqa: E501
+
+
+def _gpu(line: str) -> Target:
+    name, capability, memory, *numbers, chip = line.split(maxsplit=10)
     major, minor = capability.split(".")
-    numbers = {"features": "", **numbers}
-    config = GPU.format(major=major, minor=minor, memory=memory, chip=chip, **numbers)
-    return Target(name, "cuda", chip, memory, config)
+    names = ("cores", "fpus", "bandwidth", "l2", "shared", "shared_optin", "clock")
+    config = GPU.format(
+        major=major,
+        minor=minor,
+        memory=memory,
+        chip=chip,
+        features=ACCELERATED if int(major) >= 9 else "",
+        **dict(zip(names, numbers, strict=True)),
+    )
+    return Target(name, "cuda", chip, int(memory), config)
 
 
-H100 = _gpu(
-    name="h100",
-    capability="9.0",
-    memory=84942979072,
-    chip="NVIDIA H100 80GB HBM3",
-    cores=132,
-    fpus=128,
-    bandwidth=3352320000000,
-    l2=52428800,
-    shared=233472,
-    shared_optin=232448,
-    clock=1.98,
-    features=ACCELERATED,
-)
-A100 = _gpu(
-    name="a100",
-    capability="8.0",
-    memory=85100068864,
-    chip="NVIDIA A100-SXM4-80GB",
-    cores=108,
-    fpus=64,
-    bandwidth=2039040000000,
-    l2=41943040,
-    shared=167936,
-    shared_optin=166912,
-    clock=1.41,
-)
-V100 = _gpu(
-    name="v100",
-    capability="7.0",
-    memory=16935682048,
-    chip="Tesla V100-SXM2-16GB",
-    cores=80,
-    fpus=64,
-    bandwidth=898048000000,
-    l2=6291456,
-    shared=98304,
-    shared_optin=98304,
-    clock=1.53,
-)
-T4 = _gpu(
-    name="t4",
-    capability="7.5",
-    memory=15828320256,
-    chip="Tesla T4",
-    cores=40,
-    fpus=64,
-    bandwidth=320064000000,
-    l2=4194304,
-    shared=65536,
-    shared_optin=65536,
-    clock=1.59,
-)
-B200 = _gpu(
-    name="b200",
-    capability="10.0",
-    memory=191514411008,
-    chip="NVIDIA B200",
-    cores=148,
-    fpus=128,
-    bandwidth=7672320000000,
-    l2=132644864,
-    shared=233472,
-    shared_optin=232448,
-    clock=1.965,
-    features=ACCELERATED,
-)
-V5E = Target("v5e", "tpu", "TPU v5e", 16 * GIB)
-V5P = Target("v5p", "tpu", "TPU v5p", 95 * GIB, axes=3)
-V6E = Target("v6e", "tpu", "TPU v6e", 32 * GIB)
-
-TARGETS = {one.name: one for one in (H100, A100, V100, T4, B200, V5E, V5P, V6E)}
+TPUS = [
+    Target("v5e", "tpu", "TPU v5e", 16 * GIB),
+    Target("v5p", "tpu", "TPU v5p", 95 * GIB, axes=3),
+    Target("v6e", "tpu", "TPU v6e", 32 * GIB),
+]
+TARGETS = {one.name: one for one in [*map(_gpu, GPUS.strip().splitlines()), *TPUS]}

@@ -12,13 +12,16 @@ import jax.numpy as jnp
 import optax
 
 import jls
-from benchmarks.contestants import INIT_SCALE, Make, Rules, Run
-
-
-def guarded(optimizer: optax.GradientTransformation, rules: Rules) -> Any:
-    """The optimizer, with the guard of jls."""
-    scaler = jls.dynamic(INIT_SCALE, growth_interval=rules.growth_interval)
-    return jls.loss_scaled(optimizer, scaler)
+from benchmarks.contestants import (
+    Make,
+    Rules,
+    Run,
+    apply_if_finite,
+    dynamic_scale,
+    flax,
+    guarded,
+    plain,
+)
 
 
 def plain_ours(
@@ -29,63 +32,31 @@ def plain_ours(
     return Run(wrapped.init, jls.train_step(loss_fn, wrapped))
 
 
-def plain_optax(
-    optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules
-) -> Run:
-    """No guard."""
-    del rules
+def reporting(make: Make) -> Make:
+    """A contestant that also reports the norm of the gradients."""
 
-    def step(params, state, batch):
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        updates, state = optimizer.update(grads, state, params)
-        report = loss, optax.tree.norm(grads)
-        return optax.apply_updates(params, updates), state, report
+    def report(loss, grads):
+        return loss, optax.tree.norm(grads)
 
-    return Run(optimizer.init, step)
+    return lambda optimizer, loss_fn, rules: make(
+        optimizer, loss_fn, rules._replace(report=report)
+    )
 
 
-def plain_apply_if_finite(
-    optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules
-) -> Run:
-    """The guard of optax."""
-    return plain_optax(optax.apply_if_finite(optimizer, 2**30), loss_fn, rules)
-
-
-def plain_flax(
-    optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules
-) -> Run:
-    """Flax's recipe for a DynamicScale."""
-
-    def init(params):
-        return _dynamic_scale(rules), optimizer.init(params)
-
-    def step(params, state, batch):
-        scale, opt_state = state
-        scale, is_finite, loss, grads = scale.value_and_grad(loss_fn)(params, batch)
-        updates, new_state = optimizer.update(grads, opt_state, params)
-        new_params = optax.apply_updates(params, updates)
-        select = partial(jax.tree.map, partial(jnp.where, is_finite))
-        opt_state = select(new_state, opt_state)
-        report = loss, optax.tree.norm(grads)
-        return select(new_params, params), (scale, opt_state), report
-
-    return Run(init, step)
-
-
-def linen(make_step: Callable[[Any, Rules], Any], guard: Any = None) -> Make:
+def linen(make_step: Callable[[Any], Any], guard: Any = None) -> Make:
     """A contestant that steps a Flax `TrainState`, kept apart from its parameters."""
 
     def make(optimizer, loss_fn, rules):
         from flax.training.train_state import TrainState
 
         tx = optimizer if guard is None else guard(optimizer, rules)
-        step_of_state = make_step(loss_fn, rules)
+        step_of_state = make_step(loss_fn)
 
         def init(params):
             state = TrainState.create(apply_fn=loss_fn, params=params, tx=tx)
             # An array, as it is after the first step.
             state = state.replace(step=jnp.int32(0), params=None)
-            return state, _dynamic_scale(rules)
+            return state, dynamic_scale(rules)
 
         def step(params, state, batch):
             before, scale = state
@@ -98,8 +69,7 @@ def linen(make_step: Callable[[Any, Rules], Any], guard: Any = None) -> Make:
     return make
 
 
-def _linen_ours(loss_fn, rules):
-    del rules
+def _linen_ours(loss_fn):
     step = jls.train_step(lambda state, batch: loss_fn(state.params, batch))
 
     def run(state, scale, batch):
@@ -109,8 +79,7 @@ def _linen_ours(loss_fn, rules):
     return run
 
 
-def _linen_optax(loss_fn, rules):
-    del rules
+def _linen_optax(loss_fn):
 
     def run(state, scale, batch):
         loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
@@ -120,9 +89,8 @@ def _linen_optax(loss_fn, rules):
     return run
 
 
-def _linen_flax(loss_fn, rules):
+def _linen_flax(loss_fn):
     """As in Flax's examples."""
-    del rules
 
     def run(state, scale, batch):
         differentiated = scale.value_and_grad(loss_fn)
@@ -138,7 +106,7 @@ def _linen_flax(loss_fn, rules):
     return run
 
 
-def nnx(make_step: Callable[[Any, Rules], Any], guard: Any = None) -> Make:
+def nnx(make_step: Callable[[Any], Any], guard: Any = None) -> Make:
     """A contestant that steps an NNX model and its `nnx.Optimizer`, in place.
 
     They are put together and taken apart in the step, as `nnx.jit` does it.
@@ -148,16 +116,14 @@ def nnx(make_step: Callable[[Any, Rules], Any], guard: Any = None) -> Make:
         from flax import nnx
 
         tx = optimizer if guard is None else guard(optimizer, rules)
-        step_of_model = make_step(
-            lambda model, batch: loss_fn(_arrays(model), batch), rules
-        )
+        step_of_model = make_step(lambda model, batch: loss_fn(_arrays(model), batch))
         graphs = []
 
         def init(params):
             built = nnx.Optimizer(_model(params), tx, wrt=nnx.Param)
             graph, state = nnx.split(built)
             graphs[:] = [graph]
-            return state, _dynamic_scale(rules)
+            return state, dynamic_scale(rules)
 
         def step(params, state, batch):
             model, built = _model(params), nnx.merge(graphs[0], state[0])
@@ -169,8 +135,7 @@ def nnx(make_step: Callable[[Any, Rules], Any], guard: Any = None) -> Make:
     return make
 
 
-def _nnx_ours(loss_fn, rules):
-    del rules
+def _nnx_ours(loss_fn):
     step = jls.train_step(loss_fn)
 
     def run(model, optimizer, scale, batch):
@@ -179,10 +144,8 @@ def _nnx_ours(loss_fn, rules):
     return run
 
 
-def _nnx_optax(loss_fn, rules):
+def _nnx_optax(loss_fn):
     from flax import nnx
-
-    del rules
 
     def run(model, optimizer, scale, batch):
         loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
@@ -192,11 +155,9 @@ def _nnx_optax(loss_fn, rules):
     return run
 
 
-def _nnx_flax(loss_fn, rules):
+def _nnx_flax(loss_fn):
     """NNX has no recipe of its own: that of Flax, on what `nnx.split` gives."""
     from flax import nnx
-
-    del rules
 
     def run(model, optimizer, scale, batch):
         graph, params = nnx.split(model)
@@ -236,19 +197,11 @@ def _arrays(model: Any) -> Any:
     return jax.tree.map(value, model.tree, is_leaf=is_variable)
 
 
-def _dynamic_scale(rules: Rules) -> Any:
-    from flax.training.dynamic_scale import DynamicScale
-
-    numbers: dict[str, Any] = {"scale": jnp.float32(INIT_SCALE)}
-    numbers["fin_steps"] = jnp.int32(0)
-    return DynamicScale(growth_interval=rules.growth_interval, **numbers)
-
-
 PLAIN: dict[str, Make] = {
-    "optax": plain_optax,
+    "optax": reporting(plain),
     "jls": plain_ours,
-    "apply_if_finite": plain_apply_if_finite,
-    "flax": plain_flax,
+    "apply_if_finite": reporting(apply_if_finite),
+    "flax": reporting(flax),
 }
 LINEN: dict[str, Make] = {
     "optax": linen(_linen_optax),

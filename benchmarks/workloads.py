@@ -14,6 +14,7 @@ import optax
 
 from benchmarks import models
 from benchmarks.contestants import FEW, MAIN, Make
+from benchmarks.placement import whole
 from benchmarks.sizes import Size
 
 
@@ -30,22 +31,18 @@ def placed(problem: Problem, devices: int) -> Problem:
     """`problem` with its parameters on each device, and its batch spread over all."""
     if devices == 1:
         return problem
-    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:devices]), ("data",))
-
-    def place(tree, is_batch):
-        def put(leaf):
-            shared = is_batch and leaf.ndim and leaf.shape[0] % devices == 0
-            spec = jax.P("data") if shared else jax.P()
-            return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, spec))
-
-        return jax.tree.map(put, tree)
-
+    where = whole(jax.devices()[:devices])
     # Given gradients are not a batch: each device has them all.
-    is_batch = problem.loss_fn is not models.given_gradients
+    is_given = problem.loss_fn is models.given_gradients
+    of_batch = where.sharded if is_given else where.sharded_batch
+
+    def put(tree, shapes):
+        return jax.device_put(tree, jax.tree.map(lambda x: x.sharding, shapes))
+
     return problem._replace(
-        params=place(problem.params, False),
-        good=place(problem.good, is_batch),
-        bad=place(problem.bad, is_batch),
+        params=put(problem.params, where.sharded(problem.params)),
+        good=put(problem.good, of_batch(problem.good)),
+        bad=put(problem.bad, of_batch(problem.bad)),
     )
 
 

@@ -142,7 +142,8 @@ def is_record(value: object) -> bool:
 
 FIELDS = {}
 for module in (jls, jls.types):
-    for name, value in vars(module).items():
+    for name in dir(module):
+        value = getattr(module, name)
         if name.startswith("_") or inspect.ismodule(value):
             continue
         if is_record(value):

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""jls: loss scaling and bad-step skipping for JAX."""
+"""jls: mixed precision for JAX.
+
+It turns a float32 program into half precision, guards it, and explains it.
+"""
 
 # The floors of the package. A module imports only from lower floors; modules in one
 # folder may also import each other. A test reads this.
@@ -12,13 +15,13 @@
 #   _mistakes _train_state presets
 #   _state _spikes
 #   _scalers _logged _reduce _rollback _placement
-#   _types _validate _tree _rollback_cpu _scopes _devices
+#   _types _validate _tree _rollback_cpu _scopes _devices _later
 #   _text _nnx _program _closures _gone _tools.figure _tools
 
 # isort: off
 import typing as _typing
 
-from jls import _gone
+from jls import _later
 
 # The optimizer.
 from jls._wrapper import loss_scaled as loss_scaled
@@ -45,17 +48,20 @@ from jls._spikes import spikes as spikes
 from jls._state import loss_scale as loss_scale
 from jls._state import set_loss_scale as set_loss_scale
 from jls._state import metrics as metrics
-from jls._tools.run.columns import host_metrics as host_metrics
+
+if _typing.TYPE_CHECKING:  # loaded when it is used: see the end
+    from jls._tools.run.columns import host_metrics as host_metrics
 
 # Monitoring, on the host.
-from jls._tools.run.health import health as health
-from jls._tools.run.health import UnhealthyError as UnhealthyError
-from jls._tools.run.history import History as History
-from jls._tools.check.check import check_step as check_step
-from jls._tools.origin.calibrate import calibrate as calibrate
-from jls._tools.origin.why import why as why
-from jls._tools.run.sync import check_in_sync as check_in_sync
-from jls._tools.run.requeue import requeue as requeue
+if _typing.TYPE_CHECKING:  # loaded when they are used
+    from jls._tools.run.health import health as health
+    from jls._tools.run.health import UnhealthyError as UnhealthyError
+    from jls._tools.run.history import History as History
+    from jls._tools.check.check import check_step as check_step
+    from jls._tools.origin.calibrate import calibrate as calibrate
+    from jls._tools.origin.why import why as why
+    from jls._tools.run.sync import check_in_sync as check_in_sync
+    from jls._tools.run.requeue import requeue as requeue
 from jls._types import JlsWarning as JlsWarning
 
 # Pure functions, for training loops without optax.
@@ -78,6 +84,17 @@ from jls import types as types
 __version__ = "0.4.0"
 
 if not _typing.TYPE_CHECKING:  # to a type checker every name would be one
-
-    def __getattr__(name: str) -> _typing.NoReturn:
-        raise _gone.attribute_error("jls", name)
+    __getattr__, __dir__, __all__ = _later.attach(
+        __name__,
+        {
+            "host_metrics": "run.columns",
+            "health": "run.health",
+            "UnhealthyError": "run.health",
+            "History": "run.history",
+            "check_step": "check.check",
+            "calibrate": "origin.calibrate",
+            "why": "origin.why",
+            "check_in_sync": "run.sync",
+            "requeue": "run.requeue",
+        },
+    )

@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jls",
         usage=USAGE,
-        description="Loss scaling and bad-step skipping for JAX.\n\n" + _commands(),
+        description="Mixed precision for JAX.\n\n" + _commands(),
         epilog=f"{EXAMPLES}\nwhat the demo needs:\n{INSTALL}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

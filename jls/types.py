@@ -7,20 +7,10 @@ your own, fill a `LossScaler`; the rest is for annotations and `isinstance`.
 
 import typing as _typing
 
-from jls import _gone
+from jls import _later
 from jls._ema import ParamsEmaState as ParamsEmaState
 from jls._program.places import Place as Place
 from jls._scalers.adaptive import AdaptiveState as AdaptiveState
-from jls._tools.check.check import StepCheck as StepCheck
-from jls._tools.origin.calibration import Calibration as Calibration
-from jls._tools.origin.losses import PrecisionLoss as PrecisionLoss
-from jls._tools.origin.result import Birth as Birth
-from jls._tools.origin.result import Why as Why
-from jls._tools.origin.twin import Cotangent as Cotangent
-from jls._tools.reading.precision import Precision as Precision
-from jls._tools.run.health import Health as Health
-from jls._tools.run.requeue import BatchQueue as BatchQueue
-from jls._tools.run.verdict import Verdict as Verdict
 from jls._train.step import CarryingTrainStep as CarryingTrainStep
 from jls._train.step import PlainTrainStep as PlainTrainStep
 from jls._train.step import TrainStep as TrainStep
@@ -38,7 +28,30 @@ from jls._types import StaticState as StaticState
 from jls._types import StepReport as StepReport
 from jls._wrapper import LossScaledTransformation as LossScaledTransformation
 
-if not _typing.TYPE_CHECKING:  # as in jls/__init__.py
-
-    def __getattr__(name: str) -> _typing.NoReturn:
-        raise _gone.attribute_error("jls.types", name)
+if _typing.TYPE_CHECKING:
+    from jls._tools.check.check import StepCheck as StepCheck
+    from jls._tools.origin.calibration import Calibration as Calibration
+    from jls._tools.origin.losses import PrecisionLoss as PrecisionLoss
+    from jls._tools.origin.result import Birth as Birth
+    from jls._tools.origin.result import Why as Why
+    from jls._tools.origin.twin import Cotangent as Cotangent
+    from jls._tools.reading.precision import Precision as Precision
+    from jls._tools.run.health import Health as Health
+    from jls._tools.run.requeue import BatchQueue as BatchQueue
+    from jls._tools.run.verdict import Verdict as Verdict
+else:  # as in jls/__init__.py
+    __getattr__, __dir__, __all__ = _later.attach(
+        __name__,
+        {
+            "StepCheck": "check.check",
+            "Calibration": "origin.calibration",
+            "PrecisionLoss": "origin.losses",
+            "Birth": "origin.result",
+            "Why": "origin.result",
+            "Cotangent": "origin.twin",
+            "Precision": "reading.precision",
+            "Health": "run.health",
+            "BatchQueue": "run.requeue",
+            "Verdict": "run.verdict",
+        },
+    )

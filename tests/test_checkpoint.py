@@ -681,8 +681,9 @@ def test_fields_of_states_are_only_ever_appended():
         assert state_type._fields == (*names.split(), *added)
     types = {
         value
-        for name, value in vars(jls.types).items()
-        if name.endswith("State") and isinstance(value, type)
+        for name in dir(jls.types)
+        if name.endswith("State")
+        and isinstance(value := getattr(jls.types, name), type)
     }
     assert types == set(first)
 

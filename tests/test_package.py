@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import importlib
 import importlib.metadata
 import inspect
 import re
@@ -20,7 +21,7 @@ ROOT = PACKAGE.parent
 SOURCE = (PACKAGE / "__init__.py").read_text()
 # The roof first, as the comment in __init__ draws them.
 FLOORS = [line.split() for line in re.findall(r"^#   (\S.*)$", SOURCE, re.MULTILINE)]
-PUBLIC = [name for name in vars(jls) if not name.startswith("_")]
+PUBLIC = [name for name in dir(jls) if not name.startswith("_")]
 PUBLIC_MODULES = ["presets", "types"]
 # The docstring of a protocol is on its call; an alias has none.
 PROTOCOLS = [
@@ -137,6 +138,48 @@ def test_import_brings_in_nothing_but_the_runtime_dependencies():
     assert brought <= {"chex"}  # by optax
 
 
+USE = """
+import sys, jls
+tools = lambda: [m for m in sys.modules if m.startswith("jls._tools")]
+report: jls.types.StepReport
+"why" in dir(jls) or exit(1)
+"Why" in dir(jls.types) or exit(2)
+hasattr(jls, "nothing") and exit(3)
+tools() and exit(4)
+from jls import why
+why is jls.why is vars(jls)["why"] or exit(5)
+from jls.types import Why
+Why.__module__ in tools() or exit(6)
+from jls import *
+check_step is jls.check_step and types is jls.types or exit(7)
+"""
+
+
+def test_import_loads_no_tool_until_it_is_used():
+    done = subprocess.run([sys.executable, "-c", USE], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("module", ["__init__", "types"])
+def test_type_checkers_see_the_tools_where_they_are_loaded_from(module):
+    """The imports that only they read; `attach` has the same names."""
+    holder = jls if module == "__init__" else jls.types
+    checked = []
+    for node in ast.parse(MODULES[module].read_text()).body:
+        if (
+            isinstance(node, ast.If)
+            and ast.unparse(node.test) == "_typing.TYPE_CHECKING"
+        ):
+            checked += [line for line in node.body if isinstance(line, ast.ImportFrom)]
+    names = [line.names[0].name for line in checked]
+    assert names == holder.__all__[-len(names) :]
+    for line in checked:
+        (alias,) = line.names
+        assert alias.name == alias.asname
+        found = getattr(importlib.import_module(line.module), alias.name)
+        assert getattr(holder, alias.name) is found
+
+
 def public_values():
     """Name and value of all that users see, those of public modules too."""
     for name in PUBLIC:
@@ -146,9 +189,8 @@ def public_values():
             continue
         assert name in PUBLIC_MODULES
         assert inspect.getdoc(value), name
-        for inner in getattr(value, "__all__", vars(value)):
-            if not inner.startswith("_"):
-                yield f"{name}.{inner}", getattr(value, inner)
+        for inner in value.__all__:
+            yield f"{name}.{inner}", getattr(value, inner)
 
 
 @pytest.mark.parametrize("name", dict(public_values()))
@@ -212,8 +254,8 @@ def test_public_names_are_those_of_the_contract():
 
 
 def test_types_are_those_of_the_contract():
-    names = [name for name in vars(jls.types) if not name.startswith("_")]
-    assert sorted(names) == [
+    names = [name for name in dir(jls.types) if not name.startswith("_")]
+    assert names == [
         "AdaptiveState",
         "AdjustFn",
         "BadBatch",

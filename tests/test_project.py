@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from apart import APART, command
+from planted import FAULTS
 
 import jls
 from benchmarks.targets import TARGETS
@@ -76,6 +78,37 @@ def test_contributing_names_commands_that_there_are():
         assert all(f'"{option}"' in text for option in options)
 
 
+MODULES = [path.relative_to(ROOT).as_posix() for path in (ROOT / "jls").rglob("*.py")]
+
+
+def read_tests_by_module():
+    """Of each row of the table the modules or folders, and where their tests are."""
+    table = CONTRIBUTING.partition("| module | its tests |\n")[2].partition("\n\n")[0]
+    rows = [row.strip("|").split("|") for row in table.splitlines()[1:]]
+    return [[re.findall(r"`([^`]+)`", cell) for cell in row] for row in rows]
+
+
+def is_in(path, places):
+    return any(path == place or path.startswith(f"{place}/") for place in places)
+
+
+def test_contributing_says_where_the_tests_of_each_module_are():
+    rows, caught_by = read_tests_by_module(), {}
+    for fault in FAULTS:
+        files = {test.partition("::")[0] for test in fault.tests}
+        caught_by.setdefault(fault.file, set()).update(files)
+    for module in MODULES:
+        tests = [tests for modules, tests in rows if is_in(module, modules)]
+        by_name = ROOT / "tests" / f"test_{Path(module).stem.lstrip('_')}.py"
+        if module != "jls/_tools/__init__.py":
+            assert len(tests) + (not tests and by_name.exists()) == 1, module
+        # Of the tests that catch a fault in it, some are there.
+        if tests and module in caught_by:
+            assert any(is_in(file, tests[0]) for file in caught_by[module]), module
+    for modules, _ in rows:
+        assert all(any(is_in(x, [place]) for x in MODULES) for place in modules)
+
+
 @pytest.mark.parametrize(
     ("path", "names"),
     [
@@ -131,6 +164,18 @@ def test_all_other_tests_are_run_by_readme_and_ci():
     assert "--deselect" not in CI
 
 
+def test_pytest_alone_runs_what_the_readme_runs():
+    """Two workers are only faster: they choose as one process does."""
+    for path in (ROOT / "conftest.py", ROOT / "tests/conftest.py"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"XDIST|xdist|worker_?(id|input)|numprocesses", text)
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    options = table["tool"]["pytest"]["ini_options"]
+    assert options["testpaths"] == ["jls", "tests"]
+    strict = ["--strict-markers", "--strict-config", "--doctest-modules"]
+    assert options["addopts"] == strict
+
+
 class FakeConfig:
     def __init__(self, *args):
         self.args = list(args)
@@ -166,7 +211,7 @@ def test_folder_apart_is_collected_if_it_is_named(args, collected, request):
 
 def test_ci_has_the_stages_that_it_names():
     (names,) = re.findall(r"^STAGES=\((.*)\)$", CI, re.MULTILINE)
-    (more,) = re.findall(r"STAGES=\(.*\}\" (.*) test\); fi$", CI, re.MULTILINE)
+    (more,) = re.findall(r"STAGES=\(.*\}\" (.*) test\)$", CI, re.MULTILINE)
     stages = re.findall(r"^stage_(\w+)\(\)", CI, re.MULTILINE)
     assert sorted([*names.split(), *more.split()]) == sorted(stages)
     for row in re.findall(r'"([^"]*)"', re.search(r"^BESIDE=.*$", CI, re.M)[0]):
@@ -179,6 +224,63 @@ def test_ci_says_which_stages_there_are():
     done = subprocess.run([ROOT / ".ci/run", "lnt"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "'lnt'. There are: lint types " in done.stderr
+
+
+# A Python whose environments have commands that do nothing.
+PYTHON = """#!/bin/sh
+[ "$2" = venv ] || exit 0
+mkdir -p "$3/bin"
+for name in pip uv pytest python; do
+  printf '#!/bin/sh\\n' > "$3/bin/$name" && chmod +x "$3/bin/$name"
+done
+"""
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
+def test_ci_leaves_out_the_same_tests_of_the_same_commit(tmp_path):
+    tree, stubs = tmp_path / "tree", tmp_path / "stubs"
+    (tree / ".ci").mkdir(parents=True)
+    shutil.copy(ROOT / ".ci/run", tree / ".ci/run")
+    stubs.mkdir()
+    for name, text in {"python3": PYTHON, "date": "#!/bin/sh\necho $$\n"}.items():
+        (stubs / name).write_text(text)
+        (stubs / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{stubs}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+
+    def call(*command):
+        run = subprocess.run(
+            command, cwd=tree, env=env, check=True, capture_output=True, text=True
+        )
+        return run.stdout.splitlines()
+
+    def commit(text):
+        (tree / "file").write_text(text)
+        call("git", "add", ".")
+        call("git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", text)
+
+    def chosen(*arguments):
+        """What CI says first, and the commands that follow from it."""
+        first, *lines = call(".ci/run", *arguments, "tools", "bits")
+        lines = [line for line in lines if line.startswith("+ ")]
+        (part,) = re.findall(r"--part (\d/\d)", "\n".join(lines))
+        others = re.findall(r"max_isa=(\w+)", "\n".join(lines))
+        assert f": tools {part}, bits {' '.join(others)}" in first
+        return first, *lines
+
+    without_git = chosen()
+    call("git", "init", "-q")
+    assert chosen() == without_git
+    seen = set()
+    for number in range(8):
+        commit(f"{number}")
+        seen.add(chosen())
+    assert "--part 2/3" in chosen("--part", "2")[1]
+    (tree / "file").write_text("not committed")
+    (tree / "new").write_text("not committed")
+    assert chosen() in seen
+    assert len({first.partition(": ")[2] for first, *_ in seen}) > 1
+    first, *_ = call(".ci/run", "--all", "faults")
+    assert re.search(r": tools 1/1, bits SSE4_2.*, faults [1-8]/8$", first)
 
 
 def test_no_table_is_cut_in_two():
@@ -207,6 +309,15 @@ def test_hosted_documentation_is_built_as_ours():
     assert config["sphinx"]["fail_on_warning"]
     (install,) = config["python"]["install"]
     assert set(install["extra_requirements"]) <= set(PROJECT["optional-dependencies"])
+
+
+def test_all_that_describe_jls_say_what_the_readme_says():
+    (said,) = re.findall(
+        "^`jls` (turns .*)\\.$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert PROJECT["description"] == f"Mixed precision for JAX: {said}"
+    assert jls.__doc__ == f"jls: mixed precision for JAX.\n\nIt {said}.\n"
+    assert parsed("CITATION.cff")["title"] == "jls: mixed precision for JAX"
 
 
 def test_the_citation_is_of_this_version():

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from PIL import Image
 
 from benchmarks.half.programs import WAYS, half_of
+from benchmarks.plot import clear, save_small
 from benchmarks.targets import TARGETS
 from jls._tools.figure import JLS
 
@@ -42,11 +42,7 @@ def save(results: dict[str, Any], path: Path) -> None:
     axes.set_yticks(range(len(names)), names, fontsize=10)
     axes.invert_yaxis()
     axes.margins(x=0.08)
-    axes.tick_params(length=0)
-    axes.grid(axis="x", color="#cfcfcf", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    clear(axes)
     axes.set_xlabel("temporary memory of one step, GB (part of float32)", fontsize=10)
     figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=10)
     axes.set_title(
@@ -55,11 +51,7 @@ def save(results: dict[str, Any], path: Path) -> None:
         loc="left",
         color="#555555",
     )
-    figure.savefig(path, dpi=150)
-    if path.suffix == ".png":  # few colours make a small file
-        with Image.open(path) as picture:
-            few = picture.convert("RGB").quantize(64)
-        few.save(path, optimize=True)
+    save_small(figure, path, 64)
 
 
 def _name(target: str) -> str:

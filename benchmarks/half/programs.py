@@ -10,7 +10,7 @@ import optax
 import jls
 from benchmarks.contestants import Run
 from benchmarks.half.models import Model, lstm, resnet, transformer
-from benchmarks.half.traffic import Traffic
+from benchmarks.hlo import Program
 from benchmarks.placement import whole
 from benchmarks.targets import TARGETS, Target
 
@@ -86,7 +86,7 @@ def figures(
     batch = model.inputs, model.labels
     args = where.sharded(variables), where.sharded(state), where.sharded_batch(batch)
     compiled = jax.jit(run.step, donate_argnums=(0, 1)).lower(*args).compile()
-    program = Traffic(compiled.as_text() or "")
+    program = Program(compiled.as_text() or "")
     memory: Any = compiled.memory_analysis()
     return {
         "bytes": program.bytes,

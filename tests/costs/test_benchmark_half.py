@@ -11,7 +11,7 @@ from benchmarks import targets
 from benchmarks.half import programs, timed, training
 from benchmarks.half.__main__ import main
 from benchmarks.half.tables import ratios
-from benchmarks.half.traffic import Traffic
+from benchmarks.hlo import Program
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -63,7 +63,7 @@ ENTRY %main (x: f32[256], stack.3: f32[12,256]) -> f32[256] {
 
 
 def test_traffic_counts_loops_and_slices_and_no_array_on_the_chip():
-    program = Traffic(TPU)
+    program = Program(TPU)
     array, number = 256 * 4, 4
     copied, written = (
         array,

@@ -16,6 +16,20 @@ TRAIN = "tests/train/test_train_step.py::"
 
 FAULTS = [
     Fault(
+        "names that are not loaded yet are not listed",
+        "jls/_later.py",
+        "sorted({*names, *tools})",
+        "sorted(names)",
+        ("tests/test_package.py::test_import_loads_no_tool_until_it_is_used",),
+    ),
+    Fault(
+        "a tool is loaded with the types",
+        "jls/types.py",
+        "if _typing.TYPE_CHECKING:\n",
+        "import jls._tools.run.verdict\n\nif _typing.TYPE_CHECKING:\n",
+        ("tests/test_package.py::test_import_loads_no_tool_until_it_is_used",),
+    ),
+    Fault(
         "what is carried weakly typed comes back strong from the loss function",
         "jls/_tree.py",
         "if shape == new_shape and _are_weak([leaf, reference], dtype):",
