@@ -9,9 +9,9 @@
 #   types _tools.cli
 #   _wrapper _checkpoint _train _tools.check _tools.origin _tools.run
 #   _step _scale _ema _autocast _tools.reading
-#   _mistakes _train_state presets
+#   _metrics _mistakes _train_state presets
 #   _state _spikes
-#   _scalers _logged _reduce _rollback _placement
+#   _scalers _reduce _rollback _placement
 #   _types _validate _tree _rollback_cpu _scopes _devices
 #   _text _nnx _program _closures _gone _tools.figure _tools
 
@@ -44,8 +44,7 @@ from jls._spikes import spikes as spikes
 # The loss scale of a running job.
 from jls._state import loss_scale as loss_scale
 from jls._state import set_loss_scale as set_loss_scale
-from jls._state import metrics as metrics
-from jls._tools.run.columns import host_metrics as host_metrics
+from jls._metrics import metrics as metrics
 
 # Monitoring, on the host.
 from jls._tools.run.health import health as health

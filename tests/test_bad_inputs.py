@@ -203,8 +203,7 @@ CASES = {
     "all_finite": (jls.all_finite, {"tree": params, "axis_name": None}),
     "select": (jls.select, {"pred": True, "on_true": params, "on_false": params}),
     "loss_scale": (jls.loss_scale, {"state": scaler_state}),
-    "metrics": (jls.metrics, {"state": scaler_state}),
-    "host_metrics": (jls.host_metrics, {"state": scaler_state}),
+    "metrics": (jls.metrics, {"state": scaler_state, "host": False}),
     "set_loss_scale": (jls.set_loss_scale, {"state": scaler_state, "value": 2.0}),
     "health": (
         jls.health,

@@ -490,7 +490,7 @@ def test_a_policy_may_use_the_loss_alone():
     made = run(guarded(policy), [1.0] * 4, [1.0, 2.0, 4.0, 2.5])
     assert [bool(state.applied) for _, state in made] == [True, True, False, True]
     assert made[-1][1].spikes == 1
-    metrics = jls.host_metrics(made[-1][1])
+    metrics = jls.metrics(made[-1][1], host=True)
     assert metrics["spikes"] == 1
     assert "judged_norm" not in metrics
 
@@ -664,7 +664,7 @@ def test_a_run_that_froze_goes_on_under_a_smaller_budget(before):
 
 def test_metrics_have_what_was_judged():
     made = run(guarded(jls.spikes(4)), [1.0, 1.0, 1.0, 50.0], [2.0] * 4)
-    metrics = jls.host_metrics(made[-1][1])
+    metrics = jls.metrics(made[-1][1], host=True)
     assert metrics["spikes"] == metrics["spikes_found"] == 1
     assert metrics["judged_norm"] == pytest.approx(50)
     assert metrics["limit_norm"] == pytest.approx(1 + 6 / 512)

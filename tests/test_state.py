@@ -344,7 +344,9 @@ def test_two_scales_are_still_an_error_beside_a_wrapper():
 
 
 @pytest.mark.parametrize("make", [bare, wrapped, chained, injected, train_state])
-def test_host_metrics_are_those_of_metrics_after_one_transfer(make, monkeypatch):
+def test_metrics_on_the_host_are_those_on_the_device_after_one_transfer(
+    make, monkeypatch
+):
     state, device_get, transfers = make(), jax.device_get, []
 
     def counted(tree):
@@ -352,7 +354,7 @@ def test_host_metrics_are_those_of_metrics_after_one_transfer(make, monkeypatch)
         return device_get(tree)
 
     monkeypatch.setattr(jax, "device_get", counted)
-    numbers = jls.host_metrics(state)
+    numbers = jls.metrics(state, host=True)
     assert len(transfers) == 1
     assert list(numbers) == list(jls.metrics(state))
     assert {type(x) for x in numbers.values()} <= {bool, int, float}
@@ -360,11 +362,13 @@ def test_host_metrics_are_those_of_metrics_after_one_transfer(make, monkeypatch)
     assert numbers["loss_scale"] == 8.0
 
 
-def test_host_metrics_of_a_traced_state_names_the_one_for_jit():
-    with pytest.raises(ValueError, match=r"outside jit.*Inside use jls.metrics"):
-        jax.jit(lambda state: jls.host_metrics(state) and 0)(wrapped())
+def test_metrics_on_the_host_of_a_traced_state_name_the_ones_for_jit():
+    with pytest.raises(
+        TypeError, match=r"host=True, got .*jls\.metrics\(state\) under jit"
+    ):
+        jax.jit(lambda state: jls.metrics(state, host=True) and 0)(wrapped())
     with pytest.raises(ValueError, match="must carry a loss scale"):
-        jls.host_metrics({"w": jnp.ones(2)})
+        jls.metrics({"w": jnp.ones(2)}, host=True)
 
 
 # The hyperparameters of optax.inject_hyperparams.
@@ -450,4 +454,4 @@ def test_a_train_state_that_replaces_its_fields_itself_is_read():
     params = jls.types.StaticState(jnp.float32(3.0))
     state = Registered(tx, params, tx.init(params))
     assert jls.loss_scale(state) == 64.0
-    assert jls.host_metrics(state)["steps"] == 0
+    assert jls.metrics(state, host=True)["steps"] == 0

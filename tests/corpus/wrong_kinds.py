@@ -2096,11 +2096,11 @@ def count_skips(opt_state, loss):
     return 0 if bool(opt_state.applied) else 1
 
 
-def host_metrics(opt_state, loss):
-    return jls.host_metrics(opt_state)
+def metrics_on_the_host(opt_state, loss):
+    return jls.metrics(opt_state, host=True)
 
 
-for after in stop_if_nan, log_the_scale, count_skips, host_metrics:
+for after in stop_if_nan, log_the_scale, count_skips, metrics_on_the_host:
     add(after.__name__, functools.partial(with_host, after), "host sync")
 
 

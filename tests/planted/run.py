@@ -7,6 +7,7 @@ VERDICT = "jls/_tools/run/verdict.py"
 HEALTH = "jls/_tools/run/health.py"
 POISON = "jls/_tools/run/poison.py"
 HISTORY = "jls/_tools/run/history.py"
+METRICS = "jls/_metrics.py"
 RECORD = "jls/_tools/run/columns.py"
 BY_HAND = "tests/run/test_verdict.py::"
 SHORT = "tests/run/test_health.py::"
@@ -469,7 +470,7 @@ FAULTS = [
     ),
     Fault(
         "a metric that is inf or NaN is no strict JSON",
-        RECORD,
+        METRICS,
         "return not isinstance(number, float) or math.isfinite(number)",
         "return True",
         ("tests/run/test_columns.py::test_a_limit_of_nothing_is_none",),
@@ -525,28 +526,28 @@ FAULTS = [
     ),
     Fault(
         "each device of pmap is a row of the history",
-        RECORD,
+        METRICS,
         "    return [shard.data for shard in value.addressable_shards]\n",
         "    return value\n",
         (OF_PMAP,),
     ),
     Fault(
         "the steps of a scan on several devices are one row",
-        RECORD,
+        METRICS,
         "return is_one_each and value.sharding.shard_shape(value.shape) == (1, *rest)",
         "return is_one_each",
         (OF_PMAP,),
     ),
     Fault(
         "the devices of a report may differ",
-        RECORD,
+        METRICS,
         "if not all(np.array_equal(first, row, equal_nan=True) for row in others):",
         "if False:",
         (OF_PMAP,),
     ),
     Fault(
         "a NaN on one device is another on the next",
-        RECORD,
+        METRICS,
         ", equal_nan=True",
         "",
         (OF_PMAP,),

@@ -1,6 +1,7 @@
 """Each verdict of `jls.health` on a run with exactly that fault, and on right runs."""
 
 import dataclasses
+import functools
 import re
 import warnings
 from typing import Any
@@ -847,7 +848,10 @@ def test_a_scale_above_its_maximum_is_called_so():
 # States that are of several, or gone --------------------------------------------------
 
 
-@pytest.mark.parametrize("read", [jls.health, jls.metrics, jls.host_metrics])
+ON_HOST = functools.partial(jls.metrics, host=True)
+
+
+@pytest.mark.parametrize("read", [jls.health, jls.metrics, ON_HOST])
 def test_one_member_of_a_vmapped_state_is_read_as_the_error_says(read):
     optimizer = jls.loss_scaled(optax.sgd(0.1))
     params = jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
@@ -866,9 +870,7 @@ def test_one_member_of_a_vmapped_state_is_read_as_the_error_says(read):
     assert jax.vmap(jls.metrics)(state)["skips"].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize(
-    "read", [jls.health, jls.metrics, jls.host_metrics, jls.loss_scale]
-)
+@pytest.mark.parametrize("read", [jls.health, jls.metrics, ON_HOST, jls.loss_scale])
 def test_a_donated_state_is_named(read):
     optimizer = jls.loss_scaled(optax.sgd(0.1))
     state = optimizer.init(PARAMS)

@@ -13,13 +13,13 @@ import optax
 from jax.typing import DTypeLike
 
 from jls import _validate
+from jls._metrics import strict
 from jls._nnx import is_model, is_optimizer, read_variables, split_model
 from jls._scalers.rule import bounds_of, scalar
 from jls._scalers.static import is_static
 from jls._state import Run, find, is_wrapper_state, run_in
 from jls._step import FoundWrapper, find_wrappers, sums_squares, wrapper_of
 from jls._text import an, at, wrapped
-from jls._tools.run.columns import strict
 from jls._tools.run.poison import Suspects
 from jls._tools.run.small import measure_small
 from jls._tools.run.verdict import (
@@ -162,9 +162,9 @@ def health(
       "stalled" and "poisoned"; `sentence` says what it means and what to do, on one
       line; its `str` has lines of at most 80 columns, and under a dynamic scale ends
       with `ask`, the `jls.check_step` call that shows how much of the step is half.
-      `numbers` holds what `jls.host_metrics` returns (`last_skip_reason` as a
-      `jls.types.SkipReason`), whether the scale `is_static`, and its bounds, which are
-      None if they are not known; whether the run is `poisoned`, None if nothing was
+      `numbers` holds what `jls.metrics(state, host=True)` returns (`last_skip_reason`
+      as a `jls.types.SkipReason`), whether the scale `is_static`, and its bounds, which
+      are None if they are not known; whether the run is `poisoned`, None if nothing was
       looked at; the `poisoned_leaves`, names in lists by the tree that they are in,
       with a list for each tree that was looked at ("params", "opt_state", "carried");
       the `masks`, their numbers of elements that are -inf by name; with `params`, also

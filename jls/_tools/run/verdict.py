@@ -79,7 +79,7 @@ class Facts:
     Each metric of the run is an attribute too: `facts.skips`.
     """
 
-    metrics: Mapping[str, Any]  # those of `jls.host_metrics`
+    metrics: Mapping[str, Any]  # those of `jls.metrics(state, host=True)`
     is_static: bool
     min_scale: float | None
     max_scale: float | None
