@@ -13,7 +13,7 @@
 #   _state _spikes
 #   _scalers _reduce _rollback _placement
 #   _types _validate _tree _rollback_cpu _scopes _devices
-#   _text _nnx _program _closures _gone _tools.figure _tools
+#   _text _nnx _program _gone _tools.figure _tools
 
 # isort: off
 import typing as _typing

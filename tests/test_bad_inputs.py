@@ -337,6 +337,7 @@ TAKES = {
     ("presets.mindformers_adaptive", "scale_window"): set(),
     ("value_and_grad", "has_aux"): set(),  # this loss function has none
     ("grad", "has_aux"): set(),
+    ("metrics", "host"): {"True"},
     ("train_step", "has_aux"): set(),
     ("train_step", "micro_batches"): {"None"},
     ("train_step", "carries"): set(),

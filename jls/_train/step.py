@@ -253,9 +253,8 @@ def train_step(
         values for fields of the `TrainState`, e.g. `{"batch_stats": ...}`; NNX needs
         none, since a model's variables are carried anyway.
       learning_rate: for the report: a schedule or a number > 0, or a dict of them by
-        group. A schedule is called with the number of steps applied so far. None looks
-        into the optimizer, for `optax.inject_hyperparams` and for a schedule that optax
-        was given, as in `optax.adamw(schedule)`; a constant is not found.
+        group. A schedule is called with the number of steps applied so far. None takes
+        that of `optax.inject_hyperparams`, if the optimizer has it.
       micro_batches: >= 1, splits the batch along its leading axis and accumulates the
         gradients in float32, one micro-batch after the other: with k micro-batches,
         example i goes into number i mod k. If k > 1, `jax.random.fold_in` puts that
@@ -287,10 +286,10 @@ def train_step(
       `drop="micro_batch"`, it is that of the micro-batches with a finite loss);
       `skipped` says whether the step was skipped, for whatever reason;
       `loss_scale` is that of the next step;
-      `learning_rate` is the one that was given or found, without other factors of the
-      updates, such as a warmup after it; None without one, a dict by group if there are
-      several (after a skipped step an injected one is still that of the last applied
-      step);
+      `learning_rate` is the one that was given, or that `optax.inject_hyperparams`
+      holds, without other factors of the updates; None without one, a dict by group if
+      there are several (after a skipped step an injected one is still that of the last
+      applied step);
       `global_norm` is the L2 norm of the unscaled gradients before clipping, not finite
       if they are not; if the optimizer clips by it, it is inf over 1.8e19;
       `local_norm` and `size` are dicts by the path of the parameter, or None;

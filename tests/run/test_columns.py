@@ -35,7 +35,11 @@ def loss_fn(params, batch):
 
 
 def one_step(batch, **options):
-    step = jax.jit(jls.train_step(loss_fn, OPTIMIZER, has_aux=True, **options))
+    step = jax.jit(
+        jls.train_step(
+            loss_fn, OPTIMIZER, has_aux=True, learning_rate=halving, **options
+        )
+    )
     return step(PARAMS, OPTIMIZER.init(PARAMS), batch)[2]
 
 
