@@ -387,48 +387,18 @@ def injected(**kwargs):
     ],
     ids=["bare", "chain", "MultiSteps"],
 )
-def test_hyperparams_are_read_and_set_through_the_wrapper(make, jit_or_eager):
+def test_hyperparams_inside_are_read_and_set_by_optax(make, jit_or_eager):
     optimizer, params = make(), jnp.ones(2)
 
     @jit_or_eager
-    def in_place(state, rate):
-        assert hasattr(state, "hyperparams")
-        state.hyperparams["learning_rate"] = rate
+    def step(state, rate):
+        state = optax.tree.set(state, learning_rate=rate)
         return optimizer.update(params, state, params)
 
-    @jit_or_eager
-    def replaced(state, rate):
-        hyperparams = {**state.hyperparams, "learning_rate": rate}
-        state = state._replace(hyperparams=hyperparams)
-        return optimizer.update(params, state, params)
-
-    for write in (in_place, replaced):
-        updates, state = write(optimizer.init(params), jnp.float32(0.25))
-        np.testing.assert_array_equal(updates, [-0.25, -0.25])
-        assert state.hyperparams["learning_rate"] == 0.25
-        assert jax.tree.structure(state) == jax.tree.structure(optimizer.init(params))
-
-
-@pytest.mark.parametrize("parts", [[], ["a", "b"]])
-def test_hyperparams_are_an_attribute_where_there_is_exactly_one(parts):
-    inner = optax.partition(dict.fromkeys(parts, injected()), {x: x for x in parts})
-    state = jls.loss_scaled(inner if parts else optax.sgd(0.1)).init(
-        dict.fromkeys(parts, jnp.ones(2))
-    )
-    assert not hasattr(state, "hyperparams")
-    message = rf"which has {len(parts)}\. {'Take the one' if parts else 'Write jls'}"
-    with pytest.raises(AttributeError, match=message):
-        _ = state.hyperparams
-    with pytest.raises(AttributeError, match=message):
-        state._replace(hyperparams={})
-
-
-def test_other_fields_are_replaced_as_in_any_named_tuple():
-    state = jls.loss_scaled(injected()).init(jnp.ones(2))
-    new = state._replace(steps=jnp.int32(3), hyperparams={"learning_rate": 1.0})
-    assert (new.steps, new.hyperparams) == (3, {"learning_rate": 1.0})
-    with pytest.raises((TypeError, ValueError), match="unknown"):
-        state._replace(unknown=1)
+    updates, state = step(optimizer.init(params), jnp.float32(0.25))
+    np.testing.assert_array_equal(updates, [-0.25, -0.25])
+    assert optax.tree.get(state, "learning_rate") == 0.25
+    assert jax.tree.structure(state) == jax.tree.structure(optimizer.init(params))
 
 
 @jax.tree_util.register_pytree_node_class

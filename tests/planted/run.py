@@ -610,8 +610,8 @@ FAULTS = [
     Fault(
         "the doctor writes another dtype than it says",
         "jls/_tools/cli/doctor.py",
-        "compute_dtype=jnp.{dtype})",
-        "compute_dtype=jnp.float16)",
+        "compute_dtype=jnp.{dtype}",
+        "compute_dtype=jnp.float16",
         ("tests/cli/test_doctor.py::test_the_lines_to_write_train_a_float32_model",),
     ),
 ]

@@ -286,17 +286,6 @@ def test_nnx_takes_arguments_of_the_loss_by_keyword():
     assert loss == grad_fn(optimizer, model, x)[0]
 
 
-def test_states_by_label_are_read_and_exchanged_through_the_wrapper():
-    labels = {"w": "a"}
-    inner = optax.partition({"a": optax.inject_hyperparams(optax.sgd)(0.5)}, labels)
-    state = jls.loss_scaled(inner).init(PARAMS)
-    assert state.inner_states["a"].inner_state.hyperparams["learning_rate"] == 0.5
-    new = state._replace(inner_states={"a": None})
-    assert new.inner_states == {"a": None}
-    with pytest.raises(AttributeError, match=r"inner_states must be those of the one"):
-        STATE.inner_states  # noqa: B018
-
-
 def test_a_scaler_in_the_place_of_the_optimizer_is_told():
     with pytest.raises(TypeError, match=r"got its scaler.*jls\.loss_scaled\(inner"):
         jls.health(STATE, PARAMS, optimizer=jls.dynamic())
@@ -335,16 +324,6 @@ def test_a_loss_function_that_a_decorator_gives_more_is_called_as_it_is():
     step = jax.jit(jls.train_step(loss_fn, OPTIMIZER))
     *_, report = step(PARAMS, STATE, jnp.ones(1))
     assert report.loss == 3.0
-
-
-def test_hyperparameters_inside_exchanged_states_are_exchanged_too():
-    inner = optax.partition({"a": optax.inject_hyperparams(optax.sgd)(0.5)}, {"w": "a"})
-    state = jls.loss_scaled(inner).init(PARAMS)
-    other = jax.tree.map(lambda x: x + 1, state.inner_states)
-    rate = {"learning_rate": jnp.float32(7.0)}
-    new = state._replace(hyperparams=rate, inner_states=other)
-    assert new.hyperparams == rate
-    assert new.inner_states["a"].inner_state.count == 1
 
 
 def test_parameters_called_init_and_update_are_parameters():

@@ -307,10 +307,10 @@ def _poisoned(facts: Facts) -> str:
     if rates == [name for names in found.values() for name in names]:
         rates = [name.split("hyperparams/")[1] for name in rates]
         are, them = ("is", "it") if len(rates) == 1 else ("are", "them")
-        lines = ", ".join(f'opt_state.hyperparams["{rate}"] = value' for rate in rates)
+        values = ", ".join(f"{rate}=value" for rate in rates)
         return (
             f"{' and '.join(rates)}, which {are} set by hand, {are} not finite. Set "
-            f"{them} again: {lines}"
+            f"{them} again: opt_state = optax.tree.set(opt_state, {values})"
         )
     causes = ". ".join(_CAUSES[tree](facts) for tree in trees)
     if facts.is_doubted:
