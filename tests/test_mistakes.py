@@ -267,7 +267,7 @@ ERRORS = {
         r"order is step\(params, opt_state, batch\), .*: opt_state must be argument 2",
     ),
     "state after what is carried": (
-        lambda: jls.train_step(loss_fn, OPTIMIZER, carries=True)(PARAMS, X, STATE, X),
+        lambda: jls.train_step(loss_fn, OPTIMIZER, carried=True)(PARAMS, X, STATE, X),
         ValueError,
         r"The order is step\(params, opt_state, carried, batch\), got dict, float32",
     ),

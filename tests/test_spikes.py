@@ -455,7 +455,7 @@ def test_train_step_rolls_back_what_is_carried_and_reports_limits():
     def loss_fn(params, carried, x):
         return batch_loss(params, x), {"mean": 0.5 * carried["mean"] + x.mean()}
 
-    step = jax.jit(jls.train_step(loss_fn, optimizer, carries=True))
+    step = jax.jit(jls.train_step(loss_fn, optimizer, carried=True))
     params, state, carried = W, optimizer.init(W), {"mean": jnp.float32(0)}
     for _ in range(5):
         params, state, carried, report = step(params, state, carried, jnp.ones(4))

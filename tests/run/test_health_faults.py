@@ -116,7 +116,7 @@ def test_carried_state_that_overflows_in_an_applied_step():
         tx=jls.skip_nonfinite(optax.sgd(0.1)),
         ema=jnp.full(2, 1e20),
     )
-    state, report = jls.train_step(linear_loss, carries=True)(state, jnp.ones((4, 2)))
+    state, report = jls.train_step(linear_loss, carried=True)(state, jnp.ones((4, 2)))
     assert not report.skipped
     assert jls.health(state.opt_state, state.params).verdict == "ok"  # not handed in
     apart = jls.health(state.opt_state, state.params, carried={"ema": state.ema})
@@ -476,7 +476,7 @@ def test_batch_statistics_that_a_skipped_step_kept():
         "opt_state": [],
         "carried": ["ema"],
     }
-    right = jax.jit(jls.train_step(bad_batch_loss, carries=True))
+    right = jax.jit(jls.train_step(bad_batch_loss, carried=True))
     state = make_train_state()
     for value in (1.0, jnp.nan, 1.0):
         state, _ = right(state, jnp.full((4, 2), value))
