@@ -133,7 +133,7 @@ def test_doctor_exits_with_1_if_a_check_fails(broken, monkeypatch, capsys):
     assert end.value.code == 1
     said = capsys.readouterr().out
     assert f"NO   {broken}" in said
-    assert "look for fast-math in XLA_FLAGS" in " ".join(said.split())
+    assert "Look for fast-math in XLA_FLAGS" in " ".join(said.split())
 
 
 def test_checks_see_a_finite_check_that_is_blind(monkeypatch):

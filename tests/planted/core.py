@@ -467,13 +467,6 @@ FAULTS = [
         ),
     ),
     Fault(
-        "an extra argument that the optimizer keeps is called misspelt",
-        MISTAKES,
-        "read + program.outvars)",
-        "read)",
-        (TOLD + "test_extra_arguments_that_are_used_or_are_no_loss",),
-    ),
-    Fault(
         "what fails in the right optimizer is blamed on its state",
         MISTAKES,
         "    if kinds != got:\n",

@@ -46,7 +46,7 @@ def after(steps, scaler=None):
 @pytest.mark.parametrize(
     ("steps", "verdict", "words"),
     [
-        ("", "no step", "no step was made yet, .*loss scale is 8\. What to do"),
+        ("", "no step", r"no step was made yet, .*loss scale is 8\. What to do"),
         (".", "ok", "0 of 1 step was skipped so far; the loss scale is 8."),
         ("o", "calibrating", "the first step was skipped while .* to 4 now"),
         ("o.", "ok", "1 of 2"),

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import re
-import warnings
 from typing import Any
 
 import jax

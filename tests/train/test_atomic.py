@@ -222,34 +222,3 @@ def test_a_block_inside_a_block_is_a_part_of_it():
         with jls.atomic(other, model):
             take(model, other, X, GOOD)
     assert_identical(contents(model, optimizer), before)
-
-
-def averages():
-    return nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
-
-
-def take_and_count(optimizer, model, metrics, *named):
-    with jls.atomic(optimizer, model, *named):
-        take(model, optimizer, X, GOOD)
-        metrics.update(loss=jnp.ones(()))
-
-
-@pytest.mark.parametrize("jit", [nnx.jit, lambda step: step], ids=["jit", "eager"])
-def test_a_metric_that_the_block_changes_and_does_not_name_is_told(jit):
-    model, optimizer = make()
-    message = r"metrics changes in the block .* jls.atomic\(optimizer, model, metrics\)"
-    with pytest.warns(jls.JlsWarning, match=message) as record:
-        jit(take_and_count)(optimizer, model, averages())
-    assert len(record) == 1
-    assert record[0].filename == __file__
-
-
-def test_what_a_block_need_not_name_is_not_told():
-    model, optimizer = make()
-    metrics, teacher, rngs = averages(), Module(), nnx.Rngs(0)
-    take_and_count(optimizer, model, metrics, metrics)
-    with jls.atomic(optimizer, model, metrics):
-        take_and_count(optimizer, model, metrics)  # a block in a block is a part of it
-        made = averages()
-        made.update(loss=teacher.out(X).mean() + rngs.uniform())
-    metrics.update(loss=jnp.ones(()))
