@@ -356,20 +356,6 @@ FAULTS = [
         (CALIBRATED,),
     ),
     Fault(
-        "a result that float16 rounds to 0 in any case is called wrong",
-        "jls/_tools/origin/twin.py",
-        "max(_NEGLIGIBLE * largest, _LEAST)",
-        "_NEGLIGIBLE * largest",
-        (CALIBRATED,),
-    ),
-    Fault(
-        "what has no part in the loss is called wrong",
-        "jls/_tools/origin/calibrate.py",
-        "            if (frame, result) in self.on_the_way:",
-        "            if is_narrow(result):",
-        (CALIBRATED,),
-    ),
-    Fault(
         "the least scale of the scaler is not known",
         "jls/_tools/origin/calibrate.py",
         '        return max(half, low), ""',
@@ -430,13 +416,6 @@ FAULTS = [
         "jls/_tools/origin/calibrate.py",
         "return is_any or value.degree == _ONE",
         "return bool(value.site)",
-        (CALIBRATED,),
-    ),
-    Fault(
-        "a number like -1e9 in a mask is called an overflow",
-        "jls/_tools/origin/calibrate.py",
-        "        return not all(isinstance(x, Constant) for x in origins)",
-        "        return bool(origins)",
         (CALIBRATED,),
     ),
     Fault(

@@ -202,8 +202,8 @@ FAULTS = [
     Fault(
         "of a scale at its floor all skips are said to be in a row",
         VERDICT,
-        "is at its floor ({facts.consecutive_skips} skipped",
-        "is at its floor ({facts.skips} skipped",
+        "its floor ({facts.consecutive_skips} skipped",
+        "its floor ({facts.skips} skipped",
         (NUMBERS + "[at floor]",),
     ),
     Fault(

@@ -500,7 +500,10 @@ def _started_high(facts: Facts) -> str:
     """Where the scale should have started, if that alone has cost several steps."""
     known, backoff = facts.scaler, facts.scaler.backoff_factor
     is_all = facts.skips_by == {SkipReason.GRADIENTS: facts.skips}
+    low = 1.0 if facts.min_scale is None else facts.min_scale
     if not (backoff and is_all and facts.skips >= 5 and facts.steps <= _START):
+        return ""
+    if facts.loss_scale <= low:  # the last resort, not where to start
         return ""
     start = facts.loss_scale / backoff**facts.skips  # if it has not grown since
     # Set by hand: the scaler itself puts it nowhere above its maximum.
