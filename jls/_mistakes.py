@@ -30,7 +30,7 @@ _LIBRARIES = {"jls", "jax", "optax", "flax", "equinox", "contextlib"}
 def warn(message: str) -> None:
     """Warns at the line of the user's program that led here."""
     # The innermost frame outside of the libraries, and how many calls away it is.
-    level, frame = 0, sys._getframe()
+    level, frame = 1, sys._getframe()
     while frame and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, JlsWarning, stacklevel=level)
