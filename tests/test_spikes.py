@@ -678,7 +678,7 @@ def test_health_names_the_spike_and_its_limit():
     spike, later = (jls.health(state) for _, state in made[3:])
     assert str(spike) == (
         "spike: the last step was skipped: its gradient norm of 50 was over the limit "
-        "of\n1.012 (1 of 4 steps so far). What to do:\n"
+        "of\n1.012 (1 of 4 steps so far). What to do: "
         "docs/questions/healthy_run.md#spiking."
     )
     assert later.verdict == "ok"
