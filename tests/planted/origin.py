@@ -174,13 +174,6 @@ FAULTS = [
         (KEPT + "test_cast_step_says_what_the_float32_step_says",),
     ),
     Fault(
-        "what makes NaN of an inf is said to overflow",
-        "jls/_tools/origin/calibrate.py",
-        'infs = [x for x in found.births if x.kind == "inf"]',
-        'infs = [x for x in found.births if x.kind == "nan"]',
-        (KEPT + "test_what_is_said_to_overflow_is_not_what_makes_nan_of_it",),
-    ),
-    Fault(
         "gradients that are summed over devices count as exact",
         "jls/_program/alone.py",
         "    is_once = has_side_effects(equation)\n",
