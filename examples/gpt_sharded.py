@@ -133,7 +133,8 @@ def main(
             params, opt_state, report = step(params, opt_state, batch)
             if i % save_every:
                 continue
-            line = {"step": i, "loss": float(report.loss)} | jls.host_metrics(opt_state)
+            line = {"step": i, "loss": float(report.loss)}
+            line |= jls.metrics(opt_state, host=True)
             jls.health(opt_state, params, raise_if=["stalled", "poisoned"])
             print(f"step {i:4}  loss {line['loss']:.3f}")
             print(json.dumps(line), file=log, flush=True)

@@ -67,7 +67,7 @@ def main(steps=200, widths=(16, 32, 32), batch_size=64, length=64):
 
     optimizer = optax.adamw(1e-3)
     optimizer = jls.loss_scaled(optimizer, jls.dynamic(growth_interval=25))
-    train_step = jls.train_step(loss_fn, optimizer, carries=True, has_aux=True)
+    train_step = jls.train_step(loss_fn, optimizer, carried=True, has_aux=True)
 
     step, rng = jax.jit(train_step, donate_argnums=(0, 1, 2)), np.random.default_rng(0)
     waves, labels = make_batch(rng, 500, length)

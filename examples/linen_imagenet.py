@@ -97,7 +97,7 @@ def main(epochs=5, widths=(16, 32, 64), size=32, batch_size=50):
     optimizer = optax.adamw(optax.cosine_decay_schedule(5e-3, steps))
     optimizer = jls.loss_scaled(optimizer, jls.dynamic(growth_interval=20))
     state = TrainState.create(apply_fn=model.apply, tx=optimizer, **variables)
-    train_step = jls.train_step(loss_fn, carries=True, has_aux=True)
+    train_step = jls.train_step(loss_fn, carried=True, has_aux=True)
 
     step = jax.jit(train_step, donate_argnums=0)
     key, rng = jax.random.key(1), np.random.default_rng(0)

@@ -12,11 +12,11 @@ It turns a float32 program into half precision, guards it, and explains it.
 #   types _tools.cli
 #   _wrapper _checkpoint _train _tools.check _tools.origin _tools.run
 #   _step _scale _ema _autocast _tools.reading
-#   _mistakes _train_state presets
+#   _metrics _mistakes _train_state presets
 #   _state _spikes
-#   _scalers _logged _reduce _rollback _placement
+#   _scalers _reduce _rollback _placement
 #   _types _validate _tree _rollback_cpu _scopes _devices _later
-#   _text _nnx _program _closures _gone _tools.figure _tools
+#   _text _nnx _program _gone _tools.figure _tools
 
 # isort: off
 import typing as _typing
@@ -47,10 +47,7 @@ from jls._spikes import spikes as spikes
 # The loss scale of a running job.
 from jls._state import loss_scale as loss_scale
 from jls._state import set_loss_scale as set_loss_scale
-from jls._state import metrics as metrics
-
-if _typing.TYPE_CHECKING:  # loaded when it is used: see the end
-    from jls._tools.run.columns import host_metrics as host_metrics
+from jls._metrics import metrics as metrics
 
 # Monitoring, on the host.
 if _typing.TYPE_CHECKING:  # loaded when they are used
@@ -87,7 +84,6 @@ if not _typing.TYPE_CHECKING:  # to a type checker every name would be one
     __getattr__, __dir__, __all__ = _later.attach(
         __name__,
         {
-            "host_metrics": "run.columns",
             "health": "run.health",
             "UnhealthyError": "run.health",
             "History": "run.history",

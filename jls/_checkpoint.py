@@ -510,31 +510,10 @@ def _check_names(
         for what, names in (("lacks", lacking), ("also has", unknown))
         if names
     ]
-    if "opt_state" in unknown:
-        advice = "If target is the state of an optimizer: pass the opt_state of saved."
-    elif is_wrapper_state(target) and not lacking:
-        advice = "A newer jls has saved it: install that version."
-    elif is_wrapper_state(target):
-        advice = (
-            "If it was saved without jls: jls.upgrade_state into the state of the bare "
-            "optimizer, then jls.wrap_state."
-        )
-    elif is_scaler_state(target):
-        advice = (
-            "It is the state of another scaler, or of a newer jls. To change the "
-            "scaler: make target with the scaler that was saved, then "
-            "opt_state._replace(scaler_state=scaler.init())."
-        )
-    elif {"inner_state", "scaler_state"} <= parts.keys():
-        advice = (
-            "It was saved with jls: make target with jls.loss_scaled, then "
-            "jls.unwrap_state."
-        )
-    else:
-        advice = _OTHER
     raise ValueError(
         f"saved must have what target has, but {format_path(path)}, in "
-        f"{type(target).__name__}, it {' and '.join(differences)}. {advice}"
+        f"{type(target).__name__}, it {' and '.join(differences)}. {_OTHER} "
+        "Other changes: docs/questions/checkpoints.md."
     )
 
 

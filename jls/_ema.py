@@ -11,7 +11,6 @@ Differs from `optax.ema` in: it averages parameters, and passes the updates on.
 Differs from `optax.incremental_update` in: it sees whether the step was applied.
 """
 
-import contextvars
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,7 +21,6 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jls import _validate
-from jls._mistakes import warn
 from jls._nnx import read_variables
 from jls._placement import own_buffers
 from jls._scalers.rule import count_up
@@ -57,8 +55,7 @@ def params_ema(
     passes them on and averages `optax.apply_updates(params, updates)`. A skipped step
     leaves the average, its weight and its count as they were, bit for bit. Outside the
     wrapper a skipped step would count the unchanged parameters once more; before other
-    transformations it would average parameters that no step has: `jls.loss_scaled`
-    warns at `init`, if their states have arrays.
+    transformations it would average parameters that no step has.
 
     Args:
       decay: how much of the average one step keeps, in [0, 1) as float32: 0.999
@@ -132,9 +129,6 @@ def params_ema(
             moved = jnp.where(rate == 1, new, moved)  # exactly, whatever `old` is
             return jnp.where(jnp.isfinite(new), moved, old)
 
-        seen = _SEEN.get()
-        if seen is not None:
-            seen.append(updates)
         new_state = ParamsEmaState(
             count=count_up(state.count),
             weight=weight,
@@ -145,77 +139,8 @@ def params_ema(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-# The updates that averages see while `warn_if_not_last` looks.
-_SEEN: contextvars.ContextVar[list[Any] | None]
-_SEEN = contextvars.ContextVar("_SEEN", default=None)
-
-
-def warn_if_not_last(
-    inner: optax.GradientTransformation, state: optax.OptState, params: optax.Params
-) -> None:
-    """Warns if an average comes before a transformation that changes the updates.
-
-    Args:
-      inner: the transformation inside a wrapper.
-      state: its state for `params`.
-      params: the parameters.
-    """
-    if not find(state, _is_average):
-        return
-    if _is_followed(state) and not _sees_what_is_applied(inner, state, params):
-        warn(
-            "jls.params_ema is followed by another transformation in its chain: it "
-            "averages parameters that nobody has. Put it last: "
-            "optax.chain(..., jls.params_ema(0.999))."
-        )
-
-
 def _is_average(node: Any) -> bool:
     return isinstance(node, ParamsEmaState)
-
-
-def _is_followed(state: Any) -> bool:
-    """Whether after an average in a chain there is a state with arrays in it.
-
-    Most transformations without arrays in their state leave the chain's as it is.
-    """
-    # A chain in a chain is one.
-    states = jax.tree.leaves(state, is_leaf=lambda node: type(node) is not tuple)
-    seen = False
-    for one in states:
-        if _is_average(one):
-            seen = True
-            continue
-        if seen and any(map(is_array, jax.tree.leaves(one))):
-            return True
-        children = jax.tree.leaves(one, is_leaf=lambda node, one=one: node is not one)
-        if any(_is_followed(child) for child in children if child is not one):
-            return True
-    return False
-
-
-def _sees_what_is_applied(
-    inner: optax.GradientTransformation, state: optax.OptState, params: optax.Params
-) -> bool:
-    """Whether the averages see the very updates that come out, as beside a recorder."""
-    is_same = False
-
-    def update(params):
-        nonlocal is_same
-        updates, _ = inner.update(params, state, params)
-        returned = {id(leaf) for leaf in jax.tree.leaves(updates)}
-        leaves = jax.tree.leaves(seen)
-        is_same = bool(leaves) and all(id(leaf) in returned for leaf in leaves)
-
-    seen: list[Any] = []
-    token = _SEEN.set(seen)
-    try:
-        jax.eval_shape(update, params)
-    except Exception:  # it needs more arguments: then it is no mere recorder
-        return False
-    finally:
-        _SEEN.reset(token)
-    return is_same
 
 
 def eval_params(state: Any) -> Any:

@@ -6,18 +6,15 @@ Errors are for what no right program does; warnings also for what is only slow.
 
 import contextlib
 import contextvars
-import difflib
 import inspect
 import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.core import Tracer
 
 from jls._nnx import has_variables, modules_in
@@ -32,22 +29,11 @@ _LIBRARIES = {"jls", "jax", "optax", "flax", "equinox", "contextlib"}
 
 def warn(message: str) -> None:
     """Warns at the line of the user's program that led here."""
-    level, _ = _user_frame()
-    warnings.warn(message, JlsWarning, stacklevel=level)
-
-
-def user_variables() -> dict[str, Any]:
-    """The local variables at the line of the user's program that led here."""
-    _, frame = _user_frame()
-    return dict(frame.f_locals) if frame else {}
-
-
-def _user_frame() -> tuple[int, Any]:
-    """The innermost frame outside of the libraries, and how many calls away it is."""
-    level, frame = 0, sys._getframe()
+    # The innermost frame outside of the libraries, and how many calls away it is.
+    level, frame = 1, sys._getframe()
     while frame and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
         level, frame = level + 1, frame.f_back
-    return level, frame
+    warnings.warn(message, JlsWarning, stacklevel=level)
 
 
 # Of `value_and_grad`.
@@ -232,17 +218,6 @@ def warn_of_scaled_loss(loss: Any, scaled: list[Any]) -> None:
         )
 
 
-# The first leaf of all that `jls.value_and_grad` returned, while it lives.
-_GRADIENTS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
-
-def note_gradients(grads: Any) -> None:
-    """Called by `jls.value_and_grad`: lets `check_not_swapped` know them again."""
-    for leaf in jax.tree.leaves(grads)[:1]:
-        if isinstance(leaf, jax.Array):
-            _GRADIENTS[id(leaf)] = leaf
-
-
 # Of a whole step.
 
 
@@ -335,18 +310,6 @@ def check_shapes(grads: list[Any], params: list[Any] | None, updates: Any) -> No
 _OF_THESE = "Pass what jls.value_and_grad returned for these params."
 
 
-def check_not_swapped(updates: Any, params: Any) -> None:
-    """Raises if gradients of `jls.value_and_grad` come in the place of the params."""
-    grads, trained = (jax.tree.leaves(x)[:1] for x in (updates, params))
-    is_known = any(_GRADIENTS.get(id(leaf)) is leaf for leaf in trained)
-    if is_known and not any(x is y for x, y in zip(grads, trained, strict=False)):
-        raise ValueError(
-            "update got the gradients of jls.value_and_grad in the place of params. "
-            "The order is optimizer.update(grads, opt_state, params, value=loss), and "
-            "of an nnx.Optimizer optimizer.update(model, grads, value=loss)."
-        )
-
-
 def warn_of_narrowed(grads: list[Any], params: list[Any] | None) -> None:
     """Warns of float16 gradients of wider parameters: the small ones are lost.
 
@@ -370,37 +333,6 @@ def warn_of_narrowed(grads: list[Any], params: list[Any] | None) -> None:
         )
 
 
-def cause_of_count(
-    got: int, known: int, updates: Any, params: Any, wrapper: str
-) -> str:
-    """Why an optimizer gets other leaves than it was initialized with; what to write.
-
-    Args:
-      got: the number of floating-point leaves of the gradients.
-      known: that of the parameters at `init`.
-      updates: the gradients.
-      params: what was passed with them; None if nothing was.
-      wrapper: the name of the function that made the optimizer.
-    """
-    if any(map(_is_mask, jax.tree.leaves((updates, params), is_leaf=_is_mask))):
-        return f"Put the mask inside: {wrapper}(optax.masked(inner, mask))."
-    if got > known:
-        return (
-            "Initialize with all that is trained, optimizer.init(params), or "
-            "differentiate by that part alone."
-        )
-    return (
-        "If a part is frozen, initialize with the trained one, "
-        "optimizer.init(trained); or pass the gradients of all, and freeze inside: "
-        f'{wrapper}(optax.partition({{"train": inner, "freeze": '
-        "optax.set_to_zero()}, labels))."
-    )
-
-
-def _is_mask(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
-
-
 def check_value(value: Any) -> None:
     """Raises unless `value` can be a loss; None means that it was not passed."""
     if value is None:
@@ -418,48 +350,11 @@ def check_value(value: Any) -> None:
         )
 
 
-_WORDS_FOR_A_LOSS = ("loss", "losses", "loss_value", "val", "vals")
-
-
-def warn_of_misspelt_value(
-    update: Callable[..., Any], grads: Any, state: Any, params: Any, extra: dict
-) -> None:
-    """Warns of an extra argument that does nothing where `value` seems to be meant.
-
-    Most of optax takes any extra argument, so no signature says which ones are used.
-    One that is used leaves its mark in the program.
-    """
-    if "value" in extra:
-        return
-    for name in filter(_may_be_value, extra):
-        if not is_inexact(extra[name]):
-            continue
-
-        def with_loss(loss, name=name):
-            return update(grads, state, params, **extra | {name: loss})
-
-        try:
-            is_used = is_read(with_loss, extra[name])
-        except Exception:  # it will be raised where the step is taken
-            return
-        if not is_used:
-            warn(
-                f"the optimizer's update got {name}=, which the wrapped optimizer does "
-                "not use, and no value=. If it is the loss, write value=loss: only so "
-                "is a step skipped for its loss, with the loss scale kept."
-            )
-
-
 def is_read(fun: Callable[[Any], Any], value: Any) -> bool:
     """Whether `fun(value)` computes with `value`, an array, or returns it."""
     program = jax.make_jaxpr(fun)(value).jaxpr
     read = [atom for equation in program.eqns for atom in equation.invars]
     return any(program.invars[0] is atom for atom in read + program.outvars)
-
-
-def _may_be_value(name: str) -> bool:
-    is_near = difflib.get_close_matches(name.lower(), ["value"], cutoff=0.8)
-    return bool(is_near) or name.lower() in _WORDS_FOR_A_LOSS
 
 
 @contextlib.contextmanager

@@ -256,7 +256,6 @@ def value_and_grad(
         _, (loss, aux) = value
         loss = widen(loss)
         grads = unscale(scaler_state, grads)
-        _mistakes.note_gradients(grads)
         return ((loss, aux) if has_aux else loss), grads
 
     return with_loss_scale

@@ -16,11 +16,10 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jls import _validate
-from jls._logged import flatten_metrics
 from jls._nnx import is_optimizer, is_variable, read_variables
 from jls._placement import place_like
 from jls._text import at, describe, join, listed, path_name, quoted
-from jls._types import LossScaledState, StaticState, StepReport, wrapper_metrics
+from jls._types import LossScaledState, StaticState
 
 State = TypeVar("State")
 
@@ -302,46 +301,6 @@ def loss_scale(state: Any) -> Array:
     scaler_state = scaler_state_in(state)
     _validate.not_donated("state", scaler_state)
     return jnp.asarray(scaler_state.loss_scale)
-
-
-def metrics(state: Any) -> dict[str, Array]:
-    """Returns what a logger wants to know, as scalars on the device.
-
-    Fetch them every so many steps with one `jax.device_get(...)`, or return them from a
-    `jax.lax.scan` to stack them. The call does not wait for the device. Outside of jit
-    the values are the state's own buffers: fetch them before a step that donates it.
-
-    Args:
-      state: anything that carries exactly one loss scale, or a `jls.types.StepReport`.
-
-    Returns:
-      For a report the fields that it has, see `jls.host_metrics`. For a state a flat
-      dict: `loss_scale` (f32[], of the next step), `applied` (bool[], whether the last
-      step was applied), the counts `steps`, `skips`, `consecutive_skips`,
-      `nonfinite_losses` and `nonfinite_updates` (i32[]), `last_skip_reason` (i32[], a
-      `jls.types.SkipReason`, of the last step that was skipped), and the count
-      `partial_overflows` of steps that were applied without a part of their gradients,
-      which was inf or NaN (i32[]). For a bare scaler state the `loss_scale` alone. With
-      a spike policy also the count `spikes` of steps skipped as such (i32[]), and under
-      `jls.spikes` or a preset `spikes_found`, skipped or let through (i32[]); and of
-      the last step that was judged `judged_loss`, `limit_loss`, `judged_norm` and
-      `limit_norm` (f32[]; a limit is inf while nothing is judged).
-
-    Raises:
-      ValueError: see `jls.loss_scale`. For several members use `jax.vmap(jls.metrics)`.
-
-    Example:
-      >>> state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))
-      >>> metrics = jls.metrics(state)
-      >>> metrics["loss_scale"], metrics["skips"]
-      (Array(32768., dtype=float32), Array(0, dtype=int32))
-    """
-    if isinstance(state, StepReport):
-        return flatten_metrics(state, {})
-    values = {"loss_scale": loss_scale(state)}
-    for _, node in find(state, is_wrapper_state):
-        values |= wrapper_metrics(read_variables(node))
-    return values
 
 
 # Set.

@@ -39,13 +39,10 @@ from jax.core import Tracer
 from jls import _scopes
 from jls._devices import AxisName, agree, agree_on_max
 from jls._mistakes import (
-    cause_of_count,
     check_no_state,
-    check_not_swapped,
     check_shapes,
     check_value,
     foreign_state_named,
-    warn_of_misspelt_value,
     warn_of_narrowed,
 )
 from jls._program.jaxprs import varying_axes
@@ -223,11 +220,6 @@ def updates_noted() -> Iterator[list[Update]]:
         outer = _NOTED.get()
         if outer is not None:
             outer += noted
-
-
-def is_noting_updates() -> bool:
-    """Whether this runs in a block of `updates_noted`."""
-    return _NOTED.get() is not None
 
 
 class FoundWrapper(NamedTuple):
@@ -420,14 +412,11 @@ def _take_apart(
 ) -> _Step:
     _check_state(state, params)
     check_no_state(params)
-    check_not_swapped(updates, params)
     partial_overflow = extra.pop("partial_overflow", False)
     partial_overflow = as_flag("partial_overflow", partial_overflow)
     check_value(extra.get("value"))
-    inner_state = state.inner_state
-    warn_of_misspelt_value(wrapper.inner.update, updates, inner_state, params, extra)
     floats, remainder = partition(updates)
-    _check_count(len(floats), state, updates, params)
+    _check_count(len(floats), state)
     targets = _targets(params, remainder)
     check_shapes(floats, targets, updates)
     warn_of_narrowed(floats, targets)
@@ -897,15 +886,16 @@ def _check_scale(loss_scale: Any, path: str) -> None:
         )
 
 
-def _check_count(got: int, state: Any, updates: Any, params: Any) -> None:
+def _check_count(got: int, state: Any) -> None:
     known = state.nonfinite_leaves.size
     # Without a floating-point leaf there is one flag all the same; in 0.1.0 none.
     if got != known and (got or known > 1):
         wrapper = wrapper_name(state.scaler_state)
         raise ValueError(
             "updates must have as many floating-point leaves as the params of init, "
-            f"got {got} and {known}. "
-            f"{cause_of_count(got, known, updates, params, wrapper)}"
+            f"got {got} and {known}. Differentiate what optimizer.init(params) got. To "
+            "mask or freeze a part, write it inside: "
+            f"{wrapper}(optax.masked(inner, mask))."
         )
 
 

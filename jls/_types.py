@@ -18,7 +18,6 @@ from typing import (
     get_type_hints,
 )
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax import export as jax_export
@@ -383,39 +382,6 @@ class LossScaledState(NamedTuple):
     # i32[]  applied without the parts of the gradients that were not finite
     partial_overflows: Annotated[Array, _counter("partial overflow", since="0.3.0")]
 
-    @property
-    def hyperparams(self) -> dict[str, Any]:
-        """The hyperparameters that the one `optax.inject_hyperparams` inside keeps.
-
-        The dict itself: `opt_state.hyperparams["learning_rate"] = 1e-4` sets one, and
-        so does `opt_state._replace(hyperparams=...)`.
-
-        Raises:
-          AttributeError: if the optimizer has none inside, or several.
-
-        Example:
-          >>> inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
-          >>> state = jls.loss_scaled(inner).init(jnp.ones(3))
-          >>> state.hyperparams["learning_rate"]
-          Array(0.5, dtype=float32)
-        """
-        return _inside(self, "hyperparams").hyperparams
-
-    @property
-    def inner_states(self) -> dict[str, Any]:
-        """The states that the one `optax.partition` inside keeps, by label.
-
-        Raises:
-          AttributeError: if the optimizer has none inside, or several.
-
-        Example:
-          >>> inner = optax.partition({"a": optax.sgd(0.5, 0.9)}, {"w": "a"})
-          >>> state = jls.loss_scaled(inner).init({"w": jnp.ones(3)})
-          >>> list(state.inner_states)
-          ['a']
-        """
-        return _inside(self, "inner_states").inner_states
-
     def __repr__(self) -> str:
         """All fields but those that may be long."""
         return format_record(
@@ -433,61 +399,6 @@ FIELDS: dict[str, Field] = {
 }
 # In its signature `help` shows the types alone.
 LossScaledState.__new__.__annotations__ = get_type_hints(LossScaledState)
-
-
-# The fields of optax's states that are read through the wrapper: what makes them.
-_FIELDS_INSIDE = {
-    "inner_states": ("optax.partition", "optax.partition(optimizers, labels)"),
-    "hyperparams": (
-        "optax.inject_hyperparams",
-        "optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)",
-    ),
-}
-
-
-def _inside(state: LossScaledState, field: str) -> Any:
-    """The one state in the wrapped optimizer's that has a field of that name."""
-
-    def has_field(node):
-        return field in getattr(type(node), "_fields", ())
-
-    nodes = jax.tree.leaves(state.inner_state, is_leaf=has_field)
-    found = list(filter(has_field, nodes))
-    if len(found) != 1:
-        maker, example = _FIELDS_INSIDE[field]
-        write = f"Write jls.loss_scaled({example})."
-        if found:
-            write = "Take the one that you mean from opt_state.inner_state."
-        raise AttributeError(
-            f"{field} must be those of the one {maker} inside the wrapper, which has "
-            f"{len(found)}. {write}"
-        )
-    return found[0]
-
-
-_replace_fields = LossScaledState._replace
-
-
-def _replace(self: LossScaledState, /, **fields: Any) -> LossScaledState:
-    inside = {name: fields.pop(name) for name in _FIELDS_INSIDE if name in fields}
-    state = _replace_fields(self, **fields)
-    for name, value in inside.items():
-        node = _inside(state, name)
-        new = _exchange(state.inner_state, node, node._replace(**{name: value}))
-        state = _replace_fields(state, inner_state=new)
-    return state
-
-
-def _exchange(tree: Any, old: Any, new: Any) -> Any:
-    """`tree` with `new` in the place of the node `old`."""
-    return jax.tree.map(
-        lambda x: new if x is old else x, tree, is_leaf=lambda x: x is old
-    )
-
-
-# As one replaces them in the states of optax themselves. The body of a
-# NamedTuple cannot hold it.
-LossScaledState._replace = _replace  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def logged(state: LossScaledState) -> dict[str, Array]:

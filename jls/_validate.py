@@ -194,8 +194,8 @@ def flag(name: str, value: Any, otherwise: str = "") -> bool:
     return bool(value)
 
 
-class TracedError(ValueError):
-    """A function of the host got a traced array."""
+class TracedError(ValueError, TypeError):
+    """A function of the host got a traced array; for JAX this is a TypeError."""
 
 
 def concrete(name: str, tree: Any, inside: str = "") -> None:

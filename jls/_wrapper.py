@@ -22,7 +22,6 @@ import optax
 
 from jls import _validate
 from jls._devices import AxisName, check_axis_name
-from jls._ema import warn_if_not_last
 from jls._mistakes import check_no_state, warn
 from jls._placement import own_buffers, place_all, place_scalars
 from jls._scalers.dynamic import dynamic
@@ -170,7 +169,6 @@ def loss_scaled(
                 "the params. It goes outside: optax.lookahead("
                 f"{wrapper_name(scaler.init())}(inner), sync_period, slow_step_size)."
             )
-        warn_if_not_last(inner, inner_state, params)
         # A scaler may hold on to the arrays that it returns: all are foreign.
         scaler_state = scaler.init()
         scaler_state = own_buffers(scaler_state, scaler_state)

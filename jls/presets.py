@@ -607,9 +607,15 @@ def maxtext_spikes(window: int = 128, sigmas: float = 6.0) -> SpikePolicy[SpikeS
     judges the norm of the clipped gradients, which hides what clipping has cut; here it
     is the norm before clipping.
 
+    `olmo_spikes` is the same function: MaxText has the rule from OLMo-core's
+    `SkipStepOptimizer`. With a window below 6 OLMo-core skips the second step whatever
+    it is, since the deviation of one value is NaN; here only if it is above the first.
+
     Args:
-      window: >= 2, MaxText's `skip_step_interval`.
-      sigmas: > 0 and finite, MaxText's `skip_step_scaling_factor`.
+      window: >= 2, MaxText's `skip_step_interval`, OLMo-core's
+        `rolling_interval_length`.
+      sigmas: > 0 and finite, MaxText's `skip_step_scaling_factor`, OLMo-core's
+        `sigma_factor`.
 
     Returns:
       A `jls.types.SpikePolicy`. Pass the loss as `value=`.
@@ -625,29 +631,8 @@ def maxtext_spikes(window: int = 128, sigmas: float = 6.0) -> SpikePolicy[SpikeS
     return _windowed(_maxtext_spikes_judge, window, sigmas, fewer=1)
 
 
-def olmo_spikes(window: int = 128, sigmas: float = 6.0) -> SpikePolicy[SpikeState]:
-    """Returns the spike policy of OLMo-core's `SkipStepOptimizer`.
-
-    The rule of `maxtext_spikes`, which comes from it. With a window below 6 OLMo-core
-    skips the second step whatever it is, since the deviation of one value is NaN; here
-    only if it is above the first.
-
-    Args:
-      window: >= 2, OLMo-core's `rolling_interval_length`.
-      sigmas: > 0 and finite, OLMo-core's `sigma_factor`.
-
-    Returns:
-      A `jls.types.SpikePolicy`. Pass the loss as `value=`.
-
-    Raises:
-      TypeError: if an argument has the wrong type.
-      ValueError: if one is out of range.
-
-    Example:
-      >>> jls.presets.olmo_spikes(sigmas=7.0).hyperparameters["sigmas"]
-      7.0
-    """
-    return maxtext_spikes(window, sigmas)
+# OLMo-core's `SkipStepOptimizer`, from which MaxText has the rule.
+olmo_spikes = maxtext_spikes
 
 
 def spike_limit(

@@ -203,8 +203,7 @@ CASES = {
     "all_finite": (jls.all_finite, {"tree": params, "axis_name": None}),
     "select": (jls.select, {"pred": True, "on_true": params, "on_false": params}),
     "loss_scale": (jls.loss_scale, {"state": scaler_state}),
-    "metrics": (jls.metrics, {"state": scaler_state}),
-    "host_metrics": (jls.host_metrics, {"state": scaler_state}),
+    "metrics": (jls.metrics, {"state": scaler_state, "host": False}),
     "set_loss_scale": (jls.set_loss_scale, {"state": scaler_state, "value": 2.0}),
     "health": (
         jls.health,
@@ -261,7 +260,7 @@ CASES = {
     "why": (why, {"fun": jnp.sqrt}),
     "requeue": (jls.requeue, defaults(jls.requeue, batches=[1.0])),
     "requeue.observe": (observe, {"report": step_report}),
-    "check_step": (check_step, {"step": right_step, "carried_args": None}),
+    "check_step": (check_step, {"step": right_step, "carried": None}),
     **{
         f"{name}.adjust": adjusting(make())
         for name, make in SCALERS.items()
@@ -338,15 +337,16 @@ TAKES = {
     ("presets.mindformers_adaptive", "scale_window"): set(),
     ("value_and_grad", "has_aux"): set(),  # this loss function has none
     ("grad", "has_aux"): set(),
+    ("metrics", "host"): {"True"},
     ("train_step", "has_aux"): set(),
     ("train_step", "micro_batches"): {"None"},
-    ("train_step", "carries"): set(),
+    ("train_step", "carried"): set(),
     ("train_step", "compute_dtype"): {"None"},
     ("train_step", "keep"): {"None"},  # there is no compute_dtype
     ("autocast", "keep"): {"None"},
     ("apply_gradients", "grads"): set(),
     ("apply_gradients", "params"): set(),
-    ("check_step", "carried_args"): {"None"},
+    ("check_step", "carried"): {"None"},
     ("train_step", "optimizer"): {"None"},
     ("loss_scaled", "axis_name"): {"None", "text"},
     ("skip_nonfinite", "axis_name"): {"None", "text"},

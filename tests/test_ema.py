@@ -2,7 +2,6 @@
 
 import itertools
 import pickle
-import warnings
 
 import chex
 import jax
@@ -740,77 +739,3 @@ def test_missing_params_are_an_error_that_says_what_to_do():
     for optimizer in (averaged(), scaled()):
         with pytest.raises(ValueError, match=r"pass them.*state, params\)"):
             optimizer.update(GRADS[0], optimizer.init(PARAMS))
-
-
-# Its place in the chain ---------------------------------------------------------------
-
-
-def recorder():
-    """Has an array in its state, and passes the updates on."""
-
-    def update(updates, state, params=None):
-        return updates, optax.tree.norm(updates)
-
-    return optax.GradientTransformation(lambda _: jnp.zeros(()), update)
-
-
-EMA = jls.params_ema(0.9)
-LABELS = {"w": "a", "b": "b"}
-BEFORE = {
-    "adam": optax.chain(EMA, optax.adam(0.1)),
-    "momentum": optax.chain(optax.clip(1.0), EMA, optax.sgd(0.1, momentum=0.9)),
-    "a schedule": optax.chain(
-        optax.scale_by_adam(), EMA, optax.scale_by_learning_rate(lambda count: 0.1)
-    ),
-    "a chain in a chain": optax.chain(optax.chain(optax.sgd(0.1), EMA), optax.adam(1)),
-    "partition": optax.partition(
-        {"a": optax.chain(EMA, optax.adam(0.1)), "b": optax.sgd(0.1)}, LABELS
-    ),
-    "MultiSteps": optax.MultiSteps(optax.chain(EMA, optax.adam(0.1)), 2),
-    "hyperparams": optax.inject_hyperparams(
-        lambda learning_rate: optax.chain(EMA, optax.adam(learning_rate))
-    )(0.1),
-    "what needs more arguments": optax.chain(EMA, optax.lbfgs()),
-}
-LAST = {
-    "adam": optax.chain(optax.adam(0.1), EMA),
-    "alone": EMA,
-    "before another": optax.chain(optax.adam(0.1), EMA, jls.params_ema(0.99)),
-    "before a recorder": optax.chain(optax.adam(0.1), EMA, recorder()),
-    "before what keeps no arrays": optax.chain(optax.sgd(0.1), EMA, optax.scale(2.0)),
-    "partition": optax.partition(
-        {"a": optax.chain(optax.adam(0.1), EMA), "b": optax.adam(0.1)}, LABELS
-    ),
-    "recorder in a partition": optax.partition(
-        {"a": optax.chain(optax.sgd(1), EMA, recorder()), "b": optax.adam(1)}, LABELS
-    ),
-    "masked": optax.chain(optax.adam(1), optax.masked(EMA, {"w": True, "b": False})),
-    "MultiSteps": optax.MultiSteps(optax.chain(optax.adam(0.1), EMA), 2),
-    "hyperparams": optax.inject_hyperparams(
-        lambda learning_rate: optax.chain(optax.adam(learning_rate), EMA)
-    )(0.1),
-    "no average": optax.chain(optax.trace(0.9), optax.adam(0.1)),
-}
-
-
-def init(inner):
-    params = {"w": jnp.ones(2), "b": jnp.ones(())}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        jls.loss_scaled(inner).init(params)
-        jax.eval_shape(jls.skip_nonfinite(inner).init, params)
-    return [str(one.message) for one in caught]
-
-
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize("name", BEFORE)
-def test_average_before_another_transformation_is_warned_of(name):
-    messages = init(BEFORE[name])
-    assert len(messages) == 2
-    assert "Put it last: optax.chain(..., jls.params_ema(0.999))" in messages[0]
-
-
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize("name", LAST)
-def test_average_in_its_place_is_not(name):
-    assert init(LAST[name]) == []

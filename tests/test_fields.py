@@ -38,7 +38,7 @@ def test_a_field_is_a_metric_if_the_table_says_so():
     assert set(logged(state)) == LOGGED <= metrics
     others = {"loss_scale", "spikes_found", *spike_metrics(state.spike_state)}
     assert metrics == LOGGED | others
-    assert set(jls.host_metrics(state)) == metrics
+    assert set(jls.metrics(state, host=True)) == metrics
     plain = jls.skip_nonfinite(optax.sgd(0.1)).init(PARAMS)
     assert LOGGED - set(jls.metrics(plain)) == {"spikes"}
 

@@ -228,7 +228,6 @@ def test_public_names_are_those_of_the_contract():
         "eval_params",
         "grad",
         "health",
-        "host_metrics",
         "hysteresis",
         "loss_scale",
         "loss_scaled",

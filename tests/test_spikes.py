@@ -455,7 +455,7 @@ def test_train_step_rolls_back_what_is_carried_and_reports_limits():
     def loss_fn(params, carried, x):
         return batch_loss(params, x), {"mean": 0.5 * carried["mean"] + x.mean()}
 
-    step = jax.jit(jls.train_step(loss_fn, optimizer, carries=True))
+    step = jax.jit(jls.train_step(loss_fn, optimizer, carried=True))
     params, state, carried = W, optimizer.init(W), {"mean": jnp.float32(0)}
     for _ in range(5):
         params, state, carried, report = step(params, state, carried, jnp.ones(4))
@@ -490,7 +490,7 @@ def test_a_policy_may_use_the_loss_alone():
     made = run(guarded(policy), [1.0] * 4, [1.0, 2.0, 4.0, 2.5])
     assert [bool(state.applied) for _, state in made] == [True, True, False, True]
     assert made[-1][1].spikes == 1
-    metrics = jls.host_metrics(made[-1][1])
+    metrics = jls.metrics(made[-1][1], host=True)
     assert metrics["spikes"] == 1
     assert "judged_norm" not in metrics
 
@@ -511,7 +511,6 @@ def test_a_policy_that_freezes_is_called_stalled():
     health = jls.health(made[-1][1])
     assert health.verdict == "stalled"
     assert "the last one as a spike" in health.sentence
-    assert "jls.spikes() with a small budget" in health.sentence
     policy = SpikePolicy(lambda: {"most": jnp.float32(1.0)}, threshold_judge)
     assert jls.health(run(guarded(policy), [3.0] * 60)[-1][1]).verdict == "stalled"
 
@@ -664,7 +663,7 @@ def test_a_run_that_froze_goes_on_under_a_smaller_budget(before):
 
 def test_metrics_have_what_was_judged():
     made = run(guarded(jls.spikes(4)), [1.0, 1.0, 1.0, 50.0], [2.0] * 4)
-    metrics = jls.host_metrics(made[-1][1])
+    metrics = jls.metrics(made[-1][1], host=True)
     assert metrics["spikes"] == metrics["spikes_found"] == 1
     assert metrics["judged_norm"] == pytest.approx(50)
     assert metrics["limit_norm"] == pytest.approx(1 + 6 / 512)
@@ -679,7 +678,8 @@ def test_health_names_the_spike_and_its_limit():
     spike, later = (jls.health(state) for _, state in made[3:])
     assert str(spike) == (
         "spike: the last step was skipped: its gradient norm of 50 was over the limit "
-        "of\n1.012 (1 of 4 steps so far)."
+        "of\n1.012 (1 of 4 steps so far). What to do: "
+        "docs/questions/healthy_run.md#spiking."
     )
     assert later.verdict == "ok"
     assert "Spikes: 1 found, 1 skipped" in later.sentence
@@ -708,7 +708,6 @@ def test_health_says_spiking_of_a_run_that_gets_worse(kind):
     health = jls.health(run(guarded(jls.spikes()), sizes)[-1][1])
     assert health.verdict == "spiking"
     assert "more than noise alone explains" in health.sentence
-    assert "lower the learning rate or beta2" in health.sentence
     few = [*np.random.default_rng(9).normal(1.0, 0.05, 100), 50.0, 1.0]
     assert jls.health(run(guarded(jls.spikes(16)), few)[-1][1]).verdict == "ok"
 
@@ -783,30 +782,21 @@ def test_spikes_that_were_skipped_prove_nothing_unless_they_enter_the_window():
     state = run(guarded(jls.spikes(32)), sizes)[-1][1]
     health = jls.health(state)
     assert (health.verdict, int(state.spikes)) == ("ok", 28)
-    assert "28 found, 28 skipped. See whether these are always" in health.sentence
-    assert "If they are not, the run may be unstable" in health.sentence
+    assert "28 found, 28 skipped" in health.sentence
     entering = jls.presets.maxtext_spikes(32)
     assert jls.health(run(guarded(entering), sizes)[-1][1]).verdict == "spiking"
 
 
 @pytest.mark.parametrize(
-    ("policy", "words"),
+    "policy",
     [
-        (jls.spikes(2), r"A window of 2 is too short .* one of 128"),
-        (jls.spikes(8, 1.0), "A window of 8 is too short"),
-        (jls.spikes(64, 1.0, budget=None), r"So few sigmas .* has 6"),
-        (jls.spikes(64, budget=None, max_norm=1.2), "bound what is skipped with a sm"),
-        (
-            jls.spikes(64, budget=32, max_norm=1.1),
-            r"raise sigmas or max_norm\. Else the",
-        ),
-        (
-            SpikePolicy(lambda: jnp.float32(1.0), lambda s, loss, norm: (s, norm > s)),
-            "limit of the spike policy is too low for this run",
-        ),
+        jls.spikes(2),
+        jls.spikes(64, 1.0, budget=None),
+        jls.spikes(64, budget=32, max_norm=1.1),
+        SpikePolicy(lambda: jnp.float32(1.0), lambda s, loss, norm: (s, norm > s)),
     ],
 )
-def test_health_says_skipping_where_much_is_thrown_away(policy, words):
+def test_health_says_skipping_where_much_is_thrown_away(policy):
     sizes = np.random.default_rng(3).normal(1.0, 0.3, 200)
     losses = np.random.default_rng(4).normal(1.0, 0.3, 200)
     optimizer = guarded(policy)
@@ -814,7 +804,6 @@ def test_health_says_skipping_where_much_is_thrown_away(policy, words):
     health = jls.health(state, optimizer=optimizer)
     assert (health.verdict, bool(state.applied)) == ("skipping", True)
     assert f"{state.spikes} as spikes." in health.sentence
-    assert re.search(words, health.sentence), health.sentence
     with pytest.raises(jls.UnhealthyError):
         jls.health(state, raise_if=["skipping"])
 
@@ -850,19 +839,12 @@ def test_small_windows_are_not_called_spiking(window):
     assert np.all(found - 2 * np.sqrt(found) <= share * steps)
 
 
-def test_health_says_that_the_budget_is_spent_and_that_data_may_be_lost():
+def test_health_says_that_the_budget_is_spent():
     sizes = [1.0] * 8 + [50.0, 60.0, 70.0, 80.0, 90.0]
     state = run(guarded(jls.spikes(8)), sizes)[-1][1]
     health = jls.health(state)
     assert (health.verdict, state.spikes) == ("ok", 4)
     assert "The budget is spent" in health.sentence
-    assert "always the same batches" not in health.sentence
-    # Data that is rare: one step in 40.
-    sizes = [*[1.0] * 64, *([50.0] + [1.0] * 39) * 30]
-    state = run(guarded(jls.spikes()), sizes)[-1][1]
-    health = jls.health(state)
-    assert (health.verdict, state.spikes) == ("ok", 30)
-    assert "always the same batches" in health.sentence
 
 
 def test_health_claims_nothing_of_a_policy_of_the_users():

@@ -344,7 +344,9 @@ def test_two_scales_are_still_an_error_beside_a_wrapper():
 
 
 @pytest.mark.parametrize("make", [bare, wrapped, chained, injected, train_state])
-def test_host_metrics_are_those_of_metrics_after_one_transfer(make, monkeypatch):
+def test_metrics_on_the_host_are_those_on_the_device_after_one_transfer(
+    make, monkeypatch
+):
     state, device_get, transfers = make(), jax.device_get, []
 
     def counted(tree):
@@ -352,7 +354,7 @@ def test_host_metrics_are_those_of_metrics_after_one_transfer(make, monkeypatch)
         return device_get(tree)
 
     monkeypatch.setattr(jax, "device_get", counted)
-    numbers = jls.host_metrics(state)
+    numbers = jls.metrics(state, host=True)
     assert len(transfers) == 1
     assert list(numbers) == list(jls.metrics(state))
     assert {type(x) for x in numbers.values()} <= {bool, int, float}
@@ -360,11 +362,13 @@ def test_host_metrics_are_those_of_metrics_after_one_transfer(make, monkeypatch)
     assert numbers["loss_scale"] == 8.0
 
 
-def test_host_metrics_of_a_traced_state_names_the_one_for_jit():
-    with pytest.raises(ValueError, match=r"outside jit.*Inside use jls.metrics"):
-        jax.jit(lambda state: jls.host_metrics(state) and 0)(wrapped())
+def test_metrics_on_the_host_of_a_traced_state_name_the_ones_for_jit():
+    with pytest.raises(
+        TypeError, match=r"host=True, got .*jls\.metrics\(state\) under jit"
+    ):
+        jax.jit(lambda state: jls.metrics(state, host=True) and 0)(wrapped())
     with pytest.raises(ValueError, match="must carry a loss scale"):
-        jls.host_metrics({"w": jnp.ones(2)})
+        jls.metrics({"w": jnp.ones(2)}, host=True)
 
 
 # The hyperparameters of optax.inject_hyperparams.
@@ -383,48 +387,18 @@ def injected(**kwargs):
     ],
     ids=["bare", "chain", "MultiSteps"],
 )
-def test_hyperparams_are_read_and_set_through_the_wrapper(make, jit_or_eager):
+def test_hyperparams_inside_are_read_and_set_by_optax(make, jit_or_eager):
     optimizer, params = make(), jnp.ones(2)
 
     @jit_or_eager
-    def in_place(state, rate):
-        assert hasattr(state, "hyperparams")
-        state.hyperparams["learning_rate"] = rate
+    def step(state, rate):
+        state = optax.tree.set(state, learning_rate=rate)
         return optimizer.update(params, state, params)
 
-    @jit_or_eager
-    def replaced(state, rate):
-        hyperparams = {**state.hyperparams, "learning_rate": rate}
-        state = state._replace(hyperparams=hyperparams)
-        return optimizer.update(params, state, params)
-
-    for write in (in_place, replaced):
-        updates, state = write(optimizer.init(params), jnp.float32(0.25))
-        np.testing.assert_array_equal(updates, [-0.25, -0.25])
-        assert state.hyperparams["learning_rate"] == 0.25
-        assert jax.tree.structure(state) == jax.tree.structure(optimizer.init(params))
-
-
-@pytest.mark.parametrize("parts", [[], ["a", "b"]])
-def test_hyperparams_are_an_attribute_where_there_is_exactly_one(parts):
-    inner = optax.partition(dict.fromkeys(parts, injected()), {x: x for x in parts})
-    state = jls.loss_scaled(inner if parts else optax.sgd(0.1)).init(
-        dict.fromkeys(parts, jnp.ones(2))
-    )
-    assert not hasattr(state, "hyperparams")
-    message = rf"which has {len(parts)}\. {'Take the one' if parts else 'Write jls'}"
-    with pytest.raises(AttributeError, match=message):
-        _ = state.hyperparams
-    with pytest.raises(AttributeError, match=message):
-        state._replace(hyperparams={})
-
-
-def test_other_fields_are_replaced_as_in_any_named_tuple():
-    state = jls.loss_scaled(injected()).init(jnp.ones(2))
-    new = state._replace(steps=jnp.int32(3), hyperparams={"learning_rate": 1.0})
-    assert (new.steps, new.hyperparams) == (3, {"learning_rate": 1.0})
-    with pytest.raises((TypeError, ValueError), match="unknown"):
-        state._replace(unknown=1)
+    updates, state = step(optimizer.init(params), jnp.float32(0.25))
+    np.testing.assert_array_equal(updates, [-0.25, -0.25])
+    assert optax.tree.get(state, "learning_rate") == 0.25
+    assert jax.tree.structure(state) == jax.tree.structure(optimizer.init(params))
 
 
 @jax.tree_util.register_pytree_node_class
@@ -450,4 +424,4 @@ def test_a_train_state_that_replaces_its_fields_itself_is_read():
     params = jls.types.StaticState(jnp.float32(3.0))
     state = Registered(tx, params, tx.init(params))
     assert jls.loss_scale(state) == 64.0
-    assert jls.host_metrics(state)["steps"] == 0
+    assert jls.metrics(state, host=True)["steps"] == 0

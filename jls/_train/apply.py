@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.tree_util import DictKey
 
 from jls import _validate
 from jls._mistakes import NOT_GIVEN
 from jls._nnx import is_optimizer
-from jls._program.jaxprs import effects_of
 from jls._reduce import global_norm
 from jls._state import (
     find,
@@ -23,7 +23,6 @@ from jls._state import (
 )
 from jls._step import update_and_apply
 from jls._text import describe, path_names
-from jls._train.schedules import find_schedules, group_of
 from jls._tree import difference, named_floats, restore, trainable
 from jls._types import (
     SIGNALS,
@@ -171,9 +170,7 @@ def apply_and_report(
         loss=extra.get("value"),
         skipped=~after.applied,
         loss_scale=after.scaler_state.loss_scale,
-        learning_rate=learning_rates(
-            learning_rate, count, optimizer, opt_state, new_opt_state
-        ),
+        learning_rate=learning_rates(learning_rate, count, new_opt_state),
         global_norm=norm,
         local_norm=None,
         size=None,
@@ -273,17 +270,14 @@ def _check_rate(rate: Any) -> None:
     _validate.number("learning_rate", rate, "> 0 and finite", 2.0**-149, 2.0**127)
 
 
-def learning_rates(
-    given: Rates, count: Array, optimizer: Any, before: Any, after: Any
-) -> Any:
-    """The learning rate of the step: the given one, or one that is found, or None.
+def learning_rates(given: Rates, count: Array, after: Any) -> Any:
+    """The learning rate of the step: the given one, or an injected one, or None.
 
     Args:
       given: a schedule or a number, or a dict of them by group.
       count: `i32[]`, steps applied before.
-      optimizer: whose closures hold its schedule, see `find_schedules`.
-      before: the optimizer's state before the step.
-      after: the state after it, in which `optax.inject_hyperparams` keeps the rate.
+      after: the optimizer's state after the step, in which
+        `optax.inject_hyperparams` keeps the rate.
     """
     if isinstance(given, Mapping):
         return {name: _rate(rate, count) for name, rate in given.items()}
@@ -291,30 +285,18 @@ def learning_rates(
         return _rate(given, count)
     flat, _ = jax.tree_util.tree_flatten_with_path(after, is_leaf=_has_learning_rate)
     injected = [(path, node) for path, node in flat if _has_learning_rate(node)]
-    groups = [group_of(path) for path, _ in injected]
-    names = ["/".join(group) for group in groups]
+    keys = [[x.key for x in path if isinstance(x, DictKey)] for path, _ in injected]
+    names = ["/".join(map(str, group)) for group in keys]
     if len(set(names)) < len(names):
         names = path_names([path for path, _ in injected])
     rates = {
-        "/".join(group): _scheduled_rate(*found)
-        for group, found in find_schedules(optimizer, before, groups).items()
+        name: _rate(node.hyperparams["learning_rate"], count)
+        for name, (_, node) in zip(names, injected, strict=True)
     }
-    rates = {name: rate for name, rate in rates.items() if rate is not None}
-    is_one = list(rates) == [""] or (len(injected) == 1 and not rates)
-    for name, (_, node) in zip(names, injected, strict=True):
-        rates[name] = _rate(node.hyperparams["learning_rate"], count)
-    if is_one:
+    if len(rates) == 1:
         (rate,) = rates.values()
         return rate
     return rates or None
-
-
-def _scheduled_rate(schedule: Callable[[Array], Any], count: Array) -> Array | None:
-    """None if the schedule must not be called again, as it prints, say."""
-    if effects_of(jax.make_jaxpr(lambda count: schedule(count))(count)):
-        return None
-    rate = jnp.asarray(schedule(count), jnp.float32)
-    return rate if rate.shape == () else None
 
 
 def _has_learning_rate(node: Any) -> bool:

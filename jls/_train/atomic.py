@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jls._mistakes import user_variables, warn
+from jls._mistakes import warn
 from jls._nnx import (
-    is_object,
     is_optimizer,
     objects_in,
     trained_variables,
@@ -20,9 +19,9 @@ from jls._nnx import (
 )
 from jls._scalers.rule import count_up
 from jls._state import find, is_wrapper_state, wrapper_state_in
-from jls._step import Update, is_noting_updates, updates_noted
+from jls._step import Update, updates_noted
 from jls._text import describe
-from jls._tree import is_inexact, select
+from jls._tree import select
 from jls._types import LossScaledState, SkipReason
 
 
@@ -61,9 +60,7 @@ def atomic(
         shape or the dtype of a variable.
 
     Warns:
-      JlsWarning: on leaving, if the block has changed floating-point variables of an
-        NNX object that is not named, as far as a local variable holds it; and if
-        `with` was left out.
+      JlsWarning: if `with` was left out.
 
     Example:
       >>> from flax import nnx
@@ -133,7 +130,6 @@ def _roll_back_skipped(optimizer: Any, model: Any, objects: Any) -> Iterator[Non
     changed = _without(variables_in(optimizers, model, objects), kept)
     before = {id(variable): variable.get_value() for variable in changed}
     counts = [_counts(node) for node in wrappers]
-    beside = {} if is_noting_updates() else _floats_beside([*changed, *kept])
     updates: list[Update] = []
     try:
         with updates_noted() as updates:
@@ -145,7 +141,6 @@ def _roll_back_skipped(optimizer: Any, model: Any, objects: Any) -> Iterator[Non
         for node in wrappers if updates else ():
             node.applied.set_value(jnp.zeros_like(node.applied.get_value()))
         raise
-    _warn_of_changes(beside)
     has_one = len(optimizers) == 1
     is_one = has_one and _is_one_update(wrappers[0], updates, before.values())
     if is_one:
@@ -233,29 +228,6 @@ def _wrapper_states(optimizer: Any) -> list[Any]:
 def _without(variables: list[Any], others: list[Any]) -> list[Any]:
     left_out = set(map(id, others))
     return [variable for variable in variables if id(variable) not in left_out]
-
-
-def _floats_beside(named: list[Any]) -> dict[str, list[tuple[Any, Any]]]:
-    """Floating-point variables that are not named, and values, by local variable."""
-    return {
-        name: [
-            (variable, value)
-            for variable in _without(variables_in(node), named)
-            if is_inexact(value := variable.get_value())
-        ]
-        for name, node in user_variables().items()
-        if is_object(node) and not is_optimizer(node)
-    }
-
-
-def _warn_of_changes(beside: dict[str, list[tuple[Any, Any]]]) -> None:
-    for name, pairs in beside.items():
-        if any(variable.get_value() is not old for variable, old in pairs):
-            warn(
-                f"{name} changes in the block of jls.atomic, which does not name it: a "
-                "skipped step keeps the change, a NaN too. Write "
-                f"jls.atomic(optimizer, model, {name}), or change it after the block."
-            )
 
 
 def _check_updated(wrapper: Any, old_steps: Any) -> None:

@@ -29,7 +29,7 @@ class LinenAdapter:
     def __init__(
         self,
         loss_fn: Callable[..., Any],
-        carries: bool,
+        has_carried: bool,
         has_aux: bool,
         state: Any,
         kwargs: dict[str, Any],
@@ -37,7 +37,8 @@ class LinenAdapter:
     ):
         self._is_split = is_split
         self.kwargs = kwargs
-        self._loss_fn, self._carries, self._has_aux = loss_fn, carries, has_aux
+        self._loss_fn, self._has_aux = loss_fn, has_aux
+        self._has_carried = has_carried
         self._names = names = names_in(state)
         self.model, self.optimizer = state, getattr(state, names.tx)
         self._params = getattr(state, names.params)
@@ -65,7 +66,7 @@ class LinenAdapter:
             state = self._replace(given | fields)
             with _params_named(self._loss_fn, state):
                 result = self._loss_fn(state, batch, **kwargs)
-            return unpack(result, self._carries, self._has_aux, carried)
+            return unpack(result, self._has_carried, self._has_aux, carried)
 
         output = call({})
         _check_fields(output.carried, carried)
@@ -146,7 +147,7 @@ def _warn_of_shared_keys(
                 f"each micro-batch gets the same PRNG key, state.{path}, and drops the "
                 "same units. Pass a typed key by keyword, step(state, batch, key=key): "
                 "the step folds the number of the micro-batch into it. Or return a new "
-                f"{path.split('/')[0]}, with carries=True."
+                f"{path.split('/')[0]}, with carried=True."
             )
 
 
@@ -154,7 +155,7 @@ def _check_fields(fields: Any, carried: dict[str, Any]) -> None:
     if not isinstance(fields, Mapping) or not fields.keys() <= carried.keys():
         got = list(fields) if isinstance(fields, Mapping) else type(fields).__name__
         raise ValueError(
-            "with carries=True loss_fn must return a dict of new values for fields of "
+            "with carried=True loss_fn must return a dict of new values for fields of "
             f"the state, of {list(carried)}, got {got}. Add a field to your TrainState "
             "for what the step should carry over; metrics go into aux, with "
             "has_aux=True."
@@ -166,7 +167,7 @@ def _warn_of_fields_in_aux(aux: Any, carried: dict[str, Any]) -> None:
         warnings.warn(
             f"loss_fn returned {list(aux)} as aux, which only reaches the report: the "
             "fields of that name in the state stay as they are. To carry them on, pass "
-            "carries=True, not has_aux=True.",
+            "carried=True, not has_aux=True.",
             JlsWarning,
             stacklevel=2,
         )

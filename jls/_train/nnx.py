@@ -34,15 +34,15 @@ class NnxAdapter:
     def __init__(
         self,
         loss_fn: Callable[..., Any],
-        carries: bool,
+        has_carried: bool,
         has_aux: bool,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ):
         self.model, self._optimizer, batch = args
-        if carries:
+        if has_carried:
             raise ValueError(
-                "carries must be False for an NNX model, whose own variables hold what "
+                "carried must be False for an NNX model, whose own variables hold what "
                 "a skipped step rolls back: assign it to an nnx.Variable of the model."
             )
         if objects_in(batch):

@@ -54,15 +54,19 @@ class Adapter(Protocol):
         ...
 
 
-def unpack(result: Any, carries: bool, has_aux: bool, carried: Any) -> LossOutput:
-    """Takes the result of a loss function apart; without `carries`, keeps `carried`."""
-    names = ["loss", *(["carried"] if carries else []), *(["aux"] if has_aux else [])]
+def unpack(result: Any, has_carried: bool, has_aux: bool, carried: Any) -> LossOutput:
+    """Takes the result of a loss function apart; without a new one, keeps `carried`."""
+    names = [
+        "loss",
+        *(["carried"] if has_carried else []),
+        *(["aux"] if has_aux else []),
+    ]
     if len(names) == 1:
         return LossOutput(result, carried, None)
     if not (isinstance(result, tuple) and len(result) == len(names)):
         options = [
             f"{name}=True"
-            for name, given in (("carries", carries), ("has_aux", has_aux))
+            for name, given in (("carried", has_carried), ("has_aux", has_aux))
             if given
         ]
         got = f"a tuple of {len(result)}" if isinstance(result, tuple) else None

@@ -24,13 +24,14 @@ class PlainAdapter:
         self,
         loss_fn: Callable[..., Any],
         optimizer: optax.GradientTransformation,
-        carries: bool,
+        has_carried: bool,
         has_aux: bool,
         state: tuple[Any, ...],
         kwargs: dict[str, Any],
     ):
         self.kwargs = kwargs
-        self._loss_fn, self._carries, self._has_aux = loss_fn, carries, has_aux
+        self._loss_fn, self._has_aux = loss_fn, has_aux
+        self._has_carried = has_carried
         self._params, self._opt_state, *self._carried = state
         self.model, self.optimizer = self._params, optimizer
 
@@ -38,14 +39,14 @@ class PlainAdapter:
         params = trainable(self._params)
         if params is not self._params:
             _check_initialized(self.optimizer, self._opt_state, params)
-        carried = self._carried[0] if self._carries else None
+        carried = self._carried[0] if self._has_carried else None
         return Parts(params, None, self._opt_state, carried)
 
     def call(
         self, params: Any, overwritten: Any, carried: Any, batch: Any, **kwargs: Any
     ) -> LossOutput:
         model = restore(params, self._params)
-        if not self._carries:
+        if not self._has_carried:
             result = self._loss_fn(model, batch, **kwargs)
             return unpack(result, False, self._has_aux, None)
         # A copy of the tree, since `equinox.nn.State` can be read only once.
@@ -57,7 +58,7 @@ class PlainAdapter:
 
     def merge(self, parts: Parts, report: StepReport) -> tuple[Any, ...]:
         params = restore(parts.params, self._params)
-        carried = [parts.carried] if self._carries else []
+        carried = [parts.carried] if self._has_carried else []
         return params, parts.opt_state, *carried, report
 
 

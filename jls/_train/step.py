@@ -114,7 +114,7 @@ class PlainTrainStep(Protocol):
 
 
 class CarryingTrainStep(Protocol):
-    """The result of `jls.train_step` with an optimizer and `carries=True`."""
+    """The result of `jls.train_step` with an optimizer and `carried=True`."""
 
     def __call__(
         self,
@@ -164,7 +164,7 @@ def train_step(
     loss_fn: Callable[..., Any],
     optimizer: None = None,
     *,
-    carries: bool = False,
+    carried: bool = False,
     **options: Unpack[_Options],
 ) -> TrainStep: ...
 @overload
@@ -172,7 +172,7 @@ def train_step(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     *,
-    carries: Literal[False] = False,
+    carried: Literal[False] = False,
     **options: Unpack[_Options],
 ) -> PlainTrainStep: ...
 @overload
@@ -180,7 +180,7 @@ def train_step(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     *,
-    carries: Literal[True],
+    carried: Literal[True],
     **options: Unpack[_Options],
 ) -> CarryingTrainStep: ...
 def train_step(
@@ -188,7 +188,7 @@ def train_step(
     optimizer: optax.GradientTransformation | None = None,
     *,
     has_aux: bool = False,
-    carries: bool = False,
+    carried: bool = False,
     learning_rate: Rates = None,
     micro_batches: int | None = None,
     accumulation: Accumulation = "mean",
@@ -201,7 +201,7 @@ def train_step(
 ) -> Any:
     """Returns a whole train step that scales the loss and skips bad steps.
 
-    For plain pytrees, Haiku and Equinox, which need `optimizer`, and with `carries`::
+    For plain pytrees, Haiku and Equinox, which need `optimizer`, and with `carried`::
 
       params, opt_state, report = step(params, opt_state, batch)
       params, opt_state, carried, report = step(params, opt_state, carried, batch)
@@ -238,7 +238,7 @@ def train_step(
 
     Args:
       loss_fn: returns the loss, a real floating-point scalar; with `has_aux` and
-        `carries` more. Linen's takes the `TrainState` with the parameters to
+        `carried` more. Linen's takes the `TrainState` with the parameters to
         differentiate in `state.params`. An Equinox model is differentiated with respect
         to its floating-point arrays; its optimizer is initialized with
         `optimizer.init(equinox.filter(model, equinox.is_inexact_array))`.
@@ -247,15 +247,14 @@ def train_step(
       has_aux: `loss_fn` returns `(loss, aux)`: metrics, logits, any pytree of arrays.
         It comes back as `report.aux`, untouched, also on a skipped step. With k
         micro-batches it is stacked to `[k, ...]`.
-      carries: `loss_fn` returns `(loss, carried)`, or `(loss, carried, aux)` with
+      carried: `loss_fn` returns `(loss, carried)`, or `(loss, carried, aux)` with
         `has_aux`: the next value of what the model carries from step to step, such as
         Haiku's state. A skipped step keeps the old one. For Linen it is a dict of new
         values for fields of the `TrainState`, e.g. `{"batch_stats": ...}`; NNX needs
         none, since a model's variables are carried anyway.
       learning_rate: for the report: a schedule or a number > 0, or a dict of them by
-        group. A schedule is called with the number of steps applied so far. None looks
-        into the optimizer, for `optax.inject_hyperparams` and for a schedule that optax
-        was given, as in `optax.adamw(schedule)`; a constant is not found.
+        group. A schedule is called with the number of steps applied so far. None takes
+        that of `optax.inject_hyperparams`, if the optimizer has it.
       micro_batches: >= 1, splits the batch along its leading axis and accumulates the
         gradients in float32, one micro-batch after the other: with k micro-batches,
         example i goes into number i mod k. If k > 1, `jax.random.fold_in` puts that
@@ -287,10 +286,10 @@ def train_step(
       `drop="micro_batch"`, it is that of the micro-batches with a finite loss);
       `skipped` says whether the step was skipped, for whatever reason;
       `loss_scale` is that of the next step;
-      `learning_rate` is the one that was given or found, without other factors of the
-      updates, such as a warmup after it; None without one, a dict by group if there are
-      several (after a skipped step an injected one is still that of the last applied
-      step);
+      `learning_rate` is the one that was given, or that `optax.inject_hyperparams`
+      holds, without other factors of the updates; None without one, a dict by group if
+      there are several (after a skipped step an injected one is still that of the last
+      applied step);
       `global_norm` is the L2 norm of the unscaled gradients before clipping, not finite
       if they are not; if the optimizer clips by it, it is inf over 1.8e19;
       `local_norm` and `size` are dicts by the path of the parameter, or None;
@@ -355,7 +354,7 @@ def train_step(
     if optimizer is not None:
         check_optimizer(optimizer, "jls.train_step(loss_fn, optimizer)")
     has_aux = _validate.flag("has_aux", has_aux)
-    carries = _validate.flag("carries", carries)
+    carried = _validate.flag("carried", carried)
     _validate.choice("accumulation", accumulation, get_args(Accumulation))
     _validate.choice("drop", drop, get_args(Drop))
     check_rates(learning_rate)
@@ -387,7 +386,7 @@ def train_step(
     eager_calls, is_split = EagerCalls(), options.micro_batches > 1
 
     def step(*args, **kwargs):
-        adapter = _adapt(loss_fn, optimizer, carries, has_aux, is_split, args, kwargs)
+        adapter = _adapt(loss_fn, optimizer, carried, has_aux, is_split, args, kwargs)
         parts, arguments = adapter.split(), (args, kwargs)
         write = partial(_jitted, adapter, arguments)
         eager_calls.warn_at_second(parts.params, arguments, write)
@@ -395,7 +394,7 @@ def train_step(
         return adapter.merge(parts, report)
 
     if optimizer is not None:  # else the arguments depend on the library
-        kind = CarryingTrainStep if carries else PlainTrainStep
+        kind = CarryingTrainStep if carried else PlainTrainStep
         step.__signature__ = _signature(kind)
     return step
 
@@ -607,7 +606,7 @@ def _jitted(adapter: Adapter, arguments: Any) -> str:
 def _adapt(
     loss_fn: Callable[..., Any],
     optimizer: Any,
-    carries: bool,
+    has_carried: bool,
     has_aux: bool,
     is_split: bool,
     args: tuple[Any, ...],
@@ -619,18 +618,18 @@ def _adapt(
             "loss_fn must be a function of the model that returns the loss, got the "
             f"model itself, {type(loss_fn).__name__}. Write def loss_fn(model, batch)."
         )
-    _check_order(optimizer, carries, args)
+    _check_order(optimizer, has_carried, args)
     is_flax = is_linen(args) or is_nnx(args)
-    if is_flax if optimizer is None else len(args) == 3 + carries and not is_flax:
-        _check_takes(loss_fn, 2 + (carries and optimizer is not None), kwargs)
+    if is_flax if optimizer is None else len(args) == 3 + has_carried and not is_flax:
+        _check_takes(loss_fn, 2 + (has_carried and optimizer is not None), kwargs)
     if optimizer is None and is_nnx(args):
-        return NnxAdapter(loss_fn, carries, has_aux, args, kwargs)
-    if optimizer is not None and not is_flax and len(args) == 3 + carries:
-        return PlainAdapter(loss_fn, optimizer, carries, has_aux, args[:-1], kwargs)
+        return NnxAdapter(loss_fn, has_carried, has_aux, args, kwargs)
+    if optimizer is not None and not is_flax and len(args) == 3 + has_carried:
+        return PlainAdapter(loss_fn, optimizer, has_carried, has_aux, args[:-1], kwargs)
     if optimizer is None and is_linen(args):
-        return LinenAdapter(loss_fn, carries, has_aux, args[0], kwargs, is_split)
+        return LinenAdapter(loss_fn, has_carried, has_aux, args[0], kwargs, is_split)
     got = ", ".join(map(describe, args)) or "no positional argument"
-    raise TypeError(f"{_form(optimizer, carries, is_flax)}; got {got}. {_BATCH}")
+    raise TypeError(f"{_form(optimizer, has_carried, is_flax)}; got {got}. {_BATCH}")
 
 
 def _check_takes(loss_fn: Callable[..., Any], count: int, kwargs: Any) -> None:
@@ -649,11 +648,11 @@ def _check_takes(loss_fn: Callable[..., Any], count: int, kwargs: Any) -> None:
         ) from None
 
 
-def _check_order(optimizer: Any, carries: bool, args: tuple[Any, ...]) -> None:
+def _check_order(optimizer: Any, has_carried: bool, args: tuple[Any, ...]) -> None:
     """Raises if the arguments seem to be the right ones in another order."""
     order, index, belongs_there = ["state", "batch"], 0, is_train_state
     if optimizer is not None:
-        order = ["params", "opt_state", *(["carried"] if carries else []), "batch"]
+        order = ["params", "opt_state", *(["carried"] if has_carried else []), "batch"]
         index, belongs_there = 1, find_scaler_states
     elif any(map(is_optimizer, args)):
         order, index, belongs_there = ["model", "optimizer", "batch"], 1, is_optimizer
@@ -667,7 +666,7 @@ def _check_order(optimizer: Any, carries: bool, args: tuple[Any, ...]) -> None:
         )
 
 
-def _form(optimizer: Any, carries: bool, is_flax: bool) -> str:
+def _form(optimizer: Any, has_carried: bool, is_flax: bool) -> str:
     """How to call the step, as far as its arguments show."""
     if optimizer is not None and is_flax:
         return (
@@ -675,7 +674,7 @@ def _form(optimizer: Any, carries: bool, is_flax: bool) -> str:
             "jls.train_step(loss_fn)"
         )
     if optimizer is not None:
-        carried = "carried, " if carries else ""
+        carried = "carried, " if has_carried else ""
         return f"call step(params, opt_state, {carried}batch)"
     return (
         "call step(state, batch) with a Flax TrainState, or "

@@ -297,7 +297,7 @@ def test_what_is_narrow_beside_a_whole_state_is_right(beside):
         }
         return new, opt_state, other, snapshot.get(beside)
 
-    check = jls.check_step(step, params, opt_state, other, X, carried_args=(0, 1, 2))
+    check = jls.check_step(step, params, opt_state, other, X, carried=(0, 1, 2))
     assert "state narrowed" not in check.broken, check
 
 
@@ -332,12 +332,12 @@ def test_a_result_that_looks_like_an_argument_is_in_the_headline():
     args = params, opt_state, jnp.ones((3, 3)), X
     check = jls.check_step(step, *args)
     assert check.ok
-    assert "carried_args=(0, 1)" in check.not_tried["h"]
+    assert "carried=(0, 1)" in check.not_tried["h"]
     assert "13 that apply, but no product is half" in words(check)
     assert "does nothing. Not tried: h." in words(check)
     with pytest.raises(AssertionError, match="looks like it"):
         check.raise_if_broken(not_tried="raise")
-    assert "h" not in jls.check_step(step, *args, carried_args=(0, 1, 2)).not_tried
+    assert "h" not in jls.check_step(step, *args, carried=(0, 1, 2)).not_tried
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
@@ -448,7 +448,7 @@ def test_statistics_that_come_back_in_the_aux_of_a_report_are_not_data():
     check = jls.check_step(step, *args, stats=stats)
     assert check.ok
     assert check.not_tried.keys() == {"stats"}
-    check = jls.check_step(step, *args, stats=stats, carried_args=(0, 1, "stats"))
+    check = jls.check_step(step, *args, stats=stats, carried=(0, 1, "stats"))
     assert "nan committed" in check.broken
 
 

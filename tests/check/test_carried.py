@@ -183,6 +183,6 @@ def test_what_stays_open_is_an_error_with_the_candidates():
     def step(state, x):
         return x, {"a": scaler.init(), "b": scaler.init()}
 
-    match = r"'state' may be any of its results 1/a, 1/b.* carried_args=\(0, 1\)"
+    match = r"'state' may be any of its results 1/a, 1/b.* carried=\(0, 1\)"
     with pytest.raises(ValueError, match=match):
         read(step, scaler.init(), jnp.float32(1.0))

@@ -130,7 +130,7 @@ def test_text_with_a_value_is_not_taken_for_right():
         f"{result[-1]:.3f}"
         return result
 
-    result = jls.check_step(reads, *args, carried_args=(0, 1))
+    result = jls.check_step(reads, *args, carried=(0, 1))
     assert "host sync" in {*result.broken, *result.not_tried}
 
 
@@ -277,7 +277,7 @@ def test_advice_of_each_kind_is_kept():
     result = check(step, (model, optimizer, jnp.arange(8.0).reshape(4, 2)))
     line = result.write["nan committed"]
     assert line.index("optax.masked(inner, mask)") < line.index("with jls.atomic(")
-    assert "carried_args=" in line
+    assert "carried=" in line
 
 
 def with_mask_outside(inner):
@@ -656,9 +656,7 @@ def test_metrics_that_a_bad_step_spoils_can_be_left_out():
     assert "nan committed" in result.broken
     assert "run/total/loss" in result.seen["nan committed"]
     for key in (0, "run"):
-        assert jls.check_step(
-            whole, run, batch, carried_args={key: ["params", "opt"]}
-        ).ok
+        assert jls.check_step(whole, run, batch, carried={key: ["params", "opt"]}).ok
 
 
 def test_predictions_shaped_like_targets_are_not_carried():
@@ -821,7 +819,7 @@ def test_step_that_raises_in_a_fault_is_not_called_broken():
             raise FloatingPointError
         return result
 
-    result = jls.check_step(stops, *args, carried_args=(0, 1))
+    result = jls.check_step(stops, *args, carried=(0, 1))
     assert result.broken == ("host sync",)
     assert "raised FloatingPointError" in result.not_tried["NaN in argument 2/x"]
 
@@ -847,20 +845,20 @@ def test_step_that_does_not_return_its_state_is_an_error():
 
 
 @pytest.mark.parametrize(
-    ("carried_args", "error", "match"),
+    ("carried", "error", "match"),
     [
         ("params", TypeError, "must be positions and names"),
         (1, TypeError, "must be positions and names"),
         ([0.5], TypeError, "must be positions and names"),
         ([7], ValueError, "positions below 3, got 7"),
         (["no"], ValueError, "must name arguments, got 'no'"),
-        ([0, 1, 2], ValueError, "of 'batch', which carried_args names"),
+        ([0, 1, 2], ValueError, "of 'batch', which carried names"),
     ],
 )
-def test_bad_carried_args_are_errors(carried_args, error, match):
+def test_bad_carried_are_errors(carried, error, match):
     step, args = plain()
     with pytest.raises(error, match=match):
-        jls.check_step(step, *args, carried_args=carried_args)
+        jls.check_step(step, *args, carried=carried)
 
 
 def test_step_must_be_a_function():

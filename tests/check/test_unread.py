@@ -18,10 +18,10 @@ pytestmark = [
 UNREAD = {*BY_READING, "state narrowed"}
 
 
-def check(step, args, carried_args=(0, 1)):
+def check(step, args, carried=(0, 1)):
     """Checks a step that is compiled ahead of time."""
     compiled = step.lower(*args).compile()
-    return jls.check_step(compiled, *args, carried_args=carried_args)
+    return jls.check_step(compiled, *args, carried=carried)
 
 
 def test_what_reading_alone_settles_is_not_tried():
@@ -36,9 +36,9 @@ def test_what_reading_alone_settles_is_not_tried():
 
 
 def test_what_comes_back_must_be_named():
-    match = r"program to read, out of argument 0, argument 1, .*carried_args=\(0, 1\)"
+    match = r"program to read, out of argument 0, argument 1, .*carried=\(0, 1\)"
     with pytest.raises(ValueError, match=match):
-        check(*plain(), carried_args=None)
+        check(*plain(), carried=None)
 
 
 def test_gradients_that_fit_at_any_scale_hide_no_overflow():
@@ -117,9 +117,9 @@ def test_a_read_at_the_host_is_named_also_if_nothing_else_is():
 
     result = jls.check_step(reads, *args)
     assert result.broken == ("host sync",)
-    assert "carried_args must name" in result.not_tried["not atomic"]
+    assert "carried must name" in result.not_tried["not atomic"]
     assert not any(note.startswith("Carried:") for note in result.notes)
-    named = jls.check_step(reads, *args, carried_args=(0, 1))
+    named = jls.check_step(reads, *args, carried=(0, 1))
     assert named.broken == ("host sync",)
     assert set(named.not_tried) == UNREAD
 

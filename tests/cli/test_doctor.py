@@ -27,8 +27,7 @@ def run(*arguments, **environment):
 def test_doctor_prints_what_a_person_can_act_on():
     done = run(COLUMNS="60", XLA_FLAGS="", JAX_PLATFORMS="cpu")
     assert (done.returncode, done.stderr) == (0, "")
-    for words in ("GFLOP/s (384 x 384, 7 rounds)", "A wrapped train step took about"):
-        assert words in done.stdout
+    assert "Matrix product (384 x 384, median of 25)" in done.stdout
     for check in doctor.CHECKS:
         assert f"yes  {check}" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 60
@@ -47,14 +46,7 @@ GPU = {
     "xla_flags": "",
     "matmul_size": 8192,
     "matmul_gflops": {"float32": 4e3, "bfloat16": 3e3, "float16": 812345.6},
-    "matmul_gflops_range": {
-        "float32": [3999.9, 4100.4],
-        "bfloat16": [2e3, 4e3],
-        "float16": [712345.6, 912345.6],
-    },
     "checks": dict.fromkeys(doctor.CHECKS, True),
-    "step_overhead": 1.0,
-    "step_overhead_range": [0.9, 1.1],
     "ok": True,
 }
 
@@ -68,11 +60,11 @@ def test_the_report_of_a_gpu_ends_with_its_dtype_and_cuts_no_number(width):
     lines = doctor.report(findings, width).splitlines()
     assert max(map(len, lines)) <= width
     assert lines[0] == "jls 1.2.3, jax 0.10.2 on gpu: 8 x NVIDIA H100 80GB HBM3"
-    start = lines.index("Matrix product in GFLOP/s (8192 x 8192, 7 rounds)")
-    assert [line.split() for line in lines[start + 2 : start + 5]] == [
-        ["float32", "4000", "4000", "to", "4100", "1.00"],
-        ["bfloat16", "3000", "2000", "to", "4000", "0.75"],
-        ["float16", "812346", "712346", "to", "912346", "203.09"],
+    start = lines.index("Matrix product (8192 x 8192, median of 25)")
+    assert [line.split() for line in lines[start + 1 : start + 4]] == [
+        ["float32", "4000", "GFLOP/s", "1.00", "x", "float32"],
+        ["bfloat16", "3000", "GFLOP/s", "0.75", "x", "float32"],
+        ["float16", "812346", "GFLOP/s", "203.09", "x", "float32"],
     ]
     *_, end, write = "\n".join(lines).split("\n\n")
     assert write.splitlines() == [
@@ -82,8 +74,8 @@ def test_the_report_of_a_gpu_ends_with_its_dtype_and_cuts_no_number(width):
         "                        compute_dtype=jnp.float16)",
     ]
     assert " ".join(end.split()) == (
-        "Train in float16 with jls.loss_scaled: it runs at 203.1 x the speed of "
-        "float32 here, bfloat16 at 0.8 x."
+        "Train in float16 with jls.loss_scaled: bfloat16 runs at 0.8 x the speed of "
+        "float32 here, float16 at 203.1 x."
     )
 
 
@@ -104,31 +96,15 @@ def test_the_lines_to_write_train_a_float32_model(dtype):
     assert short[dtype] in str(program)
 
 
-def test_speeds_are_medians_of_turns(monkeypatch):
-    seconds = iter([3.0, 1.0, 2.0] * doctor.TURNS)
-    monkeypatch.setattr(doctor, "_seconds", lambda call: next(seconds))
-    speeds = doctor._matmul_speeds(10)
-    assert speeds == {
-        name: [pytest.approx(2e-6 / taken)] * doctor.TURNS
-        for name, taken in (("float32", 3.0), ("bfloat16", 1.0), ("float16", 2.0))
-    }
-    speeds["bfloat16"][:2] = [1e9, 0.0]
-    monkeypatch.setattr(doctor, "_matmul_speeds", lambda size: speeds)
-    monkeypatch.setattr(doctor, "_step_overheads", lambda width: [0.5, 1.0, 9.0])
-    findings = doctor.examine()
-    assert findings["matmul_gflops"]["bfloat16"] == pytest.approx(2e-6)
-    assert findings["matmul_gflops_range"]["bfloat16"] == [0.0, 1e9]
-    assert (findings["dtype"], findings["wrapper"]) == (
-        "bfloat16",
-        "jls.skip_nonfinite",
-    )
-    assert findings["step_overhead"] == 1.0
-
-
-def test_a_time_is_the_median_of_calls(monkeypatch):
-    clock = iter([0.0, 9.0, 10.0, 11.0, 20.0, 23.0])
+def test_speeds_are_medians_of_turns_of_each_dtype(monkeypatch):
+    """A product of float32 takes 1, of bfloat16 2, of float16 4 seconds; two stall."""
+    taken = [1.0, 2.0, 4.0] * (doctor.TURNS - 1) + [99.0, 0.0, 99.0]
+    clock = iter([x for seconds in taken for x in (0.0, seconds)])
     monkeypatch.setattr(doctor.time, "perf_counter", lambda: next(clock))
-    assert doctor._seconds(lambda: None, repeats=3) == 3.0
+    assert doctor._matmul_speeds(10) == {
+        name: pytest.approx(2e-6 / seconds)
+        for name, seconds in (("float32", 1.0), ("bfloat16", 2.0), ("float16", 4.0))
+    }
 
 
 @pytest.mark.more
@@ -142,11 +118,6 @@ def test_doctor_in_json_has_the_same_findings():
     assert findings["xla_flags"] == flags
     assert list(findings["matmul_gflops"]) == ["float32", "bfloat16", "float16"]
     assert all(speed > 0 for speed in findings["matmul_gflops"].values())
-    for name, speed in findings["matmul_gflops"].items():
-        low, high = findings["matmul_gflops_range"][name]
-        assert 0 < low <= speed <= high
-    low, high = findings["step_overhead_range"]
-    assert 0 < low <= findings["step_overhead"] <= high
     assert findings["jls"] == jls.__version__
     for name in ("jaxlib", "optax", "python", "system"):  # what a bug report needs
         assert findings[name]
@@ -157,14 +128,12 @@ def test_doctor_in_json_has_the_same_findings():
 def test_doctor_exits_with_1_if_a_check_fails(broken, monkeypatch, capsys):
     checks = {name: name != broken for name in doctor.CHECKS}
     monkeypatch.setattr(doctor, "_checks", lambda: checks)
-    monkeypatch.setattr(doctor, "_step_overheads", lambda width: [0.5, 1.0, 2.0])
     with pytest.raises(SystemExit) as end:
         main(["doctor"])
     assert end.value.code == 1
     said = capsys.readouterr().out
     assert f"NO   {broken}" in said
-    assert "look for fast-math in XLA_FLAGS" in " ".join(said.split())
-    assert "took about 1.00 x the time of a bare one (0.50 to 2.00" in said
+    assert "Look for fast-math in XLA_FLAGS" in " ".join(said.split())
 
 
 def test_checks_see_a_finite_check_that_is_blind(monkeypatch):

@@ -1647,7 +1647,7 @@ def adversarial_examples():
 
     params = layers(0, 4, 8, 2)
     args = params, optimizer.init(params), X, Y
-    return step, args, {"carried_args": (0, 1)}
+    return step, args, {"carried": (0, 1)}
 
 
 class Trainer:

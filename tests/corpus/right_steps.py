@@ -130,7 +130,7 @@ def jitted_inside():
 @right
 def ahead_of_time():
     step, args = plain()
-    return step.lower(*args).compile(), args, {"carried_args": (0, 1)}
+    return step.lower(*args).compile(), args, {"carried": (0, 1)}
 
 
 @right
@@ -144,7 +144,7 @@ def updates_every_other_call():
         return *jls.select(count % 2 == 0, new, old), count + 1
 
     args = params, opt_state, jnp.int32(0), batch
-    return alternate, args, {"carried_args": (0, 1, 2)}
+    return alternate, args, {"carried": (0, 1, 2)}
 
 
 @right
@@ -403,7 +403,7 @@ def one_dict():
     return (
         whole,
         ({**run, "loss": jnp.float32(0)}, batch),
-        {"carried_args": {0: ["params", "opt"]}},
+        {"carried": {0: ["params", "opt"]}},
     )
 
 

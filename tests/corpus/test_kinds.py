@@ -44,8 +44,8 @@ def test_mistake_is_read(name):
     wrong = WRONG[name]
     step, args, *kwargs = wrong.make()
     options = dict(*kwargs)
-    carried_args = options.pop("carried_args", None)
-    _, findings, _ = read_step(step, args, options, carried_args)
+    carried = options.pop("carried", None)
+    _, findings, _ = read_step(step, args, options, carried)
     broken = findings.of("broken").keys()
     assert broken & ({wrong.code} | wrong.instead)
     assert broken <= {wrong.code} | wrong.also | wrong.instead

@@ -421,7 +421,7 @@ def running_loss(declared):
 
     params = plain_params()
     args = params, optimizer.init(params), jnp.float32(1.0), BATCH
-    return step, args, ({"carried_args": (0, 1, 2)} if declared else {})
+    return step, args, ({"carried": (0, 1, 2)} if declared else {})
 
 
 add(
@@ -936,7 +936,7 @@ def divided_by_a_running_norm(shape, how):
     carried = params, optimizer.init(params), jnp.ones(shape)
     if how == "in a dict":
         return of_dict, (dict(zip(names, carried, strict=True)), BATCH)
-    return jax.jit(train), (*carried, BATCH), {"carried_args": (0, 1, 2)}
+    return jax.jit(train), (*carried, BATCH), {"carried": (0, 1, 2)}
 
 
 def recurrent(how):
@@ -977,7 +977,7 @@ def recurrent(how):
     carried = params, optimizer.init(params), jnp.zeros((2, 6))
     if how == "in a dict":
         return of_dict, (dict(zip(names, carried, strict=True)), x, y)
-    return jax.jit(train), (*carried, x, y), {"carried_args": (0, 1, 2)}
+    return jax.jit(train), (*carried, x, y), {"carried": (0, 1, 2)}
 
 
 for how in "declared", "in a dict":
@@ -1078,7 +1078,7 @@ def loop_of_steps(gradients, tell=steps.tell, wrap=wrap):
 
     params, opt_state = start(optimizer)
     state = {"params": params, "opt_state": opt_state, "loss": jnp.float32(0.0)}
-    return many, (state, OUTLIER), {"carried_args": {0: ["params", "opt_state"]}}
+    return many, (state, OUTLIER), {"carried": {0: ["params", "opt_state"]}}
 
 
 def update_every_other_call(gradients, tell=steps.tell, wrap=wrap):
@@ -2096,11 +2096,11 @@ def count_skips(opt_state, loss):
     return 0 if bool(opt_state.applied) else 1
 
 
-def host_metrics(opt_state, loss):
-    return jls.host_metrics(opt_state)
+def metrics_on_the_host(opt_state, loss):
+    return jls.metrics(opt_state, host=True)
 
 
-for after in stop_if_nan, log_the_scale, count_skips, host_metrics:
+for after in stop_if_nan, log_the_scale, count_skips, metrics_on_the_host:
     add(after.__name__, functools.partial(with_host, after), "host sync")
 
 

@@ -498,7 +498,7 @@ def test_plain_step_carries_and_reports_aux_on_all_devices(check_vma):
         return (lax.pmean(loss, "d") if check_vma else loss), seen, aux
 
     tx = train_state("d", None if check_vma else mean_over("d")).tx
-    plain = jls.train_step(loss_fn, tx, carries=True, has_aux=True)
+    plain = jls.train_step(loss_fn, tx, carried=True, has_aux=True)
 
     def step(w, opt_state, seen, x):
         *state, report = plain(w, opt_state, seen, x)
@@ -522,7 +522,7 @@ def test_plain_step_carries_and_reports_aux_on_all_devices(check_vma):
 
 def test_plain_step_under_pmap():
     tx = train_state("d", mean_over("d")).tx
-    step = jls.train_step(carrying, tx, carries=True, has_aux=True)
+    step = jls.train_step(carrying, tx, carried=True, has_aux=True)
     step = jax.pmap(step, axis_name="d")
     w = jnp.ones(8)
     state = jax.tree.map(

@@ -39,7 +39,7 @@ def test_what_the_tools_say_to_write_runs_for_a_state_of_pmap():
     opt_state = jls.set_loss_scale(args[1], made.init_scale)
     params, opt_state, report = step(args[0], opt_state, args[2])
     assert not report.skipped.any()
-    numbers = jls.host_metrics(opt_state)
+    numbers = jls.metrics(opt_state, host=True)
     assert (numbers["steps"], numbers["skips"]) == (1, 0)
     assert numbers["loss_scale"] == made.init_scale
     assert jls.health(opt_state, params).verdict == "ok"
@@ -95,13 +95,13 @@ def test_a_report_of_pmap_is_a_row_of_each_step_and_not_of_each_device(steps):
     assert len(history) == max(steps, 1)
     assert list(history) == list(of_one)
     if not steps:
-        assert jls.host_metrics(report) == jls.host_metrics(one)
+        assert jls.metrics(report, host=True) == jls.metrics(one, host=True)
 
 
 def test_devices_that_differ_in_a_report_are_told_to_average():
     report = reports_of(loss_fn)
     history = jls.History()
-    for read in (history.append, jls.host_metrics):
+    for read in (history.append, functools.partial(jls.metrics, host=True)):
         with pytest.raises(
             ValueError, match=r"differ in loss: .*pmean.*a\[0\]"
         ) as told:

@@ -510,7 +510,7 @@ def batch_statistics_that_are_carried(dtype):
         return jnp.sum((h - mean.astype(dtype)).astype(jnp.float32) ** 2), mean
 
     params, mean, x = {"w": normal(0, 4, 2)}, jnp.zeros(2), normal(1, 8, 4)
-    step = jax.jit(jls.train_step(loss_fn, optimizer, carries=True))
+    step = jax.jit(jls.train_step(loss_fn, optimizer, carried=True))
     args = (params, optimizer.init(params), mean, x)
     return Made(step, args, {}, params, lambda params: loss_fn(params, mean, x)[0])
 

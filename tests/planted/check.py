@@ -576,7 +576,7 @@ TRIALS = [
         (f"{RUNS}test_what_was_not_tried_is_raised_if_asked_for",),
     ),
     Fault(
-        "carried_args leaves no field out",
+        "carried leaves no field out",
         "jls/_tools/check/check.py",
         "named[key] = None if fields is None else tuple(fields)",
         "named[key] = None",

@@ -481,13 +481,6 @@ FAULTS = [
         ),
     ),
     Fault(
-        "an extra argument that the optimizer keeps is called misspelt",
-        MISTAKES,
-        "read + program.outvars)",
-        "read)",
-        (TOLD + "test_extra_arguments_that_are_used_or_are_no_loss",),
-    ),
-    Fault(
         "what fails in the right optimizer is blamed on its state",
         MISTAKES,
         "    if kinds != got:\n",
@@ -701,20 +694,6 @@ FAULTS = [
         ("tests/test_mistakes.py",),
     ),
     Fault(
-        "gradients in the place of the parameters are applied",
-        "jls/_mistakes.py",
-        "            _GRADIENTS[id(leaf)] = leaf\n",
-        "            pass\n",
-        ("tests/test_mistakes.py",),
-    ),
-    Fault(
-        "gradients that are passed as the parameters too are refused",
-        "jls/_mistakes.py",
-        "is_known and not any(x is y for x, y in zip(grads, trained, strict=False))",
-        "is_known",
-        ("tests/test_mistakes.py",),
-    ),
-    Fault(
         "a key in the state that all micro-batches share is not told",
         "jls/_train/linen.py",
         "        if self._is_split:\n",
@@ -741,27 +720,6 @@ FAULTS = [
         "if not (is_used_so or first in _NAMES_OF_PARAMS):",
         "if False:",
         ("tests/train/test_train_step.py",),
-    ),
-    Fault(
-        "a metric that a block changes and does not name is not told",
-        "jls/_train/atomic.py",
-        "if is_object(node) and not is_optimizer(node)",
-        "if False",
-        ("tests/train/test_atomic.py",),
-    ),
-    Fault(
-        "a metric that the block around names is told",
-        "jls/_train/atomic.py",
-        "beside = {} if is_noting_updates() else",
-        "beside =",
-        ("tests/train/test_atomic.py",),
-    ),
-    Fault(
-        "a generator of random numbers that a block does not name is told",
-        "jls/_train/atomic.py",
-        "            if is_inexact(value := variable.get_value())\n",
-        "            if [value := variable.get_value()]\n",
-        ("tests/train/test_atomic.py",),
     ),
     Fault(
         "a loss scale before the state is told as no number",

@@ -164,13 +164,6 @@ FAULTS = [
         (SPIKES + "[6-1.5-maxtext_spikes]",),
     ),
     Fault(
-        "olmo does not read sigmas",
-        PRESETS,
-        "return maxtext_spikes(window, sigmas)",
-        "return maxtext_spikes(window)",
-        (SPIKES + "[6-1.5-olmo_spikes]",),
-    ),
-    Fault(
         "spike_limit does not read max_loss",
         PRESETS,
         "_spikes.limits(loss=max_loss, norm=max_norm)",

@@ -1,4 +1,4 @@
-"""What a step logs: `host_metrics`, of a state and of a report."""
+"""What a step logs: metrics on the host, of a state and of a report."""
 
 import json
 
@@ -35,7 +35,11 @@ def loss_fn(params, batch):
 
 
 def one_step(batch, **options):
-    step = jax.jit(jls.train_step(loss_fn, OPTIMIZER, has_aux=True, **options))
+    step = jax.jit(
+        jls.train_step(
+            loss_fn, OPTIMIZER, has_aux=True, learning_rate=halving, **options
+        )
+    )
     return step(PARAMS, OPTIMIZER.init(PARAMS), batch)[2]
 
 
@@ -60,7 +64,7 @@ def strict(numbers):
 )
 def test_the_metrics_of_every_state_are_strict_json(make):
     state = make()
-    numbers = jls.host_metrics(state)
+    numbers = jls.metrics(state, host=True)
     exact = jax.device_get(jls.metrics(state))
     assert list(numbers) == list(jls.metrics(state))
     assert strict(numbers) == {
@@ -70,12 +74,12 @@ def test_the_metrics_of_every_state_are_strict_json(make):
 
 
 def test_a_limit_of_nothing_is_none():
-    numbers = jls.host_metrics(OPTIMIZER.init(PARAMS))
+    numbers = jls.metrics(OPTIMIZER.init(PARAMS), host=True)
     assert (numbers["limit_loss"], numbers["judged_loss"]) == (None, 0.0)
 
 
 def test_a_report_comes_whole():
-    numbers = jls.host_metrics(one_step(GOOD, local_norm=True))
+    numbers = jls.metrics(one_step(GOOD, local_norm=True), host=True)
     assert strict(numbers) == numbers
     assert numbers == {
         "loss": 7.0,
@@ -97,7 +101,7 @@ def test_a_report_comes_whole():
 
 
 def test_a_report_of_a_bad_step_is_strict_json_too():
-    numbers = jls.host_metrics(one_step(BAD))
+    numbers = jls.metrics(one_step(BAD), host=True)
     assert strict(numbers) == numbers
     assert numbers["skipped"] is True
     assert numbers["skip_reason"] == jls.types.SkipReason.LOSS
@@ -107,7 +111,7 @@ def test_a_report_of_a_bad_step_is_strict_json_too():
 
 def test_a_report_has_each_field_once_in_its_order():
     report = one_step(GOOD)._replace(learning_rate={"a": 0.5, "b": 0.25})
-    names = [name.split("/")[0] for name in jls.host_metrics(report)]
+    names = [name.split("/")[0] for name in jls.metrics(report, host=True)]
     fields = jls.types.StepReport._fields
     assert list(dict.fromkeys(names)) == [x for x in fields if x in names]
     assert names.count("learning_rate") == 2
@@ -119,18 +123,20 @@ def test_a_report_is_one_transfer(monkeypatch):
     monkeypatch.setattr(
         jax, "device_get", lambda x: transfers.append(x) or device_get(x)
     )
-    jls.host_metrics(report)
+    jls.metrics(report, host=True)
     assert len(transfers) == 1
 
 
 def test_a_stacked_report_names_what_takes_it():
     stacked = jax.tree.map(lambda x: jnp.stack([x, x]), one_step(GOOD))
     with pytest.raises(ValueError, match=r"one step, got .*shape \(2,\).*History"):
-        jls.host_metrics(stacked)
-    last = jls.host_metrics(jax.tree.map(lambda x: x[-1], stacked))
+        jls.metrics(stacked, host=True)
+    last = jls.metrics(jax.tree.map(lambda x: x[-1], stacked), host=True)
     assert last["loss"] == 7.0
 
 
 def test_a_traced_report_is_an_error():
-    with pytest.raises(ValueError, match=r"report must be concrete.*Return the report"):
-        jax.jit(lambda report: jls.host_metrics(report) and 0)(one_step(GOOD))
+    with pytest.raises(
+        TypeError, match=r"report must be concrete.*on what the step returned"
+    ):
+        jax.jit(lambda report: jls.metrics(report, host=True) and 0)(one_step(GOOD))

@@ -13,6 +13,8 @@ from flax import nnx
 
 import jls
 
+ON_HOST = functools.partial(jls.metrics, host=True)
+
 pytestmark = pytest.mark.standard_promotion
 
 OPTIMIZER = jls.loss_scaled(optax.adam(0.1), jls.dynamic(1024.0))
@@ -75,14 +77,14 @@ def test_a_parameter_of_one_element_that_is_minus_inf_is_no_mask():
 
 def test_a_state_of_devices_that_agree_is_read_and_set():
     state, params = stacked(STATE), stacked(PARAMS)
-    assert jls.host_metrics(state) == jls.host_metrics(STATE)
+    assert jls.metrics(state, host=True) == jls.metrics(STATE, host=True)
     assert jls.health(state, params).sentence == jls.health(STATE, PARAMS).sentence
     new = jls.set_loss_scale(state, 8.0)
-    assert jls.host_metrics(new)["loss_scale"] == 8.0
+    assert jls.metrics(new, host=True)["loss_scale"] == 8.0
     assert new.scaler_state.loss_scale.tolist() == [8.0, 8.0]
     assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, state)
     bare = stacked(STATE.scaler_state)
-    assert jls.host_metrics(bare) == {"loss_scale": 1024.0}
+    assert jls.metrics(bare, host=True) == {"loss_scale": 1024.0}
     for read in (jls.metrics, jls.loss_scale):
         with pytest.raises(ValueError, match=r"lambda a: a\[0\], state"):
             read(state)
@@ -94,7 +96,7 @@ def test_what_is_not_finite_on_one_device_is_found():
     assert jls.health(stacked(STATE), params).verdict == "poisoned"
 
 
-@pytest.mark.parametrize("read", [jls.health, jls.host_metrics])
+@pytest.mark.parametrize("read", [jls.health, ON_HOST])
 def test_devices_that_differ_are_named(read):
     state = stacked(STATE)._replace(skips=jnp.array([0, 1]))
     with pytest.raises(ValueError, match=r"differ in skips: see jls\.check_in_sync"):
@@ -145,7 +147,7 @@ def test_numbers_are_strict_json():
 def test_metrics_of_a_report_are_its_scalars():
     _, _, report = jls.apply_gradients(OPTIMIZER, PARAMS, STATE, PARAMS)
     metrics = jax.jit(jls.metrics)(report)
-    assert set(metrics) == set(jls.host_metrics(report))
+    assert set(metrics) == set(jls.metrics(report, host=True))
     assert not metrics["skipped"]
 
 
@@ -284,17 +286,6 @@ def test_nnx_takes_arguments_of_the_loss_by_keyword():
     assert loss == grad_fn(optimizer, model, x)[0]
 
 
-def test_states_by_label_are_read_and_exchanged_through_the_wrapper():
-    labels = {"w": "a"}
-    inner = optax.partition({"a": optax.inject_hyperparams(optax.sgd)(0.5)}, labels)
-    state = jls.loss_scaled(inner).init(PARAMS)
-    assert state.inner_states["a"].inner_state.hyperparams["learning_rate"] == 0.5
-    new = state._replace(inner_states={"a": None})
-    assert new.inner_states == {"a": None}
-    with pytest.raises(AttributeError, match=r"inner_states must be those of the one"):
-        STATE.inner_states  # noqa: B018
-
-
 def test_a_scaler_in_the_place_of_the_optimizer_is_told():
     with pytest.raises(TypeError, match=r"got its scaler.*jls\.loss_scaled\(inner"):
         jls.health(STATE, PARAMS, optimizer=jls.dynamic())
@@ -335,16 +326,6 @@ def test_a_loss_function_that_a_decorator_gives_more_is_called_as_it_is():
     assert report.loss == 3.0
 
 
-def test_hyperparameters_inside_exchanged_states_are_exchanged_too():
-    inner = optax.partition({"a": optax.inject_hyperparams(optax.sgd)(0.5)}, {"w": "a"})
-    state = jls.loss_scaled(inner).init(PARAMS)
-    other = jax.tree.map(lambda x: x + 1, state.inner_states)
-    rate = {"learning_rate": jnp.float32(7.0)}
-    new = state._replace(hyperparams=rate, inner_states=other)
-    assert new.hyperparams == rate
-    assert new.inner_states["a"].inner_state.count == 1
-
-
 def test_parameters_called_init_and_update_are_parameters():
     params = collections.namedtuple("Layers", ["init", "update"])(
         jnp.ones(2), jnp.ones(2)
@@ -375,7 +356,7 @@ TAKE_A_STATE = {
     "loss_scale": jls.loss_scale,
     "set_loss_scale": lambda state: jls.set_loss_scale(state, 2.0),
     "metrics": jls.metrics,
-    "host_metrics": jls.host_metrics,
+    "metrics on the host": ON_HOST,
     "health": jls.health,
     "check_in_sync": jls.check_in_sync,
     "scale": lambda state: jls.scale(state, 1.0),

@@ -46,7 +46,7 @@ def after(steps, scaler=None):
 @pytest.mark.parametrize(
     ("steps", "verdict", "words"),
     [
-        ("", "no step", "no step was made yet, .*loss scale is 8. If you ran steps"),
+        ("", "no step", r"no step was made yet, .*loss scale is 8\. What to do"),
         (".", "ok", "0 of 1 step was skipped so far; the loss scale is 8."),
         ("o", "calibrating", "the first step was skipped while .* to 4 now"),
         ("o.", "ok", "1 of 2"),
@@ -56,25 +56,18 @@ def after(steps, scaler=None):
             r"1 in a row; the loss scale is 4. 1 of 2 steps was .*Not finite: b\.",
         ),
         (".ooo", "at floor", r"loss scale of 2 is at its floor \(3 skipped in a row\)"),
-        ("....", "at ceiling", "32 can grow no further.*made by jls.value_and_grad.$"),
-        ("..u...", "at ceiling", "32 can grow no further. .*, raise max_scale.$"),
-        (".l", "non-finite loss", r"no loss scale can cure \(1 of 2 steps so far\)"),
         (
-            "l",
-            "non-finite loss",
-            r"its batch, print\(jls.why\(step, params, opt_state, ",
+            "....",
+            "at ceiling",
+            r"32 can grow no further\. No step was ever skipped\. What",
         ),
-        # One good step, and then none: it may be that step that was too large.
-        (".llll", "stalled", r"parameters may be too large: .* still scaled \(jls.ch"),
-        ("llll", "stalled", r"cure: print\(jls.why\(step, .* its dtype\)\.$"),
+        ("..u...", "at ceiling", r"32 can grow no further\. What to do"),
+        (".l", "non-finite loss", r"no loss scale can cure \(1 of 2 steps so far\)"),
+        ("l", "non-finite loss", r"\(1 of 1 step so far\)\. What to do: docs/quest"),
         (".u", "non-finite update", r"or into an update too large .* \(1 of 2 steps"),
         (".oooo", "stalled", "last 4 steps were all skipped, .* for its gradients"),
-        (".llll", "stalled", "for its loss, .* The loss itself is inf or NaN"),
-        (
-            ".uuuu",
-            "stalled",
-            "for its updates, .* optimizer turns finite gradients into inf",
-        ),
+        (".llll", "stalled", "the last one for its loss, and nothing is being learned"),
+        (".uuuu", "stalled", "the last one for its updates, and nothing is being"),
     ],
 )
 def test_verdict_and_sentence(steps, verdict, words):
@@ -87,25 +80,6 @@ def test_verdict_and_sentence(steps, verdict, words):
     assert max(map(len, str(health).splitlines())) <= 80
     assert health.sentence.endswith((".", "?"))
     assert "  " not in health.sentence
-
-
-@pytest.mark.parametrize("steps", [".ooo", ".oooo", ".llll"])
-def test_a_scale_that_can_fall_no_further_asks_to_keep_a_module_wide(steps):
-    health = jls.health(
-        after(steps), PARAMS, optimizer=OPTIMIZER, max_consecutive_skips=3
-    )
-    assert "keep that module in float32 (keep=, or its dtype)" in health.sentence
-
-
-def test_without_a_loss_scale_no_module_is_to_be_kept_in_float32():
-    optimizer = jls.skip_nonfinite(optax.sgd(0.1))
-    state = optimizer.init(PARAMS)
-    for _ in range(3):
-        grads = jax.tree.map(lambda x: jnp.nan * x, PARAMS)
-        _, state = optimizer.update(grads, state, PARAMS)
-    health = jls.health(state, PARAMS, max_consecutive_skips=2)
-    assert health.verdict == "stalled"
-    assert "keep that module" not in health.sentence
 
 
 def test_the_text_under_a_scale_that_moves_ends_with_the_question_for_half():
@@ -264,27 +238,11 @@ def test_a_static_scale_has_no_bounds_and_does_not_move(scale):
         for changed in (state, jls.set_loss_scale(state, scale)):
             health = jls.health(changed, optimizer=optimizer)
             assert health.verdict == "recovering"
-            says_so = "is static, and never moves. If this goes on" in health.sentence
+            says_so = "and never moves. 2 of 3 steps" in health.sentence
             assert says_so == (scale != 1)
-            assert "2 in a row; 2 of 3 steps" in health.sentence
+            assert "2 in a row" in health.sentence
         assert jls.health(after("o", jls.static(scale))).verdict == "recovering"
         assert jls.health(after(".", jls.static(scale))).verdict == "ok"
-
-
-@pytest.mark.parametrize(
-    ("scale", "words"),
-    [(1.0, "goes on, print"), (64.0, "goes on, lower it with jls.set_loss_scale")],
-)
-def test_a_static_scale_above_one_may_be_the_cause(scale, words):
-    state = after(".oo", jls.static(scale))
-    assert words in jls.health(state).sentence
-    stalled = jls.health(state, max_consecutive_skips=1).sentence
-    assert ("Lower it with jls.set_loss_scale" in stalled) == (scale > 1)
-    assert ("at any scale" in stalled) == (scale == 1)
-    grads = jnp.array([1e-9, 1.0])
-    underflow = jls.health(after(".", jls.static(scale)), grads=grads).sentence
-    assert "growth_interval" not in underflow
-    assert "Set the scale with jls.set_loss_scale;" in underflow
 
 
 def halved(state, grads_finite):
@@ -350,13 +308,18 @@ def test_large_scales_print_as_powers_of_two():
             {},
             "underflow",
             "^25% of the gradients are too small for float16 at the loss scale of 8, "
-            "and lose precision or vanish. print\\(jls.calibrate\\(step, ...\\)\\)",
+            "and lose precision or vanish. What to do: docs",
         ),
         (jnp.array([1.0, 1e-3, 1e-6, 1e-2, 0.0]), {"max_small": 0.25}, "ok", ""),
         (jnp.array([1e-6, 1.0]), {"dtype": jnp.bfloat16}, "ok", ""),
-        (jnp.array([2000.0, 1e-6]), {}, "underflow", "use bfloat16, or compute it"),
+        (jnp.array([2000.0, 1e-6]), {}, "underflow", "^50% of the gradients"),
         (jnp.full(3, 1e-9), {}, "underflow", "^100% of the gradients"),
-        (jnp.zeros(3), {}, "underflow", "^all gradients are 0. Either all of them"),
+        (
+            jnp.zeros(3),
+            {},
+            "underflow",
+            "^all gradients are 0, or too small for float16",
+        ),
         (jnp.full(3, jnp.nan), {}, "ok", ""),
         ({"n": 3, "empty": jnp.ones(0)}, {}, "ok", ""),
         (jnp.array([2e-38, 1e38]), {"dtype": jnp.bfloat16, "max_small": 0.0}, "ok", ""),

@@ -1,8 +1,8 @@
 """Each verdict of `jls.health` on a run with exactly that fault, and on right runs."""
 
 import dataclasses
+import functools
 import re
-import warnings
 from typing import Any
 
 import jax
@@ -43,23 +43,12 @@ def test_parameters_that_the_wrapped_optimizer_spoils_itself(check_updates):
     optimizer = jls.loss_scaled(spoil, check_updates=check_updates)
     params, state = run(optimizer, [{"w": jnp.array([1.0, -1.0]), "b": jnp.ones(1)}])
     health = jls.health(state, params)
-    if check_updates:  # what the sentence advises
+    if check_updates:  # what the page advises
         assert health.verdict == "non-finite update"
         return
     assert health.verdict == "poisoned"
     assert "in the parameters (w). No step" in health.sentence
-    advice = "check_updates=True) skips, or something else"
-    assert advice in health.sentence
-    assert "nnx" not in health.sentence
-    # Who has it already is not told to take it.
-    checks = jls.loss_scaled(spoil, check_updates=True)
-    known = jls.health(state, params, optimizer=checks)
-    assert known.verdict == "poisoned"
-    assert "check_updates" not in known.sentence
-    assert "skips what it makes of finite gradients: something else" in known.sentence
-    assert advice in jls.health(state, params, optimizer=optimizer).sentence
     assert health.numbers["poisoned_leaves"] == {"params": ["w"], "opt_state": []}
-    assert "besides" not in health.sentence
 
 
 def test_a_moment_that_overflows_is_seen_and_named():
@@ -69,7 +58,6 @@ def test_a_moment_that_overflows_is_seen_and_named():
     health = jls.health(state, params)
     assert health.verdict == "poisoned"
     assert "in the optimizer's state (0/nu/w). No step" in health.sentence
-    assert "clip gradients inside jls.loss_scaled" in health.sentence
     clipped = optax.chain(optax.clip(1.0), optax.adam(0.1))
     params, state = run(jls.loss_scaled(clipped), [GOOD, grads, GOOD])
     assert jls.health(state, params).verdict == "ok"
@@ -115,17 +103,14 @@ def test_carried_state_that_overflows_in_an_applied_step():
         tx=jls.skip_nonfinite(optax.sgd(0.1)),
         ema=jnp.full(2, 1e20),
     )
-    state, report = jls.train_step(linear_loss, carries=True)(state, jnp.ones((4, 2)))
+    state, report = jls.train_step(linear_loss, carried=True)(state, jnp.ones((4, 2)))
     assert not report.skipped
     assert jls.health(state.opt_state, state.params).verdict == "ok"  # not handed in
     apart = jls.health(state.opt_state, state.params, carried={"ema": state.ema})
-    assert "Leave out of carried= what is meant to be inf." in apart.sentence
     for health in (apart, jls.health(state), jls.health(state, state.params)):
         assert health.verdict == "poisoned"
         assert not health.safe_to_save
         assert "in the carried state (ema). No step" in health.sentence
-        assert "jls.select(applied, new, old)" in health.sentence
-    assert "to be inf: jls.health(state.opt_state, state.params" in health.sentence
     alone = jls.health(state.opt_state, carried=state.ema)
     assert "in the carried state ((tree)). No" in alone.sentence
 
@@ -218,7 +203,7 @@ def test_a_scale_that_is_no_positive_number(scaler, scale, text):
             assert health.verdict == "bad scale"
             assert f"the loss scale is {text}, but must be finite" in health.sentence
             assert not health.safe_to_save
-    state = jls.set_loss_scale(state, 8.0)  # what the sentence advises
+    state = jls.set_loss_scale(state, 8.0)  # what the page advises
     assert jls.health(state, PARAMS).verdict != "bad scale"
 
 
@@ -245,11 +230,9 @@ def test_gradients_scaled_by_another_state_than_the_newest(is_stale):
         params = optax.apply_updates(params, updates)
     health = jls.health(state, params, optimizer=optimizer, max_consecutive_skips=60)
     assert health.verdict == ("at floor" if is_stale else "ok")
-    assert ("give jls.value_and_grad the newest one" in health.sentence) == is_stale
     if is_stale:
         stalled = jls.health(state, params, max_consecutive_skips=30)
         assert stalled.verdict == "stalled"
-        assert "scaled by another state" in stalled.sentence
 
 
 @pytest.mark.parametrize("by_jls", [True, False])
@@ -266,7 +249,7 @@ def test_a_scale_at_its_ceiling_that_was_never_used(by_jls):
         params = optax.apply_updates(params, updates)
     health = jls.health(state, params, optimizer=optimizer)
     assert (health.verdict == "at ceiling") != by_jls
-    assert health.sentence.endswith("made by jls.value_and_grad?") != by_jls
+    assert ("No step was ever skipped" in health.sentence) != by_jls
 
 
 @pytest.mark.parametrize("is_told", [True, False])
@@ -281,43 +264,21 @@ def test_a_loss_that_is_nan_and_was_not_told(is_told):
         updates, state = optimizer.update(grads, state, params, **told)
         return optax.apply_updates(params, updates), state
 
-    def words(**given):
+    def verdict(**given):
         health = jls.health(state, params, optimizer=optimizer, **given)
-        return health.verdict, "pass value=loss" in health.sentence
+        return health.verdict
 
     good, bad = jnp.ones(2), jnp.array([1.0, jnp.nan])
     params, state = step(params, state, good)
     for _ in range(5):
         params, state = step(params, state, bad)
     if is_told:
-        assert words() == ("non-finite loss", False)
-        assert words(max_consecutive_skips=2) == ("stalled", False)
+        assert verdict() == "non-finite loss"
     else:
-        assert words() == ("at floor", True)
-        assert words(max_consecutive_skips=2) == ("stalled", True)
+        assert verdict() == "at floor"
+    assert verdict(max_consecutive_skips=2) == "stalled"
     params, state = step(params, state, good)
-    assert words() == ("ok", not is_told)
-
-
-def test_an_ordinary_overflow_gets_no_advice_on_the_loss():
-    bad = {"w": jnp.full(2, jnp.inf), "b": jnp.full(1, jnp.inf)}
-    optimizer = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(2.0**10))
-    for all_grads in ([bad], [GOOD, bad], [GOOD, bad, GOOD]):
-        params, state = run(optimizer, all_grads)
-        health = jls.health(state, params, optimizer=optimizer)
-        assert "value=" not in health.sentence
-    # At the floor it is said, but only where all gradients were bad.
-    some = GOOD | {"b": jnp.full(1, jnp.inf)}
-    for each, is_said in ((bad, True), (some, False)):
-        params, state = run(optimizer, [each] * 12)
-        sentence = jls.health(state, params, optimizer=optimizer).sentence
-        assert ("pass value=loss" in sentence) == is_said
-    # Who has told of one loss tells of all.
-    _, state = optimizer.update(GOOD, optimizer.init(PARAMS), PARAMS, value=jnp.nan)
-    for _ in range(12):
-        _, state = optimizer.update(bad, state, PARAMS, value=1.0)
-    health = jls.health(state, PARAMS, optimizer=optimizer)
-    assert (health.verdict, "value=" in health.sentence) == ("at floor", False)
+    assert verdict() == "ok"
 
 
 # No step ------------------------------------------------------------------------------
@@ -328,9 +289,8 @@ def test_nnx_updates_that_jax_jit_loses():
     for state, params in ((optimizer, None), (optimizer.opt_state, model)):
         health = jls.health(state, params)
         assert health.verdict == "no step"
-        assert "updates were lost: compile the step with nnx.jit" in health.sentence
         assert health.safe_to_save
-    model, optimizer = nnx_run(nnx.jit)  # what the sentence advises
+    model, optimizer = nnx_run(nnx.jit)  # what the page advises
     assert jls.health(optimizer, model).verdict == "ok"
 
 
@@ -340,8 +300,6 @@ def test_a_state_that_was_not_kept():
     optimizer.update(GOOD, state, PARAMS)
     health = jls.health(state, PARAMS, optimizer=optimizer)
     assert health.verdict == "no step"
-    assert "this is not the state that the last one returned" in health.sentence
-    assert "nnx" not in health.sentence
     # What was asked about the gradients is answered all the same.
     tiny = jax.tree.map(lambda x: x * 1e-30, GOOD)
     assert jls.health(state, grads=tiny).verdict == "underflow"
@@ -475,7 +433,7 @@ def test_batch_statistics_that_a_skipped_step_kept():
         "opt_state": [],
         "carried": ["ema"],
     }
-    right = jax.jit(jls.train_step(bad_batch_loss, carries=True))
+    right = jax.jit(jls.train_step(bad_batch_loss, carried=True))
     state = make_train_state()
     for value in (1.0, jnp.nan, 1.0):
         state, _ = right(state, jnp.full((4, 2), value))
@@ -585,7 +543,7 @@ def test_a_mask_is_a_note_and_no_poison(inner, steps):
     health = jls.health(state, params, optimizer=optimizer, raise_if=["poisoned"])
     assert health.verdict == ("ok" if steps else "no step")
     assert health.numbers["masks"] == {"mask": 12}
-    assert health.sentence.endswith("mask holds -inf in 12 elements, taken for a mask.")
+    assert "mask holds -inf in 12 elements, taken for a mask." in health.sentence
     # As carried too, and in a TrainState.
     carried = jls.health(state, params, carried={"causal": MASK})
     assert carried.numbers["masks"] == {"mask": 12, "causal": 12}
@@ -670,10 +628,14 @@ HASTY = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(2.0**15, growth_interval=2))
 @pytest.mark.parametrize(
     ("optimizer", "kinds", "words"),
     [
-        (DYNAMIC, "lll." * 30, "90 for their loss; .* No loss scale cures a loss"),
-        (DYNAMIC, "gg." * 20, "40 for their gradients; .*cures: print.jls.why.step, "),
-        (STATIC, "g." * 30, "static and may be too large: lower .* or use jls.dynamic"),
-        (HASTY, "..g" * 30, "grows after 2 good steps already.*raise growth_interval"),
+        (DYNAMIC, "lll." * 30, "90 for their loss; the loss scale is"),
+        (DYNAMIC, "gg." * 20, "40 for their gradients; the loss scale is"),
+        (STATIC, "g." * 30, "30 for their gradients; the loss scale is 1024"),
+        (
+            HASTY,
+            "..g" * 30,
+            "30 for their gradients; .* few steps once its scale is found",
+        ),
         (DYNAMIC, "gl.." * 15, "15 for their gradients, 15 for their loss; "),
     ],
 )
@@ -682,7 +644,6 @@ def test_a_quarter_skipped_is_called_skipping(optimizer, kinds, words):
         health = counted(optimizer, kinds + ending, optimizer=optimizer)
         assert health.verdict == "skipping"
     assert re.search(words, health.sentence), health.sentence
-    assert ("use jls.dynamic" in health.sentence) == (optimizer is STATIC)
 
 
 @pytest.mark.parametrize("skips", [10, 24])
@@ -758,7 +719,7 @@ def test_a_part_of_the_gradients_left_out_in_every_step_is_called_dropping(by_ha
     assert health.verdict == "dropping"
     assert health.numbers["partial_overflows"] == 30
     assert "30 of 30 steps were applied without a part" in health.sentence
-    assert "loss scale is 1, its floor. See whether" in health.sentence
+    assert "loss scale is 1, its floor. What to do" in health.sentence
     assert health.safe_to_save
 
 
@@ -788,45 +749,6 @@ def test_no_overflow_is_claimed_of_gradients_that_are_nan(bad):
         assert sentence.startswith("the last step was skipped, 1 in a row")
 
 
-def test_who_has_a_dynamic_scale_is_not_told_to_use_one():
-    scaler = jls.dynamic(8.0, min_scale=8.0, max_scale=8.0)
-    optimizer = jls.loss_scaled(optax.sgd(0.1), scaler)
-    bad = GOOD | {"b": jnp.full(1, jnp.nan)}
-    params, state = run(optimizer, [GOOD, bad, bad])
-    for limit in (1, 50):
-        health = jls.health(
-            state, params, optimizer=optimizer, max_consecutive_skips=limit
-        )
-        assert health.verdict == ("stalled" if limit == 1 else "recovering")
-        assert "use jls.dynamic" not in health.sentence
-        assert "give it a lower min_scale" in health.sentence
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-def test_who_has_float32_throughout_is_not_told_to_use_it(dtype):
-    spoil = optax.stateless(lambda updates, _: jax.tree.map(jnp.log, updates))
-    optimizer = jls.loss_scaled(spoil, check_updates=True)
-    params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", jls.JlsWarning)
-        state = optimizer.init(params)
-    grads = jax.tree.map(lambda x: -x, params)
-    _, state = optimizer.update(grads, state, params)
-    known, unknown = jls.health(state, params), jls.health(state)
-    assert known.verdict == unknown.verdict == "non-finite update"
-    keep = "Keep parameters and moments in float32, or raise the optimizer's eps"
-    assert keep in unknown.sentence
-    assert (keep in known.sentence) == (dtype == jnp.float16)
-
-
-def test_who_gives_the_loss_is_not_told_to():
-    optimizer = jls.skip_nonfinite(optax.sgd(0.1), spikes=jls.spikes(4))
-    bad = jax.tree.map(lambda x: x * jnp.nan, GOOD)
-    for value, is_said in ((1.0, False), (None, True)):
-        params, state = run(optimizer, [GOOD, bad, bad, bad], value=value)
-        assert ("value=loss" in jls.health(state, params).sentence) == is_said
-
-
 def test_a_scale_above_its_maximum_is_called_so():
     optimizer = jls.loss_scaled(
         optax.sgd(0.1), jls.dynamic(8.0, growth_interval=2, max_scale=2.0**16)
@@ -847,7 +769,10 @@ def test_a_scale_above_its_maximum_is_called_so():
 # States that are of several, or gone --------------------------------------------------
 
 
-@pytest.mark.parametrize("read", [jls.health, jls.metrics, jls.host_metrics])
+ON_HOST = functools.partial(jls.metrics, host=True)
+
+
+@pytest.mark.parametrize("read", [jls.health, jls.metrics, ON_HOST])
 def test_one_member_of_a_vmapped_state_is_read_as_the_error_says(read):
     optimizer = jls.loss_scaled(optax.sgd(0.1))
     params = jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
@@ -866,9 +791,7 @@ def test_one_member_of_a_vmapped_state_is_read_as_the_error_says(read):
     assert jax.vmap(jls.metrics)(state)["skips"].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize(
-    "read", [jls.health, jls.metrics, jls.host_metrics, jls.loss_scale]
-)
+@pytest.mark.parametrize("read", [jls.health, jls.metrics, ON_HOST, jls.loss_scale])
 def test_a_donated_state_is_named(read):
     optimizer = jls.loss_scaled(optax.sgd(0.1))
     state = optimizer.init(PARAMS)
@@ -929,7 +852,7 @@ def test_no_number_in_a_state_is_too_much_for_health(number):
     assert jls.health(whole, params, optimizer=optimizer).sentence
 
 
-def test_an_optimizer_that_reads_a_mask_is_told_to_leave_it_out():
+def test_an_optimizer_that_reads_a_mask_is_told_of_it():
     params = {"mask": jnp.array([0.0, -jnp.inf]), "w": jnp.ones(2)}
     grads = {"mask": jnp.zeros(2), "w": jnp.ones(2)}
     for inner, verdict in (
@@ -941,7 +864,7 @@ def test_an_optimizer_that_reads_a_mask_is_told_to_leave_it_out():
         _, state = optimizer.update(grads, optimizer.init(params), params)
         health = jls.health(state, params, optimizer=optimizer)
         assert health.verdict == verdict
-        assert ("optax.adamw(mask=...)" in health.sentence) == (verdict != "ok")
+        assert "mask holds -inf in 1 element" in health.sentence
 
 
 def test_a_rate_that_was_set_to_nan_is_to_be_set_again():
@@ -949,13 +872,13 @@ def test_a_rate_that_was_set_to_nan_is_to_be_set_again():
     optimizer = jls.loss_scaled(inner, check_updates=True)
     params = {"w": jnp.ones(2)}
     state = optimizer.init(params)
-    state.hyperparams["learning_rate"] = jnp.float32(jnp.nan)
+    state = optax.tree.set(state, learning_rate=jnp.float32(jnp.nan))
     _, state = optimizer.update(params, state, params)
     health = jls.health(state, params)
     assert health.verdict == "poisoned"
-    assert 'opt_state.hyperparams["learning_rate"] = value.' in health.sentence
-    assert "earlier checkpoint" not in health.sentence
-    state.hyperparams["learning_rate"] = jnp.float32(0.1)
+    assert "optimizer's state (hyperparams/learning_rate)" in health.sentence
+    assert "checkpoint" not in health.sentence
+    state = optax.tree.set(state, learning_rate=jnp.float32(0.1))
     _, state = optimizer.update(params, state, params)
     assert jls.health(state, params).verdict == "ok"
 
@@ -965,20 +888,9 @@ def test_each_rate_that_was_set_to_nan_is_named():
     params = {"w": jnp.ones(2)}
     state = jls.loss_scaled(inner).init(params)
     for name in ("learning_rate", "weight_decay"):
-        state.hyperparams[name] = jnp.float32(jnp.nan)
+        state = optax.tree.set(state, **{name: jnp.float32(jnp.nan)})
     sentence = jls.health(state, params).sentence
-    assert sentence.startswith("learning_rate and weight_decay, which are set by hand")
-    assert 'opt_state.hyperparams["learning_rate"] = value, ' in sentence
-    assert sentence.endswith('opt_state.hyperparams["weight_decay"] = value.')
-
-
-def test_a_question_is_not_followed_by_a_full_stop():
-    optimizer = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(8.0, max_scale=8.0))
-    params = {"mask": jnp.array([0.0, -jnp.inf]), "w": jnp.ones(2)}
-    grads = {"mask": jnp.zeros(2), "w": jnp.ones(2)}
-    _, state = optimizer.update(grads, optimizer.init(params), params)
-    sentence = jls.health(state, params, optimizer=optimizer).sentence
-    assert "made by jls.value_and_grad? mask holds -inf in 1 element, taken" in sentence
+    assert "(hyperparams/learning_rate, hyperparams/weight_decay)" in sentence
 
 
 def test_a_mask_around_the_wrapper_is_named_where_it_did_harm():
@@ -992,9 +904,6 @@ def test_a_mask_around_the_wrapper_is_named_where_it_did_harm():
         updates, state = inner.update(grads, inner.init(params), params)
         health = jls.health(state, optax.apply_updates(params, updates))
         assert health.verdict == verdict
-        assert ("jls.loss_scaled(optax.masked(" in health.sentence) == (
-            verdict == "poisoned"
-        )
 
 
 def test_an_optimizer_with_another_scaler_is_named_without_structures():

@@ -133,7 +133,7 @@ def test_batch_statistics_and_keys_go_through_the_micro_batches_in_turn(drop):
             state = state.replace(**fields)
         return state.batch_stats, jax.random.key_data(state.key)
 
-    step = jls.train_step(linen_loss, carries=True, micro_batches=2, drop=drop)
+    step = jls.train_step(linen_loss, carried=True, micro_batches=2, drop=drop)
     batch = make_batch()
     state, _ = jax.jit(step)(make_state(), batch)
     carried = state.batch_stats, jax.random.key_data(state.key)
@@ -145,7 +145,7 @@ def test_batch_statistics_and_keys_go_through_the_micro_batches_in_turn(drop):
 def test_dropped_micro_batch_takes_its_statistics_with_it():
     x, labels = make_batch()
     step = jax.jit(
-        jls.train_step(linen_loss, carries=True, micro_batches=2, drop="micro_batch")
+        jls.train_step(linen_loss, carried=True, micro_batches=2, drop="micro_batch")
     )
     state, report = step(make_state(), (x.at[1, 0].set(jnp.nan), labels))
     assert (report.skipped, report.dropped) == (False, 1)
@@ -331,7 +331,7 @@ def test_keys_in_the_state_that_do_no_harm_are_not_told(make):
         return jnp.mean(batch * state.params) * (1 + state.tables["hash"].sum())
 
     keyed_step(keyed_loss, make(0))
-    keyed_step(renewing, make(0), micro_batches=2, carries=True)
+    keyed_step(renewing, make(0), micro_batches=2, carried=True)
     keyed_step(without_key, make(0), micro_batches=2)
 
 

@@ -106,13 +106,13 @@ def test_an_overflow_is_skipped_and_the_scale_backs_off():
     assert_identical(params, W)
 
 
-def test_carries_and_aux_are_float32():
+def test_carried_and_aux_are_float32():
     def loss(params, carried, batch):
         hidden = batch @ params
         return jnp.mean(hidden**2), {"mean": jnp.mean(hidden, 0)}, hidden
 
     step = jls.train_step(
-        loss, OPTIMIZER, carries=True, has_aux=True, compute_dtype=jnp.float16
+        loss, OPTIMIZER, carried=True, has_aux=True, compute_dtype=jnp.float16
     )
     carried = {"mean": jnp.zeros(4)}
     *_, after, report = step(W, OPTIMIZER.init(W), carried, BATCH)
@@ -166,7 +166,7 @@ def test_a_linen_state_keeps_its_dtypes():
 
     variables = Network().init(jax.random.key(0), BATCH)
     state = State.create(apply_fn=Network().apply, tx=OPTIMIZER, **variables)
-    step = jls.train_step(loss, carries=True, compute_dtype=jnp.float16)
+    step = jls.train_step(loss, carried=True, compute_dtype=jnp.float16)
     with jax.numpy_rank_promotion("allow"):
         assert dots(step, state, BATCH) == (5, 0)
         after, report = jax.jit(step)(state, BATCH)

@@ -75,7 +75,7 @@ def test_the_fields_are_found_and_rolled_back(kind, jit_or_eager):
         state = Renamed(TX, PARAMS, opt_state, jax.random.key(0))
     else:
         state = kind(tx=TX, params=PARAMS, opt_state=opt_state, **STATES[kind])
-    step = jit_or_eager(jls.train_step(loss_fn, carries=kind is Scenic))
+    step = jit_or_eager(jls.train_step(loss_fn, carried=kind is Scenic))
     good, report = step(state, GOOD)
     assert not report.skipped
     assert type(good) is kind

@@ -75,7 +75,7 @@ def test_plain_step_is_the_one_written_by_hand(jit_or_eager):
 
 def test_skipped_step_rolls_back_what_is_carried_and_reports_aux(jit_or_eager):
     optimizer = make_optimizer()
-    step = jit_or_eager(jls.train_step(carrying, optimizer, carries=True, has_aux=True))
+    step = jit_or_eager(jls.train_step(carrying, optimizer, carried=True, has_aux=True))
     state = PARAMS, optimizer.init(PARAMS), first_carried()
     *state, report = step(*state, make_batch(), rng=jax.random.key(0))
     assert state[2]["calls"] == 1
@@ -100,7 +100,7 @@ def test_micro_batches_stack_aux_and_carry_one_after_the_other(drop):
         jls.train_step(
             carrying,
             optimizer,
-            carries=True,
+            carried=True,
             has_aux=True,
             micro_batches=4,
             drop=drop,
@@ -152,7 +152,7 @@ def scanned(step):
 
 def test_steps_in_a_scan_over_seeds_are_the_single_ones(on_cpu):
     optimizer = make_optimizer()
-    step = jls.train_step(carrying, optimizer, carries=True, has_aux=True)
+    step = jls.train_step(carrying, optimizer, carried=True, has_aux=True)
     batches = [make_batch(seed=seed) for seed in range(3)]
     batches[1] = spoiled(batches[1])
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *batches)
@@ -212,7 +212,7 @@ def test_haiku_state_is_carried():
     batch = make_batch()
     params, state = network.init(jax.random.key(0), batch[0], is_training=True)
     optimizer = make_optimizer()
-    step = jax.jit(jls.train_step(loss_fn, optimizer, carries=True))
+    step = jax.jit(jls.train_step(loss_fn, optimizer, carried=True))
     opt_state = optimizer.init(params)
     losses = []
     for seed in range(6):
@@ -309,7 +309,7 @@ def test_equinox_state_is_carried():
     model = model, linear
     optimizer = make_optimizer()
     opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-    step = eqx.filter_jit(jls.train_step(loss_fn, optimizer, carries=True))
+    step = eqx.filter_jit(jls.train_step(loss_fn, optimizer, carried=True))
     for seed, value in enumerate([1.0, jnp.nan, 1.0]):
         before = [np.array(x) for x in jax.tree.leaves(state)]
         batch = spoiled(make_batch(seed=seed), value)
@@ -342,7 +342,7 @@ def test_state_of_a_whole_equinox_model_is_refused():
         (make_optimizer(), {}, 4, r"call step\(params, opt_state, batch\)"),
         (
             make_optimizer(),
-            {"carries": True},
+            {"carried": True},
             3,
             r"call step\(params, opt_state, carried, batch\); got",
         ),

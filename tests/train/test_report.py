@@ -103,7 +103,7 @@ def test_sizes_that_int32_cannot_hold_are_reported_as_floats():
 
 
 def test_local_norms_and_sizes_are_labelled_by_path():
-    report = jax.jit(jls.train_step(linen_loss, carries=True, local_norm=True))(
+    report = jax.jit(jls.train_step(linen_loss, carried=True, local_norm=True))(
         make_state(), make_batch()
     )[1]
     grads = jls.grad(

@@ -59,7 +59,7 @@ def test_linen_step_is_the_one_written_by_hand(jit_or_eager, on_cpu):
         return new, (loss, norm(grads))
 
     ours, theirs = make_state(), make_state()
-    step = jit_or_eager(jls.train_step(linen_loss, carries=True))
+    step = jit_or_eager(jls.train_step(linen_loss, carried=True))
     other = jit_or_eager(by_hand)
     for seed in range(4):
         batch = make_batch(seed=seed)
@@ -80,7 +80,7 @@ def test_linen_step_is_the_one_written_by_hand(jit_or_eager, on_cpu):
 
 
 def test_linen_skipped_step_leaves_all_but_the_count_of_calls():
-    step = jax.jit(jls.train_step(linen_loss, carries=True))
+    step = jax.jit(jls.train_step(linen_loss, carried=True))
     state, _ = step(make_state(), make_batch())
     for value in (jnp.nan, jnp.inf, 1e30):
         before, calls = contents(state), state.step
@@ -198,7 +198,7 @@ def test_one_trace_serves_a_donated_run_with_the_scale_set_from_the_host():
 
 
 def test_step_makes_no_transfer():
-    step = jax.jit(jls.train_step(linen_loss, carries=True, local_norm=True))
+    step = jax.jit(jls.train_step(linen_loss, carried=True, local_norm=True))
     state = jax.device_put(make_state())
     batch = make_batch()
     state, _ = step(state, batch)
@@ -568,17 +568,17 @@ def test_what_is_no_field_of_the_state_cannot_be_carried(fields, error, message)
         return linen_loss(state, batch)[0], fields
 
     with pytest.raises(error, match=message):
-        jls.train_step(loss_fn, carries=True)(make_state(), make_batch())
+        jls.train_step(loss_fn, carried=True)(make_state(), make_batch())
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"carries": True}, r"with carries=True .* \(loss, carried\), got"),
+        ({"carried": True}, r"with carried=True .* \(loss, carried\), got"),
         ({"has_aux": True}, r"with has_aux=True .* \(loss, aux\), got"),
         (
-            {"has_aux": True, "carries": True},
-            r"carries=True and has_aux=True .* \(loss, carried, aux\), got",
+            {"has_aux": True, "carried": True},
+            r"carried=True and has_aux=True .* \(loss, carried, aux\), got",
         ),
     ],
 )
@@ -589,14 +589,14 @@ def test_what_the_loss_function_must_return_is_named(options, message):
 
 def test_aux_that_names_fields_of_the_state_gets_a_warning():
     step = jls.train_step(linen_loss, has_aux=True)
-    with pytest.warns(jls.JlsWarning, match=r"'batch_stats', 'key'.*carries=True"):
+    with pytest.warns(jls.JlsWarning, match=r"'batch_stats', 'key'.*carried=True"):
         step(make_state(), make_batch())
 
 
-def test_nnx_refuses_carries_and_models_that_change_their_structure():
+def test_nnx_refuses_carried_and_models_that_change_their_structure():
     model, optimizer = make_nnx()
-    with pytest.raises(ValueError, match="carries must be False for an NNX model"):
-        jls.train_step(nnx_loss, carries=True)(model, optimizer, make_batch())
+    with pytest.raises(ValueError, match="carried must be False for an NNX model"):
+        jls.train_step(nnx_loss, carried=True)(model, optimizer, make_batch())
 
     def sowing(model, batch):
         model.seen = nnx.Intermediate(batch[0])
@@ -634,7 +634,7 @@ def run_plain(make, batches, traces, **options):
         return jnp.mean((x @ params) ** 2), moved_on(carried, x)
 
     optimizer, params = moving(), jnp.eye(8)
-    step = jax.jit(jls.train_step(loss_fn, optimizer, carries=True, **options))
+    step = jax.jit(jls.train_step(loss_fn, optimizer, carried=True, **options))
     state = params, optimizer.init(params), make()
     for x in batches:
         *state, report = step(*state, x)
@@ -653,7 +653,7 @@ def run_linen(make, batches, traces, is_returned=True, **options):
     state = State.create(
         apply_fn=None, params=jnp.eye(8), tx=moving(), seen=make()
     ).replace(step=jnp.int32(0))
-    step = jax.jit(jls.train_step(loss_fn, carries=True, **options))
+    step = jax.jit(jls.train_step(loss_fn, carried=True, **options))
     for x in batches:
         state, report = step(state, x)
         yield state.seen, report
@@ -725,7 +725,7 @@ def test_weak_constants_are_rolled_back_too(before, dtype, jit_or_eager):
         return jnp.mean((x @ params) ** 2), after
 
     optimizer, params = moving(), jnp.eye(8)
-    step = jls.train_step(loss_fn, optimizer, carries=True, compute_dtype=dtype)
+    step = jls.train_step(loss_fn, optimizer, carried=True, compute_dtype=dtype)
     state = params, optimizer.init(params), before()
     for bad, expected in ((jnp.nan, (0, 0.0)), (1.0, (1, 0.5))):
         *_, carried, _ = jit_or_eager(step)(*state, bad * jnp.ones((4, 8)))
@@ -739,7 +739,7 @@ def test_what_is_carried_is_strong_if_it_was_or_if_the_new_one_is(before, after)
         return jnp.mean((x @ params) ** 2), after()
 
     optimizer = moving()
-    step = jax.jit(jls.train_step(loss_fn, optimizer, carries=True))
+    step = jax.jit(jls.train_step(loss_fn, optimizer, carried=True))
     args = jnp.eye(8), optimizer.init(jnp.eye(8)), before()
     *_, carried, _ = step(*args, jnp.ones((4, 8)))
     assert not any(x.weak_type for x in jax.tree.leaves(carried))

@@ -90,7 +90,7 @@ new_params, new_state, plain_report = plain_step(params, opt_state, batch, rng=1
 assert_type(new_params, dict[str, jax.Array])
 assert_type(new_state, LossScaledState)
 assert_type(plain_report, StepReport)
-carrying_step = jls.train_step(loss_fn, optimizer, carries=True, has_aux=True)
+carrying_step = jls.train_step(loss_fn, optimizer, carried=True, has_aux=True)
 assert_type(carrying_step(params, opt_state, 1.5, batch)[2], float)
 applied = jls.apply_gradients(optimizer, params, opt_state, params, value=loss)
 assert_type(applied[2], StepReport)

@@ -64,9 +64,9 @@ def match(
     if reading is None and named is None:
         names = listed([name for (name,) in tops])
         raise ValueError(
-            "carried_args must name the arguments that come back, since there is no "
+            "carried must name the arguments that come back, since there is no "
             f"program to read, out of {names}. Write their positions or names: "
-            "jls.check_step(step, ..., carried_args=(0, 1))."
+            "jls.check_step(step, ..., carried=(0, 1))."
         )
     holders = [items[x.at].path[0] for x in scales] if named is None else named
     states = [x for x in tops if x[0] in holders]
@@ -179,7 +179,7 @@ class _Pairs:
             raise ValueError(
                 f"what comes back from the step must be clear, but {names} may be any "
                 f"of its results {results}. Name the arguments that come back, by "
-                "position or name: jls.check_step(step, ..., carried_args=(0, 1)); and "
+                "position or name: jls.check_step(step, ..., carried=(0, 1)); and "
                 "return the new state in the order of the arguments."
             )
 
@@ -234,7 +234,7 @@ def _has_form(leaf: Any) -> bool:
 
 
 def _counts(item: Item, named: Named) -> bool:
-    """Whether a carried leaf is in no field that `carried_args` leaves out."""
+    """Whether a carried leaf is in no field that `carried` leaves out."""
     fields = named[item.path[0]] if named is not None else None
     is_named = fields is None or item.path[1:2] in [(field,) for field in fields]
     return is_named and _has_form(item.value)
@@ -251,6 +251,6 @@ def _check_returned(
         raise ValueError(
             "the step must return what it carries on from step to step: no part of "
             f"what it returned has the paths, shapes and dtypes of {where}, which "
-            f"{'carried_args names' if missing else 'holds the loss scale'}. Return "
-            "the new state, or name the arguments that come back with carried_args=."
+            f"{'carried names' if missing else 'holds the loss scale'}. Return "
+            "the new state, or name the arguments that come back with carried=."
         )

@@ -29,7 +29,7 @@ from jls._tools.reading.reading import Reading
 from jls._tools.reading.scales import Scale, is_switched_off, scales_in
 from jls._tree import is_array
 
-CarriedArgs = Mapping[int | str, Iterable[str]] | Iterable[int | str] | None
+CarriedNames = Mapping[int | str, Iterable[str]] | Iterable[int | str] | None
 
 # Of most steps ten runs or so are enough. `MOST_STEPS` good steps and a run for each of
 # `LOWER` are 23, which leaves nine for the faults of a step that needs all of these.
@@ -121,7 +121,7 @@ def check_step(
     step: Callable[..., Any],
     /,
     *args: Any,
-    carried_args: CarriedArgs = None,
+    carried: CarriedNames = None,
     **kwargs: Any,
 ) -> StepCheck:
     """Reads a train step, runs it with faults injected, and names the mistakes in it.
@@ -141,12 +141,13 @@ def check_step(
         new state in any order or nesting; NNX objects it may change in place.
       *args: its arguments, with a batch that it can step on. In a run of several
         processes, process-local arrays.
-      carried_args: which arguments come back. Positions and keyword names, or a dict
+      carried: which arguments come back. Positions and keyword names, or a dict
         from each of them to the fields to check, for example to leave out running
         metrics. None finds them from the program and the shapes. A step without a
         program to read, because it is compiled ahead of time or reads values at the
         host, needs them.
-      **kwargs: its keyword arguments.
+      **kwargs: its keyword arguments. If the step has a keyword `carried` itself, pass
+        that one by position.
 
     Returns:
       A `jls.types.StepCheck`. `broken` has the codes of the mistakes: "no step",
@@ -159,10 +160,10 @@ def check_step(
       people, with the line to write; `raise_if_broken()` is for tests.
 
     Raises:
-      TypeError: if `step` is not a function, or `carried_args` of another type.
+      TypeError: if `step` is not a function, or `carried` of another type.
       ValueError: if no argument carries a loss scale (a step that closes over its state
         cannot be checked), if the step does not return the state, if it is not clear
-        which result is which argument (without a program to read, `carried_args` says
+        which result is which argument (without a program to read, `carried` says
         so), if the step is skipped at every loss scale, or if an array was donated to
         an earlier step, or is spread over several processes.
       Exception: what the step itself raises, with a note that says in which trial.
@@ -179,7 +180,7 @@ def check_step(
       ('not scaled', 'loss not passed')
     """
     with jax.debug_nans(False):  # NaN is what the faults are made of
-        runner, findings, cleaned = read_step(step, args, kwargs, carried_args)
+        runner, findings, cleaned = read_step(step, args, kwargs, carried)
         if findings.status("state narrowed") == "broken":
             findings.mark_others_not_tried("mend the dtypes of the state first")
         else:
@@ -190,7 +191,7 @@ def check_step(
     ):
         findings.untried[name] = (
             "taken as data, but a result looks like it; if it is state, name all "
-            "arguments that come back: jls.check_step(step, ..., carried_args=(0, 1))"
+            "arguments that come back: jls.check_step(step, ..., carried=(0, 1))"
         )
     notes = [*_notes(runner), *findings.notes]
     found = _step_check(findings, _lines_to_write((args, kwargs), runner), notes)
@@ -211,7 +212,7 @@ def read_step(
     step: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    carried_args: CarriedArgs = None,
+    carried: CarriedNames = None,
 ) -> tuple[Runner, Findings, tuple[Value, ...]]:
     """The part of `check_step` that reads the program and runs nothing.
 
@@ -221,7 +222,7 @@ def read_step(
     _validate.function("step", step)
     given = len(args)
     step, args, arguments = open_call("jls.check_step", "step", step, args, kwargs)
-    named = _named(carried_args, arguments, len(args) - given)
+    named = _named(carried, arguments, len(args) - given)
     scales = _require_scales(args, kwargs, arguments)
     findings = Findings()
     arguments, reading = read_program(step, arguments, scales, findings)
@@ -374,50 +375,49 @@ def _require_scales(
 
 
 def _named(
-    carried_args: CarriedArgs, arguments: Arguments, bound: int
+    carried: CarriedNames, arguments: Arguments, bound: int
 ) -> dict[str, tuple[str, ...] | None] | None:
     """The names of the carried arguments, with the fields that count."""
-    if carried_args is None:
+    if carried is None:
         return None
     rule = (
-        "carried_args must be positions and names of arguments, or a dict of them with "
-        f"the fields that count, got {carried_args!r}."
+        "carried must be positions and names of arguments, or a dict of them with "
+        f"the fields that count, got {carried!r}."
     )
-    is_text_or_array = isinstance(carried_args, str | jax.Array | np.ndarray)
-    if is_text_or_array or not isinstance(carried_args, Iterable):
+    is_text_or_array = isinstance(carried, str | jax.Array | np.ndarray)
+    if is_text_or_array or not isinstance(carried, Iterable):
         raise TypeError(rule)
     named: dict[str, tuple[str, ...] | None] = {}
     known = dict.fromkeys(item.path[0] for item in arguments.items)
     with_arrays = {item.path[0] for item in arguments.items if is_array(item.value)}
     names = ", ".join(name for name in known if name in with_arrays)
     there = f"The arguments with arrays are {names}."
-    for key in carried_args:
+    for key in carried:
         if isinstance(key, bool) or not isinstance(key, int | str):
             raise TypeError(rule)
-        fields = carried_args[key] if isinstance(carried_args, Mapping) else None
+        fields = carried[key] if isinstance(carried, Mapping) else None
         if isinstance(key, int):
             positions = arguments.names[bound:]
             if not 0 <= key < len(positions):
                 raise ValueError(
-                    f"carried_args must be positions below {len(positions)}, got {key}."
+                    f"carried must be positions below {len(positions)}, got {key}."
                 )
             key = positions[key]
         if key not in known:
-            raise ValueError(f"carried_args must name arguments, got {key!r}. {there}")
+            raise ValueError(f"carried must name arguments, got {key!r}. {there}")
         if key not in with_arrays:
             raise ValueError(
-                f"carried_args must name arguments with arrays, got {key!r}. {there}"
+                f"carried must name arguments with arrays, got {key!r}. {there}"
             )
         if key in named:
             raise ValueError(
-                f"carried_args must name each argument once, got {key!r} twice, by "
+                f"carried must name each argument once, got {key!r} twice, by "
                 "position or by name."
             )
         named[key] = None if fields is None else tuple(fields)
     if not named:
         raise ValueError(
-            f"carried_args must name at least one argument, got {carried_args!r}. "
-            f"{there}"
+            f"carried must name at least one argument, got {carried!r}. {there}"
         )
     return named
 

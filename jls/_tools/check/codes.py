@@ -199,5 +199,5 @@ MASKED: dict[Code, str] = {
 PARTITION: dict[Code, str] = dict.fromkeys(MASKED, _PARTITION)
 LEAVE_OUT = (
     "If some state is meant to move in a bad step, name only the fields that must not: "
-    'jls.check_step(..., carried_args={"state": ["params", "opt_state"]})'
+    'jls.check_step(..., carried={"state": ["params", "opt_state"]})'
 )

@@ -94,7 +94,7 @@ def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> Non
         return
     no_params = (
         "the updates are applied to nothing that comes back: apply them, or name all "
-        "arguments that come back with carried_args="
+        "arguments that come back with carried="
     )
     if runner.params:
         findings.right("no step")

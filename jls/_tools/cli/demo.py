@@ -23,9 +23,9 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from jls._autocast.autocast import autocast
+from jls._metrics import metrics
 from jls._scale import value_and_grad
 from jls._scalers.dynamic import dynamic
-from jls._state import metrics
 from jls._wrapper import loss_scaled
 
 CHUNK = 20  # steps between two looks at the device

@@ -3,7 +3,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax.numpy as jnp
@@ -11,9 +11,9 @@ import numpy as np
 
 from jls import _validate
 from jls._program.facts import ANY, Unknown, Value
-from jls._program.frames import Frame, Variable, behind
+from jls._program.frames import Variable, behind
 from jls._program.jaxprs import is_half_atom, is_narrow_atom
-from jls._program.places import Place, is_transposed, place_of
+from jls._program.places import Place
 from jls._scalers.rule import bounds_of
 from jls._state import how_to_nest
 from jls._text import format_number, scale_in_words
@@ -24,13 +24,10 @@ from jls._tools.origin.losses import BothWays, Losses, find_built_up, find_losse
 from jls._tools.origin.record import RecordedProgram, as_large_as
 from jls._tools.origin.result import place_in_words
 from jls._tools.origin.scalers import scalers_in
-from jls._tools.origin.trail import Constant, FoundBirth, OpResult, RunValue, Trail
+from jls._tools.origin.trail import OpResult, RunValue, Trail
 from jls._tools.origin.twin import (
     Cotangent,
-    Elements,
-    EndOfInf,
     Twin,
-    holds_inf,
 )
 from jls._tools.origin.why import LOWEST_EXPONENT, AnyProgram, Bad, Case, settings
 from jls._tools.reading.patience import logging_if_slow
@@ -78,15 +75,14 @@ def calibrate(
     Returns:
       A `jls.types.Calibration`. `init_scale` is the scale to start with; `ceiling` the
       largest one, a power of two, None where none is needed; `limited_by` the
-      `jls.types.Place` that overflows first above it; `overflows` the places of the
-      forward pass where float16 overflows and changes what follows, which no scale
-      mends: keep them in float32; `keep` what to pass to `jls.autocast` or
-      `jls.train_step`, so that nothing of the forward pass leaves the range of float16
-      in this batch, also of a step that is float32 now, and so that a cast step is
-      finite if it is so in float32; None where nothing has to be kept; a regular
-      expression, or a function where the modules have no scope (Flax NNX, Equinox), and
-      with it the step has another ceiling: calibrate again; `losses` the lines that
-      lose precision, each a `jls.types.PrecisionLoss`, by the factor, at most ten;
+      `jls.types.Place` that overflows first above it; `keep` what to pass to
+      `jls.autocast` or `jls.train_step`, so that nothing of the forward pass leaves the
+      range of float16 in this batch, also of a step that is float32 now, and so that
+      a cast step is finite if it is so in float32; None where nothing has to be kept; a
+      regular expression, or a function where the modules have no scope (Flax NNX,
+      Equinox), and with it the step has another ceiling: calibrate again; `losses` the
+      lines that lose precision, each a `jls.types.PrecisionLoss`, by the factor, at
+      most ten;
       `vanishing` the places where gradients vanish at `init_scale`, with the share of
       them, from the largest.
       `str()` is for people, and `plot()` a picture.
@@ -159,20 +155,13 @@ class _Search:
             return self._no_scale(self._kept(self._run(1.0, self.twin)))
         ceiling = self._ceiling()
         if ceiling is None:
-            overflows = self._overflows(self.now)
+            kept = self._kept(self._run(1.0, self.twin))
             note = _ALL_ZERO if self._is_zero() else _NO_CEILING
             if self.case.scales[self.at].counters and not self.case.checked:
                 note = _NO_UPDATE
-            note = _OVERFLOWS if overflows else note
-            kept = self._kept(self._run(1.0, self.twin))
+            note = _OVERFLOWS if kept.keep is not None else note
             notes = tuple(filter(None, (note, kept.note)))
-            return Calibration(
-                self.now,
-                overflows=overflows,
-                notes=notes,
-                write=kept.write,
-                keep=kept.keep,
-            )
+            return Calibration(self.now, notes=notes, write=kept.write, keep=kept.keep)
         init_scale, note = self._start(ceiling)
         limit, about_limit = self._limit(ceiling)
         trail = self._run(init_scale, self.twin)
@@ -190,7 +179,6 @@ class _Search:
             init_scale=init_scale,
             ceiling=ceiling,
             limited_by=limit,
-            overflows=self._overflows(init_scale),
             vanishing=tuple(pair for pair in vanishing if pair[1]),
             notes=tuple(filter(None, notes)),
             cotangents=tuple(found),
@@ -394,68 +382,6 @@ class _Search:
         recorded = RecordedProgram(program, main, variables_of(touches))
         return self._forward.kept(self._run(1.0, recorded), touches)
 
-    def _overflows(self, scale: float) -> tuple[Place, ...]:
-        """The places where float16 overflows before the loss, and it matters.
-
-        An inf that goes on to the loss leaves no scale finite. One that an operation
-        ends, such as 1 / x, matters if the result is not that of float32.
-        """
-        trail = self._run(scale)
-        sites = list(self.case.main.operations())
-        # Mostly there is none: then no loop needs to be gone through.
-        if not any(holds_inf(trail.records, *site) for site in sites):
-            if not self.case.landmarks:
-                return ()
-            records = self._run(scale, self.twin).records
-            if not any(self.twin.may_overflow(records, *site) for site in sites):
-                return ()
-        if self.case.landmarks:
-            trail = self._run(scale, self.case.program())
-        ends = [end for site in sites for end in self._ends_of_inf(trail, *site)]
-        if not ends:
-            return ()
-        program, main = self.case.traced.program, self.case.main
-        elements = Elements(program, main, ends)
-        narrow, wide = (
-            self._run(scale, x).records
-            for x in (elements, Elements(program, main, ends, wide=True))
-        )
-        lost = [
-            value
-            for end in ends
-            if elements.are_lost(end, narrow, wide)
-            for value in trail.in_every_iteration(end.frame, end.operand)
-            if trail.is_bad(value)
-        ]
-        places = [
-            place_of(birth.origin.site)
-            for birth in trail.births(lost)
-            if isinstance(birth.origin, OpResult) and self._is_of_data(trail, birth)
-        ]
-        return tuple(dict.fromkeys(places))
-
-    def _ends_of_inf(
-        self, trail: Trail, frame: Frame, index: int
-    ) -> Iterator[EndOfInf]:
-        """An operation of the forward pass that may give numbers for an inf."""
-        equation = frame.jaxpr.eqns[index]
-        floats = [x for x in equation.invars if is_narrow_atom(x)]
-        if not floats or frame.called(index) or is_transposed(frame.site_of(index)):
-            return
-        for i, result in enumerate(equation.outvars):
-            if (frame, result) in self.on_the_way:
-                for operand in floats:
-                    iterations = trail.in_every_iteration(frame, operand)
-                    if _is_elementwise(operand, result) and any(
-                        map(trail.is_bad, iterations)
-                    ):
-                        yield EndOfInf(frame, index, i, operand)
-
-    def _is_of_data(self, trail: Trail, birth: FoundBirth) -> bool:
-        """Whether an overflow is of the data, not of a number like -1e9 in a mask."""
-        origins = map(trail.origin, birth.operands)
-        return not all(isinstance(x, Constant) for x in origins)
-
     # When there is no answer.
 
     def _why_none(self) -> str:
@@ -499,14 +425,14 @@ class _Search:
             return None
         keep = forward.keep_of(units, widths.units)
         found = self.case.explain(trail, self.case.bad_roots(trail), None)
-        overflows = tuple(x.place for x in found.births if x.kind == "inf")
         notes = [kept.note or (AGAIN if self.narrow else "")]
-        if found.births and not overflows:
-            here = place_in_words(found.births[0].place)
-            notes = [f"In half this line makes NaN: {here}", *notes]
+        infs = [x for x in found.births if x.kind == "inf"]
+        for birth in [*infs, *found.births][:1]:
+            makes = "overflows" if infs else "makes NaN"
+            here = place_in_words(birth.place)
+            notes = [f"In half this line {makes}: {here}", *notes]
         return Calibration(
             self.now,
-            overflows=overflows,
             notes=(_NEEDS_KEEP, *filter(None, notes)),
             write=argument(keep),
             keep=keep,
@@ -584,11 +510,3 @@ def _bounds(step: Callable[..., Any], arguments: Any) -> tuple[float, float] | N
     """The bounds that all scalers of the step share; None if they are not known."""
     found = set(map(bounds_of, scalers_in(step, arguments)))
     return found.pop() if len(found) == 1 else None
-
-
-def _is_elementwise(operand: Any, result: Any) -> bool:
-    """Whether an element of a result may be of one element of an operand."""
-    one, other = operand.aval.shape, result.aval.shape
-    return len(one) == len(other) and all(
-        n in (1, m) for n, m in zip(one, other, strict=True)
-    )

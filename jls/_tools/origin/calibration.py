@@ -31,8 +31,6 @@ class Calibration(NamedTuple):
     init_scale: float  # half of the ceiling, within the scaler's bounds if known
     ceiling: float | None = None  # the largest that is finite; None: none is needed
     limited_by: Place | None = None  # what overflows first at twice the ceiling
-    # In the forward pass, and change what follows: no scale helps against these.
-    overflows: tuple[Place, ...] = ()
     # Where gradients vanish at `init_scale`, and which share; the largest first.
     vanishing: tuple[tuple[Place, float], ...] = ()
     notes: tuple[str, ...] = ()
@@ -88,7 +86,7 @@ class Calibration(NamedTuple):
             lines = wrapped(f"jls.calibrate: {self._after_half(note)}.")
             for note in self.notes[1:]:
                 lines += ["", *wrapped(f"{note}.")]
-            lines += [*self._overflows_in_lines(), *self._losses_in_lines()]
+            lines += self._losses_in_lines()
             lines += [*self._precision_in_lines(), *self._write_in_lines()]
             return "\n".join(lines)
         start = scale_in_words(self.init_scale)
@@ -104,7 +102,6 @@ class Calibration(NamedTuple):
             lines += ["", *place_in_lines(limit), *wrapped(f"  {limit.operation}")]
         for note in self.notes:
             lines += ["", *wrapped(f"{note}.")]
-        lines += self._overflows_in_lines()
         shares = [pair for pair in self.vanishing if pair[1] >= _MIN_SHARE]
         if shares:
             text = f"At {start} these gradients vanish in part."
@@ -144,15 +141,6 @@ class Calibration(NamedTuple):
         if self.precision is None:
             return []
         return ["", *wrapped(f"Precision: {in_words(self.precision)}.")]
-
-    def _overflows_in_lines(self) -> list[str]:
-        if not self.overflows:
-            return []
-        text = (
-            "Keep these lines in float32. They overflow float16 in the forward "
-            "pass, which no loss scale mends. What follows is wrong, finite or not:"
-        )
-        return ["", *wrapped(text), *_list(map(place_in_words, self.overflows))]
 
     def __repr__(self) -> str:
         return str(self)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the scalers of the optimizers that a user's step refers to."""
 
+import contextlib
 import dis
+import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jls._closures import held_by
 from jls._step import WrapperUpdate
 from jls._types import LossScaler
 
@@ -40,16 +41,33 @@ def scalers_in(step: Any, arguments: Any) -> list[LossScaler]:
 def _held_by(part: Any) -> Iterator[Any]:
     if inspect.ismodule(part) or inspect.isclass(part):
         return
-    yield from (x for _, x in held_by(part))
+    if isinstance(part, Mapping):
+        yield from part.values()
+    elif isinstance(part, tuple | list):
+        yield from part
+    elif isinstance(part, functools.partial):
+        yield from (part.func, *part.args, *part.keywords.values())
     fields = getattr(part, "__dict__", {})  # not of an object that makes up attributes
     for name in ("tx", "__wrapped__"):  # of Flax's states, of a jitted function
         if name in fields:
             yield fields[name]
     if inspect.ismethod(part):
+        yield from (part.__func__, part.__self__)
         yield from getattr(part.__self__, "__dict__", {}).values()
-    elif inspect.isfunction(part) and _is_of_user(part):
+    if not inspect.isfunction(part):
+        return
+    yield from (*_cells(part), *(part.__defaults__ or ()))
+    yield from (part.__kwdefaults__ or {}).values()
+    if _is_of_user(part):
         names = _globals_of(part.__code__)
         yield from (part.__globals__[x] for x in names if x in part.__globals__)
+
+
+def _cells(function: Any) -> Iterator[Any]:
+    """The contents of a function's closure."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # not set yet
+            yield cell.cell_contents
 
 
 def _is_of_user(function: Any) -> bool:

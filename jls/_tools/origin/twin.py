@@ -21,13 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jls._program.alone import AS_WRITTEN, WIDE
+from jls._program.alone import WIDE
 from jls._program.control import Site
 from jls._program.frames import Frame, Variable
 from jls._program.jaxprs import Program, is_narrow_atom
 from jls._program.places import Place, is_transposed, place_of
-from jls._program.primitives import primitive_of
-from jls._program.replay import Watched, floats_from_keys, key_of
+from jls._program.replay import floats_from_keys, key_of
 from jls._tools.origin.record import (
     RecordedProgram,
     ends_of,
@@ -165,125 +164,6 @@ class Twin(RecordedProgram):
         rows = _record_rows(records, frame.indices_of(index))
         ends = None if rows is None else rows[:, 2 * result : 2 * result + 2]
         return 0.0 if ends is None else float(np.abs(ends).max(initial=0.0))
-
-    def may_overflow(self, records: Any, frame: Frame, index: int) -> bool:
-        """Whether a narrow result is so large that it may be inf in its own dtype.
-
-        From half of the largest number on: roundings before it add up to less.
-        """
-        rows = _record_rows(records, frame.indices_of(index))
-        if rows is None:
-            return False
-        sizes = np.abs(rows[:, : 2 * len(frame.jaxpr.eqns[index].outvars)]).max(0)
-        return any(
-            not sizes[2 * i : 2 * i + 2].max() < float(jnp.finfo(x.aval.dtype).max) / 2
-            for i, x in enumerate(frame.jaxpr.eqns[index].outvars)
-            if is_narrow_atom(x)
-        )
-
-
-class EndOfInf(NamedTuple):
-    """A result that may be finite though an operand is inf."""
-
-    frame: Frame
-    position: int  # of the operation
-    result: int
-    operand: Any  # of the shape of the result, or broadcast to it
-
-    @property
-    def key(self) -> tuple[int, ...]:
-        return self.frame.indices_of(self.position)
-
-
-class Elements(RecordedProgram):
-    """A program that records all elements of some operations' operands and results.
-
-    Args:
-      program: a jaxpr.
-      main: its frame.
-      ends: the operations.
-      wide: whether it is computed in float32.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        main: Frame,
-        ends: Iterable[EndOfInf],
-        wide: bool = False,
-    ) -> None:
-        self._ends: dict[tuple[int, ...], list[EndOfInf]] = {}
-        for end in ends:
-            self._ends.setdefault(end.key, []).append(end)
-        results = [x for every in self._ends.values() for x in map(_result_of, every)]
-        super().__init__(program, main, results)
-        self.ARITHMETIC = WIDE if wide else AS_WRITTEN
-
-    def _watch(
-        self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
-    ) -> Watched:
-        arrays = []
-        for end in self._ends.get(site.indices, ()):
-            operand = inputs[site.equation.invars.index(end.operand)]
-            result = results[end.result]
-            arrays += [result, jnp.broadcast_to(operand, result.shape)]
-        if not arrays:
-            return Watched(results)
-        flat = [jnp.ravel(x).astype(jnp.float32) for x in arrays]
-        return Watched(results, key_of(jnp.concatenate(flat)))
-
-    def are_lost(self, end: EndOfInf, narrow: Any, wide: Any) -> bool:
-        """Whether an inf becomes a finite number there, and not that of float32.
-
-        Args:
-          end: one of the operations.
-          narrow: the records of a run as it is.
-          wide: the records of a run in float32.
-        """
-        one, other = (_record_rows(records, end.key) for records in (narrow, wide))
-        if one is None or other is None:
-            return False
-        _, result = _result_of(end)
-        size = math.prod(result.aval.shape)
-        start = 2 * size * self._ends[end.key].index(end)
-        (value, operand), (expected, _) = (
-            np.split(x[:, start : start + 2 * size].astype(np.float64), 2, axis=1)
-            for x in (one, other)
-        )
-        ended = ~np.isfinite(operand) & np.isfinite(value) & np.isfinite(expected)
-        if not ended.any():
-            return False
-        largest = np.abs(expected[np.isfinite(expected)]).max()
-        value, expected = value[ended], expected[ended]
-        row = primitive_of(end.frame.jaxpr.eqns[end.position])
-        if row.degree == "choice" or row.moves:  # an element of another operand
-            room = largest * _OF_LARGEST
-        else:
-            negligible = max(_NEGLIGIBLE * largest, _LEAST)
-            room = np.maximum(np.abs(expected) * _OF_EACH, negligible)
-        return bool((np.abs(value - expected) > room).any())
-
-
-# By how much float16 may be off without an inf: a rounding is 2**-11 of a number, so
-# these are 512 of them in a row, and 128 of the largest number, which other elements
-# may have been on their way. What an inf leaves is another number: 0 in the place of 1.
-_OF_EACH, _OF_LARGEST = 2.0**-2, 2.0**-4
-_LEAST = 2.0**-24  # float16 has none below
-# Beside the largest number of an array. Where exp(x) overflows, 1 / (1 + exp(x)) is
-# below 2**-16; where a square does, its inverse root is 2**-8 and less.
-_NEGLIGIBLE = 2.0**-13
-
-
-def _result_of(end: EndOfInf) -> Variable:
-    return end.frame, end.frame.jaxpr.eqns[end.position].outvars[end.result]
-
-
-def holds_inf(records: Any, frame: Frame, index: int) -> bool:
-    """Whether a narrow result of an operation was inf or NaN in some round."""
-    if not any(map(is_narrow_atom, frame.jaxpr.eqns[index].outvars)):
-        return False
-    rows = _record_rows(records, frame.indices_of(index))
-    return rows is not None and not np.isfinite(rows).all()
 
 
 def _record_rows(records: Any, key: tuple[int, ...]) -> np.ndarray | None:

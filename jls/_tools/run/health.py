@@ -13,13 +13,13 @@ import optax
 from jax.typing import DTypeLike
 
 from jls import _validate
+from jls._metrics import strict
 from jls._nnx import is_model, is_optimizer, read_variables, split_model
 from jls._scalers.rule import bounds_of, scalar
 from jls._scalers.static import is_static
 from jls._state import Run, find, is_wrapper_state, run_in
 from jls._step import FoundWrapper, find_wrappers, sums_squares, wrapper_of
 from jls._text import an, at, wrapped
-from jls._tools.run.columns import strict
 from jls._tools.run.poison import Suspects
 from jls._tools.run.small import measure_small
 from jls._tools.run.verdict import (
@@ -35,7 +35,7 @@ from jls._tools.run.verdict import (
     diagnose,
 )
 from jls._train_state import FP8, carried_by, optimizer_in
-from jls._tree import check_holds, is_array, is_inexact, is_narrow, named_floats
+from jls._tree import check_holds, is_array, is_inexact, named_floats
 from jls._types import (
     SIGNALS,
     JlsWarning,
@@ -159,12 +159,13 @@ def health(
       A `jls.types.Health`: `verdict` is one of "ok", "no step", "calibrating",
       "recovering", "skipping", "dropping", "spike", "spiking", "at floor", "at
       ceiling", "underflow", "non-finite loss", "non-finite update", "bad scale",
-      "stalled" and "poisoned"; `sentence` says what it means and what to do, on one
-      line; its `str` has lines of at most 80 columns, and under a dynamic scale ends
-      with `ask`, the `jls.check_step` call that shows how much of the step is half.
-      `numbers` holds what `jls.host_metrics` returns (`last_skip_reason` as a
-      `jls.types.SkipReason`), whether the scale `is_static`, and its bounds, which are
-      None if they are not known; whether the run is `poisoned`, None if nothing was
+      "stalled" and "poisoned"; `sentence` says what is the case, and where to read
+      what to do, on one line; its `str` has lines of at most 80 columns, and under a
+      dynamic scale ends with `ask`, the `jls.check_step` call that shows how much of
+      the step is half.
+      `numbers` holds what `jls.metrics(state, host=True)` returns (`last_skip_reason`
+      as a `jls.types.SkipReason`), whether the scale `is_static`, and its bounds, which
+      are None if they are not known; whether the run is `poisoned`, None if nothing was
       looked at; the `poisoned_leaves`, names in lists by the tree that they are in,
       with a list for each tree that was looked at ("params", "opt_state", "carried");
       the `masks`, their numbers of elements that are -inf by name; with `params`, also
@@ -201,7 +202,8 @@ def health(
       ...     _, state = optimizer.update(grads, state, params)
       >>> print(jls.health(state, params, optimizer=optimizer))
       calibrating: all 3 steps so far were skipped while the loss scale comes down, to
-      128 now. That is normal for the first ten or so. Not finite: w.
+      128 now. That is normal for the first ten or so. Not finite: w. What to do:
+      docs/questions/healthy_run.md#calibrating.
       Half precision? print(jls.check_step(step, params, opt_state, batch))
     """
     raise_if = _check_verdicts("raise_if", raise_if)
@@ -241,14 +243,12 @@ def health(
         small["dtype"] = dtype.name
     facts = Facts(
         metrics=counts,
-        all_leaves_nonfinite=all(on_host["leaves"]),
         all_leaves_finite=bool(on_host["leaves"]) and not any(on_host["leaves"]),
         unnamed_leaves=unnamed,
         is_doubted=poison.is_doubted,
         saw_params=subject.params is not None or subject.is_train_state,
         is_train_state=subject.is_train_state,
         is_nnx=subject.is_nnx,
-        is_narrow=suspects.is_narrow,
         sums_squares=subject.sums_squares(counts),
         small=Small(**small) if small else None,
         policy=PolicyFacts(**policy) if policy else None,
@@ -474,23 +474,15 @@ def _describe_scale(subject: _Subject, loss_scale: float) -> dict[str, Any]:
 
 
 def _describe_scaler(subject: _Subject) -> ScalerFacts:
-    """The facts of a known optimizer: of its scaler, its checks and its policy."""
-    found, params = subject.found, subject.params
-    if found is None:
+    """The facts of the scaler of a known optimizer."""
+    if subject.found is None:
         return UNKNOWN
-    wrapper, known = found.wrapper, found.wrapper.scaler.hyperparameters
-    checks = wrapper.check_updates
-    if checks is None and params is not None:
-        checks = is_narrow(params)
-    policy = wrapper.spikes.hyperparameters if wrapper.spikes else {}
+    known = subject.found.wrapper.scaler.hyperparameters
     return ScalerFacts(
         init_scale=scalar(known, "init_scale"),
         backoff_factor=scalar(known, "backoff_factor"),
         backoff_interval=scalar(known, "backoff_interval"),
         growth_interval=scalar(known, "growth_interval"),
-        adjusts=not is_static(wrapper.scaler),
-        checks_updates=checks,
-        sigmas=scalar(policy, "sigmas"),
     )
 
 

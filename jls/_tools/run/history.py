@@ -8,14 +8,12 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jls._gone import Gone
+from jls._metrics import Scalar, fetch, flatten_metrics
 from jls._text import format_scale, wrapped
 from jls._tools.run.columns import (
     Columns,
-    Scalar,
     as_array,
     count_backoffs,
-    fetch,
-    flatten_metrics,
     growths_and_backoffs,
     skip_counts,
     spike_counts,

@@ -11,7 +11,7 @@ from jax import Array
 
 from jls._reduce import any_nan, count_true, finite_leaves
 from jls._tools.run.verdict import COMING_DOWN
-from jls._tree import is_narrow, named_floats, widen
+from jls._tree import named_floats, widen
 
 
 class BadLeaf(NamedTuple):
@@ -40,10 +40,6 @@ class FlaggedLeaves:
         self.flags = _nonfinite_flags(  # bool[n], on the device
             [leaf for _, leaf in finite], [leaf for _, leaf in others]
         )
-
-    def is_narrow(self) -> bool:
-        """Whether a leaf has less than 32 bits."""
-        return any(is_narrow(leaf) for _, leaf in self._named)
 
     def count_bad(self, flags: list[bool]) -> list[BadLeaf]:
         """Counts elements of the flagged leaves alone: in most runs there are none."""
@@ -86,13 +82,6 @@ class Suspects:
     def flags(self) -> dict[str, Array]:
         """`bool[n]` for each tree, on the device."""
         return {tree: leaves.flags for tree, leaves in self._flagged.items()}
-
-    @property
-    def is_narrow(self) -> bool | None:
-        """Whether a parameter or a moment has less than 32 bits, if it is known."""
-        if "params" not in self._flagged:
-            return None
-        return any(self._flagged[x].is_narrow() for x in ("params", "opt_state"))
 
     def find(
         self, flags: dict[str, list[bool]], steps: int, consecutive_skips: int

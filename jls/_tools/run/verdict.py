@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verdicts of `jls.health`: when each holds, and its sentence for a newcomer.
 
-Each verdict is one function below: the decorator says when it holds, the body is its
-sentence. They are tried from top to bottom, and the first that holds is returned.
+Each verdict is a row of `TABLE`: its name, when it holds, the fact in a sentence, and
+the section of a page that says what to do. The first row that holds is returned.
 """
 
 import dataclasses
@@ -64,9 +64,6 @@ class ScalerFacts(NamedTuple):
     backoff_factor: float | None = None
     backoff_interval: float | None = None
     growth_interval: float | None = None
-    adjusts: bool | None = None  # False for jls.static; True also with equal bounds
-    checks_updates: bool | None = None  # whether it skips non-finite updates
-    sigmas: float | None = None  # of its spike policy
 
 
 UNKNOWN = ScalerFacts()
@@ -79,12 +76,12 @@ class Facts:
     Each metric of the run is an attribute too: `facts.skips`.
     """
 
-    metrics: Mapping[str, Any]  # those of `jls.host_metrics`
+    metrics: Mapping[str, Any]  # those of `jls.metrics(state, host=True)`
     is_static: bool
     min_scale: float | None
     max_scale: float | None
-    all_leaves_nonfinite: bool = False  # of the gradients of the last skipped step
-    all_leaves_finite: bool = False  # of the same
+    # Of the gradients of the last skipped step.
+    all_leaves_finite: bool = False
     nonfinite_leaves: list[str] | None = None  # of the last skipped step, by name
     # How many leaves were not finite, and of how many, where no names are known.
     unnamed_leaves: tuple[int, int] | None = None
@@ -95,7 +92,6 @@ class Facts:
     saw_params: bool = False
     is_train_state: bool = False  # the state is a Flax `TrainState`
     is_nnx: bool = False  # the state or the parameters are those of an NNX model
-    is_narrow: bool | None = None  # a parameter or a moment has less than 32 bits
     # The check is the sum of squares of a clip: a leaf that is bad may be finite.
     sums_squares: bool = False
     small: Small | None = None
@@ -199,11 +195,6 @@ class Facts:
         """The end of a sentence, "; the loss scale is 2^15"; "" if there is none."""
         return f"; the loss scale is {self.scale}" if self.has_scale else ""
 
-    @property
-    def not_for_the_scale(self) -> str:
-        """The end of a sentence on what is not finite at any loss scale."""
-        return ", which no loss scale can cure" if self.has_scale else ""
-
 
 class Limits(NamedTuple):
     """The caller's limits."""
@@ -212,33 +203,22 @@ class Limits(NamedTuple):
     small: float
 
 
-class VerdictRule(NamedTuple):
-    """A verdict: when it holds, and its sentence."""
+class VerdictRow(NamedTuple):
+    """A verdict: when it holds, and the fact of it in a sentence."""
 
     verdict: Verdict
     holds: Callable[[Facts, Limits], bool]
-    sentence: Callable[[Facts], str]
+    fact: Callable[[Facts], str]
+    anchor: str  # of the section on `_PAGE` that says what to do; "" for nothing
 
 
-TABLE: list[VerdictRule] = []
-
-
-def _verdict(
-    name: Verdict, holds: Callable[[Facts, Limits], bool]
-) -> Callable[[Callable[[Facts], str]], Callable[[Facts], str]]:
-    """Appends a verdict to the table, with the decorated function as its sentence."""
-
-    def append(sentence):
-        TABLE.append(VerdictRule(name, holds, sentence))
-        return sentence
-
-    return append
+_PAGE = "docs/questions/healthy_run.md"
 
 
 def diagnose(facts: Facts, limits: Limits) -> tuple[Verdict, str]:
     """The first verdict of the table that holds, and its sentence."""
     row = next(row for row in TABLE if row.holds(facts, limits))
-    sentences = [row.sentence(facts)]
+    sentences = [row.fact(facts)]
     # A loss that is not finite spoils all gradients, and poison is in no gradient: the
     # names of gradients would say nothing.
     others = None, SkipReason.LOSS, SkipReason.SPIKE
@@ -248,9 +228,9 @@ def diagnose(facts: Facts, limits: Limits) -> tuple[Verdict, str]:
         sentences.append(_masks(facts))
     if row.verdict not in ("bad scale", "at ceiling"):
         sentences.append(_above_ceiling(facts, "The"))
-    sentences = [text.rstrip(" .") for text in sentences if text]
-    ended = [text if text.endswith("?") else f"{text}." for text in sentences]
-    return row.verdict, " ".join(ended)
+    if row.anchor:
+        sentences.append(f"What to do: {_PAGE}#{row.anchor}")
+    return row.verdict, " ".join(f"{text}." for text in sentences if text)
 
 
 def _culprits(facts: Facts) -> str:
@@ -295,161 +275,41 @@ _TREES = {
 }
 
 
-@_verdict("poisoned", lambda f, _: f.poisoned)
 def _poisoned(facts: Facts) -> str:
-    found = {
-        tree: names for tree, names in (facts.poisoned_leaves or {}).items() if names
-    }
-    places = [f"{_TREES[tree]} ({listed(names)})" for tree, names in found.items()]
-    # Parameters spoil the moments, and moments the parameters: the first is advised on.
-    trees = [t for t in found if t != "opt_state" or "params" not in found]
-    rates = [name for name in found.get("opt_state", []) if "hyperparams/" in name]
-    if rates == [name for names in found.values() for name in names]:
-        rates = [name.split("hyperparams/")[1] for name in rates]
-        are, them = ("is", "it") if len(rates) == 1 else ("are", "them")
-        lines = ", ".join(f'opt_state.hyperparams["{rate}"] = value' for rate in rates)
-        return (
-            f"{' and '.join(rates)}, which {are} set by hand, {are} not finite. Set "
-            f"{them} again: {lines}"
-        )
-    causes = ". ".join(_CAUSES[tree](facts) for tree in trees)
+    found = [
+        f"{_TREES[tree]} ({listed(names)})"
+        for tree, names in (facts.poisoned_leaves or {}).items()
+        if names
+    ]
+    where = " and in ".join(found)
     if facts.is_doubted:
         return (
-            f"-inf is in {' and in '.join(places)}, and the last "
-            f"{facts.consecutive_skips} steps were all skipped. Unless it is a mask, "
-            f"no step can cure that: go back to an earlier checkpoint. {causes}"
+            f"-inf is in {where}, and the last {facts.consecutive_skips} steps were "
+            "all skipped. Unless it is a mask, no step can cure that"
         )
-    return (
-        f"inf or NaN is in {' and in '.join(places)}. No step can cure that: go back "
-        f"to an earlier checkpoint, from which {_why(facts)}. {causes}"
-    )
+    return f"inf or NaN is in {where}. No step can cure that"
 
 
-def _cause_in_params(facts: Facts) -> str:
-    if facts.nonfinite_leaves is None:
-        return (
-            "The wrapper guards a part of the parameters alone: put optax.masked and "
-            "optax.partition inside it, jls.loss_scaled(optax.masked(inner, mask))"
-        )
-    others = (
-        "something else changed the parameters, such as a step written by hand that "
-        "keeps what was skipped"
-    )
-    if facts.scaler.checks_updates:
-        return f"The optimizer skips what it makes of finite gradients: {others}"
-    return (
-        "Either the optimizer made it out of finite gradients, a step that "
-        f"jls.loss_scaled(..., check_updates=True) skips, or {others}"
-    )
-
-
-def _cause_in_moments(facts: Facts) -> str:
-    return (
-        "The optimizer made it out of finite gradients, or it was restored so. In "
-        "float32 the square of a gradient over 1.8e19 is inf: clip gradients inside "
-        "jls.loss_scaled, before the moments"
-    )
-
-
-def _cause_in_carried(facts: Facts) -> str:
-    leave_out = "Leave out of carried= what is meant to be inf"
-    if facts.is_train_state:
-        leave_out = (
-            "Leave out what is meant to be inf: jls.health(state.opt_state, "
-            "state.params, carried=...)"
-        )
-    old = ", with an nnx.clone of the old one" if facts.is_nnx else ""
-    return (
-        "The forward pass makes it, or a skipped step that does not roll it back: use "
-        f"jls.train_step, or jls.select(applied, new, old){old}. {leave_out}"
-    )
-
-
-_CAUSES = {
-    "params": _cause_in_params,
-    "opt_state": _cause_in_moments,
-    "carried": _cause_in_carried,
-}
-
-
-@_verdict("bad scale", lambda f, _: not 0 < f.loss_scale < math.inf)
 def _bad_scale(facts: Facts) -> str:
-    return (
-        f"the loss scale is {facts.scale}, but must be finite and above 0. Set it with "
-        "opt_state = jls.set_loss_scale(opt_state, value), and find out where it came "
-        "from: a checkpoint, or a jls.set_loss_scale inside jit, where values are not "
-        "checked"
-    )
+    return f"the loss scale is {facts.scale}, but must be finite and above 0"
 
 
-@_verdict("stalled", lambda f, m: f.consecutive_skips > m.consecutive_skips)
 def _stalled(facts: Facts) -> str:
     reason = facts.last_skip_reason
-    over = _over(facts)
-    if reason == SkipReason.GRADIENTS and _can_lower(facts):
-        lower = _lower(facts)
-        advice = (
-            f"{lower[0].upper()}{lower[1:]}. If that does not help, {_why(facts)}"
-            f"{_loss_not_passed(facts)}"
-        )
-    else:
-        advice = {
-            SkipReason.NONE: "",
-            SkipReason.GRADIENTS: (
-                f"{_at_any_scale(facts)}: {_why(facts)}"
-                f"{'' if facts.saw_params else ', and for an inf in a parameter'}"
-                f"{_keep(facts)}{_other_causes(facts)}"
-            ),
-            SkipReason.LOSS: (
-                f"The loss itself is inf or NaN{facts.not_for_the_scale}: "
-                f"{_why(facts)}{_keep(facts)}{_ran_away(facts)}"
-            ),
-            SkipReason.UPDATES: (
-                "The optimizer turns finite gradients into inf or NaN updates. "
-                f"{_mend_updates(facts)}"
-            ),
-            SkipReason.SPIKE: (
-                f"{over[0].upper()}{over[1:]}. If no such step moves the limit, use "
-                "jls.spikes() with a small budget, or raise the limit; "
-                "jls.upgrade_state takes the state over"
-            ),
-        }[reason]
     because = f", the last one for its {reason.name.lower()}" if reason else ""
     if reason == SkipReason.SPIKE:
-        because = ", the last one as a spike"
+        because = f", the last one as a spike ({_over(facts)})"
     return (
         f"the last {facts.consecutive_skips} steps were all skipped{because}, and "
-        f"nothing is being learned{facts.at_scale}. {advice}"
+        f"nothing is being learned{facts.at_scale}"
     )
-
-
-def _at_any_scale(facts: Facts) -> str:
-    """Why a lower scale does not help."""
-    if facts.has_bad_norm:
-        return "True gradients this large are so at any scale"
-    return "If the loss is finite, the backward pass makes inf or NaN at any scale"
 
 
 def _bad_gradients_of_last(facts: Facts) -> str:
     if facts.has_bad_norm:
         return "the squares of the last step's gradients overflowed"
-    return f"the gradients of the last step were {_bad(facts)}"
-
-
-def _bad(facts: Facts) -> str:
-    return "inf, NaN, or over 1.8e19 in norm" if facts.sums_squares else "inf or NaN"
-
-
-def _why(facts: Facts) -> str:
-    """The line to write that names the line of the source."""
-    return f"print(jls.why({_arguments(facts)})) names the line"
-
-
-def _keep(facts: Facts) -> str:
-    """What to do if float16 overflows at that line."""
-    if facts.has_bad_norm or not facts.has_scale:
-        return ""
-    return "; if it overflows, keep that module in float32 (keep=, or its dtype)"
+    bad = "inf, NaN, or over 1.8e19 in norm" if facts.sums_squares else "inf or NaN"
+    return f"the gradients of the last step were {bad}"
 
 
 def ask_for_half(facts: Facts) -> str:
@@ -468,184 +328,48 @@ def _arguments(facts: Facts) -> str:
     return "step, params, opt_state, batch"
 
 
-def _ran_away(facts: Facts) -> str:
-    """A cause that spoils every batch of a run that has made good steps."""
-    if facts.skips >= facts.steps:
-        return ""
-    scaled = ", or gradients that are still scaled (jls.check_step tells)"
-    return (
-        ". If every batch is bad, the parameters may be too large: after too high a "
-        f"learning rate{scaled if facts.loss_scale != 1 else ''}"
-    )
-
-
-def _can_lower(facts: Facts) -> bool:
-    return facts.is_static and facts.loss_scale > 1
-
-
-def _lower(facts: Facts) -> str:
-    """How to lower a scale that never moves."""
-    use = "use jls.dynamic"
-    if facts.scaler.adjusts:
-        use = "give it a lower min_scale"
-    return f"lower it with jls.set_loss_scale, or {use}"
-
-
-@_verdict("at floor", lambda f, _: f.had_bad_gradients and f.moves and f.is_at_floor)
 def _at_floor(facts: Facts) -> str:
     return (
-        f"{_bad_gradients_of_last(facts)}, and the loss scale of "
-        f"{facts.scale} is at its floor ({facts.consecutive_skips} skipped in a row), "
-        f"so no lower scale will help: {_why(facts)}{_keep(facts)}. Or lower min_scale"
-        f"{_other_causes(facts)}"
+        f"{_bad_gradients_of_last(facts)}, and the loss scale of {facts.scale} is at "
+        f"its floor ({facts.consecutive_skips} skipped in a row), so no lower scale "
+        "will help"
     )
 
 
-# Above what is said of the last step alone, so that the verdict does not depend on it.
-@_verdict("skipping", lambda f, _: f.is_often(f.skips))
+_REASONS = {
+    SkipReason.GRADIENTS: "for their gradients",
+    SkipReason.LOSS: "for their loss",
+    SkipReason.UPDATES: "for their updates",
+    SkipReason.SPIKE: "as spikes",
+}
+
+
 def _skipping(facts: Facts) -> str:
-    counts = facts.skips_by
-    names = {
-        SkipReason.GRADIENTS: "for their gradients",
-        SkipReason.LOSS: "for their loss",
-        SkipReason.UPDATES: "for their updates",
-        SkipReason.SPIKE: "as spikes",
-    }
-    causes = {
-        SkipReason.GRADIENTS: _bad_gradients,
-        SkipReason.LOSS: _bad_losses,
-        SkipReason.UPDATES: _mend_updates,
-        SkipReason.SPIKE: _many_spikes,
-    }
-    listed = ", ".join(f"{count} {names[reason]}" for reason, count in counts.items())
-    # Advice on the reasons of a quarter of the skips or more: at most four.
-    main = [reason for reason, count in counts.items() if 4 * count >= facts.skips]
-    advice = ". ".join(causes[reason](facts) for reason in main)
-    return (
-        f"{_skips(facts)}, {listed}{facts.at_scale}. A healthy run skips few steps"
-        f"{' once its scale is found' if facts.has_scale else ''}. {advice}"
-    )
-
-
-def _bad_gradients(facts: Facts) -> str:
-    if _can_lower(facts):
-        return (
-            f"The scale is static and may be too large: {_lower(facts)}. Else "
-            f"{_why(facts)}"
-        )
-    interval = facts.scaler.growth_interval
-    # Each growth may cost a skip: then more than one step in 25 is skipped.
-    if facts.moves and interval and interval < COMING_DOWN:
-        return (
-            f"The scale grows after {interval:g} good steps already, and what follows "
-            "is skipped: raise growth_interval"
-        )
-    what = f"that are {_bad(facts)}"
-    if facts.has_bad_norm:
-        what = "whose squares overflow"
-    return (
-        f"Gradients {what} again and again have a cause that no scale cures: "
-        f"{_why(facts)}{_other_causes(facts)}"
-    )
-
-
-def _bad_losses(facts: Facts) -> str:
-    return (
-        f"{'No loss scale' if facts.has_scale else 'Nothing in the step'} cures a loss "
-        f"that is inf or NaN: with such a batch, {_why(facts)}"
-    )
-
-
-def _many_spikes(facts: Facts) -> str:
-    policy = facts.policy
-    if policy is None:
-        return "See whether the limit of the spike policy is too low for this run"
-    # The deviation of 16 values is known to a fifth of itself, of fewer to less.
-    if 1 < policy.window < 16:
-        return (
-            f"A window of {policy.window} is too short to tell a spike from noise: "
-            "jls.spikes() has one of 128"
-        )
-    # Of normal noise 1 value in 741 is over 3 deviations, 1 in 44 over 2.
-    if facts.scaler.sigmas and facts.scaler.sigmas < 3:
-        return "So few sigmas call noise a spike: jls.spikes() has 6"
-    bound = (
-        ", or bound what is skipped with a small budget"
-        if policy.tokens == math.inf
-        else ""
+    counts = ", ".join(
+        f"{n} {_REASONS[reason]}" for reason, n in facts.skips_by.items()
     )
     return (
-        f"If these batches are good, raise sigmas or max_norm{bound}. Else the run is "
-        "unstable: lower the learning rate"
+        f"{_skips(facts)}, {counts}{facts.at_scale}. A healthy run skips few steps"
+        f"{' once its scale is found' if facts.has_scale else ''}"
     )
 
 
-@_verdict("non-finite loss", lambda f, _: f.skipped_for == SkipReason.LOSS)
 def _nonfinite_loss(facts: Facts) -> str:
+    cure = ", which no loss scale can cure" if facts.has_scale else ""
     return (
-        f"the forward loss of the last step was inf or NaN{facts.not_for_the_scale} "
-        f"({facts.nonfinite_losses} of {_steps(facts)} so far): with its batch, "
-        f"{_why(facts)}"
+        f"the forward loss of the last step was inf or NaN{cure} "
+        f"({facts.nonfinite_losses} of {_steps(facts)} so far)"
     )
 
 
-@_verdict("non-finite update", lambda f, _: f.skipped_for == SkipReason.UPDATES)
 def _nonfinite_update(facts: Facts) -> str:
     return (
         "the gradients of the last step were finite, but the optimizer turned them "
         "into inf or NaN, or into an update too large for its parameter's dtype "
-        f"({facts.nonfinite_updates} of {_steps(facts)} so far). "
-        f"{_mend_updates(facts)}"
+        f"({facts.nonfinite_updates} of {_steps(facts)} so far)"
     )
 
 
-def _mend_updates(facts: Facts) -> str:
-    if facts.masks:
-        return (
-            "The parameters hold -inf, and an optimizer that reads them, as weight "
-            "decay does, makes NaN of it: leave these out, optax.adamw(mask=...), or "
-            'freeze them, optax.partition({"train": inner, "freeze": '
-            "optax.set_to_zero()}, labels)"
-        )
-    if facts.is_narrow is False:
-        return f"Raise the optimizer's eps; {_why(facts)}"
-    return (
-        "Keep parameters and moments in float32, or raise the optimizer's eps; "
-        f"{_why(facts)}"
-    )
-
-
-def _other_causes(facts: Facts) -> str:
-    """Other possible causes of gradients that are inf or NaN again and again."""
-    causes = ""
-    if not facts.is_static:
-        causes += (
-            ". Or the gradients were scaled by another state: give jls.value_and_grad "
-            "the newest one"
-        )
-    return causes + _loss_not_passed(facts)
-
-
-def _loss_not_passed(facts: Facts) -> str:
-    """The advice to pass the loss: a NaN loss makes all gradients bad."""
-    looks_so = (
-        facts.last_skip_reason == SkipReason.GRADIENTS
-        and facts.nonfinite_losses == 0
-        and facts.all_leaves_nonfinite
-        and not (facts.policy and facts.policy.loss_given)
-    )
-    if not looks_so:
-        return ""
-    return (
-        f". All gradients were {_bad(facts)}: if the loss was inf or NaN, pass "
-        "value=loss to the optimizer's update, which then keeps the loss scale"
-    )
-
-
-@_verdict(
-    "calibrating",
-    lambda f, _: f.had_bad_gradients and f.moves and f.skips == f.steps,
-)
 def _calibrating(facts: Facts) -> str:
     skipped = f"all {facts.steps} steps so far were skipped"
     if facts.steps == 1:
@@ -661,18 +385,13 @@ def _calibrating(facts: Facts) -> str:
     )
 
 
-@_verdict("spiking", lambda f, _: f.is_spiking)
 def _spiking(facts: Facts) -> str:
     return (
         f"{facts.spikes_found} of {_steps(facts)} were spikes, more than noise alone "
-        f"explains ({facts.spikes} skipped). If they are always the same batches, "
-        "raise sigmas or max_norm. Else the run is unstable: lower the learning rate "
-        "or beta2, or add QK-norm or z-loss. Skipping will not cure it"
-        f"{_spent(facts)}"
+        f"explains ({facts.spikes} skipped){_spent(facts)}"
     )
 
 
-@_verdict("spike", lambda f, _: f.skipped_for == SkipReason.SPIKE)
 def _spike(facts: Facts) -> str:
     return (
         f"the last step was skipped: {_over(facts)} ({facts.spikes} of "
@@ -684,22 +403,7 @@ def _spent(facts: Facts) -> str:
     """Whether spikes are let through; a budget of 0 lets all through."""
     if facts.policy is None or facts.policy.tokens >= 1 or not facts.spikes:
         return ""
-    return (
-        ". The budget is spent: spikes are let through for now, and the limit follows "
-        "if this is a new level"
-    )
-
-
-def _rare(facts: Facts) -> str:
-    """Data that is rare and large may be skipped each time."""
-    # Bad batches are fewer: one in a hundred would be a part of the data.
-    if facts.spikes < max(10, facts.steps / 100):
-        return ""
-    return (
-        ". See whether these are always the same batches, from which nothing is then "
-        "learned: raise sigmas, or count with budget=0. If they are not, the run may "
-        "be unstable"
-    )
+    return ". The budget is spent: spikes are let through for now"
 
 
 def _over(facts: Facts) -> str:
@@ -716,91 +420,45 @@ def _over(facts: Facts) -> str:
     return " and ".join(texts) or "the spike policy wanted it"
 
 
-@_verdict("recovering", lambda f, _: f.skipped)
 def _recovering(facts: Facts) -> str:
     what = f"{_bad_gradients_of_last(facts)}, and it was skipped"
     if facts.skipped_for == SkipReason.NONE:
         what = "the last step was skipped"
-    if not facts.is_static:
-        return (
-            f"{what}, {facts.consecutive_skips} in a row; the loss scale is "
-            f"{facts.scale}. {_skips(facts)}"
-        )
-    lower = f"{_lower(facts)}; else " if _can_lower(facts) else ""
-    never_moves = ""
-    if facts.has_scale:
-        never_moves = f"The loss scale of {facts.scale} is static, and never moves. "
+    never_moves = ", and never moves" if facts.is_static and facts.has_scale else ""
     return (
-        f"{what}, {facts.consecutive_skips} in a row; {_skips(facts)}. {never_moves}"
-        f"If this goes on, {lower}"
-        f"{_why(facts)}{_loss_not_passed(facts)}"
+        f"{what}, {facts.consecutive_skips} in a row{facts.at_scale}{never_moves}. "
+        f"{_skips(facts)}"
     )
 
 
-@_verdict("dropping", lambda f, _: f.is_often(f.partial_overflows))
 def _dropping(facts: Facts) -> str:
     floor = ", its floor" if facts.moves and facts.is_at_floor else ""
     return (
         f"{facts.partial_overflows} of {_steps(facts)} were applied without a part of "
         "their gradients, which was inf or NaN: nothing is learned from it; the loss "
-        f"scale is {facts.scale}{floor}. See whether these are always the same "
-        f"examples; {_why(facts)}"
+        f"scale is {facts.scale}{floor}"
     )
 
 
-@_verdict(
-    "underflow",
-    lambda f, m: bool(f.small) and (f.small.all_zero or f.small.small > m.small),
-)
 def _underflow(facts: Facts) -> str:
     assert facts.small is not None, "the verdict needs it"
     share, all_zero, dtype = facts.small
     if all_zero:
-        return (
-            f"all gradients are 0. Either all of them were too small for {dtype}, or "
-            "the loss does not depend on the parameters: compute them once in float32 "
-            "to see which"
-        )
-    fact = (
+        return f"all gradients are 0, or too small for {dtype}"
+    return (
         f"{share:.0%} of the gradients are too small for {dtype} at the loss scale of "
-        f"{facts.scale}, and lose precision or vanish. "
-    )
-    if dtype == "bfloat16":
-        return f"{fact}Compute the part with the smallest ones in float32"
-    grow = ", or let the scaler grow sooner or further (growth_interval, max_scale)"
-    return (
-        f"{fact}print(jls.calibrate(step, ...)) says which scale is the largest, and "
-        "what vanishes at that one too. Set the scale with "
-        f"jls.set_loss_scale{'' if facts.is_static else grow}; for the rest use "
-        "bfloat16, or compute it in float32"
+        f"{facts.scale}, and lose precision or vanish"
     )
 
 
-@_verdict("no step", lambda f, _: f.steps == 0)
 def _no_step(facts: Facts) -> str:
-    if facts.is_nnx:
-        lost = (
-            "their updates were lost: compile the step with nnx.jit, or return model "
-            "and optimizer from jax.jit"
-        )
-    else:
-        lost = "this is not the state that the last one returned"
-    return (
-        f"no step was made yet, so there is nothing to judge{facts.at_scale}. If you "
-        f"ran steps, {lost}"
-    )
+    return f"no step was made yet, so there is nothing to judge{facts.at_scale}"
 
 
-@_verdict("at ceiling", lambda f, _: f.moves and f.is_at_ceiling)
 def _at_ceiling(facts: Facts) -> str:
-    never = (
-        ". No step was ever skipped: were these gradients made by jls.value_and_grad?"
-        if facts.skips == 0
-        else ""
-    )
+    never = "" if facts.skips else ". No step was ever skipped"
     return _above_ceiling(facts) or (
-        f"the loss scale of {facts.scale} can grow no further. If gradients are still "
-        f"too small for float16, raise max_scale{never}"
+        f"the loss scale of {facts.scale} can grow no further{never}"
     )
 
 
@@ -816,14 +474,11 @@ def _above_ceiling(facts: Facts, the: str = "the") -> str:
     )
 
 
-@_verdict("ok", lambda f, _: True)
 def _ok(facts: Facts) -> str:
-    low = facts.min_scale if facts.min_scale is not None else 1.0
-    has_sunk = not facts.is_static and facts.loss_scale <= low
-    hint = _loss_not_passed(facts) if has_sunk else ""
+    hint = "" if facts.saw_params else "; the parameters were not looked at"
     if facts.policy and facts.spikes_found:
         counts = f"{facts.spikes_found} found, {facts.spikes} skipped"
-        hint = f". Spikes: {counts}{_spent(facts)}{_rare(facts)}{hint}"
+        hint += f". Spikes: {counts}{_spent(facts)}"
     if facts.partial_overflows:
         hint += (
             f". In {facts.partial_overflows} of them a part of the gradients was inf "
@@ -834,10 +489,7 @@ def _ok(facts: Facts) -> str:
             ". Spikes are judged by the gradient norm alone: pass value=loss to the "
             "optimizer's update to judge the loss too"
         )
-    if not facts.saw_params:
-        hint = f"; the parameters were not looked at{hint}"
-    hint += "" if has_sunk else _started_high(facts)
-    return f"{_skips(facts)}{facts.at_scale}{hint}"
+    return f"{_skips(facts)}{facts.at_scale}{hint}{_started_high(facts)}"
 
 
 # A run that is compared with another one is no longer than this.
@@ -848,7 +500,10 @@ def _started_high(facts: Facts) -> str:
     """Where the scale should have started, if that alone has cost several steps."""
     known, backoff = facts.scaler, facts.scaler.backoff_factor
     is_all = facts.skips_by == {SkipReason.GRADIENTS: facts.skips}
+    low = 1.0 if facts.min_scale is None else facts.min_scale
     if not (backoff and is_all and facts.skips >= 5 and facts.steps <= _START):
+        return ""
+    if facts.loss_scale <= low:  # the last resort, not where to start
         return ""
     start = facts.loss_scale / backoff**facts.skips  # if it has not grown since
     # Set by hand: the scaler itself puts it nowhere above its maximum.
@@ -873,3 +528,72 @@ def _steps(facts: Facts) -> str:
 def _skips(facts: Facts) -> str:
     was = "was" if 1 in (facts.skips, facts.steps) else "were"
     return f"{facts.skips} of {_steps(facts)} {was} skipped so far"
+
+
+TABLE: tuple[VerdictRow, ...] = (
+    VerdictRow("poisoned", lambda f, _: f.poisoned, _poisoned, "poisoned"),
+    VerdictRow(
+        "bad scale",
+        lambda f, _: not 0 < f.loss_scale < math.inf,
+        _bad_scale,
+        "bad-scale",
+    ),
+    VerdictRow(
+        "stalled",
+        lambda f, m: f.consecutive_skips > m.consecutive_skips,
+        _stalled,
+        "stalled",
+    ),
+    VerdictRow(
+        "at floor",
+        lambda f, _: f.had_bad_gradients and f.moves and f.is_at_floor,
+        _at_floor,
+        "at-floor",
+    ),
+    # Above what is said of the last step alone, so that the verdict does not depend on
+    # it.
+    VerdictRow("skipping", lambda f, _: f.is_often(f.skips), _skipping, "skipping"),
+    VerdictRow(
+        "non-finite loss",
+        lambda f, _: f.skipped_for == SkipReason.LOSS,
+        _nonfinite_loss,
+        "non-finite-loss",
+    ),
+    VerdictRow(
+        "non-finite update",
+        lambda f, _: f.skipped_for == SkipReason.UPDATES,
+        _nonfinite_update,
+        "non-finite-update",
+    ),
+    VerdictRow(
+        "calibrating",
+        lambda f, _: f.had_bad_gradients and f.moves and f.skips == f.steps,
+        _calibrating,
+        "calibrating",
+    ),
+    VerdictRow("spiking", lambda f, _: f.is_spiking, _spiking, "spiking"),
+    VerdictRow(
+        "spike", lambda f, _: f.skipped_for == SkipReason.SPIKE, _spike, "spiking"
+    ),
+    VerdictRow("recovering", lambda f, _: f.skipped, _recovering, "recovering"),
+    VerdictRow(
+        "dropping",
+        lambda f, _: f.is_often(f.partial_overflows),
+        _dropping,
+        "dropping",
+    ),
+    VerdictRow(
+        "underflow",
+        lambda f, m: bool(f.small) and (f.small.all_zero or f.small.small > m.small),
+        _underflow,
+        "underflow",
+    ),
+    VerdictRow("no step", lambda f, _: f.steps == 0, _no_step, "no-step"),
+    VerdictRow(
+        "at ceiling",
+        lambda f, _: f.moves and f.is_at_ceiling,
+        _at_ceiling,
+        "at-ceiling",
+    ),
+    VerdictRow("ok", lambda f, _: True, _ok, ""),
+)
