@@ -20,7 +20,6 @@ from sphinx.addnodes import pending_xref
 from sphinx.transforms import SphinxTransform
 
 import jls
-from jls import _gone
 from jls._scalers import rule
 from jls._text import format_number
 
@@ -184,6 +183,14 @@ def document(app, what, name, obj, options, lines):
         lines[place:place] = FIELDS[obj]
 
 
+def is_there(name):
+    """Whether jls has a name such as "jls.History.plot"."""
+    holder = jls
+    for part in name.split(".")[1:]:
+        holder = getattr(holder, part, None)
+    return holder is not None
+
+
 class LinkNames(SphinxTransform):
     """Links every `jls.name` set as code, and so makes a wrong name an error."""
 
@@ -192,8 +199,8 @@ class LinkNames(SphinxTransform):
     def apply(self, **kwargs):
         for node in list(self.document.findall(nodes.literal)):
             name = re.match(r"jls(\.[a-zA-Z]\w*)+(?=\(|$)", node.astext())
-            if name and name[0] in _gone.WRITE:  # for the changelog
-                continue
+            if self.env.docname == "changelog" and name and not is_there(name[0]):
+                continue  # of an older version
             if name and not isinstance(node.parent, nodes.reference | pending_xref):
                 link = pending_xref(
                     refdomain="py",

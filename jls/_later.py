@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jls import _gone
+from jls import _elsewhere
 
 
 def attach(
@@ -26,7 +26,7 @@ def attach(
 
     def get(name: str) -> Any:
         if name not in tools:
-            raise _gone.attribute_error(module, name)
+            raise _elsewhere.attribute_error(module, name)
         found = importlib.import_module(f"jls._tools.{tools[name]}")
         names[name] = getattr(found, name)
         return names[name]

@@ -288,32 +288,6 @@ def test_types_are_those_of_the_contract():
     assert get_args(jls.types.Verdict)[-1] == "ok"
 
 
-GONE = {
-    "jls.adaptive": r"jls\.presets\.mindformers_adaptive",
-    "jls.cautious": r"jls\.dynamic, started where jls\.calibrate says",
-    "jls.recent_max": r"jls\.dynamic, started where jls\.calibrate says",
-    "jls.max_abs": r"jls\.all_finite",
-    "jls.underflow": r"jls\.health\(opt_state, grads=grads\)",
-    "jls.nonfinite_report": r"jls\.health\(.*jls\.why\(",
-    "jls.types.RecentMaxState": r"jls\.dynamic",
-    "jls.types.Underflow": r"jls\.calibrate",
-    "jls.types.UnderflowShares": r"jls\.calibrate",
-    "jls.types.NonfiniteReport": r"jls\.why",
-    "jls.types.LeafReport": r"jls\.why",
-    "jls.History.to_csv": r"pandas\.DataFrame\(dict\(history\)\)\.to_csv\(file",
-    "jls.History.from_csv": r"pandas\.read_csv\(file\)",
-}
-
-
-@pytest.mark.parametrize(("name", "write"), GONE.items())
-def test_a_name_that_is_gone_says_what_to_write(name, write):
-    path, _, short = name.rpartition(".")
-    holder = {"jls": jls, "jls.types": jls.types, "jls.History": jls.History}[path]
-    with pytest.raises(AttributeError, match=f"^{name} is gone since 0.4.0: .*{write}"):
-        getattr(holder, short)
-    assert inspect.isclass(holder) or short not in dir(holder)
-
-
 def test_any_other_name_is_an_attribute_error_as_of_every_module():
     for module in (jls, jls.types):
         with pytest.raises(AttributeError, match="has no attribute 'dynamc'") as error:

@@ -31,10 +31,9 @@ jls.loss_scaled(optax.sgd(0.1), 8.0)  # type: ignore[arg-type]  # pyright: ignor
 jls.params_ema(0.9, False)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 jls.params_ema("0.9")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
-# Names that are gone.
-jls.cautious()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
-jls.types.Underflow  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
-jls.History().to_csv("run.csv")  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+# Names that there are not.
+jls.dynamc()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+jls.types.ScalerStat  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
 
 # States.
 opt_state.skip  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]

@@ -2,12 +2,11 @@
 """A record of a run on the host: append the metrics of a step, then read and plot."""
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jax.typing import ArrayLike
 
-from jls._gone import Gone
 from jls._metrics import Scalar, fetch, flatten_metrics
 from jls._text import format_scale, wrapped
 from jls._tools.run.columns import (
@@ -231,9 +230,6 @@ class History:
                 "Install it with: pip install matplotlib"
             ) from error
         return plot(self._columns, axes)
-
-    if not TYPE_CHECKING:
-        to_csv, from_csv = Gone(), Gone()
 
 
 def _check_step(number: Scalar) -> None:

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of other libraries, asked of jls: what does the same here.
+
+Those of `torch.amp.GradScaler`, of `flax.training.dynamic_scale.DynamicScale`, of jmp's
+loss scales, policies and casts, and of what is called like them elsewhere.
+"""
+
+import sys
+
+_AUTOCAST = (
+    "jls.autocast(loss_fn, jnp.float16) makes a function that computes in half "
+    "precision, and so does jls.train_step(..., compute_dtype=jnp.float16)"
+)
+# By a part of the name.
+_HERE = {
+    "scaler": "jls.loss_scaled(optimizer) scales and skips, by a scaler such as "
+    "jls.dynamic() or jls.presets.torch(): docs/coming_from.md has a table",
+    "dynamicscale": "jls.loss_scaled(optimizer, jls.presets.flax())",
+    "nooploss": "jls.skip_nonfinite(optimizer) skips, and does not scale",
+    "staticloss": "jls.loss_scaled(optimizer, jls.static(scale))",
+    "lossscal": "jls.loss_scaled(optimizer, jls.dynamic())",
+    "select": "jls.select(finite, new, old)",
+    "cast": _AUTOCAST,
+    "half": _AUTOCAST,
+    "float16": _AUTOCAST,
+    "policy": _AUTOCAST,
+}
+
+
+def attribute_error(module: str, name: str) -> AttributeError:
+    """The error for a name that `module` does not have."""
+    message = f"module {module!r} has no attribute {name!r}"
+    write = [x for word, x in _HERE.items() if word in name.lower()]
+    if module == "jls" and write:
+        return AttributeError(f"{message}: {write[0]}.")
+    return AttributeError(message, name=name, obj=sys.modules[module])
