@@ -2,12 +2,10 @@
 """States across versions and optimizers: wrap, unwrap, upgrade.
 
 The rule for versions: a field of `LossScaledState` that was added after a checkpoint
-was saved starts as in a new run. FIELDS in `_types` says since when there is a field;
-RENAMED has the old names of the fields of all states.
+was saved starts as in a new run. FIELDS in `_types` says since when there is a field.
 
     saved has           target has           then
     the field           the field            the saved value
-    the old name        a renamed field      the saved value, converted
     nothing             a field added later  the target's value
     nothing             any other field      an error
     a field             nothing              an error: a newer jls, or another optimizer
@@ -15,16 +13,11 @@ RENAMED has the old names of the fields of all states.
     a static scale      a StaticState        the saved scale
     a scale that moves  a StaticState        the target's scale
     a static scale      a scale that moves   the target's scale and counts
-    a recent_max        a scale that moves   the saved scale, the target's counts
     no spike policy     a spike policy       the target's: a new warm-up
     a spike policy      none                 an error that says how to drop it
-
-0.1.0 kept a static scale in the state of one that moves, with a finite_count of -2.
-Before 0.1.0 nothing marked it: it is read as a scale that moves. Of the scalers that
-are gone, `cautious` had the state of `dynamic`, and `recent_max` one of its own.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -35,7 +28,6 @@ import optax
 from jls import _validate
 from jls._nnx import is_variable, read_variables, unbox
 from jls._placement import copy_like, own_buffers, place_like, place_scalars
-from jls._scalers.adaptive import AdaptiveState
 from jls._state import find, how_to_nest, is_scaler_state, is_wrapper_state
 from jls._step import wrapper_of
 from jls._text import at, join, listed
@@ -65,9 +57,6 @@ _COUNT_FIELDS = tuple(
 )
 _SCALES = _validate.SMALLEST, _validate.LARGEST
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
-# The fields of the state of `recent_max`, a scaler that is gone.
-_RECENT_MAX = {"loss_scale", "finite_count", "window_count", "overflow_ceiling"}
-_RECENT_MAX |= {"ceiling", "previous_ceiling"}
 # By field of a `SpikeState`: the numbers that a run can have there. A judged value may
 # overflow float32; without a budget the tokens are inf.
 _SPIKE_RANGES = {
@@ -77,29 +66,6 @@ _SPIKE_RANGES = {
     "value": ("number other than NaN", -np.inf, np.inf),
     "limit": ("number other than NaN", -np.inf, np.inf),
     "steady_share": ("number from 0 to 1", 0, 1),
-}
-
-
-def _stacked(*numbers: Any) -> np.ndarray:
-    """The fields of single signals as one field, with a last axis of signals."""
-    return np.stack([np.asarray(number) for number in numbers], axis=-1)
-
-
-# By type and field: the names that older versions have for it, and how to convert what
-# they saved.
-RENAMED: dict[type, dict[str, tuple[tuple[str, ...], Callable[..., Any]]]] = {
-    LossScaledState: {
-        name: ((field.was,), lambda value: value)
-        for name, field in FIELDS.items()
-        if field.was
-    },
-    # In 0.1.0 the foot of the ladder was -1, and the shortest interval 0.
-    AdaptiveState: {"rung": (("interval_index",), lambda index: index + 1)},
-    # In 0.2.0 each signal had fields of its own.
-    SpikeState: {
-        "value": (("judged_loss", "judged_norm"), _stacked),
-        "limit": (("limit_loss", "limit_norm"), _stacked),
-    },
 }
 
 
@@ -216,8 +182,7 @@ def upgrade_state(target: State, saved: Any) -> State:
 
     It also converts between a static scale and a dynamic one: the scale then starts as
     in `target`, and everything else continues. A spike policy may be added; it warms up
-    first. A run of the removed scalers `jls.cautious` and `jls.recent_max` continues at
-    its scale under `jls.dynamic`.
+    first.
 
     Args:
       target: a new state: `optimizer.init(params)`, or anything that contains one, such
@@ -350,15 +315,12 @@ def _upgrade(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
             f"has, got {describe_node(saved)}. "
             f"{_OTHER if is_array(saved) else _NO_TREE}"
         )
-    parts = _renamed(type(target), parts)
     if is_scaler_state(target):
-        parts = _static_or_moving(target, saved, parts)
-        if parts is None:
+        if _starts_anew(target, saved, parts):
             return _copy_tree(target)
         rule = "number from 2^-126 to 2^126"
         _check_values(parts, ("loss_scale",), path, rule, *_SCALES)
     if is_wrapper_state(target):
-        parts = _without_empty_flags(parts)
         parts = _check_spikes(target, parts, path)
         rule = "number from 0 to 2^31 - 1"
         _check_values(parts, _COUNT_FIELDS, path, rule, 0, 2**31 - 1)
@@ -381,63 +343,25 @@ def _upgrade(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
     return structure.unflatten(new)
 
 
-def _static_or_moving(
-    target: Any, saved: Any, parts: dict[str, Any]
-) -> dict[str, Any] | None:
-    """The parts as of this version; None if the scale starts as in `target`."""
-    is_static = isinstance(target, StaticState)
-    moves = "finite_count" in target._fields
-    if "loss_scale" not in parts or not (
+def _starts_anew(target: Any, saved: Any, parts: dict[str, Any]) -> bool:
+    """Whether one of the two scales is static, and the other moves."""
+    is_static, was_static = (isinstance(x, StaticState) for x in (target, saved))
+    if not hasattr(saved, "_fields"):  # else its type says it
+        was_static = parts.keys() == {"loss_scale"}
+    moves = "finite_count" in target._fields  # if not, it may be a scaler of one's own
+    return was_static != is_static and (
         is_static or moves or isinstance(saved, StaticState)
-    ):
-        return parts
-    if _was_static(saved, parts) != is_static:
-        return None
-    if is_static:
-        return {"loss_scale": parts["loss_scale"]}
-    if parts.keys() == _RECENT_MAX and not parts.keys() <= set(target._fields):
-        return one_level(target)[0] | {"loss_scale": parts["loss_scale"]}
-    return parts
-
-
-def _renamed(kind: type, parts: dict[str, Any]) -> dict[str, Any]:
-    """`parts` by the names of this version."""
-    for new, (olds, convert) in RENAMED.get(kind, {}).items():
-        values = [unbox(parts.get(old)) for old in olds]
-        if new not in parts and all(map(is_array, values)):  # else an error further on
-            parts = {name: part for name, part in parts.items() if name not in olds}
-            parts[new] = convert(*values)
-    return parts
-
-
-def _was_static(saved: Any, parts: dict[str, Any]) -> bool:
-    if hasattr(saved, "_fields"):  # an object, whose type says it
-        return isinstance(saved, StaticState)
-    count = unbox(parts.get("finite_count"))
-    marked = is_array(count) and np.size(count) > 0 and np.all(np.asarray(count) == -2)
-    return bool(marked) or set(parts) == {"loss_scale"}
-
-
-def _without_empty_flags(parts: dict[str, Any]) -> dict[str, Any]:
-    """`parts` without the flags of 0.1.0 that are empty; now there is always one."""
-    flags = unbox(parts.get("nonfinite_leaves"))
-    is_empty = is_array(flags) and np.size(flags) == 0
-    names = [name for name in parts if not (is_empty and name == "nonfinite_leaves")]
-    return {name: parts[name] for name in names}
+    )
 
 
 def _check_spikes(
     target: LossScaledState, parts: dict[str, Any], path: tuple[str, ...]
 ) -> dict[str, Any]:
     """`parts`; without the fields of a spike policy where there was none."""
-    saved = parts.get("spike_state")
-    if isinstance(target.spike_state, SpikeState):
-        saved = _renamed(SpikeState, _parts_of(saved) or {})
     if not jax.tree.leaves(parts.get("spikes")):
         return {name: part for name, part in parts.items() if name not in _OF_POLICY}
-    if not has_policy(target) or _policy_shapes(saved) != _policy_shapes(
-        target.spike_state
-    ):
+    shapes = _policy_shapes(parts.get("spike_state"))
+    if not has_policy(target) or shapes != _policy_shapes(target.spike_state):
         other = "another one" if has_policy(target) else "none"
         raise ValueError(
             f"saved must be of the spike policy of target {format_path(path)}, but it "

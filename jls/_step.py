@@ -888,8 +888,7 @@ def _check_scale(loss_scale: Any, path: str) -> None:
 
 def _check_count(got: int, state: Any) -> None:
     known = state.nonfinite_leaves.size
-    # Without a floating-point leaf there is one flag all the same; in 0.1.0 none.
-    if got != known and (got or known > 1):
+    if max(got, 1) != known:  # without a floating-point leaf there is one all the same
         wrapper = wrapper_name(state.scaler_state)
         raise ValueError(
             "updates must have as many floating-point leaves as the params of init, "

@@ -337,7 +337,6 @@ class Field(NamedTuple):
     is_logged: bool = False  # whether it is a metric
     is_of_policy: bool = False  # whether it is () without a spike policy
     since: str | None = None  # the version that added it; None for the first
-    was: str | None = None  # its name in older checkpoints
 
 
 _counter = functools.partial(Field, jnp.int32, is_logged=True)
@@ -370,9 +369,7 @@ class LossScaledState(NamedTuple):
     # i32[]  skipped for an update: inf, NaN or too large
     nonfinite_updates: Annotated[Array, _counter("nonfinite update", since="0.1.0")]
     # i32[]  a SkipReason, of the last skipped step
-    last_skip_reason: Annotated[
-        Array, Field(jnp.int32, is_logged=True, since="0.1.0", was="skip_reason")
-    ]
+    last_skip_reason: Annotated[Array, Field(jnp.int32, is_logged=True, since="0.1.0")]
     # bool[n]  by floating-point leaf, of the last step skipped for inf or NaN
     nonfinite_leaves: Annotated[Array, Field(since="0.1.0")]
     # i32[]  steps skipped by the spike policy; () without one

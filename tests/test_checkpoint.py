@@ -24,7 +24,6 @@ from shared import assert_close, assert_identical, bad_leaves, bits, run
 from test_scaler_laws import SCALERS
 
 import jls
-from jls._checkpoint import RENAMED
 from jls._nnx import read_variables
 from jls._state import find, is_wrapper_state
 from jls._types import FIELDS
@@ -279,14 +278,13 @@ FOLDER = Path(__file__).parent / "checkpoints"
 sys.path.append(str(FOLDER))
 import make as checkpoints  # noqa: E402, how the files were made
 
-OLD = "dynamic", "adaptive"
 # Those of a spike policy are nothing without one.
 NEW_FIELDS = [
     name for name, field in FIELDS.items() if field.since and not field.is_of_policy
 ]
 
 
-def read(name, form, tmp_path, version="before_0.1.0"):
+def read(name, form, tmp_path, version):
     """What a library restores without a target."""
     if form == "msgpack":
         data = (FOLDER / version / f"{name}.msgpack").read_bytes()
@@ -332,79 +330,19 @@ OTHER = r"Make target with the optimizer and the parameters that were saved\."
 # Files of older versions.
 
 
-def as_now(raw):
-    """What this version would have written, in plain Python."""
-    tree = serialization.to_state_dict(raw)
-    if not isinstance(tree, dict):
-        return tree
-    tree = {name: as_now(part) for name, part in tree.items()}
-    if "nonfinite_losses" in tree:  # the state of a wrapper
-        names = {field.was: name for name, field in FIELDS.items() if field.was}
-        tree = {names.get(name, name): part for name, part in tree.items()}
-    if "interval_index" in tree:
-        # The foot of the ladder was -1.
-        tree["rung"] = tree.pop("interval_index") + 1
-    if "judged_loss" in tree:
-        # Each signal had fields of its own.
-        for new, old in (("value", "judged"), ("limit", "limit")):
-            both = tree.pop(f"{old}_loss"), tree.pop(f"{old}_norm")
-            tree[new] = np.stack(both)
-    if np.ndim(tree.get("finite_count")) == 0 and tree.get("finite_count") == -2:
-        # What marked a static scale.
-        return {"loss_scale": tree["loss_scale"]}
-    return tree
-
-
-@pytest.mark.parametrize("form", ["msgpack", "orbax"])
-@pytest.mark.parametrize("name", OLD)
-def test_checkpoint_of_an_older_jls_goes_on(name, form, tmp_path):
-    raw = read(name, form, tmp_path)
-    assert not set(NEW_FIELDS) & set(raw["opt_state"])
-    target = checkpoints.fresh(name)
-    state = jls.upgrade_state(target, raw)
-    chex.assert_trees_all_equal_structs(state, target)
-    opt_state = state.opt_state
-    # Bit for bit what is in the file; the new fields as at the start.
-    for field in NEW_FIELDS:
-        assert_identical(getattr(opt_state, field), getattr(target.opt_state, field))
-    again = serialization.to_state_dict(state)
-    for field in NEW_FIELDS:
-        del again["opt_state"][field]
-    assert_identical(jax.tree.leaves(again), jax.tree.leaves(as_now(raw)))
-    assert (opt_state.steps, opt_state.skips) == (7, 2)
-    # It goes on as the same run in this version does.
-    reference = checkpoints.trained(name)
-    for grad in (1.0, jnp.inf, 2.0):
-        state = checkpoints.step(state, jnp.float32(grad))
-        reference = checkpoints.step(reference, jnp.float32(grad))
-    chex.assert_trees_all_close(state.params, reference.params, rtol=1e-5)
-    chex.assert_trees_all_close(
-        jls.eval_params(state), jls.eval_params(reference), rtol=1e-5
-    )
-    assert_identical(jls.loss_scale(state), jls.loss_scale(reference))
-    assert jls.metrics(state)["skips"] == 3
-    assert jls.metrics(state)["last_skip_reason"] == 1
-
-
 def by_path(tree):
     """The leaves as dicts of Flax have them, by path."""
     flat, _ = jax.tree_util.tree_flatten_with_path(serialization.to_state_dict(tree))
     return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in flat}
 
 
-SAVED = [
-    (version, path.stem)
-    for version in ("0.1.0", "0.2.0", "0.3.0")
-    for path in sorted((FOLDER / version).glob("*.msgpack"))
-]
+SAVED = [(path.parent.name, path.stem) for path in sorted(FOLDER.glob("*/*.msgpack"))]
 
 
 def test_there_is_a_checkpoint_of_each_scaler_policy_and_place():
-    names = {version: {n for v, n in SAVED if v == version} for version, _ in SAVED}
-    assert names["0.1.0"] == set(checkpoints.SCALERS)
-    assert names["0.2.0"] == names["0.3.0"] == set(checkpoints.optimizers())
-    saved = {name.removesuffix("_scaler") for name in names["0.3.0"]}
-    assert set(jls.presets.__all__) <= saved
+    assert {version for version, _ in SAVED} == {"0.4.0"}
+    assert {name for _, name in SAVED} == set(checkpoints.optimizers())
+    assert set(jls.presets.__all__) <= set(checkpoints.optimizers())
 
 
 # Those whose states have the fields of another one's.
@@ -418,7 +356,6 @@ ALIKE |= {"cumulative", "levanter_spikes", "maxtext_spikes", "olmo_spikes"}
     [
         pytest.param(*saved, marks=pytest.mark.more if saved[1] in ALIKE else ())
         for saved in SAVED
-        if saved[1] != "log_max"
     ],
 )
 def test_checkpoint_of_an_older_version_goes_on(version, name, tmp_path):
@@ -431,7 +368,7 @@ def test_checkpoint_of_an_older_version_goes_on(version, name, tmp_path):
         state = jls.upgrade_state(target, form)
         chex.assert_trees_all_equal_structs(state, target)
         # Bit for bit what is in the file; what was added since is as at the start.
-        values, saved = by_path(state), by_path(as_now(raw))
+        values, saved = by_path(state), by_path(raw)
         start = by_path(target)
         for path in values.keys() - saved.keys():
             assert FIELDS[path.rpartition("/")[2]].since > version
@@ -451,38 +388,6 @@ def test_checkpoint_of_an_older_version_goes_on(version, name, tmp_path):
         chex.assert_trees_all_close(ours, theirs, rtol=1e-5)
 
 
-@pytest.mark.parametrize("form", ["msgpack", "orbax"])
-@pytest.mark.parametrize("version", ["0.1.0", "0.2.0", "0.3.0"])
-@pytest.mark.parametrize("scaler", [jls.dynamic(8.0), ADAPTIVE], ids=["dynamic", "mf"])
-def test_a_run_of_recent_max_goes_on_at_its_scale(scaler, version, form, tmp_path):
-    """`log_max` is its first name."""
-    raw, target = read("log_max", form, tmp_path, version), checkpoints.fresh("log_max")
-    start = target.opt_state._replace(scaler_state=scaler.init())
-    state = jls.upgrade_state(target.replace(opt_state=start), raw)
-    opt_state, saved = state.opt_state, raw["opt_state"]
-    scale = saved["scaler_state"]["loss_scale"]
-    assert scale not in (4.0, 8.0)
-    expected = start.scaler_state._replace(loss_scale=scale)
-    assert_identical(opt_state.scaler_state, jax.tree.map(jnp.asarray, expected))
-    for name in ("inner_state", "applied", "steps", "skips", "nonfinite_losses"):
-        part = serialization.to_state_dict(getattr(opt_state, name))
-        assert_identical(*map(jax.tree.leaves, (part, saved[name])))
-    assert_identical(*map(jax.tree.leaves, (state.params, raw["params"])))
-
-
-@pytest.mark.parametrize("boxed", [True, False], ids=["orbax", "raw"])
-def test_recent_max_of_an_nnx_optimizer_goes_on_at_its_scale(boxed):
-    counts = dict.fromkeys(("finite_count", "window_count"), np.int32(5))
-    ceilings = "loss_scale", "ceiling", "previous_ceiling", "overflow_ceiling"
-    raw = counts | dict.fromkeys(ceilings, np.float32(64.0))
-    if boxed:
-        raw = {name: {"value": x} for name, x in raw.items()}
-    tx = jls.loss_scaled(optax.adam(0.1), jls.dynamic(8.0))
-    optimizer = nnx.Optimizer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
-    state = jls.upgrade_state(optimizer.opt_state.scaler_state, raw)
-    assert [leaf.get_value().item() for leaf in state] == [64.0, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("saved", "target", "scale"),
     [
@@ -493,15 +398,11 @@ def test_recent_max_of_an_nnx_optimizer_goes_on_at_its_scale(boxed):
         (jls.dynamic(2.0**16), jls.dynamic(8.0), 2.0**16),
     ],
 )
-@pytest.mark.parametrize("version", ["0.1.0", "now"])
-def test_static_and_moving_scales_never_take_each_others(saved, target, scale, version):
-    raw = serialization.to_state_dict(jls.loss_scaled(SGD, saved).init(PARAMS))
-    raw["steps"] = np.int32(7)
-    if version == "0.1.0" and len(raw["scaler_state"]) == 1:
-        raw["scaler_state"] |= {
-            "finite_count": np.int32(-2),
-            "nonfinite_count": np.int32(0),
-        }
+@pytest.mark.parametrize("form", ["state dict", "object"])
+def test_static_and_moving_scales_never_take_each_others(saved, target, scale, form):
+    raw = jls.loss_scaled(SGD, saved).init(PARAMS)._replace(steps=jnp.int32(7))
+    if form == "state dict":
+        raw = serialization.to_state_dict(raw)
     new = jls.loss_scaled(SGD, target).init(PARAMS)
     state = jls.upgrade_state(new, raw)
     assert jls.loss_scale(state) == scale
@@ -517,17 +418,17 @@ def test_static_and_moving_scales_never_take_each_others(saved, target, scale, v
 @pytest.mark.parametrize(
     ("saved", "target", "expected"),
     [
-        ((8.0, -2, 0), jls.static(1.0), (8.0,)),
-        ((8.0, -2, 0), jls.dynamic(4.0), (4.0, 0, 0)),
+        ((8.0,), jls.static(1.0), (8.0,)),
+        ((8.0,), jls.dynamic(4.0), (4.0, 0, 0)),
         ((8.0, 5, 1), jls.dynamic(4.0), (8.0, 5, 1)),
         ((8.0, 5, 1), jls.static(4.0), (4.0,)),
-        ((8.0, 5, 1, 2, -1), ADAPTIVE, (8.0, 5, 1, 2, 0)),
+        ((8.0, 5, 1, 2, 3), ADAPTIVE, (8.0, 5, 1, 2, 3)),
     ],
 )
-def test_scaler_state_of_an_nnx_optimizer_of_0_1_0(saved, target, expected, boxed):
+def test_scaler_state_of_an_nnx_optimizer_is_restored(saved, target, expected, boxed):
     """Orbax writes {"value": x} for each variable of NNX."""
     names = "loss_scale", "finite_count", "nonfinite_count", "growth_count"
-    raw = dict(zip((*names, "interval_index"), saved, strict=False))
+    raw = dict(zip((*names, "rung"), saved, strict=False))
     raw = {
         name: np.asarray(x, np.float32 if name == "loss_scale" else np.int32)
         for name, x in raw.items()
@@ -549,16 +450,12 @@ def test_scaler_state_of_an_nnx_optimizer_of_0_1_0(saved, target, expected, boxe
         (jls.dynamic(512.0), [512.0] * 3, [0, 0, 0]),
     ],
 )
-def test_static_states_of_an_ensemble_of_0_1_0(target, scales, counts):
+def test_static_states_of_an_ensemble(target, scales, counts):
     """`jax.vmap` over seeds stacks them."""
     optimizer = jls.loss_scaled(SGD, target)
     new = jax.vmap(lambda i: optimizer.init({"w": jnp.ones(2) * i}))(jnp.arange(3.0))
     raw = serialization.to_state_dict(new)
-    raw["scaler_state"] = {
-        "loss_scale": np.array([2.0, 4.0, 8.0], np.float32),
-        "finite_count": np.full(3, -2, np.int32),
-        "nonfinite_count": np.zeros(3, np.int32),
-    }
+    raw["scaler_state"] = {"loss_scale": np.array([2.0, 4.0, 8.0], np.float32)}
     state = jls.upgrade_state(new, raw).scaler_state
     assert state.loss_scale.tolist() == scales
     if counts:
@@ -566,17 +463,6 @@ def test_static_states_of_an_ensemble_of_0_1_0(target, scales, counts):
 
 
 SPIKY = jls.skip_nonfinite(SGD, spikes=jls.spikes(4))
-
-
-def as_0_2_0(state):
-    """The state dict of a state with spikes, as 0.2.0 would have written it."""
-    raw = jax.tree.map(np.asarray, serialization.to_state_dict(state))
-    raw["skip_reason"] = raw.pop("last_skip_reason")
-    del raw["partial_overflows"]  # added later
-    for new, old in (("value", "judged"), ("limit", "limit")):
-        both = raw["spike_state"].pop(new)
-        raw["spike_state"] |= {f"{old}_loss": both[..., 0], f"{old}_norm": both[..., 1]}
-    return raw
 
 
 def spiky(params):
@@ -589,11 +475,11 @@ def spiky(params):
 
 
 @pytest.mark.parametrize("boxed", [True, False], ids=["orbax", "raw"])
-def test_spikes_of_an_nnx_optimizer_of_0_2_0(boxed):
+def test_spikes_of_an_nnx_optimizer_are_restored(boxed):
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, SPIKY, wrt=nnx.Param)
     state = spiky(read_variables(nnx.state(model, nnx.Param)))
-    raw = as_0_2_0(state)
+    raw = jax.tree.map(np.asarray, serialization.to_state_dict(state))
     box = (lambda x: {"value": x}) if boxed else (lambda x: x)
     upgraded = jls.upgrade_state(optimizer.opt_state, jax.tree.map(box, raw))
     read = jax.tree.leaves(read_variables(upgraded))
@@ -603,11 +489,12 @@ def test_spikes_of_an_nnx_optimizer_of_0_2_0(boxed):
     assert type(upgraded.spike_state) is jls.types.SpikeState
 
 
-def test_spikes_of_an_ensemble_of_0_2_0():
+def test_spikes_of_an_ensemble_are_restored():
     stacked = {"w": jnp.arange(1.0, 7.0).reshape(3, 2)}
     state = jax.vmap(spiky)(stacked)
     target = jax.vmap(SPIKY.init)(stacked)
-    assert_identical(jls.upgrade_state(target, as_0_2_0(state)), state)
+    raw = serialization.to_state_dict(state)
+    assert_identical(jls.upgrade_state(target, raw), state)
 
 
 class Own(NamedTuple):
@@ -627,9 +514,8 @@ def test_a_scale_of_ones_own_that_moves_is_not_taken_for_a_static_one():
 def test_an_index_that_is_no_number_is_named(index):
     optimizer = jls.loss_scaled(SGD, ADAPTIVE)
     raw = serialization.to_state_dict(optimizer.init(PARAMS))
-    del raw["scaler_state"]["rung"]
-    raw["scaler_state"]["interval_index"] = index
-    with pytest.raises(ValueError, match=r"scaler_state.*(interval_index|rung)"):
+    raw["scaler_state"]["rung"] = index
+    with pytest.raises(ValueError, match=r"at 'scaler_state/rung'"):
         jls.upgrade_state(optimizer.init(PARAMS), raw)
 
 
@@ -643,22 +529,19 @@ def test_a_scaler_of_ones_own_with_a_scale_alone_keeps_it():
     assert_identical(state, saved)
 
 
-def test_without_the_upgrade_an_older_checkpoint_is_an_error(tmp_path):
+def test_without_the_upgrade_a_checkpoint_that_lacks_a_field_is_an_error():
     state = checkpoints.trained("dynamic")
     before = jax.tree.map(np.array, state)
+    raw = serialization.to_state_dict(state)
+    del raw["opt_state"]["nonfinite_updates"]
     with pytest.raises(ValueError, match="nonfinite_updates"):
-        serialization.from_bytes(
-            state, (FOLDER / "before_0.1.0" / "dynamic.msgpack").read_bytes()
-        )
-    read("dynamic", "orbax", tmp_path)
-    with pytest.raises(ValueError, match="nonfinite_updates"):
-        restored(tmp_path / "dynamic", state)
+        serialization.from_state_dict(state, raw)
     assert_identical(state, before)
 
 
 def test_fixtures_are_small():
     files = [f for f in FOLDER.rglob("*") if f.suffix in (".msgpack", ".zip")]
-    assert len(files) == 82
+    assert len(files) == 30
     assert all(file.stat().st_size < 20_000 for file in files)
 
 
@@ -670,11 +553,10 @@ def test_fields_of_states_are_only_ever_appended():
         jls.types.LossScaledState: "inner_state scaler_state applied steps skips "
         "consecutive_skips nonfinite_losses",
         jls.types.AdaptiveState: "loss_scale finite_count nonfinite_count growth_count "
-        "rung",  # interval_index in 0.1.0
+        "rung",
         jls.types.ParamsEmaState: "count weight ema",
         jls.types.SpikeState: "seen kept tokens found value limit steady_share",
     }
-    assert set(RENAMED) <= set(first)
     for state_type, names in first.items():
         since = FIELDS if state_type is jls.types.LossScaledState else {}
         added = [name for name, field in since.items() if field.since]
@@ -969,14 +851,6 @@ def test_state_without_parameters_can_be_saved_everywhere(tmp_path, jit_or_eager
         assert jls.health(state, params).numbers["skips"] == 1
         raw = restored(saved(state, tmp_path / str(i)))
         assert_identical(jls.upgrade_state(optimizer.init(tree), raw), state)
-        # As 0.1.0 had it.
-        empty = state._replace(nonfinite_leaves=jnp.zeros(0, bool))
-        fresh = optimizer.init(tree)
-        for form in (serialization.to_state_dict(empty), empty):
-            assert_identical(jls.upgrade_state(fresh, form), state)
-        _, new = update(tree, empty, tree)
-        assert (new.applied, new.nonfinite_leaves.shape) == (True, (0,))
-        assert params is None or bad_leaves(empty, params) == []
 
 
 def test_a_scaler_with_the_fields_of_another_is_an_error():
@@ -1009,16 +883,6 @@ def test_pickle_of_an_older_version_is_an_error():
     data = pickle.dumps(Older())
     with pytest.raises(TypeError, match="nonfinite_updates"):
         pickle.loads(data)
-
-
-def test_a_static_scale_from_before_0_1_0_is_the_targets():
-    """It had no mark, and looks like one that moves."""
-    optimizer = jls.skip_nonfinite(optax.sgd(0.1))
-    target = optimizer.init({"w": jnp.ones(2)})
-    saved = serialization.to_state_dict(target)
-    counts = {"finite_count": np.int32(0), "nonfinite_count": np.int32(0)}
-    saved["scaler_state"] |= counts
-    assert_identical(jls.upgrade_state(target, saved), target)
 
 
 # A spike policy.
@@ -1068,7 +932,7 @@ def test_a_state_without_spikes_warms_up_under_a_policy(tmp_path):
         assert_identical(new.inner_state, state.inner_state)
         assert_identical(new.spike_state, target.spike_state)
         assert (new.steps, new.spikes) == (2, 0)
-    # As 0.1.0 saved it: without the fields.
+    # Also without the fields.
     raw = serialization.to_state_dict(state)
     del raw["spikes"], raw["spike_state"]
     assert_identical(jls.upgrade_state(target, raw), new)
@@ -1112,13 +976,7 @@ def test_spike_states_that_no_run_can_have_are_an_error(name, bad):
     message = str(caught.value)
     assert f"at 'spike_state/{name}', got {numbers.flat[-1]}. No run" in message
     assert len(message) < 200  # never all of the window
-    # As 0.2.0 saved it, and as an object.
-    if name in ("value", "limit"):
-        old = as_0_2_0(state)
-        place = {"value": "judged_norm", "limit": "limit_norm"}[name]
-        old["spike_state"] = old["spike_state"] | {place: np.float32(bad)}
-        with pytest.raises(ValueError, match=f"spike_state/{name}"):
-            jls.upgrade_state(target, old)
+    # As an object too.
     spikes = state.spike_state._replace(**{name: jnp.asarray(numbers)})
     with pytest.raises(ValueError, match=f"spike_state/{name}"):
         jls.upgrade_state(target, state._replace(spike_state=spikes))

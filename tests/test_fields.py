@@ -12,7 +12,6 @@ import optax
 import pytest
 
 import jls
-from jls._checkpoint import RENAMED
 from jls._tools.run import columns, health, history, history_plot
 from jls._tools.run.verdict import TABLE, Facts
 from jls._types import FIELDS, SIGNALS, Event, LossScaledState, logged, spike_metrics
@@ -122,18 +121,6 @@ def test_the_last_step_alone_restarts_a_consecutive_count():
     for name in consecutive:
         assert (getattr(before, name), getattr(state, name)) == (2, 0)
     assert consecutive == ["consecutive_skips"]
-
-
-def test_a_renamed_field_is_read_by_its_old_name():
-    renamed = {name: field.was for name, field in FIELDS.items() if field.was}
-    assert renamed == {"last_skip_reason": "skip_reason"}
-    state = OPTIMIZER.init(PARAMS)._replace(last_skip_reason=jnp.int32(3))
-    saved = state._asdict()
-    for new, old in renamed.items():
-        saved[old] = saved.pop(new)
-    upgraded = jls.upgrade_state(OPTIMIZER.init(PARAMS), saved)
-    assert upgraded.last_skip_reason == 3
-    assert set(renamed) == set(RENAMED[LossScaledState])
 
 
 def test_a_new_field_reaches_health_by_itself():

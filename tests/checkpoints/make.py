@@ -14,8 +14,6 @@ from flax.training.train_state import TrainState
 
 import jls
 
-# Those of 0.1.0, by the names that their files have. In the place of a scaler that is
-# gone, what its checkpoints go on with.
 SCALERS = {
     "static": jls.static(8.0),
     "dynamic": jls.dynamic(8.0, growth_interval=3),
@@ -24,8 +22,6 @@ SCALERS = {
     ),
     "hysteresis": jls.hysteresis(8.0, growth_interval=3),
     "adaptive": jls.presets.mindformers_adaptive(8.0, 2, 2, 3, 2),
-    "cautious": jls.dynamic(8.0, growth_interval=3),
-    "log_max": jls.dynamic(8.0, growth_interval=3),
     "deepspeed": jls.presets.deepspeed(8.0, scale_window=3),
 }
 SPIKES = {
@@ -88,12 +84,12 @@ def _cases():
 
 @functools.cache
 def optimizers():
-    """The optimizer of each checkpoint since 0.2.0, by name."""
+    """The optimizer of each checkpoint, by name."""
     return dict(_cases())
 
 
 # Of those that libraries read in another way, also as a folder of Orbax's.
-WITH_ORBAX = {"static", "dynamic", "adaptive", "log_max", "spikes", "own_spikes"}
+WITH_ORBAX = {"static", "dynamic", "adaptive", "spikes", "own_spikes"}
 WITH_ORBAX |= {"skip_nonfinite", "two_wrappers"}
 
 

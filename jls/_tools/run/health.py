@@ -505,8 +505,7 @@ def _check_verdicts(name: str, verdicts: Iterable[Verdict]) -> tuple[Verdict, ..
 
 def _select_names(names: list[str], flags: list[bool]) -> list[str]:
     """The names of the parameters whose flag is set."""
-    # Without a leaf the state has one flag all the same, in 0.1.0 none.
-    if len(flags) != len(names) and (names or len(flags) > 1):
+    if len(flags) != max(len(names), 1):  # without a leaf there is one all the same
         raise ValueError(
             "params must be the parameters that the optimizer was initialized with: "
             f"got {len(names)} floating-point leaves, the state knows {len(flags)}. "
