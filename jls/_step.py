@@ -27,7 +27,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -334,16 +334,10 @@ def _roll_back_if_stored_nonfinite(
             return old
         known = old.nonfinite_leaves
         bad = ~are_finite if known.size == are_finite.size else jnp.zeros_like(known)
-        happened = dict.fromkeys(("step", "skip", "nonfinite update"), True)
-        events = dict.fromkeys(get_args(Event), False) | happened
-        reason = jnp.full_like(new.last_skip_reason, SkipReason.UPDATES.value)
-        return old._replace(
-            scaler_state=new.scaler_state,
-            applied=jnp.zeros_like(new.applied),
-            last_skip_reason=reason,
-            nonfinite_leaves=bad,
-            **_counts(old, events),
-        )
+        events = dict.fromkeys(("step", "skip", "nonfinite update"), True)
+        never, reason = jnp.zeros_like(new.applied), SkipReason.UPDATES.value
+        counted = _counted(old, events, never, never, reason, bad)
+        return counted._replace(applied=never, scaler_state=new.scaler_state)
 
     was_applied = wrapper_state_in(applied.state).applied
     rolled_back = applied._replace(
@@ -571,25 +565,9 @@ _KNOWN_AT_MOST = 16
 
 
 def _kind(leaf: Any) -> Any:
-    """The type of an array, the value of a number, and what else is as it is."""
-    if isinstance(leaf, jax.Array | np.ndarray):
-        return jax.typeof(leaf)
-    is_value = isinstance(leaf, bool | int | float | complex | str | np.generic)
-    knows_itself = is_value or callable(leaf)
-    return type(leaf), leaf if knows_itself else _Itself(leaf)
-
-
-class _Itself:
-    """An object that equals itself alone, and lives as long as this."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and self._value is other._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
+    """The type of an array; of anything else the value too, on which one may branch."""
+    is_array = isinstance(leaf, jax.Array | np.ndarray)
+    return jax.typeof(leaf) if is_array else (type(leaf), leaf)
 
 
 def _observe(
@@ -731,24 +709,38 @@ def _count(
     }
     with jax.named_scope(_scopes.SCALE):
         scaler_state = select(loss_finite, adjusted, state.scaler_state)
-    return LossScaledState(
+    counted = _counted(state, events, is_applied, was_finite, reason, flags)
+    return counted._replace(
         inner_state=_clone_keys(inner_state),
         scaler_state=scaler_state,
         applied=applied,
-        last_skip_reason=jnp.where(is_applied, state.last_skip_reason, reason),
-        nonfinite_leaves=jnp.where(was_finite, state.nonfinite_leaves, flags),
         spike_state=spike_state,
-        **_counts(state, events),
     )
 
 
-def _counts(state: LossScaledState, events: dict[Event, Any]) -> dict[str, Any]:
-    """The counters after a step in which `events`, `bool[]` each, happened or not."""
+def _counted(
+    state: LossScaledState,
+    events: dict[Event, Any],
+    is_applied: Array,
+    was_finite: Array,
+    reason: Any,
+    flags: Array,
+) -> LossScaledState:
+    """`state` with the counts, the reason and the bad leaves of one step more.
+
+    Args:
+      state: the state before.
+      events: what happened in the step, `bool[]` each; what is missing did not.
+      is_applied: whether the step was applied.
+      was_finite: whether it was, or was skipped as a spike.
+      reason: why it was skipped, if it was.
+      flags: the leaves that were bad, if one was.
+    """
     counts = {}
     for name, field in FIELDS.items():
         if field.counts is None:
             continue
-        happened, old = events[field.counts], getattr(state, name)
+        happened, old = events.get(field.counts, False), getattr(state, name)
         if field.is_of_policy and not has_policy(state):
             new = old
         elif field.is_consecutive:
@@ -756,7 +748,11 @@ def _counts(state: LossScaledState, events: dict[Event, Any]) -> dict[str, Any]:
         else:
             new = count_up(old, happened)
         counts[name] = new
-    return counts
+    return state._replace(
+        last_skip_reason=jnp.where(is_applied, state.last_skip_reason, reason),
+        nonfinite_leaves=jnp.where(was_finite, state.nonfinite_leaves, flags),
+        **counts,
+    )
 
 
 def _clone_keys(tree: Any) -> Any:
