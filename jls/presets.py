@@ -23,8 +23,10 @@ float64, and where a system divides by a factor that is not a power of two, sinc
 multiplies by the rounded reciprocal.
 """
 
+import contextlib
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,7 +37,6 @@ from jax.typing import ArrayLike
 from jls import _spikes, _validate
 from jls._scalers.adaptive import adaptive_adjust, adaptive_init
 from jls._scalers.dynamic import dynamic
-from jls._scalers.hysteresis import hysteresis as hysteresis_scaler
 from jls._scalers.hysteresis import hysteresis_adjust
 from jls._scalers.rule import make, start_at, switch
 from jls._scalers.static import static
@@ -61,6 +62,21 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+_UNBOUNDED: Any = {"min_scale": _validate.SMALLEST, "max_scale": _validate.LARGEST}
+
+
+@contextlib.contextmanager
+def _named(**names: str) -> Iterator[None]:
+    """Errors in the block have the caller's `names` in the place of those of jls."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        # Not the field of a result, as in "result.init_scale".
+        words = re.compile(r"(?<![.\w])\w+")
+        message = words.sub(lambda word: names.get(word[0], word[0]), str(error))
+        raise type(error)(message) from None
 
 
 def torch(
@@ -102,8 +118,7 @@ def torch(
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
-        min_scale=_validate.SMALLEST,
-        max_scale=_validate.LARGEST,
+        **_UNBOUNDED,
     )
 
 
@@ -143,16 +158,7 @@ def paddle(
       >>> scaler.adjust(scaler.init(), False).loss_scale
       Array(65536., dtype=float32)
     """
-    return _paddle(
-        True,
-        enable,
-        init_loss_scaling,
-        incr_ratio,
-        decr_ratio,
-        incr_every_n_steps,
-        decr_every_n_nan_or_inf,
-        use_dynamic_loss_scaling,
-    )
+    return _paddle(consecutive=True, **locals())
 
 
 def paddle_doc(
@@ -195,16 +201,7 @@ def paddle_doc(
       >>> state.loss_scale
       Array(16384., dtype=float32)
     """
-    return _paddle(
-        False,
-        enable,
-        init_loss_scaling,
-        incr_ratio,
-        decr_ratio,
-        incr_every_n_steps,
-        decr_every_n_nan_or_inf,
-        use_dynamic_loss_scaling,
-    )
+    return _paddle(consecutive=False, **locals())
 
 
 def mindspore(scale_value: float, scale_factor: float, scale_window: int) -> LossScaler:
@@ -338,14 +335,10 @@ def keras(
       >>> scaler.adjust(scaler.init(), False).loss_scale
       Array(16384., dtype=float32)
     """
-    return dynamic(
-        _validate.scale_value("initial_scale", initial_scale),
-        growth_interval=_validate.interval(
-            "dynamic_growth_steps", dynamic_growth_steps
-        ),
-        min_scale=_validate.SMALLEST,
-        max_scale=_validate.LARGEST,
-    )
+    with _named(init_scale="initial_scale", growth_interval="dynamic_growth_steps"):
+        return dynamic(
+            initial_scale, growth_interval=dynamic_growth_steps, **_UNBOUNDED
+        )
 
 
 def flax(
@@ -383,16 +376,15 @@ def flax(
       >>> state.loss_scale, scaler.adjust(state, True).loss_scale
       (Array(65536., dtype=float32), Array(131072., dtype=float32))
     """
-    floor = _validate.SMALLEST if minimum_scale is None else minimum_scale
-    checked = _validate.ascending(minimum_scale=floor, scale=scale)
-    return dynamic(
-        checked["scale"],
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=_validate.interval("growth_interval", growth_interval) + 1,
-        min_scale=checked["minimum_scale"],
-        max_scale=_validate.LARGEST,
-    )
+    with _named(init_scale="scale", min_scale="minimum_scale"):
+        return dynamic(
+            scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=_validate.interval("growth_interval", growth_interval) + 1,
+            min_scale=_validate.SMALLEST if minimum_scale is None else minimum_scale,
+            max_scale=_validate.LARGEST,
+        )
 
 
 def deepspeed(
@@ -440,26 +432,20 @@ def deepspeed(
       Array(16384., dtype=float32)
     """
     factor = _validate.raising_factor("scale_factor", scale_factor)
-    refilled_by_finite = _validate.flag(
-        "consecutive_hysteresis", consecutive_hysteresis
-    )
-    refill = "finite" if refilled_by_finite else "growth"
-    scaler = hysteresis_scaler(
-        _validate.scale_value("init_scale", init_scale),
-        growth_factor=factor,
-        backoff_factor=1 / factor,
-        growth_interval=_validate.interval("scale_window", scale_window),
-        hysteresis=_validate.interval("delayed_shift", delayed_shift),
-        refill=refill,
-        min_scale=min_scale,
-        max_scale=_validate.LARGEST,
-    )
-    numbers = scaler.hyperparameters
-    del numbers["refill"]
-    return LossScaler(
-        Partial(_deepspeed_init, init_scale=numbers.pop("init_scale")),
-        Partial(switch(_deepspeed_adjust, refill=refill), **numbers),
-    )
+    name = "consecutive_hysteresis"
+    refill = "finite" if _validate.flag(name, consecutive_hysteresis) else "growth"
+    with _named(growth_interval="scale_window", hysteresis="delayed_shift"):
+        return make(
+            _deepspeed_init,
+            switch(_deepspeed_adjust, refill=refill),
+            init_scale=init_scale,
+            growth_factor=factor,
+            backoff_factor=1 / factor,
+            growth_interval=scale_window,
+            hysteresis=delayed_shift,
+            min_scale=min_scale,
+            max_scale=_validate.LARGEST,
+        )
 
 
 def megatron(
@@ -499,16 +485,18 @@ def megatron(
       >>> state.loss_scale
       Array(16384., dtype=float32)
     """
-    checked = _validate.ascending(min_scale=min_scale, initial_scale=initial_scale)
-    return hysteresis_scaler(
-        checked["initial_scale"],
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        hysteresis=hysteresis,
-        min_scale=checked["min_scale"],
-        max_scale=_validate.LARGEST,
-    )
+    with _named(init_scale="initial_scale"):
+        return make(
+            start_at,
+            switch(hysteresis_adjust, refill="growth"),
+            init_scale=initial_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+            min_scale=min_scale,
+            max_scale=_validate.LARGEST,
+        )
 
 
 # DeepSpeed counts the steps between two: not the first finite one of a run, nor the
@@ -539,21 +527,25 @@ def _paddle(
 ) -> LossScaler:
     if not _validate.flag("enable", enable):
         return static(1.0)
-    scale = _validate.scale_value("init_loss_scaling", init_loss_scaling)
-    if not _validate.flag("use_dynamic_loss_scaling", use_dynamic_loss_scaling):
-        return static(scale)
-    return dynamic(
-        scale,
-        growth_factor=_validate.raising_factor("incr_ratio", incr_ratio),
-        backoff_factor=_validate.lowering_factor("decr_ratio", decr_ratio),
-        growth_interval=_validate.interval("incr_every_n_steps", incr_every_n_steps),
-        backoff_interval=_validate.interval(
-            "decr_every_n_nan_or_inf", decr_every_n_nan_or_inf
-        ),
-        consecutive=consecutive,
-        min_scale=_validate.SMALLEST,
-        max_scale=_validate.LARGEST,
-    )
+    is_dynamic = _validate.flag("use_dynamic_loss_scaling", use_dynamic_loss_scaling)
+    if not is_dynamic:
+        return static(_validate.scale_value("init_loss_scaling", init_loss_scaling))
+    with _named(
+        init_scale="init_loss_scaling",
+        growth_factor="incr_ratio",
+        backoff_factor="decr_ratio",
+        growth_interval="incr_every_n_steps",
+        backoff_interval="decr_every_n_nan_or_inf",
+    ):
+        return dynamic(
+            init_loss_scaling,
+            growth_factor=incr_ratio,
+            backoff_factor=decr_ratio,
+            growth_interval=incr_every_n_steps,
+            backoff_interval=decr_every_n_nan_or_inf,
+            consecutive=consecutive,
+            **_UNBOUNDED,
+        )
 
 
 def _ladder(longest: int, shortest: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -474,3 +475,13 @@ def test_a_second_spike_hides_behind_the_first_as_in_the_systems():
     for name in WINDOWED:
         ours = skips(getattr(presets, name)(), np.ones((1, 200)), norms)
         assert np.nonzero(np.asarray(ours)[0])[0].tolist() == [150]
+
+
+def test_an_error_has_the_presets_name_and_the_results_own():
+    class Result(NamedTuple):
+        init_scale: float = 1024.0
+
+    expected = r"^initial_scale must be .*\. Pass its field: result\.init_scale\.$"
+    for preset in (presets.megatron, presets.keras):
+        with pytest.raises(TypeError, match=expected):
+            preset(Result())

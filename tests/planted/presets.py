@@ -34,10 +34,17 @@ FAULTS = [
         (TESTS + "test_disabled_scaling_is_static",),
     ),
     Fault(
+        "a preset's error has jls's name of the argument",
+        "jls/presets.py",
+        "lambda word: names.get(word[0], word[0])",
+        "lambda word: word[0]",
+        ("tests/test_bad_inputs.py",),
+    ),
+    Fault(
         "paddle adds up bad steps that are not in a row",
         PRESETS,
-        "    return _paddle(\n        True,\n",
-        "    return _paddle(\n        False,\n",
+        "_paddle(consecutive=True, **locals())",
+        "_paddle(consecutive=False, **locals())",
         (ALL_ARGUMENTS,),
     ),
     Fault(
@@ -50,8 +57,8 @@ FAULTS = [
     Fault(
         "paddle without dynamic scaling forgets its scale",
         PRESETS,
-        "        return static(scale)\n",
-        "        return static(1.0)\n",
+        'static(_validate.scale_value("init_loss_scaling", init_loss_scaling))',
+        "static(1.0)",
         (TESTS + "test_disabled_scaling_is_static",),
     ),
     Fault(
@@ -80,10 +87,8 @@ FAULTS = [
     Fault(
         "keras grows a step early",
         PRESETS,
-        '            "dynamic_growth_steps", dynamic_growth_steps\n        ),\n',
-        '            "dynamic_growth_steps", dynamic_growth_steps\n'
-        "        )\n"
-        "        - 1,\n",
+        "growth_interval=dynamic_growth_steps,",
+        "growth_interval=dynamic_growth_steps - 1,",
         (DEFAULTS + "[keras]",),
     ),
     Fault(
@@ -96,15 +101,15 @@ FAULTS = [
     Fault(
         "flax falls through its floor",
         PRESETS,
-        'min_scale=checked["minimum_scale"]',
+        "min_scale=_validate.SMALLEST if minimum_scale is None else minimum_scale",
         "min_scale=_validate.SMALLEST",
         (BOUNDS + "[flax]",),
     ),
     Fault(
         "deepspeed does not read consecutive_hysteresis",
         PRESETS,
-        'refill = "finite" if refilled_by_finite else "growth"',
-        'refill = "growth"',
+        '"finite" if _validate.flag(name, consecutive_hysteresis) else "growth"',
+        '"growth"',
         (ALL_ARGUMENTS,),
     ),
     Fault(
@@ -124,15 +129,15 @@ FAULTS = [
     Fault(
         "megatron does not read hysteresis",
         PRESETS,
-        "        hysteresis=hysteresis,\n        min_scale=checked",
-        "        hysteresis=2,\n        min_scale=checked",
+        "hysteresis=hysteresis,",
+        "hysteresis=2,",
         (ALL_ARGUMENTS,),
     ),
     Fault(
         "megatron has a floor of 1 whatever it is given",
         PRESETS,
-        'min_scale=checked["min_scale"]',
-        "min_scale=1.0",
+        "hysteresis=hysteresis,\n            min_scale=min_scale,",
+        "hysteresis=hysteresis,\n            min_scale=1.0,",
         (BOUNDS + "[megatron]",),
     ),
     Fault(
