@@ -346,6 +346,8 @@ def _upgrade(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
 def _starts_anew(target: Any, saved: Any, parts: dict[str, Any]) -> bool:
     """Whether one of the two scales is static, and the other moves."""
     is_static, was_static = (isinstance(x, StaticState) for x in (target, saved))
+    if "loss_scale" not in parts:  # an error further on
+        return False
     if not hasattr(saved, "_fields"):  # else its type says it
         was_static = parts.keys() == {"loss_scale"}
     moves = "finite_count" in target._fields  # if not, it may be a scaler of one's own

@@ -860,6 +860,14 @@ def test_a_scaler_with_the_fields_of_another_is_an_error():
         jls.upgrade_state(target, RAW)
 
 
+def test_a_scaler_state_without_a_scale_is_an_error():
+    for scaler in (jls.static(8.0), jls.dynamic(8.0)):
+        target = jls.loss_scaled(SGD, scaler).init(PARAMS)
+        for parts in ({}, {"finite_count": np.int32(0)}):
+            with pytest.raises(ValueError, match="lacks loss_scale"):
+                jls.upgrade_state(target, RAW | {"scaler_state": parts})
+
+
 def test_bare_target_for_a_wrapped_checkpoint_says_unwrap():
     with pytest.raises(
         ValueError, match=r"also has inner_state, .*questions/checkpoints\.md"
