@@ -167,7 +167,7 @@ def _arcs_behind(trail: Trail, birth: FoundBirth) -> set[str]:
     found = set[str]()
     for frame, iterations in {(op.frame, op.iterations) for op in near}:
         for index, equation in enumerate(frame.jaxpr.eqns):
-            if equation.primitive.name not in _ARCS:
+            if primitive_of(equation).like != "arc":
                 continue
             place = place_of(frame.site_of(index))
             argument = RunValue(frame, equation.invars[0], iterations)

@@ -480,7 +480,7 @@ def _accumulated(frame: Frame, index: int) -> int | None:
     what is added, and with that of the number that the loop starts with.
     """
     equation = frame.jaxpr.eqns[index]
-    if not frame.is_loop or equation.primitive.name not in _SUMS:
+    if not frame.is_loop or primitive_of(equation).degree != "sum":
         return None
     consts, carried = frame.counts()
     carry = frame.jaxpr.invars[consts : consts + carried]
@@ -496,9 +496,6 @@ def _accumulated(frame: Frame, index: int) -> int | None:
             ):
                 return operand
     return None
-
-
-_SUMS = ("add", "add_any", "sub", "scatter-add")
 
 
 def _behind_casts(frame: Frame, atom: Any) -> Any:
