@@ -334,6 +334,7 @@ def _roll_back_if_stored_nonfinite(
             return old
         known = old.nonfinite_leaves
         bad = ~are_finite if known.size == are_finite.size else jnp.zeros_like(known)
+        events: dict[Event, Any]
         events = dict.fromkeys(("step", "skip", "nonfinite update"), True)
         never, reason = jnp.zeros_like(new.applied), SkipReason.UPDATES.value
         counted = _counted(old, events, never, never, reason, bad)
