@@ -179,10 +179,17 @@ def _lines(site: Site) -> Iterator[Line]:
     """
     for depth in range(len(site.equations), 0, -1):
         lines, around = lines_of(site.equations[depth - 1]), site.equations[: depth - 1]
-        of_jax = set(map(function_of_jax, around)) - {None}
         jitted = {x for x in map(jitted_function, around) if x[0] and _rank_of(x[0])}
         # A wrapper that a library jits has the name of what it wraps: it is not found.
-        yield from _inside(lines, of_jax | jitted) or (() if of_jax else lines)
+        is_nobodys = any(map(_is_traced_once, around))
+        yield from _inside(lines, jitted) or (() if is_nobodys else lines)
+
+
+def _is_traced_once(equation: Any) -> bool:
+    """Whether a call is of a function of JAX, or of a rule that is one of jls."""
+    file, _ = jitted_function(equation)
+    is_rule = is_hi(equation) and _known_package(file) == "jls"
+    return is_rule or function_of_jax(equation) is not None
 
 
 def _inside(lines: Sequence[Line], functions: Collection[Any]) -> Sequence[Line]:
