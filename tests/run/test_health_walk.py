@@ -61,5 +61,5 @@ def test_a_walk_has_a_stay_for_each_module_and_for_each_return():
     names = [Path(module).stem for module in walk.modules]
     # It reads the variables of NNX in the scaler's state, then in the wrapper's.
     assert names[:4] == ["_metrics", "_state", "_nnx", "_state"]
-    assert names[-2:] == ["_types", "_state"]
+    assert names[-2:] == ["_types", "_metrics"]
     assert walk.calls[0] == "metrics"
