@@ -133,9 +133,8 @@ def main(
             params, opt_state, report = step(params, opt_state, batch)
             if i % save_every:
                 continue
-            line = {"step": i, "loss": float(report.loss)}
-            line |= jls.metrics(opt_state, host=True)
-            jls.health(opt_state, params, raise_if=["stalled", "poisoned"])
+            health = jls.health(opt_state, params, raise_if=["stalled", "poisoned"])
+            line = {"step": i, "loss": float(report.loss)} | health.numbers
             print(f"step {i:4}  loss {line['loss']:.3f}")
             print(json.dumps(line), file=log, flush=True)
             manager.save(i, args=ocp.args.StandardSave((params, opt_state)))
