@@ -401,7 +401,8 @@ def jitted_function(equation: Any) -> tuple[str, str]:
     """
     is_jit = equation.primitive.name == "jit" or is_hi(equation)
     program = called_program(equation) if is_jit else None
-    if program is None:
+    # What JAX puts in the place of a hi primitive is of no function of its own.
+    if program is None or program is _EXPANDED.get(id(_hi_of(equation))):
         return "", ""
     info = _part(opened(program).jaxpr, "debug_info")
     where = str(_part(info, "func_src_info", ""))  # "where at /.../jax/numpy.py:1"

@@ -285,8 +285,7 @@ TABLES: tuple[_Rows, ...] = (
     # Control flow.
     _blind("custom_jvp_call custom_vjp_call jit remat2", control="call"),
     _blind("call closed_call", control="call", until="0.10"),
-    _blind("call_hi_primitive", control="call", since="0.10"),
-    _blind("eval_jaxpr", control="call"),
+    _blind("call_hi_primitive eval_jaxpr", control="call"),
     _rows("composite custom_vmap_call", control="call"),
     _blind("cond", control="cond"),
     _blind("scan", control="scan"),

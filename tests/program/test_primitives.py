@@ -17,6 +17,7 @@ MODULES = (
     *("jax", "jax.lax", "jax.lax.linalg", "jax.nn", "jax.numpy", "jax.random"),
     *("jax.scipy.linalg", "jax.custom_batching"),
     *("jax.experimental.compute_on", "jax.experimental.xla_metadata"),
+    "jax.experimental.hijax",
 )
 # Parts of kernels, which are one operation each, and of JAX's own tools and tests.
 FOREIGN = (
