@@ -298,7 +298,7 @@ def check_shapes(grads: list[Any], params: list[Any] | None, updates: Any) -> No
       updates: the gradients.
     """
     for i, param in enumerate(params or []):
-        shape, wanted = jnp.shape(grads[i]), jnp.shape(param)
+        shape, wanted = np.shape(grads[i]), np.shape(param)
         if wanted not in (shape, shape[1:]):
             raise ValueError(
                 f"updates must be the gradients of params, but have shape {shape}"

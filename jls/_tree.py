@@ -323,14 +323,18 @@ def named_floats(tree: Any) -> tuple[list[str], list[Any]]:
 
 
 def roles_of(tree: Any) -> list[str]:
-    """For each float its path without the number of its layer, `layers/0/mlp/w`.
+    """For each float its path without the number of its layer: `layers/mlp/w`.
 
     Leaves of one role are sharded alike. A number at the end of a path stays: it may be
     that of a matrix in a layer, whose neighbors may be sharded in another way.
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    names = [path_name(path) for path, leaf in flat if is_inexact(leaf)]
-    return [re.sub(r"\d+(?=/)", "", name, count=1) for name in names]
+    names = [jax.tree_util.keystr(path) for path, leaf in flat if is_inexact(leaf)]
+    return [_NUMBER.sub("", name, count=1) for name in names]
+
+
+# In "['layers'][0]['w']", ".block1.w": one that does not end a path.
+_NUMBER = re.compile(r"\d+(?=(['\"]?\])?[\[.])")
 
 
 def check_holds(

@@ -194,6 +194,8 @@ _EXPANDED: dict[int, Program | None] = {}  # by the id of a hi primitive
 
 
 def _hi_of(equation: Any) -> Any:
+    if equation.primitive.name != "call_hi_primitive":
+        return None
     return parameter(equation, "_prim")
 
 

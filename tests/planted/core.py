@@ -112,8 +112,8 @@ FAULTS = [
     Fault(
         "the matrices of one layer have one role",
         "jls/_tree.py",
-        'r"\\d+(?=/)", "", name, count=1',
-        'r"\\d+", "", name',
+        '_NUMBER.sub("", name, count=1)',
+        're.sub(r"\\d+", "", name)',
         ("tests/test_reduce.py",),
     ),
     Fault(
