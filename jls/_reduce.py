@@ -305,9 +305,7 @@ def power_of_two_below(magnitude: Array) -> Array:
 
 
 def _norm_of_squares(floats: Sequence[Array]) -> Array:
-    parts = [part for leaf in floats for part in float32_parts(leaf)]
-    sums = [lax.reduce_sum(lax.square(part), _axes(part, False)) for part in parts]
-    return jnp.sqrt(sum(sums))
+    return jnp.sqrt(sum(x for leaf in floats for x in _sums_of_parts(leaf, False)))
 
 
 def _norm_of_squares_together(roles: Sequence[str], floats: list[Array]) -> Array:
@@ -316,11 +314,13 @@ def _norm_of_squares_together(roles: Sequence[str], floats: list[Array]) -> Arra
 
 @functools.partial(jax.jit, static_argnames="is_stack")
 def _sum_of_squares(leaf: Array, is_stack: bool) -> Array:
-    sums = [
-        lax.reduce_sum(lax.square(part), _axes(part, is_stack))
-        for part in float32_parts(leaf)
-    ]
+    sums = _sums_of_parts(leaf, is_stack)
     return _per_leaf(functools.reduce(lax.add, sums), is_stack)
+
+
+def _sums_of_parts(leaf: Array, is_stack: bool) -> list[Array]:
+    parts = float32_parts(leaf)
+    return [lax.reduce_sum(lax.square(part), _axes(part, is_stack)) for part in parts]
 
 
 # By platform.

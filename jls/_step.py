@@ -364,7 +364,6 @@ class _Step(NamedTuple):
     """The inputs of a step."""
 
     grads: list[Array]  # the floating-point leaves, in at least float32
-    roles: list[str]  # of each of them; see `roles_of`
     remainder: Remainder  # the tree without those leaves
     checks_updates: bool
     extra: dict[str, Any]  # for the inner optimizer
@@ -418,7 +417,6 @@ def _take_apart(
     grads = list(map(widen, floats))
     return _Step(
         grads=grads,
-        roles=roles_of(updates),
         remainder=remainder,
         checks_updates=_checks_updates(wrapper, updates, params),
         extra=extra,
@@ -456,10 +454,13 @@ def _attempt(
 
     fun = run if step.checks_updates else run_and_apply
     inner = _prepare(wrapper, step, state, params, fun, inputs)
-    observed = _observe(wrapper, step, state, inner.squares)
+    roles: list[str] = []
+    if inner.squares is None:
+        roles = roles_of(combine(step.grads, step.remainder))
+    observed = _observe(wrapper, step, state, inner.squares, roles)
     norm = None
     if reports_norm or wrapper.spikes is not None:
-        norm = _norm(step, inner.squares, reports_norm)
+        norm = _norm(step, inner.squares, roles, reports_norm)
     spike = _query_spike_policy(wrapper, step, observed, state, norm)
     should_apply = observed.is_finite
     if wrapper.spikes is not None:
@@ -576,6 +577,7 @@ def _observe(
     step: _Step,
     state: LossScaledState,
     squares: list[Array] | None,
+    roles: list[str],
 ) -> _Observed:
     """Looks at loss and gradients; the devices agree by one collective.
 
@@ -585,6 +587,7 @@ def _observe(
       state: the state before.
       squares: the sums of the squares of each gradient and of all; None if the inner
         optimizer does not sum them.
+      roles: of the gradients, see `roles_of`; they count if `squares` is None.
     """
     with jax.named_scope(_scopes.LOSS):
         loss_finite = all_finite(step.extra.get("value"))
@@ -600,7 +603,7 @@ def _observe(
         flags = computed_once(jnp.concatenate(parts))
     else:
         with jax.named_scope(_scopes.GRADIENTS):
-            parts += [finite_leaves(step.grads, step.roles)]
+            parts += [finite_leaves(step.grads, roles)]
         flags = jnp.concatenate(parts)
     agreed = agree(flags, wrapper.axis_name)
     loss_finite, is_partial, of_grads = agreed[0], ~agreed[1], agreed[2:]
@@ -615,12 +618,14 @@ def _observe(
     return _Observed(loss_finite, leaves_finite, is_finite, is_partial, for_scaler)
 
 
-def _norm(step: _Step, squares: list[Array] | None, reports_norm: bool) -> Array:
+def _norm(
+    step: _Step, squares: list[Array] | None, roles: list[str], reports_norm: bool
+) -> Array:
     """The global norm of the gradients: where a clip computes it, the clip's."""
     if squares is not None:
         return jnp.sqrt(jnp.real(squares[-1])).astype(jnp.float32)
     norm_of = global_norm if reports_norm else norm_of_squares
-    return norm_of(step.grads, step.roles)
+    return norm_of(step.grads, roles)
 
 
 def _query_spike_policy(

@@ -397,6 +397,13 @@ FIELDS: dict[str, Field] = {
 # In its signature `help` shows the types alone.
 LossScaledState.__new__.__annotations__ = get_type_hints(LossScaledState)
 
+# The field that counts the skips for a reason; for gradients it is what is left.
+COUNTED_IN: dict[SkipReason, str] = {
+    SkipReason.LOSS: "nonfinite_losses",
+    SkipReason.UPDATES: "nonfinite_updates",
+    SkipReason.SPIKE: "spikes",
+}
+
 
 def logged(state: LossScaledState) -> dict[str, Array]:
     """The fields that a logger wants to see, by name."""

@@ -37,6 +37,7 @@ from jax.typing import ArrayLike
 from jls import _spikes, _validate
 from jls._scalers.adaptive import adaptive_adjust, adaptive_init
 from jls._scalers.dynamic import dynamic
+from jls._scalers.hysteresis import hysteresis as hysteresis_scaler
 from jls._scalers.hysteresis import hysteresis_adjust
 from jls._scalers.rule import make, start_at, switch
 from jls._scalers.static import static
@@ -486,10 +487,9 @@ def megatron(
       Array(16384., dtype=float32)
     """
     with _named(init_scale="initial_scale"):
-        return make(
-            start_at,
-            switch(hysteresis_adjust, refill="growth"),
-            init_scale=initial_scale,
+        return hysteresis_scaler(
+            # A float, since the scaler refuses a small integer for a count.
+            _validate.scale_value("initial_scale", initial_scale),
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
             growth_interval=growth_interval,

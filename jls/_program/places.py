@@ -179,17 +179,19 @@ def _lines(site: Site) -> Iterator[Line]:
     """
     for depth in range(len(site.equations), 0, -1):
         lines, around = lines_of(site.equations[depth - 1]), site.equations[: depth - 1]
-        jitted = {x for x in map(jitted_function, around) if x[0] and _rank_of(x[0])}
+        functions = [(x, *jitted_function(x)) for x in around]
+        jitted = {
+            (file, name) for _, file, name in functions if file and _rank_of(file)
+        }
         # A wrapper that a library jits has the name of what it wraps: it is not found.
-        is_nobodys = any(map(_is_traced_once, around))
+        is_nobodys = any(_is_traced_once(x, file) for x, file, _ in functions)
         yield from _inside(lines, jitted) or (() if is_nobodys else lines)
 
 
-def _is_traced_once(equation: Any) -> bool:
-    """Whether a call is of a function of JAX, or of a rule that is one of jls."""
-    file, _ = jitted_function(equation)
-    is_rule = is_hi(equation) and _known_package(file) == "jls"
-    return is_rule or function_of_jax(equation) is not None
+def _is_traced_once(equation: Any, file: str) -> bool:
+    """Whether a call, of a function in `file`, is of JAX, or of a rule of jls."""
+    package = _known_package(file)
+    return package == "jax" or (package == "jls" and is_hi(equation))
 
 
 def _inside(lines: Sequence[Line], functions: Collection[Any]) -> Sequence[Line]:

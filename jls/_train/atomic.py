@@ -22,7 +22,7 @@ from jls._state import find, is_wrapper_state, wrapper_state_in
 from jls._step import Update, updates_noted
 from jls._text import describe
 from jls._tree import select
-from jls._types import LossScaledState, SkipReason
+from jls._types import COUNTED_IN, LossScaledState
 
 
 def atomic(
@@ -194,7 +194,7 @@ def _count_as_skipped(
         "consecutive_skips": jnp.where(is_applied, now["consecutive_skips"], in_a_row),
         "last_skip_reason": jnp.where(lost > 0, reason, now["last_skip_reason"]),
     }
-    for name, of in _BY_REASON.items():
+    for of, name in COUNTED_IN.items():
         counter = getattr(node, name)
         if not isinstance(counter, tuple):  # without a spike policy
             by_reason = jnp.where(reason == of, lost, 0)
@@ -204,13 +204,6 @@ def _count_as_skipped(
 
 
 _COUNTED = "steps", "applied", "skips", "consecutive_skips", "last_skip_reason"
-
-# The counters of skips for one reason.
-_BY_REASON = {
-    "nonfinite_losses": SkipReason.LOSS,
-    "nonfinite_updates": SkipReason.UPDATES,
-    "spikes": SkipReason.SPIKE,
-}
 
 
 # The fields that count and scale, which a step that is rolled back moves all the same.

@@ -74,9 +74,7 @@ def test_both_axes_are_named():
     assert 'pmean(loss, ("data", "model"))' in str(error.value)
 
 
-def test_loss_of_each_device_is_refused_in_a_scan():
-    optimizer, step = make(local_loss)
-
+def in_scan(step):
     def train(w, opt_state, xs):
         def body(carry, x):
             *carry, report = step(*carry, x)
@@ -84,8 +82,14 @@ def test_loss_of_each_device_is_refused_in_a_scan():
 
         return lax.scan(body, (w, opt_state), xs)
 
+    return train
+
+
+def test_loss_of_each_device_is_refused_in_a_scan():
+    optimizer, step = make(local_loss)
+
     with pytest.raises(ValueError, match="varies over 'data'"):
-        sharded(train, specs=(P(), P(), P(None, "data")))(
+        sharded(in_scan(step), specs=(P(), P(), P(None, "data")))(
             W, optimizer.init(W), jnp.stack([X, X])
         )
 
@@ -102,14 +106,7 @@ def test_mean_and_sum_in_the_loss_are_right(loss_fn, options):
 def test_mean_in_the_loss_is_right_in_a_scan():
     optimizer, step = make(mean_loss)
 
-    def train(w, opt_state, xs):
-        def body(carry, x):
-            *carry, report = step(*carry, x)
-            return tuple(carry), report.loss
-
-        return lax.scan(body, (w, opt_state), xs)
-
-    (new, _), _ = sharded(train, specs=(P(), P(), P(None, "data")))(
+    (new, _), _ = sharded(in_scan(step), specs=(P(), P(), P(None, "data")))(
         W, optimizer.init(W), X[None]
     )
     np.testing.assert_allclose(new, TRUE, rtol=1e-5)

@@ -119,8 +119,8 @@ FAULTS = [
     Fault(
         "each layer is a role of its own",
         "jls/_step.py",
-        "roles=roles_of(updates),",
-        "roles=[],",
+        "        roles = roles_of(combine(step.grads, step.remainder))",
+        "        roles = []",
         ("tests/test_reduce.py",),
     ),
     Fault(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 from jls._text import format_scale, listed, scale_in_words
-from jls._types import SIGNALS, SkipReason
+from jls._types import COUNTED_IN, SIGNALS, SkipReason
 
 # In the order in which they are tried.
 Verdict = Literal[
@@ -148,11 +148,7 @@ class Facts:
     @property
     def skips_by(self) -> dict[SkipReason, int]:
         """The number of steps skipped for each reason, as far as it was counted."""
-        others = {
-            SkipReason.LOSS: self.nonfinite_losses,
-            SkipReason.UPDATES: self.nonfinite_updates,
-            SkipReason.SPIKE: self.metrics.get("spikes", 0),
-        }
+        others = {x: self.metrics.get(name, 0) for x, name in COUNTED_IN.items()}
         gradients = max(0, self.skips - sum(others.values()))
         counts = {SkipReason.GRADIENTS: gradients} | others
         return {reason: count for reason, count in counts.items() if count > 0}
