@@ -7,32 +7,20 @@ figures as JSON and a picture. Times compilation and steps separately.
 import argparse
 import contextlib
 import json
-import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-# torch may want some of the GPU's memory as well. Read when jax is imported.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import optax
 
 import jls
-from benchmarks import (
-    figures,
-    on_target,
-    report,
-    target_report,
-    torch_adamw,
-    tracing,
-)
+from benchmarks import figures, on_target, report, target_report
 from benchmarks.contestants import ALL, FLOOR, MAIN, available
-from benchmarks.models import transformer_params
-from benchmarks.sizes import SIZES, Size
+from benchmarks.sizes import SIZES
 from benchmarks.targets import TARGETS, MissingCompilerError
-from benchmarks.workloads import Workload, placed, workloads
+from benchmarks.workloads import Workload, workloads
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -44,23 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     if options.markdown:
         return _print_markdown(parser, options.markdown)
-    _check_numbers(parser, options)
-    _check_files(parser, options)
+    _check(parser, options)
     if options.target:
         return _on_targets(parser, options)
     if options.device == "cpu":
         jax.config.update("jax_platforms", "cpu")
-        if options.devices > 1:
-            jax.config.update("jax_num_cpu_devices", options.devices)
-            options.no_times = True  # steps in flight may deadlock
     device = jax.default_backend()
     if options.device not in (None, device):
         parser.error(f"JAX finds no {options.device} here: its backend is {device}")
-    if options.chips != [1] or options.explain:
-        parser.error("--chips and --explain need --target")
-    if options.devices > jax.device_count():
-        most = jax.device_count()
-        parser.error(f"--devices must be at most {most} here, got {options.devices}")
     names = _chosen_contestants(parser, options.contestants)
     sizes = options.sizes or ("quick" if options.quick else device)
     if sizes not in SIZES:
@@ -70,7 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     todo = [w for w in listed if w.name == options.workloads]
     todo = todo or [w for w in listed if options.workloads in w.name]
     if options.quick:
-        options.no_torch = True
         names = names if options.contestants else [n for n in names if n in MAIN]
         todo = todo if options.workloads else [w for w in todo if w.quick]
     if not todo:
@@ -82,14 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options.plot = options.plot or Path("benchmarks.png")
     minutes = options.minutes or (0.8 if options.quick else 8.0)
     deadline = start + 60 * minutes
-    results: dict[str, Any] = {
-        "about": _about(sizes, options.devices),
-        "behaviour": {name: figures.behaviour(name) for name in names},
-        "workloads": {},
-        "torch": {},
-        "limits": [],
-        "tracing": {},
-    }
+    results: dict[str, Any] = {"about": _about(sizes), "workloads": {}}
     for i, workload in enumerate(todo):
         left = deadline - time.perf_counter()
         print(f"[{i + 1}/{len(todo)}] {workload.name}, {left:.0f} s left")
@@ -97,40 +68,19 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             print("Out of time: skipping the rest.")
             break
         share = left / (len(todo) - i)
-        try:
-            one = run(workload, names, share, deadline, options)
-        except KeyboardInterrupt:
-            results["about"]["interrupted"] = True
-            break
+        one = run(workload, names, share, deadline, options)
         results["workloads"][workload.name] = one
-        results["limits"] = report.limits(results)
         results["about"]["seconds"] = time.perf_counter() - start
         # After each workload, so that an interrupted run leaves its figures.
         options.json.write_text(json.dumps(results, indent=2) + "\n")
-    is_over = "interrupted" in results["about"] or time.perf_counter() > deadline
-    if not (options.no_torch or is_over) and torch_adamw.is_available(device):
-        results["torch"] = run_torch(size, device, options)
-    if not (options.no_times or is_over):
-        results["tracing"] = tracing.figures(size.traced, names)
     if results["workloads"]:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
         report.show(results)
         print(f"Figures: {options.json}")
-        if not (options.no_plot or options.no_times):
+        if not options.no_times:
             from benchmarks import plot  # it takes a second to import matplotlib
 
             plot.save(results, options.plot)
             print(f"Picture: {options.plot}")
-    return _unless_interrupted(results, [results])
-
-
-def _unless_interrupted(
-    results: dict[str, Any], runs: Iterable[dict[str, Any]]
-) -> dict[str, Any]:
-    """`results`, or the exit that a shell expects after Ctrl-C."""
-    if any(run["about"].get("interrupted") for run in runs):
-        print("Interrupted. The workloads that were finished are above.")
-        raise SystemExit(130)
     return results
 
 
@@ -146,19 +96,12 @@ def _print_markdown(parser: argparse.ArgumentParser, files: list[Path]) -> dict:
     return {}
 
 
-def _check_numbers(
-    parser: argparse.ArgumentParser, options: argparse.Namespace
-) -> None:
-    for name, least in (("devices", 1), ("rounds", 3)):
-        value = getattr(options, name)
-        if value < least:
-            parser.error(f"--{name} must be at least {least}, got {value}")
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Before anything runs: what cannot be written is not worth minutes of work."""
+    if options.rounds < 3:
+        parser.error(f"--rounds must be at least 3, got {options.rounds}")
     if options.minutes is not None and options.minutes <= 0:
         parser.error(f"--minutes must be more than 0, got {options.minutes:g}")
-
-
-def _check_files(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Before anything runs: what cannot be written is not worth minutes of work."""
     for name in ("json", "plot"):
         path = getattr(options, name)
         if path and not path.parent.is_dir():
@@ -166,19 +109,18 @@ def _check_files(parser: argparse.ArgumentParser, options: argparse.Namespace) -
     if options.plot and options.plot.suffix not in PICTURES:
         known = " or ".join(PICTURES)
         parser.error(f"--plot must end in {known}, got {options.plot}")
+    if options.target and options.device:
+        parser.error("--device does not go with --target, which runs nothing")
+    if options.target and options.sizes not in (None, "tiny"):
+        parser.error(f"with --target, --sizes must be tiny, got {options.sizes}")
+    if options.chips != [1] and not options.target:
+        parser.error("--chips needs --target")
 
 
 def _on_targets(
     parser: argparse.ArgumentParser, options: argparse.Namespace
 ) -> dict[str, Any]:
     """The figures by target, of what is compiled and not run."""
-    if options.device or options.devices > 1:
-        parser.error(
-            "--device and --devices do not go with --target, which runs nothing; "
-            "--chips takes the place of --devices"
-        )
-    if options.sizes not in (None, "tiny"):
-        parser.error(f"with --target, --sizes must be tiny, got {options.sizes}")
     targets = on_target.chosen_targets(options)
     for chips in options.chips:
         if chips < 1 or chips & (chips - 1):
@@ -198,10 +140,9 @@ def _on_targets(
         print("\n".join(listed))
         return {}
     try:
-        results = on_target.run_all(options, names)
+        return on_target.run_all(options, names)
     except MissingCompilerError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
-    return _unless_interrupted(results, results.values())
 
 
 def run(
@@ -213,7 +154,7 @@ def run(
 ) -> dict[str, Any]:
     """The figures of all contestants on one workload, in about `share` seconds."""
     start = time.perf_counter()
-    problem = placed(workload.problem(), options.devices)
+    problem = workload.problem()
     leaves = jax.tree.leaves(problem.params)
     if workload.only and not options.contestants:
         names = [name for name in names if name in workload.only]
@@ -241,31 +182,16 @@ def run(
         samples = figures.measure(contests, seconds, options.rounds, sample)
         for name, timed in figures.ratios(samples):
             results[name] |= timed
-    elif contests:
-        for name in contests:
-            results[name]["no_times"] = "out of time"
     return {
         "leaves": len(leaves),
         "parameters": sum(leaf.size for leaf in leaves),
-        "gradient_bytes": sum(leaf.nbytes for leaf in leaves),
-        "growth": workload.growth,
-        "least_reads": workload.least_reads,
         "results": {name: results[name] for name in names},
     }
 
 
-def run_torch(size: Size, device: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The ratios of torch, for the parameters of the updates alone."""
-    shapes = jax.eval_shape(lambda: transformer_params(*size.tree))
-    shapes = [leaf.shape for leaf in jax.tree.leaves(shapes)]
-    return torch_adamw.measure(shapes, device, 10.0, options.rounds)
-
-
-def _about(sizes: str, devices: int) -> dict[str, Any]:
+def _about(sizes: str) -> dict[str, Any]:
     return {
         "device": jax.devices()[0].device_kind,
-        "devices": devices,
-        "platform": jax.default_backend(),
         "sizes": sizes,
         "jax": jax.__version__,
         "optax": optax.__version__,
@@ -303,23 +229,11 @@ def _parser() -> argparse.ArgumentParser:
         help="with --target: so many chips, in three kinds of meshes",
     )
     add(
-        "--explain",
-        action="store_true",
-        help="with --target: all kernels that only jls launches, where it has more",
-    )
-    add(
         "--markdown",
         type=Path,
         nargs="+",
         metavar="FILE",
         help="print the figures of these JSON files as Markdown; run nothing",
-    )
-    add(
-        "--devices",
-        type=int,
-        default=1,
-        metavar="N",
-        help="spread the batch over N devices (on CPU: no times)",
     )
     add(
         "--workloads",
@@ -337,8 +251,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--rounds", type=int, default=31, help="default: 31, at least 3")
     add("--no-times", action="store_true", help="compile only, run nothing")
-    add("--no-torch", action="store_true", help="do not run torch")
-    add("--no-plot", action="store_true", help="draw no picture")
     add("--json", type=Path, metavar="FILE", help="default: benchmarks.json")
     add("--plot", type=Path, metavar="FILE", help="default: benchmarks.png")
     return parser

@@ -4,7 +4,7 @@ import gc
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,6 @@ from benchmarks.targets import Target
 from benchmarks.workloads import Problem, Workload
 
 TRACES = 3  # the fastest counts
-
-
-class Compiled(NamedTuple):
-    """The figures, and the program that they are of, where it can be read."""
-
-    figures: dict[str, Any]
-    program: Program | None
 
 
 def abstract(make: Callable[[], Problem]) -> Problem:
@@ -40,7 +33,7 @@ def abstract(make: Callable[[], Problem]) -> Problem:
 
 def compile_step(
     workload: Workload, name: str, problem: Problem, target: Target, where: Placement
-) -> Compiled:
+) -> dict[str, Any]:
     """One contestant on one workload, compiled as its first step would be.
 
     Seconds are CPU time, of all threads: what else the machine does hardly counts.
@@ -66,21 +59,19 @@ def compile_step(
     memory: Any = compiled.memory_analysis()
     total = memory.argument_size_in_bytes + memory.output_size_in_bytes
     total += memory.temp_size_in_bytes - memory.alias_size_in_bytes
-    estimate = cost.get("optimal_seconds", 0.0)
     figures = {
         # Where the compiler does not say, the program does.
         "bytes_accessed": int(cost.get("bytes accessed", 0)) or counted,
         "kernels": program.kernels if program else None,
         "temporary_bytes": int(memory.temp_size_in_bytes),
         "total_bytes": int(total),
-        "optimal_seconds": estimate if estimate > 0 else None,
         "collectives": program.collectives if program else {},
         "trace_seconds": traced,
         "compile_seconds": seconds,
     }
     if total > target.memory:
         figures["too_large_by"] = int(total - target.memory)
-    return Compiled(figures, program)
+    return figures
 
 
 def warm_up(where: Placement) -> None:
@@ -116,15 +107,3 @@ def _program(compiled: Any) -> Program | None:
         if not compiled.cost_analysis():
             raise
         return None
-
-
-def what_only_one_launches(one: Program, other: Program) -> list[str]:
-    """Kernels of `one` that `other` lacks, by kind and shapes, the largest first."""
-    more = one.signatures() - other.signatures()
-    named = {(kernel.kind, kernel.shapes): kernel for kernel in one.launched}
-    ordered = sorted(more, key=lambda key: -named[key].bytes * more[key])
-    return [
-        f"{more[key]} x {key[0]} ({named[key].operation}) {key[1]}: "
-        f"{more[key] * named[key].bytes:,} bytes"
-        for key in ordered
-    ]

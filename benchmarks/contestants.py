@@ -24,8 +24,6 @@ class Rules(NamedTuple):
     """What all dynamic loss scales of a workload have in common."""
 
     growth_interval: int = 2000
-    # Start as the documentation shows, even with Python numbers, which take 2 traces.
-    as_documented: bool = False
     # What a step returns of its loss and its gradients.
     report: Callable[[Any, Any], Any] = lambda loss, grads: loss
 
@@ -77,13 +75,11 @@ def flax(optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules) ->
 
 
 def dynamic_scale(rules: Rules) -> Any:
-    """Flax's loss scale; of arrays, as it is after the first step, if not as shown."""
+    """Flax's loss scale, of arrays, as it is after the first step."""
     from flax.training.dynamic_scale import DynamicScale
 
-    scale, steps = INIT_SCALE, 0
-    if not rules.as_documented:
-        scale, steps = jnp.float32(scale), jnp.int32(steps)
-    numbers: dict[str, Any] = {"scale": scale, "fin_steps": steps}
+    numbers: dict[str, Any] = {"scale": jnp.float32(INIT_SCALE)}
+    numbers |= {"fin_steps": jnp.int32(0)}
     return DynamicScale(growth_interval=rules.growth_interval, **numbers)
 
 
@@ -167,7 +163,28 @@ def guarded(
     return jls.loss_scaled(optimizer, scaler, **options)
 
 
+def train_step(
+    optimizer: optax.GradientTransformation, loss_fn: Any, rules: Rules
+) -> Run:
+    """`jls.train_step`."""
+    wrapped = guarded(optimizer, rules)
+    return Run(wrapped.init, jls.train_step(loss_fn, wrapped))
+
+
 Make = Callable[[optax.GradientTransformation, Any, Rules], Run]
+
+
+def reporting(make: Make) -> Make:
+    """A contestant that also reports the norm of the gradients."""
+
+    def report(loss, grads):
+        return loss, optax.tree.norm(grads)
+
+    return lambda optimizer, loss_fn, rules: make(
+        optimizer, loss_fn, rules._replace(report=report)
+    )
+
+
 ALL: dict[str, Make] = {
     "optax": plain,
     "jls": ours,  # second, since the last ones may run out of time
@@ -175,6 +192,13 @@ ALL: dict[str, Make] = {
     "flax": flax,
     "jmp": jmp,
     "mpx": mpx,
+}
+# These report the norm of the gradients, as `jls.train_step` does.
+TRAIN_STEPS: dict[str, Make] = {
+    "optax": reporting(plain),
+    "jls": train_step,
+    "apply_if_finite": reporting(apply_if_finite),
+    "flax": reporting(flax),
 }
 FLOOR = "optax"  # the baseline for all others; it always runs
 OURS = "jls"

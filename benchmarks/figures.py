@@ -7,11 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 
 from benchmarks import contestants
-from benchmarks.contestants import FLOOR, Rules, Run
+from benchmarks.contestants import FLOOR, Rules
 from benchmarks.hlo import Program
 from benchmarks.workloads import Problem, Workload
 
@@ -60,13 +58,11 @@ class Contest(Steps):
         cost: Any = self.compiled.cost_analysis()
         memory: Any = self.compiled.memory_analysis()
         program = Program(self.compiled.as_text() or "")
-        waits = program.collectives.values()
         return {
             "bytes_accessed": int(cost["bytes accessed"]),
             "temporary_bytes": int(memory.temp_size_in_bytes),
             "peak_bytes": int(memory.peak_memory_in_bytes),
             "kernels": program.kernels,
-            "collectives": sum(one["count"] for one in waits),
             "trace_seconds": self.seconds[0],
             "compile_seconds": self.seconds[1],
         }
@@ -103,49 +99,6 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": median, "q1": q1, "q3": q3}
 
 
-def behaviour(name: str) -> dict[str, Any]:
-    """Traces and transfers of 50 tiny steps from the documented start."""
-    traces = 0
-    problem = _tiny()
-    rules = Rules(growth_interval=5, as_documented=True)
-    run: Run = contestants.ALL[name](optax.adamw(1e-3), problem.loss_fn, rules)
-
-    def counted(params, state, batch):
-        nonlocal traces
-        traces += 1
-        return run.step(params, state, batch)
-
-    step = jax.jit(counted)
-    params, state = problem.params, run.init(problem.params)
-    for i in range(50):
-        bad = i % 20 == 10 and name != FLOOR
-        params, state, _ = step(params, state, problem.bad if bad else problem.good)
-    # On CPU the host reads the device's memory, and the transfer guard sees nothing.
-    quiet = None
-    if jax.default_backend() != "cpu":
-        with jax.transfer_guard_device_to_host("disallow"):
-            quiet = _raises_nothing(lambda: step(params, state, problem.good))
-    return {"traces_of_50_steps": traces, "no_transfer_to_host": quiet}
-
-
-def _raises_nothing(call: Any) -> bool:
-    try:
-        jax.block_until_ready(call())
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True
-
-
-def _tiny() -> Problem:
-    def loss_fn(w, batch):
-        x, boost = batch
-        return jnp.mean((x @ w.astype(jnp.float16)).astype(jnp.float32) ** 2) * boost
-
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)), jnp.float16)
-    good, bad = jnp.float32(1.0), jnp.float32(2.0**100)
-    return Problem(jnp.ones(8), loss_fn, (x, good), (x, bad))
-
-
 def ratios(
     samples: dict[str, list[float]], floor: str = FLOOR
 ) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -159,6 +112,5 @@ def ratios(
                 "rounds": len(values),
                 "seconds_per_step": spread(values),
                 "ratio": spread([value / least for value, least in pairs]),
-                "extra_seconds": spread([value - least for value, least in pairs]),
             },
         )

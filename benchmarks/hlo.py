@@ -1,7 +1,6 @@
 """Reads the text of a compiled program: what it launches, and what that moves."""
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
@@ -18,7 +17,6 @@ CALLED = re.compile(
 )
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 TARGET = re.compile(r'custom_call_target="(\w+)"')
-OPERATION = re.compile(r'op_name="[^"]*?([^"/]+)"')
 # They move no data.
 FREE = {
     "parameter",
@@ -67,8 +65,6 @@ class Kernel(NamedTuple):
     """What is launched, and how often in one step."""
 
     kind: str
-    shapes: str  # of operands and result, but for scalars
-    operation: str  # what the framework called it; for the reader only
     bytes: int  # of one launch
     times: int
     collectives: dict[str, int]  # largest bytes in or out, by kind
@@ -138,14 +134,6 @@ class Program:
                 entry["bytes"] += one.times * size
         return dict(sorted(found.items()))
 
-    def signatures(self) -> Counter[tuple[str, str]]:
-        """How often each (kind, shapes) is launched."""
-        counts: Counter[tuple[str, str]] = Counter()
-        for one in self.launched:
-            if one.is_launched:
-                counts[one.kind, one.shapes] += one.times
-        return counts
-
     def _walk(self, computation: str, times: int) -> Iterator[Kernel]:
         inside = self.computations.get(computation, {})
         ends = {
@@ -181,11 +169,8 @@ class Program:
     ) -> Kernel:
         operands = [inside[name].shape for name in one.operands if name in inside]
         result = ends.get(one.name, one).shape
-        named = OPERATION.search(one.attributes)
         return Kernel(
             one.kind,
-            f"{_counted(operands)} -> {_counted([result])}",
-            named[1] if named else "",
             self._moved(one, inside, result),
             times,
             dict(self._collectives(one, operands, result)),
@@ -333,18 +318,6 @@ def _is_free(one: Instruction) -> bool:
     target = TARGET.search(one.attributes) if one.kind == "custom-call" else None
     ends = one.kind.endswith(("-done", "-update"))
     return one.kind in FREE or ends or bool(target and target[1] in FREE)
-
-
-def _counted(shapes: list[str]) -> str:
-    """The arrays in any order, without layouts and scalars: 3 f32[8,128], f16[8]."""
-    arrays = Counter(
-        f"{dtype}[{sizes}]"
-        for shape in shapes
-        for dtype, sizes in ARRAY.findall(shape)
-        if sizes
-    )
-    named = [f"{count} {name}" if count > 1 else name for name, count in arrays.items()]
-    return ", ".join(sorted(named)) or "scalars"
 
 
 def _size(kernels: list[Kernel]) -> tuple[int, int]:

@@ -5,34 +5,22 @@ import contextlib
 import importlib.metadata
 import json
 import platform
-import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from benchmarks import target_report
-from benchmarks.compiled import (
-    Compiled,
-    abstract,
-    compile_step,
-    warm_up,
-    what_only_one_launches,
-)
-from benchmarks.contestants import ALL, OURS
+from benchmarks.compiled import abstract, compile_step, warm_up
+from benchmarks.contestants import ALL
 from benchmarks.placement import MESHES, Placement, whole
 from benchmarks.target_workloads import SIZE, TINY, target_workloads
 from benchmarks.targets import TARGETS, MissingCompilerError, Target
 from benchmarks.workloads import Workload
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "optax", "flax", "jls")
-# How libtpu says so: of temporary memory alone, or of all.
-OUT_OF_MEMORY = re.compile(
-    r"required for (HLO temporaries) \(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)|"
-    r"Used ([\d.]+)G of ([\d.]+)G hbm"
-)
 # What is compiled for many chips.
 MANY_CHIPS = ("adamw", "clip + adamw")
 
@@ -49,20 +37,12 @@ def run_all(options: argparse.Namespace, names: list[str]) -> dict[str, Any]:
             if options.target == "all":
                 print(f"Skipped {error}")
             continue
-        where = path_for(options.json, ".json", target.name, options)
+        where = path_for(options.json, target.name, options)
         one = results[target.name] = run(target, options, names, where)
         if one["workloads"]:
             print(*target_report.tables(one), sep="\n\n")
-            print(*target_report.lines(one, options.explain), sep="\n")
+            print(*target_report.lines(one), sep="\n")
             print(f"Figures: {where}")
-            if not options.no_plot:
-                from benchmarks import target_plot
-
-                picture = path_for(options.plot, ".png", target.name, options)
-                if target_plot.save(one, picture):
-                    print(f"Picture: {picture}")
-        if "interrupted" in one["about"]:
-            break
     if missing and not results:
         raise missing
     return results
@@ -74,16 +54,14 @@ def chosen_targets(options: argparse.Namespace) -> list[Target]:
     return [TARGETS[name] for name in names]
 
 
-def path_for(
-    given: Path | None, suffix: str, target: str, options: argparse.Namespace
-) -> Path:
+def path_for(given: Path | None, target: str, options: argparse.Namespace) -> Path:
     """The path given; with the target's name if there are several, or none is given.
 
     Many chips have a file of their own, which leaves the figures of one chip alone.
     """
     if given and options.target != "all":
         return given
-    path = given or Path(f"benchmarks{suffix}")
+    path = given or Path("benchmarks.json")
     chips = "" if given or options.chips == [1] else "_chips"
     return path.with_name(f"{path.stem}_{target}{chips}{path.suffix}")
 
@@ -106,11 +84,7 @@ def run(
         if i == 0:
             warm_up(placement)
         mine = contestants(workload, names, bool(options.contestants))
-        try:
-            one = run_workload(workload, mine, target, placement)
-        except KeyboardInterrupt:
-            results["about"]["interrupted"] = True
-            break
+        one = run_workload(workload, mine, target, placement)
         results["workloads"][name] = {"chips": chips, "mesh": mesh, **one}
         results["about"]["seconds"] = time.perf_counter() - start
         where.write_text(json.dumps(results, indent=2) + "\n")
@@ -120,33 +94,22 @@ def run(
 def run_workload(
     workload: Workload, names: list[str], target: Target, placement: Placement
 ) -> dict[str, Any]:
-    """The figures of all contestants, and what only jls launches where it has more."""
+    """The figures of all contestants."""
     problem = abstract(workload.problem)
     leaves = jax.tree.leaves(problem.params)
-    compiled: dict[str, Compiled] = {}
     results: dict[str, Any] = {}
     for name in names:
         try:
-            compiled[name] = compile_step(workload, name, problem, target, placement)
-            results[name] = compiled[name].figures
+            results[name] = compile_step(workload, name, problem, target, placement)
         # The others may compile: whatever it is, it is one row.
         except Exception as error:
-            results[name] = {"error": shortened(error)}
-    one = {
+            first = str(error).partition("\n")[0]
+            results[name] = {"error": f"{type(error).__name__}: {first}"[:300]}
+    return {
         "parameters": sum(leaf.size for leaf in leaves),
         "leaves": len(leaves),
         "results": results,
     }
-    worse = target_report.where_not_least("", one)
-    if worse:
-        # The list is of kernels.
-        fewest = [x.peer for x in worse if x.figure == "kernels"]
-        peer = [*fewest, worse[0].peer][0]
-        ours, theirs = compiled[OURS].program, compiled[peer].program
-        if ours and theirs:
-            lines = what_only_one_launches(ours, theirs)
-            one["only_jls"] = {"beside": peer, "kernels": lines}
-    return one
 
 
 Listed = tuple[str, Workload, int, str | None]
@@ -185,40 +148,24 @@ def contestants(workload: Workload, names: list[str], named: bool) -> list[str]:
     return mine
 
 
-def shortened(error: Exception) -> str:
-    """One line. Out of memory says by how much."""
-    text = str(error)
-    if found := OUT_OF_MEMORY.search(text):
-        needs, has = float(found[2] or found[4]), float(found[3] or found[5])
-        what = "its temporary memory" if found[1] else "it"
-        return (
-            f"does not fit: {what} needs {needs} GiB, {needs - has:.2f} GiB more than "
-            f"there are"
-        )
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"[:300]
-
-
-def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of those that are installed."""
-    versions = {}
-    for name in packages:
+def versions() -> dict[str, str]:
+    """The versions of what makes a program, where it is installed."""
+    found = {}
+    for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def about(target: Target) -> dict[str, Any]:
     """What was compiled for what, with versions."""
-    versions = versions_of(PACKAGES)
-    import jls
-
     return {
         "how": "compiled, not run",
         "target": target.name,
         "device": target.chip,
         "kind": target.kind,
         "memory": target.memory,
-        "versions": versions | {"jls": jls.__version__},
+        "versions": versions(),
         "python": platform.python_version(),
         "seconds": 0.0,
     }

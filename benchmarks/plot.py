@@ -53,20 +53,12 @@ def save_small(figure: Figure, path: Path, colours: int) -> None:
 
 
 def save(results: dict[str, Any], path: Path) -> None:
-    """Ratios as points with their quartiles; below them the two curves of growth."""
-    names = [name for name in contestants_of(results["workloads"]) if name != FLOOR]
+    """Ratios as points with their quartiles."""
     workloads = results["workloads"]
-    rows = [name for name in workloads if workloads[name]["growth"] is None]
-    kinds = ("leaves", "parameters")
-    curves = {k: [w for w in workloads.values() if w["growth"] == k] for k in kinds}
-    curves = {kind: points for kind, points in curves.items() if len(points) > 1}
-    heights = [1.0 + ROW * max(len(rows), 2), 2.6][: 1 + bool(curves)]
-    figure = Figure(figsize=(WIDTH, 0.6 + sum(heights)), layout="constrained")
-    mosaic: Any = [["ratio"] * max(1, len(curves)), *[[*curves]] * bool(curves)]
-    panels = figure.subplot_mosaic(mosaic, height_ratios=heights)
-    _draw_ratios(panels["ratio"], {row: workloads[row] for row in rows}, names)
-    for kind, points in curves.items():
-        _draw_curve(panels[kind], kind, points, names)
+    names = [name for name in contestants_of(workloads) if name != FLOOR]
+    height = 1.6 + ROW * max(len(workloads), 2)
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    _draw_ratios(figure.subplots(), workloads, names)
     about = results["about"]
     figure.suptitle(f"{about['device']}, jax {about['jax']}", fontsize=12)
     figure.savefig(path, dpi=150)
@@ -116,34 +108,3 @@ def _draw_ratios(axes: Any, workloads: dict[str, Any], names: list[str]) -> None
         )
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-
-
-def _draw_curve(
-    axes: Any, kind: str, points: list[dict[str, Any]], names: list[str]
-) -> None:
-    """How the extra time grows."""
-    for name in names:
-        line = [
-            (one[kind], one["results"][name]["extra_seconds"])
-            for one in points
-            if "extra_seconds" in one["results"].get(name, {})
-        ]
-        if line:
-            low, middle, high = (
-                [1e6 * seconds[q] for _, seconds in line]
-                for q in ("q1", "median", "q3")
-            )
-            sizes = [size for size, _ in line]
-            axes.plot(sizes, middle, linestyle="-", **style(name))
-            axes.fill_between(
-                sizes, low, high, color=COLOURS.get(name), alpha=0.2, linewidth=0
-            )
-    axes.set_xscale("log")
-    axes.set_yscale("symlog", linthresh=100.0)  # an extra time may be below 0
-    axes.axhline(0.0, color=BLACK, linewidth=0.8)
-    axes.margins(y=0.1)
-    if axes.get_ylim()[0] > -100.0:
-        axes.set_ylim(bottom=0.0)
-    axes.set_xlabel(kind)
-    axes.set_ylabel("extra µs / step")
-    axes.spines[["top", "right"]].set_visible(False)

@@ -13,10 +13,6 @@ class Size(NamedTuple):
     convnet: tuple[int, list[int], int]  # width, blocks, classes
     images: tuple[int, int]  # batch, pixels
     many_leaves: tuple[int, int]  # leaves, width
-    leaves: list[int]  # of a tree of `leaf_total` parameters
-    leaf_total: int
-    parameters: list[int]  # of a tree of 50 leaves
-    traced: list[int]  # leaves of an update that is traced alone
 
 
 GPU = Size(
@@ -27,10 +23,6 @@ GPU = Size(
     convnet=(64, [3, 4, 6, 3], 1000),
     images=(64, 224),
     many_leaves=(1000, 64),
-    leaves=[10, 100, 1000],
-    leaf_total=10**6,
-    parameters=[10**6, 10**7, 10**8],
-    traced=[100, 400, 1600],
 )
 CPU = GPU._replace(
     muon_tree=(128, 4, 1000),
@@ -39,7 +31,6 @@ CPU = GPU._replace(
     convnet=(16, [1, 1], 10),
     images=(4, 32),
     many_leaves=(1000, 16),
-    parameters=[10**6, 4 * 10**6, 16 * 10**6],
 )
 TINY = CPU._replace(
     tree=(32, 2, 100),
@@ -49,19 +40,11 @@ TINY = CPU._replace(
     convnet=(4, [1], 4),
     images=(1, 16),
     many_leaves=(3, 8),
-    leaves=[1, 3],
-    leaf_total=1000,
-    parameters=[1000, 4000],
-    traced=[3],
 )
 QUICK = CPU._replace(
     tree=(128, 4, 1000),
     muon_tree=(64, 2, 500),
     transformer=(64, 1, 500),
     many_leaves=(50, 16),
-    leaves=[10, 100],
-    leaf_total=10**5,
-    parameters=[10**5, 10**6],
-    traced=[100],
 )
 SIZES = {"gpu": GPU, "cpu": CPU, "quick": QUICK, "tiny": TINY}

@@ -3,7 +3,7 @@
 from typing import Any
 
 from benchmarks.contestants import FLOOR
-from benchmarks.report import MEGA, SCALARS, Worse, errors, not_least
+from benchmarks.report import MEGA, SCALARS, errors, not_least
 from benchmarks.tables import Table, compilation, matrix
 
 # Tolerated: a few numbers for each leaf are no pass over the parameters.
@@ -21,26 +21,15 @@ def tables(results: dict[str, Any]) -> list[Table]:
     made = [matrix(one, f"{title}; {costs}", _costs)] if one else []
     if many:
         made.append(_collectives(many, f"{title}; figures of one chip"))
-    if any(f.get("optimal_seconds") for _, _, f in _figures(workloads)):
-        estimate = f"{title}; the compiler's estimate, ms"
-        made.append(matrix(workloads, estimate, _estimate))
     return [*made, matrix(workloads, f"{title}; {seconds}", compilation)]
 
 
-def lines(results: dict[str, Any], explain: bool = False) -> list[str]:
+def lines(results: dict[str, Any]) -> list[str]:
     """Where jls is not the least and why, what does not fit, what did not compile."""
     said = []
     about, workloads = results["about"], results["workloads"]
     for name, workload in workloads.items():
-        said += [worse.line for worse in where_not_least(name, workload)]
-        if "only_jls" in workload:
-            only = workload["only_jls"]
-            shown = only["kernels"] if explain else only["kernels"][:3]
-            more = len(only["kernels"]) - len(shown)
-            said.append(f"    Only jls launches, beside {only['beside']}:")
-            said += [f"    {line}" for line in shown]
-            kinds = "kind" if more == 1 else "kinds"
-            said += [f"    and {more} more {kinds}: --explain"] if more else []
+        said += where_not_least(name, workload)
     if any(one.get("kernels", 0) is None for _, _, one in _figures(workloads)):
         said.append(
             "?: this libtpu is newer than jaxlib, which cannot read its program"
@@ -85,7 +74,7 @@ def more_collectives(workload: dict[str, Any], name: str) -> str:
     return ", ".join(said) or "none"
 
 
-def where_not_least(name: str, workload: dict[str, Any]) -> list[Worse]:
+def where_not_least(name: str, workload: dict[str, Any]) -> list[str]:
     """Where jls has more than the least of the peers that skip as much."""
     slack = BYTES_PER_PARAMETER * workload["parameters"]
     measures = (
@@ -113,11 +102,6 @@ def _costs(one: dict[str, Any], bare: dict[str, Any], parameters: int) -> str:
         else f"{size / parameters:.1f}"
     )
     return f"{per}; {_kernels(one)}; {one['temporary_bytes'] / MEGA:,.0f}"
-
-
-def _estimate(one: dict[str, Any], *_: Any) -> str:
-    seconds = one["optimal_seconds"]
-    return "-" if seconds is None else f"{1e3 * seconds:.2f}"
 
 
 def _collectives(workloads: dict[str, Any], title: str) -> Table:

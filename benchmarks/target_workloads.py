@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks import models, train_steps
-from benchmarks.contestants import ALL, FEW, MAIN, ours
+from benchmarks import models
+from benchmarks.contestants import ALL, FEW, MAIN, TRAIN_STEPS, ours
 from benchmarks.workloads import (
     ADAFACTOR,
     ADAMW,
@@ -81,12 +81,9 @@ def target_workloads(size: TargetSize) -> Iterator[Workload]:
     yield Workload("adamw", usual(), ADAMW, quick=True, **main)
     yield Workload("clip + adamw", usual(), CLIPPED, quick=True, **main)
     yield Workload("sgd momentum", usual(), MOMENTUM, **main)
-    for name, steps in (
-        ("train_step", train_steps.PLAIN),
-        ("train_step, Linen", train_steps.LINEN),
-        ("train_step, NNX", train_steps.NNX),
-    ):
-        yield Workload(f"{name}, clip + adamw", usual(), CLIPPED, contestants=steps)
+    yield Workload(
+        "train_step, clip + adamw", usual(), CLIPPED, contestants=TRAIN_STEPS
+    )
     yield Workload("adafactor", usual(), ADAFACTOR, **main)
     yield Workload("muon", usual(), MUON, **main)
     yield Workload("lion", usual(), LION, **main)

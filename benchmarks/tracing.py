@@ -5,28 +5,18 @@ CPU seconds, and calls of Python functions, which no other process disturbs.
 
 import gc
 import sys
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-import jls
-
 ADAM = optax.adam(1e-3)
 OPTIMIZERS = {
     "adam": ADAM,
     "clip + adam": optax.chain(optax.clip_by_global_norm(1.0), ADAM),
     "sgd momentum": optax.sgd(1e-3, momentum=0.9),
-}
-Guard = Callable[[optax.GradientTransformation], Any]
-GUARDS: dict[str, Guard] = {
-    "optax": lambda optimizer: optimizer,
-    "jls": jls.loss_scaled,
-    "apply_if_finite": partial(optax.apply_if_finite, max_consecutive_errors=2**30),
 }
 
 
@@ -49,17 +39,6 @@ class Update:
             return self._optimizer.update(grads, state, params)
 
         return jax.jit(step).trace(self._params, self._state, self._params)
-
-    def seconds(self, times: int = 3) -> float:
-        """The CPU time, the least of some, after one for nothing."""
-        self.trace()
-        seconds = []
-        for _ in range(times):
-            gc.collect()
-            start = time.process_time()
-            self.trace()
-            seconds.append(time.process_time() - start)
-        return min(seconds)
 
     def calls(self) -> int:
         """The calls of Python functions, once JAX knows the types of the leaves."""
@@ -90,18 +69,3 @@ def calls_per_leaf(optimizer: Any, few: int = 20, many: int = 40) -> float:
     """Calls of Python functions for one leaf more."""
     more = Update(optimizer, many).calls() - Update(optimizer, few).calls()
     return more / (many - few)
-
-
-def figures(counts: Sequence[int], names: Sequence[str]) -> dict[str, Any]:
-    """By optimizer and number of leaves the figures of each contestant."""
-    found: dict[str, Any] = {}
-    for title, optimizer in OPTIMIZERS.items():
-        for count in counts:
-            row = found[f"{title}, {count:,} leaves"] = {}
-            for name in GUARDS.keys() & names:
-                update = Update(GUARDS[name](optimizer), count)
-                row[name] = {
-                    "seconds": update.seconds(),
-                    "calls_per_leaf": update.calls() / count,
-                }
-    return found

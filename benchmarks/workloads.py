@@ -14,7 +14,6 @@ import optax
 
 from benchmarks import models
 from benchmarks.contestants import FEW, MAIN, Make
-from benchmarks.placement import whole
 from benchmarks.sizes import Size
 
 
@@ -27,25 +26,6 @@ class Problem(NamedTuple):
     bad: Any
 
 
-def placed(problem: Problem, devices: int) -> Problem:
-    """`problem` with its parameters on each device, and its batch spread over all."""
-    if devices == 1:
-        return problem
-    where = whole(jax.devices()[:devices])
-    # Given gradients are not a batch: each device has them all.
-    is_given = problem.loss_fn is models.given_gradients
-    of_batch = where.sharded if is_given else where.sharded_batch
-
-    def put(tree, shapes):
-        return jax.device_put(tree, jax.tree.map(lambda x: x.sharding, shapes))
-
-    return problem._replace(
-        params=put(problem.params, where.sharded(problem.params)),
-        good=put(problem.good, of_batch(problem.good)),
-        bad=put(problem.bad, of_batch(problem.bad)),
-    )
-
-
 class Workload(NamedTuple):
     """A problem, an optimizer, and how steps follow each other."""
 
@@ -53,12 +33,9 @@ class Workload(NamedTuple):
     problem: Callable[[], Problem]
     optimizer: optax.GradientTransformation
     cycle: int = 1  # steps that belong together: a sample is one or more cycles
-    # The fewest extra reads of all gradients that a guard needs, in an update alone.
-    least_reads: int | None = None
     only: list[str] | None = None  # these contestants, unless the user names them
     contestants: dict[str, Make] | None = None  # in the place of the usual ones
     quick: bool = False  # whether `--quick` runs it
-    growth: str | None = None  # "leaves" or "parameters" if this is a point of a curve
 
 
 LEARNING_RATE = 1e-4
@@ -89,13 +66,13 @@ def workloads(size: Size) -> Iterator[Workload]:
 
     secondary: dict[str, Any] = {"only": MAIN}
     accumulated: dict[str, Any] = {"cycle": 8, **secondary}
-    yield Workload("update adamw", tree(), ADAMW, least_reads=1, quick=True)
-    yield Workload("update clip + adamw", tree(), CLIPPED, least_reads=0, quick=True)
+    yield Workload("update adamw", tree(), ADAMW, quick=True)
+    yield Workload("update clip + adamw", tree(), CLIPPED, quick=True)
     yield Workload("step transformer, clip + adamw", transformer, CLIPPED, quick=True)
     yield Workload("step transformer, adamw", transformer, ADAMW)
-    yield Workload("update sgd momentum", tree(), MOMENTUM, least_reads=1)
-    yield Workload("update adafactor", tree(), ADAFACTOR, least_reads=0)
-    yield Workload("update muon", tree(size.muon_tree), MUON, least_reads=1)
+    yield Workload("update sgd momentum", tree(), MOMENTUM)
+    yield Workload("update adafactor", tree(), ADAFACTOR)
+    yield Workload("update muon", tree(size.muon_tree), MUON)
     yield Workload("step convnet, sgd momentum", convnet, MOMENTUM)
     yield Workload(
         "step transformer, accumulation over 8", transformer, ACCUMULATED, **accumulated
@@ -103,18 +80,9 @@ def workloads(size: Size) -> Iterator[Workload]:
     yield Workload(
         "update adamw, accumulation over 8", tree(), ACCUMULATED, **accumulated
     )
-    for total in size.parameters:
-        problem = _even_tree(total, 50)
-        name = f"update adamw, {total:,} parameters"
-        yield Workload(name, problem, ADAMW, growth="parameters", **secondary)
-    for count in size.leaves:
-        problem = _even_tree(size.leaf_total, count)
-        name = f"update adamw, {count:,} leaves"
-        only = MAIN if count < 1000 else FEW
-        yield Workload(name, problem, ADAMW, quick=True, growth="leaves", only=only)
     only = MAIN if size.many_leaves[0] < 1000 else FEW
     leaves = partial(many_leaves, *size.many_leaves)
-    yield Workload("step many leaves, adamw", leaves, ADAMW, only=only)
+    yield Workload("step many leaves, adamw", leaves, ADAMW, quick=True, only=only)
 
 
 def many_leaves(count: int, width: int) -> Problem:
@@ -144,12 +112,3 @@ def update_only(params: Any) -> Problem:
         structure.unflatten(grads),
         structure.unflatten(bad),
     )
-
-
-def _even_tree(total: int, leaves: int) -> Callable[[], Problem]:
-    def problem():
-        rng = models.generator(0)
-        leaf = total // leaves
-        return update_only([models.normal(rng, leaf, fan_in=1) for _ in range(leaves)])
-
-    return problem

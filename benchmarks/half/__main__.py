@@ -12,10 +12,8 @@ from typing import Any
 
 from benchmarks.half import programs
 from benchmarks.half.tables import tables
-from benchmarks.on_target import versions_of
+from benchmarks.on_target import versions
 from benchmarks.targets import TARGETS
-
-PACKAGES = ("jax", "libtpu", "jax-cuda12-plugin", "flax", "optax")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -29,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             for way in programs.WAYS:
                 one = programs.figures(make(), way, TARGETS[name])
                 entry = results.setdefault(name, {"versions": {}, "models": {}})
-                entry["versions"] |= versions_of(PACKAGES)
+                entry["versions"] |= versions()
                 entry["models"].setdefault(model, {})[way] = one
                 options.json.write_text(json.dumps(results, indent=2) + "\n")
                 print(name, model, way, one, flush=True)

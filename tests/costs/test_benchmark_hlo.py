@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import compiled, hlo
+from benchmarks import hlo
 from benchmarks.hlo import Program
 
 
@@ -46,11 +46,7 @@ def test_what_moves_no_data_is_free():
         "ROOT %s = f32[8]{0:T(8)(2,1)} add(%n, %p)",
     )
     assert (found.kernels, found.bytes) == (2, 64 + 96)
-    assert found.launched[0].operation == "neg"
-    assert found.signatures() == {
-        ("negate", "f32[8] -> f32[8]"): 1,
-        ("add", "2 f32[8] -> f32[8]"): 1,
-    }
+    assert [one.kind for one in found.launched] == ["negate", "add"]
 
 
 LOOP = """
@@ -190,16 +186,3 @@ def test_programs_of_this_machine():
     assert compiled_here(loop, x).kernels >= 7
     branch = compiled_here(lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), x)
     assert branch.kernels >= 2  # the comparison and a branch
-
-
-def test_kernels_of_one_program_that_another_lacks():
-    one = program(
-        "%p = f32[8]{0} parameter(0)",
-        '%n = f32[8]{0} negate(%p), metadata={op_name="jit(f)/neg"}',
-        "%a = f32[8]{0} add(%n, %p)",
-        "ROOT %b = f32[8]{0} add(%a, %p)",
-    )
-    other = program("%p = f32[8]{0} parameter(0)", "ROOT %a = f32[8]{0} add(%p, %p)")
-    first, second = compiled.what_only_one_launches(one, other)
-    assert first == "1 x add () 2 f32[8] -> f32[8]: 96 bytes"
-    assert second == "1 x negate (neg) f32[8] -> f32[8]: 64 bytes"

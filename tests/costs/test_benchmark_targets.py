@@ -13,7 +13,6 @@ from benchmarks import (
     compiled,
     on_target,
     placement,
-    target_plot,
     target_report,
     targets,
 )
@@ -50,14 +49,13 @@ def test_named_dimensions_are_all_there():
     names = " ".join(WORKLOADS)
     for word in (
         *("adamw", "clip", "sgd", "adafactor", "muon", "lion", "check_updates"),
-        *("bfloat16", "Linen", "NNX", "ResNet", "1,000 leaves"),
+        *("bfloat16", "train_step", "ResNet", "1,000 leaves"),
     ):
         assert word in names
 
 
-@pytest.mark.parametrize("name", [n for n in WORKLOADS if "train_step" in n])
-def test_train_steps_of_all_libraries_train_alike(name):
-    workload = WORKLOADS[name]
+def test_train_steps_train_alike():
+    workload = WORKLOADS["train_step, clip + adamw"]
     problem = small()
     losses = {}
     for contestant, make in workload.contestants.items():
@@ -92,7 +90,7 @@ def here(monkeypatch):
 
 
 def command(tmp_path, *options):
-    where = ["--json", str(tmp_path / "b.json"), "--plot", str(tmp_path / "b.png")]
+    where = ["--json", str(tmp_path / "b.json")]
     return main([*where, "--sizes", "tiny", *options])
 
 
@@ -100,7 +98,6 @@ def test_command_compiles_and_says_so(here, tmp_path, capsys):
     command(tmp_path, "--target", "h100", "--quick", "--contestants", "jls", "flax")
     said = capsys.readouterr().out
     assert "NVIDIA H100 80GB HBM3: compiled, not run" in said
-    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
     results = json.loads((tmp_path / "b.json").read_text())
     assert results["about"]["how"] == "compiled, not run"
     assert {"jax", "optax", "jls"} <= set(results["about"]["versions"])
@@ -125,7 +122,7 @@ def test_all_targets_that_can_be_compiled_for(here, tmp_path, capsys, monkeypatc
     monkeypatch.setattr(
         on_target, "run_workload", lambda *_: {"parameters": 1, "results": {}}
     )
-    results = command(tmp_path, "--target", "all", "--quick", "--no-plot")
+    results = command(tmp_path, "--target", "all", "--quick")
     assert set(results) == {"h100", "a100", "v100", "t4", "b200"}
     assert (tmp_path / "b_t4.json").exists()
     said = capsys.readouterr().out
@@ -144,7 +141,7 @@ def test_what_does_not_compile_leaves_the_other_rows(
 
     monkeypatch.setattr(on_target, "compile_step", failing)
     chosen = ["--workloads", "adamw", "--contestants", "jls", "flax"]
-    command(tmp_path, "--target", "v5e", "--no-plot", "--quick", *chosen)
+    command(tmp_path, "--target", "v5e", "--quick", *chosen)
     results = json.loads((tmp_path / "b.json").read_text())["workloads"]["adamw"][
         "results"
     ]
@@ -161,7 +158,7 @@ def test_a_program_that_cannot_be_read_still_has_bytes(
 
     monkeypatch.setattr(compiled, "Program", unreadable)
     chosen = ["--workloads", "adamw", "--contestants", "jls", "flax"]
-    command(tmp_path, "--target", "v6e", "--no-plot", *chosen)
+    command(tmp_path, "--target", "v6e", *chosen)
     results = json.loads((tmp_path / "b.json").read_text())["workloads"]["adamw"][
         "results"
     ]
@@ -175,31 +172,11 @@ def test_what_does_not_fit_says_by_how_much(here):
     where = placement.whole(jax.devices("cpu")[:1])
     problem = compiled.abstract(small)
     one = compiled.compile_step(WORKLOADS["adamw"], "optax", problem, tiny, where)
-    assert one.figures["too_large_by"] == one.figures["total_bytes"] - 1000
-    workload = {"parameters": 1, "chips": 1, "results": {"optax": one.figures}}
+    assert one["too_large_by"] == one["total_bytes"] - 1000
+    workload = {"parameters": 1, "chips": 1, "results": {"optax": one}}
     about = {"memory": 1000, "device": "Tesla T4"}
     (said,) = target_report.lines({"about": about, "workloads": {"adamw": workload}})
     assert "adamw, optax: does not fit: needs 0.00 GB, 0.00 GB more than" in said
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (
-            "Ran out of memory in memory space hbm. Used 17.5G of 15.75G hbm. Exceeded",
-            "does not fit: it needs 17.5 GiB, 1.75 GiB more than there are",
-        ),
-        (
-            "CompileTimeHbmOom: Ran out of memory on HBM, the total memory required "
-            "for HLO temporaries (32.00G) exceeds available HBM (15.75G). HLO",
-            "does not fit: its temporary memory needs 32.0 GiB, 16.25 GiB more than "
-            "there are",
-        ),
-        ("first\nsecond", "RuntimeError: first"),
-    ],
-)
-def test_an_error_is_one_line(text, said):
-    assert on_target.shortened(RuntimeError(text)) == said
 
 
 def test_where_jls_is_not_the_least_the_report_says_so():
@@ -216,30 +193,10 @@ def test_where_jls_is_not_the_least_the_report_says_so():
             "flax": one(3000, 3, 10**6),
             "jmp": one(2000, 2, 0),  # protects less
         },
-        "only_jls": {"beside": "flax", "kernels": ["a", "b", "c", "d"]},
     }
-    (worse,) = target_report.where_not_least("adamw", workload)
-    assert worse == ("adamw: jls needs more: kernels 4, flax 3", "kernels", "flax")
-    assert target_report.extra_bytes(workload, "jls") == pytest.approx(2.005)
-    results = {"about": {}, "workloads": {"adamw": workload}}
-    assert target_report.lines(results)[1:] == [
-        "    Only jls launches, beside flax:",
-        *["    a", "    b", "    c"],
-        "    and 1 more kind: --explain",
-    ]
-    assert target_report.lines(results, explain=True)[-1] == "    d"
-
-
-def test_kernels_beyond_plain_optax():
-    results = {
-        "optax": {"kernels": 8},
-        "jls": {"kernels": 10},
-        "flax": {"kernels": None},
-    }
-    workload = {"results": results}
-    assert target_plot.extra_kernels(workload, "jls") == 25.0
-    assert target_plot.extra_kernels(workload, "flax") is None  # it cannot be read
-    assert target_plot.extra_kernels(workload, "mpx") is None
+    said = ["adamw: jls needs more: kernels 4, flax 3"]
+    assert target_report.where_not_least("adamw", workload) == said
+    assert target_report.lines({"about": {}, "workloads": {"adamw": workload}}) == said
 
 
 def test_collectives_beyond_plain_optax():
@@ -314,7 +271,7 @@ def test_figures_of_many_chips_leave_those_of_one_chip_alone():
     every = argparse.Namespace(target="all", chips=[1])
 
     def path(given, options):
-        return str(on_target.path_for(given, ".json", "v5e", options))
+        return str(on_target.path_for(given, "v5e", options))
 
     assert path(None, one) == path(None, every) == "benchmarks_v5e.json"
     assert path(None, many) == "benchmarks_v5e_chips.json"
@@ -322,45 +279,19 @@ def test_figures_of_many_chips_leave_those_of_one_chip_alone():
     assert path(Path("my.json"), every) == "my_v5e.json"
 
 
-def test_an_interrupted_run_shows_what_it_has(tmp_path, capsys, monkeypatch):
-    one = {"parameters": 1, "leaves": 1, "results": {"optax": {"error": "none"}}}
-    runs = iter([one])
-
-    def run_workload(*_):
-        for done in runs:
-            return done
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(targets.Target, "check", lambda target: None)
-    monkeypatch.setattr(targets.Target, "devices", lambda target, chips: [None])
-    monkeypatch.setattr(on_target, "warm_up", lambda where: None)
-    monkeypatch.setattr(on_target, "whole", lambda devices: None)
-    monkeypatch.setattr(on_target, "run_workload", run_workload)
-    figures = tmp_path / "x.json"
-    with pytest.raises(SystemExit) as stopped:
-        main(["--target", "h100", "--no-plot", "--json", str(figures)])
-    assert stopped.value.code == 130
-    said = capsys.readouterr().out
-    assert "adamw, optax: none" in said
-    assert "Interrupted." in said
-    assert list(json.loads(figures.read_text())["workloads"]) == ["adamw"]
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--target", "v5e", "--chips", "6"], "--chips must be powers of two, got 6"),
         (["--target", "v5e", "--chips", "512"], "at most 256 for v5e, got 512"),
-        (["--target", "v5e", "--device", "cpu"], "do not go with --target"),
+        (["--target", "v5e", "--device", "cpu"], "does not go with --target"),
         (["--target", "v5e", "--workloads", "nothing"], "no workload has 'nothing'"),
         (["--target", "v5e", "--sizes", "gpu"], "--sizes must be tiny, got gpu"),
         (
             ["--target", "v5e", "--minutes", "-1"],
             "--minutes must be more than 0, got -1",
         ),
-        (["--chips", "4"], "need --target"),
-        (["--explain"], "need --target"),
-        (["--devices", "0"], "--devices must be at least 1, got 0"),
+        (["--chips", "4"], "--chips needs --target"),
         (["--rounds", "2"], "--rounds must be at least 3, got 2"),
         (["--json", "nowhere/x.json"], "--json nowhere/x.json: there is no folder"),
         (["--plot", "x.xyz"], "--plot must end in .png or .svg or .pdf, got x.xyz"),
@@ -382,5 +313,5 @@ def test_a_tpu_without_a_tpu(monkeypatch):
     problem = compiled.abstract(lambda: listed.transformer(TINY.transformer, (4, 8)))
     workload = WORKLOADS["clip + adamw"]
     one = compiled.compile_step(workload, "jls", problem, target, where)
-    assert one.figures["bytes_accessed"] > 0
-    assert "all-reduce" in one.figures["collectives"]
+    assert one["bytes_accessed"] > 0
+    assert "all-reduce" in one["collectives"]

@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import contestants, figures, report, torch_adamw
+from benchmarks import contestants, report
 from benchmarks.__main__ import main
-from benchmarks.contestants import FLOOR, OURS, Rules
+from benchmarks.contestants import FLOOR, Rules
 from benchmarks.sizes import TINY
 from benchmarks.workloads import workloads
 
@@ -76,23 +76,17 @@ def test_contestants_skip_an_overflow_as_documented(name, problem):
 
 
 def test_given_gradients_are_the_gradients():
-    problem = workload("update adamw, 3 leaves").problem()
+    problem = workload("update adamw").problem()
     grads = jax.grad(problem.loss_fn)(problem.params, problem.good)
     assert np.array_equal(flat(grads), flat(problem.good))
     assert not np.all(np.isfinite(flat(problem.bad)))
-
-
-def test_behaviour_counts_traces():
-    # Flax starts with Python numbers, and goes on with arrays.
-    assert figures.behaviour("flax")["traces_of_50_steps"] == 2
-    assert figures.behaviour(OURS)["traces_of_50_steps"] == 1
 
 
 def test_named_dimensions_are_all_there():
     names = " ".join(one.name for one in workloads(TINY))
     for word in (
         *("update", "step", "transformer", "convnet", "many leaves", "clip", "adamw"),
-        *("sgd", "adafactor", "muon", "accumulation over 8", "leaves", "parameters"),
+        *("sgd", "adafactor", "muon", "accumulation over 8"),
     ):
         assert word in names
 
@@ -104,36 +98,20 @@ def test_command_writes_figures_and_picture(tmp_path, capsys):
     main([*where, *options, *chosen])
     said = capsys.readouterr().out
     assert "Time of a step / plain optax" in said
-    assert "Tracing an update" in said
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
     results = json.loads((tmp_path / "b.json").read_text())
-    parts = {"about", "behaviour", "workloads", "torch", "limits", "tracing"}
-    assert set(results) == parts
-    assert list(results["tracing"]) == [
-        "adam, 3 leaves",
-        "clip + adam, 3 leaves",
-        "sgd momentum, 3 leaves",
-    ]
-    for row in results["tracing"].values():
-        assert set(row) == {"optax", "jls"}
-        assert all(x["seconds"] > 0 < x["calls_per_leaf"] for x in row.values())
+    assert set(results) == {"about", "workloads"}
     assert results["about"]["sizes"] == "tiny"
-    assert list(results["behaviour"]) == ["optax", "jls", "flax"]
-    assert list(results["workloads"]) == [
-        "update adamw, 1 leaves",
-        "update adamw, 3 leaves",
-        "step many leaves, adamw",
-    ]
+    assert list(results["workloads"]) == ["step many leaves, adamw"]
     for one in results["workloads"].values():
         assert list(one["results"]) == ["optax", "jls", "flax"]
         for figure in one["results"].values():
             assert figure["bytes_accessed"] > figure["temporary_bytes"] >= 0
             assert figure["peak_bytes"] > 0
             assert figure["kernels"] > 0
-            assert figure["collectives"] == 0
             assert figure["compile_seconds"] > 0
             assert figure["rounds"] == 3
-            for name in ("ratio", "seconds_per_step", "extra_seconds"):
+            for name in ("ratio", "seconds_per_step"):
                 spread = figure[name]
                 assert spread["q1"] <= spread["median"] <= spread["q3"]
         assert one["results"]["optax"]["ratio"]["median"] == 1.0
@@ -142,34 +120,19 @@ def test_command_writes_figures_and_picture(tmp_path, capsys):
     assert "| workload | jls | flax |\n|---|--:|--:|\n" in said
 
 
-def test_limits_are_shares_of_the_bare_update():
+def test_where_jls_is_not_the_least_the_report_says_so():
     figures = {
         "optax": {"bytes_accessed": 700},
         "jls": {"bytes_accessed": 800, "temporary_bytes": 9000},
         "flax": {"bytes_accessed": 1400, "temporary_bytes": 10},
     }
-    one = {"least_reads": 1, "gradient_bytes": 100, "results": figures}
-    results = {"workloads": {"update adamw": one}}
-    (row,) = report.limits(results)
-    assert row["least_extra"] == pytest.approx(1 / 7)
-    assert row["extra"] == pytest.approx({"jls": 1 / 7, "flax": 1.0})
-    (worse,) = report.not_least("update adamw", one, report.MEASURED)
-    assert worse.line.endswith("more: bytes of temporary memory 9,000, flax 10")
+    (said,) = report.not_least("update", {"results": figures}, report.MEASURED)
+    assert said.endswith("more: bytes of temporary memory 9,000, flax 10")
 
 
 def test_time_is_up_for_what_is_left(tmp_path):
-    where = ["--json", str(tmp_path / "b.json"), "--no-plot", "--no-torch"]
+    where = ["--json", str(tmp_path / "b.json")]
     results = main(
         [*where, "--sizes", "tiny", "--minutes", "1e-9", "--contestants", "jls"]
     )
     assert results["workloads"] == {}
-
-
-def test_torch_is_measured_against_itself():
-    pytest.importorskip("torch")
-    assert torch_adamw.is_available("cpu")
-    result = torch_adamw.measure([(3, 4), (4,)], "cpu", 0.0, 3, sample=0.0)
-    assert set(result) == {"version", "device", "foreach", "fused"}
-    for name in ("foreach", "fused"):
-        assert result[name]["rounds"] == 3
-        assert result[name]["ratio"]["median"] > 0

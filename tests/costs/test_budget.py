@@ -30,7 +30,7 @@ SIZE = CPU._replace(
     images=(2, 16),
     many_leaves=(40, 16),
 )
-WORKLOADS = {one.name: one for one in workloads(SIZE) if not one.growth}
+WORKLOADS = {one.name: one for one in workloads(SIZE)}
 PEERS = [name for name in available() if name in WHOLE and name != OURS]
 # The loss scale and the counters: scalars, and a number for each leaf.
 SCALARS = 8192

@@ -1,11 +1,10 @@
-# SPDX-License-Identifier: Apache-2.0
-"""What `jls.why` and `jls.calibrate` compile: counted, not timed."""
+"""What the tools compile: counted, not timed."""
 
 import json
 
 import pytest
 
-from benchmarks.origin import QUICK, STEPS, main
+from benchmarks.tools import QUICK, STEPS, main
 from jls._tools.origin.why import Case
 
 pytestmark = pytest.mark.standard_promotion

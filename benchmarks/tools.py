@@ -1,9 +1,8 @@
-"""What `jls.why` and `jls.calibrate` take: `python -m benchmarks.origin`.
+"""What the tools take: `python -m benchmarks.tools`.
 
-For whole steps the CPU seconds to trace and compile them; those of `jls.why` on a
-batch whose loss overflows, and of `jls.calibrate` on a good one, also as multiples of
-the first; and of how many operations, of those that could be, the first program has a
-record.
+For whole steps the CPU seconds to trace and compile them; those of `jls.check_step`, of
+`jls.why` on a batch whose loss overflows, and of `jls.calibrate`, also as multiples of
+the first; and how many of the operations the first program of `jls.why` records.
 
 Seconds are CPU time of the process: other work on the machine counts for little. Prints
 a table, and writes the figures as JSON.
@@ -20,23 +19,42 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import linen as nn
 from flax import nnx
 from jax import lax
 
 import jls
-from benchmarks.check import Step, transformer_step
+from benchmarks.half.models import ResNet
 from benchmarks.models import (
     GOOD,
     boosted_cross_entropy,
     convnet_batch,
     transformer_batch,
+    transformer_loss,
+    transformer_params,
 )
 from jls._tools.origin.why import Case
 
 VOCABULARY = 512
+Step = tuple[Callable[..., Any], tuple[Any, ...]]
 # The loss is over 2: times this it is inf, and all gradients with it.
 TOO_LARGE = np.float32(2.0**127)
+
+
+def transformer_step(width: int, layers: int, vocabulary: int) -> Step:
+    """A step of a float16 transformer, written by hand."""
+    loss_fn = transformer_loss(8)
+    params = transformer_params(width, layers, vocabulary)
+    clip = optax.clip_by_global_norm(1.0)
+    optimizer = jls.loss_scaled(optax.chain(clip, optax.adamw(1e-3)), jls.dynamic(64.0))
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    batch = (*transformer_batch(1, 16, vocabulary), GOOD)
+    return step, (params, optimizer.init(params), batch)
 
 
 def scanned_step(scans: int, blocks: int, width: int) -> Step:
@@ -92,35 +110,9 @@ def _normal(x: Any) -> Any:
     return (wide * spread).astype(x.dtype)
 
 
-class ResNet(nn.Module):
-    """A float16 network of residual blocks with batch normalization, in Linen."""
-
-    width: int
-    blocks: Sequence[int]
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """The logits of images."""
-        x = nn.relu(self._convolve(x, self.width, 3, 1))
-        for stage, count in enumerate(self.blocks):
-            for number in range(count):
-                stride = 2 if stage and not number else 1
-                width = self.width * 2**stage
-                y = nn.relu(self._convolve(x, width, 3, stride))
-                y = self._convolve(y, width, 3, 1)
-                if y.shape != x.shape:
-                    x = self._convolve(x, width, 1, stride)
-                x = nn.relu(x + y)
-        return nn.Dense(10, dtype=jnp.float16)(x.mean((1, 2)))
-
-    def _convolve(self, x: jax.Array, width: int, size: int, stride: int) -> jax.Array:
-        x = nn.Conv(width, (size, size), stride, use_bias=False, dtype=jnp.float16)(x)
-        return nn.BatchNorm(use_running_average=False, dtype=jnp.float16)(x)
-
-
-def resnet_step(width: int, blocks: Sequence[int]) -> Step:
-    """A step that has the batch statistics beside the parameters."""
-    model = ResNet(width, blocks)
+def resnet_step(width: int, blocks: tuple[int, ...]) -> Step:
+    """A step of a Linen model, with the batch statistics beside the parameters."""
+    model = ResNet(blocks, width, 10, jnp.float16)
     images, targets = convnet_batch(4, 16, 10)
     variables = _filled(jax.eval_shape(model.init, jax.random.key(0), images))
     optimizer = jls.loss_scaled(optax.sgd(0.1, momentum=0.9), jls.dynamic(64.0))
@@ -240,12 +232,15 @@ def figures(make: Callable[[], Step]) -> dict[str, float]:
     why, found = _seconds(lambda: jls.why(step, *overflowing(args)))
     assert found.births
     calibrate, _ = _seconds(lambda: jls.calibrate(step, *args))
+    check, report = _seconds(lambda: jls.check_step(step, *args))
+    report.raise_if_broken()
     return {
         "compile": plain,
         "operations": every,
         "recorded": len(case.recorded.operations),
         "why": why,
         "calibrate": calibrate,
+        "check": check,
     }
 
 
@@ -257,31 +252,27 @@ HEAD = (
     "times",
     "`jls.calibrate`, s",
     "times",
+    "`jls.check_step`, s",
+    "times",
 )
 
 
 def row(name: str, found: dict[str, float]) -> str:
     """A row of the table."""
-    plain, why, calibrate = (found[x] for x in ("compile", "why", "calibrate"))
-    cells = [
-        f"{plain:.1f}",
-        f"{found['operations']:,}",
-        f"{found['recorded']:,}",
-        f"{why:.1f}",
-        f"{why / plain:.1f}",
-        f"{calibrate:.1f}",
-        f"{calibrate / plain:.1f}",
-    ]
+    cells = [f"{found['compile']:.1f}", f"{found['operations']:,}"]
+    cells.append(f"{found['recorded']:,}")
+    for tool in ("why", "calibrate", "check"):
+        cells += [f"{found[tool]:.1f}", f"{found[tool] / found['compile']:.1f}"]
     return f"| {name} | {' | '.join(cells)} |"
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     """Prints the table, and writes the figures."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.origin")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tools")
     add = parser.add_argument
     add("--quick", action="store_true", help="small steps, which prove nothing")
     add("--steps", default="", metavar="TEXT", help="those whose name contains it")
-    add("--json", type=Path, default=Path("benchmarks_origin.json"), metavar="FILE")
+    add("--json", type=Path, default=Path("benchmarks_tools.json"), metavar="FILE")
     options = parser.parse_args(arguments)
     steps = QUICK if options.quick else STEPS
     print(f"| step | {' | '.join(HEAD)} |")
