@@ -43,7 +43,6 @@ class Carried(NamedTuple):
 def match(
     arguments: Arguments,
     outputs: Sequence[Item],
-    objects: Mapping[int, bool],
     scales: Sequence[Scale],
     named: Named,
     reading: Reading | None,
@@ -53,7 +52,6 @@ def match(
     Args:
       arguments: those of the step.
       outputs: its results.
-      objects: the leaves of NNX arguments, and whether the step changed them in place.
       scales: the loss scales in the arguments.
       named: the arguments that are carried and the fields that count, None for all of
         them; or None to find out.
@@ -87,11 +85,15 @@ def match(
     doubtful = {i for x in others if pairs.may_be_state(x) for i in pairs.units[x]}
     aux, free = _Pairs(items, in_aux, reading), [x for x in others if x in trees]
     doubtful |= {i for x in free if aux.may_be_state(x) for i in pairs.units[x]}
+    changed = set[int]()
+    if reading is not None:
+        now = [reading.objects.get(x.path) for x in items]
+        changed = {i for i, x in enumerate(now) if x and reading.leaf_of(x.now) != i}
     in_place = {
         i
         for top in [*states, *others]
         if top[0] in arguments.in_place
-        and (top not in pairs.found or any(map(objects.get, pairs.units[top])))
+        and (top not in pairs.found or changed.intersection(pairs.units[top]))
         for i in pairs.units[top]
     }
     sources = {

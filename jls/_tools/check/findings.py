@@ -6,6 +6,10 @@ from typing import Literal, NamedTuple
 from jls._program.places import Place
 from jls._tools.check.codes import CODES, Code
 
+# What a run shows of these may be right: only a program says what is an average, noise
+# or a buffer.
+DOUBTFUL: tuple[Code, ...] = ("overflow hidden", "nan committed", "not atomic")
+
 Status = Literal["right", "broken", "not tried", "does not apply"]
 
 
@@ -24,9 +28,13 @@ class Findings:
         self._found: dict[Code, Finding] = {}
         self.untried: dict[str, str] = {}  # arrays without a fault, and the reason
         self.notes: list[str] = []  # on what is no mistake
+        self.is_read = True  # whether there is a program
 
     def broken(self, code: Code, evidence: str, place: Place | None = None) -> None:
-        if self.status(code) != "broken":
+        if not self.is_read and code in DOUBTFUL:
+            reason = f"{evidence}. Without a program to read, that may be right"
+            self.not_tried(code, reason)
+        elif self.status(code) != "broken":
             self._found[code] = Finding("broken", evidence, place)
 
     def right(self, code: Code, note: str = "") -> None:

@@ -98,21 +98,21 @@ class Reading:
         return flow, walk(self.traced.program, flow.inputs, flow)
 
     @functools.cached_property
-    def _pairs(self) -> list[Result | None]:
+    def _by_path(self) -> list[dict[tuple[str, ...], Result]]:
         _, skipped = self._read(is_skipped=True)
         pairs = iter(map(Result, self.results, skipped))
-        items = [*self.traced.outputs, *self.traced.objects]
-        return [next(pairs) if is_a_result(x) else None for x in items]
+        results = (self.traced.outputs, self.traced.objects)
+        return [{x.path: next(pairs) for x in y if is_a_result(x)} for y in results]
 
-    @functools.cached_property
+    @property
     def outputs(self) -> dict[tuple[str, ...], Result]:
         """The results that came back, by path."""
-        return _by_path(self.traced.outputs, self._pairs[: len(self.traced.outputs)])
+        return self._by_path[0]
 
-    @functools.cached_property
+    @property
     def objects(self) -> dict[tuple[str, ...], Result]:
         """The leaves of NNX arguments afterwards, by path."""
-        return _by_path(self.traced.objects, self._pairs[len(self.traced.outputs) :])
+        return self._by_path[1]
 
     def _calls(self) -> dict[int, list[Checked]]:
         """The calls of each wrapper, by the index of its loss scale."""
@@ -166,9 +166,3 @@ class Reading:
 def is_a_result(item: Item) -> bool:
     """Whether the program has a result for a leaf that came back."""
     return isinstance(item.value, jax.ShapeDtypeStruct | np.ndarray)
-
-
-def _by_path(
-    items: Sequence[Item], results: Sequence[Result | None]
-) -> dict[tuple[str, ...], Result]:
-    return {x.path: y for x, y in zip(items, results, strict=True) if y is not None}
