@@ -283,7 +283,7 @@ READING = [
     Fault(
         "jax.device_get in a step goes unseen",
         "jls/_tools/reading/reading.py",
-        "return traced._replace(reads=bool(calls))",
+        'return traced._replace(reads="jax.device_get" if calls else "")',
         "return traced",
         (f"{READ}test_value_that_the_host_reads_is_read[device_get]",),
     ),
@@ -514,8 +514,8 @@ TRIALS = [
     Fault(
         "overflow hidden: not found where gradients are cleaned while they are scaled",
         "jls/_tools/check/faults.py",
-        "if not _is_as_good(run, right) and",
-        "if _is_as_good(run, right) and",
+        "if not run.comes_out_as(right) and",
+        "if run.comes_out_as(right) and",
         (f"{CHECK}test_overflow_that_is_hidden_is_named[while they are scaled]",),
     ),
     Fault(
@@ -528,7 +528,7 @@ TRIALS = [
     Fault(
         "nan committed: never found",
         "jls/_tools/check/faults.py",
-        "bad = fault.nonfinite - trials.good_run.nonfinite()",
+        "bad = fault.nonfinite - point.good_run.nonfinite()",
         "bad = fault.nonfinite - fault.run.nonfinite()",
         (f"{CHECK}test_metrics_that_a_bad_step_spoils_can_be_left_out",),
     ),
@@ -563,9 +563,8 @@ TRIALS = [
     Fault(
         "a mistake that was found is taken back",
         "jls/_tools/check/findings.py",
-        "        if self.status(code) is None:\n"
-        '            self._found[code] = Finding("right", note)\n',
-        '        self._found[code] = Finding("right", note)\n',
+        'self._found.setdefault(code, Finding("right", note))',
+        'self._found[code] = Finding("right", note)',
         (f"{RUNS}test_mistake_that_was_found_stays_found",),
     ),
     Fault(
@@ -578,8 +577,8 @@ TRIALS = [
     Fault(
         "carried leaves no field out",
         "jls/_tools/check/check.py",
-        "named[key] = None if fields is None else tuple(fields)",
-        "named[key] = None",
+        "named[name] = None if fields is None else tuple(fields)",
+        "named[name] = None",
         (f"{CHECK}test_metrics_that_a_bad_step_spoils_can_be_left_out",),
     ),
     Fault(
@@ -700,8 +699,8 @@ ANSWERS = [
     Fault(
         "without a program a bare scaler that is never adjusted is right",
         "jls/_tools/check/faults.py",
-        "if is_seen and any(fault.scales for fault in trials.faults):",
-        "if any(fault.scales for fault in trials.faults):",
+        "if is_seen and any(fault.scales for fault in faults):",
+        "if any(fault.scales for fault in faults):",
         (f"{UNREAD}test_bare_scaler_may_be_stuck",),
     ),
     Fault(

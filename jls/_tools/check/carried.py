@@ -4,7 +4,7 @@
 Only an argument and a result with equal paths, shapes and dtypes can be a pair. First
 come those that the program proves: in a skipped step the result is the argument, or it
 is computed from it element by element, as new parameters are. What is left pairs in
-order if there are equally many and nothing contradicts it; an array alone only if all
+order if there are equally many and nothing contradicts it; a bare array only if all
 arguments before it come back.
 """
 
@@ -38,6 +38,23 @@ class Carried(NamedTuple):
     @property
     def leaves(self) -> frozenset[int]:
         return self.in_place | self.sources.keys()
+
+    def pick(
+        self,
+        items: Sequence[Item],
+        outputs: Mapping[Keys, Any],
+        objects: Mapping[Keys, Any],
+    ) -> dict[int, Any]:
+        """What came back, by leaf; not what the step has donated.
+
+        Args:
+          items: the arguments.
+          outputs: something for each result, by path.
+          objects: something for each leaf of the NNX arguments, by path.
+        """
+        found = {i: outputs.get(path) for i, path in self.sources.items()}
+        found |= {i: objects.get(items[i].path) for i in self.in_place}
+        return {i: x for i, x in found.items() if x is not None}
 
 
 def match(

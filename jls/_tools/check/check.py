@@ -185,9 +185,10 @@ def check_step(
     subject = runner.subject
     findings.mark_others_not_tried("no trial shows it")
     for i in sorted(subject.carried.doubtful):
-        findings.untried[subject.items[i].path[0]] = (
+        findings.not_tried(
+            subject.items[i].path[0],
             "taken as data, but a result looks like it; if it is state, name all "
-            "arguments that come back: jls.check_step(step, ..., carried=(0, 1))"
+            "arguments that come back: jls.check_step(step, ..., carried=(0, 1))",
         )
     findings.notes[:0] = _notes(subject)
     lines = _lines_to_write((args, kwargs), subject, runner.arguments.names)
@@ -243,16 +244,15 @@ def _losing_weak_types(subject: Subject) -> list[int]:
     if subject.reading is None or is_jit_disabled():
         return []
     traced, carried = subject.reading.traced, subject.carried
-    outputs = {item.path: item.value for item in traced.outputs}
-    objects = {item.path: item.value for item in traced.objects}
-    found = {i: outputs[path] for i, path in carried.sources.items()}
-    found |= {i: objects.get(subject.items[i].path) for i in carried.in_place}
+    results = (traced.outputs, traced.objects)
+    by_path = [{x.path: x.value for x in items} for items in results]
+    new = carried.pick(subject.items, *by_path)
     return [
         i
-        for i in sorted(carried.compared)
+        for i in sorted(carried.compared & new.keys())
         if getattr(subject.items[i].value, "weak_type", False)
-        and isinstance(found[i], jax.ShapeDtypeStruct)
-        and not found[i].weak_type
+        and isinstance(new[i], jax.ShapeDtypeStruct)
+        and not new[i].weak_type
     ]
 
 
@@ -261,7 +261,6 @@ def _step_check(
 ) -> StepCheck:
     broken, away = findings.of("broken"), findings.of("does not apply")
     seen = findings.of("right") | broken
-    untried = {code: x.text for code, x in findings.of("not tried").items()}
     write: dict[str, str] = {code: lines[code] for code in broken}
     precision, half = None, ""
     if subject.reading is not None:
@@ -269,7 +268,7 @@ def _step_check(
         write |= {"precision": more} if more else {}
     return StepCheck(
         broken=tuple(broken),
-        not_tried=untried | findings.untried,
+        not_tried=findings.untried,
         not_applicable={code: x.text for code, x in away.items()},
         seen={code: x.text for code, x in seen.items() if x.text},
         where={code: x.place for code, x in broken.items() if x.place},
@@ -311,7 +310,7 @@ def _lines_to_write(
         own = codes.NNX if has_wrapper else codes.NNX_BARE
         names = _names_in(subject, positional)
         lines |= {code: _with_names(line, names) for code, line in own.items()}
-    if not has_wrapper:  # the scaler's state alone: no optimizer knows of the skip
+    if not has_wrapper:  # only the scaler's state: no optimizer knows of the skip
         flag = ("opt_state.applied", "jls.all_finite(grads)")
         lines = {code: line.replace(*flag) for code, line in lines.items()}
     for code in ("nan committed", "not atomic"):
@@ -395,33 +394,28 @@ def _named(
     if is_text_or_array or not isinstance(carried, Iterable):
         raise TypeError(rule)
     named: dict[str, tuple[str, ...] | None] = {}
-    known = dict.fromkeys(item.path[0] for item in arguments.items)
-    with_arrays = {item.path[0] for item in arguments.items if is_array(item.value)}
-    names = ", ".join(name for name in known if name in with_arrays)
-    there = f"The arguments with arrays are {names}."
+    positions = arguments.names[bound:]
+    arrays = dict.fromkeys(x.path[0] for x in arguments.items if is_array(x.value))
+    there = f"The arguments with arrays are {', '.join(arrays)}."
     for key in carried:
         if isinstance(key, bool) or not isinstance(key, int | str):
             raise TypeError(rule)
-        fields = carried[key] if isinstance(carried, Mapping) else None
-        if isinstance(key, int):
-            positions = arguments.names[bound:]
-            if not 0 <= key < len(positions):
-                raise ValueError(
-                    f"carried must be positions below {len(positions)}, got {key}."
-                )
-            key = positions[key]
-        if key not in known:
-            raise ValueError(f"carried must name arguments, got {key!r}. {there}")
-        if key not in with_arrays:
+        if isinstance(key, int) and not 0 <= key < len(positions):
             raise ValueError(
-                f"carried must name arguments with arrays, got {key!r}. {there}"
+                f"carried must be positions below {len(positions)}, got {key}."
             )
-        if key in named:
+        name = positions[key] if isinstance(key, int) else key
+        if name not in arrays:
             raise ValueError(
-                f"carried must name each argument once, got {key!r} twice, by "
+                f"carried must name arguments with arrays, got {name!r}. {there}"
+            )
+        if name in named:
+            raise ValueError(
+                f"carried must name each argument once, got {name!r} twice, by "
                 "position or by name."
             )
-        named[key] = None if fields is None else tuple(fields)
+        fields = carried[key] if isinstance(carried, Mapping) else None
+        named[name] = None if fields is None else tuple(fields)
     if not named:
         raise ValueError(
             f"carried must name at least one argument, got {carried!r}. {there}"

@@ -172,7 +172,7 @@ NNX: dict[Code, str] = {
     "not atomic": f"{_ATOMIC}; {_DECAY}",
     "never recovers": _ATOMIC,
 }
-# With the scaler's state alone: there is no optimizer for `jls.atomic`.
+# With only the scaler's state: there is no optimizer for `jls.atomic`.
 NNX_BARE: dict[Code, str] = {
     "no step": _NNX_STEP,
     "not scaled": f"loss, grads = {_NNX_GRAD_FN}(state, model, batch)",

@@ -4,7 +4,7 @@
     good steps      the scale is lowered until none is skipped; then on, until the
                     parameters have moved: each fault is injected at that point
     spikes          the good step after a window of far lower losses and norms
-    scales          all at inf, and each alone if there are several; 2**126, where
+    scales          all at inf, and each by itself if there are several; 2**126, where
                     float16 overflows, if what happens to an inf could not be read
     batch           NaN in one element of an array that is not carried
     gradients       inf in one element, where reading doubts that it is kept
@@ -27,11 +27,11 @@ from jls._program.places import place_of
 from jls._text import format_scale, join, listed
 from jls._tools.check.codes import Code
 from jls._tools.check.findings import Findings
-from jls._tools.check.good_steps import Base, always_compiles, take_good_steps
+from jls._tools.check.good_steps import always_compiles, take_good_steps
 from jls._tools.check.leaves import as_numpy, is_fp8, is_rounding
 from jls._tools.check.planting import inf_is_applied
 from jls._tools.check.proofs import SUMMED, is_average, is_noise
-from jls._tools.check.runs import Leaves, OutOfRunsError, Run, Runner, is_new
+from jls._tools.check.runs import OutOfRunsError, Run, Runner, is_new
 from jls._tools.check.subject import Subject
 from jls._tools.reading.scales import Scale, is_switched_off
 from jls._tree import is_inexact
@@ -43,12 +43,22 @@ HUGE = 2.0**126  # the largest scale that `jls.set_loss_scale` takes
 _MANY_LEAVES = 8
 
 
+class Point(NamedTuple):
+    """Where faults are injected."""
+
+    runner: Runner
+    subject: Subject
+    findings: Findings
+    good_run: Run  # the good step from here
+    window: int  # good steps from one move of the parameters to the next
+
+
 class Trial(NamedTuple):
     """A good step, and the fault to inject into its arguments."""
 
     what: str
     changes: Mapping[int, Any]  # by leaf
-    code: Code | None = None  # is not tried if the run fails; None if no one code is
+    code: str  # what is not tried if the run fails
     scales: tuple[Scale, ...] = ()  # where the fault is, if in loss scales
 
 
@@ -63,21 +73,7 @@ class Fault(NamedTuple):
     later: Run | None  # the good step after it, where one was needed
 
 
-class Trials(NamedTuple):
-    """The faults that were injected at one point."""
-
-    runner: Runner
-    findings: Findings
-    base: Base  # the point
-    faults: Sequence[Fault]
-
-    @property
-    def good_run(self) -> Run:
-        return self.base.good_run
-
-    @property
-    def subject(self) -> Subject:
-        return self.runner.subject
+Faults = Sequence[Fault]
 
 
 def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> None:
@@ -88,10 +84,10 @@ def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> Non
       findings: what was read.
       cleaned: gradients that may have lost an inf on their way.
     """
-    good, base = list[Run](), None
+    good, base, window = list[Run](), None, 1
     if findings.status("no step") != "broken":
         try:
-            good, base = take_good_steps(runner, findings)
+            good, base, window = take_good_steps(runner, findings)
         except ValueError as error:
             if not findings.of("broken"):
                 raise
@@ -120,45 +116,36 @@ def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> Non
     if not subject.params:
         findings.not_tried("not atomic", why_unmoved)
     if base is not None:
-        runner.left += 2 * base.window
-    base = base or Base(good[0], 1)
+        runner.left += 2 * window
+    point = Point(runner, subject, findings, base or good[0], window)
     for scale in subject.scales:
         if scale.spikes:
-            _try_spike(runner, findings, base.good_run, scale)
-    is_read = findings.status("overflow hidden") == "right"
-    leaves, faults = base.good_run.given, list[Fault]()
-    for trial in _in_scales(runner, is_read) + _in_batch(subject, leaves):
-        run = _attempt(runner, findings, leaves, trial)
-        if run is not None:
-            faults.append(_fault(runner, findings, base, trial, run))
-    trials = Trials(runner, findings, base, faults)
-    _note_finite_losses(findings, faults)
-    _judge_stuck(trials)
-    _judge_overflow(trials, cleaned)
-    _judge_nonfinite(trials)
-    _judge_atomic(trials)
+            _try_spike(point, scale)
+    runs = [(trial, _attempt(point, trial)) for trial in _in_scales(point)]
+    runs += [(trial, _attempt(point, trial)) for trial in _in_batch(point)]
+    faults = [_fault(point, trial, run) for trial, run in runs if run is not None]
+    _note_finite_losses(point, faults)
+    _judge_stuck(point, faults)
+    _judge_overflow(point, faults, cleaned)
+    _judge_nonfinite(point, faults)
+    _judge_atomic(point, faults)
     if why_unmoved:
         findings.not_tried("never recovers", why_unmoved)
     else:
-        _judge_recovery(trials)
-    _compare_devices(trials, good)
+        _judge_recovery(point, faults)
+    _compare_devices(point, faults, good)
 
 
 # The trials.
 
 
-def _in_scales(runner: Runner, is_read: bool) -> list[Trial]:
-    """The trials with other loss scales.
-
-    Args:
-      runner: of the step.
-      is_read: whether the program says what becomes of an inf in the gradients.
-    """
-    scales = tuple(runner.subject.scales)
+def _in_scales(point: Point) -> list[Trial]:
+    """The trials with other loss scales."""
+    scales = tuple(point.subject.scales)
     groups = [(scales, math.inf)]
     if len(scales) > 1:
         groups += [((scale,), math.inf) for scale in scales]
-    if not is_read:
+    if point.findings.status("overflow hidden") != "right":
         groups.append((scales, HUGE))
     trials = []
     for group, value in groups:
@@ -167,14 +154,15 @@ def _in_scales(runner: Runner, is_read: bool) -> list[Trial]:
         of = f" in {names}" if len(scales) > 1 else ""
         changes = dict[int, Any]()
         for scale in group:
-            changes |= runner.at_scale(scale, value)
+            changes |= point.runner.at_scale(scale, value)
         what = f"a loss scale of {text}{of}"
         trials.append(Trial(what, changes, "nan committed", group))
     return trials
 
 
-def _in_batch(subject: Subject, leaves: Leaves) -> list[Trial]:
+def _in_batch(point: Point) -> list[Trial]:
     """The trials with NaN in an element of each array that is not carried."""
+    subject, leaves = point.subject, point.good_run.given
     # Not a part of an argument that is carried, such as a field left out.
     owners = {subject.items[k].path[0] for k in subject.carried.leaves}
     found = defaultdict[str, list[int]](list)
@@ -189,7 +177,8 @@ def _in_batch(subject: Subject, leaves: Leaves) -> list[Trial]:
         for i in group if len(group) <= _MANY_LEAVES else group[:1]:
             array = np.array(as_numpy(leaves[i]))
             array[(0,) * array.ndim] = np.nan
-            trials.append(Trial(f"NaN in {subject.items[i].name}", {i: array}))
+            what = f"NaN in {subject.items[i].name}"
+            trials.append(Trial(what, {i: array}, what))
     return trials
 
 
@@ -198,28 +187,22 @@ def _may_hold_nan(leaf: Any) -> bool:
     return is_real and np.ndim(leaf) > 0 and np.size(leaf) > 0
 
 
-def _attempt(
-    runner: Runner, findings: Findings, leaves: Leaves, trial: Trial
-) -> Run | None:
-    """A run; None if it fails, with the reason in the findings."""
+def _attempt(point: Point, trial: Trial, after: Run | None = None) -> Run | None:
+    """A run, from the point or after another; None if it fails, as findings say."""
+    leaves = after.next if after else point.good_run.given
     try:
-        return runner.run(leaves, trial.what, trial.changes)
+        return point.runner.run(leaves, trial.what, trial.changes)
     except OutOfRunsError:
         reason = "no run was left"
     except Exception as error:
         reason = f"the step raised {type(error).__name__} in {trial.what}"
-    if trial.code:
-        findings.not_tried(trial.code, reason)
-    else:
-        findings.untried[trial.what] = reason
+    point.findings.not_tried(trial.code, reason)
     return None
 
 
-def _fault(
-    runner: Runner, findings: Findings, base: Base, trial: Trial, run: Run
-) -> Fault:
+def _fault(point: Point, trial: Trial, run: Run) -> Fault:
     """What a trial did."""
-    trained, results = run.subject.trained, run.subject.results
+    trained, results = point.subject.trained, point.subject.results
     # The program only moves elements there, as into a buffer.
     stored = {
         i: is_new(run.before[i], run.after[i])
@@ -229,24 +212,24 @@ def _fault(
     nonfinite, later = run.nonfinite(stored), None
     if not nonfinite <= trained:
         # Elsewhere it has to stay, unlike in a record of the loss.
-        after = _good_step_after(trial.what, stored, base, "nan committed")
-        later = _attempt(runner, findings, run.next, after)
-        stays = later.nonfinite(stored, since=base.good_run) if later else set()
+        good = _good_step_after(point, trial.what, stored, "nan committed")
+        later = _attempt(point, good, run)
+        stays = later.nonfinite(stored, since=point.good_run) if later else set()
         nonfinite &= trained | stays
     return Fault(trial.what, trial.scales, run, stored, nonfinite, later)
 
 
 def _good_step_after(
-    what: str, stored: Mapping[int, Any], base: Base, code: Code
+    point: Point, what: str, stored: Mapping[int, Any], code: Code
 ) -> Trial:
-    changes = {i: base.good_run.given[i] for i in stored}
+    changes = {i: point.good_run.given[i] for i in stored}
     return Trial(f"a good step after {what}", changes, code)
 
 
 # What they show.
 
 
-def _note_finite_losses(findings: Findings, faults: Sequence[Fault]) -> None:
+def _note_finite_losses(point: Point, faults: Faults) -> None:
     """Notes where a wrapper whose scale moves skipped for the gradients only."""
     hidden = [
         fault.what
@@ -257,11 +240,11 @@ def _note_finite_losses(findings: Findings, faults: Sequence[Fault]) -> None:
             and not scale.is_static
             and fault.run.counted(scale, "skips") > 0
             and not fault.run.counted(scale, "nonfinite_losses")
-            for scale in fault.run.subject.scales
+            for scale in point.subject.scales
         )
     ]
-    if hidden and findings.status("loss not passed") == "right":
-        findings.notes.append(
+    if hidden and point.findings.status("loss not passed") == "right":
+        point.findings.notes.append(
             f"The loss stays finite with {listed(hidden)}, so the skip is "
             "taken for an overflow: the loss scale backs off, and jls.requeue "
             "hands the batch out again. If a jnp.nansum or a mask does it, give "
@@ -269,16 +252,16 @@ def _note_finite_losses(findings: Findings, faults: Sequence[Fault]) -> None:
         )
 
 
-def _judge_stuck(trials: Trials) -> None:
+def _judge_stuck(point: Point, faults: Faults) -> None:
     """Whether an overflow changes nothing, not even the loss scale and counters."""
     code: Code = "scale stuck"
-    subject, findings = trials.subject, trials.findings
-    for fault in trials.faults:
+    subject, findings = point.subject, point.findings
+    for fault in faults:
         for scale in fault.scales:
             own = scale.own & subject.carried.compared
-            # Of a bare scaler an infinite scale shows nothing.
+            # An infinite scale shows nothing of a bare scaler.
             is_comparable = scale.counters and not scale.is_static
-            counts = is_comparable and not trials.good_run.keeps(own)
+            counts = is_comparable and not point.good_run.keeps(own)
             if counts and fault.run.keeps(own):
                 findings.broken(
                     code,
@@ -286,14 +269,14 @@ def _judge_stuck(trials: Trials) -> None:
                     "the counters: an overflow is one for ever",
                 )
     is_seen = subject.reading or all(x.counters for x in subject.scales)
-    if is_seen and any(fault.scales for fault in trials.faults):
+    if is_seen and any(fault.scales for fault in faults):
         findings.right(code)
 
 
-def _judge_overflow(trials: Trials, cleaned: Sequence[Value]) -> None:
+def _judge_overflow(point: Point, faults: Faults, cleaned: Sequence[Value]) -> None:
     """Whether a step whose gradients overflowed was applied."""
     code: Code = "overflow hidden"
-    subject, findings, leaves = trials.subject, trials.findings, trials.good_run.given
+    subject, findings, leaves = point.subject, point.findings, point.good_run.given
     if any(map(is_fp8, subject.items)):
         findings.not_tried(code, "8-bit layers clip their gradients, rightly")
         return
@@ -302,12 +285,12 @@ def _judge_overflow(trials: Trials, cleaned: Sequence[Value]) -> None:
         reason = "the loss scale is static and 1"
     elif {"not scaled", "scale leaks"} & findings.of("broken").keys():
         reason = "the gradients are not scaled and unscaled once"
-    in_scales = [fault for fault in trials.faults if fault.scales]
+    in_scales = [fault for fault in faults if fault.scales]
     for fault in in_scales:
         # Scales that the step does not use hide nothing.
         if not reason and not _scaler_was_notified(fault):
-            _report_applied(trials, fault, cleaned)
-    _plant_inf(trials, cleaned)
+            _report_applied(point, fault, cleaned)
+    _plant_inf(point, cleaned)
     if reason:
         findings.not_tried(code, reason)
     elif in_scales:
@@ -328,12 +311,12 @@ def _scaler_was_notified(fault: Fault) -> bool:
     )
 
 
-def _report_applied(trials: Trials, fault: Fault, cleaned: Sequence[Value]) -> None:
+def _report_applied(point: Point, fault: Fault, cleaned: Sequence[Value]) -> None:
     """Reports an applied step whose gradients overflowed and were cleaned."""
     code: Code = "overflow hidden"
-    findings, run, right = trials.findings, fault.run, trials.good_run
+    findings, run, right = point.findings, fault.run, point.good_run
     # At a large scale the gradients may fit, and then the step is the same rightly.
-    if not _is_as_good(run, right) and _is_steady(trials):
+    if not run.comes_out_as(right) and _is_steady(point):
         site = cleaned[0].cleaned if cleaned else None
         place = place_of(site) if site else None
         by = f", by {place}" if place else ""
@@ -348,41 +331,36 @@ def _report_applied(trials: Trials, fault: Fault, cleaned: Sequence[Value]) -> N
         findings.not_tried(code, f"with {fault.what} the step was applied")
 
 
-def _is_as_good(run: Run, right: Run) -> bool:
-    """Whether the parameters come out as in a good step."""
-    return run.comes_out_as(right, run.subject.all_params)
-
-
-def _is_steady(trials: Trials) -> bool:
+def _is_steady(point: Point) -> bool:
     """Whether two equal calls give the same parameters."""
     trial = Trial("a good step, repeated", {}, "overflow hidden")
-    again = _attempt(trials.runner, trials.findings, trials.good_run.given, trial)
-    return again is not None and _is_as_good(again, trials.good_run)
+    again = _attempt(point, trial)
+    return again is not None and again.comes_out_as(point.good_run)
 
 
-def _plant_inf(trials: Trials, cleaned: Sequence[Value]) -> None:
+def _plant_inf(point: Point, cleaned: Sequence[Value]) -> None:
     """Plants an inf in gradients of which reading doubts that they keep it."""
     code: Code = "overflow hidden"
     for gradient in cleaned:
-        if trials.findings.is_settled(code):
+        if point.findings.is_settled(code):
             return
         assert gradient.cleaned is not None
         place = place_of(gradient.cleaned)
-        applied = inf_is_applied(trials.subject, trials.good_run.given, gradient)
+        applied = inf_is_applied(point.subject, point.good_run.given, gradient)
         if applied is None:
             reason = f"{place} may lose an inf, where no fault reaches it"
-            trials.findings.not_tried(code, reason)
+            point.findings.not_tried(code, reason)
         elif applied:
             evidence = (
                 f"an inf in the gradients was lost by {place}; the step was applied"
             )
-            trials.findings.broken(code, evidence, place)
+            point.findings.broken(code, evidence, place)
 
 
-def _try_spike(runner: Runner, findings: Findings, good_run: Run, scale: Scale) -> None:
+def _try_spike(point: Point, scale: Scale) -> None:
     """The good step after a window of far lower losses and norms: a spike."""
     code: Code = "spike not skipped"
-    at, subject = scale.spikes, runner.subject
+    at, (_, subject, findings, good_run, _) = scale.spikes, point
     if not set(SpikeState._fields) <= at.keys():
         findings.not_tried(code, "the spike policy is not one of jls")
         return
@@ -410,7 +388,7 @@ def _try_spike(runner: Runner, findings: Findings, good_run: Run, scale: Scale) 
         at["tokens"]: np.maximum(values["tokens"], 1),
     }
     trial = Trial("a window of far lower losses and norms", changes, code)
-    run = _attempt(runner, findings, good_run.given, trial)
+    run = _attempt(point, trial)
     if run is None:
         return
     value, limit = (run.after[at[name]] for name in ("value", "limit"))
@@ -427,35 +405,37 @@ def _try_spike(runner: Runner, findings: Findings, good_run: Run, scale: Scale) 
         findings.right(code, note)
 
 
-def _judge_nonfinite(trials: Trials) -> None:
+def _judge_nonfinite(point: Point, faults: Faults) -> None:
     code: Code = "nan committed"
-    findings, names = trials.findings, trials.subject.names
+    findings, names = point.findings, point.subject.names
     hides = findings.status("overflow hidden") == "broken"
-    for fault in trials.faults:
+    for fault in faults:
         # A hidden overflow explains what it leaves in a step that is applied.
         if hides and fault.scales and not fault.run.any_skipped():
             continue
-        bad = fault.nonfinite - trials.good_run.nonfinite()
+        bad = fault.nonfinite - point.good_run.nonfinite()
         if bad:
             findings.broken(
                 code, f"after {fault.what} an inf or NaN stayed in {names(bad)}"
             )
-    stored = {i for fault in trials.faults for i in fault.stored}
+    stored = {i for fault in faults for i in fault.stored}
     note = f", but for {names(stored)}, where what came in is only stored"
-    if trials.faults:
+    if faults:
         findings.right(code, note if stored else "")
 
 
-def _judge_atomic(trials: Trials) -> None:
+def _judge_atomic(point: Point, faults: Faults) -> None:
     code: Code = "not atomic"
-    subject, findings, names = trials.subject, trials.findings, trials.subject.names
+    subject, findings, names = point.subject, point.findings, point.subject.names
     if findings.is_settled(code):
         return
     doubted = subject.trained - subject.kept
     averages = {i for i in doubted if is_average(subject, i)}
     noisy = {i for i in doubted if is_noise(subject, i)}
     must = doubted - averages - noisy
-    skipped = [fault for fault in trials.faults if fault.run.all_skipped()]
+    skipped = [
+        fault for fault in faults if all(map(fault.run.was_skipped, subject.scales))
+    ]
     others = set[int]()  # buffers, environments: no update is in them
     for fault in skipped:
         run = fault.run
@@ -493,37 +473,36 @@ def _may_move(run: Run, i: int) -> bool:
     return is_rounding(old, new)
 
 
-def _judge_recovery(trials: Trials) -> None:
+def _judge_recovery(point: Point, faults: Faults) -> None:
     """Good steps after a bad one: do the parameters move again?"""
     code: Code = "never recovers"
-    findings, params = trials.findings, trials.subject.all_params
+    findings, params = point.findings, point.subject.all_params
     bad = [
         fault
-        for fault in trials.faults
+        for fault in faults
         if fault.run.any_skipped()
         or fault.run.nonfinite()
-        or not _is_as_good(fault.run, trials.good_run)
+        or not fault.run.comes_out_as(point.good_run)
     ]
     if not bad:
         findings.not_tried(code, "no fault had an effect")
         return
     in_scale = [fault for fault in bad if fault.scales]
     in_batch = [fault for fault in bad if not fault.scales]
-    # Of the batch one that left something behind, if there is one.
+    # First one that left something behind, if there is one.
     in_batch.sort(key=lambda x: not x.run.nonfinite(x.stored))
     for fault in in_scale[:1] + in_batch[:1]:
-        trial = _good_step_after(fault.what, fault.stored, trials.base, code)
-        run = fault.later or _attempt(trials.runner, findings, fault.run.next, trial)
-        for _ in range(trials.base.window):
+        trial = _good_step_after(point, fault.what, fault.stored, code)
+        run = fault.later or _attempt(point, trial, fault.run)
+        for _ in range(point.window):
             if run is None or not run.keeps(params):
                 break
-            again = trial._replace(changes={})
-            run = _attempt(trials.runner, findings, run.next, again)
+            run = _attempt(point, trial._replace(changes={}), run)
         if run is None:
             return
         if run.keeps(params):
             kept = fault.run.nonfinite(fault.stored)
-            names = trials.subject.names(kept)
+            names = point.subject.names(kept)
             findings.broken(
                 code,
                 f"after {fault.what} no good step moved the parameters any more"
@@ -532,16 +511,16 @@ def _judge_recovery(trials: Trials) -> None:
     findings.right(code)
 
 
-def _compare_devices(trials: Trials, good: Sequence[Run]) -> None:
+def _compare_devices(point: Point, faults: Faults, good: Sequence[Run]) -> None:
     """Whether all devices hold the same, of what they hold together."""
     code: Code = "out of sync"
-    findings, subject = trials.findings, trials.subject
-    if len(trials.runner.devices) < 2:
+    findings, subject = point.findings, point.subject
+    if len(point.runner.devices) < 2:
         for name in (code, SUMMED):
             findings.does_not_apply(name, "everything carried is on one device")
         return
     runs = [("a good step", run) for run in good]
-    runs += [(fault.what, fault.run) for fault in trials.faults]
+    runs += [(fault.what, fault.run) for fault in faults]
     for what, run in runs:
         diverged = run.diverged & subject.carried.compared
         if diverged:
@@ -549,7 +528,7 @@ def _compare_devices(trials: Trials, good: Sequence[Run]) -> None:
             findings.broken(
                 code, f"after {what} devices hold different values of {names}"
             )
-    if any(trials.good_run.after[x.at].ndim for x in subject.scales):
+    if any(point.good_run.after[x.at].ndim for x in subject.scales):
         reason = "of a state with an axis of devices each may train a model of its own"
         findings.not_tried(code, reason)
     findings.right(code)

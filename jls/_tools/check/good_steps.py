@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The good steps of `jls.check_step`, which lead to where faults are injected."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,31 +23,24 @@ MOST_STEPS = 16
 LOWER = (4, 4, 4, 4, 8, 8, 16)
 
 
-class Base(NamedTuple):
-    """The point at which faults are injected."""
-
-    good_run: Run  # the good step from here
-    window: int  # good steps from one move of the parameters to the next
-
-
 def take_good_steps(
     runner: Runner, findings: Findings
-) -> tuple[list[Run], Base | None]:
+) -> tuple[list[Run], Run | None, int]:
     """Takes good steps, one after the other, until the parameters have moved.
 
     No fault makes sense if nothing is carried, or if every call compiles: then all
     codes are in `findings`.
 
     Returns:
-      The steps, and the point at which faults are injected; None if the parameters
-      never move.
+      The steps; the one in whose place faults are injected, None if the parameters
+      never move; and how many steps there are from one move to the next.
     """
     first = runner.run(runner.start, "the first good step")
     if not first.changed():
         findings.broken("no step", "a good step changed nothing that the step carries")
-        return [first], None
+        return [first], None, 1
     good = [_at_a_lower_scale(runner, first)]
-    base = _step_until_moved(runner, good)
+    base, window = _step_until_moved(runner, good)
     # The third step is the first that must not compile: the second may, for the types
     # and devices that the first one returned.
     while len(good) < 3:
@@ -62,7 +55,7 @@ def take_good_steps(
     if later:
         findings.broken("retraced", f"good step {later[0]} compiled the step once more")
     _look_for_counting_numbers(runner, findings)
-    return good, base
+    return good, base, window
 
 
 def _look_for_counting_numbers(runner: Runner, findings: Findings) -> None:
@@ -104,26 +97,25 @@ def _returns_old_state(subject: Subject, good: list[Run]) -> bool:
     return any(scales[k].counters["steps"] in subject.frozen for k in reading.calls)
 
 
-def _step_until_moved(runner: Runner, good: list[Run]) -> Base | None:
+def _step_until_moved(runner: Runner, good: list[Run]) -> tuple[Run | None, int]:
     """Adds good steps to the first one until two have moved the parameters.
 
     The base is the second step that moved, since moments are 0 in the first.
     """
-    base, waited = None, 1
+    base, window, waited = None, 1, 1
     for number in range(1, MOST_STEPS + 1):
         run = good[-1]
         if number > 1 and run.any_skipped():
             break
         if run.moved():
-            window = max(waited, base.window if base else 1)
-            base, waited = Base(run, window), 0
+            base, window, waited = run, max(waited, window), 0
             if number > 1:
                 break
         if number == MOST_STEPS or always_compiles(good):
             break
         waited += 1
         good.append(runner.run(run.next, f"good step {number + 1}"))
-    return base
+    return base, window
 
 
 def _at_a_lower_scale(runner: Runner, run: Run) -> Run:
@@ -139,7 +131,6 @@ def _at_a_lower_scale(runner: Runner, run: Run) -> Run:
                     "skipped for its loss. Pass a good batch; or the forward pass "
                     "overflows: see jls.health(opt_state, params)."
                 )
-        for scale in skipped:
             if "spikes" in scale.counters and run.counted(scale, "spikes"):
                 raise ValueError(
                     "the step of these arguments must be a usual one, but the spike "

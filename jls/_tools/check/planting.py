@@ -58,11 +58,11 @@ def _with_inf(x: Any) -> Any:
 
 def _results_of_counters(subject: Subject) -> dict[int, int]:
     """The place among the results of each wrapper's count of skips, by leaf."""
-    reading, carried = subject.reading, subject.carried
+    if subject.reading is None:
+        return {}
+    reading = subject.reading
+    outputs = {path: n for n, path in enumerate(reading.outputs)}
+    objects = {path: n for n, path in enumerate(reading.objects, len(outputs))}
+    found = subject.carried.pick(subject.items, outputs, objects)
     counters = [x.counters["skips"] for x in subject.scales if x.counters]
-    paths = {
-        subject.items[i].path if i in carried.in_place else carried.sources[i]: i
-        for i in carried.leaves.intersection(counters)
-    }
-    order = [*reading.outputs, *reading.objects] if reading else []
-    return {paths[path]: n for n, path in enumerate(order) if path in paths}
+    return {i: found[i] for i in counters if i in found}

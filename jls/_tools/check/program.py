@@ -19,7 +19,7 @@ from jls._tools.check.codes import Code
 from jls._tools.check.findings import Findings
 from jls._tools.check.proofs import BY_READING, SUMMED
 from jls._tools.reading.arguments import Arguments, Item, Keys
-from jls._tools.reading.reading import Reading, Unread, try_to_trace
+from jls._tools.reading.reading import Reading, try_to_trace
 from jls._tools.reading.scales import Scale, without_value
 from jls._tools.reading.trace import Traced
 from jls._tree import is_concrete, is_inexact, is_narrow, widen
@@ -47,8 +47,7 @@ def read_program(
     readable = [x for x in traces if isinstance(x, Traced)]
     last = traces[-1]
     if last.reads:
-        how = last.reads if isinstance(last, Unread) else "jax.device_get"
-        evidence = f"the step reads a value of the device ({how})"
+        evidence = f"the step reads a value of the device ({last.reads})"
         findings.broken("host sync", evidence)
     elif isinstance(last, Traced) or _is_compiled(step):
         findings.right("host sync")

@@ -339,32 +339,25 @@ def _read_sum(
 ) -> None:
     made, axes = gradient.multiple, loss.local - loss.varying
     count = devices_along(site, axes)
-    is_known = (
-        made is not None
-        and made.of is DERIVATIVE
-        and gradient.degree == ZERO
-        and not (loss.varying or made.varying & loss.local)
-        and not reading.flow.derivatives.has_factor(count)
-    )
-    is_mean = bool(axes) and math.isclose(loss.factor * count, 1)
-    if made is None or not is_known:
-        is_sum = False
-    elif math.isclose(made.factor, loss.factor):
-        return
-    else:
-        is_sum = is_mean and math.isclose(made.factor, 1) and not made.local & axes
-    if is_sum:
-        names = ", ".join(map(repr, sorted(axes)))
-        place = place_of(gradient.site) if gradient.site else None
-        findings.broken(
-            SUMMED,
-            f"gradients are summed over {names} already: average the loss instead of "
-            f"the gradients, which are {count} times too large",
-            place._replace(operation="psum") if place else None,
-        )
-    else:
-        reason = "over which devices the gradients are summed is not known"
-        findings.not_tried(SUMMED, reason)
+    is_whole = made is not None and not (loss.varying or made.varying & loss.local)
+    has_factor = reading.flow.derivatives.has_factor(count)
+    is_known = is_whole and not has_factor and gradient.degree == ZERO
+    if made is not None and made.of is DERIVATIVE and is_known:
+        is_mean = bool(axes) and math.isclose(loss.factor * count, 1)
+        if math.isclose(made.factor, loss.factor):
+            return
+        if is_mean and math.isclose(made.factor, 1) and not made.local & axes:
+            names = ", ".join(map(repr, sorted(axes)))
+            place = place_of(gradient.site) if gradient.site else None
+            findings.broken(
+                SUMMED,
+                f"gradients are summed over {names} already: average the loss instead "
+                f"of the gradients, which are {count} times too large",
+                place._replace(operation="psum") if place else None,
+            )
+            return
+    reason = "over which devices the gradients are summed is not known"
+    findings.not_tried(SUMMED, reason)
 
 
 def _read_stuck(subject: Subject, reading: Reading, findings: Findings) -> None:

@@ -28,8 +28,8 @@ from jls._tree import is_concrete, is_extended, is_inexact
 
 Leaves = list[Any]
 
-# Of most steps ten runs or so are enough. `MOST_STEPS` good steps and a run for each of
-# `LOWER` are 23, which leaves nine for the faults of a step that needs all of these.
+# Ten runs or so are enough for most steps. `MOST_STEPS` good steps and a run for each
+# of `LOWER` are 23, which leaves nine for the faults of a step that needs all of these.
 RUNS = 32
 _HOST = "host"
 
@@ -73,9 +73,10 @@ class Run(NamedTuple):
         """Whether leaves are as they were."""
         return all(same(self.before[i], self.after[i]) for i in leaves)
 
-    def comes_out_as(self, other: "Run", leaves: Iterable[int]) -> bool:
-        """Whether another run left the same in these leaves."""
-        return all(same(self.after[i], other.after[i]) for i in leaves)
+    def comes_out_as(self, other: "Run") -> bool:
+        """Whether another run left the same parameters."""
+        params = self.subject.all_params
+        return all(same(self.after[i], other.after[i]) for i in params)
 
     def moved(self) -> bool:
         """Whether every wrapper moved some of the parameters that it trains."""
@@ -110,9 +111,6 @@ class Run(NamedTuple):
             return self.backed_off(scale)
         calls = self.counted(scale, "steps")
         return calls > 0 and calls == self.counted(scale, "skips")
-
-    def all_skipped(self) -> bool:
-        return all(map(self.was_skipped, self.subject.scales))
 
     def any_skipped(self) -> bool:
         return any(
@@ -181,7 +179,8 @@ class Runner:
         if self.numbers is None:
             before = self._by_name(self.arguments.rebuild(leaves))
             self.numbers = numbers_in(before), numbers_in(self._returned(call, result))
-        new = _new_values(subject, outputs, objects)
+        by_path = [{x.path: x.value for x in items} for items in (outputs, objects)]
+        new = subject.carried.pick(subject.items, *by_path)
         diverged = frozenset(i for i, x in new.items() if _copies_differ(x))
         for i, value in new.items():
             self._places[i] = _placement_of(value)
@@ -266,17 +265,6 @@ class Runner:
         return {scale.at: value, count: np.minimum(as_numpy(self.start[count]), 0)}
 
 
-def _new_values(
-    subject: Subject, outputs: Sequence[Item], objects: Sequence[Item]
-) -> dict[int, Any]:
-    """What came back, by leaf; not what the step has donated."""
-    returned = {item.path: item.value for item in outputs}
-    values = {i: returned[path] for i, path in subject.carried.sources.items()}
-    in_place = {item.path: item.value for item in objects}
-    names = {i: subject.items[i].path for i in subject.carried.in_place}
-    return values | {i: in_place[x] for i, x in names.items() if x in in_place}
-
-
 def _placement_of(leaf: Any) -> Any:
     """The sharding of an array, None if it is not committed to any, or `_HOST`."""
     if not is_concrete(leaf):
@@ -299,17 +287,16 @@ def _to_host(leaves: Leaves) -> Leaves:
 
     Keys and weakly typed arrays, which numpy has not, stay where they are.
     """
-    moves = [_is_on_device(leaf) and not leaf.weak_type for leaf in leaves]
+    moves = [
+        is_concrete(x) and not (is_extended(x) or x.is_deleted() or x.weak_type)
+        for x in leaves
+    ]
     fetched = iter(jax.device_get(list(itertools.compress(leaves, moves))))
     # A view would keep the array on the device.
     return [
         np.array(next(fetched)) if move else leaf
         for leaf, move in zip(leaves, moves, strict=True)
     ]
-
-
-def _is_on_device(leaf: Any) -> bool:
-    return is_concrete(leaf) and not is_extended(leaf) and not leaf.is_deleted()
 
 
 def _copies_differ(leaf: Any) -> bool:
@@ -329,7 +316,7 @@ def _copies_differ(leaf: Any) -> bool:
 
 
 def is_new(old: Any, new: Any, exempt: Any | None = None) -> np.ndarray:
-    """Where an inf or NaN is that was not there, but for the indices `exempt`."""
+    """Where an inf or NaN is that was not there, except for the indices `exempt`."""
     found = np.array(np.isfinite(as_numbers(old)) & ~np.isfinite(as_numbers(new)))
     if exempt is not None:
         found[exempt] = False

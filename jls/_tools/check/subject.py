@@ -81,9 +81,7 @@ def subject_of(
         return frozenset(found)
 
     if reading is not None:
-        by_leaf = {i: reading.outputs.get(x) for i, x in carried.sources.items()}
-        by_leaf |= {i: reading.objects.get(items[i].path) for i in carried.in_place}
-        results |= {i: x for i, x in by_leaf.items() if x is not None}
+        results |= carried.pick(items, reading.outputs, reading.objects)
         frozen = frozenset(i for i, x in results.items() if reading.leaf_of(x.now) == i)
         kept = frozenset(
             i for i, x in results.items() if reading.leaf_of(x.skipped) == i
