@@ -5,7 +5,6 @@ Errors are for what no right program does; warnings also for what is only slow.
 """
 
 import contextlib
-import contextvars
 import inspect
 import sys
 import warnings
@@ -18,6 +17,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jls._nnx import has_variables, modules_in
+from jls._notes import note
 from jls._program.jaxprs import is_argument_of_jit
 from jls._state import find, find_scaler_states, how_to_nest, is_wrapper_state
 from jls._text import at, describe, path_name
@@ -186,29 +186,6 @@ def warn_of_stale_state(scaler_state: Any, args: list[Any]) -> None:
         )
 
 
-# Results of `jls.scale` while a loss function runs.
-_SCALED: contextvars.ContextVar[list[Any] | None]
-_SCALED = contextvars.ContextVar("_SCALED", default=None)
-
-
-def note_scaled(result: Any) -> None:
-    """Called by `jls.scale`: lets `scaled_within` see what it returns."""
-    scaled = _SCALED.get()
-    if scaled is not None:
-        scaled.append(result)
-
-
-@contextlib.contextmanager
-def scaled_within() -> Iterator[list[Any]]:
-    """Yields the list of what `jls.scale` returns in the block."""
-    scaled: list[Any] = []
-    token = _SCALED.set(scaled)
-    try:
-        yield scaled
-    finally:
-        _SCALED.reset(token)
-
-
 def warn_of_scaled_loss(loss: Any, scaled: list[Any]) -> None:
     """Warns if `loss` is the very array that `jls.scale` returned."""
     if any(loss is one for one in scaled):
@@ -237,13 +214,15 @@ class EagerCalls:
           arguments: all arguments.
           write: makes the line that jits the step.
         """
-        if self.count > 1 or _MAY_BE_EAGER.get() or is_jit_disabled():
+        if self.count > 1 or is_jit_disabled():
             return
         if sum(map(jnp.size, floats_of(params))) < _MANY_PARAMETERS:
             return
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arguments)):
             return
         if isinstance(jnp.zeros(()), Tracer):  # the step closes over all that it has
+            return
+        if note("eager step"):  # by a tool of jls, which runs a step as it is
             return
         self.count += 1
         if self.count == 2:
@@ -260,19 +239,6 @@ def is_jit_disabled() -> bool:
 
 # Below, a loop of eager steps is a test, or a look at how it works.
 _MANY_PARAMETERS = 2**16
-
-_MAY_BE_EAGER: contextvars.ContextVar[bool]
-_MAY_BE_EAGER = contextvars.ContextVar("_MAY_BE_EAGER", default=False)
-
-
-@contextlib.contextmanager
-def eager_steps_allowed() -> Iterator[None]:
-    """For a tool of jls, which runs a step of the user's as it is."""
-    token = _MAY_BE_EAGER.set(True)
-    try:
-        yield
-    finally:
-        _MAY_BE_EAGER.reset(token)
 
 
 # Of an optimizer.

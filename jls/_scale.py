@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jls import _mistakes, _validate
+from jls._notes import note, noted
 from jls._state import find_scaler_states, refuse_around, scaler_state_in
 from jls._text import describe
 from jls._tree import (
@@ -72,7 +73,7 @@ def scale(state: Any, tree: Tree) -> Tree:
         )
     factor = functools.cache(lambda dtype: jnp.asarray(loss_scale, dtype))
     scaled = jax.tree.map(lambda leaf: _times(leaf, factor), tree)
-    _mistakes.note_scaled(scaled)
+    note("scaled", scaled)
     return scaled
 
 
@@ -237,7 +238,7 @@ def value_and_grad(
         def scaled(*given, **kwargs):
             count = len(given) - len(names)
             kwargs |= zip(names, given[count:], strict=True)
-            with _mistakes.scaled_within() as made:
+            with noted("scaled") as made:
                 result = fun(*given[:count], **kwargs)
             loss, aux = _loss_and_aux(result, has_aux)
             _mistakes.warn_of_scaled_loss(loss, made)

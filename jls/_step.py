@@ -21,7 +21,6 @@ would turn gradients of a norm over 1.8e19 into zeros.
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import math
@@ -45,6 +44,7 @@ from jls._mistakes import (
     foreign_state_named,
     warn_of_narrowed,
 )
+from jls._notes import note, noted
 from jls._program.jaxprs import varying_axes
 from jls._program.squares import SumOfSquares
 from jls._reduce import (
@@ -159,9 +159,7 @@ class WrapperUpdate:
             outcome = _attempt(
                 self, step, state, params, lambda updates: updates, step.no_updates
             )
-        noted = _NOTED.get()
-        if noted is not None:
-            noted.append(Update(params, outcome.state))
+        note("update", Update(params, outcome.state))
         return outcome.result, outcome.state
 
     def apply(
@@ -203,25 +201,6 @@ class Update(NamedTuple):
     state: LossScaledState  # the new one
 
 
-# The updates since `updates_noted` began; None outside of it.
-_NOTED: contextvars.ContextVar[list[Update] | None]
-_NOTED = contextvars.ContextVar("_NOTED", default=None)
-
-
-@contextlib.contextmanager
-def updates_noted() -> Iterator[list[Update]]:
-    """Yields the list of the updates that are called, or traced, in the block."""
-    noted: list[Update] = []
-    token = _NOTED.set(noted)
-    try:
-        yield noted
-    finally:
-        _NOTED.reset(token)
-        outer = _NOTED.get()
-        if outer is not None:
-            outer += noted
-
-
 class FoundWrapper(NamedTuple):
     """A wrapper somewhere in an optimizer, and the parameters that it is for."""
 
@@ -229,37 +208,20 @@ class FoundWrapper(NamedTuple):
     names: list[str]  # of the floating-point leaves
 
 
-# Wrappers that `init` has registered in this trace; None outside `find_wrappers`.
-_REGISTERED: contextvars.ContextVar[list[FoundWrapper] | None]
-_REGISTERED = contextvars.ContextVar("_REGISTERED", default=None)
-
-
-def register_wrapper(wrapper: WrapperUpdate, params: optax.Params) -> None:
-    """Called by a wrapper's `init`: lets `find_wrappers` see it."""
-    registered = _REGISTERED.get()
-    if registered is not None:
-        registered.append(FoundWrapper(wrapper, named_floats(params)[0]))
-
-
 def find_wrappers(optimizer: Any, params: Any) -> list[FoundWrapper]:
     """The wrappers in `optimizer`, however deep: in a chain, a partition, ...
 
-    Its `init` is traced, and each wrapper in it registers itself. A wrapper that is
+    Its `init` is traced, and each wrapper in it notes itself. A wrapper that is
     outermost is found without that.
     """
     outermost = wrapper_of(optimizer)
     if outermost:
         return [FoundWrapper(outermost, named_floats(params)[0])]
-    registered: list[FoundWrapper] = []
-    token = _REGISTERED.set(registered)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", JlsWarning)  # given at the real `init`
-            # A new function each time: JAX would not trace a known one again.
-            jax.eval_shape(lambda params: optimizer.init(params), params)
-    finally:
-        _REGISTERED.reset(token)
-    return registered
+    with noted("wrapper", apart=True) as wrappers, warnings.catch_warnings():
+        warnings.simplefilter("ignore", JlsWarning)  # given at the real `init`
+        # A new function each time: JAX would not trace a known one again.
+        jax.eval_shape(lambda params: optimizer.init(params), params)
+    return [FoundWrapper(one, named_floats(given)[0]) for one, given in wrappers]
 
 
 def wrapper_of(optimizer: Any) -> WrapperUpdate | None:

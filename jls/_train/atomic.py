@@ -17,9 +17,10 @@ from jls._nnx import (
     trained_variables,
     variables_in,
 )
+from jls._notes import noted
 from jls._scalers.rule import count_up
 from jls._state import find, is_wrapper_state, wrapper_state_in
-from jls._step import Update, updates_noted
+from jls._step import Update
 from jls._text import describe
 from jls._tree import select
 from jls._types import COUNTED_IN, LossScaledState
@@ -132,7 +133,7 @@ def _roll_back_skipped(optimizer: Any, model: Any, objects: Any) -> Iterator[Non
     counts = [_counts(node) for node in wrappers]
     updates: list[Update] = []
     try:
-        with updates_noted() as updates:
+        with noted("update") as updates:
             yield
         _check_updated(wrappers[0], counts[0].steps)
     except BaseException:
