@@ -19,7 +19,13 @@ from jax.core import Tracer
 from jls._nnx import has_variables, modules_in
 from jls._notes import note
 from jls._program.jaxprs import is_argument_of_jit
-from jls._state import find, find_scaler_states, how_to_nest, is_wrapper_state
+from jls._state import (
+    find,
+    find_scaler_states,
+    how_to_nest,
+    is_wrapper_state,
+    scaler_state_in,
+)
 from jls._text import at, describe, path_name
 from jls._tree import difference, floats_of, is_inexact, named_floats
 from jls._types import JlsWarning, StaticState
@@ -101,10 +107,13 @@ def check_positions(
         )
 
 
-def check_order(state: Any, args: tuple[Any, ...]) -> None:
-    """Raises if the parameters were passed first: the state after them, or left out."""
-    if find_scaler_states(state):
-        return
+def scaler_state_first(state: Any, args: tuple[Any, ...]) -> Any:
+    """The one scaler state in `state`, or an error that says what comes first."""
+    try:
+        return scaler_state_in(state)
+    except ValueError:
+        if find_scaler_states(state):
+            raise
     if args and find_scaler_states(args[0]):
         raise ValueError(
             f"state must come first, got {type(state).__name__} before "

@@ -110,67 +110,76 @@ class Run(NamedTuple):
 
 
 def run_in(state: Any) -> Run:
-    """The one run in `state`, or an error; for functions of the host.
-
-    `state` is searched once: for wrappers, and for what must not be around one.
-    """
-    nodes = [
-        (around, node)
-        for _, around in find(state, lambda x: is_wrapper_state(x) or _is_around(x))
-        for _, node in find(around, is_wrapper_state)
-    ]
-    node = _one_wrapper_state([node for _, node in nodes], state)
-    _validate.concrete("state", node)
-    own = jax.device_get(node._asdict() | {"inner_state": ()})
+    """The one run in `state`, or an error; for functions of the host."""
+    found = wrappers_in(state)
+    if len(found) != 1:
+        raise _not_one_wrapper(len(found), state)
+    _validate.concrete("state", found[0].state)
+    own = jax.device_get(found[0].state._asdict() | {"inner_state": ()})
     own = of_one_device(LossScaledState(**read_variables(own)))
     loss_scale = _scaler_node_in(own).loss_scale
-    ((around, node),) = nodes
-    if around is not node:
-        raise _is_outside(around)
-    return Run(own, node.inner_state, loss_scale)
+    return Run(own, found[0].inside().inner_state, loss_scale)
 
 
 def wrapper_state_in(state: Any) -> LossScaledState:
     """The one `LossScaledState` in `state`, or an error."""
-    nodes = [node for _, node in find(state, is_wrapper_state)]
-    return read_variables(_one_wrapper_state(nodes, state))
+    found = [node for _, node in find(state, is_wrapper_state)]
+    if len(found) != 1:
+        raise _not_one_wrapper(len(found), state)
+    return read_variables(found[0])
 
 
-def _one_wrapper_state(found: list[Any], state: Any) -> LossScaledState:
-    """The one that was found in `state`, or an error."""
-    if not found and find_scaler_states(state):
-        raise ValueError(
-            "state must carry one state of jls.loss_scaled or jls.skip_nonfinite, got "
-            f"{type(state).__name__}, which has no counters: its loss scale is "
+def _not_one_wrapper(count: int, state: Any) -> ValueError:
+    rule = "state must carry one state of jls.loss_scaled or jls.skip_nonfinite, got "
+    kind = type(state).__name__
+    if not count and find_scaler_states(state):
+        return ValueError(
+            f"{rule}{kind}, which has no counters: its loss scale is "
             "jls.loss_scale(state)."
         )
-    if len(found) != 1:
-        write = "Pass the part that you mean."
-        if not found:
-            write = (
-                "What a run without jls has saved becomes one by jls.wrap_state("
-                "optimizer, state, params)."
-            )
-        if isinstance(state, Mapping) and "scaler_state" in state:
-            write = "A saved one is jls.upgrade_state(optimizer.init(params), saved)."
-        if not found and is_optimizer(state):
-            write = (
-                "Wrap what it is made with: nnx.Optimizer(model, jls.skip_nonfinite(tx)"
-                ", wrt=nnx.Param), or jls.loss_scaled(tx)."
-            )
-        write = how_to_nest(state) or write
-        raise ValueError(
-            "state must carry one state of jls.loss_scaled or jls.skip_nonfinite, got "
-            f"{type(state).__name__} with {len(found)} of them. {write}"
+    write = "Pass the part that you mean."
+    if not count:
+        write = (
+            "What a run without jls has saved becomes one by jls.wrap_state("
+            "optimizer, state, params)."
         )
-    return found[0]
+    if isinstance(state, Mapping) and "scaler_state" in state:
+        write = "A saved one is jls.upgrade_state(optimizer.init(params), saved)."
+    if not count and is_optimizer(state):
+        write = (
+            "Wrap what it is made with: nnx.Optimizer(model, jls.skip_nonfinite(tx)"
+            ", wrt=nnx.Param), or jls.loss_scaled(tx)."
+        )
+    return ValueError(
+        f"{rule}{kind} with {count} of them. {how_to_nest(state) or write}"
+    )
 
 
-def refuse_around(state: Any) -> None:
-    """Raises if the wrapper in `state` is inside what would undo what it does."""
-    for _, around in find(state, _is_around):
-        if find(around, is_wrapper_state):
-            raise _is_outside(around)
+class FoundState(NamedTuple):
+    """The state of a wrapper, and what it is in that would undo what it does."""
+
+    state: LossScaledState
+    around: Any  # the outermost `optax.MultiSteps` or `apply_if_finite`, or `state`
+
+    def inside(self) -> LossScaledState:
+        """The state, or an error if it is in such an optimizer."""
+        if self.around is not self.state:
+            raise _is_outside(self.state, self.around)
+        return self.state
+
+
+def wrappers_in(state: Any) -> list[FoundState]:
+    """The states of all wrappers in `state`, which is searched once."""
+    nodes = find(state, lambda x: is_wrapper_state(x) or _is_around(x))
+    return [
+        FoundState(node, around)
+        for _, around in nodes
+        for node in (
+            [around]
+            if is_wrapper_state(around)
+            else [inner for _, inner in find(around, is_wrapper_state)]
+        )
+    ]
 
 
 def is_multi_steps_state(node: Any) -> bool:
@@ -192,10 +201,9 @@ def wrapper_name(scaler_state: Any) -> str:
     return "jls.skip_nonfinite" if is_one else "jls.loss_scaled"
 
 
-def _is_outside(around: Any) -> ValueError:
+def _is_outside(state: LossScaledState, around: Any) -> ValueError:
     """The error for a wrapper whose state is inside that of another optimizer."""
-    (_, node), *_ = find(around, is_wrapper_state)
-    wrapper = wrapper_name(node.scaler_state)
+    wrapper = wrapper_name(state.scaler_state)
     if is_multi_steps_state(around):
         return ValueError(
             f"optax.MultiSteps must be inside {wrapper}, got it outside, "

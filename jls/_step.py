@@ -64,13 +64,12 @@ from jls._rollback import (
 from jls._rollback_cpu import at_once_on_gpu, computed_once
 from jls._scalers.rule import count_up
 from jls._state import (
-    find_scaler_states,
     how_to_nest,
     is_wrapper_state,
     wrapper_name,
     wrapper_state_in,
 )
-from jls._text import an, at, describe
+from jls._text import an, describe
 from jls._tree import (
     Remainder,
     as_flag,
@@ -133,9 +132,9 @@ class WrapperUpdate:
 
     @functools.cached_property
     def sums_of_squares(self) -> dict[Any, SumOfSquares | None]:
-        """Those of the inner optimizer, by all that it may depend on but arrays.
+        """For eager steps the sum in the inner optimizer, by the types of its inputs.
 
-        For eager steps: a step that is traced looks at its own program.
+        A step that is traced looks at its own program.
         """
         return {}
 
@@ -236,32 +235,39 @@ def update_and_apply(
     state: Any,
     params: Any,
     keeps_updates: bool = False,
+    wrappers: Callable[[], list[FoundWrapper]] | None = None,
     **extra: Any,
 ) -> Applied:
-    """A step of an optimizer with one wrapper, which may be anywhere in it."""
+    """A step of an optimizer with one wrapper, which may be anywhere in it.
+
+    `wrappers` finds it; None does so here.
+    """
+    wrappers = wrappers or functools.partial(find_wrappers, optimizer, params)
     wrapper = wrapper_of(optimizer)
     if wrapper:
         return wrapper.apply(grads, state, params, keeps_updates, **extra)
     optimizer = optax.with_extra_args_support(optimizer)
-    with _bare_optimizer_named(optimizer, params):
+    with _bare_optimizer_named(wrappers):
         updates, new_state = optimizer.update(grads, state, params, **extra)
     new_params = apply_updates(params, updates)
     norm = global_norm(floats_of(grads))
     applied = Applied(new_params, new_state, norm, updates if keeps_updates else None)
-    for inside, _ in find_wrappers(optimizer, params)[:1]:
+    for inside, _ in wrappers()[:1]:
         if _checks_updates(inside, grads, params):
             applied = _roll_back_if_stored_nonfinite(inside, (params, state), applied)
     return applied
 
 
 @contextlib.contextmanager
-def _bare_optimizer_named(optimizer: Any, params: Any) -> Iterator[None]:
+def _bare_optimizer_named(
+    wrappers: Callable[[], list[FoundWrapper]],
+) -> Iterator[None]:
     """Names an optimizer without a wrapper as the cause of what fails in the block."""
     try:
         yield
     except Exception as error:
         try:
-            is_bare = not find_wrappers(optimizer, params)
+            is_bare = not wrappers()
         except Exception:  # it cannot be asked
             is_bare = False
         if not is_bare:
@@ -482,14 +488,20 @@ def _prepare(
     deciding = *inputs, step.partial_overflow, *jax.tree.leaves(state.spike_state)
     is_traced = any(isinstance(x, Tracer) for x in deciding)
     count, sum_of_squares = len(step.grads), None
-    if not is_traced and count:
-        # The step must be skipped for the same gradients as if it were traced.
-        find = functools.partial(sum_of_squares_in, fun, inputs, count)
-        grads = combine(step.grads, step.remainder)
-        # On the loss no program branches: it is another in each step.
-        extra = {name: x for name, x in step.extra.items() if name != "value"}
-        given = grads, state.inner_state, params, extra
-        sum_of_squares = _found_once(wrapper.sums_of_squares, given, find)
+    if is_traced or not count:
+        return prepare(fun, inputs, is_traced, count)
+    # The step must be skipped for the same gradients as if it were traced. On the loss
+    # no program branches: it is another in each step. A step that may branch on a
+    # number of Python is checked element by element, and so is one that has no key.
+    extra = {name: x for name, x in step.extra.items() if name != "value"}
+    grads = combine(step.grads, step.remainder)
+    given, structure = jax.tree.flatten((grads, state.inner_state, params, extra))
+    if all(isinstance(x, jax.Array | np.ndarray) for x in given):
+        known, key = wrapper.sums_of_squares, (structure, *map(jax.typeof, given))
+        with contextlib.suppress(TypeError):  # a static field without a hash
+            if key not in known:
+                known[key] = sum_of_squares_in(fun, inputs, count)
+            sum_of_squares = known[key]
     return prepare(fun, inputs, is_traced, count, sum_of_squares)
 
 
@@ -504,34 +516,6 @@ def sums_squares(wrapper: WrapperUpdate, params: Any, inner_state: Any) -> bool:
         return wrapper.inner.update(grads, inner_state, params, grad=grads)
 
     return sum_of_squares_in(update, grads, len(grads)) is not None
-
-
-def _found_once(
-    known: dict[Any, SumOfSquares | None],
-    given: Any,
-    find: Callable[[], SumOfSquares | None],
-) -> SumOfSquares | None:
-    """The result of `find`, called once for all that is of the kind of `given`."""
-    leaves, structure = jax.tree.flatten(given)
-    key = structure, tuple(map(_kind, leaves))
-    try:
-        is_new = key not in known
-    except TypeError:  # not hashable
-        return find()
-    if is_new:
-        if len(known) >= _KNOWN_AT_MOST:  # such as a new number in each step
-            known.pop(next(iter(known)))
-        known[key] = find()
-    return known[key]
-
-
-_KNOWN_AT_MOST = 16
-
-
-def _kind(leaf: Any) -> Any:
-    """The type of an array; of anything else the value too, on which one may branch."""
-    is_array = isinstance(leaf, jax.Array | np.ndarray)
-    return jax.typeof(leaf) if is_array else (type(leaf), leaf)
 
 
 def _observe(
@@ -823,8 +807,7 @@ def _may_be_bad(leaf: Any) -> bool:
 
 def _check_state(state: Any, params: Any) -> None:
     if is_wrapper_state(state):
-        for path, scaler_state in find_scaler_states(state):
-            _check_scale(scaler_state.loss_scale, path)
+        _check_scale(getattr(state.scaler_state, "loss_scale", None))
         return
     write = how_to_nest(state) or (
         "Pass what optimizer.init or the last update returned; what a run without jls "
@@ -840,13 +823,14 @@ def _check_state(state: Any, params: Any) -> None:
     )
 
 
-def _check_scale(loss_scale: Any, path: str) -> None:
+def _check_scale(loss_scale: Any) -> None:
     if is_narrow(loss_scale):
         raise TypeError(
-            f"the loss scale must be float32, got {jnp.result_type(loss_scale)}"
-            f"{at(path)}, in which it may be inf. Return the state that update returns "
-            "without a cast: a cast of the whole tree takes the loss scale along. A "
-            "state that was saved so: jls.upgrade_state(optimizer.init(params), saved)."
+            f"the loss scale must be float32, got {jnp.result_type(loss_scale)} at "
+            "'scaler_state', in which it may be inf. Return the state that update "
+            "returns without a cast: a cast of the whole tree takes the loss scale "
+            "along. A state that was saved so: "
+            "jls.upgrade_state(optimizer.init(params), saved)."
         )
 
 

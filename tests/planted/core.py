@@ -626,8 +626,8 @@ FAULTS = [
     Fault(
         "an eager step decides by what another number made of it",
         "jls/_step.py",
-        "return jax.typeof(leaf) if is_array else (type(leaf), leaf)",
-        "return jax.typeof(leaf) if is_array else type(leaf)",
+        "if all(isinstance(x, jax.Array | np.ndarray) for x in given):",
+        "given = [x for x in given if hasattr(x, 'dtype')]\n    if True:",
         ("tests/test_clipping.py",),
     ),
     Fault(
@@ -647,8 +647,8 @@ FAULTS = [
     Fault(
         "a loss scale in float16 is taken",
         "jls/_step.py",
-        "            _check_scale(scaler_state.loss_scale, path)\n",
-        "            pass\n",
+        '        _check_scale(getattr(state.scaler_state, "loss_scale", None))\n',
+        "",
         ("tests/check/test_answers.py",),
     ),
     Fault(
@@ -682,7 +682,7 @@ FAULTS = [
     Fault(
         "a key in the state that all micro-batches share is not told",
         "jls/_train/linen.py",
-        "        if self._is_split:\n",
+        "        if self._call.is_split:\n",
         "        if False:\n",
         ("tests/train/test_accumulate.py",),
     ),
@@ -731,7 +731,7 @@ FAULTS = [
     Fault(
         "a model in the place of the loss function is called",
         "jls/_train/step.py",
-        "    if args and args[0] is loss_fn:\n",
+        "    if args and args[0] is call.loss_fn:\n",
         "    if False:\n",
         ("tests/test_mistakes.py",),
     ),
@@ -808,7 +808,7 @@ FAULTS = [
     Fault(
         "a state of dicts is said to be made from other arrays",
         "jls/_train/plain.py",
-        "    inner_wrapper_state(opt_state)\n",
+        "        inner_wrapper_state(opt_state)  # or its error\n",
         "",
         ("tests/train/test_plain.py",),
     ),
