@@ -114,11 +114,12 @@ def run_in(state: Any) -> Run:
     found = wrappers_in(state)
     if len(found) != 1:
         raise _not_one_wrapper(len(found), state)
-    _validate.concrete("state", found[0].state)
-    own = jax.device_get(found[0].state._asdict() | {"inner_state": ()})
+    node = found[0].inside()
+    _validate.concrete("state", node)
+    own = jax.device_get(node._asdict() | {"inner_state": ()})
     own = of_one_device(LossScaledState(**read_variables(own)))
     loss_scale = _scaler_node_in(own).loss_scale
-    return Run(own, found[0].inside().inner_state, loss_scale)
+    return Run(own, node.inner_state, loss_scale)
 
 
 def wrapper_state_in(state: Any) -> LossScaledState:

@@ -63,8 +63,8 @@ FAULTS = [
     Fault(
         "what is read of an optimizer counts as a step",
         "jls/_train/unguarded.py",
-        "            noted.clear()  # they are of this trace\n",
-        "",
+        'with noted("update", apart=True):',
+        'with noted("update"):',
         (f"{TRAIN}test_wrapper_that_decides_on_all_that_moves_is_taken",),
     ),
     Fault(
@@ -752,8 +752,8 @@ FAULTS = [
     Fault(
         "a state of other parameters is not told where the loss fails",
         "jls/_train/step.py",
-        "other_params_noted(adapter.optimizer.init, opt_state, params)",
-        "other_params_noted(adapter.optimizer.init, opt_state, None)",
+        "other_params_noted(optimizer.init, opt_state, params)",
+        "other_params_noted(optimizer.init, opt_state, None)",
         ("tests/run/test_doors.py",),
     ),
     Fault(
@@ -773,8 +773,8 @@ FAULTS = [
     Fault(
         "a bare optimizer of NNX is told to wrap its state",
         "jls/_state.py",
-        "        if not found and is_optimizer(state):",
-        "        if not found and is_optimizer(found):",
+        "    if not count and is_optimizer(state):",
+        "    if not count and is_optimizer(count):",
         ("tests/run/test_doors.py",),
     ),
     Fault(

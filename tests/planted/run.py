@@ -272,8 +272,8 @@ FAULTS = [
     Fault(
         "a wrapper inside another optimizer passes for one outside",
         "jls/_state.py",
-        "    if around is not node:\n",
-        "    if False:\n",
+        "        if self.around is not self.state:\n",
+        "        if False:\n",
         (RUNS + "test_what_undoes_a_skip_is_refused_around_the_wrapper",),
     ),
     Fault(

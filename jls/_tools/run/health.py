@@ -4,6 +4,7 @@
 import math
 import warnings
 from collections.abc import Iterable, Mapping
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -222,7 +223,8 @@ def health(
     subject = _gather(state, run.state, params, carried, optimizer)
     if subject.params is not None:
         _check_shapes(subject.params, run.inner_state)
-    suspects = suspects_in(subject.params, run.inner_state, subject.others)
+    inner_state = None if subject.params is None else run.inner_state
+    suspects = suspects_in(subject.params, inner_state, subject.others)
     on_device = {
         "counts": {"loss_scale": run.loss_scale} | wrapper_metrics(run.state),
         "leaves": run.state.nonfinite_leaves,
@@ -234,7 +236,9 @@ def health(
     counts, small, policy = (on_host[name] for name in ("counts", "small", "policy"))
     counts["last_skip_reason"] = skip_reason_of(counts["last_skip_reason"])
     steps, skipped = counts["steps"], counts["consecutive_skips"]
-    poison = find_poison(suspects, on_host["bad"], steps, skipped)
+    flags = on_host["bad"]
+    flagged = {x: [*compress(suspects[x].named, flags[x])] for x in suspects}
+    poison = find_poison(flagged, steps, skipped)
     known = _describe_scale(subject, run.state.scaler_state, counts["loss_scale"])
     known |= {"poisoned_leaves": poison.leaves, "masks": poison.masks}
     names, unnamed = _name_leaves(subject, on_host["leaves"])

@@ -104,10 +104,7 @@ class Poison(NamedTuple):
 
 
 def find_poison(
-    suspects: dict[str, Suspects],
-    flags: dict[str, list[bool]],
-    steps: int,
-    consecutive_skips: int,
+    flagged: dict[str, list[tuple[str, Any]]], steps: int, consecutive_skips: int
 ) -> Poison:
     """Separates poisoned leaves from those whose -inf may be a mask.
 
@@ -118,17 +115,11 @@ def find_poison(
     the optimizer's state, are masks.
 
     Args:
-      suspects: all leaves, by tree.
-      flags: theirs, on the host.
+      flagged: the leaves with a flag, by tree.
       steps: the number of steps so far.
       consecutive_skips: the number of steps skipped in a row, up to now.
     """
-    bad = {
-        tree: _count_bad(
-            [x for x, flag in zip(found.named, flags[tree], strict=True) if flag]
-        )
-        for tree, found in suspects.items()
-    }
+    bad = {tree: _count_bad(named) for tree, named in flagged.items()}
     steps_go_on = consecutive_skips <= COMING_DOWN
     has_good_moments = not any(leaf.others for leaf in bad.get("opt_state", []))
     masks: dict[str, int] = {}
