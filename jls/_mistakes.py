@@ -97,8 +97,7 @@ def check_positions(
             f"state must come first, by position, got {names or 'no argument'}. Write "
             "f(opt_state, params, batch)."
         )
-    numbers = argnums if isinstance(argnums, tuple | list) else (argnums,)
-    lost = next((n for n in numbers if n >= len(args)), None)
+    lost = next((n for n in numbers_of(argnums) if n >= len(args)), None)
     if lost is not None:
         got = f"{names} by keyword" if names else "nothing more"
         raise TypeError(
@@ -376,25 +375,16 @@ def _foreign(
         made = jax.eval_shape(init, trained)
     except Exception:  # whatever stands in the way
         return ""
-    kinds, got = (_kinds(jax.tree.structure(x)) for x in (made, inner_state))
-    if kinds != got:
-        return (
-            "state must be one that this optimizer made, got one of another optimizer: "
-            f"it holds {', '.join(got) or 'no state'} where this one makes "
-            f"{', '.join(kinds) or 'no state'}. Pass what this optimizer's init made."
-        )
     if known and jax.tree.structure(updates) != jax.tree.structure(params):
         return (
             "updates must be the gradients of params, but "
             f"{difference(('updates', updates), ('params', params))}. {_OF_THESE}"
         )
     how = _other_shape(made, inner_state, name)
-    if not how:
-        return ""
-    return (
-        f"state must be made for the {name} that it is passed with, but {how}. If the "
-        "model has changed, its optimizer starts anew: opt_state = "
-        "optimizer.init(params)."
+    return how and (
+        f"state must be one that this optimizer made for the {name} that it is passed "
+        f"with, but {how}. Pass what its init made for them. If the model has changed, "
+        "its optimizer starts anew: opt_state = optimizer.init(params)."
     )
 
 
@@ -410,12 +400,3 @@ def _other_shape(made: Any, got: Any, name: str) -> str:
                 f"make {jnp.shape(new)}"
             )
     return ""
-
-
-def _kinds(structure: Any) -> list[str]:
-    """The names of the NamedTuples in a structure, in order."""
-    node_type, _ = structure.node_data() or (None, None)
-    inner = [kind for child in structure.children() for kind in _kinds(child)]
-    if node_type is None or not hasattr(node_type, "_fields"):
-        return inner
-    return [node_type.__name__, *inner]

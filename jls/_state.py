@@ -4,7 +4,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -230,33 +230,21 @@ def no_loss_scale(state: Any) -> ValueError:
 
 
 # The path of a loss scale in a state, joined to one key; some leave out "_".
-_JOINED = re.compile(r"(.*?)scaler(_?)state(\W+)loss\2scale", re.IGNORECASE)
+_JOINED = re.compile(r".*scaler_?state\W+loss_?scale", re.IGNORECASE)
 
 
 def how_to_nest(tree: Any) -> str:
     """What to write if the leaves of a state are in a flat dict; "" if they are not."""
     for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
         key = getattr(path[-1], "key", None) if path else None
-        if isinstance(key, tuple) and key[-2:] == ("scaler_state", "loss_scale"):
-            return _nest(key, key[:-2], "")
-        joined = _JOINED.fullmatch(key) if isinstance(key, str) else None
-        if joined:
-            before, underscore, separator = joined.groups()
-            above = before.split(separator)[:-1]
-            is_known = underscore and before == "".join(x + separator for x in above)
-            return _nest(key, above if is_known else None, f", sep={separator!r}")
+        name = "/".join(map(str, key)) if isinstance(key, tuple) else key
+        if isinstance(name, str) and _JOINED.fullmatch(name):
+            return (
+                f"{key!r} is a leaf of a state in a flat dict: put the state together "
+                "first, by flax.traverse_util.unflatten_dict and jls.upgrade_state: "
+                "docs/questions/faq.md has the lines."
+            )
     return ""
-
-
-def _nest(key: Any, above: Sequence[str] | None, separator: str) -> str:
-    """The sentence for a state whose loss scale is at `key`, below the keys `above`."""
-    nested = f"flax.traverse_util.unflatten_dict(leaves{separator})"
-    nested += "".join(f"[{name!r}]" for name in above or ())
-    line = f": jls.upgrade_state(optimizer.init(params), {nested})"
-    return (
-        f"{key!r} is a leaf of a state in a flat dict: put the state together first"
-        f"{', as optimizer.init made it' if above is None else line}."
-    )
 
 
 def of_one_device(state: Any) -> Any:

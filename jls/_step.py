@@ -52,7 +52,6 @@ from jls._reduce import (
     any_nan,
     finite_leaves,
     global_norm,
-    norm_of_squares,
 )
 from jls._rollback import (
     Prepared,
@@ -155,11 +154,9 @@ class WrapperUpdate:
             )
         with jax.named_scope(_scopes.UPDATE):
             step = _take_apart(self, updates, state, params, extra)
-            outcome = _attempt(
-                self, step, state, params, lambda updates: updates, step.no_updates
-            )
-        note("update", Update(params, outcome.state))
-        return outcome.result, outcome.state
+            updates, state, _ = _attempt(step, lambda updates: updates, step.no_updates)
+        note("update", Update(params, state))
+        return updates, state
 
     def apply(
         self,
@@ -177,11 +174,10 @@ class WrapperUpdate:
         with jax.named_scope(_scopes.UPDATE):
             step = _take_apart(self, grads, state, params, extra)
             skipped_result = params, step.no_updates if keeps_updates else None
-            outcome = _attempt(
-                self, step, state, params, apply_fn, skipped_result, reports_norm=True
+            result, state, norm = _attempt(
+                step, apply_fn, skipped_result, reports_norm=True
             )
-            new_params, updates = outcome.result
-            return Applied(new_params, outcome.state, outcome.norm, updates)
+            return Applied(result[0], state, norm, result[1])
 
 
 class Applied(NamedTuple):
@@ -189,7 +185,7 @@ class Applied(NamedTuple):
 
     params: Any  # the old ones if it was skipped
     state: Any
-    global_norm: Array  # f32[]  of the gradients
+    global_norm: Any  # f32[]  of the gradients
     updates: Any  # -0.0 if it was skipped; None unless they are kept
 
 
@@ -329,8 +325,11 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
 
 class _Step(NamedTuple):
-    """The inputs of a step."""
+    """A step: its wrapper, and its inputs."""
 
+    wrapper: WrapperUpdate
+    state: LossScaledState  # before
+    params: optax.Params | None
     grads: list[Array]  # the floating-point leaves, in at least float32
     remainder: Remainder  # the tree without those leaves
     checks_updates: bool
@@ -348,21 +347,6 @@ class _Observed(NamedTuple):
     is_finite: Array  # bool[]  whether both are finite
     is_partial: Array  # bool[]  whether parts of the gradients were left out
     for_scaler: Array  # bool[]  what the scaler's `adjust` takes
-
-
-class _SpikeDecision(NamedTuple):
-    """The spike policy's decision; never a spike without a policy."""
-
-    spike_state: Any  # its next state, if the step counts for it
-    is_spike: Array  # bool[]  a finite step to skip
-
-
-class _Outcome(NamedTuple):
-    """The results of a step."""
-
-    result: Any  # the updates or the new parameters; rolled back if it was skipped
-    state: LossScaledState
-    norm: Any  # f32[]  of the gradients; None if nobody asked for it
 
 
 def _take_apart(
@@ -384,6 +368,9 @@ def _take_apart(
     warn_of_narrowed(floats, targets)
     grads = list(map(widen, floats))
     return _Step(
+        wrapper=wrapper,
+        state=state,
+        params=params,
         grads=grads,
         remainder=remainder,
         checks_updates=_checks_updates(wrapper, updates, params),
@@ -395,49 +382,48 @@ def _take_apart(
 
 
 def _attempt(
-    wrapper: WrapperUpdate,
     step: _Step,
-    state: LossScaledState,
-    params: optax.Params | None,
     apply_fn: Callable[[optax.Updates], Any],
     skipped_result: Any,
     reports_norm: bool = False,
-) -> _Outcome:
+) -> tuple[Any, LossScaledState, Array | None]:
     """Runs the inner optimizer, and rolls back if the step must not be applied.
 
     Args:
-      wrapper: the wrapper, with the arguments of `jls.loss_scaled`.
-      step: the inputs.
-      state: the state before.
-      params: the parameters, or None.
+      step: the step.
       apply_fn: turns the updates into the result.
       skipped_result: the result of a step that is skipped.
       reports_norm: whether the norm is computed where no spike policy asks for it.
+
+    Returns:
+      The result, the next state, and the norm of the gradients, `f32[]`; None if nobody
+      asked for it.
     """
-    run, inputs = _inner_step(wrapper, step, state, params)
+    wrapper, state = step.wrapper, step.state
+    run, inputs = _inner_step(step)
 
     def run_and_apply(inputs):
         updates, inner_state = run(inputs)
         return apply_fn(updates), inner_state
 
     fun = run if step.checks_updates else run_and_apply
-    inner = _prepare(wrapper, step, state, params, fun, inputs)
+    inner = _prepare(step, fun, inputs)
     roles: list[str] = []
     if inner.squares is None:
         roles = roles_of(combine(step.grads, step.remainder))
-    observed = _observe(wrapper, step, state, inner.squares, roles)
+    observed = _observe(step, inner.squares, roles)
     norm = None
     if reports_norm or wrapper.spikes is not None:
         norm = _norm(step, inner.squares, roles, reports_norm)
-    spike = _query_spike_policy(wrapper, step, observed, state, norm)
+    spike_state, is_spike = _query_spike_policy(step, observed, norm)
     should_apply = observed.is_finite
     if wrapper.spikes is not None:
-        should_apply = observed.is_finite & ~spike.is_spike
+        should_apply = observed.is_finite & ~is_spike
     old = skipped_result, _clone_keys(state.inner_state)
     if step.checks_updates:
         with jax.named_scope(_scopes.INNER):
             updates, inner_state = call(observed.is_finite, inner)
-        flags = _updates_finite(wrapper, step, params, updates, inner_state)
+        flags = _updates_finite(step, updates, inner_state)
         applied = should_apply & jnp.all(flags)
         leaves = jnp.where(observed.is_finite, flags[1:], observed.leaves_finite)
         observed = observed._replace(leaves_finite=leaves)
@@ -447,27 +433,24 @@ def _attempt(
         with jax.named_scope(_scopes.INNER):
             new = roll_back_unless(applied, observed.is_finite, inner, old)
     result, inner_state = new
-    new_state = _count(wrapper, step, observed, spike, state, inner_state, applied)
-    return _Outcome(result, new_state, norm)
+    new_state = _count(step, observed, spike_state, is_spike, inner_state, applied)
+    return result, new_state, norm
 
 
 def _inner_step(
-    wrapper: WrapperUpdate,
     step: _Step,
-    state: LossScaledState,
-    params: optax.Params | None,
 ) -> tuple[Callable[[Sequence[Array]], Any], list[Array]]:
     """The inner optimizer as a function of what may be bad, and these inputs."""
     arguments, other = partition(step.extra, _may_be_bad)
     inputs = [*step.grads, *map(jnp.asarray, arguments)]
-    inner_state = state.inner_state
+    inner, inner_state, params = step.wrapper.inner, step.state.inner_state, step.params
 
     def run(inputs):
         grads = combine(inputs[: len(step.grads)], step.remainder)
         extra = combine(inputs[len(step.grads) :], other)
         extra = {"grad": grads, **extra}  # as a line search takes them
-        with foreign_state_named(wrapper.inner.init, inner_state, params, grads):
-            updates, new = wrapper.inner.update(grads, inner_state, params, **extra)
+        with foreign_state_named(inner.init, inner_state, params, grads):
+            updates, new = inner.update(grads, inner_state, params, **extra)
         name, integers = "the inner optimizer's", step.integers
         updates = cast_like(f"{name} update", updates, step.no_updates, integers)
         new = cast_like(f"{name} state", new, inner_state, integers)
@@ -477,15 +460,11 @@ def _inner_step(
 
 
 def _prepare(
-    wrapper: WrapperUpdate,
-    step: _Step,
-    state: LossScaledState,
-    params: optax.Params | None,
-    fun: Callable[[Sequence[Array]], Any],
-    inputs: list[Array],
+    step: _Step, fun: Callable[[Sequence[Array]], Any], inputs: list[Array]
 ) -> Prepared:
     """The inner optimizer, traced if the step is, and the squares that it sums."""
-    deciding = *inputs, step.partial_overflow, *jax.tree.leaves(state.spike_state)
+    of_policy = jax.tree.leaves(step.state.spike_state)
+    deciding = *inputs, step.partial_overflow, *of_policy
     is_traced = any(isinstance(x, Tracer) for x in deciding)
     count, sum_of_squares = len(step.grads), None
     if is_traced or not count:
@@ -495,9 +474,10 @@ def _prepare(
     # number of Python is checked element by element, and so is one that has no key.
     extra = {name: x for name, x in step.extra.items() if name != "value"}
     grads = combine(step.grads, step.remainder)
-    given, structure = jax.tree.flatten((grads, state.inner_state, params, extra))
+    given = grads, step.state.inner_state, step.params, extra
+    given, structure = jax.tree.flatten(given)
     if all(isinstance(x, jax.Array | np.ndarray) for x in given):
-        known, key = wrapper.sums_of_squares, (structure, *map(jax.typeof, given))
+        known, key = step.wrapper.sums_of_squares, (structure, *map(jax.typeof, given))
         with contextlib.suppress(TypeError):  # a static field without a hash
             if key not in known:
                 known[key] = sum_of_squares_in(fun, inputs, count)
@@ -518,19 +498,11 @@ def sums_squares(wrapper: WrapperUpdate, params: Any, inner_state: Any) -> bool:
     return sum_of_squares_in(update, grads, len(grads)) is not None
 
 
-def _observe(
-    wrapper: WrapperUpdate,
-    step: _Step,
-    state: LossScaledState,
-    squares: list[Array] | None,
-    roles: list[str],
-) -> _Observed:
+def _observe(step: _Step, squares: list[Array] | None, roles: list[str]) -> _Observed:
     """Looks at loss and gradients; the devices agree by one collective.
 
     Args:
-      wrapper: the wrapper, with the arguments of `jls.loss_scaled`.
-      step: the inputs.
-      state: the state before.
+      step: the step.
       squares: the sums of the squares of each gradient and of all; None if the inner
         optimizer does not sum them.
       roles: of the gradients, see `roles_of`; they count if `squares` is None.
@@ -551,7 +523,7 @@ def _observe(
         with jax.named_scope(_scopes.GRADIENTS):
             parts += [finite_leaves(step.grads, roles)]
         flags = jnp.concatenate(parts)
-    agreed = agree(flags, wrapper.axis_name)
+    agreed = agree(flags, step.wrapper.axis_name)
     loss_finite, is_partial, of_grads = agreed[0], ~agreed[1], agreed[2:]
     leaves_finite = of_grads[: len(step.grads)]
     # The sum of all squares is finite only if that of each leaf is.
@@ -560,7 +532,7 @@ def _observe(
         grads_finite = jnp.all(decides)
         is_finite = grads_finite & loss_finite
     for_scaler = grads_finite & ~is_partial
-    _check_axes(is_finite, state.steps, wrapper.axis_name)
+    _check_axes(is_finite, step.state.steps, step.wrapper.axis_name)
     return _Observed(loss_finite, leaves_finite, is_finite, is_partial, for_scaler)
 
 
@@ -570,21 +542,18 @@ def _norm(
     """The global norm of the gradients: where a clip computes it, the clip's."""
     if squares is not None:
         return jnp.sqrt(jnp.real(squares[-1])).astype(jnp.float32)
-    norm_of = global_norm if reports_norm else norm_of_squares
-    return norm_of(step.grads, roles)
+    return global_norm(step.grads, roles, as_clip=not reports_norm)
 
 
 def _query_spike_policy(
-    wrapper: WrapperUpdate,
-    step: _Step,
-    observed: _Observed,
-    state: LossScaledState,
-    norm: Array | None,
-) -> _SpikeDecision:
-    policy, old = wrapper.spikes, state.spike_state
-    _check_spike_state(wrapper, state)
+    step: _Step, observed: _Observed, norm: Array | None
+) -> tuple[Any, Array]:
+    """Its next state, if the step counts for it, and whether it skips a finite step."""
+    wrapper, old = step.wrapper, step.state.spike_state
+    policy = wrapper.spikes
+    _check_spike_state(wrapper, step.state)
     if policy is None:
-        return _SpikeDecision(old, jnp.zeros_like(observed.is_finite))
+        return old, jnp.zeros_like(observed.is_finite)
     # All devices judge the same numbers: the largest of any device.
     signals = [norm, *floats_of(step.extra.get("value"))]
     signals = jnp.stack([jnp.asarray(x).astype(jnp.float32) for x in signals])
@@ -594,38 +563,31 @@ def _query_spike_policy(
     name = "the spike policy's"
     skip = as_flag(f"{name} skip", skip)
     new = cast_like(f"{name} state", new, old)
-    return _SpikeDecision(new, observed.is_finite & skip)
+    return new, observed.is_finite & skip
 
 
-def _updates_finite(
-    wrapper: WrapperUpdate,
-    step: _Step,
-    params: optax.Params | None,
-    updates: optax.Updates,
-    inner_state: Any,
-) -> Array:
+def _updates_finite(step: _Step, updates: optax.Updates, inner_state: Any) -> Array:
     """`bool[1 + n]`: whether the inner state, and each update, may be kept."""
-    stored = _finite_if_storable(updates, params, step.remainder)
+    stored = _finite_if_storable(updates, step.params, step.remainder)
     # A NaN moment shows in its update. A NaN in a shared scalar may not (D-Adaptation's
     # first step). Inf is allowed: some optimizers keep one on purpose.
     scalars = [x for x in floats_of(inner_state) if jnp.ndim(x) == 0]
     with jax.named_scope(_scopes.NEW):
         flags = jnp.concatenate([~any_nan(scalars)[None], finite_leaves(stored)])
-    return agree(flags, wrapper.axis_name)
+    return agree(flags, step.wrapper.axis_name)
 
 
 def _count(
-    wrapper: WrapperUpdate,
     step: _Step,
     observed: _Observed,
-    spike: _SpikeDecision,
-    state: LossScaledState,
+    spike_state: Any,
+    is_spike: Array,
     inner_state: Any,
     applied: Array,
 ) -> LossScaledState:
     """The next state: the scaler adjusts, the counters advance."""
+    wrapper, state = step.wrapper, step.state
     _check_scaler_state(wrapper, state.scaler_state)
-    spike_state, is_spike = spike
     leaves_finite, never = observed.leaves_finite, jnp.zeros_like(applied)
     flags = ~leaves_finite if leaves_finite.size else state.nonfinite_leaves
     bad_updates = observed.is_finite & ~applied if step.checks_updates else never

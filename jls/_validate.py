@@ -186,12 +186,14 @@ def traceable(name: str, value: Any) -> None:
         )
 
 
-def flag(name: str, value: Any, otherwise: str = "") -> bool:
-    """A switch that Python reads; a message may offer something `otherwise`."""
-    if not isinstance(value, bool | np.bool_):
-        rule = f"True, False {otherwise}" if otherwise else "True or False"
-        raise TypeError(f"{name} must be {rule}, got {describe(value)}.")
-    return bool(value)
+def flag(name: str, value: Any, allow_none: bool = False) -> Any:
+    """A switch that Python reads."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    if value is None and allow_none:
+        return None
+    rule = "True, False or None" if allow_none else "True or False"
+    raise TypeError(f"{name} must be {rule}, got {describe(value)}.")
 
 
 class TracedError(ValueError, TypeError):
@@ -231,16 +233,14 @@ def choice(name: str, value: Word, choices: Sequence[str]) -> Word:
     return value
 
 
-def ascending(**given: Any) -> dict[str, Any]:
-    """Loss scales in ascending order."""
-    scales = {name: scale_value(name, value) for name, value in given.items()}
-    for low, high in itertools.combinations(scales, 2):
-        checkable = not any(map(is_unchecked, (scales[low], scales[high])))
-        if checkable and scales[low] > scales[high]:
-            raise ValueError(
-                f"{low} must be <= {high}, got {given[low]!r} > {given[high]!r}."
-            )
-    return scales
+def ascending(given: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Loss scales by name; raises unless each is at most the next."""
+    scales = [(name, scale_value(name, x), x) for name, x in given]
+    known = [scale for scale in scales if not is_unchecked(scale[1])]
+    for (name, low, a), (other, high, b) in itertools.combinations(known, 2):
+        if low > high:
+            raise ValueError(f"{name} must be <= {other}, got {a!r} > {b!r}.")
+    return {name: scale for name, scale, _ in scales}
 
 
 def scaler_state(state: Any, state_type: Any, exact: bool = False) -> None:

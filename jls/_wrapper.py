@@ -143,8 +143,7 @@ def loss_scaled(
             f"scaler must be a jls.types.LossScaler, e.g. jls.{of_ours}, got "
             f"{describe(scaler)}."
         )
-    if check_updates is not None:
-        check_updates = _validate.flag("check_updates", check_updates, "or None")
+    check_updates = _validate.flag("check_updates", check_updates, allow_none=True)
     if spikes is not None and not isinstance(spikes, SpikePolicy):
         raise TypeError(
             "spikes must be a jls.types.SpikePolicy, e.g. jls.spikes(), or None, got "

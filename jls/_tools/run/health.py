@@ -24,13 +24,9 @@ from jls._text import an, at, wrapped
 from jls._tools.run.poison import find_poison, suspects_in
 from jls._tools.run.small import measure_small
 from jls._tools.run.verdict import (
-    UNKNOWN,
     VERDICTS,
     Facts,
     Limits,
-    PolicyFacts,
-    ScalerFacts,
-    Small,
     Verdict,
     ask_for_half,
     diagnose,
@@ -250,7 +246,7 @@ def health(
     was_bad = skipped > 0 and counts["last_skip_reason"] == SkipReason.GRADIENTS
     sums = was_bad and _sums_squares(subject, run.inner_state)
     facts = Facts(
-        metrics=counts,
+        metrics=counts | small | policy,
         all_leaves_finite=bool(on_host["leaves"]) and not any(on_host["leaves"]),
         unnamed_leaves=unnamed,
         is_doubted=poison.is_doubted,
@@ -258,9 +254,7 @@ def health(
         is_train_state=subject.is_train_state,
         is_nnx=subject.is_nnx,
         sums_squares=sums,
-        small=Small(**small) if small else None,
-        policy=PolicyFacts(**policy) if policy else None,
-        scaler=_describe_scaler(subject),
+        scaler=_scaler_numbers(subject),
         **known,
     )
     known["poisoned"] = facts.poisoned if poison.leaves else None
@@ -477,32 +471,26 @@ def _describe_scale(
     return {"is_static": low == high, "min_scale": low, "max_scale": high}
 
 
-def _describe_scaler(subject: _Subject) -> ScalerFacts:
-    """The facts of the scaler of a known optimizer."""
+_OF_SCALER = "init_scale", "backoff_factor", "backoff_interval", "growth_interval"
+
+
+def _scaler_numbers(subject: _Subject) -> dict[str, float | None]:
+    """What is known of the scaler, if the optimizer is."""
     if subject.found is None:
-        return UNKNOWN
+        return {}
     known = subject.found.wrapper.scaler.hyperparameters
-    return ScalerFacts(
-        init_scale=scalar(known, "init_scale"),
-        backoff_factor=scalar(known, "backoff_factor"),
-        backoff_interval=scalar(known, "backoff_interval"),
-        growth_interval=scalar(known, "growth_interval"),
-    )
+    return {name: scalar(known, name) for name in _OF_SCALER}
 
 
 def _check_verdicts(name: str, verdicts: Iterable[Verdict]) -> tuple[Verdict, ...]:
     rule = f"{name} must be verdicts out of {VERDICTS}, got {verdicts!r}."
-    if isinstance(verdicts, str) and verdicts in VERDICTS:
-        raise ValueError(
-            f"{name} must be a list of verdicts, got {verdicts!r}. Write "
-            f"{name}=[{verdicts!r}]."
-        )
     try:
         names = tuple(verdicts)  # an iterator can be asked only once
     except TypeError:
         raise TypeError(rule) from None
-    known = all(isinstance(name, str) and name in VERDICTS for name in names)
-    if isinstance(verdicts, str) or not known:
+    if isinstance(verdicts, str):
+        raise ValueError(f"{rule} Write {name}=[{verdicts!r}].")
+    if not all(isinstance(x, str) and x in VERDICTS for x in names):
         raise ValueError(rule)
     return names
 
