@@ -22,8 +22,8 @@ from jls._program.jaxprs import is_argument_of_jit
 from jls._state import (
     find,
     find_scaler_states,
-    how_to_nest,
     is_wrapper_state,
+    no_loss_scale,
     scaler_state_in,
 )
 from jls._text import at, describe, path_name
@@ -118,16 +118,14 @@ def scaler_state_first(state: Any, args: tuple[Any, ...]) -> Any:
             f"state must come first, got {type(state).__name__} before "
             f"{type(args[0]).__name__}. The order is f(opt_state, params, ...)."
         )
-    write = how_to_nest(state) or (
-        "First comes a ScalerState, or the state of an optimizer made by "
-        "jls.loss_scaled or jls.skip_nonfinite: "
-        "jls.value_and_grad(loss_fn)(opt_state, params, batch)."
-    )
     if has_variables(state):
         write = "First comes the nnx.Optimizer: f(optimizer, model, batch)."
-    raise ValueError(
-        f"state must carry a loss scale, got {type(state).__name__} without one. "
-        f"{write}"
+        raise no_loss_scale(state, write)
+    raise no_loss_scale(
+        state,
+        "First comes a ScalerState, or the state of an optimizer made by "
+        "jls.loss_scaled or jls.skip_nonfinite: "
+        "jls.value_and_grad(loss_fn)(opt_state, params, batch).",
     )
 
 

@@ -218,11 +218,14 @@ def _is_outside(state: LossScaledState, around: Any) -> ValueError:
     )
 
 
-def no_loss_scale(state: Any) -> ValueError:
-    write = how_to_nest(state) or (
-        "Pass a ScalerState, or the state of an optimizer made by jls.loss_scaled or "
-        "jls.skip_nonfinite: opt_state = optimizer.init(params)."
-    )
+def no_loss_scale(state: Any, write: str = "") -> ValueError:
+    """The error for a state without a scale; a caller may know what to `write`."""
+    write = how_to_nest(state) or write
+    if not write:
+        write = (
+            "Pass a ScalerState, or the state of an optimizer made by jls.loss_scaled "
+            "or jls.skip_nonfinite: opt_state = optimizer.init(params)."
+        )
     return ValueError(
         f"state must carry a loss scale, got {type(state).__name__} without one. "
         f"{write}"

@@ -38,7 +38,11 @@ def is_real(value: Any) -> bool:
 def number(name: str, value: Any, rule: str, low: float, high: float) -> Any:
     """`value` as the float32 that the device will see, which lies in [low, high]."""
     if is_unchecked(value):
-        return _numeric(name, value)
+        kinds = jnp.floating, jnp.integer
+        if not any(jnp.issubdtype(value.dtype, kind) for kind in kinds):
+            got = f"an array of {value.dtype}"
+            raise TypeError(f"{name} must be a real number, got {got}.")
+        return value
     if not is_real(value):
         raise TypeError(
             f"{name} must be a real number, got {describe(value)}."
@@ -77,21 +81,6 @@ def host_number(name: str, value: Any, rule: str, low: float, high: float) -> fl
     return number(name, value, rule, low, high)
 
 
-def _numeric(name: str, value: Any) -> Any:
-    if not any(jnp.issubdtype(value.dtype, x) for x in (jnp.floating, jnp.integer)):
-        raise TypeError(f"{name} must be a real number, got an array of {value.dtype}.")
-    return value
-
-
-def _whole(name: str, value: Any) -> Any:
-    if not jnp.issubdtype(value.dtype, jnp.integer):
-        raise TypeError(
-            f"{name} must be an integer, got an array of {value.dtype}. Convert it "
-            "with .astype(jnp.int32)."
-        )
-    return value
-
-
 def scale_value(name: str, value: Any) -> Any:
     """A loss scale that the arithmetic of every device can take."""
     return number(name, value, "from 2^-126 to 2^126", SMALLEST, LARGEST)
@@ -112,7 +101,12 @@ def lowering_factor(name: str, value: Any) -> Any:
 def interval(name: str, value: Any, low: int = 1) -> Any:
     """A count, such as of optimizer steps: an integer that fits int32."""
     if is_unchecked(value):
-        return _whole(name, value)
+        if not jnp.issubdtype(value.dtype, jnp.integer):
+            raise TypeError(
+                f"{name} must be an integer, got an array of {value.dtype}. Convert it "
+                "with .astype(jnp.int32)."
+            )
+        return value
     if not (is_real(value) and hasattr(value, "__index__")):
         raise TypeError(f"{name} must be an integer, got {describe(value)}.")
     if not low <= value < 2**31:

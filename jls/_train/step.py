@@ -344,6 +344,7 @@ def train_step(
                 f"number of micro-batches, or leave {name} out."
             )
     count = 1 if micro_batches is None else micro_batches
+    dtype = jnp.float32 if compute_dtype is None else compute_dtype
     options = SimpleNamespace(
         learning_rate=learning_rate,
         micro_batches=_validate.host_interval("micro_batches", count),
@@ -352,7 +353,7 @@ def train_step(
         local_norm=_validate.flag("local_norm", local_norm),
         update_norm=_validate.flag("update_norm", update_norm),
         extra=_check_extra(extra),
-        compute_dtype=_compute_dtype(compute_dtype),
+        compute_dtype=check_dtype("compute_dtype", dtype),
         keep=keep,
     )
     check_keep(keep)
@@ -521,10 +522,6 @@ def _differentiate(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]
         return (scaled, (loss, ((overwritten, carried), aux))), grads
 
     return run
-
-
-def _compute_dtype(value: Any) -> Any:
-    return check_dtype("compute_dtype", jnp.float32 if value is None else value)
 
 
 def _warn_of_static_one(found: list[FoundWrapper]) -> None:

@@ -461,14 +461,11 @@ def _describe_scale(
 ) -> dict[str, Any]:
     """Whether the scale can never move, and its bounds; None if they are not known."""
     scaler = subject.found.wrapper.scaler if subject.found else None
-    static = isinstance(scaler_state, StaticState)
-    if is_static(scaler) if scaler else static:
-        return {"is_static": True, "min_scale": loss_scale, "max_scale": loss_scale}
-    bounds = bounds_of(scaler) if scaler else None
-    if bounds is None:
-        return {"is_static": False, "min_scale": None, "max_scale": None}
-    low, high = bounds
-    return {"is_static": low == high, "min_scale": low, "max_scale": high}
+    static = is_static(scaler) if scaler else isinstance(scaler_state, StaticState)
+    bounds = (loss_scale, loss_scale) if static else scaler and bounds_of(scaler)
+    low, high = bounds or (None, None)
+    static = static or (low is not None and low == high)
+    return {"is_static": static, "min_scale": low, "max_scale": high}
 
 
 _OF_SCALER = "init_scale", "backoff_factor", "backoff_interval", "growth_interval"
