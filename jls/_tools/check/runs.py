@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jls._mistakes import eager_steps_allowed, is_jit_disabled
+from jls._mistakes import is_jit_disabled
+from jls._notes import noted
 from jls._tools.check.carried import Carried, Named, match
 from jls._tools.check.leaves import as_numbers, as_numpy, same
 from jls._tools.check.static import Numbers, numbers_in, static_roots, subtree
@@ -244,7 +245,7 @@ class Runner:
         _listen()
         token = _COMPILED.set(names)
         try:
-            with eager_steps_allowed(), logging_if_slow(_SLOW):
+            with noted("eager step"), logging_if_slow(_SLOW):
                 result = self.step(*call.args, **call.kwargs)
         except Exception as error:
             error.add_note(f"jls.check_step ran the step on copies: {trial}.")

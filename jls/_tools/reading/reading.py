@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jls._mistakes import eager_steps_allowed
+from jls._notes import noted
 from jls._program.facts import Same, Value
 from jls._program.jaxprs import opened
 from jls._program.walk import walk
@@ -38,7 +38,7 @@ def try_to_trace(step: Callable[..., Any], arguments: Arguments) -> Traced | Unr
     calls = list[None]()
     try:
         # A step under a transformation of JAX: its own effects, but no computation.
-        with _noting_device_get(calls), eager_steps_allowed():
+        with _noting_device_get(calls), noted("eager step"):
             traced = trace(step, arguments)
     except READS as error:
         name = type(error).__name__
