@@ -251,7 +251,11 @@ def test_why_and_calibrate_go_on_without(group, monkeypatch):
     names_asked(monkeypatch, PARTS[group])
     assert jls.why(step, *arguments(60.0)).births
     made = jls.calibrate(step, *arguments(0.1))
-    if PARTS[group][0] in ("name_stack", "source_info"):  # there is the wrapper
+    if PARTS[group][0] in (
+        "name_stack",
+        "source_info",
+        "stack",
+    ):  # there is the wrapper
         assert made.ceiling is None
         assert "No update of the optimizer was found" in made.notes[0]
     else:
