@@ -129,6 +129,8 @@ def names_asked(patch, missing=(), reader=None):
         return part(node, name, default)
 
     patch.setattr(jaxprs, "_part", watched_part)
+    # Without what it remembers of before.
+    patch.setattr(jaxprs, "_names_in", jaxprs._names_in.__wrapped__)
     patch.setattr(jaxprs, "parameters", lambda x: Parameters(parameters(x)))
     return asked
 
