@@ -31,9 +31,10 @@ import jax
 from jax import Array, lax
 from jax.core import Tracer
 
+from jls._program.control import live
 from jls._program.jaxprs import effects_of, opened, programs_in, run_as_call
 from jls._program.primitives import primitive_of
-from jls._program.squares import SumOfSquares, find_sum_of_squares, needed_for
+from jls._program.squares import SumOfSquares, find_sum_of_squares
 from jls._rollback_cpu import Chosen, on_cpu, select_in_place, where
 from jls._scopes import GRADIENTS
 from jls._tree import Remainder, Tree, combine, is_array, partition
@@ -218,8 +219,10 @@ def _trace(
     found = find_sum_of_squares(jaxpr, grads) if grads else None
     after_sum = jaxpr
     if found is not None:
-        equations = needed_for(jaxpr, jaxpr.outvars, known=[found.total])
-        after_sum = jaxpr.replace(invars=[*invars, found.total], eqns=equations)
+        rest = [x for x in jaxpr.eqns if found.total not in x.outvars]
+        rest = jaxpr.replace(invars=[*invars, found.total], eqns=rest)
+        needed = live(rest, rest.outvars)
+        after_sum = rest.replace(eqns=[rest.eqns[i] for i in needed])
     program = _Program(
         jaxpr=jaxpr,
         after_sum=after_sum,

@@ -287,8 +287,7 @@ def _warn_of_other_half(arrays: Sequence[Any], half: Any) -> None:
 
 
 def _refuse_update(program: Program) -> None:
-    equations = (x for frame in Frame(program).all() for x in frame.jaxpr.eqns)
-    if any(is_in(x, UPDATE) for x in equations):
+    if any(is_in(x, UPDATE) for _, _, x in Frame(program).equations()):
         raise ValueError(
             "fun must not call the update of an optimizer made by jls, which counts "
             "and scales in float32. Put it around the loss: "

@@ -15,6 +15,7 @@ from jls._program.control import Site
 from jls._program.jaxprs import is_float32, is_literal, rule_of, size_of
 from jls._program.places import is_relu_of_jax
 from jls._program.primitives import Primitive, primitive_of
+from jls._program.walk import Question
 
 
 class Fact(NamedTuple):
@@ -29,7 +30,7 @@ class Fact(NamedTuple):
 IN_MEMORY = Fact(row=(None,))
 
 
-class Halves:
+class Halves(Question[Fact]):
     """The question for `walk`.
 
     Attributes:
@@ -47,11 +48,7 @@ class Halves:
 
     def of_constant(self, value: Any) -> Fact:
         """The fact about a number in the program."""
-        del value
         return Fact()
-
-    def on_call(self, site: Site, operands: Sequence[Fact]) -> None:
-        """Nothing is remembered of where a call is."""
 
     def of_call(self, site: Site, results: Sequence[Fact]) -> Sequence[Fact]:
         """What a rule of `custom_vjp` gives is float32."""
@@ -81,16 +78,8 @@ class Halves:
         return before if joined == before else joined
 
     def slice(self, value: Fact) -> Fact:
-        """It is in memory, as the whole."""
-        return IN_MEMORY._replace(is_half=value.is_half)
-
-    def stack(self, value: Fact) -> Fact:
         """It is in memory."""
-        return self.slice(value)
-
-    def branch(self, index: Fact) -> int | None:
-        """It is not known."""
-        return None
+        return IN_MEMORY._replace(is_half=value.is_half)
 
     def of_equation(self, site: Site, operands: Sequence[Fact]) -> Sequence[Fact]:
         """The facts about the results of an operation."""

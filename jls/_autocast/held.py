@@ -110,9 +110,6 @@ class Chain:
         self.equation, self.operands = equation, operands
         self._dtype, self._index = dtype, index
         inner = [x for x in operands if isinstance(x, Chain)]
-        self.nodes: frozenset[int] = frozenset({id(self)}).union(
-            *(x.nodes for x in inner)
-        )
         row, name = primitive_of(equation), equation.primitive.name
         is_scaled = name == "mul" and any(map(is_number, operands))
         is_scaled |= name == "div" and is_number(operands[1])
@@ -129,20 +126,10 @@ class Chain:
 
     def on(self, arrays: Mapping[int, "Stored"]) -> "Chain":
         """The same chain, of other arrays in the places of some."""
-        made: dict[int, Stored | Chain] = dict(arrays)
-
-        def rebuilt(held: Held) -> Held:
-            if id(held) not in made:
-                made[id(held)] = (
-                    held._with([rebuilt(x) for x in held.operands])
-                    if isinstance(held, Chain)
-                    else held
-                )
-            return made[id(held)]
-
-        chain = rebuilt(self)
-        assert isinstance(chain, Chain)
-        return chain
+        made: dict[int, Any] = dict(arrays)
+        for node in self.nodes():
+            made[id(node)] = node._with([made.get(id(x), x) for x in node.operands])
+        return made[id(self)]
 
     def _with(self, operands: Sequence["Stored | Chain"]) -> "Chain":
         return Chain(self.equation, operands, self._dtype, self._index)
@@ -185,22 +172,19 @@ class Chain:
         return self if all(a is b for a, b in pairs) else self._with(operands)
 
     def _compute(self, rounds: Cast | None) -> Any:
-        leaves = self.leaves()
-        if self._is_linear:
-            with traced_as(self.equation):
-                known = {key: x.wide() for key, x in leaves.items()}
-            result = self._in_float32(known)
-            if rounds is None:
-                return result
-            with traced_as(self.equation):
-                return _cast(result, rounds)
-        nodes = list[Chain]()
-        operands = list[tuple[Any, ...]]()
+        nodes, leaves = self.nodes(), self.leaves()
         places = {key: i for i, key in enumerate(leaves)}
-        self._write(places, nodes, operands)
-        equations = [x.equation for x in nodes]
-        outside, inside = shared_names(equations)
-        steps = (
+        operands = list[tuple[int | Number, ...]]()
+        for node in nodes:
+            operands.append(
+                tuple(
+                    Number(x.array) if is_number(x) else places[id(x)]
+                    for x in node.operands
+                )
+            )
+            places[id(node)] = len(places)
+        outside, inside = shared_names([x.equation for x in nodes])
+        steps = tuple(
             Step(
                 operation_of(node.equation),
                 traceback_of(node.equation),
@@ -211,69 +195,48 @@ class Chain:
             )
             for node, names, given in zip(nodes, inside, operands, strict=True)
         )
-        forms = tuple(
-            "half"
-            if x.is_half
-            else "running"
-            if x.is_running and _is_kept_in_half(i, len(leaves), nodes, operands)
-            else ""
-            for i, x in enumerate(leaves.values())
-        )
-        written = Written(tuple(steps), forms, rounds)
-        pairs = list(zip(forms, leaves.values(), strict=True))
+        stored = list(leaves.values())
         with traced_as(self.equation, outside):
+            if self._is_linear:
+                arrays = [x.wide() for x in stored]
+                return call_shared(Written(steps, (), rounds, is_linear=True), arrays)
+            forms = tuple(
+                "half"
+                if x.is_half
+                else "running"
+                if x.is_running and _is_kept_in_half(i, len(leaves), nodes, operands)
+                else ""
+                for i, x in enumerate(stored)
+            )
+            pairs = list(zip(forms, stored, strict=True))
             arrays = [
                 x.kept(self._dtype) if form == "running" else x.array
                 for form, x in pairs
             ]
-            wide = [x.wide() for form, x in pairs if form]
-            return call_shared(written, [*arrays, *wide])
+            arrays += [x.wide() for form, x in pairs if form]
+            return call_shared(Written(steps, forms, rounds), arrays)
 
-    def _write(
-        self, places: dict[int, int], nodes: "list[Chain]", operands: Any
-    ) -> None:
-        """Adds its operations, in their order; `places` are of arrays among all."""
-        if id(self) in places:
-            return
-        given = list[Any]()
-        for x in self.operands:
-            if isinstance(x, Chain):
-                x._write(places, nodes, operands)
-            elif is_number(x):
-                given.append(Number(x.array))
-                continue
-            given.append(places[id(x)])
-        places[id(self)] = len(places)
-        nodes.append(self)
-        operands.append(tuple(given))
+    def nodes(self) -> "list[Chain]":
+        """Its operations, each after those that it needs."""
+        found: dict[int, Chain] = {}
+
+        def visit(chain: Chain) -> None:
+            for x in chain.operands:
+                if isinstance(x, Chain) and id(x) not in found:
+                    visit(x)
+            found[id(chain)] = chain
+
+        visit(self)
+        return list(found.values())
 
     def leaves(self) -> dict[int, Stored]:
         """What is in memory, from which it is computed."""
-        found: dict[int, Stored] = {}
-        seen = set[int]()
-
-        def visit(chain: Chain) -> None:
-            seen.add(id(chain))
-            for x in chain.operands:
-                if isinstance(x, Chain):
-                    if id(x) not in seen:
-                        visit(x)
-                elif not is_number(x):
-                    found[id(x)] = x
-
-        visit(self)
-        return found
-
-    def _in_float32(self, known: dict[int, Any]) -> Any:
-        if id(self) not in known:
-            operands = [
-                x._in_float32(known)
-                if isinstance(x, Chain)
-                else known.get(id(x), x.array)
-                for x in self.operands
-            ]
-            known[id(self)] = bind_shared(self.equation, operands)[self._index]
-        return known[id(self)]
+        return {
+            id(x): x
+            for node in self.nodes()
+            for x in node.operands
+            if not isinstance(x, Chain) and not is_number(x)
+        }
 
 
 class Step(NamedTuple):
@@ -295,10 +258,15 @@ class Written(NamedTuple):
     """
 
     steps: tuple[Step, ...]
-    forms: tuple[str, ...]  # of each array: "half", a "running" value in half, or ""
+    # What each array is: "half", a "running" value in half, or "". A linear chain takes
+    # float32, and its derivative needs none of it.
+    forms: tuple[str, ...]
     rounds: Cast | None
+    is_linear: bool = False
 
     def __call__(self, *arrays: Any) -> Any:
+        if self.is_linear:
+            return self._run([*arrays])
         if "running" in self.forms:
             return _from_running(self, *arrays)
         return self.again(*arrays)
@@ -340,29 +308,23 @@ def _tangent_from_running(written, primals, tangents):
     return written.from_wide(*primals), tangent
 
 
-class Relu(NamedTuple):
-    """JAX's relu where its result is a running value, of which half is kept."""
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def relu_of_running(dtype: Any, array: Any) -> Any:
+    """JAX's relu where its result is a running value, of which half is kept.
 
-    dtype: Any
-
-    def __call__(self, array: Any) -> Any:
-        return _relu(array, self.dtype)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _relu(array: Any, dtype: Any) -> Any:
-    """Its derivative asks only for the sign of the result."""
+    Its derivative asks only for the sign of the result.
+    """
     del dtype
     return lax.max(array, lax.full_like(array, 0))
 
 
-@_relu.defjvp
+@relu_of_running.defjvp
 def _tangent_of_relu(dtype, primals, tangents):
     @checkpointed
     def passed(half, tangent):
         return lax.select(half > 0, tangent, lax.full_like(tangent, 0))
 
-    result = _relu(*primals, dtype)
+    result = relu_of_running(dtype, *primals)
     return result, passed(Cast(dtype)(result), *tangents)
 
 

@@ -9,7 +9,7 @@ the same number to the bit, and `jax.checkpoint` keeps the indices alone until t
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,16 +53,7 @@ def is_pick(equation: Any) -> bool:
 def bind_pick(equation: Any, operands: Sequence[Any]) -> list[Any]:
     """The results of such an equation with other operands."""
     with traced_as(equation):
-        return [call_shared(_Pick(operation_of(equation)), operands)]
-
-
-class _Pick(NamedTuple):
-    """The same for all picks that look alike."""
-
-    operation: Operation
-
-    def __call__(self, rows: Any, indices: Any) -> Any:
-        return _picked(self.operation, rows, indices)
+        return [call_shared(_picked, operands, operation_of(equation))]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

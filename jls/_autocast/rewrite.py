@@ -7,23 +7,37 @@ inside. Every cast is where a value is used, so nothing but XLA merges two of th
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import Partial
 
 from jls._autocast.halves import IN_MEMORY, Fact, Halves
-from jls._autocast.held import MOST, Chain, Held, Relu, Stored, is_number
+from jls._autocast.held import (
+    MOST,
+    Chain,
+    Held,
+    Stored,
+    is_number,
+    relu_of_running,
+)
 from jls._autocast.keep import OUTER, Choice
 from jls._autocast.pick import bind_pick, is_pick
 from jls._autocast.readers import MOVES, Readers
 from jls._autocast.shared import Cast, bind_shared, call_shared
-from jls._program.control import MAIN, Call, Site, calls_of
+from jls._program.control import (
+    MAIN,
+    Call,
+    Site,
+    calls_of,
+    evaluate,
+    live,
+    rebuild,
+)
 from jls._program.jaxprs import (
     Program,
     bind,
@@ -33,9 +47,7 @@ from jls._program.jaxprs import (
     inlined,
     is_float32,
     is_inexact_atom,
-    is_literal,
     jitted_inline,
-    manual_axes,
     opened,
     operation_of,
     parameter,
@@ -49,7 +61,6 @@ from jls._program.jaxprs import (
 )
 from jls._program.places import function_of_jax, has_line_inside, is_relu_of_jax
 from jls._program.primitives import primitive_of
-from jls._program.replay import select_lanes
 from jls._program.walk import walk
 
 
@@ -110,20 +121,15 @@ class Rewrite:
             a rule. What is inside may have no line of the user's, and takes this one.
           is_rule: whether it is of a rule, which is run inside of the caller's scopes.
         """
-        jaxpr, consts = opened(program)
-        known: dict[Any, Held] = {}
-        known.update(zip(jaxpr.constvars, map(self._constant, consts), strict=False))
-        known.update(zip(jaxpr.invars, operands, strict=True))
-        if self._readers.has_rules:
-            self._closed_over |= known
-
-        def look_up(atom: Any) -> Held:
-            return self._constant(atom.val) if is_literal(atom) else known[atom]
-
+        jaxpr = opened(program).jaxpr
         function = None if caller is None else function_of_jax(caller)
-        ends = _last_uses(jaxpr)
-        for index, equation in enumerate(jaxpr.eqns):
-            here = site.inside(equation, index)
+
+        def remember(atoms: Sequence[Any], held: Sequence[Held]) -> None:
+            if self._readers.has_rules:
+                self._closed_over.update(zip(atoms, held, strict=True))
+
+        def run(here: Site, operands: list[Held]) -> Sequence[Held]:
+            equation = here.equation
             if caller is not None:
                 self._inlined[here.indices] = inlined(
                     equation,
@@ -131,14 +137,13 @@ class Rewrite:
                     has_line=has_line_inside(equation, function),
                     is_rule=is_rule,
                 )
-            results = self._equation(here, list(map(look_up, equation.invars)))
-            made = dict(zip(equation.outvars, results, strict=True))
-            known |= made
-            if self._readers.has_rules:
-                self._closed_over |= made
-            for atom in ends[index]:
-                del known[atom]
-        return list(map(look_up, jaxpr.outvars))
+            results = self._equation(here, operands)
+            remember(equation.outvars, results)
+            return results
+
+        remember(jaxpr.invars, operands)
+        ends = live(jaxpr, jaxpr.outvars, keep=range(len(jaxpr.eqns)))
+        return evaluate(program, operands, self._constant, run, site, ends)
 
     def _constant(self, value: Any) -> Stored:
         held = self._closed_over.get(variable_of(value))
@@ -159,7 +164,7 @@ class Rewrite:
         name, row = equation.primitive.name, primitive_of(equation)
         calls = calls_of(equation)
         if calls and not _is_elementwise(equation):
-            return self._CONTROL[calls[0].kind](self, site, calls, operands)
+            return self._call(site, calls, operands)
         if name == "convert_element_type" and is_float32(equation.invars[0]):
             if is_float32(equation.outvars[0]):
                 return operands
@@ -248,11 +253,7 @@ class Rewrite:
                 is_float32(atom) and (_is_half(x, half) or (fits and _is_cast(x)))
                 for atom, x, fits in zip(equation.invars, operands, rounds, strict=True)
             ]
-            results = self._bound(equation, operands, each)
-            return [
-                Stored(array, is_half)
-                for array, is_half in zip(results, each, strict=True)
-            ]
+            return _results(self._bound(equation, operands, each), each)
         is_half = all(_is_half(x, half) for x in data)
         is_half |= all(rounds) and any(map(_is_cast, data))
         if not is_half and row.cast == "shape" and any(map(_is_cast, data)):
@@ -291,10 +292,10 @@ class Rewrite:
         if is_running and is_relu_of_jax(equation):
             (held,) = operands
             with traced_as(equation):
-                array = call_shared(Relu(self.choice.dtype), [held.wide()])
+                array = call_shared(relu_of_running, [held.wide()], self.choice.dtype)
             return [Stored(array, is_running=True)]
         chains = made(operands)
-        if len(chains[0].nodes) > MOST:
+        if len(chains[0].nodes()) > MOST:
             chains = made([self._in_memory_wide(x) for x in operands])
         return [
             Stored(chain.wide(), is_running=True)
@@ -343,18 +344,25 @@ class Rewrite:
         """What is in memory as it is, and a chain in float32."""
         return held if isinstance(held, Stored) else self._in_memory(held, False)
 
-    # Of programs that are called: values go in and come out in memory.
+    # Programs that are called: values go in and come out in memory.
 
-    def _inputs(self, site: Site, call: Call, operands: Sequence[Held]) -> list[Stored]:
-        """The inputs of a program that is called."""
-        atoms, here = opened(call.program).jaxpr.invars, call.site(site)
+    def _inputs(
+        self, site: Site, calls: list[Call], operands: Sequence[Held]
+    ) -> list[Stored]:
+        """The operands in memory: in half if all programs that take them round them.
+
+        What is the same in each iteration of a loop stays in float32.
+        """
+        wide = {0} if calls[0].kind == "branch" else set[int]()
+        for call in calls:
+            here, fixed = call.site(site), call.consts if calls[0].is_loop else 0
+            for i, atom in enumerate(opened(call.program).jaxpr.invars):
+                rounds = is_float32(atom) and self._readers.round_input(here, atom)
+                if i < fixed or not rounds:
+                    wide.add(call.operand(i))
         return [
-            x
-            if isinstance(x, Stored)
-            else self._in_memory(
-                x, is_float32(atom) and self._readers.round_input(here, atom)
-            )
-            for x, atom in zip(call.inputs(operands), atoms, strict=True)
+            x if isinstance(x, Stored) else self._in_memory(x, i not in wide)
+            for i, x in enumerate(operands)
         ]
 
     def _are_half(self, site: Site, call: Call) -> list[bool]:
@@ -378,7 +386,9 @@ class Rewrite:
 
     def _call(self, site: Site, calls: list[Call], operands: list[Held]) -> Any:
         """A jit of the user's, remat and custom derivatives stay what they are."""
-        (call,), equation = calls, self._at(site)
+        call, equation = calls[0], self._at(site)
+        if call.kind != "call":
+            return self._rebuilt(site, calls, operands)
         rule, is_jit = rule_of(equation), equation.primitive.name == "jit"
         if rule == "jvp":
             return self._custom_jvp(site, call, operands)
@@ -388,7 +398,10 @@ class Rewrite:
         if not is_kept and rule != "remat":
             caller = equation if is_jit else None
             return self.run(call.program, operands, site, caller)
-        inputs, halves = self._inputs(site, call, operands), self._are_half(site, call)
+        inputs, halves = (
+            self._inputs(site, [call], operands),
+            self._are_half(site, call),
+        )
 
         def run(*arrays):
             return self._as(self.run(call.program, _like(inputs, arrays), site), halves)
@@ -399,17 +412,14 @@ class Rewrite:
             body = jax.make_jaxpr(run)(*arrays)
             return operation_of(equation, jaxpr=body).bind(arrays)
 
-        arrays = [x.array for x in inputs]
         with traced_as(equation):
-            steps = self._steps(call.program, site)
-            if steps is None:
-                return _results(made(*arrays), halves)
             # Layers that are alike have one body, which JAX differentiates once.
-            key = operation_of(equation), steps, tuple(halves)
-            key += tuple((x.is_half, x.is_running) for x in inputs)
-            if key not in self._bodies:
-                self._bodies[key] = jitted_inline(made)
-            return _results(self._bodies[key](*arrays), halves)
+            steps = self._steps(call.program, site)
+            if steps is not None:
+                key = operation_of(equation), steps, tuple(halves)
+                key += tuple((x.is_half, x.is_running) for x in inputs)
+                made = self._bodies.setdefault(key, jitted_inline(made))
+            return _results(made(*(x.array for x in inputs)), halves)
 
     def _steps(self, program: Program, site: Site) -> tuple[Any, ...] | None:
         """A key for what becomes of a body; None if it closes over arrays."""
@@ -433,94 +443,32 @@ class Rewrite:
                 found.append(steps)
         return tuple(found)
 
-    def _scan(self, site: Site, calls: list[Call], operands: list[Held]) -> Any:
-        (call,) = calls
-        consts, last = call.consts, call.consts + call.carried
-        halves = self._are_half(site, call)
-        inputs = self._inputs(site, call, operands)
-        fixed = [self._in_memory_wide(x) for x in call.inputs(operands)[:consts]]
+    def _rebuilt(self, site: Site, calls: list[Call], operands: list[Held]) -> Any:
+        """A loop, branches or a `shard_map`."""
+        first, halves = calls[0], self._are_half(site, calls[0])
+        if first.is_loop:
+            begin, count = first.operand(first.consts), first.carried
+            with traced_as(self._at(site)):
+                carry = self._as(operands[begin : begin + count], halves[:count])
+            operands[begin : begin + count] = [
+                Stored(array, is_half, is_running=is_float32(array) and not is_half)
+                for array, is_half in zip(carry, halves, strict=False)
+            ]
+        inputs = self._inputs(site, calls, operands)
+        fixed = inputs[: first.consts] if first.kind == "scan" else []
         wide = [x.wide() for x in fixed]
-        sliced = inputs[last:]
 
-        def body(carry, slices):
-            inside = [x.fixed(y) for x, y in zip(fixed, wide, strict=True)]
-            held = [*inside, *_state(carry, halves), *_like(sliced, slices)]
-            results = self._as(self.run(call.program, held, site), halves)
-            return results[: call.carried], results[call.carried :]
-
-        params = parameters(site.equation)
-        options = {x: params[x] for x in ("unroll", "_split_transpose") if x in params}
-        entering = call.inputs(operands)[consts:last]
-        with traced_as(self._at(site)):
-            carry, stacks = lax.scan(
-                body,
-                self._as(entering, halves[: call.carried]),
-                [x.array for x in sliced],
-                length=call.length,
-                reverse=call.is_reversed,
-                **options,
-            )
-        return _results([*carry, *stacks], halves)
-
-    def _while(self, site: Site, calls: list[Call], operands: list[Held]) -> Any:
-        body_call, condition = calls
-        first = condition.consts
-        last = first + body_call.consts
-        fixed = [self._in_memory_wide(x) for x in operands[:last]]
-        halves = self._are_half(site, body_call)
-        beside = condition.site(site)
-
-        def is_on(carry):
-            held = [*_anew(fixed[:first]), *_state(carry, halves)]
-            return self.run(condition.program, held, beside)[0].wide()
-
-        def body(carry):
-            held = [*_anew(fixed[first:]), *_state(carry, halves)]
-            results = self._as(self.run(body_call.program, held, site), halves)
-            return select_lanes(is_on(carry), results, carry) if lanes else results
-
-        # Of `vmap`: each lane ends by itself.
-        lanes = opened(condition.program).jaxpr.outvars[0].aval.shape
-        is_any_on = (lambda carry: jnp.any(is_on(carry))) if lanes else is_on
-        with traced_as(self._at(site)):
-            begin = self._as(operands[last:], halves)
-            results = lax.while_loop(is_any_on, body, begin)
-        return _results(results, halves)
-
-    def _cond(self, site: Site, calls: list[Call], operands: list[Held]) -> Any:
-        halves = self._are_half(site, calls[0])
-        each = [self._inputs(site, call, operands) for call in calls]
-        rest = [  # float32 if one of the branches needs that
-            next((x for x in inputs if not x.is_half), inputs[0])
-            for inputs in zip(*each, strict=True)
-        ]
-
-        def branch(call, *arrays):
-            held = self.run(call.program, _like(rest, arrays), call.site(site))
-            return self._as(held, halves)
-
-        branches = [partial(branch, call) for call in calls]
-        which = operands[0].wide()
-        with traced_as(self._at(site)):
-            results = lax.switch(which, branches, *(x.array for x in rest))
-        return _results(results, halves)
-
-    def _devices(self, site: Site, calls: list[Call], operands: list[Held]) -> Any:
-        (call,), params = calls, parameters(site.equation)
-        inputs, halves = self._inputs(site, call, operands), self._are_half(site, call)
-
-        def run(*arrays):
-            return self._as(self.run(call.program, _like(inputs, arrays), site), halves)
+        def run(call: Call, arrays: Sequence[Any]) -> tuple[list[Any], None]:
+            held = _like(call.inputs(inputs), arrays)
+            held[: len(fixed)] = [x.fixed(y) for x, y in zip(fixed, wide, strict=True)]
+            results = self.run(call.program, held, call.site(site))
+            if call.kind == "condition":
+                return [results[0].wide()], None
+            return self._as(results, halves), None
 
         with traced_as(self._at(site)):
-            results = jax.shard_map(
-                run,
-                mesh=params["mesh"],
-                in_specs=tuple(params["in_specs"]),
-                out_specs=list(params["out_specs"]),
-                check_vma=params["check_vma"],
-                axis_names=manual_axes(site.equation) or frozenset(),
-            )(*(x.array for x in inputs))
+            arrays = [x.array for x in inputs]
+            results, _ = rebuild(self._at(site), calls, arrays, run)
         return _results(results, halves)
 
     # Custom derivatives. JAX gives the rule of one equation as the derivative of it.
@@ -541,13 +489,14 @@ class Rewrite:
         again, and nothing of them is kept.
         """
         equation, atoms = self._at(site), site.equation.outvars
-        inputs, halves = self._inputs(site, call, operands), self._are_half(site, call)
-        chains = [x if isinstance(x, Chain) else None for x in operands]
-        leaves = list(
-            {
-                k: x for chain in chains if chain for k, x in chain.leaves().items()
-            }.items()
+        inputs, halves = (
+            self._inputs(site, [call], operands),
+            self._are_half(site, call),
         )
+        chains = [x if isinstance(x, Chain) else None for x in operands]
+        leaves = dict[int, Stored]()
+        for chain in filter(None, chains):
+            leaves |= chain.leaves()
         count = len(inputs)
         caller = equation if function_of_jax(equation) else None
 
@@ -561,12 +510,8 @@ class Rewrite:
         def rule(primals, tangents):
             moving = [i for i, x in enumerate(equation.invars) if is_inexact_atom(x)]
             values, begun = primals[:count], primals[count:]
-            arrays = {
-                key: made
-                for (key, _), made in zip(
-                    leaves, _like([x for _, x in leaves], begun), strict=True
-                )
-            }
+            begun = _like(list(leaves.values()), begun)
+            arrays = dict(zip(leaves, begun, strict=True))
             held: list[Held] = [
                 stored if chain is None or stored.is_half else chain.on(arrays)
                 for stored, chain in zip(_like(inputs, values), chains, strict=True)
@@ -578,8 +523,9 @@ class Rewrite:
                 tangents = [_no_tangent(x) for x in primals]
                 for i, tangent in zip(moving, given, strict=True):
                     tangents[i] = tangent
-                bound = partial(_bound, equation)
-                values, tangents = jax.jvp(bound, primals, tuple(tangents))
+                values, tangents = jax.jvp(
+                    lambda *x: bind(equation, x), primals, tuple(tangents)
+                )
                 pairs = zip(tangents, atoms, strict=True)
                 return [*values, *(x for x, atom in pairs if is_inexact_atom(atom))]
 
@@ -599,7 +545,7 @@ class Rewrite:
             return values, tangents
 
         with traced_as(equation):
-            arrays = [x.array for x in (*inputs, *(x for _, x in leaves))]
+            arrays = [x.array for x in (*inputs, *leaves.values())]
             return _results(run(*arrays), halves)
 
     def _custom_vjp(self, site: Site, call: Call, operands: list[Held]) -> Any:
@@ -624,7 +570,8 @@ class Rewrite:
 
         @jax.custom_vjp
         def run(*arrays):
-            return traced(partial(_run_as_written, call.program), *arrays)(*arrays)
+            as_written = partial(eval_jaxpr, *opened(call.program))
+            return traced(as_written, *arrays)(*arrays)
 
         def forwards(*primals):
             # A rule may ask what is differentiated, or refuse an argument that is.
@@ -640,7 +587,7 @@ class Rewrite:
                     given = list(arrays)
                     for i, array in zip(moving, moved, strict=True):
                         given[i] = array
-                    return _bound(equation, *given)
+                    return bind(equation, given)
 
                 return jax.vjp(bound, *(arrays[i] for i in moving))
 
@@ -669,14 +616,6 @@ class Rewrite:
         with traced_as(equation):
             results = run(*(x.wide() for x in operands))
         return [Stored(x) for x in results]
-
-    _CONTROL: ClassVar = {
-        "call": _call,
-        "scan": _scan,
-        "while": _while,
-        "branch": _cond,
-        "devices": _devices,
-    }
 
 
 def _wide(equation: Any, held: Held) -> Any:
@@ -731,28 +670,8 @@ def _is_chain(program: Program) -> bool:
     )
 
 
-def _last_uses(jaxpr: Any) -> list[list[Any]]:
-    """Of each operation the variables that no later one needs."""
-    needed = {atom for atom in jaxpr.outvars if not is_literal(atom)}
-    ends: list[list[Any]] = []
-    for equation in reversed(jaxpr.eqns):
-        atoms = [*equation.invars, *equation.outvars]
-        last = {atom for atom in atoms if not is_literal(atom)} - needed
-        needed |= last
-        ends.append(list(last))
-    return ends[::-1]
-
-
 def _results(arrays: Sequence[Any], halves: Sequence[bool]) -> list[Stored]:
     return [Stored(x, is_half) for x, is_half in zip(arrays, halves, strict=True)]
-
-
-def _state(arrays: Sequence[Any], halves: Sequence[bool]) -> list[Stored]:
-    """What a loop carries, in its body."""
-    return [
-        Stored(array, is_half, is_running=is_float32(array) and not is_half)
-        for array, is_half in zip(arrays, halves, strict=False)
-    ]
 
 
 def _like(held: Sequence[Stored], arrays: Sequence[Any]) -> list[Stored]:
@@ -783,12 +702,3 @@ def _instantiated(cotangent: Any) -> Any:
         return cotangent
     aval: Any = cotangent.aval
     return jnp.zeros(aval.shape, aval.dtype)
-
-
-def _bound(equation: Any, *operands: Any) -> list[Any]:
-    return bind(equation, operands)
-
-
-def _run_as_written(program: Program, *operands: Any) -> list[Any]:
-    jaxpr, consts = opened(program)
-    return eval_jaxpr(jaxpr, consts, *operands)

@@ -82,24 +82,30 @@ class _Single(NamedTuple):
 
 
 @functools.lru_cache(_MOST)
-def _jitted(fun: Callable[..., Any], kind: Any, mesh: Any) -> Callable[..., Any]:
+def _jitted(fun: Callable[..., Any], mesh: Any, *static: Any) -> Callable[..., Any]:
     """`fun` as a function of its own for each mesh: a type may name one.
 
     Args:
       fun: the function.
-      kind: its type, since tuples of two types may be equal.
       mesh: the mesh.
+      static: its first arguments.
     """
-    del kind, mesh
-    return jitted_inline(lambda *arrays: fun(*arrays))
+    del mesh
+    return jitted_inline(lambda *arrays: fun(*static, *arrays))
 
 
-def call_shared(fun: Callable[..., Any], arrays: Sequence[Any]) -> Any:
-    """`fun` of arrays, traced once for all functions that are equal to it."""
+def call_shared(fun: Callable[..., Any], arrays: Sequence[Any], *static: Any) -> Any:
+    """`fun` of arrays, traced once for all functions that are equal to it.
+
+    Args:
+      fun: a function.
+      arrays: its last arguments.
+      static: its first ones, which have a hash, or `fun` is not shared.
+    """
     try:
-        jitted = _jitted(fun, type(fun), jax.sharding.get_abstract_mesh())
+        jitted = _jitted(fun, jax.sharding.get_abstract_mesh(), *static)
     except TypeError:  # a parameter has no hash
-        return fun(*arrays)
+        return fun(*static, *arrays)
     return jitted(*arrays)
 
 

@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import eval_jaxpr
 
 from jls._program.control import Site, evaluate
 from jls._program.jaxprs import (
+    bind,
     has_side_effects,
     is_half_atom,
     is_inexact_atom,
-    is_literal,
     parameter,
     parameters,
     programs_in,
@@ -35,7 +34,7 @@ class Arithmetic(NamedTuple):
     """How the values of a program are held, and its operations computed."""
 
     held: Callable[[Any], Any]  # an argument of the program, or a number in it
-    run: Callable[[Any, Site, Sequence[Any]], list[Any]]  # jaxpr, operation, operands
+    run: Callable[[Site, Sequence[Any]], list[Any]]  # an operation, of its operands
 
 
 class Pair(NamedTuple):
@@ -45,36 +44,22 @@ class Pair(NamedTuple):
     wide: Any
 
 
-def run_alone(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> list[Any]:
-    """The results of one operation of a jaxpr: a program of its own."""
-    pairs = zip(equation.invars, inputs, strict=True)
-    known = {x: value for x, value in pairs if not is_literal(x)}
-    alone = jaxpr.replace(
-        constvars=[],
-        invars=list(known),
-        outvars=list(equation.outvars),
-        eqns=[equation],
-    )
-    return eval_jaxpr(alone, [], *known.values())
-
-
 def widened(value: Any) -> Any:
     """The same numbers in float32, if they are in a narrower dtype."""
     # The numbers in a program are of a class of its own in some versions of JAX.
     return jnp.asarray(value, jnp.float32) if is_half_atom(value) else value
 
 
-def run_wide(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> list[Any]:
+def run_wide(equation: Any, inputs: Sequence[Any]) -> list[Any]:
     """The results of one operation, in float32 where the program has a narrow dtype.
 
     Args:
-      jaxpr: the program.
       equation: the operation.
       inputs: its operands, widened.
     """
     atoms = [*equation.invars, *equation.outvars]
     if not any(map(is_half_atom, atoms)):
-        return run_alone(jaxpr, equation, inputs)
+        return bind(equation, inputs)
     wide = _try_wide(equation, inputs)
     if wide is not None:
         return wide
@@ -82,7 +67,7 @@ def run_wide(jaxpr: Any, equation: Any, inputs: Sequence[Any]) -> list[Any]:
         jnp.asarray(x, atom.aval.dtype) if is_half_atom(atom) else x
         for atom, x in zip(equation.invars, inputs, strict=True)
     ]
-    return list(map(widened, run_alone(jaxpr, equation, narrow)))
+    return list(map(widened, bind(equation, narrow)))
 
 
 def _try_wide(equation: Any, inputs: Sequence[Any]) -> list[Any] | None:
@@ -93,12 +78,10 @@ def _try_wide(equation: Any, inputs: Sequence[Any]) -> list[Any] | None:
         if update is None:
             return None
         params["update_jaxpr"] = _wide_program(update)
-    primitive = equation.primitive
     try:
-        results = primitive.bind(*inputs, **params)
+        results = bind(equation, inputs, **params)
     except Exception:
         return None
-    results = list(results) if primitive.multiple_results else [results]
     is_same = all(
         x.shape == atom.aval.shape and x.dtype == _wide_dtype(atom.aval.dtype)
         for x, atom in zip(results, equation.outvars, strict=True)
@@ -111,7 +94,7 @@ def _wide_program(jaxpr: Any) -> Any:
 
     def run(*operands):
         def run_one(site, inputs):
-            return run_wide(jaxpr, site.equation, inputs)
+            return run_wide(site.equation, inputs)
 
         return evaluate(jaxpr, operands, widened, run_one)
 
@@ -130,7 +113,7 @@ def _wide_dtype(value: Any) -> Any:
     return value
 
 
-def _run_both(jaxpr: Any, site: Site, inputs: Sequence[Any]) -> list[Any]:
+def _run_both(site: Site, inputs: Sequence[Any]) -> list[Any]:
     """The results of one operation both ways.
 
     What is no floating-point number, such as a flag or an index, is that of the program
@@ -138,7 +121,7 @@ def _run_both(jaxpr: Any, site: Site, inputs: Sequence[Any]) -> list[Any]:
     """
     equation = site.equation
     narrow = [x.narrow if isinstance(x, Pair) else x for x in inputs]
-    results = run_alone(jaxpr, equation, narrow)
+    results = bind(equation, narrow)
     atoms = equation.outvars
     if not any(map(is_inexact_atom, atoms)):
         return results
@@ -149,7 +132,7 @@ def _run_both(jaxpr: Any, site: Site, inputs: Sequence[Any]) -> list[Any]:
         others = list(map(widened, results))
     else:
         wide = [x.wide if isinstance(x, Pair) else x for x in inputs]
-        others = run_wide(jaxpr, equation, wide)
+        others = run_wide(equation, wide)
     return [
         Pair(one, other) if is_inexact_atom(atom) else one
         for one, other, atom in zip(results, others, atoms, strict=True)
@@ -160,8 +143,6 @@ def _pair_of(value: Any) -> Any:
     return Pair(value, widened(value)) if is_inexact_atom(value) else value
 
 
-AS_WRITTEN = Arithmetic(
-    lambda value: value, lambda jaxpr, site, x: run_alone(jaxpr, site.equation, x)
-)
-WIDE = Arithmetic(widened, lambda jaxpr, site, x: run_wide(jaxpr, site.equation, x))
+AS_WRITTEN = Arithmetic(lambda value: value, lambda site, x: bind(site.equation, x))
+WIDE = Arithmetic(widened, lambda site, x: run_wide(site.equation, x))
 BOTH = Arithmetic(_pair_of, _run_both)

@@ -10,8 +10,12 @@
 Any other equation is one operation, and so is one of these that lacks a part.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
 
 from jls._program.jaxprs import (
     Program,
@@ -20,12 +24,14 @@ from jls._program.jaxprs import (
     manual_axes,
     opened,
     parameter,
+    parameters,
     scan_counts,
+    variables_in,
 )
 from jls._program.primitives import primitive_of
 
 V = TypeVar("V")
-Kind = Literal["call", "devices", "scan", "while", "condition", "branch"]
+Kind = Literal["main", "call", "devices", "scan", "while", "condition", "branch"]
 
 _CONDITION = -5  # beside the index of a `while`: of what its condition computes
 
@@ -53,12 +59,35 @@ class Site(NamedTuple):
 MAIN = Site((), ())
 
 
+def live(
+    jaxpr: Any, outvars: Sequence[Any], keep: Container[int] = ()
+) -> dict[int, set[Any]]:
+    """The equations that some variables are computed by, in their order, by index.
+
+    Each comes with the variables that no later one needs. A result among them is not
+    used at all.
+
+    Args:
+      jaxpr: the program.
+      outvars: variables of it, or literals.
+      keep: equations that are needed for something else, such as their effects.
+    """
+    needed, found = set(variables_in(outvars)), dict[int, set[Any]]()
+    for index in reversed(range(len(jaxpr.eqns))):
+        equation = jaxpr.eqns[index]
+        if index in keep or not needed.isdisjoint(equation.outvars):
+            found[index] = {*variables_in(equation.invars), *equation.outvars} - needed
+            needed |= found[index]
+    return dict(reversed(found.items()))
+
+
 def evaluate(
     program: Program,
     operands: Sequence[V],
     held: Callable[[Any], V],
     run: Callable[[Site, list[V]], Sequence[V]],
     site: Site = MAIN,
+    needed: Mapping[int, set[Any]] | None = None,
 ) -> list[V]:
     """The results of a program, one equation after the other.
 
@@ -68,17 +97,24 @@ def evaluate(
       held: gives what stands for a number in the program.
       run: gives the results of an equation, from what stands for its operands.
       site: the calls around the program.
+      needed: the equations to run, as `live` gives them, with the variables that are
+        forgotten after each. A result that is not computed is None.
     """
     jaxpr, consts = opened(program)
     known: dict[Any, V] = dict(zip(jaxpr.constvars, map(held, consts), strict=False))
     known.update(zip(jaxpr.invars, operands, strict=True))
 
-    def read(atom: Any) -> V:
-        return held(atom.val) if is_literal(atom) else known[atom]
+    def read(atom: Any) -> Any:
+        return held(atom.val) if is_literal(atom) else known.get(atom)
 
-    for index, equation in enumerate(jaxpr.eqns):
+    if needed is None:
+        needed = {index: set() for index in range(len(jaxpr.eqns))}
+    for index, last in needed.items():
+        equation = jaxpr.eqns[index]
         results = run(site.inside(equation, index), list(map(read, equation.invars)))
         known.update(zip(equation.outvars, results, strict=True))
+        for atom in last:
+            del known[atom]
     return list(map(read, jaxpr.outvars))
 
 
@@ -172,3 +208,121 @@ _CALLS = {
     "while": _while,
     "cond": _cond,
 }
+
+
+Beside = Any  # a tree of arrays
+Run = Callable[[Call, Sequence[Any]], tuple[list[Any], Beside]]
+Step = Callable[[list[Any]], tuple[list[Any], Beside]]
+
+
+def _nothing_beside(
+    step: Step, carry: list[Any], has_lanes: bool
+) -> tuple[Beside, Callable[[Any], Any]]:
+    return None, lambda state: (step(state[0])[0], None)
+
+
+def rebuild(
+    equation: Any,
+    calls: list[Call],
+    operands: Sequence[Any],
+    run: Run,
+    begin: Callable[..., tuple[Beside, Callable[[Any], Any]]] = _nothing_beside,
+) -> tuple[list[Any], Beside]:
+    """The results of a loop, of branches or of a `shard_map` with other bodies.
+
+    Args:
+      equation: the loop, or what it is.
+      calls: its programs.
+      operands: its operands.
+      run: gives the results of a program from its inputs, and what it gives besides: a
+        scan stacks that, branches all have the same, `shard_map` stacks it by device.
+      begin: of a `while`, gives what the loop carries besides, and the body that
+        carries it too; from a step of the loop, the carry, and whether its lanes end
+        apart.
+    """
+    if calls[0].kind == "scan":
+        return _scan_again(equation, calls[0], operands, run)
+    if calls[0].kind == "while":
+        return _while_again(calls, operands, run, begin)
+    if calls[0].kind == "devices":
+        return _devices_again(equation, calls[0], operands, run)
+    which, *rest = operands
+    return lax.switch(which, [lambda *x, c=call: run(c, x) for call in calls], *rest)
+
+
+def _scan_again(
+    equation: Any, call: Call, operands: Sequence[Any], run: Run
+) -> tuple[list[Any], Beside]:
+    first, last = call.consts, call.consts + call.carried
+
+    def body(carry, slices):
+        results, beside = run(call, [*operands[:first], *carry, *slices])
+        return results[: call.carried], (results[call.carried :], beside)
+
+    params = parameters(equation)
+    options = {x: params[x] for x in ("unroll", "_split_transpose") if x in params}
+    carry, (stacks, beside) = lax.scan(
+        body,
+        list(operands[first:last]),
+        list(operands[last:]),
+        length=call.length,
+        reverse=call.is_reversed,
+        **options,
+    )
+    return [*carry, *stacks], beside
+
+
+def _while_again(
+    calls: list[Call], operands: Sequence[Any], run: Run, begin: Any
+) -> tuple[list[Any], Beside]:
+    body, condition = calls
+    inputs = body.inputs(operands)
+    carry = inputs[body.consts :]
+    # Of `vmap`: each lane ends by itself.
+    has_lanes = bool(opened(condition.program).jaxpr.outvars[0].aval.shape)
+
+    def is_on(carry):
+        return run(condition, [*operands[: condition.consts], *carry])[0][0]
+
+    def step(carry):
+        results, beside = run(body, [*inputs[: body.consts], *carry])
+        return _in_lanes(is_on(carry), results, carry) if has_lanes else results, beside
+
+    def is_any_on(state):
+        return jnp.any(is_on(state[0])) if has_lanes else is_on(state[0])
+
+    beside, around = begin(step, carry, has_lanes)
+    return lax.while_loop(is_any_on, around, (carry, beside))
+
+
+def _in_lanes(pred: Array, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+    """The new values in the active lanes, the old ones in the others."""
+
+    def select(new, old):
+        dimensions = tuple(range(pred.ndim))
+        return lax.select(lax.broadcast_in_dim(pred, new.shape, dimensions), new, old)
+
+    return jax.tree.map(select, list(new), list(old))
+
+
+def _devices_again(
+    equation: Any, call: Call, operands: Sequence[Any], run: Run
+) -> tuple[list[Any], Beside]:
+    axes = manual_axes(equation)
+    assert axes is not None
+
+    def stacked(*operands):
+        results, beside = run(call, operands)
+        return results, jax.tree.map(lambda x: x[None], beside)
+
+    return jax.shard_map(
+        stacked,
+        mesh=parameter(equation, "mesh"),
+        in_specs=tuple(parameter(equation, "in_specs")),
+        out_specs=(
+            list(parameter(equation, "out_specs")),
+            jax.sharding.PartitionSpec(tuple(sorted(axes))),
+        ),
+        check_vma=parameter(equation, "check_vma"),
+        axis_names=axes,
+    )(*operands)

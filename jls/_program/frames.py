@@ -4,7 +4,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from jls._program.control import MAIN, Call, Indices, Site, calls_of
+from jls._program.control import MAIN, Call, Indices, Site, calls_of, live
 from jls._program.jaxprs import Program, is_inexact_atom, is_literal, opened
 
 Variable = tuple["Frame", Any]  # a variable of a program, and the call
@@ -32,7 +32,10 @@ class Frame:
         call: Call | None = None,
     ) -> None:
         self.jaxpr, consts = opened(program)
-        self.parent, self.site, self.call = parent, site, call
+        self.call = call or Call("main", program, 0, 0)
+        self.parent, self.site, self.kind = parent, site, self.call.kind
+        self.is_loop, self.is_reversed = self.call.is_loop, self.call.is_reversed
+        self.length = self.call.length or 0  # the number of iterations of a scan
         self.consts = dict(zip(self.jaxpr.constvars, consts, strict=False))
         self.inputs = {x: i for i, x in enumerate(self.jaxpr.invars)}
         self.makers = {
@@ -41,25 +44,6 @@ class Frame:
             for i, x in enumerate(equation.outvars)
         }
         self._children: dict[int, list[Frame]] = {}
-
-    @property
-    def kind(self) -> str:
-        """The kind of its call, "main" of the whole program."""
-        return self.call.kind if self.call else "main"
-
-    @property
-    def is_loop(self) -> bool:
-        return self.call is not None and self.call.is_loop
-
-    @property
-    def length(self) -> int:
-        """The number of iterations of a scan."""
-        return (self.call and self.call.length) or 0
-
-    @property
-    def is_reversed(self) -> bool:
-        """Whether a scan begins at the last slice."""
-        return self.call is not None and self.call.is_reversed
 
     @property
     def has_lanes(self) -> bool:
@@ -111,12 +95,15 @@ class Frame:
             for child in self.called(index):
                 yield from child.all()
 
-    def operations(self) -> "Iterator[tuple[Frame, int]]":
-        """The operations in this frame and in all below, by frame and index."""
+    def equations(self) -> "Iterator[tuple[Frame, int, Any]]":
+        """The equations in this frame and in all below, with frame and index."""
         for frame in self.all():
-            for index in range(len(frame.jaxpr.eqns)):
-                if not frame.called(index):
-                    yield frame, index
+            for index, equation in enumerate(frame.jaxpr.eqns):
+                yield frame, index, equation
+
+    def operations(self) -> "Iterator[tuple[Frame, int]]":
+        """Those of them that call nothing, by frame and index."""
+        return ((x, i) for x, i, _ in self.equations() if not x.called(i))
 
     def by_site(self) -> "dict[tuple[int, ...], Frame]":
         """This frame and those below it, by their places in the program."""
@@ -128,24 +115,22 @@ class Frame:
         Args:
           is_wanted: selects equations, by frame and index.
         """
-        used = {x for e in self.jaxpr.eqns for x in e.invars if not is_literal(x)}
-        used |= {x for x in self.jaxpr.outvars if not is_literal(x)}
-        for x, maker in self.makers.items():
-            if x not in used and is_wanted(self, maker.position):
-                yield self, x
-        for index in range(len(self.jaxpr.eqns)):
+        equations = self.jaxpr.eqns
+        every = live(self.jaxpr, self.jaxpr.outvars, keep=range(len(equations)))
+        for index, last in every.items():
+            for x in last.intersection(equations[index].outvars):
+                if is_wanted(self, index):
+                    yield self, x
             for child in self.called(index):
                 if not child.is_loop:
                     yield from child.unused(is_wanted)
 
     def counts(self) -> tuple[int, int]:
         """The numbers of constants and of carried values among a loop's inputs."""
-        assert self.call is not None
         return self.call.consts, self.call.carried
 
     def given(self, index: int) -> Any:
         """The caller's operand for an input."""
-        assert self.call is not None
         return self.caller.invars[self.call.operand(index)]
 
     def sources(self, variable: Any) -> "list[Variable]":

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import itertools
 import math
-import re
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -324,7 +323,7 @@ class Line(NamedTuple):
 
 
 def name_stack(equation: Any) -> Any:
-    """The names of scopes around an equation, as text: "transpose(jvp(Dense_0))"."""
+    """The scopes around an equation."""
     return _part(_part(equation, "source_info"), "name_stack", "")
 
 
@@ -344,32 +343,10 @@ def names_around(equation: Any) -> tuple[Name, ...]:
 def _names_in(stack: Any) -> tuple[Name, ...]:
     parts = _part(stack, "stack", ())
     names = [_part(x, "name") for x in parts]
-    if None in names or not names:
-        return tuple(_names_of_text(str(stack)))
+    if None in names:
+        return ()
     pairs = zip(names, parts, strict=True)
     return tuple(Name(name, type(x).__name__ == "Transform") for name, x in pairs)
-
-
-# By its text alone a scope such as "vmap(1)" cannot be told from a transformation.
-_TRANSFORM = re.compile(r"(jvp|transpose|vmap)\((.*)\)")
-
-
-def _names_of_text(text: str) -> Iterator[Name]:
-    """The names in "transpose(jvp(block))/Dense_0"."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if letter == "/" and not depth:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    for part in filter(None, parts):
-        match = _TRANSFORM.fullmatch(part)
-        if match:
-            yield Name(match[1], True)
-            yield from _names_of_text(match[2])
-        else:
-            yield Name(part)
 
 
 def effects_of(node: Any) -> Collection[Any]:

@@ -2,7 +2,6 @@
 """The rules for what is known of a result: a number, or an input that it is."""
 
 import functools
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -41,10 +40,10 @@ def known_result(op: Operation, avals: Sequence[Any]) -> Same | Number | None:
         return cases[0] if all(x == cases[0] for x in cases) else None
     if name == "convert_element_type":
         return _cast(first, aval, avals)
-    if name in ("mul", "div", "add", "add_any", "sub"):
-        neutral = _without_neutral(name, known)
-        if neutral is not None:
-            return neutral
+    if len(row.neutral) == len(known):
+        for number, other, neutral in zip(known, known[::-1], row.neutral, strict=True):
+            if isinstance(other, Same) and _is(number, neutral):
+                return other
     if isinstance(first, Number):
         if row.moves:
             return first if all(x.known == first for x in op.data) else None
@@ -97,7 +96,7 @@ def weights_of(op: Operation) -> tuple[tuple[int, float], ...] | None:
         factor, weights = 1 / numbers[1], weights[:1]
     elif name == "neg":
         factor = -1.0
-    elif name in ("add", "add_any", "sub"):
+    elif op.row.degree == "sum" and op.row.neutral:
         # A sum of 0: the updates of a skip.
         weights = [() if n == 0 else w for n, w in zip(numbers, weights, strict=True)]
     elif op.row.moves != "same" and name != "convert_element_type":
@@ -149,22 +148,9 @@ def _folded(op: Operation) -> Number | None:
         return number_in(np.asarray(op.row.fold(*operands)))
 
 
-def _without_neutral(name: str, known: Sequence[Any]) -> Any:
-    """The other operand if one is neutral: x * 1, x / 1, x + (-0.0), x - 0.0."""
-
-    def is_neutral(x: Any, place: int) -> bool:
-        if not isinstance(x, Number):
-            return False
-        if name in ("mul", "div"):
-            return x.value == 1 and (place == 1 or name == "mul")
-        if x.value != 0 or (name == "sub" and place == 0):
-            return False
-        is_negative = math.copysign(1, x.value) < 0
-        return isinstance(x.value, int) or is_negative == (name != "sub")
-
-    first, second = known
-    if isinstance(first, Same) and is_neutral(second, 1):
-        return first
-    if isinstance(second, Same) and is_neutral(first, 0):
-        return second
-    return None
+def _is(known: Any, number: float | None) -> bool:
+    """Whether a number is known, and is this one; -0.0 is not 0.0, but 0 is both."""
+    value: Any = known.value if isinstance(known, Number) else None
+    if number is None or value != number:
+        return False
+    return isinstance(value, int) or np.signbit(value) == np.signbit(number)

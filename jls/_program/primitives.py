@@ -53,6 +53,8 @@ class Primitive(NamedTuple):
     singular: int | None = None
     # Its like, among operations with advice of their own.
     like: str = ""
+    # For each of two operands the number with which the result is the other one.
+    neutral: tuple[float | None, ...] = ()
     # Of numbers that are known.
     fold: Callable[..., Any] | None = None
     # The result of elements that are all equal is one of them.
@@ -102,6 +104,7 @@ def _elementwise(names: str, **columns: Any) -> _Rows:
 
 
 _SUM = {"degree": "sum", "can_overflow": True}
+_ADD = {**_SUM, "infs": "sum", "neutral": (-0.0, -0.0), "cast": "chain"}
 _POWER = {"degree": "power", "can_overflow": True, "singular": 0, "like": "power"}
 _SCATTER = {"data": slice(0, 3, 2), "is_elementwise": True}
 
@@ -137,10 +140,16 @@ TABLES: tuple[_Rows, ...] = (
     _blind("select_n", moves="some", data=slice(1, None), cast="shape"),
     _blind("sort", moves="some", is_pairwise=True),
     # Sums and differences.
-    _elementwise("add", infs="sum", fold=np.add, cast="chain", **_SUM),
-    _elementwise("add_any", infs="sum", cast="chain", **_SUM),
+    _elementwise("add", fold=np.add, **_ADD),
+    _elementwise("add_any", **_ADD),
     _elementwise(
-        "sub", infs="difference", like="sub", fold=np.subtract, cast="chain", **_SUM
+        "sub",
+        infs="difference",
+        neutral=(None, 0.0),
+        like="sub",
+        fold=np.subtract,
+        cast="chain",
+        **_SUM,
     ),
     _blind("scatter-add scatter-sub", **_SCATTER, **_SUM),
     _blind("cumsum reduce_sum", degree="linear", infs="same", can_overflow=True),
@@ -159,6 +168,7 @@ TABLES: tuple[_Rows, ...] = (
         infs="product",
         can_overflow=True,
         like="mul",
+        neutral=(1.0, 1.0),
         fold=np.multiply,
         cast="chain",
     ),
@@ -169,6 +179,7 @@ TABLES: tuple[_Rows, ...] = (
         can_overflow=True,
         singular=1,
         like="div",
+        neutral=(None, 1.0),
         cast="chain",
     ),
     _blind(

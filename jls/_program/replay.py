@@ -15,7 +15,7 @@ makes are returned beside the results:
 
 from collections.abc import Callable, Collection, Container, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +23,23 @@ import numpy as np
 from jax import Array, lax
 
 from jls._program.alone import AS_WRITTEN, Arithmetic
-from jls._program.control import MAIN, Call, Indices, Site, calls_of
+from jls._program.control import (
+    MAIN,
+    Call,
+    Indices,
+    Site,
+    calls_of,
+    evaluate,
+    live,
+    rebuild,
+)
 from jls._program.jaxprs import (
     Program,
     has_side_effects,
-    is_literal,
     manual_axes,
     opened,
     parameter,
     to_varying,
-    variables_in,
 )
 
 # The record of an operation: u32[..., n], with an axis for each scan around it.
@@ -116,23 +123,16 @@ def replay(
     """
     held = list(map(arithmetic.held, operands))
     used = None if only is None else ()
-    return _Replay(watch, arithmetic, only=only).run(program, held, site, used)
+    return _Replay(watch, arithmetic, only).run(program, held, site, used)
 
 
-class _Replay:
+class _Replay(NamedTuple):
     """A replay with one watch; each `shard_map` in it has a replay of its own."""
 
-    def __init__(
-        self,
-        watch: Watch,
-        arithmetic: Arithmetic,
-        varying: frozenset[str] = frozenset(),
-        only: Container[Indices] | None = None,
-    ) -> None:
-        self._watch = watch
-        self._arithmetic = arithmetic
-        self._varying = varying  # the axes of shard_map that JAX keeps track of
-        self._only = only
+    watch: Watch
+    arithmetic: Arithmetic
+    only: Container[Indices] | None = None
+    varying: frozenset[str] = frozenset()  # axes of shard_map that JAX keeps track of
 
     def run(
         self,
@@ -142,219 +142,132 @@ class _Replay:
         used: Collection[int] | None = None,
     ) -> Replayed:
         """One run of a program; of its results those that are `used`, None for all."""
-        jaxpr, consts = opened(program)
-        known = self._arithmetic.held
-        values = dict(zip(jaxpr.constvars, map(known, consts), strict=False))
-        values.update(zip(jaxpr.invars, operands, strict=True))
-        records: Records = {}
+        jaxpr, records = opened(program).jaxpr, Records()
+        outvars = jaxpr.outvars if used is None else [jaxpr.outvars[i] for i in used]
+        kept = {
+            index
+            for index, equation in enumerate(jaxpr.eqns)
+            if self.only is None
+            or (*site.indices, index) in self.only
+            or has_side_effects(equation)
+        }
+        needed = live(jaxpr, outvars, kept)
 
-        def read(atom: Any) -> Any:
-            return known(atom.val) if is_literal(atom) else values[atom]
-
-        if used is None:
-            used = range(len(jaxpr.outvars))
-        needed = self._needed(jaxpr, site, used)
-        for index in sorted(needed):
-            equation = jaxpr.eqns[index]
-            here = site.inside(equation, index)
-            inputs = [read(atom) for atom in equation.invars]
-            results, record = self._equation(jaxpr, here, inputs, needed[index])
-            values.update(zip(equation.outvars, results, strict=True))
+        def run(here: Site, inputs: list[Any]) -> Sequence[Any]:
+            index, atoms = here.indices[-1], here.equation.outvars
+            mine = [i for i, x in enumerate(atoms) if x not in needed[index]]
+            results, record = self._equation(here, inputs, mine)
             if record is not None:
                 records[index] = record
-        found = enumerate(jaxpr.outvars)
-        return [read(x) if i in used else None for i, x in found], records
+            return results
 
-    def _needed(
-        self, jaxpr: Any, site: Site, used: Collection[int]
-    ) -> dict[int, list[int]]:
-        """The equations to run, and of each the results that are used."""
-        live = set(variables_in([jaxpr.outvars[i] for i in used]))
-        needed = dict[int, list[int]]()
-        for index in reversed(range(len(jaxpr.eqns))):
-            equation = jaxpr.eqns[index]
-            mine = [i for i, x in enumerate(equation.outvars) if x in live]
-            is_watched = self._only is None or (*site.indices, index) in self._only
-            if mine or is_watched or has_side_effects(equation):
-                needed[index] = mine
-                live.update(variables_in(equation.invars))
-        return needed
+        held = self.arithmetic.held
+        return evaluate(program, operands, held, run, site, needed), records
 
     def _equation(
-        self, jaxpr: Any, site: Site, inputs: list[Any], used: Collection[int]
+        self, site: Site, inputs: list[Any], used: Collection[int]
     ) -> tuple[Sequence[Any], Any]:
         calls = calls_of(site.equation)
         if not calls:
-            results = self._arithmetic.run(jaxpr, site, inputs)
-            return self._see(site, inputs, results)
+            return self._see(site, inputs, self.arithmetic.run(site, inputs))
         if calls[0].kind == "call":
-            results, records = self._call(site, calls[0], inputs, used)
+            if parameter(site.equation, "prevent_cse"):
+                inputs = list(lax.optimization_barrier(tuple(inputs)))
+            results, records = self.run(calls[0].program, inputs, site, used)
         else:
-            results, records = self._CONTROL[calls[0].kind](self, site, calls, inputs)
+            results, records = self._rebuilt(site, calls, inputs)
         return results, records or None
-
-    def _call(
-        self, site: Site, call: Call, inputs: list[Any], used: Collection[int]
-    ) -> Replayed:
-        if parameter(site.equation, "prevent_cse"):
-            inputs = list(lax.optimization_barrier(tuple(inputs)))
-        return self.run(call.program, inputs, site, used)
 
     def _see(
         self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
     ) -> tuple[Sequence[Any], Any]:
-        seen = self._watch(site, inputs, results)
+        seen = self.watch(site, inputs, results)
         if seen.record is None:
             return seen.results, None
-        return seen.results, to_varying(seen.record, self._varying)
+        return seen.results, to_varying(seen.record, self.varying)
 
     def _full(self, shapes: Any, value: Any = ZERO_KEY) -> Any:
         def full(x):
-            return to_varying(jnp.full(x.shape, value, x.dtype), self._varying)
+            return to_varying(jnp.full(x.shape, value, x.dtype), self.varying)
 
         return jax.tree.map(full, shapes)
 
-    def _scan(self, site: Site, calls: list[Call], inputs: list[Any]) -> Replayed:
-        (call,) = calls
-        last = call.consts + call.carried
-        fixed, carry = inputs[: call.consts], inputs[call.consts : last]
-        beside = site.beside(SLICES)
+    def _rebuilt(self, site: Site, calls: list[Call], inputs: list[Any]) -> Replayed:
+        """The results of a loop, of branches or of a `shard_map`."""
+        equation, kind, inside = site.equation, calls[0].kind, self
+        if kind == "devices":
+            is_checked = parameter(equation, "check_vma")
+            varying = manual_axes(equation) if is_checked else None
+            inside = self._replace(varying=varying or frozenset())
 
-        def body(carry, slices):
-            seen, of_slices = self._see(beside, (), slices)
-            operands = [*fixed, *carry, *seen]
-            results, records = self.run(call.program, operands, site)
-            if of_slices is not None:
-                records[SLICES] = of_slices
-            return results[: call.carried], (results[call.carried :], records)
+        def run(call: Call, inputs: Sequence[Any]) -> Replayed:
+            if call.kind == "condition":
+                unseen = self._replace(watch=_see_nothing)
+                return unseen.run(call.program, inputs, site)
+            records: Records = {}
+            if call.kind == "scan":
+                last = call.consts + call.carried
+                beside = site.beside(SLICES)
+                slices, records[SLICES] = self._see(beside, (), inputs[last:])
+                inputs = [*inputs[:last], *slices]
+            if call.branch is not None:  # a record of it: what the watch says of inf
+                beside = site.beside(call.branch, TAKEN)
+                _, records[TAKEN] = self._see(beside, (), [jnp.float32(jnp.inf)])
+            results, found = inside.run(call.program, inputs, call.site(site))
+            return results, found | _recorded(records)
 
-        carry, (stacks, records) = lax.scan(
-            body,
-            carry,
-            inputs[last:],
-            length=call.length,
-            reverse=call.is_reversed,
-        )
-        return [*carry, *stacks], records
+        if kind == "while":
+            begin = partial(self._begin, site)
+            results, (count, records) = rebuild(equation, calls, inputs, run, begin)
+            if records:
+                records[ITERATIONS] = to_varying(count.reshape(1), self.varying)
+            return results, records
+        if kind == "branch":
+            shapes = [jax.eval_shape(partial(run, x), inputs[1:])[1] for x in calls]
+            zeros = dict(enumerate(map(self._full, shapes)))
 
-    def _while(self, site: Site, calls: list[Call], inputs: list[Any]) -> Replayed:
-        body_call, condition = calls
-        of_body = body_call.inputs(inputs)
-        fixed, carry = of_body[: body_call.consts], of_body[body_call.consts :]
+            def branch(call: Call, inputs: Sequence[Any]) -> tuple[list[Any], Any]:
+                results, records = run(call, inputs)
+                every = zeros | {call.branch: records}
+                return results, {i: x for i, x in every.items() if x}
 
-        def run(carry):
-            return self.run(body_call.program, [*fixed, *carry], site)
+            return rebuild(equation, calls, inputs, branch)
+        results, records = rebuild(equation, calls, inputs, run)
+        if kind == "devices":
+            records = jax.tree.map(_of_worst_device, records, is_leaf=_is_record)
+        return results, records
 
-        # Of `vmap`: each lane ends by itself.
-        lanes = opened(condition.program).jaxpr.outvars[0].aval.shape
-        unseen = _Replay(_see_nothing, self._arithmetic, self._varying)
+    def _begin(self, site: Site, step: Any, carry: list[Any], has_lanes: bool) -> Any:
+        """What a `while` carries besides, and its body; see `rebuild`."""
 
-        def is_on(carry):
-            operands = [*inputs[: condition.consts], *carry]
-            return unseen.run(condition.program, operands, site)[0][0]
-
-        def stepped(carry):
-            results, records = run(carry)
-            if lanes:
-                results = select_lanes(is_on(carry), results, carry)
-                seen = {i: self._see_carried(site, i, x) for i, x in enumerate(results)}
-                seen = {i: record for i, record in seen.items() if record is not None}
-                records = {**records, CARRIED: seen} if seen else records
+        def seen(carry: list[Any]) -> Replayed:
+            results, records = step(carry)
+            if has_lanes:
+                places = (site.beside(CARRIED, i) for i in range(len(results)))
+                pairs = zip(places, results, strict=True)
+                every = (self._see(beside, (), [x])[1] for beside, x in pairs)
+                carried = _recorded(dict(enumerate(every)))
+                records = records | ({CARRIED: carried} if carried else {})
             return results, records
 
-        def body(state):
-            carry, iterations, kept = state
-            results, records = stepped(carry)
-            kept = {
-                key: _after_iteration(kept[key], record, iterations)
-                for key, record in _flat(records).items()
-            }
-            return results, iterations + jnp.uint32(1), kept
+        def body(state: Any) -> Any:
+            carry, (count, kept) = state
+            results, records = seen(carry)
+            after = partial(_after_iteration, count)
+            kept = jax.tree.map(after, records, kept, is_leaf=_is_record)
+            return results, (count + jnp.uint32(1), kept)
 
-        shapes = _flat(jax.eval_shape(stepped, carry)[1])
-        kept = {key: self._no_iteration_of(shape) for key, shape in shapes.items()}
-        carry, iterations, kept = lax.while_loop(
-            lambda state: jnp.any(is_on(state[0])),
-            body,
-            (carry, jnp.uint32(0), kept),
-        )
-        records = _nested(kept)
-        if records:
-            records[ITERATIONS] = to_varying(iterations.reshape(1), self._varying)
-        return carry, records
-
-    def _see_carried(self, site: Site, index: int, value: Any) -> Any:
-        beside = site.beside(CARRIED, index)
-        return self._see(beside, (), [value])[1]
+        shapes = jax.eval_shape(seen, carry)[1]
+        kept = jax.tree.map(self._no_iteration_of, shapes, is_leaf=_is_record)
+        return (jnp.uint32(0), kept), body
 
     def _no_iteration_of(self, shape: Any) -> WhileRecords:
         """The records of an operation before the first iteration."""
         nothing = self._full(shape)
-        axes = _axes_of(shape)
+        axes = jax.tree.leaves(shape)[0].shape[:-1]  # the lengths of the scans around
         never = jax.ShapeDtypeStruct((*axes, 2), jnp.uint32)
         iterations = self._full(never).at[..., 0].set(NEVER)
         return WhileRecords(nothing, iterations, nothing, iterations)
-
-    def _cond(self, site: Site, calls: list[Call], inputs: list[Any]) -> Replayed:
-        which, *operands = inputs
-        branches = [partial(self._branch, x.program, x.site(site)) for x in calls]
-        indices = range(len(branches))
-        # Which branch it was is a record of each: what the watch says of inf.
-        taken = [self._see_taken(site, index) for index in indices]
-        shapes = []
-        for run, mark in zip(branches, taken, strict=True):
-            shape = jax.eval_shape(run, *operands)[1]
-            shapes.append(shape if mark is None else {**shape, TAKEN: mark})
-
-        def branch(index):
-            def run(*operands):
-                results, records = branches[index](*operands)
-                found = dict(enumerate(map(self._full, shapes)))
-                if taken[index] is not None:
-                    records = {**records, TAKEN: taken[index]}
-                found[index] = records
-                return results, {i: x for i, x in found.items() if x}
-
-            return run
-
-        return lax.switch(which, [branch(i) for i in indices], *operands)
-
-    def _see_taken(self, site: Site, index: int) -> Any:
-        beside = site.beside(index, TAKEN)
-        return self._see(beside, (), [jnp.float32(jnp.inf)])[1]
-
-    def _branch(self, program: Program, site: Site, *operands: Any) -> Replayed:
-        return self.run(program, operands, site)
-
-    def _devices(self, site: Site, calls: list[Call], inputs: list[Any]) -> Replayed:
-        (call,), equation = calls, site.equation
-        axes, is_checked = manual_axes(equation), parameter(equation, "check_vma")
-        assert axes is not None
-        varying = axes if is_checked else frozenset[str]()
-        inside = _Replay(self._watch, self._arithmetic, varying)
-
-        def run(*operands):
-            results, records = inside.run(call.program, operands, site)
-            return results, jax.tree.map(lambda x: x[None], records)
-
-        # Of each device its own, stacked along a new first axis.
-        devices = jax.sharding.PartitionSpec(tuple(sorted(axes)))
-        results, records = jax.shard_map(
-            run,
-            mesh=parameter(equation, "mesh"),
-            in_specs=tuple(parameter(equation, "in_specs")),
-            out_specs=(list(parameter(equation, "out_specs")), devices),
-            check_vma=is_checked,
-            axis_names=axes,
-        )(*inputs)
-        return results, jax.tree.map(_of_worst_device, records, is_leaf=_is_record)
-
-    _CONTROL: ClassVar = {
-        "scan": _scan,
-        "while": _while,
-        "branch": _cond,
-        "devices": _devices,
-    }
 
 
 def _see_nothing(site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> Watched:
@@ -362,39 +275,12 @@ def _see_nothing(site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> W
     return Watched(results)
 
 
-def select_lanes(pred: Array, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
-    """The new values in the active lanes, the old ones in the others."""
-
-    def select(new, old):
-        dimensions = tuple(range(pred.ndim))
-        return lax.select(lax.broadcast_in_dim(pred, new.shape, dimensions), new, old)
-
-    return jax.tree.map(select, list(new), list(old))
+def _recorded(records: Records) -> Records:
+    return {key: record for key, record in records.items() if record is not None}
 
 
 def _is_record(node: Any) -> bool:
     return not isinstance(node, dict)
-
-
-def _flat(records: Records) -> dict[tuple[int, ...], Any]:
-    """The records of operations, by their indices."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(records, is_leaf=_is_record)
-    return {tuple(key.key for key in path): record for path, record in flat}
-
-
-def _nested(flat: dict[tuple[int, ...], Any]) -> Records:
-    records: Records = {}
-    for indices, record in flat.items():
-        inner = records
-        for index in indices[:-1]:
-            inner = inner.setdefault(index, {})
-        inner[indices[-1]] = record
-    return records
-
-
-def _axes_of(record: Any) -> tuple[int, ...]:
-    """The lengths of the scans around an operation."""
-    return jax.tree.leaves(record)[0].shape[:-1]
 
 
 def _is_bad(record: Any) -> tuple[Array, Array]:
@@ -408,7 +294,7 @@ def _is_bad(record: Any) -> tuple[Array, Array]:
     return jnp.any(bad, axis=-1), jnp.any(nan, axis=-1)
 
 
-def _after_iteration(old: WhileRecords, new: Any, iteration: Array) -> WhileRecords:
+def _after_iteration(iteration: Array, new: Any, old: WhileRecords) -> WhileRecords:
     """The records of an operation after one more iteration."""
     is_bad, is_nan = _is_bad(new)
     never_bad = old.bad_iterations[..., 0] == NEVER

@@ -13,6 +13,7 @@ is not found.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from jls._program.control import live
 from jls._program.jaxprs import is_exact_cast, is_literal, parameter, variables_in
 
 REAL, IMAG = "real", "imag"
@@ -168,26 +169,8 @@ def _slice(
             constvars=[],
             invars=list(inputs),
             outvars=outvars,
-            eqns=needed_for(jaxpr, outvars),
+            eqns=[jaxpr.eqns[i] for i in live(jaxpr, outvars)],
             effects=set(),
         ),
         total,
     )
-
-
-def needed_for(jaxpr: Any, outvars: Sequence[Any], known: Sequence[Any] = ()) -> Any:
-    """The equations that `outvars` are computed by; not those with effects alone.
-
-    Args:
-      jaxpr: the program.
-      outvars: variables of it, or literals.
-      known: variables that need not be computed.
-    """
-    needed = set(variables_in(outvars)).difference(known)
-    equations = []
-    for equation in reversed(jaxpr.eqns):
-        if not needed.isdisjoint(equation.outvars):
-            equations.append(equation)
-            needed.update(variables_in(equation.invars))
-            needed.difference_update(known)
-    return equations[::-1]

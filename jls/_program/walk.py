@@ -10,9 +10,10 @@ results, from the facts about its operands. The walk handles control flow:
     anything else          the question
 """
 
+import abc
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from jls._program.control import MAIN, Call, Site, calls_of, evaluate
 from jls._program.jaxprs import Program
@@ -20,44 +21,42 @@ from jls._program.jaxprs import Program
 V = TypeVar("V")
 
 
-class Question(Protocol[V]):
+class Question(abc.ABC, Generic[V]):
     """An analysis that derives a fact about each value of a program."""
 
+    @abc.abstractmethod
     def of_constant(self, value: Any) -> V:
         """The fact about a number in the program."""
-        ...
 
+    @abc.abstractmethod
     def of_equation(self, site: Site, operands: Sequence[V]) -> Sequence[V]:
         """The facts about the results of an operation."""
-        ...
 
-    def on_call(self, site: Site, operands: Sequence[V]) -> None:
-        """Called before the walk goes into a call, a loop or a branch."""
-        ...
-
-    def of_call(self, site: Site, results: Sequence[V]) -> Sequence[V]:
-        """The facts about the results of a call, from those of its program."""
-        ...
-
+    @abc.abstractmethod
     def join(self, site: Site, one: V, other: V) -> V:
-        """The fact about a value that is one or the other."""
-        ...
+        """The fact about a value that is one or the other; `one` itself if that is it.
+
+        A loop ends when what it carries is itself after a join with a later iteration.
+        """
 
     def carry(self, site: Site, before: V, after: V) -> V:
         """The fact about a carried value; `before` itself if nothing was added."""
-        ...
+        return self.join(site, before, after)
+
+    def on_call(self, site: Site, operands: Sequence[V]) -> None:
+        """Called before the walk goes into a call, a loop or a branch."""
+
+    def of_call(self, site: Site, results: Sequence[V]) -> Sequence[V]:
+        """The facts about the results of a call, from those of its program."""
+        return results
 
     def slice(self, value: V) -> V:
-        """The fact about a slice of a value along its first axis."""
-        ...
-
-    def stack(self, value: V) -> V:
-        """The fact about a stack of slices like `value`."""
-        ...
+        """The fact about a slice along the first axis, or about a stack of slices."""
+        return value
 
     def branch(self, index: V) -> int | None:
         """Which branch `index` chooses, None if that is not known."""
-        ...
+        return None
 
 
 def walk(
@@ -106,7 +105,7 @@ def _repeat(
         if all(a is b for a, b in zip(joined, state, strict=True)):
             break
         state = joined
-    return [*state, *(question.stack(x) for x in results[call.carried :])]
+    return [*state, *map(question.slice, results[call.carried :])]
 
 
 def _choose(

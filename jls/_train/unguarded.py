@@ -16,7 +16,7 @@ from jls._notes import noted
 from jls._program.control import Site
 from jls._program.jaxprs import is_inexact_atom
 from jls._program.primitives import primitive_of
-from jls._program.walk import walk
+from jls._program.walk import Question, walk
 from jls._scopes import UPDATE, marks_of
 from jls._step import FoundWrapper
 from jls._text import path_name
@@ -72,8 +72,8 @@ def follow(fun: Callable[..., Any], *args: Any) -> list[str]:
     return [path_name(path) for (path, _), is_data in pairs if is_data]
 
 
-class _Data:
-    """Whether the arguments are data of a value; see `jls._program.walk.Question`."""
+class _Data(Question[bool]):
+    """Whether the arguments are data of a value."""
 
     def of_constant(self, value: Any) -> bool:
         return False
@@ -88,22 +88,5 @@ class _Data:
         pairs = zip(operands, equation.outvars, strict=True)
         return [is_data and is_inexact_atom(atom) for is_data, atom in pairs]
 
-    def on_call(self, site: Site, operands: Sequence[bool]) -> None:
-        pass
-
-    def of_call(self, site: Site, results: Sequence[bool]) -> Sequence[bool]:
-        return results
-
     def join(self, site: Site, one: bool, other: bool) -> bool:
         return one or other
-
-    def carry(self, site: Site, before: bool, after: bool) -> bool:
-        return before or after
-
-    def slice(self, value: bool) -> bool:
-        return value
-
-    stack = slice
-
-    def branch(self, index: bool) -> int | None:
-        return None

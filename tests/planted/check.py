@@ -173,16 +173,16 @@ DEGREES = [
 KNOWN = [
     Fault(
         "1 divided by a parameter counts as the parameter",
-        "jls/_program/known.py",
-        'return x.value == 1 and (place == 1 or name == "mul")',
-        "return x.value == 1",
+        "jls/_program/primitives.py",
+        "neutral=(None, 1.0)",
+        "neutral=(1.0, 1.0)",
         (f"{MOVES_ON}[inverted]",),
     ),
     Fault(
         "a parameter with its sign turned counts as the parameter",
-        "jls/_program/known.py",
-        'if x.value != 0 or (name == "sub" and place == 0):',
-        "if x.value != 0:",
+        "jls/_program/primitives.py",
+        "neutral=(None, 0.0)",
+        "neutral=(0.0, 0.0)",
         (f"{MOVES_ON}[taken from 0]",),
     ),
     Fault(

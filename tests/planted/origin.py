@@ -218,8 +218,8 @@ FAULTS = [
     Fault(
         "why does not know which branch was taken",
         "jls/_program/replay.py",
-        "        taken = [self._see_taken(site, index) for index in indices]",
-        "        taken = [None for index in indices]",
+        "            if call.branch is not None:  # a record",
+        "            if False:  # a record",
         ("tests/test_why.py",),
     ),
     Fault(
@@ -231,9 +231,9 @@ FAULTS = [
     ),
     Fault(
         "the lanes of a loop that have ended go on",
-        "jls/_program/replay.py",
-        "                results = select_lanes(is_on(carry), results, carry)",
-        "                results = list(results)",
+        "jls/_program/control.py",
+        "_in_lanes(is_on(carry), results, carry) if has_lanes else results",
+        "results",
         ("tests/test_why.py",),
     ),
     Fault(

@@ -13,8 +13,6 @@ from flax import linen as nn
 from flax import nnx
 from jax import lax
 
-from jls._program import jaxprs
-from jls._program.jaxprs import names_around
 from jls._program.places import (
     Place,
     _rank_of,
@@ -305,28 +303,6 @@ def test_two_scopes_that_differ_before_a_parenthesis_are_two():
         return q + jax.named_scope("k(1)")(jnp.sin)(x)
 
     assert [x.module for x in places("sin", fun, X)] == ["q(1)", "k(1)"]
-
-
-@pytest.mark.parametrize("operation", ["sin", "cos", "mul"])
-def test_without_its_parts_a_stack_is_read_as_text(operation, monkeypatch):
-    """As well, but for scopes that have the names of transformations."""
-    fun = in_scopes("out", None, "head(1)", "in")(jax.checkpoint)
-
-    def names(site):
-        return [names_around(x) for x in site.equations]
-
-    def read():
-        jaxprs._names_in.cache_clear()
-        made = jax.grad(lambda x: jax.vmap(fun)(x[None]).sum())
-        return places(operation, made, X, read=names)
-
-    whole = read()
-    part = jaxprs._part
-    monkeypatch.setattr(
-        jaxprs, "_part", lambda x, y, z=None: z if y == "stack" else part(x, y, z)
-    )
-    assert read() == whole
-    jaxprs._names_in.cache_clear()
 
 
 def test_a_mark_on_a_product_is_no_border_of_the_loss():

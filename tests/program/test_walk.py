@@ -10,12 +10,12 @@ from jax.sharding import PartitionSpec
 
 from jls._program.jaxprs import opened
 from jls._program.replay import Watched, replay
-from jls._program.walk import walk
+from jls._program.walk import Question, walk
 
 X, Y = jnp.arange(3.0), jnp.ones(3)
 
 
-class Inputs:
+class Inputs(Question):
     """Which inputs a value is computed from; and where additions stand."""
 
     def __init__(self):
@@ -29,25 +29,11 @@ class Inputs:
             self.additions.append(site.indices)
         return [frozenset().union(*operands)] * len(site.equation.outvars)
 
-    def on_call(self, site, operands):
-        pass
-
-    def of_call(self, site, results):
-        return results
-
     def join(self, site, one, other):
         return one | other
 
     def carry(self, site, before, after):
         return before if after <= before else before | after
-
-    def slice(self, value):
-        return value
-
-    stack = slice
-
-    def branch(self, index):
-        return None
 
 
 def inputs_of(fun, *args):

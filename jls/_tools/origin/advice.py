@@ -145,16 +145,6 @@ def _for_dtype(words: str, dtype: Any) -> str:
     return words.replace("{divisor}", _DIVISOR.get(dtype.name, "1e-12"))
 
 
-# By the names of primitives, those that people write.
-_ARCS = {
-    "acos": "arccos",
-    "acosh": "arccosh",
-    "asin": "arcsin",
-    "atanh": "arctanh",
-    "erf_inv": "erfinv",
-}
-
-
 def _arcs_behind(trail: Trail, birth: FoundBirth) -> set[str]:
     """Those of which it is the derivative, whose root or quotient is not the user's.
 
@@ -178,7 +168,9 @@ def _arcs_behind(trail: Trail, birth: FoundBirth) -> set[str]:
 
 
 def _of_arc(name: str) -> str:
-    return ARCCOSH if name == "acosh" else ARC.replace("{name}", _ARCS[name])
+    # As people write it: "acos" is arccos, "erf_inv" is erfinv.
+    written = name.replace("a", "arc", 1).replace("_", "")
+    return ARCCOSH if name == "acosh" else ARC.replace("{name}", written)
 
 
 def _overflow(origin: OpResult, birth: FoundBirth) -> str:

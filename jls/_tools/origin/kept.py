@@ -229,13 +229,13 @@ def _is_written(trail: Trail, value: RunValue) -> bool:
                 return True
             operands = [x for x in operands if not is_literal(x.atom)] or operands
         value = max(operands, key=lambda x: _size(trail, x))
-        if name not in _CHOICES and _size(trail, value) < _BEYOND:
+        is_choice = row.degree == "choice" or name == "select_n"
+        if not is_choice and _size(trail, value) < _BEYOND:
             return False
     return False
 
 
 _LONGEST = 1000  # operations to go back, those of each iteration of a loop again
-_CHOICES = ("select_n", "max", "min", "clamp")
 
 
 def variables_of(touches: Iterable[Touch]) -> Iterator[Variable]:

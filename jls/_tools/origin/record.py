@@ -244,8 +244,7 @@ def makers_of(main: Frame, variables: Container[Variable]) -> set[Indices]:
     """The places of the operations and calls that have one of these as a result."""
     return {
         frame.indices_of(index)
-        for frame in main.all()
-        for index, equation in enumerate(frame.jaxpr.eqns)
+        for frame, index, equation in main.equations()
         if any((frame, x) in variables for x in equation.outvars)
     }
 

@@ -34,6 +34,7 @@ from jls._program.jaxprs import is_inexact_atom, is_narrow_atom, is_narrower
 from jls._program.known import held_inputs, known_result, number_in, weights_of
 from jls._program.places import is_transposed
 from jls._program.products import PRODUCTS
+from jls._program.walk import Question
 from jls._scopes import DECISION, INNER, SCALE, UPDATE, marks_of
 from jls._tools.reading.derivatives import Derivatives
 from jls._tools.reading.updates import ROLES, Updates
@@ -42,7 +43,7 @@ from jls._tools.reading.updates import ROLES, Updates
 THROUGH_UPDATE, THROUGH_BACKWARD = 1, 2
 
 
-class Flow:
+class Flow(Question[Value]):
     """The analysis; see `jls._program.walk.Question`.
 
     Args:
@@ -126,8 +127,6 @@ class Flow:
 
     def slice(self, value: Value) -> Value:
         return value.sliced()
-
-    stack = slice
 
     def join(self, site: Site, one: Value, other: Value) -> Value:
         if one is other:

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jls._program.alone import Arithmetic, run_alone, run_wide, widened
+from jls._program.alone import Arithmetic, run_wide, widened
 from jls._program.control import Site
 from jls._program.frames import Frame, Variable, behind
-from jls._program.jaxprs import Program, is_half_atom, is_inexact_atom
+from jls._program.jaxprs import Program, bind, is_half_atom, is_inexact_atom
 from jls._program.primitives import primitive_of
 from jls._program.products import PRODUCTS
 from jls._program.replay import (
@@ -103,20 +103,20 @@ class Widths:
     def _run(self, inputs: Sequence[Array]) -> Records:
         *operands, is_wide = inputs
 
-        def run(jaxpr: Any, site: Site, operands: Sequence[Any]) -> list[Any]:
+        def run(site: Site, operands: Sequence[Any]) -> list[Any]:
             equation = site.equation
             if not any(map(is_half_atom, (*equation.invars, *equation.outvars))):
-                return run_alone(jaxpr, equation, operands)
+                return bind(equation, operands)
             if _is_cast_product(site):
                 kept = is_wide[self.units.index(unit_of(site))]
                 rounded = _rounded(kept, equation.invars, operands)
-                results = run_wide(jaxpr, equation, rounded)
+                results = run_wide(equation, rounded)
                 return _rounded(kept, equation.outvars, results)
             if AUTOCAST in marks_of(site) and _may_be_of_either(equation):
-                return run_wide(jaxpr, equation, operands)
+                return run_wide(equation, operands)
             pairs = zip(equation.invars, operands, strict=True)
             given = [_as_written(atom, x) for atom, x in pairs]
-            return list(map(widened, run_alone(jaxpr, equation, given)))
+            return list(map(widened, bind(equation, given)))
 
         arithmetic = Arithmetic(widened, run)
         watch = self._watch
