@@ -5,11 +5,9 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
-from jls._text import format_scale
 from jls._tools.cli.demo_report import Runs, megabytes, percent
-from jls._tools.figure import BLACK, GREY, JLS, RED, WIDTH, with_exponent
+from jls._tools.figure import BLACK, GREY, JLS, RED, WIDTH, use_grid, use_scale_axis
 
 # The runs in their order. Line styles differ too: clear to every eye and in print.
 STYLES = {
@@ -50,16 +48,12 @@ def save(runs: Runs, output: Path) -> None:
         color=RED,
         label=f"skipped steps ({np.sum(skipped)})",
     )
-    scale.set_yscale("log", base=2)
-    scale.yaxis.set_major_formatter(
-        FuncFormatter(lambda y, _: with_exponent(format_scale(y)))
-    )
+    use_scale_axis(scale)
     scale.margins(y=0.15)  # room for the marks under the line
     scale.set_ylabel("loss scale")
     scale.set_xlabel("step")
     scale.set_title("The loss scale that jls found")
     scale.legend(loc="upper left")
     for axes in (losses, scale):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        use_grid(axes)
     figure.savefig(output, dpi=180)
