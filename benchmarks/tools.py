@@ -32,7 +32,7 @@ from benchmarks.models import (
     transformer_loss,
     transformer_params,
 )
-from jls._tools.origin.why import Case
+from jls._tools.origin.case import read_case, record
 
 VOCABULARY = 512
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -227,8 +227,8 @@ def figures(make: Callable[[], Step]) -> dict[str, float]:
     step: Any
     step, args = make()
     plain, _ = _seconds(lambda: step.lower(*args).compile())
-    case = Case("jls.why", step, args, {})
-    every = len(case.program().operations)
+    case = read_case("jls.why", step, args, {})
+    every = len(record(case).operations)
     why, found = _seconds(lambda: jls.why(step, *overflowing(args)))
     assert found.births
     calibrate, _ = _seconds(lambda: jls.calibrate(step, *args))

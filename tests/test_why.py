@@ -13,8 +13,7 @@ from flax import nnx
 from jax import lax
 
 import jls
-from jls._tools.origin import record
-from jls._tools.origin import why as origin_why
+from jls._tools.origin import case, record
 
 
 def roots(x):
@@ -485,7 +484,7 @@ def records_of(array):
 
     step, params, opt_state = made(jls.dynamic(8.0))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(origin_why, "RecordedProgram", Counting)
+        patch.setattr(case, "RecordedProgram", Counting)
         assert jls.why(step, params, opt_state, {"x": array}).births
     return counts
 

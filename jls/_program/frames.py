@@ -17,6 +17,26 @@ class Maker(NamedTuple):
     result: int
 
 
+class Link(NamedTuple):
+    """How a variable is made, and from what: one operation or one call back.
+
+    constant    it is a number that the program closes over
+    argument    it is an input of the whole program
+    operation   from its operands
+    call        the same value outside or inside of a call
+    branch      the same value in one of several branches
+    same        an input of a loop that no iteration changes
+    slice       an iteration's part of an array
+    carry       what the loop starts with; what the iteration before has made
+    last        what the last iteration has made; without one, what the loop got
+    stack       what each iteration has made
+    """
+
+    way: str
+    sources: list[Variable]
+    position: int = 0  # among the arguments, the slices, or what the loop carries
+
+
 class Frame:
     """One call of a program.
 
@@ -31,6 +51,7 @@ class Frame:
         site: Site = MAIN,
         call: Call | None = None,
     ) -> None:
+        self.program = program
         self.jaxpr, consts = opened(program)
         self.call = call or Call("main", program, 0, 0)
         self.parent, self.site, self.kind = parent, site, self.call.kind
@@ -133,33 +154,44 @@ class Frame:
         """The caller's operand for an input."""
         return self.caller.invars[self.call.operand(index)]
 
+    def link(self, variable: Any) -> Link:
+        """How a variable is made, and from what."""
+        if variable in self.inputs:
+            return self._link_of_input(self.inputs[variable])
+        if variable not in self.makers:
+            return Link("constant", [])
+        index, result = self.makers[variable]
+        called = self.called(index)
+        if not called:
+            operands = self.jaxpr.eqns[index].invars
+            return Link("operation", [(self, x) for x in operands])
+        inside: list[Variable]
+        inside = [(child, child.jaxpr.outvars[result]) for child in called]
+        child = called[0]
+        if not child.is_loop:
+            return Link("branch" if child.kind == "branch" else "call", inside)
+        consts, carried = child.counts()
+        if result >= carried:
+            return Link("stack", inside)
+        return Link("last", [*inside, (self, child.given(consts + result))], result)
+
+    def _link_of_input(self, index: int) -> Link:
+        if self.parent is None:
+            return Link("argument", [], index)
+        outside = self.parent, self.given(index)
+        if not self.is_loop:
+            return Link("call", [outside])
+        consts, carried = self.counts()
+        if index < consts:
+            return Link("same", [outside])
+        if index >= consts + carried:
+            return Link("slice", [outside], index - consts - carried)
+        after = self, self.jaxpr.outvars[index - consts]
+        return Link("carry", [outside, after], index - consts)
+
     def sources(self, variable: Any) -> "list[Variable]":
         """The variables that a variable comes from, one operation or call back."""
-        if variable in self.inputs:
-            return self._sources_of_input(self.inputs[variable])
-        if variable not in self.makers:
-            return []
-        index, result = self.makers[variable]
-        equation, called = self.jaxpr.eqns[index], self.called(index)
-        found: list[Variable]
-        found = [(child, child.jaxpr.outvars[result]) for child in called]
-        if not called:
-            found = [(self, atom) for atom in equation.invars]
-        elif called[0].is_loop:
-            consts, carried = called[0].counts()
-            if result < carried:  # a loop of no iterations gives back what it got
-                found.append((self, called[0].given(consts + result)))
-        return found
-
-    def _sources_of_input(self, index: int) -> "list[Variable]":
-        if self.parent is None:
-            return []
-        found: list[Variable] = [(self.parent, self.given(index))]
-        if self.is_loop:
-            consts, carried = self.counts()
-            if consts <= index < consts + carried:
-                found.append((self, self.jaxpr.outvars[index - consts]))
-        return found
+        return self.link(variable).sources
 
 
 def behind(

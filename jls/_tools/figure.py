@@ -9,6 +9,9 @@ import io
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from jls._text import format_scale
 
 # Okabe and Ito's colours. Each has one meaning in all pictures, those of the notebooks,
 # documentation and benchmarks too; shapes differ as well, for print in grey.
@@ -20,6 +23,19 @@ BLACK, GREY = "#000000", "#777777"
 
 # Inches. With text of 10 points, which is Matplotlib's, still legible on a phone.
 WIDTH = 6.4
+
+
+def use_scale_axis(axes: Axes) -> None:
+    """A log axis with loss scales as people write them."""
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda scale, _: with_exponent(format_scale(scale)))
+    )
+
+
+def use_grid(axes: Axes) -> None:
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def with_exponent(scale: str) -> str:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.tools import QUICK, STEPS, main
-from jls._tools.origin.why import Case
+from jls._tools.origin.case import read_case, record
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.standard_promotion
 def test_few_operations_of_a_whole_step_are_recorded_first(name):
     """XLA takes as long for a record as for an operation."""
     step, args = STEPS[name]()
-    case = Case("jls.why", step, args, {})
-    every = len(case.program().operations)
+    case = read_case("jls.why", step, args, {})
+    every = len(record(case).operations)
     assert every > 700
     assert len(case.recorded.operations) <= every / 5
 

@@ -15,8 +15,8 @@ from test_lines import names_the_marked_line
 import jls
 from jls._program.places import is_transposed
 from jls._tools.origin import record, regions
-from jls._tools.origin.calibrate import _Search
-from jls._tools.origin.why import Case
+from jls._tools.origin.calibrate import read_search
+from jls._tools.origin.case import read_case
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -92,7 +92,7 @@ def records(monkeypatch):
             counts.append(len(self.operations))
             return super().__call__(*args, **kwargs)
 
-    monkeypatch.setattr("jls._tools.origin.why.RecordedProgram", Counting)
+    monkeypatch.setattr("jls._tools.origin.case.RecordedProgram", Counting)
     return counts
 
 
@@ -114,15 +114,16 @@ def test_a_quotient_in_float16_is_recorded_first():
         half = x.astype(jnp.float16)
         return deep(80)((1 / half).astype(jnp.float32))
 
-    case = Case("jls.why", fun, (jnp.ones((2, 2)),), {})
+    case = read_case("jls.why", fun, (jnp.ones((2, 2)),), {})
     frames = case.main.by_site()
     names = {frames[at].jaxpr.eqns[i].primitive.name for at, i in places(case)}
     assert "div" in names
 
 
 def places(case):
-    assert case.landmarks is not None
-    return [((*numbers[:-1],), numbers[-1]) for numbers in case.landmarks]
+    landmarks = case.recorded.landmarks
+    assert landmarks is not None
+    return [((*numbers[:-1],), numbers[-1]) for numbers in landmarks]
 
 
 @pytest.mark.parametrize("ask", [jls.why, jls.calibrate])
@@ -144,8 +145,7 @@ def test_the_twin_records_of_the_backward_pass_what_follows_the_scale():
     optimizer = jls.loss_scaled(optax.sgd(0.1))
     step = jls.train_step(loss_fn, optimizer)
     args = jnp.eye(4), optimizer.init(jnp.eye(4)), jnp.ones((2, 4))
-    search = _Search(Case("jls.calibrate", jax.jit(step), args, {}), step, (args, {}))
-    search.result()
+    search = read_search(read_case("jls.calibrate", jax.jit(step), args, {}))
     sites = [
         frame.site_of(index)
         for frame, index in (

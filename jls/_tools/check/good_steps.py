@@ -178,7 +178,7 @@ def _raise_if_float32_is_finite(runner: Runner) -> None:
         if role != NEW
         for x in given.values()
     ]
-    widths = Widths(reading.traced.program, main, roots)
+    widths = Widths(main, roots)
     keep = widths.keep([leaves[i] for i in reading.traced.inputs])
     if keep is not None:
         write = argument_of(keep) or "the keep that jls.calibrate finds"

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
-from jls._text import format_scale
 from jls._tools.cli.demo_report import Runs, megabytes, percent
 from jls._tools.figure import (
     BLACK,
@@ -16,7 +14,8 @@ from jls._tools.figure import (
     RED,
     WIDTH,
     draw_rug,
-    with_exponent,
+    use_grid,
+    use_scale_axis,
 )
 
 # The runs in their order. Line styles differ too: clear to every eye and in print.
@@ -49,16 +48,12 @@ def save(runs: Runs, output: Path) -> None:
     scale.step(steps, runs.scaled.scales, where="post", color=JLS, label="loss scale")
     label = f"skipped steps ({np.sum(skipped)})"
     draw_rug(scale, steps[skipped], len(steps), 0.05, "|", RED, 12, label)
-    scale.set_yscale("log", base=2)
-    scale.yaxis.set_major_formatter(
-        FuncFormatter(lambda y, _: with_exponent(format_scale(y)))
-    )
+    use_scale_axis(scale)
     scale.margins(y=0.15)  # room for the marks under the line
     scale.set_ylabel("loss scale")
     scale.set_xlabel("step")
     scale.set_title("The loss scale that jls found")
     scale.legend(loc="upper left")
     for axes in (losses, scale):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        use_grid(axes)
     figure.savefig(output, dpi=180)

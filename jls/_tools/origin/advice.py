@@ -128,8 +128,12 @@ def _words(trail: Trail, birth: FoundBirth, origin: OpResult, is_backward: bool)
         return _for_forward_div(birth)
     if name == "mul" and not is_backward:
         return _for_forward_mul(trail, birth)
-    known = _BY_LIKENESS.get(primitive_of(origin.site.equation).like)
-    return known(trail, birth) if known else ""
+    row = primitive_of(origin.site.equation)
+    if row.like == "arc":
+        return _of_arc(name)
+    if row.like in _BY_KIND and (birth.range is not None or row.singular is None):
+        return _BY_KIND[row.like][birth.size.is_nan]
+    return _BY_LIKENESS[row.like](trail, birth) if row.like in _BY_LIKENESS else ""
 
 
 # What is added to a number to keep it away from 0, and taken from 1, by dtype. 1e-12 is
@@ -209,22 +213,6 @@ def _for_div(trail: Trail, birth: FoundBirth) -> str:
     return SQRT if "sqrt" in _makers(trail, birth.operands[-1]) else DIVIDE
 
 
-def _for_log(trail: Trail, birth: FoundBirth) -> str:
-    if birth.range is None:
-        return ""
-    return LOG_NEGATIVE if birth.size.is_nan else LOG_0
-
-
-def _for_log1p(trail: Trail, birth: FoundBirth) -> str:
-    return LOG1P
-
-
-def _for_root(trail: Trail, birth: FoundBirth) -> str:
-    if birth.range is None:
-        return ""
-    return ROOT_NEGATIVE if birth.size.is_nan else SQRT
-
-
 def _for_forward_div(birth: FoundBirth) -> str:
     """As `_for_div`, but not in a derivative: no square root is to blame."""
     if birth.range is None:
@@ -292,11 +280,6 @@ def _named(trail: Trail, value: RunValue) -> set[Any]:
     return {identity_of(origin)} if origin else set()
 
 
-def _for_arc(trail: Trail, birth: FoundBirth) -> str:
-    assert isinstance(birth.origin, OpResult)
-    return _of_arc(birth.origin.site.equation.primitive.name)
-
-
 def _for_mul(trail: Trail, birth: FoundBirth) -> str:
     """0 * inf where the 0 is from the other branch of a `where`."""
     if not birth.size.is_nan:
@@ -332,19 +315,17 @@ def _near(trail: Trail, value: RunValue, depth: int) -> set[OpResult]:
     return found
 
 
-def _for_cholesky(trail: Trail, birth: FoundBirth) -> str:
-    return NOT_POSITIVE if birth.size.is_nan else ""
-
-
+# By likeness: of a birth of inf, and of one of NaN.
+_BY_KIND = {
+    "cholesky": ("", NOT_POSITIVE),
+    "log": (LOG_0, LOG_NEGATIVE),
+    "log1p": (LOG1P, LOG1P),
+    "root": (SQRT, ROOT_NEGATIVE),
+}
 _BY_LIKENESS: dict[str, Callable[[Trail, FoundBirth], str]] = {
-    "arc": _for_arc,
-    "cholesky": _for_cholesky,
     "div": _for_div,
     "exp": _for_exp,
-    "log": _for_log,
-    "log1p": _for_log1p,
     "mul": _for_mul,
     "power": _for_power,
-    "root": _for_root,
     "sub": _for_sub,
 }

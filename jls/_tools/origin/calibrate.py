@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jls.calibrate`: the largest loss scale at which a batch does not overflow."""
 
-import functools
+import bisect
 import math
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from jls import _validate
@@ -17,22 +16,33 @@ from jls._program.places import Place
 from jls._scalers.rule import bounds_of
 from jls._state import how_to_nest
 from jls._text import format_number, scale_in_words
-from jls._tools.origin import roots
 from jls._tools.origin.calibration import Calibration
-from jls._tools.origin.kept import AGAIN, Forward, Kept, argument, variables_of
+from jls._tools.origin.case import (
+    LOSS,
+    RESULTS,
+    Case,
+    Recording,
+    Run,
+    at_scale,
+    closer,
+    forward_of,
+    read_case,
+    record,
+    run,
+    settings,
+)
+from jls._tools.origin.kept import AGAIN, Forward, Touch, argument
 from jls._tools.origin.losses import BothWays, Losses, find_built_up, find_losses
-from jls._tools.origin.record import RecordedProgram, as_large_as
+from jls._tools.origin.record import as_large_as
 from jls._tools.origin.result import place_in_words
 from jls._tools.origin.scalers import scalers_in
 from jls._tools.origin.trail import OpResult, RunValue, Trail
-from jls._tools.origin.twin import (
-    Cotangent,
-    Twin,
-)
-from jls._tools.origin.why import LOWEST_EXPONENT, AnyProgram, Bad, Case, settings
+from jls._tools.origin.twin import Twin
+from jls._tools.origin.why import LOWEST_EXPONENT, birth_of, explain
 from jls._tools.reading.patience import logging_if_slow
-from jls._tools.reading.precision import look_at
+from jls._tools.reading.precision import PrecisionReport, look_at
 from jls._tools.reading.scales import is_switched_off
+from jls._tools.reading.widths import Widths
 
 _CAST = "convert_element_type"
 _HIGHEST_EXPONENT = 126  # of the largest loss scale that jls takes
@@ -109,12 +119,15 @@ def calibrate(
     """
     _validate.traceable("step", step)
     with settings(), logging_if_slow(_SLOW):
-        case = Case("jls.calibrate", step, args, kwargs)
-        search = _Search(case, step, (args, kwargs))
-        result = search.result()
-        result = search.with_losses(result) if losses else result
-        seen = search.seen
-        return result._replace(precision=seen.precision, half=seen.headline)
+        case = read_case("jls.calibrate", step, args, kwargs)
+        search = read_search(case)
+        scale = case.scales[search.at]
+        seen = look_at(case.reading, case.main, [] if search.is_off else [scale])
+        bounds = _bounds(step, (args, kwargs))
+        found = _mended(search) or _calibrated(search, seen, bounds)
+        if losses:
+            found = _with_losses(search, found)
+        return found._replace(precision=seen.precision, half=seen.headline)
 
 
 _SLOW = (
@@ -123,331 +136,288 @@ _SLOW = (
 )
 
 
-class _Search:
-    """One step and one batch, at several loss scales."""
+class Search(NamedTuple):
+    """A step and the loss scale that is looked for."""
 
-    def __init__(self, case: Case, step: Callable[..., Any], arguments: Any) -> None:
-        self.case = case
-        self.at = _the_scale(case)
-        leaf = np.asarray(case.leaves[self.at])
-        self.now = float(np.max(leaf))
-        case.leaves[self.at] = jnp.ones_like(leaf)  # a run multiplies it
-        self.bounds = _bounds(step, arguments)
-        self.roots = case.before_update
-        self.on_the_way = behind(self.roots)
-        self.narrow, self.following = self._read()
-        scale = case.scales[self.at]
-        self.is_off = is_switched_off(self.now, scale)
-        self.seen = look_at(case.reading, case.main, [] if self.is_off else [scale])
+    case: Case
+    at: int  # the input that is the scale
+    now: float
+    is_off: bool  # whether it is that of `jls.skip_nonfinite`
+    is_needed: bool  # whether a result in a narrow dtype depends on it
+    following: list[Variable]  # those that double with it
+    forward: Forward
+    touches: list[Touch]
+    twin: Twin
 
-    def result(self) -> Calibration:
-        if not self.narrow:
-            return self._mended(1.0) or self._no_scale(self._kept_if_half())
-        self.twin = Twin(
-            self.case.traced.program,
-            self.case.main,
-            self.roots,
-            self.following,
-        )
-        if not self._is_finite(LOWEST_EXPONENT):
-            return self._mended(2.0**LOWEST_EXPONENT) or self._never_finite()
-        if not self.following:
-            return self._no_scale(self._kept(self._run(1.0, self.twin)))
-        ceiling = self._ceiling()
-        if ceiling is None:
-            kept = self._kept(self._run(1.0, self.twin))
-            note = _ALL_ZERO if self._is_zero() else _NO_CEILING
-            if self.case.scales[self.at].counters and not self.case.checked:
-                note = _NO_UPDATE
-            note = _OVERFLOWS if kept.keep is not None else note
-            notes = tuple(filter(None, (note, kept.note)))
-            return Calibration(self.now, notes=notes, write=kept.write, keep=kept.keep)
-        init_scale, note = self._start(ceiling)
-        limit, about_limit = self._limit(ceiling)
-        trail = self._run(init_scale, self.twin)
-        found = self._cotangents(trail, init_scale)
-        kept = self._kept(trail)
-        shares: dict[Place, float] = {}
-        for x in found:
-            shares[x.place] = max(x.vanishing, shares.get(x.place, 0.0))
-        vanishing = sorted(shares.items(), key=lambda pair: -pair[1])
-        notes = [self._about_now(ceiling), note, about_limit, kept.note]
-        write = self._line(init_scale) if init_scale != self.now else ""
-        if kept.keep is not None:  # the step that comes of it has another scale
-            write = kept.write
-        return Calibration(
-            init_scale=init_scale,
-            ceiling=ceiling,
-            limited_by=limit,
-            vanishing=tuple(pair for pair in vanishing if pair[1]),
-            notes=tuple(filter(None, notes)),
-            cotangents=tuple(found),
-            write=write,
-            keep=kept.keep,
-        )
+    def leaves(self, scale: float) -> list[Any]:
+        """The inputs at a loss scale."""
+        return at_scale(self.case.leaves, [self.at], scale)
 
-    def with_losses(self, result: Calibration) -> Calibration:
-        """The result, with the lines that lose precision."""
-        main = self.case.main
-        if not any(is_half_atom(x) for frame in main.all() for x in frame.makers):
-            notes = (*result.notes, *Losses(0.0, ()).notes)
-            return result._replace(notes=notes)
-        forward = self.case.forward()
-        gradients = [
-            x
-            for checked in self.case.checked
-            for role, found in checked.found.items()
-            if role != roots.LOSS
-            for x in found
-            if x in checked.before_update
-        ] or [x for x in self.case.results if forward is None or x not in forward]
-        losses = [x for c in self.case.checked for x in c.found.get(roots.LOSS, ())]
-        others = {
-            x: name for x, name in self.case.results.items() if x in (forward or ())
-        }
-        results = {**dict.fromkeys(losses, "the loss"), **others}
-        both = BothWays(self.case.traced.program, main, [*gradients, *results])
-        leaves = self._leaves(self._low_scale(result))
-        found = find_losses(both, main, leaves, gradients)
-        built_up = find_built_up(both, main, leaves, results)
-        notes = (*result.notes, *found.notes, *filter(None, [built_up]))
-        return result._replace(losses=found.lines, notes=notes)
+    def run(self, scale: float, program: Recording | None = None) -> Run:
+        return run(self.case, self.leaves(scale), program)
 
-    def _low_scale(self, result: Calibration) -> float:
-        """A loss scale at which no gradient overflows, though each is rounded."""
-        largest = max((x.largest for x in result.cotangents), default=0.0)
-        if result.ceiling is None or not largest:
-            return self.now if result.ceiling is None else result.init_scale
-        room = float(np.finfo(np.float16).max) / largest / 4
-        return min(result.init_scale, 2.0 ** math.floor(math.log2(room)))
 
-    def _leaves(self, scale: float) -> list[Any]:
-        leaves = list(self.case.leaves)
-        leaves[self.at] = jnp.asarray(leaves[self.at]) * jnp.float32(scale)
-        return leaves
+def read_search(case: Case) -> Search:
+    """Reads what depends on the loss scale of a step."""
+    at = _the_scale(case)
+    now = float(np.max(case.leaves[at]))
+    frames, on_the_way = case.main.by_site(), behind(case.before_update)
+    depends: list[tuple[Variable, Value]] = []
+    for (*around, index, result), value in sorted(case.reading.flow.narrow.items()):
+        frame = frames[tuple(around)]
+        equation = frame.jaxpr.eqns[index]
+        variable = frame, equation.outvars[result]
+        is_new = as_large_as(equation, result) is None
+        if is_new and variable in on_the_way and value.depends >> at & 1:
+            depends.append((variable, value))
+    following = [variable for variable, value in depends if _follows(value)]
+    forward = Forward(case.main, forward_of(case))
+    touches = forward.touches()
+    sized = {(x.frame, atom) for x in touches for atom in x.half}
+    twin = Twin(case.main, sized & on_the_way, following)
+    is_off = is_switched_off(now, case.scales[at])
+    return Search(
+        case, at, now, is_off, bool(depends), following, forward, touches, twin
+    )
 
-    def _no_scale(self, kept: Kept) -> Calibration:
-        notes = tuple(filter(None, (self._why_none(), kept.note)))
-        write = "\n".join(filter(None, (self.seen.write, kept.write)))
-        return Calibration(1.0, notes=notes, write=write, keep=kept.keep)
 
-    def _line(self, scale: float) -> str:
-        """The line that sets the scale."""
-        name = self.case.scales[self.at].path[0]
-        name = name if name.isidentifier() else "opt_state"
-        result = "" if name in self.case.arguments.in_place else f"{name} = "
-        return f"{result}jls.set_loss_scale({name}, {format_number(scale)})"
+def _calibrated(
+    search: Search, seen: PrecisionReport, bounds: tuple[float, float] | None
+) -> Calibration:
+    """The loss scale, and what has to stay float32."""
+    found = Calibration(1.0, notes=(_why_none(search, seen),), write=seen.write)
+    if search.following:
+        found = _ceiling(search, bounds)
+    if not (search.following or search.touches):
+        return found
+    scale = 1.0 if found.ceiling is None else found.init_scale
+    trail = Trail(search.twin(search.leaves(scale)))
+    kept = search.forward.kept(trail, search.touches)
+    if found.ceiling is not None:
+        found = _with_shares(search, found, trail)
+    elif search.following:
+        found = found._replace(notes=(_why_no_ceiling(search, trail, kept.keep),))
+    write = kept.write
+    if kept.keep is None or not search.following:
+        write = "\n".join(filter(None, (found.write, kept.write)))
+    notes = tuple(filter(None, (*found.notes, kept.note)))
+    return found._replace(notes=notes, write=write, keep=kept.keep)
 
-    def _run(self, scale: float, program: AnyProgram | None = None) -> Trail:
-        return self.case.run(scale, at=[self.at], program=program)
 
-    def _is_finite(self, exponent: int) -> bool:
-        return not self.case.bad_roots(self._run(2.0**exponent))
+# The ceiling.
 
-    def _ceiling(self) -> float | None:
-        """The largest power of two that is finite; None if all are."""
-        low, high = LOWEST_EXPONENT, _HIGHEST_EXPONENT
-        if self._is_finite(high):
-            return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._is_finite(middle):
-                low = middle
-            else:
-                high = middle
-        return 2.0**low
 
-    def _limit(self, ceiling: float) -> tuple[Place | None, str]:
-        """The place that overflows first above the ceiling, and what to do."""
-        trail = self._run(2 * ceiling)
-        values = [x.value for x in self.case.bad_roots(trail)]
-        found = self._limit_in(*self.case.closer(trail, values, True), values, ceiling)
-        if found is None:  # what was born there is there at the ceiling too
-            closer = self.case.closer(trail, values)
-            found = self._limit_in(*closer, values, ceiling)
-        return found or (None, "")
+def _ceiling(search: Search, bounds: tuple[float, float] | None) -> Calibration:
+    """The largest power of two that is finite, unless all are; and where to start."""
+    exponents = range(LOWEST_EXPONENT + 1, _HIGHEST_EXPONENT + 1)
+    count = bisect.bisect_left(
+        exponents, True, key=lambda x: bool(search.run(2.0**x).bad)
+    )
+    if count == len(exponents):
+        return Calibration(search.now)
+    ceiling = 2.0 ** (exponents[count] - 1)
+    init_scale, about_start = _start(bounds, ceiling)
+    limit, about_limit = _limit(search, ceiling)
+    write = "" if init_scale == search.now else _line(search, init_scale)
+    notes = _about_now(search, ceiling), about_start, about_limit
+    return Calibration(init_scale, ceiling, limit, notes=notes, write=write)
 
-    def _limit_in(
-        self,
-        trail: Trail,
-        program: AnyProgram,
-        values: list[RunValue],
-        ceiling: float,
-    ) -> tuple[Place, str] | None:
-        below = self._run(ceiling, program)
-        for birth in trail.births(values):
+
+def _limit(search: Search, ceiling: float) -> tuple[Place | None, str]:
+    """The place that overflows first above the ceiling, and what to do."""
+    above = search.run(2 * ceiling)
+    for only_first in (True, False):
+        trail, program = closer(search.case, above, only_first)
+        below = search.run(ceiling, program).trail
+        for birth in trail.births(above.values):
             op = birth.origin
-            if isinstance(op, OpResult):
-                atom = op.site.equation.outvars[op.result]
-                value = RunValue(op.frame, atom, op.iterations)
-                if not below.is_bad(value):
-                    found = self.case.explain(trail, [Bad(value, "", 0, None)], None)
-                    (first, *_) = found.births
-                    limit = first.place
-                    # The loss scale itself, cast to the dtype of the loss by jls.
-                    is_scale = first.operands == (2 * ceiling,)
-                    if is_scale and limit.operation == _CAST and atom.aval.shape == ():
-                        return limit._replace(file="", line=0, function=""), _OF_LOSS
-                    return limit, ""
-        return None
+            # What was born there may be there at the ceiling too.
+            if not isinstance(op, OpResult) or below.is_bad(
+                RunValue(op.frame, op.site.equation.outvars[op.result], op.iterations)
+            ):
+                continue
+            first = birth_of(search.case, trail, birth, forward_of(search.case))
+            # The loss scale itself, cast to the dtype of the loss by jls.
+            is_scale = first.operands == (2 * ceiling,)
+            is_number = op.site.equation.outvars[op.result].aval.shape == ()
+            if is_scale and is_number and first.place.operation == _CAST:
+                return first.place._replace(file="", line=0, function=""), _OF_LOSS
+            return first.place, ""
+    return None, ""
 
-    def _start(self, ceiling: float) -> tuple[float, str]:
-        """The scale to start with, and a note about the scaler's bounds."""
-        half = ceiling / 2
-        if self.bounds is None:
-            return half, ""
-        low, high = self.bounds
-        if low > ceiling:
-            return half, (
-                f"The scaler's min_scale of {scale_in_words(low)} is over the ceiling: "
-                "from there it cannot come down. Give it a far lower one, such as "
-                f"min_scale={format_number(half / 2**10)}"
-            )
-        if high < half:
-            return high, (
-                f"The scaler's max_scale is {scale_in_words(high)}. Give it "
-                f"max_scale={format_number(half)} or more, and start there"
-            )
-        return max(half, low), ""
 
-    def _about_now(self, ceiling: float) -> str:
-        if self.is_off:
-            return (
-                "jls.skip_nonfinite does not scale the loss, and a scale that is set "
-                "there never comes down. In float16 use jls.loss_scaled"
-            )
-        if self.now <= ceiling:
-            return ""
-        if math.isinf(self.now):  # of a state that is kept in float16
-            return "The scale is inf now"
+def _start(bounds: tuple[float, float] | None, ceiling: float) -> tuple[float, str]:
+    """The scale to start with, and a note about the scaler's bounds."""
+    half = ceiling / 2
+    if bounds is None:
+        return half, ""
+    low, high = bounds
+    if low > ceiling:
+        return half, (
+            f"The scaler's min_scale of {scale_in_words(low)} is over the ceiling: "
+            "from there it cannot come down. Give it a far lower one, such as "
+            f"min_scale={format_number(half / 2**10)}"
+        )
+    if high < half:
+        return high, (
+            f"The scaler's max_scale is {scale_in_words(high)}. Give it "
+            f"max_scale={format_number(half)} or more, and start there"
+        )
+    return max(half, low), ""
+
+
+def _about_now(search: Search, ceiling: float) -> str:
+    if search.is_off:
         return (
-            f"The scale is {scale_in_words(self.now)} now, "
-            f"{scale_in_words(self.now / ceiling)} times too high for this batch"
+            "jls.skip_nonfinite does not scale the loss, and a scale that is set "
+            "there never comes down. In float16 use jls.loss_scaled"
         )
+    if search.now <= ceiling:
+        return ""
+    if math.isinf(search.now):  # of a state that is kept in float16
+        return "The scale is inf now"
+    return (
+        f"The scale is {scale_in_words(search.now)} now, "
+        f"{scale_in_words(search.now / ceiling)} times too high for this batch"
+    )
 
-    # What follows the scale, and what float16 loses of it.
 
-    def _read(self) -> tuple[list[Variable], list[Variable]]:
-        """The results in narrow dtypes that depend on the scale, and follow it.
+def _line(search: Search, scale: float) -> str:
+    """The line that sets the scale."""
+    name = search.case.scales[search.at].path[0]
+    name = name if name.isidentifier() else "opt_state"
+    result = "" if name in search.case.arguments.in_place else f"{name} = "
+    return f"{result}jls.set_loss_scale({name}, {format_number(scale)})"
 
-        Those that follow it double with it. In the order of the program.
-        """
-        narrow, frames = self.case.reading.flow.narrow, self.case.main.by_site()
-        depend, follow = [], []
-        for indices in sorted(narrow):
-            *around, index, result = indices
-            value, frame = narrow[indices], frames[tuple(around)]
-            equation = frame.jaxpr.eqns[index]
-            variable = frame, equation.outvars[result]
-            is_new = as_large_as(equation, result) is None
-            if is_new and variable in self.on_the_way and value.depends >> self.at & 1:
-                depend.append(variable)
-                if _follows(value):
-                    follow.append(variable)
-        return depend, follow
 
-    def _is_zero(self) -> bool:
-        """Whether all that follows the scale is 0, in float32 too."""
-        records = self._run(1.0, self.twin).records
-        return not any(self.twin.largest(records, x) for x in self.following)
+def _with_shares(search: Search, found: Calibration, trail: Trail) -> Calibration:
+    """The same with what float16 loses of what follows the scale.
 
-    def _cotangents(self, trail: Trail, scale: float) -> list[Cotangent]:
-        """The float16 values that are proportional to the loss scale.
+    Args:
+      search: the step.
+      found: its scale.
+      trail: of a run of the twin at that scale.
+    """
+    scale, records = found.init_scale, trail.run.records
+    every = [search.twin.cotangent(records, x, scale) for x in search.following]
+    cotangents = tuple(x for x in every if x is not None)
+    shares: dict[Place, float] = {}
+    for x in cotangents:
+        shares[x.place] = max(x.vanishing, shares.get(x.place, 0.0))
+    vanishing = sorted(shares.items(), key=lambda pair: -pair[1])
+    vanishing = tuple(pair for pair in vanishing if pair[1])
+    return found._replace(cotangents=cotangents, vanishing=vanishing)
 
-        Args:
-          trail: of a run of the twin at `scale`.
-          scale: a loss scale.
-        """
-        records = trail.records
-        found = (self.twin.cotangent(records, x, scale) for x in self.following)
-        return [x for x in found if x is not None]
 
-    # What has to stay float32.
+def _why_no_ceiling(search: Search, trail: Trail, keep: Any) -> str:
+    """Why no loss scale overflows; `trail` is of a run of the twin."""
+    if keep is not None:
+        return _OVERFLOWS
+    if search.case.scales[search.at].counters and not search.case.reading.checked:
+        return _NO_UPDATE
+    records = trail.run.records
+    sizes = (search.twin.largest(records, x) for x in search.following)
+    return _NO_CEILING if any(sizes) else _ALL_ZERO
 
-    @functools.cached_property
-    def _forward(self) -> Forward:
-        traced, main = self.case.traced, self.case.main
-        return Forward(traced.program, main, self.case.forward())
 
-    def _kept(self, trail: Trail) -> Kept:
-        """What has to stay float32, of a step in float16; `trail` is of its twin."""
-        return self._forward.kept(trail, self._forward.touches())
-
-    def _kept_if_half(self) -> Kept:
-        """The same of a step without float16."""
-        touches = self._forward.touches()
-        if not touches:
-            return Kept()
-        program, main = self.case.traced.program, self.case.main
-        recorded = RecordedProgram(program, main, variables_of(touches))
-        return self._forward.kept(self._run(1.0, recorded), touches)
-
-    # When there is no answer.
-
-    def _why_none(self) -> str:
-        atoms = (x for frame in self.case.main.all() for x in frame.makers)
-        if any(map(is_narrow_atom, atoms)):
-            return (
-                "No loss scale is needed, or the loss is not scaled: the step has "
-                "float16 in it, but none of it follows the loss scale. jls.check_step "
-                "says which"
-            )
-        if self.seen.headline:
-            return "In float32 and bfloat16 no gradient vanishes"
-        note = (
-            "No loss scale is needed: all that follows it is float32 or bfloat16, in "
-            "which no gradient vanishes"
+def _why_none(search: Search, seen: PrecisionReport) -> str:
+    """Why no loss scale is needed."""
+    atoms = (x for frame in search.case.main.all() for x in frame.makers)
+    if any(map(is_narrow_atom, atoms)):
+        return (
+            "No loss scale is needed, or the loss is not scaled: the step has "
+            "float16 in it, but none of it follows the loss scale. jls.check_step "
+            "says which"
         )
-        skips = "jls.skip_nonfinite skips bad steps without one"
-        return note if self.is_off else f"{note}. {skips}"
+    if seen.headline:
+        return "In float32 and bfloat16 no gradient vanishes"
+    note = (
+        "No loss scale is needed: all that follows it is float32 or bfloat16, in "
+        "which no gradient vanishes"
+    )
+    skips = "jls.skip_nonfinite skips bad steps without one"
+    return note if search.is_off else f"{note}. {skips}"
 
-    def _mended(self, scale: float) -> Calibration | None:
-        """The result for an autocast that makes inf or NaN at any loss scale.
 
-        Args:
-          scale: a low one.
+# What is finite at no loss scale.
 
-        Returns:
-          None if the step is finite, or no `keep` makes it so.
-        """
-        forward, widths = self._forward, self.case.widths
-        if not widths.units:
-            return None
-        if not self.narrow:
-            at_roots = self.case.program(at_roots=True)
-            if not self.case.bad_roots(self._run(scale, at_roots)):
-                return None
-        trail, kept = self._run(scale), Kept()
-        if self.narrow:
-            kept = self._kept(self._run(scale, self.twin))
-        units = widths.least(self._leaves(scale), kept.units)
-        if not units:
-            return None
-        keep = forward.keep_of(units, widths.units)
-        found = self.case.explain(trail, self.case.bad_roots(trail), None)
-        notes = [kept.note or (AGAIN if self.narrow else "")]
-        infs = [x for x in found.births if x.kind == "inf"]
-        for birth in [*infs, *found.births][:1]:
-            makes = "overflows" if infs else "makes NaN"
-            here = place_in_words(birth.place)
-            notes = [f"In half this line {makes}: {here}", *notes]
-        return Calibration(
-            self.now,
-            notes=(_NEEDS_KEEP, *filter(None, notes)),
-            write=argument(keep),
-            keep=keep,
-        )
 
-    def _never_finite(self) -> NoReturn:
-        trail = self._run(2.0**LOWEST_EXPONENT)
-        found = self.case.explain(trail, self.case.bad_roots(trail), None)
-        lowest = scale_in_words(2.0**LOWEST_EXPONENT)
-        text = str(found).removeprefix("jls.why: ")
+def _mended(search: Search) -> Calibration | None:
+    """The result for an autocast that makes inf or NaN at any loss scale.
+
+    Returns:
+      None if the step is finite, or needs no scale.
+
+    Raises:
+      ValueError: if it is not finite, and no `keep` makes it so.
+    """
+    case, is_needed = search.case, search.is_needed
+    widths = Widths(case.main, case.before_update)
+    scale = 2.0**LOWEST_EXPONENT if is_needed else 1.0
+    if not (is_needed or widths.units):
+        return None
+    program = None if is_needed else record(case, at_roots=True)
+    if not search.run(scale, program).bad:
+        return None
+    kept = None
+    if is_needed and widths.units:
+        trail = Trail(search.twin(search.leaves(scale)))
+        kept = search.forward.kept(trail, search.touches)
+    units = widths.least(search.leaves(scale), kept.units if kept else ())
+    if not (units or is_needed):
+        return None
+    found = explain(case, search.run(scale))
+    if not units:
+        lowest, text = scale_in_words(scale), str(found).removeprefix("jls.why: ")
         raise ValueError(
             "step must be finite at some loss scale, got one that is not at any down "
             f"to {lowest}, so no scale mends it. {text}\n\n"
             "More: print(jls.why(step, ...)) with the same arguments."
         )
+    keep = search.forward.keep_of(units, widths.units)
+    infs = [x for x in found.births if x.kind == "inf"]
+    notes = [_NEEDS_KEEP]
+    for birth in [*infs, *found.births][:1]:
+        makes = "overflows" if infs else "makes NaN"
+        here = place_in_words(birth.place)
+        notes.append(f"In half this line {makes}: {here}")
+    if kept is not None:
+        notes.append(kept.note or AGAIN)
+    write = argument(keep)
+    return Calibration(search.now, notes=tuple(notes), write=write, keep=keep)
+
+
+# Which lines lose precision.
+
+
+def _with_losses(search: Search, result: Calibration) -> Calibration:
+    """The result, with the lines that lose precision."""
+    case, main = search.case, search.case.main
+    if not any(is_half_atom(x) for frame in main.all() for x in frame.makers):
+        notes = (*result.notes, *Losses(0.0, ()).notes)
+        return result._replace(notes=notes)
+    forward = forward_of(case) or set[Variable]()
+    results = {x.variable: x.name for x in case.roots if x.role in RESULTS}
+    gradients = [
+        x.variable for x in case.roots if x.is_before_update and x.role != LOSS
+    ] or [x for x in results if x not in forward]
+    watched = {x.variable: "the loss" for x in case.roots if x.role == LOSS}
+    watched |= {x: name for x, name in results.items() if x in forward}
+    both = BothWays(main, [*gradients, *watched])
+    leaves = search.leaves(_low_scale(search, result))
+    found = find_losses(both, main, leaves, gradients)
+    built_up = find_built_up(both, main, leaves, watched)
+    notes = (*result.notes, *found.notes, *filter(None, [built_up]))
+    return result._replace(losses=found.lines, notes=notes)
+
+
+def _low_scale(search: Search, result: Calibration) -> float:
+    """A loss scale at which no gradient overflows, though each is rounded."""
+    largest = max((x.largest for x in result.cotangents), default=0.0)
+    if result.ceiling is None or not largest:
+        return search.now if result.ceiling is None else result.init_scale
+    room = float(np.finfo(np.float16).max) / largest / 4
+    return min(result.init_scale, 2.0 ** math.floor(math.log2(room)))
 
 
 _ALL_ZERO = (

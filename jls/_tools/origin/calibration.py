@@ -81,66 +81,52 @@ class Calibration(NamedTuple):
         return plot(self.cotangents, self.init_scale, self.limited_by, axes)
 
     def __str__(self) -> str:
-        if self.ceiling is None:
-            note = "".join(self.notes[:1])
-            lines = wrapped(f"jls.calibrate: {self._after_half(note)}.")
-            for note in self.notes[1:]:
-                lines += ["", *wrapped(f"{note}.")]
-            lines += self._losses_in_lines()
-            lines += [*self._precision_in_lines(), *self._write_in_lines()]
-            return "\n".join(lines)
-        start = scale_in_words(self.init_scale)
-        most, above = map(scale_in_words, (self.ceiling, 2 * self.ceiling))
+        notes = [*self.notes] or [""]
+        if self.ceiling is not None:
+            start = scale_in_words(self.init_scale)
+            notes = [f"Start with a loss scale of {start}", *self.notes]
+        first = notes.pop(0)
+        if not self.half:
+            first = f"{first[:1].lower()}{first[1:]}"
+        text = "jls.calibrate: " + ". ".join(filter(None, (self.half, first))) + "."
         limit = self.limited_by if self.limited_by and self.limited_by.file else None
-        begin = self._after_half(f"Start with a loss scale of {start}")
-        end = ", first here:" if limit else "."
-        lines = wrapped(
-            f"jls.calibrate: {begin}. This batch allows {most}; at {above} float16 "
-            f"overflows{end}"
-        )
+        if self.ceiling is not None:
+            most, above = map(scale_in_words, (self.ceiling, 2 * self.ceiling))
+            text += f" This batch allows {most}; at {above} float16 overflows"
+            text += ", first here:" if limit else "."
+        lines = wrapped(text)
         if limit:
             lines += ["", *place_in_lines(limit), *wrapped(f"  {limit.operation}")]
-        for note in self.notes:
+        for note in notes:
             lines += ["", *wrapped(f"{note}.")]
+        lines += self._vanishing_in_lines()
+        if self.losses:
+            items = [
+                f"{place_in_words(x.place)}: {x.error:.1%} off, "
+                f"{x.factor:.0f} times as much as its operands"
+                for x in self.losses
+            ]
+            lines += ["", "These lines lose precision:", *_list(items)]
+        if self.precision is not None:
+            lines += ["", *wrapped(f"Precision: {in_words(self.precision)}.")]
+        write = [x for y in self.write.splitlines() for x in wrapped(f"Write: {y}")]
+        return "\n".join([*lines, "", *write] if write else lines)
+
+    def _vanishing_in_lines(self) -> list[str]:
         shares = [pair for pair in self.vanishing if pair[1] >= _MIN_SHARE]
-        if shares:
-            text = f"At {start} these gradients vanish in part."
-            if 2 * self.init_scale >= self.ceiling:
-                text += (
-                    " Another scale would not help: compute them in float32 if they "
-                    "matter."
-                )
-            largest = dict[str, float]()  # of each line
-            for at, share in shares:
-                largest.setdefault(place_in_words(at), share)
-            items = [f"{share:.0%}  {words}" for words, share in largest.items()]
-            lines += ["", *wrapped(text), *_list(items)]
-        lines += self._losses_in_lines()
-        lines += [*self._precision_in_lines(), *self._write_in_lines()]
-        return "\n".join(lines)
-
-    def _losses_in_lines(self) -> list[str]:
-        if not self.losses:
+        if self.ceiling is None or not shares:
             return []
-        items = [
-            f"{place_in_words(x.place)}: {x.error:.1%} off, "
-            f"{x.factor:.0f} times as much as its operands"
-            for x in self.losses
-        ]
-        return ["", "These lines lose precision:", *_list(items)]
-
-    def _write_in_lines(self) -> list[str]:
-        lines = [x for y in self.write.splitlines() for x in wrapped(f"Write: {y}")]
-        return ["", *lines] if lines else []
-
-    def _after_half(self, text: str) -> str:
-        """A sentence, after what is said of half precision."""
-        return f"{self.half}. {text}" if self.half else f"{text[:1].lower()}{text[1:]}"
-
-    def _precision_in_lines(self) -> list[str]:
-        if self.precision is None:
-            return []
-        return ["", *wrapped(f"Precision: {in_words(self.precision)}.")]
+        start = scale_in_words(self.init_scale)
+        text = f"At {start} these gradients vanish in part."
+        if 2 * self.init_scale >= self.ceiling:
+            text += (
+                " Another scale would not help: compute them in float32 if they matter."
+            )
+        largest = dict[str, float]()  # of each line
+        for at, share in shares:
+            largest.setdefault(place_in_words(at), share)
+        items = [f"{share:.0%}  {words}" for words, share in largest.items()]
+        return ["", *wrapped(text), *_list(items)]
 
     def __repr__(self) -> str:
         return str(self)

@@ -4,6 +4,7 @@
 Matplotlib is imported here, and this module only when something is drawn.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,7 +62,16 @@ def plot(
         at_1 = _share_below(row, LOWEST + shift)
         if at_1 >= _WORTH_SAYING:
             arrow = "\N{RIGHTWARDS ARROW}"
-            _beside(axes, y, f"{at_1:.0%} {arrow} {row.vanishing:.0%}\nvanish")
+            axes.annotate(
+                f"{at_1:.0%} {arrow} {row.vanishing:.0%}\nvanish",
+                (1.0, y),  # beside the row, on its right
+                xycoords=("axes fraction", "data"),
+                xytext=(6, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8.5,
+                linespacing=1.0,
+            )
         if row.limits:
             x = math.log2(row.largest * init_scale)
             axes.plot([x, x], [y - 0.02, y + 0.42], color=RED, lw=2.4)
@@ -121,20 +131,6 @@ def _draw_range(axes: Axes, low: int) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _beside(axes: Axes, y: float, text: str) -> None:
-    """A remark on a row, on its right."""
-    axes.annotate(
-        text,
-        (1.0, y),
-        xycoords=("axes fraction", "data"),
-        xytext=(6, 0),
-        textcoords="offset points",
-        va="center",
-        fontsize=8.5,
-        linespacing=1.0,
-    )
-
-
 def _strip(axes: Axes, y: float, shares: np.ndarray, shift: int, color: str) -> None:
     """One bar, the darker, the more values there are of a power of two.
 
@@ -165,22 +161,17 @@ def _rows(cotangents: Sequence[Cotangent], limit: Place | None) -> list[_Row]:
     groups: dict[str, list[Cotangent]] = {}
     for name, cotangent in zip(names, every, strict=True):
         groups.setdefault(name, []).append(cotangent)
-    rows = []
-    for name, group in groups.items():
-        is_limit = limit is not None and any(
-            x.place._replace(iteration=()) == limit._replace(iteration=())
-            for x in group
+    at = limit and limit._replace(iteration=())
+    return [
+        _Row(
+            name,
+            np.mean([x.shares for x in group], axis=0),
+            float(np.mean([x.vanishing for x in group])),
+            max(x.largest for x in group),
+            any(x.place._replace(iteration=()) == at for x in group),
         )
-        rows.append(
-            _Row(
-                name,
-                np.mean([x.shares for x in group], axis=0),
-                float(np.mean([x.vanishing for x in group])),
-                max(x.largest for x in group),
-                is_limit,
-            )
-        )
-    return rows
+        for name, group in groups.items()
+    ]
 
 
 def _names(places: Sequence[Place]) -> list[str]:
@@ -189,15 +180,10 @@ def _names(places: Sequence[Place]) -> list[str]:
         tuple(part for part in x.module.split("/") if "->" not in part)  # of einsum
         for x in places
     ]
-    modules = [x for x in paths if any(x)]
-    common = 0
-    while (
-        modules
-        and all(len(x) > common for x in modules)
-        and (len({x[common] for x in modules}) == 1)
-    ):
-        common += 1
-    # Of the model itself its name.
+    modules = [x for x in paths if any(x)] or [()]
+    ends = zip(min(modules), max(modules), strict=False)
+    common = len([*itertools.takewhile(lambda x: x[0] == x[1], ends)])
+    # The model itself has its name.
     paths = [
         (x[common:] or x[-1:]) if any(x) else (_line(place),)
         for x, place in zip(paths, places, strict=True)

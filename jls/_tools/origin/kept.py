@@ -8,7 +8,7 @@ half. A number beyond the range that is written in the program, such as a mask, 
 harm.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from jls._autocast.keep import Choice
 from jls._program.control import Site
 from jls._program.frames import Frame, Variable
 from jls._program.jaxprs import (
-    Program,
     is_float32,
     is_half_atom,
     is_inexact_atom,
@@ -50,56 +49,53 @@ class Touch(NamedTuple):
     """An operation of the forward pass, with the values of it that are half."""
 
     frame: Frame
-    position: int
-    operands: list[Any]
-    results: list[Any]
-
-    @property
-    def site(self) -> Site:
-        return self.frame.site_of(self.position)
-
-    @property
-    def atoms(self) -> list[Any]:
-        return [*self.operands, *self.results]
-
-    @property
-    def floats(self) -> list[Any]:
-        """All of its operands, half or not."""
-        operands = variables_in(self.frame.jaxpr.eqns[self.position].invars)
-        return list(filter(is_inexact_atom, operands))
+    site: Site
+    half: list[Any]  # its operands and results in half
+    floats: list[Any]  # all of its operands, half or not
 
 
 class Forward:
     """The forward pass of a step.
 
     Args:
-      program: of the whole step.
-      main: its frame.
+      main: the frame of the whole step.
       forward: the variables that the loss comes from; None if that is not known.
     """
 
-    def __init__(
-        self, program: Program, main: Frame, forward: set[Variable] | None
-    ) -> None:
-        self._program, self._main = program, main
+    def __init__(self, main: Frame, forward: set[Variable] | None) -> None:
+        every = ((f, f.site_of(n)) for f, n in main.operations())
         found = [
-            (frame, index)
-            for frame, index in main.operations()
+            (frame, site)
+            for frame, site in every
             if forward is None
-            or any((frame, x) in forward for x in frame.jaxpr.eqns[index].outvars)
-            if not is_transposed(frame.site_of(index))
-            and UPDATE not in marks_of(frame.site_of(index))
+            or any((frame, x) in forward for x in site.equation.outvars)
+            if not is_transposed(site) and UPDATE not in marks_of(site)
         ]
-        inside = [(f, n) for f, n in found if is_differentiated(f.site_of(n))]
-        self._sites = inside or found
-        made = [x for frame in {f for f, _ in self._sites} for x in frame.makers]
+        self._all = [x for x in found if is_differentiated(x[1])] or found
+        made = [x for frame in {f for f, _ in self._all} for x in frame.makers]
         self._has_half = any(map(is_half_atom, made))
         self._has_float16 = any(map(is_narrow_atom, made))
-        self.is_cast = any(AUTOCAST in marks_of(f.site_of(i)) for f, i in self._sites)
+        self.is_cast = any(AUTOCAST in marks_of(site) for _, site in self._all)
 
     def touches(self) -> list[Touch]:
         """The operations with values in half, or products that a cast makes half."""
-        return self._of_dtypes() if self._has_half else self._of_cast()
+        choice, found = Choice(jnp.float16, None), list[Touch]()
+        for frame, site in self._all:
+            equation = site.equation
+            operands, results = variables_in(equation.invars), equation.outvars
+            name = equation.primitive.name
+            half = list[Any]()
+            # What reads the result of a cast is touched by it. An autocast casts
+            # outside of all scopes.
+            if self._has_half and name != "convert_element_type":
+                half = [x for x in (*operands, *results) if is_half_atom(x)]
+            elif not self._has_half and name in PRODUCTS:
+                is_wide = choice.why_wide(site) is not None
+                half = [] if is_wide else [*filter(is_float32, operands), *results]
+            if half:
+                floats = list(filter(is_inexact_atom, operands))
+                found.append(Touch(frame, site, half, floats))
+        return found
 
     def kept(self, trail: Trail, touches: Sequence[Touch]) -> Kept:
         """What has to stay float32.
@@ -115,39 +111,9 @@ class Forward:
                 known[frame, atom] = _is_beyond(trail, frame, atom)
             return known[frame, atom]
 
-        found = [x for x in touches if any(is_beyond(x.frame, y) for y in x.atoms)]
+        found = [x for x in touches if any(is_beyond(x.frame, y) for y in x.half)]
         born = [x for x in found if not any(is_beyond(x.frame, y) for y in x.floats)]
         return self._as_keep(_units(found), _units(born), _units(touches))
-
-    def _of_dtypes(self) -> list[Touch]:
-        every = [
-            Touch(
-                frame,
-                index,
-                list(filter(is_half_atom, variables_in(equation.invars))),
-                list(filter(is_half_atom, equation.outvars)),
-            )
-            for frame, index in self._sites
-            # What reads the result of a cast is touched by it. An autocast casts
-            # outside of all scopes.
-            if not _is_cast(equation := frame.jaxpr.eqns[index])
-        ]
-        return [x for x in every if x.atoms]
-
-    def _of_cast(self) -> list[Touch]:
-        """The products that an autocast of the forward pass would compute in half."""
-        choice = Choice(jnp.float16, None)
-        return [
-            Touch(
-                frame,
-                index,
-                list(filter(is_float32, variables_in(equation.invars))),
-                list(equation.outvars),
-            )
-            for frame, index in self._sites
-            if (equation := frame.jaxpr.eqns[index]).primitive.name in PRODUCTS
-            and choice.why_wide(frame.site_of(index)) is None
-        ]
 
     def _as_keep(self, found: list[Unit], born: list[Unit], every: list[Unit]) -> Kept:
         if not found:
@@ -171,7 +137,7 @@ class Forward:
 
     def keep_of(self, found: Sequence[Unit], every: Sequence[Unit]) -> Keep:
         """A `keep` of some units of `every`, and of what is kept already."""
-        sites = [frame.site_of(index) for frame, index in self._sites]
+        sites = [site for _, site in self._all]
         before = [unit_of(site) for site in sites if KEPT in marks_of(site)]
         scopes = set(map(modules_in_loss, sites))
         return keep_of(list(dict.fromkeys([*before, *found])), every, scopes)
@@ -191,20 +157,12 @@ def argument(keep: Keep) -> str:
     return argument_of(keep, 80 - len("Write: ")) or "keep=calibration.keep"
 
 
-def _is_cast(equation: Any) -> bool:
-    return equation.primitive.name == "convert_element_type"
-
-
 def _is_beyond(trail: Trail, frame: Frame, atom: Any) -> bool:
     """Whether a value of the data, not of a mask, is beyond the range of float16."""
     return any(
-        _size(trail, value) >= _BEYOND and not _is_written(trail, value)
+        trail.size(value).finite >= _BEYOND and not _is_written(trail, value)
         for value in trail.in_every_iteration(frame, atom)
     )
-
-
-def _size(trail: Trail, value: RunValue) -> float:
-    return trail.size(value).finite
 
 
 def _is_written(trail: Trail, value: RunValue) -> bool:
@@ -225,21 +183,15 @@ def _is_written(trail: Trail, value: RunValue) -> bool:
             return False
         if row.degree == "product":
             written = [x for x in operands if is_literal(x.atom)]
-            if any(_BEYOND <= _size(trail, value) <= _size(trail, x) for x in written):
+            size = trail.size(value).finite
+            if any(_BEYOND <= size <= trail.size(x).finite for x in written):
                 return True
             operands = [x for x in operands if not is_literal(x.atom)] or operands
-        value = max(operands, key=lambda x: _size(trail, x))
+        value = max(operands, key=lambda x: trail.size(x).finite)
         is_choice = row.degree == "choice" or name == "select_n"
-        if not is_choice and _size(trail, value) < _BEYOND:
+        if not is_choice and trail.size(value).finite < _BEYOND:
             return False
     return False
 
 
 _LONGEST = 1000  # operations to go back, those of each iteration of a loop again
-
-
-def variables_of(touches: Iterable[Touch]) -> Iterator[Variable]:
-    """The values to record."""
-    for touch in touches:
-        for atom in touch.atoms:
-            yield touch.frame, atom

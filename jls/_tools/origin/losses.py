@@ -22,7 +22,6 @@ from jls._program.alone import BOTH, Pair
 from jls._program.control import Site
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import (
-    Program,
     is_half_atom,
     is_inexact_atom,
     is_literal,
@@ -33,6 +32,7 @@ from jls._program.primitives import primitive_of
 from jls._program.replay import (
     Records,
     Watched,
+    WhileRecords,
     floats_from_keys,
     key_of,
     replay,
@@ -99,17 +99,14 @@ class BothWays(RecordedProgram):
     """A program in half precision, and in float32 beside it.
 
     Args:
-      program: a jaxpr.
-      main: its frame.
+      main: the frame of a program.
       roots: the variables to follow back.
     """
 
     ARITHMETIC = BOTH
 
-    def __init__(
-        self, program: Program, main: Frame, roots: Iterable[Variable]
-    ) -> None:
-        super().__init__(program, main, roots)
+    def __init__(self, main: Frame, roots: Iterable[Variable]) -> None:
+        super().__init__(main, roots)
         self._indices: dict[tuple[int, ...], int]
         self._indices = {x: i for i, x in enumerate(sorted(self._wanted))}
         self._exact: Any = None  # bool[operations]: which get the result of float32
@@ -181,24 +178,17 @@ def _measured(is_exact: Array, narrow: Array, wide: Array) -> tuple[Array, Array
     return narrow, jnp.stack(sums)
 
 
-class _Sizes(NamedTuple):
-    """The distance of a value from float32, and its size there.
+# The distances of a value from float32, added up, and its size there: `f32[2, ...]`,
+# an axis for each loop around it, outermost first, of length 1 where the iterations are
+# not kept apart.
+Sizes = np.ndarray
 
-    `f32[...]`, an axis for each loop around it, outermost first, of length 1 where the
-    iterations are not kept apart.
-    """
 
-    apart: np.ndarray
-    size: np.ndarray
-
-    @property
-    def error(self) -> np.ndarray:
-        """`apart / size`; NaN where all numbers are 0."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(self.size > 0, self.apart / self.size, np.nan)
-
-    def map(self, function: Any) -> "_Sizes":
-        return _Sizes(*map(function, self))
+def error_of(sizes: Sizes) -> np.ndarray:
+    """The distance over the size; NaN where all numbers are 0."""
+    apart, size = sizes
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(size > 0, apart / size, np.nan)
 
 
 class Errors:
@@ -206,9 +196,9 @@ class Errors:
 
     def __init__(self, records: Records) -> None:
         self._records = records
-        self._known: dict[Variable, _Sizes] = {}
+        self._known: dict[Variable, Sizes] = {}
 
-    def of(self, frame: Frame, atom: Any) -> _Sizes:
+    def of(self, frame: Frame, atom: Any) -> Sizes:
         """The sizes of a value in each iteration of the loops around it."""
         if is_literal(atom) or not is_inexact_atom(atom):
             return _exact(frame)
@@ -217,63 +207,46 @@ class Errors:
             self._known[frame, atom] = self._find(frame, atom)
         return self._known[frame, atom]
 
-    def recorded(self, frame: Frame, index: int) -> list[_Sizes] | None:
+    def recorded(self, frame: Frame, index: int) -> list[Sizes] | None:
         """Those of each result of an operation; None if it has no record."""
         found = record_of(self._records, frame.indices_of(index))
+        found = found.bad if isinstance(found, WhileRecords) else found
         if found is None or isinstance(found, dict):
             return None
         numbers = floats_from_keys(found)[..., ::2]
         for axis, loop in enumerate(frame.loops()):
             if loop.kind == "while":
                 numbers = np.expand_dims(numbers, axis)
-        count = numbers.shape[-1] // 2
-        return [
-            _Sizes(numbers[..., 2 * i], numbers[..., 2 * i + 1]) for i in range(count)
-        ]
+        pairs = numbers.reshape(*numbers.shape[:-1], -1, 2)
+        return list(np.moveaxis(pairs, (-2, -1), (0, 1)))
 
-    def _find(self, frame: Frame, atom: Any) -> _Sizes:
-        if atom in frame.inputs:
-            return self._of_input(frame, frame.inputs[atom])
-        if atom not in frame.makers:
+    def _find(self, frame: Frame, atom: Any) -> Sizes:
+        way, sources, _ = frame.link(atom)
+        if way == "operation":
+            index, result = frame.makers[atom]
+            recorded = self.recorded(frame, index)
+            if recorded is not None:
+                return recorded[result]
+            same = as_large_as(frame.jaxpr.eqns[index], result)
+            return _exact(frame) if same is None else self.of(frame, same)
+        if not sources:
             return _exact(frame)
-        index, result = frame.makers[atom]
-        called = frame.called(index)
-        if called:
-            found = [self._of_call(x, result) for x in called]
-            apart, size = (np.add.reduce(x) for x in zip(*found, strict=True))
-            return _Sizes(apart, size)
-        recorded = self.recorded(frame, index)
-        if recorded is not None:
-            return recorded[result]
-        same = as_large_as(frame.jaxpr.eqns[index], result)
-        return _exact(frame) if same is None else self.of(frame, same)
-
-    def _of_call(self, child: Frame, result: int) -> _Sizes:
-        found = self.of(child, child.jaxpr.outvars[result])
-        if not child.is_loop:
-            return found
-        if result >= child.counts()[1]:
-            return found.map(lambda x: x.sum(-1))
-        return found.map(lambda x: x[..., 0 if child.is_reversed else -1])
-
-    def _of_input(self, frame: Frame, index: int) -> _Sizes:
-        if frame.parent is None:
-            return _exact(frame)
-        outside = self.of(frame.parent, frame.given(index))
-        if not frame.is_loop:
-            return outside
-        outside = outside.map(lambda x: x[..., None])
-        consts, carried = frame.counts()
-        if not consts <= index < consts + carried:
-            return outside
-        after = self.of(frame, frame.jaxpr.outvars[index - consts])
+        if way in ("call", "branch"):
+            return np.add.reduce([self.of(*x) for x in sources])
+        first = self.of(*sources[0])
+        if way == "stack":
+            return first.sum(-1)
+        if way == "last":
+            return first[..., 0 if sources[0][0].is_reversed else -1]
+        if way != "carry":
+            return first[..., None]
+        after = self.of(*sources[1])
         if frame.kind == "while":
             return after
-        pairs = zip(outside, after, strict=True)
-        return _Sizes(*(_one_later(*pair, frame.is_reversed) for pair in pairs))
+        return _one_later(first[..., None], after, frame.is_reversed)
 
 
-def _one_later(first: np.ndarray, after: np.ndarray, is_reversed: bool) -> np.ndarray:
+def _one_later(first: Sizes, after: Sizes, is_reversed: bool) -> Sizes:
     """What each iteration is given, from what it makes."""
     shape = np.broadcast_shapes(first.shape[:-1], after.shape[:-1])
     first, after = (np.broadcast_to(x, (*shape, x.shape[-1])) for x in (first, after))
@@ -282,9 +255,9 @@ def _one_later(first: np.ndarray, after: np.ndarray, is_reversed: bool) -> np.nd
     return np.concatenate([first, after[..., :-1]], axis=-1)
 
 
-def _exact(frame: Frame) -> _Sizes:
+def _exact(frame: Frame) -> Sizes:
     shape = (1,) * len(frame.loops())
-    return _Sizes(np.zeros(shape), np.ones(shape))
+    return np.stack([np.zeros(shape), np.ones(shape)])
 
 
 class _Growth(NamedTuple):
@@ -302,7 +275,8 @@ class _Growth(NamedTuple):
     def error_in(self, errors: Errors) -> float:
         """The error of its results in another run."""
         every = errors.recorded(self.frame, self.position) or []
-        return max((float(np.nan_to_num(x.error).max()) for x in every), default=0.0)
+        found = (float(np.nan_to_num(error_of(x)).max()) for x in every)
+        return max(found, default=0.0)
 
     @property
     def readers(self) -> list[Site]:
@@ -412,8 +386,8 @@ def _builds_up(errors: Errors, loop: Frame, wanted: Container[Variable]) -> bool
     for i, atom in enumerate(loop.jaxpr.outvars[:carried]):
         if (loop, atom) not in wanted:
             continue
-        every = errors.of(loop, atom).error
-        before = errors.of(loop.parent, loop.given(consts + i)).error[..., None]
+        every = error_of(errors.of(loop, atom))
+        before = error_of(errors.of(loop.parent, loop.given(consts + i)))[..., None]
         if loop.kind != "while":  # its iterations are known
             before = every[..., -1:] if loop.is_reversed else every[..., :1]
         before = np.nanmax(np.fmax(before, _HALF_A_UNIT))
@@ -432,8 +406,8 @@ def _share(error: float) -> str:
 
 def _of_all(errors: Errors, variables: Iterable[Variable]) -> float:
     """The error of several values together."""
-    every = [errors.of(frame, atom) for frame, atom in variables]
-    apart, size = (sum(float(x.sum()) for x in one) for one in zip(*every, strict=True))
+    every = [errors.of(frame, atom).reshape(2, -1).sum(-1) for frame, atom in variables]
+    apart, size = np.sum(every, axis=0, dtype=float).tolist()
     return apart / size if size else 0.0
 
 
@@ -461,15 +435,16 @@ def _growths(errors: Errors, main: Frame, unit: float) -> Iterator[_Growth]:
         sizes = [errors.of(frame, x) for x in equation.invars]
         if (start := _accumulated(frame, index)) is not None:
             sizes[start] = _before_first(errors, frame, equation.invars[start])
-        before = np.fmax.reduce(np.broadcast_arrays(least, *(x.error for x in sizes)))
+        before = np.fmax.reduce(np.broadcast_arrays(least, *map(error_of, sizes)))
         for found in recorded:
-            factors = found.error / before
-            is_known = found.error * _UNIT_OF_FLOAT32 / least < _KNOWN
+            errors_here = error_of(found)
+            factors = errors_here / before
+            is_known = errors_here * _UNIT_OF_FLOAT32 / least < _KNOWN
             factors = np.where(is_known & np.isfinite(factors), factors, 0.0)
             i = int(np.argmax(factors))
             factor = float(factors.flat[i])
             if factor >= _MIN_FACTOR:
-                error = float(np.broadcast_to(found.error, factors.shape).flat[i])
+                error = float(np.broadcast_to(errors_here, factors.shape).flat[i])
                 yield _Growth(frame, index, factor, error)
 
 
@@ -511,9 +486,7 @@ def _behind_casts(frame: Frame, atom: Any) -> Any:
     return atom
 
 
-def _before_first(errors: Errors, frame: Frame, atom: Any) -> _Sizes:
+def _before_first(errors: Errors, frame: Frame, atom: Any) -> Sizes:
     """The sizes of what a loop starts with."""
-    assert frame.parent is not None
-    index = frame.inputs[_behind_casts(frame, atom)]
-    outside = errors.of(frame.parent, frame.given(index))
-    return outside.map(lambda x: x[..., None])
+    outside, _ = frame.sources(_behind_casts(frame, atom))
+    return errors.of(*outside)[..., None]

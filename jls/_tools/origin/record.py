@@ -10,7 +10,7 @@ The records, two numbers for each array:
     a scan            the ends of each slice that an iteration gets
 """
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,14 +21,13 @@ from jax import Array, lax
 from jls._program.alone import AS_WRITTEN
 from jls._program.control import Indices, Site
 from jls._program.frames import Frame, Variable, behind
-from jls._program.jaxprs import Program, is_inexact_atom, is_literal
+from jls._program.jaxprs import is_inexact_atom, is_literal
 from jls._program.primitives import primitive_of
 from jls._program.replay import (
     TAKEN,
     ZERO_KEY,
     Records,
     Watched,
-    WhileRecords,
     replay,
 )
 from jls._tools.origin.measure import ends, in_float32, own_ends
@@ -38,7 +37,7 @@ def record_of(records: Any, indices: Indices) -> Any:
     """The record of an operation in a run, by its place; None if there is none."""
     for index in indices:
         records = records.get(index) if isinstance(records, dict) else None
-    return records.bad if isinstance(records, WhileRecords) else records
+    return records
 
 
 def as_large_as(equation: Any, result: int) -> Any | None:
@@ -60,14 +59,14 @@ class RunRecords(NamedTuple):
 
     arguments: list[np.ndarray]  # u32[2]: the ends
     records: Records
+    landmarks: frozenset[Indices] | None  # the operations recorded; None: all
 
 
 class RecordedProgram:
     """A program with a record beside each operation that its roots depend on.
 
     Args:
-      program: a jaxpr.
-      main: its frame.
+      main: the frame of a program.
       roots: the variables to follow back.
       at_roots: whether only the operations that make the roots are recorded: XLA
         compiles that in the time of the program itself.
@@ -80,14 +79,13 @@ class RecordedProgram:
 
     def __init__(
         self,
-        program: Program,
         main: Frame,
         roots: Iterable[Variable],
         at_roots: bool = False,
-        only: Container[Indices] | None = None,
+        only: frozenset[Indices] | None = None,
         beside: bool = True,
     ) -> None:
-        self._program = program
+        self._program, self.landmarks = main.program, only
         behind_roots = to_nearest_records(roots) if at_roots else behind(roots)
         self._read = [beside and (main, x) in behind_roots for x in main.jaxpr.invars]
         self._wanted = makers_of(main, behind_roots)
@@ -107,7 +105,7 @@ class RecordedProgram:
         run = self.compiled(inputs) if compiled else self._run
         arguments, records = jax.tree.map(np.asarray, run(inputs))
         self._bring_to_float32(records)
-        return RunRecords(arguments, records)
+        return RunRecords(arguments, records, self.landmarks)
 
     def compiled(self, inputs: Sequence[Any]) -> jax.stages.Compiled:
         """The program for inputs like these, compiled at the first call."""
@@ -192,22 +190,19 @@ def _quickly() -> dict[str, Any]:
     return {"xla_backend_optimization_level": 0} if is_cpu else {}
 
 
-class TwoPrograms:
-    """Two programs that record different operations of one, as if they were one.
+def both(
+    first: RecordedProgram, second: RecordedProgram
+) -> Callable[[Sequence[Any]], RunRecords]:
+    """Runs two programs that record different operations of one, as if they were one.
 
-    Args:
-      first: its records count where the other has none.
-      second: the other.
+    The records of the first count where the second has none.
     """
 
-    def __init__(self, first: RecordedProgram, second: RecordedProgram) -> None:
-        self._first, self._second = first, second
+    def run(inputs: Sequence[Any]) -> RunRecords:
+        found = first(inputs)
+        return found._replace(records=_merged(second(inputs).records, found.records))
 
-    def __call__(self, inputs: Sequence[Any], compiled: bool = True) -> RunRecords:
-        """One run of each."""
-        found = (x(inputs, compiled) for x in (self._first, self._second))
-        (arguments, records), (_, more) = found
-        return RunRecords(arguments, _merged(more, records))
+    return run
 
 
 def _merged(records: Any, more: Any) -> Any:

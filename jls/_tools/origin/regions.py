@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from jls._program.control import Indices
 from jls._program.frames import Frame, Variable, behind
-from jls._program.jaxprs import is_inexact_atom, is_literal, is_narrow_atom
+from jls._program.jaxprs import is_literal, is_narrow_atom
 from jls._program.primitives import Primitive, primitive_of
 from jls._tools.origin.record import (
     makers_of,
@@ -28,10 +28,7 @@ from jls._tools.origin.record import (
     to_nearest_records,
 )
 from jls._tools.origin.trail import (
-    Argument,
-    Constant,
     OpResult,
-    Origin,
     RunValue,
     Shortcuts,
     Trail,
@@ -151,7 +148,7 @@ def search(
       few: as for `landmarks`.
       only_first: whether one birth is enough.
     """
-    regions = list(_regions(trail, roots, recorded, wanted))
+    regions = _regions(trail, roots, recorded, wanted)
     only, opened = set[Indices](), set[Indices]()
     ranked = sorted(regions, key=lambda x: _rank(trail, x))
     for region in ranked[:1] if only_first else ranked:
@@ -173,7 +170,7 @@ def search(
 
 
 def _is_passed(trail: Trail, region: Region) -> bool:
-    return bool(region.nan) and trail.size_of_result(region.top).is_nan
+    return bool(region.nan) and trail.size_of(region.top).is_nan
 
 
 def _rank(trail: Trail, region: Region) -> tuple[Any, ...]:
@@ -191,27 +188,21 @@ def _regions(
     roots: Iterable[RunValue],
     recorded: frozenset[Indices],
     wanted: Collection[Indices],
-) -> Iterator[Region]:
+) -> list[Region]:
     """The regions that an inf or a NaN in the roots may have come through."""
-    stack: list[tuple[RunValue, OpResult | None]] = [(x, None) for x in roots]
-    visited = set[Any]()
-    while stack:
-        value, reader = stack.pop()
-        origin = trail.origin(value) if trail.is_bad(value) else None
-        if isinstance(origin, OpResult):
-            origin = trail.first_in_a_row(origin, reader)
-        if origin is None or isinstance(origin, Argument | Constant):
-            continue
-        if (key := identity_of(origin)) in visited:
-            continue
-        visited.add(key)
-        if isinstance(origin, OpResult):
-            region = _region(trail, origin, recorded, wanted)
-            yield region
-            ends = region.nan if _is_passed(trail, region) else region.ends
-            stack += [(x, origin) for x in ends]
-        else:
-            stack.append(trail.through_loop(origin, reader))
+    regions: list[Region] = []
+
+    def visit(origin: Any, reader: OpResult | None) -> Iterable[RunValue]:
+        del reader
+        if not isinstance(origin, OpResult):
+            return ()
+        region = _region(trail, origin, recorded, wanted)
+        regions.append(region)
+        ends = region.nan if _is_passed(trail, region) else region.ends
+        return filter(trail.is_bad, ends)
+
+    trail.follow(roots, visit)
+    return regions
 
 
 def _region(
@@ -221,6 +212,10 @@ def _region(
     wanted: Collection[Indices],
 ) -> Region:
     """The region of a landmark."""
+
+    def is_wanted(op: OpResult) -> bool:
+        return op.site.indices in wanted
+
     inside, ends, nan = set[OpResult](), dict[Any, RunValue](), dict[Any, RunValue]()
     # In two rounds: the operations from which a NaN gets to the top come first.
     for is_sure in (True, False):
@@ -232,7 +227,10 @@ def _region(
             visited.add(op)
             if is_sure and not _keeps_nan(op.site.equation):
                 continue
-            for value, origin in _operands(trail, op, wanted):
+            values = trail.operands(op)
+            if op.site.equation.primitive.name == "select_n":
+                values.append(trail.predicate(op))
+            for value, origin in trail.nearest(values, is_wanted):
                 if isinstance(origin, OpResult) and origin.site.indices not in recorded:
                     inside.add(origin)
                     stack.append(origin)
@@ -241,36 +239,6 @@ def _region(
                     if is_sure and trail.size(value).is_nan:
                         nan[identity_of(origin)] = value
     return Region(top, frozenset(inside), tuple(ends.values()), tuple(nan.values()))
-
-
-def _operands(
-    trail: Trail, op: OpResult, wanted: Collection[Indices]
-) -> Iterator[tuple[RunValue, Origin]]:
-    """What an operation is computed from, and what decides in a `select_n`."""
-    values = trail.operands(op)
-    equation = op.site.equation
-    if equation.primitive.name == "select_n":
-        values.append(RunValue(op.frame, equation.invars[0], op.iterations))
-    visited = set[Any]()
-    while values:
-        value = values.pop()
-        origin = trail.origin(value)
-        if origin is None or isinstance(origin, Constant):
-            continue
-        if (key := identity_of(origin)) in visited:
-            continue
-        visited.add(key)
-        is_float = is_inexact_atom(value.atom)
-        if isinstance(origin, OpResult) and not (
-            is_float and origin.site.indices in wanted
-        ):
-            values += [
-                RunValue(origin.frame, x, origin.iterations)
-                for x in origin.site.equation.invars
-                if not is_literal(x)
-            ]
-        elif is_float:
-            yield value, origin
 
 
 def _keeps_nan(equation: Any) -> bool:

@@ -13,7 +13,7 @@ become one.
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,9 +24,8 @@ from jax import Array, lax
 from jls._program.alone import WIDE
 from jls._program.control import Site
 from jls._program.frames import Frame, Variable
-from jls._program.jaxprs import Program, is_narrow_atom
-from jls._program.places import Place, is_transposed, place_of
-from jls._program.replay import floats_from_keys, key_of
+from jls._program.places import Place, place_of
+from jls._program.replay import WhileRecords, floats_from_keys, key_of
 from jls._tools.origin.record import (
     RecordedProgram,
     ends_of,
@@ -60,9 +59,8 @@ class Twin(RecordedProgram):
     """The twin of a program.
 
     Args:
-      program: a jaxpr.
-      main: its frame.
-      roots: the variables to follow back.
+      main: the frame of a program.
+      sized: variables whose size is asked for.
       following: variables that follow the loss scale; those of float16 are counted.
     """
 
@@ -70,31 +68,21 @@ class Twin(RecordedProgram):
 
     def __init__(
         self,
-        program: Program,
         main: Frame,
-        roots: Collection[Variable],
+        sized: Iterable[Variable],
         following: Iterable[Variable],
     ) -> None:
-        super().__init__(program, main, roots)
+        following = list(following)
+        asked = [*sized, *following]
+        super().__init__(main, asked)
+        self.operations &= makers_of(main, to_nearest_records(asked))
         self._merged = {x.site.indices for x in main.all() if _is_merged(x)}
         self._counted: dict[tuple[int, ...], set[int]] = {}
-        asked = makers_of(main, to_nearest_records(roots))
         for frame, atom in following:
             index, result = frame.makers[atom]
-            key = frame.indices_of(index)
-            asked.add(key)
             if atom.aval.dtype == jnp.float16 and atom.aval.size:
+                key = frame.indices_of(index)
                 self._counted.setdefault(key, set()).add(result)
-        narrow = {
-            key
-            for frame, index in main.operations()
-            if any(map(is_narrow_atom, frame.jaxpr.eqns[index].outvars))
-            and (
-                (key := frame.indices_of(index)) in asked
-                or not is_transposed(frame.site_of(index))
-            )
-        }
-        self.operations &= narrow
 
     def _record(
         self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
@@ -131,19 +119,15 @@ class Twin(RecordedProgram):
         frame, atom = variable
         index, result = frame.makers[atom]
         key = frame.indices_of(index)
-        record = record_of(records, key)
-        if record is None or result not in self._counted.get(key, ()):
+        counted = sorted(self._counted.get(key, ()))
+        if result not in counted:
             return None
-        column = sorted(self._counted[key]).index(result)
-        if isinstance(record, tuple):
-            bits = record[1 + column]
-            rows = np.abs(bits.reshape(-1, bits.shape[-1]).view(np.float32))
-            found = np.stack([_count_on_host(x) for x in rows])
+        rows, samples = _read(record_of(records, key))
+        column = counted.index(result)
+        if samples:
+            found = np.stack([_count_on_host(np.abs(x)) for x in samples[column]])
         else:
-            size = len(frame.jaxpr.eqns[index].outvars)
-            place = 2 * size + 2 * _NUM_COUNTS * column
-            rows = _record_rows(records, key)
-            assert rows is not None
+            place = 2 * len(frame.jaxpr.eqns[index].outvars) + 2 * _NUM_COUNTS * column
             found = rows[:, place : place + 2 * _NUM_COUNTS : 2]
         counts = found.astype(np.float64).sum(0)
         present = counts[1:].sum()
@@ -161,25 +145,24 @@ class Twin(RecordedProgram):
         """The largest magnitude of a variable in one run; 0 if it is not recorded."""
         frame, atom = variable
         index, result = frame.makers[atom]
-        rows = _record_rows(records, frame.indices_of(index))
-        ends = None if rows is None else rows[:, 2 * result : 2 * result + 2]
-        return 0.0 if ends is None else float(np.abs(ends).max(initial=0.0))
+        rows, _ = _read(record_of(records, frame.indices_of(index)))
+        ends = rows[:, 2 * result : 2 * result + 2]
+        return float(np.abs(ends).max(initial=0.0))
 
 
-def _record_rows(records: Any, key: tuple[int, ...]) -> np.ndarray | None:
-    """The record of an operation, a row for each iteration: `f32[iterations, n]`.
+def _read(record: Any) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The record of an operation, a row for each iteration, and its samples, likewise.
 
-    Without its samples.
+    Both are `f32[iterations, n]`.
     """
-    record = record_of(records, key)
-    if isinstance(record, tuple):
-        record, *samples = record
-        if record is None:
-            found = [x.reshape(-1, x.shape[-1]).view(np.float32) for x in samples]
-            return np.stack([x for one in found for x in (one.max(1), one.min(1))], 1)
-    if record is None:
-        return None
-    return floats_from_keys(record.reshape(-1, record.shape[-1]))
+    if isinstance(record, WhileRecords):
+        record = record.bad
+    keys, *others = record if isinstance(record, tuple) else (record,)
+    samples = [x.reshape(-1, x.shape[-1]).view(np.float32) for x in others]
+    if keys is not None:
+        return floats_from_keys(keys.reshape(-1, keys.shape[-1])), samples
+    ends = [x for one in samples for x in (one.max(1), one.min(1))]
+    return np.stack(ends, 1) if ends else np.zeros((0, 0), np.float32), samples
 
 
 def _is_merged(frame: Frame) -> bool:

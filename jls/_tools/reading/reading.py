@@ -102,10 +102,8 @@ class Reading:
         _, skipped = self._read(is_skipped=True)
         pairs = iter(map(Result, self.results, skipped))
         results = (self.traced.outputs, self.traced.objects)
-        kinds = jax.ShapeDtypeStruct | np.ndarray  # of which the program has results
         return [
-            {x.path: next(pairs) for x in items if isinstance(x.value, kinds)}
-            for items in results
+            {x.path: next(pairs) for x in items if is_a_result(x)} for items in results
         ]
 
     @property
@@ -159,3 +157,8 @@ class Reading:
     def leaves_in(self, bits: int) -> list[int]:
         """The leaves of the arguments in a set of bits."""
         return [i for n, i in enumerate(self.traced.inputs) if bits >> n & 1]
+
+
+def is_a_result(item: Item) -> bool:
+    """Whether the program has a result for a leaf that came back."""
+    return isinstance(item.value, jax.ShapeDtypeStruct | np.ndarray)

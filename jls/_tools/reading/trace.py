@@ -77,8 +77,9 @@ def _trace_abstract(
     fun: Callable[..., Any], arguments: Arguments, abstract: tuple[type, ...]
 ) -> Traced:
     returned: list[list[Item]] = []
-    inputs = [i for i, x in enumerate(arguments.leaves) if isinstance(x, abstract)]
-    rest = [None if i in set(inputs) else x for i, x in enumerate(arguments.leaves)]
+    given = arguments.leaves
+    inputs = [i for i, x in enumerate(given) if isinstance(x, abstract)]
+    rest = [None if i in set(inputs) else x for i, x in enumerate(given)]
 
     def run(arrays):
         traced = dict(zip(inputs, arrays, strict=True))
@@ -90,7 +91,7 @@ def _trace_abstract(
         returned[:] = items_of(result), call.read()
         return [x.value for items in returned for x in items if is_array(x.value)]
 
-    program = jax.make_jaxpr(run)([arguments.leaves[i] for i in inputs])
+    program = jax.make_jaxpr(run)([given[i] for i in inputs])
     outputs, objects = ([_abstract(x) for x in items] for items in returned)
     return Traced(program, inputs, outputs, objects)
 

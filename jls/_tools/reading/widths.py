@@ -6,6 +6,7 @@ operands that are rounded, and their results are rounded; in float32 neither is.
 finds which of them have to be float32 for a step to be finite: a `keep`.
 """
 
+import bisect
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from jax import Array, lax
 from jls._program.alone import Arithmetic, run_wide, widened
 from jls._program.control import Site
 from jls._program.frames import Frame, Variable, behind
-from jls._program.jaxprs import Program, bind, is_half_atom, is_inexact_atom
+from jls._program.jaxprs import bind, is_half_atom, is_inexact_atom
 from jls._program.primitives import primitive_of
 from jls._program.products import PRODUCTS
 from jls._program.replay import (
@@ -36,18 +37,15 @@ class Widths:
     """A program with the width of its products as an argument.
 
     Args:
-      program: a jaxpr.
-      main: its frame.
+      main: the frame of a program.
       roots: what has to be finite.
 
     Attributes:
       units: those of the products that an autocast has made half, in their order.
     """
 
-    def __init__(
-        self, program: Program, main: Frame, roots: Collection[Variable]
-    ) -> None:
-        self._program = program
+    def __init__(self, main: Frame, roots: Collection[Variable]) -> None:
+        self._program = main.program
         sites = (frame.site_of(index) for frame, index in main.operations())
         found = dict.fromkeys(unit_of(x) for x in sites if _is_cast_product(x))
         self.units = list(found)
@@ -78,13 +76,12 @@ class Widths:
             return []
         needed = list[Unit]()
         while not self._is_finite(inputs, [*found, *needed]):
-            low, high = 0, len(left)  # with so many of the first ones it is finite
-            while high - low > 1:
-                middle = (low + high) // 2
-                if self._is_finite(inputs, [*found, *needed, *left[:middle]]):
-                    high = middle
-                else:
-                    low = middle
+            # With so many of the first ones it is finite.
+            high = bisect.bisect_left(
+                range(len(left)),
+                True,
+                key=lambda n: self._is_finite(inputs, [*found, *needed, *left[:n]]),
+            )
             if not high:
                 break
             needed.append(left[high - 1])

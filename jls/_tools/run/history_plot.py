@@ -18,7 +18,6 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
-from jls._text import format_scale
 from jls._tools.figure import (
     BLACK,
     GREEN,
@@ -30,7 +29,8 @@ from jls._tools.figure import (
     ShownFigure,
     draw_rug,
     thin,
-    with_exponent,
+    use_grid,
+    use_scale_axis,
 )
 from jls._tools.run.columns import (
     Columns,
@@ -83,8 +83,7 @@ def plot(columns: Columns, axes: Any = None) -> Figure:
                 label = f"{word} ({np.sum(counts)})" if panel is given[0] else None
                 draw_rug(panel, steps[counts > 0], TICKS, 0.045, *style, label)
         panel.set_ylabel(name)
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
+        use_grid(panel)
         # Above the panel, where it covers nothing.
         handles, labels = panel.get_legend_handles_labels()
         if not labels:
@@ -165,7 +164,7 @@ def _draw_scale(panel: Axes, columns: Columns, steps: np.ndarray) -> None:
     scales = column(columns, "loss_scale").astype(np.float64)
     is_known = np.isfinite(scales) & (scales > 0)
     x, y = steps[is_known], scales[is_known]
-    panel.set_yscale("log", base=2)
+    use_scale_axis(panel)
     if not y.size:
         return
     grown, backed_off = growths_and_backoffs(y)
@@ -191,9 +190,6 @@ def _draw_scale(panel: Axes, columns: Columns, steps: np.ndarray) -> None:
     panel.set_ylim(2.0 ** (low - room), 2.0 ** (high + room / 2))
     panel.yaxis.set_major_locator(LogLocator(base=2, numticks=8))
     panel.yaxis.set_minor_locator(NullLocator())
-    panel.yaxis.set_major_formatter(
-        FuncFormatter(lambda scale, _: with_exponent(format_scale(scale)))
-    )
 
 
 # Lines and marks that stay clear from one row to a hundred thousand.
