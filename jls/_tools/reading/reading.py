@@ -17,7 +17,7 @@ from jls._notes import noted
 from jls._program.facts import Same, Value
 from jls._program.jaxprs import opened
 from jls._program.walk import walk
-from jls._tools.reading.arguments import Arguments
+from jls._tools.reading.arguments import Arguments, Item
 from jls._tools.reading.flow import Flow
 from jls._tools.reading.scales import Scale
 from jls._tools.reading.trace import READS, Traced, trace
