@@ -42,7 +42,7 @@ def warn(message: str) -> None:
     warnings.warn(message, JlsWarning, stacklevel=level)
 
 
-# Of `value_and_grad`.
+# Mistakes with `value_and_grad`.
 
 
 def check_loss_function(fun: Any) -> None:
@@ -201,7 +201,7 @@ def warn_of_scaled_loss(loss: Any, scaled: list[Any]) -> None:
         )
 
 
-# Of a whole step.
+# Mistakes with a whole step.
 
 
 class EagerCalls:
@@ -247,7 +247,7 @@ def is_jit_disabled() -> bool:
 _MANY_PARAMETERS = 2**16
 
 
-# Of an optimizer.
+# Mistakes with an optimizer.
 
 
 def check_no_state(params: Any) -> None:

@@ -271,7 +271,7 @@ def _norm_of_scaled(floats: list[Array]) -> Array:
     largest = jnp.max(jnp.where(has_nan, jnp.inf, largest))
     power = power_of_two_below(largest)
     parts = [part for leaf in floats for part in float32_parts(leaf)]
-    # Where it is inf or NaN it stays so. Without the select XLA CPU would write the
+    # An inf or NaN stays. Without the select XLA CPU would write the
     # reciprocal to memory for each element.
     is_known, inverse = largest < jnp.inf, lax.reciprocal(power)
     scaled = [lax.select(is_known, x * inverse, x) for x in parts]

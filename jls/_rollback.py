@@ -8,7 +8,8 @@
     differentiated               ones                      at the end
     not traced                   ones                      at the end
 
-Where updates are checked, new and old are selected at the end everywhere: `call` alone.
+Where updates are checked, new and old are selected at the end on each platform, and
+only `call` is used.
 
 Bad gradients give results that are NaN, and so may an old state: Adam's first bias
 correction divides 0 by 0. These results are thrown away. But some operations react to a

@@ -29,7 +29,7 @@ State = TypeVar("State")
 
 def is_scaler_state(node: Any) -> bool:
     """Whether `node` is a scaler's state: a NamedTuple with an array `loss_scale`."""
-    # Of the type: an nnx.Rngs itself has every attribute.
+    # Asks the type: an nnx.Rngs itself has every attribute.
     if "loss_scale" not in getattr(type(node), "_fields", ()):
         return False
     # In a NamedTuple of the user's, a field of that name may hold the scaler's state.

@@ -94,8 +94,8 @@ def loss_scaled(
         a parameter is narrower than float32, where an optimizer's eps and moments
         underflow, else False.
       spikes: a policy that also skips finite steps that are far out of line, such as
-        `jls.spikes()`. It needs the loss as `value`, or judges the gradient norm alone.
-        None skips no finite step.
+        `jls.spikes()`. It needs the loss as `value`; without it, it judges only the
+        gradient norm. None skips no finite step.
 
     Returns:
       A transformation with state `jls.types.LossScaledState`. Its `update` takes

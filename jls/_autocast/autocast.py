@@ -296,7 +296,7 @@ def _refuse_update(program: Program) -> None:
 
 
 def _default_precision() -> Any:
-    """What a product asks for that does not say, in the caller's configuration."""
+    """The default matmul precision in the caller's JAX configuration."""
     one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     (equation,) = jax.make_jaxpr(lax.dot)(one, one).eqns
     return parameter(equation, "precision")

@@ -3,7 +3,7 @@
 
 The results of products are half, and so is what is moved of them. A running value is
 what one thing after the other is added to: a residual stream, an integrator. There is
-one of it at a time, so it is kept in memory, and is not computed anew from all terms.
+one of it at a time, so it is kept in memory instead of being summed again.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from jls._program.walk import Question
 
 
 class Fact(NamedTuple):
-    """What is known of a value before anything is computed."""
+    """The facts of a value, read before anything is computed."""
 
     is_half: bool = False
     # Variables: an array in memory, and those of what was added to it; the last two.
@@ -51,7 +51,7 @@ class Halves(Question[Fact]):
         return Fact()
 
     def of_call(self, site: Site, results: Sequence[Fact]) -> Sequence[Fact]:
-        """What a rule of `custom_vjp` gives is float32."""
+        """The results of a `custom_vjp` rule are float32."""
         if rule_of(site.equation) == "vjp":
             results = [IN_MEMORY] * len(results)
         if is_relu_of_jax(site.equation):
@@ -60,7 +60,7 @@ class Halves(Question[Fact]):
         return results
 
     def _of_relu(self, equation: Any, fact: Fact) -> Fact:
-        """What a relu gives is the running value, and not what it takes."""
+        """The result of a relu is the running value, not its operand."""
         (before,), (after,) = equation.invars, equation.outvars
         if before in self.running:
             self.running.remove(before)
@@ -68,12 +68,12 @@ class Halves(Question[Fact]):
         return fact._replace(row=tuple(after if x is before else x for x in fact.row))
 
     def join(self, site: Site, one: Fact, other: Fact) -> Fact:
-        """Of branches."""
+        """Joins the results of two branches."""
         is_half = one.is_half and other.is_half
         return Fact(is_half, max(one.row, other.row, key=len))
 
     def carry(self, site: Site, before: Fact, after: Fact) -> Fact:
-        """What is carried is in memory."""
+        """A carry is in memory."""
         joined = IN_MEMORY._replace(is_half=before.is_half and after.is_half)
         return before if joined == before else joined
 

@@ -230,7 +230,7 @@ class Chain:
         return list(found.values())
 
     def leaves(self) -> dict[int, Stored]:
-        """What is in memory, from which it is computed."""
+        """The arrays in memory from which it is computed."""
         return {
             id(x): x
             for node in self.nodes()
@@ -258,8 +258,8 @@ class Written(NamedTuple):
     """
 
     steps: tuple[Step, ...]
-    # What each array is: "half", a "running" value in half, or "". A linear chain takes
-    # float32, and its derivative needs none of it.
+    # The kind of each array: "half", a "running" value in half, or "". A linear chain
+    # takes float32, and its derivative needs none of it.
     forms: tuple[str, ...]
     rounds: Cast | None
     is_linear: bool = False

@@ -4,7 +4,7 @@
 JAX writes zeros of the size of all rows, in float32, and scatters into them. For the
 logits of a language model they are the largest array of a step. Here they are made
 where they are read: where the place is the picked one the cotangent, elsewhere 0. It is
-the same number to the bit, and `jax.checkpoint` keeps the indices alone until then.
+the same number to the bit, and until then `jax.checkpoint` keeps only the indices.
 """
 
 import functools

@@ -105,7 +105,7 @@ class Readers:
     def _loop(
         self, site: Site, call: Call, results: list[bool], carry: list[bool]
     ) -> list[bool]:
-        """What is carried is read as it is if it is so in any later iteration."""
+        """A carry is read as it is if any later iteration reads it so."""
         wanted, last = list(results), call.consts + call.carried
         is_kept = self._choice.is_kept(site)
         for i in range(call.carried):

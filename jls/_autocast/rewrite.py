@@ -78,10 +78,10 @@ class Rewrite:
     def __init__(self, choice: Choice, precision: Any, trace: Any = None) -> None:
         self.choice, self._precision, self._own_trace = choice, precision, trace
         self._readers, self._halves = Readers(choice), Halves(choice)
-        # What the rule of a custom_vjp may close over, where there is one.
+        # The arrays that the rule of a custom_vjp may close over, if there is one.
         self._closed_over: dict[Any, Held] = {}
         self._bodies: dict[Any, Any] = {}  # of calls that are alike
-        # Of functions that JAX jits, by their sites: with the lines of the calls.
+        # By site, functions that JAX jits itself: they get the lines of their calls.
         self._inlined: dict[tuple[int, ...], Any] = {}
 
     def read(
@@ -236,7 +236,7 @@ class Rewrite:
         return bind_shared(equation, arrays, casts, **params)
 
     def _moved(self, site: Site, operands: list[Held]) -> Sequence[Held] | None:
-        """What is half, or in memory, or rounded by all that read it, moved at once."""
+        """A move, at once if its operand is half, in memory, or rounded by all."""
         equation, half = self._at(site), self.choice.dtype
         row, count = primitive_of(equation), len(equation.outvars)
         is_pair = row.is_pairwise and count == len(operands) > 1
@@ -341,7 +341,7 @@ class Rewrite:
         return Stored(array, is_half)
 
     def _in_memory_wide(self, held: Held) -> Stored:
-        """What is in memory as it is, and a chain in float32."""
+        """Arrays in memory stay as they are; a chain becomes float32."""
         return held if isinstance(held, Stored) else self._in_memory(held, False)
 
     # Programs that are called: values go in and come out in memory.
@@ -683,12 +683,12 @@ def _like(held: Sequence[Stored], arrays: Sequence[Any]) -> list[Stored]:
 
 
 def _anew(held: Sequence[Stored]) -> list[Stored]:
-    """What is held outside of a body, for the inside."""
+    """The form of a value outside of a body, for the inside."""
     return _like(held, [x.array for x in held])
 
 
 def _type_of(held: Stored) -> Any:
-    """What a program as written is traced with."""
+    """The operands with which a program as written is traced."""
     return with_dtype(held.array, jnp.float32) if held.is_half else held.array
 
 

@@ -117,7 +117,7 @@ def _run_both(site: Site, inputs: Sequence[Any]) -> list[Any]:
     """The results of one operation both ways.
 
     What is no floating-point number, such as a flag or an index, is that of the program
-    as it is. So both ways take the same branches, and differ by rounding alone.
+    as it is. So both ways take the same branches, and differ only by rounding.
     """
     equation = site.equation
     narrow = [x.narrow if isinstance(x, Pair) else x for x in inputs]

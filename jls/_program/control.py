@@ -2,7 +2,7 @@
 """Control flow as data: the programs that an equation runs, and what they are given.
 
     jit, remat, custom rules    one call, with the operands of the equation
-    shard_map                   likewise, on each device
+    shard_map                   one call, on each device
     scan                        one call in each iteration: constants, state, slices
     while                       two in each: of the body, and of the condition
     cond                        one of several, chosen by the first operand
@@ -278,7 +278,7 @@ def _while_again(
     body, condition = calls
     inputs = body.inputs(operands)
     carry = inputs[body.consts :]
-    # Of `vmap`: each lane ends by itself.
+    # Under `vmap` each lane ends by itself.
     has_lanes = bool(opened(condition.program).jaxpr.outvars[0].aval.shape)
 
     def is_on(carry):

@@ -69,7 +69,7 @@ def _exponent(op: Operation) -> float | None:
 
 
 def degree_of_integers(op: Operation) -> Degree:
-    """Of integers made from scaled numbers, as by rounding, nothing is known."""
+    """Integers made from scaled numbers, as by rounding, have no known degree."""
     degrees = [x.degree for x in op.operands if x.degree not in (ZERO, ANY)]
     if not degrees or op.row.degree == "order" or op.name == "sort":
         return ZERO
@@ -95,7 +95,7 @@ def common_degree(site: Site, values: Sequence[Value], has_data: bool) -> Degree
 def _of_scales_alone(
     site: Site, values: Sequence[Value], has_data: bool
 ) -> Powers | None:
-    """The degree of a value computed from loss scales alone: a new symbol."""
+    """The degree of a value computed only from loss scales: a new symbol."""
     if has_data:
         return None
     inputs = tuple((x.degree, x.known, x.scale) for x in values)
@@ -120,6 +120,6 @@ def _degree_of_power(site: Site, degree: Degree, exponent: Any) -> Degree:
         return degree
     if not math.isfinite(exponent):
         return Unknown(site)
-    # Of 1/3 as a float, the fraction: roots add up exactly.
+    # The fraction that the float 1/3 stands for: roots add up exactly.
     by = Fraction(exponent).limit_denominator(1000)
     return tuple((symbol, power * by) for symbol, power in degree if by)

@@ -54,7 +54,7 @@ ANY, ZERO = AnyDegree.ANY, ()
 
 @dataclasses.dataclass(frozen=True)
 class Same:
-    """An input, unchanged but for its shape."""
+    """An input; only its shape may have changed."""
 
     index: int
 
@@ -86,7 +86,7 @@ class Fact(NamedTuple):
     """How a fact is joined with that of another value, to one that holds of both."""
 
     join: Callable[[Any, Any], Any]
-    # What of it is compared, to see whether a loop has added anything.
+    # The part that is compared, to see whether a loop has added anything.
     compared: Callable[[Any], Any] = lambda fact: fact
 
 
@@ -133,16 +133,16 @@ class Value:
     is_of_scaled: Is = False  # it is a flag, computed from scaled values
     # The scopes of jls's checks in which it is made.
     roles: Annotated[frozenset[str], Fact(operator.or_)] = frozenset()
-    # Of a scaled value, or a gradient:
+    # For scaled values and gradients:
     cleaned: Where = None  # where an inf in it may have been lost
     scaled: Where = None  # what made it, if an inf was lost while it was scaled
-    # Of a gradient:
+    # For gradients:
     unscaled: Where = None  # where the scale was divided out of it
     # The factor it was multiplied by since.
     gain: Annotated[float, Fact(max, lambda gain: None)] = 1.0
     narrowed: Annotated[Cast | None, _FIRST] = None  # where it became float16 since
     never_scaled: Where = None  # a backward product in float16 behind it, of no scale
-    # Of what an inner optimizer makes: of the numbers that it is multiplied by.
+    # For results of an inner optimizer: of the numbers that they are multiplied by.
     sign: Annotated[int | None, _IF_EQUAL] = None
     multiple: Annotated[Multiple | None, _IF_EQUAL] = None
 
@@ -156,12 +156,12 @@ class Value:
         return self.but(known=known, scale=None, is_splat=False)
 
     def joined(self, other: "Value") -> "Value":
-        """What holds of both, but for the degree."""
+        """The facts that hold of both, without the degree."""
         pairs = {x: (getattr(self, x), getattr(other, x)) for x in _FACTS}
         return Value(**{x: fact.join(*pairs[x]) for x, fact in _FACTS.items()})
 
     def says_as_much_as(self, other: "Value") -> bool:
-        """Whether it has the same facts, but for the places that stand for them."""
+        """Whether it has the same facts; the places that stand for them may differ."""
         return all(
             fact.compared(getattr(self, x)) == fact.compared(getattr(other, x))
             for x, fact in _FACTS.items()

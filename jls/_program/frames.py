@@ -123,7 +123,7 @@ class Frame:
                 yield frame, index, equation
 
     def operations(self) -> "Iterator[tuple[Frame, int]]":
-        """Those of them that call nothing, by frame and index."""
+        """The equations that call nothing, by frame and index."""
         return ((x, i) for x, i, _ in self.equations() if not x.called(i))
 
     def by_site(self) -> "dict[tuple[int, ...], Frame]":

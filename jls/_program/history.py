@@ -22,7 +22,7 @@ def with_history(op: Operation, value: Value, by_scale: bool) -> Value:
     Args:
       op: the operation.
       value: its result.
-      by_scale: whether an operand is computed from the states of scalers alone.
+      by_scale: whether an operand is computed only from the states of scalers.
     """
     if any(map(is_scaled, op.operands)):
         cleaned, scaled = _cleaned_while_scaled(op)

@@ -74,7 +74,7 @@ def variable_of(value: Any) -> Any:
 
 
 def trace_of(value: Any) -> Any:
-    """What a tracer belongs to: it may be used until that ends."""
+    """The trace of a tracer, which may be used until that ends."""
     return _part(value, "_trace")
 
 
@@ -220,7 +220,7 @@ def _expanded(equation: Any, hi: Any) -> Program | None:
 
 
 def rule_of(equation: Any) -> Rule:
-    """What a call has beside its program: a rule for its derivative.
+    """The part of a call beside its program: a rule for its derivative.
 
     "remat" if the derivative computes the program again.
     """
@@ -311,7 +311,7 @@ def manual_axes(equation: Any) -> frozenset[str] | None:
     return None if found is None else frozenset(found)
 
 
-# Where an equation comes from.
+# The lines and scopes of an equation.
 
 
 class Line(NamedTuple):
@@ -350,7 +350,7 @@ def _names_in(stack: Any) -> tuple[Name, ...]:
 
 
 def effects_of(node: Any) -> Collection[Any]:
-    """What an equation or a program does beside its results, such as printing."""
+    """The effects of an equation or a program, such as printing."""
     return _part(node, "effects", ())
 
 
@@ -380,7 +380,7 @@ def jitted_function(equation: Any) -> tuple[str, str]:
     """
     is_jit = equation.primitive.name == "jit" or is_hi(equation)
     program = called_program(equation) if is_jit else None
-    # What JAX puts in the place of a hi primitive is of no function of its own.
+    # JAX puts its own code in the place of a hi primitive: no function of the user's.
     if program is None or program is _EXPANDED.get(id(_hi_of(equation))):
         return "", ""
     info = _part(opened(program).jaxpr, "debug_info")
@@ -469,7 +469,7 @@ def in_settings(settings: Any) -> Any:
 
 
 def settings_beside(equation: Any, other: Any) -> Any:
-    """What JAX keeps of its settings at an equation; None if `other` has the same."""
+    """The settings of JAX at an equation; None if `other` has the same."""
     mine, theirs = _part(equation, "ctx"), _part(other, "ctx")
     # Before jax 0.10 one has no equality.
     return None if mine is theirs or repr(mine) == repr(theirs) else mine
@@ -524,7 +524,7 @@ def shared_names(equations: Sequence[Any]) -> tuple[Any, list[Any]]:
 
 
 class Operation(NamedTuple):
-    """What an equation computes, wherever it stands, with the settings of JAX there.
+    """The results of an equation, wherever it stands, with the settings of JAX there.
 
     Equal ones compute the same.
     """
@@ -562,7 +562,7 @@ class Operation(NamedTuple):
 
 
 def operation_of(equation: Any, **params: Any) -> Operation:
-    """What an equation computes, with other parameters."""
+    """The results of an equation with other parameters."""
     params = {**equation.params, **params}
     count = len(equation.outvars)
     return Operation(equation.primitive, tuple(params.items()), count)

@@ -26,7 +26,7 @@ from jls._program.jaxprs import (
 _NEVER = ("jax", "jaxlib", "jls")
 _RATHER_NOT = ("optax", "flax", "equinox", "haiku")
 _INSTALLED = {"site-packages", "dist-packages"}  # the folders of libraries
-# What Python calls the user's own lines where they are in no file.
+# Python's names for lines that are in no file.
 _TYPED = ("<stdin>", "<python-input", "<ipython-input", "<command-", "<doctest ")
 # Scopes that jls and JAX open themselves.
 _REMATTED = "rematted_computation"

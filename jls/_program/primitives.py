@@ -14,14 +14,14 @@ from jls._program.jaxprs import is_checkpoint_name, parameter
 
 
 class Primitive(NamedTuple):
-    """What is known of a primitive; the defaults of the columns assume nothing.
+    """A row of the table: the facts of a primitive. The defaults assume nothing.
 
     In the degree of a result, a factor is one that all elements of an operand have:
 
         "linear"     a factor of the one operand is one of the result; and it is linear
         "same"       a factor of the one operand is one of the result
         "sum"        a factor that all operands share is one of the result
-        "choice"     likewise; each element of the result is one of theirs
+        "choice"     the same; each element of the result is one of theirs
         "product"    factors of the operands multiply
         "quotient"   that of the second divides that of the first
         "power"      a power that is a parameter or an operand
@@ -47,7 +47,7 @@ class Primitive(NamedTuple):
     keeps_inf: bool = False
     # Which infinities a result may have from those of its operands.
     infs: Literal["", "exp", "same", "sum", "difference", "product", "quotient"] = ""
-    # It gives numbers beyond the largest from finite ones, by their size alone.
+    # It makes numbers beyond the largest from finite ones that are large enough.
     can_overflow: bool = False
     # The operand that decides: near some value of it the result is inf, or grows fast.
     singular: int | None = None
@@ -55,7 +55,7 @@ class Primitive(NamedTuple):
     like: str = ""
     # For each of two operands the number with which the result is the other one.
     neutral: tuple[float | None, ...] = ()
-    # Of numbers that are known.
+    # For folding known numbers.
     fold: Callable[..., Any] | None = None
     # The result of elements that are all equal is one of them.
     is_extreme: bool = False
@@ -308,7 +308,7 @@ TABLE: _Rows = {name: row for rows in TABLES for name, row in rows.items()}
 
 
 def primitive_of(equation: Any) -> Primitive:
-    """What is known of the primitive of an equation."""
+    """The row of an equation's primitive."""
     name = equation.primitive.name
     if is_checkpoint_name(equation):
         name = "name"

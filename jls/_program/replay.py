@@ -93,7 +93,7 @@ class Watched(NamedTuple):
     """The results with which the program goes on, and the record of an operation."""
 
     results: Sequence[Any]  # of the same shapes and dtypes
-    record: Any = None  # u32[n]; in calls and scans alone any arrays
+    record: Any = None  # u32[n]; where there are only calls and scans, any arrays
 
 
 Replayed = tuple[list[Any], Records]
@@ -238,7 +238,7 @@ class _Replay(NamedTuple):
         return results, records
 
     def _begin(self, site: Site, step: Any, carry: list[Any], has_lanes: bool) -> Any:
-        """What a `while` carries besides, and its body; see `rebuild`."""
+        """The records that a `while` carries besides, and its body; see `rebuild`."""
 
         def seen(carry: list[Any]) -> Replayed:
             results, records = step(carry)

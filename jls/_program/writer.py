@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes programs without tracing them.
 
-JAX traces what is done to an array anew for each array. Here it is traced once for each
+JAX traces an operation again for each array. Here it is traced once for each
 type of them.
 """
 

@@ -1081,7 +1081,7 @@ def test_gradients_that_become_float16_are_named(how):
     cast, is_mistake = NARROW[how]
     result = check(*plain(partial(narrowed, cast)))
     assert result.broken == (("gradients narrowed",) if is_mistake else ())
-    is_noted = "but for a cast of scaled ones" in result.seen.get(
+    is_noted = "except a cast of scaled ones" in result.seen.get(
         "gradients narrowed", ""
     )
     assert is_noted == how.startswith("scaled")

@@ -87,7 +87,7 @@ def match(
     states = [x for x in tops if x[0] in holders]
     others = [x for x in tops if named is None and x not in states]
     in_aux = [x for x in outputs if x.variable_type == AUX]
-    # What a report holds is for people, unless the caller says that it comes back.
+    # A report is for people, unless the caller says that it comes back.
     if named is None:
         outputs = [x for x in outputs if x.variable_type != AUX]
     pairs = _Pairs(items, outputs, reading)
@@ -127,7 +127,7 @@ def match(
 
 
 class _Fact(NamedTuple):
-    """What the program says of a leaf and a result that may be its next value."""
+    """The program's evidence that a result is the next value of a leaf."""
 
     rank: int  # 0 if it proves nothing, 1 if a skip leaves it: the lower the surer
     is_frozen: bool  # it comes back as it was: an old copy, or what is only read

@@ -327,7 +327,7 @@ def _lines_to_write(
 
 
 def _names_in(subject: Subject, positional: Sequence[str]) -> dict[str, str]:
-    """What an NNX step calls its arguments, by the usual names; {} if not clear."""
+    """An NNX step's own names of its arguments, by the usual ones; {} if not clear."""
     items, in_place = subject.items, subject.in_place
     if len(subject.scales) != 1:
         return {}
@@ -353,7 +353,7 @@ def _with_names(line: str, names: Mapping[str, str]) -> str:
     return re.sub(r"\w+(?=[,).])", lambda found: names.get(found[0], found[0]), line)
 
 
-# What goes inside the wrapper, by the state of it.
+# Transformations that go inside the wrapper, by their states.
 _OUTSIDE: dict[Any, dict[Code, str]] = {
     optax.MultiStepsState: codes.MULTI_STEPS,
     optax.MaskedState: codes.MASKED,

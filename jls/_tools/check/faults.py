@@ -91,7 +91,7 @@ def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> Non
         except ValueError as error:
             if not findings.of("broken"):
                 raise
-            # What was read says why, and what to write.
+            # The reading says why, and what to write.
             findings.mark_others_not_tried(str(error).partition(". ")[0])
             return
     if findings.status("no step") == "broken":
@@ -201,7 +201,7 @@ def _attempt(point: Point, trial: Trial, after: Run | None = None) -> Run | None
 
 
 def _fault(point: Point, trial: Trial, run: Run) -> Fault:
-    """What a trial did."""
+    """The outcome of a trial."""
     trained, results = point.subject.trained, point.subject.results
     # The program only moves elements there, as into a buffer.
     stored = {
@@ -226,7 +226,7 @@ def _good_step_after(
     return Trial(f"a good step after {what}", changes, code)
 
 
-# What they show.
+# Judgements.
 
 
 def _note_finite_losses(point: Point, faults: Faults) -> None:
@@ -419,7 +419,7 @@ def _judge_nonfinite(point: Point, faults: Faults) -> None:
                 code, f"after {fault.what} an inf or NaN stayed in {names(bad)}"
             )
     stored = {i for fault in faults for i in fault.stored}
-    note = f", but for {names(stored)}, where what came in is only stored"
+    note = f", except {names(stored)}, where what came in is only stored"
     if faults:
         findings.right(code, note if stored else "")
 

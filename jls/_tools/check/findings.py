@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 from jls._program.places import Place
 from jls._tools.check.codes import CODES, Code
 
-# What a run shows of these may be right: only a program says what is an average, noise
+# A run may show these of a right step: only a program says what is an average, noise
 # or a buffer.
 DOUBTFUL: tuple[Code, ...] = ("overflow hidden", "nan committed", "not atomic")
 

@@ -106,7 +106,7 @@ def _restore_dtypes(
     for scale in scales:
         state = _below(given, scale.path)
         end = next(path for path, i in state.items() if i == scale.at)
-        # Where results have all paths of the state, with the leaves that are narrower.
+        # Results that have all paths of the state, with the leaves that are narrower.
         copies = list[tuple[list[Item], list[tuple[int, Item]]]]()
         for items in (outputs, objects):
             for path in [without_value(item.path) for item in items]:

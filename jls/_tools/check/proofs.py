@@ -83,7 +83,7 @@ def read_codes(
     if reading is None:
         return ()
     wrappers = [k for k, scale in enumerate(scales) if scale.counters]
-    # What is only read, such as the state of another network, is given no gradients.
+    # A state that is only read, such as another network's, is given no gradients.
     returned = [k for k in wrappers if scales[k].own & subject.carried.leaves]
     missing = [k for k in returned if not reading.calls.get(k)]
     if missing:
@@ -169,7 +169,7 @@ def _read_not_scaled(
     is_part = len(lacking) < len(gradients)
     share = f"{len(lacking)} of {len(gradients)}"
     if is_part and not any(x.is_narrow for x in lacking):
-        findings.right("not scaled", f", but for {share}, made without float16")
+        findings.right("not scaled", f", except {share}, made without float16")
         return
     others = [x.name for x in scales if lacking[0].depends & reading.bit(x.at)]
     if others:
@@ -253,7 +253,7 @@ def _read_narrowed(calls: Calls, findings: Findings) -> None:
                 continue
             place = place_of(gradient.narrowed.site)
             if gradient.narrowed.gain >= _SCALED_ON_PURPOSE:
-                findings.right(code, f", but for a cast of scaled ones by {place}")
+                findings.right(code, f", except a cast of scaled ones by {place}")
             else:
                 evidence = f"the true gradients became float16 by {place}"
                 findings.broken(code, evidence, place)

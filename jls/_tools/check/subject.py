@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of the step that is checked, from its arguments and its program."""
+"""The facts of the step that is checked, from its arguments and its program."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple

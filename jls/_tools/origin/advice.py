@@ -136,7 +136,7 @@ def _words(trail: Trail, birth: FoundBirth, origin: OpResult, is_backward: bool)
     return _BY_LIKENESS[row.like](trail, birth) if row.like in _BY_LIKENESS else ""
 
 
-# What is added to a number to keep it away from 0, and taken from 1, by dtype. 1e-12 is
+# The number that keeps another away from 0, or from 1, by dtype. 1e-12 is
 # 0 in float16, and 1 - 1e-6 is 1 in both narrow ones.
 _SMALL, _EDGE = {"float16": "1e-4"}, {"float16": "2e-3", "bfloat16": "2e-2"}
 # The derivative of a quotient divides by its square.
@@ -150,7 +150,7 @@ def _for_dtype(words: str, dtype: Any) -> str:
 
 
 def _arcs_behind(trail: Trail, birth: FoundBirth) -> set[str]:
-    """Those of which it is the derivative, whose root or quotient is not the user's.
+    """The inverse functions (arcsin, ...) whose derivative rule made this operation.
 
     It is made of the same argument, in the same line.
     """
@@ -262,7 +262,7 @@ def _is_of_maximum(trail: Trail, value: RunValue, other: RunValue) -> bool:
 
 
 def _moved_to(trail: Trail, value: RunValue, depth: int = _NEAR) -> set[Any]:
-    """What the elements of a value are, behind operations that move them."""
+    """The origin of the elements of a value, behind operations that move them."""
     origin, found = trail.origin(value), _named(trail, value)
     if not isinstance(origin, OpResult) or not depth:
         return found

@@ -231,7 +231,7 @@ def _limit(search: Search, ceiling: float) -> tuple[Place | None, str]:
         below = search.run(ceiling, program).trail
         for birth in trail.births(above.values):
             op = birth.origin
-            # What was born there may be there at the ceiling too.
+            # A birth there may be one at the ceiling too.
             if not isinstance(op, OpResult) or below.is_bad(
                 RunValue(op.frame, op.site.equation.outvars[op.result], op.iterations)
             ):
@@ -339,7 +339,7 @@ def _why_none(search: Search, seen: PrecisionReport) -> str:
     return note if search.is_off else f"{note}. {skips}"
 
 
-# What is finite at no loss scale.
+# Steps that are finite at no loss scale.
 
 
 def _mended(search: Search) -> Calibration | None:
@@ -449,7 +449,7 @@ _OF_LOSS = (
 
 def _follows(value: Value) -> bool:
     """Whether the one loss scale is a factor of a value, as far as can be read."""
-    # What is 0 as written may not be in float32: a quotient by a number over 65504.
+    # A 0 as written may be none in float32: a quotient by a number over 65504.
     is_any = value.degree is ANY or isinstance(value.degree, Unknown)
     return is_any or value.degree == _ONE
 

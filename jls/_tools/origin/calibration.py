@@ -31,14 +31,14 @@ class Calibration(NamedTuple):
     init_scale: float  # half of the ceiling, within the scaler's bounds if known
     ceiling: float | None = None  # the largest that is finite; None: none is needed
     limited_by: Place | None = None  # what overflows first at twice the ceiling
-    # Where gradients vanish at `init_scale`, and which share; the largest first.
+    # Where gradients vanish at `init_scale`, and what share of them; the largest first.
     vanishing: tuple[tuple[Place, float], ...] = ()
     notes: tuple[str, ...] = ()
     cotangents: tuple[Cotangent, ...] = ()  # in the order of the program
     write: str = ""  # what to write in the step, or before it; "" if nothing
     precision: Precision | None = None  # what share of the step is half
     half: str = ""  # what the headline says of half precision; "" if nothing
-    # What has to stay float32 in the forward pass: for `jls.autocast`; None if nothing.
+    # The places that have to stay float32, for `jls.autocast`; None if there are none.
     keep: Keep = None
     # With `losses=True`: the lines that lose precision, by the factor.
     losses: tuple[PrecisionLoss, ...] = ()

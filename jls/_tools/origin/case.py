@@ -223,7 +223,7 @@ def forward_of(case: Case) -> set[Variable] | None:
     losses = [x.variable for x in case.roots if x.role in (LOSS, FORWARD)]
     if not any(x.role in (LOSS, BACKWARD) for x in case.roots):
         return None
-    if not losses:  # a gradient alone does not use it: it is computed and dropped
+    if not losses:  # the gradient does not use it: it is computed and dropped
         losses = list(case.main.unused(lambda x, i: not is_transposed(x.site_of(i))))
     return behind(losses, _before_update)
 

@@ -85,7 +85,7 @@ class Forward:
             operands, results = variables_in(equation.invars), equation.outvars
             name = equation.primitive.name
             half = list[Any]()
-            # What reads the result of a cast is touched by it. An autocast casts
+            # A reader of the result of a cast is touched by it. An autocast casts
             # outside of all scopes.
             if self._has_half and name != "convert_element_type":
                 half = [x for x in (*operands, *results) if is_half_atom(x)]

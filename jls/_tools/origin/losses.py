@@ -69,7 +69,7 @@ class PrecisionLoss(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """What is found of one step and batch."""
+    """The findings of one step and batch."""
 
     error: float  # of the gradients, all together
     lines: tuple[PrecisionLoss, ...]  # by the factor, the largest first
@@ -208,7 +208,7 @@ class Errors:
         return self._known[frame, atom]
 
     def recorded(self, frame: Frame, index: int) -> list[Sizes] | None:
-        """Those of each result of an operation; None if it has no record."""
+        """The errors of each result of an operation; None if it has no record."""
         found = record_of(self._records, frame.indices_of(index))
         found = found.bad if isinstance(found, WhileRecords) else found
         if found is None or isinstance(found, dict):
@@ -323,7 +323,7 @@ def find_losses(
         return exact, 1 - _of_all(exact, gradients) / error
 
     for at in order[:MOST]:
-        # What a backward pass computes again is in another place.
+        # An operation that a backward pass computes again has another place.
         there = [
             growth
             for other, every in growths.items()

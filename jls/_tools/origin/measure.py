@@ -136,7 +136,8 @@ def in_float32(keys: Sequence[Any], dtypes: Sequence[Any]) -> list[np.ndarray]:
 def _reduce(high: Array, low: Array) -> Sequence[Array]:
     """The largest of one array of integers and the smallest of the other.
 
-    Together: what is reduced alone, XLA CPU writes to memory first.
+    They are reduced together: XLA CPU would write each of them to memory for a
+    reduction of its own.
     """
     limits = jnp.iinfo(high.dtype)
     start = np.array(limits.min, high.dtype), np.array(limits.max, low.dtype)

@@ -157,7 +157,7 @@ class RecordedProgram:
             return Watched(results, ends_of(results) if is_wanted else None)
         equation = site.equation
         if results and all(map(is_literal, equation.invars)):
-            # Of numbers alone, such as a mask: XLA would take seconds to fold them.
+            # Made only of numbers, such as a mask: XLA would take seconds to fold it.
             results = lax.optimization_barrier(tuple(results))
         if site.indices not in self.operations:
             return Watched(results)
@@ -270,7 +270,7 @@ def to_nearest_records(roots: Iterable[Variable]) -> set[Variable]:
 
 
 def _calls_and_scans(frame: Frame) -> Iterator[Frame]:
-    """The frame, and those below it that are in calls and scans alone."""
+    """The frame, and those below it that are only in calls and scans."""
     yield frame
     for index in range(len(frame.jaxpr.eqns)):
         for called in frame.called(index):
@@ -279,7 +279,7 @@ def _calls_and_scans(frame: Frame) -> Iterator[Frame]:
 
 
 def _taken(which: Array, *cases: Array) -> list[Array]:
-    """Of each case of a `select_n` the elements that it takes, else 0."""
+    """For each case of a `select_n` the elements that it takes, else 0."""
     which = jnp.asarray(which).astype(jnp.int32)
     pairs = enumerate(map(jnp.asarray, cases))
     return [jnp.where(which == i, x, jnp.zeros_like(x)) for i, x in pairs]

@@ -176,7 +176,7 @@ def _is_passed(trail: Trail, region: Region) -> bool:
 def _rank(trail: Trail, region: Region) -> tuple[Any, ...]:
     """A key for the order in which to look into regions: that of the program.
 
-    What is passed comes last, but for what an inf came into: it may be a NaN later.
+    Passed values come last, unless an inf came in: that may be a NaN later.
     """
     is_passed = _is_passed(trail, region)
     has_inf = any(trail.is_bad(x) and not trail.size(x).is_nan for x in region.ends)

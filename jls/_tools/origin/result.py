@@ -67,7 +67,7 @@ class Why(NamedTuple):
         lines = wrapped(f"jls.why: {_headline(self)}")
         if self.is_from_scale or self.is_early:
             lines += _paragraphs(self.notes)
-        # What came in was there before all else.
+        # Bad arguments were there before all else.
         at_first = [*self.births[:1], *filter(_came_in, self.births[1:])]
         if at_first:
             lines.append("")

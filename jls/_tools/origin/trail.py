@@ -40,7 +40,7 @@ class RunValue(NamedTuple):
 
     frame: Frame
     atom: Any
-    # Of each loop around it, outermost first; in a scan, the index of the slice.
+    # The iteration of each loop around it, outermost first; in a scan, the slice.
     iterations: tuple[int, ...] = ()
 
 
@@ -65,7 +65,7 @@ class Stack(NamedTuple):
     iterations: tuple[int, ...]  # except those of this scan
 
 
-# What has a record: `key` is its place in the records of its program, `result` the
+# A value with a record: `key` is its place in the records of its program, `result` the
 # place of its numbers in that record.
 
 
@@ -313,7 +313,7 @@ class Trail:
         origins = [self.origin(x) for x in causes]
         if not (is_choice and causes and all(isinstance(x, Constant) for x in origins)):
             return []
-        # What only decides is not recorded, so its operands are asked.
+        # A predicate has no record, so its operands are asked.
         found = self.nearest([self.predicate(op)], lambda x: len(self._keys(x)) > 0)
         return [value for value, _ in found if self.is_bad(value)]
 
@@ -357,7 +357,7 @@ class Trail:
             elif is_float:
                 yield value, origin
 
-    # What a value is.
+    # Origins.
 
     def origin(self, value: RunValue) -> Origin | None:
         """The origin of a value, behind calls and operations that keep its size."""
@@ -367,7 +367,7 @@ class Trail:
         return found
 
     def _step(self, value: RunValue) -> RunValue | Origin | None:
-        """What a value is, one operation or one call back."""
+        """The origin of a value, one operation or one call back."""
         frame, atom, iterations = value
         if is_literal(atom):
             return Constant(atom.val)
@@ -385,7 +385,7 @@ class Trail:
         if way == "branch":
             taken = [RunValue(*x, iterations) for x in sources]
             taken = [x for x in taken if self._is_taken(x)]
-            # Of a while loop it is known that both were taken about then.
+            # In a while loop both were taken about then.
             return next(filter(self.is_bad, taken), taken[0]) if taken else None
         if way == "call":
             return RunValue(*sources[0], iterations)
@@ -409,7 +409,7 @@ class Trail:
     def _carried(
         self, variable: Variable, position: int, iterations: tuple[int, ...]
     ) -> RunValue | LoopCarry:
-        """What a loop hands on from an iteration."""
+        """The carry that a loop hands on from an iteration."""
         if variable[0].has_lanes:
             return LoopCarry(variable[0], position, iterations)
         return RunValue(*variable, iterations)
@@ -437,7 +437,7 @@ class Trail:
         return every[::-1] if loop.is_reversed else every
 
     def _parts(self, stack: Stack) -> Iterator[RunValue]:
-        """What the iterations have stacked, in order of time."""
+        """The values that the iterations have stacked, in order of time."""
         for index in self._iterations(stack.frame, stack.iterations):
             yield RunValue(stack.frame, stack.atom, (*stack.iterations, index))
 
@@ -498,7 +498,7 @@ class Trail:
         if isinstance(origin, Constant) and origin.reader is not None:
             origin = origin.reader
         if not isinstance(origin, OpResult):
-            # What is -inf alone may be a mask, on purpose.
+            # An array with no other bad value than -inf may be a mask.
             is_argument = isinstance(origin, Argument)
             is_mask = is_argument and birth.size.nonfinite == {"-inf"}
             return (1 if is_mask else -1, origin.position if is_argument else -1)

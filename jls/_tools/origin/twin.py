@@ -151,7 +151,7 @@ class Twin(RecordedProgram):
 
 
 def _read(record: Any) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The record of an operation, a row for each iteration, and its samples, likewise.
+    """The record of an operation and its samples, a row for each iteration.
 
     Both are `f32[iterations, n]`.
     """

@@ -60,10 +60,10 @@ from jls._tools.reading.widths import Widths
 from jls._tree import is_array
 from jls._types import SkipReason, skip_reason_of
 
-# Of the lowest loss scale that is tried, 2^-24: the smallest float16. A lower one is 0
-# when cast to float16.
+# The lowest loss scale that is tried is 2^-24, the smallest float16: a lower one is 0
+# when it is cast.
 LOWEST_EXPONENT = -24
-# Each argument with NaN in it is tried alone, in a run of its own.
+# Each argument with NaN in it is tried in a run of its own.
 _MOST_RUNS = 32
 # No model trains with parameters like these.
 _FAR_TOO_LARGE = 1e6
@@ -154,14 +154,14 @@ def _one_by_one(case: Case) -> Why:
     return Why(notes=(_NOT_REPRODUCED_SKIP if was_skipped else _NOT_REPRODUCED,))
 
 
-# What came in.
+# Bad arguments.
 
 
 def _came_in(case: Case) -> Why | None:
     """Explains NaN among the arguments, without a record of each operation.
 
     An argument is named if the results are finite with 0 in the place of NaN, and not
-    with the NaN of this argument alone. An inf may be there on purpose. Where the
+    with only the NaN of this argument. An inf may be there on purpose. Where the
     program asks what is NaN, it may do something else with 0.
     """
     indices = [
@@ -337,7 +337,7 @@ def explain(
         birth = birth_of(case, trail, one, forward)
         births.setdefault((birth.kind, birth.place._replace(iteration=())), birth)
     if any(is_of_entropy(x.advice) for x in births.values()):
-        # The logarithm alone needs no mending: it is the product that does.
+        # The logarithm needs no mending: the product does.
         is_log = "log", "log1p"
         births = {
             key: x._replace(advice="") if x.place.operation in is_log else x
@@ -355,7 +355,7 @@ def explain(
 
 
 def _names(bad: list[Bad]) -> tuple[str, ...]:
-    """What is not finite, the loss first."""
+    """The roots that are not finite, the loss first."""
     names = dict.fromkeys(x.root.name for x in bad)
     return tuple(sorted(names, key=lambda name: name.split(" (")[0] != "loss"))
 

@@ -21,7 +21,7 @@ SEED, DERIVATIVE = "seed", "derivative"  # of which there is no one operation
 
 
 class Derivatives:
-    """What is differentiated in a program, noted in its order.
+    """The derivatives that a program takes, in its order.
 
     Args:
       is_of_scales: whether a value is computed only from loss scales.
@@ -38,7 +38,7 @@ class Derivatives:
         self._factors = set[float | None]()
 
     def multiple(self, op: Operation) -> Multiple | None:
-        """What a result of an operation is a multiple of, if that is known."""
+        """The value of which a result is a multiple, if that is known."""
         if not is_tracked(op.site):
             return None
         if is_transposed(op.site):

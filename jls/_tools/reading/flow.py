@@ -67,7 +67,7 @@ class Flow(Question[Value]):
         self.bit_of_gradients = 2 * self._random  # in `follows`: unscaled values
         self.updates = Updates(4 * self._random)
         self.derivatives = Derivatives(self._is_of_scales)
-        # Where updates with a negative factor are subtracted from something.
+        # The place where updates with a negative factor are subtracted.
         self.subtracted: list[tuple[Site, Value]] = []
         # By the place in the program: the results of operations in narrow dtypes, and
         # those of products.
@@ -227,7 +227,7 @@ class Flow(Question[Value]):
         return value.but(follows=follows | self.bit_of_gradients)
 
     def _taint(self, op: Operation, marks: frozenset[str]) -> tuple[int, int, int]:
-        """What a result depends on, follows element by element, and goes through."""
+        """The inputs that a result depends on, follows, and goes through, as bits."""
         facts = ((x.depends, x.follows, x.through) for x in op.operands)
         columns = list(zip(*facts, strict=True)) or [(), (), ()]
         depends, follows, through = (

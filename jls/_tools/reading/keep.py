@@ -11,7 +11,7 @@ from jls._program.places import Place, modules_in_loss, place_of
 
 
 class Unit(NamedTuple):
-    """What a `keep` knows of a product: its scope, its file and its function.
+    """The facts by which a `keep` finds a product: scope, file and function.
 
     In an `InFunctions` one of them may be None: any.
     """

@@ -167,11 +167,11 @@ def why_wide(product: Product) -> str:
     return _WHILE if is_in_while else BY_MODEL
 
 
-# What the headlines of the tools say.
+# The headlines of the tools.
 
 
 class PrecisionReport(NamedTuple):
-    """What a tool says of half precision."""
+    """A tool's sentence on half precision."""
 
     precision: Precision
     headline: str  # what its headline has to say; "" if all is as it should be

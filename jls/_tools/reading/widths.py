@@ -172,7 +172,7 @@ def _as_written(atom: Any, value: Any) -> Any:
 
 
 def _through_calls(frame: Frame, atom: Any) -> list[Variable]:
-    """What a variable is in the program that makes it, one call in or out."""
+    """The variable of the program that makes a variable, one call in or out."""
     maker = frame.makers.get(atom)
     if maker is None:
         return frame.sources(atom)
