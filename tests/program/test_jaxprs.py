@@ -214,6 +214,7 @@ def traced():
     jax.make_jaxpr(half)(*HALF)
 
 
+@pytest.mark.more  # each goes with those of its reader, below
 def test_reading_goes_on_without_any_one_name(monkeypatch):
     whole, places = read()
     assert not set(whole.of("broken")) | set(whole.of("not tried"))
