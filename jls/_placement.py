@@ -17,7 +17,8 @@ from jls._tree import is_array, is_concrete, is_extended
 def own_buffers(tree: Any, foreign: Any) -> Any:
     """`tree` as strong arrays that share no buffer with `foreign` or each other.
 
-    Two leaves in one buffer cannot both be donated, nor a leaf in a caller's buffer.
+    Two leaves in one buffer cannot both be donated, and a leaf in a caller's buffer
+    cannot be donated.
     """
     taken = {_buffer(leaf) for leaf in jax.tree.leaves(foreign) if is_array(leaf)}
 
@@ -38,14 +39,14 @@ def own_buffers(tree: Any, foreign: Any) -> Any:
 def place_scalars(state: Any, params: optax.Params) -> Any:
     """`state` with its scalars and flags on the devices of `params`.
 
-    A scalar left where JAX puts it would come back from the first step with the
-    placement of the parameters, and the second step would compile again.
+    Otherwise the first step would return a scalar with the placement of the parameters,
+    and the second step would compile again.
     """
     return place_all(state, params, scalars=True)
 
 
 def place_all(state: Any, params: optax.Params, scalars: bool = False) -> Any:
-    """`state` with its arrays, or only `scalars` and flags, on all of these devices."""
+    """`state` with arrays, or only `scalars` and flags, on all devices of `params`."""
     shardings = [
         leaf.sharding
         for leaf in jax.tree.leaves(params)
@@ -69,14 +70,14 @@ def place_all(state: Any, params: optax.Params, scalars: bool = False) -> Any:
 
 
 def place_like(array: Any, like: Any) -> Any:
-    """`array` on the devices of `like`, if that is committed to any."""
+    """`array` on the devices of `like`, if `like` is committed to any."""
     if isinstance(array, Tracer) or not (is_concrete(like) and like.committed):
         return array
     return put(jnp.asarray(array), like.sharding)
 
 
 def copy_like(value: Any, like: Any) -> Array:
-    """`value` in a buffer of its own, on the devices of `like` if it has any."""
+    """`value` in a buffer of its own, on the devices of `like` if it is committed."""
     if is_concrete(like) and like.committed:
         # Two steps: on a CPU, device_put shares the memory of numpy arrays.
         value = jax.device_put(value, like.sharding)
@@ -86,11 +87,11 @@ def copy_like(value: Any, like: Any) -> Array:
 
 
 def put(array: Array, sharding: Any) -> Array:
-    """`array`, which every process has, on the devices of `sharding`.
+    """Puts `array`, which every process has, on the devices of `sharding`.
 
-    Across several processes it goes through the host: in jax 0.10 to 0.12 `device_put`
-    of a JAX array gives one that cannot be saved if each process has one device, since
-    its `addressable_shards` raise.
+    Across several processes it goes through the host. If each process has one device,
+    `device_put` of a JAX array in jax 0.10 to 0.12 returns an array whose
+    `addressable_shards` raise, so it cannot be saved.
     """
     if sharding.is_fully_addressable or is_extended(array):
         return jax.device_put(array, sharding)
@@ -99,7 +100,7 @@ def put(array: Array, sharding: Any) -> Array:
 
 
 def _buffer(leaf: Any) -> int:
-    """Identifies a buffer: by its address, or under tracing by the tracer."""
+    """Identifies a buffer by its address, or by the tracer under tracing."""
     if isinstance(leaf, np.ndarray):
         return leaf.__array_interface__["data"][0]
     if isinstance(leaf, Tracer) or not hasattr(leaf, "unsafe_buffer_pointer"):

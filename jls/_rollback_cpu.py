@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selects between new and old: on a CPU each value where it is computed.
+"""Selects between new and old values: on a CPU, each where it is computed.
 
     new_mu = b1 * mu + (1 - b1) * grads         mu = where(ok, b1 * mu + ..., mu)
     new_nu = ...                          ->    nu = where(ok, ..., nu)
     updates = new_mu / sqrt(new_nu)             updates = mu / sqrt(nu)
 
-In a step that is kept, both are the same numbers. In a step that is rolled back,
-nothing is left of either. The moments then change in place, in the passes of the bare
-optimizer: on a CPU a wrapped AdamW moves 11 times the bytes of the parameters, the bare
-one 10. With selects at the end it would be 16, and with `lax.cond` too: the new moments
-and the old ones would be needed at the same time, and XLA CPU would copy the old ones.
+In a step that is kept, both programs compute the same numbers. In a step that is rolled
+back, nothing is left of either. On the right, the moments change in place, in the
+passes of the bare optimizer. On a CPU a wrapped AdamW moves 11 times the bytes of the
+parameters, and a bare one 10 times. With selects at the end, or with `lax.cond`, it
+would be 16 times: the new moments and the old ones would be needed at the same time,
+and XLA CPU would copy the old ones.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from jls._program.writer import Writer
 
 
 class Chosen(NamedTuple):
-    """Arrays where `flag`, else others."""
+    """The `new` arrays where `flag` is true, else the `old` ones."""
 
     flag: Array  # bool[]
     new: Sequence[Array]
@@ -39,18 +40,18 @@ def select_in_place(
     inputs: Chosen,
     old: Sequence[Array],
 ) -> list[Array]:
-    """Results of `jaxpr` where `flag`, else `old`.
+    """The results of `jaxpr` where `flag` is true, else `old`.
 
     On a CPU the program continues with the selected values. Elsewhere it continues
-    with its own, and so the selects are at the end. Nothing else differs: there is one
-    program for all platforms.
+    with its own values, so the selects are at the end. Nothing else differs: there is
+    one program for all platforms.
 
     Args:
       jaxpr: a program of `consts` and `inputs`.
-      flag: `bool[]`; where it is true, so is that of `inputs`.
+      flag: `bool[]`; where it is true, the flag of `inputs` is too.
       consts: arrays.
       inputs: arrays.
-      old: of the results.
+      old: the old values of the results.
     """
     writer = Writer(jaxpr, [*consts, *inputs.new])
     given = dict(zip(jaxpr.invars, writer.arguments, strict=True))
@@ -60,16 +61,16 @@ def select_in_place(
         if not is_literal(variable) and variable not in given
     }
     is_kept, is_given = map(writer.variable_of, (flag, inputs.flag))
-    (is_here,) = writer.apply(on_cpu)  # inside, where XLA folds it first
-    kept = {}  # results, selected
-    read = {}  # what the program reads in the place of variables; None until it does
+    (is_here,) = writer.apply(on_cpu)  # in the program, where XLA folds it first
+    kept = {}  # selected results
+    read = {}  # the variables to read in the place of others; None until one is read
 
     def select(flag, new, old):
         (selected,) = writer.apply(where, flag, new, old)
         return selected
 
     def of_its_type(x, selected):
-        # With another type, that of all that is computed from it would change.
+        # Another type would change the types of all that is computed from it.
         return selected if selected.aval == x.aval else x
 
     of_inputs = jaxpr.invars[len(consts) :]
@@ -109,11 +110,11 @@ def select_in_place(
 
 
 def computed_once(flags: Array) -> Array:
-    """`flags`, which on a CPU are in memory before anything reads them.
+    """`flags`; on a CPU they are in memory before anything reads them.
 
-    XLA CPU copies what is cheap into each fusion that reads it. The sum of a clip's
-    squares is a chain of one addition a leaf, and as many fusions ask for the decision:
-    with 200 leaves XLA would compile for minutes.
+    XLA CPU copies cheap computations into each fusion that reads them. A clip's sum of
+    squares is a chain with one addition per leaf, and as many fusions ask for the
+    decision. With 200 leaves XLA would compile for minutes.
     """
     if not isinstance(flags, Tracer):
         return flags
@@ -123,10 +124,10 @@ def computed_once(flags: Array) -> Array:
 
 
 def at_once_on_gpu(*flags: Array) -> Sequence[Array]:
-    """`flags`, which on a GPU are in memory, as one array.
+    """`flags`; on a GPU they are in memory, as one array.
 
-    XLA GPU makes one kernel of all the counters that read the same array. Of those that
-    read the same scalar each would be a kernel.
+    XLA GPU makes one kernel of all the counters that read the same array. If they read
+    the same scalar, each would be a kernel of its own.
     """
     return _at_once(flags) if isinstance(flags[0], Tracer) else flags
 

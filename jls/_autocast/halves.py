@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which values of a program are half by themselves, and which are running values.
 
-The results of products are half, and so is what is moved of them. A running value is
-what one thing after the other is added to: a residual stream, an integrator. There is
-one of it at a time, so it is kept in memory instead of being summed again.
+The results of products are half, and stay half when they are moved. A running value is
+a sum to which one term after another is added: a residual stream, an integrator. Only
+one exists at a time, so it is kept in memory instead of being summed again.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,8 @@ class Fact(NamedTuple):
     """The facts of a value, read before anything is computed."""
 
     is_half: bool = False
-    # Variables: an array in memory, and those of what was added to it; the last two.
+    # The last two variables of the row of sums that leads to the value. A row of one is
+    # an array in memory.
     row: tuple[Any, ...] = ()
     is_spread: bool = False  # an array that was broadcast, such as a bias
 
@@ -78,7 +79,7 @@ class Halves(Question[Fact]):
         return before if joined == before else joined
 
     def slice(self, value: Fact) -> Fact:
-        """It is in memory."""
+        """A slice is in memory."""
         return IN_MEMORY._replace(is_half=value.is_half)
 
     def of_equation(self, site: Site, operands: Sequence[Fact]) -> Sequence[Fact]:
@@ -101,11 +102,11 @@ class Halves(Question[Fact]):
             if not is_literal(atom) and not fact.is_spread and atom.aval.shape == shape
         ]
         row = max((fact.row for _, fact in arrays), default=(), key=len)
-        if len(arrays) == 1 and name in (*_SUMS, *_SCALES):  # with a number, or a bias
+        if len(arrays) == 1 and name in (*_SUMS, *_SCALES):  # with a number or a bias
             return Fact(row=row)
         if len(arrays) < 2 or name not in _SUMS:
             return Fact()
-        if len(row) > 1:  # the second in a row
+        if len(row) > 1:  # the second sum in a row
             self.running.update((*row, *equation.outvars))
         return Fact(row=(*(row or equation.outvars)[-1:], *equation.outvars))
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The values of a program while it is rewritten: in memory, or not computed yet.
 
-What products give is in memory, in half. So is what sums, loops and calls give, in
-float32. An elementwise operation is put off, as part of a chain, until something else
-needs its result. The chain is then computed in float32 from what is in memory, and
-rounded if a product takes it. For the derivative it is computed again: what is kept
-until then is what it began with, and no other array of float32.
+Products give arrays in memory, in half. Sums give arrays in memory too, in float32;
+loops and calls give either. An elementwise operation is put off, as part of a chain,
+until something else needs its result. The chain is then computed in float32 from arrays
+in memory, and rounded if a product takes it. The derivative computes it again. Until
+then, only the arrays that it began with are kept, and no other float32 array.
 
     h = x @ w              in memory, in half
-    y = gelu(h + b)        a chain of twelve operations, from h and b
+    y = gelu(h + b)        a chain of all these operations, from h and b
     y @ v                  computes it in float32, and rounds it once
                            the derivative computes it again from h and b
 """
@@ -38,14 +38,14 @@ from jls._program.jaxprs import (
 from jls._program.places import is_relu_of_jax
 from jls._program.primitives import primitive_of
 
-MOST = 32  # operations of a chain, all of which are computed again
+MOST = 32  # the most operations in a chain: all of them are computed again
 
 
 class Stored:
     """An array in memory. If it is in half, the program has it in float32.
 
-    A running value is in float32. In half is what is kept of it for a derivative that
-    is no worse for that.
+    A running value is in float32. If a derivative is no worse for it, a copy in half is
+    kept for the derivative.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class Stored:
         self._wide: Any = None if is_half else array
         self._kept: Any = None
         self._is_fixed = False
-        self.is_reduced = False  # smaller than what it was computed from, as a mean is
+        self.is_reduced = False  # smaller than its operands, as a mean is
 
     def wide(self) -> Any:
         """The array as the program has it.
 
-        One for all who use it: the cotangents of what is in half are summed in float32.
-        Those of a loss may all but cancel.
+        All readers share it, so the cotangents of an array in half are summed in
+        float32. The cotangents of a loss may nearly cancel.
         """
         if self._wide is None:
             self._wide = _cast(self.array, TO_FLOAT32)
@@ -70,14 +70,14 @@ class Stored:
     def half(self, dtype: Any) -> Any:
         if self._is_fixed:
             return call_shared(_half_of, [self.array, self.wide()])
-        # Anew for each use: the gradients of a shared weight are summed in float32.
+        # Cast for each use: the gradients of a shared weight are summed in float32.
         return self.array if self.is_half else _cast(self.array, Cast(dtype))
 
     def fixed(self, wide: Any) -> "Stored":
         """The same array inside of a loop: its cotangents are summed in float32.
 
         Args:
-          wide: it in float32, from outside of the loop.
+          wide: the array in float32, from outside of the loop.
         """
         made = Stored(self.array, self.is_half, self.is_running)
         made._wide, made._is_fixed = wide, self.is_half
@@ -97,7 +97,7 @@ class Chain:
       equation: the operation.
       operands: its operands.
       dtype: the half precision.
-      index: of the result among those of the operation.
+      index: which result of the operation it is.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Chain:
         return is_shape and all(map(is_number, operands))
 
     def on(self, arrays: Mapping[int, "Stored"]) -> "Chain":
-        """The same chain, of other arrays in the places of some."""
+        """The same chain, with `arrays` in the places of some of its own."""
         made: dict[int, Any] = dict(arrays)
         for node in self.nodes():
             made[id(node)] = node._with([made.get(id(x), x) for x in node.operands])
@@ -136,7 +136,7 @@ class Chain:
 
     @property
     def atom(self) -> Any:
-        """The variable of the program that it is."""
+        """Its variable in the program."""
         return self.equation.outvars[self._index]
 
     def wide(self) -> Any:
@@ -154,9 +154,9 @@ class Chain:
         return self._half
 
     def _clamped(self, dtype: Any) -> "Chain":
-        """The same with numbers that are an element of the result within the range.
+        """The same chain; numbers that end up in the result are within half's range.
 
-        A mask that a product takes is written with the lowest number of float32.
+        A mask that a product takes may hold the lowest number of float32.
         """
         if not primitive_of(self.equation).moves:
             return self
@@ -217,7 +217,7 @@ class Chain:
             return call_shared(Written(steps, forms, rounds), arrays)
 
     def nodes(self) -> "list[Chain]":
-        """Its operations, each after those that it needs."""
+        """Its operations. Each comes after the ones that it needs."""
         found: dict[int, Chain] = {}
 
         def visit(chain: Chain) -> None:
@@ -244,22 +244,23 @@ class Step(NamedTuple):
 
     operation: Operation
     traceback: Any
-    names: Any  # of the scopes within that of the chain
-    settings: Any  # of JAX, where they are not those of the chain
-    operands: tuple[int | Number, ...]  # numbers of arrays and of earlier results
+    names: Any  # of the scopes inside the scope of the chain
+    settings: Any  # of JAX; None if the chain has the same
+    operands: tuple[int | Number, ...]  # indices of arrays and earlier results
     result: int  # which of its results counts
 
 
 class Written(NamedTuple):
     """A chain as a function of arrays, the same for all chains that look alike.
 
-    After them it takes those that are kept in half once more, in float32: that is what
-    it is differentiated with respect to, while those in half are kept.
+    The arrays that are kept in half are also given in float32, after all the others.
+    The function is differentiated with respect to the float32 ones, but only the half
+    ones are kept.
     """
 
     steps: tuple[Step, ...]
     # The kind of each array: "half", a "running" value in half, or "". A linear chain
-    # takes float32, and its derivative needs none of it.
+    # takes float32, and its derivative needs none of them.
     forms: tuple[str, ...]
     rounds: Cast | None
     is_linear: bool = False
@@ -272,7 +273,7 @@ class Written(NamedTuple):
         return self.again(*arrays)
 
     def again(self, *arrays: Any) -> Any:
-        """From what is kept, which is also how the derivative computes it."""
+        """The chain from what is kept, as the derivative computes it too."""
         return checkpointed(self._run_kept)(*arrays)
 
     def _run_kept(self, *arrays: Any) -> Any:
@@ -281,7 +282,7 @@ class Written(NamedTuple):
         return self._run([_in_place_of(next(wide), x) if f else x for f, x in pairs])
 
     def from_wide(self, *arrays: Any) -> Any:
-        """From running values as they are."""
+        """The chain from running values as they are, in float32."""
         wide = iter(arrays[len(self.forms) :])
         pairs = zip(self.forms, arrays, strict=False)
         return self._run([next(wide) if f else x for f, x in pairs])
@@ -298,7 +299,7 @@ class Written(NamedTuple):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _from_running(written: Written, *arrays: Any) -> Any:
-    """A chain with the derivative that it has at what is kept of running values."""
+    """A chain of running values. Its derivative is taken at their copies in half."""
     return written.from_wide(*arrays)
 
 
@@ -310,7 +311,7 @@ def _tangent_from_running(written, primals, tangents):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def relu_of_running(dtype: Any, array: Any) -> Any:
-    """JAX's relu where its result is a running value, of which half is kept.
+    """JAX's relu if its result is a running value. A copy in half is kept.
 
     Its derivative asks only for the sign of the result.
     """
@@ -330,7 +331,7 @@ def _tangent_of_relu(dtype, primals, tangents):
 
 @jax.custom_jvp
 def _half_of(half: Any, wide: Any) -> Any:
-    """`half`, as what is rounded of the same array in float32."""
+    """`half`, differentiated as if `wide`, the same array, were cast to it."""
     del wide
     return half
 
@@ -342,18 +343,18 @@ def _tangent_of_half_of(primals, tangents):
 
 @jax.custom_jvp
 def _in_place_of(wide: Any, half: Any) -> Any:
-    """`wide`, computed from the same array in half."""
+    """`wide`, but computed from `half`, which is the same array."""
     return TO_FLOAT32(half)
 
 
 @_in_place_of.defjvp
 def _tangent_in_place_of(primals, tangents):
     _, half = primals
-    return TO_FLOAT32(half), tangents[0]  # needs `wide` no more: it is not kept
+    return TO_FLOAT32(half), tangents[0]  # needs no `wide`: it is not kept
 
 
 def _within_range(number: Stored, dtype: Any) -> Stored:
-    """A number, or the largest of its sign that there is in half."""
+    """A number, or the largest one in half with the same sign if it is larger."""
     value, largest = np.asarray(number.array), float(jnp.finfo(dtype).max)
     if not np.isfinite(value) or abs(float(value)) <= largest:
         return number
@@ -368,11 +369,13 @@ def _is_kept_in_half(
 ) -> bool:
     """Whether the derivatives of a chain are as good with one of its arrays in half.
 
-    They are if it is multiplied, and then added to something, or not at all: there is
-    only its relative error in them. What is left of a difference, of a root or of a
-    comparison may be what half rounds away; but not its sign, of which a relu asks.
+    They are if the array is multiplied, and after that added to something, if at all:
+    they have only its relative error. After a difference, a root or a comparison, only
+    the part that half rounds away may be left. A relu asks only for the sign, which
+    half keeps.
     """
-    sums = dict[int, bool]()  # places of what is computed from it; whether it is a sum
+    # For each value computed from the array, by its place: whether it is a sum.
+    sums = dict[int, bool]()
     sums[place] = False
     for i, (node, given) in enumerate(zip(nodes, operands, strict=True)):
         row, name = primitive_of(node.equation), node.equation.primitive.name
@@ -380,7 +383,7 @@ def _is_kept_in_half(
         if not found:
             continue
         is_sum = any(found)
-        if not is_float32(node.atom):  # an integer part may be another one
+        if not is_float32(node.atom):  # rounding may change an integer
             return False
         if row.saves_nothing:
             is_sum |= row.degree == "sum"
@@ -397,7 +400,7 @@ def _is_kept_in_half(
 
 
 def _is_relu(chain: Chain) -> bool:
-    """Whether it is the larger one of an array and 0."""
+    """Whether it is the maximum of an array and 0."""
     operands = [
         x.operands[0] if isinstance(x, Chain) and len(x.operands) == 1 else x
         for x in chain.operands

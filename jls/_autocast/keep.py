@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which products are computed in half, and which operations stay as written.
 
-What stays, and what a product is:
+The terms:
 
-    keep       a regular expression that is searched in the scope of an operation, or a
-               function of its `Place`
-    product    a dot, a convolution or a ragged dot of float32 arrays. Not one that asks
-               for a precision, nor an inner product, which is a sum, nor an outer one,
-               which sums nothing: an operation element by element
+    keep       says what stays: a regular expression that is searched in the scope of an
+               operation, or a function of its `Place`
+    product    a dot, a convolution or a ragged dot of float32 arrays. Three are not
+               computed in half: one that asks for a precision, an inner product, which
+               is a sum, and an outer product, which sums nothing and is elementwise
 """
 
 import re
@@ -29,7 +29,7 @@ Keep = str | Callable[[Place], Any] | None
 
 KEEP = "keep"
 OUTER = "outer product"
-# The scopes by which the tools know why a product, or its derivative, is as written.
+# These scopes tell the tools why a product, or its derivative, is as written.
 _MARKS = {KEEP: KEPT, OUTER: OUTER_PRODUCT}
 
 
@@ -38,14 +38,14 @@ class Choice:
 
     def __init__(self, dtype: Any, keep: Keep | re.Pattern[str]) -> None:
         self.dtype = jnp.dtype(dtype)
-        # A pattern that is compiled stays as it is.
+        # `re.compile` returns a compiled pattern as it is.
         self._keep = keep if keep is None or callable(keep) else re.compile(keep)
         self._known: dict[tuple[int, ...], bool] = {}
         self._seen: dict[str, None] = {}  # scopes, or functions
         self._has_found = keep is None
 
     def anew(self) -> "Choice":
-        """The same for another program, such as that of a rule."""
+        """The same choice for another program, such as a rule's."""
         return Choice(self.dtype, self._keep)
 
     def is_kept(self, site: Site) -> bool:
@@ -69,7 +69,7 @@ class Choice:
         return is_found
 
     def check_found(self) -> None:
-        """Raises or warns if `keep` found nothing, once a whole program was read."""
+        """Raises or warns if `keep` found nothing, after a whole program was read."""
         if self._has_found:
             return
         seen = [where for where in self._seen if where]
@@ -100,13 +100,14 @@ class Choice:
         return OUTER if is_outer(equation) else None
 
     def mark_of(self, site: Site) -> str | None:
-        """The scope of jls for a product, by why it stays as it is; None for none."""
+        """The scope of jls that says why a product stays as it is, if there is one."""
         return _MARKS.get(self.why_wide(site) or "")
 
     def marked(self, program: Program) -> Opened:
-        """A program without a product in half: as it is, with the scopes of jls.
+        """Adds the scopes of jls to a program that has no product in half.
 
-        A call has one for all that is in it: that of `keep`, if it finds any of it.
+        A call gets one scope for all its products: the scope of `keep`, if `keep` finds
+        any of them.
         """
         marks = dict[int, str]()
         for product in products_in(Frame(program)):
@@ -122,7 +123,7 @@ class Choice:
 
 
 def _is_of_floats(equation: Any, half: Any) -> bool:
-    """Whether a product is of float32, or of float32 and of what is in half already."""
+    """Whether a product is of float32, or of float32 and an array already in half."""
     first, second = equation.invars[:2]
     dtypes = {first.aval.dtype, second.aval.dtype}
     is_wide = is_float32(equation.outvars[0]) and jnp.dtype(jnp.float32) in dtypes

@@ -2,7 +2,25 @@
 """Evaluates a float32 program with its products in half, and nothing else.
 
 Calls, loops, branches and custom derivatives stay what they are, and are rewritten
-inside. Every cast is where a value is used, so nothing but XLA merges two of them.
+inside. A cast is made where a value is used, so only XLA merges two of them.
+
+An example in float16. The lines of a function, and what becomes of each operation:
+
+    h = tanh(x @ w + b)
+    s = sum(h)
+    return h / s @ w
+
+    x @ w         x and w are rounded to float16; the result is in memory, in float16
+    b             is broadcast in float32, at once: it is a move of an array in memory
+    +, tanh       not computed yet: a chain, which begins with x @ w and b
+    sum           computes the chain in float32, and sums it: s is in memory, in float32
+    /             not computed yet: the chain goes on, and begins with s too
+    @ w           computes + and tanh again, and /, all in float32; rounds the result to
+                  float16 once, rounds w again, and gives float16
+    return        casts that to float32, the dtype of the result as written
+
+The derivative keeps b and s in float32, and in float16 the result of x @ w and the
+operands of both products.
 """
 
 from collections.abc import Sequence
@@ -69,10 +87,10 @@ class ClosedOverError(Exception):
 
 
 class Rewrite:
-    """One program: what was read of it, and its evaluation.
+    """One program: the facts that were read about it, and its evaluation.
 
     Attributes:
-      choice: what is cast.
+      choice: which products are cast, and to which dtype.
     """
 
     def __init__(self, choice: Choice, precision: Any, trace: Any = None) -> None:
@@ -80,8 +98,9 @@ class Rewrite:
         self._readers, self._halves = Readers(choice), Halves(choice)
         # The arrays that the rule of a custom_vjp may close over, if there is one.
         self._closed_over: dict[Any, Held] = {}
-        self._bodies: dict[Any, Any] = {}  # of calls that are alike
-        # By site, functions that JAX jits itself: they get the lines of their calls.
+        self._bodies: dict[Any, Any] = {}  # shared by calls that are alike
+        # By site, equations of functions that JAX jits, and of rules: with the lines of
+        # their callers.
         self._inlined: dict[tuple[int, ...], Any] = {}
 
     def read(
@@ -96,7 +115,7 @@ class Rewrite:
         Args:
           program: a jaxpr.
           facts: about its inputs.
-          wanted: which of its results are read as they are: all by default.
+          wanted: which of its results are read as they are; all by default.
           site: the calls around it.
         """
         results = opened(program).jaxpr.outvars
@@ -117,9 +136,9 @@ class Rewrite:
           program: a jaxpr.
           operands: its inputs.
           site: the calls around it.
-          caller: the equation of a function that JAX jits, which stays no call, or of
-            a rule. What is inside may have no line of the user's, and takes this one.
-          is_rule: whether it is of a rule, which is run inside of the caller's scopes.
+          caller: the equation of a rule, or of a function that JAX jits, which is
+            inlined. Equations inside take its line if they have none of the user's.
+          is_rule: whether it is a rule's program, which runs in the caller's scopes.
         """
         jaxpr = opened(program).jaxpr
         function = None if caller is None else function_of_jax(caller)
@@ -211,7 +230,7 @@ class Rewrite:
     def _at_once(
         self, site: Site, equation: Any, operands: list[Held]
     ) -> Sequence[Held]:
-        """An operation in float32."""
+        """Computes an operation in float32, at once."""
         if self._is_pick(site):
             results = bind_pick(equation, [_wide(equation, x) for x in operands])
         else:
@@ -236,7 +255,10 @@ class Rewrite:
         return bind_shared(equation, arrays, casts, **params)
 
     def _moved(self, site: Site, operands: list[Held]) -> Sequence[Held] | None:
-        """A move, at once if its operand is half, in memory, or rounded by all."""
+        """Makes a move at once, or returns None.
+
+        A move is made at once if its operand is half, in memory, or rounded by all.
+        """
         equation, half = self._at(site), self.choice.dtype
         row, count = primitive_of(equation), len(equation.outvars)
         is_pair = row.is_pairwise and count == len(operands) > 1
@@ -249,6 +271,7 @@ class Rewrite:
         if (row.moves == "all" and grows) or all(map(is_number, data)):
             return None
         if is_pair:
+            # Each result has its own operand: in half if that is, or if all round it.
             each = [
                 is_float32(atom) and (_is_half(x, half) or (fits and _is_cast(x)))
                 for atom, x, fits in zip(equation.invars, operands, rounds, strict=True)
@@ -257,7 +280,7 @@ class Rewrite:
         is_half = all(_is_half(x, half) for x in data)
         is_half |= all(rounds) and any(map(_is_cast, data))
         if not is_half and row.cast == "shape" and any(map(_is_cast, data)):
-            return None
+            return None  # it may become part of a chain
         if not is_half and self._is_pick(site):
             return None
         each = [is_half and i in places for i in range(len(operands))]
@@ -296,6 +319,7 @@ class Rewrite:
             return [Stored(array, is_running=True)]
         chains = made(operands)
         if len(chains[0].nodes()) > MOST:
+            # Too long: its operands are computed, and a new chain begins.
             chains = made([self._in_memory_wide(x) for x in operands])
         return [
             Stored(chain.wide(), is_running=True)
@@ -305,7 +329,7 @@ class Rewrite:
         ]
 
     def _end(self, equation: Any, operands: list[Held]) -> Sequence[Held]:
-        """An operation of a chain whose result is in memory."""
+        """The last operation of a chain: its result is in memory."""
         row, half = primitive_of(equation), self.choice.dtype
         if row.degree == "same" and all(_is_half(x, half) for x in operands):
             results = self._bound(equation, operands, [True] * len(operands))
@@ -324,7 +348,7 @@ class Rewrite:
         is_half: bool = False,
         is_running: bool = False,
     ) -> list[Stored]:
-        """Results in memory."""
+        """Results, as values in memory."""
         results = [
             Stored(array, is_half and is_float32(atom), is_running)
             for array, atom in zip(arrays, equation.outvars, strict=True)
@@ -349,9 +373,10 @@ class Rewrite:
     def _inputs(
         self, site: Site, calls: list[Call], operands: Sequence[Held]
     ) -> list[Stored]:
-        """The operands in memory: in half if all programs that take them round them.
+        """The operands in memory. The ones that are there already stay as they are.
 
-        What is the same in each iteration of a loop stays in float32.
+        A chain is computed: in half if all programs that take it round it. If it is the
+        same in each iteration of a loop, it stays in float32.
         """
         wide = {0} if calls[0].kind == "branch" else set[int]()
         for call in calls:
@@ -366,7 +391,7 @@ class Rewrite:
         ]
 
     def _are_half(self, site: Site, call: Call) -> list[bool]:
-        """Which results of a call are half where they are stored."""
+        """Which results of a call are stored in half."""
         atoms = site.equation.outvars
         rounds = [self._readers.round_result(site, x) for x in atoms]
         alone = [self._halves.is_half(site, i) for i in range(len(atoms))]
@@ -385,7 +410,7 @@ class Rewrite:
         return [self._in_memory(x, is_half).array for x, is_half in pairs]
 
     def _call(self, site: Site, calls: list[Call], operands: list[Held]) -> Any:
-        """A jit of the user's, remat and custom derivatives stay what they are."""
+        """A user's jit, remat and custom derivatives stay calls; JAX's jits do not."""
         call, equation = calls[0], self._at(site)
         if call.kind != "call":
             return self._rebuilt(site, calls, operands)
@@ -422,7 +447,7 @@ class Rewrite:
             return _results(made(*(x.array for x in inputs)), halves)
 
     def _steps(self, program: Program, site: Site) -> tuple[Any, ...] | None:
-        """A key for what becomes of a body; None if it closes over arrays."""
+        """A key for the rewrite of a body; None if the body may close over arrays."""
         jaxpr, consts = opened(program)
         if consts:
             return None
@@ -471,12 +496,12 @@ class Rewrite:
             results, _ = rebuild(self._at(site), calls, arrays, run)
         return _results(results, halves)
 
-    # Custom derivatives. JAX gives the rule of one equation as the derivative of it.
+    # Custom derivatives. JAX gives the rule of an equation when it differentiates it.
 
     def _inner(
         self, program: Program, facts: Any, wanted: Any, site: Site
     ) -> "Rewrite":
-        """The rewrite of a program that is beside the one that was read."""
+        """The rewrite of a program that is no part of this one, such as a rule's."""
         inner = Rewrite(self.choice.anew(), self._precision, self._own_trace)
         inner._closed_over = self._closed_over
         inner.read(program, facts, wanted, site)
@@ -485,8 +510,8 @@ class Rewrite:
     def _custom_jvp(self, site: Site, call: Call, operands: list[Held]) -> Any:
         """A rule is evaluated as the function is.
 
-        It is given what chains are computed from beside what they are: it computes them
-        again, and nothing of them is kept.
+        The rule also takes the arrays from which chains are computed. It computes the
+        chains again, so nothing of them is kept.
         """
         equation, atoms = self._at(site), site.equation.outvars
         inputs, halves = (
@@ -549,17 +574,17 @@ class Rewrite:
             return _results(run(*arrays), halves)
 
     def _custom_vjp(self, site: Site, call: Call, operands: list[Held]) -> Any:
-        """The rule gets and gives float32: its products are in half."""
+        """The rule takes and returns float32. Its products are in half."""
         equation = self._at(site)
 
         def traced(fun, *trees):
-            """The program of a function of trees, read; and a function that runs it."""
+            """Traces and reads a function of trees, and returns its rewrite."""
             made, shape = jax.make_jaxpr(fun, return_shape=True)(*trees)
             facts = [IN_MEMORY for _ in jax.tree.leaves(trees)]
             inner = self._inner(made, facts, None, site)
             structure = jax.tree.structure(shape)
             for value in opened(made).consts:
-                inner._constant(value)  # raises, where one is not there
+                inner._constant(value)  # raises if it is no longer there
 
             def run(*trees):
                 leaves = [Stored(x) for x in jax.tree.leaves(trees)]
@@ -574,7 +599,7 @@ class Rewrite:
             return traced(as_written, *arrays)(*arrays)
 
         def forwards(*primals):
-            # A rule may ask what is differentiated, or refuse an argument that is.
+            # A rule may ask which arguments are differentiated, or refuse one that is.
             arrays = [x.value for x in primals]
             moving = [
                 i
@@ -601,7 +626,7 @@ class Rewrite:
 
             results, pullback = traced(differentiated, *arrays)(*arrays)
             zeros = [x if is_inexact_atom(x) else None for x in results]
-            # Now, while what the rule closes over can still be used.
+            # Traced now, while the arrays that the rule closes over can still be used.
             back = traced(pulled, pullback, zeros)
             return results, Partial(back, pullback)
 
@@ -619,7 +644,7 @@ class Rewrite:
 
 
 def _wide(equation: Any, held: Held) -> Any:
-    """The array in float32; if it is cast now, for this equation, with its line."""
+    """The array in float32. If it is cast here, the cast has the equation's line."""
     if isinstance(held, Chain) or not held.is_half:
         return held.wide()
     with traced_as(equation):
@@ -641,7 +666,7 @@ def _size(atoms: Sequence[Any]) -> int:
 
 
 def _is_half(held: Held, dtype: Any) -> bool:
-    """Whether nothing is lost if it is in half: a number may be as good there."""
+    """Whether it is in half, or is a number that half has exactly."""
     if not is_number(held):
         return isinstance(held, Stored) and held.is_half
     number = np.asarray(held.wide())
@@ -651,7 +676,7 @@ def _is_half(held: Held, dtype: Any) -> bool:
 
 
 def _is_elementwise(equation: Any) -> bool:
-    """Whether it is a function with a derivative of its own that a chain may have."""
+    """Whether it is a call of a `custom_jvp` function that a chain may have in it."""
     if rule_of(equation) != "jvp" or len(equation.outvars) != 1:
         return False
     if not is_float32(equation.outvars[0]):
@@ -675,7 +700,7 @@ def _results(arrays: Sequence[Any], halves: Sequence[bool]) -> list[Stored]:
 
 
 def _like(held: Sequence[Stored], arrays: Sequence[Any]) -> list[Stored]:
-    """Other arrays in the places of those that are held."""
+    """Other arrays, in the same forms as the values that are held."""
     return [
         Stored(array, x.is_half, x.is_running)
         for x, array in zip(held, arrays, strict=True)
@@ -683,12 +708,12 @@ def _like(held: Sequence[Stored], arrays: Sequence[Any]) -> list[Stored]:
 
 
 def _anew(held: Sequence[Stored]) -> list[Stored]:
-    """The form of a value outside of a body, for the inside."""
+    """The same arrays, without the casts that were made outside of a body."""
     return _like(held, [x.array for x in held])
 
 
 def _type_of(held: Stored) -> Any:
-    """The operands with which a program as written is traced."""
+    """An operand with which a program as written is traced."""
     return with_dtype(held.array, jnp.float32) if held.is_half else held.array
 
 

@@ -51,13 +51,13 @@ def degree_of(op: Operation, has_data: bool) -> Degree:
         return ZERO
     if kind == "bounded" and has_data:
         return Mixed(site, (ZERO, *degrees))
-    if op.name == "integer_pow":  # of which the exponent is not known
+    if op.name == "integer_pow":  # with an exponent that is not known
         return Unknown(site)
     return _of_scales_alone(site, op.operands, has_data) or Unknown(site)
 
 
 def _exponent(op: Operation) -> float | None:
-    """The power that an operation raises to; None if it does not, or is not known."""
+    """The exponent of a power; None for another operation, or if it is not known."""
     if not isinstance(op.row.degree, str):
         return op.row.degree
     if op.row.degree != "power":
@@ -120,6 +120,6 @@ def _degree_of_power(site: Site, degree: Degree, exponent: Any) -> Degree:
         return degree
     if not math.isfinite(exponent):
         return Unknown(site)
-    # The fraction that the float 1/3 stands for: roots add up exactly.
+    # The float 1/3 becomes the fraction that it stands for, so roots add up exactly.
     by = Fraction(exponent).limit_denominator(1000)
     return tuple((symbol, power * by) for symbol, power in degree if by)

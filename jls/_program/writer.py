@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes programs without tracing them.
 
-JAX traces an operation again for each array. Here it is traced once for each
-type of them.
+JAX traces an operation again for each array. Here it is traced once for each type of
+array.
 """
 
 from collections import Counter
@@ -19,8 +19,8 @@ class Writer:
     """A program that is written equation by equation, and its arguments.
 
     Args:
-      like: a program that has its first inputs; its equations are not taken over.
-      arguments: of these inputs.
+      like: a program whose inputs become the first inputs; its equations are left out.
+      arguments: the values of these inputs.
     """
 
     def __init__(self, like: Any = None, arguments: Sequence[Array] = ()) -> None:
@@ -32,7 +32,7 @@ class Writer:
         self.equations: list[Any] = []
 
     def variable_of(self, array: Array) -> Any:
-        """The variable that holds `array`, which becomes an argument if it is none."""
+        """The variable that holds `array`. A new array becomes an argument."""
         if id(array) not in self._variables:
             self._variables[id(array)] = variable = variable_like(array)
             self._inputs.append(variable)
@@ -59,7 +59,7 @@ class Writer:
         return substituted(jaxpr.outvars, values)
 
     def run(self, outvars: Sequence[Any], name: str) -> list[Array]:
-        """The values of variables; `name` is that of the call."""
+        """Runs the program in a call named `name`, and returns values of variables."""
         if not outvars:
             return []
         program = self._program.replace(
@@ -69,7 +69,7 @@ class Writer:
 
 
 def of_each(fun: Callable[[Array], Any], arrays: Sequence[Array]) -> list[list[Array]]:
-    """For each array the results of `fun`, which is traced once for each type."""
+    """The results of `fun` for each array. It is traced once for each type."""
     types = Counter(map(jax.typeof, arrays))
     writer = Writer()
     results = [

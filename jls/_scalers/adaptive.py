@@ -5,16 +5,16 @@
     a growth          growth_count + 1, nonfinite_count = 0
     the 3rd growth    the next longer interval, growth_count = 0
     not finite        nonfinite_count + 1
-    the 3rd of them   above the shortest interval: down to the foot, both counts 0
-    the foot          an interval of 1, below those that are given
+    the 3rd of these  if above the shortest interval: down to the foot, both counts 0
+    the foot          an interval of 1, below the intervals that are given
 
-The rule of MindFormers' AdaptiveLossScaleUpdateCell, for `jls.presets`. Worth knowing
-about it: a finite step does not reset nonfinite_count, an overflow does not reset
-growth_count, and where the third has no effect (growths at the longest interval,
-overflows at the shortest) the count wraps from 3 to 0, so four more are needed. Differs
-in:
-1. It has no cap; here the scale stops at max_scale.
-2. It raises a scale below 1 to 1 on an overflow; here an overflow never raises it.
+This is the rule of MindFormers' AdaptiveLossScaleUpdateCell, for `jls.presets`. A
+finite step resets nonfinite_count only if it is a growth. An overflow resets
+growth_count only on a fall to the foot. The third growth has no effect at the longest
+interval, and the third overflow has none at the shortest or the foot: the count wraps
+from 3 to 0, so four more are needed. There are two differences:
+1. MindFormers has no cap; here the scale stops at max_scale.
+2. MindFormers raises a scale below 1 to 1 on an overflow; here no overflow raises it.
 """
 
 from typing import NamedTuple

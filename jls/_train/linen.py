@@ -19,7 +19,7 @@ from jls._types import JlsWarning, StepReport
 
 
 class LinenAdapter:
-    """Carries every pytree field of the state but those that a step makes anew."""
+    """Carries every pytree field of the state except those that a step replaces."""
 
     jitted = "jax.jit(jls.train_step(loss_fn))"
 
@@ -42,7 +42,7 @@ class LinenAdapter:
     def split(self) -> Parts:
         params, overwritten = self._params, None
         if self._has_fp8:
-            # As in Flax's `TrainState.create`, the optimizer knows only the others.
+            # The optimizer knows only the others, as in Flax's `TrainState.create`.
             params, overwritten = params["params"], params[FP8]
         opt_state = getattr(self.model, self._names.opt_state)
         carried = {
@@ -96,12 +96,12 @@ _NAMES_OF_PARAMS = ("params", "parameters", "variables", "weights", "p", "w")
 
 @contextlib.contextmanager
 def _params_named(loss_fn: Callable[..., Any], state: Any) -> Iterator[None]:
-    """Names a loss function that wants the parameters as the cause of what fails."""
+    """Explains an error in a loss function that takes the parameters, not the state."""
     try:
         yield
     except Exception as error:
         name, first = type(state).__name__, _first_parameter(loss_fn)
-        # "'TrainState' object is not subscriptable"; one that is called is another slip
+        # "'TrainState' object is not subscriptable"; to call one is another slip
         is_used_so = isinstance(error, TypeError) and f"'{name}'" in str(error)
         is_used_so &= "callable" not in str(error)
         if not (is_used_so or first in _NAMES_OF_PARAMS):
@@ -116,18 +116,18 @@ def _params_named(loss_fn: Callable[..., Any], state: Any) -> Iterator[None]:
 def _first_parameter(function: Callable[..., Any]) -> str:
     try:
         return next(iter(inspect.signature(function).parameters), "")
-    except (TypeError, ValueError):  # a built-in function may have none
+    except (TypeError, ValueError):  # a built-in function may have no signature
         return ""
 
 
 def _warn_of_shared_keys(
     fields: dict[str, Any], loss: Callable[[dict[str, Any]], Any]
 ) -> None:
-    """Warns of keys in `fields`, if the loss reads them: all micro-batches share them.
+    """Warns of keys in `fields` that the loss reads: all micro-batches share them.
 
     Args:
-      fields: of the state; those that the loss function does not return anew.
-      loss: the loss with other values of these.
+      fields: the fields of the state that the loss function does not replace.
+      loss: computes the loss with other values of these fields.
     """
     for path, key in keys_in(fields).items():
 
@@ -135,7 +135,7 @@ def _warn_of_shared_keys(
             return loss(jax.tree.map(lambda x: other if x is key else x, fields))
 
         is_used = False
-        with contextlib.suppress(Exception):  # it is no loss, and refused as such
+        with contextlib.suppress(Exception):  # not a loss: refused elsewhere
             is_used = is_read(with_key, key)
         if is_used:
             warn(

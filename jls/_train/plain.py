@@ -13,10 +13,10 @@ from jls._types import StepReport
 
 
 class PlainAdapter:
-    """Differentiates by the floating-point arrays; everything else stays as it is.
+    """Differentiates with respect to floating-point arrays; the rest stays as it is.
 
-    An Equinox model also holds functions and integers. As `equinox.filter` does it, the
-    optimizer sees None in their places.
+    An Equinox model also holds functions and integers. The optimizer sees None in their
+    places, as with `equinox.filter`.
     """
 
     def __init__(self, call: Call) -> None:
@@ -26,7 +26,7 @@ class PlainAdapter:
 
     @property
     def jitted(self) -> str:
-        # A model of Equinox holds functions, which are no arguments of jax.jit.
+        # An Equinox model holds functions, which jax.jit does not take as arguments.
         arguments = jax.tree.leaves((self._call.args, self.kwargs))
         jit = "jax.jit" if all(map(is_array, arguments)) else "eqx.filter_jit"
         return f"{jit}(jls.train_step(loss_fn, optimizer))"
@@ -70,7 +70,7 @@ class PlainAdapter:
 def _check_initialized(optimizer: Any, opt_state: Any, params: Any) -> None:
     expected = jax.tree.structure(jax.eval_shape(optimizer.init, params))
     if jax.tree.structure(opt_state) != expected:
-        inner_wrapper_state(opt_state)  # or its error
+        inner_wrapper_state(opt_state)  # or raises its own error
         raise ValueError(
             "opt_state must be made from the floating-point arrays of params alone, "
             "since the others have no gradients: "

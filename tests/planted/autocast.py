@@ -188,14 +188,14 @@ FAULTS = [
     Fault(
         "a running value that is unrolled is not found",
         HALVES,
-        "        if len(row) > 1:  # the second in a row\n",
+        "        if len(row) > 1:  # the second sum in a row\n",
         "        if ():\n",
         (STEPS,),
     ),
     Fault(
         "one sum is a running value",
         HALVES,
-        "        if len(row) > 1:  # the second in a row\n",
+        "        if len(row) > 1:  # the second sum in a row\n",
         "        if row:\n",
         (ONE,),
     ),
@@ -936,7 +936,7 @@ FAULTS = [
     Fault(
         "an integer part of a running value is that of half",
         HELD,
-        "        if not is_float32(node.atom):  # an integer part may be another one\n",
+        "        if not is_float32(node.atom):  # rounding may change an integer\n",
         "        if False:\n",
         (
             f"{SEMANTICS}::"

@@ -93,7 +93,7 @@ DEGREES = [
     Fault(
         "a power of which the exponent is not known is another scale",
         "jls/_program/degrees.py",
-        'if op.name == "integer_pow":  # of which',
+        'if op.name == "integer_pow":  # with an',
         "if op.name == ():  # of which",
         ("tests/program/test_jaxprs.py",),
     ),

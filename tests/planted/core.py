@@ -794,7 +794,7 @@ FAULTS = [
     Fault(
         "a state of dicts is said to be made from other arrays",
         "jls/_train/plain.py",
-        "        inner_wrapper_state(opt_state)  # or its error\n",
+        "        inner_wrapper_state(opt_state)  # or raises its own error\n",
         "",
         ("tests/train/test_plain.py",),
     ),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The picture of a `jls.types.Calibration`: its float16 gradients, module by module.
 
-Matplotlib is imported here, and this module only when something is drawn.
+This module imports Matplotlib. It is itself imported only to draw something.
 """
 
 import itertools
@@ -22,17 +22,17 @@ from jls._text import format_scale
 from jls._tools.figure import BLACK, GREY, JLS, RED, WIDTH, ShownFigure, with_exponent
 from jls._tools.origin.twin import HIGHEST, LOWEST, Cotangent
 
-LOSS = "#F0F0F0"  # where float16 ends
+LOSS = "#F0F0F0"  # the background beyond the range of float16
 _MOST_ROWS = 24
-_WORTH_SAYING = 0.01  # a share of values that vanish
-_NORMAL = -14  # the least power of two that float16 has in full precision
+_WORTH_SAYING = 0.01  # the least share of vanishing values that is written
+_NORMAL = -14  # the smallest power of two that float16 has in full precision
 
 
 class _Row(NamedTuple):
     """The gradients of a module, or of a line."""
 
     name: str
-    shares: np.ndarray  # f64[41], at the scale to start with
+    shares: np.ndarray  # f64[41], at the initial scale
     vanishing: float
     largest: float  # at a loss scale of 1
     limits: bool
@@ -64,7 +64,7 @@ def plot(
             arrow = "\N{RIGHTWARDS ARROW}"
             axes.annotate(
                 f"{at_1:.0%} {arrow} {row.vanishing:.0%}\nvanish",
-                (1.0, y),  # beside the row, on its right
+                (1.0, y),  # to the right of the row
                 xycoords=("axes fraction", "data"),
                 xytext=(6, 0),
                 textcoords="offset points",
@@ -78,7 +78,7 @@ def plot(
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=9)
     for label, row in zip(axes.get_yticklabels(), rows, strict=True):
         label.set_color(RED if row.limits else BLACK)
-    axes.set_ylim(len(rows) + 0.2, -0.6)  # below the rows, words
+    axes.set_ylim(len(rows) + 0.2, -0.6)  # room for words below the rows
     start = with_exponent(format_scale(init_scale))
     axes.legend(
         handles=[
@@ -101,7 +101,7 @@ def plot(
 
 
 def _draw_range(axes: Axes, low: int) -> None:
-    """The axis, and what float16 has of it."""
+    """Draws the axis, and the range of float16 on it."""
     low, high = low - 1, HIGHEST + 9
     axes.set_xlim(low, high)
     axes.axvspan(low, LOWEST, color=LOSS, zorder=0)
@@ -132,9 +132,9 @@ def _draw_range(axes: Axes, low: int) -> None:
 
 
 def _strip(axes: Axes, y: float, shares: np.ndarray, shift: int, color: str) -> None:
-    """One bar, the darker, the more values there are of a power of two.
+    """Draws one bar: a cell is darker if more values have its power of two.
 
-    Its first cell has all that vanishes at `init_scale`.
+    Its first cell has all the values that vanish at `init_scale`.
     """
     present = np.flatnonzero(shares)
     if not present.size:
@@ -155,7 +155,7 @@ def _strip(axes: Axes, y: float, shares: np.ndarray, shift: int, color: str) -> 
 
 
 def _rows(cotangents: Sequence[Cotangent], limit: Place | None) -> list[_Row]:
-    """The modules in the order of the forward pass; lines where there are none."""
+    """The modules, or lines that are in none, in the order of the forward pass."""
     every = cotangents[::-1]
     names = _names([x.place for x in every])
     groups: dict[str, list[Cotangent]] = {}
@@ -175,15 +175,16 @@ def _rows(cotangents: Sequence[Cotangent], limit: Place | None) -> list[_Row]:
 
 
 def _names(places: Sequence[Place]) -> list[str]:
-    """Labels of the rows: modules without what all have in common."""
+    """The labels of the rows: modules, without the path that all have in common."""
     paths = [
-        tuple(part for part in x.module.split("/") if "->" not in part)  # of einsum
+        # The scope of an einsum has an arrow: it is no module.
+        tuple(part for part in x.module.split("/") if "->" not in part)
         for x in places
     ]
     modules = [x for x in paths if any(x)] or [()]
     ends = zip(min(modules), max(modules), strict=False)
     common = len([*itertools.takewhile(lambda x: x[0] == x[1], ends)])
-    # The model itself has its name.
+    # The model itself keeps its name.
     paths = [
         (x[common:] or x[-1:]) if any(x) else (_line(place),)
         for x, place in zip(paths, places, strict=True)

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which operations to record, where a record of each would take minutes to compile.
+"""Chooses which operations to record, if recording all takes minutes to compile.
 
-XLA takes as long for a few records as for the operation itself. So a large program is
-compiled with few of them, at landmarks: then it is known between which landmarks an inf
-or a NaN was born, and only the operations in there are recorded, in a second program.
+XLA takes as long to compile a few records as the operation itself. So a large program
+is first compiled with few records, at landmarks. They show between which landmarks an
+inf or a NaN was born. A second program records only the operations between those.
 
-    landmark    an operation that is recorded: a product of matrices, whose result is in
-                memory anyway, or one in a long row without; what the roots are read
-                from; what an iteration of a scan ends with; all that is in a `while`;
-                and for `calibrate`, what may be inf in float16 and small in float32
-    region      a landmark with a bad result, and what is between it and those before
+    landmark    an operation that is recorded first: a product of matrices, whose result
+                is in memory anyway; one at the end of a long row without a landmark;
+                one that makes a root, or a result of a loop's iteration; each in a
+                `while`; for `calibrate`, one that may be inf in float16 and small in
+                float32
+    region      a landmark with a bad result, and the operations between it and the
+                landmarks before it
     open        a region whose operations are recorded: something was born there
-    passed      one in which a NaN came in and got to the result by arithmetic. More may
-                be born there: it is open too, as long as these are few
+    passed      a region where a NaN came in and got to the result by arithmetic.
+                Another may be born there, so it is open too, as long as few operations
+                are recorded
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -35,8 +38,9 @@ from jls._tools.origin.trail import (
     identity_of,
 )
 
-# So many records do not take long to compile: a program that has no more is recorded at
-# once, and half as many are added where they need not be.
+# This many records do not take long to compile. A program with no more operations is
+# recorded at once. Passed regions need no records: they get them only while there are
+# no more than half as many.
 FEW = 256
 # The longest row of operations between landmarks.
 _ROW = 32
@@ -50,7 +54,7 @@ def landmarks(
     Args:
       main: the frame of the program.
       roots: the variables to follow back.
-      few: how many they may be.
+      few: the most operations that are all recorded at once.
     """
     every = recordable(main, behind(roots))
     if len(every) <= few:
@@ -74,7 +78,7 @@ def _in_rows(
     Args:
       frame: the program.
       every: the operations that can be recorded.
-      rows: of each variable, how many operations without a landmark are before it.
+      rows: how many operations without a landmark are before each variable.
     """
 
     def row_of(frame: Frame, atoms: Iterable[Any]) -> int:
@@ -115,12 +119,12 @@ def _is_in_while(frame: Frame) -> bool:
 
 
 class Region(NamedTuple):
-    """An operation, and those between it and the ones recorded before."""
+    """A landmark, and the operations between it and the landmarks before it."""
 
     top: OpResult
     inside: frozenset[OpResult]
-    ends: tuple[RunValue, ...]  # what comes in
-    nan: tuple[RunValue, ...]  # those with a NaN that gets to the top for certain
+    ends: tuple[RunValue, ...]  # the values that come in
+    nan: tuple[RunValue, ...]  # those with a NaN that surely reaches the top
 
 
 class Search(NamedTuple):
@@ -138,7 +142,7 @@ def search(
     few: int,
     only_first: bool = False,
 ) -> Search:
-    """Says where to look for the births of what is bad in some roots.
+    """Says where to look for the births of the bad values in some roots.
 
     Args:
       trail: a run with records at landmarks.
@@ -174,9 +178,10 @@ def _is_passed(trail: Trail, region: Region) -> bool:
 
 
 def _rank(trail: Trail, region: Region) -> tuple[Any, ...]:
-    """A key for the order in which to look into regions: that of the program.
+    """A key that sorts regions in the order in which to look: program order.
 
-    Passed values come last, unless an inf came in: that may be a NaN later.
+    Passed regions come last. Among them, those that an inf came into are first: it may
+    be a NaN later.
     """
     is_passed = _is_passed(trail, region)
     has_inf = any(trail.is_bad(x) and not trail.size(x).is_nan for x in region.ends)
@@ -217,7 +222,7 @@ def _region(
         return op.site.indices in wanted
 
     inside, ends, nan = set[OpResult](), dict[Any, RunValue](), dict[Any, RunValue]()
-    # In two rounds: the operations from which a NaN gets to the top come first.
+    # Two rounds. The first follows only operations from which a NaN reaches the top.
     for is_sure in (True, False):
         stack, visited = [top], set[OpResult]()
         while stack:
@@ -244,8 +249,9 @@ def _region(
 def _keeps_nan(equation: Any) -> bool:
     """Whether a NaN in any operand is one in the result.
 
-    XLA's maximum may lose it. A convolution with strides may step over it: that a whole
-    array is NaN just there, and another NaN is born behind it, has not been seen.
+    XLA's maximum may lose it. A convolution with strides may step over it, but counts
+    as one that keeps it: no array has been seen that is NaN only there, with another
+    NaN born behind it.
     """
     row = primitive_of(equation)
     if row.moves:
