@@ -15,8 +15,8 @@ It turns a float32 program into half precision, guards it, and explains it.
 #   _metrics _mistakes _train_state presets
 #   _state _spikes
 #   _scalers _reduce _rollback _placement
-#   _types _validate _tree _rollback_cpu _scopes _devices _later
-#   _text _nnx _notes _program _elsewhere _tools.figure _tools
+#   _types _validate _tree _rollback_cpu _scopes _devices _later _tools.figure
+#   _text _nnx _notes _program _elsewhere _tools
 
 # isort: off
 import typing as _typing
