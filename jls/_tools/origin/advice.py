@@ -136,8 +136,8 @@ def _words(trail: Trail, birth: FoundBirth, origin: OpResult, is_backward: bool)
     return _BY_LIKENESS[row.like](trail, birth) if row.like in _BY_LIKENESS else ""
 
 
-# The number that keeps another away from 0, or from 1, by dtype. 1e-12 is
-# 0 in float16, and 1 - 1e-6 is 1 in both narrow ones.
+# The number that keeps another away from 0, or from 1, by dtype. 1e-12 is 0 in float16,
+# and 1 - 1e-6 is 1 in both narrow ones.
 _SMALL, _EDGE = {"float16": "1e-4"}, {"float16": "2e-3", "bfloat16": "2e-2"}
 # The derivative of a quotient divides by its square.
 _DIVISOR = {"float16": "1e-2"}
