@@ -33,6 +33,7 @@ from jls._step import wrapper_of
 from jls._text import at, join, listed
 from jls._tree import (
     common_dtype,
+    difference,
     is_array,
     is_concrete,
     is_leaf,
@@ -133,7 +134,15 @@ def wrap_state(
             "inner_state must be the state of the optimizer that was wrapped, got "
             f"{type(inner_state).__name__}. {write}"
         )
-    _check_alike(inner_state, state.inner_state, ())
+    of_both = ("inner_state", inner_state), ("its state", state.inner_state)
+    how = difference(*of_both, _shape_and_dtype)
+    if how:
+        raise ValueError(
+            "inner_state must be the state of the optimizer that was wrapped, in "
+            f"structure, shapes and dtypes, but {how}. Wrap the same optimizer, and "
+            "pass the parameters that it had: jls.wrap_state(optimizer, inner_state, "
+            "params). Other cases: docs/questions/checkpoints.md."
+        )
     placed = jax.tree.map(_to_devices_of, inner_state, state.inner_state)
     owned = own_buffers(placed, (inner_state, params))
     return place_scalars(state._replace(inner_state=owned), params)
@@ -240,26 +249,6 @@ def _to_devices_of(value: Any, like: Any) -> Any:
     """`value`, moved to the devices of `like` unless it is committed."""
     is_placed = is_concrete(value) and value.committed
     return value if is_placed else place_like(value, like)
-
-
-def _check_alike(given: Any, wanted: Any, path: tuple[str, ...]) -> None:
-    """Raises for the first place where the two states differ."""
-    (children, form), (others, other_form) = one_level(given), one_level(wanted)
-    is_end = is_leaf(form)
-    if form != other_form or (
-        is_end and _shape_and_dtype(given) != _shape_and_dtype(wanted)
-    ):
-        raise ValueError(
-            "inner_state must be the state of the optimizer that was wrapped, in "
-            f"structure, shapes and dtypes, but {format_path(path)} it has "
-            f"{describe_node(given)}, and the optimizer {describe_node(wanted)}. Wrap "
-            "the same optimizer, and pass the parameters that it had: jls.wrap_state("
-            "optimizer, inner_state, params). Other cases: "
-            "docs/questions/checkpoints.md."
-        )
-    if not is_end:
-        for name, child in children.items():
-            _check_alike(child, others[name], (*path, name))
 
 
 def _shape_and_dtype(leaf: Any) -> Any:

@@ -126,9 +126,7 @@ def spikes_init(window: int, budget: ArrayLike) -> SpikeState:
 
 def spikes_judge(
     state: SpikeState,
-    loss: Array | None,
-    norm: Array,
-    *,
+    *signals: Array | None,
     sigmas: ArrayLike,
     budget: ArrayLike,
     warmup: ArrayLike,
@@ -139,7 +137,7 @@ def spikes_judge(
     limit = window.limit(sigmas, jnp.maximum(window.deviation, least), warmup)
     limit = jnp.where(window.is_silent, jnp.inf, limit)
     limit = jnp.minimum(limit, limits(norm=max_norm))
-    return decide(state, (loss, norm), limit, sigmas=sigmas, budget=budget)
+    return decide(state, signals, limit, sigmas=sigmas, budget=budget)
 
 
 # Shared with the presets in `jls.presets`.

@@ -86,7 +86,8 @@ def wrapped(text: str, indent: str = "", initial: str = "") -> list[str]:
 def describe(value: Any) -> str:
     """A description of `value` for an error, without the numbers of an array."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    if isinstance(value, jax.Array | np.ndarray) and shape is not None:
+    arrays = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+    if isinstance(value, arrays) and shape is not None:
         return f"{dtype}[{','.join(map(str, shape))}]"
     name = type(value).__name__
     text = "" if isinstance(value, dict | list | tuple | set) else repr(value)

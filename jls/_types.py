@@ -162,31 +162,16 @@ class LossScaler(NamedTuple, Generic[StateT]):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            write = _OF_A_GRAD_SCALER.get(name)
-            message = f"a jls.types.LossScaler has no attribute {name!r}"
-            if write is None:
-                raise AttributeError(message, name=name, obj=self)
             raise AttributeError(
-                f"{message}: it is two pure functions, init and adjust. {write} "
-                "docs/coming_from.md has the rest."
+                f"a jls.types.LossScaler has no attribute {name!r}: it is two pure "
+                "functions, init and adjust. Write optimizer = jls.loss_scaled(inner, "
+                "scaler), then loss, grads = jls.value_and_grad(loss_fn)(opt_state, "
+                "params, batch), then updates, opt_state = optimizer.update(grads, "
+                "opt_state, params, value=loss). The scale is jls.loss_scale(opt_state)"
+                "; docs/coming_from.md has the rest.",
+                name=name,
+                obj=self,
             )
-
-
-# What a scaler of PyTorch, Paddle or MindSpore does by itself.
-_STEP = (
-    "In the place of scaler.step(optimizer) and scaler.update() write optimizer = "
-    "jls.loss_scaled(inner, scaler), then updates, opt_state = optimizer.update("
-    "grads, opt_state, params, value=loss)."
-)
-_BACKWARD = (
-    "In the place of scaler.scale(loss).backward() and scaler.unscale_(optimizer) "
-    "write loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, batch)."
-)
-_OF_A_GRAD_SCALER = {
-    **dict.fromkeys(("scale", "unscale", "unscale_", "backward"), _BACKWARD),
-    **dict.fromkeys(("step", "update", "minimize"), _STEP),
-    **dict.fromkeys(("get_scale", "scale_value"), "Write jls.loss_scale(opt_state)."),
-}
 
 
 class JudgeFn(Protocol[StateT]):

@@ -655,40 +655,27 @@ def _windowed(
     return SpikePolicy(_spikes.start(size), judge)
 
 
-def _levanter_spikes_judge(
-    state: SpikeState,
-    loss: Array | None,
-    norm: Array,
-    *,
-    sigmas: ArrayLike,
-    warmup: ArrayLike,
-) -> tuple[SpikeState, Array]:
+def _levanter_spikes_judge(state: SpikeState, *signals: Any, **numbers: Any) -> Any:
     window = _spikes.window_of(state)
     deviation = jnp.maximum(window.deviation, 1e-6 / window.unit)
-    limit = window.limit(sigmas, deviation, warmup)
-    return _spikes.decide(state, (loss, norm), limit, sigmas=sigmas, skipped_enter=True)
+    return _judge_all(state, signals, window._replace(deviation=deviation), **numbers)
 
 
-def _maxtext_spikes_judge(
-    state: SpikeState,
-    loss: Array | None,
-    norm: Array,
-    *,
-    sigmas: ArrayLike,
-    warmup: ArrayLike,
-) -> tuple[SpikeState, Array]:
+def _maxtext_spikes_judge(state: SpikeState, *signals: Any, **numbers: Any) -> Any:
     window = _spikes.window_of(state, fewer=1)
+    return _judge_all(state, signals, window, **numbers)
+
+
+def _judge_all(
+    state: SpikeState, signals: Any, window: Any, *, sigmas: Any, warmup: Any
+) -> Any:
+    """By limits out of a window that skipped values enter too."""
     limit = window.limit(sigmas, window.deviation, warmup)
-    return _spikes.decide(state, (loss, norm), limit, sigmas=sigmas, skipped_enter=True)
+    return _spikes.decide(state, signals, limit, sigmas=sigmas, skipped_enter=True)
 
 
 def _spike_limit_judge(
-    state: SpikeState,
-    loss: Array | None,
-    norm: Array,
-    *,
-    max_norm: ArrayLike,
-    max_loss: ArrayLike,
-) -> tuple[SpikeState, Array]:
+    state: SpikeState, *signals: Any, max_norm: ArrayLike, max_loss: ArrayLike
+) -> Any:
     limit = _spikes.limits(loss=max_loss, norm=max_norm)
-    return _spikes.decide(state, (loss, norm), limit)
+    return _spikes.decide(state, signals, limit)

@@ -153,28 +153,27 @@ def test_wrap_and_unwrap_work_traced(jit_or_eager):
     [
         (
             optax.sgd(0.1).init,
-            r"at '1' it has EmptyState\(\), and .* MultiStepsState\(",
+            r"'1' is an EmptyState in inner_state, a MultiStepsState in its state\.",
         ),
         (
             lambda p: make_inner().init({"w": p["w"]}),
-            r"at '1/inner_opt_state/0/mu' it has dict\(w\), and .* dict\(b, w\)\. Wrap",
+            r"'1/inner_opt_state/0/mu/b' is only in its state\. Wrap",
         ),
-        (lambda p: make().init(p), r"it has LossScaledState\(.*questions/checkpoints"),
+        (lambda p: make().init(p), r"is a LossScaledState, .*questions/checkpoints"),
         (
             lambda p: serialization.to_state_dict(make_inner().init(p)),
-            r"at the root it has dict\(0, 1\), .*questions/checkpoints\.md",
+            r"inner_state is a dict, its state a tuple\. .*questions/checkpoints\.md",
         ),
         (
             lambda p: make_inner().init(p | {"w": jnp.ones(3)}),
-            r"'1/inner_opt_state/0/mu/w' it has float32 of shape \(3,\), and the "
-            r"optimizer float32 of shape \(2,\)",
+            r"'1/inner_opt_state/0/mu/w' is float32\[3\] in inner_state, float32\[2\]",
         ),
         (
             lambda p: make_inner().init(p | {"b": jnp.bfloat16(1.0)}),
-            r"'1/inner_opt_state/0/mu/b' it has bfloat16 .* and the optimizer float32",
+            r"'1/inner_opt_state/0/mu/b' is bfloat16\[\] in inner_state, float32\[\]",
         ),
-        (lambda p: None, "at the root it has None"),
-        (lambda p: 3.0, r"at the root it has a Python float of shape \(\)"),
+        (lambda p: None, "inner_state is None, its state a tuple"),
+        (lambda p: 3.0, r"inner_state is float 3\.0, its state a tuple"),
     ],
 )
 def test_wrap_names_the_first_difference(given, message):

@@ -111,31 +111,24 @@ def keys_for(number: Array | None, kwargs: dict[str, Any]) -> dict[str, Any]:
     if number is None:
         return kwargs
 
-    def of_micro_batch(argument, path, leaf):
-        if is_key(leaf):
-            keys = leaf.reshape(-1)
-            folded = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
-            return folded.reshape(leaf.shape)
-        name = join(argument, path_name(path))
-        if _is_raw_key(leaf) and _may_be_key(name):
+    for name, leaf in keys_in(kwargs).items():
+        if not is_key(leaf):
             warn(
                 f"{name} is a raw PRNG key, uint32{list(leaf.shape)}: each micro-batch "
                 "gets the same one, and drops the same units. Pass a typed key, "
                 "jax.random.key(seed) or jax.random.wrap_key_data(key), into which the "
                 "step folds the number of the micro-batch."
             )
-        return leaf
 
-    return {
-        name: jax.tree_util.tree_map_with_path(
-            lambda path, leaf, name=name: of_micro_batch(name, path, leaf),
-            value,
-            is_leaf=is_object,  # an nnx.Rngs counts by itself
-        )
-        if _has_keys(value)
-        else value
-        for name, value in kwargs.items()
-    }
+    def fold(leaf):
+        if not is_key(leaf):
+            return leaf
+        keys = leaf.reshape(-1)
+        folded = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
+        return folded.reshape(leaf.shape)
+
+    folded = {name: value for name, value in kwargs.items() if _has_keys(value)}
+    return kwargs | jax.tree.map(fold, folded, is_leaf=is_object)
 
 
 def keys_in(values: dict[str, Any]) -> dict[str, Any]:

@@ -118,8 +118,8 @@ FAULTS = [
     Fault(
         "new batches come before those that come again",
         "jls/_tools/run/requeue.py",
-        "        if not self._waiting:\n            if self._first:",
-        "        if True:\n            if self._first:",
+        "        if not self._waiting:\n            new = ",
+        "        if True:\n            new = ",
         (REQUEUED,),
     ),
     Fault(
@@ -443,8 +443,8 @@ FAULTS = [
     Fault(
         "what was saved and has not come yet is not outstanding",
         "jls/_tools/run/requeue.py",
-        "return *held, *enumerate(self._first, self._taken)",
-        "return tuple(held)",
+        "entries = *current, *self._waiting, *self._first",
+        "entries = *current, *self._waiting",
         (REQUEUED,),
     ),
     Fault(

@@ -2,6 +2,7 @@
 """`jls.requeue`: hands out batches again that were skipped for the loss scale."""
 
 import dataclasses
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -59,8 +60,10 @@ class BatchQueue(Iterator[BatchT]):
         keep: int,
     ) -> None:
         self._lag, self._retries = lag, retries
-        self._first, self._batches = deque(first), iter(batches)
-        self._taken = 0  # out of the data
+        self._first = deque(itertools.starmap(_Entry, enumerate(first)))
+        # Not a map over a count, which an error of the data would move.
+        numbered = enumerate(batches, len(self._first))
+        self._batches = itertools.starmap(_Entry, numbered)
         self._current: _Entry[BatchT] | None = None  # handed out and not observed
         self._is_reentered = self._is_at_end = False
         self._unread: deque[_PendingStep] = deque()
@@ -120,16 +123,10 @@ class BatchQueue(Iterator[BatchT]):
     def _take(self) -> _Entry[BatchT]:
         """The next batch: what comes again goes first."""
         if not self._waiting:
-            if self._first:
-                self._taken += 1
-                return _Entry(self._taken - 1, self._first.popleft())
-            try:
-                batch = next(self._batches)
-            except StopIteration:
-                self._batches = iter(())
-            else:
-                self._taken += 1
-                return _Entry(self._taken - 1, batch)
+            new = self._first.popleft() if self._first else next(self._batches, None)
+            if new is not None:
+                return new
+            self._batches = iter(())
         while self._unread and not self._waiting:
             self._read_oldest()
         if not self._waiting:
@@ -225,8 +222,8 @@ class BatchQueue(Iterator[BatchT]):
         while self._unread:
             self._read_oldest()
         current = [] if self._current is None else [self._current]
-        held = [(one.index, one.batch) for one in (*current, *self._waiting)]
-        return *held, *enumerate(self._first, self._taken)
+        entries = *current, *self._waiting, *self._first
+        return tuple((entry.index, entry.batch) for entry in entries)
 
     def _check(self, report: Any, held: _Entry) -> None:
         if not isinstance(report, StepReport):
