@@ -167,22 +167,22 @@ FAULTS = [
     Fault(
         "what the last step was decides whether a run is skipping",
         VERDICT,
-        '"skipping", lambda f, _: f.is_often(f.skips)',
-        '"skipping", lambda f, _: not f.skipped and f.is_often(f.skips)',
+        '"skipping", lambda f: f.is_often(f.skips)',
+        '"skipping", lambda f: not f.skipped and f.is_often(f.skips)',
         (RUNS + "test_a_quarter_skipped_is_called_skipping",),
     ),
     Fault(
         "a run stalls at the limit, not above it",
         VERDICT,
-        "f.consecutive_skips > m.consecutive_skips",
-        "f.consecutive_skips >= m.consecutive_skips",
+        "f.consecutive_skips > f.max_consecutive_skips",
+        "f.consecutive_skips >= f.max_consecutive_skips",
         (SHORT + "test_verdict_and_sentence",),
     ),
     Fault(
         "at floor comes before stalled",
         VERDICT,
-        '"stalled", lambda f, m: f',
-        '"stalled", lambda f, m: not f.is_at_floor and f',
+        '"stalled", lambda f: f',
+        '"stalled", lambda f: not f.is_at_floor and f',
         (SHORT + "test_verdict_and_sentence",),
     ),
     Fault(
@@ -195,8 +195,8 @@ FAULTS = [
     Fault(
         "underflow comes before a step that was skipped",
         VERDICT,
-        '"recovering", lambda f, _: f.skipped,',
-        '"recovering", lambda f, _: f.skipped and f.small is None,',
+        '"recovering", lambda f: f.skipped,',
+        '"recovering", lambda f: f.skipped and not hasattr(f, "small"),',
         (UNDERFLOW,),
     ),
     Fault(

@@ -26,7 +26,6 @@ from jls._tools.run.small import measure_small
 from jls._tools.run.verdict import (
     VERDICTS,
     Facts,
-    Limits,
     Verdict,
     ask_for_half,
     diagnose,
@@ -238,15 +237,17 @@ def health(
     known = _describe_scale(subject, run.state.scaler_state, counts["loss_scale"])
     known |= {"poisoned_leaves": poison.leaves, "masks": poison.masks}
     names, unnamed = _name_leaves(subject, on_host["leaves"])
-    if subject.params is not None:
-        known["nonfinite_leaves"] = names
     if grads is not None:
         small["dtype"] = dtype.name
     # Only if the last step was skipped for its gradients does it matter.
     was_bad = skipped > 0 and counts["last_skip_reason"] == SkipReason.GRADIENTS
     sums = was_bad and _sums_squares(subject, run.inner_state)
     facts = Facts(
-        metrics=counts | small | policy,
+        **counts,
+        **small,
+        **policy,
+        **known,
+        nonfinite_leaves=names,
         all_leaves_finite=bool(on_host["leaves"]) and not any(on_host["leaves"]),
         unnamed_leaves=unnamed,
         is_doubted=poison.is_doubted,
@@ -255,11 +256,14 @@ def health(
         is_nnx=subject.is_nnx,
         sums_squares=sums,
         scaler=_scaler_numbers(subject),
-        **known,
+        max_consecutive_skips=limit,
+        max_small=max_small,
     )
+    if subject.params is not None:
+        known["nonfinite_leaves"] = names
     known["poisoned"] = facts.poisoned if poison.leaves else None
     numbers = strict(counts | known | small | policy)
-    verdict, sentence = diagnose(facts, Limits(limit, max_small))
+    verdict, sentence = diagnose(facts)
     result = Health(verdict, sentence, numbers, ask_for_half(facts))
     if result.verdict in raise_if:
         raise UnhealthyError(result)
