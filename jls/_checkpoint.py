@@ -27,7 +27,7 @@ import optax
 
 from jls import _validate
 from jls._nnx import is_variable, read_variables, unbox
-from jls._placement import copy_like, own_buffers, place_like, place_scalars
+from jls._placement import copy_like, own_buffers, place_like, place_on_all
 from jls._state import find, how_to_nest, is_scaler_state, is_wrapper_state
 from jls._step import wrapper_of
 from jls._text import at, join, listed
@@ -38,6 +38,7 @@ from jls._tree import (
     is_concrete,
     is_leaf,
     is_narrow,
+    kind_of,
     one_level,
     widen,
 )
@@ -145,7 +146,7 @@ def wrap_state(
         )
     placed = jax.tree.map(_to_devices_of, inner_state, state.inner_state)
     owned = own_buffers(placed, (inner_state, params))
-    return place_scalars(state._replace(inner_state=owned), params)
+    return place_on_all(state._replace(inner_state=owned), params, scalars=True)
 
 
 def unwrap_state(state: Any) -> Any:
@@ -231,7 +232,7 @@ def upgrade_state(target: State, saved: Any) -> State:
     lacks = find(saved, is_wrapper_state) and not find(target, is_wrapper_state)
     if is_code or is_optimizer or lacks:
         raise TypeError(
-            f"target must be a new state of jls, got {describe_node(target)}. target "
+            f"target must be a new state of jls, got {kind_of(target)}. target "
             "comes first: jls.upgrade_state(optimizer.init(params), saved)."
         )
     write = how_to_nest(saved)
@@ -268,8 +269,8 @@ def _upgrade(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
         parts = dict.fromkeys(children, saved)
     if parts is None:
         raise ValueError(
-            f"saved must have {describe_node(target)} {format_path(path)}, as target "
-            f"has, got {describe_node(saved)}. "
+            f"saved must have {kind_of(target)} {format_path(path)}, as target "
+            f"has, got {kind_of(saved)}. "
             f"{_OTHER if is_array(saved) else _NO_TREE}"
         )
     is_of_scaler = is_scaler_state(target)
@@ -410,8 +411,8 @@ def _restored_leaf(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
     dtype = common_dtype(saved, target) if fits else None
     if dtype is None:
         raise ValueError(
-            f"saved must have {describe_node(target)} {format_path(path)}, as target "
-            f"has, got {describe_node(saved)}. {_OTHER}"
+            f"saved must have {kind_of(target)} {format_path(path)}, as target "
+            f"has, got {kind_of(saved)}. {_OTHER}"
         )
     if hasattr(saved, "dtype"):
         return copy_like(saved, target)
@@ -430,19 +431,6 @@ def _number_as_array(number: Any, dtype: Any, path: tuple[str, ...]) -> np.ndarr
             f"saved must have a number that fits into {dtype} {format_path(path)}, got "
             f"{number}. {_OTHER}"
         ) from None
-
-
-def describe_node(node: Any) -> str:
-    """A node in a message: its type and names, or dtype and shape."""
-    if is_array(node):
-        dtype = getattr(node, "dtype", f"a Python {type(node).__name__}")
-        return f"{dtype} of shape {jnp.shape(node)}"
-    children, structure = one_level(node)
-    if node is None:
-        return "None"
-    if is_leaf(structure):
-        return f"a {type(node).__name__}"
-    return f"{type(node).__name__}({listed(list(children), _NAMES)})"
 
 
 def format_path(path: tuple[str, ...]) -> str:

@@ -20,7 +20,7 @@ from jls._state import (
     loss_scale,
     of_one_device,
 )
-from jls._text import describe, path_name
+from jls._text import describe, join, path_name
 from jls._types import StepReport, wrapper_metrics
 
 Scalar = bool | int | float
@@ -99,10 +99,6 @@ def metrics(state: Any, *, host: bool = False) -> dict[str, Any]:
             f"jls.metrics({name}) under jit, and jls.metrics({name}, host=True) on "
             "what the step returned."
         )
-    if is_report:  # the names of numbers in aux come where aux is
-        order = state._fields
-        items = sorted(values.items(), key=lambda x: order.index(x[0].split("/")[0]))
-        values = dict(items)
     arrays = fetch(values)
     if is_report:
         _check_one_step(arrays)
@@ -219,8 +215,8 @@ def flatten_metrics(
 ) -> dict[str, Any]:
     """The given values by name, "a/b" for those in nested dicts; None is left out."""
     if isinstance(metrics, StepReport):
-        no_metrics = {"aux": None, "scale_moves": None}
-        metrics = {**metrics._asdict(), **no_metrics, **_numbers_in_aux(metrics)}
+        numbers = {"aux": _numbers_in_aux(metrics), "scale_moves": None}
+        metrics = metrics._asdict() | numbers
     if not isinstance(metrics, Mapping):
         raise TypeError(
             "metrics must be a dict of scalars, such as jls.metrics(state), or a "
@@ -233,7 +229,7 @@ def flatten_metrics(
 
 def _numbers_in_aux(report: StepReport) -> dict[str, Any]:
     """The values in aux that are one number for each step, by name; no logits."""
-    flat, _ = jax.tree_util.tree_flatten_with_path({"aux": report.aux})
+    flat, _ = jax.tree_util.tree_flatten_with_path(report.aux)
     return {
         path_name(path): leaf
         for path, leaf in flat
@@ -246,7 +242,7 @@ def _flatten_into(path: tuple[str, ...], value: Any, flat: dict[str, Any]) -> No
         for name, inner in value.items():
             _flatten_into((*path, str(name)), inner, flat)
     elif value is not None:
-        name = "/".join(path)
+        name = join(*path)
         if name in flat:
             raise ValueError(f"{name} must be given once, got it as a dict too.")
         flat[name] = value

@@ -98,7 +98,7 @@ def spikes(
       >>> state.spikes
       Array(1, dtype=int32)
     """
-    window = check_window(window)
+    window = _validate.host_interval("window", window, 2)
     allowed = _budget(budget)
     return SpikePolicy(
         start(window, allowed),
@@ -251,13 +251,6 @@ def _places(size: int) -> Array:
 
 
 # Arguments.
-
-
-def check_window(window: Any) -> int:
-    window = _validate.host_interval("window", window)
-    if window < 2:
-        raise ValueError(f"window must be from 2 to 2^31 - 1, got {window!r}.")
-    return window
 
 
 def check_sigmas(sigmas: Any) -> Any:

@@ -55,6 +55,11 @@ def and_more(items: Sequence[Any], most: int) -> str:
     return f"and {len(items) - most} more" if len(items) > most else ""
 
 
+def quantity(number: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def an(name: str) -> str:
     """The name of a type, with its article."""
     return f"{'an' if name[:1] in 'AEIOUaeio' else 'a'} {name}"

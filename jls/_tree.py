@@ -395,24 +395,25 @@ def _first_difference(
 ) -> tuple[tuple[str, ...], str, str] | None:
     """Its path, and what either tree has there: "" for nothing."""
     (children, node), (other_children, other_node) = map(one_level, (tree, other))
-    kinds = _kind(tree), _kind(other)
+    kinds = kind_of(tree), kind_of(other)
     if is_leaf(node) and is_leaf(other_node):
         return None if of_leaf(tree) == of_leaf(other) else ((), *kinds)
     if type(tree) is not type(other):
         return (), *kinds
     for name, child in children.items():
         if name not in other_children:
-            return (name,), _kind(child), ""
+            return (name,), kind_of(child), ""
         found = _first_difference(child, other_children[name], of_leaf)
         if found:
             return (name, *found[0]), *found[1:]
     for name, child in other_children.items():
         if name not in children:
-            return (name,), "", _kind(child)
+            return (name,), "", kind_of(child)
     return None if node == other_node else ((), *kinds)
 
 
-def _kind(tree: Any) -> str:
+def kind_of(tree: Any) -> str:
+    """A node in a message: a leaf with its dtype and shape, or the type of a node."""
     if tree is None:
         return "None"
     is_end = is_leaf(jax.tree.structure(tree))

@@ -86,18 +86,6 @@ def scale_value(name: str, value: Any) -> Any:
     return number(name, value, "from 2^-126 to 2^126", SMALLEST, LARGEST)
 
 
-def raising_factor(name: str, value: Any) -> Any:
-    """A factor that raises a loss scale."""
-    just_above = 1.0 + 2.0**-23
-    return number(name, value, "finite and > 1", just_above, LARGEST)
-
-
-def lowering_factor(name: str, value: Any) -> Any:
-    """A factor that lowers a loss scale."""
-    just_below = 1.0 - 2.0**-24
-    return number(name, value, "in (0, 1)", SMALLEST, just_below)
-
-
 def interval(name: str, value: Any, low: int = 1) -> Any:
     """A count, such as of optimizer steps: an integer that fits int32."""
     if is_unchecked(value):

@@ -750,40 +750,42 @@ def test_result_shares_no_buffer_and_can_be_donated():
         ),
         pytest.param(
             raw_of(WRAPPED, {"w": jnp.ones(3), "b": jnp.ones(1)}),
-            r"float32 of shape \(2,\) at 'inner_state/0/trace/w', as target has, got "
-            r"float32 of shape \(3,\)",
+            r"float32\[2\] at 'inner_state/0/trace/w', as target has, got "
+            r"float32\[3\]",
             id="another shape",
         ),
         pytest.param(
             RAW | {"steps": np.float32(1.0)},
-            r"int32 of shape \(\) at 'steps', as target has, got float32 of shape \(\)",
+            r"int32\[\] at 'steps', as target has, got float32 ",
             id="another dtype",
         ),
         pytest.param(RAW | {"steps": None}, "at 'steps', .* got None", id="None"),
-        pytest.param(RAW | {"steps": "7"}, "at 'steps', .* got a str", id="text"),
+        pytest.param(RAW | {"steps": "7"}, r"at 'steps', .* got str '7'\.", id="text"),
         pytest.param(
             RAW | {"nonfinite_leaves": np.zeros(3, bool)},
-            r"bool of shape \(2,\) at 'nonfinite_leaves'",
+            r"bool\[2\] at 'nonfinite_leaves'",
             id="another number of leaves",
         ),
         pytest.param(
             RAW | {"scaler_state": np.float32(8.0)},
-            r"saved must have ScalerState\(.*\) at 'scaler_state', .* got float32",
+            r"saved must have a ScalerState at 'scaler_state', .* got float32",
             id="a scale alone",
         ),
         pytest.param(
             np.ones(2), r"at the root, as target has, got float64", id="array"
         ),
-        pytest.param(b"bytes", "at the root, as target has, got a bytes", id="bytes"),
+        pytest.param(
+            b"bytes", r"at the root, as target has, got bytes b'bytes'\.", id="bytes"
+        ),
         pytest.param(
             object(),
-            r"saved must have LossScaledState\(.* at the root, .* got a object\. Pass "
+            r"saved must have a LossScaledState at the root, .* got object <.*>\. Pass "
             r"nested dicts, .* flax\.serialization\.to_state_dict\(object\)",
             id="object",
         ),
         pytest.param(
             RAW | {"scaler_state": object()},
-            "at 'scaler_state', .* got a object. Pass nested dicts",
+            r"at 'scaler_state', .* got object <.*>\. Pass nested dicts",
             id="object within",
         ),
         pytest.param(

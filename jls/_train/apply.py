@@ -44,7 +44,6 @@ def apply_gradients(
     opt_state: Any,
     params: Any,
     *,
-    value: Any = None,
     return_updates: Literal[False] = False,
     **extra: Any,
 ) -> tuple[Any, Any, StepReport]: ...
@@ -55,7 +54,6 @@ def apply_gradients(
     opt_state: Any,
     params: Any,
     *,
-    value: Any = None,
     return_updates: Literal[True],
     **extra: Any,
 ) -> tuple[Any, Any, StepReport, Any]: ...

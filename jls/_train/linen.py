@@ -3,8 +3,6 @@
 
 import contextlib
 import dataclasses
-import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,7 +13,8 @@ from jls._train.accumulate import keys_in
 from jls._train.parts import Call, LossOutput, Order, Parts, unpack
 from jls._train_state import FP8, is_train_state, names_in, pytree_fields
 from jls._tree import cast_like, restore, trainable
-from jls._types import JlsWarning, StepReport
+from jls._types import StepReport
+from jls._validate import signature_of
 
 
 class LinenAdapter:
@@ -100,7 +99,8 @@ def _params_named(loss_fn: Callable[..., Any], state: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        name, first = type(state).__name__, _first_parameter(loss_fn)
+        taken = getattr(signature_of(loss_fn), "parameters", ())
+        name, first = type(state).__name__, next(iter(taken), "")
         # "'TrainState' object is not subscriptable"; one that is called is another slip
         is_used_so = isinstance(error, TypeError) and f"'{name}'" in str(error)
         is_used_so &= "callable" not in str(error)
@@ -111,13 +111,6 @@ def _params_named(loss_fn: Callable[..., Any], state: Any) -> Iterator[None]:
             f"takes {first or 'its first argument'} for the parameters themselves. "
             "Write def loss_fn(state, batch), and in it state.params."
         ) from error
-
-
-def _first_parameter(function: Callable[..., Any]) -> str:
-    try:
-        return next(iter(inspect.signature(function).parameters), "")
-    except (TypeError, ValueError):  # a built-in function may have none
-        return ""
 
 
 def _warn_of_shared_keys(
@@ -159,10 +152,8 @@ def _check_fields(fields: Any, carried: dict[str, Any]) -> None:
 
 def _warn_of_fields_in_aux(aux: Any, carried: dict[str, Any]) -> None:
     if isinstance(aux, Mapping) and aux and aux.keys() <= carried.keys():
-        warnings.warn(
+        warn(
             f"loss_fn returned {list(aux)} as aux, which only reaches the report: the "
             "fields of that name in the state stay as they are. To carry them on, pass "
-            "carried=True, not has_aux=True.",
-            JlsWarning,
-            stacklevel=2,
+            "carried=True, not has_aux=True."
         )

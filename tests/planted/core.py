@@ -496,9 +496,9 @@ FAULTS = [
     ),
     Fault(
         "a growth factor that float32 rounds to 1 is taken",
-        CHECKS,
-        "just_above = 1.0 + 2.0**-23",
-        "just_above = 1.0",
+        "jls/_scalers/rule.py",
+        'RAISING = "finite and > 1", 1.0 + 2.0**-23',
+        'RAISING = "finite and > 1", 1.0',
         (DYNAMIC + "test_hyperparameter_out_of_range_is_a_value_error",),
     ),
     Fault(

@@ -293,7 +293,7 @@ def test_a_scaler_in_the_place_of_the_optimizer_is_told():
 
 def test_the_optimizer_in_the_place_of_its_new_state_is_told():
     with pytest.raises(
-        TypeError, match=r"got LossScaledTransformation.*optimizer\.init\(params"
+        TypeError, match=r"got a LossScaledTransformation.*optimizer\.init\(params"
     ):
         jls.upgrade_state(OPTIMIZER, {})
 

@@ -5,19 +5,10 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
-from jls._text import format_scale
 from jls._tools.cli.demo_report import Runs, megabytes, percent
-from jls._tools.figure import (
-    BLACK,
-    GREY,
-    JLS,
-    RED,
-    WIDTH,
-    draw_rug,
-    with_exponent,
-)
+from jls._tools.figure import BLACK, GREY, JLS, RED, WIDTH
+from jls._tools.run.history_plot import plot
 
 # The runs in their order. Line styles differ too: clear to every eye and in print.
 STYLES = {
@@ -45,20 +36,13 @@ def save(runs: Runs, output: Path) -> None:
         loc="center right", title=title, fontsize="small", title_fontsize="small"
     )
 
-    skipped = ~runs.scaled.applied
-    scale.step(steps, runs.scaled.scales, where="post", color=JLS, label="loss scale")
-    label = f"skipped steps ({np.sum(skipped)})"
-    draw_rug(scale, steps[skipped], len(steps), 0.05, "|", RED, 12, label)
-    scale.set_yscale("log", base=2)
-    scale.yaxis.set_major_formatter(
-        FuncFormatter(lambda y, _: with_exponent(format_scale(y)))
-    )
-    scale.margins(y=0.15)  # room for the marks under the line
-    scale.set_ylabel("loss scale")
-    scale.set_xlabel("step")
-    scale.set_title("The loss scale that jls found")
-    scale.legend(loc="upper left")
-    for axes in (losses, scale):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+    columns = {
+        "step": steps.tolist(),
+        "loss_scale": runs.scaled.scales.tolist(),
+        "applied": runs.scaled.applied.tolist(),
+    }
+    plot(columns, scale)
+    scale.set_title("The loss scale that jls found", loc="left")
+    losses.grid(alpha=0.25)
+    losses.spines[["top", "right"]].set_visible(False)
     figure.savefig(output, dpi=180)

@@ -110,13 +110,11 @@ Draw = Callable[[Axes, Columns, np.ndarray], None]
 
 
 def _panels(columns: Columns) -> list[tuple[str, Draw]]:
-    panels: list[tuple[str, Draw]] = []
-    if "loss" in columns:
-        panels.append(("loss", _draw_loss))
-    if "loss_scale" in columns:
-        panels.append(("loss scale", _draw_scale))
-    if any(name in columns for name in NORMS):
-        panels.append(("gradient norm", _draw_norm))
+    panels = [
+        (name, draw)
+        for name, (draw, *needs) in _PANELS.items()
+        if not columns.keys().isdisjoint(needs)
+    ]
     if not columns["step"] or not panels:
         got = "no rows" if not columns["step"] else f"only {', '.join(columns)}"
         raise ValueError(
@@ -194,6 +192,14 @@ def _draw_scale(panel: Axes, columns: Columns, steps: np.ndarray) -> None:
     panel.yaxis.set_major_formatter(
         FuncFormatter(lambda scale, _: with_exponent(format_scale(scale)))
     )
+
+
+# By the title of a panel: what draws it, and the columns of which it needs one.
+_PANELS: dict[str, tuple[Any, ...]] = {
+    "loss": (_draw_loss, "loss"),
+    "loss scale": (_draw_scale, "loss_scale"),
+    "gradient norm": (_draw_norm, *NORMS),
+}
 
 
 # Lines and marks that stay clear from one row to a hundred thousand.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Literal, NamedTuple, get_args
 
-from jls._text import format_scale, listed, scale_in_words
+from jls._text import format_scale, listed, quantity, scale_in_words
 from jls._types import COUNTED_IN, SIGNALS, SkipReason
 
 # In the order in which they are tried.
@@ -209,12 +209,9 @@ def _masks(facts: Facts) -> str:
     """Leaves whose -inf is taken for a mask."""
     if not facts.masks:
         return ""
-    count, is_one = sum(facts.masks.values()), len(facts.masks) == 1
-    holds, a_mask = ("holds", "a mask") if is_one else ("hold", "masks")
-    note = (
-        f"{listed(list(facts.masks))} {holds} -inf in {count} "
-        f"element{'' if count == 1 else 's'}, taken for {a_mask}"
-    )
+    holds, a_mask = ("holds", "a mask") if len(facts.masks) == 1 else ("hold", "masks")
+    elements = quantity(sum(facts.masks.values()), "element")
+    note = f"{listed(list(facts.masks))} {holds} -inf in {elements}, taken for {a_mask}"
     if facts.skipped:
         note += ": if not on purpose, no step can cure that"
     return note
@@ -463,7 +460,7 @@ def _started_high(facts: Facts) -> str:
 
 
 def _steps(facts: Facts) -> str:
-    return f"{facts.steps} step{'' if facts.steps == 1 else 's'}"
+    return quantity(facts.steps, "step")
 
 
 def _skips(facts: Facts) -> str:
