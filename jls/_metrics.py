@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.core import Tracer
 
 from jls import _validate
 from jls._nnx import read_variables
@@ -92,13 +91,7 @@ def metrics(state: Any, *, host: bool = False) -> dict[str, Any]:
     if not host:
         return values
     name = "report" if is_report else "state"
-    _validate.not_donated(name, values)
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(values)):
-        raise _validate.TracedError(
-            f"{name} must be concrete with host=True, got a traced one. Write "
-            f"jls.metrics({name}) under jit, and jls.metrics({name}, host=True) on "
-            "what the step returned."
-        )
+    _validate.concrete(name, values, f" Under jit write jls.metrics({name}).")
     arrays = fetch(values)
     if is_report:
         _check_one_step(arrays)
@@ -116,8 +109,7 @@ def strict(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_one_device(state: Any) -> Any:
     """The part of `state` that has metrics, if it has an axis of devices; else all."""
-    wrappers = find(state, is_wrapper_state)
-    found = wrappers or find_scaler_states(state)
+    found = find(state, is_wrapper_state) or find_scaler_states(state)
     if len(found) != 1:
         return state
     node = read_variables(found[0][1])

@@ -118,6 +118,11 @@ def format_numbers(fields: Mapping[str, Any]) -> dict[str, str]:
     return {name: format_number(value) for name, value in fields.items()}
 
 
+def format_state(self: Any) -> str:
+    """The `repr` of a state of numbers."""
+    return format_record(type(self).__name__, **format_numbers(self._asdict()))
+
+
 def format_rule(rule: Any, named_by: str, hyperparameters: Mapping[str, Any]) -> str:
     """A rule of jls by name, with its hyperparameters; any other by its fields.
 

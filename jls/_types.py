@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax import export as jax_export
 
-from jls._text import format_numbers, format_record, format_rule
+from jls._text import format_numbers, format_record, format_rule, format_state
 
 TypeT = TypeVar("TypeT", bound=type)
 StateT = TypeVar("StateT")
@@ -62,8 +62,7 @@ class ScalerState(NamedTuple):
     finite_count: Array  # i32[]  consecutive finite steps since the scale last changed
     nonfinite_count: Array  # i32[]  non-finite steps counted towards the next backoff
 
-    def __repr__(self) -> str:
-        return format_record("ScalerState", **format_numbers(self._asdict()))
+    __repr__ = format_state
 
 
 @exportable
@@ -77,8 +76,7 @@ class StaticState(NamedTuple):
 
     loss_scale: Array  # f32[]
 
-    def __repr__(self) -> str:
-        return format_record("StaticState", **format_numbers(self._asdict()))
+    __repr__ = format_state
 
 
 class InitFn(Protocol[InitT]):

@@ -42,7 +42,6 @@ def save(runs: Runs, output: Path) -> None:
         "applied": runs.scaled.applied.tolist(),
     }
     plot(columns, scale)
-    scale.set_title("The loss scale that jls found", loc="left")
     losses.grid(alpha=0.25)
     losses.spines[["top", "right"]].set_visible(False)
     figure.savefig(output, dpi=180)

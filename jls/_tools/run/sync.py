@@ -74,10 +74,8 @@ def _scalars(state: Any) -> dict[str, Array]:
 
 def _copies(leaf: Any) -> list[Any]:
     """The copy of each device of this process; a numpy array itself."""
-    is_on_devices = isinstance(leaf, jax.Array)
-    return (
-        [shard.data for shard in leaf.addressable_shards] if is_on_devices else [leaf]
-    )
+    shards = getattr(leaf, "addressable_shards", ())
+    return [shard.data for shard in shards] or [leaf]
 
 
 def _dtype32(leaf: Any) -> Any:
