@@ -158,15 +158,11 @@ def _columns() -> int:
 
 def _integer_from(least: int):
     def integer(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value < 2**31:
+        if not (text.isdecimal() and least <= int(text) < 2**31):
             raise argparse.ArgumentTypeError(
                 f"must be a whole number from {least} to 2^31 - 1, got {text!r}"
             )
-        return value
+        return int(text)
 
     return integer
 

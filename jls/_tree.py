@@ -43,12 +43,7 @@ def is_inexact(leaf: Any) -> bool:
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
         return isinstance(leaf, float | complex)
-    return _is_inexact_dtype(dtype)
-
-
-@functools.cache
-def _is_inexact_dtype(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
+    return _is_of_kind(dtype, jnp.inexact)
 
 
 def is_extended(leaf: Any) -> bool:
@@ -59,12 +54,10 @@ def is_extended(leaf: Any) -> bool:
 def is_key(leaf: Any) -> bool:
     """Whether `leaf` is a typed PRNG key, or an array of them."""
     dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and _is_key_dtype(dtype)
+    return dtype is not None and _is_of_kind(dtype, jax.dtypes.prng_key)
 
 
-@functools.cache
-def _is_key_dtype(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+_is_of_kind = functools.cache(jnp.issubdtype)
 
 
 # Dtypes.

@@ -7,7 +7,7 @@ import itertools
 import math
 import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -215,9 +215,9 @@ def choice(name: str, value: Word, choices: Sequence[str]) -> Word:
     return value
 
 
-def ascending(given: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def ascending(given: Mapping[str, Any]) -> dict[str, Any]:
     """Loss scales by name; raises unless each is at most the next."""
-    scales = [(name, scale_value(name, x), x) for name, x in given]
+    scales = [(name, scale_value(name, x), x) for name, x in given.items()]
     known = [scale for scale in scales if not is_unchecked(scale[1])]
     for (name, low, a), (other, high, b) in itertools.combinations(known, 2):
         if low > high:

@@ -48,14 +48,13 @@ def make(
       max_scale: a loss scale.
       **others: factors, by the names that they have in every scaler, and intervals.
     """
-    factors = {name: others.pop(name) for name in _FACTORS if name in others}
     factors = {
-        name: _validate.number(name, value, *_FACTORS[name])
-        for name, value in factors.items()
+        name: _validate.number(name, others.pop(name), *rule)
+        for name, rule in _FACTORS.items()
+        if name in others
     }
-    names = "min_scale", "init_scale", "max_scale"
-    given = zip(names, (min_scale, init_scale, max_scale), strict=True)
-    scales = _validate.ascending(list(given))
+    bounds = {"min_scale": min_scale, "init_scale": init_scale, "max_scale": max_scale}
+    scales = _validate.ascending(bounds)
     first_scale = scales.pop("init_scale")
     intervals = {
         name: _validate.interval(name, value) for name, value in others.items()

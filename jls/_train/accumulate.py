@@ -31,11 +31,6 @@ Accumulation = Literal["mean", "sum"]
 Drop = Literal["step", "micro_batch"]
 
 
-class MicroBatch(NamedTuple):
-    number: Array | None  # i32[]; None if the batch is not split
-    batch: Any
-
-
 class Accumulated(NamedTuple):
     loss: Array  # f32[]  with drop="micro_batch", of those whose loss is finite
     grads: Any  # NaN if every micro-batch is left out
@@ -57,12 +52,13 @@ def accumulate(
     drop: Drop,
     axis_name: AxisName = None,
 ) -> Accumulated:
-    """Calls `grad_fn(carried, micro_batch)` on each and adds up the gradients.
+    """Calls `grad_fn(carried, (number, batch))` on each and adds up the gradients.
 
+    The number, `i32[]`, is None if the batch is not split.
     `grad_fn` returns `((loss, (carried, aux)), grads)`, with gradients like `params`.
     """
     if micro_batches == 1:
-        (loss, (carried, aux)), grads = grad_fn(carried, MicroBatch(None, batch))
+        (loss, (carried, aux)), grads = grad_fn(carried, (None, batch))
         false, zero = jnp.zeros((), jnp.bool_), jnp.zeros((), jnp.int32)
         return Accumulated(widen(loss), grads, carried, aux, false, zero)
 
@@ -81,7 +77,7 @@ def accumulate(
 
     zeros = jax.tree.map(_zeros, params)
     numbers = jnp.arange(micro_batches)
-    parts = MicroBatch(numbers, _split(batch, micro_batches))
+    parts = numbers, _split(batch, micro_batches)
     (carried, grads), (losses, finite, is_kept, aux) = lax.scan(
         body, (carried, zeros), parts
     )

@@ -295,7 +295,7 @@ FAULTS = [
     Fault(
         "what was not looked at passes for not poisoned",
         HEALTH,
-        'known["poisoned"] = facts.poisoned if poison.leaves else None',
+        'known["poisoned"] = facts.poisoned if poisoned else None',
         'known["poisoned"] = facts.poisoned',
         (RUNS + "test_an_ok_says_whether_the_parameters_were_looked_at",),
     ),

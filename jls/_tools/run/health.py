@@ -233,9 +233,9 @@ def health(
     steps, skipped = counts["steps"], counts["consecutive_skips"]
     flags = on_host["bad"]
     flagged = {x: [*compress(suspects[x].named, flags[x])] for x in suspects}
-    poison = find_poison(flagged, steps, skipped)
+    poisoned, masks, is_doubted = find_poison(flagged, steps, skipped)
     known = _describe_scale(subject, run.state.scaler_state, counts["loss_scale"])
-    known |= {"poisoned_leaves": poison.leaves, "masks": poison.masks}
+    known |= {"poisoned_leaves": poisoned, "masks": masks}
     names, unnamed = _name_leaves(subject, on_host["leaves"])
     if grads is not None:
         small["dtype"] = dtype.name
@@ -250,7 +250,7 @@ def health(
         nonfinite_leaves=names,
         all_leaves_finite=bool(on_host["leaves"]) and not any(on_host["leaves"]),
         unnamed_leaves=unnamed,
-        is_doubted=poison.is_doubted,
+        is_doubted=is_doubted,
         saw_params=subject.params is not None or subject.is_train_state,
         is_train_state=subject.is_train_state,
         is_nnx=subject.is_nnx,
@@ -261,7 +261,7 @@ def health(
     )
     if subject.params is not None:
         known["nonfinite_leaves"] = names
-    known["poisoned"] = facts.poisoned if poison.leaves else None
+    known["poisoned"] = facts.poisoned if poisoned else None
     numbers = strict(counts | known | small | policy)
     verdict, sentence = diagnose(facts)
     result = Health(verdict, sentence, numbers, ask_for_half(facts))

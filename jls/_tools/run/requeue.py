@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic
 
 import jax
 import numpy as np
@@ -26,15 +26,6 @@ class _Entry(Generic[BatchT]):
     batch: BatchT
     scale: float | None = None  # after its last try; None before the first
     counted: int = 0  # how many of its retries count
-
-
-class _PendingStep(NamedTuple):
-    """A step whose flag was not read yet; arrays on the device."""
-
-    held: _Entry
-    skip_reason: Any
-    loss_scale: Any
-    scale_moves: Any
 
 
 class BatchQueue(Iterator[BatchT]):
@@ -66,7 +57,8 @@ class BatchQueue(Iterator[BatchT]):
         self._batches = itertools.starmap(_Entry, numbered)
         self._current: _Entry[BatchT] | None = None  # handed out and not observed
         self._is_reentered = self._is_at_end = False
-        self._unread: deque[_PendingStep] = deque()
+        # Steps whose flag was not read yet: batches, and arrays on the device.
+        self._unread: deque[tuple[_Entry[BatchT], list[Any]]] = deque()
         self._waiting: deque[_Entry[BatchT]] = deque()  # to come again
         self._recent_flags: deque[Any] = deque(maxlen=lag + 1)
         self._scale = math.inf  # after the last step of which the flag is read
@@ -181,7 +173,7 @@ class BatchQueue(Iterator[BatchT]):
                 if hasattr(array, "copy_to_host_async"):
                     array.copy_to_host_async()
         # First of all: an interrupt may end the wait below, and the step has run.
-        self._unread.append(_PendingStep(held, *local))
+        self._unread.append((held, local))
         self._current = None
         try:
             while len(self._unread) > self._lag:
@@ -253,7 +245,7 @@ class BatchQueue(Iterator[BatchT]):
 
     def _read_oldest(self) -> None:
         """Reads the flag of the oldest step that is not read, and decides."""
-        held, flag, loss_scale, moves = self._unread[0]
+        held, (flag, loss_scale, moves) = self._unread[0]
         reason = SkipReason(int(_read_scalar("skip_reason", flag)))
         scale = float(_read_scalar("loss_scale", loss_scale))
         is_overflow = reason == SkipReason.GRADIENTS
