@@ -144,7 +144,12 @@ def wrap_state(
             "pass the parameters that it had: jls.wrap_state(optimizer, inner_state, "
             "params). Other cases: docs/questions/checkpoints.md."
         )
-    placed = jax.tree.map(_to_devices_of, inner_state, state.inner_state)
+
+    def place(value, like):
+        is_placed = is_concrete(value) and value.committed
+        return value if is_placed else place_like(value, like)
+
+    placed = jax.tree.map(place, inner_state, state.inner_state)
     owned = own_buffers(placed, (inner_state, params))
     return place_on_all(state._replace(inner_state=owned), params, scalars=True)
 
@@ -244,12 +249,6 @@ def upgrade_state(target: State, saved: Any) -> State:
 
 
 # Wrap.
-
-
-def _to_devices_of(value: Any, like: Any) -> Any:
-    """`value`, moved to the devices of `like` unless it is committed."""
-    is_placed = is_concrete(value) and value.committed
-    return value if is_placed else place_like(value, like)
 
 
 def _shape_and_dtype(leaf: Any) -> Any:

@@ -91,7 +91,8 @@ def metrics(state: Any, *, host: bool = False) -> dict[str, Any]:
     if not host:
         return values
     name = "report" if is_report else "state"
-    _validate.concrete(name, values, f" Under jit write jls.metrics({name}).")
+    write = f" Under jit write jls.metrics({name}), without host=True."
+    _validate.concrete(name, values, write)
     arrays = fetch(values)
     if is_report:
         _check_one_step(arrays)
@@ -135,7 +136,12 @@ def fetch(flat: Mapping[str, Any]) -> dict[str, np.ndarray]:
     for name, value in flat.items():
         _check_scalar(name, value)
     if _is_of_pmap(flat):
-        flat = {name: _by_device(value) for name, value in flat.items()}
+        flat = {
+            name: [row.data for row in value.addressable_shards]
+            if np.ndim(value)
+            else value
+            for name, value in flat.items()
+        }
     on_host = jax.device_get(dict(flat))
     # In the given order: a transfer of a dict sorts its keys.
     return {name: _widest(_agreed(name, on_host[name])) for name in flat}
@@ -159,13 +165,6 @@ def _has_rows_on_devices(value: Any) -> bool:
     # Of one device, one row is one step either way.
     is_one_each = 1 < count == len(value.sharding.device_set)
     return is_one_each and value.sharding.shard_shape(value.shape) == (1, *rest)
-
-
-def _by_device(value: Any) -> Any:
-    """The rows of an array; a number as it is."""
-    if not np.ndim(value):
-        return value
-    return [shard.data for shard in value.addressable_shards]
 
 
 def _agreed(name: str, value: Any) -> np.ndarray:

@@ -252,8 +252,8 @@ class SpikeState(NamedTuple):
 
     def __repr__(self) -> str:
         """All fields but `seen`, `kept` and `steady_share`."""
-        shown = {"tokens", "found", "value", "limit"}
-        fields = {name: x for name, x in self._asdict().items() if name in shown}
+        shown = "tokens", "found", "value", "limit"
+        fields = {name: getattr(self, name) for name in shown}
         return format_record("SpikeState", **format_numbers(fields))
 
 

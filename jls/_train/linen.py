@@ -11,7 +11,7 @@ import jax
 from jls._mistakes import is_read, warn
 from jls._train.accumulate import keys_in
 from jls._train.parts import Call, LossOutput, Order, Parts, unpack
-from jls._train_state import FP8, is_train_state, names_in, pytree_fields
+from jls._train_state import FP8, is_train_state, names_in, pytree_fields, without_fp8
 from jls._tree import cast_like, restore, trainable
 from jls._types import StepReport
 from jls._validate import signature_of
@@ -28,7 +28,7 @@ class LinenAdapter:
         self._names = names = names_in(state)
         self.model, self.optimizer = state, getattr(state, names.tx)
         self._params = getattr(state, names.params)
-        self._has_fp8 = isinstance(self._params, Mapping) and FP8 in self._params
+        self._known, self._overwritten = without_fp8(self._params)
 
     @staticmethod
     def takes(call: Call) -> bool:
@@ -39,17 +39,13 @@ class LinenAdapter:
         return Order(["state", "batch"], 0, is_train_state)
 
     def split(self) -> Parts:
-        params, overwritten = self._params, None
-        if self._has_fp8:
-            # As in Flax's `TrainState.create`, the optimizer knows only the others.
-            params, overwritten = params["params"], params[FP8]
         opt_state = getattr(self.model, self._names.opt_state)
         carried = {
             name: getattr(self.model, name)
             for name in pytree_fields(self.model)
             if name not in self._names
         }
-        return Parts(trainable(params), overwritten, opt_state, carried)
+        return Parts(trainable(self._known), self._overwritten, opt_state, carried)
 
     def call(
         self, params: Any, overwritten: Any, carried: Any, batch: Any, **kwargs: Any
@@ -84,10 +80,9 @@ class LinenAdapter:
         return dataclasses.replace(self.model, **fields)
 
     def _join(self, params: Any, overwritten: Any) -> Any:
-        if self._has_fp8:
-            params = restore(params, self._params["params"])
-            return {"params": params, FP8: overwritten}
-        return restore(params, self._params)
+        params = restore(params, self._known)
+        has_fp8 = self._known is not self._params
+        return {"params": params, FP8: overwritten} if has_fp8 else params
 
 
 _NAMES_OF_PARAMS = ("params", "parameters", "variables", "weights", "p", "w")

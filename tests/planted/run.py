@@ -485,8 +485,8 @@ FAULTS = [
     Fault(
         "each device of pmap is a row of the history",
         METRICS,
-        "    return [shard.data for shard in value.addressable_shards]\n",
-        "    return value\n",
+        "name: [row.data for row in value.addressable_shards]\n",
+        "name: value\n",
         (OF_PMAP,),
     ),
     Fault(

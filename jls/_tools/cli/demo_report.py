@@ -162,7 +162,8 @@ def sentence(runs: Runs) -> str:
         f"{format_scale(demo.MAX_SCALE)}), and {quantity(skips, 'step')} whose "
         f"gradients overflowed {'was' if skips == 1 else 'were'} skipped. Its backward "
         f"pass needs {megabytes(runs.scaled.memory)} instead of "
-        f"{megabytes(runs.float32.memory)}. {last}. The network is float32 in all four runs."
+        f"{megabytes(runs.float32.memory)}. {last}. The network is float32 in all four "
+        "runs."
     )
 
 

@@ -3,7 +3,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from jls._tools.run.verdict import (
     ask_for_half,
     diagnose,
 )
-from jls._train_state import FP8, carried_by, optimizer_in
+from jls._train_state import FP8, carried_by, optimizer_in, without_fp8
 from jls._tree import check_holds, is_array, is_inexact, named_floats
 from jls._types import (
     SIGNALS,
@@ -328,10 +328,9 @@ def _gather(
         _, params, variables = split_model(params, state, optimizer)
         others.append(variables)
     params = held.params if params is None else params
-    if isinstance(params, Mapping) and FP8 in params:
-        # As in Flax's `TrainState.create`, the optimizer knows only the others.
-        others.append({FP8: params[FP8]})
-        params = params["params"]
+    params, overwritten = without_fp8(params)
+    if overwritten is not None:
+        others.append({FP8: overwritten})
     if held.others:
         others.append(dict(held.others))
     found = _wrapper_in(optimizer, held.optimizer, params, wrapper_state)

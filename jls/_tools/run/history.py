@@ -97,7 +97,9 @@ class History:
         count = _row_count(arrays)
         values = {name: array.reshape(-1).tolist() for name, array in arrays.items()}
         if "step" not in values:
-            values["step"] = values.get("steps") or self._next_steps(count)
+            last = (self._columns["step"] or [0])[-1] or 0
+            counted = [last + i for i in range(1, count + 1)]
+            values["step"] = values.get("steps") or counted
         for number in values["step"]:
             if not np.isfinite(number):
                 raise ValueError(f"step must be finite, got {number!r}.")
@@ -106,10 +108,6 @@ class History:
             self._columns.setdefault(name, [None] * rows)
         for name, column in self._columns.items():
             column += values.get(name, [None] * count)
-
-    def _next_steps(self, count: int) -> list[Scalar]:
-        last = (self._columns["step"] or [0])[-1] or 0
-        return [last + i for i in range(1, count + 1)]
 
     def __len__(self) -> int:
         return len(self._columns["step"])

@@ -86,12 +86,10 @@ def plot(columns: Columns, axes: Any = None) -> Figure:
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
         # Above the panel, where it covers nothing.
-        handles, labels = panel.get_legend_handles_labels()
+        labels = panel.get_legend_handles_labels()[1]
         if not labels:
             continue
         panel.legend(
-            handles,
-            labels,
             loc="lower right",
             bbox_to_anchor=(1, 1),
             borderaxespad=0.1,

@@ -387,17 +387,12 @@ def requeue(
     retries = _validate.host_interval("retries", retries)
     keep = _validate.host_interval("keep", keep, 0)
     for name, given in (("batches", batches), ("first", first)):
-        is_one = is_array(given) or isinstance(given, Mapping | str)
-        if is_one or not _is_iterable(given):
+        is_one = is_array(given) or isinstance(given, Mapping | str | type)
+        # An object with `__getitem__` alone is iterable too.
+        can_iterate = hasattr(given, "__iter__") or hasattr(given, "__getitem__")
+        if is_one or not can_iterate:
             raise TypeError(
                 f"{name} must be an iterable of batches, got {describe(given)}. Pass a "
                 "list, a data loader or a generator: jls.requeue(batches)."
             )
     return BatchQueue(batches, first=first, lag=lag, retries=retries, keep=keep)
-
-
-def _is_iterable(value: Any) -> bool:
-    if isinstance(value, type):
-        return False
-    # An object with `__getitem__` alone is iterable too.
-    return hasattr(value, "__iter__") or hasattr(value, "__getitem__")
