@@ -766,8 +766,8 @@ FAULTS = [
     Fault(
         "a dict is a queue of its keys",
         "jls/_tools/run/requeue.py",
-        "isinstance(given, Mapping | str)",
-        "isinstance(given, str)",
+        "isinstance(given, Mapping | str | type)",
+        "isinstance(given, str | type)",
         ("tests/run/test_doors.py",),
     ),
     Fault(
