@@ -13,32 +13,25 @@ import os
 import shutil
 import signal
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from jls import __version__
 
-COMMANDS = ("demo", "doctor")
-
-USAGE = """\
-python -m jls [demo] [options]
-       python -m jls doctor [--json]
-       python -m jls --help | --version"""
-
-SUMMARIES = {
-    "demo": "Trains one float32 Flax network, untouched, on 1347 handwritten digits, "
-    "four times: in float32, in float16 by jls.autocast without a loss scale, the same "
-    "with jls.loss_scaled, and in bfloat16. Shows the loss, the loss scale and the "
-    "skipped steps, then how well each run reads 450 digits that it has not seen, and "
-    "the memory that its backward pass needs. Runs on the GPU if JAX has one, else on "
-    "the CPU, in about a minute, and downloads nothing. Without a command, this is "
-    "what runs.",
-    "doctor": "Times each dtype on this machine, checks that XLA detects inf and NaN "
-    "inside jit, and measures what a wrapped step costs. Ends with the dtype to train "
-    "in, and the lines to write. Exits with 0 if everything that jls relies on holds, "
-    "else with 1.",
-}
+DEMO = (
+    "Trains one float32 Flax network, untouched, on 1347 handwritten digits, four "
+    "times: in float32, in float16 by jls.autocast without a loss scale, the same with "
+    "jls.loss_scaled, and in bfloat16. Shows the loss, the loss scale and the skipped "
+    "steps, then how well each run reads 450 digits that it has not seen, and the "
+    "memory that its backward pass needs. Runs on the GPU if JAX has one, else on the "
+    "CPU, in about a minute, and downloads nothing. Without a command, this is what "
+    "runs."
+)
+DOCTOR = (
+    "Times each dtype on this machine, checks that XLA detects inf and NaN inside jit, "
+    "and measures what a wrapped step costs. Ends with the dtype to train in, and the "
+    "lines to write. Exits with 0 if everything that jls relies on holds, else with 1."
+)
 
 EXAMPLES = """\
 examples:
@@ -71,18 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if the doctor finds that something does not hold.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    command = arguments.pop(0) if arguments[:1] and arguments[0] in COMMANDS else "demo"
-    (_run_doctor if command == "doctor" else _run_demo)(arguments)
+    first = arguments[0] if arguments else "--"
+    if first.startswith("-") and first not in ("-h", "--help", "--version"):
+        arguments = ["demo", *arguments]
+    options = _parser().parse_args(arguments)
+    options.run(options)
 
 
-def _run_doctor(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m jls doctor", description=SUMMARIES["doctor"]
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the findings as JSON"
-    )
-    options = parser.parse_args(arguments)
+def _run_doctor(options: argparse.Namespace) -> None:
     from jls._tools.cli import doctor
 
     findings = {"jls": __version__, **doctor.examine()}
@@ -94,13 +83,9 @@ def _run_doctor(arguments: list[str]) -> None:
         raise SystemExit(1)
 
 
-def _run_demo(arguments: list[str]) -> None:
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.command:
-        parser.error(f"the command must be demo or doctor, got {options.command!r}.")
+def _run_demo(options: argparse.Namespace) -> None:
     if not options.no_plot:
-        _check_output(parser, options.output)
+        _check_output(options)
     save_plot = None
     try:
         from jls._tools.cli import demo_report
@@ -122,18 +107,19 @@ def _run_demo(arguments: list[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    # Raw, since argparse would fill the list of commands into one paragraph.
     parser = argparse.ArgumentParser(
         prog="python -m jls",
-        usage=USAGE,
-        description="Mixed precision for JAX.\n\n" + _commands(),
-        epilog=f"{EXAMPLES}\nwhat the demo needs:\n{INSTALL}",
+        description="Mixed precision for JAX.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    # `main` takes the commands that exist: this one is an error.
-    parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"jls {__version__}")
-    demo = parser.add_argument_group("options of the demo")
+    commands = parser.add_subparsers(title="commands")
+    demo = commands.add_parser("demo", description=DEMO)
+    doctor = commands.add_parser("doctor", description=DOCTOR)
+    doctor.add_argument(
+        "--json", action="store_true", help="print the findings as JSON"
+    )
+    doctor.set_defaults(run=_run_doctor)
     demo.add_argument(
         "--steps",
         type=_integer_from(1),
@@ -158,15 +144,10 @@ def _parser() -> argparse.ArgumentParser:
         "(default: jls_demo.png)",
     )
     demo.add_argument("--no-plot", action="store_true", help="write no plot")
+    demo.set_defaults(run=_run_demo, error=demo.error)
+    both = f"{demo.format_help()}\n{doctor.format_help()}"
+    parser.epilog = f"{both}\n{EXAMPLES}\nwhat the demo needs:\n{INSTALL}"
     return parser
-
-
-def _commands() -> str:
-    lines = ["commands:"]
-    for name, summary in SUMMARIES.items():
-        text = textwrap.fill(summary, _columns() - 12)
-        lines.append(f"  {name:6}  " + textwrap.indent(text, " " * 10).lstrip())
-    return "\n".join(lines)
 
 
 def _columns() -> int:
@@ -177,30 +158,27 @@ def _columns() -> int:
 
 def _integer_from(least: int):
     def integer(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value < 2**31:
+        if not (text.isdecimal() and least <= int(text) < 2**31):
             raise argparse.ArgumentTypeError(
                 f"must be a whole number from {least} to 2^31 - 1, got {text!r}"
             )
-        return value
+        return int(text)
 
     return integer
 
 
-def _check_output(parser: argparse.ArgumentParser, output: Path) -> None:
+def _check_output(options: argparse.Namespace) -> None:
     """Refuses a file that cannot be written, before a minute of training."""
+    output = options.output
     if output.suffix not in (".png", ".svg", ".pdf"):
-        parser.error(f"--output must end in .png, .svg or .pdf, got '{output}'")
+        options.error(f"--output must end in .png, .svg or .pdf, got '{output}'")
     if not output.parent.is_dir():
-        parser.error(f"--output is in a folder that does not exist: '{output.parent}'")
+        options.error(f"--output is in a folder that does not exist: '{output.parent}'")
     if output.is_dir():
-        parser.error(f"--output is a folder, not a file: '{output}'")
+        options.error(f"--output is a folder, not a file: '{output}'")
     target = output if output.exists() else output.parent
     if not os.access(target, os.W_OK):
-        parser.error(f"--output cannot be written: no permission for '{target}'")
+        options.error(f"--output cannot be written: no permission for '{target}'")
 
 
 def _stop(*_) -> None:

@@ -27,16 +27,18 @@ import optax
 
 from jls import _validate
 from jls._nnx import is_variable, read_variables, unbox
-from jls._placement import copy_like, own_buffers, place_like, place_scalars
+from jls._placement import copy_like, own_buffers, place_like, place_on_all
 from jls._state import find, how_to_nest, is_scaler_state, is_wrapper_state
 from jls._step import wrapper_of
 from jls._text import at, join, listed
 from jls._tree import (
     common_dtype,
+    difference,
     is_array,
     is_concrete,
     is_leaf,
     is_narrow,
+    kind_of,
     one_level,
     widen,
 )
@@ -133,10 +135,23 @@ def wrap_state(
             "inner_state must be the state of the optimizer that was wrapped, got "
             f"{type(inner_state).__name__}. {write}"
         )
-    _check_alike(inner_state, state.inner_state, ())
-    placed = jax.tree.map(_to_devices_of, inner_state, state.inner_state)
+    of_both = ("inner_state", inner_state), ("its state", state.inner_state)
+    how = difference(*of_both, _shape_and_dtype)
+    if how:
+        raise ValueError(
+            "inner_state must be the state of the optimizer that was wrapped, in "
+            f"structure, shapes and dtypes, but {how}. Wrap the same optimizer, and "
+            "pass the parameters that it had: jls.wrap_state(optimizer, inner_state, "
+            "params). Other cases: docs/questions/checkpoints.md."
+        )
+
+    def place(value, like):
+        is_placed = is_concrete(value) and value.committed
+        return value if is_placed else place_like(value, like)
+
+    placed = jax.tree.map(place, inner_state, state.inner_state)
     owned = own_buffers(placed, (inner_state, params))
-    return place_scalars(state._replace(inner_state=owned), params)
+    return place_on_all(state._replace(inner_state=owned), params, scalars=True)
 
 
 def unwrap_state(state: Any) -> Any:
@@ -222,7 +237,7 @@ def upgrade_state(target: State, saved: Any) -> State:
     lacks = find(saved, is_wrapper_state) and not find(target, is_wrapper_state)
     if is_code or is_optimizer or lacks:
         raise TypeError(
-            f"target must be a new state of jls, got {describe_node(target)}. target "
+            f"target must be a new state of jls, got {kind_of(target)}. target "
             "comes first: jls.upgrade_state(optimizer.init(params), saved)."
         )
     write = how_to_nest(saved)
@@ -234,32 +249,6 @@ def upgrade_state(target: State, saved: Any) -> State:
 
 
 # Wrap.
-
-
-def _to_devices_of(value: Any, like: Any) -> Any:
-    """`value`, moved to the devices of `like` unless it is committed."""
-    is_placed = is_concrete(value) and value.committed
-    return value if is_placed else place_like(value, like)
-
-
-def _check_alike(given: Any, wanted: Any, path: tuple[str, ...]) -> None:
-    """Raises for the first place where the two states differ."""
-    (children, form), (others, other_form) = one_level(given), one_level(wanted)
-    is_end = is_leaf(form)
-    if form != other_form or (
-        is_end and _shape_and_dtype(given) != _shape_and_dtype(wanted)
-    ):
-        raise ValueError(
-            "inner_state must be the state of the optimizer that was wrapped, in "
-            f"structure, shapes and dtypes, but {format_path(path)} it has "
-            f"{describe_node(given)}, and the optimizer {describe_node(wanted)}. Wrap "
-            "the same optimizer, and pass the parameters that it had: jls.wrap_state("
-            "optimizer, inner_state, params). Other cases: "
-            "docs/questions/checkpoints.md."
-        )
-    if not is_end:
-        for name, child in children.items():
-            _check_alike(child, others[name], (*path, name))
 
 
 def _shape_and_dtype(leaf: Any) -> Any:
@@ -279,8 +268,8 @@ def _upgrade(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
         parts = dict.fromkeys(children, saved)
     if parts is None:
         raise ValueError(
-            f"saved must have {describe_node(target)} {format_path(path)}, as target "
-            f"has, got {describe_node(saved)}. "
+            f"saved must have {kind_of(target)} {format_path(path)}, as target "
+            f"has, got {kind_of(saved)}. "
             f"{_OTHER if is_array(saved) else _NO_TREE}"
         )
     is_of_scaler = is_scaler_state(target)
@@ -421,8 +410,8 @@ def _restored_leaf(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
     dtype = common_dtype(saved, target) if fits else None
     if dtype is None:
         raise ValueError(
-            f"saved must have {describe_node(target)} {format_path(path)}, as target "
-            f"has, got {describe_node(saved)}. {_OTHER}"
+            f"saved must have {kind_of(target)} {format_path(path)}, as target "
+            f"has, got {kind_of(saved)}. {_OTHER}"
         )
     if hasattr(saved, "dtype"):
         return copy_like(saved, target)
@@ -441,19 +430,6 @@ def _number_as_array(number: Any, dtype: Any, path: tuple[str, ...]) -> np.ndarr
             f"saved must have a number that fits into {dtype} {format_path(path)}, got "
             f"{number}. {_OTHER}"
         ) from None
-
-
-def describe_node(node: Any) -> str:
-    """A node in a message: its type and names, or dtype and shape."""
-    if is_array(node):
-        dtype = getattr(node, "dtype", f"a Python {type(node).__name__}")
-        return f"{dtype} of shape {jnp.shape(node)}"
-    children, structure = one_level(node)
-    if node is None:
-        return "None"
-    if is_leaf(structure):
-        return f"a {type(node).__name__}"
-    return f"{type(node).__name__}({listed(list(children), _NAMES)})"
 
 
 def format_path(path: tuple[str, ...]) -> str:

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.core import Tracer
 
 from jls import _validate
 from jls._nnx import read_variables
@@ -20,7 +19,7 @@ from jls._state import (
     loss_scale,
     of_one_device,
 )
-from jls._text import describe, path_name
+from jls._text import describe, join, path_name
 from jls._types import StepReport, wrapper_metrics
 
 Scalar = bool | int | float
@@ -92,17 +91,8 @@ def metrics(state: Any, *, host: bool = False) -> dict[str, Any]:
     if not host:
         return values
     name = "report" if is_report else "state"
-    _validate.not_donated(name, values)
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(values)):
-        raise _validate.TracedError(
-            f"{name} must be concrete with host=True, got a traced one. Write "
-            f"jls.metrics({name}) under jit, and jls.metrics({name}, host=True) on "
-            "what the step returned."
-        )
-    if is_report:  # the names of numbers in aux come where aux is
-        order = state._fields
-        items = sorted(values.items(), key=lambda x: order.index(x[0].split("/")[0]))
-        values = dict(items)
+    write = f" Under jit write jls.metrics({name}), without host=True."
+    _validate.concrete(name, values, write)
     arrays = fetch(values)
     if is_report:
         _check_one_step(arrays)
@@ -120,8 +110,7 @@ def strict(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_one_device(state: Any) -> Any:
     """The part of `state` that has metrics, if it has an axis of devices; else all."""
-    wrappers = find(state, is_wrapper_state)
-    found = wrappers or find_scaler_states(state)
+    found = find(state, is_wrapper_state) or find_scaler_states(state)
     if len(found) != 1:
         return state
     node = read_variables(found[0][1])
@@ -147,7 +136,12 @@ def fetch(flat: Mapping[str, Any]) -> dict[str, np.ndarray]:
     for name, value in flat.items():
         _check_scalar(name, value)
     if _is_of_pmap(flat):
-        flat = {name: _by_device(value) for name, value in flat.items()}
+        flat = {
+            name: [row.data for row in value.addressable_shards]
+            if np.ndim(value)
+            else value
+            for name, value in flat.items()
+        }
     on_host = jax.device_get(dict(flat))
     # In the given order: a transfer of a dict sorts its keys.
     return {name: _widest(_agreed(name, on_host[name])) for name in flat}
@@ -171,13 +165,6 @@ def _has_rows_on_devices(value: Any) -> bool:
     # Of one device, one row is one step either way.
     is_one_each = 1 < count == len(value.sharding.device_set)
     return is_one_each and value.sharding.shard_shape(value.shape) == (1, *rest)
-
-
-def _by_device(value: Any) -> Any:
-    """The rows of an array; a number as it is."""
-    if not np.ndim(value):
-        return value
-    return [shard.data for shard in value.addressable_shards]
 
 
 def _agreed(name: str, value: Any) -> np.ndarray:
@@ -219,8 +206,8 @@ def flatten_metrics(
 ) -> dict[str, Any]:
     """The given values by name, "a/b" for those in nested dicts; None is left out."""
     if isinstance(metrics, StepReport):
-        no_metrics = {"aux": None, "scale_moves": None}
-        metrics = {**metrics._asdict(), **no_metrics, **_numbers_in_aux(metrics)}
+        numbers = {"aux": _numbers_in_aux(metrics), "scale_moves": None}
+        metrics = metrics._asdict() | numbers
     if not isinstance(metrics, Mapping):
         raise TypeError(
             "metrics must be a dict of scalars, such as jls.metrics(state), or a "
@@ -233,7 +220,7 @@ def flatten_metrics(
 
 def _numbers_in_aux(report: StepReport) -> dict[str, Any]:
     """The values in aux that are one number for each step, by name; no logits."""
-    flat, _ = jax.tree_util.tree_flatten_with_path({"aux": report.aux})
+    flat, _ = jax.tree_util.tree_flatten_with_path(report.aux)
     return {
         path_name(path): leaf
         for path, leaf in flat
@@ -246,7 +233,7 @@ def _flatten_into(path: tuple[str, ...], value: Any, flat: dict[str, Any]) -> No
         for name, inner in value.items():
             _flatten_into((*path, str(name)), inner, flat)
     elif value is not None:
-        name = "/".join(path)
+        name = join(*path)
         if name in flat:
             raise ValueError(f"{name} must be given once, got it as a dict too.")
         flat[name] = value

@@ -378,23 +378,10 @@ def _foreign(
             "updates must be the gradients of params, but "
             f"{difference(('updates', updates), ('params', params))}. {_OF_THESE}"
         )
-    how = _other_shape(made, inner_state, name)
+    of_both = ("it", inner_state), (f"a new state of these {name}", made)
+    how = difference(*of_both, np.shape)
     return how and (
         f"state must be one that this optimizer made for the {name} that it is passed "
         f"with, but {how}. Pass what its init made for them. If the model has changed, "
         "its optimizer starts anew: opt_state = optimizer.init(params)."
     )
-
-
-def _other_shape(made: Any, got: Any, name: str) -> str:
-    """Where a state differs from what these parameters would make; "" nowhere."""
-    wanted, structure = jax.tree_util.tree_flatten_with_path(made)
-    if structure != jax.tree.structure(got):
-        return difference(("it", got), (f"a new state of these {name}", made))
-    for (path, new), old in zip(wanted, jax.tree.leaves(got), strict=True):
-        if jnp.shape(new) != jnp.shape(old):
-            return (
-                f"has shape {jnp.shape(old)}{at(path_name(path))}, where these {name} "
-                f"make {jnp.shape(new)}"
-            )
-    return ""

@@ -36,17 +36,12 @@ def own_buffers(tree: Any, foreign: Any) -> Any:
     return jax.tree.map(own, tree)
 
 
-def place_scalars(state: Any, params: optax.Params) -> Any:
-    """`state` with its scalars and flags on the devices of `params`.
+def place_on_all(state: Any, params: optax.Params, scalars: bool = False) -> Any:
+    """`state` with its arrays, or only `scalars` and flags, on all devices of `params`.
 
     Otherwise the first step would return a scalar with the placement of the parameters,
     and the second step would compile again.
     """
-    return place_all(state, params, scalars=True)
-
-
-def place_all(state: Any, params: optax.Params, scalars: bool = False) -> Any:
-    """`state` with arrays, or only `scalars` and flags, on all devices of `params`."""
     shardings = [
         leaf.sharding
         for leaf in jax.tree.leaves(params)

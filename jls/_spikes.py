@@ -98,7 +98,7 @@ def spikes(
       >>> state.spikes
       Array(1, dtype=int32)
     """
-    window = check_window(window)
+    window = _validate.host_interval("window", window, 2)
     allowed = _budget(budget)
     return SpikePolicy(
         start(window, allowed),
@@ -126,9 +126,7 @@ def spikes_init(window: int, budget: ArrayLike) -> SpikeState:
 
 def spikes_judge(
     state: SpikeState,
-    loss: Array | None,
-    norm: Array,
-    *,
+    *signals: Array | None,
     sigmas: ArrayLike,
     budget: ArrayLike,
     warmup: ArrayLike,
@@ -139,7 +137,7 @@ def spikes_judge(
     limit = window.limit(sigmas, jnp.maximum(window.deviation, least), warmup)
     limit = jnp.where(window.is_silent, jnp.inf, limit)
     limit = jnp.minimum(limit, limits(norm=max_norm))
-    return decide(state, (loss, norm), limit, sigmas=sigmas, budget=budget)
+    return decide(state, signals, limit, sigmas=sigmas, budget=budget)
 
 
 # Shared with the presets in `jls.presets`.
@@ -253,13 +251,6 @@ def _places(size: int) -> Array:
 
 
 # Arguments.
-
-
-def check_window(window: Any) -> int:
-    window = _validate.host_interval("window", window)
-    if window < 2:
-        raise ValueError(f"window must be from 2 to 2^31 - 1, got {window!r}.")
-    return window
 
 
 def check_sigmas(sigmas: Any) -> Any:

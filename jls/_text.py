@@ -55,6 +55,11 @@ def and_more(items: Sequence[Any], most: int) -> str:
     return f"and {len(items) - most} more" if len(items) > most else ""
 
 
+def quantity(number: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def an(name: str) -> str:
     """The name of a type, with its article."""
     return f"{'an' if name[:1] in 'AEIOUaeio' else 'a'} {name}"
@@ -86,7 +91,8 @@ def wrapped(text: str, indent: str = "", initial: str = "") -> list[str]:
 def describe(value: Any) -> str:
     """A description of `value` for an error, without the numbers of an array."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    if isinstance(value, jax.Array | np.ndarray) and shape is not None:
+    arrays = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+    if isinstance(value, arrays) and shape is not None:
         return f"{dtype}[{','.join(map(str, shape))}]"
     name = type(value).__name__
     text = "" if isinstance(value, dict | list | tuple | set) else repr(value)
@@ -110,6 +116,11 @@ def format_number(value: Any) -> str:
 def format_numbers(fields: Mapping[str, Any]) -> dict[str, str]:
     """The fields of a record by name, formatted as numbers."""
     return {name: format_number(value) for name, value in fields.items()}
+
+
+def format_state(self: Any) -> str:
+    """The `repr` of a state of numbers."""
+    return format_record(type(self).__name__, **format_numbers(self._asdict()))
 
 
 def format_rule(rule: Any, named_by: str, hyperparameters: Mapping[str, Any]) -> str:

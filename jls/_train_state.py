@@ -21,6 +21,15 @@ from jls._tree import trainable
 FP8 = "_overwrite_with_gradient"  # the collection of Flax's fp8 layers
 
 
+def without_fp8(params: Any) -> tuple[Any, Any]:
+    """The parameters that an optimizer knows, and what a step overwrites, or None.
+
+    As in Flax's `TrainState.create`.
+    """
+    has_fp8 = isinstance(params, Mapping) and FP8 in params
+    return (params["params"], params[FP8]) if has_fp8 else (params, None)
+
+
 def is_train_state(node: Any) -> bool:
     has_optimizer = hasattr(node, "tx") or bool(_optimizers(node))
     return has_optimizer and not is_optimizer(node)

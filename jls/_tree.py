@@ -43,12 +43,7 @@ def is_inexact(leaf: Any) -> bool:
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
         return isinstance(leaf, float | complex)
-    return _is_inexact_dtype(dtype)
-
-
-@functools.cache
-def _is_inexact_dtype(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
+    return _is_of_kind(dtype, jnp.inexact)
 
 
 def is_extended(leaf: Any) -> bool:
@@ -59,12 +54,10 @@ def is_extended(leaf: Any) -> bool:
 def is_key(leaf: Any) -> bool:
     """Whether `leaf` is a typed PRNG key, or an array of them."""
     dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and _is_key_dtype(dtype)
+    return dtype is not None and _is_of_kind(dtype, jax.dtypes.prng_key)
 
 
-@functools.cache
-def _is_key_dtype(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+_is_of_kind = functools.cache(jnp.issubdtype)
 
 
 # Dtypes.
@@ -363,15 +356,23 @@ def is_differentiable(leaf: Any) -> bool:
 # Structures.
 
 
-def difference(one: tuple[str, Any], other: tuple[str, Any]) -> str:
-    """Where two trees of different structures differ first, as a clause.
+def difference(
+    one: tuple[str, Any],
+    other: tuple[str, Any],
+    of_leaf: Callable[[Any], Any] = lambda leaf: None,
+) -> str:
+    """Where two trees differ first, as a clause; "" if they do not.
 
     Args:
       one: what it is called, and the tree.
       other: the same of the other.
+      of_leaf: what has to be the same in two leaves. By default they may differ.
     """
     (name, tree), (other_name, other_tree) = one, other
-    path, kind, other_kind = _first_difference(tree, other_tree) or ((), "", "")
+    found = _first_difference(tree, other_tree, of_leaf)
+    if found is None:
+        return ""
+    path, kind, other_kind = found
     place = join(*path)
     if not kind or not other_kind:
         return f"'{place}' is only in {name if kind else other_name}"
@@ -382,26 +383,30 @@ def difference(one: tuple[str, Any], other: tuple[str, Any]) -> str:
     return f"'{place}' is {kind} in {name}, {other_kind} in {other_name}"
 
 
-def _first_difference(tree: Any, other: Any) -> tuple[tuple[str, ...], str, str] | None:
+def _first_difference(
+    tree: Any, other: Any, of_leaf: Callable[[Any], Any]
+) -> tuple[tuple[str, ...], str, str] | None:
     """Its path, and what either tree has there: "" for nothing."""
     (children, node), (other_children, other_node) = map(one_level, (tree, other))
+    kinds = kind_of(tree), kind_of(other)
     if is_leaf(node) and is_leaf(other_node):
-        return None
+        return None if of_leaf(tree) == of_leaf(other) else ((), *kinds)
     if type(tree) is not type(other):
-        return (), _kind(tree), _kind(other)
+        return (), *kinds
     for name, child in children.items():
         if name not in other_children:
-            return (name,), _kind(child), ""
-        found = _first_difference(child, other_children[name])
+            return (name,), kind_of(child), ""
+        found = _first_difference(child, other_children[name], of_leaf)
         if found:
             return (name, *found[0]), *found[1:]
     for name, child in other_children.items():
         if name not in children:
-            return (name,), "", _kind(child)
-    return None if node == other_node else ((), _kind(tree), _kind(other))
+            return (name,), "", kind_of(child)
+    return None if node == other_node else ((), *kinds)
 
 
-def _kind(tree: Any) -> str:
+def kind_of(tree: Any) -> str:
+    """A node in a message: a leaf with its dtype and shape, or the type of a node."""
     if tree is None:
         return "None"
     is_end = is_leaf(jax.tree.structure(tree))

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax import export as jax_export
 
-from jls._text import format_numbers, format_record, format_rule
+from jls._text import format_numbers, format_record, format_rule, format_state
 
 TypeT = TypeVar("TypeT", bound=type)
 StateT = TypeVar("StateT")
@@ -62,8 +62,7 @@ class ScalerState(NamedTuple):
     finite_count: Array  # i32[]  consecutive finite steps since the scale last changed
     nonfinite_count: Array  # i32[]  non-finite steps counted towards the next backoff
 
-    def __repr__(self) -> str:
-        return format_record("ScalerState", **format_numbers(self._asdict()))
+    __repr__ = format_state
 
 
 @exportable
@@ -77,8 +76,7 @@ class StaticState(NamedTuple):
 
     loss_scale: Array  # f32[]
 
-    def __repr__(self) -> str:
-        return format_record("StaticState", **format_numbers(self._asdict()))
+    __repr__ = format_state
 
 
 class InitFn(Protocol[InitT]):
@@ -162,31 +160,16 @@ class LossScaler(NamedTuple, Generic[StateT]):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            write = _OF_A_GRAD_SCALER.get(name)
-            message = f"a jls.types.LossScaler has no attribute {name!r}"
-            if write is None:
-                raise AttributeError(message, name=name, obj=self)
             raise AttributeError(
-                f"{message}: it is two pure functions, init and adjust. {write} "
-                "docs/coming_from.md has the rest."
+                f"a jls.types.LossScaler has no attribute {name!r}: it is two pure "
+                "functions, init and adjust. Write optimizer = jls.loss_scaled(inner, "
+                "scaler), then loss, grads = jls.value_and_grad(loss_fn)(opt_state, "
+                "params, batch), then updates, opt_state = optimizer.update(grads, "
+                "opt_state, params, value=loss). The scale is jls.loss_scale(opt_state)"
+                "; docs/coming_from.md has the rest.",
+                name=name,
+                obj=self,
             )
-
-
-# What a scaler of PyTorch, Paddle or MindSpore does by itself.
-_STEP = (
-    "In the place of scaler.step(optimizer) and scaler.update() write optimizer = "
-    "jls.loss_scaled(inner, scaler), then updates, opt_state = optimizer.update("
-    "grads, opt_state, params, value=loss)."
-)
-_BACKWARD = (
-    "In the place of scaler.scale(loss).backward() and scaler.unscale_(optimizer) "
-    "write loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, batch)."
-)
-_OF_A_GRAD_SCALER = {
-    **dict.fromkeys(("scale", "unscale", "unscale_", "backward"), _BACKWARD),
-    **dict.fromkeys(("step", "update", "minimize"), _STEP),
-    **dict.fromkeys(("get_scale", "scale_value"), "Write jls.loss_scale(opt_state)."),
-}
 
 
 class JudgeFn(Protocol[StateT]):
@@ -269,8 +252,8 @@ class SpikeState(NamedTuple):
 
     def __repr__(self) -> str:
         """All fields but `seen`, `kept` and `steady_share`."""
-        shown = {"tokens", "found", "value", "limit"}
-        fields = {name: x for name, x in self._asdict().items() if name in shown}
+        shown = "tokens", "found", "value", "limit"
+        fields = {name: getattr(self, name) for name in shown}
         return format_record("SpikeState", **format_numbers(fields))
 
 

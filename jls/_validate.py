@@ -7,7 +7,7 @@ import itertools
 import math
 import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -84,18 +84,6 @@ def host_number(name: str, value: Any, rule: str, low: float, high: float) -> fl
 def scale_value(name: str, value: Any) -> Any:
     """A loss scale that the arithmetic of every device can take."""
     return number(name, value, "from 2^-126 to 2^126", SMALLEST, LARGEST)
-
-
-def raising_factor(name: str, value: Any) -> Any:
-    """A factor that raises a loss scale."""
-    just_above = 1.0 + 2.0**-23
-    return number(name, value, "finite and > 1", just_above, LARGEST)
-
-
-def lowering_factor(name: str, value: Any) -> Any:
-    """A factor that lowers a loss scale."""
-    just_below = 1.0 - 2.0**-24
-    return number(name, value, "in (0, 1)", SMALLEST, just_below)
 
 
 def interval(name: str, value: Any, low: int = 1) -> Any:
@@ -227,9 +215,9 @@ def choice(name: str, value: Word, choices: Sequence[str]) -> Word:
     return value
 
 
-def ascending(given: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def ascending(given: Mapping[str, Any]) -> dict[str, Any]:
     """Loss scales by name; raises unless each is at most the next."""
-    scales = [(name, scale_value(name, x), x) for name, x in given]
+    scales = [(name, scale_value(name, x), x) for name, x in given.items()]
     known = [scale for scale in scales if not is_unchecked(scale[1])]
     for (name, low, a), (other, high, b) in itertools.combinations(known, 2):
         if low > high:

@@ -24,7 +24,7 @@ from jls import _validate
 from jls._devices import AxisName, check_axis_name
 from jls._mistakes import check_no_state, warn
 from jls._notes import note
-from jls._placement import own_buffers, place_all, place_scalars
+from jls._placement import own_buffers, place_on_all
 from jls._scalers.dynamic import dynamic
 from jls._scalers.static import static
 from jls._state import find, is_wrapper_state, scaler_state_in, wrapper_name
@@ -193,10 +193,10 @@ def loss_scaled(
             scaler_state=scaler_state,
             # At least one: Orbax saves no array without elements.
             nonfinite_leaves=jnp.zeros(max(count, 1), jnp.bool_),
-            spike_state=place_all(spike_state, params),
+            spike_state=place_on_all(spike_state, params),
             **zeros,
         )
-        return place_scalars(state, params)
+        return place_on_all(state, params, scalars=True)
 
     update = WrapperUpdate(inner, scaler, axis_name, check_updates, spikes)
     return LossScaledTransformation(init, update)

@@ -39,7 +39,7 @@ from jls._scalers.adaptive import adaptive_adjust, adaptive_init
 from jls._scalers.dynamic import dynamic
 from jls._scalers.hysteresis import hysteresis as hysteresis_scaler
 from jls._scalers.hysteresis import hysteresis_adjust
-from jls._scalers.rule import make, start_at, switch
+from jls._scalers.rule import RAISING, make, start_at, switch
 from jls._scalers.static import static
 from jls._tree import as_flag
 from jls._types import JlsWarning, LossScaler, ScalerState, SpikePolicy, SpikeState
@@ -91,7 +91,7 @@ def _like(
 
 def _factors(scale_factor: Any) -> dict[str, Any]:
     """One factor for growth, and its reciprocal for a backoff."""
-    factor = _validate.raising_factor("scale_factor", scale_factor)
+    factor = _validate.number("scale_factor", scale_factor, *RAISING)
     return {"growth_factor": factor, "backoff_factor": 1 / factor}
 
 
@@ -649,46 +649,33 @@ def _windowed(
     judge: Callable[..., Any], window: int, sigmas: float, fewer: int = 0
 ) -> SpikePolicy[SpikeState]:
     """A policy whose warm-up is `fewer` values shorter than that of `jls.spikes`."""
-    size = _spikes.check_window(window)
+    size = _validate.host_interval("window", window, 2)
     warmup = _spikes.half(size) - fewer
     judge = Partial(judge, sigmas=_spikes.check_sigmas(sigmas), warmup=warmup)
     return SpikePolicy(_spikes.start(size), judge)
 
 
-def _levanter_spikes_judge(
-    state: SpikeState,
-    loss: Array | None,
-    norm: Array,
-    *,
-    sigmas: ArrayLike,
-    warmup: ArrayLike,
-) -> tuple[SpikeState, Array]:
+def _levanter_spikes_judge(state: SpikeState, *signals: Any, **numbers: Any) -> Any:
     window = _spikes.window_of(state)
     deviation = jnp.maximum(window.deviation, 1e-6 / window.unit)
-    limit = window.limit(sigmas, deviation, warmup)
-    return _spikes.decide(state, (loss, norm), limit, sigmas=sigmas, skipped_enter=True)
+    return _judge_all(state, signals, window._replace(deviation=deviation), **numbers)
 
 
-def _maxtext_spikes_judge(
-    state: SpikeState,
-    loss: Array | None,
-    norm: Array,
-    *,
-    sigmas: ArrayLike,
-    warmup: ArrayLike,
-) -> tuple[SpikeState, Array]:
+def _maxtext_spikes_judge(state: SpikeState, *signals: Any, **numbers: Any) -> Any:
     window = _spikes.window_of(state, fewer=1)
+    return _judge_all(state, signals, window, **numbers)
+
+
+def _judge_all(
+    state: SpikeState, signals: Any, window: Any, *, sigmas: Any, warmup: Any
+) -> Any:
+    """By limits out of a window that skipped values enter too."""
     limit = window.limit(sigmas, window.deviation, warmup)
-    return _spikes.decide(state, (loss, norm), limit, sigmas=sigmas, skipped_enter=True)
+    return _spikes.decide(state, signals, limit, sigmas=sigmas, skipped_enter=True)
 
 
 def _spike_limit_judge(
-    state: SpikeState,
-    loss: Array | None,
-    norm: Array,
-    *,
-    max_norm: ArrayLike,
-    max_loss: ArrayLike,
-) -> tuple[SpikeState, Array]:
+    state: SpikeState, *signals: Any, max_norm: ArrayLike, max_loss: ArrayLike
+) -> Any:
     limit = _spikes.limits(loss=max_loss, norm=max_norm)
-    return _spikes.decide(state, (loss, norm), limit)
+    return _spikes.decide(state, signals, limit)

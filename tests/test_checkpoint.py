@@ -153,28 +153,27 @@ def test_wrap_and_unwrap_work_traced(jit_or_eager):
     [
         (
             optax.sgd(0.1).init,
-            r"at '1' it has EmptyState\(\), and .* MultiStepsState\(",
+            r"'1' is an EmptyState in inner_state, a MultiStepsState in its state\.",
         ),
         (
             lambda p: make_inner().init({"w": p["w"]}),
-            r"at '1/inner_opt_state/0/mu' it has dict\(w\), and .* dict\(b, w\)\. Wrap",
+            r"'1/inner_opt_state/0/mu/b' is only in its state\. Wrap",
         ),
-        (lambda p: make().init(p), r"it has LossScaledState\(.*questions/checkpoints"),
+        (lambda p: make().init(p), r"is a LossScaledState, .*questions/checkpoints"),
         (
             lambda p: serialization.to_state_dict(make_inner().init(p)),
-            r"at the root it has dict\(0, 1\), .*questions/checkpoints\.md",
+            r"inner_state is a dict, its state a tuple\. .*questions/checkpoints\.md",
         ),
         (
             lambda p: make_inner().init(p | {"w": jnp.ones(3)}),
-            r"'1/inner_opt_state/0/mu/w' it has float32 of shape \(3,\), and the "
-            r"optimizer float32 of shape \(2,\)",
+            r"'1/inner_opt_state/0/mu/w' is float32\[3\] in inner_state, float32\[2\]",
         ),
         (
             lambda p: make_inner().init(p | {"b": jnp.bfloat16(1.0)}),
-            r"'1/inner_opt_state/0/mu/b' it has bfloat16 .* and the optimizer float32",
+            r"'1/inner_opt_state/0/mu/b' is bfloat16\[\] in inner_state, float32\[\]",
         ),
-        (lambda p: None, "at the root it has None"),
-        (lambda p: 3.0, r"at the root it has a Python float of shape \(\)"),
+        (lambda p: None, "inner_state is None, its state a tuple"),
+        (lambda p: 3.0, r"inner_state is float 3\.0, its state a tuple"),
     ],
 )
 def test_wrap_names_the_first_difference(given, message):
@@ -751,40 +750,42 @@ def test_result_shares_no_buffer_and_can_be_donated():
         ),
         pytest.param(
             raw_of(WRAPPED, {"w": jnp.ones(3), "b": jnp.ones(1)}),
-            r"float32 of shape \(2,\) at 'inner_state/0/trace/w', as target has, got "
-            r"float32 of shape \(3,\)",
+            r"float32\[2\] at 'inner_state/0/trace/w', as target has, got "
+            r"float32\[3\]",
             id="another shape",
         ),
         pytest.param(
             RAW | {"steps": np.float32(1.0)},
-            r"int32 of shape \(\) at 'steps', as target has, got float32 of shape \(\)",
+            r"int32\[\] at 'steps', as target has, got float32 ",
             id="another dtype",
         ),
         pytest.param(RAW | {"steps": None}, "at 'steps', .* got None", id="None"),
-        pytest.param(RAW | {"steps": "7"}, "at 'steps', .* got a str", id="text"),
+        pytest.param(RAW | {"steps": "7"}, r"at 'steps', .* got str '7'\.", id="text"),
         pytest.param(
             RAW | {"nonfinite_leaves": np.zeros(3, bool)},
-            r"bool of shape \(2,\) at 'nonfinite_leaves'",
+            r"bool\[2\] at 'nonfinite_leaves'",
             id="another number of leaves",
         ),
         pytest.param(
             RAW | {"scaler_state": np.float32(8.0)},
-            r"saved must have ScalerState\(.*\) at 'scaler_state', .* got float32",
+            r"saved must have a ScalerState at 'scaler_state', .* got float32",
             id="a scale alone",
         ),
         pytest.param(
             np.ones(2), r"at the root, as target has, got float64", id="array"
         ),
-        pytest.param(b"bytes", "at the root, as target has, got a bytes", id="bytes"),
+        pytest.param(
+            b"bytes", r"at the root, as target has, got bytes b'bytes'\.", id="bytes"
+        ),
         pytest.param(
             object(),
-            r"saved must have LossScaledState\(.* at the root, .* got a object\. Pass "
+            r"saved must have a LossScaledState at the root, .* got object <.*>\. Pass "
             r"nested dicts, .* flax\.serialization\.to_state_dict\(object\)",
             id="object",
         ),
         pytest.param(
             RAW | {"scaler_state": object()},
-            "at 'scaler_state', .* got a object. Pass nested dicts",
+            r"at 'scaler_state', .* got object <.*>\. Pass nested dicts",
             id="object within",
         ),
         pytest.param(

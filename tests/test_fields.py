@@ -125,11 +125,9 @@ def test_the_last_step_alone_restarts_a_consecutive_count():
 
 def test_a_new_field_reaches_health_by_itself():
     """A metric that no verdict knows of is a fact all the same."""
-    facts = Facts(
-        metrics={"rewinds": 3}, is_static=True, min_scale=None, max_scale=None
-    )
+    facts = Facts(rewinds=3, is_static=True, min_scale=None, max_scale=None)
     assert facts.rewinds == 3
-    with pytest.raises(AttributeError, match="no fact or metric is called rewind"):
+    with pytest.raises(AttributeError, match="no attribute 'rewind'"):
         _ = facts.rewind
 
 

@@ -393,8 +393,8 @@ ERRORS = {
     "gradients of another shape, without params": (
         lambda: OPTIMIZER.update({"w": jnp.ones(5)}, OPTIMIZER.init(PARAMS)),
         ValueError,
-        r"made for the updates that it is passed with, but has shape "
-        r"\(2,\) at '0/mu/w', where these updates make \(5,\)",
+        r"made for the updates that it is passed with, but '0/mu/w' is float32\[2\] in "
+        r"it, float32\[5\] in a new state of these updates\.",
     ),
     "a None more in the parameters": (
         lambda: jls.train_step(loss_fn, OPTIMIZER)(

@@ -768,7 +768,7 @@ def facts_of(states, skipped, at):
         "tokens": float(states.tokens[at]),
         "steady_share": float(states.steady_share[at]),
     }
-    return Facts(metrics=counts, is_static=True, min_scale=1.0, max_scale=1.0)
+    return Facts(**counts, is_static=True, min_scale=1.0, max_scale=1.0)
 
 
 def test_spikes_that_were_skipped_prove_nothing_unless_they_enter_the_window():

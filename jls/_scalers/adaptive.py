@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 
 from jls import _validate
 from jls._scalers.rule import is_due, move, start_at
-from jls._text import format_numbers, format_record
+from jls._text import format_state
 from jls._tree import as_flag
 from jls._types import exportable
 
@@ -47,8 +47,7 @@ class AdaptiveState(NamedTuple):
     growth_count: Array  # i32[]  growths since the interval last changed, modulo 4
     rung: Array  # i32[]  of the ladder: 0 is the foot, i the i-th of `intervals`
 
-    def __repr__(self) -> str:
-        return format_record("AdaptiveState", **format_numbers(self._asdict()))
+    __repr__ = format_state
 
 
 def adaptive_init(init_scale: ArrayLike, init_rung: ArrayLike) -> AdaptiveState:

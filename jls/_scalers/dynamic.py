@@ -122,15 +122,6 @@ def dynamic(
       Micikevicius et al., Mixed Precision Training, ICLR 2018, arXiv:1710.03740,
       section 3.2. The names are those of torch.amp.GradScaler.
     """
-    consecutive = _validate.flag("consecutive", consecutive)
-    return make(
-        start_at,
-        switch(dynamic_adjust, consecutive=consecutive),
-        init_scale=init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        backoff_interval=backoff_interval,
-        min_scale=min_scale,
-        max_scale=max_scale,
-    )
+    given = locals()
+    consecutive = _validate.flag("consecutive", given.pop("consecutive"))
+    return make(start_at, switch(dynamic_adjust, consecutive=consecutive), **given)

@@ -117,21 +117,12 @@ def hysteresis(
       4.0
       2.0
     """
-    refill = _validate.choice("refill", refill, get_args(Refill))
+    given = locals()
+    refill = _validate.choice("refill", given.pop("refill"), get_args(Refill))
     if type(init_scale) is int and 0 < init_scale < 16 and hysteresis == 2:
         raise ValueError(
             f"init_scale must be a float if it is below 16, got {init_scale}. Write "
             f"hysteresis(hysteresis={init_scale}) for the count of steps, or "
             f"init_scale={init_scale:.1f}."
         )
-    return make(
-        start_at,
-        switch(hysteresis_adjust, refill=refill),
-        init_scale=init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        hysteresis=hysteresis,
-        min_scale=min_scale,
-        max_scale=max_scale,
-    )
+    return make(start_at, switch(hysteresis_adjust, refill=refill), **given)

@@ -20,9 +20,11 @@ INIT_SCALE, MIN_SCALE, MAX_SCALE = 2.0**15, 1.0, 2.0**24
 GROWTH_FACTOR, BACKOFF_FACTOR = 2.0, 0.5
 GROWTH_INTERVAL = 2000
 
+# The rule for a factor, and its bounds: of float32, the number after 1 and before it.
+RAISING = "finite and > 1", 1.0 + 2.0**-23, _validate.LARGEST
 _FACTORS = {
-    "growth_factor": _validate.raising_factor,
-    "backoff_factor": _validate.lowering_factor,
+    "growth_factor": RAISING,
+    "backoff_factor": ("in (0, 1)", _validate.SMALLEST, 1.0 - 2.0**-24),
 }
 
 
@@ -46,11 +48,13 @@ def make(
       max_scale: a loss scale.
       **others: factors, by the names that they have in every scaler, and intervals.
     """
-    factors = {name: others.pop(name) for name in _FACTORS if name in others}
-    factors = {name: _FACTORS[name](name, value) for name, value in factors.items()}
-    names = "min_scale", "init_scale", "max_scale"
-    given = zip(names, (min_scale, init_scale, max_scale), strict=True)
-    scales = _validate.ascending(list(given))
+    factors = {
+        name: _validate.number(name, others.pop(name), *rule)
+        for name, rule in _FACTORS.items()
+        if name in others
+    }
+    bounds = {"min_scale": min_scale, "init_scale": init_scale, "max_scale": max_scale}
+    scales = _validate.ascending(bounds)
     first_scale = scales.pop("init_scale")
     intervals = {
         name: _validate.interval(name, value) for name, value in others.items()

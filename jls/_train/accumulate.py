@@ -31,11 +31,6 @@ Accumulation = Literal["mean", "sum"]
 Drop = Literal["step", "micro_batch"]
 
 
-class MicroBatch(NamedTuple):
-    number: Array | None  # i32[]; None if the batch is not split
-    batch: Any
-
-
 class Accumulated(NamedTuple):
     loss: Array  # f32[]  with drop="micro_batch", of those whose loss is finite
     grads: Any  # NaN if every micro-batch is left out
@@ -57,12 +52,13 @@ def accumulate(
     drop: Drop,
     axis_name: AxisName = None,
 ) -> Accumulated:
-    """Calls `grad_fn(carried, micro_batch)` on each and adds up the gradients.
+    """Calls `grad_fn(carried, (number, batch))` on each and adds up the gradients.
 
+    The number, `i32[]`, is None if the batch is not split.
     `grad_fn` returns `((loss, (carried, aux)), grads)`, with gradients like `params`.
     """
     if micro_batches == 1:
-        (loss, (carried, aux)), grads = grad_fn(carried, MicroBatch(None, batch))
+        (loss, (carried, aux)), grads = grad_fn(carried, (None, batch))
         false, zero = jnp.zeros((), jnp.bool_), jnp.zeros((), jnp.int32)
         return Accumulated(widen(loss), grads, carried, aux, false, zero)
 
@@ -81,7 +77,7 @@ def accumulate(
 
     zeros = jax.tree.map(_zeros, params)
     numbers = jnp.arange(micro_batches)
-    parts = MicroBatch(numbers, _split(batch, micro_batches))
+    parts = numbers, _split(batch, micro_batches)
     (carried, grads), (losses, finite, is_kept, aux) = lax.scan(
         body, (carried, zeros), parts
     )
@@ -111,31 +107,24 @@ def keys_for(number: Array | None, kwargs: dict[str, Any]) -> dict[str, Any]:
     if number is None:
         return kwargs
 
-    def of_micro_batch(argument, path, leaf):
-        if is_key(leaf):
-            keys = leaf.reshape(-1)
-            folded = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
-            return folded.reshape(leaf.shape)
-        name = join(argument, path_name(path))
-        if _is_raw_key(leaf) and _may_be_key(name):
+    for name, leaf in keys_in(kwargs).items():
+        if not is_key(leaf):
             warn(
                 f"{name} is a raw PRNG key, uint32{list(leaf.shape)}: each micro-batch "
                 "gets the same one, and drops the same units. Pass a typed key, "
                 "jax.random.key(seed) or jax.random.wrap_key_data(key), into which the "
                 "step folds the number of the micro-batch."
             )
-        return leaf
 
-    return {
-        name: jax.tree_util.tree_map_with_path(
-            lambda path, leaf, name=name: of_micro_batch(name, path, leaf),
-            value,
-            is_leaf=is_object,  # an nnx.Rngs counts by itself
-        )
-        if _has_keys(value)
-        else value
-        for name, value in kwargs.items()
-    }
+    def fold(leaf):
+        if not is_key(leaf):
+            return leaf
+        keys = leaf.reshape(-1)
+        folded = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
+        return folded.reshape(leaf.shape)
+
+    folded = {name: value for name, value in kwargs.items() if _has_keys(value)}
+    return kwargs | jax.tree.map(fold, folded, is_leaf=is_object)
 
 
 def keys_in(values: dict[str, Any]) -> dict[str, Any]:

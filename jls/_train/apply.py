@@ -44,7 +44,6 @@ def apply_gradients(
     opt_state: Any,
     params: Any,
     *,
-    value: Any = None,
     return_updates: Literal[False] = False,
     **extra: Any,
 ) -> tuple[Any, Any, StepReport]: ...
@@ -55,7 +54,6 @@ def apply_gradients(
     opt_state: Any,
     params: Any,
     *,
-    value: Any = None,
     return_updates: Literal[True],
     **extra: Any,
 ) -> tuple[Any, Any, StepReport, Any]: ...
@@ -125,28 +123,24 @@ def apply_gradients(
     if value is not None:
         extra["value"] = value
 
-    def apply(params):
-        inner_wrapper_state(opt_state)  # or an error
-        *made, updates = apply_and_report(
-            optimizer, grads, opt_state, params, extra, return_updates
-        )
-        return (*made, updates) if return_updates else tuple(made)
-
-    trained = trainable(params)
-    structure = jax.tree.structure(grads)
-    if structure == jax.tree.structure(trained):
-        new, *others = apply(trained)
-        return restore(new, params), *others
+    trained, structure = trainable(params), jax.tree.structure(grads)
+    is_of_trained = structure == jax.tree.structure(trained)
     # `optax.lookahead` takes the gradients of its fast parameters.
     fast = params.fast if isinstance(params, optax.LookaheadParams) else params
-    if structure != jax.tree.structure(fast):
+    if not is_of_trained and structure != jax.tree.structure(fast):
         raise ValueError(
             "grads and params must have the same structure, but "
             f"{difference(('grads', grads), ('params', fast))}. Of a part of the model "
             "pass the gradients, the parameters and the state of that part: "
             "optimizer.init(part)."
         )
-    return apply(params)
+    inner_wrapper_state(opt_state)  # or an error
+    given = trained if is_of_trained else params
+    new, *others, updates = apply_and_report(
+        optimizer, grads, opt_state, given, extra, return_updates
+    )
+    new = restore(new, params) if is_of_trained else new
+    return new, *others, *([updates] if return_updates else [])
 
 
 def apply_and_report(

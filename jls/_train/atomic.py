@@ -23,7 +23,7 @@ from jls._state import find, is_wrapper_state, wrapper_state_in
 from jls._step import Update
 from jls._text import describe
 from jls._tree import select
-from jls._types import COUNTED_IN, LossScaledState
+from jls._types import COUNTED_IN
 
 
 def atomic(
@@ -125,8 +125,10 @@ class _Block(contextlib.AbstractContextManager[None], contextlib.ContextDecorato
 @contextlib.contextmanager
 def _roll_back_skipped(optimizer: Any, model: Any, objects: Any) -> Iterator[None]:
     optimizers = [optimizer, *filter(is_optimizer, objects_in(objects))]
-    wrappers = [node for one in optimizers for node in _wrapper_states(one)]
-    of_jls = [getattr(node, name) for node in wrappers for name in _KEPT]
+    found = [find(one.opt_state, is_wrapper_state) for one in optimizers]
+    wrappers = [node for nodes in found for _, node in nodes]
+    # What counts and scales moves in a step that is rolled back too.
+    of_jls = [node._replace(inner_state=(), spike_state=()) for node in wrappers]
     kept = variables_in(of_jls, [one.step for one in optimizers])
     changed = _without(variables_in(optimizers, model, objects), kept)
     before = {id(variable): variable.get_value() for variable in changed}
@@ -194,18 +196,6 @@ def _count_as_skipped(
 
 
 _COUNTED = "steps", "applied", "skips", "consecutive_skips", "last_skip_reason"
-
-
-# The fields that count and scale, which a step that is rolled back moves all the same.
-_KEPT = [
-    name
-    for name in LossScaledState._fields
-    if name not in ("inner_state", "spike_state")
-]
-
-
-def _wrapper_states(optimizer: Any) -> list[Any]:
-    return [node for _, node in find(optimizer.opt_state, is_wrapper_state)]
 
 
 def _without(variables: list[Any], others: list[Any]) -> list[Any]:

@@ -3,8 +3,6 @@
 
 import contextlib
 import dataclasses
-import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,9 +11,10 @@ import jax
 from jls._mistakes import is_read, warn
 from jls._train.accumulate import keys_in
 from jls._train.parts import Call, LossOutput, Order, Parts, unpack
-from jls._train_state import FP8, is_train_state, names_in, pytree_fields
+from jls._train_state import FP8, is_train_state, names_in, pytree_fields, without_fp8
 from jls._tree import cast_like, restore, trainable
-from jls._types import JlsWarning, StepReport
+from jls._types import StepReport
+from jls._validate import signature_of
 
 
 class LinenAdapter:
@@ -29,7 +28,7 @@ class LinenAdapter:
         self._names = names = names_in(state)
         self.model, self.optimizer = state, getattr(state, names.tx)
         self._params = getattr(state, names.params)
-        self._has_fp8 = isinstance(self._params, Mapping) and FP8 in self._params
+        self._known, self._overwritten = without_fp8(self._params)
 
     @staticmethod
     def takes(call: Call) -> bool:
@@ -40,17 +39,13 @@ class LinenAdapter:
         return Order(["state", "batch"], 0, is_train_state)
 
     def split(self) -> Parts:
-        params, overwritten = self._params, None
-        if self._has_fp8:
-            # The optimizer knows only the others, as in Flax's `TrainState.create`.
-            params, overwritten = params["params"], params[FP8]
         opt_state = getattr(self.model, self._names.opt_state)
         carried = {
             name: getattr(self.model, name)
             for name in pytree_fields(self.model)
             if name not in self._names
         }
-        return Parts(trainable(params), overwritten, opt_state, carried)
+        return Parts(trainable(self._known), self._overwritten, opt_state, carried)
 
     def call(
         self, params: Any, overwritten: Any, carried: Any, batch: Any, **kwargs: Any
@@ -85,10 +80,9 @@ class LinenAdapter:
         return dataclasses.replace(self.model, **fields)
 
     def _join(self, params: Any, overwritten: Any) -> Any:
-        if self._has_fp8:
-            params = restore(params, self._params["params"])
-            return {"params": params, FP8: overwritten}
-        return restore(params, self._params)
+        params = restore(params, self._known)
+        has_fp8 = self._known is not self._params
+        return {"params": params, FP8: overwritten} if has_fp8 else params
 
 
 _NAMES_OF_PARAMS = ("params", "parameters", "variables", "weights", "p", "w")
@@ -100,7 +94,8 @@ def _params_named(loss_fn: Callable[..., Any], state: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        name, first = type(state).__name__, _first_parameter(loss_fn)
+        taken = getattr(signature_of(loss_fn), "parameters", ())
+        name, first = type(state).__name__, next(iter(taken), "")
         # "'TrainState' object is not subscriptable"; to call one is another slip
         is_used_so = isinstance(error, TypeError) and f"'{name}'" in str(error)
         is_used_so &= "callable" not in str(error)
@@ -111,13 +106,6 @@ def _params_named(loss_fn: Callable[..., Any], state: Any) -> Iterator[None]:
             f"takes {first or 'its first argument'} for the parameters themselves. "
             "Write def loss_fn(state, batch), and in it state.params."
         ) from error
-
-
-def _first_parameter(function: Callable[..., Any]) -> str:
-    try:
-        return next(iter(inspect.signature(function).parameters), "")
-    except (TypeError, ValueError):  # a built-in function may have no signature
-        return ""
 
 
 def _warn_of_shared_keys(
@@ -159,10 +147,8 @@ def _check_fields(fields: Any, carried: dict[str, Any]) -> None:
 
 def _warn_of_fields_in_aux(aux: Any, carried: dict[str, Any]) -> None:
     if isinstance(aux, Mapping) and aux and aux.keys() <= carried.keys():
-        warnings.warn(
+        warn(
             f"loss_fn returned {list(aux)} as aux, which only reaches the report: the "
             "fields of that name in the state stay as they are. To carry them on, pass "
-            "carried=True, not has_aux=True.",
-            JlsWarning,
-            stacklevel=2,
+            "carried=True, not has_aux=True."
         )

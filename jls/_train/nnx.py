@@ -69,7 +69,13 @@ class NnxAdapter:
         result = self._call.loss_fn(model, batch, **objects, **kwargs)
         output = unpack(result, False, self._call.has_aux, None)
         after = read_variables(self._split(model, objects)[2])
-        _check_structure(after, carried)
+        of_both = ("the model before", carried), ("the one after", after)
+        if jax.tree.structure(after) != jax.tree.structure(carried):
+            raise ValueError(
+                "loss_fn must leave the variables of the model as many as they are, "
+                f"but {difference(*of_both)}. What it sows, take out and return as "
+                "aux: aux = nnx.pop(model, nnx.Intermediate)."
+            )
         after = cast_like("loss_fn, which ran on the model,", after, carried)
         return output._replace(carried=after)
 
@@ -79,13 +85,3 @@ class NnxAdapter:
         nnx().update(optimizer.opt_state, nnx().state(parts.opt_state))
         optimizer.step.set_value(optimizer.step.get_value() + 1)
         return report
-
-
-def _check_structure(after: Any, before: Any) -> None:
-    if jax.tree.structure(after) != jax.tree.structure(before):
-        raise ValueError(
-            "loss_fn must leave the variables of the model as many as they are, but "
-            f"{difference(('the model before', before), ('the one after', after))}. "
-            "What it sows, take out and return as aux: "
-            "aux = nnx.pop(model, nnx.Intermediate)."
-        )

@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface between `jls.train_step` and a model library."""
+"""The interface between `jls.train_step` and a model library.
+
+An adapter, one class for each library, is made of one `Call` of a step:
+
+    takes(call)   whether the arguments are of its library
+    order(...)    the `Order` of the arguments
+    jitted        the line that jits the step
+    optimizer     that of optax
+    model         the first argument of the user's functions: parameters, state, model
+    kwargs        the keyword arguments of the loss function that are pytrees
+    split()       takes the library's objects apart, into `Parts`
+    call(...)     calls the loss function on these and a batch
+    merge(...)    puts `Parts` together: the result of the step
+"""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
-
-import optax
+from typing import Any, NamedTuple
 
 from jls._text import describe
-from jls._types import StepReport
 
 
 class Parts(NamedTuple):
@@ -58,68 +68,17 @@ class Order(NamedTuple):
         )
 
 
-class Adapter(Protocol):
-    """One call of a step: takes a library's objects apart, and puts them together."""
-
-    def __init__(self, call: Call) -> None: ...
-
-    @staticmethod
-    def takes(call: Call) -> bool:
-        """Whether the arguments are of this library."""
-        ...
-
-    @staticmethod
-    def order(has_carried: bool) -> Order: ...
-
-    @property
-    def jitted(self) -> str:
-        """The line that jits the step."""
-        ...
-
-    @property
-    def optimizer(self) -> optax.GradientTransformation: ...
-
-    @property
-    def model(self) -> Any:
-        """First argument of the user's functions: parameters, a state, a model."""
-        ...
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        """The keyword arguments of the user's loss function that are pytrees."""
-        ...
-
-    def split(self) -> Parts: ...
-
-    def call(
-        self, params: Any, overwritten: Any, carried: Any, batch: Any, **kwargs: Any
-    ) -> LossOutput:
-        """Calls the user's loss function on `batch`."""
-        ...
-
-    def merge(self, parts: Parts, report: StepReport) -> Any:
-        """Result of the step."""
-        ...
-
-
 def unpack(result: Any, has_carried: bool, has_aux: bool, carried: Any) -> LossOutput:
     """Takes the result of a loss function apart; without a new one, keeps `carried`."""
-    names = [
-        "loss",
-        *(["carried"] if has_carried else []),
-        *(["aux"] if has_aux else []),
-    ]
-    if len(names) == 1:
+    options = {"carried": has_carried, "has_aux": has_aux}
+    options = [name for name, is_set in options.items() if is_set]
+    if not options:
         return LossOutput(result, carried, None)
+    names = ["loss", *(name.removeprefix("has_") for name in options)]
     if not (isinstance(result, tuple) and len(result) == len(names)):
-        options = [
-            f"{name}=True"
-            for name, given in (("carried", has_carried), ("has_aux", has_aux))
-            if given
-        ]
         got = f"a tuple of {len(result)}" if isinstance(result, tuple) else None
         raise TypeError(
-            f"with {' and '.join(options)} loss_fn must return "
+            f"with {'=True and '.join(options)}=True loss_fn must return "
             f"({', '.join(names)}), got {got or type(result).__name__}."
         )
     given = dict(zip(names, result, strict=True))

@@ -58,12 +58,14 @@ from jls._train.apply import (
 )
 from jls._train.linen import LinenAdapter
 from jls._train.nnx import NnxAdapter
-from jls._train.parts import Adapter, Call, Parts
+from jls._train.parts import Call, Parts
 from jls._train.plain import PlainAdapter
 from jls._train.unguarded import follow, unguarded
 from jls._tree import floats_of, is_array, select
 from jls._types import LossScaledState, SkipReason, StaticState, StepReport
 from jls._validate import is_real
+
+Adapter = PlainAdapter | LinenAdapter | NnxAdapter
 
 
 class _TrainState(Protocol):

@@ -118,8 +118,8 @@ FAULTS = [
     Fault(
         "new batches come before those that come again",
         "jls/_tools/run/requeue.py",
-        "        if not self._waiting:\n            if self._first:",
-        "        if True:\n            if self._first:",
+        "        if not self._waiting:\n            new = ",
+        "        if True:\n            new = ",
         (REQUEUED,),
     ),
     Fault(
@@ -167,22 +167,22 @@ FAULTS = [
     Fault(
         "what the last step was decides whether a run is skipping",
         VERDICT,
-        '"skipping", lambda f, _: f.is_often(f.skips)',
-        '"skipping", lambda f, _: not f.skipped and f.is_often(f.skips)',
+        '"skipping", lambda f: f.is_often(f.skips)',
+        '"skipping", lambda f: not f.skipped and f.is_often(f.skips)',
         (RUNS + "test_a_quarter_skipped_is_called_skipping",),
     ),
     Fault(
         "a run stalls at the limit, not above it",
         VERDICT,
-        "f.consecutive_skips > m.consecutive_skips",
-        "f.consecutive_skips >= m.consecutive_skips",
+        "f.consecutive_skips > f.max_consecutive_skips",
+        "f.consecutive_skips >= f.max_consecutive_skips",
         (SHORT + "test_verdict_and_sentence",),
     ),
     Fault(
         "at floor comes before stalled",
         VERDICT,
-        '"stalled", lambda f, m: f',
-        '"stalled", lambda f, m: not f.is_at_floor and f',
+        '"stalled", lambda f: f',
+        '"stalled", lambda f: not f.is_at_floor and f',
         (SHORT + "test_verdict_and_sentence",),
     ),
     Fault(
@@ -195,8 +195,8 @@ FAULTS = [
     Fault(
         "underflow comes before a step that was skipped",
         VERDICT,
-        '"recovering", lambda f, _: f.skipped,',
-        '"recovering", lambda f, _: f.skipped and f.small is None,',
+        '"recovering", lambda f: f.skipped,',
+        '"recovering", lambda f: f.skipped and not hasattr(f, "small"),',
         (UNDERFLOW,),
     ),
     Fault(
@@ -295,7 +295,7 @@ FAULTS = [
     Fault(
         "what was not looked at passes for not poisoned",
         HEALTH,
-        'known["poisoned"] = facts.poisoned if poison.leaves else None',
+        'known["poisoned"] = facts.poisoned if poisoned else None',
         'known["poisoned"] = facts.poisoned',
         (RUNS + "test_an_ok_says_whether_the_parameters_were_looked_at",),
     ),
@@ -399,9 +399,9 @@ FAULTS = [
     Fault(
         "what a bad append has is appended in part",
         HISTORY,
-        '        for number in values["step"]:\n            _check_step(number)\n',
+        '        for number in values["step"]:\n',
         '        self._columns["step"] += values["step"]\n'
-        '        for number in values["step"]:\n            _check_step(number)\n',
+        '        for number in list(values["step"]):\n',
         (RECORDED + "test_a_bad_append_appends_nothing",),
     ),
     Fault(
@@ -443,8 +443,8 @@ FAULTS = [
     Fault(
         "what was saved and has not come yet is not outstanding",
         "jls/_tools/run/requeue.py",
-        "return *held, *enumerate(self._first, self._taken)",
-        "return tuple(held)",
+        "entries = *current, *self._waiting, *self._first",
+        "entries = *current, *self._waiting",
         (REQUEUED,),
     ),
     Fault(
@@ -485,8 +485,8 @@ FAULTS = [
     Fault(
         "each device of pmap is a row of the history",
         METRICS,
-        "    return [shard.data for shard in value.addressable_shards]\n",
-        "    return value\n",
+        "name: [row.data for row in value.addressable_shards]\n",
+        "name: value\n",
         (OF_PMAP,),
     ),
     Fault(

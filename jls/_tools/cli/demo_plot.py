@@ -7,16 +7,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from jls._tools.cli.demo_report import Runs, megabytes, percent
-from jls._tools.figure import (
-    BLACK,
-    GREY,
-    JLS,
-    RED,
-    WIDTH,
-    draw_rug,
-    use_grid,
-    use_scale_axis,
-)
+from jls._tools.figure import BLACK, GREY, JLS, RED, WIDTH, use_grid
+from jls._tools.run.history_plot import plot
 
 # The runs in their order. Line styles differ too: clear to every eye and in print.
 STYLES = {
@@ -44,16 +36,11 @@ def save(runs: Runs, output: Path) -> None:
         loc="center right", title=title, fontsize="small", title_fontsize="small"
     )
 
-    skipped = ~runs.scaled.applied
-    scale.step(steps, runs.scaled.scales, where="post", color=JLS, label="loss scale")
-    label = f"skipped steps ({np.sum(skipped)})"
-    draw_rug(scale, steps[skipped], len(steps), 0.05, "|", RED, 12, label)
-    use_scale_axis(scale)
-    scale.margins(y=0.15)  # room for the marks under the line
-    scale.set_ylabel("loss scale")
-    scale.set_xlabel("step")
-    scale.set_title("The loss scale that jls found")
-    scale.legend(loc="upper left")
-    for axes in (losses, scale):
-        use_grid(axes)
+    columns = {
+        "step": steps.tolist(),
+        "loss_scale": runs.scaled.scales.tolist(),
+        "applied": runs.scaled.applied.tolist(),
+    }
+    plot(columns, scale)
+    use_grid(losses)
     figure.savefig(output, dpi=180)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from jls._text import format_scale
+from jls._text import format_scale, quantity
 from jls._tools.cli import demo
 
 CONFIGURATIONS = (
@@ -49,18 +49,6 @@ def train_all(steps: int, seed: int) -> Runs:
     console = Console()
     device = demo.choose_device()
     console.print(f"Training {on_device(device)}.", highlight=False)
-    with jax.default_device(device):
-        return _train_all(steps, seed, console)
-
-
-def on_device(device: Any) -> str:
-    """`on the CPU`, or `on the GPU, Tesla T4`."""
-    is_gpu = device.platform == "gpu"
-    return f"on the GPU, {device.device_kind}" if is_gpu else "on the CPU"
-
-
-def _train_all(steps: int, seed: int, console: Console) -> Runs:
-    digits = demo.load(seed)
     is_wide = console.width >= WIDE
     bar_column = [BarColumn(bar_width=12)] if is_wide else []
     progress = Progress(
@@ -71,7 +59,8 @@ def _train_all(steps: int, seed: int, console: Console) -> Runs:
         console=console,
     )
     finished = []
-    with progress:
+    with jax.default_device(device), progress:
+        digits = demo.load(seed)
         for name, dtype, scaled in CONFIGURATIONS:
             bar = progress.add_task(
                 name, total=steps, digits=len(str(steps)), status="compiling"
@@ -83,6 +72,12 @@ def _train_all(steps: int, seed: int, console: Console) -> Runs:
                 )
             finished.append(so_far)
     return Runs(*finished)
+
+
+def on_device(device: Any) -> str:
+    """`on the CPU`, or `on the GPU, Tesla T4`."""
+    is_gpu = device.platform == "gpu"
+    return f"on the GPU, {device.device_kind}" if is_gpu else "on the CPU"
 
 
 def show(runs: Runs) -> None:
@@ -132,7 +127,7 @@ def sentence(runs: Runs) -> str:
     steps = len(runs.float32.losses)
     if reference < 0.5:  # guessing gives 0.1, a trained network 0.96
         return (
-            f"After {steps} {'step' if steps == 1 else 'steps'} float32 itself reads "
+            f"After {quantity(steps, 'step')} float32 itself reads "
             f"only {percent(reference)} of the test digits, so there is nothing to "
             "compare yet: try more --steps."
         )
@@ -164,11 +159,11 @@ def sentence(runs: Runs) -> str:
     return (
         f"{first} float16 with jls.loss_scaled {verdict}; its loss scale moved between "
         f"{format_scale(scales.min())} and {format_scale(scales.max())} (max_scale="
-        f"{format_scale(demo.MAX_SCALE)}), and {skips} "
-        f"{'step' if skips == 1 else 'steps'} whose gradients overflowed "
-        f"{'was' if skips == 1 else 'were'} skipped. Its backward pass needs "
-        f"{megabytes(runs.scaled.memory)} instead of {megabytes(runs.float32.memory)}. "
-        f"{last}. The network is float32 in all four runs."
+        f"{format_scale(demo.MAX_SCALE)}), and {quantity(skips, 'step')} whose "
+        f"gradients overflowed {'was' if skips == 1 else 'were'} skipped. Its backward "
+        f"pass needs {megabytes(runs.scaled.memory)} instead of "
+        f"{megabytes(runs.float32.memory)}. {last}. The network is float32 in all four "
+        "runs."
     )
 
 

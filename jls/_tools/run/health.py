@@ -3,7 +3,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -26,12 +26,11 @@ from jls._tools.run.small import measure_small
 from jls._tools.run.verdict import (
     VERDICTS,
     Facts,
-    Limits,
     Verdict,
     ask_for_half,
     diagnose,
 )
-from jls._train_state import FP8, carried_by, optimizer_in
+from jls._train_state import FP8, carried_by, optimizer_in, without_fp8
 from jls._tree import check_holds, is_array, is_inexact, named_floats
 from jls._types import (
     SIGNALS,
@@ -234,32 +233,37 @@ def health(
     steps, skipped = counts["steps"], counts["consecutive_skips"]
     flags = on_host["bad"]
     flagged = {x: [*compress(suspects[x].named, flags[x])] for x in suspects}
-    poison = find_poison(flagged, steps, skipped)
+    poisoned, masks, is_doubted = find_poison(flagged, steps, skipped)
     known = _describe_scale(subject, run.state.scaler_state, counts["loss_scale"])
-    known |= {"poisoned_leaves": poison.leaves, "masks": poison.masks}
+    known |= {"poisoned_leaves": poisoned, "masks": masks}
     names, unnamed = _name_leaves(subject, on_host["leaves"])
-    if subject.params is not None:
-        known["nonfinite_leaves"] = names
     if grads is not None:
         small["dtype"] = dtype.name
     # Only if the last step was skipped for its gradients does it matter.
     was_bad = skipped > 0 and counts["last_skip_reason"] == SkipReason.GRADIENTS
     sums = was_bad and _sums_squares(subject, run.inner_state)
     facts = Facts(
-        metrics=counts | small | policy,
+        **counts,
+        **small,
+        **policy,
+        **known,
+        nonfinite_leaves=names,
         all_leaves_finite=bool(on_host["leaves"]) and not any(on_host["leaves"]),
         unnamed_leaves=unnamed,
-        is_doubted=poison.is_doubted,
+        is_doubted=is_doubted,
         saw_params=subject.params is not None or subject.is_train_state,
         is_train_state=subject.is_train_state,
         is_nnx=subject.is_nnx,
         sums_squares=sums,
         scaler=_scaler_numbers(subject),
-        **known,
+        max_consecutive_skips=limit,
+        max_small=max_small,
     )
-    known["poisoned"] = facts.poisoned if poison.leaves else None
+    if subject.params is not None:
+        known["nonfinite_leaves"] = names
+    known["poisoned"] = facts.poisoned if poisoned else None
     numbers = strict(counts | known | small | policy)
-    verdict, sentence = diagnose(facts, Limits(limit, max_small))
+    verdict, sentence = diagnose(facts)
     result = Health(verdict, sentence, numbers, ask_for_half(facts))
     if result.verdict in raise_if:
         raise UnhealthyError(result)
@@ -324,10 +328,9 @@ def _gather(
         _, params, variables = split_model(params, state, optimizer)
         others.append(variables)
     params = held.params if params is None else params
-    if isinstance(params, Mapping) and FP8 in params:
-        # As in Flax's `TrainState.create`, the optimizer knows only the others.
-        others.append({FP8: params[FP8]})
-        params = params["params"]
+    params, overwritten = without_fp8(params)
+    if overwritten is not None:
+        others.append({FP8: overwritten})
     if held.others:
         others.append(dict(held.others))
     found = _wrapper_in(optimizer, held.optimizer, params, wrapper_state)

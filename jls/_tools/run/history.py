@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jls._metrics import Scalar, fetch, flatten_metrics
-from jls._text import format_scale, wrapped
+from jls._text import format_scale, quantity, wrapped
 from jls._tools.run.columns import (
     Columns,
     as_array,
@@ -97,18 +97,17 @@ class History:
         count = _row_count(arrays)
         values = {name: array.reshape(-1).tolist() for name, array in arrays.items()}
         if "step" not in values:
-            values["step"] = values.get("steps") or self._next_steps(count)
+            last = (self._columns["step"] or [0])[-1] or 0
+            counted = [last + i for i in range(1, count + 1)]
+            values["step"] = values.get("steps") or counted
         for number in values["step"]:
-            _check_step(number)
+            if not np.isfinite(number):
+                raise ValueError(f"step must be finite, got {number!r}.")
         rows = len(self)
         for name in values:
             self._columns.setdefault(name, [None] * rows)
         for name, column in self._columns.items():
             column += values.get(name, [None] * count)
-
-    def _next_steps(self, count: int) -> list[Scalar]:
-        last = (self._columns["step"] or [0])[-1] or 0
-        return [last + i for i in range(1, count + 1)]
 
     def __len__(self) -> int:
         return len(self._columns["step"])
@@ -232,11 +231,6 @@ class History:
         return plot(self._columns, axes)
 
 
-def _check_step(number: Scalar) -> None:
-    if not np.isfinite(number):
-        raise ValueError(f"step must be finite, got {number!r}.")
-
-
 def _row_count(arrays: dict[str, np.ndarray]) -> int:
     """The number of rows that all the arrays have in common."""
     first = next(iter(arrays))
@@ -267,7 +261,7 @@ def _summary(columns: Columns) -> str:
         return "No steps recorded."
     first, last = as_array(steps)[[0, -1]]
     span = _format_step(first) + (f" to {_format_step(last)}" if len(steps) > 1 else "")
-    lines = [("recorded", f"{_quantity(len(steps), 'step')} ({span})")]
+    lines = [("recorded", f"{quantity(len(steps), 'step')} ({span})")]
     skips, at_end = _skips_line(columns)
     scales, loss = _scale_lines(columns), _loss_line(columns)
     lines += [("skipped", skips)] if skips else []
@@ -306,7 +300,7 @@ def _skips_line(columns: Columns) -> tuple[str, bool]:
     in_a_row = f", up to {max(1, streaks.max()):.0f} in a row" if total else ""
     counted = _known(columns, "spikes")
     spikes = int(counted[-1] if counted.size else spike_counts(columns).sum())
-    as_spikes = f"; {_quantity(spikes, 'spike')} among them" if spikes else ""
+    as_spikes = f"; {quantity(spikes, 'spike')} among them" if spikes else ""
     return f"{total} of {of} steps{share}{in_a_row}{as_spikes}", at_end
 
 
@@ -331,7 +325,7 @@ def _scale_lines(columns: Columns) -> list[str]:
     backoffs = count_backoffs(columns, backed_off)
     return [
         f"{first} first, {last} last, {low} lowest, {high} highest",
-        f"{_quantity(grown, 'growth')}, {backoffs} backoff{'s' * (backoffs != '1')}",
+        f"{quantity(grown, 'growth')}, {backoffs} backoff{'s' * (backoffs != '1')}",
     ]
 
 
@@ -355,7 +349,3 @@ def _known(columns: Columns, name: str, finite: bool = True) -> np.ndarray:
     """The values of a column without the rows that have none."""
     values = np.array([x for x in columns.get(name, ()) if x is not None], np.float64)
     return values[np.isfinite(values)] if finite else values
-
-
-def _quantity(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

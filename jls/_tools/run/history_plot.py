@@ -85,12 +85,10 @@ def plot(columns: Columns, axes: Any = None) -> Figure:
         panel.set_ylabel(name)
         use_grid(panel)
         # Above the panel, where it covers nothing.
-        handles, labels = panel.get_legend_handles_labels()
+        labels = panel.get_legend_handles_labels()[1]
         if not labels:
             continue
         panel.legend(
-            handles,
-            labels,
             loc="lower right",
             bbox_to_anchor=(1, 1),
             borderaxespad=0.1,
@@ -109,13 +107,11 @@ Draw = Callable[[Axes, Columns, np.ndarray], None]
 
 
 def _panels(columns: Columns) -> list[tuple[str, Draw]]:
-    panels: list[tuple[str, Draw]] = []
-    if "loss" in columns:
-        panels.append(("loss", _draw_loss))
-    if "loss_scale" in columns:
-        panels.append(("loss scale", _draw_scale))
-    if any(name in columns for name in NORMS):
-        panels.append(("gradient norm", _draw_norm))
+    panels = [
+        (name, draw)
+        for name, (draw, *needs) in _PANELS.items()
+        if not columns.keys().isdisjoint(needs)
+    ]
     if not columns["step"] or not panels:
         got = "no rows" if not columns["step"] else f"only {', '.join(columns)}"
         raise ValueError(
@@ -190,6 +186,14 @@ def _draw_scale(panel: Axes, columns: Columns, steps: np.ndarray) -> None:
     panel.set_ylim(2.0 ** (low - room), 2.0 ** (high + room / 2))
     panel.yaxis.set_major_locator(LogLocator(base=2, numticks=8))
     panel.yaxis.set_minor_locator(NullLocator())
+
+
+# By the title of a panel: what draws it, and the columns of which it needs one.
+_PANELS: dict[str, tuple[Any, ...]] = {
+    "loss": (_draw_loss, "loss"),
+    "loss scale": (_draw_scale, "loss_scale"),
+    "gradient norm": (_draw_norm, *NORMS),
+}
 
 
 # Lines and marks that stay clear from one row to a hundred thousand.

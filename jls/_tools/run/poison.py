@@ -95,17 +95,9 @@ def _count_nonfinite(leaves: list[Any]) -> Array:
     return jnp.stack([tally(leaf) for leaf in leaves])
 
 
-class Poison(NamedTuple):
-    """The leaves that are poisoned, and those that hold a mask."""
-
-    leaves: dict[str, list[str]]  # by tree
-    masks: dict[str, int]  # elements that are -inf, by name
-    is_doubted: bool  # the poisoned leaves hold -inf alone
-
-
 def find_poison(
     flagged: dict[str, list[tuple[str, Any]]], steps: int, consecutive_skips: int
-) -> Poison:
+) -> tuple[dict[str, list[str]], dict[str, int], bool]:
     """Separates poisoned leaves from those whose -inf may be a mask.
 
     A leaf is a mask if all of its non-finite elements are -inf, the moments are finite,
@@ -118,6 +110,10 @@ def find_poison(
       flagged: the leaves with a flag, by tree.
       steps: the number of steps so far.
       consecutive_skips: the number of steps skipped in a row, up to now.
+
+    Returns:
+      The names of the poisoned leaves by tree, the numbers of elements that are -inf by
+      the name of a mask, and whether the poisoned leaves hold only -inf.
     """
     bad = {tree: _count_bad(named) for tree, named in flagged.items()}
     steps_go_on = consecutive_skips <= COMING_DOWN
@@ -140,7 +136,7 @@ def find_poison(
     names = {tree: [leaf.name for leaf in found] for tree, found in poisoned.items()}
     found = list(itertools.chain(*poisoned.values()))
     has_others = any(leaf.others for leaf in found)
-    return Poison(names, masks, bool(found) and not steps_go_on and not has_others)
+    return names, masks, bool(found) and not steps_go_on and not has_others
 
 
 def _ends_with(name: str, param: str) -> bool:

@@ -2,10 +2,11 @@
 """`jls.requeue`: hands out batches again that were skipped for the loss scale."""
 
 import dataclasses
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic
 
 import jax
 import numpy as np
@@ -25,15 +26,6 @@ class _Entry(Generic[BatchT]):
     batch: BatchT
     scale: float | None = None  # after its last try; None before the first
     counted: int = 0  # how many of its retries count
-
-
-class _PendingStep(NamedTuple):
-    """A step whose flag was not read yet; arrays on the device."""
-
-    held: _Entry
-    skip_reason: Any
-    loss_scale: Any
-    scale_moves: Any
 
 
 class BatchQueue(Iterator[BatchT]):
@@ -59,11 +51,14 @@ class BatchQueue(Iterator[BatchT]):
         keep: int,
     ) -> None:
         self._lag, self._retries = lag, retries
-        self._first, self._batches = deque(first), iter(batches)
-        self._taken = 0  # out of the data
+        self._first = deque(itertools.starmap(_Entry, enumerate(first)))
+        # Not a map over a count, which an error of the data would move.
+        numbered = enumerate(batches, len(self._first))
+        self._batches = itertools.starmap(_Entry, numbered)
         self._current: _Entry[BatchT] | None = None  # handed out and not observed
         self._is_reentered = self._is_at_end = False
-        self._unread: deque[_PendingStep] = deque()
+        # Steps whose flag was not read yet: batches, and arrays on the device.
+        self._unread: deque[tuple[_Entry[BatchT], list[Any]]] = deque()
         self._waiting: deque[_Entry[BatchT]] = deque()  # to come again
         self._recent_flags: deque[Any] = deque(maxlen=lag + 1)
         self._scale = math.inf  # after the last step of which the flag is read
@@ -120,16 +115,10 @@ class BatchQueue(Iterator[BatchT]):
     def _take(self) -> _Entry[BatchT]:
         """The next batch: what comes again goes first."""
         if not self._waiting:
-            if self._first:
-                self._taken += 1
-                return _Entry(self._taken - 1, self._first.popleft())
-            try:
-                batch = next(self._batches)
-            except StopIteration:
-                self._batches = iter(())
-            else:
-                self._taken += 1
-                return _Entry(self._taken - 1, batch)
+            new = self._first.popleft() if self._first else next(self._batches, None)
+            if new is not None:
+                return new
+            self._batches = iter(())
         while self._unread and not self._waiting:
             self._read_oldest()
         if not self._waiting:
@@ -184,7 +173,7 @@ class BatchQueue(Iterator[BatchT]):
                 if hasattr(array, "copy_to_host_async"):
                     array.copy_to_host_async()
         # First of all: an interrupt may end the wait below, and the step has run.
-        self._unread.append(_PendingStep(held, *local))
+        self._unread.append((held, local))
         self._current = None
         try:
             while len(self._unread) > self._lag:
@@ -225,8 +214,8 @@ class BatchQueue(Iterator[BatchT]):
         while self._unread:
             self._read_oldest()
         current = [] if self._current is None else [self._current]
-        held = [(one.index, one.batch) for one in (*current, *self._waiting)]
-        return *held, *enumerate(self._first, self._taken)
+        entries = *current, *self._waiting, *self._first
+        return tuple((entry.index, entry.batch) for entry in entries)
 
     def _check(self, report: Any, held: _Entry) -> None:
         if not isinstance(report, StepReport):
@@ -256,7 +245,7 @@ class BatchQueue(Iterator[BatchT]):
 
     def _read_oldest(self) -> None:
         """Reads the flag of the oldest step that is not read, and decides."""
-        held, flag, loss_scale, moves = self._unread[0]
+        held, (flag, loss_scale, moves) = self._unread[0]
         reason = SkipReason(int(_read_scalar("skip_reason", flag)))
         scale = float(_read_scalar("loss_scale", loss_scale))
         is_overflow = reason == SkipReason.GRADIENTS
@@ -398,17 +387,12 @@ def requeue(
     retries = _validate.host_interval("retries", retries)
     keep = _validate.host_interval("keep", keep, 0)
     for name, given in (("batches", batches), ("first", first)):
-        is_one = is_array(given) or isinstance(given, Mapping | str)
-        if is_one or not _is_iterable(given):
+        is_one = is_array(given) or isinstance(given, Mapping | str | type)
+        # An object with `__getitem__` alone is iterable too.
+        can_iterate = hasattr(given, "__iter__") or hasattr(given, "__getitem__")
+        if is_one or not can_iterate:
             raise TypeError(
                 f"{name} must be an iterable of batches, got {describe(given)}. Pass a "
                 "list, a data loader or a generator: jls.requeue(batches)."
             )
     return BatchQueue(batches, first=first, lag=lag, retries=retries, keep=keep)
-
-
-def _is_iterable(value: Any) -> bool:
-    if isinstance(value, type):
-        return False
-    # An object with `__getitem__` alone is iterable too.
-    return hasattr(value, "__iter__") or hasattr(value, "__getitem__")

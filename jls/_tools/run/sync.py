@@ -12,7 +12,7 @@ from jls import _validate
 from jls._nnx import read_variables
 from jls._state import find, find_scaler_states, is_wrapper_state, no_loss_scale
 from jls._text import format_scale, join, path_name
-from jls._types import SpikeState, logged, spike_metrics
+from jls._types import wrapper_metrics
 
 
 def check_in_sync(state: Any) -> None:
@@ -61,14 +61,11 @@ def _scalars(state: Any) -> dict[str, Array]:
     found = {}
     for path, node in find(state, is_wrapper_state):
         wrapper_state = read_variables(node)
-        for name, leaf in logged(wrapper_state).items():
+        for name, leaf in wrapper_metrics(wrapper_state).items():
             found[join(path, name)] = leaf
         flat, _ = jax.tree_util.tree_flatten_with_path(wrapper_state.spike_state)
         for end, leaf in flat:
             found[join(path, "spike_state", path_name(end))] = leaf
-        if isinstance(wrapper_state.spike_state, SpikeState):
-            for name, leaf in spike_metrics(wrapper_state.spike_state).items():
-                found[join(path, "spike_state", name)] = leaf
     for path, node in find_scaler_states(state):
         for name, leaf in read_variables(node)._asdict().items():
             found[join(path, name)] = leaf
@@ -77,10 +74,8 @@ def _scalars(state: Any) -> dict[str, Array]:
 
 def _copies(leaf: Any) -> list[Any]:
     """The copy of each device of this process; a numpy array itself."""
-    is_on_devices = isinstance(leaf, jax.Array)
-    return (
-        [shard.data for shard in leaf.addressable_shards] if is_on_devices else [leaf]
-    )
+    shards = getattr(leaf, "addressable_shards", ())
+    return [shard.data for shard in shards] or [leaf]
 
 
 def _dtype32(leaf: Any) -> Any:

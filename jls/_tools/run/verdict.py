@@ -5,12 +5,12 @@ Each verdict is a row of `TABLE`: its name, when it holds, the fact in a sentenc
 the section of a page that says what to do. The first row that holds is returned.
 """
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Literal, NamedTuple, get_args
 
-from jls._text import format_scale, listed, scale_in_words
+from jls._text import format_scale, listed, quantity, scale_in_words
 from jls._types import COUNTED_IN, SIGNALS, SkipReason
 
 # In the order in which they are tried.
@@ -39,41 +39,25 @@ VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 COMING_DOWN = 25
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Facts:
-    """The facts of a run; None if not looked at.
+class Facts(SimpleNamespace):
+    """The facts of a run, by name: what `jls.health` returns as numbers, and more.
 
-    Each metric of the run is an attribute too: `facts.skips`. So are the share of
-    `small` gradients in `dtype`, whether they are `all_zero`, and under `jls.spikes`
-    or a preset like it `tokens`, `steady_share` and `loss_never_given`.
+        nonfinite_leaves    of the last skipped step, by name; None if not looked at
+        all_leaves_finite   of the gradients of the last skipped step
+        unnamed_leaves      how many leaves were not finite, and of how many, where no
+                            names are known
+        is_doubted          the poisoned leaves hold only -inf, and may be masks
+        saw_params          the parameters were looked at, under whatever name
+        is_train_state      the state is a Flax `TrainState`
+        is_nnx              the state or the parameters are those of an NNX model
+        sums_squares        the check is the sum of squares of a clip: what is bad may
+                            have no bad leaf
+        scaler              hyperparameters of the scaler, if the optimizer is known
+        max_consecutive_skips, max_small   the caller's limits
+
+    `small` and `dtype` are only there with gradients, `tokens`, `steady_share` and
+    `loss_never_given` only under `jls.spikes` or a preset like it.
     """
-
-    metrics: Mapping[str, Any]  # those of `jls.metrics(state, host=True)`, and more
-    is_static: bool
-    min_scale: float | None
-    max_scale: float | None
-    # Of the gradients of the last skipped step.
-    all_leaves_finite: bool = False
-    nonfinite_leaves: list[str] | None = None  # of the last skipped step, by name
-    # How many leaves were not finite, and of how many, where no names are known.
-    unnamed_leaves: tuple[int, int] | None = None
-    poisoned_leaves: dict[str, list[str]] | None = None  # names by the tree they are in
-    is_doubted: bool = False  # the poisoned leaves hold -inf alone, and may be masks
-    masks: dict[str, int] | None = None  # elements that are -inf, by the leaf
-    # Whether the parameters were looked at, under whatever name.
-    saw_params: bool = False
-    is_train_state: bool = False  # the state is a Flax `TrainState`
-    is_nnx: bool = False  # the state or the parameters are those of an NNX model
-    # The check is the sum of squares of a clip: a leaf that is bad may be finite.
-    sums_squares: bool = False
-    # Hyperparameters of the scaler of a known optimizer.
-    scaler: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
-
-    def __getattr__(self, name: str) -> Any:
-        """The metric of that name."""
-        if name not in self.metrics:
-            raise AttributeError(f"no fact or metric is called {name}")
-        return self.metrics[name]
 
     @property
     def poisoned(self) -> bool:
@@ -119,7 +103,7 @@ class Facts:
     @property
     def skips_by(self) -> dict[SkipReason, int]:
         """The number of steps skipped for each reason, as far as it was counted."""
-        others = {x: self.metrics.get(name, 0) for x, name in COUNTED_IN.items()}
+        others = {x: getattr(self, name, 0) for x, name in COUNTED_IN.items()}
         gradients = max(0, self.skips - sum(others.values()))
         counts = {SkipReason.GRADIENTS: gradients} | others
         return {reason: count for reason, count in counts.items() if count > 0}
@@ -133,7 +117,7 @@ class Facts:
     @property
     def has_policy(self) -> bool:
         """Whether the run has a spike policy of jls."""
-        return "tokens" in self.metrics
+        return hasattr(self, "tokens")
 
     @property
     def is_spiking(self) -> bool:
@@ -168,18 +152,11 @@ class Facts:
         return f"; the loss scale is {self.scale}" if self.has_scale else ""
 
 
-class Limits(NamedTuple):
-    """The caller's limits."""
-
-    consecutive_skips: int
-    small: float
-
-
 class VerdictRow(NamedTuple):
     """A verdict: when it holds, and the fact of it in a sentence."""
 
     verdict: Verdict
-    holds: Callable[[Facts, Limits], bool]
+    holds: Callable[[Facts], bool]
     fact: Callable[[Facts], str]
 
     @property
@@ -191,9 +168,9 @@ class VerdictRow(NamedTuple):
 _PAGE = "docs/questions/healthy_run.md"
 
 
-def diagnose(facts: Facts, limits: Limits) -> tuple[Verdict, str]:
+def diagnose(facts: Facts) -> tuple[Verdict, str]:
     """The first verdict of the table that holds, and its sentence."""
-    row = next(row for row in TABLE if row.holds(facts, limits))
+    row = next(row for row in TABLE if row.holds(facts))
     sentences = [row.fact(facts)]
     # A loss that is not finite spoils all gradients, and poison is in no gradient: the
     # names of gradients would say nothing.
@@ -232,12 +209,9 @@ def _masks(facts: Facts) -> str:
     """Leaves whose -inf is taken for a mask."""
     if not facts.masks:
         return ""
-    count, is_one = sum(facts.masks.values()), len(facts.masks) == 1
-    holds, a_mask = ("holds", "a mask") if is_one else ("hold", "masks")
-    note = (
-        f"{listed(list(facts.masks))} {holds} -inf in {count} "
-        f"element{'' if count == 1 else 's'}, taken for {a_mask}"
-    )
+    holds, a_mask = ("holds", "a mask") if len(facts.masks) == 1 else ("hold", "masks")
+    elements = quantity(sum(facts.masks.values()), "element")
+    note = f"{listed(list(facts.masks))} {holds} -inf in {elements}, taken for {a_mask}"
     if facts.skipped:
         note += ": if not on purpose, no step can cure that"
     return note
@@ -383,7 +357,7 @@ def _over(facts: Facts) -> str:
     texts = []
     for signal in SIGNALS if facts.has_policy else ():
         names = f"judged_{signal}", f"limit_{signal}"
-        value, limit = (facts.metrics[name] for name in names)
+        value, limit = (getattr(facts, name) for name in names)
         if value > limit:
             name = "gradient norm" if signal == "norm" else signal
             texts.append(f"its {name} of {value:.4g} was over the limit of {limit:.4g}")
@@ -486,7 +460,7 @@ def _started_high(facts: Facts) -> str:
 
 
 def _steps(facts: Facts) -> str:
-    return f"{facts.steps} step{'' if facts.steps == 1 else 's'}"
+    return quantity(facts.steps, "step")
 
 
 def _skips(facts: Facts) -> str:
@@ -495,52 +469,52 @@ def _skips(facts: Facts) -> str:
 
 
 TABLE: tuple[VerdictRow, ...] = (
-    VerdictRow("poisoned", lambda f, _: f.poisoned, _poisoned),
+    VerdictRow("poisoned", lambda f: f.poisoned, _poisoned),
     VerdictRow(
         "bad scale",
-        lambda f, _: not 0 < f.loss_scale < math.inf,
+        lambda f: not 0 < f.loss_scale < math.inf,
         lambda f: f"the loss scale is {f.scale}, but must be finite and above 0",
     ),
     VerdictRow(
-        "stalled", lambda f, m: f.consecutive_skips > m.consecutive_skips, _stalled
+        "stalled", lambda f: f.consecutive_skips > f.max_consecutive_skips, _stalled
     ),
     VerdictRow(
         "at floor",
-        lambda f, _: f.had_bad_gradients and f.moves and f.is_at_floor,
+        lambda f: f.had_bad_gradients and f.moves and f.is_at_floor,
         _at_floor,
     ),
     # Above what is said of the last step alone, so that the verdict does not depend on
     # it.
-    VerdictRow("skipping", lambda f, _: f.is_often(f.skips), _skipping),
+    VerdictRow("skipping", lambda f: f.is_often(f.skips), _skipping),
     VerdictRow(
         "non-finite loss",
-        lambda f, _: f.skipped_for == SkipReason.LOSS,
+        lambda f: f.skipped_for == SkipReason.LOSS,
         _nonfinite_loss,
     ),
     VerdictRow(
         "non-finite update",
-        lambda f, _: f.skipped_for == SkipReason.UPDATES,
+        lambda f: f.skipped_for == SkipReason.UPDATES,
         _nonfinite_update,
     ),
     VerdictRow(
         "calibrating",
-        lambda f, _: f.had_bad_gradients and f.moves and f.skips == f.steps,
+        lambda f: f.had_bad_gradients and f.moves and f.skips == f.steps,
         _calibrating,
     ),
-    VerdictRow("spiking", lambda f, _: f.is_spiking, _spiking),
-    VerdictRow("spike", lambda f, _: f.skipped_for == SkipReason.SPIKE, _spike),
-    VerdictRow("recovering", lambda f, _: f.skipped, _recovering),
-    VerdictRow("dropping", lambda f, _: f.is_often(f.partial_overflows), _dropping),
+    VerdictRow("spiking", lambda f: f.is_spiking, _spiking),
+    VerdictRow("spike", lambda f: f.skipped_for == SkipReason.SPIKE, _spike),
+    VerdictRow("recovering", lambda f: f.skipped, _recovering),
+    VerdictRow("dropping", lambda f: f.is_often(f.partial_overflows), _dropping),
     VerdictRow(
         "underflow",
-        lambda f, m: "small" in f.metrics and (f.all_zero or f.small > m.small),
+        lambda f: hasattr(f, "small") and (f.all_zero or f.small > f.max_small),
         _underflow,
     ),
     VerdictRow(
         "no step",
-        lambda f, _: f.steps == 0,
+        lambda f: f.steps == 0,
         lambda f: f"no step was made yet, so there is nothing to judge{f.at_scale}",
     ),
-    VerdictRow("at ceiling", lambda f, _: f.moves and f.is_at_ceiling, _at_ceiling),
-    VerdictRow("ok", lambda f, _: True, _ok),
+    VerdictRow("at ceiling", lambda f: f.moves and f.is_at_ceiling, _at_ceiling),
+    VerdictRow("ok", lambda f: True, _ok),
 )
