@@ -37,6 +37,7 @@ from jls._types import exportable
 Rounding = Literal["stochastic", "exact"]
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 FLOAT32 = jnp.dtype(jnp.float32)
+UPPER = np.uint32(0xFFFF0000)
 # Averages and accumulators: they gather what is small beside them, in float32.
 _STAY: dict[Any, tuple[str, ...]] = {
     optax.ApplyEvery: ("grad_acc",),
@@ -159,7 +160,7 @@ def bfloat16_params(
             made = _difference(param, stored)
             # What `optax.apply_updates` makes of it is not `stored` if the parameter is
             # 2**16 times as large.
-            kept = _upper(_bits(lax.reduce_precision(_widened(param) + made, 8, 7)))
+            kept = _bits(lax.reduce_precision(_widened(param) + made, 8, 7))
             lower = jnp.where(kept == stored, new & 0xFFFF, 0)
             return made, jnp.where(_is_nan(new), 0, lower).astype(jnp.uint16)
 
@@ -287,27 +288,22 @@ def _widened_beside(grad: Any, param: Any) -> Any:
     return grad.astype(jnp.float32) if _is_bfloat16(param) else grad
 
 
-# Bits. The upper ones are `u16`, the same as those of the bfloat16 number.
+# Bits of float32 numbers. One whose 16 lower bits are 0 is a bfloat16 number: no cast
+# changes it.
 
 
 def _bits(x: Array) -> Array:
     return lax.bitcast_convert_type(x, jnp.uint32)
 
 
-def _upper(bits: Array) -> Array:
-    return (bits >> 16).astype(jnp.uint16)
-
-
-def _stored(upper: Array) -> Array:
-    return lax.bitcast_convert_type(upper, jnp.bfloat16)
+def _number(bits: Array) -> Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _widened(leaf: Any) -> Any:
     """A bfloat16 array in float32; anything else as it is."""
-    if not (is_array(leaf) and _is_bfloat16(leaf)):
-        return leaf
-    bits = lax.bitcast_convert_type(jnp.asarray(leaf), jnp.uint16).astype(jnp.uint32)
-    return lax.bitcast_convert_type(bits << 16, jnp.float32)
+    is_one = is_array(leaf) and _is_bfloat16(leaf)
+    return leaf.astype(jnp.float32) if is_one else leaf
 
 
 def _is_nan(bits: Array) -> Array:
@@ -320,14 +316,14 @@ def _quiet(bits: Array) -> Array:
 
 
 def _nearest(bits: Array) -> Array:
-    """The upper bits, rounded to nearest, ties away from zero."""
-    return _upper(jnp.where(_is_nan(bits), _quiet(bits), bits + 0x8000))
+    """A bfloat16 number, rounded to nearest, ties away from zero."""
+    return jnp.where(_is_nan(bits), _quiet(bits), bits + 0x8000) & UPPER
 
 
 def _drawn(bits: Array, noise: Array) -> Array:
-    """The upper bits, rounded up if `noise` says so; never from finite to inf."""
+    """A bfloat16 number, rounded up if `noise` says so; never from finite to inf."""
     is_largest = (bits & 0x7FFFFFFF) >= 0x7F7F0000
-    return _upper(jnp.where(is_largest, _quiet(bits), bits + noise))
+    return jnp.where(is_largest, _quiet(bits), bits + noise) & UPPER
 
 
 def _master(param: Array, rest: Array) -> Array:
@@ -335,9 +331,7 @@ def _master(param: Array, rest: Array) -> Array:
     if not _is_bfloat16(param):
         return param
     lower = rest.astype(jnp.uint32)
-    return lax.bitcast_convert_type(
-        (_bits(_widened(param)) - (lower >> 15 << 16)) | lower, jnp.float32
-    )
+    return _number((_bits(_widened(param)) - (lower >> 15 << 16)) | lower)
 
 
 def _rest_of(param: Any) -> Any:
@@ -355,9 +349,8 @@ def _rest_of(param: Any) -> Any:
 
 def _difference(param: Array, stored: Array) -> Array:
     """The update that makes `stored` of a parameter, -0.0 where it stays."""
-    before = lax.bitcast_convert_type(param, jnp.uint16)
-    step = _widened(_stored(stored)) - _widened(param)
-    return jnp.where(before == stored, -0.0, step)
+    before = _widened(param)
+    return jnp.where(_bits(before) == stored, -0.0, _number(stored) - before)
 
 
 # Moments.
@@ -371,7 +364,8 @@ def _rounded_moment(new: Any, old: Any, noise: _Noise, path: Any) -> Any:
     """The new moment, in bfloat16 if the old one is; `inner` may have rounded it."""
     if not (_is_moment(old, BFLOAT16) and _is_moment(new, FLOAT32)):
         return new
-    return _stored(_drawn(_bits(new), noise.of_moment(path, new)))
+    rounded = _drawn(_bits(new), noise.of_moment(path, new))
+    return _number(rounded).astype(jnp.bfloat16)
 
 
 def _narrowed(inner_state: Any, init: Any, params: Any) -> Any:
