@@ -17,7 +17,7 @@ It turns a float32 program into half precision, guards it, and explains it.
 #   _state _spikes
 #   _scalers _reduce _rollback _placement
 #   _types _validate _tree _rollback_cpu _scopes _devices _later
-#   _text _nnx _program _elsewhere _tools.figure _tools
+#   _text _nnx _notes _program _elsewhere _tools.figure _tools
 
 # isort: off
 import typing as _typing

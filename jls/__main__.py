@@ -8,7 +8,6 @@ the advice on installing them work without them.
 """
 
 import argparse
-import difflib
 import json
 import os
 import shutil
@@ -99,11 +98,7 @@ def _run_demo(arguments: list[str]) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.command:
-        near = difflib.get_close_matches(options.command, COMMANDS)
-        meant = f" Did you mean {near[0]}?" if near else ""
-        parser.error(
-            f"the command must be demo or doctor, got {options.command!r}.{meant}"
-        )
+        parser.error(f"the command must be demo or doctor, got {options.command!r}.")
     if not options.no_plot:
         _check_output(parser, options.output)
     save_plot = None

@@ -17,7 +17,7 @@ was saved starts as in a new run. FIELDS in `_types` says since when there is a 
     a spike policy      none                 an error that says how to drop it
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -52,19 +52,28 @@ from jls._types import (
 State = TypeVar("State")
 _ADDED = tuple(name for name, field in FIELDS.items() if field.since)
 _OF_POLICY = tuple(name for name, field in FIELDS.items() if field.is_of_policy)
-_COUNT_FIELDS = tuple(
-    name for name, field in FIELDS.items() if field.dtype == jnp.int32
-)
-_SCALES = _validate.SMALLEST, _validate.LARGEST
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
-# By field of a `SpikeState`: the numbers that a run can have there. A judged value may
+# By field of a state of jls: the numbers that a run can have there. A judged value may
 # overflow float32; without a budget the tokens are inf.
-_SPIKE_RANGES = {
+_NOT_NAN = "number other than NaN", -np.inf, np.inf
+_COUNT = "number from 0 to 2^31 - 1", 0, 2**31 - 1
+_RANGES = {
+    **{name: _COUNT for name, field in FIELDS.items() if field.dtype == jnp.int32},
+    "last_skip_reason": (
+        f"number from 0 to {max(SkipReason)}, a jls.types.SkipReason,",
+        0,
+        max(SkipReason),
+    ),
+    "loss_scale": (
+        "number from 2^-126 to 2^126",
+        _validate.SMALLEST,
+        _validate.LARGEST,
+    ),
     "seen": ("finite number", -_LARGEST_FLOAT, _LARGEST_FLOAT),
     "tokens": ("number >= 0", 0, np.inf),
-    "found": ("number from 0 to 2^31 - 1", 0, 2**31 - 1),
-    "value": ("number other than NaN", -np.inf, np.inf),
-    "limit": ("number other than NaN", -np.inf, np.inf),
+    "found": _COUNT,
+    "value": _NOT_NAN,
+    "limit": _NOT_NAN,
     "steady_share": ("number from 0 to 1", 0, 1),
 }
 
@@ -123,11 +132,6 @@ def wrap_state(
         raise ValueError(
             "inner_state must be the state of the optimizer that was wrapped, got "
             f"{type(inner_state).__name__}. {write}"
-        )
-    if _are_swapped(optimizer, inner_state, params):
-        raise TypeError(
-            "inner_state comes before params, got the parameters first. The order is "
-            "jls.wrap_state(optimizer, inner_state, params)."
         )
     _check_alike(inner_state, state.inner_state, ())
     placed = jax.tree.map(_to_devices_of, inner_state, state.inner_state)
@@ -213,20 +217,13 @@ def upgrade_state(target: State, saved: Any) -> State:
       >>> state.steps, state.nonfinite_updates
       (Array(7, dtype=int32), Array(0, dtype=int32))
     """
-    if is_leaf(jax.tree.structure(target)) and not is_array(target):
+    is_code = is_leaf(jax.tree.structure(target)) and not is_array(target)
+    is_optimizer = hasattr(target, "init") and hasattr(target, "update")
+    lacks = find(saved, is_wrapper_state) and not find(target, is_wrapper_state)
+    if is_code or is_optimizer or lacks:
         raise TypeError(
-            "target must be a new state, such as optimizer.init(params), got "
-            f"{describe_node(target)}."
-        )
-    if hasattr(target, "init") and hasattr(target, "update"):
-        raise TypeError(
-            "target must be a new state, got the optimizer. Write "
-            "jls.upgrade_state(optimizer.init(params), saved)."
-        )
-    if find(saved, is_wrapper_state) and not find(target, is_wrapper_state):
-        raise TypeError(
-            "target comes first: jls.upgrade_state(optimizer.init(params), saved). It "
-            f"must carry a state of jls, got {describe_node(target)}; saved has one."
+            f"target must be a new state of jls, got {describe_node(target)}. target "
+            "comes first: jls.upgrade_state(optimizer.init(params), saved)."
         )
     write = how_to_nest(saved)
     if write and not how_to_nest(target):
@@ -237,19 +234,6 @@ def upgrade_state(target: State, saved: Any) -> State:
 
 
 # Wrap.
-
-
-def _are_swapped(optimizer: Any, inner_state: Any, params: Any) -> bool:
-    """Whether the two are right in the other order alone."""
-
-    def fit(inner_state, params):
-        try:
-            made = jax.eval_shape(optimizer.init, params).inner_state
-        except Exception:  # what is no parameters
-            return False
-        return jax.tree.structure(inner_state) == jax.tree.structure(made)
-
-    return not fit(inner_state, params) and fit(params, inner_state)
 
 
 def _to_devices_of(value: Any, like: Any) -> Any:
@@ -268,8 +252,10 @@ def _check_alike(given: Any, wanted: Any, path: tuple[str, ...]) -> None:
         raise ValueError(
             "inner_state must be the state of the optimizer that was wrapped, in "
             f"structure, shapes and dtypes, but {format_path(path)} it has "
-            f"{describe_node(given)}, and the optimizer {describe_node(wanted)}. "
-            f"{_advice(given, wanted)}"
+            f"{describe_node(given)}, and the optimizer {describe_node(wanted)}. Wrap "
+            "the same optimizer, and pass the parameters that it had: jls.wrap_state("
+            "optimizer, inner_state, params). Other cases: "
+            "docs/questions/checkpoints.md."
         )
     if not is_end:
         for name, child in children.items():
@@ -279,24 +265,6 @@ def _check_alike(given: Any, wanted: Any, path: tuple[str, ...]) -> None:
 def _shape_and_dtype(leaf: Any) -> Any:
     """Shape and dtype of a leaf; None if it is not an array."""
     return (jnp.shape(leaf), jnp.result_type(leaf)) if is_array(leaf) else None
-
-
-def _advice(given: Any, wanted: Any) -> str:
-    if find(given, is_wrapper_state):
-        return "It is a state of jls already: restore it unchanged."
-    if is_variable(given):
-        return (
-            "For an nnx.Optimizer: make the new one, then new.opt_state = "
-            "new.opt_state._replace(inner_state=old.opt_state)."
-        )
-    if is_array(given) and is_array(wanted) and jnp.shape(given) == jnp.shape(wanted):
-        return "Cast it to the dtype that the optimizer starts with."
-    if isinstance(given, list | dict) and isinstance(wanted, tuple):
-        return (
-            "A checkpoint that was read without a target has lost its structure: "
-            "jls.upgrade_state(bare_optimizer.init(params), saved) gives it back."
-        )
-    return "Wrap the same optimizer, and pass the parameters that it had."
 
 
 # Upgrade.
@@ -315,24 +283,19 @@ def _upgrade(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
             f"has, got {describe_node(saved)}. "
             f"{_OTHER if is_array(saved) else _NO_TREE}"
         )
-    if is_scaler_state(target):
-        if _starts_anew(target, saved, parts):
-            return _copy_tree(target)
-        rule = "number from 2^-126 to 2^126"
-        _check_values(parts, ("loss_scale",), path, rule, *_SCALES)
+    is_of_scaler = is_scaler_state(target)
+    if is_of_scaler and _starts_anew(target, saved, parts):
+        return _copy_tree(target)
+    ranges: Mapping[str, tuple[str, float, float]]
+    ranges = {"loss_scale": _RANGES["loss_scale"]} if is_of_scaler else {}
     if is_wrapper_state(target):
-        parts = _check_spikes(target, parts, path)
-        rule = "number from 0 to 2^31 - 1"
-        _check_values(parts, _COUNT_FIELDS, path, rule, 0, 2**31 - 1)
-        most = max(SkipReason)
-        rule = f"number from 0 to {most}, a jls.types.SkipReason,"
-        _check_values(parts, ("last_skip_reason",), path, rule, 0, most)
+        parts, ranges = _check_spikes(target, parts, path), _RANGES
     if isinstance(target, SpikeState):
-        for name, (rule, low, high) in _SPIKE_RANGES.items():
-            _check_values(parts, (name,), path, rule, low, high)
         most = 2 * jnp.shape(read_variables(target.seen))[-1] - 1
         rule = f"number from 0 to {most}, below two windows,"
-        _check_values(parts, ("kept",), path, rule, 0, most)
+        ranges = _RANGES | {"kept": (rule, 0, most)}
+    for name, (rule, low, high) in ranges.items():
+        _check_value(parts.get(name), (*path, name), rule, low, high)
     _check_names(target, children, parts, path)
     new = [
         _upgrade(child, parts[name], (*path, name))
@@ -380,27 +343,20 @@ def _policy_shapes(tree: Any) -> list[tuple[int, ...]]:
     return sorted(jnp.shape(leaf) for leaf in jax.tree.leaves(read_variables(tree)))
 
 
-def _check_values(
-    parts: dict[str, Any],
-    names: Sequence[str],
-    path: tuple[str, ...],
-    rule: str,
-    low: float,
-    high: float,
+def _check_value(
+    part: Any, path: tuple[str, ...], rule: str, low: float, high: float
 ) -> None:
     """Raises for a number that no run can have."""
-    for name in names:
-        value = unbox(parts.get(name))
-        if not jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.number):
-            continue  # missing, or an error further on
-        numbers = np.asarray(value).astype(np.float64)
-        bad = np.asarray(value)[~((low <= numbers) & (numbers <= high))]
-        if bad.size:
-            raise ValueError(
-                f"saved must have a {rule} {format_path((*path, name))}, got {bad[0]}. "
-                "No run can go on from there: take another checkpoint, or write what "
-                "target has there."
-            )
+    value = unbox(part)
+    if not jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.number):
+        return  # missing, or an error further on
+    numbers = np.asarray(value).astype(np.float64)
+    bad = np.asarray(value)[~((low <= numbers) & (numbers <= high))]
+    if bad.size:
+        raise ValueError(
+            f"saved must have a {rule} {format_path(path)}, got {bad[0]}. No run can "
+            "go on from there: take another checkpoint, or write what target has there."
+        )
 
 
 def _copy_tree(tree: Any) -> Any:

@@ -5,7 +5,6 @@ Errors are for what no right program does; warnings also for what is only slow.
 """
 
 import contextlib
-import contextvars
 import inspect
 import sys
 import warnings
@@ -18,8 +17,15 @@ import numpy as np
 from jax.core import Tracer
 
 from jls._nnx import has_variables, modules_in
+from jls._notes import note
 from jls._program.jaxprs import is_argument_of_jit
-from jls._state import find, find_scaler_states, how_to_nest, is_wrapper_state
+from jls._state import (
+    find,
+    find_scaler_states,
+    is_wrapper_state,
+    no_loss_scale,
+    scaler_state_in,
+)
 from jls._text import at, describe, path_name
 from jls._tree import difference, floats_of, is_inexact, named_floats
 from jls._types import JlsWarning, StaticState
@@ -91,8 +97,7 @@ def check_positions(
             f"state must come first, by position, got {names or 'no argument'}. Write "
             "f(opt_state, params, batch)."
         )
-    numbers = argnums if isinstance(argnums, tuple | list) else (argnums,)
-    lost = next((n for n in numbers if n >= len(args)), None)
+    lost = next((n for n in numbers_of(argnums) if n >= len(args)), None)
     if lost is not None:
         got = f"{names} by keyword" if names else "nothing more"
         raise TypeError(
@@ -101,25 +106,26 @@ def check_positions(
         )
 
 
-def check_order(state: Any, args: tuple[Any, ...]) -> None:
-    """Raises if the parameters were passed first: the state after them, or left out."""
-    if find_scaler_states(state):
-        return
+def scaler_state_first(state: Any, args: tuple[Any, ...]) -> Any:
+    """The one scaler state in `state`, or an error that says what comes first."""
+    try:
+        return scaler_state_in(state)
+    except ValueError:
+        if find_scaler_states(state):
+            raise
     if args and find_scaler_states(args[0]):
         raise ValueError(
             f"state must come first, got {type(state).__name__} before "
             f"{type(args[0]).__name__}. The order is f(opt_state, params, ...)."
         )
-    write = how_to_nest(state) or (
-        "First comes a ScalerState, or the state of an optimizer made by "
-        "jls.loss_scaled or jls.skip_nonfinite: "
-        "jls.value_and_grad(loss_fn)(opt_state, params, batch)."
-    )
     if has_variables(state):
         write = "First comes the nnx.Optimizer: f(optimizer, model, batch)."
-    raise ValueError(
-        f"state must carry a loss scale, got {type(state).__name__} without one. "
-        f"{write}"
+        raise no_loss_scale(state, write)
+    raise no_loss_scale(
+        state,
+        "First comes a ScalerState, or the state of an optimizer made by "
+        "jls.loss_scaled or jls.skip_nonfinite: "
+        "jls.value_and_grad(loss_fn)(opt_state, params, batch).",
     )
 
 
@@ -186,29 +192,6 @@ def warn_of_stale_state(scaler_state: Any, args: list[Any]) -> None:
         )
 
 
-# Results of `jls.scale` while a loss function runs.
-_SCALED: contextvars.ContextVar[list[Any] | None]
-_SCALED = contextvars.ContextVar("_SCALED", default=None)
-
-
-def note_scaled(result: Any) -> None:
-    """Called by `jls.scale`: lets `scaled_within` see what it returns."""
-    scaled = _SCALED.get()
-    if scaled is not None:
-        scaled.append(result)
-
-
-@contextlib.contextmanager
-def scaled_within() -> Iterator[list[Any]]:
-    """Yields the list of what `jls.scale` returns in the block."""
-    scaled: list[Any] = []
-    token = _SCALED.set(scaled)
-    try:
-        yield scaled
-    finally:
-        _SCALED.reset(token)
-
-
 def warn_of_scaled_loss(loss: Any, scaled: list[Any]) -> None:
     """Warns if `loss` is the very array that `jls.scale` returned."""
     if any(loss is one for one in scaled):
@@ -237,13 +220,15 @@ class EagerCalls:
           arguments: all arguments.
           write: makes the line that jits the step.
         """
-        if self.count > 1 or _MAY_BE_EAGER.get() or is_jit_disabled():
+        if self.count > 1 or is_jit_disabled():
             return
         if sum(map(jnp.size, floats_of(params))) < _MANY_PARAMETERS:
             return
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arguments)):
             return
         if isinstance(jnp.zeros(()), Tracer):  # the step closes over all that it has
+            return
+        if note("eager step"):  # by a tool of jls, which runs a step as it is
             return
         self.count += 1
         if self.count == 2:
@@ -260,19 +245,6 @@ def is_jit_disabled() -> bool:
 
 # Below, a loop of eager steps is a test, or a look at how it works.
 _MANY_PARAMETERS = 2**16
-
-_MAY_BE_EAGER: contextvars.ContextVar[bool]
-_MAY_BE_EAGER = contextvars.ContextVar("_MAY_BE_EAGER", default=False)
-
-
-@contextlib.contextmanager
-def eager_steps_allowed() -> Iterator[None]:
-    """For a tool of jls, which runs a step of the user's as it is."""
-    token = _MAY_BE_EAGER.set(True)
-    try:
-        yield
-    finally:
-        _MAY_BE_EAGER.reset(token)
 
 
 # Of an optimizer.
@@ -401,25 +373,16 @@ def _foreign(
         made = jax.eval_shape(init, trained)
     except Exception:  # whatever stands in the way
         return ""
-    kinds, got = (_kinds(jax.tree.structure(x)) for x in (made, inner_state))
-    if kinds != got:
-        return (
-            "state must be one that this optimizer made, got one of another optimizer: "
-            f"it holds {', '.join(got) or 'no state'} where this one makes "
-            f"{', '.join(kinds) or 'no state'}. Pass what this optimizer's init made."
-        )
     if known and jax.tree.structure(updates) != jax.tree.structure(params):
         return (
             "updates must be the gradients of params, but "
             f"{difference(('updates', updates), ('params', params))}. {_OF_THESE}"
         )
     how = _other_shape(made, inner_state, name)
-    if not how:
-        return ""
-    return (
-        f"state must be made for the {name} that it is passed with, but {how}. If the "
-        "model has changed, its optimizer starts anew: opt_state = "
-        "optimizer.init(params)."
+    return how and (
+        f"state must be one that this optimizer made for the {name} that it is passed "
+        f"with, but {how}. Pass what its init made for them. If the model has changed, "
+        "its optimizer starts anew: opt_state = optimizer.init(params)."
     )
 
 
@@ -435,12 +398,3 @@ def _other_shape(made: Any, got: Any, name: str) -> str:
                 f"make {jnp.shape(new)}"
             )
     return ""
-
-
-def _kinds(structure: Any) -> list[str]:
-    """The names of the NamedTuples in a structure, in order."""
-    node_type, _ = structure.node_data() or (None, None)
-    inner = [kind for child in structure.children() for kind in _kinds(child)]
-    if node_type is None or not hasattr(node_type, "_fields"):
-        return inner
-    return [node_type.__name__, *inner]

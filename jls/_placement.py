@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gives each leaf of a state a buffer of its own, on the devices where it belongs."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -42,19 +41,11 @@ def place_scalars(state: Any, params: optax.Params) -> Any:
     A scalar left where JAX puts it would come back from the first step with the
     placement of the parameters, and the second step would compile again.
     """
-    return _place_on_devices(
-        state, params, lambda leaf: leaf.ndim == 0 or leaf.dtype == jnp.bool_
-    )
+    return place_all(state, params, scalars=True)
 
 
-def place_all(state: Any, params: optax.Params) -> Any:
-    """`state` with all of its arrays on the devices of `params`, replicated."""
-    return _place_on_devices(state, params, lambda leaf: True)
-
-
-def _place_on_devices(
-    state: Any, params: optax.Params, belongs: Callable[[Array], bool]
-) -> Any:
+def place_all(state: Any, params: optax.Params, scalars: bool = False) -> Any:
+    """`state` with its arrays, or only `scalars` and flags, on all of these devices."""
     shardings = [
         leaf.sharding
         for leaf in jax.tree.leaves(params)
@@ -71,7 +62,8 @@ def _place_on_devices(
     def place(leaf):
         if not is_concrete(leaf) or leaf.committed:
             return leaf
-        return put(leaf, home) if belongs(leaf) else leaf
+        belongs = not scalars or leaf.ndim == 0 or leaf.dtype == jnp.bool_
+        return put(leaf, home) if belongs else leaf
 
     return jax.tree.map(place, state)
 

@@ -83,22 +83,17 @@ def any_nan(floats: Sequence[Any]) -> Array:
     return jnp.any(jnp.stack(flags)) if flags else jnp.asarray(False)
 
 
-def global_norm(floats: Sequence[Any], roles: Sequence[str] = ()) -> Array:
+def global_norm(
+    floats: Sequence[Any], roles: Sequence[str] = (), as_clip: bool = False
+) -> Array:
     """The L2 norm over all leaves, `f32[]`; inf or NaN if a leaf is not finite.
 
     Its squares do not overflow; the norm does, over 3.4e38. On GPU and TPU the squares
-    of magnitudes below 1e-23 are 0. For `roles` see `finite_leaves`.
+    of magnitudes below 1e-23 are 0. For `roles` see `finite_leaves`. `as_clip` computes
+    it as clipping does: inf if a square overflows.
     """
-    if not floats:
-        return jnp.float32(0.0)
-    return _by_platform(list(floats), "norm", tuple(roles))
-
-
-def norm_of_squares(floats: Sequence[Any], roles: Sequence[str] = ()) -> Array:
-    """The same as clipping computes it: inf if a square overflows."""
-    if not floats:
-        return jnp.float32(0.0)
-    return _by_platform(list(floats), "norm_of_squares", tuple(roles))
+    name = "norm_of_squares" if as_clip else "norm"
+    return _by_platform(list(floats), name, tuple(roles)) if floats else jnp.float32(0)
 
 
 # Which reduction is best differs by platform, and the program decides, not the host.

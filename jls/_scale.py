@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jls import _mistakes, _validate
-from jls._state import find_scaler_states, refuse_around, scaler_state_in
+from jls._notes import note, noted
+from jls._state import find_scaler_states, scaler_state_in, wrappers_in
 from jls._text import describe
 from jls._tree import (
     Tree,
@@ -60,9 +61,12 @@ def scale(state: Any, tree: Tree) -> Tree:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, arXiv:1710.03740,
       section 3.2.
     """
-    _check_order("scale", state, tree)
+    scaler_state = _scaler_state_of("scale", state, tree)
     check_holds("tree", tree, is_differentiable, "floating-point numbers")
-    loss_scale = scaler_state_in(state).loss_scale
+    return _scaled(scaler_state, tree)
+
+
+def _scaled(scaler_state: Any, tree: Tree) -> Tree:
     loss: Any = tree
     if getattr(loss, "dtype", None) == jnp.float16 and jnp.shape(loss) == ():
         _mistakes.warn(
@@ -70,9 +74,10 @@ def scale(state: Any, tree: Tree) -> Tree:
             "float16: every step at a scale over 2^15 overflows. Reduce the loss in "
             "float32, e.g. losses.astype(jnp.float32).mean()."
         )
+    loss_scale = scaler_state.loss_scale
     factor = functools.cache(lambda dtype: jnp.asarray(loss_scale, dtype))
     scaled = jax.tree.map(lambda leaf: _times(leaf, factor), tree)
-    _mistakes.note_scaled(scaled)
+    note("scaled", scaled)
     return scaled
 
 
@@ -97,21 +102,27 @@ def unscale(state: Any, tree: Tree) -> Tree:
       >>> jls.unscale(state, [jnp.float16(2**-14), 3])
       [Array(1.8626451e-09, dtype=float32), 3]
     """
-    _check_order("unscale", state, tree)
-    loss_scale = scaler_state_in(state).loss_scale
+    return _unscaled(_scaler_state_of("unscale", state, tree), tree)
 
+
+def _unscaled(scaler_state: Any, tree: Tree) -> Tree:
     @functools.cache
     def factor(dtype):
         # XLA CPU would write the results of a division to memory. A product it repeats
         # wherever the gradients are read.
-        return lax.reciprocal(jnp.asarray(loss_scale, dtype))
+        return lax.reciprocal(jnp.asarray(scaler_state.loss_scale, dtype))
 
     return jax.tree.map(lambda leaf: _times(leaf, factor), tree)
 
 
-def _check_order(name: str, state: Any, tree: Any) -> None:
-    if find_scaler_states(tree) and not find_scaler_states(state):
-        raise ValueError(f"state must come first. Write jls.{name}(state, tree).")
+def _scaler_state_of(name: str, state: Any, tree: Any) -> Any:
+    try:
+        return scaler_state_in(state)
+    except ValueError:
+        if find_scaler_states(tree) and not find_scaler_states(state):
+            write = f"Write jls.{name}(state, tree)."
+            raise ValueError(f"state must come first. {write}") from None
+        raise
 
 
 def _times(leaf: Any, factor: Callable[[Any], Array]) -> Any:
@@ -223,42 +234,56 @@ def value_and_grad(
     def with_loss_scale(state=_mistakes.NOT_GIVEN, /, *args, **kwargs):
         is_jax = transform is jax.value_and_grad
         _mistakes.check_positions(state, args, kwargs, argnums if is_jax else ())
-        _mistakes.check_order(state, args)
-        scaler_state = scaler_state_in(state)
-        refuse_around(state)
-        trained = _mistakes.differentiated(args, argnums)
+        scaler_state = _mistakes.scaler_state_first(state, args)
+        for found in wrappers_in(state):
+            found.inside()
         if is_jax:
-            _mistakes.check_differentiable(trained)
-        _mistakes.warn_of_stale_state(scaler_state, trained)
-
-        names = [] if is_jax else _in_order(fun, argnums, len(args), kwargs)
-        by_name = {name: x for name, x in kwargs.items() if name not in names}
-
-        def scaled(*given, **kwargs):
-            count = len(given) - len(names)
-            kwargs |= zip(names, given[count:], strict=True)
-            with _mistakes.scaled_within() as made:
-                result = fun(*given[:count], **kwargs)
-            loss, aux = _loss_and_aux(result, has_aux)
-            _mistakes.warn_of_scaled_loss(loss, made)
-            # The true loss travels as aux: scaled and divided again it would be NaN
-            # whenever the scaled one overflows.
-            return scale(scaler_state, loss), (loss, aux)
-
-        options = {} if argnums == 0 else {"argnums": argnums}
-        differentiated = transform(scaled, has_aux=True, **options)
-        value, grads = differentiated(*args, *map(kwargs.get, names), **by_name)
-        if not (isinstance(value, tuple) and len(value) == 2):
-            raise TypeError(
-                "transform must be of the form of jax.value_and_grad, and return "
-                f"((value, aux), grads) with has_aux=True, got {transform!r}."
-            )
-        _, (loss, aux) = value
-        loss = widen(loss)
-        grads = unscale(scaler_state, grads)
-        return ((loss, aux) if has_aux else loss), grads
+            _mistakes.check_differentiable(_mistakes.differentiated(args, argnums))
+        return differentiate(
+            scaler_state, fun, args, kwargs, argnums, has_aux, transform
+        )
 
     return with_loss_scale
+
+
+def differentiate(
+    scaler_state: Any,
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    argnums: Any,
+    has_aux: bool,
+    transform: Callable[..., Any],
+) -> tuple[Any, Any]:
+    """A call of the function that `value_and_grad` returns, under one loss scale."""
+    _mistakes.warn_of_stale_state(scaler_state, _mistakes.differentiated(args, argnums))
+    is_jax = transform is jax.value_and_grad
+    names = [] if is_jax else _in_order(fun, argnums, len(args), kwargs)
+    by_name = {name: x for name, x in kwargs.items() if name not in names}
+
+    def scaled(*given, **kwargs):
+        count = len(given) - len(names)
+        kwargs |= zip(names, given[count:], strict=True)
+        with noted("scaled") as made:
+            result = fun(*given[:count], **kwargs)
+        loss, aux = _loss_and_aux(result, has_aux)
+        _mistakes.warn_of_scaled_loss(loss, made)
+        # The true loss travels as aux: scaled and divided again it would be NaN
+        # whenever the scaled one overflows.
+        return _scaled(scaler_state, loss), (loss, aux)
+
+    options = {} if argnums == 0 else {"argnums": argnums}
+    differentiated = transform(scaled, has_aux=True, **options)
+    value, grads = differentiated(*args, *map(kwargs.get, names), **by_name)
+    if not (isinstance(value, tuple) and len(value) == 2):
+        raise TypeError(
+            "transform must be of the form of jax.value_and_grad, and return "
+            f"((value, aux), grads) with has_aux=True, got {transform!r}."
+        )
+    _, (loss, aux) = value
+    loss = widen(loss)
+    grads = _unscaled(scaler_state, grads)
+    return ((loss, aux) if has_aux else loss), grads
 
 
 def grad(

@@ -4,7 +4,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -110,67 +110,77 @@ class Run(NamedTuple):
 
 
 def run_in(state: Any) -> Run:
-    """The one run in `state`, or an error; for functions of the host.
-
-    `state` is searched once: for wrappers, and for what must not be around one.
-    """
-    nodes = [
-        (around, node)
-        for _, around in find(state, lambda x: is_wrapper_state(x) or _is_around(x))
-        for _, node in find(around, is_wrapper_state)
-    ]
-    node = _one_wrapper_state([node for _, node in nodes], state)
+    """The one run in `state`, or an error; for functions of the host."""
+    found = wrappers_in(state)
+    if len(found) != 1:
+        raise _not_one_wrapper(len(found), state)
+    node = found[0].inside()
     _validate.concrete("state", node)
     own = jax.device_get(node._asdict() | {"inner_state": ()})
     own = of_one_device(LossScaledState(**read_variables(own)))
     loss_scale = _scaler_node_in(own).loss_scale
-    ((around, node),) = nodes
-    if around is not node:
-        raise _is_outside(around)
     return Run(own, node.inner_state, loss_scale)
 
 
 def wrapper_state_in(state: Any) -> LossScaledState:
     """The one `LossScaledState` in `state`, or an error."""
-    nodes = [node for _, node in find(state, is_wrapper_state)]
-    return read_variables(_one_wrapper_state(nodes, state))
+    found = [node for _, node in find(state, is_wrapper_state)]
+    if len(found) != 1:
+        raise _not_one_wrapper(len(found), state)
+    return read_variables(found[0])
 
 
-def _one_wrapper_state(found: list[Any], state: Any) -> LossScaledState:
-    """The one that was found in `state`, or an error."""
-    if not found and find_scaler_states(state):
-        raise ValueError(
-            "state must carry one state of jls.loss_scaled or jls.skip_nonfinite, got "
-            f"{type(state).__name__}, which has no counters: its loss scale is "
+def _not_one_wrapper(count: int, state: Any) -> ValueError:
+    rule = "state must carry one state of jls.loss_scaled or jls.skip_nonfinite, got "
+    kind = type(state).__name__
+    if not count and find_scaler_states(state):
+        return ValueError(
+            f"{rule}{kind}, which has no counters: its loss scale is "
             "jls.loss_scale(state)."
         )
-    if len(found) != 1:
-        write = "Pass the part that you mean."
-        if not found:
-            write = (
-                "What a run without jls has saved becomes one by jls.wrap_state("
-                "optimizer, state, params)."
-            )
-        if isinstance(state, Mapping) and "scaler_state" in state:
-            write = "A saved one is jls.upgrade_state(optimizer.init(params), saved)."
-        if not found and is_optimizer(state):
-            write = (
-                "Wrap what it is made with: nnx.Optimizer(model, jls.skip_nonfinite(tx)"
-                ", wrt=nnx.Param), or jls.loss_scaled(tx)."
-            )
-        write = how_to_nest(state) or write
-        raise ValueError(
-            "state must carry one state of jls.loss_scaled or jls.skip_nonfinite, got "
-            f"{type(state).__name__} with {len(found)} of them. {write}"
+    write = "Pass the part that you mean."
+    if not count:
+        write = (
+            "What a run without jls has saved becomes one by jls.wrap_state("
+            "optimizer, state, params)."
         )
-    return found[0]
+    if isinstance(state, Mapping) and "scaler_state" in state:
+        write = "A saved one is jls.upgrade_state(optimizer.init(params), saved)."
+    if not count and is_optimizer(state):
+        write = (
+            "Wrap what it is made with: nnx.Optimizer(model, jls.skip_nonfinite(tx)"
+            ", wrt=nnx.Param), or jls.loss_scaled(tx)."
+        )
+    return ValueError(
+        f"{rule}{kind} with {count} of them. {how_to_nest(state) or write}"
+    )
 
 
-def refuse_around(state: Any) -> None:
-    """Raises if the wrapper in `state` is inside what would undo what it does."""
-    for _, around in find(state, _is_around):
-        if find(around, is_wrapper_state):
-            raise _is_outside(around)
+class FoundState(NamedTuple):
+    """The state of a wrapper, and what it is in that would undo what it does."""
+
+    state: LossScaledState
+    around: Any  # the outermost `optax.MultiSteps` or `apply_if_finite`, or `state`
+
+    def inside(self) -> LossScaledState:
+        """The state, or an error if it is in such an optimizer."""
+        if self.around is not self.state:
+            raise _is_outside(self.state, self.around)
+        return self.state
+
+
+def wrappers_in(state: Any) -> list[FoundState]:
+    """The states of all wrappers in `state`, which is searched once."""
+    nodes = find(state, lambda x: is_wrapper_state(x) or _is_around(x))
+    return [
+        FoundState(node, around)
+        for _, around in nodes
+        for node in (
+            [around]
+            if is_wrapper_state(around)
+            else [inner for _, inner in find(around, is_wrapper_state)]
+        )
+    ]
 
 
 def is_multi_steps_state(node: Any) -> bool:
@@ -192,10 +202,9 @@ def wrapper_name(scaler_state: Any) -> str:
     return "jls.skip_nonfinite" if is_one else "jls.loss_scaled"
 
 
-def _is_outside(around: Any) -> ValueError:
+def _is_outside(state: LossScaledState, around: Any) -> ValueError:
     """The error for a wrapper whose state is inside that of another optimizer."""
-    (_, node), *_ = find(around, is_wrapper_state)
-    wrapper = wrapper_name(node.scaler_state)
+    wrapper = wrapper_name(state.scaler_state)
     if is_multi_steps_state(around):
         return ValueError(
             f"optax.MultiSteps must be inside {wrapper}, got it outside, "
@@ -209,11 +218,14 @@ def _is_outside(around: Any) -> ValueError:
     )
 
 
-def no_loss_scale(state: Any) -> ValueError:
-    write = how_to_nest(state) or (
-        "Pass a ScalerState, or the state of an optimizer made by jls.loss_scaled or "
-        "jls.skip_nonfinite: opt_state = optimizer.init(params)."
-    )
+def no_loss_scale(state: Any, write: str = "") -> ValueError:
+    """The error for a state without a scale; a caller may know what to `write`."""
+    write = how_to_nest(state) or write
+    if not write:
+        write = (
+            "Pass a ScalerState, or the state of an optimizer made by jls.loss_scaled "
+            "or jls.skip_nonfinite: opt_state = optimizer.init(params)."
+        )
     return ValueError(
         f"state must carry a loss scale, got {type(state).__name__} without one. "
         f"{write}"
@@ -221,33 +233,21 @@ def no_loss_scale(state: Any) -> ValueError:
 
 
 # The path of a loss scale in a state, joined to one key; some leave out "_".
-_JOINED = re.compile(r"(.*?)scaler(_?)state(\W+)loss\2scale", re.IGNORECASE)
+_JOINED = re.compile(r".*scaler_?state\W+loss_?scale", re.IGNORECASE)
 
 
 def how_to_nest(tree: Any) -> str:
     """What to write if the leaves of a state are in a flat dict; "" if they are not."""
     for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
         key = getattr(path[-1], "key", None) if path else None
-        if isinstance(key, tuple) and key[-2:] == ("scaler_state", "loss_scale"):
-            return _nest(key, key[:-2], "")
-        joined = _JOINED.fullmatch(key) if isinstance(key, str) else None
-        if joined:
-            before, underscore, separator = joined.groups()
-            above = before.split(separator)[:-1]
-            is_known = underscore and before == "".join(x + separator for x in above)
-            return _nest(key, above if is_known else None, f", sep={separator!r}")
+        name = "/".join(map(str, key)) if isinstance(key, tuple) else key
+        if isinstance(name, str) and _JOINED.fullmatch(name):
+            return (
+                f"{key!r} is a leaf of a state in a flat dict: put the state together "
+                "first, by flax.traverse_util.unflatten_dict and jls.upgrade_state: "
+                "docs/questions/faq.md has the lines."
+            )
     return ""
-
-
-def _nest(key: Any, above: Sequence[str] | None, separator: str) -> str:
-    """The sentence for a state whose loss scale is at `key`, below the keys `above`."""
-    nested = f"flax.traverse_util.unflatten_dict(leaves{separator})"
-    nested += "".join(f"[{name!r}]" for name in above or ())
-    line = f": jls.upgrade_state(optimizer.init(params), {nested})"
-    return (
-        f"{key!r} is a leaf of a state in a flat dict: put the state together first"
-        f"{', as optimizer.init made it' if above is None else line}."
-    )
 
 
 def of_one_device(state: Any) -> Any:

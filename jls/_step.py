@@ -21,7 +21,6 @@ would turn gradients of a norm over 1.8e19 into zeros.
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import math
@@ -45,6 +44,7 @@ from jls._mistakes import (
     foreign_state_named,
     warn_of_narrowed,
 )
+from jls._notes import note, noted
 from jls._program.jaxprs import varying_axes
 from jls._program.squares import SumOfSquares
 from jls._reduce import (
@@ -52,7 +52,6 @@ from jls._reduce import (
     any_nan,
     finite_leaves,
     global_norm,
-    norm_of_squares,
 )
 from jls._rollback import (
     Prepared,
@@ -64,13 +63,12 @@ from jls._rollback import (
 from jls._rollback_cpu import at_once_on_gpu, computed_once
 from jls._scalers.rule import count_up
 from jls._state import (
-    find_scaler_states,
     how_to_nest,
     is_wrapper_state,
     wrapper_name,
     wrapper_state_in,
 )
-from jls._text import an, at, describe
+from jls._text import an, describe
 from jls._tree import (
     Remainder,
     as_flag,
@@ -133,9 +131,9 @@ class WrapperUpdate:
 
     @functools.cached_property
     def sums_of_squares(self) -> dict[Any, SumOfSquares | None]:
-        """Those of the inner optimizer, by all that it may depend on but arrays.
+        """For eager steps the sum in the inner optimizer, by the types of its inputs.
 
-        For eager steps: a step that is traced looks at its own program.
+        A step that is traced looks at its own program.
         """
         return {}
 
@@ -156,13 +154,9 @@ class WrapperUpdate:
             )
         with jax.named_scope(_scopes.UPDATE):
             step = _take_apart(self, updates, state, params, extra)
-            outcome = _attempt(
-                self, step, state, params, lambda updates: updates, step.no_updates
-            )
-        noted = _NOTED.get()
-        if noted is not None:
-            noted.append(Update(params, outcome.state))
-        return outcome.result, outcome.state
+            updates, state, _ = _attempt(step, lambda updates: updates, step.no_updates)
+        note("update", Update(params, state))
+        return updates, state
 
     def apply(
         self,
@@ -180,11 +174,10 @@ class WrapperUpdate:
         with jax.named_scope(_scopes.UPDATE):
             step = _take_apart(self, grads, state, params, extra)
             skipped_result = params, step.no_updates if keeps_updates else None
-            outcome = _attempt(
-                self, step, state, params, apply_fn, skipped_result, reports_norm=True
+            result, state, norm = _attempt(
+                step, apply_fn, skipped_result, reports_norm=True
             )
-            new_params, updates = outcome.result
-            return Applied(new_params, outcome.state, outcome.norm, updates)
+            return Applied(result[0], state, norm, result[1])
 
 
 class Applied(NamedTuple):
@@ -192,7 +185,7 @@ class Applied(NamedTuple):
 
     params: Any  # the old ones if it was skipped
     state: Any
-    global_norm: Array  # f32[]  of the gradients
+    global_norm: Any  # f32[]  of the gradients
     updates: Any  # -0.0 if it was skipped; None unless they are kept
 
 
@@ -203,25 +196,6 @@ class Update(NamedTuple):
     state: LossScaledState  # the new one
 
 
-# The updates since `updates_noted` began; None outside of it.
-_NOTED: contextvars.ContextVar[list[Update] | None]
-_NOTED = contextvars.ContextVar("_NOTED", default=None)
-
-
-@contextlib.contextmanager
-def updates_noted() -> Iterator[list[Update]]:
-    """Yields the list of the updates that are called, or traced, in the block."""
-    noted: list[Update] = []
-    token = _NOTED.set(noted)
-    try:
-        yield noted
-    finally:
-        _NOTED.reset(token)
-        outer = _NOTED.get()
-        if outer is not None:
-            outer += noted
-
-
 class FoundWrapper(NamedTuple):
     """A wrapper somewhere in an optimizer, and the parameters that it is for."""
 
@@ -229,37 +203,20 @@ class FoundWrapper(NamedTuple):
     names: list[str]  # of the floating-point leaves
 
 
-# Wrappers that `init` has registered in this trace; None outside `find_wrappers`.
-_REGISTERED: contextvars.ContextVar[list[FoundWrapper] | None]
-_REGISTERED = contextvars.ContextVar("_REGISTERED", default=None)
-
-
-def register_wrapper(wrapper: WrapperUpdate, params: optax.Params) -> None:
-    """Called by a wrapper's `init`: lets `find_wrappers` see it."""
-    registered = _REGISTERED.get()
-    if registered is not None:
-        registered.append(FoundWrapper(wrapper, named_floats(params)[0]))
-
-
 def find_wrappers(optimizer: Any, params: Any) -> list[FoundWrapper]:
     """The wrappers in `optimizer`, however deep: in a chain, a partition, ...
 
-    Its `init` is traced, and each wrapper in it registers itself. A wrapper that is
+    Its `init` is traced, and each wrapper in it notes itself. A wrapper that is
     outermost is found without that.
     """
     outermost = wrapper_of(optimizer)
     if outermost:
         return [FoundWrapper(outermost, named_floats(params)[0])]
-    registered: list[FoundWrapper] = []
-    token = _REGISTERED.set(registered)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", JlsWarning)  # given at the real `init`
-            # A new function each time: JAX would not trace a known one again.
-            jax.eval_shape(lambda params: optimizer.init(params), params)
-    finally:
-        _REGISTERED.reset(token)
-    return registered
+    with noted("wrapper", apart=True) as wrappers, warnings.catch_warnings():
+        warnings.simplefilter("ignore", JlsWarning)  # given at the real `init`
+        # A new function each time: JAX would not trace a known one again.
+        jax.eval_shape(lambda params: optimizer.init(params), params)
+    return [FoundWrapper(one, named_floats(given)[0]) for one, given in wrappers]
 
 
 def wrapper_of(optimizer: Any) -> WrapperUpdate | None:
@@ -274,32 +231,39 @@ def update_and_apply(
     state: Any,
     params: Any,
     keeps_updates: bool = False,
+    wrappers: Callable[[], list[FoundWrapper]] | None = None,
     **extra: Any,
 ) -> Applied:
-    """A step of an optimizer with one wrapper, which may be anywhere in it."""
+    """A step of an optimizer with one wrapper, which may be anywhere in it.
+
+    `wrappers` finds it; None does so here.
+    """
+    wrappers = wrappers or functools.partial(find_wrappers, optimizer, params)
     wrapper = wrapper_of(optimizer)
     if wrapper:
         return wrapper.apply(grads, state, params, keeps_updates, **extra)
     optimizer = optax.with_extra_args_support(optimizer)
-    with _bare_optimizer_named(optimizer, params):
+    with _bare_optimizer_named(wrappers):
         updates, new_state = optimizer.update(grads, state, params, **extra)
     new_params = apply_updates(params, updates)
     norm = global_norm(floats_of(grads))
     applied = Applied(new_params, new_state, norm, updates if keeps_updates else None)
-    for inside, _ in find_wrappers(optimizer, params)[:1]:
+    for inside, _ in wrappers()[:1]:
         if _checks_updates(inside, grads, params):
             applied = _roll_back_if_stored_nonfinite(inside, (params, state), applied)
     return applied
 
 
 @contextlib.contextmanager
-def _bare_optimizer_named(optimizer: Any, params: Any) -> Iterator[None]:
+def _bare_optimizer_named(
+    wrappers: Callable[[], list[FoundWrapper]],
+) -> Iterator[None]:
     """Names an optimizer without a wrapper as the cause of what fails in the block."""
     try:
         yield
     except Exception as error:
         try:
-            is_bare = not find_wrappers(optimizer, params)
+            is_bare = not wrappers()
         except Exception:  # it cannot be asked
             is_bare = False
         if not is_bare:
@@ -361,8 +325,11 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
 
 class _Step(NamedTuple):
-    """The inputs of a step."""
+    """A step: its wrapper, and its inputs."""
 
+    wrapper: WrapperUpdate
+    state: LossScaledState  # before
+    params: optax.Params | None
     grads: list[Array]  # the floating-point leaves, in at least float32
     remainder: Remainder  # the tree without those leaves
     checks_updates: bool
@@ -380,21 +347,6 @@ class _Observed(NamedTuple):
     is_finite: Array  # bool[]  whether both are finite
     is_partial: Array  # bool[]  whether parts of the gradients were left out
     for_scaler: Array  # bool[]  what the scaler's `adjust` takes
-
-
-class _SpikeDecision(NamedTuple):
-    """The spike policy's decision; never a spike without a policy."""
-
-    spike_state: Any  # its next state, if the step counts for it
-    is_spike: Array  # bool[]  a finite step to skip
-
-
-class _Outcome(NamedTuple):
-    """The results of a step."""
-
-    result: Any  # the updates or the new parameters; rolled back if it was skipped
-    state: LossScaledState
-    norm: Any  # f32[]  of the gradients; None if nobody asked for it
 
 
 def _take_apart(
@@ -416,6 +368,9 @@ def _take_apart(
     warn_of_narrowed(floats, targets)
     grads = list(map(widen, floats))
     return _Step(
+        wrapper=wrapper,
+        state=state,
+        params=params,
         grads=grads,
         remainder=remainder,
         checks_updates=_checks_updates(wrapper, updates, params),
@@ -427,49 +382,48 @@ def _take_apart(
 
 
 def _attempt(
-    wrapper: WrapperUpdate,
     step: _Step,
-    state: LossScaledState,
-    params: optax.Params | None,
     apply_fn: Callable[[optax.Updates], Any],
     skipped_result: Any,
     reports_norm: bool = False,
-) -> _Outcome:
+) -> tuple[Any, LossScaledState, Array | None]:
     """Runs the inner optimizer, and rolls back if the step must not be applied.
 
     Args:
-      wrapper: the wrapper, with the arguments of `jls.loss_scaled`.
-      step: the inputs.
-      state: the state before.
-      params: the parameters, or None.
+      step: the step.
       apply_fn: turns the updates into the result.
       skipped_result: the result of a step that is skipped.
       reports_norm: whether the norm is computed where no spike policy asks for it.
+
+    Returns:
+      The result, the next state, and the norm of the gradients, `f32[]`; None if nobody
+      asked for it.
     """
-    run, inputs = _inner_step(wrapper, step, state, params)
+    wrapper, state = step.wrapper, step.state
+    run, inputs = _inner_step(step)
 
     def run_and_apply(inputs):
         updates, inner_state = run(inputs)
         return apply_fn(updates), inner_state
 
     fun = run if step.checks_updates else run_and_apply
-    inner = _prepare(wrapper, step, state, params, fun, inputs)
+    inner = _prepare(step, fun, inputs)
     roles: list[str] = []
     if inner.squares is None:
         roles = roles_of(combine(step.grads, step.remainder))
-    observed = _observe(wrapper, step, state, inner.squares, roles)
+    observed = _observe(step, inner.squares, roles)
     norm = None
     if reports_norm or wrapper.spikes is not None:
         norm = _norm(step, inner.squares, roles, reports_norm)
-    spike = _query_spike_policy(wrapper, step, observed, state, norm)
+    spike_state, is_spike = _query_spike_policy(step, observed, norm)
     should_apply = observed.is_finite
     if wrapper.spikes is not None:
-        should_apply = observed.is_finite & ~spike.is_spike
+        should_apply = observed.is_finite & ~is_spike
     old = skipped_result, _clone_keys(state.inner_state)
     if step.checks_updates:
         with jax.named_scope(_scopes.INNER):
             updates, inner_state = call(observed.is_finite, inner)
-        flags = _updates_finite(wrapper, step, params, updates, inner_state)
+        flags = _updates_finite(step, updates, inner_state)
         applied = should_apply & jnp.all(flags)
         leaves = jnp.where(observed.is_finite, flags[1:], observed.leaves_finite)
         observed = observed._replace(leaves_finite=leaves)
@@ -479,27 +433,24 @@ def _attempt(
         with jax.named_scope(_scopes.INNER):
             new = roll_back_unless(applied, observed.is_finite, inner, old)
     result, inner_state = new
-    new_state = _count(wrapper, step, observed, spike, state, inner_state, applied)
-    return _Outcome(result, new_state, norm)
+    new_state = _count(step, observed, spike_state, is_spike, inner_state, applied)
+    return result, new_state, norm
 
 
 def _inner_step(
-    wrapper: WrapperUpdate,
     step: _Step,
-    state: LossScaledState,
-    params: optax.Params | None,
 ) -> tuple[Callable[[Sequence[Array]], Any], list[Array]]:
     """The inner optimizer as a function of what may be bad, and these inputs."""
     arguments, other = partition(step.extra, _may_be_bad)
     inputs = [*step.grads, *map(jnp.asarray, arguments)]
-    inner_state = state.inner_state
+    inner, inner_state, params = step.wrapper.inner, step.state.inner_state, step.params
 
     def run(inputs):
         grads = combine(inputs[: len(step.grads)], step.remainder)
         extra = combine(inputs[len(step.grads) :], other)
         extra = {"grad": grads, **extra}  # as a line search takes them
-        with foreign_state_named(wrapper.inner.init, inner_state, params, grads):
-            updates, new = wrapper.inner.update(grads, inner_state, params, **extra)
+        with foreign_state_named(inner.init, inner_state, params, grads):
+            updates, new = inner.update(grads, inner_state, params, **extra)
         name, integers = "the inner optimizer's", step.integers
         updates = cast_like(f"{name} update", updates, step.no_updates, integers)
         new = cast_like(f"{name} state", new, inner_state, integers)
@@ -509,25 +460,28 @@ def _inner_step(
 
 
 def _prepare(
-    wrapper: WrapperUpdate,
-    step: _Step,
-    state: LossScaledState,
-    params: optax.Params | None,
-    fun: Callable[[Sequence[Array]], Any],
-    inputs: list[Array],
+    step: _Step, fun: Callable[[Sequence[Array]], Any], inputs: list[Array]
 ) -> Prepared:
     """The inner optimizer, traced if the step is, and the squares that it sums."""
-    deciding = *inputs, step.partial_overflow, *jax.tree.leaves(state.spike_state)
+    of_policy = jax.tree.leaves(step.state.spike_state)
+    deciding = *inputs, step.partial_overflow, *of_policy
     is_traced = any(isinstance(x, Tracer) for x in deciding)
     count, sum_of_squares = len(step.grads), None
-    if not is_traced and count:
-        # The step must be skipped for the same gradients as if it were traced.
-        find = functools.partial(sum_of_squares_in, fun, inputs, count)
-        grads = combine(step.grads, step.remainder)
-        # On the loss no program branches: it is another in each step.
-        extra = {name: x for name, x in step.extra.items() if name != "value"}
-        given = grads, state.inner_state, params, extra
-        sum_of_squares = _found_once(wrapper.sums_of_squares, given, find)
+    if is_traced or not count:
+        return prepare(fun, inputs, is_traced, count)
+    # The step must be skipped for the same gradients as if it were traced. On the loss
+    # no program branches: it is another in each step. A step that may branch on a
+    # number of Python is checked element by element, and so is one that has no key.
+    extra = {name: x for name, x in step.extra.items() if name != "value"}
+    grads = combine(step.grads, step.remainder)
+    given = grads, step.state.inner_state, step.params, extra
+    given, structure = jax.tree.flatten(given)
+    if all(isinstance(x, jax.Array | np.ndarray) for x in given):
+        known, key = step.wrapper.sums_of_squares, (structure, *map(jax.typeof, given))
+        with contextlib.suppress(TypeError):  # a static field without a hash
+            if key not in known:
+                known[key] = sum_of_squares_in(fun, inputs, count)
+            sum_of_squares = known[key]
     return prepare(fun, inputs, is_traced, count, sum_of_squares)
 
 
@@ -544,47 +498,11 @@ def sums_squares(wrapper: WrapperUpdate, params: Any, inner_state: Any) -> bool:
     return sum_of_squares_in(update, grads, len(grads)) is not None
 
 
-def _found_once(
-    known: dict[Any, SumOfSquares | None],
-    given: Any,
-    find: Callable[[], SumOfSquares | None],
-) -> SumOfSquares | None:
-    """The result of `find`, called once for all that is of the kind of `given`."""
-    leaves, structure = jax.tree.flatten(given)
-    key = structure, tuple(map(_kind, leaves))
-    try:
-        is_new = key not in known
-    except TypeError:  # not hashable
-        return find()
-    if is_new:
-        if len(known) >= _KNOWN_AT_MOST:  # such as a new number in each step
-            known.pop(next(iter(known)))
-        known[key] = find()
-    return known[key]
-
-
-_KNOWN_AT_MOST = 16
-
-
-def _kind(leaf: Any) -> Any:
-    """The type of an array; of anything else the value too, on which one may branch."""
-    is_array = isinstance(leaf, jax.Array | np.ndarray)
-    return jax.typeof(leaf) if is_array else (type(leaf), leaf)
-
-
-def _observe(
-    wrapper: WrapperUpdate,
-    step: _Step,
-    state: LossScaledState,
-    squares: list[Array] | None,
-    roles: list[str],
-) -> _Observed:
+def _observe(step: _Step, squares: list[Array] | None, roles: list[str]) -> _Observed:
     """Looks at loss and gradients; the devices agree by one collective.
 
     Args:
-      wrapper: the wrapper, with the arguments of `jls.loss_scaled`.
-      step: the inputs.
-      state: the state before.
+      step: the step.
       squares: the sums of the squares of each gradient and of all; None if the inner
         optimizer does not sum them.
       roles: of the gradients, see `roles_of`; they count if `squares` is None.
@@ -605,7 +523,7 @@ def _observe(
         with jax.named_scope(_scopes.GRADIENTS):
             parts += [finite_leaves(step.grads, roles)]
         flags = jnp.concatenate(parts)
-    agreed = agree(flags, wrapper.axis_name)
+    agreed = agree(flags, step.wrapper.axis_name)
     loss_finite, is_partial, of_grads = agreed[0], ~agreed[1], agreed[2:]
     leaves_finite = of_grads[: len(step.grads)]
     # The sum of all squares is finite only if that of each leaf is.
@@ -614,7 +532,7 @@ def _observe(
         grads_finite = jnp.all(decides)
         is_finite = grads_finite & loss_finite
     for_scaler = grads_finite & ~is_partial
-    _check_axes(is_finite, state.steps, wrapper.axis_name)
+    _check_axes(is_finite, step.state.steps, step.wrapper.axis_name)
     return _Observed(loss_finite, leaves_finite, is_finite, is_partial, for_scaler)
 
 
@@ -624,21 +542,18 @@ def _norm(
     """The global norm of the gradients: where a clip computes it, the clip's."""
     if squares is not None:
         return jnp.sqrt(jnp.real(squares[-1])).astype(jnp.float32)
-    norm_of = global_norm if reports_norm else norm_of_squares
-    return norm_of(step.grads, roles)
+    return global_norm(step.grads, roles, as_clip=not reports_norm)
 
 
 def _query_spike_policy(
-    wrapper: WrapperUpdate,
-    step: _Step,
-    observed: _Observed,
-    state: LossScaledState,
-    norm: Array | None,
-) -> _SpikeDecision:
-    policy, old = wrapper.spikes, state.spike_state
-    _check_spike_state(wrapper, state)
+    step: _Step, observed: _Observed, norm: Array | None
+) -> tuple[Any, Array]:
+    """Its next state, if the step counts for it, and whether it skips a finite step."""
+    wrapper, old = step.wrapper, step.state.spike_state
+    policy = wrapper.spikes
+    _check_spike_state(wrapper, step.state)
     if policy is None:
-        return _SpikeDecision(old, jnp.zeros_like(observed.is_finite))
+        return old, jnp.zeros_like(observed.is_finite)
     # All devices judge the same numbers: the largest of any device.
     signals = [norm, *floats_of(step.extra.get("value"))]
     signals = jnp.stack([jnp.asarray(x).astype(jnp.float32) for x in signals])
@@ -648,38 +563,31 @@ def _query_spike_policy(
     name = "the spike policy's"
     skip = as_flag(f"{name} skip", skip)
     new = cast_like(f"{name} state", new, old)
-    return _SpikeDecision(new, observed.is_finite & skip)
+    return new, observed.is_finite & skip
 
 
-def _updates_finite(
-    wrapper: WrapperUpdate,
-    step: _Step,
-    params: optax.Params | None,
-    updates: optax.Updates,
-    inner_state: Any,
-) -> Array:
+def _updates_finite(step: _Step, updates: optax.Updates, inner_state: Any) -> Array:
     """`bool[1 + n]`: whether the inner state, and each update, may be kept."""
-    stored = _finite_if_storable(updates, params, step.remainder)
+    stored = _finite_if_storable(updates, step.params, step.remainder)
     # A NaN moment shows in its update. A NaN in a shared scalar may not (D-Adaptation's
     # first step). Inf is allowed: some optimizers keep one on purpose.
     scalars = [x for x in floats_of(inner_state) if jnp.ndim(x) == 0]
     with jax.named_scope(_scopes.NEW):
         flags = jnp.concatenate([~any_nan(scalars)[None], finite_leaves(stored)])
-    return agree(flags, wrapper.axis_name)
+    return agree(flags, step.wrapper.axis_name)
 
 
 def _count(
-    wrapper: WrapperUpdate,
     step: _Step,
     observed: _Observed,
-    spike: _SpikeDecision,
-    state: LossScaledState,
+    spike_state: Any,
+    is_spike: Array,
     inner_state: Any,
     applied: Array,
 ) -> LossScaledState:
     """The next state: the scaler adjusts, the counters advance."""
+    wrapper, state = step.wrapper, step.state
     _check_scaler_state(wrapper, state.scaler_state)
-    spike_state, is_spike = spike
     leaves_finite, never = observed.leaves_finite, jnp.zeros_like(applied)
     flags = ~leaves_finite if leaves_finite.size else state.nonfinite_leaves
     bad_updates = observed.is_finite & ~applied if step.checks_updates else never
@@ -861,8 +769,7 @@ def _may_be_bad(leaf: Any) -> bool:
 
 def _check_state(state: Any, params: Any) -> None:
     if is_wrapper_state(state):
-        for path, scaler_state in find_scaler_states(state):
-            _check_scale(scaler_state.loss_scale, path)
+        _check_scale(getattr(state.scaler_state, "loss_scale", None))
         return
     write = how_to_nest(state) or (
         "Pass what optimizer.init or the last update returned; what a run without jls "
@@ -878,13 +785,14 @@ def _check_state(state: Any, params: Any) -> None:
     )
 
 
-def _check_scale(loss_scale: Any, path: str) -> None:
+def _check_scale(loss_scale: Any) -> None:
     if is_narrow(loss_scale):
         raise TypeError(
-            f"the loss scale must be float32, got {jnp.result_type(loss_scale)}"
-            f"{at(path)}, in which it may be inf. Return the state that update returns "
-            "without a cast: a cast of the whole tree takes the loss scale along. A "
-            "state that was saved so: jls.upgrade_state(optimizer.init(params), saved)."
+            f"the loss scale must be float32, got {jnp.result_type(loss_scale)} at "
+            "'scaler_state', in which it may be inf. Return the state that update "
+            "returns without a cast: a cast of the whole tree takes the loss scale "
+            "along. A state that was saved so: "
+            "jls.upgrade_state(optimizer.init(params), saved)."
         )
 
 

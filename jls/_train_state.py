@@ -121,6 +121,8 @@ class Carried(NamedTuple):
 
 def carried_by(state: Any) -> Carried:
     """The optimizer, and the fields of a `TrainState` that only it knows."""
+    if not (hasattr(state, "tx") or dataclasses.is_dataclass(state)):
+        return Carried()
     optimizer = optimizer_in(state)
     if not is_train_state(state):
         return Carried(optimizer, is_nnx=optimizer is not None)

@@ -38,7 +38,11 @@ def is_real(value: Any) -> bool:
 def number(name: str, value: Any, rule: str, low: float, high: float) -> Any:
     """`value` as the float32 that the device will see, which lies in [low, high]."""
     if is_unchecked(value):
-        return _numeric(name, value)
+        kinds = jnp.floating, jnp.integer
+        if not any(jnp.issubdtype(value.dtype, kind) for kind in kinds):
+            got = f"an array of {value.dtype}"
+            raise TypeError(f"{name} must be a real number, got {got}.")
+        return value
     if not is_real(value):
         raise TypeError(
             f"{name} must be a real number, got {describe(value)}."
@@ -77,21 +81,6 @@ def host_number(name: str, value: Any, rule: str, low: float, high: float) -> fl
     return number(name, value, rule, low, high)
 
 
-def _numeric(name: str, value: Any) -> Any:
-    if not any(jnp.issubdtype(value.dtype, x) for x in (jnp.floating, jnp.integer)):
-        raise TypeError(f"{name} must be a real number, got an array of {value.dtype}.")
-    return value
-
-
-def _whole(name: str, value: Any) -> Any:
-    if not jnp.issubdtype(value.dtype, jnp.integer):
-        raise TypeError(
-            f"{name} must be an integer, got an array of {value.dtype}. Convert it "
-            "with .astype(jnp.int32)."
-        )
-    return value
-
-
 def scale_value(name: str, value: Any) -> Any:
     """A loss scale that the arithmetic of every device can take."""
     return number(name, value, "from 2^-126 to 2^126", SMALLEST, LARGEST)
@@ -112,7 +101,12 @@ def lowering_factor(name: str, value: Any) -> Any:
 def interval(name: str, value: Any, low: int = 1) -> Any:
     """A count, such as of optimizer steps: an integer that fits int32."""
     if is_unchecked(value):
-        return _whole(name, value)
+        if not jnp.issubdtype(value.dtype, jnp.integer):
+            raise TypeError(
+                f"{name} must be an integer, got an array of {value.dtype}. Convert it "
+                "with .astype(jnp.int32)."
+            )
+        return value
     if not (is_real(value) and hasattr(value, "__index__")):
         raise TypeError(f"{name} must be an integer, got {describe(value)}.")
     if not low <= value < 2**31:
@@ -186,12 +180,14 @@ def traceable(name: str, value: Any) -> None:
         )
 
 
-def flag(name: str, value: Any, otherwise: str = "") -> bool:
-    """A switch that Python reads; a message may offer something `otherwise`."""
-    if not isinstance(value, bool | np.bool_):
-        rule = f"True, False {otherwise}" if otherwise else "True or False"
-        raise TypeError(f"{name} must be {rule}, got {describe(value)}.")
-    return bool(value)
+def flag(name: str, value: Any, allow_none: bool = False) -> Any:
+    """A switch that Python reads."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    if value is None and allow_none:
+        return None
+    rule = "True, False or None" if allow_none else "True or False"
+    raise TypeError(f"{name} must be {rule}, got {describe(value)}.")
 
 
 class TracedError(ValueError, TypeError):
@@ -231,16 +227,14 @@ def choice(name: str, value: Word, choices: Sequence[str]) -> Word:
     return value
 
 
-def ascending(**given: Any) -> dict[str, Any]:
-    """Loss scales in ascending order."""
-    scales = {name: scale_value(name, value) for name, value in given.items()}
-    for low, high in itertools.combinations(scales, 2):
-        checkable = not any(map(is_unchecked, (scales[low], scales[high])))
-        if checkable and scales[low] > scales[high]:
-            raise ValueError(
-                f"{low} must be <= {high}, got {given[low]!r} > {given[high]!r}."
-            )
-    return scales
+def ascending(given: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Loss scales by name; raises unless each is at most the next."""
+    scales = [(name, scale_value(name, x), x) for name, x in given]
+    known = [scale for scale in scales if not is_unchecked(scale[1])]
+    for (name, low, a), (other, high, b) in itertools.combinations(known, 2):
+        if low > high:
+            raise ValueError(f"{name} must be <= {other}, got {a!r} > {b!r}.")
+    return {name: scale for name, scale, _ in scales}
 
 
 def scaler_state(state: Any, state_type: Any, exact: bool = False) -> None:

@@ -23,11 +23,12 @@ import optax
 from jls import _validate
 from jls._devices import AxisName, check_axis_name
 from jls._mistakes import check_no_state, warn
+from jls._notes import note
 from jls._placement import own_buffers, place_all, place_scalars
 from jls._scalers.dynamic import dynamic
 from jls._scalers.static import static
 from jls._state import find, is_wrapper_state, scaler_state_in, wrapper_name
-from jls._step import WrapperUpdate, register_wrapper
+from jls._step import WrapperUpdate
 from jls._text import at, describe, first, path_name
 from jls._tree import is_inexact
 from jls._types import FIELDS, LossScaledState, LossScaler, SpikePolicy
@@ -142,8 +143,7 @@ def loss_scaled(
             f"scaler must be a jls.types.LossScaler, e.g. jls.{of_ours}, got "
             f"{describe(scaler)}."
         )
-    if check_updates is not None:
-        check_updates = _validate.flag("check_updates", check_updates, "or None")
+    check_updates = _validate.flag("check_updates", check_updates, allow_none=True)
     if spikes is not None and not isinstance(spikes, SpikePolicy):
         raise TypeError(
             "spikes must be a jls.types.SpikePolicy, e.g. jls.spikes(), or None, got "
@@ -153,7 +153,7 @@ def loss_scaled(
 
     def init(params):
         check_no_state(params)
-        register_wrapper(update, params)
+        note("wrapper", (update, params))
         with _foreign_leaf_named(params):
             inner_state = inner.init(params)
         nested = find(inner_state, is_wrapper_state)

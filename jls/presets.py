@@ -23,10 +23,10 @@ float64, and where a system divides by a factor that is not a power of two, sinc
 multiplies by the rounded reciprocal.
 """
 
-import contextlib
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -65,19 +65,39 @@ def __dir__() -> list[str]:
     return __all__
 
 
-_UNBOUNDED: Any = {"min_scale": _validate.SMALLEST, "max_scale": _validate.LARGEST}
+def _like(
+    rule: Callable[..., LossScaler], given: dict[str, Any], **names: str
+) -> LossScaler:
+    """The scaler of a rule of jls, from arguments that have other names there.
 
-
-@contextlib.contextmanager
-def _named(**names: str) -> Iterator[None]:
-    """Errors in the block have the caller's `names` in the place of those of jls."""
+    Args:
+      rule: makes it.
+      given: the caller's arguments by the caller's names. Bounds that are not among
+        them are those of float32.
+      **names: the caller's name of an argument of `rule`, where the two differ. Errors
+        have it too.
+    """
+    arguments = {"min_scale": _validate.SMALLEST, "max_scale": _validate.LARGEST}
+    ours = {name: own for own, name in names.items()}
+    arguments |= {ours.get(name, name): value for name, value in given.items()}
     try:
-        yield
+        return rule(**arguments)
     except (TypeError, ValueError) as error:
         # Not the field of a result, as in "result.init_scale".
         words = re.compile(r"(?<![.\w])\w+")
         message = words.sub(lambda word: names.get(word[0], word[0]), str(error))
         raise type(error)(message) from None
+
+
+def _factors(scale_factor: Any) -> dict[str, Any]:
+    """One factor for growth, and its reciprocal for a backoff."""
+    factor = _validate.raising_factor("scale_factor", scale_factor)
+    return {"growth_factor": factor, "backoff_factor": 1 / factor}
+
+
+def _from_one(name: str, scale: Any) -> Any:
+    """The first loss scale of a rule whose floor is 1."""
+    return _validate.number(name, scale, "from 1 to 2^126", 1.0, _validate.LARGEST)
 
 
 def torch(
@@ -112,15 +132,10 @@ def torch(
       >>> scaler.adjust(scaler.init(), False).loss_scale
       Array(32768., dtype=float32)
     """
-    if not _validate.flag("enabled", enabled):
+    given = locals()
+    if not _validate.flag("enabled", given.pop("enabled")):
         return static(1.0)
-    return dynamic(
-        init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        **_UNBOUNDED,
-    )
+    return _like(dynamic, given)
 
 
 def paddle(
@@ -159,7 +174,7 @@ def paddle(
       >>> scaler.adjust(scaler.init(), False).loss_scale
       Array(65536., dtype=float32)
     """
-    return _paddle(consecutive=True, **locals())
+    return _paddle(consecutive=True, given=locals())
 
 
 def paddle_doc(
@@ -202,7 +217,7 @@ def paddle_doc(
       >>> state.loss_scale
       Array(16384., dtype=float32)
     """
-    return _paddle(consecutive=False, **locals())
+    return _paddle(consecutive=False, given=locals())
 
 
 def mindspore(scale_value: float, scale_factor: float, scale_window: int) -> LossScaler:
@@ -230,17 +245,13 @@ def mindspore(scale_value: float, scale_factor: float, scale_window: int) -> Los
       >>> scaler.adjust(scaler.init(), False).loss_scale
       Array(512., dtype=float32)
     """
-    factor = _validate.raising_factor("scale_factor", scale_factor)
-    return dynamic(
-        _validate.number(
-            "scale_value", scale_value, "from 1 to 2^126", 1.0, _validate.LARGEST
-        ),
-        growth_factor=factor,
-        backoff_factor=1 / factor,
-        growth_interval=_validate.interval("scale_window", scale_window),
-        min_scale=1.0,
-        max_scale=_validate.LARGEST,
-    )
+    given = {
+        "init_scale": _from_one("scale_value", scale_value),
+        "scale_window": scale_window,
+        "min_scale": 1.0,
+    }
+    given |= _factors(scale_factor)
+    return _like(dynamic, given, growth_interval="scale_window")
 
 
 def mindformers_adaptive(
@@ -281,10 +292,8 @@ def mindformers_adaptive(
       >>> scaler.hyperparameters["intervals"]
       (20, 30, 40, 50, 100, 200, 500, 1000)
     """
-    scale = _validate.number(
-        "loss_scale_value", loss_scale_value, "from 1 to 2^126", 1.0, _validate.LARGEST
-    )
-    factor = _validate.raising_factor("scale_factor", scale_factor)
+    scale = _from_one("loss_scale_value", loss_scale_value)
+    factors = _factors(scale_factor)
     window = _validate.host_interval("scale_window", scale_window)
     longest = _validate.host_interval("max_scale_window", max_scale_window)
     shortest = _validate.host_interval("min_scale_window", min_scale_window)
@@ -305,10 +314,9 @@ def mindformers_adaptive(
         Partial(adaptive_init, init_rung=1 + ladder.index(window)),
         Partial(adaptive_adjust, intervals=ladder),
         init_scale=scale,
-        growth_factor=factor,
-        backoff_factor=1 / factor,
         min_scale=1.0,
         max_scale=_validate.LARGEST,
+        **factors,
     )
 
 
@@ -336,10 +344,9 @@ def keras(
       >>> scaler.adjust(scaler.init(), False).loss_scale
       Array(16384., dtype=float32)
     """
-    with _named(init_scale="initial_scale", growth_interval="dynamic_growth_steps"):
-        return dynamic(
-            initial_scale, growth_interval=dynamic_growth_steps, **_UNBOUNDED
-        )
+    given = locals()
+    names = {"init_scale": "initial_scale", "growth_interval": "dynamic_growth_steps"}
+    return _like(dynamic, given, **names)
 
 
 def flax(
@@ -377,15 +384,12 @@ def flax(
       >>> state.loss_scale, scaler.adjust(state, True).loss_scale
       (Array(65536., dtype=float32), Array(131072., dtype=float32))
     """
-    with _named(init_scale="scale", min_scale="minimum_scale"):
-        return dynamic(
-            scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=_validate.interval("growth_interval", growth_interval) + 1,
-            min_scale=_validate.SMALLEST if minimum_scale is None else minimum_scale,
-            max_scale=_validate.LARGEST,
-        )
+    given = locals()
+    interval = _validate.interval("growth_interval", growth_interval)
+    given["growth_interval"] = interval + 1
+    if minimum_scale is None:
+        del given["minimum_scale"]
+    return _like(dynamic, given, init_scale="scale", min_scale="minimum_scale")
 
 
 def deepspeed(
@@ -432,21 +436,13 @@ def deepspeed(
       >>> state.loss_scale
       Array(16384., dtype=float32)
     """
-    factor = _validate.raising_factor("scale_factor", scale_factor)
+    given = locals()
+    given |= _factors(given.pop("scale_factor"))
     name = "consecutive_hysteresis"
-    refill = "finite" if _validate.flag(name, consecutive_hysteresis) else "growth"
-    with _named(growth_interval="scale_window", hysteresis="delayed_shift"):
-        return make(
-            _deepspeed_init,
-            switch(_deepspeed_adjust, refill=refill),
-            init_scale=init_scale,
-            growth_factor=factor,
-            backoff_factor=1 / factor,
-            growth_interval=scale_window,
-            hysteresis=delayed_shift,
-            min_scale=min_scale,
-            max_scale=_validate.LARGEST,
-        )
+    refill = "finite" if _validate.flag(name, given.pop(name)) else "growth"
+    rule = partial(make, _deepspeed_init, switch(_deepspeed_adjust, refill=refill))
+    names = {"growth_interval": "scale_window", "hysteresis": "delayed_shift"}
+    return _like(rule, given, **names)
 
 
 def megatron(
@@ -486,17 +482,10 @@ def megatron(
       >>> state.loss_scale
       Array(16384., dtype=float32)
     """
-    with _named(init_scale="initial_scale"):
-        return hysteresis_scaler(
-            # A float, since the scaler refuses a small integer for a count.
-            _validate.scale_value("initial_scale", initial_scale),
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            hysteresis=hysteresis,
-            min_scale=min_scale,
-            max_scale=_validate.LARGEST,
-        )
+    given = locals()
+    # A float, since the scaler refuses a small integer for a count.
+    given["initial_scale"] = _validate.scale_value("initial_scale", initial_scale)
+    return _like(hysteresis_scaler, given, init_scale="initial_scale")
 
 
 # DeepSpeed counts the steps between two: not the first finite one of a run, nor the
@@ -515,37 +504,21 @@ def _deepspeed_adjust(
     return state._replace(finite_count=jnp.where(finite, state.finite_count, -1))
 
 
-def _paddle(
-    consecutive: bool,
-    enable: bool,
-    init_loss_scaling: float,
-    incr_ratio: float,
-    decr_ratio: float,
-    incr_every_n_steps: int,
-    decr_every_n_nan_or_inf: int,
-    use_dynamic_loss_scaling: bool,
-) -> LossScaler:
-    if not _validate.flag("enable", enable):
+def _paddle(consecutive: bool, given: dict[str, Any]) -> LossScaler:
+    if not _validate.flag("enable", given.pop("enable")):
         return static(1.0)
-    is_dynamic = _validate.flag("use_dynamic_loss_scaling", use_dynamic_loss_scaling)
-    if not is_dynamic:
-        return static(_validate.scale_value("init_loss_scaling", init_loss_scaling))
-    with _named(
+    name, scale = "use_dynamic_loss_scaling", given["init_loss_scaling"]
+    if not _validate.flag(name, given.pop(name)):
+        return static(_validate.scale_value("init_loss_scaling", scale))
+    return _like(
+        dynamic,
+        given | {"consecutive": consecutive},
         init_scale="init_loss_scaling",
         growth_factor="incr_ratio",
         backoff_factor="decr_ratio",
         growth_interval="incr_every_n_steps",
         backoff_interval="decr_every_n_nan_or_inf",
-    ):
-        return dynamic(
-            init_loss_scaling,
-            growth_factor=incr_ratio,
-            backoff_factor=decr_ratio,
-            growth_interval=incr_every_n_steps,
-            backoff_interval=decr_every_n_nan_or_inf,
-            consecutive=consecutive,
-            **_UNBOUNDED,
-        )
+    )
 
 
 def _ladder(longest: int, shortest: int) -> tuple[int, ...]:

@@ -159,10 +159,10 @@ def test_wrap_and_unwrap_work_traced(jit_or_eager):
             lambda p: make_inner().init({"w": p["w"]}),
             r"at '1/inner_opt_state/0/mu' it has dict\(w\), and .* dict\(b, w\)\. Wrap",
         ),
-        (lambda p: make().init(p), "state of jls already"),
+        (lambda p: make().init(p), r"it has LossScaledState\(.*questions/checkpoints"),
         (
             lambda p: serialization.to_state_dict(make_inner().init(p)),
-            r"at the root it has dict\(0, 1\), .* jls\.upgrade_state",
+            r"at the root it has dict\(0, 1\), .*questions/checkpoints\.md",
         ),
         (
             lambda p: make_inner().init(p | {"w": jnp.ones(3)}),
@@ -171,7 +171,7 @@ def test_wrap_and_unwrap_work_traced(jit_or_eager):
         ),
         (
             lambda p: make_inner().init(p | {"b": jnp.bfloat16(1.0)}),
-            r"'1/inner_opt_state/0/mu/b' it has bfloat16 .* Cast it",
+            r"'1/inner_opt_state/0/mu/b' it has bfloat16 .* and the optimizer float32",
         ),
         (lambda p: None, "at the root it has None"),
         (lambda p: 3.0, r"at the root it has a Python float of shape \(\)"),
@@ -256,7 +256,7 @@ def test_nnx_optimizer_gets_the_wrapper_and_loses_it():
     update(model, old, 1.0)
     new = nnx.Optimizer(model, jls.loss_scaled(optax.adam(0.1)), wrt=nnx.Param)
     params = nnx.state(model, nnx.Param)
-    with pytest.raises(ValueError, match=r"new\.opt_state\._replace"):
+    with pytest.raises(ValueError, match=r"questions/checkpoints\.md"):
         jls.wrap_state(jls.loss_scaled(optax.adam(0.1)), old.opt_state, params)
     new.opt_state = new.opt_state._replace(inner_state=old.opt_state)
     update(model, new, jnp.nan)

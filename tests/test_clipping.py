@@ -5,6 +5,7 @@ test_peer_faults.py. Per-example clipping (`optax.per_example_global_norm_clip`)
 out: it reduces a batch of gradients, which no optimizer step does.
 """
 
+import dataclasses
 import enum
 
 import chex
@@ -487,7 +488,9 @@ def test_effects_of_the_optimizer_happen_once_and_never_see_nan(is_first, jit_or
 
 
 @pytest.mark.standard_promotion
-def test_eager_steps_look_again_where_a_static_argument_changes_the_program():
+def test_an_eager_step_that_may_branch_is_checked_element_by_element():
+    """On a number, a member of an enumeration or a function: as it is called."""
+
     class Mode(enum.Enum):
         PLAIN = 0
         CLIPPED = 1
@@ -498,14 +501,13 @@ def test_eager_steps_look_again_where_a_static_argument_changes_the_program():
 
     inner = optax.GradientTransformationExtraArgs(BY_NORM.init, update)
     grads = TREES["one leaf"][0]
-    switches = (False, True), (0.0, 1.0), (Mode.PLAIN, Mode.CLIPPED), (min, max)
-    for off, on in switches:
-        for order in ([off, on, off], [on, off, on]):
-            optimizer = jls.loss_scaled(inner)
-            for clips in order:
-                state = optimizer.init(TWO)
-                _, state = optimizer.update(grads, state, TWO, clips=clips)
-                assert state.applied == (clips is off)
+    for clips in (False, True, 0.0, 1.0, Mode.PLAIN, Mode.CLIPPED, min, max):
+        optimizer = jls.loss_scaled(inner)
+        _, state = optimizer.update(grads, optimizer.init(TWO), TWO, clips=clips)
+        assert state.applied
+        bad = jax.tree.map(lambda x: x / 0, TWO)
+        _, state = optimizer.update(bad, optimizer.init(TWO), TWO, clips=clips)
+        assert not state.applied
 
 
 def test_eager_steps_look_again_for_gradients_of_another_shape():
@@ -518,26 +520,36 @@ def test_eager_steps_look_again_for_gradients_of_another_shape():
 
 
 @pytest.mark.standard_promotion
-def test_eager_steps_are_traced_once_for_the_same_numbers_and_functions():
+def test_eager_steps_are_traced_once_for_arrays_of_the_same_types():
     traces = []
 
-    def update(grads, state, params=None, *, step, value_fn, **extra):
+    def update(grads, state, params=None, *, step, **extra):
         if isinstance(jax.tree.leaves(grads)[0], jax.core.Tracer):
-            traces.append(step)
+            traces.append(jnp.shape(step))
         return BY_NORM.update(grads, state)
 
     inner = optax.GradientTransformationExtraArgs(BY_NORM.init, update)
     optimizer = jls.loss_scaled(inner)
     state = optimizer.init(TWO)
-    for _ in range(4):
-        given = {"step": 7, "value_fn": jnp.sum, "value": jnp.float32(0.5)}
+    for step in (jnp.int32(7), jnp.int32(8), jnp.ones(3), jnp.int32(9)):
+        given = {"step": step, "value": jnp.float32(0.5)}
         _, state = optimizer.update(TWO, state, TWO, **given)
-    assert traces == [7]
-    for step in range(40):
-        _, state = optimizer.update(TWO, state, TWO, **given | {"step": step})
     assert state.applied
-    assert traces == [7, *range(7), *range(8, 40)]
-    assert len(optimizer.update.sums_of_squares) == 16
+    assert traces == [(), (3,)]
+
+
+@pytest.mark.standard_promotion
+def test_eager_steps_of_a_model_whose_static_field_has_no_hash_are_made():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Model:
+        w: jax.Array
+        sizes: list[int] = dataclasses.field(metadata={"static": True})
+
+    params = Model(jnp.ones(2), [1, 2])
+    optimizer = jls.loss_scaled(BY_NORM)
+    _, state = optimizer.update(params, optimizer.init(params), params)
+    assert state.applied
 
 
 @pytest.mark.standard_promotion

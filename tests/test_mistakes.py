@@ -230,7 +230,8 @@ ERRORS = {
             PARAMS, jls.loss_scaled(optax.sgd(0.1, 0.9)).init(PARAMS), PARAMS
         ),
         ValueError,
-        "another optimizer: it holds TraceState, .* this one makes ScaleByAdamState",
+        r"one that this optimizer made for the params .* but '0' is a TraceState in "
+        r"it, a ScaleByAdamState in a new state",
     ),
     "loss as text": (
         lambda: OPTIMIZER.update(PARAMS, STATE, PARAMS, value="x"),
@@ -392,7 +393,7 @@ ERRORS = {
     "gradients of another shape, without params": (
         lambda: OPTIMIZER.update({"w": jnp.ones(5)}, OPTIMIZER.init(PARAMS)),
         ValueError,
-        r"state must be made for the updates that it is passed with, but has shape "
+        r"made for the updates that it is passed with, but has shape "
         r"\(2,\) at '0/mu/w', where these updates make \(5,\)",
     ),
     "a None more in the parameters": (
@@ -400,7 +401,7 @@ ERRORS = {
             PARAMS | {"n": None}, OPTIMIZER.init(PARAMS), X
         ),
         ValueError,
-        r"state must be made for the params .* but '0/mu/n' is only in a new "
+        r"made for the params .* but '0/mu/n' is only in a new "
         r"state of these params.*optimizer\.init\(params\)\.$",
     ),
     "a None fewer in the parameters": (
@@ -408,7 +409,7 @@ ERRORS = {
             PARAMS, OPTIMIZER.init(PARAMS | {"n": None}), X
         ),
         ValueError,
-        r"but '0/mu/n' is only in it\. If the model has changed",
+        r"but '0/mu/n' is only in it\. .* If the model has changed",
     ),
     "the tree before the state": (
         lambda: jls.scale(X, STATE),

@@ -120,7 +120,7 @@ def test_contributing_says_where_the_tests_of_each_module_are():
         ("jls/_step.py", ["_count", "_query_spike_policy"]),
         ("benchmarks/targets.py", ["Target", "TARGETS"]),
         ("jls/_train/parts.py", ["Adapter"]),
-        ("jls/_train/step.py", ["_adapt"]),
+        ("jls/_train/step.py", ["_adapter_for"]),
     ],
 )
 def test_contributing_names_what_is_in_those_files(path, names):

@@ -18,7 +18,7 @@ from shared import assert_identical, judged
 
 import jls
 from jls._tools.run.sync import _scalars
-from jls._tools.run.verdict import Facts, PolicyFacts
+from jls._tools.run.verdict import Facts
 from jls._types import SIGNALS
 from jls.types import SkipReason, SpikePolicy
 
@@ -761,18 +761,14 @@ def test_no_steady_run_is_called_spiking(name):
 
 def facts_of(states, skipped, at):
     """What health knows of a run at a step."""
-    policy = PolicyFacts(
-        tokens=float(states.tokens[at]),
-        steady_share=float(states.steady_share[at]),
-        loss_never_given=False,
-        loss_given=True,
-        window=states.seen.shape[-1],
-    )
-    counts = {"steps": at[1] + 1, "spikes": int(skipped[at])}
-    counts["spikes_found"] = int(states.found[at])
-    return Facts(
-        metrics=counts, is_static=True, min_scale=1.0, max_scale=1.0, policy=policy
-    )
+    counts = {
+        "steps": at[1] + 1,
+        "spikes": int(skipped[at]),
+        "spikes_found": int(states.found[at]),
+        "tokens": float(states.tokens[at]),
+        "steady_share": float(states.steady_share[at]),
+    }
+    return Facts(metrics=counts, is_static=True, min_scale=1.0, max_scale=1.0)
 
 
 def test_spikes_that_were_skipped_prove_nothing_unless_they_enter_the_window():

@@ -48,9 +48,9 @@ def make(
     """
     factors = {name: others.pop(name) for name in _FACTORS if name in others}
     factors = {name: _FACTORS[name](name, value) for name, value in factors.items()}
-    scales = _validate.ascending(
-        min_scale=min_scale, init_scale=init_scale, max_scale=max_scale
-    )
+    names = "min_scale", "init_scale", "max_scale"
+    given = zip(names, (min_scale, init_scale, max_scale), strict=True)
+    scales = _validate.ascending(list(given))
     first_scale = scales.pop("init_scale")
     intervals = {
         name: _validate.interval(name, value) for name, value in others.items()

@@ -6,6 +6,8 @@ Matplotlib is imported here, and this module only when something is drawn.
 
 import io
 
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 # Okabe and Ito's colours. Each has one meaning in all pictures, those of the notebooks,
@@ -32,3 +34,36 @@ class ShownFigure(Figure):
         buffer = io.BytesIO()
         self.savefig(buffer, format="png", dpi=120)
         return buffer.getvalue()
+
+
+def draw_rug(
+    panel: Axes,
+    x: np.ndarray,
+    limit: int,
+    height: float,
+    marker: str,
+    color: str,
+    size: float,
+    label: str | None,
+) -> None:
+    """Marks along the panel at a height between 0, its foot, and 1."""
+    x = x[thin(x, limit)]
+    panel.plot(
+        x,
+        np.full(len(x), height),
+        transform=panel.get_xaxis_transform(),
+        linestyle="none",
+        marker=marker,
+        markersize=size,
+        markeredgewidth=1.6 if len(x) < 100 else 0.8,
+        color=color,
+        label=label,
+    )
+
+
+def thin(x: np.ndarray, limit: int) -> np.ndarray:
+    """Indices of at most `limit` of the numbers, spread as they are."""
+    if len(x) <= limit:
+        return np.arange(len(x))
+    slots = (x - x.min()) / (x.max() - x.min() or 1.0) * (limit - 1)
+    return np.unique(slots.astype(np.int64), return_index=True)[1]

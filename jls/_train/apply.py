@@ -19,9 +19,9 @@ from jls._state import (
     how_to_nest,
     is_multi_steps_state,
     is_wrapper_state,
-    refuse_around,
+    wrappers_in,
 )
-from jls._step import update_and_apply
+from jls._step import FoundWrapper, update_and_apply
 from jls._text import describe, path_names
 from jls._tree import difference, named_floats, restore, trainable
 from jls._types import (
@@ -126,8 +126,9 @@ def apply_gradients(
         extra["value"] = value
 
     def apply(params):
+        inner_wrapper_state(opt_state)  # or an error
         *made, updates = apply_and_report(
-            optimizer, grads, opt_state, params, None, extra, return_updates
+            optimizer, grads, opt_state, params, extra, return_updates
         )
         return (*made, updates) if return_updates else tuple(made)
 
@@ -153,24 +154,22 @@ def apply_and_report(
     grads: Any,
     opt_state: Any,
     params: Any,
-    learning_rate: Rates,
     extra: dict[str, Any],
-    keeps_updates: bool = False,
+    keeps_updates: bool,
+    wrappers: Callable[[], list[FoundWrapper]] | None = None,
 ) -> tuple[Any, Any, StepReport, Any]:
     """New parameters, new state, report, and the updates if they are to be kept."""
-    before = inner_wrapper_state(opt_state)
     new_params, new_opt_state, norm, updates = update_and_apply(
-        optimizer, grads, opt_state, params, keeps_updates, **extra
+        optimizer, grads, opt_state, params, keeps_updates, wrappers, **extra
     )
     after = inner_wrapper_state(new_opt_state)
-    count = _applied_before(opt_state, before)
     policy = after.spike_state
     limits = spike_metrics(policy) if isinstance(policy, SpikeState) else {}
     report = StepReport(
         loss=extra.get("value"),
         skipped=~after.applied,
         loss_scale=after.scaler_state.loss_scale,
-        learning_rate=learning_rates(learning_rate, count, new_opt_state),
+        learning_rate=injected_rates(new_opt_state),
         global_norm=norm,
         local_norm=None,
         size=None,
@@ -225,7 +224,7 @@ WRAP_WHOLE = (
 
 def inner_wrapper_state(opt_state: Any) -> LossScaledState:
     """The state of the one wrapper in `opt_state`, not inside a `MultiSteps`."""
-    found = [node for _, node in find(opt_state, is_wrapper_state)]
+    found = wrappers_in(opt_state)
     if len(found) != 1:
         write = WRAP_WHOLE if found else _WRAP
         raise ValueError(
@@ -233,14 +232,7 @@ def inner_wrapper_state(opt_state: Any) -> LossScaledState:
             f"once: got a state with {len(found)} such wrappers. "
             f"{how_to_nest(opt_state) or write}"
         )
-    refuse_around(opt_state)
-    return found[0]
-
-
-def _applied_before(opt_state: Any, before: LossScaledState) -> Array:
-    """How many optimizer steps were applied; `MultiSteps` counts accumulated ones."""
-    windows = find(opt_state, is_multi_steps_state)
-    return windows[0][1].gradient_step if windows else before.steps - before.skips
+    return found[0].inside()
 
 
 # Local norms and learning rates, for the report.
@@ -270,19 +262,24 @@ def _check_rate(rate: Any) -> None:
     _validate.number("learning_rate", rate, "> 0 and finite", 2.0**-149, 2.0**127)
 
 
-def learning_rates(given: Rates, count: Array, after: Any) -> Any:
-    """The learning rate of the step: the given one, or an injected one, or None.
+def given_rates(given: Any, opt_state: Any, before: LossScaledState) -> Any:
+    """The learning rate of a step from a schedule or a number, or a dict of them.
 
     Args:
-      given: a schedule or a number, or a dict of them by group.
-      count: `i32[]`, steps applied before.
-      after: the optimizer's state after the step, in which
-        `optax.inject_hyperparams` keeps the rate.
+      given: the rates.
+      opt_state: the optimizer's state before the step.
+      before: that of the wrapper in it.
     """
+    windows = find(opt_state, is_multi_steps_state)
+    # Applied steps of the optimizer; `MultiSteps` makes one of several.
+    count = windows[0][1].gradient_step if windows else before.steps - before.skips
     if isinstance(given, Mapping):
         return {name: _rate(rate, count) for name, rate in given.items()}
-    if given is not None:
-        return _rate(given, count)
+    return _rate(given, count)
+
+
+def injected_rates(after: Any) -> Any:
+    """That which `optax.inject_hyperparams` keeps in the state after the step."""
     flat, _ = jax.tree_util.tree_flatten_with_path(after, is_leaf=_has_learning_rate)
     injected = [(path, node) for path, node in flat if _has_learning_rate(node)]
     keys = [[x.key for x in path if isinstance(x, DictKey)] for path, _ in injected]
@@ -290,7 +287,7 @@ def learning_rates(given: Rates, count: Array, after: Any) -> Any:
     if len(set(names)) < len(names):
         names = path_names([path for path, _ in injected])
     rates = {
-        name: _rate(node.hyperparams["learning_rate"], count)
+        name: _rate(node.hyperparams["learning_rate"])
         for name, (_, node) in zip(names, injected, strict=True)
     }
     if len(rates) == 1:
@@ -304,7 +301,7 @@ def _has_learning_rate(node: Any) -> bool:
     return is_injected and "learning_rate" in (node.hyperparams or ())
 
 
-def _rate(rate: Any, count: Array) -> Array:
+def _rate(rate: Any, count: Array | None = None) -> Array:
     if callable(rate):
         rate = rate(count)
         _check_rate(rate)  # a constant schedule gives a number back

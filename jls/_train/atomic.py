@@ -4,7 +4,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,10 @@ from jls._nnx import (
     trained_variables,
     variables_in,
 )
+from jls._notes import noted
 from jls._scalers.rule import count_up
 from jls._state import find, is_wrapper_state, wrapper_state_in
-from jls._step import Update, updates_noted
+from jls._step import Update
 from jls._text import describe
 from jls._tree import select
 from jls._types import COUNTED_IN, LossScaledState
@@ -132,9 +133,9 @@ def _roll_back_skipped(optimizer: Any, model: Any, objects: Any) -> Iterator[Non
     counts = [_counts(node) for node in wrappers]
     updates: list[Update] = []
     try:
-        with updates_noted() as updates:
+        with noted("update") as updates:
             yield
-        _check_updated(wrappers[0], counts[0].steps)
+        _check_updated(wrappers[0], counts[0]["steps"])
     except BaseException:
         for variable in changed:
             variable.set_value(before[id(variable)])
@@ -146,48 +147,37 @@ def _roll_back_skipped(optimizer: Any, model: Any, objects: Any) -> Iterator[Non
     if is_one:
         trained = trained_variables(optimizer, model)
         changed = _without(changed, [*trained, *variables_in(optimizer)])
-    are_applied = [
-        node.skips.get_value() == old.skips
-        for node, old in zip(wrappers, counts, strict=True)
-    ]
-    is_applied = jnp.all(jnp.stack(are_applied))
+    after = list(map(_counts, wrappers))
+    pairs = list(zip(counts, after, strict=True))
+    are_applied = jnp.stack([new["skips"] == old["skips"] for old, new in pairs])
+    is_applied = jnp.all(are_applied)
     for variable in changed:
         new, old = variable.get_value(), before[id(variable)]
         if jax.tree.structure(new) == jax.tree.structure(old):  # else it was added to
             variable.set_value(select(is_applied, new, old))
     if not is_one:
-        reason = _reason_of_first(wrappers, are_applied)
-        for node, old in zip(wrappers, counts, strict=True):
-            _count_as_skipped(node, old, reason, is_applied)
+        reasons = jnp.stack([new["last_skip_reason"] for new in after])
+        reason = reasons[jnp.argmin(are_applied)]  # of the first that has skipped
+        for node, (old, new) in zip(wrappers, pairs, strict=True):
+            _count_as_skipped(node, old, new, reason, is_applied)
 
 
-class _Counts(NamedTuple):
-    """The counters of a wrapper before the block."""
-
-    steps: Array
-    skips: Array
-    in_a_row: Array
-
-
-def _counts(node: Any) -> _Counts:
-    counters = node.steps, node.skips, node.consecutive_skips
-    return _Counts(*(counter.get_value() for counter in counters))
-
-
-def _reason_of_first(wrappers: list[Any], are_applied: list[Array]) -> Array:
-    """The reason of the first wrapper that has skipped."""
-    reasons = jnp.stack([node.last_skip_reason.get_value() for node in wrappers])
-    return reasons[jnp.argmin(jnp.stack(are_applied))]
+def _counts(node: Any) -> dict[str, Array]:
+    """The counters of a wrapper."""
+    return {name: getattr(node, name).get_value() for name in _COUNTED}
 
 
 def _count_as_skipped(
-    node: Any, old: _Counts, reason: Array, is_applied: Array
+    node: Any,
+    old: dict[str, Array],
+    now: dict[str, Array],
+    reason: Array,
+    is_applied: Array,
 ) -> None:
     """Counts the updates that were good, and are lost with the block, as skipped."""
-    now = {name: getattr(node, name).get_value() for name in _COUNTED}
-    steps = now["steps"] - old.steps
-    lost = jnp.where(is_applied, 0, steps - (now["skips"] - old.skips))
-    in_a_row = count_up(old.in_a_row, steps)
+    steps = now["steps"] - old["steps"]
+    lost = jnp.where(is_applied, 0, steps - (now["skips"] - old["skips"]))
+    in_a_row = count_up(old["consecutive_skips"], steps)
     new = {
         "applied": now["applied"] & is_applied,
         "skips": count_up(now["skips"], lost),

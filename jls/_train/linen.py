@@ -12,37 +12,32 @@ import jax
 
 from jls._mistakes import is_read, warn
 from jls._train.accumulate import keys_in
-from jls._train.parts import LossOutput, Parts, unpack
+from jls._train.parts import Call, LossOutput, Order, Parts, unpack
 from jls._train_state import FP8, is_train_state, names_in, pytree_fields
 from jls._tree import cast_like, restore, trainable
 from jls._types import JlsWarning, StepReport
 
 
-def is_linen(args: tuple[Any, ...]) -> bool:
-    """Whether a step was called with a `TrainState` and a batch."""
-    return len(args) == 2 and is_train_state(args[0])
-
-
 class LinenAdapter:
     """Carries every pytree field of the state but those that a step makes anew."""
 
-    def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        has_carried: bool,
-        has_aux: bool,
-        state: Any,
-        kwargs: dict[str, Any],
-        is_split: bool,
-    ):
-        self._is_split = is_split
-        self.kwargs = kwargs
-        self._loss_fn, self._has_aux = loss_fn, has_aux
-        self._has_carried = has_carried
+    jitted = "jax.jit(jls.train_step(loss_fn))"
+
+    def __init__(self, call: Call) -> None:
+        self._call, self.kwargs = call, call.kwargs
+        state = call.args[0]
         self._names = names = names_in(state)
         self.model, self.optimizer = state, getattr(state, names.tx)
         self._params = getattr(state, names.params)
         self._has_fp8 = isinstance(self._params, Mapping) and FP8 in self._params
+
+    @staticmethod
+    def takes(call: Call) -> bool:
+        return len(call.args) == 2 and is_train_state(call.args[0])
+
+    @staticmethod
+    def order(has_carried: bool) -> Order:
+        return Order(["state", "batch"], 0, is_train_state)
 
     def split(self) -> Parts:
         params, overwritten = self._params, None
@@ -64,15 +59,15 @@ class LinenAdapter:
 
         def call(fields):
             state = self._replace(given | fields)
-            with _params_named(self._loss_fn, state):
-                result = self._loss_fn(state, batch, **kwargs)
-            return unpack(result, self._has_carried, self._has_aux, carried)
+            with _params_named(self._call.loss_fn, state):
+                result = self._call.loss_fn(state, batch, **kwargs)
+            return unpack(result, self._call.has_carried, self._call.has_aux, carried)
 
         output = call({})
         _check_fields(output.carried, carried)
         _warn_of_fields_in_aux(output.aux, carried)
         fields = carried | dict(output.carried)
-        if self._is_split:
+        if self._call.is_split:
             kept = {n: x for n, x in carried.items() if fields[n] is x}
             _warn_of_shared_keys(kept, lambda fields: call(fields).loss)
         after = cast_like("what loss_fn carries", fields, carried)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapter for Flax NNX: a model and its `nnx.Optimizer`, changed in place."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,14 +14,9 @@ from jls._nnx import (
     split_objects,
     update_objects,
 )
-from jls._train.parts import LossOutput, Parts, unpack
+from jls._train.parts import Call, LossOutput, Order, Parts, unpack
 from jls._tree import cast_like, difference
 from jls._types import StepReport
-
-
-def is_nnx(args: tuple[Any, ...]) -> bool:
-    """Whether a step was called with a model, an `nnx.Optimizer` and a batch."""
-    return len(args) == 3 and is_optimizer(args[1])
 
 
 class NnxAdapter:
@@ -31,16 +25,11 @@ class NnxAdapter:
     Those of the model, and of the NNX objects among the keyword arguments.
     """
 
-    def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        has_carried: bool,
-        has_aux: bool,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ):
-        self.model, self._optimizer, batch = args
-        if has_carried:
+    jitted = "nnx.jit(jls.train_step(loss_fn))"
+
+    def __init__(self, call: Call) -> None:
+        self.model, self._optimizer, batch = call.args
+        if call.has_carried:
             raise ValueError(
                 "carried must be False for an NNX model, whose own variables hold what "
                 "a skipped step rolls back: assign it to an nnx.Variable of the model."
@@ -51,11 +40,20 @@ class NnxAdapter:
                 "step(model, optimizer, batch, rngs=rngs): then a skipped step rolls "
                 "it back."
             )
+        kwargs = call.kwargs
         self._objects = {name: x for name, x in kwargs.items() if objects_in(x)}
         self.kwargs = {n: x for n, x in kwargs.items() if n not in self._objects}
-        self._loss_fn, self._has_aux = loss_fn, has_aux
+        self._call = call
         self._graph, *self._state = self._split(self.model, self._objects)
         self.optimizer = self._optimizer.tx
+
+    @staticmethod
+    def takes(call: Call) -> bool:
+        return len(call.args) == 3 and is_optimizer(call.args[1])
+
+    @staticmethod
+    def order(has_carried: bool) -> Order:
+        return Order(["model", "optimizer", "batch"], 1, is_optimizer)
 
     def _split(self, model: Any, objects: Any) -> tuple[Any, Any, Any]:
         return split_objects(model, self._optimizer, objects)
@@ -68,8 +66,8 @@ class NnxAdapter:
         self, params: Any, overwritten: Any, carried: Any, batch: Any, **kwargs: Any
     ) -> LossOutput:
         model, objects = merge_objects(self._graph, params, carried)
-        result = self._loss_fn(model, batch, **objects, **kwargs)
-        output = unpack(result, False, self._has_aux, None)
+        result = self._call.loss_fn(model, batch, **objects, **kwargs)
+        output = unpack(result, False, self._call.has_aux, None)
         after = read_variables(self._split(model, objects)[2])
         _check_structure(after, carried)
         after = cast_like("loss_fn, which ran on the model,", after, carried)

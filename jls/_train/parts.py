@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface between `jls.train_step` and a model library."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import optax
 
+from jls._text import describe
 from jls._types import StepReport
 
 
@@ -25,8 +27,54 @@ class LossOutput(NamedTuple):
     aux: Any  # for the report
 
 
+class Call(NamedTuple):
+    """One call of a step."""
+
+    loss_fn: Callable[..., Any]
+    optimizer: Any  # None for Flax, whose arguments hold it
+    has_carried: bool
+    has_aux: bool
+    is_split: bool  # into several micro-batches
+    args: tuple[Any, ...]  # the last is the batch
+    kwargs: dict[str, Any]
+
+
+class Order(NamedTuple):
+    """The names of a step's arguments, and the place of one that is easily known."""
+
+    names: Sequence[str]
+    place: int
+    belongs_there: Callable[[Any], Any]
+
+    def check(self, args: tuple[Any, ...]) -> None:
+        """Raises if the arguments seem to be the right ones in another order."""
+        right = [self.belongs_there(arg) for arg in args]
+        if len(args) != len(self.names) or right[self.place] or not any(right):
+            return
+        got = ", ".join(map(describe, args))
+        raise ValueError(
+            f"The order is step({', '.join(self.names)}), got {got}: "
+            f"{self.names[self.place]} must be argument {self.place + 1}."
+        )
+
+
 class Adapter(Protocol):
     """One call of a step: takes a library's objects apart, and puts them together."""
+
+    def __init__(self, call: Call) -> None: ...
+
+    @staticmethod
+    def takes(call: Call) -> bool:
+        """Whether the arguments are of this library."""
+        ...
+
+    @staticmethod
+    def order(has_carried: bool) -> Order: ...
+
+    @property
+    def jitted(self) -> str:
+        """The line that jits the step."""
+        ...
 
     @property
     def optimizer(self) -> optax.GradientTransformation: ...

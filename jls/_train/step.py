@@ -10,13 +10,14 @@ on: the counters of jls, `TrainState.step` and `nnx.Optimizer.step`.
 state: `plain`, `linen`, `nnx`.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import (
     Any,
     Literal,
-    NamedTuple,
     Protocol,
     TypedDict,
     TypeVar,
@@ -33,11 +34,9 @@ from jls import _validate
 from jls._autocast.autocast import autocast, check_dtype, check_keep
 from jls._autocast.keep import Keep
 from jls._mistakes import EagerCalls, other_params_noted, warn
-from jls._nnx import is_optimizer
 from jls._program.jaxprs import varying_axes
 from jls._reduce import global_norm
-from jls._scale import value_and_grad
-from jls._state import find_scaler_states
+from jls._scale import differentiate
 from jls._step import FoundWrapper, find_wrappers
 from jls._text import describe, listed, quoted
 from jls._train.accumulate import (
@@ -53,16 +52,17 @@ from jls._train.apply import (
     apply_and_report,
     check_optimizer,
     check_rates,
+    given_rates,
     inner_wrapper_state,
     local_norms,
 )
-from jls._train.linen import LinenAdapter, is_linen, is_train_state
-from jls._train.nnx import NnxAdapter, is_nnx
-from jls._train.parts import Adapter, Parts
+from jls._train.linen import LinenAdapter
+from jls._train.nnx import NnxAdapter
+from jls._train.parts import Adapter, Call, Parts
 from jls._train.plain import PlainAdapter
 from jls._train.unguarded import follow, unguarded
 from jls._tree import floats_of, is_array, select
-from jls._types import SkipReason, StaticState, StepReport
+from jls._types import LossScaledState, SkipReason, StaticState, StepReport
 from jls._validate import is_real
 
 
@@ -75,15 +75,6 @@ class _TrainState(Protocol):
     def tx(self) -> Any: ...
     @property
     def opt_state(self) -> Any: ...
-
-
-class _NnxOptimizer(Protocol):
-    """An `nnx.Optimizer`."""
-
-    @property
-    def tx(self) -> Any: ...
-    @property
-    def wrt(self) -> Any: ...
 
 
 _StateT = TypeVar("_StateT", bound=_TrainState)
@@ -101,7 +92,7 @@ class TrainStep(Protocol):
     ) -> tuple[_StateT, StepReport]: ...
     @overload
     def __call__(
-        self, model: Any, optimizer: _NnxOptimizer, batch: Any, /, **kwargs: Any
+        self, model: Any, optimizer: Any, batch: Any, /, **kwargs: Any
     ) -> StepReport: ...
 
 
@@ -132,21 +123,9 @@ class CarryingTrainStep(Protocol):
 Extra = Mapping[str, Any] | Callable[[Any, Any], Mapping[str, Any]] | None
 
 
-class Options(NamedTuple):
-    """The options of `train_step`, checked."""
+class Options(TypedDict, total=False):
+    """The options of `train_step`."""
 
-    learning_rate: Rates
-    micro_batches: int
-    accumulation: Accumulation
-    drop: Drop
-    local_norm: bool
-    update_norm: bool
-    extra: Extra
-    compute_dtype: Any  # float32: as the loss function is
-    keep: Keep
-
-
-class _Options(TypedDict, total=False):
     has_aux: bool
     learning_rate: Rates
     micro_batches: int | None
@@ -165,7 +144,7 @@ def train_step(
     optimizer: None = None,
     *,
     carried: bool = False,
-    **options: Unpack[_Options],
+    **options: Unpack[Options],
 ) -> TrainStep: ...
 @overload
 def train_step(
@@ -173,7 +152,7 @@ def train_step(
     optimizer: optax.GradientTransformation,
     *,
     carried: Literal[False] = False,
-    **options: Unpack[_Options],
+    **options: Unpack[Options],
 ) -> PlainTrainStep: ...
 @overload
 def train_step(
@@ -181,7 +160,7 @@ def train_step(
     optimizer: optax.GradientTransformation,
     *,
     carried: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[Options],
 ) -> CarryingTrainStep: ...
 def train_step(
     loss_fn: Callable[..., Any],
@@ -365,7 +344,8 @@ def train_step(
                 f"number of micro-batches, or leave {name} out."
             )
     count = 1 if micro_batches is None else micro_batches
-    options = Options(
+    dtype = jnp.float32 if compute_dtype is None else compute_dtype
+    options = SimpleNamespace(
         learning_rate=learning_rate,
         micro_batches=_validate.host_interval("micro_batches", count),
         accumulation=accumulation,
@@ -373,7 +353,7 @@ def train_step(
         local_norm=_validate.flag("local_norm", local_norm),
         update_norm=_validate.flag("update_norm", update_norm),
         extra=_check_extra(extra),
-        compute_dtype=_compute_dtype(compute_dtype),
+        compute_dtype=check_dtype("compute_dtype", dtype),
         keep=keep,
     )
     check_keep(keep)
@@ -386,35 +366,45 @@ def train_step(
     eager_calls, is_split = EagerCalls(), options.micro_batches > 1
 
     def step(*args, **kwargs):
-        adapter = _adapt(loss_fn, optimizer, carried, has_aux, is_split, args, kwargs)
-        parts, arguments = adapter.split(), (args, kwargs)
-        write = partial(_jitted, adapter, arguments)
-        eager_calls.warn_at_second(parts.params, arguments, write)
-        parts, report = take_step(adapter, parts, args[-1], options)
+        call = Call(loss_fn, optimizer, carried, has_aux, is_split, args, kwargs)
+        kind = _adapter_for(call)
+        try:
+            _check_takes(call)
+            adapter = kind(call)
+            parts = adapter.split()
+            state = inner_wrapper_state(parts.opt_state)
+        except Exception:
+            kind.order(carried).check(args)
+            raise
+        eager_calls.warn_at_second(parts.params, (args, kwargs), lambda: adapter.jitted)
+        parts, report = take_step(adapter, parts, state, args[-1], options)
         return adapter.merge(parts, report)
 
     if optimizer is not None:  # else the arguments depend on the library
         kind = CarryingTrainStep if carried else PlainTrainStep
-        step.__signature__ = _signature(kind)
+        signature = inspect.signature(kind.__call__)
+        _, *parameters = signature.parameters.values()  # without self
+        step.__signature__ = signature.replace(parameters=parameters)
     return step
 
 
-def _signature(kind: type) -> inspect.Signature:
-    """The signature of a step, with the names of its arguments."""
-    signature = inspect.signature(kind.__call__)
-    _, *parameters = signature.parameters.values()
-    return signature.replace(parameters=parameters)
-
-
 def take_step(
-    adapter: Adapter, parts: Parts, batch: Any, options: Options
+    adapter: Adapter,
+    parts: Parts,
+    state: LossScaledState,
+    batch: Any,
+    options: Any,
 ) -> tuple[Parts, StepReport]:
-    """The parts of a state after one step, and the report."""
+    """The parts of a training state after one step, and the report.
+
+    `state` is that of the one wrapper in them.
+    """
     params, overwritten, opt_state, carried = parts
     _refuse_lookahead(params)
-    scaler_state = inner_wrapper_state(opt_state).scaler_state
+    optimizer, scaler_state = adapter.optimizer, state.scaler_state
+    wrappers = functools.cache(partial(find_wrappers, optimizer, params))
     if options.compute_dtype == jnp.float16 and isinstance(scaler_state, StaticState):
-        _warn_of_static_one(find_wrappers(adapter.optimizer, params))
+        _warn_of_static_one(wrappers())
     cast = partial(autocast, dtype=options.compute_dtype, keep=options.keep)
     call = cast(adapter.call)
 
@@ -425,24 +415,26 @@ def take_step(
         _refuse_local_loss(output.loss, params)
         return output.loss, (output.carried, output.aux)
 
-    transform = _differentiate
-    differentiated: Any = value_and_grad(loss, has_aux=True, transform=transform)
     before = overwritten, carried
 
-    def differentiate(params, before, batch):
+    def gradients_of(params, before, batch):
+        def grad_fn(carried, part):
+            given, transform = (params, carried, part), _differentiate
+            return differentiate(scaler_state, loss, given, {}, 0, True, transform)
+
         return accumulate(
-            lambda carried, part: differentiated(scaler_state, params, carried, part),
+            grad_fn,
             params,
             before,
             batch,
             micro_batches=options.micro_batches,
             accumulation=options.accumulation,
             drop=options.drop,
-            axis_name=_axis_name(adapter.optimizer, params, options),
+            axis_name=_axis_name(wrappers, options),
         )
 
-    with other_params_noted(adapter.optimizer.init, opt_state, params):
-        accumulated = differentiate(params, before, batch)
+    with other_params_noted(optimizer.init, opt_state, params):
+        accumulated = gradients_of(params, before, batch)
     extra = {
         "value": accumulated.loss,
         "partial_overflow": accumulated.partial_overflow,
@@ -451,19 +443,17 @@ def take_step(
     if callable(more.get("value_fn")):  # the loss function once more, for a line search
         more["value_fn"] = cast(more["value_fn"])
     grads = accumulated.grads
-    past = unguarded(adapter.optimizer, grads, opt_state, params, **extra, **more)
+    extra |= more
+    past = unguarded(optimizer, wrappers, grads, opt_state, params, **extra)
     if past:
-        made = follow(lambda *x: differentiate(*x).grads, params, before, batch)
+        made = follow(lambda *x: gradients_of(*x).grads, params, before, batch)
         _refuse_unguarded([name for name in past if name in made])
     new_params, new_opt_state, report, updates = apply_and_report(
-        adapter.optimizer,
-        grads,
-        opt_state,
-        params,
-        options.learning_rate,
-        extra | more,
-        options.update_norm,
+        optimizer, grads, opt_state, params, extra, options.update_norm, wrappers
     )
+    if options.learning_rate is not None:
+        rates = given_rates(options.learning_rate, opt_state, state)
+        report = report._replace(learning_rate=rates)
     norms, sizes = None, None
     if options.local_norm:
         norms, sizes = local_norms(grads)
@@ -534,10 +524,6 @@ def _differentiate(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]
     return run
 
 
-def _compute_dtype(value: Any) -> Any:
-    return check_dtype("compute_dtype", jnp.float32 if value is None else value)
-
-
 def _warn_of_static_one(found: list[FoundWrapper]) -> None:
     """Warns of float16 gradients that nothing scales."""
     scalers = [one.wrapper.scaler for one in found]
@@ -575,15 +561,15 @@ def _extra_arguments(
     return dict(arguments)
 
 
-def _axis_name(optimizer: Any, params: Any, options: Options) -> Any:
+def _axis_name(wrappers: Callable[[], list[FoundWrapper]], options: Any) -> Any:
     """The axis over which all devices must leave out the same micro-batches."""
     if options.drop == "step" or options.micro_batches == 1:
         return None
-    found = find_wrappers(optimizer, params)
+    found = wrappers()
     return found[0].wrapper.axis_name if found else None
 
 
-def _dropped(accumulated: Accumulated, report: StepReport, options: Options) -> Any:
+def _dropped(accumulated: Accumulated, report: StepReport, options: Any) -> Any:
     if options.drop == "step" or options.micro_batches > 1:
         return accumulated.dropped
     # The one micro-batch is the step.
@@ -591,97 +577,54 @@ def _dropped(accumulated: Accumulated, report: StepReport, options: Options) -> 
     return jnp.any(report.skip_reason == reasons).astype(jnp.int32)
 
 
-def _jitted(adapter: Adapter, arguments: Any) -> str:
-    """The line that jits the step."""
-    if isinstance(adapter, NnxAdapter):
-        return "nnx.jit(jls.train_step(loss_fn))"
-    if isinstance(adapter, LinenAdapter):
-        return "jax.jit(jls.train_step(loss_fn))"
-    # A model of Equinox holds functions, which are no arguments of jax.jit.
-    is_plain = all(map(is_array, jax.tree.leaves(arguments)))
-    jit = "jax.jit" if is_plain else "eqx.filter_jit"
-    return f"{jit}(jls.train_step(loss_fn, optimizer))"
-
-
-def _adapt(
-    loss_fn: Callable[..., Any],
-    optimizer: Any,
-    has_carried: bool,
-    has_aux: bool,
-    is_split: bool,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Adapter:
-    """The adapter for what the step was called with; the last is the batch."""
-    if args and args[0] is loss_fn:
+def _adapter_for(call: Call) -> type[Adapter]:
+    """The adapter for what the step was called with."""
+    args, optimizer, has_carried = call.args, call.optimizer, call.has_carried
+    if args and args[0] is call.loss_fn:
         raise TypeError(
             "loss_fn must be a function of the model that returns the loss, got the "
-            f"model itself, {type(loss_fn).__name__}. Write def loss_fn(model, batch)."
+            f"model itself, {type(args[0]).__name__}. Write def loss_fn(model, batch)."
         )
-    _check_order(optimizer, has_carried, args)
-    is_flax = is_linen(args) or is_nnx(args)
-    if is_flax if optimizer is None else len(args) == 3 + has_carried and not is_flax:
-        _check_takes(loss_fn, 2 + (has_carried and optimizer is not None), kwargs)
-    if optimizer is None and is_nnx(args):
-        return NnxAdapter(loss_fn, has_carried, has_aux, args, kwargs)
-    if optimizer is not None and not is_flax and len(args) == 3 + has_carried:
-        return PlainAdapter(loss_fn, optimizer, has_carried, has_aux, args[:-1], kwargs)
-    if optimizer is None and is_linen(args):
-        return LinenAdapter(loss_fn, has_carried, has_aux, args[0], kwargs, is_split)
+    flax: list[type[Adapter]] = [NnxAdapter, LinenAdapter]
+    of_flax = [kind for kind in flax if kind.takes(call)]
+    kinds = flax if optimizer is None else [PlainAdapter]
+    for kind in kinds if optimizer is None or not of_flax else []:
+        if kind.takes(call):
+            return kind
+        kind.order(has_carried).check(args)
     got = ", ".join(map(describe, args)) or "no positional argument"
-    raise TypeError(f"{_form(optimizer, has_carried, is_flax)}; got {got}. {_BATCH}")
+    if optimizer is None:
+        form = (
+            "call step(state, batch) with a Flax TrainState, or "
+            "step(model, optimizer, batch) with an NNX model and its nnx.Optimizer. "
+            "For step(params, opt_state, batch), pass the optimizer: "
+            "jls.train_step(loss_fn, optimizer)"
+        )
+    elif of_flax:
+        form = (
+            "leave optimizer out for Flax, whose TrainState and nnx.Optimizer hold it: "
+            "jls.train_step(loss_fn)"
+        )
+    else:
+        form = f"call step({', '.join(PlainAdapter.order(has_carried).names)})"
+    raise TypeError(f"{form}; got {got}. {_BATCH}")
 
 
-def _check_takes(loss_fn: Callable[..., Any], count: int, kwargs: Any) -> None:
+def _check_takes(call: Call) -> None:
     """Raises unless `loss_fn` can be called as the step calls it."""
-    signature = _validate.signature_of(loss_fn)
+    signature = _validate.signature_of(call.loss_fn)
+    count = 2 + (call.has_carried and call.optimizer is not None)
     if signature is None:
         return
     try:
-        signature.bind(*range(count), **kwargs)
+        signature.bind(*range(count), **call.kwargs)
     except TypeError as error:
         names = ["params or state", *(["carried"] if count == 3 else []), "batch"]
-        given = ", ".join([*names, *(f"{name}={name}" for name in kwargs)])
+        given = ", ".join([*names, *(f"{name}={name}" for name in call.kwargs)])
         raise TypeError(
             f"loss_fn is called as loss_fn({given}), got one that takes {signature}: "
             f"{error}. {_BATCH}"
         ) from None
-
-
-def _check_order(optimizer: Any, has_carried: bool, args: tuple[Any, ...]) -> None:
-    """Raises if the arguments seem to be the right ones in another order."""
-    order, index, belongs_there = ["state", "batch"], 0, is_train_state
-    if optimizer is not None:
-        order = ["params", "opt_state", *(["carried"] if has_carried else []), "batch"]
-        index, belongs_there = 1, find_scaler_states
-    elif any(map(is_optimizer, args)):
-        order, index, belongs_there = ["model", "optimizer", "batch"], 1, is_optimizer
-    if len(args) != len(order) or belongs_there(args[index]):
-        return
-    if any(map(belongs_there, args)):
-        got = ", ".join(map(describe, args))
-        raise ValueError(
-            f"The order is step({', '.join(order)}), got {got}: {order[index]} must be "
-            f"argument {index + 1}."
-        )
-
-
-def _form(optimizer: Any, has_carried: bool, is_flax: bool) -> str:
-    """How to call the step, as far as its arguments show."""
-    if optimizer is not None and is_flax:
-        return (
-            "leave optimizer out for Flax, whose TrainState and nnx.Optimizer hold it: "
-            "jls.train_step(loss_fn)"
-        )
-    if optimizer is not None:
-        carried = "carried, " if has_carried else ""
-        return f"call step(params, opt_state, {carried}batch)"
-    return (
-        "call step(state, batch) with a Flax TrainState, or "
-        "step(model, optimizer, batch) with an NNX model and its nnx.Optimizer. For "
-        "step(params, opt_state, batch), pass the optimizer: "
-        "jls.train_step(loss_fn, optimizer)"
-    )
 
 
 _BATCH = (

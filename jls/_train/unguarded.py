@@ -12,26 +12,32 @@ from typing import Any
 import jax
 import optax
 
+from jls._notes import noted
 from jls._program.control import Site
 from jls._program.jaxprs import is_inexact_atom
 from jls._program.primitives import primitive_of
 from jls._program.walk import walk
 from jls._scopes import UPDATE, marks_of
-from jls._step import find_wrappers, updates_noted
+from jls._step import FoundWrapper
 from jls._text import path_name
 from jls._tree import named_floats
 from jls._types import JlsWarning
 
 
 def unguarded(
-    optimizer: Any, grads: Any, state: Any, params: Any, **extra: Any
+    optimizer: Any,
+    wrappers: Callable[[], list[FoundWrapper]],
+    grads: Any,
+    state: Any,
+    params: Any,
+    **extra: Any,
 ) -> list[str]:
     """The paths of the updates that are made of gradients past every wrapper.
 
     None if the wrappers are given all parameters, as those in a chain are.
     """
     try:
-        found = find_wrappers(optimizer, params)
+        found = wrappers()
     except Exception:  # it is raised where the step is taken
         return []
     names = {name for wrapper in found for name in wrapper.names}
@@ -41,10 +47,8 @@ def unguarded(
     update_fn = optax.with_extra_args_support(optimizer).update
 
     def update(grads):
-        with updates_noted() as noted:
-            updates, _ = update_fn(grads, state, params, **extra)
-            noted.clear()  # they are of this trace
-        return updates
+        with noted("update", apart=True):  # they are of this trace
+            return update_fn(grads, state, params, **extra)[0]
 
     return follow(update, grads)
 

@@ -28,8 +28,10 @@ def read(step, *args, **options):
 def carried(step, *args, **options):
     """The path among the results of each leaf that comes back, by its name."""
     runner = read(step, *args, **options)
-    items = runner.arguments.items
-    return {items[i].name: "/".join(x) for i, x in runner.carried.sources.items()}
+    items = runner.subject.items
+    return {
+        items[i].name: "/".join(x) for i, x in runner.subject.carried.sources.items()
+    }
 
 
 def with_more(returns, *more, **changes):
@@ -155,10 +157,10 @@ def test_predictions_are_data_and_said_to_be_doubtful():
 
     data = {"x": jnp.ones((3, 3))}
     runner = read(*with_more(returns, data))
-    (doubtful,) = runner.carried.doubtful
-    assert runner.arguments.items[doubtful].name == "argument 3/x"
+    (doubtful,) = runner.subject.carried.doubtful
+    assert runner.subject.items[doubtful].name == "argument 3/x"
     frozen = read(*with_more(lambda old, new, x: (*new, x), data))
-    assert not frozen.carried.doubtful
+    assert not frozen.subject.carried.doubtful
 
 
 def test_states_of_bare_scalers_pair_in_order():

@@ -851,7 +851,7 @@ def test_step_that_does_not_return_its_state_is_an_error():
         (1, TypeError, "must be positions and names"),
         ([0.5], TypeError, "must be positions and names"),
         ([7], ValueError, "positions below 3, got 7"),
-        (["no"], ValueError, "must name arguments, got 'no'"),
+        (["no"], ValueError, "must name arguments with arrays, got 'no'"),
         ([0, 1, 2], ValueError, "of 'batch', which carried names"),
     ],
 )

@@ -32,7 +32,7 @@ def broken(step, args):
 
 
 def leaf_of(runner, path):
-    return ["/".join(item.path) for item in runner.arguments.items].index(path)
+    return ["/".join(item.path) for item in runner.subject.items].index(path)
 
 
 def of_right(change):
@@ -230,9 +230,10 @@ def test_gradients_that_keep_an_inf_are_proved(how):
 
 def test_parameters_that_a_skip_may_change_are_found():
     runner, _, _ = read(*small())
-    assert not runner.doubted
+    assert runner.subject.trained <= runner.subject.kept
     runner, _, _ = read(*small(wrap=steps.decay_outside))
-    assert runner.doubted == {leaf_of(runner, f"params/w{i}") for i in (1, 2)}
+    changed = runner.subject.trained - runner.subject.kept
+    assert changed == {leaf_of(runner, f"params/w{i}") for i in (1, 2)}
 
 
 def followed(follow):
@@ -264,7 +265,7 @@ AVERAGES = {
 def test_weights_of_an_average_add_up_to_1(how):
     follow, is_right = AVERAGES[how]
     runner, _, _ = read(*followed(follow))
-    assert is_average(runner, leaf_of(runner, "target/w1")) == is_right
+    assert is_average(runner.subject, leaf_of(runner, "target/w1")) == is_right
 
 
 def test_parameters_that_a_skip_decays_a_little_are_no_average():
@@ -275,8 +276,8 @@ def test_parameters_that_a_skip_decays_a_little_are_no_average():
 
     runner, _, _ = read(*small(wrap=decay))
     leaf = leaf_of(runner, "params/w1")
-    assert leaf in runner.doubted
-    assert not is_average(runner, leaf)
+    assert leaf in runner.subject.trained - runner.subject.kept
+    assert not is_average(runner.subject, leaf)
 
 
 def test_noise_is_told_from_what_is_not_random():
@@ -293,8 +294,8 @@ def test_noise_is_told_from_what_is_not_random():
     params = plain_params()
     args = params, optimizer.init(params), jax.random.key(0), BATCH
     runner, _, _ = read(step, args)
-    assert is_noise(runner, leaf_of(runner, "params/w1"))
-    assert not is_noise(runner, leaf_of(runner, "params/w2"))
+    assert is_noise(runner.subject, leaf_of(runner, "params/w1"))
+    assert not is_noise(runner.subject, leaf_of(runner, "params/w2"))
 
 
 # Values that are read at the host.

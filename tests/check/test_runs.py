@@ -54,13 +54,13 @@ def test_nan_is_the_same_as_nan_and_inf_is_another():
 
 def run_of(runner, **new):
     """A run in which the leaves of the wrapper with these names have new values."""
-    start, (scale,) = runner.start, runner.scales
-    before = {i: as_numpy(start[i]) for i in runner.own}
+    start, (scale,) = runner.start, runner.subject.scales
+    before = {i: as_numpy(start[i]) for i in runner.subject.own}
     after = dict(before)
     for name, value in new.items():
         at = (scale.fields | scale.counters)[name]
         after[at] = np.asarray(value, after[at].dtype)
-    return Run(runner, start, start, before, after, False, frozenset()), scale
+    return Run(runner.subject, start, start, before, after, False, frozenset()), scale
 
 
 def small(*args, **kwargs):
@@ -91,7 +91,7 @@ def test_scaler_that_counts_down_has_backed_off(runner):
 
 
 def test_another_scale_starts_the_count_to_its_growth_anew(runner):
-    (scale,) = runner.scales
+    (scale,) = runner.subject.scales
     count = scale.fields["finite_count"]
     for before, after in [(3, 0), (-1, -1)]:
         runner.start[count] = np.int32(before)
@@ -99,16 +99,19 @@ def test_another_scale_starts_the_count_to_its_growth_anew(runner):
 
 
 def test_next_step_starts_with_what_came_back_at_the_first_scale(runner):
-    leaves, (scale,) = list(runner.start), runner.scales
+    leaves, (scale,) = list(runner.start), runner.subject.scales
     run = runner.run(leaves, "a step", {scale.at: np.inf})
     assert run.given[scale.at] == np.inf
     assert leaves[scale.at] == run.next[scale.at] == 1024.0
     (steps,) = (i for i in run.changed() if i == scale.counters["steps"])
-    assert run.next[steps] == run.returned[steps] == 1
+    assert run.next[steps] == run.after[steps] == 1
 
 
 def test_step_does_not_get_the_arrays_of_the_caller():
-    step, args = small()
+    """Nor one that stays on the device, since numpy has no weak types."""
+    step, (params, opt_state, batch) = small()
+    args = params, opt_state, {**batch, "weak": jnp.asarray(1.0)}
+    assert args[2]["weak"].weak_type
     given = []
 
     def notes(*args):
@@ -129,8 +132,7 @@ def test_step_does_not_get_the_arrays_of_the_caller():
 
 def good_steps_of(step, args):
     runner, findings, _ = read_step(step, args, {})
-    good = []
-    take_good_steps(runner, good, findings)
+    good, *_ = take_good_steps(runner, findings)
     return good, findings
 
 
@@ -157,7 +159,7 @@ def applied_with_inf(change):
         return loss, jax.tree.map(change, grads)
 
     runner, _, (cleaned, *_) = read_step(*small(gradients), {})
-    return inf_is_applied(runner, runner.reading, runner.start, cleaned)
+    return inf_is_applied(runner.subject, runner.start, cleaned)
 
 
 def test_inf_that_is_lost_is_told_from_one_that_is_kept():

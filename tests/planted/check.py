@@ -283,7 +283,7 @@ READING = [
     Fault(
         "jax.device_get in a step goes unseen",
         "jls/_tools/reading/reading.py",
-        "return traced._replace(reads=bool(calls))",
+        'return traced._replace(reads="jax.device_get" if calls else "")',
         "return traced",
         (f"{READ}test_value_that_the_host_reads_is_read[device_get]",),
     ),
@@ -304,15 +304,15 @@ READING = [
     Fault(
         "scale leaks: not found in the loss",
         "jls/_tools/check/proofs.py",
-        '_read_leaks(runner, losses, "the loss", scale, findings)',
-        '_read_leaks(runner, losses[1:], "the loss", scale, findings)',
+        '_read_leaks(losses, "the loss", findings)',
+        '_read_leaks(losses[1:], "the loss", findings)',
         (f"{GRADIENTS}[the scaled loss told]",),
     ),
     Fault(
         "scale leaks: not found in the updates",
         "jls/_tools/check/proofs.py",
-        "if x is not None and x.now.follows & bits]",
-        "if x is not None and not bits]",
+        "[x for x in new if x.follows & bits]",
+        "[x for x in new if not bits]",
         (f"{READ}test_updates_that_are_scaled_leak",),
     ),
     Fault(
@@ -331,16 +331,16 @@ READING = [
     ),
     Fault(
         "scale stuck: a state that comes back as it was is not found",
-        "jls/_tools/check/runs.py",
-        "return bool(results) and all(",
-        "return not results and all(",
+        "jls/_tools/check/subject.py",
+        "return bool(back) and back <= among",
+        "return not back and back <= among",
         (f"{READ}test_scaler_that_is_put_back_is_stuck",),
     ),
     Fault(
         "scale stuck: not found where a skip alone undoes the state",
         "jls/_tools/check/proofs.py",
-        "elif scale.counters and runner.is_proved_to_stay(scale.own):",
-        "elif scale.counters and runner.is_proved_to_stay(scale.own, False):",
+        "scale.own, subject.kept\n",
+        "scale.own, subject.frozen\n",
         (f"{READ}test_state_that_a_skip_undoes_is_stuck",),
     ),
     Fault(
@@ -353,8 +353,8 @@ READING = [
     Fault(
         "a parameter that a skip decays counts as an average",
         "jls/_tools/check/proofs.py",
-        "return bool(others) and sources - counts <= runner.trained",
-        "return sources - counts <= runner.trained",
+        "return bool(others) and sources - counts <= subject.trained",
+        "return sources - counts <= subject.trained",
         (f"{READ}test_parameters_that_a_skip_decays_a_little_are_no_average",),
     ),
     Fault(
@@ -366,9 +366,9 @@ READING = [
     ),
     Fault(
         "what a skip changes is not looked at",
-        "jls/_tools/check/runs.py",
-        "if not self.is_proved_to_stay([i])}",
-        "if self.is_proved_to_stay([i])}",
+        "jls/_tools/check/subject.py",
+        "if reading.leaf_of(x.skipped) == i",
+        "if reading.leaf_of(x.skipped) != i",
         (f"{READ}test_parameters_that_a_skip_may_change_are_found",),
     ),
     Fault(
@@ -390,9 +390,9 @@ READING = [
 TRIALS = [
     Fault(
         "what no wrapper trains beside one that trains is data",
-        "jls/_tools/check/runs.py",
-        "self._following(floats, reading.bits_of_updates) | beside",
-        "self._following(floats, reading.bits_of_updates or bits)",
+        "jls/_tools/check/subject.py",
+        "itself, reading.flow.bit_of_gradients\n",
+        "(), reading.flow.bit_of_gradients\n",
         (f"{CHECK}test_wrapper_in_a_partition_is_told_of_the_whole",),
     ),
     Fault(
@@ -419,8 +419,8 @@ TRIALS = [
     Fault(
         "the step is given the caller's arrays, and may donate them",
         "jls/_tools/check/runs.py",
-        "    if is_concrete(leaf):\n        return jnp.array(leaf, copy=True)\n",
-        "    if is_concrete(leaf):\n        return leaf\n",
+        "return jnp.array(leaf, copy=True) if is_concrete(leaf) else leaf",
+        "return leaf",
         (f"{RUNS}test_step_does_not_get_the_arrays_of_the_caller",),
     ),
     Fault(
@@ -433,8 +433,8 @@ TRIALS = [
     Fault(
         "the next step starts at the scale of the fault",
         "jls/_tools/check/runs.py",
-        "kept = runner.carried.leaves - {i for x in runner.scales for i in x.state}",
-        "kept = runner.carried.leaves",
+        "kept = subject.carried.leaves - {i for x in subject.scales for i in x.state}",
+        "kept = subject.carried.leaves",
         (f"{RUNS}test_next_step_starts_with_what_came_back_at_the_first_scale",),
     ),
     Fault(
@@ -450,15 +450,15 @@ TRIALS = [
     Fault(
         "no step: never found where nothing changes",
         "jls/_tools/check/good_steps.py",
-        "if not good[0].changed():",
-        "if not good[0].returned:",
+        "if not first.changed():",
+        "if not first.given:",
         (f"{CHECK}test_plain_step_that_returns_what_it_got_is_no_step",),
     ),
     Fault(
         "no step: not found where the old state comes back",
         "jls/_tools/check/good_steps.py",
-        "if base is not None and _returns_old_state(runner, good):",
-        "if base is None and _returns_old_state(runner, good):",
+        "if base is not None and _returns_old_state(runner.subject, good):",
+        "if base is None and _returns_old_state(runner.subject, good):",
         (f"{CHECK}test_old_state_that_comes_back_is_no_step",),
     ),
     Fault(
@@ -500,8 +500,8 @@ TRIALS = [
     Fault(
         "retraced: found where the second step alone is compiled anew",
         "jls/_tools/check/good_steps.py",
-        "if run.compiled and place > 2",
-        "if run.compiled and place > 1",
+        "if run.compiled and n > 2",
+        "if run.compiled and n > 1",
         (f"{RUNS}test_second_step_may_compile_once_more",),
     ),
     Fault(
@@ -514,43 +514,43 @@ TRIALS = [
     Fault(
         "overflow hidden: not found where gradients are cleaned while they are scaled",
         "jls/_tools/check/faults.py",
-        "and not fault.run.comes_out_as(self.base.good_run, params):",
-        "and fault.run.comes_out_as(self.base.good_run, params):",
+        "if not run.comes_out_as(right) and",
+        "if run.comes_out_as(right) and",
         (f"{CHECK}test_overflow_that_is_hidden_is_named[while they are scaled]",),
     ),
     Fault(
         "overflow hidden: not found where an inf alone is lost, and NaN stays",
         "jls/_tools/check/faults.py",
-        "            elif applied:\n",
-        "            elif not applied:\n",
+        "        elif applied:\n",
+        "        elif not applied:\n",
         (f"{CHECK}test_overflow_that_is_hidden_is_named[where NaN stays]",),
     ),
     Fault(
         "nan committed: never found",
         "jls/_tools/check/faults.py",
-        "bad -= self.base.good_run.nonfinite()",
-        "bad -= fault.run.nonfinite()",
+        "bad = fault.nonfinite - point.good_run.nonfinite()",
+        "bad = fault.nonfinite - fault.run.nonfinite()",
         (f"{CHECK}test_metrics_that_a_bad_step_spoils_can_be_left_out",),
     ),
     Fault(
         "nan committed: what is not trained only stores what came in",
         "jls/_tools/check/faults.py",
-        "if result is not None and result.now.holds:",
-        "if result is not None:",
+        "if i in results and results[i].now.holds",
+        "if i in results",
         (f"{CHECK}test_metrics_that_a_bad_step_spoils_can_be_left_out",),
     ),
     Fault(
         "not atomic: any leaf may move in a skip",
         "jls/_tools/check/faults.py",
-        "        return is_rounding(old, new)\n",
-        "        return True\n",
+        "    return is_rounding(old, new)\n",
+        "    return True\n",
         (f"{CHECK}test_weight_decay_outside_is_not_atomic",),
     ),
     Fault(
         "never recovers: never found",
         "jls/_tools/check/faults.py",
-        "            if run.keeps(self._params()):\n",
-        "            if not run.after:\n",
+        "        if run.keeps(params):\n",
+        "        if not run.after:\n",
         (f"{CHECK}test_accumulation_outside_never_recovers",),
     ),
     Fault(
@@ -563,9 +563,8 @@ TRIALS = [
     Fault(
         "a mistake that was found is taken back",
         "jls/_tools/check/findings.py",
-        "        if self.status(code) is None:\n"
-        '            self._found[code] = Finding("right", note)\n',
-        '        self._found[code] = Finding("right", note)\n',
+        'self._found.setdefault(code, Finding("right", note))',
+        'self._found[code] = Finding("right", note)',
         (f"{RUNS}test_mistake_that_was_found_stays_found",),
     ),
     Fault(
@@ -578,8 +577,8 @@ TRIALS = [
     Fault(
         "carried leaves no field out",
         "jls/_tools/check/check.py",
-        "named[key] = None if fields is None else tuple(fields)",
-        "named[key] = None",
+        "named[name] = None if fields is None else tuple(fields)",
+        "named[name] = None",
         (f"{CHECK}test_metrics_that_a_bad_step_spoils_can_be_left_out",),
     ),
     Fault(
@@ -651,9 +650,8 @@ ANSWERS = [
     Fault(
         "a moment that comes back narrower is right",
         "jls/_tools/check/program.py",
-        "path for path, i in copy.items() if _is_cut(items[i].value, state[path])",
-        "p for p, i in copy.items() if p[-1] == 'loss_scale' and _is_cut("
-        "items[i].value, state[p])",
+        "if _is_cut(items[n].value, x.value)",
+        "if x.path[-1] == 'loss_scale' and _is_cut(items[n].value, x.value)",
         ("tests/check/test_answers.py",),
     ),
     Fault(
@@ -666,7 +664,7 @@ ANSWERS = [
     Fault(
         "a state that is only read leaves codes untried",
         "jls/_tools/check/proofs.py",
-        "if runner.scales[k].own & runner.carried.leaves]",
+        "if scales[k].own & subject.carried.leaves]",
         "]",
         ("tests/check/test_answers.py",),
     ),
@@ -680,29 +678,29 @@ ANSWERS = [
     Fault(
         "without a program a scale at which the gradients fit leaves a code untried",
         "jls/_tools/check/faults.py",
-        "elif self.runner.reading is None and np.all(np.isinf(self._faulty(fault))):",
-        "elif self.runner.reading is None:",
+        "elif not findings.is_read and all(",
+        "elif not findings.is_read or all(",
         (f"{UNREAD}test_gradients_that_fit_at_any_scale_hide_no_overflow",),
     ),
     Fault(
         "without a program an overflow that no one saw is hidden from no one",
         "jls/_tools/check/faults.py",
-        "elif self.runner.reading is None and np.all(np.isinf(self._faulty(fault))):",
-        "elif self.runner.reading is None and not fault.scales:",
+        "elif not findings.is_read and all(",
+        "elif findings.is_read and all(",
         (f"{UNREAD}test_overflow_that_no_one_sees_is_not_tried",),
     ),
     Fault(
         "without a program what moves in a skip is a mistake",
-        "jls/_tools/check/faults.py",
-        "if self.runner.reading is not None:",
-        "if self.runner:",
+        "jls/_tools/check/findings.py",
+        "if not self.is_read and code in DOUBTFUL:",
+        "if code in ():",
         ("tests/check/test_unread.py",),
     ),
     Fault(
         "without a program a bare scaler that is never adjusted is right",
         "jls/_tools/check/faults.py",
-        "if is_seen and any(fault.scales for fault in self.faults):",
-        "if any(fault.scales for fault in self.faults):",
+        "if is_seen and any(fault.scales for fault in faults):",
+        "if any(fault.scales for fault in faults):",
         (f"{UNREAD}test_bare_scaler_may_be_stuck",),
     ),
     Fault(
@@ -796,8 +794,8 @@ CARRIED = [
     Fault(
         "a step whose updates go nowhere is a step",
         "jls/_tools/check/faults.py",
-        "    if runner.params:\n",
-        "    if runner:\n",
+        "    if not subject.params:\n        why_unmoved",
+        "    if not subject:\n        why_unmoved",
         ("tests/check/test_check_step.py",),
     ),
 ]

@@ -63,8 +63,8 @@ FAULTS = [
     Fault(
         "what is read of an optimizer counts as a step",
         "jls/_train/unguarded.py",
-        "            noted.clear()  # they are of this trace\n",
-        "",
+        'with noted("update", apart=True):',
+        'with noted("update"):',
         (f"{TRAIN}test_wrapper_that_decides_on_all_that_moves_is_taken",),
     ),
     Fault(
@@ -238,7 +238,7 @@ FAULTS = [
     Fault(
         "devices do not agree on whether the updates are good",
         "jls/_step.py",
-        "    return agree(flags, wrapper.axis_name)\n",
+        "    return agree(flags, step.wrapper.axis_name)\n",
         "    return flags\n",
         ("tests/devices/test_shard_map.py",),
     ),
@@ -469,7 +469,7 @@ FAULTS = [
     Fault(
         "what fails in the right optimizer is blamed on its state",
         MISTAKES,
-        "    if kinds != got:\n",
+        "    if structure != jax.tree.structure(got):\n",
         "    if True:\n",
         (TOLD + "test_what_fails_in_the_right_optimizer_is_not_blamed_on_the_state",),
     ),
@@ -511,8 +511,8 @@ FAULTS = [
     Fault(
         "a floor above the cap is taken beside an array",
         CHECKS,
-        "itertools.combinations(scales, 2)",
-        "itertools.pairwise(scales)",
+        "known = [scale for scale in scales if not is_unchecked(scale[1])]",
+        "known = [] if any(is_unchecked(x) for _, x, _ in scales) else scales",
         (
             DYNAMIC
             + "test_bounds_are_compared_with_each_other_when_init_scale_is_an_array",
@@ -556,7 +556,7 @@ FAULTS = [
     Fault(
         "of several updates in a block the last one decides",
         "jls/_train/atomic.py",
-        "is_applied = jnp.all(jnp.stack(are_applied))",
+        "is_applied = jnp.all(are_applied)",
         "is_applied = wrappers[0].applied.get_value()",
         ("tests/train/test_atomic.py",),
     ),
@@ -626,8 +626,8 @@ FAULTS = [
     Fault(
         "an eager step decides by what another number made of it",
         "jls/_step.py",
-        "return jax.typeof(leaf) if is_array else (type(leaf), leaf)",
-        "return jax.typeof(leaf) if is_array else type(leaf)",
+        "if all(isinstance(x, jax.Array | np.ndarray) for x in given):",
+        "given = [x for x in given if hasattr(x, 'dtype')]\n    if True:",
         ("tests/test_clipping.py",),
     ),
     Fault(
@@ -647,8 +647,8 @@ FAULTS = [
     Fault(
         "a loss scale in float16 is taken",
         "jls/_step.py",
-        "            _check_scale(scaler_state.loss_scale, path)\n",
-        "            pass\n",
+        '        _check_scale(getattr(state.scaler_state, "loss_scale", None))\n',
+        "",
         ("tests/check/test_answers.py",),
     ),
     Fault(
@@ -675,14 +675,14 @@ FAULTS = [
     Fault(
         "of several arguments one that is passed by keyword is JAX's own error",
         "jls/_mistakes.py",
-        "(n for n in numbers if n >= len(args)), None)",
-        "(n for n in numbers[:1] if n >= len(args)), None)",
+        "(n for n in numbers_of(argnums) if n >= len(args)), None)",
+        "(n for n in numbers_of(argnums)[:1] if n >= len(args)), None)",
         ("tests/test_mistakes.py",),
     ),
     Fault(
         "a key in the state that all micro-batches share is not told",
         "jls/_train/linen.py",
-        "        if self._is_split:\n",
+        "        if self._call.is_split:\n",
         "        if False:\n",
         ("tests/train/test_accumulate.py",),
     ),
@@ -731,7 +731,7 @@ FAULTS = [
     Fault(
         "a model in the place of the loss function is called",
         "jls/_train/step.py",
-        "    if args and args[0] is loss_fn:\n",
+        "    if args and args[0] is call.loss_fn:\n",
         "    if False:\n",
         ("tests/test_mistakes.py",),
     ),
@@ -752,8 +752,8 @@ FAULTS = [
     Fault(
         "a state of other parameters is not told where the loss fails",
         "jls/_train/step.py",
-        "other_params_noted(adapter.optimizer.init, opt_state, params)",
-        "other_params_noted(adapter.optimizer.init, opt_state, None)",
+        "other_params_noted(optimizer.init, opt_state, params)",
+        "other_params_noted(optimizer.init, opt_state, None)",
         ("tests/run/test_doors.py",),
     ),
     Fault(
@@ -773,8 +773,8 @@ FAULTS = [
     Fault(
         "a bare optimizer of NNX is told to wrap its state",
         "jls/_state.py",
-        "        if not found and is_optimizer(state):",
-        "        if not found and is_optimizer(found):",
+        "    if not count and is_optimizer(state):",
+        "    if not count and is_optimizer(count):",
         ("tests/run/test_doors.py",),
     ),
     Fault(
@@ -792,23 +792,9 @@ FAULTS = [
         ("tests/run/test_doors.py",),
     ),
     Fault(
-        "swapped arguments of wrap_state lead to a checkpoint",
-        "jls/_checkpoint.py",
-        "    if _are_swapped(optimizer, inner_state, params):",
-        "    if _are_swapped(optimizer, params, params):",
-        ("tests/run/test_doors.py",),
-    ),
-    Fault(
-        "what is right is called swapped",
-        "jls/_checkpoint.py",
-        "    return not fit(inner_state, params) and fit(params, inner_state)",
-        "    return fit(params, inner_state) or fit(inner_state, params)",
-        ("tests/run/test_doors.py",),
-    ),
-    Fault(
         "a state of dicts is said to be made from other arrays",
         "jls/_train/plain.py",
-        "    inner_wrapper_state(opt_state)\n",
+        "        inner_wrapper_state(opt_state)  # or its error\n",
         "",
         ("tests/train/test_plain.py",),
     ),

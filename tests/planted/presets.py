@@ -28,9 +28,8 @@ FAULTS = [
     Fault(
         "torch that is not enabled scales all the same",
         PRESETS,
-        '    if not _validate.flag("enabled", enabled):\n        return static(1.0)\n',
-        '    if not _validate.flag("enabled", enabled):\n'
-        "        return static(init_scale)\n",
+        '"enabled", given.pop("enabled")):\n        return static(1.0)\n',
+        '"enabled", given.pop("enabled")):\n        return static(init_scale)\n',
         (TESTS + "test_disabled_scaling_is_static",),
     ),
     Fault(
@@ -43,8 +42,8 @@ FAULTS = [
     Fault(
         "paddle adds up bad steps that are not in a row",
         PRESETS,
-        "_paddle(consecutive=True, **locals())",
-        "_paddle(consecutive=False, **locals())",
+        "_paddle(consecutive=True, given=locals())",
+        "_paddle(consecutive=False, given=locals())",
         (ALL_ARGUMENTS,),
     ),
     Fault(
@@ -57,17 +56,15 @@ FAULTS = [
     Fault(
         "paddle without dynamic scaling forgets its scale",
         PRESETS,
-        'static(_validate.scale_value("init_loss_scaling", init_loss_scaling))',
+        'static(_validate.scale_value("init_loss_scaling", scale))',
         "static(1.0)",
         (TESTS + "test_disabled_scaling_is_static",),
     ),
     Fault(
         "mindspore has no floor",
         PRESETS,
-        '        growth_interval=_validate.interval("scale_window", scale_window),\n'
-        "        min_scale=1.0,\n",
-        '        growth_interval=_validate.interval("scale_window", scale_window),\n'
-        "        min_scale=_validate.SMALLEST,\n",
+        '"min_scale": 1.0,',
+        '"min_scale": _validate.SMALLEST,',
         (BOUNDS + "[mindspore]",),
     ),
     Fault(
@@ -87,29 +84,29 @@ FAULTS = [
     Fault(
         "keras grows a step early",
         PRESETS,
-        "growth_interval=dynamic_growth_steps,",
-        "growth_interval=dynamic_growth_steps - 1,",
+        "    given = locals()\n    names",
+        "    dynamic_growth_steps -= 1\n    given = locals()\n    names",
         (DEFAULTS + "[keras]",),
     ),
     Fault(
         "flax grows a step early",
         PRESETS,
-        '_validate.interval("growth_interval", growth_interval) + 1',
-        '_validate.interval("growth_interval", growth_interval)',
+        'given["growth_interval"] = interval + 1',
+        'given["growth_interval"] = interval',
         (DEFAULTS + "[flax]",),
     ),
     Fault(
         "flax falls through its floor",
         PRESETS,
-        "min_scale=_validate.SMALLEST if minimum_scale is None else minimum_scale",
-        "min_scale=_validate.SMALLEST",
+        "    if minimum_scale is None:\n        del",
+        "    if True:\n        del",
         (BOUNDS + "[flax]",),
     ),
     Fault(
         "deepspeed does not read consecutive_hysteresis",
         PRESETS,
-        '"finite" if _validate.flag(name, consecutive_hysteresis) else "growth"',
-        '"growth"',
+        '"finite" if _validate.flag(name, given.pop(name)) else "growth"',
+        '"growth" if _validate.flag(name, given.pop(name)) else "growth"',
         (ALL_ARGUMENTS,),
     ),
     Fault(
@@ -129,15 +126,15 @@ FAULTS = [
     Fault(
         "megatron does not read hysteresis",
         PRESETS,
-        "hysteresis=hysteresis,",
-        "hysteresis=2,",
+        "return _like(hysteresis_scaler, given, ",
+        'return _like(hysteresis_scaler, given | {"hysteresis": 2}, ',
         (ALL_ARGUMENTS,),
     ),
     Fault(
         "megatron has a floor of 1 whatever it is given",
         PRESETS,
-        "hysteresis=hysteresis,\n            min_scale=min_scale,",
-        "hysteresis=hysteresis,\n            min_scale=1.0,",
+        "return _like(hysteresis_scaler, given, ",
+        'return _like(hysteresis_scaler, given | {"min_scale": 1.0}, ',
         (BOUNDS + "[megatron]",),
     ),
     Fault(

@@ -68,8 +68,8 @@ FAULTS = [
     Fault(
         "an eager step looks at every element where a traced one looks at the sum",
         "jls/_step.py",
-        "    return known[key]\n",
-        "    return None\n",
+        "            sum_of_squares = known[key]\n",
+        "            sum_of_squares = None\n",
         (CLIP,),
     ),
     Fault(

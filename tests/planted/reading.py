@@ -135,8 +135,8 @@ FAULTS = [
     Fault(
         "what a queue keeps of a batch is taken for the batch",
         "jls/_tools/reading/arguments.py",
-        "        if isinstance(node, BadBatch):\n",
-        "        if False:\n",
+        "        if isinstance(leaf, BadBatch):  #",
+        "        if False:  #",
         ("tests/test_why.py",),
     ),
     # How much of it is half.
@@ -202,28 +202,28 @@ FAULTS = [
     Fault(
         "a teacher counts",
         PRECISION,
-        "self._follow = [x for x in self._products if self._depends(x) & self._bit]",
-        "self._follow = list(self._products)",
+        "follow = [x for x, value in values if value and value.depends & bit]",
+        "follow = list(products)",
         (f"{RAISES}[teacher]",),
     ),
     Fault(
         "a static scale is one that moves",
         PRECISION,
-        "if self._scale.is_static or not is_used",
+        "if scale.is_static or not is_used",
         "if not is_used",
         ("tests/reading/test_precision.py::test_under_a_static_scale_nothing_is_said",),
     ),
     Fault(
         "float16 without a product is not seen",
         PRECISION,
-        "follows = self._has_float16()",
-        "follows = False",
+        "is_narrow = any(map(is_backward, reading.flow.narrow.values()))",
+        "is_narrow = False",
         (f"{RAISES}[elementwise]",),
     ),
     Fault(
         "bfloat16 is half as float16 is",
         PRECISION,
-        "if halves == {jnp.dtype(jnp.bfloat16)} and not follows:",
+        "if halves == {jnp.dtype(jnp.bfloat16)} and not is_narrow:",
         "if False:",
         (f"{SHARES}[plain-bfloat16 under a scale]",),
     ),
@@ -237,7 +237,7 @@ FAULTS = [
     Fault(
         "a temperature is told that nothing is half",
         PRECISION,
-        "if not self._follow and len(self._reading.scales) > 1:",
+        "if not follow and len(reading.scales) > 1:",
         "if False:",
         (
             "tests/reading/test_precision.py::"

@@ -93,7 +93,7 @@ def read():
         jax.make_jaxpr(lambda *args: jls.value_and_grad(loss_fn)(state, *args))(
             params, batch
         )
-    root = Frame(runner.reading.traced.program)
+    root = Frame(runner.subject.reading.traced.program)
     places = [
         place_of(frame.site_of(number))
         for frame in root.all()

@@ -38,8 +38,8 @@ IN_LOSS = NOT_SCALED.replace("at ", "of a gradient inside the loss, at ")
 
 def look(step, *args, **kwargs):
     runner, *_ = read_step(step, args, kwargs, None)
-    assert runner.reading is not None
-    return look_at_precision(runner, runner.reading)
+    assert runner.subject.reading is not None
+    return look_at_precision(runner.subject, runner.subject.reading)
 
 
 def moving(inner=None):

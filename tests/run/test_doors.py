@@ -292,7 +292,9 @@ def test_a_scaler_in_the_place_of_the_optimizer_is_told():
 
 
 def test_the_optimizer_in_the_place_of_its_new_state_is_told():
-    with pytest.raises(TypeError, match=r"got the optimizer.*optimizer\.init\(params"):
+    with pytest.raises(
+        TypeError, match=r"got LossScaledTransformation.*optimizer\.init\(params"
+    ):
         jls.upgrade_state(OPTIMIZER, {})
 
 
@@ -380,31 +382,19 @@ def test_a_state_as_leaves_by_path_is_told_how_to_be_put_together(name):
         TAKE_A_STATE[name](flat())
     message = str(told.value)
     assert "'opt/scaler_state/loss_scale'" in message
-    line = (
-        "jls.upgrade_state(optimizer.init(params), "
-        "flax.traverse_util.unflatten_dict(leaves, sep='/')['opt'])"
-    )
-    assert line in message
+    assert "flat dict" in message
+    assert "docs/questions/faq.md" in message  # which is tested
     assert len(message) < 600
 
 
 @pytest.mark.parametrize("prefix", ["", "opt"])
 @pytest.mark.parametrize("separator", ["/", ".", None])
-def test_the_line_that_puts_leaves_together_runs(separator, prefix):
+@pytest.mark.parametrize("underscore", ["", "_"])
+def test_leaves_by_any_path_are_told_by_their_key(separator, prefix, underscore):
     leaves = flat(separator, prefix)
-    with pytest.raises(ValueError, match=r"a flat dict") as told:
-        jls.loss_scale(leaves)
-    line = str(told.value).partition("first: ")[2].removesuffix(".")
-    given = {"jls": jls, "flax": flax, "optimizer": OPTIMIZER, "params": PARAMS}
-    state = eval(line, {**given, "leaves": leaves})
-    assert jax.tree.all(jax.tree.map(jnp.array_equal, state, STATE))
-    assert jax.tree.structure(state) == jax.tree.structure(STATE)
-
-
-def test_leaves_under_other_names_are_told_without_a_line():
-    leaves = {name.replace("_", ""): leaf for name, leaf in flat().items()}
-    rule = r"'opt/scalerstate/lossscale'.*first, as optimizer\.init made it\.$"
-    with pytest.raises(ValueError, match=rule):
+    if separator:
+        leaves = {name.replace("_", underscore): x for name, x in leaves.items()}
+    with pytest.raises(ValueError, match=r"loss_?scale'\)? is a leaf .* a flat dict"):
         jls.loss_scale(leaves)
 
 
@@ -477,7 +467,7 @@ def test_an_optimizer_in_the_place_of_a_scale_is_told_where_it_goes(scaler):
 
 def test_swapped_arguments_of_wrap_state_are_told():
     saved = optax.adam(0.1).init(PARAMS)
-    with pytest.raises(TypeError, match=r"order is jls\.wrap_state\(optimizer, inner"):
+    with pytest.raises(ValueError, match=r"it had: jls\.wrap_state\(optimizer, inner"):
         jls.wrap_state(OPTIMIZER, PARAMS, saved)
     jls.wrap_state(OPTIMIZER, saved, PARAMS)
     # Of an optimizer without a state both orders may look alike.

@@ -446,7 +446,7 @@ def test_raise_if_carries_the_verdict_and_warn_if_warns():
         (
             {"warn_if": "stalled"},
             ValueError,
-            r"warn_if must be a list .* got 'stalled'. Write warn_if=\['stalled'\]",
+            r"warn_if must be verdicts .* got 'stalled'. Write warn_if=\['stalled'\]",
         ),
         ({"raise_if": "dead"}, ValueError, "raise_if must be verdicts .* got 'dead'"),
         (

@@ -49,10 +49,9 @@ def test_health_finds_its_state_once(args, most):
     walk = StateWalk(lambda: jls.health(*args), STATE)
     assert walk.calls[0] == "health"
     assert 1 < len(walk.modules) <= most, walk.modules
-    # The other looks for the wrapper in what was found. From there on the wrapper's own
-    # state is numbers on the host.
+    # From there on the wrapper's own state is numbers on the host.
     assert walk.calls.count("run_in") == 1
-    assert walk.calls.count("find") == 2
+    assert walk.calls.count("find") == 1
     assert "wrapper_metrics" not in walk.calls
 
 

@@ -35,7 +35,7 @@ from models import (
 from shared import assert_identical
 
 import jls
-from jls._step import updates_noted
+from jls._notes import noted
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -462,10 +462,10 @@ def test_wrapper_around_a_part_is_refused(name, micro_batches, jit_or_eager):
 def test_wrapper_that_decides_on_all_that_moves_is_taken(name):
     optimizer = WHOLE[name]()
     step = jax.jit(jls.train_step(sum_of_parts, optimizer))
-    with updates_noted() as noted:
+    with noted("update") as updates:
         *_, report = step(PARTS, optimizer.init(PARTS), GOOD[None])
     assert not report.skipped
-    assert len(noted) == 1  # what was read of the optimizer is no step
+    assert len(updates) == 1  # what was read of the optimizer is no step
 
 
 def test_optimizer_that_is_wrapped_whole_is_traced_once():

@@ -4,7 +4,7 @@
 Only an argument and a result with equal paths, shapes and dtypes can be a pair. First
 come those that the program proves: in a skipped step the result is the argument, or it
 is computed from it element by element, as new parameters are. What is left pairs in
-order if there are equally many and nothing contradicts it; an array alone only if all
+order if there are equally many and nothing contradicts it; a bare array only if all
 arguments before it come back.
 """
 
@@ -39,11 +39,27 @@ class Carried(NamedTuple):
     def leaves(self) -> frozenset[int]:
         return self.in_place | self.sources.keys()
 
+    def pick(
+        self,
+        items: Sequence[Item],
+        outputs: Mapping[Keys, Any],
+        objects: Mapping[Keys, Any],
+    ) -> dict[int, Any]:
+        """What came back, by leaf; not what the step has donated.
+
+        Args:
+          items: the arguments.
+          outputs: something for each result, by path.
+          objects: something for each leaf of the NNX arguments, by path.
+        """
+        found = {i: outputs.get(path) for i, path in self.sources.items()}
+        found |= {i: objects.get(items[i].path) for i in self.in_place}
+        return {i: x for i, x in found.items() if x is not None}
+
 
 def match(
     arguments: Arguments,
     outputs: Sequence[Item],
-    objects: Mapping[int, bool],
     scales: Sequence[Scale],
     named: Named,
     reading: Reading | None,
@@ -53,7 +69,6 @@ def match(
     Args:
       arguments: those of the step.
       outputs: its results.
-      objects: the leaves of NNX arguments, and whether the step changed them in place.
       scales: the loss scales in the arguments.
       named: the arguments that are carried and the fields that count, None for all of
         them; or None to find out.
@@ -87,11 +102,15 @@ def match(
     doubtful = {i for x in others if pairs.may_be_state(x) for i in pairs.units[x]}
     aux, free = _Pairs(items, in_aux, reading), [x for x in others if x in trees]
     doubtful |= {i for x in free if aux.may_be_state(x) for i in pairs.units[x]}
+    changed = set[int]()
+    if reading is not None:
+        now = [reading.objects.get(x.path) for x in items]
+        changed = {i for i, x in enumerate(now) if x and reading.leaf_of(x.now) != i}
     in_place = {
         i
         for top in [*states, *others]
         if top[0] in arguments.in_place
-        and (top not in pairs.found or any(map(objects.get, pairs.units[top])))
+        and (top not in pairs.found or changed.intersection(pairs.units[top]))
         for i in pairs.units[top]
     }
     sources = {

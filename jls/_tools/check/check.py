@@ -2,7 +2,7 @@
 """`jls.check_step`: injects faults into a step and names the mistakes it finds."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -23,17 +23,14 @@ from jls._tools.check.findings import Findings
 from jls._tools.check.program import read_program
 from jls._tools.check.proofs import read_codes
 from jls._tools.check.runs import Runner
+from jls._tools.check.subject import Subject
 from jls._tools.reading.arguments import Arguments, open_call
 from jls._tools.reading.precision import Precision, PrecisionReport, in_words, look_at
 from jls._tools.reading.reading import Reading
-from jls._tools.reading.scales import Scale, is_switched_off, scales_in
+from jls._tools.reading.scales import Scale, scales_in
 from jls._tree import is_array
 
 CarriedNames = Mapping[int | str, Iterable[str]] | Iterable[int | str] | None
-
-# Of most steps ten runs or so are enough. `MOST_STEPS` good steps and a run for each of
-# `LOWER` are 23, which leaves nine for the faults of a step that needs all of these.
-RUNS = 32
 
 
 class StepCheck(NamedTuple):
@@ -185,26 +182,22 @@ def check_step(
             findings.mark_others_not_tried("mend the dtypes of the state first")
         else:
             try_all(runner, findings, cleaned)
+    subject = runner.subject
     findings.mark_others_not_tried("no trial shows it")
-    for name in dict.fromkeys(
-        runner.arguments.items[i].path[0] for i in sorted(runner.carried.doubtful)
-    ):
-        findings.untried[name] = (
+    for i in sorted(subject.carried.doubtful):
+        findings.not_tried(
+            subject.items[i].path[0],
             "taken as data, but a result looks like it; if it is state, name all "
-            "arguments that come back: jls.check_step(step, ..., carried=(0, 1))"
+            "arguments that come back: jls.check_step(step, ..., carried=(0, 1))",
         )
-    notes = [*_notes(runner), *findings.notes]
-    found = _step_check(findings, _lines_to_write((args, kwargs), runner), notes)
-    if runner.reading is None:
-        return found
-    seen = look_at_precision(runner, runner.reading)
-    write = {**found.write, "precision": seen.write} if seen.write else found.write
-    return found._replace(precision=seen.precision, half=seen.headline, write=write)
+    findings.notes[:0] = _notes(subject)
+    lines = _lines_to_write((args, kwargs), subject, runner.arguments.names)
+    return _step_check(subject, findings, lines)
 
 
-def look_at_precision(runner: Runner, reading: Reading) -> PrecisionReport:
-    leaves = runner.arguments.leaves
-    live = [x for x in reading.scales if not is_switched_off(leaves[x.at], x)]
+def look_at_precision(subject: Subject, reading: Reading) -> PrecisionReport:
+    """The precision of the step, and what its loss scales miss."""
+    live = [subject.scales[k] for k in subject.live]
     return look_at(reading, Frame(reading.traced.program), live)
 
 
@@ -226,89 +219,103 @@ def read_step(
     scales = _require_scales(args, kwargs, arguments)
     findings = Findings()
     arguments, reading = read_program(step, arguments, scales, findings)
-    around = _around((args, kwargs))
-    runner = Runner(step, arguments, scales, named, reading, RUNS, around)
-    return runner, findings, read_codes(runner, findings)
+    runner = Runner(step, arguments, scales, named, reading)
+    cleaned = read_codes(runner.subject, _around((args, kwargs)), findings)
+    return runner, findings, cleaned
 
 
-def _notes(runner: Runner) -> list[str]:
-    items, carried = runner.arguments.items, runner.carried
+def _notes(subject: Subject) -> list[str]:
+    items, carried = subject.items, subject.carried
     mine = dict.fromkeys(items[i].path[0] for i in sorted(carried.leaves))
     data = dict.fromkeys(x.path[0] for x in items if x.path[0] not in mine)
     as_data = f" Taken as data: {', '.join(data)}." if data else ""
     notes = [f"Carried: {', '.join(mine)}.{as_data}"] if mine else []
-    weak = [i for i in sorted(carried.compared) if _loses_weak_type(runner, i)]
+    weak = _losing_weak_types(subject)
     if weak:
         notes.append(
-            f"The second call compiles the step once more: {runner.names(weak)} "
+            f"The second call compiles the step once more: {subject.names(weak)} "
             f"{'is' if len(weak) == 1 else 'are'} weakly typed, and what comes back is "
             "not. Give it a dtype: jnp.array(1.0, jnp.float32)."
         )
     return notes
 
 
-def _loses_weak_type(runner: Runner, leaf: int) -> bool:
-    item = runner.arguments.items[leaf]
-    is_weak = getattr(item.value, "weak_type", False)
-    if not is_weak or runner.reading is None or is_jit_disabled():
-        return False
-    traced = runner.reading.traced
-    new = {x.path: x.value for x in traced.outputs}.get(
-        runner.carried.sources.get(leaf, ())
-    )
-    if leaf in runner.carried.in_place:
-        new = {x.path: x.value for x in traced.objects}.get(item.path)
-    return isinstance(new, jax.ShapeDtypeStruct) and not new.weak_type
+def _losing_weak_types(subject: Subject) -> list[int]:
+    if subject.reading is None or is_jit_disabled():
+        return []
+    traced, carried = subject.reading.traced, subject.carried
+    results = (traced.outputs, traced.objects)
+    by_path = [{x.path: x.value for x in items} for items in results]
+    new = carried.pick(subject.items, *by_path)
+    return [
+        i
+        for i in sorted(carried.compared & new.keys())
+        if getattr(subject.items[i].value, "weak_type", False)
+        and isinstance(new[i], jax.ShapeDtypeStruct)
+        and not new[i].weak_type
+    ]
 
 
 def _step_check(
-    findings: Findings, lines: Mapping[Code, str], notes: Iterable[str]
+    subject: Subject, findings: Findings, lines: Mapping[Code, str]
 ) -> StepCheck:
-    broken = findings.of("broken")
-    right: dict[Code, str]
-    right = {code: x.text for code, x in findings.of("right").items() if x.text}
-    untried = {code: x.text for code, x in findings.of("not tried").items()}
-    away: dict[Code, str]
-    away = {code: x.text for code, x in findings.of("does not apply").items()}
+    broken, away = findings.of("broken"), findings.of("does not apply")
+    seen = findings.of("right") | broken
+    write: dict[str, str] = {code: lines[code] for code in broken}
+    precision, half = None, ""
+    if subject.reading is not None:
+        precision, half, more = look_at_precision(subject, subject.reading)
+        write |= {"precision": more} if more else {}
     return StepCheck(
         broken=tuple(broken),
-        not_tried={**untried, **findings.untried},
-        not_applicable=away,
-        seen={**right, **{code: x.text for code, x in broken.items()}},
+        not_tried=findings.untried,
+        not_applicable={code: x.text for code, x in away.items()},
+        seen={code: x.text for code, x in seen.items() if x.text},
         where={code: x.place for code, x in broken.items() if x.place},
-        write={code: lines[code] for code in broken},
-        notes=tuple(notes),
+        write=write,
+        notes=tuple(findings.notes),
+        precision=precision,
+        half=half,
     )
 
 
-def _around(given: Any) -> list[type]:
+def _around(given: Any) -> set[type]:
     """The types of optax's states in which there is a wrapper's."""
-    found = []
-    for kind in (optax.LookaheadState, *_OUTSIDE):
-        nodes = find(given, lambda node, kind=kind: isinstance(node, kind))
-        if any(find(node, is_wrapper_state) for _, node in nodes):
-            found.append(kind)
-    return found
+    kinds = (optax.LookaheadState, *_OUTSIDE)
+    nodes = [
+        node
+        for kind in kinds
+        for _, node in find(given, lambda node, kind=kind: isinstance(node, kind))
+    ]
+    return {type(node) for node in nodes if find(node, is_wrapper_state)}
 
 
-def _lines_to_write(given: Any, runner: Runner) -> dict[Code, str]:
-    """The line to write for each mistake, in a step with these arguments."""
+def _lines_to_write(
+    given: Any, subject: Subject, positional: Sequence[str]
+) -> dict[Code, str]:
+    """The line to write for each mistake, in a step with these arguments.
+
+    Args:
+      given: the arguments.
+      subject: the step.
+      positional: the names of the positional arguments.
+    """
     lines: dict[Code, str] = {code: row.write for code, row in TABLE.items()}
-    has_wrapper = any(scale.counters for scale in runner.scales)
+    has_wrapper = any(scale.counters for scale in subject.scales)
     if find(given, lambda node: hasattr(node, "apply_gradients")):
         lines |= codes.LINEN
     if find(given, is_equinox):
         lines |= codes.EQUINOX
-    if runner.arguments.in_place:
+    if subject.in_place:
         own = codes.NNX if has_wrapper else codes.NNX_BARE
-        names = _names_in(runner)
+        names = _names_in(subject, positional)
         lines |= {code: _with_names(line, names) for code, line in own.items()}
-    if not has_wrapper:  # the scaler's state alone: no optimizer knows of the skip
+    if not has_wrapper:  # only the scaler's state: no optimizer knows of the skip
         flag = ("opt_state.applied", "jls.all_finite(grads)")
         lines = {code: line.replace(*flag) for code, line in lines.items()}
     for code in ("nan committed", "not atomic"):
         lines[code] += f". {codes.LEAVE_OUT}"
-    around = set(runner.around)
+    around = _around(given)
     if optax.PartitionState in around:  # it masks each of its parts
         around.discard(optax.MaskedState)
     for kind, outside in _OUTSIDE.items():
@@ -319,20 +326,19 @@ def _lines_to_write(given: Any, runner: Runner) -> dict[Code, str]:
     return lines
 
 
-def _names_in(runner: Runner) -> dict[str, str]:
+def _names_in(subject: Subject, positional: Sequence[str]) -> dict[str, str]:
     """What an NNX step calls its arguments, by the usual names; {} if not clear."""
-    items, arguments = runner.arguments.items, runner.arguments
-    if len(runner.scales) != 1:
+    items, in_place = subject.items, subject.in_place
+    if len(subject.scales) != 1:
         return {}
-    (scale,) = runner.scales
+    (scale,) = subject.scales
     carries, *inner = scale.path  # an nnx.Optimizer, or the state of a scaler
     is_whole = inner[:1] == ["opt_state"] if scale.counters else not inner
-    trained = {items[i].path[0] for group in runner.params for i in group}
-    trained = trained or arguments.in_place - {carries}
+    trained = {items[i].path[0] for i in subject.all_params} or in_place - {carries}
     if not is_whole or len(trained) != 1 or carries in trained:
         return {}
-    others = {carries, *trained, *arguments.in_place}
-    data = [name for name in arguments.names if name not in others]
+    others = {carries, *trained, *in_place}
+    data = [name for name in positional if name not in others]
     names = {
         "optimizer" if scale.counters else "state": [carries],
         "model": list(trained),
@@ -388,33 +394,28 @@ def _named(
     if is_text_or_array or not isinstance(carried, Iterable):
         raise TypeError(rule)
     named: dict[str, tuple[str, ...] | None] = {}
-    known = dict.fromkeys(item.path[0] for item in arguments.items)
-    with_arrays = {item.path[0] for item in arguments.items if is_array(item.value)}
-    names = ", ".join(name for name in known if name in with_arrays)
-    there = f"The arguments with arrays are {names}."
+    positions = arguments.names[bound:]
+    arrays = dict.fromkeys(x.path[0] for x in arguments.items if is_array(x.value))
+    there = f"The arguments with arrays are {', '.join(arrays)}."
     for key in carried:
         if isinstance(key, bool) or not isinstance(key, int | str):
             raise TypeError(rule)
-        fields = carried[key] if isinstance(carried, Mapping) else None
-        if isinstance(key, int):
-            positions = arguments.names[bound:]
-            if not 0 <= key < len(positions):
-                raise ValueError(
-                    f"carried must be positions below {len(positions)}, got {key}."
-                )
-            key = positions[key]
-        if key not in known:
-            raise ValueError(f"carried must name arguments, got {key!r}. {there}")
-        if key not in with_arrays:
+        if isinstance(key, int) and not 0 <= key < len(positions):
             raise ValueError(
-                f"carried must name arguments with arrays, got {key!r}. {there}"
+                f"carried must be positions below {len(positions)}, got {key}."
             )
-        if key in named:
+        name = positions[key] if isinstance(key, int) else key
+        if name not in arrays:
             raise ValueError(
-                f"carried must name each argument once, got {key!r} twice, by "
+                f"carried must name arguments with arrays, got {name!r}. {there}"
+            )
+        if name in named:
+            raise ValueError(
+                f"carried must name each argument once, got {name!r} twice, by "
                 "position or by name."
             )
-        named[key] = None if fields is None else tuple(fields)
+        fields = carried[key] if isinstance(carried, Mapping) else None
+        named[name] = None if fields is None else tuple(fields)
     if not named:
         raise ValueError(
             f"carried must name at least one argument, got {carried!r}. {there}"

@@ -172,7 +172,7 @@ NNX: dict[Code, str] = {
     "not atomic": f"{_ATOMIC}; {_DECAY}",
     "never recovers": _ATOMIC,
 }
-# With the scaler's state alone: there is no optimizer for `jls.atomic`.
+# With only the scaler's state: there is no optimizer for `jls.atomic`.
 NNX_BARE: dict[Code, str] = {
     "no step": _NNX_STEP,
     "not scaled": f"loss, grads = {_NNX_GRAD_FN}(state, model, batch)",
@@ -191,12 +191,9 @@ LINEN: dict[Code, str] = {
 MULTI_STEPS: dict[Code, str] = {
     "never recovers": "jls.loss_scaled(optax.MultiSteps(inner, k)), accumulation inside"
 }
-MASKED: dict[Code, str] = {
-    "nan committed": _MASKED,
-    "not atomic": _MASKED,
-    "never recovers": _MASKED,
-}
-PARTITION: dict[Code, str] = dict.fromkeys(MASKED, _PARTITION)
+_AROUND: tuple[Code, ...] = ("nan committed", "not atomic", "never recovers")
+MASKED: dict[Code, str] = dict.fromkeys(_AROUND, _MASKED)
+PARTITION: dict[Code, str] = dict.fromkeys(_AROUND, _PARTITION)
 LEAVE_OUT = (
     "If some state is meant to move in a bad step, name only the fields that must not: "
     'jls.check_step(..., carried={"state": ["params", "opt_state"]})'

@@ -6,6 +6,10 @@ from typing import Literal, NamedTuple
 from jls._program.places import Place
 from jls._tools.check.codes import CODES, Code
 
+# What a run shows of these may be right: only a program says what is an average, noise
+# or a buffer.
+DOUBTFUL: tuple[Code, ...] = ("overflow hidden", "nan committed", "not atomic")
+
 Status = Literal["right", "broken", "not tried", "does not apply"]
 
 
@@ -21,26 +25,28 @@ class Findings:
     """The findings, by code. A mistake that was found stays found."""
 
     def __init__(self) -> None:
-        self._found: dict[Code, Finding] = {}
-        self.untried: dict[str, str] = {}  # arrays without a fault, and the reason
+        # By code; and arrays without a fault, by name.
+        self._found: dict[str, Finding] = {}
         self.notes: list[str] = []  # on what is no mistake
+        self.is_read = True  # whether there is a program
 
     def broken(self, code: Code, evidence: str, place: Place | None = None) -> None:
-        if self.status(code) != "broken":
+        if not self.is_read and code in DOUBTFUL:
+            reason = f"{evidence}. Without a program to read, that may be right"
+            self.not_tried(code, reason)
+        elif self.status(code) != "broken":
             self._found[code] = Finding("broken", evidence, place)
 
     def right(self, code: Code, note: str = "") -> None:
-        if self.status(code) is None:
-            self._found[code] = Finding("right", note)
+        self._found.setdefault(code, Finding("right", note))
 
-    def not_tried(self, code: Code, reason: str) -> None:
-        if self.status(code) is None:
-            self._found[code] = Finding("not tried", reason)
+    def not_tried(self, code: str, reason: str) -> None:
+        self._found.setdefault(code, Finding("not tried", reason))
 
     def does_not_apply(self, code: Code, reason: str) -> None:
         self._found[code] = Finding("does not apply", reason)
 
-    def status(self, code: Code) -> Status | None:
+    def status(self, code: str) -> Status | None:
         found = self._found.get(code)
         return found.status if found else None
 
@@ -50,6 +56,12 @@ class Findings:
     def mark_others_not_tried(self, reason: str) -> None:
         for code in CODES:
             self.not_tried(code, reason)
+
+    @property
+    def untried(self) -> dict[str, str]:
+        """The codes that were not tried, and the others, and the reasons."""
+        names = dict.fromkeys([*CODES, *self._found])
+        return {x: self._found[x].text for x in names if self.status(x) == "not tried"}
 
     def of(self, status: Status) -> dict[Code, Finding]:
         """The findings of one kind, in the order of the codes."""

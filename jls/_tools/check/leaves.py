@@ -10,18 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls._tools.reading.arguments import Item, Keys
-from jls._tools.reading.scales import Scale
 from jls._train_state import FP8
 from jls._tree import is_array, is_extended
 
 # Flax keeps the amax history and the scales of its fp8 layers in variables whose
 # gradients are their next values. Their numbers follow the loss scale, rightly.
 _FP8 = (FP8, "OverwriteWithGradient")
-
-
-def own_leaves(scales: Sequence[Scale]) -> set[int]:
-    """All leaves that are jls's own."""
-    return {i for scale in scales for i in scale.own}
 
 
 def is_fp8(item: Item) -> bool:

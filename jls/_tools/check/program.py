@@ -19,7 +19,7 @@ from jls._tools.check.codes import Code
 from jls._tools.check.findings import Findings
 from jls._tools.check.proofs import BY_READING, SUMMED
 from jls._tools.reading.arguments import Arguments, Item, Keys
-from jls._tools.reading.reading import Reading, Unread, try_to_trace
+from jls._tools.reading.reading import Reading, try_to_trace
 from jls._tools.reading.scales import Scale, without_value
 from jls._tools.reading.trace import Traced
 from jls._tree import is_concrete, is_inexact, is_narrow, widen
@@ -47,8 +47,7 @@ def read_program(
     readable = [x for x in traces if isinstance(x, Traced)]
     last = traces[-1]
     if last.reads:
-        how = last.reads if isinstance(last, Unread) else "jax.device_get"
-        evidence = f"the step reads a value of the device ({how})"
+        evidence = f"the step reads a value of the device ({last.reads})"
         findings.broken("host sync", evidence)
     elif isinstance(last, Traced) or _is_compiled(step):
         findings.right("host sync")
@@ -67,6 +66,7 @@ def read_program(
             return arguments, reading
     for code in (*BY_READING, CODE, SUMMED):
         findings.not_tried(code, f"there is no program to read: {reason}")
+    findings.is_read = False
     findings.notes.append(f"The precision is not known: {reason}.")
     return arguments, None
 
@@ -102,22 +102,27 @@ def _restore_dtypes(
     snapshot in bfloat16, is right.
     """
     outputs, objects = list(traced.outputs), list(traced.objects)
-    narrowed: dict[str, str] = {}
+    given, narrowed = arguments.items, dict[str, str]()
     for scale in scales:
-        state = _state_of(arguments, scale)
-        at = without_value(arguments.items[scale.at].path)[len(scale.path) :]
-        copies = [
-            (items, copy)
-            for items in (outputs, objects)
-            for copy in _copies_in(items, state, at)
-        ]
-        if any(not _narrower_in(items, copy, state) for items, copy in copies):
-            continue
-        for items, copy in copies:
-            for path in _narrower_in(items, copy, state):
-                i, before = copy[path], state[path]
-                narrowed[join(*scale.path, *path)] = str(items[i].value.dtype)
-                items[i] = _in_dtype(items[i], jnp.result_type(before))
+        state = _below(given, scale.path)
+        end = next(path for path, i in state.items() if i == scale.at)
+        # Where results have all paths of the state, with the leaves that are narrower.
+        copies = list[tuple[list[Item], list[tuple[int, Item]]]]()
+        for items in (outputs, objects):
+            for path in [without_value(item.path) for item in items]:
+                is_end = path[-len(end) :] == end
+                copy = _below(items, path[: -len(end)]) if is_end else {}
+                if copy.keys() >= state.keys():
+                    pairs = [(copy[path], given[i]) for path, i in state.items()]
+                    cut = [(n, x) for n, x in pairs if _is_cut(items[n].value, x.value)]
+                    copies.append((items, cut))
+        if all(cut for _, cut in copies):
+            for items, cut in copies:
+                for n, before in cut:
+                    new, dtype = items[n].value, jnp.result_type(before.value)
+                    narrowed[join(*without_value(before.path))] = str(new.dtype)
+                    whole = jax.ShapeDtypeStruct(new.shape, dtype)
+                    items[n] = items[n]._replace(value=whole)
     if narrowed:
         dtypes = " and ".join(sorted(set(narrowed.values())))
         findings.broken(CODE, f"{listed(list(narrowed))} came back as {dtypes}")
@@ -126,36 +131,10 @@ def _restore_dtypes(
     return traced._replace(outputs=outputs, objects=objects)
 
 
-def _state_of(arguments: Arguments, scale: Scale) -> dict[Keys, Any]:
-    """The leaves of the state that a loss scale is in, by the path in it."""
-    size = len(scale.path)
-    paths = [(without_value(item.path), item.value) for item in arguments.items]
-    return {path[size:]: x for path, x in paths if path[:size] == scale.path}
-
-
-def _copies_in(
-    items: Sequence[Item], state: dict[Keys, Any], at: Keys
-) -> list[dict[Keys, int]]:
-    """Where results have all paths of a state: the index of each leaf, by path.
-
-    Args:
-      items: the results.
-      state: the state.
-      at: the path of its loss scale.
-    """
-    places = {without_value(item.path): i for i, item in enumerate(items)}
-    roots = [path[: len(path) - len(at)] for path in places if path[-len(at) :] == at]
-    return [
-        {path: places[(*root, *path)] for path in state}
-        for root in roots
-        if all((*root, *path) in places for path in state)
-    ]
-
-
-def _narrower_in(
-    items: Sequence[Item], copy: dict[Keys, int], state: dict[Keys, Any]
-) -> list[Keys]:
-    return [path for path, i in copy.items() if _is_cut(items[i].value, state[path])]
+def _below(items: Sequence[Item], root: Keys) -> dict[Keys, int]:
+    """The leaves below a path, by the rest of theirs."""
+    paths = enumerate(without_value(item.path) for item in items)
+    return {path[len(root) :]: i for i, path in paths if path[: len(root)] == root}
 
 
 def _is_cut(new: Any, old: Any) -> bool:
@@ -164,7 +143,3 @@ def _is_cut(new: Any, old: Any) -> bool:
     dtype = jnp.result_type(old)
     is_float = jnp.issubdtype(new.dtype, jnp.inexact) and new.shape == jnp.shape(old)
     return is_float and new.dtype != dtype and is_exact_cast(new.dtype, dtype)
-
-
-def _in_dtype(item: Item, dtype: Any) -> Item:
-    return item._replace(value=jax.ShapeDtypeStruct(item.value.shape, dtype))

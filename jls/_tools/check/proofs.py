@@ -5,7 +5,7 @@ import functools
 import math
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,10 @@ from jls._text import join
 from jls._tools.check.codes import Code
 from jls._tools.check.findings import Findings
 from jls._tools.check.leaves import is_fp8
-from jls._tools.check.runs import Runner
+from jls._tools.check.subject import Subject
 from jls._tools.reading.derivatives import DERIVATIVE, devices_along, is_tracked
 from jls._tools.reading.reading import Reading
-from jls._tools.reading.scales import Scale, is_switched_off
+from jls._tools.reading.scales import Scale
 from jls._tools.reading.updates import Checked
 from jls._tree import is_inexact
 
@@ -33,18 +33,21 @@ BY_READING: tuple[Code, ...] = (
     "gradients narrowed",
 )
 SUMMED: Code = "summed over devices"
+Calls = Sequence[tuple[int, Checked]]  # of wrappers, with the index of the loss scale
 
-# The factor before a cast to float16 from which on it is another loss scale: a sum over
-# micro-batches or a few devices may multiply by their number, a scale wins four bits.
+# Gradients that are multiplied by 16 or more before the cast are scaled on purpose.
+# Smaller factors come from sums over micro-batches or devices.
 _SCALED_ON_PURPOSE = 2.0**4
-# A decay and 1 - decay add up to 1, but for rounding: the eps of float16 is 9.8e-4.
+# A decay and 1 - decay add up to 1, except for rounding: the eps of float16 is 9.8e-4.
 _ROUNDING = 1e-3
 
 
-def _mark_not_applicable(runner: Runner, findings: Findings) -> None:
+def _mark_not_applicable(
+    subject: Subject, around: Collection[type], findings: Findings
+) -> None:
     """Notes which codes do not apply to a step with these scales."""
-    leaves, scales = runner.arguments.leaves, runner.scales
-    if all(is_switched_off(leaves[x.at], x) for x in scales):
+    scales = subject.scales
+    if not subject.live:
         for code in ("not scaled", "scale leaks", "gradients narrowed"):
             findings.does_not_apply(code, "the loss scale is static and 1")
     if not any(x.counters for x in scales):
@@ -53,7 +56,7 @@ def _mark_not_applicable(runner: Runner, findings: Findings) -> None:
     if not any(x.counters and not x.is_static for x in scales):
         reason = "there is no wrapper with a loss scale that moves"
         findings.does_not_apply("loss not passed", reason)
-    elif optax.LookaheadState in runner.around:
+    elif optax.LookaheadState in around:
         reason = "optax.lookahead, outside, does not pass value= on"
         findings.does_not_apply("loss not passed", reason)
     if all(x.is_static for x in scales):
@@ -62,33 +65,40 @@ def _mark_not_applicable(runner: Runner, findings: Findings) -> None:
         findings.does_not_apply("spike not skipped", "there is no spike policy")
 
 
-def read_codes(runner: Runner, findings: Findings) -> tuple[Value, ...]:
+def read_codes(
+    subject: Subject, around: Collection[type], findings: Findings
+) -> tuple[Value, ...]:
     """Settles the codes that the program decides, and those that do not apply.
+
+    Args:
+      subject: the step.
+      around: the types of optax's states in which there is a wrapper's.
+      findings: of the step.
 
     Returns:
       The gradients that may have lost an inf on their way.
     """
-    _mark_not_applicable(runner, findings)
-    reading = runner.reading
+    _mark_not_applicable(subject, around, findings)
+    reading, scales = subject.reading, subject.scales
     if reading is None:
         return ()
-    wrappers = [k for k, scale in enumerate(runner.scales) if scale.counters]
+    wrappers = [k for k, scale in enumerate(scales) if scale.counters]
     # What is only read, such as the state of another network, is given no gradients.
-    returned = [k for k in wrappers if runner.scales[k].own & runner.carried.leaves]
+    returned = [k for k in wrappers if scales[k].own & subject.carried.leaves]
     missing = [k for k in returned if not reading.calls.get(k)]
     if missing:
-        names = ", ".join(runner.scales[k].name for k in missing)
+        names = ", ".join(scales[k].name for k in missing)
         reason = f"no update with {names} was found in the program of the step"
         for code in BY_READING:
             findings.not_tried(code, reason)
     calls = [(k, call) for k in wrappers for call in reading.calls.get(k, [])]
-    _read_scaling(runner, reading, calls, findings)
-    _read_losses(runner, calls, findings)
-    _read_narrowed(runner, calls, findings)
-    _read_stuck(runner, reading, findings)
+    _read_scaling(subject, reading, calls, findings)
+    _read_losses(scales, calls, findings)
+    _read_narrowed(calls, findings)
+    _read_stuck(subject, reading, findings)
     _read_summed(reading, calls, findings)
     for k in returned:
-        _read_forgotten(runner, reading, k, findings)
+        _read_forgotten(subject, reading, k, findings)
     _note_subtracted(reading, findings)
     gradients = [gradient for _, call in calls for gradient in call.values(GRADIENTS)]
     cleaned = tuple(x for x in gradients if x.cleaned)
@@ -101,52 +111,40 @@ def read_codes(runner: Runner, findings: Findings) -> tuple[Value, ...]:
 
 
 def _read_scaling(
-    runner: Runner,
-    reading: Reading,
-    calls: Sequence[tuple[int, Checked]],
-    findings: Findings,
+    subject: Subject, reading: Reading, calls: Calls, findings: Findings
 ) -> None:
-    leaves = runner.arguments.leaves
-    live = [
-        k for k, x in enumerate(runner.scales) if not is_switched_off(leaves[x.at], x)
-    ]
-    for k in live:
-        scale = runner.scales[k]
-        gradients = [x for j, call in calls if j == k for x in call.values(GRADIENTS)]
+    for k in subject.live:
+        scale, own = subject.scales[k], [call for j, call in calls if j == k]
+        gradients = [x for call in own for x in call.values(GRADIENTS)]
         if not scale.counters:
-            gradients = _read_bare(runner, reading, scale, findings)
+            gradients = _read_bare(subject, reading, scale, findings)
         elif gradients:
-            site = next(call.site for j, call in calls if j == k)
-            _read_not_scaled(runner, reading, k, gradients, site, findings)
-        if any(map(is_fp8, runner.arguments.items)):
+            _read_not_scaled(reading, k, gradients, own[0].site, findings)
+        if any(map(is_fp8, subject.items)):
             reason = "8-bit layers keep magnitudes of scaled gradients, rightly"
             findings.not_tried("scale leaks", reason)
             continue
-        losses = [x for j, call in calls if j == k for x in call.values(LOSS)]
-        _read_leaks(runner, gradients, "the gradients", scale, findings)
-        _read_leaks(runner, losses, "the loss", scale, findings)
-        if scale.counters:
-            updated = _trained(runner, reading.bits_of_calls(k))
-            _read_leaks(runner, updated, "what is trained", scale, findings)
-    if calls or not any(scale.counters for scale in runner.scales):
+        losses = [x for call in own for x in call.values(LOSS)]
+        bits = reading.bits_of_calls(k) if scale.counters else 0
+        new = [subject.results[i].now for i in sorted(subject.trained)]
+        _read_leaks(gradients, "the gradients", findings)
+        _read_leaks(losses, "the loss", findings)
+        _read_leaks([x for x in new if x.follows & bits], "what is trained", findings)
+    if calls or not any(scale.counters for scale in subject.scales):
         for code in ("not scaled", "scale leaks"):
             findings.right(code)
 
 
-def _trained(runner: Runner, bits: int) -> list[Value]:
-    results = [runner.result(i) for i in sorted(runner.trained)]
-    return [x.now for x in results if x is not None and x.now.follows & bits]
-
-
 def _read_bare(
-    runner: Runner, reading: Reading, scale: Scale, findings: Findings
+    subject: Subject, reading: Reading, scale: Scale, findings: Findings
 ) -> list[Value]:
     """The results that contain gradients scaled by a scaler without a wrapper."""
-    bit = reading.bit(scale.at)
-    leaves = runner.carried.compared - runner.own
-    leaves = [i for i in leaves if is_inexact(runner.arguments.items[i].value)]
-    results = [runner.result(i) for i in sorted(leaves)]
-    found = [x.now for x in results if x is not None and x.now.depends & bit]
+    results = [
+        subject.results[i].now
+        for i in sorted(subject.carried.compared - subject.own)
+        if i in subject.results and is_inexact(subject.items[i].value)
+    ]
+    found = [x for x in results if x.depends & reading.bit(scale.at)]
     if not results:
         reason = "nothing comes back that could be trained"
         findings.not_tried("not scaled", reason)
@@ -157,58 +155,48 @@ def _read_bare(
 
 
 def _read_not_scaled(
-    runner: Runner,
     reading: Reading,
     k: int,
     gradients: Sequence[Value],
     site: Site,
     findings: Findings,
 ) -> None:
-    bit = reading.bit(runner.scales[k].at)
+    scales = reading.scales
+    bit, name = reading.bit(scales[k].at), scales[k].name
     lacking = [x for x in gradients if x.depends and not x.depends & bit]
     if not lacking:
         return
-    if len(lacking) < len(gradients) and not any(x.is_narrow for x in lacking):
-        note = f", but for {len(lacking)} of {len(gradients)}, made without float16"
-        findings.right("not scaled", note)
+    is_part = len(lacking) < len(gradients)
+    share = f"{len(lacking)} of {len(gradients)}"
+    if is_part and not any(x.is_narrow for x in lacking):
+        findings.right("not scaled", f", but for {share}, made without float16")
         return
-    name = runner.scales[k].name
-    others = [
-        scale.name
-        for j, scale in enumerate(runner.scales)
-        if j != k and lacking[0].depends & reading.bit(scale.at)
-    ]
+    others = [x.name for x in scales if lacking[0].depends & reading.bit(x.at)]
     if others:
         evidence = f"the gradients of {name} were scaled by {others[0]}"
     else:
-        part = (
-            ""
-            if len(lacking) == len(gradients)
-            else (f"{len(lacking)} of {len(gradients)} of ")
-        )
         evidence = (
-            f"{part}the gradients that the optimizer is given do not depend on the "
-            f"loss scale in {name}"
+            f"{f'{share} of ' if is_part else ''}the gradients that the optimizer is "
+            f"given do not depend on the loss scale in {name}"
         )
     findings.broken("not scaled", evidence, _place_of_update(site))
 
 
-def _read_leaks(
-    runner: Runner, values: Sequence[Value], what: str, scale: Scale, findings: Findings
-) -> None:
+def _read_leaks(values: Sequence[Value], what: str, findings: Findings) -> None:
+    verb = "are" if what == "the gradients" else "is"
     for value in values:
         degree = value.degree
         if degree in (ZERO, ANY) or isinstance(degree, Unknown):
             continue
         if isinstance(degree, Mixed):
             place = place_of(degree.site)
-            verb = "follow" if what == "the gradients" else "follows"
-            evidence = f"{what} {verb} the loss scale in part: mixed by {place}"
+            follow = "follow" if what == "the gradients" else "follows"
+            evidence = f"{what} {follow} the loss scale in part: mixed by {place}"
             findings.broken("scale leaks", evidence, place)
         else:
             place = place_of(value.degree_site) if value.degree_site else None
             by = f", last by {place}" if place and place.file else ""
-            evidence = f"{what} {_factor_in_words(degree, what)}{by}"
+            evidence = f"{what} {verb} {_factor_in_words(degree)}{by}"
             findings.broken("scale leaks", evidence, place)
         return
     for value in values:
@@ -218,41 +206,35 @@ def _read_leaks(
             return
 
 
-def _factor_in_words(degree: Any, what: str) -> str:
+def _factor_in_words(degree: Any) -> str:
     """The power with which the loss scale is a factor, in words."""
-    verb = "are" if what == "the gradients" else "is"
-    powers = {}
-    for symbol, power in degree:
-        powers[symbol] = power
-    kinds = {symbol[0] for symbol in powers}
+    kinds, powers = {symbol[0] for symbol, _ in degree}, [power for _, power in degree]
     if len(powers) == 1 and kinds == {"scale"}:
-        (power,) = powers.values()
+        (power,) = powers
         if power == 1:
-            return f"{verb} scaled: still multiplied by the loss scale"
+            return "scaled: still multiplied by the loss scale"
         if power == -1:
-            return f"{verb} divided by the loss scale once too often"
-        return f"{verb} multiplied by the loss scale to the power of {power}"
+            return "divided by the loss scale once too often"
+        return f"multiplied by the loss scale to the power of {power}"
     if "adjusted" in kinds:
         return (
-            f"{verb} scaled with one state and unscaled with another: the loss scale "
-            "may have changed in between"
+            "scaled with one state and unscaled with another: the loss scale may have "
+            "changed in between"
         )
-    return f"{verb} scaled by one number and unscaled by another"
+    return "scaled by one number and unscaled by another"
 
 
 # The loss, narrow gradients, bare scalers.
 
 
-def _read_losses(
-    runner: Runner, calls: Sequence[tuple[int, Checked]], findings: Findings
-) -> None:
+def _read_losses(scales: Sequence[Scale], calls: Calls, findings: Findings) -> None:
     code: Code = "loss not passed"
     if findings.is_settled(code):
         return
     for k, call in calls:
-        scale = runner.scales[k]
+        scale = scales[k]
         if not scale.is_static and not call.values(LOSS):
-            name = f" with {scale.name}" if len(runner.scales) > 1 else ""
+            name = f" with {scale.name}" if len(scales) > 1 else ""
             evidence = f"the update{name} is not given the loss, or only a constant"
             findings.broken(code, evidence, _place_of_update(call.site))
     if calls:
@@ -263,9 +245,7 @@ def _place_of_update(site: Site) -> Place:
     return place_of(site)._replace(operation="update", module="")
 
 
-def _read_narrowed(
-    runner: Runner, calls: Sequence[tuple[int, Checked]], findings: Findings
-) -> None:
+def _read_narrowed(calls: Calls, findings: Findings) -> None:
     code: Code = "gradients narrowed"
     for _, call in calls:
         for gradient in call.values(GRADIENTS):
@@ -282,16 +262,10 @@ def _read_narrowed(
 
 
 def _read_forgotten(
-    runner: Runner, reading: Reading, k: int, findings: Findings
+    subject: Subject, reading: Reading, k: int, findings: Findings
 ) -> None:
     """Whether updates reach nothing, and the parameters come back as they were."""
-    items, carried = runner.arguments.items, runner.carried
-    roots = [scale.path for scale in runner.scales]
-    inside = {
-        i
-        for i in carried.leaves
-        if any(items[i].path[: len(root)] == root for root in roots)
-    }
+    items, carried, inside = subject.items, subject.carried, subject.inside
     states = {carried.sources.get(i, items[i].path) for i in inside}
     results = (reading.outputs | reading.objects).items()
     returned = [x.now for path, x in results if path not in states]
@@ -338,19 +312,16 @@ def _note_subtracted(reading: Reading, findings: Findings) -> None:
             return
 
 
-def _read_summed(
-    reading: Reading,
-    calls: Sequence[tuple[int, Checked]],
-    findings: Findings,
-) -> None:
+def _read_summed(reading: Reading, calls: Calls, findings: Findings) -> None:
     """Whether the gradients are a sum over devices where the loss is their mean."""
     code = SUMMED
     found = [call for _, call in calls if is_tracked(call.site)]
     if not found:
         reason = "no wrapper is in a shard_map that sums gradients by itself"
         findings.does_not_apply(code, reason)
+        return
     for call in found:
-        losses, gradients = call.values(LOSS), call.values(GRADIENTS)
+        losses = call.values(LOSS)
         loss = losses[0].multiple if len(losses) == 1 else None
         if not losses:
             findings.not_tried(code, "the update is not given the loss")
@@ -358,87 +329,86 @@ def _read_summed(
             reason = "the loss that is given is not seen to be differentiated"
             findings.not_tried(code, reason)
         else:
-            for gradient in gradients:
+            for gradient in call.values(GRADIENTS):
                 _read_sum(reading, call.site, loss, gradient, findings)
-    if found:
-        findings.right(code)
+    findings.right(code)
 
 
 def _read_sum(
     reading: Reading, site: Site, loss: Multiple, gradient: Value, findings: Findings
 ) -> None:
-    code = SUMMED
     made, axes = gradient.multiple, loss.local - loss.varying
     count = devices_along(site, axes)
-    unknown = "over which devices the gradients are summed is not known"
-    if made is None or made.of is not DERIVATIVE or gradient.degree != ZERO:
-        findings.not_tried(code, unknown)
-        return
-    is_whole = not loss.varying and not made.varying & loss.local
-    is_mean = bool(axes) and math.isclose(loss.factor * count, 1)
-    if reading.flow.derivatives.has_factor(count) or not is_whole:
-        findings.not_tried(code, unknown)
-    elif math.isclose(made.factor, loss.factor):
-        pass
-    elif is_mean and math.isclose(made.factor, 1) and not made.local & axes:
-        names = ", ".join(map(repr, sorted(axes)))
-        place = place_of(gradient.site) if gradient.site else None
-        findings.broken(
-            code,
-            f"gradients are summed over {names} already: average the loss instead of "
-            f"the gradients, which are {count} times too large",
-            place._replace(operation="psum") if place else None,
-        )
-    else:
-        findings.not_tried(code, unknown)
+    is_whole = made is not None and not (loss.varying or made.varying & loss.local)
+    has_factor = reading.flow.derivatives.has_factor(count)
+    is_known = is_whole and not has_factor and gradient.degree == ZERO
+    if made is not None and made.of is DERIVATIVE and is_known:
+        is_mean = bool(axes) and math.isclose(loss.factor * count, 1)
+        if math.isclose(made.factor, loss.factor):
+            return
+        if is_mean and math.isclose(made.factor, 1) and not made.local & axes:
+            names = ", ".join(map(repr, sorted(axes)))
+            place = place_of(gradient.site) if gradient.site else None
+            findings.broken(
+                SUMMED,
+                f"gradients are summed over {names} already: average the loss instead "
+                f"of the gradients, which are {count} times too large",
+                place._replace(operation="psum") if place else None,
+            )
+            return
+    reason = "over which devices the gradients are summed is not known"
+    findings.not_tried(SUMMED, reason)
 
 
-def _read_stuck(runner: Runner, reading: Reading, findings: Findings) -> None:
+def _read_stuck(subject: Subject, reading: Reading, findings: Findings) -> None:
     code: Code = "scale stuck"
-    for k, scale in enumerate(runner.scales):
+    for k, scale in enumerate(subject.scales):
         is_used = not scale.counters or reading.calls.get(k)
         if scale.is_static or not is_used:
             continue
-        if scale.counters and runner.is_proved_to_stay(scale.own, is_skipped=False):
-            continue  # it is all of the old state: no step
-        if runner.is_proved_to_stay(scale.state, is_skipped=False):
+        # A wrapper whose whole state is the old one is no step.
+        is_old = scale.counters and subject.all_in(scale.own, subject.frozen)
+        scaler_never_changes = subject.all_in(scale.state, subject.frozen)
+        skip_changes_nothing = scale.counters and subject.all_in(
+            scale.own, subject.kept
+        )
+        if scaler_never_changes and not is_old:
             findings.broken(code, f"the state in {scale.name} comes back as it was")
-        elif scale.counters and runner.is_proved_to_stay(scale.own):
-            name = join(*scale.path)
+        if skip_changes_nothing and not is_old:
             findings.broken(
                 code,
-                f"in a step that is skipped {name} comes back as it was, with its "
-                "counters and its loss scale: an overflow is one for ever",
+                f"in a step that is skipped {join(*scale.path)} comes back as it was, "
+                "with its counters and its loss scale: an overflow is one for ever",
             )
 
 
-# Skips. Two kinds of leaves that one moves are right: leaves that random numbers
-# are added to, and averages that go on towards the parameters.
+# A skipped step may change two kinds of leaves: those with added noise, and running
+# averages of the parameters.
 
 
-def is_noise(runner: Runner, leaf: int) -> bool:
+def is_noise(subject: Subject, leaf: int) -> bool:
     """Whether a skip changes a leaf by random numbers."""
-    reading, result = runner.reading, runner.result(leaf)
+    reading, result = subject.reading, subject.results.get(leaf)
     if reading is None or result is None:
         return False
     return reading.flow.is_random(result.skipped)
 
 
-def is_average(runner: Runner, leaf: int) -> bool:
-    """Whether a skip makes a leaf out of itself and other trained leaves alone.
+def is_average(subject: Subject, leaf: int) -> bool:
+    """Whether a skip makes a leaf out of itself and other trained leaves only.
 
     A target network does, an average of the parameters, and a record of them. Weights
     that do not add up to 1 are no average.
     """
-    reading, result = runner.reading, runner.result(leaf)
+    reading, result = subject.reading, subject.results.get(leaf)
     if reading is None or result is None:
         return False
-    items, weights = runner.arguments.items, result.skipped.weights
+    items, weights = subject.items, result.skipped.weights
     if weights is not None and abs(sum(x for _, x in weights) - 1) > _ROUNDING:
         return False
     sources = set(reading.leaves_in(result.skipped.depends))
-    others = {i for i in sources & runner.trained if i != leaf}
+    others = {i for i in sources & subject.trained if i != leaf}
     # A rate or a count; pmap stacks it, as it does the loss scales.
-    scalars = {(), (1,), *(np.shape(items[x.at].value) for x in runner.scales)}
+    scalars = {(), (1,), *(np.shape(items[x.at].value) for x in subject.scales)}
     counts = {i for i in sources if np.shape(items[i].value) in scalars}
-    return bool(others) and sources - counts <= runner.trained
+    return bool(others) and sources - counts <= subject.trained

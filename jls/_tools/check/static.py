@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers in the static parts of arguments: for another one JAX compiles anew.
+"""Numbers in the static parts of arguments: JAX compiles once more for another one.
 
 They are fields of a dataclass that are no pytrees, attributes of an NNX module, and
 Python numbers among the leaves, which `equinox.filter_jit` takes for static.
@@ -46,7 +46,7 @@ def _numbers_in_object(tree: Any, path: Keys) -> Numbers:
 def static_roots(
     given: dict[str, Any], result: Any, known: dict[str, Keys]
 ) -> dict[str, Keys]:
-    """Where arguments of numbers alone, such as a dict of rates, come back.
+    """Where arguments with only numbers, such as a dict of rates, come back.
 
     Args:
       given: the arguments by name, in order.

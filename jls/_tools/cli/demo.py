@@ -31,8 +31,6 @@ from jls._wrapper import loss_scaled
 CHUNK = 20  # steps between two looks at the device
 MAX_SCALE = 2.0**40  # lets the scale follow gradients that shrink
 
-StepFn = Callable[..., tuple[tuple[Any, Any], dict[str, Array]]]
-
 
 class Digits(NamedTuple):
     """Images of 8 x 8 pixels from 0 to 1, and the digits they show."""
@@ -117,9 +115,7 @@ def train(
         # find its place.
         scaler = dynamic(growth_interval=25, max_scale=MAX_SCALE)
         optimizer = loss_scaled(optimizer, scaler)
-        step = scaled_step(loss_fn, optimizer)
-    else:
-        step = plain_step(loss_fn, optimizer)
+    step = make_step(loss_fn, optimizer, scaled)
 
     @partial(jax.jit, static_argnames="length")
     def train_steps(carry, images, labels, length):
@@ -142,7 +138,16 @@ def train(
             scores = apply(carry[0], digits.test_images)
             hits = jnp.argmax(jnp.asarray(scores), axis=1) == digits.test_labels
             accuracy = float(hits.mean())
-        yield _progress(chunks, accuracy, memory)
+        joined = [np.concatenate([x[name] for x in chunks]) for name in chunks[0]]
+        records = dict(zip(chunks[0], joined, strict=True))
+        yield Progress(
+            losses=records["loss"],
+            zeros=records["zeros"],
+            scales=records.get("loss_scale", np.empty(0, np.float32)),
+            applied=records.get("applied", np.ones(start + length, np.bool_)),
+            accuracy=accuracy,
+            memory=memory,
+        )
 
 
 def memory_of(loss_fn: Callable, params: Any, *batch: Array) -> int:
@@ -155,50 +160,21 @@ def memory_of(loss_fn: Callable, params: Any, *batch: Array) -> int:
     return sum(x.size * x.dtype.itemsize for x in saved)
 
 
-def plain_step(loss_fn: Callable, optimizer: optax.GradientTransformation) -> StepFn:
-    """Returns a training step as one writes it in float32."""
+def make_step(
+    loss_fn: Callable, optimizer: optax.GradientTransformation, scaled: bool
+) -> Callable[..., tuple[tuple[Any, Any], dict[str, Array]]]:
+    """Returns a training step as one writes it in float32, or with a loss scale."""
+    update = optax.with_extra_args_support(optimizer).update
 
     def step(params, opt_state, images, labels):
-        loss, grads = jax.value_and_grad(loss_fn)(params, images, labels)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        record = {"loss": loss, "zeros": _share_of_zeros(grads)}
-        return (params, opt_state), record
+        if scaled:  # only these two lines differ
+            loss, grads = value_and_grad(loss_fn)(opt_state, params, images, labels)
+            updates, opt_state = update(grads, opt_state, params, value=loss)
+        else:
+            loss, grads = jax.value_and_grad(loss_fn)(params, images, labels)
+            updates, opt_state = update(grads, opt_state, params)
+        zeros = jnp.mean(grads["params"]["Dense_0"]["kernel"] == 0)
+        record = {"loss": loss, "zeros": zeros} | (metrics(opt_state) if scaled else {})
+        return (optax.apply_updates(params, updates), opt_state), record
 
     return step
-
-
-def scaled_step(
-    loss_fn: Callable, optimizer: optax.GradientTransformationExtraArgs
-) -> StepFn:
-    """Returns the same step with a loss scale; only the first two lines differ."""
-
-    def step(params, opt_state, images, labels):
-        loss, grads = value_and_grad(loss_fn)(opt_state, params, images, labels)
-        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
-        params = optax.apply_updates(params, updates)
-        record = {"loss": loss, "zeros": _share_of_zeros(grads)}
-        return (params, opt_state), record | metrics(opt_state)
-
-    return step
-
-
-def _share_of_zeros(grads: Any) -> Array:
-    return jnp.mean(grads["params"]["Dense_0"]["kernel"] == 0)
-
-
-def _progress(
-    chunks: list[dict[str, np.ndarray]], accuracy: float | None, memory: int
-) -> Progress:
-    records = {
-        name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]
-    }
-    losses = records["loss"]
-    return Progress(
-        losses=losses,
-        zeros=records["zeros"],
-        scales=records.get("loss_scale", np.empty(0, np.float32)),
-        applied=records.get("applied", np.ones(len(losses), np.bool_)),
-        accuracy=accuracy,
-        memory=memory,
-    )

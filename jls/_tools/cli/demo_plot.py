@@ -9,7 +9,15 @@ from matplotlib.ticker import FuncFormatter
 
 from jls._text import format_scale
 from jls._tools.cli.demo_report import Runs, megabytes, percent
-from jls._tools.figure import BLACK, GREY, JLS, RED, WIDTH, with_exponent
+from jls._tools.figure import (
+    BLACK,
+    GREY,
+    JLS,
+    RED,
+    WIDTH,
+    draw_rug,
+    with_exponent,
+)
 
 # The runs in their order. Line styles differ too: clear to every eye and in print.
 STYLES = {
@@ -39,17 +47,8 @@ def save(runs: Runs, output: Path) -> None:
 
     skipped = ~runs.scaled.applied
     scale.step(steps, runs.scaled.scales, where="post", color=JLS, label="loss scale")
-    scale.plot(
-        steps[skipped],
-        np.full(np.sum(skipped), 0.05),
-        transform=scale.get_xaxis_transform(),
-        linestyle="none",
-        marker="|",
-        markersize=12,
-        markeredgewidth=1.8,
-        color=RED,
-        label=f"skipped steps ({np.sum(skipped)})",
-    )
+    label = f"skipped steps ({np.sum(skipped)})"
+    draw_rug(scale, steps[skipped], len(steps), 0.05, "|", RED, 12, label)
     scale.set_yscale("log", base=2)
     scale.yaxis.set_major_formatter(
         FuncFormatter(lambda y, _: with_exponent(format_scale(y)))

@@ -111,73 +111,53 @@ def take_apart(
     step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Arguments:
     """The leaves of the arguments by path, and a function that makes new arguments."""
-    names = _argument_names(step, args)
-    tree = (args, dict(kwargs))
-    _check_batches(tree, names)
-    flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_object)
-    paths = [(_argument(path, names), *tokens(path[2:])) for path, _ in flat]
-    of_nnx = [is_object(leaf) for _, leaf in flat]
-    plain = [
-        Item(path, leaf, "")
-        for path, (_, leaf), is_nnx in zip(paths, flat, of_nnx, strict=True)
-        if not is_nnx
-    ]
-    prefixes = [path for path, is_nnx in zip(paths, of_nnx, strict=True) if is_nnx]
-    objects = [leaf for (_, leaf), is_nnx in zip(flat, of_nnx, strict=True) if is_nnx]
+    names, tree = _argument_names(step, args), (args, dict(kwargs))
+    every, structure = nodes_by_path(
+        tree, names, lambda node: is_object(node) or isinstance(node, BadBatch)
+    )
+    for path, leaf in every:
+        if isinstance(leaf, BadBatch):  # what `jls.requeue` keeps of a batch
+            raise TypeError(
+                f"{join(*path)} must be a batch, got a BadBatch, which has one beside "
+                "its index and reason. Pass queue.bad[0].batch."
+            )
+    plain = [Item(path, leaf, "") for path, leaf in every if not is_object(leaf)]
+    of_nnx = [(path, leaf) for path, leaf in every if is_object(leaf)]
+    prefixes, objects = [path for path, _ in of_nnx], [leaf for _, leaf in of_nnx]
     graph, state, variables = _split_nnx(objects, prefixes)
     state_structure = jax.tree.structure(state)
 
     def rebuild(leaves: Sequence[Any]) -> BoundArguments:
-        values = iter(leaves[: len(plain)])
         new_state = jax.tree.unflatten(state_structure, list(leaves[len(plain) :]))
         new = nnx().merge(graph, new_state) if objects else []
-        clones = iter(new)
-        whole = [next(clones) if is_nnx else next(values) for is_nnx in of_nnx]
+        values, clones = iter(leaves[: len(plain)]), iter(new)
+        whole = [next(clones if is_object(x) else values) for _, x in every]
         new_args, new_kwargs = jax.tree.unflatten(structure, whole)
-        return BoundArguments(
-            new_args, new_kwargs, lambda: _not_donated(_split_nnx(new, prefixes)[2])
-        )
 
-    modules = zip(prefixes, objects, strict=True)
-    in_place = frozenset(path[0] for path, x in modules if is_module_or_optimizer(x))
+        def read() -> list[Item]:
+            items = _split_nnx(new, prefixes)[2]
+            return [x for x in items if not _is_donated(x.value)]
+
+        return BoundArguments(new_args, new_kwargs, read)
+
+    in_place = frozenset(path[0] for path, x in of_nnx if is_module_or_optimizer(x))
     return Arguments(names, plain + variables, rebuild, in_place)
 
 
-def _check_batches(tree: Any, names: list[str]) -> None:
-    """Raises if there is what `jls.requeue` keeps of a batch, and not the batch."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: is_object(node) or isinstance(node, BadBatch)
-    )
-    for path, node in flat:
-        if isinstance(node, BadBatch):
-            name = "/".join((_argument(path, names), *tokens(path[2:])))
-            raise TypeError(
-                f"{name} must be a batch, got a BadBatch, which has one beside its "
-                "index and reason. Pass queue.bad[0].batch."
-            )
-
-
-def _not_donated(items: list[Item]) -> list[Item]:
-    """The items whose arrays the step has not donated."""
-    return [
-        item
-        for item in items
-        if not (is_concrete(item.value) and item.value.is_deleted())
-    ]
+def _is_donated(leaf: Any) -> bool:
+    return is_concrete(leaf) and leaf.is_deleted()
 
 
 def check_usable(arguments: Arguments, tool: str, function: str) -> None:
     """Raises if an array among the arguments cannot be copied."""
     for path, leaf, _ in arguments.items:
-        if not is_concrete(leaf):
-            continue
         name = join(*path)
-        if leaf.is_deleted():
+        if _is_donated(leaf):
             raise ValueError(
                 f"{name} was donated to an earlier {function}, and is no more. Pass "
                 f"what that {function} returned."
             )
-        if not leaf.is_fully_addressable:
+        if is_concrete(leaf) and not leaf.is_fully_addressable:
             raise ValueError(
                 f"{name} must be held by this process, got a global array over "
                 f"several. Call {tool} with process-local arrays, such as the "
@@ -251,9 +231,25 @@ def _role_of(argument: Any) -> str:
     return "state" if hasattr(argument, "apply_gradients") else ""
 
 
-def _argument(path: Any, names: list[str]) -> str:
-    is_keyword, key = path[0].idx == 1, path[1]
-    return str(key.key) if is_keyword else names[key.idx]
+def nodes_by_path(
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+    names: Sequence[str],
+    is_end: Callable[[Any], bool],
+) -> tuple[list[tuple[Keys, Any]], Any]:
+    """The nodes of arguments with their paths, and the structure.
+
+    Args:
+      given: the arguments, and the keyword arguments.
+      names: of the positional ones.
+      is_end: whether a node is not taken apart.
+    """
+    flat, structure = jax.tree_util.tree_flatten_with_path(given, is_leaf=is_end)
+    found = []
+    for (_, first, *inner), node in flat:
+        key = getattr(first, "key", None)
+        name = names[first.idx] if key is None else str(key)
+        found.append(((name, *tokens(inner)), node))
+    return found, structure
 
 
 def tokens(path: Any) -> Keys:

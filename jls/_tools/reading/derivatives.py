@@ -24,7 +24,7 @@ class Derivatives:
     """What is differentiated in a program, noted in its order.
 
     Args:
-      is_of_scales: whether a value is computed from loss scales alone.
+      is_of_scales: whether a value is computed only from loss scales.
     """
 
     def __init__(self, is_of_scales: Callable[[Value], bool]) -> None:

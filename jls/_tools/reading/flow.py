@@ -36,7 +36,7 @@ from jls._program.places import is_transposed
 from jls._program.products import PRODUCTS
 from jls._scopes import DECISION, INNER, SCALE, UPDATE, marks_of
 from jls._tools.reading.derivatives import Derivatives
-from jls._tools.reading.updates import Updates, roles_in
+from jls._tools.reading.updates import ROLES, Updates
 
 # In `Value.through`.
 THROUGH_UPDATE, THROUGH_BACKWARD = 1, 2
@@ -96,7 +96,7 @@ class Flow:
         return bool(depends & ~self._of_scalers)
 
     def _is_of_scales(self, value: Value) -> bool:
-        """Whether a value is computed from the states of scalers alone."""
+        """Whether a value is computed only from the states of scalers."""
         return bool(value.depends) and not self._has_data(value.depends)
 
     def is_random(self, value: Value) -> bool:
@@ -213,8 +213,11 @@ class Flow:
             is_splat=is_splat,
             sign=_sign(op, INNER in marks),
         )
-        if op.name == "sub" and not marks and _is_change(op):
-            self.subtracted.append((op.site, op.operands[1]))
+        if op.name == "sub" and not marks:
+            first, second = op.operands
+            # From an input, what an optimizer has made negative.
+            if isinstance(first.known, Same) and second.sign == -1:
+                self.subtracted.append((op.site, second))
         if INNER not in marks:  # parameters come out of it
             value = value.but(never_scaled=never_scaled_by(op, value))
         by_scale = any(map(self._is_of_scales, op.operands))
@@ -243,14 +246,8 @@ class Flow:
 
 
 def _with_roles(marks: frozenset[str], values: Sequence[Value]) -> Sequence[Value]:
-    roles = roles_in(marks)
+    roles = marks.intersection(ROLES)
     return [x.but(roles=x.roles | roles) for x in values] if roles else values
-
-
-def _is_change(op: Operation) -> bool:
-    """Whether it subtracts from an input what an optimizer has made negative."""
-    first, second = op.operands
-    return isinstance(first.known, Same) and second.sign == -1
 
 
 def _sign(op: Operation, is_inner: bool) -> int | None:

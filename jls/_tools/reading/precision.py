@@ -24,6 +24,7 @@ from jls._text import listed, wrapped
 from jls._tools.reading.flow import THROUGH_BACKWARD
 from jls._tools.reading.reading import Reading
 from jls._tools.reading.scales import Scale
+from jls._tools.reading.updates import Checked
 
 BY_MODEL = "by the model"
 _KEEP = "keep"
@@ -190,114 +191,96 @@ def look_at(reading: Reading, main: Frame, live: Sequence[Scale]) -> PrecisionRe
     """
     products = products_in(main)
     precision = precision_of(products)
+    model = [x for x in products if UPDATE not in marks_of(x.site)]
     found, write = dict[str, list[str]](), ""
     for scale in live:
-        step = _Step(reading, main, products, scale)
-        half = step.not_half(precision)
-        for words in (step.not_scaled(), half.words):
+        half, to_write = _not_half(reading, main, model, scale, precision)
+        calls = reading.calls.get(reading.scales.index(scale), [])
+        for words in (_not_scaled(calls), half):
             if words:
                 found.setdefault(words, []).append(scale.name)
-        write = write or half.write
+        write = write or to_write
     is_one = len(live) == 1
     each = (x if is_one else f"{x} ({listed(names)})" for x, names in found.items())
     return PrecisionReport(precision, "; ".join(each), write)
 
 
-class _NotHalf(NamedTuple):
-    """That there is no half precision, little of it, or the wrong one."""
+def _not_scaled(calls: Sequence[Checked]) -> str:
+    """Where a float16 product of the backward pass has no loss scale."""
+    gradients = [x for call in calls for x in call.values(GRADIENTS)]
+    site = next((x.never_scaled for x in gradients if x.never_scaled), None)
+    if site is None:
+        return ""
+    place = place_of(site)
+    within = ", of a gradient inside the loss" if is_gradient_in_loss(site) else ""
+    at = f", at {short_path(place.file)}:{place.line}" if place.file else ""
+    return f"its gradients are not scaled: {place.operation} in float16{within}{at}"
 
-    words: str = ""
-    write: str = ""
 
+def _not_half(
+    reading: Reading,
+    main: Frame,
+    products: Sequence[Product],
+    scale: Scale,
+    precision: Precision,
+) -> tuple[str, str]:
+    """What to say of the half precision that a loss scale is for, and what to write.
 
-class _Step:
-    """The part of a step that one loss scale is for."""
+    Args:
+      reading: the facts about the step.
+      main: the frame of its program.
+      products: those of the model.
+      scale: the loss scale.
+      precision: that of the step.
+    """
+    nothing = "", ""
+    is_used = not scale.counters or reading.calls.get(reading.scales.index(scale))
+    if scale.is_static or not is_used or _has_foreign_half(main):
+        return nothing
+    bit = reading.bit(scale.at)
+    others = sum(reading.bit(x.at) for x in reading.scales) & ~bit
 
-    def __init__(
-        self,
-        reading: Reading,
-        main: Frame,
-        products: Sequence[Product],
-        scale: Scale,
-    ) -> None:
-        self._reading, self._main, self._scale = reading, main, scale
-        self._products = [x for x in products if UPDATE not in marks_of(x.site)]
-        index = reading.scales.index(scale)
-        self._calls = reading.calls.get(index, [])
-        self._bit = reading.bit(scale.at)
-        self._others = sum(reading.bit(x.at) for x in reading.scales) & ~self._bit
-        self._follow = [x for x in self._products if self._depends(x) & self._bit]
-        self._backward = [
-            product
-            for product in self._products
-            if (value := self._value(product)) and self._is_of_backward(value)
-        ]
-
-    def _value(self, product: Product) -> Value | None:
-        return self._reading.flow.products.get(product.site.indices)
-
-    def _depends(self, product: Product) -> int:
-        value = self._value(product)
-        return value.depends if value else 0
-
-    def _is_of_backward(self, value: Value) -> bool:
+    def is_backward(value: Value) -> bool:
         """Whether a value may belong to the backward pass that is scaled."""
-        is_backward = bool(value.through & THROUGH_BACKWARD)
-        return bool(value.depends & self._bit) or (
-            is_backward and not value.depends & self._others
+        is_transposed = bool(value.through & THROUGH_BACKWARD)
+        return bool(value.depends & bit) or (
+            is_transposed and not value.depends & others
         )
 
-    def not_scaled(self) -> str:
-        """Where a float16 product of the backward pass has no loss scale."""
-        gradients = [x for call in self._calls for x in call.values(GRADIENTS)]
-        site = next((x.never_scaled for x in gradients if x.never_scaled), None)
-        if site is None:
-            return ""
-        place = place_of(site)
-        within = ", of a gradient inside the loss" if is_gradient_in_loss(site) else ""
-        at = f", at {short_path(place.file)}:{place.line}" if place.file else ""
-        return f"its gradients are not scaled: {place.operation} in float16{within}{at}"
+    values = [(x, reading.flow.products.get(x.site.indices)) for x in products]
+    follow = [x for x, value in values if value and value.depends & bit]
+    backward = [x for x, value in values if value and is_backward(value)]
+    halves = {x.dtype for x in backward if x.dtype.itemsize <= 2}
+    # Whether something in the backward pass is float16, or narrower.
+    is_narrow = any(map(is_backward, reading.flow.narrow.values()))
+    if not follow and len(reading.scales) > 1:
+        return nothing  # of a temperature, say
+    if not halves and not is_narrow:
+        reasons = {why_wide(x) for x in products}
+        if _KEEP in reasons and BY_MODEL not in reasons:
+            words = f"keep leaves no product in half: {_IDLE}"
+            return words, f"a narrower keep; {_STAY}"
+        is_any = any(dtype in _HALVES for dtype, _, _ in precision.products)
+        words = f"no product {'that follows it ' if is_any else ''}is half: {_IDLE}"
+        has_products = bool(precision.products)
+        return words, f"{_HALF}; {_STAY}" if has_products else "jls.skip_nonfinite"
+    if halves == {jnp.dtype(jnp.bfloat16)} and not is_narrow:
+        return "bfloat16 needs no loss scale: jls.skip_nonfinite", ""
+    is_little = all(map(_is_mostly_wide, (products, follow or backward)))
+    if not is_little or any(x.itemsize == 1 for x in halves):
+        return nothing
+    shares = {dtype: share for dtype, _, share in precision.products}
+    share = _percent(shares.get("float16", 0.0))
+    return f"float16 in {share} of the multiplications", _HALF
 
-    def not_half(self, precision: Precision) -> _NotHalf:
-        """What to say of the half precision that the loss scale is for."""
-        is_used = bool(self._calls) or not self._scale.counters
-        if self._scale.is_static or not is_used or self._has_foreign_half():
-            return _NotHalf()
-        halves = {x.dtype for x in self._backward if x.dtype.itemsize <= 2}
-        follows = self._has_float16()
-        if not self._follow and len(self._reading.scales) > 1:
-            return _NotHalf()  # of a temperature, say
-        if not halves and not follows:
-            reasons = {why_wide(x) for x in self._products}
-            if _KEEP in reasons and BY_MODEL not in reasons:
-                words = f"keep leaves no product in half: {_IDLE}"
-                return _NotHalf(words, f"a narrower keep; {_STAY}")
-            is_any = any(dtype in _HALVES for dtype, _, _ in precision.products)
-            words = f"no product {'that follows it ' if is_any else ''}is half: {_IDLE}"
-            has_products = bool(precision.products)
-            write = f"{_HALF}; {_STAY}" if has_products else "jls.skip_nonfinite"
-            return _NotHalf(words, write)
-        if halves == {jnp.dtype(jnp.bfloat16)} and not follows:
-            return _NotHalf("bfloat16 needs no loss scale: jls.skip_nonfinite")
-        counted = self._follow or self._backward
-        is_little = all(map(_is_mostly_wide, (self._products, counted)))
-        if not is_little or any(x.itemsize == 1 for x in halves):
-            return _NotHalf()
-        shares = {dtype: share for dtype, _, share in precision.products}
-        share = _percent(shares.get("float16", 0.0))
-        return _NotHalf(f"float16 in {share} of the multiplications", _HALF)
 
-    def _has_float16(self) -> bool:
-        """Whether something in the backward pass is float16, or narrower."""
-        return any(map(self._is_of_backward, self._reading.flow.narrow.values()))
-
-    def _has_foreign_half(self) -> bool:
-        """Whether an operation that nothing is known of gets numbers in half."""
-        return any(
-            primitive_of(equation) is UNKNOWN and any(map(_is_half, equation.invars))
-            for frame in self._main.all()
-            for equation in frame.jaxpr.eqns
-        )
+def _has_foreign_half(main: Frame) -> bool:
+    """Whether an operation that nothing is known of gets numbers in half."""
+    return any(
+        primitive_of(equation) is UNKNOWN and any(map(_is_half, equation.invars))
+        for frame in main.all()
+        for equation in frame.jaxpr.eqns
+    )
 
 
 def _is_mostly_wide(products: Sequence[Product]) -> bool:

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jls._mistakes import eager_steps_allowed
+from jls._notes import noted
 from jls._program.facts import Same, Value
 from jls._program.jaxprs import opened
 from jls._program.walk import walk
-from jls._tools.reading.arguments import Arguments, Item
+from jls._tools.reading.arguments import Arguments
 from jls._tools.reading.flow import Flow
 from jls._tools.reading.scales import Scale
 from jls._tools.reading.trace import READS, Traced, trace
@@ -38,14 +38,14 @@ def try_to_trace(step: Callable[..., Any], arguments: Arguments) -> Traced | Unr
     calls = list[None]()
     try:
         # A step under a transformation of JAX: its own effects, but no computation.
-        with _noting_device_get(calls), eager_steps_allowed():
+        with _noting_device_get(calls), noted("eager step"):
             traced = trace(step, arguments)
     except READS as error:
         name = type(error).__name__
         return Unread("the step reads a value at the host", reads=name)
     except Exception as error:
         return Unread(f"the step cannot be traced ({type(error).__name__})")
-    return traced._replace(reads=bool(calls))
+    return traced._replace(reads="jax.device_get" if calls else "")
 
 
 @contextlib.contextmanager
@@ -98,31 +98,32 @@ class Reading:
         return flow, walk(self.traced.program, flow.inputs, flow)
 
     @functools.cached_property
-    def _pairs(self) -> list[Result | None]:
+    def _by_path(self) -> list[dict[tuple[str, ...], Result]]:
         _, skipped = self._read(is_skipped=True)
         pairs = iter(map(Result, self.results, skipped))
-        items = [*self.traced.outputs, *self.traced.objects]
-        return [next(pairs) if is_a_result(x) else None for x in items]
+        results = (self.traced.outputs, self.traced.objects)
+        kinds = jax.ShapeDtypeStruct | np.ndarray  # of which the program has results
+        return [
+            {x.path: next(pairs) for x in items if isinstance(x.value, kinds)}
+            for items in results
+        ]
 
-    @functools.cached_property
+    @property
     def outputs(self) -> dict[tuple[str, ...], Result]:
         """The results that came back, by path."""
-        return _by_path(self.traced.outputs, self._pairs[: len(self.traced.outputs)])
+        return self._by_path[0]
 
-    @functools.cached_property
+    @property
     def objects(self) -> dict[tuple[str, ...], Result]:
         """The leaves of NNX arguments afterwards, by path."""
-        return _by_path(self.traced.objects, self._pairs[len(self.traced.outputs) :])
+        return self._by_path[1]
 
     def _calls(self) -> dict[int, list[Checked]]:
         """The calls of each wrapper, by the index of its loss scale."""
         found: dict[int, list[Checked]] = {}
         lost: list[Checked] = []
-        for call in self._updates:
-            if call.scale is None:
-                lost.append(call)
-            else:
-                found.setdefault(call.scale, []).append(call)
+        for x in self._updates:
+            (lost if x.scale is None else found.setdefault(x.scale, [])).append(x)
         wrappers = [k for k, scale in enumerate(self.scales) if scale.counters]
         left = [k for k in wrappers if k not in found]
         for k, call in zip(left or wrappers[:1], lost, strict=False):
@@ -138,15 +139,12 @@ class Reading:
         return 1 << self._place[leaf] if leaf in self._place else 0
 
     def bits_of_calls(self, scale: int) -> int:
-        return self._bits(self.calls.get(scale, []))
-
-    def _bits(self, calls: Sequence[Checked]) -> int:
-        return sum(self.flow.updates.bit_of_call(x.index) for x in calls)
+        return sum(x.bit for x in self.calls.get(scale, []))
 
     @property
     def bits_of_updates(self) -> int:
         """The bits of what trains: updates; where no wrapper is, gradients."""
-        return self._bits(self._updates) or self.flow.bit_of_gradients
+        return sum(x.bit for x in self._updates) or self.flow.bit_of_gradients
 
     @property
     def reaches_gradients(self) -> int:
@@ -161,14 +159,3 @@ class Reading:
     def leaves_in(self, bits: int) -> list[int]:
         """The leaves of the arguments in a set of bits."""
         return [i for n, i in enumerate(self.traced.inputs) if bits >> n & 1]
-
-
-def is_a_result(item: Item) -> bool:
-    """Whether the program has a result for a leaf that came back."""
-    return isinstance(item.value, jax.ShapeDtypeStruct | np.ndarray)
-
-
-def _by_path(
-    items: Sequence[Item], results: Sequence[Result | None]
-) -> dict[tuple[str, ...], Result]:
-    return {x.path: y for x, y in zip(items, results, strict=True) if y is not None}

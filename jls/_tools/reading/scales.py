@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss scales among the arguments of a step."""
 
-from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from jls._state import is_scaler_state
-from jls._tools.reading.arguments import Arguments, Item, Keys, tokens
+from jls._tools.reading.arguments import Arguments, Keys, nodes_by_path
 
 
 class Scale(NamedTuple):
@@ -32,29 +30,14 @@ def scales_in(
     args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments
 ) -> list[Scale]:
     """The loss scales among the arguments of a step, [] if there are none."""
-    nodes: list[Keys] = []
-    flat, _ = jax.tree_util.tree_flatten_with_path(
-        (args, kwargs), is_leaf=is_scaler_state
-    )
-    for path, node in flat:
-        if is_scaler_state(node):
-            kind, key, *inner = path
-            name = arguments.names[key.idx] if kind.idx == 0 else str(key.key)
-            nodes.append((name, *tokens(inner)))
-    return _scales_below(arguments.items, nodes)
-
-
-def _scales_below(items: Sequence[Item], nodes: Iterable[Keys]) -> list[Scale]:
-    """The loss scales below the scaler states `nodes`, or else by their names.
-
-    A state from `nnx.split` has lost the types of its nodes.
-    """
-    names = [without_value(item.path) for item in items]
-    prefixes = list(dict.fromkeys(nodes)) or [
+    nodes, _ = nodes_by_path((args, kwargs), arguments.names, is_scaler_state)
+    names = [without_value(item.path) for item in arguments.items]
+    # A state from `nnx.split` has lost the types of its nodes.
+    prefixes = [path for path, node in nodes if is_scaler_state(node)] or [
         name[:-1] for name in names if name[-1] == "loss_scale"
     ]
     scales = []
-    for prefix in prefixes:
+    for prefix in dict.fromkeys(prefixes):
         state = {i for i, x in enumerate(names) if x[: len(prefix)] == prefix}
         fields = {names[i][-1]: i for i in state}
         around = prefix[:-1]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program of a user's function."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,8 +30,8 @@ class Traced(NamedTuple):
     program: Program
     inputs: list[int]  # the index of the leaf for each input
     outputs: list[Item]  # its results; arrays as shapes and dtypes
-    objects: list[Item]  # the leaves of its NNX arguments afterwards, likewise
-    reads: bool = False  # whether it asks for values without computing with them
+    objects: list[Item]  # the leaves of its NNX arguments afterwards, in the same form
+    reads: str = ""  # how it asks for values without computing with them, "" if not
 
     @property
     def is_jitted(self) -> bool:
@@ -38,7 +39,7 @@ class Traced(NamedTuple):
 
 
 # The types that may be abstract while a function is traced: those that `jax.jit`
-# traces; or arrays alone.
+# traces; or only arrays.
 ALL = (jax.Array, np.ndarray, np.generic, float, complex)
 _ARRAYS = (jax.Array, np.ndarray)
 
@@ -62,14 +63,13 @@ def trace(
       Exception: what the function raises; one of `READS` if it reads a value of a JAX
         array at the host.
     """
-    for kinds in dict.fromkeys((abstract, _ARRAYS)):
-        try:
-            return _trace_abstract(fun, arguments, kinds)
-        except READS:
-            pass
-        except Exception:
-            if kinds == _ARRAYS:
-                raise
+    if abstract != _ARRAYS:
+        # The function may refuse the type of a number that is abstract.
+        with contextlib.suppress(Exception):
+            return _trace_abstract(fun, arguments, abstract)
+    # It may compute with the arrays of numpy, at the host.
+    with contextlib.suppress(*READS):
+        return _trace_abstract(fun, arguments, _ARRAYS)
     return _trace_abstract(fun, arguments, (jax.Array,))
 
 

@@ -31,7 +31,7 @@ class Given(NamedTuple):
 class Checked:
     """What one call of a wrapper's `update` looks at, or of `jls.all_finite`."""
 
-    index: int
+    bit: int  # in `follows`: its gradients
     site: Site  # of its first operation
     is_update: bool
     scale: int | None = None  # the index of its loss scale
@@ -39,7 +39,7 @@ class Checked:
     is_over: bool = False
 
     def values(self, role: str) -> list[Value]:
-        """The facts about what it looks at in this role, but for numbers."""
+        """The facts about what it looks at in this role, except for numbers."""
         return [x.value for x in self.given.get(role, {}).values() if x.is_data]
 
 
@@ -51,16 +51,11 @@ class Updates:
     """
 
     def __init__(self, first_bit: int) -> None:
-        self.calls: dict[int, Checked] = {}
+        self.calls: dict[tuple[int, ...], Checked] = {}  # by the place of its site
         self.reaches_gradients = 0  # a set of bits: inputs that gradients depend on
         self._first_bit = first_bit
         self._open: Checked | None = None
-        self._indices: dict[Any, int] = {}  # of calls, by site
         self._gradients: dict[int, tuple[Value, int]] = {}  # by identity, with bits
-
-    def bit_of_call(self, index: int) -> int:
-        """The bit, in `follows`, of the gradients in a call of a wrapper."""
-        return self._first_bit << index
 
     def note(self, site: Site, operands: Sequence[Value]) -> frozenset[str]:
         """Notes what an operation, or a call, looks at; and its scopes."""
@@ -83,8 +78,10 @@ class Updates:
         call = self._open
         is_next = call is not None and call.is_over and role in (GRADIENTS, LOSS)
         if call is None or is_next or call.is_update != is_update:
-            index = self._indices.setdefault(site.indices, len(self._indices))
-            call = self._open = self.calls[index] = Checked(index, site, is_update)
+            old = self.calls.get(site.indices)
+            bit = old.bit if old else self._first_bit << len(self.calls)
+            call = self._open = Checked(bit, site, is_update)
+            self.calls[site.indices] = call
         return call
 
     def _look(
@@ -99,7 +96,7 @@ class Updates:
             if call.is_update and one.is_data and role in (GRADIENTS, LOSS):
                 self.reaches_gradients |= value.depends
                 if role == GRADIENTS:
-                    self._gradients[id(value)] = value, self.bit_of_call(call.index)
+                    self._gradients[id(value)] = value, call.bit
 
     def widened(self, old: Value, new: Value) -> None:
         """Notes that a wrapper has cast a gradient."""
@@ -114,8 +111,3 @@ class Updates:
             if value.follows & bit == bit
             else value.but(follows=value.follows | bit)
         )
-
-
-def roles_in(marks: frozenset[str]) -> frozenset[str]:
-    """The roles among the scopes of an operation."""
-    return marks.intersection(ROLES)

@@ -4,6 +4,7 @@
 import math
 import warnings
 from collections.abc import Iterable, Mapping
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -20,16 +21,12 @@ from jls._scalers.static import is_static
 from jls._state import Run, find, is_wrapper_state, run_in
 from jls._step import FoundWrapper, find_wrappers, sums_squares, wrapper_of
 from jls._text import an, at, wrapped
-from jls._tools.run.poison import Suspects
+from jls._tools.run.poison import find_poison, suspects_in
 from jls._tools.run.small import measure_small
 from jls._tools.run.verdict import (
-    UNKNOWN,
     VERDICTS,
     Facts,
     Limits,
-    PolicyFacts,
-    ScalerFacts,
-    Small,
     Verdict,
     ask_for_half,
     diagnose,
@@ -219,40 +216,45 @@ def health(
         check_holds("carried", carried, is_array, "arrays")
     for name, tree in {"params": params, "grads": grads, "carried": carried}.items():
         _validate.concrete(name, tree)
-    subject = _gather(state, run, params, carried, optimizer)
+    subject = _gather(state, run.state, params, carried, optimizer)
     if subject.params is not None:
         _check_shapes(subject.params, run.inner_state)
-    suspects = subject.suspects()
+    inner_state = None if subject.params is None else run.inner_state
+    suspects = suspects_in(subject.params, inner_state, subject.others)
     on_device = {
         "counts": {"loss_scale": run.loss_scale} | wrapper_metrics(run.state),
         "leaves": run.state.nonfinite_leaves,
-        "bad": suspects.flags,
+        "bad": {tree: found.flags for tree, found in suspects.items()},
         "small": {} if grads is None else measure_small(run.loss_scale, grads, dtype),
         "policy": _observe_spikes(run.state.spike_state),
     }
     on_host = jax.tree.map(lambda x: x.tolist(), jax.device_get(on_device))
     counts, small, policy = (on_host[name] for name in ("counts", "small", "policy"))
     counts["last_skip_reason"] = skip_reason_of(counts["last_skip_reason"])
-    poison = suspects.find(on_host["bad"], counts["steps"], counts["consecutive_skips"])
-    known = _describe_scale(subject, counts["loss_scale"])
+    steps, skipped = counts["steps"], counts["consecutive_skips"]
+    flags = on_host["bad"]
+    flagged = {x: [*compress(suspects[x].named, flags[x])] for x in suspects}
+    poison = find_poison(flagged, steps, skipped)
+    known = _describe_scale(subject, run.state.scaler_state, counts["loss_scale"])
     known |= {"poisoned_leaves": poison.leaves, "masks": poison.masks}
     names, unnamed = _name_leaves(subject, on_host["leaves"])
     if subject.params is not None:
         known["nonfinite_leaves"] = names
     if grads is not None:
         small["dtype"] = dtype.name
+    # Only if the last step was skipped for its gradients does it matter.
+    was_bad = skipped > 0 and counts["last_skip_reason"] == SkipReason.GRADIENTS
+    sums = was_bad and _sums_squares(subject, run.inner_state)
     facts = Facts(
-        metrics=counts,
+        metrics=counts | small | policy,
         all_leaves_finite=bool(on_host["leaves"]) and not any(on_host["leaves"]),
         unnamed_leaves=unnamed,
         is_doubted=poison.is_doubted,
         saw_params=subject.params is not None or subject.is_train_state,
         is_train_state=subject.is_train_state,
         is_nnx=subject.is_nnx,
-        sums_squares=subject.sums_squares(counts),
-        small=Small(**small) if small else None,
-        policy=PolicyFacts(**policy) if policy else None,
-        scaler=_describe_scaler(subject),
+        sums_squares=sums,
+        scaler=_scaler_numbers(subject),
         **known,
     )
     known["poisoned"] = facts.poisoned if poison.leaves else None
@@ -288,29 +290,11 @@ def _check_params(params: Any) -> None:
 class _Subject(NamedTuple):
     """What a verdict is on."""
 
-    run: Run
     params: Any  # None if they are not looked at
     others: list[Any]  # what else goes from step to step
     found: FoundWrapper | None  # the optimizer's wrapper, if it is known
     is_train_state: bool
     is_nnx: bool
-
-    def suspects(self) -> Suspects:
-        """The leaves that are looked at, with their flags on the device."""
-        if self.params is None:
-            return Suspects(None, None, self.others)
-        return Suspects(self.params, self.run.inner_state, self.others)
-
-    def sums_squares(self, counts: Mapping[str, Any]) -> bool:
-        """Whether the last step was skipped for a sum of squares of its gradients."""
-        was_bad = (
-            counts["consecutive_skips"] > 0
-            and counts["last_skip_reason"] == SkipReason.GRADIENTS
-        )
-        if not (self.found and was_bad):
-            return False
-        inner_state = read_variables(self.run.inner_state)
-        return sums_squares(self.found.wrapper, self.params, inner_state)
 
 
 def _run_in(state: Any, params: Any) -> Run:
@@ -326,7 +310,11 @@ def _run_in(state: Any, params: Any) -> Run:
 
 
 def _gather(
-    state: Any, run: Run, params: Any, carried: Any, optimizer: Any
+    state: Any,
+    wrapper_state: LossScaledState,
+    params: Any,
+    carried: Any,
+    optimizer: Any,
 ) -> _Subject:
     """What is given, and what `state` carries beside the optimizer's own."""
     held = carried_by(state)
@@ -342,9 +330,17 @@ def _gather(
         params = params["params"]
     if held.others:
         others.append(dict(held.others))
-    found = _wrapper_in(optimizer, held.optimizer, params, run.state)
+    found = _wrapper_in(optimizer, held.optimizer, params, wrapper_state)
     is_train_state = held.params is not None or bool(held.others)
-    return _Subject(run, params, others, found, is_train_state, is_nnx)
+    return _Subject(params, others, found, is_train_state, is_nnx)
+
+
+def _sums_squares(subject: _Subject, inner_state: Any) -> bool:
+    """Whether a sum of squares of the gradients decides about a step, if known."""
+    if not subject.found:
+        return False
+    wrapper, inner_state = subject.found.wrapper, read_variables(inner_state)
+    return sums_squares(wrapper, subject.params, inner_state)
 
 
 def _name_leaves(
@@ -460,45 +456,38 @@ def _wrappers_in(optimizer: Any, params: Any) -> list[FoundWrapper]:
     return find_wrappers(optimizer, params) if can_look else []
 
 
-def _describe_scale(subject: _Subject, loss_scale: float) -> dict[str, Any]:
+def _describe_scale(
+    subject: _Subject, scaler_state: Any, loss_scale: float
+) -> dict[str, Any]:
     """Whether the scale can never move, and its bounds; None if they are not known."""
     scaler = subject.found.wrapper.scaler if subject.found else None
-    static = isinstance(subject.run.state.scaler_state, StaticState)
-    if is_static(scaler) if scaler else static:
-        return {"is_static": True, "min_scale": loss_scale, "max_scale": loss_scale}
-    bounds = bounds_of(scaler) if scaler else None
-    if bounds is None:
-        return {"is_static": False, "min_scale": None, "max_scale": None}
-    low, high = bounds
-    return {"is_static": low == high, "min_scale": low, "max_scale": high}
+    static = is_static(scaler) if scaler else isinstance(scaler_state, StaticState)
+    bounds = (loss_scale, loss_scale) if static else scaler and bounds_of(scaler)
+    low, high = bounds or (None, None)
+    static = static or (low is not None and low == high)
+    return {"is_static": static, "min_scale": low, "max_scale": high}
 
 
-def _describe_scaler(subject: _Subject) -> ScalerFacts:
-    """The facts of the scaler of a known optimizer."""
+_OF_SCALER = "init_scale", "backoff_factor", "backoff_interval", "growth_interval"
+
+
+def _scaler_numbers(subject: _Subject) -> dict[str, float | None]:
+    """What is known of the scaler, if the optimizer is."""
     if subject.found is None:
-        return UNKNOWN
+        return {}
     known = subject.found.wrapper.scaler.hyperparameters
-    return ScalerFacts(
-        init_scale=scalar(known, "init_scale"),
-        backoff_factor=scalar(known, "backoff_factor"),
-        backoff_interval=scalar(known, "backoff_interval"),
-        growth_interval=scalar(known, "growth_interval"),
-    )
+    return {name: scalar(known, name) for name in _OF_SCALER}
 
 
 def _check_verdicts(name: str, verdicts: Iterable[Verdict]) -> tuple[Verdict, ...]:
     rule = f"{name} must be verdicts out of {VERDICTS}, got {verdicts!r}."
-    if isinstance(verdicts, str) and verdicts in VERDICTS:
-        raise ValueError(
-            f"{name} must be a list of verdicts, got {verdicts!r}. Write "
-            f"{name}=[{verdicts!r}]."
-        )
     try:
         names = tuple(verdicts)  # an iterator can be asked only once
     except TypeError:
         raise TypeError(rule) from None
-    known = all(isinstance(name, str) and name in VERDICTS for name in names)
-    if isinstance(verdicts, str) or not known:
+    if isinstance(verdicts, str):
+        raise ValueError(f"{rule} Write {name}=[{verdicts!r}].")
+    if not all(isinstance(x, str) and x in VERDICTS for x in names):
         raise ValueError(rule)
     return names
 

@@ -28,6 +28,8 @@ from jls._tools.figure import (
     RED,
     WIDTH,
     ShownFigure,
+    draw_rug,
+    thin,
     with_exponent,
 )
 from jls._tools.run.columns import (
@@ -79,7 +81,7 @@ def plot(columns: Columns, axes: Any = None) -> Figure:
             if counts.any():
                 # Explained once, in the first panel.
                 label = f"{word} ({np.sum(counts)})" if panel is given[0] else None
-                _draw_rug(panel, steps[counts > 0], TICKS, 0.045, *style, label)
+                draw_rug(panel, steps[counts > 0], TICKS, 0.045, *style, label)
         panel.set_ylabel(name)
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
@@ -134,7 +136,7 @@ def _draw_loss(panel: Axes, columns: Columns, steps: np.ndarray) -> None:
     bad = is_known & ~np.isfinite(losses) & (skip_counts(columns) == 0)
     if bad.any():
         label = f"loss inf or NaN ({np.sum(bad)})"
-        _draw_rug(panel, steps[bad], MARKS, 0.95, "x", BLACK, 6, label)
+        draw_rug(panel, steps[bad], MARKS, 0.95, "x", BLACK, 6, label)
 
 
 def _draw_norm(panel: Axes, columns: Columns, steps: np.ndarray) -> None:
@@ -153,7 +155,7 @@ def _draw_limit(panel: Axes, steps: np.ndarray, limits: np.ndarray) -> None:
     limits = np.where(np.isfinite(limits), limits, np.nan)
     if np.isnan(limits).all():
         return
-    at = _thin(steps, POINTS)
+    at = thin(steps, POINTS)
     label = "limit of spikes"
     panel.set_ylim(panel.get_ylim())  # a limit far above the values does not count
     panel.plot(steps[at], limits[at], "--", color=GREY, linewidth=1, label=label)
@@ -179,7 +181,7 @@ def _draw_scale(panel: Axes, columns: Columns, steps: np.ndarray) -> None:
         (backed_off, "v", RED, f"backoff ({backoffs})"),
     ):
         if where.any():
-            at = np.flatnonzero(where)[_thin(x[where], MARKS)]
+            at = np.flatnonzero(where)[thin(x[where], MARKS)]
             style = {"linestyle": "none", "marker": shape, "ms": 6.5, "color": color}
             panel.plot(
                 x[at], y[at], mec="white", mew=0.6, zorder=3, label=label, **style
@@ -240,36 +242,3 @@ def _use_log_axis(panel: Axes, decades: float) -> None:
         panel.yaxis.set_major_locator(LogLocator(subs=between))
     panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     panel.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _draw_rug(
-    panel: Axes,
-    x: np.ndarray,
-    limit: int,
-    height: float,
-    marker: str,
-    color: str,
-    size: float,
-    label: str | None,
-) -> None:
-    """Marks along the panel at a height between 0, its foot, and 1."""
-    x = x[_thin(x, limit)]
-    panel.plot(
-        x,
-        np.full(len(x), height),
-        transform=panel.get_xaxis_transform(),
-        linestyle="none",
-        marker=marker,
-        markersize=size,
-        markeredgewidth=1.6 if len(x) < 100 else 0.8,
-        color=color,
-        label=label,
-    )
-
-
-def _thin(x: np.ndarray, limit: int) -> np.ndarray:
-    """Indices of at most `limit` of the numbers, spread as they are."""
-    if len(x) <= limit:
-        return np.arange(len(x))
-    slots = (x - x.min()) / (x.max() - x.min() or 1.0) * (limit - 1)
-    return np.unique(slots.astype(np.int64), return_index=True)[1]

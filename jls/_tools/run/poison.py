@@ -23,72 +23,56 @@ class BadLeaf(NamedTuple):
     lows: int  # elements that are -inf
 
 
-class FlaggedLeaves:
-    """The leaves of trees, with a flag for a NaN, and for an inf that may not be.
+class Suspects(NamedTuple):
+    """Leaves that may be poisoned, with a flag for a NaN, and for an inf that is none.
 
-    Args:
-      trees: what to look at.
-      may_be_inf: whether a leaf may hold an inf on purpose.
+    Some leaves may hold an inf on purpose.
     """
 
-    def __init__(self, trees: list[Any], may_be_inf: Callable[[Any], bool]) -> None:
-        finite, others = [], []
-        for tree in trees:
-            for name, leaf in zip(*named_floats(tree), strict=True):
-                (others if may_be_inf(leaf) else finite).append((name, leaf))
-        self._named = finite + others
-        self.flags = _nonfinite_flags(  # bool[n], on the device
-            [leaf for _, leaf in finite], [leaf for _, leaf in others]
-        )
-
-    def count_bad(self, flags: list[bool]) -> list[BadLeaf]:
-        """Counts elements of the flagged leaves alone: in most runs there are none."""
-        pairs = zip(self._named, flags, strict=True)
-        flagged = [named for named, flag in pairs if flag]
-        if not flagged:
-            return []
-        tallies = jax.device_get(_count_nonfinite([leaf for _, leaf in flagged]))
-        return [
-            BadLeaf(name, jnp.size(leaf), *(high << 32 | low for high, low in pair))
-            for (name, leaf), pair in zip(flagged, tallies.tolist(), strict=True)
-        ]
+    named: list[tuple[str, Any]]
+    flags: Array  # bool[n], on the device
 
 
-class Suspects:
-    """The trees in which there may be poison, with the flags of their leaves.
+def suspects_in(params: Any, inner_state: Any, carried: list[Any]) -> dict[str, Any]:
+    """The `Suspects` by the tree that they are in.
 
     Args:
-      params: the parameters, or None.
+      params: the parameters; None if neither they nor the optimizer's state count.
       inner_state: the state of the optimizer.
       carried: other trees.
     """
+    found = {}
+    if params is not None:
+        # All optimizers of optax that keep an inf on purpose keep it in a scalar.
+        shapes = {jnp.shape(leaf) for leaf in named_floats(params)[1]} - {()}
+        found["params"] = _flagged([params], lambda _: False)
+        found["opt_state"] = _flagged(
+            [inner_state], lambda leaf: jnp.shape(leaf) not in shapes
+        )
+    if carried:
+        # A scalar may be the best loss so far, which starts at inf.
+        found["carried"] = _flagged(carried, lambda leaf: jnp.ndim(leaf) == 0)
+    return found
 
-    def __init__(self, params: Any, inner_state: Any, carried: list[Any]) -> None:
-        self._flagged: dict[str, FlaggedLeaves] = {}
-        if params is not None:
-            # All optimizers of optax that keep an inf on purpose keep it in a scalar.
-            shapes = {jnp.shape(leaf) for leaf in named_floats(params)[1]} - {()}
-            self._flagged["params"] = FlaggedLeaves([params], lambda _: False)
-            self._flagged["opt_state"] = FlaggedLeaves(
-                [inner_state], lambda leaf: jnp.shape(leaf) not in shapes
-            )
-        if carried:
-            # A scalar may be the best loss so far, which starts at inf.
-            self._flagged["carried"] = FlaggedLeaves(
-                carried, lambda leaf: jnp.ndim(leaf) == 0
-            )
 
-    @property
-    def flags(self) -> dict[str, Array]:
-        """`bool[n]` for each tree, on the device."""
-        return {tree: leaves.flags for tree, leaves in self._flagged.items()}
+def _flagged(trees: list[Any], may_be_inf: Callable[[Any], bool]) -> Suspects:
+    finite, others = [], []
+    for tree in trees:
+        for name, leaf in zip(*named_floats(tree), strict=True):
+            (others if may_be_inf(leaf) else finite).append((name, leaf))
+    leaves = ([leaf for _, leaf in named] for named in (finite, others))
+    return Suspects(finite + others, _nonfinite_flags(*leaves))
 
-    def find(
-        self, flags: dict[str, list[bool]], steps: int, consecutive_skips: int
-    ) -> "Poison":
-        """The leaves that are poisoned, by their flags on the host."""
-        bad = {tree: x.count_bad(flags[tree]) for tree, x in self._flagged.items()}
-        return _find_poison(bad, steps, consecutive_skips)
+
+def _count_bad(named: list[tuple[str, Any]]) -> list[BadLeaf]:
+    """Counts elements of the flagged leaves alone: in most runs there are none."""
+    if not named:
+        return []
+    tallies = jax.device_get(_count_nonfinite([leaf for _, leaf in named]))
+    return [
+        BadLeaf(name, jnp.size(leaf), *(high << 32 | low for high, low in pair))
+        for (name, leaf), pair in zip(named, tallies.tolist(), strict=True)
+    ]
 
 
 @jax.jit
@@ -119,8 +103,8 @@ class Poison(NamedTuple):
     is_doubted: bool  # the poisoned leaves hold -inf alone
 
 
-def _find_poison(
-    bad: dict[str, list[BadLeaf]], steps: int, consecutive_skips: int
+def find_poison(
+    flagged: dict[str, list[tuple[str, Any]]], steps: int, consecutive_skips: int
 ) -> Poison:
     """Separates poisoned leaves from those whose -inf may be a mask.
 
@@ -131,10 +115,11 @@ def _find_poison(
     the optimizer's state, are masks.
 
     Args:
-      bad: the flagged leaves, by tree.
+      flagged: the leaves with a flag, by tree.
       steps: the number of steps so far.
       consecutive_skips: the number of steps skipped in a row, up to now.
     """
+    bad = {tree: _count_bad(named) for tree, named in flagged.items()}
     steps_go_on = consecutive_skips <= COMING_DOWN
     has_good_moments = not any(leaf.others for leaf in bad.get("opt_state", []))
     masks: dict[str, int] = {}

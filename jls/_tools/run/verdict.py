@@ -39,44 +39,16 @@ VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 COMING_DOWN = 25
 
 
-class Small(NamedTuple):
-    """The share of the gradients that are too small for a dtype."""
-
-    small: float  # the share below the smallest normal number, once scaled
-    all_zero: bool  # whether all gradients are 0
-    dtype: str
-
-
-class PolicyFacts(NamedTuple):
-    """The facts of `jls.spikes` and the presets like it, beside the metrics."""
-
-    tokens: float
-    steady_share: float
-    loss_never_given: bool
-    loss_given: bool  # not the opposite: before the first step neither is known
-    window: int
-
-
-class ScalerFacts(NamedTuple):
-    """The facts of a known optimizer's wrapper; None if they are not known."""
-
-    init_scale: float | None = None
-    backoff_factor: float | None = None
-    backoff_interval: float | None = None
-    growth_interval: float | None = None
-
-
-UNKNOWN = ScalerFacts()
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
     """The facts of a run; None if not looked at.
 
-    Each metric of the run is an attribute too: `facts.skips`.
+    Each metric of the run is an attribute too: `facts.skips`. So are the share of
+    `small` gradients in `dtype`, whether they are `all_zero`, and under `jls.spikes`
+    or a preset like it `tokens`, `steady_share` and `loss_never_given`.
     """
 
-    metrics: Mapping[str, Any]  # those of `jls.metrics(state, host=True)`
+    metrics: Mapping[str, Any]  # those of `jls.metrics(state, host=True)`, and more
     is_static: bool
     min_scale: float | None
     max_scale: float | None
@@ -94,9 +66,8 @@ class Facts:
     is_nnx: bool = False  # the state or the parameters are those of an NNX model
     # The check is the sum of squares of a clip: a leaf that is bad may be finite.
     sums_squares: bool = False
-    small: Small | None = None
-    policy: PolicyFacts | None = None
-    scaler: ScalerFacts = UNKNOWN
+    # Hyperparameters of the scaler of a known optimizer.
+    scaler: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
         """The metric of that name."""
@@ -156,8 +127,13 @@ class Facts:
     def is_often(self, count: int) -> bool:
         """Whether something happens too often to be the start of a run, or chance."""
         # A scale that is right skips one step in hundreds, never a quarter of them.
-        patience = COMING_DOWN * max(1, self.scaler.backoff_interval or 1)
+        patience = COMING_DOWN * max(1, self.scaler.get("backoff_interval") or 1)
         return count > patience and 4 * count >= self.steps
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether the run has a spike policy of jls."""
+        return "tokens" in self.metrics
 
     @property
     def is_spiking(self) -> bool:
@@ -167,14 +143,14 @@ class Facts:
         Without a budget nothing is let through: then `steady_share` is 1 unless skipped
         values enter too.
         """
-        if self.policy is None:
+        if not self.has_policy:
             return False
         count = self.spikes_found
-        if self.policy.tokens < math.inf:
+        if self.tokens < math.inf:
             count -= self.spikes
         count = max(0, count)
         # Less two deviations of a count: what chance may add.
-        return count - 2 * math.sqrt(count) > self.policy.steady_share * self.steps
+        return count - 2 * math.sqrt(count) > self.steady_share * self.steps
 
     @property
     def scale(self) -> str:
@@ -205,7 +181,11 @@ class VerdictRow(NamedTuple):
     verdict: Verdict
     holds: Callable[[Facts, Limits], bool]
     fact: Callable[[Facts], str]
-    anchor: str  # of the section on `_PAGE` that says what to do; "" for nothing
+
+    @property
+    def anchor(self) -> str:
+        """The section on `_PAGE` that says what to do."""
+        return {"spike": "spiking"}.get(self.verdict, self.verdict.replace(" ", "-"))
 
 
 _PAGE = "docs/questions/healthy_run.md"
@@ -224,7 +204,7 @@ def diagnose(facts: Facts, limits: Limits) -> tuple[Verdict, str]:
         sentences.append(_masks(facts))
     if row.verdict not in ("bad scale", "at ceiling"):
         sentences.append(_above_ceiling(facts, "The"))
-    if row.anchor:
+    if row.verdict != "ok":
         sentences.append(f"What to do: {_PAGE}#{row.anchor}")
     return row.verdict, " ".join(f"{text}." for text in sentences if text)
 
@@ -284,10 +264,6 @@ def _poisoned(facts: Facts) -> str:
             "all skipped. Unless it is a mask, no step can cure that"
         )
     return f"inf or NaN is in {where}. No step can cure that"
-
-
-def _bad_scale(facts: Facts) -> str:
-    return f"the loss scale is {facts.scale}, but must be finite and above 0"
 
 
 def _stalled(facts: Facts) -> str:
@@ -397,7 +373,7 @@ def _spike(facts: Facts) -> str:
 
 def _spent(facts: Facts) -> str:
     """Whether spikes are let through; a budget of 0 lets all through."""
-    if facts.policy is None or facts.policy.tokens >= 1 or not facts.spikes:
+    if not facts.has_policy or facts.tokens >= 1 or not facts.spikes:
         return ""
     return ". The budget is spent: spikes are let through for now"
 
@@ -405,11 +381,9 @@ def _spent(facts: Facts) -> str:
 def _over(facts: Facts) -> str:
     """Which signal was over its limit, as far as it is known."""
     texts = []
-    for signal in SIGNALS if facts.policy else ():
-        value, limit = (
-            facts.metrics[f"judged_{signal}"],
-            facts.metrics[f"limit_{signal}"],
-        )
+    for signal in SIGNALS if facts.has_policy else ():
+        names = f"judged_{signal}", f"limit_{signal}"
+        value, limit = (facts.metrics[name] for name in names)
         if value > limit:
             name = "gradient norm" if signal == "norm" else signal
             texts.append(f"its {name} of {value:.4g} was over the limit of {limit:.4g}")
@@ -437,18 +411,12 @@ def _dropping(facts: Facts) -> str:
 
 
 def _underflow(facts: Facts) -> str:
-    assert facts.small is not None, "the verdict needs it"
-    share, all_zero, dtype = facts.small
-    if all_zero:
-        return f"all gradients are 0, or too small for {dtype}"
+    if facts.all_zero:
+        return f"all gradients are 0, or too small for {facts.dtype}"
     return (
-        f"{share:.0%} of the gradients are too small for {dtype} at the loss scale of "
-        f"{facts.scale}, and lose precision or vanish"
+        f"{facts.small:.0%} of the gradients are too small for {facts.dtype} at the "
+        f"loss scale of {facts.scale}, and lose precision or vanish"
     )
-
-
-def _no_step(facts: Facts) -> str:
-    return f"no step was made yet, so there is nothing to judge{facts.at_scale}"
 
 
 def _at_ceiling(facts: Facts) -> str:
@@ -472,7 +440,7 @@ def _above_ceiling(facts: Facts, the: str = "the") -> str:
 
 def _ok(facts: Facts) -> str:
     hint = "" if facts.saw_params else "; the parameters were not looked at"
-    if facts.policy and facts.spikes_found:
+    if facts.has_policy and facts.spikes_found:
         counts = f"{facts.spikes_found} found, {facts.spikes} skipped"
         hint += f". Spikes: {counts}{_spent(facts)}"
     if facts.partial_overflows:
@@ -480,7 +448,7 @@ def _ok(facts: Facts) -> str:
             f". In {facts.partial_overflows} of them a part of the gradients was inf "
             "or NaN, and left out"
         )
-    if facts.policy and facts.policy.loss_never_given:
+    if facts.has_policy and facts.loss_never_given:
         hint += (
             ". Spikes are judged by the gradient norm alone: pass value=loss to the "
             "optimizer's update to judge the loss too"
@@ -494,7 +462,7 @@ _START = 100
 
 def _started_high(facts: Facts) -> str:
     """Where the scale should have started, if that alone has cost several steps."""
-    known, backoff = facts.scaler, facts.scaler.backoff_factor
+    known, backoff = facts.scaler, facts.scaler.get("backoff_factor")
     is_all = facts.skips_by == {SkipReason.GRADIENTS: facts.skips}
     low = 1.0 if facts.min_scale is None else facts.min_scale
     if not (backoff and is_all and facts.skips >= 5 and facts.steps <= _START):
@@ -505,10 +473,10 @@ def _started_high(facts: Facts) -> str:
     # Set by hand: the scaler itself puts it nowhere above its maximum.
     is_too_high = (
         start > (facts.max_scale or math.inf)
-        and known.backoff_interval == 1
-        and facts.steps <= (known.growth_interval or 0)
+        and known["backoff_interval"] == 1
+        and facts.steps <= (known["growth_interval"] or 0)
     )
-    if facts.partial_overflows or not (start == known.init_scale or is_too_high):
+    if facts.partial_overflows or not (start == known["init_scale"] or is_too_high):
         return ""
     return (
         f". All {facts.skips} skips brought the scale from {format_scale(start)} to "
@@ -527,69 +495,52 @@ def _skips(facts: Facts) -> str:
 
 
 TABLE: tuple[VerdictRow, ...] = (
-    VerdictRow("poisoned", lambda f, _: f.poisoned, _poisoned, "poisoned"),
+    VerdictRow("poisoned", lambda f, _: f.poisoned, _poisoned),
     VerdictRow(
         "bad scale",
         lambda f, _: not 0 < f.loss_scale < math.inf,
-        _bad_scale,
-        "bad-scale",
+        lambda f: f"the loss scale is {f.scale}, but must be finite and above 0",
     ),
     VerdictRow(
-        "stalled",
-        lambda f, m: f.consecutive_skips > m.consecutive_skips,
-        _stalled,
-        "stalled",
+        "stalled", lambda f, m: f.consecutive_skips > m.consecutive_skips, _stalled
     ),
     VerdictRow(
         "at floor",
         lambda f, _: f.had_bad_gradients and f.moves and f.is_at_floor,
         _at_floor,
-        "at-floor",
     ),
     # Above what is said of the last step alone, so that the verdict does not depend on
     # it.
-    VerdictRow("skipping", lambda f, _: f.is_often(f.skips), _skipping, "skipping"),
+    VerdictRow("skipping", lambda f, _: f.is_often(f.skips), _skipping),
     VerdictRow(
         "non-finite loss",
         lambda f, _: f.skipped_for == SkipReason.LOSS,
         _nonfinite_loss,
-        "non-finite-loss",
     ),
     VerdictRow(
         "non-finite update",
         lambda f, _: f.skipped_for == SkipReason.UPDATES,
         _nonfinite_update,
-        "non-finite-update",
     ),
     VerdictRow(
         "calibrating",
         lambda f, _: f.had_bad_gradients and f.moves and f.skips == f.steps,
         _calibrating,
-        "calibrating",
     ),
-    VerdictRow("spiking", lambda f, _: f.is_spiking, _spiking, "spiking"),
-    VerdictRow(
-        "spike", lambda f, _: f.skipped_for == SkipReason.SPIKE, _spike, "spiking"
-    ),
-    VerdictRow("recovering", lambda f, _: f.skipped, _recovering, "recovering"),
-    VerdictRow(
-        "dropping",
-        lambda f, _: f.is_often(f.partial_overflows),
-        _dropping,
-        "dropping",
-    ),
+    VerdictRow("spiking", lambda f, _: f.is_spiking, _spiking),
+    VerdictRow("spike", lambda f, _: f.skipped_for == SkipReason.SPIKE, _spike),
+    VerdictRow("recovering", lambda f, _: f.skipped, _recovering),
+    VerdictRow("dropping", lambda f, _: f.is_often(f.partial_overflows), _dropping),
     VerdictRow(
         "underflow",
-        lambda f, m: bool(f.small) and (f.small.all_zero or f.small.small > m.small),
+        lambda f, m: "small" in f.metrics and (f.all_zero or f.small > m.small),
         _underflow,
-        "underflow",
     ),
-    VerdictRow("no step", lambda f, _: f.steps == 0, _no_step, "no-step"),
     VerdictRow(
-        "at ceiling",
-        lambda f, _: f.moves and f.is_at_ceiling,
-        _at_ceiling,
-        "at-ceiling",
+        "no step",
+        lambda f, _: f.steps == 0,
+        lambda f: f"no step was made yet, so there is nothing to judge{f.at_scale}",
     ),
-    VerdictRow("ok", lambda f, _: True, _ok, ""),
+    VerdictRow("at ceiling", lambda f, _: f.moves and f.is_at_ceiling, _at_ceiling),
+    VerdictRow("ok", lambda f, _: True, _ok),
 )

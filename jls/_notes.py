@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a function of the user's does with jls while it runs: told to who listens.
+
+A wrapper in a chain, a partition or a function of the user's cannot be reached by an
+argument, nor can what it was given be returned. So it notes it here. The only such side
+channel of the package, for four kinds of records.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any, Literal
+
+# A wrapper that `init` was called of; a call of a wrapper's update; a result of
+# `jls.scale`; a step that runs operation by operation.
+Kind = Literal["wrapper", "update", "scaled", "eager step"]
+
+_LISTENERS: contextvars.ContextVar[tuple[tuple[Kind, list[Any]], ...]]
+_LISTENERS = contextvars.ContextVar("_LISTENERS", default=())
+
+
+@contextlib.contextmanager
+def noted(kind: Kind, apart: bool = False) -> Iterator[list[Any]]:
+    """Yields the list of what is noted of one kind in the block.
+
+    The blocks around it hear of it too, unless it stands `apart`.
+    """
+    records: list[Any] = []
+    others = () if apart else _LISTENERS.get()
+    token = _LISTENERS.set((*others, (kind, records)))
+    try:
+        yield records
+    finally:
+        _LISTENERS.reset(token)
+
+
+def note(kind: Kind, record: Any = None) -> bool:
+    """Tells `record` to the blocks around; whether there is one."""
+    lists = [records for listened, records in _LISTENERS.get() if listened == kind]
+    for records in lists:
+        records.append(record)
+    return bool(lists)
