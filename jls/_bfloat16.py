@@ -27,7 +27,7 @@ import optax
 from jax import Array, lax
 
 from jls import _validate
-from jls._mistakes import warn
+from jls._mistakes import OtherStateError, warn
 from jls._nnx import read_variables
 from jls._program.jaxprs import varying_axes
 from jls._state import find
@@ -112,9 +112,10 @@ def bfloat16_params(
 
     Raises:
       TypeError: if `inner` is no optax transformation, or `rounding` or `seed` of
-        another type; at `update`, if `state` is of something else.
+        another type.
       ValueError: if `rounding`, `moments` or `seed` is something else; at `update`, if
-        `params` is missing, or `state` is of another rounding or other moments.
+        `params` is missing, or `state` is of another optimizer, another rounding or
+        other moments.
 
     Warns:
       JlsWarning: at `update`, if there are float32 parameters and none in bfloat16.
@@ -438,7 +439,7 @@ def _check_state(
 ) -> None:
     """Raises unless a state is of this rounding, and has these moments."""
     if not isinstance(state, Bfloat16ParamsState):
-        raise TypeError(
+        raise OtherStateError(
             "state must be a Bfloat16ParamsState as the optimizer's init makes it, got "
             f"{type(state).__name__}. {_UPGRADE}"
         )
@@ -448,7 +449,7 @@ def _check_state(
 
     was = "exact" if jax.tree.leaves(state.rest) else "stochastic"
     if was != rounding and jax.tree.leaves(params):
-        raise ValueError(
+        raise OtherStateError(
             f"state must be of rounding={rounding!r}, as the optimizer is, got one of "
             f"rounding={was!r}. {_UPGRADE}"
         )
@@ -457,7 +458,7 @@ def _check_state(
         has_moments(jax.eval_shape(init, params))
     ):
         of = ["None", "jnp.bfloat16"]
-        raise ValueError(
+        raise OtherStateError(
             f"state must be of moments={of[moments is not None]}, as the optimizer is, "
             f"got one of moments={of[moments is None]}. {_UPGRADE}"
         )
