@@ -28,9 +28,10 @@ from jax import Array, lax
 
 from jls import _validate
 from jls._mistakes import OtherStateError, warn
-from jls._nnx import read_variables
+from jls._nnx import is_variable, read_variables
 from jls._program.jaxprs import varying_axes
 from jls._state import find
+from jls._text import at, path_name
 from jls._tree import is_array, is_inexact
 from jls._types import Bfloat16ParamsState
 
@@ -205,6 +206,9 @@ def master_params(params: Any, state: Any) -> Any:
     Returns:
       A pytree like `params`, its bfloat16 leaves in float32.
 
+    Raises:
+      ValueError: if `state` has lower bits of a parameter that is not in `params`.
+
     Example:
       >>> inner = jls.bfloat16_params(optax.sgd(1.0), rounding="exact")
       >>> optimizer = jls.skip_nonfinite(inner)
@@ -215,17 +219,26 @@ def master_params(params: Any, state: Any) -> Any:
       >>> params, jls.master_params(params, state)
       (Array([1], dtype=bfloat16), Array([0.9999], dtype=float32))
     """
-    rests = {}
+    flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_variable)
+    rests: dict[Any, Any] = {}
     for _, node in find(state, lambda node: isinstance(node, Bfloat16ParamsState)):
-        rests |= dict(
-            jax.tree_util.tree_flatten_with_path(read_variables(node.rest))[0]
+        of_node, _ = jax.tree_util.tree_flatten_with_path(
+            node.rest, is_leaf=is_variable
+        )
+        rests |= {path: read_variables(rest) for path, rest in of_node}
+    others = rests.keys() - dict(flat).keys()
+    if others:
+        raise ValueError(
+            "params must be those that the optimizer moves, but have no leaf"
+            f"{at(path_name(min(others, key=str)))}. Pass what the last step returned: "
+            "jls.master_params(params, opt_state)."
         )
 
-    def master(path, param):
+    def master(path, param):  # of NNX a variable, which is a tree
         rest = rests.get(path)
-        return _widened(param if rest is None else _master(param, rest))
+        return jax.tree.map(lambda x: _widened(_master(x, rest)), param)
 
-    return jax.tree_util.tree_map_with_path(master, params)
+    return jax.tree_util.tree_map_with_path(master, params, is_leaf=is_variable)
 
 
 class _Noise:
@@ -361,9 +374,9 @@ def _rest_beside(param: Array, made: Array, new: Array) -> Array:
     return jnp.where(is_apart, 0, new & 0xFFFF).astype(jnp.uint16)
 
 
-def _master(param: Array, rest: Array) -> Array:
+def _master(param: Any, rest: Array | None) -> Any:
     """The float32 number of which `_nearest` and `_rest_beside` made the two."""
-    if not _is_bfloat16(param):
+    if rest is None or not (is_array(param) and _is_bfloat16(param)):
         return param
     lower = rest.astype(jnp.uint32)
     return _number((_bits(_widened(param)) - (lower >> 15 << 16)) | lower)

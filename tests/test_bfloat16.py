@@ -587,6 +587,13 @@ def test_master_params_of_other_states_are_the_parameters_widened():
     assert_identical(jls.master_params(params, optax.adam(1).init(expected)), expected)
 
 
+def test_master_params_of_other_parameters_are_an_error():
+    params = narrow(TREE)
+    state = jls.bfloat16_params(optax.sgd(0.1), rounding="exact").init(params)
+    with pytest.raises(ValueError, match="have no leaf at 'w'"):
+        jls.master_params({"b": params["b"]}, state)
+
+
 # Transformed --------------------------------------------------------------------------
 
 
