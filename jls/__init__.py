@@ -11,8 +11,7 @@ It turns a float32 program into half precision, guards it, and explains it.
 #   __init__
 #   types _tools.cli
 #   _wrapper _checkpoint _train _tools.check _tools.origin _tools.run
-#   _bfloat16
-#   _step _scale _ema _autocast _tools.reading
+#   _step _scale _ema _bfloat16 _autocast _tools.reading
 #   _metrics _mistakes _train_state presets
 #   _state _spikes
 #   _scalers _reduce _rollback _placement

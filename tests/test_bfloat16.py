@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 import reference
+from flax import serialization
 from jax import export
 from optimizers import OPTIMIZERS, exported, make
 from shared import assert_identical, bits
@@ -749,3 +751,105 @@ def test_params_that_are_not_arrays_are_left_alone():
     updates = {"w": jnp.full(3, 1e-5), "x": 0.25, "k": params["k"]}
     made, _ = optimizer.update(updates, optimizer.init(params), params)
     assert (made["x"], bits(made["w"])) == (0.25, bits(jnp.full(3, -0.0)))
+
+
+# Checkpoints --------------------------------------------------------------------------
+
+
+def object_of(state, folder):
+    return state
+
+
+def raw_of(state, folder):
+    return serialization.msgpack_restore(serialization.to_bytes(state))
+
+
+def from_orbax(state, folder):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "saved", state)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "saved")
+
+
+forms = pytest.mark.parametrize("form", [object_of, raw_of, from_orbax])
+START = jax.tree.map(lambda x: x * jnp.float32(1.001), TREE)
+ADAM = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"rounding": "exact"}])
+def test_orbax_restores_the_state_bit_for_bit(kwargs, tmp_path):
+    optimizer = jls.skip_nonfinite(jls.bfloat16_params(ADAM, **kwargs))
+    run_of = run(optimizer, narrow(START), gradients(START, 2))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", run_of)
+        checkpointer.wait_until_finished()
+        target = narrow(START), optimizer.init(narrow(START))
+        assert_identical(checkpointer.restore(tmp_path / "saved", target), run_of)
+
+
+@forms
+def test_float32_run_goes_on_under_the_wrapper_and_back(form, tmp_path):
+    before, after = gradients(START, 3), gradients(START, 3, seed=1)
+    bare = jls.skip_nonfinite(ADAM)
+    params, state = run(bare, START, before)
+    exact = jls.skip_nonfinite(
+        jls.bfloat16_params(ADAM, rounding="exact", moments=None)
+    )
+    target = exact.init(narrow(params))
+    moved = jls.upgrade_state(target, form(state, tmp_path / "there"), params=params)
+    assert_identical(jls.master_params(narrow(params), moved), params)
+    ours, moved = run(exact, narrow(params), after, moved)
+    expected, state = run(bare, params, after, state)
+    masters = jls.master_params(ours, moved)
+    assert_identical(masters, expected)
+    back = jls.upgrade_state(bare.init(masters), form(moved, tmp_path / "back"))
+    assert_identical(back, state)
+
+
+@forms
+@pytest.mark.parametrize("moments", [BF16, None])
+def test_roundings_and_moments_are_converted(moments, form, tmp_path):
+    exact = jls.bfloat16_params(ADAM, rounding="exact", moments=None)
+    other = jls.bfloat16_params(ADAM, moments=moments)
+    params, state = run(exact, narrow(START), gradients(START, 3))
+    moved = jls.upgrade_state(other.init(params), form(state, tmp_path / "there"))
+    assert_identical(moved.count, state.count)
+    expected = (
+        state.inner_state
+        if moments is None
+        else jax.tree.map(
+            lambda x: x.astype(BF16) if x.dtype == jnp.float32 else x, state.inner_state
+        )
+    )
+    assert_identical(moved.inner_state, expected)
+    masters = jls.master_params(params, state)
+    back = jls.upgrade_state(
+        exact.init(params), form(moved, tmp_path / "back"), params=masters
+    )
+    assert_identical(back.rest, state.rest)
+    chex.assert_trees_all_equal_dtypes(back, state)
+    run(exact, params, gradients(START, 1), back)
+
+
+def test_lower_bits_that_nobody_has_begin_as_zero_with_a_warning():
+    exact = jls.bfloat16_params(ADAM, rounding="exact")
+    with pytest.warns(jls.JlsWarning, match="params=float32_params"):
+        state = jls.upgrade_state(exact.init(narrow(START)), ADAM.init(START))
+    assert_identical(jls.master_params(narrow(START), state), wide(narrow(START)))
+
+
+def test_float32_parameters_of_another_model_are_an_error():
+    exact = jls.bfloat16_params(ADAM, rounding="exact")
+    target, saved = exact.init(narrow(START)), ADAM.init(START)
+    for params, message in [
+        ({"w": START["w"]}, "got none at 'b' for shape"),
+        (START | {"w": START["b"]}, r"got shape \(7,\) at 'w' for shape \(12, 5\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            jls.upgrade_state(target, saved, params=params)
+
+
+def test_moments_are_converted_nowhere_else():
+    optimizer = optax.adam(1e-3, mu_dtype=BF16)
+    with pytest.raises(ValueError, match="saved must have bfloat16 of shape"):
+        jls.upgrade_state(optimizer.init(START), optax.adam(1e-3).init(START))
