@@ -118,8 +118,8 @@ def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> Non
         findings.not_tried("not atomic", why_unmoved)
     if base is not None:
         runner.left += 2 * window
-    note_still(runner, findings, base or good[-1])
     point = Point(runner, subject, findings, base or good[0], window)
+    note_still(point)
     for scale in subject.scales:
         if scale.spikes:
             _try_spike(point, scale)
