@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stands still in a good step, since bfloat16 rounds it away."""
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,8 +25,8 @@ def note_still(point: "Point") -> None:
     """Notes updates that are lost, and second moments that cannot fall."""
     runner, subject, good_run = point.runner, point.subject, point.good_run
     inside = [i for i in subject.inside if _SECOND & set(subject.items[i].path)]
-    params = _in_bfloat16(good_run, subject.all_params)
-    moments = _in_bfloat16(good_run, inside)
+    params = _in_bfloat16(good_run.before, subject.all_params)
+    moments = _in_bfloat16(good_run.before, inside)
     if not (params or moments):
         return
     call = runner.arguments.rebuild(runner.start)
@@ -48,10 +48,10 @@ def note_still(point: "Point") -> None:
         )
 
 
-def _in_bfloat16(run: Run, leaves: Iterable[int]) -> list[int]:
+def _in_bfloat16(carried: Mapping[int, Any], leaves: Iterable[int]) -> list[int]:
     """Of some leaves those that are bfloat16 and come back."""
-    known = (i for i in sorted(leaves) if i in run.before)
-    return [i for i in known if run.before[i].dtype == jnp.bfloat16]
+    known = (i for i in sorted(leaves) if i in carried)
+    return [i for i in known if carried[i].dtype == jnp.bfloat16]
 
 
 def _share_lost(runner: Runner, good_run: Run, params: list[int]) -> float:
