@@ -267,8 +267,8 @@ class _Noise:
 
     def _half(self, path: Any, number: int, like: Any) -> Array:
         name = f"{jax.tree_util.keystr(path)} {number // 2}"
-        # Mixed: the same elements of two arrays must not draw alike in each step.
-        salt = _mixed(self._step ^ jnp.uint32(zlib.crc32(name.encode())))
+        # Multiplied: two arrays must not meet in the same elements in each step.
+        salt = self._step * jnp.uint32(zlib.crc32(name.encode()) | 1)
         for axis in sorted(varying_axes(like)):
             index = lax.axis_index(axis).astype(jnp.uint32)
             salt = _mixed(salt + index + jnp.uint32(zlib.crc32(axis.encode())))

@@ -220,10 +220,10 @@ def test_the_same_two_elements_do_not_draw_alike_in_each_step():
         _, i, j = np.intersect1d(a, b, return_indices=True)
         return set(zip(i.tolist(), j.tolist(), strict=True))
 
-    first, second = meeting(1), meeting(2)
-    assert first
-    assert second
-    assert not first & second
+    found = [meeting(count) for count in range(1, 11)]
+    assert any(found)
+    for one, other in itertools.combinations(found, 2):
+        assert not one & other
 
 
 def test_a_parameter_and_its_moments_draw_independently():
