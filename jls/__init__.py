@@ -11,7 +11,7 @@ It turns a float32 program into half precision, guards it, and explains it.
 #   __init__
 #   types _tools.cli
 #   _wrapper _checkpoint _train _tools.check _tools.origin _tools.run
-#   _step _scale _ema _autocast _tools.reading
+#   _step _scale _ema _bfloat16 _autocast _tools.reading
 #   _metrics _mistakes _train_state presets
 #   _state _spikes
 #   _scalers _reduce _rollback _placement
@@ -71,6 +71,10 @@ from jls._tree import select as select
 from jls._checkpoint import wrap_state as wrap_state
 from jls._checkpoint import unwrap_state as unwrap_state
 from jls._checkpoint import upgrade_state as upgrade_state
+
+# Parameters that are stored in bfloat16.
+from jls._bfloat16 import bfloat16_params as bfloat16_params
+from jls._bfloat16 import master_params as master_params
 
 # An average of the parameters.
 from jls._ema import params_ema as params_ema

@@ -15,10 +15,13 @@ was saved starts as in a new run. FIELDS in `_types` says since when there is a 
     a static scale      a scale that moves   the target's scale and counts
     no spike policy     a spike policy       the target's: a new warm-up
     a spike policy      none                 an error that says how to drop it
+    float32 training    `bfloat16_params`    moments rounded, lower bits of `params`
+    `bfloat16_params`   another one          likewise, if there are no lower bits yet
+    `bfloat16_params`   float32 training     moments widened
 """
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +29,13 @@ import numpy as np
 import optax
 
 from jls import _validate
+from jls._bfloat16 import rest_of
+from jls._mistakes import warn
 from jls._nnx import is_variable, read_variables, unbox
 from jls._placement import copy_like, own_buffers, place_like, place_on_all
 from jls._state import find, how_to_nest, is_scaler_state, is_wrapper_state
 from jls._step import wrapper_of
-from jls._text import at, join, listed
+from jls._text import at, join, listed, path_name
 from jls._tree import (
     common_dtype,
     difference,
@@ -44,6 +49,7 @@ from jls._tree import (
 )
 from jls._types import (
     FIELDS,
+    Bfloat16ParamsState,
     LossScaledState,
     SkipReason,
     SpikeState,
@@ -193,7 +199,7 @@ def unwrap_state(state: Any) -> Any:
     )
 
 
-def upgrade_state(target: State, saved: Any) -> State:
+def upgrade_state(target: State, saved: Any, params: Any = None) -> State:
     """Returns a state that an older jls saved, converted to this version.
 
     Checkpoint libraries restore into a `target` only what has its exact structure. Read
@@ -201,7 +207,8 @@ def upgrade_state(target: State, saved: Any) -> State:
 
     It also converts between a static scale and a dynamic one: the scale then starts as
     in `target`, and everything else continues. A spike policy may be added; it warms up
-    first.
+    first. And it converts to and from `jls.bfloat16_params`, and between its roundings
+    and moments.
 
     Args:
       target: a new state: `optimizer.init(params)`, or anything that contains one, such
@@ -211,6 +218,9 @@ def upgrade_state(target: State, saved: Any) -> State:
         restores without a target; or as the object itself, such as a `TrainState`.
         (From other devices, let Orbax give NumPy arrays: docs/questions/checkpoints.md
         has the lines.)
+      params: for a `target` with `jls.bfloat16_params(rounding="exact")` the float32
+        parameters that belong to `saved`: the 16 bits that a cast to bfloat16 drops go
+        into the state. Not used if these are in `saved`.
 
     Returns:
       A state like `target`, on the same devices and in buffers of its own, with the
@@ -221,7 +231,12 @@ def upgrade_state(target: State, saved: Any) -> State:
       TypeError: if `target` is not a state, or has shapes in place of arrays.
       ValueError: if `saved` lacks anything else, has anything that `target` lacks,
         differs in a shape or dtype, or has a loss scale, a count or a number of
-        `jls.spikes` that no run has. The message has the path, and what to do.
+        `jls.spikes` that no run has; or if `params` lacks a parameter of `target`. The
+        message has the path, and what to do.
+
+    Warns:
+      JlsWarning: if `target` keeps what bfloat16 parameters lack, and neither `saved`
+        nor `params` has it.
 
     Example:
       >>> optimizer = jls.loss_scaled(optax.sgd(0.1), jls.dynamic(1024.0))
@@ -245,7 +260,9 @@ def upgrade_state(target: State, saved: Any) -> State:
         raise ValueError(
             f"saved must be nested as target is, got {type(saved).__name__}. {write}"
         )
-    return _upgrade(target, saved, ())
+    flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_variable)
+    named = {path_name(path): read_variables(leaf) for path, leaf in flat}
+    return _upgrade(target, saved, (), _Bfloat16(named))
 
 
 # Wrap.
@@ -259,11 +276,29 @@ def _shape_and_dtype(leaf: Any) -> Any:
 # Upgrade.
 
 
-def _upgrade(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
+class _Bfloat16(NamedTuple):
+    """What a conversion to or from `jls.bfloat16_params` has to know."""
+
+    params: Mapping[str, Any]  # the float32 parameters by name; {} if not given
+    casts: bool = False  # whether moments may be of the other dtype here
+
+
+def _upgrade(
+    target: Any, saved: Any, path: tuple[str, ...], bfloat16: _Bfloat16
+) -> Any:
     children, structure = one_level(target)
     if is_leaf(structure):
+        if bfloat16.casts and {*map(_dtype_of, (saved, target))} == _MOMENTS:
+            saved = saved.astype(target.dtype)
         return _restored_leaf(target, saved, path)
     parts = _parts_of(saved)
+    is_bfloat16 = isinstance(target, Bfloat16ParamsState)
+    if is_bfloat16 or _is_bfloat16_state(parts):
+        bfloat16 = bfloat16._replace(casts=True)
+    if is_bfloat16:
+        parts = _parts_of_bfloat16(target, saved, parts, path, bfloat16.params)
+    elif parts and _is_bfloat16_state(parts):
+        return _upgrade(target, parts["inner_state"], path, bfloat16)
     if parts is None and is_variable(target):
         parts = dict.fromkeys(children, saved)
     if parts is None:
@@ -287,12 +322,64 @@ def _upgrade(target: Any, saved: Any, path: tuple[str, ...]) -> Any:
         _check_value(parts.get(name), (*path, name), rule, low, high)
     _check_names(target, children, parts, path)
     new = [
-        _upgrade(child, parts[name], (*path, name))
+        _upgrade(child, parts[name], (*path, name), bfloat16)
         if name in parts
         else _copy_tree(child)
         for name, child in children.items()
     ]
     return structure.unflatten(new)
+
+
+_MOMENTS = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}
+
+
+def _dtype_of(leaf: Any) -> Any:
+    return getattr(leaf, "dtype", None)
+
+
+def _is_bfloat16_state(parts: dict[str, Any] | None) -> bool:
+    """Whether these are the parts of a saved state of `jls.bfloat16_params`."""
+    needed = {"inner_state", "count"}
+    return parts is not None and needed <= parts.keys() <= needed | {"rest"}
+
+
+def _parts_of_bfloat16(
+    target: Bfloat16ParamsState,
+    saved: Any,
+    parts: dict[str, Any] | None,
+    path: tuple[str, ...],
+    params: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The parts of such a state; `saved` may be that of the optimizer inside."""
+    if parts is None or not _is_bfloat16_state(parts):
+        parts = {"inner_state": saved, "count": target.count}
+    if not jax.tree.leaves(target.rest):
+        return parts | {"rest": ()}
+    if jax.tree.leaves(parts.get("rest")):
+        return parts
+    if not params:
+        warn(
+            "saved has not the lower bits of bfloat16 parameters, which target keeps: "
+            "they begin as 0. If you have the float32 parameters, pass them: "
+            "jls.upgrade_state(target, saved, params=float32_params)."
+        )
+        return parts | {"rest": target.rest}
+
+    def rest(of, like):
+        name = path_name(of)
+        shape = jnp.shape(read_variables(like))
+        param = params.get(name)
+        if param is None or jnp.shape(param) != shape:
+            got = "none" if param is None else f"shape {jnp.shape(param)}"
+            raise ValueError(
+                f"params must have the parameters of target, got {got}{at(name)} for "
+                f"shape {shape}. Pass the float32 parameters of which those of target "
+                "were cast."
+            )
+        return jax.tree.map(lambda _: rest_of(param), like)  # maybe in a variable
+
+    made = jax.tree_util.tree_map_with_path(rest, target.rest, is_leaf=is_variable)
+    return parts | {"rest": made}
 
 
 def _starts_anew(target: Any, saved: Any, parts: dict[str, Any]) -> bool:

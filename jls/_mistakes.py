@@ -329,6 +329,10 @@ def is_read(fun: Callable[[Any], Any], value: Any) -> bool:
     return any(program.invars[0] is atom for atom in read + program.outvars)
 
 
+class OtherStateError(ValueError):
+    """A state is of another optimizer, and the message says how it becomes one."""
+
+
 @contextlib.contextmanager
 def foreign_state_named(
     init: Callable[[Any], Any], inner_state: Any, params: Any, updates: Any
@@ -336,6 +340,8 @@ def foreign_state_named(
     """Names what does not belong together as the cause of what fails in the block."""
     try:
         yield
+    except OtherStateError:
+        raise
     except Exception as error:
         cause = _foreign(init, inner_state, params, updates)
         if not cause:

@@ -19,7 +19,7 @@ from jls import _validate
 from jls._nnx import is_optimizer, is_variable, read_variables
 from jls._placement import place_like
 from jls._text import at, describe, join, listed, path_name, quoted
-from jls._types import LossScaledState, StaticState
+from jls._types import Bfloat16ParamsState, LossScaledState, StaticState
 
 State = TypeVar("State")
 
@@ -38,6 +38,11 @@ def is_scaler_state(node: Any) -> bool:
 
 def is_wrapper_state(node: Any) -> bool:
     return isinstance(node, LossScaledState)
+
+
+def rounds_bfloat16(state: Any) -> bool:
+    """Whether there is a `jls.bfloat16_params` in the optimizer with this state."""
+    return bool(find(state, lambda node: isinstance(node, Bfloat16ParamsState)))
 
 
 def find(state: Any, is_node: Callable[[Any], bool]) -> list[tuple[str, Any]]:

@@ -65,6 +65,7 @@ from jls._scalers.rule import count_up
 from jls._state import (
     how_to_nest,
     is_wrapper_state,
+    rounds_bfloat16,
     wrapper_name,
     wrapper_state_in,
 )
@@ -249,7 +250,7 @@ def update_and_apply(
     norm = global_norm(floats_of(grads))
     applied = Applied(new_params, new_state, norm, updates if keeps_updates else None)
     for inside, _ in wrappers()[:1]:
-        if _checks_updates(inside, grads, params):
+        if _checks_updates(inside, grads, state, params):
             applied = _roll_back_if_stored_nonfinite(inside, (params, state), applied)
     return applied
 
@@ -373,7 +374,7 @@ def _take_apart(
         params=params,
         grads=grads,
         remainder=remainder,
-        checks_updates=_checks_updates(wrapper, updates, params),
+        checks_updates=_checks_updates(wrapper, updates, state, params),
         extra=extra,
         partial_overflow=partial_overflow,
         no_updates=_no_updates(grads, remainder, params),
@@ -681,10 +682,15 @@ def _clone_keys(tree: Any) -> Any:
     return jax.tree.map(clone, tree)
 
 
-def _checks_updates(wrapper: WrapperUpdate, updates: Any, params: Any) -> bool:
-    if wrapper.check_updates is None:
-        return is_narrow(updates if params is None else params)
-    return wrapper.check_updates
+def _checks_updates(
+    wrapper: WrapperUpdate, updates: Any, state: Any, params: Any
+) -> bool:
+    if wrapper.check_updates is not None:
+        return wrapper.check_updates
+    floats = floats_of(updates if params is None else params)
+    if rounds_bfloat16(state):
+        floats = [leaf for leaf in floats if dtype_of(leaf) != jnp.bfloat16]
+    return is_narrow(floats)
 
 
 def _targets(params: optax.Params | None, remainder: Remainder) -> list[Any] | None:

@@ -50,6 +50,24 @@ def exportable(state_type: TypeT) -> TypeT:
 
 
 @exportable
+class Bfloat16ParamsState(NamedTuple):
+    """State of `jls.bfloat16_params`.
+
+    Example:
+      >>> optimizer = jls.bfloat16_params(optax.sgd(0.1, momentum=0.9))
+      >>> state = optimizer.init(jnp.ones(2, jnp.bfloat16))
+      >>> state.inner_state[0].trace.dtype
+      dtype(bfloat16)
+    """
+
+    inner_state: Any  # of `inner`, its moments in bfloat16 unless `moments` is None
+    # u16 like the parameters, what bfloat16 lacks; () if it rounds stochastically.
+    rest: Any
+    # Steps taken, modulo 2^32: which numbers are drawn.
+    count: Array  # u32[]  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+@exportable
 class ScalerState(NamedTuple):
     """A loss scale and the two counts that decide when it moves.
 

@@ -7,7 +7,7 @@ import itertools
 import math
 import numbers
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -203,6 +203,44 @@ def not_donated(name: str, tree: Any) -> None:
                 "step. Pass what that step returned: params, opt_state, report = "
                 "step(params, opt_state, batch)."
             )
+
+
+def transformation(inner: Any, order: str) -> optax.GradientTransformationExtraArgs:
+    """A transformation, or an object with its methods, that takes extra arguments."""
+    functions = (getattr(inner, name, None) for name in ("init", "update"))
+    if isinstance(inner, type) or not all(map(callable, functions)):
+        raise TypeError(
+            "inner must be an optax.GradientTransformation, e.g. optax.adamw(3e-4), or "
+            f"an object with init and update, got {describe(inner)}. The order is "
+            f"{order}."
+        )
+    if isinstance(inner, optax.GradientTransformation) and not isinstance(
+        inner, optax.GradientTransformationExtraArgs
+    ):
+        return optax.with_extra_args_support(inner)
+    update = _without_what_it_does_not_take(inner.update)
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _without_what_it_does_not_take(update: Callable[..., Any]) -> Callable[..., Any]:
+    """`update`, given `value` and `grad` only if its signature has them.
+
+    These come without being asked for; any other name that it does not know is an
+    error.
+    """
+    try:
+        parameters = inspect.signature(update).parameters
+    except ValueError:  # a built-in function may have none
+        parameters = {}
+    if any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
+        return update
+    unknown = {"value", "grad"} - parameters.keys()
+
+    def update_with_extra(updates, state, params=None, **extra):
+        taken = {name: x for name, x in extra.items() if name not in unknown}
+        return update(updates, state, params, **taken)
+
+    return update_with_extra
 
 
 def choice(name: str, value: Word, choices: Sequence[str]) -> Word:

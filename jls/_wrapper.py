@@ -12,8 +12,7 @@ Differs from `optax.apply_if_finite` in:
 """
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import jax
@@ -27,7 +26,13 @@ from jls._notes import note
 from jls._placement import own_buffers, place_on_all
 from jls._scalers.dynamic import dynamic
 from jls._scalers.static import static
-from jls._state import find, is_wrapper_state, scaler_state_in, wrapper_name
+from jls._state import (
+    find,
+    is_wrapper_state,
+    rounds_bfloat16,
+    scaler_state_in,
+    wrapper_name,
+)
 from jls._step import WrapperUpdate
 from jls._text import at, describe, first, path_name
 from jls._tree import is_inexact
@@ -92,7 +97,7 @@ def loss_scaled(
         the wrapper returns. It reads updates and new state once more: on a CPU, a whole
         train step of a small transformer moves 1.4 times the bytes. None means True if
         a parameter is narrower than float32, where an optimizer's eps and moments
-        underflow, else False.
+        underflow, else False; bfloat16 ones in a `jls.bfloat16_params` do not count.
       spikes: a policy that also skips finite steps that are far out of line, such as
         `jls.spikes()`. It needs the loss as `value`; without it, it judges only the
         gradient norm. None skips no finite step.
@@ -120,7 +125,8 @@ def loss_scaled(
         `inner`, `scaler` or `spikes` changes the structure or a shape of its state.
 
     Warns:
-      JlsWarning: at `init`, if a parameter is float16 or bfloat16; at `update`, when
+      JlsWarning: at `init`, if a parameter is float16, or bfloat16 without a
+        `jls.bfloat16_params` inside; at `update`, when
         traced, if it gets no `value` but an extra argument of nearly that name, or one
         called `loss`, which `inner` does not use, or if it gets float16 gradients of
         wider parameters; at `init`, if a `jls.params_ema` in a chain of `inner` is
@@ -136,7 +142,7 @@ def loss_scaled(
       >>> state.applied, jls.loss_scale(state)
       (Array(False, dtype=bool), Array(512., dtype=float32))
     """
-    inner = _as_transformation(inner)
+    inner = _validate.transformation(inner, "jls.loss_scaled(inner, scaler)")
     if not isinstance(scaler, LossScaler):
         of_ours = f"static({scaler!r})" if _validate.is_real(scaler) else "dynamic()"
         raise TypeError(
@@ -177,7 +183,7 @@ def loss_scaled(
             raise ValueError(
                 f"scaler.init must give a float32 loss_scale, got {dtype}."
             )
-        _warn_of_half_params(params)
+        _warn_of_half_params(params, inner_state)
         count = sum(is_inexact(leaf) for leaf in jax.tree.leaves(params))
         zeros: dict[str, Any] = {
             name: jnp.zeros((), field.dtype)
@@ -261,50 +267,26 @@ def _foreign_leaf_named(params: Any) -> Iterator[None]:
         raise
 
 
-def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
-    functions = (getattr(inner, name, None) for name in ("init", "update"))
-    if isinstance(inner, type) or not all(map(callable, functions)):
-        raise TypeError(
-            "inner must be an optax.GradientTransformation, e.g. optax.adamw(3e-4), or "
-            f"an object with init and update, got {describe(inner)}. The order is "
-            "jls.loss_scaled(inner, scaler)."
-        )
-    if isinstance(inner, optax.GradientTransformation) and not isinstance(
-        inner, optax.GradientTransformationExtraArgs
-    ):
-        return optax.with_extra_args_support(inner)
-    update = _without_what_it_does_not_take(inner.update)
-    return optax.GradientTransformationExtraArgs(inner.init, update)
+# By dtype of 16 bits: below which part of a parameter an update is rounded away, and
+# What to write instead.
+_VANISHES = {
+    "float16": (
+        "1/4000",
+        "Keep float32 master weights and cast them to float16 in the forward pass.",
+    ),
+    "bfloat16": (
+        "1/512",
+        "Write jls.bfloat16_params(inner), with which they move; or keep float32 "
+        "master weights and cast them to bfloat16 in the forward pass.",
+    ),
+}
 
 
-def _without_what_it_does_not_take(update: Callable[..., Any]) -> Callable[..., Any]:
-    """`update`, given `value` and `grad` only if its signature has them.
-
-    These come without being asked for; any other name that it does not know is an
-    error.
-    """
-    try:
-        parameters = inspect.signature(update).parameters
-    except ValueError:  # a built-in function may have none
-        parameters = {}
-    if any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
-        return update
-    unknown = {"value", "grad"} - parameters.keys()
-
-    def update_with_extra(updates, state, params=None, **extra):
-        taken = {name: x for name, x in extra.items() if name not in unknown}
-        return update(updates, state, params, **taken)
-
-    return update_with_extra
-
-
-# By dtype of 16 bits: below which part of a parameter an update is rounded away.
-_VANISHES = {"float16": "1/4000", "bfloat16": "1/512"}
-
-
-def _warn_of_half_params(params: Any) -> None:
+def _warn_of_half_params(params: Any, inner_state: Any) -> None:
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
-    for dtype, part in _VANISHES.items():
+    for dtype, (part, write) in _VANISHES.items():
+        if dtype == "bfloat16" and rounds_bfloat16(inner_state):
+            continue
         half = [
             path_name(path)
             for path, leaf in leaves
@@ -314,6 +296,5 @@ def _warn_of_half_params(params: Any) -> None:
             warn(
                 f"{len(half)} of {len(leaves)} parameters are {dtype}"
                 f"{first(half[0])}. Updates smaller than half a unit in the last "
-                f"place, about {part} of the parameter, vanish. Keep float32 master "
-                f"weights and cast them to {dtype} in the forward pass."
+                f"place, about {part} of the parameter, vanish. {write}"
             )

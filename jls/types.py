@@ -16,6 +16,7 @@ from jls._train.step import PlainTrainStep as PlainTrainStep
 from jls._train.step import TrainStep as TrainStep
 from jls._types import AdjustFn as AdjustFn
 from jls._types import BadBatch as BadBatch
+from jls._types import Bfloat16ParamsState as Bfloat16ParamsState
 from jls._types import InitFn as InitFn
 from jls._types import JudgeFn as JudgeFn
 from jls._types import LossScaledState as LossScaledState

@@ -1,4 +1,4 @@
-"""The rules of the scalers in plain Python, for the tests to compare with.
+"""The rules of the scalers, and of rounding, in plain Python, to compare with.
 
 Each product is rounded to float32, as the device does: by C, which is quick.
 """
@@ -170,3 +170,32 @@ def requeue(fates, step, *, lag, retries):
             return tries, bad
         batch = (again or new).pop(0)
         tries.append((batch, *step(fates[batch])))
+
+
+# Rounding to bfloat16: numbers as the 32 bits of a float32, upper halves as 16 bits.
+
+
+def is_nan(bits):
+    return bits & 0x7FFFFFFF > 0x7F800000
+
+
+def rounded_by(bits, noise):
+    """The upper half, raised if the lower one and `noise` carry over."""
+    upper, lower = divmod(bits, 2**16)
+    if is_nan(bits):
+        return upper | 0x40  # one with its payload only in the lower half stays one
+    is_largest = upper & 0x7FFF >= 0x7F7F  # of those that are finite; or inf
+    return upper if is_largest or lower + noise < 2**16 else upper + 1
+
+
+def split(bits):
+    """The upper half, rounded to nearest with ties away from zero, and the lower."""
+    upper, lower = divmod(bits, 2**16)
+    if is_nan(bits):
+        return upper | 0x40, 0
+    return (upper + 1 if lower >= 2**15 else upper), lower
+
+
+def joined(upper, lower):
+    """The number that `split` took apart."""
+    return ((upper - 1 if lower >= 2**15 else upper) << 16) + lower

@@ -230,7 +230,15 @@ CASES = {
         },
     ),
     "unwrap_state": (jls.unwrap_state, {"state": opt_state}),
-    "upgrade_state": (jls.upgrade_state, {"target": opt_state, "saved": opt_state}),
+    "upgrade_state": (
+        jls.upgrade_state,
+        {"target": opt_state, "saved": opt_state, "params": None},
+    ),
+    "bfloat16_params": (
+        jls.bfloat16_params,
+        defaults(jls.bfloat16_params, inner=optax.sgd(0.1)),
+    ),
+    "master_params": (jls.master_params, {"params": params, "state": opt_state}),
     "params_ema": (ema, {"params": params, "decay": 0.9, "debias": True}),
     "eval_params": (jls.eval_params, {"state": jls.params_ema(0.9).init(params)}),
     "History.append": (
@@ -360,6 +368,11 @@ TAKES = {
     ("health", "grads"): {"None", "2.5", "nan", "inf", "1j", "dict", "array", "vector"},
     ("health", "max_small"): {"0"},
     ("upgrade_state", "target"): set(),
+    ("upgrade_state", "params"): ALL,  # for another target
+    ("master_params", "params"): ALL,  # what is not bfloat16 stays as it is
+    ("master_params", "state"): ALL,
+    ("bfloat16_params", "moments"): {"None"},
+    ("bfloat16_params", "seed"): {"0"},
     ("nonfinite_leaves", "params"): set(),
     ("wrap_state", "params"): set(),
     ("params_ema", "params"): ALL - {"None", "huge"},

@@ -3,6 +3,7 @@
 That they print what they say is tested with the other pages, in test_docs.py.
 """
 
+import re
 from pathlib import Path
 
 import jax
@@ -337,3 +338,15 @@ def test_what_is_beside_an_nnx_model_is_rolled_back(capsys):
     assert_identical(beside(), before)
     assert not step(*args, (x, y), rngs=rngs, metrics=metrics).skipped
     assert beside()[0] == (3, 3)
+
+
+def test_table_of_less_memory_is_what_the_arrays_take():
+    text = (RECIPES / "less_memory.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(bfloat16_params\(.*?\))` \| (\d+) \|", text, re.M))
+    assert len(rows) == 3
+    names = {"jnp": jnp, "inner": optax.adam(1e-3)}
+    for row, count in rows.items():
+        optimizer = eval(f"jls.{row}", {"jls": jls} | names)
+        params = jnp.ones(1000, jnp.bfloat16)
+        arrays = jax.tree.leaves((params, optimizer.init(params)))
+        assert sum(x.nbytes for x in arrays if x.ndim) == int(count) * 1000

@@ -32,6 +32,7 @@ from jls._tools.check.leaves import as_numpy, is_fp8, is_rounding
 from jls._tools.check.planting import inf_is_applied
 from jls._tools.check.proofs import SUMMED, is_average, is_noise
 from jls._tools.check.runs import OutOfRunsError, Run, Runner, is_new
+from jls._tools.check.still import note_still
 from jls._tools.check.subject import Subject
 from jls._tools.reading.scales import Scale, is_switched_off
 from jls._tree import is_inexact
@@ -118,6 +119,7 @@ def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> Non
     if base is not None:
         runner.left += 2 * window
     point = Point(runner, subject, findings, base or good[0], window)
+    note_still(point)
     for scale in subject.scales:
         if scale.spikes:
             _try_spike(point, scale)

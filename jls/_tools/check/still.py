@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands still in a good step, since bfloat16 rounds it away."""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jls._state import rounds_bfloat16
+from jls._tools.check.leaves import as_numpy
+from jls._tools.check.runs import Run, Runner
+
+if TYPE_CHECKING:
+    from jls._tools.check.faults import Point
+
+_WRITE = "Write jls.bfloat16_params(inner) inside the wrapper"
+# The fields of optax's states that hold second moments.
+_SECOND = {"nu", "exp_avg_sq"}
+# So large that no gradient counts beside it.
+_LARGE = 2.0**60
+
+
+def note_still(point: "Point") -> None:
+    """Notes updates that are lost, and second moments that cannot fall."""
+    runner, subject, good_run = point.runner, point.subject, point.good_run
+    inside = [i for i in subject.inside if _SECOND & set(subject.items[i].path)]
+    params = _in_bfloat16(good_run.before, subject.all_params)
+    moments = _in_bfloat16(good_run.before, inside)
+    if not (params or moments):
+        return
+    call = runner.arguments.rebuild(runner.start)
+    if rounds_bfloat16((call.args, call.kwargs)):
+        return
+    lost = _share_lost(runner, good_run, params) if params else 0.0
+    if lost >= 0.01:
+        point.findings.notes.append(
+            f"{100 * lost:.0f} % of the updates are lost: in bfloat16 less than 1/512 "
+            f"of a parameter changes nothing ({subject.names(params)}). {_WRITE}: then "
+            "they move."
+        )
+    still = _that_cannot_fall(runner, good_run, moments) if moments else []
+    if still:
+        point.findings.notes.append(
+            f"The second moment cannot fall: {subject.names(still)}, in bfloat16, "
+            "decays by less than half a unit in a step, as with b2=0.999. "
+            f"{_WRITE}: then it falls."
+        )
+
+
+def _in_bfloat16(carried: Mapping[int, Any], leaves: Iterable[int]) -> list[int]:
+    """Of some leaves those that are bfloat16 and come back."""
+    known = (i for i in sorted(leaves) if i in carried)
+    return [i for i in known if carried[i].dtype == jnp.bfloat16]
+
+
+def _share_lost(runner: Runner, good_run: Run, params: list[int]) -> float:
+    """Of the updates that a float32 parameter would take, the share that is lost."""
+    leaves = list(good_run.given)
+    for i in params:
+        leaves[i] = as_numpy(leaves[i]).astype(np.float32)
+    try:
+        wide = runner.run(leaves, "a good step of float32 parameters")
+    except Exception:  # it is for bfloat16 alone, or no run was left
+        return 0.0
+    moved = lost = 0
+    for i in params:
+        has_moved = wide.after[i] != wide.before[i]
+        moved += np.sum(has_moved)
+        lost += np.sum(has_moved & (good_run.after[i] == good_run.before[i]))
+    return 0.0 if wide.any_skipped() or not moved else float(lost / moved)
+
+
+def _that_cannot_fall(runner: Runner, good_run: Run, moments: list[int]) -> list[int]:
+    """Those of the moments that stay what they are, far above any gradient."""
+    changes = dict.fromkeys(moments, _LARGE)
+    try:
+        run = runner.run(good_run.given, "a good step with large moments", changes)
+    except Exception:  # no run was left
+        return []
+    return [
+        i
+        for i in moments
+        if not run.any_skipped() and np.array_equal(run.after[i], run.before[i])
+    ]

@@ -1,0 +1,123 @@
+"""What `jls.check_step` notes of bfloat16 parameters that stand still."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jls
+
+pytestmark = [
+    pytest.mark.standard_promotion,
+    pytest.mark.filterwarnings("ignore:.*parameters are bfloat16"),
+]
+
+BF16 = jnp.bfloat16
+X = jnp.float32(np.random.default_rng(0).normal(size=(16, 8)))
+
+
+def loss_fn(params, x):
+    hidden = jnp.tanh(x @ params["w"].astype(jnp.float32))
+    return jnp.mean(jnp.square(hidden @ params["v"].astype(jnp.float32) - 1))
+
+
+def make_params(dtype):
+    rng = np.random.default_rng(1)
+    params = {"w": rng.normal(size=(8, 32)), "v": rng.normal(size=32)}
+    return jax.tree.map(lambda p: jnp.asarray(p, dtype), params)
+
+
+def notes_of(inner, dtype=BF16):
+    optimizer = jls.skip_nonfinite(inner)
+    params = make_params(dtype)
+    step = jax.jit(jls.train_step(loss_fn, optimizer))
+    check = jls.check_step(step, params, optimizer.init(params), X)
+    assert check.ok
+    return [x for x in check.notes if "lost" in x or "cannot fall" in x]
+
+
+def test_updates_that_are_lost_are_counted():
+    lost, *others = notes_of(optax.adam(1e-5, b2=0.95))
+    assert not others
+    share = int(lost.split(" %")[0])
+    # A weight under 512 x 1e-5 moves: 1 of 200 or so.
+    assert 90 < share <= 100
+    assert "params/v, params/w" in lost
+    assert "Write jls.bfloat16_params(inner)" in lost
+    (some,) = notes_of(optax.adam(1e-3, b2=0.95))
+    assert 5 < int(some.split(" %")[0]) < 95
+
+
+def test_count_is_that_of_the_updates():
+    """By hand, of the second step, whose updates optax makes."""
+    inner = optax.sgd(1e-2)
+    optimizer, params = jls.skip_nonfinite(inner), make_params(BF16)
+    state = optimizer.init(params)
+    for _ in range(2):
+        grads = jax.grad(loss_fn)(params, X)
+        updates, state = optimizer.update(grads, state, params)
+        before, params = params, optax.apply_updates(params, updates)
+    same = [
+        np.asarray(a == b)
+        for a, b in zip(*map(jax.tree.leaves, (before, params)), strict=True)
+    ]
+    moving = [np.asarray(u != 0) for u in jax.tree.leaves(updates)]
+    lost = sum(np.sum(a & b) for a, b in zip(same, moving, strict=True))
+    (note,) = notes_of(inner)
+    assert abs(float(note.split(" %")[0]) - 100 * lost / sum(map(np.sum, moving))) < 2
+
+
+def test_second_moment_that_cannot_fall_is_named():
+    (note,) = [x for x in notes_of(optax.adam(1e-2)) if "cannot fall" in x]
+    assert "opt_state/inner_state/0/nu/v" in note
+    assert "b2=0.999" in note
+    assert not [x for x in notes_of(optax.adam(1e-2, b2=0.99)) if "cannot fall" in x]
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "exact"])
+def test_under_the_wrapper_nothing_is_noted(rounding):
+    assert not notes_of(jls.bfloat16_params(optax.adam(1e-6), rounding=rounding))
+
+
+@pytest.mark.parametrize("mu_dtype", [BF16, None])
+def test_float32_parameters_are_left_alone(mu_dtype):
+    assert not notes_of(optax.adam(1e-6, mu_dtype=mu_dtype), jnp.float32)
+
+
+def test_nnx_step_is_noted_and_its_model_stays():
+    model = nnx.Linear(8, 1, param_dtype=BF16, rngs=nnx.Rngs(0))
+    for inner, count in [
+        (optax.adam(1e-6), 2),
+        (jls.bfloat16_params(optax.adam(1e-6)), 0),
+    ]:
+        optimizer = nnx.Optimizer(model, jls.skip_nonfinite(inner), wrt=nnx.Param)
+        before = nnx.state(model)
+        step = nnx.jit(
+            jls.train_step(lambda model, x: jnp.mean(jnp.square(model(x) - 1)))
+        )
+        check = jls.check_step(step, model, optimizer, X)
+        found = [x for x in check.notes if "lost" in x or "cannot fall" in x]
+        assert len(found) == count, found
+        assert all(
+            map(np.array_equal, *map(jax.tree.leaves, (before, nnx.state(model))))
+        )
+
+
+def test_moments_of_float32_parameters_are_looked_at_too():
+    """As of an optimizer of one's own, which stores them in bfloat16."""
+    adam = optax.scale_by_adam()
+
+    def narrow(state):
+        return state._replace(nu=jax.tree.map(lambda x: x.astype(BF16), state.nu))
+
+    def update(updates, state, params=None):
+        updates, new = adam.update(updates, state, params)
+        return updates, narrow(new)
+
+    inner = optax.GradientTransformation(
+        lambda params: narrow(adam.init(params)), update
+    )
+    (note,) = notes_of(optax.chain(inner, optax.scale(-1e-3)), jnp.float32)
+    assert "cannot fall" in note
