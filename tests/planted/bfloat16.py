@@ -198,6 +198,13 @@ FAULTS = [
         (f"{NOTES}test_under_the_wrapper_nothing_is_noted",),
     ),
     Fault(
+        "parameters that come out of bits follow no gradient",
+        "jls/_tools/reading/flow.py",
+        "follows=follows if _is_of_bits(op) else 0",
+        "follows=0",
+        (f"{NOTES}test_step_under_the_wrapper_is_read_to_the_end",),
+    ),
+    Fault(
         "updates that are 0 count as lost",
         STILL,
         "has_moved & (good_run.after[i] == good_run.before[i])",
