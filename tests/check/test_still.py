@@ -52,7 +52,8 @@ def test_updates_that_are_lost_are_counted():
 
 def test_count_is_that_of_the_updates():
     """By hand, of the second step, whose updates optax makes."""
-    inner = optax.sgd(1e-2)
+    half = optax.stateless(lambda u, _: u | {"w": u["w"].at[:, :16].set(0.0)})
+    inner = optax.chain(optax.sgd(1e-2), half)
     optimizer, params = jls.skip_nonfinite(inner), make_params(BF16)
     state = optimizer.init(params)
     for _ in range(2):
@@ -76,6 +77,7 @@ def test_second_moment_that_cannot_fall_is_named():
     assert not [x for x in notes_of(optax.adam(1e-2, b2=0.99)) if "cannot fall" in x]
 
 
+@pytest.mark.filterwarnings("ignore:no parameter is bfloat16")
 @pytest.mark.parametrize("rounding", ["stochastic", "exact"])
 def test_under_the_wrapper_nothing_is_noted(rounding):
     assert not notes_of(jls.bfloat16_params(optax.adam(1e-6), rounding=rounding))
@@ -121,3 +123,32 @@ def test_moments_of_float32_parameters_are_looked_at_too():
     )
     (note,) = notes_of(optax.chain(inner, optax.scale(-1e-3)), jnp.float32)
     assert "cannot fall" in note
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "exact"])
+@pytest.mark.parametrize("guard", [jls.skip_nonfinite, jls.loss_scaled])
+def test_step_under_the_wrapper_is_read_to_the_end(guard, rounding):
+    """Its parameters come out of bits, which follow the gradients all the same."""
+    clip = optax.clip_by_global_norm(1.0)
+    inner = optax.chain(clip, optax.adam(1e-3))
+    optimizer = guard(jls.bfloat16_params(inner, rounding=rounding))
+    params = make_params(BF16)
+    step = jax.jit(jls.train_step(loss_fn, optimizer))
+    check = jls.check_step(step, params, optimizer.init(params), X)
+    assert check.ok
+    assert not check.not_tried
+
+
+def test_mistakes_under_the_wrapper_are_found():
+    optimizer = jls.loss_scaled(jls.bfloat16_params(optax.sgd(0.1)), jls.dynamic(64.0))
+
+    @jax.jit
+    def forgetful(params, opt_state, x):
+        loss, grads = jax.value_and_grad(loss_fn)(params, x)
+        updates, new_state = optimizer.update(grads, opt_state, params, value=loss)
+        params = optax.apply_updates(params, updates)
+        return jax.tree.map(lambda p: p * BF16(0.5), params), new_state
+
+    params = make_params(BF16)
+    broken = jls.check_step(forgetful, params, optimizer.init(params), X).broken
+    assert broken == ("not scaled", "not atomic")

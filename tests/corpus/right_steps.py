@@ -361,6 +361,14 @@ def bfloat16_params():
     return step, (params, optimizer.init(params), BATCH)
 
 
+@right
+def bfloat16_params_that_move():
+    optimizer = jls.loss_scaled(jls.bfloat16_params(optax.adamw(1e-2)))
+    step = jax.jit(jls.train_step(plain_loss, optimizer))
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), plain_params())
+    return step, (params, optimizer.init(params), BATCH)
+
+
 # Steps of another form.
 
 

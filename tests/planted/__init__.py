@@ -1,10 +1,30 @@
 """Faults that a test must catch, a module for each part of jls."""
 
-from planted import autocast, check, core, origin, presets, program, reading, run
+from planted import (
+    autocast,
+    bfloat16,
+    check,
+    core,
+    origin,
+    presets,
+    program,
+    reading,
+    run,
+)
 from planted.fault import Fault as Fault
 
 FAULTS = [
     fault
-    for module in (core, autocast, presets, program, reading, origin, run, check)
+    for module in (
+        core,
+        bfloat16,
+        autocast,
+        presets,
+        program,
+        reading,
+        origin,
+        run,
+        check,
+    )
     for fault in module.FAULTS
 ]

@@ -341,3 +341,19 @@ def test_warning_of_bfloat16_parameters_names_the_wrapper():
     params = narrow(make_params())
     with pytest.warns(jls.JlsWarning, match=r"Write jls\.bfloat16_params\(inner\)"):
         jls.skip_nonfinite(optax.sgd(0.1)).init(params)
+
+
+def test_state_of_an_nnx_optimizer_is_upgraded():
+    model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+    start = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
+    saved = nnx.Optimizer(model, jls.skip_nonfinite(optax.adamw(1e-3)), wrt=nnx.Param)
+    nnx.update(model, narrow(start))
+    optimizer = nnx.Optimizer(model, wrapped(rounding="exact"), wrt=nnx.Param)
+    optimizer.opt_state = nnx.data(
+        jls.upgrade_state(optimizer.opt_state, saved.opt_state, params=start)
+    )
+    params = nnx.state(model, nnx.Param)
+    masters = jls.master_params(params, optimizer)
+    assert_identical(jax.tree.leaves(masters), jax.tree.leaves(start))
+    back = jls.upgrade_state(saved.opt_state, optimizer.opt_state)
+    assert_identical(jax.tree.leaves(back), jax.tree.leaves(saved.opt_state))

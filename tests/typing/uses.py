@@ -58,6 +58,8 @@ updates, opt_state = optimizer.update(params, opt_state, params, value=batch.sum
 assert_type(opt_state.applied, jax.Array)
 reason: SkipReason = SkipReason(opt_state.last_skip_reason.item())
 averaged = optax.chain(optax.adamw(3e-4), jls.params_ema(0.999, debias=False))
+rounded = jls.bfloat16_params(averaged, rounding="exact", moments=None, seed=1)
+assert_type(rounded, optax.GradientTransformationExtraArgs)
 assert_type(jls.params_ema(lambda n: n / 9), optax.GradientTransformationExtraArgs)
 average: Params = jls.eval_params(averaged.init(params))
 inner_state = optax.adamw(3e-4).init(params)

@@ -39,6 +39,7 @@ from jls._scopes import DECISION, INNER, SCALE, UPDATE, marks_of
 from jls._tools.reading.derivatives import Derivatives
 from jls._tools.reading.updates import ROLES, Updates
 
+BITCAST = "bitcast_convert_type"
 # In `Value.through`.
 THROUGH_UPDATE, THROUGH_BACKWARD = 1, 2
 
@@ -183,6 +184,7 @@ class Flow(Question[Value]):
         if not is_inexact_atom(op.aval):
             is_flag = op.aval.dtype == bool
             return Value(
+                follows=follows if _is_of_bits(op) else 0,
                 degree=ZERO if is_flag else degree_of_integers(op),
                 depends=depends & self._random if is_flag else depends,
                 known=known,
@@ -235,13 +237,22 @@ class Flow(Question[Value]):
         )
         if op.row.is_random:
             depends |= self._random
-        if not op.row.moves and not op.row.is_elementwise:
+        if not (op.row.moves or op.row.is_elementwise or op.name == BITCAST):
             follows &= ~self._of_inputs if INNER in marks else 0
         if UPDATE in marks:
             through |= THROUGH_UPDATE
         if is_transposed(op.site):
             through |= THROUGH_BACKWARD
         return depends, follows, through
+
+
+def _is_of_bits(op: Operation) -> bool:
+    """Whether an integer may be bits of a number, as rounding with bits takes them.
+
+    Other integers follow nothing.
+    """
+    atoms = op.equation.invars
+    return op.name == BITCAST or not any(is_inexact_atom(x.aval) for x in atoms)
 
 
 def _with_roles(marks: frozenset[str], values: Sequence[Value]) -> Sequence[Value]:
