@@ -688,7 +688,7 @@ def _checks_updates(
     if wrapper.check_updates is not None:
         return wrapper.check_updates
     floats = floats_of(updates if params is None else params)
-    if rounds_bfloat16(state):
+    if is_narrow(floats) and rounds_bfloat16(state):
         floats = [leaf for leaf in floats if dtype_of(leaf) != jnp.bfloat16]
     return is_narrow(floats)
 

@@ -158,7 +158,7 @@ FAULTS = [
     Fault(
         "updates of bfloat16 parameters are checked",
         "jls/_step.py",
-        "if rounds_bfloat16(state):",
+        "if is_narrow(floats) and rounds_bfloat16(state):",
         "if ():",
         (f"{STEPS}test_updates_of_bfloat16_parameters_are_not_checked",),
     ),

@@ -119,7 +119,7 @@ def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> Non
     if base is not None:
         runner.left += 2 * window
     point = Point(runner, subject, findings, base or good[0], window)
-    note_still(point)
+    note_still(runner, subject, point.good_run, findings.notes)
     for scale in subject.scales:
         if scale.spikes:
             _try_spike(point, scale)

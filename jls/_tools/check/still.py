@@ -2,7 +2,7 @@
 """What stands still in a good step, since bfloat16 rounds it away."""
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +10,7 @@ import numpy as np
 from jls._state import rounds_bfloat16
 from jls._tools.check.leaves import as_numpy
 from jls._tools.check.runs import Run, Runner
-
-if TYPE_CHECKING:
-    from jls._tools.check.faults import Point
+from jls._tools.check.subject import Subject
 
 _WRITE = "Write jls.bfloat16_params(inner) inside the wrapper"
 # The fields of optax's states that hold second moments.
@@ -21,9 +19,10 @@ _SECOND = {"nu", "exp_avg_sq"}
 _LARGE = 2.0**60
 
 
-def note_still(point: "Point") -> None:
+def note_still(
+    runner: Runner, subject: Subject, good_run: Run, notes: list[str]
+) -> None:
     """Notes updates that are lost, and second moments that cannot fall."""
-    runner, subject, good_run = point.runner, point.subject, point.good_run
     inside = [i for i in subject.inside if _SECOND & set(subject.items[i].path)]
     params = _in_bfloat16(good_run.before, subject.all_params)
     moments = _in_bfloat16(good_run.before, inside)
@@ -34,14 +33,14 @@ def note_still(point: "Point") -> None:
         return
     lost = _share_lost(runner, good_run, params) if params else 0.0
     if lost >= 0.01:
-        point.findings.notes.append(
+        notes.append(
             f"{100 * lost:.0f} % of the updates are lost: in bfloat16 less than 1/512 "
             f"of a parameter changes nothing ({subject.names(params)}). {_WRITE}: then "
             "they move."
         )
     still = _that_cannot_fall(runner, good_run, moments) if moments else []
     if still:
-        point.findings.notes.append(
+        notes.append(
             f"The second moment cannot fall: {subject.names(still)}, in bfloat16, "
             "decays by less than half a unit in a step, as with b2=0.999. "
             f"{_WRITE}: then it falls."
