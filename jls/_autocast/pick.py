@@ -3,8 +3,8 @@
 
 JAX writes zeros of the size of all rows, in float32, and scatters into them. For the
 logits of a language model they are the largest array of a step. Here they are made
-where they are read: where the place is the picked one the cotangent, elsewhere 0. It is
-the same number to the bit, and until then `jax.checkpoint` keeps only the indices.
+where they are read: the cotangent at the picked place, 0 elsewhere. The numbers are the
+same to the bit, and until then `jax.checkpoint` keeps only the indices.
 """
 
 import functools
