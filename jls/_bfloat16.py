@@ -16,7 +16,7 @@ seed, step, leaf and index. A skipped step draws nothing, the layout of an array
 devices does not matter, and no array of random numbers is in memory.
 """
 
-import hashlib
+import zlib
 from collections.abc import Callable, Container
 from typing import Any, Literal, get_args
 
@@ -250,6 +250,7 @@ class _Noise:
 
     def __init__(self, seed: int, count: Array, params: Any):
         self._step = _mixed(count * _ODD ^ jnp.uint32(seed))
+        self._names: dict[int, str] = {}  # by factor
         # How many halves of the hash of each array are taken.
         self._taken: dict[Any, int] = dict.fromkeys(_paths_of(params), 1)
 
@@ -267,23 +268,19 @@ class _Noise:
 
     def _half(self, path: Any, number: int, like: Any) -> Array:
         name = f"{jax.tree_util.keystr(path)} {number // 2}"
-        factor, offset = _hash_of(name)
+        factor = zlib.crc32(name.encode()) | 1
+        while self._names.setdefault(factor, name) != name:  # no two draw alike
+            factor = (factor + 2) % 2**32
         # Multiplied: two arrays must not meet in the same elements in each step.
-        salt = self._step * jnp.uint32(factor | 1) + jnp.uint32(offset)
+        salt = self._step * jnp.uint32(factor)
         for axis in sorted(varying_axes(like)):
             index = lax.axis_index(axis).astype(jnp.uint32)
-            salt = _mixed(salt + index + jnp.uint32(_hash_of(axis)[0]))
+            salt = _mixed(salt + index + jnp.uint32(zlib.crc32(axis.encode())))
         hashed = _mixed(_indices(like) * _ODD ^ salt)
         return hashed & 0xFFFF if number % 2 else hashed >> 16
 
 
 _ODD = np.uint32(0x9E3779B1)
-
-
-def _hash_of(name: str) -> tuple[int, int]:
-    """Two numbers of 32 bits, the same in each process."""
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return int.from_bytes(digest[:4], "big"), int.from_bytes(digest[4:], "big")
 
 
 def _paths_of(params: Any) -> list[Any]:
