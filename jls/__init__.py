@@ -67,14 +67,14 @@ from jls._scale import unscale as unscale
 from jls._reduce import all_finite as all_finite
 from jls._tree import select as select
 
+# Parameters in bfloat16.
+from jls._bfloat16 import bfloat16_params as bfloat16_params
+from jls._bfloat16 import master_params as master_params
+
 # Checkpoints, and adding jls to a running job.
 from jls._checkpoint import wrap_state as wrap_state
 from jls._checkpoint import unwrap_state as unwrap_state
 from jls._checkpoint import upgrade_state as upgrade_state
-
-# Parameters that are stored in bfloat16.
-from jls._bfloat16 import bfloat16_params as bfloat16_params
-from jls._bfloat16 import master_params as master_params
 
 # An average of the parameters.
 from jls._ema import params_ema as params_ema

@@ -687,10 +687,12 @@ def _checks_updates(
 ) -> bool:
     if wrapper.check_updates is not None:
         return wrapper.check_updates
-    floats = floats_of(updates if params is None else params)
-    if is_narrow(floats) and rounds_bfloat16(state):
-        floats = [leaf for leaf in floats if dtype_of(leaf) != jnp.bfloat16]
-    return is_narrow(floats)
+    tree = updates if params is None else params
+    checks = is_narrow(tree)
+    if checks and rounds_bfloat16(state):
+        floats = floats_of(tree)
+        checks = is_narrow([x for x in floats if dtype_of(x) != jnp.bfloat16])
+    return checks
 
 
 def _targets(params: optax.Params | None, remainder: Remainder) -> list[Any] | None:

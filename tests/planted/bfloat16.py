@@ -158,14 +158,14 @@ FAULTS = [
     Fault(
         "updates of bfloat16 parameters are checked",
         "jls/_step.py",
-        "if is_narrow(floats) and rounds_bfloat16(state):",
+        "if checks and rounds_bfloat16(state):",
         "if ():",
         (f"{STEPS}test_updates_of_bfloat16_parameters_are_not_checked",),
     ),
     Fault(
         "updates of float16 parameters beside them are not checked",
         "jls/_step.py",
-        "if dtype_of(leaf) != jnp.bfloat16]",
+        "if dtype_of(x) != jnp.bfloat16]",
         "if ()]",
         (f"{STEPS}test_updates_of_bfloat16_parameters_are_not_checked",),
     ),
