@@ -50,9 +50,10 @@ def placed(tree, mesh, specs):
 
 
 def make_optimizer(rounding, **kwargs):
-    return jls.skip_nonfinite(
-        jls.bfloat16_params(optax.adamw(1e-3), rounding=rounding), **kwargs
-    )
+    # Products with powers of two are exact: programs that are compiled apart, and fuse
+    # other operations, agree in the last bit.
+    inner = optax.sgd(2.0**-10, momentum=0.5)
+    return jls.skip_nonfinite(jls.bfloat16_params(inner, rounding=rounding), **kwargs)
 
 
 def run(optimizer, params, all_grads):
@@ -155,7 +156,8 @@ def test_replicas_in_shard_map_draw_alike(check_vma, rounding):
 def test_shards_in_shard_map_draw_numbers_of_their_own():
     """A device sees only its own part, whose indices begin at 0."""
     n = 2**14
-    optimizer = make_optimizer("stochastic", axis_name="d")
+    inner = jls.bfloat16_params(optax.adamw(1e-3))
+    optimizer = jls.skip_nonfinite(inner, axis_name="d")
     params = jnp.ones((8, n), BF16)
     state = optimizer.init(params)
     step = mapped_step(optimizer, state, P("d"), True)
