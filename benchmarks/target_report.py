@@ -45,16 +45,6 @@ def lines(results: dict[str, Any]) -> list[str]:
     return said + errors(workloads)
 
 
-def extra_bytes(workload: dict[str, Any], name: str) -> float | None:
-    """Bytes for each parameter that a contestant moves beyond plain optax."""
-    results = workload["results"]
-    bare = results.get(FLOOR, {}).get("bytes_accessed")
-    mine = results.get(name, {}).get("bytes_accessed")
-    if bare is None or mine is None:
-        return None
-    return (mine - bare) / workload["parameters"]
-
-
 def more_collectives(workload: dict[str, Any], name: str) -> str:
     """What a contestant sends beyond plain optax: "+2 all-reduce (+64 bytes)".
 

@@ -23,6 +23,7 @@ from flax import nnx
 from jax import lax
 
 import jls
+from benchmarks import tables
 from benchmarks.half.models import ResNet
 from benchmarks.models import (
     GOOD,
@@ -263,7 +264,7 @@ def row(name: str, found: dict[str, float]) -> str:
     cells.append(f"{found['recorded']:,}")
     for tool in ("why", "calibrate", "check"):
         cells += [f"{found[tool]:.1f}", f"{found[tool] / found['compile']:.1f}"]
-    return f"| {name} | {' | '.join(cells)} |"
+    return tables.row([name, *cells])
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
@@ -275,8 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     add("--json", type=Path, default=Path("benchmarks_tools.json"), metavar="FILE")
     options = parser.parse_args(arguments)
     steps = QUICK if options.quick else STEPS
-    print(f"| step | {' | '.join(HEAD)} |")
-    print("|---|" + "--:|" * len(HEAD))
+    print(tables.head(["step", *HEAD]))
     results: dict[str, dict[str, float]] = {}
     for name, make in steps.items():
         if options.steps in name:

@@ -160,9 +160,10 @@ def bfloat16_params(
             )
         _check_state(state, params, rounding, moments, init)
         _warn_of_float32(params)
-        masters = jax.tree.map(_widened, params)
         if is_exact:
             masters = jax.tree.map(_master, params, state.rest)
+        else:
+            masters = jax.tree.map(_widened, params)
         grads = jax.tree.map(_widened_beside, updates, params)
         before = jax.tree.map(_widened_moment, state.inner_state)
         steps, after = inner.update(grads, before, masters, **extra)
@@ -471,8 +472,9 @@ def _check_state(
             f"rounding={was!r}. {_UPGRADE}"
         )
     # Otherwise `inner` may have no moments, or bfloat16 ones of its own.
-    if has_moments(state) != (moments is not None) and has_moments(state) != (
-        has_moments(jax.eval_shape(init, params))
+    has = has_moments(state)
+    if has != (moments is not None) and has != has_moments(
+        jax.eval_shape(init, params)
     ):
         of = ["None", "jnp.bfloat16"]
         raise OtherStateError(

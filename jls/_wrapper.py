@@ -267,8 +267,7 @@ def _foreign_leaf_named(params: Any) -> Iterator[None]:
         raise
 
 
-# By dtype of 16 bits: below which part of a parameter an update is rounded away, and
-# What to write instead.
+# By dtype of 16 bits: the part of a parameter below which updates vanish, and advice.
 _VANISHES = {
     "float16": (
         "1/4000",

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import figures
+from benchmarks import figures, tables
 from benchmarks.half.models import Model, without_params
 from benchmarks.half.programs import MODELS, TINY, WAYS, run_of
 
@@ -69,7 +69,7 @@ def row(model: str, results: dict[str, dict[str, Any]]) -> str:
         "{median:.2f} ({q1:.2f}-{q3:.2f})".format(**ratio),
         "; ".join(f"{size:,.0f}" for size in memory),
     ]
-    return f"| {' | '.join(cells)} |"
+    return tables.row(cells)
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     results: dict[str, Any] = {"device": device, "jax": jax.__version__, "models": {}}
     half = jnp.dtype(options.half)
     print(f"{device}, jax {jax.__version__}, {half.name}\n")
-    print(f"| {' | '.join(HEAD)} |\n|---|{'--:|' * (len(HEAD) - 1)}")
+    print(tables.head(HEAD))
     models = TINY if options.tiny else MODELS
     for name, make in models.items():
         if options.models in name:
