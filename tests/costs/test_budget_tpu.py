@@ -43,8 +43,7 @@ def figures_of(workload, name):
     target = TARGETS["v5e"]
     problem = compiled.abstract(lambda: target_workloads.transformer(SHAPE, TOKENS))
     where = placement.whole(target.devices(1))
-    done = compiled.compile_step(WORKLOADS[workload], name, problem, target, where)
-    return done.figures
+    return compiled.compile_step(WORKLOADS[workload], name, problem, target, where)
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
@@ -99,7 +98,7 @@ def test_devices_agree_in_one_small_all_reduce_for_each_axis(layout):
     ours, bare = (
         compiled.compile_step(
             WORKLOADS["clip + adamw"], name, problem, target, make(target.devices(4))
-        ).figures["collectives"]
+        )["collectives"]
         for name in (OURS, FLOOR)
     )
     more = {
