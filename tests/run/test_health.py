@@ -298,6 +298,30 @@ def test_large_scales_print_as_powers_of_two():
     assert "loss scale is 2^15." in jls.health(after("", jls.dynamic())).sentence
 
 
+@pytest.mark.filterwarnings("ignore:1 of 1 parameters are bfloat16")
+@pytest.mark.parametrize("guard", [jls.skip_nonfinite, jls.loss_scaled])
+def test_it_says_nothing_of_whether_bfloat16_parameters_move(guard):
+    """No state knows which updates were rounded away: `jls.check_step` runs steps."""
+    params = {"w": jnp.full(4096, 0.1, jnp.bfloat16)}
+    grads = jax.tree.map(jnp.ones_like, params)
+    sgd = optax.sgd(1e-6)
+    ours = [jls.bfloat16_params(sgd, rounding=x) for x in ("stochastic", "exact")]
+    said, moved = [], []
+    for inner in (sgd, *ours):
+        optimizer = guard(inner)
+        new, state = params, optimizer.init(params)
+        for _ in range(3):
+            new, state, _ = jls.apply_gradients(optimizer, grads, state, new)
+        said.append(jls.health(state, new, optimizer=optimizer, grads=grads))
+        masters = jls.master_params(new, state)["w"]
+        moved.append(bool(jnp.any(masters != jls.master_params(params, ())["w"])))
+    assert moved == [False, True, True]
+    assert said[0] == said[1] == said[2]
+    assert said[0].sentence.startswith("0 of 3 steps were skipped so far")
+    found = dict(new, w=new["w"].at[0].set(jnp.nan))
+    assert jls.health(state, found).verdict == "poisoned"
+
+
 @pytest.mark.parametrize(
     ("grads", "kwargs", "verdict", "words"),
     [
