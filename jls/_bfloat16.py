@@ -376,7 +376,17 @@ def _rest_beside(param: Array, made: Array, new: Array) -> Array:
     """
     stored = _bits(lax.reduce_precision(_widened(param) + made, 8, 7))
     is_apart = _is_nan(new) | (stored != _nearest(new))
-    return jnp.where(is_apart, 0, new & 0xFFFF).astype(jnp.uint16)
+    lower = jnp.where(is_apart, 0, new & 0xFFFF)
+    # XLA for a TPU fuses it with the parameter only as a float that is cast. As an
+    # integer it was a kernel of its own, which read everything once more.
+    return lax.platform_dependent(
+        lower, tpu=_uint16_of_float, default=lambda x: x.astype(jnp.uint16)
+    )
+
+
+def _uint16_of_float(lower: Array) -> Array:
+    """The cast of `u32` below 2**16, by way of 2**23 and as much, which is exact."""
+    return (_number(lower | 0x4B000000) - 2.0**23).astype(jnp.uint16)
 
 
 def _master(param: Any, rest: Array | None) -> Any:

@@ -126,6 +126,13 @@ def test_nearest_rounding_follows_the_rule_and_its_halves_make_the_number_again(
         assert is_nan or reference.joined(half, lower) == number
 
 
+def test_cast_of_the_lower_bits_on_a_tpu_is_exact(jit_or_eager):
+    every = jnp.arange(2**16, dtype=jnp.uint32)
+    cast = jit_or_eager(_bfloat16._uint16_of_float)(every)
+    assert cast.dtype == jnp.uint16
+    assert cast.tolist() == every.tolist()
+
+
 @pytest.mark.parametrize("rounding", ["stochastic", "exact"])
 def test_inf_nan_and_the_largest_numbers_stay_what_they_are(rounding, jit_or_eager):
     target = numbers(0x7F800000, 0xFF800000, 0x7F800001, 0xFFC00000, 0x7F7F0001)
