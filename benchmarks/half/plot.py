@@ -1,14 +1,15 @@
-"""The picture: the temporary memory of a step, by chip and by way."""
+"""The pictures: the memory of a step by chip, and what stored parameters learn."""
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.half.programs import WAYS, half_of
 from benchmarks.plot import clear, save_small
 from benchmarks.targets import TARGETS
-from jls._tools.figure import JLS
+from jls._tools.figure import JLS, use_grid
 
 MODEL = "transformer, scan"
 COLOURS = {"float32": "#999999", "by hand": "#E69F00", "autocast": JLS}
@@ -16,6 +17,13 @@ LABELS = {
     "float32": "float32",
     "by hand": "dtype= by hand",
     "autocast": "jls.autocast",
+}
+# What parameters are stored in: the float32 line is wide, since two others lie on it.
+STORED: dict[str, dict[str, Any]] = {
+    "float32": {"color": "#bbbbbb", "linewidth": 7},
+    "plain bfloat16": {"color": "#E69F00", "linewidth": 2.5},
+    "stochastic": {"color": JLS, "linewidth": 2},
+    "exact": {"color": JLS, "linestyle": "none", "marker": "o", "markersize": 5.5},
 }
 
 
@@ -59,3 +67,30 @@ def _name(target: str) -> str:
     one = TARGETS[target]
     chip = one.chip.removeprefix("NVIDIA ").removesuffix(" 80GB HBM3")
     return f"{chip}\n{half_of(one).__name__}"
+
+
+def save_stored(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """By step, of each way: by how much the loss fell, and how far parameters went."""
+    figure = Figure(figsize=(6.4, 3.9), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for way, style in STORED.items():
+        steps = results[way][0]["steps"]
+        losses, ways = (
+            np.mean([one[name] for one in results[way]], axis=0)
+            for name in ("losses", "ways")
+        )
+        label = f"jls: {way}" if style["color"] == JLS else way
+        left.plot(steps, losses - losses[0], label=label, **style)
+        right.plot(steps[1:], ways[1:], **style)
+    left.set_title("Change of the loss", fontsize=12, loc="left")
+    right.set_title("Share of the way of float32", fontsize=12, loc="left")
+    right.set_ylim(-0.05, 1.15)
+    right.set_yticks([0, 0.5, 1])
+    left.locator_params(axis="y", nbins=4)
+    for axes in (left, right):
+        use_grid(axes)
+        axes.set_xlabel("step", fontsize=11)
+        axes.set_xlim(left=0)
+        axes.tick_params(labelsize=11, length=0)
+    figure.legend(loc="outside upper left", ncols=2, frameon=False, fontsize=12)
+    save_small(figure, path, 64)

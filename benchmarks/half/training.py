@@ -61,19 +61,20 @@ SIZES = {
 }
 
 
-def text() -> np.ndarray:
-    """The bytes of all modules of the standard library, without its tests."""
+def text(*without: str) -> np.ndarray:
+    """The bytes of all modules of the standard library, without tests and folders."""
     folder = Path(sysconfig.get_path("stdlib"))
-    files = [path for path in folder.rglob("*.py") if _is_module(path, folder)]
+    others = {"site-packages", "test", "tests", *without}
+    files = [
+        path
+        for path in folder.rglob("*.py")
+        if not others & {*path.relative_to(folder).parts}
+    ]
     ordered = sorted(files, key=lambda path: str(path.relative_to(folder)))
     # Neighbours in one folder are alike: what is held back comes from all.
     shuffled = np.random.default_rng(0).permutation(len(ordered))
     joined = b"\n".join(ordered[i].read_bytes() for i in shuffled)
     return np.frombuffer(joined, np.uint8)
-
-
-def _is_module(path: Path, folder: Path) -> bool:
-    return not {"site-packages", "test", "tests"} & {*path.relative_to(folder).parts}
 
 
 def batches(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import targets
-from benchmarks.half import programs, timed, training
+from benchmarks.half import programs, stored, timed, training
 from benchmarks.half.__main__ import main
 from benchmarks.half.tables import ratios
 from benchmarks.hlo import Program
@@ -137,6 +137,22 @@ def test_training_goes_on_with_what_follows(tmp_path, capsys, monkeypatch):
     last = [one["losses"][-1] for (one,) in results.values()]
     np.testing.assert_allclose(*last, rtol=1e-3)
     assert "| float16 autocast | 3 | " in capsys.readouterr().out
+
+
+def test_stored_parameters_are_fine_tuned_and_drawn(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(stored, "LEARNING_RATES", (1e-5,))
+    where = ["--json", str(tmp_path / "s.json"), "--plot", str(tmp_path / "s.png")]
+    results = stored.main([*where, "--tiny", "--steps", "20", "24", "--seeds", "3"])
+    assert results == json.loads((tmp_path / "s.json").read_text())
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+    (ways,) = results.values()
+    for name, (one,) in ways.items():
+        assert one["steps"] == [*range(0, 25, 2)]
+        assert (one["losses"][-1] < one["losses"][0]) or name == "plain bfloat16"
+    gone = [one["ways"][-1] for (one,) in ways.values()]
+    np.testing.assert_allclose(gone, [1, 0, 1, 1], atol=0.2)
+    assert "| at the start | " in capsys.readouterr().out
+    assert stored.main([*where, "--seeds"]) == results  # of the file
 
 
 def test_targets_of_training_are_the_bytes_that_follow():

@@ -1,0 +1,150 @@
+"""Fine-tunes a transformer at small learning rates, its parameters stored in four ways.
+
+First trained in float32 on the modules of Python's standard library, then with adamw on
+Python's manual, whose last tenth is for validation. All compute in float32 from the
+same bfloat16 numbers: they differ in what is stored. Prints the loss on the validation,
+and how far the parameters went along the way of float32, 1 if as far.
+"""
+
+import argparse
+import json
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jls
+from benchmarks.half.models import transformer
+from benchmarks.half.training import BYTES, SIZES, Size, batches, text
+
+FOLDER = "pydoc_data"  # of the manual
+SMALL = Size((64, 2, 2), (8, 64), 16)  # on a CPU 36 runs take minutes
+LEARNING_RATES = (1e-6, 3e-6, 1e-5)
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "float32": lambda inner: inner,
+    "plain bfloat16": lambda inner: inner,
+    "stochastic": jls.bfloat16_params,
+    "exact": partial(jls.bfloat16_params, rounding="exact"),
+}
+
+wide = partial(optax.tree.cast, dtype=jnp.float32)
+
+
+def trained(
+    loss_fn: Any, optimizer: Any, params: Any, fed: Any, steps: int, checks: int
+) -> Iterator[tuple[int, Any]]:
+    """Trains, and gives the float32 parameters so many times."""
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, batch):
+        grads = jax.grad(lambda params: loss_fn(wide(params), batch))(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.jit(optimizer.init)(params)
+    params = jax.tree.map(jnp.copy, params)  # the step overwrites them
+    for i in range(1, steps + 1):
+        params, state = step(params, state, next(fed))
+        if i % max(1, steps // checks) == 0:
+            yield i, jax.tree.map(jnp.copy, jls.master_params(params, state))
+
+
+def share(moved: Any, right: Any, start: Any) -> float:
+    """How far parameters went along the right way, 1 if as far."""
+    one, other = (optax.tree.sub(tree, start) for tree in (moved, right))
+    return float(optax.tree.vdot(one, other) / optax.tree.vdot(other, other))
+
+
+def runs(
+    size: Size, steps: tuple[int, int], seed: int
+) -> Iterator[tuple[float, str, dict[str, Any]]]:
+    """The learning rate, the way, and what came of it; the start is step 0."""
+    model = transformer("unrolled", (BYTES, *size.shape), size.tokens)
+
+    def loss_fn(params, batch):
+        return model.loss()(params, {}, batch)[0]
+
+    manual = Path(sysconfig.get_path("stdlib"), FOLDER, "topics.py").read_bytes()
+    seen, unseen = np.split(np.frombuffer(manual, np.uint8), [len(manual) * 9 // 10])
+    count, length = size.tokens
+    check = next(batches(unseen, (count * size.validated, length), 0))
+    validate = jax.jit(partial(loss_fn, batch=check))
+    made = jax.jit(model.make(None).init)(jax.random.key(seed), check[0][:count])
+    optimizer = optax.adamw(optax.cosine_decay_schedule(1e-3, steps[0]))
+    fed = batches(text(FOLDER), size.tokens, seed)
+    ((_, params),) = trained(loss_fn, optimizer, made["params"], fed, steps[0], 1)
+    start = optax.tree.cast(params, jnp.bfloat16)
+    for learning_rate in LEARNING_RATES:
+        right = []
+        for way, optimizer_of in WAYS.items():
+            optimizer = optimizer_of(optax.adamw(learning_rate))
+            begun = wide(start) if way == "float32" else start
+            fed = batches(seen, size.tokens, seed)
+            one: dict[str, Any] = {"seed": seed, "steps": [0], "ways": [0.0]}
+            one["losses"] = [float(validate(wide(start)))]
+            for i, params in trained(loss_fn, optimizer, begun, fed, steps[1], 12):
+                right += [params] if way == "float32" else []
+                float32 = right[len(one["steps"]) - 1]
+                one["steps"].append(i)
+                one["losses"].append(float(validate(params)))
+                one["ways"].append(share(params, float32, wide(start)))
+            yield learning_rate, way, one
+
+
+def table(results: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
+    """Rows of ways: the mean loss at the end, by learning rate, and the way gone."""
+
+    def cells(way, place):
+        for ways in results.values():
+            pairs = [(x["losses"][place], x["ways"][place]) for x in ways[way]]
+            yield "{:.4f}, {:.2f}".format(*np.mean(pairs, axis=0))
+
+    rows = [
+        ["parameters", *(f"learning rate {rate}" for rate in results)],
+        ["---", *["--:"] * len(results)],
+        ["at the start", *cells("float32", 0)],
+        *([way, *cells(way, -1)] for way in WAYS),
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Fine-tunes each way with each seed and learning rate; returns the losses."""
+    options = _parser().parse_args(arguments)
+    size = SIZES["tiny"] if options.tiny else SMALL
+    results = {} if options.seeds else json.loads(options.json.read_text())
+    for seed in options.seeds:
+        for rate, way, one in runs(size, options.steps, seed):
+            results.setdefault(f"{rate:g}", {}).setdefault(way, []).append(one)
+            last, gone = one["losses"][-1], one["ways"][-1]
+            print(f"{rate:g}, {way}, seed {seed}: {last:.4f}, {gone:.3f}", flush=True)
+            options.json.write_text(json.dumps(results, indent=2) + "\n")
+    print(table(results))
+    if options.plot:
+        from benchmarks.half import plot  # it takes a second to import matplotlib
+
+        plot.save_stored(next(iter(results.values())), options.plot)
+    return results
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.half.stored", description=__doc__
+    )
+    add = parser.add_argument
+    add("--steps", type=int, nargs=2, default=[1000, 600], metavar=("FIRST", "THEN"))
+    add("--seeds", type=int, nargs="*", default=[0, 1, 2], help="none: read the file")
+    add("--tiny", action="store_true", help="a model that learns in no time")
+    add("--json", type=Path, default=Path("benchmarks_stored.json"), metavar="FILE")
+    add("--plot", type=Path, metavar="FILE", help="draw no picture by default")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
