@@ -58,7 +58,8 @@ def trained(
 def share(moved: Any, right: Any, start: Any) -> float:
     """How far parameters went along the right way, 1 if as far."""
     one, other = (optax.tree.sub(tree, start) for tree in (moved, right))
-    return float(optax.tree.vdot(one, other) / optax.tree.vdot(other, other))
+    along, whole = (float(jnp.real(optax.tree.vdot(x, other))) for x in (one, other))
+    return along / whole
 
 
 def runs(
@@ -122,8 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     for seed in options.seeds:
         for rate, way, one in runs(size, options.steps, seed):
             results.setdefault(f"{rate:g}", {}).setdefault(way, []).append(one)
-            last, gone = one["losses"][-1], one["ways"][-1]
-            print(f"{rate:g}, {way}, seed {seed}: {last:.4f}, {gone:.3f}", flush=True)
+            print(f"{rate:g}, {way}, seed {seed}: {one['losses'][-1]:.4f}", flush=True)
             options.json.write_text(json.dumps(results, indent=2) + "\n")
     print(table(results))
     if options.plot:
