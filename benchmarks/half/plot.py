@@ -1,4 +1,4 @@
-"""The picture: the temporary memory of a step, by chip and by way."""
+"""The pictures: the memory of a step by chip and way; the losses of a training."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from benchmarks.half.programs import WAYS, half_of
 from benchmarks.plot import clear, save_small
 from benchmarks.targets import TARGETS
-from jls._tools.figure import JLS
+from jls._tools.figure import BLACK, GREEN, JLS
 
 MODEL = "transformer, scan"
 COLOURS = {"float32": "#999999", "by hand": "#E69F00", "autocast": JLS}
@@ -16,6 +16,12 @@ LABELS = {
     "float32": "float32",
     "by hand": "dtype= by hand",
     "autocast": "jls.autocast",
+}
+CURVES = {
+    "float32": ("float32", BLACK),
+    "bfloat16 autocast": ("bfloat16", GREEN),
+    "float16 autocast": ("float16 with a loss scale", JLS),
+    "float16 without a scale": ("float16 without one", "#D55E00"),
 }
 
 
@@ -51,6 +57,25 @@ def save(results: dict[str, Any], path: Path) -> None:
         loc="left",
         color="#555555",
     )
+    save_small(figure, path, 64)
+
+
+def save_training(results: dict[str, Any], path: Path) -> None:
+    """The loss on the validation of the first seed, and what a step costs."""
+    figure = Figure(figsize=(7.2, 3.4), layout="constrained")
+    axes: Any = figure.subplots()
+    for name, (label, colour) in CURVES.items():
+        if name in results:
+            one = results[name][0]
+            cost = f"{one['steps_per_second']:.0f} steps a second"
+            memory = f"{one['temporary_bytes'] / 1e9:.1f} GB"
+            said = f"{label}: {one['losses'][-1]:.3f}, {cost}, {memory}"
+            axes.plot(one["steps"], one["losses"], "o-", color=colour, label=said)
+    clear(axes)
+    axes.grid(axis="y", color="#cfcfcf", linewidth=0.8, zorder=1)
+    axes.set_xlabel("step", fontsize=10)
+    axes.set_title("loss on held-out text", fontsize=10, loc="left")
+    axes.legend(frameon=False, fontsize=9)
     save_small(figure, path, 64)
 
 
