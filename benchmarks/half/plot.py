@@ -17,11 +17,12 @@ LABELS = {
     "by hand": "dtype= by hand",
     "autocast": "jls.autocast",
 }
+# Narrower and narrower, since curves may coincide.
 CURVES = {
-    "float32": ("float32", BLACK),
-    "bfloat16 autocast": ("bfloat16", GREEN),
-    "float16 autocast": ("float16 with a loss scale", JLS),
-    "float16 without a scale": ("float16 without one", "#D55E00"),
+    "float32": ("float32", BLACK, 6),
+    "bfloat16 autocast": ("bfloat16", GREEN, 4.5),
+    "float16 autocast": ("float16 with a loss scale", JLS, 3),
+    "float16 without a scale": ("float16 without one", "#D55E00", 1.5),
 }
 
 
@@ -64,13 +65,14 @@ def save_training(results: dict[str, Any], path: Path) -> None:
     """The loss on the validation of the first seed, and what a step costs."""
     figure = Figure(figsize=(7.2, 3.4), layout="constrained")
     axes: Any = figure.subplots()
-    for name, (label, colour) in CURVES.items():
+    for name, (label, colour, width) in CURVES.items():
         if name in results:
             one = results[name][0]
             cost = f"{one['steps_per_second']:.0f} steps a second"
-            memory = f"{one['temporary_bytes'] / 1e9:.1f} GB"
+            memory = f"{one['temporary_bytes'] / 1e9:.2g} GB"
             said = f"{label}: {one['losses'][-1]:.3f}, {cost}, {memory}"
-            axes.plot(one["steps"], one["losses"], "o-", color=colour, label=said)
+            style = {"color": colour, "linewidth": width}
+            axes.plot(one["steps"], one["losses"], label=said, **style)
     clear(axes)
     axes.grid(axis="y", color="#cfcfcf", linewidth=0.8, zorder=1)
     axes.set_xlabel("step", fontsize=10)
