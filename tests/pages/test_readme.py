@@ -58,6 +58,7 @@ def test_every_block_is_tested():
         (BAD, "python"),
         (BAD, "text"),
         ("Demo and tests, on a CPU", "console"),
+        ("Demo and tests, on a CPU", "console"),
     ]
 
 
@@ -115,13 +116,12 @@ def test_both_programs_are_one_file_that_prints_what_the_readme_says(capsys):
 
 
 def test_commands_need_python_alone():
-    install, *commands = [
-        line for x in FOUND if x.language == "console" for line in x.code.splitlines()
-    ]
+    consoles = [x.code.splitlines() for x in FOUND if x.language == "console"]
+    (install,), *commands = consoles
     assert install == "pip install -e ."
     setup = "python3 -m venv .venv && . .venv/bin/activate && pip install -e "
     assert len(commands) == 2
-    for command in commands:
+    for (command,) in commands:  # each in a block of its own, to be copied
         assert command.startswith(setup)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = extras["optional-dependencies"]
