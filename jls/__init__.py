@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """jls: mixed precision for JAX.
 
-It turns a float32 program into half precision, guards it, and explains it.
+It runs a float32 program in half precision, guards it, and explains it.
 """
 
 # The floors of the package. A module imports only from lower floors; modules in one
@@ -82,7 +82,7 @@ from jls._ema import eval_params as eval_params
 
 from jls import types as types
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 if not _typing.TYPE_CHECKING:  # to a type checker every name would be one
     __getattr__, __dir__, __all__ = _later.attach(

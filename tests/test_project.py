@@ -313,7 +313,7 @@ def test_hosted_documentation_is_built_as_ours():
 
 def test_all_that_describe_jls_say_what_the_readme_says():
     (said,) = re.findall(
-        "^`jls` (turns .*)\\.$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE
+        "^`jls` (runs .*)\\.$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE
     )
     assert PROJECT["description"] == f"Mixed precision for JAX: {said}"
     assert jls.__doc__ == f"jls: mixed precision for JAX.\n\nIt {said}.\n"

@@ -1,4 +1,4 @@
-"""The pictures: the memory of a step by chip, and what stored parameters learn."""
+"""Pictures: the memory of a step by chip, and the losses of trainings."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from benchmarks.half.programs import WAYS, half_of
 from benchmarks.plot import clear, save_small
 from benchmarks.targets import TARGETS
-from jls._tools.figure import JLS, use_grid
+from jls._tools.figure import BLACK, GREEN, JLS, use_grid
 
 MODEL = "transformer, scan"
 COLOURS = {"float32": "#999999", "by hand": "#E69F00", "autocast": JLS}
@@ -24,6 +24,13 @@ STORED: dict[str, dict[str, Any]] = {
     "plain bfloat16": {"color": "#E69F00", "linewidth": 2.5},
     "stochastic": {"color": JLS, "linewidth": 2},
     "exact": {"color": JLS, "linestyle": "none", "marker": "o", "markersize": 5.5},
+}
+# Narrower and narrower, since curves may coincide.
+CURVES = {
+    "float32": ("float32", BLACK, 6),
+    "bfloat16 autocast": ("bfloat16", GREEN, 4.5),
+    "float16 autocast": ("float16 with a loss scale", JLS, 3),
+    "float16 without a scale": ("float16 without one", "#D55E00", 1.5),
 }
 
 
@@ -59,6 +66,26 @@ def save(results: dict[str, Any], path: Path) -> None:
         loc="left",
         color="#555555",
     )
+    save_small(figure, path, 64)
+
+
+def save_training(results: dict[str, Any], path: Path) -> None:
+    """The loss on the validation of the first seed, and what a step costs."""
+    figure = Figure(figsize=(7.2, 3.4), layout="constrained")
+    axes: Any = figure.subplots()
+    for name, (label, colour, width) in CURVES.items():
+        if name in results:
+            one = results[name][0]
+            cost = f"{one['steps_per_second']:.0f} steps a second"
+            memory = f"{one['temporary_bytes'] / 1e9:.2g} GB"
+            said = f"{label}: {one['losses'][-1]:.3f}, {cost}, {memory}"
+            style = {"color": colour, "linewidth": width}
+            axes.plot(one["steps"], one["losses"], label=said, **style)
+    clear(axes)
+    axes.grid(axis="y", color="#cfcfcf", linewidth=0.8, zorder=1)
+    axes.set_xlabel("step", fontsize=10)
+    axes.set_title("loss on held-out text", fontsize=10, loc="left")
+    axes.legend(frameon=False, fontsize=9)
     save_small(figure, path, 64)
 
 

@@ -1,14 +1,16 @@
-"""Trains a transformer on text, in float32 and in four ways in half precision.
+"""Trains a transformer on text, in float32 and in five ways in half precision.
 
 Bytes of the modules of Python's standard library, in one order; the last hundredth is
-for validation. In float16 with `jls.dynamic()`, in bfloat16 with `jls.skip_nonfinite`.
-Prints the loss on the validation, which is computed in float32, as training goes on.
+for validation. In float16 with `jls.dynamic()`, and without a loss scale; in bfloat16
+with `jls.skip_nonfinite`. Prints the loss on the validation, which is computed in
+float32, as training goes on, the steps a second and the temporary memory of a step.
 """
 
 import argparse
 import json
 import sysconfig
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,6 +32,7 @@ class Way(NamedTuple):
 
     dtype: Any = None
     compute_dtype: Any = None
+    is_scaled: bool = True  # if it is float16
 
     @property
     def half(self) -> Any:
@@ -43,6 +46,7 @@ WAYS = {
     "bfloat16 autocast": Way(compute_dtype=jnp.bfloat16),
     "float16 by hand": Way(dtype=jnp.float16),
     "float16 autocast": Way(compute_dtype=jnp.float16),
+    "float16 without a scale": Way(compute_dtype=jnp.float16, is_scaled=False),
 }
 
 
@@ -92,13 +96,13 @@ def batches(
 def losses(
     model: Model, way: Way, data: np.ndarray, size: Size, steps: int, seed: int
 ) -> dict[str, Any]:
-    """The loss on the validation, ten times in one run, and what was skipped."""
+    """The loss on the validation, ten times in one run, and what a step costs."""
     held = len(data) // 100
     seen, unseen = data[:-held], data[-held:]
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-3, steps // 20 + 1, steps)
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
-    is_float16 = way.half == jnp.float16
-    optimizer: Any = (jls.loss_scaled if is_float16 else jls.skip_nonfinite)(inner)
+    is_scaled = way.half == jnp.float16 and way.is_scaled
+    optimizer: Any = (jls.loss_scaled if is_scaled else jls.skip_nonfinite)(inner)
 
     def loss_of(params, batch, dtype):
         loss, _ = model.loss(dtype)(params, {}, batch)
@@ -114,16 +118,25 @@ def losses(
     params, opt_state = made["params"], jax.jit(optimizer.init)(made["params"])
     results: dict[str, Any] = {"seed": seed, "steps": [], "losses": []}
     fed = batches(seen, size.tokens, seed)
-    start = time.perf_counter()
+    with warnings.catch_warnings(action="ignore", category=jls.JlsWarning):
+        lowered = step.lower(params, opt_state, next(fed))  # warns of no loss scale
+    compiled = lowered.compile()
+    memory: Any = compiled.memory_analysis()
+    spent, start = 0.0, time.perf_counter()
     for i in range(1, steps + 1):
-        params, opt_state, _ = step(params, opt_state, next(fed))
+        params, opt_state, _ = compiled(params, opt_state, next(fed))
         if i % max(1, steps // 10) == 0:
+            jax.block_until_ready(params)
+            spent += time.perf_counter() - start
             found = [float(validate(params, check)) for check in checks]
             results["steps"].append(i)
             results["losses"].append(float(np.mean(found)))
-    health = jls.health(opt_state, params)
-    results |= {"seconds": time.perf_counter() - start, "health": str(health)}
-    return results
+            start = time.perf_counter()
+    return results | {
+        "health": str(jls.health(opt_state, params)),
+        "steps_per_second": results["steps"][-1] / spent,
+        "temporary_bytes": int(memory.temp_size_in_bytes),
+    }
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
@@ -152,11 +165,17 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         for name, way in WAYS.items():
             one = losses(model, way, data, size, options.steps, seed)
             results.setdefault(name, []).append(one)
-            last, seconds = one["losses"][-1], one["seconds"]
-            print(f"{name}, seed {seed}: {last:.4f} in {seconds:.0f} s", flush=True)
+            cost = f"{one['steps_per_second']:.1f} steps a second"
+            memory = f"{one['temporary_bytes'] / 1e9:.2f} GB"
+            last = f"{one['losses'][-1]:.4f}"
+            print(f"{name}, seed {seed}: {last}, {cost}, {memory}", flush=True)
             print(f"  {one['health'].splitlines()[0]}", flush=True)
             options.json.write_text(json.dumps(results, indent=2) + "\n")
     print(table(results))
+    if options.plot:
+        from benchmarks.half import plot  # it takes a second to import matplotlib
+
+        plot.save_training(results, options.plot)
     return results
 
 
@@ -169,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seeds", type=int, nargs="+", default=[0, 1], help="default: 0 1")
     add("--size", choices=list(SIZES), help="default: that of the device")
     add("--json", type=Path, default=Path("benchmarks_training.json"), metavar="FILE")
+    add("--plot", type=Path, metavar="FILE", help="draw no picture by default")
     return parser
 
 

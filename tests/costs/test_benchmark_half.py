@@ -125,16 +125,23 @@ def test_a_timed_step_has_a_row(tmp_path, capsys):
 
 
 def test_training_goes_on_with_what_follows(tmp_path, capsys, monkeypatch):
-    ways = {name: training.WAYS[name] for name in ("float32", "float16 autocast")}
+    names = ("float32", "float16 autocast", "float16 without a scale")
+    ways = {name: training.WAYS[name] for name in names}
     monkeypatch.setattr(training, "WAYS", ways)
     arguments = ["--size", "tiny", "--steps", "20", "--seeds", "3"]
-    results = training.main([*arguments, "--json", str(tmp_path / "t.json")])
+    arguments += ["--json", str(tmp_path / "t.json")]
+    results = training.main([*arguments, "--plot", str(tmp_path / "t.png")])
+    assert (tmp_path / "t.png").stat().st_size > 10_000
     assert results == json.loads((tmp_path / "t.json").read_text())
     for (one,) in results.values():
         assert one["steps"] == [*range(2, 21, 2)]
         assert one["losses"][-1] < one["losses"][0] < 7  # log(256) is 5.5
         assert one["health"].startswith("ok: 0 of 20 steps")
-    last = [one["losses"][-1] for (one,) in results.values()]
+        assert one["steps_per_second"] > 0
+        assert one["temporary_bytes"] > 0
+    assert "loss scale" in results["float16 autocast"][0]["health"]
+    assert "loss scale" not in results["float16 without a scale"][0]["health"]
+    last = [results[name][0]["losses"][-1] for name in names[:2]]
     np.testing.assert_allclose(*last, rtol=1e-3)
     assert "| float16 autocast | 3 | " in capsys.readouterr().out
 

@@ -148,7 +148,7 @@ def test_first_page_begins_as_the_readme():
     readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
     assert (readme.count(start), readme.count(end)) == (1, 1)
     included = readme.split(start)[1].split(end)[0]
-    assert included.count("\n- **") == 3
+    assert included.count("\n## ") == 4
     assert not re.search(r"\]\((?!docs/)", included)
 
 

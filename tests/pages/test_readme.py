@@ -18,7 +18,11 @@ pytestmark = pytest.mark.standard_promotion
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 FOUND = blocks(TEXT)
-MAIN_LOOP = "From float32 to a guarded run"
+FIRST, OWN, BAD = (
+    "From float32 to float16",
+    "In a step of your own",
+    "A bad batch",
+)
 
 
 def block(title, language):
@@ -26,48 +30,51 @@ def block(title, language):
     return code
 
 
-def run_main_loop():
+def run_first_program():
     names = {"__name__": "readme"}
-    return execute(block(MAIN_LOOP, "python"), "README.md", names)
+    return execute(block(FIRST, "python"), "README.md", names)
 
 
-def test_readme_is_short_and_begins_with_the_main_loop():
+def test_readme_is_short_and_begins_with_what_a_reader_does_first():
     lines = TEXT.splitlines()
-    assert len(lines) <= 150
+    assert len(lines) <= 130
+    assert "pip install -e ." in lines[:10]
+    assert f"## {OWN}" in lines[:60]
     for number, line in enumerate(lines, start=1):
         is_command = line.startswith("python3 ")  # in one line, to be pasted
         assert len(line) <= 80 or is_command, number
     assert any(
         x.startswith("def loss_fn(params, batch):") for x in lines[:24]
     )  # of a terminal of 80 x 24
+    assert 15 <= block(FIRST, "python").count("\n") <= 30
 
 
 def test_every_block_is_tested():
     assert [(block.title, block.language) for block in FOUND] == [
-        (MAIN_LOOP, "python"),
-        (MAIN_LOOP, "text"),
-        ("Three questions", "python"),
-        ("Three questions", "text"),
-        ("Install, and two commands", "console"),
-        ("Install, and two commands", "console"),
-        ("In a step of your own", "diff"),
+        ("jls: mixed precision for JAX", "console"),
+        (FIRST, "python"),
+        (FIRST, "text"),
+        (OWN, "diff"),
+        (BAD, "python"),
+        (BAD, "text"),
+        ("Demo and tests, on a CPU", "console"),
+        ("Demo and tests, on a CPU", "console"),
     ]
 
 
-def test_main_loop_prints_what_the_readme_says(capsys):
-    names = run_main_loop()
-    printed = capsys.readouterr().out
-    assert printed.split() == block(MAIN_LOOP, "text").split()
-    assert printed.count("skipped") == 3
+def test_first_program_prints_what_the_readme_says(capsys):
+    names = run_first_program()
+    assert capsys.readouterr().out == block(FIRST, "text")
     metrics = jax.device_get(jls.metrics(names["opt_state"]))
-    assert (metrics["steps"], metrics["skips"]) == (10, 3)
-    assert metrics["nonfinite_losses"] == 1
+    assert (metrics["steps"], metrics["skips"]) == (100, 1)
+    assert names["opt_state"].scaler_state.finite_count == 99  # the first was skipped
+    assert metrics["nonfinite_losses"] == 0
     assert metrics["applied"]
-    assert names["report"].loss < 2
+    assert metrics["loss_scale"] == 2**14
 
 
-def test_main_loop_computes_in_float16_what_is_float32():
-    names = run_main_loop()
+def test_first_program_computes_in_float16_what_is_float32():
+    names = run_first_program()
     for leaf in jax.tree.leaves(names["params"]):
         assert leaf.dtype == jnp.float32
     args = names["params"], names["opt_state"], names["batch"]
@@ -78,10 +85,10 @@ def test_main_loop_computes_in_float16_what_is_float32():
 
 
 def test_diff_leads_from_plain_optax_to_a_right_step(capsys):
-    lines = block("In a step of your own", "diff").splitlines()
+    lines = block(OWN, "diff").splitlines()
     plain = "\n".join(line[1:] for line in lines if not line.startswith("+"))
     ours = "\n".join(line[1:] for line in lines if not line.startswith("-"))
-    names = run_main_loop()
+    names = run_first_program()
     exec(ours, names)
     state = names["params"], names["optimizer"].init(names["params"])
     args = names["train_step"], *state, names["batch"]
@@ -98,17 +105,23 @@ def test_diff_leads_from_plain_optax_to_a_right_step(capsys):
 
 
 def test_both_programs_are_one_file_that_prints_what_the_readme_says(capsys):
-    code = block(MAIN_LOOP, "python") + block("Three questions", "python")
-    execute(code, "train.py", {"__name__": "readme"})
-    said = block(MAIN_LOOP, "text") + block("Three questions", "text")
-    assert capsys.readouterr().out == said
+    code = block(FIRST, "python") + block(BAD, "python")
+    names = execute(code, "train.py", {"__name__": "readme"})
+    assert capsys.readouterr().out == block(FIRST, "text") + block(BAD, "text")
+    step, params, opt_state = names["step"], names["params"], names["opt_state"]
+    after, _, report = step(params, opt_state, names["empty"])
+    assert report.skipped
+    for old, new in zip(*map(jax.tree.leaves, (params, after)), strict=True):
+        assert old.tobytes() == new.tobytes()
 
 
 def test_commands_need_python_alone():
-    commands = [x.code.splitlines() for x in FOUND if x.language == "console"]
+    consoles = [x.code.splitlines() for x in FOUND if x.language == "console"]
+    (install,), *commands = consoles
+    assert install == "pip install -e ."
     setup = "python3 -m venv .venv && . .venv/bin/activate && pip install -e "
     assert len(commands) == 2
-    for (command,) in commands:
+    for (command,) in commands:  # each in a block of its own, to be copied
         assert command.startswith(setup)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = extras["optional-dependencies"]

@@ -313,8 +313,29 @@ def test_line_search_and_sam_step_as_optax_alone(capsys):
         params = optax.apply_updates(params, updates)
     np.testing.assert_allclose(ours, params, rtol=1e-3)
 
-    assert names["opt_state"].skips == 1
-    optimizer = jls.skip_nonfinite(names["sam"], check_updates=True)
+    # Of SAM the page has the lines alone.
+    text = (RECIPES / "optimizer.md").read_text(encoding="utf-8")
+    names["loss_fn"] = loss_fn
+    scale, half_loss, function = (
+        re.search(rf"`{name}([^`]*)`", text)[1]
+        for name in ("scale = ", "half_loss = ", "extra=(?=lambda)")
+    )
+    names |= {"scale": eval(scale, names), "half_loss": eval(half_loss, names)}
+    adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+    kind = {"sync_period": 2, "opaque_mode": True}
+    sam = optax.contrib.sam(optax.sgd(0.1), adversary, **kind)
+    optimizer = jls.loss_scaled(sam, jls.dynamic(2.0**10))
+    function = eval(function, names)
+    step = jax.jit(jls.train_step(names["half_loss"], optimizer, extra=function))
+    params, opt_state, x = jnp.zeros(3), optimizer.init(jnp.zeros(3)), names["x"]
+    losses = []
+    for inputs in (x, x * jnp.nan, x):
+        params, opt_state, report = step(params, opt_state, (inputs, names["y"]))
+        losses.append(report.loss)
+    assert opt_state.skips == 1
+    assert losses[2] < 0.6 * losses[0]
+
+    optimizer = jls.skip_nonfinite(sam, check_updates=True)
 
     def bad_grad(params, batch):
         return {"grad_fn": lambda params, _: params * jnp.nan}

@@ -12,6 +12,7 @@ import nbformat
 import optax
 import pytest
 from code_blocks import blocks, execute
+from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 
 import jls
@@ -38,12 +39,14 @@ def code_in(cell):
     return re.findall(r"`([^`]+)`", cell)
 
 
-MIGRATION = table(page("coming_from"))
+SYSTEMS = page("coming_from").split("\n## ")[1:]
+MIGRATION = [row for section in SYSTEMS for row in table(section)]
 SCALERS = table(page("scalers"))
 NOT_NEEDED = {
-    "Paddle `decorate`, MindSpore at `O2`: weights in half, a float32 copy of them in "
-    "the optimizer",
-    "MindSpore `drop_overflow_update=True`, `get_drop_overflow_update` [7]",
+    "Paddle `decorate` at `O2`: weights in half, a float32 copy of them in the "
+    "optimizer",
+    "`auto_mixed_precision` at `O2`: weights in half",
+    "`drop_overflow_update=True`, `get_drop_overflow_update` [3]",
     "torch `is_enabled`; Paddle `is_enable`",
 }
 
@@ -133,7 +136,7 @@ def test_scaler_table_names_every_scaler():
 
 
 # Every public method and argument of torch's and Paddle's GradScaler, of MindSpore's
-# loss scalers, managers and cells, and of MindFormers' cells.
+# loss scalers, managers and cells, of MindFormers' cells, and of jmp.
 THEIRS = """
 scale unscale_ unscale step update minimize is_enable is_enabled state_dict
 load_state_dict get_scale get_growth_factor set_growth_factor get_backoff_factor
@@ -150,7 +153,8 @@ DynamicLossScaleUpdateCell FixedLossScaleUpdateCell TrainOneStepWithLossScaleCel
 network optimizer scale_sense overflow set_sense_scale start_overflow_check
 get_overflow_status process_loss_scale MFTrainOneStepCell use_clip_grad max_grad_norm
 local_norm size calculate_per_token_loss use_skip_data_by_global_norm
-global_norm_spike_threshold AdaptiveLossScaleUpdateCell PmaAdamW
+global_norm_spike_threshold AdaptiveLossScaleUpdateCell PmaAdamW get_policy
+cast_to_compute DynamicLossScale StaticLossScale NoOpLossScale period factor select_tree
 """
 
 
@@ -159,10 +163,36 @@ def test_migration_table_has_every_name_of_the_other_systems():
     assert set(THEIRS.split()) - words == set()
 
 
-def test_notes_of_the_migration_table_are_those_that_it_refers_to():
-    section = page("coming_from")
-    notes = re.findall(r"^(\d+)\. ", section, re.M)
-    assert notes == re.findall(r"\[(\d+)\] \|", section)
+def test_notes_of_a_migration_table_are_those_that_it_refers_to():
+    counts = []
+    for section in SYSTEMS:
+        notes = re.findall(r"^(\d+)\. ", section, re.M)
+        assert notes == re.findall(r"\[(\d+)\] \|", section)
+        counts.append(len(notes))
+    assert counts[:2] == [7, 11]
+
+
+def test_flax_step_before_and_after_takes_the_same_steps(namespace):
+    """With `DynamicScale` and without it: on a good batch and on a bad one."""
+    (diff,) = (x.code for x in blocks(page("coming_from")) if x.language == "diff")
+    before, after = (
+        "".join(line[1:] for line in diff.splitlines(True) if line[0] in " " + sign)
+        for sign in "-+"
+    )
+    old, new = (execute(x, "step.py", dict(namespace)) for x in (before, after))
+    inner, params, (x, *others) = (namespace[k] for k in ("inner", "params", "batch"))
+    tx = jls.loss_scaled(inner, jls.presets.flax())
+    kind = {"apply_fn": None, "params": params}
+    plain, state = TrainState.create(tx=inner, **kind), TrainState.create(tx=tx, **kind)
+    scale = DynamicScale()
+    for inputs in (x, x.at[0, 0].set(jnp.nan), x):
+        batch = (inputs, *others)
+        plain, scale, loss = old["train_step"](plain, scale, batch)
+        state, report = new["train_step"](state, batch)
+        assert report.skipped == (not jnp.isfinite(loss))
+        for name, weights in plain.params.items():
+            assert jnp.allclose(weights, state.params[name], rtol=1e-5, atol=1e-6)
+    jls.check_step(new["train_step"], state, batch).raise_if_broken()
 
 
 # The rows of docs/costs.md, by their names in benchmarks/results.
