@@ -24,13 +24,22 @@ DECISION = "jls_decision"
 SCALE = "jls_scale"
 CHECKED = "jls_checked"
 # What `jls.autocast` has rewritten, the products that its `keep` left as written, and
-# the outer ones: their derivatives have these scopes too.
+# the outer ones: their derivatives have these scopes too. Of one to float8: the powers
+# of two, and the products that it left in bfloat16, for their size or for their kind.
 AUTOCAST = "jls_autocast"
 KEPT = "jls_kept"
 OUTER_PRODUCT = "jls_outer"
+FLOAT8 = "jls_float8"
+TOO_SMALL = "jls_too_small"
+NOT_IN_FLOAT8 = "jls_not_in_float8"
 
 _WRAPPER = {UPDATE, GRADIENTS, NORM, LOSS, NEW, INNER, DECISION, SCALE, CHECKED}
-_ALL = frozenset({*_WRAPPER, AUTOCAST, KEPT, OUTER_PRODUCT})
+_ALL = frozenset(
+    {
+        *(*_WRAPPER, AUTOCAST, KEPT, OUTER_PRODUCT),
+        *(FLOAT8, TOO_SMALL, NOT_IN_FLOAT8),
+    }
+)
 NONE = frozenset[str]()
 
 

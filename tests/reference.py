@@ -199,3 +199,26 @@ def split(bits):
 def joined(upper, lower):
     """The number that `split` took apart."""
     return ((upper - 1 if lower >= 2**15 else upper) << 16) + lower
+
+
+def float8(numbers, largest, mantissa_bits, least):
+    """Numbers rounded to float8, and the exponent of the power of two before.
+
+    Args:
+      numbers: finite.
+      largest: the largest number of the float8.
+      mantissa_bits: how many it has behind the leading one.
+      least: its smallest number over 0.
+    """
+    size = max(map(abs, numbers))
+    exponent = 100
+    while size * 2.0**exponent > largest:
+        exponent -= 1
+    rounded = []
+    for x in numbers:
+        scaled = Fraction(x) * Fraction(2) ** exponent
+        step = Fraction(least)
+        while abs(scaled) >= step * 2 ** (mantissa_bits + 1):
+            step *= 2
+        rounded.append(float(round(scaled / step) * step))  # ties to even
+    return rounded, exponent

@@ -16,6 +16,7 @@ from jax import lax
 from jax.core import eval_jaxpr
 
 from jls import _validate
+from jls._autocast.float8 import E4M3, LEAST, warn_of_chip
 from jls._autocast.halves import IN_MEMORY
 from jls._autocast.held import Stored
 from jls._autocast.keep import KEEP, OUTER, Choice, Keep
@@ -33,7 +34,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _HALVES = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
-_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
+_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32)
 _READS_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
@@ -126,10 +127,10 @@ def autocast(
 
 
 def check_dtype(name: str, value: Any) -> np.dtype:
-    """One of the three dtypes of a cast."""
+    """One of the four dtypes of a cast."""
     rule = (
-        f"{name} must be jnp.float16, jnp.bfloat16 or jnp.float32, or a name that "
-        'jnp.dtype takes, such as "float16" or "half",'
+        f"{name} must be jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn or jnp.float32, "
+        'or a name that jnp.dtype takes, such as "float16" or "half",'
     )
     try:
         is_dtype = value is not None and not _validate.is_unchecked(value)
@@ -138,10 +139,15 @@ def check_dtype(name: str, value: Any) -> np.dtype:
         dtype = None
     if dtype is None:
         raise TypeError(f"{rule} got {describe(value)}.")
-    if dtype not in (*_HALVES, jnp.float32):
+    if dtype not in (*_HALVES, E4M3, jnp.float32):
         # "f16" is float128 to NumPy.
         got = describe(value) if isinstance(value, str) else dtype
-        raise ValueError(f"{rule} got {got}.")
+        why = (
+            " Operands are rounded to float8_e4m3fn, the float8 with the most bits; "
+            "cotangents are rounded to float8_e5m2 by themselves."
+        )
+        is_float8 = dtype.name.startswith("float8")
+        raise ValueError(f"{rule} got {got}.{why if is_float8 else ''}")
     return dtype
 
 
@@ -232,12 +238,13 @@ class _Call:
         _refuse_update(program)
         _warn_of_other_half(self.arrays, half)
         precision = _default_precision()
-        rewrite = Rewrite(Choice(half, keep), precision, self._own_trace)
+        choice = Choice(half, keep)
+        rewrite = Rewrite(choice, precision, self._own_trace)
         rewrite.read(program, [IN_MEMORY for _ in self.arrays])
-        rewrite.choice.check_found()
-        has_cast = _say(rewrite.choice, program)
+        choice.check_found()
+        has_cast = _say(choice, program)
         if not has_cast and precision is None:  # the very program, to the bit
-            jaxpr, consts = rewrite.choice.marked(program)
+            jaxpr, consts = choice.marked(program)
             return self._result(eval_jaxpr(jaxpr, consts, *self.arrays))
         try:
             with jax.named_scope(AUTOCAST):
@@ -278,7 +285,8 @@ def _is_traced(leaf: Any) -> bool:
 
 
 def _warn_of_other_half(arrays: Sequence[Any], half: Any) -> None:
-    dtypes = {jnp.result_type(x) for x in arrays} & {*_HALVES} - {half}
+    own = jnp.bfloat16 if half == E4M3 else half
+    dtypes = {jnp.result_type(x) for x in arrays} & {*_HALVES} - {jnp.dtype(own)}
     for other in dtypes:
         warn(
             f"autocast to {half} got arrays of {other}: what is computed from them "
@@ -307,16 +315,18 @@ def _say(choice: Choice, program: Program) -> bool:
 
     Returns whether there is any.
     """
-    half, whole = list[int](), 0
+    half, float8, whole = list[int](), list[int](), 0
     reasons = Counter[str]()
     for product in products_in(Frame(program)):
         reason = choice.why_wide(product.site)
         whole += product.multiplications
+        if choice.takes_float8(product.site):
+            float8.append(product.multiplications)
         if reason is None:
             half.append(product.multiplications)
         else:
             reasons[reason] += 1
-    dtype = choice.dtype
+    dtype = choice.name
     kept = ", ".join(f"{n} {_REASONS[reason]}" for reason, n in reasons.items())
     if not half:
         advice = (
@@ -330,10 +340,19 @@ def _say(choice: Choice, program: Program) -> bool:
             f"{f': {kept}' if kept else ''}. {advice}"
         )
         return False
+    if float8:
+        warn_of_chip()
+    elif choice.is_float8:
+        warn(
+            f"autocast to {dtype} found no product that is large enough: those that it "
+            f"casts have {LEAST} rows, columns and terms of a sum or more, in multiples "
+            "of 16, and no batch dimensions. All are in bfloat16: write jnp.bfloat16, "
+            "or use larger batches."
+        )
     logging.getLogger("jls").info(
         "%s: %.3g %% of the multiplications; kept: %s",
         dtype,
-        100 * sum(half) / max(1, whole),
+        100 * sum(float8 if choice.is_float8 else half) / max(1, whole),
         kept or "none",
     )
     return True

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jls._autocast.float8 import Quantized, quantized
 from jls._autocast.shared import TO_FLOAT32, Cast, Number, bind_shared, call_shared
 from jls._program.jaxprs import (
     Operation,
@@ -37,11 +38,34 @@ from jls._program.jaxprs import (
 )
 from jls._program.places import is_relu_of_jax
 from jls._program.primitives import primitive_of
+from jls._scopes import FLOAT8
 
 MOST = 32  # the most operations in a chain: all of them are computed again
 
 
-class Stored:
+class _Rounded:
+    """A value that products in float8 may take.
+
+    Attributes:
+      has_others: whether something else may keep it in half for its derivative.
+    """
+
+    def __init__(self) -> None:
+        self.has_others = False
+        self._float8: Quantized | None = None
+
+    def in_float8(self, half: Array) -> Quantized:
+        """The array, rounded to half before. All products share it.
+
+        Nothing is differentiated through it.
+        """
+        if self._float8 is None:
+            with jax.named_scope(FLOAT8):
+                self._float8 = call_shared(quantized, [lax.stop_gradient(half)])
+        return self._float8
+
+
+class Stored(_Rounded):
     """An array in memory. If it is in half, the program has it in float32.
 
     A running value is in float32. If a derivative is no worse for it, a copy in half is
@@ -51,6 +75,7 @@ class Stored:
     def __init__(
         self, array: Any, is_half: bool = False, is_running: bool = False
     ) -> None:
+        super().__init__()
         self.array, self.is_half, self.is_running = array, is_half, is_running
         self._wide: Any = None if is_half else array
         self._kept: Any = None
@@ -79,8 +104,14 @@ class Stored:
         Args:
           wide: the array in float32, from outside of the loop.
         """
-        made = Stored(self.array, self.is_half, self.is_running)
+        made = self.like(self.array)
         made._wide, made._is_fixed = wide, self.is_half
+        return made
+
+    def like(self, array: Any) -> "Stored":
+        """Another array in the same form, such as that inside of a call."""
+        made = Stored(array, self.is_half, self.is_running)
+        made.has_others = self.is_half  # who knows what reads it outside
         return made
 
     def kept(self, dtype: Any) -> Any:
@@ -90,7 +121,7 @@ class Stored:
         return self._kept
 
 
-class Chain:
+class Chain(_Rounded):
     """The result of an operation in float32 that is not computed yet.
 
     Args:
@@ -107,6 +138,7 @@ class Chain:
         dtype: Any,
         index: int = 0,
     ) -> None:
+        super().__init__()
         self.equation, self.operands = equation, operands
         self._dtype, self._index = dtype, index
         inner = [x for x in operands if isinstance(x, Chain)]

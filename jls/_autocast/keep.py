@@ -16,13 +16,21 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jls._autocast.float8 import BFLOAT16, E4M3, is_large, is_matrix_product
 from jls._mistakes import warn
 from jls._program.frames import Frame
-from jls._program.jaxprs import Opened, Program, in_scope, is_float32, opened
+from jls._program.jaxprs import (
+    Opened,
+    Program,
+    in_scope,
+    is_float32,
+    opened,
+    rule_of,
+)
 from jls._program.places import Place, modules_of, place_of
 from jls._program.products import asks_for_precision, is_inner, is_outer, products_in
 from jls._program.walk import Site
-from jls._scopes import KEPT, OUTER_PRODUCT
+from jls._scopes import KEPT, NOT_IN_FLOAT8, OUTER_PRODUCT, TOO_SMALL
 from jls._text import listed
 
 Keep = str | Callable[[Place], Any] | None
@@ -34,10 +42,18 @@ _MARKS = {KEEP: KEPT, OUTER: OUTER_PRODUCT}
 
 
 class Choice:
-    """The dtype of a cast, and what stays as written in one program."""
+    """The dtype of a cast, and what stays as written in one program.
+
+    Attributes:
+      name: the dtype that was asked for.
+      dtype: of products. A cast to float8 is one to bfloat16, but for large products.
+      is_float8: whether it is such a cast.
+    """
 
     def __init__(self, dtype: Any, keep: Keep | re.Pattern[str]) -> None:
-        self.dtype = jnp.dtype(dtype)
+        self.name = jnp.dtype(dtype).name
+        self.is_float8 = self.name == E4M3.name
+        self.dtype = BFLOAT16 if self.is_float8 else jnp.dtype(dtype)
         # `re.compile` returns a compiled pattern as it is.
         self._keep = keep if keep is None or callable(keep) else re.compile(keep)
         self._known: dict[tuple[int, ...], bool] = {}
@@ -46,7 +62,7 @@ class Choice:
 
     def anew(self) -> "Choice":
         """The same choice for another program, such as a rule's."""
-        return Choice(self.dtype, self._keep)
+        return Choice(self.name, self._keep)
 
     def is_kept(self, site: Site) -> bool:
         """Whether `keep` finds an operation."""
@@ -99,9 +115,34 @@ class Choice:
             return KEEP
         return OUTER if is_outer(equation) else None
 
+    def is_half(self, site: Site) -> bool:
+        """Whether a product is computed in half, or in float8."""
+        return self.why_wide(site) is None
+
+    def takes_float8(self, site: Site) -> bool:
+        """Whether a product is computed in float8.
+
+        In a function with a derivative of its own none is: there, nobody knows what the
+        cotangents are.
+        """
+        return (
+            self.is_float8
+            and self.is_half(site)
+            and is_large(site.equation)
+            and not _is_in_rule(site)
+        )
+
     def mark_of(self, site: Site) -> str | None:
-        """The scope of jls that says why a product stays as it is, if there is one."""
-        return _MARKS.get(self.why_wide(site) or "")
+        """The scope of jls that says why a product stays as it is, if there is one.
+
+        Also of one in bfloat16, if float8 was asked for.
+        """
+        if not self.is_half(site):
+            return _MARKS.get(self.why_wide(site) or "")
+        if not self.is_float8 or self.takes_float8(site):
+            return None
+        is_small = is_matrix_product(site.equation) and not _is_in_rule(site)
+        return TOO_SMALL if is_small else NOT_IN_FLOAT8
 
     def marked(self, program: Program) -> Opened:
         """Adds the scopes of jls to a program that has no product in half.
@@ -120,6 +161,10 @@ class Choice:
             for i, equation in enumerate(jaxpr.eqns)
         ]
         return Opened(jaxpr.replace(eqns=equations), consts)
+
+
+def _is_in_rule(site: Site) -> bool:
+    return any(rule_of(x) in ("jvp", "vjp") for x in site.equations[:-1])
 
 
 def _is_of_floats(equation: Any, half: Any) -> bool:

@@ -6,7 +6,7 @@ before: nothing is lost. What is moved is read by those who read the result. Any
 else reads a value as it is. Read backwards, from the last operation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jls._autocast.keep import Choice
@@ -23,12 +23,16 @@ MOVES = (
 class Readers:
     """The variables of a program, and of all that it calls, that are read as they are.
 
+    Args:
+      choice: what stays as written.
+      rounds: whether a product rounds what it takes.
+
     Attributes:
       has_rules: whether there is a `custom_vjp`.
     """
 
-    def __init__(self, choice: Choice) -> None:
-        self._choice = choice
+    def __init__(self, choice: Choice, rounds: Callable[[Site], bool]) -> None:
+        self._choice, self._rounds = choice, rounds
         self._found: dict[tuple[int, ...], set[Any]] = {}
         self._carried: dict[tuple[int, ...], list[bool]] = {}
         self.has_rules = False
@@ -75,7 +79,7 @@ class Readers:
             found = self._of_calls(site, calls, results)
             return [True] * len(found) if is_rule else found
         if row.cast == "product":
-            return [self._choice.why_wide(site) is not None] * len(equation.invars)
+            return [not self._rounds(site)] * len(equation.invars)
         if row.cast not in MOVES or self._choice.is_kept(site):
             return [True] * len(equation.invars)
         if row.is_pairwise and len(results) == len(equation.invars):

@@ -34,6 +34,7 @@ from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import Partial
 
+from jls._autocast.float8 import product_of
 from jls._autocast.halves import IN_MEMORY, Fact, Halves
 from jls._autocast.held import (
     MOST,
@@ -95,7 +96,10 @@ class Rewrite:
 
     def __init__(self, choice: Choice, precision: Any, trace: Any = None) -> None:
         self.choice, self._precision, self._own_trace = choice, precision, trace
-        self._readers, self._halves = Readers(choice), Halves(choice)
+        self._readers = Readers(choice, choice.is_half)
+        # Which values something else reads than products in float8.
+        self._others = Readers(choice, choice.takes_float8)
+        self._halves = Halves(choice)
         # The arrays that the rule of a custom_vjp may close over, if there is one.
         self._closed_over: dict[Any, Held] = {}
         self._bodies: dict[Any, Any] = {}  # shared by calls that are alike
@@ -119,7 +123,10 @@ class Rewrite:
           site: the calls around it.
         """
         results = opened(program).jaxpr.outvars
-        self._readers.read(program, wanted or [True] * len(results), site)
+        wanted = wanted or [True] * len(results)
+        self._readers.read(program, wanted, site)
+        if self.choice.is_float8:
+            self._others.read(program, wanted, site)
         return walk(program, facts, self._halves, site)
 
     def run(
@@ -157,6 +164,7 @@ class Rewrite:
                     is_rule=is_rule,
                 )
             results = self._equation(here, operands)
+            self._note_others(here, operands, results)
             remember(equation.outvars, results)
             return results
 
@@ -173,6 +181,18 @@ class Rewrite:
         if self._own_trace is not None and trace_of(value) is self._own_trace:
             raise ClosedOverError
         return Stored(value)
+
+    def _note_others(
+        self, site: Site, operands: Sequence[Held], results: Sequence[Held]
+    ) -> None:
+        """Notes which results something else may keep in half, for its derivative."""
+        if not self.choice.is_float8:
+            return
+        is_moved = primitive_of(site.equation).moves
+        is_other = bool(is_moved) and any(x.has_others for x in operands)
+        for held, atom in zip(results, site.equation.outvars, strict=True):
+            is_read = not self._others.round_result(site, atom)
+            held.has_others |= is_other or is_read
 
     def _at(self, site: Site) -> Any:
         """The equation at a site, with the line and the scopes that it has there."""
@@ -204,7 +224,10 @@ class Rewrite:
 
     def _product(self, site: Site, operands: list[Held]) -> Sequence[Held]:
         equation, why_wide = self._at(site), self.choice.why_wide(site)
-        half = self.choice.dtype
+        half, mark = self.choice.dtype, self.choice.mark_of(site)
+        equation = in_scope(equation, mark) if mark else equation
+        if self.choice.takes_float8(site):
+            return self._product_in_float8(equation, operands)
         if why_wide is None:
             params = {}
             if parameter(equation, "preferred_element_type"):
@@ -215,14 +238,23 @@ class Rewrite:
         if parameter(equation, "precision") is None:
             params = {**parameters(equation), "precision": self._precision}
             equation = equation.replace(params=params)
-        mark = self.choice.mark_of(site)
-        if mark:
-            equation = in_scope(equation, mark)
         if why_wide == OUTER:
             return self._chain(site, equation, operands)
         if why_wide == "inner product":
             return self._end(equation, operands)
         return self._at_once(site, equation, operands)
+
+    def _product_in_float8(self, equation: Any, operands: list[Held]) -> Sequence[Held]:
+        half = self.choice.dtype
+        with traced_as(equation):
+            arrays = [jnp.asarray(x.half(half)) for x in operands]
+            pairs = zip(operands, arrays, strict=True)
+            rounded = [held.in_float8(array) for held, array in pairs]
+            # A value in float32 is rounded to half for this product only.
+            keeps = [not (x.has_others and _is_cast(x)) for x in operands]
+            product = product_of(equation, arrays, keeps)
+            result = call_shared(product, [*arrays, *rounded[0], *rounded[1]])
+        return [Stored(result, is_float32(equation.outvars[0]))]
 
     def _is_pick(self, site: Site) -> bool:
         return is_pick(site.equation) and not self.choice.is_kept(site)
@@ -458,6 +490,9 @@ class Rewrite:
                 return None
             rounds = (self._readers.round_result(here, x) for x in equation.outvars)
             found.append((self.choice.is_kept(here), *rounds))
+            if self.choice.is_float8:
+                others = (self._others.round_result(here, x) for x in equation.outvars)
+                found.append((*others,))
             calls = calls_of(equation)
             if calls:
                 found.append(tuple(self._are_half(here, calls[0])))
@@ -701,10 +736,7 @@ def _results(arrays: Sequence[Any], halves: Sequence[bool]) -> list[Stored]:
 
 def _like(held: Sequence[Stored], arrays: Sequence[Any]) -> list[Stored]:
     """Other arrays, in the same forms as the values that are held."""
-    return [
-        Stored(array, x.is_half, x.is_running)
-        for x, array in zip(held, arrays, strict=True)
-    ]
+    return [x.like(array) for x, array in zip(held, arrays, strict=True)]
 
 
 def _anew(held: Sequence[Stored]) -> list[Stored]:

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import lax
 
-from jls._program.control import Site
+from jls._program.control import Site, live
 from jls._program.frames import Frame
-from jls._program.jaxprs import parameter, size_of
+from jls._program.jaxprs import has_side_effects, parameter, size_of
 from jls._program.primitives import TABLE
 
 PRODUCTS = frozenset(name for name, row in TABLE.items() if row.cast == "product")
@@ -36,10 +36,12 @@ def products_in(frame: Frame) -> list[Product]:
     A scan multiplies by its length; a `while` counts as one iteration, without its
     condition; of the branches of `cond` only one counts, that with the most
     multiplications: those of the others are 0. `shard_map` counts one device. What
-    `jax.checkpoint` computes again counts again.
+    `jax.checkpoint` computes again counts again. What nothing needs does not count.
     """
-    found = []
-    for index, equation in enumerate(frame.jaxpr.eqns):
+    found, jaxpr = [], frame.jaxpr
+    acts = [i for i, x in enumerate(jaxpr.eqns) if has_side_effects(x)]
+    for index in live(jaxpr, jaxpr.outvars, keep=acts):
+        equation = jaxpr.eqns[index]
         called = frame.called(index)
         if called:
             found += _of_calls(called)

@@ -10,6 +10,10 @@ It runs seven times: with nothing rounded, and for each half dtype with products
 to nearest, and twice to either neighbour by a hash of the number. One compiled program
 does all of them, so they differ by what is rounded and by nothing else.
 
+In float8 the operands of a product without batch dimensions are rounded after they were
+brought into its range by a power of two: to e4m3fn, or to e5m2 if they are cotangents.
+Other operands, and all results, are rounded to bfloat16.
+
 A product that an autocast leaves as written is left as written here too, with its
 derivative: an inner product, an outer one, one that asks for a precision.
 """
@@ -37,6 +41,7 @@ from jls._program.jaxprs import (
 from jls._program.products import PRODUCTS, asks_for_precision, is_inner, is_outer
 
 HALVES = ("float16", "bfloat16")
+FLOAT8 = "float8_e4m3fn"
 # Of the loss: the first with which the gradients are in the range of float16.
 LOSS_SCALES = (1024.0, 16.0, 0.25)
 
@@ -60,15 +65,22 @@ class Rounding(NamedTuple):
     unit: Any  # the distance of two neighbours at 1
     least: Any  # the distance of two neighbours at 0
     largest: Any
+    is_float8: Any = np.bool_(False)
 
 
 def rounding(dtype: Any, seed: int = 0) -> Rounding:
+    if dtype == FLOAT8:
+        return rounding("bfloat16", seed)._replace(is_float8=np.bool_(True))
+    return _numbers_of(dtype)._replace(seed=np.uint32(seed))
+
+
+def _numbers_of(dtype: Any) -> Rounding:
     info = jnp.finfo(dtype)
     # Below this float32 has no normal numbers to compute with.
     least = max(float(info.smallest_subnormal), float(jnp.finfo(jnp.float32).tiny))
     is_on = np.bool_(dtype != "float32")
     numbers = (np.float32(x) for x in (info.eps, least, info.max))
-    return Rounding(is_on, np.uint32(seed), *numbers)
+    return Rounding(is_on, np.uint32(0), *numbers)
 
 
 WIDE = rounding("float32")
@@ -91,6 +103,16 @@ def rounded(x: Any, how: Rounding) -> Any:
     endless = jnp.where(x > 0, jnp.float32(np.inf), jnp.float32(-np.inf))
     near = jnp.where(jnp.abs(near) > how.largest, endless, near)
     return jnp.where(how.is_on & jnp.isfinite(x), near, x)
+
+
+def in_float8(x: Any, how: Rounding, dtype: Any) -> Any:
+    """A neighbour of each number in float8, in float32, by the largest magnitude."""
+    how8 = _numbers_of(dtype)._replace(is_on=how.is_on, seed=how.seed)
+    x = rounded(x, how)
+    size = jnp.max(jnp.abs(x), initial=0.0)
+    _, exponent = jnp.frexp(jnp.where(size > 0, how8.largest / size, 1.0))
+    power = jnp.ldexp(jnp.float32(1), jnp.minimum(exponent - 1, 100))
+    return rounded(x * power, how8) / power
 
 
 def _hash(bits: Any, seed: Any) -> Any:
@@ -171,7 +193,8 @@ class _Alike(NamedTuple):
     @property
     def parts(self):
         name, params = self.equation.primitive.name, self.equation.params
-        return name, tuple(sorted((key, str(value)) for key, value in params.items()))
+        params = sorted((key, str(value)) for key, value in params.items())
+        return name, _is_backward(self.equation), tuple(params)
 
     def __hash__(self):
         return hash(self.parts)
@@ -199,9 +222,24 @@ def _product(equation: Any, operands: list[Any], how: Rounding) -> Any:
     both = jnp.concatenate([one.ravel(), other.ravel()])
     taken = jnp.split(rounded(both, how), [one.size])
     taken = [x.reshape(like.shape) for x, like in zip(taken, (one, other), strict=True)]
+    if _can_be_float8(equation):
+        # JAX puts the cotangent first.
+        kind = "float8_e5m2" if _is_backward(equation) else FLOAT8
+        narrow = [in_float8(one, how, kind), in_float8(other, how, FLOAT8)]
+        pairs = zip(narrow, taken, strict=True)
+        taken = [jnp.where(how.is_float8, x, y) for x, y in pairs]
     (given,) = bind(equation, [*taken, *rest], precision=(exact, exact))
     size = jnp.max(jnp.abs(jnp.concatenate([both, given.ravel()])), initial=0.0)
     return [rounded(given, how)], _nothing()._replace(sizes=[size])
+
+
+def _can_be_float8(equation: Any) -> bool:
+    numbers = equation.params.get("dimension_numbers")
+    return equation.primitive.name == "dot_general" and not numbers[1][0]
+
+
+def _is_backward(equation: Any) -> bool:
+    return "transpose" in str(equation.source_info.name_stack)
 
 
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
@@ -469,7 +507,8 @@ class Truth:
         lines = []
         for name, right in self.wide.items():
             factor = GRADIENTS if name.startswith("['gradient']") else RESULTS
-            unit = jnp.finfo(half if name in self.given else jnp.float32).eps
+            kind = "bfloat16" if half == FLOAT8 else half
+            unit = jnp.finfo(kind if name in self.given else jnp.float32).eps
             allowed = factor * errors[name] + UNITS * float(unit)
             lines.append(Line(name, error(found[name], right), errors[name], allowed))
         return lines

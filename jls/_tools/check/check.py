@@ -20,6 +20,7 @@ from jls._tools.check import codes
 from jls._tools.check.codes import CODES, TABLE, Code
 from jls._tools.check.faults import try_all
 from jls._tools.check.findings import Findings
+from jls._tools.check.float8 import float8_notes
 from jls._tools.check.program import read_program
 from jls._tools.check.proofs import read_codes
 from jls._tools.check.runs import Runner
@@ -192,7 +193,9 @@ def check_step(
         )
     findings.notes[:0] = _notes(subject)
     lines = _lines_to_write((args, kwargs), subject, runner.arguments.names)
-    return _step_check(subject, findings, lines)
+    check = _step_check(subject, findings, lines)
+    more = float8_notes(runner, check.precision)
+    return check._replace(notes=(*check.notes, *more))
 
 
 def look_at_precision(subject: Subject, reading: Reading) -> PrecisionReport:

@@ -11,7 +11,7 @@ import numpy as np
 from jls import _validate
 from jls._program.facts import ANY, Unknown, Value
 from jls._program.frames import Variable, behind
-from jls._program.jaxprs import is_half_atom, is_narrow_atom
+from jls._program.jaxprs import is_half_atom
 from jls._program.places import Place
 from jls._scalers.rule import bounds_of
 from jls._state import how_to_nest
@@ -322,8 +322,7 @@ def _why_no_ceiling(search: Search, trail: Trail, keep: Any) -> str:
 
 def _why_none(search: Search, seen: PrecisionReport) -> str:
     """Why no loss scale is needed."""
-    atoms = (x for frame in search.case.main.all() for x in frame.makers)
-    if any(map(is_narrow_atom, atoms)):
+    if search.case.reading.flow.narrow:
         return (
             "No loss scale is needed, or the loss is not scaled: the step has "
             "float16 in it, but none of it follows the loss scale. jls.check_step "

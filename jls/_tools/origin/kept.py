@@ -27,7 +27,7 @@ from jls._program.jaxprs import (
 from jls._program.places import is_differentiated, is_transposed, modules_in_loss
 from jls._program.primitives import primitive_of
 from jls._program.products import PRODUCTS
-from jls._scopes import AUTOCAST, KEPT, UPDATE, marks_of
+from jls._scopes import AUTOCAST, FLOAT8, KEPT, UPDATE, marks_of
 from jls._text import listed
 from jls._tools.origin.trail import Constant, OpResult, RunValue, Trail
 from jls._tools.reading.keep import Keep, Unit, argument_of, keep_of, unit_of
@@ -63,16 +63,22 @@ class Forward:
     """
 
     def __init__(self, main: Frame, forward: set[Variable] | None) -> None:
-        every = ((f, f.site_of(n)) for f, n in main.operations())
+        every = [(f, f.site_of(n)) for f, n in main.operations()]
         found = [
             (frame, site)
             for frame, site in every
             if forward is None
             or any((frame, x) in forward for x in site.equation.outvars)
-            if not is_transposed(site) and UPDATE not in marks_of(site)
+            if not is_transposed(site) and marks_of(site).isdisjoint((UPDATE, FLOAT8))
         ]
         self._all = [x for x in found if is_differentiated(x[1])] or found
-        made = [x for frame in {f for f, _ in self._all} for x in frame.makers]
+        frames = {frame for frame, _ in self._all}
+        made = [
+            x
+            for frame, site in every
+            if frame in frames and FLOAT8 not in marks_of(site)
+            for x in site.equation.outvars
+        ]
         self._has_half = any(map(is_half_atom, made))
         self._has_float16 = any(map(is_narrow_atom, made))
         self.is_cast = any(AUTOCAST in marks_of(site) for _, site in self._all)

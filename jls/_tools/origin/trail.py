@@ -23,6 +23,7 @@ from jls._program.replay import (
     TAKEN,
     WhileRecords,
 )
+from jls._scopes import FLOAT8, marks_of
 from jls._tools.origin.measure import NOTHING, Size, read_size, size_of
 from jls._tools.origin.record import RunRecords, as_large_as, record_of
 
@@ -236,7 +237,9 @@ class Trail:
             causes = self._causes(origin, operands, size)
             causes = self._choices(origin, causes) or causes
             are_nan = any(self.size(x).is_nan for x in causes)
-            if not causes or (size.is_nan and not are_nan):
+            is_born = not causes or (size.is_nan and not are_nan)
+            # An operand in float8 is NaN if there is an inf in it.
+            if is_born and not (causes and FLOAT8 in marks_of(origin.site)):
                 births.append(FoundBirth(origin, size, operands, self.range_of(origin)))
             return causes
 

@@ -35,7 +35,7 @@ from jls._program.known import held_inputs, known_result, number_in, weights_of
 from jls._program.places import is_transposed
 from jls._program.products import PRODUCTS
 from jls._program.walk import Question
-from jls._scopes import DECISION, INNER, SCALE, UPDATE, marks_of
+from jls._scopes import DECISION, FLOAT8, INNER, SCALE, UPDATE, marks_of
 from jls._tools.reading.derivatives import Derivatives
 from jls._tools.reading.updates import ROLES, Updates
 
@@ -70,8 +70,8 @@ class Flow(Question[Value]):
         self.derivatives = Derivatives(self._is_of_scales)
         # The place where updates with a negative factor are subtracted.
         self.subtracted: list[tuple[Site, Value]] = []
-        # By the place in the program: the results of operations in narrow dtypes, and
-        # those of products.
+        # By the place in the program: the results of operations in narrow dtypes, but
+        # for those that an autocast to float8 scales, and those of products.
         self.narrow: dict[tuple[int, ...], Value] = {}
         self.products: dict[tuple[int, ...], Value] = {}
         self.inputs = [
@@ -161,7 +161,7 @@ class Flow(Question[Value]):
         if SCALE in marks:
             results = [_adjusted(site, operands, x) for x in results]
         for i, op in enumerate(ops):
-            if is_narrow_atom(op.aval):
+            if is_narrow_atom(op.aval) and FLOAT8 not in marks:
                 self.narrow[(*site.indices, i)] = results[i]
             if op.name in PRODUCTS:
                 self.products[site.indices] = results[i]
@@ -185,7 +185,7 @@ class Flow(Question[Value]):
             is_flag = op.aval.dtype == bool
             return Value(
                 follows=follows if _is_of_bits(op) else 0,
-                degree=ZERO if is_flag else degree_of_integers(op),
+                degree=ZERO if is_flag or FLOAT8 in marks else degree_of_integers(op),
                 depends=depends & self._random if is_flag else depends,
                 known=known,
                 holds=holds,

@@ -19,7 +19,15 @@ from jls._program.products import (
     is_outer,
     products_in,
 )
-from jls._scopes import GRADIENTS, KEPT, OUTER_PRODUCT, UPDATE, marks_of
+from jls._scopes import (
+    GRADIENTS,
+    KEPT,
+    NOT_IN_FLOAT8,
+    OUTER_PRODUCT,
+    TOO_SMALL,
+    UPDATE,
+    marks_of,
+)
 from jls._text import listed, wrapped
 from jls._tools.reading.flow import THROUGH_BACKWARD
 from jls._tools.reading.reading import Reading
@@ -35,6 +43,7 @@ _IDLE = "the loss scale does nothing"
 _STAY = "to stay in float32, jls.skip_nonfinite"
 _HALF = "jls.train_step(..., compute_dtype=jnp.float16), or jls.autocast"
 _HALVES = ("float16", "bfloat16")
+_NOT_FLOAT8 = {TOO_SMALL: "too small for float8", NOT_IN_FLOAT8: "no float8 form"}
 
 
 class Precision(NamedTuple):
@@ -62,7 +71,9 @@ class Precision(NamedTuple):
     products: tuple[tuple[str, int, float], ...] = ()
     # The products wider than 16 bits, the largest first, and why: "by the model",
     # "inner product", "outer product", "precision=", "keep", "optimizer", "float64",
-    # "integer", or "while" in a loop of which nobody knows the length.
+    # "integer", or "while" in a loop of which nobody knows the length. Under an
+    # autocast to float8 also those in bfloat16: "too small for float8", or "no float8
+    # form", as convolutions, products with batch dimensions and custom derivatives.
     wide: tuple[tuple[Place, str], ...] = ()
 
     def __str__(self) -> str:
@@ -144,10 +155,11 @@ def precision_of(products: Iterable[Product]) -> Precision:
 
 
 def why_wide(product: Product) -> str:
-    """Why a product is wider than 16 bits; "" if it is not."""
+    """Why a product is wider than 16 bits, or than float8; "" if it is not."""
     dtype, equation = product.dtype, product.equation
     if dtype.itemsize <= 2:
-        return ""
+        marks = marks_of(product.site) if dtype.itemsize == 2 else ()
+        return next((_NOT_FLOAT8[x] for x in _NOT_FLOAT8 if x in marks), "")
     if jnp.issubdtype(dtype, jnp.integer):
         return "integer"
     if dtype in (jnp.float64, jnp.complex128):
@@ -264,7 +276,7 @@ def _not_half(
         words = f"no product {'that follows it ' if is_any else ''}is half: {_IDLE}"
         has_products = bool(precision.products)
         return words, f"{_HALF}; {_STAY}" if has_products else "jls.skip_nonfinite"
-    if halves == {jnp.dtype(jnp.bfloat16)} and not is_narrow:
+    if jnp.dtype(jnp.float16) not in halves and not is_narrow:
         return "bfloat16 needs no loss scale: jls.skip_nonfinite", ""
     is_little = all(map(_is_mostly_wide, (products, follow or backward)))
     if not is_little or any(x.itemsize == 1 for x in halves):
