@@ -61,7 +61,12 @@ def autocast(
       fun: any function of pytrees: a loss, or a model's apply. Flax NNX modules among
         its arguments are changed in place as `fun` changes them.
       dtype: `jnp.float16` or `jnp.bfloat16`, whichever is fast on the chip at hand, or
-        its name. `jnp.float32` returns `fun` as it is.
+        its name. `jnp.float32` returns `fun` as it is. `jnp.float8_e4m3fn` is bfloat16,
+        but for large products: a dot without batch dimensions whose rows, columns and
+        terms of a sum are 2048 or more, in multiples of 16, takes operands in
+        float8_e4m3fn, and cotangents in float8_e5m2. Each is multiplied by a power of
+        two, from its largest magnitude at that moment. An inf or NaN in one makes all
+        of the result NaN. Such a product has no forward-mode derivative.
       keep: what stays as written. A regular expression, searched in the scope of each
         operation: the names of modules of Flax Linen and Haiku, and of
         `jax.named_scope`, joined by "/". Or a function of a `jls.types.Place` that
@@ -82,8 +87,9 @@ def autocast(
         closes over.
 
     Warns:
-      JlsWarning: when it is traced, if there was no product to cast, if a function
-        `keep` kept nothing, or if arguments are in another half precision.
+      JlsWarning: when it is traced, if there was no product to cast, or none that is
+        large enough for float8, if a function `keep` kept nothing, or if arguments are
+        in another half precision; once, if the chip at hand has no float8.
 
     Example:
       >>> def loss_fn(w, x):
@@ -344,10 +350,10 @@ def _say(choice: Choice, program: Program) -> bool:
         warn_of_chip()
     elif choice.is_float8:
         warn(
-            f"autocast to {dtype} found no product that is large enough: those that it "
-            f"casts have {LEAST} rows, columns and terms of a sum or more, in multiples "
-            "of 16, and no batch dimensions. All are in bfloat16: write jnp.bfloat16, "
-            "or use larger batches."
+            f"autocast to {dtype} found no product that is large enough. It takes "
+            f"those with {LEAST} or more rows, columns and terms of a sum, in "
+            "multiples of 16, and no batch dimensions. All are in bfloat16: write "
+            "jnp.bfloat16, or use larger batches."
         )
     logging.getLogger("jls").info(
         "%s: %.3g %% of the multiplications; kept: %s",

@@ -59,10 +59,12 @@ class _Rounded:
 
         Nothing is differentiated through it.
         """
-        if self._float8 is None:
-            with jax.named_scope(FLOAT8):
-                self._float8 = call_shared(quantized, [lax.stop_gradient(half)])
-        return self._float8
+        if self._float8 is not None:
+            return self._float8
+        with jax.named_scope(FLOAT8):
+            made = call_shared(quantized, [lax.stop_gradient(half)])
+        self._float8 = made
+        return made
 
 
 class Stored(_Rounded):

@@ -97,7 +97,8 @@ def test_what_is_not_finite_is_nan(dtype, bad):
 
 def test_zeros_and_the_smallest_numbers_are_rounded():
     found, power = quantized(jnp.zeros(16), E4M3)
-    assert not found.any() and power == 2.0**100
+    assert not found.any()
+    assert power == 2.0**100
     found, _ = quantized(jnp.full(16, 2.0**-120, jnp.bfloat16), E4M3)
     assert np.isfinite(found).all()
 
@@ -563,9 +564,7 @@ def test_a_right_program_is_off_by_what_rounding_products_explains(monkeypatch, 
 
 def test_other_float8_is_refused():
     for dtype in (E5M2, jnp.float8_e4m3fnuz, "float8_e4m3b11fnuz"):
-        with pytest.raises(
-            ValueError, match=r"cotangents .* float8_e5m2 by themselves"
-        ):
+        with pytest.raises(ValueError, match=r"cotangents are rounded to float8_e5m2"):
             jls.autocast(loss_fn, dtype)
 
 
@@ -615,7 +614,8 @@ def test_tools_read_float8(wrapper):
     step, state = make_step(wrapper)
     args = make_params(), state, normal(48, 32)
     check = jls.check_step(step, *args)
-    assert check.ok and not check.not_tried, str(check)
+    assert check.ok
+    assert not check.not_tried
     dtypes = {name: count for name, count, _ in check.precision.products}
     assert dtypes == {"float8_e4m3fn": 2, "float8_e5m2": 3}
     assert not check.precision.wide
@@ -661,7 +661,7 @@ ENTRY %main (a: f8e5m2[16,16], b: bf16[16,16]) -> bf16[16,16] {
   %gemm.2 = (bf16[16,16]{1,0}, s8[9]{0}) custom-call(%a, %a), \
 custom_call_target="__cublas$lt$matmul$f8", metadata={op_name="three/jls_float8/dot"}
   %gemm.3 = (bf16[16,16]{1,0}, s8[9]{0}) custom-call(%b, %b), \
-custom_call_target="__cublas$gemm", metadata={op_name="jls_autocast/four/jls_float8/dot"}
+custom_call_target="__cublas$gemm", metadata={op_name="jls_autocast/4/jls_float8/dot"}
   %gemm.4 = (bf16[16,16]{1,0}, s8[9]{0}) custom-call(%b, %b), \
 custom_call_target="__cublas$gemm", metadata={op_name="small/dot"}
   ROOT %dot.5 = bf16[16,16]{1,0} dot(bf16[16,16]{1,0} %b, bf16[16,16]{1,0} %b), \
@@ -673,7 +673,7 @@ metadata={op_name="five/jls_float8/dot"}
 def test_what_runs_as_float8_is_read_from_the_executable():
     right, others = of_check.float8_in(HLO)
     assert right == ["one/dot", "three/dot"]
-    assert others == ["four/dot", "five/dot"]
+    assert others == ["4/dot", "five/dot"]
 
 
 def test_check_step_says_on_a_gpu_what_runs_as_float8(monkeypatch):

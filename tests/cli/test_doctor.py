@@ -164,6 +164,13 @@ def test_advice_follows_from_the_speeds(bfloat16, float16, words):
     assert doctor.advice(speeds).startswith(f"Train in {words}: ")
 
 
+@pytest.mark.parametrize("bfloat16", [800.0, 100.0])
+def test_advice_names_float8_where_the_chip_has_it(monkeypatch, bfloat16):
+    monkeypatch.setattr(doctor, "has_float8", lambda: True)
+    speeds = {"float32": 100.0, "bfloat16": bfloat16, "float16": bfloat16}
+    assert ("float8_e4m3fn" in doctor.advice(speeds)) == (bfloat16 == 800.0)
+
+
 def test_doctor_refuses_what_it_does_not_know(capsys):
     with pytest.raises(SystemExit) as end:
         main(["doctor", "--steps", "3"])

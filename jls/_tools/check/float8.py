@@ -54,7 +54,8 @@ def float8_in(text: str) -> tuple[list[str], list[str]]:
         match = _INSTRUCTION.match(line)
         if match is None:
             continue
-        name, types[match[1]], kind, operands = match[1], match[2], match[3], match[4]
+        name, made, kind, operands = match.groups()
+        types[name] = made
         made_of = _OP_NAME.search(line)
         target = _TARGET.search(line)
         is_product = kind == "dot" or (target is not None and "cublas" in target[1])

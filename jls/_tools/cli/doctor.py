@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jls._autocast.float8 import LEAST, has_float8
 from jls._reduce import all_finite
 from jls._tree import select
 
@@ -71,10 +72,13 @@ def advice(speeds: dict[str, float]) -> str:
     """The recommendation, in a sentence with its reason."""
     dtype, wrapper = choose(speeds)
     bfloat16, float16 = (speeds[x] / speeds["float32"] for x in ("bfloat16", "float16"))
-    return (
+    text = (
         f"Train in {dtype} with {wrapper}: bfloat16 runs at {bfloat16:.1f} x the speed "
         f"of float32 here, float16 at {float16:.1f} x."
     )
+    if dtype == "bfloat16" and has_float8():
+        text += f" A model {LEAST} wide or more may be faster in float8_e4m3fn."
+    return text
 
 
 def lines_to_write(dtype: str, wrapper: str) -> str:
