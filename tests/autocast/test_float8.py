@@ -541,6 +541,7 @@ def test_operand_that_is_kept_in_bfloat16_is_rounded_again():
     params, x = [normal(64, 64, seed=i) / 8 for i in range(3)], normal(64, 64)
     found = [x.dtype for x in saved(jls.autocast(twice, FLOAT8), params, x) if x.ndim]
     assert found.count(jnp.bfloat16) == 1
+    assert found.count(E4M3) == 5  # the other operands of three products
     ours = jax.grad(jls.autocast(twice, FLOAT8))(params, x)
     assert off(ours, jax.grad(twice)(params, x)) < 0.15
 
@@ -548,7 +549,7 @@ def test_operand_that_is_kept_in_bfloat16_is_rounded_again():
 # Truth.
 
 
-JUDGED = ["row layer_norm", "row rms_norm", "row small_steps_unrolled", "row rotation"]
+JUDGED = ["row rms_norm", "row small_steps_unrolled", "row rotation"]
 JUDGED += ["row average_that_starts_from_data", "row associative_scan"]
 JUDGED += ["program nested_jit", "program gradient_penalty"]
 LONG = ["program flash_attention_custom_vjp", "program equilibrium_while_custom_vjp"]
@@ -631,7 +632,7 @@ def test_tools_read_float8(wrapper):
     assert not check.precision.wide
     found = jls.calibrate(step, *args)
     assert found.ceiling is None
-    says = "bfloat16 needs no loss scale" in str(check)
+    says = "bfloat16 needs no loss scale" in check.half
     assert says == (wrapper is jls.loss_scaled)
 
 

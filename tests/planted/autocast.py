@@ -80,7 +80,7 @@ FAULTS = [
     Fault(
         "a product that stays float32 counts as one that rounds what it reads",
         READERS,
-        "            return [self._choice.why_wide(site) is not None] *",
+        "            return [not self._rounds(site)] *",
         "            return [False] *",
         (READ,),
     ),
