@@ -861,7 +861,7 @@ FAULTS = [
     Fault(
         "a keep that finds nothing is silent",
         "jls/_autocast/autocast.py",
-        "        rewrite.choice.check_found()\n",
+        "        choice.check_found()\n",
         "",
         (f"{CALLS}::test_a_keep_that_finds_nothing_lists_the_scopes_that_are_there",),
     ),

@@ -421,8 +421,8 @@ FAULTS = [
     Fault(
         "a NaN that is made of inf is not told",
         "jls/_tools/origin/trail.py",
-        "if not causes or (size.is_nan and not are_nan):",
-        "if not causes:",
+        "is_born = not causes or (size.is_nan and not are_nan)",
+        "is_born = not causes",
         (ADVICE,),
     ),
     Fault(

@@ -223,7 +223,7 @@ FAULTS = [
     Fault(
         "bfloat16 is half as float16 is",
         PRECISION,
-        "if halves == {jnp.dtype(jnp.bfloat16)} and not is_narrow:",
+        "if jnp.dtype(jnp.float16) not in halves and not is_narrow:",
         "if False:",
         (f"{SHARES}[plain-bfloat16 under a scale]",),
     ),
