@@ -23,7 +23,6 @@ from truth import FLOAT8
 
 import jls
 from jls._autocast import autocast, float8
-from jls._tools.check import float8 as of_check
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -681,38 +680,3 @@ def test_an_inf_is_followed_to_where_it_came_in():
     params["out"] = params["out"].at[3, 5].set(np.inf)
     found = jls.why(jax.jit(jax.grad(cast)), params, normal(48, 32))
     assert [x.place.module for x in found.births] == ["params/out"]
-
-
-HLO = """
-%fused (p0: f8e4m3fn[16,16], p1: f8e4m3fn[16,16]) -> bf16[16,16] {
-  %p0 = f8e4m3fn[16,16]{1,0} parameter(0)
-  %p1 = f8e4m3fn[16,16]{1,0} parameter(1)
-  ROOT %dot.1 = bf16[16,16]{1,0} dot(%p0, %p1), metadata={op_name="one/jls_float8/dot"}
-}
-ENTRY %main (a: f8e5m2[16,16], b: bf16[16,16]) -> bf16[16,16] {
-  %a = f8e5m2[16,16]{1,0} parameter(0)
-  %b = bf16[16,16]{1,0} convert(%a), metadata={op_name="two/jls_float8/dot"}
-  %gemm.2 = (bf16[16,16]{1,0}, s8[9]{0}) custom-call(%a, %a), \
-custom_call_target="__cublas$lt$matmul$f8", metadata={op_name="three/jls_float8/dot"}
-  %gemm.3 = (bf16[16,16]{1,0}, s8[9]{0}) custom-call(%b, %b), \
-custom_call_target="__cublas$gemm", metadata={op_name="jls_autocast/4/jls_float8/dot"}
-  %gemm.4 = (bf16[16,16]{1,0}, s8[9]{0}) custom-call(%b, %b), \
-custom_call_target="__cublas$gemm", metadata={op_name="small/dot"}
-  ROOT %dot.5 = bf16[16,16]{1,0} dot(bf16[16,16]{1,0} %b, bf16[16,16]{1,0} %b), \
-metadata={op_name="five/jls_float8/dot"}
-}
-"""
-
-
-def test_what_runs_as_float8_is_read_from_the_executable():
-    right, others = of_check.float8_in(HLO)
-    assert right == ["one/dot", "three/dot"]
-    assert others == ["4/dot", "five/dot"]
-
-
-def test_check_step_says_on_a_gpu_what_runs_as_float8(monkeypatch):
-    step, state = make_step(jls.skip_nonfinite)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    found = jls.check_step(step, make_params(), state, normal(48, 32))
-    (note,) = [x for x in found.notes if "run as float8" in x]
-    assert note.startswith("0 of 5 products in float8 run as float8 on cpu. In a wider")

@@ -141,6 +141,6 @@ FAULTS = [
         "jls/_tools/check/float8.py",
         '(right if is_float8 or "f8" in target else others).append(made_of)',
         "right.append(made_of)",
-        (f"{TESTS}test_what_runs_as_float8_is_read_from_the_executable",),
+        ("tests/check/test_float8_runs.py",),
     ),
 ]
