@@ -94,11 +94,6 @@ class Peer:
         )
         return yes(all(0 < self.scale(run) < INF for run in runs))
 
-    def grows_on_finite_step_n_of_n(self):
-        scales = [self.scale(self.after([1.0] * n, interval=3)) for n in range(6)]
-        first = [scale > 8 for scale in scales].index(True)
-        return {3: "yes", 4: "no: N + 1"}[first]
-
     def tells_a_bad_loss_from_an_overflow(self):
         loss, overflow = (counts(self.after([1.0, bad])) for bad in (NAN, INF))
         return yes(loss != overflow)

@@ -6,7 +6,6 @@ rows of the page, in its words.
 """
 
 import ast
-import bisect
 import functools
 import importlib.metadata
 import math
@@ -44,15 +43,6 @@ class Guard:
         """Whether these steps are applied, if loss and gradient norm are `values`."""
         flags, _ = self.run(values, values)
         return [bool(flags[step - 1]) for step in steps]
-
-    def first_step_judged(self):
-        def is_skipped(step):
-            values = noise(80)
-            values[step - 1] = 50.0
-            return self.applied(values, [step]) == [False]
-
-        steps = range(2, 81)
-        return str(steps[bisect.bisect_left(steps, True, key=is_skipped)])
 
     def a_second_spike_half_as_large_60_steps_later(self):
         values = noise(200)

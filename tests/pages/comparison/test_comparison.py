@@ -93,7 +93,7 @@ def test_guards_do_as_the_page_says(name, row):
 
 def test_only_optax_is_not_asked_about_a_scale():
     dashes = [name for (name, _), cell in SCALING.items() if cell == "-"]
-    assert dashes == ["optax"] * 4
+    assert dashes == ["optax"] * 3
 
 
 def peer(name):

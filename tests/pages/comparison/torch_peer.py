@@ -56,10 +56,6 @@ class Torch:
         assert scales[0] < INF
         return "yes" if all(0 < scale < INF for scale in scales) else "no"
 
-    def grows_on_finite_step_n_of_n(self):
-        scales = [self.run([1.0] * n, interval=3)[0].get_scale() for n in range(1, 6)]
-        return {3: "yes", 4: "no: N + 1"}[1 + [s > 8 for s in scales].index(True)]
-
     def tells_a_bad_loss_from_an_overflow(self):
         states = [self.run([1.0, bad])[0].state_dict() for bad in (NAN, INF)]
         return "no" if states[0] == states[1] else "yes"
