@@ -194,8 +194,10 @@ def check_step(
     findings.notes[:0] = _notes(subject)
     lines = _lines_to_write((args, kwargs), subject, runner.arguments.names)
     check = _step_check(subject, findings, lines)
-    more = float8_notes(runner, check.precision)
-    return check._replace(notes=(*check.notes, *more))
+    products = check.precision.products if check.precision else ()
+    if any(name.startswith("float8") for name, *_ in products):
+        check = check._replace(notes=(*check.notes, *float8_notes(runner)))
+    return check
 
 
 def look_at_precision(subject: Subject, reading: Reading) -> PrecisionReport:

@@ -8,18 +8,15 @@ import jax
 from jls._scopes import AUTOCAST, FLOAT8
 from jls._text import listed
 from jls._tools.check.runs import Runner
-from jls._tools.reading.precision import Precision
 
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\(([^)]*)\)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
-def float8_notes(runner: Runner, precision: Precision | None) -> list[str]:
+def float8_notes(runner: Runner) -> list[str]:
     """How many of the products in float8 run as such on the GPU at hand."""
-    names = [name for name, *_ in precision.products] if precision else []
-    is_asked = any(name.startswith("float8") for name in names)
-    if not is_asked or jax.default_backend() != "gpu":
+    if jax.default_backend() != "gpu":
         return []
     call = runner.arguments.rebuild(runner.start)
     lower = getattr(runner.step, "lower", None) or jax.jit(runner.step).lower
