@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import eval_jaxpr
+from jax.custom_derivatives import SymbolicZero
 
 from jls._mistakes import warn
 from jls._program.jaxprs import (
@@ -150,19 +151,45 @@ def _divided(x: Array, *powers: Array) -> Array:
     return (x.astype(jnp.float32) * low * high).astype(x.dtype)
 
 
+@jax.custom_vjp
+def _once(source: Any) -> Array:
+    """1, by which a derivative is multiplied that has none itself.
+
+    The derivative of what is rounded would be lost, or itself be in float8.
+    """
+    del source
+    return jnp.ones((), jnp.float32)
+
+
+def _refused(_: None, cotangent: Any) -> Any:
+    if not isinstance(cotangent, SymbolicZero):
+        raise TypeError(
+            "a product in float8 must not be differentiated twice. Put the autocast "
+            "around the function that takes the first derivative, as in "
+            "jls.autocast(lambda params: penalty(jax.grad(loss_fn)(params)), "
+            "jnp.float8_e4m3fn), or write jnp.bfloat16."
+        )
+    return (None,)
+
+
+_once.defvjp(lambda _: (jnp.ones((), jnp.float32), None), _refused, symbolic_zeros=True)
+
+
 def _forwards(product: Product, operands: _Pair, rounded: _Pair) -> tuple[Array, Any]:
     kept = [
         x8 if is_kept else Quantized(x, x8.power)
         for x, x8, is_kept in zip(operands, rounded, product.keeps, strict=True)
     ]
-    return _product(product, operands, rounded), kept
+    return _product(product, operands, rounded), (kept, _once(operands))
 
 
-def _backwards(product: Product, kept: Sequence[Quantized], cotangent: Array) -> Any:
+def _backwards(product: Product, residuals: Any, cotangent: Array) -> Any:
+    kept, once = residuals
     with jax.named_scope(FLOAT8):
         given = quantized(cotangent, E5M2)
         found = [_cotangent(product, place, given, kept) for place in range(2)]
-    return tuple(found), None
+        one = _once((once, cotangent)).astype(BFLOAT16)
+        return tuple(x * one for x in found), None
 
 
 def _cotangent(
@@ -190,7 +217,8 @@ def _cotangent(
     types = product.types[place], *(with_dtype(x, BFLOAT16) for x in arrays)
     jaxpr, consts = opened(jax.make_jaxpr(transposed)(*types))
     unused = jnp.zeros((), BFLOAT16)
-    (result,) = eval_jaxpr(jaxpr, consts, unused, *arrays)
+    with jax.enable_checks(False):  # it was traced with other dtypes
+        (result,) = eval_jaxpr(jaxpr, consts, unused, *arrays)
     return _divided(result, given.power, other.power)
 
 

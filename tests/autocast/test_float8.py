@@ -399,11 +399,57 @@ def test_an_autocast_can_be_mapped():
         assert off(one, grad(params, xs[i])) < 0.01
 
 
+def test_checks_of_jax_find_nothing():
+    args = make_params(), normal(48, 32)
+    with jax.enable_checks(True):
+        jax.jit(jax.grad(jls.autocast(loss_fn, FLOAT8)))(*args)
+
+
 def test_forward_mode_is_refused_by_jax():
     cast = jls.autocast(loss_fn, FLOAT8)
     args = make_params(), normal(48, 32)
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(cast, args, args)
+
+
+@pytest.mark.parametrize("form", [scanned, unrolled, remat])
+@pytest.mark.parametrize("wrong", ["params", "x"])
+def test_second_derivative_is_refused(form, wrong):
+    cast = jls.autocast(lambda params, x: jnp.mean(form(params, x)), FLOAT8)
+    place = ["params", "x"].index(wrong)
+
+    def penalty(params, x):
+        return jnp.sum(jax.jit(jax.grad(cast))(params, x) ** 2)
+
+    with pytest.raises(TypeError, match=r"differentiated twice. Put the autocast"):
+        jax.grad(penalty, place)(normal(3, 32, 32) / 6, normal(48, 32))
+
+
+def test_second_derivative_of_a_linear_program_is_refused():
+    grad = jax.grad(jls.autocast(lambda w, x: jnp.mean(x @ w), FLOAT8))
+    with pytest.raises(TypeError, match="differentiated twice"):
+        jax.grad(lambda x: jnp.sum(grad(normal(32, 32), x)))(normal(48, 32))
+
+
+def test_gradient_may_be_used_in_a_program_that_is_differentiated():
+    params, x = normal(3, 32, 32) / 6, normal(48, 32)
+
+    def adapted(loss):
+        def outer(params, x):
+            grads = lax.stop_gradient(jax.grad(loss)(params, x))
+            return loss(params - 0.1 * grads, x)
+
+        return jax.jit(jax.grad(outer))(params, x)
+
+    def loss(params, x):
+        return jnp.mean((scanned(params, x) - 1) ** 2)
+
+    def penalty(params):
+        return jnp.sum(jax.grad(loss)(params, x) ** 2)
+
+    assert off(adapted(jls.autocast(loss, FLOAT8)), adapted(loss)) < 0.15
+    inside = jax.grad(jls.autocast(penalty, FLOAT8))(params)
+    assert off(inside, jax.grad(penalty)(params)) < 0.15
 
 
 def test_sizes_are_those_of_a_micro_batch(monkeypatch):
