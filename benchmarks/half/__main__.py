@@ -1,5 +1,6 @@
 """Compiles a step in float32, with `dtype=` by hand, and under `jls.autocast`.
 
+Those of wide models under `jls.autocast` to bfloat16, and to float8.
 Nothing is run, and no chip has to be here. Writes the figures as JSON, adding to those
 that are in the file; prints the tables, and draws the picture.
 """
@@ -24,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         for model, make in programs.chosen(name, options.tiny):
             if options.models not in model:
                 continue
-            for way in programs.WAYS:
+            for way in programs.ways_of(model):
                 one = programs.figures(make(), way, TARGETS[name])
                 entry = results.setdefault(name, {"versions": {}, "models": {}})
                 entry["versions"] |= versions()

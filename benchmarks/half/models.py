@@ -94,6 +94,24 @@ class Transformer(nn.Module):
         return nn.Dense(self.vocabulary, dtype=self.dtype)(x)
 
 
+class Mlp(nn.Module):
+    """Layers of two products, four times as wide inside; or nothing but products."""
+
+    layers: int
+    is_bare: bool = False
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):  # noqa: D102
+        width = x.shape[-1]
+        for _ in range(self.layers):
+            y = nn.Dense(4 * width, use_bias=not self.is_bare, dtype=self.dtype)(x)
+            y = y if self.is_bare else nn.gelu(y)
+            y = nn.Dense(width, use_bias=not self.is_bare, dtype=self.dtype)(y)
+            x = y if self.is_bare else x + y
+        return x
+
+
 class ResNet(nn.Module):
     """Bottlenecks with batch norm: ResNet-50, if there are 3, 4, 6 and 3."""
 
@@ -155,6 +173,12 @@ def transformer(
     return Model(
         lambda dtype: Transformer(*shape, form, dtype), _words(*tokens), _words(*tokens)
     )
+
+
+def mlp(layers: int, shape: tuple[int, int], is_bare: bool = False) -> Model:
+    """On so many vectors of so many numbers, which are its classes too."""
+    inputs = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return Model(lambda dtype: Mlp(layers, is_bare, dtype), inputs, _words(shape[0]))
 
 
 def resnet(stages: tuple[int, ...], width: int, images: tuple[int, int]) -> Model:

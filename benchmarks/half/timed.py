@@ -1,6 +1,7 @@
 """Runs a step in float32, with `dtype=` by hand, and under `jls.autocast`, here.
 
-Each with AdamW, without a loss scale. In each round all three take a tenth of a second.
+Wide models run under `jls.autocast` to bfloat16, and to float8. Each with AdamW,
+without a loss scale. In each round each takes a tenth of a second.
 Prints the table, and writes the figures as JSON.
 """
 
@@ -15,10 +16,7 @@ import jax.numpy as jnp
 
 from benchmarks import figures, tables
 from benchmarks.half.models import Model, without_params
-from benchmarks.half.programs import MODELS, TINY, WAYS, run_of
-
-BY_HAND = "by hand"
-HEAD = ("model", *(f"{way}, ms" for way in WAYS), "autocast / by hand", "memory, MB")
+from benchmarks.half.programs import MODELS, TINY, WIDE, run_of, ways_of
 
 
 def steps_of(model: Model, way: str, half: Any) -> figures.Steps:
@@ -40,10 +38,10 @@ def _filled(shape: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
 
 
 def measured(
-    model: Model, half: Any, seconds: float, rounds: int
+    model: Model, names: Sequence[str], half: Any, seconds: float, rounds: int
 ) -> dict[str, dict[str, Any]]:
-    """By way: the time, what it is of the time by hand, and the temporary memory."""
-    ways = {way: steps_of(model, way, half) for way in WAYS}
+    """By way: the time, what it is of the last but one, and the temporary memory."""
+    ways = {way: steps_of(model, way, half) for way in names}
     results: dict[str, dict[str, Any]] = {}
     for way, steps in ways.items():
         steps.seconds_per_step(2)  # warm up
@@ -52,17 +50,24 @@ def measured(
             "temporary_bytes": int(memory.temp_size_in_bytes),
             "compile_seconds": steps.seconds[1],
         }
-    samples = figures.measure(ways, seconds, rounds, 0.1, floor=BY_HAND)
-    for way, timed in figures.ratios(samples, floor=BY_HAND):
+    samples = figures.measure(ways, seconds, rounds, 0.1, floor=names[-2])
+    for way, timed in figures.ratios(samples, floor=names[-2]):
         results[way] |= timed
     return results
 
 
+def head(ways: Sequence[str]) -> str:
+    """The head of the table of models that run in these ways."""
+    times = [f"{way}, ms" for way in ways]
+    return tables.head(["model", *times, f"{ways[-1]} / {ways[-2]}", "memory, MB"])
+
+
 def row(model: str, results: dict[str, dict[str, Any]]) -> str:
     """A row of the table."""
-    times = [results[way]["seconds_per_step"]["median"] * 1e3 for way in WAYS]
-    ratio = results["autocast"]["ratio"]
-    memory = [results[way]["temporary_bytes"] / 1e6 for way in WAYS]
+    ways = [*results.values()]
+    times = [one["seconds_per_step"]["median"] * 1e3 for one in ways]
+    ratio = ways[-1]["ratio"]
+    memory = [one["temporary_bytes"] / 1e6 for one in ways]
     cells = [
         model,
         *(f"{time:.2f}" for time in times),
@@ -78,12 +83,16 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     device = jax.devices()[0].device_kind
     results: dict[str, Any] = {"device": device, "jax": jax.__version__, "models": {}}
     half = jnp.dtype(options.half)
-    print(f"{device}, jax {jax.__version__}, {half.name}\n")
-    print(tables.head(HEAD))
-    models = TINY if options.tiny else MODELS
-    for name, make in models.items():
-        if options.models in name:
-            one = measured(make(), half, options.seconds, options.rounds)
+    print(f"{device}, jax {jax.__version__}, {half.name}")
+    made = TINY if options.tiny else MODELS | WIDE
+    for models in (MODELS, WIDE):
+        chosen = [name for name in models if options.models in name]
+        if chosen:
+            print(f"\n{head(ways_of(chosen[0]))}")
+        for name in chosen:
+            one = measured(
+                made[name](), ways_of(name), half, options.seconds, options.rounds
+            )
             results["models"][name] = one
             print(row(name, one), flush=True)
             options.json.write_text(json.dumps(results, indent=2) + "\n")

@@ -12,6 +12,7 @@ from benchmarks.half import programs, stored, timed, training
 from benchmarks.half.__main__ import main
 from benchmarks.half.tables import ratios
 from benchmarks.hlo import Program
+from jls._autocast import autocast, float8
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -84,16 +85,40 @@ def here(monkeypatch):
 
 def test_command_compiles_and_draws(here, tmp_path, capsys):
     where = ["--json", str(tmp_path / "h.json"), "--plot", str(tmp_path / "h.png")]
-    results = main([*where, "--tiny", "--target", "h100", "--models", "scan"])
+    results = main([*where, "--tiny", "--target", "a100", "--models", "scan"])
     assert results == json.loads((tmp_path / "h.json").read_text())
-    (ways,) = results["h100"]["models"].values()
+    (ways,) = results["a100"]["models"].values()
     assert list(ways) == [*programs.WAYS]
     assert all(one["bytes"] > 0 and one["kernels"] > 0 for one in ways.values())
     said = capsys.readouterr().out
     assert "compiled, not run" in said
-    assert "NVIDIA H100 80GB HBM3, bfloat16" in said
+    assert "NVIDIA A100-SXM4-80GB, bfloat16" in said
     assert (tmp_path / "h.png").read_bytes().startswith(b"\x89PNG")
     assert main(where) == results  # what is in the file stays
+
+
+@pytest.fixture
+def float8_of_any_size(monkeypatch):
+    monkeypatch.setattr(float8, "LEAST", 16)
+    monkeypatch.setattr(autocast, "warn_of_chip", lambda: None)
+
+
+@pytest.mark.usefixtures("here", "float8_of_any_size")
+def test_wide_models_are_compiled_in_float8(tmp_path, capsys):
+    where = ["--json", str(tmp_path / "h.json"), "--models", "wide products"]
+    results = main([*where, "--tiny", "--target", "b200"])
+    (ways,) = results["b200"]["models"].values()
+    assert list(ways) == [*programs.WIDE_WAYS]
+    one, other = (ways[way] for way in programs.WIDE_WAYS)
+    # 4 products and their derivatives, but none of the input.
+    assert one.get("float8_products") is None
+    assert other["float8_products"] + other["wider_products"] == 11
+    # Inputs and parameters, the results between, and the cotangents of those.
+    assert other["rounded"] == 4 + 4 + 4
+    assert 0 < other["maxima_kernels"] <= 2 * other["rounded"]
+    # Operands in half the bytes, and their powers of two.
+    assert one["kept_bytes"] / 2 < other["kept_bytes"] < one["kept_bytes"]
+    assert "| wide products, B200 | " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", programs.MODELS)
@@ -115,13 +140,26 @@ def test_ratios_are_of_autocast_and_by_hand():
 
 
 def test_a_timed_step_has_a_row(tmp_path, capsys):
-    arguments = ["--tiny", "--models", "unrolled", "--seconds", "0.1", "--rounds", "3"]
+    arguments = ["--tiny", "--models", "LSTM", "--seconds", "0.1", "--rounds", "3"]
     results = timed.main([*arguments, "--json", str(tmp_path / "t.json")])
     assert results == json.loads((tmp_path / "t.json").read_text())
     (ways,) = results["models"].values()
     assert ways["by hand"]["ratio"]["median"] == 1.0
     assert all(ways[way]["seconds_per_step"]["median"] > 0 for way in programs.WAYS)
-    assert "| transformer, unrolled | " in capsys.readouterr().out
+    assert "| LSTM | " in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("float8_of_any_size")
+def test_a_wide_model_is_timed_in_float8(tmp_path, capsys):
+    arguments = ["--tiny", "--models", "wide MLP", "--seconds", "0.1", "--rounds", "3"]
+    results = timed.main([*arguments, "--json", str(tmp_path / "t.json")])
+    (ways,) = results["models"].values()
+    assert list(ways) == ["autocast", "float8"]
+    assert ways["autocast"]["ratio"]["median"] == 1.0
+    assert ways["float8"]["ratio"]["median"] > 0
+    said = capsys.readouterr().out
+    assert "| model | autocast, ms | float8, ms | float8 / autocast | " in said
+    assert "| wide MLP | " in said
 
 
 def test_training_goes_on_with_what_follows(tmp_path, capsys, monkeypatch):
@@ -144,6 +182,19 @@ def test_training_goes_on_with_what_follows(tmp_path, capsys, monkeypatch):
     last = [results[name][0]["losses"][-1] for name in names[:2]]
     np.testing.assert_allclose(*last, rtol=1e-3)
     assert "| float16 autocast | 3 | " in capsys.readouterr().out
+
+
+def test_training_in_float8_is_close_to_bfloat16(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(autocast, "warn_of_chip", lambda: seen.append(float8.LEAST))
+    where = ["--json", str(tmp_path / "t.json"), "--size", "tiny", "--seeds", "3"]
+    ways = ["bfloat16 autocast", "float8 autocast"]
+    results = training.main([*where, "--steps", "20", "--ways", *ways])
+    assert seen == [16]  # some product took float8
+    assert float8.LEAST == 2048
+    one, other = (results[way][0]["losses"][-1] for way in ways)
+    assert one != other
+    np.testing.assert_allclose(one, other, rtol=1e-2)
 
 
 def test_stored_parameters_are_fine_tuned_and_drawn(tmp_path, capsys, monkeypatch):
