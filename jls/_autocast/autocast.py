@@ -66,7 +66,8 @@ def autocast(
         terms of a sum are 2048 or more, in multiples of 16, takes operands in
         float8_e4m3fn, and cotangents in float8_e5m2. Each is multiplied by a power of
         two, from its largest magnitude at that moment. An inf or NaN in one makes all
-        of the result NaN. Such a product has no forward-mode derivative.
+        of the result NaN. Products in functions with a derivative of their own stay
+        bfloat16. Outside of `fun` there is no forward mode, and no second derivative.
       keep: what stays as written. A regular expression, searched in the scope of each
         operation: the names of modules of Flax Linen and Haiku, and of
         `jax.named_scope`, joined by "/". Or a function of a `jls.types.Place` that
@@ -149,8 +150,8 @@ def check_dtype(name: str, value: Any) -> np.dtype:
         # "f16" is float128 to NumPy.
         got = describe(value) if isinstance(value, str) else dtype
         why = (
-            " Operands are rounded to float8_e4m3fn, the float8 with the most bits; "
-            "cotangents are rounded to float8_e5m2 by themselves."
+            " Write jnp.float8_e4m3fn: operands are rounded to it, and cotangents are "
+            "rounded to float8_e5m2."
         )
         is_float8 = dtype.name.startswith("float8")
         raise ValueError(f"{rule} got {got}.{why if is_float8 else ''}")
@@ -350,10 +351,10 @@ def _say(choice: Choice, program: Program) -> bool:
         warn_of_chip()
     elif choice.is_float8:
         warn(
-            f"autocast to {dtype} found no product that is large enough. It takes "
-            f"those with {LEAST} or more rows, columns and terms of a sum, in "
-            "multiples of 16, and no batch dimensions. All are in bfloat16: write "
-            "jnp.bfloat16, or use larger batches."
+            f"autocast to {dtype} found no product for float8: a dot with {LEAST} or "
+            "more rows, columns and terms of a sum, in multiples of 16, without batch "
+            "dimensions, and outside of custom derivatives. What it casts is in "
+            "bfloat16: write jnp.bfloat16."
         )
     logging.getLogger("jls").info(
         "%s: %.3g %% of the multiplications; kept: %s",

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Large products in float8: `autocast(fun, jnp.float8_e4m3fn)`.
 
-Each operand is multiplied by a power of two that brings its largest magnitude close to
-the largest number of float8, or to half of it. The result is divided by the two powers.
+Each operand is multiplied by a power of two that brings its largest magnitude to at
+most 224 (e4m3fn) or 57344 (e5m2), and to more than half of that. The result is divided
+by the two powers.
 
     forwards     both operands, in bfloat16, are rounded to e4m3fn
     backwards    the cotangent is rounded to e5m2, which has a wider range; the operands
@@ -45,9 +46,9 @@ LEAST = 2048
 _MULTIPLE = 16  # cuBLAS takes no others
 # Two to this, times 1.75, is the largest magnitude after the multiplication: that of
 # e5m2, and half of that of e4m3fn. With its highest exponent unused, e4m3fn survives
-# `jax.checkpoint`, which rounds all that a policy saves as if an exponent were for inf.
-_LARGEST = {E4M3: 7, E5M2: 15}
-_HIGHEST = 100  # the highest exponent of a power, for operands that are almost 0
+# `jax.checkpoint`, which rounds what a policy saves as if that exponent stood for inf.
+_EXPONENTS = {E4M3: 7, E5M2: 15}
+_MOST_EXPONENT = 100  # of a power, for operands that are almost 0
 
 
 def is_large(equation: Any) -> bool:
@@ -84,7 +85,7 @@ def quantized(x: Array, dtype: Any = E4M3) -> Quantized:
     # The exponent of the largest magnitude, one more if that is over 1.75 times its
     # power of two, and 127.
     above = (_bits(largest) + 0x1FFFFF) >> 23
-    exponent = jnp.minimum(_LARGEST[dtype] + 127 - above, _HIGHEST)
+    exponent = jnp.minimum(_EXPONENTS[dtype] + 127 - above, _MOST_EXPONENT)
     power = _number((exponent + 127) << 23)
     is_finite = largest < jnp.inf
     power = lax.select(is_finite, power, lax.full_like(power, jnp.nan))
@@ -103,12 +104,11 @@ def _scaled(x: Array, power: Array, dtype: Any) -> Array:
     return (x.astype(jnp.float32) * power).astype(dtype)
 
 
-class Product(NamedTuple):
+class Float8Product(NamedTuple):
     """A product of two bfloat16 operands, which are also given in float8."""
 
     forwards: Operation
     backwards: Operation
-    types: tuple[Any, ...]  # of the operands
     # Whether each operand is kept in float8 for the derivative. One that is kept in
     # bfloat16 for another derivative is rounded again.
     keeps: tuple[bool, ...]
@@ -119,25 +119,23 @@ class Product(NamedTuple):
         return _product(self, (left, right), (left8, right8))
 
 
-def product_of(
-    equation: Any, operands: Sequence[Array], keeps: Sequence[bool]
-) -> Product:
+def product_of(equation: Any, keeps: Sequence[bool]) -> Float8Product:
     """The product of an equation. Its result is in bfloat16."""
     precise = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
-    return Product(
+    return Float8Product(
         operation_of(equation, preferred_element_type=BFLOAT16),
         # Without the fast sums of a Hopper GPU, which drop bits: gradients need them.
         operation_of(equation, preferred_element_type=BFLOAT16, precision=precise),
-        tuple(jax.typeof(x) for x in operands),
         tuple(keeps),
     )
 
 
 _Pair = tuple[Any, Any]
+_Kept = tuple[list[Quantized], Array]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(product: Product, operands: _Pair, rounded: _Pair) -> Array:
+def _product(product: Float8Product, operands: _Pair, rounded: _Pair) -> Array:
     del operands
     with jax.named_scope(FLOAT8):
         (result,) = product.forwards.bind([x.array for x in rounded])
@@ -175,7 +173,9 @@ def _refused(_: None, cotangent: Any) -> Any:
 _once.defvjp(lambda _: (jnp.ones((), jnp.float32), None), _refused, symbolic_zeros=True)
 
 
-def _forwards(product: Product, operands: _Pair, rounded: _Pair) -> tuple[Array, Any]:
+def _forwards(
+    product: Float8Product, operands: _Pair, rounded: _Pair
+) -> tuple[Array, Any]:
     kept = [
         x8 if is_kept else Quantized(x, x8.power)
         for x, x8, is_kept in zip(operands, rounded, product.keeps, strict=True)
@@ -183,7 +183,7 @@ def _forwards(product: Product, operands: _Pair, rounded: _Pair) -> tuple[Array,
     return _product(product, operands, rounded), (kept, _once(operands))
 
 
-def _backwards(product: Product, residuals: Any, cotangent: Array) -> Any:
+def _backwards(product: Float8Product, residuals: _Kept, cotangent: Array) -> Any:
     kept, once = residuals
     with jax.named_scope(FLOAT8):
         given = quantized(cotangent, E5M2)
@@ -193,7 +193,7 @@ def _backwards(product: Product, residuals: Any, cotangent: Array) -> Any:
 
 
 def _cotangent(
-    product: Product, place: int, given: Quantized, kept: Sequence[Quantized]
+    product: Float8Product, place: int, given: Quantized, kept: Sequence[Quantized]
 ) -> Array:
     """The cotangent of one operand.
 
@@ -213,12 +213,13 @@ def _cotangent(
 
         return jax.linear_transpose(bound, x)([given])
 
-    arrays = given.array, other.array
-    types = product.types[place], *(with_dtype(x, BFLOAT16) for x in arrays)
+    # Traced in bfloat16: the transpose of a float8 operand would be float8. The result
+    # does not depend on the first input.
+    arrays = kept[place].array, given.array, other.array
+    types = [with_dtype(x, BFLOAT16) for x in arrays]
     jaxpr, consts = opened(jax.make_jaxpr(transposed)(*types))
-    unused = jnp.zeros((), BFLOAT16)
-    with jax.enable_checks(False):  # it was traced with other dtypes
-        (result,) = eval_jaxpr(jaxpr, consts, unused, *arrays)
+    with jax.enable_checks(False):  # of the dtypes
+        (result,) = eval_jaxpr(jaxpr, consts, *arrays)
     return _divided(result, given.power, other.power)
 
 

@@ -43,7 +43,7 @@ from jls._scopes import FLOAT8
 MOST = 32  # the most operations in a chain: all of them are computed again
 
 
-class _Rounded:
+class _Operand:
     """A value that products in float8 may take.
 
     Attributes:
@@ -67,7 +67,7 @@ class _Rounded:
         return made
 
 
-class Stored(_Rounded):
+class Stored(_Operand):
     """An array in memory. If it is in half, the program has it in float32.
 
     A running value is in float32. If a derivative is no worse for it, a copy in half is
@@ -113,7 +113,7 @@ class Stored(_Rounded):
     def like(self, array: Any) -> "Stored":
         """Another array in the same form, such as that inside of a call."""
         made = Stored(array, self.is_half, self.is_running)
-        made.has_others = self.is_half  # who knows what reads it outside
+        made.has_others = self.is_half  # something outside may keep it
         return made
 
     def kept(self, dtype: Any) -> Any:
@@ -123,7 +123,7 @@ class Stored(_Rounded):
         return self._kept
 
 
-class Chain(_Rounded):
+class Chain(_Operand):
     """The result of an operation in float32 that is not computed yet.
 
     Args:

@@ -141,8 +141,8 @@ class Choice:
             return _MARKS.get(self.why_wide(site) or "")
         if not self.is_float8 or self.takes_float8(site):
             return None
-        is_small = is_matrix_product(site.equation) and not _is_in_rule(site)
-        return TOO_SMALL if is_small else NOT_IN_FLOAT8
+        can_be_float8 = is_matrix_product(site.equation) and not _is_in_rule(site)
+        return TOO_SMALL if can_be_float8 else NOT_IN_FLOAT8
 
     def marked(self, program: Program) -> Opened:
         """Adds the scopes of jls to a program that has no product in half.

@@ -188,8 +188,9 @@ class Rewrite:
         """Notes which results something else may keep in half, for its derivative."""
         if not self.choice.is_float8:
             return
-        is_moved = primitive_of(site.equation).moves
-        is_other = bool(is_moved) and any(x.has_others for x in operands)
+        # XLA reshapes nothing: it is the same array.
+        is_reshaped = site.equation.primitive.name == "reshape"
+        is_other = is_reshaped and any(x.has_others for x in operands)
         for held, atom in zip(results, site.equation.outvars, strict=True):
             is_read = not self._others.round_result(site, atom)
             held.has_others |= is_other or is_read
@@ -252,7 +253,7 @@ class Rewrite:
             rounded = [held.in_float8(array) for held, array in pairs]
             # A value in float32 is rounded to half for this product only.
             keeps = [not (x.has_others and _is_cast(x)) for x in operands]
-            product = product_of(equation, arrays, keeps)
+            product = product_of(equation, keeps)
             result = call_shared(product, [*arrays, *rounded[0], *rounded[1]])
         return [Stored(result, is_float32(equation.outvars[0]))]
 
@@ -489,7 +490,9 @@ class Rewrite:
             if rule_of(equation) == "vjp":  # may close over arrays
                 return None
             rounds = (self._readers.round_result(here, x) for x in equation.outvars)
-            found.append((self.choice.is_kept(here), *rounds))
+            is_product = primitive_of(equation).cast == "product"
+            mark = self.choice.mark_of(here) if is_product else None
+            found.append((self.choice.is_kept(here), mark, *rounds))
             if self.choice.is_float8:
                 others = (self._others.round_result(here, x) for x in equation.outvars)
                 found.append((*others,))

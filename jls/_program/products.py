@@ -36,7 +36,8 @@ def products_in(frame: Frame) -> list[Product]:
     A scan multiplies by its length; a `while` counts as one iteration, without its
     condition; of the branches of `cond` only one counts, that with the most
     multiplications: those of the others are 0. `shard_map` counts one device. What
-    `jax.checkpoint` computes again counts again. What nothing needs does not count.
+    `jax.checkpoint` computes again counts again. A product counts only if its own
+    program uses the result.
     """
     found, jaxpr = [], frame.jaxpr
     acts = [i for i, x in enumerate(jaxpr.eqns) if has_side_effects(x)]

@@ -254,10 +254,10 @@ def train_step(
         `value_fn` for `optax.lbfgs`: a dict, or a function of `(params, batch)` that
         returns one, for Linen of `(state, batch)`, for NNX of `(model, batch)`. The
         loss, as `value`, and the gradients, as `grad`, need no `extra`.
-      compute_dtype: `jnp.float16`, `jnp.bfloat16` or `jnp.float8_e4m3fn`: the products
-        of `loss_fn`, and of `value_fn` in `extra`, are computed in it, as by
-        `jls.autocast`. All else, parameters, gradients and the loss stay float32. None
-        or `jnp.float32` casts nothing.
+      compute_dtype: `jnp.float16`, `jnp.bfloat16` or `jnp.float8_e4m3fn`: the dtype of
+        the products of `loss_fn`, and of `value_fn` in `extra`, as by `jls.autocast`.
+        float8 is for large ones, the others are bfloat16. All else, parameters,
+        gradients and the loss stay float32. None or `jnp.float32` casts nothing.
       keep: what of `loss_fn` stays as written under `compute_dtype`, without which it
         is an error: a regular expression or a function, see `jls.autocast`.
 

@@ -63,6 +63,10 @@ def test_in_jit_powers_are_those_of_whole_operands(layout):
     found, right = grad(*placed(make_mesh(), layout)), grad(*make_inputs())
     # Sums come in another order, so few results are rounded to another neighbor.
     assert off(found, right) < 0.01
+    params, x = placed(make_mesh(), layout)
+    x = x.at[:16].multiply(2.0**20)  # beside which the others vanish, on all devices
+    y = jax.jit(jls.autocast(jnp.matmul, FLOAT8))(x, params[0])
+    assert np.mean(y == 0) > 0.8
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -72,16 +76,17 @@ def test_collectives_are_one_scalar_for_each_operand_more(layout):
     def collectives(dtype):
         compiled = jax.jit(jax.grad(jls.autocast(loss_fn, dtype))).lower(*args)
         text = compiled.compile().as_text()
-        kinds = r"= (\S+) (all-reduce|all-gather|all-to-all|collective-permute)\("
-        found = re.findall(kinds, text)
-        scalars = [1 for shape, kind in found if re.match(r"\w+\[\](\{\})?$", shape)]
-        return len(found) - len(scalars), len(scalars)
+        kinds = r"= (.*?) (?:all-reduce|all-gather|all-to-all|collective-permute)\("
+        made = re.findall(kinds, text)
+        shapes = [x for one in made for x in re.findall(r"\w+\[[\d,]*\]", one)]
+        scalars = [x for x in shapes if x.endswith("[]")]
+        return len(shapes) - len(scalars), len(scalars)
 
     arrays, scalars = collectives(FLOAT8)
     arrays16, scalars16 = collectives(jnp.bfloat16)
-    assert arrays <= arrays16
+    assert arrays == arrays16 > 0
     # Two operands and a cotangent of each of the two products.
-    assert scalars - scalars16 <= 6
+    assert 0 < scalars - scalars16 <= 6
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

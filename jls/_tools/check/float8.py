@@ -5,12 +5,15 @@ import re
 
 import jax
 
-from jls._scopes import AUTOCAST, FLOAT8
+from jls._autocast.float8 import has_float8
+from jls._scopes import FLOAT8
 from jls._text import listed
 from jls._tools.check.runs import Runner
 
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\(([^)]*)\)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
+# In the name of an operation: jls's scopes, and JAX's words that say nothing.
+_OURS = re.compile(r"\(jls_\w+\)|jls_\w+/|transpose\(\)/")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
@@ -25,14 +28,15 @@ def float8_notes(runner: Runner) -> list[str]:
     except Exception as error:
         return [f"Whether float8 runs as float8 is not known: {error}"]
     right, others = float8_in(text)
-    kind = jax.local_devices()[0].device_kind
     count = len(right) + len(others)
+    if not count:  # the user's own float8
+        return []
+    kind = jax.local_devices()[0].device_kind
     note = f"{len(right)} of {count} products in float8 run as float8 on {kind}."
     if others:
-        note += (
-            f" In a wider dtype are {listed(others)}. Write jnp.bfloat16, or run it on "
-            "an H100 or later."
-        )
+        note += f" In a wider dtype are {listed([*dict.fromkeys(others)])}."
+    if others and not has_float8():
+        note += " Write jnp.bfloat16, or run it on an H100 or later."
     return [note]
 
 
@@ -46,22 +50,19 @@ def float8_in(text: str) -> tuple[list[str], list[str]]:
       The names of both, as JAX's transformations and scopes make them.
     """
     types = dict[str, str]()
-    found = list[tuple[str, str, str]]()
-    for line in text.splitlines():
-        match = _INSTRUCTION.match(line)
-        if match is None:
-            continue
-        name, made, kind, operands = match.groups()
-        types[name] = made
-        made_of = _OP_NAME.search(line)
-        target = _TARGET.search(line)
-        is_product = kind == "dot" or (target is not None and "cublas" in target[1])
-        if is_product and made_of is not None and FLOAT8 in made_of[1]:
-            where = made_of[1].replace(f"{AUTOCAST}/", "").replace(f"{FLOAT8}/", "")
-            found.append((where, target[1] if target else "", operands))
     right, others = list[str](), list[str]()
-    for made_of, target, operands in found:
-        pair = [x.strip().split(" ")[-1].lstrip("%") for x in operands.split(",")[:2]]
-        is_float8 = all(types.get(x, "").startswith("f8") for x in pair)
-        (right if is_float8 or "f8" in target else others).append(made_of)
+    for line in text.splitlines():
+        found = _INSTRUCTION.match(line)
+        if found is None:
+            continue
+        name, made, kind, operands = found.groups()
+        types[name] = made
+        op_name, target = _OP_NAME.search(line), _TARGET.search(line)
+        is_product = kind == "dot" or (target is not None and "cublas" in target[1])
+        if not is_product or op_name is None or FLOAT8 not in op_name[1]:
+            continue
+        made_of = [types.get(x, "") for x in re.findall(r"%([\w.-]+)", operands)[:2]]
+        is_float8 = bool(made_of) and all(x.startswith("f8") for x in made_of)
+        is_float8 |= target is not None and "f8" in target[1]
+        (right if is_float8 else others).append(_OURS.sub("", op_name[1]))
     return right, others
