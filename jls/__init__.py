@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """jls: mixed precision for JAX.
 
-It runs a float32 program in half precision, guards it, and explains it.
+It runs float32 programs in half precision, skips bad steps, and says why.
 """
 
 # The floors of the package. A module imports only from lower floors; modules in one
