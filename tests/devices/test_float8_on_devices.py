@@ -62,7 +62,7 @@ def test_in_jit_powers_are_those_of_whole_operands(layout):
     grad = jax.jit(jax.grad(jls.autocast(loss_fn, FLOAT8)))
     found, right = grad(*placed(make_mesh(), layout)), grad(*make_inputs())
     # Sums come in another order, so few results are rounded to another neighbor.
-    assert off(found, right) < 0.01
+    assert off(found, right) < 0.05
     params, x = placed(make_mesh(), layout)
     x = x.at[:16].multiply(2.0**20)  # beside which the others vanish, on all devices
     y = jax.jit(jls.autocast(jnp.matmul, FLOAT8))(x, params[0])
