@@ -74,6 +74,20 @@ def run(optimizer, params, all_grads, state=None):
     return params, state
 
 
+def trained(loss, optimizer, params, order):
+    """The float32 parameters after steps on loss(params, i), for each i in turn."""
+
+    def body(carry, i):
+        params, state = carry
+        grads = jax.grad(loss)(params, i)
+        updates, state = optimizer.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    start = params, optimizer.init(params)
+    (params, state), _ = jax.jit(lambda carry: jax.lax.scan(body, carry, order))(start)
+    return jls.master_params(params, state)
+
+
 def gradients(params, count, seed=0):
     rng = np.random.default_rng(seed)
     return [
@@ -428,16 +442,7 @@ def test_small_network_is_as_right_as_in_float32(rounding):
         return optax.softmax_cross_entropy_with_integer_labels(found, labels[i]).mean()
 
     def right(optimizer, params):
-        def body(carry, i):
-            params, state = carry
-            grads = jax.grad(loss)(params, i)
-            updates, state = optimizer.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), None
-
-        (params, state), _ = jax.jit(lambda carry: jax.lax.scan(body, carry, order))(
-            (params, optimizer.init(params))
-        )
-        found = logits(jls.master_params(params, state), x[4000:])
+        found = logits(trained(loss, optimizer, params, order), x[4000:])
         return float(jnp.mean(jnp.argmax(found, axis=-1) == labels[4000:]))
 
     adam = optax.adam(3e-4)
@@ -459,17 +464,8 @@ def test_least_squares_ends_where_float32_does(rounding):
         return jnp.square(x[i] @ params.astype(jnp.float32) - x[i] @ right) / 2
 
     def end(optimizer, params):
-        def body(carry, i):
-            params, state = carry
-            grads = jax.grad(loss)(params, i)
-            updates, state = optimizer.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), None
-
         order = jnp.asarray(rng.integers(0, 64, 4000))
-        (params, state), _ = jax.jit(lambda carry: jax.lax.scan(body, carry, order))(
-            (params, optimizer.init(params))
-        )
-        masters = jls.master_params(params, state)
+        masters = trained(loss, optimizer, params, order)
         return float(jnp.mean(jax.vmap(loss, (None, 0))(masters, jnp.arange(64))))
 
     sgd, start = optax.sgd(0.01), jnp.zeros(10, BF16)
