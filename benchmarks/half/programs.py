@@ -14,7 +14,7 @@ from benchmarks.half.models import Model, lstm, mlp, resnet, transformer
 from benchmarks.hlo import Instruction, Program
 from benchmarks.placement import whole
 from benchmarks.targets import TARGETS, Target
-from jls._program.jaxprs import opened, programs_in
+from jls._program.jaxprs import is_literal, opened, programs_in
 from jls._scopes import FLOAT8, is_in
 from jls._tools.check.float8 import float8_in
 
@@ -150,7 +150,7 @@ def _kept_bytes(loss_fn: Any, variables: Any, batch: Any) -> int:
         return jax.tree.leaves(pullback)
 
     jaxpr = jax.make_jaxpr(kept)(*variables.values(), batch).jaxpr
-    avals = {x: x.aval for x in jaxpr.outvars if x not in jaxpr.invars}
+    avals = {x: x.aval for x in jaxpr.outvars if not is_literal(x) and x not in jaxpr.invars}
     return sum(x.size * x.dtype.itemsize for x in avals.values())
 
 

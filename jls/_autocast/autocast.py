@@ -17,8 +17,6 @@ from jax.core import eval_jaxpr
 
 from jls import _validate
 from jls._autocast.float8 import E4M3, LEAST, warn_of_chip
-from jls._autocast.halves import IN_MEMORY
-from jls._autocast.held import Stored
 from jls._autocast.keep import KEEP, OUTER, Choice, Keep
 from jls._autocast.rewrite import ClosedOverError, Rewrite
 from jls._mistakes import warn
@@ -247,7 +245,6 @@ class _Call:
         precision = _default_precision()
         choice = Choice(half, keep)
         rewrite = Rewrite(choice, precision, self._own_trace)
-        rewrite.read(program, [IN_MEMORY for _ in self.arrays])
         choice.check_found()
         has_cast = _say(choice, program)
         if not has_cast and precision is None:  # the very program, to the bit
@@ -255,8 +252,7 @@ class _Call:
             return self._result(eval_jaxpr(jaxpr, consts, *self.arrays))
         try:
             with jax.named_scope(AUTOCAST):
-                held = [Stored(array) for array in self.arrays]
-                results = [x.wide() for x in rewrite.run(program, held)]
+                results = rewrite(program, self.arrays)
         except (ClosedOverError, jax.errors.UnexpectedTracerError):
             warn(
                 f"autocast to {half} left a function as written: the derivative rule "

@@ -26,6 +26,7 @@ from jax import Array, lax
 from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 
+from jls._autocast.product import stored
 from jls._mistakes import warn
 from jls._program.jaxprs import (
     Operation,
@@ -105,13 +106,13 @@ def _scaled(x: Array, power: Array, dtype: Any) -> Array:
 
 
 class Float8Product(NamedTuple):
-    """A product of two bfloat16 operands, which are also given in float8."""
+    """A product of two bfloat16 operands, which are also given in float8.
+
+    The derivative keeps them in float8.
+    """
 
     forwards: Operation
     backwards: Operation
-    # Whether each operand is kept in float8 for the derivative. One that is kept in
-    # bfloat16 for another derivative is rounded again.
-    keeps: tuple[bool, ...]
 
     def __call__(self, *arrays: Array) -> Array:
         left, right, *rounded = arrays
@@ -119,14 +120,13 @@ class Float8Product(NamedTuple):
         return _product(self, (left, right), (left8, right8))
 
 
-def product_of(equation: Any, keeps: Sequence[bool]) -> Float8Product:
+def product_of(equation: Any) -> Float8Product:
     """The product of an equation. Its result is in bfloat16."""
     precise = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
     return Float8Product(
         operation_of(equation, preferred_element_type=BFLOAT16),
         # Without the fast sums of a Hopper GPU, which drop bits: gradients need them.
         operation_of(equation, preferred_element_type=BFLOAT16, precision=precise),
-        tuple(keeps),
     )
 
 
@@ -176,10 +176,7 @@ _once.defvjp(lambda _: (jnp.ones((), jnp.float32), None), _refused, symbolic_zer
 def _forwards(
     product: Float8Product, operands: _Pair, rounded: _Pair
 ) -> tuple[Array, Any]:
-    kept = [
-        x8 if is_kept else Quantized(x, x8.power)
-        for x, x8, is_kept in zip(operands, rounded, product.keeps, strict=True)
-    ]
+    kept = [Quantized(*map(stored, x)) for x in rounded]
     return _product(product, operands, rounded), (kept, _once(operands))
 
 
@@ -204,8 +201,6 @@ def _cotangent(
       kept: the operands.
     """
     other = kept[1 - place]
-    if not product.keeps[1 - place]:
-        other = Quantized(_scaled(*other, E4M3), other.power)
 
     def transposed(x, given, other):
         def bound(x):

@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from jls._program.jaxprs import (
     Operation,
@@ -26,28 +25,6 @@ from jls._program.jaxprs import (
 )
 
 _MOST = 2048  # operations and chains that are remembered
-
-
-class Cast(NamedTuple):
-    """A dtype that a float32 array is rounded to, or one in half is float32 again."""
-
-    dtype: Any
-
-    def __call__(self, value: Any) -> Any:
-        """The array, or number, in this dtype.
-
-        A finite number in the program that is beyond its range, such as a mask, becomes
-        the largest one.
-        """
-        if isinstance(value, Array):
-            return lax.convert_element_type(value, self.dtype)
-        largest = np.float32(jnp.finfo(self.dtype).max)
-        value = np.asarray(value, np.float32)
-        clipped = np.clip(value, -largest, largest)
-        return np.where(np.isfinite(value), clipped, value).astype(self.dtype)
-
-
-TO_FLOAT32 = Cast(jnp.dtype(jnp.float32))
 
 
 class Number:
@@ -66,18 +43,14 @@ class Number:
 
 
 class _Single(NamedTuple):
-    """An operation with what becomes of each operand before."""
+    """An operation of arrays and of numbers."""
 
     operation: Operation
-    operands: tuple[Cast | Number | None, ...]
+    operands: tuple[Number | None, ...]  # None is an array
 
     def __call__(self, *arrays: Any) -> list[Any]:
-        given, values = iter(arrays), []
-        for operand in self.operands:
-            if isinstance(operand, Number):
-                values.append(operand.value)
-            else:
-                values.append(operand(next(given)) if operand else next(given))
+        given = iter(arrays)
+        values = [next(given) if x is None else x.value for x in self.operands]
         return self.operation.bind(values)
 
 
@@ -109,32 +82,11 @@ def call_shared(fun: Callable[..., Any], arrays: Sequence[Any], *static: Any) ->
     return jitted(*arrays)
 
 
-def bind_shared(
-    equation: Any,
-    operands: Sequence[Any],
-    casts: Sequence[Cast | None] | None = None,
-    **params: Any,
-) -> list[Any]:
-    """The results of an equation with other operands, and with other parameters.
-
-    Args:
-      equation: of a program.
-      operands: an array or a number for each of its operands.
-      casts: what each is cast to before.
-      params: in the place of those of the equation.
-    """
-    casts = casts or [None] * len(operands)
-    operation = operation_of(equation, **params)
-    arrays, kept = [], []
-    for value, cast in zip(operands, casts, strict=True):
-        if isinstance(value, Array):
-            arrays.append(value)
-            kept.append(cast)
-        elif np.shape(value):
-            arrays.append(cast(value) if cast else value)
-            kept.append(None)
-        else:
-            kept.append(Number(cast(value) if cast else value))
+def bind_shared(equation: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results of an equation of a program, with other operands."""
+    operation = operation_of(equation)
+    kept = [None if np.shape(x) or isinstance(x, Array) else Number(x) for x in operands]
+    arrays = [x for x, number in zip(operands, kept, strict=True) if number is None]
     single = _Single(operation, tuple(kept))
     is_plain = not effects_of(equation) and not any(
         is_program(value) for _, value in operation.params

@@ -583,7 +583,13 @@ def bind_remat(
         policy, prevent_cse = _part(hi, "policy"), _part(hi, "prevent_cse", True)
         return jax.checkpoint(fun, policy=policy, prevent_cse=prevent_cse)(*operands)
     body, consts = opened(jax.make_jaxpr(fun)(*operands))
-    assert not consts  # arrays are operands
+    if consts:  # they become operands, which the body of a checkpoint has nothing but
+        operands = [*consts, *operands]
+        run = functools.partial(eval_jaxpr, body)
+        split = len(consts)
+        body, _ = opened(
+            jax.make_jaxpr(lambda *x: run(x[:split], *x[split:]))(*operands)
+        )
     return operation_of(equation, jaxpr=body).bind(operands)
 
 

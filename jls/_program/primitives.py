@@ -60,13 +60,11 @@ class Primitive(NamedTuple):
     # The result of elements that are all equal is one of them.
     is_extreme: bool = False
     is_random: bool = False
-    # How `jls.autocast` computes it: at once, from float32, as what is unknown; or a
-    #     "product"    in half, accumulated in float32
-    #     "chain"      element by element, as part of a chain
-    #     "shape"      a move that a chain goes through
-    #     "move"       a move that is made at once: of half, if it is half
-    #     "end"        the last operation of a chain, whose result is in memory
-    cast: Literal["", "product", "chain", "shape", "move", "end"] = ""
+    # A matrix product or a convolution, which `jls.autocast` computes in half.
+    is_product: bool = False
+    # It costs little more than to read its operands, so a derivative may compute it
+    # again rather than keep its result.
+    is_cheap: bool = False
     # The programs that it runs; see `control`.
     control: Literal["", "call", "scan", "while", "cond", "devices"] = ""
     # The versions of JAX that have it, of those that are tested; "" if all do.
@@ -76,11 +74,6 @@ class Primitive(NamedTuple):
     @property
     def is_linear(self) -> bool:
         return self.degree == "linear"
-
-    @property
-    def saves_nothing(self) -> bool:
-        """Whether the derivative needs none of the operands."""
-        return self.degree in ("linear", "sum") or bool(self.moves)
 
     @property
     def is_homogeneous(self) -> bool:
@@ -104,7 +97,7 @@ def _elementwise(names: str, **columns: Any) -> _Rows:
 
 
 _SUM = {"degree": "sum", "can_overflow": True}
-_ADD = {**_SUM, "infs": "sum", "neutral": (-0.0, -0.0), "cast": "chain"}
+_ADD = {**_SUM, "infs": "sum", "neutral": (-0.0, -0.0), "is_cheap": True}
 _POWER = {"degree": "power", "can_overflow": True, "singular": 0, "like": "power"}
 _SCATTER = {"data": slice(0, 3, 2), "is_elementwise": True}
 
@@ -117,27 +110,25 @@ TABLES: tuple[_Rows, ...] = (
         """,
         moves="same",
         is_pairwise=True,
-        cast="move",
+        is_cheap=True,
     ),
     _blind(
         "pbroadcast pvary reshape squeeze",
         moves="same",
         is_pairwise=True,
-        cast="shape",
+        is_cheap=True,
     ),
-    _blind("relayout", moves="same", cast="move", since="0.11"),
+    _blind("relayout", moves="same", is_cheap=True, since="0.11"),
     # Elements of the operands.
-    _blind("broadcast_in_dim", moves="all", cast="shape"),
-    _blind("rev transpose", moves="all", cast="shape"),
-    _blind(
-        "all_gather all_gather_invariant all_to_all ppermute", moves="some", cast="move"
-    ),
-    _blind("concatenate pad slice split", moves="some", cast="shape"),
-    _blind("stack tile unstack", moves="some", cast="shape", since="0.10"),
-    _blind("dynamic_slice gather", moves="some", data=slice(1), cast="shape"),
-    _blind("dynamic_update_slice", moves="some", data=slice(2), cast="move"),
-    _blind("scatter", moves="some", data=slice(0, 3, 2), cast="move"),
-    _blind("select_n", moves="some", data=slice(1, None), cast="shape"),
+    _blind("broadcast_in_dim", moves="all", is_cheap=True),
+    _blind("rev transpose", moves="all", is_cheap=True),
+    _blind("all_gather all_gather_invariant all_to_all ppermute", moves="some"),
+    _blind("concatenate pad slice split", moves="some", is_cheap=True),
+    _blind("stack tile unstack", moves="some", is_cheap=True, since="0.10"),
+    _blind("dynamic_slice gather", moves="some", data=slice(1), is_cheap=True),
+    _blind("dynamic_update_slice", moves="some", data=slice(2)),
+    _blind("scatter", moves="some", data=slice(0, 3, 2)),
+    _blind("select_n", moves="some", data=slice(1, None), is_cheap=True),
     _blind("sort", moves="some", is_pairwise=True),
     # Sums and differences.
     _elementwise("add", fold=np.add, **_ADD),
@@ -148,7 +139,7 @@ TABLES: tuple[_Rows, ...] = (
         neutral=(None, 0.0),
         like="sub",
         fold=np.subtract,
-        cast="chain",
+        is_cheap=True,
         **_SUM,
     ),
     _blind("scatter-add scatter-sub", **_SCATTER, **_SUM),
@@ -170,7 +161,7 @@ TABLES: tuple[_Rows, ...] = (
         like="mul",
         neutral=(1.0, 1.0),
         fold=np.multiply,
-        cast="chain",
+        is_cheap=True,
     ),
     _elementwise(
         "div",
@@ -180,111 +171,111 @@ TABLES: tuple[_Rows, ...] = (
         singular=1,
         like="div",
         neutral=(None, 1.0),
-        cast="chain",
+        is_cheap=True,
     ),
     _blind(
         "dot_general",
         degree="product",
         infs="product",
         can_overflow=True,
-        cast="product",
+        is_product=True,
     ),
-    _blind("conv_general_dilated", degree="product", can_overflow=True, cast="product"),
-    _rows("ragged_dot_general", degree="product", can_overflow=True, cast="product"),
+    _blind("conv_general_dilated", degree="product", can_overflow=True, is_product=True),
+    _rows("ragged_dot_general", degree="product", can_overflow=True, is_product=True),
     _blind("scatter-mul", data=slice(0, 3, 2), degree="product", can_overflow=True),
-    _blind("cumprod reduce_prod", can_overflow=True, cast="end"),
+    _blind("cumprod reduce_prod", can_overflow=True),
     # Powers.
-    _elementwise("square", degree=2.0, keeps_inf=True, can_overflow=True, cast="chain"),
+    _elementwise("square", degree=2.0, keeps_inf=True, can_overflow=True, is_cheap=True),
     _elementwise(
-        "sqrt", degree=0.5, keeps_inf=True, singular=0, like="root", cast="chain"
+        "sqrt", degree=0.5, keeps_inf=True, singular=0, like="root", is_cheap=True
     ),
-    _elementwise("rsqrt", degree=-0.5, singular=0, like="root", cast="chain"),
-    _elementwise("cbrt", degree=1 / 3, cast="chain"),
-    _elementwise("integer_pow", cast="chain", **_POWER),
-    _elementwise("pow", cast="chain", **_POWER),
-    _elementwise("one_minus_square", cast="chain", since="0.11"),
-    _elementwise("polynomial", cast="chain", since="0.12"),
+    _elementwise("rsqrt", degree=-0.5, singular=0, like="root", is_cheap=True),
+    _elementwise("cbrt", degree=1 / 3, is_cheap=True),
+    _elementwise("integer_pow", is_cheap=True, **_POWER),
+    _elementwise("pow", is_cheap=True, **_POWER),
+    _elementwise("one_minus_square", is_cheap=True, since="0.11"),
+    _elementwise("polynomial", is_cheap=True, since="0.12"),
     # Numbers cast, signs changed, parts taken.
     _elementwise(
         "convert_element_type reduce_precision",
         degree="linear",
         infs="same",
         can_overflow=True,
-        cast="chain",
+        is_cheap=True,
     ),
     _elementwise(
-        "neg", degree="linear", can_overflow=True, fold=np.negative, cast="chain"
+        "neg", degree="linear", can_overflow=True, fold=np.negative, is_cheap=True
     ),
-    _elementwise("conj imag real", degree="linear"),
-    _elementwise("abs", degree="same", keeps_inf=True, cast="chain"),
-    _elementwise("complex nextafter", degree="choice"),
-    _elementwise("ceil floor rem round", cast="chain"),
-    _blind("bitcast_convert_type"),
+    _elementwise("conj imag real", degree="linear", is_cheap=True),
+    _elementwise("abs", degree="same", keeps_inf=True, is_cheap=True),
+    _elementwise("complex nextafter", degree="choice", is_cheap=True),
+    _elementwise("ceil floor rem round", is_cheap=True),
+    _blind("bitcast_convert_type", is_cheap=True),
     # One of several numbers.
-    _elementwise("max", degree="choice", fold=np.maximum, cast="chain"),
-    _elementwise("min", degree="choice", fold=np.minimum, cast="chain"),
+    _elementwise("max", degree="choice", fold=np.maximum, is_cheap=True),
+    _elementwise("min", degree="choice", fold=np.minimum, is_cheap=True),
     _elementwise(
         "clamp",
         degree="choice",
         fold=lambda low, x, high: np.minimum(np.maximum(x, low), high),
-        cast="chain",
+        is_cheap=True,
     ),
     _blind("scatter-max scatter-min", **_SCATTER, degree="choice"),
     _elementwise(
         "select_and_gather_add select_and_scatter_add", data=slice(1), degree="choice"
     ),
     _blind("pmax pmin", degree="same", is_pairwise=True, is_extreme=True),
-    _blind("reduce_max reduce_min", degree="same", is_extreme=True, cast="end"),
+    _blind("reduce_max reduce_min", degree="same", is_extreme=True),
     _blind(
         "cummax cummin reduce_window_max reduce_window_min",
         degree="same",
-        cast="end",
     ),
     _blind("top_k", degree="same"),
     # Functions of one number, or of two.
-    _elementwise("cos erf erfc logistic sin tanh", degree="bounded", cast="chain"),
-    _elementwise("exp exp2", infs="exp", singular=0, like="exp", cast="chain"),
-    _elementwise("expm1", singular=0, like="exp", cast="chain"),
-    _elementwise("log", singular=0, like="log", cast="chain"),
-    _elementwise("log1p", singular=0, like="log1p", cast="chain"),
-    _elementwise("log2", singular=0, like="log", cast="chain", since="0.11"),
-    _elementwise("acosh atanh", singular=0, like="arc", cast="chain"),
-    _elementwise("acos asin erf_inv", singular=0, like="arc", cast="chain"),
-    _elementwise("cosh sinh", singular=0, cast="chain"),
-    _elementwise("asinh atan atan2", cast="chain"),
-    _elementwise("tan", cast="chain"),
-    _elementwise("digamma lgamma", cast="chain"),
+    _elementwise("cos erf erfc logistic sin tanh", degree="bounded", is_cheap=True),
+    _elementwise("exp exp2", infs="exp", singular=0, like="exp", is_cheap=True),
+    _elementwise("expm1", singular=0, like="exp", is_cheap=True),
+    _elementwise("log", singular=0, like="log", is_cheap=True),
+    _elementwise("log1p", singular=0, like="log1p", is_cheap=True),
+    _elementwise("log2", singular=0, like="log", is_cheap=True, since="0.11"),
+    _elementwise("acosh atanh", singular=0, like="arc", is_cheap=True),
+    _elementwise("acos asin erf_inv", singular=0, like="arc", is_cheap=True),
+    _elementwise("cosh sinh", singular=0, is_cheap=True),
+    _elementwise("asinh atan atan2", is_cheap=True),
+    _elementwise("tan", is_cheap=True),
+    _elementwise("digamma lgamma", is_cheap=True),
     _rows(
         """
         bessel_i0e bessel_i1e igamma igamma_grad_a igammac polygamma
         regularized_incomplete_beta zeta
         """,
         is_elementwise=True,
-        cast="chain",
+        is_cheap=True,
     ),
-    _blind("cumlogsumexp", cast="end"),
+    _blind("cumlogsumexp"),
     # Signs, order, comparisons, integers.
-    _elementwise("sign", degree="order", cast="chain"),
+    _elementwise("sign", degree="order", is_cheap=True),
     _blind("argmax argmin", degree="order"),
-    _blind("is_finite", fold=np.isfinite, cast="chain"),
-    _blind("eq", fold=np.equal, cast="chain"),
-    _blind("ne", fold=np.not_equal, cast="chain"),
-    _blind("lt", fold=np.less, cast="chain"),
-    _blind("le", fold=np.less_equal, cast="chain"),
-    _blind("gt", fold=np.greater, cast="chain"),
-    _blind("ge", fold=np.greater_equal, cast="chain"),
-    _blind("and", fold=np.bitwise_and, cast="chain"),
-    _blind("or", fold=np.bitwise_or, cast="chain"),
-    _blind("xor", fold=np.bitwise_xor, cast="chain"),
-    _blind("not", fold=np.invert, cast="chain"),
+    _blind("is_finite", fold=np.isfinite, is_cheap=True),
+    _blind("eq", fold=np.equal, is_cheap=True),
+    _blind("ne", fold=np.not_equal, is_cheap=True),
+    _blind("lt", fold=np.less, is_cheap=True),
+    _blind("le", fold=np.less_equal, is_cheap=True),
+    _blind("gt", fold=np.greater, is_cheap=True),
+    _blind("ge", fold=np.greater_equal, is_cheap=True),
+    _blind("and", fold=np.bitwise_and, is_cheap=True),
+    _blind("or", fold=np.bitwise_or, is_cheap=True),
+    _blind("xor", fold=np.bitwise_xor, is_cheap=True),
+    _blind("not", fold=np.invert, is_cheap=True),
     _blind("reduce_and reduce_or", is_extreme=True),
     _blind(
         """
         axis_index clz eq_to iota iota_2x32_shape le_to lt_to platform_index
-        population_count reduce_xor shift_left shift_right_arithmetic
-        shift_right_logical
-        """
+        population_count shift_left shift_right_arithmetic shift_right_logical
+        """,
+        is_cheap=True,
     ),
+    _blind("reduce_xor"),
     _blind("mulhi", since="0.10"),
     # Random numbers.
     _blind("random_bits rng_bit_generator rng_uniform threefry2x32", is_random=True),

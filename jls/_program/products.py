@@ -12,7 +12,7 @@ from jls._program.frames import Frame
 from jls._program.jaxprs import has_side_effects, parameter, size_of
 from jls._program.primitives import TABLE
 
-PRODUCTS = frozenset(name for name, row in TABLE.items() if row.cast == "product")
+PRODUCTS = frozenset(name for name, row in TABLE.items() if row.is_product)
 
 
 class Product(NamedTuple):
