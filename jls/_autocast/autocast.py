@@ -245,7 +245,7 @@ class _Call:
         precision = _default_precision()
         choice = Choice(half, keep)
         rewrite = Rewrite(choice, precision, self._own_trace)
-        choice.check_found()
+        choice.check(program)
         has_cast = _say(choice, program)
         if not has_cast and precision is None:  # the very program, to the bit
             jaxpr, consts = choice.marked(program)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jls._autocast.float8 import BFLOAT16, E4M3, is_large, is_matrix_product
 from jls._mistakes import warn
+from jls._program.control import MAIN, Site, calls_of
 from jls._program.frames import Frame
 from jls._program.jaxprs import (
     Opened,
@@ -29,7 +30,6 @@ from jls._program.jaxprs import (
 )
 from jls._program.places import Place, modules_of, place_of
 from jls._program.products import asks_for_precision, is_inner, is_outer, products_in
-from jls._program.walk import Site
 from jls._scopes import KEPT, NOT_IN_FLOAT8, OUTER_PRODUCT, TOO_SMALL
 from jls._text import listed
 
@@ -84,8 +84,9 @@ class Choice:
         self._has_found |= is_found
         return is_found
 
-    def check_found(self) -> None:
-        """Raises or warns if `keep` found nothing, after a whole program was read."""
+    def check(self, program: Program) -> None:
+        """Raises or warns if `keep` finds nothing in a whole program."""
+        self._read(program, MAIN)
         if self._has_found:
             return
         seen = [where for where in self._seen if where]
@@ -101,6 +102,13 @@ class Choice:
             "keep found no operation: it returned False for every place. The functions "
             f"of the program are: {listed(seen) if seen else 'not known'}."
         )
+
+    def _read(self, program: Program, around: Site) -> None:
+        for index, equation in enumerate(opened(program).jaxpr.eqns):
+            site = around.inside(equation, index)
+            self.is_kept(site)
+            for call in calls_of(equation):
+                self._read(call.program, call.site(site))
 
     def why_wide(self, site: Site) -> str | None:
         """Why a product stays as it is; None if it is computed in half."""

@@ -87,11 +87,13 @@ class Product(NamedTuple):
       operation: of operands in half, with a result in half.
       dtype: the half precision.
       is_rounded: of each operand, whether it is float32. Others are taken as they are.
+      is_stored: whether the result is `stored`.
     """
 
     operation: Operation
     dtype: Any
     is_rounded: tuple[bool, ...]
+    is_stored: bool
 
     def __call__(self, operands: Sequence[Any], halves: Sequence[Any]) -> list[Array]:
         """The result in float32, and in half, which has no derivative.
@@ -120,14 +122,16 @@ class Product(NamedTuple):
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _product(product: Product, operands: list[Any], halves: list[Any]) -> list[Array]:
-    result = stored(product.in_half(operands, halves))
+    result = product.in_half(operands, halves)
+    result = stored(result) if product.is_stored else result
     return [wide(result), result]
 
 
 @partial(_product.defjvp, symbolic_zeros=True)
 def _tangent_of_product(product: Product, primals: Any, tangents: Any) -> Any:
     operands, halves = primals
-    result = stored(product.in_half(operands, halves))
+    result = product.in_half(operands, halves)
+    result = stored(result) if product.is_stored else result
     parts = list[Array]()
     for i, tangent in enumerate(tangents[0]):
         if isinstance(tangent, SymbolicZero) or tangent.dtype == float0:

@@ -44,6 +44,7 @@ from jls._program.jaxprs import (
     inlined,
     is_float32,
     is_inexact_atom,
+    is_literal,
     jitted_inline,
     opened,
     operation_of,
@@ -67,12 +68,14 @@ class Held:
 
     Attributes:
       wide: the array as the program has it, or a number.
+      is_tangent: in a rule, whether it follows from what the rule is linear in.
     """
 
     def __init__(
         self, wide: Any, half: Any = None, move: "tuple[Any, list[Held]] | None" = None
     ) -> None:
         self.wide, self._half, self._move = wide, half, move
+        self.is_tangent = False
 
     def half(self, dtype: Any) -> Any:
         """A float32 array rounded to half, before it was moved; None if it was not."""
@@ -80,6 +83,10 @@ class Held:
             equation, operands = self._move
             (self._half,) = bind_shared(equation, [_half_or(x, dtype) for x in operands])
         return self._half
+
+    def fix(self, half: Any) -> None:
+        """Says what the array is, rounded to half."""
+        self._half = half
 
 
 class Rewrite:
@@ -96,6 +103,8 @@ class Rewrite:
         self._closed_over: dict[Any, Any] = {}
         self._has_rules = False
         self._bodies: dict[Any, Any] = {}  # shared by calls that are alike
+        # What is the same in each iteration of a loop, in half: by its variable.
+        self._fixed: dict[Any, Any] = {}
         # By site, equations of functions that JAX jits, and of rules: with the lines of
         # their callers.
         self._inlined: dict[tuple[int, ...], Any] = {}
@@ -152,6 +161,9 @@ class Rewrite:
         function = None if caller is None else function_of_jax(caller)
 
         def remember(atoms: Sequence[Any], values: Sequence[Held]) -> None:
+            for atom, held in zip(atoms, values, strict=True):
+                if atom in self._fixed:
+                    held.fix(self._fixed[atom])
             if self._has_rules:
                 self._closed_over.update(zip(atoms, values, strict=True))
 
@@ -164,7 +176,7 @@ class Rewrite:
                     has_line=has_line_inside(equation, function),
                     is_rule=is_rule,
                 )
-            results = self._equation(here, operands)
+            results = self._in_rule(here, operands)
             remember(equation.outvars, results)
             return results
 
@@ -186,6 +198,17 @@ class Rewrite:
         """The equation at a site, with the line and the scopes that it has there."""
         return self._inlined.get(site.indices, site.equation)
 
+    def _in_rule(self, site: Site, operands: list[Held]) -> Sequence[Held]:
+        """An equation; a tangent is not stored, which could not be transposed."""
+        if not any(x.is_tangent for x in operands):
+            return self._equation(site, operands)
+        before, self._is_stored = self._is_stored, False
+        results = self._equation(site, operands)
+        self._is_stored = before
+        for held in results:
+            held.is_tangent = True
+        return results
+
     def _equation(self, site: Site, operands: list[Held]) -> Sequence[Held]:
         equation, row = self._at(site), primitive_of(site.equation)
         calls = calls_of(equation)
@@ -199,7 +222,7 @@ class Rewrite:
         if is_pick(equation) and not is_kept:
             return list(map(Held, bind_pick(equation, arrays)))
         results = self._stored(equation, bind_shared(equation, arrays))
-        if row.moves and row.is_cheap and not is_kept and _can_be_half(equation):
+        if not is_kept and _is_move(equation):
             return [Held(x, move=(equation, operands)) for x in results]
         return list(map(Held, results))
 
@@ -227,7 +250,9 @@ class Rewrite:
         params = {}
         if parameter(equation, "preferred_element_type"):
             params["preferred_element_type"] = half
-        product = Product(operation_of(equation, **params), half, is_rounded)
+        product = Product(
+            operation_of(equation, **params), half, is_rounded, self._is_stored
+        )
         arrays = list(map(jnp.asarray, arrays))
         with traced_as(equation):
             if not self.choice.takes_float8(site):
@@ -258,7 +283,7 @@ class Rewrite:
             with traced_as(equation):
                 results = bind_remat(equation, run, operands)
             self._is_stored = before
-            return results
+            return list(map(stored, results)) if before else results
         if not is_jit or function_of_jax(equation) is not None:
             caller = equation if is_jit else None
             return self._run(call.program, operands, site, caller)
@@ -304,8 +329,38 @@ class Rewrite:
             return self._border(call.program, body)(*arrays), None
 
         with traced_as(self._at(site)):
+            for call in calls:
+                if call.is_loop:
+                    self._fixed.update(self._fixed_in(call, site, operands))
             results, _ = rebuild(self._at(site), calls, operands, run)
             return list(map(stored, results)) if self._is_stored else results
+
+    def _fixed_in(
+        self, call: Call, site: Site, operands: Sequence[Any]
+    ) -> dict[Any, Any]:
+        """What products in the body of a loop take of what never changes, in half.
+
+        It is rounded once, and not in each iteration.
+        """
+        jaxpr, half = opened(call.program).jaxpr, self.choice.dtype
+        consts = zip(jaxpr.invars, call.inputs(operands)[: call.consts], strict=False)
+        known = {atom: Held(array) for atom, array in consts}
+        found = dict[Any, Any]()
+        for index, equation in enumerate(jaxpr.eqns):
+            here = call.site(site).inside(equation, index)
+            given = [
+                Held(x.val) if is_literal(x) else known.get(x) for x in equation.invars
+            ]
+            if primitive_of(equation).is_product and self.choice.is_half(here):
+                for atom, held in zip(equation.invars, given, strict=True):
+                    if held is not None and is_float32(atom) and not is_literal(atom):
+                        array = _half_or(held, half)
+                        found[atom] = lax.stop_gradient(array)
+                        held.fix(array)
+            elif None not in given and _is_move(equation):
+                if not self.choice.is_kept(here):
+                    known[equation.outvars[0]] = Held(None, move=(equation, given))
+        return found
 
     # Custom derivatives. JAX gives the rule of an equation when it differentiates it.
 
@@ -343,10 +398,13 @@ class Rewrite:
                 pairs = zip(changes, atoms, strict=True)
                 return [*values, *(x for x, atom in pairs if is_inexact_atom(atom))]
 
-            arrays = [*primals, *(tangents[i] for i in moving)]
-            made = jax.make_jaxpr(differentiated)(*arrays)
+            changes = [tangents[i] for i in moving]
+            made = jax.make_jaxpr(differentiated)(*primals, *changes)
+            held = [Held(x) for x in (*primals, *changes)]
+            for x in held[len(primals) :]:
+                x.is_tangent = True
             inner = self._inner(is_stored)
-            found = inner._run(made, arrays, site, equation, is_rule=True)
+            found = inner._run(made, held, site, equation, is_rule=True)
             values, changes = found[: len(atoms)], iter(found[len(atoms) :])
             return values, [
                 next(changes) if atom in moved else _no_tangent(value)
@@ -427,18 +485,20 @@ class Rewrite:
 
 def _half_or(held: Held, dtype: Any) -> Any:
     """A float32 value in half; another one as it is."""
-    if not is_float32(jax.typeof(held.wide)):
-        return held.wide
     half = held.half(dtype)
-    return narrow(held.wide, dtype) if half is None else half
+    if half is not None or not is_float32(jax.typeof(held.wide)):
+        return held.wide if half is None else half
+    return narrow(held.wide, dtype)
 
 
-def _can_be_half(equation: Any) -> bool:
-    """Whether all that is float32 in a move of one result is what is moved."""
-    others = set(range(len(equation.invars)))
-    others -= set(range(len(equation.invars))[primitive_of(equation).data])
+def _is_move(equation: Any) -> bool:
+    """Whether it is a cheap move of float32 arrays: all that is float32 is moved."""
+    row, places = primitive_of(equation), range(len(equation.invars))
+    others = {*places} - {*places[row.data]}
     return (
-        len(equation.outvars) == 1
+        bool(row.moves)
+        and row.is_cheap
+        and len(equation.outvars) == 1
         and is_float32(equation.outvars[0])
         and not any(is_float32(equation.invars[i]) for i in others)
     )
