@@ -89,7 +89,7 @@ def quantized(x: Array, dtype: Any = E4M3) -> Quantized:
     exponent = jnp.minimum(_EXPONENTS[dtype] + 127 - above, _MOST_EXPONENT)
     power = _number((exponent + 127) << 23)
     is_finite = largest < jnp.inf
-    power = lax.select(is_finite, power, lax.full_like(power, jnp.nan))
+    power = stored(lax.select(is_finite, power, lax.full_like(power, jnp.nan)))
     return Quantized(_scaled(x, power, dtype), power)
 
 
@@ -108,7 +108,7 @@ def _scaled(x: Array, power: Array, dtype: Any) -> Array:
 class Float8Product(NamedTuple):
     """A product of two bfloat16 operands, which are also given in float8.
 
-    The derivative keeps them in float8.
+    Its derivative takes them in float8.
     """
 
     forwards: Operation
@@ -131,7 +131,7 @@ def product_of(equation: Any) -> Float8Product:
 
 
 _Pair = tuple[Any, Any]
-_Kept = tuple[list[Quantized], Array]
+_Kept = tuple[Sequence[Quantized], Array]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -176,8 +176,7 @@ _once.defvjp(lambda _: (jnp.ones((), jnp.float32), None), _refused, symbolic_zer
 def _forwards(
     product: Float8Product, operands: _Pair, rounded: _Pair
 ) -> tuple[Array, Any]:
-    kept = [Quantized(*map(stored, x)) for x in rounded]
-    return _product(product, operands, rounded), (kept, _once(operands))
+    return _product(product, operands, rounded), (rounded, _once(operands))
 
 
 def _backwards(product: Float8Product, residuals: _Kept, cotangent: Array) -> Any:

@@ -88,12 +88,14 @@ class Product(NamedTuple):
       dtype: the half precision.
       is_rounded: of each operand, whether it is float32. Others are taken as they are.
       is_stored: whether the result is `stored`.
+      line: of the program; products of other lines are traced apart.
     """
 
     operation: Operation
     dtype: Any
     is_rounded: tuple[bool, ...]
     is_stored: bool
+    line: Any
 
     def __call__(self, operands: Sequence[Any], halves: Sequence[Any]) -> list[Array]:
         """The result in float32, and in half, which has no derivative.
@@ -103,6 +105,12 @@ class Product(NamedTuple):
           halves: operands that are in half already; None for others.
         """
         return _product(self, list(operands), list(halves))
+
+    def in_rule(self, operands: Sequence[Any], halves: Sequence[Any]) -> list[Array]:
+        """The same in a rule, which nothing differentiates; what is stored is seen."""
+        result = self.in_half(operands, halves)
+        result = stored(result) if self.is_stored else result
+        return [wide(result), result]
 
     def in_half(self, operands: Sequence[Any], halves: Sequence[Any]) -> Any:
         """The result, in half."""
@@ -122,16 +130,13 @@ class Product(NamedTuple):
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _product(product: Product, operands: list[Any], halves: list[Any]) -> list[Array]:
-    result = product.in_half(operands, halves)
-    result = stored(result) if product.is_stored else result
-    return [wide(result), result]
+    return product.in_rule(operands, halves)
 
 
 @partial(_product.defjvp, symbolic_zeros=True)
 def _tangent_of_product(product: Product, primals: Any, tangents: Any) -> Any:
     operands, halves = primals
-    result = product.in_half(operands, halves)
-    result = stored(result) if product.is_stored else result
+    result, half = product.in_rule(operands, halves)
     parts = list[Array]()
     for i, tangent in enumerate(tangents[0]):
         if isinstance(tangent, SymbolicZero) or tangent.dtype == float0:
@@ -139,5 +144,5 @@ def _tangent_of_product(product: Product, primals: Any, tangents: Any) -> Any:
         moved = [*operands[:i], tangent, *operands[i + 1 :]]
         fixed = [*halves[:i], None, *halves[i + 1 :]]
         parts.append(wide(product.in_half(moved, fixed)))
-    whole = sum(parts[1:], parts[0]) if parts else jnp.zeros(result.shape, jnp.float32)
-    return [wide(result), result], [whole, SymbolicZero(jax.typeof(result))]
+    whole = sum(parts[1:], parts[0]) if parts else lax.full_like(result, 0)
+    return [result, half], [whole, SymbolicZero(jax.typeof(half))]

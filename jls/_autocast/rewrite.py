@@ -52,11 +52,13 @@ from jls._program.jaxprs import (
     parameters,
     rule_of,
     trace_of,
+    traceback_of,
     traced_as,
     variable_of,
 )
 from jls._program.places import function_of_jax, has_line_inside
 from jls._program.primitives import primitive_of
+from jls._scopes import FLOAT8
 
 
 class ClosedOverError(Exception):
@@ -81,7 +83,9 @@ class Held:
         """A float32 array rounded to half, before it was moved; None if it was not."""
         if self._half is None and self._move is not None:
             equation, operands = self._move
-            (self._half,) = bind_shared(equation, [_half_or(x, dtype) for x in operands])
+            with traced_as(equation):
+                given = [_half_or(x, dtype) for x in operands]
+            (self._half,) = bind_shared(equation, given)
         return self._half
 
     def fix(self, half: Any) -> None:
@@ -102,6 +106,7 @@ class Rewrite:
         # The arrays that the rule of a custom_vjp may close over, if there is one.
         self._closed_over: dict[Any, Any] = {}
         self._has_rules = False
+        self._is_rule = False
         self._bodies: dict[Any, Any] = {}  # shared by calls that are alike
         # What is the same in each iteration of a loop, in half: by its variable.
         self._fixed: dict[Any, Any] = {}
@@ -251,16 +256,26 @@ class Rewrite:
         if parameter(equation, "preferred_element_type"):
             params["preferred_element_type"] = half
         product = Product(
-            operation_of(equation, **params), half, is_rounded, self._is_stored
+            operation=operation_of(equation, **params),
+            dtype=half,
+            is_rounded=is_rounded,
+            is_stored=self._is_stored,
+            line=traceback_of(equation),
         )
         arrays = list(map(jnp.asarray, arrays))
         with traced_as(equation):
             if not self.choice.takes_float8(site):
-                return [Held(*call_shared(product, [arrays, halves]))]
+                return [Held(*self._multiplied(product, arrays, halves))]
             given = product.rounded(arrays, halves)
-            rounded = [call_shared(quantized, [lax.stop_gradient(x)]) for x in given]
-            result = call_shared(product_of(equation), [*given, *rounded[0], *rounded[1]])
+            with jax.named_scope(FLOAT8):
+                parts = [call_shared(quantized, [lax.stop_gradient(x)]) for x in given]
+            result = call_shared(product_of(equation), [*given, *parts[0], *parts[1]])
             return [Held(wide(stored(result)))]
+
+    def _multiplied(self, product: Product, *operands: Any) -> list[Any]:
+        if self._is_rule:
+            return call_shared(Product.in_rule, operands, product)
+        return call_shared(product, operands)
 
     # Calls.
 
@@ -354,7 +369,8 @@ class Rewrite:
             if primitive_of(equation).is_product and self.choice.is_half(here):
                 for atom, held in zip(equation.invars, given, strict=True):
                     if held is not None and is_float32(atom) and not is_literal(atom):
-                        array = _half_or(held, half)
+                        with traced_as(equation):
+                            array = _half_or(held, half)
                         found[atom] = lax.stop_gradient(array)
                         held.fix(array)
             elif None not in given and _is_move(equation):
@@ -368,7 +384,7 @@ class Rewrite:
         """For a program that is no part of this one, such as a rule's."""
         inner = Rewrite(self.choice.anew(), self._precision, self._own_trace)
         inner._closed_over, inner._is_stored = self._closed_over, is_stored
-        inner._has_rules = self._has_rules
+        inner._has_rules, inner._is_rule = self._has_rules, True
         return inner
 
     def _custom_jvp(self, site: Site, call: Call, operands: list[Any]) -> Any:

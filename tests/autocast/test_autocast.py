@@ -265,7 +265,7 @@ def test_keep_finds_a_scope_as_the_user_wrote_it():
     for keep in ("q", r"^q\(1\)$", lambda place: place.module == "q(1)"):
         found = products(jls.autocast(fun, "float16", keep=keep), W, X)
         assert [x.results for x in found] == [("float32",), ("float16",)]
-    with pytest.raises(ValueError, match=r"There are: k\(1\), q\(1\)\."):
+    with pytest.raises(ValueError, match=r"There are: q\(1\), k\(1\)\."):
         jls.autocast(fun, "float16", keep="^1$")(W, X)
 
 

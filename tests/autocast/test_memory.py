@@ -88,9 +88,9 @@ MODELS = {
     "ResNet with batch norm": (ResNet, jnp.float32, (8, 16, 16, 3)),
     "LSTM": (Lstm, jnp.float32, (4, 32, 16)),
 }
-# Of what is kept with `dtype=`. What a remat is given, and the state of an LSTM, are
-# running values: in float32.
-MOST = {"LSTM": 0.8, "transformer, remat": 0.85}
+# Of what is kept with `dtype=`. What an LSTM carries is float32; so is, beside a remat of
+# the user's, all that is outside of it, unless XLA merges it.
+MOST = {"LSTM": 0.8, "transformer, remat": 1.2}
 
 
 def kept(name, dtype=None, cast=None):
