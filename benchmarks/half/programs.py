@@ -150,7 +150,9 @@ def _kept_bytes(loss_fn: Any, variables: Any, batch: Any) -> int:
         return jax.tree.leaves(pullback)
 
     jaxpr = jax.make_jaxpr(kept)(*variables.values(), batch).jaxpr
-    avals = {x: x.aval for x in jaxpr.outvars if not is_literal(x) and x not in jaxpr.invars}
+    avals = {
+        x: x.aval for x in jaxpr.outvars if not is_literal(x) and x not in jaxpr.invars
+    }
     return sum(x.size * x.dtype.itemsize for x in avals.values())
 
 

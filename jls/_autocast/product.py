@@ -29,15 +29,15 @@ _STORED = "jls_stored"
 
 
 def stored(array: Any) -> Any:
-    """An array that the derivative keeps, where `checkpointed` computes others again."""
+    """An array that the derivative of what is `checkpointed` keeps."""
     return checkpoint_name(array, _STORED) if isinstance(array, Array) else array
 
 
 def checkpointed(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun`, of which the derivative keeps what is `stored`, and computes the rest again.
+    """`fun`; its derivative keeps what is `stored`, and computes the rest again.
 
-    XLA may merge both, where it sees both. There are two checkpoints, since the outermost
-    one makes 0 of what it keeps and is subnormal in float16.
+    XLA may merge both, where it sees both. There are two checkpoints: the outer one
+    would make 0 of what it keeps and is subnormal in float16.
     """
     policy = jax.checkpoint_policies.save_only_these_names(_STORED)
     again = partial(jax.checkpoint, policy=policy, prevent_cse=False)
@@ -51,7 +51,7 @@ def narrow(array: Any, dtype: Any) -> Array:
 
 
 def wide(array: Array) -> Array:
-    """The float32 array of the same numbers. Its cotangent is rounded as in `narrow`."""
+    """The same numbers in float32. Its cotangent is rounded as `narrow` does."""
     with jax.named_scope(ROUNDED):
         array, dtype = lax.convert_element_type(array, jnp.float32), array.dtype
         return _rounded(array, dtype)

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import Partial
@@ -79,12 +79,18 @@ class Held:
         self.wide, self._half, self._move = wide, half, move
         self.is_tangent = False
 
-    def half(self, dtype: Any) -> Any:
-        """A float32 array rounded to half, before it was moved; None if it was not."""
+    def half(self, dtype: Any, is_selected: bool = False) -> Any:
+        """A float32 array rounded to half, before it was moved; None if it was not.
+
+        Args:
+          dtype: the half precision.
+          is_selected: whether numbers in it are selected elsewhere: see `_in_half`.
+        """
         if self._half is None and self._move is not None:
             equation, operands = self._move
+            is_selected |= equation.primitive.name == "select_n"
             with traced_as(equation):
-                given = [_half_or(x, dtype) for x in operands]
+                given = [_in_half(x, dtype, is_selected) for x in operands]
             (self._half,) = bind_shared(equation, given)
         return self._half
 
@@ -125,13 +131,15 @@ class Rewrite:
 
         # A rule may close over arrays of this trace.
         import os
-        if os.environ.get("NOMAIN"): return run(*operands)
+
+        if os.environ.get("NOMAIN"):
+            return run(*operands)
         return (run if self._has_rules else self._border(program, run))(*operands)
 
     def _border(
         self, program: Program, run: Callable[..., Any]
     ) -> Callable[..., list[Any]]:
-        """The body of a loop, a branch, or a whole program: what crosses it is least."""
+        """A whole program, or the body of a loop or a branch: little crosses it."""
         if not _may_run_again(program):
             return run
 
@@ -145,18 +153,25 @@ class Rewrite:
         return checkpointed(named)
 
     def _run(
+        self, program: Program, operands: Sequence[Any], site: Site = MAIN
+    ) -> list[Any]:
+        """The results of a program, from arrays and numbers."""
+        held = list(map(Held, operands))
+        return [x.wide for x in self._evaluate(program, held, site)]
+
+    def _evaluate(
         self,
         program: Program,
-        operands: Sequence[Any],
-        site: Site = MAIN,
+        operands: Sequence[Held],
+        site: Site,
         caller: Any = None,
         is_rule: bool = False,
-    ) -> list[Any]:
+    ) -> list[Held]:
         """The results of a program.
 
         Args:
           program: a jaxpr.
-          operands: its inputs, arrays or numbers.
+          operands: its inputs.
           site: the calls around it.
           caller: the equation of a rule, or of a function that JAX jits, which is
             inlined. Equations inside take its line if they have none of the user's.
@@ -185,11 +200,9 @@ class Rewrite:
             remember(equation.outvars, results)
             return results
 
-        held = [x if isinstance(x, Held) else Held(x) for x in operands]
-        remember(jaxpr.invars, held)
+        remember(jaxpr.invars, operands)
         ends = live(jaxpr, jaxpr.outvars, keep=range(len(jaxpr.eqns)))
-        results = evaluate(program, held, self._constant, run, site, ends)
-        return [x.wide for x in results]
+        return evaluate(program, operands, self._constant, run, site, ends)
 
     def _constant(self, value: Any) -> Held:
         held = self._closed_over.get(variable_of(value))
@@ -217,11 +230,22 @@ class Rewrite:
     def _equation(self, site: Site, operands: list[Held]) -> Sequence[Held]:
         equation, row = self._at(site), primitive_of(site.equation)
         calls = calls_of(equation)
+        if calls and _is_inlined(equation):
+            caller = equation if equation.primitive.name == "jit" else None
+            return self._evaluate(calls[0].program, operands, site, caller)
         if calls:
             arrays = [x.wide for x in operands]
             return list(map(Held, self._call(site, calls, arrays)))
         if row.is_product:
             return self._product(site, operands)
+        if equation.primitive.name == "convert_element_type" and is_float32(
+            equation.outvars[0]
+        ):
+            (held,) = operands
+            if is_float32(equation.invars[0]):
+                return operands
+            if not isinstance(held.wide, Array) and not np.shape(held.wide):
+                return [Held(np.float32(held.wide))]
         is_kept = self.choice.is_kept(site)
         arrays = [x.wide for x in operands]
         if is_pick(equation) and not is_kept:
@@ -284,7 +308,7 @@ class Rewrite:
         call, equation = calls[0], self._at(site)
         if call.kind != "call":
             return self._rebuilt(site, calls, operands)
-        rule, is_jit = rule_of(equation), equation.primitive.name == "jit"
+        rule = rule_of(equation)
         if rule == "jvp":
             return self._custom_jvp(site, call, operands)
         if rule == "vjp":
@@ -299,9 +323,6 @@ class Rewrite:
                 results = bind_remat(equation, run, operands)
             self._is_stored = before
             return list(map(stored, results)) if before else results
-        if not is_jit or function_of_jax(equation) is not None:
-            caller = equation if is_jit else None
-            return self._run(call.program, operands, site, caller)
 
         def made(*arrays):
             body = jax.make_jaxpr(run)(*arrays)
@@ -370,12 +391,13 @@ class Rewrite:
                 for atom, held in zip(equation.invars, given, strict=True):
                     if held is not None and is_float32(atom) and not is_literal(atom):
                         with traced_as(equation):
-                            array = _half_or(held, half)
+                            array = _in_half(held, half)
                         found[atom] = lax.stop_gradient(array)
                         held.fix(array)
-            elif None not in given and _is_move(equation):
-                if not self.choice.is_kept(here):
-                    known[equation.outvars[0]] = Held(None, move=(equation, given))
+                continue
+            is_fixed = None not in given and _is_move(equation)
+            if is_fixed and not self.choice.is_kept(here):
+                known[equation.outvars[0]] = Held(None, move=(equation, given))
         return found
 
     # Custom derivatives. JAX gives the rule of an equation when it differentiates it.
@@ -399,7 +421,9 @@ class Rewrite:
 
         @jax.custom_jvp
         def run(*arrays):
-            return self._run(call.program, arrays, site, caller)
+            held = list(map(Held, arrays))
+            found = self._evaluate(call.program, held, site, caller)
+            return [x.wide for x in found]
 
         @run.defjvp
         def rule(primals, tangents):
@@ -420,8 +444,9 @@ class Rewrite:
             for x in held[len(primals) :]:
                 x.is_tangent = True
             inner = self._inner(is_stored)
-            found = inner._run(made, held, site, equation, is_rule=True)
-            values, changes = found[: len(atoms)], iter(found[len(atoms) :])
+            found = inner._evaluate(made, held, site, equation, is_rule=True)
+            arrays = [x.wide for x in found]
+            values, changes = arrays[: len(atoms)], iter(arrays[len(atoms) :])
             return values, [
                 next(changes) if atom in moved else _no_tangent(value)
                 for atom, value in zip(atoms, values, strict=True)
@@ -499,11 +524,24 @@ class Rewrite:
             return run(*operands)
 
 
-def _half_or(held: Held, dtype: Any) -> Any:
-    """A float32 value in half; another one as it is."""
-    half = held.half(dtype)
+_MASK = 1e6  # the least number that masks, if it is selected
+_LOWEST = float(jnp.finfo(jnp.float32).max) / 2
+
+
+def _in_half(held: Held, dtype: Any, is_selected: bool = False) -> Any:
+    """A float32 value in half; another one as it is.
+
+    A number in the program that is a mask, and out of the range of half, is the largest
+    number of its sign: one near the largest float32, or one that is selected.
+    """
+    half = held.half(dtype, is_selected)
     if half is not None or not is_float32(jax.typeof(held.wide)):
         return held.wide if half is None else half
+    if not isinstance(held.wide, Array):
+        number, largest = float(held.wide), float(jnp.finfo(dtype).max)
+        least = _MASK if is_selected else _LOWEST
+        if np.isfinite(number) and abs(number) > max(least, largest):
+            return narrow(np.float32(np.copysign(largest, number)), dtype)
     return narrow(held.wide, dtype)
 
 
@@ -520,14 +558,20 @@ def _is_move(equation: Any) -> bool:
     )
 
 
+def _is_inlined(equation: Any) -> bool:
+    """Whether it is a call of a function that JAX jits, or has no reason to be one."""
+    is_call = calls_of(equation)[0].kind == "call" and not rule_of(equation)
+    is_jit = equation.primitive.name == "jit"
+    return is_call and (not is_jit or function_of_jax(equation) is not None)
+
+
 def _may_run_again(program: Program) -> bool:
     """Whether the derivative may compute a part of a program again.
 
     It may not if that prints, or if the user says what it keeps.
     """
     return not any(
-        effects_of(x) or rule_of(x) == "remat"
-        for _, _, x in Frame(program).equations()
+        effects_of(x) or rule_of(x) == "remat" for _, _, x in Frame(program).equations()
     )
 
 
