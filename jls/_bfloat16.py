@@ -30,7 +30,7 @@ from jls import _validate
 from jls._mistakes import OtherStateError, warn
 from jls._nnx import is_variable, read_variables
 from jls._program.jaxprs import varying_axes
-from jls._state import find
+from jls._state import find, rounds_bfloat16
 from jls._text import at, path_name
 from jls._tree import is_array, is_inexact
 from jls._types import Bfloat16ParamsState
@@ -240,6 +240,14 @@ def master_params(params: Any, state: Any) -> Any:
         return jax.tree.map(lambda x: _widened(_master(x, rest)), param)
 
     return jax.tree_util.tree_map_with_path(master, params, is_leaf=is_variable)
+
+
+def read_wide(state: Any, params: Any) -> Any:
+    """The parameters as a loss reads them: bfloat16 ones that a wrapper stores, wide.
+
+    So their gradients are float32, and add up in it. Others stay as they are.
+    """
+    return jax.tree.map(_widened, params) if rounds_bfloat16(state) else params
 
 
 class _Noise:

@@ -9,11 +9,12 @@ A move and a rounding may change places, and moves of half arrays are cheaper. S
 product takes is rounded before it is moved, if that is all that happened to it since it
 was computed. The derivative goes by the move in float32.
 
-What the derivative keeps is another question, and changes no number. What is cheap is
-computed again: operations on the elements of an array, and moves. The results of
-products, in half, and those of sums, sorts, loops and rules are kept. So it is in the
-whole program and in the body of each loop, branch and `shard_map`: `checkpointed` does
-it, but where there is a `jax.checkpoint` of the user's, which says what is kept.
+What the derivative keeps is another question, and changes no number. XLA answers it,
+where it sees the derivative too. It does not in the body of a loop, a branch or a
+`shard_map`. There what is cheap is computed again: operations on the elements of an
+array, and moves. The results of products, in half, and those of sums, sorts and loops
+are kept. `checkpointed` does it, but where there is a `jax.checkpoint` of the user's,
+which says what is kept.
 """
 
 from collections.abc import Callable, Sequence
@@ -122,24 +123,14 @@ class Rewrite:
 
     def __call__(self, program: Program, operands: Sequence[Any]) -> list[Any]:
         """The results of a whole program, from arrays."""
-        self._has_rules = any(
-            rule_of(x) == "vjp" for _, _, x in Frame(program).equations()
-        )
-
-        def run(*arrays):
-            return self._run(program, arrays)
-
-        # A rule may close over arrays of this trace.
-        import os
-
-        if os.environ.get("NOMAIN"):
-            return run(*operands)
-        return (run if self._has_rules else self._border(program, run))(*operands)
+        equations = (x for _, _, x in Frame(program).equations())
+        self._has_rules = any(rule_of(x) == "vjp" for x in equations)
+        return self._run(program, operands)
 
     def _border(
         self, program: Program, run: Callable[..., Any]
     ) -> Callable[..., list[Any]]:
-        """A whole program, or the body of a loop or a branch: little crosses it."""
+        """The body of a loop, a branch or a `shard_map`: little is kept of it."""
         if not _may_run_again(program):
             return run
 

@@ -33,6 +33,7 @@ import optax
 from jls import _validate
 from jls._autocast.autocast import autocast, check_dtype, check_keep
 from jls._autocast.keep import Keep
+from jls._bfloat16 import read_wide
 from jls._mistakes import EagerCalls, other_params_noted, warn
 from jls._program.jaxprs import varying_axes
 from jls._reduce import global_norm
@@ -418,6 +419,7 @@ def take_step(
         return output.loss, (output.carried, output.aux)
 
     before = overwritten, carried
+    read = read_wide(opt_state, params)
 
     def gradients_of(params, before, batch):
         def grad_fn(carried, part):
@@ -436,7 +438,7 @@ def take_step(
         )
 
     with other_params_noted(optimizer.init, opt_state, params):
-        accumulated = gradients_of(params, before, batch)
+        accumulated = gradients_of(read, before, batch)
     extra = {
         "value": accumulated.loss,
         "partial_overflow": accumulated.partial_overflow,
@@ -448,7 +450,7 @@ def take_step(
     extra |= more
     past = unguarded(optimizer, wrappers, grads, opt_state, params, **extra)
     if past:
-        made = follow(lambda *x: gradients_of(*x).grads, params, before, batch)
+        made = follow(lambda *x: gradients_of(*x).grads, read, before, batch)
         _refuse_unguarded([name for name in past if name in made])
     new_params, new_opt_state, report, updates = apply_and_report(
         optimizer, grads, opt_state, params, extra, options.update_norm, wrappers
