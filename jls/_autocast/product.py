@@ -39,9 +39,21 @@ def checkpointed(fun: Callable[..., Any]) -> Callable[..., Any]:
     XLA may merge both, where it sees both. There are two checkpoints: the outer one
     would make 0 of what it keeps and is subnormal in float16.
     """
-    policy = jax.checkpoint_policies.save_only_these_names(_STORED)
+    policies = jax.checkpoint_policies
+    names = policies.save_only_these_names(_STORED)
+    policy = policies.save_from_both_policies(names, _is_choice)
     again = partial(jax.checkpoint, policy=policy, prevent_cse=False)
     return again(again(fun))
+
+
+def _is_choice(primitive: Any, *operands: Any, **params: Any) -> bool:
+    """Whether the last bit may decide: what is computed again may differ in it."""
+    if primitive.name == "convert_element_type":
+        return not jnp.issubdtype(params["new_dtype"], jnp.inexact)
+    return primitive.name in _CHOICES
+
+
+_CHOICES = ("eq", "ge", "gt", "is_finite", "le", "lt", "ne")
 
 
 def narrow(array: Any, dtype: Any) -> Array:
@@ -62,7 +74,8 @@ def _rounded(array: Any, dtype: Any) -> Array:
 
     XLA takes a cast and its way back for nothing, and may do so for one reader of a
     value alone; this it does not leave out. It has the exponents of float32, since it
-    would make 0 of what is subnormal in float16: those are left to the cast.
+    would make 0 of what is subnormal in float16: that is left to the cast, which rounds
+    it once more.
     """
     return lax.reduce_precision(array, 8, int(jnp.finfo(dtype).nmant))
 
