@@ -1,0 +1,203 @@
+"""An autocast equals its reference bit for bit where float32 rounds nothing.
+
+Promise 18, on programs of small integers. Zeros may differ by their sign.
+
+`python tests/autocast/test_exact.py [-k REGEX] [--all]` prints those that differ.
+"""
+
+import argparse
+import collections
+import functools
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exact_programs import EXACT, OTHERS, READERS, WRAPS, integers
+from reference_autocast import PRODUCTS, Interpreter, as_written, evaluate
+from shared import bits
+
+import jls
+
+HALVES = ("float16", "bfloat16")
+RUNS = {"jit": jax.jit, "eager": lambda fun: fun}
+
+
+@functools.lru_cache(maxsize=1)
+def made(name):
+    """A program, its arguments, and the cotangent of its result."""
+    fun, params, (least, most, over) = EXACT[name]()
+    shape = jax.eval_shape(fun, params).shape
+    weights = integers(np.random.RandomState(1), least, most, *shape, over=over)
+    return fun, params, weights
+
+
+def with_gradient(fun):
+    """The result of `fun(params)`, and what a cotangent of it gives."""
+
+    def both(params, weights):
+        result, pull = jax.vjp(fun, params)
+        return {"result": result, "gradient": pull(weights)[0]}
+
+    return both
+
+
+@functools.lru_cache(maxsize=4)
+def expected(name, half):
+    fun, *args = made(name)
+    return evaluate(with_gradient(as_written(fun)), half, *args)
+
+
+def got(name, half, run, cast=jls.autocast):
+    fun, *args = made(name)
+    return run(with_gradient(cast(fun, half)))(*args)
+
+
+def unsigned(tree):
+    """The bits, those of -0 as of 0."""
+    return bits(jax.tree.map(lambda x: np.where(x == 0, 0, x), tree))
+
+
+def difference(found, right):
+    """The results that differ, and by how much."""
+    said = []
+    for path, x in jax.tree.leaves_with_path(found):
+        y = functools.reduce(lambda tree, key: tree[key.key], path, right)
+        x, y = np.asarray(x), np.asarray(y)
+        at = np.argwhere(~((x == y) | (np.isnan(x) & np.isnan(y))))
+        if len(at):
+            i = tuple(at[0])
+            name = jax.tree_util.keystr(path)
+            said.append(f"{name}: {len(at)} of {x.size}, {i}: {x[i]} for {y[i]}")
+    return said
+
+
+def is_more(i, name, half, run):
+    """In a normal run each reader once, in a dtype and a wrap by turns."""
+    kind, _, wrap = name.partition("-")
+    if name in OTHERS:
+        return (i + HALVES.index(half)) % 2 or run == "eager"
+    turn = list(READERS).index(kind)
+    wraps = ["", *(x.__name__ for x in WRAPS)]
+    is_turn = wraps[turn % len(wraps)] == wrap and (turn + HALVES.index(half)) % 2
+    return not is_turn or (run == "eager") != (turn % 4 == 0)
+
+
+CASES = [
+    pytest.param(name, half, run, marks=[pytest.mark.more] * more)
+    for i, name in enumerate(EXACT)
+    for half in HALVES
+    for run in RUNS
+    for more in [bool(is_more(i, name, half, run))]
+]
+
+pytestmark = pytest.mark.standard_promotion
+
+
+@pytest.fixture(autouse=True)
+def _rank_promotion():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.parametrize(("name", "half", "run"), CASES)
+def test_an_autocast_is_its_reference_to_the_bit(name, half, run):
+    found, right = got(name, half, RUNS[run]), expected(name, half)
+    assert unsigned(found) == unsigned(right), difference(found, right)
+
+
+# The programs are what they say.
+
+
+SUMS = (*PRODUCTS, "reduce_sum", "cumsum", "reduce_window_sum", "scatter-add")
+SUMS += ("add", "sub", "add_any")
+
+
+class InFloat64(Interpreter):
+    """An interpreter with which nothing but products may round."""
+
+    def bind(self, equation, operands, **params):
+        name, floats = equation.primitive.name, [x for x in operands if is_float(x)]
+        params = equation.params | params
+        # A scatter has a program of its own.
+        wider = np.float32 if name.startswith("scatter") else np.float64
+        operands = [wider(x) if is_float(x) else x for x in operands]
+        if wider is np.float64:
+            wide = {key: np.dtype("float64") for key, x in params.items() if is_32(x)}
+            params |= wide
+        results = super().bind(equation, operands, **params)
+        for x in filter(is_float, results):
+            np.testing.assert_array_equal(x, np.float32(x), f"{name} rounds")
+        if name in SUMS and floats:
+            sizes = [np.abs(x) if is_float(x) else x for x in operands]
+            if name == "sub":
+                most = sizes[0] + sizes[1]
+            else:
+                (most,) = super().bind(equation, sizes, **params)
+            units = [least_bit(x) for x in floats]
+            unit = np.prod(units) if name in PRODUCTS else np.min(units)
+            # In any order, with any intermediate results.
+            assert np.max(most, initial=0) / unit < 2**24, f"{name} may round"
+        return results
+
+
+def is_float(x):
+    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
+def is_32(value):
+    return isinstance(value, np.dtype | type) and value == np.dtype("float32")
+
+
+def least_bit(x):
+    """The largest power of two of which all numbers are multiples."""
+    x = np.abs(np.asarray(x, float))
+    fractions, exponents = np.frexp(x[x > 0])
+    whole = np.ldexp(fractions, 53).astype(int)
+    return np.min(np.ldexp((whole & -whole) * 1.0, exponents - 53), initial=1e30)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.more] * ("-in_" in x)) for x in EXACT]
+)
+def test_float32_rounds_nothing_in_these_programs_but_products(name):
+    fun, *args = made(name)
+    program = jax.make_jaxpr(with_gradient(as_written(fun)))(*args)
+    for half in HALVES:
+        with jax.enable_x64(True):
+            results = InFloat64(half).run(program, jax.tree.leaves(args))
+        assert all(np.all(np.isfinite(x)) for x in results)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-k", default="", help="which programs: a regular expression")
+    parser.add_argument("--all", action="store_true", help="also all wraps of readers")
+    parser.add_argument("--jit", action="store_true", help="not eager")
+    asked = parser.parse_args()
+    warnings.simplefilter("ignore")
+    outcomes, wrong = collections.Counter(), collections.defaultdict(list)
+    for name in EXACT:
+        if not re.search(asked.k, name) or (not (asked.all or asked.k) and "-in_" in name):
+            continue
+        for half in HALVES:
+            right = expected(name, half)
+            for run in list(RUNS)[: 1 if asked.jit else 2]:
+                try:
+                    said = difference(got(name, half, RUNS[run]), right)
+                except Exception as error:
+                    said = [f"{type(error).__name__}: {str(error)[:200]}"]
+                outcomes[f"{half} {run} {'wrong' if said else 'right'}"] += 1
+                if said:
+                    wrong[name].append(f"{half} {run}")
+                    print(f"{name} {half} {run}:", *said, sep="\n    ", flush=True)
+    for outcome, count in sorted(outcomes.items()):
+        print(f"{count:5} {outcome}")
+    total = sum(outcomes.values())
+    print(f"{sum(map(len, wrong.values()))} of {total} wrong, {len(wrong)} programs")
+
+
+if __name__ == "__main__":
+    main()
