@@ -107,12 +107,18 @@ class Interpreter:
         values.update(zip(jaxpr.invars, operands, strict=True))
 
         def read(atom):
-            return atom.val if is_literal(atom) else values[atom]
+            value = atom.val if is_literal(atom) else values[atom]
+            is_array = hasattr(value, "dtype") and not _is_key(value)
+            return np.asarray(value, None if is_array else atom.aval.dtype)
 
-        for equation in jaxpr.eqns:
-            results = self.equation(equation, list(map(read, equation.invars)))
-            values.update(zip(equation.outvars, results, strict=True))
-        return list(map(read, jaxpr.outvars))
+        def of(atoms):
+            return [values[x] if _is_key(x.aval) else read(x) for x in atoms]
+
+        with np.errstate(all="ignore"):
+            for equation in jaxpr.eqns:
+                results = self.equation(equation, of(equation.invars))
+                values.update(zip(equation.outvars, results, strict=True))
+        return of(jaxpr.outvars)
 
     def equation(self, equation: Any, operands: list[Any]) -> list[Any]:
         name = equation.primitive.name
@@ -132,7 +138,12 @@ class Interpreter:
         return [self._noisy(equation, x) for x in results]
 
     def bind(self, equation: Any, operands: list[Any], **params: Any) -> list[Any]:
-        """The results of one operation, alone."""
+        """The results of one operation, alone: of NumPy, or of JAX."""
+        name, params = equation.primitive.name, equation.params | params
+        if name in NUMPY and not any(map(_is_key, operands)):
+            return [NUMPY[name](*operands)]
+        if name in MOVES and not any(map(_is_key, operands)):
+            return [MOVES[name](params, *operands)]
         return bind(equation, operands, **params)
 
     def _product(self, equation: Any, operands: list[Any]) -> Any:
@@ -141,13 +152,13 @@ class Interpreter:
         (given,) = self.bind(equation, [*taken, *operands[2:]], precision=exact)
         numbers = (*operands[:2], given)
         self.sizes.append(max(np.max(np.abs(x), initial=0) for x in numbers))
-        return jnp.asarray(rounded(self._noisy(equation, given), self._dtype))
+        return rounded(self._noisy(equation, given), self._dtype)
 
     def _scan(self, equation: Any, operands: list[Any]) -> list[Any]:
         params = equation.params
         consts, carried = scan_counts(equation)
         fixed, carry = operands[:consts], operands[consts : consts + carried]
-        slices = [np.asarray(x) if _is_plain(x) else x for x in operands[consts + carried :]]
+        slices = operands[consts + carried :]
         order = range(params["length"])
         rows = []
         for i in reversed(order) if params["reverse"] else order:
@@ -155,9 +166,9 @@ class Interpreter:
             carry = given[:carried]
             rows.append(given[carried:])
         rows = rows[::-1] if params["reverse"] else rows
-        avals = equation.outvars[carried:]
-        empty = [jnp.zeros(x.aval.shape, x.aval.dtype) for x in avals]
-        return [*carry, *(map(jnp.stack, zip(*rows, strict=True)) if rows else empty)]
+        avals = [x.aval for x in equation.outvars[carried:]]
+        empty = [np.zeros(x.shape, x.dtype) for x in avals if not rows]
+        return [*carry, *(empty or map(_stack, zip(*rows, strict=True)))]
 
     def _while(self, equation: Any, operands: list[Any]) -> list[Any]:
         params = equation.params
@@ -186,8 +197,41 @@ class Interpreter:
     def _noisy(self, equation: Any, x: Any) -> Any:
         if self._noise is None or equation.primitive.name in EXACT or not _is_float(x):
             return x
-        units = self._noise.randint(-1, 2, np.shape(x)).astype(np.float32)
-        return jnp.asarray(x * (1 + units * np.float32(2**-23)), jnp.result_type(x))
+        units = self._noise.randint(-1, 2, np.shape(x))
+        return np.asarray(x * (1 + units * 2.0**-23), x.dtype)
+
+
+NUMPY: dict[str, Any] = {
+    **{"add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply},
+    **{"div": np.divide, "neg": np.negative, "abs": np.abs, "sign": np.sign},
+    **{"sqrt": np.sqrt, "square": np.square, "floor": np.floor, "ceil": np.ceil},
+    **{"max": np.maximum, "min": np.minimum, "eq": np.equal, "ne": np.not_equal},
+    **{"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal},
+    **{"copy": np.array, "copy_p": np.array, "stop_gradient": np.array},
+}
+MOVES: dict[str, Any] = {
+    "reshape": lambda params, x: np.reshape(x, params["new_sizes"]),
+    "squeeze": lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
+    "transpose": lambda params, x: np.transpose(x, params["permutation"]),
+    "rev": lambda params, x: np.flip(x, params["dimensions"]),
+    "concatenate": lambda params, *x: np.concatenate(x, params["dimension"]),
+    "select_n": lambda params, which, *x: np.choose(which, x),
+    "convert_element_type": lambda params, x: x.astype(params["new_dtype"]),
+    "broadcast_in_dim": lambda params, x: _broadcast(params, x),
+    "reduce_max": lambda params, x: np.max(x, tuple(params["axes"])),
+    "reduce_min": lambda params, x: np.min(x, tuple(params["axes"])),
+    "reduce_sum": lambda params, x: np.sum(x, tuple(params["axes"]), x.dtype),
+}
+
+
+def _broadcast(params: Any, x: Any) -> Any:
+    shape = np.ones(len(params["shape"]), int)
+    shape[[*params["broadcast_dimensions"]]] = x.shape
+    return np.broadcast_to(x.reshape(shape), params["shape"])
+
+
+def _stack(rows: Any) -> Any:
+    return jnp.stack(rows) if _is_key(rows[0]) else np.stack(rows)
 
 
 # What one device does with a mesh.
@@ -211,5 +255,6 @@ def _is_float(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
 
-def _is_plain(x: Any) -> bool:
-    return not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+def _is_key(x: Any) -> bool:
+    """Whether it is an array of random keys."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.extended)
