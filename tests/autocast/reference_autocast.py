@@ -95,7 +95,7 @@ class Interpreter:
 
     def __init__(self, dtype: Any, noise: int | None = None) -> None:
         self._dtype = dtype
-        # With a seed: each result of arithmetic is off by some last bits of float32.
+        # With a seed: a result of arithmetic may be the next number of float32.
         self._noise = None if noise is None else np.random.RandomState(noise)
         self.sizes: list[float] = []  # the largest operand or result of each product
         self.choices: list[Any] = []  # integers and booleans computed from floats
@@ -187,18 +187,18 @@ class Interpreter:
     def _look(self, equation: Any, operands: list[Any], results: list[Any]) -> None:
         name = equation.primitive.name
         # Bits taken from a float belong to random numbers, and choose nothing.
-        if name == "bitcast_convert_type" or not any(map(_is_float, operands)):
+        if name == "bitcast_convert_type" or not any(map(is_float, operands)):
             return
         if name in ("eq", "ne", "lt", "le", "gt", "ge"):
             with np.errstate(invalid="ignore"):
                 self.margins.append(np.subtract(*map(np.asarray, operands)))
-        self.choices += [np.asarray(x) for x in results if not _is_float(x)]
+        self.choices += [np.asarray(x) for x in results if not is_float(x)]
 
     def _noisy(self, equation: Any, x: Any) -> Any:
-        if self._noise is None or equation.primitive.name in EXACT or not _is_float(x):
+        if self._noise is None or equation.primitive.name in EXACT or not is_float(x):
             return x
         units = self._noise.randint(-1, 2, np.shape(x))
-        return np.asarray(x * (1 + units * 2.0**-23), x.dtype)
+        return np.asarray(x * (1 + units * 2.0**-24), x.dtype)
 
 
 NUMPY: dict[str, Any] = {
@@ -251,7 +251,7 @@ def _axes(equation: Any) -> Any:
     return equation.params.get("axes", ())
 
 
-def _is_float(x: Any) -> bool:
+def is_float(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
 

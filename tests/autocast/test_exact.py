@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact_programs import EXACT, OTHERS, READERS, WRAPS, integers
-from reference_autocast import PRODUCTS, Interpreter, as_written, evaluate
+from reference_autocast import PRODUCTS, Interpreter, as_written, evaluate, is_float
 from shared import bits
 
 import jls
@@ -141,10 +141,6 @@ class InFloat64(Interpreter):
             # In any order, with any intermediate results.
             assert np.max(most, initial=0) / unit < 2**24, f"{name} may round"
         return results
-
-
-def is_float(x):
-    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
 
 def is_32(value):
