@@ -31,9 +31,9 @@ def rounded(x: Any, dtype: Any) -> np.ndarray:
 
 def is_rounded(equation: Any) -> bool:
     """Whether it is a product of float32 numbers that asks for no precision."""
-    dtypes = {jnp.dtype(x.aval.dtype) for x in equation.invars[:2]}
-    is_product = equation.primitive.name in PRODUCTS and dtypes == {np.dtype("float32")}
-    return is_product and not _asks(equation)
+    if equation.primitive.name not in PRODUCTS or _asks(equation):
+        return False
+    return all(x.aval.dtype == np.float32 for x in equation.invars[:2])
 
 
 def _asks(equation: Any) -> bool:
@@ -210,7 +210,10 @@ NUMPY: dict[str, Any] = {
     **{"copy": np.array, "copy_p": np.array, "stop_gradient": np.array},
 }
 MOVES: dict[str, Any] = {
-    "reshape": lambda params, x: np.reshape(x, params["new_sizes"]),
+    "reshape": lambda params, x: np.reshape(
+        x if params["dimensions"] is None else np.transpose(x, params["dimensions"]),
+        params["new_sizes"],
+    ),
     "squeeze": lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
     "transpose": lambda params, x: np.transpose(x, params["permutation"]),
     "rev": lambda params, x: np.flip(x, params["dimensions"]),

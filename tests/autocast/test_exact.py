@@ -167,6 +167,18 @@ def test_float32_rounds_nothing_in_these_programs_but_products(name):
         assert all(np.all(np.isfinite(x)) for x in results)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[pytest.mark.more] * (x not in OTHERS)) for x in EXACT],
+)
+def test_in_float32_the_reference_is_the_program(name):
+    fun, *args = made(name)
+    found = evaluate(with_gradient(as_written(fun)), "float32", *args)
+    right = jax.jit(with_gradient(fun))(*args)
+    for x, y in zip(*map(jax.tree.leaves, (found, right)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-6 * np.max(np.abs(y)))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-k", default="", help="which programs: a regular expression")
