@@ -422,6 +422,8 @@ def in_custom_vjp(part):
 
 
 def in_custom_jvp(part):
+    """Its tangent is transposed."""
+
     @jax.custom_jvp
     def fun(p):
         return part(p)
@@ -545,7 +547,9 @@ def shared_weights_in_a_scan():
     p = small(x=(3, ROWS, N), w=(N, N))
 
     def fun(p):
-        return lax.scan(lambda c, x: (c + x @ p["w"], x[::-1] @ p["w"]), 0 * p["x"][0], p["x"])
+        return lax.scan(
+            lambda c, x: (c + x @ p["w"], x[::-1] @ p["w"]), 0 * p["x"][0], p["x"]
+        )
 
     return Exact(lambda p: jnp.stack([fun(p)[0], *fun(p)[1]]), p)
 
@@ -719,9 +723,7 @@ def convolution_and_max_pool():
         y = lax.conv_general_dilated(
             p["x"], p["k"], (1, 1), "SAME", dimension_numbers=dims
         )
-        y = lax.reduce_window(
-            y, -np.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
-        )
+        y = lax.reduce_window(y, -np.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
         return y @ p["w"]
 
     return Exact(fun, p)
@@ -853,3 +855,290 @@ def a_sum_over_devices_alone():
         )(p["x"].reshape(2, 2, N)),
         small(x=(ROWS, N), w=(N, N)),
     )
+
+
+@program
+def an_array_times_itself():
+    p = small(x=(ROWS, N))
+    return Exact(lambda p: p["x"] @ p["x"].T, p)
+
+
+@program
+def a_product_times_itself():
+    p = small(x=(ROWS, N), w=(N, 4))
+
+    def fun(p):
+        s = p["x"] @ p["w"]
+        return s @ s.T / 4
+
+    return Exact(fun, p, (16, 31, 16))
+
+
+@program
+def a_constant_operand():
+    constant = np.asarray(operands_with_many_bits().params["w"])
+    return Exact(lambda p: p["x"] @ constant + constant[:ROWS], small(x=(ROWS, N)))
+
+
+@program
+def three_operands():
+    p = small(x=(ROWS, N), w=(N, 4), v=(4, 3))
+    return Exact(lambda p: jnp.einsum("ij,jk,kl->il", *map(p.get, "xwv")), p)
+
+
+@program
+def scan_of_a_product_s_rows():
+    """What it gives is stacked, and a product takes that."""
+    p = small(x=(ROWS, N), w=(N, N), v=(N, N))
+
+    def fun(p):
+        s = p["x"] @ p["w"]
+        rows = lax.scan(lambda c, r: (c + r, c - r), 0 * s[0], s, reverse=True)[1]
+        return rows @ p["v"] / 4
+
+    return Exact(fun, p, (16, 31, 16))
+
+
+@program
+def scan_that_stacks_products():
+    p = small(x=(ROWS, N), w=(N, N), v=(N, N))
+
+    def fun(p):
+        rows = lax.scan(lambda c, r: (c, r @ p["w"]), 0.0, p["x"])[1]
+        return rows @ p["v"] + 20 * rows - 19 * rows[::-1]
+
+    return Exact(fun, p)
+
+
+@program
+def unrolled_scan():
+    p = small(x=(4, ROWS, N), w=(N, N))
+
+    def fun(p):
+        step = lambda c, x: (c + jax.nn.relu(x @ p["w"]), None)  # noqa: E731
+        return lax.scan(step, 0 * p["x"][0], p["x"], unroll=2)[0]
+
+    return Exact(fun, p)
+
+
+@program
+def scan_whose_carry_products_alone_read():
+    p = small(x=(ROWS, N), w=(N, N), u=(N, N))
+    p["w"] = jnp.sign(p["w"]) / 2
+
+    def fun(p):
+        step = lambda c, _: (c @ p["w"], c @ p["u"])  # noqa: E731
+        last, all_of_them = lax.scan(step, p["x"], length=3)
+        return jnp.concatenate([last, *all_of_them])
+
+    return Exact(fun, p, (16, 31, 16))
+
+
+@program
+def a_cond_in_a_scan():
+    p = small(x=(2, ROWS, N), w=(N, N), v=(N, N))
+
+    def fun(p):
+        def step(c, x):
+            s = lax.cond(x[0, 0] > 0, lambda x: x @ p["w"], lambda x: x @ p["v"], x)
+            return c + s.max(-1), s - s.min(-1, keepdims=True)
+
+        last, others = lax.scan(step, jnp.zeros(ROWS), p["x"])
+        return jnp.concatenate([last[:, None] * jnp.ones(N), *others])
+
+    return Exact(fun, p)
+
+
+@program
+def a_while_with_products():
+    """Forwards; its result is multiplied."""
+    p = small(x=(ROWS, N), w=(N, N))
+
+    def fun(p):
+        x, w = lax.stop_gradient((p["x"], jnp.sign(p["w"])))
+        powers = lax.while_loop(
+            lambda c: jnp.abs(c).max() < 500, lambda c: c + c[::-1] @ w, x
+        )
+        return powers / 64 * p["x"]
+
+    return Exact(fun, p)
+
+
+@program
+def remat_of_a_chain():
+    p = small(x=(ROWS, N), w=(N, N), v=(N, N))
+
+    def fun(p):
+        @jax.checkpoint
+        def layer(x, w):
+            s = x @ w
+            return s.max(-1, keepdims=True) - s
+
+        return layer(layer(p["x"], p["w"]) / 8, p["v"])
+
+    return Exact(fun, p, (16, 31, 16))
+
+
+@program
+def scan_of_layers_with_remat():
+    p = small(x=(ROWS, N), w=(3, N, N))
+    p["w"] = jnp.sign(p["w"]) / 2
+
+    def fun(p):
+        @jax.checkpoint
+        def layer(x, w):
+            return x + jax.nn.relu(x @ w) / 4
+
+        return lax.scan(lambda x, w: (layer(x, w), None), p["x"], p["w"])[0]
+
+    return Exact(fun, p, (16, 31, 16))
+
+
+@program
+def scan_of_layers():
+    p = small(x=(ROWS, N), w=(3, N, N))
+    p["w"] = jnp.sign(p["w"]) / 2
+
+    def fun(p):
+        def layer(x, w):
+            s = x @ w
+            best = jnp.where(s == s.max(-1, keepdims=True), 0.0, s)
+            return x + best / 4 - best.sum(-1, keepdims=True) / 16, s[0]
+
+        x, rows = lax.scan(layer, p["x"], p["w"])
+        return jnp.concatenate([x, rows])
+
+    return Exact(fun, p, (16, 31, 16))
+
+
+@jax.custom_vjp
+def _with_a_rule(x, w):
+    return jax.nn.relu(x @ w)
+
+
+def _with_a_rule_forwards(x, w):
+    s = x @ w
+    return jax.nn.relu(s), (x, w, s)
+
+
+def _with_a_rule_backwards(saved, g):
+    x, w, s = saved
+    g = jnp.where(s > 0, 20 * g, 0.0) - 19 * g[::-1]
+    return g @ w.T, x.T @ g + s[:1] * 2
+
+
+_with_a_rule.defvjp(_with_a_rule_forwards, _with_a_rule_backwards)
+
+
+@program
+def a_rule_that_keeps_a_product():
+    p = small(x=(ROWS, N), w=(N, N), v=(N, N))
+    return Exact(lambda p: _with_a_rule(p["x"], p["w"]) @ p["v"], p, (16, 31, 16))
+
+
+@program
+def a_rule_in_a_scan():
+    p = small(x=(2, ROWS, N), w=(N, N))
+
+    def fun(p):
+        step = lambda c, x: (c, _with_a_rule(x, p["w"]))  # noqa: E731
+        return lax.scan(step, 0.0, p["x"])[1]
+
+    return Exact(fun, p)
+
+
+@program
+def depthwise_convolution():
+    p = small(x=(2, 8, 5), k=(5, 1, 3))
+
+    def fun(p):
+        y = lax.conv_general_dilated(
+            p["x"],
+            p["k"],
+            (1,),
+            "SAME",
+            rhs_dilation=(2,),
+            feature_group_count=5,
+            dimension_numbers=("NWC", "OIW", "NWC"),
+        )
+        return y.max(1, keepdims=True) - y
+
+    return Exact(fun, p)
+
+
+@program
+def transposed_convolution():
+    p = small(x=(2, 4, 4, 3), k=(3, 3, 3, 2))
+
+    def fun(p):
+        y = lax.conv_transpose(
+            p["x"], p["k"], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return 20 * y - 19 * y[:, ::-1]
+
+    return Exact(fun, p)
+
+
+@program
+def normalized_by_a_power_of_two():
+    """A denominator from the product itself."""
+    p = small(x=(ROWS, N), w=(N, N), v=(N, N))
+
+    def fun(p):
+        s = p["x"] @ p["w"]
+        power = jnp.where(jnp.abs(s).max(-1, keepdims=True) > 8, 0.5, 2.0)
+        return (s * power) @ p["v"] - s / power
+
+    return Exact(fun, p, (16, 31, 16))
+
+
+@program
+def a_barrier():
+    p = small(x=(ROWS, N), w=(N, N), v=(N, N))
+
+    def fun(p):
+        s = p["x"] @ p["w"]
+        moved = lax.optimization_barrier(s[::-1])
+        return 20 * s - 19 * moved + moved @ p["v"]
+
+    return Exact(fun, p)
+
+
+@program
+def associative_scan():
+    p = small(x=(ROWS, N), w=(N, N))
+
+    def fun(p):
+        s = p["x"] @ p["w"]
+        return lax.associative_scan(jnp.add, s) - lax.associative_scan(jnp.maximum, s)
+
+    return Exact(fun, p)
+
+
+@program
+def arrays_beside_it():
+    """What no product touches is as it is, in all its bits."""
+    p = small(x=(ROWS, N), w=(N, N))
+    p["a"] = integers(np.random.RandomState(2), 2**20, 2**23, N, over=2**16)
+    return Exact(lambda p: jnp.stack([*(p["x"] @ p["w"] / 512), p["a"]]), p, (1, 3, 1))
+
+
+@program
+def a_loop_that_carries_it():
+    p = small(x=(ROWS, N), w=(N, N))
+    p["a"] = integers(np.random.RandomState(2), 2**20, 2**22, ROWS, N, over=2**16)
+
+    def fun(p):
+        step = lambda c, _: ((c[0][::-1], c[1] @ p["w"] / 8), c[0] * 2)  # noqa: E731
+        (a, x), others = lax.scan(step, (p["a"], p["x"]), length=2)
+        return jnp.stack([a, *others, x])
+
+    return Exact(fun, p, (1, 3, 1))
+
+
+@program
+def subnormal_operands():
+    """Of float16. To be rounded twice is to be rounded otherwise."""
+    sizes = np.array([6143, 6142, 10239, 4097, 2047, 2048, 2049, 12287, 14335])
+    x = jnp.asarray(np.stack([sizes, -sizes]) * 2.0**-36, jnp.float32)
+    return Exact(lambda p: p["x"] @ (1024 * jnp.eye(9)), {"x": x}, (1, 3, 1))

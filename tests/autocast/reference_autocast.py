@@ -174,7 +174,11 @@ class Interpreter:
         params = equation.params
         first = params["cond_nconsts"]
         last = first + params["body_nconsts"]
-        of_cond, of_body, state = operands[:first], operands[first:last], operands[last:]
+        of_cond, of_body, state = (
+            operands[:first],
+            operands[first:last],
+            operands[last:],
+        )
         while self.run(params["cond_jaxpr"], [*of_cond, *state])[0]:
             state = self.run(params["body_jaxpr"], [*of_body, *state])
         return state

@@ -148,7 +148,10 @@ class Truth:
 
     def why_unsure(self, half: str) -> str:
         """Why a program that is off is not judged; "" if it is."""
-        right, others = self.seen(half), [self.seen(half, noise) for noise in NOISES[:3]]
+        right, others = (
+            self.seen(half),
+            [self.seen(half, noise) for noise in NOISES[:3]],
+        )
         for other in others:
             if len(right.choices) != len(other.choices):
                 return "a choice differs"
