@@ -1,4 +1,4 @@
-"""Programs that float32 computes without rounding, so that all is in what a cast rounds.
+"""Programs that float32 computes without rounding: all is in what a cast rounds.
 
 Numbers are small integers over powers of two. A product's result and the cotangent that
 one takes have more bits than a half dtype, and fewer than float32 with all that comes

@@ -244,13 +244,49 @@ def _stack(rows: Any) -> Any:
 # What one device does with a mesh.
 ALONE = ("psum", "psum2", "psum_invariant", "pvary", "pbroadcast", "pcast")
 # What computes no new number.
-EXACT = """
-    neg abs sign max min select_n select_and_gather_add copy copy_p reduce_precision
-    reshape transpose broadcast_in_dim squeeze expand_dims rev slice dynamic_slice pad
-    dynamic_update_slice gather concatenate split sort top_k cummax cummin stop_gradient
-    reduce_max reduce_min reduce_window_max reduce_window_min clamp iota
-    convert_element_type optimization_barrier name floor ceil round scatter
-""".split()
+EXACT = {
+    "neg",
+    "abs",
+    "sign",
+    "max",
+    "min",
+    "select_n",
+    "select_and_gather_add",
+    "copy",
+    "copy_p",
+    "reduce_precision",
+    "reshape",
+    "transpose",
+    "broadcast_in_dim",
+    "squeeze",
+    "expand_dims",
+    "rev",
+    "slice",
+    "dynamic_slice",
+    "pad",
+    "dynamic_update_slice",
+    "gather",
+    "concatenate",
+    "split",
+    "sort",
+    "top_k",
+    "cummax",
+    "cummin",
+    "stop_gradient",
+    "reduce_max",
+    "reduce_min",
+    "reduce_window_max",
+    "reduce_window_min",
+    "clamp",
+    "iota",
+    "convert_element_type",
+    "optimization_barrier",
+    "name",
+    "floor",
+    "ceil",
+    "round",
+    "scatter",
+}
 
 
 def _axes(equation: Any) -> Any:

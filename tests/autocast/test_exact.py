@@ -176,7 +176,7 @@ def test_so_is_what_jax_makes_of_it(outside, name, half):
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_so_is_one_with_scopes_that_are_kept(run, half):
-    fun, params, weights = made("operands_with_many_bits")
+    fun, params, _ = made("operands_with_many_bits")
 
     def twice(p):
         s = fun(p)

@@ -1,10 +1,8 @@
-"""Programs that an autocast once got wrong, where float32 and rounding by hand are right.
+"""Programs that an autocast once got wrong, where rounding by hand is right.
 
 Each was wrong since a half array lived on outside of a product. `test_exact` has their
 kinds; here they are as they were found.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,7 @@
 """An autocast is its reference but for the last bits of float32: promise 18.
 
-    python tests/autocast/test_truth.py                   all rows and models
-    python tests/autocast/test_truth.py --seeds 0:300     random programs, of `seeds.txt`
+    python tests/autocast/test_truth.py                  all rows and models
+    python tests/autocast/test_truth.py --seeds 0:300    random programs, of `seeds.txt`
 
 It prints those that are wrong, and counts the others, and why some were left out.
 """
