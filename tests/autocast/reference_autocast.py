@@ -7,6 +7,10 @@ The float32 program is traced, differentiated by JAX, and run equation by equati
 no compiler around two of them. A product rounds its operands, adds in float32, and
 rounds its result; the products of the derivative are equations as well. Every other
 equation is float32, as written. NumPy rounds. Nothing of `jls._autocast` is used.
+
+In float8 the operands of a product without batch dimensions are rounded to bfloat16,
+brought into its range by a power of two, and rounded again: to e4m3fn, or to e5m2 if
+they are cotangents. Other operands, and all results, are rounded to bfloat16.
 """
 
 import re
@@ -20,6 +24,7 @@ from jax.core import eval_jaxpr
 
 from jls._program.jaxprs import bind, called_program, is_literal, opened, scan_counts
 
+FLOAT8 = "float8_e4m3fn"
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
@@ -27,6 +32,20 @@ def rounded(x: Any, dtype: Any) -> np.ndarray:
     """Each number to the nearest one of `dtype`, ties to even, in float32."""
     with np.errstate(over="ignore", invalid="ignore"):
         return np.asarray(x, np.float32).astype(jnp.dtype(dtype)).astype(np.float32)
+
+
+def in_float8(x: Any, kind: str) -> np.ndarray:
+    """Rounded to float8, after a power of two brought the largest into its range."""
+    size = np.max(np.abs(x), initial=0)
+    most = float(jnp.finfo(kind).max)
+    _, exponent = np.frexp(most / size if size else 1.0)
+    power = np.ldexp(np.float32(1), min(exponent - 1, 100))
+    return rounded(x * power, kind) / power
+
+
+def _may_be_float8(equation: Any) -> bool:
+    numbers = equation.params.get("dimension_numbers")
+    return equation.primitive.name == "dot_general" and not numbers[1][0]
 
 
 def is_rounded(equation: Any) -> bool:
@@ -97,6 +116,7 @@ class Interpreter:
         self._dtype = dtype
         # With a seed: a result of arithmetic may be the next number of float32.
         self._noise = None if noise is None else np.random.RandomState(noise)
+        self._is_backward = False  # what runs, or a call of it
         self.sizes: list[float] = []  # the largest operand or result of each product
         self.choices: list[Any] = []  # integers and booleans computed from floats
         self.margins: list[Any] = []  # of comparisons: how far the two are apart
@@ -116,7 +136,10 @@ class Interpreter:
 
         with np.errstate(all="ignore"):
             for equation in jaxpr.eqns:
+                before = self._is_backward
+                self._is_backward |= "transpose" in str(equation.source_info.name_stack)
                 results = self.equation(equation, of(equation.invars))
+                self._is_backward = before
                 values.update(zip(equation.outvars, results, strict=True))
         return of(jaxpr.outvars)
 
@@ -147,12 +170,17 @@ class Interpreter:
         return bind(equation, operands, **params)
 
     def _product(self, equation: Any, operands: list[Any]) -> Any:
-        taken = [rounded(x, self._dtype) for x in operands[:2]]
+        half = "bfloat16" if self._dtype == FLOAT8 else self._dtype
+        taken = [rounded(x, half) for x in operands[:2]]
+        if self._dtype == FLOAT8 and _may_be_float8(equation):
+            # JAX puts the cotangent first.
+            first = "float8_e5m2" if self._is_backward else FLOAT8
+            taken = list(map(in_float8, taken, (first, FLOAT8)))
         exact = (lax.Precision.HIGHEST,) * 2
         (given,) = self.bind(equation, [*taken, *operands[2:]], precision=exact)
         numbers = (*operands[:2], given)
         self.sizes.append(max(np.max(np.abs(x), initial=0) for x in numbers))
-        return rounded(self._noisy(equation, given), self._dtype)
+        return rounded(self._noisy(equation, given), half)
 
     def _scan(self, equation: Any, operands: list[Any]) -> list[Any]:
         params = equation.params
