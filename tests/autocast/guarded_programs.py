@@ -2,8 +2,8 @@
 
 Each block stands between two products: it gets what one gave, and the next one takes
 what it returns, which is in float16's range. `TABLE` has each of them alone, and
-programs of other shapes; `random_program` mixes and nests blocks. What each program
-must do is in `test_truth.py`.
+programs of other shapes; `random_program` mixes and nests blocks, and moves of what a
+product gave. What each program must do is in `test_truth.py`.
 """
 
 import functools
@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from exact_programs import MOVES, cancels
 from float32_programs import Numbers, Program
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -829,9 +830,29 @@ def _in_vmap(part, times):
     return lambda h, p: jax.vmap(part, (0, None))(jnp.stack([h, -h]), p).mean(0)
 
 
+def _in_map(part, times):
+    return lambda h, p: lax.map(lambda h: part(h, p), jnp.stack([h, -h])).mean(0)
+
+
+def _in_map_of_remat(part, times):
+    return _in_map(jax.checkpoint(part), times)
+
+
+def _in_custom_vjp(part, times):
+    @jax.custom_vjp
+    def fun(h, p):
+        return part(h, p)
+
+    def forwards(h, p):
+        return jax.vjp(part, h, p)
+
+    fun.defvjp(forwards, lambda pull, g: pull(g))
+    return fun
+
+
 WRAPS = [_plain] * 3
 WRAPS += [_in_jit, _in_remat, _in_residual, _in_branch, _in_vmap]
-WRAPS += [_in_scan, _in_small_steps]
+WRAPS += [_in_scan, _in_small_steps, _in_map, _in_map_of_remat, _in_custom_vjp]
 TAMED = {
     "as it is": lambda x: x,
     "tanh": jnp.tanh,
@@ -839,24 +860,32 @@ TAMED = {
     "larger": lambda x: 4 * apart(x),
 }
 
+# Moves beside what they move, of which the cotangents nearly cancel.
+ALL_BLOCKS = BLOCKS | {
+    f"less_its_{name}": lambda h, p, move=move: cancels(*move(h)) / 8
+    for name, move in MOVES.items()
+    if jax.eval_shape(move, jnp.zeros((ROWS, N)))[1].shape == (ROWS, N)
+}
+
 # Slow to compile or to run, so not inside of a loop.
 LOOPS = [name for name in BLOCKS if "scan" in name or "steps" in name]
 LOOPS += ["average_that_starts_from_data", "runge_kutta", "sampler", "inner_optimizer"]
 LOOPS += ["inner_adam", "cache", "recurrent", "lstm", "residual_stream"]
 LOOPS += ["scaled_residual_stream"]
+SLOW = (_in_scan, _in_small_steps, _in_vmap, _in_map, _in_map_of_remat)
 
 
 def random_program(seed: int) -> tuple[Program, str]:
     """A program, and what it is made of."""
     chosen = np.random.RandomState(seed)
-    names, parts, said = sorted(BLOCKS), [], []
+    names, parts, said = sorted(ALL_BLOCKS), [], []
     for _ in range(chosen.choice([1, 1, 2, 2, 3])):
         name = names[chosen.randint(len(names))]
         wrap = WRAPS[chosen.randint(len(WRAPS))]
-        if name in LOOPS and wrap in (_in_scan, _in_small_steps, _in_vmap):
+        if name in LOOPS and wrap in SLOW:
             wrap = _plain
         tame = sorted(TAMED)[chosen.randint(len(TAMED))]
-        inner = wrap(BLOCKS[name], int(chosen.randint(2, 6)))
+        inner = wrap(ALL_BLOCKS[name], int(chosen.randint(2, 6)))
         parts.append(lambda h, p, inner=inner, tame=TAMED[tame]: tame(inner(h, p)))
         said.append(f"{name} ({wrap.__name__[1:]}, {tame})")
     size = float(chosen.choice([0.3, 1.0, 3.0]))
