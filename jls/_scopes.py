@@ -24,18 +24,16 @@ DECISION = "jls_decision"
 SCALE = "jls_scale"
 CHECKED = "jls_checked"
 # What `jls.autocast` has rewritten, the products that its `keep` left as written, and
-# the outer ones: their derivatives have these scopes too. The roundings of operands and
-# results. Under a cast to float8 its products, and what it adds; those left in bfloat16
-# for their size, or for their kind.
+# the outer ones: their derivatives have these scopes too. Under a cast to float8 its
+# products, and what it adds; those left in bfloat16 for their size, or for their kind.
 AUTOCAST = "jls_autocast"
-ROUNDED = "jls_rounded"
 KEPT = "jls_kept"
 OUTER_PRODUCT = "jls_outer"
 FLOAT8 = "jls_float8"
 TOO_SMALL = "jls_too_small"
 NOT_IN_FLOAT8 = "jls_not_in_float8"
 
-_CASTS = {AUTOCAST, ROUNDED, KEPT, OUTER_PRODUCT, FLOAT8, TOO_SMALL, NOT_IN_FLOAT8}
+_CASTS = {AUTOCAST, KEPT, OUTER_PRODUCT, FLOAT8, TOO_SMALL, NOT_IN_FLOAT8}
 _WRAPPER = {UPDATE, GRADIENTS, NORM, LOSS, NEW, INNER, DECISION, SCALE, CHECKED}
 _ALL = frozenset({*_WRAPPER, *_CASTS})
 NONE = frozenset[str]()

@@ -23,7 +23,6 @@ from jax.custom_derivatives import SymbolicZero
 from jax.dtypes import float0
 
 from jls._program.jaxprs import Operation
-from jls._scopes import ROUNDED
 
 _STORED = "jls_stored"
 
@@ -58,15 +57,12 @@ _CHOICES = ("eq", "ge", "gt", "is_finite", "le", "lt", "ne")
 
 def narrow(array: Any, dtype: Any) -> Array:
     """Rounds a float32 array to half. Its cotangent is rounded as `wide` does."""
-    with jax.named_scope(ROUNDED):
-        return lax.convert_element_type(_rounded(array, dtype), dtype)
+    return lax.convert_element_type(_rounded(array, dtype), dtype)
 
 
 def wide(array: Array) -> Array:
     """The same numbers in float32. Its cotangent is rounded as `narrow` does."""
-    with jax.named_scope(ROUNDED):
-        array, dtype = lax.convert_element_type(array, jnp.float32), array.dtype
-        return _rounded(array, dtype)
+    return _rounded(lax.convert_element_type(array, jnp.float32), array.dtype)
 
 
 def _rounded(array: Any, dtype: Any) -> Array:

@@ -57,9 +57,10 @@ def run_wide(equation: Any, inputs: Sequence[Any]) -> list[Any]:
       equation: the operation.
       inputs: its operands, widened.
     """
-    atoms = [*equation.invars, *equation.outvars]
-    if not any(map(is_half_atom, atoms)):
+    if not rounds(equation):
         return bind(equation, inputs)
+    if equation.primitive.name == "reduce_precision":
+        return list(inputs)
     wide = _try_wide(equation, inputs)
     if wide is not None:
         return wide
@@ -68,6 +69,12 @@ def run_wide(equation: Any, inputs: Sequence[Any]) -> list[Any]:
         for atom, x in zip(equation.invars, inputs, strict=True)
     ]
     return list(map(widened, bind(equation, narrow)))
+
+
+def rounds(equation: Any) -> bool:
+    """Whether an operation has a narrow dtype, or rounds as if it had."""
+    is_narrow = any(map(is_half_atom, (*equation.invars, *equation.outvars)))
+    return is_narrow or equation.primitive.name == "reduce_precision"
 
 
 def _try_wide(equation: Any, inputs: Sequence[Any]) -> list[Any] | None:
@@ -128,7 +135,7 @@ def _run_both(site: Site, inputs: Sequence[Any]) -> list[Any]:
     pairs = [x for x in inputs if isinstance(x, Pair)]
     is_same = all(x.narrow is x.wide for x in pairs)
     is_once = has_side_effects(equation)
-    if is_once or (is_same and not any(map(is_half_atom, atoms))):
+    if is_once or (is_same and not rounds(equation)):
         others = list(map(widened, results))
     else:
         wide = [x.wide if isinstance(x, Pair) else x for x in inputs]

@@ -1138,7 +1138,7 @@ def a_loop_that_carries_it():
 
 @program
 def subnormal_operands():
-    """Of float16. To be rounded twice is to be rounded otherwise."""
-    sizes = np.array([6143, 6142, 10239, 4097, 2047, 2048, 2049, 12287, 14335])
-    x = jnp.asarray(np.stack([sizes, -sizes]) * 2.0**-36, jnp.float32)
+    """Of float16, of eleven bits: to which others are rounded before."""
+    sizes = np.array([3, 4, 5, 11, 12, 13, 1023, 2045, 2047])
+    x = jnp.asarray(np.stack([sizes, -sizes]) * 2.0**-27, jnp.float32)
     return Exact(lambda p: p["x"] @ (1024 * jnp.eye(9)), {"x": x}, (1, 3, 1))

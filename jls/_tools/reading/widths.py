@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jls._program.alone import Arithmetic, run_wide, widened
+from jls._program.alone import Arithmetic, rounds, run_wide, widened
 from jls._program.control import Site
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import bind, is_half_atom, is_inexact_atom
@@ -102,7 +102,7 @@ class Widths:
 
         def run(site: Site, operands: Sequence[Any]) -> list[Any]:
             equation = site.equation
-            if not any(map(is_half_atom, (*equation.invars, *equation.outvars))):
+            if not rounds(equation):
                 return bind(equation, operands)
             if _is_cast_product(site):
                 kept = is_wide[self.units.index(unit_of(site))]
@@ -148,10 +148,10 @@ def _may_be_of_either(equation: Any) -> bool:
     An autocast rounds where a product takes a value, so that is done there.
     """
     name = equation.primitive.name
-    return bool(primitive_of(equation).moves) or name in (_CAST, "add_any")
+    return bool(primitive_of(equation).moves) or name in (*_CASTS, "add_any")
 
 
-_CAST = "convert_element_type"
+_CASTS = ("convert_element_type", "reduce_precision")
 
 
 def _rounded(is_wide: Array, atoms: Sequence[Any], values: Sequence[Any]) -> list[Any]:
