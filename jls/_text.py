@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Formats states, scalers, numbers and paths on one line."""
 
+import difflib
 import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -98,6 +99,12 @@ def describe(value: Any) -> str:
     text = "" if isinstance(value, dict | list | tuple | set) else repr(value)
     # A longer text would hide the rest of the message.
     return f"{name} {text}" if 0 < len(text) <= 60 and "\n" not in text else name
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A question with the name that is nearly `name`; "" if none is."""
+    near = difflib.get_close_matches(name, list(names), 1)
+    return f"Did you mean {near[0]}?" if near else ""
 
 
 def format_number(value: Any) -> str:

@@ -82,8 +82,8 @@ def loss_scaled(
       inner: any optax transformation, or an object with `init` and `update` such as
         `optax.MultiSteps`. (`optax.lookahead` goes outside.) If its `update` takes
         extra arguments, it gets those of the wrapper's `update`, and as `grad` its
-        gradients, which line searches need. `value` and `grad` are left out if its
-        signature does not take them.
+        gradients, which line searches need. `value`, `loss` and `grad` are left out
+        if its signature does not take them.
       scaler: how the loss scale moves.
       axis_name: the axis or axes of `shard_map` or `pmap` over which all devices have
         to take the same decision. Only the decision is reduced, and with `spikes` the
@@ -106,10 +106,11 @@ def loss_scaled(
       A transformation with state `jls.types.LossScaledState`. Its `update` takes
       optax's extra argument `value`, the unscaled loss: if that is not finite (on any
       device of `axis_name`), the step is skipped and counted as a nonfinite loss, and
-      the loss scale stays, since no scale can cure it. It also takes
-      `partial_overflow`, a flag for gradients from which overflowing parts have been
-      left out: the step is applied, and the scale adjusts as after an overflow. Updates
-      come in the wider dtype of gradient and parameter, at least float32.
+      the loss scale stays, since no scale can cure it. `loss` is another name for
+      `value`, which trainers such as Levanter use. It also takes `partial_overflow`, a
+      flag for gradients from which overflowing parts have been left out: the step is
+      applied, and the scale adjusts as after an overflow. Updates come in the wider
+      dtype of gradient and parameter, at least float32.
       (`optax.apply_updates` turns subnormal parameters to 0 on a CPU whatever the
       update; `jls.select` does not.)
 
@@ -118,19 +119,19 @@ def loss_scaled(
         another type; at `update`, if `state` is not a state of this wrapper, or
         `value` not a floating-point number.
       ValueError: at `init`, if `inner` already contains a wrapper of jls, or an
-        `optax.lookahead`; at `update`, if `value` is no scalar, if `params` are the
-        gradients of `jls.value_and_grad`, if a gradient has another shape than its
-        parameter (an axis of examples in front is allowed),
-        if `state` was made by another inner optimizer, or with other `spikes`, or if
-        `inner`, `scaler` or `spikes` changes the structure or a shape of its state.
+        `optax.lookahead`; at `update`, if `value` is no scalar, or `value` and `loss`
+        are two numbers, if `params` are the gradients of `jls.value_and_grad`, if a
+        gradient has another shape than its parameter (an axis of examples in front is
+        allowed), if `state` was made by another inner optimizer, or with other
+        `spikes`, or if `inner`, `scaler` or `spikes` changes the structure or a shape
+        of its state.
 
     Warns:
       JlsWarning: at `init`, if a parameter is float16, or bfloat16 without a
-        `jls.bfloat16_params` inside; at `update`, when
-        traced, if it gets no `value` but an extra argument of nearly that name, or one
-        called `loss`, which `inner` does not use, or if it gets float16 gradients of
-        wider parameters; at `init`, if a `jls.params_ema` in a chain of `inner` is
-        followed by a transformation with arrays in its state.
+        `jls.bfloat16_params` inside; at `update`, when traced, if it gets float16
+        gradients of wider parameters, and once for each extra argument of another name
+        that `inner` does not compute with; at `init`, if a `jls.params_ema` in a chain
+        of `inner` is followed by a transformation with arrays in its state.
 
     Example:
       >>> optimizer = jls.loss_scaled(optax.sgd(1.0), jls.dynamic(1024.0))

@@ -60,7 +60,7 @@ from jls._train.linen import LinenAdapter
 from jls._train.nnx import NnxAdapter
 from jls._train.parts import Call, Parts
 from jls._train.plain import PlainAdapter
-from jls._train.unguarded import follow, unguarded
+from jls._train.unguarded import follow, moved_in_a_skip, unguarded
 from jls._tree import floats_of, is_array, select
 from jls._types import LossScaledState, SkipReason, StaticState, StepReport
 from jls._validate import is_real
@@ -286,8 +286,9 @@ def train_step(
     Raises:
       TypeError, ValueError: at once for a bad option; when the step is traced, if the
         optimizer was not made by jls, is inside an `optax.MultiSteps` (which would keep
-        a NaN for ever: put it inside), or has the wrapper around a part of it, so that
-        a skipped step would move the others, if `micro_batches` does not divide the
+        a NaN for ever: put it inside), has the wrapper around a part of it, so that a
+        skipped step would move the others, or weight decay, momentum or the like after
+        it, which would move parameters then, if `micro_batches` does not divide the
         batch, if `loss_fn` returns something else, if the arguments come in another
         order, if the parameters are `optax.LookaheadParams`, or if `shard_map` sums the
         gradients of a loss that each device has for itself.
@@ -450,6 +451,8 @@ def take_step(
     if past:
         made = follow(lambda *x: gradients_of(*x).grads, params, before, batch)
         _refuse_unguarded([name for name in past if name in made])
+    outside = moved_in_a_skip(optimizer, wrappers, grads, opt_state, params, **extra)
+    _refuse_outside(outside)
     new_params, new_opt_state, report, updates = apply_and_report(
         optimizer, grads, opt_state, params, extra, options.update_norm, wrappers
     )
@@ -477,6 +480,17 @@ def _refuse_unguarded(names: list[str]) -> None:
             "the optimizer must be wrapped whole, got a wrapper around a part of it: "
             f"a skipped step would move {listed(quoted(names))}. {WRAP_WHOLE} A part "
             "that must not move is optax.set_to_zero()."
+        )
+
+
+def _refuse_outside(names: list[str]) -> None:
+    """Raises if what is outside of the wrapper moves parameters in a skipped step."""
+    if names:
+        raise ValueError(
+            "what moves the parameters must be inside the wrapper, got weight decay, "
+            "momentum or the like outside of it: a step that is skipped would move "
+            f"{listed(quoted(names))}. Write jls.loss_scaled(optax.chain(inner, ...)), "
+            "with all of it in the chain."
         )
 
 

@@ -58,7 +58,7 @@ FAULTS = [
         "jls/_train/unguarded.py",
         "if names.issuperset(named_floats(params)[0]):",
         "if ():",
-        (f"{TRAIN}test_optimizer_that_is_wrapped_whole_is_traced_once",),
+        (f"{TRAIN}test_optimizer_around_a_wrapper_is_traced_once_more",),
     ),
     Fault(
         "what is read of an optimizer counts as a step",
