@@ -21,6 +21,7 @@ import optax
 
 from jls import _validate
 from jls._devices import AxisName, check_axis_name
+from jls._ema import ParamsEmaState
 from jls._mistakes import check_no_state, warn
 from jls._notes import note
 from jls._placement import own_buffers, place_on_all
@@ -34,9 +35,14 @@ from jls._state import (
     wrapper_name,
 )
 from jls._step import WrapperUpdate
-from jls._text import at, describe, first, path_name
-from jls._tree import is_inexact
-from jls._types import FIELDS, LossScaledState, LossScaler, SpikePolicy
+from jls._text import at, describe, first, naming_arguments, path_name
+from jls._tree import is_array, is_inexact
+from jls._types import (
+    FIELDS,
+    LossScaledState,
+    LossScaler,
+    SpikePolicy,
+)
 
 
 class _InitFn(Protocol):
@@ -57,6 +63,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     update: WrapperUpdate  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
+@naming_arguments(scale="scaler", loss_scale="scaler", policy="spikes")
 def loss_scaled(
     inner: optax.GradientTransformation | optax.MultiSteps,
     scaler: LossScaler = dynamic(),  # noqa: B008, a tuple of pure functions
@@ -163,6 +170,7 @@ def loss_scaled(
         note("wrapper", (update, params))
         with _foreign_leaf_named(params):
             inner_state = inner.init(params)
+        _warn_of_early_average(inner_state)
         nested = find(inner_state, is_wrapper_state)
         if nested:
             raise ValueError(
@@ -209,6 +217,7 @@ def loss_scaled(
     return LossScaledTransformation(init, update)
 
 
+@naming_arguments()
 def skip_nonfinite(
     inner: optax.GradientTransformation | optax.MultiSteps,
     *,
@@ -249,6 +258,24 @@ def skip_nonfinite(
         check_updates=check_updates,
         spikes=spikes,
     )
+
+
+def _warn_of_early_average(inner_state: Any) -> None:
+    """Warns of a `params_ema` in a chain that what comes after it does not see."""
+    chains = find(inner_state, lambda x: type(x) is tuple and any(map(_averages, x)))
+    for _, chain in chains:
+        first_one = list(map(_averages, chain)).index(True)
+        after = [x for x in chain[first_one:] if not _averages(x)]
+        if any(map(is_array, jax.tree.leaves(after))):
+            warn(
+                "jls.params_ema must come last in its chain, got one with something "
+                "after it: it averages the parameters plus what it is given, which are "
+                "no updates yet. Write optax.chain(inner, jls.params_ema(0.999))."
+            )
+
+
+def _averages(state: Any) -> bool:
+    return isinstance(state, ParamsEmaState)
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ from jls._program.jaxprs import varying_axes
 from jls._reduce import global_norm
 from jls._scale import differentiate
 from jls._step import FoundWrapper, find_wrappers
-from jls._text import describe, listed, quoted
+from jls._text import describe, listed, naming_arguments, quoted
 from jls._train.accumulate import (
     Accumulated,
     Accumulation,
@@ -164,6 +164,16 @@ def train_step(
     carried: Literal[True],
     **options: Unpack[Options],
 ) -> CarryingTrainStep: ...
+@naming_arguments(
+    dtype="compute_dtype",
+    param_dtype="compute_dtype",
+    accumulate="micro_batches",
+    accumulation_steps="micro_batches",
+    gradient_accumulation_steps="micro_batches",
+    carries="carried",
+    rate="learning_rate",
+    lr="learning_rate",
+)
 def train_step(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation | None = None,

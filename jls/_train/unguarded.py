@@ -47,13 +47,7 @@ def unguarded(
     if names.issuperset(named_floats(params)[0]):
         return []  # without the time to trace the optimizer once more
 
-    update_fn = optax.with_extra_args_support(optimizer).update
-
-    def update(grads):
-        with noted("update", apart=True):  # they are of this trace
-            return update_fn(grads, state, params, **extra)[0]
-
-    return follow(update, grads)
+    return follow(_update(optimizer, state, params, extra), grads)
 
 
 def moved_in_a_skip(
@@ -70,18 +64,10 @@ def moved_in_a_skip(
     """
     if wrapper_of(optimizer):
         return []  # there is nothing outside
-    update_fn = optax.with_extra_args_support(optimizer).update
-
-    def update(grads):
-        with noted("update", apart=True):
-            return update_fn(grads, state, params, **extra)[0]
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", JlsWarning)  # given where the step is taken
-            program, results = jax.make_jaxpr(update, return_shape=True)(grads)
-    except Exception:  # it is raised where the step is taken
+    traced = _trace(_update(optimizer, state, params, extra), grads)
+    if traced is None:
         return []
+    program, results = traced
     names = {name for wrapper in wrappers() for name in wrapper.names}
     are_zero = walk(program, [False] * len(program.in_avals), _Zero())
     paths, _ = jax.tree_util.tree_flatten_with_path(results)
@@ -96,17 +82,41 @@ def follow(fun: Callable[..., Any], *args: Any) -> list[str]:
     Not past a wrapper: what that returns holds no inf or NaN. None where `fun` cannot
     be traced, which raises where the step is taken.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", JlsWarning)  # given where the step is taken
-            program, results = jax.make_jaxpr(fun, return_shape=True)(*args)
-    except Exception:
+    traced = _trace(fun, *args)
+    if traced is None:
         return []
+    program, results = traced
     inputs = list(map(is_inexact_atom, program.in_avals))
     are_data = walk(program, inputs, _Data())
     paths, _ = jax.tree_util.tree_flatten_with_path(results)
     pairs = zip(paths, are_data, strict=True)
     return [path_name(path) for (path, _), is_data in pairs if is_data]
+
+
+def _update(
+    optimizer: Any, state: Any, params: Any, extra: dict[str, Any]
+) -> Callable[[Any], Any]:
+    """The updates of an optimizer as a function of the gradients."""
+    update_fn = optax.with_extra_args_support(optimizer).update
+
+    def update(grads):
+        with noted("update", apart=True):  # they are of this trace
+            return update_fn(grads, state, params, **extra)[0]
+
+    return update
+
+
+def _trace(fun: Callable[..., Any], *args: Any) -> tuple[Any, Any] | None:
+    """The program of a function, and its results; None if it cannot be traced.
+
+    It is raised where the step is taken.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", JlsWarning)  # given where the step is taken
+            return jax.make_jaxpr(fun, return_shape=True)(*args)
+    except Exception:
+        return None
 
 
 class _Zero(Question[bool]):

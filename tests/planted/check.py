@@ -304,8 +304,8 @@ READING = [
     Fault(
         "scale leaks: not found in the loss",
         "jls/_tools/check/proofs.py",
-        '_read_leaks(losses, "the loss", findings)',
-        '_read_leaks(losses[1:], "the loss", findings)',
+        '_read_leaks(losses, "the loss", given, findings)',
+        '_read_leaks(losses[1:], "the loss", given, findings)',
         (f"{GRADIENTS}[the scaled loss told]",),
     ),
     Fault(

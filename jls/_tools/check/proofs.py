@@ -398,7 +398,7 @@ def _note_added_twice(reading: Reading, findings: Findings) -> None:
     added = reading.flow.added
     for site, other, update in added.values():
         before = added.get(other.site.indices) if other.site else None
-        if before is None or other.site.indices == site.indices:
+        if before is None or before[0].indices == site.indices:
             continue
         _, _, first = before
         if first.site and update.site and first.site.indices == update.site.indices:
@@ -519,8 +519,9 @@ def _number_set(subject: Subject, scale: Scale, field: str) -> float | None:
         return None
     now, skipped = (x.known for x in subject.results[at])
     is_moved = at in [reading.traced.inputs[n] for n in reading.flow.replaced]
-    is_set = isinstance(now, Number) and now == skipped
-    return float(now.value) if is_set and is_moved else None
+    if isinstance(now, Number) and now == skipped and is_moved:
+        return float(now.value)
+    return None
 
 
 # A skipped step may change two kinds of leaves: those with added noise, and running
