@@ -14,9 +14,9 @@ It runs float32 programs in half precision, skips bad steps, and says why.
 #   _step _scale _ema _bfloat16 _autocast _tools.reading
 #   _metrics _mistakes _train_state presets
 #   _state _spikes
-#   _scalers _reduce _rollback _placement
-#   _types _validate _tree _rollback_cpu _scopes _devices _later _tools.figure
-#   _text _nnx _notes _program _elsewhere _tools
+#   _scalers _reduce _rollback _placement _later
+#   _types _validate _tree _rollback_cpu _scopes _devices _elsewhere _tools.figure
+#   _text _nnx _notes _program _tools
 
 # isort: off
 import typing as _typing

@@ -3,10 +3,12 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jls._program.jaxprs import to_varying, varying_axes
+from jls._text import describe
 
 AxisName = str | tuple[str, ...] | None
 
@@ -17,8 +19,11 @@ def check_axis_name(axis_name: Any) -> tuple[str, ...]:
         return ()
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not all(isinstance(name, str) for name in names):
+        is_tree = any(hasattr(x, "dtype") for x in jax.tree.leaves(axis_name))
+        write = " Of two trees write jls.all_finite((loss, grads))." if is_tree else ""
         raise TypeError(
-            f"axis_name must be a str, a tuple of str or None, got {axis_name!r}."
+            "axis_name must be a str, a tuple of str or None, got "
+            f"{describe(axis_name)}.{write}"
         )
     return names
 

@@ -7,6 +7,8 @@ loss scales, policies and casts, and of what is called like them elsewhere.
 
 import sys
 
+from jls._text import nearest
+
 _AUTOCAST = (
     "jls.autocast(loss_fn, jnp.float16) makes a function that computes in half "
     "precision, and so does jls.train_step(..., compute_dtype=jnp.float16)"
@@ -27,10 +29,19 @@ _HERE = {
 }
 
 
+# In jls.presets, what has another name there.
+_MEANT = {
+    "pytorch": "Did you mean torch?",
+    "gradscaler": "Did you mean torch?",
+    "dynamicscale": "Did you mean flax?",
+}
+
+
 def attribute_error(module: str, name: str) -> AttributeError:
     """The error for a name that `module` does not have."""
     message = f"module {module!r} has no attribute {name!r}"
     write = [x for word, x in _HERE.items() if word in name.lower()]
     if module == "jls" and write:
         return AttributeError(f"{message}: {write[0]}.")
-    return AttributeError(message, name=name, obj=sys.modules[module])
+    meant = _MEANT.get(name.lower()) or nearest(name, dir(sys.modules[module]))
+    return AttributeError(f"{message}. {meant}" if meant else message)

@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -303,6 +303,40 @@ def warn_of_narrowed(grads: list[Any], params: list[Any] | None) -> None:
             "Pass the float32 gradients of jls.value_and_grad as they are; cast after "
             "the update, and average over devices in float32."
         )
+
+
+def called_by(library: str) -> bool:
+    """Whether the function that asks was called by a function of a library."""
+    return _package(sys._getframe(2).f_globals.get("__name__")) == library
+
+
+def is_of_optax(update: Callable[..., Any]) -> bool:
+    """Whether a transformation is of optax or of jls, such as a chain."""
+    return _package(getattr(update, "__module__", None)) in ("optax", "jls")
+
+
+def _package(module: str | None) -> str:
+    return (module or "").split(".")[0]
+
+
+def value_among(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The loss among the extra arguments of `update`: `value`, or else `loss`.
+
+    Levanter and MaxText call it `loss`.
+    """
+    value, loss = extra.get("value"), extra.get("loss")
+    if loss is None:
+        return {}
+    if value is None:
+        return {"value": loss}
+    are_known = not any(isinstance(x, Tracer) for x in (value, loss))
+    is_same = value is loss or (are_known and np.array_equal(value, loss, True))
+    if not is_same:
+        raise ValueError(
+            "value and loss are two names for the true loss, got both, and not the "
+            f"same: {describe(value)} and {describe(loss)}. Pass one of them."
+        )
+    return {}
 
 
 def check_value(value: Any) -> None:

@@ -38,10 +38,15 @@ from jax.core import Tracer
 from jls import _scopes
 from jls._devices import AxisName, agree, agree_on_max
 from jls._mistakes import (
+    called_by,
     check_no_state,
     check_shapes,
     check_value,
     foreign_state_named,
+    is_of_optax,
+    is_read,
+    value_among,
+    warn,
     warn_of_narrowed,
 )
 from jls._notes import note, noted
@@ -69,7 +74,7 @@ from jls._state import (
     wrapper_name,
     wrapper_state_in,
 )
-from jls._text import an, describe
+from jls._text import an, describe, nearest
 from jls._tree import (
     Remainder,
     as_flag,
@@ -131,6 +136,11 @@ class WrapperUpdate:
         return jax.eval_shape(self.spikes.init) if self.spikes else ()
 
     @functools.cached_property
+    def names(self) -> set[str]:
+        """The names of the extra arguments that have been looked at."""
+        return set()
+
+    @functools.cached_property
     def sums_of_squares(self) -> dict[Any, SumOfSquares | None]:
         """For eager steps the sum in the inner optimizer, by the types of its inputs.
 
@@ -155,6 +165,7 @@ class WrapperUpdate:
             )
         with jax.named_scope(_scopes.UPDATE):
             step = _take_apart(self, updates, state, params, extra)
+            _warn_of_unread(step, is_inside=called_by("optax"))
             updates, state, _ = _attempt(step, lambda updates: updates, step.no_updates)
         note("update", Update(params, state))
         return updates, state
@@ -174,6 +185,7 @@ class WrapperUpdate:
 
         with jax.named_scope(_scopes.UPDATE):
             step = _take_apart(self, grads, state, params, extra)
+            _warn_of_unread(step)
             skipped_result = params, step.no_updates if keeps_updates else None
             result, state, norm = _attempt(
                 step, apply_fn, skipped_result, reports_norm=True
@@ -361,6 +373,7 @@ def _take_apart(
     check_no_state(params)
     partial_overflow = extra.pop("partial_overflow", False)
     partial_overflow = as_flag("partial_overflow", partial_overflow)
+    extra |= value_among(extra)
     check_value(extra.get("value"))
     floats, remainder = partition(updates)
     _check_count(len(floats), state)
@@ -380,6 +393,43 @@ def _take_apart(
         no_updates=_no_updates(grads, remainder, params),
         integers=_integer_paths(updates, remainder),
     )
+
+
+def _warn_of_unread(step: _Step, is_inside: bool = False) -> None:
+    """Warns once of an extra argument that the inner optimizer does not compute with.
+
+    Args:
+      step: the step.
+      is_inside: whether what is around the wrapper may take it.
+    """
+    inner, known = step.wrapper.inner, step.wrapper.names
+    if not is_of_optax(inner.update):
+        return  # it may look at an argument without computing with it
+    for name in step.extra.keys() - known - {"value", "loss", "grad"}:
+        known.add(name)
+
+        def update(given, name=name):
+            grads = combine(step.grads, step.remainder)
+            extra = {**step.extra, name: given}
+            new = inner.update(grads, step.state.inner_state, step.params, **extra)
+            return list(filter(is_array, jax.tree.leaves(new)))
+
+        meant = nearest(name, ("value", "partial_overflow"))
+        if is_inside and not meant:
+            continue
+        try:
+            given = jnp.asarray(step.extra[name])
+            is_taken = is_read(update, given)
+        except Exception:  # no array, or the optimizer wants it as it is
+            continue
+        if not is_taken:
+            warn(
+                f"update got {name}=, which neither jls nor the inner optimizer takes: "
+                f"it is left out. {meant or _EXTRA}"
+            )
+
+
+_EXTRA = "The loss goes in as value=; leave out what nothing takes."
 
 
 def _attempt(

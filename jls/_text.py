@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Formats states, scalers, numbers and paths on one line."""
 
+import difflib
+import functools
+import inspect
 import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.core import Tracer
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def path_name(path: Sequence[Any]) -> str:
@@ -98,6 +103,65 @@ def describe(value: Any) -> str:
     text = "" if isinstance(value, dict | list | tuple | set) else repr(value)
     # A longer text would hide the rest of the message.
     return f"{name} {text}" if 0 < len(text) <= 60 and "\n" not in text else name
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A question with the name that is nearly `name`; "" if none is."""
+    near = difflib.get_close_matches(name, list(names), 1)
+    return f"Did you mean {near[0]}?" if near else ""
+
+
+def naming_arguments(**meant: str) -> Callable[[FunctionT], FunctionT]:
+    """A decorator: an unknown keyword argument is an error with the name here.
+
+    Args:
+      **meant: the argument that one of another name is, where no name is near.
+    """
+
+    def decorate(function: Any) -> Any:
+        names = inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for name in kwargs.keys() - names:
+                near = [meant[name]] if name in meant else []
+                near = near or difflib.get_close_matches(name, list(names), 1)
+                question = f"Did you mean {near[0]}=? " if near else ""
+                raise TypeError(
+                    f"{function.__name__} takes no argument {name}=. {question}It "
+                    f"takes {', '.join(names)}."
+                )
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def no_field(self: Any, name: str) -> Any:
+    """The `__getattr__` of a record: an error with what `name` is called here.
+
+    Python adds a name that is nearly the same where it prints the error.
+    """
+    kind = type(self).__name__
+    message = f"{kind!r} object has no attribute {name!r}"
+    if (kind, name) in _FIELDS_ELSEWHERE:
+        raise AttributeError(f"{message}. {_FIELDS_ELSEWHERE[kind, name]}")
+    raise AttributeError(message, name=name, obj=self)
+
+
+# What other libraries, or other records of jls, call a field.
+_FIELDS_ELSEWHERE = {
+    ("StepReport", "grad_norm"): "Did you mean global_norm?",
+    ("StepReport", "lr"): "Did you mean learning_rate?",
+    ("StepReport", "scale"): "Did you mean loss_scale?",
+    ("StepReport", "applied"): "Did you mean ~report.skipped?",
+    ("LossScaledState", "loss_scale"): "Write jls.loss_scale(opt_state).",
+    ("LossScaledState", "scale"): "Write jls.loss_scale(opt_state).",
+    ("LossScaledState", "skipped"): "Did you mean ~opt_state.applied, or skips?",
+    ("LossScaledState", "count"): "Write optax.tree.get(opt_state, 'count').",
+    ("ScalerState", "scale"): "Did you mean loss_scale?",
+}
 
 
 def format_number(value: Any) -> str:

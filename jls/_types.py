@@ -22,7 +22,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax import export as jax_export
 
-from jls._text import format_numbers, format_record, format_rule, format_state
+from jls._text import (
+    format_numbers,
+    format_record,
+    format_rule,
+    format_state,
+    no_field,
+)
 
 TypeT = TypeVar("TypeT", bound=type)
 StateT = TypeVar("StateT")
@@ -75,6 +81,9 @@ class ScalerState(NamedTuple):
       >>> jls.dynamic(2.0**10).init()
       ScalerState(loss_scale=1024, finite_count=0, nonfinite_count=0)
     """
+
+    if not TYPE_CHECKING:  # which knows the fields
+        __getattr__ = no_field
 
     loss_scale: Array  # f32[]
     finite_count: Array  # i32[]  consecutive finite steps since the scale last changed
@@ -353,6 +362,9 @@ class LossScaledState(NamedTuple):
       Array(0, dtype=int32)
     """
 
+    if not TYPE_CHECKING:  # which knows the fields
+        __getattr__ = no_field
+
     # The wrapped optimizer's state.
     inner_state: Any
     # The scaler's state.
@@ -442,6 +454,9 @@ class StepReport(NamedTuple):
        'size', 'dropped', 'aux', 'skip_reason', 'limit_loss', 'limit_norm',
        'update_norm', 'scale_moves')
     """
+
+    if not TYPE_CHECKING:  # which knows the fields
+        __getattr__ = no_field
 
     loss: Any  # f32[] or wider, the unscaled loss, also of a skipped step; or None
     skipped: Array  # bool[]  whether the step was skipped

@@ -2,6 +2,7 @@
 """Checks of arguments. Values inside arrays are not checked; they may be traced."""
 
 import contextlib
+import functools
 import inspect
 import itertools
 import math
@@ -223,7 +224,7 @@ def transformation(inner: Any, order: str) -> optax.GradientTransformationExtraA
 
 
 def _without_what_it_does_not_take(update: Callable[..., Any]) -> Callable[..., Any]:
-    """`update`, given `value` and `grad` only if its signature has them.
+    """`update`, given `value`, `loss` and `grad` only if its signature has them.
 
     These come without being asked for; any other name that it does not know is an
     error.
@@ -234,8 +235,9 @@ def _without_what_it_does_not_take(update: Callable[..., Any]) -> Callable[..., 
         parameters = {}
     if any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
         return update
-    unknown = {"value", "grad"} - parameters.keys()
+    unknown = {"value", "loss", "grad"} - parameters.keys()
 
+    @functools.wraps(update)
     def update_with_extra(updates, state, params=None, **extra):
         taken = {name: x for name, x in extra.items() if name not in unknown}
         return update(updates, state, params, **taken)

@@ -21,6 +21,7 @@ import optax
 
 from jls import _validate
 from jls._devices import AxisName, check_axis_name
+from jls._ema import ParamsEmaState
 from jls._mistakes import check_no_state, warn
 from jls._notes import note
 from jls._placement import own_buffers, place_on_all
@@ -34,9 +35,14 @@ from jls._state import (
     wrapper_name,
 )
 from jls._step import WrapperUpdate
-from jls._text import at, describe, first, path_name
-from jls._tree import is_inexact
-from jls._types import FIELDS, LossScaledState, LossScaler, SpikePolicy
+from jls._text import at, describe, first, naming_arguments, path_name
+from jls._tree import is_array, is_inexact
+from jls._types import (
+    FIELDS,
+    LossScaledState,
+    LossScaler,
+    SpikePolicy,
+)
 
 
 class _InitFn(Protocol):
@@ -57,6 +63,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     update: WrapperUpdate  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
+@naming_arguments(scale="scaler", loss_scale="scaler", policy="spikes")
 def loss_scaled(
     inner: optax.GradientTransformation | optax.MultiSteps,
     scaler: LossScaler = dynamic(),  # noqa: B008, a tuple of pure functions
@@ -82,8 +89,8 @@ def loss_scaled(
       inner: any optax transformation, or an object with `init` and `update` such as
         `optax.MultiSteps`. (`optax.lookahead` goes outside.) If its `update` takes
         extra arguments, it gets those of the wrapper's `update`, and as `grad` its
-        gradients, which line searches need. `value` and `grad` are left out if its
-        signature does not take them.
+        gradients, which line searches need. `value`, `loss` and `grad` are left out
+        if its signature does not take them.
       scaler: how the loss scale moves.
       axis_name: the axis or axes of `shard_map` or `pmap` over which all devices have
         to take the same decision. Only the decision is reduced, and with `spikes` the
@@ -106,10 +113,11 @@ def loss_scaled(
       A transformation with state `jls.types.LossScaledState`. Its `update` takes
       optax's extra argument `value`, the unscaled loss: if that is not finite (on any
       device of `axis_name`), the step is skipped and counted as a nonfinite loss, and
-      the loss scale stays, since no scale can cure it. It also takes
-      `partial_overflow`, a flag for gradients from which overflowing parts have been
-      left out: the step is applied, and the scale adjusts as after an overflow. Updates
-      come in the wider dtype of gradient and parameter, at least float32.
+      the loss scale stays, since no scale can cure it. `loss` is another name for
+      `value`, which trainers such as Levanter use. It also takes `partial_overflow`, a
+      flag for gradients from which overflowing parts have been left out: the step is
+      applied, and the scale adjusts as after an overflow. Updates come in the wider
+      dtype of gradient and parameter, at least float32.
       (`optax.apply_updates` turns subnormal parameters to 0 on a CPU whatever the
       update; `jls.select` does not.)
 
@@ -118,19 +126,19 @@ def loss_scaled(
         another type; at `update`, if `state` is not a state of this wrapper, or
         `value` not a floating-point number.
       ValueError: at `init`, if `inner` already contains a wrapper of jls, or an
-        `optax.lookahead`; at `update`, if `value` is no scalar, if `params` are the
-        gradients of `jls.value_and_grad`, if a gradient has another shape than its
-        parameter (an axis of examples in front is allowed),
-        if `state` was made by another inner optimizer, or with other `spikes`, or if
-        `inner`, `scaler` or `spikes` changes the structure or a shape of its state.
+        `optax.lookahead`; at `update`, if `value` is no scalar, or `value` and `loss`
+        are two numbers, if `params` are the gradients of `jls.value_and_grad`, if a
+        gradient has another shape than its parameter (an axis of examples in front is
+        allowed), if `state` was made by another inner optimizer, or with other
+        `spikes`, or if `inner`, `scaler` or `spikes` changes the structure or a shape
+        of its state.
 
     Warns:
       JlsWarning: at `init`, if a parameter is float16, or bfloat16 without a
-        `jls.bfloat16_params` inside; at `update`, when
-        traced, if it gets no `value` but an extra argument of nearly that name, or one
-        called `loss`, which `inner` does not use, or if it gets float16 gradients of
-        wider parameters; at `init`, if a `jls.params_ema` in a chain of `inner` is
-        followed by a transformation with arrays in its state.
+        `jls.bfloat16_params` inside; at `update`, when traced, if it gets float16
+        gradients of wider parameters, and once for each extra argument of another name
+        that `inner` does not compute with; at `init`, if a `jls.params_ema` in a chain
+        of `inner` is followed by a transformation with arrays in its state.
 
     Example:
       >>> optimizer = jls.loss_scaled(optax.sgd(1.0), jls.dynamic(1024.0))
@@ -162,6 +170,7 @@ def loss_scaled(
         note("wrapper", (update, params))
         with _foreign_leaf_named(params):
             inner_state = inner.init(params)
+        _warn_of_early_average(inner_state)
         nested = find(inner_state, is_wrapper_state)
         if nested:
             raise ValueError(
@@ -208,6 +217,7 @@ def loss_scaled(
     return LossScaledTransformation(init, update)
 
 
+@naming_arguments()
 def skip_nonfinite(
     inner: optax.GradientTransformation | optax.MultiSteps,
     *,
@@ -248,6 +258,24 @@ def skip_nonfinite(
         check_updates=check_updates,
         spikes=spikes,
     )
+
+
+def _warn_of_early_average(inner_state: Any) -> None:
+    """Warns of a `params_ema` in a chain that what comes after it does not see."""
+    chains = find(inner_state, lambda x: type(x) is tuple and any(map(_averages, x)))
+    for _, chain in chains:
+        first_one = list(map(_averages, chain)).index(True)
+        after = [x for x in chain[first_one:] if not _averages(x)]
+        if any(map(is_array, jax.tree.leaves(after))):
+            warn(
+                "jls.params_ema must come last in its chain, got one with something "
+                "after it: it averages the parameters plus what it is given, which are "
+                "no updates yet. Write optax.chain(inner, jls.params_ema(0.999))."
+            )
+
+
+def _averages(state: Any) -> bool:
+    return isinstance(state, ParamsEmaState)
 
 
 @contextlib.contextmanager

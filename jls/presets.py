@@ -34,7 +34,7 @@ from jax import Array
 from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
-from jls import _spikes, _validate
+from jls import _elsewhere, _spikes, _validate
 from jls._scalers.adaptive import adaptive_adjust, adaptive_init
 from jls._scalers.dynamic import dynamic
 from jls._scalers.hysteresis import hysteresis as hysteresis_scaler
@@ -63,6 +63,10 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def __getattr__(name: str) -> Any:
+    raise _elsewhere.attribute_error(__name__, name)
 
 
 def _like(
@@ -493,7 +497,9 @@ def megatron(
 
 
 def _deepspeed_init(init_scale: ArrayLike) -> ScalerState:
-    return start_at(init_scale)._replace(finite_count=jnp.full((), -1, jnp.int32))
+    return start_at(init_scale=init_scale)._replace(
+        finite_count=jnp.full((), -1, jnp.int32)
+    )
 
 
 def _deepspeed_adjust(

@@ -1,6 +1,8 @@
 """Mistakes that are told while a step is traced. Right programs hear nothing."""
 
+import copy
 import functools
+import pickle
 import warnings
 
 import equinox as eqx
@@ -874,3 +876,85 @@ GRADIENTS = {
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_that_are_as_narrow_as_they_may_be(name):
     assert warned(GRADIENTS[name]) == []
+
+
+# Names that other libraries have, or that are nearly right.
+
+REPORT = jls.types.StepReport(*[None] * len(jls.types.StepReport._fields))
+
+
+@pytest.mark.parametrize(
+    ("ask", "error", "answer"),
+    [
+        (lambda: REPORT.grad_norm, AttributeError, "Did you mean global_norm?"),
+        (lambda: REPORT.lr, AttributeError, "Did you mean learning_rate?"),
+        (lambda: REPORT.other, AttributeError, "no attribute 'other'$"),
+        (
+            lambda: jls.skip_nonfinite(optax.sgd(0.1)).init(jnp.ones(2)).loss_scale,
+            AttributeError,
+            r"Write jls.loss_scale\(opt_state\)\.",
+        ),
+        (lambda: jls.dynamic().init().scale, AttributeError, "Did you mean loss_scale"),
+        (lambda: jls.presets.pytorch, AttributeError, "Did you mean torch?"),
+        (lambda: jls.skip_non_finite, AttributeError, "Did you mean skip_nonfinite?"),
+        (
+            lambda: jls.train_step(abs, dtype=jnp.float16),
+            TypeError,
+            r"train_step takes no argument dtype=\. Did you mean compute_dtype=\?",
+        ),
+        (
+            lambda: jls.train_step(abs, microbatches=2),
+            TypeError,
+            r"Did you mean micro_batches=\? It takes loss_fn, optimizer, has_aux",
+        ),
+        (lambda: jls.dynamic(scale=2.0), TypeError, "Did you mean init_scale=?"),
+        (
+            lambda: jls.loss_scaled(optax.sgd(0.1), zzz=1),
+            TypeError,
+            r"takes no argument zzz=\. It takes inner, scaler",
+        ),
+        (
+            lambda: jls.all_finite(jnp.float32(1.0), {"w": jnp.ones(9)}),
+            TypeError,
+            r"got dict\. Of two trees write jls.all_finite\(\(loss, grads\)\)\.",
+        ),
+        (
+            lambda: jls.dynamic().init(jnp.ones(2)),
+            TypeError,
+            r"scaler\.init takes no arguments",
+        ),
+        (
+            lambda: jax.jit(lambda x: jls.check_step(lambda x: x, x))(jnp.ones(2)),
+            ValueError,
+            r"x must be concrete, .* call jls\.check_step outside jit",
+        ),
+    ],
+)
+def test_a_name_of_another_library_is_answered(ask, error, answer):
+    with pytest.raises(error, match=answer):
+        ask()
+
+
+def test_a_record_is_asked_for_what_it_has_not_as_any_other():
+    assert not hasattr(REPORT, "grad_norm")
+    assert getattr(REPORT, "__jax_array__", None) is None
+    assert copy.deepcopy(REPORT) == pickle.loads(pickle.dumps(REPORT)) == REPORT
+
+
+AFTER = {
+    "adam": (optax.adam(0.1), True),
+    "a schedule": (optax.scale_by_schedule(lambda count: 0.1), True),
+    "another average": (jls.params_ema(0.9), False),
+    "a clip": (optax.clip(1.0), False),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_an_average_that_is_not_last_is_warned_of(name):
+    after, is_wrong = AFTER[name]
+    inner = optax.chain(optax.chain(jls.params_ema(0.9), after))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jls.loss_scaled(inner).init(jnp.ones(2))
+    found = ["jls.params_ema must come last" in str(x.message) for x in caught]
+    assert found == [True] * is_wrong

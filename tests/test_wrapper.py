@@ -58,6 +58,91 @@ def test_extra_arguments_are_dropped_for_an_inner_without():
     assert state.applied
 
 
+def update(optimizer, **extra):
+    params = jnp.ones(2)
+    state = optimizer.init(params)
+    return optimizer.update(params, state, params, **extra)[1]
+
+
+def test_the_loss_may_be_called_loss(jit_or_eager):
+    """Levanter and MaxText call it so."""
+
+    @jit_or_eager
+    def skips(loss):
+        optimizer = optax.chain(jls.skip_nonfinite(optax.sgd(0.1)))
+        return update(optimizer, loss=loss)[0].nonfinite_losses
+
+    assert skips(jnp.float32(jnp.nan)) == 1
+    assert skips(jnp.float32(1.0)) == 0
+
+
+def test_a_report_has_the_loss_that_is_called_loss():
+    optimizer, params = jls.skip_nonfinite(optax.sgd(0.1)), jnp.ones(2)
+    state = optimizer.init(params)
+    loss = jnp.float32(jnp.nan)
+    *_, report = jls.apply_gradients(optimizer, params, state, params, loss=loss)
+    assert report.skip_reason == jls.types.SkipReason.LOSS
+    assert report.loss is loss
+
+
+def test_two_different_losses_are_an_error(jit_or_eager):
+    def run(loss, value):
+        return update(jls.skip_nonfinite(optax.sgd(0.1)), loss=loss, value=value)
+
+    with pytest.raises(ValueError, match="value and loss are two names for the true"):
+        jit_or_eager(run)(jnp.float32(1.0), jnp.float32(2.0))
+    nan = jnp.float32(jnp.nan)
+    assert run(nan, nan).nonfinite_losses == 1
+    assert jax.jit(lambda x: run(x, x))(nan).nonfinite_losses == 1
+    assert run(None, nan).nonfinite_losses == run(nan, None).nonfinite_losses == 1
+
+
+def test_an_object_that_names_its_arguments_does_not_get_the_loss_as_loss():
+    class Inner:
+        def init(self, params):
+            return ()
+
+        def update(self, updates, state, params=None, *, value):
+            return updates * value, state
+
+    optimizer, params = jls.skip_nonfinite(Inner()), jnp.ones(2)
+    updates, _ = optimizer.update(params, optimizer.init(params), loss=jnp.float32(3))
+    np.testing.assert_array_equal(updates, 3.0)
+
+
+def test_an_extra_argument_that_nothing_takes_is_named_once(jit_or_eager):
+    optimizer = jls.skip_nonfinite(optax.sgd(0.1, momentum=0.9))
+
+    def run(x, **more):
+        return update(optimizer, valeu=x, other=x, **more)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jit_or_eager(run)(jnp.float32(1.0))
+        jit_or_eager(lambda x: run(x, marker="text"))(jnp.float32(2.0))
+    found = sorted(str(x.message) for x in caught)
+    assert [x.category for x in caught] == [jls.JlsWarning] * 2
+    assert "other=, which neither jls nor the inner optimizer takes" in found[0]
+    assert "valeu=, which neither" in found[1]
+    assert "Did you mean value?" in found[1]
+
+
+def test_an_extra_argument_that_something_takes_is_not_named(jit_or_eager):
+    """By the inner optimizer, or perhaps by what stands beside the wrapper."""
+
+    def scaled(updates, state, params=None, *, by, **extra):
+        return updates * by, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: (), scaled)
+
+    def run(x):
+        update(jls.skip_nonfinite(inner), by=x)
+        beside = optax.chain(jls.skip_nonfinite(optax.sgd(0.1)), inner)
+        return update(beside, by=x)
+
+    jit_or_eager(run)(jnp.float32(2.0))  # warnings are errors
+
+
 def test_chain_passes_the_loss_down_to_the_wrapper():
     optimizer = optax.chain(scaled(optax.sgd(0.5)), optax.scale(2.0))
     _, state = steps(optimizer, [GOOD], value=jnp.float32(jnp.nan))

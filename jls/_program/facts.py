@@ -9,7 +9,8 @@ follows     the inputs, and the gradients given to a wrapper, from which it is
             computed element by element, as parameters are from updates
 through     the parts of the program in which it is computed: updates, backward passes
 holds       the inputs whose elements it holds, moved at most
-history     what became of it since a scale was divided out of it
+history     what became of it since a scale was divided out of it, or a backward pass
+            made it that has none
 multiple    the loss or the derivative that it is a multiple of, in `shard_map`
 """
 
@@ -137,7 +138,7 @@ class Value:
     cleaned: Where = None  # where an inf in it may have been lost
     scaled: Where = None  # what made it, if an inf was lost while it was scaled
     # For gradients:
-    unscaled: Where = None  # where the scale was divided out of it
+    unscaled: Where = None  # where the scale was divided out of it, or what made it
     # The factor it was multiplied by since.
     gain: Annotated[float, Fact(max, lambda gain: None)] = 1.0
     narrowed: Annotated[Cast | None, _FIRST] = None  # where it became float16 since

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules for what becomes of a value since a scale was divided out of it.
+"""The rules for what becomes of a gradient since it was made.
 
-An inf may be lost on the way, small numbers in a cast to a narrow dtype.
+It is made where a scale is divided out of it, or by a backward pass that no scale goes
+through. An inf may be lost on the way, small numbers in a cast to a narrow dtype.
 """
 
 from collections.abc import Sequence
@@ -32,8 +33,12 @@ def with_history(op: Operation, value: Value, by_scale: bool) -> Value:
         is_narrow = is_narrower(op.aval.dtype, np.float32)
         narrowed = Cast(op.site, 1.0) if is_narrow and by_scale else None
         return value.but(unscaled=op.site, narrowed=narrowed)
+    if is_scaled(value):
+        return value
+    if is_transposed(op.site):
+        return value.but(unscaled=op.site)
     gradients = [x for x in op.operands if x.unscaled]
-    if is_scaled(value) or not gradients:
+    if not gradients:
         return value
     return value.but(
         unscaled=gradients[0].unscaled,

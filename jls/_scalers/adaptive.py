@@ -52,7 +52,7 @@ class AdaptiveState(NamedTuple):
 
 def adaptive_init(init_scale: ArrayLike, init_rung: ArrayLike) -> AdaptiveState:
     return AdaptiveState(
-        *start_at(init_scale),
+        *start_at(init_scale=init_scale),
         growth_count=jnp.zeros((), jnp.int32),
         rung=jnp.array(init_rung, jnp.int32),
     )

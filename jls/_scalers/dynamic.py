@@ -39,6 +39,7 @@ from jls._scalers.rule import (
     start_at,
     switch,
 )
+from jls._text import naming_arguments
 from jls._tree import as_flag
 from jls._types import LossScaler, ScalerState
 
@@ -65,6 +66,14 @@ def dynamic_adjust(
     )
 
 
+@naming_arguments(
+    initial_scale="init_scale",
+    scale="init_scale",
+    loss_scale="init_scale",
+    growth="growth_factor",
+    interval="growth_interval",
+    period="growth_interval",
+)
 def dynamic(
     init_scale: float = INIT_SCALE,
     *,

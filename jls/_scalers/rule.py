@@ -80,8 +80,13 @@ def switch(func: Callable[..., Any], **switches: Any) -> StaticPartial:
     return StaticPartial(func, tuple(switches.items()))
 
 
-def start_at(init_scale: ArrayLike) -> ScalerState:
+def start_at(*args: Any, init_scale: ArrayLike) -> ScalerState:
     """The first state of a scaler that keeps a `ScalerState`."""
+    if args:
+        raise TypeError(
+            "scaler.init takes no arguments: it knows no parameters. Of an optimizer: "
+            "jls.loss_scaled(optimizer, scaler).init(params)."
+        )
     return ScalerState(
         loss_scale=jnp.array(init_scale, jnp.float32),
         finite_count=jnp.zeros((), jnp.int32),

@@ -11,7 +11,7 @@ from jax import Array
 from jax.tree_util import DictKey
 
 from jls import _validate
-from jls._mistakes import NOT_GIVEN
+from jls._mistakes import NOT_GIVEN, value_among
 from jls._nnx import is_optimizer
 from jls._reduce import global_norm
 from jls._state import (
@@ -82,7 +82,8 @@ def apply_gradients(
       opt_state: what `optimizer.init(params)` or the last step returned.
       params: the parameters. They keep their dtypes.
       value: the unscaled loss, a real floating-point scalar. If it is not finite, the
-        step is skipped for it, and the loss scale stays. None if it is not known.
+        step is skipped for it, and the loss scale stays. None if it is not known. It
+        may be called `loss`, as in `update`.
       return_updates: whether to return the updates too, for example to log their norm.
         They then stay in memory.
       **extra: for `optimizer.update`, e.g. `partial_overflow=`.
@@ -122,6 +123,7 @@ def apply_gradients(
     return_updates = _validate.flag("return_updates", return_updates)
     if value is not None:
         extra["value"] = value
+    extra |= value_among(extra)
 
     trained, structure = trainable(params), jax.tree.structure(grads)
     is_of_trained = structure == jax.tree.structure(trained)

@@ -84,14 +84,19 @@ def atomic(
     """
     if not is_optimizer(optimizer):
         raise TypeError(
-            "optimizer must be an nnx.Optimizer, got "
-            f"{describe(optimizer)}. The order is jls.atomic(optimizer, model)."
+            f"optimizer must be an nnx.Optimizer, got {describe(optimizer)}. {_ORDER}"
         )
     for name, given in (("model", model), *(("objects", x) for x in objects)):
         if not objects_in(given):
             raise TypeError(f"{name} must be of Flax NNX, got {describe(given)}.")
     wrapper_state_in(optimizer)  # or an error, before anything changes
     return _Block(functools.partial(_roll_back_skipped, optimizer, model, objects))
+
+
+_ORDER = (
+    "The order is jls.atomic(optimizer, model); of two networks, as in a GAN, "
+    "jls.atomic(optimizer, model, other_optimizer, other_model)."
+)
 
 
 class _Block(contextlib.AbstractContextManager[None], contextlib.ContextDecorator):

@@ -39,7 +39,7 @@ from jls._program.jaxprs import varying_axes
 from jls._reduce import global_norm
 from jls._scale import differentiate
 from jls._step import FoundWrapper, find_wrappers
-from jls._text import describe, listed, quoted
+from jls._text import describe, listed, naming_arguments, quoted
 from jls._train.accumulate import (
     Accumulated,
     Accumulation,
@@ -61,7 +61,7 @@ from jls._train.linen import LinenAdapter
 from jls._train.nnx import NnxAdapter
 from jls._train.parts import Call, Parts
 from jls._train.plain import PlainAdapter
-from jls._train.unguarded import follow, unguarded
+from jls._train.unguarded import follow, moved_in_a_skip, unguarded
 from jls._tree import floats_of, is_array, select
 from jls._types import LossScaledState, SkipReason, StaticState, StepReport
 from jls._validate import is_real
@@ -165,6 +165,16 @@ def train_step(
     carried: Literal[True],
     **options: Unpack[Options],
 ) -> CarryingTrainStep: ...
+@naming_arguments(
+    dtype="compute_dtype",
+    param_dtype="compute_dtype",
+    accumulate="micro_batches",
+    accumulation_steps="micro_batches",
+    gradient_accumulation_steps="micro_batches",
+    carries="carried",
+    rate="learning_rate",
+    lr="learning_rate",
+)
 def train_step(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation | None = None,
@@ -287,8 +297,9 @@ def train_step(
     Raises:
       TypeError, ValueError: at once for a bad option; when the step is traced, if the
         optimizer was not made by jls, is inside an `optax.MultiSteps` (which would keep
-        a NaN for ever: put it inside), or has the wrapper around a part of it, so that
-        a skipped step would move the others, if `micro_batches` does not divide the
+        a NaN for ever: put it inside), has the wrapper around a part of it, so that a
+        skipped step would move the others, or weight decay, momentum or the like after
+        it, which would move parameters then, if `micro_batches` does not divide the
         batch, if `loss_fn` returns something else, if the arguments come in another
         order, if the parameters are `optax.LookaheadParams`, or if `shard_map` sums the
         gradients of a loss that each device has for itself.
@@ -452,6 +463,8 @@ def take_step(
     if past:
         made = follow(lambda *x: gradients_of(*x).grads, read, before, batch)
         _refuse_unguarded([name for name in past if name in made])
+    outside = moved_in_a_skip(optimizer, wrappers, grads, opt_state, params, **extra)
+    _refuse_outside(outside)
     new_params, new_opt_state, report, updates = apply_and_report(
         optimizer, grads, opt_state, params, extra, options.update_norm, wrappers
     )
@@ -479,6 +492,17 @@ def _refuse_unguarded(names: list[str]) -> None:
             "the optimizer must be wrapped whole, got a wrapper around a part of it: "
             f"a skipped step would move {listed(quoted(names))}. {WRAP_WHOLE} A part "
             "that must not move is optax.set_to_zero()."
+        )
+
+
+def _refuse_outside(names: list[str]) -> None:
+    """Raises if what is outside of the wrapper moves parameters in a skipped step."""
+    if names:
+        raise ValueError(
+            "what moves the parameters must be inside the wrapper, got weight decay, "
+            "momentum or the like outside of it: a step that is skipped would move "
+            f"{listed(quoted(names))}. Write jls.loss_scaled(optax.chain(inner, ...)), "
+            "with all of it in the chain."
         )
 
 

@@ -2,7 +2,8 @@
 """Which parameters an optimizer moves without the decision of a wrapper in it.
 
 A wrapper around a part of an optimizer knows nothing of the others: they take a NaN in
-a step that it skips.
+a step that it skips. And what comes after a wrapper, such as weight decay, moves
+parameters in a step that it skips.
 """
 
 import warnings
@@ -11,14 +12,16 @@ from typing import Any
 
 import jax
 import optax
+from jax.core import Tracer
 
 from jls._notes import noted
 from jls._program.control import Site
 from jls._program.jaxprs import is_inexact_atom
+from jls._program.known import number_in
 from jls._program.primitives import primitive_of
 from jls._program.walk import Question, walk
 from jls._scopes import UPDATE, marks_of
-from jls._step import FoundWrapper
+from jls._step import FoundWrapper, wrapper_of
 from jls._text import path_name
 from jls._tree import named_floats
 from jls._types import JlsWarning
@@ -44,13 +47,33 @@ def unguarded(
     if names.issuperset(named_floats(params)[0]):
         return []  # without the time to trace the optimizer once more
 
-    update_fn = optax.with_extra_args_support(optimizer).update
+    return follow(_update(optimizer, state, params, extra), grads)
 
-    def update(grads):
-        with noted("update", apart=True):  # they are of this trace
-            return update_fn(grads, state, params, **extra)[0]
 
-    return follow(update, grads)
+def moved_in_a_skip(
+    optimizer: Any,
+    wrappers: Callable[[], list[FoundWrapper]],
+    grads: Any,
+    state: Any,
+    params: Any,
+    **extra: Any,
+) -> list[str]:
+    """The paths of the updates that are not 0 in a step that their wrapper skips.
+
+    Weight decay, momentum and noise outside of the wrapper make them.
+    """
+    if wrapper_of(optimizer):
+        return []  # there is nothing outside
+    traced = _trace(_update(optimizer, state, params, extra), grads)
+    if traced is None:
+        return []
+    program, results = traced
+    names = {name for wrapper in wrappers() for name in wrapper.names}
+    are_zero = walk(program, [False] * len(program.in_avals), _Zero())
+    paths, _ = jax.tree_util.tree_flatten_with_path(results)
+    pairs = zip(paths, are_zero, strict=True)
+    moved = [path_name(path) for (path, _), is_zero in pairs if not is_zero]
+    return [name for name in moved if name in names]
 
 
 def follow(fun: Callable[..., Any], *args: Any) -> list[str]:
@@ -59,17 +82,72 @@ def follow(fun: Callable[..., Any], *args: Any) -> list[str]:
     Not past a wrapper: what that returns holds no inf or NaN. None where `fun` cannot
     be traced, which raises where the step is taken.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", JlsWarning)  # given where the step is taken
-            program, results = jax.make_jaxpr(fun, return_shape=True)(*args)
-    except Exception:
+    traced = _trace(fun, *args)
+    if traced is None:
         return []
+    program, results = traced
     inputs = list(map(is_inexact_atom, program.in_avals))
     are_data = walk(program, inputs, _Data())
     paths, _ = jax.tree_util.tree_flatten_with_path(results)
     pairs = zip(paths, are_data, strict=True)
     return [path_name(path) for (path, _), is_data in pairs if is_data]
+
+
+def _update(
+    optimizer: Any, state: Any, params: Any, extra: dict[str, Any]
+) -> Callable[[Any], Any]:
+    """The updates of an optimizer as a function of the gradients."""
+    update_fn = optax.with_extra_args_support(optimizer).update
+
+    def update(grads):
+        with noted("update", apart=True):  # they are of this trace
+            return update_fn(grads, state, params, **extra)[0]
+
+    return update
+
+
+def _trace(fun: Callable[..., Any], *args: Any) -> tuple[Any, Any] | None:
+    """The program of a function, and its results; None if it cannot be traced.
+
+    It is raised where the step is taken.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", JlsWarning)  # given where the step is taken
+            return jax.make_jaxpr(fun, return_shape=True)(*args)
+    except Exception:
+        return None
+
+
+class _Zero(Question[bool]):
+    """Whether a value is 0 where a wrapper skips: what it returns is then -0.0."""
+
+    def of_constant(self, value: Any) -> bool:
+        # Of what is outside of the optimizer only the type is known.
+        number = None if isinstance(value, Tracer) else number_in(value)
+        return number is not None and number.value == 0
+
+    def of_equation(self, site: Site, operands: Sequence[bool]) -> Sequence[bool]:
+        equation = site.equation
+        if UPDATE in marks_of(site):
+            return [True] * len(equation.outvars)
+        row = primitive_of(equation)
+        if row.is_pairwise and len(operands) == len(equation.outvars):
+            return operands
+        if row.degree == "product":
+            is_zero = any(operands)
+        elif row.degree == "quotient":
+            is_zero = operands[0]
+        elif equation.primitive.name in ("max", "min", "clamp"):
+            is_zero = any(operands)  # a clip of it: 0 is between the bounds
+        elif row.degree == "sum" or row.is_homogeneous or row.moves:
+            is_zero = all(operands[row.data])
+        else:
+            is_zero = isinstance(row.degree, float) and row.degree > 0 and operands[0]
+        return [is_zero] * len(equation.outvars)
+
+    def join(self, site: Site, one: bool, other: bool) -> bool:
+        return one and other
 
 
 class _Data(Question[bool]):

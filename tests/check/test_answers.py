@@ -463,3 +463,253 @@ def test_metrics_in_the_aux_of_a_report_leave_the_batch_as_data():
     assert check.ok
     assert not check.not_tried
     assert "Taken as data: batch." in str(check)
+
+
+# Steps that train nothing, or not what they say.
+
+
+def step_of(change, optimizer=None, loss_fn=squares):
+    """A right step, with something changed in what it returns."""
+    optimizer = optimizer or jls.loss_scaled(optax.adam(0.1), jls.dynamic(1024.0))
+    params = jnp.linspace(0.1, 1.0, 16)
+
+    @jax.jit
+    def step(params, opt_state, x):
+        loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, x)
+        updates, new = optimizer.update(grads, opt_state, params, value=loss)
+        new_params = optax.apply_updates(params, updates)
+        return change(new_params, new, opt_state, updates, optimizer.init)
+
+    x = jnp.sin(jnp.arange(64.0)).reshape(4, 16)
+    return step, params, optimizer.init(params), x
+
+
+def stopped(params, x):
+    return squares(jax.lax.stop_gradient(params), x)
+
+
+def as_it_is(params, new, *_):
+    return params, new
+
+
+CONSTANT = {
+    "the gradients are 0": ({"loss_fn": stopped}, as_it_is),
+    "the learning rate is 0": (
+        {"optimizer": jls.loss_scaled(optax.adam(0.0))},
+        as_it_is,
+    ),
+    "comes back as it was in each step: opt_state/inner_state/0/mu": (
+        {},
+        lambda p, new, old, *_: (p, new._replace(inner_state=old.inner_state)),
+    ),
+    "is set back in each step: opt_state/inner_state/0/mu": (
+        {},
+        lambda p, new, old, u, init: (
+            p,
+            new._replace(inner_state=init(p).inner_state),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("evidence", CONSTANT)
+def test_a_step_that_trains_nothing_is_no_step(evidence):
+    options, change = CONSTANT[evidence]
+    check = jls.check_step(*step_of(change, **options))
+    assert check.broken == ("no step",), str(check)
+    assert evidence in check.seen["no step"]
+    assert not check
+    with pytest.raises(AssertionError, match="no step"):
+        check.raise_if_broken()
+
+
+def test_a_wrapped_transformation_with_a_constant_state_is_carried_on():
+    """One that pulls parameters back to where they began."""
+
+    def update(updates, state, params=None):
+        pull = jax.tree.map(lambda g, p, q: g + 0.1 * (p - q), updates, params, state)
+        return pull, state
+
+    anchor = optax.GradientTransformation(lambda params: params * 1, update)
+    inner = optax.chain(anchor, optax.scale(-0.1))
+    assert jls.check_step(*step_of(as_it_is, jls.loss_scaled(inner)))
+
+
+@pytest.mark.parametrize("inner", ["train_step", "skip_nonfinite"])
+def test_zero_gradients_are_seen_without_a_loss_scale_and_in_train_step(inner):
+    optimizer = jls.skip_nonfinite(optax.adam(0.1))
+    step, params, opt_state, x = step_of(as_it_is, optimizer, stopped)
+    if inner == "train_step":
+        step = jax.jit(jls.train_step(stopped, optimizer))
+    check = jls.check_step(step, params, opt_state, x)
+    assert check.broken == ("no step",)
+    assert "stop_gradient" in words(check)
+
+
+def test_zero_gradients_of_a_part_are_a_note():
+    def loss_fn(params, x):
+        return squares(jax.lax.stop_gradient(params["a"]) + params["b"], x)
+
+    optimizer = jls.loss_scaled(optax.adam(0.1))
+    params = {"a": jnp.ones(3), "b": jnp.ones(3)}
+    step = jax.jit(jls.train_step(loss_fn, optimizer))
+    check = jls.check_step(step, params, optimizer.init(params), X)
+    assert check
+    assert not check.doubts
+    assert "The gradients of 1 of 2 arrays are 0" in words(check)
+
+
+SCALER_SET_BACK = {
+    "a fresh scaler": lambda p, new, old, u, init: (
+        p,
+        new._replace(scaler_state=init(p).scaler_state),
+    ),
+    "a number": lambda p, new, *_: (p, jls.set_loss_scale(new, 1024.0)),
+    "the count of finite steps": lambda p, new, *_: (
+        p,
+        new._replace(
+            scaler_state=new.scaler_state._replace(
+                finite_count=jnp.zeros((), jnp.int32)
+            )
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCALER_SET_BACK)
+def test_a_scaler_that_is_set_back_in_each_step_is_stuck(name):
+    check = jls.check_step(*step_of(SCALER_SET_BACK[name]))
+    assert check.broken == ("scale stuck",), str(check)
+    assert "in each step" in check.seen["scale stuck"]
+
+
+DOUBTFUL = {
+    "the updates are added twice": lambda p, new, old, u, init: (
+        optax.apply_updates(p, u),
+        new,
+    ),
+    "the updates are applied to nothing that comes back": (
+        lambda p, new, old, u, init: (u, new)
+    ),
+    "the new parameters are rounded to float16": lambda p, new, *_: (
+        p.astype(jnp.float16).astype(jnp.float32),
+        new,
+    ),
+    "the new parameters are rounded to bfloat16": lambda p, new, *_: (
+        p.astype(jnp.bfloat16).astype(jnp.float32),
+        new,
+    ),
+}
+
+
+@pytest.mark.parametrize("doubt", DOUBTFUL)
+def test_what_may_be_meant_is_in_the_headline(doubt):
+    check = jls.check_step(*step_of(DOUBTFUL[doubt]))
+    assert check.ok
+    assert check.doubts == (doubt,)
+    assert doubt in words(check).partition("no step ")[0]
+
+
+@pytest.mark.parametrize("warm_up", [4, 40])
+def test_parameters_that_stand_still_are_in_the_headline(warm_up):
+    rate = optax.join_schedules(
+        [optax.constant_schedule(0.0), optax.constant_schedule(0.1)], [warm_up]
+    )
+    check = jls.check_step(*step_of(as_it_is, jls.loss_scaled(optax.adam(rate))))
+    assert check.ok
+    still = "the parameters did not move in 16 good steps"
+    assert check.doubts == ((still,) if warm_up == 40 else ())
+    assert ("no step" in check.not_tried) == (warm_up == 40)
+
+
+# Gradients of `jax.grad`, which `jls.skip_nonfinite` takes.
+
+
+def root_of(params, x):
+    """A row of zeros has a finite loss, and a gradient of NaN."""
+    return jnp.mean(jnp.sqrt(jnp.sum((x @ params["a"]) ** 2, -1))) + params["b"].sum()
+
+
+CLEANERS = {
+    "nan_to_num": jnp.nan_to_num,
+    "clip": lambda g: jnp.clip(g, -1.0, 1.0),
+    "where": lambda g: jnp.where(jnp.isfinite(g), g, 0.0),
+    "nothing": lambda g: g,
+    "times 2": lambda g: 2 * g,
+    "where, but its own": lambda g: jnp.where(g > 0, g, 2 * g),
+}
+
+
+@pytest.mark.parametrize("cleaner", CLEANERS)
+@pytest.mark.parametrize("of", ["jax", "jls"])
+def test_an_overflow_is_hidden_from_a_guard_without_a_loss_scale(of, cleaner):
+    optimizer = jls.skip_nonfinite(optax.sgd(0.1))
+    params = {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}
+
+    @jax.jit
+    def step(params, opt_state, x):
+        if of == "jax":
+            loss, grads = jax.value_and_grad(root_of)(params, x)
+        else:
+            loss, grads = jls.value_and_grad(root_of)(opt_state, params, x)
+        grads = jax.tree.map(CLEANERS[cleaner], grads)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state
+
+    check = jls.check_step(step, params, optimizer.init(params), X)
+    hides = cleaner in ("nan_to_num", "clip", "where")
+    assert ("overflow hidden" in check.broken) == hides, str(check)
+    if not hides:
+        assert "overflow hidden" not in check.not_tried
+
+
+# A solve, of which the loss scale is no factor although the program adds to it.
+
+
+def solved(matrix, ridge, right):
+    return jnp.linalg.solve(matrix + ridge * jnp.eye(len(matrix)), right)
+
+
+def mixed_step(penalty, ridge):
+    """The backward pass mixes values by a solve; a penalty is not scaled."""
+
+    @jax.custom_vjp
+    def layer(x):
+        return x
+
+    def backward(_, ct):
+        rows = jnp.stack([ct, jnp.roll(ct, 1), jnp.roll(ct, 3)])
+        weights = solved(rows @ rows.T, ridge, jnp.ones(3))
+        return (weights / weights.sum() @ jnp.stack([ct, ct, ct]),)
+
+    layer.defvjp(lambda x: (x, None), backward)
+    optimizer = jls.loss_scaled(optax.adam(0.1), jls.dynamic(1024.0))
+
+    @jax.jit
+    def step(params, opt_state, x):
+        def loss_fn(params):
+            loss = jnp.mean((x @ layer(params) - 1) ** 2)
+            return jls.scale(opt_state, loss) + penalty * (params**2).sum(), loss
+
+        (_, loss), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        grads = jls.unscale(opt_state, grads)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = jnp.linspace(0.1, 1.0, 16)
+    x = jnp.sin(jnp.arange(64.0)).reshape(4, 16)
+    return step, params, optimizer.init(params), x
+
+
+@pytest.mark.parametrize("ridge", [0.0, 1e-8])
+def test_a_solve_in_the_backward_pass_leaks_no_scale(ridge):
+    check = jls.check_step(*mixed_step(0.0, ridge))
+    assert check.ok, str(check)
+    assert "scale leaks" not in check.not_tried
+
+
+@pytest.mark.parametrize("penalty", [1e-5, 1e-2])
+def test_a_penalty_that_is_added_to_a_scaled_loss_leaks_the_scale(penalty):
+    check = jls.check_step(*mixed_step(penalty, 1e-8))
+    assert check.broken == ("scale leaks",), str(check)
+    assert "mixed by add" in check.seen["scale leaks"]

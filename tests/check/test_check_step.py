@@ -560,11 +560,15 @@ def test_step_that_returns_no_loss_has_to_pass_it_all_the_same():
 
 
 def test_parameters_that_never_move_are_told():
-    result = check(*plain(inner=optax.sgd(0.0)))
+    late = optax.sgd(lambda count: jnp.where(count < 100, 0.0, 0.1))
+    result = check(*plain(inner=late))
     assert result.ok
-    assert "did not move in 16 good steps" in result.not_tried["never recovers"]
-    leaks = check(*plain(steps.twice_unscaled, inner=optax.sgd(0.0)))
+    for code in ("no step", "never recovers"):
+        assert "did not move in 16 good steps" in result.not_tried[code]
+    leaks = check(*plain(steps.twice_unscaled, inner=late))
     assert leaks.broken == ("scale leaks",)
+    never = check(*plain(inner=optax.sgd(0.0)))
+    assert never.broken == ("no step",)
 
 
 def with_sum_of(more, batch):

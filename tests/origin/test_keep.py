@@ -661,3 +661,34 @@ def test_two_that_are_each_too_large_are_both_kept():
         args = args[0], jls.set_loss_scale(args[1], float(skip)), POINTS
         note, *_ = jls.why(step, *args).notes
         assert note == 'In float32 this is finite: keep=r"^(branch_1|branch_3)$"'
+
+
+def test_what_a_mask_hides_is_not_kept_with_what_overflows():
+    """Linear attention with decays: scores behind the mask are over 65504 too."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    x = jax.random.normal(keys[0], (2, 16, 8))
+    params = {
+        n: jax.random.normal(k, (8, 8)) / 3
+        for n, k in zip("qkvg", keys[1:], strict=True)
+    }
+
+    def loss_fn(params, x):
+        q, k, v, g = (x @ params[name] for name in "qkvg")
+        g = jnp.cumsum(-2 * jax.nn.softplus(g), 1)
+        scores = jnp.einsum("btd,bsd->bts", q * jnp.exp(g), k * jnp.exp(-g))
+        scores = jnp.where(jnp.tril(jnp.ones((16, 16), bool)), scores, 0.0)
+        return jnp.mean((scores @ v - x) ** 2)
+
+    optimizer = jls.loss_scaled(optax.adam(1e-3))
+
+    def calibrated_with(keep):
+        step = jls.train_step(loss_fn, optimizer, compute_dtype="float16", keep=keep)
+        args = params, optimizer.init(params), x
+        return jls.calibrate(step, *args), str(jls.why(step, *args))
+
+    found, why = calibrated_with(None)
+    assert found.keep == r"^btd,bsd\->bts$"
+    assert found.keep in why
+    found, _ = calibrated_with(found.keep)
+    assert found.keep is None
+    assert found.ceiling is not None

@@ -302,10 +302,35 @@ READING = [
         (f"{READ}test_leak_that_an_optimizer_of_signs_hides_is_read",),
     ),
     Fault(
+        "a sum in a backward pass leaks without a look at the numbers",
+        "jls/_tools/check/proofs.py",
+        "if mixed and is_sum and is_transposed(degree.site):",
+        "if ():",
+        (
+            "tests/check/test_answers.py::test_a_solve_in_the_backward_pass_leaks_no_scale",
+        ),
+    ),
+    Fault(
+        "an inf is looked for only where a scale was divided out",
+        "jls/_program/history.py",
+        "    if is_transposed(op.site):\n        return value.but(unscaled=op.site)\n",
+        "",
+        (
+            "tests/check/test_answers.py::test_an_overflow_is_hidden_from_a_guard_without_a_loss_scale",
+        ),
+    ),
+    Fault(
+        "moments that come back as they were are right",
+        "jls/_tools/check/proofs.py",
+        "if state and all(map(operator.or_, is_old, is_number)):",
+        "if ():",
+        ("tests/check/test_answers.py::test_a_step_that_trains_nothing_is_no_step",),
+    ),
+    Fault(
         "scale leaks: not found in the loss",
         "jls/_tools/check/proofs.py",
-        '_read_leaks(losses, "the loss", findings)',
-        '_read_leaks(losses[1:], "the loss", findings)',
+        '_read_leaks(losses, "the loss", given, findings)',
+        '_read_leaks(losses[1:], "the loss", given, findings)',
         (f"{GRADIENTS}[the scaled loss told]",),
     ),
     Fault(

@@ -54,11 +54,25 @@ FAULTS = [
         (f"{TRAIN}test_wrapper_that_decides_on_all_that_moves_is_taken",),
     ),
     Fault(
+        "a sum of zeros and parameters counts as zero",
+        "jls/_train/unguarded.py",
+        "is_zero = all(operands[row.data])",
+        "is_zero = any(operands[row.data])",
+        (f"{TRAIN}test_what_moves_parameters_outside_of_the_wrapper_is_refused",),
+    ),
+    Fault(
+        "a loss called loss is left out",
+        "jls/_step.py",
+        "    extra |= value_among(extra)\n",
+        "",
+        ("tests/test_wrapper.py::test_the_loss_may_be_called_loss",),
+    ),
+    Fault(
         "an optimizer that is wrapped whole is traced twice",
         "jls/_train/unguarded.py",
         "if names.issuperset(named_floats(params)[0]):",
         "if ():",
-        (f"{TRAIN}test_optimizer_that_is_wrapped_whole_is_traced_once",),
+        (f"{TRAIN}test_optimizer_around_a_wrapper_is_traced_once_more",),
     ),
     Fault(
         "what is read of an optimizer counts as a step",

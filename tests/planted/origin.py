@@ -71,7 +71,7 @@ FAULTS = [
     Fault(
         "a keep that is not the least is said",
         "jls/_tools/reading/widths.py",
-        "        while not self._is_finite(inputs, [*found, *needed]):\n",
+        "        while not self._is_finite(inputs, needed):\n",
         "        needed, left = left, []\n        while left:\n",
         (KEPT + "test_two_that_are_each_too_large_are_both_kept",),
     ),

@@ -661,3 +661,19 @@ def test_without_matplotlib_only_the_plot_is_missing():
     assert "1 step" in done.stdout
     assert "needs the package matplotlib, which is not installed" in done.stdout
     assert "pip install matplotlib" in done.stdout
+
+
+@pytest.mark.parametrize("skips", [1, 2, 3, 4])
+def test_a_line_says_how_to_find_the_scale_while_no_step_is_applied(skips):
+    optimizer = jls.loss_scaled(optax.sgd(0.1))
+    params = jnp.ones(2)
+    state, history = optimizer.init(params), jls.History()
+    advice = "  jls.calibrate finds the scale"
+    for _ in range(skips):
+        _, state = optimizer.update(params * jnp.inf, state, params)
+        history.append(jls.metrics(state))
+    assert history.line().endswith(advice) == (skips >= 3)
+    assert ("jls.calibrate" in str(jls.health(state))) == (skips >= 3)
+    _, state = optimizer.update(params, state, params)
+    history.append(jls.metrics(state))
+    assert not history.line().endswith(advice)

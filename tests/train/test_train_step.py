@@ -441,7 +441,19 @@ WHOLE = {
     "masked": lambda: optax.chain(
         optax.masked(wrapped(), ONLY_A), optax.masked(optax.set_to_zero(), ONLY_B)
     ),
-    "decay": lambda: optax.chain(wrapped(), optax.add_decayed_weights(0.1)),
+    "decay of nothing": lambda: optax.chain(
+        wrapped(), optax.add_decayed_weights(0.1, {"a": False, "b": False})
+    ),
+    "schedule": lambda: optax.chain(
+        wrapped(), optax.scale_by_schedule(lambda count: 1 / (count + 1))
+    ),
+    "clip after it": lambda: optax.chain(
+        wrapped(), optax.clip_by_global_norm(1.0), optax.clip(1.0), optax.zero_nans()
+    ),
+    "injected": lambda: optax.inject_hyperparams(
+        lambda learning_rate: jls.loss_scaled(optax.sgd(learning_rate), SCALER())
+    )(0.1),
+    "average": lambda: optax.chain(wrapped(), jls.params_ema(0.9)),
     "flat": lambda: optax.flatten(wrapped()),
 }
 
@@ -468,7 +480,34 @@ def test_wrapper_that_decides_on_all_that_moves_is_taken(name):
     assert len(updates) == 1  # what was read of the optimizer is no step
 
 
-def test_optimizer_that_is_wrapped_whole_is_traced_once():
+MOVES_IN_A_SKIP = {
+    "decay": lambda: optax.add_decayed_weights(0.1),
+    "momentum": lambda: optax.trace(0.9),
+    "noise": lambda: optax.add_noise(0.1, 0.5, jax.random.key(0)),
+    "accumulation": lambda: optax.apply_every(2),
+}
+
+
+@pytest.mark.parametrize("name", MOVES_IN_A_SKIP)
+def test_what_moves_parameters_outside_of_the_wrapper_is_refused(name, jit_or_eager):
+    optimizer = optax.chain(wrapped(), MOVES_IN_A_SKIP[name]())
+    step = jit_or_eager(jls.train_step(sum_of_parts, optimizer))
+    words = r"must be inside the wrapper, .* would move 'a', 'b'\. Write jls.loss_scal"
+    with pytest.raises(ValueError, match=words):
+        step(PARTS, optimizer.init(PARTS), GOOD[None])
+
+
+@pytest.mark.parametrize("name", [x for x in WHOLE if x != "masked"])
+def test_a_skip_moves_nothing_whatever_is_outside(name):
+    optimizer = WHOLE[name]()
+    step = jax.jit(jls.train_step(sum_of_parts, optimizer))
+    params, _, report = step(PARTS, optimizer.init(PARTS), BAD[None])
+    assert report.skipped
+    assert_identical(params, PARTS)
+
+
+def test_optimizer_around_a_wrapper_is_traced_once_more():
+    """To see whether it moves parameters in a step that is skipped."""
     calls = []
 
     def update(updates, state, params=None):
@@ -479,7 +518,7 @@ def test_optimizer_that_is_wrapped_whole_is_traced_once():
     optimizer = optax.chain(counts, wrapped())
     step = jax.jit(jls.train_step(sum_of_parts, optimizer))
     step(PARTS, optimizer.init(PARTS), GOOD[None])
-    assert len(calls) == 1
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

@@ -38,12 +38,12 @@ class StepCheck(NamedTuple):
     """Result of `jls.check_step`: the mistakes it found, and what it could not check.
 
     `print` it: the table has a row for each check, and the line to write where one is
-    broken.
+    broken. It is true if no mistake was found, as `ok` is, so a test may `assert` it.
 
     Example:
       >>> check = jls.types.StepCheck(broken=("not scaled",))
-      >>> check.ok
-      False
+      >>> check.ok, bool(check)
+      (False, False)
     """
 
     broken: tuple[Code, ...] = ()  # the codes of the mistakes
@@ -56,11 +56,17 @@ class StepCheck(NamedTuple):
     notes: tuple[str, ...] = ()  # such as which arguments were taken as state
     precision: Precision | None = None  # None without a program to read
     half: str = ""  # what the headline says of half precision; "" if nothing
+    # What the headline says besides, such as that no good step moved the parameters: it
+    # may be meant.
+    doubts: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
         """Whether no mistake was found. What was not tried is in `not_tried`."""
         return not self.broken
+
+    def __bool__(self) -> bool:
+        return self.ok
 
     def raise_if_broken(self, not_tried: Literal["allow", "raise"] = "allow") -> None:
         """Raises an `AssertionError` with the table if a mistake was found.
@@ -104,14 +110,15 @@ class StepCheck(NamedTuple):
         others = [name for name in self.not_tried if name not in untried]
         names = ", ".join([*untried, *others])
         rest = f" Not tried: {names}." if names else ""
+        more = "; ".join([*self.doubts, *([self.half] if self.half else [])])
         if self.broken:
             count = len(self.broken)
             mistakes = "1 mistake" if count == 1 else f"{count} mistakes"
-            rest = f"{f' Besides, {self.half}.' if self.half else ''}{rest}"
+            rest = f"{f' Besides, {more}.' if more else ''}{rest}"
             return f"jls.check_step found {mistakes}: {', '.join(self.broken)}.{rest}"
         applying = len(CODES) - len(self.not_applicable)
         looked_at = f"{applying - len(untried)} of" if untried else "all"
-        rest = f"{f', but {self.half}' if self.half else ''}.{rest}"
+        rest = f"{f', but {more}' if more else ''}.{rest}"
         return f"jls.check_step: no mistake in {looked_at} {applying} that apply{rest}"
 
 
@@ -219,6 +226,7 @@ def read_step(
     """
     _validate.function("step", step)
     given = len(args)
+    _check_type(carried)
     step, args, arguments = open_call("jls.check_step", "step", step, args, kwargs)
     named = _named(carried, arguments, len(args) - given)
     scales = _require_scales(args, kwargs, arguments)
@@ -266,7 +274,7 @@ def _step_check(
 ) -> StepCheck:
     broken, away = findings.of("broken"), findings.of("does not apply")
     seen = findings.of("right") | broken
-    write: dict[str, str] = {code: lines[code] for code in broken}
+    write: dict[str, str] = {code: x.write or lines[code] for code, x in broken.items()}
     precision, half = None, ""
     if subject.reading is not None:
         precision, half, more = look_at_precision(subject, subject.reading)
@@ -281,6 +289,7 @@ def _step_check(
         notes=tuple(findings.notes),
         precision=precision,
         half=half,
+        doubts=tuple(findings.doubts),
     )
 
 
@@ -385,26 +394,32 @@ def _require_scales(
     return scales
 
 
+def _check_type(carried: Any) -> None:
+    is_text_or_array = isinstance(carried, str | jax.Array | np.ndarray)
+    if is_text_or_array or not isinstance(carried, Iterable | None):
+        raise TypeError(_rule(carried))
+
+
+def _rule(carried: Any) -> str:
+    return (
+        "carried must be positions and names of arguments, or a dict of them with "
+        f"the fields that count, got {carried!r}."
+    )
+
+
 def _named(
     carried: CarriedNames, arguments: Arguments, bound: int
 ) -> dict[str, tuple[str, ...] | None] | None:
     """The names of the carried arguments, with the fields that count."""
     if carried is None:
         return None
-    rule = (
-        "carried must be positions and names of arguments, or a dict of them with "
-        f"the fields that count, got {carried!r}."
-    )
-    is_text_or_array = isinstance(carried, str | jax.Array | np.ndarray)
-    if is_text_or_array or not isinstance(carried, Iterable):
-        raise TypeError(rule)
     named: dict[str, tuple[str, ...] | None] = {}
     positions = arguments.names[bound:]
     arrays = dict.fromkeys(x.path[0] for x in arguments.items if is_array(x.value))
     there = f"The arguments with arrays are {', '.join(arrays)}."
     for key in carried:
         if isinstance(key, bool) or not isinstance(key, int | str):
-            raise TypeError(rule)
+            raise TypeError(_rule(carried))
         if isinstance(key, int) and not 0 <= key < len(positions):
             raise ValueError(
                 f"carried must be positions below {len(positions)}, got {key}."

@@ -34,10 +34,15 @@ from jls._tools.check.proofs import SUMMED, is_average, is_noise
 from jls._tools.check.runs import OutOfRunsError, Run, Runner, is_new
 from jls._tools.check.still import note_still
 from jls._tools.check.subject import Subject
+from jls._tools.check.two_scales import error_between_scales
 from jls._tools.reading.scales import Scale, is_switched_off
 from jls._tree import is_inexact
 from jls._types import SIGNALS, SpikeState
 
+# By how much the gradients may differ between loss scales where a solve or an iteration
+# is differentiated: an Anderson iteration with a ridge of 1e-5 by 5e-6. Over the second
+# number it is a leak.
+_ERROR_OF_A_SOLVE, _MAY_BE_A_SOLVE = 1e-4, 1e-3
 HUGE = 2.0**126  # the largest scale that `jls.set_loss_scale` takes
 # A batch has fewer arrays than this. Of a larger argument that is only read, such as
 # another model, one array is enough: all of them go into the gradients together.
@@ -85,6 +90,7 @@ def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> Non
       findings: what was read.
       cleaned: gradients that may have lost an inf on their way.
     """
+    judge_mix(runner, findings)
     good, base, window = list[Run](), None, 1
     if findings.status("no step") != "broken":
         try:
@@ -104,9 +110,11 @@ def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> Non
             "the updates are applied to nothing that comes back: apply them, or name "
             "all arguments that come back with carried="
         )
-        findings.not_tried("no step", why_unmoved)
     elif base is None:
         why_unmoved = f"the parameters did not move in {len(good)} good steps"
+    if why_unmoved and findings.status("no step") != "broken":
+        findings.not_tried("no step", why_unmoved)
+        findings.doubts.append(why_unmoved.partition(":")[0])
     findings.right("no step")
     if always_compiles(good):
         findings.mark_others_not_tried("every call compiles")
@@ -119,7 +127,7 @@ def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> Non
     if base is not None:
         runner.left += 2 * window
     point = Point(runner, subject, findings, base or good[0], window)
-    note_still(runner, subject, point.good_run, findings.notes)
+    note_still(runner, subject, point.good_run, findings)
     for scale in subject.scales:
         if scale.spikes:
             _try_spike(point, scale)
@@ -229,6 +237,29 @@ def _good_step_after(
 
 
 # Judgements.
+
+
+def judge_mix(runner: Runner, findings: Findings) -> None:
+    """Whether gradients depend on the loss scale where reading cannot tell."""
+    code: Code = "scale leaks"
+    if findings.mix is None or findings.is_settled(code):
+        return
+    evidence, place, given, is_sum = findings.mix
+    try:
+        error = error_between_scales(runner.subject, runner.start, given)
+    except Exception as problem:  # such as a callback that sees another scale
+        reason = f"{evidence}; at another scale it raises {type(problem).__name__}"
+        findings.not_tried(code, reason)
+        return
+    if error is None:
+        findings.not_tried(code, evidence)
+    elif error <= _ERROR_OF_A_SOLVE:
+        findings.right(code, f", to {error:.0e}, in spite of {place}")
+    elif error <= _MAY_BE_A_SOLVE or not is_sum:
+        reason = f"{evidence}; at other scales they are {error:.0e} off in float32"
+        findings.not_tried(code, reason)
+    else:
+        findings.broken(code, evidence, place)
 
 
 def _note_finite_losses(point: Point, faults: Faults) -> None:
@@ -343,12 +374,14 @@ def _is_steady(point: Point) -> bool:
 def _plant_inf(point: Point, cleaned: Sequence[Value]) -> None:
     """Plants an inf in gradients of which reading doubts that they keep it."""
     code: Code = "overflow hidden"
+    all_kept = True
     for gradient in cleaned:
         if point.findings.is_settled(code):
             return
         assert gradient.cleaned is not None
         place = place_of(gradient.cleaned)
         applied = inf_is_applied(point.subject, point.good_run.given, gradient)
+        all_kept &= applied is False
         if applied is None:
             reason = f"{place} may lose an inf, where no fault reaches it"
             point.findings.not_tried(code, reason)
@@ -357,6 +390,8 @@ def _plant_inf(point: Point, cleaned: Sequence[Value]) -> None:
                 f"an inf in the gradients was lost by {place}; the step was applied"
             )
             point.findings.broken(code, evidence, place)
+    if cleaned and all_kept:
+        point.findings.right(code)
 
 
 def _try_spike(point: Point, scale: Scale) -> None:

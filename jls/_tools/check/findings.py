@@ -5,10 +5,25 @@ from typing import Literal, NamedTuple
 
 from jls._program.places import Place
 from jls._tools.check.codes import CODES, Code
+from jls._tools.reading.updates import Given
 
 # A run may show these of a right step: only a program says what is an average, noise
 # or a buffer.
 DOUBTFUL: tuple[Code, ...] = ("overflow hidden", "nan committed", "not atomic")
+
+
+class Mix(NamedTuple):
+    """What may make the gradients depend on the loss scale: only numbers tell.
+
+    It is a sum of what the scale is a factor of, and of what it is not, which is a leak
+    or part of a solve; or an operation without a rule.
+    """
+
+    evidence: str
+    place: Place
+    given: list[Given]  # what a wrapper is given, and it goes into
+    is_sum: bool
+
 
 Status = Literal["right", "broken", "not tried", "does not apply"]
 
@@ -19,6 +34,7 @@ class Finding(NamedTuple):
     status: Status
     text: str  # the evidence if broken, a note if right, else the reason
     place: Place | None = None
+    write: str = ""  # the line to write, if it is not that of the code
 
 
 class Findings:
@@ -28,14 +44,23 @@ class Findings:
         # By code; and arrays without a fault, by name.
         self._found: dict[str, Finding] = {}
         self.notes: list[str] = []  # on what is no mistake
+        # Of what may be meant, but trains nothing or wrongly if it is not: the headline
+        # says it.
+        self.doubts: list[str] = []
         self.is_read = True  # whether there is a program
+        self.mix: Mix | None = None
+        # Why the step trains nothing, if it is not skipped, and the line to write: a
+        # factor of 0 is read, which may also be inf or NaN.
+        self.idle: tuple[str, str] | None = None
 
-    def broken(self, code: Code, evidence: str, place: Place | None = None) -> None:
+    def broken(
+        self, code: Code, evidence: str, place: Place | None = None, write: str = ""
+    ) -> None:
         if not self.is_read and code in DOUBTFUL:
             reason = f"{evidence}. Without a program to read, that may be right"
             self.not_tried(code, reason)
         elif self.status(code) != "broken":
-            self._found[code] = Finding("broken", evidence, place)
+            self._found[code] = Finding("broken", evidence, place, write)
 
     def right(self, code: Code, note: str = "") -> None:
         self._found.setdefault(code, Finding("right", note))

@@ -40,6 +40,10 @@ def take_good_steps(
         findings.broken("no step", "a good step changed nothing that the step carries")
         return [first], None, 1
     good = [_at_a_lower_scale(runner, first)]
+    if findings.idle and not good[0].any_skipped() and not good[0].nonfinite():
+        evidence, write = findings.idle
+        findings.broken("no step", evidence, write=write)
+        return good, None, 1
     base, window = _step_until_moved(runner, good)
     # The third step is the first that must not compile: the second may, for the types
     # and devices that the first one returned.

@@ -12,18 +12,20 @@ import numpy as np
 import optax
 
 from jls._program.control import Site
-from jls._program.facts import ANY, ZERO, Mixed, Multiple, Unknown, Value
-from jls._program.places import Place, place_of
+from jls._program.facts import ANY, ZERO, Mixed, Multiple, Number, Unknown, Value
+from jls._program.jaxprs import has_side_effects
+from jls._program.places import Place, is_transposed, place_of
+from jls._program.primitives import primitive_of
 from jls._scopes import GRADIENTS, LOSS
 from jls._text import join
 from jls._tools.check.codes import Code
-from jls._tools.check.findings import Findings
+from jls._tools.check.findings import Findings, Mix
 from jls._tools.check.leaves import is_fp8
 from jls._tools.check.subject import Subject
 from jls._tools.reading.derivatives import DERIVATIVE, devices_along, is_tracked
 from jls._tools.reading.reading import Reading
 from jls._tools.reading.scales import Scale
-from jls._tools.reading.updates import Checked
+from jls._tools.reading.updates import Checked, Given
 from jls._tree import is_inexact
 
 BY_READING: tuple[Code, ...] = (
@@ -99,7 +101,10 @@ def read_codes(
     _read_summed(reading, calls, findings)
     for k in returned:
         _read_forgotten(subject, reading, k, findings)
+        _read_dropped(subject, reading, k, findings)
+    _read_idle(subject, reading, returned, findings)
     _note_subtracted(reading, findings)
+    _note_added_twice(reading, findings)
     gradients = [gradient for _, call in calls for gradient in call.values(GRADIENTS)]
     cleaned = tuple(x for x in gradients if x.cleaned)
     if calls and not missing and not cleaned:
@@ -116,6 +121,12 @@ def _read_scaling(
     for k in subject.live:
         scale, own = subject.scales[k], [call for j, call in calls if j == k]
         gradients = [x for call in own for x in call.values(GRADIENTS)]
+        given = [
+            x
+            for call in own
+            for role in (GRADIENTS, LOSS)
+            for x in call.given.get(role, {}).values()
+        ]
         if not scale.counters:
             gradients = _read_bare(subject, reading, scale, findings)
         elif gradients:
@@ -127,12 +138,14 @@ def _read_scaling(
         losses = [x for call in own for x in call.values(LOSS)]
         bits = reading.bits_of_calls(k) if scale.counters else 0
         new = [subject.results[i].now for i in sorted(subject.trained)]
-        _read_leaks(gradients, "the gradients", findings)
-        _read_leaks(losses, "the loss", findings)
-        _read_leaks([x for x in new if x.follows & bits], "what is trained", findings)
+        trained = [x for x in new if x.follows & bits]
+        _read_leaks(gradients, "the gradients", given, findings)
+        _read_leaks(losses, "the loss", given, findings)
+        _read_leaks(trained, "what is trained", given, findings)
     if calls or not any(scale.counters for scale in subject.scales):
-        for code in ("not scaled", "scale leaks"):
-            findings.right(code)
+        findings.right("not scaled")
+        if findings.mix is None:
+            findings.right("scale leaks")
 
 
 def _read_bare(
@@ -182,7 +195,9 @@ def _read_not_scaled(
     findings.broken("not scaled", evidence, _place_of_update(site))
 
 
-def _read_leaks(values: Sequence[Value], what: str, findings: Findings) -> None:
+def _read_leaks(
+    values: Sequence[Value], what: str, given: Sequence[Given], findings: Findings
+) -> None:
     verb = "are" if what == "the gradients" else "is"
     for value in values:
         degree = value.degree
@@ -192,7 +207,13 @@ def _read_leaks(values: Sequence[Value], what: str, findings: Findings) -> None:
             place = place_of(degree.site)
             follow = "follow" if what == "the gradients" else "follows"
             evidence = f"{what} {follow} the loss scale in part: mixed by {place}"
-            findings.broken("scale leaks", evidence, place)
+            mixed = [x for x in given if x.value.degree == degree]
+            is_sum = primitive_of(degree.site.equation).degree == "sum"
+            # A solve that is differentiated; what is added to gradients is a leak.
+            if mixed and is_sum and is_transposed(degree.site):
+                findings.mix = findings.mix or Mix(evidence, place, mixed, True)
+            else:
+                findings.broken("scale leaks", evidence, place)
         else:
             place = place_of(value.degree_site) if value.degree_site else None
             by = f", last by {place}" if place and place.file else ""
@@ -201,9 +222,20 @@ def _read_leaks(values: Sequence[Value], what: str, findings: Findings) -> None:
         return
     for value in values:
         if isinstance(value.degree, Unknown):
-            reason = f"what becomes of the loss scale in {place_of(value.degree.site)} "
-            findings.not_tried("scale leaks", reason + "is not known")
+            place = place_of(value.degree.site)
+            reason = f"what becomes of the loss scale in {place} is not known"
+            lost = [x for x in given if x.value.degree == value.degree]
+            if lost and not _runs_elsewhere(value.degree.site):
+                findings.mix = findings.mix or Mix(reason, place, lost, False)
+            else:
+                findings.not_tried("scale leaks", reason)
             return
+
+
+def _runs_elsewhere(site: Site) -> bool:
+    """Whether an operation runs at the host, or in foreign code."""
+    name = site.equation.primitive.name
+    return "callback" in name or "call" in name or has_side_effects(site.equation)
 
 
 def _factor_in_words(degree: Any) -> str:
@@ -291,6 +323,95 @@ def _read_forgotten(
         )
 
 
+def _read_dropped(
+    subject: Subject, reading: Reading, k: int, findings: Findings
+) -> None:
+    """Whether the inner optimizer's state is not carried on from step to step."""
+    scale, results = subject.scales[k], subject.results
+    if subject.all_in(scale.own, subject.frozen):
+        return  # all of the state is the old one
+    inner = (*scale.path, "inner_state")
+    replaced = [reading.traced.inputs[n] for n in sorted(reading.flow.replaced)]
+    state = [
+        i
+        for i in replaced
+        if i in results and subject.items[i].path[: len(inner)] == inner
+    ]
+    ndim = np.ndim(subject.items[scale.at].value)
+    # A learning rate or a count may be set in each step.
+    state = [i for i in state if np.ndim(subject.items[i].value) > ndim] or state
+    is_old = [reading.leaf_of(results[i].now) == i for i in state]
+    is_number = [isinstance(results[i].now.known, Number) for i in state]
+    if state and all(map(operator.or_, is_old, is_number)):
+        how = "comes back as it was" if all(is_old) else "is set back"
+        findings.broken(
+            "no step",
+            f"the state of the inner optimizer {how} in each step: "
+            f"{subject.names(state)}",
+            write="return the opt_state that optimizer.update returns, all of it",
+        )
+
+
+def _read_idle(
+    subject: Subject, reading: Reading, returned: Sequence[int], findings: Findings
+) -> None:
+    """Whether gradients or updates are 0, whatever the parameters are.
+
+    Of some leaves, or under one of several wrappers, that may be meant: they are
+    frozen.
+    """
+    found = dict[int, tuple[str, str]]()
+    for k in returned:
+        calls = reading.calls.get(k, [])
+        given = [x for call in calls for x in call.given.get(GRADIENTS, {}).values()]
+        idle = [x.value.degree == ANY for x in given]
+        added = reading.flow.added.values()
+        bits = reading.bits_of_calls(k)
+        updates = [x for _, _, x in added if x.follows & bits]
+        if given and all(idle):
+            found[k] = (
+                "the gradients are 0, whatever the parameters are: the loss does not "
+                "depend on them, or only behind jax.lax.stop_gradient",
+                "a loss_fn that returns the loss of the params that it is given, with "
+                "no stop_gradient around all of them",
+            )
+        elif updates and all(x.degree == ANY for x in updates):
+            found[k] = (
+                "the updates are 0, whatever the gradients are: the learning rate is 0",
+                "a learning rate over 0, or a schedule that gives one",
+            )
+        elif any(idle):
+            findings.notes.append(
+                f"The gradients of {sum(idle)} of {len(idle)} arrays are 0, whatever "
+                "the parameters are: the loss does not depend on them, or only behind "
+                "jax.lax.stop_gradient."
+            )
+    if found and len(found) == len(returned):
+        findings.idle = next(iter(found.values()))
+    else:
+        names = {k: reading.scales[k].name for k in found}
+        findings.doubts += [f"with {names[k]} {x}" for k, (x, _) in found.items()]
+
+
+def _note_added_twice(reading: Reading, findings: Findings) -> None:
+    """Notes that an update is added to what it was added to before."""
+    added = reading.flow.added
+    for site, other, update in added.values():
+        before = added.get(other.site.indices) if other.site else None
+        if before is None or before[0].indices == site.indices:
+            continue
+        _, _, first = before
+        if first.site and update.site and first.site.indices == update.site.indices:
+            place = place_of(site)
+            where = str(place).removeprefix(place.operation)
+            findings.doubts.append("the updates are added twice")
+            findings.notes.append(
+                f"The updates are added to the parameters twice, the second time{where}"
+                ": the learning rate is twice what it says."
+            )
+            return
+
+
 def _note_subtracted(reading: Reading, findings: Findings) -> None:
     """Notes that updates are subtracted: optax has made them negative, to be added.
 
@@ -305,6 +426,7 @@ def _note_subtracted(reading: Reading, findings: Findings) -> None:
         if updates.follows & reading.bits_of_updates and site.indices in returned:
             place = place_of(site)
             where = str(place).removeprefix(place.operation)
+            findings.doubts.append("the updates are subtracted")
             findings.notes.append(
                 f"The updates of optax are negative already, but subtracted{where}. "
                 "Write optax.apply_updates(params, updates)."
@@ -374,12 +496,32 @@ def _read_stuck(subject: Subject, reading: Reading, findings: Findings) -> None:
         )
         if scaler_never_changes and not is_old:
             findings.broken(code, f"the state in {scale.name} comes back as it was")
+        for field in ("loss_scale", "finite_count"):
+            number = _number_set(subject, scale, field)
+            if number is not None:
+                findings.broken(
+                    code,
+                    f"{scale.name}/{field} is set to {number:g} in each step, whatever "
+                    "the scaler makes of it",
+                )
         if skip_changes_nothing and not is_old:
             findings.broken(
                 code,
                 f"in a step that is skipped {join(*scale.path)} comes back as it was, "
                 "with its counters and its loss scale: an overflow is one for ever",
             )
+
+
+def _number_set(subject: Subject, scale: Scale, field: str) -> float | None:
+    """The number to which a step sets what the scaler moves; None if to none."""
+    reading, at = subject.reading, scale.fields.get(field)
+    if reading is None or at is None or at not in subject.results:
+        return None
+    now, skipped = (x.known for x in subject.results[at])
+    is_moved = at in [reading.traced.inputs[n] for n in reading.flow.replaced]
+    if isinstance(now, Number) and now == skipped and is_moved:
+        return float(now.value)
+    return None
 
 
 # A skipped step may change two kinds of leaves: those with added noise, and running

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands still in a good step, since bfloat16 rounds it away."""
+"""What stands still in a good step, since float16 or bfloat16 rounds it away."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls._state import rounds_bfloat16
+from jls._tools.check.findings import Findings
 from jls._tools.check.leaves import as_numpy
 from jls._tools.check.runs import Run, Runner
 from jls._tools.check.subject import Subject
@@ -17,12 +18,16 @@ _WRITE = "Write jls.bfloat16_params(inner) inside the wrapper"
 _SECOND = {"nu", "exp_avg_sq"}
 # So large that no gradient counts beside it.
 _LARGE = 2.0**60
+# So many numbers are not all those of a narrower dtype by chance.
+_MANY_NUMBERS = 8
 
 
 def note_still(
-    runner: Runner, subject: Subject, good_run: Run, notes: list[str]
+    runner: Runner, subject: Subject, good_run: Run, findings: Findings
 ) -> None:
     """Notes updates that are lost, and second moments that cannot fall."""
+    _note_rounded(subject, good_run, findings)
+    notes = findings.notes
     inside = [i for i in subject.inside if _SECOND & set(subject.items[i].path)]
     params = _in_bfloat16(good_run.before, subject.all_params)
     moments = _in_bfloat16(good_run.before, inside)
@@ -45,6 +50,31 @@ def note_still(
             "decays by less than half a unit in a step, as with b2=0.999. "
             f"{_WRITE}: then it falls."
         )
+
+
+def _note_rounded(subject: Subject, good_run: Run, findings: Findings) -> None:
+    """Notes float32 parameters that come back as numbers of a narrower dtype."""
+    for dtype in (jnp.bfloat16, jnp.float16):
+        rounded = [i for i in subject.all_params if _is_rounded(good_run, i, dtype)]
+        if rounded:
+            name = jnp.dtype(dtype).name
+            findings.doubts.append(f"the new parameters are rounded to {name}")
+            findings.notes.append(
+                f"The step rounds {subject.names(rounded)} to {name}, so small updates "
+                "are lost. Keep parameters in float32: compute_dtype= casts them where "
+                "products take them."
+            )
+            return
+
+
+def _is_rounded(run: Run, leaf: int, dtype: Any) -> bool:
+    before, after = run.before[leaf], run.after[leaf]
+    if after.dtype != np.float32:
+        return False
+    moved = np.unique(after[after != before])
+    with np.errstate(over="ignore", invalid="ignore"):
+        is_same = moved.astype(dtype).astype(np.float32) == moved
+    return moved.size >= _MANY_NUMBERS and bool(np.all(is_same))
 
 
 def _in_bfloat16(carried: Mapping[int, Any], leaves: Iterable[int]) -> list[int]:

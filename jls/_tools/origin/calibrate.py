@@ -358,11 +358,9 @@ def _mended(search: Search) -> Calibration | None:
     program = None if is_needed else record(case, at_roots=True)
     if not search.run(scale, program).bad:
         return None
-    kept = None
-    if is_needed and widths.units:
-        trail = Trail(search.twin(search.leaves(scale)))
-        kept = search.forward.kept(trail, search.touches)
-    units = widths.least(search.leaves(scale), kept.units if kept else ())
+    # As in `jls.why`. What else leaves the range, and is finite all the same, is found
+    # by the next call.
+    units = widths.least(search.leaves(scale))
     if not (units or is_needed):
         return None
     found = explain(case, search.run(scale))
@@ -380,8 +378,10 @@ def _mended(search: Search) -> Calibration | None:
         makes = "overflows" if infs else "makes NaN"
         here = place_in_words(birth.place)
         notes.append(f"In half this line {makes}: {here}")
-    if kept is not None:
-        notes.append(kept.note or AGAIN)
+    if is_needed:
+        trail = Trail(search.twin(search.leaves(scale)))
+        kept = search.forward.kept(trail, search.touches)
+        notes.append(kept.note if {*kept.units} == {*units} else AGAIN)
     write = argument(keep)
     return Calibration(search.now, notes=tuple(notes), write=write, keep=keep)
 

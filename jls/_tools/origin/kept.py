@@ -94,7 +94,9 @@ class Forward:
             # A reader of the result of a cast is touched by it. An autocast casts
             # outside of all scopes.
             if self._has_half and name != "convert_element_type":
-                half = [x for x in (*operands, *results) if is_half_atom(x)]
+                # What a choice leaves out does no harm, such as scores behind a mask.
+                given = () if name == "select_n" else operands
+                half = [x for x in (*given, *results) if is_half_atom(x)]
             elif not self._has_half and name in PRODUCTS:
                 is_wide = choice.why_wide(site) is not None
                 half = [] if is_wide else [*filter(is_float32, operands), *results]

@@ -175,6 +175,9 @@ _NUM_COUNTS = _BINS + 3
 
 def _sample_of(x: Array) -> Array:
     """At most `_SAMPLE` elements: `f32[n]`."""
+    spec = jax.typeof(x).sharding.spec
+    if any(axes is not None for axes in spec):  # on explicit axes of a mesh
+        x = jax.sharding.reshard(x, jax.sharding.PartitionSpec())
     flat = jnp.ravel(x)
     step = -(-flat.size // _SAMPLE)
     while math.gcd(step, flat.size) > 1 and step > 1:  # not one channel of many

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
 
 from jls import _validate
 from jls._nnx import (
@@ -152,6 +153,11 @@ def check_usable(arguments: Arguments, tool: str, function: str) -> None:
     """Raises if an array among the arguments cannot be copied."""
     for path, leaf, _ in arguments.items:
         name = join(*path)
+        if isinstance(leaf, Tracer):
+            raise _validate.TracedError(
+                f"{name} must be concrete, got a traced array: call {tool} outside "
+                f"jit, with the {function} and its arguments."
+            )
         if _is_donated(leaf):
             raise ValueError(
                 f"{name} was donated to an earlier {function}, and is no more. Pass "

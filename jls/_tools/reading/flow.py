@@ -66,10 +66,15 @@ class Flow(Question[Value]):
         self._of_inputs = 2 * self._random - 1
         self._of_scalers = sum(1 << i for i in states)
         self.bit_of_gradients = 2 * self._random  # in `follows`: unscaled values
+        self._of_calls = -4 * self._random  # all bits of the gradients of wrappers
         self.updates = Updates(4 * self._random)
         self.derivatives = Derivatives(self._is_of_scales)
         # The place where updates with a negative factor are subtracted.
         self.subtracted: list[tuple[Site, Value]] = []
+        # By the place in the program: what wrappers' updates are added to, and they.
+        self.added: dict[tuple[int, ...], tuple[Site, Value, Value]] = {}
+        # Inputs in the place of which a wrapper puts something, unless it skips.
+        self.replaced = set[int]()
         # By the place in the program: the results of operations in narrow dtypes, but
         # for those that an autocast to float8 scales, and those of products.
         self.narrow: dict[tuple[int, ...], Value] = {}
@@ -148,6 +153,8 @@ class Flow(Question[Value]):
         if INNER in marks:
             operands = [self.updates.marked(x) for x in operands]
         ops = operations(site, operands)
+        if UPDATE in marks and not self._is_skipped:
+            self._note_replaced(ops)
         results = [self._with_multiple(op, self._result(op, marks)) for op in ops]
         if INNER in marks:
             self.derivatives.note_inner(ops)
@@ -219,14 +226,33 @@ class Flow(Question[Value]):
             # From an input, what an optimizer has made negative.
             if isinstance(first.known, Same) and second.sign == -1:
                 self.subtracted.append((op.site, second))
+        if op.name == "add":
+            self._note_added(op, INNER in marks)
         if INNER not in marks:  # parameters come out of it
             value = value.but(never_scaled=never_scaled_by(op, value))
         by_scale = any(map(self._is_of_scales, op.operands))
         value = with_history(op, value, by_scale)
-        if value.unscaled is not op.site:
+        if value.unscaled is not op.site or not any(map(is_scaled, op.operands)):
             return value
         self.updates.reaches_gradients |= value.depends
         return value.but(follows=follows | self.bit_of_gradients)
+
+    def _note_replaced(self, ops: Sequence[Operation]) -> None:
+        """Notes old states where a wrapper selects between them and new ones."""
+        for op in ops:
+            known = [x.known for x in op.data] if op.name == "select_n" else []
+            olds = {x.index for x in known if isinstance(x, Same)}
+            if len(set(known)) > 1:
+                self.replaced |= olds
+
+    def _note_added(self, op: Operation, is_inner: bool) -> None:
+        """Notes a sum of an update, as a wrapper made it, and something else."""
+        for update, other in (op.operands, op.operands[::-1]):
+            is_update = update.site and UPDATE in marks_of(update.site)
+            if is_inner and not isinstance(other.known, Same):
+                continue
+            if is_update and update.follows & self._of_calls:
+                self.added[op.site.indices] = op.site, other, update
 
     def _taint(self, op: Operation, marks: frozenset[str]) -> tuple[int, int, int]:
         """The inputs that a result depends on, follows, and goes through, as bits."""

@@ -63,24 +63,24 @@ class Widths:
         found = self.least(inputs)
         return keep_of(found, self.units) if found else None
 
-    def least(self, inputs: Sequence[Any], also: Collection[Unit] = ()) -> list[Unit]:
+    def least(self, inputs: Sequence[Any]) -> list[Unit]:
         """The units that have to be float32; [] if that does not help, or none has to.
+
+        None of them can be left out.
 
         Args:
           inputs: of the program.
-          also: units that are float32 in any case, and are among the result.
         """
-        found = [x for x in self.units if x in also]
-        left = [x for x in self.units if x not in also]
+        left = self.units
         if not self.units or not self._is_finite(inputs, self.units):
             return []
         needed = list[Unit]()
-        while not self._is_finite(inputs, [*found, *needed]):
+        while not self._is_finite(inputs, needed):
             # With so many of the first ones it is finite.
             high = bisect.bisect_left(
                 range(len(left)),
                 True,
-                key=lambda n: self._is_finite(inputs, [*found, *needed, *left[:n]]),
+                key=lambda n: self._is_finite(inputs, [*needed, *left[:n]]),
             )
             if not high:
                 break
@@ -88,9 +88,9 @@ class Widths:
             left = left[: high - 1]
         for one in needed[:-1]:
             others = [x for x in needed if x != one]
-            if self._is_finite(inputs, [*found, *others]):
+            if self._is_finite(inputs, others):
                 needed = others
-        return [x for x in self.units if x in found or x in needed]
+        return [x for x in self.units if x in needed]
 
     def _is_finite(self, inputs: Sequence[Any], wide: Collection[Unit]) -> bool:
         mask = np.array([x in wide for x in self.units])

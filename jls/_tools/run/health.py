@@ -198,8 +198,9 @@ def health(
       ...     _, state = optimizer.update(grads, state, params)
       >>> print(jls.health(state, params, optimizer=optimizer))
       calibrating: all 3 steps so far were skipped while the loss scale comes down, to
-      128 now. That is normal for the first ten or so. Not finite: w. What to do:
-      docs/questions/healthy_run.md#calibrating.
+      128 now. That is normal for the first ten or so. print(jls.calibrate(step,
+      params, opt_state, batch)) says where to start: then no batch is lost. Not
+      finite: w. What to do: docs/questions/healthy_run.md#calibrating.
       Half precision? print(jls.check_step(step, params, opt_state, batch))
     """
     raise_if = _check_verdicts("raise_if", raise_if)

@@ -170,6 +170,9 @@ class History:
             streak = now.get("consecutive_skips")
             in_a_row = "" if streak is None else f" ({streak} in a row)"
             parts.append(f"skips {now['skips']}{in_a_row}")
+            # Of a run that has applied no step yet the scale is still to be found.
+            if streak is not None and 3 <= streak == now.get("steps"):
+                parts.append("jls.calibrate finds the scale")
         elif now.get("skipped"):
             parts.append("skipped")
         return "  ".join(parts)

@@ -323,11 +323,21 @@ def _calibrating(facts: Facts) -> str:
     if facts.min_scale is None:
         return (
             f"{skipped}; the loss scale is {facts.scale}. If it is still coming down, "
-            "that is normal for the first ten or so"
+            f"that is normal for the first ten or so{_where_to_start(facts)}"
         )
     return (
         f"{skipped} while the loss scale comes down, to {facts.scale} now. That is "
-        "normal for the first ten or so"
+        f"normal for the first ten or so{_where_to_start(facts)}"
+    )
+
+
+def _where_to_start(facts: Facts) -> str:
+    """How to lose none of the first steps, from the third on."""
+    if facts.steps < 3:
+        return ""
+    return (
+        f". print(jls.calibrate({_arguments(facts)})) says where to start: then no "
+        "batch is lost"
     )
 
 
