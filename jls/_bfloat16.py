@@ -16,8 +16,9 @@ seed, step, leaf and index. A skipped step draws nothing, the layout of an array
 devices does not matter, and no array of random numbers is in memory.
 """
 
+import contextlib
 import zlib
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from typing import Any, Literal, get_args
 
 import jax
@@ -28,9 +29,9 @@ from jax import Array, lax
 
 from jls import _validate
 from jls._mistakes import OtherStateError, warn
-from jls._nnx import is_variable, read_variables
+from jls._nnx import is_variable, modules_in, read_variables, trained_variables
 from jls._program.jaxprs import varying_axes
-from jls._state import find
+from jls._state import find, rounds_bfloat16
 from jls._text import at, path_name
 from jls._tree import is_array, is_inexact
 from jls._types import Bfloat16ParamsState
@@ -240,6 +241,36 @@ def master_params(params: Any, state: Any) -> Any:
         return jax.tree.map(lambda x: _widened(_master(x, rest)), param)
 
     return jax.tree_util.tree_map_with_path(master, params, is_leaf=is_variable)
+
+
+def read_wide(state: Any, params: Any) -> Any:
+    """`params` as a loss reads them: in float32 what a `bfloat16_params` stores.
+
+    Their gradients are float32 then. In bfloat16 an embedding, a loop or a weight in
+    two places would add up its gradient in 8 bits. Where a product takes them in
+    bfloat16, XLA drops the cast and its way back.
+
+    Args:
+      state: what carries the state of the optimizer.
+      params: a pytree without NNX models.
+    """
+    return jax.tree.map(_widened, params) if rounds_bfloat16(state) else params
+
+
+@contextlib.contextmanager
+def models_read_wide(state: Any, models: Any) -> Iterator[None]:
+    """`read_wide` of the NNX models in a pytree, in place, in the block."""
+    found = modules_in(models) if rounds_bfloat16(state) else []
+    variables = [x for model in found for x in trained_variables(state, model)]
+    values = [x.get_value() for x in variables]
+    pairs = [x for x in zip(variables, values, strict=True) if _is_bfloat16(x[1])]
+    for variable, value in pairs:
+        variable.set_value(_widened(value))
+    try:
+        yield
+    finally:
+        for variable, value in pairs:
+            variable.set_value(value)
 
 
 class _Noise:

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jls import _mistakes, _validate
+from jls._bfloat16 import models_read_wide, read_wide
+from jls._nnx import modules_in
 from jls._notes import note, noted
 from jls._state import find_scaler_states, scaler_state_in, wrappers_in
 from jls._text import describe
@@ -239,9 +241,18 @@ def value_and_grad(
             found.inside()
         if is_jax:
             _mistakes.check_differentiable(_mistakes.differentiated(args, argnums))
-        return differentiate(
-            scaler_state, fun, args, kwargs, argnums, has_aux, transform
+        # `functools.partial(transform, argnums=...)` has its own.
+        options = getattr(transform, "keywords", {})
+        numbers = _mistakes.numbers_of(options.get("argnums", argnums))
+        chosen = {n % len(args) for n in numbers if -len(args) <= n < len(args)}
+        args = tuple(
+            read_wide(state, x) if n in chosen and not modules_in(x) else x
+            for n, x in enumerate(args)
         )
+        with models_read_wide(state, [args[n] for n in chosen]):
+            return differentiate(
+                scaler_state, fun, args, kwargs, argnums, has_aux, transform
+            )
 
     return with_loss_scale
 

@@ -81,7 +81,9 @@ class Held:
         """A float32 array rounded to half, before it was moved; None if it was not."""
         if self._half is None and self._move is not None:
             equation, operands = self._move
-            (self._half,) = bind_shared(equation, [_half_or(x, dtype) for x in operands])
+            (self._half,) = bind_shared(
+                equation, [_half_or(x, dtype) for x in operands]
+            )
         return self._half
 
     def fix(self, half: Any) -> None:
@@ -120,7 +122,9 @@ class Rewrite:
 
         # A rule may close over arrays of this trace.
         import os
-        if os.environ.get("NOMAIN"): return run(*operands)
+
+        if os.environ.get("NOMAIN"):
+            return run(*operands)
         return (run if self._has_rules else self._border(program, run))(*operands)
 
     def _border(
@@ -259,7 +263,9 @@ class Rewrite:
                 return [Held(*call_shared(product, [arrays, halves]))]
             given = product.rounded(arrays, halves)
             rounded = [call_shared(quantized, [lax.stop_gradient(x)]) for x in given]
-            result = call_shared(product_of(equation), [*given, *rounded[0], *rounded[1]])
+            result = call_shared(
+                product_of(equation), [*given, *rounded[0], *rounded[1]]
+            )
             return [Held(wide(stored(result)))]
 
     # Calls.
@@ -510,8 +516,7 @@ def _may_run_again(program: Program) -> bool:
     It may not if that prints, or if the user says what it keeps.
     """
     return not any(
-        effects_of(x) or rule_of(x) == "remat"
-        for _, _, x in Frame(program).equations()
+        effects_of(x) or rule_of(x) == "remat" for _, _, x in Frame(program).equations()
     )
 
 

@@ -85,7 +85,9 @@ def call_shared(fun: Callable[..., Any], arrays: Sequence[Any], *static: Any) ->
 def bind_shared(equation: Any, operands: Sequence[Any]) -> list[Any]:
     """The results of an equation of a program, with other operands."""
     operation = operation_of(equation)
-    kept = [None if np.shape(x) or isinstance(x, Array) else Number(x) for x in operands]
+    kept = [
+        None if np.shape(x) or isinstance(x, Array) else Number(x) for x in operands
+    ]
     arrays = [x for x, number in zip(operands, kept, strict=True) if number is None]
     single = _Single(operation, tuple(kept))
     is_plain = not effects_of(equation) and not any(

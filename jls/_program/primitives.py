@@ -180,12 +180,16 @@ TABLES: tuple[_Rows, ...] = (
         can_overflow=True,
         is_product=True,
     ),
-    _blind("conv_general_dilated", degree="product", can_overflow=True, is_product=True),
+    _blind(
+        "conv_general_dilated", degree="product", can_overflow=True, is_product=True
+    ),
     _rows("ragged_dot_general", degree="product", can_overflow=True, is_product=True),
     _blind("scatter-mul", data=slice(0, 3, 2), degree="product", can_overflow=True),
     _blind("cumprod reduce_prod", can_overflow=True),
     # Powers.
-    _elementwise("square", degree=2.0, keeps_inf=True, can_overflow=True, is_cheap=True),
+    _elementwise(
+        "square", degree=2.0, keeps_inf=True, can_overflow=True, is_cheap=True
+    ),
     _elementwise(
         "sqrt", degree=0.5, keeps_inf=True, singular=0, like="root", is_cheap=True
     ),

@@ -33,6 +33,7 @@ import optax
 from jls import _validate
 from jls._autocast.autocast import autocast, check_dtype, check_keep
 from jls._autocast.keep import Keep
+from jls._bfloat16 import read_wide
 from jls._mistakes import EagerCalls, other_params_noted, warn
 from jls._program.jaxprs import varying_axes
 from jls._reduce import global_norm
@@ -421,7 +422,8 @@ def take_step(
 
     def gradients_of(params, before, batch):
         def grad_fn(carried, part):
-            given, transform = (params, carried, part), _differentiate
+            wide = read_wide(opt_state, params)
+            given, transform = (wide, carried, part), _differentiate
             return differentiate(scaler_state, loss, given, {}, 0, True, transform)
 
         return accumulate(
