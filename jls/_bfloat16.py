@@ -30,7 +30,9 @@ from jax import Array, lax
 from jls import _validate
 from jls._mistakes import OtherStateError, warn
 from jls._nnx import is_variable, modules_in, read_variables, trained_variables
+from jls._notes import note
 from jls._program.jaxprs import varying_axes
+from jls._scopes import STORED
 from jls._state import find, rounds_bfloat16
 from jls._text import at, path_name
 from jls._tree import is_array, is_inexact
@@ -147,6 +149,7 @@ def bfloat16_params(
     is_exact = rounding == "exact"
 
     def init(params: optax.Params) -> Bfloat16ParamsState:
+        note("bfloat16", params)
         inner_state = inner.init(jax.tree.map(_widened, params))
         if moments is not None:
             inner_state = _narrowed(inner_state, params)
@@ -181,7 +184,8 @@ def bfloat16_params(
             return made, _rest_beside(param, made, new)
 
         trees = [masters, steps, state.rest] if is_exact else [masters, steps]
-        moved = jax.tree_util.tree_map_with_path(move, params, *trees)
+        with jax.named_scope(STORED):
+            moved = jax.tree_util.tree_map_with_path(move, params, *trees)
         made = jax.tree.map(lambda _, pair: pair[0], params, moved)
         rest = jax.tree.map(lambda _, pair: pair[1], params, moved) if is_exact else ()
         inner_state = jax.tree_util.tree_map_with_path(
@@ -189,6 +193,9 @@ def bfloat16_params(
             after,
             state.inner_state,
         )
+        flat, _ = jax.tree_util.tree_flatten_with_path(params)
+        pairs = zip(flat, jax.tree.leaves(made), strict=False)
+        note("stored", [(path, x) for (path, p), x in pairs if _is_bfloat16(p)])
         return made, Bfloat16ParamsState(inner_state, rest, count)
 
     return optax.GradientTransformationExtraArgs(init, update)
