@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jls._mistakes import warn
@@ -25,13 +26,17 @@ from jls._types import JlsWarning
 
 
 class Way(Enum):
-    """What a value has to do with the updates of a `jls.bfloat16_params`."""
+    """What a value has to do with the updates of a `jls.bfloat16_params`.
 
-    NONE = "nothing, or more than is looked at"
+    Of a value that is one of two, the later counts.
+    """
+
     FACTOR = "it may be a flag or a mask, by which they may be multiplied"
+    NONE = "nothing, or more than is looked at"
     MADE = "an update as it was made"
     APPLIED = "the sum of one and something else"
-    CHANGED = "one that was changed"
+    STORED = "such a sum, in bfloat16: a parameter"
+    CHANGED = "an update that was changed, or a parameter that has one in it"
 
 
 class Ways(Question[Way]):
@@ -55,16 +60,20 @@ class Ways(Question[Way]):
             return Way.FACTOR if result.aval.dtype == np.bool_ else Way.NONE
         row, name = primitive_of(equation), equation.primitive.name
         if row.moves or name in ("convert_element_type", "reduce_precision"):
-            return self._joined(operands[row.data])
+            way = self._joined(operands[row.data])
+            is_stored = way is Way.APPLIED and result.aval.dtype == jnp.bfloat16
+            return Way.STORED if is_stored else way
         ways = set(operands)
         if name in ("mul", "div", "neg"):
             if Way.FACTOR in ways and len(operands) == 2:
                 (other,) = ways - {Way.FACTOR} or {Way.FACTOR}
                 return other
-            is_one = len(ways - {Way.NONE}) == 1
-            return Way.CHANGED if is_one and ways & _OF_UPDATES else Way.NONE
+            is_one = len(ways - {Way.NONE}) == 1 and Way.STORED not in ways
+            return Way.CHANGED if is_one and ways & OF_UPDATES else Way.NONE
         if name in ("add", "sub", "add_any"):
-            return _SUMS.get(frozenset(x for x in operands if x in _OF_UPDATES), _BOTH)
+            return _SUMS.get(
+                frozenset(x for x in operands if x in OF_UPDATES), Way.CHANGED
+            )
         return Way.NONE
 
     def join(self, site: Site, one: Way, other: Way) -> Way:
@@ -77,14 +86,14 @@ class Ways(Question[Way]):
         return max(ways, key=_ORDER.index, default=Way.NONE)
 
 
-_ORDER = [Way.FACTOR, Way.NONE, Way.MADE, Way.APPLIED, Way.CHANGED]
-_OF_UPDATES = {Way.MADE, Way.APPLIED, Way.CHANGED}
-_BOTH = Way.CHANGED
+_ORDER = [*Way]
+OF_UPDATES = {Way.MADE, Way.APPLIED, Way.STORED, Way.CHANGED}
 # Of what is added up; in a program of several steps to parameters that have moved.
 _SUMS = {
     frozenset(): Way.NONE,
     frozenset([Way.MADE]): Way.APPLIED,
-    frozenset([Way.MADE, Way.APPLIED]): Way.APPLIED,
+    frozenset([Way.MADE, Way.STORED]): Way.APPLIED,
+    frozenset([Way.STORED]): Way.NONE,
 }
 
 

@@ -461,9 +461,9 @@ def _inner_step(
         def update(grads):
             return inner.update(grads, inner_state, params, **extra)
 
-        with noted("stored") as made:
-            with foreign_state_named(inner.init, inner_state, params, grads):
-                updates, new = update(grads)
+        named = foreign_state_named(inner.init, inner_state, params, grads)
+        with noted("stored") as made, named:
+            updates, new = update(grads)
         if made:
             warn_of_changed(lambda grads: update(grads)[0], grads, updates, made)
         name, integers = "the inner optimizer's", step.integers

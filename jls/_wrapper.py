@@ -22,19 +22,19 @@ import optax
 from jls import _validate
 from jls._devices import AxisName, check_axis_name
 from jls._mistakes import check_no_state, warn
-from jls._notes import note
+from jls._notes import note, noted
 from jls._placement import own_buffers, place_on_all
 from jls._scalers.dynamic import dynamic
 from jls._scalers.static import static
 from jls._state import (
     find,
     is_wrapper_state,
-    rounds_bfloat16,
     scaler_state_in,
     wrapper_name,
 )
 from jls._step import WrapperUpdate
-from jls._text import at, describe, first, path_name
+from jls._text import at, describe, first, listed, path_name, quoted
+from jls._train.unguarded import follow
 from jls._tree import is_inexact
 from jls._types import FIELDS, LossScaledState, LossScaler, SpikePolicy
 
@@ -160,7 +160,7 @@ def loss_scaled(
     def init(params):
         check_no_state(params)
         note("wrapper", (update, params))
-        with _foreign_leaf_named(params):
+        with _foreign_leaf_named(params), noted("bfloat16") as stored:
             inner_state = inner.init(params)
         nested = find(inner_state, is_wrapper_state)
         if nested:
@@ -183,7 +183,7 @@ def loss_scaled(
             raise ValueError(
                 f"scaler.init must give a float32 loss_scale, got {dtype}."
             )
-        _warn_of_half_params(params, inner_state)
+        _warn_of_half_params(inner, params, inner_state, stored)
         count = sum(is_inexact(leaf) for leaf in jax.tree.leaves(params))
         zeros: dict[str, Any] = {
             name: jnp.zeros((), field.dtype)
@@ -281,19 +281,49 @@ _VANISHES = {
 }
 
 
-def _warn_of_half_params(params: Any, inner_state: Any) -> None:
+def _warn_of_half_params(
+    inner: Any, params: Any, inner_state: Any, stored: list[Any]
+) -> None:
+    """Warns of 16-bit parameters that stand still.
+
+    Args:
+      inner: the wrapped optimizer.
+      params: the parameters.
+      inner_state: its state of them.
+      stored: what the `init` of each `jls.bfloat16_params` in it was given.
+    """
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    flat = [jax.tree_util.tree_flatten_with_path(x)[0] for x in stored]
+    are_stored = {path for pairs in flat for path, _ in pairs}
     for dtype, (part, write) in _VANISHES.items():
-        if dtype == "bfloat16" and rounds_bfloat16(inner_state):
-            continue
         half = [
             path_name(path)
             for path, leaf in leaves
             if str(getattr(leaf, "dtype", None)) == dtype
+            and not (dtype == "bfloat16" and path in are_stored)
         ]
+        half = half and _that_move(half, inner, params, inner_state)
         if half:
+            if dtype == "bfloat16" and stored:
+                write = (
+                    "Another part has jls.bfloat16_params: write it in this one too, "
+                    "or around both."
+                )
             warn(
                 f"{len(half)} of {len(leaves)} parameters are {dtype}"
-                f"{first(half[0])}. Updates smaller than half a unit in the last "
-                f"place, about {part} of the parameter, vanish. {write}"
+                f"{f', {listed(quoted(half))}' if stored else first(half[0])}. Updates "
+                f"smaller than half a unit in the last place, about {part} of the "
+                f"parameter, vanish. {write}"
             )
+
+
+def _that_move(
+    names: list[str], inner: Any, params: Any, inner_state: Any
+) -> list[str]:
+    """Those of the parameters that are not frozen, as by `optax.set_to_zero`."""
+
+    def update(grads):
+        return inner.update(grads, inner_state, params)[0]
+
+    made = follow(update, params, through_bits=True)
+    return [name for name in names if name in made] if made else names

@@ -127,3 +127,99 @@ GOOD = {
 @pytest.mark.parametrize("name", GOOD)
 def test_what_leaves_them_is_not(name):
     assert not {x for x in warnings_of(GOOD[name]) if CHANGED in x}
+
+
+# Parts of bfloat16 parameters without it.
+
+
+def init_warnings(optimizer, params=None):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.init(make_params() if params is None else params)
+    return [str(x.message) for x in caught]
+
+
+def parted(of_w, of_v):
+    parts = {"w": of_w, "v": of_v, "b": RIGHT}
+    return SKIP(optax.multi_transform(parts, {"w": "w", "v": "v", "b": "b"}))
+
+
+def test_each_part_that_is_bfloat16_needs_it():
+    (message,) = init_warnings(parted(STORED, RIGHT))
+    assert "1 of 3 parameters are bfloat16, 'v'" in message
+    assert "Another part has jls.bfloat16_params" in message
+    (message,) = init_warnings(
+        SKIP(optax.masked(STORED, {"w": True, "v": False, "b": False}))
+    )
+    assert "'v'" in message
+    assert not init_warnings(parted(STORED, STORED))
+
+
+def test_frozen_part_does_not():
+    """Such as the base of LoRA; of any half precision."""
+    zero = optax.set_to_zero()
+    assert not init_warnings(parted(STORED, zero))
+    assert not init_warnings(parted(STORED, optax.chain(RIGHT, zero)))
+    wide = make_params() | {"w": jnp.zeros((4, 8))}
+    assert not init_warnings(parted(RIGHT, zero), wide)
+    half = wide | {"v": jnp.zeros(8, jnp.float16)}
+    assert not init_warnings(parted(RIGHT, zero), half)
+    assert len(init_warnings(parted(RIGHT, RIGHT), half)) == 1
+
+
+def check(optimizer, run=lambda step: step):
+    params = make_params()
+    with warnings.catch_warnings(action="ignore"):
+        step = jax.jit(run(jls.train_step(loss_fn, optimizer)))
+        return jls.check_step(step, params, optimizer.init(params), X)
+
+
+@pytest.mark.parametrize("name", ["scaled", "scaled outside of the guard"])
+def test_check_step_breaks_a_step_that_rounds_updates_away(name):
+    found = check(WRONG[name])
+    assert found.broken == ("no step",)
+    assert "params/v, params/w" in found.seen["no step"]
+
+
+def test_check_step_breaks_one_that_is_written_by_hand():
+    optimizer, params = SKIP(jls.bfloat16_params(ADAM)), make_params()
+
+    @jax.jit
+    def step(params, state, x):
+        loss, grads = jls.value_and_grad(loss_fn)(state, params, x)
+        updates, state = optimizer.update(grads, state, params, value=loss)
+        updates = jax.tree.map(lambda u: -1e-5 * u, updates)
+        return optax.apply_updates(params, updates), state
+
+    found = jls.check_step(step, params, optimizer.init(params), X)
+    assert found.broken == ("no step",)
+
+
+@pytest.mark.parametrize(
+    "name", ["alone", "an average", "in MultiSteps", "in a partition", "held positive"]
+)
+def test_check_step_breaks_no_right_step(name):
+    found = check(GOOD[name])
+    assert found.ok
+    assert not [x for x in found.notes if "lost" in x]
+
+
+def test_check_step_breaks_no_step_of_several():
+    def repeated(step):
+        def run(params, state, x):
+            def body(carry, _):
+                params, state, report = step(*carry, x)
+                return (params, state), report.loss
+
+            return jax.lax.scan(body, (params, state), None, length=3)[0]
+
+        return run
+
+    assert check(GOOD["alone"], repeated).ok
+
+
+def test_check_step_notes_the_part_that_has_none():
+    slow = optax.adam(1e-5, b2=0.9)
+    (note,) = [x for x in check(parted(STORED, slow)).notes if "lost" in x]
+    assert "(params/v)" in note
+    assert not [x for x in check(parted(STORED, STORED)).notes if "lost" in x]

@@ -7,10 +7,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jls._applied import OF_UPDATES, Way, ways_of
 from jls._state import rounds_bfloat16
 from jls._tools.check.leaves import as_numpy
 from jls._tools.check.runs import Run, Runner
 from jls._tools.check.subject import Subject
+from jls._tools.reading.reading import is_a_result
 
 _WRITE = "Write jls.bfloat16_params(inner) inside the wrapper"
 # The fields of optax's states that hold second moments.
@@ -30,7 +32,11 @@ def note_still(
         return
     call = runner.arguments.rebuild(runner.start)
     if rounds_bfloat16((call.args, call.kwargs)):
-        return
+        if subject.reading is None:
+            return
+        ways = _ways(subject)
+        params = [i for i in params if ways.get(i, Way.NONE) not in OF_UPDATES]
+        moments = []
     lost = _share_lost(runner, good_run, params) if params else 0.0
     if lost >= 0.01:
         notes.append(
@@ -45,6 +51,28 @@ def note_still(
             "decays by less than half a unit in a step, as with b2=0.999. "
             f"{_WRITE}: then it falls."
         )
+
+
+def changed_updates(subject: Subject) -> list[int]:
+    """The parameters of a `jls.bfloat16_params` that take others than its updates."""
+    if subject.reading is None:
+        return []
+    ways = _ways(subject)
+    return [i for i in sorted(subject.trained) if ways.get(i) is Way.CHANGED]
+
+
+def _ways(subject: Subject) -> dict[int, Way]:
+    """What carried bfloat16 leaves have to do with updates of `bfloat16_params`."""
+    assert subject.reading is not None
+    traced = subject.reading.traced
+    found = iter(ways_of(traced.program))
+    by_path = [
+        {x.path: next(found) for x in items if is_a_result(x)}
+        for items in (traced.outputs, traced.objects)
+    ]
+    ways = subject.carried.pick(subject.items, *by_path)
+    values = {i: subject.items[i].value for i in ways}
+    return {i: x for i, x in ways.items() if values[i].dtype == jnp.bfloat16}
 
 
 def _in_bfloat16(carried: Mapping[int, Any], leaves: Iterable[int]) -> list[int]:
