@@ -33,6 +33,7 @@ class Way(Enum):
 
     FACTOR = "it may be a flag or a mask, by which they may be multiplied"
     NONE = "nothing, or more than is looked at"
+    FOLLOWS = "the sum or product of a parameter that has moved and something else"
     MADE = "an update as it was made"
     APPLIED = "the sum of one and something else"
     STORED = "such a sum, in bfloat16: a parameter"
@@ -57,7 +58,8 @@ class Ways(Question[Way]):
         if any(_is_stored(x) for x in site.equations):
             return Way.MADE
         if not is_inexact_atom(result):
-            return Way.FACTOR if result.aval.dtype == np.bool_ else Way.NONE
+            is_flag = getattr(result.aval, "dtype", None) == np.bool_
+            return Way.FACTOR if is_flag else Way.NONE
         row, name = primitive_of(equation), equation.primitive.name
         if row.moves or name in ("convert_element_type", "reduce_precision"):
             way = self._joined(operands[row.data])
@@ -68,9 +70,14 @@ class Ways(Question[Way]):
             if Way.FACTOR in ways and len(operands) == 2:
                 (other,) = ways - {Way.FACTOR} or {Way.FACTOR}
                 return other
-            is_one = len(ways - {Way.NONE}) == 1 and Way.STORED not in ways
+            ways -= {Way.NONE}
+            if ways and ways <= {Way.STORED, Way.FOLLOWS}:
+                return Way.FOLLOWS
+            is_one = len(ways) == 1
             return Way.CHANGED if is_one and ways & OF_UPDATES else Way.NONE
         if name in ("add", "sub", "add_any"):
+            if ways & {Way.STORED, Way.FOLLOWS} and not ways & _STILL_UPDATES:
+                return Way.FOLLOWS
             return _SUMS.get(
                 frozenset(x for x in operands if x in OF_UPDATES), Way.CHANGED
             )
@@ -88,12 +95,12 @@ class Ways(Question[Way]):
 
 _ORDER = [*Way]
 OF_UPDATES = {Way.MADE, Way.APPLIED, Way.STORED, Way.CHANGED}
+_STILL_UPDATES = {Way.MADE, Way.APPLIED, Way.CHANGED}
 # Of what is added up; in a program of several steps to parameters that have moved.
 _SUMS = {
     frozenset(): Way.NONE,
     frozenset([Way.MADE]): Way.APPLIED,
     frozenset([Way.MADE, Way.STORED]): Way.APPLIED,
-    frozenset([Way.STORED]): Way.NONE,
 }
 
 
@@ -104,7 +111,9 @@ def _is_stored(equation: Any) -> bool:
 def ways_of(program: Any) -> list[Way]:
     """The ways of the results of a program."""
     jaxpr = getattr(program, "jaxpr", program)
-    inputs = [Way.FACTOR if x.aval.shape else Way.NONE for x in jaxpr.invars]
+    inputs = [
+        Way.FACTOR if getattr(x.aval, "shape", ()) else Way.NONE for x in jaxpr.invars
+    ]
     return walk(program, inputs, Ways())
 
 

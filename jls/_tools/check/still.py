@@ -8,11 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls._applied import OF_UPDATES, Way, ways_of
+from jls._program.frames import Frame
+from jls._program.places import place_of
+from jls._program.products import products_in
 from jls._state import rounds_bfloat16
 from jls._tools.check.leaves import as_numpy
 from jls._tools.check.runs import Run, Runner
 from jls._tools.check.subject import Subject
-from jls._tools.reading.reading import is_a_result
+from jls._tools.reading.reading import Reading, is_a_result
 
 _WRITE = "Write jls.bfloat16_params(inner) inside the wrapper"
 # The fields of optax's states that hold second moments.
@@ -28,21 +31,33 @@ def note_still(
     inside = [i for i in subject.inside if _SECOND & set(subject.items[i].path)]
     params = _in_bfloat16(good_run.before, subject.all_params)
     moments = _in_bfloat16(good_run.before, inside)
-    if not (params or moments):
-        return
+    others = subject.carried.compared - subject.all_params - subject.inside
+    averages = _in_bfloat16(good_run.before, others - subject.frozen)
     call = runner.arguments.rebuild(runner.start)
     if rounds_bfloat16((call.args, call.kwargs)):
         if subject.reading is None:
             return
         ways = _ways(subject)
-        params = [i for i in params if ways.get(i, Way.NONE) not in OF_UPDATES]
+        averages += [i for i in params if ways.get(i) is Way.FOLLOWS]
+        known = {*averages, *(i for i, way in ways.items() if way in OF_UPDATES)}
+        params = [i for i in params if i not in known]
         moments = []
-    lost = _share_lost(runner, good_run, params) if params else 0.0
+        _note_wide_products(subject.reading, notes)
+    _note_narrow_sums(subject, notes)
+    lost = _share_lost(runner, good_run, params)
     if lost >= 0.01:
         notes.append(
             f"{100 * lost:.0f} % of the updates are lost: in bfloat16 less than 1/512 "
             f"of a parameter changes nothing ({subject.names(params)}). {_WRITE}: then "
             "they move."
+        )
+    lost = _share_lost(runner, good_run, averages)
+    if lost >= 0.5:
+        notes.append(
+            f"{100 * lost:.0f} % of the changes of {subject.names(averages)} are lost: "
+            "in bfloat16 an average, or a network that follows another, stands still. "
+            "Keep it in float32, as target = jls.master_params(params, opt_state) "
+            "makes it, or as jls.params_ema in the optimizer."
         )
     still = _that_cannot_fall(runner, good_run, moments) if moments else []
     if still:
@@ -51,6 +66,53 @@ def note_still(
             "decays by less than half a unit in a step, as with b2=0.999. "
             f"{_WRITE}: then it falls."
         )
+
+
+def _note_wide_products(reading: Reading, notes: list[str]) -> None:
+    """Notes that none is half, though the parameters are stored in bfloat16."""
+    dtypes = {x.dtype for x in products_in(Frame(reading.traced.program))}
+    if dtypes and all(jnp.finfo(x).bits >= 32 for x in dtypes if _is_float(x)):
+        notes.append(
+            "The parameters are bfloat16, and all products are float32. If they are to "
+            "be half too: compute_dtype=jnp.bfloat16."
+        )
+
+
+def _is_float(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def _note_narrow_sums(subject: Subject, notes: list[str]) -> None:
+    """Notes gradients of bfloat16 parameters that add up in bfloat16.
+
+    Those of a lookup, by a scatter; those of what a loop shares, in its carry.
+    """
+    values = [subject.items[i].value for i in subject.all_params]
+    shapes = {x.shape for x in values if x.dtype == jnp.bfloat16}
+    if subject.reading is None or not shapes:
+        return
+
+    def is_narrow(atom):
+        aval = atom.aval
+        is_one = getattr(aval, "dtype", None) == jnp.bfloat16
+        return is_one and aval.shape in shapes
+
+    for frame, index, equation in Frame(subject.reading.traced.program).equations():
+        name = equation.primitive.name
+        carried = frame.jaxpr.invars if frame.kind == "scan" else ()
+        is_sum = name == "scatter-add" or (
+            name == "add_any" and any(x is y for x in equation.invars for y in carried)
+        )
+        if is_sum and is_narrow(equation.outvars[0]):
+            place = place_of(frame.site_of(index))
+            where = f" ({place})" if place.file else ""
+            notes.append(
+                f"Gradients of bfloat16 parameters add up in bfloat16{where}: small "
+                "ones are lost beside their sum. Let jls.value_and_grad differentiate "
+                "with the state of a jls.bfloat16_params, or widen the parameters: "
+                "jax.grad(loss_fn)(jls.master_params(params, opt_state), batch)."
+            )
+            return
 
 
 def changed_updates(subject: Subject) -> list[int]:
@@ -82,7 +144,9 @@ def _in_bfloat16(carried: Mapping[int, Any], leaves: Iterable[int]) -> list[int]
 
 
 def _share_lost(runner: Runner, good_run: Run, params: list[int]) -> float:
-    """Of the updates that a float32 parameter would take, the share that is lost."""
+    """Of the changes that float32 leaves would take, the share that is lost."""
+    if not params:
+        return 0.0
     leaves = list(good_run.given)
     for i in params:
         leaves[i] = as_numpy(leaves[i]).astype(np.float32)
