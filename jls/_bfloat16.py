@@ -33,8 +33,8 @@ from jls._nnx import is_variable, modules_in, read_variables, trained_variables
 from jls._notes import note
 from jls._program.jaxprs import varying_axes
 from jls._scopes import STORED
-from jls._state import find, rounds_bfloat16
-from jls._text import at, path_name
+from jls._state import find, is_wrapper_state, rounds_bfloat16
+from jls._text import at, describe, path_name
 from jls._tree import is_array, is_inexact
 from jls._types import Bfloat16ParamsState
 
@@ -117,7 +117,8 @@ def bfloat16_params(
     Raises:
       TypeError: if `inner` is no optax transformation, or `rounding` or `seed` of
         another type.
-      ValueError: if `rounding`, `moments` or `seed` is something else; at `update`, if
+      ValueError: if `rounding`, `moments` or `seed` is something else; at `init`, if
+        `inner` contains another one, or an `optax.lookahead`; at `update`, if
         `params` is missing, or `state` is of another optimizer, another rounding or
         other moments.
 
@@ -151,6 +152,7 @@ def bfloat16_params(
     def init(params: optax.Params) -> Bfloat16ParamsState:
         note("bfloat16", params)
         inner_state = inner.init(jax.tree.map(_widened, params))
+        _check_inner(inner_state)
         if moments is not None:
             inner_state = _narrowed(inner_state, params)
         rest = jax.tree.map(rest_of, params) if is_exact else ()
@@ -216,7 +218,8 @@ def master_params(params: Any, state: Any) -> Any:
       A pytree like `params`, its bfloat16 leaves in float32.
 
     Raises:
-      ValueError: if `state` has lower bits of a parameter that is not in `params`.
+      ValueError: if `state` has lower bits of a parameter that is not in `params`, or
+        if the two are swapped.
 
     Example:
       >>> inner = jls.bfloat16_params(optax.sgd(1.0), rounding="exact")
@@ -228,6 +231,11 @@ def master_params(params: Any, state: Any) -> Any:
       >>> params, jls.master_params(params, state)
       (Array([1], dtype=bfloat16), Array([0.9999], dtype=float32))
     """
+    if rounds_bfloat16(params) or find(params, is_wrapper_state):
+        raise ValueError(
+            f"params must come first, got {describe(params)} with the state of an "
+            "optimizer in it. The order is jls.master_params(params, opt_state)."
+        )
     flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_variable)
     rests: dict[Any, Any] = {}
     for _, node in find(state, lambda node: isinstance(node, Bfloat16ParamsState)):
@@ -535,6 +543,22 @@ _UPGRADE = (
     "A state of another rounding, of other moments or of a float32 run becomes one by "
     "jls.upgrade_state(optimizer.init(params), saved, params=float32_params)."
 )
+
+
+def _check_inner(inner_state: Any) -> None:
+    """Raises if what is inside cannot be, by its state."""
+    if rounds_bfloat16(inner_state):
+        raise ValueError(
+            "inner must not contain jls.bfloat16_params, but its state has one: the "
+            "parameters would be rounded twice. Keep the outermost."
+        )
+    if find(inner_state, lambda node: isinstance(node, optax.LookaheadState)):
+        raise ValueError(
+            "inner must not contain optax.lookahead, which has two copies of the "
+            "params. It goes outside, also of the guard: optax.lookahead("
+            "jls.skip_nonfinite(jls.bfloat16_params(inner)), sync_period, "
+            "slow_step_size)."
+        )
 
 
 def _warn_of_float32(params: Any) -> None:

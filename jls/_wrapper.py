@@ -21,6 +21,7 @@ import optax
 
 from jls import _validate
 from jls._devices import AxisName, check_axis_name
+from jls._ema import ParamsEmaState
 from jls._mistakes import check_no_state, warn
 from jls._notes import note, noted
 from jls._placement import own_buffers, place_on_all
@@ -35,7 +36,7 @@ from jls._state import (
 from jls._step import WrapperUpdate
 from jls._text import at, describe, first, listed, path_name, quoted
 from jls._train.unguarded import follow
-from jls._tree import is_inexact
+from jls._tree import is_inexact, is_leaf, one_level
 from jls._types import FIELDS, LossScaledState, LossScaler, SpikePolicy
 
 
@@ -183,6 +184,7 @@ def loss_scaled(
             raise ValueError(
                 f"scaler.init must give a float32 loss_scale, got {dtype}."
             )
+        _warn_of_what_follows_an_average(inner_state)
         _warn_of_half_params(inner, params, inner_state, stored)
         count = sum(is_inexact(leaf) for leaf in jax.tree.leaves(params))
         zeros: dict[str, Any] = {
@@ -327,3 +329,43 @@ def _that_move(
 
     made = follow(update, params, through_bits=True)
     return [name for name in names if name in made] if made else names
+
+
+def _warn_of_what_follows_an_average(state: Any) -> None:
+    """Warns of a `jls.params_ema` that sees other updates than are applied.
+
+    By the states of chains: one after it has arrays.
+    """
+    children, structure = one_level(state)
+    if is_leaf(structure):
+        return
+    parts = list(children.values())
+    has_average = [bool(find(part, _is_average)) for part in parts]
+    if type(state) is tuple and any(has_average):
+        after = parts[has_average.index(True) + 1 :]
+        if any(jax.tree.leaves(_without_passive(part)) for part in after):
+            warn(
+                "a jls.params_ema is followed by a transformation that changes the "
+                "updates, so it averages parameters that no step has. Put it last: "
+                "optax.chain(inner, jls.params_ema(decay))."
+            )
+            return
+    for part in parts:
+        _warn_of_what_follows_an_average(part)
+
+
+def _is_average(node: Any) -> bool:
+    return isinstance(node, ParamsEmaState)
+
+
+# Of transformations that pass the updates on.
+_PASSIVE = ("ParamsEmaState", "SnapshotState", "MonitorState")
+
+
+def _without_passive(state: Any) -> Any:
+    def is_passive(node):
+        return type(node).__name__ in _PASSIVE
+
+    return jax.tree.map(
+        lambda node: None if is_passive(node) else node, state, is_leaf=is_passive
+    )
