@@ -87,8 +87,9 @@ def autocast(
 
     Warns:
       JlsWarning: when it is traced, if there was no product to cast and none in that
-        half already, or none that is large enough for float8, if a function `keep` kept nothing, or if arguments are
-        in another half precision; once, if the chip at hand has no float8.
+        half already, or none that is large enough for float8, if a function `keep` kept
+        nothing, or if arguments are in another half precision; once, if the chip at
+        hand has no float8.
 
     Example:
       >>> def loss_fn(w, x):
