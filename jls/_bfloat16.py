@@ -90,7 +90,9 @@ def bfloat16_params(
     1/512 of its parameter, and with `b2=0.999` a second moment never falls. Here
     `inner` computes in float32: parameters, gradients and moments are widened inside
     its kernels, and what it makes is rounded so that nothing is lost, and stored in
-    bfloat16.
+    bfloat16. `jls.train_step`, `jls.value_and_grad` and `jls.grad` widen the parameters
+    for the loss function, so their gradients are float32 too. Nothing that changes the
+    updates may follow.
 
     Args:
       inner: any optax transformation. Parameters that are not bfloat16, and their

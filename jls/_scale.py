@@ -191,7 +191,9 @@ def value_and_grad(
 
     Returns:
       `f(state, *args, **kwargs)` that returns `(loss, grads)`, or
-      `((loss, aux), grads)`. The loss is what `fun` returned, and finite whenever that
+      `((loss, aux), grads)`. With the state of a `jls.bfloat16_params`, `fun` gets the
+      bfloat16 parameters widened to float32: then their gradients add up in float32.
+      The loss is what `fun` returned, and finite whenever that
       is, even if the gradients are not. Loss and gradients are in at least float32;
       leaves that are not floating point pass untouched.
 

@@ -126,8 +126,9 @@ def loss_scaled(
         `inner`, `scaler` or `spikes` changes the structure or a shape of its state.
 
     Warns:
-      JlsWarning: at `init`, if a parameter is float16, or bfloat16 without a
-        `jls.bfloat16_params` inside; at `update`, when
+      JlsWarning: at `init`, if a parameter that moves is float16, or bfloat16 in a part
+        without a `jls.bfloat16_params`; at `update`, when traced, if what that made is
+        changed after it; at `update`, when
         traced, if it gets no `value` but an extra argument of nearly that name, or one
         called `loss`, which `inner` does not use, or if it gets float16 gradients of
         wider parameters; at `init`, if a `jls.params_ema` in a chain of `inner` is

@@ -95,7 +95,7 @@ def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> Non
             # The reading says why, and what to write.
             findings.mark_others_not_tried(str(error).partition(". ")[0])
             return
-    changed = changed_updates(runner.subject)
+    changed = changed_updates(runner)
     if changed:
         findings.broken(
             "no step",

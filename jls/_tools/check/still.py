@@ -33,8 +33,7 @@ def note_still(
     moments = _in_bfloat16(good_run.before, inside)
     others = subject.carried.compared - subject.all_params - subject.inside
     averages = _in_bfloat16(good_run.before, others - subject.frozen)
-    call = runner.arguments.rebuild(runner.start)
-    if rounds_bfloat16((call.args, call.kwargs)):
+    if _is_stored(runner):
         if subject.reading is None:
             return
         ways = _ways(subject)
@@ -88,7 +87,8 @@ def _note_narrow_sums(subject: Subject, notes: list[str]) -> None:
     Those of a lookup, by a scatter; those of what a loop shares, in its carry.
     """
     values = [subject.items[i].value for i in subject.all_params]
-    shapes = {x.shape for x in values if x.dtype == jnp.bfloat16}
+    narrow = [x for x in values if getattr(x, "dtype", None) == jnp.bfloat16]
+    shapes = {x.shape for x in narrow}
     if subject.reading is None or not shapes:
         return
 
@@ -115,12 +115,19 @@ def _note_narrow_sums(subject: Subject, notes: list[str]) -> None:
             return
 
 
-def changed_updates(subject: Subject) -> list[int]:
+def changed_updates(runner: Runner) -> list[int]:
     """The parameters of a `jls.bfloat16_params` that take others than its updates."""
-    if subject.reading is None:
+    subject = runner.subject
+    if subject.reading is None or not _is_stored(runner):
         return []
     ways = _ways(subject)
     return [i for i in sorted(subject.trained) if ways.get(i) is Way.CHANGED]
+
+
+def _is_stored(runner: Runner) -> bool:
+    """Whether a `jls.bfloat16_params` is in the step's optimizer."""
+    call = runner.arguments.rebuild(runner.start)
+    return rounds_bfloat16((call.args, call.kwargs))
 
 
 def _ways(subject: Subject) -> dict[int, Way]:
@@ -133,8 +140,8 @@ def _ways(subject: Subject) -> dict[int, Way]:
         for items in (traced.outputs, traced.objects)
     ]
     ways = subject.carried.pick(subject.items, *by_path)
-    values = {i: subject.items[i].value for i in ways}
-    return {i: x for i, x in ways.items() if values[i].dtype == jnp.bfloat16}
+    dtypes = {i: getattr(subject.items[i].value, "dtype", None) for i in ways}
+    return {i: x for i, x in ways.items() if dtypes[i] == jnp.bfloat16}
 
 
 def _in_bfloat16(carried: Mapping[int, Any], leaves: Iterable[int]) -> list[int]:
