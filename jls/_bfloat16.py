@@ -16,8 +16,9 @@ seed, step, leaf and index. A skipped step draws nothing, the layout of an array
 devices does not matter, and no array of random numbers is in memory.
 """
 
+import contextlib
 import zlib
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from typing import Any, Literal, get_args
 
 import jax
@@ -28,10 +29,12 @@ from jax import Array, lax
 
 from jls import _validate
 from jls._mistakes import OtherStateError, warn
-from jls._nnx import is_variable, read_variables
+from jls._nnx import is_variable, modules_in, read_variables, trained_variables
+from jls._notes import note
 from jls._program.jaxprs import varying_axes
-from jls._state import find, rounds_bfloat16
-from jls._text import at, path_name
+from jls._scopes import STORED
+from jls._state import find, is_wrapper_state, rounds_bfloat16
+from jls._text import at, describe, path_name
 from jls._tree import is_array, is_inexact
 from jls._types import Bfloat16ParamsState
 
@@ -87,7 +90,9 @@ def bfloat16_params(
     1/512 of its parameter, and with `b2=0.999` a second moment never falls. Here
     `inner` computes in float32: parameters, gradients and moments are widened inside
     its kernels, and what it makes is rounded so that nothing is lost, and stored in
-    bfloat16.
+    bfloat16. `jls.train_step`, `jls.value_and_grad` and `jls.grad` widen the parameters
+    for the loss function, so their gradients are float32 too. Nothing that changes the
+    updates may follow.
 
     Args:
       inner: any optax transformation. Parameters that are not bfloat16, and their
@@ -114,7 +119,8 @@ def bfloat16_params(
     Raises:
       TypeError: if `inner` is no optax transformation, or `rounding` or `seed` of
         another type.
-      ValueError: if `rounding`, `moments` or `seed` is something else; at `update`, if
+      ValueError: if `rounding`, `moments` or `seed` is something else; at `init`, if
+        `inner` contains another one, or an `optax.lookahead`; at `update`, if
         `params` is missing, or `state` is of another optimizer, another rounding or
         other moments.
 
@@ -146,7 +152,9 @@ def bfloat16_params(
     is_exact = rounding == "exact"
 
     def init(params: optax.Params) -> Bfloat16ParamsState:
+        note("bfloat16", params)
         inner_state = inner.init(jax.tree.map(_widened, params))
+        _check_inner(inner_state)
         if moments is not None:
             inner_state = _narrowed(inner_state, params)
         rest = jax.tree.map(rest_of, params) if is_exact else ()
@@ -180,7 +188,8 @@ def bfloat16_params(
             return made, _rest_beside(param, made, new)
 
         trees = [masters, steps, state.rest] if is_exact else [masters, steps]
-        moved = jax.tree_util.tree_map_with_path(move, params, *trees)
+        with jax.named_scope(STORED):
+            moved = jax.tree_util.tree_map_with_path(move, params, *trees)
         made = jax.tree.map(lambda _, pair: pair[0], params, moved)
         rest = jax.tree.map(lambda _, pair: pair[1], params, moved) if is_exact else ()
         inner_state = jax.tree_util.tree_map_with_path(
@@ -188,6 +197,9 @@ def bfloat16_params(
             after,
             state.inner_state,
         )
+        flat, _ = jax.tree_util.tree_flatten_with_path(params)
+        pairs = zip(flat, jax.tree.leaves(made), strict=False)
+        note("stored", [(path, x) for (path, p), x in pairs if _is_bfloat16(p)])
         return made, Bfloat16ParamsState(inner_state, rest, count)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -208,7 +220,8 @@ def master_params(params: Any, state: Any) -> Any:
       A pytree like `params`, its bfloat16 leaves in float32.
 
     Raises:
-      ValueError: if `state` has lower bits of a parameter that is not in `params`.
+      ValueError: if `state` has lower bits of a parameter that is not in `params`, or
+        if the two are swapped.
 
     Example:
       >>> inner = jls.bfloat16_params(optax.sgd(1.0), rounding="exact")
@@ -220,6 +233,11 @@ def master_params(params: Any, state: Any) -> Any:
       >>> params, jls.master_params(params, state)
       (Array([1], dtype=bfloat16), Array([0.9999], dtype=float32))
     """
+    if rounds_bfloat16(params) or find(params, is_wrapper_state):
+        raise ValueError(
+            f"params must come first, got {describe(params)} with the state of an "
+            "optimizer in it. The order is jls.master_params(params, opt_state)."
+        )
     flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_variable)
     rests: dict[Any, Any] = {}
     for _, node in find(state, lambda node: isinstance(node, Bfloat16ParamsState)):
@@ -243,11 +261,33 @@ def master_params(params: Any, state: Any) -> Any:
 
 
 def read_wide(state: Any, params: Any) -> Any:
-    """The parameters as a loss reads them: bfloat16 ones that a wrapper stores, wide.
+    """`params` as a loss reads them: in float32 what a `bfloat16_params` stores.
 
-    So their gradients are float32, and add up in it. Others stay as they are.
+    Their gradients are float32 then. In bfloat16 an embedding, a loop or a weight in
+    two places would add up its gradient in 8 bits. Where a product takes them in
+    bfloat16, XLA drops the cast and its way back.
+
+    Args:
+      state: what carries the state of the optimizer.
+      params: a pytree without NNX models.
     """
     return jax.tree.map(_widened, params) if rounds_bfloat16(state) else params
+
+
+@contextlib.contextmanager
+def models_read_wide(state: Any, models: Any) -> Iterator[None]:
+    """`read_wide` of the NNX models in a pytree, in place, in the block."""
+    found = modules_in(models) if rounds_bfloat16(state) else []
+    variables = [x for model in found for x in trained_variables(state, model)]
+    values = [x.get_value() for x in variables]
+    pairs = [x for x in zip(variables, values, strict=True) if _is_bfloat16(x[1])]
+    for variable, value in pairs:
+        variable.set_value(_widened(value))
+    try:
+        yield
+    finally:
+        for variable, value in pairs:
+            variable.set_value(value)
 
 
 class _Noise:
@@ -505,6 +545,22 @@ _UPGRADE = (
     "A state of another rounding, of other moments or of a float32 run becomes one by "
     "jls.upgrade_state(optimizer.init(params), saved, params=float32_params)."
 )
+
+
+def _check_inner(inner_state: Any) -> None:
+    """Raises if what is inside cannot be, by its state."""
+    if rounds_bfloat16(inner_state):
+        raise ValueError(
+            "inner must not contain jls.bfloat16_params, but its state has one: the "
+            "parameters would be rounded twice. Keep the outermost."
+        )
+    if find(inner_state, lambda node: isinstance(node, optax.LookaheadState)):
+        raise ValueError(
+            "inner must not contain optax.lookahead, which has two copies of the "
+            "params. It goes outside, also of the guard: optax.lookahead("
+            "jls.skip_nonfinite(jls.bfloat16_params(inner)), sync_period, "
+            "slow_step_size)."
+        )
 
 
 def _warn_of_float32(params: Any) -> None:

@@ -231,8 +231,8 @@ def upgrade_state(target: State, saved: Any, params: Any = None) -> State:
       TypeError: if `target` is not a state, or has shapes in place of arrays.
       ValueError: if `saved` lacks anything else, has anything that `target` lacks,
         differs in a shape or dtype, or has a loss scale, a count or a number of
-        `jls.spikes` that no run has; or if `params` lacks a parameter of `target`. The
-        message has the path, and what to do.
+        `jls.spikes` that no run has; or if `params` lacks a parameter of `target`, or
+        has it in bfloat16. The message has the path, and what to do.
 
     Warns:
       JlsWarning: if `target` keeps what bfloat16 parameters lack, and neither `saved`
@@ -375,6 +375,12 @@ def _parts_of_bfloat16(
                 f"params must have the parameters of target, got {got}{at(name)} for "
                 f"shape {shape}. Pass the float32 parameters of which those of target "
                 "were cast."
+            )
+        if jnp.result_type(param) == jnp.bfloat16:
+            raise ValueError(
+                "params must be the float32 parameters, which have the bits that the "
+                f"cast drops, got bfloat16{at(name)}. If they are bfloat16 in saved "
+                "too, widen them: params=jls.master_params(params, saved)."
             )
         return jax.tree.map(lambda _: rest_of(param), like)  # maybe in a variable
 

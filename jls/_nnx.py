@@ -136,8 +136,9 @@ def variables_in(*trees: Any) -> list[Any]:
 
 
 def trained_variables(optimizer: Any, model: Any) -> list[Any]:
-    """The variables of `model` that `optimizer` trains."""
-    is_wanted = nnx().filterlib.to_predicate(optimizer.wrt)
+    """The variables of `model` that `optimizer` trains; without one `nnx.Param`."""
+    wrt = optimizer.wrt if is_optimizer(optimizer) else nnx().Param
+    is_wanted = nnx().filterlib.to_predicate(wrt)
     graph = nnx().iter_graph(model)
     return [x for path, x in graph if is_variable(x) and is_wanted(path, x)]
 

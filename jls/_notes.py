@@ -3,7 +3,7 @@
 
 A wrapper in a chain, a partition or a function of the user's cannot be reached by an
 argument, nor can what it was given be returned. So it notes it here. The only such side
-channel of the package, for four kinds of records.
+channel of the package, for some kinds of records.
 """
 
 import contextlib
@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 # A wrapper that `init` was called of; a call of a wrapper's update; a result of
-# `jls.scale`; a step that runs operation by operation.
-Kind = Literal["wrapper", "update", "scaled", "eager step"]
+# `jls.scale`; a step that runs operation by operation. The parameters that `init` of a
+# `jls.bfloat16_params` was given; the updates that it made of bfloat16 ones, with paths.
+Kind = Literal["wrapper", "update", "scaled", "eager step", "bfloat16", "stored"]
 
 _LISTENERS: contextvars.ContextVar[tuple[tuple[Kind, list[Any]], ...]]
 _LISTENERS = contextvars.ContextVar("_LISTENERS", default=())

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jls import _mistakes, _validate
+from jls._bfloat16 import models_read_wide, read_wide
+from jls._nnx import modules_in
 from jls._notes import note, noted
 from jls._state import find_scaler_states, scaler_state_in, wrappers_in
 from jls._text import describe
@@ -189,7 +191,9 @@ def value_and_grad(
 
     Returns:
       `f(state, *args, **kwargs)` that returns `(loss, grads)`, or
-      `((loss, aux), grads)`. The loss is what `fun` returned, and finite whenever that
+      `((loss, aux), grads)`. With the state of a `jls.bfloat16_params`, `fun` gets the
+      bfloat16 parameters widened to float32: then their gradients add up in float32.
+      The loss is what `fun` returned, and finite whenever that
       is, even if the gradients are not. Loss and gradients are in at least float32;
       leaves that are not floating point pass untouched.
 
@@ -239,9 +243,18 @@ def value_and_grad(
             found.inside()
         if is_jax:
             _mistakes.check_differentiable(_mistakes.differentiated(args, argnums))
-        return differentiate(
-            scaler_state, fun, args, kwargs, argnums, has_aux, transform
+        # `functools.partial(transform, argnums=...)` has its own.
+        options = getattr(transform, "keywords", {})
+        numbers = _mistakes.numbers_of(options.get("argnums", argnums))
+        chosen = {n % len(args) for n in numbers if -len(args) <= n < len(args)}
+        args = tuple(
+            read_wide(state, x) if n in chosen and not modules_in(x) else x
+            for n, x in enumerate(args)
         )
+        with models_read_wide(state, [args[n] for n in chosen]):
+            return differentiate(
+                scaler_state, fun, args, kwargs, argnums, has_aux, transform
+            )
 
     return with_loss_scale
 

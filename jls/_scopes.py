@@ -23,6 +23,8 @@ INNER = "jls_inner"
 DECISION = "jls_decision"
 SCALE = "jls_scale"
 CHECKED = "jls_checked"
+# Where `jls.bfloat16_params` makes its updates, in a guard or without one.
+STORED = "jls_stored"
 # What `jls.autocast` has rewritten, the products that its `keep` left as written, and
 # the outer ones: their derivatives have these scopes too. Under a cast to float8 its
 # products, and what it adds; those left in bfloat16 for their size, or for their kind.

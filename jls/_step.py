@@ -36,6 +36,7 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from jls import _scopes
+from jls._applied import warn_of_changed
 from jls._devices import AxisName, agree, agree_on_max
 from jls._mistakes import (
     called_by,
@@ -256,8 +257,14 @@ def update_and_apply(
     if wrapper:
         return wrapper.apply(grads, state, params, keeps_updates, **extra)
     optimizer = optax.with_extra_args_support(optimizer)
-    with _bare_optimizer_named(wrappers):
-        updates, new_state = optimizer.update(grads, state, params, **extra)
+
+    def update(grads):
+        return optimizer.update(grads, state, params, **extra)
+
+    with noted("stored") as made, _bare_optimizer_named(wrappers):
+        updates, new_state = update(grads)
+    if made:
+        warn_of_changed(lambda grads: update(grads)[0], grads, updates, made)
     new_params = apply_updates(params, updates)
     norm = global_norm(floats_of(grads))
     applied = Applied(new_params, new_state, norm, updates if keeps_updates else None)
@@ -500,8 +507,15 @@ def _inner_step(
         grads = combine(inputs[: len(step.grads)], step.remainder)
         extra = combine(inputs[len(step.grads) :], other)
         extra = {"grad": grads, **extra}  # as a line search takes them
-        with foreign_state_named(inner.init, inner_state, params, grads):
-            updates, new = inner.update(grads, inner_state, params, **extra)
+
+        def update(grads):
+            return inner.update(grads, inner_state, params, **extra)
+
+        named = foreign_state_named(inner.init, inner_state, params, grads)
+        with noted("stored") as made, named:
+            updates, new = update(grads)
+        if made:
+            warn_of_changed(lambda grads: update(grads)[0], grads, updates, made)
         name, integers = "the inner optimizer's", step.integers
         updates = cast_like(f"{name} update", updates, step.no_updates, integers)
         new = cast_like(f"{name} state", new, inner_state, integers)

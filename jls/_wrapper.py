@@ -23,26 +23,29 @@ from jls import _validate
 from jls._devices import AxisName, check_axis_name
 from jls._ema import ParamsEmaState
 from jls._mistakes import check_no_state, warn
-from jls._notes import note
+from jls._notes import note, noted
 from jls._placement import own_buffers, place_on_all
 from jls._scalers.dynamic import dynamic
 from jls._scalers.static import static
 from jls._state import (
     find,
     is_wrapper_state,
-    rounds_bfloat16,
     scaler_state_in,
     wrapper_name,
 )
 from jls._step import WrapperUpdate
-from jls._text import at, describe, first, naming_arguments, path_name
-from jls._tree import is_array, is_inexact
-from jls._types import (
-    FIELDS,
-    LossScaledState,
-    LossScaler,
-    SpikePolicy,
+from jls._text import (
+    at,
+    describe,
+    first,
+    listed,
+    naming_arguments,
+    path_name,
+    quoted,
 )
+from jls._train.unguarded import follow
+from jls._tree import is_array, is_inexact, is_leaf, one_level
+from jls._types import FIELDS, LossScaledState, LossScaler, SpikePolicy
 
 
 class _InitFn(Protocol):
@@ -134,11 +137,12 @@ def loss_scaled(
         of its state.
 
     Warns:
-      JlsWarning: at `init`, if a parameter is float16, or bfloat16 without a
-        `jls.bfloat16_params` inside; at `update`, when traced, if it gets float16
-        gradients of wider parameters, and once for each extra argument of another name
-        that `inner` does not compute with; at `init`, if a `jls.params_ema` in a chain
-        of `inner` is followed by a transformation with arrays in its state.
+      JlsWarning: at `init`, if a parameter that moves is float16, or bfloat16 in a part
+        without a `jls.bfloat16_params`, or if a `jls.params_ema` in a chain of `inner`
+        is followed by a transformation with arrays in its state; at `update`, when
+        traced, if the updates of a `jls.bfloat16_params` are changed after it, if it
+        gets float16 gradients of wider parameters, and once for each extra argument of
+        another name that `inner` does not compute with.
 
     Example:
       >>> optimizer = jls.loss_scaled(optax.sgd(1.0), jls.dynamic(1024.0))
@@ -168,7 +172,7 @@ def loss_scaled(
     def init(params):
         check_no_state(params)
         note("wrapper", (update, params))
-        with _foreign_leaf_named(params):
+        with _foreign_leaf_named(params), noted("bfloat16") as stored:
             inner_state = inner.init(params)
         _warn_of_early_average(inner_state)
         nested = find(inner_state, is_wrapper_state)
@@ -192,7 +196,8 @@ def loss_scaled(
             raise ValueError(
                 f"scaler.init must give a float32 loss_scale, got {dtype}."
             )
-        _warn_of_half_params(params, inner_state)
+        _warn_of_what_follows_an_average(inner_state)
+        _warn_of_half_params(inner, params, inner_state, stored)
         count = sum(is_inexact(leaf) for leaf in jax.tree.leaves(params))
         zeros: dict[str, Any] = {
             name: jnp.zeros((), field.dtype)
@@ -309,19 +314,89 @@ _VANISHES = {
 }
 
 
-def _warn_of_half_params(params: Any, inner_state: Any) -> None:
+def _warn_of_half_params(
+    inner: Any, params: Any, inner_state: Any, stored: list[Any]
+) -> None:
+    """Warns of 16-bit parameters that stand still.
+
+    Args:
+      inner: the wrapped optimizer.
+      params: the parameters.
+      inner_state: its state of them.
+      stored: what the `init` of each `jls.bfloat16_params` in it was given.
+    """
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    flat = [jax.tree_util.tree_flatten_with_path(x)[0] for x in stored]
+    are_stored = {path for pairs in flat for path, _ in pairs}
     for dtype, (part, write) in _VANISHES.items():
-        if dtype == "bfloat16" and rounds_bfloat16(inner_state):
-            continue
         half = [
             path_name(path)
             for path, leaf in leaves
             if str(getattr(leaf, "dtype", None)) == dtype
+            and not (dtype == "bfloat16" and path in are_stored)
         ]
+        half = half and _that_move(half, inner, params, inner_state)
         if half:
+            if dtype == "bfloat16" and stored:
+                write = (
+                    "Another part has jls.bfloat16_params: write it in this one too, "
+                    "or around both."
+                )
             warn(
                 f"{len(half)} of {len(leaves)} parameters are {dtype}"
-                f"{first(half[0])}. Updates smaller than half a unit in the last "
-                f"place, about {part} of the parameter, vanish. {write}"
+                f"{f', {listed(quoted(half))}' if stored else first(half[0])}. Updates "
+                f"smaller than half a unit in the last place, about {part} of the "
+                f"parameter, vanish. {write}"
             )
+
+
+def _that_move(
+    names: list[str], inner: Any, params: Any, inner_state: Any
+) -> list[str]:
+    """Those of the parameters that are not frozen, as by `optax.set_to_zero`."""
+
+    def update(grads):
+        return inner.update(grads, inner_state, params)[0]
+
+    made = follow(update, params, through_bits=True)
+    return [name for name in names if name in made] if made else names
+
+
+def _warn_of_what_follows_an_average(state: Any) -> None:
+    """Warns of a `jls.params_ema` that sees other updates than are applied.
+
+    By the states of chains: one after it has arrays.
+    """
+    children, structure = one_level(state)
+    if is_leaf(structure):
+        return
+    parts = list(children.values())
+    has_average = [bool(find(part, _is_average)) for part in parts]
+    if type(state) is tuple and any(has_average):
+        after = parts[has_average.index(True) + 1 :]
+        if any(jax.tree.leaves(_without_passive(part)) for part in after):
+            warn(
+                "a jls.params_ema is followed by a transformation that changes the "
+                "updates, so it averages parameters that no step has. Put it last: "
+                "optax.chain(inner, jls.params_ema(decay))."
+            )
+            return
+    for part in parts:
+        _warn_of_what_follows_an_average(part)
+
+
+def _is_average(node: Any) -> bool:
+    return isinstance(node, ParamsEmaState)
+
+
+# Of transformations that pass the updates on.
+_PASSIVE = ("ParamsEmaState", "SnapshotState", "MonitorState")
+
+
+def _without_passive(state: Any) -> Any:
+    def is_passive(node):
+        return type(node).__name__ in _PASSIVE
+
+    return jax.tree.map(
+        lambda node: None if is_passive(node) else node, state, is_leaf=is_passive
+    )

@@ -43,7 +43,7 @@ def trained(
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, batch):
-        grads = jax.grad(lambda params: loss_fn(wide(params), batch))(params)
+        grads = jax.grad(loss_fn)(wide(params), batch)  # they add up in float32
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 

@@ -86,9 +86,10 @@ def autocast(
         closes over.
 
     Warns:
-      JlsWarning: when it is traced, if there was no product to cast, or none that is
-        large enough for float8, if a function `keep` kept nothing, or if arguments are
-        in another half precision; once, if the chip at hand has no float8.
+      JlsWarning: when it is traced, if there was no product to cast and none in that
+        half already, or none that is large enough for float8, if a function `keep` kept
+        nothing, or if arguments are in another half precision; once, if the chip at
+        hand has no float8.
 
     Example:
       >>> def loss_fn(w, x):
@@ -316,7 +317,8 @@ def _default_precision() -> Any:
 def _say(choice: Choice, program: Program) -> bool:
     """Tells the log what share of the multiplications is in half; warns of none.
 
-    Returns whether there is any.
+    Not where products are in that half as they are written, as with a layer's `dtype=`
+    or another autocast inside: nothing is left to cast. Returns whether it casts any.
     """
     half, float8, whole = list[int](), list[int](), 0
     reasons = Counter[str]()
@@ -328,16 +330,14 @@ def _say(choice: Choice, program: Program) -> bool:
         if reason is None:
             half.append(product.multiplications)
         else:
-            reasons[reason] += 1
+            reasons[_REASONS.get(reason) or f"of {product.dtype}"] += 1
     dtype = choice.name
-    kept = ", ".join(f"{n} {_REASONS[reason]}" for reason, n in reasons.items())
+    kept = ", ".join(f"{n} {reason}" for reason, n in reasons.items())
     if not half:
-        advice = (
-            "Write a narrower keep."
-            if KEEP in reasons
-            else "It casts dots and convolutions of float32 arrays: put it around the "
-            "function that computes them."
-        )
+        is_half = f"of {choice.dtype}" in reasons or f"of {E4M3}" in reasons
+        if is_half and _REASONS[KEEP] not in reasons:
+            return False
+        advice = _advice(reasons)
         warn(
             f"autocast to {dtype} found no product to cast"
             f"{f': {kept}' if kept else ''}. {advice}"
@@ -361,10 +361,28 @@ def _say(choice: Choice, program: Program) -> bool:
     return True
 
 
+def _advice(reasons: Counter[str]) -> str:
+    """What to write where all products stay as they are, for these reasons."""
+    if _REASONS[KEEP] in reasons:
+        return "Write a narrower keep."
+    for half in _HALVES:
+        if f"of {half}" in reasons:
+            return (
+                f"They are {half} as they are written: write jnp.{half} here, or make "
+                "them float32, without a layer's dtype= or another autocast inside."
+            )
+    if "of float64" in reasons:
+        return "It casts those of float32 arrays: pass it float32 arrays."
+    return (
+        "It casts dots and convolutions of float32 arrays: put it around the function "
+        "that computes them."
+    )
+
+
+# Of another dtype a product says which.
 _REASONS = {
-    "dtype": "of another dtype",
     "precision=": "with precision=",
     "inner product": "inner",
     OUTER: "outer",
-    "keep": "by keep",
+    KEEP: "by keep",
 }

@@ -268,7 +268,8 @@ def train_step(
       compute_dtype: `jnp.float16`, `jnp.bfloat16` or `jnp.float8_e4m3fn`: the dtype of
         the products of `loss_fn`, and of `value_fn` in `extra`, as by `jls.autocast`.
         float8 is for large ones, the others are bfloat16. All else, parameters,
-        gradients and the loss stay float32. None or `jnp.float32` casts nothing.
+        gradients and the loss stay float32; bfloat16 parameters that a
+        `jls.bfloat16_params` stores are widened for `loss_fn`, in any case. None or `jnp.float32` casts nothing.
       keep: what of `loss_fn` stays as written under `compute_dtype`, without which it
         is an error: a regular expression or a function, see `jls.autocast`.
 
@@ -430,11 +431,11 @@ def take_step(
         return output.loss, (output.carried, output.aux)
 
     before = overwritten, carried
-    read = read_wide(opt_state, params)
 
     def gradients_of(params, before, batch):
         def grad_fn(carried, part):
-            given, transform = (params, carried, part), _differentiate
+            wide = read_wide(opt_state, params)
+            given, transform = (wide, carried, part), _differentiate
             return differentiate(scaler_state, loss, given, {}, 0, True, transform)
 
         return accumulate(
@@ -449,7 +450,7 @@ def take_step(
         )
 
     with other_params_noted(optimizer.init, opt_state, params):
-        accumulated = gradients_of(read, before, batch)
+        accumulated = gradients_of(params, before, batch)
     extra = {
         "value": accumulated.loss,
         "partial_overflow": accumulated.partial_overflow,
@@ -461,7 +462,7 @@ def take_step(
     extra |= more
     past = unguarded(optimizer, wrappers, grads, opt_state, params, **extra)
     if past:
-        made = follow(lambda *x: gradients_of(*x).grads, read, before, batch)
+        made = follow(lambda *x: gradients_of(*x).grads, params, before, batch)
         _refuse_unguarded([name for name in past if name in made])
     outside = moved_in_a_skip(optimizer, wrappers, grads, opt_state, params, **extra)
     _refuse_outside(outside)

@@ -76,18 +76,21 @@ def moved_in_a_skip(
     return [name for name in moved if name in names]
 
 
-def follow(fun: Callable[..., Any], *args: Any) -> list[str]:
+def follow(
+    fun: Callable[..., Any], *args: Any, through_bits: bool = False
+) -> list[str]:
     """The paths of the results of `fun` that floating-point arguments are data of.
 
     Not past a wrapper: what that returns holds no inf or NaN. None where `fun` cannot
-    be traced, which raises where the step is taken.
+    be traced, which raises where the step is taken. `through_bits` also follows them
+    where they are integers on the way.
     """
     traced = _trace(fun, *args)
     if traced is None:
         return []
     program, results = traced
     inputs = list(map(is_inexact_atom, program.in_avals))
-    are_data = walk(program, inputs, _Data())
+    are_data = walk(program, inputs, _Data(through_bits))
     paths, _ = jax.tree_util.tree_flatten_with_path(results)
     pairs = zip(paths, are_data, strict=True)
     return [path_name(path) for (path, _), is_data in pairs if is_data]
@@ -153,6 +156,9 @@ class _Zero(Question[bool]):
 class _Data(Question[bool]):
     """Whether the arguments are data of a value."""
 
+    def __init__(self, through_bits: bool = False) -> None:
+        self._through_bits = through_bits
+
     def of_constant(self, value: Any) -> bool:
         return False
 
@@ -164,7 +170,10 @@ class _Data(Question[bool]):
         if not is_pairwise or len(operands) != len(equation.outvars):
             operands = [any(operands)] * len(equation.outvars)
         pairs = zip(operands, equation.outvars, strict=True)
-        return [is_data and is_inexact_atom(atom) for is_data, atom in pairs]
+        return [
+            is_data and (self._through_bits or is_inexact_atom(atom))
+            for is_data, atom in pairs
+        ]
 
     def join(self, site: Site, one: bool, other: bool) -> bool:
         return one or other

@@ -152,3 +152,96 @@ def test_mistakes_under_the_wrapper_are_found():
     params = make_params(BF16)
     broken = jls.check_step(forgetful, params, optimizer.init(params), X).broken
     assert broken == ("not scaled", "not atomic")
+
+
+# What follows the parameters.
+
+
+def notes_of_following(dtype, follow):
+    optimizer = jls.skip_nonfinite(jls.bfloat16_params(optax.adam(1e-3)))
+    params = make_params(BF16)
+    train = jls.train_step(loss_fn, optimizer)
+
+    @jax.jit
+    def step(params, average, state, x):
+        params, state, report = train(params, state, x)
+        return params, follow(params, average), state, report
+
+    average = jax.tree.map(lambda p: p.astype(dtype), params)
+    check = jls.check_step(step, params, average, optimizer.init(params), X)
+    assert check.ok
+    return [x for x in check.notes if "stands still" in x]
+
+
+def by_hand(params, average):
+    return jax.tree.map(
+        lambda a, p: (0.999 * a + 0.001 * p).astype(a.dtype), average, params
+    )
+
+
+def by_optax(params, average):
+    return optax.incremental_update(params, average, 0.005)
+
+
+@pytest.mark.parametrize("follow", [by_hand, by_optax])
+def test_average_in_bfloat16_stands_still(follow):
+    (note,) = notes_of_following(BF16, follow)
+    assert "average/v, average/w" in note
+    assert not notes_of_following(jnp.float32, follow)
+
+
+def test_what_follows_at_once_does_not():
+    assert not notes_of_following(BF16, lambda params, average: params)
+
+
+# How gradients add up.
+
+
+def notes_of_step(step, params, state, batch):
+    return jls.check_step(step, params, state, batch).notes
+
+
+def hand_written(optimizer, loss):
+    @jax.jit
+    def step(params, state, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, state = optimizer.update(grads, state, params, value=value)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def lookup(params, tokens):
+    return jnp.mean(jnp.square(params["w"][tokens].astype(jnp.float32)))
+
+
+def loop(params, xs):
+    def body(h, x):
+        return jnp.tanh(x + h @ params["w"][:, :8].astype(jnp.float32)), None
+
+    return jnp.mean(jax.lax.scan(body, jnp.zeros((16, 8)), xs)[0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "batch"),
+    [(lookup, jnp.arange(64) % 8), (loop, jnp.stack([X] * 4))],
+)
+def test_gradients_that_add_up_in_bfloat16_are_noted(loss, batch):
+    optimizer = jls.skip_nonfinite(jls.bfloat16_params(optax.adam(1e-3)))
+    params = {"w": make_params(BF16)["w"]}
+    state = optimizer.init(params)
+    notes = notes_of_step(hand_written(optimizer, loss), params, state, batch)
+    (note,) = [x for x in notes if "add up in bfloat16" in x]
+    assert "test_still.py" in note
+    ours = jax.jit(jls.train_step(loss, optimizer))
+    assert not [x for x in notes_of_step(ours, params, state, batch) if "add up" in x]
+
+
+def test_step_without_a_half_product_is_noted():
+    optimizer = jls.skip_nonfinite(jls.bfloat16_params(optax.adam(1e-3)))
+    params = make_params(BF16)
+    state = optimizer.init(params)
+    for dtype, count in [(None, 1), (BF16, 0)]:
+        step = jax.jit(jls.train_step(loss_fn, optimizer, compute_dtype=dtype))
+        notes = notes_of_step(step, params, state, X)
+        assert len([x for x in notes if "all products are float32" in x]) == count

@@ -32,7 +32,7 @@ from jls._tools.check.leaves import as_numpy, is_fp8, is_rounding
 from jls._tools.check.planting import inf_is_applied
 from jls._tools.check.proofs import SUMMED, is_average, is_noise
 from jls._tools.check.runs import OutOfRunsError, Run, Runner, is_new
-from jls._tools.check.still import note_still
+from jls._tools.check.still import changed_updates, note_still
 from jls._tools.check.subject import Subject
 from jls._tools.check.two_scales import error_between_scales
 from jls._tools.reading.scales import Scale, is_switched_off
@@ -101,6 +101,15 @@ def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> Non
             # The reading says why, and what to write.
             findings.mark_others_not_tried(str(error).partition(". ")[0])
             return
+    changed = changed_updates(runner)
+    if changed:
+        findings.broken(
+            "no step",
+            "the updates of bfloat16 parameters are rounded away: what "
+            "jls.bfloat16_params made is changed before it is applied "
+            f"({runner.subject.names(changed)}). Put all of it inside, schedule and "
+            "learning rate too",
+        )
     if findings.status("no step") == "broken":
         findings.mark_others_not_tried("a good step does not change all that it should")
         return

@@ -7,11 +7,16 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jls._applied import OF_UPDATES, Way, ways_of
+from jls._program.frames import Frame
+from jls._program.places import place_of
+from jls._program.products import products_in
 from jls._state import rounds_bfloat16
 from jls._tools.check.findings import Findings
 from jls._tools.check.leaves import as_numpy
 from jls._tools.check.runs import Run, Runner
 from jls._tools.check.subject import Subject
+from jls._tools.reading.reading import Reading, is_a_result
 
 _WRITE = "Write jls.bfloat16_params(inner) inside the wrapper"
 # The fields of optax's states that hold second moments.
@@ -31,17 +36,32 @@ def note_still(
     inside = [i for i in subject.inside if _SECOND & set(subject.items[i].path)]
     params = _in_bfloat16(good_run.before, subject.all_params)
     moments = _in_bfloat16(good_run.before, inside)
-    if not (params or moments):
-        return
-    call = runner.arguments.rebuild(runner.start)
-    if rounds_bfloat16((call.args, call.kwargs)):
-        return
-    lost = _share_lost(runner, good_run, params) if params else 0.0
+    others = subject.carried.compared - subject.all_params - subject.inside
+    averages = _in_bfloat16(good_run.before, others - subject.frozen)
+    if _is_stored(runner):
+        if subject.reading is None:
+            return
+        ways = _ways(subject)
+        averages += [i for i in params if ways.get(i) is Way.FOLLOWS]
+        known = {*averages, *(i for i, way in ways.items() if way in OF_UPDATES)}
+        params = [i for i in params if i not in known]
+        moments = []
+        _note_wide_products(subject.reading, notes)
+    _note_narrow_sums(subject, notes)
+    lost = _share_lost(runner, good_run, params)
     if lost >= 0.01:
         notes.append(
             f"{100 * lost:.0f} % of the updates are lost: in bfloat16 less than 1/512 "
             f"of a parameter changes nothing ({subject.names(params)}). {_WRITE}: then "
             "they move."
+        )
+    lost = _share_lost(runner, good_run, averages)
+    if lost >= 0.5:
+        notes.append(
+            f"{100 * lost:.0f} % of the changes of {subject.names(averages)} are lost: "
+            "in bfloat16 an average, or a network that follows another, stands still. "
+            "Keep it in float32, as target = jls.master_params(params, opt_state) "
+            "makes it, or as jls.params_ema in the optimizer."
         )
     still = _that_cannot_fall(runner, good_run, moments) if moments else []
     if still:
@@ -77,6 +97,83 @@ def _is_rounded(run: Run, leaf: int, dtype: Any) -> bool:
     return moved.size >= _MANY_NUMBERS and bool(np.all(is_same))
 
 
+def _note_wide_products(reading: Reading, notes: list[str]) -> None:
+    """Notes that none is half, though the parameters are stored in bfloat16."""
+    dtypes = {x.dtype for x in products_in(Frame(reading.traced.program))}
+    if dtypes and all(jnp.finfo(x).bits >= 32 for x in dtypes if _is_float(x)):
+        notes.append(
+            "The parameters are bfloat16, and all products are float32. If they are to "
+            "be half too: compute_dtype=jnp.bfloat16."
+        )
+
+
+def _is_float(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def _note_narrow_sums(subject: Subject, notes: list[str]) -> None:
+    """Notes gradients of bfloat16 parameters that add up in bfloat16.
+
+    Those of a lookup, by a scatter; those of what a loop shares, in its carry.
+    """
+    values = [subject.items[i].value for i in subject.all_params]
+    narrow = [x for x in values if getattr(x, "dtype", None) == jnp.bfloat16]
+    shapes = {x.shape for x in narrow}
+    if subject.reading is None or not shapes:
+        return
+
+    def is_narrow(atom):
+        aval = atom.aval
+        is_one = getattr(aval, "dtype", None) == jnp.bfloat16
+        return is_one and aval.shape in shapes
+
+    for frame, index, equation in Frame(subject.reading.traced.program).equations():
+        name = equation.primitive.name
+        carried = frame.jaxpr.invars if frame.kind == "scan" else ()
+        is_sum = name == "scatter-add" or (
+            name == "add_any" and any(x is y for x in equation.invars for y in carried)
+        )
+        if is_sum and is_narrow(equation.outvars[0]):
+            place = place_of(frame.site_of(index))
+            where = f" ({place})" if place.file else ""
+            notes.append(
+                f"Gradients of bfloat16 parameters add up in bfloat16{where}: small "
+                "ones are lost beside their sum. Let jls.value_and_grad differentiate "
+                "with the state of a jls.bfloat16_params, or widen the parameters: "
+                "jax.grad(loss_fn)(jls.master_params(params, opt_state), batch)."
+            )
+            return
+
+
+def changed_updates(runner: Runner) -> list[int]:
+    """The parameters of a `jls.bfloat16_params` that take others than its updates."""
+    subject = runner.subject
+    if subject.reading is None or not _is_stored(runner):
+        return []
+    ways = _ways(subject)
+    return [i for i in sorted(subject.trained) if ways.get(i) is Way.CHANGED]
+
+
+def _is_stored(runner: Runner) -> bool:
+    """Whether a `jls.bfloat16_params` is in the step's optimizer."""
+    call = runner.arguments.rebuild(runner.start)
+    return rounds_bfloat16((call.args, call.kwargs))
+
+
+def _ways(subject: Subject) -> dict[int, Way]:
+    """What carried bfloat16 leaves have to do with updates of `bfloat16_params`."""
+    assert subject.reading is not None
+    traced = subject.reading.traced
+    found = iter(ways_of(traced.program))
+    by_path = [
+        {x.path: next(found) for x in items if is_a_result(x)}
+        for items in (traced.outputs, traced.objects)
+    ]
+    ways = subject.carried.pick(subject.items, *by_path)
+    dtypes = {i: getattr(subject.items[i].value, "dtype", None) for i in ways}
+    return {i: x for i, x in ways.items() if dtypes[i] == jnp.bfloat16}
+
+
 def _in_bfloat16(carried: Mapping[int, Any], leaves: Iterable[int]) -> list[int]:
     """Of some leaves those that are bfloat16 and come back."""
     known = (i for i in sorted(leaves) if i in carried)
@@ -84,7 +181,9 @@ def _in_bfloat16(carried: Mapping[int, Any], leaves: Iterable[int]) -> list[int]
 
 
 def _share_lost(runner: Runner, good_run: Run, params: list[int]) -> float:
-    """Of the updates that a float32 parameter would take, the share that is lost."""
+    """Of the changes that float32 leaves would take, the share that is lost."""
+    if not params:
+        return 0.0
     leaves = list(good_run.given)
     for i in params:
         leaves[i] = as_numpy(leaves[i]).astype(np.float32)
