@@ -5,6 +5,8 @@ from planted.fault import Fault
 MODULE = "jls/_bfloat16.py"
 TESTS = "tests/test_bfloat16.py::"
 STEPS = "tests/train/test_bfloat16_steps.py::"
+GRADIENTS = "tests/train/test_bfloat16_gradients.py::"
+APPLIED = "tests/test_applied.py::"
 DEVICES = "tests/devices/test_bfloat16_on_devices.py::"
 STILL = "jls/_tools/check/still.py"
 NOTES = "tests/check/test_still.py::"
@@ -189,8 +191,8 @@ FAULTS = [
     Fault(
         "init warns of bfloat16 parameters that move",
         "jls/_wrapper.py",
-        'if dtype == "bfloat16" and rounds_bfloat16(inner_state):',
-        "if ():",
+        'and not (dtype == "bfloat16" and path in are_stored)',
+        "",
         (f"{STEPS}test_plain_step_stores_what_the_optimizer_rounded",),
     ),
     Fault(
@@ -210,8 +212,8 @@ FAULTS = [
     Fault(
         "updates are noted as lost under the wrapper",
         STILL,
-        "if rounds_bfloat16((call.args, call.kwargs)):",
-        "if ():",
+        "    if _is_stored(runner):",
+        "    if ():",
         (f"{NOTES}test_under_the_wrapper_nothing_is_noted",),
     ),
     Fault(
@@ -234,5 +236,60 @@ FAULTS = [
         "np.array_equal(run.after[i], run.before[i])",
         "True",
         (f"{NOTES}test_second_moment_that_cannot_fall_is_named",),
+    ),
+    Fault(
+        "the loss reads bfloat16 parameters as they are stored",
+        MODULE,
+        "return jax.tree.map(_widened, params) if rounds_bfloat16(state) else params",
+        "return params",
+        (
+            f"{GRADIENTS}test_train_step",
+            f"{GRADIENTS}test_value_and_grad_of_a_pytree",
+        ),
+    ),
+    Fault(
+        "an NNX model is read as it is stored",
+        MODULE,
+        "variable.set_value(_widened(value))",
+        "variable.set_value(value)",
+        (f"{GRADIENTS}test_nnx",),
+    ),
+    Fault(
+        "an NNX model stays widened",
+        MODULE,
+        "        for variable, value in pairs:\n            variable.set_value(value)",
+        "        pass",
+        (f"{GRADIENTS}test_nnx_model_is_bfloat16_after_an_error",),
+    ),
+    Fault(
+        "what is made of bfloat16 parameters is not known again",
+        "jls/_applied.py",
+        "return Way.MADE",
+        "return Way.NONE",
+        (f"{APPLIED}test_what_changes_the_updates_is_warned_of",),
+    ),
+    Fault(
+        "a flag by which updates are multiplied changes them",
+        "jls/_applied.py",
+        "if Way.FACTOR in ways and len(operands) == 2:",
+        "if ():",
+        (f"{APPLIED}test_what_leaves_them_is_not",),
+    ),
+    Fault(
+        "a frozen part is warned of",
+        "jls/_wrapper.py",
+        "return [name for name in names if name in made] if made else names",
+        "return names",
+        (f"{APPLIED}test_frozen_part_does_not",),
+    ),
+    Fault(
+        "products that are half already are warned of",
+        "jls/_autocast/autocast.py",
+        "if is_half and _REASONS[KEEP] not in reasons:",
+        "if ():",
+        (
+            "tests/autocast/test_nothing_to_cast.py::"
+            "test_nothing_is_said_of_what_is_half_already",
+        ),
     ),
 ]
