@@ -16,8 +16,9 @@ If an operand has an inf or NaN in it, all of it becomes NaN: e4m3fn has no inf,
 GPU would make its largest number of one.
 """
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -218,6 +219,20 @@ def _cotangent(
 
 
 _product.defvjp(_forwards, _backwards)
+
+
+@contextlib.contextmanager
+def no_forward_mode() -> Iterator[None]:
+    """Says so in words of jls, where JAX says it of a `custom_vjp`."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            "a product in float8 has no forward mode: jax.jvp, jax.jacfwd, jax.hessian. "
+            "Write jax.grad, or jnp.bfloat16."
+        ) from error
 
 
 def has_float8() -> bool:

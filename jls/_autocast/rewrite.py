@@ -29,7 +29,7 @@ from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import Partial
 
-from jls._autocast.float8 import product_of, quantized
+from jls._autocast.float8 import no_forward_mode, product_of, quantized
 from jls._autocast.keep import Choice
 from jls._autocast.pick import bind_pick, is_pick
 from jls._autocast.product import Product, checkpointed, narrow, stored, wide
@@ -284,7 +284,10 @@ class Rewrite:
             given = product.rounded(arrays, halves)
             with jax.named_scope(FLOAT8):
                 parts = [call_shared(quantized, [lax.stop_gradient(x)]) for x in given]
-            result = call_shared(product_of(equation), [*given, *parts[0], *parts[1]])
+            with no_forward_mode():
+                result = call_shared(
+                    product_of(equation), [*given, *parts[0], *parts[1]]
+                )
             return [Held(wide(stored(result)))]
 
     def _multiplied(self, product: Product, *operands: Any) -> list[Any]:
@@ -386,9 +389,10 @@ class Rewrite:
                         found[atom] = lax.stop_gradient(array)
                         held.fix(array)
                 continue
-            is_fixed = None not in given and _is_move(equation)
+            moved = [x for x in given if x is not None]
+            is_fixed = len(moved) == len(given) and _is_move(equation)
             if is_fixed and not self.choice.is_kept(here):
-                known[equation.outvars[0]] = Held(None, move=(equation, given))
+                known[equation.outvars[0]] = Held(None, move=(equation, moved))
         return found
 
     # Custom derivatives. JAX gives the rule of an equation when it differentiates it.
