@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 # A wrapper that `init` was called of; a call of a wrapper's update; a result of
 # `jls.scale`; a step that runs operation by operation. The parameters that `init` of a
-# `jls.bfloat16_params` was given; the updates that it made of bfloat16 ones, with paths.
+# `jls.bfloat16_params` was given; the updates that it made of bfloat16 ones, with their
+# paths.
 Kind = Literal["wrapper", "update", "scaled", "eager step", "bfloat16", "stored"]
 
 _LISTENERS: contextvars.ContextVar[tuple[tuple[Kind, list[Any]], ...]]

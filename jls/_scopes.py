@@ -27,15 +27,17 @@ CHECKED = "jls_checked"
 STORED = "jls_stored"
 # What `jls.autocast` has rewritten, the products that its `keep` left as written, and
 # the outer ones: their derivatives have these scopes too. Under a cast to float8 its
-# products, and what it adds; those left in bfloat16 for their size, or for their kind.
+# products, and what it adds; those left in bfloat16 for their size, since one is no
+# multiple of 16, or for their kind.
 AUTOCAST = "jls_autocast"
 KEPT = "jls_kept"
 OUTER_PRODUCT = "jls_outer"
 FLOAT8 = "jls_float8"
 TOO_SMALL = "jls_too_small"
+UNEVEN = "jls_uneven"
 NOT_IN_FLOAT8 = "jls_not_in_float8"
 
-_CASTS = {AUTOCAST, KEPT, OUTER_PRODUCT, FLOAT8, TOO_SMALL, NOT_IN_FLOAT8}
+_CASTS = {AUTOCAST, KEPT, OUTER_PRODUCT, FLOAT8, TOO_SMALL, UNEVEN, NOT_IN_FLOAT8}
 _WRAPPER = {UPDATE, GRADIENTS, NORM, LOSS, NEW, INNER, DECISION, SCALE, CHECKED}
 _ALL = frozenset({*_WRAPPER, *_CASTS})
 NONE = frozenset[str]()

@@ -55,15 +55,25 @@ _MOST_EXPONENT = 100  # of a power, for operands that are almost 0
 
 def is_large(equation: Any) -> bool:
     """Whether float8 pays for a product, by the sizes that it was traced with."""
-    if not is_matrix_product(equation):
-        return False
+    return is_matrix_product(equation) and all(
+        n >= LEAST and n % _MULTIPLE == 0 for n in _sizes_of(equation)
+    )
+
+
+def is_uneven(equation: Any) -> bool:
+    """Whether float8 would pay for a matrix product, if each size were padded."""
+    return min(_sizes_of(equation)) >= LEAST
+
+
+def _sizes_of(equation: Any) -> list[int]:
+    """The rows, columns and terms of a sum of a matrix product."""
     axes, _ = parameter(equation, "dimension_numbers")
     sizes = list[int]()
     for contracted, atom in zip(axes, equation.invars[:2], strict=True):
         shape = dict(enumerate(atom.aval.shape))
         sizes.append(size_of(shape.pop(axis) for axis in contracted))
         sizes.append(size_of(shape.values()))
-    return all(n >= LEAST and n % _MULTIPLE == 0 for n in sizes)
+    return sizes
 
 
 def is_matrix_product(equation: Any) -> bool:
@@ -230,8 +240,8 @@ def no_forward_mode() -> Iterator[None]:
         if "forward-mode" not in str(error):
             raise
         raise TypeError(
-            "a product in float8 has no forward mode: jax.jvp, jax.jacfwd, jax.hessian. "
-            "Write jax.grad, or jnp.bfloat16."
+            "a product in float8 has no forward mode, as jax.jvp, jax.jacfwd and "
+            "jax.hessian ask for. Write jax.grad, or jnp.bfloat16."
         ) from error
 
 

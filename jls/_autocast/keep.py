@@ -16,7 +16,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jls._autocast.float8 import BFLOAT16, E4M3, is_large, is_matrix_product
+from jls._autocast.float8 import (
+    BFLOAT16,
+    E4M3,
+    is_large,
+    is_matrix_product,
+    is_uneven,
+)
 from jls._mistakes import warn
 from jls._program.control import MAIN, Site, calls_of
 from jls._program.frames import Frame
@@ -30,7 +36,7 @@ from jls._program.jaxprs import (
 )
 from jls._program.places import Place, modules_of, place_of
 from jls._program.products import asks_for_precision, is_inner, is_outer, products_in
-from jls._scopes import KEPT, NOT_IN_FLOAT8, OUTER_PRODUCT, TOO_SMALL
+from jls._scopes import KEPT, NOT_IN_FLOAT8, OUTER_PRODUCT, TOO_SMALL, UNEVEN
 from jls._text import listed
 
 Keep = str | Callable[[Place], Any] | None
@@ -149,8 +155,9 @@ class Choice:
             return _MARKS.get(self.why_wide(site) or "")
         if not self.is_float8 or self.takes_float8(site):
             return None
-        can_be_float8 = is_matrix_product(site.equation) and not _is_in_rule(site)
-        return TOO_SMALL if can_be_float8 else NOT_IN_FLOAT8
+        if not is_matrix_product(site.equation) or _is_in_rule(site):
+            return NOT_IN_FLOAT8
+        return UNEVEN if is_uneven(site.equation) else TOO_SMALL
 
     def marked(self, program: Program) -> Opened:
         """Adds the scopes of jls to a program that has no product in half.

@@ -269,7 +269,8 @@ def train_step(
         the products of `loss_fn`, and of `value_fn` in `extra`, as by `jls.autocast`.
         float8 is for large ones, the others are bfloat16. All else, parameters,
         gradients and the loss stay float32; bfloat16 parameters that a
-        `jls.bfloat16_params` stores are widened for `loss_fn`, in any case. None or `jnp.float32` casts nothing.
+        `jls.bfloat16_params` stores are widened for `loss_fn`, in any case. None or
+        `jnp.float32` casts nothing.
       keep: what of `loss_fn` stays as written under `compute_dtype`, without which it
         is an error: a regular expression or a function, see `jls.autocast`.
 

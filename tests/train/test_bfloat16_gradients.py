@@ -242,8 +242,12 @@ def loop(steps):
 
 @pytest.mark.parametrize(
     "made",
-    [partial(embedding, 512), partial(embedding, 65_536)]
-    + [partial(loop, 64), partial(loop, 4096)],
+    [
+        partial(embedding, 512),
+        partial(embedding, 65_536),
+        partial(loop, 64),
+        partial(loop, 4096),
+    ],
 )
 def test_error_is_that_of_float32_parameters(made):
     theirs, ours = off(*made())

@@ -25,6 +25,7 @@ from jls._scopes import (
     NOT_IN_FLOAT8,
     OUTER_PRODUCT,
     TOO_SMALL,
+    UNEVEN,
     UPDATE,
     marks_of,
 )
@@ -43,7 +44,11 @@ _IDLE = "the loss scale does nothing"
 _STAY = "to stay in float32, jls.skip_nonfinite"
 _HALF = "jls.train_step(..., compute_dtype=jnp.float16), or jls.autocast"
 _HALVES = ("float16", "bfloat16")
-_NOT_FLOAT8 = {TOO_SMALL: "too small for float8", NOT_IN_FLOAT8: "no float8 form"}
+_NOT_FLOAT8 = {
+    TOO_SMALL: "too small for float8",
+    UNEVEN: "no multiple of 16, for float8",
+    NOT_IN_FLOAT8: "no float8 form",
+}
 
 
 class Precision(NamedTuple):
