@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jls._mistakes import warn
 from jls._notes import noted
@@ -45,7 +46,7 @@ class Ways(Question[Way]):
 
     def of_constant(self, value: Any) -> Way:
         is_scalar = np.ndim(value) == 0
-        is_flag = is_scalar and not isinstance(value, jax.core.Tracer | jax.Array)
+        is_flag = is_scalar and not isinstance(value, Tracer | jax.Array)
         is_mask = not is_scalar or (is_flag and value in (0, 1))
         return Way.FACTOR if is_mask else Way.NONE
 
@@ -132,7 +133,7 @@ def warn_of_changed(
     flat, _ = jax.tree_util.tree_flatten_with_path(updates)
     if all(x is known.get(path, x) for path, x in flat):
         return  # without the time to trace it once more
-    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(grads)):
+    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(grads)):
         return  # one that runs operation by operation would be traced in each step
     with warnings.catch_warnings(), noted("stored", apart=True):
         warnings.simplefilter("ignore", JlsWarning)  # given where the step is taken
