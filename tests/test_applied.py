@@ -62,6 +62,11 @@ WRONG = {
     "in MultiSteps": SKIP(
         optax.MultiSteps(optax.chain(jls.bfloat16_params(ADAM), optax.scale(-1e-5)), 2)
     ),
+    "after MultiSteps": SKIP(
+        optax.chain(
+            optax.MultiSteps(STORED, 2).gradient_transformation(), optax.scale(0.5)
+        )
+    ),
     "injected": SKIP(
         optax.inject_hyperparams(
             lambda rate: optax.chain(jls.bfloat16_params(ADAM), optax.scale(rate))

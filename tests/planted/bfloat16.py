@@ -273,7 +273,7 @@ FAULTS = [
         "jls/_applied.py",
         "if Way.FACTOR in ways and len(operands) == 2:",
         "if ():",
-        (f"{APPLIED}test_what_leaves_them_is_not",),
+        (f"{APPLIED}test_what_changes_the_updates_is_warned_of",),
     ),
     Fault(
         "a frozen part is warned of",
