@@ -71,7 +71,7 @@ def layer(x, w):
     return jnp.exp(jnp.sin(jnp.cos((x * scale) @ w)))
 
 
-def test_the_body_of_a_scan_keeps_products_in_half_sums_and_what_it_carries():
+def test_a_scan_keeps_products_in_half_and_sums_and_carries_as_they_are():
     def fun(x, w):
         return jnp.sum(lax.scan(lambda x, _: (layer(x, w), None), x, length=5)[0])
 
@@ -128,7 +128,8 @@ def test_a_subnormal_result_of_a_product_reaches_the_derivative(in_loop):
     def fun(x, w):
         y = x * tiny
         if in_loop:
-            return jnp.sum(lax.scan(lambda c, _: (c, (y @ w) ** 2), 0.0, length=2)[1])
+            rows = jnp.stack([y, y])
+            return jnp.sum(lax.scan(lambda c, y: (c, (y @ w) ** 2), 0.0, rows)[1])
         return jnp.sum((y @ w) ** 2)
 
     x, w = jnp.ones((4, 8)), jnp.eye(8)
@@ -136,6 +137,19 @@ def test_a_subnormal_result_of_a_product_reaches_the_derivative(in_loop):
     grad = jax.jit(jax.grad(cast))(w)
     expected = jax.grad(lambda w: fun(x, w) * 2.0**30)(w)
     assert off(grad, expected) < 1e-3
+    # Nor does a rounding in the program, which not every platform would leave out.
+    rounded = named("reduce_precision", jax.grad(cast), w)
+    assert {x.equation.params["exponent_bits"] for x in rounded} == {8}
+
+
+def test_a_second_derivative_is_that_of_an_operand_that_was_rounded_and_moved():
+    def loss(w):
+        return jnp.sum(jnp.sin(X @ w.T) @ w.T)
+
+    def second(loss):
+        return jax.grad(lambda w: jnp.sum(jax.grad(loss)(w) ** 2))(W)
+
+    assert off(second(jls.autocast(loss, F16)), second(loss)) < 0.01
 
 
 @pytest.mark.parametrize("is_moved", [False, True])
