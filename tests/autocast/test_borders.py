@@ -30,6 +30,15 @@ def test_a_number_that_there_is_not_in_half_is_moved_in_float32():
     assert jls.autocast(fun, F16)(X, W)[0, 0] == jnp.float32(0.1)
 
 
+@pytest.mark.parametrize(("keep", "dtype"), [(None, F16), ("exact", F32)])
+def test_what_a_product_takes_is_moved_in_half_unless_keep_finds_the_move(keep, dtype):
+    def fun(x, w):
+        return exact(lax.rev, jnp.sin(x @ w), [0]) @ w
+
+    moved = named("rev", jls.autocast(fun, F16, keep=keep), X, W)
+    assert moved[-1].results == (dtype,)
+
+
 @pytest.mark.parametrize("number", [-3e38, -jnp.inf])
 def test_a_mask_of_what_others_read_too_is_in_range_where_a_product_takes_it(number):
     def fun(x, w):
@@ -224,6 +233,16 @@ def test_a_checkpoint_of_the_user_says_what_is_kept(policy, in_loop):
         assert kept == ([F32] if in_loop else [])  # what the loop carries
     else:
         assert len(kept) > (2 if in_loop else 1)
+
+
+def test_a_policy_of_names_does_not_see_those_of_jls():
+    policy = jax.checkpoint_policies.save_any_names_but_these("another")
+
+    def loss(x, w):
+        inner = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ w)), policy=policy)
+        return jnp.sum(lax.cond(x[0, 0] > 0, inner, lambda x: x, x))
+
+    assert F16 not in kept_of(loss, X, W).get((4, 8), [])
 
 
 def test_the_condition_of_a_loop_is_not_taken_for_its_body():

@@ -379,6 +379,9 @@ MASKS = {
     "chosen and moved": lambda x, w: jnp.where(
         jnp.eye(8, 4, dtype=bool), (x @ w).T, LOWEST
     ).T[:, ::-1],
+    "chosen, and far from the largest float32": lambda x, w: (
+        jnp.where(jnp.eye(8, 4, dtype=bool), (x @ w).T, -1e9).T
+    ),
     "chosen of a chain": lambda x, w: jnp.where(
         jnp.eye(4, 8, dtype=bool), jnp.sin(x @ w), LOWEST
     ),
@@ -396,6 +399,14 @@ def test_a_finite_constant_that_a_product_takes_is_the_largest_number(name):
         result = cast(X, jnp.ones((8, 8)) / 64)
         assert jnp.all(jnp.isfinite(result))
         assert jnp.min(result) < -largest / 64
+
+
+def test_a_number_that_is_not_selected_is_no_mask():
+    def fun(x, w):
+        return lax.pad(x @ w, jnp.float32(1e8), [(0, 4, 0), (0, 0, 0)]) @ w
+
+    result = jls.autocast(fun, jnp.float16)(X, jnp.ones((8, 8)) / 64)
+    assert jnp.all(jnp.isinf(result[4:]))
 
 
 @HALF

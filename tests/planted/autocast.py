@@ -27,6 +27,9 @@ LINES = (
     f"{TOOLS}::"
     "test_operations_inside_a_function_of_jax_have_the_line_and_scope_of_its_call"
 )
+KEPT_MOVE = (
+    f"{BORDERS}::test_what_a_product_takes_is_moved_in_half_unless_keep_finds_the_move"
+)
 SECOND = (
     f"{BORDERS}::"
     "test_a_second_derivative_is_that_of_an_operand_that_was_rounded_and_moved"
@@ -213,13 +216,6 @@ FAULTS = [
         (SCAN_KEEPS,),
     ),
     Fault(
-        "what a loop carries is computed again",
-        REWRITE,
-        "if self._is_stored and call.is_loop:",
-        "if False:",
-        (SCAN_KEEPS,),
-    ),
-    Fault(
         "a body with an effect runs again",
         REWRITE,
         "effects_of(x) or rule_of(x)",
@@ -262,16 +258,6 @@ FAULTS = [
         (SMALL_STEPS,),
     ),
     Fault(
-        "a product that keep finds is rounded before its loop",
-        REWRITE,
-        "if primitive_of(equation).is_product and self.choice.is_half(here):",
-        "if primitive_of(equation).is_product:",
-        (
-            BORDERS,
-            SEMANTICS,
-        ),
-    ),
-    Fault(
         "the result of a product is float32",
         REWRITE,
         'params["preferred_element_type"] = half',
@@ -293,17 +279,14 @@ FAULTS = [
         REWRITE,
         "if not is_kept and _is_move(equation):",
         "if _is_move(equation):",
-        (
-            BORDERS,
-            SEMANTICS,
-        ),
+        (KEPT_MOVE,),
     ),
     Fault(
         "what is not moved at all is taken for a move",
         REWRITE,
         "        bool(row.moves)\n        and row.is_cheap",
         "        row.is_cheap",
-        (MOVED_CHAIN,),
+        (f"{SEMANTICS}::test_elementwise_operations_are_float32",),
     ),
     Fault(
         "a mask is inf where a product takes it",
@@ -331,47 +314,35 @@ FAULTS = [
         REWRITE,
         "least = _MASK if is_selected else _LOWEST",
         "least = _LOWEST",
-        (
-            BORDERS,
-            SEMANTICS,
-        ),
+        (MASKS,),
     ),
     Fault(
         "any large number counts as a mask",
         REWRITE,
         "least = _MASK if is_selected else _LOWEST",
         "least = _MASK",
-        (
-            BORDERS,
-            SEMANTICS,
-        ),
+        (f"{SEMANTICS}::test_a_number_that_is_not_selected_is_no_mask",),
     ),
     Fault(
         "what is selected is not known behind a move",
         REWRITE,
         'is_selected |= equation.primitive.name == "select_n"',
         'is_selected = equation.primitive.name == "select_n"',
-        (
-            BORDERS,
-            SEMANTICS,
-        ),
+        (MASKS,),
     ),
     Fault(
         "a checkpoint of the user keeps what jls names",
         REWRITE,
         "before, self._is_stored = self._is_stored, False\n            with traced_as",
         "before = self._is_stored\n            with traced_as",
-        (
-            BORDERS,
-            SEMANTICS,
-        ),
+        (f"{BORDERS}::test_a_policy_of_names_does_not_see_those_of_jls",),
     ),
     Fault(
         "a checkpoint of the user is left out",
         REWRITE,
-        '        if rule == "remat":\n            before',
-        "        if False:\n            before",
-        (PREVENTS,),
+        "results = bind_remat(equation, run, operands)",
+        "results = run(*operands)",
+        (POLICY, PREVENTS),
     ),
     Fault(
         "a nested jit loses what it donates",
