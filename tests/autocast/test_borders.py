@@ -235,14 +235,17 @@ def test_a_checkpoint_of_the_user_says_what_is_kept(policy, in_loop):
         assert len(kept) > (2 if in_loop else 1)
 
 
-def test_a_policy_of_names_does_not_see_those_of_jls():
-    policy = jax.checkpoint_policies.save_any_names_but_these("another")
+def test_in_a_body_what_a_rule_of_custom_vjp_keeps_is_kept():
+    @jax.custom_vjp
+    def fun(y):
+        return jnp.exp(y)
+
+    fun.defvjp(lambda y: (fun(y), jnp.tan(y)), lambda kept, g: (kept * g,))
 
     def loss(x, w):
-        inner = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ w)), policy=policy)
-        return jnp.sum(lax.cond(x[0, 0] > 0, inner, lambda x: x, x))
+        return jnp.sum(lax.scan(lambda x, _: (fun(x @ w), None), x, length=5)[0])
 
-    assert F16 not in kept_of(loss, X, W).get((4, 8), [])
+    assert len(named("tan", jax.grad(jls.autocast(loss, F16)), X, W)) == 1
 
 
 def test_the_condition_of_a_loop_is_not_taken_for_its_body():

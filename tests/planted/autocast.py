@@ -331,13 +331,6 @@ FAULTS = [
         (MASKS,),
     ),
     Fault(
-        "a checkpoint of the user keeps what jls names",
-        REWRITE,
-        "before, self._is_stored = self._is_stored, False\n            with traced_as",
-        "before = self._is_stored\n            with traced_as",
-        (f"{BORDERS}::test_a_policy_of_names_does_not_see_those_of_jls",),
-    ),
-    Fault(
         "a checkpoint of the user is left out",
         REWRITE,
         "results = bind_remat(equation, run, operands)",
@@ -380,10 +373,7 @@ FAULTS = [
         REWRITE,
         "results, pullback = jax.tree.map(stored, (results, pullback))",
         "pass",
-        (
-            BORDERS,
-            SEMANTICS,
-        ),
+        (f"{BORDERS}::test_in_a_body_what_a_rule_of_custom_vjp_keeps_is_kept",),
     ),
     Fault(
         "a cast to float32 of float32 rounds",
