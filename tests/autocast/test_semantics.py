@@ -119,6 +119,15 @@ def test_the_default_precision_of_the_user_counts_for_what_stays_float32():
     assert product.results == ("float16",)
 
 
+def test_a_precision_that_is_asked_for_is_not_that_of_the_default():
+    def fun(x, w):
+        return jnp.matmul(x, w, precision="high") @ w
+
+    with jax.default_matmul_precision("highest"):
+        first, _ = products(jls.autocast(fun, jnp.float16), X, W)
+    assert first.equation.params["precision"] == (lax.Precision.HIGH,) * 2
+
+
 def test_a_product_with_an_operand_in_half_is_half():
     def fun(x, w):
         return in_float32(x, w.astype(jnp.float16))

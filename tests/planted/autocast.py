@@ -399,8 +399,8 @@ FAULTS = [
         'if parameter(equation, "precision") is None:',
         "if True:",
         (
-            BORDERS,
-            SEMANTICS,
+            f"{SEMANTICS}::"
+            "test_a_precision_that_is_asked_for_is_not_that_of_the_default",
         ),
     ),
     Fault(
