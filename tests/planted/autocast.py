@@ -3,7 +3,6 @@
 from planted.fault import Fault
 
 TOOLS = "tests/autocast/test_tools.py"
-MEMORY = "tests/autocast/test_memory.py"
 LOSS = "tests/autocast/test_loss.py"
 SEMANTICS = "tests/autocast/test_semantics.py"
 BORDERS = "tests/autocast/test_borders.py"
@@ -47,9 +46,6 @@ CONVOLVE = f"{SEMANTICS}::test_a_convolution_and_a_ragged_dot_are_half"
 EFFECT = f"{BORDERS}::test_an_effect_happens_once"
 POLICY = f"{BORDERS}::test_a_checkpoint_of_the_user_says_what_is_kept"
 SMALL_STEPS = f"{SEMANTICS}::test_a_loop_of_small_steps_moves"
-MOVED_CHAIN = (
-    f"{SEMANTICS}::test_a_chain_that_is_moved_is_rounded_where_a_product_takes_it"
-)
 MASKS = (
     f"{SEMANTICS}::test_a_finite_constant_that_a_product_takes_is_the_largest_number"
 )
@@ -643,6 +639,13 @@ FAULTS = [
     ),
     # keep.
     Fault(
+        "a keep that finds nothing is silent",
+        KEEP,
+        "        if self._has_found:\n            return\n",
+        "        return\n",
+        (f"{CALLS}::test_a_keep_that_finds_nothing_lists_the_scopes_that_are_there",),
+    ),
+    Fault(
         "an empty keep keeps everything",
         "jls/_autocast/autocast.py",
         "    if not keep:\n",
@@ -723,12 +726,5 @@ FAULTS = [
         "Rewrite(self.choice.anew(), ",
         "Rewrite(self.choice, ",
         (f"{SEMANTICS}::test_keep_finds_operations_of_a_rule_by_their_own_scopes",),
-    ),
-    Fault(
-        "any custom rule of a relu is taken for that of JAX",
-        "jls/_program/places.py",
-        "    functions = [function_of_jax(x) for x in inner]\n",
-        '    functions = [("", "relu")]\n',
-        (f"{SEMANTICS}::test_a_relu_with_a_derivative_of_its_own_keeps_it",),
     ),
 ]

@@ -159,6 +159,13 @@ FAULTS = [
         (OPERATIONS + "test_power_of_a_factor[rsqrt]",),
     ),
     Fault(
+        "an operation has no row, and nothing says so",
+        "jls/_program/primitives.py",
+        '    _blind("cumlogsumexp"),\n',
+        "",
+        ("tests/program/test_primitives.py",),
+    ),
+    Fault(
         "the largest element passes for one in its place",
         "jls/_program/primitives.py",
         '_blind(\n        "cummax cummin reduce_window_max',
