@@ -67,7 +67,7 @@ def test_keep_of_all_is_still_warned_of():
     def both(w, x):
         with jax.named_scope("head"):
             kept = x @ w
-        return jnp.mean(kept) + jnp.mean((x.astype(BF16) @ w.astype(BF16)))
+        return jnp.mean(kept) + jnp.mean(x.astype(BF16) @ w.astype(BF16))
 
     (message,) = said(jls.autocast(both, BF16, keep="head"), W, X)
     assert "Write a narrower keep" in message

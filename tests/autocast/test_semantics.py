@@ -6,15 +6,10 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas
-from reading import named, off, only, operations, products, saved
+from reading import named, off, only, operations, products
 from shared import assert_identical
 
 import jls
-from jls._autocast.halves import IN_MEMORY, Halves
-from jls._autocast.held import MOST, relu_of_running
-from jls._autocast.keep import Choice
-from jls._autocast.shared import Cast, call_shared
-from jls._program.walk import walk
 
 HALVES = [jnp.float16, jnp.bfloat16]
 HALF = pytest.mark.parametrize("half", HALVES, ids=["float16", "bfloat16"])
@@ -124,6 +119,15 @@ def test_the_default_precision_of_the_user_counts_for_what_stays_float32():
     assert product.results == ("float16",)
 
 
+def test_a_precision_that_is_asked_for_is_not_that_of_the_default():
+    def fun(x, w):
+        return jnp.matmul(x, w, precision="high") @ w
+
+    with jax.default_matmul_precision("highest"):
+        first, _ = products(jls.autocast(fun, jnp.float16), X, W)
+    assert first.equation.params["precision"] == (lax.Precision.HIGH,) * 2
+
+
 def test_a_product_with_an_operand_in_half_is_half():
     def fun(x, w):
         return in_float32(x, w.astype(jnp.float16))
@@ -164,8 +168,6 @@ def test_an_outer_product_is_computed_element_by_element_in_float32(half):
     cast = jls.autocast(fun, half)
     outer = products(cast, X, W)[1]
     assert (*outer.operands, *outer.results) == (F32,) * 3
-    kept = [x for x in saved(cast, X, W) if x.shape == (4, 8, 8)]
-    assert {x.dtype for x in kept} <= {jnp.dtype(half)}
 
 
 def test_an_outer_product_behind_the_last_product_is_float32():
@@ -208,29 +210,6 @@ def test_elementwise_operations_are_float32(name, half):
     assert off(cast(X, W), once.astype(F32)) < float(jnp.finfo(half).eps) / 2
 
 
-MOVES = {
-    "transpose": lambda x: x.T.T,
-    "concatenate": lambda x: jnp.concatenate([x, x[:1]]),
-    "reverse": lambda x: x[::-1],
-    "gather": lambda x: x[jnp.array([0, 1])],
-    "select_n": lambda x: jnp.where(X > 0, x, 0),
-    "split": lambda x: jnp.concatenate(jnp.split(x, 2, axis=0)[::-1]),
-    "reduce_max": lambda x: jnp.max(x, axis=0, keepdims=True),
-}
-
-
-@HALF
-@pytest.mark.parametrize("name", MOVES)
-def test_what_is_moved_of_a_product_is_half(name, half):
-    found = operations(between(MOVES[name], half), X, W)
-    found = [x for x in found if x.name not in ("lt", "gt", "convert_element_type")]
-    dtypes = {d for x in found for d in x.results} - {"bool", "int32"}
-    assert dtypes - {name_of(half)} <= ({F32} if name == "select_n" else set())
-    assert [x.results[0] for x in found if x.name == name] in (
-        [[]] if name == "reverse" else [[name_of(half)], [name_of(half)] * 2]
-    )
-
-
 @HALF
 def test_a_chain_that_is_moved_is_rounded_where_a_product_takes_it(half):
     def fun(x):
@@ -255,31 +234,6 @@ def test_a_chain_with_a_mean_is_rounded_once_at_its_end(half):
     h = (X.astype(half) @ W.astype(half)).astype(half)
     once = norm(h.astype(jnp.float32)).astype(half)
     assert_identical(cast(X, W), (once @ W.astype(half)).astype(jnp.float32))
-
-
-@HALF
-def test_a_chain_keeps_its_half_operand_for_the_derivative(half):
-    kept = saved(between(norm, half), X, W)
-    whole = [aval.dtype.name for aval in kept if aval.shape == X.shape]
-    # The operands of the two products, and the result of the first.
-    assert whole == [name_of(half)] * 3
-
-
-def test_a_chain_has_so_many_operations_at_most():
-    def long(x):
-        for _ in range(2 * MOST):
-            x = jnp.sin(x)
-        return x
-
-    found = operations(between(long, jnp.float16), X, W)
-    chains = [x for x in found if "checkpoint" in x.name or "remat" in x.name]
-    most = max(_sines(x) for x in chains)
-    assert most == MOST
-
-
-def _sines(chain):
-    program = chain.equation.params["jaxpr"]
-    return sum(equation.primitive.name == "sin" for equation in program.eqns)
 
 
 def test_a_power_beyond_the_range_is_float32_on_the_way():
@@ -341,50 +295,6 @@ def test_a_guard_guards(name, half):
         assert jnp.all(jnp.isfinite(ours))
 
 
-@HALF
-def test_a_running_value_that_is_unrolled_is_float32_and_is_kept_in_half(half):
-    def steps(x, w, count=6):
-        for _ in range(count):
-            y = x - jnp.mean(x, axis=-1, keepdims=True)
-            x = x + 1e-3 * jnp.tanh(y @ w)
-        return x
-
-    cast = jls.autocast(steps, half)
-    moved, expected = cast(X, W) - X, steps(X, W) - X
-    assert off(moved, expected) < 8 * float(jnp.finfo(half).eps)
-    kept = [x for x in saved(cast, X, W) if x.shape == X.shape]
-    assert {x.dtype.name for x in kept} == {name_of(half)}
-
-
-@HALF
-def test_of_a_residual_stream_through_a_relu_one_array_is_kept(half):
-    def steps(x, w):
-        for _ in range(6):
-            x = jax.nn.relu(x + jnp.tanh(x @ w))
-        return jnp.sum(x)
-
-    program = jax.make_jaxpr(steps)(X, W)
-    halves = Halves(Choice(half, None))
-    walk(program, [IN_MEMORY] * 2, halves)
-    given = [x.outvars[0] for x in program.eqns if "custom_jvp" in x.primitive.name]
-    taken = [x.outvars[0] for x in program.eqns if x.primitive.name == "add"]
-    assert halves.running >= {*given[:-1]}
-    assert not halves.running & {*taken}
-    cast, eps = jls.autocast(steps, half), float(jnp.finfo(half).eps)
-    assert off(jax.grad(cast)(X, W), jax.grad(steps)(X, W)) < 16 * eps
-    kept = [x for x in saved(cast, X, W) if x.shape == X.shape]
-    # In each step what a product takes, in both forms, and what it gives: not the sum.
-    assert [x.dtype.name for x in kept].count(name_of(half)) <= 3 * 6 + 1
-    assert F32 not in {x.dtype.name for x in kept}
-
-
-@HALF
-def test_a_relu_and_a_cast_to_one_dtype_share_no_trace(half):
-    dtype = jnp.dtype(half)
-    assert call_shared(Cast(dtype), [X]).dtype == half
-    assert call_shared(relu_of_running, [X], dtype).dtype == jnp.float32
-
-
 def test_a_relu_with_a_derivative_of_its_own_keeps_it():
     @jax.custom_jvp
     def relu(x):
@@ -399,54 +309,6 @@ def test_a_relu_with_a_derivative_of_its_own_keeps_it():
 
     cast = jls.autocast(steps, jnp.float16)
     assert off(jax.grad(cast)(X, W), jax.grad(steps)(X, W)) < 4e-3
-
-
-@jax.custom_jvp
-def larger_than_a_tenth(x):
-    return jnp.maximum(x, 0.1)
-
-
-larger_than_a_tenth.defjvps(lambda t, ans, x: jnp.where(x > 0.1, t, 0.0))
-
-
-@HALF
-@pytest.mark.parametrize(
-    ("fun", "is_half"),
-    [
-        (lambda x: x * jnp.mean(x), True),
-        (lambda x: x**2, False),
-        (lambda x: x * x, False),
-        (lambda x: (x - jnp.mean(x)) * jnp.mean(x), False),
-        (lambda x: x / (9 + x), False),
-        (lambda x: 1 / (9 + x), False),
-        (jax.nn.relu, True),
-        (lambda x: jnp.maximum(x, 0), True),
-        (lambda x: jnp.where(jnp.eye(4, 8, dtype=bool), -x, x) / 3, True),
-        (jnp.sin, False),
-        (lambda x: x**2 * x, False),
-        (lambda x: x**3, False),
-        (lambda x: 1 / (2 + x**2), False),
-        (lambda x: jnp.maximum(x, 0.1), False),
-        (larger_than_a_tenth, False),
-        (lambda x: jax.nn.relu(x - jnp.mean(x)), False),
-        (lambda x: jnp.sin(x - jnp.mean(x)), False),
-    ],
-)
-def test_a_running_value_is_kept_in_half_where_derivatives_are_as_good_with_it(
-    fun, is_half, half
-):
-    def steps(x, w):
-        for _ in range(4):
-            x = x + 0.1 * (fun(x) @ w)
-        return jnp.sum(x)
-
-    kept = [x for x in saved(jls.autocast(steps, half), X, W) if x.shape == X.shape]
-    assert (F32 not in {x.dtype.name for x in kept}) == is_half
-    # The values are those of float32.
-    cast, x = jls.autocast(steps, half), 0.3 * X
-    assert off(jax.grad(cast)(x, W), jax.grad(steps)(x, W)) < 16 * float(
-        jnp.finfo(half).eps
-    )
 
 
 # float32.
@@ -526,6 +388,9 @@ MASKS = {
     "chosen and moved": lambda x, w: jnp.where(
         jnp.eye(8, 4, dtype=bool), (x @ w).T, LOWEST
     ).T[:, ::-1],
+    "chosen, and far from the largest float32": lambda x, w: (
+        jnp.where(jnp.eye(8, 4, dtype=bool), (x @ w).T, -1e9).T
+    ),
     "chosen of a chain": lambda x, w: jnp.where(
         jnp.eye(4, 8, dtype=bool), jnp.sin(x @ w), LOWEST
     ),
@@ -545,15 +410,12 @@ def test_a_finite_constant_that_a_product_takes_is_the_largest_number(name):
         assert jnp.min(result) < -largest / 64
 
 
-def test_a_constant_array_that_a_product_takes_is_within_the_range():
-    mask = np.asarray([[-1e9, 0, 0, 0, 1e9, 0, 0, np.inf]] * 4, np.float32)
-    cast = jls.autocast(lambda w: mask @ w, jnp.float16)
-    result = cast(jnp.eye(8)[:, :7].at[7].set(0.0))
-    assert jnp.all(jnp.isnan(result))  # inf * 0
-    mask[:, 7] = 0
-    result = jls.autocast(lambda w: mask @ w, jnp.float16)(jnp.eye(8) / 2)
-    np.testing.assert_allclose(result[0, 0], -65504 / 2)
-    np.testing.assert_allclose(result[0, 4], 65504 / 2)
+def test_a_number_that_is_not_selected_is_no_mask():
+    def fun(x, w):
+        return lax.pad(x @ w, jnp.float32(1e8), [(0, 4, 0), (0, 0, 0)]) @ w
+
+    result = jls.autocast(fun, jnp.float16)(X, jnp.ones((8, 8)) / 64)
+    assert jnp.all(jnp.isinf(result[4:]))
 
 
 @HALF
@@ -611,66 +473,6 @@ def test_an_explicit_cast_rounds_as_it_says():
 # Loops and branches.
 
 
-def scan(begin, step):
-    def fun(x, w):
-        return lax.scan(lambda c, _: (step(c, w), None), begin(x, w), length=3)[0]
-
-    return fun
-
-
-def carry_of(loop, fun, *args, half=jnp.float16):
-    """The dtype of what a loop carries."""
-    found = named(loop, jls.autocast(fun, half), *args)
-    return found[0].results[0]
-
-
-def cell(h, c, row, w):
-    """An LSTM whose gates are one product."""
-    gates = jnp.concatenate([row, h]) @ jnp.concatenate([w, w])
-    f, i, o, g = jnp.split(jax.nn.sigmoid(gates), 4)
-    c = jnp.concatenate([f, f, f, f]) * c + jnp.concatenate([i * g] * 4)
-    return jnp.concatenate([o] * 4) * jnp.tanh(c), c
-
-
-CARRIES = {  # whether what is carried is half
-    "small steps": (lambda c, r, w: c + 1e-3 * jnp.tanh(c @ w), False),
-    "an average": (lambda c, r, w: 0.9 * c + 0.1 * jnp.tanh(r @ w), False),
-    "a sum": (lambda c, r, w: c + r @ w, False),
-    "a mean": (lambda c, r, w: jnp.tanh(c @ w) * jnp.mean(c), False),
-    "a vanilla RNN": (lambda c, r, w: jnp.tanh(c @ w + r @ w), True),
-    "a product": (lambda c, r, w: c @ w, True),
-    "a product of what is moved": (lambda c, r, w: (c[::-1] @ w)[::-1], True),
-    "a product that a sum reads": (lambda c, r, w: c @ w + 0 * jnp.sum(c), False),
-}
-
-
-@HALF
-@pytest.mark.parametrize("name", CARRIES)
-def test_a_carry_of_scan_is_half_if_products_alone_read_it(name, half):
-    step, is_half = CARRIES[name]
-
-    def fun(x, w):
-        def body(c, row):
-            return step(c, row, w), None
-
-        return lax.scan(body, X * x[0, 0], jnp.stack([x] * 3))[0] @ w
-
-    expected = name_of(half) if is_half else F32
-    assert carry_of("scan", fun, X, W, half=half) == expected
-
-
-def test_the_carries_of_an_lstm_are_half_and_float32():
-    def fun(x, w):
-        def body(carry, row):
-            carry = cell(*carry, row, w)
-            return carry, carry[0]
-
-        return lax.scan(body, (x[0], x[0]), x)[1] @ w
-
-    (found,) = named("scan", jls.autocast(fun, jnp.float16), X, W)
-    assert found.results == ("float16", F32, "float16")
-
-
 @HALF
 @pytest.mark.parametrize("is_fast", [False, True])
 def test_a_norm_of_a_residual_stream_far_from_0_has_its_derivative(half, is_fast):
@@ -726,15 +528,6 @@ def test_cotangents_of_what_is_the_same_in_each_iteration_are_summed_in_float32(
     assert off(ours, jax.grad(fun)(X, W)) < 4 * float(jnp.finfo(half).eps)
 
 
-def test_a_carry_of_while_is_float32():
-    def fun(x, w):
-        return lax.while_loop(
-            lambda c: jnp.sum(c) < 0, lambda c: jnp.tanh(c @ w), x @ w
-        )
-
-    assert carry_of("while", fun, X, W) == F32
-
-
 @pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_each_lane_of_a_batched_while_ends_by_itself(transform):
     def one(x, last):
@@ -753,29 +546,6 @@ def test_each_lane_of_a_batched_while_ends_by_itself(transform):
     assert {one.results[0] for one in products(cast, X)} == {"float16"}
 
 
-@pytest.mark.parametrize("loop", ["scan", "while"])
-@pytest.mark.parametrize("begin", ["zeros", "argument"])
-def test_a_cache_that_is_only_written_into_is_half(loop, begin):
-    def fun(x, w, cache):
-        cache = jnp.zeros((4, 8)) if begin == "zeros" else cache
-
-        def step(i, state):
-            cache, y = state
-            cache = lax.dynamic_update_slice(cache, y @ w, (i, 0))
-            return cache, y + jnp.sum(cache @ w, axis=0, keepdims=True)
-
-        state = (cache, x[:1])
-        if loop == "while":
-            return lax.fori_loop(0, jnp.int32(4), step, state)[1]
-        return lax.scan(lambda s, i: (step(i, s), None), state, jnp.arange(4))[0][1]
-
-    (found,) = named(loop, jls.autocast(fun, jnp.float16), X, W, X)
-    of_cache = [
-        str(x.aval.dtype) for x in found.equation.outvars if x.aval.shape == (4, 8)
-    ]
-    assert of_cache == ["float16"]
-
-
 def test_a_product_in_the_smaller_branch_alone_is_half():
     def large(x):
         with jax.named_scope("large"):
@@ -786,19 +556,6 @@ def test_a_product_in_the_smaller_branch_alone_is_half():
 
     cast = jls.autocast(fun, jnp.float16, keep="large")
     assert {x.operands[0] for x in products(cast, X)} == {"float16", "float32"}
-
-
-@pytest.mark.parametrize("second", [lambda y: 2 * y, lambda y: jnp.cumsum(y, axis=0)])
-def test_the_result_of_branches_is_half_if_products_alone_read_it(second):
-    def dtype(reads):
-        def choose(x, w):
-            y = lax.cond(x[0, 0] > 0, jnp.tanh, second, x @ w)
-            return reads(y) @ w
-
-        return only("cond", jls.autocast(choose, jnp.float16), X, W)
-
-    assert dtype(lambda y: y[::-1]) == "float16"
-    assert dtype(jnp.sin) == F32
 
 
 def test_the_gradient_of_a_shared_weight_is_summed_in_float32():
@@ -840,47 +597,29 @@ def test_a_nested_jit_stays_one_with_what_it_donates():
     name = {"jit", "pjit"}
     (found,) = [x for x in operations(cast, X, W) if x.name in name]
     assert found.equation.params["donated_invars"] == (True, False)
-    assert found.results == ("float16",)
+    assert found.results == (F32,)
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
-def test_calls_that_become_the_same_share_a_body_and_no_others(wrap):
+def test_calls_that_become_the_same_share_a_body():
     def layer(x, w):
         return jnp.tanh(x @ w) + 0.5
 
-    one = wrap(layer)
+    one = jax.jit(layer)
 
     def loss(x, w):
-        for _ in range(5):
+        for _ in range(4):
             x = one(x, w)
         return x
 
     cast = jls.autocast(loss, jnp.float16)
-    names = ("jit", "pjit", "checkpoint", "remat2", "call_hi_primitive")
-    calls = [x for x in operations(cast, X, W) if x.name in names and not x.calls]
-    results = [call.results for call in calls]
-    assert results == [("float16",)] * 4 + [("float32",)]
-    bodies = [id(params_of(call.equation)["jaxpr"]) for call in calls]
-    first, second, third, fourth, last = bodies
-    assert second == third == fourth
-    assert len({first, second, last}) == 3  # of an argument, of half; what it gives
+    calls = [x for x in operations(cast, X, W) if x.name in ("jit", "pjit")]
+    calls = [x for x in calls if not x.calls]
+    assert [call.results for call in calls] == [(F32,)] * 4
+    assert len({id(call.equation.params["jaxpr"]) for call in calls}) == 1
     inlined = jls.autocast(
-        lambda x, w: [x := layer(x, w) for _ in range(5)][-1], jnp.float16
+        lambda x, w: [x := layer(x, w) for _ in range(4)][-1], jnp.float16
     )
     assert_identical(cast(X, W), inlined(X, W))
-
-
-def test_calls_share_no_body_where_others_read_the_results():
-    @jax.jit
-    def halved(x, w):
-        return 0.5 * (x @ w)
-
-    def loss(x, w):
-        return halved(x, w) @ w + jnp.sin(halved(x, w))
-
-    found = operations(jls.autocast(loss, jnp.float16), X, W)
-    calls = [x for x in found if x.name in ("jit", "pjit") and not x.calls]
-    assert [x.results[0] for x in calls if len(x.operands) == 2] == ["float16", F32]
 
 
 def test_calls_of_an_argument_and_of_half_share_no_body():
@@ -1027,58 +766,12 @@ def test_an_integer_part_of_a_running_value_is_the_same_in_the_derivative(half):
     np.testing.assert_allclose(jax.grad(jls.autocast(loss, half))(x, w), 10, rtol=1e-3)
 
 
-def test_what_a_long_chain_begins_with_is_kept_in_half():
-    def fun(x):
-        y = x
-        for _ in range(MOST):
-            y = jnp.sin(y)
-        return jnp.sin(y * x)
-
-    kept = [x for x in saved(between(fun, jnp.float16), X, W) if x.shape == X.shape]
-    assert len([x for x in kept if x.dtype == jnp.float32]) == 1
-
-
 def test_keep_reaches_into_a_scan():
     def fun(x, w):
         return lax.scan(lambda x, _: (scoped(x, w), None), x, length=2)[0]
 
     cast = jls.autocast(fun, jnp.float16, keep="^first$")
     assert [x.results[0] for x in products(cast, X, W)] == [F32, "float16"]
-
-
-@pytest.mark.parametrize("what", ["tanh", "products", "of a product", "a cache"])
-def test_a_loop_that_keep_finds_carries_float32(what):
-    def tanh(x, w):
-        return lax.scan(lambda x, _: (jnp.tanh(x @ w), x), x, length=3)[0] @ w
-
-    def products_alone(x, w):
-        return lax.scan(lambda x, _: (x @ w, None), x, length=3)[0] @ w
-
-    def of_a_product(x, w):
-        return lax.scan(lambda x, _: (x @ w, None), x @ w, length=3)[0] @ w
-
-    def cache(x, w):
-        def body(carry):
-            i, cache = carry
-            return i + 1, lax.dynamic_update_index_in_dim(cache, x @ w, i, 0)
-
-        start = 0, jnp.zeros((2, *X.shape))
-        return lax.while_loop(lambda carry: carry[0] < 2, body, start)[1] @ w
-
-    fun = {
-        "tanh": tanh,
-        "products": products_alone,
-        "of a product": of_a_product,
-        "a cache": cache,
-    }[what]
-    loop = "while" if what == "a cache" else "scan"
-    (carried,) = named(loop, jls.autocast(fun, jnp.float16), X, W)
-    assert "float16" in carried.results
-    cast = jls.autocast(fun, jnp.float16, keep=lambda place: place.operation == loop)
-    (kept,) = named(loop, cast, X, W)
-    last = 2 if what == "a cache" else 1
-    assert "float16" not in kept.results[:last]
-    assert {x.operands[0] for x in products(cast, X, W)} == {"float16"}
 
 
 def test_keep_may_be_a_function_of_a_place():

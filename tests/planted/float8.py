@@ -81,20 +81,6 @@ FAULTS = [
         (PRODUCT,),
     ),
     Fault(
-        "an operand that is kept in bfloat16 is taken for one in float8",
-        FLOAT8,
-        "        other = Quantized(_scaled(*other, E4M3), other.power)",
-        "        other = Quantized(other.array.astype(E4M3), other.power)",
-        (f"{TESTS}test_operand_that_is_kept_in_bfloat16_is_rounded_again",),
-    ),
-    Fault(
-        "more is kept than in bfloat16",
-        REWRITE,
-        "keeps = [not (x.has_others and _is_cast(x)) for x in operands]",
-        "keeps = [True for x in operands]",
-        (f"{TESTS}test_operand_that_is_kept_in_bfloat16_is_rounded_again",),
-    ),
-    Fault(
         "small products take float8",
         FLOAT8,
         "n >= LEAST and n % _MULTIPLE == 0",
