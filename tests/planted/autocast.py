@@ -242,7 +242,7 @@ FAULTS = [
     Fault(
         "what is moved and never changes is rounded in each iteration",
         REWRITE,
-        "is_fixed = None not in given and _is_move(equation)",
+        "is_fixed = len(moved) == len(given) and _is_move(equation)",
         "is_fixed = False",
         (ONCE_ROUNDED,),
     ),
