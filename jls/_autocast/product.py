@@ -47,6 +47,9 @@ def checkpointed(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_choice(primitive: Any, *operands: Any, **params: Any) -> bool:
     """Whether the last bit may decide: what is computed again may differ in it."""
+    dtypes = [x.dtype for x in operands if hasattr(x, "dtype")]
+    if not any(jnp.issubdtype(x, jnp.inexact) for x in dtypes):
+        return False
     if primitive.name == "convert_element_type":
         return not jnp.issubdtype(params["new_dtype"], jnp.inexact)
     return primitive.name in _CHOICES

@@ -13,13 +13,10 @@ from jls._program.control import Site
 from jls._program.jaxprs import (
     Line,
     Name,
-    called_program,
     is_hi,
     jitted_function,
     lines_of,
     names_around,
-    opened,
-    rule_of,
 )
 
 # Packages whose lines are never named, and those named only if there is no other line.
@@ -224,16 +221,6 @@ def function_of_jax(equation: Any) -> tuple[str, str] | None:
     """File and name of the function that a call is of, if JAX itself jits it."""
     file, name = jitted_function(equation)
     return (file, name) if file and _known_package(file) == "jax" else None
-
-
-def is_relu_of_jax(equation: Any) -> bool:
-    """Whether a call is `jax.nn.relu`, whose derivative is 1 or 0."""
-    if rule_of(equation) != "jvp":
-        return False
-    program = called_program(equation)
-    inner = [] if program is None else opened(program).jaxpr.eqns
-    functions = [function_of_jax(x) for x in inner]
-    return len(functions) == 1 and (functions[0] or ("", ""))[1] == "relu"
 
 
 # Whose a line is: the user's; of a library; of one in which others are written.
