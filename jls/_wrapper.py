@@ -43,9 +43,9 @@ from jls._text import (
     path_name,
     quoted,
 )
-from jls._train.unguarded import follow
-from jls._tree import is_array, is_inexact, is_leaf, one_level
+from jls._tree import is_inexact, is_leaf, one_level
 from jls._types import FIELDS, LossScaledState, LossScaler, SpikePolicy
+from jls._unguarded import follow
 
 
 class _InitFn(Protocol):
@@ -174,7 +174,6 @@ def loss_scaled(
         note("wrapper", (update, params))
         with _foreign_leaf_named(params), noted("bfloat16") as stored:
             inner_state = inner.init(params)
-        _warn_of_early_average(inner_state)
         nested = find(inner_state, is_wrapper_state)
         if nested:
             raise ValueError(
@@ -263,24 +262,6 @@ def skip_nonfinite(
         check_updates=check_updates,
         spikes=spikes,
     )
-
-
-def _warn_of_early_average(inner_state: Any) -> None:
-    """Warns of a `params_ema` in a chain that what comes after it does not see."""
-    chains = find(inner_state, lambda x: type(x) is tuple and any(map(_averages, x)))
-    for _, chain in chains:
-        first_one = list(map(_averages, chain)).index(True)
-        after = [x for x in chain[first_one:] if not _averages(x)]
-        if any(map(is_array, jax.tree.leaves(after))):
-            warn(
-                "jls.params_ema must come last in its chain, got one with something "
-                "after it: it averages the parameters plus what it is given, which are "
-                "no updates yet. Write optax.chain(inner, jls.params_ema(0.999))."
-            )
-
-
-def _averages(state: Any) -> bool:
-    return isinstance(state, ParamsEmaState)
 
 
 @contextlib.contextmanager

@@ -38,6 +38,7 @@ from jls._mistakes import EagerCalls, other_params_noted, warn
 from jls._program.jaxprs import varying_axes
 from jls._reduce import global_norm
 from jls._scale import differentiate
+from jls._state import rounds_bfloat16
 from jls._step import FoundWrapper, find_wrappers
 from jls._text import describe, listed, naming_arguments, quoted
 from jls._train.accumulate import (
@@ -61,9 +62,9 @@ from jls._train.linen import LinenAdapter
 from jls._train.nnx import NnxAdapter
 from jls._train.parts import Call, Parts
 from jls._train.plain import PlainAdapter
-from jls._train.unguarded import follow, moved_in_a_skip, unguarded
 from jls._tree import floats_of, is_array, select
 from jls._types import LossScaledState, SkipReason, StaticState, StepReport
+from jls._unguarded import follow, moved_in_a_skip, unguarded
 from jls._validate import is_real
 
 Adapter = PlainAdapter | LinenAdapter | NnxAdapter
@@ -465,8 +466,11 @@ def take_step(
     if past:
         made = follow(lambda *x: gradients_of(*x).grads, params, before, batch)
         _refuse_unguarded([name for name in past if name in made])
-    outside = moved_in_a_skip(optimizer, wrappers, grads, opt_state, params, **extra)
-    _refuse_outside(outside)
+    if not rounds_bfloat16(opt_state):  # what is skipped inside of it stays
+        outside = moved_in_a_skip(
+            optimizer, wrappers, grads, opt_state, params, **extra
+        )
+        _refuse_outside(outside)
     new_params, new_opt_state, report, updates = apply_and_report(
         optimizer, grads, opt_state, params, extra, options.update_norm, wrappers
     )

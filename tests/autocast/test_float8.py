@@ -418,7 +418,7 @@ def test_checks_of_jax_find_nothing():
 def test_forward_mode_is_refused_by_jax():
     cast = jls.autocast(loss_fn, FLOAT8)
     args = make_params(), normal(48, 32)
-    with pytest.raises(TypeError, match="forward-mode"):
+    with pytest.raises(TypeError, match="forward mode"):
         jax.jvp(cast, args, args)
 
 

@@ -48,14 +48,14 @@ FAULTS = [
     ),
     Fault(
         "a frozen part counts as one that no wrapper keeps",
-        "jls/_train/unguarded.py",
+        "jls/_unguarded.py",
         "is_data and (self._through_bits or is_inexact_atom(atom))",
         "(self._through_bits or is_inexact_atom(atom))",
         (f"{TRAIN}test_wrapper_that_decides_on_all_that_moves_is_taken",),
     ),
     Fault(
         "a sum of zeros and parameters counts as zero",
-        "jls/_train/unguarded.py",
+        "jls/_unguarded.py",
         "is_zero = all(operands[row.data])",
         "is_zero = any(operands[row.data])",
         (f"{TRAIN}test_what_moves_parameters_outside_of_the_wrapper_is_refused",),
@@ -69,14 +69,14 @@ FAULTS = [
     ),
     Fault(
         "an optimizer that is wrapped whole is traced twice",
-        "jls/_train/unguarded.py",
+        "jls/_unguarded.py",
         "if names.issuperset(named_floats(params)[0]):",
         "if ():",
         (f"{TRAIN}test_optimizer_around_a_wrapper_is_traced_once_more",),
     ),
     Fault(
         "what is read of an optimizer counts as a step",
-        "jls/_train/unguarded.py",
+        "jls/_unguarded.py",
         'with noted("update", apart=True):',
         'with noted("update"):',
         (f"{TRAIN}test_wrapper_that_decides_on_all_that_moves_is_taken",),
