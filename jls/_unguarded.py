@@ -8,7 +8,7 @@ parameters in a step that it skips.
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -64,16 +64,13 @@ def moved_in_a_skip(
     """
     if wrapper_of(optimizer):
         return []  # there is nothing outside
-    traced = _trace(_update(optimizer, state, params, extra), grads)
-    if traced is None:
+    made = _trace(_update(optimizer, state, params, extra), grads)
+    if made is None:
         return []
-    program, results = traced
     names = {name for wrapper in wrappers() for name in wrapper.names}
-    are_zero = walk(program, [False] * len(program.in_avals), _Zero())
-    paths, _ = jax.tree_util.tree_flatten_with_path(results)
-    pairs = zip(paths, are_zero, strict=True)
-    moved = [path_name(path) for (path, _), is_zero in pairs if not is_zero]
-    return [name for name in moved if name in names]
+    are_zero = walk(made.program, [False] * len(made.program.in_avals), _Zero())
+    pairs = zip(made.paths, are_zero, strict=True)
+    return [name for name, is_zero in pairs if not is_zero and name in names]
 
 
 def follow(
@@ -85,15 +82,12 @@ def follow(
     be traced, which raises where the step is taken. `through_bits` also follows them
     where they are integers on the way.
     """
-    traced = _trace(fun, *args)
-    if traced is None:
+    made = _trace(fun, *args)
+    if made is None:
         return []
-    program, results = traced
-    inputs = list(map(is_inexact_atom, program.in_avals))
-    are_data = walk(program, inputs, _Data(through_bits))
-    paths, _ = jax.tree_util.tree_flatten_with_path(results)
-    pairs = zip(paths, are_data, strict=True)
-    return [path_name(path) for (path, _), is_data in pairs if is_data]
+    inputs = list(map(is_inexact_atom, made.program.in_avals))
+    are_data = walk(made.program, inputs, _Data(through_bits))
+    return [name for name, is_data in zip(made.paths, are_data, strict=True) if is_data]
 
 
 def _update(
@@ -109,17 +103,26 @@ def _update(
     return update
 
 
-def _trace(fun: Callable[..., Any], *args: Any) -> tuple[Any, Any] | None:
-    """The program of a function, and its results; None if it cannot be traced.
+class _Traced(NamedTuple):
+    """The program of a function, and the paths of its results."""
+
+    program: Any
+    paths: list[str]
+
+
+def _trace(fun: Callable[..., Any], *args: Any) -> _Traced | None:
+    """The program of a function; None if it cannot be traced.
 
     It is raised where the step is taken.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", JlsWarning)  # given where the step is taken
-            return jax.make_jaxpr(fun, return_shape=True)(*args)
+            program, results = jax.make_jaxpr(fun, return_shape=True)(*args)
     except Exception:
         return None
+    flat, _ = jax.tree_util.tree_flatten_with_path(results)
+    return _Traced(program, [path_name(path) for path, _ in flat])
 
 
 class _Zero(Question[bool]):

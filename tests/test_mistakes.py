@@ -939,3 +939,22 @@ def test_a_record_is_asked_for_what_it_has_not_as_any_other():
     assert not hasattr(REPORT, "grad_norm")
     assert getattr(REPORT, "__jax_array__", None) is None
     assert copy.deepcopy(REPORT) == pickle.loads(pickle.dumps(REPORT)) == REPORT
+
+
+AFTER = {
+    "adam": (optax.adam(0.1), True),
+    "a schedule": (optax.scale_by_schedule(lambda count: 0.1), True),
+    "another average": (jls.params_ema(0.9), False),
+    "a clip": (optax.clip(1.0), False),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_an_average_that_is_not_last_is_warned_of(name):
+    after, is_wrong = AFTER[name]
+    inner = optax.chain(optax.chain(jls.params_ema(0.9), after))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jls.loss_scaled(inner).init(jnp.ones(2))
+    found = ["a jls.params_ema is followed by" in str(x.message) for x in caught]
+    assert found == [True] * is_wrong
