@@ -16,11 +16,11 @@ from jax.core import Tracer
 
 from jls._notes import noted
 from jls._program.control import Site
-from jls._program.jaxprs import is_inexact_atom
+from jls._program.jaxprs import is_inexact_atom, names_around
 from jls._program.known import number_in
 from jls._program.primitives import primitive_of
 from jls._program.walk import Question, walk
-from jls._scopes import UPDATE, marks_of
+from jls._scopes import STORED, UPDATE, marks_of
 from jls._step import FoundWrapper, wrapper_of
 from jls._text import path_name
 from jls._tree import named_floats
@@ -136,6 +136,9 @@ class _Zero(Question[bool]):
     def of_equation(self, site: Site, operands: Sequence[bool]) -> Sequence[bool]:
         equation = site.equation
         if UPDATE in marks_of(site):
+            return [True] * len(equation.outvars)
+        if any(name.text == STORED for name in names_around(equation)):
+            # `jls.bfloat16_params` makes 0 of updates that are 0.
             return [True] * len(equation.outvars)
         row = primitive_of(equation)
         if row.is_pairwise and len(operands) == len(equation.outvars):

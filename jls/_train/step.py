@@ -38,7 +38,6 @@ from jls._mistakes import EagerCalls, other_params_noted, warn
 from jls._program.jaxprs import varying_axes
 from jls._reduce import global_norm
 from jls._scale import differentiate
-from jls._state import rounds_bfloat16
 from jls._step import FoundWrapper, find_wrappers
 from jls._text import describe, listed, naming_arguments, quoted
 from jls._train.accumulate import (
@@ -466,11 +465,8 @@ def take_step(
     if past:
         made = follow(lambda *x: gradients_of(*x).grads, params, before, batch)
         _refuse_unguarded([name for name in past if name in made])
-    if not rounds_bfloat16(opt_state):  # what is skipped inside of it stays
-        outside = moved_in_a_skip(
-            optimizer, wrappers, grads, opt_state, params, **extra
-        )
-        _refuse_outside(outside)
+    outside = moved_in_a_skip(optimizer, wrappers, grads, opt_state, params, **extra)
+    _refuse_outside(outside)
     new_params, new_opt_state, report, updates = apply_and_report(
         optimizer, grads, opt_state, params, extra, options.update_norm, wrappers
     )
