@@ -56,7 +56,7 @@ def test_the_demo_shows_float16_failing_and_jls_matching_float32(tmp_path):
     assert int(rows[2][2]) >= 1  # skips
     assert float(rows[0][4]) < 20 < 90 < float(rows[1][4])  # zero gradients
     memory = [float(row[5]) for row in rows]
-    assert memory[1] == memory[2] == memory[3] < 0.6 * memory[0]
+    assert memory[1] == memory[2] == memory[3] < 0.75 * memory[0]
     words = " ".join(done.stdout.split())
     assert "learned nothing" in words
     assert "is tiny, which says nothing: guessing has 9.0e-02" in words
@@ -248,10 +248,10 @@ def test_memory_is_that_of_shapes_worked_out_by_hand():
         next(demo.train(dtype, False, digits, 1, 0)).memory
         for dtype in (np.float32, np.float16)
     )
-    # Of each sigmoid its result, and one number for its slope; six layers.
-    kept = images + 2 * 6 * hidden
-    assert float32 == pytest.approx(4 * (kept + scores), rel=0.1)
-    assert half == pytest.approx(2 * kept + 6 * scores, rel=0.1)
+    # Of each sigmoid its result, which a product takes, and its slope; six layers.
+    taken, rest = images + 6 * hidden, 6 * hidden + scores
+    assert float32 == pytest.approx(4 * (taken + rest), rel=0.02)
+    assert half == pytest.approx(2 * taken + 4 * rest, rel=0.02)
 
 
 def test_the_zeros_of_a_skipped_step_do_not_count():
