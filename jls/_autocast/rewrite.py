@@ -17,7 +17,8 @@ are kept. `checkpointed` does it, but where there is a `jax.checkpoint` of the u
 which says what is kept.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -135,13 +136,19 @@ class Rewrite:
             return run
 
         def named(*arrays):
-            before, self._is_stored = self._is_stored, True
-            try:
+            with self._storing(True):
                 return run(*arrays)
-            finally:
-                self._is_stored = before
 
         return checkpointed(named)
+
+    @contextmanager
+    def _storing(self, is_stored: bool) -> Iterator[None]:
+        """Names what is not cheap for `checkpointed`, or does not."""
+        before, self._is_stored = self._is_stored, is_stored
+        try:
+            yield
+        finally:
+            self._is_stored = before
 
     def _run(
         self, program: Program, operands: Sequence[Any], site: Site = MAIN
@@ -211,9 +218,8 @@ class Rewrite:
         """An equation; a tangent is not stored, which could not be transposed."""
         if not any(x.is_tangent for x in operands):
             return self._equation(site, operands)
-        before, self._is_stored = self._is_stored, False
-        results = self._equation(site, operands)
-        self._is_stored = before
+        with self._storing(False):
+            results = self._equation(site, operands)
         for held in results:
             held.is_tangent = True
         return results
@@ -312,11 +318,9 @@ class Rewrite:
             return self._run(call.program, arrays, site)
 
         if rule == "remat":
-            before, self._is_stored = self._is_stored, False
-            with traced_as(equation):
+            with traced_as(equation), self._storing(False):
                 results = bind_remat(equation, run, operands)
-            self._is_stored = before
-            return list(map(stored, results)) if before else results
+            return list(map(stored, results)) if self._is_stored else results
 
         def made(*arrays):
             body = jax.make_jaxpr(run)(*arrays)
