@@ -120,14 +120,13 @@ class Product(NamedTuple):
 
     def in_rule(self, operands: Sequence[Any], halves: Sequence[Any]) -> list[Array]:
         """The same in a rule, which nothing differentiates; what is stored is seen."""
-        result = self.in_half(operands, halves)
+        return self.results(self.rounded(operands, halves))
+
+    def results(self, given: Sequence[Any]) -> list[Array]:
+        """The results, of operands as the product takes them."""
+        (result,) = self.operation.bind(given)
         result = stored(result) if self.is_stored else result
         return [wide(result), result]
-
-    def in_half(self, operands: Sequence[Any], halves: Sequence[Any]) -> Any:
-        """The result, in half."""
-        (result,) = self.operation.bind(self.rounded(operands, halves))
-        return result
 
     def rounded(self, operands: Sequence[Any], halves: Sequence[Any]) -> list[Any]:
         """The operands, each as the product takes it."""
@@ -148,13 +147,15 @@ def _product(product: Product, operands: list[Any], halves: list[Any]) -> list[A
 @partial(_product.defjvp, symbolic_zeros=True)
 def _tangent_of_product(product: Product, primals: Any, tangents: Any) -> Any:
     operands, halves = primals
-    result, half = product.in_rule(operands, halves)
+    given = product.rounded(operands, halves)  # once: XLA may see two as two
+    result, half = product.results(given)
     parts = list[Array]()
     for i, tangent in enumerate(tangents[0]):
         if isinstance(tangent, SymbolicZero) or tangent.dtype == float0:
             continue
-        moved = [*operands[:i], tangent, *operands[i + 1 :]]
-        fixed = [*halves[:i], None, *halves[i + 1 :]]
-        parts.append(wide(product.in_half(moved, fixed)))
+        if product.is_rounded[i]:
+            tangent = narrow(tangent, product.dtype)
+        (part,) = product.operation.bind([*given[:i], tangent, *given[i + 1 :]])
+        parts.append(wide(part))
     whole = sum(parts[1:], parts[0]) if parts else lax.full_like(result, 0)
     return [result, half], [whole, SymbolicZero(jax.typeof(half))]
