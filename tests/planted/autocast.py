@@ -11,6 +11,7 @@ CALLS = "tests/autocast/test_autocast.py"
 COSTS = "tests/costs/test_tracing_autocast.py"
 STEP = "tests/train/test_compute_dtype.py"
 KEEP = "jls/_autocast/keep.py"
+FLOAT8_DEVICES = "tests/devices/test_float8_on_devices.py"
 PRODUCT = "jls/_autocast/product.py"
 REWRITE = "jls/_autocast/rewrite.py"
 SHARED = "jls/_autocast/shared.py"
@@ -163,28 +164,25 @@ FAULTS = [
     Fault(
         "the tangent moves the wrong operand",
         PRODUCT,
-        "moved = [*operands[:i], tangent, *operands[i + 1 :]]",
-        "moved = [*operands[: i + 1], tangent][-2:]",
+        "bind([*given[:i], tangent, *given[i + 1 :]])",
+        "bind([*given[: i + 1], tangent][-2:])",
         (
             BORDERS,
             SEMANTICS,
         ),
     ),
     Fault(
-        "the operand that is moved is taken in half as it was",
+        "the tangents round the operands again",
         PRODUCT,
-        "fixed = [*halves[:i], None, *halves[i + 1 :]]",
-        "fixed = list(halves)",
-        (
-            BORDERS,
-            SEMANTICS,
-        ),
+        "bind([*given[:i], tangent, *given[i + 1 :]])",
+        "bind([*(x := product.rounded(operands, halves))[:i], tangent, *x[i + 1 :]])",
+        (f"{FLOAT8_DEVICES}::test_collectives_are_one_scalar_for_each_operand_more",),
     ),
     Fault(
         "a tangent of a product is not rounded",
         PRODUCT,
-        "parts.append(wide(product.in_half(moved, fixed)))",
-        "parts.append(wide(product.in_half(moved, fixed)) * 1.01)",
+        "parts.append(wide(part))",
+        "parts.append(wide(part) * 1.01)",
         (
             BORDERS,
             SEMANTICS,
