@@ -111,6 +111,7 @@ class Rewrite:
     def __init__(self, choice: Choice, precision: Any, trace: Any = None) -> None:
         self.choice, self._precision, self._own_trace = choice, precision, trace
         self._is_stored = False  # whether what is not cheap is named for `checkpointed`
+        self._is_linear = False  # whether the program is of tangents
         # The arrays that the rule of a custom_vjp may close over, if there is one.
         self._closed_over: dict[Any, Any] = {}
         self._has_rules = False
@@ -132,7 +133,7 @@ class Rewrite:
         self, program: Program, run: Callable[..., Any]
     ) -> Callable[..., list[Any]]:
         """The body of a loop, a branch or a `shard_map`: little is kept of it."""
-        if not _may_run_again(program):
+        if self._is_linear or not _may_run_again(program):
             return run
 
         def named(*arrays):
@@ -142,13 +143,14 @@ class Rewrite:
         return checkpointed(named)
 
     @contextmanager
-    def _storing(self, is_stored: bool) -> Iterator[None]:
+    def _storing(self, is_stored: bool, is_linear: bool = False) -> Iterator[None]:
         """Names what is not cheap for `checkpointed`, or does not."""
-        before, self._is_stored = self._is_stored, is_stored
+        before = self._is_stored, self._is_linear
+        self._is_stored, self._is_linear = is_stored, self._is_linear or is_linear
         try:
             yield
         finally:
-            self._is_stored = before
+            self._is_stored, self._is_linear = before
 
     def _run(
         self, program: Program, operands: Sequence[Any], site: Site = MAIN
@@ -215,10 +217,10 @@ class Rewrite:
         return self._inlined.get(site.indices, site.equation)
 
     def _in_rule(self, site: Site, operands: list[Held]) -> Sequence[Held]:
-        """An equation; a tangent is not stored, which could not be transposed."""
+        """An equation; nothing of a tangent is stored: JAX could not transpose it."""
         if not any(x.is_tangent for x in operands):
             return self._equation(site, operands)
-        with self._storing(False):
+        with self._storing(False, is_linear=True):
             results = self._equation(site, operands)
         for held in results:
             held.is_tangent = True
@@ -404,7 +406,8 @@ class Rewrite:
     def _inner(self, is_stored: bool) -> "Rewrite":
         """For a program that is no part of this one, such as a rule's."""
         inner = Rewrite(self.choice.anew(), self._precision, self._own_trace)
-        inner._closed_over, inner._is_stored = self._closed_over, is_stored
+        inner._closed_over, inner._is_linear = self._closed_over, self._is_linear
+        inner._is_stored = is_stored
         inner._has_rules, inner._is_rule = self._has_rules, True
         return inner
 
