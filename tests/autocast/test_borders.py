@@ -281,3 +281,22 @@ def test_a_function_with_a_derivative_of_its_own_has_products_in_half():
     assert off(jax.grad(cast)(X, W), jax.grad(loss)(X, W)) < 0.01
     for fun in (cast, jax.grad(cast)):
         assert {d for x in products(fun, X, W) for d in x.operands} == {F16}
+
+
+def test_what_a_rule_solves_by_iteration_can_be_transposed():
+    def iterate(fun, guess):
+        return lax.fori_loop(0, 8, lambda _, y: y - fun(y), guess)
+
+    def loss(w, x):
+        root = lax.custom_root(
+            lambda y: y - jnp.tanh(y @ w) - x,
+            x,
+            iterate,
+            lambda linear, b: iterate(lambda v: linear(v) - b, b),
+        )
+        return jnp.sum(root @ w)
+
+    args = jnp.eye(8) * 0.3, X
+    half = jax.grad(jls.autocast(loss, F16))
+    assert {x.results[0] for x in products(half, *args)} == {F16}
+    assert off(half(*args), jax.grad(loss)(*args)) < 1e-2
