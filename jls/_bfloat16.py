@@ -158,7 +158,8 @@ def bfloat16_params(
         if moments is not None:
             inner_state = _narrowed(inner_state, params)
         rest = jax.tree.map(rest_of, params) if is_exact else ()
-        return Bfloat16ParamsState(inner_state, rest, jnp.zeros((), jnp.uint32))
+        count = jnp.zeros((), jnp.uint32)
+        return Bfloat16ParamsState(inner_state, rest, count, *_unwatched(params))
 
     def update(updates, state, params=None, **extra):
         if params is None:
@@ -200,7 +201,8 @@ def bfloat16_params(
         flat, _ = jax.tree_util.tree_flatten_with_path(params)
         pairs = zip(flat, jax.tree.leaves(made), strict=False)
         note("stored", [(path, x) for (path, p), x in pairs if _is_bfloat16(p)])
-        return made, Bfloat16ParamsState(inner_state, rest, count)
+        seen = _watched(state, params, made)
+        return made, Bfloat16ParamsState(inner_state, rest, count, *seen)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -459,6 +461,78 @@ def rest_of(param: Any) -> Any:
     # Some platforms flush what is subnormal, in the cast too.
     is_subnormal = (bits & 0x7F800000) == 0
     return jnp.where(_is_nan(bits) | is_subnormal, 0, lower).astype(jnp.uint16)
+
+
+# One parameter is watched, in the kernel that moves it: does it become what was made of
+# it? Its copy is what that costs, so it is a small one.
+
+_ENOUGH = 2**16  # numbers, of which some are so small that any update moves them
+_SHARE = 64  # of the numbers of all parameters
+
+
+def _watched_leaf(params: Any) -> int | None:
+    """The index of the leaf that is watched: of bfloat16, or going to be; or None."""
+    leaves = jax.tree.leaves(params)
+    is_one = _is_bfloat16 if any(map(_is_bfloat16, leaves)) else _is_float32
+    sizes = {
+        i: np.size(x)
+        for i, x in enumerate(leaves)
+        # One that differs over the axes of a `shard_map` would make the state differ.
+        if is_array(x) and is_one(x) and not varying_axes(x)
+    }
+    most = max(_ENOUGH // 4, sum(sizes.values()) // _SHARE)
+    small = {i: size for i, size in sizes.items() if 0 < size <= most}
+    enough = [i for i, size in small.items() if size >= _ENOUGH]
+    if enough:
+        return min(enough, key=small.__getitem__)
+    return max(small, key=small.__getitem__, default=None)
+
+
+def _unwatched(params: Any) -> tuple[Array, Array]:
+    """`made` and `strayed` of a new state, placed as the parameter is."""
+    index = _watched_leaf(params)
+    like = jnp.zeros(0) if index is None else jax.tree.leaves(params)[index]
+    return jnp.zeros_like(like, jnp.uint32), jnp.zeros_like(like, jnp.int8)
+
+
+def _watched(state: Bfloat16ParamsState, params: Any, made: Any) -> tuple[Array, Array]:
+    """`made` and `strayed` of the next state."""
+    index = _watched_leaf(params)
+    leaves = [] if index is None else jax.tree.leaves(params)
+    if index is None or jnp.shape(leaves[index]) != jnp.shape(state.made):
+        return state.made, state.strayed
+    param, update = _widened(leaves[index]), jax.tree.leaves(made)[index]
+    given, before, after = _bits(param), state.made & UPPER, state.made << 16
+    has_moved = before != after
+    is_elsewhere = has_moved & (
+        given != before
+    )  # where it stood still it may be frozen
+    longer = jnp.clip(state.strayed, 0, 100) + jnp.int8(1)
+    strayed = jnp.where(is_elsewhere, longer, state.strayed)
+    strayed = jnp.where(has_moved & (given == after), jnp.int8(-1), strayed)
+    becomes = _bits(lax.reduce_precision(param + update, 8, 7))
+    return given | becomes >> 16, strayed
+
+
+def strays(state: Any) -> bool:
+    """Whether what was made of bfloat16 parameters never reaches them, by a state.
+
+    Not those that do not move at all, which may be frozen. Looks at the part of this
+    process.
+    """
+    for _, node in find(state, lambda node: isinstance(node, Bfloat16ParamsState)):
+        shards = jnp.asarray(read_variables(node.strayed)).addressable_shards
+        parts = [x.data for x in shards if x.data.size]
+        if (
+            parts
+            and min(map(jnp.min, parts)) >= 0
+            and max(map(jnp.max, parts)) > _OFTEN
+        ):
+            return True
+    return False
+
+
+_OFTEN = 10
 
 
 # Moments.

@@ -14,6 +14,7 @@ import optax
 from jax.typing import DTypeLike
 
 from jls import _validate
+from jls._bfloat16 import strays
 from jls._metrics import strict
 from jls._nnx import is_model, is_optimizer, read_variables, split_model
 from jls._scalers.rule import bounds_of, scalar
@@ -154,8 +155,8 @@ def health(
     Returns:
       A `jls.types.Health`: `verdict` is one of "ok", "no step", "calibrating",
       "recovering", "skipping", "dropping", "spike", "spiking", "at floor", "at
-      ceiling", "underflow", "non-finite loss", "non-finite update", "bad scale",
-      "stalled" and "poisoned"; `sentence` says what is the case, and where to read
+      ceiling", "underflow", "non-finite loss", "non-finite update", "rounded away",
+      "bad scale", "stalled" and "poisoned"; `sentence` says what is the case, and where to read
       what to do, on one line; its `str` has lines of at most 80 columns, and under a
       dynamic scale ends with `ask`, the `jls.check_step` call that shows how much of
       the step is half.
@@ -251,6 +252,7 @@ def health(
         nonfinite_leaves=names,
         all_leaves_finite=bool(on_host["leaves"]) and not any(on_host["leaves"]),
         unnamed_leaves=unnamed,
+        strays=strays(state),
         is_doubted=is_doubted,
         saw_params=subject.params is not None or subject.is_train_state,
         is_train_state=subject.is_train_state,
