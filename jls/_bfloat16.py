@@ -504,9 +504,8 @@ def _watched(state: Bfloat16ParamsState, params: Any, made: Any) -> tuple[Array,
     param, update = _widened(leaves[index]), jax.tree.leaves(made)[index]
     given, before, after = _bits(param), state.made & UPPER, state.made << 16
     has_moved = before != after
-    is_elsewhere = has_moved & (
-        given != before
-    )  # where it stood still it may be frozen
+    # What stands still may be frozen.
+    is_elsewhere = has_moved & (given != before)
     longer = jnp.clip(state.strayed, 0, 100) + jnp.int8(1)
     strayed = jnp.where(is_elsewhere, longer, state.strayed)
     strayed = jnp.where(has_moved & (given == after), jnp.int8(-1), strayed)
@@ -523,11 +522,9 @@ def strays(state: Any) -> bool:
     for _, node in find(state, lambda node: isinstance(node, Bfloat16ParamsState)):
         shards = jnp.asarray(read_variables(node.strayed)).addressable_shards
         parts = [x.data for x in shards if x.data.size]
-        if (
-            parts
-            and min(map(jnp.min, parts)) >= 0
-            and max(map(jnp.max, parts)) > _OFTEN
-        ):
+        least = min((int(jnp.min(x)) for x in parts), default=0)
+        most = max((int(jnp.max(x)) for x in parts), default=0)
+        if least >= 0 and most > _OFTEN:
             return True
     return False
 

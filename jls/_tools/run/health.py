@@ -156,10 +156,10 @@ def health(
       A `jls.types.Health`: `verdict` is one of "ok", "no step", "calibrating",
       "recovering", "skipping", "dropping", "spike", "spiking", "at floor", "at
       ceiling", "underflow", "non-finite loss", "non-finite update", "rounded away",
-      "bad scale", "stalled" and "poisoned"; `sentence` says what is the case, and where to read
-      what to do, on one line; its `str` has lines of at most 80 columns, and under a
-      dynamic scale ends with `ask`, the `jls.check_step` call that shows how much of
-      the step is half.
+      "bad scale", "stalled" and "poisoned"; `sentence` says what is the case, and where
+      to read what to do, on one line; its `str` has lines of at most 80 columns, and
+      under a dynamic scale ends with `ask`, the `jls.check_step` call that shows how
+      much of the step is half.
       `numbers` holds what `jls.metrics(state, host=True)` returns (`last_skip_reason`
       as a `jls.types.SkipReason`), whether the scale `is_static`, and its bounds, which
       are None if they are not known; whether the run is `poisoned`, None if nothing was

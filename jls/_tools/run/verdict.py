@@ -47,7 +47,7 @@ class Facts(SimpleNamespace):
         all_leaves_finite   of the gradients of the last skipped step
         unnamed_leaves      how many leaves were not finite, and of how many, where no
                             names are known
-        strays              what `jls.bfloat16_params` makes does not reach the parameters
+        strays              what `jls.bfloat16_params` makes never arrives
         is_doubted          the poisoned leaves hold only -inf, and may be masks
         saw_params          the parameters were looked at, under whatever name
         is_train_state      the state is a Flax `TrainState`
