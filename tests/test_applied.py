@@ -293,6 +293,13 @@ def test_health_says_nothing_of_what_arrives(name):
     assert "rounded away" not in healths(ARRIVES[name])
 
 
+def test_health_says_nothing_where_a_part_is_held():
+    def held(updates):
+        return updates | {"w": updates["w"].at[0].multiply(0.37)}
+
+    assert "rounded away" not in healths(SKIP(STORED), change=held)
+
+
 def test_health_says_nothing_of_slow_parameters():
     """At each second step a `lookahead` goes elsewhere with all of them."""
     optimizer = optax.lookahead(SKIP(STORED), 2, 0.5)

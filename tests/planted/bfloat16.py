@@ -283,11 +283,11 @@ FAULTS = [
         (f"{APPLIED}test_health_says_nothing_of_what_arrives",),
     ),
     Fault(
-        "what goes elsewhere now and then never arrives",
+        "where a part goes elsewhere nothing arrives",
         MODULE,
         "jnp.where(has_moved & (given == after), jnp.int8(-1), strayed)",
         "jnp.where(has_moved & (given == after), jnp.int8(0), strayed)",
-        (f"{APPLIED}test_health_says_nothing_of_slow_parameters",),
+        (f"{APPLIED}test_health_says_nothing_where_a_part_is_held",),
     ),
     Fault(
         "all parameters are watched, whatever their size",
