@@ -29,8 +29,15 @@ from jax import Array, lax
 
 from jls import _validate
 from jls._mistakes import OtherStateError, warn
-from jls._nnx import is_variable, modules_in, read_variables, trained_variables
-from jls._notes import note
+from jls._nnx import (
+    is_object,
+    is_variable,
+    modules_in,
+    read_variables,
+    trained_variables,
+    variables_in,
+)
+from jls._notes import note, noted
 from jls._program.jaxprs import varying_axes
 from jls._scopes import STORED
 from jls._state import find, is_wrapper_state, rounds_bfloat16
@@ -273,7 +280,8 @@ def read_wide(state: Any, params: Any) -> Any:
       state: what carries the state of the optimizer.
       params: a pytree without NNX models.
     """
-    return jax.tree.map(_widened, params) if rounds_bfloat16(state) else params
+    is_one = any(map(_is_bfloat16, jax.tree.leaves(params))) and rounds_bfloat16(state)
+    return jax.tree.map(_widened, params) if is_one else params
 
 
 @contextlib.contextmanager
@@ -290,6 +298,36 @@ def models_read_wide(state: Any, models: Any) -> Iterator[None]:
     finally:
         for variable, value in pairs:
             variable.set_value(value)
+
+
+def stored_narrow(*args: Any) -> list[Any]:
+    """For each array in arguments its shape, if it is bfloat16, or None."""
+    arrays = _arrays_in(args)
+    return [jnp.shape(x) if is_array(x) and _is_bfloat16(x) else None for x in arrays]
+
+
+@contextlib.contextmanager
+def widened(shapes: list[Any], *args: Any) -> Iterator[None]:
+    """Says in the block which arrays in arguments were widened from bfloat16.
+
+    A product in bfloat16 takes what they were widened from.
+
+    Args:
+      shapes: what `stored_narrow` returned of these arguments, before.
+      args: the arguments, whose arrays may have become tracers.
+    """
+    pairs = zip(_arrays_in(args), shapes, strict=False)
+    with noted("widened") as found:
+        found += [x for x, shape in pairs if _is_float32(x) and jnp.shape(x) == shape]
+        yield
+
+
+def _arrays_in(args: Any) -> list[Any]:
+    """The leaves of arguments, and the arrays in the variables of NNX objects."""
+    leaves = jax.tree.leaves(args, is_leaf=is_object)
+    modules = [x for x in leaves if is_object(x) and not is_variable(x)]
+    variables = variables_in(*modules) if modules else []
+    return [x.get_value() if is_variable(x) else x for x in (*leaves, *variables)]
 
 
 class _Noise:
@@ -513,25 +551,6 @@ def _watched(state: Bfloat16ParamsState, params: Any, made: Any) -> tuple[Array,
     return given | becomes >> 16, strayed
 
 
-def strays(state: Any) -> bool:
-    """Whether what was made of bfloat16 parameters never reaches them, by a state.
-
-    Not those that do not move at all, which may be frozen. Looks at the part of this
-    process.
-    """
-    for _, node in find(state, lambda node: isinstance(node, Bfloat16ParamsState)):
-        shards = jnp.asarray(read_variables(node.strayed)).addressable_shards
-        parts = [x.data for x in shards if x.data.size]
-        least = min((int(jnp.min(x)) for x in parts), default=0)
-        most = max((int(jnp.max(x)) for x in parts), default=0)
-        if least >= 0 and most > _OFTEN:
-            return True
-    return False
-
-
-_OFTEN = 10
-
-
 # Moments.
 
 
@@ -620,12 +639,16 @@ _UPGRADE = (
 
 def _check_inner(inner_state: Any) -> None:
     """Raises if what is inside cannot be, by its state."""
-    if rounds_bfloat16(inner_state):
+    misplaced = find(
+        inner_state,
+        lambda node: isinstance(node, Bfloat16ParamsState | optax.LookaheadState),
+    )
+    if any(isinstance(node, Bfloat16ParamsState) for _, node in misplaced):
         raise ValueError(
             "inner must not contain jls.bfloat16_params, but its state has one: the "
             "parameters would be rounded twice. Keep the outermost."
         )
-    if find(inner_state, lambda node: isinstance(node, optax.LookaheadState)):
+    if misplaced:
         raise ValueError(
             "inner must not contain optax.lookahead, which has two copies of the "
             "params. It goes outside, also of the guard: optax.lookahead("

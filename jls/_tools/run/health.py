@@ -14,7 +14,6 @@ import optax
 from jax.typing import DTypeLike
 
 from jls import _validate
-from jls._bfloat16 import strays
 from jls._metrics import strict
 from jls._nnx import is_model, is_optimizer, read_variables, split_model
 from jls._scalers.rule import bounds_of, scalar
@@ -35,6 +34,7 @@ from jls._train_state import FP8, carried_by, optimizer_in, without_fp8
 from jls._tree import check_holds, is_array, is_inexact, named_floats
 from jls._types import (
     SIGNALS,
+    Bfloat16ParamsState,
     JlsWarning,
     LossScaledState,
     LossScaler,
@@ -252,7 +252,7 @@ def health(
         nonfinite_leaves=names,
         all_leaves_finite=bool(on_host["leaves"]) and not any(on_host["leaves"]),
         unnamed_leaves=unnamed,
-        strays=strays(state),
+        strays=_strays(run.inner_state),
         is_doubted=is_doubted,
         saw_params=subject.params is not None or subject.is_train_state,
         is_train_state=subject.is_train_state,
@@ -385,6 +385,29 @@ def _check_shapes(params: Any, inner_state: Any) -> None:
                 "params must be those that the optimizer was initialized with, got "
                 f"shape {shapes[0]}{at(names[0])}, where its moments have {known[0]}."
             )
+
+
+_OFTEN = 10
+
+
+def _strays(inner_state: Any) -> bool:
+    """Whether what was made of bfloat16 parameters never reaches them.
+
+    Not of those that do not move at all, which may be frozen. Looks at the part of this
+    process.
+    """
+
+    def is_one(node):
+        return isinstance(node, Bfloat16ParamsState)
+
+    for node in filter(is_one, jax.tree.leaves(inner_state, is_leaf=is_one)):
+        shards = jnp.asarray(read_variables(node.strayed)).addressable_shards
+        parts = [x.data for x in shards if x.data.size]
+        least = min((int(jnp.min(x)) for x in parts), default=0)
+        most = max((int(jnp.max(x)) for x in parts), default=0)
+        if least >= 0 and most > _OFTEN:
+            return True
+    return False
 
 
 # Spikes.
