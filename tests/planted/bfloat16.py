@@ -240,7 +240,7 @@ FAULTS = [
     Fault(
         "the loss reads bfloat16 parameters as they are stored",
         MODULE,
-        "return jax.tree.map(_widened, params) if rounds_bfloat16(state) else params",
+        "return jax.tree.map(_widened, params) if is_one else params",
         "return params",
         (
             f"{GRADIENTS}test_train_step",
@@ -274,6 +274,13 @@ FAULTS = [
         "if Way.FACTOR in ways and len(operands) == 2:",
         "if ():",
         (f"{APPLIED}test_what_changes_the_updates_is_warned_of",),
+    ),
+    Fault(
+        "products round what was widened once more",
+        MODULE,
+        "if _is_float32(x) and jnp.shape(x) == shape",
+        "if ()",
+        (f"{GRADIENTS}test_products_take_what_is_stored",),
     ),
     Fault(
         "a frozen parameter is taken for one that is rounded away",
