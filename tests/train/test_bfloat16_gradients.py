@@ -13,6 +13,7 @@ from flax.training.train_state import TrainState
 from shared import assert_identical
 
 import jls
+from benchmarks.half.models import transformer
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -276,9 +277,25 @@ def loop(steps):
     return loss_fn, params, inputs
 
 
+def decoder(form):
+    """Tokens by Zipf's law, in layers of attention."""
+    model = transformer(form, (256, 32, 2, 2), (4, 64))
+    rng = np.random.default_rng(0)
+    chances = 1 / np.arange(1, 257)
+    drawn = rng.choice(256, (4, 65), p=chances / chances.sum())
+    words = jnp.asarray(drawn)
+    made = jax.jit(model.make(None).init)(jax.random.key(0), words[:, :-1])["params"]
+    params = optax.tree.cast(made, BF16)
+    loss_fn = model.loss()
+    batch = words[:, :-1], words[:, 1:]
+    return lambda params, batch: loss_fn(params, {}, batch)[0], params, batch
+
+
 @pytest.mark.parametrize(
     "made",
     [
+        partial(decoder, "unrolled"),
+        partial(decoder, "scan"),
         partial(embedding, 512),
         partial(embedding, 65_536),
         partial(loop, 64),
