@@ -35,8 +35,10 @@ LEARNING_RATES = (1e-6, 3e-6, 1e-5)
 WAYS: dict[str, Callable[[Any], Any]] = {
     "float32": lambda inner: inner,
     "plain bfloat16": lambda inner: inner,
-    "stochastic": jls.bfloat16_params,
-    "exact": partial(jls.bfloat16_params, rounding="exact"),
+    "stochastic": lambda inner: jls.skip_nonfinite(jls.bfloat16_params(inner)),
+    "exact": lambda inner: jls.skip_nonfinite(
+        jls.bfloat16_params(inner, rounding="exact")
+    ),
 }
 
 wide = partial(optax.tree.cast, dtype=jnp.float32)
@@ -57,9 +59,10 @@ def trained(
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, batch):
-        # They add up in float32, by hand or because a jls.bfloat16_params is there.
-        read = params if rounds_bfloat16(state) else wide(params)
-        grads = jls.grad(loss_fn)(state, read, batch)
+        if rounds_bfloat16(state):
+            grads = jls.grad(loss_fn)(state, params, batch)
+        else:
+            grads = jax.grad(loss_fn)(wide(params), batch)  # they add up in float32
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -95,15 +98,14 @@ def runs(
     check = next(batches(unseen, (count * size.validated, length), 0))
     validate = jax.jit(partial(loss_fn, batch=check))
     made = jax.jit(model.make(None).init)(jax.random.key(seed), check[0][:count])
-    inner = optax.adamw(optax.cosine_decay_schedule(1e-3, steps[0]))
-    optimizer = jls.skip_nonfinite(inner)
+    optimizer = optax.adamw(optax.cosine_decay_schedule(1e-3, steps[0]))
     fed = batches(modules, size.tokens, seed)
     ((_, params),) = trained(loss_fn, optimizer, made["params"], fed, steps[0], 1)
     start = optax.tree.cast(params, jnp.bfloat16)
     for learning_rate in LEARNING_RATES:
         right = []
         for way, optimizer_of in WAYS.items():
-            optimizer = jls.skip_nonfinite(optimizer_of(optax.adamw(learning_rate)))
+            optimizer = optimizer_of(optax.adamw(learning_rate))
             begun = wide(start) if way == "float32" else start
             fed = batches(seen, size.tokens, seed)
             one: dict[str, Any] = {"seed": seed, "steps": [0], "ways": [0.0]}
