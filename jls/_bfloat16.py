@@ -529,7 +529,8 @@ def _watched_leaf(params: Any) -> int | None:
 def _unwatched(params: Any) -> tuple[Array, Array]:
     """`made` and `strayed` of a new state, placed as the parameter is."""
     index = _watched_leaf(params)
-    like = jnp.zeros(0) if index is None else jax.tree.leaves(params)[index]
+    # Orbax saves no array without elements.
+    like = jnp.zeros(1) if index is None else jax.tree.leaves(params)[index]
     return jnp.zeros_like(like, jnp.uint32), jnp.zeros_like(like, jnp.int8)
 
 

@@ -656,7 +656,7 @@ def test_bytes_a_parameter_are_those_of_the_page(kwargs, per_parameter):
 
 def test_a_large_parameter_alone_is_not_watched():
     state = jls.bfloat16_params(optax.sgd(0.1)).init(jnp.ones(2**16, BF16))
-    assert state.made.shape == state.strayed.shape == (0,)
+    assert state.made.shape == state.strayed.shape == (1,)  # which Orbax can save
 
 
 @pytest.mark.parametrize(
