@@ -116,7 +116,7 @@ def runs(
                 float32 = right[len(one["steps"]) - 1]
                 one["steps"].append(i)
                 one["losses"].append(float(validate(params)))
-                trees = params, float32, wide(start)
+                trees: list[Any] = [params, float32, wide(start)]
                 one["ways"].append(share(*trees))
                 one["embedding"].append(share(*(x["Embed_0"] for x in trees)))
             yield learning_rate, way, one
