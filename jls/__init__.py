@@ -11,10 +11,9 @@ It runs float32 programs in half precision, skips bad steps, and says why.
 #   __init__
 #   types _tools.cli
 #   _wrapper _checkpoint _train _tools.check _tools.origin _tools.run
-#   _unguarded
-#   _step _scale _ema _autocast _tools.reading
-#   _applied _bfloat16
-#   _metrics _mistakes _train_state presets
+#   _scale _ema _autocast _unguarded _tools.reading
+#   _step _bfloat16
+#   _metrics _mistakes _train_state _applied presets
 #   _state _spikes
 #   _scalers _reduce _rollback _placement _later
 #   _types _validate _tree _rollback_cpu _scopes _devices _elsewhere _tools.figure

@@ -15,14 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jls._mistakes import warn
 from jls._notes import noted
 from jls._program.control import Site
 from jls._program.jaxprs import is_inexact_atom, names_around
 from jls._program.primitives import primitive_of
 from jls._program.walk import Question, walk
 from jls._scopes import STORED
-from jls._text import at, path_name
+from jls._text import path_name
 from jls._types import JlsWarning
 
 
@@ -118,10 +117,10 @@ def ways_of(program: Any) -> list[Way]:
     return walk(program, inputs, Ways())
 
 
-def warn_of_changed(
+def changed_in(
     update: Callable[[Any], Any], grads: Any, updates: Any, made: list[Any]
-) -> None:
-    """Warns if updates are not those that a `jls.bfloat16_params` made.
+) -> str | None:
+    """The first update that is not as a `jls.bfloat16_params` made it, by name.
 
     Args:
       update: makes updates of gradients.
@@ -132,19 +131,14 @@ def warn_of_changed(
     known = {path: update for pairs in made for path, update in pairs}
     flat, _ = jax.tree_util.tree_flatten_with_path(updates)
     if all(x is known.get(path, x) for path, x in flat):
-        return  # without the time to trace it once more
+        return None  # without the time to trace it once more
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(grads)):
-        return  # one that runs operation by operation would be traced in each step
+        return None  # one that runs operation by operation would be traced in each step
     with warnings.catch_warnings(), noted("stored", apart=True):
         warnings.simplefilter("ignore", JlsWarning)  # given where the step is taken
         with noted("update", apart=True):
             program = jax.make_jaxpr(update)(grads)
     for (path, _), way in zip(flat, ways_of(program), strict=True):
         if path in known and way in (Way.APPLIED, Way.CHANGED):
-            warn(
-                "what jls.bfloat16_params made is changed before it is applied"
-                f"{at(path_name(path))}: the new parameters are rounded once more, to "
-                "nearest, and most of them stand still. Put all of it inside, schedule "
-                "and learning rate too: jls.bfloat16_params(optax.chain(...))."
-            )
-            return
+            return path_name(path)
+    return None

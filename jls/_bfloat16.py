@@ -29,8 +29,15 @@ from jax import Array, lax
 
 from jls import _validate
 from jls._mistakes import OtherStateError, warn
-from jls._nnx import is_variable, modules_in, read_variables, trained_variables
-from jls._notes import note
+from jls._nnx import (
+    is_object,
+    is_variable,
+    modules_in,
+    read_variables,
+    trained_variables,
+    variables_in,
+)
+from jls._notes import note, noted
 from jls._program.jaxprs import varying_axes
 from jls._scopes import STORED
 from jls._state import find, is_wrapper_state, rounds_bfloat16
@@ -158,7 +165,8 @@ def bfloat16_params(
         if moments is not None:
             inner_state = _narrowed(inner_state, params)
         rest = jax.tree.map(rest_of, params) if is_exact else ()
-        return Bfloat16ParamsState(inner_state, rest, jnp.zeros((), jnp.uint32))
+        count = jnp.zeros((), jnp.uint32)
+        return Bfloat16ParamsState(inner_state, rest, count, *_unwatched(params))
 
     def update(updates, state, params=None, **extra):
         if params is None:
@@ -200,7 +208,8 @@ def bfloat16_params(
         flat, _ = jax.tree_util.tree_flatten_with_path(params)
         pairs = zip(flat, jax.tree.leaves(made), strict=False)
         note("stored", [(path, x) for (path, p), x in pairs if _is_bfloat16(p)])
-        return made, Bfloat16ParamsState(inner_state, rest, count)
+        seen = _watched(state, params, made)
+        return made, Bfloat16ParamsState(inner_state, rest, count, *seen)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -271,7 +280,8 @@ def read_wide(state: Any, params: Any) -> Any:
       state: what carries the state of the optimizer.
       params: a pytree without NNX models.
     """
-    return jax.tree.map(_widened, params) if rounds_bfloat16(state) else params
+    is_one = any(map(_is_bfloat16, jax.tree.leaves(params))) and rounds_bfloat16(state)
+    return jax.tree.map(_widened, params) if is_one else params
 
 
 @contextlib.contextmanager
@@ -288,6 +298,36 @@ def models_read_wide(state: Any, models: Any) -> Iterator[None]:
     finally:
         for variable, value in pairs:
             variable.set_value(value)
+
+
+def stored_narrow(*args: Any) -> list[Any]:
+    """For each array in arguments its shape, if it is bfloat16, or None."""
+    arrays = _arrays_in(args)
+    return [jnp.shape(x) if is_array(x) and _is_bfloat16(x) else None for x in arrays]
+
+
+@contextlib.contextmanager
+def widened(shapes: list[Any], *args: Any) -> Iterator[None]:
+    """Says in the block which arrays in arguments were widened from bfloat16.
+
+    A product in bfloat16 takes what they were widened from.
+
+    Args:
+      shapes: what `stored_narrow` returned of these arguments, before.
+      args: the arguments, whose arrays may have become tracers.
+    """
+    pairs = zip(_arrays_in(args), shapes, strict=False)
+    with noted("widened") as found:
+        found += [x for x, shape in pairs if _is_float32(x) and jnp.shape(x) == shape]
+        yield
+
+
+def _arrays_in(args: Any) -> list[Any]:
+    """The leaves of arguments, and the arrays in the variables of NNX objects."""
+    leaves = jax.tree.leaves(args, is_leaf=is_object)
+    modules = [x for x in leaves if is_object(x) and not is_variable(x)]
+    variables = variables_in(*modules) if modules else []
+    return [x.get_value() if is_variable(x) else x for x in (*leaves, *variables)]
 
 
 class _Noise:
@@ -461,6 +501,57 @@ def rest_of(param: Any) -> Any:
     return jnp.where(_is_nan(bits) | is_subnormal, 0, lower).astype(jnp.uint16)
 
 
+# One parameter is watched, in the kernel that moves it: does it become what was made of
+# it? Its copy is what that costs, so it is a small one.
+
+_ENOUGH = 2**16  # numbers, of which some are so small that any update moves them
+_SHARE = 64  # of the numbers of all parameters
+
+
+def _watched_leaf(params: Any) -> int | None:
+    """The index of the leaf that is watched: of bfloat16, or going to be; or None."""
+    leaves = jax.tree.leaves(params)
+    is_one = _is_bfloat16 if any(map(_is_bfloat16, leaves)) else _is_float32
+    sizes = {
+        i: np.size(x)
+        for i, x in enumerate(leaves)
+        # One that differs over the axes of a `shard_map` would make the state differ.
+        if is_array(x) and is_one(x) and not varying_axes(x)
+    }
+    most = max(_ENOUGH // 4, sum(sizes.values()) // _SHARE)
+    small = {i: size for i, size in sizes.items() if 0 < size <= most}
+    enough = [i for i, size in small.items() if size >= _ENOUGH]
+    if enough:
+        return min(enough, key=small.__getitem__)
+    return max(small, key=small.__getitem__, default=None)
+
+
+def _unwatched(params: Any) -> tuple[Array, Array]:
+    """`made` and `strayed` of a new state, placed as the parameter is."""
+    index = _watched_leaf(params)
+    # Orbax saves no array without elements.
+    like = jnp.zeros(1) if index is None else jax.tree.leaves(params)[index]
+    return jnp.zeros_like(like, jnp.uint32), jnp.zeros_like(like, jnp.int8)
+
+
+def _watched(state: Bfloat16ParamsState, params: Any, made: Any) -> tuple[Array, Array]:
+    """`made` and `strayed` of the next state."""
+    index = _watched_leaf(params)
+    leaves = [] if index is None else jax.tree.leaves(params)
+    if index is None or jnp.shape(leaves[index]) != jnp.shape(state.made):
+        return state.made, state.strayed
+    param, update = _widened(leaves[index]), jax.tree.leaves(made)[index]
+    given, before, after = _bits(param), state.made & UPPER, state.made << 16
+    has_moved = before != after
+    # What stands still may be frozen.
+    is_elsewhere = has_moved & (given != before)
+    longer = jnp.clip(state.strayed, 0, 100) + jnp.int8(1)
+    strayed = jnp.where(is_elsewhere, longer, state.strayed)
+    strayed = jnp.where(has_moved & (given == after), jnp.int8(-1), strayed)
+    becomes = _bits(lax.reduce_precision(param + update, 8, 7))
+    return given | becomes >> 16, strayed
+
+
 # Moments.
 
 
@@ -549,12 +640,16 @@ _UPGRADE = (
 
 def _check_inner(inner_state: Any) -> None:
     """Raises if what is inside cannot be, by its state."""
-    if rounds_bfloat16(inner_state):
+    misplaced = find(
+        inner_state,
+        lambda node: isinstance(node, Bfloat16ParamsState | optax.LookaheadState),
+    )
+    if any(isinstance(node, Bfloat16ParamsState) for _, node in misplaced):
         raise ValueError(
             "inner must not contain jls.bfloat16_params, but its state has one: the "
             "parameters would be rounded twice. Keep the outermost."
         )
-    if find(inner_state, lambda node: isinstance(node, optax.LookaheadState)):
+    if misplaced:
         raise ValueError(
             "inner must not contain optax.lookahead, which has two copies of the "
             "params. It goes outside, also of the guard: optax.lookahead("

@@ -339,8 +339,8 @@ def _dtype_of(leaf: Any) -> Any:
 
 def _is_bfloat16_state(parts: dict[str, Any] | None) -> bool:
     """Whether these are the parts of a saved state of `jls.bfloat16_params`."""
-    needed = {"inner_state", "count"}
-    return parts is not None and needed <= parts.keys() <= needed | {"rest"}
+    needed, later = {"inner_state", "count"}, {"rest", "made", "strayed"}
+    return parts is not None and needed <= parts.keys() <= needed | later
 
 
 def _parts_of_bfloat16(
@@ -353,6 +353,7 @@ def _parts_of_bfloat16(
     """The parts of such a state; `saved` may be that of the optimizer inside."""
     if parts is None or not _is_bfloat16_state(parts):
         parts = {"inner_state": saved, "count": target.count}
+    parts = {"made": target.made, "strayed": target.strayed} | parts  # since 0.6.0
     if not jax.tree.leaves(target.rest):
         return parts | {"rest": ()}
     if jax.tree.leaves(parts.get("rest")):

@@ -14,8 +14,10 @@ from typing import Any, Literal
 # A wrapper that `init` was called of; a call of a wrapper's update; a result of
 # `jls.scale`; a step that runs operation by operation. The parameters that `init` of a
 # `jls.bfloat16_params` was given; the updates that it made of bfloat16 ones, with their
-# paths.
-Kind = Literal["wrapper", "update", "scaled", "eager step", "bfloat16", "stored"]
+# paths. And, told to what runs inside, arrays that were widened from bfloat16.
+Kind = Literal[
+    "wrapper", "update", "scaled", "eager step", "bfloat16", "stored", "widened"
+]
 
 _LISTENERS: contextvars.ContextVar[tuple[tuple[Kind, list[Any]], ...]]
 _LISTENERS = contextvars.ContextVar("_LISTENERS", default=())
@@ -34,6 +36,11 @@ def noted(kind: Kind, apart: bool = False) -> Iterator[list[Any]]:
         yield records
     finally:
         _LISTENERS.reset(token)
+
+
+def heard(kind: Kind) -> list[Any]:
+    """What has been noted of one kind in the blocks around."""
+    return [x for noted, records in _LISTENERS.get() if noted == kind for x in records]
 
 
 def note(kind: Kind, record: Any = None) -> bool:

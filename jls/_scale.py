@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jls import _mistakes, _validate
-from jls._bfloat16 import models_read_wide, read_wide
+from jls._bfloat16 import models_read_wide, read_wide, stored_narrow, widened
 from jls._nnx import modules_in
 from jls._notes import note, noted
 from jls._state import find_scaler_states, scaler_state_in, wrappers_in
@@ -247,13 +247,14 @@ def value_and_grad(
         options = getattr(transform, "keywords", {})
         numbers = _mistakes.numbers_of(options.get("argnums", argnums))
         chosen = {n % len(args) for n in numbers if -len(args) <= n < len(args)}
+        shapes = stored_narrow(*args)
         args = tuple(
             read_wide(state, x) if n in chosen and not modules_in(x) else x
             for n, x in enumerate(args)
         )
         with models_read_wide(state, [args[n] for n in chosen]):
             return differentiate(
-                scaler_state, fun, args, kwargs, argnums, has_aux, transform
+                scaler_state, fun, args, kwargs, argnums, has_aux, transform, shapes
             )
 
     return with_loss_scale
@@ -267,8 +268,12 @@ def differentiate(
     argnums: Any,
     has_aux: bool,
     transform: Callable[..., Any],
+    shapes: list[Any],
 ) -> tuple[Any, Any]:
-    """A call of the function that `value_and_grad` returns, under one loss scale."""
+    """A call of the function that `value_and_grad` returns, under one loss scale.
+
+    `shapes` are those of what was widened: see `stored_narrow`.
+    """
     _mistakes.warn_of_stale_state(scaler_state, _mistakes.differentiated(args, argnums))
     is_jax = transform is jax.value_and_grad
     names = [] if is_jax else _in_order(fun, argnums, len(args), kwargs)
@@ -277,7 +282,7 @@ def differentiate(
     def scaled(*given, **kwargs):
         count = len(given) - len(names)
         kwargs |= zip(names, given[count:], strict=True)
-        with noted("scaled") as made:
+        with noted("scaled") as made, widened(shapes, *given[:count]):
             result = fun(*given[:count], **kwargs)
         loss, aux = _loss_and_aux(result, has_aux)
         _mistakes.warn_of_scaled_loss(loss, made)

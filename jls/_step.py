@@ -36,7 +36,7 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from jls import _scopes
-from jls._applied import warn_of_changed
+from jls._applied import changed_in
 from jls._devices import AxisName, agree, agree_on_max
 from jls._mistakes import (
     called_by,
@@ -75,7 +75,7 @@ from jls._state import (
     wrapper_name,
     wrapper_state_in,
 )
-from jls._text import an, describe, nearest
+from jls._text import an, at, describe, nearest
 from jls._tree import (
     Remainder,
     as_flag,
@@ -264,7 +264,7 @@ def update_and_apply(
     with noted("stored") as made, _bare_optimizer_named(wrappers):
         updates, new_state = update(grads)
     if made:
-        warn_of_changed(lambda grads: update(grads)[0], grads, updates, made)
+        _warn_of_changed(update, grads, updates, made)
     new_params = apply_updates(params, updates)
     norm = global_norm(floats_of(grads))
     applied = Applied(new_params, new_state, norm, updates if keeps_updates else None)
@@ -272,6 +272,27 @@ def update_and_apply(
         if _checks_updates(inside, grads, state, params):
             applied = _roll_back_if_stored_nonfinite(inside, (params, state), applied)
     return applied
+
+
+def _warn_of_changed(
+    update: Callable[[Any], Any], grads: Any, updates: Any, made: list[Any]
+) -> None:
+    """Warns if updates are not those that a `jls.bfloat16_params` made.
+
+    Args:
+      update: makes updates and more of gradients.
+      grads: the gradients.
+      updates: what came of them.
+      made: what was noted of it: paths and updates of bfloat16 parameters.
+    """
+    name = changed_in(lambda grads: update(grads)[0], grads, updates, made)
+    if name is not None:
+        warn(
+            "what jls.bfloat16_params made is changed before it is applied"
+            f"{at(name)}: the new parameters are rounded once more, to nearest, and "
+            "most of them stand still. Put all of it inside, schedule and learning "
+            "rate too: jls.bfloat16_params(optax.chain(...))."
+        )
 
 
 @contextlib.contextmanager
@@ -515,7 +536,7 @@ def _inner_step(
         with noted("stored") as made, named:
             updates, new = update(grads)
         if made:
-            warn_of_changed(lambda grads: update(grads)[0], grads, updates, made)
+            _warn_of_changed(update, grads, updates, made)
         name, integers = "the inner optimizer's", step.integers
         updates = cast_like(f"{name} update", updates, step.no_updates, integers)
         new = cast_like(f"{name} state", new, inner_state, integers)

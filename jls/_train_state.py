@@ -17,6 +17,7 @@ import optax
 from jls._nnx import is_optimizer
 from jls._state import find, is_wrapper_state
 from jls._tree import trainable
+from jls._types import LossScaledState
 
 FP8 = "_overwrite_with_gradient"  # the collection of Flax's fp8 layers
 
@@ -130,7 +131,8 @@ class Carried(NamedTuple):
 
 def carried_by(state: Any) -> Carried:
     """The optimizer, and the fields of a `TrainState` that only it knows."""
-    if not (hasattr(state, "tx") or dataclasses.is_dataclass(state)):
+    is_own = isinstance(state, LossScaledState)
+    if is_own or not (hasattr(state, "tx") or dataclasses.is_dataclass(state)):
         return Carried()
     optimizer = optimizer_in(state)
     if not is_train_state(state):

@@ -71,6 +71,11 @@ class Bfloat16ParamsState(NamedTuple):
     rest: Any
     # Steps taken, modulo 2^32: which numbers are drawn.
     count: Array  # u32[]  # pyright: ignore[reportIncompatibleMethodOverride]
+    # Like one parameter, to see whether it becomes what was made of it; [1] if none is
+    # watched. The upper half has the number that it was, the lower one what was made.
+    made: Array  # u32[...]
+    # How often its numbers went elsewhere since one arrived; -1 of one that did.
+    strayed: Array  # i8[...]
 
 
 @exportable

@@ -174,14 +174,17 @@ def loss_scaled(
         note("wrapper", (update, params))
         with _foreign_leaf_named(params), noted("bfloat16") as stored:
             inner_state = inner.init(params)
-        nested = find(inner_state, is_wrapper_state)
+        misplaced = find(
+            inner_state, lambda x: isinstance(x, LossScaledState | optax.LookaheadState)
+        )
+        nested = [path for path, node in misplaced if is_wrapper_state(node)]
         if nested:
             raise ValueError(
                 "inner must not contain jls.loss_scaled or jls.skip_nonfinite, but its "
-                f"state has one{at(nested[0][0])}: the step would be checked and the "
+                f"state has one{at(nested[0])}: the step would be checked and the "
                 "scale adjusted twice. Keep the outermost wrapper."
             )
-        if find(inner_state, lambda x: isinstance(x, optax.LookaheadState)):
+        if misplaced:
             raise ValueError(
                 "inner must not contain optax.lookahead, which keeps a second copy of "
                 "the params. It goes outside: optax.lookahead("
@@ -195,7 +198,8 @@ def loss_scaled(
             raise ValueError(
                 f"scaler.init must give a float32 loss_scale, got {dtype}."
             )
-        _warn_of_what_follows_an_average(inner_state)
+        if find(inner_state, _is_average):
+            _warn_of_what_follows_an_average(inner_state)
         _warn_of_half_params(inner, params, inner_state, stored)
         count = sum(is_inexact(leaf) for leaf in jax.tree.leaves(params))
         zeros: dict[str, Any] = {

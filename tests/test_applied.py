@@ -228,3 +228,90 @@ def test_check_step_notes_the_part_that_has_none():
     (note,) = [x for x in check(parted(STORED, slow)).notes if "lost" in x]
     assert "(params/v)" in note
     assert not [x for x in check(parted(STORED, STORED)).notes if "lost" in x]
+
+
+# In a run ----------------------------------------------------------------------------
+
+
+def healths(optimizer, steps=30, change=lambda updates: updates):
+    """Verdicts of a run that is written by hand, at its end and on the way."""
+    rng = np.random.default_rng(0)
+    params = {
+        "w": jnp.asarray(rng.normal(size=(64, 64)) / 8, BF16),
+        "v": jnp.asarray(rng.normal(size=64) / 8, BF16),
+        "b": jnp.zeros(64),
+    }
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state, x):
+        grads = jax.grad(loss_fn)(params, x)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, change(updates)), state
+
+    found = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", jls.JlsWarning)
+        for i in range(steps):
+            x = jnp.asarray(rng.normal(size=(8, 64)), jnp.float32)
+            # Now and then a step is skipped.
+            params, state = step(params, state, x * (np.inf if i % 7 == 3 else 1))
+            found.add(jls.health(state, params).verdict)
+    return found
+
+
+# After these some of it arrives.
+HALF_WRONG = ("weight decay", "after MultiSteps")
+
+
+@pytest.mark.parametrize("name", [x for x in WRONG if x not in HALF_WRONG])
+def test_health_says_that_nothing_arrives(name):
+    assert "rounded away" in healths(WRONG[name])
+
+
+def test_health_says_it_of_what_is_done_by_hand():
+    def scaled(updates):
+        return jax.tree.map(lambda u: -1e-5 * u, updates)
+
+    assert "rounded away" in healths(SKIP(jls.bfloat16_params(ADAM)), change=scaled)
+
+
+ARRIVES = {name: GOOD[name] for name in GOOD if name != "masked by 0"} | {
+    "frozen after it": SKIP(
+        optax.chain(
+            STORED,
+            optax.masked(optax.set_to_zero(), {"w": True, "v": False, "b": False}),
+        )
+    ),
+    "exact": SKIP(jls.bfloat16_params(RIGHT, rounding="exact")),
+    "too small to move much": SKIP(jls.bfloat16_params(optax.adam(1e-6))),
+}
+
+
+@pytest.mark.parametrize("name", ARRIVES)
+def test_health_says_nothing_of_what_arrives(name):
+    assert "rounded away" not in healths(ARRIVES[name])
+
+
+def test_health_says_nothing_where_a_part_is_held():
+    def held(updates):
+        return updates | {"w": updates["w"].at[0].multiply(0.37)}
+
+    assert "rounded away" not in healths(SKIP(STORED), change=held)
+
+
+def test_health_says_nothing_of_slow_parameters():
+    """At each second step a `lookahead` goes elsewhere with all of them."""
+    optimizer = optax.lookahead(SKIP(STORED), 2, 0.5)
+    params = optax.LookaheadParams.init_synced({"w": jnp.ones((64, 64), BF16)})
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state):
+        grads = jax.tree.map(lambda p: jnp.sin(p.astype(jnp.float32)), params.fast)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(40):
+        params, state = step(params, state)
+        assert jls.health(state).verdict == "ok"

@@ -643,11 +643,38 @@ def test_optimizer_takes_its_own_steps(name):
     ],
 )
 def test_bytes_a_parameter_are_those_of_the_page(kwargs, per_parameter):
-    n = 1000
-    params = jnp.ones(n, BF16)
+    """And those of the parameter that is watched, which is small beside the others."""
+    params = {"w": jnp.ones(2**21, BF16), "v": jnp.ones(2**15, BF16)}
+    n = 2**21 + 2**15
     state = jls.bfloat16_params(optax.adam(1e-3), **kwargs).init(params)
+    assert state.made.shape == state.strayed.shape == (2**15,)
     arrays = [x for x in jax.tree.leaves((params, state)) if x.ndim]
-    assert sum(x.nbytes for x in arrays) == per_parameter * n
+    watched = state.made.nbytes + state.strayed.nbytes
+    assert sum(x.nbytes for x in arrays) - watched == per_parameter * n
+    assert watched < 0.1 * n
+
+
+def test_a_large_parameter_alone_is_not_watched():
+    state = jls.bfloat16_params(optax.sgd(0.1)).init(jnp.ones(2**16, BF16))
+    assert state.made.shape == state.strayed.shape == (1,)  # which Orbax can save
+
+
+@pytest.mark.parametrize(
+    ("sizes", "watched"),
+    [
+        ([100, 2**14, 3], 2**14),  # the largest
+        ([2**23, 2**17, 2**16, 2**8], 2**16),  # the smallest that is enough
+        ([2**23, 2**15, 2**8], 2**15),
+        ([2**20, 2**15, 2**8], 2**8),  # 2**15 would be too much beside it
+    ],
+)
+def test_the_watched_parameter_is_small_and_has_enough_numbers(sizes, watched):
+    optimizer = jls.bfloat16_params(optax.sgd(0.1))
+    params = [jax.ShapeDtypeStruct((n,), BF16) for n in sizes]
+    state = jax.eval_shape(optimizer.init, params)
+    assert state.made.shape == (watched,)
+    after = jax.eval_shape(optimizer.update, params, state, params)[1]
+    assert jax.tree.leaves(after) == jax.tree.leaves(state)
 
 
 def test_gradients_may_be_bfloat16_or_float32():
@@ -907,6 +934,19 @@ def test_roundings_and_moments_are_converted(moments, form, tmp_path):
     assert_identical(back.rest, state.rest)
     chex.assert_trees_all_equal_dtypes(back, state)
     run(exact, params, gradients(START, 1), back)
+
+
+def test_checkpoint_of_0_5_0_has_no_watched_parameter():
+    optimizer = jls.bfloat16_params(optax.adam(1e-2))
+    params = narrow(TREE)
+    params, state = run(optimizer, params, gradients(TREE, 3))
+    saved = serialization.to_state_dict(state)
+    assert saved.pop("made").any()
+    del saved["strayed"]
+    restored = jls.upgrade_state(optimizer.init(params), saved)
+    new = optimizer.init(params)
+    expected = state._replace(made=new.made, strayed=new.strayed)
+    assert_identical(restored, expected)
 
 
 def test_lower_bits_that_nobody_has_begin_as_zero_with_a_warning():

@@ -553,7 +553,7 @@ def test_fields_of_states_are_only_ever_appended():
         "consecutive_skips nonfinite_losses",
         jls.types.AdaptiveState: "loss_scale finite_count nonfinite_count growth_count "
         "rung",
-        jls.types.Bfloat16ParamsState: "inner_state rest count",
+        jls.types.Bfloat16ParamsState: "inner_state rest count made strayed",
         jls.types.ParamsEmaState: "count weight ema",
         jls.types.SpikeState: "seen kept tokens found value limit steady_share",
     }

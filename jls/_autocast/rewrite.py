@@ -35,6 +35,7 @@ from jls._autocast.keep import Choice
 from jls._autocast.pick import bind_pick, is_pick
 from jls._autocast.product import Product, checkpointed, narrow, stored, wide
 from jls._autocast.shared import bind_shared, call_shared
+from jls._notes import heard
 from jls._program.control import MAIN, Call, Site, calls_of, evaluate, live, rebuild
 from jls._program.frames import Frame
 from jls._program.jaxprs import (
@@ -76,9 +77,14 @@ class Held:
     """
 
     def __init__(
-        self, wide: Any, half: Any = None, move: "tuple[Any, list[Held]] | None" = None
+        self,
+        wide: Any,
+        half: Any = None,
+        move: "tuple[Any, list[Held]] | None" = None,
+        is_widened: bool = False,
     ) -> None:
         self.wide, self._half, self._move = wide, half, move
+        self._is_widened = is_widened  # from bfloat16
         self.is_tangent = False
 
     def half(self, dtype: Any, is_selected: bool = False) -> Any:
@@ -88,6 +94,9 @@ class Held:
           dtype: the half precision.
           is_selected: whether numbers in it are selected elsewhere: see `_in_half`.
         """
+        if self._half is None and self._is_widened and dtype == jnp.bfloat16:
+            # XLA drops the cast and its way back.
+            self._half = lax.convert_element_type(self.wide, dtype)
         if self._half is None and self._move is not None:
             equation, operands = self._move
             is_selected |= equation.primitive.name == "select_n"
@@ -127,7 +136,9 @@ class Rewrite:
         """The results of a whole program, from arrays."""
         equations = (x for _, _, x in Frame(program).equations())
         self._has_rules = any(rule_of(x) == "vjp" for x in equations)
-        return self._run(program, operands)
+        widened = {*map(id, heard("widened"))}
+        held = [Held(x, is_widened=id(x) in widened) for x in operands]
+        return [x.wide for x in self._evaluate(program, held, MAIN)]
 
     def _border(
         self, program: Program, run: Callable[..., Any]

@@ -33,7 +33,7 @@ import optax
 from jls import _validate
 from jls._autocast.autocast import autocast, check_dtype, check_keep
 from jls._autocast.keep import Keep
-from jls._bfloat16 import read_wide
+from jls._bfloat16 import read_wide, stored_narrow
 from jls._mistakes import EagerCalls, other_params_noted, warn
 from jls._program.jaxprs import varying_axes
 from jls._reduce import global_norm
@@ -435,9 +435,12 @@ def take_step(
 
     def gradients_of(params, before, batch):
         def grad_fn(carried, part):
-            wide = read_wide(opt_state, params)
-            given, transform = (wide, carried, part), _differentiate
-            return differentiate(scaler_state, loss, given, {}, 0, True, transform)
+            wide, transform = read_wide(opt_state, params), _differentiate
+            shapes = stored_narrow(params)
+            return differentiate(
+                *(scaler_state, loss, (wide, carried, part), {}, 0),
+                *(True, transform, shapes),
+            )
 
         return accumulate(
             grad_fn,

@@ -170,3 +170,18 @@ def test_shards_in_shard_map_draw_numbers_of_their_own():
         for j in range(i):
             both = (drawn[i] & drawn[j]).mean()
             assert abs(both - share**2) < 5 * share / np.sqrt(n)
+
+
+def test_a_shard_that_differs_is_not_watched():
+    """The new state is one for all devices, as the specs of its arrays say."""
+    optimizer = jls.bfloat16_params(optax.sgd(0.1))
+    mesh = Mesh(DEVICES, ("d",))
+    params = {"w": jnp.ones((16, 32), BF16)}
+    state = optimizer.init({"w": jnp.ones((2, 32), BF16)})  # of one device
+
+    def step(params, state):
+        return optimizer.update(params, state, params)[1]
+
+    specs = {"mesh": mesh, "in_specs": (P("d"), P()), "out_specs": P()}
+    after = jax.jit(jax.shard_map(step, **specs))(params, state)
+    assert not jax.device_get(after.made).any()

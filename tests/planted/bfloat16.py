@@ -240,7 +240,7 @@ FAULTS = [
     Fault(
         "the loss reads bfloat16 parameters as they are stored",
         MODULE,
-        "return jax.tree.map(_widened, params) if rounds_bfloat16(state) else params",
+        "return jax.tree.map(_widened, params) if is_one else params",
         "return params",
         (
             f"{GRADIENTS}test_train_step",
@@ -274,6 +274,48 @@ FAULTS = [
         "if Way.FACTOR in ways and len(operands) == 2:",
         "if ():",
         (f"{APPLIED}test_what_changes_the_updates_is_warned_of",),
+    ),
+    Fault(
+        "products round what was widened once more",
+        MODULE,
+        "if _is_float32(x) and jnp.shape(x) == shape",
+        "if ()",
+        (f"{GRADIENTS}test_products_take_what_is_stored",),
+    ),
+    Fault(
+        "a frozen parameter is taken for one that is rounded away",
+        MODULE,
+        "has_moved & (given != before)",
+        "has_moved & (given != after)",
+        (f"{APPLIED}test_health_says_nothing_of_what_arrives",),
+    ),
+    Fault(
+        "where a part goes elsewhere nothing arrives",
+        MODULE,
+        "jnp.where(has_moved & (given == after), jnp.int8(-1), strayed)",
+        "jnp.where(has_moved & (given == after), jnp.int8(0), strayed)",
+        (f"{APPLIED}test_health_says_nothing_where_a_part_is_held",),
+    ),
+    Fault(
+        "all parameters are watched, whatever their size",
+        MODULE,
+        "if 0 < size <= most}",
+        "if 0 < size}",
+        (f"{TESTS}test_a_large_parameter_alone_is_not_watched",),
+    ),
+    Fault(
+        "a parameter that differs over a shard_map is watched",
+        MODULE,
+        "if is_array(x) and is_one(x) and not varying_axes(x)",
+        "if is_array(x) and is_one(x)",
+        (f"{DEVICES}test_a_shard_that_differs_is_not_watched",),
+    ),
+    Fault(
+        "what has moved in a run of before is lost",
+        "jls/_checkpoint.py",
+        '    parts = {"made": target.made, "strayed": target.strayed} | parts',
+        "    parts = dict(parts)",
+        (f"{TESTS}test_checkpoint_of_0_5_0_has_no_watched_parameter",),
     ),
     Fault(
         "a frozen part is warned of",

@@ -612,8 +612,8 @@ FAULTS = [
     Fault(
         "a lookahead inside is taken until its first update",
         "jls/_wrapper.py",
-        "lambda x: isinstance(x, optax.LookaheadState)",
-        "lambda x: False",
+        "LossScaledState | optax.LookaheadState",
+        "LossScaledState",
         ("tests/test_mistakes.py",),
     ),
     Fault(

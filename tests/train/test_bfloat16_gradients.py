@@ -13,6 +13,7 @@ from flax.training.train_state import TrainState
 from shared import assert_identical
 
 import jls
+from benchmarks.half.models import transformer
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -156,6 +157,42 @@ def test_nnx_model_is_bfloat16_after_an_error():
     assert_identical(nnx.to_pure_dict(nnx.state(model)), before)
 
 
+def widened_and_rounded(program, shape):
+    """How often arrays of a shape are widened, cast back as they are, and rounded."""
+    equations = [x for x in program.jaxpr.eqns if x.outvars[0].aval.shape == shape]
+    casts = [x for x in equations if x.primitive.name == "convert_element_type"]
+    wide = [x.outvars[0] for x in casts if x.invars[0] in program.jaxpr.invars]
+    rounds = [x for x in equations if x.primitive.name == "reduce_precision"]
+    back, rounded = ([x for x in y if x.invars[0] in wide] for y in (casts, rounds))
+    return len(wide), len(back), len(rounded)
+
+
+@pytest.mark.parametrize("by", ["step", "value_and_grad", "nnx"])
+def test_products_take_what_is_stored(by):
+    """XLA drops a cast and its way back, and makes no copy of a weight."""
+    weights, x = {"w": jnp.full((16, 8), 0.3, BF16)}, jnp.ones((4, 16))
+    state = OPTIMIZER.init(weights)
+
+    def loss_fn(params, x):
+        return jnp.mean(jnp.tanh(x @ params["w"]) + (params["w"].T @ x.T).T)
+
+    if by == "step":
+        step = jls.train_step(loss_fn, OPTIMIZER, compute_dtype=BF16)
+        program = jax.make_jaxpr(step)(weights, state, x)
+    elif by == "value_and_grad":
+        grad_fn = jls.value_and_grad(jls.autocast(loss_fn, BF16))
+        program = jax.make_jaxpr(grad_fn)(state, weights, x)
+    else:
+        model = nnx.Linear(16, 8, param_dtype=BF16, use_bias=False, rngs=nnx.Rngs(0))
+        structure, arrays = nnx.split(model)
+        cast = jls.autocast(lambda model, x: jnp.mean(model(x)), BF16)
+        grad_fn = jls.value_and_grad(cast, transform=nnx.value_and_grad)
+        program = jax.make_jaxpr(
+            lambda arrays, x: grad_fn(state, nnx.merge(structure, arrays), x)[0]
+        )(arrays, x)
+    assert widened_and_rounded(program, (16, 8)) == (1, 1, 0)
+
+
 def test_linen():
     model = linen.Embed(8, 4, param_dtype=BF16)
     params = {"embedding": jnp.zeros((8, 4), BF16)}
@@ -240,9 +277,25 @@ def loop(steps):
     return loss_fn, params, inputs
 
 
+def decoder(form):
+    """Tokens by Zipf's law, in layers of attention."""
+    model = transformer(form, (256, 32, 2, 2), (4, 64))
+    rng = np.random.default_rng(0)
+    chances = 1 / np.arange(1, 257)
+    drawn = rng.choice(256, (4, 65), p=chances / chances.sum())
+    words = jnp.asarray(drawn)
+    made = jax.jit(model.make(None).init)(jax.random.key(0), words[:, :-1])["params"]
+    params = optax.tree.cast(made, BF16)
+    loss_fn = model.loss()
+    batch = words[:, :-1], words[:, 1:]
+    return lambda params, batch: loss_fn(params, {}, batch)[0], params, batch
+
+
 @pytest.mark.parametrize(
     "made",
     [
+        partial(decoder, "unrolled"),
+        partial(decoder, "scan"),
         partial(embedding, 512),
         partial(embedding, 65_536),
         partial(loop, 64),

@@ -34,6 +34,7 @@ from jls._train_state import FP8, carried_by, optimizer_in, without_fp8
 from jls._tree import check_holds, is_array, is_inexact, named_floats
 from jls._types import (
     SIGNALS,
+    Bfloat16ParamsState,
     JlsWarning,
     LossScaledState,
     LossScaler,
@@ -154,11 +155,11 @@ def health(
     Returns:
       A `jls.types.Health`: `verdict` is one of "ok", "no step", "calibrating",
       "recovering", "skipping", "dropping", "spike", "spiking", "at floor", "at
-      ceiling", "underflow", "non-finite loss", "non-finite update", "bad scale",
-      "stalled" and "poisoned"; `sentence` says what is the case, and where to read
-      what to do, on one line; its `str` has lines of at most 80 columns, and under a
-      dynamic scale ends with `ask`, the `jls.check_step` call that shows how much of
-      the step is half.
+      ceiling", "underflow", "non-finite loss", "non-finite update", "rounded away",
+      "bad scale", "stalled" and "poisoned"; `sentence` says what is the case, and where
+      to read what to do, on one line; its `str` has lines of at most 80 columns, and
+      under a dynamic scale ends with `ask`, the `jls.check_step` call that shows how
+      much of the step is half.
       `numbers` holds what `jls.metrics(state, host=True)` returns (`last_skip_reason`
       as a `jls.types.SkipReason`), whether the scale `is_static`, and its bounds, which
       are None if they are not known; whether the run is `poisoned`, None if nothing was
@@ -251,6 +252,7 @@ def health(
         nonfinite_leaves=names,
         all_leaves_finite=bool(on_host["leaves"]) and not any(on_host["leaves"]),
         unnamed_leaves=unnamed,
+        strays=_strays(run.inner_state),
         is_doubted=is_doubted,
         saw_params=subject.params is not None or subject.is_train_state,
         is_train_state=subject.is_train_state,
@@ -383,6 +385,29 @@ def _check_shapes(params: Any, inner_state: Any) -> None:
                 "params must be those that the optimizer was initialized with, got "
                 f"shape {shapes[0]}{at(names[0])}, where its moments have {known[0]}."
             )
+
+
+_OFTEN = 10
+
+
+def _strays(inner_state: Any) -> bool:
+    """Whether what was made of bfloat16 parameters never reaches them.
+
+    Not of those that do not move at all, which may be frozen. Looks at the part of this
+    process.
+    """
+
+    def is_one(node):
+        return isinstance(node, Bfloat16ParamsState)
+
+    for node in filter(is_one, jax.tree.leaves(inner_state, is_leaf=is_one)):
+        shards = jnp.asarray(read_variables(node.strayed)).addressable_shards
+        parts = [x.data for x in shards if x.data.size]
+        least = min((int(jnp.min(x)) for x in parts), default=0)
+        most = max((int(jnp.max(x)) for x in parts), default=0)
+        if least >= 0 and most > _OFTEN:
+            return True
+    return False
 
 
 # Spikes.

@@ -20,6 +20,7 @@ Verdict = Literal[
     "stalled",
     "at floor",
     "skipping",
+    "rounded away",
     "non-finite loss",
     "non-finite update",
     "calibrating",
@@ -46,6 +47,7 @@ class Facts(SimpleNamespace):
         all_leaves_finite   of the gradients of the last skipped step
         unnamed_leaves      how many leaves were not finite, and of how many, where no
                             names are known
+        strays              what `jls.bfloat16_params` makes never arrives
         is_doubted          the poisoned leaves hold only -inf, and may be masks
         saw_params          the parameters were looked at, under whatever name
         is_train_state      the state is a Flax `TrainState`
@@ -496,6 +498,16 @@ TABLE: tuple[VerdictRow, ...] = (
     # Above what is said of the last step alone, so that the verdict does not depend on
     # it.
     VerdictRow("skipping", lambda f: f.is_often(f.skips), _skipping),
+    VerdictRow(
+        "rounded away",
+        lambda f: f.strays,
+        lambda f: (
+            "what jls.bfloat16_params makes never reaches the parameters: it is "
+            "changed before it is applied, and rounded once more. Most of them stand "
+            "still. Put all of it inside, schedule and learning rate too: "
+            "jls.bfloat16_params(optax.chain(...))"
+        ),
+    ),
     VerdictRow(
         "non-finite loss",
         lambda f: f.skipped_for == SkipReason.LOSS,
