@@ -108,54 +108,62 @@ def roll_back_unless(
       prepared: `fun` and its inputs.
       old: the tree before.
     """
-    arrays = iter(_rolled_back(flag, is_finite, prepared, _arrays(old)))
+    if prepared.program is None:
+        new = _select(flag, _arrays(call(is_finite, prepared)), _arrays(old))
+    else:
+        new = _run(is_finite, prepared, prepared.program, flag, _arrays(old))
+    arrays = iter(new)
     return jax.tree.map(lambda x: next(arrays) if is_array(x) else x, old)
 
 
 def call(is_finite: Array, prepared: Prepared) -> Any:
     """`fun(inputs)`. If these are not finite, the result is to be rolled back."""
-    fun, inputs, program, consts, squares = prepared
+    program = prepared.program
     if program is None:
-        return fun(_or_ones(is_finite, inputs))
-
-    def on_sanitized_inputs(is_finite, inputs, total, consts):
-        return program.run(_or_ones(is_finite, inputs), consts)
-
-    def on_raw_inputs(is_finite, inputs, total, consts):
-        sanitized = _or_ones(_is_given(is_finite), [*inputs, *total])
-        count = len(inputs)
-        return program.run(sanitized[:count], consts, sanitized[count:])
-
-    chosen = program.choose_strategy(on_raw_inputs, on_sanitized_inputs)
-    arrays = chosen(is_finite, list(inputs), _total(squares), consts)
-    return combine(arrays, program.remainder)
+        return prepared.fun(_or_ones(is_finite, prepared.inputs))
+    return combine(_run(is_finite, prepared, program), program.remainder)
 
 
-def _rolled_back(
-    flag: Array, is_finite: Array, prepared: Prepared, old: Arrays
-) -> Arrays:
-    fun, inputs, program, consts, squares = prepared
-    if program is None:
-        return _select(flag, _arrays(fun(_or_ones(is_finite, inputs))), old)
+def _run(
+    is_finite: Array,
+    prepared: Prepared,
+    program: "_Program",
+    flag: Array | None = None,
+    old: Arrays = (),
+) -> list[Array]:
+    """The results of the program; with a `flag`, `old` in their places where it is not.
 
-    arrays, places = _each_once([*consts, *old])
-    of_consts, of_old = places[: len(consts)], places[len(consts) :]
+    The program gets its inputs as they are if it cannot observe a NaN and is not
+    differentiated, else ones for bad ones.
+    """
+    arrays, places = _each_once([*prepared.consts, *old])
+    count = len(prepared.consts)
 
     def unpacked(arrays):
-        return [arrays[i] for i in of_consts], [arrays[i] for i in of_old]
+        arrays = [arrays[i] for i in places]
+        return arrays[:count], arrays[count:]
 
     def on_sanitized_inputs(flag, is_finite, inputs, total, arrays):
         consts, old = unpacked(arrays)
-        return _select(flag, program.run(_or_ones(is_finite, inputs), consts), old)
+        inputs = _or_ones(is_finite, inputs)
+        new = run_as_call(program.jaxpr, [*consts, *inputs], "optimizer")
+        return new if flag is None else _select(flag, new, old)
 
     def on_raw_inputs(flag, is_finite, inputs, total, arrays):
         consts, old = unpacked(arrays)
         inputs = [*inputs, *total]
-        chosen = Chosen(_is_given(is_finite), inputs, _ones_like(inputs))
+        is_given = _is_given(is_finite)
+        if flag is None:
+            inputs = _or_ones(is_given, inputs)
+            return run_as_call(program.after_sum, [*consts, *inputs], "optimizer")
+        chosen = Chosen(is_given, inputs, _ones_like(inputs))
         return select_in_place(program.after_sum, flag, consts, chosen, old)
 
-    chosen = program.choose_strategy(on_raw_inputs, on_sanitized_inputs)
-    return chosen(flag, is_finite, list(inputs), _total(squares), arrays)
+    run = on_sanitized_inputs
+    if not program.observes_nan:
+        run = _with_derivative(on_raw_inputs, like=on_sanitized_inputs)
+    total = [] if prepared.squares is None else prepared.squares[-1:]
+    return run(flag, is_finite, list(prepared.inputs), total, arrays)
 
 
 def _each_once(arrays: Arrays) -> tuple[list[Array], list[int]]:
@@ -163,10 +171,6 @@ def _each_once(arrays: Arrays) -> tuple[list[Array], list[int]]:
     found = {id(x): x for x in arrays}
     places = {key: i for i, key in enumerate(found)}
     return list(found.values()), [places[id(x)] for x in arrays]
-
-
-def _total(squares: list[Array] | None) -> list[Array]:
-    return [] if squares is None else squares[-1:]
 
 
 def _is_given(is_finite: Array) -> Array:
@@ -186,18 +190,6 @@ class _Program(NamedTuple):
     remainder: Remainder  # of what the function returns, without its arrays
     observes_nan: bool
     sum_of_squares: SumOfSquares | None
-
-    def run(self, inputs: Arrays, consts: Arrays, total: Arrays = ()) -> list[Array]:
-        jaxpr = self.after_sum if total else self.jaxpr
-        return run_as_call(jaxpr, [*consts, *inputs, *total], "optimizer")
-
-    def choose_strategy(
-        self, on_raw_inputs: Callable[..., Any], on_sanitized_inputs: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        """`on_raw_inputs` if nothing can observe a NaN, unless it is differentiated."""
-        if self.observes_nan:
-            return on_sanitized_inputs
-        return _with_derivative(on_raw_inputs, like=on_sanitized_inputs)
 
 
 def _trace(
