@@ -63,7 +63,7 @@ from jls._train.parts import Call, Parts
 from jls._train.plain import PlainAdapter
 from jls._tree import floats_of, is_array, select
 from jls._types import LossScaledState, SkipReason, StaticState, StepReport
-from jls._unguarded import follow, moved_in_a_skip, unguarded
+from jls._unguarded import follow, moved_past
 from jls._validate import is_real
 
 Adapter = PlainAdapter | LinenAdapter | NnxAdapter
@@ -456,17 +456,19 @@ def take_step(
         "value": accumulated.loss,
         "partial_overflow": accumulated.partial_overflow,
     }
-    more = _extra_arguments(options.extra, adapter.model, batch, extra)
-    if callable(more.get("value_fn")):  # the loss function once more, for a line search
-        more["value_fn"] = cast(more["value_fn"])
+    given_extra = _extra_arguments(options.extra, adapter.model, batch, extra)
+    if callable(given_extra.get("value_fn")):  # the loss once more, for a line search
+        given_extra["value_fn"] = cast(given_extra["value_fn"])
     grads = accumulated.grads
-    extra |= more
-    past = unguarded(optimizer, wrappers, grads, opt_state, params, **extra)
-    if past:
-        made = follow(lambda *x: gradients_of(*x).grads, params, before, batch)
-        _refuse_unguarded([name for name in past if name in made])
-    outside = moved_in_a_skip(optimizer, wrappers, grads, opt_state, params, **extra)
-    _refuse_outside(outside)
+    extra |= given_extra
+    moved = moved_past(optimizer, wrappers, grads, opt_state, params, **extra)
+    if moved.by_gradients:
+        # A gradient that is constant cannot be NaN; only the program of the loss tells.
+        may_be_nan = follow(
+            lambda *given: gradients_of(*given).grads, params, before, batch
+        )
+        _refuse_unguarded([name for name in moved.by_gradients if name in may_be_nan])
+    _refuse_outside(moved.in_a_skip)
     new_params, new_opt_state, report, updates = apply_and_report(
         optimizer, grads, opt_state, params, extra, options.update_norm, wrappers
     )
@@ -483,8 +485,8 @@ def take_step(
         aux=accumulated.aux,
         update_norm=global_norm(floats_of(updates)) if options.update_norm else None,
     )
-    after = select(~report.skipped, accumulated.carried, before)
-    return Parts(new_params, after[0], new_opt_state, after[1]), report
+    new_overwritten, new_carried = select(~report.skipped, accumulated.carried, before)
+    return Parts(new_params, new_overwritten, new_opt_state, new_carried), report
 
 
 def _refuse_unguarded(names: list[str]) -> None:
