@@ -50,7 +50,7 @@ class Prepared(NamedTuple):
     fun: Function
     inputs: Arrays  # floating-point arrays
     program: "_Program | None"
-    consts: Arrays  # what the program takes from outside
+    consts: Arrays  # that the function closes over
     squares: list[Array] | None  # sums of the squares of each gradient, then of all
 
 
@@ -72,7 +72,7 @@ def prepare(
     """
     program, consts = None, []
     if is_traced:
-        program, consts = _trace(fun, inputs, gradients)
+        program, consts = _trace_program(fun, inputs, gradients)
         sum_of_squares = program.sum_of_squares
     squares = None
     if sum_of_squares is not None:
@@ -89,7 +89,7 @@ def sum_of_squares_in(
     None too if `fun` cannot be traced, since it may branch on numbers.
     """
     try:
-        program, _ = _trace(fun, inputs, gradients)
+        program, _ = _trace_program(fun, inputs, gradients)
     except Exception:  # if it is a mistake, the call itself will raise it
         return None
     return program.sum_of_squares
@@ -185,14 +185,14 @@ def _is_given(is_finite: Array) -> Array:
 class _Program(NamedTuple):
     """A function, traced. Closures keep it, so it must not hold tracers."""
 
-    jaxpr: Any  # of what the function takes from outside, and of its inputs
+    jaxpr: Any  # takes what the function closes over, then its inputs
     after_sum: Any  # the same, given the sum of squares if one was found
-    remainder: Remainder  # of what the function returns, without its arrays
+    remainder: Remainder  # the result of the function without its arrays
     observes_nan: bool
     sum_of_squares: SumOfSquares | None
 
 
-def _trace(
+def _trace_program(
     fun: Function, inputs: Arrays, gradients: int
 ) -> tuple[_Program, list[Array]]:
     """The program of `fun`, and the arrays that it takes from outside."""

@@ -376,7 +376,7 @@ def _take_apart(
     params: optax.Params | None,
     extra: dict[str, Any],
 ) -> _Step:
-    _check_state(state, params)
+    _check_wrapper_state(state, params)
     check_no_state(params)
     partial_overflow = extra.pop("partial_overflow", False)
     partial_overflow = as_flag("partial_overflow", partial_overflow)
@@ -407,7 +407,7 @@ def _warn_of_unread(step: _Step, is_inside: bool = False) -> None:
 
     Args:
       step: the step.
-      is_inside: whether what is around the wrapper may take it.
+      is_inside: whether an optimizer around the wrapper may take it.
     """
     inner, known = step.wrapper.inner, step.wrapper.names
     if not is_of_optax(inner.update):
@@ -613,7 +613,7 @@ def _norm(
 def _query_spike_policy(
     step: _Step, observed: _Observed, norm: Array | None
 ) -> tuple[Any, Array]:
-    """Its next state, if the step counts for it, and whether it skips a finite step."""
+    """The next state of the policy, and whether it skips a finite step."""
     wrapper, old = step.wrapper, step.state.spike_state
     policy = wrapper.spikes
     _check_spike_state(wrapper, step.state)
@@ -642,8 +642,8 @@ def _updates_finite(step: _Step, updates: optax.Updates, inner_state: Any) -> Ar
     return agree(flags, step.wrapper.axis_name)
 
 
-class _Seen(NamedTuple):
-    """What the scaler and the counters read of a step, `bool[]` each."""
+class _Flags(NamedTuple):
+    """Facts of a step that the scaler and the counters read, `bool[]` each."""
 
     is_applied: Array
     loss_finite: Array
@@ -669,7 +669,7 @@ def _count(
     flags = ~leaves_finite if leaves_finite.size else state.nonfinite_leaves
     bad_updates = observed.is_finite & ~applied if step.checks_updates else never
     seen = at_once_on_gpu(
-        _Seen(
+        _Flags(
             is_applied=applied,
             loss_finite=observed.loss_finite,
             is_partial=observed.is_partial,
@@ -852,7 +852,7 @@ def _may_be_bad(leaf: Any) -> bool:
     return is_inexact(leaf) and not (isinstance(leaf, float) and math.isfinite(leaf))
 
 
-def _check_state(state: Any, params: Any) -> None:
+def _check_wrapper_state(state: Any, params: Any) -> None:
     if is_wrapper_state(state):
         _check_scale(getattr(state.scaler_state, "loss_scale", None))
         return

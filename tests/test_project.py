@@ -120,7 +120,7 @@ def test_contributing_says_where_the_tests_of_each_module_are():
         ("jls/_scalers/rule.py", ["make"]),
         ("jls/_step.py", ["_count", "_query_spike_policy"]),
         ("benchmarks/targets.py", ["Target", "TARGETS"]),
-        ("jls/_train/parts.py", ["Call", "Order", "Parts"]),
+        ("jls/_train/parts.py", ["StepCall", "Order", "Parts"]),
         ("jls/_train/step.py", ["_adapter_for"]),
     ],
 )

@@ -59,7 +59,7 @@ from jls._train.apply import (
 )
 from jls._train.linen import LinenAdapter
 from jls._train.nnx import NnxAdapter
-from jls._train.parts import Call, Parts
+from jls._train.parts import Parts, StepCall
 from jls._train.plain import PlainAdapter
 from jls._tree import floats_of, is_array, select
 from jls._types import LossScaledState, SkipReason, StaticState, StepReport
@@ -382,10 +382,10 @@ def train_step(
     eager_calls, is_split = EagerCalls(), options.micro_batches > 1
 
     def step(*args, **kwargs):
-        call = Call(loss_fn, optimizer, carried, has_aux, is_split, args, kwargs)
+        call = StepCall(loss_fn, optimizer, carried, has_aux, is_split, args, kwargs)
         kind = _adapter_for(call)
         try:
-            _check_takes(call)
+            _check_loss_takes(call)
             adapter = kind(call)
             parts = adapter.split()
             state = inner_wrapper_state(parts.opt_state)
@@ -609,7 +609,7 @@ def _dropped(accumulated: Accumulated, report: StepReport, options: Any) -> Any:
     return jnp.any(report.skip_reason == reasons).astype(jnp.int32)
 
 
-def _adapter_for(call: Call) -> type[Adapter]:
+def _adapter_for(call: StepCall) -> type[Adapter]:
     """The adapter for what the step was called with."""
     args, optimizer, has_carried = call.args, call.optimizer, call.has_carried
     if args and args[0] is call.loss_fn:
@@ -642,7 +642,7 @@ def _adapter_for(call: Call) -> type[Adapter]:
     raise TypeError(f"{form}; got {got}. {_BATCH}")
 
 
-def _check_takes(call: Call) -> None:
+def _check_loss_takes(call: StepCall) -> None:
     """Raises unless `loss_fn` can be called as the step calls it."""
     signature = _validate.signature_of(call.loss_fn)
     count = 2 + (call.has_carried and call.optimizer is not None)
