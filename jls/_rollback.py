@@ -131,10 +131,10 @@ def _run(
     flag: Array | None = None,
     old: Arrays = (),
 ) -> list[Array]:
-    """The results of the program; with a `flag`, `old` in their places where it is not.
+    """The results of the program; where a `flag` is given and false, `old`.
 
-    The program gets its inputs as they are if it cannot observe a NaN and is not
-    differentiated, else ones for bad ones.
+    Bad inputs stay as they are if the program cannot observe a NaN and is not
+    differentiated; else it gets ones in their place.
     """
     arrays, places = _each_once([*prepared.consts, *old])
     count = len(prepared.consts)
