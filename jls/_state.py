@@ -242,7 +242,7 @@ _JOINED = re.compile(r".*scaler_?state\W+loss_?scale", re.IGNORECASE)
 
 
 def how_to_nest(tree: Any) -> str:
-    """What to write if the leaves of a state are in a flat dict; "" if they are not."""
+    """The advice if the leaves of a state are in a flat dict; "" if they are not."""
     for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
         key = getattr(path[-1], "key", None) if path else None
         name = "/".join(map(str, key)) if isinstance(key, tuple) else key

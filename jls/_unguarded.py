@@ -42,7 +42,7 @@ def moved_past(
     params: Any,
     **extra: Any,
 ) -> Moved:
-    """What an optimizer moves without the decision of a wrapper in it.
+    """The updates of an optimizer that no wrapper in it decides on.
 
     It is traced once for both questions, unless a wrapper is outermost.
     """

@@ -1,7 +1,8 @@
 """A fault that a test must catch, and the code that it is planted in.
 
 It is found by the name of a function and by a statement there, as `ast.unparse` writes
-it: what moves to another module, or is laid out anew, keeps its faults.
+it: what moves to another module, or is laid out anew, keeps its faults. (Pythons differ
+in the quotes inside of an f-string.)
 """
 
 import ast
@@ -15,9 +16,7 @@ from typing import NamedTuple
 class Fault(NamedTuple):
     """`old` in the code of `where` becomes `new`, and one of `tests` fails."""
 
-    name: (
-        str  # the behaviour that breaks: what to plant anew where the code has changed
-    )
+    name: str  # the behaviour that breaks: what to plant anew in other code
     where: str  # a function, `Class.method`, class, constant or module
     old: str
     new: str
