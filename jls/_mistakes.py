@@ -391,14 +391,13 @@ def other_params_noted(
     try:
         yield
     except Exception as error:
-        with contextlib.suppress(Exception):  # whatever stands in the way
+        with contextlib.suppress(Exception):  # `init` may fail too
             made = jax.eval_shape(init, params)
             if jax.tree.structure(made) != jax.tree.structure(opt_state):
                 of_both = ("optimizer.init(params)", made), ("opt_state", opt_state)
                 error.add_note(
                     f"opt_state was not made for these params: {difference(*of_both)}. "
-                    "If the model has changed, its optimizer starts anew: opt_state = "
-                    "optimizer.init(params)."
+                    f"{_STARTS_ANEW}"
                 )
         raise
 
@@ -411,7 +410,7 @@ def _foreign(
     trained, name = (params, "params") if known else (updates, "updates")
     try:
         made = jax.eval_shape(init, trained)
-    except Exception:  # whatever stands in the way
+    except Exception:  # `init` may fail too
         return ""
     if known and jax.tree.structure(updates) != jax.tree.structure(params):
         return (
@@ -422,6 +421,11 @@ def _foreign(
     how = difference(*of_both, np.shape)
     return how and (
         f"state must be one that this optimizer made for the {name} that it is passed "
-        f"with, but {how}. Pass what its init made for them. If the model has changed, "
-        "its optimizer starts anew: opt_state = optimizer.init(params)."
+        f"with, but {how}. Pass what its init made for them. {_STARTS_ANEW}"
     )
+
+
+_STARTS_ANEW = (
+    "If the model has changed, its optimizer starts anew: opt_state = "
+    "optimizer.init(params)."
+)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a function of the user's does with jls while it runs: told to who listens.
+"""What a user's function does with jls while it runs, delivered to listeners.
 
 A wrapper in a chain, a partition or a function of the user's cannot be reached by an
 argument, nor can what it was given be returned. So it notes it here. The only such side
@@ -27,7 +27,7 @@ _LISTENERS = contextvars.ContextVar("_LISTENERS", default=())
 def noted(kind: Kind, apart: bool = False) -> Iterator[list[Any]]:
     """Yields the list of what is noted of one kind in the block.
 
-    The blocks around it hear of it too, unless it stands `apart`.
+    Enclosing blocks get it too, unless this one is `apart`.
     """
     records: list[Any] = []
     others = () if apart else _LISTENERS.get()
@@ -44,7 +44,7 @@ def heard(kind: Kind) -> list[Any]:
 
 
 def note(kind: Kind, record: Any = None) -> bool:
-    """Tells `record` to the blocks around; whether there is one."""
+    """Delivers `record` to the enclosing blocks; returns whether there is one."""
     lists = [records for listened, records in _LISTENERS.get() if listened == kind]
     for records in lists:
         records.append(record)

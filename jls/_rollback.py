@@ -50,7 +50,7 @@ class Prepared(NamedTuple):
     fun: Function
     inputs: Arrays  # floating-point arrays
     program: "_Program | None"
-    consts: Arrays  # what the program takes from outside
+    consts: Arrays  # that the function closes over
     squares: list[Array] | None  # sums of the squares of each gradient, then of all
 
 
@@ -72,7 +72,7 @@ def prepare(
     """
     program, consts = None, []
     if is_traced:
-        program, consts = _trace(fun, inputs, gradients)
+        program, consts = _trace_program(fun, inputs, gradients)
         sum_of_squares = program.sum_of_squares
     squares = None
     if sum_of_squares is not None:
@@ -89,7 +89,7 @@ def sum_of_squares_in(
     None too if `fun` cannot be traced, since it may branch on numbers.
     """
     try:
-        program, _ = _trace(fun, inputs, gradients)
+        program, _ = _trace_program(fun, inputs, gradients)
     except Exception:  # if it is a mistake, the call itself will raise it
         return None
     return program.sum_of_squares
@@ -108,54 +108,62 @@ def roll_back_unless(
       prepared: `fun` and its inputs.
       old: the tree before.
     """
-    arrays = iter(_rolled_back(flag, is_finite, prepared, _arrays(old)))
+    if prepared.program is None:
+        new = _select(flag, _arrays(call(is_finite, prepared)), _arrays(old))
+    else:
+        new = _run(is_finite, prepared, prepared.program, flag, _arrays(old))
+    arrays = iter(new)
     return jax.tree.map(lambda x: next(arrays) if is_array(x) else x, old)
 
 
 def call(is_finite: Array, prepared: Prepared) -> Any:
     """`fun(inputs)`. If these are not finite, the result is to be rolled back."""
-    fun, inputs, program, consts, squares = prepared
+    program = prepared.program
     if program is None:
-        return fun(_or_ones(is_finite, inputs))
-
-    def on_sanitized_inputs(is_finite, inputs, total, consts):
-        return program.run(_or_ones(is_finite, inputs), consts)
-
-    def on_raw_inputs(is_finite, inputs, total, consts):
-        sanitized = _or_ones(_is_given(is_finite), [*inputs, *total])
-        count = len(inputs)
-        return program.run(sanitized[:count], consts, sanitized[count:])
-
-    chosen = program.choose_strategy(on_raw_inputs, on_sanitized_inputs)
-    arrays = chosen(is_finite, list(inputs), _total(squares), consts)
-    return combine(arrays, program.remainder)
+        return prepared.fun(_or_ones(is_finite, prepared.inputs))
+    return combine(_run(is_finite, prepared, program), program.remainder)
 
 
-def _rolled_back(
-    flag: Array, is_finite: Array, prepared: Prepared, old: Arrays
-) -> Arrays:
-    fun, inputs, program, consts, squares = prepared
-    if program is None:
-        return _select(flag, _arrays(fun(_or_ones(is_finite, inputs))), old)
+def _run(
+    is_finite: Array,
+    prepared: Prepared,
+    program: "_Program",
+    flag: Array | None = None,
+    old: Arrays = (),
+) -> list[Array]:
+    """The results of the program; where a `flag` is given and false, `old`.
 
-    arrays, places = _each_once([*consts, *old])
-    of_consts, of_old = places[: len(consts)], places[len(consts) :]
+    Bad inputs stay as they are if the program cannot observe a NaN and is not
+    differentiated; else it gets ones in their place.
+    """
+    arrays, places = _each_once([*prepared.consts, *old])
+    count = len(prepared.consts)
 
     def unpacked(arrays):
-        return [arrays[i] for i in of_consts], [arrays[i] for i in of_old]
+        arrays = [arrays[i] for i in places]
+        return arrays[:count], arrays[count:]
 
     def on_sanitized_inputs(flag, is_finite, inputs, total, arrays):
         consts, old = unpacked(arrays)
-        return _select(flag, program.run(_or_ones(is_finite, inputs), consts), old)
+        inputs = _or_ones(is_finite, inputs)
+        new = run_as_call(program.jaxpr, [*consts, *inputs], "optimizer")
+        return new if flag is None else _select(flag, new, old)
 
     def on_raw_inputs(flag, is_finite, inputs, total, arrays):
         consts, old = unpacked(arrays)
         inputs = [*inputs, *total]
-        chosen = Chosen(_is_given(is_finite), inputs, _ones_like(inputs))
+        is_given = _is_given(is_finite)
+        if flag is None:
+            inputs = _or_ones(is_given, inputs)
+            return run_as_call(program.after_sum, [*consts, *inputs], "optimizer")
+        chosen = Chosen(is_given, inputs, _ones_like(inputs))
         return select_in_place(program.after_sum, flag, consts, chosen, old)
 
-    chosen = program.choose_strategy(on_raw_inputs, on_sanitized_inputs)
-    return chosen(flag, is_finite, list(inputs), _total(squares), arrays)
+    run = on_sanitized_inputs
+    if not program.observes_nan:
+        run = _with_derivative(on_raw_inputs, like=on_sanitized_inputs)
+    total = [] if prepared.squares is None else prepared.squares[-1:]
+    return run(flag, is_finite, list(prepared.inputs), total, arrays)
 
 
 def _each_once(arrays: Arrays) -> tuple[list[Array], list[int]]:
@@ -163,10 +171,6 @@ def _each_once(arrays: Arrays) -> tuple[list[Array], list[int]]:
     found = {id(x): x for x in arrays}
     places = {key: i for i, key in enumerate(found)}
     return list(found.values()), [places[id(x)] for x in arrays]
-
-
-def _total(squares: list[Array] | None) -> list[Array]:
-    return [] if squares is None else squares[-1:]
 
 
 def _is_given(is_finite: Array) -> Array:
@@ -181,26 +185,14 @@ def _is_given(is_finite: Array) -> Array:
 class _Program(NamedTuple):
     """A function, traced. Closures keep it, so it must not hold tracers."""
 
-    jaxpr: Any  # of what the function takes from outside, and of its inputs
+    jaxpr: Any  # takes what the function closes over, then its inputs
     after_sum: Any  # the same, given the sum of squares if one was found
-    remainder: Remainder  # of what the function returns, without its arrays
+    remainder: Remainder  # the result of the function without its arrays
     observes_nan: bool
     sum_of_squares: SumOfSquares | None
 
-    def run(self, inputs: Arrays, consts: Arrays, total: Arrays = ()) -> list[Array]:
-        jaxpr = self.after_sum if total else self.jaxpr
-        return run_as_call(jaxpr, [*consts, *inputs, *total], "optimizer")
 
-    def choose_strategy(
-        self, on_raw_inputs: Callable[..., Any], on_sanitized_inputs: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        """`on_raw_inputs` if nothing can observe a NaN, unless it is differentiated."""
-        if self.observes_nan:
-            return on_sanitized_inputs
-        return _with_derivative(on_raw_inputs, like=on_sanitized_inputs)
-
-
-def _trace(
+def _trace_program(
     fun: Function, inputs: Arrays, gradients: int
 ) -> tuple[_Program, list[Array]]:
     """The program of `fun`, and the arrays that it takes from outside."""

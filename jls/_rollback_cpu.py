@@ -14,7 +14,7 @@ and XLA CPU would copy the old ones.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from jax.core import Tracer
 
 from jls._program.jaxprs import is_literal, variables_in
 from jls._program.writer import Writer
+
+Flags = TypeVar("Flags", bound=tuple[Array, ...])
 
 
 class Chosen(NamedTuple):
@@ -123,8 +125,8 @@ def computed_once(flags: Array) -> Array:
     )
 
 
-def at_once_on_gpu(*flags: Array) -> Sequence[Array]:
-    """`flags`; on a GPU they are in memory, as one array.
+def at_once_on_gpu(flags: Flags) -> Flags:
+    """A tuple of flags; on a GPU they are in memory, as one array.
 
     XLA GPU makes one kernel of all the counters that read the same array. If they read
     the same scalar, each would be a kernel of its own.
@@ -133,14 +135,15 @@ def at_once_on_gpu(*flags: Array) -> Sequence[Array]:
 
 
 @jax.jit
-def _at_once(flags: Sequence[Array]) -> list[Array]:
+def _at_once(flags: Flags) -> Flags:
     array = lax.platform_dependent(
         jnp.stack(flags),
         cpu=lambda array: array,
         tpu=lambda array: array,
         default=lax.optimization_barrier,
     )
-    return [array[i] for i in range(len(flags))]
+    each = [array[i] for i in range(len(flags))]
+    return jax.tree.unflatten(jax.tree.structure(flags), each)
 
 
 def where(flag: Array, new: Any, old: Any) -> Array:

@@ -78,7 +78,7 @@ def scaler_state_in(state: Any) -> Any:
 
 
 def _scaler_node_in(state: Any, of_devices: bool = False) -> Any:
-    """The same, with the `nnx.Variable`s that an `nnx.Optimizer` keeps it in.
+    """The one scaler state, in the `nnx.Variable`s of an `nnx.Optimizer` if it is one.
 
     `of_devices` also takes one with an axis of devices, as `jax.pmap` keeps it.
     """
@@ -162,28 +162,28 @@ def _not_one_wrapper(count: int, state: Any) -> ValueError:
 
 
 class FoundState(NamedTuple):
-    """The state of a wrapper, and what it is in that would undo what it does."""
+    """The state of a wrapper, and of an optimizer around it that would undo skips."""
 
     state: LossScaledState
-    around: Any  # the outermost `optax.MultiSteps` or `apply_if_finite`, or `state`
+    enclosing: Any  # of the outermost `MultiSteps` or `apply_if_finite`, or `state`
 
     def inside(self) -> LossScaledState:
         """The state, or an error if it is in such an optimizer."""
-        if self.around is not self.state:
-            raise _is_outside(self.state, self.around)
+        if self.enclosing is not self.state:
+            raise _must_be_inside(self.state, self.enclosing)
         return self.state
 
 
 def wrappers_in(state: Any) -> list[FoundState]:
     """The states of all wrappers in `state`, which is searched once."""
-    nodes = find(state, lambda x: is_wrapper_state(x) or _is_around(x))
+    nodes = find(state, lambda x: is_wrapper_state(x) or _undoes_skips(x))
     return [
-        FoundState(node, around)
-        for _, around in nodes
-        for node in (
-            [around]
-            if is_wrapper_state(around)
-            else [inner for _, inner in find(around, is_wrapper_state)]
+        FoundState(inside, node)
+        for _, node in nodes
+        for inside in (
+            [node]
+            if is_wrapper_state(node)
+            else [inner for _, inner in find(node, is_wrapper_state)]
         )
     ]
 
@@ -192,7 +192,7 @@ def is_multi_steps_state(node: Any) -> bool:
     return isinstance(node, optax.MultiStepsState)
 
 
-def _is_around(node: Any) -> bool:
+def _undoes_skips(node: Any) -> bool:
     return isinstance(node, optax.MultiStepsState | optax.ApplyIfFiniteState)
 
 
@@ -207,10 +207,10 @@ def wrapper_name(scaler_state: Any) -> str:
     return "jls.skip_nonfinite" if is_one else "jls.loss_scaled"
 
 
-def _is_outside(state: LossScaledState, around: Any) -> ValueError:
-    """The error for a wrapper whose state is inside that of another optimizer."""
+def _must_be_inside(state: LossScaledState, enclosing: Any) -> ValueError:
+    """The error for a wrapper inside an optimizer that would undo its skips."""
     wrapper = wrapper_name(state.scaler_state)
-    if is_multi_steps_state(around):
+    if is_multi_steps_state(enclosing):
         return ValueError(
             f"optax.MultiSteps must be inside {wrapper}, got it outside, "
             "where a NaN stays in its accumulator for ever. Write "
@@ -242,7 +242,7 @@ _JOINED = re.compile(r".*scaler_?state\W+loss_?scale", re.IGNORECASE)
 
 
 def how_to_nest(tree: Any) -> str:
-    """What to write if the leaves of a state are in a flat dict; "" if they are not."""
+    """The advice if the leaves of a state are in a flat dict; "" if they are not."""
     for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
         key = getattr(path[-1], "key", None) if path else None
         name = "/".join(map(str, key)) if isinstance(key, tuple) else key

@@ -397,7 +397,7 @@ def _take_apart(
     params: optax.Params | None,
     extra: dict[str, Any],
 ) -> _Step:
-    _check_state(state, params)
+    _check_wrapper_state(state, params)
     check_no_state(params)
     partial_overflow = extra.pop("partial_overflow", False)
     partial_overflow = as_flag("partial_overflow", partial_overflow)
@@ -428,7 +428,7 @@ def _warn_of_unread(step: _Step, is_inside: bool = False) -> None:
 
     Args:
       step: the step.
-      is_inside: whether what is around the wrapper may take it.
+      is_inside: whether an optimizer around the wrapper may take it.
     """
     inner, known = step.wrapper.inner, step.wrapper.names
     if not is_of_optax(inner.update):
@@ -634,7 +634,7 @@ def _norm(
 def _query_spike_policy(
     step: _Step, observed: _Observed, norm: Array | None
 ) -> tuple[Any, Array]:
-    """Its next state, if the step counts for it, and whether it skips a finite step."""
+    """The policy's next state if a step counts, and whether it skips a finite step."""
     wrapper, old = step.wrapper, step.state.spike_state
     policy = wrapper.spikes
     _check_spike_state(wrapper, step.state)
@@ -663,6 +663,18 @@ def _updates_finite(step: _Step, updates: optax.Updates, inner_state: Any) -> Ar
     return agree(flags, step.wrapper.axis_name)
 
 
+class _Flags(NamedTuple):
+    """Facts of a step that the scaler and the counters read, `bool[]` each."""
+
+    is_applied: Array
+    loss_finite: Array
+    is_partial: Array  # whether parts of the gradients were left out
+    for_scaler: Array  # what the scaler's `adjust` takes
+    bad_updates: Array
+    is_spike: Array
+    is_step: Array  # true: the count of steps is in the kernel of the other counters
+
+
 def _count(
     step: _Step,
     observed: _Observed,
@@ -677,39 +689,40 @@ def _count(
     leaves_finite, never = observed.leaves_finite, jnp.zeros_like(applied)
     flags = ~leaves_finite if leaves_finite.size else state.nonfinite_leaves
     bad_updates = observed.is_finite & ~applied if step.checks_updates else never
-    is_applied, loss_finite, is_partial, for_scaler, bad_updates, is_spike, is_step = (
-        at_once_on_gpu(
-            applied,
-            observed.loss_finite,
-            observed.is_partial,
-            observed.for_scaler,
-            bad_updates,
-            is_spike,
-            ~never,
+    seen = at_once_on_gpu(
+        _Flags(
+            is_applied=applied,
+            loss_finite=observed.loss_finite,
+            is_partial=observed.is_partial,
+            for_scaler=observed.for_scaler,
+            bad_updates=bad_updates,
+            is_spike=is_spike,
+            is_step=~never,
         )
     )
-    adjusted = wrapper.scaler.adjust(state.scaler_state, for_scaler)
+    adjusted = wrapper.scaler.adjust(state.scaler_state, seen.for_scaler)
     adjusted = cast_like("the scaler's state", adjusted, state.scaler_state)
     gradients, loss, updates = SkipReason.GRADIENTS, SkipReason.LOSS, SkipReason.UPDATES
-    reason = jnp.where(bad_updates, updates.value, gradients.value)
-    reason = jnp.where(loss_finite, reason, loss.value)
-    was_finite = is_applied
+    reason = jnp.where(seen.bad_updates, updates.value, gradients.value)
+    reason = jnp.where(seen.loss_finite, reason, loss.value)
+    was_finite, bad_updates = seen.is_applied, seen.bad_updates
     if wrapper.spikes is not None:
         # A step skipped for another reason leaves no trace in the policy's state.
-        was_finite, bad_updates = is_applied | is_spike, bad_updates & ~is_spike
-        reason = jnp.where(is_spike, SkipReason.SPIKE.value, reason)
+        was_finite = seen.is_applied | seen.is_spike
+        bad_updates = seen.bad_updates & ~seen.is_spike
+        reason = jnp.where(seen.is_spike, SkipReason.SPIKE.value, reason)
         spike_state = select(was_finite, spike_state, state.spike_state)
     events: dict[Event, Any] = {
-        "step": is_step,
-        "skip": ~is_applied,
-        "nonfinite loss": ~loss_finite,
+        "step": seen.is_step,
+        "skip": ~seen.is_applied,
+        "nonfinite loss": ~seen.loss_finite,
         "nonfinite update": bad_updates,
-        "spike": is_spike,
-        "partial overflow": is_partial & is_applied,
+        "spike": seen.is_spike,
+        "partial overflow": seen.is_partial & seen.is_applied,
     }
     with jax.named_scope(_scopes.SCALE):
-        scaler_state = select(loss_finite, adjusted, state.scaler_state)
-    counted = _counted(state, events, is_applied, was_finite, reason, flags)
+        scaler_state = select(seen.loss_finite, adjusted, state.scaler_state)
+    counted = _counted(state, events, seen.is_applied, was_finite, reason, flags)
     return counted._replace(
         inner_state=_clone_keys(inner_state),
         scaler_state=scaler_state,
@@ -860,7 +873,7 @@ def _may_be_bad(leaf: Any) -> bool:
     return is_inexact(leaf) and not (isinstance(leaf, float) and math.isfinite(leaf))
 
 
-def _check_state(state: Any, params: Any) -> None:
+def _check_wrapper_state(state: Any, params: Any) -> None:
     if is_wrapper_state(state):
         _check_scale(getattr(state.scaler_state, "loss_scale", None))
         return

@@ -197,7 +197,7 @@ def cast_like(
         new_shape, new_dtype = jnp.shape(leaf), jnp.result_type(leaf)
         if shape == new_shape and _are_weak([leaf, reference], dtype):
             return jnp.asarray(leaf)
-        if shape == new_shape and _fits(new_dtype, dtype):
+        if shape == new_shape and _can_become(new_dtype, dtype):
             is_key = is_extended(reference)
             return leaf if is_key else jnp.asarray(leaf).astype(dtype)
         ends = (path[len(path) - len(end) :] == end for end in integers)
@@ -219,7 +219,7 @@ def _is_like(array: Array, other: Any) -> bool:
     return is_alike and array.shape == other.shape
 
 
-def _fits(dtype: Any, wanted: Any) -> bool:
+def _can_become(dtype: Any, wanted: Any) -> bool:
     """Whether numbers of `dtype` are numbers of the kind of `wanted`, as reals are."""
     kinds = [jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating]
     (kind, wanted_kind) = (
@@ -386,7 +386,7 @@ def difference(
 def _first_difference(
     tree: Any, other: Any, of_leaf: Callable[[Any], Any]
 ) -> tuple[tuple[str, ...], str, str] | None:
-    """Its path, and what either tree has there: "" for nothing."""
+    """The path, and what each tree has there: "" for nothing."""
     (children, node), (other_children, other_node) = map(one_level, (tree, other))
     kinds = kind_of(tree), kind_of(other)
     if is_leaf(node) and is_leaf(other_node):

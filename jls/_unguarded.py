@@ -27,50 +27,49 @@ from jls._tree import named_floats
 from jls._types import JlsWarning
 
 
-def unguarded(
+class Moved(NamedTuple):
+    """The paths of updates that no wrapper decides on."""
+
+    by_gradients: list[str]  # past every wrapper
+    in_a_skip: list[str]  # not 0 where the wrapper of their parameters skips a step
+
+
+def moved_past(
     optimizer: Any,
     wrappers: Callable[[], list[FoundWrapper]],
     grads: Any,
     state: Any,
     params: Any,
     **extra: Any,
-) -> list[str]:
-    """The paths of the updates that are made of gradients past every wrapper.
+) -> Moved:
+    """The updates of an optimizer that no wrapper in it decides on.
 
-    None if the wrappers are given all parameters, as those in a chain are.
+    It is traced once for both questions, unless a wrapper is outermost.
     """
+    nothing = Moved([], [])
+    if wrapper_of(optimizer):
+        return nothing
     try:
         found = wrappers()
     except Exception:  # it is raised where the step is taken
-        return []
-    names = {name for wrapper in found for name in wrapper.names}
-    if names.issuperset(named_floats(params)[0]):
-        return []  # without the time to trace the optimizer once more
+        return nothing
+    update_fn = optax.with_extra_args_support(optimizer).update
 
-    return follow(_update(optimizer, state, params, extra), grads)
+    def update(grads):
+        with noted("update", apart=True):  # they are of this trace
+            return update_fn(grads, state, params, **extra)[0]
 
-
-def moved_in_a_skip(
-    optimizer: Any,
-    wrappers: Callable[[], list[FoundWrapper]],
-    grads: Any,
-    state: Any,
-    params: Any,
-    **extra: Any,
-) -> list[str]:
-    """The paths of the updates that are not 0 in a step that their wrapper skips.
-
-    Weight decay, momentum and noise outside of the wrapper make them.
-    """
-    if wrapper_of(optimizer):
-        return []  # there is nothing outside
-    made = _trace(_update(optimizer, state, params, extra), grads)
+    made = _trace(update, grads)
     if made is None:
-        return []
-    names = {name for wrapper in wrappers() for name in wrapper.names}
+        return nothing
+    names = {name for wrapper in found for name in wrapper.names}
+    # Wrappers that are given all parameters, as in a chain, decide on all gradients.
+    has_all = names.issuperset(named_floats(params)[0])
+    by_gradients = [] if has_all else made.of_data(_Data())
     are_zero = walk(made.program, [False] * len(made.program.in_avals), _Zero())
     pairs = zip(made.paths, are_zero, strict=True)
-    return [name for name, is_zero in pairs if not is_zero and name in names]
+    moved = [name for name, is_zero in pairs if not is_zero and name in names]
+    return Moved(by_gradients, moved)
 
 
 def follow(
@@ -83,24 +82,7 @@ def follow(
     where they are integers on the way.
     """
     made = _trace(fun, *args)
-    if made is None:
-        return []
-    inputs = list(map(is_inexact_atom, made.program.in_avals))
-    are_data = walk(made.program, inputs, _Data(through_bits))
-    return [name for name, is_data in zip(made.paths, are_data, strict=True) if is_data]
-
-
-def _update(
-    optimizer: Any, state: Any, params: Any, extra: dict[str, Any]
-) -> Callable[[Any], Any]:
-    """The updates of an optimizer as a function of the gradients."""
-    update_fn = optax.with_extra_args_support(optimizer).update
-
-    def update(grads):
-        with noted("update", apart=True):  # they are of this trace
-            return update_fn(grads, state, params, **extra)[0]
-
-    return update
+    return made.of_data(_Data(through_bits)) if made else []
 
 
 class _Traced(NamedTuple):
@@ -108,6 +90,13 @@ class _Traced(NamedTuple):
 
     program: Any
     paths: list[str]
+
+    def of_data(self, question: "_Data") -> list[str]:
+        """The paths of the results that floating-point arguments are data of."""
+        inputs = list(map(is_inexact_atom, self.program.in_avals))
+        are_data = walk(self.program, inputs, question)
+        pairs = zip(self.paths, are_data, strict=True)
+        return [name for name, is_data in pairs if is_data]
 
 
 def _trace(fun: Callable[..., Any], *args: Any) -> _Traced | None:

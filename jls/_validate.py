@@ -149,7 +149,7 @@ def function(name: str, value: Any) -> None:
 
 
 def signature_of(function: Any) -> inspect.Signature | None:
-    """What a function takes, as far as it is known; a decorator may take other things.
+    """The parameters of a function; None if unknown. A decorator may take others.
 
     Of an object of a library, such as `nnx.jit` makes, it is that of what is inside.
     """
@@ -206,10 +206,15 @@ def not_donated(name: str, tree: Any) -> None:
             )
 
 
+def is_transformation(value: Any) -> bool:
+    """Whether `value` is an optimizer: an object with `init` and `update`."""
+    functions = (getattr(value, name, None) for name in ("init", "update"))
+    return not isinstance(value, type) and all(map(callable, functions))
+
+
 def transformation(inner: Any, order: str) -> optax.GradientTransformationExtraArgs:
     """A transformation, or an object with its methods, that takes extra arguments."""
-    functions = (getattr(inner, name, None) for name in ("init", "update"))
-    if isinstance(inner, type) or not all(map(callable, functions)):
+    if not is_transformation(inner):
         raise TypeError(
             "inner must be an optax.GradientTransformation, e.g. optax.adamw(3e-4), or "
             f"an object with init and update, got {describe(inner)}. The order is "
@@ -219,11 +224,11 @@ def transformation(inner: Any, order: str) -> optax.GradientTransformationExtraA
         inner, optax.GradientTransformationExtraArgs
     ):
         return optax.with_extra_args_support(inner)
-    update = _without_what_it_does_not_take(inner.update)
+    update = _without_unknown_arguments(inner.update)
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def _without_what_it_does_not_take(update: Callable[..., Any]) -> Callable[..., Any]:
+def _without_unknown_arguments(update: Callable[..., Any]) -> Callable[..., Any]:
     """`update`, given `value`, `loss` and `grad` only if its signature has them.
 
     These come without being asked for; any other name that it does not know is an
@@ -246,7 +251,7 @@ def _without_what_it_does_not_take(update: Callable[..., Any]) -> Callable[..., 
 
 
 def choice(name: str, value: Word, choices: Sequence[str]) -> Word:
-    """One of a few words."""
+    """One of the words in `choices`."""
     rule = f"{name} must be one of {', '.join(map(repr, choices))}"
     if not isinstance(value, str):
         raise TypeError(f"{rule}, got {describe(value)}.")

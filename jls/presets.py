@@ -23,10 +23,8 @@ float64, and where a system divides by a factor that is not a power of two, sinc
 multiplies by the rounded reciprocal.
 """
 
-import re
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -36,8 +34,7 @@ from jax.typing import ArrayLike
 
 from jls import _elsewhere, _spikes, _validate
 from jls._scalers.adaptive import adaptive_adjust, adaptive_init
-from jls._scalers.dynamic import dynamic
-from jls._scalers.hysteresis import hysteresis as hysteresis_scaler
+from jls._scalers.dynamic import dynamic_adjust
 from jls._scalers.hysteresis import hysteresis_adjust
 from jls._scalers.rule import RAISING, make, start_at, switch
 from jls._scalers.static import static
@@ -69,28 +66,12 @@ def __getattr__(name: str) -> Any:
     raise _elsewhere.attribute_error(__name__, name)
 
 
-def _like(
-    rule: Callable[..., LossScaler], given: dict[str, Any], **names: str
+def _dynamic(
+    given: dict[str, Any], consecutive: bool = True, /, **names: str
 ) -> LossScaler:
-    """The scaler of a rule of jls, from arguments that have other names there.
-
-    Args:
-      rule: makes it.
-      given: the caller's arguments by the caller's names. Bounds that are not among
-        them are those of float32.
-      **names: the caller's name of an argument of `rule`, where the two differ. Errors
-        have it too.
-    """
-    arguments = {"min_scale": _validate.SMALLEST, "max_scale": _validate.LARGEST}
-    ours = {name: own for own, name in names.items()}
-    arguments |= {ours.get(name, name): value for name, value in given.items()}
-    try:
-        return rule(**arguments)
-    except (TypeError, ValueError) as error:
-        # Not the field of a result, as in "result.init_scale".
-        words = re.compile(r"(?<![.\w])\w+")
-        message = words.sub(lambda word: names.get(word[0], word[0]), str(error))
-        raise type(error)(message) from None
+    """By the rule of `jls.dynamic`, whose first bad step backs off by itself."""
+    adjust = switch(dynamic_adjust, consecutive=consecutive)
+    return make(start_at, adjust, {"backoff_interval": 1} | given, **names)
 
 
 def _factors(scale_factor: Any) -> dict[str, Any]:
@@ -139,7 +120,7 @@ def torch(
     given = locals()
     if not _validate.flag("enabled", given.pop("enabled")):
         return static(1.0)
-    return _like(dynamic, given)
+    return _dynamic(given)
 
 
 def paddle(
@@ -255,7 +236,7 @@ def mindspore(scale_value: float, scale_factor: float, scale_window: int) -> Los
         "min_scale": 1.0,
     }
     given |= _factors(scale_factor)
-    return _like(dynamic, given, growth_interval="scale_window")
+    return _dynamic(given, growth_interval="scale_window")
 
 
 def mindformers_adaptive(
@@ -317,10 +298,7 @@ def mindformers_adaptive(
     return make(
         Partial(adaptive_init, init_rung=1 + ladder.index(window)),
         Partial(adaptive_adjust, intervals=ladder),
-        init_scale=scale,
-        min_scale=1.0,
-        max_scale=_validate.LARGEST,
-        **factors,
+        {"init_scale": scale, "min_scale": 1.0} | factors,
     )
 
 
@@ -348,9 +326,9 @@ def keras(
       >>> scaler.adjust(scaler.init(), False).loss_scale
       Array(16384., dtype=float32)
     """
-    given = locals()
+    given = {"growth_factor": 2.0, "backoff_factor": 0.5, **locals()}
     names = {"init_scale": "initial_scale", "growth_interval": "dynamic_growth_steps"}
-    return _like(dynamic, given, **names)
+    return _dynamic(given, **names)
 
 
 def flax(
@@ -392,8 +370,8 @@ def flax(
     interval = _validate.interval("growth_interval", growth_interval)
     given["growth_interval"] = interval + 1
     if minimum_scale is None:
-        del given["minimum_scale"]
-    return _like(dynamic, given, init_scale="scale", min_scale="minimum_scale")
+        given["minimum_scale"] = _validate.SMALLEST
+    return _dynamic(given, init_scale="scale", min_scale="minimum_scale")
 
 
 def deepspeed(
@@ -444,9 +422,9 @@ def deepspeed(
     given |= _factors(given.pop("scale_factor"))
     name = "consecutive_hysteresis"
     refill = "finite" if _validate.flag(name, given.pop(name)) else "growth"
-    rule = partial(make, _deepspeed_init, switch(_deepspeed_adjust, refill=refill))
+    adjust = switch(_deepspeed_adjust, refill=refill)
     names = {"growth_interval": "scale_window", "hysteresis": "delayed_shift"}
-    return _like(rule, given, **names)
+    return make(_deepspeed_init, adjust, given, **names)
 
 
 def megatron(
@@ -487,9 +465,8 @@ def megatron(
       Array(16384., dtype=float32)
     """
     given = locals()
-    # A float, since the scaler refuses a small integer for a count.
-    given["initial_scale"] = _validate.scale_value("initial_scale", initial_scale)
-    return _like(hysteresis_scaler, given, init_scale="initial_scale")
+    adjust = switch(hysteresis_adjust, refill="growth")
+    return make(start_at, adjust, given, init_scale="initial_scale")
 
 
 # DeepSpeed counts the steps between two: not the first finite one of a run, nor the
@@ -516,9 +493,9 @@ def _paddle(consecutive: bool, given: dict[str, Any]) -> LossScaler:
     name, scale = "use_dynamic_loss_scaling", given["init_loss_scaling"]
     if not _validate.flag(name, given.pop(name)):
         return static(_validate.scale_value("init_loss_scaling", scale))
-    return _like(
-        dynamic,
-        given | {"consecutive": consecutive},
+    return _dynamic(
+        given,
+        consecutive,
         init_scale="init_loss_scaling",
         growth_factor="incr_ratio",
         backoff_factor="decr_ratio",

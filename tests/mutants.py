@@ -6,8 +6,8 @@ a test. At the end the tests that failed run once more in a copy without a fault
 they must pass.
 
 `--file jls/_ema.py` plants those of one file or folder, `--part 2/8` every eighth.
-`tests/test_mutants.py` checks that the list fits the code. The code has moved on if it
-fails: plant the fault anew where the code is now.
+A fault names a function and a statement there, so it goes along where code moves. If
+`tests/test_mutants.py` fails, the statement is another one now: plant the fault anew.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from planted import FAULTS
-from planted.fault import Fault
+from planted.fault import Fault, find, planted
 
 ROOT = Path(__file__).parents[1]
 NOT_COPIED = shutil.ignore_patterns(".git", ".*_cache", ".venv*", "__pycache__")
@@ -33,7 +33,7 @@ JOBS = 2  # at a time, each in a copy of its own
 SECONDS = 600  # for the tests of one fault; to need more is to be caught
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 HEAD = (
-    "| file | fault | outcome | first test that fails | seconds |\n" + "|---" * 5 + "|"
+    "| where | fault | outcome | first test that fails | seconds |\n" + "|---" * 5 + "|"
 )
 
 
@@ -69,16 +69,6 @@ def run_tests(tree: Path, tests: Sequence[str]) -> Outcome:
     return Outcome(done.returncode == 1, failed[1] if failed else "", seconds)
 
 
-def plant(fault: Fault, tree: Path) -> str:
-    """Plants a fault, and returns the text without it."""
-    path = tree / fault.file
-    text = path.read_text(encoding="utf-8")
-    if text.count(fault.old) != 1:
-        raise ValueError(f"{fault.file} must have this text once: {fault.old!r}")
-    path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
-    return text
-
-
 def try_all(faults: Sequence[Fault], root: Path) -> bool:
     """Prints what catches each fault; whether nothing survived."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(JOBS) as pool:
@@ -90,11 +80,14 @@ def try_all(faults: Sequence[Fault], root: Path) -> bool:
 
         def try_one(fault: Fault) -> Outcome:
             tree = trees.get()
-            text = plant(fault, tree)
+            definition = find(fault, root)
+            path = tree / definition.file
+            text = path.read_text(encoding="utf-8")
+            path.write_text(planted(fault, text, definition), encoding="utf-8")
             try:
                 return run_tests(tree, fault.tests)
             finally:
-                (tree / fault.file).write_text(text, encoding="utf-8")
+                path.write_text(text, encoding="utf-8")
                 trees.put(tree)
 
         print(HEAD, flush=True)
@@ -102,13 +95,8 @@ def try_all(faults: Sequence[Fault], root: Path) -> bool:
         for fault, outcome in zip(faults, pool.map(try_one, faults), strict=True):
             outcomes.append(outcome)
             word = "caught" if outcome.is_caught else "SURVIVED"
-            row = [
-                fault.file,
-                fault.name,
-                word,
-                outcome.first,
-                f"{outcome.seconds:.0f}",
-            ]
+            seconds = f"{outcome.seconds:.0f}"
+            row = fault.where, fault.name, word, outcome.first, seconds
             print("|", " | ".join(row), "|", flush=True)
         is_clean = _pass_without(trees.get(), outcomes)
     caught = sum(outcome.is_caught for outcome in outcomes)
@@ -134,7 +122,10 @@ def choose(names: Sequence[str], path: str, part: str) -> list[Fault]:
         known = "\n".join(fault.name for fault in FAULTS)
         sys.exit(f"no fault is called {sorted(unknown)}. There are:\n{known}")
     chosen = [
-        f for f in FAULTS if f.file.startswith(path) and f.name in (names or [f.name])
+        fault
+        for fault in FAULTS
+        if fault.name in (names or [fault.name])
+        and find(fault, ROOT).file.startswith(path)
     ]
     number, of = (int(x) for x in part.split("/"))
     return chosen[number - 1 :: of]

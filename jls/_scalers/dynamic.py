@@ -133,4 +133,4 @@ def dynamic(
     """
     given = locals()
     consecutive = _validate.flag("consecutive", given.pop("consecutive"))
-    return make(start_at, switch(dynamic_adjust, consecutive=consecutive), **given)
+    return make(start_at, switch(dynamic_adjust, consecutive=consecutive), given)

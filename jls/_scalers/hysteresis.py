@@ -125,4 +125,4 @@ def hysteresis(
             f"hysteresis(hysteresis={init_scale}) for the count of steps, or "
             f"init_scale={init_scale:.1f}."
         )
-    return make(start_at, switch(hysteresis_adjust, refill=refill), **given)
+    return make(start_at, switch(hysteresis_adjust, refill=refill), given)

@@ -31,11 +31,8 @@ _FACTORS = {
 def make(
     init: Callable[..., StateT],
     adjust: Callable[..., StateT],
-    *,
-    init_scale: Any,
-    min_scale: Any,
-    max_scale: Any,
-    **others: Any,
+    given: Mapping[str, Any],
+    **names: str,
 ) -> LossScaler[StateT]:
     """Returns a scaler from the users' arguments, or raises for the first bad one.
 
@@ -43,25 +40,24 @@ def make(
       init: takes `init_scale`, the first loss scale.
       adjust: takes all other arguments as hyperparameters. Both may be a `Partial` that
         has others bound.
-      init_scale: in [min_scale, max_scale].
-      min_scale: a loss scale.
-      max_scale: a loss scale.
-      **others: factors, by the names that they have in every scaler, and intervals.
+      given: by their names, `init_scale`, factors, intervals, and the bounds
+        `min_scale` and `max_scale`; without these, those of float32.
+      **names: what users call an argument, for errors, where it is not its name here.
     """
+    ours = {name: own for own, name in names.items()}
+    given = {"min_scale": _validate.SMALLEST, "max_scale": _validate.LARGEST, **given}
+    found = {ours.get(name, name): (name, value) for name, value in given.items()}
     factors = {
-        name: _validate.number(name, others.pop(name), *rule)
+        name: _validate.number(*found.pop(name), *rule)
         for name, rule in _FACTORS.items()
-        if name in others
+        if name in found
     }
-    bounds = {"min_scale": min_scale, "init_scale": init_scale, "max_scale": max_scale}
-    scales = _validate.ascending(bounds)
-    first_scale = scales.pop("init_scale")
-    intervals = {
-        name: _validate.interval(name, value) for name, value in others.items()
-    }
+    scales = [found.pop(name) for name in ("min_scale", "init_scale", "max_scale")]
+    low, first, high = _validate.ascending(dict(scales)).values()
+    intervals = {name: _validate.interval(*pair) for name, pair in found.items()}
     return LossScaler(
-        _bind(init, init_scale=first_scale),
-        _bind(adjust, **factors, **intervals, **scales),
+        _bind(init, init_scale=first),
+        _bind(adjust, **factors, **intervals, min_scale=low, max_scale=high),
     )
 
 

@@ -182,8 +182,7 @@ def apply_and_report(
 
 def check_optimizer(optimizer: Any, order: str) -> None:
     """Raises unless it is an optimizer of optax; `order` is how it is passed."""
-    functions = [getattr(optimizer, name, None) for name in ("init", "update")]
-    is_one = all(map(callable, functions))
+    is_one = _validate.is_transformation(optimizer)
     if is_optimizer(optimizer):
         raise TypeError(
             "optimizer must be left out for Flax NNX, whose nnx.Optimizer goes in with "
@@ -275,7 +274,7 @@ def given_rates(given: Any, opt_state: Any, before: LossScaledState) -> Any:
 
 
 def injected_rates(after: Any) -> Any:
-    """That which `optax.inject_hyperparams` keeps in the state after the step."""
+    """The learning rate that `optax.inject_hyperparams` keeps in the new state."""
     flat, _ = jax.tree_util.tree_flatten_with_path(after, is_leaf=_has_learning_rate)
     injected = [(path, node) for path, node in flat if _has_learning_rate(node)]
     keys = [[x.key for x in path if isinstance(x, DictKey)] for path, _ in injected]

@@ -137,7 +137,7 @@ def _roll_back_skipped(optimizer: Any, model: Any, objects: Any) -> Iterator[Non
     kept = variables_in(of_jls, [one.step for one in optimizers])
     changed = _without(variables_in(optimizers, model, objects), kept)
     before = {id(variable): variable.get_value() for variable in changed}
-    counts = [_counts(node) for node in wrappers]
+    counts = [_counters_of(node) for node in wrappers]
     updates: list[Update] = []
     try:
         with noted("update") as updates:
@@ -154,7 +154,7 @@ def _roll_back_skipped(optimizer: Any, model: Any, objects: Any) -> Iterator[Non
     if is_one:
         trained = trained_variables(optimizer, model)
         changed = _without(changed, [*trained, *variables_in(optimizer)])
-    after = list(map(_counts, wrappers))
+    after = list(map(_counters_of, wrappers))
     pairs = list(zip(counts, after, strict=True))
     are_applied = jnp.stack([new["skips"] == old["skips"] for old, new in pairs])
     is_applied = jnp.all(are_applied)
@@ -164,12 +164,12 @@ def _roll_back_skipped(optimizer: Any, model: Any, objects: Any) -> Iterator[Non
             variable.set_value(select(is_applied, new, old))
     if not is_one:
         reasons = jnp.stack([new["last_skip_reason"] for new in after])
-        reason = reasons[jnp.argmin(are_applied)]  # of the first that has skipped
+        reason = reasons[jnp.argmin(are_applied)]  # the first that skipped
         for node, (old, new) in zip(wrappers, pairs, strict=True):
             _count_as_skipped(node, old, new, reason, is_applied)
 
 
-def _counts(node: Any) -> dict[str, Array]:
+def _counters_of(node: Any) -> dict[str, Array]:
     """The counters of a wrapper."""
     return {name: getattr(node, name).get_value() for name in _COUNTED}
 

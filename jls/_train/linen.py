@@ -10,7 +10,7 @@ import jax
 
 from jls._mistakes import is_read, warn
 from jls._train.accumulate import keys_in
-from jls._train.parts import Call, LossOutput, Order, Parts, unpack
+from jls._train.parts import LossOutput, Order, Parts, StepCall, unpack
 from jls._train_state import FP8, is_train_state, names_in, pytree_fields, without_fp8
 from jls._tree import cast_like, restore, trainable
 from jls._types import StepReport
@@ -22,7 +22,7 @@ class LinenAdapter:
 
     jitted = "jax.jit(jls.train_step(loss_fn))"
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: StepCall) -> None:
         self._call, self.kwargs = call, call.kwargs
         state = call.args[0]
         self._names = names = names_in(state)
@@ -31,7 +31,7 @@ class LinenAdapter:
         self._known, self._overwritten = without_fp8(self._params)
 
     @staticmethod
-    def takes(call: Call) -> bool:
+    def takes(call: StepCall) -> bool:
         return len(call.args) == 2 and is_train_state(call.args[0])
 
     @staticmethod

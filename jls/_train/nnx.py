@@ -14,7 +14,7 @@ from jls._nnx import (
     split_objects,
     update_objects,
 )
-from jls._train.parts import Call, LossOutput, Order, Parts, unpack
+from jls._train.parts import LossOutput, Order, Parts, StepCall, unpack
 from jls._tree import cast_like, difference
 from jls._types import StepReport
 
@@ -27,7 +27,7 @@ class NnxAdapter:
 
     jitted = "nnx.jit(jls.train_step(loss_fn))"
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: StepCall) -> None:
         self.model, self._optimizer, batch = call.args
         if call.has_carried:
             raise ValueError(
@@ -48,7 +48,7 @@ class NnxAdapter:
         self.optimizer = self._optimizer.tx
 
     @staticmethod
-    def takes(call: Call) -> bool:
+    def takes(call: StepCall) -> bool:
         return len(call.args) == 3 and is_optimizer(call.args[1])
 
     @staticmethod

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface between `jls.train_step` and a model library.
 
-An adapter, one class for each library, is made of one `Call` of a step:
+An adapter, one class for each library, is made of a `StepCall`:
 
     takes(call)   whether the arguments are of its library
     order(...)    the `Order` of the arguments
@@ -37,7 +37,7 @@ class LossOutput(NamedTuple):
     aux: Any  # for the report
 
 
-class Call(NamedTuple):
+class StepCall(NamedTuple):
     """One call of a step."""
 
     loss_fn: Callable[..., Any]

@@ -7,7 +7,7 @@ import jax
 
 from jls._state import find_scaler_states
 from jls._train.apply import inner_wrapper_state
-from jls._train.parts import Call, LossOutput, Order, Parts, unpack
+from jls._train.parts import LossOutput, Order, Parts, StepCall, unpack
 from jls._tree import cast_like, is_array, restore, trainable
 from jls._types import StepReport
 
@@ -19,7 +19,7 @@ class PlainAdapter:
     places, as with `equinox.filter`.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: StepCall) -> None:
         self._call, self.kwargs = call, call.kwargs
         self._params, self._opt_state, *self._carried, _ = call.args
         self.model, self.optimizer = self._params, call.optimizer
@@ -32,7 +32,7 @@ class PlainAdapter:
         return f"{jit}(jls.train_step(loss_fn, optimizer))"
 
     @staticmethod
-    def takes(call: Call) -> bool:
+    def takes(call: StepCall) -> bool:
         return call.optimizer is not None and len(call.args) == 3 + call.has_carried
 
     @staticmethod

@@ -59,11 +59,11 @@ from jls._train.apply import (
 )
 from jls._train.linen import LinenAdapter
 from jls._train.nnx import NnxAdapter
-from jls._train.parts import Call, Parts
+from jls._train.parts import Parts, StepCall
 from jls._train.plain import PlainAdapter
 from jls._tree import floats_of, is_array, select
 from jls._types import LossScaledState, SkipReason, StaticState, StepReport
-from jls._unguarded import follow, moved_in_a_skip, unguarded
+from jls._unguarded import follow, moved_past
 from jls._validate import is_real
 
 Adapter = PlainAdapter | LinenAdapter | NnxAdapter
@@ -382,10 +382,10 @@ def train_step(
     eager_calls, is_split = EagerCalls(), options.micro_batches > 1
 
     def step(*args, **kwargs):
-        call = Call(loss_fn, optimizer, carried, has_aux, is_split, args, kwargs)
+        call = StepCall(loss_fn, optimizer, carried, has_aux, is_split, args, kwargs)
         kind = _adapter_for(call)
         try:
-            _check_takes(call)
+            _check_loss_takes(call)
             adapter = kind(call)
             parts = adapter.split()
             state = inner_wrapper_state(parts.opt_state)
@@ -459,17 +459,19 @@ def take_step(
         "value": accumulated.loss,
         "partial_overflow": accumulated.partial_overflow,
     }
-    more = _extra_arguments(options.extra, adapter.model, batch, extra)
-    if callable(more.get("value_fn")):  # the loss function once more, for a line search
-        more["value_fn"] = cast(more["value_fn"])
+    given_extra = _extra_arguments(options.extra, adapter.model, batch, extra)
+    if callable(given_extra.get("value_fn")):  # the loss once more, for a line search
+        given_extra["value_fn"] = cast(given_extra["value_fn"])
     grads = accumulated.grads
-    extra |= more
-    past = unguarded(optimizer, wrappers, grads, opt_state, params, **extra)
-    if past:
-        made = follow(lambda *x: gradients_of(*x).grads, params, before, batch)
-        _refuse_unguarded([name for name in past if name in made])
-    outside = moved_in_a_skip(optimizer, wrappers, grads, opt_state, params, **extra)
-    _refuse_outside(outside)
+    extra |= given_extra
+    moved = moved_past(optimizer, wrappers, grads, opt_state, params, **extra)
+    if moved.by_gradients:
+        # A gradient that is constant cannot be NaN; only the program of the loss tells.
+        may_be_nan = follow(
+            lambda *given: gradients_of(*given).grads, params, before, batch
+        )
+        _refuse_unguarded([name for name in moved.by_gradients if name in may_be_nan])
+    _refuse_outside(moved.in_a_skip)
     new_params, new_opt_state, report, updates = apply_and_report(
         optimizer, grads, opt_state, params, extra, options.update_norm, wrappers
     )
@@ -486,8 +488,8 @@ def take_step(
         aux=accumulated.aux,
         update_norm=global_norm(floats_of(updates)) if options.update_norm else None,
     )
-    after = select(~report.skipped, accumulated.carried, before)
-    return Parts(new_params, after[0], new_opt_state, after[1]), report
+    new_overwritten, new_carried = select(~report.skipped, accumulated.carried, before)
+    return Parts(new_params, new_overwritten, new_opt_state, new_carried), report
 
 
 def _refuse_unguarded(names: list[str]) -> None:
@@ -610,7 +612,7 @@ def _dropped(accumulated: Accumulated, report: StepReport, options: Any) -> Any:
     return jnp.any(report.skip_reason == reasons).astype(jnp.int32)
 
 
-def _adapter_for(call: Call) -> type[Adapter]:
+def _adapter_for(call: StepCall) -> type[Adapter]:
     """The adapter for what the step was called with."""
     args, optimizer, has_carried = call.args, call.optimizer, call.has_carried
     if args and args[0] is call.loss_fn:
@@ -643,7 +645,7 @@ def _adapter_for(call: Call) -> type[Adapter]:
     raise TypeError(f"{form}; got {got}. {_BATCH}")
 
 
-def _check_takes(call: Call) -> None:
+def _check_loss_takes(call: StepCall) -> None:
     """Raises unless `loss_fn` can be called as the step calls it."""
     signature = _validate.signature_of(call.loss_fn)
     count = 2 + (call.has_carried and call.optimizer is not None)

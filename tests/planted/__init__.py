@@ -1,32 +1,11 @@
-"""Faults that a test must catch, a module for each part of jls."""
+"""Faults that a test must catch, a file for each part of jls."""
 
-from planted import (
-    autocast,
-    bfloat16,
-    check,
-    core,
-    float8,
-    origin,
-    presets,
-    program,
-    reading,
-    run,
-)
-from planted.fault import Fault as Fault
+from pathlib import Path
+
+from planted.fault import read
 
 FAULTS = [
     fault
-    for module in (
-        core,
-        bfloat16,
-        autocast,
-        float8,
-        presets,
-        program,
-        reading,
-        origin,
-        run,
-        check,
-    )
-    for fault in module.FAULTS
+    for path in sorted(Path(__file__).parent.glob("*.txt"))
+    for fault in read(path.read_text(encoding="utf-8"))
 ]

@@ -506,7 +506,8 @@ def test_a_skip_moves_nothing_whatever_is_outside(name):
     assert_identical(params, PARTS)
 
 
-def test_optimizer_around_a_wrapper_is_traced_once_more():
+@pytest.mark.parametrize("around", ["all", "a part"])
+def test_optimizer_around_a_wrapper_is_traced_once_more(around):
     """To see whether it moves parameters in a step that is skipped."""
     calls = []
 
@@ -515,8 +516,9 @@ def test_optimizer_around_a_wrapper_is_traced_once_more():
         return updates, state
 
     counts = optax.GradientTransformation(lambda params: (), update)
-    optimizer = optax.chain(counts, wrapped())
-    step = jax.jit(jls.train_step(sum_of_parts, optimizer))
+    inner = wrapped() if around == "all" else beside(optax.sgd(0.1))
+    optimizer = optax.chain(counts, inner)
+    step = jax.jit(jls.train_step(of_a_alone, optimizer))
     step(PARTS, optimizer.init(PARTS), GOOD[None])
     assert len(calls) == 2
 
