@@ -111,8 +111,8 @@ def test_as_many_products_are_half_as_without(flags):
         flags(is_on)
         assert any(map(is_hi, equations(loss_fn, *args))) is is_on
         counts.append(products(jax.grad(half), *args))
-    # A checkpoint of jax_remat3 does not see what is named in a rule: the product in the
-    # loop is computed again.
+    # A checkpoint of jax_remat3 does not see what is named in a rule: the product in
+    # the loop is computed again.
     assert counts[1] - counts[0] == {"float16": 1}
     assert counts[1].keys() == {"float16"}
 
