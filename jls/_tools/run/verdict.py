@@ -174,7 +174,7 @@ def diagnose(facts: Facts) -> tuple[Verdict, str]:
     sentences = [row.fact(facts)]
     # A loss that is not finite spoils all gradients, and poison is in no gradient: the
     # names of gradients would say nothing.
-    others = None, SkipReason.LOSS, SkipReason.SPIKE
+    others = None, SkipReason.LOSS, SkipReason.SPIKE, SkipReason.ATOMIC
     if facts.skipped_for not in others and row.verdict != "poisoned":
         sentences.append(_culprits(facts))
     if row.verdict != "poisoned":
@@ -245,6 +245,8 @@ def _stalled(facts: Facts) -> str:
     because = f", the last one for its {reason.name.lower()}" if reason else ""
     if reason == SkipReason.SPIKE:
         because = f", the last one as a spike ({_over(facts)})"
+    if reason == SkipReason.ATOMIC:
+        because = ", the last one with another optimizer's, in a block of jls.atomic"
     return (
         f"the last {facts.consecutive_skips} steps were all skipped{because}, and "
         f"nothing is being learned{facts.at_scale}"
@@ -378,6 +380,11 @@ def _recovering(facts: Facts) -> str:
     what = f"{_bad_gradients_of_last(facts)}, and it was skipped"
     if facts.skipped_for == SkipReason.NONE:
         what = "the last step was skipped"
+    if facts.skipped_for == SkipReason.ATOMIC:
+        what = (
+            "another optimizer in the block of jls.atomic skipped its last step, and "
+            "this one's was skipped with it"
+        )
     never_moves = ", and never moves" if facts.is_static and facts.has_scale else ""
     return (
         f"{what}, {facts.consecutive_skips} in a row{facts.at_scale}{never_moves}. "
