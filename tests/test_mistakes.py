@@ -475,12 +475,27 @@ ERRORS = {
         lambda: jls.health(OPTIMIZER.init(PARAMS), (jnp.ones((4, 3)),)),
         ValueError,
         r"params must be those that the optimizer was initialized with, got shape "
-        r"\(4, 3\) at '0', where its moments have \(2,\)\.$",
+        r"\(4, 3\) at '0', where its moments have \(2,\)\. The order is jls\.health\(",
     ),
     "another batch there": (
         lambda: jls.health(MOMENTUM.init(PARAMS), jnp.ones((4, 2))),
         ValueError,
-        r"got shape \(4, 2\), where its moments have \(2,\)\.$",
+        r"got shape \(4, 2\), where its moments have \(2,\)\.",
+    ),
+    "a batch of more arrays": (
+        lambda: jls.health(OPTIMIZER.init(BOTH), (jnp.ones((4, 3)),) * 3),
+        ValueError,
+        r"got shape \(4, 3\) at '0', where its moments have \(",
+    ),
+    "a batch beside a TrainState": (
+        lambda: jls.health(train_state(), (jnp.ones((4, 3)), jnp.ones(4))),
+        ValueError,
+        r"must be those of the TrainState, .* Write jls\.health\(state\)\.$",
+    ),
+    "a report in the place of the parameters": (
+        lambda: jls.health(STATE, REPORT),
+        TypeError,
+        r"params must be the parameters, got StepReport\. The order is jls\.health",
     ),
     "text as gradients": (
         lambda: jls.health(STATE, PARAMS, grads="x"),
@@ -490,8 +505,8 @@ ERRORS = {
     "gradients of a part": (
         lambda: OPTIMIZER.update({"w": X, "frozen": None}, OF_BOTH, PARAMS),
         ValueError,
-        r"got 1 and 2\. Differentiate what optimizer.init\(params\) got\. To mask or "
-        r"freeze a part, write it inside: jls.loss_scaled\(optax.masked\(",
+        r"got 1 and 2\. Differentiate what optimizer.init\(params\) got\. If the model "
+        r"has changed, .* To mask or freeze a part, write it inside: jls.loss_scaled\(",
     ),
     "gradients of a part, without params": (
         lambda: OPTIMIZER.update(PARAMS, OF_BOTH),

@@ -709,7 +709,7 @@ FAULTS = [
     Fault(
         "a line search sees the float32 loss",
         "jls/_train/step.py",
-        '        more["value_fn"] = cast(more["value_fn"])\n',
+        '        more["value_fn"] = _cast(more["value_fn"], options)\n',
         "        pass\n",
         (f"{STEP}::test_a_value_function_for_a_line_search_is_cast_too",),
     ),

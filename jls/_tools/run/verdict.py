@@ -260,9 +260,12 @@ def _bad_gradients_of_last(facts: Facts) -> str:
     return f"the gradients of the last step were {bad}"
 
 
-def ask_for_half(facts: Facts) -> str:
-    """The line to write that says how much of a step is half, which no state knows."""
-    if not facts.moves:
+def ask_for_half(facts: Facts, verdict: Verdict) -> str:
+    """The line to write that says how much of a step is half, which no state knows.
+
+    A run that is well for long needs it no more.
+    """
+    if not facts.moves or (verdict == "ok" and facts.steps > _EARLY):
         return ""
     return f"Half precision? print(jls.check_step({_arguments(facts)}))"
 
@@ -447,8 +450,9 @@ def _ok(facts: Facts) -> str:
     return f"{_skips(facts)}{facts.at_scale}{hint}{_started_high(facts)}"
 
 
-# A run that is compared with another one is no longer than this.
-_START = 100
+# A run that is compared with another one is no longer than this; and how long it is
+# asked whether anything is half.
+_START, _EARLY = 100, 1000
 
 
 def _started_high(facts: Facts) -> str:
