@@ -71,14 +71,14 @@ FAULTS = [
     Fault(
         "a keep that is not the least is said",
         "jls/_tools/reading/widths.py",
-        "        while not self._is_finite(inputs, needed):\n",
+        "        while not self._holds(inputs, needed):\n",
         "        needed, left = left, []\n        while left:\n",
         (KEPT + "test_two_that_are_each_too_large_are_both_kept",),
     ),
     Fault(
         "a keep that does not help is said",
         "jls/_tools/reading/widths.py",
-        "not self._is_finite(inputs, self.units)",
+        "not self._holds(inputs, self.units)",
         "False",
         (KEPT + "test_no_keep_is_said_where_float32_is_no_better",),
     ),

@@ -527,8 +527,8 @@ FAULTS = [
     Fault(
         "a state under a static scale is asked for half precision",
         "jls/_tools/run/verdict.py",
-        "    if not facts.moves:\n",
-        "    if False:\n",
+        "if not facts.moves or (",
+        "if False or (",
         (
             "tests/run/test_health.py::"
             "test_the_text_under_a_scale_that_moves_ends_with_the_question_for_half",

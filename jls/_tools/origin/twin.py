@@ -90,7 +90,7 @@ class Twin(RecordedProgram):
         counted = self._counted.get(site.indices)
         if not counted:
             return ends_of(results)
-        samples = [_sample_of(results[i]) for i in sorted(counted)]
+        samples = [sample_of(results[i]) for i in sorted(counted)]
         if site.indices[:-1] not in self._merged:
             # The ends of what the samples hold whole are found on the host.
             sizes = [x.size for x in results]
@@ -173,7 +173,7 @@ def _is_merged(frame: Frame) -> bool:
 _NUM_COUNTS = _BINS + 3
 
 
-def _sample_of(x: Array) -> Array:
+def sample_of(x: Array) -> Array:
     """At most `_SAMPLE` elements: `f32[n]`."""
     spec = jax.typeof(x).sharding.spec
     if any(axes is not None for axes in spec):  # on explicit axes of a mesh
