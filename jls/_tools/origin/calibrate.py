@@ -175,7 +175,7 @@ def read_search(case: Case) -> Search:
     forward = Forward(case.main, forward_of(case))
     touches = forward.touches()
     sized = {(x.frame, atom) for x in touches for atom in x.half}
-    twin = Twin(case.main, sized & on_the_way, following)
+    twin = Twin(case.main, sized & on_the_way, following, case.traced.options)
     is_off = is_switched_off(now, case.scales[at])
     return Search(
         case, at, now, is_off, bool(depends), following, forward, touches, twin
@@ -410,7 +410,7 @@ def _with_losses(search: Search, result: Calibration) -> Calibration:
     ] or [x for x in results if x not in forward]
     watched = {x.variable: "the loss" for x in case.roots if x.role == LOSS}
     watched |= {x: name for x, name in results.items() if x in forward}
-    both = BothWays(main, [*gradients, *watched])
+    both = BothWays(main, [*gradients, *watched], case.traced.options)
     leaves = search.leaves(_low_scale(search, result))
     found = find_losses(both, main, leaves, gradients)
     built_up = find_built_up(both, main, leaves, watched)

@@ -13,7 +13,7 @@ become one.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -62,6 +62,7 @@ class Twin(RecordedProgram):
       main: the frame of a program.
       sized: variables whose size is asked for.
       following: variables that follow the loss scale; those of float16 are counted.
+      options: of XLA, for which the user's function asks.
     """
 
     ARITHMETIC = WIDE
@@ -71,10 +72,11 @@ class Twin(RecordedProgram):
         main: Frame,
         sized: Iterable[Variable],
         following: Iterable[Variable],
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         following = list(following)
         asked = [*sized, *following]
-        super().__init__(main, asked)
+        super().__init__(main, asked, options=options)
         self.operations &= makers_of(main, to_nearest_records(asked))
         self._merged = {x.site.indices for x in main.all() if _is_merged(x)}
         self._counted: dict[tuple[int, ...], set[int]] = {}
