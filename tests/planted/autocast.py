@@ -727,4 +727,14 @@ FAULTS = [
         "Rewrite(self.choice, ",
         (f"{SEMANTICS}::test_keep_finds_operations_of_a_rule_by_their_own_scopes",),
     ),
+    Fault(
+        "what an autocast inside keeps is cast by the one around it",
+        "jls/_autocast/keep.py",
+        "if marks_of(site) & {FLOAT32, KEPT}:",
+        "if False:",
+        (
+            "tests/autocast/test_autocast.py::"
+            "test_what_an_autocast_inside_keeps_stays_float32",
+        ),
+    ),
 ]

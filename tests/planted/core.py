@@ -812,4 +812,35 @@ FAULTS = [
         "",
         ("tests/train/test_plain.py",),
     ),
+    Fault(
+        "an NNX step under jax.jit trains nothing in silence",
+        MISTAKES,
+        "    if is_transformed and caller",
+        "    if False and caller",
+        (
+            "tests/train/test_nnx_objects.py::"
+            "test_a_step_that_jax_jits_itself_would_lose_what_it_changes",
+        ),
+    ),
+    Fault(
+        "an NNX step that is only looked at is refused",
+        MISTAKES,
+        "bool(names) and not _LOOKS.intersection(names)",
+        "bool(names)",
+        ("tests/train/test_nnx_objects.py::test_a_step_of_nnx_may_be_looked_at",),
+    ),
+    Fault(
+        "a loop of updates that skips one forgets why",
+        "jls/_train/atomic.py",
+        "(lost > 0) & (own_skips == 0)",
+        "lost > 0",
+        ("tests/train/test_atomic.py::test_one_skip_in_a_block_rolls_back_all_of_it",),
+    ),
+    Fault(
+        "a function that wraps a gradient is taken for one",
+        MISTAKES,
+        "if getattr(fun, GRADIENT, None) is fun:",
+        "if hasattr(fun, GRADIENT):",
+        (f"{TOLD}test_a_function_that_jls_differentiates_already_is_no_loss",),
+    ),
 ]

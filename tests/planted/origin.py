@@ -613,4 +613,35 @@ FAULTS = [
         "if text in () and",
         ("tests/test_why.py::test_a_number_just_over_1_is_not_printed_as_1",),
     ),
+    Fault(
+        "rounding everywhere gets a keep of half of the lines",
+        "jls/_tools/origin/far_off.py",
+        "len(needed) > max(1, _MOST * len(self.units))",
+        "False",
+        ("tests/origin/test_far_off.py::test_no_product_of_a_right_step_is_named",),
+    ),
+    Fault(
+        "what vanishes is not looked for without losses=",
+        "jls/_tools/origin/kept.py",
+        "0 < trail.size(value).finite <= _VANISHING",
+        "False",
+        ("tests/origin/test_far_off.py",),
+    ),
+    Fault(
+        "the options of a user's compiler are forgotten",
+        "jls/_tools/origin/record.py",
+        "self.options = dict(options or {})",
+        "self.options = dict[str, Any]()",
+        (
+            f"{CALIBRATED}::"
+            "test_a_step_with_options_of_the_compiler_is_compiled_with_them",
+        ),
+    ),
+    Fault(
+        "an inf is told without its sign",
+        "jls/_tools/origin/why.py",
+        'is_negative = found.size.nonfinite == {"-inf"}',
+        "is_negative = False",
+        (f"{WHY}test_an_inf_is_told_with_its_sign",),
+    ),
 ]

@@ -548,4 +548,21 @@ FAULTS = [
         "compute_dtype=jnp.float16",
         ("tests/cli/test_doctor.py::test_the_lines_to_write_train_a_float32_model",),
     ),
+    Fault(
+        "a run that is well is asked for half for ever",
+        "jls/_tools/run/verdict.py",
+        'verdict == "ok" and facts.steps > _EARLY',
+        "False",
+        (
+            "tests/run/test_health.py::"
+            "test_a_run_that_is_well_for_long_is_not_asked_again",
+        ),
+    ),
+    Fault(
+        "a batch of more arrays passes for parameters",
+        "jls/_tools/run/health.py",
+        "if not fitting and 1 < len(of_all) < len(shapes):",
+        "if False:",
+        ("tests/test_mistakes.py",),
+    ),
 ]
