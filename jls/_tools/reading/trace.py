@@ -93,8 +93,9 @@ def _trace_abstract(
         return [x.value for items in returned for x in items if is_array(x.value)]
 
     # JAX takes options at the outermost jit alone.
-    if options := compiler_options(fun):
-        fun = fun.__wrapped__
+    jitted: Any = fun
+    if options := compiler_options(jitted):
+        fun = jitted.__wrapped__
     traced = jax.jit(run) if options else run
     program = jax.make_jaxpr(traced)([given[i] for i in inputs])
     outputs, objects = ([_abstract(x) for x in items] for items in returned)
